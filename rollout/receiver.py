@@ -1,16 +1,18 @@
 """Receives weights for an SGLang server of this host from a learner on another host, on a port of its own.
 
-    GET /      the inbox's name, and the names of all directories of weights on this host that the server can read
-    PUT /      safetensors files of one tensor each, one after the other; answers with the directory that has them
-    DELETE /   removes them
+    GET /                          names of the directories of weights that the server can read
+    POST /?owner=RUN/&num_bytes=N  makes a directory with room for weights; answers with its name
+    PUT /?owner=RUN/               safetensors files of one tensor each, one after the other; answers with their path
+    DELETE /?owner=RUN/            removes the directory
 
-The learner then calls SGLang with this directory. No name or path comes from the network: files are numbered. A run can
-send weights only to a server with its label or with no run's label (`rollout.engine.labels`); a transfer that is
-incomplete, invalid or larger than the free memory leaves nothing.
+The learner then calls SGLang with this path. No name or path comes from the network: files are numbered. A run can send
+weights only to a server with its label or with no run's label (`rollout.engine.labels`). A transfer that is incomplete,
+invalid or larger than the free memory leaves nothing.
 """
 
 import asyncio
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
@@ -26,10 +28,10 @@ from rollout.engine.protocol import EngineError
 from rollout.engine.settings import SGLangSettings
 from rollout.engine.weight_root import WeightRoot, fits
 
-OWNER_HEADER = "X-Weights-Owner"  # the label of the sending run, without a version
 LENGTH_BYTES = 8  # of a safetensors file, before its header
 MAX_HEADER_BYTES, MAX_TENSORS = 4096, 100_000
 PART_BYTES = 2**20  # received at a time
+NUMBER = re.compile(r"[0-9]{1,18}")
 INVALID = (ValueError, EOFError, RecursionError, ConnectionError)
 
 
@@ -40,21 +42,15 @@ class Receiver:
         self._root, self._labels = root, Labels(client, SGLangSettings())
         self._receiving = asyncio.Lock()
         self.server_url = ""
-        self.problem = ""  # why this host cannot receive weights
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, host: str, port: int, model: Path, root: WeightRoot | None = None) -> AsyncIterator[Self]:
-        """Receives weights as large as the files of `model`, and others if they fit as well."""
+    async def open(cls, host: str, port: int, root: WeightRoot | None = None) -> AsyncIterator[Self]:
         root, client = root or WeightRoot(), HttpClient.make()
         receiver = cls(root, client)
-        try:
-            root.make(sum(file.stat().st_size for file in model.glob("*.safetensors")))
-        except EngineError as problem:
-            receiver.problem = str(problem)
         app = web.Application()
-        app.add_routes([web.get("/", receiver.describe), web.put("/", receiver.receive)])
-        app.add_routes([web.delete("/", receiver.remove)])
+        app.add_routes([web.get("/", receiver.describe), web.post("/", receiver.prepare)])
+        app.add_routes([web.put("/", receiver.receive), web.delete("/", receiver.remove)])
         runner = web.AppRunner(app, access_log=None, read_bufsize=PART_BYTES)
         try:
             await runner.setup()
@@ -66,16 +62,26 @@ class Receiver:
             root.remove()
 
     async def describe(self, request: web.Request) -> web.Response:
-        return web.json_response({"name": self._path.name, "readable": self._root.readable()})
+        return web.json_response({"readable": self._root.readable()})
+
+    async def prepare(self, request: web.Request) -> web.Response:
+        await self._check_owner(request)
+        num_bytes = request.query.get("num_bytes", "")
+        if not NUMBER.fullmatch(num_bytes):
+            raise web.HTTPBadRequest(text="num_bytes must be a number")
+        async with self._alone():
+            self._root.remove()
+            try:
+                return web.json_response({"name": self._root.make(int(num_bytes)).name})
+            except EngineError as problem:
+                raise web.HTTPInsufficientStorage(text=str(problem)) from None
 
     async def receive(self, request: web.Request) -> web.Response:
         await self._check_owner(request)
         num_bytes = request.content_length
         if num_bytes is None:
             raise web.HTTPLengthRequired
-        if self._receiving.locked():
-            raise web.HTTPConflict(text="other weights are being received")
-        async with self._receiving:
+        async with self._alone():
             directory = self._empty_directory(num_bytes)
             try:
                 await _write_files(request.content, num_bytes, directory)
@@ -86,19 +92,20 @@ class Receiver:
                         text=f"the weights are not complete safetensors files: {problem}"
                     ) from None
                 raise
-        return web.json_response({"directory": str(directory)})
+        return web.json_response({"path": str(directory)})
 
     async def remove(self, request: web.Request) -> web.Response:
         await self._check_owner(request)
-        async with self._receiving:
-            self._remove_received()
+        async with self._alone():
+            self._root.remove()
         return web.json_response({})
 
-    @property
-    def _path(self) -> Path:
-        if self._root.path is None:
-            raise web.HTTPInsufficientStorage(text=self.problem)
-        return self._root.path
+    @asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        if self._receiving.locked():
+            raise web.HTTPConflict(text="other weights are being received")
+        async with self._receiving:
+            yield
 
     async def _check_owner(self, request: web.Request) -> None:
         """Raises if the server has another run's label."""
@@ -108,18 +115,18 @@ class Receiver:
             label = await self._labels.fetch(self.server_url)
         except EngineError as problem:
             raise web.HTTPServiceUnavailable(text=str(problem)) from None
-        if label.is_foreign(request.headers.get(OWNER_HEADER, "")):
+        if label.is_foreign(request.query.get("owner", "")):
             raise web.HTTPForbidden(text=f"the server has weights of another run, {label.run}")
 
     def _empty_directory(self, num_bytes: int) -> Path:
-        self._remove_received()
-        if not fits(self._path, num_bytes):
-            raise web.HTTPInsufficientStorage(text=f"{num_bytes} bytes of weights do not fit into {self._path.parent}")
-        return Path(tempfile.mkdtemp(dir=self._path))
-
-    def _remove_received(self) -> None:
-        for directory in self._path.iterdir():
-            shutil.rmtree(directory)
+        root = self._root.path
+        if root is None:
+            raise web.HTTPConflict(text="there is no directory for weights; POST makes it")
+        for received in root.iterdir():
+            shutil.rmtree(received)
+        if not fits(root, num_bytes):
+            raise web.HTTPInsufficientStorage(text=f"{num_bytes} bytes of weights do not fit into {root.parent}")
+        return Path(tempfile.mkdtemp(dir=root))
 
 
 async def _write_files(content: StreamReader, num_bytes: int, directory: Path) -> None:

@@ -51,7 +51,7 @@ class StartLine:
 async def serve(args: argparse.Namespace, settings: ServerSettings) -> None:
     """Runs the server and, beside it, a receiver of weights from learners on other hosts."""
     weights_port = settled_port(settings.host, args.weights_port)
-    async with Receiver.open(settings.host, weights_port, settings.model) as receiver:
+    async with Receiver.open(settings.host, weights_port) as receiver:
         await _serve(args, replace(settings, weights_port=weights_port), receiver)
 
 

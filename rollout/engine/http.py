@@ -53,15 +53,13 @@ class HttpClient:
         data = await asyncio.to_thread(_encoded, body)
         return await self._call("POST", url, data, deadline_s, max_bytes, _json_headers(routing_key))
 
-    async def put(
-        self, url: str, parts: AsyncIterator[bytes], num_bytes: int, deadline_s: float, headers: Mapping[str, str]
-    ) -> Any:
+    async def put(self, url: str, parts: AsyncIterator[bytes], num_bytes: int, deadline_s: float) -> Any:
         """Sends `num_bytes` in parts."""
-        headers = {"Content-Length": str(num_bytes), **headers}
+        headers = {"Content-Length": str(num_bytes)}
         return await self._call("PUT", url, parts, deadline_s, MAX_ANSWER_BYTES, headers)
 
-    async def delete(self, url: str, deadline_s: float, headers: Mapping[str, str]) -> Any:
-        return await self._call("DELETE", url, None, deadline_s, MAX_ANSWER_BYTES, headers)
+    async def delete(self, url: str, deadline_s: float) -> Any:
+        return await self._call("DELETE", url, None, deadline_s, MAX_ANSWER_BYTES, {})
 
     async def stream(
         self, url: str, body: Any, deadline_s: float, max_bytes: int, routing_key: str = ""

@@ -12,13 +12,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 from rollout.engine.http import HttpClient, ServerUnavailable
 from rollout.engine.labels import WITH_WEIGHTS_PORT
 from rollout.engine.protocol import EngineError
 from rollout.engine.settings import ServerState, SGLangSettings
-from rollout.receiver import OWNER_HEADER
 
 PART_BYTES = 2**20  # sent at a time
 
@@ -31,8 +30,7 @@ class Inbox:
 
     server: ServerState
     address: str
-    name: str
-    readable: frozenset[str]  # names of directories of weights
+    name: str  # of the directory that it made for them
 
 
 class Transfer:
@@ -40,82 +38,106 @@ class Transfer:
 
     def __init__(self, client: HttpClient, root: Path, owner: str, settings: SGLangSettings):
         self._client, self._root, self._settings = client, root, settings
-        self._headers = {OWNER_HEADER: owner}
-        self._filled: list[Inbox] = []
+        self._owner = urlencode({"owner": owner})
+        self._inboxes: list[Inbox] = []
         self.paths: dict[str, str] = {}  # by URL: where a server reads the weights
 
     async def send(self, directories: Mapping[ServerState, Path]) -> Problems:
         """Sends each server's directory if it cannot read it; servers of one host share one with all that they need."""
+        if self._settings.weights_dir:
+            self.paths = {server.url: str(directory) for server, directory in directories.items()}
+            return {}
         problems: Problems = {}
-        found = await asyncio.gather(*map(self._inbox, directories), return_exceptions=True)
-        names = {inbox.name for inbox in found if isinstance(inbox, Inbox)}
+        room = max(map(_num_bytes, directories.values()), default=0)
+        await asyncio.gather(*(self._find(*each, room, problems) for each in directories.items()))
         hosts: dict[str, list[Inbox]] = {}
-        for server, inbox in zip(directories, found, strict=True):
-            if isinstance(inbox, Inbox):
-                hosts.setdefault(min(names & inbox.readable), []).append(inbox)
-            elif isinstance(inbox, EngineError):
-                problems[server.url] = str(inbox)
-            elif isinstance(inbox, BaseException):
-                raise inbox
-            else:
-                self.paths[server.url] = str(directories[server])
-        sent = await asyncio.gather(*(self._send_to_host(inboxes, directories) for inboxes in hosts.values()))
-        return problems | {url: problem for one in sent for url, problem in one.items()}
+        for inbox, host in zip(self._inboxes, await asyncio.gather(*map(self._host, self._inboxes)), strict=True):
+            hosts.setdefault(host, []).append(inbox)
+        await asyncio.gather(*(self._send_to_host(inboxes, directories, problems) for inboxes in hosts.values()))
+        return problems
 
     async def remove(self) -> None:
         async def empty(inbox: Inbox) -> None:
             with suppress(EngineError):  # its next weights replace these
-                await self._client.delete(inbox.address, self._settings.control_deadline_s, self._headers)
+                await self._client.delete(f"{inbox.address}?{self._owner}", self._settings.control_deadline_s)
 
-        await asyncio.gather(*map(empty, self._filled))
+        await asyncio.gather(*map(empty, self._inboxes))
 
-    async def _inbox(self, server: ServerState) -> Inbox | None:
+    async def _find(self, server: ServerState, directory: Path, room: int, problems: Problems) -> None:
+        """Finds the server's inbox, unless it can read the directory itself."""
+        try:
+            inbox = await self._inbox(server, room)
+        except EngineError as problem:
+            problems[server.url] = str(problem)
+        else:
+            if inbox is None:
+                self.paths[server.url] = str(directory)
+            else:
+                self._inboxes.append(inbox)
+
+    async def _inbox(self, server: ServerState, room: int) -> Inbox | None:
         """None if the server reads this host's files."""
-        if self._settings.weights_dir or server.managed is not None:
+        if server.managed is not None:
             return None
-        info = await self._client.get(f"{server.url}/server_info", self._settings.control_deadline_s)
-        address = _address(server.url, info)
+        deadline_s = self._settings.control_deadline_s
+        address = _address(server.url, await self._client.get(f"{server.url}/server_info", deadline_s))
         if not address:
             return None
         try:
-            inbox = _parsed(server, address, await self._client.get(address, self._settings.control_deadline_s))
+            if self._root.name in await self._readable(address):
+                return None
+            answer = await self._client.post(f"{address}?{self._owner}&num_bytes={room}", {}, deadline_s)
+            return Inbox(server, address, _text(answer, "name", address))
         except EngineError as problem:
             raise ServerUnavailable(
                 f"{server.url} cannot receive weights: {problem}; open that port (rollout.serve --weights-port), or "
                 f"set engine.weights_dir to a directory that all servers can read"
             ) from None
-        return None if self._root.name in inbox.readable else inbox
 
-    async def _send_to_host(self, inboxes: Sequence[Inbox], directories: Mapping[ServerState, Path]) -> Problems:
+    async def _host(self, inbox: Inbox) -> str:
+        """Equal for inboxes that can read each other's directories."""
+        names = {other.name for other in self._inboxes}
+        try:
+            return min(names & await self._readable(inbox.address), default=inbox.name)
+        except EngineError:  # sending reports the cause
+            return inbox.name
+
+    async def _readable(self, address: str) -> set[str]:
+        answer = await self._client.get(address, self._settings.control_deadline_s)
+        if not isinstance(answer, dict) or not isinstance(names := answer.get("readable"), list):
+            raise ServerUnavailable(f"{address} does not receive weights")
+        return set(map(str, names))
+
+    async def _send_to_host(
+        self, inboxes: Sequence[Inbox], directories: Mapping[ServerState, Path], problems: Problems
+    ) -> None:
         """Sends to the first inbox that receives everything."""
-        files = max((sorted(directories[inbox.server].iterdir()) for inbox in inboxes), key=len)  # all, or the changed
-        problems: Problems = {}
+        directory = max((directories[inbox.server] for inbox in inboxes), key=_num_bytes)  # all tensors, or the changed
         for inbox in inboxes:
             try:
-                path = await self._send(inbox, files)
+                path = await self._send(inbox, directory)
             except EngineError as problem:
                 problems[inbox.server.url] = str(problem)
             else:
                 self.paths |= {other.server.url: path for other in inboxes if other.server.url not in problems}
                 break
-        return problems
 
-    async def _send(self, inbox: Inbox, files: Sequence[Path]) -> str:
-        """The directory of the received files on the server's host."""
-        num_bytes = sum(file.stat().st_size for file in files)
-        deadline_s = self._settings.load_deadline_s
-        self._filled.append(inbox)
-        answer = await self._client.put(inbox.address, _parts(files), num_bytes, deadline_s, self._headers)
-        if not isinstance(answer, dict) or not isinstance(directory := answer.get("directory"), str):
-            raise ServerUnavailable(f"{inbox.address} does not report where it received the weights")
-        return directory
+    async def _send(self, inbox: Inbox, directory: Path) -> str:
+        """The path of the received files on the server's host."""
+        url, deadline_s = f"{inbox.address}?{self._owner}", self._settings.load_deadline_s
+        answer = await self._client.put(url, _parts(directory), _num_bytes(directory), deadline_s)
+        return _text(answer, "path", inbox.address)
 
 
-async def _parts(files: Sequence[Path]) -> AsyncIterator[bytes]:
-    for path in files:
+async def _parts(directory: Path) -> AsyncIterator[bytes]:
+    for path in directory.iterdir():
         with path.open("rb") as file:
             while part := await asyncio.to_thread(file.read, PART_BYTES):
                 yield part
+
+
+def _num_bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.iterdir())
 
 
 def _address(url: str, server_info: Any) -> str:
@@ -126,9 +148,7 @@ def _address(url: str, server_info: Any) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{match[1]}/" if match else ""
 
 
-def _parsed(server: ServerState, address: str, answer: Any) -> Inbox:
-    try:
-        name, readable = answer["name"], frozenset(map(str, answer["readable"]))
-    except (KeyError, TypeError):
-        raise ServerUnavailable(f"{address} does not receive weights") from None
-    return Inbox(server, address, str(name), readable | {str(name)})
+def _text(answer: Any, key: str, address: str) -> str:
+    if not isinstance(answer, dict) or not isinstance(text := answer.get(key), str):
+        raise ServerUnavailable(f"{address} does not receive weights: its answer has no {key}")
+    return text

@@ -65,7 +65,7 @@ async def receivers(num: int, num_bytes: int) -> AsyncIterator[list[str]]:
         urls = []
         for _ in range(num):
             app, port = web.Application(), settled_port("127.0.0.1", 0)
-            inbox = await stack.enter_async_context(receiver.Receiver.open("127.0.0.1", port, Path("/nowhere")))
+            inbox = await stack.enter_async_context(receiver.Receiver.open("127.0.0.1", port))
             app.router.add_route("*", "/{path:.*}", Receiver(num_bytes, port).answer)
             runner = web.AppRunner(app)
             stack.push_async_callback(runner.cleanup)

@@ -15,10 +15,10 @@ from rollout.engine.labels import WITH_WEIGHTS_PORT, Label
 from rollout.engine.protocol import EngineError
 from rollout.engine.sglang import SGLangEngine
 from rollout.engine.weight_root import WeightRoot
-from rollout.receiver import MAX_HEADER_BYTES, OWNER_HEADER, Receiver
+from rollout.receiver import MAX_HEADER_BYTES, Receiver
 from rollout.server import ServerSettings, settled_port
 
-OURS = {OWNER_HEADER: "t/"}
+OURS = {"owner": "t/"}
 RARE_PROBES = replace(QUICK, probe_every_s=60)
 
 
@@ -53,13 +53,13 @@ class Served:
     async def open(cls, stack: AsyncExitStack, directory: Path | None) -> "Served":
         server, port = await stack.enter_async_context(FakeServer()), settled_port("127.0.0.1", 0)
         root = WeightRoot(directory or "")
-        receiver = await stack.enter_async_context(Held.open("127.0.0.1", port, Path("/nowhere"), root))
-        return cls(server, receiver, port, root.path)
+        receiver = await stack.enter_async_context(Held.open("127.0.0.1", port, root))
+        return cls(server, receiver, port, directory)
 
     @property
     def left(self) -> list[Path]:
         assert self.directory is not None
-        return list(self.directory.iterdir())
+        return list(self.directory.glob("*/*"))
 
     def loaded_from(self) -> list[Path]:
         return [Path(body["model_path"]) for body in self.server.bodies["/update_weights_from_disk"]]
@@ -97,7 +97,7 @@ async def test_each_host_gets_once_the_tensors_that_its_servers_lack_and_keeps_n
     assert [one.server.version for one in each] == ["t/2"] * 3
     assert sorted(one.receiver.num_received for one in each[:2]) == [0, 2] and each[2].receiver.num_received == 2
     assert each[0].loaded_from() == each[1].loaded_from() != each[2].loaded_from()
-    assert not any(one.left for one in each)
+    assert not any(list(one.directory.iterdir()) for one in each)
     assert (await engine.generate(request(version=2))).versions.tolist() == [2] * 4
 
 
@@ -173,7 +173,10 @@ def one_host(work):
         async with AsyncExitStack() as stack:
             one = await Served.open(stack, tmp_path)
             one.server.version = "t/3"
-            await work(one, await stack.enter_async_context(aiohttp.ClientSession()))
+            session = await stack.enter_async_context(aiohttp.ClientSession())
+            async with session.post(one.inbox, params=OURS | {"num_bytes": "8"}) as reply:
+                assert (await reply.json())["name"] == next(tmp_path.iterdir()).name
+            await work(one, session)
 
     return lambda tmp_path: asyncio.run(body(tmp_path))
 
@@ -184,14 +187,14 @@ def tensor(name: str = "x", num_bytes: object = 8, **header: object) -> bytes:
     return len(encoded).to_bytes(8, "little") + encoded + bytes(8)
 
 
-async def put(session, one, body, headers=OURS):
-    async with session.put(one.inbox, data=body, headers=headers) as reply:
+async def put(session, one, body, owner=OURS, headers=None):
+    async with session.put(one.inbox, data=body, params=owner, headers=headers) as reply:
         return reply.status, await reply.text()
 
 
 @one_host
 async def test_a_transfer_that_breaks_off_leaves_nothing(one, session):
-    head = f"PUT / HTTP/1.1\r\nHost: x\r\n{OWNER_HEADER}: t/\r\nContent-Length: {2 * len(tensor())}\r\n\r\n".encode()
+    head = f"PUT /?owner=t/ HTTP/1.1\r\nHost: x\r\nContent-Length: {2 * len(tensor())}\r\n\r\n".encode()
     for body in (b"", tensor()[:4], tensor()[:-1], tensor()):
         _, writer = await asyncio.open_connection("127.0.0.1", int(one.inbox[:-1].rpartition(":")[2]))
         writer.write(head + body)
@@ -234,17 +237,20 @@ async def test_names_of_tensors_are_no_names_of_files(one, session):
     assert sorted(path.name for path in directory.iterdir()) == ["000000.safetensors", "000001.safetensors"]
 
 
-@pytest.mark.parametrize("owner", [{}, {OWNER_HEADER: "u/"}, {OWNER_HEADER: "t"}, {OWNER_HEADER: "t/3"}])
+@pytest.mark.parametrize("owner", [{}, {"owner": "u/"}, {"owner": "t"}, {"owner": "t/3"}])
 def test_another_run_can_neither_send_to_a_server_nor_remove_what_it_received(owner, tmp_path):
     @one_host
     async def work(one, session):
         assert (await put(session, one, tensor()))[0] == 200
         kept = one.left
         assert await put(session, one, tensor(), owner) == (403, "the server has weights of another run, t")
-        async with session.delete(one.inbox, headers=owner) as reply:
+        async with session.delete(one.inbox, params=owner) as reply:
             assert reply.status == 403 and one.left == kept
-        async with session.delete(one.inbox, headers=OURS) as reply:
-            assert reply.status == 200 and not one.left
+        async with session.post(one.inbox, params=owner | {"num_bytes": "8"}) as reply:
+            assert reply.status == 403 and one.left == kept
+        async with session.delete(one.inbox, params=OURS) as reply:
+            assert reply.status == 200 and not list(one.directory.iterdir())
+        assert (await put(session, one, tensor()))[0] == 409
 
     work(tmp_path)
 
@@ -255,7 +261,10 @@ async def test_more_than_fits_and_unknown_sizes_are_refused_before_anything_is_r
         yield tensor()
 
     assert (await put(session, one, endless()))[0] == 411  # chunked
-    status, text = await put(session, one, endless(), OURS | {"Content-Length": str(2**60)})
+    for num_bytes, expected in ((-1, 400), ("x", 400), (10**4000, 400), (10**17, 507), (8, 200)):
+        async with session.post(one.inbox, params=OURS | {"num_bytes": str(num_bytes)}) as reply:
+            assert reply.status == expected
+    status, text = await put(session, one, endless(), headers={"Content-Length": str(2**60)})
     assert status == 507 and "do not fit" in text and not one.left
 
 
@@ -267,18 +276,17 @@ async def test_only_one_transfer_is_received_at_a_time(one, session):
         yield tensor()[10:]
 
     length = {"Content-Length": str(len(tensor()))}
-    assert (await put(session, one, slow(), OURS | length))[0] == 200
+    assert (await put(session, one, slow(), headers=length))[0] == 200
 
 
-def test_a_host_without_room_says_so(tmp_path):
-    async def body():
-        async with AsyncExitStack() as stack:
-            one = await Served.open(stack, tmp_path / "gone")
-            session = await stack.enter_async_context(aiohttp.ClientSession())
-            async with session.get(one.inbox) as reply:
-                assert reply.status == 507 and "do not fit into" in await reply.text()
+def test_a_host_without_room_gets_no_weights_and_says_so(tmp_path):
+    @on_hosts(1, settings=RARE_PROBES)
+    async def work(engine, one):
+        one.directory.rmdir()
+        with pytest.raises(EngineError, match=r"cannot receive weights: .* answered 507: .* do not fit into"):
+            await engine.publish(trained(1), 1)
 
-    asyncio.run(body())
+    work(tmp_path)
 
 
 def test_the_label_that_names_the_port_means_no_run(tmp_path):
