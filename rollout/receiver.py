@@ -7,7 +7,7 @@
 
 The learner then calls SGLang with this path. No name or path comes from the network: files are numbered. A run can send
 weights only to a server with its label or with no run's label (`rollout.engine.labels`). A transfer that is incomplete,
-invalid or larger than the free memory leaves nothing.
+invalid or larger than the free memory leaves no file.
 """
 
 import asyncio
