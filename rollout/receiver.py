@@ -1,8 +1,8 @@
-"""Receives weights for an SGLang server of this host from a learner on another host, on a port of its own.
+"""Receives weights for an SGLang server of this host from a learner on another host, on a second port.
 
     GET /                          names of the directories of weights that the server can read
     POST /?owner=RUN/&num_bytes=N  makes a directory with room for weights; answers with its name
-    PUT /?owner=RUN/               safetensors files of one tensor each, one after the other; answers with their path
+    PUT /?owner=RUN/               single-tensor safetensors files, concatenated; answers with their path
     DELETE /?owner=RUN/            removes the directory
 
 The learner then calls SGLang with this path. No name or path comes from the network: files are numbered. A run can send

@@ -43,7 +43,7 @@ class Transfer:
         self.paths: dict[str, str] = {}  # by URL: where a server reads the weights
 
     async def send(self, directories: Mapping[ServerState, Path]) -> Problems:
-        """Sends each server's directory if it cannot read it; servers of one host share one with all that they need."""
+        """Sends each server's directory if it cannot read it; servers on the same host share the larger one."""
         if self._settings.weights_dir:
             self.paths = {server.url: str(directory) for server, directory in directories.items()}
             return {}
