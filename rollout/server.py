@@ -52,6 +52,8 @@ FREE_PORTS = range(20_000, 30_000)
 # sixteen frames took minutes. Smaller prefill chunks have fewer pictures.
 CPU_PREFILL_TOKENS = 128
 
+INITIAL_LABEL = "default"  # SGLang's label of the weights that a server starts with
+
 MARK_VARIABLE = "PARAVT_SERVER"
 POLL_S = 0.25
 HEALTH_TIMEOUT_S = 30  # the server generates a token for /health; the first one compiles
@@ -124,7 +126,7 @@ class ServerSettings:
             "--mm-process-config": json.dumps(NO_RESIZE),
             "--max-total-tokens": self.max_total_tokens,
             "--max-running-requests": self.max_running_requests,
-            "--weight-version": f"default;weights_port={self.weights_port}" if self.weights_port else None,
+            "--weight-version": initial_label(self.weights_port) if self.weights_port else None,
         }
         flags = [
             "--skip-server-warmup",  # the warmup image would have to be resized
@@ -354,6 +356,11 @@ def _marked(mark: str) -> list[int]:
             if variable in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
                 marked.append(process.pid)
     return marked
+
+
+def initial_label(weights_port: int) -> str:
+    """The same label with the port that receives weights, see `rollout.engine.labels`."""
+    return f"{INITIAL_LABEL};weights_port={weights_port}"
 
 
 def settled_port(host: str, port: int) -> int:

@@ -21,12 +21,13 @@ ROW_TOKENS = (1, 64, 65, 500, 1500, 2500, 4000, ROW_PAGES * PAGE_TOKENS)  # whol
 
 def check_decoding(kernel: Decode, text: TextConfig, dtype: str) -> KernelCheck:
     """Runs both forms on the current mesh, with the heads split over it."""
-    return compare("plain", *(partial(_run, form, text, dtype) for form in (None, kernel)))
+    inputs = _inputs(text, dtype)
+    return compare("plain", *(partial(_run, form, inputs) for form in (None, kernel)))
 
 
-def _run(kernel: Decode | None, text: TextConfig, dtype: str) -> Timed:
+def _run(kernel: Decode | None, inputs: list[Array]) -> Timed:
     """The rows' outputs."""
-    attend, inputs = jax.jit(decode_attention(kernel)), _inputs(text, dtype)
+    attend = jax.jit(decode_attention(kernel))
     mixed, _, _ = attend(*inputs)
     return [np.asarray(mixed, np.float32)], fastest_ms(lambda: attend(*inputs))
 

@@ -19,10 +19,10 @@ from typing import Any
 from rollout.engine.http import HttpClient, ServerUnavailable
 from rollout.engine.protocol import EngineError
 from rollout.engine.settings import SGLangSettings
+from rollout.server import INITIAL_LABEL
 
 MAX_CHARS = 200
-INITIAL = "default"  # SGLang's label of the weights that a server starts with
-WITH_WEIGHTS_PORT = re.compile(rf"{INITIAL};weights_port=(\d{{1,5}})", re.ASCII)  # the same, of `rollout.serve`
+WITH_WEIGHTS_PORT = re.compile(rf"{INITIAL_LABEL};weights_port=(\d{{1,5}})", re.ASCII)  # as `initial_label` writes it
 OF_A_RUN = re.compile(r"(.+/)(?:(\d{1,9})|\?([\w.-]+))?", re.ASCII)
 
 
@@ -46,7 +46,7 @@ class Label:
             raise ValueError(f"{text!r:.60} is not a label of weights")
         match = OF_A_RUN.fullmatch(text)
         if match is None:
-            return cls(INITIAL if WITH_WEIGHTS_PORT.fullmatch(text) else text, 0)
+            return cls(INITIAL_LABEL if WITH_WEIGHTS_PORT.fullmatch(text) else text, 0)
         owner, version, asker = match.groups()
         return cls(owner, int(version) if version else None, asker or "")
 

@@ -25,7 +25,7 @@ from rollout import receiver
 from rollout.engine.protocol import Weights
 from rollout.engine.publishing import CHANGED, WeightFiles
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
-from rollout.server import settled_port
+from rollout.server import initial_label, settled_port
 from rollout.supervisor import SHARED_MEMORY
 
 UP_DEADLINE_S = 60.0
@@ -42,7 +42,7 @@ class Receiver:
 
     def __init__(self, num_bytes: int, weights_port: int):
         self._memory = np.ones(num_bytes, np.uint8)  # zeros would allocate memory only when written
-        self._label = self._first_label = f"default;weights_port={weights_port}"
+        self._label = self._first_label = initial_label(weights_port)
 
     async def answer(self, request: web.Request) -> web.Response:
         body = await request.json() if request.can_read_body else {}

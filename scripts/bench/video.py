@@ -70,10 +70,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             print(f"writing {args.seconds} s of {name} video", file=sys.stderr, flush=True)
             write_video(path, camera(*SIZES_PX[name], args.seconds), FPS)
             if theirs is None:
-                found = [_split_row(path, args.seconds * FPS, args.repeats, args.workers)]
+                compared = [_split_row(path, args.seconds * FPS, args.repeats, args.workers)]
             else:
-                found = _compare(theirs, path, args.seconds * FPS, args.repeats, args.workers)
-            for row in found:
+                compared = _compare(theirs, path, args.seconds * FPS, args.repeats, args.workers)
+            for row in compared:
                 rows.append({"video": name, **row})
                 print(_line(rows[-1]), file=sys.stderr, flush=True)
     return {"rows": rows, "seconds": args.seconds, "workers": args.workers}

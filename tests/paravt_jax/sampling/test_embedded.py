@@ -19,7 +19,6 @@ from paravt_jax.sampling.embedded import EmbeddedEngine
 from paravt_jax.sampling.frames import frame_of
 from paravt_jax.sampling.local_copy import LocalCopy
 from paravt_jax.sampling.weights import ModelWeights
-from rollout.chat import Chat
 from rollout.engine.protocol import DeadlineExceeded, EngineError, Request, RequestRejected, Sampling, VersionMismatch
 from rollout.picture import Picture
 
@@ -36,11 +35,6 @@ def other(tmp_path_factory):
     directory = tmp_path_factory.mktemp("other") / "hf"
     make_tiny(directory, seed=1)
     return model_port.load(directory)
-
-
-@pytest.fixture(scope="module")
-def chat(tiny_hf):
-    return Chat.from_hf(tiny_hf)
 
 
 @pytest.fixture(scope="module")
