@@ -135,7 +135,8 @@ def logits(
         model.config, input_ids, pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw
     )
     graphdef, params = nnx.split(model)
-    return np.asarray(_logits(graphdef, params, text, vision)[0, : np.size(input_ids)])
+    # A copy: on a CPU, asarray returns a view that keeps the device's array.
+    return np.array(_logits(graphdef, params, text, vision)[0, : np.size(input_ids)])
 
 
 def one_sequence(
