@@ -16,38 +16,51 @@ MARKUP = str.maketrans(
     {"[": "(", "{": "(", "]": ")", "}": ")", "。": ".", "–": "-", "—": "-"} | dict.fromkeys("*_`\"'“”‘’$", "")
 )
 ELEMENT = re.compile(r"</?[a-z][a-z0-9]{0,9}/?>", re.IGNORECASE)  # of HTML
+BULLETS, MARKS = "-+#>=•→⇒ ", "✅☑✔✓\ufe0f "  # before an option: "- B", "=> B", "#B"; on either side: "B ✅"
 WHOLE = re.compile(r"(?:[0-9]{1,2}[.)] ?)?(?:\( ?([A-J]) ?\)[.,:;!?]*|([A-J])[.,:;!?)]*)", re.IGNORECASE)
+# Patterns take at most eight: a word that also begins a pattern would take quadratic time.
 HEDGES = r"is|are|was|be|would|should|must|will|the|correct|right|best|option|choice|letter|its|probably|likely"
 # "B. red", "B) red", "B: red" or "B" at the start of a line, but not "e.g." or "A.M."
 LISTED = re.compile(r"^([A-J])(?:[.:)](?=\s|$|[^\W\d]{2})|$)", re.IGNORECASE | re.MULTILINE)
-# "B - the dog", "B, the dog", "B (the dog)", "B because …", "B is correct" at the start of the text
+# "B - the dog", "B | the dog", "B, the dog", "B (the dog)", "B because …", "B is correct" at the start of the text
 LEADING = re.compile(
-    r"^([A-HJ])(?= - \w|, \w| \(\w{2}| (?:because|since|as)\b| is (?:the )?(?:correct|right|best|answer|true)\b)",
+    r"^([A-HJ])(?= [-|] \w|, \w| ?\(\w{2}| (?:because|since|as)\b| is (?:the )?(?:correct|right|best|answer|true)\b)",
     re.IGNORECASE,
 )
 BRACKETED = re.compile(r"(?<![\w)])\( ?([A-J]) ?\)", re.IGNORECASE)
-# "option B", "the answer is B", "I choose B", but not "the answer is D.C." or "option B-roll"
+STATING = r"answers?|choose|pick|select|(?:id|ill|i would|i will) go with|correct letter|correct(?=\s?:)"
+# "option B", "the answer is B", "I choose B", "I'd go with B", "Letter B", not "the answer is D.C." or "option B-roll"
 NAMED = re.compile(
-    r"\b(?:answers?|options?|choices?|choose|pick|select)\b[\s:=]*"
-    rf"(?:\b(?:{HEDGES})\b[\s:=]*)*"
+    rf"(?:\b(?:{STATING}|options?|choices?)|^(?:the )?letter)\b[\s:=]*"
+    rf"(?:\b(?:{HEDGES})\b[\s:=]*){{0,8}}"
     r"\b([A-J])\b(?!-\w|\.\w(?:\.|\b))",
-    re.IGNORECASE,
+    re.IGNORECASE | re.MULTILINE,
 )
 # "It's B", "Thus, B."
 CONCLUDED = re.compile(
-    rf"\b(?:its|it is|thus|so|therefore|hence)\b[\s,:]*(?:\b(?:{HEDGES}|it is)\b[\s:=]*)*\b([A-HJ])\b"
+    rf"\b(?:its|it is|thus|so|therefore|hence)\b[\s,:]*(?:\b(?:{HEDGES}|it is)\b[\s:=]*){{0,8}}\b([A-HJ])\b"
     r"(?=\s?(?:$|[.!,;]|or\b|and\b|because\b|since\b))(?!\.\w)",
     re.IGNORECASE | re.MULTILINE,
 )
-IN_A_SENTENCE = (NAMED, CONCLUDED)  # in these, "a" and "I" may be words
-STATED = re.compile(r"\b(?:answers?|choose|pick|select)\b", re.IGNORECASE)
+STATED = re.compile(rf"(?:{STATING})\b", re.IGNORECASE)
 # after an answer, "Option A is a cat" describes A and does not choose it
 DESCRIBED = re.compile(
     r"\s(?:is|shows|says|has|was|describes)\s(?!also|correct|right|true|possible|the\s)", re.IGNORECASE
 )
 # "B and C", "B, not C", "B (or C)", "A. B."; the separator is empty only in lists like the last
-ALSO = re.compile(r"\s?\(?((?:(?:[,/&;+-]|\b(?:and|or|not|nor|but|also|maybe|then)\b)\s?)*)\(?([A-J])\b", re.IGNORECASE)
+ALSO = re.compile(
+    r"\s?\(?((?:(?:[,/|&;+-]|\b(?:and|or|not|nor|but|also|maybe|then)\b)\s?)*)\(?([A-J])\b", re.IGNORECASE
+)
+# "B. red or C. blue", "The answer is B. It could also be C."
+ALTERNATIVE = re.compile(
+    r"\b(?:(?:or|and)\s(?:maybe\s)?(?:letter\s|(?=\w[.):]\s?\w{2}))"
+    r"|(?:could|may|might|can)\s(?:also\s)?be\s(?:option\s)?\(?)([A-J])\b",
+    re.IGNORECASE,
+)
+# "(B) since (A) is not shown": (A) is a reason, not an answer
+REASON = re.compile(rf"\b(because|since|as)\s\([A-J]\)(?={DESCRIBED.pattern})", re.IGNORECASE)
 REJECTED = re.compile(r"\b(?:not|nor|neither|except|than|instead of)\s(?:the\s)?$", re.IGNORECASE)
+IN_A_SENTENCE = (NAMED, CONCLUDED, ALTERNATIVE)  # in these, "a" and "I" may be words
 REJECTED_CHARS = 20  # before an option, searched for REJECTED
 # "a" and "I" are words unless this follows
 AFTER_LETTER = re.compile(r"\s?(?:$|[.,:;!?)/&\n]|(?:is|are|because|since|as|and|or)\b)", re.IGNORECASE)
@@ -56,8 +69,18 @@ LIST_CONTINUES = re.compile(r"\s?(?:$|[.,:;!?)/&\n])")
 
 TIME = re.compile(r"(?<![^\W\d])[0-9.:]+(?![0-9])")
 SECONDS_UNIT = r"(?:s|secs?|seconds?)"
+CLOCK = re.compile(
+    rf"\b([0-9]+)\s?(?:m|mins?|minutes?)\s?([0-9]{{1,2}}(?:\.[0-9]+)?)\s?{SECONDS_UNIT}\b", re.IGNORECASE
+)  # "1m10s"
+# "in the video of 64 seconds", "of the 64-second video"
+LENGTH = re.compile(
+    rf"\b(?:in|of)\s(?:the|this|a)\s(?:video\sof\s[0-9.]+\s?{SECONDS_UNIT}|[0-9.]+[-\s]?{SECONDS_UNIT}\svideo)\b",
+    re.IGNORECASE,
+)
 BETWEEN = re.compile(
-    rf"\s?{SECONDS_UNIT}?>?\s?(?:,|->|-|–|—|~|to|and|until|till)?\s?(?:<|[\"']?end[\"']?\s?[:=]\s?)?", re.IGNORECASE
+    rf"\s?{SECONDS_UNIT}?>?\s?(?:,|->|-|–|—|~|to|and|until|till)?\s?"
+    rf"(?:<|[\"']?end(?:_time)?[\"']?\s?[:=]\s?|ends\sat\s|{SECONDS_UNIT}\s|t\s?=\s?)?",
+    re.IGNORECASE,
 )
 # No sign, word or number directly before the time, and no noun that makes it a count of something else.
 BEFORE = re.compile(
@@ -91,7 +114,8 @@ def option_letter(text: str, question: str = "") -> str | None:
         return copied
     text = unicodedata.normalize("NFKC", ELEMENT.sub("", text)).translate(MARKUP)
     text = text.replace("\\boxed", "").replace("\\text", "")
-    text = "\n".join(" ".join(line.split()) for line in text.splitlines() if line.strip())
+    lines = [" ".join(line.split()).strip(MARKS).lstrip(BULLETS) for line in text.splitlines()]
+    text = REASON.sub(r"\1", "\n".join(line for line in lines if line))
     only = WHOLE.fullmatch(text)
     if only is not None:
         return (only[1] or only[2]).upper()
@@ -131,6 +155,7 @@ def _continues(also: re.Match[str], text: str) -> bool:
 def interval(text: str) -> tuple[float, float] | None:
     """The only interval in a text, in seconds, in the order written; None if there are none or several."""
     text = " ".join(unicodedata.normalize("NFKC", text).split())
+    text = LENGTH.sub("", CLOCK.sub(r"\1:\2", text))
     times = [time for time in TIME.finditer(text) if time[0].strip(".:")]  # not only a full stop
     if len(times) != 2:
         return None

@@ -108,7 +108,30 @@ def test_no_text_raises(text):
 
 
 @pytest.mark.parametrize(
-    "piece", [" ", ".", ":", "9", "answer ", "is ", "answer is", "(", "( ", "A,", "B. ", "and ", "\n "]
+    "piece",
+    [
+        *(
+            " ",
+            ".",
+            ":",
+            "9",
+            "answer ",
+            "is ",
+            "answer is",
+            "(",
+            "( ",
+            "A,",
+            "B. ",
+            "and ",
+            "\n ",
+            "- ",
+            "-",
+            "✅",
+            "=>",
+        ),
+        *("option ", "it is ", "correct letter ", "letter\n", "since (A) ", "since (A) is ", "or C. ", "could be "),
+        *("id go with ", "A | ", "1m", "1m1", "1m 10s ", "in the video of ", "in the 9", "ends at ", "t = ", "second "),
+    ],
 )
 def test_parsing_time_is_linear_in_the_length(piece):
     text = piece * 20_000
