@@ -34,7 +34,7 @@ from paravt_jax.plan.workload import PlannedUpdate, row_pairs
 
 FLOAT32_BYTES = 4
 MOMENTS = 2  # Adam's
-LOGITS_AT_ONCE = 3  # arrays per chunk in the head's backward pass: logits, softmax, gradient
+LOGITS_AT_ONCE = 2  # arrays per chunk in the head's backward pass: XLA fuses softmax and gradient, and holds 1.0 to 1.5
 SCANNED_ARRAYS = 3  # arrays per pair of blocks: scores, weights and their gradient
 BLOCKED_ARRAYS = {"tpu": 1}  # 2 elsewhere: XLA for TPU fuses one away
 ENGINE_PARTS = ("key/value cache", "encoded frames", "copy for sampling")
