@@ -38,7 +38,7 @@ from rollout.picture import Picture
 from rollout.prompter import Task
 from rollout.terminal import say
 from rollout.video.box import Box
-from rollout.video.reader import TimedPicture, VideoInfo
+from rollout.video.info import TimedPicture, VideoInfo
 
 # Height and width of common videos: 16:9, 4:3, 1:1, portrait, cinema, and a very small one.
 VIDEO_SIZES_PX = ((1080, 1920), (480, 640), (512, 512), (1280, 720), (800, 1920), (64, 96))

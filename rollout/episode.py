@@ -32,7 +32,7 @@ from rollout.threads import in_daemon_thread
 from rollout.toolbox import Tool, ToolArgs, ToolContext, Videos
 from rollout.tools import BadCall, Outcome, ToolCall, find_calls
 from rollout.user_code import await_user_code
-from rollout.video.reader import VideoError, VideoTimeout
+from rollout.video.errors import VideoError, VideoTimeout
 
 MIN_NEW_TOKENS = 16  # a turn needs at least this much room in the context
 MAX_ANSWER_CHARS = 8_000  # of a tool's response, without reports, which the engine bounds

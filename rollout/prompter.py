@@ -17,7 +17,7 @@ from rollout.picture import Picture
 from rollout.prompts import Prompts, closeup_messages, main_messages, subagent_messages
 from rollout.tools import CROP_VIDEO_SPEC, ToolSpec, Window
 from rollout.video.box import Box
-from rollout.video.reader import TimedPicture, VideoInfo
+from rollout.video.info import TimedPicture, VideoInfo
 from rollout.video.times import crop_times, overview_times
 
 

@@ -43,7 +43,7 @@ from rollout.toolbox import SHIPPED, Videos, signatures
 from rollout.toolbox.search_subtitles import search
 from rollout.toolbox.subtitles import parse_srt
 from rollout.tools import MAX_CALLS, BadCall, find_calls, video_of, window_of
-from rollout.video.reader import VideoInfo
+from rollout.video.info import VideoInfo
 
 LONG_EXAMPLES = 2_000  # of a round
 FRAGMENTS = (

@@ -33,10 +33,14 @@ class BatchShape:
 
 
 def random_model(
-    config: ModelConfig, compute: Compute, lora: LoraConfig = NO_ADAPTERS, mesh: Mesh | None = None
+    config: ModelConfig,
+    compute: Compute,
+    lora: LoraConfig = NO_ADAPTERS,
+    mesh: Mesh | None = None,
+    dtype: str = "float32",
 ) -> Qwen3VL:
-    """A trainable model with random float32 weights, created sharded; with adapters, the weights are frozen."""
-    model, dtype = abstract_model(config, compute), compute.dtype if lora.rank else "float32"
+    """A trainable model with random weights, created sharded; with adapters, they are frozen and in compute's dtype."""
+    model, dtype = abstract_model(config, compute), compute.dtype if lora.rank else dtype
     places = {path: leaf.sharding for path, leaf in abstract_params(model, dtype, mesh).items()}
 
     def random_params() -> dict[str, jax.Array]:

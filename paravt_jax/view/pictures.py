@@ -19,7 +19,9 @@ from PIL import Image
 from model_port.progress import counted
 from model_port.terminal import visible
 from rollout.video.box import Box
-from rollout.video.reader import FrameReader, TimedPicture, VideoError
+from rollout.video.errors import VideoError
+from rollout.video.info import TimedPicture
+from rollout.video.reader import FrameReader
 
 MAX_BYTES = 6_000_000  # of all pictures, as base64
 HEIGHT_PX, WIDTH_PX = 72, 128  # maximum

@@ -12,7 +12,7 @@ from typing import Any
 from rollout.prompter import Closeup, Prompter
 from rollout.tools import ToolSpec, Window, video_of
 from rollout.video.box import Box
-from rollout.video.reader import VideoInfo
+from rollout.video.info import VideoInfo
 
 
 @dataclass(frozen=True)

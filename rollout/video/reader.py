@@ -30,11 +30,10 @@ from rollout.video import ticks
 from rollout.video.box import Box
 from rollout.video.decode import identity_and_bytes
 from rollout.video.errors import VideoError, VideoTimeout
+from rollout.video.info import TimedPicture, VideoInfo
 from rollout.video.pool import Message, WorkerPool
 from rollout.video.store import DiskStore, FileStore, FrameKey, MemoryStore
 from rollout.video.times import overview_times
-
-__all__ = ["FrameReader", "TimedPicture", "VideoInfo", "VideoError", "VideoTimeout"]
 
 Result = TypeVar("Result")
 
@@ -49,21 +48,6 @@ SLOWEST_BYTES_PER_S = 10e6  # for a network disk
 JOB_PX = 1e9  # a job decodes about this many pixels at most, some seconds
 MIN_JOB_PX = 50e6  # a request is not split into smaller jobs for more workers: each opens the file again
 TIME_TOLERANCE_S = 1e-6  # absorbs rounding, so that a computed time maps to the frame that starts there
-
-
-@dataclass(frozen=True)
-class VideoInfo:
-    identity: str  # equal for equal content
-    duration_s: float | int  # from the start of the first frame to the end of the last
-    num_frames: int
-    height: int  # upright, before any resizing
-    width: int
-
-
-@dataclass(frozen=True, eq=False)
-class TimedPicture:
-    time_s: float | int  # start of this frame, relative to the first
-    picture: Picture
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,14 +23,16 @@ from scripts.bench.update import TOLERANCES, check_agreement
 
 Row = dict[str, Any]
 DEADLINES_S = {  # per part; less than ten minutes in total
-    "device": 20,
+    "device": 10,
     "attention": 80,
-    "attention_time": 40,
-    "update": 170,
-    "weights": 45,
-    "branches": 75,
-    "rows": 75,
-    "torch": 60,
+    "attention_time": 45,
+    "sampler": 95,
+    "generate": 45,
+    "update": 125,
+    "weights": 40,
+    "branches": 45,
+    "rows": 45,
+    "torch": 35,
     "publish": 30,
 }
 PATIENCE = 4  # times as long on a CPU, which may be shared
@@ -38,6 +40,8 @@ TITLES = {
     "device": "The device",
     "attention": "Attention compared with the oracle, forward and gradients",
     "attention_time": "Attention of one layer, forward and backward",
+    "sampler": "Sampling from the 8B with the embedded engine",
+    "generate": "The same with transformers' generate",
     "update": "The update at the 8B's width",
     "weights": "The model for the next three parts",
     "branches": "One update of a group with a shared prompt",
@@ -52,7 +56,7 @@ causal attention, half of 12·heads·head_dim per pair and layer; recomputation 
 to the dense bfloat16 peak. Master weights, moments and gradients are float32; if all layers do not fit, the column
 shows how many do, and tokens/s of the full depth are scaled by FLOPs. Seconds are medians of three."""
 WAYS = ("branches", "rows", "torch")  # compared with each other
-SHOWN_CHARS = 300
+SHOWN_CHARS, SHOWN_LINES = 300, 60  # of a failed part's error, on the page and on the terminal
 ROOM_BYTES = 16 * 2**30  # for the models of all parts
 
 
@@ -86,7 +90,10 @@ def measured(name: str, folder: Path, *, tiny: bool) -> dict[str, Any]:
     command = [sys.executable, "-m", "scripts.bench.gpu_parts", name, str(folder), *["--tiny"] * tiny]
     print(f"{name} …", file=sys.stderr, flush=True)
     start, deadline_s = time.monotonic(), DEADLINES_S[name] * (PATIENCE if tiny else 1)
-    return {**part_of(command, deadline_s, folder), "seconds": round(time.monotonic() - start, 1)}
+    part = {**part_of(command, deadline_s, folder), "seconds": round(time.monotonic() - start, 1)}
+    if problems_of({name: part}):
+        print(*(folder / "err").read_text(errors="replace").splitlines()[-SHOWN_LINES:], sep="\n", file=sys.stderr)
+    return part
 
 
 def part_of(command: list[str], deadline_s: float, folder: Path) -> dict[str, Any]:

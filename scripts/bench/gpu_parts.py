@@ -7,12 +7,14 @@ only jax and flax, and torch with transformers for the comparison.
 """
 
 import argparse
+import gc
 import json
 import math
 import platform
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +23,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from model_port.config import ModelConfig, preset
+from model_port.config import ModelConfig, config_to_hf, preset
 from model_port.tiny import make_tiny, tiny_config, with_tokenizer_ids
 from model_port.weights import num_params
 from scripts.bench.update import FRAME_GRID, EpisodeGroup, Update, our_update, random_example, torch_update
@@ -35,8 +37,10 @@ FP32_BOUND, BF16_BOUND = 1e-5, 2.0
 FRAME_PATCHES = 196  # as in the recipe
 MODEL_DIR = "model"
 SQUARE_FORMS = ("xla", "blocked")  # store the scores of all pairs, which may not fit for long rows
+SLOW_TO_COMPILE = ("blocked",)  # on a GPU; last, so that a timeout keeps the others
 SHOWN_CHARS = 200
 REPEATS = 3
+STEP_TOKENS = 16  # sampled between two looks at the results, as in a run
 
 
 @dataclass(frozen=True)
@@ -52,10 +56,12 @@ class Sizes:
     prompt: tuple[int, int]  # frames and text tokens of the group that is updated in several ways
     response_tokens: int
     num_episodes: int
+    sampler_rows: tuple[int, ...]  # prompts sampled together
+    sampled: tuple[int, int]  # tokens of such a prompt, and new tokens
 
 
-LARGE = Sizes((128, 72), 1000, 8192, (32, 8), (8192, 16384, 4096, 32768), 64, (64, 200), 512, 8)
-TINY = Sizes((12,), 40, 64, (4, 2), (64, 128), 1, (2, 11), 7, 3)
+LARGE = Sizes((128, 72), 500, 8192, (32, 8), (8192, 16384, 4096, 32768), 64, (64, 200), 512, 8, (8, 64), (2048, 128))
+TINY = Sizes((12,), 40, 64, (4, 2), (64, 128), 1, (2, 11), 7, 3, (2,), (64, 32))
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,10 @@ class Check:
         return TINY if self.tiny else LARGE
 
     @property
+    def full_model(self) -> ModelConfig:
+        return tiny_config() if self.tiny else preset("8b")
+
+    @property
     def group_model(self) -> ModelConfig:
         """The 8B's width with few layers and a small vocabulary, so that it also fits in torch."""
         if self.tiny:
@@ -78,8 +88,8 @@ class Check:
         text, vision = model.text, model.vision
         return replace(
             model,
-            text=replace(text, num_layers=6, vocab_size=32_768),
-            vision=replace(vision, num_layers=6, deepstack_layers=(1, 3, 5)),
+            text=replace(text, num_layers=4, vocab_size=32_768),
+            vision=replace(vision, num_layers=4, deepstack_layers=(1, 2, 3)),
         )
 
 
@@ -103,16 +113,18 @@ def attention(check: Check) -> Iterator[Row]:
     import jax
     import jax.numpy as jnp
 
-    sizes = check.sizes
-    layout = packed_layout(sizes.parity_tokens)
-    for head_dim in sizes.head_dims:
-        inputs = attention_inputs(sizes.parity_tokens, (8, 2), head_dim)
+    num_tokens = check.sizes.parity_tokens
+    layout = packed_layout(num_tokens)
+    cases = []
+    for head_dim in check.sizes.head_dims:
+        inputs = attention_inputs(num_tokens, (8, 2), head_dim)
         short = [x.astype(jnp.bfloat16) for x in inputs]
         with jax.default_matmul_precision("highest"):
             exact = with_gradients("xla")(*inputs, layout)
-        oracle = errors(with_gradients("xla")(*short, layout), exact)
-        for form in forms():
-            row: Row = {"form": form, "head_dim": head_dim, "tokens": sizes.parity_tokens}
+        cases.append((head_dim, inputs, short, exact, errors(with_gradients("xla")(*short, layout), exact)))
+    for form in forms():
+        for head_dim, inputs, short, exact, oracle in cases:
+            row: Row = {"form": form, "head_dim": head_dim, "tokens": num_tokens}
             if missing := no_kernel(form):
                 yield row | missing
                 continue
@@ -156,7 +168,8 @@ def attention_time(check: Check) -> Iterator[Row]:
 def forms() -> list[Any]:
     from model_port.attention import Form
 
-    return [form for form in get_args(Form) if not form.startswith("auto")]
+    plain = [form for form in get_args(Form) if not form.startswith("auto")]
+    return sorted(plain, key=SLOW_TO_COMPILE.__contains__)
 
 
 def no_kernel(form: Any) -> Row:
@@ -217,10 +230,121 @@ def errors(values: tuple[Any, ...], exact: tuple[Any, ...]) -> list[float]:
     return [float(np.abs(value - reference).max() / np.abs(reference).max()) for value, reference in pairs]
 
 
+def sampler(check: Check) -> Iterator[Row]:
+    """The embedded sampler with the 8B in bfloat16: prefill, and milliseconds per token of a batch."""
+    import jax
+
+    from model_port.layers import Compute
+    from model_port.sampler import Sampler, SamplerPrompt, SamplerRequest, SamplingParams
+    from paravt_jax.plan.batch import random_model
+    from paravt_jax.plan.devices import device_of
+    from paravt_jax.sampling.local_copy import LocalCopy
+
+    model = random_model(check.full_model, Compute("bfloat16"), dtype="bfloat16")
+    model = LocalCopy(model, None, beside_update=True).of(model)  # as a run's engine on several devices has it
+    spec = device_of(jax.devices()[0].device_kind)
+    num_prompt, num_new = check.sizes.sampled
+    for num_rows in check.sizes.sampler_rows:
+        try:
+            sampler = Sampler(
+                model,
+                max_rows=num_rows,
+                max_context_tokens=num_prompt + num_new,
+                tokens_per_step=STEP_TOKENS,
+            )
+            for seed in range(2):  # the first batch compiles
+                start = time.perf_counter()
+                for number, prompt in enumerate(random_prompts(check.full_model, num_rows, num_prompt, seed)):
+                    sampler.submit(SamplerRequest(SamplerPrompt(prompt), SamplingParams(num_new, seed=number)))
+                steps = []
+                while sampler.busy:
+                    step_start = time.perf_counter()
+                    sampler.step()
+                    steps.append(time.perf_counter() - step_start)
+                if seed == 0:
+                    first_s = time.perf_counter() - start
+        except Exception as problem:
+            yield {"rows": num_rows} | failure(problem)
+            continue
+        step_s = statistics.median(steps[1:])
+        text = check.full_model.text
+        cached = num_rows * (num_prompt + num_new / 2) * 2 * text.num_layers * text.num_kv_heads * text.head_dim
+        moved = 2 * (cached + text_params(check.full_model))
+        peak = None if spec is None or spec.memory_tb_per_s is None else 1e12 * spec.memory_tb_per_s
+        yield {
+            "rows": num_rows,
+            "prompt_tokens": num_prompt,
+            "first_batch_s": first_s,
+            "prefill_tokens_per_s": num_rows * num_prompt / (steps[0] - step_s),
+            "token_ms": 1e3 * step_s / STEP_TOKENS,
+            "tokens_per_s": num_rows * STEP_TOKENS / step_s,
+            "of_memory_bandwidth": None if peak is None else moved / (step_s / STEP_TOKENS) / peak,
+            "attention": str(sampler.kernel_check or "plain"),
+        }
+        del sampler
+        gc.collect()
+
+
+def text_params(model: ModelConfig) -> int:
+    """Those that every sampled token reads: the layers and the head, not the embedding."""
+    text = model.text
+    of_attention = 2 * (text.num_heads + text.num_kv_heads) * text.head_dim * text.width
+    return text.num_layers * (of_attention + 3 * text.width * text.ffn_width) + text.vocab_size * text.width
+
+
+def random_prompts(model: ModelConfig, num_rows: int, num_tokens: int, seed: int) -> np.ndarray:
+    """Prompts without frames; they share no beginning, so that nothing comes from the cache."""
+    plain = min(model.image_token_id, model.vision_start_token_id)
+    return np.random.default_rng(seed).integers(0, plain, (num_rows, num_tokens))
+
+
+def generate_in_torch(check: Check) -> Iterator[Row]:
+    """The same in transformers: `generate`, all prompts in one batch, weights in bfloat16."""
+    try:
+        import torch
+        import transformers
+    except ImportError as missing:
+        yield {"note": f"not compared: {missing}"}
+        return
+    on = "cpu" if check.tiny else "cuda"
+    if on == "cuda" and not torch.cuda.is_available():
+        yield {"note": f"not compared: torch {torch.__version__} sees no GPU"}
+        return
+    (check.folder / "config.json").write_text(json.dumps(config_to_hf(with_tokenizer_ids(check.full_model))))
+    config = transformers.AutoConfig.from_pretrained(check.folder)
+    with torch.device(on):
+        model: Any = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16).eval()
+    num_prompt, num_new = check.sizes.sampled
+    for num_rows in check.sizes.sampler_rows:
+        ids = torch.from_numpy(random_prompts(check.full_model, num_rows, num_prompt, 1)).to(on)
+        call = partial(model.generate, input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0)
+
+        def sample(count: int, call: Callable[..., Any] = call) -> float:
+            start = time.perf_counter()
+            call(max_new_tokens=count, min_new_tokens=count).cpu()
+            return time.perf_counter() - start
+
+        try:
+            sample(2)
+            prefill_s, seconds = sample(1), sample(1 + num_new // 2)
+        except Exception as problem:
+            yield {"rows": num_rows} | failure(problem)
+            continue
+        token_s = (seconds - prefill_s) / (num_new // 2)
+        yield {
+            "rows": num_rows,
+            "prefill_tokens_per_s": num_rows * num_prompt / prefill_s,
+            "token_ms": 1e3 * token_s,
+            "tokens_per_s": num_rows / token_s,
+            "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
+        }
+
+
 def update(check: Check) -> Iterator[Row]:
     """The learner's update at the 8B's width: masters, moments and gradients in float32, bfloat16 activations."""
     import jax
 
+    from model_port.attention import allow_kernel
     from model_port.layers import Compute
     from paravt_jax.learner.learner import Learner, StepPart
     from paravt_jax.learner.settings import LossConfig, OptimConfig
@@ -228,9 +352,9 @@ def update(check: Check) -> Iterator[Row]:
     from paravt_jax.plan.batch import BatchShape, make_batch, random_model
 
     limit = float((jax.devices()[0].memory_stats() or {}).get("bytes_limit", math.inf))
-    full_model = tiny_config() if check.tiny else preset("8b")
+    full_model = check.full_model
     model = at_depth(full_model, limit)
-    policy = random_model(model, Compute("bfloat16", remat="full"))
+    policy = random_model(model, Compute("bfloat16", allow_kernel("auto"), remat="full"))  # as runs compute
     learner = Learner(policy, OptimConfig(), LossConfig(kl_coef=0.0), temperature=0.7)
     kind = jax.devices()[0].device_kind
     peak = peak_flops(kind)
@@ -368,6 +492,7 @@ def failure(problem: Exception, *, may_lack_room: bool = False) -> Row:
     """A problem; only a note if a size that need not fit runs out of memory."""
     from paravt_jax.plan.devices import NO_ROOM
 
+    traceback.print_exception(problem)
     noted = may_lack_room and NO_ROOM in str(problem)
     return {"note" if noted else "problem": f"{type(problem).__name__}: {problem}".partition("\n")[0][:SHOWN_CHARS]}
 
@@ -376,6 +501,8 @@ PARTS: dict[str, Callable[[Check], Iterator[Row]]] = {
     "device": device,
     "attention": attention,
     "attention_time": attention_time,
+    "sampler": sampler,
+    "generate": generate_in_torch,
     "update": update,
     "weights": weights,
     "branches": partial(update_here, "branches"),

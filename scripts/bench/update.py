@@ -101,6 +101,7 @@ def our_update(way: str, folder: Path, dtype: str, group: EpisodeGroup) -> Updat
     from flax import nnx
 
     import model_port
+    from model_port.attention import allow_kernel
     from paravt_jax.learner.learner import Learner, StepPart
     from paravt_jax.learner.packing import PackShape, pack
     from paravt_jax.learner.settings import OptimConfig
@@ -108,7 +109,7 @@ def our_update(way: str, folder: Path, dtype: str, group: EpisodeGroup) -> Updat
 
     dialogues, frames = group.dialogues(way)
     model = model_port.load(folder)
-    model.compute = replace(model.compute, dtype=dtype)
+    model.compute = replace(model.compute, dtype=dtype, attention=allow_kernel("auto"))
     learner = Learner(model, OptimConfig(), loss_of(way), temperature=TEMPERATURE)
     counts = StepCounts(group.num_loss_tokens, float(len(dialogues)), group.num_loss_tokens)
     own_tokens = [len(dialogue.ids) - dialogue.num_shared for dialogue in dialogues]

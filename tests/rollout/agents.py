@@ -16,7 +16,8 @@ from rollout.picture import Picture
 from rollout.prompter import Frames, Task
 from rollout.records import Episode
 from rollout.video.box import Box
-from rollout.video.reader import TimedPicture, VideoError, VideoInfo
+from rollout.video.errors import VideoError
+from rollout.video.info import TimedPicture, VideoInfo
 
 ANSWER = "It is red.</think><answer>A</answer><|im_end|>"
 

@@ -24,7 +24,8 @@ from rollout.prompter import Task
 from rollout.prompts import Prompts, main_messages
 from rollout.records import Episode
 from rollout.tools import CROP_VIDEO_SCHEMA, MAX_CALLS
-from rollout.video.reader import TimedPicture, VideoError
+from rollout.video.errors import VideoError
+from rollout.video.info import TimedPicture
 
 TASK = Task("t1", "What colour is it?\nA. red\nB. blue", ("/data/a.mp4",), frame_budget=4)
 

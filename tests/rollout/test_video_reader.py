@@ -22,8 +22,9 @@ from rollout.video import reader as reader_module
 from rollout.video.box import Box
 from rollout.video.decode import identity_of
 from rollout.video.errors import VideoError, VideoTimeout
+from rollout.video.info import TimedPicture, VideoInfo
 from rollout.video.pool import WorkerPool, workers_within
-from rollout.video.reader import FrameReader, TimedPicture, VideoInfo, _Video
+from rollout.video.reader import FrameReader, _Video
 from rollout.video.times import crop_times, overview_times
 
 PATIENCE_S = 60.0  # far more than anything takes: the machine may be busy

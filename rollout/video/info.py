@@ -1,0 +1,20 @@
+"""What is known of a video and shown from it. Needs no decoder, so that the learner runs without one."""
+
+from dataclasses import dataclass
+
+from rollout.picture import Picture
+
+
+@dataclass(frozen=True)
+class VideoInfo:
+    identity: str  # equal for equal content
+    duration_s: float | int  # from the start of the first frame to the end of the last
+    num_frames: int
+    height: int  # upright, before any resizing
+    width: int
+
+
+@dataclass(frozen=True, eq=False)
+class TimedPicture:
+    time_s: float | int  # start of this frame, relative to the first
+    picture: Picture
