@@ -173,6 +173,12 @@ def test_every_room_imports_only_from_those_it_may():
     assert not list(imports_between_rooms(ROOT))
 
 
+def test_the_learner_and_the_sampler_need_no_video_decoder():
+    """A machine that only measures an accelerator may lack PyAV, as `scripts/gpu_check.sh` promises."""
+    modules = ["paravt_jax.learner.learner", "paravt_jax.sampling.local_copy", "model_port.sampler"]
+    assert not {"av", "decord", "torch"} & loaded_after(ROOT, modules)
+
+
 def test_the_rooms_stand_on_each_other_without_a_circle():
     names = list(ROOMS)
     assert all(set(below.split()) <= set(names[: names.index(room)]) for room, below in ROOMS.items())
