@@ -7,28 +7,26 @@ only jax and flax, and torch with transformers for the comparison.
 """
 
 import argparse
-import gc
 import json
 import math
 import platform
-import statistics
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 
-from model_port.config import ModelConfig, config_to_hf, preset
-from model_port.tiny import make_tiny, tiny_config, with_tokenizer_ids
+from model_port.config import ModelConfig, preset
+from model_port.tiny import make_tiny, with_tokenizer_ids
 from model_port.weights import num_params
+from scripts.bench.gpu_sampling import generate_in_torch, sampler
+from scripts.bench.gpu_sizes import Check, Row, failure, timed
 from scripts.bench.update import FRAME_GRID, EpisodeGroup, Update, our_update, random_example, torch_update
 
-Row = dict[str, Any]
 GIB = 2**30
 STATE_BYTES = 20  # per float32 parameter: itself, two moments, gradients of the step and of a batch
 STATE_FRAC = 0.8  # of the device's memory; activations get the rest
@@ -38,59 +36,6 @@ FRAME_PATCHES = 196  # as in the recipe
 MODEL_DIR = "model"
 SQUARE_FORMS = ("xla", "blocked")  # store the scores of all pairs, which may not fit for long rows
 SLOW_TO_COMPILE = ("blocked",)  # on a GPU; last, so that a timeout keeps the others
-SHOWN_CHARS = 200
-REPEATS = 3
-STEP_TOKENS = 16  # sampled between two looks at the results, as in a run
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes for a GPU, or small ones to test the check on a CPU."""
-
-    head_dims: tuple[int, ...]
-    parity_tokens: int
-    attention_tokens: int
-    attention_heads: tuple[int, int]  # for queries; for keys and values
-    update_tokens: tuple[int, ...]  # most important first
-    frames: int  # per row of the update
-    prompt: tuple[int, int]  # frames and text tokens of the group that is updated in several ways
-    response_tokens: int
-    num_episodes: int
-    sampler_rows: tuple[int, ...]  # prompts sampled together
-    sampled: tuple[int, int]  # tokens of such a prompt, and new tokens
-
-
-LARGE = Sizes((128, 72), 500, 8192, (32, 8), (8192, 16384, 4096, 32768), 64, (64, 200), 512, 8, (8, 64), (2048, 128))
-TINY = Sizes((12,), 40, 64, (4, 2), (64, 128), 1, (2, 11), 7, 3, (2,), (64, 32))
-
-
-@dataclass(frozen=True)
-class Check:
-    """Input of a part."""
-
-    tiny: bool
-    folder: Path  # shared by all parts; has the model for the ways
-
-    @property
-    def sizes(self) -> Sizes:
-        return TINY if self.tiny else LARGE
-
-    @property
-    def full_model(self) -> ModelConfig:
-        return tiny_config() if self.tiny else preset("8b")
-
-    @property
-    def group_model(self) -> ModelConfig:
-        """The 8B's width with few layers and a small vocabulary, so that it also fits in torch."""
-        if self.tiny:
-            return tiny_config()
-        model = preset("8b")
-        text, vision = model.text, model.vision
-        return replace(
-            model,
-            text=replace(text, num_layers=4, vocab_size=32_768),
-            vision=replace(vision, num_layers=4, deepstack_layers=(1, 2, 3)),
-        )
 
 
 def device(check: Check) -> Iterator[Row]:
@@ -230,116 +175,6 @@ def errors(values: tuple[Any, ...], exact: tuple[Any, ...]) -> list[float]:
     return [float(np.abs(value - reference).max() / np.abs(reference).max()) for value, reference in pairs]
 
 
-def sampler(check: Check) -> Iterator[Row]:
-    """The embedded sampler with the 8B in bfloat16: prefill, and milliseconds per token of a batch."""
-    import jax
-
-    from model_port.layers import Compute
-    from model_port.sampler import Sampler, SamplerPrompt, SamplerRequest, SamplingParams
-    from paravt_jax.plan.batch import random_model
-    from paravt_jax.plan.devices import device_of
-    from paravt_jax.sampling.local_copy import LocalCopy
-
-    model = random_model(check.full_model, Compute("bfloat16"), dtype="bfloat16")
-    model = LocalCopy(model, None, beside_update=True).of(model)  # as a run's engine on several devices has it
-    spec = device_of(jax.devices()[0].device_kind)
-    num_prompt, num_new = check.sizes.sampled
-    for num_rows in check.sizes.sampler_rows:
-        try:
-            sampler = Sampler(
-                model,
-                max_rows=num_rows,
-                max_context_tokens=num_prompt + num_new,
-                tokens_per_step=STEP_TOKENS,
-            )
-            for seed in range(2):  # the first batch compiles
-                start = time.perf_counter()
-                for number, prompt in enumerate(random_prompts(check.full_model, num_rows, num_prompt, seed)):
-                    sampler.submit(SamplerRequest(SamplerPrompt(prompt), SamplingParams(num_new, seed=number)))
-                steps = []
-                while sampler.busy:
-                    step_start = time.perf_counter()
-                    sampler.step()
-                    steps.append(time.perf_counter() - step_start)
-                if seed == 0:
-                    first_s = time.perf_counter() - start
-        except Exception as problem:
-            yield {"rows": num_rows} | failure(problem)
-            continue
-        step_s = statistics.median(steps[1:])
-        text = check.full_model.text
-        cached = num_rows * (num_prompt + num_new / 2) * 2 * text.num_layers * text.num_kv_heads * text.head_dim
-        moved = 2 * (cached + text_params(check.full_model))
-        peak = None if spec is None or spec.memory_tb_per_s is None else 1e12 * spec.memory_tb_per_s
-        yield {
-            "rows": num_rows,
-            "prompt_tokens": num_prompt,
-            "first_batch_s": first_s,
-            "prefill_tokens_per_s": num_rows * num_prompt / (steps[0] - step_s),
-            "token_ms": 1e3 * step_s / STEP_TOKENS,
-            "tokens_per_s": num_rows * STEP_TOKENS / step_s,
-            "of_memory_bandwidth": None if peak is None else moved / (step_s / STEP_TOKENS) / peak,
-            "attention": str(sampler.kernel_check or "plain"),
-        }
-        del sampler
-        gc.collect()
-
-
-def text_params(model: ModelConfig) -> int:
-    """Those that every sampled token reads: the layers and the head, not the embedding."""
-    text = model.text
-    of_attention = 2 * (text.num_heads + text.num_kv_heads) * text.head_dim * text.width
-    return text.num_layers * (of_attention + 3 * text.width * text.ffn_width) + text.vocab_size * text.width
-
-
-def random_prompts(model: ModelConfig, num_rows: int, num_tokens: int, seed: int) -> np.ndarray:
-    """Prompts without frames; they share no beginning, so that nothing comes from the cache."""
-    plain = min(model.image_token_id, model.vision_start_token_id)
-    return np.random.default_rng(seed).integers(0, plain, (num_rows, num_tokens))
-
-
-def generate_in_torch(check: Check) -> Iterator[Row]:
-    """The same in transformers: `generate`, all prompts in one batch, weights in bfloat16."""
-    try:
-        import torch
-        import transformers
-    except ImportError as missing:
-        yield {"note": f"not compared: {missing}"}
-        return
-    on = "cpu" if check.tiny else "cuda"
-    if on == "cuda" and not torch.cuda.is_available():
-        yield {"note": f"not compared: torch {torch.__version__} sees no GPU"}
-        return
-    (check.folder / "config.json").write_text(json.dumps(config_to_hf(with_tokenizer_ids(check.full_model))))
-    config = transformers.AutoConfig.from_pretrained(check.folder)
-    with torch.device(on):
-        model: Any = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16).eval()
-    num_prompt, num_new = check.sizes.sampled
-    for num_rows in check.sizes.sampler_rows:
-        ids = torch.from_numpy(random_prompts(check.full_model, num_rows, num_prompt, 1)).to(on)
-        call = partial(model.generate, input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0)
-
-        def sample(count: int, call: Callable[..., Any] = call) -> float:
-            start = time.perf_counter()
-            call(max_new_tokens=count, min_new_tokens=count).cpu()
-            return time.perf_counter() - start
-
-        try:
-            sample(2)
-            prefill_s, seconds = sample(1), sample(1 + num_new // 2)
-        except Exception as problem:
-            yield {"rows": num_rows} | failure(problem)
-            continue
-        token_s = (seconds - prefill_s) / (num_new // 2)
-        yield {
-            "rows": num_rows,
-            "prefill_tokens_per_s": num_rows * num_prompt / prefill_s,
-            "token_ms": 1e3 * token_s,
-            "tokens_per_s": num_rows / token_s,
-            "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
-        }
-
-
 def update(check: Check) -> Iterator[Row]:
     """The learner's update at the 8B's width: masters, moments and gradients in float32, bfloat16 activations."""
     import jax
@@ -475,26 +310,6 @@ def publish(check: Check) -> Iterator[Row]:
     gib = sent.num_bytes / GIB
     gib_of_8b = num_params(preset("8b")) * sent.dtype.itemsize / GIB
     yield {"gib": gib, "write_s": seconds, "gib_per_s": gib / seconds, "write_s_of_8b": seconds / gib * gib_of_8b}
-
-
-def timed(work: Callable[[], Any], warm: bool = False) -> float:
-    """Median seconds, without a first turn that compiles."""
-    seconds = []
-    for turn in range(REPEATS + (not warm)):
-        start = time.perf_counter()
-        work()
-        if turn or warm:
-            seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
-
-
-def failure(problem: Exception, *, may_lack_room: bool = False) -> Row:
-    """A problem; only a note if a size that need not fit runs out of memory."""
-    from paravt_jax.plan.devices import NO_ROOM
-
-    traceback.print_exception(problem)
-    noted = may_lack_room and NO_ROOM in str(problem)
-    return {"note" if noted else "problem": f"{type(problem).__name__}: {problem}".partition("\n")[0][:SHOWN_CHARS]}
 
 
 PARTS: dict[str, Callable[[Check], Iterator[Row]]] = {

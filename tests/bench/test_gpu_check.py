@@ -11,7 +11,8 @@ import pytest
 
 from model_port.config import preset
 from scripts.bench import gpu_check
-from scripts.bench.gpu_parts import PARTS, Check, at_depth, attention_time, failure, model_flops, peak_flops
+from scripts.bench.gpu_parts import PARTS, at_depth, attention_time, model_flops, peak_flops
+from scripts.bench.gpu_sizes import Check, failure
 
 ROOT = Path(__file__).parents[2]
 ROW = """echo '{"way": "rows", "update_s": 2.5, "loss": 0.25, "grad_norm": 1.0}'"""

@@ -1,0 +1,127 @@
+"""The parts of `bench gpu_check` that sample: the embedded engine's sampler, and transformers' `generate`."""
+
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from model_port.config import ModelConfig, config_to_hf
+from model_port.tiny import with_tokenizer_ids
+from scripts.bench.gpu_sizes import Check, Row, failure
+
+STEP_TOKENS = 16  # sampled between two looks at the results, as in a run
+
+
+def sampler(check: Check) -> Iterator[Row]:
+    """The embedded sampler with the 8B in bfloat16: prefill, and milliseconds per token of a batch."""
+    import jax
+
+    from model_port.layers import Compute
+    from model_port.sampler import Sampler, SamplerPrompt, SamplerRequest, SamplingParams
+    from paravt_jax.plan.batch import random_model
+    from paravt_jax.plan.devices import device_of
+    from paravt_jax.sampling.local_copy import LocalCopy
+
+    model = random_model(check.full_model, Compute("bfloat16"), dtype="bfloat16")
+    model = LocalCopy(model, None, beside_update=True).of(model)  # as a run's engine on several devices has it
+    spec = device_of(jax.devices()[0].device_kind)
+    num_prompt, num_new = check.sizes.sampled
+
+    def steps_of(sampler: Sampler, seed: int) -> list[float]:
+        """Seconds of the steps that sample a batch; the first one also prefills."""
+        prompts = random_prompts(check.full_model, num_rows, num_prompt, seed)
+        for number, prompt in enumerate(prompts):
+            sampler.submit(SamplerRequest(SamplerPrompt(prompt), SamplingParams(num_new, seed=number)))
+        seconds = []
+        while sampler.busy:
+            start = time.perf_counter()
+            sampler.step()
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+    for num_rows in check.sizes.sampler_rows:
+        gc.collect()  # the previous cache
+        try:
+            sampler = Sampler(
+                model, max_rows=num_rows, max_context_tokens=num_prompt + num_new, tokens_per_step=STEP_TOKENS
+            )
+            first, steps = steps_of(sampler, 0), steps_of(sampler, 1)
+        except Exception as problem:
+            yield {"rows": num_rows} | failure(problem)
+            continue
+        step_s = statistics.median(steps[1:])
+        text = check.full_model.text
+        cached = num_rows * (num_prompt + num_new / 2) * 2 * text.num_layers * text.num_kv_heads * text.head_dim
+        moved = 2 * (cached + text_params(check.full_model))
+        peak = None if spec is None or spec.memory_tb_per_s is None else 1e12 * spec.memory_tb_per_s
+        yield {
+            "rows": num_rows,
+            "prompt_tokens": num_prompt,
+            "first_batch_s": sum(first),
+            "prefill_tokens_per_s": num_rows * num_prompt / (steps[0] - step_s),
+            "token_ms": 1e3 * step_s / STEP_TOKENS,
+            "tokens_per_s": num_rows * STEP_TOKENS / step_s,
+            "of_memory_bandwidth": None if peak is None else moved / (step_s / STEP_TOKENS) / peak,
+            "attention": str(sampler.kernel_check or "plain"),
+        }
+        del sampler
+
+
+def text_params(model: ModelConfig) -> int:
+    """Those that every sampled token reads: the layers and the head, not the embedding."""
+    text = model.text
+    of_attention = 2 * (text.num_heads + text.num_kv_heads) * text.head_dim * text.width
+    return text.num_layers * (of_attention + 3 * text.width * text.ffn_width) + text.vocab_size * text.width
+
+
+def random_prompts(model: ModelConfig, num_rows: int, num_tokens: int, seed: int) -> np.ndarray:
+    """Prompts without frames; they share no beginning, so that nothing comes from the cache."""
+    plain = min(model.image_token_id, model.vision_start_token_id)
+    return np.random.default_rng(seed).integers(0, plain, (num_rows, num_tokens))
+
+
+def generate_in_torch(check: Check) -> Iterator[Row]:
+    """The same in transformers: `generate`, all prompts in one batch, weights in bfloat16."""
+    try:
+        import torch
+        import transformers
+    except ImportError as missing:
+        yield {"note": f"not compared: {missing}"}
+        return
+    on = "cpu" if check.tiny else "cuda"
+    if on == "cuda" and not torch.cuda.is_available():
+        yield {"note": f"not compared: torch {torch.__version__} sees no GPU"}
+        return
+    (check.folder / "config.json").write_text(json.dumps(config_to_hf(with_tokenizer_ids(check.full_model))))
+    config = transformers.AutoConfig.from_pretrained(check.folder)
+    with torch.device(on):
+        model: Any = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16).eval()
+    num_prompt, num_new = check.sizes.sampled
+    for num_rows in check.sizes.sampler_rows:
+        ids = torch.from_numpy(random_prompts(check.full_model, num_rows, num_prompt, 1)).to(on)
+        call = partial(model.generate, input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0)
+
+        def sample(count: int, call: Callable[..., Any] = call) -> float:
+            start = time.perf_counter()
+            call(max_new_tokens=count, min_new_tokens=count).cpu()
+            return time.perf_counter() - start
+
+        try:
+            sample(2)
+            prefill_s, seconds = sample(1), sample(1 + num_new // 2)
+        except Exception as problem:
+            yield {"rows": num_rows} | failure(problem)
+            continue
+        token_s = (seconds - prefill_s) / (num_new // 2)
+        yield {
+            "rows": num_rows,
+            "prefill_tokens_per_s": num_rows * num_prompt / prefill_s,
+            "token_ms": 1e3 * token_s,
+            "tokens_per_s": num_rows / token_s,
+            "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
+        }

@@ -1,0 +1,86 @@
+"""What the parts of `bench gpu_check` share: their input, timing, and how they report a failure."""
+
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from model_port.config import ModelConfig, preset
+from model_port.tiny import tiny_config
+
+Row = dict[str, Any]
+SHOWN_CHARS = 200
+REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes for a GPU, or small ones to test the check on a CPU."""
+
+    head_dims: tuple[int, ...]
+    parity_tokens: int
+    attention_tokens: int
+    attention_heads: tuple[int, int]  # for queries; for keys and values
+    update_tokens: tuple[int, ...]  # most important first
+    frames: int  # per row of the update
+    prompt: tuple[int, int]  # frames and text tokens of the group that is updated in several ways
+    response_tokens: int
+    num_episodes: int
+    sampler_rows: tuple[int, ...]  # prompts sampled together
+    sampled: tuple[int, int]  # tokens of such a prompt, and new tokens
+
+
+LARGE = Sizes((128, 72), 500, 8192, (32, 8), (8192, 16384, 4096, 32768), 64, (64, 200), 512, 8, (8, 64), (2048, 128))
+TINY = Sizes((12,), 40, 64, (4, 2), (64, 128), 1, (2, 11), 7, 3, (2,), (64, 32))
+
+
+@dataclass(frozen=True)
+class Check:
+    """Input of a part."""
+
+    tiny: bool
+    folder: Path  # shared by all parts; has the model for the ways
+
+    @property
+    def sizes(self) -> Sizes:
+        return TINY if self.tiny else LARGE
+
+    @property
+    def full_model(self) -> ModelConfig:
+        return tiny_config() if self.tiny else preset("8b")
+
+    @property
+    def group_model(self) -> ModelConfig:
+        """The 8B's width with few layers and a small vocabulary, so that it also fits in torch."""
+        if self.tiny:
+            return tiny_config()
+        model = preset("8b")
+        text, vision = model.text, model.vision
+        return replace(
+            model,
+            text=replace(text, num_layers=4, vocab_size=32_768),
+            vision=replace(vision, num_layers=4, deepstack_layers=(1, 2, 3)),
+        )
+
+
+def timed(work: Callable[[], Any], warm: bool = False) -> float:
+    """Median seconds, without a first turn that compiles."""
+    seconds = []
+    for turn in range(REPEATS + (not warm)):
+        start = time.perf_counter()
+        work()
+        if turn or warm:
+            seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def failure(problem: Exception, *, may_lack_room: bool = False) -> Row:
+    """A problem; only a note if a size that need not fit runs out of memory."""
+    from paravt_jax.plan.devices import NO_ROOM
+
+    traceback.print_exception(problem)
+    noted = may_lack_room and NO_ROOM in str(problem)
+    return {"note" if noted else "problem": f"{type(problem).__name__}: {problem}".partition("\n")[0][:SHOWN_CHARS]}
