@@ -19,6 +19,11 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 
+def is_location(name: str) -> bool:
+    """Whether a setting's value names the user's code, and not something shipped."""
+    return ".py:" in name
+
+
 def call_user_code(work: Callable[[], Result]) -> Result:
     """Calls user code; it can only raise Exceptions."""
     try:

@@ -15,6 +15,7 @@ from paravt_jax.rewards.settings import RewardConfig
 from rollout.episode_config import Dispatch, EpisodeConfig
 from rollout.prompts import Prompts
 from rollout.setting import setting
+from rollout.user_code import is_location
 
 Truncated = Literal["learn", "leave_out", "soft"]
 TINY = "tiny"  # as model.path: a tiny random model, made in the run's directory
@@ -210,7 +211,7 @@ class EngineConfig:
     @property
     def is_own(self) -> bool:
         """Whether `kind` is the user's function."""
-        return ".py:" in self.kind
+        return is_location(self.kind)
 
     @property
     def connects(self) -> bool:

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Literal
 
 from rollout.setting import setting
+from rollout.user_code import is_location
 
 CreditKind = Literal["span", "token", "sequence"]
 Normalise = Literal["std", "batch", "none", "loo"]
@@ -112,7 +113,7 @@ class LossConfig:
     @property
     def is_own(self) -> bool:
         """Whether `name` is the user's function."""
-        return ".py:" in self.name
+        return is_location(self.name)
 
     @property
     def needs_sequences(self) -> bool:

@@ -2,7 +2,7 @@
 
 from paravt_jax.data.splits import charades, longvideobench, lvbench, mlvu, mmvu, videomme
 from paravt_jax.data.splits.public import PublicSplit, Sample
-from rollout.user_code import load_object
+from rollout.user_code import is_location, load_object
 
 __all__ = ["SPLITS", "PublicSplit", "Sample", "split_named"]
 
@@ -22,7 +22,7 @@ SPLITS: dict[str, PublicSplit] = {
 
 def split_named(name: str) -> PublicSplit:
     """The shipped split of this name, or the split at path/to/file.py:NAME."""
-    if ".py:" in name:
+    if is_location(name):
         split = load_object("data.split", name)
         if not isinstance(split, PublicSplit):
             raise ValueError(f"data.split={name} is not a PublicSplit; docs/extend.md has an example")
