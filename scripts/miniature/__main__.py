@@ -1,54 +1,49 @@
 """Runs the paper's experiment at laptop size: a cold start, the arms, their evaluations, a table and a figure.
 
 python -m scripts.miniature --arms grpo,anchoring,gating,para_grpo --seeds 0,1,2
+python -m scripts.miniature map
 """
 
 import argparse
-import os
-from dataclasses import replace
+import sys
 from pathlib import Path
 
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.output_dir import check_local, exit_on_sigterm
 from paravt_jax.run.log import whole_file
-from scripts.miniature.experiment import (
-    ARMS,
-    COLD_STARTS,
-    FULL,
-    QUICK,
-    READINGS,
-    VARIANTS,
-    Experiment,
-    JobRunner,
-    Size,
-)
+from scripts.miniature.arms import ARMS, COLD_STARTS, TABLE_B, VARIANTS
+from scripts.miniature.dials import WORLDS, load_world
+from scripts.miniature.experiment import Experiment, run_jobs, share_programs
 
 TABLE_FILE, FIGURE_FILE = "table.md", "figure.png"
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["map"]:
+        from scripts.miniature.map import main as main_map
+
+        main_map(sys.argv[2:])
+        return
     parser = argparse.ArgumentParser(
         prog=prog_of("scripts.miniature"),
-        description="Run SFT once and the arms from it, on a small synthetic world. Re-running the command resumes it.",
-        epilog=f"Arms: {', '.join((*ARMS, *READINGS))}; {' and '.join(COLD_STARTS)} for a cold start only; variants "
+        description="Run SFT once and the arms from it, on a small synthetic world. Re-running the command resumes it. "
+        "`map` runs the arms in worlds that differ in the reliability of reports and in the first rate of calls.",
+        epilog=f"Arms: {', '.join(ARMS)}; {' and '.join(COLD_STARTS)} for a cold start only; variants "
         f"for para_grpo and {', '.join(VARIANTS)}.",
     )
-    parser.add_argument("--arms", default=",".join(ARMS), help=f"comma-separated arms (default {','.join(ARMS)})")
+    parser.add_argument("--arms", default=",".join(TABLE_B), help=f"comma-separated arms (default {','.join(TABLE_B)})")
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated seeds of the arms (default 0,1,2)")
     parser.add_argument(
         "--dir", type=Path, default=Path("runs/miniature"), help="output directory (default runs/miniature)"
     )
     parser.add_argument(
-        "--jobs", type=int, default=max(1, (os.cpu_count() or 1)), help="runs in parallel (default: CPU cores)"
+        "--world",
+        default="default",
+        help=f"a world, or your own .yaml: {', '.join(sorted(path.stem for path in WORLDS.glob('*.yaml')))}",
     )
-    parser.add_argument("--quick", action="store_true", help="smaller world, fewer steps")
-    parser.add_argument(
-        "--windows", type=int, choices=(1, 2), help="maximum windows per question (default 2, quick: 1)"
-    )
-    parser.add_argument(
-        "--distractors", type=int, choices=range(9), metavar="0..8", help="distractors per video (default 3)"
-    )
+    parser.add_argument("--quick", action="store_true", help="the same as --world quick: smaller, fewer steps")
     parser.add_argument("--report", action="store_true", help="only write the table and figure of finished runs")
+    parser.add_argument("--dial", action="append", default=[], metavar="a.b=c", help="a dial of the world; repeatable")
     for name, target in (("train", "arm"), ("sft", "cold start"), ("eval", "evaluation")):
         parser.add_argument(
             f"--{name}", action="append", default=[], metavar="a.b=c", help=f"a setting for every {target}; repeatable"
@@ -56,21 +51,20 @@ def main() -> None:
     add_debug_flag(parser)
     args = parser.parse_args()
     check_local(args.dir)
-    if args.jobs < 1:
-        raise ValueError(f"--jobs {args.jobs} must be at least 1")
     experiment = Experiment(
         args.dir.absolute(),
         arms_of(args.arms),
-        _seeds(args.seeds),
-        _size(args),
-        args.train,
-        args.sft,
-        args.eval,
+        numbers_of("--seeds", args.seeds),
+        load_world("quick" if args.quick else args.world, *args.dial),
+        train=args.train,
+        sft=args.sft,
+        eval=args.eval,
     )
     if not args.report:
         exit_on_sigterm()  # like Ctrl-C: the runs save a checkpoint and exit
+        share_programs()
         experiment.make_data()
-        JobRunner(args.jobs).run(experiment.jobs())
+        run_jobs(experiment.jobs())
     from scripts.miniature.report import draw, missing_seeds, table  # importing matplotlib takes a second
 
     text = table(experiment)
@@ -83,22 +77,21 @@ def main() -> None:
     print(f"\n{experiment.directory / TABLE_FILE}\n{experiment.directory / FIGURE_FILE}")
 
 
-def _size(args: argparse.Namespace) -> Size:
-    changes = {"max_windows": args.windows, "num_distractors": args.distractors}
-    return replace(QUICK if args.quick else FULL, **{name: n for name, n in changes.items() if n is not None})
-
-
 def arms_of(text: str) -> list[str]:
     """Expands `variants` to para_grpo and all of its variants."""
-    arms = [part for name in text.split(",") for part in (("para_grpo", *VARIANTS) if name == "variants" else (name,))]
+    arms = [
+        part
+        for name in text.split(",")
+        for part in (("para_grpo", *VARIANTS, "recommended") if name == "variants" else (name,))
+    ]
     return list(dict.fromkeys(arms))
 
 
-def _seeds(text: str) -> list[int]:
+def numbers_of(flag: str, text: str, kind: type = int) -> list:
     try:
-        return [int(part) for part in text.split(",")]
+        return [kind(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"--seeds {text}: expected comma-separated numbers, for example 0,1,2") from None
+        raise ValueError(f"{flag} {text}: expected comma-separated numbers, for example 0,1,2") from None
 
 
 if __name__ == "__main__":

@@ -1,122 +1,88 @@
-"""The jobs of the experiment and their order: world, cold starts, arms, and the evaluation of each.
+"""The runs of the experiment in their order: cold starts, arms, evaluations, all in one process.
 
-Every job is a separate command with a resumable run directory, so the same command resumes a stopped experiment.
+The runs share compiled programs and decoded frames. Every run has a resumable directory, so the same command resumes a
+stopped experiment.
 """
 
-import math
+import asyncio
+import json
 import os
-import signal
-import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Any, Literal
 
+from model_port import progress
 from model_port.layout import CHECKPOINTS_DIR, RECORD_FILE, RESULTS_FILE
 from model_port.progress import Meter
 from paravt_jax.config import Config, EvalConfig, SftConfig, load_config
+from paravt_jax.eval import run_eval
 from paravt_jax.run.log import load_jsonl
-from rollout.supervisor import supervised
-from scripts.miniature.traces import Mixture, rows_of
-from scripts.miniature.world import NUM_DISTRACTORS, make_world, questions, rl_row, write_rows
+from paravt_jax.run.process import claim_memory
+from paravt_jax.sft import sft
+from paravt_jax.train import train
+from scripts.miniature.arms import COLD_STARTS, CONFIGS, FORCED, NAMES, NO_PREFIX, forces_prefix, settings_of
+from scripts.miniature.dials import Prior, World
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "miniature"
-ARMS = ("grpo", "anchoring", "gating", "para_grpo", "no_tool_reward", "no_penalty", "weak_prior")
-READINGS = ("grpo_tool_reward", "sequence_credit")  # where the paper can be read in two ways: the other one
-VARIANTS = {  # of PARA-GRPO: the settings that make each
-    "loss_grpo": ("loss.name=grpo",),
-    "loss_dapo": ("loss.name=dapo",),
-    "loss_dr_grpo": ("loss.name=dr_grpo", "advantage.normalise=none"),
-    "loss_gspo": ("loss.name=gspo",),
-    "loss_cispo": ("loss.name=cispo",),
-    "credit_span": ("advantage.credit=span",),
-    "credit_sequence": ("advantage.credit=sequence",),
-    "normalise_batch": ("advantage.normalise=batch",),
-    "normalise_loo": ("advantage.normalise=loo",),
-    "terms_apart": ("advantage.terms=apart",),
-    "right_scaled": ("reward.tool_right=scaled",),
-    "right_threshold": ("reward.tool_right=threshold",),
-    "right_needed": ("reward.tool_right=needed",),
-    "recommended": ("reward.tool_right=needed", "reward.tool_call_weight=0", "advantage.terms=apart"),
-    "two_updates": ("train.updates_per_step=2",),
-    "resampled": ("train.max_resamples=2",),
-    "soft_length": ("train.truncated=soft",),
-}
-COLD_STARTS = ("sft", "sft_weak")
-TOOL_PRIOR = Mixture()
-WEAK_PRIOR = Mixture(tools=False, bare=False, noise_frac=0.0)  # no tools, no format noise
-FRAME_BUDGETS = (4, 16, 64)  # for evaluation
-UNFORCED = ("grpo", "grpo_tool_reward", "gating")  # arms without anchoring
-FORCED = "/forced"  # suffix of a cold start's evaluation with the forced prefix
-NOT_FORCED = "rollout.forced_prefix="
-POLL_S = 0.5
-PROGRESS_S = 5.0  # between checks of the runs' logs
-
-
-@dataclass(frozen=True)
-class Size:
-    """Sizes of the experiment. The settings override the config files."""
-
-    num_videos: int
-    num_held_out: int
-    max_windows: int = 2  # per question
-    num_distractors: int = NUM_DISTRACTORS
-    traces: Mixture = TOOL_PRIOR  # for the cold start
-    trace_budgets: tuple[int, ...] = (4, 8, 16, 32, 64, 64)  # few frames teach calls, many teach overviews
-    sft: tuple[str, ...] = ()
-    train: tuple[str, ...] = ()
-    eval: tuple[str, ...] = (f"eval.frame_budgets=[{','.join(map(str, FRAME_BUDGETS))}]",)
-
-
-FULL = Size(1024, 64, eval=(*Size.eval, "eval.dispatches=[parallel,sequential,none]"))
-QUICK = Size(
-    256,
-    16,
-    max_windows=1,
-    traces=Mixture(unclosed_frac=0.4, wrong_frac=0.0),  # noise that a short training can remove
-    trace_budgets=(4, 4, 8, 16),  # short rows, so more traces per step
-    sft=("sft.num_steps=220", "checkpoint.every_steps=50"),
-    train=(
-        "train.num_steps=30",
-        "checkpoint.every_steps=5",
-        "video.frame_budgets=[4,8,16]",
-        "video.overview_frames=16",
-    ),
-    eval=("eval.frame_budgets=[4,16]", "eval.max_prompts=48"),
-)
+COST_FILE = "cost.json"  # seconds that a run took, by process
+MINIATURE = CONFIGS / "miniature"
+SCHEMAS = {"sft": SftConfig, "train": Config, "eval": EvalConfig}
+RUNS: dict[str, Callable[[Any], Any]] = {"sft": sft, "train": train, "eval": run_eval}
 
 
 @dataclass(frozen=True)
 class Job:
-    """One command. `directory` is its run directory; `done` is a file that exists once it has finished."""
+    """A run. `progress` is a glob of lines or files per step; `done` is a file that exists once it has finished."""
 
     name: str
     directory: Path
-    command: tuple[str, ...]
+    kind: Literal["sft", "train", "eval"]
+    config: Path
+    settings: tuple[str, ...]
     num_steps: int
-    progress: str  # glob in the directory: a line or a file per finished step
+    progress: str
     done: Path
-    needs: Path | None = None  # the job waits for this file
+
+    def run(self) -> None:
+        """Runs or resumes it in this process, with its output in DIRECTORY/log.txt."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        config = _loaded(self.kind, self.config, self.settings)
+        began_s = time.monotonic(), _cpu_s()
+        with (self.directory / "log.txt").open("a") as log, redirect_stderr(log), redirect_stdout(log):
+            code = asyncio.run(RUNS[self.kind](config))
+        with (self.directory / COST_FILE).open("a") as file:
+            wall_s, cpu_s = time.monotonic() - began_s[0], _cpu_s() - began_s[1]
+            file.write(json.dumps({"wall_s": round(wall_s, 1), "cpu_s": round(cpu_s, 1)}) + "\n")
+        if self.kind != "eval" and code:
+            raise SystemExit(code)
+        if not self.done.exists():
+            raise RuntimeError(f"{self.name} did not finish, see {self.directory / 'log.txt'}")
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """The requested cold starts, arms and evaluations, with their settings and directories."""
+    """The requested cold starts, arms and evaluations in one world, with their settings and directories."""
 
     directory: Path
     arms: Sequence[str]
     seeds: Sequence[int]
-    size: Size = FULL
-    train: Sequence[str] = ()  # settings of every arm; override its file and the size
+    world: World
+    world_seed: int = 0
+    videos: Path | None = None  # directory of the videos, which experiments may share; None: DIRECTORY/world
+    starts: Mapping[str, Path] = field(default_factory=dict)  # checkpoints that cold starts continue, else a new model
+    train: Sequence[str] = ()  # settings of every arm; override its settings and the world's
     sft: Sequence[str] = ()
     eval: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        all_arms = (*ARMS, *READINGS, *VARIANTS, *COLD_STARTS)
-        unknown = [arm for arm in self.arms if arm not in all_arms]
+        unknown = [arm for arm in self.arms if arm not in NAMES]
         if unknown:
-            raise ValueError(f"--arms {','.join(unknown)} is unknown, expected some of {', '.join(all_arms)}")
+            raise ValueError(f"--arms {','.join(unknown)} is unknown, expected some of {', '.join(NAMES)}")
 
     @property
     def cold_starts(self) -> list[str]:
@@ -131,158 +97,132 @@ class Experiment:
         """The cold starts and their evaluations, then the arms seed by seed, then their evaluations."""
         runs = [(arm, seed) for seed in self.seeds for arm in self.trained_arms]
         return [
-            *map(self._cold_start, self.cold_starts),
-            *(self._evaluation(f"{name}{how}") for name in self.cold_starts for how in ("", FORCED)),
+            *map(self.cold_start, self.cold_starts),
+            *(self._evaluation(name, forced) for name in self.cold_starts for forced in (False, True)),
             *(self._arm(arm, seed) for arm, seed in runs),
-            *(self._evaluation(f"{arm}/seed{seed}") for arm, seed in runs),
+            *(job for arm, seed in runs for job in self._evaluations(arm, seed)),
         ]
 
     def make_data(self) -> None:
-        """Writes videos, questions and traces; existing files stay."""
-        world = self.directory / "world"
-        scenes = make_world(world, 0, self.size.num_videos, self.size.num_distractors)
-        train, held_out = scenes[: -self.size.num_held_out], scenes[-self.size.num_held_out :]
-        for part, scenes_of_part, seed in (("train", train, 0), ("validation", held_out, 1)):
-            max_windows, budgets = self.size.max_windows, self.size.trace_budgets
-            for name in self.cold_starts:
-                mixture = WEAK_PRIOR if name == "sft_weak" else self.size.traces
-                rows = rows_of(scenes_of_part, budgets, mixture, seed, max_windows)
-                write_rows(world / f"{name}_{part}.jsonl", rows)
-            prompts = [question for scene in scenes_of_part for question in questions(scene, max_windows)]
-            write_rows(world / f"rl_{part}.jsonl", list(map(rl_row, prompts)))
-        from scripts.miniature.model import make_model  # imports jax, which only the runs need
+        """Writes videos, questions, traces and the new model; existing files stay."""
+        rows = self.directory / "world"
+        priors: dict[str, Prior] = {name: _prior(name) for name in self.cold_starts}
+        self.world.make(self.videos or rows, rows, self.world_seed, priors)
+        if self.cold_starts and not self.starts:
+            from scripts.miniature.model import make_model  # imports jax, which only the runs need
 
-        make_model(self.directory / "tiny.hf")
+            make_model(self.directory / "tiny.hf", self.world_seed)
 
-    def _cold_start(self, name: str) -> Job:
-        directory, world = self.directory / name, self.directory / "world"
-        settings = [
-            f"run_dir={directory}",
-            f"model.path={self.directory / 'tiny.hf'}",
-            f"data.train={world / f'{name}_train.jsonl'}",
-            f"data.validation={world / f'{name}_validation.jsonl'}",
-            *self.size.sft,
-            *self.sft,
-        ]
-        config = CONFIGS / "sft.yaml"
-        num_steps = load_config(config, *settings, schema=SftConfig).sft.num_steps
-        return _training(name, directory, "paravt_jax.sft", config, settings, num_steps)
+    def cold_start(self, name: str) -> Job:
+        start, continued = self.directory / "tiny.hf", []
+        if name in self.starts:
+            start, continued = self.starts[name].parent, self.world.continued
+        settings = [f"model.path={start}", *self.world.sft, *continued, *self.sft]
+        return self._training("sft", name, MINIATURE / "sft.yaml", self.world_seed, name, settings)
 
     def _arm(self, arm: str, seed: int) -> Job:
-        directory, world = self.directory / arm / f"seed{seed}", self.directory / "world"
-        cold_start = self._cold_start("sft_weak" if arm == "weak_prior" else "sft")
-        settings = [
-            f"run_dir={directory}",
-            f"seed={seed}",
-            f"model.path={cold_start.done.parent}",
-            f"data.train={world / 'rl_train.jsonl'}",
-            f"data.validation={world / 'rl_validation.jsonl'}",
-            *VARIANTS.get(arm, ()),
-            *self.size.train,
-            *self.train,
-        ]
-        config = CONFIGS / f"{'para_grpo' if arm == 'weak_prior' or arm in VARIANTS else arm}.yaml"
-        train = load_config(config, *settings, schema=Config).train
-        job = _training(f"{arm}/seed{seed}", directory, "paravt_jax.train", config, settings, train.num_steps)
-        last = _checkpoint(directory, train.num_steps * train.updates_per_step)  # the directory is the version
-        return replace(job, done=last, needs=cold_start.done)
+        start = self.cold_start(_cold_start_of(arm)).done.parent
+        settings = [f"model.path={start}", *settings_of(arm), *self.world.train, *self.train]
+        return self._training("train", f"{arm}/seed{seed}", MINIATURE / "para_grpo.yaml", seed, "rl", settings)
 
-    def _evaluation(self, name: str) -> Job:
-        """Evaluates a cold start, or an arm with its seed. The prefix is forced if it was in training."""
-        base, _, seed = name.partition("/")
-        if base in COLD_STARTS:
-            model, forced = self._cold_start(base), name.endswith(FORCED)
-        else:
-            model, forced = self._arm(base, int(seed.removeprefix("seed"))), base not in UNFORCED
+    def _training(
+        self, kind: Literal["sft", "train"], name: str, config: Path, seed: int, rows: str, settings: list[str]
+    ) -> Job:
+        settings = [f"run_dir={self.directory / name}", f"seed={seed}", *self._data(rows, "train"), *settings]
+        loaded = _loaded(kind, config, tuple(settings))
+        num_steps = loaded.sft.num_steps if kind == "sft" else loaded.train.num_steps
+        version = num_steps if kind == "sft" else num_steps * loaded.train.updates_per_step
+        done = self.directory / name / CHECKPOINTS_DIR / str(version) / RECORD_FILE  # its directory is the version
+        return Job(name, self.directory / name, kind, config, tuple(settings), num_steps, "metrics.jsonl", done)
+
+    def _evaluations(self, arm: str, seed: int) -> Iterator[Job]:
+        """With the prefix that the arm was trained with, and with the other one if the world asks for it."""
+        own = forces_prefix(arm)
+        yield self._evaluation(arm, own, seed)
+        if self.world.both_prefixes:
+            yield self._evaluation(arm, not own, seed, "eval.dispatches=[parallel]")
+
+    def _evaluation(self, name: str, forced: bool, seed: int | None = None, *settings: str) -> Job:
+        """Evaluates a cold start, or an arm with its seed."""
+        model = self.cold_start(name) if seed is None else self._arm(name, seed)
+        name = f"{model.name}{FORCED if forced else ''}"
         directory = self.directory / "eval" / name
-        settings = [
+        settings = (
             f"run_dir={directory}",
             f"model.path={model.done.parent}",
-            f"data.validation={self.directory / 'world' / 'rl_validation.jsonl'}",
-            *([] if forced else [NOT_FORCED]),
-            *self.size.eval,
+            *self._data("rl", ""),
+            *(() if forced else (NO_PREFIX,)),
+            *self.world.eval,
             *self.eval,
-        ]
-        config = CONFIGS / "eval.yaml"
-        num_cells = len(load_config(config, *settings, schema=EvalConfig).eval.cells)
-        command = _command("paravt_jax.eval", config, settings)
-        return Job(f"eval {name}", directory, command, num_cells, "cell_*.json", directory / RESULTS_FILE, model.done)
+            *settings,
+        )
+        config = MINIATURE / "eval.yaml"
+        num_cells = len(_loaded("eval", config, settings).eval.cells)
+        return Job(
+            f"eval {name}", directory, "eval", config, settings, num_cells, "cell_*.json", directory / RESULTS_FILE
+        )
+
+    def _data(self, rows: str, train: str) -> list[str]:
+        world = self.directory / "world"
+        videos = self.videos or world
+        settings = [f"data.video_root={videos}", f"video.disk_cache={videos / 'frames'}"]
+        files = [f"data.validation={world / f'{rows}_validation.jsonl'}"]
+        return [*settings, *files, *([f"data.train={world / f'{rows}_{train}.jsonl'}"] if train else [])]
 
 
-def _training(name: str, directory: Path, module: str, config: Path, settings: list[str], num_steps: int) -> Job:
-    done = _checkpoint(directory, num_steps)
-    return Job(name, directory, _command(module, config, settings), num_steps, "metrics.jsonl", done)
+@cache
+def _loaded(kind: str, config: Path, settings: tuple[str, ...]) -> Any:
+    return load_config(config, *settings, schema=SCHEMAS[kind])
 
 
-def _checkpoint(directory: Path, version: int) -> Path:
-    return directory / CHECKPOINTS_DIR / str(version) / RECORD_FILE
+def _cold_start_of(arm: str) -> str:
+    return "sft_weak" if arm == "weak_prior" else "sft"
 
 
-def _command(module: str, config: Path, settings: list[str]) -> tuple[str, ...]:
-    return sys.executable, "-m", module, "--config", str(config), *settings
+def _prior(cold_start: str) -> Prior:
+    return "weak" if cold_start == "sft_weak" else "tool"
 
 
-class JobRunner:
-    """Runs jobs in parallel, with their output in DIRECTORY/log.txt.
+def _cpu_s() -> float:
+    """Of this process and its finished children, which decode the videos."""
+    return sum(os.times()[:4])
 
-    On Linux the jobs end with the experiment, even if it is killed.
-    """
 
-    def __init__(self, num_jobs: int):
-        self._num_jobs = num_jobs
-        self._running: dict[Job, tuple[subprocess.Popen[bytes], float]] = {}
+def share_programs() -> None:
+    """Prepares this process as the commands of the runs do theirs."""
+    from paravt_jax.run.compiles import use_compilation_cache  # imports jax, which a report does not need
 
-    def run(self, jobs: Iterable[Job]) -> None:
-        """Runs the jobs in order, each after the file it needs exists. Raises RuntimeError if one fails."""
-        undone = [job for job in jobs if not job.done.exists()]
-        waiting, checked_s = list(undone), -math.inf
-        num_skipped = sum(map(_steps_done, undone))
-        with Meter("starting", sum(job.num_steps for job in undone) - num_skipped, "step") as meter:
-            try:
-                while waiting or self._running:
-                    self._collect(meter.say)
-                    ready = [job for job in waiting if job.needs is None or job.needs.exists()]
-                    for job in ready[: self._num_jobs - len(self._running)]:
-                        waiting.remove(job)
-                        self._start(job)
-                    if time.monotonic() - checked_s > PROGRESS_S:
-                        checked_s = time.monotonic()
-                        running = ", ".join(job.name for job in self._running)
-                        meter.at(sum(map(_steps_done, undone)) - num_skipped, running)
-                    time.sleep(POLL_S)
-            except (KeyboardInterrupt, SystemExit):
-                meter.say("stopping: the runs save their checkpoints; the same command resumes them")
-                raise
-            finally:
-                self._stop()
+    claim_memory()
+    use_compilation_cache()
 
-    def _start(self, job: Job) -> None:
-        job.directory.mkdir(parents=True, exist_ok=True)
-        threads = max(1, (os.cpu_count() or 1) // self._num_jobs)
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-        with (job.directory / "log.txt").open("ab") as log:
-            command = supervised(job.command) if sys.platform == "linux" else job.command
-            child = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-        self._running[job] = child, time.monotonic()
 
-    def _collect(self, say: Callable[[str], None]) -> None:
-        for job, (child, start_s) in [*self._running.items()]:
-            code = child.poll()
-            if code is None:
-                continue
-            del self._running[job]
-            if code or not job.done.exists():
-                log = job.directory / "log.txt"
-                last = log.read_text(errors="replace").strip().splitlines()[-1:]
-                raise RuntimeError(f"{job.name} exited with code {code}: {' '.join(last)} (see {log})")
-            say(f"{job.name}: done in {time.monotonic() - start_s:.0f} s")
+def run_jobs(jobs: Iterable[Job]) -> None:
+    """Runs the jobs in order in this process, with a progress line every half minute."""
+    undone = [job for job in jobs if not job.done.exists()]
+    for job in _with_progress(undone, sys.stderr):
+        job.run()
 
-    def _stop(self) -> None:
-        """Sends SIGTERM to the running jobs, so that they save and exit, and waits for them."""
-        for child, _ in self._running.values():
-            child.send_signal(signal.SIGTERM)
-        for child, _ in self._running.values():
-            child.wait()
+
+def _with_progress(jobs: Sequence[Job], stream: Any) -> Iterator[Job]:
+    """Yields the jobs; a thread prints the progress, because the runs' own output goes to their logs."""
+    num_before = sum(map(_steps_done, jobs))
+    meter, done = Meter("runs", sum(job.num_steps for job in jobs) - num_before, "step"), threading.Event()
+
+    def report() -> None:
+        while not done.wait(progress.EVERY_S):
+            meter.at(sum(map(_steps_done, jobs)) - num_before)
+            print(meter.line(), file=stream, flush=True)
+
+    thread = threading.Thread(target=report, name="progress", daemon=True)
+    thread.start()
+    try:
+        for number, job in enumerate(jobs, 1):
+            meter.task, began_s = f"{number} of {len(jobs)} runs, {job.name}", time.monotonic()
+            yield job
+            print(f"{job.name}: done in {time.monotonic() - began_s:.0f} s", file=stream, flush=True)
+    finally:
+        done.set()
+        thread.join()
 
 
 def _steps_done(job: Job) -> int:

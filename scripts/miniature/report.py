@@ -18,24 +18,10 @@ from matplotlib.ticker import MaxNLocator
 from model_port.layout import RESULTS_FILE
 from paravt_jax.run.log import METRICS_FILE, load_jsonl
 from paravt_jax.run.plots import STYLE, running_mean
-from scripts.miniature.experiment import COLD_STARTS, FORCED, FRAME_BUDGETS, VARIANTS, Experiment
+from scripts.miniature.arms import COLD_STARTS, FORCED, TITLES, forces_prefix
+from scripts.miniature.experiment import Experiment
 
-TITLES = {
-    "sft": "SFT (cold start)",
-    f"sft{FORCED}": "SFT, prefix forced",
-    "grpo": "+ GRPO",
-    "anchoring": "+ anchoring",
-    "gating": "+ gating",
-    "para_grpo": "PARA-GRPO",
-    "no_tool_reward": "− R_tool",
-    "no_penalty": "− γ",
-    "grpo_tool_reward": "+ GRPO with R_tool",
-    "sequence_credit": "PARA-GRPO, sequence credit",
-    "sft_weak": "weak SFT (no tool traces)",
-    f"sft_weak{FORCED}": "weak SFT, prefix forced",
-    "weak_prior": "weak SFT + PARA-GRPO",
-    **{name: f"`{' '.join(settings)}`" for name, settings in VARIANTS.items()},
-}
+FRAME_BUDGETS = (4, 16, 32, 64)
 CURVES = {"f_τ, format reward": "rollout/format_reward", "κ, tool calls per episode": "rollout/tool_calls_mean"}
 SMOOTHED_STEPS = 5
 NOT_MEASURED = "–"
@@ -48,20 +34,21 @@ def table(experiment: Experiment) -> str:
     Columns without any number are omitted.
     """
     by_budget = [f"{name} K={k}" for name in ("κ", "acc") for k in FRAME_BUDGETS]
-    columns = ["arm", "seeds", "f_τ", "κ", *by_budget, "parallel", "sequential", "no tool"]
+    columns = ["arm", "prefix", "seeds", "f_τ", "parseable", "κ", *by_budget, "parallel", "sequential", "no tool"]
     cells_of_columns = [
         ("format_reward", "parallel", None),
+        ("parseable_frac", "parallel", None),
         ("tool_calls_mean", "parallel", None),
         *((key, "parallel", budget) for key in ("tool_calls_mean", "accuracy_mean") for budget in FRAME_BUDGETS),
         *(("accuracy_mean", dispatch, None) for dispatch in ("parallel", "sequential", "none")),
     ]
     rows = []
-    for name, title in TITLES.items():
-        evaluations = _evaluations(experiment, name)
+    for name, forced in ((name, forced) for name in TITLES for forced in (False, True)):
+        evaluations = _evaluations(experiment, name, forced)
         if not evaluations:
             continue
         numbers = [_mean_and_spread([_mean(cells, *column) for cells in evaluations]) for column in cells_of_columns]
-        rows.append([title, str(len(evaluations)), *numbers])
+        rows.append([TITLES[name], "forced" if forced else "no", str(len(evaluations)), *numbers])
     measured = [not rows or any(row[n] != NOT_MEASURED for row in rows) for n in range(len(columns))]
     lines = [" | ".join(compress(line, measured)) for line in (columns, ["---"] * len(columns), *rows)]
     return "\n".join(f"| {line} |" for line in lines)
@@ -94,13 +81,13 @@ def draw(experiment: Experiment, path: Path) -> None:
         plt.close(figure)
 
 
-def _evaluations(experiment: Experiment, name: str) -> list[list[Cell]]:
+def _evaluations(experiment: Experiment, name: str, forced: bool) -> list[list[Cell]]:
     """The cells of every seed."""
-    root = experiment.directory / "eval" / name
-    if name.removesuffix(FORCED) in COLD_STARTS:
-        files = [root / RESULTS_FILE]
+    root, how = experiment.directory / "eval" / name, FORCED.removeprefix("/") if forced else ""
+    if name in COLD_STARTS:
+        files = [root / how / RESULTS_FILE]
     elif name in experiment.arms:
-        files = [root / f"seed{seed}" / RESULTS_FILE for seed in experiment.seeds]
+        files = [root / f"seed{seed}" / how / RESULTS_FILE for seed in experiment.seeds]
     else:
         files = []
     return [json.loads(file.read_text())["cells"] for file in files if file.exists()]
@@ -133,6 +120,6 @@ def _curve(path: Path, key: str) -> np.ndarray:
 def missing_seeds(experiment: Experiment) -> Iterable[str]:
     """A line for every arm with seeds that are not evaluated yet."""
     for arm in experiment.trained_arms:
-        missing = len(experiment.seeds) - len(_evaluations(experiment, arm))
+        missing = len(experiment.seeds) - len(_evaluations(experiment, arm, forces_prefix(arm)))
         if missing:
             yield f"{TITLES[arm]}: {missing} of {len(experiment.seeds)} seeds are not evaluated"

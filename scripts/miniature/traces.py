@@ -1,21 +1,20 @@
 """SFT traces for the cold start: calls on the windows that a question names, reports and answers, mostly malformed.
 
-There are direct answers from an overview, traces with calls, and sub-agent traces about one window. Only the curated
-source has thinking tags, and some of its turns lack the closing tag. So the policy learns to call and to use reports,
-while the format stays fragile and depends more on the question than on chance. Some reports name a wrong colour and are
-believed, so an overview that shows the event is more reliable than a call.
+There are direct answers from an overview, traces with calls, and sub-agent traces about one window. `Mixture` has the
+dials: how often a report is right, how often a trace calls, and how fragile the format is. Tags that are missing by
+chance give the episodes of a prompt different formats; tags that are missing in one source of questions do not.
 """
 
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from paravt_jax.data.synthetic import COLOURS
 from rollout.video.times import overview_times
-from scripts.miniature.world import DURATION_S, FPS, WINDOW_S, Question, Scene, questions
+from scripts.miniature.world import CURATED_FRAC, DURATION_S, FPS, WINDOW_S, Kind, Question, Scene, Window, questions
 
 FORCED = "<think>\n"
 CAPTION = "caption"
@@ -29,61 +28,84 @@ class Mixture:
 
     tools: bool = True
     direct_frac: float = 0.5  # share answered without a call, of questions with the event in the overview
-    bare: bool = True  # dialogues of the other source have no thinking tags
-    noise_frac: float = 0.2  # share of thinking turns without the closing tag
-    unclosed_frac: float = 0.0  # share of answers without the closing tag
+    guess_frac: float = 0.0  # the same without it: the answer is a guess
+    thinking: Literal["always", "source", "chance"] = "source"  # dialogues with thinking tags: all, or CURATED_FRAC
+    noise_frac: float = 0.2  # share of thinking turns without </think>
+    unclosed_frac: float = 0.0  # share of answers without </answer>
+    unclosed_call_frac: float = 0.0  # share of calling turns without their last </tool_call>
+    sequential_frac: float = 0.0  # share of traces with several windows that call one per turn
     num_captions: int = 4  # captions per video, from overviews that show the event; they teach times
     wrong_frac: float = 0.5  # share of reports with a wrong colour
 
 
+def with_calls(mixture: Mixture, scenes: Sequence[Scene], frame_budgets: Sequence[int], calls_frac: float) -> Mixture:
+    """The mixture in which this share of all dialogues calls: where the overview lacks the event, then elsewhere."""
+    unseen = float(np.mean([not overview_shows(scene, budget) for scene in scenes for budget in frame_budgets]))
+    calls_unseen = min(1.0, calls_frac / unseen)
+    calls_seen = max(0.0, calls_frac - unseen) / (1 - unseen)
+    return replace(mixture, guess_frac=1 - calls_unseen, direct_frac=1 - calls_seen)
+
+
 def rows_of(
-    scenes: Sequence[Scene], frame_budgets: Sequence[int], mixture: Mixture, seed: int, max_windows: int = 2
+    scenes: Sequence[Scene],
+    frame_budgets: Sequence[int],
+    mixture: Mixture,
+    seed: int,
+    kinds: Sequence[Kind] = ("window", "either"),
 ) -> list[dict[str, Any]]:
     """The rows of a corpus: every question once with a random budget, captions, and sub-agent traces."""
-    return [row for scene in scenes for row in _rows_of_scene(scene, frame_budgets, mixture, seed, max_windows)]
+    return [row for scene in scenes for row in _rows_of_scene(scene, frame_budgets, mixture, seed, kinds)]
 
 
 def _rows_of_scene(
-    scene: Scene, frame_budgets: Sequence[int], mixture: Mixture, seed: int, max_windows: int
+    scene: Scene, frame_budgets: Sequence[int], mixture: Mixture, seed: int, kinds: Sequence[Kind]
 ) -> Iterator[dict[str, Any]]:
     rng = np.random.default_rng((seed, scene.seed, scene.number, 2))
     showing = [budget for budget in frame_budgets if overview_shows(scene, budget)]
-    pairs = zip(questions(scene, max_windows), questions(_misread(scene, rng), max_windows), strict=True)
+    pairs = zip(questions(scene, kinds), questions(_misread(scene, rng), kinds), strict=True)
     prompts = [(question, misled, rng.choice(frame_budgets)) for question, misled in pairs]
     fewest = sorted({*showing})[:2]  # short rows, so that more fit in a step
     caption = _caption(scene)
     prompts += [(caption, caption, rng.choice(fewest)) for _ in range(mixture.num_captions) if showing]
     for question, misled, budget in prompts:
         is_visible = budget in showing
-        if not mixture.tools or question.type == CAPTION:
-            turns = [_direct(question, is_visible)]
-        elif is_visible and rng.random() < mixture.direct_frac:
-            turns = [_direct(question, True)]
+        direct_frac = mixture.direct_frac if is_visible else mixture.guess_frac
+        if not mixture.tools or question.type == CAPTION or (direct_frac and rng.random() < direct_frac):
+            calls, turns = [], [_direct(question, is_visible)]
         else:
             question = misled if rng.random() < mixture.wrong_frac else question
-            turns = [_calling(question), _answering(question)]
-        if mixture.bare and not question.curated:
+            calls = _calls_of_turns(question, mixture, rng)
+            turns = [*map(_calling, calls), _answering(question)]
+        if not _thinks(question, mixture, rng):
             turns = [_bare(turn) for turn in turns]
         turns = [_damaged(turn, mixture, rng) for turn in turns]
-        yield _row(question, int(budget), turns)
+        yield _row(question, int(budget), calls, turns)
     if mixture.tools:
         yield _subagent_row(scene, scene.decoy_s, NOTHING)
-        earliest_s, latest_s = max(0, scene.end_s - WINDOW_S), min(scene.start_s, DURATION_S - WINDOW_S)
-        for start_s in rng.integers(earliest_s, latest_s, NUM_LOOKS, endpoint=True):
-            window_s = int(start_s), int(start_s) + WINDOW_S
-            reported = _misread(scene, rng) if rng.random() < mixture.wrong_frac else scene
-            yield _subagent_row(scene, window_s, report(reported, window_s))
+        length_s = DURATION_S // 4 if "unnamed" in kinds else WINDOW_S
+        for event in scene.events:
+            earliest_s, latest_s = max(0, event.end_s - length_s), min(event.start_s, DURATION_S - length_s)
+            for start_s in rng.integers(earliest_s, latest_s, NUM_LOOKS, endpoint=True):
+                window_s = int(start_s), int(start_s) + length_s
+                reported = _misread(scene, rng) if rng.random() < mixture.wrong_frac else scene
+                yield _subagent_row(scene, window_s, report(reported, window_s))
 
 
-def report(scene: Scene, window_s: tuple[int, int]) -> str:
-    if window_s[0] <= scene.start_s < window_s[1]:
-        return f"{scene.colour} from {scene.start_s} to {scene.end_s} seconds."
-    return NOTHING
+def _thinks(question: Question, mixture: Mixture, rng: np.random.Generator) -> bool:
+    if mixture.thinking == "chance":
+        return bool(rng.random() < CURATED_FRAC)
+    return mixture.thinking == "always" or question.curated
+
+
+def report(scene: Scene, *windows_s: Window) -> str:
+    """The events that start in the windows, in the order of their times."""
+    events = [event for event in scene.events if any(start <= event.start_s < end for start, end in windows_s)]
+    return " ".join(f"{event.colour} from {event.start_s} to {event.end_s} seconds." for event in events) or NOTHING
 
 
 def _caption(scene: Scene) -> Question:
     """Names no window, so only the frames show the time."""
-    answer = f"{scene.colour} from {scene.start_s} to {scene.end_s} seconds"
+    answer = report(scene, (0, DURATION_S)).removesuffix(".")
     return Question(scene, CAPTION, "Describe the video.", answer, (), curated=False)
 
 
@@ -93,18 +115,25 @@ def _misread(scene: Scene, rng: np.random.Generator) -> Scene:
 
 def overview_shows(scene: Scene, budget: int) -> bool:
     times_s = overview_times(DURATION_S, DURATION_S * FPS, budget)
-    return any(scene.start_s <= int(time_s) < scene.end_s for time_s in times_s)
+    return all(any(event.start_s <= int(time_s) < event.end_s for time_s in times_s) for event in scene.events)
 
 
 def _direct(question: Question, is_visible: bool) -> str:
-    scene = question.scene
-    thought = f"The overview shows {report(scene, scene.window_s)}" if is_visible else "The overview shows no color."
+    shown = report(question.scene, *(question.windows_s or ((0, DURATION_S),)))
+    thought = f"The overview shows {shown}" if is_visible else "The overview shows no color."
     return f"{FORCED}{thought}\n</think>\n<answer>{question.answer}</answer>"
 
 
-def _calling(question: Question) -> str:
-    calls = "\n".join(_call(*window_s) for window_s in question.windows_s)
-    windows = " and ".join(f"{start_s} to {end_s}" for start_s, end_s in question.windows_s)
+def _calls_of_turns(question: Question, mixture: Mixture, rng: np.random.Generator) -> list[Sequence[Window]]:
+    """The windows that each turn looks at: all in one, or one each."""
+    if mixture.sequential_frac and len(question.windows_s) > 1 and rng.random() < mixture.sequential_frac:
+        return [(window_s,) for window_s in question.windows_s]
+    return [question.windows_s]
+
+
+def _calling(windows_s: Sequence[Window]) -> str:
+    calls = "\n".join(_call(*window_s) for window_s in windows_s)
+    windows = " and ".join(f"{start_s} to {end_s}" for start_s, end_s in windows_s)
     return f"{FORCED}I look at {windows} seconds.\n</think>\n{calls}"
 
 
@@ -117,8 +146,8 @@ def _call(start_s: int, end_s: int) -> str:
 
 
 def _answering(question: Question) -> str:
-    scene = question.scene
-    return f"{FORCED}The summary shows {report(scene, scene.window_s)}\n</think>\n<answer>{question.answer}</answer>"
+    shown = report(question.scene, *question.windows_s)
+    return f"{FORCED}The summary shows {shown}\n</think>\n<answer>{question.answer}</answer>"
 
 
 def _bare(turn: str) -> str:
@@ -128,24 +157,28 @@ def _bare(turn: str) -> str:
 def _damaged(turn: str, mixture: Mixture, rng: np.random.Generator) -> str:
     if rng.random() < mixture.noise_frac:
         turn = turn.replace("</think>\n", "")
-    return turn.removesuffix("</answer>") if rng.random() < mixture.unclosed_frac else turn
+    unclosed_frac = mixture.unclosed_call_frac if turn.endswith("</tool_call>") else mixture.unclosed_frac
+    if rng.random() < unclosed_frac:
+        turn = turn.removesuffix("</answer>").removesuffix("\n</tool_call>")
+    return turn
 
 
-def _row(question: Question, budget: int, turns: list[str]) -> dict[str, Any]:
+def _row(question: Question, budget: int, calls: Sequence[Sequence[Window]], turns: Sequence[str]) -> dict[str, Any]:
+    """`calls` are the windows that each turn but the last looks at."""
     scene = question.scene
     content = [
         {"type": "video_url", "video_url": {"url": scene.video, "nframes": budget}},
         {"type": "text", "text": question.text},
     ]
     messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
-    for turn in turns[:-1]:
+    for turn, windows_s in zip(turns[:-1], calls, strict=True):
         messages.append({"role": "assistant", "content": turn})
-        messages += [{"role": "tool", "content": report(scene, window_s)} for window_s in question.windows_s]
+        messages += [{"role": "tool", "content": report(scene, window_s)} for window_s in windows_s]
     messages.append({"role": "assistant", "content": turns[-1]})
     return {"messages": messages}
 
 
-def _subagent_row(scene: Scene, window_s: tuple[int, int], reported: str) -> dict[str, Any]:
+def _subagent_row(scene: Scene, window_s: Window, reported: str) -> dict[str, Any]:
     start_s, end_s = window_s
     part = {"type": "video_url", "video_url": {"url": scene.video, "start_time": start_s, "end_time": end_s}}
     reply = {"role": "assistant", "content": reported}

@@ -2,16 +2,22 @@
 
 White and black distractors appear as briefly at other times, and no question asks for them. An overview of 64 frames
 always shows the colour, one of 4 frames rarely; a crop of the right window always does. A clock in the border, as in
-much real footage, makes times readable, which a small model learns in minutes. A question names one window, or two with
-one right one, so that two parallel calls help. Questions have the three published types and two sources with different
-beginnings. Videos, questions and answers depend only on the seed and the video's number.
+much real footage, makes times readable, which a small model learns in minutes. Questions have the three published types
+and two sources with different beginnings. There are four kinds:
+
+    window    names the window with the color
+    either    names two windows, one of which has it, so that two parallel calls help
+    unnamed   names none; four parallel calls look at the quarters of the video
+    both      names two windows with a color each, and needs both reports
+
+Videos, questions and answers depend only on the seed and the video's number.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import UInt8
@@ -24,38 +30,55 @@ FRAME_PX = 32  # one visual token
 FPS = 1
 DURATION_S = 64
 WINDOW_S = 8  # length of the windows in questions and calls
-EVENT_S = 2
-EVENT_STARTS_S = range(0, WINDOW_S, EVENT_S)  # relative to a window
+EVENT_S = 2  # length of distractors, and of events unless a world has longer ones
+STEP_S = 2  # everything starts at even seconds, which the clock shows
 BORDER_PX = 4
 CLOCK_ON, CLOCK_OFF = 225, 30
 NUM_WINDOWS = DURATION_S // WINDOW_S
 NUM_DISTRACTORS = 3
 WHITE, BLACK = 240, 15
 CURATED_FRAC = 1 / 6  # share of questions
+QUARTERS_S = tuple((start_s, start_s + DURATION_S // 4) for start_s in range(0, DURATION_S, DURATION_S // 4))
+Kind = Literal["window", "either", "unnamed", "both"]
+Window = tuple[int, int]  # start and end in seconds
 
 
 @dataclass(frozen=True)
-class Scene:
-    seed: int
-    number: int
+class Event:
     colour: str
     start_s: int
-    decoy_s: tuple[int, int]  # a window without a colour
-    distractors: dict[int, int]  # second -> shade
-
-    @property
-    def video(self) -> str:
-        return f"videos/seed{self.seed}_{self.number:04}_{len(self.distractors)}.mp4"
+    length_s: int
 
     @property
     def end_s(self) -> int:
-        return self.start_s + EVENT_S
+        return self.start_s + self.length_s
 
     @property
-    def window_s(self) -> tuple[int, int]:
+    def window_s(self) -> Window:
         """The window that contains the event."""
         start_s = self.start_s // WINDOW_S * WINDOW_S
         return start_s, start_s + WINDOW_S
+
+
+@dataclass(frozen=True)
+class Scene(Event):
+    """A video; it is its own first event."""
+
+    seed: int
+    number: int
+    decoy_s: Window  # a window without a colour
+    distractors: dict[int, int]  # second -> shade
+    other: Event | None = None  # for questions of kind `both`
+
+    @property
+    def video(self) -> str:
+        kind = f"{len(self.distractors)}x{self.length_s}{'_both' if self.other else ''}"
+        return f"videos/seed{self.seed}_{self.number:04}_{kind}.mp4"
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """In the order of their times."""
+        return tuple(sorted((self, *((self.other,) if self.other else ())), key=lambda event: event.start_s))
 
 
 @dataclass(frozen=True)
@@ -64,34 +87,40 @@ class Question:
     type: str  # mcq, tvg or oe
     text: str
     answer: str
-    windows_s: tuple[tuple[int, int], ...]  # the windows that it names, in order
+    windows_s: tuple[Window, ...]  # the windows to crop, in order
     curated: bool  # from the source that starts with "Question:" and has well-formed traces
 
 
-def make_scene(seed: int, number: int, num_distractors: int = NUM_DISTRACTORS) -> Scene:
-    """Colours are balanced. The event is within one window; distractors are elsewhere; all start at even seconds."""
+def make_scene(
+    seed: int, number: int, num_distractors: int = NUM_DISTRACTORS, two_events: bool = False, event_s: int = EVENT_S
+) -> Scene:
+    """Colours are balanced. Each event is within one window; distractors are elsewhere; all start at even seconds."""
     rng = np.random.default_rng((seed, number))
-    window, decoy = (int(number) * WINDOW_S for number in rng.permutation(NUM_WINDOWS)[:2])
-    start_s = window + int(rng.choice(EVENT_STARTS_S))
-    free = [second for second in range(0, DURATION_S, EVENT_S) if second != start_s]
+    window, decoy, second = (int(number) * WINDOW_S for number in rng.permutation(NUM_WINDOWS)[:3])
+    starts_s = range(0, WINDOW_S - event_s + 1, STEP_S)  # relative to a window
+    start_s = window + int(rng.choice(starts_s))
+    other = Event(str(rng.choice([*COLOURS])), second + int(rng.choice(starts_s)), event_s) if two_events else None
+    taken = {first + n for first in (start_s, *((other.start_s,) if other else ())) for n in range(0, event_s, STEP_S)}
+    free = [second for second in range(0, DURATION_S, STEP_S) if second not in taken]
     seconds = rng.choice(free, num_distractors, replace=False)
     distractors = {int(second): int(rng.choice((WHITE, BLACK))) for second in seconds}
     colour = [*COLOURS][(seed + number) % len(COLOURS)]
-    return Scene(seed, number, colour, start_s, (decoy, decoy + WINDOW_S), distractors)
+    return Scene(colour, start_s, event_s, seed, number, (decoy, decoy + WINDOW_S), distractors, other)
 
 
 def frames(scene: Scene) -> Iterator[UInt8[np.ndarray, "height width 3"]]:
     """Yields the frames, at n / FPS seconds: flickering grey, a colour, white or black, between clock bars."""
     rng = np.random.default_rng((scene.seed, scene.number, 1))
-    events = {**scene.distractors, scene.start_s: COLOURS[scene.colour]}
+    shown = [(second, second + EVENT_S, shade) for second, shade in scene.distractors.items()]
+    shown += [(event.start_s, event.end_s, COLOURS[event.colour]) for event in scene.events]
     for number in range(DURATION_S * FPS):
         pixels = np.full((FRAME_PX, FRAME_PX, 3), rng.integers(90, 166), np.uint8)
-        for start_s, colour in events.items():
-            if start_s <= number / FPS < start_s + EVENT_S:
+        for start_s, end_s, colour in shown:
+            if start_s <= number / FPS < end_s:
                 pixels[BORDER_PX:-BORDER_PX, BORDER_PX:-BORDER_PX] = colour
         window, second = divmod(number // FPS, WINDOW_S)
         _draw_bar(pixels[:BORDER_PX], (window + 1) / NUM_WINDOWS)
-        _draw_bar(pixels[-BORDER_PX:], (second // EVENT_S + 1) / len(EVENT_STARTS_S))
+        _draw_bar(pixels[-BORDER_PX:], (second // STEP_S + 1) / (WINDOW_S // STEP_S))
         yield pixels
 
 
@@ -100,28 +129,41 @@ def _draw_bar(strip: UInt8[np.ndarray, "height width 3"], frac: float) -> None:
     strip[:, : round(FRAME_PX * frac)] = CLOCK_ON
 
 
-def questions(scene: Scene, max_windows: int = 2) -> list[Question]:
-    """Questions of all three types, with one window and with two, up to `max_windows`."""
-    options = "\n".join(f"{letter}. {colour}" for colour, letter in LETTERS.items())
+def questions(scene: Scene, kinds: Sequence[Kind] = ("window", "either")) -> list[Question]:
+    """Questions of all three types for each kind, and an open question for `both`."""
     rng = np.random.default_rng((scene.seed, scene.number, 3))
-    result = []
-    single, pair = (scene.window_s,), tuple(sorted((scene.window_s, scene.decoy_s)))
-    for windows_s in (single, pair)[:max_windows]:
-        where = " or ".join(f"between {start_s} and {end_s} seconds" for start_s, end_s in windows_s)
-        for kind, text, answer in (
-            ("mcq", f"What color is shown {where}?\n{options}", LETTERS[scene.colour]),
-            ("oe", f"Name the color shown {where}.", scene.colour),
-            ("tvg", f"When is a color shown {where}?", f"[{scene.start_s}, {scene.end_s}]"),
-        ):
-            curated = bool(rng.random() < CURATED_FRAC)
-            result.append(Question(scene, kind, f"Question: {text}" if curated else text, answer, windows_s, curated))
-    return result
+    return [
+        Question(scene, form, f"Question: {text}" if curated else text, answer, windows_s, curated)
+        for kind in kinds
+        for form, text, answer, windows_s in _questions_of(kind, scene)
+        for curated in (bool(rng.random() < CURATED_FRAC),)
+    ]
 
 
-def make_world(directory: Path, seed: int, num_videos: int, num_distractors: int = NUM_DISTRACTORS) -> list[Scene]:
-    """Writes the missing videos."""
+def _questions_of(kind: Kind, scene: Scene) -> Iterator[tuple[str, str, str, tuple[Window, ...]]]:
+    """Yields type, text, answer and windows."""
+    if kind == "both":
+        windows_s, colours = zip(*((event.window_s, event.colour) for event in scene.events), strict=True)
+        yield "oe", f"Name the colors shown {_between(windows_s, 'and')}.", " ".join(colours), windows_s
+        return
+    named = (scene.window_s,) if kind == "window" else tuple(sorted((scene.window_s, scene.decoy_s)))
+    where, windows_s = ("", QUARTERS_S) if kind == "unnamed" else (f" {_between(named, 'or')}", named)
+    options = "\n".join(f"{letter}. {colour}" for colour, letter in LETTERS.items())
+    yield "mcq", f"What color is shown{where}?\n{options}", LETTERS[scene.colour], windows_s
+    yield "oe", f"Name the color shown{where}.", scene.colour, windows_s
+    yield "tvg", f"When is a color shown{where}?", f"[{scene.start_s}, {scene.end_s}]", windows_s
+
+
+def _between(windows_s: Sequence[Window], word: str) -> str:
+    return f" {word} ".join(f"between {start_s} and {end_s} seconds" for start_s, end_s in windows_s)
+
+
+def make_world(
+    directory: Path, seed: int, num_videos: int, scene_of: Callable[[int, int], Scene] = make_scene
+) -> list[Scene]:
+    """Writes the missing videos. `scene_of` makes a scene from the seed and the video's number."""
     (directory / "videos").mkdir(parents=True, exist_ok=True)
-    scenes = [make_scene(seed, number, num_distractors) for number in range(num_videos)]
+    scenes = [scene_of(seed, number) for number in range(num_videos)]
     undone = [scene for scene in scenes if not (directory / scene.video).exists()]
     for scene in counted(undone, "making videos", "video"):
         write_atomic(directory / scene.video, lambda partial, scene=scene: write_video(partial, frames(scene), FPS))
