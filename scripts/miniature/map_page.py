@@ -1,0 +1,252 @@
+"""The map's tables and figure: the table model's predictions beside the measured numbers, and their agreement.
+
+python -m scripts.miniature.map_page     after new runs: rewrites the tables and the figure of docs/miniature/map.md
+"""
+
+import argparse
+import re
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+
+from model_port.cli import add_debug_flag, prog_of, run_cli
+from paravt_jax.run.log import whole_file
+from paravt_jax.run.plots import STYLE
+from scripts.miniature.arms import ARMS, TITLES, forces_prefix
+from scripts.miniature.cells import (
+    BUDGETS,
+    CALLS,
+    CELLS,
+    COLD_START,
+    CORE,
+    DATA,
+    MEASURED,
+    METRICS,
+    PREDICTIONS,
+    REPORTS,
+    STATED,
+    Cell,
+    Row,
+    read_rows,
+)
+
+PAGE, FIGURE = DATA.parent / "map.md", DATA.parent / "map.png"
+MISSING = "–"
+EQUAL = 0.02  # smaller differences count as equal
+MARKS = {"accuracy": "#0072B2", "kappa": "#E69F00"}
+Lookup = Callable[..., float]  # arm, metric and, optionally, frames -> the number
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The predicted or the measured rows of a cell."""
+
+    rows: Sequence[Row]
+
+    def of(
+        self, arm: str, metric: str, frames: int | None = None, dispatch: str = "parallel", own: bool = True
+    ) -> float:
+        """The mean over seeds and frames, with the prefix that the arm trained with; NaN without rows."""
+        return _mean(float(row[metric]) for row in self._chosen(arm, frames, dispatch, own))
+
+    def half_interval(self, arm: str) -> float:
+        """Half the width of a 95 % interval of the accuracy: a mean, because all frame budgets share the videos."""
+        rows = self._chosen(arm, None, "parallel", True)
+        return _mean((row["interval_95"][1] - row["interval_95"][0]) / 2 for row in rows)
+
+    def _chosen(self, arm: str, frames: int | None, dispatch: str, own: bool) -> list[Row]:
+        forced = forces_prefix(arm) == own
+        return [
+            row
+            for row in self.rows
+            if (row["arm"], row["forced"], row["dispatch"]) == (arm, forced, dispatch)
+            and frames in (None, row["frames"])
+        ]
+
+
+def _mean(values: Iterator[float]) -> float:
+    numbers = list(values)
+    return statistics.fmean(numbers) if numbers else float("nan")
+
+
+def numbers_of(path: Path, cell: Cell) -> Numbers:
+    return Numbers([row for row in read_rows(path) if (row["reports"], row["calls"]) == (cell.reports, cell.calls)])
+
+
+CLAIMS: Mapping[str, Callable[[Lookup], float]] = {  # a difference that is above 0 if the claim is true
+    "GRPO calls less than its cold start": lambda n: n(COLD_START, "kappa") - n("grpo", "kappa"),
+    "the full method is parseable more often than GRPO": lambda n: n("para_grpo", "parseable") - n("grpo", "parseable"),
+    "the full method calls more than GRPO": lambda n: n("para_grpo", "kappa") - n("grpo", "kappa"),
+    "its calls follow need: more with 4 frames than with 32": lambda n: (
+        n("para_grpo", "kappa", BUDGETS[0]) - n("para_grpo", "kappa", BUDGETS[-1])
+    ),
+    "the full method is more accurate than GRPO": lambda n: n("para_grpo", "accuracy") - n("grpo", "accuracy"),
+    "R_tool adds calls": lambda n: n("para_grpo", "kappa") - n("no_tool_reward", "kappa"),
+    "R_tool adds accuracy": lambda n: n("para_grpo", "accuracy") - n("no_tool_reward", "accuracy"),
+    "the recommended reward is more accurate than the full method": lambda n: (
+        n("recommended", "accuracy") - n("para_grpo", "accuracy")
+    ),
+}
+
+
+def verdict(difference: float) -> str:
+    if np.isnan(difference):
+        return MISSING
+    return "equal" if abs(difference) < EQUAL else "yes" if difference > 0 else "no"
+
+
+def map_table() -> Iterator[str]:
+    """Accuracy and κ of every cell, predicted and, in bold, measured."""
+    titles = [TITLES[arm] for arm in CORE]
+    columns = [f"{metric}, {title}" for metric in ("accuracy", "κ") for title in titles]
+    yield f"| reports, calls | {' | '.join(columns)} |"
+    yield f"|{'---|' * (1 + len(columns))}"
+    for cell in CELLS:
+        predicted, measured = numbers_of(PREDICTIONS, cell), numbers_of(MEASURED, cell)
+        numbers = [_both(predicted, measured, arm, metric) for metric in ("accuracy", "kappa") for arm in CORE]
+        yield f"| {cell.reports}, {cell.calls} | {' | '.join(numbers)} |"
+
+
+def _both(predicted: Numbers, measured: Numbers, arm: str, metric: str) -> str:
+    value = measured.of(arm, metric)
+    return f"{predicted.of(arm, metric):.2f}{'' if np.isnan(value) else f' **{value:.2f}**'}"
+
+
+def arm_table(cell: Cell) -> Iterator[str]:
+    """Every arm of a stated cell: predicted accuracy and κ, then what the runs gave."""
+    predicted, measured = numbers_of(PREDICTIONS, cell), numbers_of(MEASURED, cell)
+    by_frames = f"K = {', '.join(map(str, BUDGETS))}"
+    columns = ["prefix", "predicted accuracy", "κ", "accuracy", by_frames, "κ", by_frames, "f_τ", "parseable"]
+    columns += ["without the tool", "other prefix: accuracy, f_τ"]
+    yield f"| {_heading(cell)} | {' | '.join(columns)} |"
+    yield f"|{'---|' * (1 + len(columns))}"
+    for arm in (COLD_START, *ARMS):
+        prefix = "forced" if forces_prefix(arm) else "no"
+        guess = [f"{predicted.of(arm, metric):.2f}" for metric in ("accuracy", "kappa")]
+        yield f"| {TITLES[arm]} | {prefix} | {' | '.join([*guess, *_measured(measured, arm)])} |"
+
+
+def _heading(cell: Cell) -> str:
+    return f"reports {cell.reports}, calls {cell.calls}"
+
+
+def _measured(numbers: Numbers, arm: str) -> list[str]:
+    accuracy = numbers.of(arm, "accuracy")
+    if np.isnan(accuracy):
+        return [MISSING] * 8
+    by_frames = [
+        " ".join(f"{numbers.of(arm, metric, frames):.2f}" for frames in BUDGETS) for metric in ("accuracy", "kappa")
+    ]
+    other = [f"{numbers.of(arm, metric, own=False):.2f}" for metric in ("accuracy", "f_tau")]
+    means = [f"{numbers.of(arm, metric):.2f}" for metric in ("kappa", "f_tau", "parseable")]
+    spread = f"{accuracy:.2f} ± {numbers.half_interval(arm):.2f}"
+    without = f"{numbers.of(arm, 'accuracy', dispatch='none'):.2f}"
+    return [spread, by_frames[0], means[0], by_frames[1], *means[1:], without, ", ".join(other)]
+
+
+def score_table() -> Iterator[str]:
+    """Each claim in every cell: predicted, then measured."""
+    yield f"| claim | {' | '.join(f'{cell.reports}, {cell.calls}' for cell in CELLS)} |"
+    yield f"|{'---|' * (1 + len(CELLS))}"
+    lookups = [[numbers_of(path, cell).of for path in (PREDICTIONS, MEASURED)] for cell in CELLS]
+    for claim, difference in CLAIMS.items():
+        pairs = ([verdict(difference(lookup)) for lookup in of_cell] for of_cell in lookups)
+        yield f"| {claim} | {' | '.join(map(_agreement, pairs))} |"
+
+
+def _agreement(pair: Sequence[str]) -> str:
+    predicted, measured = pair
+    return predicted if measured == MISSING else f"{predicted}, **{measured}**"
+
+
+def agreement() -> str:
+    """A line: how many verdicts agree, and the mean absolute errors."""
+    pairs, errors = [], {metric: [] for metric in METRICS}
+    for cell in CELLS:
+        predicted, measured = numbers_of(PREDICTIONS, cell), numbers_of(MEASURED, cell)
+        pairs += [(verdict(claim(predicted.of)), verdict(claim(measured.of))) for claim in CLAIMS.values()]
+        for metric, values in errors.items():
+            values += [abs(predicted.of(arm, metric) - measured.of(arm, metric)) for arm in ARMS]
+    decided = [predicted == measured for predicted, measured in pairs if measured != MISSING]
+    if not decided:
+        return "Nothing is measured yet."
+    means = (f"{metric} {np.nanmean(values):.2f}" for metric, values in errors.items())
+    return f"{sum(decided)} of {len(decided)} verdicts agree. Mean absolute errors over arms: {', '.join(means)}."
+
+
+def draw(path: Path) -> None:
+    """Small multiples: a panel per cell, with predictions as rings and measurements as dots with intervals."""
+    with matplotlib.rc_context(STYLE | {"font.size": 8, "savefig.dpi": 110}):
+        figure, panels = plt.subplots(3, 3, figsize=(9, 6.4), sharex=True, sharey=True, layout="constrained")
+        for cell in CELLS:
+            axes = panels[REPORTS[::-1].index(cell.reports)][CALLS.index(cell.calls)]
+            _draw_cell(axes, cell)
+        figure.legend(handles=_legend(), loc="outside lower center", ncols=4, frameon=False, handlelength=1)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path) as file:
+            figure.savefig(file, format="png")
+        plt.close(figure)
+
+
+def _draw_cell(axes: Axes, cell: Cell) -> None:
+    predicted, measured = numbers_of(PREDICTIONS, cell), numbers_of(MEASURED, cell)
+    for row, arm in enumerate(CORE):
+        for offset, (metric, color) in zip((-0.14, 0.14), MARKS.items(), strict=True):
+            axes.plot(predicted.of(arm, metric), row + offset, "o", mfc="none", mec=color, ms=5)
+            error = measured.half_interval(arm) if metric == "accuracy" else 0
+            axes.errorbar(measured.of(arm, metric), row + offset, xerr=error, fmt="o", color=color, ms=4)
+    stated = ", stated" if (cell.reports, cell.calls) in STATED else ""
+    axes.set_title(f"reports {cell.reports:g}, calls {cell.calls:g}{stated}", fontsize=8)
+    axes.set_yticks(range(len(CORE)), [TITLES[arm] for arm in CORE])
+    axes.set_ylim(len(CORE) - 0.5, -0.5)
+    axes.set_xlim(-0.05, 1.1)
+    axes.grid(axis="x", alpha=0.3)
+
+
+def _legend() -> list[Line2D]:
+    names = {"accuracy": "accuracy", "kappa": "κ, calls an episode"}
+    return [
+        Line2D([], [], marker="o", linestyle="", color=color, markerfacecolor=face, label=f"{names[metric]}, {what}")
+        for what, face in (("predicted", "none"), ("measured", None))
+        for metric, color in MARKS.items()
+    ]
+
+
+def with_tables(page: str) -> str:
+    """The page with its tables, and the line below the score, from the data."""
+    tables = {
+        "reports, calls": map_table(),
+        "claim": score_table(),
+        **{_heading(cell): arm_table(cell) for cell in CELLS[: len(STATED)]},
+    }
+    for first, lines in tables.items():
+        text = "\n".join([*lines, ""])
+        page = re.sub(rf"^\| {first} \|.*?\n(?=\n|\Z)", lambda _, text=text: text, page, flags=re.M | re.S)
+    return re.sub(r"^(Nothing is measured yet|\d+ of \d+ verdicts agree)\..*$", agreement(), page, flags=re.M)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog=prog_of("scripts.miniature.map_page"),
+        description="Rewrite the tables and the figure of docs/miniature/map.md from docs/miniature/data.",
+    )
+    add_debug_flag(parser)
+    parser.parse_args()
+    draw(FIGURE)
+    page = with_tables(PAGE.read_text())
+    with whole_file(PAGE) as file:
+        file.write(page.encode())
+    print(f"{PAGE}\n{FIGURE}")
+
+
+if __name__ == "__main__":
+    run_cli(main)
