@@ -178,7 +178,7 @@ def agreement() -> str:
             values += [abs(predicted.of(arm, metric) - measured.of(arm, metric)) for arm in ARMS]
     decided = [predicted == measured for predicted, measured in pairs if measured != MISSING]
     if not decided:
-        return "Nothing is measured yet."
+        return "No arm is measured yet."
     means = (f"{metric} {np.nanmean(values):.2f}" for metric, values in errors.items())
     return f"{sum(decided)} of {len(decided)} verdicts agree. Mean absolute errors over arms: {', '.join(means)}."
 
@@ -190,7 +190,7 @@ def draw(path: Path) -> None:
         for cell in CELLS:
             axes = panels[REPORTS[::-1].index(cell.reports)][CALLS.index(cell.calls)]
             _draw_cell(axes, cell)
-        figure.legend(handles=_legend(), loc="outside lower center", ncols=4, frameon=False, handlelength=1)
+        figure.legend(handles=_legend(), loc="outside lower center", ncols=4, handlelength=1, markerscale=1)
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as file:
             figure.savefig(file, format="png")
@@ -231,7 +231,7 @@ def with_tables(page: str) -> str:
     for first, lines in tables.items():
         text = "\n".join([*lines, ""])
         page = re.sub(rf"^\| {first} \|.*?\n(?=\n|\Z)", lambda _, text=text: text, page, flags=re.M | re.S)
-    return re.sub(r"^(Nothing is measured yet|\d+ of \d+ verdicts agree)\..*$", agreement(), page, flags=re.M)
+    return re.sub(r"^(No arm is measured yet|\d+ of \d+ verdicts agree)\..*$", agreement(), page, flags=re.M)
 
 
 def main() -> None:

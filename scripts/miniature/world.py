@@ -72,7 +72,8 @@ class Scene(Event):
 
     @property
     def video(self) -> str:
-        kind = f"{len(self.distractors)}x{self.length_s}{'_both' if self.other else ''}"
+        length = "" if self.length_s == EVENT_S else f"_{self.length_s}s"
+        kind = f"{len(self.distractors)}{length}{'_both' if self.other else ''}"
         return f"videos/seed{self.seed}_{self.number:04}_{kind}.mp4"
 
     @property

@@ -185,7 +185,7 @@ def test_agreement_counts_measured_cells_only(tmp_path, monkeypatch):
     full = {"f_tau": 1.0, "parseable": 1.0}
     guess = [row | full for row in numbers(grpo=0.6, para_grpo=0.8, no_tool_reward=0.7).rows]
     write_rows_of_map(predictions, guess, command="")
-    assert map_page.agreement() == "Nothing is measured yet."
+    assert map_page.agreement() == "No arm is measured yet."
     result = [row | full for row in numbers(grpo=0.5, para_grpo=0.6, no_tool_reward=0.7).rows]
     write_rows_of_map(measured, result, command="")
     score = {
