@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
 from paravt_jax.learner.settings import AdvantageConfig
 from paravt_jax.rewards.terms import RewardTerms
@@ -67,7 +67,7 @@ class GroupAdvantages:
     keep: Bool[np.ndarray, " G"]  # True = its tokens are loss tokens, which count in N
     num_missing: int
     has_spread: bool
-    unit: float  # advantage per unit of reward
+    unit: float  # advantage per unit of reward above the group's mean
 
     def of(self, number: int) -> EpisodeAdvantage:
         properties = {name: float(values[number]) for name, values in self.properties.items()}
@@ -124,18 +124,27 @@ def group_advantages(
         keep=group.present & (has_spread or not config.filter_zero_variance),
         num_missing=int(np.count_nonzero(~group.present)),
         has_spread=has_spread,
-        unit=1 / _scale([(peer.present, peer.total) for peer in peers], config),
+        unit=_further(group.present, config) / _scale([(peer.present, peer.total) for peer in peers], config),
     )
+
+
+def relative_penalties(
+    penalties: Float[np.ndarray, " e"], group: Int[np.ndarray, " e"], units: Float[np.ndarray, " n"]
+) -> Float[np.ndarray, " e"]:
+    """The KL penalties of episodes relative to their group's mean, in units of advantage (`GroupAdvantages.unit`).
+
+    `group` is the number of each episode's group. KL in the reward is a part of R, so the group's mean is subtracted
+    from it too: what all episodes of a group share favors none of them. The std is still the rewards' own: a std of
+    penalized rewards would turn a KL of 1e-4 into an advantage of 1 if the rewards themselves are equal.
+    """
+    means = np.bincount(group, penalties, len(units)) / np.maximum(np.bincount(group, minlength=len(units)), 1)
+    return (penalties - means[group]) * units[group]
 
 
 def with_kl_penalty(
     advantage: Float[np.ndarray, "*t"], loss_mask: Bool[np.ndarray, "*t"], penalty: Float[np.ndarray, "*t"] | float
 ) -> Float[np.ndarray, "*t"]:
-    """Advantages after a KL penalty on the reward; `penalty` is in units of advantage (`GroupAdvantages.unit`).
-
-    The group's mean and std do not change: a std of penalized rewards would turn a KL of 1e-4 into an advantage of 1
-    if the rewards themselves are equal.
-    """
+    """Advantages after a KL penalty on the reward, see `relative_penalties`."""
     return np.where(loss_mask, advantage - np.float32(penalty), 0.0).astype(np.float32)
 
 
@@ -170,10 +179,13 @@ def _relative(
     """Values relative to the group; exactly zero without spread, where the quotient would be rounding over ε."""
     if not _spread(values, present):
         return np.zeros(values.shape)
+    return np.where(present, _further(present, config) * (values - values[present].mean()) / scale, 0.0)
+
+
+def _further(present: Bool[np.ndarray, " G"], config: AdvantageConfig) -> float:
+    """How much further away than the mean of all the mean of the others is."""
     num_present = np.count_nonzero(present)
-    # The mean of the others is this much further away than the mean of all.
-    further = num_present / (num_present - 1) if config.normalise == "loo" else 1.0
-    return np.where(present, further * (values - values[present].mean()) / scale, 0.0)
+    return num_present / (num_present - 1) if config.normalise == "loo" and num_present > 1 else 1.0
 
 
 def _scale(groups: Sequence[tuple[np.ndarray, np.ndarray]], config: AdvantageConfig) -> float:

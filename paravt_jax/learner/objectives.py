@@ -87,6 +87,7 @@ def sampled_tokens(
         ref_logp=old.ref_logp,
         sequence_ids=jnp.asarray(batch.dialogue),
         num_sequences=num_dialogues,
+        episode_tokens=jnp.asarray(batch.episode_tokens),
     )
 
 

@@ -8,6 +8,7 @@ prompt.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
@@ -77,6 +78,7 @@ class TrainBatch:
     advantage: Float[Any, "B A"]
     token_class: Int[Any, "B A"]
     dialogue: Int[Any, "B A"]  # its number among all dialogues of the update, on all hosts
+    episode_tokens: Int[Any, "B A"]  # scored tokens of its episode
 
 
 ENTRIES = {
@@ -87,6 +89,7 @@ ENTRIES = {
     "advantage": np.float32,
     "token_class": np.int32,
     "dialogue": np.int32,
+    "episode_tokens": np.int32,
 }
 
 
@@ -380,6 +383,9 @@ def _entries(
     rows: Sequence[Row], dialogues: Sequence[Dialogue], num_rows: int, num_actions: int, first_number: int
 ) -> dict[str, np.ndarray]:
     """The scored tokens of these rows."""
+    episode_tokens = Counter[int]()
+    for dialogue in dialogues:
+        episode_tokens[dialogue.episode] += int(dialogue.loss_mask[1:].sum())
     entries = {name: np.zeros((num_rows, num_actions), dtype) for name, dtype in ENTRIES.items()}
     for b, row in enumerate(rows):
         entry = trunk = 0  # the next entry, and where the sequence starts in the row
@@ -398,6 +404,7 @@ def _entries(
                 entries["advantage"][where] = dialogue.advantage[scored]
                 entries["token_class"][where] = dialogue.token_class[scored]
                 entries["dialogue"][where] = first_number + number
+                entries["episode_tokens"][where] = episode_tokens[dialogue.episode]
                 entry += len(scored)
                 branch += dialogue.num_own
             trunk = branch

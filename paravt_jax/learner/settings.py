@@ -45,16 +45,18 @@ class AdvantageConfig:
 
 
 # The parameters of each loss and their defaults, see `learner/variants.py`.
+_OFF = {"dual_clip": math.inf}  # verl's clip_ratio_c, where it is 3, and TRL's delta
 PARAMS = {
-    "para_grpo": {"clip_low": 0.2, "clip_high": 0.2},
-    "grpo": {"clip_low": 0.2, "clip_high": 0.2},
-    "dapo": {"clip_low": 0.2, "clip_high": 0.28},  # arXiv 2503.14476: rare tokens have more room to grow than to shrink
-    "dr_grpo": {"clip_low": 0.2, "clip_high": 0.2},
+    "para_grpo": {"clip_low": 0.2, "clip_high": 0.2, **_OFF},
+    "grpo": {"clip_low": 0.2, "clip_high": 0.2, **_OFF},
+    # arXiv 2503.14476: rare tokens have more room to grow than to shrink
+    "dapo": {"clip_low": 0.2, "clip_high": 0.28, **_OFF},
+    "dr_grpo": {"clip_low": 0.2, "clip_high": 0.2, **_OFF},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},  # arXiv 2507.18071: ratios are means over a sequence, close to 1
     "cispo": {"max_ratio": 5.0},  # from ScaleRL (arXiv 2510.13786); MiniMax-M1 does not publish a value
 }
 MAX_SEQUENCE_CLIP = 0.05  # our choice: far above GSPO's published bounds, far below any token clip
-OF_SEQUENCES = ("grpo", "gspo")  # losses that need whole sequences
+OF_SEQUENCES = ("gspo",)  # losses that need whole sequences
 PARAM_NAMES = tuple(dict.fromkeys(name for params in PARAMS.values() for name in params))
 
 
@@ -139,6 +141,10 @@ def _check_params(loss: str, params: Mapping[str, float]) -> None:
         raise ValueError(f"loss.params.clip_low={params['clip_low']} must be above 0 and below 1: ratios are positive")
     if not 0 < params.get("clip_high", 0.2) < math.inf:
         raise ValueError(f"loss.params.clip_high={params['clip_high']} must be a finite number above 0")
+    if not params.get("dual_clip", math.inf) > 1:
+        raise ValueError(
+            f"loss.params.dual_clip={params['dual_clip']} must be above 1, the ratio of an unchanged token; inf disables it"
+        )
     if not 1 <= params.get("max_ratio", 1.0) < math.inf:
         raise ValueError(
             f"loss.params.max_ratio={params['max_ratio']} must be a finite number of at least 1, the ratio of an "

@@ -7,6 +7,7 @@ every variant. Weights are relative to the whole step (`StepCounts`), so the los
 loss of the step. Your own variant has the same signature: `def mine(tokens: SampledTokens, *, params…) -> TokenLoss`.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -25,7 +26,7 @@ class StepCounts(NamedTuple):
     """An update's denominators, equal for all its micro-batches and hosts."""
 
     num_tokens: Number  # loss tokens, including capped and masked ones
-    num_sequences: Number  # sequences that have loss tokens
+    num_episodes: Number  # episodes that have loss tokens
     max_tokens: Number  # the most tokens that all episodes could sample, including missing and filtered episodes
 
 
@@ -33,8 +34,9 @@ class StepCounts(NamedTuple):
 class SampledTokens:
     """The tokens of a call, in any shape. Only `policy_logp` is differentiated.
 
-    A variant sees zeros wherever `loss_mask` is off, and its output there is ignored. A sequence is never split over
-    two calls. A sequence id that is out of range makes the loss NaN.
+    A variant sees zeros wherever `loss_mask` is off, and its output there is ignored. A sequence is one agent's
+    dialogue and never split over two calls; an episode with trained sub-agents has several. A sequence id that is out
+    of range makes the loss NaN.
     """
 
     policy_logp: Float[Array, "*t"]
@@ -46,6 +48,7 @@ class SampledTokens:
     ref_logp: Float[Array, "*t"] | None = None  # the policy at the start of training, if there is a KL term
     sequence_ids: Int[Array, "*t"] | None = None  # 0 … num_sequences − 1
     num_sequences: int = 0
+    episode_tokens: Int[Array, "*t"] | None = None  # loss tokens of each token's episode, over all its sequences
 
     def masked(self) -> "SampledTokens":
         """The same with zeros outside `loss_mask`, where the inputs may be NaN, and gradients for the policy only."""
@@ -73,10 +76,11 @@ class SampledTokens:
         return self._even(self.counts.num_tokens)
 
     @property
-    def sequence_mean(self) -> Float[Array, "*t"]:
-        """Weights of a mean over sequences of the mean over each sequence's tokens."""
-        lengths = self.sequence_sums(jnp.ones_like(self.policy_logp))
-        return self._even(self.counts.num_sequences) / jnp.maximum(lengths, 1)
+    def episode_mean(self) -> Float[Array, "*t"]:
+        """Weights of a mean over episodes of the mean over each episode's tokens, sub-agents' included."""
+        assert self.episode_tokens is not None
+        lengths = jnp.maximum(self.episode_tokens, 1).astype(self.policy_logp.dtype)
+        return self._even(self.counts.num_episodes) / lengths
 
     @property
     def constant_length(self) -> Float[Array, "*t"]:
@@ -110,23 +114,23 @@ class TokenLoss(NamedTuple):
 Variant = Callable[..., TokenLoss]
 
 
-def para_grpo(tokens: SampledTokens, *, clip_low: Number, clip_high: Number) -> TokenLoss:
+def para_grpo(tokens: SampledTokens, *, clip_low: Number, clip_high: Number, dual_clip: Number) -> TokenLoss:
     """The published loss: clipped token ratios, averaged over all tokens of the step."""
-    return _clipped(tokens, tokens.ratio, clip_low, clip_high, tokens.token_mean)
+    return _clipped(tokens, tokens.ratio, clip_low, clip_high, tokens.token_mean, dual_clip)
 
 
-def grpo(tokens: SampledTokens, *, clip_low: Number, clip_high: Number) -> TokenLoss:
-    """The original GRPO (arXiv 2402.03300): every sequence weighs the same, so a token of a long one weighs less."""
-    return _clipped(tokens, tokens.ratio, clip_low, clip_high, tokens.sequence_mean)
+def grpo(tokens: SampledTokens, *, clip_low: Number, clip_high: Number, dual_clip: Number) -> TokenLoss:
+    """The original GRPO (arXiv 2402.03300): every episode weighs the same, so a token of a long one weighs less."""
+    return _clipped(tokens, tokens.ratio, clip_low, clip_high, tokens.episode_mean, dual_clip)
 
 
-def dr_grpo(tokens: SampledTokens, *, clip_low: Number, clip_high: Number) -> TokenLoss:
+def dr_grpo(tokens: SampledTokens, *, clip_low: Number, clip_high: Number, dual_clip: Number) -> TokenLoss:
     """Dr. GRPO (arXiv 2503.20783): a token's weight does not depend on response lengths."""
-    return _clipped(tokens, tokens.ratio, clip_low, clip_high, tokens.constant_length)
+    return _clipped(tokens, tokens.ratio, clip_low, clip_high, tokens.constant_length, dual_clip)
 
 
 def gspo(tokens: SampledTokens, *, clip_low: Number, clip_high: Number) -> TokenLoss:
-    """GSPO (arXiv 2507.18071): the sequence's geometric mean ratio, and a mean over sequences.
+    """GSPO (arXiv 2507.18071): the sequence's geometric mean ratio, and a mean over episodes.
 
     DIFFERS: this is GSPO-token, where the ratio has the value of the sequence and the gradient of the token. With one
     advantage per sequence, value and gradient equal GSPO's; with token credit, each token keeps its credit.
@@ -134,7 +138,7 @@ def gspo(tokens: SampledTokens, *, clip_low: Number, clip_high: Number) -> Token
     log_ratio = tokens.policy_logp - tokens.prox_logp
     own = tokens.policy_logp - stop_gradient(tokens.policy_logp)
     ratio = bounded_exp(stop_gradient(tokens.sequence_means(log_ratio)) + own)
-    return _clipped(tokens, ratio, clip_low, clip_high, tokens.sequence_mean)
+    return _clipped(tokens, ratio, clip_low, clip_high, tokens.episode_mean)
 
 
 def cispo(tokens: SampledTokens, *, max_ratio: Number) -> TokenLoss:
@@ -155,13 +159,24 @@ VARIANTS: dict[str, Variant] = {
 
 
 def _clipped(
-    tokens: SampledTokens, ratio: Float[Array, "*t"], clip_low: Number, clip_high: Number, weight: Float[Array, "*t"]
+    tokens: SampledTokens,
+    ratio: Float[Array, "*t"],
+    clip_low: Number,
+    clip_high: Number,
+    weight: Float[Array, "*t"],
+    dual_clip: Number = math.inf,
 ) -> TokenLoss:
-    """PPO's clip: no gradient once a ratio has moved past the bound in the direction of its advantage."""
+    """PPO's clip: no gradient once a ratio has moved past the bound in the direction of its advantage.
+
+    The dual clip (arXiv 1912.09729) bounds the ratio of a negative advantage too, where PPO's clip does not.
+    """
     unclipped = ratio * tokens.advantage
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high) * tokens.advantage
-    is_clipped = clipped < unclipped
-    return TokenLoss(-jnp.minimum(unclipped, clipped), weight, is_clipped & (ratio < 1), is_clipped & (ratio > 1))
+    is_dual = (tokens.advantage < 0) & (ratio > dual_clip)
+    bound = jnp.where(is_dual, dual_clip, 1.0) * tokens.advantage
+    is_clipped = (clipped < unclipped) | is_dual
+    loss = -jnp.where(is_dual, bound, jnp.minimum(unclipped, clipped))
+    return TokenLoss(loss, weight, is_clipped & (ratio < 1), is_clipped & (ratio > 1))
 
 
 def bounded_exp(log_ratio: Float[Array, "*t"]) -> Float[Array, "*t"]:

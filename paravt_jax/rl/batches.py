@@ -13,7 +13,7 @@ from model_port.inputs import Frame
 from model_port.processing import VisionContract
 from model_port.sharding import num_row_parts
 from paravt_jax.config import PackConfig, TrainConfig
-from paravt_jax.learner.advantages import with_kl_penalty
+from paravt_jax.learner.advantages import relative_penalties, with_kl_penalty
 from paravt_jax.learner.credit import dialogues_of
 from paravt_jax.learner.learner import Learner, StepPart
 from paravt_jax.learner.packing import (
@@ -135,10 +135,11 @@ class PolicyUpdate:
         shape, parts = self._shape(dialogues_of_parts), []
         for own in dialogues_of_parts:
             num_tokens = sum(int(dialogue.loss_mask.sum()) for dialogue in own)
-            of_hosts = np.array(self._gather("dialogues", (num_tokens, len(own))))
-            all_tokens, all_dialogues = map(float, of_hosts.sum(axis=0))
-            counts = StepCounts(all_tokens, all_dialogues, max_tokens / train.updates_per_step)
-            first = int(of_hosts[: self._hosts.index, 1].sum())
+            num_episodes = len({dialogue.episode for dialogue in own})
+            of_hosts = np.array(self._gather("dialogues", (len(own), num_tokens, num_episodes)))
+            all_tokens, all_episodes = map(float, of_hosts.sum(axis=0)[1:])
+            counts = StepCounts(all_tokens, all_episodes, max_tokens / train.updates_per_step)
+            first = int(of_hosts[: self._hosts.index, 0].sum())
             batches = pack(own, frames, model, shape, first_number=first, agree=self._agree)
             parts.append(_Packed(StepPart(batches, counts), own, first))
         return parts
@@ -182,18 +183,16 @@ class PolicyUpdate:
         return dialogues
 
     def _penalized(self, packed: _Packed, groups: Sequence[Group]) -> _Packed:
-        """KL in the reward: every token of an episode gets the penalty for the KL of all the episode's dialogues."""
-        part, dialogues, last = packed.part, packed.dialogues, packed.first + len(packed.dialogues)
+        """KL in the reward: every token of an episode gets the advantage of the KL of all the episode's dialogues."""
+        part, last = packed.part, packed.first + len(packed.dialogues)
         with self.own_time.waiting():
             penalties = self._learner.kl_penalties(part, self._max_dialogues)[packed.first : last]
-        of_episode: dict[int, float] = {}
-        for dialogue, penalty in zip(dialogues, penalties.tolist(), strict=True):
-            of_episode[dialogue.episode] = of_episode.get(dialogue.episode, 0.0) + penalty
+        of_dialogues = np.array([dialogue.episode for dialogue in packed.dialogues], int)
+        episodes, places = np.unique(of_dialogues, return_inverse=True)
+        units = np.array([group.advantages.unit for group in groups])
+        relative = relative_penalties(np.bincount(places, penalties), episodes // self._train.group_size, units)
         of_dialogue = np.zeros(last, np.float32)
-        of_dialogue[packed.first :] = [
-            of_episode[dialogue.episode] * groups[dialogue.episode // self._train.group_size].advantages.unit
-            for dialogue in dialogues
-        ]
+        of_dialogue[packed.first :] = relative[places]
 
         def penalized(batch: TrainBatch) -> TrainBatch:
             penalty = np.where(batch.loss_mask, of_dialogue.take(batch.dialogue, mode="clip"), 0)

@@ -9,6 +9,7 @@ from paravt_jax.learner.advantages import (
     GroupRewards,
     group_advantages,
     group_rewards,
+    relative_penalties,
     token_advantages,
     with_kl_penalty,
 )
@@ -140,7 +141,7 @@ def test_the_order_of_a_group_does_not_matter():
     [
         ([1.0, 0.0], "std", 2.0),  # the std is 0.5
         ([1.0, 0.0], "none", 1.0),
-        ([1.0, 0.0], "loo", 1.0),
+        ([1.0, 0.0], "loo", 2.0),  # the mean of the others is twice as far as the mean of all
         ([1.0, 1.0], "std", 1.0),  # no spread, no std
     ],
 )
@@ -153,6 +154,23 @@ def test_a_small_kl_stays_small_if_all_rewards_are_equal():
     sampled = np.array([False, True, True])
     of_two = [with_kl_penalty(np.zeros(3, np.float32), sampled, kl * group.unit) for kl in (1e-4, 3e-4)]
     np.testing.assert_allclose(of_two, [[0, -1e-4, -1e-4], [0, -3e-4, -3e-4]], rtol=1e-6)
+
+
+def test_kl_in_the_reward_counts_relative_to_its_groups_mean():
+    penalties, group = np.array([0.5, 0.1, 0.3, 0.3, 9.0]), np.array([0, 0, 2, 2, 3])
+    relative = relative_penalties(penalties, group, np.array([2.0, 7.0, 1.0, 1.0]))
+    # (0.5 − 0.3) · 2, (0.1 − 0.3) · 2; equal ones and one alone favor no episode
+    np.testing.assert_allclose(relative, [0.4, -0.4, 0, 0, 0], atol=1e-15)
+    assert relative_penalties(np.zeros(0), np.zeros(0, int), np.zeros(0)).size == 0
+
+
+@pytest.mark.parametrize("normalise", ["none", "loo", "std"])
+def test_kl_in_the_reward_equals_a_lower_reward_but_for_the_std(normalise):
+    rewards, kl, config = np.array([1.0, 0.0, 0.4]), np.array([0.3, 0.1, 0.0]), replace(EXACT, normalise=normalise)
+    group = advantages(rewards, np.zeros(3), config)
+    penalized = group.sequence - relative_penalties(kl, np.zeros(3, int), np.array([group.unit]))
+    lower = advantages(rewards - kl, np.zeros(3), config)
+    np.testing.assert_allclose(penalized, lower.sequence * group.unit / lower.unit, atol=1e-12)
 
 
 def test_a_kl_penalty_is_scaled_by_the_spread_of_the_rewards_without_it():

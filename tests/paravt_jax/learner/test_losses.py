@@ -48,6 +48,7 @@ def make_tokens(ratio=(1.0,), weight=None, advantage=None, ref_ratio=None, mask=
         arrays["ref_logp"] = policy + np.log(ref_ratio)
     tokens = {name: jnp.asarray(values, jnp.float32) for name, values in arrays.items()}
     tokens["loss_mask"] = jnp.asarray(np.ones(n, bool) if mask is None else mask)
+    tokens["episode_tokens"] = jnp.ones(n, jnp.int32)
     return tokens if ids is None else tokens | {"sequence_ids": jnp.asarray(ids, jnp.int32)}
 
 
@@ -68,7 +69,9 @@ def random_tokens(rows=3, width=7, seed=0, dtype=np.float32):
         arrays[name] = np.where(mask, arrays[name], BAD[number % 3])
     tokens = {name: jnp.asarray(values, dtype) for name, values in arrays.items()}
     ids = 3 * np.arange(rows)[:, None] + np.arange(width) * 3 // width
-    return tokens | {"loss_mask": jnp.asarray(mask), "sequence_ids": jnp.asarray(ids, jnp.int32)}
+    episode_tokens = np.bincount(ids[mask], minlength=3 * rows)[ids]
+    tokens |= {"sequence_ids": jnp.asarray(ids, jnp.int32), "episode_tokens": jnp.asarray(episode_tokens, jnp.int32)}
+    return tokens | {"loss_mask": jnp.asarray(mask)}
 
 
 @partial(jax.jit, static_argnames=("config", "num_sequences", "counts"))
@@ -102,7 +105,7 @@ SEQUENCE_CLIP = {"clip_low": 0.03, "clip_high": 0.04}
 # Every loss, and every option at least once: for tests of an invariance.
 ALL_LOSSES = [
     LossConfig(),
-    LossConfig("dapo", {"clip_high": 0.5}, "truncate", 1.3, kl_estimator="k2"),
+    LossConfig("dapo", {"clip_high": 0.5, "dual_clip": 1.6}, "truncate", 1.3, kl_estimator="k2"),
     LossConfig("gspo", SEQUENCE_CLIP, "mask", 2.0),
     LossConfig("grpo", behavior_correction="none", kl_in="reward", kl_estimator="k1"),
     LossConfig("dr_grpo"),
@@ -121,6 +124,26 @@ def test_the_policy_term_by_hand():
     # −w·ratio·A where the clip does not decide
     np.testing.assert_allclose(gradient, [-2.0, 0.0, 3.0, -1.0, 0.0, -0.55], atol=1e-6)
     assert (sums.num_tokens, sums.num_clipped_low, sums.num_clipped_high, sums.num_capped) == (6, 1, 1, 0)
+
+
+def test_the_dual_clip_bounds_the_ratio_of_negative_advantages_only():
+    tokens = make_tokens(ratio=[4.0, 4.0, 2.9, 0.5], advantage=[-2, 2, -2, -2])
+    sums, gradient = sums_and_gradient(replace(PLAIN, params={"dual_clip": 3.0}), tokens)
+    # −2 · 3, 2 · 1.2, −2 · 2.9, −2 · 0.8
+    assert sums.loss == pytest.approx(6 - 2.4 + 5.8 + 1.6, abs=1e-5)
+    np.testing.assert_allclose(gradient, [0, 0, 5.8, 0], atol=1e-5)
+    assert (sums.num_clipped_low, sums.num_clipped_high) == (1, 2)
+    without, gradient = sums_and_gradient(PLAIN, tokens)
+    assert without.loss == pytest.approx(8 - 2.4 + 5.8 + 1.6, abs=1e-5) and gradient[0] == pytest.approx(8, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo"])
+def test_an_episode_with_five_sub_agents_weighs_as_much_as_one_without(name):
+    """Episode 0 has six sequences of two tokens each, episode 1 has one: every episode weighs 1/2."""
+    ids = np.repeat(np.arange(7), 2)
+    tokens = make_tokens(ratio=[1.0] * 14, ids=ids) | {"episode_tokens": jnp.asarray([12] * 12 + [2] * 2, jnp.int32)}
+    _, gradient = sums_and_gradient(replace(PLAIN, name=name), tokens, 7, StepCounts(14.0, 2.0, 1.0))
+    assert gradient[:12].sum() == pytest.approx(-0.5, abs=1e-6) == gradient[12:].sum()
 
 
 def test_the_kl_terms_by_hand():
@@ -262,7 +285,8 @@ def test_padding_with_any_garbage_changes_nothing(config, garbage):
     wider = {name: jnp.pad(array, ((0, 2), (0, 4)), constant_values=garbage) for name, array in tokens.items()
              if array.dtype == jnp.float32}  # fmt: skip
     wider["loss_mask"] = jnp.pad(tokens["loss_mask"], ((0, 2), (0, 4)))
-    wider["sequence_ids"] = jnp.pad(tokens["sequence_ids"], ((0, 2), (0, 4)), constant_values=10**6)
+    for name in ("sequence_ids", "episode_tokens"):
+        wider[name] = jnp.pad(tokens[name], ((0, 2), (0, 4)), constant_values=10**6)
     padded_sums, padded_gradient = sums_and_gradient(config, wider, num_sequences=9)
     assert_same((sums, gradient), (padded_sums, padded_gradient[:3, :7]))
     assert np.count_nonzero(padded_gradient) == np.count_nonzero(gradient)
@@ -275,6 +299,7 @@ def test_extreme_log_ratios_give_finite_sums_and_gradients(config, advantage):
     policy, prox, ref = (jnp.asarray(grid.ravel(), jnp.float32) for grid in np.meshgrid(steps, steps, steps))
     tokens = dict(policy_logp=policy, prox_logp=prox, ref_logp=ref, behavior_logp=jnp.zeros(125))
     tokens |= dict(advantage=jnp.full(125, advantage), loss_mask=jnp.ones(125, bool), sequence_ids=jnp.arange(125))
+    tokens |= dict(episode_tokens=jnp.ones(125, jnp.int32))
     sums, gradient = sums_and_gradient(config, tokens)
     assert np.isfinite(np.array(sums)).all() and np.isfinite(gradient).all()
     assert np.isfinite(np.square(gradient).sum())  # the norm that clipping divides by
@@ -295,11 +320,10 @@ def test_a_nan_at_a_token_that_counts_is_not_hidden(name):
     assert math.isnan(sums_and_gradient(LossConfig(), tokens)[0].loss)
 
 
-@pytest.mark.parametrize("change", [{"name": "gspo"}, {"name": "grpo"}])
 @pytest.mark.parametrize("number", [2, -1])
-def test_a_sequence_number_out_of_range_is_not_hidden(change, number):
+def test_a_sequence_number_out_of_range_is_not_hidden(number):
     tokens = make_tokens(ratio=[1.0, 1.0, 1.0], ids=[0, 1, number])
-    assert math.isnan(sums_and_gradient(replace(PLAIN, **change), tokens, num_sequences=2)[0].loss)
+    assert math.isnan(sums_and_gradient(replace(PLAIN, name="gspo"), tokens, num_sequences=2)[0].loss)
 
 
 def test_only_the_policy_is_differentiated():
@@ -368,6 +392,7 @@ def test_a_run_warns_at_a_tenth_of_the_kl_that_stops_it(kl, decision):
         ({"params": {"clip_high": 0.0}}, "loss.params.clip_high=0.0 must be a finite number above 0"),
         ({"name": "cispo", "params": {"clip_high": 0.2}}, "is not a .* of loss.name=cispo, which has max_ratio$"),
         ({"name": "cispo", "params": {"max_ratio": 0.5}}, "loss.params.max_ratio=0.5 must be .* at least 1"),
+        ({"params": {"dual_clip": 1.0}}, "loss.params.dual_clip=1.0 must be above 1"),
         ({"behavior_cap": 0.5}, "loss.behavior_cap=0.5 must be at least 1"),
         ({"kl_coef": -0.1}, "loss.kl_coef=-0.1 must be a finite number, 0 or more"),
     ],
@@ -387,4 +412,4 @@ def test_a_missing_input_of_an_option_is_named():
     with pytest.raises(ValueError, match=r"loss\.kl_coef with loss\.kl_in=loss needs ref_logp"):
         loss_of(LossConfig(), make_tokens())
     with pytest.raises(ValueError, match="needs sequence_ids and num_sequences"):
-        loss_of(replace(PLAIN, name="grpo"), make_tokens())
+        loss_of(replace(PLAIN, name="gspo"), make_tokens())

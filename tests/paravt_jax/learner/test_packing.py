@@ -358,6 +358,19 @@ def test_sizes_waste_little_and_are_few():
     assert [halved(100, count) for count in (1, 13, 14, 51, 100)] == [13, 13, 25, 100, 100]
 
 
+def test_tokens_know_the_length_of_their_episode_wherever_its_sub_agents_are_packed(model, group, frames):
+    """Two dialogues of one episode, and two episodes with one each, over several batches."""
+    dialogues = [replace(d, episode=max(number, 1)) for number, d in enumerate(group)]
+    batches = pack(dialogues, frames, model.config, SMALL)
+    assert len(batches) > 1
+    length = np.bincount([d.episode for d in dialogues], [d.loss_mask[1:].sum() for d in dialogues])
+    episodes = np.array([d.episode for d in dialogues])
+    for batch in batches:
+        np.testing.assert_array_equal(
+            batch.episode_tokens[batch.loss_mask], length[episodes[batch.dialogue[batch.loss_mask]]]
+        )
+
+
 def test_a_kl_penalty_on_a_batch_equals_one_before_packing(model, group, frames):
     penalties = np.array([0.3, -0.1, 0.7, 0.2], np.float32)
     penalized = [

@@ -38,7 +38,8 @@ def tokens_of(name, advantage=ADVANTAGE):
     arrays = {"policy_logp": POLICY, "prox_logp": prox, "behavior_logp": prox - np.log(WEIGHT)}
     arrays |= {"ref_logp": POLICY + TO_REF, "advantage": advantage, "loss_mask": MASK}
     ids = np.repeat([[0], [1], [2]], 4, axis=1).astype(np.int32)
-    return {name: jnp.asarray(values) for name, values in (arrays | {"sequence_ids": ids}).items()}
+    arrays |= {"sequence_ids": ids, "episode_tokens": MASK.sum(1).astype(np.int32)[ids]}
+    return {name: jnp.asarray(values) for name, values in arrays.items()}
 
 
 def loss_and_gradient(config, arrays):
@@ -140,10 +141,10 @@ def test_a_loss_equals_other_libraries(name):
 @pytest.mark.parametrize(
     ("name", "params"),
     [
-        ("para_grpo", {"clip_low": 0.2, "clip_high": 0.2}),
-        ("grpo", {"clip_low": 0.2, "clip_high": 0.2}),
-        ("dapo", {"clip_low": 0.2, "clip_high": 0.28}),
-        ("dr_grpo", {"clip_low": 0.2, "clip_high": 0.2}),
+        ("para_grpo", {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": math.inf}),
+        ("grpo", {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": math.inf}),
+        ("dapo", {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": math.inf}),
+        ("dr_grpo", {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": math.inf}),
         ("gspo", {"clip_low": 3e-4, "clip_high": 4e-4}),
         ("cispo", {"max_ratio": 5.0}),
     ],
