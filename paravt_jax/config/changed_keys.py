@@ -8,11 +8,18 @@ from typing import Any, NamedTuple
 
 RENAMED = {
     "engine.urls_file": "engine.urls",  # accepts a file too
+    "loss.behavior_cap": "loss.correction_bounds",
+    "loss.behavior_correction": "loss.correction",
     "loss.kind": "loss.name",
     "loss.numbers": "loss.params",
     "mismatch.stop_kl": "mismatch.max_kl",
     "rollout.call_deadline_s": "rollout.turn_deadline_s",
     "rollout.min_video_deadline_s": "rollout.turn_deadline_s",
+}
+CORRECTIONS = {"mask": "token_mis", "truncate": "token_tis", "none": "none"}  # values of loss.behavior_correction
+HINTS = {
+    "loss.behavior_cap": "set loss.correction_bounds.max_weight",
+    "loss.behavior_correction": ", ".join(f"{old} is {new}" for old, new in CORRECTIONS.items()),
 }
 
 
@@ -38,9 +45,9 @@ REMOVED = {
     "judge.max_concurrent": _default(16),
     "judge.max_reply_tokens": _default(1024),
     "log.tensorboard": Removed(True, "every run writes RUN_DIR/tensorboard"),
-    "loss.geometric_high": Removed(1.1, "the geometric mask is gone; set loss.behavior_cap"),
-    "loss.geometric_low": Removed(0.9, "the geometric mask is gone; set loss.behavior_cap"),
-    "loss.geometric_mask": Removed(False, "the geometric mask is gone; set loss.behavior_cap"),
+    "loss.geometric_high": Removed(1.1, "the geometric mask is gone; set loss.correction"),
+    "loss.geometric_low": Removed(0.9, "the geometric mask is gone; set loss.correction"),
+    "loss.geometric_mask": Removed(False, "the geometric mask is gone; set loss.correction"),
     "mismatch.geometric_mask_kl": Removed(0.03, "the geometric mask is gone; set mismatch.max_kl"),
     "mismatch.warn_kl": Removed(0.01, "a run warns at a tenth of mismatch.max_kl"),
     "optim.beta1": _default(0.9),
@@ -91,7 +98,7 @@ def change_of(key: str) -> str:
     if key.startswith("loss.numbers."):
         return f"{key} is now loss.params.{key.removeprefix('loss.numbers.')}"
     if key in RENAMED:
-        return f"{key} is now {RENAMED[key]}"
+        return f"{key} is now {RENAMED[key]}" + (f": {HINTS[key]}" if key in HINTS else "")
     return f"{key} was removed: {REMOVED[key].reason}" if key in REMOVED else ""
 
 
@@ -105,6 +112,12 @@ def updated_record(record: dict[str, Any], section: str = "") -> dict[str, Any]:
             continue
         if key == "engine.urls_file":
             value = [value] if value else updated.get("urls", [])
+        if key == "loss.behavior_correction":
+            value = CORRECTIONS[value]
+        if key == "loss.behavior_cap":
+            capped = record.get("behavior_correction") != "none"
+            updated["correction_bounds"] = {"max_weight": value} if capped else {}
+            continue
         if isinstance(value, dict) and value:
             value = updated_record(value, f"{key}.")
             if not value:

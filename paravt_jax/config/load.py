@@ -31,7 +31,8 @@ WRITTEN = "_written"  # attribute of loaded settings: their values as written, w
 def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] = Config) -> Schema:
     """Defaults < YAML file or RUN/config.json < `a.b=c`. Raises ValueError for unknown keys and invalid settings.
 
-    A file's `loss.params` belong to its `loss.name`: another name on the command line starts from its own defaults.
+    A file's `loss.params` belong to its `loss.name`: another name on the command line starts from its own defaults. The
+    same holds for `loss.correction_bounds` and `loss.correction`.
     """
     for override in overrides:
         if "=" not in override[1:]:
@@ -100,10 +101,11 @@ def _in_one_line(source: str, work: Callable[[], Any]) -> Any:
 
 def _drop_params_of_another_loss(layers: list[tuple[str, Any]]) -> None:
     (_, file), *overrides = layers
-    names = [OmegaConf.select(layer, "loss.name") for _, layer in overrides]
-    file_name = OmegaConf.select(file, "loss.name", default=LossConfig.name)
-    if OmegaConf.select(file, "loss.params") and any(name not in (None, file_name) for name in names):
-        file.loss.params = {}
+    for key, params in (("name", "params"), ("correction", "correction_bounds")):
+        names = [OmegaConf.select(layer, f"loss.{key}") for _, layer in overrides]
+        file_name = OmegaConf.select(file, f"loss.{key}", default=getattr(LossConfig, key))
+        if OmegaConf.select(file, f"loss.{params}") and any(name not in (None, file_name) for name in names):
+            file.loss[params] = {}
 
 
 def _unknown_keys(source: str, layer: Any, schema: type) -> Iterable[str]:

@@ -6,8 +6,8 @@ The variant gives loss_t and weight_t (variants.py). For PARA-GRPO, with N loss 
 
     loss_t = −min(ratio_t · A_t, clip(ratio_t, 1 − clip_low, 1 + clip_high) · A_t),  weight_t = 1 / N
 
-The sampler correction (w and its cap) applies to the policy term; the KL term covers every loss
-token. Capped and masked tokens still count in N, so a correction that removes half of a step halves its update instead
+The sampler correction (w and its bounds) applies to the policy term; the KL term covers every loss
+token. Masked and truncated tokens still count in N, so a correction that removes half of a step halves its update instead
 of doubling the other half.
 """
 
@@ -21,7 +21,7 @@ import numpy as np
 from jax.lax import stop_gradient
 from jaxtyping import Array, Bool, Float, Int
 
-from paravt_jax.learner.settings import BehaviorCorrection, Decision, KlEstimator, LossConfig, MismatchConfig
+from paravt_jax.learner.settings import Correction, Decision, KlEstimator, LossConfig, MismatchConfig
 from paravt_jax.learner.variants import (
     TANGENT_FROM,
     Number,
@@ -38,7 +38,7 @@ class LossSpec:
     """The static part of a loss: equal specs share a compiled program."""
 
     variant: Variant
-    behavior_correction: BehaviorCorrection
+    correction: Correction
     kl_estimator: KlEstimator
     kl_in_loss: bool
     needs_sequences: bool
@@ -47,7 +47,7 @@ class LossSpec:
     def of(cls, config: LossConfig, variant: Variant) -> "LossSpec":
         return cls(
             variant,
-            config.behavior_correction,
+            config.correction,
             config.kl_estimator,
             kl_in_loss=config.kl_in == "loss" and config.kl_coef > 0,
             needs_sequences=config.needs_sequences,
@@ -58,12 +58,14 @@ class LossCoefs(NamedTuple):
     """The numbers of a loss. They are traced under jit, so a new value compiles nothing."""
 
     params: Mapping[str, Number]  # the variant's keyword arguments
-    behavior_cap: Number
+    min_weight: Number  # bounds of w
+    max_weight: Number
     kl_coef: Number
 
     @classmethod
     def of(cls, config: LossConfig) -> "LossCoefs":
-        return cls(config.all_params, config.behavior_cap, config.kl_coef)
+        bounds = config.all_bounds
+        return cls(config.all_params, bounds.get("min_weight", 0.0), bounds.get("max_weight", math.inf), config.kl_coef)
 
 
 class LossSums(NamedTuple):
@@ -76,7 +78,7 @@ class LossSums(NamedTuple):
     num_tokens: Float[Array, ""]
     num_clipped_low: Float[Array, ""]
     num_clipped_high: Float[Array, ""]
-    num_capped: Float[Array, ""]  # tokens with w above the cap, masked or truncated
+    num_capped: Float[Array, ""]  # tokens with w out of bounds, masked or truncated
 
 
 def policy_loss(spec: LossSpec, coefs: LossCoefs, tokens: SampledTokens) -> LossSums:
@@ -117,14 +119,16 @@ def policy_loss(spec: LossSpec, coefs: LossCoefs, tokens: SampledTokens) -> Loss
 def _correction(
     spec: LossSpec, coefs: LossCoefs, tokens: SampledTokens
 ) -> tuple[Float[Array, "*t"], Bool[Array, "*t"]]:
-    """w after the cap, and the tokens above the cap."""
-    weight, capped = bounded_exp(tokens.prox_logp - tokens.behavior_logp), jnp.zeros_like(tokens.loss_mask)
-    if spec.behavior_correction == "none":
-        weight = jnp.ones_like(weight)
-    else:
-        capped = weight > coefs.behavior_cap
-        weight = jnp.where(capped, coefs.behavior_cap if spec.behavior_correction == "truncate" else 0.0, weight)
-    return stop_gradient(weight), capped
+    """w within its bounds, and the tokens that were out of bounds. A sequence has the product of its tokens' weights."""
+    log_weight = tokens.prox_logp - tokens.behavior_logp
+    if spec.correction == "none":
+        return jnp.ones_like(log_weight), jnp.zeros_like(tokens.loss_mask)
+    if spec.correction.startswith("sequence"):
+        log_weight = tokens.sequence_sums(log_weight)
+    weight = bounded_exp(log_weight)
+    outside = (weight < coefs.min_weight) | (weight > coefs.max_weight)
+    bounded = jnp.where(outside, coefs.max_weight if spec.correction.endswith("tis") else 0.0, weight)
+    return stop_gradient(bounded), outside
 
 
 def kl_penalties(spec: LossSpec, coefs: LossCoefs, tokens: SampledTokens) -> Float[Array, " E"]:

@@ -11,7 +11,7 @@ from rollout.user_code import is_location
 
 CreditKind = Literal["span", "token", "sequence"]
 Normalise = Literal["std", "batch", "none", "loo"]
-BehaviorCorrection = Literal["mask", "truncate", "none"]
+Correction = Literal["token_mis", "token_tis", "sequence_mis", "sequence_tis", "icepop", "none"]
 KlEstimator = Literal["k1", "k2", "k3"]
 KlIn = Literal["loss", "reward"]
 Decision = Literal["ok", "warn", "stop"]
@@ -45,7 +45,7 @@ class AdvantageConfig:
 
 
 # The parameters of each loss and their defaults, see `learner/variants.py`.
-_OFF = {"dual_clip": math.inf}  # verl's clip_ratio_c, where it is 3, and TRL's delta
+_OFF = {"dual_clip": 0.0}  # verl's clip_ratio_c, there 3, and TRL's delta, there off; 0: off
 PARAMS = {
     "para_grpo": {"clip_low": 0.2, "clip_high": 0.2, **_OFF},
     "grpo": {"clip_low": 0.2, "clip_high": 0.2, **_OFF},
@@ -55,8 +55,19 @@ PARAMS = {
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},  # arXiv 2507.18071: ratios are means over a sequence, close to 1
     "cispo": {"max_ratio": 5.0},  # from ScaleRL (arXiv 2510.13786); MiniMax-M1 does not publish a value
 }
+# The bounds of each correction of the sampler's mismatch, and their defaults. MIS masks what is out of bounds, TIS
+# truncates it; IcePop masks on both sides.
+CORRECTIONS: dict[Correction, dict[str, float]] = {
+    "token_mis": {"max_weight": 5.0},  # published
+    "token_tis": {"max_weight": 2.0},  # verl's default
+    "sequence_mis": {"max_weight": 3.0},  # TRL's default
+    "sequence_tis": {"max_weight": 2.0},  # verl's default
+    "icepop": {"min_weight": 0.5, "max_weight": 5.0},  # arXiv 2510.18855
+    "none": {},
+}
 MAX_SEQUENCE_CLIP = 0.05  # our choice: far above GSPO's published bounds, far below any token clip
 OF_SEQUENCES = ("gspo",)  # losses that need whole sequences
+BOUND_NAMES = ("min_weight", "max_weight")
 PARAM_NAMES = tuple(dict.fromkeys(name for params in PARAMS.values() for name in params))
 
 
@@ -73,12 +84,15 @@ class LossConfig:
         "the loss's parameters, such as {clip_low: 0.2, clip_high: 0.28}; the others keep their defaults",
         entries=PARAM_NAMES,
     )
-    behavior_correction: BehaviorCorrection = setting(
-        "mask",
-        "what happens to tokens whose importance weight is above behavior_cap: mask them, truncate the "
-        "weight, or ignore the weights (none)",
+    correction: Correction = setting(
+        "token_mis",
+        "importance weights of learner to engine: token_mis, published, masks tokens above a bound; token_tis truncates "
+        "the weight; sequence_mis and sequence_tis do so with one weight per dialogue; icepop masks tokens on both "
+        "sides; none: no weights",
     )
-    behavior_cap: float = setting(5.0, "largest importance weight between learner and engine; published")
+    correction_bounds: dict[str, float] = setting(
+        {}, "the correction's bounds, such as {max_weight: 5.0}; the others keep their defaults", entries=BOUND_NAMES
+    )
     kl_coef: float = setting(0.01, "weight of the KL to the initial policy; published. 0: no reference model in memory")
     kl_estimator: KlEstimator = setting("k3", "k3 as in GRPO; k2 has the exact gradient of the KL")
     kl_in: KlIn = setting("loss", "where the KL is added: to the loss, or subtracted from the reward")
@@ -87,11 +101,7 @@ class LossConfig:
         params = self.all_params  # checks the names
         if not self.is_own:
             _check_params(self.name, params)
-        if not self.behavior_cap >= 1:
-            raise ValueError(
-                f"loss.behavior_cap={self.behavior_cap} must be at least 1, the weight of a token on which engine and "
-                f"learner agree; inf disables the cap"
-            )
+        _check_bounds(self.correction, self.correction_bounds)
         if not 0 <= self.kl_coef < math.inf:
             raise ValueError(f"loss.kl_coef={self.kl_coef} must be a finite number, 0 or more")
         if self.kl_estimator == "k1" and self.kl_in == "loss":
@@ -118,12 +128,17 @@ class LossConfig:
         return is_location(self.name)
 
     @property
+    def all_bounds(self) -> dict[str, float]:
+        """All bounds of the correction, with defaults."""
+        return CORRECTIONS[self.correction] | self.correction_bounds
+
+    @property
     def needs_sequences(self) -> bool:
-        return self.name in OF_SEQUENCES or self.is_own
+        return self.name in OF_SEQUENCES or self.correction.startswith("sequence") or self.is_own
 
     def filled(self) -> "LossConfig":
-        """A copy with every parameter filled in."""
-        return replace(self, params=self.all_params)
+        """A copy with every parameter and bound filled in."""
+        return replace(self, params=self.all_params, correction_bounds=self.all_bounds)
 
 
 def check_names(loss: str, names: Iterable[str], expected: Collection[str]) -> None:
@@ -135,15 +150,31 @@ def check_names(loss: str, names: Iterable[str], expected: Collection[str]) -> N
             )
 
 
+def _check_bounds(correction: Correction, bounds: Mapping[str, float]) -> None:
+    """Raises ValueError for a bound that the correction does not have, or that excludes the weight 1."""
+    for name, value in bounds.items():
+        if name not in CORRECTIONS[correction]:
+            raise ValueError(
+                f"loss.correction_bounds.{name} is not a bound of loss.correction={correction}, which has "
+                f"{', '.join(CORRECTIONS[correction]) or 'none'}"
+            )
+        if not (value >= 1 if name == "max_weight" else 0 <= value <= 1):
+            side = "at least 1" if name == "max_weight" else "from 0 to 1"
+            raise ValueError(
+                f"loss.correction_bounds.{name}={value} must be {side}: engine and learner agree on a token of weight 1; "
+                f"inf and 0 disable a bound"
+            )
+
+
 def _check_params(loss: str, params: Mapping[str, float]) -> None:
     """Raises ValueError for a parameter of a shipped loss that is out of range."""
     if not 0 < params.get("clip_low", 0.2) < 1:
         raise ValueError(f"loss.params.clip_low={params['clip_low']} must be above 0 and below 1: ratios are positive")
     if not 0 < params.get("clip_high", 0.2) < math.inf:
         raise ValueError(f"loss.params.clip_high={params['clip_high']} must be a finite number above 0")
-    if not params.get("dual_clip", math.inf) > 1:
+    if params.get("dual_clip", 0.0) != 0 and not params["dual_clip"] > 1:
         raise ValueError(
-            f"loss.params.dual_clip={params['dual_clip']} must be above 1, the ratio of an unchanged token; inf disables it"
+            f"loss.params.dual_clip={params['dual_clip']} must be above 1, the ratio of an unchanged token; 0 disables it"
         )
     if not 1 <= params.get("max_ratio", 1.0) < math.inf:
         raise ValueError(

@@ -7,7 +7,6 @@ every variant. Weights are relative to the whole step (`StepCounts`), so the los
 loss of the step. Your own variant has the same signature: `def mine(tokens: SampledTokens, *, params…) -> TokenLoss`.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -25,7 +24,7 @@ TANGENT_FROM = 10.0  # log-ratios beyond this follow the tangent of exp, so that
 class StepCounts(NamedTuple):
     """An update's denominators, equal for all its micro-batches and hosts."""
 
-    num_tokens: Number  # loss tokens, including capped and masked ones
+    num_tokens: Number  # loss tokens, including those that the sampler correction masks
     num_episodes: Number  # episodes that have loss tokens
     max_tokens: Number  # the most tokens that all episodes could sample, including missing and filtered episodes
 
@@ -164,18 +163,17 @@ def _clipped(
     clip_low: Number,
     clip_high: Number,
     weight: Float[Array, "*t"],
-    dual_clip: Number = math.inf,
+    dual_clip: Number = 0.0,
 ) -> TokenLoss:
     """PPO's clip: no gradient once a ratio has moved past the bound in the direction of its advantage.
 
-    The dual clip (arXiv 1912.09729) bounds the ratio of a negative advantage too, where PPO's clip does not.
+    The dual clip (arXiv 1912.09729) also bounds a high ratio of a negative advantage, which PPO's clip does not; 0: off.
     """
     unclipped = ratio * tokens.advantage
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high) * tokens.advantage
-    is_dual = (tokens.advantage < 0) & (ratio > dual_clip)
-    bound = jnp.where(is_dual, dual_clip, 1.0) * tokens.advantage
+    is_dual = (tokens.advantage < 0) & (ratio > dual_clip) & jnp.greater(dual_clip, 0)
     is_clipped = (clipped < unclipped) | is_dual
-    loss = -jnp.where(is_dual, bound, jnp.minimum(unclipped, clipped))
+    loss = -jnp.where(is_dual, dual_clip * tokens.advantage, jnp.minimum(unclipped, clipped))
     return TokenLoss(loss, weight, is_clipped & (ratio < 1), is_clipped & (ratio > 1))
 
 

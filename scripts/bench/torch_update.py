@@ -100,7 +100,7 @@ class TorchLearner:
         numbers = self.loss.all_params
         clipped = ratio.clamp(1 - numbers["clip_low"], 1 + numbers["clip_high"])
         weight = (prox_logp - behavior_logp).exp()
-        weight = weight.where(weight <= self.loss.behavior_cap, 0.0)
+        weight = weight.where(weight <= self.loss.all_bounds["max_weight"], 0.0)
         per_token = -weight * torch.minimum(ratio * advantage, clipped * advantage)
         if self.ref is not None:
             with torch.no_grad():

@@ -61,7 +61,7 @@ ACCOUNT = [
     "video.overview_frames=3",
     "rollout.max_context_tokens=2048",
     "pack.row_tokens=2048",
-    "loss.behavior_correction=none",
+    "loss.correction=none",
 ]
 SEED, MINUTES = 54_700, 0.19  # older weights in a server, missing videos and a killed trainer in eleven seconds
 

@@ -54,8 +54,8 @@ def test_the_published_hyper_parameters_are_in_the_8b_files():
     assert (config.rollout.max_turns, config.rollout.max_parallel, config.rollout.subagent_new_tokens) == (3, 5, 512)
     assert (config.video.frame_budgets, config.video.overview_frames) == ([4, 8, 16, 32, 64], 64)
     assert (config.optim.learning_rate, config.optim.weight_decay, config.optim.max_grad_norm) == (2e-6, 0.01, 1.0)
-    assert (config.loss.name, config.loss.all_params) == ("para_grpo", {"clip_low": 0.2, "clip_high": 0.2})
-    assert (config.loss.kl_coef, config.loss.behavior_cap) == (0.01, 5.0)
+    assert (config.loss.name, config.loss.all_params) == ("para_grpo", {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0})
+    assert (config.loss.kl_coef, config.loss.correction) == (0.01, "token_mis")
     assert (config.reward.anchor_weight, config.reward.unclosed_penalty, config.reward.format_weight) == (0.5, 0.3, 1.0)
     reward = config.reward
     assert (reward.tool_right, reward.tool_call_weight, reward.tool_right_weight) == ("any", 0.3, 0.5)
@@ -177,8 +177,10 @@ def test_the_error_for_a_renamed_or_removed_key_has_the_new_key_or_the_reason(tm
     settings = {key for schema in (Config, SftConfig, EvalConfig) for key in keys.keys_of(schema)}
     assert settings >= set(RENAMED.values()) and not settings & {*RENAMED, *REMOVED}
     for key, new in RENAMED.items():
-        with pytest.raises(ValueError, match=f"^{re.escape(key)} is now {re.escape(new)}$"):
+        with pytest.raises(ValueError, match=f"^{re.escape(key)} is now {re.escape(new)}(: .*)?$"):
             load_config(None, f"{key}=1")
+    with pytest.raises(ValueError, match=r"^loss\.behavior_correction .* loss\.correction: mask is token_mis, truncate is"):
+        load_config(None, "loss.behavior_correction=mask")
     for key, removed in REMOVED.items():
         with pytest.raises(ValueError, match=f"^{re.escape(key)} was removed: {re.escape(removed.reason)}$"):
             load_config(None, f"{key}=1")
@@ -192,6 +194,8 @@ def test_the_error_for_a_renamed_or_removed_key_has_the_new_key_or_the_reason(tm
 def earlier_record(**values) -> dict:
     """The settings as version 0.2 recorded them: every removed one at its default, unless `values` sets it."""
     record = to_record(load_config(None))
+    del record["loss"]["correction"], record["loss"]["correction_bounds"]
+    record["loss"] |= {"behavior_correction": "mask", "behavior_cap": 5.0}
     record["loss"]["kind"], record["loss"]["numbers"] = record["loss"].pop("name"), record["loss"].pop("params")
     record |= {"judge": None}
     old = {key: removed.fixed for key, removed in REMOVED.items() if key.split(".")[0] not in ("judge", "sft", "eval")}
@@ -213,6 +217,25 @@ def test_the_record_of_an_earlier_run_still_loads(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"config": earlier_record(**{"optim.beta1": 0.8})}))
     with pytest.raises(ValueError, match=r"optim\.beta1 was removed: it is always 0\.9$"):
         load_config(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("correction", "cap", "now"),
+    [("mask", 4.0, ("token_mis", {"max_weight": 4.0})), ("truncate", 2.0, ("token_tis", {"max_weight": 2.0})),
+     ("none", 5.0, ("none", {}))],
+)  # fmt: skip
+def test_the_sampler_correction_of_an_earlier_run_has_todays_name(tmp_path, correction, cap, now):
+    values = {"loss.behavior_correction": correction, "loss.behavior_cap": cap}
+    (tmp_path / "config.json").write_text(json.dumps({"config": earlier_record(**values)}))
+    loss = load_config(tmp_path / "config.json").loss
+    assert (loss.correction, loss.correction_bounds) == now
+
+
+def test_another_correction_on_the_command_line_starts_from_its_own_bounds(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"config": to_record(load_config(None))}))
+    loss = load_config(tmp_path / "config.json", "loss.correction=icepop").loss
+    assert loss.correction_bounds == {"min_weight": 0.5, "max_weight": 5.0}
+    assert load_config(tmp_path / "config.json", "loss.correction=none").loss.correction_bounds == {}
 
 
 def test_the_command_line_overrides_the_file():

@@ -21,7 +21,7 @@ from paravt_jax.learner.losses import (
     ratio_counts,
     ratio_quantile,
 )
-from paravt_jax.learner.settings import LossConfig, MismatchConfig
+from paravt_jax.learner.settings import CORRECTIONS, LossConfig, MismatchConfig
 from paravt_jax.learner.variants import VARIANTS, SampledTokens, StepCounts
 
 PLAIN = LossConfig(kl_coef=0.0)
@@ -105,11 +105,11 @@ SEQUENCE_CLIP = {"clip_low": 0.03, "clip_high": 0.04}
 # Every loss, and every option at least once: for tests of an invariance.
 ALL_LOSSES = [
     LossConfig(),
-    LossConfig("dapo", {"clip_high": 0.5, "dual_clip": 1.6}, "truncate", 1.3, kl_estimator="k2"),
-    LossConfig("gspo", SEQUENCE_CLIP, "mask", 2.0),
-    LossConfig("grpo", behavior_correction="none", kl_in="reward", kl_estimator="k1"),
-    LossConfig("dr_grpo"),
-    LossConfig("cispo", {"max_ratio": 1.2}),
+    LossConfig("dapo", {"clip_high": 0.5, "dual_clip": 1.6}, "token_tis", {"max_weight": 1.3}, kl_estimator="k2"),
+    LossConfig("gspo", SEQUENCE_CLIP, "sequence_mis", {"max_weight": 2.0}),
+    LossConfig("grpo", correction="none", kl_in="reward", kl_estimator="k1"),
+    LossConfig("dr_grpo", correction="icepop"),
+    LossConfig("cispo", {"max_ratio": 1.2}, "sequence_tis"),
 ]
 
 
@@ -163,18 +163,38 @@ def test_the_kl_terms_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("correction", "by_hand", "num_capped"),
-    [("mask", 2 + 4, 1), ("truncate", 2 + 4 + 5, 1), ("none", 1 + 1 + 1, 0)],
+    ("correction", "bounds", "by_hand", "num_capped"),
+    [
+        ("token_mis", {"max_weight": 5.0}, 0.4 + 4, 1),
+        ("token_tis", {"max_weight": 5.0}, 0.4 + 4 + 5, 1),
+        ("icepop", {"min_weight": 0.5, "max_weight": 5.0}, 4, 2),
+        ("icepop", {"min_weight": 0.3, "max_weight": 6.5}, 0.4 + 4 + 6, 0),
+        # one sequence has 0.4 · 4 = 1.6 at its two tokens, the other 6
+        ("sequence_mis", {"max_weight": 5.0}, 1.6 + 1.6, 1),
+        ("sequence_tis", {"max_weight": 1.5}, 3 * 1.5, 3),
+        ("none", {}, 3, 0),
+    ],
 )
-def test_weights_above_the_cap_by_hand(correction, by_hand, num_capped):
-    tokens = make_tokens(ratio=[1.0, 1.0, 1.0], weight=[2.0, 4.0, 6.0], ref_ratio=[2.0, 2.0, 2.0])
-    sums, gradient = sums_and_gradient(LossConfig(behavior_correction=correction), tokens)
+def test_weights_out_of_bounds_by_hand(correction, bounds, by_hand, num_capped):
+    tokens = make_tokens(ratio=[1.0] * 3, weight=[0.4, 4.0, 6.0], ref_ratio=[2.0] * 3, ids=[0, 0, 1])
+    sums, gradient = sums_and_gradient(LossConfig(correction=correction, correction_bounds=bounds), tokens)
     assert (sums.policy, sums.num_capped) == pytest.approx((-by_hand, num_capped), abs=1e-5)
     assert gradient.sum() == pytest.approx(-by_hand - 3 * 0.01, abs=1e-5)  # KL: 0.01 · (1 − 2) at every token
     assert sums.loss - sums.policy == pytest.approx(3 * 0.01 * 0.3068528, abs=1e-5)
 
 
-BASE = LossConfig(behavior_cap=1.5)
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_a_weight_at_its_bound_counts(correction):
+    bounds = CORRECTIONS[correction]
+    weights = [bounds.get("max_weight", 1.0), bounds.get("min_weight", 1.0)]
+    tokens = make_tokens(ratio=[1.0] * 2, ids=[0, 1])
+    behavior = tokens["prox_logp"] - jnp.log(jnp.asarray(weights))
+    config = replace(PLAIN, correction=correction, correction_bounds={k: v * (1.001 if k[1] == "a" else 0.999) for k, v in bounds.items()})
+    sums, _ = sums_and_gradient(config, tokens | {"behavior_logp": behavior})
+    assert sums.loss == pytest.approx(-sum(weights), rel=1e-5) and sums.num_capped == 0
+
+
+BASE = LossConfig(correction_bounds={"max_weight": 1.5})
 
 
 @pytest.mark.parametrize(
@@ -182,9 +202,12 @@ BASE = LossConfig(behavior_cap=1.5)
     [
         {"params": {"clip_low": 0.05}},
         {"params": {"clip_high": 0.05}},
-        {"behavior_correction": "truncate"},
-        {"behavior_correction": "none"},
-        {"behavior_cap": 3.0},
+        {"correction": "token_tis"},
+        {"correction": "sequence_tis"},
+        {"correction": "sequence_mis"},
+        {"correction": "icepop"},
+        {"correction": "none", "correction_bounds": {}},
+        {"correction_bounds": {"max_weight": 3.0}},
         {"kl_coef": 0.5},
         {"kl_estimator": "k2"},
         {"kl_in": "reward"},
@@ -292,7 +315,8 @@ def test_padding_with_any_garbage_changes_nothing(config, garbage):
     assert np.count_nonzero(padded_gradient) == np.count_nonzero(gradient)
 
 
-@pytest.mark.parametrize("config", [*ALL_LOSSES, LossConfig(behavior_correction="truncate", behavior_cap=math.inf)])
+@pytest.mark.parametrize("config", [*ALL_LOSSES, LossConfig(correction="token_tis", correction_bounds={"max_weight": math.inf})]
+)
 @pytest.mark.parametrize("advantage", [-3.0, 3.0])
 def test_extreme_log_ratios_give_finite_sums_and_gradients(config, advantage):
     steps = [-80.0, -20.0, 0.0, 20.0, 80.0]
@@ -393,7 +417,10 @@ def test_a_run_warns_at_a_tenth_of_the_kl_that_stops_it(kl, decision):
         ({"name": "cispo", "params": {"clip_high": 0.2}}, "is not a .* of loss.name=cispo, which has max_ratio$"),
         ({"name": "cispo", "params": {"max_ratio": 0.5}}, "loss.params.max_ratio=0.5 must be .* at least 1"),
         ({"params": {"dual_clip": 1.0}}, "loss.params.dual_clip=1.0 must be above 1"),
-        ({"behavior_cap": 0.5}, "loss.behavior_cap=0.5 must be at least 1"),
+        ({"correction_bounds": {"max_weight": 0.5}}, "loss.correction_bounds.max_weight=0.5 must be at least 1"),
+        ({"correction": "icepop", "correction_bounds": {"min_weight": 2.0}}, "min_weight=2.0 must be from 0 to 1"),
+        ({"correction_bounds": {"min_weight": 0.5}}, "min_weight is not a bound of .*token_mis, which has max_weight$"),
+        ({"correction": "none", "correction_bounds": {"max_weight": 2.0}}, "correction=none, which has none$"),
         ({"kl_coef": -0.1}, "loss.kl_coef=-0.1 must be a finite number, 0 or more"),
     ],
 )

@@ -74,7 +74,7 @@ def cold_start(tiny_hf):
     """Weights that answer in the right format, with any of the letters: maximum likelihood is an advantage of 1."""
     chat, contract, frames = Chat.from_hf(tiny_hf), VisionContract.from_hf(tiny_hf), FakeFrames()
     model = model_port.load(tiny_hf)
-    loss = LossConfig(kl_coef=0.0, behavior_correction="none")
+    loss = LossConfig(kl_coef=0.0, correction="none")
     learner = learner_of(model, OptimConfig(learning_rate=3e-3), loss)
 
     async def episodes(number_of_frames):

@@ -33,7 +33,7 @@ COMMON = [
     "video.overview_frames=3",
     "rollout.max_context_tokens=2048",
     "pack.row_tokens=2048",
-    "loss.behavior_correction=none",
+    "loss.correction=none",
 ]
 
 
