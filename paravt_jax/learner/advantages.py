@@ -4,7 +4,8 @@
     A_anchor = (R_anchor − mean) / (std + ε)                added with weight λ · w_fmt at the tokens of struct(o)
 
 DIFFERS on request: `advantage.credit=span` splits the second part by property of R_anchor, each at the property's own
-tokens; they add up to the one above. `advantage.terms=apart` normalizes each term of R by itself, then adds them with
+tokens; they add up to the one above. `advantage.credit=likelihood` has no second part: the loss gets
+−λ · w_fmt · log π at the tokens of struct(o) of every episode, whatever its reward. `advantage.terms=apart` normalizes each term of R by itself, then adds them with
 their weights, so that a term keeps its weight no matter how the others spread.
 
 Mean and std cover the rollouts that have a reward. Every std divides by n, not n − 1, so the unit does not depend on
@@ -55,6 +56,7 @@ class EpisodeAdvantage:
     sequence: float  # for every sampled token
     anchor: float = 0.0  # added at structural tokens
     properties: Mapping[str, float] = field(default_factory=dict)  # added at the tokens of each property
+    likelihood: float = 0.0  # weight of the log-likelihood of structural tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,10 +70,12 @@ class GroupAdvantages:
     num_missing: int
     has_spread: bool
     unit: float  # advantage per unit of reward above the group's mean
+    likelihood: float = 0.0  # weight of the log-likelihood of structural tokens
 
     def of(self, number: int) -> EpisodeAdvantage:
         properties = {name: float(values[number]) for name, values in self.properties.items()}
-        return EpisodeAdvantage(float(self.sequence[number]), float(self.anchor[number]), properties)
+        sequence, anchor = float(self.sequence[number]), float(self.anchor[number])
+        return EpisodeAdvantage(sequence, anchor, properties, self.likelihood)
 
 
 def group_rewards(
@@ -102,7 +106,8 @@ def group_advantages(
 ) -> GroupAdvantages:
     """The advantages of a group. `step` has all groups of its step, which only normalise=batch uses.
 
-    A group has spread if any part has: with equal rewards and different anchors it still trains the structure.
+    A group has spread if any part has: with equal rewards and different anchors it still trains the structure. With
+    credit=likelihood it does so without spread too.
     """
     has_spread, peers = _has_spread(group, config), [group]
     if config.normalise == "batch" and step:
@@ -111,20 +116,23 @@ def group_advantages(
     for name, (values, weights) in _summands(group, config).items():
         own = [(peer.present, summands[name][0]) for peer in peers if name in (summands := _summands(peer, config))]
         sequence += weights * _relative(values, group.present, _scale(own, config), config)
-    by_property = config.credit == "span"
+    by_property, by_likelihood = config.credit == "span", config.credit == "likelihood"
     anchor_unit = _scale([(peer.present, peer.anchor) for peer in peers], config)
+
+    likelihood = group.anchor_scale if by_likelihood else 0.0
 
     def of_anchor(values: np.ndarray) -> np.ndarray:
         return group.anchor_scale * _relative(values, group.present, anchor_unit, config)
 
     return GroupAdvantages(
         sequence=sequence,
-        anchor=of_anchor(np.zeros_like(sequence) if by_property else group.anchor),
+        anchor=of_anchor(np.zeros_like(sequence) if by_property or by_likelihood else group.anchor),
         properties={name: of_anchor(values) for name, values in group.anchors.items()} if by_property else {},
-        keep=group.present & (has_spread or not config.filter_zero_variance),
+        keep=group.present & (has_spread or not config.filter_zero_variance or bool(likelihood)),
         num_missing=int(np.count_nonzero(~group.present)),
         has_spread=has_spread,
         unit=_further(group.present, config) / _scale([(peer.present, peer.total) for peer in peers], config),
+        likelihood=likelihood,
     )
 
 
@@ -164,7 +172,7 @@ def _summands(group: GroupRewards, config: AdvantageConfig) -> dict[str, tuple[n
 
 def _has_spread(group: GroupRewards, config: AdvantageConfig) -> bool:
     parts = [values for values, weights in _summands(group, config).values() if weights.any()]
-    if group.anchor_scale:
+    if group.anchor_scale and config.credit != "likelihood":
         parts += [*group.anchors.values()] if config.credit == "span" else [group.anchor]
     return any(_spread(values, group.present) for values in parts)
 

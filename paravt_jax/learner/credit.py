@@ -38,7 +38,7 @@ def dialogues_of(
     """The main agent's dialogue and, with `subagent_loss`, its sub-agents', if they have loss tokens."""
     structural = struct_mask(episode, terms.tags, chat)
     main = main_advantages(episode, earned, terms, structural, chat)
-    dialogues = [dialogue_of(episode.ledger, number, main, structural, chat, token_px)]
+    dialogues = [dialogue_of(episode.ledger, number, main, structural, chat, token_px, earned.likelihood)]
     for ledger in episode.ledgers[1:] if subagent_loss else []:
         zeros = np.zeros(len(ledger.ids))
         advantage = token_advantages(earned.sequence, zeros, ledger.sampled_mask)
@@ -117,8 +117,12 @@ def dialogue_of(
     structural: Bool[np.ndarray, " n"],
     chat: Chat,
     token_px: int,
+    likelihood: float = 0.0,
 ) -> Dialogue:
-    """One agent's dialogue, placeholders expanded; its sampled tokens are loss tokens."""
+    """One agent's dialogue, placeholders expanded; its sampled tokens are loss tokens.
+
+    `likelihood` is the weight of the log-likelihood of the structural ones.
+    """
     ids, sampled = ledger.ids, ledger.sampled_mask
     # The dialogue ends after a sampled placeholder, because no frame belongs to it and no engine accepts it as input.
     # It also ends after the last sampled token: later tokens have no loss, and may not fit into any row.
@@ -137,6 +141,7 @@ def dialogue_of(
         advantage=np.repeat(advantage[:end], repeats[:end]),
         token_class=np.repeat(_classes(ledger, structural)[:end], repeats[:end]),
         episode=number,
+        likelihood=np.repeat(np.where(structural, np.float32(likelihood), 0)[:end], repeats[:end]),
     )
 
 

@@ -1,13 +1,14 @@
 """The loss of a step over its sampled tokens, computed in micro-batches that add up.
 
-    L = Σ_t weight_t · (w_t · loss_t + kl_coef · KL_t),  w_t = exp(prox − behavior)
+    L = Σ_t weight_t · (w_t · loss_t + kl_coef · KL_t − likelihood_t · log π_t),  w_t = exp(prox − behavior)
 
 The variant gives loss_t and weight_t (variants.py). For PARA-GRPO, with N loss tokens in the step,
 
     loss_t = −min(ratio_t · A_t, clip(ratio_t, 1 − clip_low, 1 + clip_high) · A_t),  weight_t = 1 / N
 
 The sampler correction (w and its bounds) applies to the policy term; the KL term covers every loss
-token. Masked and truncated tokens still count in N, so a correction that removes half of a step halves its update instead
+token. With advantage.credit=likelihood, likelihood_t is λ · w_fmt at structural tokens: the plain log-likelihood, without
+ratio, clip and correction. Masked and truncated tokens still count in N, so a correction that removes half of a step halves its update instead
 of doubling the other half.
 """
 
@@ -72,7 +73,7 @@ class LossSums(NamedTuple):
     """Sums over the tokens in a call; adding the sums of all calls gives the step's sums."""
 
     loss: Float[Array, ""]
-    policy: Float[Array, ""]  # the loss without its KL term
+    policy: Float[Array, ""]  # the loss without its KL and likelihood terms
     kl_ref: Float[Array, ""]  # always the k3 estimate, so that runs compare; 0 without a reference
     behavior_kl: Float[Array, ""]  # k3 estimate of KL(behavior‖prox)
     num_tokens: Float[Array, ""]
@@ -98,6 +99,8 @@ def policy_loss(spec: LossSpec, coefs: LossCoefs, tokens: SampledTokens) -> Loss
         return jnp.zeros_like(loss) if counted is None else jnp.sum(counted & mask, dtype=loss.dtype)
 
     policy = loss = weighted(correction * result.loss)
+    if tokens.likelihood is not None:
+        loss -= weighted(tokens.likelihood * tokens.policy_logp)
     kl_ref = jnp.zeros_like(loss)
     if tokens.ref_logp is not None:
         ref_minus_policy = tokens.ref_logp - tokens.policy_logp

@@ -88,6 +88,7 @@ def sampled_tokens(
         sequence_ids=jnp.asarray(batch.dialogue),
         num_sequences=num_dialogues,
         episode_tokens=jnp.asarray(batch.episode_tokens),
+        likelihood=jnp.asarray(batch.likelihood),
     )
 
 

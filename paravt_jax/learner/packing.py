@@ -54,6 +54,7 @@ class Dialogue:
     advantage: Float[np.ndarray, " n"]
     token_class: Int[np.ndarray, " n"]
     episode: int  # its number in the step
+    likelihood: Float[np.ndarray, " n"] | None = None  # weight of each token's log-likelihood; None: 0
 
     @property
     def shared(self) -> tuple[bytes, tuple[str, ...]]:
@@ -79,6 +80,7 @@ class TrainBatch:
     token_class: Int[Any, "B A"]
     dialogue: Int[Any, "B A"]  # its number among all dialogues of the update, on all hosts
     episode_tokens: Int[Any, "B A"]  # scored tokens of its episode
+    likelihood: Float[Any, "B A"]  # weight of its log-likelihood in the loss
 
 
 ENTRIES = {
@@ -90,6 +92,7 @@ ENTRIES = {
     "token_class": np.int32,
     "dialogue": np.int32,
     "episode_tokens": np.int32,
+    "likelihood": np.float32,
 }
 
 
@@ -405,6 +408,8 @@ def _entries(
                 entries["token_class"][where] = dialogue.token_class[scored]
                 entries["dialogue"][where] = first_number + number
                 entries["episode_tokens"][where] = episode_tokens[dialogue.episode]
+                if dialogue.likelihood is not None:
+                    entries["likelihood"][where] = dialogue.likelihood[scored]
                 entry += len(scored)
                 branch += dialogue.num_own
             trunk = branch

@@ -9,7 +9,7 @@ from typing import Literal
 from rollout.setting import setting
 from rollout.user_code import is_location
 
-CreditKind = Literal["span", "token", "sequence"]
+CreditKind = Literal["span", "token", "sequence", "likelihood"]
 Normalise = Literal["std", "batch", "none", "loo"]
 Correction = Literal["token_mis", "token_tis", "sequence_mis", "sequence_tis", "icepop", "none"]
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -24,7 +24,8 @@ class AdvantageConfig:
     credit: CreditKind = setting(
         "token",
         "token: the anchor reward goes to all structural tokens; span: each of its properties to its own "
-        "tags; sequence: the anchor stays in the reward, as in the release",
+        "tags; sequence: the anchor stays in the reward, as in the release; likelihood: the log-likelihood of structural "
+        "tokens instead of an anchor reward, the project page's equation",
     )
     normalise: Normalise = setting(
         "std",

@@ -1,9 +1,9 @@
 """The loss variants: each maps the log-probs of sampled tokens to a loss and a weight per token.
 
-    L = Σ_t weight_t · (w_t · loss_t + kl_coef · KL_t)
+    L = Σ_t weight_t · (w_t · loss_t + kl_coef · KL_t − likelihood_t · log π_t)
 
-A variant returns loss_t and weight_t; losses.py adds the sampler correction w and the KL term, which are the same for
-every variant. Weights are relative to the whole step (`StepCounts`), so the losses of micro-batches add up to the
+A variant returns loss_t and weight_t; losses.py adds the sampler correction w, the KL term and the likelihood, which are
+the same for every variant. Weights are relative to the whole step (`StepCounts`), so the losses of micro-batches add up to the
 loss of the step. Your own variant has the same signature: `def mine(tokens: SampledTokens, *, params…) -> TokenLoss`.
 """
 
@@ -48,6 +48,7 @@ class SampledTokens:
     sequence_ids: Int[Array, "*t"] | None = None  # 0 … num_sequences − 1
     num_sequences: int = 0
     episode_tokens: Int[Array, "*t"] | None = None  # loss tokens of each token's episode, over all its sequences
+    likelihood: Float[Array, "*t"] | None = None  # weight of each token's log-likelihood, if the loss has that term
 
     def masked(self) -> "SampledTokens":
         """The same with zeros outside `loss_mask`, where the inputs may be NaN, and gradients for the policy only."""
@@ -62,6 +63,7 @@ class SampledTokens:
             behavior_logp=constant(self.behavior_logp),
             advantage=constant(self.advantage),
             ref_logp=None if self.ref_logp is None else constant(self.ref_logp),
+            likelihood=None if self.likelihood is None else constant(self.likelihood),
         )
 
     @property

@@ -90,6 +90,7 @@ def make_batch(shape: BatchShape, model: ModelConfig) -> TrainBatch:
         token_class=np.zeros(actions, np.int32),
         dialogue=np.broadcast_to(np.arange(shape.num_rows, dtype=np.int32)[:, None], actions),
         episode_tokens=np.ones(actions, np.int32),
+        likelihood=np.zeros(actions, np.float32),
     )
 
 

@@ -69,6 +69,18 @@ def test_sequence_credit_by_hand():
     assert not group.anchor.any()
 
 
+def test_likelihood_credit_is_alive_in_every_group_whatever_its_rewards():
+    config = replace(EXACT, credit="likelihood")
+    group, by_token = advantages(REWARDS, ANCHORS, config), advantages(REWARDS, ANCHORS)
+    np.testing.assert_array_equal(group.sequence, by_token.sequence)
+    assert not group.anchor.any() and not group.properties and group.likelihood == SCALE
+    assert group.of(1).likelihood == SCALE and by_token.of(1).likelihood == 0
+    equal = advantages([1.0, NAN, 1.0], [0.7, NAN, -0.3], config, without=[1.0, NAN, 1.0])
+    assert equal.keep.tolist() == [True, False, True]
+    assert not (equal.has_spread or equal.sequence.any()) and equal.likelihood == SCALE
+    assert not advantages([1.0, 1.0], [0.7, 0.7], config, scale=0.0).keep.any()
+
+
 def test_without_a_std_the_advantage_is_the_distance_from_the_mean():
     group = advantages([1.0, 0.0, 0.5], [0.0, 0.6, 0.0], replace(EXACT, normalise="none"), without=[1.0, 0.0, 0.5])
     np.testing.assert_allclose(group.sequence, [0.5, -0.5, 0.0])

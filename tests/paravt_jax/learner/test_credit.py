@@ -74,6 +74,16 @@ def test_every_sampled_token_has_its_episodes_credit_and_structural_tokens_have_
     assert set(main.behavior_logp[main.loss_mask].tolist()) == {-0.5}
 
 
+def test_the_likelihood_is_of_structural_tokens_of_the_main_agent(chat):
+    episode, terms = play(chat)
+    earned = EpisodeAdvantage(0.5, likelihood=0.25)
+    main, report = dialogues_of(episode, 3, earned, terms, chat, TOKEN_PX, subagent_loss=True)
+    structural = struct_mask(episode, terms.tags, chat)[episode.ledger.sampled_mask]
+    np.testing.assert_array_equal(main.likelihood[main.loss_mask], 0.25 * structural)
+    assert not main.likelihood[~main.loss_mask].any() and not report.likelihood.any()
+    assert set(main.advantage[main.loss_mask].tolist()) == {0.5}
+
+
 def test_placeholders_are_expanded_as_in_the_model_and_a_group_shares_its_prompt(chat):
     episode, main = dialogue(chat)
     counts = [6] * len(episode.ledger.pictures)

@@ -271,6 +271,33 @@ def test_the_expected_gradient_of_the_kl_term(estimator, forward, float64):
     assert np.abs(gradient).max() > 0.01
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_likelihood_has_the_gradient_of_a_float64_reference(name, float64):
+    """−Σ weight · likelihood · log softmax(z)[target], differentiated by hand to the logits z."""
+    random = np.random.default_rng(4)
+    logits, target = jnp.asarray(random.standard_normal((3, 7, 5))), random.integers(0, 5, (3, 7))
+    likelihood = 0.5 * (random.random((3, 7)) < 0.4)
+    tokens = random_tokens(dtype=np.float64)
+    mask, lengths = np.asarray(tokens["loss_mask"]), np.asarray(tokens["episode_tokens"])
+    counts = StepCounts(float(mask.sum()), 9.0, 64.0)
+
+    def loss(logits, with_likelihood):
+        logp = jax.nn.log_softmax(logits)
+        policy = jnp.take_along_axis(logp, jnp.asarray(target)[..., None], -1)[..., 0]
+        arrays = tokens | {"policy_logp": policy, "prox_logp": jnp.full((3, 7), -1.5)}
+        arrays |= {"likelihood": jnp.asarray(likelihood)} if with_likelihood else {}
+        sums = loss_of(LossConfig(name), arrays, 9, counts)
+        return sums.loss, sums.policy
+
+    gradients = jax.grad(loss, has_aux=True)
+    (whole, policy), (rest, same_policy) = gradients(logits, True), gradients(logits, False)
+    weight = {"grpo": 1 / (9 * lengths), "gspo": 1 / (9 * lengths), "dr_grpo": 1 / 64}.get(name, 1 / mask.sum())
+    probability = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    by_hand = -(np.where(mask, weight, 0) * likelihood)[..., None] * (np.eye(5)[target] - probability)
+    np.testing.assert_allclose(whole - rest, by_hand, atol=1e-15)
+    assert policy == same_policy and np.abs(by_hand).max() > 1e-3
+
+
 def test_k3_averages_to_the_kl_and_keeps_its_digits_when_small(float64):
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.5, 0.3])
     estimates = np.asarray(k3(jnp.log(q / p)))

@@ -98,6 +98,23 @@ def test_a_step_without_spread_only_changes_the_version(tiny_hf):
 
 
 @pytest.mark.slow
+def test_the_likelihood_trains_the_tags_of_groups_without_spread(tiny_hf):
+    def update_and_compare(update, groups):
+        learner = update._learner
+        batches = [batch for part in update.parts(groups) for batch in part.batches]
+        before = [learner.log_probs(batch) for batch in batches]
+        metrics = update.run(groups)
+        change = [learner.log_probs(batch) - logp for batch, logp in zip(batches, before, strict=True)]
+        return metrics, [own[batch.likelihood > 0] for own, batch in zip(change, batches, strict=True)]
+
+    settings = ("advantage.credit=likelihood", "loss.kl_coef=0", "optim.learning_rate=1e-3")
+    ((metrics, changes),) = trained(tiny_hf, *settings, say=lambda episode: half_right("1"), do=update_and_compare)[1]
+    assert metrics["loss/policy"] == 0 < metrics["loss/total"]
+    assert metrics["loss/num_tokens"] == 8 * num_sampled(tiny_hf, [1])
+    assert all((change > 0).all() and change.size for change in changes)
+
+
+@pytest.mark.slow
 def test_kl_in_the_reward_changes_the_second_step_and_not_the_first(tiny_hf):
     common = (
         "advantage.normalise=none",
