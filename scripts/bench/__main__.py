@@ -11,6 +11,7 @@ BENCHES = {
     "gpu_check": "one NVIDIA GPU in ten minutes: attention, an update, the same in torch, publishing weights",
     "hosts": "a run and a checkpoint on 1, 2 and 4 processes of this machine, and publishing to 1, 2 and 4 servers",
     "learner": "forward and forward+backward of the policy, and its update, compared with transformers in torch",
+    "losses": "every loss and its gradient in float64, compared with plain numpy, verl and TRL",
     "packing": "the share of an update's token slots that hold tokens, for the frame budgets of a config",
     "sampler": "the sampler at several limits of the context, compared with transformers' generate",
     "soak": "the smoke run or a service for hours: memory, open files, threads and step time",

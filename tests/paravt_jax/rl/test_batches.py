@@ -141,8 +141,8 @@ def test_the_kl_penalty_is_not_divided_by_its_own_std(tiny_hf):
     ((part,),) = trained(tiny_hf, *settings, say=right_at_length, do=move_from_the_reference)[1]
     advantage, kl_sum = np.zeros(8), np.zeros(8)
     for batch, old in zip(part.batches, part.old, strict=True):
-        to_ref = np.asarray(old.ref_logp - old.prox_logp)
-        kl = np.exp(to_ref) - 1 - to_ref
+        to_ref = np.asarray(old.ref_logp - old.prox_logp, np.float64)
+        kl = np.expm1(to_ref) - to_ref
         for number in np.unique(batch.dialogue[batch.loss_mask]):
             own = batch.loss_mask & (batch.dialogue == number)
             (advantage[number],) = set(batch.advantage[own].tolist())

@@ -1,0 +1,45 @@
+"""The comparison of losses covers every case, and sees a fault in any of them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from paravt_jax.learner.settings import CORRECTIONS
+from paravt_jax.learner.variants import VARIANTS
+from scripts.bench.loss_references import in_numpy
+from scripts.bench.losses import cases, learners, table
+
+
+@pytest.fixture(autouse=True)
+def exact(float64):
+    yield
+
+
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_a_loss_equals_the_reference_and_not_another_ones(kind):
+    """A sample of the settings; `python -m scripts.bench losses` compares all."""
+    for case in [*cases(kind)][::7]:
+        ours, theirs = learners(case), in_numpy(case)
+        assert ours.loss == pytest.approx(theirs.loss, abs=1e-14)
+        np.testing.assert_allclose(ours.gradient, theirs.gradient, atol=1e-15)
+        other = next(name for name in ("dr_grpo", "grpo") if name != kind)
+        wrong = in_numpy(replace(case, loss=replace(case.loss, name=other, params={})))
+        assert np.abs(ours.gradient - wrong.gradient).max() > 1e-6
+
+
+def test_the_settings_reach_every_bound():
+    """Each correction cuts some weights, and the dual clip some ratios."""
+    for case in cases("para_grpo"):
+        unbounded = replace(case, loss=replace(case.loss, correction="token_tis", correction_bounds={"max_weight": 1e9}))
+        assert np.abs(in_numpy(case).gradient - in_numpy(unbounded).gradient).max() > 1e-4
+    number = len(CORRECTIONS) * 8
+    for case in [*cases("para_grpo")][number : number + 2]:
+        without = replace(case, loss=replace(case.loss, params={}))
+        assert case.loss.all_params["dual_clip"] == 3
+        assert np.abs(in_numpy(case).gradient - in_numpy(without).gradient).max() > 1e-4
+
+
+def test_the_table_names_the_reference_and_the_largest_differences():
+    row = {"loss": "gspo", "reference": "verl", "settings": 36, "loss_difference": 7e-10, "gradient_difference": 1e-10}
+    assert table({"rows": [row]}).splitlines()[-1] == "| `gspo` | verl | 36 | 7.0e-10 | 1.0e-10 |"
