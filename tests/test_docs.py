@@ -41,7 +41,7 @@ NAMED = re.compile(r"`((?:paravt_jax|model_port|rollout|configs|scripts|docs|tes
 NEEDS = "# needs "
 LACKING = (  # machines, what is installed apart, what a user brings, and more than half a minute of the suite
     *("accelerator", "GPU", "machines", "network", "disk", "memory", "hour", "minutes", "of a processor"),
-    *(".venv-sglang", "aot-gpu", "torch", "decord", "chromium", "openai", "qwen_vl_utils", "sglang-router"),
+    *(".venv-sglang", "aot-gpu", "torch", "verl", "decord", "chromium", "openai", "qwen_vl_utils", "sglang-router"),
     *("server", "engine", "a run", "a policy", "a clone of EvolvingLMMs-Lab/ParaVT"),
 )
 ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")

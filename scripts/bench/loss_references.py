@@ -142,7 +142,14 @@ def in_verl(case: Case) -> LossAndGradient | None:
     return _differentiated(loss, policy)
 
 
-TRL_KINDS = {"para_grpo": "dapo", "grpo": "grpo", "dapo": "dapo", "dr_grpo": "dr_grpo", "gspo": "grpo", "cispo": "cispo"}
+TRL_KINDS = {
+    "para_grpo": "dapo",
+    "grpo": "grpo",
+    "dapo": "dapo",
+    "dr_grpo": "dr_grpo",
+    "gspo": "grpo",
+    "cispo": "cispo",
+}
 
 
 def in_trl(case: Case) -> LossAndGradient | None:

@@ -34,7 +34,7 @@ def tables() -> list[list[list[str]]]:
     return [[[cell.strip() for cell in row.strip("|").split("|")] for row in body.splitlines()] for body in bodies]
 
 
-SYMBOLS, REWARDS, ADVANTAGES, TOKENS, _ = tables()
+_, SYMBOLS, REWARDS, ADVANTAGES, TOKENS, _ = tables()
 
 
 def numbers(rows: list[list[str]]) -> np.ndarray:

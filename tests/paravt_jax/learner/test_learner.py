@@ -245,7 +245,9 @@ def test_new_numbers_compile_nothing_and_clipping_does_not_change_the_reported_n
     sizes = [program._cache_size() for program in PROGRAMS]
     (second,) = update(make_learner(tiny_hf, replace(OPTIM, max_grad_norm=1e3), LOSS_KL), batches)
     assert second["optim/grad_norm"] == pytest.approx(first["optim/grad_norm"]) and first["optim/grad_norm"] > 1e-3
-    loss = replace(LOSS_KL, kl_coef=0.2, params={"clip_low": 0.1, "clip_high": 0.4}, correction_bounds={"max_weight": 3.0})
+    loss = replace(
+        LOSS_KL, kl_coef=0.2, params={"clip_low": 0.1, "clip_high": 0.4}, correction_bounds={"max_weight": 3.0}
+    )
     optim = replace(OPTIM, learning_rate=1e-4, weight_decay=0.1, max_grad_norm=2.0)
     learner = make_learner(tiny_hf, optim, loss, temperature=0.9)
     learner.update([StepPart(batches, StepCounts(72.0, 4.0, 200.0))], 4)

@@ -189,7 +189,11 @@ def test_a_weight_at_its_bound_counts(correction):
     weights = [bounds.get("max_weight", 1.0), bounds.get("min_weight", 1.0)]
     tokens = make_tokens(ratio=[1.0] * 2, ids=[0, 1])
     behavior = tokens["prox_logp"] - jnp.log(jnp.asarray(weights))
-    config = replace(PLAIN, correction=correction, correction_bounds={k: v * (1.001 if k[1] == "a" else 0.999) for k, v in bounds.items()})
+    config = replace(
+        PLAIN,
+        correction=correction,
+        correction_bounds={k: v * (1.001 if k[1] == "a" else 0.999) for k, v in bounds.items()},
+    )
     sums, _ = sums_and_gradient(config, tokens | {"behavior_logp": behavior})
     assert sums.loss == pytest.approx(-sum(weights), rel=1e-5) and sums.num_capped == 0
 
@@ -342,7 +346,8 @@ def test_padding_with_any_garbage_changes_nothing(config, garbage):
     assert np.count_nonzero(padded_gradient) == np.count_nonzero(gradient)
 
 
-@pytest.mark.parametrize("config", [*ALL_LOSSES, LossConfig(correction="token_tis", correction_bounds={"max_weight": math.inf})]
+@pytest.mark.parametrize(
+    "config", [*ALL_LOSSES, LossConfig(correction="token_tis", correction_bounds={"max_weight": math.inf})]
 )
 @pytest.mark.parametrize("advantage", [-3.0, 3.0])
 def test_extreme_log_ratios_give_finite_sums_and_gradients(config, advantage):

@@ -175,7 +175,11 @@ def test_the_case_exercises_the_loss(case, ours):
 
 @pytest.mark.parametrize(
     "change",
-    [dict(temperature=1.0), dict(loss=replace(LOSS, correction_bounds={"max_weight": float("inf")})), dict(loss=replace(LOSS, kl_coef=0.0))],
+    [
+        dict(temperature=1.0),
+        dict(loss=replace(LOSS, correction_bounds={"max_weight": float("inf")})),
+        dict(loss=replace(LOSS, kl_coef=0.0)),
+    ],
     ids=["without temperature", "without cap", "without KL"],
 )
 def test_another_loss_changes_the_gradient_of_every_weight(change, case, ours):
