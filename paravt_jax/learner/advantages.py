@@ -4,9 +4,9 @@
     A_anchor = (R_anchor − mean) / (std + ε)                added with weight λ · w_fmt at the tokens of struct(o)
 
 DIFFERS on request: `advantage.credit=span` splits the second part by property of R_anchor, each at the property's own
-tokens; they add up to the one above. `advantage.credit=likelihood` has no second part: the loss gets
-−λ · w_fmt · log π at the tokens of struct(o) of every episode, whatever its reward. `advantage.terms=apart` normalizes each term of R by itself, then adds them with
-their weights, so that a term keeps its weight no matter how the others spread.
+tokens; they add up to the one above. `advantage.credit=likelihood` has no second part: the loss gets −λ · w_fmt · log π
+at the tokens of struct(o) of every episode, whatever its reward. `advantage.terms=apart` normalizes each term of R by
+itself, then adds them with their weights, so that a term keeps its weight no matter how the others spread.
 
 Mean and std cover the rollouts that have a reward. Every std divides by n, not n − 1, so the unit does not depend on
 missing rollouts, and a group of two has advantages of ±1.

@@ -6,10 +6,10 @@ The variant gives loss_t and weight_t (variants.py). For PARA-GRPO, with N loss 
 
     loss_t = −min(ratio_t · A_t, clip(ratio_t, 1 − clip_low, 1 + clip_high) · A_t),  weight_t = 1 / N
 
-The sampler correction (w and its bounds) applies to the policy term; the KL term covers every loss
-token. With advantage.credit=likelihood, likelihood_t is λ · w_fmt at structural tokens: the plain log-likelihood, without
-ratio, clip and correction. Masked and truncated tokens still count in N, so a correction that removes half of a step halves its update instead
-of doubling the other half.
+The sampler correction (w and its bounds) applies to the policy term; the KL term covers every loss token. With
+advantage.credit=likelihood, likelihood_t is λ · w_fmt at structural tokens: the plain log-likelihood, without ratio,
+clip and correction. Masked and truncated tokens still count in N, so a correction that removes half of a step halves
+its update instead of doubling the other half.
 """
 
 import math
@@ -122,7 +122,7 @@ def policy_loss(spec: LossSpec, coefs: LossCoefs, tokens: SampledTokens) -> Loss
 def _correction(
     spec: LossSpec, coefs: LossCoefs, tokens: SampledTokens
 ) -> tuple[Float[Array, "*t"], Bool[Array, "*t"]]:
-    """w within its bounds, and the tokens that were out of bounds. A sequence has the product of its tokens' weights."""
+    """w within its bounds, and the tokens out of bounds. A sequence's w is the product of its tokens' weights."""
     log_weight = tokens.prox_logp - tokens.behavior_logp
     if spec.correction == "none":
         return jnp.ones_like(log_weight), jnp.zeros_like(tokens.loss_mask)

@@ -24,8 +24,8 @@ class AdvantageConfig:
     credit: CreditKind = setting(
         "token",
         "token: the anchor reward goes to all structural tokens; span: each of its properties to its own "
-        "tags; sequence: the anchor stays in the reward, as in the release; likelihood: the log-likelihood of structural "
-        "tokens instead of an anchor reward, the project page's equation",
+        "tags; sequence: the anchor stays in the reward, as in the release; likelihood: the log-likelihood of "
+        "structural tokens instead of an anchor reward, the project page's equation",
     )
     normalise: Normalise = setting(
         "std",
@@ -87,9 +87,9 @@ class LossConfig:
     )
     correction: Correction = setting(
         "token_mis",
-        "importance weights of learner to engine: token_mis, published, masks tokens above a bound; token_tis truncates "
-        "the weight; sequence_mis and sequence_tis do so with one weight per dialogue; icepop masks tokens on both "
-        "sides; none: no weights",
+        "importance weights of learner to engine: token_mis, published, masks tokens above a bound; token_tis "
+        "truncates the weight; sequence_mis and sequence_tis do so with one weight per dialogue; icepop masks tokens "
+        "on both sides; none: no weights",
     )
     correction_bounds: dict[str, float] = setting(
         {}, "the correction's bounds, such as {max_weight: 5.0}; the others keep their defaults", entries=BOUND_NAMES
@@ -162,8 +162,8 @@ def _check_bounds(correction: Correction, bounds: Mapping[str, float]) -> None:
         if not (value >= 1 if name == "max_weight" else 0 <= value <= 1):
             side = "at least 1" if name == "max_weight" else "from 0 to 1"
             raise ValueError(
-                f"loss.correction_bounds.{name}={value} must be {side}: engine and learner agree on a token of weight 1; "
-                f"inf and 0 disable a bound"
+                f"loss.correction_bounds.{name}={value} must be {side}, because engine and learner agree on a token "
+                f"of weight 1; inf and 0 disable a bound"
             )
 
 
@@ -175,7 +175,8 @@ def _check_params(loss: str, params: Mapping[str, float]) -> None:
         raise ValueError(f"loss.params.clip_high={params['clip_high']} must be a finite number above 0")
     if params.get("dual_clip", 0.0) != 0 and not params["dual_clip"] > 1:
         raise ValueError(
-            f"loss.params.dual_clip={params['dual_clip']} must be above 1, the ratio of an unchanged token; 0 disables it"
+            f"loss.params.dual_clip={params['dual_clip']} must be above 1, the ratio of an unchanged token; 0 "
+            f"disables it"
         )
     if not 1 <= params.get("max_ratio", 1.0) < math.inf:
         raise ValueError(

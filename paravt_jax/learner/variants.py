@@ -2,9 +2,10 @@
 
     L = Σ_t weight_t · (w_t · loss_t + kl_coef · KL_t − likelihood_t · log π_t)
 
-A variant returns loss_t and weight_t; losses.py adds the sampler correction w, the KL term and the likelihood, which are
-the same for every variant. Weights are relative to the whole step (`StepCounts`), so the losses of micro-batches add up to the
-loss of the step. Your own variant has the same signature: `def mine(tokens: SampledTokens, *, params…) -> TokenLoss`.
+A variant returns loss_t and weight_t; losses.py adds the sampler correction w, the KL term and the likelihood, which
+are the same for every variant. Weights are relative to the whole step (`StepCounts`), so the losses of micro-batches
+add up to the loss of the step. Your own variant has the same signature:
+`def mine(tokens: SampledTokens, *, params…) -> TokenLoss`.
 """
 
 from collections.abc import Callable
@@ -169,7 +170,7 @@ def _clipped(
 ) -> TokenLoss:
     """PPO's clip: no gradient once a ratio has moved past the bound in the direction of its advantage.
 
-    The dual clip (arXiv 1912.09729) also bounds a high ratio of a negative advantage, which PPO's clip does not; 0: off.
+    The dual clip (arXiv 1912.09729) also bounds high ratios of negative advantages, which PPO's clip does not; 0: off.
     """
     unclipped = ratio * tokens.advantage
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high) * tokens.advantage

@@ -1,7 +1,7 @@
-"""A step's loss and its gradient in float64, from other code than the learner's: plain numpy, verl 0.9.1 and TRL 1.16.
+"""A step's loss and its gradient in float64 from other code than the learner's: plain numpy, verl 0.9.1 and TRL 1.16.
 
-verl's and TRL's own functions run here. TRL computes the sampler's weights inside a long method, so `trl_weights` repeats
-that formula. None means that a library has no such loss.
+verl's and TRL's own functions run here. TRL computes the sampler's weights inside a long method, so `trl_weights`
+repeats that formula. None means that a library has no such loss.
 """
 
 import math
@@ -142,14 +142,7 @@ def in_verl(case: Case) -> LossAndGradient | None:
     return _differentiated(loss, policy)
 
 
-TRL_KINDS = {
-    "para_grpo": "dapo",
-    "grpo": "grpo",
-    "dapo": "dapo",
-    "dr_grpo": "dr_grpo",
-    "gspo": "grpo",
-    "cispo": "cispo",
-}
+TRL_KINDS = {"para_grpo": "dapo", "gspo": "grpo"}  # the others have the same name
 
 
 def in_trl(case: Case) -> LossAndGradient | None:
@@ -211,7 +204,7 @@ def _trl_trainer(case: Case, policy: Any) -> Any:
         epsilon_low=0.0 if is_cispo else params["clip_low"],
         epsilon_high=params["max_ratio"] if is_cispo else params["clip_high"],
         importance_sampling_level="sequence" if case.loss.name == "gspo" else "token",
-        loss_type=TRL_KINDS[case.loss.name],
+        loss_type=TRL_KINDS.get(case.loss.name, case.loss.name),
         max_completion_length=case.max_tokens / len(case.mask),
         model=SimpleNamespace(training=False),
         off_policy_mask_threshold=None,

@@ -189,11 +189,8 @@ def test_a_weight_at_its_bound_counts(correction):
     weights = [bounds.get("max_weight", 1.0), bounds.get("min_weight", 1.0)]
     tokens = make_tokens(ratio=[1.0] * 2, ids=[0, 1])
     behavior = tokens["prox_logp"] - jnp.log(jnp.asarray(weights))
-    config = replace(
-        PLAIN,
-        correction=correction,
-        correction_bounds={k: v * (1.001 if k[1] == "a" else 0.999) for k, v in bounds.items()},
-    )
+    wide = {name: (0.999 if name == "min_weight" else 1.001) * value for name, value in bounds.items()}
+    config = replace(PLAIN, correction=correction, correction_bounds=wide)
     sums, _ = sums_and_gradient(config, tokens | {"behavior_logp": behavior})
     assert sums.loss == pytest.approx(-sum(weights), rel=1e-5) and sums.num_capped == 0
 
