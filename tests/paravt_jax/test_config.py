@@ -377,11 +377,11 @@ def test_all_problems_are_reported_at_once():
 
 def test_another_loss_starts_from_its_own_default_parameters(tmp_path):
     (tmp_path / "run.yaml").write_text("loss: {name: para_grpo, params: {clip_low: 0.1}}")
-    assert load_config(tmp_path / "run.yaml").loss.params == {"clip_low": 0.1, "clip_high": 0.2}
+    assert load_config(tmp_path / "run.yaml").loss.params == {"clip_low": 0.1, "clip_high": 0.2, "dual_clip": 0.0}
     same = load_config(tmp_path / "run.yaml", "loss.params.clip_high=0.3", "loss.name=para_grpo")
-    assert same.loss.params == {"clip_low": 0.1, "clip_high": 0.3}
+    assert same.loss.params == {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 0.0}
     other = load_config(tmp_path / "run.yaml", "loss.params.clip_high=0.3", "loss.name=dapo")
-    assert other.loss.params == {"clip_low": 0.2, "clip_high": 0.3}
+    assert other.loss.params == {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 0.0}
 
 
 def test_the_record_of_a_run_has_every_parameter_of_its_loss():

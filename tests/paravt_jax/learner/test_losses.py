@@ -279,7 +279,7 @@ def test_the_likelihood_has_the_gradient_of_a_float64_reference(name, float64):
     logits, target = jnp.asarray(random.standard_normal((3, 7, 5))), random.integers(0, 5, (3, 7))
     likelihood = 0.5 * (random.random((3, 7)) < 0.4)
     tokens = random_tokens(dtype=np.float64)
-    mask, lengths = np.asarray(tokens["loss_mask"]), np.asarray(tokens["episode_tokens"])
+    mask, lengths = np.asarray(tokens["loss_mask"]), np.maximum(tokens["episode_tokens"], 1)
     counts = StepCounts(float(mask.sum()), 9.0, 64.0)
 
     def loss(logits, with_likelihood):
