@@ -113,7 +113,7 @@ def updated_record(record: dict[str, Any], section: str = "") -> dict[str, Any]:
         if key == "engine.urls_file":
             value = [value] if value else updated.get("urls", [])
         if key == "loss.behavior_correction":
-            value = CORRECTIONS[value]
+            value = CORRECTIONS[str(value)]
         if key == "loss.behavior_cap":
             capped = record.get("behavior_correction") != "none"
             updated["correction_bounds"] = {"max_weight": value} if capped else {}

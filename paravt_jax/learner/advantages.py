@@ -117,9 +117,8 @@ def group_advantages(
         own = [(peer.present, summands[name][0]) for peer in peers if name in (summands := _summands(peer, config))]
         sequence += weights * _relative(values, group.present, _scale(own, config), config)
     by_property, by_likelihood = config.credit == "span", config.credit == "likelihood"
-    anchor_unit = _scale([(peer.present, peer.anchor) for peer in peers], config)
-
     likelihood = group.anchor_scale if by_likelihood else 0.0
+    anchor_unit = _scale([(peer.present, peer.anchor) for peer in peers], config)
 
     def of_anchor(values: np.ndarray) -> np.ndarray:
         return group.anchor_scale * _relative(values, group.present, anchor_unit, config)

@@ -7,6 +7,7 @@ repeats that formula. None means that a library has no such loss.
 import math
 from collections import defaultdict
 from dataclasses import dataclass
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -109,16 +110,13 @@ VERL_MODES = {"grpo": "seq-mean-token-mean", "gspo": "seq-mean-token-mean", "dr_
 
 def in_verl(case: Case) -> LossAndGradient | None:
     """verl's policy loss with its weights of the rollout correction, plus its KL; it has no likelihood."""
-    from verl.trainer.ppo import core_algos
-    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
-    from verl.workers.config import FSDPActorConfig
-
     if case.likelihood.any():
         return None
+    core_algos = import_module("verl.trainer.ppo.core_algos")
     params, (policy, prox, behavior, ref, advantage, mask) = case.loss.all_params, _tensors(case)
     mode, factor = VERL_MODES.get(case.loss.name, "token-mean"), case.max_tokens / len(case.mask)
     is_cispo = case.loss.name == "cispo"
-    config = FSDPActorConfig(
+    config = import_module("verl.workers.config").FSDPActorConfig(
         strategy="fsdp",
         rollout_n=1,
         ppo_micro_batch_size_per_gpu=1,
@@ -132,7 +130,8 @@ def in_verl(case: Case) -> LossAndGradient | None:
         low, high = case.bounds
         level = "sequence" if case.loss.correction.startswith("sequence") else "token"
         bounds = high if case.loss.correction.endswith("tis") else f"{low or NO_BOUND}_{high}"
-        weights, _ = compute_rollout_correction_weights(prox - behavior, mask, level, bounds)
+        helper = import_module("verl.trainer.ppo.rollout_corr_helper")
+        weights, _ = helper.compute_rollout_correction_weights(prox - behavior, mask, level, bounds)
     kinds = {"gspo": core_algos.compute_policy_loss_gspo, "cispo": core_algos.compute_policy_loss_cispo}
     compute = kinds.get(case.loss.name, core_algos.compute_policy_loss_vanilla)
     loss, _ = compute(prox, policy, advantage, mask, mode, config, weights)
@@ -150,8 +149,6 @@ def in_trl(case: Case) -> LossAndGradient | None:
 
     Its sequence ratio is differentiated as a whole, so GSPO compares where all tokens of a sequence weigh the same.
     """
-    from trl.trainer.grpo_trainer import GRPOTrainer
-
     is_gspo, is_token = case.loss.name == "gspo", case.loss.correction in ("token_mis", "token_tis", "icepop")
     if case.likelihood.any() or (case.loss.kl_coef and case.loss.kl_estimator == "k2"):
         return None
@@ -171,7 +168,8 @@ def in_trl(case: Case) -> LossAndGradient | None:
         "importance_sampling_ratio": trl_weights(case, (prox - behavior) * mask),
         "num_items_in_batch": mask.sum(),
     }
-    return _differentiated(GRPOTrainer._compute_loss(trainer, None, inputs), policy)
+    trl = import_module("trl.trainer.grpo_trainer")
+    return _differentiated(trl.GRPOTrainer._compute_loss(trainer, None, inputs), policy)
 
 
 def trl_weights(case: Case, log_weights: Any) -> Any:
