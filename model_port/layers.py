@@ -7,6 +7,7 @@ compiled. Parameters keep their own dtype (float32 masters in training) and are 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -21,12 +22,17 @@ Index = int | jax.Array
 
 LAYER_INPUT = "layer_input"
 
+Remat = Literal["none", "full", "dots", "attention", "offload"]
+
+_save_attention = jax.checkpoint_policies.save_only_these_names(ATTENTION_OUT)
 # The activations saved for the backward pass; all others are recomputed.
-REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
+REMAT_POLICIES: dict[Remat, Callable[..., Any] | None] = {
     "none": None,  # no recomputation: everything is saved
     "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "attention": jax.checkpoint_policies.save_only_these_names(ATTENTION_OUT),
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _save_attention
+    ),
+    "attention": _save_attention,
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=[LAYER_INPUT],
@@ -34,6 +40,7 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
         offload_dst="pinned_host",
     ),
 }
+LIGHTER: dict[Remat, Remat] = {"full": "attention", "attention": "dots"}  # the next that repeats fewer products
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,8 @@ class Compute:
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"  # of activations; parameters keep their own
     attention: Form = "auto"
     scan: bool = True  # False unrolls the layers: slower to compile, sometimes faster to run
-    remat: Literal["none", "full", "dots", "attention", "offload"] = "none"
+    remat: Remat = "none"
+    lighter_layers: int = 0  # of the first language layers, which recompute less: as LIGHTER[remat]
 
 
 DEFAULT_COMPUTE = Compute()
@@ -115,15 +123,27 @@ def run_layers(
                 layer_params, index = layer
                 return step(nnx.merge(graphdef, layer_params), index, carry)
 
-            return jax.lax.scan(_remat(body, compute.remat), carry, (params, jnp.arange(num_layers)))
+            return _scan_parts(body, carry, (params, jnp.arange(num_layers)), compute)
         layers = [(graphdef, jax.tree.map(lambda p, i=index: p[i], params)) for index in range(num_layers)]
     outs = []
     for index, (graphdef, params) in enumerate(layers):
         # The index stays a Python number, so that conditions on the layer are resolved while tracing.
-        run = _remat(lambda carry, p, g=graphdef, i=index: step(nnx.merge(g, p), i, carry), compute.remat)
+        name = LIGHTER[compute.remat] if index < compute.lighter_layers else compute.remat
+        run = _remat(lambda carry, p, g=graphdef, i=index: step(nnx.merge(g, p), i, carry), name)
         carry, out = run(carry, params)
         outs.append(out)
     return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
+
+
+def _scan_parts(body: Callable[..., Any], carry: Any, layers: Any, compute: Compute) -> tuple[Any, Any]:
+    """One scan over all layers, or one over those that recompute less and one over the others."""
+    num_lighter = compute.lighter_layers
+    if not num_lighter:
+        return jax.lax.scan(_remat(body, compute.remat), carry, layers)
+    first, rest = (jax.tree.map(itemgetter(part), layers) for part in (slice(num_lighter), slice(num_lighter, None)))
+    carry, outs = jax.lax.scan(_remat(body, LIGHTER[compute.remat]), carry, first)
+    carry, more = jax.lax.scan(_remat(body, compute.remat), carry, rest)
+    return carry, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), outs, more)
 
 
 def unstacked(stack: nnx.Module, num_layers: int) -> nnx.List:
@@ -152,7 +172,7 @@ def only_if(condition: bool | jax.Array, change: Callable[[Carry], Carry], value
     return change(value) if condition else value
 
 
-def _remat(body: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _remat(body: Callable[..., Any], name: Remat) -> Callable[..., Any]:
     if name == "none":
         return body
     return partial(jax.checkpoint, policy=REMAT_POLICIES[name], prevent_cse=False)(body)

@@ -4,6 +4,8 @@ Reference: transformers modeling_qwen3_vl.py (Qwen3VLVisionModel). Attention sta
 the tanh GELU, the mergers the exact one. The output merger normalizes before it merges, DeepStack's mergers after.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -149,7 +151,9 @@ class VisionTower(nnx.Module):
             return (x, only_if(keep, lambda taps: taps.at[slot].set(x), taps)), None
 
         taps = jnp.zeros((self.config.num_deepstack, *x.shape), x.dtype)
-        (x, taps), _ = run_layers(self.blocks, self.config.num_layers, step, (x, taps), compute)
+        (x, taps), _ = run_layers(
+            self.blocks, self.config.num_layers, step, (x, taps), replace(compute, lighter_layers=0)
+        )
 
         graphdef, params = nnx.split(self.deepstack_mergers)
         maps = [

@@ -96,13 +96,11 @@ def config_of(
 
 def make_learner(update: "PlannedUpdate", model: ModelConfig, mesh: "Mesh | None") -> "Learner":
     """A learner with random weights."""
-    from model_port.layers import Compute
     from paravt_jax.learner.learner import Learner
     from paravt_jax.learner.settings import LossConfig
     from paravt_jax.plan.batch import random_model
 
-    settings = update.policy
-    policy = random_model(model, Compute(settings.dtype, settings.attention, remat=settings.remat), update.lora, mesh)
+    policy = random_model(model, update.compute(update.policy.attention), update.lora, mesh)
     loss = update.loss or LossConfig(kl_coef=0.0)
     return Learner(policy, update.optim, loss, temperature=update.temperature, mesh=mesh)
 

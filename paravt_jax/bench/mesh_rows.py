@@ -16,6 +16,7 @@ from paravt_jax.config import Config, MeshConfig, SftConfig, load_config
 from paravt_jax.plan.devices import DeviceSpec, Rates
 from paravt_jax.plan.meshes import MeshEstimate, Shape, estimate
 from paravt_jax.plan.plan import model_config
+from paravt_jax.plan.remat import with_remat
 from paravt_jax.plan.roofline import StepSeconds
 from paravt_jax.plan.run import PlannedRl, PlannedRun, PlannedSft
 from paravt_jax.plan.step_time import Interval, step_time
@@ -74,6 +75,7 @@ def estimated_on(
     own, step = None, None
     try:
         own, step = run.on(shape)
+        own = with_remat(own, device)
         estimated = estimate(own, step, device, devices, rates)
         if run.config is not None and isinstance(own, PlannedRl) and estimated.fits:
             run_step = step_time(own, device, estimated.est_step_s)

@@ -38,10 +38,10 @@ class PolicyConfig:
         "implementation of attention; auto picks the fastest that works on the device. Set another only to compare; "
         "xla is the plain reference",
     )
-    remat: Literal["none", "full", "dots", "attention", "offload"] = setting(
-        "full",
-        "activations to recompute in the backward pass: full saves the most memory, none is the fastest, offload moves "
-        "them to host memory. Try none or dots if memory allows",
+    remat: Literal["auto", "none", "full", "dots", "attention", "offload"] = setting(
+        "auto",
+        "activations to recompute in the backward pass: auto is the least that fits by the plan, none is the fastest, "
+        "full saves the most memory, offload also moves the layers' inputs to host memory",
     )
 
 

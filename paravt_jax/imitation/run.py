@@ -6,11 +6,12 @@ Every host renders and packs all traces, because only packing decides which trac
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 
+from model_port.config import read_config
 from paravt_jax.config import DataConfig, SftConfig, ValidationConfig, computed_on, to_record
 from paravt_jax.data.rows import dropped_rows
 from paravt_jax.data.sample_order import SampleOrder
@@ -21,6 +22,8 @@ from paravt_jax.imitation.samples import sample_record
 from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.packing import TrainBatch, rows_of_host, used_frac
 from paravt_jax.learner.settings import LossConfig
+from paravt_jax.plan.remat import chosen_for
+from paravt_jax.plan.run import PlannedSft
 from paravt_jax.run.fingerprints import check_sources
 from paravt_jax.run.host_times import DeviceProbe, OwnTime, by_host
 from paravt_jax.run.hosts import ALONE, Hosts
@@ -133,7 +136,8 @@ async def open_sft_run(
 
     `allow_changes` permits another model, seed or data than the run started with.
     """
-    config = computed_on(config, (await in_thread(find_devices))[0].platform)
+    devices = await in_thread(find_devices)
+    config = computed_on(config, devices[0].platform)
     async with AsyncExitStack() as stack:
         directory = RunDirectory.acquire(config.run_dir, stack, to_record(config), allow_changes, hosts)
         remarks: list[str] = []
@@ -142,7 +146,9 @@ async def open_sft_run(
         data = f"{len(train):,} traces, {len(held_out):,} held out"
         policy = await policy_of(config, directory.path, hosts, data)
         check_sources(hosts, train, held_out, policy)
-        remarks.append(policy.attention(config.pack.row_tokens))
+        compute, line = chosen_for(policy.compute, PlannedSft.of(config, read_config(policy.hf_files)), devices)
+        policy = replace(policy, compute=compute)
+        remarks += [policy.attention(config.pack.row_tokens), line]
         learner = Learner(
             await in_thread(policy.load),
             config.optim,

@@ -21,7 +21,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from model_port.adapters import adapter_shapes, add_adapter
 from model_port.attention import allow_kernel
 from model_port.config import ModelConfig
-from model_port.layers import Compute
 from model_port.loading import abstract_model, abstract_params, with_params
 from model_port.sharding import on_mesh
 from model_port.text import Visual
@@ -107,7 +106,7 @@ class _AbstractLearner:
 
     def __init__(self, update: PlannedUpdate, model: ModelConfig, mesh: Mesh):
         self.update, self.mesh, settings, lora = update, mesh, update.policy, update.lora
-        policy = abstract_model(model, Compute(settings.dtype, allow_kernel(settings.attention), remat=settings.remat))
+        policy = abstract_model(model, update.compute(allow_kernel(settings.attention)))
         policy = with_params(policy, abstract_params(policy, settings.dtype if lora.rank else "float32", mesh))
         pairs = {path: jax.ShapeDtypeStruct(s, "float32") for path, s in adapter_shapes(model, lora.rank).items()}
         add_adapter(policy, lora, pairs, mesh)

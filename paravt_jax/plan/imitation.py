@@ -14,9 +14,9 @@ from paravt_jax.plan.plan import (
     assumed_of_seconds,
     fit_of,
     param_counts,
-    planned_memory,
     update_seconds,
 )
+from paravt_jax.plan.remat import planned_memory, remat_line, with_remat
 from paravt_jax.plan.run import PlannedSft
 from paravt_jax.plan.workload import RESPONSE_TOKENS, PlannedUpdate, Step, batch_flops
 
@@ -41,11 +41,13 @@ class ImitationPlan:
     step: Step
     flops: dict[str, float]  # per batch, over all devices, by pass
     steps: tuple[ImitationStep, ...]  # fewest rows first
+    remat: str  # what the backward pass recomputes, and why
     fit: Fit
     assumptions: tuple[str, ...]
 
 
 def make_imitation_plan(run: PlannedSft, device: DeviceSpec) -> ImitationPlan:
+    remat, given, run = remat_line(run, device), run, with_remat(run, device)
     model, update, step = run.model, run.update, run.typical_step()
     memory = planned_memory(run, device)
     return ImitationPlan(
@@ -58,7 +60,8 @@ def make_imitation_plan(run: PlannedSft, device: DeviceSpec) -> ImitationPlan:
         step=step,
         flops=batch_flops(update, model, step.shape, device.platform),
         steps=tuple(_steps(update, model, device, step)),
-        fit=fit_of(run, memory, device),
+        remat=remat,
+        fit=fit_of(given, memory, device),
         assumptions=tuple(_assumptions(run, device, step)),
     )
 

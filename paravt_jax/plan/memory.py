@@ -168,7 +168,7 @@ class Share:
     def compute(self) -> Compute:
         """The compute to trace. All attention forms except xla save the same arrays for the backward pass."""
         form: Form = "xla" if self.update.policy.attention == "xla" else "blocked"
-        return Compute(self.update.policy.dtype, form, remat=self.update.policy.remat)
+        return replace(self.update.compute(form), lighter_layers=0)
 
     @property
     def num_params(self) -> int:
@@ -203,6 +203,12 @@ class Share:
     def layer_values(self) -> int:
         stacked = {path: shape for path, shape in param_shapes(self.local).items() if path.startswith("text.layers.")}
         return sum(map(math.prod, stacked.values())) // self.model.text.num_layers
+
+    @property
+    def parts_bytes(self) -> int:
+        """Bytes of the stacked weights, copied when the layers run in two scans."""
+        stored = self.item_bytes if self.adapted else FLOAT32_BYTES
+        return stored * self.model.text.num_layers * self.layer_values // self.update.mesh.fsdp
 
     @property
     def rows(self) -> int:
@@ -267,16 +273,21 @@ class Share:
 
     def backward(self) -> Parts:
         """Memory held during the whole backward pass."""
-        layers, rows, row_tokens = self.model.text.num_layers, self.rows, self.batch.row_tokens
-        residuals = self.text_residuals(self.compute)
-        if self.compute.remat == "offload":
-            residuals = replace(residuals, layer_token=0.0)  # layer inputs are in host memory
+        saved, casts = 0, 0.0
+        for remat, layers in self.update.layers_by_remat(self.model.text.num_layers).items():
+            residuals = self.text_residuals(replace(self.compute, remat=remat))
+            if remat == "offload":
+                residuals = replace(residuals, layer_token=0.0)  # layer inputs are in host memory
+            saved += layers * residuals.layer_bytes(self.rows, self.batch.row_tokens)
+            casts += layers * residuals.layer_casts
         parts = {
             "gradients of the batch": FLOAT32_BYTES * self.num_trainable,
-            "saved by the forward pass": layers * residuals.layer_bytes(rows, row_tokens),
+            "saved by the forward pass": saved,
         }
-        if residuals.layer_casts:
-            parts["casts of the layers' weights"] = round(layers * residuals.layer_casts) // self.update.mesh.fsdp
+        if casts:
+            parts["casts of the layers' weights"] = round(casts) // self.update.mesh.fsdp
+        if self.update.lighter_layers:
+            parts["the layers' weights, in two parts"] = self.parts_bytes
         if self.update.optim.train_vision:
             residuals = vision_residuals(self.model, self.compute, self.update.mesh.tensor)
             batch = self.rows_here(self.batch.num_frame_rows), self.batch.row_patches

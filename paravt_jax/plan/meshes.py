@@ -16,7 +16,7 @@ from paravt_jax.plan.batch import BatchShape
 from paravt_jax.plan.collectives import bytes_by_kind
 from paravt_jax.plan.devices import GIB, DeviceSpec, Rates
 from paravt_jax.plan.memory import Memory
-from paravt_jax.plan.plan import planned_memory
+from paravt_jax.plan.remat import planned_memory
 from paravt_jax.plan.roofline import ProgramWork, StepSeconds, batch_works, step_seconds
 from paravt_jax.plan.run import PlannedRun
 from paravt_jax.plan.step_time import Interval

@@ -6,7 +6,7 @@ describes; seconds are an estimate from these and stated rates (roofline.py), no
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,8 +17,9 @@ from paravt_jax.config import TINY, MeshConfig
 from paravt_jax.learner.packing import TOKEN_STEP
 from paravt_jax.plan.batch import BatchShape
 from paravt_jax.plan.devices import DEVICES, LINK_FRAC, MEMORY_FRAC, PEAK_FRAC, DeviceSpec
-from paravt_jax.plan.hosts import HostPart, host_part, mesh_of_host, num_hosts
-from paravt_jax.plan.memory import Memory, SamplerShape, memory_of, param_shapes
+from paravt_jax.plan.hosts import HostPart, host_part, num_hosts
+from paravt_jax.plan.memory import Memory, param_shapes
+from paravt_jax.plan.remat import largest, planned_memory, remat_line, with_remat
 from paravt_jax.plan.roofline import StepSeconds, batch_works, step_seconds
 from paravt_jax.plan.run import PlannedRl, PlannedRun, PlannedSft
 from paravt_jax.plan.step_rates import PUBLISHED, RateRange
@@ -59,6 +60,7 @@ class Plan:
     flops: dict[str, float]  # per step, over all devices, by pass
     update: StepSeconds | None  # of a typical step
     step: StepTime | None
+    remat: str  # what the backward pass recomputes, and why
     fit: Fit
     assumptions: tuple[str, ...]
 
@@ -84,6 +86,7 @@ def model_config(path: str) -> tuple[ModelConfig, tuple[str, ...]]:
 
 
 def make_plan(run: PlannedRl, device: DeviceSpec = DEVICES["h100"], rates: RateRange = PUBLISHED) -> Plan:
+    remat, given, run = remat_line(run, device), run, with_remat(run, device)
     model, update, work, step = run.model, run.update, run.work, run.typical_step()
     memory, params = planned_memory(run, device), param_counts(update, model)
     seconds = update_seconds(update, model, device, step)
@@ -103,22 +106,10 @@ def make_plan(run: PlannedRl, device: DeviceSpec = DEVICES["h100"], rates: RateR
         flops=step_flops(update, model, work, step, device.platform),
         update=seconds,
         step=step_time(run, device, None if seconds is None else seconds.total, rates),
-        fit=fit_of(run, memory, device),
+        remat=remat,
+        fit=fit_of(given, memory, device),
         assumptions=tuple(_assumptions(run, device)),
     )
-
-
-def planned_memory(run: PlannedRun, device: DeviceSpec) -> Memory:
-    """Raises if the mesh does not divide the model, or if the hosts do not divide the mesh."""
-    mesh, sampler = run.update.mesh, None
-    hosts = num_hosts(run.hosts, run.num_devices, device)
-    if isinstance(run, PlannedRl) and run.engine.kind == "jax":
-        sizes = run.engine.sampler_sizes(run.rollout.max_context_tokens, hosts)
-        beside = run.train.max_staleness > 0
-        sampler = SamplerShape(sizes["max_rows"], sizes["cache_tokens"], mesh_of_host(mesh, hosts), beside)
-    memory = memory_of(run.update, run.model, run.largest_batch(), sampler, device.platform)
-    mesh_of_host(mesh, hosts)
-    return memory
 
 
 def param_counts(update: PlannedUpdate, model: ModelConfig) -> ParamCounts:
@@ -143,10 +134,10 @@ def fit_of(run: PlannedRun, memory: Memory, device: DeviceSpec) -> Fit:
     if device.memory_gib is None:
         return Fit(None, 0, 0, ())
     max_tokens = max(run.pack.row_tokens, run.model.text.max_positions)
-    row_tokens = TOKEN_STEP * _largest(
+    row_tokens = TOKEN_STEP * largest(
         lambda n: _fits(run.resized(row_tokens=n * TOKEN_STEP), device), max_tokens // TOKEN_STEP
     )
-    num_rows = run.num_parts * _largest(
+    num_rows = run.num_parts * largest(
         lambda n: _fits(run.resized(num_rows=n * run.num_parts), device), MAX_ROWS_PER_PART
     )
     fits = memory.peak_bytes <= device.usable_bytes
@@ -200,15 +191,6 @@ def _fits(run: PlannedRun, device: DeviceSpec) -> bool:
         return planned_memory(run, device).peak_bytes <= device.usable_bytes
     except ValueError:  # a mesh that does not divide the model fits nothing
         return False
-
-
-def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest number up to `most` that fits, if smaller numbers always fit too; 0 if none fits."""
-    low, high = 0, most + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 def _assumptions(run: PlannedRl, device: DeviceSpec) -> Iterator[str]:

@@ -102,10 +102,16 @@ def forward_bytes(share: Share) -> float:
 
 def update_bytes(share: Share) -> float:
     """Traffic of the forward pass, recomputation and the backward pass."""
-    again = 0.0 if share.update.policy.remat == "none" else _layers_bytes(share)
+    again = _repeated_frac(share) * _layers_bytes(share)
     backward = _layers_bytes(share, "backward") + 2 * _head_bytes(share) + GRADIENT_BYTES * share.num_trainable
     trained = 3.5 * vision_bytes(share) if share.update.optim.train_vision else 0.0  # (2 + 2 again + 3 back) / 2
     return forward_bytes(share) + again + backward + trained
+
+
+def _repeated_frac(share: Share) -> float:
+    """The fraction of the layers whose forward pass is repeated, at least in part."""
+    layers = share.model.text.num_layers
+    return 1 - share.update.layers_by_remat(layers).get("none", 0) / layers
 
 
 def vision_bytes(share: Share) -> float:
@@ -161,8 +167,7 @@ def _update_collectives(share: Share) -> Iterator[Collective]:
     head = FLOAT32_BYTES // share.item_bytes * share.table_values
     yield _over_fsdp("reduce-scatter", share, share.num_trainable * mesh.fsdp if share.adapted else values + head)
     yield _over_fsdp("all-to-all", share, (1 if share.adapted else 2) * _token_values(share))
-    passes = 2 if share.update.policy.remat == "none" else 3
-    yield _over_tensor(share, 2 * layers * passes + 2)
+    yield _over_tensor(share, round(2 * layers * (2 + _repeated_frac(share))) + 2)
     yield among("all-reduce", share.num_trainable * share.item_bytes, mesh.data, mesh.fsdp * mesh.tensor)
 
 

@@ -66,7 +66,7 @@ def render(plan: Plan, calibration: Calibration | None = None) -> str:
         *([_host_lines(plan.host)] if plan.host.num_hosts > 1 else []),
         *([] if calibration is None else [_calibration_lines(calibration)]),
         _step_time_lines(plan.step),
-        ["what fits", *_wrapped(_fit_lines(plan.fit, plan.batch, plan.memory, plan.device))],
+        ["what fits", *_wrapped([plan.remat, *_fit_lines(plan.fit, plan.batch, plan.memory, plan.device)])],
         ["assumptions", *_wrapped(plan.assumptions)],
     ]
     return "\n\n".join("\n".join(lines) for lines in blocks)
@@ -86,7 +86,7 @@ def render_imitation(plan: ImitationPlan) -> str:
         ["parameters", *_aligned([[name, f"{count:,}"] for name, count in vars(plan.params).items()])],
         _memory_lines(plan.memory),
         ["seconds per step, by number of rows", *_aligned(rows)],
-        ["what fits", *_wrapped(_fit_lines(plan.fit, batch, plan.memory, plan.device))],
+        ["what fits", *_wrapped([plan.remat, *_fit_lines(plan.fit, batch, plan.memory, plan.device)])],
         ["assumptions", *_wrapped(plan.assumptions)],
     ]
     return "\n\n".join("\n".join(lines) for lines in blocks)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from model_port.adapters import adapter_shapes
 from model_port.attention import Form, computed_pairs, form_of
 from model_port.config import LoraConfig, ModelConfig, VisionConfig
+from model_port.layers import LIGHTER, Compute, Remat
 from paravt_jax.config import MeshConfig, PackConfig, PolicyConfig, TrainConfig, VideoConfig
 from paravt_jax.learner.packing import PromptGroup, best_row_tokens, num_batches, place, row_lengths
 from paravt_jax.learner.settings import LossConfig, OptimConfig
@@ -41,6 +42,22 @@ class PlannedUpdate:
     loss: LossConfig | None = None  # None: SFT
     temperature: float = 1.0
     scores_before: bool = False  # the policy's log-probs are computed before the update
+    lighter_layers: int = 0  # layers that recompute less: chosen with model.remat=auto
+
+    @property
+    def remat(self) -> Remat:
+        """For model.remat=auto before the plan has chosen: full."""
+        return "full" if self.policy.remat == "auto" else self.policy.remat
+
+    def compute(self, attention: Form) -> Compute:
+        return Compute(self.policy.dtype, attention, remat=self.remat, lighter_layers=self.lighter_layers)
+
+    def layers_by_remat(self, num_layers: int) -> dict[Remat, int]:
+        """The numbers of language layers, by what they recompute."""
+        numbers: dict[Remat, int] = {self.remat: num_layers - self.lighter_layers}
+        if self.lighter_layers:
+            numbers[LIGHTER[self.remat]] = self.lighter_layers
+        return numbers
 
     @property
     def reads_reference(self) -> bool:
@@ -237,7 +254,7 @@ def _rollout_flops(model: ModelConfig, work: Workload, patches: int) -> dict[str
 def batch_flops(update: PlannedUpdate, model: ModelConfig, shape: BatchShape, platform: str) -> dict[str, float]:
     """FLOPs of an update with a single batch, over all devices, by pass: everything computed."""
     policy, rank, trained = update.policy, update.lora.rank, update.optim.train_vision
-    remat, form = policy.remat, form_of(policy.attention, shape.row_tokens, platform)
+    form = form_of(policy.attention, shape.row_tokens, platform)
     tokens, actions = shape.num_rows * shape.row_tokens, shape.num_rows * shape.row_actions
     products, adapters = _product_flops(model, tokens), 2.0 * adapter_params(rank, model) * tokens
     attention = _attention_flops(model, shape.num_rows * row_pairs(policy.attention, model, shape.row_tokens, platform))
@@ -250,8 +267,10 @@ def batch_flops(update: PlannedUpdate, model: ModelConfig, shape: BatchShape, pl
     # The head's logits are always recomputed. The output of a layer's last product is not needed again.
     again = head + SCORES_AGAIN[form] * attention
     last = 2.0 * model.text.num_layers * model.text.width * model.text.ffn_width * tokens
-    saved = attention if remat == "attention" and form != "xla" else 0.0
-    again += {"none": 0.0, "dots": attention}.get(remat, layers - last - saved)
+    scores = attention if form == "xla" else 0.0  # this form's are never saved, unless everything is
+    by_remat = {"none": 0.0, "dots": scores, "attention": layers - attention - last + scores}
+    for remat, number in update.layers_by_remat(model.text.num_layers).items():
+        again += number / model.text.num_layers * by_remat.get(remat, layers - last)
     vision = shape.num_frame_rows * frame_flops(model, shape.row_patches)
     passes = {"update, vision": vision * (1 + update.scores_before)}
     if update.reads_reference:
@@ -261,7 +280,7 @@ def batch_flops(update: PlannedUpdate, model: ModelConfig, shape: BatchShape, pl
     passes["update, forward and backward"] = forward + backward
     passes["update, recomputation"] = again
     if trained:
-        passes["update, vision backward"] = vision * (2 if remat == "none" else 3)
+        passes["update, vision backward"] = vision * (2 if update.remat == "none" else 3)
     return passes
 
 

@@ -8,6 +8,7 @@ from itertools import chain
 from pathlib import Path
 
 from model_port.bucket import is_address
+from model_port.config import read_config
 from paravt_jax.config import (
     AUTO,
     SYNTHETIC,
@@ -25,6 +26,8 @@ from paravt_jax.data.sample_order import Cursor, SampleOrder
 from paravt_jax.data.synthetic import make_synthetic
 from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.objectives import variant_of
+from paravt_jax.plan.remat import chosen_for
+from paravt_jax.plan.run import PlannedRl
 from paravt_jax.rewards.judge import Judge
 from paravt_jax.rewards.plugin import Plugin, load_plugin
 from paravt_jax.rl.batches import PolicyUpdate
@@ -76,7 +79,8 @@ async def open_run(
     if hosts.num > 1:
         _check_for_hosts(config.hosts, config.train, config.engine, replay)
     gpus = place_servers(config.engine, config.mesh.num_devices // hosts.num) if replay is None else ()
-    config = computed_on(config, (await in_thread(find_devices))[0].platform)
+    devices = await in_thread(find_devices)
+    config = computed_on(config, devices[0].platform)
     async with AsyncExitStack() as stack:
         log = None if replay is None else LoggedSteps.of(replay, config.run_dir, needs_verdicts=config.judge.is_set)
         directory = RunDirectory.acquire(config.run_dir, stack, to_record(config), allow_changes, hosts)
@@ -88,7 +92,9 @@ async def open_run(
         data = f"{len(train):,} prompts, {len(held_out):,} held out"
         policy = await policy_of(config, directory.path, hosts, data)
         check_sources(hosts, train, held_out, policy)
-        remarks.append(policy.attention(config.pack.row_tokens))
+        compute, line = chosen_for(policy.compute, PlannedRl.of(config, read_config(policy.hf_files)), devices)
+        policy = replace(policy, compute=compute)
+        remarks += [policy.attention(config.pack.row_tokens), line]
         order = SampleOrder(train, config.seed)
         training = await _resume(config, directory, policy, order, log, remarks, stack)
         frames = await stack.enter_async_context(

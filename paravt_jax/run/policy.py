@@ -189,7 +189,7 @@ def open_policy(
         chat=Chat.from_hf(hf_files),
         hf_files=hf_files,
         source=source,
-        compute=Compute(model.dtype, model.attention, remat=model.remat),
+        compute=Compute(model.dtype, model.attention, remat="full" if model.remat == "auto" else model.remat),
         name=name if HUB_ID.fullmatch(name) and not Path(name).is_dir() else str(source.absolute()),
         adapter=adapter,
         lora=lora or NO_ADAPTERS,

@@ -10,7 +10,7 @@ from paravt_jax import sft
 from paravt_jax.config import SftConfig, load_config
 from paravt_jax.plan.devices import DEVICES
 from paravt_jax.plan.imitation import make_imitation_plan
-from paravt_jax.plan.plan import planned_memory
+from paravt_jax.plan.remat import planned_memory
 from paravt_jax.plan.run import PlannedSft
 
 H100 = DEVICES["h100"]
@@ -23,7 +23,7 @@ def plan_text(capsys, monkeypatch, *arguments: str) -> str:
 
 
 def test_a_larger_batch_needs_more_memory_and_a_larger_step_does_not():
-    run = PlannedSft.of(load_config("configs/sft_8b.yaml", schema=SftConfig), preset("8b"))
+    run = PlannedSft.of(load_config("configs/sft_8b.yaml", "model.remat=full", schema=SftConfig), preset("8b"))
     plan = make_imitation_plan(run, H100)
     peaks = [planned_memory(run.resized(num_rows=num_rows), H100).peak_bytes for num_rows in (8, 16, 32)]
     assert plan.memory.peak_bytes == peaks[0] < peaks[1] < peaks[2]

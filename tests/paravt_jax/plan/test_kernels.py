@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from paravt_jax.config import load_config
-from paravt_jax.plan.plan import model_config, planned_memory
+from paravt_jax.plan.plan import model_config
+from paravt_jax.plan.remat import planned_memory
 from paravt_jax.plan.run import PlannedRl
 from paravt_jax.plan.topology import topology
 

@@ -15,7 +15,8 @@ from paravt_jax.plan.aot import compiled_update
 from paravt_jax.plan.devices import DEVICES, GIB, DeviceSpec
 from paravt_jax.plan.imitation import ImitationPlan, make_imitation_plan
 from paravt_jax.plan.meshes import compiled_bytes, mesh_shapes
-from paravt_jax.plan.plan import Plan, make_plan, model_config, planned_memory, update_seconds
+from paravt_jax.plan.plan import Plan, make_plan, model_config, update_seconds
+from paravt_jax.plan.remat import planned_memory, with_remat
 from paravt_jax.plan.run import PlannedRl, PlannedRun, PlannedSft
 from paravt_jax.plan.step_time import StepTime, step_time
 from paravt_jax.plan.tables import render
@@ -243,6 +244,7 @@ def test_the_mesh_of_the_method_configs_is_the_fastest_for_all_of_them_that_fits
 
 
 def _update_s(run: PlannedRl, device: DeviceSpec = H100) -> float:
+    run = with_remat(run, device)
     estimated = update_seconds(run.update, run.model, device, run.typical_step())
     assert estimated is not None
     return estimated.total
@@ -255,6 +257,7 @@ def test_a_recipe_fits_its_machine_by_the_compilers_figures(name):
     run: PlannedRun = planned(config_of(name)) if name in LEARNERS else planned_start(start_of(name))
     learner, mesh = with_compiler((LEARNERS | STARTS)[name]), run.update.mesh
     devices = make_mesh(mesh.data, mesh.fsdp, mesh.tensor, learner.devices())
+    run = with_remat(run, learner.device)
     programs = compiled_update(run.update, run.model, run.largest_batch(), devices)
     memory = planned_memory(run, learner.device)
     assert compiled_bytes(programs, memory) <= learner.device.usable_bytes, programs

@@ -162,12 +162,14 @@ def test_a_mesh_that_does_not_divide_the_model_is_rejected():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 16])
-def test_planned_flops_match_the_traced_update(rank, monkeypatch):
-    config = config_of((1, 1, 1), rows=2, row_tokens=1024, lora=LoraConfig(rank))
-    run = PlannedRl.of(config, MID)
+@pytest.mark.parametrize(
+    ("rank", "remat", "lighter_layers"), [(0, "full", 0), (16, "full", 0), (0, "dots", 0), (0, "attention", 4)]
+)
+def test_planned_flops_match_the_traced_update(rank, remat, lighter_layers, monkeypatch):
+    config = config_of((1, 1, 1), rows=2, row_tokens=1024, remat=remat, lora=LoraConfig(rank))
+    run = PlannedRl.of(config, MID).with_update(lighter_layers=lighter_layers)
     batch = run.largest_batch()
-    traced = traced_flops(learner_of(config, MID, None), make_batch(batch, MID), monkeypatch)
+    traced = traced_flops(make_learner(run.update, MID, None), make_batch(batch, MID), monkeypatch)
     planned = batch_flops(run.update, MID, batch, "cpu")
     assert planned["update, vision"] == pytest.approx(traced["encode_vision"], rel=0.02)
     update = planned["update, forward and backward"] + planned["update, recomputation"]

@@ -1,0 +1,99 @@
+"""What the backward pass recomputes with `model.remat=auto`: the least that fits, by the plan of the largest batch.
+
+The choice follows from the settings and the device's data sheet, so all hosts make the same. All layers use one value;
+with memory left, the first of them use the next lighter one. Beside `dots` none do: it repeats no products.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from model_port.layers import LIGHTER, Compute, Remat
+from paravt_jax.plan.devices import GIB, DeviceSpec, device_of
+from paravt_jax.plan.hosts import mesh_of_host, num_hosts
+from paravt_jax.plan.memory import Memory, SamplerShape, memory_of
+from paravt_jax.plan.run import PlannedRl, PlannedRun
+
+LEAST_FIRST: tuple[Remat, ...] = ("none", "dots", "attention", "full")
+AnyRun = TypeVar("AnyRun", bound=PlannedRun)
+
+
+def planned_memory(run: PlannedRun, device: DeviceSpec) -> Memory:
+    """Raises if the mesh does not divide the model, or if the hosts do not divide the mesh."""
+    return _memory(with_remat(run, device), device)
+
+
+def with_remat(run: AnyRun, device: DeviceSpec) -> AnyRun:
+    """The run with the chosen recomputation; without model.remat=auto, the same run."""
+    if run.update.policy.remat != "auto":
+        return run
+    if math.isinf(device.usable_bytes):
+        return _recomputing(run, "full")
+    uniform = (_recomputing(run, remat) for remat in LEAST_FIRST)
+    return _with_lighter_layers(
+        next((each for each in uniform if _fits(each, device)), _recomputing(run, "full")), device
+    )
+
+
+def remat_line(run: PlannedRun, device: DeviceSpec | None) -> str:
+    """The choice for a run and its reason, for the log and the plan."""
+    if run.update.policy.remat != "auto":
+        return f"remat: {run.update.remat}, by model.remat"
+    if device is None or math.isinf(device.usable_bytes):
+        return "remat: full, because this device's memory is unknown to the plan"
+    chosen, layers = with_remat(run, device), run.model.text.num_layers
+    update, peak_gib = chosen.update, _memory(chosen, device).peak_bytes / GIB
+    name: str = update.remat
+    if update.lighter_layers:
+        name = f"{LIGHTER[update.remat]} in {update.lighter_layers} of {layers} layers, {name} in the others"
+    line = f"remat: {name}, {peak_gib:.1f} of {device.usable_bytes / GIB:.1f} GiB planned"
+    full_gib = _memory(_recomputing(run, "full"), device).peak_bytes / GIB
+    return line if update.layers_by_remat(layers) == {"full": layers} else f"{line}; full would need {full_gib:.1f}"
+
+
+def chosen_for(compute: Compute, run: PlannedRun, devices: Sequence[Any]) -> tuple[Compute, str]:
+    """How a run on these devices computes, and the line for its log."""
+    device = device_of(devices[0].device_kind)
+    chosen = (run if device is None else with_remat(run, device)).update
+    return replace(compute, remat=chosen.remat, lighter_layers=chosen.lighter_layers), remat_line(run, device)
+
+
+def _with_lighter_layers(run: AnyRun, device: DeviceSpec) -> AnyRun:
+    """The run with as many layers that recompute less as fit."""
+    if run.update.remat not in LIGHTER:
+        return run
+
+    def lighter(number: int) -> AnyRun:
+        return run.with_update(lighter_layers=number)
+
+    return lighter(largest(lambda number: _fits(lighter(number), device), run.model.text.num_layers - 1))
+
+
+def largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number up to `most` that fits, if smaller numbers always fit too; 0 if none fits."""
+    low, high = 0, most + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _recomputing(run: AnyRun, remat: Remat) -> AnyRun:
+    return run.with_update(policy=replace(run.update.policy, remat=remat), lighter_layers=0)
+
+
+def _fits(run: PlannedRun, device: DeviceSpec) -> bool:
+    return _memory(run, device).peak_bytes <= device.usable_bytes
+
+
+def _memory(run: PlannedRun, device: DeviceSpec) -> Memory:
+    mesh, sampler = run.update.mesh, None
+    hosts = num_hosts(run.hosts, run.num_devices, device)
+    if isinstance(run, PlannedRl) and run.engine.kind == "jax":
+        sizes = run.engine.sampler_sizes(run.rollout.max_context_tokens, hosts)
+        beside = run.train.max_staleness > 0
+        sampler = SamplerShape(sizes["max_rows"], sizes["cache_tokens"], mesh_of_host(mesh, hosts), beside)
+    memory = memory_of(run.update, run.model, run.largest_batch(), sampler, device.platform)
+    mesh_of_host(mesh, hosts)
+    return memory
