@@ -11,7 +11,8 @@ from paravt_jax.bench.mesh_case import config_of
 from paravt_jax.config import load_config
 from paravt_jax.plan.devices import DEVICES, GIB
 from paravt_jax.plan.memory import Memory
-from paravt_jax.plan.remat import chosen_for, planned_memory, remat_line, with_remat
+from paravt_jax.plan.plan import make_plan
+from paravt_jax.plan.remat import MOST_FRAC, chosen_for, planned_memory, remat_line, with_remat
 from paravt_jax.plan.run import PlannedRl
 from paravt_jax.plan.workload import batch_flops
 from paravt_jax.run.process import RESERVE_FRAC
@@ -29,9 +30,9 @@ def memory(remat: str, lighter_layers: int = 0) -> Memory:
     return planned_memory(recomputing(remat, lighter_layers), H100)
 
 
-def device_for(run_memory: Memory, more_bytes: int = 0):
-    """A device with just this memory beside the reserve."""
-    usable_gib = (run_memory.peak_bytes + more_bytes + 1000) / GIB
+def device_for(run_memory: Memory, more_bytes: int = 0, most_frac: float = MOST_FRAC):
+    """A device with just this memory beside the reserve and the margin."""
+    usable_gib = (run_memory.peak_bytes + more_bytes + 1000) / most_frac / GIB
     return replace(H100, memory_gib=usable_gib / (1 - RESERVE_FRAC))
 
 
@@ -43,6 +44,17 @@ def chosen_on(device) -> tuple[str, int]:
 @pytest.mark.parametrize("remat", ["none", "dots", "attention", "full"])
 def test_a_device_with_just_enough_memory_for_a_value_uses_it(remat):
     assert chosen_on(device_for(memory(remat))) == (remat, 0)
+
+
+@pytest.mark.parametrize(("remat", "heavier"), [("none", "dots"), ("dots", "attention"), ("attention", "full")])
+@pytest.mark.parametrize("most_frac", [1.0, 0.96])
+def test_a_value_that_leaves_less_than_the_margin_is_not_used(remat, heavier, most_frac):
+    assert chosen_on(device_for(memory(remat), most_frac=most_frac))[0] == heavier
+
+
+def test_full_may_use_the_margin_too():
+    assert make_plan(RUN, device_for(memory("full"), most_frac=1.0)).fit.fits
+    assert not make_plan(RUN, device_for(memory("full"), -2000, most_frac=1.0)).fit.fits
 
 
 @pytest.mark.parametrize(("remat", "layers"), [("full", 20), ("attention", 7), ("attention", 19)])
@@ -73,8 +85,10 @@ def test_less_recomputation_takes_fewer_flops_and_more_memory():
 
 def test_the_log_tells_the_choice_and_what_full_would_need():
     device = device_for(memory("attention", 7))
-    usable, full = memory("attention", 7).peak_bytes / GIB, memory("full").peak_bytes / GIB
-    line = f"remat: dots in 7 of {LAYERS} layers, attention in the others, {usable:.1f} of {usable:.1f} GiB planned"
+    usable, peak, full = (
+        each / GIB for each in (device.usable_bytes, memory("attention", 7).peak_bytes, memory("full").peak_bytes)
+    )
+    line = f"remat: dots in 7 of {LAYERS} layers, attention in the others, {peak:.1f} of {usable:.1f} GiB planned"
     assert remat_line(RUN, device) == f"{line}; full would need {full:.1f}"
 
 
