@@ -92,11 +92,11 @@ def test_the_log_tells_the_choice_and_what_full_would_need():
     assert remat_line(RUN, device) == f"{line}; full would need {full:.1f}"
 
 
-@pytest.mark.parametrize("kind", ["cpu", "NVIDIA GeForce RTX 4090"])
-def test_a_device_of_unknown_memory_recomputes_everything(kind):
+@pytest.mark.parametrize("kind", ["cpu", "NVIDIA GeForce RTX 4090", "TPU v5"])
+def test_a_device_of_unpredicted_memory_recomputes_everything(kind):
     compute, line = chosen_for(Compute("bfloat16"), RUN, [SimpleNamespace(device_kind=kind)])
     assert (compute.remat, compute.lighter_layers) == ("full", 0)
-    assert line == "remat: full, because this device's memory is unknown to the plan"
+    assert line == "remat: full, because the plan does not predict this device's memory closely enough"
 
 
 def test_every_host_of_a_run_chooses_the_same():
