@@ -22,8 +22,6 @@ from model_port.sampler.paged import Decode, decode_attention, walked
 from model_port.sharding import constrain, everywhere
 from model_port.text import Visual
 
-PREFILL_BLOCK_PAGES = 4
-
 GraphDef = nnx.GraphDef[Qwen3VL]
 
 
@@ -97,7 +95,7 @@ def prefill(graphdef: GraphDef, params: nnx.State, cache: Cache, frames: Visual,
     def attend(q: Array, k: Array, v: Array, index: Index, cache: Cache) -> tuple[Array, Cache, None]:
         cache = Cache(write(cache.keys, k, index), write(cache.values, v, index))
         table = index * num_pages + chunk.table
-        return walked(q, cache.keys, cache.values, table, chunk.slots, PREFILL_BLOCK_PAGES), cache, None
+        return walked(q, cache.keys, cache.values, table, chunk.slots, len(chunk.pages)), cache, None
 
     _, cache, _ = model.text(chunk.tokens, chunk.positions, chunk.visual_index, frames, attend, cache, model.compute)
     return cache

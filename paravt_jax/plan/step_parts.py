@@ -7,7 +7,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from model_port.config import ModelConfig
-from model_port.sampler.sampler import CHUNK_TOKENS
+from model_port.sampler.pages import PAGE_TOKENS
+from model_port.sampler.sampler import chunk_pages
 from model_port.sharding import sampling_tensor
 from paravt_jax.config import EngineConfig, MeshConfig
 from paravt_jax.plan.collectives import Collective
@@ -111,21 +112,32 @@ class StepParts:
         return tokens * self.token_s(rows)
 
     def token_s(self, rows: float) -> float:
-        model, sampler, memory_tb_per_s = self.run.model, self.sampler, self.device.memory_tb_per_s
-        assert memory_tb_per_s is not None
-        num_bytes = sampler.weight_passes * decoded_bytes(model) + rows * self.row_bytes
-        return num_bytes / (sampler.devices * self.rates.memory_frac * 1e12 * memory_tb_per_s) + self.hops_s(rows)
+        return self.weights_s + rows * self.row_bytes / self.sampler_bytes_per_s + self.hops_s(rows)
+
+    @property
+    def weights_s(self) -> float:
+        """The weights' way through memory, for a token of all rows or a chunk of a prompt."""
+        return self.sampler.weight_passes * decoded_bytes(self.run.model) / self.sampler_bytes_per_s
+
+    @property
+    def sampler_bytes_per_s(self) -> float:
+        assert self.device.memory_tb_per_s is not None
+        return self.sampler.devices * self.rates.memory_frac * 1e12 * self.device.memory_tb_per_s
 
     def prefill_s(self, flops_per_s: float) -> float:
         """Members of a group share its prompt's cache, and a later turn prefills what is new."""
-        work, hops_s = self.work, self.hops_s(CHUNK_TOKENS) / CHUNK_TOKENS
+        work, chunk_tokens = self.work, chunk_pages(self.device.platform) * PAGE_TOKENS
+        chunk_s = self.hops_s(chunk_tokens) + (
+            0.0 if self.on_servers else self.weights_s
+        )  # servers prefill many at once
         prefills = (
             (work.num_groups, work.prompt_tokens),
-            (self.later_turns, work.response_tokens + CHUNK_TOKENS),  # from the start of a chunk
+            (self.later_turns, work.response_tokens + chunk_tokens),  # from the start of a chunk
             (work.num_calls, work.call_prompt_tokens),
         )
         return sum(
-            count * length * (token_flops(self.run.model, length) / flops_per_s + hops_s) for count, length in prefills
+            count * length * (token_flops(self.run.model, length) / flops_per_s + chunk_s / chunk_tokens)
+            for count, length in prefills
         )
 
     def hops_s(self, tokens: float) -> float:

@@ -1,5 +1,7 @@
 """The update's roofline: hand-computed cases, and how seconds change with shapes and settings."""
 
+from dataclasses import replace
+
 import pytest
 
 from model_port.config import LoraConfig, preset
@@ -7,10 +9,12 @@ from model_port.tiny import tiny_config
 from paravt_jax.bench.mesh_case import config_of
 from paravt_jax.config import DataConfig, PackConfig, PolicyConfig, SftConfig
 from paravt_jax.learner.settings import LossConfig
+from paravt_jax.plan.batch import BatchShape
 from paravt_jax.plan.collectives import Collective, among
 from paravt_jax.plan.devices import DEVICES, Rates
 from paravt_jax.plan.roofline import ProgramWork, StepSeconds, batch_works, step_seconds
 from paravt_jax.plan.run import PlannedRl, PlannedRun, PlannedSft
+from paravt_jax.plan.step_rates import PUBLISHED
 from paravt_jax.plan.workload import Step, full_step, layer_params, needed_flops
 
 RATES = Rates(flops=100.0, memory_bytes=10.0, link_bytes=5.0)
@@ -44,6 +48,22 @@ def test_the_optimizer_runs_once_per_update_and_other_programs_once_per_batch():
     shape = planned((1, 1, 1), row_tokens=64, dims=tiny_config()).largest_batch()
     step = Step(shape, num_batches=7, num_updates=3, num_tokens=11)
     assert step_seconds(programs, step, RATES) == StepSeconds(7 * 3.0, 7 * 2.0 + 3 * 5.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("layers", "row_tokens", "measured_s"),
+    [(18, 4096, 0.328), (18, 8192, 0.614), (12, 16384, 0.983), (18, 32768, 4.072)],
+)
+def test_an_h200s_update_is_inside_the_planned_interval_of_the_roofline(layers, row_tokens, measured_s):
+    """docs/benchmarks: the 8B's width, one row with an eighth of its tokens scored and 64 frames."""
+    dims = replace(EIGHT_B, text=replace(EIGHT_B.text, num_layers=layers))
+    update = planned((1, 1, 1), row_tokens=row_tokens, dims=dims).update
+    shape = BatchShape(1, row_tokens, row_tokens // 8, 64, 196)
+    roofline = step_seconds(
+        batch_works(update, dims, shape, "gpu"), full_step(shape), DEVICES["h200"].rates("bfloat16")
+    )
+    low, high = (end.update * roofline.total for end in PUBLISHED)
+    assert low < measured_s < high
 
 
 def test_longer_rows_take_more_time_per_token():

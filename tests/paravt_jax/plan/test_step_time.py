@@ -54,6 +54,16 @@ def test_the_decode_interval_contains_the_time_of_the_compiled_sampler(name, dev
     assert low < compiled_ms < high
 
 
+def test_the_prefill_interval_contains_an_h200s_seconds(monkeypatch):
+    """docs/benchmarks: stacked weights of the 8B, and chunks of 256 tokens, 10,240 tokens a second."""
+    monkeypatch.setattr("model_port.sampler.sampler.CHUNK_PAGES_ELSEWHERE", 4)
+    settings = ("rollout.dispatch=none", "reward.tool_reward=false")
+    step = step_of("8b_lora_1x80gb", *settings, device="h200")
+    run = run_of("8b_lora_1x80gb", *settings)
+    low, high = (run.work.num_groups * run.work.prompt_tokens / seconds for seconds in step.parts["prefill"])
+    assert high < 10_240 < low
+
+
 def test_decode_time_is_the_bytes_of_weights_and_cache_over_bandwidth():
     step = step_of("8b_8x80gb", "rollout.dispatch=none", "reward.tool_reward=false")
     weights, row = 2 * (6_945_767_424 + 151_936 * 4096), (1988 + 512) * 2 * 2 * 36 * 8 * 128
