@@ -125,14 +125,16 @@ class StepParts:
         return self.sampler.devices * self.rates.memory_frac * 1e12 * self.device.memory_tb_per_s
 
     def prefill_s(self, flops_per_s: float) -> float:
-        """Members of a group share its prompt's cache, and a later turn prefills what is new."""
+        """Members of a group share its prompt's cache, and a later turn prefills what is new.
+
+        The embedded sampler prefills from the start of a chunk to the end of one, and moves all weights for each. A
+        server's chunk has many prompts, so that its products hide that.
+        """
         work, chunk_tokens = self.work, chunk_pages(self.device.platform) * PAGE_TOKENS
-        chunk_s = self.hops_s(chunk_tokens) + (
-            0.0 if self.on_servers else self.weights_s
-        )  # servers prefill many at once
+        chunk_s = self.hops_s(chunk_tokens) + (0.0 if self.on_servers else self.weights_s)
         prefills = (
             (work.num_groups, work.prompt_tokens),
-            (self.later_turns, work.response_tokens + chunk_tokens),  # from the start of a chunk
+            (self.later_turns, work.response_tokens + (0 if self.on_servers else chunk_tokens)),
             (work.num_calls, work.call_prompt_tokens),
         )
         return sum(
