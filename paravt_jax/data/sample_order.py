@@ -68,11 +68,16 @@ class Cursor:
 
     def take(self, num: int) -> list[int]:
         assert num >= 0, num
-        repeated, self._again = self._again[:num], self._again[num:]
-        new = range(self._next, self._next + num - len(repeated))
-        self._next = new.stop
-        self._open.update(repeated, new)
-        return [*repeated, *new]
+        numbers = self.peek(num)
+        num_repeated = min(num, len(self._again))
+        self._again, self._next = self._again[num_repeated:], self._next + num - num_repeated
+        self._open.update(numbers)
+        return numbers
+
+    def peek(self, num: int) -> list[int]:
+        """The numbers that `take` would return, which stay as they are."""
+        repeated = self._again[:num]
+        return [*repeated, *range(self._next, self._next + num - len(repeated))]
 
     def take_these(self, numbers: Iterable[int]) -> None:
         """Opens the samples of a log. Samples that the log skips remain to do."""

@@ -8,6 +8,8 @@ With train.oversample, more groups start than the step needs, and the slowest ar
 timing, so only the log of such a run reproduces it (`rl/replay.py`), not its seed. The prompt of an aborted group
 comes first in the next step, which waits for it: no prompt is lost for being slow.
 
+If no groups start early, the overviews of the next step are still decoded early, while the learner updates.
+
 With several hosts, each runs every num-th group and receives the others' numbers (`rl/stats.py`).
 """
 
@@ -15,8 +17,10 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import compress, zip_longest
 from typing import Any, Protocol, TypeVar
+
+import numpy as np
 
 from paravt_jax.config import TrainConfig, VideoConfig
 from paravt_jax.data.budget import budgets_of
@@ -26,7 +30,11 @@ from paravt_jax.learner.settings import AdvantageConfig
 from paravt_jax.rl.episodes import RolloutWorker, task_of
 from paravt_jax.rl.groups import Group, advantages_of, for_step, over_step, rewards_of
 from paravt_jax.run.hosts import ALONE, Hosts
+from paravt_jax.sampling.engines import MEMORY_BYTES
+from rollout.prompter import Task
 from rollout.records import Episode
+from rollout.user_code import await_user_code
+from rollout.video.store import MEMORY_PER_PIXEL_BYTE
 
 ABORT_GRACE_S = 1.0  # time for an engine to report the tokens of an aborted request
 Item = TypeVar("Item")
@@ -100,6 +108,7 @@ class RolloutScheduler:
         self._running: dict[int, asyncio.Task[tuple[list[Group], StepCost]]] = {}  # by step
         self._num_started = self._num_done = 0
         self._cost: dict[str, float] = {}
+        self._decoding: asyncio.Task[None] | None = None  # overviews of the next step
         self.rollout_s = 0.0  # of this host, for the step that was returned last
 
     async def next_groups(self, step: int, unless_stopped: UnlessStopped = always) -> list[Group] | None:
@@ -129,16 +138,37 @@ class RolloutScheduler:
         self._cost = _oversampling_metrics(groups, cost.aborted) if train.oversample else {}
         self.rollout_s = cost.seconds
         self._check_missing(groups)
+        if step < train.num_steps and not train.steps_ahead:
+            self.decode_ahead()
         return groups
+
+    def decode_ahead(self) -> None:
+        """Starts to decode the overviews of the next samples into the store, as many as its half has room for.
+
+        The samples remain to be taken. The step that needs a broken video reports it.
+        """
+        samples = [self.order[number] for number in self.cursor.peek(self._train.prompts_per_step)]
+        budgets = budgets_of(samples, self._video, self.worker.seed)
+        num_frames = np.cumsum(budgets)
+        fits = num_frames * 3 * self._video.max_pixels * MEMORY_PER_PIXEL_BYTE <= MEMORY_BYTES / 2
+        own = scatter([task_of(*pair) for pair in compress(zip(samples, budgets, strict=True), fits)], self._hosts)
+        self._decoding = asyncio.create_task(self._decode(own))
+
+    async def _decode(self, tasks: Sequence[Task]) -> None:
+        async def decode(task: Task) -> None:
+            await await_user_code(self.worker.agent.overview(task))
+
+        await asyncio.gather(*map(decode, tasks), return_exceptions=True)
 
     def metrics(self) -> dict[str, float]:
         """The cost of oversampling in the step that was returned last."""
         return self._cost
 
     async def close(self) -> None:
-        for task in self._running.values():
+        tasks = [*self._running.values(), *filter(None, [self._decoding])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _collected(self, step: int) -> tuple[list[Group], StepCost]:
         return await self._running[step]

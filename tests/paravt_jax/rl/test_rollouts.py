@@ -14,12 +14,14 @@ from paravt_jax.config import load_config
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.sample_order import Cursor, SampleOrder
 from paravt_jax.rewards.judge import Judge, JudgeConfig
+from paravt_jax.rl import scheduler
 from paravt_jax.rl.episodes import RolloutWorker, evaluate
 from paravt_jax.rl.metrics import deadline_remark, group_metrics, num_tokens, rollout_metrics, staleness_mean
 from paravt_jax.rl.records import records
 from rollout.engine.protocol import DeadlineExceeded, EngineError
 from rollout.engine.scripted import ScriptedEngine
 from rollout.episode import Agent
+from rollout.video.store import MEMORY_PER_PIXEL_BYTE
 
 PROMPTS = [Prompt(f"p{n}", f"Question {n}? A or B", (f"/video{n}.mp4",), "A", "mcq") for n in range(5)]
 OPEN_QUESTIONS = [Prompt(name, "What is it?", (f"/{name}.mp4",), "a dog", "oe") for name in ("one", "two")]
@@ -571,3 +573,58 @@ def test_episodes_search_the_subtitles_of_their_row(chat, tmp_path):
 
     (groups,) = collect(chat, say, "rollout.tools=[search_subtitles]", prompts=prompts)
     assert [rollout.terms.accuracy for group in groups for rollout in group.rollouts] == [1.0] * 8
+
+
+class CountedFrames(FakeFrames):
+    """Counts the overviews of each video."""
+
+    def overviews(self):
+        return {path: len(times_s) for path, times_s in self.asked}
+
+
+def frames_between_steps(chat, *overrides, prompts=PROMPTS, num_steps=2):
+    """The overviews that are decoded after step 1 is collected and before step 2 starts, and both steps' groups."""
+    settings = [*COMMON, "video.gating=true", "video.frame_budgets=[2,3,5]", f"train.num_steps={num_steps}", *overrides]
+    config, frames = load_config(None, *settings), CountedFrames()
+
+    async def reply(request):
+        return chat.encode(half_right(request.episode, request)).tolist()
+
+    async def work():
+        agent = Agent(ScriptedEngine(reply, version=5), frames, chat, config.rollout)
+        rollouts = rollouts_of(agent, SampleOrder(prompts, 0), Cursor(), config)
+        try:
+            first = await rollouts.next_groups(1)
+            record = rollouts.cursor.to_record()
+            frames.asked.clear()
+            for _ in range(100):
+                await asyncio.sleep(0)
+            ahead = frames.overviews()
+            assert rollouts.cursor.to_record() == record
+            return ahead, first, await rollouts.next_groups(2) if num_steps > 1 else []
+        finally:
+            await rollouts.close()
+
+    return asyncio.run(work())
+
+
+def test_the_next_steps_overviews_are_decoded_while_the_learner_updates(chat):
+    ahead, _, second = frames_between_steps(chat)
+    assert ahead == {group.sample.item.videos[0]: group.frame_budget for group in second} and len(ahead) == 2
+
+
+def test_nothing_is_decoded_ahead_of_the_end_beyond_the_memory_or_beside_rollouts_that_run_ahead(chat, monkeypatch):
+    assert frames_between_steps(chat, num_steps=1)[0] == {}
+    assert frames_between_steps(chat, "train.max_staleness=1", num_steps=4)[0] == {}
+    frame_bytes = 3 * 50_176 * MEMORY_PER_PIXEL_BYTE
+    budgets = [group.frame_budget for group in frames_between_steps(chat)[2]]
+    monkeypatch.setattr(scheduler, "MEMORY_BYTES", 2 * frame_bytes * budgets[0])
+    assert list(frames_between_steps(chat)[0].values()) == budgets[:1]
+
+
+def test_a_video_that_cannot_be_decoded_ahead_is_reported_by_its_own_step(chat):
+    broken = SampleOrder(PROMPTS, 0)[2].item  # the first prompt of the second step
+    prompts = [replace(prompt, videos=("/missing.mp4",)) if prompt == broken else prompt for prompt in PROMPTS]
+    ahead, _, second = frames_between_steps(chat, prompts=prompts)
+    assert len(ahead) == 1
+    assert [{rollout.reason for rollout in group.rollouts if rollout.missing} for group in second] == [{"video"}, set()]
