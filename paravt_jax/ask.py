@@ -98,9 +98,9 @@ def main() -> None:
     videos, question = _videos_and_question(args.arguments, args.interactive)
     if args.frames is not None and args.frames < 1:
         raise ValueError(f"--frames {args.frames} must be at least 1")
-    from paravt_jax.run.compiles import use_compilation_cache
+    from paravt_jax.run.compiles import set_up_compilation
 
-    use_compilation_cache()
+    set_up_compilation()
     asyncio.run(run(args, videos, question))
 
 

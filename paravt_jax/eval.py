@@ -65,10 +65,10 @@ def main() -> None:
     config = read_config(parser, args, EvalConfig, "configs/eval_8b.yaml is an example", "data.validation=FILE")
     if config is None:
         return
-    from paravt_jax.run.compiles import use_compilation_cache
+    from paravt_jax.run.compiles import set_up_compilation
 
     claim_memory()
-    use_compilation_cache()
+    set_up_compilation()
     cells = asyncio.run(run_eval(config, args.shard))
     print(cell_table(cells))
     if config.data.split:

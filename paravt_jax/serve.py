@@ -86,9 +86,9 @@ def main() -> None:
         raise ValueError(f"--video-root {args.video_root} is not a directory")
     if args.max_questions < 1 or not args.deadline_s > 0:
         raise ValueError(f"--max-questions {args.max_questions} and --deadline-s {args.deadline_s:g} must be above 0")
-    from paravt_jax.run.compiles import use_compilation_cache
+    from paravt_jax.run.compiles import set_up_compilation
 
-    use_compilation_cache()
+    set_up_compilation()
     asyncio.run(run(args))
 
 

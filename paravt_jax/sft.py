@@ -42,10 +42,10 @@ def main() -> None:
 
         print(imitation_plan_of(config, args.device))
         return
-    from paravt_jax.run.compiles import use_compilation_cache
+    from paravt_jax.run.compiles import set_up_compilation
 
     claim_memory()
-    use_compilation_cache()
+    set_up_compilation()
     with joined(config.hosts) as hosts:
         code = asyncio.run(sft(config, allow_changes=args.allow_changes, hosts=hosts))
     if code:

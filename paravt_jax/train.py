@@ -83,10 +83,10 @@ def main() -> None:
 
         print(plan_of(config, args.device, args.calibrate))
         return
-    from paravt_jax.run.compiles import use_compilation_cache
+    from paravt_jax.run.compiles import set_up_compilation
 
     claim_memory()
-    use_compilation_cache()
+    set_up_compilation()
     with joined(config.hosts) as hosts:
         training = train(
             config,

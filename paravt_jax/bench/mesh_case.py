@@ -96,9 +96,9 @@ def config_of(
 
 def make_learner(update: "PlannedUpdate", model: ModelConfig, mesh: "Mesh | None") -> "Learner":
     """A learner with random weights."""
+    from paravt_jax.learner.batch_shape import random_model
     from paravt_jax.learner.learner import Learner
     from paravt_jax.learner.settings import LossConfig
-    from paravt_jax.plan.batch import random_model
 
     policy = random_model(model, update.compute(update.policy.attention), update.lora, mesh)
     loss = update.loss or LossConfig(kl_coef=0.0)

@@ -36,7 +36,7 @@ from paravt_jax.bench.mesh_rows import (
     unknowns,
 )
 from paravt_jax.config import Config, computed_on, written_dtype
-from paravt_jax.plan.batch import make_batch
+from paravt_jax.learner.batch_shape import make_batch
 from paravt_jax.plan.devices import NO_ROOM, DeviceSpec, Rates, device_of
 from paravt_jax.plan.meshes import MeshEstimate, Shape
 from paravt_jax.plan.plan import assumed_of_seconds

@@ -246,7 +246,7 @@ class EngineConfig:
             )
 
 
-SIZES_PER_DOUBLING, SHORT_ROW_TOKENS = 8, 4096
+SHORT_ROW_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -263,12 +263,8 @@ class PackConfig:
         _at_least_1("pack", self, "row_tokens", "num_rows")
 
     @property
-    def sizes_per_doubling(self) -> int:
-        """Row lengths per doubling; fewer for short rows, where compiling costs more than padding."""
-        return 1 if self.is_short else SIZES_PER_DOUBLING
-
-    @property
-    def is_short(self) -> bool:
+    def one_shape(self) -> bool:
+        """RL gives all batches of short rows the largest sizes: compiling further sizes costs more than padding."""
         return self.row_tokens <= SHORT_ROW_TOKENS
 
 

@@ -18,14 +18,16 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from model_port.compiling import compiling
 from model_port.model import Qwen3VL
 from model_port.sharding import ACTIVATION_AXES, from_rows, num_row_parts, on_mesh, own_rows
 from model_port.text import Visual
 from paravt_jax.learner import programs
+from paravt_jax.learner.ahead import UpdateCompiler, shapes_of
 from paravt_jax.learner.credit import CLASSES
-from paravt_jax.learner.losses import LossCoefs, LossSpec, kl_penalties, ratio_quantile
+from paravt_jax.learner.losses import LossCoefs, LossSpec, ratio_quantile
 from paravt_jax.learner.objectives import (
     Objective,
     OldLogProbs,
@@ -33,7 +35,6 @@ from paravt_jax.learner.objectives import (
     PolicyObjective,
     PolicySums,
     imitation,
-    sampled_tokens,
     variant_of,
 )
 from paravt_jax.learner.optim import numbers_at, optimizer
@@ -84,7 +85,7 @@ class Learner:
         dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(trainable)} - {"float32", "float64"}
         if dtypes:
             raise ValueError(f"the masters must be float32, got {', '.join(sorted(dtypes))}; load the model in float32")
-        step, num_bad = (jnp.zeros((), jnp.int32) for _ in range(2))  # two buffers: both are donated
+        step, num_bad = (self._zero() for _ in range(2))  # two buffers: both are donated
         self.state = TrainState(trainable, frozen, self._make_opt_state(trainable), step, num_bad)
         self._move_moments(HOST_MEMORY)
         # The reference is the first policy, in the compute dtype because it never changes. Without KL there is none.
@@ -97,13 +98,35 @@ class Learner:
         """The current policy. It shares its arrays with the state, and the next update donates them."""
         return nnx.merge(self._structure, *self.state.params)
 
+    def update_compiler(self, num_dialogues: int, *, scores_before: bool) -> UpdateCompiler:
+        """Compiles the programs of `update`, and of `kl_penalties` for KL in the reward, from the current shapes."""
+        in_reward = self.loss.kl_in == "reward" and self.loss.kl_coef > 0
+        memory = DEVICE_MEMORY if self.optim.offload else None
+        state = replace(shapes_of(self.state), opt_state=shapes_of(self.state.opt_state, memory))
+        return UpdateCompiler(
+            self._structure,
+            state,
+            None if self._ref is None else Params(shapes_of(self._ref, memory), state.frozen),
+            self._temperature,
+            numbers_at(self.optim, 0, self._num_steps),
+            self._objective(num_dialogues),
+            self._coefs,
+            num_penalized=num_dialogues if in_reward else 0,
+            train_vision=self.optim.train_vision,
+            scores_before=scores_before,
+            mesh=self.mesh,
+        )
+
+    def _objective(self, num_dialogues: int) -> PolicyObjective:
+        spec = LossSpec.of(self.loss, self._variant)
+        return PolicyObjective(spec, num_dialogues if spec.needs_sequences else 0)
+
     def update(self, parts: Sequence[StepPart], num_dialogues: int) -> dict[str, float]:
         """An RL step: one optimizer step per part. Returns the metrics of all parts.
 
         `num_dialogues` bounds the dialogues of a part.
         """
-        spec = LossSpec.of(self.loss, self._variant)
-        objective = PolicyObjective(spec, num_dialogues if spec.needs_sequences else 0)
+        objective = self._objective(num_dialogues)
         reports = []
         for part in parts:
             if part.batches:
@@ -150,10 +173,10 @@ class Learner:
         spec, total = LossSpec.of(self.loss, self._variant), np.zeros(num_dialogues, np.float64)
         with on_mesh(self.mesh):
             for host_batch, old in zip(part.batches, part.old, strict=True):
-                assert old.prox_logp is not None
                 batch = on_devices(replace(host_batch, vision=None), self.mesh)
-                tokens = sampled_tokens(old.prox_logp, old, batch, part.counts, num_dialogues)
-                total += np.asarray(kl_penalties(spec, self._coefs, tokens))
+                total += np.asarray(
+                    programs.penalties(spec, self._coefs, old, batch, part.counts, num_dialogues=num_dialogues)
+                )
         return total
 
     def _step(
@@ -168,7 +191,8 @@ class Learner:
         """
         if not batches:
             raise ValueError("a step needs at least one batch")
-        with on_mesh(self.mesh):
+        rows, tokens = batches[0].text.tokens.shape
+        with on_mesh(self.mesh), compiling(f"update ({rows} x {tokens} tokens)"):
             total = self._gradients(batches[0], objective, partial(inputs, 0))
             for number, batch in enumerate(batches[1:], 1):
                 total = programs.add(total, self._gradients(batch, objective, partial(inputs, number)))
@@ -230,6 +254,11 @@ class Learner:
 
     def _optim_metrics(self, grad_norm: float) -> dict[str, float]:
         return {"optim/grad_norm": grad_norm, "optim/num_bad_steps": float(self.state.num_bad)}
+
+    def _zero(self) -> Int[Array, ""]:
+        """A counter, on all devices as in later steps: elsewhere, the second step would compile its programs again."""
+        zero = jnp.zeros((), jnp.int32)
+        return zero if self.mesh is None else jax.device_put(zero, NamedSharding(self.mesh, PartitionSpec()))
 
     def _make_opt_state(self, trainable: nnx.State) -> Any:
         """Moments have the sharding of their parameters."""

@@ -32,10 +32,11 @@ from model_port.inputs import (
 )
 
 TOKEN_STEP = 128  # granularity of a row's tokens, for small sizes
+SIZES_PER_DOUBLING = 8  # row lengths to choose from, per doubling
 FRAME_ROW_STEP = 4  # rows of patches are this many, doubled until all frames fit
+FRAME_TOKENS = 4  # the fewest tokens of a frame: its time, its start, a merged patch, its end
 MAX_HALVINGS = 3  # a row's scored tokens are its tokens, halved up to this many times
 BATCH_TOKENS = 256  # tokens that take about as long as reading all weights, which every batch does
-DENSE_TOKENS = 2048  # row length at which a short row's attention, where no block is skipped, costs as much as the rest
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,12 +105,21 @@ class PackShape:
     row_tokens: int
     row_patches: int  # patches per row of frames; the largest frame fits
     num_parts: int = 1  # the mesh splits the rows into this many parts; each part has only its rows' frames
+    min_actions: int = 1  # every row has room for at least this many scored tokens
+    min_frame_rows: int = 0  # every part has at least this many rows of patches
 
     def __post_init__(self) -> None:
         if self.num_rows % self.num_parts:
             raise ValueError(
                 f"pack.num_rows={self.num_rows} must be a multiple of mesh.data x mesh.fsdp = {self.num_parts}"
             )
+
+
+def one_shape(num_rows: int, row_tokens: int, row_patches: int, num_parts: int, max_frames: int) -> PackShape:
+    """The shape that all batches fit into, if they have at most `max_frames` frames."""
+    most_frames = min(max_frames, num_rows // num_parts * row_tokens // FRAME_TOKENS)
+    frame_rows = stepped(most_frames, FRAME_ROW_STEP, 1)
+    return PackShape(num_rows, row_tokens, row_patches, num_parts, row_tokens, frame_rows)
 
 
 @dataclass(frozen=True)
@@ -214,7 +224,7 @@ def _placed(groups: Sequence[PromptGroup], row_tokens: int, num_rows: int) -> li
     return rows
 
 
-def row_lengths(max_row_tokens: int, sizes_per_doubling: int) -> list[int]:
+def row_lengths(max_row_tokens: int, sizes_per_doubling: int = SIZES_PER_DOUBLING) -> list[int]:
     """The row lengths to choose from: few, because each compiles its own programs."""
     lengths = [TOKEN_STEP]
     while lengths[-1] < max_row_tokens:
@@ -229,15 +239,12 @@ def num_batches(groups: Sequence[PromptGroup], row_tokens: int, batch_rows: int)
     return float(-(-len(place(groups, row_tokens, batch_rows)) // batch_rows))
 
 
-def best_row_tokens(lengths: Sequence[int], num_batches: Sequence[float], *, is_dense: bool) -> int:
-    """The row length with the least work, given the number of batches with each; the longest if no length fits.
-
-    `is_dense`: attention computes all pairs of a row, so its work grows with the square of the length.
-    """
+def best_row_tokens(lengths: Sequence[int], num_batches: Sequence[float]) -> int:
+    """The row length with the least work, given the number of batches with each; the longest if no length fits."""
 
     def work(choice: tuple[int, float]) -> float:
         tokens, batches = choice
-        return batches * (BATCH_TOKENS + tokens + is_dense * tokens**2 / DENSE_TOKENS)
+        return batches * (BATCH_TOKENS + tokens)
 
     return min(zip(reversed(lengths), reversed(num_batches), strict=True), key=work)[0]
 
@@ -259,13 +266,13 @@ def fill(
     keys = _frame_keys(dialogues)
     parts = _parts(rows, shape)
     parts += [[] for _ in range(sizes.num_batches * shape.num_parts - len(parts))]
-    num_actions = halved(shape.row_tokens, sizes.num_actions)
-    num_frame_rows = stepped(sizes.num_frame_rows, FRAME_ROW_STEP, 1)
+    num_actions = halved(shape.row_tokens, max(sizes.num_actions, shape.min_actions))
+    num_frame_rows = stepped(max(sizes.num_frame_rows, shape.min_frame_rows), FRAME_ROW_STEP, 1)
 
     def filled(part: Sequence[Row]) -> TrainBatch:
         visible = _visible_frames(part, dialogues, keys)
         vision, first_rows = None, dict.fromkeys(keys, 0)  # 0 for the frames of other parts
-        if sizes.num_frame_rows:
+        if max(sizes.num_frame_rows, shape.min_frame_rows):
             packed = pack_vision([frames[key] for key in visible], config.vision, shape.row_patches, num_frame_rows)
             vision, first_rows = packed[0], first_rows | dict(zip(visible, packed[1], strict=True))
         sequences = [[_row_sequence(sequence, dialogues, keys, config) for sequence in row] for row in part]

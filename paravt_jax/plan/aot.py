@@ -25,6 +25,7 @@ from model_port.loading import abstract_model, abstract_params, with_params
 from model_port.sharding import on_mesh
 from model_port.text import Visual
 from paravt_jax.learner import programs
+from paravt_jax.learner.batch_shape import BatchShape, abstract_batch
 from paravt_jax.learner.learner import opt_shardings, trained_filter
 from paravt_jax.learner.losses import LossCoefs, LossSpec
 from paravt_jax.learner.objectives import OldLogProbs, PolicyInputs, PolicyObjective, imitation, variant_of
@@ -33,7 +34,6 @@ from paravt_jax.learner.packing import TrainBatch
 from paravt_jax.learner.programs import Params, TrainState
 from paravt_jax.learner.settings import HEAD_CHUNK_TOKENS
 from paravt_jax.learner.variants import StepCounts
-from paravt_jax.plan.batch import BatchShape, abstract_batch
 from paravt_jax.plan.collectives import Collective, collectives_of
 from paravt_jax.plan.flops import product_flops
 from paravt_jax.plan.workload import PlannedUpdate

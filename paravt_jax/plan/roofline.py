@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from model_port.attention import form_of
 from model_port.config import ModelConfig
+from paravt_jax.learner.batch_shape import BatchShape
 from paravt_jax.learner.settings import HEAD_CHUNK_TOKENS
-from paravt_jax.plan.batch import BatchShape
 from paravt_jax.plan.collectives import Collective, among
 from paravt_jax.plan.devices import Rates
 from paravt_jax.plan.memory import FLOAT32_BYTES, Share, share_of, vision_residuals

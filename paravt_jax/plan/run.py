@@ -19,8 +19,8 @@ from paravt_jax.config import (
     TrainConfig,
     VideoConfig,
 )
+from paravt_jax.learner.batch_shape import BatchShape
 from paravt_jax.learner.packing import FRAME_ROW_STEP, halved, stepped
-from paravt_jax.plan.batch import BatchShape
 from paravt_jax.plan.workload import (
     PROMPT_TEXT_TOKENS,
     RESPONSE_TOKENS,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from paravt_jax.config import Config, MeshConfig, SftConfig, computed_on
-from paravt_jax.plan.batch import BatchShape
+from paravt_jax.learner.batch_shape import BatchShape
 from paravt_jax.plan.calibrate import Calibration, calibrated
 from paravt_jax.plan.devices import DEVICES, DeviceSpec
 from paravt_jax.plan.hosts import HostPart

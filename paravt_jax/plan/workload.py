@@ -13,9 +13,9 @@ from model_port.attention import Form, computed_pairs, form_of
 from model_port.config import LoraConfig, ModelConfig, VisionConfig
 from model_port.layers import LIGHTER, Compute, Remat
 from paravt_jax.config import MeshConfig, PackConfig, PolicyConfig, TrainConfig, VideoConfig
+from paravt_jax.learner.batch_shape import BatchShape
 from paravt_jax.learner.packing import PromptGroup, best_row_tokens, num_batches, place, row_lengths
 from paravt_jax.learner.settings import LossConfig, OptimConfig
-from paravt_jax.plan.batch import BatchShape
 from rollout.episode_config import EpisodeConfig
 
 # A typical episode. Most turns end long before the config's bounds.
@@ -171,9 +171,9 @@ def workload_of(
 
 def _rows(groups: Sequence[PromptGroup], pack: PackConfig) -> tuple[int, int]:
     """Length and number of the rows that the learner packs these groups into."""
-    lengths = row_lengths(pack.row_tokens, pack.sizes_per_doubling)
+    lengths = [pack.row_tokens] if pack.one_shape else row_lengths(pack.row_tokens)
     needed = [num_batches(groups, length, pack.num_rows) for length in lengths]
-    row_tokens = best_row_tokens(lengths, needed, is_dense=pack.is_short)
+    row_tokens = best_row_tokens(lengths, needed)
     return row_tokens, len(place(groups, row_tokens, pack.num_rows))
 
 

@@ -3,7 +3,7 @@
 Each host packs the groups that it sampled. Batch shapes and denominators are global.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import TypeVar
 
@@ -14,6 +14,7 @@ from model_port.processing import VisionContract
 from model_port.sharding import num_row_parts
 from paravt_jax.config import PackConfig, TrainConfig
 from paravt_jax.learner.advantages import relative_penalties, with_kl_penalty
+from paravt_jax.learner.batch_shape import abstract_batch, batch_of
 from paravt_jax.learner.credit import dialogues_of
 from paravt_jax.learner.learner import Learner, StepPart
 from paravt_jax.learner.packing import (
@@ -23,6 +24,7 @@ from paravt_jax.learner.packing import (
     TrainBatch,
     best_row_tokens,
     num_batches,
+    one_shape,
     pack,
     prompt_groups,
     row_lengths,
@@ -78,13 +80,18 @@ class PolicyUpdate:
         rollout: EpisodeConfig,
         pack: PackConfig,
         max_pixels: int,
+        max_frames: int,
         seed: int,
         hosts: Hosts = ALONE,
     ):
+        """A picture has at most `max_pixels`, an overview `max_frames`."""
         self._learner, self._chat, self._hosts = learner, chat, hosts
         self._contract = replace(contract, max_pixels=max(contract.max_pixels, max_pixels))
         self._train, self._rollout, self._pack_settings = train, rollout, pack
         self._row_patches, self._seed = max_pixels // contract.patch_px**2, seed
+        call_frames = rollout.tool_turns * rollout.max_parallel * rollout.subagent_max_frames
+        group_frames = max_frames + train.group_size * call_frames * train.subagent_loss
+        self._max_frames = train.prompts_per_step * group_frames  # of a step
         self.own_time = OwnTime()  # this host's own work in the last update, without waits for hosts or devices
 
     def run(self, groups: Sequence[Group]) -> dict[str, float]:
@@ -118,7 +125,7 @@ class PolicyUpdate:
         groups = [group for group in groups if group.has_signal]
         parts = self._packed(groups)
         kl_in_reward = loss.kl_in == "reward" and loss.kl_coef > 0
-        if kl_in_reward or len(parts) > 1:
+        if self._scores_before:
             with self.own_time.waiting():
                 parts = [packed.with_old_log_probs(learner) for packed in parts]
         return [self._penalized(packed, groups) for packed in parts] if kl_in_reward else parts
@@ -203,13 +210,36 @@ class PolicyUpdate:
     def _shape(self, dialogues_of_parts: Sequence[Sequence[Dialogue]]) -> PackShape:
         """The shape of this host's rows, the same for all parts of the step."""
         settings, num_hosts = self._pack_settings, self._hosts.num
+        if settings.one_shape:
+            return self._one_shape
         num_rows, num_parts = settings.num_rows // num_hosts, num_row_parts(self._learner.mesh) // num_hosts
-        lengths = row_lengths(settings.row_tokens, settings.sizes_per_doubling)
+        lengths = row_lengths(settings.row_tokens)
         groups_of_parts = list(map(prompt_groups, dialogues_of_parts))
         own = [[num_batches(groups, length, num_rows) for length in lengths] for groups in groups_of_parts]
         of_hosts = np.array(self._gather("batches", own))  # by host, part and length
-        row_tokens = best_row_tokens(lengths, of_hosts.max(axis=0).sum(axis=0).tolist(), is_dense=settings.is_short)
+        row_tokens = best_row_tokens(lengths, of_hosts.max(axis=0).sum(axis=0).tolist())
         return PackShape(num_rows, row_tokens, self._row_patches, num_parts)
+
+    @property
+    def _one_shape(self) -> PackShape:
+        settings, num_hosts = self._pack_settings, self._hosts.num
+        num_rows, num_parts = settings.num_rows // num_hosts, num_row_parts(self._learner.mesh) // num_hosts
+        return one_shape(num_rows, settings.row_tokens, self._row_patches, num_parts, self._max_frames)
+
+    def compile_ahead(self) -> Callable[[], None]:
+        """The work, for a thread, that compiles the programs of all updates: nothing if their shapes are not known."""
+        if not self._pack_settings.one_shape:
+            return lambda: None
+        learner = self._learner
+        batch = abstract_batch(batch_of(self._one_shape, self._hosts.num), learner.model.config, learner.mesh)
+        compiler = learner.update_compiler(self._max_dialogues, scores_before=self._scores_before)
+        return lambda: compiler.compile(batch)
+
+    @property
+    def _scores_before(self) -> bool:
+        """Whether an update needs log-probs from before it."""
+        loss = self._learner.loss
+        return self._train.updates_per_step > 1 or (loss.kl_in == "reward" and loss.kl_coef > 0)
 
     def _frames(self, groups: Sequence[Group]) -> dict[str, Frame]:
         pictures = {

@@ -76,6 +76,7 @@ class Run:
             training.log.say(f"step {training.step + 1}: {remark}")
         training.log.phase("update")
         start_s = time.monotonic()
+        await training.compiled()
         update_metrics = await in_thread(lambda: self.policy_update.run(groups))
         tokens = num_tokens(groups, self.policy.chat, self.policy.contract.unit_px)
         await in_thread(lambda: self._share_episodes(groups))

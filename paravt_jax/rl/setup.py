@@ -103,22 +103,25 @@ async def open_run(
         if log is None and hosts.leads:
             videos = (video for prompt in (*train, *held_out) for video in prompt.videos)
             warn_of_large(frames, videos, config.video.most_frames, training.log.say, stack)
+        policy_update = PolicyUpdate(
+            training.learner,
+            policy.chat,
+            policy.contract,
+            train=config.train,
+            rollout=config.rollout,
+            pack=config.pack,
+            max_pixels=config.video.max_pixels * config.rollout.detail_factor,
+            max_frames=config.video.most_frames,
+            seed=config.seed,
+            hosts=hosts,
+        )
+        training.compile_ahead(policy_update.compile_ahead(), stack)
         rollouts = await _rollouts(config, training, policy, frames, plugin, order, log, gpus, take_over, stack)
         worker = rollouts.worker
         run = Run(
             training=training,
             policy=policy,
-            policy_update=PolicyUpdate(
-                training.learner,
-                policy.chat,
-                policy.contract,
-                train=config.train,
-                rollout=config.rollout,
-                pack=config.pack,
-                max_pixels=config.video.max_pixels * config.rollout.detail_factor,
-                seed=config.seed,
-                hosts=hosts,
-            ),
+            policy_update=policy_update,
             engine=worker.agent.engine,
             engine_settings=config.engine,
             rollouts=rollouts,
@@ -230,6 +233,8 @@ async def _rollouts(
         hosts=training.directory.hosts,
     )
     stack.push_async_callback(rollouts.close)
+    if training.step < training.num_steps:
+        rollouts.decode_ahead()
     return rollouts
 
 

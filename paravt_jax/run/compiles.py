@@ -1,10 +1,23 @@
-"""Counts and times XLA compilations, and sets up the compilation cache."""
+"""Counts, times and logs XLA compilations, and sets up the compilation cache."""
 
 import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import jax
 
+from model_port.compiling import purpose
+from model_port.terminal import say
 from paravt_jax.run.directory import user_cache
+
+LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # recorded right before a program is compiled
+COMPILED = "/jax/core/compile/backend_compile_duration"  # recorded when it is compiled, or was read from the cache
+SHOWN_AFTER_S = 5.0  # faster compilations are not logged
+AGAIN_EVERY_S = 30.0
+POLL_S = 0.5
+MIN_CACHED_S = 0.1  # programs that compile faster are not cached
 
 
 class Compiles:
@@ -15,7 +28,7 @@ class Compiles:
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
+        if event == COMPILED:
             self._number += 1
             self._seconds += duration_secs
 
@@ -26,7 +39,55 @@ class Compiles:
         return metrics
 
 
-def use_compilation_cache() -> None:
-    """Caches compiled programs on disk, so that a resumed run need not compile again."""
+class CompileLog:
+    """Logs compilations that take long, while they run and when they end."""
+
+    def __init__(self, say: Callable[[str], object] = say) -> None:
+        self._say = say
+        self._running: dict[threading.Thread, _Compilation] = {}
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+        threading.Thread(target=self._watch, name="compile log", daemon=True).start()
+
+    def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        thread = threading.current_thread()
+        if event == LOWERED:
+            self._running[thread] = _Compilation(_name_of(str(kwargs.get("fun_name", ""))), time.monotonic())
+        elif event == COMPILED and (running := self._running.pop(thread, None)) and duration_secs >= SHOWN_AFTER_S:
+            self._show(f"compiled {running.name} in {duration_secs:.0f} s")
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(POLL_S)
+            for thread, running in [*self._running.items()]:
+                seconds = time.monotonic() - running.start_s
+                if thread.is_alive() and seconds >= running.next_s:
+                    running.next_s += AGAIN_EVERY_S
+                    self._show(f"compiling {running.name}, {seconds:.0f} s so far")
+
+    def _show(self, line: str) -> None:
+        if jax.process_index() == 0:
+            self._say(line)
+
+
+@dataclass
+class _Compilation:
+    """A program that is being compiled."""
+
+    name: str
+    start_s: float
+    next_s: float = field(default_factory=lambda: SHOWN_AFTER_S)  # when the next line is due, since the start
+
+
+def set_up_compilation() -> None:
+    """Caches compiled programs on disk, so that a resumed run need not compile again, and logs slow compilations."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(user_cache("xla")))
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_CACHED_S)
+    CompileLog()
+
+
+def _name_of(function: str) -> str:
+    """For example `update 3 of 4 (8 x 4096 tokens): gradients`."""
+    name = function.removeprefix("jit(").removesuffix(")")
+    return ": ".join(filter(None, [purpose(), name]))

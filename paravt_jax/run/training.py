@@ -4,6 +4,7 @@ A run's directory identifies it: a run with the same directory resumes from its 
 keyed by seed and number, so a checkpoint needs only the learner's state and a few numbers, the progress.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -137,6 +138,7 @@ class Training:
     parts: EpisodeParts  # other hosts' episodes
     copies: LogCopies | None = None  # copies its logs to a bucket
     compiles: Compiles = field(default_factory=Compiles)
+    ahead: asyncio.Task[None] | None = None  # compiles the update before the first one
     began_step_s: float = 0.0
     exit_code: int = 0  # of the command: 0 if all steps are done, 128 + n if signal n stopped the run earlier
 
@@ -207,6 +209,21 @@ class Training:
     def version(self) -> int:
         """Optimizer steps in the learner's weights."""
         return int(self.learner.state.step)
+
+    def compile_ahead(self, work: Callable[[], None], stack: AsyncExitStack) -> None:
+        """Compiles the update's programs in a thread, while the data of the first step are prepared."""
+        task = self.ahead = asyncio.create_task(in_thread(work))
+
+        async def finish() -> None:
+            await asyncio.wait([task])  # an update has raised its error
+            task.exception()
+
+        stack.push_async_callback(finish)
+
+    async def compiled(self) -> None:
+        """Waits until the update's programs are compiled. Raises the error of the compilation."""
+        if self.ahead is not None:
+            await self.ahead
 
     def begin_step(self, phase: str) -> bool:
         """False if all steps are done."""

@@ -181,10 +181,10 @@ def update(check: Check) -> Iterator[Row]:
 
     from model_port.attention import allow_kernel
     from model_port.layers import Compute
+    from paravt_jax.learner.batch_shape import BatchShape, make_batch, random_model
     from paravt_jax.learner.learner import Learner, StepPart
     from paravt_jax.learner.settings import LossConfig, OptimConfig
     from paravt_jax.learner.variants import StepCounts
-    from paravt_jax.plan.batch import BatchShape, make_batch, random_model
 
     limit = float((jax.devices()[0].memory_stats() or {}).get("bytes_limit", math.inf))
     full_model = check.full_model
@@ -302,7 +302,7 @@ def _one_way(way: str, check: Check, make: Callable[..., Update]) -> Row:
 def publish(check: Check) -> Iterator[Row]:
     """Writes weights from the device to files in memory, as for servers, which are not part of this."""
     from model_port.layers import Compute
-    from paravt_jax.plan.batch import random_model
+    from paravt_jax.learner.batch_shape import random_model
     from paravt_jax.sampling.weights import ModelWeights
 
     sent = ModelWeights(random_model(check.group_model, Compute("bfloat16")), np.dtype("bfloat16"))

@@ -23,7 +23,7 @@ def sampler(check: Check) -> Iterator[Row]:
 
     from model_port.layers import Compute
     from model_port.sampler import Sampler, SamplerPrompt, SamplerRequest, SamplingParams
-    from paravt_jax.plan.batch import random_model
+    from paravt_jax.learner.batch_shape import random_model
     from paravt_jax.plan.devices import device_of
     from paravt_jax.sampling.local_copy import LocalCopy
 

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     rows = args.rows or config.pack.num_rows
     steps = list(_steps(config, args.signal, args.steps))
     tokens = sum(group.num_tokens for groups in steps for group in groups)
-    lengths = row_lengths(config.pack.row_tokens, config.pack.sizes_per_doubling)
+    lengths = row_lengths(config.pack.row_tokens)
     chosen = [_packed(groups, _chosen(groups, lengths, rows), rows) for groups in steps]
     of_largest = [_packed(*_of_largest(groups, config.pack.row_tokens), rows) for groups in steps]
     cases = {"largest group": of_largest, "chosen": chosen}
@@ -90,7 +90,7 @@ def _steps(config: Config, signal: float, num_steps: int) -> Iterator[list[Promp
 
 def _chosen(groups: Sequence[PromptGroup], lengths: Sequence[int], batch_rows: int) -> int:
     needed = [num_batches(groups, length, batch_rows) for length in lengths]
-    return best_row_tokens(lengths, needed, is_dense=False)
+    return best_row_tokens(lengths, needed)
 
 
 def _of_largest(groups: Sequence[PromptGroup], max_row_tokens: int) -> tuple[list[PromptGroup], int]:

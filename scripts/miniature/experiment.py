@@ -190,10 +190,10 @@ def _cpu_s() -> float:
 
 def share_programs() -> None:
     """Prepares this process as the commands of the runs do theirs."""
-    from paravt_jax.run.compiles import use_compilation_cache  # imports jax, which a report does not need
+    from paravt_jax.run.compiles import set_up_compilation  # imports jax, which a report does not need
 
     claim_memory()
-    use_compilation_cache()
+    set_up_compilation()
 
 
 def run_jobs(jobs: Iterable[Job]) -> None:

@@ -70,6 +70,7 @@ def update_of(
         rollout=config.rollout,
         pack=config.pack,
         max_pixels=config.video.max_pixels * config.rollout.detail_factor,
+        max_frames=config.video.most_frames,
         seed=config.seed,
         hosts=hosts,
     )

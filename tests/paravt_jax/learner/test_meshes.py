@@ -11,8 +11,8 @@ from model_port.config import ModelConfig, TextConfig, VisionConfig
 from model_port.sharding import make_mesh, on_mesh
 from paravt_jax.bench.mesh_case import config_of, make_learner
 from paravt_jax.learner import programs
+from paravt_jax.learner.batch_shape import BatchShape, make_batch
 from paravt_jax.learner.objectives import imitation
-from paravt_jax.plan.batch import BatchShape, make_batch
 from paravt_jax.plan.run import PlannedRl
 
 # Sizes that identify an array in a program.

@@ -326,24 +326,22 @@ def test_rows_are_as_long_as_the_work_needs():
     assert lengths == [128, 256, 384, 512, 640, 768, 896, 1024]
     group = PromptGroup(100, [100, 100])  # 300 tokens
 
-    def chosen(groups, batch_rows, lengths=lengths, is_dense=False):
-        return best_row_tokens(lengths, [num_batches(groups, n, batch_rows) for n in lengths], is_dense=is_dense)
+    def chosen(groups, batch_rows):
+        return best_row_tokens(lengths, [num_batches(groups, n, batch_rows) for n in lengths])
 
     assert chosen([group], 1) == 384
     assert chosen([group], 2) == 256  # a branch in each row
     assert chosen(3 * [group], 1) == 1024  # one batch instead of three
-    longer = 2 * [PromptGroup(1000, [1000, 1000])]
-    assert [chosen(longer, 1, [3072, 6144], is_dense) for is_dense in (False, True)] == [6144, 3072]
     assert num_batches([group], 128, 1) == float("inf") and chosen([PromptGroup(0, [2000])], 1) == 1024
     assert num_batches([], 128, 1) == 0
 
 
 @pytest.mark.parametrize(("batch_rows", "least"), [(8, 0.83), (4, 0.9), (1, 0.94)])
 def test_the_published_lengths_fill_their_rows(batch_rows, least):
-    lengths, slots, used = row_lengths(32_768, 8), 0, 0
+    lengths, slots, used = row_lengths(32_768), 0, 0
     for groups in map(random_groups, range(20)):
         needed = [num_batches(groups, n, batch_rows) for n in lengths]
-        row_tokens = best_row_tokens(lengths, needed, is_dense=False)
+        row_tokens = best_row_tokens(lengths, needed)
         rows = place(groups, row_tokens, batch_rows)
         slots += row_tokens * batch_rows * -(-len(rows) // batch_rows)
         used += sum(groups[n].prompt + sum(groups[n].branches[b] for b in own) for row in rows for n, own in row)

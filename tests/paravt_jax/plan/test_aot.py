@@ -9,10 +9,10 @@ from model_port.sharding import make_mesh
 from model_port.tiny import tiny_config
 from paravt_jax.bench.mesh_case import config_of, make_learner
 from paravt_jax.config import DataConfig, SftConfig
+from paravt_jax.learner.batch_shape import BatchShape, abstract_batch, make_batch
 from paravt_jax.learner.settings import LossConfig
 from paravt_jax.plan import aot
 from paravt_jax.plan.aot import NoRoom, compiled_update
-from paravt_jax.plan.batch import BatchShape, abstract_batch, make_batch
 from paravt_jax.plan.memory import memory_of
 from paravt_jax.plan.run import PlannedRl, PlannedSft
 

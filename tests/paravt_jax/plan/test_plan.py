@@ -18,10 +18,10 @@ from model_port.tiny import tiny_config
 from paravt_jax.bench.mesh_case import config_of, make_learner
 from paravt_jax.config import Config, EngineConfig, MeshConfig, PackConfig, PolicyConfig, SftConfig, load_config
 from paravt_jax.learner import programs
+from paravt_jax.learner.batch_shape import make_batch
 from paravt_jax.learner.learner import Learner, StepPart
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.learner.variants import StepCounts
-from paravt_jax.plan.batch import make_batch
 from paravt_jax.plan.devices import DEVICES, DeviceSpec
 from paravt_jax.plan.flops import product_flops
 from paravt_jax.plan.memory import memory_of, param_shapes, shard_values

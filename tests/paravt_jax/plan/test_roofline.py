@@ -8,8 +8,8 @@ from model_port.config import LoraConfig, preset
 from model_port.tiny import tiny_config
 from paravt_jax.bench.mesh_case import config_of
 from paravt_jax.config import DataConfig, PackConfig, PolicyConfig, SftConfig
+from paravt_jax.learner.batch_shape import BatchShape
 from paravt_jax.learner.settings import LossConfig
-from paravt_jax.plan.batch import BatchShape
 from paravt_jax.plan.collectives import Collective, among
 from paravt_jax.plan.devices import DEVICES, Rates
 from paravt_jax.plan.roofline import ProgramWork, StepSeconds, batch_works, step_seconds

@@ -11,12 +11,14 @@ from training import SHORT_PROMPT, rollouts_of, update_of
 
 import model_port
 from model_port.processing import VisionContract
+from model_port.sharding import make_mesh
 from paravt_jax.config import load_config
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.sample_order import Cursor, SampleOrder
 from paravt_jax.learner.credit import CLASSES
 from paravt_jax.learner.learner import Learner
 from paravt_jax.rl.batches import assign_parts
+from paravt_jax.run.compiles import COMPILED
 from rollout.chat import Chat
 from rollout.engine.protocol import EngineError
 from rollout.engine.scripted import ScriptedEngine
@@ -50,11 +52,12 @@ def updated(update, groups):
     return update.run(groups)
 
 
-def trained(tiny_hf, *overrides, say=half_right, steps=1, do=updated):
+def trained(tiny_hf, *overrides, say=half_right, steps=1, do=updated, mesh=None):
     """The learner and the metrics of every step."""
     config = load_config(None, *COMMON, *overrides)
     chat, contract = Chat.from_hf(tiny_hf), VisionContract.from_hf(tiny_hf)
-    learner = Learner(model_port.load(tiny_hf), config.optim, config.loss, temperature=0.7)
+    model = model_port.load(tiny_hf, mesh=mesh)
+    learner = Learner(model, config.optim, config.loss, temperature=0.7, mesh=mesh)
     update = update_of(learner, chat, contract, config)
 
     async def reply(request):
@@ -224,3 +227,65 @@ def test_a_zoomed_detail_can_be_larger_than_a_frame(tiny_hf):
     groups = asyncio.run(collected())
     rows = [row for part in update.parts(groups) for batch in part.batches for row in batch.vision.segment_ids]
     assert {int(size) for row in rows for size in np.bincount(row)[1:]} == {4, 16}  # patches: frames, details
+
+
+TWO_ROWS = [
+    "pack.num_rows=2",
+    "pack.row_tokens=512",
+    "rollout.max_context_tokens=512",
+    "rollout.max_new_tokens=64",
+    "optim.learning_rate=1e-3",
+]
+
+
+@pytest.mark.slow
+def test_the_one_shape_of_short_rows_pads_batches_and_does_not_change_their_update(tiny_hf):
+    learners, metrics, shapes = [], [], []
+    for row_tokens in (512, 8192):
+        learner, (own,) = trained(tiny_hf, *TWO_ROWS, f"pack.row_tokens={row_tokens}")
+        ((part,),) = trained(tiny_hf, *TWO_ROWS, f"pack.row_tokens={row_tokens}", do=parts_only)[1]
+        shapes.append(
+            [(batch.text.tokens.shape, batch.target.shape, len(batch.vision.patches)) for batch in part.batches]
+        )
+        learners.append(learner)
+        metrics.append({name: value for name, value in own.items() if not name.startswith("perf/")})
+    assert shapes[0] == [((2, 512), (2, 512), 8)]  # two overviews of three frames
+    assert [tokens for tokens, *_ in shapes[1]] == [(2, 256)]
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-6)
+    for one, other in zip(*(jax.tree.leaves(learner.state.trainable) for learner in learners), strict=True):
+        np.testing.assert_allclose(one, other, atol=5e-5)  # Adam's step is 1e-3, however small a gradient
+
+
+def parts_only(update, groups):
+    return update.parts(groups)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh_sizes", [None, {"fsdp": 2}], ids=["one device", "fsdp=2"])
+@pytest.mark.parametrize(
+    "overrides",
+    [[], ["optim.train_vision=true"], ["loss.kl_in=reward"], ["loss.kl_coef=0", "train.updates_per_step=2"]],
+    ids=" ".join,
+)
+def test_updates_that_were_compiled_ahead_compile_nothing(tiny_hf, overrides, mesh_sizes):
+    names: list[str] = []
+
+    def on_event(event, duration_secs, **kwargs):
+        if event == COMPILED:
+            names.append(str(kwargs["fun_name"]))
+
+    def compiled_by(work, *arguments):
+        names.clear()
+        work(*arguments)
+        return [*names]
+
+    def ahead_then_update(update, groups):
+        return compiled_by(update.compile_ahead()), compiled_by(update.run, groups)
+
+    jax.monitoring.register_event_duration_secs_listener(on_event)
+    jax.clear_caches()
+    mesh = None if mesh_sizes is None else make_mesh(**mesh_sizes)
+    _, steps = trained(tiny_hf, *TWO_ROWS, *overrides, do=ahead_then_update, mesh=mesh, steps=2)
+    (ahead, first), (_, second) = steps
+    assert {"jit(gradients)", "jit(add)", "jit(apply_gradients)"} <= set(ahead)
+    assert first == second == []

@@ -17,7 +17,7 @@ from model_port.loading import abstract_model, abstract_params, with_params
 from model_port.model import Qwen3VL
 from model_port.sharding import flat_params
 from paravt_jax.learner.learner import row_sharding
-from paravt_jax.learner.packing import TrainBatch
+from paravt_jax.learner.packing import PackShape, TrainBatch
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,19 @@ class BatchShape:
     num_frame_rows: int
     row_patches: int
     num_parts: int = 1  # parts that the mesh splits the rows into; each has its own frames
+
+
+def batch_of(shape: PackShape, num_hosts: int = 1) -> BatchShape:
+    """The batch that `one_shape` gives all hosts together."""
+    num_parts = num_hosts * shape.num_parts
+    return BatchShape(
+        num_rows=num_hosts * shape.num_rows,
+        row_tokens=shape.row_tokens,
+        row_actions=shape.min_actions,
+        num_frame_rows=num_parts * shape.min_frame_rows,
+        row_patches=shape.row_patches,
+        num_parts=num_parts,
+    )
 
 
 def random_model(
@@ -94,14 +107,14 @@ def make_batch(shape: BatchShape, model: ModelConfig) -> TrainBatch:
     )
 
 
-def abstract_batch(shape: BatchShape, model: ModelConfig, mesh: Mesh) -> TrainBatch:
-    """The batch as shapes on a mesh, made from a single row."""
+def abstract_batch(shape: BatchShape, model: ModelConfig, mesh: Mesh | None) -> TrainBatch:
+    """The batch as shapes, made from a single row."""
     batch = make_batch(replace(shape, num_rows=1, num_frame_rows=1, num_parts=1), model)
     frames: Any = jax.tree.map(partial(_abstract, mesh, shape.num_frame_rows), batch.vision)
     vision = replace(frames, num_parts=shape.num_parts)
     return replace(jax.tree.map(partial(_abstract, mesh, shape.num_rows), batch), vision=vision)
 
 
-def _abstract(mesh: Mesh, num_rows: int, row: np.ndarray) -> Any:
-    sizes = (num_rows, *row.shape[1:])
-    return jax.ShapeDtypeStruct(sizes, row.dtype, sharding=row_sharding(num_rows, mesh))
+def _abstract(mesh: Mesh | None, num_rows: int, row: np.ndarray) -> Any:
+    sharding = None if mesh is None else row_sharding(num_rows, mesh)
+    return jax.ShapeDtypeStruct((num_rows, *row.shape[1:]), row.dtype, sharding=sharding)
