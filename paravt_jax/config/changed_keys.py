@@ -34,6 +34,7 @@ def _default(value: Any) -> Removed:
 
 REMOVED = {
     "advantage.epsilon": _default(1e-6),
+    "advantage.terms": Removed("together", "set advantage.normalise=batch, which gives all terms one std"),
     "checkpoint.grace_s": _default(120.0),
     "engine.memory_frac": Removed(0.8, "start servers with python -m rollout.serve --memory-frac"),
     "engine.route": Removed("disk", "new weights always reach the servers as files"),

@@ -5,13 +5,13 @@
 
 DIFFERS on request: `advantage.credit=span` splits the second part by property of R_anchor, each at the property's own
 tokens; they add up to the one above. `advantage.credit=likelihood` has no second part: the loss gets −λ · w_fmt · log π
-at the tokens of struct(o) of every episode, whatever its reward. `advantage.terms=apart` normalizes each term of R by
-itself, then adds them with their weights, so that a term keeps its weight no matter how the others spread.
+at the tokens of struct(o) of every episode, whatever its reward.
 
 Mean and std cover the rollouts that have a reward. Every std divides by n, not n − 1, so the unit does not depend on
 missing rollouts, and a group of two has advantages of ±1.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -27,22 +27,17 @@ ROUNDING = 1e-8  # smaller differences between rewards are rounding
 
 @dataclass(frozen=True, eq=False)
 class GroupRewards:
-    """The rewards of a group, by term of R and by property of R_anchor."""
+    """The rewards of a group, without R_anchor, and by property of R_anchor."""
 
     present: Bool[np.ndarray, " G"]  # False = missing
-    terms: Mapping[str, Float[np.ndarray, " G"]]  # unweighted
-    weights: Mapping[str, Float[np.ndarray, " G"]]
+    total: Float[np.ndarray, " G"]  # with advantage.credit=sequence it includes the anchor
     anchors: Mapping[str, Float[np.ndarray, " G"]]
     anchor_scale: float  # λ · w_fmt
 
     def __post_init__(self) -> None:
-        for name, values in (*self.terms.items(), *self.anchors.items()):
+        for name, values in (("R", self.total), *self.anchors.items()):
             if not np.isfinite(values[self.present]).all():
                 raise ValueError(f"{name} must be finite in every episode with a reward, got {values.tolist()}")
-
-    @property
-    def total(self) -> Float[np.ndarray, " G"]:
-        return sum((self.weights[name] * values for name, values in self.terms.items()), np.zeros(len(self.present)))
 
     @property
     def anchor(self) -> Float[np.ndarray, " G"]:
@@ -87,18 +82,16 @@ def group_rewards(
     difference would punish the episodes with the best structure.
     """
     within = config.credit == "sequence"  # the anchor is part of R
-    size = len(terms_of)
-    terms, weights, anchors = {}, {}, {}
+    total, anchors = np.zeros(len(terms_of)), {}
     for number, earned in enumerate(terms_of):
         if earned is None:
             continue
-        for name, value, weight in earned.summands if within else earned.summands_without_anchor:
-            terms.setdefault(name, np.zeros(size))[number] = value
-            weights.setdefault(name, np.full(size, float(weight)))[number] = weight
+        summands = earned.summands if within else earned.summands_without_anchor
+        total[number] = math.fsum(summand.reward for summand in summands)
         for anchor in earned.anchors:
-            anchors.setdefault(anchor.name, np.zeros(size))[number] = anchor.value
+            anchors.setdefault(anchor.name, np.zeros(len(terms_of)))[number] = anchor.value
     present = np.array([earned is not None and not earned.missing for earned in terms_of])
-    return GroupRewards(present, terms, weights, anchors, 0.0 if within else anchor_scale)
+    return GroupRewards(present, total, anchors, 0.0 if within else anchor_scale)
 
 
 def group_advantages(
@@ -112,10 +105,8 @@ def group_advantages(
     has_spread, peers = _has_spread(group, config), [group]
     if config.normalise == "batch" and step:
         peers = [peer for peer in step if _has_spread(peer, config) or not config.filter_zero_variance]
-    sequence = np.zeros(len(group.present))
-    for name, (values, weights) in _summands(group, config).items():
-        own = [(peer.present, summands[name][0]) for peer in peers if name in (summands := _summands(peer, config))]
-        sequence += weights * _relative(values, group.present, _scale(own, config), config)
+    scale = _scale([(peer.present, peer.total) for peer in peers], config)
+    sequence = _relative(group.total, group.present, scale, config)
     by_property, by_likelihood = config.credit == "span", config.credit == "likelihood"
     likelihood = group.anchor_scale if by_likelihood else 0.0
     anchor_unit = _scale([(peer.present, peer.anchor) for peer in peers], config)
@@ -130,7 +121,7 @@ def group_advantages(
         keep=group.present & (has_spread or not config.filter_zero_variance or bool(likelihood)),
         num_missing=int(np.count_nonzero(~group.present)),
         has_spread=has_spread,
-        unit=_further(group.present, config) / _scale([(peer.present, peer.total) for peer in peers], config),
+        unit=_further(group.present, config) / scale,
         likelihood=likelihood,
     )
 
@@ -162,15 +153,8 @@ def token_advantages(
     return np.where(sampled_mask, sequence + anchor, 0.0).astype(np.float32)
 
 
-def _summands(group: GroupRewards, config: AdvantageConfig) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """The parts that are normalized separately, with their weights: R as a whole, or its terms."""
-    if config.terms == "together":
-        return {"R": (group.total, np.ones(len(group.present)))}
-    return {name: (values, group.weights[name]) for name, values in group.terms.items()}
-
-
 def _has_spread(group: GroupRewards, config: AdvantageConfig) -> bool:
-    parts = [values for values, weights in _summands(group, config).values() if weights.any()]
+    parts = [group.total]
     if group.anchor_scale and config.credit != "likelihood":
         parts += [*group.anchors.values()] if config.credit == "span" else [group.anchor]
     return any(_spread(values, group.present) for values in parts)

@@ -32,17 +32,7 @@ class AdvantageConfig:
         "divide by the std of the group (std) or of the step (batch); none: no division, as in Dr. GRPO; "
         "loo: no division, and the mean is over the group's other episodes",
     )
-    terms: Literal["together", "apart"] = setting(
-        "together", "apart: normalize each reward term, then weight and add them, so that small terms stay small"
-    )
     filter_zero_variance: bool = setting(True, "leave out groups whose rewards are all equal; they only contribute KL")
-
-    def __post_init__(self) -> None:
-        if self.terms == "apart" and self.normalise in ("none", "loo"):
-            raise ValueError(
-                f"advantage.terms=apart does nothing with advantage.normalise={self.normalise}, which divides by "
-                f"nothing; set std or batch"
-            )
 
 
 # The parameters of each loss and their defaults, see `learner/variants.py`.

@@ -7,8 +7,7 @@ from typing import Literal
 from rollout.setting import setting
 
 OpenMode = Literal["exact", "f1", "llm"]
-TOOL_RIGHT_THRESHOLD = 0.5  # R_acc of an answer that counts as right: half of a tvg interval, partly right for a judge
-ToolRight = Literal["any", "scaled", "threshold", "needed"]
+ToolRight = Literal["any", "needed"]
 
 
 @dataclass(frozen=True)
@@ -24,9 +23,13 @@ class RewardConfig:
     tool_right_weight: float = setting(0.5, "R_tool of an executed call and a right answer; published")
     tool_right: ToolRight = setting(
         "any",
-        "when tool_right_weight is paid. any: R_acc above 0, published; scaled: times R_acc; threshold: "
-        "R_acc of 0.5 or more; needed: threshold, times the fraction of the group's episodes without a "
-        "call that were wrong",
+        "how tool_right_weight is paid. any: if R_acc is above 0, published; needed: times R_acc minus the mean R_acc "
+        "of the group's answers without an executed call, which is negative for a call that made an answer worse",
+    )
+    think_first_bonus: bool = setting(
+        True,
+        "R_fmt pays 0.3 for thinking before a call, published; false: an episode that calls without it loses 0.3, so "
+        "that every fault of an episode with a call costs something",
     )
     plugin: str = setting("", "FILE.py:FUNCTION that returns your own reward terms (docs/rewards.md); empty: none")
 

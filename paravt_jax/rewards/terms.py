@@ -24,7 +24,7 @@ from paravt_jax.rewards.grammar import (
     parseable,
     substantive,
 )
-from paravt_jax.rewards.settings import TOOL_RIGHT_THRESHOLD, RewardConfig
+from paravt_jax.rewards.settings import RewardConfig
 from rollout.tools import CROP_VIDEO_ALONE, Outcome, Signatures, find_calls
 
 THINK_FIRST, BALANCED = 0.3, 0.1  # the terms of R_fmt besides R_base and R_anchor
@@ -116,7 +116,6 @@ class RewardTerms:
     summands: tuple[Summand, ...]  # empty if the judge's score is missing
     anchors: tuple[AnchorProperty, ...]  # all properties of R_anchor, earned or not
     own: tuple[OwnTerm, ...]
-    num_calls: int
     executed: tuple[Place, ...] | None  # executed calls; None: none was executed
     parseable: bool  # the grammar accepts the whole episode
     prediction: str | None  # the scored answer
@@ -129,8 +128,12 @@ class RewardTerms:
         return self.accuracy is None
 
     @property
+    def is_answered(self) -> bool:
+        return bool(self.prediction) and not self.missing
+
+    @property
     def tool(self) -> float | None:
-        """R_tool. Its weights sum to at most 1, so it needs no clipping."""
+        """R_tool. Its weights sum to at most 1, and its values are within [−1, 1], so it needs no clipping."""
         rewards = [summand.reward for summand in self.summands if summand.name in ("tool_call", "tool_right")]
         return None if self.missing else math.fsum(rewards)
 
@@ -176,6 +179,7 @@ def reward_terms(
     tool = _tool_parts(calls, accuracy or 0.0, config)
     credits = (
         *_format_credits(parsed),
+        *_think_first_credits(parsed, calls, config),
         *_anchor_credits(parsed, anchors),
         *((Credit("accuracy", "accuracy", accuracy, (prediction_place,)),) if accuracy and prediction_place else ()),
         *_tool_credits(calls, tool),
@@ -208,7 +212,6 @@ def reward_terms(
         summands=() if accuracy is None else summands,
         anchors=anchors,
         own=tuple(own),
-        num_calls=len(outcomes),
         executed=calls.executed,
         parseable=parseable(parsed),
         prediction=prediction,
@@ -218,29 +221,28 @@ def reward_terms(
 
 
 def with_needed_calls(group: Sequence[RewardTerms | None], config: RewardConfig) -> list[RewardTerms | None]:
-    """A group's terms with the tool_right=needed reward of right answers after an executed call.
+    """A group's terms with the tool_right=needed reward of answers after an executed call.
 
-    The reward is proportional to the share of wrong episodes among those without a call, and 0 if all episodes call. A
-    missing episode is None or has no score.
+    The reward is proportional to R_acc minus the mean R_acc of the group's answers without an executed call, and 0 if
+    there are none. So a call that does not help earns nothing on average, and one that misleads costs something.
+    Episodes without an answer do not count: forgetting `</answer>` does not make a call needed. A missing episode is
+    None or has no score.
     """
-    scored = [terms for terms in group if terms is not None and terms.accuracy is not None]
-    alone = [terms for terms in scored if not terms.num_calls]
-    if config.tool_right != "needed" or not alone:
+    alone = [terms.accuracy for terms in group if terms is not None and terms.executed is None and terms.is_answered]
+    if config.tool_right != "needed" or not config.tool_reward or not alone:
         return list(group)
-    share = sum(not _right(terms) for terms in alone) / len(alone)
-    return [None if terms is None else _paid(terms, share, config) for terms in group]
+    expected = math.fsum(alone) / len(alone)
+    return [terms and _paid(terms, expected, config) for terms in group]
 
 
-def _paid(terms: RewardTerms, share: float, config: RewardConfig) -> RewardTerms:
-    if terms.executed is None or not _right(terms) or not share * config.tool_right_weight:
+def _paid(terms: RewardTerms, expected: float, config: RewardConfig) -> RewardTerms:
+    if terms.executed is None or not terms.is_answered:
         return terms
-    summands = tuple(s._replace(value=share) if s.name == "tool_right" else s for s in terms.summands)
-    credit = Credit("tool_right", "tool", share * config.tool_right_weight, terms.executed)
-    return replace(terms, summands=summands, credits=(*terms.credits, credit))
-
-
-def _right(terms: RewardTerms) -> bool:
-    return terms.accuracy is not None and terms.accuracy >= TOOL_RIGHT_THRESHOLD
+    gain = terms.accuracy - expected
+    summands = tuple(s._replace(value=gain) if s.name == "tool_right" else s for s in terms.summands)
+    reward = gain * config.tool_right_weight
+    credits = (Credit("tool_right", "tool", reward, terms.executed),) if reward else ()
+    return replace(terms, summands=summands, credits=(*terms.credits, *credits))
 
 
 def find_prediction(turns: Sequence[str]) -> str | None:
@@ -343,13 +345,26 @@ def _format_credits(turns: Sequence[ParsedTurn]) -> Iterator[Credit]:
         if answer.closing is not None:
             base += ANSWER_CLOSING
             yield Credit("answer_closing", "base", ANSWER_CLOSING, (answer.closing.place,))
-    # Choice: this needs a call to precede, and a turn with a call must be a valid tool turn.
-    calling = [turn for turn in turns if any(tag.name == "tool_call" for tag in turn.tags)]
-    if len(thinks) == len(turns) and calling and all(turn.kind == "tool_call" for turn in calling):
-        before_calls = tuple(turn.place_of(think) for turn, think in thinks if turn in calling)
-        yield Credit("think_first", "think_first", THINK_FIRST, before_calls)
     if base > 0 and all(turn.balanced for turn in turns):
         yield Credit("balanced", "balanced", BALANCED, tuple(tag.place for turn in turns for tag in turn.tags))
+
+
+def _think_first_credits(turns: Sequence[ParsedTurn], calls: "_Calls", config: RewardConfig) -> Iterator[Credit]:
+    """Thinking before the first call: a bonus, or else a duty of every episode with a call.
+
+    Choice: this needs a call to precede, and a turn with a call must be a valid tool turn.
+
+    DIFFERS on request: the bonus lifts R_fmt so far above its bound that a fault in an episode with a call is free.
+    Without the bonus, an episode with a call and one without it reach the bound in the same way.
+    """
+    calling = [turn for turn in turns if any(tag.name == "tool_call" for tag in turn.tags)]
+    is_met = bool(calling) and all(turn.kind == "tool_call" for turn in calling)
+    is_met = is_met and all(turn.think is not None for turn in turns)
+    if is_met and config.think_first_bonus:
+        places = tuple(turn.place_of(turn.think) for turn in calling if turn.think is not None)
+        yield Credit("think_first", "think_first", THINK_FIRST, places)
+    elif not is_met and not config.think_first_bonus and calls.every is not None:
+        yield Credit("call_without_thinking", "think_first", -THINK_FIRST, calls.every)
 
 
 def _anchor_properties(turns: Sequence[ParsedTurn], config: RewardConfig) -> Iterator[AnchorProperty]:
@@ -401,10 +416,11 @@ def _anchor_credits(turns: Sequence[ParsedTurn], anchors: Sequence[AnchorPropert
 
 
 class _Calls(NamedTuple):
-    """The places of executed calls and of well-formed calls; None: there are none."""
+    """The places of executed, of well-formed and of all calls; None: there are none."""
 
     executed: tuple[Place, ...] | None
     well_formed: tuple[Place, ...] | None
+    every: tuple[Place, ...] | None
 
 
 def _calls(turns: Sequence[ParsedTurn], outcomes: Sequence[str], tools: Signatures) -> _Calls:
@@ -427,31 +443,22 @@ def _calls(turns: Sequence[ParsedTurn], outcomes: Sequence[str], tools: Signatur
         )
         return tuple(spans) if numbers else None
 
-    return _Calls(places(executed), places(well_formed))
+    return _Calls(places(executed), places(well_formed), places(set(range(len(outcomes)))))
 
 
 def _tool_parts(calls: _Calls, accuracy: float, config: RewardConfig) -> tuple[Summand, ...]:
     """The reward of a call, and of a call before a right answer.
 
-    DIFFERS from the release unless tool_right is `any`: only executed calls earn a reward, and a small overlap with the
-    truth does not earn all of it. The group decides the reward of `needed`.
+    DIFFERS from the release with tool_right=needed: only executed calls earn a reward, and the group decides what an
+    answer after them earns.
     """
     if not config.tool_reward:
         return ()
-    executed = float(calls.executed is not None)
-    right = {
-        "any": accuracy > 0,
-        "scaled": accuracy,
-        "threshold": accuracy >= TOOL_RIGHT_THRESHOLD,
-        "needed": 0.0,
-    }[config.tool_right]
-    called = executed
-    if config.tool_right == "any" and calls.executed is None and calls.well_formed is not None:
-        called = WELL_FORMED_SHARE
-    return (
-        Summand("tool_call", called, config.tool_call_weight),
-        Summand("tool_right", float(right) if called else 0.0, config.tool_right_weight),
-    )
+    called, right = float(calls.executed is not None), 0.0
+    if config.tool_right == "any":
+        called = WELL_FORMED_SHARE if not called and calls.well_formed is not None else called
+        right = float(called > 0 and accuracy > 0)
+    return Summand("tool_call", called, config.tool_call_weight), Summand("tool_right", right, config.tool_right_weight)
 
 
 def _tool_credits(calls: _Calls, tool: Sequence[Summand]) -> Iterator[Credit]:

@@ -68,7 +68,7 @@ def deadline_remark(metrics: Mapping[str, float], turn_deadline_s: float) -> str
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """f_tau is `format_reward`, kappa `tool_calls_mean`. Missing episodes count in `num_missing` only."""
+    """f_tau is `format_reward`, kappa `tool_calls_mean`, of executed calls. Missing episodes only count in `num_missing`."""
     scored = [rollout for rollout in rollouts if not rollout.missing]
     stats = [rollout.stats for rollout in scored if rollout.stats is not None]
     totals = [each.total for each in stats if each.total is not None]
@@ -86,8 +86,9 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "tool_reward_mean": mean_of("tool"),
         "format_reward": _mean(rollout.format_reward for rollout in scored),
         "parseable_frac": mean_of("parseable"),
-        "tool_calls_mean": mean_of("num_calls"),
-        "tool_use_frac": _mean("ok" in each.outcomes for each in stats),
+        "tool_calls_mean": _mean(each.num_executed for each in stats),
+        "failed_calls_mean": _mean(sum(each.outcomes.values()) - each.num_executed for each in stats),
+        "tool_use_frac": _mean(each.num_executed > 0 for each in stats),
         "turns_mean": mean_of("num_turns"),
         "sampled_tokens_mean": mean_of("num_sampled"),
         "cut_off_frac": mean_of("cut_off"),

@@ -19,7 +19,6 @@ from rollout.episode import Episode
 class EpisodeStats:
     """An episode's numbers for metrics, as JSON values; reward terms are None without a score."""
 
-    num_calls: int
     num_turns: int
     num_sampled: int
     cut_off: bool
@@ -32,6 +31,10 @@ class EpisodeStats:
     parseable: bool | None = None
     own: tuple[tuple[str, float], ...] = ()  # plugin terms and the length penalty
 
+    @property
+    def num_executed(self) -> int:
+        return self.outcomes.get("ok", 0)
+
     @classmethod
     def of(cls, episode: Episode, terms: RewardTerms | None) -> "EpisodeStats":
         versions = Counter[str]()
@@ -39,7 +42,6 @@ class EpisodeStats:
             if segment.version is not None:
                 versions[str(segment.version)] += len(segment.ids)
         stats: dict[str, Any] = {
-            "num_calls": len(episode.calls),
             "num_turns": len(episode.turns),
             "num_sampled": episode.ledger.num_sampled,
             "cut_off": episode.finish != "done",
@@ -70,17 +72,12 @@ def advantages_from_record(record: Mapping[str, Any]) -> GroupAdvantages:
 
 
 def rewards_record(rewards: GroupRewards) -> dict[str, Any]:
-    def lists(arrays: Mapping[str, np.ndarray]) -> dict[str, list[float]]:
-        return {name: values.tolist() for name, values in arrays.items()}
-
-    terms, weights, anchors = map(lists, (rewards.terms, rewards.weights, rewards.anchors))
-    present, scale = rewards.present.tolist(), rewards.anchor_scale
-    return {"present": present, "terms": terms, "weights": weights, "anchors": anchors, "anchor_scale": scale}
+    anchors = {name: values.tolist() for name, values in rewards.anchors.items()}
+    present, total = rewards.present.tolist(), rewards.total.tolist()
+    return {"present": present, "total": total, "anchors": anchors, "anchor_scale": rewards.anchor_scale}
 
 
 def rewards_from_record(record: Mapping[str, Any]) -> GroupRewards:
-    arrays = {
-        name: {term: np.array(values, float) for term, values in record[name].items()}
-        for name in ("terms", "weights", "anchors")
-    }
-    return GroupRewards(np.array(record["present"], bool), **arrays, anchor_scale=record["anchor_scale"])
+    anchors = {name: np.array(values, float) for name, values in record["anchors"].items()}
+    present, total = np.array(record["present"], bool), np.array(record["total"], float)
+    return GroupRewards(present, total, anchors, record["anchor_scale"])

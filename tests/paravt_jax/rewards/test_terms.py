@@ -1,5 +1,6 @@
 """Credits computed by hand, the cost of each fault, and that no change of tags beats the grammar."""
 
+import itertools
 import math
 import re
 from dataclasses import asdict
@@ -139,9 +140,6 @@ def test_an_unreadable_or_unknown_call_earns_nothing_even_with_a_right_answer():
     assert terms(TOOL_TURN, ANSWER_TURN, outcomes=["ok"], tool_reward=False).tool == 0.0
 
 
-NOT_PUBLISHED = ("scaled", "threshold", "needed")
-
-
 def called(reply, true, question_type="tvg", outcome="ok", **config):
     """R of a well-formed episode with one call and this reply."""
     turns = TOOL_TURN, ANSWER_TURN.replace(">B<", f">{reply}<")
@@ -157,41 +155,44 @@ QUARTERS = ["[0, 10]", "[10, 20]", "[20, 30]", "[30, 40]"]
 THIRTIETHS = [f"[{start}, {start + 10}]" for start in range(0, 300, 10)]
 
 
-@pytest.mark.parametrize(
-    ("tool_right", "covering", "committing"),
-    [
-        ("any", 2.05, 1.675),  # 0.25 + 1 + 0.3 + 0.5 against (2.8 + 3 · 1.3) / 4
-        ("scaled", 1.675, 1.675),  # 0.25 + 1 + 0.3 + 0.125 against the same
-        ("threshold", 1.55, 1.675),  # 0.25 + 1 + 0.3 against the same
-        ("needed", 1.55, 1.55),  # the group's part only rewards right answers
-    ],
-)
-def test_covering_all_candidates_against_committing_to_one_of_four(tool_right, covering, committing):
-    assert called("[0, 40]", QUARTERS[0], tool_right=tool_right) == pytest.approx(covering)
-    assert guessed(QUARTERS, tool_right=tool_right) == pytest.approx(committing)
+def with_group(looked, *alone):
+    """The terms of an episode with a call as in a group with episodes without one."""
+    return with_needed_calls([looked, *alone], NEEDED)[0]
 
 
-def test_the_whole_video_beats_a_guess_only_with_tool_right_any():
-    def both(tool_right):
-        full = called("[0, 300]", THIRTIETHS[0], tool_right=tool_right)
-        return full, guessed(THIRTIETHS, tool_right=tool_right)
-
-    assert both("any") == pytest.approx((1.8333, 1.35), abs=1e-4)  # 1/30 + 1.8; (2.8 + 29 · 1.3) / 30
-    for tool_right in NOT_PUBLISHED:
-        full, guess = both(tool_right)
-        assert full <= guess + SLACK
+NEEDED = RewardConfig(tool_right="needed", tool_call_weight=0.0, tool_right_weight=1.0)
 
 
-def test_a_tiny_overlap_earns_all_of_r_tool_only_with_tool_right_any():
-    def tool(reply, tool_right):
-        turns = TOOL_TURN, ANSWER_TURN.replace(">B<", f">{reply}<")
-        return terms(*turns, outcomes=["ok"], answer="[0, 10]", question_type="tvg", tool_right=tool_right).tool
+def answered(reply, true, question_type="tvg", turns=(), outcomes=()):
+    reply = ANSWER_TURN.replace(">B<", f">{reply}<")
+    return reward_terms([*turns, reply], list(outcomes), true, question_type, NEEDED)
 
+
+def test_covering_all_candidates_beats_committing_to_one_of_four_only_with_the_published_formula():
+    # 0.25 + 1 + 0.3 + 0.5 against (2.8 + 3 · 1.3) / 4
+    assert called("[0, 40]", QUARTERS[0]) == pytest.approx(2.05)
+    assert guessed(QUARTERS) == pytest.approx(1.675)
+    # The others commit to one of four: mean R_acc 0.25. Covering has 0.25 + 1 + 1 · (0.25 − 0.25), committing the same.
+    alone = [answered(QUARTERS[0], true) for true in QUARTERS]
+    looked = [answered("[0, 40]", QUARTERS[0], turns=[TOOL_TURN], outcomes=["ok"])]
+    looked += [answered(QUARTERS[0], true, turns=[TOOL_TURN], outcomes=["ok"]) for true in QUARTERS]
+    covering, *committing = [with_group(each, *alone).total for each in looked]
+    assert [covering, sum(committing) / 4] == pytest.approx([1.25, 1.25])
+    assert committing == pytest.approx([2.75, 0.75, 0.75, 0.75])  # 1 + 1 + 0.75, 0 + 1 − 0.25
+
+
+def test_the_whole_video_beats_a_guess_with_the_published_formula():
+    both = called("[0, 300]", THIRTIETHS[0]), guessed(THIRTIETHS)
+    assert both == pytest.approx((1.8333, 1.35), abs=1e-4)  # 1/30 + 1.8; (2.8 + 29 · 1.3) / 30
+
+
+def test_a_tiny_overlap_earns_all_of_r_tool_with_the_published_formula_and_its_gain_as_needed():
     sliver = "[9.997, 10]"  # an IoU of 0.0003
-    assert tool(sliver, "any") == tool("[0, 10]", "any") == pytest.approx(0.8)
-    assert tool(sliver, "scaled") == pytest.approx(0.3 + 0.5 * 0.0003)
-    assert tool(sliver, "threshold") == pytest.approx(0.3)
-    assert tool("[0, 10]", "scaled") == tool("[0, 10]", "threshold") == pytest.approx(0.8)
+    for reply, gain in ((sliver, 0.0003 - 0.5), ("[0, 10]", 0.5)):  # no threshold: the other answers have 0.5
+        turns = TOOL_TURN, ANSWER_TURN.replace(">B<", f">{reply}<")
+        assert terms(*turns, outcomes=["ok"], answer="[0, 10]", question_type="tvg").tool == pytest.approx(0.8)
+        looked = answered(reply, "[0, 10]", turns=[TOOL_TURN], outcomes=["ok"])
+        assert with_group(looked, answered("[0, 5]", "[0, 10]")).tool == pytest.approx(gain)
 
 
 def test_naming_four_colours_beats_a_guess_by_f1_and_not_by_exact_match():
@@ -212,8 +213,7 @@ def test_a_failed_call_earns_only_with_the_published_formula(outcome):
     alone = terms(ANSWER_TURN).total
     assert alone == pytest.approx(2.0)
     assert called("B", "B", "mcq", outcome) == pytest.approx(2.6)  # 0.1 and 0.5
-    for tool_right in NOT_PUBLISHED:
-        assert called("B", "B", "mcq", outcome, tool_right=tool_right) == pytest.approx(alone)
+    assert called("B", "B", "mcq", outcome, tool_right="needed") == pytest.approx(alone)
 
 
 def test_r_tool_has_the_configured_weights():
@@ -222,58 +222,93 @@ def test_r_tool_has_the_configured_weights():
     assert called("B", "B", "mcq", "error", tool_call_weight=0.6, tool_right_weight=0.3) == pytest.approx(2.5)
 
 
-@pytest.mark.slow
-def test_calling_covering_or_naming_several_answers_never_raises_the_recommended_reward():
-    file = Path(__file__).parents[3] / "configs" / "paragrpo_8b_recommended.yaml"
-    config = asdict(load_config(file).reward)
-    alone = terms(ANSWER_TURN, **config).total
-    assert alone == called("B", "B", "mcq", "invalid", **config) == called("B", "B", "mcq", **config)
-    assert called("[0, 40]", QUARTERS[0], **config) <= guessed(QUARTERS, **config) + SLACK
-    assert called("[0, 300]", THIRTIETHS[0], **config) <= guessed(THIRTIETHS, **config) + SLACK
-    four, single = (called(reply, "red", "oe", **config) for reply in ("red blue green grey", "red"))
-    assert four < single / 4 + 3 * called("blue", "red", "oe", **config) / 4
-
-
 ALONE_RIGHT, ALONE_WRONG = [terms(ANSWER_TURN, tool_right="needed", answer=letter) for letter in "BC"]
+ALONE_UNANSWERED = terms(ANSWER_TURN.replace("</answer>", ""), tool_right="needed")
 CALLED_RIGHT, CALLED_WRONG, REFUSED_RIGHT = [
     terms(TOOL_TURN, ANSWER_TURN, outcomes=[outcome], tool_right="needed", answer=letter)
     for outcome, letter in (("ok", "B"), ("ok", "C"), ("invalid", "B"))
 ]
+CALLED_UNANSWERED = terms(TOOL_TURN, THINK, outcomes=["ok"], tool_right="needed")
 
 
 @pytest.mark.parametrize(
-    ("rest_of_group", "paid"),
+    ("rest_of_group", "expected"),
     [
-        ([ALONE_WRONG, ALONE_WRONG], 0.5),
-        ([ALONE_WRONG, ALONE_RIGHT, ALONE_WRONG, None, ALONE_RIGHT], 0.25),
-        ([ALONE_RIGHT], 0.0),  # without a call all were right
-        ([CALLED_WRONG, REFUSED_RIGHT, None], 0.0),  # all called
+        ([ALONE_WRONG, ALONE_WRONG], 0.0),
+        ([ALONE_WRONG, ALONE_RIGHT, ALONE_WRONG, None, ALONE_RIGHT], 0.5),
+        ([ALONE_RIGHT, ALONE_RIGHT, ALONE_WRONG, REFUSED_RIGHT], 0.75),  # a refused call is no look at the video
+        ([ALONE_RIGHT, ALONE_UNANSWERED], 1.0),  # an answer that was not given is not a wrong one
     ],
 )
-def test_a_needed_call_earns_the_share_of_wrong_answers_without_one(rest_of_group, paid):
-    group = with_needed_calls([CALLED_RIGHT, *rest_of_group], RewardConfig(tool_right="needed"))
-    assert group[0].tool == pytest.approx(0.3 + paid)
-    assert group[0].total == pytest.approx(2.3 + paid) and without_anchor(group[0]) == pytest.approx(1.95 + paid)
-    assert math.fsum(c.value for c in group[0].credits if c.term == "tool") == pytest.approx(0.3 + paid)
-    assert group[1:] == rest_of_group
+def test_a_needed_call_earns_the_accuracy_beyond_the_answers_without_one(rest_of_group, expected):
+    config = RewardConfig(tool_right="needed")  # 0.5 for a gain of 1
+    for looked, accuracy in ((CALLED_RIGHT, 1.0), (CALLED_WRONG, 0.0)):
+        paid = 0.5 * (accuracy - expected)
+        first, *rest = with_needed_calls([looked, *rest_of_group], config)
+        assert first.tool == pytest.approx(0.3 + paid)
+        assert first.total == pytest.approx(accuracy + 1.3 + paid)
+        assert without_anchor(first) == pytest.approx(accuracy + 0.95 + paid)
+        assert math.fsum(c.value for c in first.credits if c.term == "tool") == pytest.approx(0.3 + paid)
+        assert rest == rest_of_group
 
 
-def test_a_wrong_answer_or_a_rejected_call_earns_nothing_as_needed():
-    group = [CALLED_WRONG, REFUSED_RIGHT, ALONE_WRONG]
+@pytest.mark.parametrize(
+    "group",
+    [
+        [CALLED_WRONG, CALLED_RIGHT, None],  # all called: nothing to compare with
+        [CALLED_RIGHT, ALONE_UNANSWERED],
+        [CALLED_UNANSWERED, REFUSED_RIGHT, ALONE_WRONG],  # a call without an answer, or without a result
+        [None],
+    ],
+)
+def test_a_group_without_a_comparison_earns_nothing_as_needed(group):
     assert with_needed_calls(group, RewardConfig(tool_right="needed")) == group
 
 
-def test_committing_beats_covering_with_tool_right_needed():
-    config = RewardConfig(tool_right="needed")
+def test_luck_after_a_useless_call_is_worth_nothing_on_average():
+    """All eight answers of a group are right with the same probability, and one of them called."""
+    for chance in (0.3, 0.8):
+        paid = 0.0
+        for right in itertools.product([True, False], repeat=4):
+            looked, *alone = right
+            group = [CALLED_RIGHT if looked else CALLED_WRONG]
+            group += [ALONE_RIGHT if each else ALONE_WRONG for each in alone]
+            weight = math.prod(chance if each else 1 - chance for each in right)
+            paid += weight * (with_needed_calls(group, RewardConfig(tool_right="needed"))[0].tool - 0.3)
+        assert paid == pytest.approx(0)
 
-    def total(reply, true, config=config):
-        answered = ANSWER_TURN.replace(">B<", f">{reply}<")
-        looked = reward_terms([TOOL_TURN, answered], ["ok"], true, "tvg", config)
-        alone = reward_terms([ANSWER_TURN], [], true, "tvg", config)
-        return with_needed_calls([looked, alone], config)[0].total
 
-    assert total("[0, 40]", QUARTERS[0]) == pytest.approx(1.55)
-    assert sum(total(QUARTERS[0], true) for true in QUARTERS) / 4 == pytest.approx(1.675)
+DUTY = {"think_first_bonus": False}
+LEAK = f"{THINK}<tool_code>crop_video('video.mp4', 2, 5)</tool_code>"
+
+
+@pytest.mark.parametrize(
+    ("turns", "published", "as_duty"),
+    [
+        ([TOOL_TURN, ANSWER_TURN], 1.0, 1.0),  # 1.45 and 1.15, above the bound
+        ([LEAK, ANSWER_TURN], 1.0, 0.7),  # 0.7 + 0.2 + 0.1, and 0.3 less
+        ([f"{TOOL_TURN} so", ANSWER_TURN], 1.0, 0.7),  # prose after a call
+        ([f"{TOOL_TURN}<tool_response>red</tool_response>", ANSWER_TURN], 1.0, 0.7),
+        ([TOOL_TURN.replace("let me look", "hm"), ANSWER_TURN], 1.0, 0.75),  # 0.5 + 0.15 + 0.3 + 0.1; 0.3 less
+        ([TOOL_TURN, f"{ANSWER_TURN}<answer>C</answer>"], 0.8, 0.5),  # 0.2 + 0.2 + 0.3 + 0.1
+        ([TOOL_TURN, ANSWER_TURN.replace("</answer>", "")], 1.0, 0.7),  # 0.5 + 0.2 + 0.3
+        ([TOOL_TURN, THINK], 0.8, 0.5),  # no answer
+        ([ANSWER_TURN], 1.0, 1.0),  # without a call nothing differs
+        ([THINK], 0.5, 0.5),
+    ],
+)
+def test_every_fault_of_an_episode_with_a_call_costs_if_thinking_first_is_a_duty(turns, published, as_duty):
+    outcomes = ["ok"] * (len(turns) - 1)
+    both = [terms(*turns, outcomes=outcomes, **config) for config in ({}, DUTY)]
+    assert [each.format for each in both] == pytest.approx([published, as_duty])
+    assert without_anchor(both[1]) <= without_anchor(terms(TOOL_TURN, ANSWER_TURN, outcomes=["ok"], **DUTY)) + SLACK
+
+
+def test_a_call_without_thinking_is_charged_to_the_call():
+    reward = terms(LEAK, ANSWER_TURN, outcomes=["ok"], **DUTY)
+    (charged,) = (credit for credit in reward.credits if credit.term == "think_first")
+    assert (charged.name, charged.value, reward.think_first) == ("call_without_thinking", -0.3, -0.3)
+    assert [LEAK[place.start : place.end] for place in charged.places] == [LEAK.removeprefix(THINK)]
 
 
 def test_a_call_of_any_tool_of_the_run_is_well_formed():
@@ -551,7 +586,8 @@ answer_turns = st.builds("{}<answer>{}</answer>".format, thinking, answers)
 episodes = st.builds(lambda earlier, last: [*earlier, last], st.lists(tool_turns, max_size=2), answer_turns)
 configs = st.builds(
     RewardConfig,
-    tool_right=st.sampled_from(["any", "scaled", "threshold", "needed"]),
+    tool_right=st.sampled_from(["any", "needed"]),
+    think_first_bonus=st.booleans(),
     unclosed_penalty=st.sampled_from([0.0, 0.3]),
     anchor_weight=st.sampled_from([0.0, 0.5, 1.0]),
 )
@@ -591,10 +627,11 @@ def edited(draw, turns, edits=("delete", "double", "reorder", "insert")):
 @given(st.lists(any_turn, max_size=3), outcome_lists, ground_truths, configs)
 def test_no_text_raises_and_every_total_is_within_its_bounds(turns, outcomes, truth, config):
     reward = reward_terms(turns, outcomes, *truth, config)
-    low, high = -config.anchor_weight * config.unclosed_penalty, 2.8
+    duty = 0.0 if config.think_first_bonus else 0.3
+    low, high = -config.anchor_weight * config.unclosed_penalty - duty, 2.8
     assert low - SLACK <= reward.total <= high + SLACK
     assert low - SLACK <= reward.format <= 1.0
-    assert without_anchor(reward) >= 0.0
+    assert without_anchor(reward) >= -duty
     for credit in reward.credits:
         assert all(0 <= start <= end <= len(turns[turn]) for turn, start, end in credit.places)
     for anchor in reward.anchors:
