@@ -6,6 +6,7 @@ from typing import Any
 COLUMNS = {
     "accuracy": "accuracy_mean",
     "f_tau": "format_reward",
+    "parseable": "parseable_frac",
     "kappa": "tool_calls_mean",
     "tool use": "tool_use_frac",
     "reward": "reward_mean",

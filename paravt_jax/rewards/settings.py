@@ -12,6 +12,8 @@ ToolRight = Literal["any", "needed"]
 
 @dataclass(frozen=True)
 class RewardConfig:
+    """Weights and rules of the terms of R."""
+
     oe_mode: OpenMode = setting(
         "exact", "how open answers are scored; llm asks the model of judge.url. f1 rewards naming several answers"
     )
@@ -26,6 +28,7 @@ class RewardConfig:
         "how tool_right_weight is paid. any: if R_acc is above 0, published; needed: times R_acc minus the mean R_acc "
         "of the group's answers without an executed call, which is negative for a call that made an answer worse",
     )
+    call_price: float = setting(0.0, "R_tool is lower by this for every call, executed or not; published: 0")
     think_first_bonus: bool = setting(
         True,
         "R_fmt pays 0.3 for thinking before a call, published; false: an episode that calls without it loses 0.3, so "
@@ -34,9 +37,9 @@ class RewardConfig:
     plugin: str = setting("", "FILE.py:FUNCTION that returns your own reward terms (docs/rewards.md); empty: none")
 
     def __post_init__(self) -> None:
-        for name in ("format_weight", "anchor_weight", "unclosed_penalty", "tool_call_weight", "tool_right_weight"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"reward.{name}={getattr(self, name)} must be a finite number, 0 or more")
+        for name, value in vars(self).items():
+            if isinstance(value, int | float) and not 0 <= value < math.inf:
+                raise ValueError(f"reward.{name}={value} must be a finite number, 0 or more")
         if self.oe_mode not in ("f1", "exact", "llm"):
             raise ValueError(f"reward.oe_mode={self.oe_mode!r} must be f1, exact or llm")
         if self.tool_call_weight + self.tool_right_weight > 1:
@@ -44,8 +47,9 @@ class RewardConfig:
                 f"reward.tool_call_weight={self.tool_call_weight} and reward.tool_right_weight="
                 f"{self.tool_right_weight} add up to more than 1, the maximum of R_tool"
             )
-        if self.tool_right != "any" and not self.tool_reward:
-            raise ValueError(f"reward.tool_right={self.tool_right} has no effect with reward.tool_reward=false")
+        for name, default in (("tool_right", "any"), ("call_price", 0.0)):
+            if getattr(self, name) != default and not self.tool_reward:
+                raise ValueError(f"reward.{name}={getattr(self, name)} has no effect with reward.tool_reward=false")
         path, colon, function = self.plugin.rpartition(":")
         if self.plugin and not (colon and path.endswith(".py") and function.isidentifier()):
             raise ValueError(

@@ -40,7 +40,8 @@ Term = Literal["accuracy", "base", "anchor", "think_first", "balanced", "tool"]
 TERMS = get_args(Term)
 TERM_NAME = re.compile(r"[a-z][a-z0-9_]*")
 LENGTH = "length"  # the name of the term that train.truncated=soft adds
-RESERVED_NAMES = (*TERMS, "format", "tool_call", "tool_right", "total", "prediction", "credits", "own")
+TOOL_SUMMANDS = ("tool_call", "tool_right", "call_price")
+RESERVED_NAMES = (*TERMS, *TOOL_SUMMANDS, "format", "total", "prediction", "credits", "own")
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ class RewardTerms:
     summands: tuple[Summand, ...]  # empty if the judge's score is missing
     anchors: tuple[AnchorProperty, ...]  # all properties of R_anchor, earned or not
     own: tuple[OwnTerm, ...]
+    num_calls: int
     executed: tuple[Place, ...] | None  # executed calls; None: none was executed
     parseable: bool  # the grammar accepts the whole episode
     prediction: str | None  # the scored answer
@@ -128,13 +130,9 @@ class RewardTerms:
         return self.accuracy is None
 
     @property
-    def is_answered(self) -> bool:
-        return bool(self.prediction) and not self.missing
-
-    @property
     def tool(self) -> float | None:
-        """R_tool. Its weights sum to at most 1, and its values are within [−1, 1], so it needs no clipping."""
-        rewards = [summand.reward for summand in self.summands if summand.name in ("tool_call", "tool_right")]
+        """R_tool. Its positive weights sum to at most 1, and their values are at most 1, so it needs no clipping."""
+        rewards = [summand.reward for summand in self.summands if summand.name in TOOL_SUMMANDS]
         return None if self.missing else math.fsum(rewards)
 
     @property
@@ -176,7 +174,7 @@ def reward_terms(
     accuracy = _accuracy(prediction, answer, question_type, config, judged, question)
     anchors = tuple(_anchor_properties(parsed, config))
     calls = _calls(parsed, outcomes, tools)
-    tool = _tool_parts(calls, accuracy or 0.0, config)
+    tool = _tool_parts(calls, len(outcomes), accuracy or 0.0, config)
     credits = (
         *_format_credits(parsed),
         *_think_first_credits(parsed, calls, config),
@@ -212,6 +210,7 @@ def reward_terms(
         summands=() if accuracy is None else summands,
         anchors=anchors,
         own=tuple(own),
+        num_calls=len(outcomes),
         executed=calls.executed,
         parseable=parseable(parsed),
         prediction=prediction,
@@ -228,7 +227,11 @@ def with_needed_calls(group: Sequence[RewardTerms | None], config: RewardConfig)
     Episodes without an answer do not count: forgetting `</answer>` does not make a call needed. A missing episode is
     None or has no score.
     """
-    alone = [terms.accuracy for terms in group if terms is not None and terms.executed is None and terms.is_answered]
+    alone = [
+        terms.accuracy
+        for terms in group
+        if terms is not None and terms.executed is None and terms.prediction and terms.accuracy is not None
+    ]
     if config.tool_right != "needed" or not config.tool_reward or not alone:
         return list(group)
     expected = math.fsum(alone) / len(alone)
@@ -236,7 +239,7 @@ def with_needed_calls(group: Sequence[RewardTerms | None], config: RewardConfig)
 
 
 def _paid(terms: RewardTerms, expected: float, config: RewardConfig) -> RewardTerms:
-    if terms.executed is None or not terms.is_answered:
+    if terms.executed is None or not terms.prediction or terms.accuracy is None:
         return terms
     gain = terms.accuracy - expected
     summands = tuple(s._replace(value=gain) if s.name == "tool_right" else s for s in terms.summands)
@@ -446,8 +449,8 @@ def _calls(turns: Sequence[ParsedTurn], outcomes: Sequence[str], tools: Signatur
     return _Calls(places(executed), places(well_formed), places(set(range(len(outcomes)))))
 
 
-def _tool_parts(calls: _Calls, accuracy: float, config: RewardConfig) -> tuple[Summand, ...]:
-    """The reward of a call, and of a call before a right answer.
+def _tool_parts(calls: _Calls, num_calls: int, accuracy: float, config: RewardConfig) -> tuple[Summand, ...]:
+    """The reward of a call and of a call before a right answer, and the price of calls.
 
     DIFFERS from the release with tool_right=needed: only executed calls earn a reward, and the group decides what an
     answer after them earns.
@@ -458,12 +461,17 @@ def _tool_parts(calls: _Calls, accuracy: float, config: RewardConfig) -> tuple[S
     if config.tool_right == "any":
         called = WELL_FORMED_SHARE if not called and calls.well_formed is not None else called
         right = float(called > 0 and accuracy > 0)
-    return Summand("tool_call", called, config.tool_call_weight), Summand("tool_right", right, config.tool_right_weight)
+    return (
+        Summand("tool_call", called, config.tool_call_weight),
+        Summand("tool_right", right, config.tool_right_weight),
+        Summand("call_price", -float(num_calls), config.call_price),
+    )
 
 
 def _tool_credits(calls: _Calls, tool: Sequence[Summand]) -> Iterator[Credit]:
-    places = calls.well_formed if calls.executed is None else calls.executed
-    names = {"tool_call": "tool_call" if calls.executed is None else "tool_executed", "tool_right": "tool_right"}
+    earning = (calls.well_formed if calls.executed is None else calls.executed) or ()
+    names = {"tool_call": "tool_call" if calls.executed is None else "tool_executed"}
     for summand in tool:
         if summand.reward:
-            yield Credit(names[summand.name], "tool", summand.reward, places or ())
+            places = (calls.every or ()) if summand.name == "call_price" else earning
+            yield Credit(names.get(summand.name, summand.name), "tool", summand.reward, places)

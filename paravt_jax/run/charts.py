@@ -69,7 +69,12 @@ CHARTS = (
         ),
     ),
     Chart("Accuracy", "rewards", (Curve("rollout/accuracy_mean", color="blue"),), from_zero=True),
-    Chart("Format reward f_τ", "rewards", (Curve("rollout/format_reward", color="red"),), from_zero=True),
+    Chart(
+        "Format reward f_τ and parseable episodes",
+        "rewards",
+        (Curve("rollout/format_reward", "f_τ", "red"), Curve("rollout/parseable_frac", "parseable", "pink")),
+        from_zero=True,
+    ),
     Chart("Tool calls per episode κ", "rewards", (Curve("rollout/tool_calls_mean", color="orange"),), from_zero=True),
     Chart("Fraction of groups with a signal", "rewards", (Curve("rollout/taught_frac"),), from_zero=True),
     Chart("Sampled tokens per episode", "rollouts", _quantiles("rollout/sampled_tokens"), from_zero=True),

@@ -35,6 +35,7 @@ WANDB_ID_FILE = "wandb_id"
 TERMINAL_METRICS = {
     "reward": "rollout/reward_mean",
     "f_tau": "rollout/format_reward",
+    "parseable": "rollout/parseable_frac",
     "kappa": "rollout/tool_calls_mean",
     "loss": "loss/imitation",
 }

@@ -38,6 +38,7 @@ def _certified(name: str, path: Path) -> dict[str, Any]:
         "refused": cell["refused"],
         "scores": {scorer: _score(scores) for scorer, scores in cell["scores"].items()},
         "f_tau": metrics.get("format_reward"),
+        "parseable": metrics.get("parseable_frac"),
         "kappa": metrics.get("tool_calls_mean"),
         "frames": cell["frames"],
         "crop_frames": cell["crop_frames"],

@@ -97,7 +97,7 @@ const cellRows = (cell, place) => {
   const scorers = Object.entries(cell.scores);
   const there = known(cell.num_expected) ? `${cell.num_there.toLocaleString("en")} of ${cell.num_expected.toLocaleString("en")}` : `${cell.num_there.toLocaleString("en")} so far`;
   const head = (rowspan) => [h("th", { scope: "row", rowspan }, title, h("small", {}, about), cell.refused ? h("small", { class: "wrong", title: cell.refused }, "no score reported") : null), h("td", { class: "num", rowspan, "data-name": "samples" }, there, missingOf(cell) ? h("small", { class: "wrong" }, `missing: ${missingOf(cell)}`) : null, cell.num_unanswered ? h("small", {}, `${cell.num_unanswered} unanswered`) : null)];
-  const tail = (rowspan) => [h("td", { class: "num", rowspan, "data-name": "κ" }, short(cell.kappa)), h("td", { class: "num", rowspan, "data-name": "f_τ" }, short(cell.f_tau))];
+  const tail = (rowspan) => [h("td", { class: "num", rowspan, "data-name": "κ" }, short(cell.kappa)), h("td", { class: "num", rowspan, "data-name": "f_τ" }, short(cell.f_tau)), h("td", { class: "num", rowspan, "data-name": "parseable" }, short(cell.parseable))];
   if (!scorers.length) return [h("tr", {}, head(1), h("td", { colspan: 4, class: "soft" }, "scores appear when all samples are done"), tail(1))];
   return scorers.map(([scorer, scores], n) => h("tr", { class: n ? "again" : null }, n ? null : head(scorers.length),
     h("td", {}, SCORERS[scorer] ?? scorer), h("td", { class: "num" }, h("b", {}, percent(scores.score)), Object.entries(scores.variants).map(([name, value]) => h("small", {}, `${name} ${percent(value)}`))),
@@ -119,7 +119,7 @@ const drawCells = () => {
     if (runs.some((run) => run.about.kind === "evaluation")) host.append(h("p", { class: "notice" }, "This evaluation has no samples yet. Write the page again later."));
     return;
   }
-  const columns = ["", "samples", "rule", "score, %", "95 % interval, scale from 0 to 100", "missing as wrong", "κ", "f_τ"];
+  const columns = ["", "samples", "rule", "score, %", "95 % interval, scale from 0 to 100", "missing as wrong", "κ", "f_τ", "parseable"];
   host.append(h("h2", {}, "Cells"), h("p", { class: "lede" }, "The score leaves missing samples out; the column “missing as wrong” counts them as wrong."),
     h("div", { class: "card table" }, h("table", {}, h("thead", {}, h("tr", {}, columns.map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, all.map((one) => cellRows(...one))))),
     ...all.map((one) => cellDetails(...one)).filter(known));

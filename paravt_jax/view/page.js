@@ -1,8 +1,8 @@
 /* ---- the page, from top to bottom ---- */
 const FOOT = {
-  training: "f_τ: format reward by one fixed rule for every run. κ: tool calls per episode. K: frames in the overview. ",
+  training: "f_τ: format reward by one fixed rule for every run, with partial credit; parseable: episodes that the grammar accepts. κ: executed tool calls per episode. K: frames in the overview. ",
   imitation: "The first trace of every step. Framed text is imitated; the rest is the prompt or tool output. ",
-  evaluation: "f_τ: format reward by one fixed rule for every run. κ: tool calls per episode. K: frames in the overview. ",
+  evaluation: "f_τ: format reward by one fixed rule for every run, with partial credit; parseable: episodes that the grammar accepts. κ: executed tool calls per episode. K: frames in the overview. ",
   question: "",
 };
 document.body.classList.toggle("comparing", comparing);

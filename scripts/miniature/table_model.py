@@ -20,7 +20,7 @@ from model_port.chat_template import CHAT_TEMPLATE
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.tiny import tiny_tokenizer
 from paravt_jax.config import Config, load_config
-from paravt_jax.learner.advantages import group_advantages, group_rewards
+from paravt_jax.learner.advantages import GroupRewards, group_advantages, group_rewards
 from paravt_jax.learner.credit import property_mask, struct_mask
 from paravt_jax.rewards.settings import RewardConfig
 from paravt_jax.rewards.terms import RewardTerms, reward_terms, with_needed_calls
@@ -213,27 +213,34 @@ class Table:
         rng, policy, config = np.random.default_rng(seed), self.start(), self.config
         forced, video = bool(config.rollout.forced_prefix), config.video
         for _ in range(STEPS):
-            gradient, num_coins = dict.fromkeys(self.logits, 0.0), 0
+            groups = []
             for _ in range(config.train.prompts_per_step):
                 frames = int(rng.choice(video.frame_budgets)) if video.gating else video.overview_frames
-                group = self.group(policy, frames, forced, rng, config.train.group_size)
-                num_coins += self._add_gradient(group, policy, gradient)
-            policy.update({coin: value / num_coins * config.train.group_size for coin, value in gradient.items()})
+                groups.append(self.group(policy, frames, forced, rng, config.train.group_size))
+            gradient = self._gradient(groups, policy)
+            policy.update({coin: value * config.train.group_size for coin, value in gradient.items()})
         return policy
 
-    def _add_gradient(self, group: Sequence[Sample], policy: Policy, gradient: dict[str, float]) -> int:
-        """Adds the gradient of a group, and returns its number of coins."""
-        reward, advantage = self.config.reward, self.config.advantage
+    def _gradient(self, groups: Sequence[Sequence[Sample]], policy: Policy) -> dict[str, float]:
+        """The gradient of a step: a mean over its coins."""
+        gradient, num_coins, advantage = dict.fromkeys(self.logits, 0.0), 0, self.config.advantage
+        step = [self._rewards(group) for group in groups]
+        for group, rewards in zip(groups, step, strict=True):
+            earned = group_advantages(rewards, advantage, step)
+            for number in np.flatnonzero(earned.keep).tolist():
+                own, episode = earned.of(number), group[number]
+                parts = [episode.scored.properties[name] * value for name, value in own.properties.items()]
+                advantages = own.sequence + own.anchor * episode.scored.structural + sum(parts)
+                for (coin, side), value in zip(episode.coins, advantages, strict=True):
+                    gradient[coin] += value * (side - policy.heads(coin))
+            num_coins += sum(len(episode.coins) for episode in group)
+        return {coin: value / num_coins for coin, value in gradient.items()}
+
+    def _rewards(self, group: Sequence[Sample]) -> GroupRewards:
+        reward = self.config.reward
         terms = with_needed_calls([episode.scored.terms for episode in group], reward)
         scale = reward.anchor_weight * reward.format_weight
-        earned = group_advantages(group_rewards(terms, anchor_scale=scale, config=advantage), advantage)
-        for number in np.flatnonzero(earned.keep).tolist():
-            own, episode = earned.of(number), group[number]
-            parts = [episode.scored.properties[name] * value for name, value in own.properties.items()]
-            advantages = own.sequence + own.anchor * episode.scored.structural + sum(parts)
-            for (coin, side), value in zip(episode.coins, advantages, strict=True):
-                gradient[coin] += value * (side - policy.heads(coin))
-        return sum(len(episode.coins) for episode in group)
+        return group_rewards(terms, anchor_scale=scale, config=self.config.advantage)
 
     def evaluate(self, policy: Policy, frames: int, forced: bool, seed: int) -> np.ndarray:
         """Means of METRICS."""

@@ -120,7 +120,7 @@ def test_an_ablation_differs_from_the_full_method_in_the_ablated_settings_only(f
 def test_the_recommended_file_differs_from_the_published_one_as_its_header_lists():
     full, other = (dict(flat(CONFIGS / f"paragrpo_8b{name}.yaml")) for name in ("", "_recommended"))
     differ = {key for key, value in full.items() if other[key] != value}
-    tool = {"reward.tool_right", "reward.tool_right_weight", "reward.tool_call_weight"}
+    tool = {"reward.tool_right", "reward.tool_right_weight", "reward.tool_call_weight", "reward.call_price"}
     rest = {"reward.think_first_bonus", "advantage.normalise", "advantage.credit"}
     assert differ == {"run_dir", "train.max_resamples", *tool, *rest}
     head = (CONFIGS / "paragrpo_8b_recommended.yaml").read_text().partition("\nrun_dir:")[0]

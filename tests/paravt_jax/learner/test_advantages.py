@@ -19,7 +19,6 @@ from paravt_jax.rewards.terms import OwnTerm, reward_terms
 
 NAN = float("nan")
 EXACT = AdvantageConfig()
-APART = replace(EXACT, terms="apart")
 REWARDS = np.array([2.0, 1.0, 0.0, 2.0, 0.5])
 ANCHORS = np.array([0.7, 0.4, -0.3, 0.0, 0.7])
 SCALE = 0.5  # λ · w_fmt
@@ -31,13 +30,12 @@ def negligible_epsilon(monkeypatch):
     monkeypatch.setattr("paravt_jax.learner.advantages.EPSILON", 1e-12)
 
 
-def of_terms(present=None, anchors=(), scale=SCALE, **terms):
-    """A group's rewards by (weight, values)."""
-    size = len(next(iter(terms.values()))[1])
-    present = np.ones(size, bool) if present is None else np.array(present)
-    values = {name: np.array(row, float) for name, (_, row) in terms.items()}
-    weights = {name: np.full(size, float(weight)) for name, (weight, _) in terms.items()}
-    return GroupRewards(present, values, weights, {n: np.array(row, float) for n, row in dict(anchors).items()}, scale)
+def of_rewards(total, present=None, anchors=(), scale=SCALE):
+    """A group's rewards."""
+    present = np.ones(len(total), bool) if present is None else np.array(present)
+    return GroupRewards(
+        present, np.array(total, float), {n: np.array(row, float) for n, row in dict(anchors).items()}, scale
+    )
 
 
 def advantages(rewards, anchors, config=EXACT, *, scale=SCALE, without=None):
@@ -45,7 +43,7 @@ def advantages(rewards, anchors, config=EXACT, *, scale=SCALE, without=None):
     rewards, anchors = np.array(rewards, float), np.array(anchors, float)
     without = rewards - scale * anchors if without is None else np.array(without, float)
     base, scale = (rewards, 0.0) if config.credit == "sequence" else (without, scale)
-    return group_advantages(of_terms(~np.isnan(rewards), {"anchor": anchors}, scale, R=(1, base)), config)
+    return group_advantages(of_rewards(base, ~np.isnan(rewards), {"anchor": anchors}, scale), config)
 
 
 def same(first, second) -> bool:
@@ -199,7 +197,7 @@ def test_a_reward_that_is_not_finite_is_rejected(name, value):
     values = {"R": [1.0, 2.0], "anchor": [0.0, 0.1]}
     values[name][1] = value
     with pytest.raises(ValueError, match=f"^{name} must be finite in every episode with a reward"):
-        of_terms(anchors={"anchor": values["anchor"]}, R=(1, values["R"]))
+        of_rewards(values["R"], anchors={"anchor": values["anchor"]})
 
 
 def test_only_sampled_tokens_have_an_advantage():
@@ -211,7 +209,7 @@ def test_only_sampled_tokens_have_an_advantage():
 
 
 def test_the_unit_of_a_step_is_the_spread_within_its_groups():
-    wide, narrow, equal = (of_terms(R=(1, row)) for row in ([2.0, 0.0], [5.1, 4.9], [3.0, 3.0]))
+    wide, narrow, equal = (of_rewards(row) for row in ([2.0, 0.0], [5.1, 4.9], [3.0, 3.0]))
     config = replace(EXACT, normalise="batch")
     groups = [group_advantages(group, config, [wide, narrow, equal]) for group in (wide, narrow, equal)]
     # distances ±1 and ±0.1, without the zero-variance group: std √(2.02 / 4) = 0.7106
@@ -221,43 +219,20 @@ def test_the_unit_of_a_step_is_the_spread_within_its_groups():
     assert unfiltered.sequence[0] == pytest.approx((6 / 2.02) ** 0.5)  # 1 / √(2.02 / 6)
 
 
-CALLED = [1.0, 0.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize(("config", "worth"), [(EXACT, 1.0), (APART, 0.3)])
-def test_the_weight_of_a_small_bonus_in_a_group_that_is_otherwise_equal(config, worth):
-    """Together, 0.3 · R_tool has the advantages of R_tool, because the std cancels every weight."""
+@pytest.mark.parametrize(("normalise", "worth"), [("std", 1.0), ("batch", 0.3)])
+def test_a_small_bonus_in_a_group_that_is_otherwise_equal_keeps_its_weight_in_the_unit_of_the_step(normalise, worth):
+    """By its group's std, 0.3 · R_tool has the advantages of R_tool: the std cancels every weight."""
+    config, other = replace(EXACT, normalise=normalise), of_rewards(100 * [1.0, -1.0])
     small, full = (
-        group_advantages(of_terms(accuracy=(1, [1.0] * 4), tool=(weight, CALLED)), config) for weight in (0.3, 1)
+        group_advantages(group, config, [group, other])
+        for group in (of_rewards([1 + weight, 1, 1, 1]) for weight in (0.3, 1))
     )
-    np.testing.assert_allclose(small.sequence, worth * full.sequence)
-    np.testing.assert_allclose(full.sequence, [3**0.5, *3 * [-(3**-0.5)]])  # 0.75 and −0.25 over √3 / 4
-
-
-def test_terms_apart_by_hand():
-    group = group_advantages(of_terms(accuracy=(1, [1.0, 0.0]), tool=(0.3, [0.0, 0.2]), format=(2, [0.7, 0.7])), APART)
-    np.testing.assert_allclose(group.sequence, [0.7, -0.7])  # ±1 and ∓0.3; a term without spread adds nothing
-
-
-def test_terms_apart_that_cancel_out_have_a_signal():
-    rewards = of_terms(accuracy=(0.5, [1.0, 0.0]), tool=(1, [0.0, 0.5]))
-    assert not group_advantages(rewards, EXACT).has_spread
-    np.testing.assert_allclose(group_advantages(rewards, APART).sequence, [-0.5, 0.5])
-
-
-def test_apart_each_term_has_its_own_unit_of_the_step():
-    first = of_terms(accuracy=(1, [1.0, 0.0]), tool=(0.5, [0.0, 0.0]))
-    second = of_terms(accuracy=(1, [0.0, 0.0]), tool=(0.5, [0.1, 0.0]), own=(1, [0.0, 3.0]))
-    config = replace(APART, normalise="batch", filter_zero_variance=False)
-    groups = [group_advantages(group, config, [first, second]) for group in (first, second)]
-    # two of four distances are ±d: std d / √2; the own term has only two
-    np.testing.assert_allclose(groups[0].sequence, [2**0.5, -(2**0.5)])
-    np.testing.assert_allclose(groups[1].sequence, [0.5 * 2**0.5 - 1, 1 - 0.5 * 2**0.5])
+    np.testing.assert_allclose(small.sequence, worth * full.sequence, rtol=0.01)
 
 
 def test_properties_of_the_anchor_add_up_to_its_advantage():
     parts = {"think_closing": [0.4, 0.4, 0.0], "flow": [0.3, 0.0, 0.0], "think_unclosed": [0.0, 0.0, -0.3]}
-    rewards = of_terms(anchors=parts, R=(1, [1.0, 1.0, 0.0]))
+    rewards = of_rewards([1.0, 1.0, 0.0], anchors=parts)
     together, apart = (group_advantages(rewards, replace(EXACT, credit=credit)) for credit in ("token", "span"))
     assert not together.properties and not apart.anchor.any()
     np.testing.assert_allclose(sum(apart.properties.values()), together.anchor)
@@ -267,7 +242,7 @@ def test_properties_of_the_anchor_add_up_to_its_advantage():
 
 
 def test_properties_that_cancel_out_have_a_signal():
-    rewards = of_terms(anchors={"one": [0.4, 0.0], "other": [0.0, 0.4]}, R=(1, [1.0, 1.0]))
+    rewards = of_rewards([1.0, 1.0], anchors={"one": [0.4, 0.0], "other": [0.0, 0.4]})
     assert not group_advantages(rewards, EXACT).has_spread
     group = group_advantages(rewards, replace(EXACT, credit="span"))
     assert group.keep.all()
@@ -277,15 +252,13 @@ def test_properties_that_cancel_out_have_a_signal():
 THINK = "<think>\nlet me look</think>"
 
 
-def test_rewards_become_arrays_and_a_term_that_an_episode_lacks_is_zero():
+def test_rewards_become_arrays():
     config, own = RewardConfig(tool_call_weight=0.2), (OwnTerm("brief", 0.5, weight=2.0),)
     first = reward_terms([f"{THINK}<answer>B</answer>"], [], "B", "mcq", config, own=own)
     last = reward_terms([f"{THINK}<answer>C"], ["ok"], "B", "mcq", config)
     group = group_rewards([first, None, last], anchor_scale=0.5, config=EXACT)
     assert group.present.tolist() == [True, False, True]
-    assert group.terms["accuracy"].tolist() == [1, 0, 0] and group.terms["tool_call"].tolist() == [0, 0, 1]
-    assert group.terms["brief"].tolist() == [0.5, 0, 0] and group.weights["brief"].tolist() == [2, 2, 2]
-    assert group.weights["tool_call"].tolist() == [0.2] * 3
+    np.testing.assert_allclose(group.total, [1 + 0.65 + 2 * 0.5, 0, 0.5 + 0.2])  # the last one lacks `</answer>`
     expected = [sum(s.reward for s in terms.summands_without_anchor) for terms in (first, last)]
     np.testing.assert_allclose(group.total[[0, 2]], expected)
     np.testing.assert_allclose(group.anchor, [0.7, 0.0, 0.4])

@@ -3,14 +3,11 @@
 import itertools
 import math
 import re
-from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paravt_jax.config import load_config
 from paravt_jax.rewards.grammar import TAG, Place
 from paravt_jax.rewards.settings import RewardConfig
 from paravt_jax.rewards.terms import (

@@ -328,7 +328,7 @@ def test_the_metrics_of_a_step_by_hand(chat):
     (groups,) = collect(chat, say)
     metrics = group_metrics(groups)
     assert metrics["rollout/tool_calls_mean"] == metrics["rollout/tool_use_frac"] == 0.25  # one of four
-    assert metrics["rollout/calls_ok"] == 2
+    assert metrics["rollout/calls_ok"] == 2 and metrics["rollout/failed_calls_mean"] == 0
     assert metrics["rollout/parseable_frac"] == 1
     assert metrics["rollout/accuracy_mean"] == 0.5
     assert metrics["rollout/frame_budget_mean"] == 3
@@ -337,6 +337,17 @@ def test_the_metrics_of_a_step_by_hand(chat):
     ledgers = [ledger for group in groups for rollout in group.rollouts for ledger in rollout.episode.ledgers]
     assert num_tokens(groups, chat, 32) == sum(len(ledger.ids) for ledger in ledgers)  # a frame is one token here
     assert rollout_metrics([])["num_episodes"] == 0
+
+
+def test_calls_that_were_not_executed_do_not_count_as_tool_calls(chat):
+    def say(episode, request):
+        if not before_calls(chat, request):
+            return RIGHT
+        return CALL.replace("crop_video", "cut_video") if episode.endswith("/0") else CALL
+
+    metrics = group_metrics(collect(chat, say)[0])
+    assert (metrics["rollout/tool_calls_mean"], metrics["rollout/failed_calls_mean"]) == (0.75, 0.25)
+    assert metrics["rollout/tool_use_frac"] == 0.75
 
 
 def test_metrics_by_frame_budget_and_question_type(chat):
@@ -482,7 +493,7 @@ def test_needed_calls_are_rewarded_by_their_group(chat):
         return [rollout.terms.tool for rollout in groups[0].rollouts]
 
     assert tools("any") == pytest.approx([0.8, 0, 0, 0])
-    assert tools("needed") == pytest.approx([0.3 + 0.5 * 2 / 3, 0, 0, 0])
+    assert tools("needed") == pytest.approx([0.3 + 0.5 * (1 - 1 / 3), 0, 0, 0])
 
 
 def test_normalise_batch_divides_all_groups_by_the_same_std(chat):
