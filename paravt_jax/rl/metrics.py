@@ -68,7 +68,7 @@ def deadline_remark(metrics: Mapping[str, float], turn_deadline_s: float) -> str
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """f_tau is `format_reward`, kappa `tool_calls_mean` of executed calls. `num_missing` alone counts missing episodes."""
+    """f_tau is `format_reward`, kappa `tool_calls_mean`. Missing episodes count in `num_missing` only."""
     scored = [rollout for rollout in rollouts if not rollout.missing]
     stats = [rollout.stats for rollout in scored if rollout.stats is not None]
     totals = [each.total for each in stats if each.total is not None]
