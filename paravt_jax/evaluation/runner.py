@@ -28,7 +28,7 @@ MAX_IN_FLIGHT = 32  # prompts whose episodes run at the same time, their frames 
 
 @dataclass(frozen=True, eq=False)
 class CellRunner:
-    """Runs the samples of one cell."""
+    """Runs the samples of a cell."""
 
     name: str  # for progress and errors
     worker: RolloutWorker

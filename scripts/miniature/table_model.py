@@ -181,7 +181,7 @@ class Table:
         )
 
     def group(self, policy: Policy, frames: int, forced: bool, rng: np.random.Generator, size: int) -> list[Sample]:
-        """Episodes of one prompt."""
+        """Episodes of a prompt."""
         sees, curated = bool(rng.random() < self.seen[frames]), bool(rng.random() < CURATED_FRAC)
         return [self._episode(policy, sees, curated, forced, rng) for _ in range(size)]
 
