@@ -27,10 +27,22 @@ else
 fi
 "$python" -m paravt_jax.view "$run/para_grpo/seed0" --out "$run/report.html" --force
 
-video=$(ls "$run"/world/videos/*.mp4 | tail -1)
-question="What color is shown between 24 and 32 seconds?"
-echo "Asking it about a video that it was not trained on:"
-"$python" -m paravt_jax.ask "$video" "$question" --model "$run/trained.hf"
+mapfile -t held_out < <("$python" - "$run/world" <<'END'
+import json, sys
+from pathlib import Path
+
+world = Path(sys.argv[1])
+for line in (world / "rl_validation.jsonl").open():
+    row = json.loads(line)
+    truth = json.loads(row["extra_info"])
+    if truth["question_type"] == "oe":
+        print(world / row["videos"][0]["video"], row["prompt"][0]["content"].removeprefix("<video>\n"), truth["answer"], sep="\n")
+        break
+END
+)
+question=${held_out[1]}
+echo "Asking it about a video that it was not trained on. The true answer is ${held_out[2]}:"
+"$python" -m paravt_jax.ask "${held_out[0]}" "$question" --model "$run/trained.hf"
 
 cat <<END
 

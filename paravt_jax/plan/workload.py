@@ -5,8 +5,8 @@ FLOPs count everything computed: recomputation, padding, and attention blocks be
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from model_port.adapters import adapter_shapes
 from model_port.attention import Form, computed_pairs, form_of
@@ -146,11 +146,11 @@ def workload_of(
     num_groups = train.prompts_per_step
     budgets = [budgets[(2 * n + 1) * len(budgets) // (2 * num_groups)] for n in range(num_groups)]
     prompts = [min(n * frame_tokens + PROMPT_TEXT_TOKENS, room - response) for n in budgets]
-    groups = [PromptGroup(tokens, train.group_size * [response]) for tokens in prompts]
+    groups = [PromptGroup(tokens, train.group_size * (response,)) for tokens in prompts]
     if train.subagent_loss:
         num_calls = num_groups * train.group_size * calls
-        groups += num_calls * [PromptGroup(0, [min(call_prompt + report, room)])]
-    row_tokens, num_rows = _rows(groups, pack)
+        groups += num_calls * [PromptGroup(0, (min(call_prompt + report, room),))]
+    row_tokens, num_rows = _rows(tuple(groups), pack)
     return Workload(
         frames=frames,
         max_frames=most,
@@ -169,7 +169,8 @@ def workload_of(
     )
 
 
-def _rows(groups: Sequence[PromptGroup], pack: PackConfig) -> tuple[int, int]:
+@cache  # a plan asks for every recomputation and every mesh
+def _rows(groups: tuple[PromptGroup, ...], pack: PackConfig) -> tuple[int, int]:
     """Length and number of the rows that the learner packs these groups into."""
     lengths = [pack.row_tokens] if pack.one_shape else row_lengths(pack.row_tokens)
     needed = [num_batches(groups, length, pack.num_rows) for length in lengths]

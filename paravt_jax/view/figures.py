@@ -17,8 +17,8 @@ from paravt_jax.run.charts import OTHER, SECTIONS, Chart, LoggedRun, Table, vali
 HEADLINE_FRAC = 0.1  # of the steps, at each end
 HEADLINES = {  # key -> symbol, name, color
     "rollout/format_reward": ("f_τ", "format reward", "red"),
-    "rollout/parseable_frac": ("parseable", "fraction of episodes", "pink"),
-    "rollout/tool_calls_mean": ("κ", "tool calls per episode", "orange"),
+    "rollout/parseable_frac": ("parseable", "episodes", "pink"),
+    "rollout/tool_calls_mean": ("κ", "calls per episode", "orange"),
     "rollout/accuracy_mean": ("R_acc", "accuracy", "blue"),
     "rollout/reward_mean": ("R", "reward", "ink"),
     "loss/imitation": ("L", "imitation loss, nats per token", "neutral"),
