@@ -26,9 +26,9 @@ from model_port.sampler.programs import Chunk, Rows, copy_page, decode, empty_ca
 from model_port.sampler.requests import MAX_STOP_IDS, Completion, PreparedPrompt, SamplerRequest
 from model_port.sharding import platform
 
-# Prefilled together. For a chunk of 4 pages of the 8B, an H200 took 25 ms, four times what its products need.
-CHUNK_PAGES = {"cpu": 4}
-CHUNK_PAGES_ELSEWHERE = 16
+# Prefilled together, in whole pages. For 256 tokens of the 8B an H200 took 25 ms, four times what its products need.
+CHUNK_TOKENS = {"cpu": 256}
+CHUNK_TOKENS_ELSEWHERE = 1024
 FRAME_ROWS = 8  # encoded together
 MIN_ROW_PATCHES = 16
 
@@ -78,7 +78,7 @@ class Sampler:
         self._kernel = kernel if self.kernel_check is not None and self.kernel_check.passed else None
         self._cache = empty_cache(model.config, dtype, self._pool.num_pages, PAGE_TOKENS)
         self._table = FrameTable()
-        self._chunk_pages = chunk_pages(platform())
+        self._chunk_tokens = chunk_tokens(platform())
         self._frames = empty_frames(model.config, dtype, self._table.num_tokens)
         self._rows: list[BusyRow | None] = [None] * max_rows
         self._waiting: deque[tuple[int, SamplerRequest, PreparedPrompt]] = deque()
@@ -99,9 +99,8 @@ class Sampler:
                 f"{needed} tokens of context, the sampler has max_context_tokens={self.max_context_tokens}"
             )
         largest = max((end - start for start, end in prompt.frame_spans), default=0)
-        chunk_tokens = self._chunk_pages * PAGE_TOKENS
-        if 2 * largest + chunk_tokens > self._table.num_tokens:
-            most = (self._table.num_tokens - chunk_tokens) // 2
+        if 2 * largest + self._chunk_tokens > self._table.num_tokens:
+            most = (self._table.num_tokens - self._chunk_tokens) // 2
             raise ValueError(f"a frame has {largest} tokens, the sampler takes frames of up to {most}")
         number, self._num_submitted = self._num_submitted, self._num_submitted + 1
         self._waiting.append((number, request, prompt))
@@ -213,8 +212,8 @@ class Sampler:
 
     def _prefill(self, prompt: PreparedPrompt, pages: list[int], num_shared: int) -> None:
         """Computes the pages behind the first `num_shared`, from the start of the chunk in which they begin."""
-        table, size = self._page_table(pages), self._chunk_pages
-        chunk_tokens = size * PAGE_TOKENS
+        table, chunk_tokens = self._page_table(pages), self._chunk_tokens
+        size = chunk_tokens // PAGE_TOKENS
         for first in range(num_shared // size * size, -(-prompt.num_cached // PAGE_TOKENS), size):
             begin = first * PAGE_TOKENS
             count = min(chunk_tokens, prompt.num_cached - begin)
@@ -293,8 +292,8 @@ class Sampler:
         return state
 
 
-def chunk_pages(platform: str) -> int:
-    return CHUNK_PAGES.get(platform, CHUNK_PAGES_ELSEWHERE)
+def chunk_tokens(platform: str) -> int:
+    return CHUNK_TOKENS.get(platform, CHUNK_TOKENS_ELSEWHERE)
 
 
 def _num_tokens(request: SamplerRequest) -> int:

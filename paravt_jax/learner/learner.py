@@ -100,7 +100,6 @@ class Learner:
 
     def update_compiler(self, num_dialogues: int, *, scores_before: bool) -> UpdateCompiler:
         """Compiles the programs of `update`, and of `kl_penalties` for KL in the reward, from the current shapes."""
-        in_reward = self.loss.kl_in == "reward" and self.loss.kl_coef > 0
         memory = DEVICE_MEMORY if self.optim.offload else None
         state = replace(shapes_of(self.state), opt_state=shapes_of(self.state.opt_state, memory))
         return UpdateCompiler(
@@ -111,7 +110,7 @@ class Learner:
             numbers_at(self.optim, 0, self._num_steps),
             self._objective(num_dialogues),
             self._coefs,
-            num_penalized=num_dialogues if in_reward else 0,
+            num_penalized=num_dialogues if self.loss.penalizes_reward else 0,
             train_vision=self.optim.train_vision,
             scores_before=scores_before,
             mesh=self.mesh,

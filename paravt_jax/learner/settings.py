@@ -119,6 +119,15 @@ class LossConfig:
         return is_location(self.name)
 
     @property
+    def penalizes_reward(self) -> bool:
+        """Whether the KL term is in the reward."""
+        return self.kl_in == "reward" and self.kl_coef > 0
+
+    def scores_before(self, updates_per_step: int) -> bool:
+        """Whether updates need the policy's log-probs from before them."""
+        return updates_per_step > 1 or self.penalizes_reward
+
+    @property
     def all_bounds(self) -> dict[str, float]:
         """All bounds of the correction, with defaults."""
         return CORRECTIONS[self.correction] | self.correction_bounds

@@ -24,7 +24,7 @@ from model_port.layers import Compute
 from model_port.loading import abstract_model, abstract_params
 from model_port.sampler.frames import TABLE_TOKENS
 from model_port.sampler.pages import PAGE_TOKENS
-from model_port.sampler.sampler import chunk_pages
+from model_port.sampler.sampler import chunk_tokens
 from model_port.sharding import check_divisible, param_spec, sampling_tensor
 from model_port.text import LONG_ROW_TOKENS, Visual
 from paravt_jax.config import MeshConfig
@@ -350,10 +350,10 @@ class Share:
         text, tensor = self.model.text, self.sampling_tensor(sampler)
         token = (3 * text.ffn_width + 2 * text.num_heads * text.head_dim) // tensor + 4 * text.width
         layer = values_on(MeshConfig(1, 1, tensor), self.model, "text.layers.") // text.num_layers
-        chunk_tokens = chunk_pages(self.platform) * PAGE_TOKENS
-        scores = chunk_tokens**2 * text.num_heads // tensor * FLOAT32_BYTES
+        num_chunk = chunk_tokens(self.platform)
+        scores = num_chunk**2 * text.num_heads // tensor * FLOAT32_BYTES
         return {
-            "prefill of a chunk": chunk_tokens * token * self.item_bytes + scores,
+            "prefill of a chunk": num_chunk * token * self.item_bytes + scores,
             "sampling a token": LOGITS_AT_ONCE * sampler.max_rows * text.vocab_size // tensor * FLOAT32_BYTES,
             "a layer's weights for sampling": layer * self.item_bytes,
         }

@@ -118,7 +118,7 @@ class PlannedRl(PlannedRun):
     @classmethod
     def of(cls, config: Config, model: ModelConfig) -> Self:
         loss, train = config.loss, config.train
-        scores_before = train.updates_per_step > 1 or (loss.kl_coef > 0 and loss.kl_in == "reward")
+        scores_before = loss.scores_before(train.updates_per_step)
         trained = config.mesh, config.model, config.lora, config.optim
         update = PlannedUpdate(*trained, loss, config.rollout.temperature, scores_before)
         return cls(model, update, config.pack, config.video, config.hosts, train, config.rollout, config.engine)

@@ -7,8 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from model_port.config import ModelConfig
-from model_port.sampler.pages import PAGE_TOKENS
-from model_port.sampler.sampler import chunk_pages
+from model_port.sampler.sampler import chunk_tokens
 from model_port.sharding import sampling_tensor
 from paravt_jax.config import EngineConfig, MeshConfig
 from paravt_jax.plan.collectives import Collective
@@ -130,15 +129,15 @@ class StepParts:
         The embedded sampler prefills from the start of a chunk to the end of one, and moves all weights for each. A
         server's chunk has many prompts, so that its products hide that.
         """
-        work, chunk_tokens = self.work, chunk_pages(self.device.platform) * PAGE_TOKENS
-        chunk_s = self.hops_s(chunk_tokens) + (0.0 if self.on_servers else self.weights_s)
+        work, num_chunk = self.work, chunk_tokens(self.device.platform)
+        chunk_s = self.hops_s(num_chunk) + (0.0 if self.on_servers else self.weights_s)
         prefills = (
             (work.num_groups, work.prompt_tokens),
-            (self.later_turns, work.response_tokens + (0 if self.on_servers else chunk_tokens)),
+            (self.later_turns, work.response_tokens + (0 if self.on_servers else num_chunk)),
             (work.num_calls, work.call_prompt_tokens),
         )
         return sum(
-            count * length * (token_flops(self.run.model, length) / flops_per_s + chunk_s / chunk_tokens)
+            count * length * (token_flops(self.run.model, length) / flops_per_s + chunk_s / num_chunk)
             for count, length in prefills
         )
 

@@ -124,11 +124,10 @@ class PolicyUpdate:
         learner, loss = self._learner, self._learner.loss
         groups = [group for group in groups if group.has_signal]
         parts = self._packed(groups)
-        kl_in_reward = loss.kl_in == "reward" and loss.kl_coef > 0
         if self._scores_before:
             with self.own_time.waiting():
                 parts = [packed.with_old_log_probs(learner) for packed in parts]
-        return [self._penalized(packed, groups) for packed in parts] if kl_in_reward else parts
+        return [self._penalized(packed, groups) for packed in parts] if loss.penalizes_reward else parts
 
     def _packed(self, groups: Sequence[Group]) -> list[_Packed]:
         train, rollout = self._train, self._rollout
@@ -237,9 +236,7 @@ class PolicyUpdate:
 
     @property
     def _scores_before(self) -> bool:
-        """Whether an update needs log-probs from before it."""
-        loss = self._learner.loss
-        return self._train.updates_per_step > 1 or (loss.kl_in == "reward" and loss.kl_coef > 0)
+        return self._learner.loss.scores_before(self._train.updates_per_step)
 
     def _frames(self, groups: Sequence[Group]) -> dict[str, Frame]:
         pictures = {

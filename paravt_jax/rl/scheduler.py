@@ -152,6 +152,8 @@ class RolloutScheduler:
         num_frames = np.cumsum(budgets)
         fits = num_frames * 3 * self._video.max_pixels * MEMORY_PER_PIXEL_BYTE <= MEMORY_BYTES / 2
         own = scatter([task_of(*pair) for pair in compress(zip(samples, budgets, strict=True), fits)], self._hosts)
+        if self._decoding is not None:
+            self._decoding.cancel()  # the step is over that needed it
         self._decoding = asyncio.create_task(self._decode(own))
 
     async def _decode(self, tasks: Sequence[Task]) -> None:

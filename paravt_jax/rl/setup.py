@@ -9,6 +9,7 @@ from pathlib import Path
 
 from model_port.bucket import is_address
 from model_port.config import read_config
+from model_port.processing import VisionContract
 from paravt_jax.config import (
     AUTO,
     SYNTHETIC,
@@ -47,6 +48,7 @@ from paravt_jax.run.training import RunDirectory, Training
 from paravt_jax.sampling.engines import frame_reader, open_engine, own_engine, warn_of_large
 from paravt_jax.sampling.local_copy import LocalCopy
 from paravt_jax.sampling.score import LearnerScorer
+from rollout.chat import Chat
 from rollout.check import check
 from rollout.engine.protocol import EngineError
 from rollout.engine.sglang import SGLangEngine
@@ -103,18 +105,7 @@ async def open_run(
         if log is None and hosts.leads:
             videos = (video for prompt in (*train, *held_out) for video in prompt.videos)
             warn_of_large(frames, videos, config.video.most_frames, training.log.say, stack)
-        policy_update = PolicyUpdate(
-            training.learner,
-            policy.chat,
-            policy.contract,
-            train=config.train,
-            rollout=config.rollout,
-            pack=config.pack,
-            max_pixels=config.video.max_pixels * config.rollout.detail_factor,
-            max_frames=config.video.most_frames,
-            seed=config.seed,
-            hosts=hosts,
-        )
+        policy_update = update_of(training.learner, policy.chat, policy.contract, config, hosts)
         training.compile_ahead(policy_update.compile_ahead(), stack)
         rollouts = await _rollouts(config, training, policy, frames, plugin, order, log, gpus, take_over, stack)
         worker = rollouts.worker
@@ -143,6 +134,23 @@ async def open_run(
         if log is not None:
             training.log.say(log.compared(directory.path))
         await training.finish(run.progress())
+
+
+def update_of(
+    learner: Learner, chat: Chat, contract: VisionContract, config: Config, hosts: Hosts = ALONE
+) -> PolicyUpdate:
+    return PolicyUpdate(
+        learner,
+        chat,
+        contract,
+        train=config.train,
+        rollout=config.rollout,
+        pack=config.pack,
+        max_pixels=config.video.max_pixels * config.rollout.detail_factor,
+        max_frames=config.video.most_frames,
+        seed=config.seed,
+        hosts=hosts,
+    )
 
 
 async def _resume(

@@ -24,7 +24,7 @@ from model_port.config import ModelConfig, preset
 from model_port.tiny import make_tiny, with_tokenizer_ids
 from model_port.weights import num_params
 from scripts.bench.gpu_sampling import generate_in_torch, sampler
-from scripts.bench.gpu_sizes import Check, Row, failure, timed
+from scripts.bench.gpu_sizes import Check, Row, failure, no_torch, timed, torch_versions
 from scripts.bench.update import FRAME_GRID, EpisodeGroup, Update, our_update, random_example, torch_update
 
 GIB = 2**30
@@ -233,11 +233,11 @@ def model_flops(model: ModelConfig, num_tokens: int, num_scored: int) -> float:
 
     Full attention takes 12·heads·head_dim FLOPs per pair and layer, forward and backward; causal attention takes half.
     """
+    from paravt_jax.plan.workload import layer_params
+
     text = model.text
-    of_attention = 2 * (text.num_heads + text.num_kv_heads) * text.head_dim * text.width
-    layers = text.num_layers * (of_attention + 3 * text.width * text.ffn_width)
     head, pairs = text.vocab_size * text.width, num_tokens**2 / 2
-    products = 6.0 * (layers * num_tokens + head * num_scored)
+    products = 6.0 * (layer_params(model) * num_tokens + head * num_scored)
     return products + 12.0 * text.num_layers * text.num_heads * text.head_dim * pairs
 
 
@@ -266,18 +266,11 @@ def update_here(way: str, check: Check) -> Iterator[Row]:
 
 def update_in_torch(check: Check) -> Iterator[Row]:
     """The same update in torch: float32 weights under autocast, a padded row per episode."""
-    try:
-        import torch
-        import transformers
-    except ImportError as missing:
-        yield {"way": "torch", "note": f"not compared: {missing}"}
+    if reason := no_torch(check):
+        yield {"way": "torch"} | reason
         return
-    on = "cpu" if check.tiny else "cuda"
-    if on == "cuda" and not torch.cuda.is_available():
-        yield {"way": "torch", "note": f"not compared: torch {torch.__version__} sees no GPU"}
-        return
-    row = _one_way("torch", check, partial(torch_update, device=on))
-    yield row | {"versions": f"torch {torch.__version__}, transformers {transformers.__version__}"}
+    row = _one_way("torch", check, partial(torch_update, device=check.torch_device))
+    yield row | {"versions": torch_versions()}
 
 
 def _one_way(way: str, check: Check, make: Callable[..., Update]) -> Row:

@@ -12,7 +12,7 @@ import numpy as np
 
 from model_port.config import ModelConfig, config_to_hf
 from model_port.tiny import with_tokenizer_ids
-from scripts.bench.gpu_sizes import Check, Row, failure
+from scripts.bench.gpu_sizes import Check, Row, failure, no_torch, torch_versions
 
 STEP_TOKENS = 16  # sampled between two looks at the results, as in a run
 
@@ -25,6 +25,7 @@ def sampler(check: Check) -> Iterator[Row]:
     from model_port.sampler import Sampler, SamplerPrompt, SamplerRequest, SamplingParams
     from paravt_jax.learner.batch_shape import random_model
     from paravt_jax.plan.devices import device_of
+    from paravt_jax.plan.workload import cached_bytes, decoded_bytes
     from paravt_jax.sampling.local_copy import LocalCopy
 
     model = random_model(check.full_model, Compute("bfloat16"), dtype="bfloat16")
@@ -55,9 +56,8 @@ def sampler(check: Check) -> Iterator[Row]:
             yield {"rows": num_rows} | failure(problem)
             continue
         step_s = statistics.median(steps[1:])
-        text = check.full_model.text
-        cached = num_rows * (num_prompt + num_new / 2) * 2 * text.num_layers * text.num_kv_heads * text.head_dim
-        moved = 2 * (cached + text_params(check.full_model))
+        context = num_rows * (num_prompt + num_new / 2)
+        moved = decoded_bytes(check.full_model) + context * cached_bytes(check.full_model)
         peak = None if spec is None or spec.memory_tb_per_s is None else 1e12 * spec.memory_tb_per_s
         yield {
             "rows": num_rows,
@@ -72,13 +72,6 @@ def sampler(check: Check) -> Iterator[Row]:
         del sampler
 
 
-def text_params(model: ModelConfig) -> int:
-    """Those that every sampled token reads: the layers and the head, not the embedding."""
-    text = model.text
-    of_attention = 2 * (text.num_heads + text.num_kv_heads) * text.head_dim * text.width
-    return text.num_layers * (of_attention + 3 * text.width * text.ffn_width) + text.vocab_size * text.width
-
-
 def random_prompts(model: ModelConfig, num_rows: int, num_tokens: int, seed: int) -> np.ndarray:
     """Prompts without frames; they share no beginning, so that nothing comes from the cache."""
     plain = min(model.image_token_id, model.vision_start_token_id)
@@ -87,16 +80,13 @@ def random_prompts(model: ModelConfig, num_rows: int, num_tokens: int, seed: int
 
 def generate_in_torch(check: Check) -> Iterator[Row]:
     """The same in transformers: `generate`, all prompts in one batch, weights in bfloat16."""
-    try:
-        import torch
-        import transformers
-    except ImportError as missing:
-        yield {"note": f"not compared: {missing}"}
+    if reason := no_torch(check):
+        yield reason
         return
-    on = "cpu" if check.tiny else "cuda"
-    if on == "cuda" and not torch.cuda.is_available():
-        yield {"note": f"not compared: torch {torch.__version__} sees no GPU"}
-        return
+    import torch
+    import transformers
+
+    on = check.torch_device
     (check.folder / "config.json").write_text(json.dumps(config_to_hf(with_tokenizer_ids(check.full_model))))
     config = transformers.AutoConfig.from_pretrained(check.folder)
     with torch.device(on):
@@ -123,5 +113,5 @@ def generate_in_torch(check: Check) -> Iterator[Row]:
             "prefill_tokens_per_s": num_rows * num_prompt / prefill_s,
             "token_ms": 1e3 * token_s,
             "tokens_per_s": num_rows / token_s,
-            "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
+            "versions": torch_versions(),
         }

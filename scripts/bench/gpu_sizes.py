@@ -49,6 +49,10 @@ class Check:
         return TINY if self.tiny else LARGE
 
     @property
+    def torch_device(self) -> str:
+        return "cpu" if self.tiny else "cuda"
+
+    @property
     def full_model(self) -> ModelConfig:
         return tiny_config() if self.tiny else preset("8b")
 
@@ -75,6 +79,25 @@ def timed(work: Callable[[], Any], warm: bool = False) -> float:
         if turn or warm:
             seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
+
+
+def no_torch(check: Check) -> Row:
+    """A note if torch cannot be compared here."""
+    try:
+        import torch
+        import transformers  # noqa: F401
+    except ImportError as missing:
+        return {"note": f"not compared: {missing}"}
+    if check.torch_device == "cuda" and not torch.cuda.is_available():
+        return {"note": f"not compared: torch {torch.__version__} sees no GPU"}
+    return {}
+
+
+def torch_versions() -> str:
+    import torch
+    import transformers
+
+    return f"torch {torch.__version__}, transformers {transformers.__version__}"
 
 
 def failure(problem: Exception, *, may_lack_room: bool = False) -> Row:

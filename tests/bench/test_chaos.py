@@ -19,7 +19,7 @@ from agents import FakeFrames, call
 from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 from learner_state import flip
-from training import QUICK, SHORT_PROMPT, rollouts_of, train_here, update_of
+from training import QUICK, SHORT_PROMPT, rollouts_of, train_here
 
 import model_port
 from model_port.processing import VisionContract
@@ -30,6 +30,7 @@ from paravt_jax.learner.learner import Learner
 from paravt_jax.rl.batches import PolicyUpdate
 from paravt_jax.rl.records import records
 from paravt_jax.rl.run import Run
+from paravt_jax.rl.setup import update_of
 from paravt_jax.run import training
 from paravt_jax.sampling.local_copy import LocalCopy
 from paravt_jax.sampling.weights import ModelWeights

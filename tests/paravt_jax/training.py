@@ -9,20 +9,16 @@ from pathlib import Path
 
 import forked
 
-from model_port.processing import VisionContract
 from paravt_jax import train as trainer
 from paravt_jax.config import Config, load_config
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.sample_order import Cursor, SampleOrder
-from paravt_jax.learner.learner import Learner
 from paravt_jax.rewards.judge import Judge
 from paravt_jax.rewards.plugin import load_plugin
-from paravt_jax.rl.batches import PolicyUpdate
 from paravt_jax.rl.episodes import RolloutWorker
 from paravt_jax.rl.replay import OF_THE_MACHINE
 from paravt_jax.rl.scheduler import RolloutScheduler
 from paravt_jax.run.hosts import ALONE, Hosts
-from rollout.chat import Chat
 from rollout.episode import Agent
 
 ROOT = Path(__file__).parents[2]
@@ -57,23 +53,6 @@ def rollouts_of(
     plugin = load_plugin(config.reward)
     worker = RolloutWorker(agent, config.reward, judge, config.seed, plugin, config.train.truncated)
     return RolloutScheduler(worker, order, cursor, config.train, config.video, config.advantage, hosts=hosts)
-
-
-def update_of(
-    learner: Learner, chat: Chat, contract: VisionContract, config: Config, hosts: Hosts = ALONE
-) -> PolicyUpdate:
-    return PolicyUpdate(
-        learner,
-        chat,
-        contract,
-        train=config.train,
-        rollout=config.rollout,
-        pack=config.pack,
-        max_pixels=config.video.max_pixels * config.rollout.detail_factor,
-        max_frames=config.video.most_frames,
-        seed=config.seed,
-        hosts=hosts,
-    )
 
 
 def arguments(run_dir: Path | str, *overrides: str) -> list[str]:

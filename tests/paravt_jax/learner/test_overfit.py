@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 from agents import FakeFrames
-from training import rollouts_of, update_of
+from training import rollouts_of
 
 import model_port
 from model_port.processing import VisionContract
@@ -20,6 +20,7 @@ from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.learner.variants import StepCounts
 from paravt_jax.rewards.terms import reward_terms
 from paravt_jax.rl.metrics import group_metrics
+from paravt_jax.rl.setup import update_of
 from paravt_jax.sampling.embedded import EmbeddedEngine
 from paravt_jax.sampling.frames import frame_of
 from paravt_jax.sampling.local_copy import LocalCopy

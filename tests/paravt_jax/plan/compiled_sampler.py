@@ -22,7 +22,7 @@ from model_port.sampler.frames import TABLE_TOKENS
 from model_port.sampler.paged import TABLE_PAGES, decode_kernel
 from model_port.sampler.pages import PAGE_TOKENS
 from model_port.sampler.programs import Cache, Chunk, Rows, decode, prefill
-from model_port.sampler.sampler import chunk_pages
+from model_port.sampler.sampler import chunk_tokens
 from model_port.sharding import make_mesh, on_mesh
 from model_port.text import Visual
 from paravt_jax.plan.topology import topology
@@ -60,10 +60,9 @@ def main(name, preset, tensor, rows, context_tokens, cache_tokens, stacking):
         *(numbers, numbers, numbers, array(rows, width), array(rows, 2, dtype=jnp.uint32), numbers, numbers),
         *(array(rows, dtype=jnp.float32), array(rows, 8), array(rows, dtype=bool)),
     )
-    num_pages = chunk_pages(topology(name).device.platform)
-    num_tokens = num_pages * PAGE_TOKENS
+    num_tokens = chunk_tokens(topology(name).device.platform)
     tokens = array(1, num_tokens)
-    chunk = Chunk(tokens, array(1, num_tokens, 3), tokens, tokens, array(1, width), array(num_pages))
+    chunk = Chunk(tokens, array(1, num_tokens, 3), tokens, tokens, array(1, width), array(num_tokens // PAGE_TOKENS))
     with on_mesh(mesh):
         traced = [
             decode.trace(graphdef, 16, decode_kernel(text.head_dim), params, cache, state),

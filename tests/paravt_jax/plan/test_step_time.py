@@ -56,7 +56,7 @@ def test_the_decode_interval_contains_the_time_of_the_compiled_sampler(name, dev
 
 def test_the_prefill_interval_contains_an_h200s_seconds(monkeypatch):
     """docs/benchmarks: stacked weights of the 8B, and chunks of 256 tokens, 10,240 tokens a second."""
-    monkeypatch.setattr("model_port.sampler.sampler.CHUNK_PAGES_ELSEWHERE", 4)
+    monkeypatch.setattr("model_port.sampler.sampler.CHUNK_TOKENS_ELSEWHERE", 256)
     settings = ("rollout.dispatch=none", "reward.tool_reward=false")
     step = step_of("8b_lora_1x80gb", *settings, device="h200")
     run = run_of("8b_lora_1x80gb", *settings)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from agents import FakeFrames, call_of
-from training import SHORT_PROMPT, rollouts_of, update_of
+from training import SHORT_PROMPT, rollouts_of
 
 import model_port
 from model_port.processing import VisionContract
@@ -18,6 +18,7 @@ from paravt_jax.data.sample_order import Cursor, SampleOrder
 from paravt_jax.learner.credit import CLASSES
 from paravt_jax.learner.learner import Learner
 from paravt_jax.rl.batches import assign_parts
+from paravt_jax.rl.setup import update_of
 from paravt_jax.run.compiles import COMPILED
 from rollout.chat import Chat
 from rollout.engine.protocol import EngineError

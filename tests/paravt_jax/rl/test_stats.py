@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from agents import ANSWER, FakeFrames, call
 from flax import nnx
-from training import rollouts_of, update_of
+from training import rollouts_of
 
 import model_port
 from model_port.processing import VisionContract
@@ -26,6 +26,7 @@ from paravt_jax.rl import batches
 from paravt_jax.rl.groups import Group, over_step, rewards_of
 from paravt_jax.rl.metrics import group_metrics, num_tokens, staleness_mean
 from paravt_jax.rl.scheduler import interleave, scatter
+from paravt_jax.rl.setup import update_of
 from paravt_jax.run import host_times
 from paravt_jax.run.host_times import DeviceProbe, by_host
 from paravt_jax.run.hosts import Hosts
