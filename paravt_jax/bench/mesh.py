@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--topology", metavar="NAME", help="compile for these devices, for example h100:8 or v5p:2x2x2")
     parser.add_argument("--plan-only", action="store_true", help="with --topology: estimate without compiling")
     parser.add_argument("--config", metavar="FILE", help="a run's config, instead of these flags")
+    parser.add_argument("--calibrate", metavar="RUN_DIR", help="with --config: rates of a step from this run's log")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that override the config file")
     parser.add_argument("--price", type=float, help="price of a device per hour, in any currency: adds prices")
 
@@ -62,8 +63,8 @@ def _check(args: argparse.Namespace) -> None:
     for name in SETTINGS if args.config else ():
         if getattr(args, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} has no effect with --config; set it in the file")
-    if args.overrides and not args.config:
-        raise ValueError(f"{args.overrides[0]} needs --config FILE")
+    if not args.config and (given := [*args.overrides, *(["--calibrate"] if args.calibrate else [])]):
+        raise ValueError(f"{given[0]} needs --config FILE")
 
 
 def table(result: dict[str, Any]) -> str:

@@ -22,7 +22,8 @@ from paravt_jax.plan.topology import topology
 
 def estimated_meshes(args: argparse.Namespace) -> dict[str, Any]:
     jax.config.update("jax_platforms", "cpu")  # only compiles, which needs no device
-    target, run = topology(args.topology), benched_run(args)
+    target = topology(args.topology)
+    run = benched_run(args).calibrated_on(target.device)
     learner = target.without_gpus(run.server_gpus)
     remarks = [*run.remarks, *servers_remark(run.server_gpus, len(learner))]
     everything = None if args.plan_only else target.devices()

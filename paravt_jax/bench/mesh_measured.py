@@ -54,8 +54,9 @@ ONE_DEVICE = (1, 1, 1)
 def measured_meshes(args: argparse.Namespace) -> dict[str, Any]:
     run = benched_run(args)
     _check_alone(run)
-    remarks = [*run.remarks, *_prepare(run, args.devices or CPU_DEVICES)]
-    devices = find_devices()
+    of_servers = _prepare(run, args.devices or CPU_DEVICES)
+    devices, device = find_devices(), device_here()
+    run = run.calibrated_on(device)
     if run.config is not None:
         run = dataclasses.replace(run, config=computed_on(run.config, devices[0].platform))
     written = run.dtype if run.config is None else written_dtype(run.config)
@@ -63,7 +64,7 @@ def measured_meshes(args: argparse.Namespace) -> dict[str, Any]:
     num_devices = args.devices or len(devices)
     if num_devices > len(devices):
         raise ValueError(f"--devices {num_devices} exceeds the {len(devices)} {devices[0].device_kind} devices here")
-    device, rates, rows = device_here(), _rates(run.dtype), {}
+    rates, rows = _rates(run.dtype), {}
     shapes = shapes_of(args, num_devices)
     for shape in dict.fromkeys([ONE_DEVICE, *shapes] if args.mesh is None else shapes):
         print(f"{name_of(shape)}: ", end="", file=sys.stderr, flush=True)
@@ -81,7 +82,7 @@ def measured_meshes(args: argparse.Namespace) -> dict[str, Any]:
         "price": args.price,
         "num_steps": run.num_steps,
         "rates": None if rates is None else _finite(rates),
-        "assumed": [*remarks, *_assumed(device, run.dtype, rates), *unknowns(rows.values())],
+        "assumed": [*run.remarks, *of_servers, *_assumed(device, run.dtype, rates), *unknowns(rows.values())],
         "rows": in_order(rows.values()),
     }
 

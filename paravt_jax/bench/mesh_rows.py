@@ -13,12 +13,14 @@ from omegaconf import OmegaConf
 from model_port.config import ModelConfig
 from paravt_jax.bench.mesh_case import config_of, model_of, name_of, settings_of, table_of, title_of
 from paravt_jax.config import Config, MeshConfig, SftConfig, load_config
+from paravt_jax.plan.calibrate import calibrated
 from paravt_jax.plan.devices import DeviceSpec, Rates
 from paravt_jax.plan.meshes import MeshEstimate, Shape, estimate
 from paravt_jax.plan.plan import model_config
 from paravt_jax.plan.remat import with_remat
 from paravt_jax.plan.roofline import StepSeconds
 from paravt_jax.plan.run import PlannedRl, PlannedRun, PlannedSft
+from paravt_jax.plan.step_rates import PUBLISHED, TEXTS, RateRange
 from paravt_jax.plan.step_time import Interval, step_time
 from paravt_jax.plan.workload import Step, full_step
 
@@ -36,6 +38,7 @@ class BenchedRun:
     remarks: tuple[str, ...]
     args: argparse.Namespace
     config: Config | SftConfig | None  # of the file
+    rates: RateRange = PUBLISHED  # of a step
 
     @property
     def dtype(self) -> str:
@@ -52,6 +55,17 @@ class BenchedRun:
     def server_gpus(self) -> list[int]:
         """GPUs of the servers that the run starts on the learner's machine."""
         return self.config.engine.gpus if isinstance(self.config, Config) else []
+
+    def calibrated_on(self, device: DeviceSpec) -> "BenchedRun":
+        """With the rates in another run's log, if `--calibrate` names one."""
+        if not self.args.calibrate:
+            return self
+        if isinstance(self.config, SftConfig):
+            raise ValueError("--calibrate has rates of rollouts, which a config for SFT does not have")
+        calibration = calibrated(Path(self.args.calibrate), device)
+        replaced = ", ".join(calibration.rates.text(name) for name in TEXTS if name not in calibration.kept)
+        remark = f"rates from {calibration.source}: {replaced}; the others are published"
+        return dataclasses.replace(self, rates=calibration.rates, remarks=(*self.remarks, remark))
 
     def on(self, shape: Shape) -> tuple[PlannedRun, Step]:
         """The run on this mesh, and a step."""
@@ -78,7 +92,7 @@ def estimated_on(
         own = with_remat(own, device)
         estimated = estimate(own, step, device, devices, rates)
         if run.config is not None and isinstance(own, PlannedRl) and estimated.fits:
-            run_step = step_time(own, device, estimated.est_step_s)
+            run_step = step_time(own, device, estimated.est_step_s, run.rates)
             estimated = dataclasses.replace(estimated, run_step_s=run_step and run_step.seconds)
         return own, step, estimated
     except ValueError as problem:

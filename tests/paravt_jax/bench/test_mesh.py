@@ -254,6 +254,7 @@ def test_meshes_of_an_sft_config_are_estimated():
     ("arguments", "message"),
     [
         ("--plan-only", "--plan-only needs --topology"),
+        ("--calibrate runs/x", "--calibrate needs --config FILE"),
         ("--config configs/8b_2nodes.yaml hosts.coordinator=auto", "hosts.coordinator=auto needs several hosts"),
         (
             "--topology h100:4 --config configs/8b_8x80gb.yaml",

@@ -1,11 +1,13 @@
 """Rates from a run's log: hand arithmetic on a written log, a real run's log, and logs that are not a run's."""
 
+import argparse
 import json
 
 import pytest
 from training import QUICK, train_here
 
 from paravt_jax import train
+from paravt_jax.bench import mesh
 from paravt_jax.config import load_config, to_record
 from paravt_jax.plan.calibrate import Calibration, calibrated
 from paravt_jax.plan.devices import DEVICES
@@ -199,3 +201,20 @@ def test_calibrate_needs_a_plan(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         train.main()
     assert "--calibrate needs --plan" in capsys.readouterr().err
+
+
+def test_meshes_are_compared_at_the_rates_of_a_log(log):
+    def step_of(*options: str) -> tuple[list[float], list[str]]:
+        parser = argparse.ArgumentParser()
+        mesh.add_arguments(parser)
+        on_one = ("--topology", "h100:8", "--plan-only", "--mesh", "1,4,1")
+        result = mesh.run(parser.parse_args([*on_one, "--config", "configs/8b_8x80gb.yaml", *options]))
+        return result["rows"][0]["run_step_s"], result["assumed"]
+
+    run_dir = log(metrics(1), metrics(2))
+    published, measured = step_of()[0], step_of("--calibrate", str(run_dir))
+    expected = make_plan(PlannedRl.of(CONFIG, model_config("8b")[0]), H100, calibrated(run_dir, H100).rates).step
+    assert measured[0] == list(expected.seconds) != published
+    assert any(line.startswith(f"rates from {run_dir}, steps 1 to 2") for line in measured[1])
+    with pytest.raises(ValueError, match="does not have"):
+        step_of("--config", "configs/sft_8b.yaml", "--calibrate", str(run_dir))
