@@ -25,6 +25,7 @@ ARMS: Mapping[str, tuple[str, tuple[str, ...]]] = {  # name: title, settings
     "recommended": ("recommended", ()),  # settings: see `settings_of`
     "credit_span": ("credit: span", ("advantage.credit=span",)),
     "credit_sequence": ("credit: sequence", ("advantage.credit=sequence",)),
+    "credit_likelihood": ("credit: likelihood", ("advantage.credit=likelihood",)),
     "weak_prior": ("weak prior", ()),
     "grpo_tool_reward": ("GRPO with R_tool", (NO_PREFIX, *NO_ANCHOR, NO_GATING)),
 }

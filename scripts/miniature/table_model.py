@@ -230,7 +230,7 @@ class Table:
             for number in np.flatnonzero(earned.keep).tolist():
                 own, episode = earned.of(number), group[number]
                 parts = [episode.scored.properties[name] * value for name, value in own.properties.items()]
-                advantages = own.sequence + own.anchor * episode.scored.structural + sum(parts)
+                advantages = own.sequence + (own.anchor + own.likelihood) * episode.scored.structural + sum(parts)
                 for (coin, side), value in zip(episode.coins, advantages, strict=True):
                     gradient[coin] += value * (side - policy.heads(coin))
             num_coins += sum(len(episode.coins) for episode in group)
