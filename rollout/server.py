@@ -33,6 +33,7 @@ from rollout import supervisor
 ROOT = Path(__file__).parents[1]
 SIDECAR = ROOT / ".venv-sglang"
 SHIM = Path(__file__).parent / "sglang_cpu" / "shim"
+PLUGIN = Path(__file__).parent / "sglang_plugin"
 PYTHON_VARIABLE = "PARAVT_SGLANG_PYTHON"
 
 Device = Literal["cpu", "cuda"]
@@ -158,6 +159,7 @@ class ServerSettings:
         python = self.python or sidecar_python()
         environment |= {
             "PATH": f"{python.parent}:{environment.get('PATH', os.defpath)}",  # SGLang builds kernels with its ninja
+            "PYTHONPATH": str(PLUGIN),
             "PYTHONSAFEPATH": "1",  # the working directory contains modules of this project
             "PYTHONUNBUFFERED": "1",
             "HF_HUB_OFFLINE": "1",  # the model is a directory
@@ -169,7 +171,7 @@ class ServerSettings:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
         if self.device == "cpu":
             environment |= {
-                "PYTHONPATH": str(SHIM),
+                "PYTHONPATH": f"{SHIM}:{PLUGIN}",
                 "SGLANG_USE_CPU_ENGINE": "1",
                 "TORCHDYNAMO_DISABLE": "1",  # compiling for the first image takes longer than all tests
                 "OMP_NUM_THREADS": "1",

@@ -58,6 +58,7 @@ PURE = (  # no config, no I/O, no logger
     "learner/losses",
     "learner/variants",
 )
+SIDECAR = {"sglang_cpu", "sglang_plugin"}  # directories of its environment
 IMPURE = {"config", "logging", "omegaconf", "yaml", "os", "io", "pathlib", "subprocess", "socket", "shutil", "requests"}
 
 
@@ -75,7 +76,7 @@ def imports_of(path: Path) -> set[str]:
 
 def files_of(root: Path, package: str) -> list[Path]:
     """All of a package but what belongs to the sidecar's environment."""
-    return [path for path in sorted((root / package).rglob("*.py")) if "sglang_cpu" not in path.parts]
+    return [path for path in sorted((root / package).rglob("*.py")) if SIDECAR.isdisjoint(path.parts)]
 
 
 def forbidden_imports(root: Path) -> Iterator[str]:

@@ -20,7 +20,7 @@ from paravt_jax.config import Config, load_config
 from paravt_jax.plan.devices import DeviceSpec
 from paravt_jax.plan.plan import model_config, update_seconds
 from paravt_jax.plan.run import PlannedRl
-from paravt_jax.plan.step_parts import StepParts, weight_bytes
+from paravt_jax.plan.step_parts import StepParts, published_bytes
 from paravt_jax.plan.step_rates import PUBLISHED, RateRange, StepRates
 from paravt_jax.run.directory import SETTINGS_FILE
 from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, load_jsonl
@@ -165,7 +165,7 @@ class LoggedRates:
 
     def _publish_rates(self) -> Iterator[float]:
         if self._mean_parts.on_servers:
-            num_bytes = weight_bytes(self.run.model)
+            num_bytes = published_bytes(self.run)
             yield from (
                 num_bytes / seconds
                 for seconds in self._metric("time/publish_s")

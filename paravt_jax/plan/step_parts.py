@@ -13,10 +13,18 @@ from paravt_jax.config import EngineConfig, MeshConfig
 from paravt_jax.plan.collectives import Collective
 from paravt_jax.plan.devices import GIB, DeviceSpec
 from paravt_jax.plan.hosts import mesh_of_host, num_hosts
-from paravt_jax.plan.memory import param_shapes, values_on
+from paravt_jax.plan.memory import FLOAT32_BYTES, param_shapes, values_on
 from paravt_jax.plan.run import PlannedRl
 from paravt_jax.plan.step_rates import StepRates
-from paravt_jax.plan.workload import BF16_BYTES, Workload, cached_bytes, decoded_bytes, frame_flops, token_flops
+from paravt_jax.plan.workload import (
+    BF16_BYTES,
+    Workload,
+    adapter_params,
+    cached_bytes,
+    decoded_bytes,
+    frame_flops,
+    token_flops,
+)
 from rollout.server import ServerSettings
 from rollout.video.reader import MAX_WORKERS
 
@@ -84,7 +92,7 @@ class StepParts:
             "prefill": share * self.prefill_s(flops_per_s),
             "decode": self.decode_s(share),
             "update": rates.update * update_s * work.shared_tokens / run.work.shared_tokens,
-            "publish": weight_bytes(run.model) / rates.publish_bytes_per_s if self.on_servers else 0.0,
+            "publish": published_bytes(run) / rates.publish_bytes_per_s if self.on_servers else 0.0,
         }
 
     @cached_property
@@ -160,3 +168,9 @@ def server_devices(engine: EngineConfig, model: ModelConfig, device: DeviceSpec)
 
 def weight_bytes(model: ModelConfig) -> int:
     return BF16_BYTES * values_on(MeshConfig(), model)
+
+
+def published_bytes(run: PlannedRl) -> int:
+    """Bytes that servers get for each version: the model, or the adapter alone."""
+    rank = run.update.lora.rank
+    return FLOAT32_BYTES * adapter_params(rank, run.model) if rank else weight_bytes(run.model)

@@ -32,8 +32,8 @@ from paravt_jax.run.hosts import Hosts
 from paravt_jax.run.policy import Policy
 from paravt_jax.run.threads import in_thread
 from paravt_jax.run.training import Progress, Training
-from paravt_jax.sampling.weights import ModelWeights
-from rollout.engine.protocol import Engine
+from paravt_jax.sampling.weights import AdapterWeights, ModelWeights
+from rollout.engine.protocol import Engine, Weights
 from rollout.engine.sglang import SGLangEngine
 from rollout.video.reader import FrameReader
 
@@ -101,7 +101,7 @@ class Run:
             await self._publish(self._weights(), self.training.version)
         return time.monotonic() - start_s
 
-    async def _publish(self, weights: ModelWeights, version: int) -> None:
+    async def _publish(self, weights: Weights, version: int) -> None:
         """If hosts share the servers, all gather the weights tensor by tensor, and host 0 publishes them."""
         shares, leads, start_s = self.engine_settings.connects, self.hosts.leads, time.monotonic()
         if leads or not shares:
@@ -186,5 +186,8 @@ class Run:
         if decision != "ok":
             self.training.log.say(f"step {step}: engine and learner differ by a KL of {behavior_kl:.3g}")
 
-    def _weights(self) -> ModelWeights:
+    def _weights(self) -> ModelWeights | AdapterWeights:
+        """SGLang's servers merge the adapter themselves; other engines get merged weights."""
+        if self.training.adapter is not None and isinstance(self.engine, SGLangEngine):
+            return AdapterWeights(self.training.learner.model, self.training.adapter)
         return ModelWeights(self.training.learner.model, np.dtype(jnp.dtype(self.policy.compute.dtype)))

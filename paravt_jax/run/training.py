@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from model_port.adapters import AdapterInfo
 from model_port.bucket import Bucket, is_address
 from model_port.layout import CHECKPOINTS_DIR
 from model_port.terminal import say
@@ -137,6 +138,7 @@ class Training:
     step: int  # steps done
     parts: EpisodeParts  # other hosts' episodes
     copies: LogCopies | None = None  # copies its logs to a bucket
+    adapter: AdapterInfo | None = None  # the trained adapter's; None: all weights train
     compiles: Compiles = field(default_factory=Compiles)
     ahead: asyncio.Task[None] | None = None  # compiles the update before the first one
     began_step_s: float = 0.0
@@ -203,7 +205,9 @@ class Training:
         if hosts.leads and hosts.num > 1:
             parts.clear()
         save_every = checkpoint.every_steps
-        return cls(directory, learner, run_log, checkpoints, num_steps, save_every, progress, step, parts, copies)
+        return cls(
+            directory, learner, run_log, checkpoints, num_steps, save_every, progress, step, parts, copies, adapter
+        )
 
     @property
     def version(self) -> int:

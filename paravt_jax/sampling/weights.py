@@ -1,17 +1,22 @@
 """The learner's parameters in the engines' format: Hugging Face names, one tensor at a time."""
 
+import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 import numpy as np
+from flax import nnx
 
-from model_port.adapters import merged_tensors
+from model_port.adapters import AdapterInfo, merged_tensors, write_adapter
 from model_port.model import Qwen3VL
 from model_port.output_dir import named
 from model_port.safetensors_io import SINGLE_FILE, SafetensorsWriter
-from model_port.sharding import on_host
-from model_port.weights import num_params, rules
+from model_port.sharding import flat_params, on_host
+from model_port.weights import Rule, adapter_rules, num_params, rules
+from rollout.engine.publishing import ADAPTER_INFO
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,3 +40,39 @@ class ModelWeights:
         with named(path), SafetensorsWriter(path, shapes) as file:
             for _, tensor in self.tensors():
                 file.write(tensor)
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterWeights:
+    """The model's current adapter alone, for servers that merge it into their own copy of its base."""
+
+    model: Qwen3VL
+    info: AdapterInfo
+
+    @property
+    def num_bytes(self) -> int:
+        return np.dtype(np.float32).itemsize * sum(math.prod(r.hf_shape) * (r.count or 1) for r in self._rules)
+
+    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        """The matrices under PEFT's names, and what a server needs to merge them, as a tensor with JSON."""
+        yield ADAPTER_INFO, np.frombuffer(json.dumps(self._merging()).encode(), np.uint8)
+        params = self._params()
+        for rule in self._rules:
+            for layer, name in enumerate(rule.hf_names):
+                yield name, on_host(rule.tensor(params, layer))
+
+    def write(self, directory: Path) -> None:
+        """Writes PEFT's files."""
+        params = {path: on_host(array) for path, array in self._params().items()}
+        write_adapter(directory, self.model.config, self.info, params)
+
+    def _params(self) -> dict[str, jax.Array]:
+        return flat_params(nnx.state(self.model, nnx.LoRAParam))
+
+    def _merging(self) -> dict[str, object]:
+        base, names = self.info.base, [name for rule in rules(self.model.config) for name in rule.hf_names]
+        return {"scale": self.info.lora.scale, "base": base.name, "dtype": base.dtype, "sum": base.sum, "names": names}
+
+    @property
+    def _rules(self) -> list[Rule]:
+        return [rule for pair in adapter_rules(self.model.config, self.info.lora.rank).values() for rule in pair]

@@ -228,7 +228,8 @@ class Fleet:
         for server in servers:
             if server.url in problems:
                 server.version = None
-                self._eject(server, problems[server.url])
+                eject = self._retire if server.refuses_adapters else self._eject
+                eject(server, problems[server.url])
             else:
                 server.version = self.version
 

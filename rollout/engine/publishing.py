@@ -17,13 +17,16 @@ import numpy as np
 
 from rollout.engine.http import HttpClient
 from rollout.engine.labels import Label
-from rollout.engine.protocol import EngineError, Weights
+from rollout.engine.protocol import EngineError, RequestRejected, Weights
 from rollout.engine.settings import ServerState, SGLangSettings
 from rollout.engine.transfer import Problems, Transfer
 from rollout.engine.weight_root import WeightRoot
 
 ALL, CHANGED = "all", "changed"  # directories of files, and of links to those that the latest weights changed
-DTYPE_NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+ADAPTER_SCHEME = "adapter:"  # before a directory of an adapter's tensors, which only our plugin in a server can read
+ADAPTER_INFO = "adapter"  # the tensor with the adapter's scale and base, as JSON
+DTYPE_NAMES = {"uint8": "U8", "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+REMEDY = "; with lora.rank, start the servers with `python -m rollout.serve --model` and the adapter's base model"
 PART_BYTES = 2**20  # compared at a time; a trained tensor differs in its first part
 
 
@@ -42,7 +45,8 @@ async def load_weights(
     try:
         problems = await transfer.send({server: files.directory(server) for server in servers})
         ready = [server for server in servers if server.url not in problems]
-        problems |= await _load_paused(client, transfer.paths, ready, label, settings)
+        paths = {url: f"{files.scheme}{path}" for url, path in transfer.paths.items()}
+        problems |= await _load_paused(client, paths, ready, label, settings)
     finally:
         await transfer.remove()
     files.loaded |= {server for server in servers if server.url not in problems}
@@ -54,6 +58,7 @@ async def _load_paused(
 ) -> Problems:
     """Pauses the servers, flushes their caches, loads the weights at `paths`, by URL, and resumes."""
     problems: Problems = {}
+    refused: list[str] = []
 
     def healthy() -> list[str]:
         return [server.url for server in servers if server.url not in problems]
@@ -61,9 +66,15 @@ async def _load_paused(
     def post(path: str, body: Any) -> Callable[[str], Coroutine[Any, Any, Any]]:
         return lambda url: client.post(f"{url}{path}", body, settings.control_deadline_s)
 
-    def load(url: str) -> Coroutine[Any, Any, Any]:
+    async def load(url: str) -> Any:
         body = {"model_path": paths[url], "flush_cache": False, "weight_version": str(label)}
-        return client.post(f"{url}/update_weights_from_disk", body, settings.load_deadline_s)
+        try:
+            return await client.post(f"{url}/update_weights_from_disk", body, settings.load_deadline_s)
+        except RequestRejected as problem:
+            if not paths[url].startswith(ADAPTER_SCHEME):
+                raise
+            refused.append(url)
+            raise EngineError(f"{problem}{REMEDY}") from None
 
     try:
         for server in servers:
@@ -73,9 +84,10 @@ async def _load_paused(
         problems |= await post_all(healthy(), post("/flush_cache", {}))
         problems |= await post_all(healthy(), load)
     finally:
-        problems |= await post_all(healthy(), post("/continue_generation", {}))
+        problems |= await post_all([*healthy(), *refused], post("/continue_generation", {}))
         for server in servers:
             server.loading, server.paused = False, server.url in problems
+            server.refuses_adapters = server.url in refused
     return problems
 
 
@@ -99,12 +111,14 @@ class WeightFiles:
     def __init__(self, directory: str | Path = ""):
         """Without a directory the weights go to this host's memory, or to its disk if they do not fit there."""
         self._root = WeightRoot(directory)
+        self.scheme = ""  # before the paths that servers read
         self.loaded: set[ServerState] = set()  # have loaded the latest weights
         self._loaded_previous: set[ServerState] = set()
 
     def directory(self, server: ServerState) -> Path:
         """The files for a server: all, unless it has the previous weights and needs only the tensors that changed."""
-        return self.root / (CHANGED if server in self._loaded_previous - self.loaded else ALL)
+        has_previous = server in self._loaded_previous - self.loaded and not self.scheme
+        return self.root / (CHANGED if has_previous else ALL)
 
     @property
     def root(self) -> Path:
@@ -121,26 +135,32 @@ class WeightFiles:
         self._loaded_previous, self.loaded = self.loaded, set()
         root = self._root.path or self._root.make(weights.num_bytes)
         try:
-            await asyncio.to_thread(_write_changed, weights, root)
+            names = await asyncio.to_thread(_write_changed, weights, root)
         except BaseException:
             self._root.remove()
             raise
+        self.scheme = ADAPTER_SCHEME if ADAPTER_INFO in names else ""
 
     async def close(self) -> None:
         await asyncio.to_thread(self._root.remove)
 
 
-def _write_changed(weights: Weights, root: Path) -> None:
-    """Replaces the files whose tensors changed, and links to them."""
+def _write_changed(weights: Weights, root: Path) -> set[str]:
+    """Replaces the files whose tensors changed, and links to them. Returns the names of all tensors."""
     shutil.rmtree(root / CHANGED, ignore_errors=True)
     for directory in (root / ALL, root / CHANGED):
         directory.mkdir(exist_ok=True)
-    name = ""
+    names, name = set(), ""
     for name, tensor in weights.tensors():
+        names.add(name)
         if _replace(root / ALL / f"{name}.safetensors", name, tensor):
             _link(root, name)
     if not any((root / CHANGED).iterdir()):
         _link(root, name)  # SGLang loads no empty directory
+    for path in (root / ALL).iterdir():
+        if path.name.removesuffix(".safetensors") not in names:  # the weights before were not an adapter, or were one
+            path.unlink()
+    return names
 
 
 def _link(root: Path, name: str) -> None:

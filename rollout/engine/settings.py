@@ -38,6 +38,7 @@ class ServerState:
     awaits_weights: bool = False  # healthy, but has no weights of this run yet
     missed_probes: int = 0
     num_restarts: int = 0
+    refuses_adapters: bool = False  # it has another model than the adapter's base, or cannot merge
     retired: bool = False  # gets no more requests or probes
     loading: bool = False  # loading new weights; it answers nothing until that is done
     paused: bool = True  # possibly: by this engine, or by a process that died before it resumed the server

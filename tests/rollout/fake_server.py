@@ -9,6 +9,8 @@ from typing import Any
 
 from aiohttp import web
 
+from rollout.engine.publishing import ADAPTER_SCHEME
+
 
 def _meta(**changed: Any) -> Callable[[dict[str, Any]], None]:
     return lambda answer: answer["meta_info"].update(changed)
@@ -124,7 +126,8 @@ class FakeServer:
             self.paused = path == "/pause_generation"
         if path == "/update_weights_from_disk":
             await asyncio.sleep(self.load_s)
-            self.read.append(" ".join(sorted(map(_tensor, Path(body["model_path"]).glob("*.safetensors")))))
+            directory = Path(body["model_path"].removeprefix(ADAPTER_SCHEME))
+            self.read.append(" ".join(sorted(map(_tensor, directory.glob("*.safetensors")))))
             self.version = body["weight_version"]
         while self.paused and path in ("/health", "/probe", "/generate"):
             await asyncio.sleep(0.01)

@@ -36,13 +36,15 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from wide_model import make_wide, with_layer_of
 
 import model_port
+from model_port.adapters import AdapterBase, AdapterInfo, add_adapter, new_adapter, sum_of_base
+from model_port.config import LoraConfig
 from model_port.processing import VisionContract
 from model_port.tiny import make_tiny
 from paravt_jax.config import EvalConfig, load_config
 from paravt_jax.data.splits import SPLITS
 from paravt_jax.eval import run_eval
 from paravt_jax.sampling.score import LearnerScorer
-from paravt_jax.sampling.weights import ModelWeights
+from paravt_jax.sampling.weights import AdapterWeights, ModelWeights
 from paravt_jax.train import train
 from rollout import check as gate
 from rollout.chat import Chat
@@ -439,6 +441,116 @@ def test_a_vision_tower_that_trains_needs_a_server_that_does_not_remember_pictur
 
     assert on(second, work) < BOUND
     assert on(server, work) > BOUND  # if this fails, SGLang has learnt to forget, and the rule can go
+
+
+@pytest.fixture(scope="module")
+def adapted(model, tiny_hf):
+    """Two versions of an adapter of the servers' model."""
+    lora = LoraConfig(rank=4, alpha=8.0)
+    info = AdapterInfo(lora, AdapterBase(str(tiny_hf), "float32", sum_of_base(model, "float32")))
+
+    def version(seed):
+        random, copy = np.random.default_rng(seed), nnx.clone(model)
+        pairs = {
+            path: 0.1 * random.standard_normal(array.shape, np.float32)
+            for path, array in new_adapter(model.config, lora, seed=0).items()
+        }
+        add_adapter(copy, lora, pairs)
+        return AdapterWeights(copy, info)
+
+    return [version(seed) for seed in (1, 2)]
+
+
+@pytest.mark.parametrize("by", ["files", "network"])
+def test_a_server_merges_every_adapter_it_gets_into_its_own_model(server, model, adapted, contract, chat, tmp_path, by):
+    """Also after a restart, which is played: it leaves the weights of other files, and SGLang's own label."""
+    (tmp_path / "other").mkdir()
+
+    async def work(engine):
+        if by == "network":
+            engine.fleet.files = WeightFiles(tmp_path / "other")  # where the server's command does not look
+        differences, logps = [], []
+        for weights in adapted:
+            await engine.publish(weights, engine.version + 1)
+            worst, episodes = await sampled_against_learner(engine, chat, weights.model, contract)
+            assert {v for e in episodes for v in e.ledger.versions} == {engine.version}
+            differences.append(worst)
+            sent = sum(path.stat().st_size for path in tmp_path.rglob("all/*.safetensors"))
+            assert weights.num_bytes < sent < 2 * weights.num_bytes < 0.1 * ModelWeights(model, FLOAT32).num_bytes
+        logps.append(await asyncio.to_thread(scored, server.url))
+        restarted = {"model_path": str(new_files), "flush_cache": True, "weight_version": "default"}
+        await asyncio.to_thread(post, f"{server.url}/update_weights_from_disk", restarted)
+        again, _ = await sampled_against_learner(engine, chat, adapted[1].model, contract)
+        await engine.publish(ModelWeights(adapted[1].model, FLOAT32), engine.version + 1)
+        logps.append(await asyncio.to_thread(scored, server.url))
+        await engine.publish(ModelWeights(model, FLOAT32), engine.version + 1)
+        return [*differences, again], logps
+
+    new_files = make_tiny(tmp_path / "restarted", seed=1) or tmp_path / "restarted"
+    differences, logps = on(server, work, weights_dir=str(tmp_path) if by == "files" else "")
+    assert max(differences) < BOUND
+    np.testing.assert_allclose(*logps, atol=1e-5)
+
+
+def scored(url: str) -> list[float]:
+    """The log-probs of a fixed prompt."""
+    body = {"input_ids": list(range(5, 60)), "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
+    request = urllib.request.Request(
+        f"{url}/generate", json.dumps(body | {"logprob_start_len": 0}).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return [logp for logp, *_ in json.load(reply)["meta_info"]["input_token_logprobs"][1:]]
+
+
+def test_a_server_of_another_model_than_the_adapters_base_keeps_its_weights_and_is_named(server, adapted):
+    base = replace(adapted[0].info.base, name="the/base", sum="0")
+    weights = AdapterWeights(adapted[0].model, replace(adapted[0].info, base=base))
+    before = scored(server.url)
+
+    async def work(engine):
+        with pytest.raises(EngineError, match=r"has other weights than the adapter's base, the/base.*rollout\.serve"):
+            await asyncio.wait_for(engine.publish(weights, engine.version + 1), 60)
+
+    on(server, work)
+    assert scored(server.url) == before
+
+
+@pytest.mark.nightly
+def test_a_server_without_the_plugin_keeps_its_weights_and_is_named(sglang_python, tiny_hf, adapted, monkeypatch):
+    monkeypatch.setenv("SGLANG_PLUGINS", "none")
+
+    async def body():
+        server = await Server.start(
+            ServerSettings(tiny_hf, python=sglang_python, **SMALL), deadline_s=START_DEADLINE_S
+        )
+        engine = await SGLangEngine.connect([server.url], SGLangSettings(RUN))
+        before = await asyncio.to_thread(scored, server.url)
+        try:
+            with pytest.raises(EngineError, match=r"rollout\.serve --model"):
+                await asyncio.wait_for(engine.publish(adapted[0], engine.version + 1), 60)
+            return before, await asyncio.to_thread(scored, server.url)
+        finally:
+            await engine.close()
+            await server.stop(grace_s=5)
+
+    before, after = asyncio.run(body())
+    assert before == after
+
+
+def test_a_run_with_adapters_sends_them_alone_and_samples_from_its_policy(server, model, tiny_hf, tmp_path, monkeypatch):
+    sent, write = [], WeightFiles.write
+
+    async def counted(files, weights):
+        await write(files, weights)
+        sent.append(sum(path.stat().st_size for path in files.root.glob("all/*")))
+
+    monkeypatch.setattr(WeightFiles, "write", counted)
+    settings = [*QUICK, "engine.kind=sglang", f"engine.urls=[{server.url}]", f"model.path={tiny_hf}", "lora.rank=4"]
+    settings += ["train.num_steps=2", "optim.learning_rate=0.01"]
+    asyncio.run(train(load_config(*config_of(tmp_path / "run", *settings)), take_over=True))
+    on(server, lambda engine: engine.publish(ModelWeights(model, FLOAT32), 1), take_over=True)
+    assert len(sent) == 3 and max(sent) < 0.1 * ModelWeights(model, FLOAT32).num_bytes
+    assert all(step["mismatch/behavior_kl"] < 1e-6 for step in metrics_of(tmp_path / "run"))
 
 
 def long_request(chat, episode, num_tokens=2000) -> Request:

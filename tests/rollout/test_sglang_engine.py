@@ -24,7 +24,7 @@ from model_port.safetensors_io import HfTensors
 from rollout.engine.answers import Expected, generation_of
 from rollout.engine.http import KEEPALIVE_S, HttpClient, ServerUnavailable
 from rollout.engine.protocol import DeadlineExceeded, EngineError, Request, RequestRejected, Sampling, VersionMismatch
-from rollout.engine.publishing import WeightFiles
+from rollout.engine.publishing import ADAPTER_INFO, ADAPTER_SCHEME, WeightFiles
 from rollout.engine.settings import ServerState
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
 
@@ -78,6 +78,10 @@ class HeldWeights(NoWeights):
 
 def trained(value: float) -> Tensors:
     return Tensors(frozen=np.zeros(2, np.float32), trained=np.full(2, value, np.float32))
+
+
+def adapter(value: float) -> Tensors:
+    return Tensors(**{ADAPTER_INFO: np.zeros(2, np.uint8), "a": np.zeros(2, np.float32), "b": trained(value).by_name["trained"]})
 
 
 def request(episode="e", deadline_s=5.0, version=None, num_tokens=4, on_tokens=None) -> Request:
@@ -379,6 +383,28 @@ async def test_a_hung_server_is_ejected_and_its_requests_are_answered_elsewhere_
     first.mode = "ok"
     await until(lambda: engine.fleet.servers[0].up)
     assert first.asked["/abort_request"] == 4  # what it was still computing for nobody
+
+
+@with_servers(1)
+async def test_a_server_reads_an_adapter_whole_and_nothing_else(engine, server):
+    """It merges the matrices into its own model, so it needs both matrices of a pair, also where one has not changed."""
+    for version, weights in enumerate([trained(1), adapter(2), adapter(3), trained(4)], 1):
+        await engine.publish(weights, version)
+    assert server.read == ["frozen trained", "a adapter b", "a adapter b", "frozen trained"]
+    paths = [body["model_path"] for body in server.bodies["/update_weights_from_disk"]]
+    assert [path.startswith(ADAPTER_SCHEME) for path in paths] == [False, True, True, False]
+
+
+@with_servers(2)
+async def test_a_server_that_cannot_merge_an_adapter_resumes_as_it_was_and_is_named_with_the_way_out(engine, good, bad):
+    bad.fail_paths = {"/update_weights_from_disk"}
+    await engine.publish(adapter(1), 1)
+    refused = engine.fleet.servers[1]
+    assert refused.retired and "rollout.serve --model" in refused.problem
+    assert (bad.version, bad.paused) == ("t/0", False) and good.version == "t/1"
+    good.fail_paths = {"/update_weights_from_disk"}
+    with pytest.raises(EngineError, match=r"no server is left|rollout\.serve --model"):
+        await asyncio.wait_for(engine.publish(adapter(2), 2), 5)  # at once: a retry cannot help
 
 
 @with_servers(3)

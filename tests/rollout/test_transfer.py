@@ -9,10 +9,11 @@ from pathlib import Path
 import aiohttp
 import pytest
 from fake_server import FakeServer
-from test_sglang_engine import QUICK, request, trained, until
+from test_sglang_engine import QUICK, adapter, request, trained, until
 
 from rollout.engine.labels import WITH_WEIGHTS_PORT, Label
 from rollout.engine.protocol import EngineError
+from rollout.engine.publishing import ADAPTER_SCHEME
 from rollout.engine.sglang import SGLangEngine
 from rollout.engine.weight_root import WeightRoot
 from rollout.receiver import MAX_HEADER_BYTES, Receiver
@@ -62,7 +63,7 @@ class Served:
         return list(self.directory.glob("*/*"))
 
     def loaded_from(self) -> list[Path]:
-        return [Path(body["model_path"]) for body in self.server.bodies["/update_weights_from_disk"]]
+        return [Path(body["model_path"].removeprefix(ADAPTER_SCHEME)) for body in self.server.bodies["/update_weights_from_disk"]]
 
 
 def on_hosts(*hosts, settings=QUICK):
@@ -99,6 +100,15 @@ async def test_each_host_gets_once_the_tensors_that_its_servers_lack_and_keeps_n
     assert each[0].loaded_from() == each[1].loaded_from() != each[2].loaded_from()
     assert not any(list(one.directory.iterdir()) for one in each)
     assert (await engine.generate(request(version=2))).versions.tolist() == [2] * 4
+
+
+@on_hosts(1, 1, 2)
+async def test_each_host_gets_an_adapter_once_and_keeps_none(engine, *each):
+    for version in (1, 2):
+        await engine.publish(adapter(version), version)
+    assert [one.server.read for one in each] == [["a adapter b"] * 2] * 3
+    assert sum(one.receiver.num_received for one in each) == 4 and not any(list(one.directory.iterdir()) for one in each)
+    assert {body["model_path"][:8] for one in each for body in one.server.bodies["/update_weights_from_disk"]} == {ADAPTER_SCHEME}
 
 
 @on_hosts(1, 1, settings=RARE_PROBES)

@@ -124,6 +124,14 @@ def test_the_embedded_engine_has_no_publish_part():
     assert "publish" not in step_of("8b_8x80gb_embedded").parts and "publish" in step_of("8b_8x80gb").parts
 
 
+def test_servers_get_the_adapter_alone():
+    """64 · (4096 + 4096) for Q and O, 64 · (4096 + 1024) for K and V, 64 · (4096 + 12288) for the MLP's three."""
+    adapter_bytes = 4 * 36 * 64 * (2 * 8192 + 2 * 5120 + 3 * 16384)
+    publish = step_of("8b_lora_1x80gb", "engine.kind=sglang", "engine.urls=[http://a:1]").parts["publish"]
+    assert publish.low == pytest.approx(adapter_bytes / LOW.publish_bytes_per_s)
+    assert adapter_bytes == pytest.approx(0.65 * 2**30, rel=0.01)
+
+
 def test_a_step_names_the_two_rates_that_change_it_most():
     """The busiest server has 534 pictures: 16 ms more each are 8.5 s, 10 s more an overview, the update below 1 s."""
     worse = LOW._replace(picture_s=0.024, overview_s=15.0, update=1.275)

@@ -1,0 +1,125 @@
+"""Loads a LoRA adapter into an SGLang server: merges it into the model that the server was started with.
+
+A learner writes the adapter's tensors and calls /update_weights_from_disk with `adapter:DIRECTORY` as the model path
+(rollout/engine/publishing.py). For such a path this plugin replaces SGLang's iterator over the weights: it reads the
+server's own model again and yields W + scale · B A. So running requests continue with the new weights, which SGLang's
+own adapters don't allow: they bind a request to one adapter.
+
+SGLang finds the plugin by its entry point if this directory is in PYTHONPATH, and without it rejects the path.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import safe_open
+from safetensors.torch import load_file
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import get_server_args
+
+SCHEME = "adapter:"
+INFO = "adapter"  # a tensor with JSON: the adapter's scale, and the base model's dtype, sum and tensor names
+PREFIX, A, B = "base_model.model.", "lora_A.weight", "lora_B.weight"  # PEFT's names of a kernel's matrices
+
+
+def register() -> None:
+    target = "sglang.srt.model_loader.loader.DefaultModelLoader._get_weights_iterator"
+    HookRegistry.register(target, _Model().weights, HookType.AROUND)
+
+
+@dataclass
+class _Model:
+    """The model that this process was started with."""
+
+    source: Any = None  # SGLang's
+    sum: str = ""  # of the base whose frozen tensors are in use
+
+    def weights(self, original: Callable[..., Any], loader: Any, source: Any, **options: Any) -> Any:
+        """Replaces `DefaultModelLoader._get_weights_iterator`."""
+        if source.model_or_path.startswith(SCHEME):
+            return self._merged_weights(loader, Path(source.model_or_path.removeprefix(SCHEME)))
+        self.source, self.sum = self.source or source, ""
+        return original(loader, source, **options)
+
+    def _merged_weights(self, loader: Any, adapter: Path) -> Iterator[tuple[str, torch.Tensor]]:
+        """Checks everything before the first tensor, because SGLang ends if loading fails in the middle."""
+        if self.source is None:
+            raise ValueError("the server's own model was not loaded from files")
+        parts: dict[str, torch.Tensor] = {}
+        for path in adapter.glob("*.safetensors"):
+            parts |= load_file(path)
+        info = json.loads(parts.pop(INFO).numpy().tobytes())
+        files = _files(loader, self.source)
+        _check_shapes(parts, files)
+        if self.sum != info["sum"] != _sum(files, info):
+            raise ValueError(f"{self.source.model_or_path} has other weights than the adapter's base, {info['base']}")
+        return self._merge(parts, info, files)
+
+    def _merge(
+        self, parts: Mapping[str, torch.Tensor], info: Mapping[str, Any], files: Mapping[str, str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the adapted kernels, and the other tensors if they are not in use yet."""
+        dtype, has_frozen = getattr(torch, info["dtype"]), self.sum == info["sum"]
+        for name in files:
+            a, b = (parts.get(f"{PREFIX}{name.removesuffix('weight')}{side}") for side in (A, B))
+            if a is not None and b is not None:
+                yield name, _merged(_read(files, name).to(dtype), a, b, info["scale"])
+            elif not has_frozen:
+                yield name, _read(files, name).to(dtype)
+        self.sum = info["sum"]
+
+
+def _merged(kernel: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """W + scale · B A on the server's device, in float32 without the fast modes of GPUs."""
+    device, precision = get_server_args().device, torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        wide = torch.addmm(kernel.to(device).float(), b.to(device), a.to(device), alpha=scale)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    return wide.to(kernel.dtype)
+
+
+def _sum(files: Mapping[str, str], info: Mapping[str, Any]) -> str:
+    """The checksum of the model in the learner's dtype (model_port.adapters.sum_of_base), "" if a tensor is missing."""
+    current, dtype = xxhash.xxh3_128(), getattr(torch, info["dtype"])
+    if not files.keys() >= set(info["names"]):
+        return ""
+    for name in info["names"]:
+        current.update(_read(files, name).to(dtype).contiguous().flatten().view(torch.uint8).numpy())
+    return current.hexdigest()
+
+
+def _files(loader: Any, source: Any) -> dict[str, str]:
+    """The file of each tensor of a model."""
+    options = (source.revision, source.fall_back_to_pt, source.allow_patterns_overrides)
+    _, paths, _ = loader._prepare_weights(source.model_or_path, *options)
+    files = {}
+    for path in paths:
+        with safe_open(path, "pt") as file:
+            files |= dict.fromkeys(file.keys(), path)
+    return files
+
+
+def _read(files: Mapping[str, str], name: str) -> torch.Tensor:
+    with safe_open(files[name], "pt") as file:
+        return file.get_tensor(name)
+
+
+def _check_shapes(parts: Mapping[str, torch.Tensor], files: Mapping[str, str]) -> None:
+    """Raises unless every part is a matrix of a pair that fits a kernel of the model."""
+    for name, part in parts.items():
+        side = A if name.endswith(A) else B
+        kernel = f"{name.removeprefix(PREFIX).removesuffix(side)}weight"
+        other = parts.get(f"{name.removesuffix(side)}{B if side == A else A}")
+        if kernel not in files or other is None:
+            raise ValueError(f"{name} is not half of an adapter of this model's kernels")
+        a, b = (part, other) if side == A else (other, part)
+        with safe_open(files[kernel], "pt") as file:
+            shape = file.get_slice(kernel).get_shape()
+        if [*b.shape, *a.shape] != [shape[0], a.shape[0], a.shape[0], shape[1]]:
+            raise ValueError(f"{name} does not fit {kernel}, which is {shape}")
