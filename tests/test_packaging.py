@@ -45,7 +45,9 @@ def test_every_folder_with_code_is_a_package_and_is_installed():
     found = PYPROJECT["tool"]["setuptools"]["packages"]["find"]
     assert found == {"include": [f"{name}*" for name in PACKAGES]}
     folders = {path.parent for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
-    code = {folder for folder in folders if {"sglang_cpu", "sglang_plugin"}.isdisjoint(folder.parts)}  # data: the sidecar's
+    code = {
+        folder for folder in folders if {"sglang_cpu", "sglang_plugin"}.isdisjoint(folder.parts)
+    }  # data: the sidecar's
     assert {folder for folder in code if not (folder / "__init__.py").is_file()} == set()
 
 

@@ -29,7 +29,8 @@ import numpy as np
 from flax import nnx
 
 import model_port
-from model_port.config import ModelConfig, VisionConfig
+from model_port.adapters import AdapterBase, AdapterInfo, add_adapter, new_adapter, sum_of_base
+from model_port.config import LoraConfig, ModelConfig, VisionConfig
 from model_port.layout import HF_DIR
 from model_port.model import Qwen3VL
 from model_port.terminal import say
@@ -37,7 +38,8 @@ from model_port.tiny import make_tiny, tiny_config
 from paravt_jax.learner.learner import LANGUAGE
 from paravt_jax.rl.replay import OF_THE_MACHINE
 from paravt_jax.run.log import METRICS_FILE, load_jsonl
-from paravt_jax.sampling.weights import ModelWeights
+from paravt_jax.sampling.weights import AdapterWeights, ModelWeights
+from rollout.engine.protocol import Weights
 from scripts.bench import shared_checkpoint
 from scripts.bench.checkpoint import WIDTH, sized_model
 from scripts.bench.convert import peak_rss_bytes
@@ -69,6 +71,7 @@ SHOWN_LINES = 15  # of a run that failed
 STOP_S = 10.0  # of a server
 FLOAT32 = np.dtype(np.float32)
 MIB = 2**20
+RANK = 16  # of adapters
 VISION = VisionConfig(12, 640, 2560, 10, WIDTH, (0,), num_positions=256)  # a fifth of 1280 MiB, as in the 2B
 
 
@@ -84,6 +87,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, default=4, help=f"steps per run, after {FIRST_STEPS} that compile (default 4)")
     add("--servers", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="servers to publish to (default 1 2 4)")
     add("--mib", type=int, default=320, help="approximate size of saved and published weights (default 320)")
+    add(
+        "--weights",
+        nargs="+",
+        default=["all"],
+        choices=["all", "merged", "adapter"],
+        help=f"what is published: all weights, or a LoRA run's weights of rank {RANK}, merged or alone (default all)",
+    )
     add("--repeats", type=int, default=5, help="publishes; the median is reported (default 5)")
 
 
@@ -106,7 +116,8 @@ def table(result: dict[str, Any]) -> str:
     lines = [head, "|---" * 7 + "|", *map(_run_line, result["runs"]), ""]
     lines += ["| processes | share, MiB | peak while saving | peak while restoring | seconds to save, to restore |"]
     lines += ["|---" * 5 + "|", *map(_checkpoint_line, result["checkpoints"]), ""]
-    lines += ["| servers | by | MiB | sent MiB | publish s | paused s | copy s | publish / copy |", "|---" * 8 + "|"]
+    head = "| weights | servers | by | MiB | sent MiB | publish s | paused s | copy s | publish / copy |"
+    lines += [head, "|---" * 9 + "|"]
     return "\n".join([*lines, *map(_publish_line, result["publishes"])])
 
 
@@ -125,7 +136,8 @@ def _checkpoint_line(row: Mapping[str, Any]) -> str:
 def _publish_line(row: Mapping[str, Any]) -> str:
     times = " | ".join(f"{row[name]:.2f}" for name in ("publish_s", "paused_s", "copy_s"))
     ratio = row["publish_s"] / row["copy_s"]
-    return f"| {row['servers']} | {row['by']} | {row['mib']} | {row['sent_mib']:.0f} | {times} | {ratio:.2f} |"
+    sizes = f"{row['mib']} | {row['sent_mib']:.0f}"
+    return f"| {row['weights']} | {row['servers']} | {row['by']} | {sizes} | {times} | {ratio:.2f} |"
 
 
 def _runs(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
@@ -175,13 +187,31 @@ def _publishes(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     rows = []
     with served(folder / "large", config, max(args.servers) if real else 0) as urls:
         model = model_port.load(folder / "large", "float32")
-        versions = [ModelWeights(model, FLOAT32), ModelWeights(updated(model), FLOAT32)]
-        for num in sorted(args.servers, reverse=True):  # all servers of an engine must start with the same version
-            for by in get_args(By):
-                times = asyncio.run(_publish(urls[:num], num, versions, args.repeats, by))
-                rows.append({"servers": num, "by": by, "mib": versions[0].num_bytes // MIB, **times})
-                say(_publish_line(rows[-1]))
+        for weights in args.weights:
+            versions = two_versions(weights, model)
+            for num in sorted(args.servers, reverse=True):  # all servers of an engine must start with the same version
+                for by in get_args(By):
+                    times = asyncio.run(_publish(urls[:num], num, versions, args.repeats, by))
+                    row = {"weights": weights, "servers": num, "by": by, "mib": versions[0].num_bytes // MIB}
+                    rows.append(row | times)
+                    say(_publish_line(rows[-1]))
     return rows
+
+
+def two_versions(weights: str, model: Qwen3VL) -> list[Weights]:
+    """All weights, of which every language tensor differs, or two adapters, merged or alone."""
+    if weights == "all":
+        return [ModelWeights(model, FLOAT32), ModelWeights(updated(model), FLOAT32)]
+    lora = LoraConfig(rank=RANK)
+    adapted = [nnx.clone(model) for _ in range(2)]
+    for seed, version in enumerate(adapted):
+        pairs = new_adapter(model.config, lora, seed)
+        random = np.random.default_rng(seed)
+        add_adapter(version, lora, {path: random.random(pair.shape, np.float32) for path, pair in pairs.items()})
+    if weights == "merged":
+        return [ModelWeights(version, FLOAT32) for version in adapted]
+    info = AdapterInfo(lora, AdapterBase("large", "float32", sum_of_base(model, "float32")))
+    return [AdapterWeights(version, info) for version in adapted]
 
 
 def updated(model: Qwen3VL) -> Qwen3VL:
@@ -191,7 +221,7 @@ def updated(model: Qwen3VL) -> Qwen3VL:
 
 
 async def _publish(
-    urls: Sequence[str], num: int, versions: Sequence[ModelWeights], repeats: int, by: By
+    urls: Sequence[str], num: int, versions: Sequence[Weights], repeats: int, by: By
 ) -> dict[str, float]:
     if urls:
         return await publish_times(urls, versions, repeats, by)

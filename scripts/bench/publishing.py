@@ -23,7 +23,7 @@ from aiohttp import web
 
 from rollout import receiver
 from rollout.engine.protocol import Weights
-from rollout.engine.publishing import CHANGED, WeightFiles
+from rollout.engine.publishing import ADAPTER_SCHEME, ALL, CHANGED, WeightFiles
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
 from rollout.server import initial_label, settled_port
 from rollout.supervisor import SHARED_MEMORY
@@ -47,7 +47,8 @@ class Receiver:
     async def answer(self, request: web.Request) -> web.Response:
         body = await request.json() if request.can_read_body else {}
         if request.path == "/update_weights_from_disk":
-            await asyncio.to_thread(_read_files, Path(body["model_path"]), self._memory)
+            directory = Path(body["model_path"].removeprefix(ADAPTER_SCHEME))
+            await asyncio.to_thread(_read_files, directory, self._memory)
             self._label = body["weight_version"]
         if request.path == "/update_weight_version":
             self._label = body["new_version"]
@@ -91,7 +92,7 @@ async def publish_times(
             await _all_up(engine)
             for weights in itertools.islice(itertools.cycle(versions), WARM_UP + repeats):
                 row = await _publish_times(engine, weights)
-                row["sent_mib"] = _num_bytes(Path(directory)) / 2**20
+                row["sent_mib"] = _num_bytes(engine.fleet.files) / 2**20
                 row["copy_s"] = await asyncio.to_thread(copied_s, memory[0], memory[1:])
                 rows.append(row)
             await _all_up(engine)
@@ -117,9 +118,9 @@ async def _publish_times(engine: SGLangEngine, weights: Weights) -> dict[str, fl
     return {"publish_s": publish_s, "paused_s": loading_s[-1] - loading_s[0]}
 
 
-def _num_bytes(directory: Path) -> int:
+def _num_bytes(files: WeightFiles) -> int:
     """Of the files that servers read in the latest publish."""
-    return sum(path.stat().st_size for path in directory.glob(f"*/{CHANGED}/*"))
+    return sum(path.stat().st_size for path in (files.root / (ALL if files.scheme else CHANGED)).iterdir())
 
 
 def copied_s(source: np.ndarray, targets: Sequence[np.ndarray]) -> float:

@@ -17,7 +17,6 @@ from model_port.tiny import tiny_config
 from paravt_jax.learner.learner import LANGUAGE
 from paravt_jax.run.checkpoint_read import verify
 from paravt_jax.run.hosts import ALONE
-from paravt_jax.sampling.weights import ModelWeights
 from scripts.bench import hosts, shared_checkpoint
 from scripts.bench.publishing import By, copied_s, publish_times, receivers
 
@@ -46,6 +45,7 @@ def test_the_times_of_a_run_are_medians_without_compilation(tmp_path):
     runs = [{"processes": 2, "peaks_mib": [512.0, 640.0], **row}]
     publishes = [
         {
+            "weights": "adapter",
             "servers": 4,
             "by": "network",
             "mib": 320,
@@ -60,22 +60,31 @@ def test_the_times_of_a_run_are_medians_without_compilation(tmp_path):
     lines = hosts.table({"runs": runs, "checkpoints": checkpoints, "publishes": publishes}).splitlines()
     assert lines[2] == "| 2 | 2.00 | 2.00 | 2.00 | 2.00 | 640 | 0.0e+00, none |"
     assert "| 2 | 512 | 600 | 701 | 8.1, 2.7 |" in lines
-    assert lines[-1] == "| 4 | network | 320 | 256 | 3.00 | 1.00 | 2.00 | 1.50 |"
+    assert lines[-1] == "| adapter | 4 | network | 320 | 256 | 3.00 | 1.00 | 2.00 | 1.50 |"
 
 
 @pytest.mark.parametrize("by", get_args(By))
 def test_receivers_read_published_weights(tiny_hf, by):
-    model, float32 = model_port.load(tiny_hf), np.dtype(np.float32)
-    versions = [ModelWeights(model, float32), ModelWeights(hosts.updated(model), float32)]
+    row = published(versions := hosts.two_versions("all", model_port.load(tiny_hf)), by)
+    assert row["publish_s"] > row["paused_s"] > 0 and row["copy_s"] > 0
+    trained = sum(tensor.nbytes for name, tensor in versions[0].tensors() if "visual" not in name)
+    assert row["sent_mib"] == pytest.approx(trained / 2**20, rel=0.01)  # with the headers of the files
 
+
+def test_receivers_read_an_adapter_alone_or_merged(tiny_hf):
+    model = model_port.load(tiny_hf)
+    alone, merged = (hosts.two_versions(weights, model) for weights in ("adapter", "merged"))
+    assert alone[0].num_bytes / 2**20 == pytest.approx(published(alone, "network")["sent_mib"], abs=0.03)  # headers
+    kernels = sum(tensor.nbytes for name, tensor in merged[0].tensors() if name.endswith("_proj.weight"))
+    assert published(merged, "network")["sent_mib"] == pytest.approx(kernels / 2**20, rel=0.02)
+
+
+def published(versions, by) -> dict[str, float]:
     async def work():
         async with receivers(2, 2 * versions[0].num_bytes) as urls:
             return await publish_times(urls, versions, 1, by)
 
-    row = asyncio.run(work())
-    assert row["publish_s"] > row["paused_s"] > 0 and row["copy_s"] > 0
-    trained = sum(tensor.nbytes for name, tensor in versions[0].tensors() if "visual" not in name)
-    assert row["sent_mib"] == pytest.approx(trained / 2**20, rel=0.01)  # with the headers of the files
+    return asyncio.run(work())
 
 
 def test_a_process_saves_and_restores_its_share(tiny_hf, tmp_path, monkeypatch):

@@ -31,7 +31,7 @@ from PIL import Image
 from processes import all_gone, ended, family, serve, start
 from published import VIDEOS, make_copy
 from tokenizers import Tokenizer
-from training import QUICK, arguments, episodes_of, metrics_of
+from training import QUICK, SMOKE, arguments, episodes_of, metrics_of
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from wide_model import make_wide, with_layer_of
 
@@ -486,7 +486,8 @@ def test_a_server_merges_every_adapter_it_gets_into_its_own_model(server, model,
         await engine.publish(ModelWeights(model, FLOAT32), engine.version + 1)
         return [*differences, again], logps
 
-    new_files = make_tiny(tmp_path / "restarted", seed=1) or tmp_path / "restarted"
+    new_files = tmp_path / "restarted"
+    make_tiny(new_files, seed=1)
     differences, logps = on(server, work, weights_dir=str(tmp_path) if by == "files" else "")
     assert max(differences) < BOUND
     np.testing.assert_allclose(*logps, atol=1e-5)
@@ -520,9 +521,7 @@ def test_a_server_without_the_plugin_keeps_its_weights_and_is_named(sglang_pytho
     monkeypatch.setenv("SGLANG_PLUGINS", "none")
 
     async def body():
-        server = await Server.start(
-            ServerSettings(tiny_hf, python=sglang_python, **SMALL), deadline_s=START_DEADLINE_S
-        )
+        server = await Server.start(ServerSettings(tiny_hf, python=sglang_python, **SMALL), deadline_s=START_DEADLINE_S)
         engine = await SGLangEngine.connect([server.url], SGLangSettings(RUN))
         before = await asyncio.to_thread(scored, server.url)
         try:
@@ -537,7 +536,9 @@ def test_a_server_without_the_plugin_keeps_its_weights_and_is_named(sglang_pytho
     assert before == after
 
 
-def test_a_run_with_adapters_sends_them_alone_and_samples_from_its_policy(server, model, tiny_hf, tmp_path, monkeypatch):
+def test_a_run_with_adapters_sends_them_alone_and_samples_from_its_policy(
+    server, model, tiny_hf, tmp_path, monkeypatch
+):
     sent, write = [], WeightFiles.write
 
     async def counted(files, weights):
@@ -547,7 +548,8 @@ def test_a_run_with_adapters_sends_them_alone_and_samples_from_its_policy(server
     monkeypatch.setattr(WeightFiles, "write", counted)
     settings = [*QUICK, "engine.kind=sglang", f"engine.urls=[{server.url}]", f"model.path={tiny_hf}", "lora.rank=4"]
     settings += ["train.num_steps=2", "optim.learning_rate=0.01"]
-    asyncio.run(train(load_config(*config_of(tmp_path / "run", *settings)), take_over=True))
+    asyncio.run(train(load_config(SMOKE, f"run_dir={tmp_path / 'run'}", *settings), take_over=True))
+    monkeypatch.undo()
     on(server, lambda engine: engine.publish(ModelWeights(model, FLOAT32), 1), take_over=True)
     assert len(sent) == 3 and max(sent) < 0.1 * ModelWeights(model, FLOAT32).num_bytes
     assert all(step["mismatch/behavior_kl"] < 1e-6 for step in metrics_of(tmp_path / "run"))

@@ -81,7 +81,9 @@ def trained(value: float) -> Tensors:
 
 
 def adapter(value: float) -> Tensors:
-    return Tensors(**{ADAPTER_INFO: np.zeros(2, np.uint8), "a": np.zeros(2, np.float32), "b": trained(value).by_name["trained"]})
+    return Tensors(
+        **{ADAPTER_INFO: np.zeros(2, np.uint8), "a": np.zeros(2, np.float32), "b": trained(value).by_name["trained"]}
+    )
 
 
 def request(episode="e", deadline_s=5.0, version=None, num_tokens=4, on_tokens=None) -> Request:
@@ -387,7 +389,7 @@ async def test_a_hung_server_is_ejected_and_its_requests_are_answered_elsewhere_
 
 @with_servers(1)
 async def test_a_server_reads_an_adapter_whole_and_nothing_else(engine, server):
-    """It merges the matrices into its own model, so it needs both matrices of a pair, also where one has not changed."""
+    """It merges them into its own model, so it needs both matrices of a pair, also if only one has changed."""
     for version, weights in enumerate([trained(1), adapter(2), adapter(3), trained(4)], 1):
         await engine.publish(weights, version)
     assert server.read == ["frozen trained", "a adapter b", "a adapter b", "frozen trained"]

@@ -63,7 +63,10 @@ class Served:
         return list(self.directory.glob("*/*"))
 
     def loaded_from(self) -> list[Path]:
-        return [Path(body["model_path"].removeprefix(ADAPTER_SCHEME)) for body in self.server.bodies["/update_weights_from_disk"]]
+        return [
+            Path(body["model_path"].removeprefix(ADAPTER_SCHEME))
+            for body in self.server.bodies["/update_weights_from_disk"]
+        ]
 
 
 def on_hosts(*hosts, settings=QUICK):
@@ -107,8 +110,12 @@ async def test_each_host_gets_an_adapter_once_and_keeps_none(engine, *each):
     for version in (1, 2):
         await engine.publish(adapter(version), version)
     assert [one.server.read for one in each] == [["a adapter b"] * 2] * 3
-    assert sum(one.receiver.num_received for one in each) == 4 and not any(list(one.directory.iterdir()) for one in each)
-    assert {body["model_path"][:8] for one in each for body in one.server.bodies["/update_weights_from_disk"]} == {ADAPTER_SCHEME}
+    assert sum(one.receiver.num_received for one in each) == 4 and not any(
+        list(one.directory.iterdir()) for one in each
+    )
+    assert {body["model_path"][:8] for one in each for body in one.server.bodies["/update_weights_from_disk"]} == {
+        ADAPTER_SCHEME
+    }
 
 
 @on_hosts(1, 1, settings=RARE_PROBES)
