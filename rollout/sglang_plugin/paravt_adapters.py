@@ -60,16 +60,16 @@ class _Model:
         return self._merge(parts, info, files)
 
     def _merge(
-        self, parts: Mapping[str, torch.Tensor], info: Mapping[str, Any], files: Mapping[str, str]
+        self, parts: Mapping[str, torch.Tensor], info: Mapping[str, Any], files: Mapping[str, Any]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the adapted kernels, and the other tensors if they are not in use yet."""
         dtype, has_frozen = getattr(torch, info["dtype"]), self.sum == info["sum"]
         for name in files:
             a, b = (parts.get(f"{PREFIX}{name.removesuffix('weight')}{side}") for side in (A, B))
             if a is not None and b is not None:
-                yield name, _merged(_read(files, name).to(dtype), a, b, info["scale"])
+                yield name, _merged(files[name].get_tensor(name).to(dtype), a, b, info["scale"])
             elif not has_frozen:
-                yield name, _read(files, name).to(dtype)
+                yield name, files[name].get_tensor(name).to(dtype)
         self.sum = info["sum"]
 
 
@@ -84,33 +84,24 @@ def _merged(kernel: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float
     return wide.to(kernel.dtype)
 
 
-def _sum(files: Mapping[str, str], info: Mapping[str, Any]) -> str:
+def _sum(files: Mapping[str, Any], info: Mapping[str, Any]) -> str:
     """The checksum of the model in the learner's dtype (model_port.adapters.sum_of_base), "" if a tensor is missing."""
     current, dtype = xxhash.xxh3_128(), getattr(torch, info["dtype"])
     if not files.keys() >= set(info["names"]):
         return ""
     for name in info["names"]:
-        current.update(_read(files, name).to(dtype).contiguous().flatten().view(torch.uint8).numpy())
+        current.update(files[name].get_tensor(name).to(dtype).contiguous().flatten().view(torch.uint8).numpy())
     return current.hexdigest()
 
 
-def _files(loader: Any, source: Any) -> dict[str, str]:
-    """The file of each tensor of a model."""
+def _files(loader: Any, source: Any) -> dict[str, Any]:
+    """The open file of each tensor of a model."""
     options = (source.revision, source.fall_back_to_pt, source.allow_patterns_overrides)
     _, paths, _ = loader._prepare_weights(source.model_or_path, *options)
-    files = {}
-    for path in paths:
-        with safe_open(path, "pt") as file:
-            files |= dict.fromkeys(file.keys(), path)
-    return files
+    return {name: file for file in (safe_open(path, "pt") for path in paths) for name in file.keys()}  # noqa: SIM118
 
 
-def _read(files: Mapping[str, str], name: str) -> torch.Tensor:
-    with safe_open(files[name], "pt") as file:
-        return file.get_tensor(name)
-
-
-def _check_shapes(parts: Mapping[str, torch.Tensor], files: Mapping[str, str]) -> None:
+def _check_shapes(parts: Mapping[str, torch.Tensor], files: Mapping[str, Any]) -> None:
     """Raises unless every part is a matrix of a pair that fits a kernel of the model."""
     for name, part in parts.items():
         side = A if name.endswith(A) else B
@@ -119,7 +110,6 @@ def _check_shapes(parts: Mapping[str, torch.Tensor], files: Mapping[str, str]) -
         if kernel not in files or other is None:
             raise ValueError(f"{name} is not half of an adapter of this model's kernels")
         a, b = (part, other) if side == A else (other, part)
-        with safe_open(files[kernel], "pt") as file:
-            shape = file.get_slice(kernel).get_shape()
+        shape = files[kernel].get_slice(kernel).get_shape()
         if [*b.shape, *a.shape] != [shape[0], a.shape[0], a.shape[0], shape[1]]:
             raise ValueError(f"{name} does not fit {kernel}, which is {shape}")
