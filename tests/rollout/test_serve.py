@@ -17,7 +17,7 @@ import psutil
 import pytest
 from processes import all_gone, ended, family, serve, start
 
-from rollout.server import KEPT_LINES, MAX_LINE_BYTES, Server, ServerFailed, ServerSettings
+from rollout.server import KEPT_LINES, MAX_LINE_BYTES, PLUGIN, Server, ServerFailed, ServerSettings
 from rollout.supervisor import LOOK_S, supervised
 
 FAKE = Path(__file__).with_name("fake_sglang.py")
@@ -72,8 +72,8 @@ def test_the_learners_environment_stays_out(fake, monkeypatch):
         monkeypatch.setenv(name, "the learner's")
     monkeypatch.setenv("LD_LIBRARY_PATH", f"{sys.prefix}/lib/cudnn:/driver")
     environment = fake(device="cuda").environment()
-    assert not {"VIRTUAL_ENV", "PYTHONPATH", "SGLANG_USE_CPU_ENGINE"} & environment.keys()
-    assert environment["LD_LIBRARY_PATH"] == "/driver"
+    assert not {"VIRTUAL_ENV", "SGLANG_USE_CPU_ENGINE"} & environment.keys()
+    assert (environment["LD_LIBRARY_PATH"], environment["PYTHONPATH"]) == ("/driver", str(PLUGIN))
 
 
 def test_image_embeddings_are_cached_only_for_a_frozen_tower(fake):
