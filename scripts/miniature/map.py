@@ -107,7 +107,8 @@ def _mean(values: Iterable[float]) -> float:
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog=f"{prog_of('scripts.miniature')} map",
-        description="Run the arms in every cell of the map. Re-running the command resumes it.",
+        description="Run the arms in every cell of the map. Re-running the command resumes it. The results list all "
+        "finished runs in --dir.",
     )
     parser.add_argument("--dir", type=Path, default=Path("runs/map"), help="output directory (default runs/map)")
     for name, values in CHOICES.items():
@@ -128,9 +129,15 @@ def main(arguments: Sequence[str]) -> None:
         runs.make_data()
     run_jobs(jobs)
     command = f"python -m scripts.miniature map {' '.join(arguments)}".strip()
-    measured = [row for runs in plan for row in runs.rows()]
-    write_rows_of_map(directory / MEASURED.name, measured, command=command, machine=machine(), cost=costs(jobs))
+    finished = [Runs.of(directory, cell, seed, ()) for seed in _seeds_in(directory) for cell in CELLS]
+    measured = [row for runs in finished for row in runs.rows()]
+    cost = costs(dict.fromkeys(job for runs in finished for job in runs.jobs()))
+    write_rows_of_map(directory / MEASURED.name, measured, command=command, machine=machine(), cost=cost)
     print(directory / MEASURED.name)
+
+
+def _seeds_in(directory: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("seed")) for path in directory.glob("seed*"))
 
 
 def _cells(args: argparse.Namespace) -> list[Cell]:
