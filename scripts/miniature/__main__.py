@@ -2,10 +2,12 @@
 
 python -m scripts.miniature --arms grpo,anchoring,gating,para_grpo --seeds 0,1,2
 python -m scripts.miniature map
+python -m scripts.miniature crops
 """
 
 import argparse
 import sys
+from importlib import import_module
 from pathlib import Path
 
 from model_port.cli import add_debug_flag, prog_of, run_cli
@@ -19,15 +21,14 @@ TABLE_FILE, FIGURE_FILE = "table.md", "figure.png"
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["map"]:
-        from scripts.miniature.map import main as main_map
-
-        main_map(sys.argv[2:])
+    if sys.argv[1:2] in (["map"], ["crops"]):
+        import_module(f"scripts.miniature.{sys.argv[1]}").main(sys.argv[2:])
         return
     parser = argparse.ArgumentParser(
         prog=prog_of("scripts.miniature"),
         description="Run SFT once and the arms from it, on a small synthetic world. Re-running the command resumes it. "
-        "`map` runs the arms in worlds that differ in the reliability of reports and in the first rate of calls.",
+        "`map` runs the arms in worlds that differ in the reliability of reports and in the first rate of calls; "
+        "`crops` compares parallel and sequential calls.",
         epilog=f"Arms: {', '.join(ARMS)}; {' and '.join(COLD_STARTS)} for a cold start only; variants "
         f"for para_grpo and {', '.join(VARIANTS)}.",
     )

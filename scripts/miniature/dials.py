@@ -9,6 +9,7 @@ from paravt_jax.config import load_config
 from scripts.miniature.traces import Mixture, rows_of, with_calls
 from scripts.miniature.world import (
     EVENT_S,
+    MAX_WINDOWS,
     NUM_DISTRACTORS,
     STEP_S,
     WINDOW_S,
@@ -46,13 +47,14 @@ class World:
     eval: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if {"unnamed", "both"} <= {*self.questions}:
-            raise ValueError("questions=[unnamed, both]: a question without a window needs videos with one color")
+        if {"unnamed", "several"} <= {*self.questions}:
+            raise ValueError("questions=[unnamed, several]: a question without a window needs videos with one color")
         if self.event_s not in range(STEP_S, WINDOW_S + 1, STEP_S):
             raise ValueError(f"event_s={self.event_s} must be even, and no longer than a window of {WINDOW_S} s")
 
     def scene(self, seed: int, number: int) -> Scene:
-        return make_scene(seed, number, self.num_distractors, "both" in self.questions, self.event_s)
+        num_events = MAX_WINDOWS if "several" in self.questions else 1
+        return make_scene(seed, number, self.num_distractors, num_events, self.event_s)
 
     def mixture(self, scenes: list[Scene], prior: Prior) -> Mixture:
         if prior == "weak":

@@ -6,7 +6,7 @@ python -m scripts.miniature.map_page     after new runs: rewrites the tables and
 import argparse
 import re
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -229,9 +229,14 @@ def with_tables(page: str) -> str:
         **{_heading(cell): arm_table(cell) for cell in CELLS[: len(STATED)]},
     }
     for first, lines in tables.items():
-        text = "\n".join([*lines, ""])
-        page = re.sub(rf"^\| {first} \|.*?\n(?=\n|\Z)", lambda _, text=text: text, page, flags=re.M | re.S)
+        page = with_table(page, first, lines)
     return re.sub(r"^(No arm is measured yet|\d+ of \d+ verdicts agree)\..*$", agreement(), page, flags=re.M)
+
+
+def with_table(page: str, first: str, lines: Iterable[str]) -> str:
+    """The page with these lines in place of the table whose first heading is `first`."""
+    text = "\n".join([*lines, ""])
+    return re.sub(rf"^\| {first} \|.*?\n(?=\n|\Z)", lambda _: text, page, flags=re.M | re.S)
 
 
 def main() -> None:

@@ -14,12 +14,25 @@ import numpy as np
 
 from paravt_jax.data.synthetic import COLOURS
 from rollout.video.times import overview_times
-from scripts.miniature.world import CURATED_FRAC, DURATION_S, FPS, WINDOW_S, Kind, Question, Scene, Window, questions
+from scripts.miniature.world import (
+    CURATED_FRAC,
+    DURATION_S,
+    FPS,
+    MAX_WINDOWS,
+    WINDOW_S,
+    Kind,
+    Question,
+    Scene,
+    Window,
+    questions,
+)
 
 FORCED = "<think>\n"
 CAPTION = "caption"
 NOTHING = "No color is shown."
 NUM_LOOKS = 6  # sub-agent traces per event, with windows at random seconds, which teach times
+LIMIT = "Up to {max_parallel} calls a turn."  # after a question of kind `several`; training and evaluation share it
+PLAYS = ("parallel", "sequential", "one context")  # of a question of kind `several`
 
 
 @dataclass(frozen=True)
@@ -34,6 +47,7 @@ class Mixture:
     unclosed_frac: float = 0.0  # share of answers without </answer>
     unclosed_call_frac: float = 0.0  # share of calling turns without their last </tool_call>
     sequential_frac: float = 0.0  # share of traces with several windows that call one per turn
+    one_context_frac: float = 0.0  # of kind `several`: share of traces whose prompt has the frames of all windows
     num_captions: int = 4  # captions per video, from overviews that show the event; they teach times
     wrong_frac: float = 0.5  # share of reports with a wrong colour
 
@@ -54,7 +68,8 @@ def rows_of(
     kinds: Sequence[Kind] = ("window", "either"),
 ) -> list[dict[str, Any]]:
     """The rows of a corpus: every question once with a random budget, captions, and sub-agent traces."""
-    return [row for scene in scenes for row in _rows_of_scene(scene, frame_budgets, mixture, seed, kinds)]
+    rows_of_scene = _rows_of_several if "several" in kinds and mixture.tools else _rows_of_scene
+    return [row for scene in scenes for row in rows_of_scene(scene, frame_budgets, mixture, seed, kinds)]
 
 
 def _rows_of_scene(
@@ -91,6 +106,41 @@ def _rows_of_scene(
                 yield _subagent_row(scene, window_s, report(reported, window_s))
 
 
+def _rows_of_several(
+    scene: Scene, frame_budgets: Sequence[int], mixture: Mixture, seed: int, kinds: Sequence[Kind]
+) -> Iterator[dict[str, Any]]:
+    """Clean traces: parallel calls, one call a turn, or none because the prompt has the frames of all windows."""
+    rng = np.random.default_rng((seed, scene.seed, scene.number, 2))
+    apart = mixture.sequential_frac, mixture.one_context_frac
+    for question in questions(scene, kinds):
+        play = rng.choice(PLAYS, p=[1 - sum(apart), *apart])
+        if play == "one context":
+            yield one_context_row(question)
+            continue
+        calls = [question.windows_s] if play == "parallel" else [(window_s,) for window_s in question.windows_s]
+        limit = LIMIT.format(max_parallel=MAX_WINDOWS if play == "parallel" else 1)
+        turns = [*map(_calling, calls), _thought(f"The summary shows {question.answer}", question)]
+        yield _row(replace(question, text=f"{question.text} {limit}"), int(rng.choice(frame_budgets)), calls, turns)
+    for window_s in (scene.decoy_s, *(event.window_s for event in scene.events)):
+        yield _subagent_row(scene, window_s, report(scene, window_s))
+
+
+def one_context_row(question: Question) -> dict[str, Any]:
+    """An answer without sub-agents: the overview and the frames of all windows are in the prompt."""
+    url = {"url": question.scene.video}
+    windows = [url | {"start_time": start_s, "end_time": end_s} for start_s, end_s in question.windows_s]
+    content = [{"type": "video_url", "video_url": part} for part in (url, *windows)]
+    content.append({"type": "text", "text": f"{question.text}\n\nThink first, then answer."})
+    reply = _thought(f"The frames show {question.answer}", question)
+    return {
+        "messages": [
+            {"role": "system", "content": ""},
+            {"role": "user", "content": content},
+            {"role": "assistant", "content": reply},
+        ]
+    }
+
+
 def _thinks(question: Question, mixture: Mixture, rng: np.random.Generator) -> bool:
     if mixture.thinking == "chance":
         return bool(rng.random() < CURATED_FRAC)
@@ -120,7 +170,10 @@ def overview_shows(scene: Scene, budget: int) -> bool:
 
 def _direct(question: Question, is_visible: bool) -> str:
     shown = report(question.scene, *(question.windows_s or ((0, DURATION_S),)))
-    thought = f"The overview shows {shown}" if is_visible else "The overview shows no color."
+    return _thought(f"The overview shows {shown}" if is_visible else "The overview shows no color.", question)
+
+
+def _thought(thought: str, question: Question) -> str:
     return f"{FORCED}{thought}\n</think>\n<answer>{question.answer}</answer>"
 
 
@@ -146,8 +199,7 @@ def _call(start_s: int, end_s: int) -> str:
 
 
 def _answering(question: Question) -> str:
-    shown = report(question.scene, *question.windows_s)
-    return f"{FORCED}The summary shows {shown}\n</think>\n<answer>{question.answer}</answer>"
+    return _thought(f"The summary shows {report(question.scene, *question.windows_s)}", question)
 
 
 def _bare(turn: str) -> str:

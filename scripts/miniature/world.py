@@ -8,7 +8,7 @@ and two sources with different beginnings. There are four kinds:
     window    names the window with the color
     either    names two windows, one of which has it, so that two parallel calls help
     unnamed   names none; four parallel calls look at the quarters of the video
-    both      names two windows with a color each, and needs both reports
+    several   names one to five windows with a color each, and needs all reports
 
 Videos, questions and answers depend only on the seed and the video's number.
 """
@@ -36,10 +36,11 @@ BORDER_PX = 4
 CLOCK_ON, CLOCK_OFF = 225, 30
 NUM_WINDOWS = DURATION_S // WINDOW_S
 NUM_DISTRACTORS = 3
+MAX_WINDOWS = 5  # of questions of kind `several`, whose videos have as many events
 WHITE, BLACK = 240, 15
 CURATED_FRAC = 1 / 6  # share of questions
 QUARTERS_S = tuple((start_s, start_s + DURATION_S // 4) for start_s in range(0, DURATION_S, DURATION_S // 4))
-Kind = Literal["window", "either", "unnamed", "both"]
+Kind = Literal["window", "either", "unnamed", "several"]
 Window = tuple[int, int]  # start and end in seconds
 
 
@@ -68,18 +69,18 @@ class Scene(Event):
     number: int
     decoy_s: Window  # a window without a colour
     distractors: dict[int, int]  # second -> shade
-    other: Event | None = None  # for questions of kind `both`
+    others: tuple[Event, ...] = ()  # for questions of kind `several`
 
     @property
     def video(self) -> str:
         length = "" if self.length_s == EVENT_S else f"_{self.length_s}s"
-        kind = f"{len(self.distractors)}{length}{'_both' if self.other else ''}"
+        kind = f"{len(self.distractors)}{length}{'_several' if self.others else ''}"
         return f"videos/seed{self.seed}_{self.number:04}_{kind}.mp4"
 
     @property
     def events(self) -> tuple[Event, ...]:
         """In the order of their times."""
-        return tuple(sorted((self, *((self.other,) if self.other else ())), key=lambda event: event.start_s))
+        return tuple(sorted((self, *self.others), key=lambda event: event.start_s))
 
 
 @dataclass(frozen=True)
@@ -93,20 +94,23 @@ class Question:
 
 
 def make_scene(
-    seed: int, number: int, num_distractors: int = NUM_DISTRACTORS, two_events: bool = False, event_s: int = EVENT_S
+    seed: int, number: int, num_distractors: int = NUM_DISTRACTORS, num_events: int = 1, event_s: int = EVENT_S
 ) -> Scene:
     """Colours are balanced. Each event is within one window; distractors are elsewhere; all start at even seconds."""
     rng = np.random.default_rng((seed, number))
-    window, decoy, second = (int(number) * WINDOW_S for number in rng.permutation(NUM_WINDOWS)[:3])
+    window, decoy, *rest = (int(number) * WINDOW_S for number in rng.permutation(NUM_WINDOWS))
     starts_s = range(0, WINDOW_S - event_s + 1, STEP_S)  # relative to a window
     start_s = window + int(rng.choice(starts_s))
-    other = Event(str(rng.choice([*COLOURS])), second + int(rng.choice(starts_s)), event_s) if two_events else None
-    taken = {first + n for first in (start_s, *((other.start_s,) if other else ())) for n in range(0, event_s, STEP_S)}
+    others = tuple(
+        Event(str(rng.choice([*COLOURS])), other + int(rng.choice(starts_s)), event_s)
+        for other in rest[: num_events - 1]
+    )
+    taken = {first + n for first in (start_s, *(other.start_s for other in others)) for n in range(0, event_s, STEP_S)}
     free = [second for second in range(0, DURATION_S, STEP_S) if second not in taken]
     seconds = rng.choice(free, num_distractors, replace=False)
     distractors = {int(second): int(rng.choice((WHITE, BLACK))) for second in seconds}
     colour = [*COLOURS][(seed + number) % len(COLOURS)]
-    return Scene(colour, start_s, event_s, seed, number, (decoy, decoy + WINDOW_S), distractors, other)
+    return Scene(colour, start_s, event_s, seed, number, (decoy, decoy + WINDOW_S), distractors, others)
 
 
 def frames(scene: Scene) -> Iterator[UInt8[np.ndarray, "height width 3"]]:
@@ -131,7 +135,7 @@ def _draw_bar(strip: UInt8[np.ndarray, "height width 3"], frac: float) -> None:
 
 
 def questions(scene: Scene, kinds: Sequence[Kind] = ("window", "either")) -> list[Question]:
-    """Questions of all three types for each kind, and an open question for `both`."""
+    """Questions of all three types for each kind, and for `several` an open question for each number of windows."""
     rng = np.random.default_rng((scene.seed, scene.number, 3))
     return [
         Question(scene, form, f"Question: {text}" if curated else text, answer, windows_s, curated)
@@ -143,9 +147,8 @@ def questions(scene: Scene, kinds: Sequence[Kind] = ("window", "either")) -> lis
 
 def _questions_of(kind: Kind, scene: Scene) -> Iterator[tuple[str, str, str, tuple[Window, ...]]]:
     """Yields type, text, answer and windows."""
-    if kind == "both":
-        windows_s, colours = zip(*((event.window_s, event.colour) for event in scene.events), strict=True)
-        yield "oe", f"Name the colors shown {_between(windows_s, 'and')}.", " ".join(colours), windows_s
+    if kind == "several":
+        yield from map(_naming, _some_events(scene))
         return
     named = (scene.window_s,) if kind == "window" else tuple(sorted((scene.window_s, scene.decoy_s)))
     where, windows_s = ("", QUARTERS_S) if kind == "unnamed" else (f" {_between(named, 'or')}", named)
@@ -153,6 +156,20 @@ def _questions_of(kind: Kind, scene: Scene) -> Iterator[tuple[str, str, str, tup
     yield "mcq", f"What color is shown{where}?\n{options}", LETTERS[scene.colour], windows_s
     yield "oe", f"Name the color shown{where}.", scene.colour, windows_s
     yield "tvg", f"When is a color shown{where}?", f"[{scene.start_s}, {scene.end_s}]", windows_s
+
+
+def _some_events(scene: Scene) -> Iterator[tuple[Event, ...]]:
+    """One event, then two, up to all, each in the order of their times."""
+    rng = np.random.default_rng((scene.seed, scene.number, 4))
+    for num_events in range(1, len(scene.events) + 1):
+        numbers = rng.choice(len(scene.events), num_events, replace=False)
+        yield tuple(scene.events[number] for number in sorted(numbers))
+
+
+def _naming(events: Sequence[Event]) -> tuple[str, str, str, tuple[Window, ...]]:
+    windows_s = tuple(event.window_s for event in events)
+    answer = " ".join(event.colour for event in events)
+    return "oe", f"Name the colors shown {_between(windows_s, 'and')}.", answer, windows_s
 
 
 def _between(windows_s: Sequence[Window], word: str) -> str:
