@@ -131,7 +131,7 @@ def one_context_row(question: Question) -> dict[str, Any]:
     windows = [url | {"start_time": start_s, "end_time": end_s} for start_s, end_s in question.windows_s]
     content = [{"type": "video_url", "video_url": part} for part in (url, *windows)]
     content.append({"type": "text", "text": f"{question.text}\n\nThink first, then answer."})
-    reply = _thought(f"The frames show {question.answer}", question)
+    reply = _thought(f"The frames show {report(question.scene, *question.windows_s)}", question)
     return {
         "messages": [
             {"role": "system", "content": ""},

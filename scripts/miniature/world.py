@@ -8,7 +8,7 @@ and two sources with different beginnings. There are four kinds:
     window    names the window with the color
     either    names two windows, one of which has it, so that two parallel calls help
     unnamed   names none; four parallel calls look at the quarters of the video
-    several   names one to five windows with a color each, and needs all reports
+    several   names one to five windows in a row, with a color each, and needs all reports
 
 Videos, questions and answers depend only on the seed and the video's number.
 """
@@ -98,19 +98,20 @@ def make_scene(
 ) -> Scene:
     """Colours are balanced. Each event is within one window; distractors are elsewhere; all start at even seconds."""
     rng = np.random.default_rng((seed, number))
-    window, decoy, *rest = (int(number) * WINDOW_S for number in rng.permutation(NUM_WINDOWS))
+    window, decoy = (int(number) for number in rng.permutation(NUM_WINDOWS)[:2])
+    if num_events > 1:  # in windows in a row
+        window %= NUM_WINDOWS - num_events + 1
+        decoy = (window + num_events) % NUM_WINDOWS
     starts_s = range(0, WINDOW_S - event_s + 1, STEP_S)  # relative to a window
-    start_s = window + int(rng.choice(starts_s))
-    others = tuple(
-        Event(str(rng.choice([*COLOURS])), other + int(rng.choice(starts_s)), event_s)
-        for other in rest[: num_events - 1]
-    )
-    taken = {first + n for first in (start_s, *(other.start_s for other in others)) for n in range(0, event_s, STEP_S)}
+    start_s, *rest = (WINDOW_S * (window + n) + int(rng.choice(starts_s)) for n in range(num_events))
+    others = tuple(Event(str(rng.choice([*COLOURS])), other_s, event_s) for other_s in rest)
+    taken = {first_s + n for first_s in (start_s, *rest) for n in range(0, event_s, STEP_S)}
     free = [second for second in range(0, DURATION_S, STEP_S) if second not in taken]
     seconds = rng.choice(free, num_distractors, replace=False)
     distractors = {int(second): int(rng.choice((WHITE, BLACK))) for second in seconds}
     colour = [*COLOURS][(seed + number) % len(COLOURS)]
-    return Scene(colour, start_s, event_s, seed, number, (decoy, decoy + WINDOW_S), distractors, others)
+    decoy_s = decoy * WINDOW_S, (decoy + 1) * WINDOW_S
+    return Scene(colour, start_s, event_s, seed, number, decoy_s, distractors, others)
 
 
 def frames(scene: Scene) -> Iterator[UInt8[np.ndarray, "height width 3"]]:
@@ -159,17 +160,17 @@ def _questions_of(kind: Kind, scene: Scene) -> Iterator[tuple[str, str, str, tup
 
 
 def _some_events(scene: Scene) -> Iterator[tuple[Event, ...]]:
-    """One event, then two, up to all, each in the order of their times."""
+    """One event, then two in a row, up to all."""
     rng = np.random.default_rng((scene.seed, scene.number, 4))
     for num_events in range(1, len(scene.events) + 1):
-        numbers = rng.choice(len(scene.events), num_events, replace=False)
-        yield tuple(scene.events[number] for number in sorted(numbers))
+        first = rng.integers(len(scene.events) - num_events, endpoint=True)
+        yield scene.events[first : first + num_events]
 
 
 def _naming(events: Sequence[Event]) -> tuple[str, str, str, tuple[Window, ...]]:
     windows_s = tuple(event.window_s for event in events)
-    answer = " ".join(event.colour for event in events)
-    return "oe", f"Name the colors shown {_between(windows_s, 'and')}.", answer, windows_s
+    answer, (start_s, _), (_, end_s) = " ".join(event.colour for event in events), windows_s[0], windows_s[-1]
+    return "oe", f"Name the colors shown from {start_s} to {end_s} seconds.", answer, windows_s
 
 
 def _between(windows_s: Sequence[Window], word: str) -> str:

@@ -21,7 +21,7 @@ from scripts.miniature.crops import CELLS, Crops, Player, summary
 from scripts.miniature.dials import load_world
 from scripts.miniature.model import make_model
 from scripts.miniature.traces import PLAYS, rows_of
-from scripts.miniature.world import MAX_WINDOWS, questions
+from scripts.miniature.world import MAX_WINDOWS, WINDOW_S, questions
 
 WORLD = load_world("crops")
 BUDGET = 8
@@ -41,7 +41,8 @@ def open_player(study: Crops) -> tuple[Player, ScriptedEngine]:
 
     async def reply(request) -> list[int]:
         text = chat.decode(request.ids)
-        windows = re.findall(r"between (\d+) and (\d+) seconds", text)
+        start_s, end_s = map(int, re.findall(r"from (\d+) to (\d+) seconds", f"{text} from 0 to 8 seconds")[0])
+        windows = [(second, second + WINDOW_S) for second in range(start_s, end_s, WINDOW_S)]
         made = text.count("<tool_response>")
         if "Segment:" in text:
             turn = "red from 0 to 2 seconds."
