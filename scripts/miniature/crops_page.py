@@ -4,7 +4,7 @@ python -m scripts.miniature.crops_page     after new runs: rewrites both from do
 """
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -19,15 +19,14 @@ from paravt_jax.run.plots import STYLE
 from scripts.miniature.cells import DATA, Row, read_rows
 from scripts.miniature.map_page import with_table
 from scripts.miniature.traces import PLAYS
-from scripts.miniature.world import MAX_WINDOWS
 
 MEASURED = DATA / "crops.json"
 PAGE, FIGURE = DATA.parent / "crops.md", DATA.parent / "crops.png"
-COLORS = dict(zip(PLAYS, ("#0072B2", "#E69F00", "#009E73"), strict=True))
-MARKS = dict(zip(PLAYS, "os^", strict=True))
-PANELS: Mapping[str, tuple[str, str]] = {  # key: title of its panel, format in the table
+STYLES = dict(zip(PLAYS, (("#0072B2", "o"), ("#E69F00", "s"), ("#009E73", "^")), strict=True))
+PANELS: Mapping[str, tuple[str, str]] = {  # key: title, format in the table
     "accuracy": ("accuracy", ".2f"),
-    "visual_tokens": ("visual tokens, largest context", ".0f"),
+    "context_tokens": ("visual tokens, largest context", ".0f"),
+    "visual_tokens": ("visual tokens, all contexts", ".0f"),
     "turns": ("turns", ".1f"),
     "jax_alone_s": ("embedded, one at a time, s", ".2f"),
     "jax_together_s": ("embedded, 32 at once, s", ".2f"),
@@ -36,43 +35,38 @@ PANELS: Mapping[str, tuple[str, str]] = {  # key: title of its panel, format in 
 }
 
 
-def table(rows: list[Row]) -> Iterator[str]:
+def table(rows: Sequence[Row]) -> Iterator[str]:
     yield f"| windows | play | {' | '.join(title for title, _ in PANELS.values())} |"
     yield f"|{'---|' * (2 + len(PANELS))}"
     for row in rows:
-        numbers = [f"{row[key]:{form}}" for key, (_, form) in PANELS.items()]
-        low, high = row["interval_95"]
-        numbers[0] += f" ({low:.2f} to {high:.2f})"
-        yield f"| {row['windows']} | {row['play']} | {' | '.join(numbers)} |"
+        accuracy, *numbers = (f"{row[key]:{digits}}" for key, (_, digits) in PANELS.items())
+        accuracy += " ({:.2f} to {:.2f})".format(*row["interval_95"])
+        yield f"| {row['windows']} | {row['play']} | {' | '.join([accuracy, *numbers])} |"
 
 
-def draw(rows: list[Row], path: Path) -> None:
-    """Small multiples over the number of windows, a line for each play; accuracy has 95 % intervals."""
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Small multiples over the number of windows, with a line for each play."""
     with matplotlib.rc_context(STYLE | {"font.size": 8, "savefig.dpi": 110}):
-        figure, panels = plt.subplots(2, 4, figsize=(9, 4.4), sharex=True, layout="constrained")
-        *drawn, last = [*panels[0, :3], *panels[1], panels[0, 3]]
-        for axes, (key, (title, _)) in zip(drawn, PANELS.items(), strict=True):
-            _draw_panel(axes, rows, key)
+        figure, panels = plt.subplots(2, 4, figsize=(9, 4.2), sharex=True, layout="constrained")
+        for axes, (key, (title, _)) in zip(panels.flat, PANELS.items(), strict=True):
+            for play in PLAYS:
+                _draw_line(axes, [row for row in rows if row["play"] == play], key, play)
             axes.set_title(title, fontsize=8)
-        last.axis("off")
-        last.legend(*drawn[-1].get_legend_handles_labels(), loc="center", frameon=False)
-        figure.supxlabel("windows that the question needs", fontsize=8)
+            axes.set_ylim(0, 1.05 if key == "accuracy" else None)
+            axes.grid(axis="y", alpha=0.3)
+        figure.supxlabel("windows in the question", fontsize=8)
+        figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
         with whole_file(path) as file:
             figure.savefig(file, format="png")
         plt.close(figure)
 
 
-def _draw_panel(axes: Axes, rows: list[Row], key: str) -> None:
-    for number, play in enumerate(PLAYS):
-        own = [row for row in rows if row["play"] == play]
-        values = [row[key] for row in own]
-        errors = [[abs(row["interval_95"][side] - row[key]) for row in own] for side in (0, 1)]
-        at = [row["windows"] + (number - 1) * 0.06 for row in own]
-        style = {"color": COLORS[play], "label": play, "marker": MARKS[play], "ms": 4, "lw": 1.2}
-        axes.errorbar(at, values, errors if key == "accuracy" else None, **style)
-    axes.set_ylim(0, 1.05 if key == "accuracy" else None)
-    axes.set_xticks(range(1, MAX_WINDOWS + 1))
-    axes.grid(axis="y", alpha=0.3)
+def _draw_line(axes: Axes, rows: Sequence[Row], key: str, play: str) -> None:
+    """Accuracy has its intervals; they are apart, so that none hides another."""
+    values, (color, mark) = [row[key] for row in rows], STYLES[play]
+    errors = [[abs(row["interval_95"][side] - row[key]) for row in rows] for side in (0, 1)]
+    at = [row["windows"] + 0.07 * (PLAYS.index(play) - 1) for row in rows]
+    axes.errorbar(at, values, errors if key == "accuracy" else None, color=color, marker=mark, ms=4, lw=1.2, label=play)
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ from paravt_jax.config import load_config
 from scripts.miniature.traces import Mixture, rows_of, with_calls
 from scripts.miniature.world import (
     EVENT_S,
-    MAX_WINDOWS,
     NUM_DISTRACTORS,
     STEP_S,
     WINDOW_S,
@@ -47,14 +46,15 @@ class World:
     eval: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if {"unnamed", "several"} <= {*self.questions}:
-            raise ValueError("questions=[unnamed, several]: a question without a window needs videos with one color")
+        if {"unnamed", "both"} <= {*self.questions}:
+            raise ValueError("questions=[unnamed, both]: a question without a window needs videos with one color")
+        if "range" in self.questions and len(self.questions) > 1:
+            raise ValueError(f"questions={self.questions}: a range is the only kind of its world")
         if self.event_s not in range(STEP_S, WINDOW_S + 1, STEP_S):
             raise ValueError(f"event_s={self.event_s} must be even, and no longer than a window of {WINDOW_S} s")
 
     def scene(self, seed: int, number: int) -> Scene:
-        num_events = MAX_WINDOWS if "several" in self.questions else 1
-        return make_scene(seed, number, self.num_distractors, num_events, self.event_s)
+        return make_scene(seed, number, self.num_distractors, "both" in self.questions, self.event_s)
 
     def mixture(self, scenes: list[Scene], prior: Prior) -> Mixture:
         if prior == "weak":

@@ -31,8 +31,9 @@ FORCED = "<think>\n"
 CAPTION = "caption"
 NOTHING = "No color is shown."
 NUM_LOOKS = 6  # sub-agent traces per event, with windows at random seconds, which teach times
-LIMIT = "Up to {max_parallel} calls a turn."  # after a question of kind `several`; training and evaluation share it
-PLAYS = ("parallel", "sequential", "one context")  # of a question of kind `several`
+NUM_OTHERS = 2  # sub-agent traces without the color, about questions with a range
+LIMIT = "Up to {max_parallel} calls a turn."  # after a question about a range; training and evaluation share it
+PLAYS = ("parallel", "sequential", "one context")  # of a question about a range
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Mixture:
     unclosed_frac: float = 0.0  # share of answers without </answer>
     unclosed_call_frac: float = 0.0  # share of calling turns without their last </tool_call>
     sequential_frac: float = 0.0  # share of traces with several windows that call one per turn
-    one_context_frac: float = 0.0  # of kind `several`: share of traces whose prompt has the frames of all windows
+    one_context_frac: float = 0.0  # share of traces about a range whose prompt has the frames of all windows
     num_captions: int = 4  # captions per video, from overviews that show the event; they teach times
     wrong_frac: float = 0.5  # share of reports with a wrong colour
 
@@ -68,7 +69,7 @@ def rows_of(
     kinds: Sequence[Kind] = ("window", "either"),
 ) -> list[dict[str, Any]]:
     """The rows of a corpus: every question once with a random budget, captions, and sub-agent traces."""
-    rows_of_scene = _rows_of_several if "several" in kinds and mixture.tools else _rows_of_scene
+    rows_of_scene = _rows_of_ranges if "range" in kinds and mixture.tools else _rows_of_scene
     return [row for scene in scenes for row in rows_of_scene(scene, frame_budgets, mixture, seed, kinds)]
 
 
@@ -106,10 +107,10 @@ def _rows_of_scene(
                 yield _subagent_row(scene, window_s, report(reported, window_s))
 
 
-def _rows_of_several(
+def _rows_of_ranges(
     scene: Scene, frame_budgets: Sequence[int], mixture: Mixture, seed: int, kinds: Sequence[Kind]
 ) -> Iterator[dict[str, Any]]:
-    """Clean traces: parallel calls, one call a turn, or none because the prompt has the frames of all windows."""
+    """Clean traces: parallel calls; one call a turn until a report has the color; or no call, with all frames."""
     rng = np.random.default_rng((seed, scene.seed, scene.number, 2))
     apart = mixture.sequential_frac, mixture.one_context_frac
     for question in questions(scene, kinds):
@@ -117,12 +118,15 @@ def _rows_of_several(
         if play == "one context":
             yield one_context_row(question)
             continue
-        calls = [question.windows_s] if play == "parallel" else [(window_s,) for window_s in question.windows_s]
+        until = question.windows_s.index(scene.window_s) + 1
+        calls = [question.windows_s] if play == "parallel" else [(window_s,) for window_s in question.windows_s[:until]]
         limit = LIMIT.format(max_parallel=MAX_WINDOWS if play == "parallel" else 1)
-        turns = [*map(_calling, calls), _thought(f"The summary shows {question.answer}", question)]
+        turns = [*map(_calling, calls), _answering(question)]
         yield _row(replace(question, text=f"{question.text} {limit}"), int(rng.choice(frame_budgets)), calls, turns)
-    for window_s in (scene.decoy_s, *(event.window_s for event in scene.events)):
-        yield _subagent_row(scene, window_s, report(scene, window_s))
+    others = [(start_s, start_s + WINDOW_S) for start_s in range(0, DURATION_S, WINDOW_S)]
+    others.remove(scene.window_s)
+    for window_s in (scene.window_s, *rng.permutation(others)[:NUM_OTHERS].tolist()):
+        yield _subagent_row(scene, tuple(window_s), report(scene, tuple(window_s)))
 
 
 def one_context_row(question: Question) -> dict[str, Any]:
@@ -131,7 +135,7 @@ def one_context_row(question: Question) -> dict[str, Any]:
     windows = [url | {"start_time": start_s, "end_time": end_s} for start_s, end_s in question.windows_s]
     content = [{"type": "video_url", "video_url": part} for part in (url, *windows)]
     content.append({"type": "text", "text": f"{question.text}\n\nThink first, then answer."})
-    reply = _thought(f"The frames show {report(question.scene, *question.windows_s)}", question)
+    reply = _thought(f"The frames show {report(question.scene, question.scene.window_s)}", question)
     return {
         "messages": [
             {"role": "system", "content": ""},

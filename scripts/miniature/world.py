@@ -8,7 +8,8 @@ and two sources with different beginnings. There are four kinds:
     window    names the window with the color
     either    names two windows, one of which has it, so that two parallel calls help
     unnamed   names none; four parallel calls look at the quarters of the video
-    several   names one to five windows in a row, with a color each, and needs all reports
+    both      names two windows with a color each, and needs both reports
+    range     names one to five windows in a row, one of which has the color
 
 Videos, questions and answers depend only on the seed and the video's number.
 """
@@ -36,11 +37,11 @@ BORDER_PX = 4
 CLOCK_ON, CLOCK_OFF = 225, 30
 NUM_WINDOWS = DURATION_S // WINDOW_S
 NUM_DISTRACTORS = 3
-MAX_WINDOWS = 5  # of questions of kind `several`, whose videos have as many events
+MAX_WINDOWS = 5  # of questions of kind `range`
 WHITE, BLACK = 240, 15
 CURATED_FRAC = 1 / 6  # share of questions
 QUARTERS_S = tuple((start_s, start_s + DURATION_S // 4) for start_s in range(0, DURATION_S, DURATION_S // 4))
-Kind = Literal["window", "either", "unnamed", "several"]
+Kind = Literal["window", "either", "unnamed", "both", "range"]
 Window = tuple[int, int]  # start and end in seconds
 
 
@@ -69,18 +70,18 @@ class Scene(Event):
     number: int
     decoy_s: Window  # a window without a colour
     distractors: dict[int, int]  # second -> shade
-    others: tuple[Event, ...] = ()  # for questions of kind `several`
+    other: Event | None = None  # for questions of kind `both`
 
     @property
     def video(self) -> str:
         length = "" if self.length_s == EVENT_S else f"_{self.length_s}s"
-        kind = f"{len(self.distractors)}{length}{'_several' if self.others else ''}"
+        kind = f"{len(self.distractors)}{length}{'_both' if self.other else ''}"
         return f"videos/seed{self.seed}_{self.number:04}_{kind}.mp4"
 
     @property
     def events(self) -> tuple[Event, ...]:
         """In the order of their times."""
-        return tuple(sorted((self, *self.others), key=lambda event: event.start_s))
+        return tuple(sorted((self, *((self.other,) if self.other else ())), key=lambda event: event.start_s))
 
 
 @dataclass(frozen=True)
@@ -94,24 +95,20 @@ class Question:
 
 
 def make_scene(
-    seed: int, number: int, num_distractors: int = NUM_DISTRACTORS, num_events: int = 1, event_s: int = EVENT_S
+    seed: int, number: int, num_distractors: int = NUM_DISTRACTORS, two_events: bool = False, event_s: int = EVENT_S
 ) -> Scene:
     """Colours are balanced. Each event is within one window; distractors are elsewhere; all start at even seconds."""
     rng = np.random.default_rng((seed, number))
-    window, decoy = (int(number) for number in rng.permutation(NUM_WINDOWS)[:2])
-    if num_events > 1:  # in windows in a row
-        window %= NUM_WINDOWS - num_events + 1
-        decoy = (window + num_events) % NUM_WINDOWS
+    window, decoy, second = (int(number) * WINDOW_S for number in rng.permutation(NUM_WINDOWS)[:3])
     starts_s = range(0, WINDOW_S - event_s + 1, STEP_S)  # relative to a window
-    start_s, *rest = (WINDOW_S * (window + n) + int(rng.choice(starts_s)) for n in range(num_events))
-    others = tuple(Event(str(rng.choice([*COLOURS])), other_s, event_s) for other_s in rest)
-    taken = {first_s + n for first_s in (start_s, *rest) for n in range(0, event_s, STEP_S)}
+    start_s = window + int(rng.choice(starts_s))
+    other = Event(str(rng.choice([*COLOURS])), second + int(rng.choice(starts_s)), event_s) if two_events else None
+    taken = {first + n for first in (start_s, *((other.start_s,) if other else ())) for n in range(0, event_s, STEP_S)}
     free = [second for second in range(0, DURATION_S, STEP_S) if second not in taken]
     seconds = rng.choice(free, num_distractors, replace=False)
     distractors = {int(second): int(rng.choice((WHITE, BLACK))) for second in seconds}
     colour = [*COLOURS][(seed + number) % len(COLOURS)]
-    decoy_s = decoy * WINDOW_S, (decoy + 1) * WINDOW_S
-    return Scene(colour, start_s, event_s, seed, number, decoy_s, distractors, others)
+    return Scene(colour, start_s, event_s, seed, number, (decoy, decoy + WINDOW_S), distractors, other)
 
 
 def frames(scene: Scene) -> Iterator[UInt8[np.ndarray, "height width 3"]]:
@@ -136,7 +133,7 @@ def _draw_bar(strip: UInt8[np.ndarray, "height width 3"], frac: float) -> None:
 
 
 def questions(scene: Scene, kinds: Sequence[Kind] = ("window", "either")) -> list[Question]:
-    """Questions of all three types for each kind, and for `several` an open question for each number of windows."""
+    """Questions of all three types for each kind, but open ones for `both`, and for each length of a `range`."""
     rng = np.random.default_rng((scene.seed, scene.number, 3))
     return [
         Question(scene, form, f"Question: {text}" if curated else text, answer, windows_s, curated)
@@ -148,8 +145,14 @@ def questions(scene: Scene, kinds: Sequence[Kind] = ("window", "either")) -> lis
 
 def _questions_of(kind: Kind, scene: Scene) -> Iterator[tuple[str, str, str, tuple[Window, ...]]]:
     """Yields type, text, answer and windows."""
-    if kind == "several":
-        yield from map(_naming, _some_events(scene))
+    if kind == "both":
+        windows_s, colours = zip(*((event.window_s, event.colour) for event in scene.events), strict=True)
+        yield "oe", f"Name the colors shown {_between(windows_s, 'and')}.", " ".join(colours), windows_s
+        return
+    if kind == "range":
+        for windows_s in _ranges(scene):
+            text = f"Name the color shown from {windows_s[0][0]} to {windows_s[-1][1]} seconds."
+            yield "oe", text, scene.colour, windows_s
         return
     named = (scene.window_s,) if kind == "window" else tuple(sorted((scene.window_s, scene.decoy_s)))
     where, windows_s = ("", QUARTERS_S) if kind == "unnamed" else (f" {_between(named, 'or')}", named)
@@ -159,18 +162,13 @@ def _questions_of(kind: Kind, scene: Scene) -> Iterator[tuple[str, str, str, tup
     yield "tvg", f"When is a color shown{where}?", f"[{scene.start_s}, {scene.end_s}]", windows_s
 
 
-def _some_events(scene: Scene) -> Iterator[tuple[Event, ...]]:
-    """One event, then two in a row, up to all."""
+def _ranges(scene: Scene) -> Iterator[tuple[Window, ...]]:
+    """One to five windows in a row, among them the window with the color at any place."""
     rng = np.random.default_rng((scene.seed, scene.number, 4))
-    for num_events in range(1, len(scene.events) + 1):
-        first = rng.integers(len(scene.events) - num_events, endpoint=True)
-        yield scene.events[first : first + num_events]
-
-
-def _naming(events: Sequence[Event]) -> tuple[str, str, str, tuple[Window, ...]]:
-    windows_s = tuple(event.window_s for event in events)
-    answer, (start_s, _), (_, end_s) = " ".join(event.colour for event in events), windows_s[0], windows_s[-1]
-    return "oe", f"Name the colors shown from {start_s} to {end_s} seconds.", answer, windows_s
+    own = scene.window_s[0] // WINDOW_S
+    for length in range(1, MAX_WINDOWS + 1):
+        first = int(rng.integers(max(0, own - length + 1), min(own, NUM_WINDOWS - length), endpoint=True))
+        yield tuple((number * WINDOW_S, (number + 1) * WINDOW_S) for number in range(first, first + length))
 
 
 def _between(windows_s: Sequence[Window], word: str) -> str:

@@ -27,7 +27,7 @@ from scripts.miniature.world import (
 )
 
 SCENES = [make_scene(0, number) for number in range(64)]
-SEVERAL = [make_scene(0, number, num_events=MAX_WINDOWS) for number in range(64)]
+TWO_EVENTS = [make_scene(0, number, two_events=True) for number in range(64)]
 CLEAN = Mixture(thinking="always", noise_frac=0.0, wrong_frac=0.0)
 BUDGETS = (4, 8, 16, 32)
 
@@ -43,7 +43,8 @@ def is_main(row: dict) -> bool:
 
 
 def is_subagent(row: dict) -> bool:
-    return "start_time" in row["messages"][0]["content"][0]["video_url"]
+    content = row["messages"][0]["content"]
+    return content != "" and "start_time" in content[0]["video_url"]
 
 
 def main_rows(mixture: Mixture, scenes=SCENES, kinds=("window", "either")) -> list[dict]:
@@ -77,10 +78,11 @@ def test_an_event_is_visible_at_its_time_and_in_a_crop_of_its_window():
         assert not decoy & set(coloured(scene))
 
 
-def test_several_events_are_in_different_windows_and_all_visible():
-    for scene in SEVERAL[:8]:
-        assert len({scene.decoy_s, *(event.window_s for event in scene.events)}) == 1 + MAX_WINDOWS
-        assert coloured(scene) == [second for event in scene.events for second in range(event.start_s, event.end_s)]
+def test_two_events_are_in_different_windows_and_both_visible():
+    for scene in TWO_EVENTS[:8]:
+        first, second = scene.events
+        assert first.window_s < second.window_s and scene.decoy_s not in (first.window_s, second.window_s)
+        assert coloured(scene) == [*range(first.start_s, first.end_s), *range(second.start_s, second.end_s)]
 
 
 def test_distractors_last_as_long_and_never_overlap_the_event():
@@ -111,21 +113,50 @@ def test_a_question_may_name_no_window_and_then_its_calls_cover_the_video():
         assert [second for window in question.windows_s for second in range(*window)] == list(range(DURATION_S))
 
 
-def test_questions_need_one_to_five_windows_and_each_report_has_its_part_of_the_answer():
-    for scene in SEVERAL:
-        asked = questions(scene, ["several"])
-        assert [len(question.windows_s) for question in asked] == [1, 2, 3, 4, 5]
+def test_a_question_may_need_two_windows_and_each_report_has_half_of_the_answer():
+    for scene in TWO_EVENTS:
+        (question,) = questions(scene, ["both"])
+        reports = [report(scene, window_s) for window_s in question.windows_s]
+        assert [text.partition(" ")[0] for text in reports] == question.answer.split()
+
+
+def test_a_range_has_one_to_five_windows_in_a_row_and_the_color_is_in_any_of_them():
+    places = set()
+    for scene in SCENES:
+        asked = questions(scene, ["range"])
+        assert [len(question.windows_s) for question in asked] == [*range(1, MAX_WINDOWS + 1)]
         for question in asked:
-            reports = [report(scene, window_s) for window_s in question.windows_s]
-            assert [text.partition(" ")[0] for text in reports] == question.answer.split()
+            (first_s, _), (_, last_s) = question.windows_s[0], question.windows_s[-1]
+            assert first_s >= 0 and last_s <= DURATION_S and f"from {first_s} to {last_s} seconds" in question.text
             assert all(end_s == start_s for (_, end_s), (start_s, _) in pairwise(question.windows_s))
-            assert f"from {question.windows_s[0][0]} to {question.windows_s[-1][1]} seconds" in question.text
+            reports = [report(scene, window_s) for window_s in question.windows_s]
+            assert [text for text in reports if scene.colour in text] == [report(scene, scene.window_s)]
+        places.add(asked[-1].windows_s.index(scene.window_s))
+    assert places == {*range(MAX_WINDOWS)}
+
+
+def test_traces_about_a_range_are_right_and_sequential_ones_stop_at_the_color():
+    mixture, num_calls = Mixture(sequential_frac=0.4, one_context_frac=0.2), set()
+    rows = [row for row in rows_of(SCENES, (8,), mixture, 0, ["range"]) if not is_subagent(row)]
+    prompts = [question for scene in SCENES for question in questions(scene, ["range"])]
+    for row, question in zip(rows, prompts, strict=True):
+        *calling, last = replies(row)
+        calls = [[window_of(call.arguments, DURATION_S) for call in find_calls(turn)] for turn in calling]
+        called = [(window.start_s, window.end_s) for turn in calls for window in turn]
+        until = question.windows_s.index(question.scene.window_s) + 1
+        text = row["messages"][0]["content"][-1]["text"] if calling else ""
+        expected = question.windows_s if "Up to 5" in text else question.windows_s[:until] if calling else ()
+        assert called == [*expected] and len(calls) == (len(called) if "Up to 1" in text else bool(calling))
+        assert reward_terms([*calling, last], ["ok"] * len(called), question.answer, "oe").parseable
+        assert last.endswith(f"<answer>{question.scene.colour}</answer>")
+        num_calls.add((bool(calling), "Up to 1" in text, len(called)))
+    assert num_calls == {(False, False, 0), *((True, one, n) for one in (False, True) for n in range(1, 6))}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kinds", [("window", "either"), ("unnamed",), ("several",)])
+@pytest.mark.parametrize("kinds", [("window", "either"), ("unnamed",), ("both",)])
 def test_clean_traces_have_the_full_reward_and_executable_calls(kinds):
-    scenes = SEVERAL if kinds == ("several",) else SCENES
+    scenes = TWO_EVENTS if kinds == ("both",) else SCENES
     prompts = [question for scene in scenes for question in questions(scene, kinds)]
     num_calls = set()
     for row, question in zip(main_rows(CLEAN, scenes, kinds), prompts, strict=True):
@@ -137,7 +168,7 @@ def test_clean_traces_have_the_full_reward_and_executable_calls(kinds):
         assert all(call.well_formed for call in calls)
         assert terms.parseable and terms.accuracy == 1 and terms.format == pytest.approx(1.0)
         num_calls.add(len(calls))
-    assert num_calls - {0} == {len(question.windows_s) for question in prompts}
+    assert num_calls == {0, *(len(question.windows_s) for question in prompts)}
 
 
 def test_sequential_traces_look_at_one_window_a_turn():
@@ -250,9 +281,10 @@ def test_reports_of_the_default_world_are_right_and_it_has_128_held_out_videos()
 @pytest.mark.parametrize(
     ("name", "dial", "error"),
     [
-        ("defualt", "num_videos=8", "--world defualt is none of crops, default"),
+        ("defualt", "num_videos=8", "--world defualt is none of both, crops"),
         ("default", "event_s=3", "event_s=3 must be even"),
-        ("crops", "questions=[unnamed,several]", "a question without a window needs videos with one color"),
+        ("both", "questions=[unnamed,both]", "a question without a window needs videos with one color"),
+        ("crops", "questions=[window,range]", "a range is the only kind of its world"),
         ("default", "traces.tool=false", "traces.tool"),
     ],
 )
