@@ -20,6 +20,7 @@ from scripts.miniature.world import (
     FPS,
     MAX_WINDOWS,
     WINDOW_S,
+    Event,
     Kind,
     Question,
     Scene,
@@ -100,9 +101,7 @@ def _rows_of_scene(
         yield _subagent_row(scene, scene.decoy_s, NOTHING)
         length_s = DURATION_S // 4 if "unnamed" in kinds else WINDOW_S
         for event in scene.events:
-            earliest_s, latest_s = max(0, event.end_s - length_s), min(event.start_s, DURATION_S - length_s)
-            for start_s in rng.integers(earliest_s, latest_s, NUM_LOOKS, endpoint=True):
-                window_s = int(start_s), int(start_s) + length_s
+            for window_s in _looks(event, length_s, rng):
                 reported = _misread(scene, rng) if rng.random() < mixture.wrong_frac else scene
                 yield _subagent_row(scene, window_s, report(reported, window_s))
 
@@ -125,8 +124,15 @@ def _rows_of_ranges(
         yield _row(replace(question, text=f"{question.text} {limit}"), int(rng.choice(frame_budgets)), calls, turns)
     others = [(start_s, start_s + WINDOW_S) for start_s in range(0, DURATION_S, WINDOW_S)]
     others.remove(scene.window_s)
-    for window_s in (scene.window_s, *rng.permutation(others)[:NUM_OTHERS].tolist()):
-        yield _subagent_row(scene, tuple(window_s), report(scene, tuple(window_s)))
+    for window_s in (*_looks(scene, WINDOW_S, rng), *map(tuple, rng.permutation(others)[:NUM_OTHERS].tolist())):
+        yield _subagent_row(scene, window_s, report(scene, window_s))
+
+
+def _looks(event: Event, length_s: int, rng: np.random.Generator) -> Iterator[Window]:
+    """Windows with the event."""
+    earliest_s, latest_s = max(0, event.end_s - length_s), min(event.start_s, DURATION_S - length_s)
+    for start_s in rng.integers(earliest_s, latest_s, NUM_LOOKS, endpoint=True):
+        yield int(start_s), int(start_s) + length_s
 
 
 def one_context_row(question: Question) -> dict[str, Any]:
