@@ -54,8 +54,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             axes.set_title(title, fontsize=8)
             axes.set_ylim(0, 1.05 if key == "accuracy" else None)
             axes.grid(axis="y", alpha=0.3)
-        figure.supxlabel("windows in the question", fontsize=8)
-        figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+        for axes in panels[-1]:
+            axes.set_xlabel("windows in the question", fontsize=8)
+        lines = [bars.lines[0] for bars in panels[0, 0].containers]
+        figure.legend(lines, PLAYS, loc="outside lower center", ncols=3, frameon=False)
         with whole_file(path) as file:
             figure.savefig(file, format="png")
         plt.close(figure)
