@@ -22,7 +22,9 @@ from scripts.miniature.traces import PLAYS
 
 MEASURED = DATA / "crops.json"
 PAGE, FIGURE = DATA.parent / "crops.md", DATA.parent / "crops.png"
-STYLES = dict(zip(PLAYS, (("#0072B2", "o"), ("#E69F00", "s"), ("#009E73", "^")), strict=True))
+STYLES: Mapping[str, tuple[str, str]] = dict(
+    zip(PLAYS, (("#0072B2", "o"), ("#E69F00", "s"), ("#009E73", "^")), strict=True)
+)
 PANELS: Mapping[str, tuple[str, str]] = {  # key: title, format in the table
     "accuracy": ("accuracy", ".2f"),
     "context_tokens": ("visual tokens, largest context", ".0f"),
