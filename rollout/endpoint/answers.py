@@ -1,0 +1,72 @@
+"""Reads a chat completion of an endpoint: the model's text, or why there is none to judge the model by."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rollout.endpoint.errors import ContentFiltered, EmptyChoice, Hide, Rejected, Unreachable, shown
+
+STOPS = ("stop", "eos", "end_turn", "stop_sequence", "")
+FILTERS = ("content_filter", "safety", "recitation", "prohibited", "blocklist", "spii", "image_safety", "refusal")
+
+
+@dataclass(frozen=True)
+class Reply:
+    text: str  # with the thinking, if the endpoint separates it
+    finish: Literal["stop", "length"]
+    num_prompt_tokens: int  # as the endpoint reports them, 0 if it does not
+    num_sampled_tokens: int
+    server: str
+    latency_s: float
+
+
+def read_completion(completion: Any, url: str, hide: Hide) -> Reply:
+    """Raises an EndpointError if there is no text to judge the model by."""
+    choices = get(completion, "choices")
+    if not isinstance(choices, list):
+        raise Unreachable(f"{url} sent no chat completion: {shown(str(completion), hide)!r}")
+    if not choices:
+        raise EmptyChoice(f"{url} sent a completion without a choice")
+    message, finish = get(choices[0], "message"), str(get(choices[0], "finish_reason") or "").lower()
+    refusal = get(message, "refusal")
+    if refusal or finish.startswith(FILTERS):
+        raise ContentFiltered(f"{url} withheld the reply: {shown(str(refusal or finish), hide)}")
+    if finish in ("tool_calls", "function_call"):
+        raise Rejected(f"{url} parsed the calls in the reply itself; start it without a parser of tool calls")
+    if finish == "abort":
+        raise Unreachable(f"{url} aborted a request")
+    is_cut_off = finish in ("length", "max_tokens")
+    if not is_cut_off and finish not in STOPS:
+        raise EmptyChoice(f"{url} ended a reply with finish_reason {shown(finish, hide)!r}")
+    text = joined(reasoning_of(message), _text_of(get(message, "content")))
+    if not text and not is_cut_off:
+        raise EmptyChoice(f"{url} sent an empty reply")
+    usage = get(completion, "usage")
+    counts = [get(usage, name) for name in ("prompt_tokens", "completion_tokens")]
+    num_prompt, num_sampled = (count if isinstance(count, int) else 0 for count in counts)
+    return Reply(text, "length" if is_cut_off else "stop", num_prompt, num_sampled, url, 0.0)
+
+
+def joined(reasoning: str, content: str) -> str:
+    """The text that the model wrote, if the endpoint has separated its thinking."""
+    if not reasoning:
+        return content
+    if "</think>" in reasoning:  # it still has its tags
+        return f"{reasoning}\n{content}"
+    return f"<think>\n{reasoning.strip()}\n</think>\n{content}" if content else f"<think>\n{reasoning}"
+
+
+def reasoning_of(message: Any) -> str:
+    value = get(message, "reasoning_content") or get(message, "reasoning")
+    return value if isinstance(value, str) else ""
+
+
+def _text_of(content: Any) -> str:
+    """Some endpoints send a list of parts."""
+    if isinstance(content, list):
+        return "".join(str(get(part, "text") or "") for part in content)
+    return content if isinstance(content, str) else ""
+
+
+def get(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)

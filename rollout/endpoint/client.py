@@ -1,0 +1,342 @@
+"""A client of OpenAI-compatible endpoints that serve one model: sends a dialogue, returns the text that follows.
+
+Requests are spread over the servers; requests with the same affinity prefer the same one, for its prefix cache. A
+server that fails gets no more requests until a probe succeeds. Only failures that a retry can help are retried: lost
+connections, HTTP 5xx, and HTTP 429 after the wait that the server asks for, all within the request's deadline.
+
+The API key comes from an environment variable. It is only sent to the endpoint: errors never contain it, even if a
+server repeats it.
+"""
+
+import asyncio
+import hashlib
+import os
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from rollout.endpoint.answers import Reply, joined, read_completion, reasoning_of
+from rollout.endpoint.errors import (
+    HIDDEN,
+    OF_THE_SAMPLE,
+    OTHER_LIMIT_NAME,
+    EndpointError,
+    RateLimited,
+    Rejected,
+    TooLate,
+    Unreachable,
+    shown,
+    status_error,
+)
+from rollout.engine.protocol import Health, ServerHealth
+
+if TYPE_CHECKING:
+    import openai
+
+CONNECT_DEADLINE_S = 10.0
+PROBE_DEADLINE_S = 10.0
+PROBE_EVERY_S = 5.0  # of a server that is down
+POLL_S = 0.1  # while no server is ready
+GIVE_UP_S = 60.0  # if every server has been down for this long, requests fail
+MAX_ATTEMPTS = 5  # per request, except for waits that a server asks for
+BACKOFF_S, MAX_BACKOFF_S = 1.0, 30.0  # doubles
+MAX_IN_FLIGHT = 64  # requests per server
+MAX_IMBALANCE = 8  # with this many more requests than elsewhere, recomputing the prefix is faster than waiting
+WITHOUT_KEY = "none"  # the client library needs one
+RETRIED = (408, 409, 425)  # besides 5xx and 429
+
+
+@dataclass(eq=False)
+class _Server:
+    url: str
+    api: "openai.AsyncOpenAI"
+    running: int = 0
+    ready_s: float = 0.0  # gets no request, or probe, before this time
+    down_since_s: float | None = None  # gets only probes
+    num_limited: int = 0  # HTTP 429 in a row that did not name a wait
+
+    def limit(self, retry_after_s: float | None) -> None:
+        """Sends nothing for the time that the server asks for."""
+        backoff_s = min(BACKOFF_S * 2**self.num_limited, MAX_BACKOFF_S)
+        self.num_limited += retry_after_s is None
+        wait_s = backoff_s if retry_after_s is None else retry_after_s
+        self.ready_s = max(self.ready_s, time.monotonic() + wait_s)
+
+    def lower(self) -> None:
+        self.down_since_s = time.monotonic() if self.down_since_s is None else self.down_since_s
+
+    def raise_again(self) -> None:
+        self.down_since_s, self.ready_s = None, 0.0
+
+    @property
+    def is_dead(self) -> bool:
+        return self.down_since_s is not None and time.monotonic() - self.down_since_s > GIVE_UP_S
+
+
+@dataclass(eq=False)
+class _Call:
+    """A request and its failed attempts."""
+
+    request: dict[str, Any]
+    max_tokens: int
+    deadline_s: float
+    affinity: str
+    on_text: Callable[[str], None] | None
+    num_failed: int = 0
+    tried: set[str] = field(default_factory=set)
+    last: EndpointError | None = None
+
+
+class EndpointClient:
+    """`api_key_env` names an environment variable, "" means no key. `close` it at the end."""
+
+    def __init__(
+        self, urls: Sequence[str], model: str, api_key_env: str = "", *, max_in_flight: int = MAX_IN_FLIGHT
+    ) -> None:
+        import openai  # imported late: it takes as long as the rest of this package
+
+        self.model = model
+        self._key = os.environ.get(api_key_env, "").strip() if api_key_env else ""
+        if api_key_env and not self._key:
+            raise ValueError(
+                f"engine.api_key_env={api_key_env} names an environment variable that is not set; set it to the key, "
+                "or leave engine.api_key_env empty for an endpoint without keys"
+            )
+        self._openai = openai
+        self._servers = [_Server(url, self._api(url)) for url in dict.fromkeys(url.rstrip("/") for url in urls)]
+        self._slots = asyncio.Semaphore(max_in_flight * len(self._servers))
+        self._limit_name = "max_tokens"
+        self._probes: set[asyncio.Task[Any]] = set()
+
+    def __repr__(self) -> str:
+        return f"EndpointClient({self.urls}, {self.model!r})"
+
+    @property
+    def urls(self) -> list[str]:
+        return [server.url for server in self._servers]
+
+    async def complete(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        max_tokens: int,
+        temperature: float,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: list[str] | None = None,
+        deadline_s: float,
+        affinity: str = "",
+        on_text: Callable[[str], None] | None = None,
+    ) -> Reply:
+        """Samples the assistant's next message. `on_text` gets the whole text so far, whenever there is more.
+
+        Raises a subclass of EndpointError.
+        """
+        options = {"seed": seed, "stop": stop or None}
+        request = {
+            "model": self.model,
+            "messages": messages,
+            "temperature": temperature,
+            "top_p": top_p,  # always: without it, vLLM takes the model's own default
+            **{name: value for name, value in options.items() if value is not None},
+        }
+        started_s = time.monotonic()
+        call = _Call(request, max_tokens, started_s + deadline_s, affinity, on_text)
+        try:
+            async with asyncio.timeout(deadline_s) as timeout, self._slots:
+                reply = await self._retried(call)
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            late = TooLate(f"{', '.join(self.urls)} did not answer within the {deadline_s:g} s of a request")
+            raise call.last or late from None
+        return replace(reply, latency_s=time.monotonic() - started_s)
+
+    async def health(self) -> Health:
+        """Probes every server now."""
+        return Health(tuple(await asyncio.gather(*map(self._health, self._servers))))
+
+    async def models(self) -> list[str]:
+        """The models that the first reachable server lists; empty if it has no list. Raises EndpointError."""
+        problem: EndpointError | None = None
+        for server in self._servers:
+            try:
+                return await self._models(server)
+            except Unreachable as error:
+                problem = error
+        assert problem is not None, "there is at least one server"
+        raise problem
+
+    async def close(self) -> None:
+        for probe in self._probes:
+            probe.cancel()
+        await asyncio.gather(*self._probes, return_exceptions=True)
+        await asyncio.gather(*(server.api.close() for server in self._servers))
+
+    def _api(self, url: str) -> "openai.AsyncOpenAI":
+        timeout = self._openai.Timeout(None, connect=CONNECT_DEADLINE_S)  # `complete` has the deadline
+        # No redirects: only this server may see the key and the dialogue. No proxy for this machine.
+        transport = self._openai.DefaultAsyncHttpxClient(
+            timeout=timeout, follow_redirects=False, trust_env=not _is_local(url)
+        )
+        return self._openai.AsyncOpenAI(
+            base_url=url, api_key=self._key or WITHOUT_KEY, max_retries=0, timeout=timeout, http_client=transport
+        )
+
+    async def _retried(self, call: _Call) -> Reply:
+        while True:
+            server = await self._choose(call)
+            server.running += 1
+            try:
+                reply = await self._send(server, call.request | {self._limit_name: call.max_tokens}, call.on_text)
+                server.num_limited = 0
+                return reply
+            except RateLimited as problem:
+                if problem.is_final:
+                    raise
+                server.limit(problem.retry_after_s)
+                call.last = problem
+            except Unreachable as problem:
+                await self._note_failure(call, server, problem)
+            except Rejected as problem:
+                if self._limit_name == "max_completion_tokens" or not OTHER_LIMIT_NAME.search(str(problem)):
+                    raise
+                self._limit_name = "max_completion_tokens"  # the name that OpenAI's newer models accept
+            finally:
+                server.running -= 1
+
+    async def _note_failure(self, call: _Call, server: _Server, problem: Unreachable) -> None:
+        call.num_failed, call.last = call.num_failed + 1, problem
+        call.tried.add(server.url)
+        if call.num_failed == MAX_ATTEMPTS:
+            raise Unreachable(f"a request failed {MAX_ATTEMPTS} times; {problem}") from None
+        if len(call.tried) == len(self._servers):  # else another server gets it at once
+            backoff_s = min(BACKOFF_S * 2 ** (call.num_failed - 1), MAX_BACKOFF_S)
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+
+    async def _choose(self, call: _Call) -> _Server:
+        """Waits until a server is ready."""
+        while True:
+            now_s = time.monotonic()
+            self._probe_those_down(now_s)
+            up = [server for server in self._servers if server.down_since_s is None]
+            if ready := [server for server in up if server.ready_s <= now_s]:
+                return self._preferred([s for s in ready if s.url not in call.tried] or ready, call.affinity)
+            if all(server.is_dead for server in self._servers):
+                raise call.last or Unreachable(f"{', '.join(self.urls)} cannot be reached")
+            if call.last is not None and up and min(server.ready_s for server in up) > call.deadline_s:
+                raise call.last
+            await asyncio.sleep(POLL_S)
+
+    def _probe_those_down(self, now_s: float) -> None:
+        for server in self._servers:
+            if server.down_since_s is not None and server.ready_s <= now_s:
+                server.ready_s = now_s + PROBE_DEADLINE_S + PROBE_EVERY_S  # one probe at a time
+                task = asyncio.create_task(self._health(server))
+                self._probes.add(task)
+                task.add_done_callback(self._probes.discard)
+
+    def _preferred(self, servers: Sequence[_Server], affinity: str) -> _Server:
+        idlest = min(servers, key=lambda server: server.running)
+        if not affinity:
+            return idlest
+        home = max(servers, key=lambda server: hashlib.blake2s(f"{affinity} {server.url}".encode()).digest())
+        return home if home.running <= idlest.running + MAX_IMBALANCE else idlest
+
+    async def _send(self, server: _Server, request: dict[str, Any], on_text: Callable[[str], None] | None) -> Reply:
+        """One attempt. Raises Unreachable or RateLimited if another one can help."""
+        openai = self._openai
+        try:
+            create = server.api.chat.completions.create
+            completion = await (self._streamed(create, request, on_text) if on_text else create(**request))
+            return read_completion(completion, server.url, self._hidden)
+        except openai.APIStatusError as problem:
+            raise self._response_error(server, problem) from None
+        except openai.APIConnectionError as problem:
+            server.lower()
+            raise Unreachable(self._hidden(f"{server.url} cannot be reached: {_cause(problem)}")) from None
+        except openai.APIError as problem:  # in a stream
+            raise self._stream_error(server, problem) from None
+        except (ValueError, RecursionError) as problem:  # not the JSON that its header promises
+            raise Unreachable(self._hidden(f"{server.url} sent no chat completion: {problem}")) from None
+
+    async def _streamed(
+        self, create: Callable[..., Any], request: dict[str, Any], on_text: Callable[[str], None]
+    ) -> Mapping[str, Any]:
+        """Reads a stream into the form of a whole completion."""
+        content, reasoning, refusal, finish, usage = "", "", "", None, None
+        async with await create(**request, stream=True, stream_options={"include_usage": True}) as stream:
+            async for chunk in stream:
+                usage = getattr(chunk, "usage", None) or usage
+                for choice in (getattr(chunk, "choices", None) or [])[:1]:
+                    delta, finish = choice.delta, choice.finish_reason or finish
+                    refusal += getattr(delta, "refusal", None) or ""
+                    more = getattr(delta, "content", None) or ""
+                    more_reasoning = reasoning_of(delta)
+                    if more or more_reasoning:
+                        content, reasoning = content + more, reasoning + more_reasoning
+                        on_text(joined(reasoning, content))
+        message = {"content": content, "reasoning_content": reasoning, "refusal": refusal}
+        # A stream that ends without a reason was cut off.
+        return {"choices": [{"message": message, "finish_reason": finish or "abort"}], "usage": usage}
+
+    def _response_error(self, server: _Server, problem: "openai.APIStatusError") -> EndpointError:
+        response = problem.response
+        return self._status_error(server, response.status_code, response.text, response.headers)
+
+    def _status_error(self, server: _Server, status: int, text: str, headers: Mapping[str, str]) -> EndpointError:
+        if status < 500 and status not in RETRIED:
+            return status_error(status, text, server.url, self.model, headers, self._hidden)
+        if status in (502, 503, 504):  # nobody is there, or not yet
+            server.lower()
+        return Unreachable(f"{server.url} answered HTTP {status}: {shown(text, self._hidden)}")
+
+    def _stream_error(self, server: _Server, problem: "openai.APIError") -> EndpointError:
+        code, text = str(problem.code or ""), f"{problem.message} {problem.body or ''}"
+        by_words = status_error(400, text, server.url, self.model, {}, self._hidden)
+        if by_words.reason in OF_THE_SAMPLE:
+            return by_words
+        return self._status_error(server, int(code) if code.isdecimal() else 500, text, {})
+
+    async def _health(self, server: _Server) -> ServerHealth:
+        try:
+            await self._models(server)
+        except Unreachable as problem:
+            server.lower()
+            server.ready_s = time.monotonic() + PROBE_EVERY_S
+            return ServerHealth(server.url, False, None, str(problem))
+        except EndpointError as problem:  # it answers, but not this question
+            server.raise_again()
+            return ServerHealth(server.url, True, None, str(problem))
+        server.raise_again()
+        return ServerHealth(server.url, True, None)
+
+    async def _models(self, server: _Server) -> list[str]:
+        openai = self._openai
+        try:
+            async with asyncio.timeout(PROBE_DEADLINE_S):
+                page = await server.api.models.list()
+            return [str(model.id) for model in getattr(page, "data", None) or []]
+        except openai.APIStatusError as problem:
+            if problem.status_code == 404:  # not every endpoint has a list
+                return []
+            raise self._response_error(server, problem) from None
+        except (openai.APIError, TimeoutError, ValueError) as problem:
+            raise Unreachable(self._hidden(f"{server.url} cannot be reached: {_cause(problem)}")) from None
+
+    def _hidden(self, text: str) -> str:
+        return text.replace(self._key, HIDDEN) if self._key else text
+
+
+def _cause(problem: BaseException) -> str:
+    """The client library's connection errors only have a reason in their cause."""
+    cause = problem.__cause__ or problem
+    return str(cause) or type(cause).__name__
+
+
+def _is_local(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")

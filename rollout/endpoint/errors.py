@@ -1,0 +1,155 @@
+"""The errors of an endpoint, each with a short reason, and the classification of HTTP error responses.
+
+None of them says anything about the model's answer, so the sample is missing, not wrong; a certificate counts it by its
+reason. Endpoints describe the same problem in different words: the patterns are what vLLM, SGLang, OpenAI and Gemini's
+compatible endpoint write.
+"""
+
+import json
+import re
+import time
+from collections.abc import Callable, Mapping
+from email.utils import parsedate_to_datetime
+from typing import Any, Literal, get_args
+
+from rollout.engine.protocol import DeadlineExceeded, EngineError, RequestRejected
+
+Reason = Literal[
+    "context",
+    "content_filter",
+    "empty",
+    "pictures",
+    "key",
+    "model",
+    "rate_limit",
+    "unreachable",
+    "rejected",
+    "deadline",
+]
+REASONS = get_args(Reason)
+OF_THE_SAMPLE = ("context", "content_filter", "empty")  # other samples may succeed
+MAX_SHOWN_CHARS = 300  # of an endpoint's response, in an error
+HIDDEN = "***"
+Hide = Callable[[str], str]  # removes the key from a text
+
+
+class EndpointError(EngineError):
+    """Do not raise it; a subclass has the reason."""
+
+    reason: Reason
+
+
+class ContextOverflow(EndpointError, RequestRejected):
+    reason = "context"
+
+
+class ContentFiltered(EndpointError):
+    reason = "content_filter"
+
+
+class EmptyChoice(EndpointError):
+    reason = "empty"
+
+
+class NoPictures(EndpointError):
+    reason = "pictures"
+
+
+class WrongKey(EndpointError):
+    reason = "key"
+
+
+class ModelNotServed(EndpointError):
+    reason = "model"
+
+
+class Unreachable(EndpointError):
+    reason = "unreachable"
+
+
+class Rejected(EndpointError, RequestRejected):
+    reason = "rejected"
+
+
+class TooLate(EndpointError, DeadlineExceeded):
+    reason = "deadline"
+
+
+class RateLimited(EndpointError):
+    reason = "rate_limit"
+
+    def __init__(self, message: str, retry_after_s: float | None = None, is_final: bool = False):
+        super().__init__(message)
+        self.retry_after_s, self.is_final = retry_after_s, is_final
+
+
+CONTEXT = re.compile(
+    r"context.?length|maximum number of tokens|too many tokens|longer than the (maximum )?model|too long|"
+    r"token count exceeds|max_(completion_)?tokens must be at least 1|reduce the length",
+    re.IGNORECASE,
+)
+PICTURES = re.compile(
+    r"not a multimodal model|at most \d+ image|image input is not supported|image_url is only supported|"
+    r"(do(es)? not|n't) (support|accept|have) (image|vision|multimodal|multi-modal)|"
+    r"no endpoints found that support image|(unknown|unsupported|invalid) (part|content) type",
+    re.IGNORECASE,
+)
+FILTER = re.compile(r"content_filter|content.?(management.?)?policy|content_policy_violation|prohibited_content", re.I)
+KEY = re.compile(r"api.?key.{0,20}(not valid|invalid|expired)|invalid.api.key|api_key_invalid", re.IGNORECASE)
+MODEL = re.compile(r"model", re.IGNORECASE)
+QUOTA = re.compile(r"insufficient_quota", re.IGNORECASE)
+RETRY_DELAY = re.compile(r'"retryDelay"\s*:\s*"([\d.]+)s"')  # Gemini's, in the body
+OTHER_LIMIT_NAME = re.compile(r"max_completion_tokens")
+MAX_RETRY_AFTER_S = 86_400.0
+
+
+def status_error(status: int, text: str, url: str, model: str, headers: Mapping[str, str], hide: Hide) -> EndpointError:
+    """The error of a response that no retry helps, or RateLimited."""
+    answered = f"{url} answered HTTP {status}: {shown(text, hide)}"
+    if status == 429:
+        return RateLimited(answered, retry_after_s(headers, text), is_final=bool(QUOTA.search(text)))
+    if status in (401, 403) or (status == 400 and KEY.search(text)):
+        # Its words may repeat a part of the key.
+        return WrongKey(f"{url} rejects the API key (HTTP {status}); check the variable that engine.api_key_env names")
+    if status == 404 and MODEL.search(text):
+        return ModelNotServed(f"{url} does not serve the model {model}: {shown(text, hide)}")
+    if status == 404:
+        return Rejected(f"{answered}; the address of an OpenAI-compatible endpoint usually ends in /v1")
+    for pattern, error in ((PICTURES, NoPictures), (CONTEXT, ContextOverflow), (FILTER, ContentFiltered)):
+        if pattern.search(text):
+            return error(answered)
+    return Rejected(answered)
+
+
+def shown(text: str, hide: Hide) -> str:
+    """The message of an error response, without the key, shortened."""
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError):
+        body = None
+    body = body[0] if isinstance(body, list) and body else body  # Gemini's is a list of one
+    error: Any = body.get("error", body) if isinstance(body, dict) else None
+    message = error.get("message") if isinstance(error, dict) else error
+    return hide(" ".join((message if isinstance(message, str) and message else text).split()))[:MAX_SHOWN_CHARS]
+
+
+def retry_after_s(headers: Mapping[str, str], text: str = "") -> float | None:
+    """The wait that a response asks for; None if it does not."""
+    for name, unit_s in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
+        if name in headers:
+            seconds = _seconds(headers[name], unit_s)
+            if seconds is not None:
+                return min(max(seconds, 0.0), MAX_RETRY_AFTER_S)
+    delay = RETRY_DELAY.search(text)
+    return None if delay is None else _seconds(delay[1], 1.0)
+
+
+def _seconds(value: str, unit_s: float) -> float | None:
+    try:
+        return float(value) * unit_s
+    except ValueError:
+        pass
+    try:
+        return parsedate_to_datetime(value).timestamp() - time.time()
+    except ValueError:
+        return None
