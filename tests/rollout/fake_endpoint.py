@@ -166,7 +166,7 @@ class FakeEndpoint:
             await response.write(f"data: {json.dumps(content)}\n\n".encode())
 
         for name in ("reasoning_content", "refusal", "content"):
-            for word in ((choice["message"] or {}).get(name) or "").split(" "):
+            for word in ((choice["message"] or {}).get(name) or "").split():
                 await send(_chunk({name: f"{word} "}))
         if mode == "broken off":
             assert request.transport is not None
