@@ -11,19 +11,13 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from rollout.chat import Chat
-from rollout.engine.protocol import (
-    DeadlineExceeded,
-    Engine,
-    EngineError,
-    Generation,
-    Request,
-    RequestRejected,
-    Sampling,
-)
-from rollout.episode_config import TOKEN_PX, EpisodeConfig
+from rollout.dialogue import Dialogue, SampledTurn, TokenDialogue, TurnRequest
+from rollout.engine.protocol import DeadlineExceeded, Engine, EngineError, RequestRejected
+from rollout.episode_config import EpisodeConfig
 from rollout.ledger import Ledger
 from rollout.prompter import Closeup, Frames, Overview, Task
 from rollout.records import Call, Episode, Turn
@@ -63,11 +57,22 @@ class Agent:
         self.prompter = self.config.prompter(frames, chat)
         self.tools = {tool.spec.name: tool for tool in self.config.toolbox}
         self.signatures = self.config.signatures
-        self._forced = chat.encode(self.config.forced_prefix)
+
+    def with_config(self, config: EpisodeConfig) -> "Agent":
+        """An agent with the same engine and frames, and other settings."""
+        return Agent(self.engine, self.frames, self.chat, config)
 
     def with_settings(self, **changed: Any) -> "Agent":
-        """An agent with the same engine and frames, and other settings."""
-        return Agent(self.engine, self.frames, self.chat, replace(self.config, **changed))
+        return self.with_config(replace(self.config, **changed))
+
+    def dialogue(
+        self, prompt: Overview | Closeup, ledger: Ledger, *, episode: str, version: int | None, forced: str = ""
+    ) -> Dialogue:
+        """A dialogue that begins with this prompt and is recorded in `ledger`."""
+        dialogue = TokenDialogue(
+            self.engine, self.chat, self.config, ledger, episode=episode, version=version, forced=forced
+        )
+        return dialogue.start(prompt.ids, prompt.pictures)
 
     async def overview(self, task: Task) -> Overview:
         return await self.prompter.overview(task)
@@ -117,21 +122,20 @@ class _EpisodeRun:
     began_s: float
     tokens_left: int  # that may still be sampled, including sub-agents
     subagent_budget: int = 0  # tokens for each sub-agent of this turn; the same amount remains for later turns
-    sampled_image_token: bool = False  # no engine accepts a sampled placeholder back as a token
 
     async def run(self) -> None:
-        config, chat, ledger = self.agent.config, self.agent.chat, self.episode.ledger
-        ledger.add("prompt", self.overview.ids, self.overview.pictures)
+        config = self.agent.config
+        dialogue = self._dialogue(self.overview, self.episode.ledger, config.forced_prefix)
         for turn_number in range(config.tool_turns + 1):
             is_last = turn_number == config.tool_turns
             if self.tokens_left < 1:
                 self.episode.finish = "length"
                 break
-            turn = await self.sample_turn(turn_number)
-            if turn is None:
+            sampled = await self.sample_turn(dialogue, turn_number)
+            if sampled is None:
                 self.episode.finish = "context"
                 break
-            ends = is_last or turn.finish == "abort" or self.sampled_image_token
+            turn, ends = self.episode.turns[-1], is_last or sampled.finish == "abort" or not sampled.can_continue
             calls = [] if ends else find_calls(turn.text, self.agent.signatures)
             if not calls:
                 self.episode.finish = "done" if turn.finish == "stop" else turn.finish
@@ -142,60 +146,36 @@ class _EpisodeRun:
             answered = turn.calls[: config.calls_per_turn + 1]
             if turn_number == config.tool_turns - 1:
                 answered[-1].response += f"\n{config.prompts.last_turn.format()}"
-            responses = chat.after_turn(ledger.ids, [call.response for call in answered])
-            if len(responses) > self.room(ledger):
+            if not dialogue.respond([call.response for call in answered]):
                 self.episode.finish = "context"
                 break
-            ledger.add("environment", responses)
-        if ledger.segments[-1].kind in ("forced", "sampled"):
-            ledger.add("environment", chat.after_last_turn(ledger.ids))
+        dialogue.close()
+
+    def _dialogue(self, prompt: Overview | Closeup, ledger: Ledger, forced: str = "") -> Dialogue:
+        return self.agent.dialogue(prompt, ledger, episode=self.episode.id, version=self.version, forced=forced)
 
     def now_s(self) -> float:
         """Seconds since the start of the episode."""
         return time.monotonic() - self.began_s
 
-    def room(self, ledger: Ledger) -> int:
-        """Tokens left in a dialogue's context."""
-        used = ledger.num_tokens_each(self.agent.chat.image_id, TOKEN_PX)
-        return self.agent.config.max_context_tokens - int(used.sum())
-
-    async def sample_turn(self, turn_number: int) -> Turn | None:
+    async def sample_turn(self, dialogue: Dialogue, turn_number: int) -> SampledTurn | None:
         """The main agent's next turn, or None if its context is full."""
-        config, chat, ledger = self.agent.config, self.agent.chat, self.episode.ledger
-        forced = self.agent._forced
-        room = self.room(ledger) - len(forced)
+        config, room = self.agent.config, dialogue.room
         if room < min(MIN_NEW_TOKENS, config.max_new_tokens):
             return None
-        begin, started_s = len(ledger.ids), self.now_s()
-        ledger.add("forced", forced)
-        stop_ids = chat.stop_ids if config.dispatch != "sequential" else (*chat.stop_ids, chat.call_end_id)
-        generation = await self._generate(
-            ledger,
+        started_s = self.now_s()
+        sampled = await self._sample(
+            dialogue,
             min(config.max_new_tokens, room),
             config.turn_deadline_s,
             turn_number,
-            stop_ids=stop_ids,
             affinity=self.overview.task.id,
-            on_tokens=self._on_tokens(turn_number) if self.callbacks.wants_tokens else None,
+            ends_after_call=config.dispatch == "sequential",
+            on_text=partial(self.callbacks.on_text, turn_number) if self.callbacks.wants_tokens else None,
         )
-        ledger.add_sampled(generation)
-        self.sampled_image_token = not chat.visual_ids.isdisjoint(generation.ids.tolist())
-        turn = Turn(
-            chat.decode([*forced, *self._without_stop(generation.ids)]),
-            generation.finish,
-            (begin, len(ledger.ids)),
-            latency_s=generation.latency_s,
-            started_s=started_s,
-        )
+        turn = Turn(sampled.text, sampled.finish, sampled.token_span, latency_s=sampled.latency_s, started_s=started_s)
         self.episode.turns.append(turn)
-        return turn
-
-    def _on_tokens(self, turn_number: int) -> Callable[[Sequence[int]], None]:
-        def on_tokens(ids: Sequence[int]) -> None:
-            text = self.agent.chat.decode([*self.agent._forced, *self._without_stop(ids)])
-            self.callbacks.on_text(turn_number, text)
-
-        return on_tokens
+        return sampled
 
     async def run_calls(self, calls: list[ToolCall], turn_number: int) -> list[Call]:
         """Runs the calls of a turn concurrently; the results are in call order."""
@@ -245,72 +225,47 @@ class _EpisodeRun:
 
     async def _report(self, result: Call, closeup: Closeup, affinity: str, turn_number: int, number: int) -> str:
         """A sub-agent's report. `affinity` is equal for episodes of a group that look at the same frames."""
-        agent, config = self.agent, self.agent.config
+        config = self.agent.config
         if result.report is not None:
             raise RuntimeError(f"{result.call.name} asked for a second report, a call has one")
         result.report, result.frames_s = (report := Ledger()), closeup.frames_s
-        report.add("prompt", closeup.ids, closeup.pictures)
-        room = self.room(report)
-        if room < min(MIN_NEW_TOKENS, config.subagent_new_tokens):
-            raise RequestRejected(f"the frames of call {number} leave {room} tokens of the context for a report")
-        generation = await self._generate(
-            report,
-            min(config.subagent_new_tokens, room, self.subagent_budget),
+        dialogue = self._dialogue(closeup, report)
+        if dialogue.room < min(MIN_NEW_TOKENS, config.subagent_new_tokens):
+            raise RequestRejected(
+                f"the frames of call {number} leave {dialogue.room} tokens of the context for a report"
+            )
+        sampled = await self._sample(
+            dialogue,
+            min(config.subagent_new_tokens, dialogue.room, self.subagent_budget),
             config.call_deadline_s,
             turn_number,
             number + 1,
-            stop_ids=agent.chat.stop_ids,
             affinity=affinity,
         )
-        report.add_sampled(generation)
-        if generation.finish == "abort":
+        if sampled.finish == "abort":
             raise EngineError(f"the request of call {number} was aborted")
-        return agent.chat.decode(self._without_stop(generation.ids)).strip()
+        return sampled.text.strip()
 
-    async def _generate(
+    async def _sample(
         self,
-        ledger: Ledger,
+        dialogue: Dialogue,
         max_new_tokens: int,
         deadline_s: float,
         turn_number: int,
         agent_number: int = 0,
-        *,
-        stop_ids: tuple[int, ...],
-        affinity: str,
-        on_tokens: Callable[[Sequence[int]], None] | None = None,
-    ) -> Generation:
+        **request: Any,
+    ) -> SampledTurn:
         """`agent_number` is 0 for the main agent, n for the sub-agent of a turn's n-th call."""
-        config = self.agent.config
         num_tokens = min(max_new_tokens, self.tokens_left)
         if num_tokens < 1:
             raise RequestRejected("the episode has sampled as many tokens as it may")
         self.tokens_left -= num_tokens  # reserved, because other requests run concurrently
-        generation = await self.agent.engine.generate(
-            Request(
-                ids=ledger.ids,
-                pictures=ledger.pictures,
-                sampling=Sampling(
-                    num_tokens,
-                    config.temperature,
-                    config.top_p,
-                    stop_ids=stop_ids,
-                    seed=derived_seed(self.seed, self.episode.id, turn_number, agent_number),
-                ),
-                episode=self.episode.id,
-                deadline_s=deadline_s,
-                version=self.version,
-                affinity=affinity,
-                on_tokens=on_tokens,
-            )
-        )
-        self.tokens_left += num_tokens - len(generation.ids)
-        self.episode.num_prompt_tokens += generation.num_prompt_tokens
-        self.episode.num_cached_tokens += generation.num_cached_tokens
-        return generation
-
-    def _without_stop(self, ids: Any) -> Any:
-        """The ids without a final stop token."""
-        return ids[:-1] if len(ids) and int(ids[-1]) in self.agent.chat.stop_ids else ids
+        seed = derived_seed(self.seed, self.episode.id, turn_number, agent_number)
+        sampled = await dialogue.sample(TurnRequest(num_tokens, seed, deadline_s, **request))
+        self.tokens_left += num_tokens - sampled.num_tokens
+        self.episode.num_prompt_tokens += sampled.num_prompt_tokens
+        self.episode.num_cached_tokens += sampled.num_cached_tokens
+        return sampled
 
 
 def _fail(result: Call, outcome: Outcome, message: str, problem: BaseException) -> None:

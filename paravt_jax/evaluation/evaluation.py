@@ -97,10 +97,9 @@ class Evaluation:
 
     def _runner(self, worker: RolloutWorker, dispatch: Dispatch, frame_budget: int) -> CellRunner:
         episode = self.settings.episode(self.rollout, dispatch)
-        agent = Agent(worker.agent.engine, worker.agent.frames, worker.agent.chat, episode)
         return CellRunner(
             self._name(dispatch, frame_budget),
-            replace(worker, agent=agent),
+            replace(worker, agent=worker.agent.with_config(episode)),
             self.loaded.split,
             frame_budget,
             self.settings.num_samples,

@@ -1,0 +1,144 @@
+"""An agent's dialogue with its model: what a turn loop needs of it, and its form over ids and a ledger.
+
+`rollout.endpoint.dialogue` has the other form, over messages.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from rollout.chat import Chat
+from rollout.engine.protocol import Engine, Request, Sampling
+from rollout.episode_config import TOKEN_PX, EpisodeConfig
+from rollout.ledger import Ledger
+from rollout.picture import Picture
+
+
+@dataclass(frozen=True)
+class TurnRequest:
+    max_new_tokens: int
+    seed: int
+    deadline_s: float
+    affinity: str  # equal for dialogues that share their prompt
+    ends_after_call: bool = False  # at most one call per turn
+    on_text: Callable[[str], None] | None = None  # gets the whole text so far, whenever there is more
+
+
+@dataclass(frozen=True)
+class SampledTurn:
+    text: str  # with the forced prefix, without the stop token
+    finish: Literal["stop", "length", "abort"]
+    num_tokens: int  # sampled
+    num_prompt_tokens: int  # with pictures expanded
+    num_cached_tokens: int = 0
+    token_span: tuple[int, int] = (0, 0)  # in the ledger's ids, from the forced prefix to the last sampled token
+    can_continue: bool = True  # False: the model cannot read its own turn
+    latency_s: float | int = 0.0
+
+
+class Dialogue(Protocol):
+    """Turns of the model alternate with responses."""
+
+    @property
+    def room(self) -> int:
+        """Tokens of the context that the next turn may have."""
+        ...
+
+    async def sample(self, request: TurnRequest) -> SampledTurn: ...
+
+    def respond(self, responses: Sequence[str]) -> bool:
+        """Adds the tools' responses to the last turn; False if the context has no room for them."""
+        ...
+
+    def close(self) -> None:
+        """Ends the last turn if it was cut off."""
+        ...
+
+
+class TokenDialogue:
+    """A dialogue whose ids are all in a ledger. `forced` begins each of the model's turns."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        chat: Chat,
+        config: EpisodeConfig,
+        ledger: Ledger,
+        *,
+        episode: str,
+        version: int | None,
+        forced: str = "",
+    ):
+        self._engine, self._chat, self._config, self._ledger = engine, chat, config, ledger
+        self._episode, self._version = episode, version
+        self._forced = chat.encode(forced)
+
+    def start(self, ids: np.ndarray, pictures: Sequence[Picture]) -> "TokenDialogue":
+        self._ledger.add("prompt", ids, pictures)
+        return self
+
+    @property
+    def room(self) -> int:
+        return self._room - len(self._forced)
+
+    @property
+    def _room(self) -> int:
+        used = self._ledger.num_tokens_each(self._chat.image_id, TOKEN_PX)
+        return self._config.max_context_tokens - int(used.sum())
+
+    async def sample(self, request: TurnRequest) -> SampledTurn:
+        chat, ledger = self._chat, self._ledger
+        begin = len(ledger.ids)
+        ledger.add("forced", self._forced)
+        stop_ids = (*chat.stop_ids, chat.call_end_id) if request.ends_after_call else chat.stop_ids
+        generation = await self._engine.generate(
+            Request(
+                ids=ledger.ids,
+                pictures=ledger.pictures,
+                sampling=Sampling(
+                    request.max_new_tokens,
+                    self._config.temperature,
+                    self._config.top_p,
+                    stop_ids=stop_ids,
+                    seed=request.seed,
+                ),
+                episode=self._episode,
+                deadline_s=request.deadline_s,
+                version=self._version,
+                affinity=request.affinity,
+                on_tokens=None if request.on_text is None else self._on_tokens(request.on_text),
+            )
+        )
+        ledger.add_sampled(generation)
+        return SampledTurn(
+            self._text(generation.ids),
+            generation.finish,
+            num_tokens=len(generation.ids),
+            num_prompt_tokens=generation.num_prompt_tokens,
+            num_cached_tokens=generation.num_cached_tokens,
+            token_span=(begin, len(ledger.ids)),
+            # No engine accepts a sampled placeholder back as a token.
+            can_continue=chat.visual_ids.isdisjoint(generation.ids.tolist()),
+            latency_s=generation.latency_s,
+        )
+
+    def respond(self, responses: Sequence[str]) -> bool:
+        ids = self._chat.after_turn(self._ledger.ids, responses)
+        if len(ids) > self._room:
+            return False
+        self._ledger.add("environment", ids)
+        return True
+
+    def close(self) -> None:
+        if self._ledger.segments[-1].kind in ("forced", "sampled"):
+            self._ledger.add("environment", self._chat.after_last_turn(self._ledger.ids))
+
+    def _on_tokens(self, on_text: Callable[[str], None]) -> Callable[[Sequence[int]], None]:
+        return lambda ids: on_text(self._text(ids))
+
+    def _text(self, ids: Any) -> str:
+        """The text of a turn without a final stop token."""
+        ids = ids[:-1] if len(ids) and int(ids[-1]) in self._chat.stop_ids else ids
+        return self._chat.decode([*self._forced, *ids])
