@@ -119,6 +119,17 @@ class Chat:
         """The ids of a dialogue up to the assistant's turn. Its texts must be trusted or `escape`d."""
         return self.encode(self._render(messages, tools, add_generation_prompt=True))
 
+    def ids(
+        self, messages: list[dict[str, Any]], num_pictures: int, tools: list[dict[str, Any]] | None = None
+    ) -> np.ndarray:
+        """Like `prompt`, with exactly one placeholder per picture."""
+        ids = self.prompt(messages, tools)
+        if (num_shown := np.count_nonzero(ids == self.image_id)) != num_pictures:
+            raise ValueError(
+                f"the chat template of {self.source} shows {num_shown} pictures of a message with {num_pictures}"
+            )
+        return ids
+
     def encode_turn(self, text: str) -> np.ndarray:
         """Encodes an assistant's turn from outside: tags become tokens, but control and vision tokens do not."""
         return self.encode(self._control.sub(_broken, _encodable(text)))

@@ -33,7 +33,7 @@ class SampledTurn:
     num_tokens: int  # sampled
     num_prompt_tokens: int  # with pictures expanded
     num_cached_tokens: int = 0
-    token_span: tuple[int, int] = (0, 0)  # in the ledger's ids, from the forced prefix to the last sampled token
+    token_span: tuple[int, int] | None = None  # in the ledger's ids, from the forced prefix; None: it has no ids
     can_continue: bool = True  # False: the model cannot read its own turn
     latency_s: float | int = 0.0
 

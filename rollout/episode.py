@@ -19,7 +19,7 @@ from rollout.dialogue import Dialogue, SampledTurn, TokenDialogue, TurnRequest
 from rollout.engine.protocol import DeadlineExceeded, Engine, EngineError, RequestRejected
 from rollout.episode_config import EpisodeConfig
 from rollout.ledger import Ledger
-from rollout.prompter import Closeup, Frames, Overview, Task
+from rollout.prompter import Closeup, Frames, Overview, Task, Texts
 from rollout.records import Call, Episode, Turn
 from rollout.seeds import derived_seed
 from rollout.threads import in_daemon_thread
@@ -51,10 +51,14 @@ class Agent:
     """Runs episodes with one engine and one source of frames."""
 
     def __init__(self, engine: Engine, frames: Frames, chat: Chat, config: EpisodeConfig | None = None):
-        self.engine, self.frames, self.chat = engine, frames, chat
+        self._set_up(engine, frames, chat, config)
+        self.chat = chat
+
+    def _set_up(self, engine: Engine, frames: Frames, texts: Texts, config: EpisodeConfig | None) -> None:
+        self.engine, self.frames = engine, frames
         self.config = config or EpisodeConfig()
         self.config.check_samples()
-        self.prompter = self.config.prompter(frames, chat)
+        self.prompter = self.config.prompter(frames, texts)
         self.tools = {tool.spec.name: tool for tool in self.config.toolbox}
         self.signatures = self.config.signatures
 
@@ -173,7 +177,14 @@ class _EpisodeRun:
             ends_after_call=config.dispatch == "sequential",
             on_text=partial(self.callbacks.on_text, turn_number) if self.callbacks.wants_tokens else None,
         )
-        turn = Turn(sampled.text, sampled.finish, sampled.token_span, latency_s=sampled.latency_s, started_s=started_s)
+        turn = Turn(
+            sampled.text,
+            sampled.finish,
+            sampled.token_span or (0, 0),
+            latency_s=sampled.latency_s,
+            started_s=started_s,
+            num_sampled=sampled.num_tokens if sampled.token_span is None else None,
+        )
         self.episode.turns.append(turn)
         return sampled
 

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rollout.chat import Chat
-from rollout.prompter import Frames, Prompter
+from rollout.prompter import Frames, Prompter, Texts
 from rollout.prompts import MAX_TEXT_CHARS, Prompts
 from rollout.setting import setting
 from rollout.toolbox import Tool, signatures, tools_of
@@ -112,7 +111,7 @@ class EpisodeConfig:
         """Turns that may have calls; the total number of calls is the same for parallel and sequential."""
         return {"parallel": self.max_turns, "sequential": self.max_turns * self.max_parallel, "none": 0}[self.dispatch]
 
-    def prompter(self, frames: Frames, chat: Chat) -> Prompter:
+    def prompter(self, frames: Frames, chat: Texts) -> Prompter:
         return Prompter(
             frames,
             chat,

@@ -47,6 +47,7 @@ class Ledger:
     """An agent's dialogue as segments, in order."""
 
     segments: list[Segment] = field(default_factory=list)
+    num_reported: int = 0  # sampled tokens without ids, as an endpoint counts them
 
     def add(self, kind: Kind, ids: np.ndarray, pictures: Sequence[Picture] = ()) -> None:
         if len(ids):
@@ -76,7 +77,7 @@ class Ledger:
 
     @property
     def num_sampled(self) -> int:
-        return sum(len(segment.ids) for segment in self.sampled)
+        return self.num_reported + sum(len(segment.ids) for segment in self.sampled)
 
     @property
     def sampled_mask(self) -> np.ndarray:

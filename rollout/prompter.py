@@ -12,7 +12,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from rollout.chat import Chat
 from rollout.picture import Picture
 from rollout.prompts import Prompts, closeup_messages, main_messages, subagent_messages
 from rollout.tools import CROP_VIDEO_SPEC, ToolSpec, Window
@@ -57,6 +56,7 @@ class Overview:
     pictures: tuple[Picture, ...]
     shown_videos: tuple[ShownVideo, ...]
     seconds: float  # time to make it
+    messages: Sequence[dict[str, Any]] = ()  # that `ids` render, without tools
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +66,7 @@ class Closeup:
     ids: np.ndarray
     pictures: tuple[Picture, ...]
     frames_s: tuple[float | int, ...]  # start time of each frame
+    messages: Sequence[dict[str, Any]] = ()  # that `ids` render
 
 
 @runtime_checkable
@@ -79,13 +80,23 @@ class Frames(Protocol):
     ) -> list[TimedPicture]: ...
 
 
+class Texts(Protocol):
+    """Turns messages into ids: `rollout.chat.Chat`, or `rollout.endpoint.words.Words`, which has none."""
+
+    def escape(self, text: str) -> str: ...
+
+    def ids(
+        self, messages: list[dict[str, Any]], num_pictures: int, tools: list[dict[str, Any]] | None = None
+    ) -> np.ndarray: ...
+
+
 class Prompter:
     """`calls_per_turn=0` offers no tool. `deadline_s` bounds the decoding of a video's frames."""
 
     def __init__(
         self,
         frames: Frames,
-        chat: Chat,
+        chat: Texts,
         prompts: Prompts,
         *,
         calls_per_turn: int,
@@ -98,7 +109,7 @@ class Prompter:
         self._deadline_s = deadline_s
         self._specs = tools
         in_template = calls_per_turn > 0 and not prompts.system_has_tools
-        self._tools = [tool.schema for tool in tools] if in_template else None
+        self.tools = [tool.schema for tool in tools] if in_template else None
 
     async def overview(self, task: Task) -> Overview:
         """The prompt with an overview of a task's videos, their frames spread evenly."""
@@ -122,9 +133,9 @@ class Prompter:
             self._specs,
         )
         pictures = tuple(frame.picture for frames in clips for frame in frames)
-        ids = self.ids(messages, pictures, self._tools)
+        ids = self.ids(messages, pictures, self.tools)
         all_names = names | _own_names(task.videos)
-        return Overview(task, videos, all_names, ids, pictures, of_videos, time.monotonic() - began_s)
+        return Overview(task, videos, all_names, ids, pictures, of_videos, time.monotonic() - began_s, messages)
 
     async def closeup(self, path: str, window: Window, question: str) -> Closeup:
         """The prompt of a sub-agent: the frames of a window and the question."""
@@ -139,7 +150,7 @@ class Prompter:
 
     def _closeup(self, frames: Sequence[TimedPicture], messages: list[dict[str, Any]]) -> Closeup:
         pictures = tuple(frame.picture for frame in frames)
-        return Closeup(self.ids(messages, pictures), pictures, tuple(frame.time_s for frame in frames))
+        return Closeup(self.ids(messages, pictures), pictures, tuple(frame.time_s for frame in frames), messages)
 
     async def crop(self, path: str, window: Window) -> list[TimedPicture]:
         return await self.whole_frames(path, crop_times(window.start_s, window.end_s, self._subagent_max_frames))
@@ -161,13 +172,7 @@ class Prompter:
         self, messages: list[dict[str, Any]], pictures: Sequence[Picture], tools: list[dict[str, Any]] | None = None
     ) -> np.ndarray:
         """The ids of a prompt; it must have one placeholder per picture."""
-        ids = self.chat.prompt(messages, tools)
-        if np.count_nonzero(ids == self.chat.image_id) != len(pictures):
-            raise ValueError(
-                f"the chat template of {self.chat.source} shows {np.count_nonzero(ids == self.chat.image_id)} pictures "
-                f"of a message with {len(pictures)}"
-            )
-        return ids
+        return self.chat.ids(messages, len(pictures), tools)
 
 
 def _own_names(paths: Sequence[str]) -> dict[str, str]:

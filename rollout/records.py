@@ -40,6 +40,7 @@ class Call:
             "started_s": round(self.started_s, 4),
             "latency_s": round(self.latency_s, 4),
             "segments": None if self.report is None else self.report.to_record(),
+            **({"num_sampled": self.report.num_reported} if self.report and self.report.num_reported else {}),
         }
 
 
@@ -53,6 +54,7 @@ class Turn:
     calls: list[Call] = field(default_factory=list)
     latency_s: float = 0.0
     started_s: float = 0.0  # since the start of the episode
+    num_sampled: int | None = None  # tokens that an endpoint reports; None: the ledger has them
 
     def to_record(self) -> dict[str, Any]:
         return {
@@ -62,6 +64,7 @@ class Turn:
             "started_s": round(self.started_s, 4),
             "latency_s": round(self.latency_s, 4),
             "calls": [call.to_record() for call in self.calls],
+            **({} if self.num_sampled is None else {"num_sampled": self.num_sampled}),
         }
 
 

@@ -206,7 +206,7 @@ def _call(call: Mapping[str, Any], video_name: Any, videos: Sequence[PageDict], 
         "started_s": call.get("started_s"),
         "latency_s": call.get("latency_s"),
         "num_frames": sum(len(segment.get("pictures", ())) for segment in report),
-        "num_tokens": sum(len(segment["ids"]) for segment in report if segment["kind"] == "sampled"),
+        "num_tokens": call.get("num_sampled", sum(len(s["ids"]) for s in report if s["kind"] == "sampled")),
     }
 
 
@@ -247,7 +247,7 @@ def _sampling(segments: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str
         logps = [logp for segment in sampled for logp in segment["behavior_logp"] if logp is not None]
         sampling.append(
             {
-                "num_sampled": sum(len(segment["ids"]) for segment in sampled),
+                "num_sampled": turn.get("num_sampled", sum(len(segment["ids"]) for segment in sampled)),
                 "mean_logp": round(sum(logps) / len(logps), 4) if logps else None,
                 "versions": sorted({segment["version"] for segment in sampled}),
             }

@@ -1,0 +1,80 @@
+"""A dialogue with an endpoint: messages instead of ids, which only the endpoint knows."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rollout.dialogue import SampledTurn, TurnRequest
+from rollout.endpoint.client import EndpointClient
+from rollout.endpoint.words import Words, escape_control, with_pictures
+from rollout.episode_config import EpisodeConfig
+from rollout.ledger import Ledger, Segment
+from rollout.picture import Picture
+
+CALL, CALL_END = "<tool_call>", "</tool_call>"
+CHARS_PER_TOKEN = 3  # an underestimate for English, so that responses are not counted too low
+MAX_SEED = 2**31  # endpoints differ in how large a seed may be
+
+
+class MessageDialogue:
+    """The ledger gets pictures and the number of sampled tokens that the endpoint reports."""
+
+    def __init__(
+        self,
+        client: EndpointClient,
+        config: EpisodeConfig,
+        ledger: Ledger,
+        messages: Sequence[Mapping[str, Any]],
+        pictures: Sequence[Picture],
+    ):
+        self._client, self._config, self._ledger = client, config, ledger
+        self._neutral, self._pictures = messages, pictures
+        self._messages: list[dict[str, Any]] = []
+        self._num_tokens = 0  # of the dialogue so far, as far as known
+        ledger.segments.append(Segment("prompt", np.zeros(0, np.int32), tuple(pictures)))
+
+    @property
+    def room(self) -> int:
+        return self._config.max_context_tokens - self._num_tokens
+
+    async def sample(self, request: TurnRequest) -> SampledTurn:
+        config = self._config
+        if not self._messages:  # in a thread: an overview has many pictures to encode
+            self._messages = await asyncio.to_thread(with_pictures, self._neutral, self._pictures)
+        reply = await self._client.complete(
+            self._messages,
+            max_tokens=request.max_new_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            seed=request.seed % MAX_SEED if config.temperature > 0 else None,
+            stop=[CALL_END] if request.ends_after_call else None,
+            deadline_s=request.deadline_s,
+            affinity=request.affinity,
+            on_text=request.on_text,
+        )
+        text = reply.text
+        if request.ends_after_call and reply.finish == "stop" and text.rfind(CALL) > text.rfind(CALL_END):
+            text += CALL_END  # endpoints leave out the text that stopped them
+        self._messages.append({"role": "assistant", "content": escape_control(text)})
+        self._ledger.num_reported += reply.num_sampled_tokens
+        self._num_tokens = reply.num_prompt_tokens + reply.num_sampled_tokens
+        return SampledTurn(
+            text,
+            reply.finish,
+            num_tokens=reply.num_sampled_tokens,
+            num_prompt_tokens=reply.num_prompt_tokens,
+            latency_s=reply.latency_s,
+        )
+
+    def respond(self, responses: Sequence[str]) -> bool:
+        """One user's message, as Qwen's chat template writes tool responses."""
+        escaped = map(Words().escape, responses)
+        text = "\n".join(f"<tool_response>\n{response}\n</tool_response>" for response in escaped)
+        self._num_tokens += len(text) // CHARS_PER_TOKEN
+        self._messages.append({"role": "user", "content": text})
+        return self.room > 0
+
+    def close(self) -> None:
+        """Nothing to end: a message always is."""

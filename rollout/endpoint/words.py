@@ -1,0 +1,91 @@
+"""The texts and pictures of a dialogue as an endpoint gets them.
+
+The endpoint's tokenizer is unknown, so outside text is changed wherever it may spell a token that opens or closes a
+turn, a call or a picture. Tools are described in the system message, in the form of Qwen's chat template; no `tools`
+parameter is sent, because servers would parse the calls by rules of their own.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rollout.picture import Picture
+
+# Tokens of Qwen, Llama, Gemma, InternVL, LLaVA and Mistral. <answer> is text everywhere.
+CONTROL = re.compile(r"<(?=[|｜])|<(?=/?s>)|<(?=(?:start|end)_of_\w+>)|\[(?=/?(?:INST|IMG|SYSTEM_PROMPT)\w*\])")
+TAG = re.compile(r"<(?=/?(?:tool_\w+|tools|think|image|video|img|IMG_CONTEXT|IMG_START|IMG_END)>)")
+TOOLS = """\
+# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{schemas}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+
+class Words:
+    """Stands in for a chat template where there is none."""
+
+    source = "the endpoint"
+
+    def escape(self, text: str) -> str:
+        """Inserts a space into texts that may be tokens."""
+        return TAG.sub("< ", escape_control(text))
+
+    def ids(
+        self, messages: Sequence[Mapping[str, Any]], num_pictures: int, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> np.ndarray:
+        """None: only the endpoint knows them."""
+        return np.zeros(0, np.int32)
+
+
+def escape_control(text: str) -> str:
+    """For the model's own turns, which may have calls and thinking, but no control tokens."""
+    text = text.encode(errors="replace").decode()  # lone surrogates, which cannot be sent
+    return CONTROL.sub(lambda match: f"{match.group()} ", text)
+
+
+def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Describes the tools at the end of the system message, which comes first."""
+    schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    system, *others = (dict(message) for message in messages)
+    text = "\n\n".join(filter(None, [system["content"], TOOLS.format(schemas=schemas)]))
+    return [system | {"content": text}, *others]
+
+
+def with_pictures(messages: Sequence[Mapping[str, Any]], pictures: Sequence[Picture]) -> list[dict[str, Any]]:
+    """Fills in the placeholders of pictures, in order. Texts in a row become one part."""
+    left = iter(pictures)
+    return [
+        {**message, "content": _content(message["content"], left)}
+        for message in messages
+        if message["content"] or message["role"] != "system"
+    ]
+
+
+def _content(content: str | Sequence[Mapping[str, Any]], pictures: Iterator[Picture]) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return content
+    parts: list[dict[str, Any]] = []
+    for part in content:
+        if part["type"] == "image":
+            parts.append(image_part(next(pictures).jpeg_base64))
+        elif parts and parts[-1]["type"] == "text":
+            parts[-1]["text"] += part["text"]
+        else:
+            parts.append({"type": "text", "text": part["text"]})
+    return parts
+
+
+def image_part(jpeg_base64: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{jpeg_base64}"}}
