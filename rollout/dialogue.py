@@ -48,6 +48,10 @@ class Dialogue(Protocol):
 
     async def sample(self, request: TurnRequest) -> SampledTurn: ...
 
+    def num_tokens(self, responses: Sequence[str]) -> int:
+        """Tokens that these responses to the last turn would add, as far as known."""
+        ...
+
     def respond(self, responses: Sequence[str]) -> bool:
         """Adds the tools' responses to the last turn; False if the context has no room for them."""
         ...
@@ -124,11 +128,13 @@ class TokenDialogue:
             latency_s=generation.latency_s,
         )
 
+    def num_tokens(self, responses: Sequence[str]) -> int:
+        return len(self._chat.after_turn(self._ledger.ids, responses))
+
     def respond(self, responses: Sequence[str]) -> bool:
-        ids = self._chat.after_turn(self._ledger.ids, responses)
-        if len(ids) > self._room:
+        if self.num_tokens(responses) > self._room:
             return False
-        self._ledger.add("environment", ids)
+        self._ledger.add("environment", self._chat.after_turn(self._ledger.ids, responses))
         return True
 
     def close(self) -> None:

@@ -68,13 +68,19 @@ class MessageDialogue:
             latency_s=reply.latency_s,
         )
 
+    def num_tokens(self, responses: Sequence[str]) -> int:
+        return sum(len(response) for response in responses) // CHARS_PER_TOKEN
+
     def respond(self, responses: Sequence[str]) -> bool:
         """One user's message, as Qwen's chat template writes tool responses."""
+        num_tokens = self.num_tokens(responses)
+        if num_tokens > self.room:
+            return False
         escaped = map(Words().escape, responses)
         text = "\n".join(f"<tool_response>\n{response}\n</tool_response>" for response in escaped)
-        self._num_tokens += len(text) // CHARS_PER_TOKEN
         self._messages.append({"role": "user", "content": text})
-        return self.room > 0
+        self._num_tokens += num_tokens
+        return True
 
     def close(self) -> None:
         """Nothing to end: a message always is."""
