@@ -48,6 +48,7 @@ class Ledger:
 
     segments: list[Segment] = field(default_factory=list)
     num_reported: int = 0  # sampled tokens without ids, as an endpoint counts them
+    sent: str = ""  # a hash of all requests to an endpoint
 
     def add(self, kind: Kind, ids: np.ndarray, pictures: Sequence[Picture] = ()) -> None:
         if len(ids):

@@ -113,6 +113,7 @@ class Episode:
             "videos": [asdict(video) | {"frames_s": _rounded(video.frames_s)} for video in self.videos],
             "segments": self.ledger.to_record(),
             "turns": [turn.to_record() for turn in self.turns],
+            **({"sent": sent} if any(sent := [ledger.sent for ledger in self.ledgers]) else {}),
         }
 
 

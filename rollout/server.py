@@ -21,10 +21,10 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Generic, Literal, Protocol, Self, TypeVar, get_args
 
 import aiohttp
 
@@ -74,6 +74,26 @@ class ServerFailed(RuntimeError):
         super().__init__(f"{sentence}; its last lines:{shown}" if shown else f"{sentence}; it wrote nothing")
 
 
+class Startable(Protocol):
+    """A program that serves a model over HTTP."""
+
+    @property
+    def host(self) -> str: ...
+
+    @property
+    def port(self) -> int: ...
+
+    def settled(self) -> Self:
+        """With its program and port. Raises if it cannot be started."""
+        ...
+
+    def command(self) -> list[str]: ...
+
+    def environment(self) -> dict[str, str]: ...
+
+    async def is_ready(self, http: aiohttp.ClientSession) -> bool: ...
+
+
 @dataclass(frozen=True)
 class ServerSettings:
     """An SGLang server's settings."""
@@ -116,6 +136,22 @@ class ServerSettings:
         if self.gpus and (self.device == "cpu" or len(self.gpus) != self.tensor_parallel):
             raise ValueError(f"gpus={self.gpus} must be tensor_parallel={self.tensor_parallel} of them, on device=cuda")
 
+    def settled(self) -> Self:
+        """With its interpreter and port. Raises if the server cannot be started."""
+        if not (self.model / "config.json").is_file():
+            raise ValueError(f"model={self.model} is not a Hugging Face model directory: it has no config.json")
+        python = self.python or sidecar_python()
+        if not os.access(python, os.X_OK):
+            raise ValueError(f"python={python} is not an executable; scripts/setup_sglang.sh makes .venv-sglang")
+        return replace(self, python=python, port=settled_port(self.host, self.port))
+
+    async def is_ready(self, http: aiohttp.ClientSession) -> bool:
+        """Whether a server is healthy. Raises if its model takes no images."""
+        info = await _model_info(http)
+        if info is not None and not info.get("has_image_understanding"):
+            raise ValueError(f"model={self.model} takes no images: its type is {info.get('model_type')!r}")
+        return info is not None
+
     def command(self) -> list[str]:
         options: dict[str, Any] = {
             "--model-path": self.model,
@@ -149,26 +185,11 @@ class ServerSettings:
         return [str(self.python or sidecar_python()), "-m", "sglang.launch_server", *pairs, *flags, *self.extra_args]
 
     def environment(self) -> dict[str, str]:
-        """This process's environment without the learner's libraries, which SGLang must not load."""
-        environment = dict(os.environ)
-        for name in ("VIRTUAL_ENV", "PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "SGLANG_USE_CPU_ENGINE"):
-            environment.pop(name, None)
-        libraries = environment.pop("LD_LIBRARY_PATH", "").split(":")  # it may be needed to find the GPU driver
-        if libraries := [path for path in libraries if path and not Path(path).is_relative_to(sys.prefix)]:
-            environment["LD_LIBRARY_PATH"] = ":".join(libraries)
-        python = self.python or sidecar_python()
-        environment |= {
-            "PATH": f"{python.parent}:{environment.get('PATH', os.defpath)}",  # SGLang builds kernels with its ninja
+        """SGLang builds kernels with its environment's ninja."""
+        environment = environment_of(self.python or sidecar_python(), self.gpus) | {
             "PYTHONPATH": str(PLUGIN),
-            "PYTHONSAFEPATH": "1",  # the working directory contains modules of this project
-            "PYTHONUNBUFFERED": "1",
-            "HF_HUB_OFFLINE": "1",  # the model is a directory
-            "TRANSFORMERS_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
             "SGLANG_VLM_CACHE_SIZE_MB": "0" if self.trainable_vision else str(VISION_CACHE_MIB),
         }
-        if self.gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
         if self.device == "cpu":
             environment |= {
                 "PYTHONPATH": f"{SHIM}:{PLUGIN}",
@@ -177,6 +198,25 @@ class ServerSettings:
                 "OMP_NUM_THREADS": "1",
             }
         return environment
+
+
+def environment_of(program: Path, gpus: Sequence[str]) -> dict[str, str]:
+    """This process's environment without the learner's libraries, which a server must not load."""
+    environment = dict(os.environ)
+    for name in ("VIRTUAL_ENV", "PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "SGLANG_USE_CPU_ENGINE"):
+        environment.pop(name, None)
+    libraries = environment.pop("LD_LIBRARY_PATH", "").split(":")  # it may be needed to find the GPU driver
+    if libraries := [path for path in libraries if path and not Path(path).is_relative_to(sys.prefix)]:
+        environment["LD_LIBRARY_PATH"] = ":".join(libraries)
+    environment |= {
+        "PATH": f"{program.parent}:{environment.get('PATH', os.defpath)}",
+        "PYTHONSAFEPATH": "1",  # the working directory contains modules of this project
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",  # the model is a directory
+        "TRANSFORMERS_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    return environment | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
 
 
 def sidecar_python() -> Path:
@@ -195,10 +235,13 @@ def sidecar_python() -> Path:
     )
 
 
-class Server:
-    """One running SGLang server. It is not tied to an event loop: one may start it and another stop it."""
+Settings = TypeVar("Settings", bound=Startable)
 
-    def __init__(self, settings: ServerSettings, log_file: Path | None = None) -> None:
+
+class Server(Generic[Settings]):
+    """One running server. It is not tied to an event loop: one may start it and another stop it."""
+
+    def __init__(self, settings: Settings, log_file: Path | None = None) -> None:
         self.settings = settings  # including the chosen port
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._log = log_file.open("ab") if log_file else None
@@ -221,19 +264,14 @@ class Server:
     @classmethod
     async def start(
         cls,
-        settings: ServerSettings,
+        settings: Settings,
         *,
         deadline_s: float,
         on_progress: Callable[[str], None] | None = None,
         log_file: Path | None = None,
-    ) -> "Server":
+    ) -> "Server[Settings]":
         """Returns when the server has generated a token; `on_progress` gets its latest line while it starts."""
-        if not (settings.model / "config.json").is_file():
-            raise ValueError(f"model={settings.model} is not a Hugging Face model directory: it has no config.json")
-        python = settings.python or sidecar_python()
-        if not os.access(python, os.X_OK):
-            raise ValueError(f"python={python} is not an executable; scripts/setup_sglang.sh makes .venv-sglang")
-        server = cls(replace(settings, python=python, port=settled_port(settings.host, settings.port)), log_file)
+        server = cls(settings.settled(), log_file)
         try:
             async with asyncio.timeout(deadline_s):
                 await server._ready(on_progress or (lambda line: None))
@@ -286,13 +324,11 @@ class Server:
     async def _ready(self, on_progress: Callable[[str], None]) -> None:
         timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
         async with aiohttp.ClientSession(self.url, timeout=timeout) as http:
-            while not (info := self._listens() and await _model_info(http)):
+            while not (self._listens() and await self.settings.is_ready(http)):
                 if not self.running:
                     raise self._failure(f"the server ended with {self._how_it_ended()} before it was ready")
                 on_progress(next(iter(self.last_lines(1)), ""))
                 await asyncio.sleep(POLL_S)
-        if not info.get("has_image_understanding"):
-            raise ValueError(f"model={self.settings.model} takes no images: its type is {info.get('model_type')!r}")
 
     def _listens(self) -> bool:
         """True if this server has opened the port; another program there would answer in its place."""

@@ -163,24 +163,28 @@ class VideoConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The sampler: the learner itself, or SGLang servers."""
+    """The sampler: the learner itself, SGLang servers, or, to evaluate any model, an endpoint."""
 
     kind: str = setting(
         "jax",
-        "jax: the learner samples in its own process; sglang: SGLang servers sample; or path/to/file.py:function for "
-        "your own (docs/extend.md)",
+        "jax: the learner samples in its own process; sglang: SGLang servers sample; openai: a model behind "
+        "OpenAI-compatible endpoints, for evaluation; or path/to/file.py:function for your own (docs/extend.md)",
     )
     urls: list[str] = setting(
         [],
         "sglang: URLs of running servers, or one file with a URL per line, which is reread during the run; empty: "
-        "start num_servers on this machine",
+        "start num_servers on this machine. openai: base URLs, which usually end in /v1, all with the same model",
     )
-    num_servers: int = setting(
-        1, "sglang: number of servers to start on this machine; raise it if rollouts are the bottleneck"
+    model: str = setting("", "openai: the model's name at the endpoint; with serve_with, empty means model.path")
+    api_key_env: str = setting("", "openai: name of the environment variable with the API key; empty: no key")
+    serve_with: Literal["", "vllm", "sglang"] = setting(
+        "", "openai: start num_servers of this program on this machine, which serve model.path; empty: use urls"
     )
+    num_servers: int = setting(1, "number of servers to start on this machine; raise it if rollouts are the bottleneck")
     gpus: list[int] = setting(
         [],
-        "sglang on cuda: GPUs for the started servers, split evenly, for example [4, 5, 6, 7]; the learner uses others",
+        "GPUs for the started servers, split evenly, for example [4, 5, 6, 7]; the learner uses others. openai: "
+        "empty means one for each server",
     )
     device: Literal["cpu", "cuda"] = setting("cuda", "sglang: device of the started servers")
     weights_dir: str = setting(
@@ -197,13 +201,16 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _at_least_1("engine", self, "num_servers", "max_rows", "cache_tokens")
         _local("engine", self, "urls_file", "weights_dir")
-        if self.kind not in ("jax", "sglang") and not self.is_own:
-            raise ValueError(f"engine.kind={self.kind} is unknown; expected jax, sglang or path/to/file.py:function")
+        if self.kind not in ("jax", "sglang", "openai") and not self.is_own:
+            raise ValueError(
+                f"engine.kind={self.kind} is unknown; expected jax, sglang, openai or path/to/file.py:function"
+            )
         if self.kind == "jax" and self.urls:
             raise ValueError(f"engine.urls={self.urls} has no effect with engine.kind=jax; set engine.kind=sglang")
         for url in self.urls:
             check_no_password("engine.urls", url)
-        if self.weights_dir and self.kind == "jax":
+        self._check_endpoint()
+        if self.weights_dir and self.kind in ("jax", "openai"):
             raise ValueError(f"engine.weights_dir={self.weights_dir} has no effect without engine.kind=sglang")
         if self.gpus:
             self._check_gpus()
@@ -229,11 +236,29 @@ class EngineConfig:
         cache_tokens = max(max_context_tokens, min(self.cache_tokens // num_hosts, rows * max_context_tokens))
         return {"max_rows": rows, "max_context_tokens": max_context_tokens, "cache_tokens": cache_tokens}
 
+    def _check_endpoint(self) -> None:
+        if self.kind != "openai":
+            for name in ("model", "api_key_env", "serve_with"):
+                if getattr(self, name):
+                    raise ValueError(f"engine.{name}={getattr(self, name)} has no effect without engine.kind=openai")
+            return
+        if bool(self.urls) == bool(self.serve_with) or (self.urls and not self.model):
+            raise ValueError(
+                "engine.kind=openai needs either engine.urls and engine.model, or engine.serve_with=vllm or sglang to "
+                "start servers of model.path"
+            )
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")) or "?" in url:
+                raise ValueError(
+                    f"engine.urls has {url.partition('?')[0]}, expected a base URL such as http://127.0.0.1:8000/v1, "
+                    f"without a query; a key goes into the environment variable that engine.api_key_env names"
+                )
+
     def _check_gpus(self) -> None:
         if self.kind == "jax" or self.connects or self.device == "cpu":
             raise ValueError(
-                f"engine.gpus={self.gpus} is for servers that the run starts: it needs engine.kind=sglang and "
-                f"engine.device=cuda, without engine.urls"
+                f"engine.gpus={self.gpus} is for servers that the run starts: it needs engine.kind=sglang or openai "
+                f"and engine.device=cuda, without engine.urls"
             )
         if min(self.gpus) < 0 or len(set(self.gpus)) < len(self.gpus):
             raise ValueError(
@@ -435,6 +460,11 @@ class Config(TrainingConfig):
             )
         if self.loss.kl_in == "reward" and not self.loss.kl_coef:
             yield "loss.kl_in=reward has no effect with loss.kl_coef=0; raise the coefficient, or leave kl_in at loss"
+        if self.engine.kind == "openai":
+            yield (
+                "engine.kind=openai is for evaluation only: an endpoint returns text, and training needs token ids and "
+                "log-probs; set engine.kind=jax or sglang"
+            )
         if self.pack.row_tokens < self.rollout.max_context_tokens:
             yield (
                 f"pack.row_tokens={self.pack.row_tokens} cannot hold an episode of rollout.max_context_tokens="

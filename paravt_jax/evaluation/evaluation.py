@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from model_port.processing import VisionContract
 from model_port.terminal import say
 from paravt_jax.config import EvalConfig, EvalDataConfig, EvaluationConfig, computed_on, to_record
 from paravt_jax.data.rows import dropped_rows
@@ -16,6 +17,8 @@ from paravt_jax.evaluation.certificate import certificate
 from paravt_jax.evaluation.provenance import (
     cell_provenance,
     changed_sections,
+    digest_of_requests,
+    endpoint_record,
     engine_record,
     model_record,
     run_provenance,
@@ -28,14 +31,17 @@ from paravt_jax.rewards.judge import Judge
 from paravt_jax.rewards.plugin import load_plugin
 from paravt_jax.rl.episodes import RolloutWorker
 from paravt_jax.run.directory import locked, settings_of, write_settings
-from paravt_jax.run.gpu_assignment import place_servers
+from paravt_jax.run.gpu_assignment import Gpus, place_servers
 from paravt_jax.run.log import whole_file
 from paravt_jax.run.policy import policy_of
 from paravt_jax.run.start import find_devices
 from paravt_jax.run.threads import in_thread
+from paravt_jax.sampling.endpoint import endpoint_contract, endpoint_model, open_endpoint, served_files
 from paravt_jax.sampling.engines import frame_reader, open_engine, warn_of_large
+from rollout.endpoint.agent import EndpointAgent
 from rollout.episode import Agent
 from rollout.episode_config import Dispatch, EpisodeConfig
+from rollout.video.reader import FrameReader
 
 PLAYED_FILE = "played_by.json"
 
@@ -113,6 +119,8 @@ class Evaluation:
             say(f"{name}: {len(problems)} samples are missing, for example {problems[0]}")
         episode = self.settings.episode(self.rollout, dispatch)
         about = cell_provenance(self.provenance, episode, frame_budget, _played_by(self.directory))
+        if sent := digest_of_requests(results):
+            about["hashes"] |= {"requests": sent}
         return certificate(self.loaded.split, self._num_rows, self.loaded.bad, results, about)
 
 
@@ -153,11 +161,60 @@ async def open_evaluation(config: EvalConfig, shard: Shard | None = None) -> Asy
 async def _open_worker(
     config: EvalConfig, directory: Path, stack: AsyncExitStack, samples: Sequence[Sample]
 ) -> RolloutWorker:
-    gpus = place_servers(config.engine, 0)  # SGLang servers compute everything
+    gpus = place_servers(config.engine, 0)  # servers compute everything
     own = config.engine.kind == "jax"
     config = computed_on(config, (await in_thread(find_devices))[0].platform if own else config.engine.device)
     judge = await stack.enter_async_context(Judge(config.judge)) if config.judge.is_set else None
     plugin = load_plugin(config.reward)
+    if config.engine.kind == "openai":
+        agent = await _endpoint_agent(config, directory, stack, samples, gpus)
+    else:
+        agent = await _agent(config, directory, stack, samples, gpus)
+    return RolloutWorker(agent, config.reward, judge, config.seed, plugin)
+
+
+async def _endpoint_agent(
+    config: EvalConfig, directory: Path, stack: AsyncExitStack, samples: Sequence[Sample], gpus: Sequence[Gpus]
+) -> EndpointAgent:
+    """No model is loaded, and none needs to be known to this project."""
+    name = endpoint_model(config.engine, config.model.path)
+    files = await served_files(config.engine, config.model.path)
+    model = endpoint_record(name) if files is None else await in_thread(lambda: model_record(name, files))
+    _check_model(directory, model)
+    say(f"model: {name}, behind an endpoint | data: {len(samples):,} samples | run_dir: {directory}")
+    client = await open_endpoint(
+        config.engine,
+        name,
+        files,
+        stack,
+        gpus=gpus,
+        dtype=config.model.dtype,
+        max_context_tokens=config.rollout.max_context_tokens,
+        temperature=config.rollout.temperature,
+    )
+    contract = endpoint_contract(config.video.min_pixels, config.video.max_pixels)
+    frames = await _frames(config, contract, stack, samples)
+    _write_played(directory, model, {"kind": config.engine.kind, "serve_with": config.engine.serve_with})
+    return EndpointAgent(client, frames, config.rollout)
+
+
+async def _frames(
+    config: EvalConfig, contract: VisionContract, stack: AsyncExitStack, samples: Sequence[Sample]
+) -> FrameReader:
+    frames = await stack.enter_async_context(frame_reader(config.video, contract, config.rollout.detail_factor))
+    videos = (video for sample in samples for video in sample.prompt.videos)
+    warn_of_large(frames, videos, max(config.eval.frame_budgets), say, stack)
+    return frames
+
+
+def _write_played(directory: Path, model: Mapping[str, Any], engine: Mapping[str, Any]) -> None:
+    with whole_file(directory / PLAYED_FILE) as file:
+        file.write(json.dumps({"model": model, "engine": engine}, indent=2).encode() + b"\n")
+
+
+async def _agent(
+    config: EvalConfig, directory: Path, stack: AsyncExitStack, samples: Sequence[Sample], gpus: Sequence[Gpus]
+) -> Agent:
     policy = await policy_of(config, directory, data=f"{len(samples):,} samples")
     if policy.adapter is not None and config.engine.kind == "sglang":
         raise ValueError(
@@ -166,9 +223,7 @@ async def _open_worker(
         )
     model = model_record(config.model.path, policy.adapter or policy.source)
     _check_model(directory, model)
-    frames = await stack.enter_async_context(frame_reader(config.video, policy.contract, config.rollout.detail_factor))
-    videos = (video for sample in samples for video in sample.prompt.videos)
-    warn_of_large(frames, videos, max(config.eval.frame_budgets), say, stack)
+    frames = await _frames(config, policy.contract, stack, samples)
     engine = await open_engine(
         config.engine,
         policy,
@@ -181,10 +236,8 @@ async def _open_worker(
         gpus=gpus,
     )
     stack.push_async_callback(engine.close)
-    played = {"model": model, "engine": await engine_record(config.engine, engine)}
-    with whole_file(directory / PLAYED_FILE) as file:
-        file.write(json.dumps(played, indent=2).encode() + b"\n")
-    return RolloutWorker(Agent(engine, frames, policy.chat, config.rollout), config.reward, judge, config.seed, plugin)
+    _write_played(directory, model, await engine_record(config.engine, engine))
+    return Agent(engine, frames, policy.chat, config.rollout)
 
 
 def _directory(run_dir: Path, shard: Shard | None) -> Path:

@@ -10,6 +10,7 @@ from typing import Any
 from paravt_jax import rewards
 from paravt_jax.config import EngineConfig, EvaluationConfig
 from paravt_jax.data.splits.reading import SampleSet
+from paravt_jax.evaluation.sample_log import SampleResult
 from paravt_jax.rewards.judge import JudgeConfig
 from paravt_jax.rewards.settings import RewardConfig
 from paravt_jax.run.directory import versions
@@ -28,12 +29,19 @@ def settings_key(record: Mapping[str, Any], dispatch: Dispatch, frame_budget: in
     """A hash of all settings in `record` that an answer depends on, without paths."""
     settings = {name: value for name, value in record.items() if name not in (*ABOUT_THE_MACHINE, "data")}
     evaluated = [*(record["eval"][name] for name in EVAL_KEYS), dispatch, frame_budget, record["data"]["split"]]
-    return digest([settings, evaluated])
+    return digest([settings, evaluated, *_endpoint(record)])
+
+
+def _endpoint(record: Mapping[str, Any]) -> list[str]:
+    """The model that an endpoint serves; the only settings of an engine that an answer depends on."""
+    engine = record.get("engine", {})
+    return [engine["kind"], engine["model"]] if engine.get("kind") == "openai" else []
 
 
 def changed_sections(new: Mapping[str, Any], old: Mapping[str, Any]) -> list[str]:
     """Settings that an answer depends on and that differ from an earlier run's."""
     changed = sorted(key for key in new if key not in ABOUT_THE_MACHINE and old.get(key) != new[key])
+    changed += ["engine.model"] if _endpoint(new) != _endpoint(old) else []
     return changed + [f"eval.{key}" for key in EVAL_KEYS if old["eval"].get(key) != new["eval"][key]]
 
 
@@ -90,6 +98,18 @@ def model_record(path: str, source: Path) -> dict[str, Any]:
     files = sorted(file for file in source.rglob("*") if file.is_file())
     fingerprints = [[file.relative_to(source).as_posix(), *_fingerprint(file)] for file in files]
     return {"path": path, "source": str(source), "digest": digest(fingerprints)}
+
+
+def endpoint_record(model: str) -> dict[str, Any]:
+    """Identifies a model by its name, because its files are elsewhere."""
+    return {"path": model, "source": None, "digest": digest(model)}
+
+
+def digest_of_requests(results: Sequence[SampleResult]) -> str:
+    """A hash of all requests to an endpoint for the complete samples; empty with other engines."""
+    complete = [result for result in results if not result.missing]
+    sent = {result.key: [episode.get("sent") for episode in result.episodes] for result in complete}
+    return digest(sent) if any(map(any, sent.values())) else ""
 
 
 async def engine_record(settings: EngineConfig, engine: Engine) -> dict[str, Any]:

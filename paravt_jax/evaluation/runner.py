@@ -12,6 +12,8 @@ from paravt_jax.evaluation.sample_log import Record, SampleLog, SampleResult, re
 from paravt_jax.rewards.official import STRICT
 from paravt_jax.rl.episodes import RolloutWorker
 from paravt_jax.run.threads import in_thread
+from rollout.endpoint.errors import OF_THE_SAMPLE
+from rollout.endpoint.errors import REASONS as ENDPOINT_REASONS
 from rollout.prompter import Task
 from rollout.toolbox.search_subtitles import subtitle_file
 from rollout.toolbox.subtitles import Cue, parse_srt
@@ -20,7 +22,7 @@ from rollout.video.errors import VideoError
 from rollout.video.times import overview_times
 
 SUBTITLES = "Subtitles of the video, of the moments that the frames show:\n{lines}\n\n{question}"
-ENGINE_REASONS = ("engine", "deadline")
+ENGINE_REASONS = {"engine", "deadline", *ENDPOINT_REASONS} - set(OF_THE_SAMPLE)
 
 
 MAX_IN_FLIGHT = 32  # prompts whose episodes run at the same time, their frames in memory

@@ -132,7 +132,7 @@ class SampleLog:
 
 
 def result_of(record: Record) -> SampleResult:
-    fields = ("metrics", "scores", "answered", "num_frames", "num_crop_frames", "missing", "problem", "reason")
+    fields = ("metrics", "scores", "answered", "num_frames", "num_crop_frames", "missing", "problem", "reason", "sent")
     episodes = tuple({name: episode[name] for name in fields if name in episode} for episode in record["episodes"])
     names = ("id", "key", "video", "question_type", "groups", "subtitles")
     return SampleResult(**{name: record[name] for name in names}, episodes=episodes)

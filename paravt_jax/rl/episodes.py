@@ -19,6 +19,7 @@ from paravt_jax.rewards.settings import RewardConfig
 from paravt_jax.rewards.terms import RewardTerms, find_prediction, reward_terms, with_needed_calls
 from paravt_jax.rl.length import is_cut_off, length_term
 from paravt_jax.rl.stats import EpisodeStats
+from rollout.endpoint.errors import EndpointError
 from rollout.engine.protocol import DeadlineExceeded, EngineError
 from rollout.episode import Agent
 from rollout.prompter import Overview, Task
@@ -39,7 +40,7 @@ class Rollout:
     terms: RewardTerms | None = None
     format_reward: float = 0.0  # R_fmt by the default rules, so that runs with different rewards compare
     problem: str = ""  # why it is missing, as a sentence
-    reason: Reason = "other"  # the same as a category
+    reason: str = "other"  # the same as a category: a Reason, or an endpoint's
     num_lost: int = 0  # tokens that the main agent had sampled before a missing episode ended
     left_out: bool = False  # counts in its group's statistics, but has no loss tokens
     remote_stats: EpisodeStats | None = None  # from the host that ran the episode
@@ -172,7 +173,9 @@ def _task(name: str, prompt: Prompt, frame_budget: int) -> Task:
     return Task(name, prompt.question, prompt.videos, max(frame_budget, len(prompt.videos)), prompt.subtitles)
 
 
-def _reason(error: Exception) -> Reason:
+def _reason(error: Exception) -> str:
+    if isinstance(error, EndpointError):
+        return error.reason
     if isinstance(error, DeadlineExceeded | TimeoutError):
         return "deadline"
     return "engine" if isinstance(error, EngineError) else "video" if isinstance(error, VideoError) else "other"

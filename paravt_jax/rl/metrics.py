@@ -98,7 +98,8 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         own.setdefault(f"reward_{name}_mean", []).append(value)
     metrics |= {name: _mean(values) for name, values in own.items()}
     outcomes = sum((Counter(each.outcomes) for each in stats), Counter[str]())
-    missing = Counter(rollout.reason for rollout in rollouts if rollout.missing)
+    reasons = (rollout.reason for rollout in rollouts if rollout.missing)
+    missing = Counter(reason if reason in REASONS else "engine" for reason in reasons)  # others are an endpoint's
     cut = [float(rollout.num_lost) for rollout in rollouts if rollout.missing and rollout.reason == "deadline"]
     return {
         **metrics,

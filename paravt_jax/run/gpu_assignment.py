@@ -7,6 +7,7 @@ to this process, under any naming scheme: 0, 5, GPU-4f2c…, a MIG instance.
 
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 
@@ -24,8 +25,10 @@ def place_servers(
 
     `num_learner` is the number of the learner's devices, 0 without a learner.
     """
-    if engine.kind != "sglang" or engine.connects or engine.device != "cuda":
+    if engine.kind not in ("sglang", "openai") or engine.connects or engine.device != "cuda":
         return ()
+    if engine.kind == "openai" and not engine.gpus:
+        engine = replace(engine, gpus=list(range(engine.num_servers)))
     servers, learner = split_gpus(engine, num_learner, visible_gpus(environment, _num_gpus()))
     environment[VISIBLE] = ",".join(learner)
     return servers

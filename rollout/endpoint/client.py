@@ -159,16 +159,19 @@ class EndpointClient:
         """Probes every server now."""
         return Health(tuple(await asyncio.gather(*map(self._health, self._servers))))
 
-    async def models(self) -> list[str]:
-        """The models that the first reachable server lists; empty if it has no list. Raises EndpointError."""
-        problem: EndpointError | None = None
+    async def models(self) -> dict[str, list[str]]:
+        """The models that each reachable server lists; empty if it has no list. Raises EndpointError."""
+        lists: dict[str, list[str]] = {}
+        problems: list[Unreachable] = []
         for server in self._servers:
             try:
-                return await self._models(server)
-            except Unreachable as error:
-                problem = error
-        assert problem is not None, "there is at least one server"
-        raise problem
+                lists[server.url] = await self._models(server)
+            except Unreachable as problem:
+                server.lower()
+                problems.append(problem)
+        if not lists:
+            raise problems[0]
+        return lists
 
     async def close(self) -> None:
         for probe in self._probes:

@@ -1,6 +1,8 @@
 """A dialogue with an endpoint: messages instead of ids, which only the endpoint knows."""
 
 import asyncio
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,6 +35,7 @@ class MessageDialogue:
         self._neutral, self._pictures = messages, pictures
         self._messages: list[dict[str, Any]] = []
         self._num_tokens = 0  # of the dialogue so far, as far as known
+        self._sent = hashlib.blake2b(digest_size=12)
         ledger.segments.append(Segment("prompt", np.zeros(0, np.int32), tuple(pictures)))
 
     @property
@@ -41,15 +44,19 @@ class MessageDialogue:
 
     async def sample(self, request: TurnRequest) -> SampledTurn:
         config = self._config
-        if not self._messages:  # in a thread: an overview has many pictures to encode
-            self._messages = await asyncio.to_thread(with_pictures, self._neutral, self._pictures)
+        if not self._messages:
+            await asyncio.to_thread(self._begin)
+        sampling: dict[str, Any] = {
+            "max_tokens": request.max_new_tokens,
+            "temperature": config.temperature,
+            "top_p": config.top_p,
+            "seed": request.seed % MAX_SEED if config.temperature > 0 else None,
+            "stop": [CALL_END] if request.ends_after_call else None,
+        }
+        self._hash(sampling)
         reply = await self._client.complete(
             self._messages,
-            max_tokens=request.max_new_tokens,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            seed=request.seed % MAX_SEED if config.temperature > 0 else None,
-            stop=[CALL_END] if request.ends_after_call else None,
+            **sampling,
             deadline_s=request.deadline_s,
             affinity=request.affinity,
             on_text=request.on_text,
@@ -57,7 +64,7 @@ class MessageDialogue:
         text = reply.text
         if request.ends_after_call and reply.finish == "stop" and text.rfind(CALL) > text.rfind(CALL_END):
             text += CALL_END  # endpoints leave out the text that stopped them
-        self._messages.append({"role": "assistant", "content": escape_control(text)})
+        self._add({"role": "assistant", "content": escape_control(text)})
         self._ledger.num_reported += reply.num_sampled_tokens
         self._num_tokens = reply.num_prompt_tokens + reply.num_sampled_tokens
         return SampledTurn(
@@ -78,9 +85,22 @@ class MessageDialogue:
             return False
         escaped = map(Words().escape, responses)
         text = "\n".join(f"<tool_response>\n{response}\n</tool_response>" for response in escaped)
-        self._messages.append({"role": "user", "content": text})
+        self._add({"role": "user", "content": text})
         self._num_tokens += num_tokens
         return True
 
     def close(self) -> None:
         """Nothing to end: a message always is."""
+
+    def _begin(self) -> None:
+        """Encodes the pictures, which takes time."""
+        for message in with_pictures(self._neutral, self._pictures):
+            self._add(message)
+
+    def _add(self, message: dict[str, Any]) -> None:
+        self._messages.append(message)
+        self._hash(message)
+
+    def _hash(self, content: Any) -> None:
+        self._sent.update(json.dumps(content, sort_keys=True).encode())
+        self._ledger.sent = self._sent.hexdigest()

@@ -288,9 +288,9 @@ def test_the_models_that_are_served_are_listed_where_there_is_a_list():
     endpoint = FakeEndpoint()
 
     async def work(client: EndpointClient, _: FakeEndpoint) -> list[list[str]]:
-        with_list = await client.models()
+        (with_list,) = (await client.models()).values()
         endpoint.models = None
-        return [with_list, await client.models()]
+        return [with_list, *(await client.models()).values()]
 
     assert with_endpoints(work, endpoint) == [[MODEL], []]
 

@@ -1,0 +1,71 @@
+"""Opens a model behind endpoints for an evaluation or a question: starts servers if asked to, and checks them."""
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from model_port.download import source_directory
+from model_port.processing import VisionContract
+from model_port.terminal import say
+from paravt_jax.config import TINY, EngineConfig
+from paravt_jax.run.gpu_assignment import Gpus
+from paravt_jax.run.threads import in_thread
+from rollout.endpoint.check import check_endpoint
+from rollout.endpoint.client import EndpointClient
+from rollout.endpoint.servers import endpoint_settings, start_endpoints
+from rollout.episode_config import TOKEN_PX
+from rollout.server import Dtype
+
+PATCH_PX = 16
+
+
+def endpoint_contract(min_pixels: int, max_pixels: int) -> VisionContract:
+    """The sizes of frames for any model: Qwen3-VL's. The endpoint may resize them again."""
+    half = (0.5, 0.5, 0.5)
+    return VisionContract(PATCH_PX, TOKEN_PX // PATCH_PX, 2, min_pixels, max_pixels, half, half)
+
+
+def endpoint_model(settings: EngineConfig, path: str) -> str:
+    """The model's name at the endpoint."""
+    return settings.model or path
+
+
+async def served_files(settings: EngineConfig, path: str) -> Path | None:
+    """The directory of the model that this process will serve; None if the endpoint is somebody else's."""
+    if not settings.serve_with:
+        return None
+    if path == TINY:
+        raise ValueError(f"engine.serve_with={settings.serve_with} serves model.path, which must not be {TINY}")
+    return await in_thread(lambda: source_directory(path, "model.path=DIR"))
+
+
+async def open_endpoint(
+    settings: EngineConfig,
+    model: str,
+    files: Path | None,
+    stack: AsyncExitStack,
+    *,
+    gpus: Sequence[Gpus],
+    dtype: Dtype,
+    max_context_tokens: int,
+    temperature: float,
+) -> EndpointClient:
+    """A checked client, which ends with `stack`, as do servers that it starts for `files`."""
+    urls: Sequence[str] = settings.urls
+    if settings.serve_with and files is not None:
+        servers = endpoint_settings(
+            settings.serve_with,
+            files,
+            model,
+            device=settings.device,
+            dtype=dtype,
+            context_length=max_context_tokens,
+            gpus=gpus,
+            num_servers=settings.num_servers,
+        )
+        say(f"starting {len(servers)} x {settings.serve_with}")
+        urls = await start_endpoints(servers, stack, lambda line: None)
+    client = EndpointClient(urls, model, settings.api_key_env)
+    stack.push_async_callback(client.close)
+    await check_endpoint(client, temperature)
+    return client

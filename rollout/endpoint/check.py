@@ -1,0 +1,32 @@
+"""Checks an endpoint before the first sample: it answers, accepts the key, serves the model and takes pictures."""
+
+import numpy as np
+
+from rollout.endpoint.client import EndpointClient
+from rollout.endpoint.errors import ContentFiltered, EmptyChoice, ModelNotServed
+from rollout.endpoint.words import image_part
+from rollout.picture import Picture
+
+PROBE_SIDE_PX = 224  # a multiple of the units of Qwen2.5-VL and Qwen3-VL
+PROBE_TOKENS = 16
+PROBE_DEADLINE_S = 180.0  # the first picture may compile kernels
+MAX_LISTED = 10
+
+
+async def check_endpoint(client: EndpointClient, temperature: float) -> None:
+    """Raises an EndpointError with one sentence about the first problem."""
+    for url, models in (await client.models()).items():
+        if models and not any(name == client.model or name.endswith(f"/{client.model}") for name in models):
+            others = ", ".join(models[:MAX_LISTED]) + (", …" if len(models) > MAX_LISTED else "")
+            raise ModelNotServed(f"{url} does not serve engine.model={client.model}; it serves {others}")
+    picture = Picture.of(np.full((PROBE_SIDE_PX, PROBE_SIDE_PX, 3), 128, np.uint8))
+    parts = [image_part(picture.jpeg_base64), {"type": "text", "text": "What is shown?"}]
+    try:
+        await client.complete(
+            [{"role": "user", "content": parts}],
+            max_tokens=PROBE_TOKENS,
+            temperature=temperature,
+            deadline_s=PROBE_DEADLINE_S,
+        )
+    except (ContentFiltered, EmptyChoice):
+        """It has read the picture; what it says about it does not matter."""

@@ -1,0 +1,153 @@
+"""Starts vLLM or SGLang as endpoints on this machine, and starts them again if they end.
+
+They run like the SGLang servers of training, under `rollout.supervisor`, so that none outlives this process. Pictures
+are resized by the server, as the model's own files say, and sampling has no defaults of the model's own.
+"""
+
+import asyncio
+import shlex
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, Self
+
+import aiohttp
+
+from rollout.server import (
+    Device,
+    Dtype,
+    Server,
+    ServerFailed,
+    ServerSettings,
+    Startable,
+    environment_of,
+    settled_port,
+)
+from rollout.terminal import say
+
+Program = Literal["vllm", "sglang"]
+START_DEADLINE_S = 1800.0  # vLLM compiles for minutes
+STOP_GRACE_S = 10.0
+MAX_RESTARTS = 5  # per server
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class VllmSettings:
+    """A vLLM server's settings."""
+
+    model: Path
+    name: str  # that requests use
+    dtype: Dtype
+    context_length: int
+    gpus: tuple[str, ...] = ()
+    host: str = LOOPBACK
+    port: int = 0  # 0: any free port
+    program: Path | None = None
+
+    def settled(self) -> Self:
+        settings = replace(self, port=settled_port(self.host, self.port))
+        program = shutil.which("vllm")
+        if program is None:
+            raise RuntimeError(
+                f"engine.serve_with=vllm: there is no program vllm on the PATH; install vLLM in an environment of its "
+                f"own and put its bin directory on the PATH, or start it elsewhere and set engine.urls=[URL/v1] and "
+                f"engine.model={self.name}: {shlex.join(settings.command())}"
+            )
+        return replace(settings, program=Path(program).absolute())
+
+    def command(self) -> list[str]:
+        options = {
+            "--served-model-name": self.name,
+            "--host": self.host,
+            "--port": self.port,
+            "--dtype": self.dtype,
+            "--max-model-len": self.context_length,
+            "--tensor-parallel-size": max(1, len(self.gpus)),
+            "--generation-config": "vllm",  # else the model's own penalties would change the sampling
+        }
+        pairs = [str(part) for option in options.items() for part in option]
+        return [str(self.program or "vllm"), "serve", str(self.model), *pairs]
+
+    def environment(self) -> dict[str, str]:
+        assert self.program is not None
+        return environment_of(self.program, self.gpus)
+
+    async def is_ready(self, http: aiohttp.ClientSession) -> bool:
+        try:
+            async with http.get("/health") as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+
+def endpoint_settings(
+    program: Program,
+    model: Path,
+    name: str,
+    *,
+    device: Device,
+    dtype: Dtype,
+    context_length: int,
+    gpus: Sequence[tuple[str, ...]],
+    num_servers: int,
+) -> list[Startable]:
+    """The settings of the servers, one for each of `gpus`, or `num_servers` without GPUs."""
+    each = [*gpus] or [()] * num_servers
+    if program == "vllm":
+        return [VllmSettings(model, name, dtype, context_length, gpus=of_server) for of_server in each]
+    own = ("--served-model-name", name, "--sampling-defaults", "openai", "--mm-process-config", "{}")
+    return [
+        ServerSettings(
+            model,
+            device,
+            dtype=dtype,
+            context_length=context_length,
+            tensor_parallel=max(1, len(of_server)),
+            gpus=of_server,
+            extra_args=own,
+        )
+        for of_server in each
+    ]
+
+
+async def start_endpoints(
+    settings: Sequence[Startable], stack: AsyncExitStack, on_progress: Callable[[str], None]
+) -> list[str]:
+    """Starts the servers, and returns their base URLs. They end with `stack`."""
+    settings = [each.settled() for each in settings]  # problems of the installation come before any start
+    started = await asyncio.gather(*(_start(each, on_progress) for each in settings), return_exceptions=True)
+    servers = [server for server in started if isinstance(server, Server)]
+    keepers = [asyncio.create_task(_keep(server)) for server in servers]
+
+    async def stop() -> None:
+        for keeper in keepers:
+            keeper.cancel()
+        await asyncio.gather(*keepers, return_exceptions=True)
+
+    stack.push_async_callback(stop)
+    for problem in started:
+        if isinstance(problem, BaseException):
+            raise problem
+    return [f"{server.url}/v1" for server in servers]
+
+
+async def _start(settings: Startable, on_progress: Callable[[str], None]) -> Server:
+    return await Server.start(settings, deadline_s=START_DEADLINE_S, on_progress=on_progress)
+
+
+async def _keep(server: Server) -> None:
+    """Starts a server again at the same port if it ends, and stops it when this task is cancelled."""
+    try:
+        for _ in range(MAX_RESTARTS):
+            await server.wait()
+            say(f"{server.exit_error()}; starting it again")
+            server = await _start(server.settings, lambda line: None)
+        await server.wait()
+        say(f"{server.exit_error()}; it ended {MAX_RESTARTS} times and is not started again")
+    except ServerFailed as problem:
+        say(f"{problem}; it is not started again")
+    finally:
+        await asyncio.shield(server.stop(STOP_GRACE_S))
