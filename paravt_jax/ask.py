@@ -40,20 +40,33 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="M",
         help=f"Hugging Face directory or id, or a checkpoint (default {DEFAULT_MODEL})",
     )
-    parser.add_argument("--url", action="append", default=[], help="URL of an SGLang server with the model; repeatable")
+    servers = parser.add_mutually_exclusive_group()
+    servers.add_argument(
+        "--url", action="append", default=[], help="URL of an SGLang server with the model; repeatable"
+    )
+    servers.add_argument(
+        "--endpoint",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="base URL of an OpenAI-compatible endpoint that serves M, usually ending in /v1; repeatable. M can be any "
+        "model that takes pictures",
+    )
+    parser.add_argument("--endpoint-key-env", default="", metavar="NAME", help="environment variable with its API key")
     parser.add_argument("--frames", type=int, metavar="N", help="frames of the overview (default: as in training)")
     parser.add_argument("--dispatch", choices=get_args(Dispatch), help="how calls are run (default: as in training)")
 
 
 async def run(args: argparse.Namespace, videos: list[str], question: str | None) -> None:
-    from paravt_jax.asking.asker import open_asker  # imports jax, which --help and errors need not wait for
+    from paravt_jax.asking.asker import engine_of, open_asker  # imports jax, which --help and errors need not wait for
     from paravt_jax.asking.page import page_of
     from paravt_jax.asking.terminal import Live, summary
 
     answer, page = None, None
     if args.html is not None:
         page = OutputFile(args.html, "ask --html", inputs=[*videos, args.model], force=args.force)
-    async with open_asker(args.model, args.url, num_frames=args.frames, dispatch=args.dispatch) as answerer:
+    engine = engine_of(args.model, args.url, args.endpoint, args.endpoint_key_env)
+    async with open_asker(args.model, engine, num_frames=args.frames, dispatch=args.dispatch) as answerer:
         for number in range(sys.maxsize):
             question = question if question is not None else await asyncio.to_thread(_next_question)
             if not question:

@@ -46,7 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 async def run(args: argparse.Namespace) -> None:
-    from paravt_jax.asking.asker import open_asker  # imports jax, which --help need not wait for
+    from paravt_jax.asking.asker import engine_of, open_asker  # imports jax, which --help need not wait for
     from paravt_jax.asking.client_files import client_files
     from paravt_jax.asking.media import Sources
     from paravt_jax.asking.service import Service, bind_port, serve
@@ -56,7 +56,11 @@ async def run(args: argparse.Namespace) -> None:
     with client_files() as directory:
         stop = stop_on_signals(directory)
         async with open_asker(
-            args.model, args.url, num_frames=args.frames, dispatch=args.dispatch, num_questions=args.max_questions
+            args.model,
+            engine_of(args.model, args.url, args.endpoint, args.endpoint_key_env),
+            num_frames=args.frames,
+            dispatch=args.dispatch,
+            num_questions=args.max_questions,
         ) as answerer:
             sources = Sources(args.video_root, args.allow_fetch, directory)
             service = Service(answerer, args.model, sources, args.max_questions, args.deadline_s, access)

@@ -20,8 +20,10 @@ from paravt_jax.run.policy import Policy
 from paravt_jax.run.recipe import Recipe, read_recipe
 from paravt_jax.run.start import describe_devices, find_devices, size_of, start_line
 from paravt_jax.run.threads import in_thread
+from paravt_jax.sampling.endpoint import endpoint_contract, open_endpoint
 from paravt_jax.sampling.engines import frame_reader, open_engine
 from rollout.chat import Chat
+from rollout.endpoint.agent import EndpointAgent
 from rollout.episode import Agent
 from rollout.episode_config import Dispatch
 
@@ -34,22 +36,69 @@ def recipe_for(source: Path, *, num_frames: int | None, dispatch: Dispatch | Non
     if recipe is None:
         say(f"{source} has no {RECIPE_FILE}: using this project's default prompts, which may differ from its training")
         recipe = Recipe()
+    return _chosen(recipe, num_frames, dispatch)
+
+
+def _chosen(recipe: Recipe, num_frames: int | None, dispatch: Dispatch | None) -> Recipe:
     rollout = replace(recipe.rollout, temperature=0.0, dispatch=dispatch or recipe.rollout.dispatch)
     return replace(recipe, num_frames=num_frames or recipe.num_frames, rollout=rollout)
 
 
+def engine_of(model: str, urls: list[str], endpoints: list[str], key_env: str) -> EngineConfig | None:
+    """The engine that the flags name; None: the model is loaded."""
+    if key_env and not endpoints:
+        raise ValueError("--endpoint-key-env has no effect without --endpoint")
+    if endpoints:
+        return EngineConfig("openai", endpoints, model, key_env)
+    return EngineConfig("sglang", urls) if urls else None
+
+
 @asynccontextmanager
 async def open_asker(
-    model: str, urls: list[str], *, num_frames: int | None, dispatch: Dispatch | None, num_questions: int = 1
+    model: str,
+    engine: EngineConfig | None,
+    *,
+    num_frames: int | None,
+    dispatch: Dispatch | None,
+    num_questions: int = 1,
 ) -> AsyncIterator[Answerer]:
-    """Expects `num_questions` at the same time. Without `urls` of SGLang servers, it loads the model itself."""
+    """Expects `num_questions` at the same time. Without an engine, it loads the model itself."""
+    async with AsyncExitStack() as stack:
+        if engine is not None and engine.kind == "openai":
+            yield await _behind_endpoint(engine, stack, num_frames, dispatch)
+        else:
+            yield await _of_model(model, engine, stack, num_frames, dispatch, num_questions)
+
+
+async def _behind_endpoint(
+    engine: EngineConfig, stack: AsyncExitStack, num_frames: int | None, dispatch: Dispatch | None
+) -> Answerer:
+    recipe = _chosen(Recipe(), num_frames, dispatch)
+    tokens, temperature = recipe.rollout.max_context_tokens, recipe.rollout.temperature
+    client = await open_endpoint(
+        engine, engine.model, None, stack, gpus=(), dtype="bfloat16", max_context_tokens=tokens, temperature=temperature
+    )
+    contract = endpoint_contract(recipe.min_pixels, recipe.max_pixels)
+    frames = await stack.enter_async_context(frame_reader(VideoConfig(), contract, recipe.rollout.detail_factor))
+    say(f"model: {engine.model}, behind an endpoint")
+    return Answerer(EndpointAgent(client, frames, recipe.rollout), recipe.num_frames)
+
+
+async def _of_model(
+    model: str,
+    engine: EngineConfig | None,
+    stack: AsyncExitStack,
+    num_frames: int | None,
+    dispatch: Dispatch | None,
+    num_questions: int,
+) -> Answerer:
     source = await in_thread(lambda: source_directory(model, "--model DIR"))
     recipe = recipe_for(source, num_frames=num_frames, dispatch=dispatch)
     hf_files = hf_files_of(source)
     contract = replace(VisionContract.from_hf(hf_files), min_pixels=recipe.min_pixels, max_pixels=recipe.max_pixels)
-    devices = [] if urls else await in_thread(find_devices)
+    devices = [] if engine else await in_thread(find_devices)
     dtype = "float32" if devices and devices[0].platform == "cpu" else "bfloat16"
-    device_names = "of the SGLang servers" if urls else describe_devices(devices)
+    device_names = "of the SGLang servers" if engine else describe_devices(devices)
     say(start_line(device_names, size_of(hf_files), dtype, dtype, model=source))
     policy = Policy(None, contract, Chat.from_hf(hf_files), hf_files, source, Compute(dtype))
 
@@ -58,18 +107,17 @@ async def open_asker(
             return model_port.load(source, dtype)
 
     rollout, max_rows = recipe.rollout, min(MAX_ROWS, num_questions * max(1, recipe.rollout.calls_per_turn))
-    settings = EngineConfig("sglang", urls) if urls else EngineConfig("jax", max_rows=max_rows)
-    async with AsyncExitStack() as stack:
-        frames = await stack.enter_async_context(frame_reader(VideoConfig(), contract, rollout.detail_factor))
-        engine = await open_engine(
-            settings,
-            policy,
-            None if urls else await in_thread(load),
-            0,
-            say,
-            dtype=dtype,
-            max_context_tokens=rollout.max_context_tokens,
-            max_pixels=recipe.max_pixels * rollout.detail_factor,
-        )
-        stack.push_async_callback(engine.close)
-        yield Answerer(Agent(engine, frames, policy.chat, rollout), recipe.num_frames, samples_top_p=bool(urls))
+    frames = await stack.enter_async_context(frame_reader(VideoConfig(), contract, rollout.detail_factor))
+    opened = await open_engine(
+        engine or EngineConfig("jax", max_rows=max_rows),
+        policy,
+        None if engine else await in_thread(load),
+        0,
+        say,
+        dtype=dtype,
+        max_context_tokens=rollout.max_context_tokens,
+        max_pixels=recipe.max_pixels * rollout.detail_factor,
+    )
+    stack.push_async_callback(opened.close)
+    agent = Agent(opened, frames, policy.chat, rollout)
+    return Answerer(agent, recipe.num_frames, samples_top_p=engine is not None)

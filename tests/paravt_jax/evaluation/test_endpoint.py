@@ -1,0 +1,240 @@
+"""Evaluations of a model behind an endpoint: certificates, kill and resume, and errors before the first sample."""
+
+import asyncio
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from agents import call
+from fake_endpoint import MODEL, FakeEndpoint
+from published import VIDEOS, make_copy
+
+from paravt_jax.config import Config, EngineConfig, EvalConfig, load_config
+from paravt_jax.data.splits import SPLITS
+from paravt_jax.eval import run_eval
+from paravt_jax.evaluation.results import refusal
+from rollout.endpoint import client as client_module
+from rollout.endpoint.errors import EndpointError
+from rollout.video.encode import write_video
+
+KEY = "sk-secret-0123456789"
+ANSWER = "<think>\nIt is poured.</think><answer>B</answer>"
+LOOK = f"<think>\nWhere?</think>{call(1, 2)}"
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch):
+    monkeypatch.setattr(client_module, "BACKOFF_S", 0.01)
+    monkeypatch.setattr(client_module, "PROBE_EVERY_S", 0.1)
+    monkeypatch.setattr(client_module, "GIVE_UP_S", 0.3)
+    monkeypatch.setitem(SPLITS, "longvideobench", replace(SPLITS["longvideobench"], num_samples=3))
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory) -> Path:
+    """Three questions, each about a video of three seconds."""
+    root = make_copy("longvideobench", tmp_path_factory.mktemp("copy") / "longvideobench")
+    for number, video in enumerate(VIDEOS["longvideobench"]):
+        write_video(root / video, [np.full((64, 96, 3), 40 * number + 20 * n, np.uint8) for n in range(6)], fps=2)
+    return root
+
+
+def config_of(copy: Path, run_dir: Path, *overrides: str, urls: str = "http://127.0.0.1:9/v1") -> EvalConfig:
+    settings = [f"run_dir={run_dir}", "data.split=longvideobench", f"data.validation={copy}", "engine.kind=openai"]
+    settings += [f"engine.model={MODEL}", f"engine.urls=[{urls}]", "eval.frame_budgets=[2]", "video.num_workers=1"]
+    return load_config(None, *settings, *overrides, schema=EvalConfig)
+
+
+def evaluated(copy: Path, run_dir: Path, *endpoints: FakeEndpoint, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
+    async def run() -> dict[str, Any]:
+        for endpoint in endpoints:
+            await endpoint.__aenter__()
+        try:
+            urls = ",".join(endpoint.url for endpoint in endpoints)
+            (cell,) = await run_eval(config_of(copy, run_dir, *overrides, urls=urls))
+            return cell
+        finally:
+            for endpoint in endpoints:
+                await endpoint.die()
+
+    return asyncio.run(run())
+
+
+def says(body: dict[str, Any]) -> str:
+    texts = [message["content"] for message in body["messages"]]
+    if isinstance(texts[0], str) and "looks closely" in texts[0]:
+        return "A report."
+    return LOOK if len(texts) == 2 else ANSWER
+
+
+def files_of(run_dir: Path) -> str:
+    return "".join(path.read_text() for path in run_dir.rglob("*") if path.is_file())
+
+
+def test_a_certificate_names_the_model_and_hashes_all_requests_and_has_no_address(copy, tmp_path):
+    endpoint = FakeEndpoint(says)
+    cell = evaluated(copy, tmp_path / "run", endpoint)
+    assert cell["model"]["path"] == MODEL and cell["engines"] == [{"kind": "openai", "serve_with": ""}]
+    assert cell["headline"] == pytest.approx(1 / 3) and not refusal([cell])
+    assert set(cell["hashes"]) == {"prompt", "schema", "scorer", "requests"}
+    assert cell["metrics"]["tool_calls_mean"] == 1 and cell["crop_frames"]["min"] > 0
+    assert cell["metrics"]["sampled_tokens_mean"] == 14  # as the endpoint counts them
+    certificate = (tmp_path / "run" / "cell_parallel_2.json").read_text() + (tmp_path / "run" / "eval.json").read_text()
+    assert "127.0.0.1" not in certificate
+    assert len(endpoint.bodies) == 1 + 3 * 3  # one to check it
+
+
+def test_equal_evaluations_have_equal_hashes_of_their_requests_and_others_do_not(copy, tmp_path):
+    cells = [
+        evaluated(copy, tmp_path / f"run{number}", FakeEndpoint(says), overrides=overrides)
+        for number, overrides in enumerate([(), (), ("rollout.max_new_tokens=99",)])
+    ]
+    hashes = [cell["hashes"]["requests"] for cell in cells]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_a_sample_that_the_endpoint_refuses_is_missing_by_its_reason_and_repeated(copy, tmp_path):
+    cell = evaluated(copy, tmp_path / "run", FakeEndpoint(ANSWER, "ok", "filtered", "vllm context", "ok"))
+    assert cell["n"]["missing"] == {"content_filter": 1, "context": 1} and cell["n"]["answered"] == 1
+    assert cell["metrics"]["missing_engine"] == 2 and cell["headline"] is None
+    again = FakeEndpoint(ANSWER)
+    cell = evaluated(copy, tmp_path / "run", again)
+    assert cell["n"]["answered"] == 3 and cell["headline"] == pytest.approx(1 / 3)
+    assert len(again.bodies) == 1 + 2
+
+
+class Killed(FakeEndpoint):
+    """After some replies, ends the process that evaluates."""
+
+    def __init__(self, num_replies: int):
+        super().__init__(self.reply)
+        self.left = num_replies
+
+    def reply(self, body: dict[str, Any]) -> str:
+        self.left -= 1
+        if self.left < 0:
+            asyncio.get_running_loop().call_soon(_exit)
+        return ANSWER
+
+
+def _exit() -> None:
+    raise SystemExit
+
+
+def test_a_killed_evaluation_resumes_to_the_same_certificate(copy, tmp_path, monkeypatch):
+    monkeypatch.setattr("paravt_jax.evaluation.runner.MAX_IN_FLIGHT", 1)
+    expected = evaluated(copy, tmp_path / "whole", FakeEndpoint(ANSWER))
+    with pytest.raises(SystemExit):
+        evaluated(copy, tmp_path / "killed", Killed(3))
+    again = FakeEndpoint(ANSWER)
+    assert evaluated(copy, tmp_path / "killed", again) == expected
+    assert len(again.bodies) == 1 + 1  # the check, and the sample that was not done
+
+
+def test_another_address_resumes_and_another_model_does_not(copy, tmp_path):
+    evaluated(copy, tmp_path / "run", FakeEndpoint(ANSWER))
+    again = FakeEndpoint(ANSWER)
+    evaluated(copy, tmp_path / "run", again)
+    assert not again.bodies
+    with pytest.raises(ValueError, match=r"other settings \(engine\.model\)"):
+        evaluated(copy, tmp_path / "run", again, overrides=("engine.model=other",))
+
+
+def test_the_death_of_one_of_two_servers_loses_no_sample(copy, tmp_path):
+    one, two = FakeEndpoint(ANSWER), FakeEndpoint(ANSWER)
+
+    def dies(body: dict[str, Any]) -> str:
+        asyncio.get_running_loop().create_task(one.die())
+        return ANSWER
+
+    one.say = dies
+    one.delay_s = two.delay_s = 0.05
+    cell = evaluated(copy, tmp_path / "run", one, two)
+    assert cell["n"]["answered"] == 3 and cell["n"]["missing"] == {}
+
+
+def test_the_key_is_in_no_file_of_a_run(copy, tmp_path, monkeypatch):
+    monkeypatch.setenv("ENDPOINT_KEY", KEY)
+    endpoint = FakeEndpoint(ANSWER, "ok", "forbidden", "500", "500", "500", "500", "500", "ok")
+    endpoint.key = KEY
+    evaluated(copy, tmp_path / "run", endpoint, overrides=("engine.api_key_env=ENDPOINT_KEY",))
+    written = files_of(tmp_path / "run")
+    assert KEY not in written and KEY[:12] not in written and "ENDPOINT_KEY" in written
+    assert any(headers.get("Authorization") == f"Bearer {KEY}" for headers in endpoint.headers)
+
+
+@pytest.mark.parametrize(
+    ("mode", "models", "message"),
+    [
+        ("ok", ["other"], r"does not serve engine\.model=fake/model; it serves other$"),
+        ("vllm pictures", [MODEL], "is not a multimodal model"),
+        ("openai key", [MODEL], "rejects the API key .* check the variable that engine.api_key_env names"),
+    ],
+)
+def test_an_endpoint_that_cannot_be_used_is_one_sentence_before_the_first_sample(mode, models, message, copy, tmp_path):
+    endpoint = FakeEndpoint(ANSWER, mode)
+    endpoint.models = models
+    with pytest.raises(EndpointError) as caught:
+        evaluated(copy, tmp_path / "run", endpoint)
+    assert re.search(message, str(caught.value)) and "\n" not in str(caught.value)
+    assert not list((tmp_path / "run").glob("samples_*"))
+
+
+def test_an_endpoint_that_is_down_is_one_sentence_before_the_first_sample(copy, tmp_path):
+    with pytest.raises(EndpointError, match=r"^http://127\.0\.0\.1:9/v1 cannot be reached"):
+        asyncio.run(run_eval(config_of(copy, tmp_path / "run")))
+
+
+def test_an_endpoint_that_dies_stops_the_evaluation_and_a_restart_resumes_it(copy, tmp_path, monkeypatch):
+    monkeypatch.setattr("paravt_jax.evaluation.runner.MAX_IN_FLIGHT", 1)
+    with pytest.raises(RuntimeError, match="failed 3 samples in a row"):
+        evaluated(copy, tmp_path / "run", FakeEndpoint(ANSWER, "ok", "500"))
+    assert evaluated(copy, tmp_path / "run", FakeEndpoint(ANSWER))["n"]["answered"] == 3
+
+
+def test_training_refuses_an_endpoint_in_one_sentence():
+    with pytest.raises(ValueError, match=r"^engine\.kind=openai is for evaluation only: an endpoint returns text"):
+        load_config(None, "engine.kind=openai", "engine.urls=[http://h/v1]", "engine.model=m", schema=Config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "needs either engine.urls and engine.model, or engine.serve_with"),
+        ({"urls": ["http://h/v1"]}, "needs either engine.urls and engine.model"),
+        ({"urls": ["http://h/v1"], "model": "m", "serve_with": "vllm"}, "needs either"),
+        ({"urls": ["h:8000"], "model": "m"}, "expected a base URL such as http"),
+        ({"urls": ["http://h/v1?key=secret"], "model": "m"}, "without a query"),
+        ({"urls": ["http://me:secret@h/v1"], "model": "m"}, "contains a user name or password"),
+    ],
+)
+def test_settings_of_an_endpoint_that_cannot_work_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        EngineConfig("openai", **settings)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["model", "api_key_env", "serve_with"])
+def test_settings_of_an_endpoint_have_no_effect_elsewhere(name):
+    with pytest.raises(ValueError, match=rf"engine\.{name}=vllm has no effect without engine\.kind=openai"):
+        EngineConfig("jax", **{name: "vllm"})
+
+
+def test_settings_of_other_engines_have_the_keys_that_they_always_had():
+    from paravt_jax.evaluation.provenance import changed_sections, settings_key
+
+    record = {"eval": {"mode": "agentic", "num_samples": 1}, "data": {"split": ""}, "seed": 0}
+    engines = ({}, {"engine": {"kind": "jax", "model": ""}}, {"engine": {"kind": "sglang"}})
+    assert len({settings_key(record | engine, "none", 4) for engine in engines}) == 1
+    assert not changed_sections(record | engines[1], record | engines[2])
+
+
+def test_the_log_says_what_was_missing_and_why(copy, tmp_path):
+    evaluated(copy, tmp_path / "run", FakeEndpoint(ANSWER, "ok", "filtered", "ok"))
+    lines = map(json.loads, (tmp_path / "run" / "samples_parallel_2.jsonl").read_text().splitlines())
+    (missing,) = [line["episodes"][0] for line in lines if line["episodes"][0]["missing"]]
+    assert missing["reason"] == "content_filter" and "withheld the reply" in missing["problem"]

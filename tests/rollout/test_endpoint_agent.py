@@ -1,0 +1,363 @@
+"""The agent loop over messages: the same turns, calls and sub-agents as over ids, and nothing outside gets in."""
+
+import asyncio
+import base64
+import io
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from agents import FakeFrames, call
+from fake_endpoint import MODEL, FakeEndpoint
+from PIL import Image
+
+from rollout.endpoint.agent import EndpointAgent
+from rollout.endpoint.check import check_endpoint
+from rollout.endpoint.client import EndpointClient
+from rollout.endpoint.errors import EndpointError
+from rollout.endpoint.words import Words, with_tools
+from rollout.engine.protocol import EngineError
+from rollout.episode import EpisodeCallbacks
+from rollout.episode_config import EpisodeConfig
+from rollout.picture import Picture
+from rollout.prompter import Task
+from rollout.prompts import Prompts, main_messages
+from rollout.records import Episode
+from rollout.tools import CROP_VIDEO_SCHEMA
+
+TASK = Task("t1", "What colour is it?\nA. red\nB. blue", ("/data/a.mp4",), frame_budget=4)
+LOOK = f"<think>\nWhere?</think>{call(10, 20)}{call(30, 40)}"
+ANSWER = "<think>\nIt is red.</think><answer>A</answer>"
+
+
+def is_subagent(body: dict[str, Any]) -> bool:
+    return "looks closely" in body["messages"][0]["content"]
+
+
+def says(*turns: str, report: str = "A report.") -> Callable[[dict[str, Any]], str]:
+    """The main agent's turns, by the number of earlier ones in the dialogue, and the sub-agents' report."""
+
+    def say(body: dict[str, Any]) -> str:
+        number = sum(message["role"] == "assistant" for message in body["messages"])
+        return report if is_subagent(body) else turns[number]
+
+    return say
+
+
+def play(
+    endpoint: FakeEndpoint,
+    task: Task = TASK,
+    callbacks: EpisodeCallbacks | None = None,
+    max_tokens: int | None = None,
+    **config: Any,
+) -> Episode:
+    async def run() -> Episode:
+        async with endpoint:
+            client = EndpointClient([endpoint.url], MODEL)
+            agent = EndpointAgent(client, FakeFrames(), EpisodeConfig(**config))
+            try:
+                overview = await agent.overview(task)
+                return await agent.run(overview, callbacks=callbacks, max_tokens=max_tokens)
+            finally:
+                await agent.engine.close()
+
+    return asyncio.run(run())
+
+
+def main_bodies(endpoint: FakeEndpoint) -> list[dict[str, Any]]:
+    return [body for body in endpoint.bodies if not is_subagent(body)]
+
+
+def texts_of(message: dict[str, Any]) -> str:
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "<picture>") for part in content)
+
+
+def test_two_turns_with_parallel_calls_are_one_dialogue_of_messages():
+    endpoint = FakeEndpoint(says(LOOK, ANSWER))
+    episode = play(endpoint)
+    assert [turn.text for turn in episode.turns] == [LOOK, ANSWER] and episode.finish == "done"
+    assert episode.outcomes == ["ok", "ok"] and [c.response for c in episode.calls] == ["A report."] * 2
+    first, second = main_bodies(endpoint)
+    assert second["messages"][:2] == first["messages"]
+    assert [message["role"] for message in second["messages"]] == ["system", "user", "assistant", "user"]
+    assert texts_of(second["messages"][2]) == LOOK
+    response = "<tool_response>\nA report.\n</tool_response>"
+    assert texts_of(second["messages"][3]) == f"{response}\n{response}"
+
+
+def test_frames_are_jpegs_of_the_budgets_size_after_their_times():
+    endpoint = FakeEndpoint(says(ANSWER))
+    play(endpoint)
+    (body,) = endpoint.bodies
+    shown = main_messages(Prompts(), [("video.mp4", 64.0, [0.0, 21.0, 42.0, 63.0])], TASK.question, 5)[1]["content"]
+    assert texts_of(body["messages"][1]) == "".join(part.get("text", "<picture>") for part in shown)
+    kinds = [part["type"] for part in body["messages"][1]["content"]]
+    assert kinds == ["text", "image_url"] * 4 + ["text"]
+    url = body["messages"][1]["content"][3]["image_url"]["url"]
+    picture = Image.open(io.BytesIO(base64.b64decode(url.removeprefix("data:image/jpeg;base64,"))))
+    error = np.abs(np.asarray(picture, int) - FakeFrames().pixels(21)).mean()  # noise, the worst case of a JPEG
+    assert picture.format == "JPEG" and picture.size == (32, 32) and error < 6
+
+
+def test_a_window_is_shown_to_a_sub_agent_of_its_own():
+    endpoint = FakeEndpoint(says(LOOK, ANSWER))
+    episode = play(endpoint)
+    bodies = [body for body in endpoint.bodies if is_subagent(body)]
+    assert len(bodies) == 2 and all("question" not in texts_of(body["messages"][1]) for body in bodies)
+    assert sorted(texts_of(body["messages"][1]).count("<picture>") for body in bodies) == [10, 10]
+    assert [len(c.frames_s) for c in episode.calls] == [10, 10]
+    assert all("<tools>" not in body["messages"][0]["content"] for body in bodies)
+
+
+def test_sub_agents_of_a_turn_run_at_the_same_time():
+    endpoint = FakeEndpoint(says(LOOK, ANSWER))
+    endpoint.delay_s = 0.1
+    play(endpoint)
+    assert endpoint.most_running == 2
+
+
+def test_tools_are_described_in_the_system_message_and_by_no_parameter():
+    endpoint = FakeEndpoint(says(ANSWER))
+    play(endpoint)
+    (body,) = endpoint.bodies
+    assert "tools" not in body and "tool_choice" not in body
+    system = body["messages"][0]["content"]
+    schemas = re.findall(r"<tools>\n(\{.*\})\n</tools>", system)
+    assert system.startswith(Prompts().system) and [json.loads(text) for text in schemas] == [CROP_VIDEO_SCHEMA]
+    assert '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>' in system
+
+
+def test_the_description_of_tools_has_the_form_of_qwens_template(chat):
+    schemas = [CROP_VIDEO_SCHEMA, CROP_VIDEO_SCHEMA]
+    messages = [{"role": "system", "content": "You watch."}, {"role": "user", "content": "x"}]
+    (ours, _), rendered = with_tools(messages, schemas), chat.decode(chat.prompt(messages, schemas))
+    outline = re.compile(r"You watch\.|# Tools|</?tools>|</?tool_call>|\{.*\}")
+    in_template = outline.findall(rendered.partition("<|im_end|>")[0])
+    assert outline.findall(ours["content"])[-8:] == in_template[-8:]
+    assert {"# Tools", "You watch."} <= set(outline.findall(ours["content"]))
+
+
+@pytest.mark.parametrize("settings", [{"dispatch": "none"}, {"prompts": Prompts("Use crop_video.", True)}])
+def test_tools_are_not_described_where_there_are_none_or_the_system_text_has_them(settings):
+    endpoint = FakeEndpoint(says(LOOK, ANSWER))
+    episode = play(endpoint, **settings)
+    assert "<tools>" not in endpoint.bodies[0]["messages"][0]["content"]
+    assert len(episode.calls) == (0 if "dispatch" in settings else 2)
+
+
+def test_after_the_last_tool_turn_the_agent_must_answer():
+    endpoint = FakeEndpoint(says(*[LOOK] * 4))
+    episode = play(endpoint, max_turns=2)
+    assert [len(turn.calls) for turn in episode.turns] == [2, 2, 0]
+    last = texts_of(main_bodies(endpoint)[-1]["messages"][-1])
+    assert last.endswith("This was the last call. Answer now.\n</tool_response>")
+
+
+def test_sequential_dispatch_makes_one_call_a_turn():
+    cut = f"<think>\nWhere?</think>{call(10, 20)}".removesuffix("</tool_call>")  # as endpoints leave out a stop text
+    endpoint = FakeEndpoint(says(cut, cut, ANSWER))
+    episode = play(endpoint, dispatch="sequential")
+    assert [len(turn.calls) for turn in episode.turns] == [1, 1, 0] and episode.outcomes == ["ok", "ok"]
+    assert all(body["stop"] == ["</tool_call>"] for body in main_bodies(endpoint))
+    assert texts_of(main_bodies(endpoint)[1]["messages"][2]).endswith("</tool_call>")
+    assert not any("stop" in body for body in endpoint.bodies if is_subagent(body))
+
+
+def test_sampling_is_that_of_the_settings_and_seeds_differ():
+    endpoint = FakeEndpoint(says(LOOK, ANSWER))
+    play(endpoint, temperature=0.7, top_p=0.9, max_new_tokens=100, subagent_new_tokens=50)
+    assert [body["max_tokens"] for body in main_bodies(endpoint)] == [100, 100]
+    assert [body["max_tokens"] for body in endpoint.bodies if is_subagent(body)] == [50, 50]
+    assert all((body["temperature"], body["top_p"]) == (0.7, 0.9) for body in endpoint.bodies)
+    assert len({body["seed"] for body in endpoint.bodies}) == 4
+
+
+def test_greedy_sampling_sends_no_seed():
+    endpoint = FakeEndpoint(says(ANSWER))
+    play(endpoint, temperature=0.0)
+    assert "seed" not in endpoint.bodies[0]
+
+
+OUTSIDE = [
+    *("</tool_response>", "<|im_end|>", "<|im_start|>user", "<|image_pad|>", "<tool_call>", "<think>"),
+    *("</s>", "<start_of_turn>", "[INST]", "<image>", "<｜User｜>"),
+]
+
+
+@pytest.mark.parametrize("text", OUTSIDE)
+def test_reports_and_questions_cannot_open_or_close_anything(text):
+    endpoint = FakeEndpoint(says(LOOK, ANSWER, report=f"Seen {text} x"))
+    play(endpoint, Task("t", f"Say {text} now", ("/a.mp4",), 2), prompts=Prompts(subagent_instruction="{question}"))
+    sent = [texts_of(message) for body in endpoint.bodies for message in body["messages"] if message["role"] == "user"]
+    plain = [sent_text.replace("<tool_response>\n", "").replace("\n</tool_response>", "") for sent_text in sent]
+    assert any("Seen" in sent_text for sent_text in sent) and any("now" in sent_text for sent_text in sent)
+    assert not any(f"Seen {text}" in sent_text or f"Say {text}" in sent_text for sent_text in plain)
+    assert not any(text in sent_text.partition("Think first")[0] for sent_text in plain)
+
+
+def test_a_turn_of_the_model_keeps_its_tags_but_no_control_tokens():
+    turn = f"<think>\n<|im_start|>system</think>{call(1, 2)}"
+    endpoint = FakeEndpoint(says(turn, ANSWER))
+    play(endpoint)
+    sent = texts_of(main_bodies(endpoint)[1]["messages"][2])
+    assert sent == turn.replace("<|", "< |") and "<tool_call>" in sent
+
+
+def test_ordinary_text_is_not_changed():
+    text = "Is x < 3 or a <b> c? List<int>, [1, 2], 5 > 4 | y"
+    assert Words().escape(text) == text
+
+
+class Heard(EpisodeCallbacks):
+    wants_tokens = True
+
+    def __init__(self) -> None:
+        self.texts: list[tuple[int, str]] = []
+
+    def on_text(self, turn_number: int, text: str) -> None:
+        self.texts.append((turn_number, text))
+
+
+def test_callbacks_hear_the_text_while_it_is_sampled():
+    heard = Heard()
+    episode = play(FakeEndpoint(says(LOOK, ANSWER)), callbacks=heard)
+    assert heard.texts[-1] == (1, episode.turns[1].text)
+    assert heard.texts[0] == (0, LOOK.split()[0] + " ") and len(heard.texts) > 5
+
+
+def test_a_failure_of_the_main_agent_is_no_bad_episode():
+    with pytest.raises(EndpointError) as caught:
+        play(FakeEndpoint(says(LOOK, ANSWER), "vllm context"))
+    assert caught.value.reason == "context"
+
+
+def test_a_failure_of_a_sub_agent_is_that_calls():
+    endpoint = FakeEndpoint(says(f"x</think>{call(1, 2)}", ANSWER), "ok", "filtered", "ok")
+    episode = play(endpoint)
+    assert episode.outcomes == ["error"] and "ContentFiltered" in episode.calls[0].problem
+    assert "Error: nobody could look at this part." in texts_of(main_bodies(endpoint)[1]["messages"][-1])
+
+
+def test_a_turn_that_is_cut_off_ends_as_such():
+    episode = play(FakeEndpoint("", "thinking only"))
+    assert (episode.finish, episode.turns[0].finish, episode.turns[0].text) == ("length", "length", "")
+
+
+def test_a_dialogue_that_fills_the_context_ends_before_the_next_turn():
+    endpoint = FakeEndpoint(says(LOOK, ANSWER, report="long " * 200))  # 77 tokens after the first turn
+    episode = play(endpoint, max_context_tokens=600, max_new_tokens=100)
+    assert episode.finish == "context" and len(episode.turns) == 1 and episode.outcomes == ["ok", "ok"]
+
+
+def test_all_agents_together_sample_no_more_than_they_may():
+    endpoint = FakeEndpoint(says(LOOK, ANSWER))
+    play(endpoint, max_tokens=60)
+    assert [body["max_tokens"] for body in main_bodies(endpoint)] == [60, 39]  # 7 tokens a reply, says the endpoint
+    assert all(body["max_tokens"] == 17 for body in endpoint.bodies if is_subagent(body))
+
+
+def test_a_record_has_texts_calls_and_the_endpoints_token_counts_but_no_ids():
+    episode = play(FakeEndpoint(says(LOOK, ANSWER)))
+    record = json.loads(json.dumps(episode.to_record()))
+    assert [turn["num_sampled"] for turn in record["turns"]] == [7, 7]
+    assert [each["num_sampled"] for each in record["turns"][0]["calls"]] == [7, 7]
+    assert episode.num_sampled == 28 and episode.num_prompt_tokens == 280 and episode.ledger.num_sampled == 14
+    assert [segment["ids"] for segment in record["segments"]] == [[]]
+    assert len(record["segments"][0]["pictures"]) == 4
+    assert len(record["turns"][0]["calls"][0]["segments"][0]["pictures"]) == 10
+
+
+def test_equal_requests_have_equal_hashes_and_others_do_not():
+    sent = [
+        play(FakeEndpoint(says(*turns)), **config).to_record()["sent"]
+        for turns, config in (
+            ((LOOK, ANSWER), {}),
+            ((LOOK, ANSWER), {}),
+            ((f"x{LOOK}", ANSWER), {}),
+            ((LOOK, ANSWER), {"max_new_tokens": 99}),
+        )
+    ]
+    assert sent[0] == sent[1] and len(sent[0]) == 3
+    assert len({each[0] for each in sent}) == 3
+
+
+def test_an_endpoint_samples_no_ids_and_takes_no_weights():
+    async def run() -> None:
+        agent = EndpointAgent(EndpointClient(["http://127.0.0.1:9/v1"], MODEL), FakeFrames())
+        with pytest.raises(EngineError, match="returns text"):
+            await agent.engine.generate(None)  # type: ignore[arg-type]
+        with pytest.raises(EngineError, match="takes no weights"):
+            await agent.engine.publish(None, 1)  # type: ignore[arg-type]
+        assert not (await agent.engine.health()).alive
+        await agent.engine.close()
+
+    asyncio.run(run())
+
+
+def checked(endpoint: FakeEndpoint, model: str = MODEL) -> None:
+    async def run() -> None:
+        async with endpoint:
+            client = EndpointClient([endpoint.url], model)
+            try:
+                await check_endpoint(client, 0.0)
+            finally:
+                await client.close()
+
+    asyncio.run(run())
+
+
+def test_a_good_endpoint_is_asked_about_one_picture():
+    endpoint = FakeEndpoint()
+    checked(endpoint)
+    (body,) = endpoint.bodies
+    assert [part["type"] for part in body["messages"][0]["content"]] == ["image_url", "text"]
+
+
+@pytest.mark.parametrize("mode", ["empty", "filtered", "thinking only"])
+def test_an_endpoint_may_say_anything_about_the_picture(mode):
+    checked(FakeEndpoint("x", mode))
+
+
+@pytest.mark.parametrize(("listed", "model"), [(["models/gemini"], "gemini"), (["gemini"], "gemini"), ([], "x")])
+def test_a_listed_model_or_an_empty_list_is_accepted(listed, model):
+    endpoint = FakeEndpoint()
+    endpoint.models = listed
+    checked(endpoint, model)
+
+
+def test_a_model_that_is_not_served_is_said_before_any_request():
+    endpoint = FakeEndpoint()
+    endpoint.models = ["one", "two"]
+    with pytest.raises(EndpointError, match=r"does not serve engine\.model=three; it serves one, two$"):
+        checked(endpoint, "three")
+    assert not endpoint.bodies
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [("sglang pictures", "image input is not supported"), ("rejected", "temperature must be 1"), ("forbidden", "key")],
+)
+def test_an_endpoint_that_cannot_be_used_is_one_clear_error(mode, message):
+    with pytest.raises(EndpointError, match=message):
+        checked(FakeEndpoint("x", mode))
+
+
+def test_an_endpoint_that_is_down_is_one_clear_error():
+    async def run() -> None:
+        client = EndpointClient(["http://127.0.0.1:9/v1"], MODEL)
+        with pytest.raises(EndpointError, match=r"^http://127\.0\.0\.1:9/v1 cannot be reached: ") as caught:
+            await check_endpoint(client, 0.0)
+        assert caught.value.reason == "unreachable"
+        await client.close()
+
+    asyncio.run(run())
+
+
+def test_jpegs_of_equal_pictures_are_equal_and_made_once():
+    picture = Picture.of(FakeFrames().pixels(3))
+    assert picture.jpeg_base64 is picture.jpeg_base64
+    assert picture.jpeg_base64 == Picture.of(FakeFrames().pixels(3)).jpeg_base64

@@ -1,0 +1,120 @@
+"""Servers that this machine starts as endpoints: they are one a GPU, end with their owner, and start again."""
+
+import asyncio
+import json
+import os
+import shlex
+import signal
+import sys
+import urllib.request
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from rollout.endpoint import servers
+from rollout.endpoint.client import EndpointClient
+from rollout.endpoint.servers import VllmSettings, endpoint_settings, start_endpoints
+from rollout.server import ServerSettings
+
+# Stands in for vLLM: it reads the options that we pass, and answers as much as is asked of it.
+VLLM = """#!{python}
+import json, os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+options = dict(zip(sys.argv[3::2], sys.argv[4::2]))
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = {{"data": [{{"id": options["--served-model-name"]}}], "object": "list", "pid": os.getpid()}}
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+print("loading", sys.argv[2], os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
+HTTPServer((options["--host"], int(options["--port"])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def vllm(tmp_path, monkeypatch) -> Path:
+    program = tmp_path / "bin" / "vllm"
+    program.parent.mkdir()
+    program.write_text(VLLM.format(python=sys.executable))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    return program
+
+
+def settings_of(program, **changed):
+    options = {"device": "cuda", "dtype": "bfloat16", "context_length": 4096, "gpus": [], "num_servers": 1} | changed
+    return endpoint_settings(program, Path("/models/m"), "org/m", **options)
+
+
+def test_there_is_one_server_for_each_part_of_the_gpus():
+    one, two = settings_of("vllm", gpus=[("0",), ("1",)])
+    assert (one.gpus, two.gpus) == (("0",), ("1",))
+    (pair,) = settings_of("sglang", gpus=[("2", "3")])
+    assert isinstance(pair, ServerSettings) and (pair.gpus, pair.tensor_parallel) == (("2", "3"), 2)
+    assert len(settings_of("sglang", device="cpu", num_servers=3)) == 3
+
+
+def test_servers_resize_pictures_themselves_and_add_nothing_to_the_sampling():
+    (sglang,), (vllm,) = settings_of("sglang", device="cpu", dtype="float32"), settings_of("vllm")
+    assert sglang.extra_args[-4:] == ("--sampling-defaults", "openai", "--mm-process-config", "{}")
+    assert "--generation-config vllm" in " ".join(vllm.command()) and "--max-model-len 4096" in " ".join(vllm.command())
+
+
+def test_a_program_that_is_not_installed_is_one_error_with_the_command_that_would_start_it(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(RuntimeError, match="there is no program vllm on the PATH") as caught:
+        settings_of("vllm")[0].settled()
+    command = shlex.split(str(caught.value).rpartition(": ")[2])
+    assert command[:3] == ["vllm", "serve", "/models/m"] and "org/m" in command
+
+
+def test_nothing_is_started_if_one_server_cannot_be(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(servers, "_start", lambda *_: pytest.fail("started"))
+
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            await start_endpoints(settings_of("vllm", gpus=[("0",), ("1",)]), stack, lambda line: None)
+
+    with pytest.raises(RuntimeError, match="no program vllm"):
+        asyncio.run(run())
+
+
+def pid_of(url: str) -> int:
+    return json.loads(urllib.request.urlopen(f"{url}/models").read())["pid"]
+
+
+def test_a_server_that_ends_starts_again_and_none_outlives_its_owner(vllm):
+    async def run() -> list[int]:
+        async with AsyncExitStack() as stack:
+            (settings,) = settings_of("vllm", gpus=[("5",)])
+            assert isinstance(settings, VllmSettings)
+            (url,) = await start_endpoints([settings], stack, lambda line: None)
+            client = EndpointClient([url], "org/m")
+            stack.push_async_callback(client.close)
+            assert await client.models() == {url: ["org/m"]}
+            first = await asyncio.to_thread(pid_of, url)
+            os.kill(first, signal.SIGKILL)
+            async with asyncio.timeout(20):
+                while not (await client.health()).alive:
+                    await asyncio.sleep(0.1)
+            second = await asyncio.to_thread(pid_of, url)
+        return [first, second]
+
+    first, second = asyncio.run(run())
+    assert first != second
+    assert not any(Path(f"/proc/{pid}").exists() for pid in (first, second))
+
+
+def test_a_server_that_cannot_start_says_its_last_lines(vllm, monkeypatch):
+    vllm.write_text("#!/bin/sh\necho no such model >&2\nexit 3\n")
+
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            await start_endpoints(settings_of("vllm"), stack, lambda line: None)
+
+    with pytest.raises(RuntimeError, match=r"exit code 3 before it was ready; its last lines:\n  \| no such model"):
+        asyncio.run(run())
