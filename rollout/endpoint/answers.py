@@ -51,8 +51,9 @@ def joined(reasoning: str, content: str) -> str:
     """The text that the model wrote, if the endpoint has separated its thinking."""
     if not reasoning:
         return content
-    if "</think>" in reasoning:  # it still has its tags
-        return f"{reasoning}\n{content}"
+    if "</think>" in reasoning:  # it still has its tags: `paravt serve` sends all turns, and the answer without tags
+        last_turn = reasoning[max(0, reasoning.rfind("<think>")) :]
+        return last_turn if content in last_turn else f"{last_turn}\n{content}"
     return f"<think>\n{reasoning.strip()}\n</think>\n{content}" if content else f"<think>\n{reasoning}"
 
 

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import hosts as several
 import numpy as np
@@ -49,6 +50,8 @@ from paravt_jax.train import train
 from rollout import check as gate
 from rollout.chat import Chat
 from rollout.check import check
+from rollout.endpoint.client import EndpointClient
+from rollout.endpoint.errors import EndpointError
 from rollout.engine.fleet import Fleet
 from rollout.engine.protocol import EngineError, Request, Sampling
 from rollout.engine.publishing import WeightFiles
@@ -744,6 +747,56 @@ def greedy(split: str, copy: Path, model: Path, *engine: str) -> dict[str, list[
     asyncio.run(run_eval(config))
     lines = map(json.loads, (run_dir / "samples_none_2.jsonl").read_text().splitlines())
     return {line["id"]: [turn["text"] for turn in line["episodes"][0]["turns"]] for line in lines}
+
+
+def endpoint_config(copy: Path, run_dir: Path, *engine: str) -> EvalConfig:
+    """An evaluation that takes seconds; the tiny model says anything."""
+    settings = [f"data.validation={copy}", "data.split=longvideobench", f"run_dir={run_dir}", "model.dtype=float32"]
+    settings += ["video.max_pixels=2048", "video.num_workers=1", "rollout.max_new_tokens=16", "engine.kind=openai"]
+    settings += ["rollout.max_context_tokens=4096", "eval.frame_budgets=[2]", "eval.dispatches=[parallel]"]
+    return load_config(None, *settings, *engine, schema=EvalConfig)
+
+
+@pytest.fixture(scope="module")
+def lids(tmp_path_factory):
+    copy = make_copy("longvideobench", tmp_path_factory.mktemp("lids"), 2)
+    for video in VIDEOS["longvideobench"]:
+        write_video(copy / video, [np.full((32, 64, 3), 40 * second, np.uint8) for second in range(6)], 1)
+    return copy
+
+
+def test_a_real_server_is_an_endpoint(server, tiny_hf, lids, tmp_path):
+    config = endpoint_config(lids, tmp_path / "run", f"engine.urls=[{server.url}/v1]", f"engine.model={tiny_hf}")
+    (cell,) = asyncio.run(run_eval(config))
+    assert cell["n"]["answered"] + cell["n"]["unanswered"] == 2 and cell["n"]["missing"] == {}
+    assert 0 < cell["metrics"]["sampled_tokens_mean"] <= 64 and cell["frames"]["min"] == 2
+    with pytest.raises(EngineError, match=rf"does not serve engine\.model=other; it serves {tiny_hf}"):
+        asyncio.run(run_eval(endpoint_config(lids, tmp_path, f"engine.urls=[{server.url}/v1]", "engine.model=other")))
+
+
+def test_a_real_server_streams_and_has_known_words_for_what_it_refuses(server, tiny_hf):
+    async def run() -> tuple[list[str], str, str]:
+        client, texts = EndpointClient([f"{server.url}/v1"], str(tiny_hf)), []
+        request: dict[str, Any] = dict(temperature=0.0, deadline_s=60.0)
+        try:
+            short = [{"role": "user", "content": "Hello"}]
+            reply = await client.complete(short, max_tokens=8, on_text=texts.append, **request)
+            with pytest.raises(EndpointError) as caught:
+                await client.complete([{"role": "user", "content": "word " * 9000}], max_tokens=8, **request)
+            return texts, reply.text, caught.value.reason
+        finally:
+            await client.close()
+
+    texts, text, reason = asyncio.run(run())
+    assert texts[-1] == text and reason == "context"
+
+
+def test_an_evaluation_starts_and_ends_its_own_endpoints(tiny_hf, lids, tmp_path, sglang_python):
+    engine = ("engine.serve_with=sglang", "engine.device=cpu", f"model.path={tiny_hf}", "engine.model=tiny/model")
+    (cell,) = asyncio.run(run_eval(endpoint_config(lids, tmp_path / "run", *engine)))
+    assert cell["n"]["missing"] == {} and cell["model"]["path"] == "tiny/model"
+    assert cell["engines"] == [{"kind": "openai", "serve_with": "sglang"}] and len(cell["model"]["digest"]) == 24
+    assert "tiny/model" not in "".join(" ".join(process.cmdline()) for process in psutil.Process().children(True))
 
 
 def train_and_find_servers_late(arguments: list[str]) -> None:

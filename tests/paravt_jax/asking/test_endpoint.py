@@ -1,0 +1,113 @@
+"""Questions to a model behind an endpoint, and our own server as an endpoint."""
+
+import argparse
+import asyncio
+import json
+
+import numpy as np
+import pytest
+from agents import FakeFrames, call
+from fake_endpoint import MODEL as FAKE_MODEL
+from fake_endpoint import FakeEndpoint
+from served import ACCESS, LOOK, MODEL, with_service
+
+from paravt_jax import ask
+from paravt_jax.asking.access import AccessControl
+from paravt_jax.asking.asker import engine_of, open_asker
+from paravt_jax.rewards.terms import find_prediction
+from rollout.endpoint.agent import EndpointAgent
+from rollout.endpoint.check import check_endpoint
+from rollout.endpoint.client import EndpointClient
+from rollout.endpoint.errors import EndpointError
+from rollout.episode_config import EpisodeConfig
+from rollout.prompter import Task
+from rollout.video.encode import write_video
+
+TURNS = (f"<think>\nWhere?</think>{call(0, 1)}", "<think>\nIt is red.</think><answer>A</answer>")
+TASK = Task("t", "What colour is it?\nA. red\nB. blue", ("/a.mp4",), 4)
+
+
+def says(body):
+    number = sum(message["role"] == "assistant" for message in body["messages"])
+    return "A report." if "looks closely" in body["messages"][0]["content"] else TURNS[number]
+
+
+@pytest.fixture(scope="module")
+def video(tmp_path_factory):
+    path = tmp_path_factory.mktemp("video") / "a.mp4"
+    write_video(path, [np.full((64, 96, 3), 40 * number, np.uint8) for number in range(6)], fps=2)
+    return str(path)
+
+
+def test_a_question_is_answered_by_a_model_behind_an_endpoint(video, capsys):
+    async def run():
+        async with FakeEndpoint(says) as endpoint:
+            args = ask.make_parser().parse_args(
+                [video, "What colour?", "--endpoint", endpoint.url, "--model", FAKE_MODEL, "--frames", "3", "--json"]
+            )
+            await ask.run(args, [video], "What colour?")
+
+    asyncio.run(run())
+    printed = capsys.readouterr()
+    answer = json.loads(printed.out)
+    assert (answer["answer"], answer["outcomes"], answer["num_sampled_tokens"]) == ("A", ["ok"], 21)
+    assert "3 frames" in printed.err and "behind an endpoint" in printed.err
+
+
+def test_questions_about_a_model_that_is_not_served_are_refused_at_once():
+    async def run():
+        async with FakeEndpoint(says) as endpoint:
+            opened = open_asker("other", engine_of("other", [], [endpoint.url], ""), num_frames=3, dispatch=None)
+            await opened.__aenter__()
+
+    with pytest.raises(EndpointError, match=rf"does not serve engine\.model=other; it serves {FAKE_MODEL}"):
+        asyncio.run(run())
+
+
+def test_sglang_servers_and_endpoints_exclude_each_other(capsys):
+    with pytest.raises(SystemExit):
+        ask.make_parser().parse_args(["a", "b", "--url", "http://h", "--endpoint", "http://h/v1"])
+    assert "not allowed with argument --url" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="has no effect without --endpoint"):
+        engine_of("m", [], [], "NAME")
+
+
+def asked(chat, videos, turns, key="", access=ACCESS):
+    """An episode of an agent whose endpoint is our own server."""
+
+    async def work(served):
+        client = EndpointClient([f"{served.url}/v1"], MODEL, key)
+        try:
+            await check_endpoint(client, 0.0)
+            agent = EndpointAgent(client, FakeFrames(), EpisodeConfig(dispatch="none"))
+            return await agent.run(await agent.overview(TASK))
+        finally:
+            await client.close()
+
+    return with_service(chat, videos, work, turns=turns, access=access, max_questions=1)
+
+
+def test_our_own_server_is_an_endpoint(chat, videos):
+    episode = asked(chat, videos, [LOOK, "It is red.</think><answer>A</answer><|im_end|>"])
+    assert episode.turns[0].text == "<think>\nIt is red.</think><answer>A</answer>"
+    assert find_prediction([turn.text for turn in episode.turns]) == "A"
+    assert episode.num_sampled > 50  # with its sub-agents
+
+
+def test_our_own_server_refuses_a_wrong_key(chat, videos, monkeypatch):
+    monkeypatch.setenv("ENDPOINT_KEY", "sk-wrong")
+    with pytest.raises(EndpointError, match="rejects the API key") as caught:
+        asked(chat, videos, [LOOK], "ENDPOINT_KEY", AccessControl("sk-right"))
+    assert caught.value.reason == "key"
+
+
+def test_the_flags_of_both_commands_name_the_endpoint():
+    parser = argparse.ArgumentParser()
+    ask.add_model_arguments(parser)
+    args = parser.parse_args(["--endpoint", "http://h/v1", "--endpoint", "http://i/v1", "--endpoint-key-env", "KEY"])
+    engine = engine_of("m", args.url, args.endpoint, args.endpoint_key_env)
+    assert engine is not None
+    assert (engine.kind, engine.urls, engine.model, engine.api_key_env) == (
+        *("openai", ["http://h/v1", "http://i/v1"]),
+        *("m", "KEY"),
+    )
