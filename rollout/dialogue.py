@@ -38,7 +38,7 @@ class SampledTurn:
     latency_s: float | int = 0.0
 
 
-class Dialogue(Protocol):
+class AgentDialogue(Protocol):
     """Turns of the model alternate with responses."""
 
     @property

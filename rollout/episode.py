@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from rollout.chat import Chat
-from rollout.dialogue import Dialogue, SampledTurn, TokenDialogue, TurnRequest
+from rollout.dialogue import AgentDialogue, SampledTurn, TokenDialogue, TurnRequest
 from rollout.engine.protocol import DeadlineExceeded, Engine, EngineError, RequestRejected
 from rollout.episode_config import EpisodeConfig
 from rollout.ledger import Ledger
@@ -71,7 +71,7 @@ class Agent:
 
     def dialogue(
         self, prompt: Overview | Closeup, ledger: Ledger, *, episode: str, version: int | None, forced: str = ""
-    ) -> Dialogue:
+    ) -> AgentDialogue:
         """A dialogue that begins with this prompt and is recorded in `ledger`."""
         dialogue = TokenDialogue(
             self.engine, self.chat, self.config, ledger, episode=episode, version=version, forced=forced
@@ -155,14 +155,14 @@ class _EpisodeRun:
                 break
         dialogue.close()
 
-    def _dialogue(self, prompt: Overview | Closeup, ledger: Ledger, forced: str = "") -> Dialogue:
+    def _dialogue(self, prompt: Overview | Closeup, ledger: Ledger, forced: str = "") -> AgentDialogue:
         return self.agent.dialogue(prompt, ledger, episode=self.episode.id, version=self.version, forced=forced)
 
     def now_s(self) -> float:
         """Seconds since the start of the episode."""
         return time.monotonic() - self.began_s
 
-    async def sample_turn(self, dialogue: Dialogue, turn_number: int) -> SampledTurn | None:
+    async def sample_turn(self, dialogue: AgentDialogue, turn_number: int) -> SampledTurn | None:
         """The main agent's next turn, or None if its context is full."""
         config, room = self.agent.config, dialogue.room
         if room < min(MIN_NEW_TOKENS, config.max_new_tokens):
@@ -259,7 +259,7 @@ class _EpisodeRun:
 
     async def _sample(
         self,
-        dialogue: Dialogue,
+        dialogue: AgentDialogue,
         max_new_tokens: int,
         deadline_s: float,
         turn_number: int,

@@ -43,7 +43,7 @@ class Seconds:
 
 
 @dataclass(frozen=True, eq=False)
-class Reply:
+class Answer:
     text: str  # empty without an answer
     evidence: tuple[Evidence, ...]
     seconds: Seconds
@@ -89,7 +89,7 @@ class Answerer:
         name: str = "question",
         seed: int = 0,
         max_tokens: int | None = None,
-    ) -> Reply:
+    ) -> Answer:
         """`name` identifies the question among concurrent ones; the engine aborts requests by it.
 
         `max_tokens` limits the tokens of the agent and its sub-agents together. None: no limit beyond their settings.
@@ -99,7 +99,7 @@ class Answerer:
         overview = await self.agent.overview(task)
         listener.on_overview(overview)
         episode = await self.agent.run(overview, seed=seed, callbacks=listener, max_tokens=max_tokens)
-        return Reply(_text(episode), tuple(_evidence(episode)), _seconds(overview.seconds, episode.turns), episode)
+        return Answer(_text(episode), tuple(_evidence(episode)), _seconds(overview.seconds, episode.turns), episode)
 
 
 def _text(episode: Episode) -> str:

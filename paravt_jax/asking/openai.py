@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from paravt_jax.asking.answerer import Reply
+from paravt_jax.asking.answerer import Answer
 
 Kind = Literal["video", "image"]
 MAX_QUESTION_CHARS = 100_000
@@ -210,7 +210,7 @@ def _boolean(parameters: Mapping[str, Any], name: str) -> bool:
     return bool(value)
 
 
-def usage(answer: Reply) -> dict[str, Any]:
+def usage(answer: Answer) -> dict[str, Any]:
     """Includes all sub-agents."""
     episode = answer.episode
     return {
@@ -221,7 +221,7 @@ def usage(answer: Reply) -> dict[str, Any]:
     }
 
 
-def completion(answer: Reply, name: str, model: str) -> dict[str, Any]:
+def completion(answer: Answer, name: str, model: str) -> dict[str, Any]:
     """`paravt` is our extension: the answer's evidence and the time of each part."""
     reasoning = "\n".join(turn.text for turn in answer.episode.turns)
     message = {"role": "assistant", "content": answer.text, "reasoning_content": reasoning}
@@ -239,7 +239,7 @@ def chunk(name: str, model: str, delta: Mapping[str, str], finish: str | None = 
     return {**_envelope(name, model, "chat.completion.chunk"), "choices": [choice]}
 
 
-def last_chunks(answer: Reply, name: str, model: str, with_usage: bool) -> Iterator[dict[str, Any]]:
+def last_chunks(answer: Answer, name: str, model: str, with_usage: bool) -> Iterator[dict[str, Any]]:
     yield chunk(name, model, {"content": answer.text})
     yield chunk(name, model, {}, FINISHES[answer.finish])
     if with_usage:

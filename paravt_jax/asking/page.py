@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from paravt_jax.asking.answerer import Answerer, Reply
+from paravt_jax.asking.answerer import Answer, Answerer
 from paravt_jax.run.directory import versions
 from paravt_jax.view.page import question_page
 from paravt_jax.view.pictures import Strip, thumbnail
@@ -11,7 +11,7 @@ from rollout.picture import Picture
 from rollout.records import Episode
 
 
-def page_of(answer: Reply, answerer: Answerer, model: str) -> bytes:
+def page_of(answer: Answer, answerer: Answerer, model: str) -> bytes:
     settings = {"config": {"model": {"path": model}, "rollout": asdict(answerer.agent.config)}, **versions()}
     seconds = answer.seconds
     answer_data = {

@@ -23,7 +23,7 @@ from aiohttp import web
 from model_port.progress import Meter
 from model_port.terminal import say
 from paravt_jax.asking.access import AccessControl, Handler
-from paravt_jax.asking.answerer import Answerer, Listener, Reply
+from paravt_jax.asking.answerer import Answer, Answerer, Listener
 from paravt_jax.asking.body import Bodies
 from paravt_jax.asking.media import Sources
 from paravt_jax.asking.openai import (
@@ -155,7 +155,7 @@ class Service:
                 paths = await stack.enter_async_context(self.sources.files_of(question.media))
             answerer = self.answerer.with_sampling(question.temperature, question.top_p)
 
-            async def answer(listener: Listener | None = None) -> Reply:
+            async def answer(listener: Listener | None = None) -> Answer:
                 async with asyncio.timeout_at(deadline):
                     reply = await answerer.answer(
                         paths, question.text, listener, name, question.seed, question.max_tokens
@@ -172,7 +172,7 @@ class Service:
         request: web.Request,
         question: Question,
         name: str,
-        answer: Callable[[Listener], Coroutine[Any, Any, Reply]],
+        answer: Callable[[Listener], Coroutine[Any, Any, Answer]],
     ) -> web.StreamResponse:
         """Streams thinking, calls and reports as reasoning while they happen, and the answer at the end."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -197,7 +197,7 @@ class Service:
         await response.write_eof()
         return response
 
-    def _count(self, answer: Reply, started_s: float) -> None:
+    def _count(self, answer: Answer, started_s: float) -> None:
         self.seconds += time.monotonic() - started_s
         self.num_tokens["prompt"] += answer.episode.num_prompt_tokens
         self.num_tokens["sampled"] += answer.episode.num_sampled

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 from model_port.terminal import visible
-from paravt_jax.asking.answerer import Listener, Reply, Seconds
+from paravt_jax.asking.answerer import Answer, Listener, Seconds
 from rollout.prompter import Overview
 from rollout.records import Call, Turn
 from rollout.tools import BadCall, ToolCall, Window, video_of, window_of
@@ -110,7 +110,7 @@ def clock(seconds: float | int) -> str:
     return f"{hours}:{minutes:02d}:{seconds:04.1f}" if hours else f"{minutes}:{seconds:04.1f}"
 
 
-def summary(answer: Reply) -> Iterator[str]:
+def summary(answer: Answer) -> Iterator[str]:
     """The answer's evidence and times, or why there is no answer."""
     if not answer.text:
         yield f"{'no answer':<{NAME_COLUMNS}}{NO_ANSWER[answer.finish]}"

@@ -1,6 +1,6 @@
 """The agent loop with a model behind an endpoint: the same turns, calls and sub-agents, over messages."""
 
-from rollout.dialogue import Dialogue
+from rollout.dialogue import AgentDialogue
 from rollout.endpoint.client import EndpointClient
 from rollout.endpoint.dialogue import MessageDialogue
 from rollout.endpoint.words import Words, with_tools
@@ -49,7 +49,7 @@ class EndpointAgent(Agent):
 
     def dialogue(
         self, prompt: Overview | Closeup, ledger: Ledger, *, episode: str, version: int | None, forced: str = ""
-    ) -> Dialogue:
+    ) -> AgentDialogue:
         messages = prompt.messages
         if isinstance(prompt, Overview) and self.prompter.tools:
             messages = with_tools(messages, self.prompter.tools)

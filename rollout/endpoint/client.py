@@ -50,7 +50,7 @@ RETRIED = (408, 409, 425)  # besides 5xx and 429
 
 
 @dataclass(eq=False)
-class _Server:
+class _Endpoint:
     url: str
     api: "openai.AsyncOpenAI"
     running: int = 0
@@ -77,7 +77,7 @@ class _Server:
 
 
 @dataclass(eq=False)
-class _Call:
+class _Attempts:
     """A request and its failed attempts."""
 
     request: dict[str, Any]
@@ -106,7 +106,7 @@ class EndpointClient:
                 "or leave engine.api_key_env empty for an endpoint without keys"
             )
         self._openai = openai
-        self._servers = [_Server(url, self._api(url)) for url in dict.fromkeys(url.rstrip("/") for url in urls)]
+        self._servers = [_Endpoint(url, self._api(url)) for url in dict.fromkeys(url.rstrip("/") for url in urls)]
         self._slots = asyncio.Semaphore(max_in_flight * len(self._servers))
         self._limit_name = "max_tokens"
         self._probes: set[asyncio.Task[Any]] = set()
@@ -144,7 +144,7 @@ class EndpointClient:
             **{name: value for name, value in options.items() if value is not None},
         }
         started_s = time.monotonic()
-        call = _Call(request, max_tokens, started_s + deadline_s, affinity, on_text)
+        call = _Attempts(request, max_tokens, started_s + deadline_s, affinity, on_text)
         try:
             async with asyncio.timeout(deadline_s) as timeout, self._slots:
                 reply = await self._retried(call)
@@ -189,7 +189,7 @@ class EndpointClient:
             base_url=url, api_key=self._key or WITHOUT_KEY, max_retries=0, timeout=timeout, http_client=transport
         )
 
-    async def _retried(self, call: _Call) -> Reply:
+    async def _retried(self, call: _Attempts) -> Reply:
         while True:
             server = await self._choose(call)
             server.running += 1
@@ -211,7 +211,7 @@ class EndpointClient:
             finally:
                 server.running -= 1
 
-    async def _note_failure(self, call: _Call, server: _Server, problem: Unreachable) -> None:
+    async def _note_failure(self, call: _Attempts, server: _Endpoint, problem: Unreachable) -> None:
         call.num_failed, call.last = call.num_failed + 1, problem
         call.tried.add(server.url)
         if call.num_failed == MAX_ATTEMPTS:
@@ -220,7 +220,7 @@ class EndpointClient:
             backoff_s = min(BACKOFF_S * 2 ** (call.num_failed - 1), MAX_BACKOFF_S)
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
 
-    async def _choose(self, call: _Call) -> _Server:
+    async def _choose(self, call: _Attempts) -> _Endpoint:
         """Waits until a server is ready."""
         while True:
             now_s = time.monotonic()
@@ -242,14 +242,14 @@ class EndpointClient:
                 self._probes.add(task)
                 task.add_done_callback(self._probes.discard)
 
-    def _preferred(self, servers: Sequence[_Server], affinity: str) -> _Server:
+    def _preferred(self, servers: Sequence[_Endpoint], affinity: str) -> _Endpoint:
         idlest = min(servers, key=lambda server: server.running)
         if not affinity:
             return idlest
         home = max(servers, key=lambda server: hashlib.blake2s(f"{affinity} {server.url}".encode()).digest())
         return home if home.running <= idlest.running + MAX_IMBALANCE else idlest
 
-    async def _send(self, server: _Server, request: dict[str, Any], on_text: Callable[[str], None] | None) -> Reply:
+    async def _send(self, server: _Endpoint, request: dict[str, Any], on_text: Callable[[str], None] | None) -> Reply:
         """One attempt. Raises Unreachable or RateLimited if another one can help."""
         openai = self._openai
         try:
@@ -286,25 +286,25 @@ class EndpointClient:
         # A stream that ends without a reason was cut off.
         return {"choices": [{"message": message, "finish_reason": finish or "abort"}], "usage": usage}
 
-    def _response_error(self, server: _Server, problem: "openai.APIStatusError") -> EndpointError:
+    def _response_error(self, server: _Endpoint, problem: "openai.APIStatusError") -> EndpointError:
         response = problem.response
         return self._status_error(server, response.status_code, response.text, response.headers)
 
-    def _status_error(self, server: _Server, status: int, text: str, headers: Mapping[str, str]) -> EndpointError:
+    def _status_error(self, server: _Endpoint, status: int, text: str, headers: Mapping[str, str]) -> EndpointError:
         if status < 500 and status not in RETRIED:
             return status_error(status, text, server.url, self.model, headers, self._hidden)
         if status in (502, 503, 504):  # nobody is there, or not yet
             server.lower()
         return Unreachable(f"{server.url} answered HTTP {status}: {shown(text, self._hidden)}")
 
-    def _stream_error(self, server: _Server, problem: "openai.APIError") -> EndpointError:
+    def _stream_error(self, server: _Endpoint, problem: "openai.APIError") -> EndpointError:
         code, text = str(problem.code or ""), f"{problem.message} {problem.body or ''}"
         by_words = status_error(400, text, server.url, self.model, {}, self._hidden)
         if by_words.reason in OF_THE_SAMPLE:
             return by_words
         return self._status_error(server, int(code) if code.isdecimal() else 500, text, {})
 
-    async def _health(self, server: _Server) -> ServerHealth:
+    async def _health(self, server: _Endpoint) -> ServerHealth:
         try:
             await self._models(server)
         except Unreachable as problem:
@@ -317,7 +317,7 @@ class EndpointClient:
         server.raise_again()
         return ServerHealth(server.url, True, None)
 
-    async def _models(self, server: _Server) -> list[str]:
+    async def _models(self, server: _Endpoint) -> list[str]:
         openai = self._openai
         try:
             async with asyncio.timeout(PROBE_DEADLINE_S):
