@@ -70,7 +70,7 @@ READ = {  # or no path at all, or a log that is added to
         "--replay",
     ),
     *("--revision", "--root", "--shard", "--src", "--tokenizer"),
-    *("--topology", "--url", "--video-root"),
+    *("--endpoint", "--endpoint-key-env", "--topology", "--url", "--video-root"),
 }
 
 

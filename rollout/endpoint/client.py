@@ -145,8 +145,9 @@ class EndpointClient:
         }
         started_s = time.monotonic()
         call = _Attempts(request, max_tokens, started_s + deadline_s, affinity, on_text)
+        timeout = asyncio.timeout(deadline_s)
         try:
-            async with asyncio.timeout(deadline_s) as timeout, self._slots:
+            async with timeout, self._slots:
                 reply = await self._retried(call)
         except TimeoutError:
             if not timeout.expired():

@@ -7,7 +7,7 @@ import json
 import pytest
 from agents import ANSWER, FakeFrames, call, script
 
-from paravt_jax.asking.answerer import Answerer, Reply
+from paravt_jax.asking.answerer import Answer, Answerer
 from paravt_jax.asking.page import page_of
 from paravt_jax.asking.terminal import BAR_COLUMNS, Live, bar, clock, displayed_text, summary
 from rollout.episode import Agent
@@ -17,7 +17,7 @@ from rollout.tools import Window
 LOOK = f"Where?</think>{call(16, 24)}{call(32, 40)}<|im_end|>"
 
 
-def answer_of(chat, turns, videos=("/data/a.mp4",), **script_settings) -> tuple[Reply, str]:
+def answer_of(chat, turns, videos=("/data/a.mp4",), **script_settings) -> tuple[Answer, str]:
     """The answer and the terminal output."""
     output = io.StringIO()
     agent = Agent(script(chat, turns, **script_settings), FakeFrames(), chat, EpisodeConfig())

@@ -57,7 +57,7 @@ def test_missing_gpus_and_meshes_of_another_size_are_rejected(config, num_learne
             r"gpus=\[1, 2, 3\] does not split evenly over engine\.num_servers=2",
         ),
         ({"gpus": [1], "kind": "jax"}, r"engine\.gpus=\[1\] is for servers that the run starts"),
-        ({"gpus": [1], "device": "cpu"}, r"needs engine\.kind=sglang and engine\.device=cuda"),
+        ({"gpus": [1], "device": "cpu"}, r"needs engine\.kind=sglang or openai and engine\.device=cuda"),
         ({"gpus": [1], "urls": ["http://a"]}, r"without engine\.urls"),
         ({"weights_dir": "/shared", "kind": "jax"}, r"engine\.weights_dir=/shared has no effect without"),
     ],
