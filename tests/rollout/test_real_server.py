@@ -765,18 +765,20 @@ def lids(tmp_path_factory):
     return copy
 
 
-def test_a_real_server_is_an_endpoint(server, tiny_hf, lids, tmp_path):
-    config = endpoint_config(lids, tmp_path / "run", f"engine.urls=[{server.url}/v1]", f"engine.model={tiny_hf}")
+def test_a_real_server_is_an_endpoint(server, tiny_hf_published, lids, tmp_path):
+    config = endpoint_config(
+        lids, tmp_path / "run", f"engine.urls=[{server.url}/v1]", f"engine.model={tiny_hf_published}"
+    )
     (cell,) = asyncio.run(run_eval(config))
     assert cell["n"]["answered"] + cell["n"]["unanswered"] == 2 and cell["n"]["missing"] == {}
     assert 0 < cell["metrics"]["sampled_tokens_mean"] <= 64 and cell["frames"]["min"] == 2
-    with pytest.raises(EngineError, match=rf"does not serve engine\.model=other; it serves {tiny_hf}"):
+    with pytest.raises(EngineError, match=rf"does not serve engine\.model=other; it serves {tiny_hf_published}"):
         asyncio.run(run_eval(endpoint_config(lids, tmp_path, f"engine.urls=[{server.url}/v1]", "engine.model=other")))
 
 
-def test_a_real_server_streams_and_has_known_words_for_what_it_refuses(server, tiny_hf):
+def test_a_real_server_streams_and_has_known_words_for_what_it_refuses(server, tiny_hf_published):
     async def run() -> tuple[list[str], str, str]:
-        client, texts = EndpointClient([f"{server.url}/v1"], str(tiny_hf)), []
+        client, texts = EndpointClient([f"{server.url}/v1"], str(tiny_hf_published)), []
         request: dict[str, Any] = dict(temperature=0.0, deadline_s=60.0)
         try:
             short = [{"role": "user", "content": "Hello"}]
