@@ -60,7 +60,9 @@ def test_a_run_trains_on_the_episodes_of_your_engine_and_sends_it_every_version(
 def test_a_setting_that_names_no_extension_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text("SPLIT = 5\n\ndef open_engine(settings, policy):\n    return 5\n")
-    with pytest.raises(ValueError, match=r"engine\.kind=vllm is unknown; expected jax, sglang, openai or path/to/file\.py:"):
+    with pytest.raises(
+        ValueError, match=r"engine\.kind=vllm is unknown; expected jax, sglang, openai or path/to/file\.py:"
+    ):
         EngineConfig(kind="vllm")
     with pytest.raises(ValueError, match=r"data\.split=own\.py:SPLIT is not a PublicSplit"):
         split_named("own.py:SPLIT")
