@@ -232,22 +232,23 @@ def test_a_request_without_an_answer_ends_at_its_deadline():
 
 def test_the_death_of_one_of_two_servers_loses_no_request_and_it_is_used_again_when_it_is_back():
     one, two = FakeEndpoint("x"), FakeEndpoint("x")
-    one.delay_s = two.delay_s = 0.1
+    one.delay_s = two.delay_s = 0.2
 
     async def work(client: EndpointClient, one: FakeEndpoint, two: FakeEndpoint) -> None:
         asked = [asyncio.create_task(ask(client, affinity=str(number))) for number in range(20)]
-        await asyncio.sleep(0.05)
-        assert one.running and two.running
+        async with asyncio.timeout(10):
+            while not (one.running and two.running):
+                await asyncio.sleep(0.01)
         await one.die()
         assert [reply.text for reply in await asyncio.gather(*asked)] == ["x"] * 20
         health = await client.health()
         assert [server.alive for server in health.servers] == [False, True] and health.alive
         await one.__aenter__()
-        await asyncio.sleep(0.3)
+        one.delay_s = two.delay_s = 0.0
         num_before = len(one.bodies)
-        for number in range(20):
-            await ask(client, affinity=str(number))
-        assert len(one.bodies) > num_before
+        async with asyncio.timeout(10):
+            while len(one.bodies) == num_before:
+                await asyncio.gather(*(ask(client, affinity=str(number)) for number in range(20)))
 
     with_endpoints(work, one, two)
 
