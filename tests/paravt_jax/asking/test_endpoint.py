@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import re
 
 import numpy as np
 import pytest
@@ -39,18 +40,21 @@ def video(tmp_path_factory):
     return str(path)
 
 
-def test_a_question_is_answered_by_a_model_behind_an_endpoint(video, capsys):
+def test_a_question_is_answered_and_shown_on_a_page_by_a_model_behind_an_endpoint(video, capsys, tmp_path):
+    page = tmp_path / "page.html"
+
     async def run():
         async with FakeEndpoint(says) as endpoint:
-            args = ask.make_parser().parse_args(
-                [video, "What colour?", "--endpoint", endpoint.url, "--model", FAKE_MODEL, "--frames", "3", "--json"]
-            )
+            flags = ["--endpoint", endpoint.url, "--model", FAKE_MODEL, "--frames", "3", "--json", "--html", str(page)]
+            args = ask.make_parser().parse_args([video, "What colour?", *flags])
             await ask.run(args, [video], "What colour?")
 
     asyncio.run(run())
     printed = capsys.readouterr()
     answer = json.loads(printed.out)
     assert (answer["answer"], answer["outcomes"], answer["num_sampled_tokens"]) == ("A", ["ok"], 21)
+    pictures = set(re.findall(r'"UklGR[^"]+"', page.read_text()))
+    assert len(pictures) >= 3 and "It is red." in page.read_text()
     assert "3 frames" in printed.err and "behind an endpoint" in printed.err
 
 

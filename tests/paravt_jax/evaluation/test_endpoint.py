@@ -17,6 +17,8 @@ from paravt_jax.config import Config, EngineConfig, EvalConfig, load_config
 from paravt_jax.data.splits import SPLITS
 from paravt_jax.eval import run_eval
 from paravt_jax.evaluation.results import refusal
+from paravt_jax.view.episodes import convert
+from paravt_jax.view.page import make_page
 from rollout.endpoint import client as client_module
 from rollout.endpoint.errors import EndpointError
 from rollout.video.encode import write_video
@@ -231,6 +233,15 @@ def test_settings_of_other_engines_have_the_keys_that_they_always_had():
     engines = ({}, {"engine": {"kind": "jax", "model": ""}}, {"engine": {"kind": "sglang"}})
     assert len({settings_key(record | engine, "none", 4) for engine in engines}) == 1
     assert not changed_sections(record | engines[1], record | engines[2])
+
+
+def test_the_page_of_a_run_shows_episodes_without_ids(copy, tmp_path):
+    evaluated(copy, tmp_path / "run", FakeEndpoint(says))
+    records = map(json.loads, (tmp_path / "run" / "samples_parallel_2.jsonl").read_text().splitlines())
+    for episode in (convert(record["episodes"][0], "", 10_000) for record in records):
+        assert [turn["num_sampled"] for turn in episode["turns"]] == [7, 7]
+        assert [call["num_tokens"] for turn in episode["turns"] for call in turn["calls"]] == [7]
+    assert b"It is poured." in make_page([tmp_path / "run"], 10, frames=True)
 
 
 def test_the_log_says_what_was_missing_and_why(copy, tmp_path):
