@@ -6,7 +6,7 @@ from pathlib import Path
 
 from model_port.download import source_directory
 from model_port.processing import VisionContract
-from model_port.terminal import say
+from model_port.progress import Meter
 from paravt_jax.config import TINY, EngineConfig
 from paravt_jax.run.gpu_assignment import Gpus
 from paravt_jax.run.threads import in_thread
@@ -63,8 +63,8 @@ async def open_endpoint(
             gpus=gpus,
             num_servers=settings.num_servers,
         )
-        say(f"starting {len(servers)} x {settings.serve_with}")
-        urls = await start_endpoints(servers, stack, lambda line: None)
+        with Meter(f"starting {len(servers)} x {settings.serve_with}"):
+            urls = await start_endpoints(servers, stack, lambda line: None)
     client = EndpointClient(urls, model, settings.api_key_env)
     stack.push_async_callback(client.close)
     await check_endpoint(client, temperature)

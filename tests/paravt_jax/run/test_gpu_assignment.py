@@ -1,6 +1,7 @@
 """Servers and learner get separate GPUs, or nothing starts; tested without a GPU."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -116,3 +117,13 @@ def test_servers_without_gpus_are_rejected_before_anything_starts(tmp_path, monk
     with pytest.raises(ValueError, match=r"engine\.gpus=\[2\]: there is no GPU 2"):
         asyncio.run(train(load_config("configs/smoke_cpu.yaml", *settings)))
     assert not (tmp_path / "run").exists()
+
+
+def test_servers_of_an_evaluated_model_have_a_gpu_each_unless_it_is_said_which():
+    visible = {"CUDA_VISIBLE_DEVICES": "3,5,7"}
+    engine = EngineConfig("openai", serve_with="vllm", num_servers=2)
+    assert place_servers(engine, 0, dict(visible)) == (("3",), ("5",))
+    assert place_servers(replace(engine, gpus=[1, 2], num_servers=1), 0, dict(visible)) == (("5", "7"),)
+    assert place_servers(EngineConfig("openai", ["http://h/v1"], model="m"), 0, dict(visible)) == ()
+    with pytest.raises(ValueError, match=r"there is no GPU 3; 3 GPUs are visible"):
+        place_servers(replace(engine, num_servers=4), 0, dict(visible))
