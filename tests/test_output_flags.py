@@ -24,7 +24,10 @@ FILES = {
     ("data split", "--train"): ([*SPLIT, "--train", "FILE", "--validation", "v.jsonl"], "in.jsonl"),
     ("data split", "--validation"): ([*SPLIT, "--train", "t.jsonl", "--validation", "FILE"], "in.jsonl"),
     ("eval table", "--png"): (["eval", "table", "run", "--png", "FILE"], "run/eval.json"),
-    ("prompts import-release", "--dst"): (["prompts", "import-release", "driver.py", "--dst", "FILE"], "driver.py"),
+    ("prompts import-release", "--dst"): (
+        ["prompts", "import-release", "in", "--dst", "FILE"],
+        "in/paravt/eval/utils.py",
+    ),
     ("view", "--out"): (["view", "run", "--out", "FILE"], "run/eval.json"),
 }
 WITHOUT_FORCE = {"data split"}  # whose files must not exist
@@ -69,7 +72,7 @@ READ = {  # or no path at all, or a log that is added to
         "--qwen-vl-utils",
         "--replay",
     ),
-    *("--revision", "--root", "--shard", "--src", "--tokenizer"),
+    *("--revision", "--root", "--shard", "--src", "--text", "--tokenizer"),
     *("--endpoint", "--endpoint-key-env", "--topology", "--url", "--video-root"),
 }
 
@@ -137,6 +140,8 @@ def inputs(tmp_path):
     (tmp_path / "in.jsonl").write_text(json.dumps(ROW) + "\n")
     pq.write_table(pa.table({"messages": ["[]"]}), tmp_path / "in" / "x.parquet")
     (tmp_path / "run" / "eval.json").write_text('{"cells": []}')
+    (tmp_path / "in" / "paravt" / "eval").mkdir(parents=True)
+    (tmp_path / "in" / "paravt" / "eval" / "utils.py").write_text("# of the release\n")
     (tmp_path / "a.mp4").write_bytes(b"film")
     (tmp_path / "c.yaml").write_text("seed: 1\n")
     (tmp_path / "driver.py").write_text("X = 1\n")

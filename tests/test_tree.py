@@ -43,7 +43,7 @@ ROOMS = {  # of paravt_jax, from the ground up: what each may import from, which
     "eval": "config evaluation run",
     "ask": "asking run",
     "serve": "ask asking run",
-    "prompts": "",
+    "prompts": "config evaluation",
     "__main__": "",
 }
 PURE = (  # no config, no I/O, no logger

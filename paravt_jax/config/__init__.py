@@ -4,6 +4,8 @@ from paravt_jax.config.load import WRITTEN, as_written, computed_on, load_config
 from paravt_jax.config.schema import (
     AUTO,
     DIRECT,
+    MODES,
+    SINGLE_TURN_MODES,
     SYNTHETIC,
     TINY,
     CheckpointConfig,
@@ -17,7 +19,6 @@ from paravt_jax.config.schema import (
     ImitationConfig,
     LogConfig,
     MeshConfig,
-    Mode,
     PackConfig,
     PolicyConfig,
     SftConfig,
@@ -30,6 +31,8 @@ from paravt_jax.config.schema import (
 __all__ = [
     "AUTO",
     "DIRECT",
+    "MODES",
+    "SINGLE_TURN_MODES",
     "SYNTHETIC",
     "TINY",
     "WRITTEN",
@@ -44,7 +47,6 @@ __all__ = [
     "ImitationConfig",
     "LogConfig",
     "MeshConfig",
-    "Mode",
     "PackConfig",
     "PolicyConfig",
     "SftConfig",

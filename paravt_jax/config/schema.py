@@ -4,7 +4,7 @@ If only one module uses a section, that module declares its dataclass.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from model_port.config import LoraConfig
@@ -528,17 +528,48 @@ class EvalDataConfig(DataConfig):
     )
 
 
-Mode = Literal["agentic", "agentic_release", "reasoning", "direct"]
+SINGLE_TURN_MODES = ("reasoning", "direct")
+RELEASE_AGENTIC_MODES = (
+    "agentic_general",
+    "agentic_minimal",
+    "agentic_videozoomer",
+    "agentic_sage",
+    "agentic_longvt",
+)
+MODES = {  # by protocol
+    "paravt": ("agentic", *SINGLE_TURN_MODES),
+    "release": (*SINGLE_TURN_MODES, *RELEASE_AGENTIC_MODES),
+}
+RELEASE_FRAMES = 64
 DIRECT = "Give the answer between <answer> and </answer>."
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    mode: Mode = setting(
-        "agentic",
-        "agentic: as in training; agentic_release: the released prompts without a forced prefix; reasoning, direct: no "
-        "tools, with and without thinking",
+    """The protocol of an evaluation and its cells."""
+
+    protocol: Literal["paravt", "release"] = setting(
+        "paravt",
+        "paravt: prompts, frames and agent loop as in training; release: everything as in the released evaluation, for "
+        "comparison with the published tables (docs/evaluation.md)",
     )
+    mode: str = setting(
+        "agentic",
+        "agentic: as in training; reasoning, direct: no tools, with and without thinking. protocol=release: direct, "
+        "reasoning, agentic_general, agentic_minimal, agentic_videozoomer, agentic_sage or agentic_longvt",
+    )
+    charades_mode: str = setting(
+        "", "protocol=release: another mode for Charades-STA; the published policy uses agentic_minimal. Empty: mode"
+    )
+    channel: Literal["auto", "image_url", "video_url"] = setting(
+        "auto",
+        "protocol=release: frames as pictures, or the video file's path, which the server must be able to read; auto: "
+        "video_url for Charades-STA, image_url for the other splits",
+    )
+    release_texts: str = setting(
+        "", "protocol=release: file of its texts, from python -m paravt_jax.prompts import-release"
+    )
+    published_row: str = setting("", "row of the published tables to show next to the result, such as Video-R1-7B")
     frame_budgets: list[int] = setting([64], "numbers of overview frames; each is evaluated separately")
     dispatches: list[Dispatch] = setting(
         ["parallel"], "how calls are dispatched, as in rollout.dispatch; each is evaluated separately"
@@ -552,11 +583,38 @@ class EvaluationConfig:
             raise ValueError(f"eval.frame_budgets={self.frame_budgets} must be numbers of frames, each at least 1")
         if not self.dispatches:
             raise ValueError("eval.dispatches is empty, expected some of parallel, sequential, none")
-        if self.mode in ("reasoning", "direct") and self.dispatches != ["none"]:
+        self._check_modes()
+        if self.protocol == "paravt" and self.mode in SINGLE_TURN_MODES and self.dispatches != ["none"]:
             raise ValueError(
                 f"eval.mode={self.mode} has no tools, which conflicts with eval.dispatches={self.dispatches}; set "
                 f"eval.dispatches=[none]"
             )
+
+    def _check_modes(self) -> None:
+        if self.mode == "agentic_release":
+            raise ValueError(
+                "eval.mode=agentic_release was removed: eval.protocol=release eval.mode=agentic_general evaluates as "
+                "the release does; for its prompts in this project's protocol, set eval.mode=agentic, "
+                "rollout.prompts_file=FILE and rollout.forced_prefix="
+            )
+        for name in ("mode", *(["charades_mode"] if self.charades_mode else [])):
+            if getattr(self, name) not in MODES[self.protocol]:
+                raise ValueError(
+                    f"eval.{name}={getattr(self, name)} is not a mode of eval.protocol={self.protocol}; expected "
+                    f"{', '.join(MODES[self.protocol])}"
+                )
+        if self.protocol == "paravt":
+            for name, default in (("charades_mode", ""), ("channel", "auto"), ("release_texts", "")):
+                if getattr(self, name) != default:
+                    raise ValueError(f"eval.{name}={getattr(self, name)} has no effect without eval.protocol=release")
+
+    def mode_of(self, split: str) -> str:
+        return self.charades_mode if split == "charades" and self.charades_mode else self.mode
+
+    def channel_of(self, split: str) -> Literal["image_url", "video_url"]:
+        if self.channel != "auto":
+            return self.channel
+        return "video_url" if split == "charades" else "image_url"
 
     @property
     def cells(self) -> list[tuple[Dispatch, int]]:
@@ -564,7 +622,7 @@ class EvaluationConfig:
 
     def episode(self, rollout: EpisodeConfig, dispatch: Dispatch) -> EpisodeConfig:
         """The settings of an episode with this dispatch."""
-        if self.mode in ("agentic_release", "direct"):
+        if self.mode == "direct":
             rollout = replace(rollout, forced_prefix="")
         if self.mode == "direct" and rollout.prompts.without_tool == Prompts.without_tool:
             rollout = replace(rollout, prompts=replace(rollout.prompts, without_tool=DIRECT))
@@ -589,11 +647,8 @@ class EvalConfig(RunConfig):
             raise ValueError(problem)
         if not self.data.validation and not self.data.split:
             raise ValueError("data.validation is empty; set it to prompts, or set data.split to a public split")
-        if self.eval.mode == "agentic_release" and not self.rollout.prompts.system_has_tools:
-            raise ValueError(
-                "eval.mode=agentic_release needs the release's prompts: `python -m paravt_jax.prompts import-release "
-                "ParaVT/paravt/eval/driver.py --dst paravt.yaml`, then rollout.prompts_file=paravt.yaml"
-            )
+        if self.eval.protocol == "release":
+            self._check_release()
         for dispatch in self.eval.dispatches:
             self.eval.episode(self.rollout, dispatch)  # raises if the dispatch conflicts with other settings
         if self.rollout.temperature == 0 and self.eval.num_samples > 1:
@@ -601,6 +656,33 @@ class EvalConfig(RunConfig):
                 f"eval.num_samples={self.eval.num_samples} would repeat the same answer at rollout.temperature=0; "
                 f"raise the temperature, or set eval.num_samples=1"
             )
+
+    def _check_release(self) -> None:
+        """The protocol fixes most settings; changing one that has no effect is an error."""
+        if self.engine.kind != "openai":
+            raise ValueError(
+                f"eval.protocol=release sends messages to an OpenAI-compatible endpoint, which engine.kind="
+                f"{self.engine.kind} is not; set engine.kind=openai"
+            )
+        if not self.eval.release_texts:
+            raise ValueError(
+                "eval.protocol=release needs the release's texts: python -m paravt_jax.prompts import-release ParaVT "
+                "--dst release.yaml, then eval.release_texts=release.yaml"
+            )
+        fixed = {"eval": EvaluationConfig(), "rollout": EpisodeConfig(temperature=0.0), "video": VideoConfig()}
+        names = {
+            "eval": ("frame_budgets", "dispatches", "num_samples"),
+            "rollout": [field.name for field in fields(EpisodeConfig) if field.name != "turn_deadline_s"],
+            "video": ("min_pixels", "max_pixels"),
+        }
+        changed = [
+            f"{section}.{name}={getattr(getattr(self, section), name)}"
+            for section in fixed
+            for name in names[section]
+            if getattr(getattr(self, section), name) != getattr(fixed[section], name)
+        ]
+        if changed:
+            raise ValueError(f"{', '.join(changed)}: eval.protocol=release fixes this; leave it out")
 
 
 def _local(section: str, config: Any, *names: str) -> None:

@@ -16,6 +16,7 @@ from paravt_jax.data.splits import PublicSplit
 from paravt_jax.evaluation.sample_log import SampleResult
 from paravt_jax.evaluation.statistics import interval, mean_over, pass_at
 from paravt_jax.rewards.official import OFFICIAL, STRICT
+from paravt_jax.rewards.release import RELEASE
 from paravt_jax.rl.metrics import QUANTILES, by_part
 
 RIGHT = 0.5  # minimum score of a right episode, for pass@k
@@ -41,7 +42,8 @@ def certificate(
         "missing": dict(missing) | {f"row: {reason}": count for reason, count in bad.items()},
         "not_played": num_rows - sum(bad.values()) - len(results),
     }
-    scorers = (STRICT,) if split is None else (STRICT, OFFICIAL)
+    own = RELEASE if about.get("protocol") == RELEASE else STRICT
+    scorers = (own,) if split is None else (own, OFFICIAL)
     scores = {scorer: scored(split, results, counts, scorer) for scorer in scorers if complete}
     by_type = by_part((result.question_type, result) for result in results)
     refused = why_refused(counts)
@@ -53,7 +55,7 @@ def certificate(
         "crop_frames": _spread(episode["num_crop_frames"] for result in complete for episode in result.episodes),
         "subtitles": dict(Counter(result.subtitles for result in complete if result.subtitles)),
         "scores": scores,
-        "headline": None if refused or split is None or not complete else scores[STRICT]["score"],
+        "headline": None if refused or split is None or not complete else scores[own]["score"],
         "refused": refused,
         "metrics": pooled(results),
         "by_type": {kind: pooled(of_kind) for kind, of_kind in by_type.items()},
@@ -77,7 +79,7 @@ def scored(
     """One scorer's score with its interval, the score with missing as wrong, and every group."""
     complete = [result for result in results if not result.missing]
     means = [statistics.fmean(result.scores(scorer)) for result in complete]
-    name = split.mean_over if split else ""
+    name = split.mean_over if split and scorer != RELEASE else ""
     strata = _strata(complete, name)
     scores: dict[str, Any] = {
         "score": mean_over(means, strata),
@@ -89,10 +91,20 @@ def scored(
     if split is not None and split.thresholds:
         shares = {f"R@{t:g}": [float(mean >= t) for mean in means] for t in split.thresholds}
         scores |= {name: statistics.fmean(over) for name, over in shares.items()}
+    if scorer == RELEASE:
+        scores["as_released"] = as_released(complete, scores)
     if (k := len(complete[0].episodes)) > 1:
         right = [sum(score >= RIGHT for score in result.scores(scorer)) for result in complete]
         scores |= {f"avg@{k}": scores["micro"], f"pass@{k}": statistics.fmean(pass_at(k, num, k) for num in right)}
     return scores
+
+
+def as_released(complete: Sequence[SampleResult], scores: Mapping[str, Any]) -> float:
+    """The release's own figure: errors are wrong, but left out of the mean IoU of temporal grounding."""
+    if complete[0].question_type != "tvg":
+        return scores["missing_as_wrong"]
+    scored = [result for result in complete if not result.episodes[0]["malformed"]]
+    return statistics.fmean(result.scores(RELEASE)[0] for result in scored) if scored else 0.0
 
 
 def groups(results: Sequence[SampleResult], means: Sequence[float]) -> dict[str, dict[str, dict[str, float | int]]]:

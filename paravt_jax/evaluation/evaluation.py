@@ -15,8 +15,10 @@ from paravt_jax.data.splits import Sample, split_named
 from paravt_jax.data.splits.reading import SampleSet, load_samples
 from paravt_jax.evaluation.certificate import certificate
 from paravt_jax.evaluation.provenance import (
+    TEXTS_DIGEST,
     cell_provenance,
     changed_sections,
+    digest,
     digest_of_requests,
     endpoint_record,
     engine_record,
@@ -24,8 +26,12 @@ from paravt_jax.evaluation.provenance import (
     run_provenance,
     settings_key,
 )
+from paravt_jax.evaluation.release.dialogue import ReleasePlayer
+from paravt_jax.evaluation.release.pictures import ReleasePictures
+from paravt_jax.evaluation.release.recorder import ReleaseRecorder, release_texts
+from paravt_jax.evaluation.release.texts import ReleaseTexts
 from paravt_jax.evaluation.results import Cell, Shard
-from paravt_jax.evaluation.runner import CellRunner
+from paravt_jax.evaluation.runner import CellRunner, EpisodeRecorder
 from paravt_jax.evaluation.sample_log import SHARDS_DIR, SampleLog, SampleResult, cell_name, sample_key
 from paravt_jax.rewards.judge import Judge
 from paravt_jax.rewards.plugin import load_plugin
@@ -39,6 +45,7 @@ from paravt_jax.run.threads import in_thread
 from paravt_jax.sampling.endpoint import endpoint_contract, endpoint_model, open_endpoint, served_files
 from paravt_jax.sampling.engines import frame_reader, open_engine, warn_of_large
 from rollout.endpoint.agent import EndpointAgent
+from rollout.endpoint.client import EndpointClient
 from rollout.episode import Agent
 from rollout.episode_config import Dispatch, EpisodeConfig
 from rollout.video.reader import FrameReader
@@ -57,7 +64,7 @@ class Evaluation:
     provenance: Mapping[str, Any]  # shared by all cells
     loaded: SampleSet
     samples: Sequence[Sample]  # the samples of this run or shard
-    worker: RolloutWorker | None = None  # None if every sample is done
+    worker: RolloutWorker | ReleasePlayer | None = None  # None if every sample is done
 
     async def fill(self, dispatch: Dispatch, frame_budget: int) -> None:
         """Runs the remaining samples of a cell, then writes its certificate. A finished cell is not changed."""
@@ -101,15 +108,13 @@ class Evaluation:
         split = self.loaded.split
         return ", ".join([*([split.name] if split else []), dispatch, f"{frame_budget} frames"])
 
-    def _runner(self, worker: RolloutWorker, dispatch: Dispatch, frame_budget: int) -> CellRunner:
-        episode = self.settings.episode(self.rollout, dispatch)
-        return CellRunner(
-            self._name(dispatch, frame_budget),
-            replace(worker, agent=worker.agent.with_config(episode)),
-            self.loaded.split,
-            frame_budget,
-            self.settings.num_samples,
-        )
+    def _runner(self, worker: RolloutWorker | ReleasePlayer, dispatch: Dispatch, frame_budget: int) -> CellRunner:
+        name, split = self._name(dispatch, frame_budget), self.loaded.split
+        if isinstance(worker, ReleasePlayer):
+            assert split is not None
+            return CellRunner(name, ReleaseRecorder(split, worker))
+        worker = replace(worker, agent=worker.agent.with_config(self.settings.episode(self.rollout, dispatch)))
+        return CellRunner(name, EpisodeRecorder(worker, split, frame_budget, self.settings.num_samples))
 
     def _certified(self, dispatch: Dispatch, frame_budget: int, results: Sequence[SampleResult]) -> Cell:
         name, problems = self._name(dispatch, frame_budget), [result.problem for result in results if result.missing]
@@ -134,7 +139,10 @@ async def open_evaluation(config: EvalConfig, shard: Shard | None = None) -> Asy
     """Opens an evaluation or one shard of it. The model is loaded only if samples remain."""
     async with AsyncExitStack() as stack:
         directory = stack.enter_context(locked(_directory(Path(config.run_dir), shard)))
+        texts = release_texts(config.eval, config.data.split) if config.eval.protocol == "release" else None
         loaded, record = _load(config.data), to_record(config)
+        if texts is not None:
+            record["eval"][TEXTS_DIGEST] = digest(dict(texts.texts))
         _check_same(directory, record)
         write_settings(record, directory)
         samples = loaded.samples[: config.eval.max_prompts]
@@ -154,8 +162,21 @@ async def open_evaluation(config: EvalConfig, shard: Shard | None = None) -> Asy
         if not evaluation.samples:
             raise ValueError(f"--shard {number}/{num_shards} has none of {len(samples)} samples")
         if not evaluation.is_done():
-            evaluation = replace(evaluation, worker=await _open_worker(config, directory, stack, evaluation.samples))
+            opening = config, directory, stack, evaluation.samples
+            worker = await (_open_worker(*opening) if texts is None else _open_player(*opening, texts))
+            evaluation = replace(evaluation, worker=worker)
         yield evaluation
+
+
+async def _open_player(
+    config: EvalConfig, directory: Path, stack: AsyncExitStack, samples: Sequence[Sample], texts: ReleaseTexts
+) -> ReleasePlayer:
+    gpus = place_servers(config.engine, 0)
+    config = computed_on(config, config.engine.device)
+    client, frames = await _endpoint(config, directory, stack, samples, gpus)
+    pictures = ReleasePictures(frames, config.rollout.min_video_deadline_s)
+    mode, channel = config.eval.mode_of(config.data.split), config.eval.channel_of(config.data.split)
+    return ReleasePlayer(client, pictures, texts, mode, channel)
 
 
 async def _open_worker(
@@ -167,15 +188,15 @@ async def _open_worker(
     judge = await stack.enter_async_context(Judge(config.judge)) if config.judge.is_set else None
     plugin = load_plugin(config.reward)
     if config.engine.kind == "openai":
-        agent = await _endpoint_agent(config, directory, stack, samples, gpus)
+        agent = EndpointAgent(*await _endpoint(config, directory, stack, samples, gpus), config.rollout)
     else:
         agent = await _agent(config, directory, stack, samples, gpus)
     return RolloutWorker(agent, config.reward, judge, config.seed, plugin)
 
 
-async def _endpoint_agent(
+async def _endpoint(
     config: EvalConfig, directory: Path, stack: AsyncExitStack, samples: Sequence[Sample], gpus: Sequence[Gpus]
-) -> EndpointAgent:
+) -> tuple[EndpointClient, FrameReader]:
     """No model is loaded, and none needs to be known to this project."""
     name = endpoint_model(config.engine, config.model.path)
     files = await served_files(config.engine, config.model.path)
@@ -191,11 +212,12 @@ async def _endpoint_agent(
         dtype=config.model.dtype,
         max_context_tokens=config.rollout.max_context_tokens,
         temperature=config.rollout.temperature,
+        as_released=config.eval.protocol == "release",
     )
     contract = endpoint_contract(config.video.min_pixels, config.video.max_pixels)
     frames = await _frames(config, contract, stack, samples)
     _write_played(directory, model, {"kind": config.engine.kind, "serve_with": config.engine.serve_with})
-    return EndpointAgent(client, frames, config.rollout)
+    return client, frames
 
 
 async def _frames(

@@ -18,9 +18,11 @@ from rollout.engine.http import HttpClient
 from rollout.engine.protocol import Engine
 from rollout.episode_config import Dispatch, EpisodeConfig
 
-SCORERS = ("answers", "grammar", "official", "terms")  # modules of `paravt_jax/rewards` that affect a score
+SCORERS = ("answers", "grammar", "official", "release", "terms")  # modules of `paravt_jax/rewards` that affect a score
 ABOUT_THE_MACHINE = ("run_dir", "engine", "mesh", "eval")  # sections that no answer depends on, except EVAL_KEYS
 EVAL_KEYS = ("mode", "num_samples")
+TEXTS_DIGEST = "release_texts_digest"  # beside a record's settings: the texts of eval.release_texts
+RELEASE_KEYS = ("charades_mode", "channel", TEXTS_DIGEST)
 PIECE_BYTES = 2**16
 SERVER_DEADLINE_S = 30.0
 
@@ -29,7 +31,13 @@ def settings_key(record: Mapping[str, Any], dispatch: Dispatch, frame_budget: in
     """A hash of all settings in `record` that an answer depends on, without paths."""
     settings = {name: value for name, value in record.items() if name not in (*ABOUT_THE_MACHINE, "data")}
     evaluated = [*(record["eval"][name] for name in EVAL_KEYS), dispatch, frame_budget, record["data"]["split"]]
-    return digest([settings, evaluated, *_endpoint(record)])
+    return digest([settings, evaluated, *_endpoint(record), *_released(record)])
+
+
+def _released(record: Mapping[str, Any]) -> list[Any]:
+    """The settings of the release's protocol."""
+    evaluated = record["eval"]
+    return [evaluated.get(name) for name in RELEASE_KEYS] if evaluated.get("protocol") == "release" else []
 
 
 def _endpoint(record: Mapping[str, Any]) -> list[str]:
@@ -42,6 +50,7 @@ def changed_sections(new: Mapping[str, Any], old: Mapping[str, Any]) -> list[str
     """Settings that an answer depends on and that differ from an earlier run's."""
     changed = sorted(key for key in new if key not in ABOUT_THE_MACHINE and old.get(key) != new[key])
     changed += ["engine.model"] if _endpoint(new) != _endpoint(old) else []
+    changed += ["eval.protocol"] if _released(new) != _released(old) else []
     return changed + [f"eval.{key}" for key in EVAL_KEYS if old["eval"].get(key) != new["eval"][key]]
 
 
@@ -58,7 +67,9 @@ def run_provenance(
     """The provenance that all cells of an evaluation share."""
     repository = loaded.split.repo if loaded.split else validation
     return {
-        "mode": settings.mode,
+        "protocol": settings.protocol,
+        "mode": settings.mode_of(loaded.split.name if loaded.split else ""),
+        "published_row": settings.published_row,
         "num_samples": settings.num_samples,
         "seed": seed,
         "data": {"repository": repository, "revision": loaded.revision, "sha256": dict(loaded.files)},

@@ -21,7 +21,7 @@ def cell_table(cells: Iterable[Cell]) -> str:
     columns = ["dispatch", "frames", *COLUMNS, "mcq", "tvg", "oe"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for cell in cells:
-        values = [f"{cell['metrics'][key]:.3g}" for key in COLUMNS.values()]
+        values = [f"{cell['metrics'][key]:.3g}" if key in cell["metrics"] else "" for key in COLUMNS.values()]
         by_type = [cell["by_type"].get(kind, {}).get("accuracy_mean") for kind in ("mcq", "tvg", "oe")]
         values += ["" if value is None else f"{value:.3g}" for value in by_type]
         lines.append(f"| {cell['dispatch']} | {cell['frame_budget']} | {' | '.join(values)} |")

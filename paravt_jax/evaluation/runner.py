@@ -4,12 +4,12 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from model_port.progress import Meter
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.splits import PublicSplit, Sample
-from paravt_jax.evaluation.sample_log import Record, SampleLog, SampleResult, result_of, sample_record
-from paravt_jax.rewards.official import STRICT
+from paravt_jax.evaluation.sample_log import Record, SampleLog, SampleResult, episode_record, result_of, sample_record
 from paravt_jax.rl.episodes import RolloutWorker
 from paravt_jax.run.threads import in_thread
 from rollout.endpoint.errors import OF_THE_SAMPLE
@@ -28,15 +28,18 @@ ENGINE_REASONS = {"engine", "deadline", *ENDPOINT_REASONS} - set(OF_THE_SAMPLE)
 MAX_IN_FLIGHT = 32  # prompts whose episodes run at the same time, their frames in memory
 
 
+class Recorder(Protocol):
+    async def record(self, key: str, sample: Sample) -> Record:
+        """Runs a sample. A failure of an engine, a video or the judge makes it missing and is not raised."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class CellRunner:
     """Runs the samples of a cell."""
 
     name: str  # for progress and errors
-    worker: RolloutWorker
-    split: PublicSplit | None
-    frame_budget: int
-    num_samples: int  # episodes per sample
+    recorder: Recorder
 
     async def run(self, todo: Mapping[str, Sample], log: SampleLog, finished: Iterable[SampleResult]) -> None:
         """Runs the samples of `todo`, by key, and logs each as it ends. `finished` counts in the progress.
@@ -47,7 +50,7 @@ class CellRunner:
 
         async def work() -> None:
             for key, sample in samples:
-                record = await self._record(key, sample)
+                record = await self.recorder.record(key, sample)
                 log.write(record)
                 tally.add(result_of(record))
                 meter.at(meter.done + 1, tally.summary())
@@ -61,14 +64,32 @@ class CellRunner:
             except ExceptionGroup as problems:
                 raise problems.exceptions[0] from None
 
-    async def _record(self, key: str, sample: Sample) -> Record:
+    def _check(self, tally: "Tally") -> None:
+        if tally.num_failed_in_a_row > 2 * MAX_IN_FLIGHT:
+            raise RuntimeError(
+                f"{self.name}: the engine failed {tally.num_failed_in_a_row} samples in a row, the last {tally.problem}"
+                f"; when it works again, restart with the same run_dir: {tally.num_complete} samples are done"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class EpisodeRecorder:
+    """Runs a sample's episodes by this project's protocol."""
+
+    worker: RolloutWorker
+    split: PublicSplit | None
+    frame_budget: int
+    num_samples: int  # episodes per sample
+
+    async def record(self, key: str, sample: Sample) -> Record:
         prompt, subtitles = sample.prompt, ""
         if self.split is not None and self.split.with_subtitles:
             prompt, subtitles = await self._subtitled(sample)
         num_frames = max(self.frame_budget, len(prompt.videos))
         task = Task(f"validation-{prompt.id}", prompt.question, prompt.videos, num_frames, prompt.subtitles)
         rollouts = await self.worker.run_group(task, prompt, self.num_samples)
-        return sample_record(key, sample, subtitles, rollouts, self.split and self.split.official)
+        official = self.split and self.split.official
+        return sample_record(key, sample, subtitles, [episode_record(each, sample, official) for each in rollouts])
 
     async def _subtitled(self, sample: Sample) -> tuple[Prompt, str]:
         """Adds the subtitle lines on screen in the frames. Returns the prompt, and "shown", "none" or "unreadable".
@@ -90,13 +111,6 @@ class CellRunner:
             return prompt, "none" if cues else "unreadable"
         question = SUBTITLES.format(lines="\n".join(texts), question=prompt.question)
         return replace(prompt, question=question), "shown"
-
-    def _check(self, tally: "Tally") -> None:
-        if tally.num_failed_in_a_row > 2 * MAX_IN_FLIGHT:
-            raise RuntimeError(
-                f"{self.name}: the engine failed {tally.num_failed_in_a_row} samples in a row, the last {tally.problem}"
-                f"; when it works again, restart with the same run_dir: {tally.num_complete} samples are done"
-            )
 
 
 def on_screen(cues: Sequence[Cue], times_s: Sequence[float | int]) -> list[str]:
@@ -133,7 +147,7 @@ class Tally:
         if result.missing:
             self.num_missing, self.problem = self.num_missing + 1, result.problem
         else:
-            scores = result.scores(STRICT)
+            scores = result.main_scores
             self.num_complete, self._score = self.num_complete + 1, self._score + sum(scores) / len(scores)
 
     def summary(self) -> str:

@@ -57,6 +57,11 @@ class SampleResult:
         """One score per episode."""
         return [episode["scores"][scorer] for episode in self.episodes]
 
+    @property
+    def main_scores(self) -> list[float]:
+        """One score per episode, by the protocol's own rule."""
+        return [next(iter(episode["scores"].values())) for episode in self.episodes]
+
 
 def cell_name(dispatch: Dispatch, frame_budget: int) -> str:
     return f"{dispatch}_{frame_budget}"
@@ -69,9 +74,7 @@ def sample_key(settings: str, sample: Sample) -> str:
     return hashlib.blake2b(content.encode(), digest_size=12).hexdigest()
 
 
-def sample_record(
-    key: str, sample: Sample, subtitles: str, rollouts: Sequence[Rollout], official: Official | None
-) -> Record:
+def sample_record(key: str, sample: Sample, subtitles: str, episodes: Sequence[Record]) -> Record:
     prompt = sample.prompt
     return {
         "key": key,
@@ -81,11 +84,11 @@ def sample_record(
         "question_type": prompt.question_type,
         "groups": {name: list(labels) for name, labels in sample.groups.items()},
         "subtitles": subtitles,
-        "episodes": [_episode(rollout, sample, official) for rollout in rollouts],
+        "episodes": episodes,
     }
 
 
-def _episode(rollout: Rollout, sample: Sample, official: Official | None) -> dict[str, Any]:
+def episode_record(rollout: Rollout, sample: Sample, official: Official | None) -> Record:
     record = rollout_record(rollout) | {"metrics": rollout_metrics([rollout])}
     if rollout.missing or rollout.episode is None or rollout.terms is None:
         return record
@@ -132,7 +135,8 @@ class SampleLog:
 
 
 def result_of(record: Record) -> SampleResult:
-    fields = ("metrics", "scores", "answered", "num_frames", "num_crop_frames", "missing", "problem", "reason", "sent")
+    fields = ("metrics", "scores", "answered", "num_frames", "num_crop_frames", "missing", "problem", "reason")
+    fields = (*fields, "sent", "malformed")
     episodes = tuple({name: episode[name] for name in fields if name in episode} for episode in record["episodes"])
     names = ("id", "key", "video", "question_type", "groups", "subtitles")
     return SampleResult(**{name: record[name] for name in names}, episodes=episodes)

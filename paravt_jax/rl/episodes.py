@@ -100,7 +100,7 @@ class RolloutWorker:
             overview = await await_user_code(self.agent.overview(task))
         except Exception as error:
             problem = f"overview: {type(error).__name__}: {error}"
-            return [Rollout(f"{task.id}/{n}", problem=problem, reason=_reason(error)) for n in range(num_episodes)]
+            return [Rollout(f"{task.id}/{n}", problem=problem, reason=reason_of(error)) for n in range(num_episodes)]
         rollouts = await asyncio.gather(*(run_one(overview, number) for number in range(num_episodes)))
         return with_group_terms(rollouts, self.reward)
 
@@ -114,7 +114,7 @@ class RolloutWorker:
             return await await_user_code(self.score(name, episode, prompt))
         except Exception as error:  # any failure only invalidates this episode
             num_lost = sum(episode.ledger.num_sampled for episode in started if episode.id == name)
-            return Rollout(name, problem=f"{type(error).__name__}: {error}", reason=_reason(error), num_lost=num_lost)
+            return Rollout(name, problem=f"{type(error).__name__}: {error}", reason=reason_of(error), num_lost=num_lost)
 
     async def score(self, name: str, episode: Episode, prompt: Prompt) -> Rollout:
         if episode.finish == "abort":
@@ -173,7 +173,7 @@ def _task(name: str, prompt: Prompt, frame_budget: int) -> Task:
     return Task(name, prompt.question, prompt.videos, max(frame_budget, len(prompt.videos)), prompt.subtitles)
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     if isinstance(error, EndpointError):
         return error.reason
     if isinstance(error, DeadlineExceeded | TimeoutError):

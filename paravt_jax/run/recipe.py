@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from model_port.hf_files import RECIPE_FILE
 from model_port.json_files import Section, read_object
-from paravt_jax.config import Config, EvalConfig, Mode, SftConfig, VideoConfig
+from paravt_jax.config import Config, EvalConfig, SftConfig, VideoConfig
 from paravt_jax.config.changed_keys import updated_record
 from paravt_jax.config.keys import flat
 from rollout.episode_config import EpisodeConfig
@@ -34,7 +34,7 @@ class Recipe:
     min_pixels: int = VideoConfig.min_pixels
     max_pixels: int = VideoConfig.max_pixels
     rollout: EpisodeConfig = field(default_factory=lambda: EpisodeConfig(temperature=0.0))
-    mode: Mode = "agentic"  # the mode of training runs; an evaluation in another mode logs the difference
+    mode: str = "agentic"  # the mode of training runs; an evaluation in another mode logs the difference
 
     def __post_init__(self) -> None:
         VideoConfig(overview_frames=self.num_frames, min_pixels=self.min_pixels, max_pixels=self.max_pixels)

@@ -49,6 +49,7 @@ async def open_endpoint(
     dtype: Dtype,
     max_context_tokens: int,
     temperature: float,
+    as_released: bool = False,
 ) -> EndpointClient:
     """A checked client, which ends with `stack`, as do servers that it starts for `files`."""
     urls: Sequence[str] = settings.urls
@@ -62,6 +63,7 @@ async def open_endpoint(
             context_length=max_context_tokens,
             gpus=gpus,
             num_servers=settings.num_servers,
+            as_released=as_released,
         )
         with Meter(f"starting {len(servers)} x {settings.serve_with}"):
             urls = await start_endpoints(servers, stack, lambda line: None)

@@ -7,9 +7,9 @@ are resized by the server, as the model's own files say, and sampling has no def
 import asyncio
 import shlex
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Self
 
@@ -32,6 +32,14 @@ START_DEADLINE_S = 1800.0  # vLLM compiles for minutes
 STOP_GRACE_S = 10.0
 MAX_RESTARTS = 5  # per server
 LOOPBACK = "127.0.0.1"
+RELEASED_OPTIONS = {  # with --generation-config at vLLM's default, a model's own penalties count
+    "--generation-config": "auto",
+    "--max-model-len": 65_536,
+    "--max-num-batched-tokens": 131_072,
+    "--gpu-memory-utilization": "0.85",
+    "--limit-mm-per-prompt": '{"video":1,"image":1024}',
+    "--allowed-local-media-path": "/",
+}
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,7 @@ class VllmSettings:
     host: str = LOOPBACK
     port: int = 0  # 0: any free port
     program: Path | None = None
+    options: Mapping[str, str | int] = field(default_factory=dict)  # more, or instead of these
 
     def settled(self) -> Self:
         settings = replace(self, port=settled_port(self.host, self.port))
@@ -67,6 +76,7 @@ class VllmSettings:
             "--max-model-len": self.context_length,
             "--tensor-parallel-size": max(1, len(self.gpus)),
             "--generation-config": "vllm",  # else the model's own penalties would change the sampling
+            **self.options,
         }
         pairs = [str(part) for option in options.items() for part in option]
         return [str(self.program or "vllm"), "serve", str(self.model), *pairs]
@@ -93,11 +103,16 @@ def endpoint_settings(
     context_length: int,
     gpus: Sequence[tuple[str, ...]],
     num_servers: int,
+    as_released: bool = False,
 ) -> list[Startable]:
-    """The settings of the servers, one for each of `gpus`, or `num_servers` without GPUs."""
+    """The settings of the servers, one for each of `gpus`, or `num_servers` without GPUs.
+
+    `as_released`: vLLM's options are those of the released evaluation.
+    """
     each = [*gpus] or [()] * num_servers
     if program == "vllm":
-        return [VllmSettings(model, name, dtype, context_length, gpus=of_server) for of_server in each]
+        options = RELEASED_OPTIONS if as_released else {}
+        return [VllmSettings(model, name, dtype, context_length, gpus=of_server, options=options) for of_server in each]
     own = ("--served-model-name", name, "--sampling-defaults", "openai", "--mm-process-config", "{}")
     return [
         ServerSettings(

@@ -14,6 +14,16 @@ class VideoInfo:
     width: int
 
 
+@dataclass(frozen=True)
+class StoredVideo:
+    """A video as its file has it."""
+
+    num_frames: int
+    fps: float  # on average
+    height: int
+    width: int  # without its sample aspect ratio
+
+
 @dataclass(frozen=True, eq=False)
 class TimedPicture:
     time_s: float | int  # start of this frame, relative to the first

@@ -30,7 +30,7 @@ from rollout.video import ticks
 from rollout.video.box import Box
 from rollout.video.decode import identity_and_bytes
 from rollout.video.errors import VideoError, VideoTimeout
-from rollout.video.info import TimedPicture, VideoInfo
+from rollout.video.info import StoredVideo, TimedPicture, VideoInfo
 from rollout.video.pool import Message, WorkerPool
 from rollout.video.store import DiskStore, FileStore, FrameKey, MemoryStore
 from rollout.video.times import overview_times
@@ -61,6 +61,7 @@ class _Video:
     time_base: Fraction
     frame_px: int  # pixels of a frame as stored
     num_bytes: int
+    fps: float = 0.0  # on average
     undecodable: set[int] = field(default_factory=set)  # frames that failed before
 
     def time_s(self, frame: int) -> float:
@@ -207,6 +208,23 @@ class FrameReader:
         except ValueError as problem:
             raise VideoError(f"the video cannot be shown: {problem}") from None
         keys = [FrameKey(video.info.identity, frame, *size_px, box) for frame in video.frames_at(times_s)]
+        return await self._pictures(video, keys, deadline_s)
+
+    async def stored(self, path: str | Path, deadline_s: float | int) -> StoredVideo:
+        """For protocols that choose frames by number, and their size from the pixels as stored."""
+        video = await self._video(path, deadline_s)
+        info, (width, rest) = video.info, divmod(video.frame_px, video.info.height)
+        return StoredVideo(info.num_frames, video.fps, info.height, info.width if rest else width)
+
+    async def numbered(
+        self, path: str | Path, numbers: Iterable[int], size_px: tuple[int, int], deadline_s: float | int
+    ) -> list[TimedPicture]:
+        """The frames with these ascending numbers, at this height and width."""
+        video = await self._video(path, deadline_s)
+        keys = [FrameKey(video.info.identity, number, *size_px, None) for number in numbers]
+        return await self._pictures(video, keys, deadline_s)
+
+    async def _pictures(self, video: _Video, keys: Sequence[FrameKey], deadline_s: float | int) -> list[TimedPicture]:
         self._totals["asked"] += len(keys)
         pictures: dict[FrameKey, Picture] = {}
         missing: list[FrameKey] = []
@@ -412,10 +430,13 @@ def _ticks_store(directory: str | Path) -> FileStore | None:
 def _video_of(name: str, num_bytes: int, probed: ticks.Probed) -> _Video:
     metadata, raw = probed
     time_base = Fraction(*metadata["time_base"])
-    duration_s = float(metadata["duration_ticks"] * time_base)
-    info = VideoInfo(metadata["identity"], duration_s, metadata["num_frames"], metadata["height"], metadata["width"])
+    duration = metadata["duration_ticks"] * time_base
+    fps = float(metadata["num_frames"] / duration) if duration else 0.0
+    info = VideoInfo(
+        metadata["identity"], float(duration), metadata["num_frames"], metadata["height"], metadata["width"]
+    )
     frames, keys = np.split(np.frombuffer(raw, np.int64), [info.num_frames])
-    return _Video(name, info, frames, keys, time_base, metadata["frame_px"], num_bytes)
+    return _Video(name, info, frames, keys, time_base, metadata["frame_px"], num_bytes, fps)
 
 
 def _num_cores() -> int:

@@ -125,7 +125,7 @@ class Crops:
         *_, job = self.experiment.jobs()
         own = (f"run_dir={self.directory / kind}", f"model.path={self.model}", f"engine.kind={kind}")
         async with open_evaluation(load_config(job.config, *job.settings, *own, schema=EvalConfig)) as evaluation:
-            assert evaluation.worker is not None
+            assert isinstance(evaluation.worker, RolloutWorker)
             agent, (budget,) = evaluation.worker.agent, evaluation.settings.frame_budgets
             renderer = TraceRenderer(agent.frames, agent.chat, VisionContract.from_hf(self.model), agent.config)
             player = Player(evaluation.worker, renderer, self.directory / "world", budget)

@@ -1,4 +1,4 @@
-"""The release's prompts are read from a file that is never run; here a file with the same layout."""
+"""The release's texts are read from files that are never run; here files with the same layout and other words."""
 
 import asyncio
 import json
@@ -10,7 +10,9 @@ from agents import FakeFrames
 from model_port.chat_template import CHAT_TEMPLATE
 from model_port.tiny import tiny_tokenizer
 from paravt_jax.config import EvalConfig, load_config, to_record
-from paravt_jax.prompts import import_release, main, to_yaml
+from paravt_jax.evaluation.release import source
+from paravt_jax.evaluation.release.texts import read_texts
+from paravt_jax.prompts import import_release, main, rollout_prompts, to_yaml
 from rollout.chat import Chat
 from rollout.prompter import Task
 
@@ -28,19 +30,54 @@ GENERAL_AGENTIC_SYSTEM = HEAD + """closer.
 Say {{"name": "crop_video"}}."""
 MINIMAL_AGENTIC_SYSTEM = f"{HEAD}with {{tool_schema}}"
 REASONING_SYSTEM: str = ("Think of {it}, " "then answer.")
-DIRECT_SYSTEM = os.environ["WORDS"]
+DIRECT_SYSTEM = "Answer."
+VIDEOZOOMER_AGENTIC_SYSTEM = "FILL_FROM_THERE"
+SAGE_AGENTIC_SYSTEM = "FILL_FROM_THERE"
+LONGVT_TOOL_PROMPT_SUFFIX = "You may crop."
 
 def eval_one(sample, vpath):
     q_text = sample["question"]
     q_text = f"{q_text} It is called {os.path.basename(vpath)}"
+    content = [f"{len(cropped)} pictures, {st:.1f} to {et:.1f}", f"[none at {st:.1f}-{et:.1f}]"]
+    if sample["is_mcq"]:
+        force = "Now a letter."
+    else:
+        force = ("Now {times}, " "please.")
 '''
+LOADERS = """
+def load_samples(dataset_name, prompt_mode):
+    mcq_instr = "Look." if prompt_mode == "direct" else "Choose."
+    if dataset_name == "videomme":
+        question = f"Q {item['question']}\\n{opts_str}\\n{mcq_instr}"
+    if dataset_name == "videomme_wsub":
+        sub_prefix = f"Said: {sub_text}\\n" if sub_text else ""
+        question = f"{sub_prefix}Q {item['question']}\\n{opts_str}\\n{mcq_instr}"
+    if dataset_name == "longvideobench":
+        samples.append({"question": f"L {item['question']}\\n{opts_str}\\n{mcq_instr}"})
+    if dataset_name == "lvbench":
+        samples.append({"question": f"{item['question']}\\n{mcq_instr}"})
+    if dataset_name == "mlvu":
+        samples.append({"question": f"M {item['question']}\\n{opts_str}\\n{mcq_instr}"})
+    if dataset_name == "mmvu":
+        samples.append({"question": f"U {item['question']}\\n{opts_str}\\n{mcq_instr}"})
+    if dataset_name == "charades":
+        samples.append({"question": "When {is} " f'it: "{caption}"?'})
+"""
 SCHEMA = '{"type": "function", "function": {"name": "crop_video", "parameters": {"start_time": [1, true]}}}'
+
+
+def write_release(root, driver=DRIVER, loaders=LOADERS):
+    (root / "paravt" / "eval").mkdir(parents=True, exist_ok=True)
+    for name, text in ((source.DRIVER, driver), (source.LOADERS, loaders)):
+        (root / name).write_bytes(text if isinstance(text, bytes) else text.encode())
 
 
 @pytest.fixture
 def release(tmp_path, monkeypatch):
+    """A directory that counts as the release's commit."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "driver.py").write_text(DRIVER)
+    monkeypatch.setattr(source, "DIGESTS", {})
+    write_release(tmp_path)
     return tmp_path
 
 
@@ -59,7 +96,7 @@ def overview_text(config) -> str:
     ],
 )
 def test_a_policy_gets_the_prompts_of_the_release_with_one_tool_schema(release, mode, system):
-    (release / "words.yaml").write_text(to_yaml(import_release(release / "driver.py", mode), "From there."))
+    (release / "words.yaml").write_text(to_yaml(rollout_prompts(import_release(release), mode), "From there."))
     dispatch = "none" if mode == "reasoning" else "parallel"
     config = load_config(
         None, "rollout.prompts_file=words.yaml", f"rollout.dispatch={dispatch}", "reward.tool_reward=false"
@@ -70,6 +107,22 @@ def test_a_policy_gets_the_prompts_of_the_release_with_one_tool_schema(release, 
     question = overview_text(config).split(picture.removeprefix("<0.0"))[1]
     assert question.startswith(f"What {{is}} it?{video_name}<|im_end|>")
     assert not (release / "was_run").exists()
+
+
+def test_all_texts_of_the_evaluation_survive_the_file(release):
+    (release / "sage.txt").write_text("You plan {tools}.")
+    texts = import_release(release, {"agentic_sage": release / "sage.txt"})
+    (release / "release.yaml").write_text(to_yaml(texts, "From there."))
+    read = read_texts("release.yaml")
+    assert read.texts == texts
+    assert read.fill("question.charades", caption="a {cat}") == 'When {is} it: "a {cat}"?'
+    assert read.fill("question.mmvu", question="?", options="A. x", instruction="!") == "U ?\nA. x\n!"
+    assert read.fill("subtitles", lines="Oh.") == "Said: Oh.\n"
+    assert read.fill("response", num_frames=2, start_s=1, end_s=2.25) == "2 pictures, 1.0 to 2.2"
+    assert read.fill("last.window") == "Now {times}, please." and read.fill("instruction.direct") == "Look."
+    assert read.system("agentic_sage") == "You plan {tools}." and read.system("agentic_longvt") == "You may crop."
+    with pytest.raises(ValueError, match=r"eval\.mode=agentic_videozoomer needs .*--text agentic_videozoomer=FILE"):
+        read.check_mode("eval.mode", "agentic_videozoomer")
 
 
 def test_a_run_record_contains_the_prompts(release):
@@ -89,54 +142,112 @@ def test_every_dispatch_of_an_evaluation_is_checked_at_loading(release):
 
 
 @pytest.mark.parametrize(
-    ("file", "mode", "complaint"),
+    ("driver", "loaders", "complaint"),
     [
         (
-            "driver.py",
-            "direct",
-            r"driver.py: DIRECT_SYSTEM cannot be read: line 15, .*WORDS.*, is not a string literal",
+            DRIVER.replace('"Answer."', 'os.environ["WORDS"]'),
+            LOADERS,
+            r"driver.py: the text system.direct cannot be read: line 15, .*WORDS.*, is not a",
         ),
         (
-            "other.py",
-            "agentic_general",
-            "has no string constant GENERAL_AGENTIC_SYSTEM, .* It has: FIRST, SECOND$",
+            DRIVER.replace("DIRECT_SYSTEM", "OTHER"),
+            LOADERS,
+            "driver.py has no text system.direct; give the release's commit",
         ),
-        ("no_schema.py", "agentic_minimal", "has no string constant TOOL_SCHEMA"),
-        ("odd.py", "agentic_minimal", r"of --mode agentic_minimal, system has the placeholder \{video\}"),
-        ("text.py", "reasoning", "text.py is not a Python file: "),
-        ("bytes.py", "reasoning", "bytes.py is not a Python file: "),
-        ("large.py", "reasoning", "has more than 1048576 bytes"),
-        ("deep.py", "reasoning", "REASONING_SYSTEM cannot be read|is not a Python file"),
+        (
+            DRIVER.replace("</tools>", "{video}"),
+            LOADERS,
+            "not a template",
+        ),
+        (DRIVER.replace("force", "other"), LOADERS, "driver.py has no text last.choice"),
+        (DRIVER, LOADERS.replace('"mlvu"', '"other"'), "utils.py has no text question.mlvu"),
+        (
+            DRIVER,
+            LOADERS.replace("M {item['question']}", "M {item['other']}"),
+            r"question.mlvu .* line 14, .*other.* is not an expression",
+        ),
+        (DRIVER, "You may look closer.", "utils.py is not a Python file: "),
+        (b"\xff\0x", LOADERS, "driver.py is not a Python file: "),
+        ("#" * 2**21, LOADERS, "has more than 1048576 bytes"),
+        (DRIVER + f"DIRECT_SYSTEM = {' + '.join(['str()'] * 9000)}", LOADERS, "cannot be read|is not a Python file"),
     ],
 )
-def test_an_unreadable_file_is_a_clear_error(release, file, mode, complaint):
-    (release / "other.py").write_text('FIRST, _ = "a", 3\nFIRST = "a"\nSECOND = f"{FIRST}b"\nTHIRD = print()\n')
-    (release / "no_schema.py").write_text('MINIMAL_AGENTIC_SYSTEM = "{tool_schema}"')
-    (release / "odd.py").write_text('TOOL_SCHEMA = "{}"\nMINIMAL_AGENTIC_SYSTEM = "{tool_schema} {video}"')
-    (release / "text.py").write_text("You may look closer.")
-    (release / "bytes.py").write_bytes(b"\xff\0x")
-    (release / "large.py").write_text("#" * 2**21)
-    (release / "deep.py").write_text(f"REASONING_SYSTEM = {' + '.join(['str()'] * 9000)}")
+def test_an_unreadable_release_is_a_clear_error(release, driver, loaders, complaint):
+    write_release(release, driver, loaders)
     with pytest.raises(ValueError, match=complaint):
-        import_release(release / file, mode)
+        import_release(release)
+
+
+def test_another_commit_is_an_error_that_names_its_texts(release, monkeypatch):
+    monkeypatch.setattr(source, "DIGESTS", {"last.choice": source.text_digest("Now a letter."), "system.direct": "0"})
+    with pytest.raises(
+        ValueError, match=r"is not the release's commit cf55249: it has other texts of system\.direct; run"
+    ):
+        import_release(release)
+
+
+@pytest.mark.parametrize(
+    ("directory", "complaint"),
+    [
+        ("paravt/eval/driver.py", "is a file; give the directory"),
+        ("elsewhere", "driver.py does not exist; give the dir"),
+    ],
+)
+def test_another_path_than_the_releases_directory_is_an_error(release, directory, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        import_release(release / directory)
 
 
 DOUBLED = "".join(f"A{n + 1} = A{n} + A{n}\n" for n in range(39))
 
 
 @pytest.mark.parametrize(
-    "source",
+    "constants",
     [
-        'A0 = "x"\n' + DOUBLED,
-        f'A = "{"x" * 1000}"\n' + "".join(f'B{n} = f"{"{A}" * 100}"\n' for n in range(200)),
+        f'A0 = "x"\n{DOUBLED}DIRECT_SYSTEM = A39',
+        f'A = "{"x" * 1000}"\nDIRECT_SYSTEM = f"{"{A}" * 10_000}"',
         f'TOOL_SCHEMA = "{"x" * 100_000}"\nGENERAL_AGENTIC_SYSTEM = "{"{tool_schema}" * 10_000}"',
     ],
     ids=["doubled", "wide", "schema"],
 )
-def test_the_size_of_built_strings_is_limited(source, release):
-    (release / "grows.py").write_text(source)
-    with pytest.raises(ValueError, match=r"grows\.py builds strings of more than \d+ characters; give paravt"):
-        import_release(release / "grows.py", "agentic_general")
+def test_the_size_of_built_strings_is_limited(constants, release):
+    write_release(release, f"{DRIVER}\n{constants}\n")
+    with pytest.raises(ValueError, match=r"cannot be read: it builds strings of more than \d+ characters"):
+        import_release(release)
+
+
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        ("system.direct: null", "must have a text for each name"),
+        ("[1]", "must have a text for each name"),
+        ("a: [", "is invalid YAML"),
+        ("system.direct: Answer.", "the text system.reasoning is missing"),
+    ],
+)
+def test_a_bad_file_of_texts_is_a_clear_error(release, changed, complaint):
+    (release / "release.yaml").write_text(changed)
+    with pytest.raises(ValueError, match=rf"^eval\.release_texts=release\.yaml.*{complaint}"):
+        read_texts("release.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "complaint"),
+    [
+        (
+            "file_name",
+            "{name} {question}",
+            r"file_name must have these placeholders in this order: \{question\}, \{name\}",
+        ),
+        ("last.choice", "{", "last.choice must have these placeholders in this order: none"),
+        ("response", "{num_frames:999999999} {start_s} {end_s}", "response must have these placeholders"),
+        ("other", "x", "other is not a text of the release"),
+    ],
+)
+def test_a_changed_text_is_a_clear_error(release, name, text, complaint):
+    (release / "release.yaml").write_text(to_yaml(import_release(release) | {name: text}, "Changed."))
+    with pytest.raises(ValueError, match=complaint):
+        read_texts("release.yaml")
 
 
 def test_the_command_replaces_only_its_own_file(release, monkeypatch, capsys):
@@ -145,12 +256,12 @@ def test_the_command_replaces_only_its_own_file(release, monkeypatch, capsys):
         main()
         return capsys.readouterr().out
 
-    text = run("driver.py")
-    assert (
-        text.startswith("# agentic_general of paravt/eval/driver.py") and "system: |-\n  You may look closer." in text
-    )
-    assert "rollout.prompts_file=words.yaml" in run("driver.py", "--dst", "words.yaml")
-    assert (release / "words.yaml").read_text() == text
-    run("driver.py", "--dst", "words.yaml")
-    with pytest.raises(ValueError, match=r"words\.yaml exists and was written by .* --mode agentic_general"):
-        run("driver.py", "--dst", "words.yaml", "--mode", "agentic_minimal")
+    text = run(".", "--mode", "agentic_general")
+    assert text.startswith("# agentic_general of the ParaVT release") and "system: |-\n  You may look closer." in text
+    assert "eval.release_texts=release.yaml" in run(".", "--dst", "release.yaml")
+    assert (release / "release.yaml").read_text() == run(".")
+    run(".", "--dst", "release.yaml")
+    with pytest.raises(ValueError, match=r"release\.yaml exists and was written by .* import-release"):
+        run(".", "--dst", "release.yaml", "--mode", "agentic_minimal")
+    with pytest.raises(ValueError, match=r"--text direct=release.yaml is not MODE=FILE with a MODE of agentic_videoz"):
+        run(".", "--text", "direct=release.yaml")

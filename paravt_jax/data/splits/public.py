@@ -11,7 +11,7 @@ from lmms-eval and the release, which format every split differently.
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, get_args, get_origin
 
@@ -37,6 +37,7 @@ class Sample:
     video: str  # the same for samples on the same video
     options: tuple[str, ...] = ()
     groups: Groups = field(default_factory=dict)
+    row: Mapping[str, Any] = field(default_factory=dict, repr=False)  # as on the hub
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class PublicSplit:
                 raise BadRow("wrong schema", f"{name} is {value}, expected {kind if get_args(kind) else kind.__name__}")
             for text in _texts(row[name]):
                 check_text(encodable(text, name), name)
-        return self.sample(row)
+        return replace(self.sample(row), row=row)
 
 
 def holds(value: Any, kind: Any) -> bool:

@@ -1,0 +1,73 @@
+"""Numbers and sizes of frames, by the arithmetic of qwen_vl_utils 0.0.14 as the release calls it."""
+
+import math
+
+import numpy as np
+
+from rollout.video.errors import VideoError
+
+OVERVIEW_FRAMES = 64
+PATCH_PX = 28  # both sides of a frame are multiples of it
+OVERVIEW_PX = (128 * PATCH_PX**2, 768 * PATCH_PX**2)  # smallest and largest area, the library's defaults
+CROP_PX = (784, 50_176)
+CROP_FPS, CROP_MIN_FRAMES, CROP_MAX_FRAMES = 1, 2, 16
+FRAME_FACTOR = 2  # numbers of frames are even
+MAX_ASPECT = 200
+
+
+def overview_numbers(num_frames: int) -> list[int]:
+    """The frames of an overview. Shorter videos are an error, after which the release sends no frame at all."""
+    if num_frames < OVERVIEW_FRAMES:
+        raise VideoError(f"the video has {num_frames} frames, fewer than {OVERVIEW_FRAMES}")
+    return spread(0, num_frames - 1, OVERVIEW_FRAMES)
+
+
+def crop_numbers(num_frames: int, fps: float, start_s: float, end_s: float) -> list[int]:
+    """The frames of a window, one per second, an even number."""
+    first, last = math.ceil(_clamped(start_s, num_frames, fps) * fps), _last(num_frames, fps, end_s)
+    if first >= last:
+        return _pair(first, last, start_s * fps)
+    num_inside = last - first + 1
+    wanted = min(max(num_inside / fps * CROP_FPS, CROP_MIN_FRAMES), CROP_MAX_FRAMES, num_inside)
+    num = math.floor(wanted / FRAME_FACTOR) * FRAME_FACTOR
+    return spread(first, last, num)
+
+
+def _last(num_frames: int, fps: float, end_s: float) -> int:
+    return min(math.floor(_clamped(end_s, num_frames, fps) * fps), num_frames - 1)
+
+
+def _clamped(time_s: float, num_frames: int, fps: float) -> float:
+    return max(0.0, min(time_s, num_frames / fps))  # in this order, NaN becomes 0 as in the library
+
+
+def _pair(first: int, last: int, start: float) -> list[int]:
+    """For a window with a single frame, the library falls back to a reader that also returns the frame before it."""
+    if first == last and 0 < start < first:
+        return [first - 1, first]
+    raise VideoError("the window has fewer than two frames")
+
+
+def spread(first: int, last: int, num: int) -> list[int]:
+    """`num` numbers from first to last. torch's linspace computes in float32 with a fused multiply-add."""
+    step = float((np.float32(last) - np.float32(first)) / np.float32(num - 1))
+    at = np.arange(num)
+    values = np.where(at < num // 2, first + step * at, last - step * (num - 1 - at))
+    return values.astype(np.float32).round().astype(int).tolist()
+
+
+def fitted_size(height: int, width: int, area_px: tuple[int, int]) -> tuple[int, int]:
+    """The size of a frame: sides that are multiples of PATCH_PX, an area in these bounds, about the same aspect."""
+    if max(height, width) / min(height, width) > MAX_ASPECT:
+        raise VideoError(f"one side of {width} x {height} is more than {MAX_ASPECT} times the other")
+    sides = [max(PATCH_PX, round(side / PATCH_PX) * PATCH_PX) for side in (height, width)]
+    smallest_px, largest_px = area_px
+    if sides[0] * sides[1] > largest_px:
+        shrink = math.sqrt(height * width / largest_px)
+        sides = [math.floor(side / shrink / PATCH_PX) * PATCH_PX for side in (height, width)]
+    elif sides[0] * sides[1] < smallest_px:
+        grow = math.sqrt(smallest_px / (height * width))
+        sides = [math.ceil(side * grow / PATCH_PX) * PATCH_PX for side in (height, width)]
+    if 0 in sides:
+        raise VideoError(f"{width} x {height} does not fit into {largest_px} pixels")
+    return sides[0], sides[1]

@@ -1,0 +1,63 @@
+"""The scoring rules of the released evaluation, written from their behavior.
+
+They keep their faults, so that scores compare with the published ones: a letter inside a sentence counts, such as the A
+of "A man", and without a letter the reply's first character is the prediction.
+"""
+
+import re
+from collections.abc import Sequence
+
+RELEASE = "release"
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+LONE_LETTER = re.compile(r"\b([A-J])\b")
+NAMED_LETTER = re.compile(r"[Aa]nswer\s*(?:is|:)\s*([A-J])")
+TIME_TAG = re.compile(r"<time>([^<]+)</time>")
+NUMBER = r"\d+\.?\d*"
+DASH = r"\s*[-–—]\s*"
+CLOCK = r"(\d+):(\d+(?:\.\d+)?)"
+CLOCK_RANGE = re.compile(CLOCK + DASH + CLOCK)
+RANGE = re.compile(f"({NUMBER}){DASH}({NUMBER})")
+START = re.compile(rf"(?:start(?:ing)?|begin(?:ning)?)\s*(?:time)?[:\s]*({NUMBER})", re.IGNORECASE)
+END = re.compile(rf"(?:end(?:ing)?|finish(?:ing)?)\s*(?:time)?[:\s]*({NUMBER})", re.IGNORECASE)
+MAX_CLOCK_S = 3600.0
+
+Window = tuple[float, float]
+
+
+def predicted_letter(reply: str) -> str:
+    """A letter A to J of the first `<answer>`, else after "answer is", else anywhere; else the first character."""
+    text = reply.strip()
+    block = ANSWER.search(text)
+    matches = (block and LONE_LETTER.search(block[1]), NAMED_LETTER.search(text), LONE_LETTER.search(text))
+    return next((match[1] for match in matches if match), text[:1])
+
+
+def predicted_window(reply: str) -> Window | None:
+    """MM:SS - MM:SS, else a range of numbers, in `<time>` first; else words for start and end; else two numbers."""
+    tag = TIME_TAG.search(reply)
+    for text in ([tag[1]] if tag else []) + [reply]:
+        if window := _range_in(text):
+            return window
+    starts, ends, numbers = START.findall(reply), END.findall(reply), re.findall(NUMBER, reply)
+    if starts and ends:
+        return float(starts[0]), float(ends[0])
+    return (float(numbers[0]), float(numbers[1])) if len(numbers) > 1 else None
+
+
+def _range_in(text: str) -> Window | None:
+    if match := CLOCK_RANGE.search(text):
+        start_s, end_s = (60 * float(match[at]) + float(match[at + 1]) for at in (1, 3))
+        if start_s < end_s < MAX_CLOCK_S:
+            return start_s, end_s
+    if match := RANGE.search(text):
+        start_s, end_s = float(match[1]), float(match[2])
+        if start_s < end_s:
+            return start_s, end_s
+    return None
+
+
+def hull_iou(predicted: Window, true: Sequence[float]) -> float:
+    """Overlap divided by the hull of both windows."""
+    overlap_s = max(0.0, min(predicted[1], true[1]) - max(predicted[0], true[0]))
+    hull_s = max(predicted[1], true[1]) - min(predicted[0], true[0])
+    return overlap_s / hull_s if hull_s > 0 else 0.0
