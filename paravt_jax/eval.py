@@ -1,6 +1,7 @@
 """Evaluates a policy on held-out prompts or a public split, by frame budget, dispatch and question type.
 
 python -m paravt_jax.eval --config configs/eval_8b.yaml [data.split=videomme] [--shard K/N] [a.b=c …]
+python -m paravt_jax.eval batch configs/reproduce --splits all --run-dir runs/table1
 python -m paravt_jax.eval table RUN… [--png FILE]
 
 Every pair of frame budget and dispatch is a cell. Samples are logged as they end, so an interrupted evaluation
@@ -43,16 +44,29 @@ def shard_of(text: str) -> Shard:
     return int(match[1]), int(match[2])
 
 
+def _set_up() -> None:
+    from paravt_jax.run.compiles import set_up_compilation
+
+    claim_memory()
+    set_up_compilation()
+
+
 def main() -> None:
     if sys.argv[1:2] == ["table"]:
         from paravt_jax.evaluation.table import main as main_table  # imported late: loads matplotlib
 
         main_table(sys.argv[2:])
         return
+    if sys.argv[1:2] == ["batch"]:
+        from paravt_jax.evaluation.batch import main as main_batch  # imported late: loads matplotlib
+
+        main_batch(sys.argv[2:], run_eval, _set_up)
+        return
     parser = config_parser(
         "paravt_jax.eval",
         "Evaluate a policy on held-out prompts. The same run_dir resumes an interrupted evaluation. "
-        "`table RUN…` prints the published tables with your runs next to them.",
+        "`batch DIR` runs all configs of a directory; `table RUN…` prints the published tables with your runs next "
+        "to them.",
     )
     parser.add_argument(
         "--shard",
@@ -65,10 +79,7 @@ def main() -> None:
     config = read_config(parser, args, EvalConfig, "configs/eval_8b.yaml is an example", "data.validation=FILE")
     if config is None:
         return
-    from paravt_jax.run.compiles import set_up_compilation
-
-    claim_memory()
-    set_up_compilation()
+    _set_up()
     cells = asyncio.run(run_eval(config, args.shard))
     print(cell_table(cells))
     if config.data.split:

@@ -13,7 +13,7 @@ from model_port.cli import add_debug_flag, prog_of
 from model_port.layout import RESULTS_FILE
 from paravt_jax.data.splits import SPLITS
 from paravt_jax.evaluation.published import TABLES, PublishedTable
-from paravt_jax.rewards.official import OFFICIAL, STRICT
+from paravt_jax.rewards.release import RELEASE
 from rollout.output_file import OutputFile
 
 NOT_MEASURED, NOT_PUBLISHED = "not measured", "—"
@@ -22,9 +22,10 @@ ROW_HEIGHT_IN, COLUMN_WIDTH_IN, NAME_WIDTH_IN = 0.28, 1.35, 4.2
 
 @dataclass
 class OwnRow:
-    """One policy, mode, dispatch and frame budget, on one or more splits."""
+    """One policy, mode, dispatch and frame budget, or by the release's protocol one policy, on one or more splits."""
 
     name: str
+    published: str = ""  # the row of the published tables that it reproduces
     cells: dict[str, dict[str, Any]] = field(default_factory=dict)  # by split
 
     def score(self, split: str, scorer: str) -> str:
@@ -34,8 +35,25 @@ class OwnRow:
         if cell["refused"]:
             num_complete, expected = cell["n"]["answered"] + cell["n"]["unanswered"], cell["n"]["expected"]
             return f"incomplete, {num_complete} of {expected}"
-        low, high = cell["scores"][scorer]["interval_95"]
-        return f"{100 * cell['scores'][scorer]['score']:.1f} ({100 * low:.1f} to {100 * high:.1f})"
+        return "{:.1f} ({:.1f} to {:.1f})".format(*_percent(cell["scores"][scorer]))
+
+    def difference(self, split: str, published: float | None) -> str:
+        """Measured minus published, in points. The published number has no interval."""
+        cell = self.cells.get(split)
+        if cell is None or cell["refused"] or published is None:
+            return NOT_PUBLISHED
+        return "{:+.1f} ({:+.1f} to {:+.1f})".format(
+            *(number - published for number in _percent(cell["scores"][self.scorers[0]]))
+        )
+
+    @property
+    def scorers(self) -> list[str]:
+        return list(next(iter(self.cells.values()))["scores"])
+
+
+def _percent(scores: dict[str, Any]) -> list[float]:
+    """A score and its interval."""
+    return [100 * number for number in (scores["score"], *scores["interval_95"])]
 
 
 def read_rows(runs: Iterable[Path]) -> list[OwnRow]:
@@ -48,8 +66,8 @@ def read_rows(runs: Iterable[Path]) -> list[OwnRow]:
         for cell in json.loads(file.read_bytes())["cells"]:
             if cell.get("split") is None:
                 continue
-            name = f"{cell['model']['path']}, {cell['mode']}, {cell['dispatch']}, {cell['frame_budget']} frames"
-            row = rows.setdefault(name, OwnRow(name))
+            name = _name(cell)
+            row = rows.setdefault(name, OwnRow(name, cell.get("published_row", "")))
             if cell["split"] in row.cells and row.cells[cell["split"]] != cell:
                 raise ValueError(f"{run} and another run both have {cell['split']} of {name}; name only one")
             row.cells[cell["split"]] = cell
@@ -58,19 +76,33 @@ def read_rows(runs: Iterable[Path]) -> list[OwnRow]:
     return list(rows.values())
 
 
+def _name(cell: dict[str, Any]) -> str:
+    model = cell["model"]["path"]
+    if cell.get("protocol") == RELEASE:  # its mode may depend on the split
+        return f"{model}, release's protocol"
+    return f"{model}, {cell['mode']}, {cell['dispatch']}, {cell['frame_budget']} frames"
+
+
 def table_rows(table: PublishedTable, rows: Sequence[OwnRow]) -> list[list[str]]:
-    """The header, the published rows, then yours by both rules."""
+    """The header, the published rows, each with yours that reproduce it, then your other rows by each rule."""
     lines = [["model", *(SPLITS[split].title for split in table.splits)]]
     for name, numbers in table.rows.items():
         lines.append([name, *(NOT_PUBLISHED if number is None else f"{number:.1f}" for number in numbers)])
-    for row in rows:
-        for scorer in (STRICT, OFFICIAL):
-            lines.append([f"ours: {row.name}, {scorer}", *(row.score(split, scorer) for split in table.splits)])
-    return lines
+        for row in rows:
+            if row.published == name:
+                differences = map(row.difference, table.splits, numbers)
+                lines += [*_own_lines(row, table), [f"ours minus published, {row.scorers[0]}", *differences]]
+    return lines + [line for row in rows if not row.published for line in _own_lines(row, table)]
+
+
+def _own_lines(row: OwnRow, table: PublishedTable) -> list[list[str]]:
+    return [
+        [f"ours: {row.name}, {scorer}", *(row.score(split, scorer) for split in table.splits)] for scorer in row.scorers
+    ]
 
 
 def markdown(rows: Sequence[OwnRow]) -> str:
-    """Print the published tables 1, A, B and C with your runs, by the strict and the official rule."""
+    """Print the published tables 1, A, B and C with your runs, by each scoring rule."""
     return "\n\n".join(_markdown(table, rows) for table in TABLES)
 
 

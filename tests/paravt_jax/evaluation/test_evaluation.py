@@ -339,15 +339,15 @@ def test_a_mode_sets_the_prompt_the_forced_prefix_and_the_prompt_hash(evaluator,
     assert hashes["reasoning"]["scorer"] == hashes["direct"]["scorer"]
 
 
-def test_the_release_mode_needs_the_releases_prompts(evaluator, tmp_path):
+def test_the_releases_prompts_work_in_this_projects_protocol(evaluator, tmp_path):
     words = tmp_path / "words.yaml"
     words.write_text('system: "Crop with crop_video."\nsystem_has_tools: true\nwith_tool: "{question} It is {names}"\n')
-    settings = ["eval.mode=agentic_release", "eval.dispatches=[parallel]", f"rollout.prompts_file={words}"]
+    settings = ["rollout.forced_prefix=", "eval.dispatches=[parallel]", f"rollout.prompts_file={words}"]
     engine = evaluator("A")
     engine.run(config_of("longvideobench", tmp_path / "copy", *settings))
     assert "Crop with crop_video." in engine.prompts[0] and not engine.prompts[0].endswith("<think>\n")
-    with pytest.raises(ValueError, match=r"needs the release's prompts: `python -m paravt_jax\.prompts import-release"):
-        config_of("longvideobench", tmp_path / "copy", *settings[:2])
+    with pytest.raises(ValueError, match=r"agentic_release was removed: eval\.protocol=release eval\.mode=agentic_gen"):
+        config_of("longvideobench", tmp_path / "copy", "eval.mode=agentic_release")
     with pytest.raises(
         ValueError, match=r"eval\.mode=direct has no tools, which conflicts with eval\.dispatches=\['parallel'\]"
     ):

@@ -1,0 +1,119 @@
+"""Runs every config of a directory on several splits, then prints the published tables with the results."""
+
+import argparse
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model_port.cli import add_debug_flag, prog_of
+from model_port.layout import RESULTS_FILE
+from model_port.terminal import say
+from paravt_jax.config import EvalConfig, load_config
+from paravt_jax.data.splits import SPLITS
+from paravt_jax.evaluation.results import Cell, refusal
+from paravt_jax.evaluation.table import draw, markdown, read_rows
+from rollout.output_file import OutputFile
+
+ALL = "all"
+FOLDERS = {"videomme_subtitles": "videomme"}  # splits that share a repository
+
+RunEval = Callable[[EvalConfig], Coroutine[Any, Any, list[Cell]]]
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    config: EvalConfig
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.config.run_dir)
+
+
+def jobs_of(
+    directory: Path, splits: Sequence[str], run_dir: Path, data_root: Path | None, settings: Sequence[str]
+) -> list[Job]:
+    """One for every config and split. Every config is checked before the first runs."""
+    files = sorted(directory.glob("*.yaml"))
+    if not files:
+        raise ValueError(f"{directory} has no *.yaml files")
+    return [
+        Job(f"{file.stem}, {split}", load_config(file, *overrides, *settings, schema=EvalConfig))
+        for file in files
+        for split in splits
+        for overrides in [list(_overrides(file.stem, split, run_dir, data_root))]
+    ]
+
+
+def _overrides(name: str, split: str, run_dir: Path, data_root: Path | None) -> Iterator[str]:
+    yield f"data.split={split}"
+    yield f"run_dir={run_dir / name / split}"
+    if data_root is not None:
+        yield f"data.validation={data_root / FOLDERS.get(split, split)}"
+
+
+def run_jobs(jobs: Sequence[Job], run_eval: RunEval) -> dict[str, str]:
+    """Runs each job; a finished one only reads its records. Returns the problems by job."""
+    problems: dict[str, str] = {}
+    for job in jobs:
+        try:
+            cells = asyncio.run(run_eval(job.config))
+            problem = refusal(cells)
+        except (ValueError, RuntimeError, OSError) as error:
+            problem = str(error)
+        if problem:
+            say(f"{job.name}: {problem}")
+            problems[job.name] = problem
+    return problems
+
+
+def splits_of(text: str) -> list[str]:
+    names = list(SPLITS) if text == ALL else text.split(",")
+    if unknown := [name for name in names if name not in SPLITS]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: expected {ALL}, or some of {', '.join(SPLITS)}")
+    return names
+
+
+def main(arguments: list[str], run_eval: RunEval, set_up: Callable[[], None]) -> None:
+    parser = argparse.ArgumentParser(prog=f"{prog_of('paravt_jax.eval')} batch", description=__doc__)
+    parser.add_argument(
+        "directory",
+        type=Path,
+        metavar="DIR",
+        help="directory of evaluation configs, such as configs/reproduce; its subdirectories do not run",
+    )
+    parser.add_argument("--splits", type=splits_of, default=ALL, help="all, or names separated by commas")
+    parser.add_argument(
+        "--run-dir", type=Path, required=True, metavar="R", help="output directory: R/CONFIG/SPLIT; a batch resumes"
+    )
+    parser.add_argument(
+        "--data-root", type=Path, metavar="D", help="D/SPLIT is your copy of a split's repository, unpacked"
+    )
+    parser.add_argument("--png", type=Path, metavar="FILE", help="also draw the tables as a PNG")
+    parser.add_argument("--force", action="store_true", help="replace FILE even if this command did not write it")
+    parser.add_argument("settings", nargs="*", metavar="a.b=c", help="settings for all evaluations")
+    add_debug_flag(parser)
+    args = parser.parse_intermixed_args(arguments)
+    png = args.png and OutputFile(args.png, "eval batch --png", inputs=[args.directory], force=args.force)
+    jobs = jobs_of(args.directory, args.splits, args.run_dir, args.data_root, args.settings)
+    set_up()
+    problems = run_jobs(jobs, run_eval)
+    print_tables([job.directory for job in jobs], png)
+    if problems:
+        listing = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
+        raise RuntimeError(
+            f"{len(problems)} of {len(jobs)} evaluations are not complete; run the same command to resume. {listing}"
+        )
+
+
+def print_tables(directories: Sequence[Path], png: OutputFile | None) -> None:
+    finished = [directory for directory in directories if (directory / RESULTS_FILE).is_file()]
+    if not finished:
+        return
+    rows = read_rows(finished)
+    print(markdown(rows))
+    if png is not None:
+        with png.partial() as partial:
+            draw(rows, partial)

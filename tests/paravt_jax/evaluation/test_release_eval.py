@@ -1,0 +1,269 @@
+"""eval.protocol=release from a copy of a split to a certificate, with a fake endpoint."""
+
+import asyncio
+import json
+import shutil
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_endpoint import MODEL, FakeEndpoint
+from published import ROWS, make_copy, write_rows
+
+from paravt_jax.config import EvalConfig, load_config
+from paravt_jax.data.splits import SPLITS
+from paravt_jax.eval import run_eval
+from paravt_jax.evaluation import batch
+from paravt_jax.evaluation.published import TABLES
+from paravt_jax.evaluation.results import cell_table, score_table
+from paravt_jax.evaluation.sample_log import SampleLog
+from paravt_jax.prompts import to_yaml
+from rollout.video.encode import write_video
+
+TEXTS = json.loads((Path(__file__).parent / "release_golden.json").read_text())["texts"]
+CALL = '<tool_call>{"arguments": {"start_time": 0, "end_time": 1}}</tool_call>'
+RIGHT = {  # the reply to every row of published.py; scores by the release's rule and by the harness's
+    "videomme": ("A man", [1, 1, 1], [1, 1, 1]),
+    "videomme_subtitles": ("A", [1, 1, 1], [1, 1, 1]),
+    "longvideobench": ("answer: B", [0, 1, 0], [0, 1, 0]),
+    "lvbench": ("D", [1, 1, 1], [1, 1, 1]),
+    "mlvu": ("B", [0, 0, 0], [1, 1, 1]),  # the gold is a letter, and the release expects an option's text
+    "mmvu": ("A", [1, 0, 1], [1, 1, 1]),  # the harness takes a part of an open answer
+    "charades": ("24.3 - 30.4", [1, 1, 1], [1, 1, 1]),
+}
+
+
+@pytest.fixture(scope="module")
+def film(tmp_path_factory):
+    """66 frames, so that an overview has 64."""
+    path = tmp_path_factory.mktemp("film") / "film.mp4"
+    write_video(path, (np.full((48, 64, 3), number, np.uint8) for number in range(66)), 25)
+    return path
+
+
+@pytest.fixture
+def copy_of(film, tmp_path):
+    """A copy of a split with real videos; every row of Charades has the same window."""
+
+    def make(split, root=None):
+        root = make_copy(split, root or tmp_path / split)
+        for video in [*root.rglob("*.mp4"), *root.rglob("*.MP4")]:
+            shutil.copy(film, video)
+        if split == "charades":
+            write_rows(split, root, [ROWS[split](0)] * 3)
+        return root
+
+    (tmp_path / "release.yaml").write_text(to_yaml(TEXTS, "Stand-ins."))
+    return make
+
+
+def config_of(split, root, url, *overrides):
+    settings = [f"data.split={split}", f"data.validation={root}", f"run_dir={root.parent / 'run'}"]
+    settings += ["engine.kind=openai", f"engine.urls=[{url}]", f"engine.model={MODEL}", "eval.protocol=release"]
+    settings += ["eval.mode=agentic_general", f"eval.release_texts={root.parent / 'release.yaml'}"]
+    settings += ["video.num_workers=1"]
+    return load_config(None, *settings, *overrides, schema=EvalConfig)
+
+
+def run(split, root, say, *overrides, modes=()):
+    """The cell, and the requests after the check of the endpoint."""
+
+    async def evaluate():
+        async with FakeEndpoint(say, "ok", *modes) as endpoint:
+            (cell,) = await run_eval(config_of(split, root, endpoint.url, *overrides))
+            return cell, endpoint.bodies[1:]
+
+    return asyncio.run(evaluate())
+
+
+def lines_of(root):
+    (path,) = (root.parent / "run").glob("samples_*.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_every_split_is_scored_by_the_releases_rule_and_the_harness(split, copy_of):
+    reply, released, official = RIGHT[split]
+    root = copy_of(split)
+    cell, _ = run(split, root, lambda body: reply if len(body["messages"]) > 2 else CALL + CALL)
+    scores = [line["episodes"][0]["scores"] for line in lines_of(root)]
+    assert [score["official"] for score in scores] == pytest.approx(official)
+    assert [score["release"] for score in scores] == pytest.approx(released, abs=2e-3)  # Charades: half precision
+    assert (cell["protocol"], cell["split"], cell["n"]["answered"]) == ("release", split, 3)
+    assert cell["frames"]["max"] == (0 if split == "charades" else 64)
+    assert cell["hashes"]["requests"] and cell["scores"]["release"]["as_released"] == pytest.approx(
+        sum(released) / (3 if split == "charades" else SPLITS[split].num_samples), abs=2e-3
+    )
+    assert "| release |" in score_table([cell]) and "| official |" in score_table([cell])
+    assert "| parallel | 64 |" in cell_table([cell])
+
+
+def parts_of(message):
+    return [part["type"] for part in message["content"]] if isinstance(message["content"], list) else message["content"]
+
+
+def test_crops_come_back_as_pictures_and_the_last_answer_is_demanded(copy_of):
+    cell, bodies = run("lvbench", copy_of("lvbench"), CALL, "eval.max_prompts=1")
+    assert [body["max_tokens"] for body in bodies] == [2048, 2048, 2048, 64]
+    messages = bodies[-1]["messages"]
+    assert [message["role"] for message in messages] == ["system", "user", *["assistant", "user"] * 3, "user"]
+    assert parts_of(messages[1]) == ["image_url"] * 64 + ["text"]
+    assert parts_of(messages[3]) == ["image_url"] * 2 + ["text"] and parts_of(messages[-1]) == TEXTS["last.choice"]
+    assert cell["metrics"]["tool_calls_mean"] == 3 and cell["crop_frames"]["max"] == 6
+
+
+def test_the_published_policys_mode_and_channel_for_charades(copy_of):
+    cell, bodies = run("charades", copy_of("charades"), "1 - 2", "eval.charades_mode=agentic_minimal")
+    system, user = bodies[0]["messages"]
+    assert system["content"] == TEXTS["system.agentic_minimal"] and cell["mode"] == "agentic_minimal"
+    assert parts_of(user) == ["video_url", "text"]
+    assert user["content"][0]["video_url"]["url"].startswith("file:///")
+
+
+def test_a_failed_request_is_missing_here_and_wrong_in_the_releases_figure(copy_of, monkeypatch):
+    monkeypatch.setattr("paravt_jax.evaluation.runner.MAX_IN_FLIGHT", 1)
+    monkeypatch.setitem(SPLITS, "lvbench", replace(SPLITS["lvbench"], num_samples=3))
+    root = copy_of("lvbench")
+    cell, _ = run("lvbench", root, "D", modes=("ok", "vllm context", "ok"))
+    scores = cell["scores"]["release"]
+    assert cell["n"]["missing"] == {"context": 1} and cell["headline"] is None
+    assert (scores["score"], scores["as_released"]) == (1, pytest.approx(2 / 3))
+    again, bodies = run("lvbench", root, "D")
+    assert len(bodies) == 1 and again["headline"] == again["scores"]["release"]["as_released"] == 1
+
+
+def test_a_missing_video_is_missing_and_one_of_fewer_than_64_frames_is_asked_about_without_frames(copy_of):
+    root = copy_of("longvideobench")
+    (root / "videos" / "v0.mp4").unlink()
+    write_video(root / "videos" / "v1.mp4", (np.zeros((48, 64, 3), np.uint8) for _ in range(63)), 25)
+    cell, bodies = run("longvideobench", root, "C")
+    assert cell["n"]["missing"] == {"video": 1} and cell["frames"] == {"min": 0, "median": 32, "max": 64}
+    assert sorted(len(body["messages"][1]["content"]) for body in bodies) == [1, 65]
+
+
+def test_a_call_that_stops_the_released_driver_is_wrong(copy_of):
+    root = copy_of("charades")
+    cell, _ = run("charades", root, "<tool_call>[1, 2]</tool_call> 24.3 - 30.4")
+    assert cell["n"]["unanswered"] == 3 and cell["scores"]["release"]["score"] == 0
+    assert {line["episodes"][0]["malformed"] for line in lines_of(root)} == {"the call [1, 2] has no arguments"}
+
+
+@pytest.mark.parametrize("num_written", [0, 1, 2])
+def test_a_killed_evaluation_resumes_without_repeating_a_sample(num_written, copy_of, monkeypatch):
+    monkeypatch.setattr("paravt_jax.evaluation.runner.MAX_IN_FLIGHT", 1)
+    root, write, records = copy_of("lvbench"), SampleLog.write, []
+
+    def dying(self, record):
+        if len(records) == num_written:
+            raise SystemExit
+        records.append(record)
+        write(self, record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SampleLog, "write", dying)
+        with pytest.raises(SystemExit):
+            run("lvbench", root, "D")
+    cell, bodies = run("lvbench", root, "D")
+    assert len(bodies) == 3 - num_written and cell["n"]["answered"] == 3 and len(lines_of(root)) == 3
+
+
+def test_samples_of_other_texts_are_not_mixed(copy_of):
+    root = copy_of("lvbench")
+    run("lvbench", root, "D")
+    (root.parent / "release.yaml").write_text(to_yaml(TEXTS | {"last.choice": "Other."}, "Changed."))
+    with pytest.raises(ValueError, match=r"has cells of an evaluation with other settings \(eval\.protocol\)"):
+        run("lvbench", root, "D")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (["eval.release_texts="], r"needs the release's texts: python -m paravt_jax.prompts import-release"),
+        (["eval.release_texts=gone.yaml"], r"eval.release_texts=gone.yaml: No such file or directory; make it with"),
+        (["engine.kind=sglang", "engine.model="], "which engine.kind=sglang is not; set engine.kind=openai"),
+        (["eval.mode=agentic"], "eval.mode=agentic is not a mode of eval.protocol=release; expected"),
+        (["eval.mode=agentic_release"], "was removed: eval.protocol=release eval.mode=agentic_general"),
+        (["eval.mode=agentic_sage"], r"agentic_sage needs the system text of that model.*--text agentic_sage=FILE"),
+        (["rollout.max_turns=4", "eval.frame_budgets=[8]"], r"eval.frame_budgets=\[8\], rollout.max_turns=4: .* fixes"),
+        (["data.split="], r"has no questions for data.split=\(empty\); use one of"),
+        (["eval.protocol=paravt", "eval.mode=agentic"], "eval.release_texts=.* has no effect without eval.protocol"),
+    ],
+)
+def test_bad_settings_are_one_sentence_before_the_first_sample(overrides, complaint, copy_of, monkeypatch):
+    root = copy_of("lvbench")
+    texts = {name: text for name, text in TEXTS.items() if name != "system.agentic_sage"}
+    (root.parent / "release.yaml").write_text(to_yaml(texts, "Stand-ins."))
+    with pytest.raises(ValueError, match=complaint):
+        asyncio.run(run_eval(config_of("lvbench", root, "http://127.0.0.1:9/v1", *overrides)))
+
+
+@contextmanager
+def endpoint_in_thread(say):
+    """Endpoints outlive the event loop of an evaluation."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    endpoint = FakeEndpoint(say)
+    asyncio.run_coroutine_threadsafe(endpoint.__aenter__(), loop).result()
+    try:
+        yield endpoint
+    finally:
+        asyncio.run_coroutine_threadsafe(endpoint.die(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+ROW = """
+model: {{path: {model}}}
+data: {{split: videomme}}
+engine: {{kind: openai, urls: ["{url}"], model: {model}}}
+eval: {{protocol: release, mode: reasoning, release_texts: {texts}, published_row: {row}}}
+"""
+
+
+def test_a_batch_runs_what_is_left_continues_after_a_failure_and_draws_the_table(
+    copy_of, tmp_path, capsys, monkeypatch
+):
+    for name in ("lvbench", "mlvu"):
+        monkeypatch.setitem(SPLITS, name, replace(SPLITS[name], num_samples=3))
+    copy_of("lvbench", tmp_path / "data" / "lvbench")
+    (tmp_path / "rows").mkdir()
+    with endpoint_in_thread("D") as endpoint:
+        for file, row, model in (("a", "Video-R1-7B", MODEL), ("b", "Time-R1-7B", "gone")):
+            settings = dict(model=model, url=endpoint.url, texts=tmp_path / "release.yaml", row=row)
+            (tmp_path / "rows" / f"{file}.yaml").write_text(ROW.format(**settings))
+
+        def start(*more):
+            arguments = [str(tmp_path / "rows"), "--splits", "lvbench,mlvu", "--run-dir", str(tmp_path / "runs")]
+            arguments += ["--data-root", str(tmp_path / "data"), "video.num_workers=1", *more]
+            batch.main(arguments, run_eval, lambda: None)
+
+        with pytest.raises(RuntimeError, match=r"3 of 4 evaluations are not complete; .*a, mlvu: .*b, lvbench: .*gone"):
+            start()
+        num_requests = len(endpoint.bodies)
+        assert "| ours minus published, release | — | — | — | +63.1 (+63.1 to +63.1) |" in capsys.readouterr().out
+        copy_of("mlvu", tmp_path / "data" / "mlvu")
+        endpoint.models = [MODEL, "gone"]
+        start("--png", str(tmp_path / "table.png"))
+        assert (tmp_path / "table.png").read_bytes()[:4] == b"\x89PNG"
+        done = len(endpoint.bodies)
+        assert done - num_requests == 3 * (1 + 3)  # three evaluations, each with a check of the endpoint
+        start()
+        assert len(endpoint.bodies) == done
+    output = capsys.readouterr().out
+    assert output.count("| Time-R1-7B | 58.9 |") == 2 and f"ours: {MODEL}, release's protocol, release |" in output
+
+
+def test_every_open_row_of_table_1_has_a_config():
+    files = sorted(Path("configs/reproduce").glob("*.yaml"))
+    rows = {load_config(file, schema=EvalConfig).eval.published_row for file in files}
+    table_1, table_a = TABLES[0].rows, TABLES[1].rows
+    assert rows == {*table_1, "+ SFT cold start"} - {"GPT-4o", "Gemini 1.5 Pro"} and "+ SFT cold start" in table_a
+    templates = {
+        load_config(f, schema=EvalConfig).eval.published_row for f in Path("configs/reproduce").glob("*/*.yaml")
+    }
+    assert templates == {"GPT-4o", "Gemini 1.5 Pro"}
