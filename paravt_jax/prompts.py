@@ -1,7 +1,7 @@
 """Imports the texts of the published release: `python -m paravt_jax.prompts import-release DIR --dst FILE.yaml`.
 
 DIR is your copy of the released repository, whose files are parsed but never executed. Without --mode, the file has all
-texts of its evaluation, for eval.release_texts. With --mode, it has the prompts of one mode for rollout.prompts_file,
+texts of its evaluation, for eval.release_texts. With --mode, it has one mode's prompts for rollout.prompts_file,
 so that a published policy meets its own prompts in this project's dialogues:
 
   --mode agentic_general    the published policy, in its tables

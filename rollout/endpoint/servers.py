@@ -107,7 +107,7 @@ def endpoint_settings(
 ) -> list[Startable]:
     """The settings of the servers, one for each of `gpus`, or `num_servers` without GPUs.
 
-    `as_released`: vLLM's options are those of the released evaluation.
+    `as_released`: vLLM gets the released evaluation's options.
     """
     each = [*gpus] or [()] * num_servers
     if program == "vllm":

@@ -1,6 +1,6 @@
 """A dialogue of the released evaluation: messages to an endpoint, crops as pictures, and a demand for the answer.
 
-There is no sub-agent. Every call of a turn gets a user message of its own. After the last turn with calls, a last user
+There is no sub-agent. Every call of a turn gets its own user message. After the last turn with calls, a last user
 message demands the answer.
 """
 

@@ -81,7 +81,7 @@ def _missing(error: Exception, dialogue: ReleaseDialogue) -> Record:
 
 
 def _metrics(dialogue: ReleaseDialogue, score: float, missing: str = "") -> Mapping[str, Any]:
-    """The metrics of one episode. This protocol has no format reward."""
+    """An episode's metrics. This protocol has no format reward."""
     executed = sum(crop["num_frames"] > 0 for crop in dialogue.crops)
     return {
         "num_episodes": float(not missing),
