@@ -9,20 +9,24 @@ pictures.
 import json
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from rollout.parts import Response, content_of
 from rollout.templates import render
 
 IMAGE = "<|image_pad|>"
+PICTURE = f"<|vision_start|>{IMAGE}<|vision_end|>"
 VISUAL_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", IMAGE, "<|video_pad|>")
 TURN_END = "<|im_end|>"
 STOP_TOKENS = (TURN_END, "<|endoftext|>")
 MAX_FILE_BYTES = 64 * 2**20  # six times the published tokenizer.json
 SPOKEN = "\ue000spoken\ue000"  # placeholder for an assistant's turn; it occurs in no template
+SHOWN = "\ue000shown\ue000"  # placeholder for a picture
 
 
 def _characters(data: bytes) -> list[int]:
@@ -134,14 +138,31 @@ class Chat:
         """Encodes an assistant's turn from outside: tags become tokens, but control and vision tokens do not."""
         return self.encode(self._control.sub(_broken, _encodable(text)))
 
-    def after_turn(self, ids: np.ndarray, responses: Sequence[str]) -> np.ndarray:
-        """The text after an assistant's turn: its end if it was cut off, tool responses, the assistant's header."""
-        return self.after(ids, [{"role": "tool", "content": self.escape(response)} for response in responses])
+    def after_turn(self, ids: np.ndarray, responses: Sequence[Response]) -> np.ndarray:
+        """The text after an assistant's turn: its end if it was cut off, tool responses, the assistant's header.
+
+        Has one placeholder per picture of the responses.
+        """
+        return self.after(
+            ids, [{"role": "tool", "content": content_of(response, self.escape)} for response in responses]
+        )
 
     def after(self, ids: np.ndarray, messages: list[dict[str, Any]]) -> np.ndarray:
         """Like `after_turn`, for any messages; their texts must be trusted or `escape`d."""
-        after = self._after_spoken(messages)
+        if self._shows_responses:
+            after = self._after_spoken(messages)
+        else:
+            after = self._after_spoken([_with_placeholders(message) for message in messages]).replace(SHOWN, PICTURE)
         return self.encode(after.removeprefix(TURN_END) if self.ended(ids) else after)
+
+    @cached_property
+    def _shows_responses(self) -> bool:
+        """Whether the template shows pictures in tool responses, as the published one does; others may not."""
+        content = [{"type": "text", "text": SHOWN}, {"type": "image"}]
+        try:
+            return f"{SHOWN}{PICTURE}" in self._after_spoken([{"role": "tool", "content": content}])
+        except ValueError:
+            return False
 
     def after_last_turn(self, ids: np.ndarray) -> np.ndarray:
         """The end of a turn if it was cut off, else nothing."""
@@ -174,6 +195,16 @@ class Chat:
             raise ValueError(
                 f"the chat template of {self.source} ends an assistant's turn with {after[:20]!r}, expected {TURN_END}"
             )
+
+
+def _with_placeholders(message: dict[str, Any]) -> dict[str, Any]:
+    """A tool's message as text with `SHOWN` for every picture; other messages unchanged."""
+    content = message["content"]
+    if message["role"] != "tool":
+        return message
+    parts = [{"text": content}] if isinstance(content, str) else content
+    texts = (part["text"].replace(SHOWN, "") if "text" in part else SHOWN for part in parts)
+    return message | {"content": "".join(texts)}
 
 
 def _any_of(tokens: Sequence[str]) -> re.Pattern[str]:

@@ -34,6 +34,7 @@ from rollout.episode_config import TOKEN_PX, EpisodeConfig
 from rollout.ledger import Ledger
 from rollout.output_file import OutputFile
 from rollout.parity import TIMES_NOISE, Parity, Scored, Scorer, ScoreRequest, table
+from rollout.parts import pictures_of, with_times
 from rollout.picture import Picture
 from rollout.prompter import Task
 from rollout.terminal import say
@@ -48,7 +49,8 @@ FIRST_TURN = (
     '{"name": "crop_video", "arguments": {"video_path": "video.mp4", "start_time": 20, "end_time": 30}}\n'
     "</tool_call><|im_end|>"
 )
-LAST_TURN = "<think>\nThe report says it.</think><answer>A</answer><|im_end|>"
+LAST_TURN = "<think>\nThe frames show it.</think><answer>A</answer><|im_end|>"
+SHOWN_S = 25.0  # the frame in the response to that call; no other prompt shows it
 DURATION_S = 60.0
 FRAME_BUDGET = 4
 NEW_TOKENS = 64
@@ -110,13 +112,15 @@ async def _play(
     try:
         agent = Agent(engine, TestCard(size_px), chat, config)
         overview = await agent.overview(Task(f"card-{size_px}", "What is shown?", ("card.mp4",), FRAME_BUDGET))
+        shown = await agent.frames.frames("card.mp4", [SHOWN_S], deadline_s)
         episodes = await asyncio.gather(*(agent.run(overview, number) for number in range(num_episodes)))
     finally:
         await engine.close()
     ids = np.concatenate([overview.ids, chat.encode(FIRST_TURN)])
-    ids = np.concatenate([ids, chat.after_turn(ids, ["A report."]), chat.encode(LAST_TURN)])
+    response = with_times(["A report, and a frame:", *shown], config.prompts)
+    ids = np.concatenate([ids, chat.after_turn(ids, [response]), chat.encode(LAST_TURN)])
     ledgers = [ledger for episode in episodes for ledger in episode.ledgers]
-    return _Played(ledgers, ScoreRequest(ids, overview.pictures))
+    return _Played(ledgers, ScoreRequest(ids, (*overview.pictures, *pictures_of(response))))
 
 
 async def _compare_sampled(parity: Parity, ledger: Ledger, scorer: Scorer, chat: Chat) -> None:
@@ -188,6 +192,9 @@ class TestCard:
         self, path: str, times_s: Sequence[float | int], deadline_s: float | int, box: Box | None = None
     ) -> list[TimedPicture]:
         return [TimedPicture(time_s, Picture.of(self._pixels(int(time_s * 10)))) for time_s in times_s]
+
+    def fitted(self, picture: Picture) -> Picture:
+        return picture.resized(*self.size_px)
 
     def _pixels(self, seed: int) -> np.ndarray:
         height, width = self.size_px

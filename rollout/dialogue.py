@@ -3,6 +3,7 @@
 `rollout.endpoint.dialogue` has the other form, over messages.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -13,6 +14,7 @@ from rollout.chat import Chat
 from rollout.engine.protocol import Engine, Request, Sampling
 from rollout.episode_config import TOKEN_PX, EpisodeConfig
 from rollout.ledger import Ledger
+from rollout.parts import Part, pictures_of
 from rollout.picture import Picture
 
 
@@ -48,11 +50,11 @@ class AgentDialogue(Protocol):
 
     async def sample(self, request: TurnRequest) -> SampledTurn: ...
 
-    def num_tokens(self, responses: Sequence[str]) -> int:
+    def num_tokens(self, responses: Sequence[Sequence[Part]]) -> int:
         """Tokens that these responses to the last turn would add, as far as known."""
         ...
 
-    def respond(self, responses: Sequence[str]) -> bool:
+    def respond(self, responses: Sequence[Sequence[Part]]) -> bool:
         """Adds the tools' responses to the last turn; False if the context has no room for them."""
         ...
 
@@ -128,13 +130,16 @@ class TokenDialogue:
             latency_s=generation.latency_s,
         )
 
-    def num_tokens(self, responses: Sequence[str]) -> int:
-        return len(self._chat.after_turn(self._ledger.ids, responses))
+    def num_tokens(self, responses: Sequence[Sequence[Part]]) -> int:
+        pictures = pictures_of(itertools.chain(*responses))
+        num_ids = len(self._chat.after_turn(self._ledger.ids, responses))
+        return num_ids - len(pictures) + sum(picture.num_tokens(TOKEN_PX) for picture in pictures)
 
-    def respond(self, responses: Sequence[str]) -> bool:
+    def respond(self, responses: Sequence[Sequence[Part]]) -> bool:
         if self.num_tokens(responses) > self._room:
             return False
-        self._ledger.add("environment", self._chat.after_turn(self._ledger.ids, responses))
+        ids = self._chat.after_turn(self._ledger.ids, responses)
+        self._ledger.add("environment", ids, pictures_of(itertools.chain(*responses)))
         return True
 
     def close(self) -> None:

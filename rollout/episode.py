@@ -17,10 +17,12 @@ from typing import Any
 from rollout.chat import Chat
 from rollout.dialogue import AgentDialogue, SampledTurn, TokenDialogue, TurnRequest
 from rollout.engine.protocol import DeadlineExceeded, Engine, EngineError, RequestRejected
-from rollout.episode_config import EpisodeConfig
+from rollout.episode_config import TOKEN_PX, EpisodeConfig
 from rollout.ledger import Ledger
+from rollout.parts import Part, Response, cut, pictures_of, text_of
 from rollout.prompter import Closeup, Frames, Overview, Task, Texts
 from rollout.records import Call, Episode, Turn
+from rollout.responses import checked_response
 from rollout.seeds import derived_seed
 from rollout.threads import in_daemon_thread
 from rollout.toolbox import Tool, ToolArgs, ToolContext, Videos
@@ -148,9 +150,10 @@ class _EpisodeRun:
             turn.calls = await self.run_calls(calls, turn_number)
             # The first call beyond the limit gets an error; errors for more would only fill the context.
             answered = turn.calls[: config.calls_per_turn + 1]
+            self.fail_too_long(answered, dialogue, turn_number)
             if turn_number == config.tool_turns - 1:
-                answered[-1].response += f"\n{config.prompts.last_turn.format()}"
-            if not dialogue.respond([call.response for call in answered]):
+                answered[-1].respond(*answered[-1].content, f"\n{config.prompts.last_turn.format()}")
+            if not dialogue.respond([call.content for call in answered]):
                 self.episode.finish = "context"
                 break
         dialogue.close()
@@ -161,6 +164,24 @@ class _EpisodeRun:
     def now_s(self) -> float:
         """Seconds since the start of the episode."""
         return time.monotonic() - self.began_s
+
+    def fail_too_long(self, calls: Sequence[Call], dialogue: AgentDialogue, turn_number: int) -> None:
+        """In call order, a call whose pictures leave no room for another turn gets an error; others are unaffected."""
+        if not any(call.parts for call in calls):
+            return
+        room = dialogue.room - self.agent.config.max_new_tokens
+        responses = [(text_of(call.content),) if call.parts else call.content for call in calls]
+        for number, call in enumerate(calls):
+            with_pictures = [*responses[:number], call.content, *responses[number + 1 :]]
+            if not call.parts or dialogue.num_tokens(with_pictures) <= room:
+                responses = with_pictures
+                continue
+            left = max(0, room - dialogue.num_tokens(responses))
+            num_tokens = sum(picture.num_tokens(TOKEN_PX) for picture in pictures_of(call.parts))
+            message = f"the pictures of this call need {num_tokens} tokens of the context, which has {left} left"
+            _fail(call, "error", message, RequestRejected(message))
+            responses[number] = call.content
+            self.callbacks.on_result(turn_number, number, call)
 
     async def sample_turn(self, dialogue: AgentDialogue, turn_number: int) -> SampledTurn | None:
         """The main agent's next turn, or None if its context is full."""
@@ -198,7 +219,7 @@ class _EpisodeRun:
         tool = self.agent.tools.get(call.name, Tool())
         try:
             async with asyncio.timeout(self.agent.config.call_deadline_s):
-                result.response = await await_user_code(self._respond(tool, result, turn_number, number))
+                result.respond(*await await_user_code(self._respond(tool, result, turn_number, number)))
             result.outcome = "ok"
         except BadCall as problem:
             _fail(result, problem.outcome, str(problem), problem)
@@ -212,7 +233,7 @@ class _EpisodeRun:
         self.callbacks.on_result(turn_number, number, result)
         return result
 
-    async def _respond(self, tool: Tool, result: Call, turn_number: int, number: int) -> str:
+    async def _respond(self, tool: Tool, result: Call, turn_number: int, number: int) -> Sequence[Part]:
         config, overview = self.agent.config, self.overview
         if number >= config.calls_per_turn:
             raise BadCall(f"only {config.calls_per_turn} calls can be made in one turn")
@@ -230,9 +251,8 @@ class _EpisodeRun:
 
         context = ToolContext(overview.task.question, videos, self.agent.prompter, ask)
         response = await _run_tool(tool, args, context)
-        if not isinstance(response, str):
-            raise TypeError(f"{result.call.name} returned {type(response).__name__}, expected text")
-        return _cut(response, MAX_ANSWER_CHARS + sum(map(len, reports)))
+        max_chars = MAX_ANSWER_CHARS + sum(map(len, reports))
+        return await checked_response(response, tool, config, self.agent.frames, max_chars)
 
     async def _report(self, result: Call, closeup: Closeup, affinity: str, turn_number: int, number: int) -> str:
         """A sub-agent's report. `affinity` is equal for episodes of a group that look at the same frames."""
@@ -280,15 +300,11 @@ class _EpisodeRun:
 
 
 def _fail(result: Call, outcome: Outcome, message: str, problem: BaseException) -> None:
-    result.outcome, result.problem = outcome, _cut(f"{type(problem).__name__}: {problem}", MAX_ANSWER_CHARS)
-    result.response = f"Error: {_cut(message, MAX_ANSWER_CHARS)}."
+    result.outcome, result.problem = outcome, cut(f"{type(problem).__name__}: {problem}", MAX_ANSWER_CHARS)
+    result.respond(f"Error: {cut(message, MAX_ANSWER_CHARS)}.")
 
 
-def _cut(text: str, max_chars: int) -> str:
-    return text if len(text) <= max_chars else f"{text[: max_chars - 1]}…"
-
-
-async def _run_tool(tool: Tool, args: ToolArgs, context: ToolContext) -> str:
+async def _run_tool(tool: Tool, args: ToolArgs, context: ToolContext) -> Response:
     """A synchronous tool gets its own thread, so that it cannot block the event loop."""
     if inspect.iscoroutinefunction(tool.run):
         response = tool.run(args, context)

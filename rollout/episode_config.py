@@ -6,7 +6,7 @@ from typing import Literal
 from rollout.prompter import Frames, Prompter, Texts
 from rollout.prompts import MAX_TEXT_CHARS, Prompts
 from rollout.setting import setting
-from rollout.toolbox import Tool, signatures, tools_of
+from rollout.toolbox import CropReturns, Tool, signatures, tools_of
 from rollout.tools import CROP_VIDEO, MAX_CALLS, Signatures
 
 Dispatch = Literal["parallel", "sequential", "none"]
@@ -34,11 +34,16 @@ class EpisodeConfig:
     tools: list[str] = setting(
         [CROP_VIDEO], "available tools: crop_video, zoom_frame, search_subtitles, or path/to/file.py:NAME for your own"
     )
+    crop_returns: CropReturns = setting(
+        "report",
+        "result of crop_video and zoom_frame. report: a sub-agent's report; frames: the frames, in the main agent's "
+        "dialogue",
+    )
     forced_prefix: str = setting("<think>\n", "start of every turn of the main agent; it is given, not sampled")
     max_new_tokens: int = setting(2048, "sampled tokens per turn")
     max_context_tokens: int = setting(32_768, "tokens per dialogue, including frames")
     subagent_new_tokens: int = setting(512, "sampled tokens per report of a sub-agent")
-    subagent_max_frames: int = setting(16, "frames that a call shows to a sub-agent")
+    subagent_max_frames: int = setting(16, "frames that a call shows to a sub-agent or the main agent")
     temperature: float = setting(0.7, "0: greedy sampling")
     top_p: float = setting(
         1.0, "below 1: sample only from the most likely tokens with this total probability; training needs 1"
@@ -91,7 +96,7 @@ class EpisodeConfig:
 
     @property
     def toolbox(self) -> tuple[Tool, ...]:
-        return tools_of(tuple(self.tools))
+        return tools_of(tuple(self.tools), self.crop_returns)
 
     @property
     def signatures(self) -> Signatures:
@@ -101,6 +106,17 @@ class EpisodeConfig:
     def detail_factor(self) -> int:
         """How many times a frame's pixels a picture may have: a detail may have as many as all frames of a crop."""
         return self.subagent_max_frames if any(tool.shows_details for tool in self.toolbox) else 1
+
+    @property
+    def shown_pictures(self) -> int:
+        """The most pictures that the main agent sees in responses."""
+        shows = any(tool.shows_pictures for tool in self.toolbox)
+        return self.tool_turns * self.calls_per_turn * self.subagent_max_frames * shows
+
+    @property
+    def has_subagents(self) -> bool:
+        """Whether a tool may ask one; your own tool may."""
+        return self.crop_returns == "report" or any(":" in name for name in self.tools)
 
     @property
     def calls_per_turn(self) -> int:

@@ -37,6 +37,15 @@ class Picture:
         digest.update(repr(pixels.shape).encode())
         return cls(digest.hexdigest(), pixels)
 
+    @classmethod
+    def of_png(cls, png_base64: str) -> "Picture":
+        return cls.of(np.array(Image.open(io.BytesIO(base64.b64decode(png_base64))).convert("RGB")))
+
+    def resized(self, height: int, width: int) -> "Picture":
+        if self.size_px == (height, width):
+            return self
+        return Picture.of(np.array(Image.fromarray(self.pixels).resize((width, height), Image.Resampling.BICUBIC)))
+
     @property
     def size_px(self) -> tuple[int, int]:
         """Height and width."""

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from rollout.picture import Picture
-from rollout.prompts import Prompts, closeup_messages, main_messages, subagent_messages
+from rollout.prompts import Prompts, closeup_messages, main_messages, subagent_messages, window_intro
 from rollout.tools import CROP_VIDEO_SPEC, ToolSpec, Window
 from rollout.video.box import Box
 from rollout.video.info import TimedPicture, VideoInfo
@@ -78,6 +78,10 @@ class Frames(Protocol):
     async def frames(
         self, path: str, times_s: Sequence[float], deadline_s: float, box: Box | None = None
     ) -> list[TimedPicture]: ...
+
+    def fitted(self, picture: Picture) -> Picture:
+        """A picture from elsewhere, resized to a size that all processors keep."""
+        ...
 
 
 class Texts(Protocol):
@@ -152,21 +156,26 @@ class Prompter:
         pictures = tuple(frame.picture for frame in frames)
         return Closeup(self.ids(messages, pictures), pictures, tuple(frame.time_s for frame in frames), messages)
 
+    def window_intro(self, window: Window, num_frames: int) -> str:
+        """The text before the frames of a window."""
+        return f"{window_intro(self.prompts, window, num_frames)}\n"
+
     async def crop(self, path: str, window: Window) -> list[TimedPicture]:
-        return await self.whole_frames(path, crop_times(window.start_s, window.end_s, self._subagent_max_frames))
+        return await self.frames_at(path, crop_times(window.start_s, window.end_s, self._subagent_max_frames))
 
     async def detail(self, path: str, time_s: float, box: Box) -> list[TimedPicture]:
         """A part of the frame at this time, with up to as many pixels as a whole crop."""
-        return await self.frames.frames(path, [time_s], self._deadline_s, box)
+        return await self.frames_at(path, [time_s], box)
 
     async def info(self, path: str) -> VideoInfo:
         return await self.frames.info(path, self._deadline_s)
 
     async def _overview(self, path: str, info: VideoInfo, num_frames: int) -> list[TimedPicture]:
-        return await self.whole_frames(path, overview_times(info.duration_s, info.num_frames, num_frames))
+        return await self.frames_at(path, overview_times(info.duration_s, info.num_frames, num_frames))
 
-    async def whole_frames(self, path: str, times_s: Sequence[float]) -> list[TimedPicture]:
-        return await self.frames.frames(path, times_s, self._deadline_s)
+    async def frames_at(self, path: str, times_s: Sequence[float], box: Box | None = None) -> list[TimedPicture]:
+        """The frames, or a part of each, at these times; each once."""
+        return await self.frames.frames(path, times_s, self._deadline_s, box)
 
     def ids(
         self, messages: list[dict[str, Any]], pictures: Sequence[Picture], tools: list[dict[str, Any]] | None = None

@@ -54,7 +54,7 @@ class Prompts:
     )
     subagent_intro: str = setting(
         "The part of the video from {start_s:.1f} to {end_s:.1f} seconds, {num_frames} frames of it:",
-        "before the frames of a window",
+        "before the frames of a window, also where the main agent sees them",
     )
     subagent_instruction: str = setting(
         "Summarise what happens in this part, with the times at which it happens. Say only what the frames show.",
@@ -193,8 +193,12 @@ def subagent_messages(
     prompts: Prompts, window: Window, times_s: Sequence[float], question: str
 ) -> list[dict[str, Any]]:
     """The dialogue of a sub-agent about a window."""
-    intro = prompts.subagent_intro.format(start_s=window.start_s, end_s=window.end_s, num_frames=len(times_s))
+    intro = window_intro(prompts, window, len(times_s))
     return closeup_messages(prompts, intro, times_s, prompts.subagent_instruction.format(question=question))
+
+
+def window_intro(prompts: Prompts, window: Window, num_frames: int) -> str:
+    return prompts.subagent_intro.format(start_s=window.start_s, end_s=window.end_s, num_frames=num_frames)
 
 
 def closeup_messages(prompts: Prompts, intro: str, times_s: Sequence[float], instruction: str) -> list[dict[str, Any]]:

@@ -5,9 +5,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from rollout.ledger import Ledger
+from rollout.parts import TIME_DIGITS, Part, shown_in, shown_records, text_of
 from rollout.prompter import ShownVideo, Task
 from rollout.tools import Outcome, ToolCall, Window
 from rollout.video.box import Box
+from rollout.video.info import TimedPicture
 
 
 @dataclass(eq=False)
@@ -16,15 +18,27 @@ class Call:
 
     call: ToolCall
     outcome: Outcome
-    response: str  # to the main agent
+    response: str  # text to the main agent
     problem: str = ""  # the error in detail, not shown to the model
     window: Window | None = None
     box: Box | None = None
     report: Ledger | None = None  # the sub-agent's ledger
     latency_s: float = 0.0
     path: str = ""  # of the video
-    frames_s: tuple[float | int, ...] = ()  # start times of the sub-agent's frames
+    frames_s: tuple[float | int, ...] = ()  # start times of the sub-agent's frames, or of those in the response
     started_s: float = 0.0  # since the start of the episode
+    parts: tuple[Part, ...] = ()  # the response to the main agent, if it has pictures
+
+    def respond(self, *parts: Part) -> None:
+        """Sets the response."""
+        self.response, self.parts = text_of(parts), parts if shown_in(parts) else ()
+        if self.report is None:
+            self.frames_s = tuple(part.time_s for part in parts if isinstance(part, TimedPicture))
+
+    @property
+    def content(self) -> tuple[Part, ...]:
+        """The whole response."""
+        return self.parts or (self.response,)
 
     def to_record(self) -> dict[str, Any]:
         return {
@@ -41,6 +55,7 @@ class Call:
             "latency_s": round(self.latency_s, 4),
             "segments": None if self.report is None else self.report.to_record(),
             **({"num_sampled": self.report.num_reported} if self.report and self.report.num_reported else {}),
+            "shown": shown_records(shown_in(self.parts)),
         }
 
 
@@ -118,4 +133,4 @@ class Episode:
 
 
 def _rounded(times_s: Sequence[float | int]) -> list[float]:
-    return [round(float(time_s), 6) for time_s in times_s]
+    return [round(float(time_s), TIME_DIGITS) for time_s in times_s]

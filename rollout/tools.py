@@ -57,18 +57,28 @@ def make_schema(name: str, description: str, **parameters: tuple[str, str]) -> d
 
 
 VIDEO_PATH = ("string", "The video, by the name given above.")
-CROP_VIDEO_SCHEMA = make_schema(
-    CROP_VIDEO,
+
+
+def _crop_spec(description: str, effect: str) -> ToolSpec:
+    schema = make_schema(
+        CROP_VIDEO,
+        description,
+        video_path=VIDEO_PATH,
+        start_time=("number", "Where the part begins, in seconds."),
+        end_time=("number", "Where the part ends, in seconds."),
+    )
+    return ToolSpec(schema, f"{CROP_VIDEO} on the parts of the video that matter", effect)
+
+
+CROP_VIDEO_SPEC = _crop_spec(
     "Looks closely at one part of a video and reports what happens in it.",
-    video_path=VIDEO_PATH,
-    start_time=("number", "Where the part begins, in seconds."),
-    end_time=("number", "Where the part ends, in seconds."),
+    "each part is looked at closely and reported on",
 )
-CROP_VIDEO_SPEC = ToolSpec(
-    CROP_VIDEO_SCHEMA,
-    usage=f"{CROP_VIDEO} on the parts of the video that matter",
-    effect="each part is looked at closely and reported on",
+CROP_FRAMES_SPEC = _crop_spec(
+    "Shows you the frames of one part of a video.",
+    "the frames of each part are shown to you",
 )
+CROP_VIDEO_SCHEMA = CROP_VIDEO_SPEC.schema
 CROP_VIDEO_ALONE: Signatures = {CROP_VIDEO: CROP_VIDEO_SPEC.parameters}
 
 

@@ -470,6 +470,8 @@ class Config(TrainingConfig):
                 f"pack.row_tokens={self.pack.row_tokens} cannot hold an episode of rollout.max_context_tokens="
                 f"{self.rollout.max_context_tokens}"
             )
+        if self.train.subagent_loss and not self.rollout.has_subagents:
+            yield "train.subagent_loss=true has no effect with rollout.crop_returns=frames, which asks no sub-agents"
         if self.rollout.top_p != 1:
             yield (
                 f"rollout.top_p={self.rollout.top_p}: the learner's log-probs are of the whole distribution, so the "

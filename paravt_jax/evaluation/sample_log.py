@@ -96,9 +96,10 @@ def episode_record(rollout: Rollout, sample: Sample, official: Official | None) 
     scores = {STRICT: rollout.terms.accuracy}
     if official is not None:
         scores[OFFICIAL] = official(reply_of(turns), prompt.answer, sample.options)
-    overview, *crops = (len(ledger.pictures) for ledger in rollout.episode.ledgers)
+    overview = len(rollout.episode.ledger.segments[0].pictures)
+    crops = sum(len(ledger.pictures) for ledger in rollout.episode.ledgers) - overview
     answered = is_answer(rollout.terms.prediction, prompt.question_type, prompt.question)
-    return record | {"scores": scores, "answered": answered, "num_frames": overview, "num_crop_frames": sum(crops)}
+    return record | {"scores": scores, "answered": answered, "num_frames": overview, "num_crop_frames": crops}
 
 
 def is_answer(prediction: str | None, question_type: str, question: str) -> bool:

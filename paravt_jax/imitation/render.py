@@ -1,10 +1,13 @@
 """Renders traces with the same ids and pictures that a rollout of the same text would have.
 
 A trace about videos gets an episode's prompt, or a sub-agent's if it shows a part of a single video; only the question
-comes from the row. Other dialogues are rendered unchanged. The assistant's tokens and turn ends are loss tokens.
+comes from the row. A tool's message that is a part of a video alone is the response of `crop_video` that shows it.
+Other dialogues are rendered unchanged. The assistant's tokens and turn ends are loss tokens.
 """
 
 import asyncio
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +22,10 @@ from paravt_jax.learner.packing import Dialogue
 from rollout.chat import Chat
 from rollout.episode_config import EpisodeConfig
 from rollout.ledger import Ledger, Segment
+from rollout.parts import Part, content_of, pictures_of, with_times
 from rollout.picture import Picture
 from rollout.prompter import Frames, ShownVideo, Task
-from rollout.prompts import frame_parts, text_part
+from rollout.toolbox.crop_video import crop_parts
 from rollout.tools import BadCall, Window, window_of
 from rollout.video.errors import VideoError
 from rollout.video.times import overview_times
@@ -39,6 +43,7 @@ class Rendered:
     trace: Trace
     ledger: Ledger
     videos: tuple[ShownVideo, ...]  # of the overview
+    responses: tuple[tuple[tuple[Part, ...], ...], ...]  # after every turn but the last
 
     @property
     def pictures(self) -> tuple[Picture, ...]:
@@ -64,13 +69,13 @@ class TraceRenderer:
         first = next(number for number, message in enumerate(messages) if message.role == "assistant")
         prompt, pictures, videos = await self._prompt(trace, messages[:first], frame_budget)
         ledger.add("prompt", prompt, pictures)
-        number = first
+        number, responses = first, []
         while True:
             self._add_turn(ledger, messages[number].text)
             following = next((n for n in range(number + 1, len(messages)) if messages[n].role == "assistant"), None)
             if following is None:
-                return Rendered(trace, ledger, videos)
-            await self._add_environment(ledger, messages[number + 1 : following])
+                return Rendered(trace, ledger, videos, tuple(responses))
+            responses.append(await self._add_environment(ledger, messages[number + 1 : following]))
             number = following
 
     def dialogue(self, ledger: Ledger, number: int) -> Dialogue:
@@ -93,7 +98,8 @@ class TraceRenderer:
         if len(media) == 1 and media[0].window_s is not None:
             closeup = await self._prompter.closeup(media[0].path, await self._window(media[0]), text)
             return closeup.ids, closeup.pictures, ()
-        rendered, pictures = await self._rendered(messages)
+        rendered, parts = await self._rendered(messages)
+        pictures = pictures_of(itertools.chain(*parts))
         return self._prompter.ids(rendered, pictures), pictures, ()
 
     def _add_turn(self, ledger: Ledger, text: str) -> None:
@@ -105,42 +111,40 @@ class TraceRenderer:
         turn = np.concatenate([*ids, [self._chat.turn_end_id]]).astype(np.int32)
         ledger.segments.append(Segment("sampled", turn, (), np.zeros(len(turn), np.float32), version=0))
 
-    async def _add_environment(self, ledger: Ledger, messages: list[Message]) -> None:
-        rendered, pictures = await self._rendered(messages)
+    async def _add_environment(self, ledger: Ledger, messages: list[Message]) -> tuple[tuple[Part, ...], ...]:
+        rendered, parts = await self._rendered(messages)
         ids = self._chat.after(ledger.ids, rendered)
-        ledger.add("environment", ids, pictures)
+        ledger.add("environment", ids, pictures_of(itertools.chain(*parts)))
+        return tuple(parts)
 
-    async def _rendered(self, messages: list[Message]) -> tuple[list[dict[str, Any]], tuple[Picture, ...]]:
-        """Messages for the chat template, and their pictures in order."""
-        rendered: list[dict[str, Any]] = []
-        pictures: list[Picture] = []
-        for message in messages:
-            content: list[dict[str, Any]] = []
-            for part in message.parts:
-                if isinstance(part, str):
-                    content.append(text_part(self._chat.escape(part.replace(PLACEHOLDER, ""))))
-                else:
-                    placeholders, part_pictures = await self._media(part)
-                    content += placeholders
-                    pictures += part_pictures
-            texts_only = all(part["type"] == "text" for part in content)
-            merged = "".join(part["text"] for part in content) if texts_only else content
-            rendered.append({"role": message.role, "content": merged})
-        return rendered, tuple(pictures)
+    async def _rendered(self, messages: list[Message]) -> tuple[list[dict[str, Any]], list[tuple[Part, ...]]]:
+        """Messages for the chat template, and the parts of each."""
+        parts = [await self._parts(message) for message in messages]
+        pairs = zip(messages, parts, strict=True)
+        return [
+            {"role": message.role, "content": content_of(of_message, self._chat.escape)}
+            for message, of_message in pairs
+        ], parts
 
-    async def _media(self, part: Media) -> tuple[list[dict[str, Any]], list[Picture]]:
+    async def _parts(self, message: Message) -> tuple[Part, ...]:
+        part = message.parts[0] if message.role == "tool" and len(message.parts) == 1 else ""
+        if isinstance(part, Media) and part.window_s is not None:
+            parts = await crop_parts(self._prompter, part.path, await self._window(part))
+        else:
+            parts = list(itertools.chain(*[await self._media(part) for part in message.parts]))
+        return with_times(parts, self._config.prompts)
+
+    async def _media(self, part: str | Media) -> Sequence[Part]:
+        if isinstance(part, str):
+            return [part.replace(PLACEHOLDER, "")]
         if part.kind == "image":
             async with self._decoding:
-                return [{"type": "image"}], [await asyncio.to_thread(_read_image, part.path, self._contract)]
-        if part.window_s is None:
-            info = await self._prompter.info(part.path)
-            times_s = overview_times(info.duration_s, info.num_frames, self._config.subagent_max_frames)
-            frames = await self._prompter.whole_frames(part.path, times_s)
-        else:
-            frames = await self._prompter.crop(part.path, await self._window(part))
-        return frame_parts(self._config.prompts, [frame.time_s for frame in frames]), [
-            frame.picture for frame in frames
-        ]
+                return [await asyncio.to_thread(_read_image, part.path, self._contract)]
+        if part.window_s is not None:
+            return await self._prompter.crop(part.path, await self._window(part))
+        info = await self._prompter.info(part.path)
+        times_s = overview_times(info.duration_s, info.num_frames, self._config.subagent_max_frames)
+        return await self._prompter.frames_at(part.path, times_s)
 
     async def _window(self, part: Media) -> Window:
         assert part.window_s is not None

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,6 +10,7 @@ from paravt_jax.data.prompts import PLACEHOLDER
 from paravt_jax.data.traces import Trace
 from paravt_jax.imitation.render import Rendered
 from rollout.ledger import Ledger
+from rollout.parts import Part, shown_in, shown_records
 from rollout.tools import BadCall, ToolCall, find_calls, window_of
 
 
@@ -24,8 +25,10 @@ def sample_record(rendered: Rendered, step: int) -> dict[str, Any]:
         "videos": [asdict(video) for video in rendered.videos],
         "segments": ledger.to_record(),
         "turns": [
-            {"text": text, "told": response, "token_span": span, "calls": [_call(call) for call in find_calls(text)]}
-            for (text, response), span in zip(_turns(trace), _spans(ledger), strict=True)
+            {"text": text, "told": told, "token_span": span, "calls": list(_calls(text, responses))}
+            for (text, told), span, responses in zip(
+                _turns(trace), _spans(ledger), [*rendered.responses, ()], strict=True
+            )
         ],
     }
 
@@ -50,6 +53,14 @@ def _spans(ledger: Ledger) -> list[tuple[int, int]]:
         for segment, end in zip(ledger.segments, ends, strict=True)
         if segment.kind == "sampled"
     ]
+
+
+def _calls(text: str, responses: Sequence[Sequence[Part]]) -> Iterator[dict[str, Any]]:
+    """The calls of a turn as written, each with the pictures of its response."""
+    for number, call in enumerate(find_calls(text)):
+        shown = shown_records(shown_in(responses[number])) if number < len(responses) else []
+        times_s = [frame["time_s"] for frame in shown if "time_s" in frame]
+        yield _call(call) | {"shown": shown, "frames_s": times_s}
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

@@ -202,7 +202,12 @@ def _assumptions(run: PlannedRl, device: DeviceSpec) -> Iterator[str]:
     )
     yield (
         f"an episode has {work.response_tokens} tokens after the prompt and {work.calls} call of {work.call_frames} "
-        f"frames with a report of {work.report_tokens} tokens"
+        f"frames "
+        + (
+            f"that are {work.shown_tokens} of them (rollout.crop_returns=frames)"
+            if run.rollout.crop_returns == "frames"
+            else f"with a report of {work.report_tokens} tokens"
+        )
     )
     yield f"rows of the update have {work.row_tokens:,} tokens, the length with the least work"
     if device.memory_gib is not None:

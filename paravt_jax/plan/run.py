@@ -129,12 +129,13 @@ class PlannedRl(PlannedRun):
 
     def typical_step(self) -> Step:
         work = self.work
+        response_tokens = work.response_tokens - round(work.calls * work.shown_tokens)
+        frames = work.num_groups * work.frames + work.shown_frames
         shape = BatchShape(
             num_rows=work.batch_rows,
             row_tokens=work.row_tokens,
-            row_actions=max(1, -(-work.num_episodes * work.response_tokens // work.computed_rows)),
-            num_frame_rows=self.num_parts
-            * -(-round(work.num_groups * work.frames / work.num_batches) // self.num_parts),
+            row_actions=max(1, -(-work.num_episodes * response_tokens // work.computed_rows)),
+            num_frame_rows=self.num_parts * -(-round(frames / work.num_batches) // self.num_parts),
             row_patches=self.row_patches,
             num_parts=self.num_parts,
         )
@@ -146,7 +147,7 @@ class PlannedRl(PlannedRun):
 
     @property
     def max_frames(self) -> int:
-        return self.train.prompts_per_step * self.work.max_frames
+        return self.train.prompts_per_step * self.work.max_frames + self.work.num_episodes * self.rollout.shown_pictures
 
     @property
     def max_row_actions(self) -> int:

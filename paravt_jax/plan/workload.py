@@ -21,7 +21,7 @@ from rollout.episode_config import EpisodeConfig
 # A typical episode. Most turns end long before the config's bounds.
 FRAME_TEXT_TOKENS = 11  # a frame's timestamp, and its start and end tokens
 PROMPT_TEXT_TOKENS = 500  # system prompt, tool, question
-RESPONSE_TOKENS = 512  # per main agent: sampled tokens and reports
+RESPONSE_TOKENS = 512  # per main agent: sampled tokens and reports, without frames that calls show it
 BF16_BYTES = 2
 CALLS = 1  # per episode
 REPORT_TOKENS = 256  # per sub-agent
@@ -77,8 +77,9 @@ class Workload:
     group_size: int
     calls: float | int  # per episode
     call_frames: int
-    call_prompt_tokens: int
+    call_prompt_tokens: int  # of a sub-agent
     report_tokens: int
+    shown_tokens: int  # of the frames that a call shows to the main agent
     row_tokens: int  # rows of the update, as the learner chooses them
     num_rows: int  # rows with tokens
     batch_rows: int
@@ -103,8 +104,13 @@ class Workload:
 
     @property
     def own_tokens(self) -> float:
-        """Tokens that a main agent samples; it only reads the reports."""
-        return max(0, self.response_tokens - self.calls * self.report_tokens)
+        """Tokens that a main agent samples; it only reads the reports and frames."""
+        return max(0, self.response_tokens - self.calls * (self.report_tokens + self.shown_tokens))
+
+    @property
+    def shown_frames(self) -> float:
+        """In the responses of all calls."""
+        return self.num_calls * self.call_frames if self.shown_tokens else 0
 
     @property
     def sampled_tokens(self) -> float:
@@ -126,7 +132,7 @@ class Workload:
     def with_calls(self, calls: float, length: float = 1.0) -> "Workload":
         """The same episodes with another number of calls and reports, and `length` times as many sampled tokens."""
         report_tokens = round(length * self.report_tokens)
-        response_tokens = round(length * self.own_tokens + calls * report_tokens)
+        response_tokens = round(length * self.own_tokens + calls * (report_tokens + self.shown_tokens))
         return replace(self, calls=calls, report_tokens=report_tokens, response_tokens=response_tokens)
 
 
@@ -140,14 +146,20 @@ def workload_of(
     response = min(RESPONSE_TOKENS, rollout.max_new_tokens * (rollout.tool_turns + 1), room)
     prompt = min(round(frames * frame_tokens) + PROMPT_TEXT_TOKENS, room)
     calls = min(CALLS, rollout.tool_turns * rollout.calls_per_turn)
-    call_prompt = min(rollout.subagent_max_frames * frame_tokens + PROMPT_TEXT_TOKENS, room)
-    report = min(REPORT_TOKENS, rollout.subagent_new_tokens)
+    call_frame_tokens = rollout.subagent_max_frames * frame_tokens
+    call_prompt = report = shown = 0
+    if rollout.crop_returns == "report":
+        call_prompt = min(call_frame_tokens + PROMPT_TEXT_TOKENS, room)
+        report = min(REPORT_TOKENS, rollout.subagent_new_tokens)
+    else:
+        shown = max(0, min(call_frame_tokens, room - response - PROMPT_TEXT_TOKENS))
+        response += calls * shown
     budgets = sorted(video.frame_budgets) if video.gating else [most]
     num_groups = train.prompts_per_step
     budgets = [budgets[(2 * n + 1) * len(budgets) // (2 * num_groups)] for n in range(num_groups)]
     prompts = [min(n * frame_tokens + PROMPT_TEXT_TOKENS, room - response) for n in budgets]
     groups = [PromptGroup(tokens, train.group_size * (response,)) for tokens in prompts]
-    if train.subagent_loss:
+    if train.subagent_loss and call_prompt:
         num_calls = num_groups * train.group_size * calls
         groups += num_calls * [PromptGroup(0, (min(call_prompt + report, room),))]
     row_tokens, num_rows = _rows(tuple(groups), pack)
@@ -163,6 +175,7 @@ def workload_of(
         call_frames=rollout.subagent_max_frames,
         call_prompt_tokens=call_prompt,
         report_tokens=report,
+        shown_tokens=shown,
         row_tokens=row_tokens,
         num_rows=num_rows,
         batch_rows=pack.num_rows,
@@ -238,6 +251,7 @@ def _rollout_flops(model: ModelConfig, work: Workload, patches: int) -> dict[str
     prefills = (
         (work.prompt_tokens, work.num_groups),
         (work.call_prompt_tokens, work.num_calls),
+        (work.shown_tokens, work.num_calls),
     )
     num_frames = work.frames * work.num_groups + work.call_frames * work.num_calls
     return {

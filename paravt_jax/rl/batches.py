@@ -89,8 +89,8 @@ class PolicyUpdate:
         self._contract = replace(contract, max_pixels=max(contract.max_pixels, max_pixels))
         self._train, self._rollout, self._pack_settings = train, rollout, pack
         self._row_patches, self._seed = max_pixels // contract.patch_px**2, seed
-        call_frames = rollout.tool_turns * rollout.max_parallel * rollout.subagent_max_frames
-        group_frames = max_frames + train.group_size * call_frames * train.subagent_loss
+        call_frames = rollout.tool_turns * rollout.max_parallel * rollout.subagent_max_frames * train.subagent_loss
+        group_frames = max_frames + train.group_size * (call_frames + rollout.shown_pictures)
         self._max_frames = train.prompts_per_step * group_frames  # of a step
         self.own_time = OwnTime()  # this host's own work in the last update, without waits for hosts or devices
 

@@ -30,6 +30,7 @@ from paravt_jax.run.directory import SETTINGS_FILE, SETTINGS_LOG_FILE, changed_s
 from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, last_step, load_jsonl, rows_by_step
 from rollout.engine.protocol import EngineError, Generation, Health, Request, Weights
 from rollout.ledger import Ledger, Segment
+from rollout.parts import Shown, pictures_of
 from rollout.picture import Picture
 from rollout.prompter import Overview
 from rollout.records import Call, Episode, Turn
@@ -217,26 +218,32 @@ class Replay:
         return await worker.score(record["id"], await self._episode(record, prompt, overview), prompt)
 
     async def _episode(self, record: Mapping[str, Any], prompt: Prompt, overview: Overview) -> Episode:
-        turns = []
+        turns, paths = [], dict(zip((v["path"] for v in record.get("videos", ())), overview.task.videos, strict=False))
         for turn in record["turns"]:
             written = find_calls(turn["text"], self.worker.agent.signatures)[: len(turn["calls"])]
             logged = zip(written, turn["calls"], strict=True)
-            calls = [await self._call(call, of_call, overview) for call, of_call in logged]
+            calls = [await self._call(call, of_call, overview, paths) for call, of_call in logged]
             text = turn["text"], turn["finish"], tuple(turn["token_span"])
             turns.append(Turn(*text, calls, turn["latency_s"], turn.get("started_s", 0.0)))
-        ledger = _ledger(record["segments"], overview.pictures)
+        shown = [picture for turn in turns for call in turn.calls for picture in pictures_of(call.parts)]
+        ledger = _ledger(record["segments"], [*overview.pictures, *shown])
         ended = record["finish"], record["seconds"]
         overview_s = record.get("overview_s", 0.0)
         return Episode(
             record["id"], overview.task, ledger, turns, *ended, videos=overview.shown_videos, overview_s=overview_s
         )
 
-    async def _call(self, call: ToolCall, record: Mapping[str, Any], overview: Overview) -> Call:
+    async def _call(
+        self, call: ToolCall, record: Mapping[str, Any], overview: Overview, paths: Mapping[str, str]
+    ) -> Call:
         window = None if record["window_s"] is None else Window(*record["window_s"])
         box = None if record["box"] is None else Box(*record["box"])
         result = record["outcome"], record["response"], record["problem"]
         done = Call(call, *result, window, box, latency_s=record["latency_s"], path=record.get("path", ""))
         done.started_s = record.get("started_s", 0.0)
+        if shown := record.get("shown"):
+            done.parts = (done.response, *await self._shown(shown, paths))
+            done.frames_s = tuple(record["frames_s"])
         if record["segments"] is not None:
             assert window is not None
             done.path, prompter = video_of(call.arguments, overview.names), self.worker.agent.prompter
@@ -247,6 +254,21 @@ class Replay:
             done.frames_s = tuple(frame.time_s for frame in decoded)
             done.report = _ledger(record["segments"], [frame.picture for frame in decoded])
         return done
+
+    async def _shown(self, records: Sequence[Mapping[str, Any]], paths: Mapping[str, str]) -> list[Shown]:
+        """The pictures of a response: frames are read again, others were stored. `paths` are those of moved videos."""
+        shown: dict[str, Shown] = {}
+        times_s: dict[tuple[str, Box | None], list[float]] = {}
+        for record in records:
+            if "png" in record:
+                shown[record["key"]] = Picture.of_png(record["png"])
+                continue
+            box = None if record["box"] is None else Box(*record["box"])
+            times_s.setdefault((paths.get(record["path"], record["path"]), box), []).append(record["time_s"])
+        for (path, box), of_path in times_s.items():
+            frames = await self.worker.agent.prompter.frames_at(path, of_path, box)
+            shown |= {frame.picture.key: frame for frame in frames}
+        return [shown[record["key"]] for record in records if record["key"] in shown]
 
 
 def differing(logged: Mapping[str, Any], replayed: Mapping[str, Any]) -> list[str]:

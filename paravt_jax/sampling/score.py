@@ -7,8 +7,6 @@ on its own model.
 """
 
 import argparse
-import base64
-import io
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -23,7 +21,6 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
-from PIL import Image
 
 import model_port
 from model_port.cli import add_debug_flag, run_cli
@@ -134,14 +131,10 @@ def main() -> None:
 def _answer(scorer: LearnerScorer, message: dict[str, Any]) -> dict[str, Any]:
     if "settle" in message:
         return {"sizes_px": scorer.settled([tuple(size_px) for size_px in message["settle"]])}
-    pictures = tuple(_decode_png(png) for png in message["pictures"])
+    pictures = tuple(map(Picture.of_png, message["pictures"]))
     request = ScoreRequest(np.array(message["ids"], np.int32), pictures, message["temperature"])
     (scored,) = scorer.score([request])
     return {name: getattr(scored, name).tolist() for name in ("ids", "logp", "bfloat16_logp")}
-
-
-def _decode_png(png_base64: str) -> Picture:
-    return Picture.of(np.asarray(Image.open(io.BytesIO(base64.b64decode(png_base64))).convert("RGB")))
 
 
 if __name__ == "__main__":

@@ -49,7 +49,8 @@ const clock = (time, whole) => { // with tenths if they are not 0
   return `${Math.floor(tenths / 600)}:${rest < 100 ? "0" : ""}${shown}`;
 };
 
-const picture = (place, time) => h("img", { src: `data:image/webp;base64,${data.pictures.data[place]}`, alt: time === undefined ? "" : `at ${clock(time)}`, decoding: "async" });
+const image = (content, alt) => h("img", { src: `data:image/webp;base64,${content}`, alt, decoding: "async" });
+const picture = (place, time) => image(data.pictures.data[place], time === undefined ? "" : `at ${clock(time)}`);
 const runMark = (run) => (comparing ? h("b", { class: `run run-${run}` }, RUN_NAMES[run]) : null);
 
 const tip = document.getElementById("tip");

@@ -7,13 +7,15 @@ JavaScript counts UTF-16 units while the records count characters.
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from model_port.terminal import visible
 from paravt_jax.rewards.answers import interval
 from paravt_jax.rewards.grammar import TAG
+from paravt_jax.view.pictures import thumbnail
+from rollout.picture import Picture
 from rollout.tools import find_calls
 
 PAGE_BYTES = 3_000_000  # for all episodes, except when there are so many
@@ -193,7 +195,7 @@ def _turn(turn: Mapping[str, Any], marks: list[Mark], videos: Sequence[PageDict]
 
 
 def _call(call: Mapping[str, Any], video_name: Any, videos: Sequence[PageDict], limit_chars: int) -> PageDict:
-    report = call.get("segments") or []
+    report, shown = call.get("segments") or [], call.get("shown") or []
     return {
         "name": visible(str(call.get("name", "")))[:80],
         "outcome": call.get("outcome"),
@@ -203,11 +205,19 @@ def _call(call: Mapping[str, Any], video_name: Any, videos: Sequence[PageDict], 
         "box": call.get("box"),
         "video": _video_index(call.get("path"), video_name, videos),
         "frames_s": call.get("frames_s") or [],
+        "shown": [[*source, [frame["time_s"] for frame in frames]] for source, frames in _by_source(shown)],
+        "drawn": [thumbnail(Picture.of_png(picture["png"]).pixels) for picture in shown if "png" in picture],
         "started_s": call.get("started_s"),
         "latency_s": call.get("latency_s"),
-        "num_frames": sum(len(segment.get("pictures", ())) for segment in report),
+        "num_frames": len(shown) + sum(len(segment.get("pictures", ())) for segment in report),
         "num_tokens": call.get("num_sampled", sum(len(s["ids"]) for s in report if s["kind"] == "sampled")),
     }
+
+
+def _by_source(shown: Sequence[Mapping[str, Any]]) -> Iterator[tuple[tuple[str, Any], Iterator[Mapping[str, Any]]]]:
+    """The frames of a response, in runs with the same video and box."""
+    frames = (frame for frame in shown if "path" in frame)
+    return itertools.groupby(frames, lambda frame: (frame["path"], frame["box"]))
 
 
 def _video_index(path: Any, name: Any, videos: Sequence[PageDict]) -> int | None:

@@ -7,6 +7,7 @@ strips are added, shortest first, and the page shows how many frames are left ou
 import asyncio
 import base64
 import io
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,7 +58,7 @@ class Album:
     def of(cls, pictures: Mapping[str, str], episodes: Sequence[Any]) -> "Album":
         """Builds an album from existing pictures, by strip key."""
         album = cls()
-        for strip in {strip for _, strip in _strips(episodes)}:
+        for strip in _all_strips(episodes):
             if all(key in pictures for key in strip.keys):
                 album.add(strip, [pictures[key] for key in strip.keys])
         album.number_all(episodes)
@@ -81,8 +82,9 @@ class Album:
 
     def number_all(self, episodes: Iterable[dict[str, Any]]) -> None:
         """Sets the picture indices of every overview and call in these episodes."""
-        for holder, strip in _strips(episodes):
-            holder["pictures"] = self.numbers(strip)
+        for holder, strips in _strips(episodes):
+            numbers = [self.numbers(strip) or [] for strip in strips]
+            holder["pictures"] = list(itertools.chain(*numbers)) if numbers and all(numbers) else None
 
     def to_record(self) -> dict[str, Any]:
         counts = {"num_bytes": self.num_bytes, "num_left_out": self.num_left_out}
@@ -91,7 +93,7 @@ class Album:
 
 def make_album(episodes: Sequence[dict[str, Any]]) -> Album:
     """Decodes the frames in these episodes' prompts."""
-    strips = sorted({strip for _, strip in _strips(episodes)}, key=lambda strip: (len(strip.times_s), strip.path))
+    strips = sorted(_all_strips(episodes), key=lambda strip: (len(strip.times_s), strip.path))
     album = Album()
     lost = asyncio.run(_decode(strips, album))
     keys = {key for strip in strips if strip.path not in lost for key in strip.keys}
@@ -141,13 +143,19 @@ async def _decode(strips: Sequence[Strip], album: Album) -> dict[str, str]:
     return lost
 
 
-def _strips(episodes: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Any, Strip]]:
-    """Yields every video or call of the episodes, with its strip of frames."""
+def _all_strips(episodes: Iterable[Mapping[str, Any]]) -> set[Strip]:
+    return {strip for _, strips in _strips(episodes) for strip in strips}
+
+
+def _strips(episodes: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Any, list[Strip]]]:
+    """Yields every video or call of the episodes, with its strips of frames."""
     for episode in episodes:
         videos = episode["videos"]
         for video in videos:
-            yield video, Strip(video["path"], tuple(video["frames_s"]))
+            yield video, [Strip(video["path"], tuple(video["frames_s"]))]
         for call in (call for turn in episode["turns"] for call in turn["calls"]):
-            if call["frames_s"] and call["video"] is not None and videos:
+            if call["shown"]:
+                yield call, [Strip(path, tuple(times_s), box and Box(*box)) for path, box, times_s in call["shown"]]
+            elif call["frames_s"] and call["video"] is not None and videos:
                 box = None if call["box"] is None else Box(*call["box"])
-                yield call, Strip(videos[call["video"]]["path"], tuple(call["frames_s"]), box)
+                yield call, [Strip(videos[call["video"]]["path"], tuple(call["frames_s"]), box)]

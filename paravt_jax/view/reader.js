@@ -109,10 +109,10 @@ const card = (root, call, n) => {
   if (call.num_tokens) seen.push(plural(call.num_tokens, "token"));
   if (call.latency_s) seen.push(seconds(call.latency_s));
   const told = !call.problem || call.response.includes(call.problem.replace(/^\w+: /, ""));
-  const shots = shotsOf(call);
+  const shots = shotsOf(call).map(shot), drawn = call.drawn.map((content) => h("span", { class: "shot" }, image(content, "")));
   return h("div", { class: `callcard c-${colorOfCall(call)} call-${n}`, onmouseenter: () => light(root, name, true), onmouseleave: () => light(root, name, false) },
     h("div", { class: "top" }, `${n} · ${looked(call, "–")}`, ["ok", "imitated"].includes(call.outcome) ? null : h("span", { class: "wrong" }, spelled(call.outcome)), h("em", {}, seen.join(" · "))),
-    shots.length ? h("div", { class: "album" }, shots.map(shot)) : null,
+    shots.length + drawn.length ? h("div", { class: "album" }, shots, drawn) : null,
     call.response ? h("p", {}, call.response) : null, told ? null : h("p", { class: "problem" }, call.problem));
 };
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,9 +12,11 @@ import numpy as np
 from rollout.dialogue import SampledTurn, TurnRequest
 from rollout.endpoint.client import EndpointClient
 from rollout.endpoint.words import Words, escape_control, with_pictures
-from rollout.episode_config import EpisodeConfig
+from rollout.episode_config import TOKEN_PX, EpisodeConfig
 from rollout.ledger import Ledger, Segment
+from rollout.parts import Part, content_of, pictures_of, shown_in, text_of
 from rollout.picture import Picture
+from rollout.prompts import text_part
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 CHARS_PER_TOKEN = 3  # an underestimate for English, so that responses are not counted too low
@@ -32,7 +35,7 @@ class MessageDialogue:
         pictures: Sequence[Picture],
     ):
         self._client, self._config, self._ledger = client, config, ledger
-        self._neutral, self._pictures = messages, pictures
+        self._neutral, self._pictures = messages, pictures  # not yet sent
         self._messages: list[dict[str, Any]] = []
         self._num_tokens = 0  # of the dialogue so far, as far as known
         self._sent = hashlib.blake2b(digest_size=12)
@@ -44,8 +47,7 @@ class MessageDialogue:
 
     async def sample(self, request: TurnRequest) -> SampledTurn:
         config = self._config
-        if not self._messages:
-            await asyncio.to_thread(self._begin)
+        await asyncio.to_thread(self._add_pending)
         sampling: dict[str, Any] = {
             "max_tokens": request.max_new_tokens,
             "temperature": config.temperature,
@@ -75,27 +77,31 @@ class MessageDialogue:
             latency_s=reply.latency_s,
         )
 
-    def num_tokens(self, responses: Sequence[str]) -> int:
-        return sum(len(response) for response in responses) // CHARS_PER_TOKEN
+    def num_tokens(self, responses: Sequence[Sequence[Part]]) -> int:
+        pictures = pictures_of(itertools.chain(*responses))
+        num_chars = sum(len(text_of(response)) for response in responses)
+        return num_chars // CHARS_PER_TOKEN + sum(picture.num_tokens(TOKEN_PX) for picture in pictures)
 
-    def respond(self, responses: Sequence[str]) -> bool:
+    def respond(self, responses: Sequence[Sequence[Part]]) -> bool:
         """One user's message, as Qwen's chat template writes tool responses."""
         num_tokens = self.num_tokens(responses)
         if num_tokens > self.room:
             return False
-        escaped = map(Words().escape, responses)
-        text = "\n".join(f"<tool_response>\n{response}\n</tool_response>" for response in escaped)
-        self._add({"role": "user", "content": text})
+        self._pictures = pictures_of(itertools.chain(*responses))
+        self._neutral = [{"role": "user", "content": _content(responses)}]
+        if self._pictures:
+            self._ledger.segments.append(Segment("environment", np.zeros(0, np.int32), self._pictures))
         self._num_tokens += num_tokens
         return True
 
     def close(self) -> None:
         """Nothing to end: a message always is."""
 
-    def _begin(self) -> None:
+    def _add_pending(self) -> None:
         """Encodes the pictures, which takes time."""
         for message in with_pictures(self._neutral, self._pictures):
             self._add(message)
+        self._neutral = []
 
     def _add(self, message: dict[str, Any]) -> None:
         self._messages.append(message)
@@ -104,3 +110,13 @@ class MessageDialogue:
     def _hash(self, content: Any) -> None:
         self._sent.update(json.dumps(content, sort_keys=True).encode())
         self._ledger.sent = self._sent.hexdigest()
+
+
+def _content(responses: Sequence[Sequence[Part]]) -> str | list[dict[str, Any]]:
+    content: list[dict[str, Any]] = []
+    for response in responses:
+        own = content_of(response, Words().escape)
+        content.append(text_part("\n<tool_response>\n" if content else "<tool_response>\n"))
+        content += [text_part(own)] if isinstance(own, str) else own
+        content.append(text_part("\n</tool_response>"))
+    return content if shown_in(itertools.chain(*responses)) else "".join(part["text"] for part in content)

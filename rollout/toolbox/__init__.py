@@ -4,17 +4,25 @@ import json
 import re
 from collections.abc import Iterable
 from functools import cache
+from typing import Literal
 
-from rollout.toolbox.crop_video import CropVideo
+from rollout.toolbox.crop_video import CropFrames, CropVideo
 from rollout.toolbox.search_subtitles import SearchSubtitles
 from rollout.toolbox.tool import Tool, ToolArgs, ToolContext, Videos
-from rollout.toolbox.zoom_frame import ZoomFrame
+from rollout.toolbox.zoom_frame import ZoomFrame, ZoomPicture
 from rollout.tools import Signatures, ToolSpec
 from rollout.user_code import load_object
 
-__all__ = ["ToolContext", "Tool", "Videos", "ToolArgs", "signatures", "tools_of"]
+__all__ = ["CropReturns", "ToolContext", "Tool", "Videos", "ToolArgs", "signatures", "tools_of"]
 
-SHIPPED: dict[str, Tool] = {tool.spec.name: tool for tool in (CropVideo(), ZoomFrame(), SearchSubtitles())}
+CropReturns = Literal["report", "frames"]
+SHIPPED: dict[CropReturns, dict[str, Tool]] = {
+    returns: {tool.spec.name: tool for tool in tools}
+    for returns, tools in (
+        ("report", (CropVideo(), ZoomFrame(), SearchSubtitles())),
+        ("frames", (CropFrames(), ZoomPicture(), SearchSubtitles())),
+    )
+}
 NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
@@ -23,11 +31,11 @@ def signatures(tools: Iterable[Tool]) -> Signatures:
 
 
 @cache
-def tools_of(names: tuple[str, ...]) -> tuple[Tool, ...]:
+def tools_of(names: tuple[str, ...], returns: CropReturns = "report") -> tuple[Tool, ...]:
     """Loads the tools in `rollout.tools`, given by name or as path/to/file.py:NAME."""
     if not names:
         raise ValueError("rollout.tools=[] leaves nothing to call; set rollout.dispatch=none to disable tools")
-    tools = tuple(_own(name) if ":" in name else _shipped(name) for name in names)
+    tools = tuple(_own(name) if ":" in name else _shipped(name, returns) for name in names)
     called = [tool.spec.name for tool in tools]
     for name in called:
         if called.count(name) > 1:
@@ -35,13 +43,14 @@ def tools_of(names: tuple[str, ...]) -> tuple[Tool, ...]:
     return tools
 
 
-def _shipped(name: str) -> Tool:
-    if name not in SHIPPED:
+def _shipped(name: str, returns: CropReturns) -> Tool:
+    shipped = SHIPPED[returns]
+    if name not in shipped:
         raise ValueError(
-            f"rollout.tools: there is no tool {name}; there are {', '.join(SHIPPED)}, and those of your own, as "
+            f"rollout.tools: there is no tool {name}; there are {', '.join(shipped)}, and those of your own, as "
             f"path/to/file.py:NAME"
         )
-    return SHIPPED[name]
+    return shipped[name]
 
 
 def _own(location: str) -> Tool:

@@ -1,10 +1,12 @@
-"""A close look at one part of a video: a sub-agent sees its frames and reports on them."""
+"""A close look at one part of a video: a sub-agent sees its frames and reports on them, or the main agent sees them."""
 
 from collections.abc import Mapping
 from typing import Any
 
+from rollout.parts import Part, Response
+from rollout.prompter import Prompter
 from rollout.toolbox.tool import Tool, ToolArgs, ToolContext, Videos
-from rollout.tools import CROP_VIDEO_SPEC, window_of
+from rollout.tools import CROP_FRAMES_SPEC, CROP_VIDEO_SPEC, Window, window_of
 
 CLAMPED = "The video ends at {end_s:.1f} seconds, so the part from {start_s:.1f} to {end_s:.1f} was looked at."
 
@@ -18,12 +20,31 @@ class CropVideo(Tool):
         path = videos.path_of(arguments)
         return ToolArgs(path, window_of(arguments, videos.infos[path].duration_s))
 
-    async def run(self, args: ToolArgs, context: ToolContext) -> str:
+    async def run(self, args: ToolArgs, context: ToolContext) -> Response:
         window = args.window
         assert window is not None
         closeup = await context.prompter.closeup(args.path, window, context.question)
         report = await context.ask(closeup, f"{args.path} {window.start_s} {window.end_s}")
-        if not window.clamped:
-            return report
-        clamped = CLAMPED.format(start_s=window.start_s, end_s=window.end_s)
-        return f"{clamped}\n{report}"
+        return f"{_remark(window)}{report}"
+
+
+class CropFrames(CropVideo):
+    """With `rollout.crop_returns=frames`."""
+
+    spec = CROP_FRAMES_SPEC
+    shows_pictures = True
+    failure_message = "this part could not be shown"
+
+    async def run(self, args: ToolArgs, context: ToolContext) -> Response:
+        assert args.window is not None
+        return await crop_parts(context.prompter, args.path, args.window)
+
+
+async def crop_parts(prompter: Prompter, path: str, window: Window) -> list[Part]:
+    """The response that shows a window. Traces have the same."""
+    frames = await prompter.crop(path, window)
+    return [f"{_remark(window)}{prompter.window_intro(window, len(frames))}", *frames]
+
+
+def _remark(window: Window) -> str:
+    return f"{CLAMPED.format(start_s=window.start_s, end_s=window.end_s)}\n" if window.clamped else ""

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rollout.parts import Response
 from rollout.prompter import Closeup, Prompter
 from rollout.tools import ToolSpec, Window, video_of
 from rollout.video.box import Box
@@ -55,6 +56,7 @@ class Tool:
 
     spec: ToolSpec
     shows_details = False  # True: shows parts of frames, which may have more pixels than a frame
+    shows_pictures = False  # True: responses may have pictures, so that memory and context are planned for them
     timeout_message = "the call took too long"
     failure_message = "the call could not be carried out"
 
@@ -62,6 +64,9 @@ class Tool:
         """Checks the arguments; raises a BadCall that explains a problem to the model."""
         raise NotImplementedError
 
-    def run(self, args: ToolArgs, context: ToolContext) -> str | Awaitable[str]:
-        """The response for the model. Make it `async` if it waits; a plain function runs in a thread."""
+    def run(self, args: ToolArgs, context: ToolContext) -> Response | Awaitable[Response]:
+        """The response for the model: text, or a list of texts, frames (`TimedPicture`) and pictures (`Picture`).
+
+        Make it `async` if it waits; a plain function runs in a thread.
+        """
         raise NotImplementedError

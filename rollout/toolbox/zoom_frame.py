@@ -1,4 +1,4 @@
-"""Enlarges a part of a frame; a sub-agent sees that picture and describes it.
+"""Enlarges a part of a frame; a sub-agent sees that picture and describes it, or the main agent sees it.
 
 The picture may have as many pixels as all frames of a crop, so that a zoom costs no more than a crop.
 """
@@ -7,20 +7,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rollout.parts import Response
 from rollout.toolbox.tool import Tool, ToolArgs, ToolContext, Videos
 from rollout.tools import VIDEO_PATH, ToolSpec, Window, box_of, make_schema, moment_of
+from rollout.video.info import TimedPicture
 
-ZOOM_FRAME_SPEC = ToolSpec(
-    make_schema(
-        "zoom_frame",
-        "Enlarges one part of one frame of a video and reports what it shows, such as small objects or text.",
-        video_path=VIDEO_PATH,
-        time=("number", "When the frame is shown, in seconds."),
-        box=("array", "The part of it, [x0, y0, x1, y1], as fractions of its width and height from the top left."),
-    ),
-    usage="zoom_frame on a detail of one frame",
-    effect="each detail is enlarged and described",
-)
+
+def _spec(result: str, effect: str) -> ToolSpec:
+    return ToolSpec(
+        make_schema(
+            "zoom_frame",
+            f"Enlarges one part of one frame of a video and {result}, such as small objects or text.",
+            video_path=VIDEO_PATH,
+            time=("number", "When the frame is shown, in seconds."),
+            box=("array", "The part of it, [x0, y0, x1, y1], as fractions of its width and height from the top left."),
+        ),
+        usage="zoom_frame on a detail of one frame",
+        effect=effect,
+    )
+
+
+ZOOM_FRAME_SPEC = _spec("reports what it shows", "each detail is enlarged and described")
+ZOOM_PICTURE_SPEC = _spec("shows it to you", "each detail is enlarged and shown to you")
 
 
 @dataclass(frozen=True)
@@ -40,11 +48,27 @@ class ZoomFrame(Tool):
         time_s = moment_of(arguments, videos.duration_s(path))
         return ToolArgs(path, Window(time_s, time_s), box_of(arguments))
 
-    async def run(self, args: ToolArgs, context: ToolContext) -> str:
-        assert args.window is not None
-        assert args.box is not None
+    async def run(self, args: ToolArgs, context: ToolContext) -> Response:
+        intro, frames = await self._look(args, context)
+        closeup = context.prompter.closeup_of(frames, intro, self.instruction)
+        assert args.window is not None and args.box is not None
+        return await context.ask(closeup, f"{args.path} {args.window.start_s} {tuple(args.box)}")
+
+    async def _look(self, args: ToolArgs, context: ToolContext) -> tuple[str, list[TimedPicture]]:
+        """The introduction of the detail, and the detail."""
+        assert args.window is not None and args.box is not None
         time_s, box = args.window.start_s, args.box
         frames = await context.prompter.detail(args.path, time_s, box)
-        intro = self.intro.format(time_s=time_s, **box._asdict())
-        closeup = context.prompter.closeup_of(frames, intro, self.instruction)
-        return await context.ask(closeup, f"{args.path} {time_s} {tuple(box)}")
+        return self.intro.format(time_s=time_s, **box._asdict()), frames
+
+
+@dataclass(frozen=True)
+class ZoomPicture(ZoomFrame):
+    """With `rollout.crop_returns=frames`."""
+
+    spec = ZOOM_PICTURE_SPEC
+    shows_pictures = True
+
+    async def run(self, args: ToolArgs, context: ToolContext) -> Response:
+        intro, frames = await self._look(args, context)
+        return [f"{intro}\n", *frames]

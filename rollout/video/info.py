@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from rollout.picture import Picture
+from rollout.video.box import Box
 
 
 @dataclass(frozen=True)
@@ -28,3 +29,5 @@ class StoredVideo:
 class TimedPicture:
     time_s: float | int  # start of this frame, relative to the first
     picture: Picture
+    path: str = ""  # of the video
+    box: Box | None = None  # the part of the frame

@@ -250,7 +250,12 @@ class FrameReader:
                 shared.task.result()  # raises for one of the missing frames
         if keys and not any(key in pictures for key in keys):
             raise VideoError("the video cannot be decoded: it is damaged at the moments asked for")
-        return [TimedPicture(video.time_s(key.frame), pictures[key]) for key in keys if key in pictures]
+        shown = [key for key in keys if key in pictures]
+        return [TimedPicture(video.time_s(key.frame), pictures[key], str(path), box) for key in shown]
+
+    def fitted(self, picture: Picture) -> Picture:
+        """A picture from elsewhere, at the size of a detail."""
+        return picture.resized(*self._detail_size(*picture.size_px))
 
     def _size_px(self, info: VideoInfo, box: Box | None) -> tuple[int, int]:
         if box is None:

@@ -50,10 +50,16 @@ class FakeFrames:
         if box is not None:  # a detail is twice as large
             self.boxes.append(box)
             pixels = self.pixels(int(times_s[0])).repeat(2, axis=0).repeat(2, axis=1)
-            return [TimedPicture(float(int(times_s[0])), Picture(f"{path}@{times_s[0]}{tuple(box)}", pixels))]
+            picture = Picture(f"{path}@{times_s[0]}{tuple(box)}", pixels)
+            return [TimedPicture(float(int(times_s[0])), picture, path, box)]
         self.asked.append((path, list(times_s)))
         seconds = sorted({min(int(time_s), int(self.duration_s) - 1) for time_s in times_s})
-        return [TimedPicture(float(second), Picture(f"{path}@{second}", self.pixels(second))) for second in seconds]
+        return [
+            TimedPicture(float(second), Picture(f"{path}@{second}", self.pixels(second)), path) for second in seconds
+        ]
+
+    def fitted(self, picture: Picture) -> Picture:
+        return picture.resized(*self.size_px)
 
     def pixels(self, second: int) -> np.ndarray:
         return np.random.default_rng(second).integers(0, 255, (*self.size_px, 3)).astype(np.uint8)

@@ -1,0 +1,65 @@
+"""A tool's response: a text, or a list of texts, frames and other pictures, in the order that the model sees."""
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from rollout.picture import Picture
+from rollout.prompts import Prompts, text_part
+from rollout.video.info import TimedPicture
+
+TIME_DIGITS = 6  # the reader finds the frame that starts at a rounded time
+
+Shown = TimedPicture | Picture
+Part = str | Shown
+Response = str | Sequence[Part]
+
+
+def with_times(response: Response, prompts: Prompts) -> tuple[Part, ...]:
+    """The parts, with its time before every frame, as in prompts."""
+    parts: list[Part] = []
+    for part in [response] if isinstance(response, str) else response:
+        if isinstance(part, TimedPicture):
+            parts.append(prompts.frame_time.format(time_s=part.time_s))
+        parts.append(part)
+    return tuple(parts)
+
+
+def text_of(parts: Iterable[Part]) -> str:
+    return "".join(part for part in parts if isinstance(part, str))
+
+
+def content_of(response: Response, escape: Callable[[str], str]) -> str | list[dict[str, Any]]:
+    """A response as the content of a message. Texts in a row become one, so that they cannot form a token."""
+    if not shown_in(response):
+        return escape(text_of(response))
+    content: list[dict[str, Any]] = []
+    for is_text, run in itertools.groupby(response, lambda part: isinstance(part, str)):
+        parts = list(run)
+        content += [text_part(escape(text_of(parts)))] if is_text else [{"type": "image"}] * len(parts)
+    return content
+
+
+def cut(text: str, max_chars: int) -> str:
+    return text if len(text) <= max_chars else f"{text[: max_chars - 1]}…"
+
+
+def pictures_of(parts: Iterable[Part]) -> tuple[Picture, ...]:
+    return tuple(part if isinstance(part, Picture) else part.picture for part in parts if not isinstance(part, str))
+
+
+def shown_in(parts: Iterable[Part]) -> tuple[Shown, ...]:
+    return tuple(part for part in parts if not isinstance(part, str))
+
+
+def shown_records(shown: Iterable[Shown]) -> list[dict[str, Any]]:
+    """For each, where the frame can be read again; a picture from elsewhere is stored."""
+    return list(map(_shown_record, shown))
+
+
+def _shown_record(shown: Shown) -> dict[str, Any]:
+    if isinstance(shown, TimedPicture) and shown.path:
+        time_s = round(float(shown.time_s), TIME_DIGITS)
+        return {"key": shown.picture.key, "time_s": time_s, "path": shown.path, "box": shown.box}
+    (picture,) = pictures_of([shown])
+    return {"key": picture.key, "png": picture.png_base64}

@@ -1,0 +1,54 @@
+"""Checks what a tool returned, which may be anything, and prepares it for the model."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rollout.episode_config import EpisodeConfig
+from rollout.parts import Part, cut, shown_in, with_times
+from rollout.picture import Picture
+from rollout.prompter import Frames
+from rollout.threads import in_daemon_thread
+from rollout.toolbox import Tool
+from rollout.video.info import TimedPicture
+
+
+async def checked_response(
+    response: Any, tool: Tool, config: EpisodeConfig, frames: Frames, max_chars: int
+) -> tuple[Part, ...]:
+    """The parts for the model: texts are cut, frames get their times, and pictures of the tool's own their size."""
+    name, parts = tool.spec.name, response if isinstance(response, list | tuple) else [response]
+    if wrong := [part for part in parts if not isinstance(part, Part)]:
+        raise TypeError(f"{name} returned {type(wrong[0]).__name__}, expected text, or a list of texts and pictures")
+    num_pictures = len(shown_in(parts))
+    if num_pictures and not tool.shows_pictures:
+        raise TypeError(f"{name} returned pictures; set its shows_pictures = True")
+    if num_pictures > config.subagent_max_frames:
+        raise ValueError(
+            f"{name} returned {num_pictures} pictures, more than rollout.subagent_max_frames="
+            f"{config.subagent_max_frames}"
+        )
+    if num_pictures:
+        parts = await in_daemon_thread(lambda: [_fitted(part, frames) for part in parts])
+    return with_times(list(_cut(parts, max_chars)), config.prompts)
+
+
+def _fitted(part: Part, frames: Frames) -> Part:
+    """Frames of a video have their size. Other pictures get one, and are named by their pixels."""
+    if isinstance(part, str) or (isinstance(part, TimedPicture) and part.path):
+        return part
+    if isinstance(part, TimedPicture):
+        return replace(part, picture=_named(part.picture, frames))
+    return _named(part, frames)
+
+
+def _named(picture: Picture, frames: Frames) -> Picture:
+    return Picture.of(frames.fitted(picture).pixels)
+
+
+def _cut(parts: Sequence[Part], max_chars: int) -> Iterator[Part]:
+    for part in parts:
+        if isinstance(part, str):
+            part = cut(part, max_chars) if max_chars else ""
+            max_chars -= len(part)
+        yield part
