@@ -154,8 +154,8 @@ def _strips(episodes: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Any, list[S
         for video in videos:
             yield video, [Strip(video["path"], tuple(video["frames_s"]))]
         for call in (call for turn in episode["turns"] for call in turn["calls"]):
-            if call["shown"]:
-                yield call, [Strip(path, tuple(times_s), box and Box(*box)) for path, box, times_s in call["shown"]]
+            if shown := call.get("shown"):
+                yield call, [Strip(path, tuple(times_s), box and Box(*box)) for path, box, times_s in shown]
             elif call["frames_s"] and call["video"] is not None and videos:
                 box = None if call["box"] is None else Box(*call["box"])
                 yield call, [Strip(videos[call["video"]]["path"], tuple(call["frames_s"]), box)]

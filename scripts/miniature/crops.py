@@ -1,9 +1,10 @@
-"""Parallel against sequential calls: one policy answers questions about one to five windows.
+"""Parallel or sequential calls, reports or frames: one policy answers questions about one to five windows.
 
 python -m scripts.miniature crops                cold start, accuracy, times
 python -m scripts.miniature crops --only time    measures the times again, with the trained policy
 
-The third way to play has no sub-agents: the prompt has the overview and the frames of all windows. There is no RL.
+Two ways to play have no sub-agents: parallel calls that return frames; and no calls, with the overview and the frames
+of all windows in the prompt. There is no RL.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from paravt_jax.evaluation.statistics import interval
 from paravt_jax.imitation.render import TraceRenderer
 from paravt_jax.rl.episodes import Rollout, RolloutWorker
 from paravt_jax.run.log import whole_file
+from rollout.episode import Agent
 from rollout.episode_config import TOKEN_PX, Dispatch
 from rollout.prompter import Overview, Task
 from scripts.miniature.cells import DATA, write_rows_of_map
@@ -40,7 +42,7 @@ from scripts.miniature.world import MAX_WINDOWS, Question, questions
 
 MEASURED = DATA / "crops.json"
 CELLS = tuple((n, play) for n in range(1, MAX_WINDOWS + 1) for play in PLAYS)
-DISPATCHES: Mapping[str, Dispatch] = dict(zip(PLAYS, ("parallel", "sequential", "none"), strict=True))
+DISPATCHES: Mapping[str, Dispatch] = dict(zip(PLAYS, ("parallel", "sequential", "none", "parallel"), strict=True))
 ENGINES = ("jax", "sglang")  # engine.kind
 NUM_ALONE = 5  # timed episodes one at a time
 NUM_TIMED = NUM_ALONE + MAX_IN_FLIGHT
@@ -60,13 +62,19 @@ class Player:
         began_s = time.perf_counter()
         name, path = f"{question.scene.number}-{len(question.windows_s)}", self.videos / question.scene.video
         task = Task(name, question.text, (str(path),), self.frame_budget)
-        agent = self.worker.agent.with_settings(dispatch=DISPATCHES[play])
+        agent = self._agent(play)
         overview = await (self._one_context(task, question) if play == "one context" else agent.overview(task))
         prompt = Prompt(name, question.text, task.videos, question.answer, question.type)
         rollout = await replace(self.worker, agent=agent).run_episode(overview, prompt, 0, None, [])
         if rollout.missing:
             raise RuntimeError(f"{play}, {name}: {rollout.problem}")
-        return counts(rollout) | {"seconds": time.perf_counter() - began_s}
+        return counts(rollout, agent.chat.image_id) | {"seconds": time.perf_counter() - began_s}
+
+    def _agent(self, play: str) -> Agent:
+        agent, dispatch = self.worker.agent, DISPATCHES[play]
+        if dispatch == "none":  # the system text of the other plays has the tool, for any kind of response
+            return agent.with_settings(dispatch=dispatch, prompts=replace(agent.config.prompts, system_has_tools=False))
+        return agent.with_settings(dispatch=dispatch, crop_returns="frames" if play == "frames" else "report")
 
     async def _one_context(self, task: Task, question: Question) -> Overview:
         """The prompt that the cold start's traces of this kind have."""
@@ -85,7 +93,7 @@ class Player:
         return await asyncio.gather(*map(one, chosen))
 
 
-def counts(rollout: Rollout) -> Row:
+def counts(rollout: Rollout, image_id: int) -> Row:
     """The numbers of an episode; a context is the dialogue of the main agent or of one sub-agent."""
     assert rollout.episode is not None and rollout.terms is not None
     tokens = [sum(p.num_tokens(TOKEN_PX) for p in ledger.pictures) for ledger in rollout.episode.ledgers]
@@ -93,6 +101,7 @@ def counts(rollout: Rollout) -> Row:
         "accuracy": rollout.terms.accuracy,
         "context_tokens": max(tokens),
         "visual_tokens": sum(tokens),
+        "main_tokens": int(rollout.episode.ledger.num_tokens_each(image_id, TOKEN_PX).sum()),
         "turns": len(rollout.episode.turns),
         "calls": rollout.episode.outcomes.count("ok"),
     }
@@ -181,8 +190,8 @@ def summary(episodes: Sequence[Row]) -> Row:
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog=f"{prog_of('scripts.miniature')} crops",
-        description="Train a cold start, and play questions about one to five windows in parallel, one call a turn, "
-        "and with all frames in one context. Re-running the command resumes it.",
+        description="Train a cold start, and play questions about one to five windows in parallel, with reports or "
+        "frames, one call a turn, and with all frames in one context. Re-running the command resumes it.",
     )
     parser.add_argument("--dir", type=Path, default=Path("runs/crops"), help="output directory (default runs/crops)")
     parser.add_argument("--only", choices=["time"], help="measure the times again, in less than five minutes")

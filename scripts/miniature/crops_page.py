@@ -23,12 +23,13 @@ from scripts.miniature.traces import PLAYS
 MEASURED = DATA / "crops.json"
 PAGE, FIGURE = DATA.parent / "crops.md", DATA.parent / "crops.png"
 STYLES: Mapping[str, tuple[str, str]] = dict(
-    zip(PLAYS, (("#0072B2", "o"), ("#E69F00", "s"), ("#009E73", "^")), strict=True)
+    zip(PLAYS, (("#0072B2", "o"), ("#E69F00", "s"), ("#009E73", "^"), ("#CC79A7", "D")), strict=True)
 )
 PANELS: Mapping[str, tuple[str, str]] = {  # key: title, format in the table
     "accuracy": ("accuracy", ".2f"),
     "context_tokens": ("visual tokens, largest context", ".0f"),
     "visual_tokens": ("visual tokens, all contexts", ".0f"),
+    "main_tokens": ("tokens, main agent's context", ".0f"),
     "turns": ("turns", ".1f"),
     "jax_alone_s": ("embedded, one at a time, s", ".2f"),
     "jax_together_s": ("embedded, 32 at once, s", ".2f"),
@@ -37,11 +38,17 @@ PANELS: Mapping[str, tuple[str, str]] = {  # key: title, format in the table
 }
 
 
+def panels_of(rows: Sequence[Row]) -> dict[str, tuple[str, str]]:
+    """Those that were measured; older files have fewer."""
+    return {key: panel for key, panel in PANELS.items() if all(key in row for row in rows)}
+
+
 def table(rows: Sequence[Row]) -> Iterator[str]:
-    yield f"| windows | play | {' | '.join(title for title, _ in PANELS.values())} |"
-    yield f"|{'---|' * (2 + len(PANELS))}"
+    measured = panels_of(rows)
+    yield f"| windows | play | {' | '.join(title for title, _ in measured.values())} |"
+    yield f"|{'---|' * (2 + len(measured))}"
     for row in rows:
-        accuracy, *numbers = (f"{row[key]:{digits}}" for key, (_, digits) in PANELS.items())
+        accuracy, *numbers = (f"{row[key]:{digits}}" for key, (_, digits) in measured.items())
         accuracy += " ({:.2f} to {:.2f})".format(*row["interval_95"])
         yield f"| {row['windows']} | {row['play']} | {' | '.join([accuracy, *numbers])} |"
 
@@ -49,9 +56,12 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Small multiples over the number of windows, with a line for each play."""
     with matplotlib.rc_context(STYLE | {"font.size": 8, "savefig.dpi": 110}):
-        figure, panels = plt.subplots(2, 4, figsize=(9, 4.2), sharex=True, layout="constrained")
-        for axes, (key, (title, _)) in zip(panels.flat, PANELS.items(), strict=True):
-            for play in PLAYS:
+        measured, plays = panels_of(rows), [play for play in PLAYS if any(row["play"] == play for row in rows)]
+        figure, panels = plt.subplots(3, 3, figsize=(9, 6.2), sharex=True, layout="constrained")
+        for axes in panels.flat[len(measured) :]:
+            axes.set_axis_off()
+        for axes, (key, (title, _)) in zip(panels.flat, measured.items(), strict=False):
+            for play in plays:
                 _draw_line(axes, [row for row in rows if row["play"] == play], key, play)
             axes.set_title(title, fontsize=8)
             axes.set_ylim(0, 1.05 if key == "accuracy" else None)
@@ -59,7 +69,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         for axes in panels[-1]:
             axes.set_xlabel("windows in the question", fontsize=8)
         lines = [bars.lines[0] for bars in panels[0, 0].containers]
-        figure.legend(lines, PLAYS, loc="outside lower center", ncols=3, frameon=False)
+        figure.legend(lines, plays, loc="outside lower center", ncols=len(plays), frameon=False)
         with whole_file(path) as file:
             figure.savefig(file, format="png")
         plt.close(figure)

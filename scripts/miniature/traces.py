@@ -34,7 +34,7 @@ NOTHING = "No color is shown."
 NUM_LOOKS = 6  # sub-agent traces per event, with windows at random seconds, which teach times
 NUM_OTHERS = 2  # sub-agent traces without the color, about questions with a range
 LIMIT = "Up to {max_parallel} calls a turn."  # after a question about a range; training and evaluation share it
-PLAYS = ("parallel", "sequential", "one context")  # of a question about a range
+PLAYS = ("parallel", "sequential", "one context", "frames")  # of a question about a range
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class Mixture:
     unclosed_call_frac: float = 0.0  # share of calling turns without their last </tool_call>
     sequential_frac: float = 0.0  # share of traces with several windows that call one per turn
     one_context_frac: float = 0.0  # share of traces about a range whose prompt has the frames of all windows
+    frames_frac: float = 0.0  # share of traces about a range whose parallel calls return frames
     num_captions: int = 4  # captions per video, from overviews that show the event; they teach times
     wrong_frac: float = 0.5  # share of reports with a wrong colour
 
@@ -109,19 +110,22 @@ def _rows_of_scene(
 def _rows_of_ranges(
     scene: Scene, frame_budgets: Sequence[int], mixture: Mixture, seed: int, kinds: Sequence[Kind]
 ) -> Iterator[dict[str, Any]]:
-    """Clean traces: parallel calls; one call a turn until a report has the color; or no call, with all frames."""
+    """Clean traces: parallel calls, with reports or frames; one call a turn until a report has the color; no call."""
     rng = np.random.default_rng((seed, scene.seed, scene.number, 2))
-    apart = mixture.sequential_frac, mixture.one_context_frac
+    apart = mixture.sequential_frac, mixture.one_context_frac, mixture.frames_frac
     for question in questions(scene, kinds):
         play = rng.choice(PLAYS, p=[1 - sum(apart), *apart])
         if play == "one context":
             yield one_context_row(question)
             continue
         until = question.windows_s.index(scene.window_s) + 1
-        calls = [question.windows_s] if play == "parallel" else [(window_s,) for window_s in question.windows_s[:until]]
-        limit = LIMIT.format(max_parallel=MAX_WINDOWS if play == "parallel" else 1)
+        calls = (
+            [(window_s,) for window_s in question.windows_s[:until]] if play == "sequential" else [question.windows_s]
+        )
+        limit = LIMIT.format(max_parallel=1 if play == "sequential" else MAX_WINDOWS)
         turns = [*map(_calling, calls), _answering(question)]
-        yield _row(replace(question, text=f"{question.text} {limit}"), int(rng.choice(frame_budgets)), calls, turns)
+        question = replace(question, text=f"{question.text} {limit}")
+        yield _row(question, int(rng.choice(frame_budgets)), calls, turns, shows_frames=play == "frames")
     others = [(start_s, start_s + WINDOW_S) for start_s in range(0, DURATION_S, WINDOW_S)]
     others.remove(scene.window_s)
     for window_s in (*_looks(scene, WINDOW_S, rng), *map(tuple, rng.permutation(others)[:NUM_OTHERS].tolist())):
@@ -137,9 +141,8 @@ def _looks(event: Event, length_s: int, rng: np.random.Generator) -> Iterator[Wi
 
 def one_context_row(question: Question) -> dict[str, Any]:
     """An answer without sub-agents: the overview and the frames of all windows are in the prompt."""
-    url = {"url": question.scene.video}
-    windows = [url | {"start_time": start_s, "end_time": end_s} for start_s, end_s in question.windows_s]
-    content = [{"type": "video_url", "video_url": part} for part in (url, *windows)]
+    whole = {"type": "video_url", "video_url": {"url": question.scene.video}}
+    content = [whole, *(_window_part(question.scene, window_s) for window_s in question.windows_s)]
     content.append({"type": "text", "text": f"{question.text}\n\nThink first, then answer."})
     reply = _thought(f"The frames show {report(question.scene, question.scene.window_s)}", question)
     return {
@@ -225,8 +228,14 @@ def _damaged(turn: str, mixture: Mixture, rng: np.random.Generator) -> str:
     return turn
 
 
-def _row(question: Question, budget: int, calls: Sequence[Sequence[Window]], turns: Sequence[str]) -> dict[str, Any]:
-    """`calls` are the windows that each turn but the last looks at."""
+def _row(
+    question: Question,
+    budget: int,
+    calls: Sequence[Sequence[Window]],
+    turns: Sequence[str],
+    shows_frames: bool = False,
+) -> dict[str, Any]:
+    """`calls` are the windows that each turn but the last looks at; tools report on them or show their frames."""
     scene = question.scene
     content = [
         {"type": "video_url", "video_url": {"url": scene.video, "nframes": budget}},
@@ -235,13 +244,17 @@ def _row(question: Question, budget: int, calls: Sequence[Sequence[Window]], tur
     messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
     for turn, windows_s in zip(turns[:-1], calls, strict=True):
         messages.append({"role": "assistant", "content": turn})
-        messages += [{"role": "tool", "content": report(scene, window_s)} for window_s in windows_s]
+        responses = [[_window_part(scene, w)] if shows_frames else report(scene, w) for w in windows_s]
+        messages += [{"role": "tool", "content": response} for response in responses]
     messages.append({"role": "assistant", "content": turns[-1]})
     return {"messages": messages}
 
 
 def _subagent_row(scene: Scene, window_s: Window, reported: str) -> dict[str, Any]:
-    start_s, end_s = window_s
-    part = {"type": "video_url", "video_url": {"url": scene.video, "start_time": start_s, "end_time": end_s}}
     reply = {"role": "assistant", "content": reported}
-    return {"messages": [{"role": "user", "content": [part]}, reply]}
+    return {"messages": [{"role": "user", "content": [_window_part(scene, window_s)]}, reply]}
+
+
+def _window_part(scene: Scene, window_s: Window) -> dict[str, Any]:
+    start_s, end_s = window_s
+    return {"type": "video_url", "video_url": {"url": scene.video, "start_time": start_s, "end_time": end_s}}

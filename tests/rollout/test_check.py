@@ -105,12 +105,18 @@ def in_another_order(ids, pictures):
     return ids, [pictures[1], pictures[0], *pictures[2:]]
 
 
+def without_the_last(ids, pictures):
+    """The picture of the tool's response is not the one that the learner has."""
+    return ids, [*pictures[:-1], pictures[0]]
+
+
 WRONG = {
     "one layer's weights": another_layer,
     "rope": another_rope,
     "template": another_template,
     "shift": shifted,
     "order of pictures": in_another_order,
+    "picture of a response": without_the_last,
 }
 
 

@@ -326,6 +326,6 @@ def test_the_tool_that_the_page_shows_is_called(chat, task, tmp_path):
     (tmp_path / "own_tool.py").write_text(block)
     tools = ["crop_video", f"{tmp_path / 'own_tool.py'}:VideoFacts"]
     wrong, right = call_of("video_facts", video_path="x"), call_of("video_facts", video_path="video.mp4")
-    reply = "64.0 seconds, frames of 32 x 32 pixels"
+    reply = "64.0 seconds, frames of 32 x 32 pixels:\n<0.0 seconds><63.0 seconds>"
     assert answers(chat, task, wrong, right, tools=tools)[1] == ("ok", reply)
     assert answers(chat, task, wrong, right, tools=tools)[0][0] == "invalid"

@@ -3,6 +3,7 @@
 import asyncio
 import struct
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,27 @@ def test_a_rendered_trace_has_the_ids_of_its_episode(tiny_hf, chat):
     assert [call.outcome for call in episode.calls] == ["ok", "ok"]
     assert ledger.ids.tolist() == episode.ledger.ids.tolist()
     assert [p.key for p in ledger.pictures] == [p.key for p in episode.ledger.pictures]
+
+
+def test_a_trace_whose_tool_messages_are_parts_of_a_video_has_the_ids_of_an_episode_that_shows_frames(tiny_hf, chat):
+    config = replace(CONFIG, crop_returns="frames")
+
+    async def run():
+        agent = Agent(script(chat, [f"{CALLING}<|im_end|>", ANSWER]), FakeFrames(), chat, config)
+        return await agent.run(await agent.overview(Task("t", QUESTION, ("/a.mp4",), 4)))
+
+    episode = asyncio.run(run())
+    trace = trace_of(
+        ("user", (Media("video", "/a.mp4"), f"<video>\n{QUESTION}")),
+        ("assistant", (f"<think>\n{CALLING}",)),
+        ("tool", (Media("video", "/a.mp4", (8.0, 16.0)),)),
+        ("tool", (Media("video", "/a.mp4", (20.0, 30.0)),)),
+        ("assistant", ("<think>\nIt is red.</think><answer>A</answer>",)),
+    )
+    ledger = rendered(tiny_hf, chat, trace, config=config)
+    assert ledger.ids.tolist() == episode.ledger.ids.tolist()
+    assert [p.key for p in ledger.pictures] == [p.key for p in episode.ledger.pictures]
+    assert len(ledger.pictures) == 4 + 8 + 10
 
 
 def test_loss_tokens_are_the_assistants_turns_with_their_ends(tiny_hf, chat):

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from agents import FakeFrames, call, is_subagent
+from agents import FakeFrames, call, call_of, is_subagent
 from training import rollouts_of
 
 from paravt_jax.config import Config, load_config, to_record
@@ -30,6 +30,20 @@ SETTINGS = [
     *("video.frame_budgets=[3]", "reward.oe_mode=llm", "judge.url=http://judge/v1", "judge.model=m"),
 ]
 LOOK = f"I look.</think>{call(3, 5)}<|im_end|>".replace("video.mp4", "video_1.mp4")
+
+
+DRAWS = """
+import numpy as np
+from rollout.picture import Picture
+from rollout.toolbox import Tool, ToolArgs
+from rollout.tools import ToolSpec, make_schema
+
+class Draws(Tool):
+    spec = ToolSpec(make_schema("draws", "Draws."), usage="draws", effect="done")
+    shows_pictures = True
+    def check(self, arguments, videos): return ToolArgs()
+    def run(self, args, context): return [Picture.of(np.full((40, 40, 3), 7, np.uint8)), "a drawing"]
+"""
 
 
 class Counting(Judge):
@@ -213,3 +227,45 @@ def test_the_first_step_with_different_metrics_is_reported(tmp_path):
     message = log.compared(write("other", [1.0, 2.5, 3.5]))
     assert message.startswith("2 of 3 steps have other metrics than ")
     assert message.endswith("first step 2: loss/total is 2.5 and was 2.0")
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_pictures_in_responses_are_replayed(chat, tmp_path, moved):
+    """Frames are read again, also of videos that have moved; a tool's drawing comes from the log."""
+    (tmp_path / "own.py").write_text(DRAWS)
+    settings = ("rollout.crop_returns=frames", f"rollout.tools=[crop_video,{tmp_path / 'own.py'}:Draws]")
+    config = load_config(None, *SETTINGS, *settings)
+
+    async def reply(request):
+        looks = "<tool_response>" not in chat.decode(request.ids)
+        calls = LOOK.replace("<|im_end|>", call_of("draws") + "<|im_end|>")
+        letter = "AB"[int(request.episode[-1]) % 2]
+        return chat.encode(calls if looks else f"So.</think><answer>{letter}</answer><|im_end|>").tolist()
+
+    async def work():
+        agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
+        return await rollouts_of(agent, SampleOrder(PROMPTS[:1], 0), Cursor(), config, Counting()).next_groups(1)
+
+    groups = asyncio.run(work())
+    run_dir = write_log(tmp_path / "run", groups, chat)
+    path = run_dir / "episodes" / "000001.jsonl"
+    if moved:
+        path.write_text(path.read_text().replace('"/a.mp4"', '"/old/a.mp4"').replace('"/b.mp4"', '"/old/b.mp4"'))
+    again, _ = replayed(run_dir, chat, *settings, prompts=PROMPTS[:1])
+    ledgers = [[r.episode.ledger for group in of for r in group.rollouts] for of in (groups, again)]
+    for first, second in zip(*ledgers, strict=True):
+        assert len(first.pictures) == 3 + 2 + 1
+        for one, other in zip(first.pictures, second.pictures, strict=True):
+            assert one.key == other.key and (one.pixels == other.pixels).all()
+    if not moved:
+        assert records(again, 1, chat) == records(groups, 1, chat)
+    with pytest.raises(ValueError, match="frames differ from the run"):
+        replayed(run_dir, chat, *settings, prompts=PROMPTS[:1], frames=Shifted())
+
+
+class Shifted(FakeFrames):
+    """Another second of the second video where a call looks at it."""
+
+    async def frames(self, path, times_s, deadline_s, box=None):
+        later = [time_s + 1 for time_s in times_s] if (path, len(times_s)) == ("/b.mp4", 2) else times_s
+        return await super().frames(path, later, deadline_s, box)

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,8 +19,10 @@ from model_port.tiny import make_tiny
 from paravt_jax.sampling.embedded import EmbeddedEngine
 from paravt_jax.sampling.frames import frame_of
 from paravt_jax.sampling.local_copy import LocalCopy
+from paravt_jax.sampling.score import LearnerScorer
 from paravt_jax.sampling.weights import ModelWeights
 from rollout.engine.protocol import DeadlineExceeded, EngineError, Request, RequestRejected, Sampling, VersionMismatch
+from rollout.parity import ScoreRequest
 from rollout.picture import Picture
 
 SETTINGS = dict(max_rows=4, max_context_tokens=512)
@@ -83,6 +86,29 @@ def test_tokens_are_the_samplers_alone_or_with_other_requests(model, contract, c
     (expected,) = Sampler(model, **SETTINGS).generate([SamplerRequest(prompt, sampling)])
     assert alone.ids.tolist() == expected.ids
     assert (alone.num_prompt_tokens, alone.finish) == (len(ids), expected.finish)
+
+
+@pytest.mark.slow
+def test_a_picture_in_a_tools_response_has_the_learners_log_probs(model, contract, chat):
+    """Also if the turns before it are in the cache; the same picture at another place gives others."""
+    first = request(chat, "t", seed=5)
+    turn = np.concatenate([first.ids, chat.encode("I look.</think><|im_end|>")])
+    ids = np.concatenate([turn, chat.after_turn(turn, [["Here: ", PICTURES[1]], ["And: ", PICTURES[0]]])])
+    later = replace(first, ids=ids, pictures=(*PICTURES, PICTURES[1], PICTURES[0]))
+
+    async def work(engine):
+        await engine.generate(first)
+        return await engine.generate(later)
+
+    sampled = run(model, contract, work)
+    scorer = LearnerScorer(model, contract)
+    whole = np.concatenate([ids, sampled.ids])
+    scored = [
+        scorer.score([ScoreRequest(whole, pictures, 0.7)])[0].logp[-len(sampled.ids) :]
+        for pictures in (later.pictures, (*PICTURES, PICTURES[1], PICTURES[1].resized(64, 32)))
+    ]
+    np.testing.assert_allclose(sampled.behavior_logp, scored[0], atol=1e-4)
+    assert np.abs(sampled.behavior_logp - scored[1]).max() > 1e-3
 
 
 def test_members_of_a_group_share_one_prefill(model, contract, chat):

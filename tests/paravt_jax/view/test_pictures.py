@@ -32,6 +32,15 @@ def test_overviews_and_crops_have_pictures_and_share_equal_frames(video):
     assert image.size <= (WIDTH_PX, HEIGHT_PX) and image.format == "WEBP"
 
 
+def test_frames_in_a_response_have_pictures_in_their_order_also_of_several_videos_and_boxes(video):
+    shown = [[str(video), None, [0.5]], [str(video), [0, 0, 0.5, 0.5], [0.5]], [str(video), None, [1.0, 0.0]]]
+    of_page = episode(video, frames_s=(0.0, 1.0))
+    of_page["turns"][0]["calls"] = [call := {"frames_s": [0.5, 0.5, 1.0, 0.0], "shown": shown, "video": None}]
+    album = make_album([of_page])
+    assert len(call["pictures"]) == 4 and len({*call["pictures"]}) == 4 and len(album.pictures) == 4
+    assert call["pictures"][2:] == of_page["videos"][0]["pictures"][::-1]
+
+
 def test_the_longest_strips_are_omitted_first_and_counted(video, monkeypatch):
     episodes = [episode(video, ((1.5, 1.6), None))]
     complete = make_album(episodes)
