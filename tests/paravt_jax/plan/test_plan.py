@@ -101,6 +101,22 @@ def test_the_comparison_detects_the_wrong_remat(name, remat):
     assert high > 2 * low
 
 
+def test_frames_in_responses_are_planned_in_the_main_agents_context_and_the_update():
+    reports = PlannedRl.of(load_config(None), EIGHT_B)
+    frames = replace(reports, rollout=replace(reports.rollout, crop_returns="frames"))
+    shown = 16 * reports.frame_tokens  # of a call
+    assert frames.work.shown_tokens == shown and frames.work.response_tokens == reports.work.response_tokens + shown
+    assert frames.work.own_tokens == reports.work.own_tokens + reports.work.report_tokens  # no sub-agent samples
+    assert (frames.work.report_tokens, frames.work.call_prompt_tokens) == (0, 0)
+    num_calls = frames.work.num_calls
+    assert frames.work.shown_frames == num_calls * 16 and reports.work.shown_frames == 0
+    per_batch = [run.typical_step().shape.num_frame_rows * run.work.num_batches for run in (reports, frames)]
+    assert per_batch[1] - per_batch[0] == pytest.approx(num_calls * 16, rel=0.1)
+    assert frames.work.with_calls(2).response_tokens == frames.work.response_tokens + shown
+    flops = [plan_of_config(load_config(None, f"rollout.crop_returns={kind}")).flops for kind in ("report", "frames")]
+    assert flops[1]["update, vision"] > flops[0]["update, vision"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("trains", ["language", "vision", "adapters"])
 def test_resident_memory_matches_the_learners_arrays(trains):

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from agents import ANSWER, FakeFrames, call, script
+from agents import ANSWER, FakeFrames, call, call_of, script
 from browser import CHROMIUM, DESKTOP, PHONE, Tab, browser
 from evaluator import Evaluator, answer, config_of
 from view_run import CHAT, NASTY, make_run, write_metrics
@@ -88,6 +88,29 @@ def make_question() -> bytes:
     return page_of(asyncio.run(answerer.answer(["/data/a.mp4"], "What <b>colour</b>?")), answerer, "tiny")
 
 
+DRAWS = """
+import numpy as np
+from rollout.picture import Picture
+from rollout.toolbox import Tool, ToolArgs
+from rollout.tools import ToolSpec, make_schema
+
+class Draws(Tool):
+    spec = ToolSpec(make_schema("draws", "Draws."), usage="draws", effect="done")
+    shows_pictures = True
+    def check(self, arguments, videos): return ToolArgs()
+    def run(self, args, context): return ["A drawing:", Picture.of(np.full((32, 32, 3), (9, 90, 200), np.uint8))]
+"""
+
+
+def make_shown(directory: Path) -> bytes:
+    """A question whose calls show frames and a drawing to the main agent."""
+    (directory / "own.py").write_text(DRAWS)
+    turn = LOOK.replace("<|im_end|>", f"{call_of('draws')}<|im_end|>")
+    config = EpisodeConfig(crop_returns="frames", tools=["crop_video", f"{directory / 'own.py'}:Draws"])
+    answerer = Answerer(Agent(script(CHAT, [turn, ANSWER]), FakeFrames(), CHAT, config), 8)
+    return page_of(asyncio.run(answerer.answer(["/data/a.mp4"], "What colour?")), answerer, "tiny")
+
+
 def open_page(
     tab: Tab, page: Path, fragment: str = "", size_px: tuple[int, int] = DESKTOP, *, dark: bool = False
 ) -> Tab:
@@ -162,6 +185,14 @@ def test_a_question_has_its_answer_windows_and_pictures(tab, pages):
     assert tab.run("document.querySelector('.answer .text').textContent") == "<b>A</b>"
     assert tab.run("document.querySelectorAll('.answer .window').length") == 2
     assert tab.run("[...document.querySelectorAll('.album')].map(one => one.childElementCount)") == [8, 8]
+    assert tab.run("[...document.images].every(one => one.naturalWidth == 32)") and tab.messages == []
+
+
+def test_pictures_that_calls_showed_are_inside_their_turn(tab, tmp_path):
+    (tmp_path / "shown.html").write_bytes(make_shown(tmp_path))
+    open_page(tab, tmp_path / "shown.html")
+    assert tab.run("[...document.querySelectorAll('.turn .album')].map(one => one.childElementCount)") == [8, 8, 1]
+    assert tab.run("document.querySelectorAll('.lane .beside').length") == 2
     assert tab.run("[...document.images].every(one => one.naturalWidth == 32)") and tab.messages == []
 
 
