@@ -3,9 +3,10 @@
     python -m rollout.check --model CKPT --url URL [--url URL …]
 
 Each server plays episodes on test pictures of several sizes; dialogues with every structural token and a picture in a
-tool's response are added; the learner scores the same ids and pictures. The gate compares the log-probs of sampled tokens, as returned while sampling,
-the log-probs of all tokens of the dialogues, as the server scores them, and the expanded ids, which differ if a server
-resizes a picture. A trainer runs the gate before its first step. The bounds are in `rollout.parity`.
+tool's response are added; the learner scores the same ids and pictures. The gate compares the log-probs of sampled
+tokens, as returned while sampling, the log-probs of all tokens of the dialogues, as the server scores them, and the
+expanded ids, which differ if a server resizes a picture. A trainer runs the gate before its first
+step. The bounds are in `rollout.parity`.
 """
 
 import argparse
