@@ -175,7 +175,8 @@ class Prompter:
 
     async def frames_at(self, path: str, times_s: Sequence[float], box: Box | None = None) -> list[TimedPicture]:
         """The frames, or a part of each, at these times; each once."""
-        return await self.frames.frames(path, times_s, self._deadline_s, box)
+        boxes = () if box is None else (box,)
+        return await self.frames.frames(path, times_s, self._deadline_s, *boxes)
 
     def ids(
         self, messages: list[dict[str, Any]], pictures: Sequence[Picture], tools: list[dict[str, Any]] | None = None

@@ -152,7 +152,7 @@ def _read_prompt(findings: Findings, row: Any, find: Callable[[str], str]) -> st
 def _read_trace(findings: Findings, row: Any, find: Callable[[str], str]) -> str:
     trace = traces.read_trace(row, find)
     turns = [message.text for message in trace.messages if message.role == "assistant"]
-    calls = [find_calls(turn, signatures(SHIPPED.values())) for turn in turns]
+    calls = [find_calls(turn, signatures(SHIPPED["report"].values())) for turn in turns]
     counts = findings.counts
     counts["videos_per_row"][len(trace.videos)] += 1
     counts[TURNS][len(turns)] += 1

@@ -17,11 +17,8 @@ __all__ = ["CropReturns", "ToolContext", "Tool", "Videos", "ToolArgs", "signatur
 
 CropReturns = Literal["report", "frames"]
 SHIPPED: dict[CropReturns, dict[str, Tool]] = {
-    returns: {tool.spec.name: tool for tool in tools}
-    for returns, tools in (
-        ("report", (CropVideo(), ZoomFrame(), SearchSubtitles())),
-        ("frames", (CropFrames(), ZoomPicture(), SearchSubtitles())),
-    )
+    "report": {tool.spec.name: tool for tool in (CropVideo(), ZoomFrame(), SearchSubtitles())},
+    "frames": {tool.spec.name: tool for tool in (CropFrames(), ZoomPicture(), SearchSubtitles())},
 }
 NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 

@@ -42,12 +42,12 @@ def check_ledger(chat: Chat, engine: ScriptedEngine, episode: Episode) -> None:
         assert np.count_nonzero(
             np.concatenate([s.ids for s in ledger.segments if s.kind != "sampled"]) == chat.image_id
         ) == len(ledger.pictures)
-        for segment in ledger.segments:
+        for number, segment in enumerate(ledger.segments):
             if segment.kind == "sampled":
                 asked = [r for r in engine.requests if np.array_equal(r.ids, ids[:begin])]
                 assert asked, "an engine saw other ids than the ledger has"
-                shown = len([p for s in ledger.segments for p in s.pictures])
-                assert len(asked[0].pictures) == shown
+                shown = [p.key for s in ledger.segments[:number] for p in s.pictures]
+                assert [p.key for p in asked[0].pictures] == shown
             begin += len(segment.ids)
     assert len(engine.requests) == len(episode.turns) + len(episode.ledgers) - 1
 

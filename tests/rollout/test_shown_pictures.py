@@ -152,7 +152,7 @@ def test_pictures_beyond_the_context_fail_their_call_and_leave_siblings_and_the_
     unbounded, _ = played(chat, *calls)
     last = unbounded.requests[-1]
     needed = len(last.ids) + sum(picture.num_tokens(32) - 1 for picture in last.pictures)
-    room = dict(max_new_tokens=40, max_context_tokens=needed + 40 - 5)
+    room = dict(max_new_tokens=400, max_context_tokens=needed + 400 - 5)
     engine, episode = played(chat, *calls, **room)
     assert episode.outcomes == ["ok", "error", "ok"] and episode.finish == "done"
     assert "Error: the pictures of this call need 16 tokens of the context, which has " in episode.calls[1].response
