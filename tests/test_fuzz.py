@@ -184,13 +184,13 @@ def test_any_text_makes_a_ledger_with_its_structure_whole(rounds):
 @given(text=texts, arguments=st.dictionaries(st.sampled_from(["time", "box", "query", "video_path"]), json_values))
 def calls_of_any_tool(text, arguments):
     videos = Videos({"/v.mp4": VideoInfo("v", 60.0, 60, 48, 64)}, {"video.mp4": "/v.mp4"}, {"/v.mp4": "/v.srt"})
-    tools = signatures(SHIPPED.values())
+    tools = signatures(SHIPPED["report"].values())
     found = find_calls(text, tools)
     assert [call.span for call in found] == [call.span for call in find_calls(text)]
     asked = [(call.name, call.arguments) for call in found if call.well_formed] + [(name, arguments) for name in tools]
     for name, asked_for in asked:
         with suppress(BadCall):
-            args = SHIPPED[name].check(asked_for, videos)
+            args = SHIPPED["report"][name].check(asked_for, videos)
             assert args.path == "/v.mp4"
             assert args.window is None or 0 <= args.window.start_s <= args.window.end_s <= 60.0
             assert args.box is None or min(args.box.size_px(48, 64)) >= 1

@@ -48,7 +48,7 @@ def open_player(crops: Crops) -> tuple[Player, ScriptedEngine]:
         start_s, end_s = map(int, re.findall(r"from (\d+) to (\d+) seconds", f"{text} from 0 to 8 seconds")[0])
         windows = [(second, second + WINDOW_S) for second in range(start_s, end_s, WINDOW_S)]
         made = text.count("<tool_response>")
-        if "Segment:" in text:
+        if "Summarize." in text:
             turn = "No color is shown."
         elif "calls a turn" not in text or made == len(windows):
             turn = "</think>\n<answer>red</answer>"
