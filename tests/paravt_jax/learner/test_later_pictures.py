@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from agents import ANSWER, FakeFrames, call, script
-from test_torch_parity import error, first_moments, gradients_of, joined
+from torch_gradients import error, first_moments, gradients_of, joined
 
 import model_port
 from model_port.inputs import RowSequence, Tokens, pack_text, pack_vision
@@ -49,7 +49,7 @@ class Case:
         self.frames = {key: frame_of(picture, self.contract) for key, picture in pictures.items()}
 
     async def _play(self):
-        config = EpisodeConfig(crop_returns="frames", max_context_tokens=2048)
+        config = EpisodeConfig(crop_returns="frames", max_new_tokens=256, max_context_tokens=2048)
         frames, task = FakeFrames(size_px=SIZE_PX), Task("t", "What is it?", ("/a.mp4",), 2)
         agents = [Agent(script(self.chat, turns), frames, self.chat, config) for turns in TURNS]
         overview = await agents[0].overview(task)

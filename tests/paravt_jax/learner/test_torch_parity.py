@@ -4,18 +4,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import optax
 import pytest
 import torch
 from flax import nnx
+from torch_gradients import error, first_moments, gradients_of, joined
 
 import model_port
 from model_port.inputs import Frame
-from model_port.sharding import flat_params
 from model_port.tiny import make_tiny, tiny_config
-from model_port.weights import rules
 from paravt_jax.learner.learner import LANGUAGE, Learner, StepPart
-from paravt_jax.learner.optim import BETAS
 from paravt_jax.learner.packing import Dialogue, PackShape, pack
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.learner.variants import StepCounts
@@ -117,22 +114,6 @@ def our_update(case: Case) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     return metrics, first_moments(learner)
 
 
-def first_moments(learner: Learner) -> dict[str, np.ndarray]:
-    """The gradient of the first update, under the names of transformers' parameters."""
-    moments = flat_params(optax.tree.get(learner.state.opt_state, "mu"))
-    gradients = {}
-    for rule in rules(learner.model.config):
-        if rule.path in moments:
-            layers = (np.asarray(moments[rule.path]) / (1 - BETAS[0])).reshape(-1, *rule.hf_shape)
-            gradients.update(zip(rule.hf_names, layers, strict=True))
-    return gradients
-
-
-def gradients_of(model: torch.nn.Module) -> dict[str, np.ndarray]:
-    named = model.named_parameters()
-    return {name: parameter.grad.numpy() for name, parameter in named if parameter.grad is not None}
-
-
 def torch_gradients(
     case: Case, loss: LossConfig = LOSS, temperature: float = TEMPERATURE
 ) -> tuple[float, dict[str, np.ndarray]]:
@@ -144,14 +125,6 @@ def torch_gradients(
 @pytest.fixture(scope="module")
 def ours(case) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     return our_update(case)
-
-
-def error(got: np.ndarray, expected: np.ndarray) -> float:
-    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
-
-
-def joined(gradients: dict[str, np.ndarray]) -> np.ndarray:
-    return np.concatenate([gradients[name].ravel() for name in sorted(gradients)])
 
 
 def test_the_gradient_of_every_language_weight_equals_that_of_torch(case, ours):
