@@ -3,6 +3,8 @@
 import asyncio
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -83,7 +85,8 @@ def our_logits(case: Case, dialogue) -> np.ndarray:
     config, frames = case.model.config, [case.frames[key] for key in dialogue.frames]
     vision, first_rows = pack_vision(frames, config.vision, SHAPE.row_patches)
     row = RowSequence(Tokens(dialogue.ids, tuple(range(len(frames)))))
-    return np.asarray(case.model(pack_text([[row]], frames, first_rows, config, len(dialogue.ids)), vision)[0])
+    text = pack_text([[row]], frames, first_rows, config, len(dialogue.ids))
+    return np.asarray(case.model(*jax.tree.map(jnp.asarray, (text, vision)))[0])
 
 
 def test_the_episodes_show_pictures_in_later_turns(case):
