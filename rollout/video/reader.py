@@ -18,7 +18,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
@@ -208,7 +208,8 @@ class FrameReader:
         except ValueError as problem:
             raise VideoError(f"the video cannot be shown: {problem}") from None
         keys = [FrameKey(video.info.identity, frame, *size_px, box) for frame in video.frames_at(times_s)]
-        return await self._pictures(video, keys, deadline_s)
+        read = await self._pictures(video, keys, deadline_s)
+        return [replace(frame, path=str(path), box=box) for frame in read]
 
     async def stored(self, path: str | Path, deadline_s: float | int) -> StoredVideo:
         """For protocols that choose frames by number, and their size from the pixels as stored."""
@@ -250,8 +251,7 @@ class FrameReader:
                 shared.task.result()  # raises for one of the missing frames
         if keys and not any(key in pictures for key in keys):
             raise VideoError("the video cannot be decoded: it is damaged at the moments asked for")
-        shown = [key for key in keys if key in pictures]
-        return [TimedPicture(video.time_s(key.frame), pictures[key], str(path), box) for key in shown]
+        return [TimedPicture(video.time_s(key.frame), pictures[key]) for key in keys if key in pictures]
 
     def fitted(self, picture: Picture) -> Picture:
         """A picture from elsewhere, at the size of a detail."""
