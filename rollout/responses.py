@@ -16,7 +16,7 @@ from rollout.video.info import TimedPicture
 async def checked_response(
     response: Any, tool: Tool, config: EpisodeConfig, frames: Frames, max_chars: int
 ) -> tuple[Part, ...]:
-    """The parts for the model: texts are cut, frames get their times, and pictures of the tool's own their size."""
+    """The parts for the model: texts are cut, frames get their times, and the tool's own pictures their size."""
     name, parts = tool.spec.name, response if isinstance(response, list | tuple) else [response]
     if wrong := [part for part in parts if not isinstance(part, Part)]:
         raise TypeError(f"{name} returned {type(wrong[0]).__name__}, expected text, or a list of texts and pictures")

@@ -256,7 +256,7 @@ class Replay:
         return done
 
     async def _shown(self, records: Sequence[Mapping[str, Any]], paths: Mapping[str, str]) -> list[Shown]:
-        """The pictures of a response: frames are read again, others were stored. `paths` are those of moved videos."""
+        """The pictures of a response: frames are read again, others were stored. `paths` maps moved videos."""
         shown: dict[str, Shown] = {}
         times_s: dict[tuple[str, Box | None], list[float]] = {}
         for record in records:
