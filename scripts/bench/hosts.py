@@ -187,9 +187,9 @@ def _publishes(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     rows = []
     with served(folder / "large", config, max(args.servers) if real else 0) as urls:
         model = model_port.load(folder / "large", "float32")
-        for weights in args.weights:
-            versions = two_versions(weights, model)
-            for num in sorted(args.servers, reverse=True):  # all servers of an engine must start with the same version
+        for num in sorted(args.servers, reverse=True):  # all servers of an engine must start with the same version
+            for weights in args.weights:
+                versions = two_versions(weights, model)
                 for by in get_args(By):
                     times = asyncio.run(_publish(urls[:num], num, versions, args.repeats, by))
                     row = {"weights": weights, "servers": num, "by": by, "mib": versions[0].num_bytes // MIB}
