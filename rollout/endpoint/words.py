@@ -1,7 +1,7 @@
 """The texts and pictures of a dialogue as an endpoint gets them.
 
 The endpoint's tokenizer is unknown, so outside text is changed wherever it may spell a token that opens or closes a
-turn, a call or a picture. Tools are described in the system message, in the form of Qwen's chat template; no `tools`
+turn, a call or a picture. Tools are described in the system message, with the tags of Qwen's chat template; no `tools`
 parameter is sent, because servers would parse the calls by rules of their own.
 """
 
@@ -20,14 +20,12 @@ TAG = re.compile(r"<(?=/?(?:tool_\w+|tools|think|image|video|img|IMG_CONTEXT|IMG
 TOOLS = """\
 # Tools
 
-You may call one or more functions to assist with the user query.
-
-You are provided with function signatures within <tools></tools> XML tags:
+The functions that you may call, one JSON object a line, between <tools></tools>:
 <tools>
 {schemas}
 </tools>
 
-For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+To call one, write its name and arguments as a JSON object between <tool_call></tool_call>:
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
