@@ -35,7 +35,7 @@ CONFIGS = [
     path
     for path in sorted((Path(__file__).parents[3] / "configs").rglob("*.yaml"))
     if path.stem.partition("_")[0] not in ("sft", "eval")
-    and path.parent.name not in ("miniature", "reproduce", "launch")
+    and path.parent.name not in ("miniature", "reproduce", "proprietary", "launch")
     and not path.stem[0].isdigit()
 ]
 H100, CPU = DEVICES["h100"], DEVICES["cpu"]
