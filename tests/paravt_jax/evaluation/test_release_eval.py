@@ -15,6 +15,7 @@ from published import ROWS, make_copy, write_rows
 
 from paravt_jax.config import EvalConfig, load_config
 from paravt_jax.data.splits import SPLITS
+from paravt_jax.data.splits.reading import load_samples
 from paravt_jax.eval import run_eval
 from paravt_jax.evaluation import batch
 from paravt_jax.evaluation.published import TABLES
@@ -84,12 +85,19 @@ def lines_of(root):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def in_row_order(split, root):
+    """Samples are logged as they end."""
+    loaded = load_samples(SPLITS[split], str(root), video_root="", max_bad_frac=0.0)
+    ids = [sample.prompt.id for sample in loaded.samples]
+    return sorted(lines_of(root), key=lambda line: ids.index(line["id"]))
+
+
 @pytest.mark.parametrize("split", SPLITS)
 def test_every_split_is_scored_by_the_releases_rule_and_the_harness(split, copy_of):
     reply, released, official = RIGHT[split]
     root = copy_of(split)
     cell, _ = run(split, root, lambda body: reply if len(body["messages"]) > 2 else CALL + CALL)
-    scores = [line["episodes"][0]["scores"] for line in lines_of(root)]
+    scores = [line["episodes"][0]["scores"] for line in in_row_order(split, root)]
     assert [score["official"] for score in scores] == pytest.approx(official)
     assert [score["release"] for score in scores] == pytest.approx(released, abs=2e-3)  # Charades: half precision
     assert (cell["protocol"], cell["split"], cell["n"]["answered"]) == ("release", split, 3)
