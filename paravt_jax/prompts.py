@@ -21,7 +21,7 @@ import yaml
 
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from paravt_jax.config import SINGLE_TURN_MODES
-from paravt_jax.evaluation.release.source import COMMIT, DRIVER, LOADERS, check_commit, read_release
+from paravt_jax.evaluation.release.source import COMMIT, DRIVER, LOADERS, check_commit, escaped, read_release
 from paravt_jax.evaluation.release.texts import OWN_TEXTS
 from rollout.output_file import OutputFile
 from rollout.prompts import placeholder_problem
@@ -41,7 +41,7 @@ def import_release(directory: Path, own: Mapping[str, Path] | None = None) -> di
 
 def rollout_prompts(texts: Mapping[str, str], mode: str) -> dict[str, Any]:
     """The prompts of a mode, with the keys of rollout.prompts."""
-    system = texts[f"system.{mode}"].replace("{", "{{").replace("}", "}}")
+    system = escaped(texts[f"system.{mode}"])
     if mode in SINGLE_TURN_MODES:
         prompts = {"system": system, "overview": "", "without_tool": "{question}"}
     else:

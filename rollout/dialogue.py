@@ -131,16 +131,18 @@ class TokenDialogue:
         )
 
     def num_tokens(self, responses: Sequence[Sequence[Part]]) -> int:
-        pictures = pictures_of(itertools.chain(*responses))
-        num_ids = len(self._chat.after_turn(self._ledger.ids, responses))
-        return num_ids - len(pictures) + sum(picture.num_tokens(TOKEN_PX) for picture in pictures)
+        return _num_tokens(*self._environment(responses))
 
     def respond(self, responses: Sequence[Sequence[Part]]) -> bool:
-        if self.num_tokens(responses) > self._room:
+        ids, pictures = self._environment(responses)
+        if _num_tokens(ids, pictures) > self._room:
             return False
-        ids = self._chat.after_turn(self._ledger.ids, responses)
-        self._ledger.add("environment", ids, pictures_of(itertools.chain(*responses)))
+        self._ledger.add("environment", ids, pictures)
         return True
+
+    def _environment(self, responses: Sequence[Sequence[Part]]) -> tuple[np.ndarray, tuple[Picture, ...]]:
+        ids = self._chat.after_turn(self._ledger.ids, responses)
+        return ids, pictures_of(itertools.chain(*responses))
 
     def close(self) -> None:
         if self._ledger.segments[-1].kind in ("forced", "sampled"):
@@ -153,3 +155,8 @@ class TokenDialogue:
         """The text of a turn without a final stop token."""
         ids = ids[:-1] if len(ids) and int(ids[-1]) in self._chat.stop_ids else ids
         return self._chat.decode([*self._forced, *ids])
+
+
+def _num_tokens(ids: np.ndarray, pictures: Sequence[Picture]) -> int:
+    """With the pictures' placeholders expanded."""
+    return len(ids) - len(pictures) + sum(picture.num_tokens(TOKEN_PX) for picture in pictures)

@@ -170,6 +170,8 @@ class _EpisodeRun:
         if not any(call.parts for call in calls):
             return
         room = dialogue.room - self.agent.config.max_new_tokens
+        if dialogue.num_tokens([call.content for call in calls]) <= room:
+            return
         responses = [(text_of(call.content),) if call.parts else call.content for call in calls]
         for number, call in enumerate(calls):
             with_pictures = [*responses[:number], call.content, *responses[number + 1 :]]

@@ -45,7 +45,7 @@ def cut(text: str, max_chars: int) -> str:
 
 
 def pictures_of(parts: Iterable[Part]) -> tuple[Picture, ...]:
-    return tuple(part if isinstance(part, Picture) else part.picture for part in parts if not isinstance(part, str))
+    return tuple(shown if isinstance(shown, Picture) else shown.picture for shown in shown_in(parts))
 
 
 def shown_in(parts: Iterable[Part]) -> tuple[Shown, ...]:

@@ -63,12 +63,14 @@ class Picture:
     @cached_property
     def jpeg_base64(self) -> str:
         """For endpoints, which may be on other machines: smaller than a PNG."""
-        buffer = io.BytesIO()
-        Image.fromarray(self.pixels).save(buffer, "JPEG", quality=JPEG_QUALITY, subsampling=0)
-        return base64.b64encode(buffer.getvalue()).decode()
+        return self.encoded("JPEG", quality=JPEG_QUALITY, subsampling=0)
 
     @cached_property
     def png_base64(self) -> str:
+        return self.encoded("PNG", compress_level=PNG_EFFORT)
+
+    def encoded(self, kind: str, **options: int) -> str:
+        """A file of this kind in base64."""
         buffer = io.BytesIO()
-        Image.fromarray(self.pixels).save(buffer, "PNG", compress_level=PNG_EFFORT)
+        Image.fromarray(self.pixels).save(buffer, kind, **options)
         return base64.b64encode(buffer.getvalue()).decode()

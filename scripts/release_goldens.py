@@ -29,6 +29,7 @@ from PIL import Image
 
 from model_port.cli import run_cli
 from paravt_jax.evaluation.release.source import COMMIT, DRIVER, LOADERS, SCHEMA, read_release, text_nodes
+from rollout.endpoint.words import JPEG_URL
 from rollout.video.encode import write_video
 from scripts.release_rows import FILES, ONE_CHANNEL, REPLIES, REPOSITORIES, ROWS, SUBTITLES, VIDEOS
 
@@ -178,7 +179,7 @@ def parts_of(content: Any) -> list[str]:
             case {"type": "text", "text": text}:
                 parts.append(f"text {text_hash(text)}")
             case {"type": "image_url", "image_url": {"url": url}}:
-                image = Image.open(io.BytesIO(base64.b64decode(url.removeprefix("data:image/jpeg;base64,"))))
+                image = Image.open(io.BytesIO(base64.b64decode(url.removeprefix(JPEG_URL))))
                 parts.append("{}x{}".format(*image.size))
             case {"type": "video_url", "video_url": {"url": url}}:
                 parts.append(f"video {Path(url).name}")

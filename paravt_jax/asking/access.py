@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from paravt_jax.asking.openai import RequestError
+from rollout.engine.http import is_loopback
 
 KEY_VARIABLE = "PARAVT_API_KEY"
 WITHOUT_KEY = "--no-api-key"
@@ -59,13 +60,6 @@ class AccessControl:
         # constant-time comparison, so response times reveal nothing about the key
         is_equal = hmac.compare_digest(client_key.strip().encode(errors="surrogateescape"), self.key.encode())
         return is_equal and scheme.lower() == "bearer"
-
-
-def is_loopback(name: str) -> bool:
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return name == "localhost"
 
 
 def access_control(listener: socket.socket, host: str, key: str, without_key: bool) -> AccessControl:

@@ -542,7 +542,6 @@ MODES = {  # by protocol
     "paravt": ("agentic", *SINGLE_TURN_MODES),
     "release": (*SINGLE_TURN_MODES, *RELEASE_AGENTIC_MODES),
 }
-RELEASE_FRAMES = 64
 DIRECT = "Give the answer between <answer> and </answer>."
 
 

@@ -13,7 +13,7 @@ from model_port.terminal import say
 from paravt_jax.config import EvalConfig, load_config
 from paravt_jax.data.splits import SPLITS
 from paravt_jax.evaluation.results import Cell, refusal
-from paravt_jax.evaluation.table import draw, markdown, read_rows
+from paravt_jax.evaluation.table import show
 from rollout.output_file import OutputFile
 
 ALL = "all"
@@ -100,20 +100,10 @@ def main(arguments: list[str], run_eval: RunEval, set_up: Callable[[], None]) ->
     jobs = jobs_of(args.directory, args.splits, args.run_dir, args.data_root, args.settings)
     set_up()
     problems = run_jobs(jobs, run_eval)
-    print_tables([job.directory for job in jobs], png)
+    if finished := [job.directory for job in jobs if (job.directory / RESULTS_FILE).is_file()]:
+        show(finished, png)
     if problems:
         listing = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
         raise RuntimeError(
             f"{len(problems)} of {len(jobs)} evaluations are not complete; run the same command to resume. {listing}"
         )
-
-
-def print_tables(directories: Sequence[Path], png: OutputFile | None) -> None:
-    finished = [directory for directory in directories if (directory / RESULTS_FILE).is_file()]
-    if not finished:
-        return
-    rows = read_rows(finished)
-    print(markdown(rows))
-    if png is not None:
-        with png.partial() as partial:
-            draw(rows, partial)

@@ -139,6 +139,15 @@ def draw(rows: Sequence[OwnRow], path: Path) -> None:
     plt.close(figure)
 
 
+def show(runs: Iterable[Path], png: OutputFile | None) -> None:
+    """Prints the tables with these runs, and draws them."""
+    rows = read_rows(runs)
+    print(markdown(rows))
+    if png is not None:
+        with png.partial() as partial:
+            draw(rows, partial)
+
+
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog=f"{prog_of('paravt_jax.eval')} table", description=markdown.__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run_dir of an evaluation")
@@ -147,8 +156,4 @@ def main(arguments: list[str]) -> None:
     add_debug_flag(parser)
     args = parser.parse_args(arguments)
     png = args.png and OutputFile(args.png, "eval table --png", inputs=args.runs, force=args.force)
-    rows = read_rows(args.runs)
-    print(markdown(rows))
-    if png is not None:
-        with png.partial() as partial:
-            draw(rows, partial)
+    show(args.runs, png)

@@ -31,6 +31,7 @@ from rollout.endpoint.errors import (
     shown,
     status_error,
 )
+from rollout.engine.http import is_loopback
 from rollout.engine.protocol import Health, ServerHealth
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ class EndpointClient:
         timeout = self._openai.Timeout(None, connect=CONNECT_DEADLINE_S)  # `complete` has the deadline
         # No redirects: only this server may see the key and the dialogue. No proxy for this machine.
         transport = self._openai.DefaultAsyncHttpxClient(
-            timeout=timeout, follow_redirects=False, trust_env=not _is_local(url)
+            timeout=timeout, follow_redirects=False, trust_env=not is_loopback(urlsplit(url).hostname or "")
         )
         return self._openai.AsyncOpenAI(
             base_url=url, api_key=self._key or WITHOUT_KEY, max_retries=0, timeout=timeout, http_client=transport
@@ -339,8 +340,3 @@ def _cause(problem: BaseException) -> str:
     """The client library's connection errors only have a reason in their cause."""
     cause = problem.__cause__ or problem
     return str(cause) or type(cause).__name__
-
-
-def _is_local(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    return host in ("localhost", "::1") or host.startswith("127.")

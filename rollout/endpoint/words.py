@@ -17,6 +17,7 @@ from rollout.picture import Picture
 # Tokens of Qwen, Llama, Gemma, InternVL, LLaVA and Mistral. <answer> is text everywhere.
 CONTROL = re.compile(r"<(?=[|｜])|<(?=/?s>)|<(?=(?:start|end)_of_\w+>)|\[(?=/?(?:INST|IMG|SYSTEM_PROMPT)\w*\])")
 TAG = re.compile(r"<(?=/?(?:tool_\w+|tools|think|image|video|img|IMG_CONTEXT|IMG_START|IMG_END)>)")
+JPEG_URL = "data:image/jpeg;base64,"
 TOOLS = """\
 # Tools
 
@@ -86,4 +87,4 @@ def _content(content: str | Sequence[Mapping[str, Any]], pictures: Iterator[Pict
 
 
 def image_part(jpeg_base64: str) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{jpeg_base64}"}}
+    return {"type": "image_url", "image_url": {"url": f"{JPEG_URL}{jpeg_base64}"}}

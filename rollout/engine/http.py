@@ -1,6 +1,7 @@
 """JSON calls to SGLang servers. Every call has a deadline, and its error type says if a retry can help."""
 
 import asyncio
+import ipaddress
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -124,6 +125,14 @@ async def _lines(response: aiohttp.ClientResponse, max_bytes: int) -> AsyncItera
             line.clear()
         line += remainder
         _check_size(response, len(line), max_bytes)
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a host's name means this machine."""
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost"
 
 
 def _check_size(response: aiohttp.ClientResponse, num_bytes: int, max_bytes: int) -> None:

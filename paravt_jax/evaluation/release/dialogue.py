@@ -89,7 +89,7 @@ class ReleasePlayer:
         if self.channel == "video_url":
             parts = [{"type": "video_url", "video_url": {"url": f"file://{Path(question.video).absolute()}"}}]
         else:
-            parts = picture_parts(await self.pictures.overview(question.video))
+            parts = await self.pictures.overview(question.video)
             dialogue.num_frames = len(parts)
         return [{"role": "system", "content": self.texts.system(self.mode)}, user_message([*parts, text])]
 
@@ -113,12 +113,12 @@ class ReleasePlayer:
     async def _response(self, question: ReleaseQuestion, call: Any, dialogue: ReleaseDialogue) -> Message:
         """The answer to a call, in a user message: pictures and a text, or a text."""
         start_s, end_s = window_of(call)
-        urls = await self.pictures.crop(question.video, start_s, end_s)
-        dialogue.turns[-1].crops.append({"window_s": [start_s, end_s], "num_frames": len(urls)})
-        if not urls:
+        shown = await self.pictures.crop(question.video, start_s, end_s)
+        dialogue.turns[-1].crops.append({"window_s": [start_s, end_s], "num_frames": len(shown)})
+        if not shown:
             return user_message(self.texts.fill("response_error", start_s=start_s, end_s=end_s))
-        text = self.texts.fill("response", num_frames=len(urls), start_s=start_s, end_s=end_s)
-        return user_message([*picture_parts(urls), {"type": "text", "text": text}])
+        text = self.texts.fill("response", num_frames=len(shown), start_s=start_s, end_s=end_s)
+        return user_message([*shown, {"type": "text", "text": text}])
 
     async def _complete(
         self, question: ReleaseQuestion, messages: Sequence[Message], num_tokens: int, dialogue: ReleaseDialogue
@@ -140,10 +140,6 @@ class ReleasePlayer:
 
 def user_message(content: str | list[dict[str, Any]]) -> Message:
     return {"role": "user", "content": content}
-
-
-def picture_parts(urls: Sequence[str]) -> list[dict[str, Any]]:
-    return [{"type": "image_url", "image_url": {"url": url}} for url in urls]
 
 
 def _stable(message: Message) -> Message:

@@ -1,21 +1,18 @@
 """A video's frames as the release sends them: JPEG pictures in base64, without times."""
 
 import asyncio
-import base64
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-from PIL import Image
+from typing import Any, Protocol
 
 from paravt_jax.evaluation.release.frames import CROP_PX, OVERVIEW_PX, crop_numbers, fitted_size, overview_numbers
-from rollout.picture import Picture
+from rollout.endpoint.words import image_part
 from rollout.video.errors import VideoError
 from rollout.video.info import StoredVideo, TimedPicture
 
 JPEG_QUALITY = 85
-JPEG_URL = "data:image/jpeg;base64,"
+
+Part = dict[str, Any]  # of a message
 
 
 class NumberedFrames(Protocol):
@@ -33,29 +30,29 @@ class ReleasePictures:
     frames: NumberedFrames
     deadline_s: float  # for a decoder job
 
-    async def overview(self, path: str) -> list[str]:
-        """URLs of 64 frames; none if the video is shorter or cannot be read, as in the release."""
+    async def overview(self, path: str) -> list[Part]:
+        """64 frames; none if the video is shorter or cannot be read, as in the release."""
         try:
             video = await self.frames.stored(path, self.deadline_s)
-            return await self._urls(path, video, overview_numbers(video.num_frames), OVERVIEW_PX)
+            return await self._parts(path, video, overview_numbers(video.num_frames), OVERVIEW_PX)
         except VideoError:
             return []
 
-    async def crop(self, path: str, start_s: float, end_s: float) -> list[str]:
-        """URLs of up to 16 frames of a window; none if it cannot be read."""
+    async def crop(self, path: str, start_s: float, end_s: float) -> list[Part]:
+        """Up to 16 frames of a window; none if it cannot be read."""
         try:
             video = await self.frames.stored(path, self.deadline_s)
-            return await self._urls(path, video, crop_numbers(video.num_frames, video.fps, start_s, end_s), CROP_PX)
+            return await self._parts(path, video, crop_numbers(video.num_frames, video.fps, start_s, end_s), CROP_PX)
         except VideoError:
             return []
 
-    async def _urls(self, path: str, video: StoredVideo, numbers: Sequence[int], area_px: tuple[int, int]) -> list[str]:
+    async def _parts(
+        self, path: str, video: StoredVideo, numbers: Sequence[int], area_px: tuple[int, int]
+    ) -> list[Part]:
         size_px = fitted_size(video.height, video.width, area_px)
         shown = await self.frames.numbered(path, numbers, size_px, self.deadline_s)
-        return await asyncio.to_thread(lambda: [jpeg_url(frame.picture) for frame in shown])
+        return await asyncio.to_thread(lambda: [_part(frame) for frame in shown])
 
 
-def jpeg_url(picture: Picture) -> str:
-    buffer = io.BytesIO()
-    Image.fromarray(picture.pixels).save(buffer, "JPEG", quality=JPEG_QUALITY)
-    return JPEG_URL + base64.b64encode(buffer.getvalue()).decode()
+def _part(frame: TimedPicture) -> Part:
+    return image_part(frame.picture.encoded("JPEG", quality=JPEG_QUALITY))

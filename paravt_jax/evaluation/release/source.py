@@ -183,7 +183,7 @@ def _system(name: str, nodes: Mapping[str, ast.expr], strings: "Strings") -> str
     schema = strings.read(nodes[SCHEMA]) if SCHEMA in nodes else ""
     strings.count_chars(len(text) + text.count(f"{{{SCHEMA_FIELD}}}") * len(schema))
     try:
-        return text.replace(f"{{{SCHEMA_FIELD}}}", _escaped(schema)).format()
+        return text.replace(f"{{{SCHEMA_FIELD}}}", escaped(schema)).format()
     except (LookupError, ValueError) as problem:
         raise Unreadable(f"it is not a template: {problem}") from None
 
@@ -191,14 +191,14 @@ def _system(name: str, nodes: Mapping[str, ast.expr], strings: "Strings") -> str
 def _template(node: ast.expr, strings: "Strings") -> str:
     """A string as a template: braces are doubled, expressions are our placeholders."""
     if not isinstance(node, ast.JoinedStr):
-        return _escaped(strings.read(node))
+        return escaped(strings.read(node))
     return "".join(map(_template_part, node.values))
 
 
 def _template_part(part: ast.expr) -> str:
     match part:
         case ast.Constant(value=str(text)):
-            return _escaped(text)
+            return escaped(text)
         case ast.FormattedValue(value=value, conversion=-1, format_spec=spec):
             source = ast.unparse(value)
             if source in EXPRESSIONS and (spec is None or ast.unparse(spec) == ast.unparse(ONE_DECIMAL)):
@@ -250,7 +250,7 @@ def _dump_literal(node: ast.expr) -> str:
         raise Unreadable(f"line {node.lineno} dumps a value that is not a literal") from None
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}")
 
 

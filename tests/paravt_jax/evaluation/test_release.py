@@ -21,12 +21,13 @@ from paravt_jax.data.splits import SPLITS
 from paravt_jax.evaluation.release.calls import crop_calls, sage_answer, sage_calls, window_of, zoom_calls
 from paravt_jax.evaluation.release.dialogue import ReleaseDialogue, ReleasePlayer
 from paravt_jax.evaluation.release.frames import CROP_PX, OVERVIEW_PX, crop_numbers, fitted_size, overview_numbers
-from paravt_jax.evaluation.release.pictures import JPEG_URL, ReleasePictures
+from paravt_jax.evaluation.release.pictures import ReleasePictures
 from paravt_jax.evaluation.release.questions import question_of
 from paravt_jax.evaluation.release.source import read_release, text_digest
 from paravt_jax.evaluation.release.texts import ReleaseTexts
 from paravt_jax.rewards.release import hull_iou, predicted_letter, predicted_window
 from rollout.endpoint.answers import Reply
+from rollout.endpoint.words import JPEG_URL
 from rollout.video.encode import write_video
 from rollout.video.errors import VideoError
 from rollout.video.reader import FrameReader
