@@ -4,7 +4,7 @@ python -m paravt_jax.eval --config configs/eval_8b.yaml [data.split=videomme] [-
 python -m paravt_jax.eval batch configs/reproduce --splits all --run-dir runs/table1
 python -m paravt_jax.eval table RUN… [--png FILE]
 
-Every pair of frame budget and dispatch is a cell. Samples are logged as they end, so an interrupted evaluation
+Every combination of dispatch, frame budget and temperature is a cell. Samples are logged as they end, so an interrupted evaluation
 resumes. The agent loop is the same as in training. If an engine, a video or the judge fails, the sample is missing, not
 wrong; a public split has a headline only if no sample is missing.
 """
@@ -30,10 +30,14 @@ async def run_eval(config: EvalConfig, shard: Shard | None = None) -> list[Cell]
 
     async with open_evaluation(config, shard) as evaluation:
         for cell in config.eval.cells:
-            await evaluation.fill(*cell)
-        cells = [evaluation.cell(*cell) for cell in config.eval.cells]
+            await evaluation.fill(cell)
+        cells = [evaluation.cell(cell) for cell in config.eval.cells]
         with whole_file(evaluation.directory / RESULTS_FILE) as file:
             file.write(json.dumps({"model": config.model.path, "cells": cells}, indent=2).encode() + b"\n")
+    if len(config.eval.temperatures) > 1:
+        from paravt_jax.evaluation.temperatures import draw_temperatures  # imported late: loads matplotlib
+
+        draw_temperatures(config.run_dir, cells)
     return cells
 
 

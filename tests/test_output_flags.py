@@ -24,6 +24,7 @@ FILES = {
     ("data split", "--train"): ([*SPLIT, "--train", "FILE", "--validation", "v.jsonl"], "in.jsonl"),
     ("data split", "--validation"): ([*SPLIT, "--train", "t.jsonl", "--validation", "FILE"], "in.jsonl"),
     ("eval table", "--png"): (["eval", "table", "run", "--png", "FILE"], "run/eval.json"),
+    ("plots", "--png"): (["plots", "run", "other", "--png", "FILE"], "run/eval.json"),
     ("prompts import-release", "--dst"): (
         ["prompts", "import-release", "in", "--dst", "FILE"],
         "in/paravt/eval/utils.py",

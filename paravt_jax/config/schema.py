@@ -3,9 +3,11 @@
 If only one module uses a section, that module declares its dataclass.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from itertools import product, starmap
+from typing import Any, Literal, NamedTuple
 
 from model_port.config import LoraConfig
 from model_port.output_dir import check_local
@@ -545,6 +547,14 @@ MODES = {  # by protocol
 DIRECT = "Give the answer between <answer> and </answer>."
 
 
+class EvalCell(NamedTuple):
+    """The settings in which the cells of an evaluation differ."""
+
+    dispatch: Dispatch
+    frame_budget: int
+    temperature: float | None = None  # None: rollout.temperature
+
+
 @dataclass(frozen=True)
 class EvaluationConfig:
     """The protocol of an evaluation and its cells."""
@@ -575,6 +585,9 @@ class EvaluationConfig:
     dispatches: list[Dispatch] = setting(
         ["parallel"], "how calls are dispatched, as in rollout.dispatch; each is evaluated separately"
     )
+    temperatures: list[float] = setting(
+        [], "sampling temperatures, such as [0, 0.3, 0.7, 1]; each is evaluated separately. Empty: rollout.temperature"
+    )
     max_prompts: int = setting(1_000_000, "number of prompts to use, from the start of data.validation")
     num_samples: int = setting(1, "episodes per prompt; above 1, results include pass@k")
 
@@ -584,6 +597,8 @@ class EvaluationConfig:
             raise ValueError(f"eval.frame_budgets={self.frame_budgets} must be numbers of frames, each at least 1")
         if not self.dispatches:
             raise ValueError("eval.dispatches is empty, expected some of parallel, sequential, none")
+        if not all(0 <= temperature < math.inf for temperature in self.temperatures):
+            raise ValueError(f"eval.temperatures={self.temperatures} must be finite numbers, 0 or more")
         self._check_modes()
         if self.protocol == "paravt" and self.mode in SINGLE_TURN_MODES and self.dispatches != ["none"]:
             raise ValueError(
@@ -618,16 +633,18 @@ class EvaluationConfig:
         return "video_url" if split == "charades" else "image_url"
 
     @property
-    def cells(self) -> list[tuple[Dispatch, int]]:
-        return [(dispatch, budget) for dispatch in self.dispatches for budget in self.frame_budgets]
+    def cells(self) -> list[EvalCell]:
+        temperatures = self.temperatures or [None]
+        return list(starmap(EvalCell, product(self.dispatches, self.frame_budgets, temperatures)))
 
-    def episode(self, rollout: EpisodeConfig, dispatch: Dispatch) -> EpisodeConfig:
-        """The settings of an episode with this dispatch."""
+    def episode(self, rollout: EpisodeConfig, cell: EvalCell) -> EpisodeConfig:
+        """The settings of an episode of this cell."""
         if self.mode == "direct":
             rollout = replace(rollout, forced_prefix="")
         if self.mode == "direct" and rollout.prompts.without_tool == Prompts.without_tool:
             rollout = replace(rollout, prompts=replace(rollout.prompts, without_tool=DIRECT))
-        return replace(rollout, dispatch=dispatch)
+        temperature = rollout.temperature if cell.temperature is None else cell.temperature
+        return replace(rollout, dispatch=cell.dispatch, temperature=temperature)
 
 
 @dataclass(frozen=True)
@@ -650,12 +667,12 @@ class EvalConfig(RunConfig):
             raise ValueError("data.validation is empty; set it to prompts, or set data.split to a public split")
         if self.eval.protocol == "release":
             self._check_release()
-        for dispatch in self.eval.dispatches:
-            self.eval.episode(self.rollout, dispatch)  # raises if the dispatch conflicts with other settings
-        if self.rollout.temperature == 0 and self.eval.num_samples > 1:
+        episodes = [self.eval.episode(self.rollout, cell) for cell in self.eval.cells]  # raises if settings conflict
+        if self.eval.num_samples > 1 and any(episode.temperature == 0 for episode in episodes):
+            key = "eval.temperatures" if self.eval.temperatures else "rollout.temperature"
             raise ValueError(
-                f"eval.num_samples={self.eval.num_samples} would repeat the same answer at rollout.temperature=0; "
-                f"raise the temperature, or set eval.num_samples=1"
+                f"eval.num_samples={self.eval.num_samples} would repeat the same answer at {key}=0; raise the "
+                f"temperature, or set eval.num_samples=1"
             )
 
     def _check_release(self) -> None:
@@ -672,7 +689,7 @@ class EvalConfig(RunConfig):
             )
         fixed = {"eval": EvaluationConfig(), "rollout": EpisodeConfig(temperature=0.0), "video": VideoConfig()}
         names = {
-            "eval": ("frame_budgets", "dispatches", "num_samples"),
+            "eval": ("frame_budgets", "dispatches", "temperatures", "num_samples"),
             "rollout": [field.name for field in fields(EpisodeConfig) if field.name != "turn_deadline_s"],
             "video": ("min_pixels", "max_pixels"),
         }

@@ -9,7 +9,7 @@ from typing import Any
 
 from model_port.processing import VisionContract
 from model_port.terminal import say
-from paravt_jax.config import EvalConfig, EvalDataConfig, EvaluationConfig, computed_on, to_record
+from paravt_jax.config import EvalCell, EvalConfig, EvalDataConfig, EvaluationConfig, computed_on, to_record
 from paravt_jax.data.rows import dropped_rows
 from paravt_jax.data.splits import Sample, split_named
 from paravt_jax.data.splits.reading import SampleSet, load_samples
@@ -47,7 +47,7 @@ from paravt_jax.sampling.engines import frame_reader, open_engine, warn_of_large
 from rollout.endpoint.agent import EndpointAgent
 from rollout.endpoint.client import EndpointClient
 from rollout.episode import Agent
-from rollout.episode_config import Dispatch, EpisodeConfig
+from rollout.episode_config import EpisodeConfig
 from rollout.video.reader import FrameReader
 
 PLAYED_FILE = "played_by.json"
@@ -66,19 +66,19 @@ class Evaluation:
     samples: Sequence[Sample]  # the samples of this run or shard
     worker: RolloutWorker | ReleasePlayer | None = None  # None if every sample is done
 
-    async def fill(self, dispatch: Dispatch, frame_budget: int) -> None:
+    async def fill(self, spec: EvalCell) -> None:
         """Runs the remaining samples of a cell, then writes its certificate. A finished cell is not changed."""
-        keys, log = self._keys(dispatch, frame_budget), self._log(dispatch, frame_budget)
+        keys, log = self._keys(spec), self._log(spec)
         finished = log.read(keys)
         todo = _undone(keys, finished)
-        file = self._cell_file(dispatch, frame_budget)
+        file = self._cell_file(spec)
         if todo:
             assert self.worker is not None
-            await self._runner(self.worker, dispatch, frame_budget).run(todo, log, finished.values())
-        elif file.exists() and self.cell(dispatch, frame_budget)["n"]["rows"] == self._num_rows:
+            await self._runner(self.worker, spec).run(todo, log, finished.values())
+        elif file.exists() and self.cell(spec)["n"]["rows"] == self._num_rows:
             return
         results = log.read(keys)
-        cell = self._certified(dispatch, frame_budget, [results[key] for key in keys if key in results])
+        cell = self._certified(spec, [results[key] for key in keys if key in results])
         with whole_file(file) as content:
             content.write(json.dumps(cell, indent=2).encode() + b"\n")
 
@@ -86,44 +86,46 @@ class Evaluation:
     def _num_rows(self) -> int:
         return len(self.samples) + sum(self.loaded.bad.values())
 
-    def cell(self, dispatch: Dispatch, frame_budget: int) -> Cell:
-        return json.loads(self._cell_file(dispatch, frame_budget).read_bytes())
+    def cell(self, spec: EvalCell) -> Cell:
+        return json.loads(self._cell_file(spec).read_bytes())
 
     def is_done(self) -> bool:
         """Whether every sample of every cell is done."""
-        cells = [(self._keys(*cell), self._log(*cell)) for cell in self.settings.cells]
+        cells = [(self._keys(spec), self._log(spec)) for spec in self.settings.cells]
         return not any(_undone(keys, log.read(keys)) for keys, log in cells)
 
-    def _keys(self, dispatch: Dispatch, frame_budget: int) -> dict[str, Sample]:
-        settings = settings_key(self.record, dispatch, frame_budget)
+    def _keys(self, spec: EvalCell) -> dict[str, Sample]:
+        settings = settings_key(self.record, spec)
         return {sample_key(settings, sample): sample for sample in self.samples}
 
-    def _log(self, dispatch: Dispatch, frame_budget: int) -> SampleLog:
-        return SampleLog(self.directory, cell_name(dispatch, frame_budget))
+    def _log(self, spec: EvalCell) -> SampleLog:
+        return SampleLog(self.directory, cell_name(spec))
 
-    def _cell_file(self, dispatch: Dispatch, frame_budget: int) -> Path:
-        return self.directory / f"cell_{cell_name(dispatch, frame_budget)}.json"
+    def _cell_file(self, spec: EvalCell) -> Path:
+        return self.directory / f"cell_{cell_name(spec)}.json"
 
-    def _name(self, dispatch: Dispatch, frame_budget: int) -> str:
+    def _name(self, spec: EvalCell) -> str:
         split = self.loaded.split
-        return ", ".join([*([split.name] if split else []), dispatch, f"{frame_budget} frames"])
+        parts = [split.name if split else "", spec.dispatch, f"{spec.frame_budget} frames"]
+        parts += [] if spec.temperature is None else [f"temperature {spec.temperature:g}"]
+        return ", ".join(filter(None, parts))
 
-    def _runner(self, worker: RolloutWorker | ReleasePlayer, dispatch: Dispatch, frame_budget: int) -> CellRunner:
-        name, split = self._name(dispatch, frame_budget), self.loaded.split
+    def _runner(self, worker: RolloutWorker | ReleasePlayer, spec: EvalCell) -> CellRunner:
+        name, split = self._name(spec), self.loaded.split
         if isinstance(worker, ReleasePlayer):
             assert split is not None
             return CellRunner(name, ReleaseRecorder(split, worker))
-        worker = replace(worker, agent=worker.agent.with_config(self.settings.episode(self.rollout, dispatch)))
-        return CellRunner(name, EpisodeRecorder(worker, split, frame_budget, self.settings.num_samples))
+        worker = replace(worker, agent=worker.agent.with_config(self.settings.episode(self.rollout, spec)))
+        return CellRunner(name, EpisodeRecorder(worker, split, spec.frame_budget, self.settings.num_samples))
 
-    def _certified(self, dispatch: Dispatch, frame_budget: int, results: Sequence[SampleResult]) -> Cell:
-        name, problems = self._name(dispatch, frame_budget), [result.problem for result in results if result.missing]
+    def _certified(self, spec: EvalCell, results: Sequence[SampleResult]) -> Cell:
+        name, problems = self._name(spec), [result.problem for result in results if result.missing]
         if len(problems) == len(results):
             raise RuntimeError(f"{name}: every sample is missing; for example {problems[0]}")
         if problems:
             say(f"{name}: {len(problems)} samples are missing, for example {problems[0]}")
-        episode = self.settings.episode(self.rollout, dispatch)
-        about = cell_provenance(self.provenance, episode, frame_budget, _played_by(self.directory))
+        episode = self.settings.episode(self.rollout, spec)
+        about = cell_provenance(self.provenance, episode, spec.frame_budget, _played_by(self.directory))
         if sent := digest_of_requests(results):
             about["hashes"] |= {"requests": sent}
         return certificate(self.loaded.split, self._num_rows, self.loaded.bad, results, about)

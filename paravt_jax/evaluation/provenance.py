@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paravt_jax import rewards
-from paravt_jax.config import EngineConfig, EvaluationConfig
+from paravt_jax.config import EngineConfig, EvalCell, EvaluationConfig
 from paravt_jax.data.splits.reading import SampleSet
 from paravt_jax.evaluation.sample_log import SampleResult
 from paravt_jax.rewards.judge import JudgeConfig
@@ -16,7 +16,7 @@ from paravt_jax.rewards.settings import RewardConfig
 from paravt_jax.run.directory import versions
 from rollout.engine.http import HttpClient
 from rollout.engine.protocol import Engine
-from rollout.episode_config import Dispatch, EpisodeConfig
+from rollout.episode_config import EpisodeConfig
 
 SCORERS = ("answers", "grammar", "official", "release", "terms")  # modules of `paravt_jax/rewards` that affect a score
 ABOUT_THE_MACHINE = ("run_dir", "engine", "mesh", "eval")  # sections that no answer depends on, except EVAL_KEYS
@@ -27,10 +27,11 @@ PIECE_BYTES = 2**16
 SERVER_DEADLINE_S = 30.0
 
 
-def settings_key(record: Mapping[str, Any], dispatch: Dispatch, frame_budget: int) -> str:
+def settings_key(record: Mapping[str, Any], cell: EvalCell) -> str:
     """A hash of all settings in `record` that an answer depends on, without paths."""
     settings = {name: value for name, value in record.items() if name not in (*ABOUT_THE_MACHINE, "data")}
-    evaluated = [*(record["eval"][name] for name in EVAL_KEYS), dispatch, frame_budget, record["data"]["split"]]
+    values = [value for value in cell if value is not None]  # so that keys without a temperature stay the same
+    evaluated = [*(record["eval"][name] for name in EVAL_KEYS), *values, record["data"]["split"]]
     return digest([settings, evaluated, *_endpoint(record), *_released(record)])
 
 
@@ -90,6 +91,7 @@ def cell_provenance(
     return {
         "dispatch": episode.dispatch,
         "frame_budget": frame_budget,
+        "temperature": episode.temperature,
         **run,
         "hashes": hashes | run["hashes"],
         "model": played[0]["model"] if played else run["model"],

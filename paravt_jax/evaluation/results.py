@@ -1,6 +1,6 @@
 """The Markdown tables that the evaluation command prints, one line per cell."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 COLUMNS = {
@@ -17,20 +17,23 @@ Cell = dict[str, Any]
 Shard = tuple[int, int]  # (k, n): the k-th of n, from 1
 
 
-def cell_table(cells: Iterable[Cell]) -> str:
-    columns = ["dispatch", "frames", *COLUMNS, "mcq", "tvg", "oe"]
+def cell_table(cells: Sequence[Cell]) -> str:
+    axes = _axes(cells)
+    columns = [*axes, *COLUMNS, "mcq", "tvg", "oe"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for cell in cells:
         values = [f"{cell['metrics'][key]:.3g}" if key in cell["metrics"] else "" for key in COLUMNS.values()]
         by_type = [cell["by_type"].get(kind, {}).get("accuracy_mean") for kind in ("mcq", "tvg", "oe")]
         values += ["" if value is None else f"{value:.3g}" for value in by_type]
-        lines.append(f"| {cell['dispatch']} | {cell['frame_budget']} | {' | '.join(values)} |")
+        lines.append(f"| {' | '.join([*_values(cell, axes), *values])} |")
     return "\n".join(lines)
 
 
-def score_table(cells: Iterable[Cell]) -> str:
+def score_table(cells: Sequence[Cell]) -> str:
     """The scores of a public split by both rules, in percent."""
-    lines = ["| dispatch | frames | scorer | score | 95 % | missing as wrong | n | breakdown |", "|---" * 8 + "|"]
+    axes = _axes(cells)
+    columns = [*axes, "scorer", "score", "95 %", "missing as wrong", "n", "breakdown"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for cell in cells:
         num = cell["n"]["answered"] + cell["n"]["unanswered"]
         for scorer, scores in cell["scores"].items():
@@ -41,8 +44,18 @@ def score_table(cells: Iterable[Cell]) -> str:
                 f"{num} of {cell['n']['expected']}",
                 _breakdown(scores),
             ]
-            lines.append(f"| {cell['dispatch']} | {cell['frame_budget']} | {scorer} | {' | '.join(shares)} |")
+            lines.append(f"| {' | '.join([*_values(cell, axes), scorer, *shares])} |")
     return "\n".join(lines)
+
+
+def _axes(cells: Sequence[Cell]) -> dict[str, str]:
+    """The columns that tell the cells apart, with their keys; the temperature only if it differs."""
+    differs = len({cell["temperature"] for cell in cells if "temperature" in cell}) > 1  # older cells have none
+    return {"dispatch": "dispatch", "frames": "frame_budget"} | ({"temperature": "temperature"} if differs else {})
+
+
+def _values(cell: Cell, axes: dict[str, str]) -> list[str]:
+    return [f"{value:g}" if isinstance(value := cell.get(key, ""), float) else str(value) for key in axes.values()]
 
 
 def _breakdown(scores: dict[str, Any]) -> str:
@@ -54,9 +67,12 @@ def _breakdown(scores: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def refusal(cells: Iterable[Cell]) -> str:
+def refusal(cells: Sequence[Cell]) -> str:
     """Why cells of a public split have no headline, or empty if all have one."""
-    reasons = [
-        f"{cell['dispatch']}, {cell['frame_budget']} frames: {cell['refused']}" for cell in cells if cell["refused"]
-    ]
+    reasons = [f"{_title(cell, cells)}: {cell['refused']}" for cell in cells if cell["refused"]]
     return f"no headline for {'; '.join(reasons)}" if reasons else ""
+
+
+def _title(cell: Cell, cells: Sequence[Cell]) -> str:
+    dispatch, frames, *temperature = _values(cell, _axes(cells))
+    return ", ".join([dispatch, f"{frames} frames", *(f"temperature {value}" for value in temperature)])

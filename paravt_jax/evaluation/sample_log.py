@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from model_port.output_dir import named
+from paravt_jax.config import EvalCell
 from paravt_jax.data.splits import Sample
 from paravt_jax.data.splits.public import Official
 from paravt_jax.rewards.answers import interval, option_letter
@@ -21,7 +22,6 @@ from paravt_jax.rl.episodes import Rollout
 from paravt_jax.rl.metrics import rollout_metrics
 from paravt_jax.rl.records import rollout_record
 from paravt_jax.run.log import load_jsonl
-from rollout.episode_config import Dispatch
 
 SHARDS_DIR = "shards"
 
@@ -63,8 +63,8 @@ class SampleResult:
         return [next(iter(episode["scores"].values())) for episode in self.episodes]
 
 
-def cell_name(dispatch: Dispatch, frame_budget: int) -> str:
-    return f"{dispatch}_{frame_budget}"
+def cell_name(cell: EvalCell) -> str:
+    return f"{cell.dispatch}_{cell.frame_budget}" + ("" if cell.temperature is None else f"_t{cell.temperature:g}")
 
 
 def sample_key(settings: str, sample: Sample) -> str:

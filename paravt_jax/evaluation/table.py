@@ -22,7 +22,7 @@ ROW_HEIGHT_IN, COLUMN_WIDTH_IN, NAME_WIDTH_IN = 0.28, 1.35, 4.2
 
 @dataclass
 class OwnRow:
-    """One policy, mode, dispatch and frame budget, or by the release's protocol one policy, on one or more splits."""
+    """One policy with the same settings, or by the release's protocol one policy, on one or more splits."""
 
     name: str
     published: str = ""  # the row of the published tables that it reproduces
@@ -57,7 +57,7 @@ def _percent(scores: dict[str, Any]) -> list[float]:
 
 
 def read_rows(runs: Iterable[Path]) -> list[OwnRow]:
-    """Reads the cells of public splits; cells with the same policy, mode, dispatch and frames make one row."""
+    """Reads the cells of public splits; cells with the same policy and settings make one row."""
     rows: dict[str, OwnRow] = {}
     for run in runs:
         file = run / RESULTS_FILE
@@ -80,7 +80,8 @@ def _name(cell: dict[str, Any]) -> str:
     model = cell["model"]["path"]
     if cell.get("protocol") == RELEASE:  # its mode may depend on the split
         return f"{model}, release's protocol"
-    return f"{model}, {cell['mode']}, {cell['dispatch']}, {cell['frame_budget']} frames"
+    temperature = f", temperature {cell['temperature']:g}" if cell.get("temperature") else ""
+    return f"{model}, {cell['mode']}, {cell['dispatch']}, {cell['frame_budget']} frames{temperature}"
 
 
 def table_rows(table: PublishedTable, rows: Sequence[OwnRow]) -> list[list[str]]:

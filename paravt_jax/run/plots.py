@@ -1,6 +1,8 @@
 """python -m paravt_jax.run.plots RUN_DIR
+python -m paravt_jax.run.plots RUN_A RUN_B … --png FILE
 
-Draws RUN/plots/*.png from the metrics of a run, finished or not: one picture per section of `charts`.
+Draws RUN/plots/*.png from the metrics of a run, finished or not: one picture per section of `charts`. With several
+runs, draws one picture with their curves over each other.
 """
 
 import argparse
@@ -19,6 +21,7 @@ from matplotlib.ticker import MaxNLocator
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from paravt_jax.run.charts import COLORS, SECTIONS, Chart, LoggedRun, load_run
 from paravt_jax.run.log import METRICS_FILE, PLOTS_DIR, whole_file
+from rollout.output_file import OutputFile
 
 MAX_MARKED_STEPS = 40  # with more steps, a running mean replaces the points
 MEAN_FRAC = 0.04  # window of the running mean, as a fraction of all steps
@@ -143,18 +146,38 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog=prog_of("paravt_jax.run.plots"),
-        description="Draws RUN_DIR/plots/*.png from the metrics that a run has logged so far.",
+        description="Draws RUN_DIR/plots/*.png from the metrics that a run has logged so far; or several runs over each "
+        "other, step by step, as one picture.",
     )
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help=f"directory with {METRICS_FILE}")
+    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help=f"directory with {METRICS_FILE}")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="the picture of several runs")
+    parser.add_argument("--force", action="store_true", help="replace FILE even if this command did not write it")
     add_debug_flag(parser)
-    run_dir = parser.parse_args().run_dir
-    if not (run_dir / METRICS_FILE).exists():
-        raise ValueError(f"{run_dir} is not a run: it has no {METRICS_FILE}; give the run_dir of a run")
-    written = make_plots(run_dir)
+    args = parser.parse_args()
+    png = args.png and OutputFile(args.png, "plots", inputs=args.run_dirs, force=args.force)
+    for run_dir in args.run_dirs:
+        if not (run_dir / METRICS_FILE).exists():
+            raise ValueError(f"{run_dir} is not a run: it has no {METRICS_FILE}; give the run_dir of a run")
+    if png:
+        _compare(args.run_dirs, png)
+        print(args.png)
+        return
+    if len(args.run_dirs) > 1:
+        raise ValueError(f"{len(args.run_dirs)} runs make one picture; name it with --png FILE")
+    written = make_plots(args.run_dirs[0])
     if not written:
-        raise ValueError(f"{run_dir} has logged nothing yet; wait for its first step")
+        raise ValueError(f"{args.run_dirs[0]} has logged nothing yet; wait for its first step")
     for path in written:
         print(path)
+
+
+def _compare(run_dirs: Sequence[Path], png: OutputFile) -> None:
+    from paravt_jax.run.comparison import draw_runs  # imported late: it uses this module's style
+
+    with matplotlib.rc_context(STYLE):
+        figure = draw_runs([load_run(run_dir) for run_dir in run_dirs])
+        with png.partial() as partial:
+            figure.savefig(partial, format="png")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""python -m paravt_jax.view RUN_DIR [OTHER] [--frames] [--out FILE] [--max-episodes N] [--force]"""
+"""python -m paravt_jax.view RUN_DIR… [--frames] [--out FILE] [--max-episodes N] [--force]"""
 
 import argparse
 from pathlib import Path
@@ -15,14 +15,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog=prog_of("paravt_jax.view"),
         description="Writes one offline HTML page with the charts and episodes of a training run, a cold start or an "
-        "evaluation, finished or not; or of two side by side.",
+        "evaluation, finished or not; or of several, to compare.",
     )
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's run_dir")
-    parser.add_argument("other", type=Path, nargs="?", metavar="OTHER", help="a second run, to compare")
+    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="a run's run_dir")
     parser.add_argument(
         "--frames", action="store_true", help="add thumbnails of the frames in the prompts, decoded from the videos"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help=f"the page (default RUN_DIR/{DEFAULT_OUT})")
+    parser.add_argument("--out", type=Path, metavar="FILE", help=f"the page (default: {DEFAULT_OUT} in the first RUN_DIR)")
     parser.add_argument(
         "--max-episodes",
         type=int,
@@ -35,10 +34,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.max_episodes < 0:
         raise ValueError(f"--max-episodes={args.max_episodes} must be 0 or more")
-    run_dirs = [args.run_dir, *([args.other] if args.other else [])]
-    out = OutputFile(args.out or args.run_dir / DEFAULT_OUT, "view", inputs=run_dirs, force=args.force)
-    out.write(make_page(run_dirs, args.max_episodes, frames=args.frames))
-    print(args.out or args.run_dir / DEFAULT_OUT)
+    path = args.out or args.run_dirs[0] / DEFAULT_OUT
+    out = OutputFile(path, "view", inputs=args.run_dirs, force=args.force)
+    out.write(make_page(args.run_dirs, args.max_episodes, frames=args.frames))
+    print(path)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """Cells of an evaluation: the results in their certificates, or the progress of unfinished cells."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from paravt_jax.view.records import samples_of
 
+CELL_NAME = re.compile(r"(.+)_(\d+)(?:_t([\d.e+-]+))?")
 SHARES = ("score", "micro", "missing_as_wrong")  # columns of a scorer besides its interval and groups
 PROVENANCE = ("data", "model", "engines", "hashes", "seed", "num_samples", "git_commit", "packages")
 
@@ -64,11 +66,16 @@ def _unfinished(name: str, paths: Iterable[Path]) -> dict[str, Any]:
 
 
 def _named(name: str) -> dict[str, Any]:
-    """Splits a cell name of the form DISPATCH_FRAMES."""
-    dispatch, _, frames = name.rpartition("_")
-    return {"dispatch": dispatch or name, "frame_budget": int(frames) if frames.isdecimal() else None}
+    """Splits a cell name of the form DISPATCH_FRAMES or DISPATCH_FRAMES_tTEMPERATURE."""
+    match = CELL_NAME.fullmatch(name)
+    dispatch, frames, temperature = match.groups() if match else (name, None, None)
+    return {
+        "dispatch": dispatch,
+        "frame_budget": frames and int(frames),
+        "temperature": temperature and float(temperature),
+    }
 
 
-def _order(name: str) -> tuple[str, int]:
+def _order(name: str) -> tuple[str, int, float]:
     named = _named(name)
-    return named["dispatch"], named["frame_budget"] or 0
+    return named["dispatch"], named["frame_budget"] or 0, named["temperature"] or 0.0

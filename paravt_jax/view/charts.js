@@ -1,4 +1,4 @@
-/* ---- charts over the steps, of one run or of two over each other ---- */
+/* ---- charts over the steps, of one run or of several over each other ---- */
 const MARKED = 40; // with more points, a running mean replaces them
 const MAX_GAPS = 3; // per reason, listed below a chart
 const charts = [];
@@ -40,8 +40,8 @@ const spanOf = ([first, last]) => (first === last ? `step ${first}` : `steps ${f
 const linesOf = ({ title }) => runs.flatMap(({ figures }, run) => {
   const own = figures?.charts.find((chart) => chart.title === title);
   const pointsOf = (steps, values) => steps.map((step, n) => [step, values[n]]).filter(([, value]) => known(value) || !own.sparse);
-  return (own?.lines ?? []).map((line) => ({
-    ...line, run, points: pointsOf(figures.steps, line.values),
+  return (own?.lines ?? []).map((line, n) => ({
+    ...line, run, color: byColor ? runColor(run) : line.color, dash: byColor ? Math.min(n, 3) : run, points: pointsOf(figures.steps, line.values),
     validation: own.validation ? pointsOf(figures.validation_steps, own.validation).filter(([, value]) => known(value)) : [],
   }));
 });
@@ -170,7 +170,7 @@ class Chart {
     const many = allSteps.length > MARKED, parts = splitAtGaps(line.points);
     const marked = many ? parts.filter((part) => part.length === 1).flat() : parts.flat();
     const validation = line.validation.filter(([step]) => step >= first && step <= last);
-    return s("g", { class: `c-${line.color} of-run-${line.run}` },
+    return s("g", { class: `c-${line.color} dashed-${line.dash}` },
       many ? s("path", { class: "raw", d: path(parts) }) : null,
       s("path", { class: "line", d: path(many ? splitAtGaps(smooth(line.points)) : parts) }),
       marked.map(([step, value]) => s("circle", { class: "dot", cx: x(step), cy: y(value), r: 3 })),
@@ -181,7 +181,7 @@ class Chart {
   show(step) {
     const at = step ?? allSteps.at(-1);
     const value = (line) => line.points.findLast(([other]) => other <= at)?.[1];
-    const entry = (line, mark, name, shown) => h("span", { class: `c-${line.color} of-run-${line.run}` }, name ? [h("i", { class: mark }), name] : null, h("b", {}, number(shown)));
+    const entry = (line, mark, name, shown) => h("span", { class: `c-${line.color} dashed-${line.dash}` }, name ? [h("i", { class: mark }), name] : null, h("b", {}, number(shown)));
     const latest = (line) => line.validation.findLast(([other]) => other <= at);
     this.legend.replaceChildren(h("span", {}, `step ${at.toLocaleString("en")}`),
       ...this.lines.map((line) => entry(line, null, this.lines.length > 1 ? this.name(line) : "", value(line))),
@@ -231,5 +231,5 @@ const figuresLede = () => {
   const steps = Math.max(...runs.map((run) => run.figures?.steps_per_point ?? 1));
   return h("p", { class: "lede" }, "Point at a chart, or use the arrow keys in it, to select a step in all charts.",
     allSteps.length > MARKED ? " Bold lines are running means." : "", steps > 1 ? ` A point is the mean of up to ${steps} steps.` : "",
-    comparing ? " Lines of run A are solid, those of run B dashed." : "");
+    byColor ? " Every run has a color." : comparing ? " Lines of run A are solid, those of run B dashed." : "");
 };

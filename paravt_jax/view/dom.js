@@ -6,7 +6,10 @@ const parsed = (text) => JSON.parse(text, withoutPrototype);
 const data = parsed(document.getElementById("data").textContent);
 const { runs, rows } = data;
 const comparing = runs.length > 1;
-const RUN_NAMES = ["A", "B"]; // two runs side by side
+const RUN_NAMES = runs.map((_, run) => (run < 26 ? String.fromCharCode(65 + run) : String(run + 1)));
+const byColor = runs.length > 2; // a color per run and dashes per line; two runs keep the metrics' colors
+const RUN_COLORS = ["blue", "red", "green", "orange", "pink", "sky", "ink", "neutral"];
+const runColor = (run) => RUN_COLORS[run % RUN_COLORS.length];
 const SVG = "http://www.w3.org/2000/svg";
 const OUTCOME_COLORS = { __proto__: null, ok: "green", imitated: "blue", invalid: "red", unknown_tool: "red", error: "red", timeout: "orange" };
 
@@ -51,7 +54,7 @@ const clock = (time, whole) => { // with tenths if they are not 0
 
 const image = (content, alt) => h("img", { src: `data:image/webp;base64,${content}`, alt, decoding: "async" });
 const picture = (place, time) => image(data.pictures.data[place], time === undefined ? "" : `at ${clock(time)}`);
-const runMark = (run) => (comparing ? h("b", { class: `run run-${run}` }, RUN_NAMES[run]) : null);
+const runMark = (run) => (comparing ? h("b", { class: byColor ? `run c-${runColor(run)} of-color` : `run run-${run}` }, RUN_NAMES[run]) : null);
 
 const tip = document.getElementById("tip");
 const showTip = (text, event, shown = null) => {

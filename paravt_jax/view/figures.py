@@ -35,6 +35,7 @@ FACTS = {  # label -> config keys, with values joined by a multiplication sign
     "Prompt mode": ("eval.mode",),
     "Dispatches": ("eval.dispatches",),
     "Frames": ("eval.frame_budgets",),
+    "Temperatures": ("eval.temperatures",),
     "Samples per prompt": ("eval.num_samples",),
     "Rows per step": ("sft.rows_per_step",),
     "Tokens per row": ("pack.row_tokens",),

@@ -36,9 +36,9 @@ const drawHead = () => {
   const head = document.getElementById("head");
   head.append(...runs.map(headOf));
   if (!comparing) return;
-  const other = new Map(runs[1].about.settings);
-  const differ = runs[0].about.settings.filter(([key, text]) => other.has(key) && other.get(key) !== text);
-  head.append(folded(`${plural(differ.length, "setting")} differ`, pairs(differ.map(([key, text]) => [key, `A ${text}, B ${other.get(key)}`]))));
+  const all = runs.map((run) => new Map(run.about.settings));
+  const differ = [...all[0].keys()].filter((key) => all.every((own) => own.has(key)) && distinct(all.map((own) => own.get(key))).length > 1);
+  head.append(folded(`${plural(differ.length, "setting")} differ`, pairs(differ.map((key) => [key, all.map((own, run) => `${RUN_NAMES[run]} ${own.get(key)}`).join(", ")]))));
 };
 
 const sparkline = (values) => {
@@ -91,8 +91,9 @@ const whisker = (scores) => {
 const missingOf = (cell) => Object.entries(cell.missing).map(([reason, count]) => `${count.toLocaleString("en")} ${reason}`).join(", ");
 const groupsOf = (cell, scorer) => Object.entries(cell.scores[scorer].groups).map(([name, labels]) => h("div", {}, h("h4", {}, spelled(name)),
   h("table", { class: "groups" }, h("tbody", {}, Object.entries(labels).map(([label, found]) => h("tr", {}, h("th", { scope: "row" }, label), h("td", { class: "num" }, percent(found.score)), h("td", { class: "num soft" }, `of ${found.n}`)))))));
+const cellName = (cell) => [cell.dispatch, known(cell.frame_budget) ? plural(cell.frame_budget, "frame") : "", known(cell.temperature) ? `temperature ${cell.temperature}` : ""].filter(Boolean).join(", ");
 const cellRows = (cell, place) => {
-  const title = [runMark(place), comparing ? " " : null, cell.dispatch, known(cell.frame_budget) ? `, ${plural(cell.frame_budget, "frame")}` : null];
+  const title = [runMark(place), comparing ? " " : null, cellName(cell)];
   const about = [cell.split, cell.mode && spelled(cell.mode)].filter(Boolean).join(" · ");
   const scorers = Object.entries(cell.scores);
   const there = known(cell.num_expected) ? `${cell.num_there.toLocaleString("en")} of ${cell.num_expected.toLocaleString("en")}` : `${cell.num_there.toLocaleString("en")} so far`;
@@ -107,7 +108,7 @@ const cellDetails = (cell, place) => {
   const scorer = Object.keys(cell.scores)[0];
   if (!scorer) return null;
   const frames = `${cell.frames.min} to ${cell.frames.max} overview frames, ${cell.crop_frames.min} to ${cell.crop_frames.max} crop frames`;
-  return folded([runMark(place), comparing ? " " : null, `${cell.dispatch}, ${cell.frame_budget} frames: certificate${Object.keys(cell.scores[scorer].groups).length ? " and groups" : ""}`],
+  return folded([runMark(place), comparing ? " " : null, `${cellName(cell)}: certificate${Object.keys(cell.scores[scorer].groups).length ? " and groups" : ""}`],
     cell.refused ? h("p", { class: "notice" }, h("b", {}, "No score is reported"), `: ${cell.refused}`) : null,
     h("p", { class: "lede after" }, `${frames}. The interval is from 2,000 bootstrap resamples of videos.`),
     h("div", { class: "grouped" }, groupsOf(cell, scorer)), pairs(cell.provenance));

@@ -24,7 +24,7 @@ const grouped = (of) => { // row indices by a field
 };
 const ofPrompt = grouped((row) => row.prompt), members = [];
 for (const places of grouped((row) => JSON.stringify([row.run, row.prompt, row.step, row.cell])).values()) places.forEach((place, n) => { members[place] = n; });
-const partnersOf = (place) => { // same prompt in the other run, closest first
+const partnersOf = (place) => { // same prompt in other runs, closest first
   const row = rows[place];
   const distance = (other) => [rows[other].cell !== row.cell, Math.abs((rows[other].step ?? 0) - (row.step ?? 0)), Math.abs(members[other] - members[place])];
   const nearer = (one, other) => { const [a, b] = [distance(one), distance(other)]; return a[0] - b[0] || a[1] - b[1] || a[2] - b[2]; };
@@ -136,14 +136,14 @@ const open = (place, remember = true) => {
   const beside = partners.length ? [place, partners[0]].sort((one, other) => rows[one].run - rows[other].run) : [place];
   reader.classList.toggle("two", beside.length > 1);
   reader.replaceChildren(...beside.map((one) => read(episodeAt(one), barOf(one, partners))),
-    ...(comparing && !partners.length ? [h("p", { class: "notice" }, `The other run has no episode of this prompt on this page.`)] : []));
+    ...(comparing && !partners.length ? [h("p", { class: "notice" }, `No other run has an episode of this prompt on this page.`)] : []));
   if (remember) history.replaceState(null, "", `#episode-${place}`);
 };
 const barOf = (place, partners) => {
   const row = rows[place], at = visibleOnes.indexOf(current), own = place === current;
   const go = (label, sign, by) => h("button", { type: "button", class: "plain", "aria-label": label, disabled: visibleOnes[at + by] === undefined, onclick: () => move(at + by) }, sign);
   const beside = own ? go("Previous episode", "←", -1) : null, next = own ? go("Next episode", "→", 1) : null;
-  const others = !own && partners.length > 1 ? h("select", { class: "plain", "aria-label": "Another episode of this prompt", onchange: (event) => swap(+event.target.value, partners) }, partners.map((other) => h("option", { value: other, selected: other === place }, nameOf(other)))) : null;
+  const others = !own && partners.length > 1 ? h("select", { class: "plain", "aria-label": "Another episode of this prompt", onchange: (event) => swap(+event.target.value, partners) }, partners.map((other) => h("option", { value: other, selected: other === place }, `${byColor ? `${RUN_NAMES[rows[other].run]} · ` : ""}${nameOf(other)}`))) : null;
   return h("div", { class: "bar" }, h("span", { class: "id" }, runMark(row.run), comparing ? " " : null, others ? null : nameOf(place)), h("nav", { "aria-label": "Neighbors" }, others, beside, next));
 };
 const nameOf = (place) => {

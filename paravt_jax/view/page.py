@@ -31,7 +31,7 @@ SCRIPTS = ("dom", "charts", "head", "film", "reader", "list", "page")  # concate
 
 
 def make_page(run_dirs: Sequence[Path], max_episodes: int, *, frames: bool = False) -> bytes:
-    """Builds the page for one run, or two side by side, finished or not. `frames` adds pictures from the videos."""
+    """Builds the page for one run or several, finished or not. `frames` adds pictures from the videos."""
     runs = [_load_run(run_dir) for run_dir in run_dirs]
     chosen = _choose(runs, max_episodes)
     num_bytes = share_bytes(sum(len(lines_of_run.lines) for lines_of_run in chosen))
@@ -45,7 +45,7 @@ def make_page(run_dirs: Sequence[Path], max_episodes: int, *, frames: bool = Fal
     ]
     rows = [row_of(episode, number) for number, episodes in enumerate(episodes_of_runs) for episode in episodes]
     all_episodes = list(itertools.chain.from_iterable(episodes_of_runs))
-    title = " and ".join(run.name for run in runs)
+    title = ", ".join(run.name for run in runs)
     return render(title, records, rows, all_episodes, make_album(all_episodes) if frames else None)
 
 
@@ -109,7 +109,7 @@ def _load_run(run_dir: Path) -> LoggedRun:
 
 
 def _choose(runs: Sequence[LoggedRun], max_episodes: int) -> list[Chosen]:
-    """Chooses an equal share of episodes per run. Two training runs use the steps they have in common, if any."""
+    """Chooses an equal share of episodes per run. Training runs use the steps they have in common, if any."""
     share = max_episodes // len(runs)
     steps = [steps_of(run.path) for run in runs]
     common = set.intersection(*map(set, steps)) or set().union(*steps)

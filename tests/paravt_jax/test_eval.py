@@ -14,6 +14,8 @@ from model_port.layout import RESULTS_FILE
 from paravt_jax.config import EvalConfig, load_config
 from paravt_jax.eval import run_eval
 from paravt_jax.evaluation.results import cell_table
+from paravt_jax.view.cells import load_cells
+from paravt_jax.view.records import cells_of
 from scripts.miniature.model import make_model
 from scripts.miniature.world import make_world, questions, rl_row, write_rows
 
@@ -84,6 +86,27 @@ def test_an_interrupted_evaluation_runs_only_the_missing_samples(cells, world):
 
 
 @pytest.mark.slow
+def test_temperatures_are_an_axis_of_the_cells(cells, world):
+    settings = ["eval.frame_budgets=[2]", "eval.dispatches=[none]", "eval.num_samples=1", "eval.temperatures=[0,0.7]"]
+    config = config_of(world, *settings, f"run_dir={world / 'temperatures'}")
+    first = asyncio.run(run_eval(config))
+    assert [(cell["dispatch"], cell["frame_budget"], cell["temperature"]) for cell in first] == [
+        ("none", 2, 0.0),
+        ("none", 2, 0.7),
+    ]
+    directory = world / "temperatures"
+    assert {path.name for path in directory.glob("samples_*")} == {"samples_none_2_t0.jsonl", "samples_none_2_t0.7.jsonl"}
+    assert (directory / "plots" / "temperatures.png").read_bytes().startswith(b"\x89PNG")
+    assert cell_table(first).splitlines()[0].startswith("| dispatch | frames | temperature | accuracy |")
+    (cell,) = [cell for cell in load_cells(directory, cells_of(directory)) if cell["temperature"] == 0.7]
+    assert (cell["dispatch"], cell["frame_budget"], cell["name"]) == ("none", 2, "none_2_t0.7")
+    (directory / "cell_none_2_t0.7.json").unlink()
+    lines = (directory / "samples_none_2_t0.7.jsonl").read_bytes().splitlines(keepends=True)
+    (directory / "samples_none_2_t0.7.jsonl").write_bytes(lines[0])
+    assert asyncio.run(run_eval(config)) == first
+
+
+@pytest.mark.slow
 def test_cells_of_other_settings_are_not_mixed(cells, world):
     with pytest.raises(ValueError, match=r"other settings \(rollout\); choose another run_dir"):
         asyncio.run(run_eval(config_of(world, "rollout.temperature=0.5")))
@@ -92,6 +115,10 @@ def test_cells_of_other_settings_are_not_mixed(cells, world):
 def test_conflicting_settings_are_rejected(world):
     with pytest.raises(ValueError, match=r"eval\.num_samples=2 would repeat the same answer"):
         config_of(world, "rollout.temperature=0")
+    with pytest.raises(ValueError, match=r"eval\.num_samples=2 would repeat the same answer at eval\.temperatures=0"):
+        config_of(world, "eval.temperatures=[0,0.7]")
+    with pytest.raises(ValueError, match=r"eval\.temperatures=\[-1\.0\] must be finite numbers, 0 or more"):
+        config_of(world, "eval.temperatures=[-1]")
     with pytest.raises(ValueError, match=r"data\.validation is empty"):
         config_of(world, "data.validation=")
     with pytest.raises(ValueError, match=r"eval\.frame_budgets"):

@@ -13,7 +13,7 @@ from agents import call
 from fake_endpoint import MODEL, FakeEndpoint
 from published import VIDEOS, make_copy
 
-from paravt_jax.config import Config, EngineConfig, EvalConfig, load_config
+from paravt_jax.config import EvalCell, Config, EngineConfig, EvalConfig, load_config
 from paravt_jax.data.splits import SPLITS
 from paravt_jax.eval import run_eval
 from paravt_jax.evaluation.results import refusal
@@ -231,7 +231,7 @@ def test_settings_of_other_engines_have_the_keys_that_they_always_had():
 
     record = {"eval": {"mode": "agentic", "num_samples": 1}, "data": {"split": ""}, "seed": 0}
     engines = ({}, {"engine": {"kind": "jax", "model": ""}}, {"engine": {"kind": "sglang"}})
-    assert len({settings_key(record | engine, "none", 4) for engine in engines}) == 1
+    assert len({settings_key(record | engine, EvalCell("none", 4)) for engine in engines}) == 1
     assert not changed_sections(record | engines[1], record | engines[2])
 
 

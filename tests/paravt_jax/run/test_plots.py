@@ -11,6 +11,7 @@ from PIL import Image
 
 from paravt_jax.run import plots
 from paravt_jax.run.charts import SECTIONS, load_run
+from paravt_jax.run.comparison import draw_runs
 from paravt_jax.run.plots import draw_section, main, make_plots, running_mean
 
 KEYS = (
@@ -148,3 +149,28 @@ def test_a_directory_without_metrics_is_rejected(files, message, tmp_path, monke
     with pytest.raises(ValueError, match=message):
         main()
     assert not (tmp_path / "plots").exists()
+
+
+def test_several_runs_are_drawn_over_each_other(tmp_path, monkeypatch, capsys):
+    runs = [tmp_path / name for name in "abcd"]
+    for number, run in enumerate(runs):
+        write_rows(run / "metrics.jsonl", [{"step": n, "rollout/format_reward": number / 4} for n in range(1, 60)])
+    monkeypatch.setattr(sys, "argv", ["plots", *map(str, runs), "--png", str(tmp_path / "four.png")])
+    main()
+    assert capsys.readouterr().out == f"{tmp_path / 'four.png'}\n"
+    with Image.open(tmp_path / "four.png") as picture:
+        assert len(np.unique(np.asarray(picture).reshape(-1, 4), axis=0)) > 10
+    figure = draw_runs([load_run(run) for run in runs])
+    (axes,) = figure.axes
+    assert [line.get_ydata()[-1] for line in axes.get_lines()[1:8:2]] == [0, 0.25, 0.5, 0.75]  # running means
+    assert len({line.get_color() for line in axes.get_lines()}) == 4
+
+
+def test_several_runs_need_a_file_and_a_common_metric(tmp_path, monkeypatch):
+    for name in "ab":
+        write_rows(tmp_path / name / "metrics.jsonl", [{"step": 1, "perf/x": 1.0}])
+    monkeypatch.setattr(sys, "argv", ["plots", str(tmp_path / "a"), str(tmp_path / "b")])
+    with pytest.raises(ValueError, match="2 runs make one picture; name it with --png FILE"):
+        main()
+    with pytest.raises(ValueError, match="none has logged any of rollout/format_reward"):
+        draw_runs([load_run(tmp_path / name) for name in "ab"])

@@ -44,6 +44,7 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     runs = {
         "one": [first],
         "two": [first, second],
+        "four": [first, second, first, second],
         "single": [single],
         "evaluation": [make_evaluation(directory / "copy")],
     }
@@ -126,7 +127,7 @@ def with_text(page: Path, text: str) -> str:
     return f"#episode-{next(number for number, record in enumerate(records) if text in record)}"
 
 
-@pytest.mark.parametrize("name", ["one", "two", "single", "evaluation", "question", "names"])
+@pytest.mark.parametrize("name", ["one", "two", "four", "single", "evaluation", "question", "names"])
 @pytest.mark.parametrize("size_px", [DESKTOP, PHONE])
 @pytest.mark.parametrize("dark", [False, True])
 def test_a_page_opens_without_console_output_and_fits_the_screen(name, size_px, dark, tab, pages):
@@ -228,7 +229,15 @@ def test_episodes_of_the_same_prompt_are_side_by_side(tab, pages):
 one.querySelector('h3').textContent])"
     )
     assert [run for run, _ in names] == ["A", "B"] and names[0][1] == names[1][1]
-    assert tab.run("document.querySelectorAll('.chart .of-run-1 .line').length") > 10
+    assert tab.run("document.querySelectorAll('.chart .dashed-1 .line').length") > 10
+
+
+def test_each_of_four_runs_has_a_color_and_a_letter(tab, pages):
+    open_page(tab, pages["four"])
+    accuracy = "[...document.querySelectorAll('figure')].find(one => one.textContent.startsWith('Accuracy'))"
+    colors = tab.run(f"[...{accuracy}.querySelectorAll('svg > g')].map(line => line.getAttribute('class').split(' ')[0])")
+    assert sorted(colors) == ["c-blue", "c-green", "c-orange", "c-red"]
+    assert tab.run("[...document.querySelectorAll('h1 .run')].map(mark => mark.textContent)") == ["A", "B", "C", "D"]
 
 
 def test_single_values_are_numbers_and_constants_are_folded(tab, pages):

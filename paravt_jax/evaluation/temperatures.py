@@ -1,0 +1,46 @@
+"""Format stability over sampling temperatures: RUN/plots/temperatures.png, a curve per dispatch and frame budget."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from paravt_jax.evaluation.results import Cell
+from paravt_jax.run.charts import COLORS
+from paravt_jax.run.log import PLOTS_DIR, whole_file
+from paravt_jax.run.plots import STYLE
+
+PANELS = {"Format reward f_τ": "format_reward", "Fraction of parseable episodes": "parseable_frac"}
+CURVE_COLORS = ("blue", "red", "green", "orange", "pink", "sky", "ink", "neutral")
+MARKERS = "osD^vPX*"
+
+
+def draw_temperatures(run_dir: str | Path, cells: Sequence[Cell]) -> Path:
+    path = Path(run_dir) / PLOTS_DIR / "temperatures.png"
+    path.parent.mkdir(exist_ok=True)
+    with matplotlib.rc_context(STYLE), whole_file(path) as file:
+        _figure(_curves(cells)).savefig(file, format="png")
+    return path
+
+
+def _curves(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
+    """The cells of each dispatch and frame budget, by temperature."""
+    curves: dict[str, list[Cell]] = {}
+    for cell in sorted(cells, key=lambda cell: cell["temperature"]):
+        curves.setdefault(f"{cell['dispatch']}, {cell['frame_budget']} frames", []).append(cell)
+    return curves
+
+
+def _figure(curves: Mapping[str, Sequence[Cell]]) -> Figure:
+    figure = Figure(figsize=(10.5, 3.6))
+    for axes, (title, metric) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
+        for number, (name, cells) in enumerate(curves.items()):
+            color, marker = COLORS[CURVE_COLORS[number % len(CURVE_COLORS)]], MARKERS[number % len(MARKERS)]
+            heights = [cell["metrics"][metric] for cell in cells]
+            axes.plot([cell["temperature"] for cell in cells], heights, marker=marker, color=color, label=name)
+        axes.set_title(title)
+        axes.set_xlabel("temperature")
+        axes.set_ylim(-0.02, 1.02)
+    figure.legend(handles=axes.get_lines(), loc="outside right center", handlelength=1.5, handletextpad=0.6)
+    return figure
