@@ -136,7 +136,11 @@ class Chat:
 
     def encode_turn(self, text: str) -> np.ndarray:
         """Encodes an assistant's turn from outside: tags become tokens, but control and vision tokens do not."""
-        return self.encode(self._control.sub(_broken, _encodable(text)))
+        return self.encode(self.escape_control(text))
+
+    def escape_control(self, text: str) -> str:
+        """Like `escape`, but tags such as `<think>` and `<tool_call>` still encode to their tokens."""
+        return self._control.sub(_broken, _encodable(text))
 
     def after_turn(self, ids: np.ndarray, responses: Sequence[Response]) -> np.ndarray:
         """The text after an assistant's turn: its end if it was cut off, tool responses, the assistant's header.

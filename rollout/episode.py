@@ -151,7 +151,7 @@ class _EpisodeRun:
             # The first call beyond the limit gets an error; errors for more would only fill the context.
             answered = turn.calls[: config.calls_per_turn + 1]
             self.fail_too_long(answered, dialogue, turn_number)
-            if turn_number == config.tool_turns - 1:
+            if turn_number == config.tool_turns - 1 and config.prompts.last_turn:
                 answered[-1].respond(*answered[-1].content, f"\n{config.prompts.last_turn.format()}")
             if not dialogue.respond([call.content for call in answered]):
                 self.episode.finish = "context"

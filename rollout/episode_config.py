@@ -1,5 +1,6 @@
 """Settings of an episode."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -44,6 +45,11 @@ class EpisodeConfig:
     max_context_tokens: int = setting(32_768, "tokens per dialogue, including frames")
     subagent_new_tokens: int = setting(512, "sampled tokens per report of a sub-agent")
     subagent_max_frames: int = setting(16, "frames that a call shows to a sub-agent or the main agent")
+    overview_fps: float = setting(
+        0.0,
+        "frames per second of an overview, up to its frame budget, as in the release with 1; 0: the whole budget, "
+        "whatever the length",
+    )
     temperature: float = setting(0.7, "0: greedy sampling")
     top_p: float = setting(
         1.0, "below 1: sample only from the most likely tokens with this total probability; training needs 1"
@@ -60,6 +66,8 @@ class EpisodeConfig:
                 raise ValueError(f"rollout.{name}={getattr(self, name)} must be at least 1")
             if getattr(self, name) > bound:
                 raise ValueError(f"rollout.{name}={getattr(self, name)} must be at most {bound}")
+        if not 0 <= self.overview_fps < math.inf:
+            raise ValueError(f"rollout.overview_fps={self.overview_fps} must be a finite number, 0 or more")
         if len(self.forced_prefix) > MAX_TEXT_CHARS:
             raise ValueError(
                 f"rollout.forced_prefix has {len(self.forced_prefix)} characters, more than {MAX_TEXT_CHARS}"
@@ -135,5 +143,6 @@ class EpisodeConfig:
             calls_per_turn=self.calls_per_turn,
             subagent_max_frames=self.subagent_max_frames,
             deadline_s=self.min_video_deadline_s,
+            overview_fps=self.overview_fps,
             tools=[tool.spec for tool in self.toolbox],
         )

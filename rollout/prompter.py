@@ -13,11 +13,21 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from rollout.picture import Picture
-from rollout.prompts import Prompts, closeup_messages, main_messages, subagent_messages, window_intro
+from rollout.prompts import (
+    PLACEHOLDER,
+    Prompts,
+    closeup_messages,
+    main_messages,
+    row_messages,
+    subagent_messages,
+    window_intro,
+)
 from rollout.tools import CROP_VIDEO_SPEC, ToolSpec, Window
 from rollout.video.box import Box
 from rollout.video.info import TimedPicture, VideoInfo
-from rollout.video.times import crop_times, overview_times
+from rollout.video.times import crop_times, num_frames_at, overview_times
+
+TOOLS_TAG = "<tools>"  # a system text with it describes the tools itself
 
 
 @dataclass(frozen=True)
@@ -27,6 +37,7 @@ class Task:
     videos: tuple[str, ...]  # paths
     frame_budget: int  # frames of the overview, over all videos
     subtitles: tuple[str, ...] = ()  # a path per video, or ""
+    messages: tuple[tuple[str, str], ...] = ()  # roles and texts of the row, for rollout.prompts.row_messages
 
     def __post_init__(self) -> None:
         if not self.videos:
@@ -57,6 +68,7 @@ class Overview:
     shown_videos: tuple[ShownVideo, ...]
     seconds: float  # time to make it
     messages: Sequence[dict[str, Any]] = ()  # that `ids` render, without tools
+    tools: list[dict[str, Any]] | None = None  # that the chat template adds to them
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +101,8 @@ class Texts(Protocol):
 
     def escape(self, text: str) -> str: ...
 
+    def escape_control(self, text: str) -> str: ...
+
     def ids(
         self, messages: list[dict[str, Any]], num_pictures: int, tools: list[dict[str, Any]] | None = None
     ) -> np.ndarray: ...
@@ -106,14 +120,15 @@ class Prompter:
         calls_per_turn: int,
         subagent_max_frames: int,
         deadline_s: float,
+        overview_fps: float = 0.0,
         tools: Sequence[ToolSpec] = (CROP_VIDEO_SPEC,),
     ):
         self.frames, self.chat, self.prompts = frames, chat, prompts
         self._calls_per_turn, self._subagent_max_frames = calls_per_turn, subagent_max_frames
-        self._deadline_s = deadline_s
+        self._deadline_s, self._overview_fps = deadline_s, overview_fps
         self._specs = tools
         in_template = calls_per_turn > 0 and not prompts.system_has_tools
-        self.tools = [tool.schema for tool in tools] if in_template else None
+        self._tools = [tool.schema for tool in tools] if in_template else None
 
     async def overview(self, task: Task) -> Overview:
         """The prompt with an overview of a task's videos, their frames spread evenly."""
@@ -129,17 +144,30 @@ class Prompter:
             ShownVideo(name, path, videos[path].duration_s, tuple(frame.time_s for frame in frames))
             for (name, path), frames in zip(names.items(), clips, strict=True)
         )
+        messages, tools = self._main_messages(task, of_videos)
+        pictures = tuple(frame.picture for frames in clips for frame in frames)
+        ids = self.ids(messages, pictures, tools)
+        all_names = names | _own_names(task.videos)
+        seconds = time.monotonic() - began_s
+        return Overview(task, videos, all_names, ids, pictures, of_videos, seconds, messages, tools)
+
+    def _main_messages(
+        self, task: Task, videos: Sequence[ShownVideo]
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+        """The main agent's dialogue, and the tools that the chat template adds to it."""
+        if self.prompts.row_messages and task.messages:
+            texts = [(role, self.chat.escape_control(text)) for role, text in task.messages]
+            has_tools = any(role == "system" and TOOLS_TAG in text for role, text in texts)
+            messages = row_messages(self.prompts, texts, [video.frames_s for video in videos])
+            return messages, None if has_tools else self._tools
         messages = main_messages(
             self.prompts,
-            [(video.name, video.duration_s, video.frames_s) for video in of_videos],
-            self.chat.escape(task.question.replace("<video>", "").strip()),
+            [(video.name, video.duration_s, video.frames_s) for video in videos],
+            self.chat.escape(task.question.replace(PLACEHOLDER, "").strip()),
             self._calls_per_turn,
             self._specs,
         )
-        pictures = tuple(frame.picture for frames in clips for frame in frames)
-        ids = self.ids(messages, pictures, self.tools)
-        all_names = names | _own_names(task.videos)
-        return Overview(task, videos, all_names, ids, pictures, of_videos, time.monotonic() - began_s, messages)
+        return messages, self._tools
 
     async def closeup(self, path: str, window: Window, question: str) -> Closeup:
         """The prompt of a sub-agent: the frames of a window and the question."""
@@ -171,7 +199,12 @@ class Prompter:
         return await self.frames.info(path, self._deadline_s)
 
     async def _overview(self, path: str, info: VideoInfo, num_frames: int) -> list[TimedPicture]:
-        return await self.frames_at(path, overview_times(info.duration_s, info.num_frames, num_frames))
+        return await self.frames_at(path, self.overview_times(info, num_frames))
+
+    def overview_times(self, info: VideoInfo, max_frames: int) -> list[float]:
+        """The times of an overview's frames."""
+        num_frames = num_frames_at(self._overview_fps, info.duration_s, info.num_frames, max_frames)
+        return overview_times(info.duration_s, info.num_frames, num_frames)
 
     async def frames_at(self, path: str, times_s: Sequence[float], box: Box | None = None) -> list[TimedPicture]:
         """The frames, or a part of each, at these times; each once."""

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import islice
 from pathlib import Path
 from string import Formatter
 from typing import Any
@@ -10,14 +11,17 @@ from typing import Any
 from rollout.setting import setting
 from rollout.tools import CROP_VIDEO_SPEC, ToolSpec, Window
 
+PLACEHOLDER = "<video>"  # where a row's message has a video
+# Times of a window in seconds, and as MM:SS.
+WINDOW: Mapping[str, Any] = {"start_s": 0.0, "end_s": 0.0, "start": "", "end": "", "duration_s": 0.0, "num_frames": 0}
 # The placeholders of each text, with values to try them. Other texts may have none.
 PLACEHOLDERS: Mapping[str, Mapping[str, Any]] = {
     "frame_time": {"time_s": 0.0},
     "overview": {"name": "", "duration_s": 0.0, "num_frames": 0},
     "with_tool": {"uses": "", "gives": "", "max_parallel": 0, "question": "", "names": ""},
     "without_tool": {"question": "", "names": ""},
-    "subagent_intro": {"start_s": 0.0, "end_s": 0.0, "num_frames": 0},
-    "subagent_instruction": {"question": ""},
+    "subagent_intro": WINDOW,
+    "subagent_instruction": {"question": "", **WINDOW},
 }
 MAX_TEXT_CHARS = 100_000  # as in rows of data
 MAX_PLACEHOLDERS = 64  # per text, since each may expand to a whole question
@@ -35,6 +39,11 @@ class Prompts:
     system_has_tools: bool = setting(
         False, "true: the system text describes the tools, and the chat template does not add them"
     )
+    row_messages: bool = setting(
+        False,
+        "true: the messages of a row, system text included, are the dialogue, as in the release; system, overview, "
+        "with_tool and without_tool are then for other questions only",
+    )
     frame_time: str = setting("<{time_s:.1f} seconds>", "before every frame")
     overview: str = setting(
         "{name}: {duration_s:.1f} seconds, {num_frames} frames of it:",
@@ -50,17 +59,21 @@ class Prompts:
         "the same if no calls can be made",
     )
     subagent_system: str = setting(
-        "You are a helpful assistant who looks closely at a part of a video.", "the sub-agents' system message"
+        "You are a helpful assistant who looks closely at a part of a video.",
+        "the sub-agents' system message; empty: none",
     )
+    subagent_frame_times: bool = setting(True, "show frame_time before a sub-agent's frames too")
     subagent_intro: str = setting(
         "The part of the video from {start_s:.1f} to {end_s:.1f} seconds, {num_frames} frames of it:",
-        "before the frames of a window, also where the main agent sees them",
+        "before the frames of a window, also where the main agent sees them; empty: nothing",
     )
     subagent_instruction: str = setting(
         "Summarise what happens in this part, with the times at which it happens. Say only what the frames show.",
-        "after those frames; may contain {question}",
+        "after those frames; may contain {question}, and the window as in subagent_intro",
     )
-    last_turn: str = setting("This was the last call. Answer now.", "after the responses to the last possible calls")
+    last_turn: str = setting(
+        "This was the last call. Answer now.", "after the responses to the last possible calls; empty: nothing"
+    )
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -183,6 +196,23 @@ def main_messages(
     return [{"role": "system", "content": prompts.system.format()}, {"role": "user", "content": content}]
 
 
+def row_messages(
+    prompts: Prompts, messages: Sequence[tuple[str, str]], times_s: Sequence[Sequence[float]]
+) -> list[dict[str, Any]]:
+    """A row's own messages. Frames come before the text of the message that has their `<video>`, as in the release.
+
+    Videos without a `<video>` are in the last message. `times_s` has the frame times of each video.
+    """
+    videos, rendered = iter(times_s), []
+    for number, (role, text) in enumerate(messages):
+        is_last = number == len(messages) - 1
+        own = videos if is_last else islice(videos, text.count(PLACEHOLDER))
+        frames = [part for video_s in own for part in frame_parts(prompts, video_s)]
+        plain = text.replace(PLACEHOLDER, "")
+        rendered.append({"role": role, "content": [*frames, text_part(plain)] if frames else plain})
+    return rendered
+
+
 def _with_question(text: str, question: str, **values: Any) -> str:
     """Fills in the question; unless the text has a place for it, the text follows it after a blank line."""
     filled = text.format(question=question, **values)
@@ -193,15 +223,35 @@ def subagent_messages(
     prompts: Prompts, window: Window, times_s: Sequence[float], question: str
 ) -> list[dict[str, Any]]:
     """The dialogue of a sub-agent about a window."""
-    intro = window_intro(prompts, window, len(times_s))
-    return closeup_messages(prompts, intro, times_s, prompts.subagent_instruction.format(question=question))
+    instruction = prompts.subagent_instruction.format(question=question, **window_values(window, len(times_s)))
+    return closeup_messages(prompts, window_intro(prompts, window, len(times_s)), times_s, instruction)
+
+
+def window_values(window: Window, num_frames: int) -> dict[str, Any]:
+    """The values of a window's placeholders."""
+    return {
+        "start_s": window.start_s,
+        "end_s": window.end_s,
+        "start": clock(window.start_s),
+        "end": clock(window.end_s),
+        "duration_s": window.end_s - window.start_s,
+        "num_frames": num_frames,
+    }
+
+
+def clock(time_s: float | int) -> str:
+    """Whole seconds as MM:SS; minutes may be more than 59."""
+    return f"{int(time_s // 60):02d}:{int(time_s % 60):02d}"
 
 
 def window_intro(prompts: Prompts, window: Window, num_frames: int) -> str:
-    return prompts.subagent_intro.format(start_s=window.start_s, end_s=window.end_s, num_frames=num_frames)
+    return prompts.subagent_intro.format(**window_values(window, num_frames))
 
 
 def closeup_messages(prompts: Prompts, intro: str, times_s: Sequence[float], instruction: str) -> list[dict[str, Any]]:
     """The dialogue of a sub-agent: an introduction, frames and an instruction."""
-    content = [text_part(f"{intro}\n"), *frame_parts(prompts, times_s), text_part(f"\n{instruction}")]
-    return [{"role": "system", "content": prompts.subagent_system.format()}, {"role": "user", "content": content}]
+    frames = frame_parts(prompts, times_s) if prompts.subagent_frame_times else [{"type": "image"}] * len(times_s)
+    before, after = ([text_part(f"{intro}\n")], f"\n{instruction}") if intro else ([], instruction)
+    message = {"role": "user", "content": [*before, *frames, text_part(after)]}
+    system = prompts.subagent_system.format()
+    return [{"role": "system", "content": system}, message] if system else [message]

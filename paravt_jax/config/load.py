@@ -32,7 +32,8 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
     """Defaults < YAML file or RUN/config.json < `a.b=c`. Raises ValueError for unknown keys and invalid settings.
 
     A file's `loss.params` belong to its `loss.name`: another name on the command line starts from its own defaults. The
-    same holds for `loss.correction_bounds` and `loss.correction`.
+    same holds for `loss.correction_bounds` and `loss.correction`, and a `rollout.prompts_file` on the command line replaces
+    a file's `rollout.prompts`.
     """
     for override in overrides:
         if "=" not in override[1:]:
@@ -46,6 +47,8 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
         raise ValueError("; ".join(chain.from_iterable(problems)))
     if path is not None:
         _drop_params_of_another_loss(layers)
+        if any(OmegaConf.select(layer, "rollout.prompts_file") for _, layer in layers[1:]):
+            OmegaConf.update(layers[0][1], "rollout.prompts", {}, merge=False)
     config = deepcopy(_defaults(schema))
     for source, layer in layers:
         config = _in_one_line(source, partial(OmegaConf.unsafe_merge, config, layer))

@@ -455,13 +455,16 @@ class Config(TrainingConfig):
         if self.advantage.credit != "token" and not self.reward.anchor_weight:
             credit = self.advantage.credit
             yield f"advantage.credit={credit} has no effect with reward.anchor_weight=0; leave it at token"
-        if self.loss.name == "dr_grpo" and self.advantage.normalise in ("std", "batch"):
+        if self.loss.name == "dr_grpo" and self.advantage.normalise in ("std", "batch", "tokens"):
             yield (
                 f"loss.name=dr_grpo does not divide by the std of rewards, but advantage.normalise="
                 f"{self.advantage.normalise} does; set advantage.normalise=none, or loss.name=para_grpo"
             )
-        if self.loss.kl_in == "reward" and not self.loss.kl_coef:
-            yield "loss.kl_in=reward has no effect with loss.kl_coef=0; raise the coefficient, or leave kl_in at loss"
+        if self.loss.kl_in != "loss" and not self.loss.kl_coef:
+            yield (
+                f"loss.kl_in={self.loss.kl_in} has no effect with loss.kl_coef=0; raise the coefficient, or leave kl_in "
+                f"at loss"
+            )
         if self.engine.kind == "openai":
             yield (
                 "engine.kind=openai is for evaluation only: an endpoint returns text, and training needs token ids and "

@@ -8,18 +8,19 @@ A row of a parquet or JSON-lines file has
     extra_info  {answer, question_type}, as an object or as its JSON
 
 The question is the text of the last user message, including its `<video>` placeholders, which the agent removes. Other
-messages are ignored, because the agent has its own system prompt.
+messages are ignored, because the agent has its own system prompt, unless rollout.prompts.row_messages is set.
 """
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paravt_jax.data.hub import local_source
 from paravt_jax.data.rows import (
+    MAX_TEXT_CHARS,
     BadRow,
     check_frames,
     check_text,
@@ -33,10 +34,11 @@ from paravt_jax.data.rows import (
     unique_id,
 )
 from paravt_jax.rewards.terms import check_ground_truth
+from rollout.prompts import PLACEHOLDER
 
 COLUMNS = ("prompt", "videos", "extra_info")
+ROLES = ("system", "user", "assistant")
 QUESTION_TYPES = ("mcq", "tvg", "oe")
-PLACEHOLDER = "<video>"
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Prompt:
     answer: str
     question_type: str  # mcq, tvg or oe
     subtitles: tuple[str, ...] = ()  # an absolute path for each video, or ""
+    messages: tuple[tuple[str, str], ...] = ()  # roles and texts of the row; empty if one is not text
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -99,7 +102,29 @@ def read_prompt(row: Any, find: Callable[[str], str]) -> Prompt:
     videos = tuple(map(find, names))
     subtitles = tuple(_named_subtitles(video, find) for video in row["videos"])
     content_id = _content_id(question, names, answer, question_type)
-    return Prompt(own_id(row) or content_id, question, videos, answer, question_type, subtitles)
+    prompt = Prompt(own_id(row) or content_id, question, videos, answer, question_type, subtitles)
+    return replace(prompt, messages=_messages(row["prompt"]))
+
+
+def check_row_messages(prompts: Sequence[Prompt], source: str) -> None:
+    """Raises ValueError if a row has no messages to show."""
+    if without := [prompt.id for prompt in prompts if not prompt.messages]:
+        raise ValueError(
+            f"{source}: {len(without)} of {len(prompts)} rows, for example {without[0]}, do not end with the "
+            f"user's message, or have one that is no text: rollout.prompts.row_messages=true cannot show them"
+        )
+
+
+def _messages(messages: list[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
+    """The roles and texts of a row's messages; empty if one cannot be shown, or if the last is not the user's."""
+    texts = tuple((message.get("role"), message.get("content")) for message in messages)
+    shows = texts[-1][0] == "user" and all(role in ROLES and _is_shown(text) for role, text in texts)
+    return texts if shows else ()
+
+
+def _is_shown(text: Any) -> bool:
+    """Whether it is text of a bounded length without lone surrogates."""
+    return isinstance(text, str) and len(text) <= MAX_TEXT_CHARS and text.encode(errors="replace").decode() == text
 
 
 def _question(messages: Any) -> str:

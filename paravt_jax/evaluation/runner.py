@@ -19,7 +19,6 @@ from rollout.toolbox.search_subtitles import subtitle_file
 from rollout.toolbox.subtitles import Cue, parse_srt
 from rollout.tools import BadCall
 from rollout.video.errors import VideoError
-from rollout.video.times import overview_times
 
 SUBTITLES = "Subtitles of the video, of the moments that the frames show:\n{lines}\n\n{question}"
 ENGINE_REASONS = {"engine", "deadline", *ENDPOINT_REASONS} - set(OF_THE_SAMPLE)
@@ -86,7 +85,9 @@ class EpisodeRecorder:
         if self.split is not None and self.split.with_subtitles:
             prompt, subtitles = await self._subtitled(sample)
         num_frames = max(self.frame_budget, len(prompt.videos))
-        task = Task(f"validation-{prompt.id}", prompt.question, prompt.videos, num_frames, prompt.subtitles)
+        task = Task(
+            f"validation-{prompt.id}", prompt.question, prompt.videos, num_frames, prompt.subtitles, prompt.messages
+        )
         rollouts = await self.worker.run_group(task, prompt, self.num_samples)
         official = self.split and self.split.official
         return sample_record(key, sample, subtitles, [episode_record(each, sample, official) for each in rollouts])
@@ -106,7 +107,7 @@ class EpisodeRecorder:
             return prompt, "unreadable"
         except VideoError:
             return prompt, "none"
-        texts = on_screen(cues, overview_times(info.duration_s, info.num_frames, self.frame_budget))
+        texts = on_screen(cues, agent.prompter.overview_times(info, self.frame_budget))
         if not texts:
             return prompt, "none" if cues else "unreadable"
         question = SUBTITLES.format(lines="\n".join(texts), question=prompt.question)

@@ -92,7 +92,8 @@ class TraceRenderer:
             counts = [part.num_frames for part in media]
             stated = [count for count in counts if count is not None]
             budget = sum(stated) if len(stated) == len(counts) else frame_budget
-            task = Task(trace.id, text, tuple(dict.fromkeys(part.path for part in media)), budget)
+            paths = tuple(dict.fromkeys(part.path for part in media))
+            task = Task(trace.id, text, paths, budget, messages=tuple((each.role, each.text) for each in messages))
             overview = await self._prompter.overview(task)
             return overview.ids, overview.pictures, overview.shown_videos
         if len(media) == 1 and media[0].window_s is not None:

@@ -8,12 +8,14 @@ tokens; they add up to the one above. `advantage.credit=likelihood` has no secon
 at the tokens of struct(o) of every episode, whatever its reward.
 
 Mean and std cover the rollouts that have a reward. Every std divides by n, not n − 1, so the unit does not depend on
-missing rollouts, and a group of two has advantages of ±1.
+missing rollouts, and a group of two has advantages of ±1. DIFFERS on request: `advantage.normalise=tokens` is the
+release's: the std of a group divides by n − 1, and the advantages of all loss tokens of the step are normalized again.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -22,6 +24,8 @@ from paravt_jax.learner.settings import AdvantageConfig
 from paravt_jax.rewards.terms import RewardTerms
 
 EPSILON = 1e-6  # added to the std, far below the std of any group with spread
+TOKENS_EPSILON = 1e-5  # the same over tokens, as in the release
+MAX_TOKEN_KL = 10.0  # bound of a token's KL in its returns, as in the release
 ROUNDING = 1e-8  # smaller differences between rewards are rounding
 
 
@@ -87,7 +91,7 @@ def group_rewards(
         if earned is None:
             continue
         summands = earned.summands if within else earned.summands_without_anchor
-        total[number] = math.fsum(summand.reward for summand in summands)
+        total[number] = min(config.max_reward or math.inf, math.fsum(summand.reward for summand in summands))
         for anchor in earned.anchors:
             anchors.setdefault(anchor.name, np.zeros(len(terms_of)))[number] = anchor.value
     present = np.array([earned is not None and not earned.missing for earned in terms_of])
@@ -146,6 +150,48 @@ def with_kl_penalty(
     return np.where(loss_mask, advantage - np.float32(penalty), 0.0).astype(np.float32)
 
 
+def kl_to_go(
+    kl: Float[np.ndarray, "*t"], loss_mask: Bool[np.ndarray, "*t"], dialogue: Int[np.ndarray, "*t"]
+) -> Float[np.ndarray, "*t"]:
+    """For each loss token, the KL of it and of the later loss tokens of its dialogue.
+
+    This is a return with discount 1. The tokens of a dialogue are in order; other dialogues may be between them.
+    """
+    order = np.argsort(dialogue, axis=None, kind="stable")
+    values = np.where(loss_mask, np.clip(kl, -MAX_TOKEN_KL, MAX_TOKEN_KL), 0.0).ravel()[order]
+    from_here = np.append(np.cumsum(values[::-1], dtype=np.float64)[::-1], 0.0)  # to the end of the last dialogue
+    ids = dialogue.ravel()[order]
+    to_go = np.zeros(kl.size)
+    to_go[order] = from_here[:-1] - from_here[np.searchsorted(ids, ids, side="right")]
+    return np.where(loss_mask, to_go.reshape(kl.shape), 0.0)
+
+
+class Moments(NamedTuple):
+    """A count, a mean, and the sum of squared distances from it. Moments of parts give the moments of all."""
+
+    count: float
+    mean: float
+    squares: float
+
+    @classmethod
+    def of(cls, values: Float[np.ndarray, " n"]) -> "Moments":
+        mean = float(values.mean(dtype=np.float64)) if len(values) else 0.0
+        return cls(float(len(values)), mean, float(np.square(values - mean, dtype=np.float64).sum()))
+
+    @classmethod
+    def of_all(cls, parts: Sequence["Moments"]) -> "Moments":
+        count = math.fsum(part.count for part in parts)
+        mean = math.fsum(part.count * part.mean for part in parts) / max(count, 1.0)
+        return cls(count, mean, math.fsum(part.squares + part.count * (part.mean - mean) ** 2 for part in parts))
+
+    def normalised(
+        self, advantage: Float[np.ndarray, "*t"], loss_mask: Bool[np.ndarray, "*t"]
+    ) -> Float[np.ndarray, "*t"]:
+        """Advantages with mean 0 and std 1 over all loss tokens of the step; the std divides by n − 1."""
+        std = math.sqrt(self.squares / max(self.count - 1, 1.0))
+        return np.where(loss_mask, (advantage - self.mean) / (std + TOKENS_EPSILON), 0.0).astype(np.float32)
+
+
 def token_advantages(
     sequence: float, anchor: Float[np.ndarray, " n"], sampled_mask: Bool[np.ndarray, " n"]
 ) -> Float[np.ndarray, " n"]:
@@ -185,4 +231,6 @@ def _scale(groups: Sequence[tuple[np.ndarray, np.ndarray]], config: AdvantageCon
         return 1.0
     distances = [values[present] - values[present].mean() for present, values in groups if present.any()]
     joined = np.concatenate([np.zeros(0), *distances])
-    return float(joined.std()) + EPSILON if np.any(np.abs(joined) > ROUNDING) else 1.0
+    if not np.any(np.abs(joined) > ROUNDING):
+        return 1.0
+    return float(joined.std(ddof=int(config.normalise == "tokens"))) + EPSILON

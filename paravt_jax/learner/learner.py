@@ -25,9 +25,10 @@ from model_port.model import Qwen3VL
 from model_port.sharding import ACTIVATION_AXES, from_rows, num_row_parts, on_mesh, own_rows
 from model_port.text import Visual
 from paravt_jax.learner import programs
+from paravt_jax.learner.advantages import kl_to_go
 from paravt_jax.learner.ahead import UpdateCompiler, shapes_of
 from paravt_jax.learner.credit import CLASSES
-from paravt_jax.learner.losses import LossCoefs, LossSpec, ratio_quantile
+from paravt_jax.learner.losses import LossCoefs, LossSpec, kl_of, ratio_quantile
 from paravt_jax.learner.objectives import (
     Objective,
     OldLogProbs,
@@ -177,6 +178,15 @@ class Learner:
                     programs.penalties(spec, self._coefs, old, batch, part.counts, num_dialogues=num_dialogues)
                 )
         return total
+
+    def kl_to_go(self, batch: TrainBatch, old: OldLogProbs) -> Float[np.ndarray, "B A"]:
+        """For each scored token of this host, kl_coef times the KL of it and the later ones of its dialogue.
+
+        The KL is the sampler's to the reference, as in the release: engine and learner count as the same policy.
+        """
+        assert old.ref_logp is not None, "the KL needs the reference"
+        kl = kl_of(self.loss.kl_estimator, own_rows(old.ref_logp) - batch.behavior_logp)
+        return self.loss.kl_coef * kl_to_go(np.asarray(kl), batch.loss_mask, batch.dialogue)
 
     def _step(
         self,

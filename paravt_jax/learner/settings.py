@@ -10,10 +10,10 @@ from rollout.setting import setting
 from rollout.user_code import is_location
 
 CreditKind = Literal["span", "token", "sequence", "likelihood"]
-Normalise = Literal["std", "batch", "none", "loo"]
+Normalise = Literal["std", "batch", "tokens", "none", "loo"]
 Correction = Literal["token_mis", "token_tis", "sequence_mis", "sequence_tis", "icepop", "none"]
 KlEstimator = Literal["k1", "k2", "k3"]
-KlIn = Literal["loss", "reward"]
+KlIn = Literal["loss", "reward", "returns"]
 Decision = Literal["ok", "warn", "stop"]
 Schedule = Literal["constant", "cosine"]
 HEAD_CHUNK_TOKENS = 256  # scored tokens per row in a chunk of logits
@@ -29,10 +29,16 @@ class AdvantageConfig:
     )
     normalise: Normalise = setting(
         "std",
-        "divide by the std of the group (std) or of the step (batch); none: no division, as in Dr. GRPO; "
-        "loo: no division, and the mean is over the group's other episodes",
+        "divide by the std of the group (std) or of the step (batch); tokens: by the std of the group, then by mean "
+        "and std over all loss tokens of the step, as in the release; none: no division, as in Dr. GRPO; loo: no "
+        "division, and the mean is over the group's other episodes",
     )
+    max_reward: float = setting(0.0, "larger rewards count as this; the release clips them at 2.2. 0: no bound")
     filter_zero_variance: bool = setting(True, "leave out groups whose rewards are all equal; they only contribute KL")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_reward < math.inf:
+            raise ValueError(f"advantage.max_reward={self.max_reward} must be a finite number, 0 or more; 0: no bound")
 
 
 # The parameters of each loss and their defaults, see `learner/variants.py`.
@@ -86,7 +92,11 @@ class LossConfig:
     )
     kl_coef: float = setting(0.01, "weight of the KL to the initial policy; published. 0: no reference model in memory")
     kl_estimator: KlEstimator = setting("k3", "k3 as in GRPO; k2 has the exact gradient of the KL")
-    kl_in: KlIn = setting("loss", "where the KL is added: to the loss, or subtracted from the reward")
+    kl_in: KlIn = setting(
+        "loss",
+        "where the KL is added: to the loss; reward: subtracted from an episode's reward, relative to its group; "
+        "returns: subtracted from a token's advantage, its own KL and that of all later tokens, as in the release",
+    )
 
     def __post_init__(self) -> None:
         params = self.all_params  # checks the names
@@ -98,7 +108,7 @@ class LossConfig:
         if self.kl_estimator == "k1" and self.kl_in == "loss":
             raise ValueError(
                 "loss.kl_estimator=k1 with loss.kl_in=loss does not limit the KL: the expected gradient of k1 is zero; "
-                "use k2 or k3, or loss.kl_in=reward"
+                "use k2 or k3, or loss.kl_in=reward or returns"
             )
 
     @cached_property
@@ -123,9 +133,14 @@ class LossConfig:
         """Whether the KL term is in the reward."""
         return self.kl_in == "reward" and self.kl_coef > 0
 
+    @property
+    def penalizes_returns(self) -> bool:
+        """Whether the KL term is in the advantages of tokens."""
+        return self.kl_in == "returns" and self.kl_coef > 0
+
     def scores_before(self, updates_per_step: int) -> bool:
         """Whether updates need the policy's log-probs from before them."""
-        return updates_per_step > 1 or self.penalizes_reward
+        return updates_per_step > 1 or self.penalizes_reward or self.penalizes_returns
 
     @property
     def all_bounds(self) -> dict[str, float]:

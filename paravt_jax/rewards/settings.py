@@ -34,6 +34,11 @@ class RewardConfig:
         "R_fmt pays 0.3 for thinking before a call, published; false: an episode that calls without it loses 0.3, so "
         "that every fault of an episode with a call costs something",
     )
+    answer_suffix: bool = setting(
+        True,
+        "R_base pays mostly for the answer's tags, a part of anchoring: 0.2 for thinking and 0.5 for an answer; false: "
+        "0.3 and 0.3",
+    )
     plugin: str = setting("", "FILE.py:FUNCTION that returns your own reward terms (docs/rewards.md); empty: none")
 
     def __post_init__(self) -> None:

@@ -28,8 +28,8 @@ from paravt_jax.rewards.settings import RewardConfig
 from rollout.tools import CROP_VIDEO_ALONE, Outcome, Signatures, find_calls
 
 THINK_FIRST, BALANCED = 0.3, 0.1  # the terms of R_fmt besides R_base and R_anchor
-# R_base: substantive thinking, <answer> before an answer, </answer> after it
-THINK, ANSWER_OPENING, ANSWER_CLOSING = 0.2, 0.3, 0.2
+# R_base: substantive thinking, <answer> before an answer, </answer> after it; by reward.answer_suffix
+BASE = {True: (0.2, 0.3, 0.2), False: (0.3, 0.2, 0.1)}
 # R_anchor: a </think> that closes substantive thinking, and the whole flow from thinking to a closed answer
 THINK_CLOSING, FLOW = 0.4, 0.3
 WELL_FORMED_SHARE = 1 / 3  # of tool_call_weight, for a call that was not executed; published: 0.1 of 0.3
@@ -176,7 +176,7 @@ def reward_terms(
     calls = _calls(parsed, outcomes, tools)
     tool = _tool_parts(calls, len(outcomes), accuracy or 0.0, config)
     credits = (
-        *_format_credits(parsed),
+        *_format_credits(parsed, config),
         *_think_first_credits(parsed, calls, config),
         *_anchor_credits(parsed, anchors),
         *((Credit("accuracy", "accuracy", accuracy, (prediction_place,)),) if accuracy and prediction_place else ()),
@@ -329,25 +329,25 @@ def _bound_without_anchor(config: RewardConfig) -> float:
     return max(0.0, 1.0 - config.anchor_weight * (THINK_CLOSING + FLOW))
 
 
-def _format_credits(turns: Sequence[ParsedTurn]) -> Iterator[Credit]:
+def _format_credits(turns: Sequence[ParsedTurn], config: RewardConfig) -> Iterator[Credit]:
     """The credits of R_fmt except the anchor's.
 
     Choice: thinking is a property of every turn, the answer a property of the last, as in the grammar of an episode.
     """
     if not turns:
         return
-    base = 0.0
+    base, (of_think, of_opening, of_closing) = 0.0, BASE[config.answer_suffix]
     thinks = [(turn, turn.think) for turn in turns if turn.think is not None]
     if len(thinks) == len(turns) and all(substantive(think) for _, think in thinks):
-        base += THINK
-        yield Credit("think", "base", THINK, tuple(turn.place_of(think) for turn, think in thinks))
+        base += of_think
+        yield Credit("think", "base", of_think, tuple(turn.place_of(think) for turn, think in thinks))
     answer = turns[-1].answer
     if answer is not None:
-        base += ANSWER_OPENING
-        yield Credit("answer_opening", "base", ANSWER_OPENING, (answer.opening.place,))
+        base += of_opening
+        yield Credit("answer_opening", "base", of_opening, (answer.opening.place,))
         if answer.closing is not None:
-            base += ANSWER_CLOSING
-            yield Credit("answer_closing", "base", ANSWER_CLOSING, (answer.closing.place,))
+            base += of_closing
+            yield Credit("answer_closing", "base", of_closing, (answer.closing.place,))
     if base > 0 and all(turn.balanced for turn in turns):
         yield Credit("balanced", "balanced", BALANCED, tuple(tag.place for turn in turns for tag in turn.tags))
 

@@ -3,7 +3,7 @@
 Each host packs the groups that it sampled. Batch shapes and denominators are global.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ from model_port.inputs import Frame
 from model_port.processing import VisionContract
 from model_port.sharding import num_row_parts
 from paravt_jax.config import PackConfig, TrainConfig
-from paravt_jax.learner.advantages import relative_penalties, with_kl_penalty
+from paravt_jax.learner.advantages import Moments, relative_penalties, with_kl_penalty
 from paravt_jax.learner.batch_shape import abstract_batch, batch_of
 from paravt_jax.learner.credit import dialogues_of
 from paravt_jax.learner.learner import Learner, StepPart
@@ -66,6 +66,19 @@ class _Packed:
     def with_old_log_probs(self, learner: Learner) -> "_Packed":
         return replace(self, part=replace(self.part, old=list(map(learner.old_log_probs, self.part.batches))))
 
+    def with_advantages(self, advantages: Iterable[np.ndarray]) -> "_Packed":
+        pairs = zip(self.part.batches, advantages, strict=True)
+        batches = [replace(batch, advantage=advantage) for batch, advantage in pairs]
+        return replace(self, part=replace(self.part, batches=batches))
+
+    def with_kl_in_returns(self, learner: Learner) -> "_Packed":
+        """Every token has its own KL and that of the later tokens of its dialogue in its advantage."""
+        assert self.part.old is not None
+        pairs = zip(self.part.batches, self.part.old, strict=True)
+        return self.with_advantages(
+            with_kl_penalty(batch.advantage, batch.loss_mask, learner.kl_to_go(batch, old)) for batch, old in pairs
+        )
+
 
 class PolicyUpdate:
     """Updates the learner from the groups of a step."""
@@ -81,14 +94,19 @@ class PolicyUpdate:
         pack: PackConfig,
         max_pixels: int,
         max_frames: int,
+        over_tokens: bool = False,
         seed: int,
         hosts: Hosts = ALONE,
     ):
-        """A picture has at most `max_pixels`, an overview `max_frames`."""
+        """A picture has at most `max_pixels`, an overview `max_frames`.
+
+        With `over_tokens`, advantages are normalized over all loss tokens of the step.
+        """
         self._learner, self._chat, self._hosts = learner, chat, hosts
         self._contract = replace(contract, max_pixels=max(contract.max_pixels, max_pixels))
         self._train, self._rollout, self._pack_settings = train, rollout, pack
         self._row_patches, self._seed = max_pixels // contract.patch_px**2, seed
+        self._over_tokens = over_tokens
         call_frames = rollout.tool_turns * rollout.max_parallel * rollout.subagent_max_frames * train.subagent_loss
         group_frames = max_frames + train.group_size * (call_frames + rollout.shown_pictures)
         self._max_frames = train.prompts_per_step * group_frames  # of a step
@@ -127,7 +145,21 @@ class PolicyUpdate:
         if self._scores_before:
             with self.own_time.waiting():
                 parts = [packed.with_old_log_probs(learner) for packed in parts]
-        return [self._penalized(packed, groups) for packed in parts] if loss.penalizes_reward else parts
+        if loss.penalizes_reward:
+            parts = [self._penalized(packed, groups) for packed in parts]
+        if loss.penalizes_returns:
+            parts = [packed.with_kl_in_returns(learner) for packed in parts]
+        return self._normalised(parts) if self._over_tokens else parts
+
+    def _normalised(self, parts: Sequence[_Packed]) -> list[_Packed]:
+        """Advantages with mean 0 and std 1 over the loss tokens of all parts and hosts."""
+        batches = [batch for packed in parts for batch in packed.part.batches]
+        values = np.concatenate([np.zeros(0), *(batch.advantage[batch.loss_mask] for batch in batches)])
+        step = Moments.of_all([Moments(*of_host) for of_host in self._gather("moments", Moments.of(values))])
+        return [
+            packed.with_advantages(step.normalised(batch.advantage, batch.loss_mask) for batch in packed.part.batches)
+            for packed in parts
+        ]
 
     def _packed(self, groups: Sequence[Group]) -> list[_Packed]:
         train, rollout = self._train, self._rollout
@@ -200,11 +232,11 @@ class PolicyUpdate:
         of_dialogue = np.zeros(last, np.float32)
         of_dialogue[packed.first :] = relative[places]
 
-        def penalized(batch: TrainBatch) -> TrainBatch:
+        def penalized(batch: TrainBatch) -> np.ndarray:
             penalty = np.where(batch.loss_mask, of_dialogue.take(batch.dialogue, mode="clip"), 0)
-            return replace(batch, advantage=with_kl_penalty(batch.advantage, batch.loss_mask, penalty))
+            return with_kl_penalty(batch.advantage, batch.loss_mask, penalty)
 
-        return replace(packed, part=replace(part, batches=[penalized(batch) for batch in part.batches]))
+        return packed.with_advantages(map(penalized, part.batches))
 
     def _shape(self, dialogues_of_parts: Sequence[Sequence[Dialogue]]) -> PackShape:
         """The shape of this host's rows, the same for all parts of the step."""

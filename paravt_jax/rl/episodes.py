@@ -170,7 +170,8 @@ def task_of(sample: PromptSample[Prompt], frame_budget: int) -> Task:
 
 
 def _task(name: str, prompt: Prompt, frame_budget: int) -> Task:
-    return Task(name, prompt.question, prompt.videos, max(frame_budget, len(prompt.videos)), prompt.subtitles)
+    num_frames = max(frame_budget, len(prompt.videos))
+    return Task(name, prompt.question, prompt.videos, num_frames, prompt.subtitles, prompt.messages)
 
 
 def reason_of(error: Exception) -> str:

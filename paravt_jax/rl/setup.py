@@ -21,7 +21,7 @@ from paravt_jax.config import (
     computed_on,
     to_record,
 )
-from paravt_jax.data.prompts import Prompt, load_prompts
+from paravt_jax.data.prompts import Prompt, check_row_messages, load_prompts
 from paravt_jax.data.rows import dropped_rows
 from paravt_jax.data.sample_order import Cursor, SampleOrder
 from paravt_jax.data.synthetic import make_synthetic
@@ -90,6 +90,9 @@ async def open_run(
         train, held_out, remarks = hosts.host_0_first(
             lambda: _prompts(config.data, directory.path, config.seed, config.validation.max_prompts)
         )
+        for source, prompts in ((config.data.train, train), (config.data.validation, held_out)):
+            if config.rollout.prompts.row_messages:
+                check_row_messages(prompts, source)
         plugin = load_plugin(config.reward)
         data = f"{len(train):,} prompts, {len(held_out):,} held out"
         policy = await policy_of(config, directory.path, hosts, data)
@@ -148,6 +151,7 @@ def update_of(
         pack=config.pack,
         max_pixels=config.video.max_pixels * config.rollout.detail_factor,
         max_frames=config.video.most_frames,
+        over_tokens=config.advantage.normalise == "tokens",
         seed=config.seed,
         hosts=hosts,
     )

@@ -21,7 +21,9 @@ def main() -> None:
     parser.add_argument(
         "--frames", action="store_true", help="add thumbnails of the frames in the prompts, decoded from the videos"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help=f"the page (default: {DEFAULT_OUT} in the first RUN_DIR)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help=f"the page (default: {DEFAULT_OUT} in the first RUN_DIR)"
+    )
     parser.add_argument(
         "--max-episodes",
         type=int,

@@ -51,6 +51,6 @@ class EndpointAgent(Agent):
         self, prompt: Overview | Closeup, ledger: Ledger, *, episode: str, version: int | None, forced: str = ""
     ) -> AgentDialogue:
         messages = prompt.messages
-        if isinstance(prompt, Overview) and self.prompter.tools:
-            messages = with_tools(messages, self.prompter.tools)
+        if isinstance(prompt, Overview) and prompt.tools:
+            messages = with_tools(messages, prompt.tools)
         return MessageDialogue(self.client, self.config, ledger, messages, prompt.pictures)

@@ -41,6 +41,9 @@ class Words:
         """Inserts a space into texts that may be tokens."""
         return TAG.sub("< ", escape_control(text))
 
+    def escape_control(self, text: str) -> str:
+        return escape_control(text)
+
     def ids(
         self, messages: Sequence[Mapping[str, Any]], num_pictures: int, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> np.ndarray:
@@ -55,8 +58,10 @@ def escape_control(text: str) -> str:
 
 
 def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Describes the tools at the end of the system message, which comes first."""
+    """Describes the tools at the end of the system message, which comes first, or is added."""
     schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    if messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": ""}, *messages]
     system, *others = (dict(message) for message in messages)
     text = "\n\n".join(filter(None, [system["content"], TOOLS.format(schemas=schemas)]))
     return [system | {"content": text}, *others]

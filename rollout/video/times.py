@@ -5,6 +5,7 @@ import math
 import numpy as np
 
 CROP_FPS = 1.0
+MIN_FPS_FRAMES = 4  # of an overview with a frame rate
 CROP_MAX_FRAMES = 16
 
 
@@ -23,6 +24,16 @@ def overview_times(duration_s: float | int, of_frames: int, num_frames: int) -> 
         return [duration_s / 2]
     numbers = np.linspace(0, of_frames - 1, num_frames).round()
     return ((numbers + 0.5) / of_frames * duration_s).tolist()
+
+
+def num_frames_at(fps: float | int, duration_s: float | int, of_frames: int, max_frames: int) -> int:
+    """The number of frames of an overview at `fps`, up to `max_frames`; with 0, that many whatever the length.
+
+    The same even number as qwen_vl_utils (0.0.14, smart_nframes), at least 4 if the video has them.
+    """
+    if not fps:
+        return max_frames
+    return max(1, int(min(max(duration_s * fps, MIN_FPS_FRAMES), max_frames, of_frames)) // 2 * 2)
 
 
 def crop_times(start_s: float | int, end_s: float | int, max_frames: int = CROP_MAX_FRAMES) -> list[float]:

@@ -95,7 +95,10 @@ def test_temperatures_are_an_axis_of_the_cells(cells, world):
         ("none", 2, 0.7),
     ]
     directory = world / "temperatures"
-    assert {path.name for path in directory.glob("samples_*")} == {"samples_none_2_t0.jsonl", "samples_none_2_t0.7.jsonl"}
+    assert {path.name for path in directory.glob("samples_*")} == {
+        "samples_none_2_t0.jsonl",
+        "samples_none_2_t0.7.jsonl",
+    }
     assert (directory / "plots" / "temperatures.png").read_bytes().startswith(b"\x89PNG")
     assert cell_table(first).splitlines()[0].startswith("| dispatch | frames | temperature | accuracy |")
     (cell,) = [cell for cell in load_cells(directory, cells_of(directory)) if cell["temperature"] == 0.7]

@@ -235,7 +235,9 @@ one.querySelector('h3').textContent])"
 def test_each_of_four_runs_has_a_color_and_a_letter(tab, pages):
     open_page(tab, pages["four"])
     accuracy = "[...document.querySelectorAll('figure')].find(one => one.textContent.startsWith('Accuracy'))"
-    colors = tab.run(f"[...{accuracy}.querySelectorAll('svg > g')].map(line => line.getAttribute('class').split(' ')[0])")
+    colors = tab.run(
+        f"[...{accuracy}.querySelectorAll('svg > g')].map(line => line.getAttribute('class').split(' ')[0])"
+    )
     assert sorted(colors) == ["c-blue", "c-green", "c-orange", "c-red"]
     assert tab.run("[...document.querySelectorAll('h1 .run')].map(mark => mark.textContent)") == ["A", "B", "C", "D"]
 

@@ -228,7 +228,10 @@ def test_a_page_of_four_runs_has_an_equal_share_of_each(run_dir, tmp_path):
     others = [make_run(tmp_path / name, 2, luck=luck) for luck, name in enumerate("abc")]
     page = view(run_dir, *others, max_episodes=24)
     assert [sum(row["run"] == run for row in page.rows) for run in range(4)] == [6, 6, 6, 6]
-    assert len({frozenset((row["step"], row["prompt"]) for row in page.rows if row["run"] == run) for run in range(4)}) == 1
+    assert (
+        len({frozenset((row["step"], row["prompt"]) for row in page.rows if row["run"] == run) for run in range(4)})
+        == 1
+    )
 
 
 def test_an_evaluation_has_its_cells_with_the_results_of_their_certificates(tmp_path, monkeypatch):
