@@ -4,9 +4,9 @@ python -m paravt_jax.eval --config configs/eval_8b.yaml [data.split=videomme] [-
 python -m paravt_jax.eval batch configs/reproduce --splits all --run-dir runs/table1
 python -m paravt_jax.eval table RUN… [--png FILE]
 
-Every combination of dispatch, frame budget and temperature is a cell. Samples are logged as they end, so an interrupted evaluation
-resumes. The agent loop is the same as in training. If an engine, a video or the judge fails, the sample is missing, not
-wrong; a public split has a headline only if no sample is missing.
+Every combination of dispatch, frame budget and temperature is a cell. Samples are logged as they end, so an interrupted
+evaluation resumes. The agent loop is the same as in training. If an engine, a video or the judge fails, the sample is
+missing, not wrong; a public split has a headline only if no sample is missing.
 """
 
 import argparse

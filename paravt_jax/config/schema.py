@@ -462,8 +462,8 @@ class Config(TrainingConfig):
             )
         if self.loss.kl_in != "loss" and not self.loss.kl_coef:
             yield (
-                f"loss.kl_in={self.loss.kl_in} has no effect with loss.kl_coef=0; raise the coefficient, or leave kl_in "
-                f"at loss"
+                f"loss.kl_in={self.loss.kl_in} has no effect with loss.kl_coef=0; raise the coefficient, or leave "
+                f"kl_in at loss"
             )
         if self.engine.kind == "openai":
             yield (

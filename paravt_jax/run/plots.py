@@ -146,8 +146,8 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog=prog_of("paravt_jax.run.plots"),
-        description="Draws RUN_DIR/plots/*.png from the metrics that a run has logged so far; or several runs over each "
-        "other, step by step, as one picture.",
+        description="Draws RUN_DIR/plots/*.png from the metrics that a run has logged so far; or several runs over "
+        "each other, step by step, as one picture.",
     )
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help=f"directory with {METRICS_FILE}")
     parser.add_argument("--png", type=Path, metavar="FILE", help="the picture of several runs")
