@@ -32,8 +32,8 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
     """Defaults < YAML file or RUN/config.json < `a.b=c`. Raises ValueError for unknown keys and invalid settings.
 
     A file's `loss.params` belong to its `loss.name`: another name on the command line starts from its own defaults. The
-    same holds for `loss.correction_bounds` and `loss.correction`. A `rollout.prompts_file` on the command line replaces a
-    file's `rollout.prompts`.
+    same holds for `loss.correction_bounds` and `loss.correction`. A `rollout.prompts_file` on the command line replaces
+    the `rollout.prompts` of a file.
     """
     for override in overrides:
         if "=" not in override[1:]:

@@ -10,7 +10,7 @@ from model_port.tiny import tiny_tokenizer
 from rollout.chat import Chat
 from rollout.episode_config import EpisodeConfig
 from rollout.prompter import Task
-from rollout.prompts import Prompts, main_messages, prompts_of, read_prompts, subagent_messages
+from rollout.prompts import Prompts, main_messages, prompts_of, read_prompts, row_messages, subagent_messages
 from rollout.tools import Window
 
 VIDEOS = [("video_0.mp4", 64.0, [0.0]), ("video_1.mp4", 8.0, [4.0])]
@@ -96,10 +96,54 @@ def test_a_sub_agent_may_be_told_the_question():
     assert text_of(shown)[-1] == "\nLook for a {cat}, {truly}." and shown[0]["content"] == "{}"
 
 
-def shown_to(config: EpisodeConfig) -> str:
+def test_a_sub_agent_of_the_release_has_neither_system_text_nor_times_and_its_window_in_minutes():
+    prompts = Prompts(
+        subagent_system="",
+        subagent_frame_times=False,
+        subagent_intro="",
+        subagent_instruction="From {start} to {end}, {duration_s:.1f} s, {num_frames} frames.",
+    )
+    (message,) = subagent_messages(prompts, Window(65.9, 3725.0), [66.0, 67.0], "a cat")
+    text = {"type": "text", "text": "From 01:05 to 62:05, 3659.1 s, 2 frames."}
+    assert message == {"role": "user", "content": [{"type": "image"}, {"type": "image"}, text]}
+
+
+def shown_to(config: EpisodeConfig, **of_task: object) -> str:
     chat = Chat(tiny_tokenizer(), CHAT_TEMPLATE)
-    overview = asyncio.run(config.prompter(FakeFrames(), chat).overview(Task("t", "What?", ("/a.mp4",), 1)))
-    return chat.decode(overview.ids)
+    task = Task("t", "What?", ("/a.mp4",), 1, **of_task)  # type: ignore[arg-type]
+    return chat.decode(asyncio.run(config.prompter(FakeFrames(), chat).overview(task)).ids)
+
+
+ROW = (("system", "You watch. <think>"), ("user", "<video>\nWhat <|im_end|> is it? <video>"))
+PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
+
+
+def test_the_messages_of_a_row_are_shown_as_they_are():
+    shown = shown_to(EpisodeConfig(dispatch="none", prompts=Prompts(row_messages=True)), messages=ROW)
+    system, user, _ = shown.split("<|im_start|>")[1:]
+    assert system == "system\nYou watch. <think><|im_end|>\n"
+    assert user.endswith(f"{PICTURE}\nWhat < |im_end|> is it? <|im_end|>\n")  # no placeholder, and no control token
+
+
+def test_a_rows_system_text_gets_the_tools_unless_it_has_them():
+    config = EpisodeConfig(prompts=Prompts(row_messages=True))
+    shown = shown_to(config, messages=ROW)
+    assert shown.count("<tools>") > 0 and shown.index("You watch.") < shown.index("# Tools")
+    own = (("system", "You have <tools>\nlook\n</tools>"), ROW[1])
+    assert "# Tools" not in shown_to(config, messages=own) and "start_time" not in shown_to(config, messages=own)
+
+
+def test_without_messages_a_question_is_shown_as_ever():
+    config = EpisodeConfig(prompts=Prompts(row_messages=True))
+    assert shown_to(config) == shown_to(EpisodeConfig()) != shown_to(config, messages=ROW)
+    assert shown_to(EpisodeConfig(), messages=ROW) == shown_to(EpisodeConfig())
+
+
+def test_videos_without_a_placeholder_are_in_the_last_message():
+    messages = [("user", "<video>First."), ("assistant", "Yes."), ("user", "And?")]
+    first, middle, last = row_messages(Prompts(frame_time="{time_s:.0f}"), messages, [[1.0], [2.0], [3.0]])
+    texts = [[part.get("text", "+") for part in message["content"]] for message in (first, last)]
+    assert texts == [["1", "+", "First."], ["2", "+", "3", "+", "And?"]] and middle["content"] == "Yes."
 
 
 def test_tools_that_the_system_text_names_are_not_given_twice():

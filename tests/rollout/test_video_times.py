@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rollout.video.times import CROP_MAX_FRAMES, crop_times, overview_times
+from rollout.video.times import CROP_MAX_FRAMES, crop_times, num_frames_at, overview_times
 
 durations = st.one_of(st.just(0.0), st.floats(1e-6, 1e6))  # of nothing, or of at least a microsecond
 starts = st.floats(0, 1e6)
@@ -29,6 +29,34 @@ def test_overviews_written_out():
     assert overview_times(60, 60, 4) == [0.5, 20.5, 39.5, 59.5]  # frames 0, 59 / 3 = 19.67, 39.33 and 59
     assert overview_times(60, 1, 2) == [30, 30]
     assert overview_times(60, 60, 1) == [30]
+
+
+@pytest.mark.parametrize(
+    ("duration_s", "of_frames", "max_frames", "num_frames"),
+    [
+        (30.0, 900, 64, 30),  # one a second
+        (31.9, 957, 64, 30),  # an even number
+        (600.0, 18_000, 64, 64),
+        (600.0, 18_000, 16, 16),  # a drawn frame budget is the bound
+        (1.0, 30, 64, 4),
+        (0.1, 3, 64, 2),
+        (0.1, 1, 64, 1),
+        (600.0, 18_000, 1, 1),
+    ],
+)
+def test_an_overview_with_a_frame_rate_has_more_frames_the_longer_the_video_is(
+    duration_s, of_frames, max_frames, num_frames
+):
+    assert num_frames_at(1.0, duration_s, of_frames, max_frames) == num_frames
+    assert num_frames_at(0.0, duration_s, of_frames, max_frames) == max_frames
+
+
+@pytest.mark.parametrize("duration_s", [0.3, 1, 3, 4.9, 17, 30, 31.9, 63.9, 64, 66, 600])
+def test_a_frame_rate_gives_the_number_of_frames_of_qwen_vl_utils(duration_s):
+    process = pytest.importorskip("qwen_vl_utils.vision_process")
+    of_frames = round(30 * duration_s)
+    expected = process.smart_nframes({"fps": 1, "max_frames": 64}, of_frames, of_frames / duration_s)
+    assert num_frames_at(1.0, duration_s, of_frames, 64) == expected
 
 
 @given(starts, lengths)

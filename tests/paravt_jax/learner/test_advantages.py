@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 
 from paravt_jax.learner.advantages import (
+    TOKENS_EPSILON,
     GroupRewards,
+    Moments,
     group_advantages,
     group_rewards,
+    kl_to_go,
     relative_penalties,
     token_advantages,
     with_kl_penalty,
@@ -267,3 +270,84 @@ def test_rewards_become_arrays():
     assert with_anchor.anchor_scale == 0
     missing = group_advantages(group_rewards([None, None], anchor_scale=0.5, config=EXACT), EXACT)
     assert not (missing.keep.any() or missing.sequence.any()) and missing.num_missing == 2
+
+
+RELEASE = AdvantageConfig(credit="sequence", normalise="tokens", max_reward=2.2, filter_zero_variance=False)
+
+
+def of_total(total, config):
+    """A group's advantages from whole rewards."""
+    terms = [
+        reward_terms([], [], "A", "mcq", RewardConfig(anchor_weight=0), own=[OwnTerm("whole", value)])
+        for value in total
+    ]
+    return group_advantages(group_rewards(terms, anchor_scale=0.0, config=config), config)
+
+
+def test_the_releases_group_advantages_by_hand():
+    """The release scales and clips R first: (R − 0.2) · 10, at most 20. Bias and scale cancel, the clip does not."""
+    # (3.0 − 0.2) · 10 = 28 → 20, (2.2 − 0.2) · 10 = 20, (1.0 − 0.2) · 10 = 8, (0.0 − 0.2) · 10 = −2; mean 46 / 4 = 11.5
+    # deviations 8.5, 8.5, −3.5, −13.5; squares 72.25, 72.25, 12.25, 182.25, sum 339; over n − 1 = 3: 113, root 10.630146
+    expected = [0.7996127, 0.7996127, -0.3292523, -1.2699731]
+    group = of_total([3.0, 2.2, 1.0, 0.0], RELEASE)
+    np.testing.assert_allclose(group.sequence, expected, atol=1e-6)
+    unclipped = of_total([3.0, 2.2, 1.0, 0.0], replace(RELEASE, max_reward=0.0))
+    assert unclipped.sequence[0] > unclipped.sequence[1] + 0.1
+
+
+def test_a_group_without_spread_counts_in_the_release():
+    group = of_total([1.0, 1.0, 1.0], RELEASE)
+    assert group.keep.all() and not group.has_spread and group.sequence.tolist() == [0, 0, 0]
+    assert not of_total([1.0, 1.0, 1.0], replace(RELEASE, filter_zero_variance=True)).keep.any()
+
+
+def test_the_kl_to_go_of_a_token_is_the_sum_of_it_and_the_later_ones_of_its_dialogue():
+    kl = np.array([[1.0, -0.5, 2.0, 9.0], [4.0, 0.25, 0.5, 7.0]])
+    loss_mask = np.array([[True, True, True, False], [True, True, True, False]])
+    dialogue = np.array([[0, 0, 0, 0], [1, 2, 2, 0]])  # the last entry of a row is padding
+    # dialogue 0: 1 − 0.5 + 2, −0.5 + 2, 2; dialogue 1: 4; dialogue 2: 0.25 + 0.5, 0.5
+    expected = [[2.5, 1.5, 2.0, 0.0], [4.0, 0.75, 0.5, 0.0]]
+    np.testing.assert_allclose(kl_to_go(kl, loss_mask, dialogue), expected, atol=1e-12)
+
+
+def test_the_kl_to_go_does_not_depend_on_packing():
+    random = np.random.default_rng(0)
+    lengths = [3, 7, 1, 5]
+    of_dialogues = [random.normal(size=length) for length in lengths]
+    alone = [kl_to_go(kl, np.ones(len(kl), bool), np.zeros(len(kl), int)) for kl in of_dialogues]
+    numbers = np.repeat([2, 0, 3, 1], [lengths[n] for n in (2, 0, 3, 1)])
+    packed = np.concatenate([of_dialogues[n] for n in (2, 0, 3, 1)])
+    to_go = kl_to_go(packed, np.ones(len(packed), bool), numbers)
+    for number, expected in enumerate(alone):
+        np.testing.assert_allclose(to_go[numbers == number], expected, atol=1e-12)
+
+
+def test_the_kl_of_a_token_is_bounded_as_in_the_release():
+    kl = np.array([50.0, -30.0, 1.0])
+    assert kl_to_go(kl, np.ones(3, bool), np.zeros(3, int)).tolist() == [1.0, -9.0, 1.0]  # 10 − 10 + 1, −10 + 1, 1
+
+
+def test_advantages_over_tokens_by_hand():
+    """Two episodes with A = ±0.70710678, β = 0.01, and the KL to go of their three and one tokens."""
+    advantage = np.array([0.70710678] * 3 + [-0.70710678]) - 0.01 * np.array([2.5, 1.5, 2.0, 4.0])
+    # 0.68210678, 0.69210678, 0.68710678, −0.74710678; sum 1.31421356, mean 0.32855339
+    # deviations 0.35355339, 0.36355339, 0.35855339, −1.07566017; squares 0.125, 0.13217107, 0.12856053, 1.15704480
+    # sum 1.54277640, over n − 1 = 3: 0.51425880, root 0.71711840
+    expected = [0.4930196, 0.5069642, 0.4999919, -1.4999757]
+    step = Moments.of(advantage)
+    np.testing.assert_allclose(step.normalised(advantage, np.ones(4, bool)), expected, atol=1e-4)
+    exact = (advantage - 0.32855339) / (0.71711840 + TOKENS_EPSILON)
+    np.testing.assert_allclose(step.normalised(advantage, np.ones(4, bool)), exact, atol=1e-6)
+
+
+def test_the_moments_of_hosts_are_the_moments_of_all_tokens():
+    values = np.random.default_rng(1).normal(3.0, 2.0, 11)
+    parts = [values[:4], values[4:4], values[4:]]
+    joined, whole = Moments.of_all([Moments.of(part) for part in parts]), Moments.of(values)
+    np.testing.assert_allclose(joined, whole, rtol=1e-12)
+    np.testing.assert_allclose(whole, [11, values.mean(), 11 * values.var()], rtol=1e-12)
+
+
+def test_padding_has_no_advantage_over_tokens():
+    normalised = Moments(2.0, 1.0, 2.0).normalised(np.array([2.0, 5.0]), np.array([True, False]))
+    np.testing.assert_allclose(normalised, [1 / (2**0.5 + TOKENS_EPSILON), 0.0], rtol=1e-6)

@@ -112,6 +112,14 @@ def test_an_episode_is_tool_turns_and_then_an_answer(turns):
     assert "flow" not in {credit.name for credit in reward.credits}
 
 
+def test_without_the_answer_suffix_thinking_and_answer_weigh_the_same():
+    """R_base: 0.3 thinking, 0.2 + 0.1 the answer's tags; with it 0.2 and 0.3 + 0.2."""
+    for suffix, think, answered in ((True, 0.2, 0.7), (False, 0.3, 0.6)):
+        assert terms("<think>\nI look closely.</think>", answer_suffix=suffix).base == pytest.approx(think)
+        assert terms(ANSWER_TURN, answer_suffix=suffix).base == pytest.approx(answered)
+        assert terms("<think>\nhm</think><answer>B", answer_suffix=suffix).base == pytest.approx(0.3 if suffix else 0.2)
+
+
 @pytest.mark.parametrize(
     ("outcomes", "right", "tool"),
     [

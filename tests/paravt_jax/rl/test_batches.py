@@ -157,6 +157,61 @@ def test_the_kl_penalty_is_not_divided_by_its_own_std(tiny_hf):
     np.testing.assert_allclose(advantage.reshape(2, 4), expected, atol=1e-2 * np.abs(expected).max())
 
 
+RELEASE = [
+    "loss.kl_in=returns",
+    "loss.kl_estimator=k1",
+    "loss.kl_coef=0.5",
+    "advantage.credit=sequence",
+    "advantage.normalise=tokens",
+    "advantage.filter_zero_variance=false",
+]
+
+
+def tokens_of(tiny_hf, *overrides):
+    """The scored tokens of a step: dialogue, log-probs of sampler and reference, advantage."""
+
+    def moved(update, groups):
+        learner = update._learner
+        learner.state = replace(
+            learner.state, trainable=jax.tree.map(lambda leaf: 1.01 * leaf, learner.state.trainable)
+        )
+        return update.parts(groups), [group.advantages.sequence for group in groups]
+
+    ((parts, sequences),) = trained(tiny_hf, *RELEASE, *overrides, do=moved)[1]
+    columns = [
+        np.stack(
+            [values[batch.loss_mask] for values in (batch.dialogue, batch.behavior_logp, old.ref_logp, batch.advantage)]
+        )
+        for part in parts
+        for batch, old in zip(part.batches, part.old, strict=True)
+    ]
+    return np.concatenate(columns, axis=1).T.astype(np.float64), np.concatenate(sequences)
+
+
+@pytest.mark.slow
+def test_the_advantages_of_the_release_are_returns_normalised_over_all_tokens_of_the_step(tiny_hf):
+    tokens, sequence = tokens_of(tiny_hf)
+    expected = []
+    for number in np.unique(tokens[:, 0]).astype(int):
+        _, behavior, ref, _ = tokens[tokens[:, 0] == number].T
+        for n in range(len(ref)):
+            expected.append(sequence[number] - 0.5 * (behavior[n:] - ref[n:]).sum())
+    expected = np.array(expected)
+    expected = (expected - expected.mean()) / (expected.std(ddof=1) + 1e-5)
+    own = np.concatenate([tokens[tokens[:, 0] == number, 3] for number in np.unique(tokens[:, 0])])
+    np.testing.assert_allclose(own, expected, atol=2e-4)
+    assert abs(own.mean()) < 1e-5 and own.std(ddof=1) == pytest.approx(1, abs=1e-4)
+    assert len(np.unique(own.round(4))) > 8  # tokens of an episode differ
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["pack.row_tokens=512", "train.updates_per_step=2"])
+def test_neither_packing_nor_the_parts_of_a_step_change_the_advantages_of_the_release(tiny_hf, setting):
+    first, other = (tokens_of(tiny_hf, "rollout.max_context_tokens=512", *more)[0] for more in ([], [setting]))
+    assert len(first) == len(other)
+    np.testing.assert_allclose(np.sort(first[:, 3]), np.sort(other[:, 3]), atol=2e-4)
+
+
 @pytest.mark.slow
 def test_the_weight_of_a_dr_grpo_token_does_not_depend_on_lengths(tiny_hf):
     common = ("loss.kl_coef=0", "advantage.normalise=none", "rollout.max_new_tokens=64")
@@ -265,7 +320,13 @@ def parts_only(update, groups):
 @pytest.mark.parametrize("mesh_sizes", [None, {"fsdp": 2}], ids=["one device", "fsdp=2"])
 @pytest.mark.parametrize(
     "overrides",
-    [[], ["optim.train_vision=true"], ["loss.kl_in=reward"], ["loss.kl_coef=0", "train.updates_per_step=2"]],
+    [
+        [],
+        ["optim.train_vision=true"],
+        ["loss.kl_in=reward"],
+        ["loss.kl_in=returns"],
+        ["loss.kl_coef=0", "train.updates_per_step=2"],
+    ],
     ids=" ".join,
 )
 def test_updates_that_were_compiled_ahead_compile_nothing(tiny_hf, overrides, mesh_sizes):

@@ -60,6 +60,9 @@ SETTINGS = [
 ]
 
 
+OVER_TOKENS = ["advantage.normalise=tokens", "loss.kl_in=returns", "loss.kl_estimator=k1"]  # the release's
+
+
 def reply_text(episode):
     letter, repeats = ("A", 1) if int(episode[-1]) % 2 else ("B", 3)
     equal = episode.startswith("000001")  # a group without spread, which is replaced
@@ -97,9 +100,9 @@ def find_slow_hosts(hosts, rollouts, update, groups, learner):
     assert 0 < times["time/hosts/rollout_min_s"] <= times["time/hosts/rollout_max_s"]
 
 
-def two_steps(hosts, tiny_hf, file):
+def two_steps(hosts, tiny_hf, file, overrides):
     """Runs two steps on the mesh of all hosts; host 0 writes parameters, moments and metrics to a file."""
-    config = load_config(None, *SETTINGS)
+    config = load_config(None, *SETTINGS, *overrides)
     chat, contract, mesh = Chat.from_hf(tiny_hf), VisionContract.from_hf(tiny_hf), make_mesh(fsdp=2)
     learner = Learner(model_port.load(tiny_hf, mesh=mesh), config.optim, config.loss, temperature=0.7, mesh=mesh)
     update = update_of(learner, chat, contract, config, hosts)
@@ -137,10 +140,11 @@ def difference(leaves, reference):
 
 
 @pytest.mark.slow
-def test_two_hosts_compute_the_same_update_as_one(tiny_hf, tmp_path):
+@pytest.mark.parametrize("overrides", [[], OVER_TOKENS], ids=["batch", "tokens"])
+def test_two_hosts_compute_the_same_update_as_one(tiny_hf, tmp_path, overrides):
     results = []
     for num in (1, 2):
-        several.run_work(tmp_path, two_steps, num, tiny_hf, tmp_path / f"of{num}", devices=2 // num)
+        several.run_work(tmp_path, two_steps, num, tiny_hf, tmp_path / f"of{num}", overrides, devices=2 // num)
         results.append(pickle.loads((tmp_path / f"of{num}").read_bytes()))
     (single, moments, metrics, cursor), (double, double_moments, double_metrics, double_cursor) = results
     assert cursor == double_cursor and [row["rollout/num_groups"] for row in metrics] == [4, 3]
