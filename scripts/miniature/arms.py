@@ -9,7 +9,7 @@ from paravt_jax.config.keys import flat
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 NO_PREFIX = "rollout.forced_prefix="
-NO_ANCHOR = ("reward.anchor_weight=0", "reward.unclosed_penalty=0")
+NO_ANCHOR = ("reward.anchor_weight=0", "reward.unclosed_penalty=0")  # reward.answer_suffix is on in all arms
 NO_GATING = "video.gating=false"
 NO_TOOL = "reward.tool_reward=false"
 ARMS: Mapping[str, tuple[str, tuple[str, ...]]] = {  # name: title, settings
