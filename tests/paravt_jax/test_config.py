@@ -75,6 +75,22 @@ def settings_of(file: str, *settings: str) -> dict:
     return keys.flat(to_record(load_config(CONFIGS / file, *settings)))
 
 
+def test_the_release_configs_differ_from_ours_as_their_headers_list():
+    ours, release = settings_of("8b_8x80gb.yaml"), settings_of("release/paragrpo_8b.yaml")
+    differ = {key for key in ours if ours[key] != release[key]} - {"run_dir", "model.path"}
+    assert {key for key in differ if not key.startswith("rollout.prompts.")} == {
+        *("loss.kl_in", "loss.kl_estimator", "reward.oe_mode", "video.gating", "rollout.overview_fps"),
+        *("advantage.credit", "advantage.normalise", "advantage.max_reward", "advantage.filter_zero_variance"),
+    }
+    head = (CONFIGS / "release" / "paragrpo_8b.yaml").read_text().partition("\nrun_dir:")[0]
+    assert not [key for key in differ if key.rpartition(".")[2] not in head and key.rpartition(".")[0] not in head]
+    grpo = settings_of("release/grpo_8b.yaml")
+    assert {key for key in grpo if grpo[key] != release[key]} == {
+        *("run_dir", "advantage.credit", "rollout.forced_prefix", "reward.answer_suffix"),
+        *("reward.anchor_weight", "reward.unclosed_penalty"),
+    }
+
+
 ARMS = {
     "grpo": "grpo_8b",
     "anchoring": "ablations/no_gating",

@@ -287,7 +287,7 @@ def of_total(total, config):
 def test_the_releases_group_advantages_by_hand():
     """The release scales and clips R first: (R − 0.2) · 10, at most 20. Bias and scale cancel, the clip does not."""
     # (3.0 − 0.2) · 10 = 28 → 20, (2.2 − 0.2) · 10 = 20, (1.0 − 0.2) · 10 = 8, (0.0 − 0.2) · 10 = −2; mean 46 / 4 = 11.5
-    # deviations 8.5, 8.5, −3.5, −13.5; squares 72.25, 72.25, 12.25, 182.25, sum 339; over n − 1 = 3: 113, root 10.630146
+    # deviations 8.5, 8.5, −3.5, −13.5; squares 72.25, 72.25, 12.25, 182.25; sum 339, over 3: 113, root 10.630146
     expected = [0.7996127, 0.7996127, -0.3292523, -1.2699731]
     group = of_total([3.0, 2.2, 1.0, 0.0], RELEASE)
     np.testing.assert_allclose(group.sequence, expected, atol=1e-6)
