@@ -117,7 +117,7 @@ def check_row_messages(prompts: Sequence[Prompt], source: str) -> None:
 
 def _messages(messages: list[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
     """The roles and texts of a row's messages; empty if one cannot be shown, or if the last is not the user's."""
-    texts = tuple((message.get("role"), message.get("content")) for message in messages)
+    texts: tuple[Any, ...] = tuple((message.get("role"), message.get("content")) for message in messages)
     shows = texts[-1][0] == "user" and all(role in ROLES and _is_shown(text) for role, text in texts)
     return texts if shows else ()
 

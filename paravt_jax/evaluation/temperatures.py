@@ -34,7 +34,8 @@ def _curves(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
 
 def _figure(curves: Mapping[str, Sequence[Cell]]) -> Figure:
     figure = Figure(figsize=(10.5, 3.6))
-    for axes, (title, metric) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
+    panels = figure.subplots(1, len(PANELS))
+    for axes, (title, metric) in zip(panels, PANELS.items(), strict=True):
         for number, (name, cells) in enumerate(curves.items()):
             color, marker = COLORS[CURVE_COLORS[number % len(CURVE_COLORS)]], MARKERS[number % len(MARKERS)]
             heights = [cell["metrics"][metric] for cell in cells]
@@ -42,5 +43,5 @@ def _figure(curves: Mapping[str, Sequence[Cell]]) -> Figure:
         axes.set_title(title)
         axes.set_xlabel("temperature")
         axes.set_ylim(-0.02, 1.02)
-    figure.legend(handles=axes.get_lines(), loc="outside right center", handlelength=1.5, handletextpad=0.6)
+    figure.legend(handles=panels[0].get_lines(), loc="outside right center", handlelength=1.5, handletextpad=0.6)
     return figure

@@ -167,9 +167,9 @@ def kl_to_go(
 
 
 class Moments(NamedTuple):
-    """A count, a mean, and the sum of squared distances from it. Moments of parts give the moments of all."""
+    """A number of values, their mean, and the sum of their squared distances from it; those of parts can be joined."""
 
-    count: float
+    num: float
     mean: float
     squares: float
 
@@ -180,15 +180,15 @@ class Moments(NamedTuple):
 
     @classmethod
     def of_all(cls, parts: Sequence["Moments"]) -> "Moments":
-        count = math.fsum(part.count for part in parts)
-        mean = math.fsum(part.count * part.mean for part in parts) / max(count, 1.0)
-        return cls(count, mean, math.fsum(part.squares + part.count * (part.mean - mean) ** 2 for part in parts))
+        num = math.fsum(part.num for part in parts)
+        mean = math.fsum(part.num * part.mean for part in parts) / max(num, 1.0)
+        return cls(num, mean, math.fsum(part.squares + part.num * (part.mean - mean) ** 2 for part in parts))
 
     def normalised(
         self, advantage: Float[np.ndarray, "*t"], loss_mask: Bool[np.ndarray, "*t"]
     ) -> Float[np.ndarray, "*t"]:
         """Advantages with mean 0 and std 1 over all loss tokens of the step; the std divides by n − 1."""
-        std = math.sqrt(self.squares / max(self.count - 1, 1.0))
+        std = math.sqrt(self.squares / max(self.num - 1, 1.0))
         return np.where(loss_mask, (advantage - self.mean) / (std + TOKENS_EPSILON), 0.0).astype(np.float32)
 
 

@@ -185,7 +185,7 @@ class Learner:
         The KL is the sampler's to the reference, as in the release: engine and learner count as the same policy.
         """
         assert old.ref_logp is not None, "the KL needs the reference"
-        kl = kl_of(self.loss.kl_estimator, own_rows(old.ref_logp) - batch.behavior_logp)
+        kl = kl_of(self.loss.kl_estimator, jnp.asarray(own_rows(old.ref_logp) - batch.behavior_logp))
         return self.loss.kl_coef * kl_to_go(np.asarray(kl), batch.loss_mask, batch.dialogue)
 
     def _step(

@@ -26,6 +26,18 @@ from rollout.output_file import OutputFile
 MAX_MARKED_STEPS = 40  # with more steps, a running mean replaces the points
 MEAN_FRAC = 0.04  # window of the running mean, as a fraction of all steps
 PANEL_INCHES = (5.6, 2.6)
+COMPARED = {  # metric -> title; only metrics that a run has logged are drawn
+    "rollout/format_reward": "Format reward f_τ",
+    "rollout/tool_calls_mean": "Tool calls per episode κ",
+    "rollout/parseable_frac": "Fraction of parseable episodes",
+    "rollout/accuracy_mean": "Accuracy",
+    "rollout/reward_mean": "Reward",
+    "rollout/sampled_tokens_mean": "Sampled tokens per episode",
+    "loss/imitation": "Imitation loss, nats per token",
+}
+RUN_COLORS = ("blue", "red", "green", "orange", "pink", "sky", "ink", "neutral")
+DASHES = ("-", "--", ":", "-.")  # for further runs, which repeat the colors
+LEGEND_ROW_INCHES = 0.25
 INK, FAINT = COLORS["ink"], "#808080"
 STYLE: Any = {
     "figure.constrained_layout.use": True,
@@ -128,6 +140,47 @@ def _draw(axes: Axes, run: LoggedRun, chart: Chart) -> None:
         text.set_parse_math(False)  # a question type may contain $
 
 
+def draw_runs(runs: Sequence[LoggedRun]) -> Figure:
+    """Raises ValueError if no run has any of the metrics."""
+    panels = {key: title for key, title in COMPARED.items() if any(run.metrics.has(key) for run in runs)}
+    if not panels:
+        raise ValueError(f"{', '.join(run.name for run in runs)}: none has logged any of {', '.join(COMPARED)} yet")
+    num_rows, num_columns = math.ceil(len(panels) / 2), min(2, len(panels))
+    height = PANEL_INCHES[1] * num_rows + LEGEND_ROW_INCHES * (len(runs) + 1)
+    figure = Figure(figsize=(PANEL_INCHES[0] * num_columns, height))
+    grid = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
+    for axes, (key, title) in zip(grid, panels.items(), strict=False):
+        for number, run in enumerate(runs):
+            _draw_run(axes, run, key, number)
+        axes.set_title(title)
+        axes.set_ylim(bottom=min(0, axes.dataLim.y0))
+        axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
+    for axes in grid[len(panels) :]:
+        axes.remove()
+    handles = [grid[0].plot([], [], _dash(number), color=_color(number))[0] for number in range(len(runs))]
+    legend = figure.legend(handles, [run.name for run in runs], loc="outside lower left", handlelength=2)
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a name may contain $
+    return figure
+
+
+def _draw_run(axes: Axes, run: LoggedRun, key: str, number: int) -> None:
+    steps, values, color = run.metrics.steps, run.metrics.column(key), _color(number)
+    if len(steps) <= MAX_MARKED_STEPS:
+        axes.plot(steps, values, f"o{_dash(number)}", color=color, markersize=3)
+        return
+    axes.plot(steps, values, color=color, linewidth=0.7, alpha=0.2)
+    axes.plot(steps, running_mean(values, max(3, round(MEAN_FRAC * len(values)))), _dash(number), color=color)
+
+
+def _color(number: int) -> str:
+    return COLORS[RUN_COLORS[number % len(RUN_COLORS)]]
+
+
+def _dash(number: int) -> str:
+    return DASHES[number // len(RUN_COLORS) % len(DASHES)]
+
+
 def last_of(values: np.ndarray) -> float:
     """The last value that is not NaN."""
     return float(values[np.isfinite(values)][-1])
@@ -172,8 +225,6 @@ def main() -> None:
 
 
 def _compare(run_dirs: Sequence[Path], png: OutputFile) -> None:
-    from paravt_jax.run.comparison import draw_runs  # imported late: it uses this module's style
-
     with matplotlib.rc_context(STYLE):
         figure = draw_runs([load_run(run_dir) for run_dir in run_dirs])
         with png.partial() as partial:

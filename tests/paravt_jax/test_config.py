@@ -42,7 +42,7 @@ def test_the_readme_of_the_configs_lists_every_file():
 
 def test_a_config_missing_from_the_readme_is_detected():
     readme = (CONFIGS / "README.md").read_text()
-    lines = [line for line in readme.splitlines() if "sft_8b.yaml" not in line]
+    lines = [line for line in readme.splitlines() if "[`sft_8b.yaml" not in line]
     assert listed(readme) - listed("\n".join(lines)) == {"sft_8b.yaml"}
 
 
@@ -184,7 +184,7 @@ def test_the_record_of_a_run_loads_as_a_config(tmp_path):
         load_config(tmp_path / "config.json")
 
 
-MAX_SETTINGS = 124
+MAX_SETTINGS = 132
 
 
 def test_the_number_of_settings_is_bounded():
@@ -317,7 +317,6 @@ def test_the_command_line_can_empty_a_text():
         (["advantage.credit=span", "reward.anchor_weight=0"], r"advantage\.credit=span has no effect"),
         (["reward.tool_right=needed", "reward.tool_reward=false"], r"reward\.tool_right=needed has no effect with"),
         (["reward.plugin=mine.py"], r"reward\.plugin='mine\.py' must be FILE\.py:FUNCTION, for example"),
-        (["reward.answer_suffix=false"], r"reward\.answer_suffix is not a setting"),
         (["loss.kl_estimator=k1"], r"loss\.kl_estimator=k1 with loss\.kl_in=loss does not limit the KL"),
         (["optim.learning_rate=0"], r"optim\.learning_rate=0\.0 must be greater than 0"),
         (["lora.rank=-1"], r"lora\.rank=-1 must be 0 or more"),

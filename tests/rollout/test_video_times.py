@@ -51,14 +51,6 @@ def test_an_overview_with_a_frame_rate_has_more_frames_the_longer_the_video_is(
     assert num_frames_at(0.0, duration_s, of_frames, max_frames) == max_frames
 
 
-@pytest.mark.parametrize("duration_s", [0.3, 1, 3, 4.9, 17, 30, 31.9, 63.9, 64, 66, 600])
-def test_a_frame_rate_gives_the_number_of_frames_of_qwen_vl_utils(duration_s):
-    process = pytest.importorskip("qwen_vl_utils.vision_process")
-    of_frames = round(30 * duration_s)
-    expected = process.smart_nframes({"fps": 1, "max_frames": 64}, of_frames, of_frames / duration_s)
-    assert num_frames_at(1.0, duration_s, of_frames, 64) == expected
-
-
 @given(starts, lengths)
 @example(0.1, 0.7)
 @example(0.0, float(CROP_MAX_FRAMES))

@@ -11,8 +11,7 @@ from PIL import Image
 
 from paravt_jax.run import plots
 from paravt_jax.run.charts import SECTIONS, load_run
-from paravt_jax.run.comparison import draw_runs
-from paravt_jax.run.plots import draw_section, main, make_plots, running_mean
+from paravt_jax.run.plots import draw_runs, draw_section, main, make_plots, running_mean
 
 KEYS = (
     *("rollout/reward_mean", "rollout/accuracy_mean", "rollout/format_reward", "rollout/tool_reward_mean"),
