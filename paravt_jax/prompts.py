@@ -7,12 +7,14 @@ so that a published policy meets its own prompts in this project's dialogues:
   --mode agentic_general    the published policy, in its tables
   --mode agentic_minimal    the same policy, on temporal grounding
   --mode reasoning, direct  without a tool
+  --mode training           the sub-agents' text of its training; the other messages are a row's own
 
-The prompts of sub-agents are not imported: the release's evaluation has no sub-agents. DIFFERS: with --mode, the
-video's name is ours, `video.mp4`; the release uses its file name.
+DIFFERS: with --mode, the video's name is ours, `video.mp4`; the release uses its file name.
 """
 
 import argparse
+import ast
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,11 @@ from paravt_jax.evaluation.release.texts import OWN_TEXTS
 from rollout.output_file import OutputFile
 from rollout.prompts import placeholder_problem
 
-ROLLOUT_MODES = ("agentic_general", "agentic_minimal", *SINGLE_TURN_MODES)
+TRAINING, SUBAGENT_FILE = "training", "paravt/rl/subagents/crop_video/cropped_video.py"
+BUILD_PROMPT, PROMPT = "build_prompt", "prompt"  # the function with the sub-agents' text, and its variable
+WINDOW = {"start_str": "{start}", "end_str": "{end}", "duration": "{duration_s:.1f}"}  # its values, and ours
+MAX_FILE_BYTES = 2**20
+ROLLOUT_MODES = ("agentic_general", "agentic_minimal", *SINGLE_TURN_MODES, TRAINING)
 OWN_MODES = tuple(name.removeprefix("system.") for name in OWN_TEXTS)
 
 
@@ -51,6 +57,61 @@ def rollout_prompts(texts: Mapping[str, str], mode: str) -> dict[str, Any]:
         if problem := placeholder_problem(name, value):
             raise ValueError(f"--mode {mode}: {problem}")
     return prompts
+
+
+def training_prompts(directory: Path) -> dict[str, Any]:
+    """The rows' own messages, and the sub-agents' dialogue: no system text, frames without times, then its text."""
+    return {
+        "row_messages": True,
+        "overview": "",
+        "with_tool": "{question}",
+        "without_tool": "{question}",
+        "subagent_system": "",
+        "subagent_frame_times": False,
+        "subagent_intro": "",
+        "subagent_instruction": _subagent_text(directory / SUBAGENT_FILE),
+        "last_turn": "",
+    }
+
+
+def _subagent_text(path: Path) -> str:
+    for function in ast.walk(_parsed(path)):
+        for node in ast.walk(function) if getattr(function, "name", "") == BUILD_PROMPT else ():
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name)], value=ast.JoinedStr(values=parts)) if name == PROMPT:
+                    return "".join(_of_window(path, part) for part in parts)
+    raise ValueError(
+        f"{path} has no f-string {PROMPT} in {BUILD_PROMPT}; give the released repository, commit {COMMIT}"
+    )
+
+
+def _parsed(path: Path) -> ast.Module:
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; give the directory of the released repository, commit {COMMIT}")
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes, so it is not the release's")
+    try:
+        with warnings.catch_warnings(action="ignore"):  # about the style of the release's code
+            return ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:
+        raise ValueError(f"{path} is not a Python file: {problem}") from None
+
+
+def _of_window(path: Path, part: ast.expr) -> str:
+    match part:
+        case ast.Constant(value=text):
+            return str(text).replace("{", "{{").replace("}", "}}")
+        case ast.FormattedValue(value=ast.Name(id=name)) if name in WINDOW:
+            return WINDOW[name]
+    value = ast.unparse(part.value if isinstance(part, ast.FormattedValue) else part)[:60]
+    raise ValueError(f"{path}: the sub-agent's text has the value {value!r}, expected {', '.join(WINDOW)}")
+
+
+def _content(directory: Path, own: Mapping[str, Path], mode: str | None) -> Mapping[str, Any]:
+    if mode == TRAINING:
+        return training_prompts(directory)
+    texts = import_release(directory, own)
+    return rollout_prompts(texts, mode) if mode else texts
 
 
 class _Dumper(yaml.SafeDumper):
@@ -107,11 +168,10 @@ def main() -> None:
     args = parser.parse_args()
     own = own_texts(args.text)
     command = f"prompts import-release{f' --mode {args.mode}' if args.mode else ''}"
-    inputs = [args.directory / DRIVER, args.directory / LOADERS, *own.values()]
+    inputs = [*(args.directory / name for name in (DRIVER, LOADERS, SUBAGENT_FILE)), *own.values()]
     written = args.dst and OutputFile(args.dst, command, inputs=inputs, force=args.force)
-    texts = import_release(args.directory, own)
     key = "rollout.prompts_file" if args.mode else "eval.release_texts"
-    content = rollout_prompts(texts, args.mode) if args.mode else texts
+    content = _content(args.directory, own, args.mode)
     text = to_yaml(content, f"{args.mode or 'All texts'} of the ParaVT release, commit {COMMIT}, for {key}")
     if written is None:
         print(text, end="")

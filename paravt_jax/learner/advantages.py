@@ -167,7 +167,7 @@ def kl_to_go(
 
 
 class Moments(NamedTuple):
-    """A number of values, their mean, and the sum of their squared distances from it; those of parts can be joined."""
+    """A number of values, their mean, and the sum of their squared distances from it; parts can be joined."""
 
     num: float
     mean: float

@@ -95,7 +95,7 @@ class LossConfig:
     kl_in: KlIn = setting(
         "loss",
         "where the KL is added: to the loss; reward: subtracted from an episode's reward, relative to its group; "
-        "returns: subtracted from a token's advantage, its own KL and that of all later tokens, as in the release",
+        "returns: subtracted from a token's advantage, the KL of it and of all later tokens, as in the release",
     )
 
     def __post_init__(self) -> None:

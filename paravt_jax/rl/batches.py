@@ -72,7 +72,7 @@ class _Packed:
         return replace(self, part=replace(self.part, batches=batches))
 
     def with_kl_in_returns(self, learner: Learner) -> "_Packed":
-        """Every token has its own KL and that of the later tokens of its dialogue in its advantage."""
+        """Every token has the KL of it and of the later tokens of its dialogue in its advantage."""
         assert self.part.old is not None
         pairs = zip(self.part.batches, self.part.old, strict=True)
         return self.with_advantages(

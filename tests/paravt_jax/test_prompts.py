@@ -12,9 +12,11 @@ from model_port.tiny import tiny_tokenizer
 from paravt_jax.config import EvalConfig, load_config, to_record
 from paravt_jax.evaluation.release import source
 from paravt_jax.evaluation.release.texts import read_texts
-from paravt_jax.prompts import import_release, main, rollout_prompts, to_yaml
+from paravt_jax.prompts import SUBAGENT_FILE, import_release, main, rollout_prompts, to_yaml, training_prompts
 from rollout.chat import Chat
 from rollout.prompter import Task
+from rollout.prompts import Prompts, subagent_messages
+from rollout.tools import Window
 
 DRIVER = '''
 import json, os
@@ -265,3 +267,55 @@ def test_the_command_replaces_only_its_own_file(release, monkeypatch, capsys):
         run(".", "--dst", "release.yaml", "--mode", "agentic_minimal")
     with pytest.raises(ValueError, match=r"--text direct=release.yaml is not MODE=FILE with a MODE of agentic_videoz"):
         run(".", "--text", "direct=release.yaml")
+
+
+SUBAGENT = '''
+class Cropped:
+    def build_prompt(self, task, **kwargs):
+        start_str, end_str, duration = "0", "1", 2.0
+        prompt = f"""From {start_str} to {end_str} ({duration:.1f} s).
+
+Say {{what}} happens:"""
+        return prompt
+'''
+
+
+def with_subagent(directory, source=SUBAGENT):
+    path = directory / SUBAGENT_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(source)
+    return directory
+
+
+def test_training_gets_the_rows_messages_and_the_sub_agents_text(tmp_path):
+    (tmp_path / "words.yaml").write_text(to_yaml(training_prompts(with_subagent(tmp_path)), "From there."))
+    prompts = load_config(None, f"rollout.prompts_file={tmp_path / 'words.yaml'}").rollout.prompts
+    assert prompts.row_messages and not prompts.subagent_frame_times
+    (message,) = subagent_messages(prompts, Window(61.0, 75.5), [61.0], "what?")
+    text = "From 01:01 to 01:15 (14.5 s).\n\nSay {what} happens:"
+    assert message["content"] == [{"type": "image"}, {"type": "text", "text": text}]
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("X = 1", "has no f-string prompt in build_prompt; give the released repository"),
+        (SUBAGENT.replace("{end_str}", "{task}"), "the sub-agent's text has the value 'task', expected start_str"),
+        ("def (", "is not a Python file"),
+    ],
+)
+def test_an_unreadable_sub_agents_text_is_a_clear_error(source, complaint, tmp_path):
+    with pytest.raises(ValueError, match=complaint):
+        training_prompts(with_subagent(tmp_path, source))
+    with pytest.raises(ValueError, match=r"cropped_video\.py does not exist; give the directory"):
+        training_prompts(tmp_path / "gone")
+
+
+def test_a_prompts_file_on_the_command_line_replaces_the_texts_of_a_config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "words.yaml").write_text("system: You watch.\n")
+    (tmp_path / "run.yaml").write_text("rollout: {prompts: {system: You look., last_turn: Now.}}\n")
+    assert load_config("run.yaml", "rollout.prompts_file=words.yaml").rollout.prompts == Prompts(system="You watch.")
+    (tmp_path / "both.yaml").write_text("rollout: {prompts_file: words.yaml, prompts: {last_turn: Now.}}\n")
+    with pytest.raises(ValueError, match=r"prompts_file=words\.yaml and rollout\.prompts\.last_turn are both"):
+        load_config("both.yaml")

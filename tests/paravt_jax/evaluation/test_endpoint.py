@@ -13,7 +13,7 @@ from agents import call
 from fake_endpoint import MODEL, FakeEndpoint
 from published import VIDEOS, make_copy
 
-from paravt_jax.config import EvalCell, Config, EngineConfig, EvalConfig, load_config
+from paravt_jax.config import Config, EngineConfig, EvalCell, EvalConfig, load_config
 from paravt_jax.data.splits import SPLITS
 from paravt_jax.eval import run_eval
 from paravt_jax.evaluation.results import refusal
