@@ -25,10 +25,10 @@ from model_port.model import Qwen3VL
 from model_port.sharding import ACTIVATION_AXES, from_rows, num_row_parts, on_mesh, own_rows
 from model_port.text import Visual
 from paravt_jax.learner import programs
-from paravt_jax.learner.advantages import kl_to_go
+from paravt_jax.learner.advantages import kl_of, kl_to_go
 from paravt_jax.learner.ahead import UpdateCompiler, shapes_of
 from paravt_jax.learner.credit import CLASSES
-from paravt_jax.learner.losses import LossCoefs, LossSpec, kl_of, ratio_quantile
+from paravt_jax.learner.losses import LossCoefs, LossSpec, ratio_quantile
 from paravt_jax.learner.objectives import (
     Objective,
     OldLogProbs,
@@ -185,8 +185,9 @@ class Learner:
         The KL is the sampler's to the reference, as in the release: engine and learner count as the same policy.
         """
         assert old.ref_logp is not None, "the KL needs the reference"
-        kl = kl_of(self.loss.kl_estimator, jnp.asarray(own_rows(old.ref_logp) - batch.behavior_logp))
-        return self.loss.kl_coef * kl_to_go(np.asarray(kl), batch.loss_mask, batch.dialogue)
+        ref_minus_policy = np.where(batch.loss_mask, own_rows(old.ref_logp) - batch.behavior_logp, 0.0)
+        kl = kl_of(self.loss.kl_estimator, ref_minus_policy)
+        return self.loss.kl_coef * kl_to_go(kl, batch.loss_mask, batch.dialogue)
 
     def _step(
         self,

@@ -106,7 +106,7 @@ def policy_loss(spec: LossSpec, coefs: LossCoefs, tokens: SampledTokens) -> Loss
         ref_minus_policy = tokens.ref_logp - tokens.policy_logp
         kl_ref = stop_gradient(jnp.sum(k3(ref_minus_policy)))
         if spec.kl_in_loss:
-            loss += coefs.kl_coef * weighted(kl_of(spec.kl_estimator, ref_minus_policy))
+            loss += coefs.kl_coef * weighted(_kl(spec.kl_estimator, ref_minus_policy))
     return LossSums(
         loss=loss,
         policy=policy,
@@ -141,7 +141,7 @@ def kl_penalties(spec: LossSpec, coefs: LossCoefs, tokens: SampledTokens) -> Flo
     """
     tokens = tokens.masked()
     assert tokens.ref_logp is not None and tokens.sequence_ids is not None, "the penalty needs both"
-    kl = kl_of(spec.kl_estimator, tokens.ref_logp - tokens.prox_logp)
+    kl = _kl(spec.kl_estimator, tokens.ref_logp - tokens.prox_logp)
     sums = segment_sums(kl, tokens.loss_mask, tokens.sequence_ids, tokens.num_sequences)
     return stop_gradient(coefs.kl_coef * sums)
 
@@ -202,7 +202,7 @@ def mismatch_decision(behavior_kl: float, config: MismatchConfig) -> Decision:
     return "warn" if behavior_kl >= config.warn_kl else "ok"
 
 
-def kl_of(estimator: KlEstimator, ref_minus_policy: Float[Array, "*t"]) -> Float[Array, "*t"]:
+def _kl(estimator: KlEstimator, ref_minus_policy: Float[Array, "*t"]) -> Float[Array, "*t"]:
     """Schulman's estimators of KL(policy‖ref) per token. In expectation k1's gradient is 0 and k2's is exact."""
     if estimator == "k1":
         return -ref_minus_policy

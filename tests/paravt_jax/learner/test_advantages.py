@@ -11,6 +11,7 @@ from paravt_jax.learner.advantages import (
     Moments,
     group_advantages,
     group_rewards,
+    kl_of,
     kl_to_go,
     relative_penalties,
     token_advantages,
@@ -325,6 +326,12 @@ def test_the_kl_to_go_does_not_depend_on_packing():
 def test_the_kl_of_a_token_is_bounded_as_in_the_release():
     kl = np.array([50.0, -30.0, 1.0])
     assert kl_to_go(kl, np.ones(3, bool), np.zeros(3, int)).tolist() == [1.0, -9.0, 1.0]  # 10 − 10 + 1, −10 + 1, 1
+
+
+def test_the_estimators_of_a_tokens_kl_by_hand():
+    """k1 = −x, k2 = x² / 2, k3 = e^x − 1 − x of x = ref − policy = 0.5: −0.5, 0.125, 1.648721 − 1.5."""
+    estimated = [kl_of(estimator, np.array([0.5]))[0] for estimator in ("k1", "k2", "k3")]
+    np.testing.assert_allclose(estimated, [-0.5, 0.125, 0.14872127], atol=1e-8)
 
 
 def test_advantages_over_tokens_by_hand():

@@ -204,10 +204,13 @@ def test_the_advantages_of_the_release_are_returns_normalised_over_all_tokens_of
     assert len(np.unique(own.round(4))) > 8  # tokens of an episode differ
 
 
+SHORT = ["rollout.max_context_tokens=512", "rollout.max_new_tokens=64"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", ["pack.row_tokens=512", "train.updates_per_step=2"])
 def test_neither_packing_nor_the_parts_of_a_step_change_the_advantages_of_the_release(tiny_hf, setting):
-    first, other = (tokens_of(tiny_hf, "rollout.max_context_tokens=512", *more)[0] for more in ([], [setting]))
+    first, other = (tokens_of(tiny_hf, *SHORT, *more)[0] for more in ([], [setting]))
     assert len(first) == len(other)
     np.testing.assert_allclose(np.sort(first[:, 3]), np.sort(other[:, 3]), atol=2e-4)
 
