@@ -148,7 +148,8 @@ class PolicyUpdate:
         if loss.penalizes_reward:
             parts = [self._penalized(packed, groups) for packed in parts]
         if loss.penalizes_returns:
-            parts = [packed.with_kl_in_returns(learner) for packed in parts]
+            with self.own_time.waiting():  # for the log-probs, which all hosts compute
+                parts = [packed.with_kl_in_returns(learner) for packed in parts]
         return self._normalised(parts) if self._over_tokens else parts
 
     def _normalised(self, parts: Sequence[_Packed]) -> list[_Packed]:
