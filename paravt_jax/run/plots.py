@@ -158,7 +158,9 @@ def draw_runs(runs: Sequence[LoggedRun]) -> Figure:
     for axes in grid[len(panels) :]:
         axes.remove()
     handles = [grid[0].plot([], [], _dash(number), color=_color(number))[0] for number in range(len(runs))]
-    legend = figure.legend(handles, [run.name for run in runs], loc="outside lower left", handlelength=2)
+    legend = figure.legend(
+        handles, [run.name for run in runs], loc="outside lower left", handlelength=2, handletextpad=0.6
+    )
     for text in legend.get_texts():
         text.set_parse_math(False)  # a name may contain $
     return figure

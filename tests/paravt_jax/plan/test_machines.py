@@ -29,6 +29,7 @@ LEARNERS = {  # the devices of each recipe's learner
     "8b_2nodes": "h100:8",
     "8b_v5p8": "v5p:2x2x1",
     "8b_v6e16": "v6e:4x4",
+    "8b_4x80gb": "h100:4",
     "32b_64": "h100:64",
     "4b_1x80gb": "h100:1",
     "8b_lora_1x80gb": "h100:1",
