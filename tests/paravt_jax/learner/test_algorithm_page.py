@@ -34,7 +34,7 @@ def tables() -> list[list[list[str]]]:
     return [[[cell.strip() for cell in row.strip("|").split("|")] for row in body.splitlines()] for body in bodies]
 
 
-_, SYMBOLS, REWARDS, ADVANTAGES, TOKENS, _ = tables()
+_, SYMBOLS, REWARDS, ADVANTAGES, TOKENS = tables()
 
 
 def numbers(rows: list[list[str]]) -> np.ndarray:
