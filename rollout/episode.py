@@ -46,7 +46,7 @@ class EpisodeCallbacks:
         """A turn has ended with these calls."""
 
     def on_result(self, turn_number: int, number: int, call: Call) -> None:
-        """A call has ended; other calls of the turn may still run."""
+        """A call has ended: with pictures, after all calls of the turn; else while others may still run."""
 
 
 class Agent:
@@ -150,7 +150,7 @@ class _EpisodeRun:
             turn.calls = await self.run_calls(calls, turn_number)
             # The first call beyond the limit gets an error; errors for more would only fill the context.
             answered = turn.calls[: config.calls_per_turn + 1]
-            self.fail_too_long(answered, dialogue, turn_number)
+            self.check_room(answered, dialogue, turn_number)
             if turn_number == config.tool_turns - 1 and config.prompts.last_turn:
                 answered[-1].respond(*answered[-1].content, f"\n{config.prompts.last_turn.format()}")
             if not dialogue.respond([call.content for call in answered]):
@@ -165,10 +165,16 @@ class _EpisodeRun:
         """Seconds since the start of the episode."""
         return time.monotonic() - self.began_s
 
-    def fail_too_long(self, calls: Sequence[Call], dialogue: AgentDialogue, turn_number: int) -> None:
+    def check_room(self, calls: Sequence[Call], dialogue: AgentDialogue, turn_number: int) -> None:
+        """Pictures of all calls together decide whether each fits, so these calls are reported here."""
+        with_pictures = [number for number, call in enumerate(calls) if call.parts]
+        if with_pictures:
+            self.fail_too_long(calls, dialogue)
+        for number in with_pictures:
+            self.callbacks.on_result(turn_number, number, calls[number])
+
+    def fail_too_long(self, calls: Sequence[Call], dialogue: AgentDialogue) -> None:
         """In call order, a call whose pictures leave no room for another turn gets an error; others are unaffected."""
-        if not any(call.parts for call in calls):
-            return
         room = dialogue.room - self.agent.config.max_new_tokens
         if dialogue.num_tokens([call.content for call in calls]) <= room:
             return
@@ -183,7 +189,6 @@ class _EpisodeRun:
             message = f"the pictures of this call need {num_tokens} tokens of the context, which has {left} left"
             _fail(call, "error", message, RequestRejected(message))
             responses[number] = call.content
-            self.callbacks.on_result(turn_number, number, call)
 
     async def sample_turn(self, dialogue: AgentDialogue, turn_number: int) -> SampledTurn | None:
         """The main agent's next turn, or None if its context is full."""
@@ -232,7 +237,8 @@ class _EpisodeRun:
         except Exception as problem:  # any failure only affects this call
             _fail(result, "error", tool.failure_message, problem)
         result.latency_s = self.now_s() - result.started_s
-        self.callbacks.on_result(turn_number, number, result)
+        if not result.parts:
+            self.callbacks.on_result(turn_number, number, result)
         return result
 
     async def _respond(self, tool: Tool, result: Call, turn_number: int, number: int) -> Sequence[Part]:

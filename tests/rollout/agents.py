@@ -10,7 +10,7 @@ import numpy as np
 from rollout.chat import Chat
 from rollout.engine.protocol import Engine, Request
 from rollout.engine.scripted import ScriptedEngine
-from rollout.episode import Agent
+from rollout.episode import Agent, EpisodeCallbacks
 from rollout.episode_config import EpisodeConfig
 from rollout.picture import Picture
 from rollout.prompter import Frames, Task
@@ -91,10 +91,17 @@ def script(
     return ScriptedEngine(reply)
 
 
-def play(engine: Engine, chat: Chat, task: Task, frames: Frames | None = None, **config: Any) -> Episode:
+def play(
+    engine: Engine,
+    chat: Chat,
+    task: Task,
+    frames: Frames | None = None,
+    callbacks: EpisodeCallbacks | None = None,
+    **config: Any,
+) -> Episode:
     agent = Agent(engine, frames or FakeFrames(), chat, EpisodeConfig(**config))
 
     async def run() -> Episode:
-        return await agent.run(await agent.overview(task))
+        return await agent.run(await agent.overview(task), callbacks=callbacks)
 
     return asyncio.run(run())

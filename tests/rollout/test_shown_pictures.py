@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from model_port.chat_template import CHAT_TEMPLATE
 from model_port.tiny import tiny_tokenizer
 from rollout.chat import Chat
+from rollout.episode import EpisodeCallbacks
 from rollout.episode_config import EpisodeConfig
 from rollout.picture import Picture
 from rollout.prompter import Task
@@ -65,11 +66,19 @@ def own(tmp_path):
     return lambda name: f"{tmp_path / 'own.py'}:{name}"
 
 
-def played(chat, *calls: str, frames=None, **config):
+def played(chat, *calls: str, frames=None, callbacks=None, **config):
     engine = script(chat, [TURN.format("".join(calls)), ANSWER])
-    episode = play(engine, chat, TASK, frames, **{"crop_returns": "frames", **config})
+    episode = play(engine, chat, TASK, frames, callbacks=callbacks, **{"crop_returns": "frames", **config})
     check_ledger(chat, engine, episode)
     return engine, episode
+
+
+class Results(EpisodeCallbacks):
+    def __init__(self):
+        self.outcomes = []
+
+    def on_result(self, turn_number, number, call):
+        self.outcomes.append((number, call.outcome))
 
 
 def keys(pictures) -> list[str]:
@@ -153,8 +162,10 @@ def test_pictures_beyond_the_context_fail_their_call_and_leave_siblings_and_the_
     last = unbounded.requests[-1]
     needed = len(last.ids) + sum(picture.num_tokens(32) - 1 for picture in last.pictures)
     room = dict(max_new_tokens=400, max_context_tokens=needed + 400 - 5)
-    engine, episode = played(chat, *calls, **room)
+    results = Results()
+    engine, episode = played(chat, *calls, callbacks=results, **room)
     assert episode.outcomes == ["ok", "error", "ok"] and episode.finish == "done"
+    assert results.outcomes == [(0, "ok"), (1, "error"), (2, "ok")]  # each is reported once
     assert "Error: the pictures of this call need 16 tokens of the context, which has " in episode.calls[1].response
     assert keys(engine.requests[-1].pictures)[2:] == [f"/data/a.mp4@{n}" for n in (5, 6, 30)]
     assert episode.calls[1].frames_s == () and episode.calls[1].to_record()["shown"] == []
