@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paravt_jax.data.rows import BadRow
-from paravt_jax.data.splits.public import LETTERS, PublicSplit, Sample, choice, open_question, unlettered
+from paravt_jax.data.splits.public import LETTERS, PublicSplit, Sample, choice, open_question
 from paravt_jax.rewards.official import mmvu
 
 KINDS = ("multiple-choice", "open-ended")
@@ -24,8 +24,13 @@ def sample(row: Mapping[str, Any]) -> Sample:
     video = row["video"].partition(IN_REPO)[2] or row["video"]
     if kind == "open-ended":
         return open_question(row["id"], row["question"], row["answer"], video, groups)
-    used = [f"{letter}. {row['choices'][letter]}" for letter in LETTERS if row["choices"].get(letter)]
-    return choice(row["id"], row["question"], unlettered(used), row["answer"].strip(), video, groups)
+    return choice(row["id"], row["question"], _options(row["choices"]), row["answer"].strip(), video, groups)
+
+
+def _options(choices: Mapping[str, str]) -> list[str]:
+    """The options up to the last used letter."""
+    last = max((at for at, letter in enumerate(LETTERS) if choices.get(letter)), default=-1)
+    return [choices.get(letter, "") for letter in LETTERS[: last + 1]]
 
 
 VALIDATION = PublicSplit(

@@ -92,13 +92,17 @@ def _texts(value: Any) -> Iterator[str]:
 def choice(
     name: str, question: str, options: Sequence[str], answer: str, video: str, groups: Groups, subtitles: str = ""
 ) -> Sample:
-    """A multiple-choice question. `options` have no letters; `answer` is an option's letter."""
-    letters = LETTERS[: len(options)]
-    if not 2 <= len(options) <= len(LETTERS):
-        raise BadRow("wrong options", f"{name} has {len(options)} options, expected 2 to {len(LETTERS)}")
+    """A multiple-choice question. `options` have no letters, and an empty one is unused: A, B and D, for example.
+
+    `answer` is an option's letter.
+    """
+    lettered = [(letter, text) for letter, text in zip(LETTERS, options, strict=False) if text.strip()]
+    letters = "".join(letter for letter, _ in lettered)
+    if len(lettered) < 2 or len(options) > len(LETTERS):
+        raise BadRow("wrong options", f"{name} has the options {letters or 'none'}, expected 2 to {len(LETTERS)}")
     if len(answer) != 1 or answer not in letters:
         raise BadRow("answer outside of the options", f"the answer to {name} is {answer!r}, its options are {letters}")
-    listed = [f"{letter}. {' '.join(option.split())}" for letter, option in zip(letters, options, strict=True)]
+    listed = [f"{letter}. {' '.join(text.split())}" for letter, text in lettered]
     prompt = "\n".join([_stem(question, name), *listed, ASK_LETTER])
     return Sample(_prompt(name, prompt, video, answer, "mcq", subtitles), video, tuple(options), groups)
 

@@ -93,6 +93,12 @@ def test_an_open_question_of_mmvu_has_no_options_and_a_stripped_answer(tmp_path)
     assert (sample.prompt.question, sample.prompt.answer) == (f"Which algorithm?\n{ASK_WORDS}", "depth-first search")
 
 
+def test_an_unused_letter_of_mmvu_is_left_out_and_the_others_keep_theirs(tmp_path):
+    sample = load_row("mmvu", tmp_path, mmvu_row(0, choices={"A": "DFS", "B": "", "D": "Hash"}, answer="D"))
+    assert sample.prompt.question == f"Which algorithm?\nA. DFS\nD. Hash\n{ASK_LETTER}"
+    assert sample.prompt.answer == "D" and SPLITS["mmvu"].official("hash", "D", sample.options) == 1
+
+
 def test_unused_options_of_longvideobench_are_dropped(tmp_path):
     assert load_row("longvideobench", tmp_path, longvideobench_row(0, option3="N/A")).options == ("Milk", "Tea", "Oil")
 
@@ -193,7 +199,8 @@ def test_a_column_of_another_type_is_named_with_the_row(tmp_path):
         ("longvideobench", {"correct_choice": 4}, "correct_choice of v0_0 is 4, it has 4 options"),
         ("lvbench", {"question": "What year?"}, "wrong options: 3"),
         ("mmvu", {"question_type": "boolean"}, "'boolean' on 'Computer_Science'"),
-        ("mmvu", {"choices": {"A": "x", "B": "", "C": "y"}}, "their letters are AC"),
+        ("mmvu", {"choices": {"A": "x", "B": " ", "C": "y"}, "answer": "B"}, "is 'B', its options are AC"),
+        ("mmvu", {"choices": {"A": "x", "B": ""}}, "has the options A, expected 2 to 10"),
         ("mmvu", {"answer": "?", "question_type": "open-ended"}, "unreadable ground truth: 3.*'\\?' of an oe question"),
         ("charades", {"timestamp": [30.4, 24.3]}, "wrong window"),
         ("charades", {"timestamp": [24.3]}, "wrong window"),
