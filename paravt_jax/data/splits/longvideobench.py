@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paravt_jax.data.rows import BadRow
-from paravt_jax.data.splits.public import LETTERS, PublicSplit, Sample, choice
+from paravt_jax.data.splits.public import LETTERS, PublicSplit, Sample, choice, up_to_last_used
 from paravt_jax.rewards.official import first_capital_or_guess
 
 OPTIONS = tuple(f"option{number}" for number in range(5))
@@ -16,7 +16,7 @@ GROUPS = ("duration_group", "question_category")
 
 
 def sample(row: Mapping[str, Any]) -> Sample:
-    options = [row[name] for name in OPTIONS if row[name] != UNUSED]
+    options = up_to_last_used(["" if row[name] == UNUSED else row[name] for name in OPTIONS])
     number, name = row["correct_choice"], row["id"]
     if not 0 <= number < len(options):
         raise BadRow(

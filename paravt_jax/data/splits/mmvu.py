@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paravt_jax.data.rows import BadRow
-from paravt_jax.data.splits.public import LETTERS, PublicSplit, Sample, choice, open_question
+from paravt_jax.data.splits.public import LETTERS, PublicSplit, Sample, choice, open_question, up_to_last_used
 from paravt_jax.rewards.official import mmvu
 
 KINDS = ("multiple-choice", "open-ended")
@@ -24,13 +24,8 @@ def sample(row: Mapping[str, Any]) -> Sample:
     video = row["video"].partition(IN_REPO)[2] or row["video"]
     if kind == "open-ended":
         return open_question(row["id"], row["question"], row["answer"], video, groups)
-    return choice(row["id"], row["question"], _options(row["choices"]), row["answer"].strip(), video, groups)
-
-
-def _options(choices: Mapping[str, str]) -> list[str]:
-    """The options up to the last used letter."""
-    last = max((at for at, letter in enumerate(LETTERS) if choices.get(letter)), default=-1)
-    return [choices.get(letter, "") for letter in LETTERS[: last + 1]]
+    options = up_to_last_used([row["choices"].get(letter, "") for letter in LETTERS])
+    return choice(row["id"], row["question"], options, row["answer"].strip(), video, groups)
 
 
 VALIDATION = PublicSplit(

@@ -107,6 +107,12 @@ def choice(
     return Sample(_prompt(name, prompt, video, answer, "mcq", subtitles), video, tuple(options), groups)
 
 
+def up_to_last_used(options: Sequence[str]) -> list[str]:
+    """Options by letter without the empty ones at the end."""
+    num = max((at for at, text in enumerate(options, 1) if text.strip()), default=0)
+    return list(options[:num])
+
+
 def open_question(name: str, question: str, answer: str, video: str, groups: Groups) -> Sample:
     prompt = f"{_stem(question, name)}\n{ASK_WORDS}"
     return Sample(_prompt(name, prompt, video, answer.strip(), "oe"), video, groups=groups)

@@ -101,6 +101,8 @@ def test_an_unused_letter_of_mmvu_is_left_out_and_the_others_keep_theirs(tmp_pat
 
 def test_unused_options_of_longvideobench_are_dropped(tmp_path):
     assert load_row("longvideobench", tmp_path, longvideobench_row(0, option3="N/A")).options == ("Milk", "Tea", "Oil")
+    sample = load_row("longvideobench", tmp_path, longvideobench_row(2, option1="N/A"))
+    assert sample.prompt.answer == "C" and "A. Milk\nC. Oil\nD. Ink" in sample.prompt.question
 
 
 def test_options_of_lvbench_are_the_last_lines_of_its_question(tmp_path):
