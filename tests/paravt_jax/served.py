@@ -48,9 +48,17 @@ class Served:
 
 
 def with_service(
-    chat, videos, work, turns=(LOOK, ANSWER), report_after_s=0.0, deadline_s=20.0, max_questions=2, access=ACCESS
+    chat,
+    videos,
+    work,
+    turns=(LOOK, ANSWER),
+    report_after_s=0.0,
+    deadline_s=20.0,
+    max_questions=2,
+    access=ACCESS,
+    **config,
 ):
-    agent = Agent(script(chat, turns, report_after_s=report_after_s), FakeFrames(), chat, EpisodeConfig())
+    agent = Agent(script(chat, turns, report_after_s=report_after_s), FakeFrames(), chat, EpisodeConfig(**config))
     sources = Sources(videos, False, videos.parent)
     service = Service(Answerer(agent, 8), MODEL, sources, max_questions, deadline_s, access)
 

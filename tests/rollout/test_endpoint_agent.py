@@ -18,7 +18,7 @@ from rollout.endpoint.agent import EndpointAgent
 from rollout.endpoint.check import check_endpoint
 from rollout.endpoint.client import EndpointClient
 from rollout.endpoint.errors import EndpointError
-from rollout.endpoint.words import Words, with_tools
+from rollout.endpoint.words import JPEG_URL, Words, with_tools
 from rollout.engine.protocol import EngineError
 from rollout.episode import EpisodeCallbacks
 from rollout.episode_config import EpisodeConfig
@@ -101,6 +101,28 @@ def test_frames_are_jpegs_of_the_budgets_size_after_their_times():
     picture = Image.open(io.BytesIO(base64.b64decode(url.removeprefix("data:image/jpeg;base64,"))))
     error = np.abs(np.asarray(picture, int) - FakeFrames().pixels(21)).mean()  # noise, the worst case of a JPEG
     assert picture.format == "JPEG" and picture.size == (32, 32) and error < 6
+
+
+def test_with_frames_the_answer_to_calls_has_their_pictures_in_order_and_no_sub_agent_is_asked():
+    endpoint = FakeEndpoint(says(f"x</think>{call(5, 7)}{call(90, 99)}{call(60, 63)}", ANSWER))
+    episode = play(endpoint, crop_returns="frames")
+    assert episode.outcomes == ["ok", "invalid", "ok"] and len(endpoint.bodies) == 2
+    content = endpoint.bodies[1]["messages"][3]["content"]
+    assert [part["type"] for part in content] == ["text", *["image_url", "text"] * 5]
+    shown = [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
+    assert shown == [f"{JPEG_URL}{Picture.of(FakeFrames().pixels(n)).jpeg_base64}" for n in (5, 6, 60, 61, 62)]
+    text = texts_of(endpoint.bodies[1]["messages"][3])
+    assert text.count("<tool_response>\n") == text.count("\n</tool_response>") == 3
+    assert re.search(r"<5\.0 seconds><picture><6\.0 seconds><picture>\n</tool_response>\n<tool_response>\nError", text)
+    assert len(episode.ledger.pictures) == 4 + 5 and episode.ledger.sent
+
+
+def test_pictures_beyond_the_context_of_an_endpoint_fail_their_call():
+    """The endpoint reports 77 tokens after the first turn, and a picture has one."""
+    endpoint = FakeEndpoint(says(f"x</think>{call(5, 7)}{call(10, 20)}", ANSWER))
+    episode = play(endpoint, crop_returns="frames", max_context_tokens=272, max_new_tokens=90)
+    assert episode.outcomes == ["ok", "error"] and episode.finish == "done"
+    assert "Error: the pictures of this call need 10 tokens of the context" in episode.calls[1].response
 
 
 def test_a_window_is_shown_to_a_sub_agent_of_its_own():

@@ -45,6 +45,20 @@ def test_a_stream_has_turns_calls_and_reports_as_reasoning_then_the_answer(chat,
     assert chunks[-2].choices[0].finish_reason == "stop" and chunks[-1].usage.total_tokens > 0
 
 
+def test_frames_that_calls_show_are_in_the_dialogue_and_their_windows_are_evidence(chat, videos):
+    async def work(served):
+        stream = await served.ask(stream=True)
+        chunks = [chunk async for chunk in stream]
+        return await served.ask(), chunks, served.engine.requests
+
+    answer, chunks, requests = with_service(chat, videos, work, crop_returns="frames")
+    assert [len(request.pictures) for request in requests] == [8, 8 + 8 + 8] * 2  # no sub-agent
+    assert [(part["start_s"], part["end_s"]) for part in answer.paravt["evidence"]] == [(16, 24), (32, 40)]
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    reasoning = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
+    assert reasoning.count("[crop_video 0:16.0 to 0:24.0: The part of the video from 16.0 to 24.0 seconds, 8 fra") == 1
+
+
 def test_models_health_and_metrics(chat, videos):
     async def work(served):
         models = await served.client.models.list()
