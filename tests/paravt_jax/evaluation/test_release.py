@@ -7,6 +7,7 @@ copy of the release.
 
 import asyncio
 import base64
+import contextlib
 import io
 import json
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from paravt_jax.data.splits import SPLITS
@@ -167,6 +169,30 @@ def test_the_golden_has_every_split_mode_channel_and_script():
 )
 def test_frames_are_multiples_of_28_pixels_within_their_area(size, area, fitted):
     assert fitted_size(*size, area) == fitted
+
+
+def test_sizes_and_numbers_of_frames_are_qwen_vl_utils_own_where_it_is_installed():
+    library = pytest.importorskip(
+        "qwen_vl_utils.vision_process", reason="pip install qwen-vl-utils==0.0.14 torchvision"
+    )
+    random = np.random.default_rng(0)
+    for height, width in random.integers(28, 2200, (2000, 2)).tolist():
+        for area in (OVERVIEW_PX, CROP_PX):
+            theirs = library.smart_resize(height, width, 28, *area)
+            if 0 not in theirs:
+                assert fitted_size(height, width, area) == theirs
+    for num_frames, fps in zip(random.integers(64, 20_000, 300).tolist(), random.uniform(1, 60, 300), strict=True):
+        assert overview_numbers(num_frames) == theirs_of(library, {"nframes": 64}, num_frames, fps)
+        window = {"video_start": (start_s := random.uniform(-1, num_frames / fps)), "video_end": start_s + 40}
+        crop = {"fps": 1, "min_frames": 1, "max_frames": 16} | window
+        with contextlib.suppress(ValueError):  # both readers are tried then
+            theirs = theirs_of(library, crop, num_frames, fps)
+            assert crop_numbers(num_frames, fps, *window.values()) == theirs
+
+
+def theirs_of(library, options, num_frames, fps):
+    first, last, num_inside = library.calculate_video_frame_range(options, num_frames, fps)
+    return torch.linspace(first, last, library.smart_nframes(options, num_inside, fps)).round().long().tolist()
 
 
 @pytest.mark.parametrize("size", [(2, 402), (28, 5600)])
