@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from rollout.episode import Agent
 from rollout.episode_config import TOKEN_PX, EpisodeConfig
 from rollout.ledger import Ledger
 from rollout.output_file import OutputFile
-from rollout.parity import TIMES_NOISE, Parity, Scored, Scorer, ScoreRequest, table
+from rollout.parity import SHOWN, TIMES_NOISE, Parity, Scored, Scorer, ScoreRequest, table
 from rollout.parts import pictures_of, with_times
 from rollout.picture import Picture
 from rollout.prompter import Task
@@ -82,8 +82,9 @@ async def check(
                 for ledger in played.ledgers:
                     await _compare_sampled(parity, ledger, scorer, chat)
                 ids, logp = await _server_scores(client, url, played.dialogue, deadline_s)
-                (ours,) = await asyncio.to_thread(scorer.score, [played.dialogue])
+                ours, wrong = await asyncio.to_thread(scorer.score, [played.dialogue, with_wrong_last(played.dialogue)])
                 _compare_dialogue(parity, ids, logp, ours, chat, size_px)
+                _compare_shown(parity, logp, ours, wrong, chat)
             parities.append(parity)
         return parities
     finally:
@@ -150,6 +151,19 @@ def _compare_dialogue(
     parity.add("dialogue", offsets[:, ~is_image[1:]])
     parity.add("after_image", offsets[:, is_image[:-1] & ~is_image[1:]])
     parity.add("structural", offsets[:, _structural(ours.ids[1:], chat)])
+
+
+def with_wrong_last(dialogue: ScoreRequest) -> ScoreRequest:
+    """The picture of the response is the one before it, as if a server had left it out."""
+    *others, before, _ = dialogue.pictures
+    return replace(dialogue, pictures=(*others, before, before))
+
+
+def _compare_shown(parity: Parity, logp: np.ndarray, ours: Scored, wrong: Scored, chat: Chat) -> None:
+    """Compares the log-probs after the picture of the response, if the server has the learner's ids."""
+    if len(logp) == len(ours.ids):
+        after = slice(int(np.flatnonzero(ours.ids == chat.image_id)[-1]) + 1, None)
+        parity.add(SHOWN, np.stack([*ours.offsets(logp)[:, after], (ours.logp - wrong.logp)[after]]))
 
 
 async def _server_scores(

@@ -15,6 +15,7 @@ import numpy as np
 from rollout.picture import Picture
 
 KINDS = ("sampled", "dialogue", "after_image", "structural")
+SHOWN = "after_response_image"  # tokens after a picture in a tool's response
 
 # A server's allowed distance from the learner's float32, as a multiple of the learner's bfloat16 noise. Measured for
 # correct servers: 0.9 to 1.5 in bfloat16, and 1e-4 in float32, whose rounding is 2^-16 of bfloat16's and accumulates in
@@ -26,6 +27,8 @@ QUANTILES = {"half within": 0.5, "90 % within": 0.9, "99 % within": 0.99}
 FEW, MIN_BEYOND = 2.0, 5
 # Above it the model is unfit for bfloat16, or the learner's bfloat16 is wrong, so the noise cannot judge a server.
 MAX_NOISE_KL = 0.03
+# Measured: 0.01 for correct servers in bfloat16, because rounding cancels, and 0.36 to 1.1 for wrong pictures.
+MAX_PART_OF_WRONG = 0.15
 TINY = 1e-30  # avoids division by zero
 FLOOR = 1e-5  # nats; float32 still rounds where bfloat16 gives a log-prob of exactly 0
 
@@ -114,6 +117,27 @@ class Difference:
         return self.times_noise * (1 + FEW / num_decisive**0.5)
 
 
+@dataclass
+class ShownDifference(Difference):
+    """Few tokens follow a picture of a response, so that rounding hides a wrong one in their quantiles.
+
+    The learner also scores them with a wrong picture. This change has a direction, along which the rounding errors of
+    tokens cancel, and those of another picture do not.
+    """
+
+    offsets: np.ndarray = field(default_factory=lambda: np.zeros((3, 0)))  # the third: of the learner's wrong picture
+
+    @property
+    def statistics(self) -> list[Statistic]:
+        if not self.num_tokens:
+            return []
+        *_, noise, wrong = self.offsets
+        size = max(float(wrong @ wrong), TINY)
+        server, own = (self.offsets[:2] @ wrong / size).tolist()
+        rounding = self.times_noise * float(np.linalg.norm(noise * wrong)) / size
+        return [Statistic("part of a wrong picture's change", server, own, MAX_PART_OF_WRONG + rounding)]
+
+
 def k3(offsets: Any) -> Any:
     return np.expm1(offsets) - offsets
 
@@ -133,7 +157,9 @@ class Parity:
                 f"{self.url} computes in {self.dtype}, but the gate supports {' and '.join(TIMES_NOISE)}; restart it "
                 f"in one of them"
             )
-        self.differences = {kind: Difference(TIMES_NOISE[self.dtype], kind == "sampled") for kind in KINDS}
+        times_noise = TIMES_NOISE[self.dtype]
+        self.differences = {kind: Difference(times_noise, kind == "sampled") for kind in KINDS}
+        self.differences[SHOWN] = ShownDifference(times_noise)
 
     def add(self, kind: str, offsets: np.ndarray) -> None:
         self.differences[kind].add(offsets)

@@ -60,7 +60,7 @@ from rollout.engine.sglang import SGLangEngine, SGLangSettings
 from rollout.engine.weight_root import WEIGHTS_PREFIX
 from rollout.episode import Agent
 from rollout.episode_config import EpisodeConfig
-from rollout.parity import KINDS, ScoreRequest
+from rollout.parity import KINDS, SHOWN, ScoreRequest
 from rollout.prompter import Task
 from rollout.server import Server, ServerFailed, ServerSettings, sidecar_python
 from rollout.video.encode import write_video
@@ -301,7 +301,7 @@ def test_servers_and_learner_agree_on_every_size_of_picture(server, model, contr
     (found,) = asyncio.run(check([server.url], LearnerScorer(model, contract), chat))
     assert found.problems == []
     assert len(set(LearnerScorer(model, contract).settled(gate.VIDEO_SIZES_PX))) >= 6
-    assert {kind: d.num_tokens > 20 for kind, d in found.differences.items()} == dict.fromkeys(KINDS, True)
+    assert {kind: d.num_tokens > 20 for kind, d in found.differences.items()} == dict.fromkeys([*KINDS, SHOWN], True)
 
 
 def test_the_gate_notices_other_weights_and_other_pictures(server, model, other, contract, chat):
@@ -322,8 +322,15 @@ def test_the_gate_notices_other_weights_and_other_pictures(server, model, other,
         assert any("log-probs of 'dialogue' tokens differ" in problem for problem in found.problems)
 
 
+def first_shown(request):
+    """Leaves prompts alone, and the gate's own wrong dialogue, which shows the picture before the last twice."""
+    pictures = request.pictures
+    has_response = len(pictures) > gate.FRAME_BUDGET and pictures[-1] is not pictures[-2]
+    return replace(request, pictures=(*pictures[:-1], pictures[0])) if has_response else request
+
+
 @pytest.mark.nightly
-def test_a_right_server_in_bfloat16_is_accepted_and_one_layer_of_another_version_is_refused(sglang_python, tmp_path):
+def test_a_right_server_in_bfloat16_is_accepted_and_another_picture_or_layer_is_refused(sglang_python, tmp_path):
     """With logits as wide as trained ones; the learner has masters in float32, as when it trains."""
     right, contract = make_wide(tmp_path / "right"), VisionContract.from_hf(tmp_path / "right")
     model, another = model_port.load(right), model_port.load(make_wide(tmp_path / "other", seed=1))
@@ -334,24 +341,32 @@ def test_a_right_server_in_bfloat16_is_accepted_and_one_layer_of_another_version
         def settled(self, sizes_px):
             return super().settled(sizes_px)[-2:]
 
-    async def judged(url):
-        (found,) = await check([url], TwoSizes(model, contract), Chat.from_hf(right), num_episodes=8)
+    class AnotherShown(TwoSizes):
+        """The learner has another picture in the tool's response than the server."""
+
+        def score(self, requests):
+            return super().score([first_shown(request) for request in requests])
+
+    async def judged(url, kind=TwoSizes):
+        (found,) = await check([url], kind(model, contract), Chat.from_hf(right), num_episodes=8)
         return found
 
     async def body():
         server = await Server.start(settings, deadline_s=START_DEADLINE_S)
         engine = await SGLangEngine.connect([server.url], SGLangSettings(RUN))
         try:
-            before = await judged(server.url)
+            before, another_shown = await judged(server.url), await judged(server.url, AnotherShown)
             weights = ModelWeights(with_layer_of(model, another), np.dtype("bfloat16"))
             await engine.publish(weights, engine.version + 1)
-            return before, await judged(server.url)
+            return before, another_shown, await judged(server.url)
         finally:
             await engine.close()
             await server.stop(grace_s=5)
 
-    before, after = asyncio.run(body())
-    assert before.problems == []
+    before, another_shown, after = asyncio.run(body())
+    (shown,) = before.differences[SHOWN].statistics
+    assert before.problems == [] and abs(shown.server) < shown.allowed / 2
+    assert any(f"'{SHOWN}' tokens differ" in problem for problem in another_shown.problems)
     assert np.abs(before.differences["dialogue"].offsets[0]).mean() > 0.04  # nats, by bfloat16 alone
     assert any("log-probs of 'dialogue' tokens differ" in problem for problem in after.problems)
 
