@@ -4,13 +4,18 @@ The record of an earlier run (RUN/config.json, paravt.json) contains every setti
 key is read as the new one, and a removed key is ignored if its value is the one that is now fixed.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
+
+Record = dict[str, Any]
 
 RENAMED = {
     "engine.urls_file": "engine.urls",  # accepts a file too
     "loss.behavior_cap": "loss.correction_bounds",
     "loss.behavior_correction": "loss.correction",
     "loss.kind": "loss.name",
+    "loss.kl_estimator": "loss.kl",
+    "loss.kl_in": "loss.kl",
     "loss.numbers": "loss.params",
     "mismatch.stop_kl": "mismatch.max_kl",
     "rollout.call_deadline_s": "rollout.turn_deadline_s",
@@ -20,12 +25,17 @@ CORRECTIONS = {"mask": "token_mis", "truncate": "token_tis", "none": "none"}  # 
 HINTS = {
     "loss.behavior_cap": "set loss.correction_bounds.max_weight",
     "loss.behavior_correction": ", ".join(f"{old} is {new}" for old, new in CORRECTIONS.items()),
+    "loss.kl_estimator": "k2, k3 or, with the KL in the reward or the returns, always k1",
+    "loss.kl_in": "k3 or k2 for the loss, or reward or returns",
 }
 
 
 class Removed(NamedTuple):
-    fixed: Any  # the value that every run uses now
+    fixed: Any  # the value that every run uses now, or that a function takes from the section's other settings
     reason: str
+
+    def fixed_in(self, section: Record) -> Any:
+        return self.fixed(section) if callable(self.fixed) else self.fixed
 
 
 def _default(value: Any) -> Removed:
@@ -34,6 +44,10 @@ def _default(value: Any) -> Removed:
 
 REMOVED = {
     "advantage.epsilon": _default(1e-6),
+    "advantage.max_reward": Removed(
+        lambda advantage: 2.2 if advantage.get("normalise") == "tokens" else 0.0,
+        "advantage.normalise=tokens clips rewards at 2.2, as the release does",
+    ),
     "advantage.terms": Removed("together", "set advantage.normalise=batch, which gives all terms one std"),
     "checkpoint.grace_s": _default(120.0),
     "engine.memory_frac": Removed(0.8, "start servers with python -m rollout.serve --memory-frac"),
@@ -56,6 +70,10 @@ REMOVED = {
     "optim.eps": _default(1e-8),
     "optim.head_chunk_tokens": _default(256),
     "optim.max_bad_steps": _default(5),
+    "optim.warmup_frac": Removed(
+        lambda optim: 0.05 if optim.get("schedule") == "cosine" else 0.0,
+        "optim.schedule=cosine warms up over 5 % of the steps, constant does not",
+    ),
     "pack.sizes_per_doubling": Removed(4, "it follows from pack.row_tokens"),
     "reward.parts.answer_closing": _default(0.2),
     "reward.parts.answer_opening": _default(0.3),
@@ -103,21 +121,35 @@ def change_of(key: str) -> str:
     return f"{key} was removed: {REMOVED[key].reason}" if key in REMOVED else ""
 
 
-def updated_record(record: dict[str, Any], section: str = "") -> dict[str, Any]:
+def _kl(kl_in: str, loss: Record) -> Record:
+    estimator = loss.get("kl_estimator", "k3")
+    if kl_in == "loss":
+        return {"kl": estimator}
+    return {"kl": kl_in} if estimator == "k1" else {"kl_in": kl_in}
+
+
+# Today's settings for a setting of an earlier record and its section. What has no equal keeps its key, for the error.
+CONVERTED: dict[str, Callable[[Any, Record], Record]] = {
+    "engine.urls_file": lambda file, engine: {"urls": [file]} if file else {},
+    "loss.behavior_cap": lambda cap, loss: (
+        {"correction_bounds": {"max_weight": cap} if loss.get("behavior_correction") != "none" else {}}
+    ),
+    "loss.behavior_correction": lambda correction, loss: {"correction": CORRECTIONS[correction]},
+    "loss.kl_estimator": lambda estimator, loss: {} if "kl_in" in loss else {"kl": estimator},
+    "loss.kl_in": _kl,
+}
+
+
+def updated_record(record: Record, section: str = "") -> Record:
     """An earlier run's settings under today's keys. A removed key with another value stays and causes an error."""
-    updated: dict[str, Any] = {}
+    updated: Record = {}
     for name, value in record.items():
         key = f"{section}{name}"
-        is_fixed = key in REMOVED and value == REMOVED[key].fixed
+        is_fixed = key in REMOVED and value == REMOVED[key].fixed_in(record)
         if key in IGNORED_IN_RECORDS or is_fixed or (key == "judge" and value is None):
             continue
-        if key == "engine.urls_file":
-            value = [value] if value else updated.get("urls", [])
-        if key == "loss.behavior_correction":
-            value = CORRECTIONS[str(value)]
-        if key == "loss.behavior_cap":
-            capped = record.get("behavior_correction") != "none"
-            updated["correction_bounds"] = {"max_weight": value} if capped else {}
+        if key in CONVERTED:
+            updated |= CONVERTED[key](value, record)
             continue
         if isinstance(value, dict) and value:
             value = updated_record(value, f"{key}.")

@@ -460,11 +460,8 @@ class Config(TrainingConfig):
                 f"loss.name=dr_grpo does not divide by the std of rewards, but advantage.normalise="
                 f"{self.advantage.normalise} does; set advantage.normalise=none, or loss.name=para_grpo"
             )
-        if self.loss.kl_in != "loss" and not self.loss.kl_coef:
-            yield (
-                f"loss.kl_in={self.loss.kl_in} has no effect with loss.kl_coef=0; raise the coefficient, or leave "
-                f"kl_in at loss"
-            )
+        if self.loss.kl != "k3" and not self.loss.kl_coef:
+            yield f"loss.kl={self.loss.kl} has no effect with loss.kl_coef=0; raise the coefficient, or leave kl at k3"
         if self.engine.kind == "openai":
             yield (
                 "engine.kind=openai is for evaluation only: an endpoint returns text, and training needs token ids and "
@@ -512,9 +509,7 @@ class SftConfig(TrainingConfig):
     run_dir: str = setting("runs/sft", TRAINING_RUN_DIR)
     # The published values.
     video: VideoConfig = field(default_factory=lambda: VideoConfig(gating=False))
-    optim: OptimConfig = field(
-        default_factory=lambda: OptimConfig(learning_rate=2e-5, schedule="cosine", warmup_frac=0.05)
-    )
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=2e-5, schedule="cosine"))
     pack: PackConfig = field(default_factory=lambda: PackConfig(row_tokens=8192))
     sft: ImitationConfig = field(default_factory=ImitationConfig)
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from paravt_jax.learner.settings import AdvantageConfig, KlEstimator
+from paravt_jax.learner.settings import AdvantageConfig
 from paravt_jax.rewards.terms import RewardTerms
 
 EPSILON = 1e-6  # added to the std, far below the std of any group with spread
@@ -91,7 +91,7 @@ def group_rewards(
         if earned is None:
             continue
         summands = earned.summands if within else earned.summands_without_anchor
-        total[number] = min(config.max_reward or math.inf, math.fsum(summand.reward for summand in summands))
+        total[number] = min(config.max_reward, math.fsum(summand.reward for summand in summands))
         for anchor in earned.anchors:
             anchors.setdefault(anchor.name, np.zeros(len(terms_of)))[number] = anchor.value
     present = np.array([earned is not None and not earned.missing for earned in terms_of])
@@ -148,13 +148,6 @@ def with_kl_penalty(
 ) -> Float[np.ndarray, "*t"]:
     """Advantages after a KL penalty on the reward, see `relative_penalties`."""
     return np.where(loss_mask, advantage - np.float32(penalty), 0.0).astype(np.float32)
-
-
-def kl_of(estimator: KlEstimator, ref_minus_policy: Float[np.ndarray, "*t"]) -> Float[np.ndarray, "*t"]:
-    """The estimators of losses.py in numpy, on the host."""
-    if estimator == "k1":
-        return -ref_minus_policy
-    return np.square(ref_minus_policy) / 2 if estimator == "k2" else np.expm1(ref_minus_policy) - ref_minus_policy
 
 
 def kl_to_go(

@@ -89,7 +89,7 @@ class UpdateCompiler:
         return self._outputs(*self._compiled(batch, programs.score, *arguments, chunk_tokens=HEAD_CHUNK_TOKENS))
 
     def _penalties(self, batch: TrainBatch, old: OldLogProbs) -> None:
-        arguments = (self.objective.spec, self.coefs, old, replace(batch, vision=None), COUNTS)
+        arguments = (self.coefs, old, replace(batch, vision=None), COUNTS)
         self._compiled(batch, programs.penalties, *arguments, num_dialogues=self.num_penalized)
 
     def _compiled(self, batch: TrainBatch, function: Any, *arguments: Any, **options: Any) -> tuple[Any, Any]:

@@ -25,7 +25,7 @@ from model_port.model import Qwen3VL
 from model_port.sharding import ACTIVATION_AXES, from_rows, num_row_parts, on_mesh, own_rows
 from model_port.text import Visual
 from paravt_jax.learner import programs
-from paravt_jax.learner.advantages import kl_of, kl_to_go
+from paravt_jax.learner.advantages import kl_to_go
 from paravt_jax.learner.ahead import UpdateCompiler, shapes_of
 from paravt_jax.learner.credit import CLASSES
 from paravt_jax.learner.losses import LossCoefs, LossSpec, ratio_quantile
@@ -170,12 +170,12 @@ class Learner:
     def kl_penalties(self, part: StepPart, num_dialogues: int) -> Float[np.ndarray, " E"]:
         """The KL penalty of each dialogue, for KL in the reward; needs `part.old`."""
         assert part.old is not None, "the penalty needs log-probs from before the update"
-        spec, total = LossSpec.of(self.loss, self._variant), np.zeros(num_dialogues, np.float64)
+        total = np.zeros(num_dialogues, np.float64)
         with on_mesh(self.mesh):
             for host_batch, old in zip(part.batches, part.old, strict=True):
                 batch = on_devices(replace(host_batch, vision=None), self.mesh)
                 total += np.asarray(
-                    programs.penalties(spec, self._coefs, old, batch, part.counts, num_dialogues=num_dialogues)
+                    programs.penalties(self._coefs, old, batch, part.counts, num_dialogues=num_dialogues)
                 )
         return total
 
@@ -185,8 +185,7 @@ class Learner:
         The KL is the sampler's to the reference, as in the release: engine and learner count as the same policy.
         """
         assert old.ref_logp is not None, "the KL needs the reference"
-        ref_minus_policy = np.where(batch.loss_mask, own_rows(old.ref_logp) - batch.behavior_logp, 0.0)
-        kl = kl_of(self.loss.kl_estimator, ref_minus_policy)
+        kl = np.where(batch.loss_mask, batch.behavior_logp - own_rows(old.ref_logp), 0.0)
         return self.loss.kl_coef * kl_to_go(kl, batch.loss_mask, batch.dialogue)
 
     def _step(

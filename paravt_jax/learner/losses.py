@@ -22,7 +22,7 @@ import numpy as np
 from jax.lax import stop_gradient
 from jaxtyping import Array, Bool, Float, Int
 
-from paravt_jax.learner.settings import Correction, Decision, KlEstimator, LossConfig, MismatchConfig
+from paravt_jax.learner.settings import Correction, Decision, KlTerm, LossConfig, MismatchConfig
 from paravt_jax.learner.variants import (
     TANGENT_FROM,
     Number,
@@ -40,19 +40,16 @@ class LossSpec:
 
     variant: Variant
     correction: Correction
-    kl_estimator: KlEstimator
-    kl_in_loss: bool
+    kl: KlTerm | None  # None without kl_coef
     needs_sequences: bool
 
     @classmethod
     def of(cls, config: LossConfig, variant: Variant) -> "LossSpec":
-        return cls(
-            variant,
-            config.correction,
-            config.kl_estimator,
-            kl_in_loss=config.kl_in == "loss" and config.kl_coef > 0,
-            needs_sequences=config.needs_sequences,
-        )
+        return cls(variant, config.correction, config.kl if config.kl_coef else None, config.needs_sequences)
+
+    @property
+    def kl_in_loss(self) -> bool:
+        return self.kl in ("k2", "k3")
 
 
 class LossCoefs(NamedTuple):
@@ -87,7 +84,7 @@ def policy_loss(spec: LossSpec, coefs: LossCoefs, tokens: SampledTokens) -> Loss
     if spec.needs_sequences and (tokens.sequence_ids is None or tokens.num_sequences < 1):
         raise ValueError(f"{spec.variant.__name__} needs sequence_ids and num_sequences")
     if spec.kl_in_loss and tokens.ref_logp is None:
-        raise ValueError("loss.kl_coef with loss.kl_in=loss needs ref_logp; set loss.kl_coef=0")
+        raise ValueError("loss.kl_coef with a KL in the loss needs ref_logp; set loss.kl_coef=0")
     tokens, mask = tokens.masked(), tokens.loss_mask
     result = spec.variant(tokens, **coefs.params)
     correction, capped = _correction(spec, coefs, tokens)
@@ -106,7 +103,9 @@ def policy_loss(spec: LossSpec, coefs: LossCoefs, tokens: SampledTokens) -> Loss
         ref_minus_policy = tokens.ref_logp - tokens.policy_logp
         kl_ref = stop_gradient(jnp.sum(k3(ref_minus_policy)))
         if spec.kl_in_loss:
-            loss += coefs.kl_coef * weighted(_kl(spec.kl_estimator, ref_minus_policy))
+            # In expectation, k2 has the gradient of KL(policy‖ref), and k3 of KL(ref‖policy).
+            kl = k3(ref_minus_policy) if spec.kl == "k3" else jnp.square(ref_minus_policy) / 2
+            loss += coefs.kl_coef * weighted(kl)
     return LossSums(
         loss=loss,
         policy=policy,
@@ -134,15 +133,15 @@ def _correction(
     return stop_gradient(bounded), outside
 
 
-def kl_penalties(spec: LossSpec, coefs: LossCoefs, tokens: SampledTokens) -> Float[Array, " E"]:
+def kl_penalties(coefs: LossCoefs, tokens: SampledTokens) -> Float[Array, " E"]:
     """kl_coef times the summed KL of each sequence, to be subtracted from its reward.
 
-    Micro-batches add up: a sequence without tokens in this call has 0.
+    The estimator is k1, the log-ratio, which has no bias; in a loss its expected gradient would be 0. Micro-batches add
+    up: a sequence without tokens in this call has 0.
     """
     tokens = tokens.masked()
     assert tokens.ref_logp is not None and tokens.sequence_ids is not None, "the penalty needs both"
-    kl = _kl(spec.kl_estimator, tokens.ref_logp - tokens.prox_logp)
-    sums = segment_sums(kl, tokens.loss_mask, tokens.sequence_ids, tokens.num_sequences)
+    sums = segment_sums(tokens.prox_logp - tokens.ref_logp, tokens.loss_mask, tokens.sequence_ids, tokens.num_sequences)
     return stop_gradient(coefs.kl_coef * sums)
 
 
@@ -200,10 +199,3 @@ def mismatch_decision(behavior_kl: float, config: MismatchConfig) -> Decision:
     if not math.isfinite(behavior_kl) or behavior_kl >= config.max_kl:
         return "stop"
     return "warn" if behavior_kl >= config.warn_kl else "ok"
-
-
-def _kl(estimator: KlEstimator, ref_minus_policy: Float[Array, "*t"]) -> Float[Array, "*t"]:
-    """Schulman's estimators of KL(policy‖ref) per token. In expectation k1's gradient is 0 and k2's is exact."""
-    if estimator == "k1":
-        return -ref_minus_policy
-    return jnp.square(ref_minus_policy) / 2 if estimator == "k2" else k3(ref_minus_policy)

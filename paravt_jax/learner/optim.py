@@ -11,6 +11,7 @@ from paravt_jax.learner.settings import OptimConfig
 Number = float | Float[Array, ""]
 BETAS = 0.9, 0.999  # published
 EPSILON = 1e-8
+WARMUP_FRAC = 0.05  # of the steps; published for the cold start
 
 
 class OptimNumbers(NamedTuple):
@@ -29,12 +30,12 @@ def numbers_at(config: OptimConfig, step: int, num_steps: int) -> OptimNumbers:
 
 
 def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
-    """Linear warm-up from 0, then constant or a cosine decay to 0."""
-    num_warmup = round(config.warmup_frac * num_steps)
-    if step < num_warmup:
-        return config.learning_rate * step / num_warmup
+    """Constant, or a linear warm-up from 0 and a cosine decay to 0."""
     if config.schedule == "constant":
         return config.learning_rate
+    num_warmup = round(WARMUP_FRAC * num_steps)
+    if step < num_warmup:
+        return config.learning_rate * step / num_warmup
     done_frac = min((step - num_warmup) / max(num_steps - num_warmup, 1), 1.0)
     return config.learning_rate * (1 + math.cos(math.pi * done_frac)) / 2
 

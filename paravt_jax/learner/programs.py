@@ -20,7 +20,7 @@ from model_port.model import Qwen3VL
 from model_port.sharding import constrain_params
 from model_port.text import Visual
 from paravt_jax.learner.head import token_scores
-from paravt_jax.learner.losses import LossCoefs, LossSpec, kl_penalties
+from paravt_jax.learner.losses import LossCoefs, kl_penalties
 from paravt_jax.learner.objectives import Objective, OldLogProbs, sampled_tokens
 from paravt_jax.learner.optim import Number, OptimNumbers, optimizer
 from paravt_jax.learner.packing import TrainBatch
@@ -93,13 +93,13 @@ def gradients(
     return constrain_params(grads), sums
 
 
-@partial(jax.jit, static_argnames=("spec", "num_dialogues"))
+@partial(jax.jit, static_argnames="num_dialogues")
 def penalties(
-    spec: LossSpec, coefs: LossCoefs, old: OldLogProbs, batch: TrainBatch, counts: StepCounts, *, num_dialogues: int
+    coefs: LossCoefs, old: OldLogProbs, batch: TrainBatch, counts: StepCounts, *, num_dialogues: int
 ) -> Float[Array, " E"]:
     """The KL penalty of each dialogue in this batch, from log-probs from before the update."""
     assert old.prox_logp is not None
-    return kl_penalties(spec, coefs, sampled_tokens(old.prox_logp, old, batch, counts, num_dialogues))
+    return kl_penalties(coefs, sampled_tokens(old.prox_logp, old, batch, counts, num_dialogues))
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -12,8 +12,7 @@ from rollout.user_code import is_location
 CreditKind = Literal["span", "token", "sequence", "likelihood"]
 Normalise = Literal["std", "batch", "tokens", "none", "loo"]
 Correction = Literal["token_mis", "token_tis", "sequence_mis", "sequence_tis", "icepop", "none"]
-KlEstimator = Literal["k1", "k2", "k3"]
-KlIn = Literal["loss", "reward", "returns"]
+KlTerm = Literal["k3", "k2", "reward", "returns"]
 Decision = Literal["ok", "warn", "stop"]
 Schedule = Literal["constant", "cosine"]
 HEAD_CHUNK_TOKENS = 256  # scored tokens per row in a chunk of logits
@@ -30,15 +29,15 @@ class AdvantageConfig:
     normalise: Normalise = setting(
         "std",
         "divide by the std of the group (std) or of the step (batch); tokens: by the std of the group, then by mean "
-        "and std over all loss tokens of the step, as in the release; none: no division, as in Dr. GRPO; loo: no "
-        "division, and the mean is over the group's other episodes",
+        "and std over all loss tokens of the step, with rewards of at most 2.2, as in the release; none: no division, "
+        "as in Dr. GRPO; loo: no division, and the mean is over the group's other episodes",
     )
-    max_reward: float = setting(0.0, "larger rewards count as this; the release clips them at 2.2. 0: no bound")
     filter_zero_variance: bool = setting(True, "leave out groups whose rewards are all equal; they only contribute KL")
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.max_reward < math.inf:
-            raise ValueError(f"advantage.max_reward={self.max_reward} must be a finite number, 0 or more; 0: no bound")
+    @property
+    def max_reward(self) -> float:
+        """Larger rewards count as this: the release clips (R − 0.2) · 10 at 20; bias and scale cancel."""
+        return 2.2 if self.normalise == "tokens" else math.inf
 
 
 # The parameters of each loss and their defaults, see `learner/variants.py`.
@@ -91,11 +90,11 @@ class LossConfig:
         {}, "the correction's bounds, such as {max_weight: 5.0}; the others keep their defaults", entries=BOUND_NAMES
     )
     kl_coef: float = setting(0.01, "weight of the KL to the initial policy; published. 0: no reference model in memory")
-    kl_estimator: KlEstimator = setting("k3", "k3 as in GRPO; k2 has the exact gradient of the KL")
-    kl_in: KlIn = setting(
-        "loss",
-        "where the KL is added: to the loss; reward: subtracted from an episode's reward, relative to its group; "
-        "returns: subtracted from a token's advantage, the KL of it and of all later tokens, as in the release",
+    kl: KlTerm = setting(
+        "k3",
+        "where the KL counts. k3, k2: in the loss, k3 as in GRPO, k2 with the exact gradient of the KL; reward: k1, "
+        "subtracted from an episode's reward, relative to its group; returns: k1, subtracted from a token's advantage, "
+        "of it and of all later tokens, as in the release",
     )
 
     def __post_init__(self) -> None:
@@ -105,11 +104,6 @@ class LossConfig:
         _check_bounds(self.correction, self.correction_bounds)
         if not 0 <= self.kl_coef < math.inf:
             raise ValueError(f"loss.kl_coef={self.kl_coef} must be a finite number, 0 or more")
-        if self.kl_estimator == "k1" and self.kl_in == "loss":
-            raise ValueError(
-                "loss.kl_estimator=k1 with loss.kl_in=loss does not limit the KL: the expected gradient of k1 is zero; "
-                "use k2 or k3, or loss.kl_in=reward or returns"
-            )
 
     @cached_property
     def all_params(self) -> dict[str, float]:
@@ -130,13 +124,11 @@ class LossConfig:
 
     @property
     def penalizes_reward(self) -> bool:
-        """Whether the KL term is in the reward."""
-        return self.kl_in == "reward" and self.kl_coef > 0
+        return self.kl == "reward" and self.kl_coef > 0
 
     @property
     def penalizes_returns(self) -> bool:
-        """Whether the KL term is in the advantages of tokens."""
-        return self.kl_in == "returns" and self.kl_coef > 0
+        return self.kl == "returns" and self.kl_coef > 0
 
     def scores_before(self, updates_per_step: int) -> bool:
         """Whether updates need the policy's log-probs from before them."""
@@ -226,8 +218,9 @@ class MismatchConfig:
 @dataclass(frozen=True)
 class OptimConfig:
     learning_rate: float = setting(2e-6, "peak learning rate; published")
-    schedule: Schedule = setting("constant", "cosine: decay to 0 at the last step")
-    warmup_frac: float = setting(0.0, "fraction of the steps in which the learning rate rises from 0")
+    schedule: Schedule = setting(
+        "constant", "cosine: the learning rate rises from 0 over 5 % of the steps, then falls to 0 at the last one"
+    )
     weight_decay: float = setting(0.01, "AdamW's decoupled weight decay; published")
     max_grad_norm: float = setting(1.0, "longer gradients are scaled down to this norm; published")
     offload: bool = setting(
@@ -240,5 +233,3 @@ class OptimConfig:
         for name in ("learning_rate", "max_grad_norm"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"optim.{name}={getattr(self, name)} must be greater than 0")
-        if not 0 <= self.warmup_frac < 1:
-            raise ValueError(f"optim.warmup_frac={self.warmup_frac} must be 0 or more and below 1")

@@ -64,7 +64,7 @@ def in_numpy(case: Case) -> LossAndGradient:
                 log_ratio = math.fsum(log_ratios) / len(positions)
             value, slope = _objective(case, math.exp(log_ratio), case.advantage[e, t], case.policy[e, t])
             weight, share = _weight(case, math.exp(log_weight)), _share(case, len(positions))
-            kl, kl_slope = _kl(case.loss.kl_estimator, case.ref[e, t] - case.policy[e, t])
+            kl, kl_slope = _kl(case.loss.kl, case.ref[e, t] - case.policy[e, t])
             likelihood = case.likelihood[e, t]
             loss += share * (-weight * value + case.loss.kl_coef * kl - likelihood * case.policy[e, t])
             gradient[e, t] = share * (-weight * slope + case.loss.kl_coef * kl_slope - likelihood)
@@ -136,7 +136,7 @@ def in_verl(case: Case) -> LossAndGradient | None:
     compute = kinds.get(case.loss.name, core_algos.compute_policy_loss_vanilla)
     loss, _ = compute(prox, policy, advantage, mask, mode, config, weights)
     if case.loss.kl_coef:
-        kl = core_algos.kl_penalty(policy, ref, case.loss.kl_estimator)
+        kl = core_algos.kl_penalty(policy, ref, case.loss.kl)
         loss = loss + case.loss.kl_coef * core_algos.agg_loss(kl, mask, mode, loss_scale_factor=factor)
     return _differentiated(loss, policy)
 
@@ -150,7 +150,7 @@ def in_trl(case: Case) -> LossAndGradient | None:
     Its sequence ratio is differentiated as a whole, so GSPO compares where all tokens of a sequence weigh the same.
     """
     is_gspo, is_token = case.loss.name == "gspo", case.loss.correction in ("token_mis", "token_tis", "icepop")
-    if case.likelihood.any() or (case.loss.kl_coef and case.loss.kl_estimator == "k2"):
+    if case.likelihood.any() or (case.loss.kl_coef and case.loss.kl == "k2"):
         return None
     if is_gspo and (is_token or not case.per_sequence):
         return None

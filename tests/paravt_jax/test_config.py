@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paravt_jax.config import Config, EvalConfig, SftConfig, keys, load_config, to_record
-from paravt_jax.config.changed_keys import REMOVED, RENAMED
+from paravt_jax.config.changed_keys import REMOVED, RENAMED, updated_record
 from paravt_jax.run.recipe import recipe_of
 from scripts.miniature import arms
 
@@ -79,8 +79,8 @@ def test_the_release_configs_differ_from_ours_as_their_headers_list():
     ours, release = settings_of("8b_8x80gb.yaml"), settings_of("release/paragrpo_8b.yaml")
     differ = {key for key in ours if ours[key] != release[key]} - {"run_dir", "model.path"}
     assert {key for key in differ if not key.startswith("rollout.prompts.")} == {
-        *("loss.kl_in", "loss.kl_estimator", "reward.oe_mode", "video.gating", "rollout.overview_fps"),
-        *("advantage.credit", "advantage.normalise", "advantage.max_reward", "advantage.filter_zero_variance"),
+        *("loss.kl", "reward.oe_mode", "video.gating", "rollout.overview_fps"),
+        *("advantage.credit", "advantage.normalise", "advantage.filter_zero_variance"),
     }
     head = (CONFIGS / "release" / "paragrpo_8b.yaml").read_text().partition("\nrun_dir:")[0]
     assert not [key for key in differ if key.rpartition(".")[2] not in head and key.rpartition(".")[0] not in head]
@@ -155,7 +155,7 @@ def test_the_stages_of_the_miniature_have_the_same_prompts_and_pixels():
 
 def test_the_published_cold_start_is_in_its_file():
     config = load_config(CONFIGS / "sft_8b.yaml", schema=SftConfig)
-    assert (config.optim.learning_rate, config.optim.schedule, config.optim.warmup_frac) == (2e-5, "cosine", 0.05)
+    assert (config.optim.learning_rate, config.optim.schedule) == (2e-5, "cosine")
     assert (config.optim.weight_decay, config.pack.row_tokens, config.sft.num_steps) == (0.01, 8192, 500)
     assert not config.video.gating and config.video.overview_frames == 64
 
@@ -184,7 +184,7 @@ def test_the_record_of_a_run_loads_as_a_config(tmp_path):
         load_config(tmp_path / "config.json")
 
 
-MAX_SETTINGS = 130
+MAX_SETTINGS = 127
 
 
 def test_the_number_of_settings_is_bounded():
@@ -220,7 +220,11 @@ def earlier_record(**values) -> dict:
     record["loss"] |= {"behavior_correction": "mask", "behavior_cap": 5.0}
     record["loss"]["kind"], record["loss"]["numbers"] = record["loss"].pop("name"), record["loss"].pop("params")
     record |= {"judge": None}
-    old = {key: removed.fixed for key, removed in REMOVED.items() if key.split(".")[0] not in ("judge", "sft", "eval")}
+    old = {
+        key: removed.fixed_in(record.get(key.split(".")[0], {}))
+        for key, removed in REMOVED.items()
+        if key.split(".")[0] not in ("judge", "sft", "eval")
+    }
     old |= {"engine.urls_file": "", "mismatch.stop_kl": 0.2, "rollout.call_deadline_s": 300.0} | values
     old |= {"engine.route": "tensors", "video.decoder": "decord"}
     for key, value in old.items():
@@ -238,6 +242,33 @@ def test_the_record_of_an_earlier_run_still_loads(tmp_path):
     assert load_config(tmp_path / "config.json") == load_config(None, "mismatch.max_kl=0.2")
     (tmp_path / "config.json").write_text(json.dumps({"config": earlier_record(**{"optim.beta1": 0.8})}))
     with pytest.raises(ValueError, match=r"optim\.beta1 was removed: it is always 0\.9$"):
+        load_config(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("section", "old", "now"),
+    [
+        ("loss", {"kl_in": "loss", "kl_estimator": "k2"}, {"kl": "k2"}),
+        ("loss", {"kl_in": "returns", "kl_estimator": "k1"}, {"kl": "returns"}),
+        ("optim", {"schedule": "cosine", "warmup_frac": 0.05}, {"schedule": "cosine"}),
+        ("advantage", {"normalise": "tokens", "max_reward": 2.2}, {"normalise": "tokens"}),
+    ],
+)
+def test_merged_settings_of_an_earlier_run_have_todays_name(section, old, now):
+    assert updated_record({section: old}) == {section: now}
+
+
+@pytest.mark.parametrize(
+    ("section", "old", "message"),
+    [
+        ("loss", {"kl_in": "reward", "kl_estimator": "k3"}, r"loss\.kl_in is now loss\.kl: "),
+        ("optim", {"schedule": "cosine", "warmup_frac": 0.0}, r"optim\.warmup_frac was removed: "),
+        ("advantage", {"max_reward": 2.2}, r"advantage\.max_reward was removed: advantage\.normalise=tokens"),
+    ],
+)
+def test_the_record_of_a_run_that_has_no_equal_today_is_rejected(tmp_path, section, old, message):
+    (tmp_path / "config.json").write_text(json.dumps({section: old}))
+    with pytest.raises(ValueError, match=message):
         load_config(tmp_path / "config.json")
 
 
@@ -312,12 +343,11 @@ def test_the_command_line_can_empty_a_text():
         (["rollout.tools=[zoom]"], r"^rollout\.tools: there is no tool zoom; there are crop_video, zoom_frame, "),
         (["rollout.prompts.overview='{nmae}'"], r"^rollout\.prompts\.overview has the placeholder \{nmae\}"),
         (["rollout.dispatch=none"], r"reward\.tool_reward=true has no effect with rollout\.dispatch=none"),
-        (["loss.kl_in=reward", "loss.kl_coef=0"], r"loss\.kl_in=reward has no effect with loss\.kl_coef=0"),
+        (["loss.kl=reward", "loss.kl_coef=0"], r"loss\.kl=reward has no effect with loss\.kl_coef=0"),
         (["advantage.credit=sequence", "reward.anchor_weight=0"], r"advantage\.credit=sequence has no effect"),
         (["advantage.credit=span", "reward.anchor_weight=0"], r"advantage\.credit=span has no effect"),
         (["reward.tool_right=needed", "reward.tool_reward=false"], r"reward\.tool_right=needed has no effect with"),
         (["reward.plugin=mine.py"], r"reward\.plugin='mine\.py' must be FILE\.py:FUNCTION, for example"),
-        (["loss.kl_estimator=k1"], r"loss\.kl_estimator=k1 with loss\.kl_in=loss does not limit the KL"),
         (["optim.learning_rate=0"], r"optim\.learning_rate=0\.0 must be greater than 0"),
         (["lora.rank=-1"], r"lora\.rank=-1 must be 0 or more"),
         (["lora.rank=8", "lora.alpha=0"], r"lora\.alpha=0\.0 must be a finite number above 0"),

@@ -54,7 +54,6 @@ def arguments(world: Path, run_dir: Path, *overrides: str) -> list[str]:
         "validation.every_steps=3",
         "checkpoint.every_steps=2",
         "checkpoint.keep=5",
-        "optim.warmup_frac=0.2",
     ]
     return ["--config", str(CONFIG), *settings, *overrides]
 
@@ -208,7 +207,7 @@ def test_a_run_on_changing_numbers_of_hosts_trains_like_one_host(nums, world, tm
     """One step for each number; every mesh sums floats in another order."""
     several_runs = [("several", num, step) for step, num in enumerate(nums, 1)]
     for run, num, steps in (*several_runs, ("one", 1, len(nums))):
-        settings = ["sft.rows_per_step=8", "pack.num_rows=8", "optim.schedule=constant", "optim.warmup_frac=0"]
+        settings = ["sft.rows_per_step=8", "pack.num_rows=8", "optim.schedule=constant"]
         settings += ["optim.train_vision=false", "data.validation="]
         command = arguments(world, tmp_path / run, *settings, f"sft.num_steps={steps}", f"mesh.fsdp={num}")
         ended = several.start_command(tmp_path / f"output {run}{num}", "paravt_jax.sft", command, num).ended()

@@ -92,7 +92,7 @@ def test_every_option_of_the_update_runs(tmp_path):
         "train.subagent_loss=true",
         "train.max_resamples=1",
         "train.oversample=1",
-        "loss.kl_in=reward",
+        "loss.kl=reward",
         "advantage.normalise=batch",
         "advantage.credit=span",
         "reward.tool_right=needed",

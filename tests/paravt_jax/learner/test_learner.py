@@ -219,7 +219,7 @@ def test_the_metrics_of_a_step_in_parts_cover_all_its_tokens(tiny_hf, dialogues,
 
 @pytest.mark.slow
 def test_kl_in_the_reward_penalizes_the_dialogue_that_differs_from_the_reference(tiny_hf, batches):
-    learner = make_learner(tiny_hf, loss=replace(LOSS_KL, kl_in="reward"))
+    learner = make_learner(tiny_hf, loss=replace(LOSS_KL, kl="reward"))
     of_first = [replace(b, advantage=np.where(b.dialogue == 0, b.advantage, 0).astype(np.float32)) for b in batches]
 
     def penalties():

@@ -55,12 +55,12 @@ SETTINGS = [
     "advantage.normalise=batch",
     "loss.correction=none",
     "loss.kl_coef=0.1",
-    "loss.kl_in=reward",
+    "loss.kl=reward",
     "optim.learning_rate=1e-3",
 ]
 
 
-OVER_TOKENS = ["advantage.normalise=tokens", "loss.kl_in=returns", "loss.kl_estimator=k1"]  # the release's
+OVER_TOKENS = ["advantage.normalise=tokens", "loss.kl=returns"]  # the release's
 
 
 def reply_text(episode):
