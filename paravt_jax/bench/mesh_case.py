@@ -83,7 +83,7 @@ def config_of(
         "mesh": mesh,
         "engine": EngineConfig(kind="sglang"),  # on other devices
         "video": VideoConfig(frame_budgets=[FRAMES_OF_A_ROW]),
-        "reward": RewardConfig(tool_reward=False),
+        "reward": RewardConfig(tool="none"),
         "rollout": EpisodeConfig(
             dispatch="none", max_context_tokens=row_tokens, max_new_tokens=max(1, row_tokens // 8)
         ),

@@ -14,8 +14,6 @@ RENAMED = {
     "loss.behavior_cap": "loss.correction_bounds",
     "loss.behavior_correction": "loss.correction",
     "loss.kind": "loss.name",
-    "loss.kl_estimator": "loss.kl",
-    "loss.kl_in": "loss.kl",
     "loss.numbers": "loss.params",
     "mismatch.stop_kl": "mismatch.max_kl",
     "rollout.call_deadline_s": "rollout.turn_deadline_s",
@@ -25,8 +23,37 @@ CORRECTIONS = {"mask": "token_mis", "truncate": "token_tis", "none": "none"}  # 
 HINTS = {
     "loss.behavior_cap": "set loss.correction_bounds.max_weight",
     "loss.behavior_correction": ", ".join(f"{old} is {new}" for old, new in CORRECTIONS.items()),
-    "loss.kl_estimator": "k2, k3 or, with the KL in the reward or the returns, always k1",
-    "loss.kl_in": "k3 or k2 for the loss, or reward or returns",
+}
+# Settings that replace several of their section: each value stands for these values of the earlier ones.
+MERGED: dict[str, dict[str, Record]] = {
+    "loss.kl": {
+        "k3": {"kl_in": "loss", "kl_estimator": "k3"},
+        "k2": {"kl_in": "loss", "kl_estimator": "k2"},
+        "reward": {"kl_in": "reward", "kl_estimator": "k1"},
+        "returns": {"kl_in": "returns", "kl_estimator": "k1"},
+    },
+    "reward.format": {
+        "published": {"think_first_bonus": True, "answer_suffix": True},
+        "strict": {"think_first_bonus": False, "answer_suffix": True},
+        "no_suffix": {"think_first_bonus": True, "answer_suffix": False},
+    },
+    "reward.tool": {
+        "published": {
+            **{"tool_reward": True, "tool_right": "any", "call_price": 0.0},
+            **{"tool_call_weight": 0.3, "tool_right_weight": 0.5},
+        },
+        "needed": {
+            **{"tool_reward": True, "tool_right": "needed", "call_price": 0.03},
+            **{"tool_call_weight": 0.0, "tool_right_weight": 1.0},
+        },
+        "none": {"tool_reward": False},
+    },
+}
+MERGED_INTO = {
+    f"{key.partition('.')[0]}.{name}": key
+    for key, options in MERGED.items()
+    for old in options.values()
+    for name in old
 }
 
 
@@ -118,14 +145,9 @@ def change_of(key: str) -> str:
         return f"{key} is now loss.params.{key.removeprefix('loss.numbers.')}"
     if key in RENAMED:
         return f"{key} is now {RENAMED[key]}" + (f": {HINTS[key]}" if key in HINTS else "")
+    if key in MERGED_INTO:
+        return f"{key} is now {MERGED_INTO[key]}: {', '.join(MERGED[MERGED_INTO[key]])}, see --show"
     return f"{key} was removed: {REMOVED[key].reason}" if key in REMOVED else ""
-
-
-def _kl(kl_in: str, loss: Record) -> Record:
-    estimator = loss.get("kl_estimator", "k3")
-    if kl_in == "loss":
-        return {"kl": estimator}
-    return {"kl": kl_in} if estimator == "k1" else {"kl_in": kl_in}
 
 
 # Today's settings for a setting of an earlier record and its section. What has no equal keeps its key, for the error.
@@ -135,15 +157,13 @@ CONVERTED: dict[str, Callable[[Any, Record], Record]] = {
         {"correction_bounds": {"max_weight": cap} if loss.get("behavior_correction") != "none" else {}}
     ),
     "loss.behavior_correction": lambda correction, loss: {"correction": CORRECTIONS[correction]},
-    "loss.kl_estimator": lambda estimator, loss: {} if "kl_in" in loss else {"kl": estimator},
-    "loss.kl_in": _kl,
 }
 
 
 def updated_record(record: Record, section: str = "") -> Record:
     """An earlier run's settings under today's keys. A removed key with another value stays and causes an error."""
     updated: Record = {}
-    for name, value in record.items():
+    for name, value in _merged(record, section).items():
         key = f"{section}{name}"
         is_fixed = key in REMOVED and value == REMOVED[key].fixed_in(record)
         if key in IGNORED_IN_RECORDS or is_fixed or (key == "judge" and value is None):
@@ -157,3 +177,20 @@ def updated_record(record: Record, section: str = "") -> Record:
                 continue
         updated[RENAMED.get(key, key).rpartition(".")[2]] = value
     return updated
+
+
+def _merged(record: Record, section: str) -> Record:
+    """Replaces settings that are one today. If their values have no equal, they stay."""
+    for key, options in MERGED.items():
+        earlier = {name for values in options.values() for name in values} & record.keys()
+        if not earlier or key.partition(".")[0] != section.removesuffix("."):
+            continue
+        equal = (
+            option
+            for option, values in options.items()
+            if values.keys() & earlier and all(record[name] == values.get(name, record[name]) for name in earlier)
+        )
+        if (option := next(equal, None)) is not None:
+            record = {name: value for name, value in record.items() if name not in earlier}
+            record[key.partition(".")[2]] = option
+    return record

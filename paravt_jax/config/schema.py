@@ -482,8 +482,8 @@ class Config(TrainingConfig):
         if not self.rollout.temperature > 0:
             temperature = self.rollout.temperature
             yield f"rollout.temperature={temperature} must be above 0: equal episodes of a group have no signal"
-        if self.rollout.dispatch == "none" and self.reward.tool_reward:
-            yield "reward.tool_reward=true has no effect with rollout.dispatch=none; set it to false"
+        if self.rollout.dispatch == "none" and self.reward.tool != "none":
+            yield f"reward.tool={self.reward.tool} has no effect with rollout.dispatch=none; set it to none"
 
 
 def _lone_judge(reward: RewardConfig, judge: JudgeConfig) -> Iterable[str]:

@@ -28,11 +28,11 @@ from paravt_jax.rewards.settings import RewardConfig
 from rollout.tools import CROP_VIDEO_ALONE, Outcome, Signatures, find_calls
 
 THINK_FIRST, BALANCED = 0.3, 0.1  # the terms of R_fmt besides R_base and R_anchor
-# R_base: substantive thinking, <answer> before an answer, </answer> after it; by reward.answer_suffix
-BASE = {True: (0.2, 0.3, 0.2), False: (0.3, 0.2, 0.1)}
+# R_base: substantive thinking, <answer> before an answer, </answer> after it; by reward.format
+BASE = {"published": (0.2, 0.3, 0.2), "strict": (0.2, 0.3, 0.2), "no_suffix": (0.3, 0.2, 0.1)}
 # R_anchor: a </think> that closes substantive thinking, and the whole flow from thinking to a closed answer
 THINK_CLOSING, FLOW = 0.4, 0.3
-WELL_FORMED_SHARE = 1 / 3  # of tool_call_weight, for a call that was not executed; published: 0.1 of 0.3
+WELL_FORMED_SHARE = 1 / 3  # of the pay of a call, for a call that was not executed; published: 0.1 of 0.3
 OUTCOMES = get_args(Outcome)
 WELL_FORMED_OUTCOMES = ("ok", "error", "timeout")  # only a well-formed call to a known tool has these
 
@@ -220,7 +220,7 @@ def reward_terms(
 
 
 def with_needed_calls(group: Sequence[RewardTerms | None], config: RewardConfig) -> list[RewardTerms | None]:
-    """A group's terms with the tool_right=needed reward of answers after an executed call.
+    """A group's terms with the reward.tool=needed reward of answers after an executed call.
 
     The reward is proportional to R_acc minus the mean R_acc of the group's answers without an executed call, and 0 if
     there are none. So a call that does not help earns nothing on average, and one that misleads costs something.
@@ -232,7 +232,7 @@ def with_needed_calls(group: Sequence[RewardTerms | None], config: RewardConfig)
         for terms in group
         if terms is not None and terms.executed is None and terms.prediction and terms.accuracy is not None
     ]
-    if config.tool_right != "needed" or not config.tool_reward or not alone:
+    if config.tool != "needed" or not alone:
         return list(group)
     expected = math.fsum(alone) / len(alone)
     return [terms and _paid(terms, expected, config) for terms in group]
@@ -243,7 +243,7 @@ def _paid(terms: RewardTerms, expected: float, config: RewardConfig) -> RewardTe
         return terms
     gain = terms.accuracy - expected
     summands = tuple(s._replace(value=gain) if s.name == "tool_right" else s for s in terms.summands)
-    reward = gain * config.tool_right_weight
+    reward = gain * config.tool_pay.right
     credits = (Credit("tool_right", "tool", reward, terms.executed),) if reward else ()
     return replace(terms, summands=summands, credits=(*terms.credits, *credits))
 
@@ -336,7 +336,7 @@ def _format_credits(turns: Sequence[ParsedTurn], config: RewardConfig) -> Iterat
     """
     if not turns:
         return
-    base, (of_think, of_opening, of_closing) = 0.0, BASE[config.answer_suffix]
+    base, (of_think, of_opening, of_closing) = 0.0, BASE[config.format]
     thinks = [(turn, turn.think) for turn in turns if turn.think is not None]
     if len(thinks) == len(turns) and all(substantive(think) for _, think in thinks):
         base += of_think
@@ -363,10 +363,10 @@ def _think_first_credits(turns: Sequence[ParsedTurn], calls: "_Calls", config: R
     calling = [turn for turn in turns if any(tag.name == "tool_call" for tag in turn.tags)]
     is_met = bool(calling) and all(turn.kind == "tool_call" for turn in calling)
     is_met = is_met and all(turn.think is not None for turn in turns)
-    if is_met and config.think_first_bonus:
+    if is_met and config.format != "strict":
         places = tuple(turn.place_of(turn.think) for turn in calling if turn.think is not None)
         yield Credit("think_first", "think_first", THINK_FIRST, places)
-    elif not is_met and not config.think_first_bonus and calls.every is not None:
+    elif not is_met and config.format == "strict" and calls.every is not None:
         yield Credit("call_without_thinking", "think_first", -THINK_FIRST, calls.every)
 
 
@@ -452,19 +452,19 @@ def _calls(turns: Sequence[ParsedTurn], outcomes: Sequence[str], tools: Signatur
 def _tool_parts(calls: _Calls, num_calls: int, accuracy: float, config: RewardConfig) -> tuple[Summand, ...]:
     """The reward of a call and of a call before a right answer, and the price of calls.
 
-    DIFFERS from the release with tool_right=needed: only executed calls earn a reward, and the group decides what an
+    DIFFERS from the release with reward.tool=needed: only executed calls earn a reward, and the group decides what an
     answer after them earns.
     """
-    if not config.tool_reward:
+    if config.tool == "none":
         return ()
     called, right = float(calls.executed is not None), 0.0
-    if config.tool_right == "any":
+    if config.tool == "published":
         called = WELL_FORMED_SHARE if not called and calls.well_formed is not None else called
         right = float(called > 0 and accuracy > 0)
     return (
-        Summand("tool_call", called, config.tool_call_weight),
-        Summand("tool_right", right, config.tool_right_weight),
-        Summand("call_price", -float(num_calls), config.call_price),
+        Summand("tool_call", called, config.tool_pay.call),
+        Summand("tool_right", right, config.tool_pay.right),
+        Summand("call_price", -float(num_calls), config.tool_pay.price),
     )
 
 

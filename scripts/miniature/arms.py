@@ -9,9 +9,9 @@ from paravt_jax.config.keys import flat
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 NO_PREFIX = "rollout.forced_prefix="
-NO_ANCHOR = ("reward.anchor_weight=0", "reward.unclosed_penalty=0")  # reward.answer_suffix is on in all arms
+NO_ANCHOR = ("reward.anchor_weight=0", "reward.unclosed_penalty=0")  # the answer suffix of R_base is on in all arms
 NO_GATING = "video.gating=false"
-NO_TOOL = "reward.tool_reward=false"
+NO_TOOL = "reward.tool=none"
 ARMS: Mapping[str, tuple[str, tuple[str, ...]]] = {  # name: title, settings
     "grpo": ("GRPO", (NO_PREFIX, *NO_ANCHOR, NO_GATING, NO_TOOL)),
     "prefix": ("prefix only", (*NO_ANCHOR, NO_GATING, NO_TOOL)),
@@ -40,7 +40,7 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {  # of losses, normalizations and sch
     "credit_sequence": ARMS["credit_sequence"][1],
     "normalise_batch": ("advantage.normalise=batch",),
     "normalise_loo": ("advantage.normalise=loo",),
-    "right_needed": ("reward.tool_right=needed",),
+    "right_needed": ("reward.tool=needed",),
     "two_updates": ("train.updates_per_step=2",),
     "resampled": ("train.max_resamples=2",),
     "soft_length": ("train.truncated=soft",),

@@ -97,7 +97,7 @@ def settings(arm: str) -> dict:
 
 
 ANCHOR = {"reward.anchor_weight", "reward.unclosed_penalty"}
-PREFIX, GATING, TOOL = "rollout.forced_prefix", "video.gating", "reward.tool_reward"
+PREFIX, GATING, TOOL = "rollout.forced_prefix", "video.gating", "reward.tool"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paravt_jax.config import Config, EvalConfig, SftConfig, keys, load_config, to_record
-from paravt_jax.config.changed_keys import REMOVED, RENAMED, updated_record
+from paravt_jax.config.changed_keys import MERGED_INTO, REMOVED, RENAMED, updated_record
 from paravt_jax.run.recipe import recipe_of
 from scripts.miniature import arms
 
@@ -61,7 +61,7 @@ def test_the_published_hyper_parameters_are_in_the_8b_files():
     assert (config.loss.kl_coef, config.loss.correction) == (0.01, "token_mis")
     assert (config.reward.anchor_weight, config.reward.unclosed_penalty, config.reward.format_weight) == (0.5, 0.3, 1.0)
     reward = config.reward
-    assert (reward.tool_right, reward.tool_call_weight, reward.tool_right_weight) == ("any", 0.3, 0.5)
+    assert (reward.tool, reward.format, reward.tool_pay) == ("published", "published", (0.3, 0.5, 0.0))
 
 
 @pytest.mark.parametrize("name", ["grpo_8b", "paragrpo_8b", "paragrpo_8b_recommended"])
@@ -86,7 +86,7 @@ def test_the_release_configs_differ_from_ours_as_their_headers_list():
     assert not [key for key in differ if key.rpartition(".")[2] not in head and key.rpartition(".")[0] not in head]
     grpo = settings_of("release/grpo_8b.yaml")
     assert {key for key in grpo if grpo[key] != release[key]} == {
-        *("run_dir", "advantage.credit", "rollout.forced_prefix", "reward.answer_suffix"),
+        *("run_dir", "advantage.credit", "rollout.forced_prefix", "reward.format"),
         *("reward.anchor_weight", "reward.unclosed_penalty"),
     }
 
@@ -122,9 +122,9 @@ ANCHORING = {"rollout.forced_prefix", "reward.anchor_weight", "reward.unclosed_p
 @pytest.mark.parametrize(
     ("file", "differs"),
     [
-        ("no_anchoring", {*ANCHORING, "reward.tool_reward"}),
-        ("no_gating", {"video.gating", "reward.tool_reward"}),
-        ("no_tool_reward", {"reward.tool_reward"}),
+        ("no_anchoring", {*ANCHORING, "reward.tool"}),
+        ("no_gating", {"video.gating", "reward.tool"}),
+        ("no_tool_reward", {"reward.tool"}),
         ("no_penalty", {"reward.unclosed_penalty"}),
     ],
 )
@@ -136,9 +136,8 @@ def test_an_ablation_differs_from_the_full_method_in_the_ablated_settings_only(f
 def test_the_recommended_file_differs_from_the_published_one_as_its_header_lists():
     full, other = (dict(flat(CONFIGS / f"paragrpo_8b{name}.yaml")) for name in ("", "_recommended"))
     differ = {key for key, value in full.items() if other[key] != value}
-    tool = {"reward.tool_right", "reward.tool_right_weight", "reward.tool_call_weight", "reward.call_price"}
-    rest = {"reward.think_first_bonus", "advantage.normalise", "advantage.credit"}
-    assert differ == {"run_dir", "train.max_resamples", *tool, *rest}
+    reward = {"reward.tool", "reward.format", "advantage.normalise", "advantage.credit"}
+    assert differ == {"run_dir", "train.max_resamples", *reward}
     head = (CONFIGS / "paragrpo_8b_recommended.yaml").read_text().partition("\nrun_dir:")[0]
     assert all(f"#   {key}=" in head for key in differ - {"run_dir"})
 
@@ -184,7 +183,7 @@ def test_the_record_of_a_run_loads_as_a_config(tmp_path):
         load_config(tmp_path / "config.json")
 
 
-MAX_SETTINGS = 127
+MAX_SETTINGS = 122
 
 
 def test_the_number_of_settings_is_bounded():
@@ -195,8 +194,9 @@ def test_the_number_of_settings_is_bounded():
 
 def test_the_error_for_a_renamed_or_removed_key_has_the_new_key_or_the_reason(tmp_path):
     settings = {key for schema in (Config, SftConfig, EvalConfig) for key in keys.keys_of(schema)}
-    assert settings >= set(RENAMED.values()) and not settings & {*RENAMED, *REMOVED}
-    for key, new in RENAMED.items():
+    renamed = RENAMED | MERGED_INTO
+    assert settings >= set(renamed.values()) and not settings & {*renamed, *REMOVED}
+    for key, new in renamed.items():
         with pytest.raises(ValueError, match=f"^{re.escape(key)} is now {re.escape(new)}(: .*)?$"):
             load_config(None, f"{key}=1")
     with pytest.raises(
@@ -250,6 +250,9 @@ def test_the_record_of_an_earlier_run_still_loads(tmp_path):
     [
         ("loss", {"kl_in": "loss", "kl_estimator": "k2"}, {"kl": "k2"}),
         ("loss", {"kl_in": "returns", "kl_estimator": "k1"}, {"kl": "returns"}),
+        ("reward", {"tool_reward": True, "tool_right": "any"}, {"tool": "published"}),
+        ("reward", {"tool_reward": False, "tool_call_weight": 0.2, "oe_mode": "f1"}, {"oe_mode": "f1", "tool": "none"}),
+        ("reward", {"think_first_bonus": False}, {"format": "strict"}),
         ("optim", {"schedule": "cosine", "warmup_frac": 0.05}, {"schedule": "cosine"}),
         ("advantage", {"normalise": "tokens", "max_reward": 2.2}, {"normalise": "tokens"}),
     ],
@@ -261,6 +264,7 @@ def test_merged_settings_of_an_earlier_run_have_todays_name(section, old, now):
 @pytest.mark.parametrize(
     ("section", "old", "message"),
     [
+        ("reward", {"tool_call_weight": 0.2}, r"reward\.tool_call_weight is now reward\.tool: published, needed, none"),
         ("loss", {"kl_in": "reward", "kl_estimator": "k3"}, r"loss\.kl_in is now loss\.kl: "),
         ("optim", {"schedule": "cosine", "warmup_frac": 0.0}, r"optim\.warmup_frac was removed: "),
         ("advantage", {"max_reward": 2.2}, r"advantage\.max_reward was removed: advantage\.normalise=tokens"),
@@ -342,11 +346,10 @@ def test_the_command_line_can_empty_a_text():
         (["rollout.temperature=0"], r"rollout\.temperature=0\.0 must be above 0"),
         (["rollout.tools=[zoom]"], r"^rollout\.tools: there is no tool zoom; there are crop_video, zoom_frame, "),
         (["rollout.prompts.overview='{nmae}'"], r"^rollout\.prompts\.overview has the placeholder \{nmae\}"),
-        (["rollout.dispatch=none"], r"reward\.tool_reward=true has no effect with rollout\.dispatch=none"),
+        (["rollout.dispatch=none"], r"reward\.tool=published has no effect with rollout\.dispatch=none"),
         (["loss.kl=reward", "loss.kl_coef=0"], r"loss\.kl=reward has no effect with loss\.kl_coef=0"),
         (["advantage.credit=sequence", "reward.anchor_weight=0"], r"advantage\.credit=sequence has no effect"),
         (["advantage.credit=span", "reward.anchor_weight=0"], r"advantage\.credit=span has no effect"),
-        (["reward.tool_right=needed", "reward.tool_reward=false"], r"reward\.tool_right=needed has no effect with"),
         (["reward.plugin=mine.py"], r"reward\.plugin='mine\.py' must be FILE\.py:FUNCTION, for example"),
         (["optim.learning_rate=0"], r"optim\.learning_rate=0\.0 must be greater than 0"),
         (["lora.rank=-1"], r"lora\.rank=-1 must be 0 or more"),

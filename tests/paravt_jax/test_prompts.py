@@ -100,9 +100,7 @@ def overview_text(config) -> str:
 def test_a_policy_gets_the_prompts_of_the_release_with_one_tool_schema(release, mode, system):
     (release / "words.yaml").write_text(to_yaml(rollout_prompts(import_release(release), mode), "From there."))
     dispatch = "none" if mode == "reasoning" else "parallel"
-    config = load_config(
-        None, "rollout.prompts_file=words.yaml", f"rollout.dispatch={dispatch}", "reward.tool_reward=false"
-    )
+    config = load_config(None, "rollout.prompts_file=words.yaml", f"rollout.dispatch={dispatch}", "reward.tool=none")
     video_name = "" if mode == "reasoning" else " It is called video.mp4"
     picture = "<0.0 seconds><|vision_start|><|image_pad|><|vision_end|>"
     assert overview_text(config).startswith(f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n")

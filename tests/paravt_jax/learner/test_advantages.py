@@ -256,12 +256,12 @@ THINK = "<think>\nlet me look</think>"
 
 
 def test_rewards_become_arrays():
-    config, own = RewardConfig(tool_call_weight=0.2), (OwnTerm("brief", 0.5, weight=2.0),)
+    config, own = RewardConfig(), (OwnTerm("brief", 0.5, weight=2.0),)
     first = reward_terms([f"{THINK}<answer>B</answer>"], [], "B", "mcq", config, own=own)
     last = reward_terms([f"{THINK}<answer>C"], ["ok"], "B", "mcq", config)
     group = group_rewards([first, None, last], anchor_scale=0.5, config=EXACT)
     assert group.present.tolist() == [True, False, True]
-    np.testing.assert_allclose(group.total, [1 + 0.65 + 2 * 0.5, 0, 0.5 + 0.2])  # the last one lacks `</answer>`
+    np.testing.assert_allclose(group.total, [1 + 0.65 + 2 * 0.5, 0, 0.5 + 0.3])  # the last one lacks `</answer>`
     expected = [sum(s.reward for s in terms.summands_without_anchor) for terms in (first, last)]
     np.testing.assert_allclose(group.total[[0, 2]], expected)
     np.testing.assert_allclose(group.anchor, [0.7, 0.0, 0.4])

@@ -57,7 +57,7 @@ def test_the_decode_interval_contains_the_time_of_the_compiled_sampler(name, dev
 def test_the_prefill_interval_contains_an_h200s_seconds(monkeypatch):
     """docs/benchmarks: stacked weights of the 8B, and chunks of 256 tokens, 10,240 tokens a second."""
     monkeypatch.setattr("model_port.sampler.sampler.CHUNK_TOKENS_ELSEWHERE", 256)
-    settings = ("rollout.dispatch=none", "reward.tool_reward=false")
+    settings = ("rollout.dispatch=none", "reward.tool=none")
     step = step_of("8b_lora_1x80gb", *settings, device="h200")
     run = run_of("8b_lora_1x80gb", *settings)
     low, high = (run.work.num_groups * run.work.prompt_tokens / seconds for seconds in step.parts["prefill"])
@@ -65,7 +65,7 @@ def test_the_prefill_interval_contains_an_h200s_seconds(monkeypatch):
 
 
 def test_decode_time_is_the_bytes_of_weights_and_cache_over_bandwidth():
-    step = step_of("8b_8x80gb", "rollout.dispatch=none", "reward.tool_reward=false")
+    step = step_of("8b_8x80gb", "rollout.dispatch=none", "reward.tool=none")
     weights, row = 2 * (6_945_767_424 + 151_936 * 4096), (1988 + 512) * 2 * 2 * 36 * 8 * 128
     assert step.parts["decode"].low == pytest.approx(1.3 * 512 * (weights + 14 * row) / (0.81 * 3.35e12))
 
@@ -73,7 +73,7 @@ def test_decode_time_is_the_bytes_of_weights_and_cache_over_bandwidth():
 def test_a_token_crosses_the_links_of_a_slice_73_times():
     """On v5p 2x2x1 the all-reduce of 56 rows of 4,096 values sends 3/4 twice over two links of 75 GB/s."""
     at_once = RateRange(*(end._replace(calls=0.0, tail=1.0) for end in PUBLISHED))
-    settings = ("rollout.dispatch=none", "reward.tool_reward=false", "engine.cache_tokens=262144")
+    settings = ("rollout.dispatch=none", "reward.tool=none", "engine.cache_tokens=262144")
     step = step_of("8b_v5p8", *settings, device="v5p", rates=at_once)
     weights, row = 2 * (6_945_767_424 + 151_936 * 4096), (1988 + 512) * 2 * 2 * 36 * 8 * 128
     reads_s = (weights + 56 * row) / (4 * 0.81 * 2.77e12)

@@ -114,10 +114,10 @@ def test_an_episode_is_tool_turns_and_then_an_answer(turns):
 
 def test_without_the_answer_suffix_thinking_and_answer_weigh_the_same():
     """R_base: 0.3 thinking, 0.2 + 0.1 the answer's tags; with it 0.2 and 0.3 + 0.2."""
-    for suffix, think, answered in ((True, 0.2, 0.7), (False, 0.3, 0.6)):
-        assert terms("<think>\nI look closely.</think>", answer_suffix=suffix).base == pytest.approx(think)
-        assert terms(ANSWER_TURN, answer_suffix=suffix).base == pytest.approx(answered)
-        assert terms("<think>\nhm</think><answer>B", answer_suffix=suffix).base == pytest.approx(0.3 if suffix else 0.2)
+    for rules, think, answered, opened in (("published", 0.2, 0.7, 0.3), ("no_suffix", 0.3, 0.6, 0.2)):
+        assert terms("<think>\nI look closely.</think>", format=rules).base == pytest.approx(think)
+        assert terms(ANSWER_TURN, format=rules).base == pytest.approx(answered)
+        assert terms("<think>\nhm</think><answer>B", format=rules).base == pytest.approx(opened)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_an_unreadable_or_unknown_call_earns_nothing_even_with_a_right_answer():
     assert terms(ANSWER_TURN).tool == 0.0
     assert terms(bad, ANSWER_TURN, outcomes=["invalid"]).tool == 0.0
     assert terms(unknown, ANSWER_TURN, outcomes=["unknown_tool"]).tool == 0.0
-    assert terms(TOOL_TURN, ANSWER_TURN, outcomes=["ok"], tool_reward=False).tool == 0.0
+    assert terms(TOOL_TURN, ANSWER_TURN, outcomes=["ok"], tool="none").tool == 0.0
 
 
 def called(reply, true, question_type="tvg", outcome="ok", **config):
@@ -165,7 +165,7 @@ def with_group(looked, *alone):
     return with_needed_calls([looked, *alone], NEEDED)[0]
 
 
-NEEDED = RewardConfig(tool_right="needed", tool_call_weight=0.0, tool_right_weight=1.0)
+NEEDED = RewardConfig(tool="needed")
 
 
 def answered(reply, true, question_type="tvg", turns=(), outcomes=()):
@@ -177,13 +177,13 @@ def test_covering_all_candidates_beats_committing_to_one_of_four_only_with_the_p
     # 0.25 + 1 + 0.3 + 0.5 against (2.8 + 3 · 1.3) / 4
     assert called("[0, 40]", QUARTERS[0]) == pytest.approx(2.05)
     assert guessed(QUARTERS) == pytest.approx(1.675)
-    # The others commit to one of four: mean R_acc 0.25. Covering has 0.25 + 1 + 1 · (0.25 − 0.25), committing the same.
+    # The others commit to one of four: mean R_acc 0.25. Covering has 0.25 + 1 + 1 · (0.25 − 0.25) − 0.03.
     alone = [answered(QUARTERS[0], true) for true in QUARTERS]
     looked = [answered("[0, 40]", QUARTERS[0], turns=[TOOL_TURN], outcomes=["ok"])]
     looked += [answered(QUARTERS[0], true, turns=[TOOL_TURN], outcomes=["ok"]) for true in QUARTERS]
     covering, *committing = [with_group(each, *alone).total for each in looked]
-    assert [covering, sum(committing) / 4] == pytest.approx([1.25, 1.25])
-    assert committing == pytest.approx([2.75, 0.75, 0.75, 0.75])  # 1 + 1 + 0.75, 0 + 1 − 0.25
+    assert [covering, sum(committing) / 4] == pytest.approx([1.22, 1.22])
+    assert committing == pytest.approx([2.72, 0.72, 0.72, 0.72])  # 1 + 1 + 0.75 − 0.03, 0 + 1 − 0.25 − 0.03
 
 
 def test_the_whole_video_beats_a_guess_with_the_published_formula():
@@ -197,7 +197,7 @@ def test_a_tiny_overlap_earns_all_of_r_tool_with_the_published_formula_and_its_g
         turns = TOOL_TURN, ANSWER_TURN.replace(">B<", f">{reply}<")
         assert terms(*turns, outcomes=["ok"], answer="[0, 10]", question_type="tvg").tool == pytest.approx(0.8)
         looked = answered(reply, "[0, 10]", turns=[TOOL_TURN], outcomes=["ok"])
-        assert with_group(looked, answered("[0, 5]", "[0, 10]")).tool == pytest.approx(gain)
+        assert with_group(looked, answered("[0, 5]", "[0, 10]")).tool == pytest.approx(gain - 0.03)
 
 
 def test_naming_four_colours_beats_a_guess_by_f1_and_not_by_exact_match():
@@ -218,22 +218,16 @@ def test_a_failed_call_earns_only_with_the_published_formula(outcome):
     alone = terms(ANSWER_TURN).total
     assert alone == pytest.approx(2.0)
     assert called("B", "B", "mcq", outcome) == pytest.approx(2.6)  # 0.1 and 0.5
-    assert called("B", "B", "mcq", outcome, tool_right="needed") == pytest.approx(alone)
+    assert called("B", "B", "mcq", outcome, tool="needed") == pytest.approx(alone - 0.03)
 
 
-def test_r_tool_has_the_configured_weights():
-    assert called("B", "B", "mcq", tool_call_weight=0.0, tool_right_weight=0.2) == pytest.approx(2.2)
-    assert called("C", "B", "mcq", tool_call_weight=0.7, tool_right_weight=0.0) == pytest.approx(1.7)
-    assert called("B", "B", "mcq", "error", tool_call_weight=0.6, tool_right_weight=0.3) == pytest.approx(2.5)
-
-
-ALONE_RIGHT, ALONE_WRONG = [terms(ANSWER_TURN, tool_right="needed", answer=letter) for letter in "BC"]
-ALONE_UNANSWERED = terms(ANSWER_TURN.replace("</answer>", ""), tool_right="needed")
+ALONE_RIGHT, ALONE_WRONG = [terms(ANSWER_TURN, tool="needed", answer=letter) for letter in "BC"]
+ALONE_UNANSWERED = terms(ANSWER_TURN.replace("</answer>", ""), tool="needed")
 CALLED_RIGHT, CALLED_WRONG, REFUSED_RIGHT = [
-    terms(TOOL_TURN, ANSWER_TURN, outcomes=[outcome], tool_right="needed", answer=letter)
+    terms(TOOL_TURN, ANSWER_TURN, outcomes=[outcome], tool="needed", answer=letter)
     for outcome, letter in (("ok", "B"), ("ok", "C"), ("invalid", "B"))
 ]
-CALLED_UNANSWERED = terms(TOOL_TURN, THINK, outcomes=["ok"], tool_right="needed")
+CALLED_UNANSWERED = terms(TOOL_TURN, THINK, outcomes=["ok"], tool="needed")
 
 
 @pytest.mark.parametrize(
@@ -246,14 +240,13 @@ CALLED_UNANSWERED = terms(TOOL_TURN, THINK, outcomes=["ok"], tool_right="needed"
     ],
 )
 def test_a_needed_call_earns_the_accuracy_beyond_the_answers_without_one(rest_of_group, expected):
-    config = RewardConfig(tool_right="needed")  # 0.5 for a gain of 1
     for looked, accuracy in ((CALLED_RIGHT, 1.0), (CALLED_WRONG, 0.0)):
-        paid = 0.5 * (accuracy - expected)
-        first, *rest = with_needed_calls([looked, *rest_of_group], config)
-        assert first.tool == pytest.approx(0.3 + paid)
-        assert first.total == pytest.approx(accuracy + 1.3 + paid)
-        assert without_anchor(first) == pytest.approx(accuracy + 0.95 + paid)
-        assert math.fsum(c.value for c in first.credits if c.term == "tool") == pytest.approx(0.3 + paid)
+        paid = accuracy - expected - 0.03
+        first, *rest = with_needed_calls([looked, *rest_of_group], NEEDED)
+        assert first.tool == pytest.approx(paid)
+        assert first.total == pytest.approx(accuracy + 1 + paid)
+        assert without_anchor(first) == pytest.approx(accuracy + 0.65 + paid)
+        assert math.fsum(c.value for c in first.credits if c.term == "tool") == pytest.approx(paid)
         assert rest == rest_of_group
 
 
@@ -267,7 +260,7 @@ def test_a_needed_call_earns_the_accuracy_beyond_the_answers_without_one(rest_of
     ],
 )
 def test_a_group_without_a_comparison_earns_nothing_as_needed(group):
-    assert with_needed_calls(group, RewardConfig(tool_right="needed")) == group
+    assert with_needed_calls(group, NEEDED) == group
 
 
 def test_luck_after_a_useless_call_is_worth_nothing_on_average():
@@ -279,11 +272,11 @@ def test_luck_after_a_useless_call_is_worth_nothing_on_average():
             group = [CALLED_RIGHT if looked else CALLED_WRONG]
             group += [ALONE_RIGHT if each else ALONE_WRONG for each in alone]
             weight = math.prod(chance if each else 1 - chance for each in right)
-            paid += weight * (with_needed_calls(group, RewardConfig(tool_right="needed"))[0].tool - 0.3)
+            paid += weight * (with_needed_calls(group, NEEDED)[0].tool + 0.03)
         assert paid == pytest.approx(0)
 
 
-DUTY = {"think_first_bonus": False}
+DUTY = {"format": "strict"}
 LEAK = f"{THINK}<tool_code>crop_video('video.mp4', 2, 5)</tool_code>"
 
 
@@ -447,8 +440,6 @@ def test_invalid_outcomes_and_turns_are_errors():
     ("setting", "complaint"),
     [
         ({"anchor_weight": -1.0}, r"^reward.anchor_weight=-1.0 must be a finite number"),
-        ({"tool_call_weight": 0.6}, r"^reward.tool_call_weight=0.6 and reward.tool_right_weight=0.5 add up to more"),
-        ({"tool_right": "needed", "tool_reward": False}, r"^reward.tool_right=needed has no effect with .*tool_reward"),
         ({"plugin": "mine.py"}, r"^reward.plugin='mine.py' must be FILE.py:FUNCTION"),
         ({"plugin": "mine:reward"}, r"^reward.plugin='mine:reward' must be FILE.py:FUNCTION"),
     ],
@@ -476,11 +467,11 @@ def test_the_bound_of_format_does_not_penalize_the_anchor():
 
 
 def test_a_well_formed_call_is_worth_a_well_formed_answer_with_and_without_the_anchor():
-    answered, called = terms(ANSWER_TURN), terms(TOOL_TURN, ANSWER_TURN, tool_reward=False)
+    answered, called = terms(ANSWER_TURN), terms(TOOL_TURN, ANSWER_TURN, tool="none")
     assert called.think_first > answered.think_first == 0
     assert answered.format == called.format == 1
     assert without_anchor(answered) == without_anchor(called) == pytest.approx(1 + 0.65)
-    alone = terms(ANSWER_TURN, anchor_weight=0.0), terms(TOOL_TURN, ANSWER_TURN, anchor_weight=0.0, tool_reward=False)
+    alone = terms(ANSWER_TURN, anchor_weight=0.0), terms(TOOL_TURN, ANSWER_TURN, anchor_weight=0.0, tool="none")
     assert [without_anchor(reward) for reward in alone] == [reward.total for reward in alone]
 
 
@@ -591,8 +582,8 @@ answer_turns = st.builds("{}<answer>{}</answer>".format, thinking, answers)
 episodes = st.builds(lambda earlier, last: [*earlier, last], st.lists(tool_turns, max_size=2), answer_turns)
 configs = st.builds(
     RewardConfig,
-    tool_right=st.sampled_from(["any", "needed"]),
-    think_first_bonus=st.booleans(),
+    tool=st.sampled_from(["published", "needed"]),
+    format=st.sampled_from(["published", "strict", "no_suffix"]),
     unclosed_penalty=st.sampled_from([0.0, 0.3]),
     anchor_weight=st.sampled_from([0.0, 0.5, 1.0]),
 )
@@ -632,11 +623,12 @@ def edited(draw, turns, edits=("delete", "double", "reorder", "insert")):
 @given(st.lists(any_turn, max_size=3), outcome_lists, ground_truths, configs)
 def test_no_text_raises_and_every_total_is_within_its_bounds(turns, outcomes, truth, config):
     reward = reward_terms(turns, outcomes, *truth, config)
-    duty = 0.0 if config.think_first_bonus else 0.3
-    low, high = -config.anchor_weight * config.unclosed_penalty - duty, 2.8
+    duty = 0.3 if config.format == "strict" else 0.0
+    price = config.tool_pay.price * len(outcomes)
+    low, high = -config.anchor_weight * config.unclosed_penalty - duty - price, 2.8
     assert low - SLACK <= reward.total <= high + SLACK
-    assert low - SLACK <= reward.format <= 1.0
-    assert without_anchor(reward) >= -duty
+    assert low + price - SLACK <= reward.format <= 1.0
+    assert without_anchor(reward) >= -duty - price - SLACK
     for credit in reward.credits:
         assert all(0 <= start <= end <= len(turns[turn]) for turn, start, end in credit.places)
     for anchor in reward.anchors:

@@ -426,7 +426,7 @@ def test_plugin_terms_are_in_the_reward_the_log_and_the_metrics(chat, own_reward
     def say(episode, request):
         return CALL if before_calls(chat, request) and episode.endswith(("/0", "/1")) else RIGHT
 
-    (groups,) = collect(chat, say, own_reward, "train.prompts_per_step=1", "reward.tool_reward=false")
+    (groups,) = collect(chat, say, own_reward, "train.prompts_per_step=1", "reward.tool=none")
     assert [rollout.terms.total for rollout in groups[0].rollouts] == [2.5, 2.5, 2.0, 2.0]
     assert groups[0].advantages.sequence == pytest.approx([1, 1, -1, -1], abs=1e-4)
     reward = records(groups, 1, chat)[0]["reward"]
@@ -489,11 +489,11 @@ def test_needed_calls_are_rewarded_by_their_group(chat):
         return RIGHT if episode.endswith(("/0", "/1")) else WRONG
 
     def tools(kind):
-        (groups,) = collect(chat, say, f"reward.tool_right={kind}", "train.prompts_per_step=1")
+        (groups,) = collect(chat, say, f"reward.tool={kind}", "train.prompts_per_step=1")
         return [rollout.terms.tool for rollout in groups[0].rollouts]
 
-    assert tools("any") == pytest.approx([0.8, 0, 0, 0])
-    assert tools("needed") == pytest.approx([0.3 + 0.5 * (1 - 1 / 3), 0, 0, 0])
+    assert tools("published") == pytest.approx([0.8, 0, 0, 0])
+    assert tools("needed") == pytest.approx([1 - 1 / 3 - 0.03, 0, 0, 0])
 
 
 def test_normalise_batch_divides_all_groups_by_the_same_std(chat):
