@@ -15,7 +15,7 @@ from model_port.processing import VisionContract
 from model_port.progress import Meter
 from model_port.terminal import say
 from paravt_jax.asking.answerer import Answerer
-from paravt_jax.config import EngineConfig, VideoConfig
+from paravt_jax.config import MIN_PIXELS, EngineConfig, VideoConfig
 from paravt_jax.run.policy import Policy
 from paravt_jax.run.recipe import Recipe, read_recipe
 from paravt_jax.run.start import describe_devices, find_devices, size_of, start_line
@@ -78,7 +78,7 @@ async def _behind_endpoint(
     client = await open_endpoint(
         engine, engine.model, None, stack, gpus=(), dtype="bfloat16", max_context_tokens=tokens, temperature=temperature
     )
-    contract = endpoint_contract(recipe.min_pixels, recipe.max_pixels)
+    contract = endpoint_contract(recipe.max_pixels)
     frames = await stack.enter_async_context(frame_reader(VideoConfig(), contract, recipe.rollout.detail_factor))
     say(f"model: {engine.model}, behind an endpoint")
     return Answerer(EndpointAgent(client, frames, recipe.rollout), recipe.num_frames)
@@ -95,7 +95,7 @@ async def _of_model(
     source = await in_thread(lambda: source_directory(model, "--model DIR"))
     recipe = recipe_for(source, num_frames=num_frames, dispatch=dispatch)
     hf_files = hf_files_of(source)
-    contract = replace(VisionContract.from_hf(hf_files), min_pixels=recipe.min_pixels, max_pixels=recipe.max_pixels)
+    contract = replace(VisionContract.from_hf(hf_files), min_pixels=MIN_PIXELS, max_pixels=recipe.max_pixels)
     devices = [] if engine else await in_thread(find_devices)
     dtype = "float32" if devices and devices[0].platform == "cpu" else "bfloat16"
     device_names = "of the SGLang servers" if engine else describe_devices(devices)

@@ -4,6 +4,7 @@ from paravt_jax.config.load import WRITTEN, as_written, computed_on, load_config
 from paravt_jax.config.schema import (
     AUTO,
     DIRECT,
+    MIN_PIXELS,
     MODES,
     SINGLE_TURN_MODES,
     SYNTHETIC,
@@ -32,6 +33,7 @@ from paravt_jax.config.schema import (
 __all__ = [
     "AUTO",
     "DIRECT",
+    "MIN_PIXELS",
     "MODES",
     "SINGLE_TURN_MODES",
     "SYNTHETIC",

@@ -18,11 +18,13 @@ RENAMED = {
     "mismatch.stop_kl": "mismatch.max_kl",
     "rollout.call_deadline_s": "rollout.turn_deadline_s",
     "rollout.min_video_deadline_s": "rollout.turn_deadline_s",
+    "video.gating": "video.frame_budgets",
 }
 CORRECTIONS = {"mask": "token_mis", "truncate": "token_tis", "none": "none"}  # values of loss.behavior_correction
 HINTS = {
     "loss.behavior_cap": "set loss.correction_bounds.max_weight",
     "loss.behavior_correction": ", ".join(f"{old} is {new}" for old, new in CORRECTIONS.items()),
+    "video.gating": "[] for false",
 }
 # Settings that replace several of their section: each value stands for these values of the earlier ones.
 MERGED: dict[str, dict[str, Record]] = {
@@ -92,6 +94,7 @@ REMOVED = {
     "loss.geometric_mask": Removed(False, "the geometric mask is gone; set loss.correction"),
     "mismatch.geometric_mask_kl": Removed(0.03, "the geometric mask is gone; set mismatch.max_kl"),
     "mismatch.warn_kl": Removed(0.01, "a run warns at a tenth of mismatch.max_kl"),
+    "min_pixels": _default(784),  # of paravt.json
     "optim.beta1": _default(0.9),
     "optim.beta2": _default(0.999),
     "optim.eps": _default(1e-8),
@@ -121,6 +124,7 @@ REMOVED = {
     "video.decoder": Removed("pyav", "PyAV always decodes; decord gives wrong frames for some files"),
     "video.disk_gib": _default(64.0),
     "video.memory_gib": _default(2.0),
+    "video.min_pixels": _default(784),
     "video.stratified": Removed(False, "every prompt draws its own frame budget"),
 }
 IGNORED_IN_RECORDS = {  # ignored at any value: they change neither the method nor the results of a resumed run
@@ -157,6 +161,8 @@ CONVERTED: dict[str, Callable[[Any, Record], Record]] = {
         {"correction_bounds": {"max_weight": cap} if loss.get("behavior_correction") != "none" else {}}
     ),
     "loss.behavior_correction": lambda correction, loss: {"correction": CORRECTIONS[correction]},
+    "video.frame_budgets": lambda budgets, video: {"frame_budgets": budgets if video.get("gating", True) else []},
+    "video.gating": lambda gating, video: {},
 }
 
 

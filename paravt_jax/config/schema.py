@@ -123,17 +123,17 @@ class DataConfig:
             raise ValueError("data.allow_outside=true has no effect without data.video_root; set both or neither")
 
 
+MIN_PIXELS = 784  # smallest area of a frame, in pixels; published
 MAX_FRAMES, MAX_PIXELS = 4096, 2**26  # limits for data rows too, because a model's own files also set them
 
 
 @dataclass(frozen=True)
 class VideoConfig:
-    gating: bool = setting(
-        True, "draw each prompt's number of frames from frame_budgets at random; false: always use overview_frames"
+    frame_budgets: list[int] = setting(
+        [4, 8, 16, 32, 64],
+        "gating: each prompt's number of frames is drawn from these, published. Empty: always overview_frames",
     )
-    frame_budgets: list[int] = setting([4, 8, 16, 32, 64], "numbers of frames to draw from; the published values")
     overview_frames: int = setting(64, "frames per prompt without gating, and in validation")
-    min_pixels: int = setting(784, "smallest area of a frame, in pixels; the published value")
     max_pixels: int = setting(
         50_176, "largest area of a frame, in pixels; the published value. Lower it to save context and memory"
     )
@@ -144,23 +144,23 @@ class VideoConfig:
 
     def __post_init__(self) -> None:
         _local("video", self, "disk_cache")
-        if not self.frame_budgets or min(self.frame_budgets) < 1:
+        if self.frame_budgets and min(self.frame_budgets) < 1:
             raise ValueError(f"video.frame_budgets={self.frame_budgets} must be numbers of frames, each at least 1")
-        _at_least_1("video", self, "overview_frames", "min_pixels", "max_pixels")
+        _at_least_1("video", self, "overview_frames")
         for name, value, limit in (
-            ("frame_budgets", max(self.frame_budgets), MAX_FRAMES),
+            ("frame_budgets", max(self.frame_budgets, default=0), MAX_FRAMES),
             ("overview_frames", self.overview_frames, MAX_FRAMES),
             ("max_pixels", self.max_pixels, MAX_PIXELS),
         ):
             if value > limit:
                 raise ValueError(f"video.{name}={value} must be at most {limit}")
-        if self.min_pixels > self.max_pixels:
-            raise ValueError(f"video.min_pixels={self.min_pixels} is more than video.max_pixels={self.max_pixels}")
+        if self.max_pixels < MIN_PIXELS:
+            raise ValueError(f"video.max_pixels={self.max_pixels} must be at least {MIN_PIXELS}, the smallest frame")
 
     @property
     def most_frames(self) -> int:
         """The largest overview, in training or validation."""
-        return max([self.overview_frames, *(self.frame_budgets if self.gating else ())])
+        return max(self.overview_frames, *self.frame_budgets)
 
 
 @dataclass(frozen=True)
@@ -508,7 +508,7 @@ class SftConfig(TrainingConfig):
 
     run_dir: str = setting("runs/sft", TRAINING_RUN_DIR)
     # The published values.
-    video: VideoConfig = field(default_factory=lambda: VideoConfig(gating=False))
+    video: VideoConfig = field(default_factory=lambda: VideoConfig(frame_budgets=[]))
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=2e-5, schedule="cosine"))
     pack: PackConfig = field(default_factory=lambda: PackConfig(row_tokens=8192))
     sft: ImitationConfig = field(default_factory=ImitationConfig)
@@ -689,7 +689,7 @@ class EvalConfig(RunConfig):
         names = {
             "eval": ("frame_budgets", "dispatches", "temperatures", "num_samples"),
             "rollout": [field.name for field in fields(EpisodeConfig) if field.name != "turn_deadline_s"],
-            "video": ("min_pixels", "max_pixels"),
+            "video": ("max_pixels",),
         }
         changed = [
             f"{section}.{name}={getattr(getattr(self, section), name)}"

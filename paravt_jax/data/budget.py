@@ -18,6 +18,6 @@ def frame_budget(seed: int, epoch: int, prompt_id: str, budgets: Sequence[int]) 
 def budgets_of(samples: Sequence[PromptSample[Item]], video: VideoConfig, seed: int) -> list[int]:
     """The frame budget of each prompt sample, with at least one frame per video."""
     budgets = [video.overview_frames] * len(samples)
-    if video.gating:
+    if video.frame_budgets:
         budgets = [frame_budget(seed, sample.epoch, sample.item.id, video.frame_budgets) for sample in samples]
     return [max(budget, len(sample.item.videos)) for budget, sample in zip(budgets, samples, strict=True)]

@@ -216,7 +216,7 @@ async def _endpoint(
         temperature=config.rollout.temperature,
         as_released=config.eval.protocol == "release",
     )
-    contract = endpoint_contract(config.video.min_pixels, config.video.max_pixels)
+    contract = endpoint_contract(config.video.max_pixels)
     frames = await _frames(config, contract, stack, samples)
     _write_played(directory, model, {"kind": config.engine.kind, "serve_with": config.engine.serve_with})
     return client, frames

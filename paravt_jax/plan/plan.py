@@ -195,7 +195,7 @@ def _fits(run: PlannedRun, device: DeviceSpec) -> bool:
 
 def _assumptions(run: PlannedRl, device: DeviceSpec) -> Iterator[str]:
     work = run.work
-    source = "mean of video.frame_budgets" if run.video.gating else "video.overview_frames"
+    source = "mean of video.frame_budgets" if run.video.frame_budgets else "video.overview_frames"
     yield (
         f"a prompt has {work.frames:.1f} frames ({source}) of {work.frame_tokens} tokens (video.max_pixels, timestamp) "
         f"and text: {work.prompt_tokens:,} tokens in total"

@@ -139,8 +139,8 @@ class Workload:
 def workload_of(
     train: TrainConfig, rollout: EpisodeConfig, video: VideoConfig, pack: PackConfig, model: ModelConfig
 ) -> Workload:
-    most = max(video.frame_budgets) if video.gating else video.overview_frames
-    frames = sum(video.frame_budgets) / len(video.frame_budgets) if video.gating else float(most)
+    budgets = sorted(video.frame_budgets or [video.overview_frames])
+    most, frames = budgets[-1], sum(budgets) / len(budgets)
     frame_tokens = tokens_per_frame(video.max_pixels, model.vision)
     room = rollout.max_context_tokens - 1
     response = min(RESPONSE_TOKENS, rollout.max_new_tokens * (rollout.tool_turns + 1), room)
@@ -154,7 +154,6 @@ def workload_of(
     else:
         shown = max(0, min(call_frame_tokens, room - response - PROMPT_TEXT_TOKENS))
         response += calls * shown
-    budgets = sorted(video.frame_budgets) if video.gating else [most]
     num_groups = train.prompts_per_step
     budgets = [budgets[(2 * n + 1) * len(budgets) // (2 * num_groups)] for n in range(num_groups)]
     prompts = [min(n * frame_tokens + PROMPT_TEXT_TOKENS, room - response) for n in budgets]

@@ -45,8 +45,8 @@ class RewardConfig:
     format: FormatReward = setting(
         "published",
         "R_fmt. published: 0.3 for thinking before a call, and in R_base 0.2 for thinking and 0.5 for an answer; "
-        "strict: no bonus, but 0.3 less for a call without thinking, so that every fault of an episode with a call costs "
-        "something; no_suffix: as published, but 0.3 and 0.3 in R_base",
+        "strict: no bonus, but 0.3 less for a call without thinking, so that every fault of an episode with a call "
+        "costs something; no_suffix: published, with 0.3 and 0.3 in R_base",
     )
     plugin: str = setting("", "FILE.py:FUNCTION that returns your own reward terms (docs/rewards.md); empty: none")
 

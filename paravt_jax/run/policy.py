@@ -35,7 +35,7 @@ from model_port.progress import Meter
 from model_port.sharding import add_up_once, make_mesh, on_mesh, platform
 from model_port.terminal import say
 from model_port.tiny import make_tiny
-from paravt_jax.config import TINY, Config, EvalConfig, MeshConfig, PolicyConfig, SftConfig, written_dtype
+from paravt_jax.config import MIN_PIXELS, TINY, Config, EvalConfig, MeshConfig, PolicyConfig, SftConfig, written_dtype
 from paravt_jax.run.hosts import ALONE, Hosts
 from paravt_jax.run.recipe import Recipe, differences, recipe_of
 from paravt_jax.run.start import check_cpu_size, describe_devices, fell_back, find_devices, size_of, start_line
@@ -172,7 +172,7 @@ def open_policy(
         adapter, source, name = source, base_directory(source), base_of(source)
         _check_adapter(adapter, lora)
     hf_dir = hf_files_of(source)
-    contract = replace(VisionContract.from_hf(hf_dir), min_pixels=recipe.min_pixels, max_pixels=recipe.max_pixels)
+    contract = replace(VisionContract.from_hf(hf_dir), min_pixels=MIN_PIXELS, max_pixels=recipe.max_pixels)
     if contract.unit_px != TOKEN_PX:
         raise ValueError(f"an image token of {source} covers {contract.unit_px} px, but rollouts assume {TOKEN_PX} px")
     hf_files = run_dir / HF_FILES_DIR

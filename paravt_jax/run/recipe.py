@@ -31,13 +31,12 @@ class Recipe:
     """Settings for using a model; the defaults are a run's."""
 
     num_frames: int = VideoConfig.overview_frames  # overview frames
-    min_pixels: int = VideoConfig.min_pixels
     max_pixels: int = VideoConfig.max_pixels
     rollout: EpisodeConfig = field(default_factory=lambda: EpisodeConfig(temperature=0.0))
     mode: str = "agentic"  # the mode of training runs; an evaluation in another mode logs the difference
 
     def __post_init__(self) -> None:
-        VideoConfig(overview_frames=self.num_frames, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
+        VideoConfig(overview_frames=self.num_frames, max_pixels=self.max_pixels)
         self.rollout.check_samples()
 
     def to_bytes(self) -> bytes:
@@ -54,7 +53,7 @@ def recipe_of(config: Config | SftConfig | EvalConfig) -> Recipe:
         turn_tokens = min(rollout.max_new_tokens, rollout.max_context_tokens)
         rollout = replace(rollout, max_new_tokens=turn_tokens)
     mode = config.eval.mode if isinstance(config, EvalConfig) else "agentic"
-    return Recipe(video.overview_frames, video.min_pixels, video.max_pixels, rollout, mode)
+    return Recipe(video.overview_frames, video.max_pixels, rollout, mode)
 
 
 def read_recipe(directory: Path) -> Recipe | None:

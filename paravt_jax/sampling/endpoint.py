@@ -7,7 +7,7 @@ from pathlib import Path
 from model_port.download import source_directory
 from model_port.processing import VisionContract
 from model_port.progress import Meter
-from paravt_jax.config import TINY, EngineConfig
+from paravt_jax.config import MIN_PIXELS, TINY, EngineConfig
 from paravt_jax.run.gpu_assignment import Gpus
 from paravt_jax.run.threads import in_thread
 from rollout.endpoint.check import check_endpoint
@@ -19,10 +19,10 @@ from rollout.server import Dtype
 PATCH_PX = 16
 
 
-def endpoint_contract(min_pixels: int, max_pixels: int) -> VisionContract:
+def endpoint_contract(max_pixels: int) -> VisionContract:
     """The sizes of frames for any model: Qwen3-VL's. The endpoint may resize them again."""
     half = (0.5, 0.5, 0.5)
-    return VisionContract(PATCH_PX, TOKEN_PX // PATCH_PX, 2, min_pixels, max_pixels, half, half)
+    return VisionContract(PATCH_PX, TOKEN_PX // PATCH_PX, 2, MIN_PIXELS, max_pixels, half, half)
 
 
 def endpoint_model(settings: EngineConfig, path: str) -> str:

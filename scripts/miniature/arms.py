@@ -10,7 +10,7 @@ from paravt_jax.config.keys import flat
 CONFIGS = Path(__file__).parents[2] / "configs"
 NO_PREFIX = "rollout.forced_prefix="
 NO_ANCHOR = ("reward.anchor_weight=0", "reward.unclosed_penalty=0")  # the answer suffix of R_base is on in all arms
-NO_GATING = "video.gating=false"
+NO_GATING = "video.frame_budgets=[]"
 NO_TOOL = "reward.tool=none"
 ARMS: Mapping[str, tuple[str, tuple[str, ...]]] = {  # name: title, settings
     "grpo": ("GRPO", (NO_PREFIX, *NO_ANCHOR, NO_GATING, NO_TOOL)),

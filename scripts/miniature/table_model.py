@@ -215,7 +215,7 @@ class Table:
         for _ in range(STEPS):
             groups = []
             for _ in range(config.train.prompts_per_step):
-                frames = int(rng.choice(video.frame_budgets)) if video.gating else video.overview_frames
+                frames = int(rng.choice(video.frame_budgets or [video.overview_frames]))
                 groups.append(self.group(policy, frames, forced, rng, config.train.group_size))
             gradient = self._gradient(groups, policy)
             policy.update({coin: value * config.train.group_size for coin, value in gradient.items()})

@@ -97,7 +97,7 @@ def settings(arm: str) -> dict:
 
 
 ANCHOR = {"reward.anchor_weight", "reward.unclosed_penalty"}
-PREFIX, GATING, TOOL = "rollout.forced_prefix", "video.gating", "reward.tool"
+PREFIX, GATING, TOOL = "rollout.forced_prefix", "video.frame_budgets", "reward.tool"
 
 
 @pytest.mark.parametrize(
@@ -169,10 +169,12 @@ def test_a_variant_differs_from_para_grpo_only_in_its_settings(tmp_path):
 def test_a_setting_of_the_command_overrides_the_world_and_the_arm(tmp_path):
     (job,) = (
         job
-        for job in Experiment(tmp_path, ["grpo"], [0], QUICK, train=["train.num_steps=3", "video.gating=true"]).jobs()
+        for job in Experiment(
+            tmp_path, ["grpo"], [0], QUICK, train=["train.num_steps=3", "video.frame_budgets=[5]"]
+        ).jobs()
         if job.kind == "train"
     )
-    assert job.num_steps == 3 and load_config(job.config, *job.settings).video.gating
+    assert job.num_steps == 3 and load_config(job.config, *job.settings).video.frame_budgets == [5]
 
 
 def test_an_unknown_arm_is_an_error():

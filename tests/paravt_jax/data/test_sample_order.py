@@ -175,7 +175,7 @@ STEP = [SAMPLES[number] for number in range(14, 21)]
 
 
 def test_without_gating_every_sample_has_the_frames_of_an_overview():
-    assert budgets_of(STEP, VideoConfig(gating=False, overview_frames=48), seed=0) == [48] * 7
+    assert budgets_of(STEP, VideoConfig([], overview_frames=48), seed=0) == [48] * 7
 
 
 def test_gated_budgets_depend_on_seed_epoch_and_prompt_and_not_on_the_step():
@@ -188,7 +188,7 @@ def test_gated_budgets_depend_on_seed_epoch_and_prompt_and_not_on_the_step():
     assert budgets_of(next_epoch, video, seed=0) != budgets
 
 
-@pytest.mark.parametrize("video", [VideoConfig(), VideoConfig(False, overview_frames=4)])
+@pytest.mark.parametrize("video", [VideoConfig(), VideoConfig([], overview_frames=4)])
 def test_every_video_of_a_prompt_has_at_least_one_frame(video):
     samples = SampleOrder(prompts(7, num_videos=5), seed=0)
     assert min(budgets_of([samples[number] for number in range(7)], video, seed=0)) >= 5

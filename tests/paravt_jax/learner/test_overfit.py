@@ -54,7 +54,7 @@ COMMON = [
     "loss.kl_coef=0.001",
 ]
 ARMS = {
-    "grpo": ["reward.anchor_weight=0", "reward.unclosed_penalty=0", "video.gating=false"],
+    "grpo": ["reward.anchor_weight=0", "reward.unclosed_penalty=0", "video.frame_budgets=[]"],
     "para_grpo": [],
 }
 # 1 for the letter; R_fmt of 0.7 + 0.1 without the anchor, its bound of 1 with it.

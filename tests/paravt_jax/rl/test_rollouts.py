@@ -28,7 +28,7 @@ OPEN_QUESTIONS = [Prompt(name, "What is it?", (f"/{name}.mp4",), "a dog", "oe") 
 JUDGED = ("reward.oe_mode=llm", "judge.url=http://judge/v1", "judge.model=m")
 COMMON = [
     *("train.prompts_per_step=2", "train.group_size=4", "train.max_resamples=0"),
-    *("video.gating=false", "video.overview_frames=3"),
+    *("video.frame_budgets=[]", "video.overview_frames=3"),
 ]
 RIGHT = "I have looked.</think><answer>A</answer><|im_end|>"
 WRONG = "I have looked.</think><answer>B</answer><|im_end|>"
@@ -595,7 +595,7 @@ class CountedFrames(FakeFrames):
 
 def frames_between_steps(chat, *overrides, prompts=PROMPTS, num_steps=2):
     """The overviews that are decoded after step 1 is collected and before step 2 starts, and both steps' groups."""
-    settings = [*COMMON, "video.gating=true", "video.frame_budgets=[2,3,5]", f"train.num_steps={num_steps}", *overrides]
+    settings = [*COMMON, "video.frame_budgets=[2,3,5]", f"train.num_steps={num_steps}", *overrides]
     config, frames = load_config(None, *settings), CountedFrames()
 
     async def reply(request):

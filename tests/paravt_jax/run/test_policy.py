@@ -19,7 +19,7 @@ from paravt_jax.run import policy as policy_module
 from paravt_jax.run.policy import HF_FILES_DIR, open_policy, with_checked_kernel
 from paravt_jax.run.recipe import Recipe
 
-RECIPE = Recipe(min_pixels=1024, max_pixels=50_176)
+RECIPE = Recipe(max_pixels=50_176)
 
 
 def open_tiny(model_path, run_dir, recipe=RECIPE, lora=None):
@@ -76,7 +76,7 @@ def test_our_files_follow_the_settings_and_a_copied_run_keeps_them(tiny_hf, tmp_
     (moved / HF_FILES_DIR / "notes.txt").write_text("mine")
     open_tiny(tiny_hf, moved)
     assert (moved / HF_FILES_DIR / "notes.txt").exists()
-    wider = open_tiny(tiny_hf, tmp_path / "run", Recipe(min_pixels=1024, max_pixels=100_352))
+    wider = open_tiny(tiny_hf, tmp_path / "run", Recipe(max_pixels=100_352))
     assert "100352" in (wider.hf_files / "preprocessor_config.json").read_text()
 
 

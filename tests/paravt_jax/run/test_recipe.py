@@ -12,7 +12,7 @@ from paravt_jax.run.policy import policy_of
 from paravt_jax.run.recipe import Recipe, differences, read_recipe, recipe_of
 from rollout.episode_config import EpisodeConfig
 
-SETTINGS = ("data.validation=x.jsonl", "video.min_pixels=1024", "video.max_pixels=4096", "rollout.max_parallel=3")
+SETTINGS = ("data.validation=x.jsonl", "video.max_pixels=4096", "rollout.max_parallel=3")
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_model_without_a_recipe_has_none(model):
         ({"num_frames": 10**9}, "video.overview_frames=1000000000 must be at most 4096"),
         ({"max_pixels": 10**12}, "video.max_pixels=1000000000000 must be at most 67108864"),
         ({"num_frames": 0}, "must be at least 1"),
-        ({"max_pixels": 1}, "is more than video.max_pixels"),
+        ({"max_pixels": 1}, "video.max_pixels=1 must be at least 784"),
         ({"colour": "red"}, "colour is not a setting"),
     ],
 )

@@ -61,5 +61,5 @@ def test_the_end_of_a_run_stops_the_search_for_slow_videos(tiny_hf, tmp_path):
 
 
 def test_the_largest_overview_with_and_without_budgets():
-    assert VideoConfig(gating=True, frame_budgets=[4, 128], overview_frames=32).most_frames == 128
-    assert VideoConfig(gating=False, frame_budgets=[4, 128], overview_frames=32).most_frames == 32
+    assert VideoConfig(frame_budgets=[4, 128], overview_frames=32).most_frames == 128
+    assert VideoConfig(frame_budgets=[], overview_frames=32).most_frames == 32
