@@ -105,8 +105,8 @@ class _Scripted:
 async def _measure(args: argparse.Namespace, model: Path, video: str) -> dict[str, Any]:
     chat, contract = Chat.from_hf(model), VisionContract.from_hf(model)
     numbers = list(range(args.servers)) if args.device == "cuda" else []
-    engine_config = EngineConfig("sglang", num_servers=args.servers, gpus=numbers, device=args.device)
-    gpus = place_servers(engine_config, 0) or [()] * args.servers
+    engine_config = EngineConfig("sglang", num_servers=args.servers, gpus=numbers)
+    gpus = (place_servers(engine_config, 0) if numbers else ()) or [()] * args.servers
     servers = [ServerSettings(model, args.device, context_length=8192, gpus=server_gpus) for server_gpus in gpus]
     dtype = DTYPES[args.device]
     engine_name = f"{args.servers} SGLang servers on {args.device}"

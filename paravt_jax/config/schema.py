@@ -186,9 +186,8 @@ class EngineConfig:
     gpus: list[int] = setting(
         [],
         "GPUs for the started servers, split evenly, for example [4, 5, 6, 7]; the learner uses others. openai: "
-        "empty means one for each server",
+        "empty means one for each server. Without a GPU they start on the CPU",
     )
-    device: Literal["cpu", "cuda"] = setting("cuda", "sglang: device of the started servers")
     weights_dir: str = setting(
         "",
         "sglang: directory for weights that all servers can read, such as a shared disk. Empty: this host's memory; "
@@ -228,6 +227,10 @@ class EngineConfig:
         return bool(self.urls)
 
     @property
+    def starts_servers(self) -> bool:
+        return self.kind in ("sglang", "openai") and not self.connects
+
+    @property
     def urls_file(self) -> str:
         """The file that lists the servers, one URL per line; empty if `urls` has the URLs themselves."""
         return self.urls[0] if len(self.urls) == 1 and "://" not in self.urls[0] else ""
@@ -257,10 +260,10 @@ class EngineConfig:
                 )
 
     def _check_gpus(self) -> None:
-        if self.kind == "jax" or self.connects or self.device == "cpu":
+        if self.kind == "jax" or self.connects:
             raise ValueError(
-                f"engine.gpus={self.gpus} is for servers that the run starts: it needs engine.kind=sglang or openai "
-                f"and engine.device=cuda, without engine.urls"
+                f"engine.gpus={self.gpus} is for servers that the run starts: it needs engine.kind=sglang or "
+                f"openai, without engine.urls"
             )
         if min(self.gpus) < 0 or len(set(self.gpus)) < len(self.gpus):
             raise ValueError(
@@ -362,8 +365,9 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    at_start: bool = setting(True, "validate before the first step too, for a baseline")
-    every_steps: int = setting(50, "steps between validations; the last step is always validated")
+    every_steps: int = setting(
+        50, "steps between validations; the first is before step 1, the last after the last step"
+    )
     max_prompts: int = setting(256, "number of prompts to use, from the start of the file")
 
     def __post_init__(self) -> None:

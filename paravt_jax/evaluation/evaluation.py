@@ -9,7 +9,15 @@ from typing import Any
 
 from model_port.processing import VisionContract
 from model_port.terminal import say
-from paravt_jax.config import EvalCell, EvalConfig, EvalDataConfig, EvaluationConfig, computed_on, to_record
+from paravt_jax.config import (
+    EngineConfig,
+    EvalCell,
+    EvalConfig,
+    EvalDataConfig,
+    EvaluationConfig,
+    computed_on,
+    to_record,
+)
 from paravt_jax.data.rows import dropped_rows
 from paravt_jax.data.splits import Sample, split_named
 from paravt_jax.data.splits.reading import SampleSet, load_samples
@@ -174,11 +182,16 @@ async def _open_player(
     config: EvalConfig, directory: Path, stack: AsyncExitStack, samples: Sequence[Sample], texts: ReleaseTexts
 ) -> ReleasePlayer:
     gpus = place_servers(config.engine, 0)
-    config = computed_on(config, config.engine.device)
+    config = computed_on(config, _platform_of_servers(config.engine, gpus))
     client, frames = await _endpoint(config, directory, stack, samples, gpus)
     pictures = ReleasePictures(frames, config.rollout.min_video_deadline_s)
     mode, channel = config.eval.mode_of(config.data.split), config.eval.channel_of(config.data.split)
     return ReleasePlayer(client, pictures, texts, mode, channel)
+
+
+def _platform_of_servers(engine: EngineConfig, gpus: Sequence[Gpus]) -> str:
+    """Servers that this evaluation does not start are taken to have GPUs."""
+    return "cpu" if engine.starts_servers and not gpus else "cuda"
 
 
 async def _open_worker(
@@ -186,7 +199,8 @@ async def _open_worker(
 ) -> RolloutWorker:
     gpus = place_servers(config.engine, 0)  # servers compute everything
     own = config.engine.kind == "jax"
-    config = computed_on(config, (await in_thread(find_devices))[0].platform if own else config.engine.device)
+    platform = (await in_thread(find_devices))[0].platform if own else _platform_of_servers(config.engine, gpus)
+    config = computed_on(config, platform)
     judge = await stack.enter_async_context(Judge(config.judge)) if config.judge.is_set else None
     plugin = load_plugin(config.reward)
     if config.engine.kind == "openai":

@@ -36,6 +36,7 @@ The last line of your reply must be exactly
 VERDICT {code}: S
 where S is 0, 0.5 or 1."""
 
+KEY_VARIABLE = "JUDGE_API_KEY"  # of the environment; without it, no key is sent
 CONNECT_DEADLINE_S = 10.0
 ATTEMPT_DEADLINE_S = 60.0
 MAX_ATTEMPTS = 4  # per answer, then it has no score
@@ -61,19 +62,19 @@ def check_no_password(setting: str, url: str) -> None:
     except ValueError:
         raise ValueError(f"{setting} is not a URL") from None
     if "@" in netloc:
+        variable = KEY_VARIABLE if setting == "judge.url" else "that engine.api_key_env names"
         raise ValueError(
             f"{setting} contains a user name or password, which would be written to the run's files; remove it, and "
-            f"put a key in the environment variable that api_key_env names"
+            f"put a key in the environment variable {variable}"
         )
 
 
 @dataclass(frozen=True)
 class JudgeConfig:
-    """The model that scores open answers with reward.oe_mode=llm."""
+    """The model that scores open answers with reward.oe_mode=llm; the environment's JUDGE_API_KEY is its key."""
 
     url: str = setting("", "base URL of an OpenAI-compatible server, including /v1")
     model: str = setting("", "the model's name on that server")
-    api_key_env: str = setting("", "name of the environment variable with the API key; empty: no key")
 
     def __post_init__(self) -> None:
         if not self.is_set:
@@ -96,12 +97,7 @@ class Judge(AbstractAsyncContextManager["Judge"]):
 
     def __init__(self, config: JudgeConfig):
         self._model, self._url = config.model, f"{config.url.rstrip('/')}/chat/completions"
-        self._key = os.environ.get(config.api_key_env, "").strip() if config.api_key_env else ""
-        if config.api_key_env and not self._key:
-            raise ValueError(
-                f"judge.api_key_env={config.api_key_env} names an environment variable that is not set; set it to the "
-                "key, or leave judge.api_key_env empty for a server without keys"
-            )
+        self._key = os.environ.get(KEY_VARIABLE, "").strip()
         self._slots = asyncio.Semaphore(MAX_CONCURRENT)
         self._session: aiohttp.ClientSession | None = None
 
@@ -167,7 +163,7 @@ class Judge(AbstractAsyncContextManager["Judge"]):
             return text
         error = f"{self._url} returned HTTP {response.status}: {text[:MAX_SHOWN_CHARS]}"
         if response.status in MISCONFIGURED or 300 <= response.status < 400:
-            raise RuntimeError(f"{error}; check judge.url, judge.model and judge.api_key_env")
+            raise RuntimeError(f"{error}; check judge.url, judge.model and the key in {KEY_VARIABLE}")
         retry_after = response.headers.get("Retry-After", "")  # seconds, or a date, which is ignored
         raise NoVerdict(
             error,

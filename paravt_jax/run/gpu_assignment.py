@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 
+from model_port.terminal import say
 from paravt_jax.config import EngineConfig
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -23,13 +24,17 @@ def place_servers(
 ) -> tuple[Gpus, ...]:
     """Returns the GPUs of each server that the run starts, and hides them from this process.
 
-    `num_learner` is the number of the learner's devices, 0 without a learner.
+    `num_learner` is the number of the learner's devices, 0 without a learner. Without visible GPUs there are none.
     """
-    if engine.kind not in ("sglang", "openai") or engine.connects or engine.device != "cuda":
+    if not engine.starts_servers:
+        return ()
+    visible = visible_gpus(environment, _num_gpus())
+    if not visible and not engine.gpus:
+        say("servers: no GPU is visible, so they compute on the CPU")
         return ()
     if engine.kind == "openai" and not engine.gpus:
         engine = replace(engine, gpus=list(range(engine.num_servers)))
-    servers, learner = split_gpus(engine, num_learner, visible_gpus(environment, _num_gpus()))
+    servers, learner = split_gpus(engine, num_learner, visible)
     environment[VISIBLE] = ",".join(learner)
     return servers
 

@@ -252,8 +252,7 @@ class Training:
 
     def validation_due(self, validation: ValidationConfig) -> bool:
         """Before the first step, every `every_steps` and after the last one; never twice, even after a restart."""
-        due = self.due(validation.every_steps) if self.step else validation.at_start
-        return due and not self.log.validated(self.step)
+        return self.due(validation.every_steps) and not self.log.validated(self.step)
 
     async def save_if_due(self, progress: Callable[[], Progress]) -> None:
         await in_thread(self.checkpoints.commit_if_written)

@@ -58,7 +58,7 @@ async def open_endpoint(
             settings.serve_with,
             files,
             model,
-            device=settings.device,
+            device="cuda" if gpus else "cpu",
             dtype=dtype,
             context_length=max_context_tokens,
             gpus=gpus,

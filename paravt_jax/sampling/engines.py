@@ -93,7 +93,7 @@ async def open_engine(
     servers = [
         ServerSettings(
             policy.source,
-            settings.device,
+            "cuda" if gpus else "cpu",
             dtype=dtype,
             context_length=max_context_tokens,
             trainable_vision=trainable_vision,

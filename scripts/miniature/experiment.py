@@ -122,7 +122,7 @@ class Experiment:
 
     def _arm(self, arm: str, seed: int) -> Job:
         start = self.cold_start(_cold_start_of(arm)).done.parent
-        settings = [f"model.path={start}", *settings_of(arm), *self.world.train, *self.train]
+        settings = [f"model.path={start}", "data.validation=", *settings_of(arm), *self.world.train, *self.train]
         return self._training("train", f"{arm}/seed{seed}", MINIATURE / "para_grpo.yaml", seed, "rl", settings)
 
     def _training(

@@ -815,7 +815,7 @@ def test_a_real_server_streams_and_has_known_words_for_what_it_refuses(server):
 
 
 def test_an_evaluation_starts_and_ends_its_own_endpoints(tiny_hf, lids, tmp_path, sglang_python):
-    engine = ("engine.serve_with=sglang", "engine.device=cpu", f"model.path={tiny_hf}", "engine.model=tiny/model")
+    engine = ("engine.serve_with=sglang", f"model.path={tiny_hf}", "engine.model=tiny/model")
     (cell,) = asyncio.run(run_eval(endpoint_config(lids, tmp_path / "run", *engine)))
     assert cell["n"]["missing"] == {} and cell["model"]["path"] == "tiny/model"
     assert cell["engines"] == [{"kind": "openai", "serve_with": "sglang"}] and len(cell["model"]["digest"]) == 24

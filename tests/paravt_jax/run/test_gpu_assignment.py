@@ -58,7 +58,6 @@ def test_missing_gpus_and_meshes_of_another_size_are_rejected(config, num_learne
             r"gpus=\[1, 2, 3\] does not split evenly over engine\.num_servers=2",
         ),
         ({"gpus": [1], "kind": "jax"}, r"engine\.gpus=\[1\] is for servers that the run starts"),
-        ({"gpus": [1], "device": "cpu"}, r"needs engine\.kind=sglang or openai and engine\.device=cuda"),
         ({"gpus": [1], "urls": ["http://a"]}, r"without engine\.urls"),
         ({"weights_dir": "/shared", "kind": "jax"}, r"engine\.weights_dir=/shared has no effect without"),
     ],
@@ -88,12 +87,18 @@ def test_the_learner_sees_the_visible_gpus_without_the_servers():
     assert environment == {"CUDA_VISIBLE_DEVICES": "5,2"}
 
 
-@pytest.mark.parametrize(
-    "config", [EngineConfig(), EngineConfig("sglang", urls=["http://a"]), EngineConfig(device="cpu")]
-)
+@pytest.mark.parametrize("config", [EngineConfig(), EngineConfig("sglang", urls=["http://a"])])
 def test_without_servers_on_gpus_all_gpus_stay_visible(config):
     environment = {"CUDA_VISIBLE_DEVICES": "0,1"}
     assert place_servers(config, 8, environment) == () and environment == {"CUDA_VISIBLE_DEVICES": "0,1"}
+
+
+def test_without_visible_gpus_servers_start_on_the_cpu_unless_their_gpus_are_listed():
+    environment = {"CUDA_VISIBLE_DEVICES": ""}
+    for config in (engine(), EngineConfig("openai", serve_with="vllm", num_servers=2)):
+        assert place_servers(config, 0, environment) == ()
+    with pytest.raises(ValueError, match=r"engine\.gpus=\[1\]: there is no GPU 1; 0 GPUs are visible"):
+        place_servers(engine(1), 0, environment)
 
 
 def test_jax_preallocates_the_planned_memory_unless_the_user_sets_it():
@@ -113,7 +118,7 @@ def test_jax_preallocates_the_planned_memory_unless_the_user_sets_it():
 
 def test_servers_without_gpus_are_rejected_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    settings = ("engine.kind=sglang", "engine.device=cuda", "engine.gpus=[2]", f"run_dir={tmp_path / 'run'}")
+    settings = ("engine.kind=sglang", "engine.gpus=[2]", f"run_dir={tmp_path / 'run'}")
     with pytest.raises(ValueError, match=r"engine\.gpus=\[2\]: there is no GPU 2"):
         asyncio.run(train(load_config("configs/smoke_cpu.yaml", *settings)))
     assert not (tmp_path / "run").exists()

@@ -128,7 +128,7 @@ def test_a_cpu_computes_in_float32_and_the_run_logs_and_records_it(tmp_path, cap
     [
         ([], "float32"),
         (["engine.kind=sglang", "engine.urls=[http://127.0.0.1:1]"], "bfloat16"),  # for any local device
-        (["engine.kind=sglang", "engine.device=cpu"], "float32"),
+        (["engine.kind=sglang"], "float32"),  # its servers start on this machine, which shows no GPU
     ],
 )
 def test_an_evaluation_computes_in_its_engines_dtype_and_records_the_setting(engine, dtype, tmp_path, monkeypatch):
@@ -138,6 +138,7 @@ def test_an_evaluation_computes_in_its_engines_dtype_and_records_the_setting(eng
         raise KeyError(config.model.dtype)
 
     monkeypatch.setattr(evaluation, "policy_of", computing_in)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     settings = [f"run_dir={tmp_path}/run", "data.validation=rows.jsonl", *engine]
     config = load_config(None, *settings, schema=EvalConfig)
 
