@@ -67,7 +67,6 @@ def training_prompts(directory: Path) -> dict[str, Any]:
         "with_tool": "{question}",
         "without_tool": "{question}",
         "subagent_system": "",
-        "subagent_frame_times": False,
         "subagent_intro": "",
         "subagent_instruction": _subagent_text(directory / SUBAGENT_FILE),
         "last_turn": "",

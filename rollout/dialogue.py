@@ -76,9 +76,10 @@ class TokenDialogue:
         episode: str,
         version: int | None,
         forced: str = "",
+        top_p: float | int = 1.0,
     ):
         self._engine, self._chat, self._config, self._ledger = engine, chat, config, ledger
-        self._episode, self._version = episode, version
+        self._episode, self._version, self._top_p = episode, version, top_p
         self._forced = chat.encode(forced)
 
     def start(self, ids: np.ndarray, pictures: Sequence[Picture]) -> "TokenDialogue":
@@ -106,7 +107,7 @@ class TokenDialogue:
                 sampling=Sampling(
                     request.max_new_tokens,
                     self._config.temperature,
-                    self._config.top_p,
+                    self._top_p,
                     stop_ids=stop_ids,
                     seed=request.seed,
                 ),

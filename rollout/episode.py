@@ -52,6 +52,8 @@ class EpisodeCallbacks:
 class Agent:
     """Runs episodes with one engine and one source of frames."""
 
+    top_p: float | int = 1.0  # another value only answers questions: training needs the whole distribution
+
     def __init__(self, engine: Engine, frames: Frames, chat: Chat, config: EpisodeConfig | None = None):
         self._set_up(engine, frames, chat, config)
         self.chat = chat
@@ -76,7 +78,14 @@ class Agent:
     ) -> AgentDialogue:
         """A dialogue that begins with this prompt and is recorded in `ledger`."""
         dialogue = TokenDialogue(
-            self.engine, self.chat, self.config, ledger, episode=episode, version=version, forced=forced
+            self.engine,
+            self.chat,
+            self.config,
+            ledger,
+            episode=episode,
+            version=version,
+            forced=forced,
+            top_p=self.top_p,
         )
         return dialogue.start(prompt.ids, prompt.pictures)
 

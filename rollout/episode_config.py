@@ -51,9 +51,6 @@ class EpisodeConfig:
         "whatever the length",
     )
     temperature: float = setting(0.7, "0: greedy sampling")
-    top_p: float = setting(
-        1.0, "below 1: sample only from the most likely tokens with this total probability; training needs 1"
-    )
     turn_deadline_s: float = setting(
         600.0, "timeout of a turn in the engine; a call has half of it, a decoder job at least a tenth"
     )

@@ -62,10 +62,10 @@ class Prompts:
         "You are a helpful assistant who looks closely at a part of a video.",
         "the sub-agents' system message; empty: none",
     )
-    subagent_frame_times: bool = setting(True, "show frame_time before a sub-agent's frames too")
     subagent_intro: str = setting(
         "The part of the video from {start_s:.1f} to {end_s:.1f} seconds, {num_frames} frames of it:",
-        "before the frames of a window, also where the main agent sees them; empty: nothing",
+        "before the frames of a window, also where the main agent sees them; empty: nothing, and a sub-agent's frames "
+        "have no times",
     )
     subagent_instruction: str = setting(
         "Summarise what happens in this part, with the times at which it happens. Say only what the frames show.",
@@ -250,7 +250,7 @@ def window_intro(prompts: Prompts, window: Window, num_frames: int) -> str:
 
 def closeup_messages(prompts: Prompts, intro: str, times_s: Sequence[float], instruction: str) -> list[dict[str, Any]]:
     """The dialogue of a sub-agent: an introduction, frames and an instruction."""
-    frames = frame_parts(prompts, times_s) if prompts.subagent_frame_times else [{"type": "image"}] * len(times_s)
+    frames = frame_parts(prompts, times_s) if prompts.subagent_intro else [{"type": "image"}] * len(times_s)
     before, after = ([text_part(f"{intro}\n")], f"\n{instruction}") if intro else ([], instruction)
     message = {"role": "user", "content": [*before, *frames, text_part(after)]}
     system = prompts.subagent_system.format()

@@ -77,9 +77,9 @@ class Answerer:
 
     def with_sampling(self, temperature: float | int, top_p: float | int) -> "Answerer":
         """At temperature 0 `top_p` has no effect, so 1.0 is sent: not every engine supports other values."""
-        return replace(
-            self, agent=self.agent.with_settings(temperature=temperature, top_p=top_p if temperature else 1.0)
-        )
+        agent = self.agent.with_settings(temperature=temperature)
+        agent.top_p = top_p if temperature else 1.0
+        return replace(self, agent=agent)
 
     async def answer(
         self,

@@ -26,37 +26,26 @@ HINTS = {
     "loss.behavior_correction": ", ".join(f"{old} is {new}" for old, new in CORRECTIONS.items()),
     "video.gating": "[] for false",
 }
-# Settings that replace several of their section: each value stands for these values of the earlier ones.
-MERGED: dict[str, dict[str, Record]] = {
-    "loss.kl": {
-        "k3": {"kl_in": "loss", "kl_estimator": "k3"},
-        "k2": {"kl_in": "loss", "kl_estimator": "k2"},
-        "reward": {"kl_in": "reward", "kl_estimator": "k1"},
-        "returns": {"kl_in": "returns", "kl_estimator": "k1"},
-    },
-    "reward.format": {
-        "published": {"think_first_bonus": True, "answer_suffix": True},
-        "strict": {"think_first_bonus": False, "answer_suffix": True},
-        "no_suffix": {"think_first_bonus": True, "answer_suffix": False},
-    },
-    "reward.tool": {
-        "published": {
-            **{"tool_reward": True, "tool_right": "any", "call_price": 0.0},
-            **{"tool_call_weight": 0.3, "tool_right_weight": 0.5},
+# Settings that replace several of their section: the names of these, and the choice for their values; defaults first.
+MERGED: dict[str, tuple[tuple[str, ...], dict[tuple[Any, ...], str]]] = {
+    "loss.kl": (
+        ("kl_in", "kl_estimator"),
+        {("loss", "k3"): "k3", ("loss", "k2"): "k2", ("reward", "k1"): "reward", ("returns", "k1"): "returns"},
+    ),
+    "reward.format": (
+        ("think_first_bonus", "answer_suffix"),
+        {(True, True): "published", (False, True): "strict", (True, False): "no_suffix"},
+    ),
+    "reward.tool": (
+        ("tool_reward", "tool_right", "tool_call_weight", "tool_right_weight", "call_price"),
+        {
+            (True, "any", 0.3, 0.5, 0.0): "published",
+            (True, "needed", 0.0, 1.0, 0.03): "needed",
+            (False, "any", 0.3, 0.5, 0.0): "none",
         },
-        "needed": {
-            **{"tool_reward": True, "tool_right": "needed", "call_price": 0.03},
-            **{"tool_call_weight": 0.0, "tool_right_weight": 1.0},
-        },
-        "none": {"tool_reward": False},
-    },
+    ),
 }
-MERGED_INTO = {
-    f"{key.partition('.')[0]}.{name}": key
-    for key, options in MERGED.items()
-    for old in options.values()
-    for name in old
-}
+MERGED_INTO = {f"{key.partition('.')[0]}.{name}": key for key, (names, _) in MERGED.items() for name in names}
 
 
 class Removed(NamedTuple):
@@ -82,6 +71,7 @@ REMOVED = {
     "engine.device": Removed("cuda", "servers that a run starts use GPUs, or the CPU where no GPU is visible"),
     "engine.memory_frac": Removed(0.8, "start servers with python -m rollout.serve --memory-frac"),
     "engine.route": Removed("disk", "new weights always reach the servers as files"),
+    "eval.charades_mode": Removed("", "eval.mode=agentic is agentic_minimal for Charades-STA, else agentic_general"),
     "eval.max_in_flight": _default(32),
     "judge.api_key_env": Removed("", "the key is in the environment variable JUDGE_API_KEY"),
     "judge.attempt_deadline_s": _default(60.0),
@@ -120,7 +110,12 @@ REMOVED = {
         "this text is fixed",
     ),
     "rollout.prompts.error": Removed("Error: {message}.", "this text is fixed"),
+    "rollout.prompts.subagent_frame_times": Removed(
+        lambda prompts: bool(prompts.get("subagent_intro", True)),
+        "a sub-agent's frames have times if rollout.prompts.subagent_intro is not empty",
+    ),
     "rollout.token_px": Removed(32, "it is 32 in every Qwen3-VL"),
+    "rollout.top_p": Removed(1.0, "runs sample from all tokens; a client of python -m paravt_jax.serve can send top_p"),
     "sft.steps_ahead": _default(2),
     "train.anchor_tokens": Removed(["closings", "openings", "turn_end"], "the anchor always includes all three"),
     "video.decoder": Removed("pyav", "PyAV always decodes; decord gives wrong frames for some files"),
@@ -155,7 +150,7 @@ def change_of(key: str) -> str:
     if key in RENAMED:
         return f"{key} is now {RENAMED[key]}" + (f": {HINTS[key]}" if key in HINTS else "")
     if key in MERGED_INTO:
-        return f"{key} is now {MERGED_INTO[key]}: {', '.join(MERGED[MERGED_INTO[key]])}, see --show"
+        return f"{key} is now {MERGED_INTO[key]}: {', '.join(MERGED[MERGED_INTO[key]][1].values())}, see --show"
     return f"{key} was removed: {REMOVED[key].reason}" if key in REMOVED else ""
 
 
@@ -192,16 +187,10 @@ def updated_record(record: Record, section: str = "") -> Record:
 
 def _merged(record: Record, section: str) -> Record:
     """Replaces settings that are one today. If their values have no equal, they stay."""
-    for key, options in MERGED.items():
-        earlier = {name for values in options.values() for name in values} & record.keys()
-        if not earlier or key.partition(".")[0] != section.removesuffix("."):
-            continue
-        equal = (
-            option
-            for option, values in options.items()
-            if values.keys() & earlier and all(record[name] == values.get(name, record[name]) for name in earlier)
-        )
-        if (option := next(equal, None)) is not None:
-            record = {name: value for name, value in record.items() if name not in earlier}
-            record[key.partition(".")[2]] = option
+    for key, (names, options) in MERGED.items():
+        values = tuple(record.get(name, default) for name, default in zip(names, next(iter(options)), strict=True))
+        choice = next((choice for old, choice in options.items() if old == values), None)
+        if f"{key.partition('.')[0]}." == section and record.keys() & set(names) and choice:
+            kept = {name: value for name, value in record.items() if name not in names}
+            record = kept | {key.partition(".")[2]: choice}
     return record

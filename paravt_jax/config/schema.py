@@ -160,7 +160,7 @@ class VideoConfig:
     @property
     def most_frames(self) -> int:
         """The largest overview, in training or validation."""
-        return max(self.overview_frames, *self.frame_budgets)
+        return max([self.overview_frames, *self.frame_budgets])
 
 
 @dataclass(frozen=True)
@@ -478,11 +478,6 @@ class Config(TrainingConfig):
             )
         if self.train.subagent_loss and not self.rollout.has_subagents:
             yield "train.subagent_loss=true has no effect with rollout.crop_returns=frames, which asks no sub-agents"
-        if self.rollout.top_p != 1:
-            yield (
-                f"rollout.top_p={self.rollout.top_p}: the learner's log-probs are of the whole distribution, so the "
-                f"sampler's must be too; set it to 1"
-            )
         if not self.rollout.temperature > 0:
             temperature = self.rollout.temperature
             yield f"rollout.temperature={temperature} must be above 0: equal episodes of a group have no signal"
@@ -535,17 +530,15 @@ class EvalDataConfig(DataConfig):
 
 
 SINGLE_TURN_MODES = ("reasoning", "direct")
-RELEASE_AGENTIC_MODES = (
+RELEASE_MODES = (
+    *SINGLE_TURN_MODES,
     "agentic_general",
     "agentic_minimal",
     "agentic_videozoomer",
     "agentic_sage",
     "agentic_longvt",
 )
-MODES = {  # by protocol
-    "paravt": ("agentic", *SINGLE_TURN_MODES),
-    "release": (*SINGLE_TURN_MODES, *RELEASE_AGENTIC_MODES),
-}
+MODES = {"paravt": ("agentic", *SINGLE_TURN_MODES), "release": ("agentic", *RELEASE_MODES)}  # by protocol
 DIRECT = "Give the answer between <answer> and </answer>."
 
 
@@ -569,10 +562,8 @@ class EvaluationConfig:
     mode: str = setting(
         "agentic",
         "agentic: as in training; reasoning, direct: no tools, with and without thinking. protocol=release: direct, "
-        "reasoning, agentic_general, agentic_minimal, agentic_videozoomer, agentic_sage or agentic_longvt",
-    )
-    charades_mode: str = setting(
-        "", "protocol=release: another mode for Charades-STA; the published policy uses agentic_minimal. Empty: mode"
+        "reasoning, agentic_general, agentic_minimal, agentic_videozoomer, agentic_sage, agentic_longvt, or agentic, "
+        "ParaVT's: agentic_minimal for Charades-STA, agentic_general for the other splits",
     )
     channel: Literal["auto", "image_url", "video_url"] = setting(
         "auto",
@@ -615,19 +606,20 @@ class EvaluationConfig:
                 "the release does; for its prompts in this project's protocol, set eval.mode=agentic, "
                 "rollout.prompts_file=FILE and rollout.forced_prefix="
             )
-        for name in ("mode", *(["charades_mode"] if self.charades_mode else [])):
-            if getattr(self, name) not in MODES[self.protocol]:
-                raise ValueError(
-                    f"eval.{name}={getattr(self, name)} is not a mode of eval.protocol={self.protocol}; expected "
-                    f"{', '.join(MODES[self.protocol])}"
-                )
+        if self.mode not in MODES[self.protocol]:
+            raise ValueError(
+                f"eval.mode={self.mode} is not a mode of eval.protocol={self.protocol}; expected "
+                f"{', '.join(MODES[self.protocol])}"
+            )
         if self.protocol == "paravt":
-            for name, default in (("charades_mode", ""), ("channel", "auto"), ("release_texts", "")):
+            for name, default in (("channel", "auto"), ("release_texts", "")):
                 if getattr(self, name) != default:
                     raise ValueError(f"eval.{name}={getattr(self, name)} has no effect without eval.protocol=release")
 
     def mode_of(self, split: str) -> str:
-        return self.charades_mode if split == "charades" and self.charades_mode else self.mode
+        if self.protocol == "paravt" or self.mode != "agentic":
+            return self.mode
+        return "agentic_minimal" if split == "charades" else "agentic_general"
 
     def channel_of(self, split: str) -> Literal["image_url", "video_url"]:
         if self.channel != "auto":

@@ -22,7 +22,7 @@ SCORERS = ("answers", "grammar", "official", "release", "terms")  # modules of `
 ABOUT_THE_MACHINE = ("run_dir", "engine", "mesh", "eval")  # sections that no answer depends on, except EVAL_KEYS
 EVAL_KEYS = ("mode", "num_samples")
 TEXTS_DIGEST = "release_texts_digest"  # beside a record's settings: the texts of eval.release_texts
-RELEASE_KEYS = ("charades_mode", "channel", TEXTS_DIGEST)
+RELEASE_KEYS = ("channel", TEXTS_DIGEST)
 PIECE_BYTES = 2**16
 SERVER_DEADLINE_S = 30.0
 

@@ -21,7 +21,7 @@ from paravt_jax.config.keys import flat
 from rollout.episode_config import EpisodeConfig
 
 # Settings of an episode that are not stored, because the user chooses them.
-NOT_STORED = ("temperature", "top_p", "turn_deadline_s", "prompts_file")
+NOT_STORED = ("temperature", "turn_deadline_s", "prompts_file")
 NOT_COMPARED = ("num_frames", "rollout.dispatch")  # runs vary these on purpose
 MAX_SHOWN = 60  # characters of a differing value in a message
 

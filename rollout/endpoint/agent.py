@@ -53,4 +53,4 @@ class EndpointAgent(Agent):
         messages = prompt.messages
         if isinstance(prompt, Overview) and prompt.tools:
             messages = with_tools(messages, prompt.tools)
-        return MessageDialogue(self.client, self.config, ledger, messages, prompt.pictures)
+        return MessageDialogue(self.client, self.config, ledger, messages, prompt.pictures, self.top_p)

@@ -33,8 +33,9 @@ class MessageDialogue:
         ledger: Ledger,
         messages: Sequence[Mapping[str, Any]],
         pictures: Sequence[Picture],
+        top_p: float | int = 1.0,
     ):
-        self._client, self._config, self._ledger = client, config, ledger
+        self._client, self._config, self._ledger, self._top_p = client, config, ledger, top_p
         self._neutral, self._pictures = messages, pictures  # not yet sent
         self._messages: list[dict[str, Any]] = []
         self._num_tokens = 0  # of the dialogue so far, as far as known
@@ -51,7 +52,7 @@ class MessageDialogue:
         sampling: dict[str, Any] = {
             "max_tokens": request.max_new_tokens,
             "temperature": config.temperature,
-            "top_p": config.top_p,
+            "top_p": self._top_p,
             "seed": request.seed % MAX_SEED if config.temperature > 0 else None,
             "stop": [CALL_END] if request.ends_after_call else None,
         }

@@ -288,7 +288,7 @@ def with_subagent(directory, source=SUBAGENT):
 def test_training_gets_the_rows_messages_and_the_sub_agents_text(tmp_path):
     (tmp_path / "words.yaml").write_text(to_yaml(training_prompts(with_subagent(tmp_path)), "From there."))
     prompts = load_config(None, f"rollout.prompts_file={tmp_path / 'words.yaml'}").rollout.prompts
-    assert prompts.row_messages and not prompts.subagent_frame_times
+    assert prompts.row_messages
     (message,) = subagent_messages(prompts, Window(61.0, 75.5), [61.0], "what?")
     text = "From 01:01 to 01:15 (14.5 s).\n\nSay {what} happens:"
     assert message["content"] == [{"type": "image"}, {"type": "text", "text": text}]

@@ -191,10 +191,10 @@ def test_sequential_dispatch_makes_one_call_a_turn():
 
 def test_sampling_is_that_of_the_settings_and_seeds_differ():
     endpoint = FakeEndpoint(says(LOOK, ANSWER))
-    play(endpoint, temperature=0.7, top_p=0.9, max_new_tokens=100, subagent_new_tokens=50)
+    play(endpoint, temperature=0.7, max_new_tokens=100, subagent_new_tokens=50)
     assert [body["max_tokens"] for body in main_bodies(endpoint)] == [100, 100]
     assert [body["max_tokens"] for body in endpoint.bodies if is_subagent(body)] == [50, 50]
-    assert all((body["temperature"], body["top_p"]) == (0.7, 0.9) for body in endpoint.bodies)
+    assert all((body["temperature"], body["top_p"]) == (0.7, 1.0) for body in endpoint.bodies)
     assert len({body["seed"] for body in endpoint.bodies}) == 4
 
 

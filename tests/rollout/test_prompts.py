@@ -99,7 +99,6 @@ def test_a_sub_agent_may_be_told_the_question():
 def test_a_sub_agent_of_the_release_has_neither_system_text_nor_times_and_its_window_in_minutes():
     prompts = Prompts(
         subagent_system="",
-        subagent_frame_times=False,
         subagent_intro="",
         subagent_instruction="From {start} to {end}, {duration_s:.1f} s, {num_frames} frames.",
     )

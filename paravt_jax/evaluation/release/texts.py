@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
 
-from paravt_jax.config import MODES
+from paravt_jax.config import RELEASE_MODES
 
 OWN_TEXTS = ("system.agentic_videozoomer", "system.agentic_sage", "system.agentic_longvt")  # not in the release
 PLACEHOLDERS: Mapping[str, tuple[str, ...]] = {  # of each template, in the release's order
@@ -68,7 +68,7 @@ def read_texts(file: str) -> ReleaseTexts:
 
 def text_problems(texts: Mapping[str, str]) -> list[str]:
     """Missing and unknown names, and templates with other placeholders than the release's."""
-    names = [*(f"system.{mode}" for mode in MODES["release"]), *PLACEHOLDERS]
+    names = [*(f"system.{mode}" for mode in RELEASE_MODES), *PLACEHOLDERS]
     problems = [f"the text {name} is missing" for name in names if name not in texts and name not in OWN_TEXTS]
     problems += [f"{name} is not a text of the release" for name in texts if name not in names]
     for name, expected in PLACEHOLDERS.items():

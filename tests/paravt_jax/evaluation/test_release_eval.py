@@ -124,7 +124,7 @@ def test_crops_come_back_as_pictures_and_the_last_answer_is_demanded(copy_of):
 
 
 def test_the_published_policys_mode_and_channel_for_charades(copy_of):
-    cell, bodies = run("charades", copy_of("charades"), "1 - 2", "eval.charades_mode=agentic_minimal")
+    cell, bodies = run("charades", copy_of("charades"), "1 - 2", "eval.mode=agentic")
     system, user = bodies[0]["messages"]
     assert system["content"] == TEXTS["system.agentic_minimal"] and cell["mode"] == "agentic_minimal"
     assert parts_of(user) == ["video_url", "text"]
@@ -192,7 +192,7 @@ def test_samples_of_other_texts_are_not_mixed(copy_of):
         (["eval.release_texts="], r"needs the release's texts: python -m paravt_jax.prompts import-release"),
         (["eval.release_texts=gone.yaml"], r"eval.release_texts=gone.yaml: No such file or directory; make it with"),
         (["engine.kind=sglang", "engine.model="], "which engine.kind=sglang is not; set engine.kind=openai"),
-        (["eval.mode=agentic"], "eval.mode=agentic is not a mode of eval.protocol=release; expected"),
+        (["eval.mode=agent"], "eval.mode=agent is not a mode of eval.protocol=release; expected"),
         (["eval.mode=agentic_release"], "was removed: eval.protocol=release eval.mode=agentic_general"),
         (["eval.mode=agentic_sage"], r"agentic_sage needs the system text of that model.*--text agentic_sage=FILE"),
         (["rollout.max_turns=4", "eval.frame_budgets=[8]"], r"eval.frame_budgets=\[8\], rollout.max_turns=4: .* fixes"),
