@@ -113,7 +113,7 @@ def make_card(
         settings=settings,
         start=_link(str(settings.get("model.path") or "")),
         data=" and ".join(datasets) or "own data",
-        table=[(key, _cell_text(settings[key])) for key in SHOWN_SETTINGS if settings.get(key) not in (None, "")],
+        table=[(key, _cell_text(settings[key])) for key in SHOWN_SETTINGS if settings.get(key) not in (None, "", [])],
         has_curve=curve_of(src) is not None,
         curve_file=CURVE_FILE,
         cells=cells,
