@@ -34,7 +34,7 @@ from paravt_jax.evaluation.provenance import (
     run_provenance,
     settings_key,
 )
-from paravt_jax.evaluation.release.dialogue import ReleasePlayer
+from paravt_jax.evaluation.release.dialogue import TEMPERATURE, ReleasePlayer
 from paravt_jax.evaluation.release.pictures import ReleasePictures
 from paravt_jax.evaluation.release.recorder import ReleaseRecorder, release_texts
 from paravt_jax.evaluation.release.texts import ReleaseTexts
@@ -53,6 +53,7 @@ from paravt_jax.run.threads import in_thread
 from paravt_jax.sampling.endpoint import endpoint_contract, endpoint_model, open_endpoint, served_files
 from paravt_jax.sampling.engines import frame_reader, open_engine, warn_of_large
 from rollout.endpoint.agent import EndpointAgent
+from rollout.endpoint.check import check_video
 from rollout.endpoint.client import EndpointClient
 from rollout.episode import Agent
 from rollout.episode_config import EpisodeConfig
@@ -186,6 +187,9 @@ async def _open_player(
     client, frames = await _endpoint(config, directory, stack, samples, gpus)
     pictures = ReleasePictures(frames, config.rollout.min_video_deadline_s)
     mode, channel = config.eval.mode_of(config.data.split), config.eval.channel_of(config.data.split)
+    videos = (Path(video) for sample in samples for video in sample.prompt.videos)
+    if channel == "video_url" and (readable := next(filter(Path.is_file, videos), None)):
+        await check_video(client, readable, TEMPERATURE)
     return ReleasePlayer(client, pictures, texts, mode, channel)
 
 

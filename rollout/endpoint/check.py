@@ -1,10 +1,13 @@
 """Checks an endpoint before the first sample: it answers, accepts the key, serves the model and takes pictures."""
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 
 from rollout.endpoint.client import EndpointClient
-from rollout.endpoint.errors import ContentFiltered, EmptyChoice, ModelNotServed
-from rollout.endpoint.words import image_part
+from rollout.endpoint.errors import ContentFiltered, EmptyChoice, EndpointError, ModelNotServed
+from rollout.endpoint.words import image_part, video_part
 from rollout.picture import Picture
 
 PROBE_SIDE_PX = 224  # a multiple of the units of Qwen2.5-VL and Qwen3-VL
@@ -20,7 +23,22 @@ async def check_endpoint(client: EndpointClient, temperature: float) -> None:
             others = ", ".join(models[:MAX_LISTED]) + (", …" if len(models) > MAX_LISTED else "")
             raise ModelNotServed(f"{url} does not serve engine.model={client.model}; it serves {others}")
     picture = Picture.of(np.full((PROBE_SIDE_PX, PROBE_SIDE_PX, 3), 128, np.uint8))
-    parts = [image_part(picture.jpeg_base64), {"type": "text", "text": "What is shown?"}]
+    await _ask_about(client, image_part(picture.jpeg_base64), temperature)
+
+
+async def check_video(client: EndpointClient, video: Path, temperature: float) -> None:
+    """Raises an EndpointError if the endpoint cannot read this file."""
+    try:
+        await _ask_about(client, video_part(video), temperature)
+    except EndpointError as problem:
+        raise type(problem)(
+            f"{problem}; eval.channel=video_url needs a server that can read {video} and decode it; set "
+            f"eval.channel=image_url to send frames"
+        ) from None
+
+
+async def _ask_about(client: EndpointClient, part: dict[str, Any], temperature: float) -> None:
+    parts = [part, {"type": "text", "text": "What is shown?"}]
     try:
         await client.complete(
             [{"role": "user", "content": parts}],
@@ -29,4 +47,4 @@ async def check_endpoint(client: EndpointClient, temperature: float) -> None:
             deadline_s=PROBE_DEADLINE_S,
         )
     except (ContentFiltered, EmptyChoice):
-        """It has read the picture; what it says about it does not matter."""
+        """It has read the part; what it says about it does not matter."""

@@ -33,6 +33,7 @@ from rollout.endpoint.errors import (
 )
 from rollout.engine.http import is_loopback
 from rollout.engine.protocol import Health, ServerHealth
+from rollout.terminal import say
 
 if TYPE_CHECKING:
     import openai
@@ -66,10 +67,14 @@ class _Endpoint:
         wait_s = backoff_s if retry_after_s is None else retry_after_s
         self.ready_s = max(self.ready_s, time.monotonic() + wait_s)
 
-    def lower(self) -> None:
-        self.down_since_s = time.monotonic() if self.down_since_s is None else self.down_since_s
+    def lower(self, problem: EndpointError) -> None:
+        if self.down_since_s is None:
+            self.down_since_s = time.monotonic()
+            say(f"{problem}; it gets no requests until it answers again")
 
     def raise_again(self) -> None:
+        if self.down_since_s is not None:
+            say(f"{self.url} answers again")
         self.down_since_s, self.ready_s = None, 0.0
 
     @property
@@ -164,15 +169,16 @@ class EndpointClient:
     async def models(self) -> dict[str, list[str]]:
         """The models that each reachable server lists; empty if it has no list. Raises EndpointError."""
         lists: dict[str, list[str]] = {}
-        problems: list[Unreachable] = []
+        problems: list[tuple[_Endpoint, Unreachable]] = []
         for server in self._servers:
             try:
                 lists[server.url] = await self._models(server)
             except Unreachable as problem:
-                server.lower()
-                problems.append(problem)
+                problems.append((server, problem))
         if not lists:
-            raise problems[0]
+            raise problems[0][1]
+        for server, problem in problems:
+            server.lower(problem)
         return lists
 
     async def close(self) -> None:
@@ -261,8 +267,9 @@ class EndpointClient:
         except openai.APIStatusError as problem:
             raise self._response_error(server, problem) from None
         except openai.APIConnectionError as problem:
-            server.lower()
-            raise Unreachable(self._hidden(f"{server.url} cannot be reached: {_cause(problem)}")) from None
+            lost = Unreachable(self._hidden(f"{server.url} cannot be reached: {_cause(problem)}"))
+            server.lower(lost)
+            raise lost from None
         except openai.APIError as problem:  # in a stream
             raise self._stream_error(server, problem) from None
         except (ValueError, RecursionError) as problem:  # not the JSON that its header promises
@@ -295,9 +302,10 @@ class EndpointClient:
     def _status_error(self, server: _Endpoint, status: int, text: str, headers: Mapping[str, str]) -> EndpointError:
         if status < 500 and status not in RETRIED:
             return status_error(status, text, server.url, self.model, headers, self._hidden)
+        problem = Unreachable(f"{server.url} answered HTTP {status}: {shown(text, self._hidden)}")
         if status in (502, 503, 504):  # nobody is there, or not yet
-            server.lower()
-        return Unreachable(f"{server.url} answered HTTP {status}: {shown(text, self._hidden)}")
+            server.lower(problem)
+        return problem
 
     def _stream_error(self, server: _Endpoint, problem: "openai.APIError") -> EndpointError:
         code, text = str(problem.code or ""), f"{problem.message} {problem.body or ''}"
@@ -310,7 +318,7 @@ class EndpointClient:
         try:
             await self._models(server)
         except Unreachable as problem:
-            server.lower()
+            server.lower(problem)
             server.ready_s = time.monotonic() + PROBE_EVERY_S
             return ServerHealth(server.url, False, None, str(problem))
         except EndpointError as problem:  # it answers, but not this question

@@ -32,9 +32,9 @@ START_DEADLINE_S = 1800.0  # vLLM compiles for minutes
 STOP_GRACE_S = 10.0
 MAX_RESTARTS = 5  # per server
 LOOPBACK = "127.0.0.1"
+RELEASED_CONTEXT_TOKENS = 65_536
 RELEASED_OPTIONS = {  # with --generation-config at vLLM's default, a model's own penalties count
     "--generation-config": "auto",
-    "--max-model-len": 65_536,
     "--max-num-batched-tokens": 131_072,
     "--gpu-memory-utilization": "0.85",
     "--limit-mm-per-prompt": '{"video":1,"image":1024}',
@@ -107,9 +107,10 @@ def endpoint_settings(
 ) -> list[Startable]:
     """The settings of the servers, one for each of `gpus`, or `num_servers` without GPUs.
 
-    `as_released`: vLLM gets the released evaluation's options.
+    `as_released`: the released evaluation's context length, and for vLLM its other options.
     """
     each = [*gpus] or [()] * num_servers
+    context_length = RELEASED_CONTEXT_TOKENS if as_released else context_length
     if program == "vllm":
         options = RELEASED_OPTIONS if as_released else {}
         return [VllmSettings(model, name, dtype, context_length, gpus=of_server, options=options) for of_server in each]

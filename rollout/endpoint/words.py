@@ -8,6 +8,7 @@ parameter is sent, because servers would parse the calls by rules of their own.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,3 +94,8 @@ def _content(content: str | Sequence[Mapping[str, Any]], pictures: Iterator[Pict
 
 def image_part(jpeg_base64: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": f"{JPEG_URL}{jpeg_base64}"}}
+
+
+def video_part(path: Path) -> dict[str, Any]:
+    """The server reads the file."""
+    return {"type": "video_url", "video_url": {"url": f"file://{path.absolute()}"}}

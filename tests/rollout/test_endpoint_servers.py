@@ -63,6 +63,12 @@ def test_servers_resize_pictures_themselves_and_add_nothing_to_the_sampling():
     assert "--generation-config vllm" in " ".join(vllm.command()) and "--max-model-len 4096" in " ".join(vllm.command())
 
 
+@pytest.mark.parametrize("program", ["vllm", "sglang"])
+def test_servers_for_the_released_protocol_have_its_context(program):
+    (settings,) = settings_of(program, as_released=True)
+    assert isinstance(settings, VllmSettings | ServerSettings) and settings.context_length == 65_536
+
+
 def test_a_program_that_is_not_installed_is_one_error_with_the_command_that_would_start_it(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(RuntimeError, match="there is no program vllm on the PATH") as caught:

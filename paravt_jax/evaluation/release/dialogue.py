@@ -18,6 +18,7 @@ from paravt_jax.evaluation.release.pictures import ReleasePictures
 from paravt_jax.evaluation.release.questions import ReleaseQuestion
 from paravt_jax.evaluation.release.texts import ReleaseTexts
 from rollout.endpoint.answers import Reply
+from rollout.endpoint.words import video_part
 
 Channel = Literal["image_url", "video_url"]
 Message = dict[str, Any]
@@ -87,7 +88,7 @@ class ReleasePlayer:
     async def _opening(self, question: ReleaseQuestion, dialogue: ReleaseDialogue) -> list[Message]:
         text = {"type": "text", "text": question.text}
         if self.channel == "video_url":
-            parts = [{"type": "video_url", "video_url": {"url": f"file://{Path(question.video).absolute()}"}}]
+            parts = [video_part(Path(question.video))]
         else:
             parts = await self.pictures.overview(question.video)
             dialogue.num_frames = len(parts)

@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import re
 import shutil
 import threading
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,9 @@ from paravt_jax.evaluation.published import TABLES
 from paravt_jax.evaluation.results import cell_table, score_table
 from paravt_jax.evaluation.sample_log import SampleLog
 from paravt_jax.prompts import to_yaml
+from rollout.endpoint import client
+from rollout.endpoint.check import PROBE_TOKENS
+from rollout.endpoint.errors import EndpointError
 from rollout.video.encode import write_video
 
 TEXTS = json.loads((Path(__file__).parent / "release_golden.json").read_text())["texts"]
@@ -70,12 +75,18 @@ def config_of(split, root, url, *overrides):
 
 
 def run(split, root, say, *overrides, modes=()):
-    """The cell, and the requests after the check of the endpoint."""
+    """The cell, and the requests after the checks of the endpoint."""
+    endpoint = FakeEndpoint(say, "ok", *modes)
+    cell = run_on([endpoint], split, root, *overrides)
+    return cell, [body for body in endpoint.bodies if body["max_tokens"] != PROBE_TOKENS]
 
+
+def run_on(endpoints, split, root, *overrides):
     async def evaluate():
-        async with FakeEndpoint(say, "ok", *modes) as endpoint:
-            (cell,) = await run_eval(config_of(split, root, endpoint.url, *overrides))
-            return cell, endpoint.bodies[1:]
+        async with AsyncExitStack() as stack:
+            urls = [(await stack.enter_async_context(endpoint)).url for endpoint in endpoints]
+            (cell,) = await run_eval(config_of(split, root, ",".join(urls), *overrides))
+            return cell
 
     return asyncio.run(evaluate())
 
@@ -131,6 +142,14 @@ def test_the_published_policys_mode_and_channel_for_charades(copy_of):
     assert user["content"][0]["video_url"]["url"].startswith("file:///")
 
 
+def test_an_endpoint_that_takes_no_videos_is_one_sentence_before_the_first_sample(copy_of):
+    message = "HTTP 422: .*; eval.channel=video_url needs a server that can read /.* set eval.channel=image_url to send"
+    root = copy_of("charades")
+    with pytest.raises(EndpointError, match=message):
+        run("charades", root, "1 - 2", modes=("rejected",))
+    assert not list((root.parent / "run").glob("samples_*"))
+
+
 def test_a_failed_request_is_missing_here_and_wrong_in_the_releases_figure(copy_of, monkeypatch):
     monkeypatch.setattr("paravt_jax.evaluation.runner.MAX_IN_FLIGHT", 1)
     monkeypatch.setitem(SPLITS, "lvbench", replace(SPLITS["lvbench"], num_samples=3))
@@ -176,6 +195,32 @@ def test_a_killed_evaluation_resumes_without_repeating_a_sample(num_written, cop
             run("lvbench", root, "D")
     cell, bodies = run("lvbench", root, "D")
     assert len(bodies) == 3 - num_written and cell["n"]["answered"] == 3 and len(lines_of(root)) == 3
+
+
+def test_samples_go_on_at_the_other_server_when_one_dies_and_the_reason_is_logged(copy_of, monkeypatch, capsys):
+    """All samples are about one video, so one server has them, and dies at their second turn."""
+    monkeypatch.setattr(client, "PROBE_EVERY_S", 0.05)
+    root, endpoints = copy_of("lvbench"), [FakeEndpoint(), FakeEndpoint()]
+
+    def says(number, body):
+        if len(body["messages"]) == 2:
+            return CALL
+        if not died:
+            died.append(number)
+            endpoints[number].modes = ["hung"]
+            asyncio.get_running_loop().create_task(endpoints[number].die())
+        return "D"
+
+    died: list[int] = []
+    for number, endpoint in enumerate(endpoints):
+        endpoint.say = partial(says, number)
+    cell = run_on(endpoints, "lvbench", root)
+    (dead,) = died
+    assert cell["n"]["answered"] == 3 and cell["n"]["missing"] == {} and cell["metrics"]["tool_calls_mean"] == 1
+    assert len({line["key"] for line in lines_of(root)}) == len(lines_of(root)) == 3
+    assert all([turn["text"] for turn in line["episodes"][0]["turns"]] == [CALL, "D"] for line in lines_of(root))
+    logged = f"{endpoints[dead].url} cannot be reached: .*; it gets no requests until it answers again"
+    assert len(re.findall(logged, capsys.readouterr().err)) == 1
 
 
 def test_samples_of_other_texts_are_not_mixed(copy_of):
