@@ -1,4 +1,7 @@
-"""A run on several hosts equals a run on one: same episodes and metrics, one directory. A failure ends all hosts."""
+"""A run on several hosts equals a run on one: same episodes and metrics, one directory. A failure ends all hosts.
+
+Every episode looks at a part of its video, whose frames are in the dialogue, another number for each.
+"""
 
 import json
 import os
@@ -11,6 +14,8 @@ import pytest
 from training import QUICK, arguments, arrays_of, episodes_of, metrics_of
 
 from model_port.tiny import make_tiny
+from rollout import episode
+from rollout.tools import ToolCall
 
 pytestmark = pytest.mark.slow
 
@@ -18,6 +23,8 @@ STEPS = [
     *QUICK,
     "mesh.fsdp=2",
     "pack.num_rows=2",
+    "rollout.crop_returns=frames",
+    "rollout.max_turns=1",
     "train.prompts_per_step=3",  # two for one host, one for the other
     "train.num_steps=3",
     "checkpoint.every_steps=3",
@@ -29,7 +36,20 @@ STEPS = [
 
 def start(folder, run_dir, num=2):
     """Starts a run on hosts with two devices in total."""
-    return several.start_command(folder, "paravt_jax.train", arguments(run_dir, *STEPS), num, devices=2 // num)
+    joint = [*arguments(run_dir, *STEPS), f"hosts.coordinator=127.0.0.1:{several.free_port()}", f"hosts.num={num}"]
+    each = [([*joint, f"hosts.index={host}"],) for host in range(num)]
+    return several.Started(folder, num, 2 // num, train_with_calls, each)
+
+
+def train_with_calls(arguments):
+    """A random model makes no call by itself."""
+    episode.find_calls = lambda text, signatures: [looks_at(len(text) % 3)]
+    several.command("paravt_jax.train", arguments, {})
+
+
+def looks_at(second):
+    window = {"video_path": "video.mp4", "start_time": 0, "end_time": second + 1}
+    return ToolCall((0, 1), "crop_video", window)
 
 
 def ended_well(started, code=0):
@@ -90,8 +110,12 @@ def test_a_different_or_missing_model_on_one_host_ends_all_before_training(their
 
 
 def ids_in(run_dir):
-    """Every episode's token ids, in the order of the data."""
-    return [(e["id"], e["visit"], [piece["ids"] for piece in e["segments"]]) for e in episodes_of(run_dir)]
+    """Every episode's token ids and pictures, in the order of the data."""
+    parts = ("ids", "pictures")
+    return [
+        (e["id"], e["visit"], [[piece.get(name) for name in parts] for piece in e["segments"]])
+        for e in episodes_of(run_dir)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +124,12 @@ def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
     ended_well(start(folder / "output", folder / "run"))
     return folder / "run"
+
+
+def test_frames_of_calls_are_in_the_episodes_of_both_hosts(undisturbed):
+    calls = [call for e in episodes_of(undisturbed) for turn in e["turns"] for call in turn["calls"]]
+    assert 2 * len(calls) > len(episodes_of(undisturbed)) and {call["outcome"] for call in calls} == {"ok"}
+    assert len({len(call["shown"]) for call in calls}) > 1 and all(call["segments"] is None for call in calls)
 
 
 def test_every_step_logs_the_slowest_host_of_each_part(undisturbed):
