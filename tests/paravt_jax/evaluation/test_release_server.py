@@ -1,0 +1,176 @@
+"""The released protocol against a real SGLang server: all splits in a batch that is killed, and a dying server."""
+
+import asyncio
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+import hosts as several
+import numpy as np
+import pytest
+from forked import forks
+from processes import serve
+from published import make_copy
+
+from paravt_jax.config import EvalConfig, load_config
+from paravt_jax.data.splits import SPLITS
+from paravt_jax.eval import run_eval
+from paravt_jax.evaluation.batch import FOLDERS
+from paravt_jax.prompts import to_yaml
+from rollout.endpoint.client import EndpointClient
+from rollout.endpoint.errors import EndpointError
+from rollout.endpoint.servers import endpoint_settings
+from rollout.server import sidecar_python
+from rollout.video.encode import write_video
+
+pytestmark = pytest.mark.slow
+TEXTS = json.loads((Path(__file__).parent / "release_golden.json").read_text())["texts"]
+MODEL, NUM_ROWS = "tiny/model", 2
+CONTEXT = ("--context-length", "16384", "--max-total-tokens", "32768")  # an overview has 6,300 tokens
+CALL = '<tool_call>{"arguments": {"start_time": 0, "end_time": 2}}</tool_call>'
+CONFIG = """
+engine: {{kind: openai, urls: [{urls}], model: {model}}}
+eval: {{protocol: release, mode: agentic_general, channel: image_url, release_texts: {texts}}}
+video: {{num_workers: 1}}
+"""
+
+
+@dataclass(frozen=True)
+class Served:
+    command: Popen[str]
+    url: str
+
+
+@contextmanager
+def endpoint(model: Path) -> Iterator[Served]:
+    """A server as engine.serve_with starts it, with room for overviews."""
+    (settings,) = endpoint_settings(
+        "sglang", model, MODEL, device="cpu", dtype="float32", context_length=4096, gpus=[], num_servers=1
+    )
+    command = serve(replace(settings, python=sidecar_python()), *CONTEXT, "--json")
+    try:
+        yield Served(command, f"{json.loads(command.stdout.readline())['url']}/v1")
+    finally:
+        command.terminate()
+        command.communicate(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def server(tiny_hf) -> Iterator[Served]:
+    with endpoint(tiny_hf) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """A copy of every split, whose videos have 66 frames."""
+    root = tmp_path_factory.mktemp("data")
+    film = root / "film.mp4"
+    write_video(film, (np.full((48, 64, 3), number, np.uint8) for number in range(66)), 25)
+    for split in SPLITS:
+        copy = make_copy(split, root / FOLDERS.get(split, split), NUM_ROWS)
+        for video in [*copy.rglob("*.mp4"), *copy.rglob("*.MP4")]:
+            shutil.copy(film, video)
+    (root / "release.yaml").write_text(to_yaml(TEXTS, "Stand-ins."))
+    return root
+
+
+async def call_first(client: EndpointClient, messages: list[dict[str, Any]], *, max_tokens: int, **request: Any) -> Any:
+    """The model says anything, which takes long, and makes no call by itself."""
+    reply = await COMPLETE(client, messages, max_tokens=min(max_tokens, 8), **request)
+    return replace(reply, text=CALL, finish="stop") if len(messages) == 2 else reply
+
+
+COMPLETE = EndpointClient.complete
+
+
+def evaluate(output: str, arguments: list[str]) -> None:
+    EndpointClient.complete = call_first  # type: ignore[method-assign]
+    for name, split in SPLITS.items():
+        SPLITS[name] = replace(split, num_samples=NUM_ROWS)
+    with Path(output).open("a") as file, redirect_stdout(file), redirect_stderr(file):
+        several.command("paravt_jax.eval", arguments, {})
+
+
+def cell_of(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "cell_parallel_64.json").read_text())
+
+
+def lines_of(run_dir: Path) -> list[bytes]:
+    file = run_dir / "samples_parallel_64.jsonl"
+    return file.read_bytes().splitlines() if file.exists() else []
+
+
+def wait_for_samples(run_dir: Path, num: int, process: Any) -> None:
+    give_up_s = time.monotonic() + 240
+    while len(lines_of(run_dir)) < num:
+        assert process.is_alive() and time.monotonic() < give_up_s
+        time.sleep(0.05)
+
+
+def test_a_killed_batch_of_all_splits_resumes_and_draws_the_table(server, data, tmp_path):
+    settings = dict(urls=server.url, model=MODEL, texts=data / "release.yaml")
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "row.yaml").write_text(CONFIG.format(**settings))
+    arguments = ["batch", str(tmp_path / "rows"), "--splits", "all", "--run-dir", str(tmp_path / "runs")]
+    arguments += ["--data-root", str(data)]
+    runs, output = tmp_path / "runs" / "row", tmp_path / "output"
+    killed = forks.Process(target=evaluate, args=(str(output), arguments))
+    killed.start()
+    wait_for_samples(runs / "longvideobench", 1, killed)
+    killed.kill()
+    killed.join()
+    before = {split: lines_of(runs / split) for split in SPLITS}
+    assert len(before["videomme"]) == NUM_ROWS and not before["charades"]
+    resumed = forks.Process(target=evaluate, args=(str(output), arguments))
+    resumed.start()
+    resumed.join(300)
+    assert resumed.exitcode == 0, output.read_text()[-3000:]
+    for split in SPLITS:
+        lines, cell = lines_of(runs / split), cell_of(runs / split)
+        assert lines[: len(before[split])] == before[split] and len(lines) == NUM_ROWS, split
+        assert (cell["protocol"], cell["n"]["missing"], cell["frames"]["min"]) == ("release", {}, 64), split
+        assert cell["metrics"]["tool_calls_mean"] == 1 and cell["crop_frames"]["min"] == 2, split
+    assert f"| ours: {MODEL}, release's protocol, release |" in output.read_text()
+
+
+def config_of(data: Path, run_dir: Path, urls: str, *overrides: str) -> EvalConfig:
+    file = run_dir.with_suffix(".yaml")
+    file.write_text(CONFIG.format(urls=urls, model=MODEL, texts=data / "release.yaml"))
+    settings = [f"run_dir={run_dir}", "data.split=lvbench", f"data.validation={data / 'lvbench'}", *overrides]
+    return load_config(file, *settings, schema=EvalConfig)
+
+
+def test_a_model_that_a_real_server_does_not_have_is_one_sentence_before_the_first_sample(server, data, tmp_path):
+    with pytest.raises(EndpointError, match=rf"does not serve engine\.model=other; it serves {MODEL}$"):
+        asyncio.run(run_eval(config_of(data, tmp_path / "run", server.url, "engine.model=other")))
+
+
+def test_a_real_server_without_a_decoder_of_videos_is_one_sentence_before_the_first_sample(server, data, tmp_path):
+    charades = ["data.split=charades", f"data.validation={data / 'charades'}", "eval.channel=video_url"]
+    with pytest.raises(EndpointError, match=r"eval\.channel=video_url needs a server that can read .* and decode it"):
+        asyncio.run(run_eval(config_of(data, tmp_path / "run", server.url, *charades)))
+
+
+@pytest.mark.nightly
+def test_the_other_real_server_continues_when_one_is_killed(server, tiny_hf, data, tmp_path, monkeypatch, capsys):
+    async def killing(client: EndpointClient, messages: list[dict[str, Any]], **request: Any) -> Any:
+        reply = await call_first(client, messages, **request)
+        if len(messages) == 2 and request["affinity"] and victim.command.poll() is None:
+            victim.command.kill()
+            await asyncio.to_thread(victim.command.wait)
+        return reply
+
+    monkeypatch.setattr(EndpointClient, "complete", killing)
+    monkeypatch.setattr(EndpointClient, "_preferred", lambda client, servers, affinity: servers[0])
+    with endpoint(tiny_hf) as victim:
+        (cell,) = asyncio.run(run_eval(config_of(data, tmp_path / "run", f"{victim.url},{server.url}")))
+    assert cell["n"]["answered"] + cell["n"]["unanswered"] == NUM_ROWS and cell["n"]["missing"] == {}
+    assert len(lines_of(tmp_path / "run")) == NUM_ROWS
+    assert f"{victim.url} cannot be reached: " in capsys.readouterr().err
