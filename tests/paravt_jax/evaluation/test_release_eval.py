@@ -201,7 +201,7 @@ def test_samples_go_on_at_the_other_server_when_one_dies_and_the_reason_is_logge
     root, endpoints = copy_of("lvbench"), [FakeEndpoint(), FakeEndpoint()]
 
     def says(number, body):
-        if len(body["messages"]) == 2:
+        if len(body["messages"]) < 3:  # the check of the endpoint has one
             return CALL
         if not died:
             died.append(number)
