@@ -28,10 +28,11 @@ forks.set_forkserver_preload(
 
 
 def start(
-    module: str, arguments: list[str], output: str, errors: str | None = None, **environment: str
+    module: str, arguments: list[str], output: str, errors: str | None = None, cwd: str = ".", **environment: str
 ) -> ForkServerProcess:
-    """It writes to the file `output`, what goes to stderr too where no other file is named."""
-    process = forks.Process(target=_run, args=(module, arguments, output, errors or output, ENVIRONMENT | environment))
+    """It writes to the file `output`, and to `errors` what goes to stderr; by default both go to `output`."""
+    files = output, errors or output
+    process = forks.Process(target=_run, args=(module, arguments, *files, cwd, ENVIRONMENT | environment))
     process.start()
     return process
 
@@ -50,8 +51,9 @@ def run(
         return subprocess.CompletedProcess([module, *map(str, arguments)], code, output.read_text(), errors.read_text())
 
 
-def _run(module: str, arguments: list[str], output: str, errors: str, environment: dict[str, str]) -> None:
+def _run(module: str, arguments: list[str], output: str, errors: str, cwd: str, environment: dict[str, str]) -> None:
     os.setsid()
+    os.chdir(cwd)
     gc.freeze()  # garbage is looked for among what comes now
     for name, numbers in ((output, (0, 1)), (errors, (2,))):
         file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND)

@@ -1,14 +1,14 @@
 """Runs with checkpoints in a bucket resume on a fresh disk, also on several hosts."""
 
 import os
-import signal
-import subprocess
 import time
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
+import forked
 import hosts as several
 import pytest
-from training import QUICK, arguments, arrays_of, command, metrics_of, train_forked
+from training import QUICK, arguments, arrays_of, metrics_of, train_forked
 
 from paravt_jax.run.lease import OWNER
 
@@ -27,26 +27,28 @@ def arrays_in(gcs, step) -> dict[str, bytes]:
     }
 
 
-def start(directory: Path, *overrides: str) -> subprocess.Popen[str]:
+def start(directory: Path, url: str) -> ForkServerProcess:
     directory.mkdir()
-    with (directory / "stderr").open("w") as errors:
-        return subprocess.Popen([*command(ADDRESS, *THREE_STEPS), *overrides], cwd=directory, stderr=errors, text=True)
+    words, output = arguments(ADDRESS, *THREE_STEPS), str(directory / "output")
+    environment = {"TENSORSTORE_GCS_HTTP_URL": url, "XDG_CACHE_HOME": str(directory / "cache")}
+    return forked.start("paravt_jax.train", words, output, cwd=str(directory), **environment)
 
 
 def test_a_killed_run_resumes_from_the_bucket_on_a_fresh_disk(gcs, tmp_path):
     train_forked(tmp_path / "undisturbed", *THREE_STEPS)
-    first = start(tmp_path / "first")
+    first = start(tmp_path / "first", gcs.url)
     give_up_s = time.monotonic() + 200
-    while f"{PREFIX}checkpoints/1/state.json" not in gcs.objects and first.poll() is None:
+    while f"{PREFIX}checkpoints/1/state.json" not in gcs.objects and first.is_alive():
         assert time.monotonic() < give_up_s
         time.sleep(0.05)
-    first.send_signal(signal.SIGKILL)
-    first.wait()
-    assert f"{PREFIX}checkpoints/1/state.json" in gcs.objects, (tmp_path / "first" / "stderr").read_text()
+    first.kill()
+    first.join()
+    assert f"{PREFIX}checkpoints/1/state.json" in gcs.objects, (tmp_path / "first" / "output").read_text()
     del gcs.objects[f"{PREFIX}{OWNER}"]  # as if its lease had run out
-    second = start(tmp_path / "second")
-    assert second.wait(200) == 0, (tmp_path / "second" / "stderr").read_text()
-    assert "resuming after step" in (tmp_path / "second" / "stderr").read_text()
+    second = start(tmp_path / "second", gcs.url)
+    second.join(200)
+    log = (tmp_path / "second" / "output").read_text()
+    assert second.exitcode == 0 and "resuming after step" in log, log
     run_dir = tmp_path / "second" / "runs" / "x"
     assert metrics_of(run_dir) == metrics_of(tmp_path / "undisturbed") and not (run_dir / "checkpoints").exists()
     assert arrays_in(gcs, 3) == arrays_of(tmp_path / "undisturbed", 3)

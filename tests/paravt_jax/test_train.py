@@ -51,7 +51,7 @@ def test_the_smoke_run_writes_all_promised_files_and_metrics(tmp_path):
     validation = ("data.validation=synthetic", "validation.max_prompts=2")
     done = train(tmp_path / "run", *QUICK, *validation, **OPTIMISED)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("attention: blocked (cpu, rows of 2048 tokens)") == 1
+    assert done.stderr.count("attention: blocked (cpu, rows of 512 tokens)") == 1
     run_dir = tmp_path / "run"
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
