@@ -30,8 +30,8 @@ bash scripts/setup.sh dev
 .venv/bin/ruff format --check .
 types=$(mktemp)
 .venv/bin/pyright > "$types" 2>&1 & checking=$!
-# Compiles the bytecode once, because all pytest processes start together. They report any errors again.
-.venv/bin/python -m pytest -qq --collect-only -m "$select" ${tests[@]+"${tests[@]}"} "$@" >/dev/null || true
+# In a fresh clone, compiles the bytecode once, because all pytest processes start together. They report any errors again.
+[ -d tests/__pycache__ ] || .venv/bin/python -m pytest -qq --collect-only -m "$select" ${tests[@]+"${tests[@]}"} "$@" >/dev/null || true
 [ -z "$sidecar" ] || wait "$sidecar"
 status=0
 # Three processes, because much of the suite waits for servers, deadlines and disks.

@@ -10,11 +10,10 @@ import importlib
 import importlib.util
 import io
 import json
-import os
 import re
+import runpy
 import shlex
 import signal
-import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -215,7 +214,7 @@ def test_the_blocks_of_a_page_run_one_after_the_other(page, tmp_path, monkeypatc
         for block in filter(lambda block: runs_on(page, block), blocks_of(page)):
             if block.file:
                 Path(block.file).write_text(block.text)
-                subprocess.run([sys.executable, block.file], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+                runpy.run_path(block.file, run_name="__main__")
                 continue
             if block.language == "python":
                 exec(compile(block.text, str(page), "exec"), {})

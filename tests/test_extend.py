@@ -2,9 +2,8 @@
 
 import asyncio
 import json
-import os
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -23,13 +22,12 @@ EXAMPLES = {name: (text, output) for name, text, output in EXAMPLE.findall(PAGE.
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_prints_the_output_below_it(name, tmp_path):
+def test_an_example_prints_the_output_below_it(name, tmp_path, monkeypatch, capsys):
     text, output = EXAMPLES[name]
-    (tmp_path / name).write_text(text)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, name], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    print(done.stdout, done.stderr)
-    assert done.stdout == output, done.stderr
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text(text)
+    runpy.run_path(name, run_name="__main__")
+    assert capsys.readouterr().out == output
 
 
 def test_every_section_has_an_example():

@@ -60,6 +60,7 @@ def test_without_a_gpu_only_the_tiny_check_runs():
         gpu_check._check_gpu({"rows": [], "problem": "ended with exit code 1: no plugin"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["--wrong"], 2), ([], 1)])
 def test_a_rejected_command_keeps_the_measured_page(tmp_path, arguments, code):
     (tmp_path / "scripts").mkdir()

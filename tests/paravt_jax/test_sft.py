@@ -207,7 +207,8 @@ def test_a_run_on_changing_numbers_of_hosts_trains_like_one_host(nums, world, tm
     """One step for each number; every mesh sums floats in another order."""
     several_runs = [("several", num, step) for step, num in enumerate(nums, 1)]
     for run, num, steps in (*several_runs, ("one", 1, len(nums))):
-        settings = ["sft.rows_per_step=8", "pack.num_rows=8", "optim.schedule=constant"]
+        rows = 2 * max(nums[:2])
+        settings = [f"sft.rows_per_step={rows}", f"pack.num_rows={rows}", "optim.schedule=constant"]
         settings += ["optim.train_vision=false", "data.validation="]
         command = arguments(world, tmp_path / run, *settings, f"sft.num_steps={steps}", f"mesh.fsdp={num}")
         ended = several.start_command(tmp_path / f"output {run}{num}", "paravt_jax.sft", command, num).ended()

@@ -68,6 +68,7 @@ def judged(scorers, chat, dtype, model, change=None, num_episodes=1) -> Parity:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_right_server_is_accepted_with_logits_as_wide_as_trained_ones(dtype, scorers, chat, right):
     found = judged(scorers, chat, dtype, right, num_episodes=5)
@@ -125,6 +126,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_wrong_server_is_refused(wrong, dtype, scorers, chat, right, tmp_path):
@@ -222,6 +224,7 @@ def test_the_table_says_what_was_measured_the_noise_and_what_is_allowed():
     assert "3 (bfloat16) times the learner's own" in words
 
 
+@pytest.mark.slow
 def test_rounding_weights_for_servers_is_no_noise_also_on_a_mesh(right, chat):
     """The learner has masters in float32, servers get them in bfloat16: the gate's learner computes from the latter."""
     contract = VisionContract.from_hf(right)
@@ -239,6 +242,7 @@ def test_rounding_weights_for_servers_is_no_noise_also_on_a_mesh(right, chat):
     assert np.abs(unrounded.logp - rounded.logp).mean() > 100 * np.abs(masters.logp - rounded.logp).mean()
 
 
+@pytest.mark.slow
 def test_a_server_with_an_adapter_merged_into_its_weights_is_right(right, chat, scorers, tmp_path):
     """The learner keeps the pair beside weights in bfloat16; the server has their sum, rounded once more."""
     model, lora = model_port.load(right, "bfloat16"), LoraConfig(rank=4, alpha=8.0)
@@ -267,6 +271,7 @@ def fingerprint(model: Path, chat: Chat, attention: str) -> Fingerprint:
     return Fingerprint(ids[0].numpy(), logp.gather(1, ids[0, 1:, None])[:, 0].numpy())
 
 
+@pytest.mark.slow
 def test_right_servers_in_bfloat16_are_one_model_to_each_other_and_wrong_ones_are_another(right, chat, tmp_path):
     expected, found = fingerprint(right, chat, "sdpa"), fingerprint(right, chat, "eager")
     assert np.abs(found.logp - expected.logp).mean() > 0.05  # another sum of the same products, and nothing else

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from itertools import starmap
 from pathlib import Path
 
@@ -69,6 +70,7 @@ def planned_start(config: SftConfig) -> PlannedSft:
     return PlannedSft.of(config, model_config(config.model.path)[0])
 
 
+@cache
 def plan_for(name: str) -> Plan:
     return make_plan(planned(config_of(name)), device_of(name))
 
@@ -152,6 +154,7 @@ def test_the_mesh_of_a_recipe_uses_the_whole_machine_and_fits_by_the_plan(name):
     assert max(map(len, render(plan).splitlines())) <= 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in LEARNERS if config_of(name).mesh.num_devices > 1])
 def test_no_mesh_that_fits_has_a_step_more_than_one_percent_faster(name):
     run, device, seconds = planned(config_of(name)), device_of(name), {}
@@ -234,6 +237,7 @@ def test_servers_and_learner_use_all_eight_gpus():
     assert len(engine.gpus) + mesh.num_devices == 8 and len(engine.gpus) == engine.num_servers
 
 
+@pytest.mark.slow
 def test_the_mesh_of_the_method_configs_is_the_fastest_for_all_of_them_that_fits_eight_gpus():
     """They share a mesh, because an ablation changes nothing but the ablated setting."""
     runs, seconds = [planned(load_config(path)) for path in METHOD_CONFIGS], {}
