@@ -8,7 +8,7 @@ pictures.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,14 @@ from tokenizers import Tokenizer
 
 from rollout.parts import Response, content_of
 from rollout.templates import render
+from rollout.tools_text import with_responses, with_tools
 
 IMAGE = "<|image_pad|>"
 PICTURE = f"<|vision_start|>{IMAGE}<|vision_end|>"
+TOKEN_PX = 32  # side of the square of pixels that becomes one token of Qwen3-VL
 VISUAL_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", IMAGE, "<|video_pad|>")
 TURN_END = "<|im_end|>"
+TAGS = ("<think>", "</think>", "<tool_response>", "</tool_response>")  # text for Qwen2.5-VL, tokens for Qwen3-VL
 STOP_TOKENS = (TURN_END, "<|endoftext|>")
 MAX_FILE_BYTES = 64 * 2**20  # six times the published tokenizer.json
 SPOKEN = "\ue000spoken\ue000"  # placeholder for an assistant's turn; it occurs in no template
@@ -60,9 +63,13 @@ BYTES = {character: byte for byte, character in byte_characters().items()}
 class Chat:
     """A tokenizer with its chat template."""
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: str, source: str = "the tokenizer"):
+    def __init__(
+        self, tokenizer: Tokenizer, chat_template: str, source: str = "the tokenizer", token_px: int = TOKEN_PX
+    ):
+        """`token_px` is the side of the square of pixels that becomes one token."""
         self.tokenizer = tokenizer
         self.source = source
+        self.token_px = token_px
         self._template = chat_template
         self.stop_ids = tuple(self._id(token) for token in STOP_TOKENS)
         self.turn_end_id, self.image_id = self._id(TURN_END), self._id(IMAGE)
@@ -72,7 +79,7 @@ class Chat:
             token: added.content.encode() for token, added in tokenizer.get_added_tokens_decoder().items()
         }
         added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
-        self._added = _any_of(added)
+        self._added = _any_of({*added, *TAGS})
         self._control = _any_of([token for token in added if token.startswith("<|")])
         self._check_template()
 
@@ -83,7 +90,7 @@ class Chat:
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise ValueError(f"{directory} has no tokenizer.json; save the model's tokenizer there in its fast form")
-        return cls(_read_tokenizer(path), _read_template(directory), str(directory))
+        return cls(_read_tokenizer(path), _read_template(directory), str(directory), _read_token_px(directory))
 
     def encode(self, text: str) -> np.ndarray:
         """Encodes trusted text; the names of added tokens become those tokens."""
@@ -168,6 +175,14 @@ class Chat:
         except ValueError:
             return False
 
+    @cached_property
+    def _shows_tools(self) -> bool:
+        """Whether the template describes tools, as Qwen3-VL's does; Qwen2.5-VL's ignores them."""
+        try:
+            return SHOWN in render(self._template, [{"role": "user", "content": ""}], [{"name": SHOWN}])
+        except ValueError:
+            return False
+
     def after_last_turn(self, ids: np.ndarray) -> np.ndarray:
         """The end of a turn if it was cut off, else nothing."""
         return np.array([] if self.ended(ids) else [self.turn_end_id], np.int32)
@@ -182,6 +197,8 @@ class Chat:
     def _render(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, *, add_generation_prompt: bool
     ) -> str:
+        if not self._shows_tools:
+            messages, tools = with_responses(with_tools(messages, tools) if tools else messages), None
         try:
             return render(self._template, messages, tools, add_generation_prompt=add_generation_prompt)
         except ValueError as problem:
@@ -190,7 +207,7 @@ class Chat:
     def _id(self, token: str) -> int:
         number = self.tokenizer.token_to_id(token)
         if number is None:
-            raise ValueError(f"{self.source} has no token {token}; it is not the tokenizer of a Qwen3-VL")
+            raise ValueError(f"{self.source} has no token {token}; it is not the tokenizer of a Qwen-VL")
         return number
 
     def _check_template(self) -> None:
@@ -211,9 +228,9 @@ def _with_placeholders(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"content": "".join(texts)}
 
 
-def _any_of(tokens: Sequence[str]) -> re.Pattern[str]:
+def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
     """Alternatives in order of length, longest first, as the tokenizer matches them."""
-    return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)))
+    return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=lambda token: (-len(token), token))))
 
 
 def _encodable(text: str) -> str:
@@ -247,6 +264,16 @@ def _read_template(directory: Path) -> str:
         if isinstance(template, str):
             return template
     raise ValueError(f"{directory} has no chat template: neither {jinja.name}, nor one in {old.name} or {config.name}")
+
+
+def _read_token_px(directory: Path) -> int:
+    """From the image processor's settings; Qwen3-VL's if there are none."""
+    nested, flat = directory / "processor_config.json", directory / "preprocessor_config.json"
+    settings = _read_object(nested).get("image_processor") if nested.is_file() else None
+    settings = settings if settings or not flat.is_file() else _read_object(flat)
+    sizes = [settings.get(key) for key in ("patch_size", "merge_size")] if isinstance(settings, dict) else []
+    patch_px, merge = (size if isinstance(size, int) and size > 0 else 0 for size in sizes or (0, 0))
+    return patch_px * merge or TOKEN_PX
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from rollout.engine.http import HttpClient
 from rollout.engine.protocol import EngineError, Sampling
 from rollout.engine.sglang import SGLangEngine, generate_body
 from rollout.episode import Agent
-from rollout.episode_config import TOKEN_PX, EpisodeConfig
+from rollout.episode_config import EpisodeConfig
 from rollout.ledger import Ledger
 from rollout.output_file import OutputFile
 from rollout.parity import SHOWN, TIMES_NOISE, Parity, Scored, Scorer, ScoreRequest, table
@@ -182,7 +182,7 @@ async def _server_scores(
 
 def sampled_positions(ledger: Ledger, chat: Chat) -> np.ndarray:
     """The positions of the sampled ids after expansion."""
-    counts = ledger.num_tokens_each(chat.image_id, TOKEN_PX)
+    counts = ledger.num_tokens_each(chat.image_id, chat.token_px)
     return (np.cumsum(counts) - 1)[ledger.sampled_mask]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from rollout.chat import Chat
 from rollout.engine.protocol import Engine, Request, Sampling
-from rollout.episode_config import TOKEN_PX, EpisodeConfig
+from rollout.episode_config import EpisodeConfig
 from rollout.ledger import Ledger
 from rollout.parts import Part, pictures_of
 from rollout.picture import Picture
@@ -42,6 +42,8 @@ class SampledTurn:
 
 class AgentDialogue(Protocol):
     """Turns of the model alternate with responses."""
+
+    token_px: int  # side of the square of pixels that becomes one token
 
     @property
     def room(self) -> int:
@@ -80,7 +82,7 @@ class TokenDialogue:
     ):
         self._engine, self._chat, self._config, self._ledger = engine, chat, config, ledger
         self._episode, self._version, self._top_p = episode, version, top_p
-        self._forced = chat.encode(forced)
+        self._forced, self.token_px = chat.encode(forced), chat.token_px
 
     def start(self, ids: np.ndarray, pictures: Sequence[Picture]) -> "TokenDialogue":
         self._ledger.add("prompt", ids, pictures)
@@ -92,7 +94,7 @@ class TokenDialogue:
 
     @property
     def _room(self) -> int:
-        used = self._ledger.num_tokens_each(self._chat.image_id, TOKEN_PX)
+        used = self._ledger.num_tokens_each(self._chat.image_id, self.token_px)
         return self._config.max_context_tokens - int(used.sum())
 
     async def sample(self, request: TurnRequest) -> SampledTurn:
@@ -132,11 +134,11 @@ class TokenDialogue:
         )
 
     def num_tokens(self, responses: Sequence[Sequence[Part]]) -> int:
-        return _num_tokens(*self._environment(responses))
+        return self._count(*self._environment(responses))
 
     def respond(self, responses: Sequence[Sequence[Part]]) -> bool:
         ids, pictures = self._environment(responses)
-        if _num_tokens(ids, pictures) > self._room:
+        if self._count(ids, pictures) > self._room:
             return False
         self._ledger.add("environment", ids, pictures)
         return True
@@ -157,7 +159,6 @@ class TokenDialogue:
         ids = ids[:-1] if len(ids) and int(ids[-1]) in self._chat.stop_ids else ids
         return self._chat.decode([*self._forced, *ids])
 
-
-def _num_tokens(ids: np.ndarray, pictures: Sequence[Picture]) -> int:
-    """With the pictures' placeholders expanded."""
-    return len(ids) - len(pictures) + sum(picture.num_tokens(TOKEN_PX) for picture in pictures)
+    def _count(self, ids: np.ndarray, pictures: Sequence[Picture]) -> int:
+        """Tokens, with the pictures' placeholders expanded."""
+        return len(ids) - len(pictures) + sum(picture.num_tokens(self.token_px) for picture in pictures)

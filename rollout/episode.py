@@ -17,7 +17,7 @@ from typing import Any
 from rollout.chat import Chat
 from rollout.dialogue import AgentDialogue, SampledTurn, TokenDialogue, TurnRequest
 from rollout.engine.protocol import DeadlineExceeded, Engine, EngineError, RequestRejected
-from rollout.episode_config import TOKEN_PX, EpisodeConfig
+from rollout.episode_config import EpisodeConfig
 from rollout.ledger import Ledger
 from rollout.parts import Part, Response, cut, pictures_of, text_of
 from rollout.prompter import Closeup, Frames, Overview, Task, Texts
@@ -194,7 +194,7 @@ class _EpisodeRun:
                 responses = with_pictures
                 continue
             left = max(0, room - dialogue.num_tokens(responses))
-            num_tokens = sum(picture.num_tokens(TOKEN_PX) for picture in pictures_of(call.parts))
+            num_tokens = sum(picture.num_tokens(dialogue.token_px) for picture in pictures_of(call.parts))
             message = f"the pictures of this call need {num_tokens} tokens of the context, which has {left} left"
             _fail(call, "error", message, RequestRejected(message))
             responses[number] = call.content

@@ -11,7 +11,6 @@ from rollout.toolbox import CropReturns, Tool, signatures, tools_of
 from rollout.tools import CROP_VIDEO, MAX_CALLS, Signatures
 
 Dispatch = Literal["parallel", "sequential", "none"]
-TOKEN_PX = 32  # side of the square of pixels that becomes one token, in every Qwen3-VL
 MAX_TOKENS = 2**20  # four times the context of the published models
 UPPER_BOUNDS = {  # of settings, which may come from a model's files: memory grows with them
     "max_turns": 1024,

@@ -28,7 +28,7 @@ from model_port.hf_files import CONFIG_FILE, HUB_ID, RECIPE_FILE, read_side_file
 from model_port.layers import Compute
 from model_port.layout import base_of, hf_files_of, is_adapter
 from model_port.loading import base_directory
-from model_port.model import Qwen3VL
+from model_port.model import VLModel
 from model_port.output_dir import output_directory
 from model_port.processing import VisionContract
 from model_port.progress import Meter
@@ -41,7 +41,6 @@ from paravt_jax.run.recipe import Recipe, differences, recipe_of
 from paravt_jax.run.start import check_cpu_size, describe_devices, fell_back, find_devices, size_of, start_line
 from paravt_jax.run.threads import in_thread
 from rollout.chat import Chat
-from rollout.episode_config import TOKEN_PX
 
 HF_FILES_DIR = "hf_files"
 MODEL_DIR = "model.path=DIR"  # the directory argument in errors
@@ -63,7 +62,7 @@ class Policy:
     seed: int = 0  # random seed for new adapters
     kernel_check: KernelCheck | None = None  # check of the accelerator's attention kernel, if model.attention=auto
 
-    def load(self) -> Qwen3VL:
+    def load(self) -> VLModel:
         """Loads the parameters onto the mesh in float32; if adapters train, in the activations' dtype."""
         dtype = self.compute.dtype if self.lora.rank else "float32"
         with Meter(f"loading {self.adapter or self.source}"):
@@ -82,7 +81,7 @@ class Policy:
             return f"attention: {self.kernel_check}"
         return f"attention: {form} ({machine}, rows of {row_tokens} tokens)"
 
-    def adapter_info(self, model: Qwen3VL) -> AdapterInfo | None:
+    def adapter_info(self, model: VLModel) -> AdapterInfo | None:
         """The adapter's metadata, or None without an adapter. It reads all base weights for their checksum."""
         dtype = self.compute.dtype
         if not self.lora.rank:
@@ -173,8 +172,6 @@ def open_policy(
         _check_adapter(adapter, lora)
     hf_dir = hf_files_of(source)
     contract = replace(VisionContract.from_hf(hf_dir), min_pixels=MIN_PIXELS, max_pixels=recipe.max_pixels)
-    if contract.unit_px != TOKEN_PX:
-        raise ValueError(f"an image token of {source} covers {contract.unit_px} px, but rollouts assume {TOKEN_PX} px")
     hf_files = run_dir / HF_FILES_DIR
     files = with_pixel_bounds(read_side_files(hf_dir), contract.min_pixels, contract.max_pixels)
     files[RECIPE_FILE] = recipe.to_bytes()

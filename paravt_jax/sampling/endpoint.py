@@ -10,10 +10,10 @@ from model_port.progress import Meter
 from paravt_jax.config import MIN_PIXELS, TINY, EngineConfig
 from paravt_jax.run.gpu_assignment import Gpus
 from paravt_jax.run.threads import in_thread
+from rollout.chat import TOKEN_PX
 from rollout.endpoint.check import check_endpoint
 from rollout.endpoint.client import EndpointClient
 from rollout.endpoint.servers import endpoint_settings, start_endpoints
-from rollout.episode_config import TOKEN_PX
 from rollout.server import Dtype
 
 PATCH_PX = 16

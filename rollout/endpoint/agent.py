@@ -3,12 +3,13 @@
 from rollout.dialogue import AgentDialogue
 from rollout.endpoint.client import EndpointClient
 from rollout.endpoint.dialogue import MessageDialogue
-from rollout.endpoint.words import Words, with_tools
+from rollout.endpoint.words import Words
 from rollout.engine.protocol import EngineError, Generation, Health, Request, Weights
 from rollout.episode import Agent
 from rollout.episode_config import EpisodeConfig
 from rollout.ledger import Ledger
 from rollout.prompter import Closeup, Frames, Overview
+from rollout.tools_text import with_tools
 
 NO_IDS = "an endpoint returns text, not token ids and log-probs, so that nothing can be trained on it"
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from rollout.chat import TOKEN_PX
 from rollout.dialogue import SampledTurn, TurnRequest
 from rollout.endpoint.client import EndpointClient
 from rollout.endpoint.words import Words, escape_control, with_pictures
-from rollout.episode_config import TOKEN_PX, EpisodeConfig
+from rollout.episode_config import EpisodeConfig
 from rollout.ledger import Ledger, Segment
 from rollout.parts import Part, content_of, pictures_of, shown_in, text_of
 from rollout.picture import Picture
@@ -25,6 +26,8 @@ MAX_SEED = 2**31  # endpoints differ in how large a seed may be
 
 class MessageDialogue:
     """The ledger gets pictures and the number of sampled tokens that the endpoint reports."""
+
+    token_px = TOKEN_PX  # a guess: the endpoint's model is unknown
 
     def __init__(
         self,
@@ -81,7 +84,7 @@ class MessageDialogue:
     def num_tokens(self, responses: Sequence[Sequence[Part]]) -> int:
         pictures = pictures_of(itertools.chain(*responses))
         num_chars = sum(len(text_of(response)) for response in responses)
-        return num_chars // CHARS_PER_TOKEN + sum(picture.num_tokens(TOKEN_PX) for picture in pictures)
+        return num_chars // CHARS_PER_TOKEN + sum(picture.num_tokens(self.token_px) for picture in pictures)
 
     def respond(self, responses: Sequence[Sequence[Part]]) -> bool:
         """One user's message, as Qwen's chat template writes tool responses."""

@@ -5,7 +5,6 @@ turn, a call or a picture. Tools are described in the system message, with the t
 parameter is sent, because servers would parse the calls by rules of their own.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,18 +18,6 @@ from rollout.picture import Picture
 CONTROL = re.compile(r"<(?=[|｜])|<(?=/?s>)|<(?=(?:start|end)_of_\w+>)|\[(?=/?(?:INST|IMG|SYSTEM_PROMPT)\w*\])")
 TAG = re.compile(r"<(?=/?(?:tool_\w+|tools|think|image|video|img|IMG_CONTEXT|IMG_START|IMG_END)>)")
 JPEG_URL = "data:image/jpeg;base64,"
-TOOLS = """\
-# Tools
-
-The functions that you may call, one JSON object a line, between <tools></tools>:
-<tools>
-{schemas}
-</tools>
-
-To call one, write its name and arguments as a JSON object between <tool_call></tool_call>:
-<tool_call>
-{{"name": <function-name>, "arguments": <args-json-object>}}
-</tool_call>"""
 
 
 class Words:
@@ -56,16 +43,6 @@ def escape_control(text: str) -> str:
     """For the model's own turns, which may have calls and thinking, but no control tokens."""
     text = text.encode(errors="replace").decode()  # lone surrogates, which cannot be sent
     return CONTROL.sub(lambda match: f"{match.group()} ", text)
-
-
-def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Describes the tools at the end of the system message, which comes first, or is added."""
-    schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    if messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": ""}, *messages]
-    system, *others = (dict(message) for message in messages)
-    text = "\n\n".join(filter(None, [system["content"], TOOLS.format(schemas=schemas)]))
-    return [system | {"content": text}, *others]
 
 
 def with_pictures(messages: Sequence[Mapping[str, Any]], pictures: Sequence[Picture]) -> list[dict[str, Any]]:

@@ -31,8 +31,9 @@ from paravt_jax.evaluation.statistics import interval
 from paravt_jax.imitation.render import TraceRenderer
 from paravt_jax.rl.episodes import Rollout, RolloutWorker
 from paravt_jax.run.log import whole_file
+from rollout.chat import TOKEN_PX
 from rollout.episode import Agent
-from rollout.episode_config import TOKEN_PX, Dispatch
+from rollout.episode_config import Dispatch
 from rollout.prompter import Overview, Task
 from scripts.miniature.cells import DATA, write_rows_of_map
 from scripts.miniature.dials import World, load_world

@@ -18,7 +18,7 @@ from rollout.endpoint.agent import EndpointAgent
 from rollout.endpoint.check import check_endpoint
 from rollout.endpoint.client import EndpointClient
 from rollout.endpoint.errors import EndpointError
-from rollout.endpoint.words import JPEG_URL, Words, with_tools
+from rollout.endpoint.words import JPEG_URL, Words
 from rollout.engine.protocol import EngineError
 from rollout.episode import EpisodeCallbacks
 from rollout.episode_config import EpisodeConfig
@@ -27,6 +27,7 @@ from rollout.prompter import Task
 from rollout.prompts import Prompts, main_messages
 from rollout.records import Episode
 from rollout.tools import CROP_VIDEO_SCHEMA
+from rollout.tools_text import with_tools
 
 TASK = Task("t1", "What colour is it?\nA. red\nB. blue", ("/data/a.mp4",), frame_budget=4)
 LOOK = f"<think>\nWhere?</think>{call(10, 20)}{call(30, 40)}"
