@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from model_port.config import PRESETS, ModelConfig, preset, read_config
+from model_port.config import FAMILIES, PRESETS, ModelConfig, preset, read_config
 from model_port.layout import hf_files_of
 from model_port.tiny import tiny_config
 from paravt_jax.config import TINY, MeshConfig
@@ -76,13 +76,15 @@ def model_config(path: str) -> tuple[ModelConfig, tuple[str, ...]]:
     hf_dir = hf_files_of(Path(path))  # for an adapter it may be the id of its base
     if hf_dir.is_dir():
         return read_config(hf_dir), ()
-    size = re.search(rf"(?<![0-9.])({'|'.join(PRESETS)})(?![a-z0-9])", str(hf_dir).lower())
+    size = re.search(rf"(?<![0-9.])({'|'.join(map(re.escape, PRESETS))})(?![a-z0-9])", str(hf_dir).lower())
     if size is None:
         raise ValueError(
             f"model.path={path} is not a local directory, and its name has none of the sizes {', '.join(PRESETS)}; "
             f"give a directory with a config.json"
         )
-    return preset(size[0]), (f"{path} is not a local directory: dimensions of Qwen3-VL {size[0].upper()}, by its name",)
+    model = preset(size[0])
+    title = f"{FAMILIES[model.family].title} {size[0].rpartition('-')[2].upper()}"
+    return model, (f"{path} is not a local directory: dimensions of {title}, by its name",)
 
 
 def make_plan(run: PlannedRl, device: DeviceSpec = DEVICES["h100"], rates: RateRange = PUBLISHED) -> Plan:

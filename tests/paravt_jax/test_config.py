@@ -17,7 +17,8 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 def schema_of(path: Path) -> type:
     if "reproduce" in path.parts:
         return EvalConfig
-    return {"sft": SftConfig, "eval": EvalConfig}.get(path.stem.partition("_")[0], Config)
+    words = path.stem.split("_")
+    return SftConfig if "sft" in words else EvalConfig if words[0] == "eval" else Config
 
 
 RUNS = sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent.name != "launch")
