@@ -1,4 +1,4 @@
-"""Qwen3-VL in Flax NNX: Hugging Face weights in and out, processing, sampling. Independent of reinforcement learning.
+"""Qwen3-VL and Qwen2.5-VL in Flax NNX: Hugging Face weights in and out, processing, sampling. Knows no learning.
 
 Axis letters, used in annotations, einsum strings and parameter names alike:
 B packed rows · T query tokens · S key tokens · D width · N query heads · K key/value heads · H head dim · F ffn ·
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from model_port.config import ModelConfig, preset
     from model_port.layers import Compute
     from model_port.loading import load, logits
-    from model_port.model import Qwen3VL
+    from model_port.model import Qwen3VL, VLModel
 else:
 
     def __getattr__(name: str) -> Any:
@@ -22,11 +22,12 @@ else:
         return getattr(importlib.import_module(f"{__name__}.{HOMES[name]}"), name)
 
 
-__all__ = ["load", "logits", "Qwen3VL", "ModelConfig", "Compute", "preset"]
+__all__ = ["load", "logits", "VLModel", "Qwen3VL", "ModelConfig", "Compute", "preset"]
 
 HOMES = {
     "load": "loading",
     "logits": "loading",
+    "VLModel": "model",
     "Qwen3VL": "model",
     "ModelConfig": "config",
     "Compute": "layers",

@@ -25,7 +25,7 @@ from model_port.hf_files import PROCESSOR_FILE, TEMPLATE_FILE, TOKENIZER_FILE, r
 from model_port.json_files import Section, flattened, parse_object, read_object
 from model_port.layout import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BASE_KEY, INFO_FILE, base_of, read_adapter_config
 from model_port.lora import LowRank, Projection, merged
-from model_port.model import Qwen3VL
+from model_port.model import VLModel
 from model_port.processing import FLAT_FILES, VisionContract
 from model_port.safetensors_io import HfTensors, SafetensorsWriter
 from model_port.sharding import flat_params, on_host, shard_abstract
@@ -78,7 +78,7 @@ def adapter_shapes(config: ModelConfig, rank: int) -> dict[str, tuple[int, ...]]
     return {path: (text.num_layers, *(sizes[axis] for axis in path.rpartition("_")[2])) for path in paths}
 
 
-def add_adapter(model: Qwen3VL, lora: LoraConfig, params: Mapping[str, Any], mesh: Mesh | None = None) -> None:
+def add_adapter(model: VLModel, lora: LoraConfig, params: Mapping[str, Any], mesh: Mesh | None = None) -> None:
     """Adds an adapter to every projection of the language layers; `params` are arrays or shapes by path."""
     shapes = {path: jax.ShapeDtypeStruct(array.shape, array.dtype) for path, array in params.items()}
     shapes_on_mesh = shapes if mesh is None else shard_abstract(shapes, mesh)
@@ -94,7 +94,7 @@ def add_adapter(model: Qwen3VL, lora: LoraConfig, params: Mapping[str, Any], mes
     model.lora = lora
 
 
-def merged_tensors(model: Qwen3VL) -> Iterator[tuple[str, jax.Array]]:
+def merged_tensors(model: VLModel) -> Iterator[tuple[str, jax.Array]]:
     """The tensors of a model's files with the adapter merged in, one at a time, never the whole model."""
     params = flat_params(nnx.state(model, nnx.Param))
     return with_adapter(hf_tensors(model.config, params), model.config, model.lora, params)
@@ -118,7 +118,7 @@ def with_adapter(
         yield name, tensor
 
 
-def sum_of_base(model: Qwen3VL, dtype: str) -> str:
+def sum_of_base(model: VLModel, dtype: str) -> str:
     """The checksum of a model's base weights in a dtype, tensor by tensor as in the files; ignores adapters."""
     current = xxhash.xxh3_128()
     for _, tensor in hf_tensors(model.config, flat_params(nnx.state(model, nnx.Param))):

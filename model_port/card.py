@@ -11,13 +11,16 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from model_port.config import FAMILIES
 from model_port.hf_files import HUB_ID, RECIPE_FILE
 from model_port.json_files import flattened
 from model_port.layout import CHECKPOINTS_DIR, RESULTS_FILE
 
 CURVE_FILE = "training.png"
 CURVES = ("rewards.png", "learner.png")  # of RUN/plots; the first that exists is shown
-LICENSES = {"Qwen/Qwen3-VL-": "apache-2.0"}  # of base models, by the start of their names
+LICENSES = dict.fromkeys(  # of base models, by the start of their names
+    ("Qwen/Qwen3-VL-", "Qwen/Qwen2.5-VL-7B-", "Qwen/Qwen2.5-VL-32B-"), "apache-2.0"
+)
 SHOWN_SETTINGS = (
     *("train.num_steps", "sft.num_steps", "train.prompts_per_step", "train.group_size", "video.frame_budgets"),
     *("optim.learning_rate", "loss.name", "loss.kl_coef", "advantage.credit", "rollout.dispatch", "lora.rank", "seed"),
@@ -31,7 +34,7 @@ TEMPLATE = """\
 
 # {{ name }}
 
-A Qwen3-VL in Hugging Face format, exported from {{ source }} with `model_port.export` of
+A {{ title }} in Hugging Face format, exported from {{ source }} with `model_port.export` of
 paravt_jax, a JAX implementation of agentic reinforcement learning for long-video understanding.
 {% if base %}
 The base model is [{{ base }}](https://huggingface.co/{{ base }}), whose license applies.
@@ -70,12 +73,12 @@ python -m paravt_jax.ask VIDEO "QUESTION" --model {{ name }}
 shows the frames it looks at while it answers; `python -m paravt_jax.serve --model {{ name }}` serves it with OpenAI's
 API.{% if recipe %} Both use the prompts and frame sizes it was trained with, from its `{{ recipe }}`.{% endif %}
 
-transformers loads it like any Qwen3-VL:
+transformers loads it like any {{ title }}:
 
 ```python
-from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
-model = Qwen3VLForConditionalGeneration.from_pretrained("{{ name }}", dtype="{{ dtype }}", device_map="auto")
+model = AutoModelForImageTextToText.from_pretrained("{{ name }}", dtype="{{ dtype }}", device_map="auto")
 processor = AutoProcessor.from_pretrained("{{ name }}")
 ```
 
@@ -91,7 +94,14 @@ Cell = Mapping[str, Any]  # one row of an evaluation's results: a split, a dispa
 
 
 def make_card(
-    src: Path, name: str, base: str | None, dtype: str, *, has_recipe: bool, cells: Sequence[Cell] = ()
+    src: Path,
+    name: str,
+    base: str | None,
+    dtype: str,
+    *,
+    has_recipe: bool,
+    cells: Sequence[Cell] = (),
+    model_type: str = "qwen3_vl",
 ) -> str:
     settings = run_settings(src)
     datasets = sorted(_datasets(settings))
@@ -101,12 +111,13 @@ def make_card(
         datasets=datasets or None,
         library_name="transformers",
         pipeline_tag="image-text-to-text",
-        tags=["qwen3_vl", "paravt_jax", "jax"],
+        tags=[model_type, "paravt_jax", "jax"],
     )
     card = ModelCard.from_template(
         card_data,
         template_str=TEMPLATE,
         name=name,
+        title=FAMILIES[model_type].title,
         base=base,
         dtype=dtype,
         source=f"step {src.name} of a training run" if _is_of_a_run(src) else "a checkpoint",

@@ -1,4 +1,4 @@
-"""Converts a Hugging Face Qwen3-VL to a checkpoint that loads onto any mesh; memory does not grow with the model.
+"""Converts a Hugging Face model to a checkpoint that loads onto any mesh; memory does not grow with the model.
 
     python -m model_port.convert --src HF_DIR_OR_ID --dst CKPT [--dtype bfloat16]
 
@@ -26,8 +26,7 @@ from model_port.layout import HF_DIR, INFO_FILE
 from model_port.loading import abstract_model, abstract_params
 from model_port.output_dir import check_replaceable, exit_on_sigterm, output_directory
 from model_port.progress import BYTES, Meter
-from model_port.safetensors_io import HfTensors
-from model_port.weights import check_hf_tensors, num_params, read_param, rules
+from model_port.weights import check_hf_tensors, num_params, open_hf_tensors, read_param, rules
 
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # malloc.h
 METADATA_BYTES = 2**20  # on disk, in addition to parameters and side files
@@ -62,7 +61,7 @@ def convert(src: str | Path, dst: str | Path, dtype: str | None = None, *, force
     check_replaceable(Path(dst), force, Path(src))
     src_dir = source_directory(src)
     config = read_config(src_dir)
-    with HfTensors(src_dir) as tensors:
+    with open_hf_tensors(src_dir, config) as tensors:
         check_hf_tensors(config, tensors)
         by_path = {rule.path: rule for rule in rules(config)}
         stored = {name: tensors.infos[name].dtype for rule in by_path.values() for name in rule.hf_names}
@@ -113,7 +112,7 @@ def keep_freed_memory() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog=prog_of("model_port.convert"),
-        description="Converts a Hugging Face Qwen3-VL to a checkpoint that loads onto any mesh.",
+        description="Converts a Hugging Face model to a checkpoint that loads onto any mesh.",
     )
     parser.add_argument(
         "--src", required=True, metavar="HF_DIR_OR_ID", help="a directory, gs://BUCKET/PATH, or ORG/NAME on the hub"

@@ -45,7 +45,7 @@ from model_port.output_dir import GIB, check_replaceable, exit_on_sigterm, outpu
 from model_port.progress import BYTES, Meter
 from model_port.push import add_push_flags, push
 from model_port.safetensors_io import INDEX_FILE, SINGLE_FILE, HfTensors, SafetensorsWriter
-from model_port.weights import check_hf_tensors, num_params, rules
+from model_port.weights import check_hf_tensors, num_params, open_hf_tensors, rules
 
 MAX_SHARD_GIB = 4.7  # just below the published shards' 5 GB
 
@@ -78,7 +78,8 @@ def export(
     files = with_dtype(read_side_files(hf_dir), dtype)
     title, base = name or Path(dst).name, base_model(hf_dir)
     cells = read_cells(Path(evaluation), [address, str(dst), title]) if evaluation is not None else []
-    card = make_card(src, title, base, dtype, has_recipe=RECIPE_FILE in files, cells=cells)
+    family = config.family
+    card = make_card(src, title, base, dtype, has_recipe=RECIPE_FILE in files, cells=cells, model_type=family)
     files[CARD_FILE] = card.encode()
     if (curve := curve_of(src)) is not None:
         files[CURVE_FILE] = curve.read_bytes()
@@ -156,7 +157,8 @@ def _whole_tensors(base: Path) -> _Source:
     if is_checkpoint(base):
         stored = _checked(StoredParams(base))
         return _Source(stored.config, stored.dtypes, _from_checkpoint(stored))
-    config, tensors = read_config(base), HfTensors(base)
+    config = read_config(base)
+    tensors = open_hf_tensors(base, config)
     check_hf_tensors(config, tensors)
     return _Source(config, {name: info.dtype for name, info in tensors.infos.items()}, _from_files(tensors, config))
 

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from model_port.config import read_hf_config
+from model_port.config import FAMILIES, read_hf_config
 from model_port.json_files import Section, parse_object, read_bytes
 from model_port.processing import FLAT_FILES
 
@@ -20,7 +20,6 @@ BASE_MODEL_KEY = "_name_or_path"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 PROCESSOR_FILE = "processor_config.json"
-PROCESSOR_CLASS = "Qwen3VLProcessor"
 TEMPLATE_FILE = "chat_template.jinja"
 OLD_TEMPLATE_FILE = "chat_template.json"
 
@@ -116,7 +115,9 @@ def _replace_dtypes(section: dict[str, Any], dtype: str) -> dict[str, Any]:
 
 def _with_processor_files(files: dict[str, bytes], directory: Path) -> dict[str, bytes]:
     nested = _parse(files, PROCESSOR_FILE, directory)
-    completed = {"processor_class": PROCESSOR_CLASS, **nested}
+    family = FAMILIES.get(str(_parse(files, CONFIG_FILE, directory).get("model_type")))
+    usual = {} if family is None else {"processor_class": family.processor_class}
+    completed = usual | nested
     added = {}
     for name, flat_file in FLAT_FILES.items():
         flat = _parse(files, flat_file, directory)
@@ -125,7 +126,7 @@ def _with_processor_files(files: dict[str, bytes], directory: Path) -> dict[str,
         if name in nested and flat:
             _check_agreement(nested[name], flat, directory, name, flat_file)
         elif name in nested:
-            added[flat_file] = _to_json({"processor_class": completed["processor_class"], **nested[name]})
+            added[flat_file] = _to_json({key: completed[key] for key in usual} | nested[name])
         elif flat:
             completed[name] = flat
             added[PROCESSOR_FILE] = _to_json(completed)

@@ -6,17 +6,19 @@ token indexes a row in the table of merged patches. Several tokens may index the
 even if several rows contain it.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
 import flax.struct
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 
-from model_port.config import ModelConfig, VisionConfig
+from model_port.architecture import ModelConfig, VisionConfig
+from model_port.patches import patch_positions
 
 NOT_VISUAL = -1
 
@@ -28,8 +30,7 @@ class VisionBatch:
     patches: Float[Any, "B P C"]
     segment_ids: Int[Any, "B P"]  # one per frame, 0 = padding
     positions: Int[Any, "B P 2"]  # row and column in the frame's grid
-    interp_index: Int[Any, "B P 4"]  # corners in the learned position table …
-    interp_weight: Float[Any, "B P 4"]  # … and their bilinear weights
+    extra: dict[str, Shaped[Any, "B P *values"]]  # `patch_arrays` of the family, by name
     num_parts: int = flax.struct.field(pytree_node=False, default=1)
 
 
@@ -48,6 +49,7 @@ class TextBatch:
 class Frame:
     patches: np.ndarray  # [P, C], in merge order, as transformers' processors return them
     grid: tuple[int, int]  # rows and columns of patches
+    clip_time: int | None = None  # of a frame in a clip: positions after the clip's first frame
 
     @cached_property
     def digest(self) -> bytes:
@@ -75,16 +77,24 @@ class RowSequence:
         return len(self.trunk.ids) + sum(len(branch.ids) for branch in self.branches)
 
 
-def split_frames(pixel_values: Float[np.ndarray, "P C"] | None, grid_thw: Int[np.ndarray, "n 3"] | None) -> list[Frame]:
-    """The frames of a processor's output; a video of t temporal patches gives t frames."""
+def split_frames(
+    pixel_values: Float[np.ndarray, "P C"] | None,
+    grid_thw: Int[np.ndarray, "n 3"] | None,
+    intervals: Sequence[float] | None = None,
+) -> list[Frame]:
+    """The frames of a processor's output; a video of t temporal patches gives t frames.
+
+    `intervals` has the positions from frame to frame of each video, if its frames are a clip.
+    """
     if pixel_values is None or grid_thw is None:
         if pixel_values is not None or grid_thw is not None:
             raise ValueError("pixel values and their grid_thw must be given together")
         return []
     frames, start = [], 0
-    for num_frames, down, across in np.asarray(grid_thw).tolist():
-        for _ in range(num_frames):
-            frames.append(Frame(pixel_values[start : start + down * across], (down, across)))
+    for video, (num_frames, down, across) in enumerate(np.asarray(grid_thw).tolist()):
+        for number in range(num_frames):
+            time = None if intervals is None else int(np.float32(number) * np.float32(intervals[video]))
+            frames.append(Frame(pixel_values[start : start + down * across], (down, across), time))
             start += down * across
     if start != len(pixel_values):
         raise ValueError(f"grid_thw describes {start} patches, pixel values have {len(pixel_values)}")
@@ -116,15 +126,17 @@ def place_tokens(
     """M-RoPE positions, visual table rows, and the position after the last token.
 
     Text advances all three axes by one. A frame has one time, spreads over rows and columns, and advances by its longer
-    side (transformers Qwen3VLModel.get_rope_index; timestamps separate the frames of a video).
+    side (transformers Qwen3VLModel.get_rope_index; timestamps separate the frames of a video). The frames of a clip
+    have one start, different times, and advance by the longer side together (Qwen2_5_VLModel.get_rope_index).
     """
     num_tokens, merge = len(tokens.ids), config.vision.merge
     positions = np.empty((num_tokens, 3), np.int32)
     visual_index = np.full(num_tokens, NOT_VISUAL, np.int32)
     placeholders = np.flatnonzero((tokens.ids == config.image_token_id) | (tokens.ids == config.video_token_id))
-    at, position, num_placed = 0, start, 0
+    at, position, num_placed, clip_start = 0, start, 0, start
     for number in tokens.frames:
         down, across = (side // merge for side in frames[number].grid)
+        time = frames[number].clip_time
         run = placeholders[num_placed : num_placed + down * across]
         if len(run) < down * across or run[-1] - run[0] != len(run) - 1:
             raise ValueError(
@@ -134,10 +146,12 @@ def place_tokens(
         first, last = int(run[0]), int(run[-1]) + 1
         positions[at:first] = np.arange(position, position + first - at)[:, None]
         position += first - at
+        if time is None or first > at or num_placed == 0:
+            clip_start = position
         row, column = np.divmod(np.arange(down * across), across)
-        positions[first:last] = position + np.stack([np.zeros_like(row), row, column], axis=1)
-        visual_index[first:last] = first_rows[number] + np.arange(down * across)
-        position += max(down, across)
+        positions[first:last] = clip_start + np.stack([np.full_like(row, time or 0), row, column], axis=1)
+        visual_index[first:last] = first_rows[number] + table_rows(frames[number].grid, config.vision)
+        position = clip_start + max(down, across)
         at, num_placed = last, num_placed + len(run)
     if num_placed != len(placeholders):
         raise ValueError(f"{len(placeholders) - num_placed} placeholder tokens have no frame")
@@ -201,55 +215,48 @@ def pack_vision(
     if len(rows) > num_rows:
         raise ValueError(f"{len(frames)} frames need {len(rows)} rows of {row_patches} patches, there are {num_rows}")
 
-    shape = (num_rows, row_patches)
-    batch = VisionBatch(
-        patches=np.zeros((*shape, config.patch_values), np.float32),
-        segment_ids=np.zeros(shape, np.int32),
-        positions=np.zeros((*shape, 2), np.int32),
-        interp_index=np.zeros((*shape, 4), np.int32),
-        interp_weight=np.zeros((*shape, 4), np.float32),
-    )
+    batch = empty_vision(config, num_rows, row_patches)
     first_rows = [0] * len(frames)
     for b, numbers in enumerate(rows):
         at = 0
         for segment, number in enumerate(numbers, start=1):
             frame = frames[number]
             where = np.s_[b, at : at + len(frame.patches)]
-            batch.patches[where] = frame.patches
+            order = patch_order(frame.grid, config)
+            batch.patches[where] = frame.patches[order]
             batch.segment_ids[where] = segment
-            batch.positions[where] = patch_positions(frame.grid, config.merge)
-            batch.interp_index[where], batch.interp_weight[where] = interpolation(frame.grid, config)
+            batch.positions[where] = patch_positions(frame.grid, config.merge)[order]
+            for name, values in config.patch_arrays(frame.grid).items():
+                batch.extra[name][where] = values
             first_rows[number] = (b * row_patches + at) // config.merge_unit
             at += len(frame.patches)
     return batch, first_rows
 
 
-@lru_cache(maxsize=256)  # videos have few sizes and many frames
-def patch_positions(grid: tuple[int, int], merge: int) -> Int[np.ndarray, "P 2"]:
-    """Row and column of each patch, in merge order: one block of merge x merge patches after the other."""
-    down, across = grid
-    cells = np.stack(np.meshgrid(np.arange(down), np.arange(across), indexing="ij"), axis=-1)
-    blocks = cells.reshape(down // merge, merge, across // merge, merge, 2).transpose(0, 2, 1, 3, 4)
-    return blocks.reshape(-1, 2).astype(np.int32)
+def patch_order(grid: tuple[int, int], config: VisionConfig) -> slice | Int[np.ndarray, " P"]:
+    """Our order of a frame's patches: an index into them as processors return them."""
+    merged = config.merged_order(grid)
+    if merged is None:
+        return slice(None)
+    return (merged[:, None] * config.merge_unit + np.arange(config.merge_unit, dtype=np.int32)).reshape(-1)
 
 
-@lru_cache(maxsize=256)
-def interpolation(
-    grid: tuple[int, int], config: VisionConfig
-) -> tuple[Int[np.ndarray, "P 4"], Float[np.ndarray, "P 4"]]:
-    """Corners and weights that stretch the learned side x side table over the grid, edge on edge (align_corners)."""
-    cells = patch_positions(grid, config.merge)
-    spans = np.maximum(np.asarray(grid) - 1, 1)
-    source = cells.astype(np.float32) * np.float32(config.side - 1) / spans.astype(np.float32)
-    low = np.floor(source).astype(np.int32)
-    high = np.minimum(low + 1, config.side - 1)
-    toward_high = source - low
-    index, weight = [], []
-    for r, wr in ((low[:, 0], 1 - toward_high[:, 0]), (high[:, 0], toward_high[:, 0])):
-        for c, wc in ((low[:, 1], 1 - toward_high[:, 1]), (high[:, 1], toward_high[:, 1])):
-            index.append(r * config.side + c)
-            weight.append(wr * wc)
-    return np.stack(index, axis=1), np.stack(weight, axis=1).astype(np.float32)
+def table_rows(grid: tuple[int, int], config: VisionConfig) -> Int[np.ndarray, " M"]:
+    """The row of each of a frame's tokens among its rows in the visual table."""
+    merged = config.merged_order(grid)
+    return np.arange(math.prod(grid) // config.merge_unit) if merged is None else np.argsort(merged)
+
+
+def empty_vision(config: VisionConfig, num_rows: int, row_patches: int) -> VisionBatch:
+    """Rows of patches without a frame."""
+    shape = (num_rows, row_patches)
+    smallest = config.patch_arrays((config.merge, config.merge))
+    return VisionBatch(
+        patches=np.zeros((*shape, config.patch_values), np.float32),
+        segment_ids=np.zeros(shape, np.int32),
+        positions=np.zeros((*shape, 2), np.int32),
+        extra={name: np.zeros((*shape, *values.shape[1:]), values.dtype) for name, values in smallest.items()},
+    )
 
 
 def bucket(count: int, step: int) -> int:

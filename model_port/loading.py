@@ -1,6 +1,6 @@
 """Loads a model from a path, and computes the logits of one sequence."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from model_port.adapters import (
     sum_of_base,
 )
 from model_port.bucket import is_address
-from model_port.config import DTYPES, ModelConfig, read_config
+from model_port.config import DTYPES, ModelConfig, VisionConfig, read_config
 from model_port.inputs import (
     RowSequence,
     TextBatch,
@@ -35,33 +35,32 @@ from model_port.inputs import (
 )
 from model_port.layers import DEFAULT_COMPUTE, Compute
 from model_port.layout import ADAPTER_CONFIG_FILE, BASE_KEY, base_of, hf_files_of, is_adapter, is_checkpoint
-from model_port.model import Qwen3VL
-from model_port.safetensors_io import HfTensors
+from model_port.model import VLModel
 from model_port.sharding import flat_params, param_name, shard_abstract
-from model_port.weights import check_param_paths, load_hf_params
+from model_port.weights import check_param_paths, load_hf_params, open_hf_tensors
 
 TOKEN_BUCKET = 64  # lengths are rounded up to a multiple of this, to share compiled programs
 
 
-def abstract_model(config: ModelConfig, compute: Compute = DEFAULT_COMPUTE) -> Qwen3VL:
+def abstract_model(config: ModelConfig, compute: Compute = DEFAULT_COMPUTE) -> VLModel:
     """A model of shapes only, which needs no memory."""
     return nnx.merge(*_abstract(config, compute))
 
 
 @cache
-def _abstract(config: ModelConfig, compute: Compute) -> tuple[nnx.GraphDef[Qwen3VL], nnx.State]:
+def _abstract(config: ModelConfig, compute: Compute) -> tuple[nnx.GraphDef[VLModel], nnx.State]:
     """The cached parts of abstract models, because tracing the initialization takes a while."""
-    return nnx.split(nnx.eval_shape(lambda: Qwen3VL(config, compute=compute, rngs=nnx.Rngs(0))))
+    return nnx.split(nnx.eval_shape(lambda: VLModel(config, compute=compute, rngs=nnx.Rngs(0))))
 
 
-def abstract_params(model: Qwen3VL, dtype: str, mesh: Mesh | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_params(model: VLModel, dtype: str, mesh: Mesh | None = None) -> dict[str, jax.ShapeDtypeStruct]:
     """{path: shape, dtype and sharding} of every parameter to load."""
     shapes = flat_params(nnx.state(model, nnx.Param))
     typed = {path: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)) for path, leaf in shapes.items()}
     return typed if mesh is None else shard_abstract(typed, mesh)
 
 
-def with_params(model: Qwen3VL, params: Mapping[str, jax.Array | jax.ShapeDtypeStruct]) -> Qwen3VL:
+def with_params(model: VLModel, params: Mapping[str, jax.Array | jax.ShapeDtypeStruct]) -> VLModel:
     """The model with the given arrays or shapes as its parameters, which must be complete."""
     graphdef, state = nnx.split(model)
     check_param_paths(model.config, set(params))
@@ -69,7 +68,7 @@ def with_params(model: Qwen3VL, params: Mapping[str, jax.Array | jax.ShapeDtypeS
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
 
-def load(path: str | Path, dtype: str = "float32", mesh: Mesh | None = None) -> Qwen3VL:
+def load(path: str | Path, dtype: str = "float32", mesh: Mesh | None = None) -> VLModel:
     """Loads a Hugging Face directory, a converted checkpoint or an adapter, with parameters in `dtype`, over `mesh`.
 
     Activations have the same dtype, unless you replace `model.compute`. An adapter is loaded together with its base
@@ -93,11 +92,11 @@ def load(path: str | Path, dtype: str = "float32", mesh: Mesh | None = None) -> 
         from model_port.checkpoint import restore_params  # imported late: orbax takes a second
 
         return with_params(model, restore_params(path, abstract))
-    with HfTensors(path) as tensors:
+    with open_hf_tensors(path, config) as tensors:
         return with_params(model, load_hf_params(tensors, config, abstract, jnp.dtype(dtype)))
 
 
-def _load_adapted(path: Path, dtype: str, mesh: Mesh | None) -> Qwen3VL:
+def _load_adapted(path: Path, dtype: str, mesh: Mesh | None) -> VLModel:
     info, base = read_adapter_info(path), base_directory(path)
     check_base_files(path, info.base, info.base.files and files_of_base(hf_files_of(base)))
     model = load(base, dtype, mesh)
@@ -123,16 +122,23 @@ def base_directory(adapter: Path) -> Path:
 
 
 def logits(
-    model: Qwen3VL,
+    model: VLModel,
     input_ids: Int[np.ndarray, "*batch T"],
     pixel_values: Float[np.ndarray, "P C"] | None = None,
     image_grid_thw: Int[np.ndarray, "n 3"] | None = None,
     pixel_values_videos: Float[np.ndarray, "P2 C"] | None = None,
     video_grid_thw: Int[np.ndarray, "n2 3"] | None = None,
+    second_per_grid_ts: Sequence[float] | Float[np.ndarray, " n2"] | None = None,
 ) -> Float[np.ndarray, "T V"]:
     """The logits of one sequence, with the inputs that Hugging Face's processor returns (placeholders expanded)."""
     text, vision = one_sequence(
-        model.config, input_ids, pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw
+        model.config,
+        input_ids,
+        pixel_values,
+        image_grid_thw,
+        pixel_values_videos,
+        video_grid_thw,
+        second_per_grid_ts,
     )
     graphdef, params = nnx.split(model)
     # A copy: on a CPU, asarray returns a view that keeps the device's array.
@@ -146,11 +152,13 @@ def one_sequence(
     image_grid_thw: Int[np.ndarray, "n 3"] | None = None,
     pixel_values_videos: Float[np.ndarray, "P2 C"] | None = None,
     video_grid_thw: Int[np.ndarray, "n2 3"] | None = None,
+    second_per_grid_ts: Sequence[float] | Float[np.ndarray, " n2"] | None = None,
 ) -> tuple[TextBatch, VisionBatch | None]:
     """The device inputs for one sequence, alone in its row."""
     ids = np.asarray(input_ids).reshape(-1)
     images = split_frames(pixel_values, image_grid_thw)
-    frames = images + split_frames(pixel_values_videos, video_grid_thw)
+    intervals = _intervals(config.vision, 0 if video_grid_thw is None else len(video_grid_thw), second_per_grid_ts)
+    frames = images + split_frames(pixel_values_videos, video_grid_thw, intervals)
     vision, first_rows = None, []
     if frames:
         row_patches = max(len(frame.patches) for frame in frames)
@@ -161,8 +169,22 @@ def one_sequence(
     return pack_text([[sequence]], frames, first_rows, config, bucket(len(ids), TOKEN_BUCKET)), vision
 
 
+def _intervals(
+    config: VisionConfig, num_videos: int, seconds: Sequence[float] | Float[np.ndarray, " n"] | None
+) -> list[float] | None:
+    """The positions from frame to frame of each video; None if the frames' times are text."""
+    if seconds is not None and (not config.tokens_per_second or len(seconds) != num_videos):
+        raise ValueError(
+            f"second_per_grid_ts has {len(seconds)} values, expected one for each of {num_videos} videos, and none for "
+            f"a model whose prompts write the times of frames as text"
+        )
+    if not config.tokens_per_second:
+        return None
+    return [config.tokens_per_second * float(s) for s in ([1.0] * num_videos if seconds is None else seconds)]
+
+
 @partial(jax.jit, static_argnums=0)
 def _logits(
-    graphdef: nnx.GraphDef[Qwen3VL], params: nnx.State, text: TextBatch, vision: VisionBatch | None
+    graphdef: nnx.GraphDef[VLModel], params: nnx.State, text: TextBatch, vision: VisionBatch | None
 ) -> jax.Array:
     return nnx.merge(graphdef, params)(text, vision)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from model_port.layers import cast, normal
+from model_port.layers import cast, normal, zeros
 from model_port.sharding import constrain
 
 
@@ -39,19 +39,23 @@ def layout_sides(layout: str) -> tuple[str, str]:
 
 
 class Projection(nnx.Module):
-    """One stacked kernel and its adapter, if any."""
+    """One stacked kernel, its bias and its adapter, if any."""
 
     lora: LowRank | None = None
 
-    def __init__(self, layout: str, shape: tuple[int, ...], scale: float, rngs: nnx.Rngs):
+    def __init__(self, layout: str, shape: tuple[int, ...], scale: float, rngs: nnx.Rngs, *, bias: bool = False):
         """`layout` names the axes after the layer axis, outputs first, for example "nhd"."""
         self.layout = layout
         setattr(self, f"kernel_{layout}", normal(rngs, shape, scale))
+        if bias:
+            self.bias = zeros(shape[:-1])
 
     def __call__(self, x: Float[Array, "B T *inputs"]) -> Float[Array, "B T *outputs"]:
         outputs, inputs = (side.upper() for side in layout_sides(self.layout))
         kernel = cast(getattr(self, f"kernel_{self.layout}"), x)
         product = jnp.einsum(f"BT{inputs},{outputs}{inputs}->BT{outputs}", x, kernel)
+        if hasattr(self, "bias"):
+            product = product + cast(self.bias, x)[None, None]
         return product if self.lora is None else product + self.lora(x)
 
 

@@ -2,18 +2,20 @@
 
 Unusual features of this model, and the files that implement them:
 - Rows are packed: a row holds several sequences; a sequence may be a trunk with branches that share it (inputs.py).
-- Interleaved M-RoPE: time, height and width alternate along a head's frequencies, and are equal for text (rope.py).
-- DeepStack: features from three layers of the vision tower are added to the first layers of the language tower, at the
-  visual tokens (text.py).
-- Vision positions are learned on one grid and interpolated to a frame's grid; attention stays within the frame
-  (vision.py).
-- Queries and keys are normalized per head before rotation (text.py).
+- M-RoPE: time, height and width rotate different frequencies of a head, and are equal for text (rope.py).
+- DeepStack in Qwen3-VL: features from three layers of the vision tower are added to the first layers of the language
+  tower, at the visual tokens (text.py).
+- Vision positions of Qwen3-VL are learned on one grid and interpolated to a frame's grid (qwen3_vl/). Attention stays
+  within the frame.
+- Queries and keys of Qwen3-VL are normalized per head before rotation (text.py).
 - A patch covers two frames of a video, or one image twice; its time precedes it as text (processing.py).
-- A vision block's MLP uses the tanh GELU, the mergers the exact one. The output merger normalizes before it merges,
-  DeepStack's mergers after (vision.py).
+- The mergers use the exact GELU. The output merger normalizes before it merges, DeepStack's mergers after (vision.py).
 - Kernels keep the memory order of the Hugging Face files, so conversion copies bytes (weights.py).
 - The layers of a tower are stacked parameters and one scan; the saved activations can be chosen (layers.py).
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -23,12 +25,19 @@ from model_port.attention import Layout, attention_of
 from model_port.config import LoraConfig, ModelConfig
 from model_port.inputs import TextBatch, VisionBatch
 from model_port.layers import DEFAULT_COMPUTE, Compute, Index
+from model_port.qwen2_5_vl import vision as qwen2_5_vl
+from model_port.qwen3_vl import vision as qwen3_vl
 from model_port.sharding import constrain
 from model_port.text import TextTower, Visual
-from model_port.vision import VisionTower
+from model_port.vision import Tower
+
+TOWERS: dict[str, Callable[[Any, float, nnx.Rngs], Tower]] = {
+    "qwen3_vl": qwen3_vl.Qwen3VisionTower,
+    "qwen2_5_vl": qwen2_5_vl.Qwen25VisionTower,
+}
 
 
-class Qwen3VL(nnx.Module):
+class VLModel(nnx.Module):
     """Both towers; call it for logits, or `encode_vision`, `hidden` and `text.logits` for the steps in between."""
 
     lora: LoraConfig = LoraConfig()  # of its adapters
@@ -36,14 +45,14 @@ class Qwen3VL(nnx.Module):
     def __init__(self, config: ModelConfig, *, compute: Compute = DEFAULT_COMPUTE, rngs: nnx.Rngs):
         self.config = config
         self.compute = compute
-        self.vision = VisionTower(config.vision, config.initializer_range, rngs)
+        self.vision = TOWERS[config.family](config.vision, config.initializer_range, rngs)
         self.text = TextTower(config.text, config.tie_embeddings, config.initializer_range, rngs)
 
     def encode_vision(self, batch: VisionBatch) -> Visual:
         """The visual tables of a batch of frames. If the tower is frozen, compute them once and stop their gradient."""
         features, maps = self.vision(batch, self.compute)
-        tables = (batch.num_parts, -1, self.config.text.width)
-        table, deepstack = features.reshape(tables), maps.reshape(len(maps), *tables)
+        table = features.reshape(batch.num_parts, -1, self.config.text.width)
+        deepstack = maps.reshape(len(maps), *table.shape)
         return Visual(constrain(table, "bpd"), constrain(deepstack, "lbpd"))
 
     def hidden(self, batch: TextBatch, visual: Visual | None = None) -> Float[Array, "B T D"]:
@@ -67,3 +76,6 @@ class Qwen3VL(nnx.Module):
 def row_layout(batch: TextBatch) -> Layout:
     order = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1]), batch.tokens.shape)
     return Layout(jnp.asarray(batch.segment_ids), jnp.asarray(batch.branch_ids), order)
+
+
+Qwen3VL = VLModel  # its name when there was one family

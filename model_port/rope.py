@@ -1,15 +1,15 @@
 """Rotary positions. Every frequency rotates with one axis of the position: time, row or column.
 
-Text (Qwen3-VL, interleaved M-RoPE): the axes alternate t h w t h w … from the fastest frequency on, until the row and
-column sections are used up; the remaining frequencies rotate with time. Vision: the first half of the frequencies
-rotates with rows, the second half with columns.
+Text, M-RoPE: each axis has a chunk of the frequencies, or they interleave: t h w t h w … from the fastest frequency on,
+until the row and column sections are used up, and the remaining frequencies rotate with time. Vision: the first half of
+the frequencies rotates with rows, the second half with columns.
 """
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from model_port.config import TextConfig, VisionConfig
+from model_port.architecture import TextConfig, VisionConfig
 from model_port.layers import at_least_float32
 
 Rotation = tuple[Float[Array, "B T F"], Float[Array, "B T F"]]  # cos and sin of every frequency
@@ -18,9 +18,11 @@ Rotation = tuple[Float[Array, "B T F"], Float[Array, "B T F"]]  # cos and sin of
 def text_frequencies(config: TextConfig) -> tuple[np.ndarray, np.ndarray]:
     """(radians per position, position axis) of each of the head_dim / 2 frequencies."""
     count = config.head_dim // 2
-    axis = np.zeros(count, np.int32)
-    for which in (1, 2):
-        axis[which : 3 * config.mrope_sections[which] : 3] = which
+    axis = np.repeat(np.arange(3, dtype=np.int32), config.mrope_sections)
+    if config.interleaved_mrope:
+        axis = np.zeros(count, np.int32)
+        for which in (1, 2):
+            axis[which : 3 * config.mrope_sections[which] : 3] = which
     return config.rope_theta ** (-np.arange(count) / count), axis
 
 

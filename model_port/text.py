@@ -1,4 +1,4 @@
-"""The language tower: grouped-query attention with per-head norms, interleaved M-RoPE, gated MLP, DeepStack.
+"""The language tower of all families: grouped-query attention, M-RoPE, gated MLP, DeepStack.
 
 In long rows, the residual stream is sharded over tensor by tokens; projections all-gather and reduce-scatter it.
 
@@ -16,7 +16,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from model_port.config import TextConfig
+from model_port.architecture import TextConfig
 from model_port.inputs import NOT_VISUAL
 from model_port.layers import LAYER_INPUT, Compute, Index, RMSNorm, cast, normal, only_if, run_layers
 from model_port.lora import Projection
@@ -51,19 +51,22 @@ class TextAttention(nnx.Module):
     def __init__(self, config: TextConfig, scale: float, rngs: nnx.Rngs):
         layers, width, head_dim = config.num_layers, config.width, config.head_dim
         q_shape, kv_shape = (config.num_heads, head_dim, width), (config.num_kv_heads, head_dim, width)
-        self.q = Projection("nhd", (layers, *q_shape), scale, rngs)
-        self.k = Projection("khd", (layers, *kv_shape), scale, rngs)
-        self.v = Projection("khd", (layers, *kv_shape), scale, rngs)
+        self.q = Projection("nhd", (layers, *q_shape), scale, rngs, bias=config.qkv_bias)
+        self.k = Projection("khd", (layers, *kv_shape), scale, rngs, bias=config.qkv_bias)
+        self.v = Projection("khd", (layers, *kv_shape), scale, rngs, bias=config.qkv_bias)
         self.o = Projection("dnh", (layers, width, config.num_heads, head_dim), scale, rngs)
-        self.q_norm = RMSNorm((layers, head_dim), config.norm_eps)
-        self.k_norm = RMSNorm((layers, head_dim), config.norm_eps)
+        if config.qk_norm:
+            self.q_norm = RMSNorm((layers, head_dim), config.norm_eps)
+            self.k_norm = RMSNorm((layers, head_dim), config.norm_eps)
 
     def project(self, x: Float[Array, "B T D"], turn: Rotation) -> tuple[Array, Array, Array]:
         x = constrain(x, "btd")
         q = constrain(self.q(x), "btnh")
         k = constrain(self.k(x), "btkh")
         v = constrain(self.v(x), "btkh")
-        return rotate(self.q_norm(q), turn), rotate(self.k_norm(k), turn), v
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        return rotate(q, turn), rotate(k, turn), v
 
     def output(self, mixed: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         return shard_residual(self.o(mixed))
@@ -150,7 +153,7 @@ class TextTower(nnx.Module):
             mixed, cache, out = attend(*layer.attn.project(layer.input_norm(x), turn), index, cache)
             x = x + layer.attn.output(mixed)
             x = x + layer.mlp(layer.mlp_norm(x))
-            if visual is not None:
+            if visual is not None and len(visual.deepstack):
                 add = partial(add_deepstack, index=index, visual=visual, visual_index=visual_index)
                 x = only_if(index < len(visual.deepstack), add, x)
             return (shard_residual(x), cache), out

@@ -1,8 +1,8 @@
-"""A tiny random Qwen3-VL as a Hugging Face directory.
+"""A tiny random model as a Hugging Face directory.
 
 Architecture, file formats and special tokens are the real ones; the size is for tests and training on two CPU cores.
 
-    python -m model_port.tiny --dst DIR [--seed 0]
+    python -m model_port.tiny --dst DIR [--seed 0] [--family qwen3_vl]
 
 The same seed gives the same bytes. Each tensor is drawn from the seed and its own name, so an additional tensor does
 not change the others.
@@ -19,12 +19,17 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from model_port.chat_template import CHAT_TEMPLATE
+from model_port.architecture import Tiny
 from model_port.cli import add_debug_flag, prog_of, run_cli
-from model_port.config import DTYPES, ModelConfig, TextConfig, VisionConfig, config_to_hf, parse_dtype
+from model_port.config import DTYPES, FAMILIES, ModelConfig, config_to_hf, parse_dtype
 from model_port.output_dir import output_directory
+from model_port.qwen2_5_vl import tiny as qwen2_5_vl
+from model_port.qwen3_vl import tiny as qwen3_vl
 from model_port.safetensors_io import SINGLE_FILE, SafetensorsWriter
 from model_port.weights import num_params, rules
+
+DEFAULT_FAMILY = "qwen3_vl"
+TINY: dict[str, Tiny] = {DEFAULT_FAMILY: qwen3_vl.TINY, "qwen2_5_vl": qwen2_5_vl.TINY}
 
 # The training recipe's bounds. The published minimum of 65536 would silently enlarge every frame below 256 x 256.
 MIN_PIXELS = 784
@@ -95,7 +100,7 @@ VOCAB_MULTIPLE = 64  # divides over small meshes; the published vocabulary also 
 
 
 @cache
-def _tokenizer_json() -> str:
+def _tokenizer_json(family: str) -> str:
     trainer = trainers.BpeTrainer(
         vocab_size=MAX_BASE_TOKENS,  # more than there are, so training continues until every word is one token
         min_frequency=1,
@@ -113,53 +118,25 @@ def _tokenizer_json() -> str:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator([TEXT, *SINGLE_TOKEN_NUMBERS], trainer)
     first_shown = SPECIAL_TOKENS.index(FIRST_SHOWN_TOKEN)
-    for index, token in enumerate(SPECIAL_TOKENS):
+    for index, token in enumerate(token for token in SPECIAL_TOKENS if token not in TINY[family].absent_tokens):
         tokenizer.add_tokens([AddedToken(token, normalized=False, special=index < first_shown)])
     return tokenizer.to_str(pretty=True)
 
 
-def tiny_tokenizer() -> Tokenizer:
-    """The tokenizer of all tiny models; it does not depend on the seed."""
-    return Tokenizer.from_str(_tokenizer_json())
+def tiny_tokenizer(family: str = DEFAULT_FAMILY) -> Tokenizer:
+    """The tokenizer of a family's tiny models; it does not depend on the seed."""
+    return Tokenizer.from_str(_tokenizer_json(family))
 
 
-def tiny_config() -> ModelConfig:
-    """About a million parameters, half of them in the text layers."""
-    vocab_size = -(-tiny_tokenizer().get_vocab_size() // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    return with_tokenizer_ids(
-        ModelConfig(
-            text=TextConfig(
-                num_layers=4,
-                width=128,
-                ffn_width=256,
-                num_heads=4,
-                num_kv_heads=2,
-                head_dim=32,
-                vocab_size=vocab_size,
-                rope_theta=10_000.0,  # contexts are short; the published 5e6 would leave most frequencies unused
-                mrope_sections=(6, 5, 5),
-                max_positions=32_768,
-            ),
-            vision=VisionConfig(
-                num_layers=4,
-                width=32,  # enough for plain patches; the mergers grow with its square
-                ffn_width=64,
-                num_heads=2,
-                out_width=128,
-                # As in the published towers: the last layer of each of the first three quarters is tapped, and only the
-                # first three text layers get a map.
-                deepstack_layers=(0, 1, 2),
-                num_positions=256,  # 16 x 16 patches, a 256 px frame; the table is interpolated
-            ),
-            tie_embeddings=True,
-            initializer_range=0.05,  # 0.02 is for widths in the thousands and trains slowly at this one
-        )
-    )
+def tiny_config(family: str = DEFAULT_FAMILY) -> ModelConfig:
+    """About a million parameters."""
+    vocab_size = -(-tiny_tokenizer(family).get_vocab_size() // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    return with_tokenizer_ids(TINY[family].dimensions(vocab_size))
 
 
 def with_tokenizer_ids(config: ModelConfig) -> ModelConfig:
     """The config with the tiny tokenizer's token ids; raises if its vocabulary is too small."""
-    tokenizer = tiny_tokenizer()
+    tokenizer = tiny_tokenizer(config.family)
     num_tokens = tokenizer.get_vocab_size()
     if config.text.vocab_size < num_tokens:
         raise ValueError(f"text.vocab_size {config.text.vocab_size} is smaller than the tiny tokenizer's {num_tokens}")
@@ -195,14 +172,14 @@ def make_tiny(
     config = tiny_config() if config is None else with_tokenizer_ids(config)
     with output_directory(dst, force=force) as directory:
         _write_weights(directory / SINGLE_FILE, config, seed, storage)
-        (directory / "tokenizer.json").write_text(_tokenizer_json(), encoding="utf-8")
-        (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+        (directory / "tokenizer.json").write_text(_tokenizer_json(config.family), encoding="utf-8")
+        (directory / "chat_template.jinja").write_text(TINY[config.family].chat_template, encoding="utf-8")
         for name, content in {
             "config.json": config_to_hf(config, dtype),
-            "generation_config.json": _generation_config(),
+            "generation_config.json": _generation_config(config.family),
             "tokenizer_config.json": _tokenizer_config(config),
-            "preprocessor_config.json": _image_processor(config.vision, min_pixels, max_pixels),
-            "video_preprocessor_config.json": _video_processor(config.vision, min_pixels, max_pixels),
+            "preprocessor_config.json": _image_processor(config, min_pixels, max_pixels),
+            "video_preprocessor_config.json": _video_processor(config, min_pixels, max_pixels),
         }.items():
             (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return config
@@ -225,9 +202,9 @@ def _initial(name: str, shape: tuple[int, ...], seed: int, std: float) -> np.nda
     return generator.standard_normal(shape, np.float32) * np.float32(std)
 
 
-def _generation_config() -> dict[str, Any]:
+def _generation_config(family: str) -> dict[str, Any]:
     """The published Instruct models' sampling defaults."""
-    token_id = tiny_tokenizer().token_to_id
+    token_id = tiny_tokenizer(family).token_to_id
     return {
         "bos_token_id": token_id("<|endoftext|>"),
         "pad_token_id": token_id("<|endoftext|>"),
@@ -241,7 +218,7 @@ def _generation_config() -> dict[str, Any]:
 
 
 def _tokenizer_config(config: ModelConfig) -> dict[str, Any]:
-    added = tiny_tokenizer().get_added_tokens_decoder()
+    added = tiny_tokenizer(config.family).get_added_tokens_decoder()
     decoder = {
         str(token_id): {
             "content": token.content,
@@ -273,44 +250,46 @@ def _tokenizer_config(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _image_processor(vision: VisionConfig, min_pixels: int, max_pixels: int) -> dict[str, Any]:
+def _image_processor(config: ModelConfig, min_pixels: int, max_pixels: int) -> dict[str, Any]:
+    vision, parts = config.vision, TINY[config.family]
     return {
         "size": {"longest_edge": max_pixels, "shortest_edge": min_pixels},  # areas in pixels, despite the names
         "patch_size": vision.patch_px,
         "temporal_patch_size": vision.temporal_patch_frames,
         "merge_size": vision.merge,
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-        "processor_class": "Qwen3VLProcessor",
+        "image_mean": list(parts.pixel_mean),
+        "image_std": list(parts.pixel_std),
+        "processor_class": FAMILIES[config.family].processor_class,
         "image_processor_type": "Qwen2VLImageProcessorFast",
     }
 
 
-def _video_processor(vision: VisionConfig, min_pixels: int, max_pixels: int) -> dict[str, Any]:
+def _video_processor(config: ModelConfig, min_pixels: int, max_pixels: int) -> dict[str, Any]:
     """The bounds are areas of all frames together, here of the fewest and the most frames of a video."""
     min_frames, max_frames = 4, 768  # the processor class's defaults
-    config = _image_processor(vision, min_frames * min_pixels, max_frames * max_pixels)
-    del config["image_processor_type"]
+    settings = _image_processor(config, min_frames * min_pixels, max_frames * max_pixels)
+    del settings["image_processor_type"]
     return {
-        **config,
+        **settings,
         "min_frames": min_frames,
         "max_frames": max_frames,
-        "video_processor_type": "Qwen3VLVideoProcessor",
+        "video_processor_type": TINY[config.family].video_processor,
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog=prog_of("model_port.tiny"),
-        description="Writes a tiny random Qwen3-VL in Hugging Face format, tokenizer and processor included.",
+        description="Writes a tiny random model in Hugging Face format, tokenizer and processor included.",
     )
     parser.add_argument("--dst", required=True, metavar="DIR", help="output directory; must not exist")
+    parser.add_argument("--family", choices=TINY, default=DEFAULT_FAMILY, help="model_type (default qwen3_vl)")
     parser.add_argument("--seed", type=int, default=0, help="same seed, same bytes (default 0)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the weights")
     parser.add_argument("--force", action="store_true", help="replace an existing model directory")
     add_debug_flag(parser)
     args = parser.parse_args()
-    config = make_tiny(args.dst, args.seed, dtype=args.dtype, force=args.force)
+    config = make_tiny(args.dst, args.seed, tiny_config(args.family), dtype=args.dtype, force=args.force)
     print(f"{args.dst}: {num_params(config) / 1e6:.2f} million parameters, vocabulary {config.text.vocab_size}")
 
 

@@ -100,11 +100,11 @@ def our_logits(src: str | Path, prompt: VideoPrompt, dtype: str) -> Float[np.nda
 
 def their_logits(hf_dir: str | Path, prompt: VideoPrompt, dtype: str) -> Float[np.ndarray, "T V"]:
     import torch
-    from transformers import Qwen3VLForConditionalGeneration
+    from transformers import AutoModelForImageTextToText
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # it shows one even without a terminal; ours shows the time
-    model: Any = Qwen3VLForConditionalGeneration.from_pretrained(hf_dir, dtype=getattr(torch, dtype))
+    model: Any = AutoModelForImageTextToText.from_pretrained(hf_dir, dtype=getattr(torch, dtype))
     with torch.no_grad():
         tokens = torch.tensor(prompt.ids[None])
         logits = model(

@@ -7,68 +7,70 @@ transposed, conversion copies bytes, and the inverse needs no second table.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from model_port.config import ModelConfig
+from model_port.config import FAMILIES, ModelConfig
 from model_port.lora import layout_sides
+from model_port.qwen2_5_vl import weights as qwen2_5_vl
+from model_port.qwen3_vl import weights as qwen3_vl
+from model_port.rule import Rule as Rule
 from model_port.safetensors_io import HfTensors
 
-LAYER = "{i}"
-EMBEDDING, HEAD = "model.language_model.embed_tokens.weight", "lm_head.weight"
+VISION_RULES: dict[str, Callable[[Any, str], list[Rule]]] = {
+    "qwen3_vl": qwen3_vl.vision_rules,
+    "qwen2_5_vl": qwen2_5_vl.vision_rules,
+}
+HEAD = "lm_head.weight"
+# How the names of the language and the vision tower's tensors start in the modules of transformers, and in its files.
+TEXT_MODULE, VISION_MODULE = "model.language_model.", "model.visual."
 PEFT_PREFIX = "base_model.model."  # before the name of the adapted tensor
 ADAPTED = re.compile(r"(text\.layers\..*)_kernel_([a-z]+)")
 READ_BLOCK_BYTES = 64 * 2**20  # in memory at a time if only some columns of a tensor are needed
 
 
-@dataclass(frozen=True)
-class Rule:
-    """HF tensors `hf` (one, or `count` with {i} = 0, 1, …) of shape `hf_shape` make up our parameter `path`."""
-
-    hf: str
-    path: str
-    hf_shape: tuple[int, ...]
-    count: int | None = None
-
-    def __post_init__(self) -> None:
-        assert (LAYER in self.hf) == (self.count is not None), self.hf
-
-    @property
-    def hf_names(self) -> list[str]:
-        return [self.hf] if self.count is None else [self.hf.replace(LAYER, str(i)) for i in range(self.count)]
-
-    def tensor(self, params: Mapping[str, Any], layer: int) -> Any:
-        """A layer's tensor, from parameters by path."""
-        ours = params[self.path] if self.count is None else params[self.path][layer]
-        return ours.reshape(self.hf_shape)
-
-
 def rules(config: ModelConfig) -> list[Rule]:
-    """The table for an architecture, in the order of the Hugging Face files."""
-    return [*_vision_rules(config), *_text_rules(config)]
+    """The table for an architecture, with the published names."""
+    tower = VISION_RULES[config.family](config.vision, FAMILIES[config.family].vision_names)
+    return [*tower, *_text_rules(config)]
+
+
+def embedding_name(config: ModelConfig) -> str:
+    return FAMILIES[config.family].text_names + "embed_tokens.weight"
 
 
 def _text_rules(config: ModelConfig) -> list[Rule]:
-    c = config.text
-    hf, ours, count = "model.language_model.layers.{i}.", "text.layers.", c.num_layers
+    c, names = config.text, FAMILIES[config.family].text_names
+    hf, ours, count = names + "layers.{i}.", "text.layers.", c.num_layers
+    q_rows, kv_rows = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     table = [
-        Rule(EMBEDDING, "text.embed.table_vd", (c.vocab_size, c.width)),
+        Rule(embedding_name(config), "text.embed.table_vd", (c.vocab_size, c.width)),
         Rule(hf + "input_layernorm.weight", ours + "input_norm.scale", (c.width,), count),
-        Rule(hf + "self_attn.q_proj.weight", ours + "attn.q_kernel_nhd", (c.num_heads * c.head_dim, c.width), count),
-        Rule(hf + "self_attn.k_proj.weight", ours + "attn.k_kernel_khd", (c.num_kv_heads * c.head_dim, c.width), count),
-        Rule(hf + "self_attn.v_proj.weight", ours + "attn.v_kernel_khd", (c.num_kv_heads * c.head_dim, c.width), count),
-        Rule(hf + "self_attn.o_proj.weight", ours + "attn.o_kernel_dnh", (c.width, c.num_heads * c.head_dim), count),
-        Rule(hf + "self_attn.q_norm.weight", ours + "attn.q_norm.scale", (c.head_dim,), count),
-        Rule(hf + "self_attn.k_norm.weight", ours + "attn.k_norm.scale", (c.head_dim,), count),
+        Rule(hf + "self_attn.q_proj.weight", ours + "attn.q_kernel_nhd", (q_rows, c.width), count),
+        Rule(hf + "self_attn.k_proj.weight", ours + "attn.k_kernel_khd", (kv_rows, c.width), count),
+        Rule(hf + "self_attn.v_proj.weight", ours + "attn.v_kernel_khd", (kv_rows, c.width), count),
+        Rule(hf + "self_attn.o_proj.weight", ours + "attn.o_kernel_dnh", (c.width, q_rows), count),
+    ]
+    if c.qkv_bias:
+        table += [
+            Rule(hf + f"self_attn.{name}_proj.bias", f"{ours}attn.{name}_bias", (rows,), count)
+            for name, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows))
+        ]
+    if c.qk_norm:
+        table += [
+            Rule(hf + f"self_attn.{name}_norm.weight", f"{ours}attn.{name}_norm.scale", (c.head_dim,), count)
+            for name in ("q", "k")
+        ]
+    table += [
         Rule(hf + "post_attention_layernorm.weight", ours + "mlp_norm.scale", (c.width,), count),
         Rule(hf + "mlp.gate_proj.weight", ours + "mlp.gate_kernel_fd", (c.ffn_width, c.width), count),
         Rule(hf + "mlp.up_proj.weight", ours + "mlp.up_kernel_fd", (c.ffn_width, c.width), count),
         Rule(hf + "mlp.down_proj.weight", ours + "mlp.down_kernel_df", (c.width, c.ffn_width), count),
-        Rule("model.language_model.norm.weight", "text.final_norm.scale", (c.width,)),
+        Rule(names + "norm.weight", "text.final_norm.scale", (c.width,)),
     ]
     if not config.tie_embeddings:
         table.append(Rule(HEAD, "text.head.kernel_vd", (c.vocab_size, c.width)))
@@ -81,55 +83,13 @@ def adapter_rules(config: ModelConfig, rank: int) -> dict[str, tuple[Rule, Rule]
     for rule in _text_rules(config):
         if rank and (kernel := ADAPTED.fullmatch(rule.path)):
             (written, read), (num_out, num_in) = layout_sides(kernel[2]), rule.hf_shape
-            hf, ours = PEFT_PREFIX + rule.hf.removesuffix("weight"), f"{kernel[1]}_lora.kernel_"
+            module = TEXT_MODULE + rule.hf.removeprefix(FAMILIES[config.family].text_names)
+            hf, ours = PEFT_PREFIX + module.removesuffix("weight"), f"{kernel[1]}_lora.kernel_"
             pairs[rule.path] = (
                 Rule(f"{hf}lora_A.weight", f"{ours}z{read}", (rank, num_in), rule.count),
                 Rule(f"{hf}lora_B.weight", f"{ours}{written}z", (num_out, rank), rule.count),
             )
     return pairs
-
-
-def _vision_rules(config: ModelConfig) -> list[Rule]:
-    c = config.vision
-    hf, ours, count = "model.visual.blocks.{i}.", "vision.blocks.", c.num_layers
-    patch_shape = (c.num_channels, c.temporal_patch_frames, c.patch_px, c.patch_px)
-    return [
-        Rule("model.visual.patch_embed.proj.weight", "vision.patch_embed.kernel_dc", (c.width, *patch_shape)),
-        Rule("model.visual.patch_embed.proj.bias", "vision.patch_embed.bias", (c.width,)),
-        Rule("model.visual.pos_embed.weight", "vision.pos_embed.table_sd", (c.num_positions, c.width)),
-        Rule(hf + "norm1.weight", ours + "attn_norm.scale", (c.width,), count),
-        Rule(hf + "norm1.bias", ours + "attn_norm.bias", (c.width,), count),
-        Rule(hf + "attn.qkv.weight", ours + "attn.qkv_kernel_cnhd", (3 * c.width, c.width), count),
-        Rule(hf + "attn.qkv.bias", ours + "attn.qkv_bias", (3 * c.width,), count),
-        Rule(hf + "attn.proj.weight", ours + "attn.o_kernel_dnh", (c.width, c.width), count),
-        Rule(hf + "attn.proj.bias", ours + "attn.o_bias", (c.width,), count),
-        Rule(hf + "norm2.weight", ours + "mlp_norm.scale", (c.width,), count),
-        Rule(hf + "norm2.bias", ours + "mlp_norm.bias", (c.width,), count),
-        Rule(hf + "mlp.linear_fc1.weight", ours + "mlp.up_kernel_fd", (c.ffn_width, c.width), count),
-        Rule(hf + "mlp.linear_fc1.bias", ours + "mlp.up_bias", (c.ffn_width,), count),
-        Rule(hf + "mlp.linear_fc2.weight", ours + "mlp.down_kernel_df", (c.width, c.ffn_width), count),
-        Rule(hf + "mlp.linear_fc2.bias", ours + "mlp.down_bias", (c.width,), count),
-        *_merger_rules(config, "model.visual.merger.", "vision.merger.", c.width, None),
-        *_merger_rules(
-            config,
-            "model.visual.deepstack_merger_list.{i}.",
-            "vision.deepstack_mergers.",
-            c.width * c.merge_unit,
-            c.num_deepstack,
-        ),
-    ]
-
-
-def _merger_rules(config: ModelConfig, hf: str, ours: str, norm_width: int, count: int | None) -> list[Rule]:
-    merged, out = config.vision.width * config.vision.merge_unit, config.vision.out_width
-    return [
-        Rule(hf + "norm.weight", ours + "norm.scale", (norm_width,), count),
-        Rule(hf + "norm.bias", ours + "norm.bias", (norm_width,), count),
-        Rule(hf + "linear_fc1.weight", ours + "up_kernel_fd", (merged, merged), count),
-        Rule(hf + "linear_fc1.bias", ours + "up_bias", (merged,), count),
-        Rule(hf + "linear_fc2.weight", ours + "down_kernel_df", (out, merged), count),
-        Rule(hf + "linear_fc2.bias", ours + "down_bias", (out,), count),
-    ]
 
 
 def hf_tensors(config: ModelConfig, params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -139,17 +99,27 @@ def hf_tensors(config: ModelConfig, params: Mapping[str, Any]) -> Iterator[tuple
             yield name, rule.tensor(params, layer)
 
 
+def open_hf_tensors(directory: Path, config: ModelConfig) -> HfTensors:
+    """The tensors under their published names; files may also have the names of transformers' modules."""
+    tensors, family = HfTensors(directory), FAMILIES[config.family]
+    published = {TEXT_MODULE: family.text_names, VISION_MODULE: family.vision_names}
+    for module, prefix in published.items():
+        for name in [name for name in tensors.infos if name.startswith(module) and prefix != module]:
+            tensors.infos[prefix + name.removeprefix(module)] = tensors.infos.pop(name)
+    return tensors
+
+
 def check_hf_tensors(config: ModelConfig, tensors: HfTensors) -> None:
     """Raises one error that lists all tensors that are missing, unknown or of another shape.
 
     ZeRO-3 and FSDP also store a tied head, which must then equal the embedding.
     """
     expected = {name: rule.hf_shape for rule in rules(config) for name in rule.hf_names}
-    shapes, source = tensors.shapes, tensors.directory
+    shapes, source, embedding = tensors.shapes, tensors.directory, embedding_name(config)
     if config.tie_embeddings and HEAD in shapes:
-        if EMBEDDING in shapes and not _equal(tensors, HEAD, EMBEDDING):
+        if embedding in shapes and not _equal(tensors, HEAD, embedding):
             raise ValueError(
-                f"{source}: config.json has tie_word_embeddings=true, but {HEAD} differs from {EMBEDDING}; remove the "
+                f"{source}: config.json has tie_word_embeddings=true, but {HEAD} differs from {embedding}; remove the "
                 f"wrong one, or set tie_word_embeddings=false"
             )
         del shapes[HEAD]

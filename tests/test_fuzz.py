@@ -21,9 +21,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import model_port
-from model_port.chat_template import CHAT_TEMPLATE
 from model_port.layout import RECORD_FILE
 from model_port.output_dir import LIST_FILE, LOCK_FILE
+from model_port.qwen3_vl.chat_template import CHAT_TEMPLATE
 from model_port.tiny import tiny_tokenizer
 from paravt_jax.config import CheckpointConfig
 from paravt_jax.data.prompts import QUESTION_TYPES, load_prompts, read_prompt

@@ -17,12 +17,12 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from model_port.config import ModelConfig
 from model_port.inputs import VisionBatch
 from model_port.layers import Index
-from model_port.model import Qwen3VL
+from model_port.model import VLModel
 from model_port.sampler.paged import Decode, decode_attention, walked
 from model_port.sharding import constrain, everywhere
 from model_port.text import Visual
 
-GraphDef = nnx.GraphDef[Qwen3VL]
+GraphDef = nnx.GraphDef[VLModel]
 
 
 @flax.struct.dataclass

@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Int
 
 from model_port.inputs import NOT_VISUAL, Frame, bucket, pack_vision
-from model_port.model import Qwen3VL
+from model_port.model import VLModel
 from model_port.sampler.check import check_decoding
 from model_port.sampler.frames import FrameTable
 from model_port.sampler.paged import TABLE_PAGES, decode_kernel
@@ -56,7 +56,7 @@ class Sampler:
 
     def __init__(
         self,
-        model: Qwen3VL,
+        model: VLModel,
         *,
         max_rows: int = 8,
         max_context_tokens: int = 4096,
@@ -84,7 +84,7 @@ class Sampler:
         self._waiting: deque[tuple[int, SamplerRequest, PreparedPrompt]] = deque()
         self._num_submitted = 0
 
-    def update(self, model: Qwen3VL) -> None:
+    def update(self, model: VLModel) -> None:
         """Uses a model's parameters for all further tokens; running requests keep their old keys and values."""
         self.params = nnx.state(model)
         self._pool.forget()

@@ -10,7 +10,7 @@ from model_port.download import source_directory
 from model_port.hf_files import RECIPE_FILE
 from model_port.layers import Compute
 from model_port.layout import hf_files_of
-from model_port.model import Qwen3VL
+from model_port.model import VLModel
 from model_port.processing import VisionContract
 from model_port.progress import Meter
 from model_port.terminal import say
@@ -102,7 +102,7 @@ async def _of_model(
     say(start_line(device_names, size_of(hf_files), dtype, dtype, model=source))
     policy = Policy(None, contract, Chat.from_hf(hf_files), hf_files, source, Compute(dtype))
 
-    def load() -> Qwen3VL:
+    def load() -> VLModel:
         with Meter(f"loading {source}"):
             return model_port.load(source, dtype)
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 
-from model_port.config import ModelConfig, TextConfig, VisionConfig
+from model_port.config import ModelConfig, TextConfig
+from model_port.qwen3_vl.config import Qwen3VisionConfig
 from model_port.tiny import tiny_config
 
 # 53M parameters, and 123M: a tenth of the 2B in every dimension that matters.
 SMALL = ModelConfig(
     TextConfig(12, 512, 1536, 8, 4, head_dim=64, vocab_size=10_000, mrope_sections=(12, 10, 10)),
-    VisionConfig(4, 256, 1024, 4, 512, (1, 2, 3), num_positions=576),
+    Qwen3VisionConfig(4, 256, 1024, 4, 512, (1, 2, 3), num_positions=576),
     tie_embeddings=True,
     image_token_id=9_990,
     video_token_id=9_991,
@@ -17,7 +18,7 @@ SMALL = ModelConfig(
 )
 MID = ModelConfig(
     TextConfig(12, 640, 2560, 10, 5, head_dim=64, vocab_size=32_000, mrope_sections=(12, 10, 10)),
-    VisionConfig(8, 384, 1536, 6, 640, (2, 4, 6), num_positions=576),
+    Qwen3VisionConfig(8, 384, 1536, 6, 640, (2, 4, 6), num_positions=576),
     tie_embeddings=True,
     image_token_id=31_990,
     video_token_id=31_991,

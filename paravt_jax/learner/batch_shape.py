@@ -11,10 +11,10 @@ from jax.sharding import Mesh
 
 from model_port.adapters import add_adapter, new_adapter
 from model_port.config import NO_ADAPTERS, LoraConfig, ModelConfig
-from model_port.inputs import NOT_VISUAL, TextBatch, VisionBatch
+from model_port.inputs import NOT_VISUAL, TextBatch, empty_vision
 from model_port.layers import Compute
 from model_port.loading import abstract_model, abstract_params, with_params
-from model_port.model import Qwen3VL
+from model_port.model import VLModel
 from model_port.sharding import flat_params
 from paravt_jax.learner.learner import row_sharding
 from paravt_jax.learner.packing import PackShape, TrainBatch
@@ -51,13 +51,13 @@ def random_model(
     lora: LoraConfig = NO_ADAPTERS,
     mesh: Mesh | None = None,
     dtype: str = "float32",
-) -> Qwen3VL:
+) -> VLModel:
     """A trainable model with random weights, created sharded; with adapters, they are frozen and in compute's dtype."""
     model, dtype = abstract_model(config, compute), compute.dtype if lora.rank else dtype
     places = {path: leaf.sharding for path, leaf in abstract_params(model, dtype, mesh).items()}
 
     def random_params() -> dict[str, jax.Array]:
-        params = nnx.state(Qwen3VL(config, rngs=nnx.Rngs(jax.random.key(0, impl="rbg"))), nnx.Param)
+        params = nnx.state(VLModel(config, rngs=nnx.Rngs(jax.random.key(0, impl="rbg"))), nnx.Param)
         return {path: leaf.astype(dtype) for path, leaf in flat_params(params).items()}
 
     model = with_params(model, jax.jit(random_params, out_shardings=None if mesh is None else places)())
@@ -84,12 +84,10 @@ def make_batch(shape: BatchShape, model: ModelConfig) -> TrainBatch:
         branch_ids=np.zeros(rows, np.int32),
         visual_index=visual.astype(np.int32),
     )
-    vision = VisionBatch(
+    vision = replace(
+        empty_vision(model.vision, *patches),
         patches=random.standard_normal((*patches, model.vision.patch_values), np.float32),
         segment_ids=np.ones(patches, np.int32),
-        positions=np.zeros((*patches, 2), np.int32),
-        interp_index=np.zeros((*patches, 4), np.int32),
-        interp_weight=np.full((*patches, 4), 0.25, np.float32),
         num_parts=shape.num_parts,
     )
     return TrainBatch(

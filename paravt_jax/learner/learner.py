@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from model_port.compiling import compiling
-from model_port.model import Qwen3VL
+from model_port.model import VLModel
 from model_port.sharding import ACTIVATION_AXES, from_rows, num_row_parts, on_mesh, own_rows
 from model_port.text import Visual
 from paravt_jax.learner import programs
@@ -67,7 +67,7 @@ class Learner:
 
     def __init__(
         self,
-        model: Qwen3VL,
+        model: VLModel,
         optim: OptimConfig,
         loss: LossConfig,
         *,
@@ -95,7 +95,7 @@ class Learner:
         self._ref = in_memory(ref, HOST_MEMORY) if optim.offload else ref
 
     @property
-    def model(self) -> Qwen3VL:
+    def model(self) -> VLModel:
         """The current policy. It shares its arrays with the state, and the next update donates them."""
         return nnx.merge(self._structure, *self.state.params)
 
@@ -294,7 +294,7 @@ def opt_shardings(adam: optax.GradientTransformation, trainable: nnx.State, mesh
     )
 
 
-def trained_filter(model: Qwen3VL, optim: OptimConfig) -> Any:
+def trained_filter(model: VLModel, optim: OptimConfig) -> Any:
     """The filter of trained parameters: the adapters if there are any, else the weights."""
     if model.lora.rank:
         return nnx.LoRAParam

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from model_port.inputs import VisionBatch
-from model_port.model import Qwen3VL
+from model_port.model import VLModel
 from model_port.sharding import constrain_params
 from model_port.text import Visual
 from paravt_jax.learner.head import token_scores
@@ -26,7 +26,7 @@ from paravt_jax.learner.optim import Number, OptimNumbers, optimizer
 from paravt_jax.learner.packing import TrainBatch
 from paravt_jax.learner.variants import StepCounts
 
-Structure = nnx.GraphDef[Qwen3VL]
+Structure = nnx.GraphDef[VLModel]
 
 
 class Params(NamedTuple):
@@ -130,7 +130,7 @@ def apply_gradients(state: TrainState, grads: nnx.State, numbers: OptimNumbers) 
 
 
 def action_scores(
-    model: Qwen3VL, batch: TrainBatch, visual: Visual | None, temperature: Number, chunk_tokens: int
+    model: VLModel, batch: TrainBatch, visual: Visual | None, temperature: Number, chunk_tokens: int
 ) -> tuple[Float[Array, "B A"], Float[Array, "B A"]]:
     """Log-probs of the scored tokens under log_softmax(z / temperature), and entropies."""
     hidden = model.hidden(batch.text, visual)

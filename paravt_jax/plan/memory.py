@@ -19,7 +19,7 @@ from flax import nnx
 from model_port.adapters import adapter_shapes, add_adapter
 from model_port.attention import Form, form_of, scanned
 from model_port.config import NO_ADAPTERS, LoraConfig, ModelConfig, TextConfig
-from model_port.inputs import TextBatch, VisionBatch
+from model_port.inputs import TextBatch, empty_vision
 from model_port.layers import Compute
 from model_port.loading import abstract_model, abstract_params
 from model_port.sampler.frames import TABLE_TOKENS
@@ -341,7 +341,7 @@ class Share:
     def vision(self) -> Parts:
         """The frozen tower: a block at its widest, and the output maps."""
         vision, patches = self.model.vision, self.rows_here(self.batch.num_frame_rows) * self.batch.row_patches
-        values = vision.patch_values + (4 + vision.num_deepstack) * vision.width + 2 * vision.ffn_width
+        values = vision.patch_values + (4 + vision.num_deepstack) * vision.width + vision.ffn_kernels * vision.ffn_width
         scores = self.batch.row_patches * vision.num_heads * FLOAT32_BYTES
         return {"vision tower": patches * (values * self.item_bytes + scores)}
 
@@ -389,10 +389,8 @@ def text_residuals(model: ModelConfig, compute: Compute, lora: LoraConfig, tenso
 @cache
 def vision_residuals(model: ModelConfig, compute: Compute, tensor: int) -> Residuals:
     vision, row = model.vision, (1, PROBE_MERGED * model.vision.merge_unit)
-    taps = tuple(range(vision.num_deepstack))
-    model = replace(model, vision=replace(vision, num_layers=PROBE_LAYERS, deepstack_layers=taps))
-    patches, weights = (_shape(*row, values, dtype="float32") for values in (vision.patch_values, 4))
-    frames = VisionBatch(patches, _shape(*row), _shape(*row, 2), _shape(*row, 4), weights)
+    model = replace(model, vision=vision.with_layers(PROBE_LAYERS))
+    frames = jax.tree.map(lambda array: _shape(*array.shape, dtype=array.dtype), empty_vision(vision, *row))
 
     def parts(shape: tuple[int, ...]) -> int:
         """The config ties width to head count, so a trace cannot use fewer heads; the arrays are divided instead."""

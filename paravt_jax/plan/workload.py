@@ -338,7 +338,7 @@ def _head_flops(model: ModelConfig, num_tokens: float) -> float:
 def frame_flops(model: ModelConfig, patches: int) -> float:
     """FLOPs per frame, at most: padding patches are computed too."""
     vision = model.vision
-    block = 4 * vision.width**2 + 2 * vision.width * vision.ffn_width + 2 * patches * vision.width
+    block = 4 * vision.width**2 + vision.ffn_kernels * vision.width * vision.ffn_width + 2 * patches * vision.width
     merged_width = vision.width * vision.merge_unit
     merger = merged_width * (merged_width + vision.out_width) * (1 + vision.num_deepstack)
     per_patch = vision.num_layers * block + vision.patch_values * vision.width + merger // vision.merge_unit

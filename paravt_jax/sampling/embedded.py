@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from model_port.inputs import Frame
-from model_port.model import Qwen3VL
+from model_port.model import VLModel
 from model_port.processing import VisionContract, expand_placeholders
 from model_port.sampler import Completion, Sampler, SamplerPrompt, SamplerRequest, SamplingParams
 from model_port.sharding import on_mesh
@@ -70,7 +70,7 @@ class EmbeddedEngine:
 
     def __init__(
         self,
-        model: Qwen3VL,
+        model: VLModel,
         contract: VisionContract,
         version: int = 0,
         *,

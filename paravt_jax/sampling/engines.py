@@ -10,7 +10,7 @@ from typing import Any
 
 from model_port.config import read_config
 from model_port.layout import is_checkpoint
-from model_port.model import Qwen3VL
+from model_port.model import VLModel
 from model_port.processing import VisionContract, settled_size
 from model_port.terminal import say
 from paravt_jax.config import EngineConfig, VideoConfig
@@ -35,7 +35,7 @@ MAX_SHOWN = 3
 async def open_engine(
     settings: EngineConfig,
     policy: Policy,
-    model: Qwen3VL | None,
+    model: VLModel | None,
     version: int,
     phase: Callable[[str], None],
     *,

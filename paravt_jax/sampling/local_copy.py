@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from model_port.layers import unstacked
-from model_port.model import Qwen3VL
+from model_port.model import VLModel
 from model_port.sharding import MESH_AXES, flat_params, on_mesh, over_hosts, platform, sampling_axes, sampling_tensor
 
 SPLIT_AXES = ("data_hosts", "data", "fsdp_hosts", "fsdp", "tensor")  # of the mesh, in and between hosts
@@ -25,14 +25,14 @@ SPLIT_AXES = ("data_hosts", "data", "fsdp_hosts", "fsdp", "tensor")  # of the me
 class LocalCopy:
     """Makes the copies. A frozen base of adapters is copied once."""
 
-    def __init__(self, model: Qwen3VL, mesh: Mesh | None, *, beside_update: bool = False):
+    def __init__(self, model: VLModel, mesh: Mesh | None, *, beside_update: bool = False):
         """`beside_update`: sampling continues while updates donate the learner's arrays."""
         self._learner_mesh, self._beside_update = mesh, beside_update
         self._dtype = jnp.dtype(model.compute.dtype)
         self._axes, self.mesh = ((), None) if mesh is None else _sampling_mesh(model, mesh)
         self._frozen: tuple[list[jax.Array], nnx.State] | None = None  # leaves and their copy
 
-    def of(self, model: Qwen3VL) -> Qwen3VL:
+    def of(self, model: VLModel) -> VLModel:
         """All hosts must call this."""
         if not model.lora.rank:
             graphdef, state = nnx.split(model)
@@ -76,7 +76,7 @@ class LocalCopy:
         return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
 
 
-def _sampling_mesh(model: Qwen3VL, mesh: Mesh) -> tuple[tuple[str, ...], Mesh]:
+def _sampling_mesh(model: VLModel, mesh: Mesh) -> tuple[tuple[str, ...], Mesh]:
     """This host's devices, and the axes that become tensor; devices that tensor cannot use have copies."""
     local = mesh.local_mesh if mesh.is_multi_process else mesh
     shapes = {path: leaf.shape for path, leaf in flat_params(nnx.state(model)).items()}

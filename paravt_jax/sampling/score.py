@@ -27,7 +27,7 @@ from model_port.cli import add_debug_flag, run_cli
 from model_port.inputs import RowSequence, TextBatch, Tokens, VisionBatch, bucket, pack_text, pack_vision
 from model_port.layers import Compute
 from model_port.layout import hf_files_of
-from model_port.model import Qwen3VL
+from model_port.model import VLModel
 from model_port.processing import VisionContract, expand_placeholders, settled_size
 from model_port.sharding import everywhere, on_mesh
 from paravt_jax.sampling.frames import frame_of
@@ -47,7 +47,7 @@ class LearnerScorer:
     size, less than an update needs. Weights stored in bfloat16 are used directly.
     """
 
-    def __init__(self, model: Qwen3VL, contract: VisionContract, mesh: Mesh | None = None):
+    def __init__(self, model: VLModel, contract: VisionContract, mesh: Mesh | None = None):
         self._config, self._contract, self._mesh = model.config, contract, mesh
         self._params = _as_published(model)
         # Kernels for long rows may round more than necessary; these short rows have memory for square scores.
@@ -80,7 +80,7 @@ class LearnerScorer:
         return Scored(ids.astype(np.int32), *logps)
 
 
-def _as_published(model: Qwen3VL) -> nnx.State:
+def _as_published(model: VLModel) -> nnx.State:
     """The parameters rounded as published; with adapters they are rounded already.
 
     An adapter's contribution is not rounded: servers get the sum, and its rounding counts as theirs.
@@ -89,14 +89,14 @@ def _as_published(model: Qwen3VL) -> nnx.State:
     return params if model.lora.rank else jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
-def _program(model: Qwen3VL, compute: Compute) -> Callable[..., Float[Array, " T"]]:
+def _program(model: VLModel, compute: Compute) -> Callable[..., Float[Array, " T"]]:
     copy = nnx.merge(*nnx.split(model))
     copy.compute = compute
     return jax.jit(partial(_score, nnx.split(copy)[0]))
 
 
 def _score(
-    graphdef: nnx.GraphDef[Qwen3VL],
+    graphdef: nnx.GraphDef[VLModel],
     params: nnx.State,
     text: TextBatch,
     vision: VisionBatch | None,

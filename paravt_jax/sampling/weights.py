@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from model_port.adapters import AdapterInfo, merged_tensors, write_adapter
-from model_port.model import Qwen3VL
+from model_port.model import VLModel
 from model_port.output_dir import named
 from model_port.safetensors_io import SINGLE_FILE, SafetensorsWriter
 from model_port.sharding import flat_params, on_host
@@ -23,7 +23,7 @@ from rollout.engine.publishing import ADAPTER_INFO
 class ModelWeights:
     """The model's current weights with adapters merged, sent as `dtype`."""
 
-    model: Qwen3VL
+    model: VLModel
     dtype: np.dtype
 
     @property
@@ -46,7 +46,7 @@ class ModelWeights:
 class AdapterWeights:
     """The model's current adapter alone, for servers that merge it into their own copy of its base."""
 
-    model: Qwen3VL
+    model: VLModel
     info: AdapterInfo
 
     @property

@@ -16,9 +16,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from model_port.config import ModelConfig, TextConfig, VisionConfig
+from model_port.config import ModelConfig, TextConfig
 from model_port.layout import CHECKPOINTS_DIR, HF_DIR, RECORD_FILE
 from model_port.output_dir import check_local
+from model_port.qwen3_vl.config import Qwen3VisionConfig
 from model_port.tiny import make_tiny
 from paravt_jax.bench.mesh_case import config_of, make_learner
 from paravt_jax.config import CheckpointConfig
@@ -125,7 +126,7 @@ def sized_model(num_params: float) -> ModelConfig:
         vocab_size=VOCABULARY,
         mrope_sections=(24, 20, 20),
     )
-    vision = VisionConfig(4, 64, 128, 2, WIDTH, (0,), num_positions=256)
+    vision = Qwen3VisionConfig(4, 64, 128, 2, WIDTH, (0,), num_positions=256)
     return ModelConfig(
         text, vision, tie_embeddings=False, image_token_id=32_700, video_token_id=32_701, vision_start_token_id=32_702
     )

@@ -30,9 +30,10 @@ from flax import nnx
 
 import model_port
 from model_port.adapters import AdapterBase, AdapterInfo, add_adapter, new_adapter, sum_of_base
-from model_port.config import LoraConfig, ModelConfig, VisionConfig
+from model_port.config import LoraConfig, ModelConfig
 from model_port.layout import HF_DIR
-from model_port.model import Qwen3VL
+from model_port.model import VLModel
+from model_port.qwen3_vl.config import Qwen3VisionConfig
 from model_port.terminal import say
 from model_port.tiny import make_tiny, tiny_config
 from paravt_jax.learner.learner import LANGUAGE
@@ -72,7 +73,7 @@ STOP_S = 10.0  # of a server
 FLOAT32 = np.dtype(np.float32)
 MIB = 2**20
 RANK = 16  # of adapters
-VISION = VisionConfig(12, 640, 2560, 10, WIDTH, (0,), num_positions=256)  # a fifth of 1280 MiB, as in the 2B
+VISION = Qwen3VisionConfig(12, 640, 2560, 10, WIDTH, (0,), num_positions=256)  # a fifth of 1280 MiB, as in the 2B
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -198,7 +199,7 @@ def _publishes(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def two_versions(weights: str, model: Qwen3VL) -> list[Weights]:
+def two_versions(weights: str, model: VLModel) -> list[Weights]:
     """All weights, of which every language tensor differs, or two adapters, merged or alone."""
     if weights == "all":
         return [ModelWeights(model, FLOAT32), ModelWeights(updated(model), FLOAT32)]
@@ -214,7 +215,7 @@ def two_versions(weights: str, model: Qwen3VL) -> list[Weights]:
     return [AdapterWeights(version, info) for version in adapted]
 
 
-def updated(model: Qwen3VL) -> Qwen3VL:
+def updated(model: VLModel) -> VLModel:
     """Another version of the model, of which every language tensor differs."""
     graphdef, language, frozen = nnx.split(model, LANGUAGE, ...)
     return nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf * 1.01, language), frozen)

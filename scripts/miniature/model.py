@@ -3,7 +3,7 @@
 import tempfile
 from pathlib import Path
 
-from model_port.chat_template import CHAT_TEMPLATE
+from model_port.qwen3_vl.chat_template import CHAT_TEMPLATE
 from model_port.tiny import make_tiny
 from scripts.miniature.world import FRAME_PX
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from model_port.chat_template import CHAT_TEMPLATE
 from model_port.cli import add_debug_flag, prog_of, run_cli
+from model_port.qwen3_vl.chat_template import CHAT_TEMPLATE
 from model_port.tiny import tiny_tokenizer
 from paravt_jax.config import Config, load_config
 from paravt_jax.learner.advantages import GroupRewards, group_advantages, group_rewards

@@ -1,6 +1,7 @@
 """transformers as the reference: tiny random models, inputs of every kind, and their forward and gradients."""
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,11 +10,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 import torch
 from safetensors.numpy import load_file
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from model_port.checkpoint import nested
-from model_port.config import ModelConfig, TextConfig, VisionConfig, config_to_hf
-from model_port.weights import rules
+from model_port.config import FAMILIES, ModelConfig, TextConfig, config_to_hf
+from model_port.qwen2_5_vl.config import TRAITS, Qwen25VisionConfig
+from model_port.qwen3_vl.config import Qwen3VisionConfig
+from model_port.weights import TEXT_MODULE, VISION_MODULE, rules
 
 IMAGE, VIDEO, START, END = 120, 121, 122, 123
 SPECIAL = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END)
@@ -22,31 +25,55 @@ SPECIAL = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id
 CONFIGS = {
     "tied": ModelConfig(
         TextConfig(5, 48, 56, 6, 3, head_dim=16, vocab_size=131, mrope_sections=(4, 2, 2), rope_theta=1e4),
-        VisionConfig(3, 36, 44, 3, 48, (0, 2), num_positions=49, patch_px=4),
+        Qwen3VisionConfig(3, 36, 44, 3, 48, (0, 2), num_positions=49, patch_px=4),
         tie_embeddings=True,
         **SPECIAL,
     ),
     "untied": ModelConfig(
         TextConfig(3, 40, 72, 7, 1, head_dim=24, vocab_size=127, mrope_sections=(5, 4, 3)),
-        VisionConfig(5, 40, 36, 5, 40, (1, 3, 4), num_positions=25, patch_px=4),
+        Qwen3VisionConfig(5, 40, 36, 5, 40, (1, 3, 4), num_positions=25, patch_px=4),
         tie_embeddings=False,
         **SPECIAL,
     ),
     "one_map": ModelConfig(
         TextConfig(1, 24, 40, 2, 2, head_dim=12, vocab_size=124, mrope_sections=(2, 2, 2), norm_eps=1e-5),
-        VisionConfig(2, 24, 20, 1, 24, (1,), num_positions=36, patch_px=2, temporal_patch_frames=1),
+        Qwen3VisionConfig(2, 24, 20, 1, 24, (1,), num_positions=36, patch_px=2, temporal_patch_frames=1),
         tie_embeddings=True,
         **SPECIAL,
     ),
 }
 
+# Grouped heads 2:1 and 5:1; windows of 2 x 2 and 3 x 3 tokens, which do not divide the grids.
+CONFIGS |= {
+    "windows": ModelConfig(
+        TextConfig(2, 48, 56, 6, 3, 8, vocab_size=131, mrope_sections=(2, 1, 1), rope_theta=1e4, **TRAITS),
+        Qwen25VisionConfig(3, 36, 44, 3, 48, (1,), window_px=16, patch_px=4),
+        tie_embeddings=True,
+        **SPECIAL,
+    ),
+    "windows_untied": ModelConfig(
+        TextConfig(3, 40, 72, 5, 1, 8, vocab_size=127, mrope_sections=(1, 2, 1), norm_eps=1e-5, **TRAITS),
+        Qwen25VisionConfig(4, 40, 36, 5, 40, (0, 3), window_px=24, patch_px=4, tokens_per_second=3),
+        tie_embeddings=False,
+        **SPECIAL,
+    ),
+}
+QWEN3 = ("tied", "untied", "one_map")
+
 # Every sharded axis splits in four along fsdp and in two along tensor.
 DIVISIBLE = ModelConfig(
     TextConfig(3, 48, 56, 4, 2, head_dim=16, vocab_size=132, mrope_sections=(4, 2, 2), rope_theta=1e4),
-    VisionConfig(3, 32, 44, 4, 48, (0, 2), num_positions=49, patch_px=4),
+    Qwen3VisionConfig(3, 32, 44, 4, 48, (0, 2), num_positions=49, patch_px=4),
     tie_embeddings=False,
     **SPECIAL,
 )
+WINDOWS_DIVISIBLE = ModelConfig(
+    TextConfig(3, 48, 56, 6, 2, 8, vocab_size=132, mrope_sections=(2, 1, 1), rope_theta=1e4, **TRAITS),
+    Qwen25VisionConfig(3, 32, 44, 4, 48, (1,), window_px=16, patch_px=4),
+    tie_embeddings=False,
+    **SPECIAL,
+)
+NORMS = re.compile(r"(norm|ln_q).*weight$")
 
 
 @dataclass
@@ -58,10 +85,11 @@ class Inputs:
     image_grid_thw: np.ndarray | None = None
     pixel_values_videos: np.ndarray | None = None
     video_grid_thw: np.ndarray | None = None
+    second_per_grid_ts: np.ndarray | None = None
 
     @property
     def media(self) -> dict[str, np.ndarray]:
-        names = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+        names = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
@@ -87,8 +115,11 @@ class Prompt:
         return self
 
     def video(self, num_frames: int, down: int, across: int) -> "Prompt":
-        for _ in range(num_frames):
-            self.text(2).ids.extend([START, *[VIDEO] * (down * across // 4), END])
+        """Frames with their times between them, or all together if the model has times in their positions."""
+        in_positions = self.config.vision.tokens_per_second > 0
+        for _ in range(1 if in_positions else num_frames):
+            count = (num_frames if in_positions else 1) * down * across // 4
+            self.text(2).ids.extend([START, *[VIDEO] * count, END])
         self.grids[VIDEO].append([num_frames, down, across])
         return self
 
@@ -102,6 +133,8 @@ class Prompt:
                 media[grid] = np.array(self.grids[token])
                 shape = (int(media[grid].prod(1).sum()), self.config.vision.patch_values)
                 media[pixels] = self.random.standard_normal(shape).astype(np.float32)
+        if self.grids[VIDEO] and self.config.vision.tokens_per_second:
+            media["second_per_grid_ts"] = np.array([2.3, 0.4][: len(self.grids[VIDEO])], np.float32)
         return Inputs(np.array(self.ids), **media)
 
 
@@ -125,33 +158,30 @@ def prompts(config: ModelConfig) -> dict[str, Inputs]:
     }
 
 
-def make_reference(
-    config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32
-) -> Qwen3VLForConditionalGeneration:
+def make_reference(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A transformers model in which no parameter is at its trivial initial value."""
     torch.manual_seed(seed)
-    hf_config = Qwen3VLConfig(**config_to_hf(config, "float32"))
+    hf = config_to_hf(config, "float32")
+    hf_config = AutoConfig.for_model(hf.pop("model_type"), **hf)
     hf_config._attn_implementation = "eager"
     for part in (hf_config.text_config, hf_config.vision_config):
         part._attn_implementation = "eager"
-    model = Qwen3VLForConditionalGeneration(hf_config).eval()
+    model = AutoModelForImageTextToText.from_config(hf_config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             fan_in = parameter[0].numel() if parameter.ndim > 1 else 100
             noise = torch.randn_like(parameter) * fan_in**-0.5
-            parameter.copy_(1 + noise if "norm" in name and name.endswith("weight") else noise)
+            parameter.copy_(1 + noise if NORMS.search(name) else noise)
     return model.to(dtype)
 
 
-def save_reference(
-    model: Qwen3VLForConditionalGeneration, path: Path, max_shard_size: str = "50KB"
-) -> dict[str, np.ndarray]:
+def save_reference(model: PreTrainedModel, path: Path, max_shard_size: str = "50KB") -> dict[str, np.ndarray]:
     """Writes it as transformers does, in several shards, and gives its tensors back."""
     model.save_pretrained(path, max_shard_size=max_shard_size)
     tensors = {}
     for shard in sorted(path.glob("*.safetensors")):
         tensors.update(load_file(shard))
-    assert json.loads((path / "config.json").read_text())["model_type"] == "qwen3_vl"
+    assert json.loads((path / "config.json").read_text())["model_type"] in FAMILIES
     return tensors
 
 
@@ -161,16 +191,23 @@ def save_by_orbax(directory: Path, params: dict[str, jax.Array]) -> None:
         checkpointer.save(directory.absolute() / "params", nested(params))
 
 
-def reference_gradients(
-    model: Qwen3VLForConditionalGeneration, inputs: Inputs, weights: np.ndarray
-) -> dict[str, np.ndarray]:
+def reference_gradients(model: PreTrainedModel, inputs: Inputs, weights: np.ndarray) -> dict[str, np.ndarray]:
     """Gradients of sum(logits * weights), every one present."""
     model.zero_grad()
     (reference_logits(model, inputs) * torch.from_numpy(weights)).sum().backward()
     return {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def reference_logits(model: Qwen3VLForConditionalGeneration, inputs: Inputs) -> torch.Tensor:
+def module_name(config: ModelConfig, name: str) -> str:
+    """A tensor's name in transformers' modules, from the name in published files."""
+    family = FAMILIES[config.family]
+    for prefix, module in ((family.vision_names, VISION_MODULE), (family.text_names, TEXT_MODULE)):
+        if name.startswith(prefix):
+            return module + name.removeprefix(prefix)
+    return name
+
+
+def reference_logits(model: PreTrainedModel, inputs: Inputs) -> torch.Tensor:
     ids = torch.from_numpy(inputs.ids)[None]
     kinds = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
     media = {name: torch.from_numpy(value) for name, value in inputs.media.items()}

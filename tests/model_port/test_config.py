@@ -8,12 +8,12 @@ import pytest
 from model_port.config import PRESETS, config_from_hf, config_to_hf, preset, read_hf_config
 from model_port.weights import num_params
 
-PUBLISHED = config_to_hf(PRESETS["8b"])
+PUBLISHED, QWEN25 = config_to_hf(PRESETS["8b"]), config_to_hf(PRESETS["qwen2.5-vl-7b"])
 
 
-def edited(**changes):
-    """The published 8B file with dotted keys changed (None removes)."""
-    hf = copy.deepcopy(PUBLISHED)
+def edited(published=PUBLISHED, **changes):
+    """The published 8B file, or another, with dotted keys changed (None removes)."""
+    hf = copy.deepcopy(published)
     for dotted, value in changes.items():
         *path, key = dotted.split(".")
         section = hf
@@ -30,15 +30,21 @@ def test_a_preset_survives_its_own_config_json(name):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_transformers_reads_a_preset_as_we_do(name):
-    from transformers import Qwen3VLConfig
+    from transformers import AutoConfig
 
-    theirs = Qwen3VLConfig(**config_to_hf(PRESETS[name])).to_dict()
+    hf = config_to_hf(PRESETS[name])
+    theirs = AutoConfig.for_model(hf.pop("model_type"), **hf).to_dict()
     assert "rope_parameters" in theirs["text_config"]  # the new spelling, written by transformers itself
     assert config_from_hf(theirs) == PRESETS[name]
 
 
 @pytest.mark.parametrize(
-    ("name", "billions"), [("2b", 2.127532032), ("4b", 4.437815808), ("8b", 8.767123696), ("32b", 33.357390064)]
+    ("name", "billions"),
+    [
+        *(("2b", 2.127532032), ("4b", 4.437815808), ("8b", 8.767123696), ("32b", 33.357390064)),
+        *(("qwen2.5-vl-3b", 3.754622976), ("qwen2.5-vl-7b", 8.292166656)),
+        *(("qwen2.5-vl-32b", 33.452718336), ("qwen2.5-vl-72b", 73.410777344)),
+    ],
 )
 def test_presets_have_the_published_number_of_parameters(name, billions):
     assert num_params(preset(name.upper())) == round(billions * 1e9)
@@ -59,7 +65,8 @@ def test_both_rope_spellings_give_the_same_config():
     ("changes", "message"),
     [
         ({"model_type": "qwen3_vl_moe", "architectures": ["Qwen3VLMoeForConditionalGeneration"]},
-         "'qwen3_vl_moe' .Qwen3VLMoeForConditionalGeneration. is not supported; supported is 'qwen3_vl'"),
+         "'qwen3_vl_moe' .Qwen3VLMoeForConditionalGeneration. is not supported; supported are the dense models "
+         r"'qwen3_vl' \(Qwen3-VL\) and 'qwen2_5_vl' \(Qwen2.5-VL\)"),
         ({"model_type": "llama"}, "model_type 'llama'"),
         ({"model_type": None}, "model_type None"),
         ({"text_config.hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported is 'silu'"),
@@ -71,11 +78,40 @@ def test_both_rope_spellings_give_the_same_config():
         ({"vision_config.deepstack_visual_indexes": [8, 27]}, "deepstack_visual_indexes .8, 27. must ascend"),
         ({"vision_config.out_hidden_size": 2048}, "out_hidden_size 2048 differs from text hidden_size 4096"),
         ({"text_config.num_key_value_heads": 5}, "not a multiple of num_key_value_heads 5"),
+        ({"text_config.use_sliding_window": True}, "use_sliding_window=True is not supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: quantized weights are not supported"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_by_name(changes, message):
     with pytest.raises(ValueError, match=message):
         config_from_hf(edited(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types='sliding_attention' is not supported"),
+        ({"rope_scaling": {"type": "yarn", "mrope_section": [16, 24, 24], "factor": 4.0}}, "type='yarn'"),
+        ({"rope_scaling.mrope_section": [16, 24]}, "mrope_section=.16, 24. must be three numbers"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"head_dim": 64}, "must be three numbers|mrope_section"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config: quantized weights are not supported"),
+        ({"vision_config.hidden_act": "quick_gelu"}, "vision_config.hidden_act='quick_gelu'"),
+        ({"vision_config.fullatt_block_indexes": [7, 32]}, r"fullatt_block_indexes \[7, 32\] must be within 32 layers"),
+        ({"vision_config.window_size": 14}, "window_size 14 is smaller than a token's 28 px"),
+        ({"vision_config": None}, "key 'vision_config' is missing"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_of_qwen2_5_is_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
+        config_from_hf(edited(QWEN25, **changes))
+
+
+def test_the_text_keys_of_qwen2_5_may_be_in_a_section():
+    moved = {key: QWEN25[key] for key in QWEN25 if "token_id" not in key and key not in ("model_type", "vision_config")}
+    nested = {key: value for key, value in QWEN25.items() if key not in moved} | {"text_config": moved}
+    assert config_from_hf(nested) == config_from_hf(QWEN25) == PRESETS["qwen2.5-vl-7b"]
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,14 @@ from model_port.inputs import (
     RowSequence,
     Tokens,
     bucket,
-    interpolation,
     order_frames,
     pack_text,
     pack_vision,
-    patch_positions,
     place_tokens,
     split_frames,
 )
+from model_port.patches import patch_positions
+from model_port.qwen3_vl.config import interpolation
 
 CONFIG = CONFIGS["tied"]
 
@@ -48,6 +48,20 @@ def test_interpolation_by_hand():
     np.testing.assert_allclose(weight.sum(axis=1), 1)
     index, weight = interpolation((6, 2), CONFIG.vision)  # row 1 of 6 lies at 6/5 = 1.2: 0.8 of row 1, 0.2 of row 2
     assert index[2].tolist()[::2] == [7, 14] and np.allclose(weight[2][::2], [0.8, 0.2])
+
+
+def test_windows_and_the_positions_of_a_clip_by_hand():
+    """2 x 3 tokens in windows of 2 x 2: columns 0 and 1, then column 2. The frames are 2 s apart, 2 positions each."""
+    config = CONFIGS["windows"]
+    assert config.vision.merged_order((4, 6)).tolist() == [0, 1, 3, 4, 2, 5]
+    assert config.vision.patch_arrays((4, 6))["window_ids"].tolist() == [0] * 16 + [1] * 8
+    frames = split_frames(np.ones((48, config.vision.patch_values), np.float32), np.array([[2, 4, 6]]), [4.0])
+    tokens = Tokens(np.array([7, START, *[VIDEO] * 12, END]), (0, 1))
+    positions, index, following = place_tokens(tokens, frames, [10, 30], config)
+    rows = [[2, 2], [2, 3], [2, 4], [3, 2], [3, 3], [3, 4]]
+    assert positions[2:14].tolist() == [[time, *place] for time in (2, 6) for place in rows]
+    assert index[2:14].tolist() == [start + row for start in (10, 30) for row in (0, 1, 4, 2, 3, 5)]
+    assert positions[14].tolist() == [5, 5, 5] and following == 6
 
 
 def test_branches_continue_from_the_trunk():

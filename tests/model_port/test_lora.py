@@ -27,19 +27,20 @@ from model_port.adapters import (
     sum_of_base,
     write_adapter,
 )
-from model_port.config import PRESETS, LoraConfig, ModelConfig, TextConfig, VisionConfig
+from model_port.config import PRESETS, LoraConfig, ModelConfig, TextConfig
 from model_port.convert import convert
 from model_port.export import export, export_adapter
 from model_port.inputs import RowSequence, Tokens, pack_text
 from model_port.layers import Compute
 from model_port.loading import abstract_model, with_params
-from model_port.model import Qwen3VL
+from model_port.model import VLModel
+from model_port.qwen3_vl.config import Qwen3VisionConfig
 from model_port.sharding import check_divisible, flat_params, param_spec
 from model_port.weights import adapter_rules, rules
 
 CONFIG = ModelConfig(
     TextConfig(3, 24, 28, 6, 2, head_dim=8, vocab_size=131, mrope_sections=(2, 1, 1)),
-    VisionConfig(2, 16, 20, 2, 24, (0,), num_positions=25, patch_px=4),
+    Qwen3VisionConfig(2, 16, 20, 2, 24, (0,), num_positions=25, patch_px=4),
     tie_embeddings=True,
     **dict(image_token_id=120, video_token_id=121, vision_start_token_id=122, vision_end_token_id=123),
 )
@@ -58,15 +59,15 @@ def trained(config: ModelConfig, lora: LoraConfig = LORA, seed: int = 1) -> dict
     return {path: (0.1 * random.standard_normal(shape)).astype(np.float32) for path, shape in shapes.items()}
 
 
-def adapted(model: Qwen3VL, params=None, lora: LoraConfig = LORA) -> Qwen3VL:
+def adapted(model: VLModel, params=None, lora: LoraConfig = LORA) -> VLModel:
     add_adapter(model, lora, trained(model.config, lora) if params is None else params)
     return model
 
 
-def merged_model(model: Qwen3VL) -> Qwen3VL:
+def merged_model(model: VLModel) -> VLModel:
     """A model without adapters, from the tensors that an adapted one is exported as."""
     tensors = {name: np.asarray(tensor) for name, tensor in merged_tensors(model)}
-    plain = Qwen3VL(model.config, rngs=nnx.Rngs(0))
+    plain = VLModel(model.config, rngs=nnx.Rngs(0))
     shapes = {path: leaf.shape for path, leaf in flat_params(nnx.state(plain)).items()}
     params = {r.path: np.stack([tensors[name] for name in r.hf_names]) for r in rules(model.config)}
     return with_params(plain, {path: jnp.asarray(params[path].reshape(shape)) for path, shape in shapes.items()})
@@ -82,7 +83,7 @@ def packed():
     )
 
 
-def value_and_gradient(model: Qwen3VL, kind, text):
+def value_and_gradient(model: VLModel, kind, text):
     weight = np.random.default_rng(5).standard_normal((*text.tokens.shape, CONFIG.text.width)).astype(np.float32)
     graphdef, wanted, rest = nnx.split(model, kind, ...)
 
@@ -96,14 +97,14 @@ def value_and_gradient(model: Qwen3VL, kind, text):
 
 @pytest.fixture(scope="module")
 def by_merging(packed):
-    return value_and_gradient(merged_model(adapted(Qwen3VL(CONFIG, rngs=nnx.Rngs(2)))), nnx.Param, packed)
+    return value_and_gradient(merged_model(adapted(VLModel(CONFIG, rngs=nnx.Rngs(2)))), nnx.Param, packed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMPUTES)
 def test_an_adapter_has_value_and_chain_rule_of_the_merged_kernels(name, packed, by_merging):
     """dA = scale · Bᵀ dW and dB = scale · dW Aᵀ, whatever way it is computed."""
-    model = adapted(Qwen3VL(CONFIG, compute=COMPUTES[name], rngs=nnx.Rngs(2)))
+    model = adapted(VLModel(CONFIG, compute=COMPUTES[name], rngs=nnx.Rngs(2)))
     value, gradient = value_and_gradient(model, nnx.LoRAParam, packed)
     expected_value, of_kernels = by_merging
     assert value == pytest.approx(expected_value, rel=1e-5)

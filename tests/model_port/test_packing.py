@@ -8,28 +8,43 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from reference import DIVISIBLE, make_reference, relative_error, save_reference
+from reference import DIVISIBLE, WINDOWS_DIVISIBLE, make_reference, relative_error, save_reference
 
 import model_port
 from model_port import loading
 from model_port.inputs import Frame, RowSequence, Tokens, pack_text, pack_vision
 from model_port.layers import Compute
-from model_port.model import Qwen3VL
+from model_port.model import VLModel
 from model_port.sharding import flat_params, make_mesh
 
 CONFIG = DIVISIBLE
+CONFIGS = {config.family: config for config in (DIVISIBLE, WINDOWS_DIVISIBLE)}
 GRIDS = [(4, 6), (2, 2), (6, 4), (8, 2), (4, 4)]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Qwen3VL:
+def model(tmp_path_factory) -> VLModel:
+    return load(CONFIG, tmp_path_factory)
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def each_model(request, tmp_path_factory) -> VLModel:
+    """One of each family."""
+    return load(CONFIGS[request.param], tmp_path_factory)
+
+
+def load(config, tmp_path_factory) -> VLModel:
     path = tmp_path_factory.mktemp("divisible")
-    save_reference(make_reference(CONFIG), path)
+    save_reference(make_reference(config), path)
     return model_port.load(path)
 
 
 @pytest.fixture
-def double_model(model, float64) -> Qwen3VL:
+def double_model(model, float64) -> VLModel:
+    return double(model)
+
+
+def double(model: VLModel) -> VLModel:
     graphdef, state = nnx.split(model)
     double = nnx.merge(graphdef, jax.tree.map(lambda p: p.astype("float64"), state))
     double.compute = Compute(dtype="float64")
@@ -73,9 +88,9 @@ def gradient_and_logits(graphdef, params, text, vision, weight):
     return jax.grad(objective, has_aux=True)(params)
 
 
-def batch_of(rows, frames, num_tokens, row_patches=24, num_rows=None, mesh=None):
-    vision, first_rows = pack_vision(frames, CONFIG.vision, row_patches, num_rows=None if mesh is None else 8)
-    return pack_text(rows, frames, first_rows, CONFIG, num_tokens, num_rows), vision
+def batch_of(config, rows, frames, num_tokens, row_patches=24, num_rows=None, mesh=None):
+    vision, first_rows = pack_vision(frames, config.vision, row_patches, num_rows=None if mesh is None else 8)
+    return pack_text(rows, frames, first_rows, config, num_tokens, num_rows), vision
 
 
 def responses_of(sequence: RowSequence) -> list[slice]:
@@ -85,7 +100,7 @@ def responses_of(sequence: RowSequence) -> list[slice]:
 
 def collect(model, rows, frames, num_tokens, **options):
     """Logits of every response by (dialogue, branch), and the gradient of a sum of them, weighted by the token."""
-    text, vision = batch_of([[s for _, s in row] for row in rows], frames, num_tokens, **options)
+    text, vision = batch_of(model.config, [[s for _, s in row] for row in rows], frames, num_tokens, **options)
     weight = np.zeros((*text.tokens.shape, 1), model.compute.dtype)
     spans = {}
     for b, row in enumerate(rows):
@@ -130,7 +145,8 @@ def branched(dialogues):
 
 
 @pytest.mark.slow
-def test_branches_behind_one_prompt_equal_separate_rows_to_ten_digits(double_model, frames, dialogues):
+def test_branches_behind_one_prompt_equal_separate_rows_to_ten_digits(each_model, float64, frames, dialogues):
+    double_model = double(each_model)
     together = collect(double_model, [[item] for item in branched(dialogues)], frames, 97)
     apart = collect(double_model, separate_rows(dialogues), frames, 61)
     assert_same(together, renamed(apart), 1e-10)
@@ -152,15 +168,15 @@ def test_padding_rows_tokens_and_patches_change_nothing(double_model, frames, di
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [dict(data=8), dict(fsdp=4, tensor=2), dict(data=2, fsdp=2, tensor=2)], ids=str)
-def test_mesh_of_eight_devices_equals_one(model, frames, dialogues, shape):
+def test_mesh_of_eight_devices_equals_one(each_model, frames, dialogues, shape):
     rows = [[item] for item in branched(dialogues)]
-    alone = collect(model, rows, frames, 97, num_rows=8)
+    alone = collect(each_model, rows, frames, 97, num_rows=8)
     mesh = make_mesh(**shape)
-    places = loading.abstract_params(model, "float32", mesh)
-    params = flat_params(nnx.state(model))
+    places = loading.abstract_params(each_model, "float32", mesh)
+    params = flat_params(nnx.state(each_model))
     on_mesh = {path: jax.device_put(leaf, places[path].sharding) for path, leaf in params.items()}
     with jax.set_mesh(mesh):
-        spread = collect(loading.with_params(model, on_mesh), rows, frames, 97, num_rows=8, mesh=mesh)
+        spread = collect(loading.with_params(each_model, on_mesh), rows, frames, 97, num_rows=8, mesh=mesh)
     assert_same(spread, alone, 1e-5)
     kernels = [gradient for path, gradient in spread[1].items() if "kernel" in path]
     assert any(not gradient.sharding.is_fully_replicated for gradient in kernels) or "fsdp" not in shape

@@ -1,6 +1,7 @@
 """Our model equals transformers, forward and gradient, through the files on disk; and each feature is needed for it."""
 
 import inspect
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from reference import (
     Inputs,
     as_hf,
     make_reference,
+    module_name,
     prompts,
     reference_gradients,
     reference_logits,
@@ -35,8 +37,9 @@ def one_sequence(config: ModelConfig, ids: np.ndarray, **media: np.ndarray):
 KINDS = ("text", "image", "images", "video", "mixed")
 
 
-# The quick part has the smallest.
-SHOWN = [pytest.param(name, marks=[] if name == "one_map" else pytest.mark.slow) for name in CONFIGS]
+# The quick part has the smallest of each family.
+QUICK = ("one_map", "windows")
+SHOWN = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CONFIGS]
 
 
 @pytest.fixture(scope="session", params=SHOWN)
@@ -88,7 +91,7 @@ def test_gradients_equal_transformers(pair, kind):
     inputs = prompts(config)[kind]
     weights = np.random.default_rng(7).standard_normal((len(inputs.ids), config.text.vocab_size)).astype(np.float32)
     expected = reference_gradients(reference, inputs, weights)
-    got = our_gradients(ours, inputs, weights)
+    got = {module_name(config, name): value for name, value in our_gradients(ours, inputs, weights).items()}
     assert len(expected) == (len(got) if kind == "mixed" else sum("visual" not in name for name in got))
     for name, gradient in expected.items():
         # A gradient that is zero in exact arithmetic (a key bias shifts all scores alike) is only noise in both.
@@ -109,11 +112,12 @@ class TestStages:
         real = np.asarray(frames.segment_ids).reshape(-1)[:: config.vision.merge_unit] > 0
         order = reference_order(config, inputs)
         np.testing.assert_allclose(np.asarray(visual.table)[0][real][order], out.pooler_output.numpy(), atol=1e-5)
-        assert len(out.deepstack_features) == len(visual.deepstack)
-        for ours_map, expected in zip(visual.deepstack[:, 0], out.deepstack_features, strict=True):
+        maps = getattr(out, "deepstack_features", [])
+        assert len(maps) == len(visual.deepstack)
+        for ours_map, expected in zip(visual.deepstack[:, 0], maps, strict=True):
             np.testing.assert_allclose(np.asarray(ours_map)[real][order], expected.numpy(), atol=1e-5)
 
-    def test_patch_embedding_with_interpolated_positions(self, pair):
+    def test_patch_embedding_with_interpolated_positions_or_in_windows(self, pair):
         reference, ours, config = pair
         inputs = prompts(config)["image"]
         grid = torch.from_numpy(inputs.image_grid_thw)
@@ -124,9 +128,9 @@ class TestStages:
         hook.remove()
         _, frames = one_sequence(config, inputs.ids, **inputs.media)
         tower = ours.vision
-        got = tower.patch_embed(jnp.asarray(frames.patches)) + tower.pos_embed(
-            frames.interp_index, frames.interp_weight
-        )
+        got = tower.patch_embed(jnp.asarray(frames.patches))
+        if hasattr(tower, "pos_embed"):
+            got += tower.pos_embed(frames.extra["interp_index"], frames.extra["interp_weight"])
         np.testing.assert_allclose(np.asarray(got[0]), kept["x"].numpy(), atol=1e-5)
 
     def test_language_tower_after_the_final_norm(self, pair):
@@ -143,8 +147,8 @@ class TestStages:
         for inputs in prompts(config).values():
             ids = torch.from_numpy(inputs.ids)[None]
             kinds = (ids == config.image_token_id).int() + 2 * (ids == config.video_token_id).int()
-            grids = {k: torch.from_numpy(v) for k, v in inputs.media.items() if "grid" in k}
-            expected, _ = reference.model.get_rope_index(ids, kinds, **grids)
+            media = {k: torch.from_numpy(v) for k, v in inputs.media.items() if "pixel" not in k}
+            expected, _ = reference.model.get_rope_index(ids, kinds, **media)
             text, _ = one_sequence(config, inputs.ids, **inputs.media)
             np.testing.assert_array_equal(text.positions[0, : len(inputs.ids)], expected[:, 0].numpy().T)
 
@@ -203,10 +207,10 @@ class TestAblations:
             index, weight = stretched(grid, config)
             return index, (weight == weight.max(axis=1, keepdims=True)).astype(np.float32)
 
-        from model_port import inputs
+        from model_port.qwen3_vl import config
 
-        stretched = inputs.interpolation
-        monkeypatch.setattr(inputs, "interpolation", nearest)
+        stretched = config.interpolation
+        monkeypatch.setattr(config, "interpolation", nearest)
         self.assert_noticed(tied_pair)
 
     def test_vision_rotary(self, tied_pair, monkeypatch):
@@ -226,6 +230,58 @@ class TestAblations:
 
         monkeypatch.setattr(inputs, "place_tokens", all_text)
         self.assert_noticed(tied_pair, "video")
+
+
+@pytest.fixture(scope="session")
+def windows_pair(tmp_path_factory):
+    return load_pair("windows", tmp_path_factory)
+
+
+def no_bias(bias: nnx.Param) -> nnx.Param:
+    return nnx.Param(jnp.zeros_like(bias[...]))
+
+
+WITHOUT = {  # a feature of Qwen2.5-VL: what is changed to switch it off, and where
+    "windows": ("vision.config", lambda c: replace(c, full_layers=(0, 1, 2))),
+    "full attention in some layers": ("vision.config", lambda c: replace(c, full_layers=())),
+    "chunked M-RoPE": ("text.config", lambda c: replace(c, interleaved_mrope=True)),
+    "positions by the second": ("config", lambda c: replace(c, vision=replace(c.vision, tokens_per_second=4))),
+    "bias of queries": ("text.layers.attn.q.bias", no_bias),
+    "bias of keys": ("text.layers.attn.k.bias", no_bias),
+    "bias of values": ("text.layers.attn.v.bias", no_bias),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", WITHOUT)
+def test_parity_needs_each_feature_of_qwen2_5(feature, windows_pair, monkeypatch):
+    _, ours, _ = windows_pair
+    *path, name = WITHOUT[feature][0].split(".")
+    owner, change = ours, WITHOUT[feature][1]
+    for part in path:
+        owner = getattr(owner, part)
+    monkeypatch.setattr(owner, name, change(getattr(owner, name)))
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        assert_parity(windows_pair, "mixed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", ["order of windows", "one start for a clip", "exact GELU"])
+def test_parity_needs_what_the_host_does(broken, windows_pair, monkeypatch):
+    def fresh(frames, grids, intervals=None):
+        return [replace(frame, clip_time=None) for frame in split(frames, grids, intervals)]
+
+    split, gelu = loading.split_frames, jax.nn.gelu
+    forward = inspect.unwrap(loading._logits)
+    monkeypatch.setattr(loading, "_logits", jax.jit(lambda *inputs: forward(*inputs), static_argnums=0))
+    target, value = {
+        "order of windows": ("model_port.inputs.table_rows", lambda grid, config: np.arange(grid[0] * grid[1] // 4)),
+        "one start for a clip": ("model_port.loading.split_frames", fresh),
+        "exact GELU": ("jax.nn.gelu", lambda x, approximate=True: gelu(x, approximate=True)),
+    }[broken]
+    monkeypatch.setattr(target, value)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        assert_parity(windows_pair, "mixed")
 
 
 @pytest.fixture(scope="module")

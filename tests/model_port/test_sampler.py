@@ -30,7 +30,11 @@ def frame(down: int, across: int) -> Frame:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    reference = make_reference(CONFIG)
+    return load_pair(CONFIG, tmp_path_factory)
+
+
+def load_pair(config, tmp_path_factory):
+    reference = make_reference(config)
     path = tmp_path_factory.mktemp("sampled")
     save_reference(reference, path)
     return reference, model_port.load(path)
@@ -64,8 +68,16 @@ def requests() -> list[SamplerRequest]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["text", "images", "video", "mixed"])
 def test_greedy_equals_transformers_generate(pair, sampler, kind):
-    reference, _ = pair
-    inputs = prompts(CONFIG)[kind]
+    assert_greedy(pair[0], sampler, prompts(CONFIG)[kind])
+
+
+@pytest.mark.slow
+def test_greedy_of_qwen2_5_equals_transformers_generate(tmp_path_factory):
+    reference, ours = load_pair(CONFIGS["windows"], tmp_path_factory)
+    assert_greedy(reference, Sampler(ours, **SETTINGS), prompts(ours.config)["images"])
+
+
+def assert_greedy(reference, sampler, inputs: Inputs) -> None:
     ids = torch.from_numpy(inputs.ids)[None]
     kinds = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
     media = {name: torch.from_numpy(value) for name, value in inputs.media.items()}

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from reference import DIVISIBLE
 
 from model_port.inputs import Frame
-from model_port.model import Qwen3VL
+from model_port.model import VLModel
 from model_port.sampler import Sampler, SamplerPrompt, SamplerRequest, SamplingParams
 from model_port.sampler import sampler as sampler_module
 from model_port.sampler.check import check_decoding
@@ -151,6 +151,6 @@ def test_the_sampler_decodes_with_the_kernel_only_if_it_passes_its_check(monkeyp
         "check_decoding",
         lambda *arguments: replace(check_decoding(*arguments), kernel_ms=1.0, plain_ms=2.0),
     )
-    sampler = Sampler(Qwen3VL(replace(DIVISIBLE, text=TEXT), rngs=nnx.Rngs(0)), max_rows=1, max_context_tokens=64)
+    sampler = Sampler(VLModel(replace(DIVISIBLE, text=TEXT), rngs=nnx.Rngs(0)), max_rows=1, max_context_tokens=64)
     assert sampler.kernel_check.passed is works and sampler._kernel is (kernel if works else None)
     assert len(sampler.generate([SamplerRequest(SamplerPrompt(np.arange(5)), SamplingParams(3))])[0].ids) == 3

@@ -25,7 +25,8 @@ def test_the_weight_table_and_the_model_name_the_same_parameters(name):
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("fsdp", [1, 2, 8, 64])
 @pytest.mark.parametrize("tensor", [1, 4, 8])
-def test_every_parameter_divides_on_meshes_up_to_64_by_8(name, fsdp, tensor):
+def test_every_parameter_divides_on_meshes_up_to_64_by_the_key_value_heads(name, fsdp, tensor):
+    tensor = min(tensor, PRESETS[name].text.num_kv_heads)
     for path, leaf in abstract_params(abstract_model(PRESETS[name]), "bfloat16").items():
         spec = param_spec(path, len(leaf.shape))
         check_divisible(path, leaf.shape, spec, dict(data=1, fsdp=fsdp, tensor=tensor))
@@ -54,6 +55,7 @@ def test_names_are_specs():
         ("text.layers.attn.q.lora.kernel_zd", "text.layers.attn.q_lora.kernel_zd"),
         ("opt_state.1.0.mu.text.layers.mlp.down.kernel_df", "opt_state.1.0.mu.text.layers.mlp.down_kernel_df"),
         ("text.head.table_vd", "text.head.kernel_vd"),
+        ("text.layers.attn.q.bias", "text.layers.attn.q_bias"),
         ("vision.patch_embed.kernel_dc", "vision.patch_embed.kernel_dc"),
     ],
 )

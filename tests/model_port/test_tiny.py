@@ -1,5 +1,6 @@
 """The tiny model opens wherever a published one does, and its tokenizer and chat format behave like the real ones."""
 
+import hashlib
 import json
 import re
 import subprocess
@@ -16,11 +17,13 @@ from jinja2 import TemplateError
 from PIL import Image
 from safetensors.numpy import load_file
 from tokenizers import pre_tokenizers
-from transformers import AutoTokenizer, GenerationConfig, Qwen3VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText, AutoTokenizer, GenerationConfig, Qwen3VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import model_port
 from model_port.config import config_from_hf
+from model_port.convert import convert
+from model_port.export import export
 from model_port.output_dir import LIST_FILE
 from model_port.tiny import (
     MAX_PIXELS,
@@ -31,7 +34,7 @@ from model_port.tiny import (
     tiny_config,
     tiny_tokenizer,
 )
-from model_port.weights import num_params
+from model_port.weights import num_params, rules
 
 PUBLISHED_FIRST_ID, PUBLISHED_IDS = 151_643, {"<|im_end|>": 151_645, "<|image_pad|>": 151_655, "</think>": 151_668}
 SHOWN = {"<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"}
@@ -39,6 +42,8 @@ CROP = {"name": "crop_video", "arguments": {"start_time": 20, "end_time": 30}}
 CROP_TEXT = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 20, "end_time": 30}}\n</tool_call>'
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 VISION = {kind: f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video")}
+TINY_TENSORS = "c5a597bc827a765b928131ed9863001e6b78eb989f9ac9ea82eb2309b02c9a7a"
+CHECKPOINT_NAMES = "44cb2bad2eb5c630c5d68f19333b4b642397866cde4e85b9e6f2967267cddc73"
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +94,37 @@ def test_default_model_is_small_and_its_files_agree_with_its_config(tiny_hf, tok
     generation = GenerationConfig.from_pretrained(tiny_hf)
     assert tokenizer.convert_ids_to_tokens(generation.eos_token_id) == ["<|im_end|>", "<|endoftext|>"]
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+
+
+def test_a_tiny_qwen2_5_opens_in_transformers_and_is_converted_and_exported_bit_for_bit(tmp_path):
+    hf, out = tmp_path / "hf", tmp_path / "out"
+    config = make_tiny(hf, config=tiny_config("qwen2_5_vl"))
+    assert 500_000 < num_params(config) < 1_100_000
+    model, info = AutoModelForImageTextToText.from_pretrained(hf, dtype=torch.float32, output_loading_info=True)
+    assert not any(info.values()), info
+    tokenizer = AutoTokenizer.from_pretrained(hf)
+    assert len(tokenizer.encode("<think>")) > 1 and len(tokenizer.encode("<tool_call>")) == 1
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (200, 140, 3), np.uint8))
+    inputs = hf_inputs(hf, tokenizer, image)
+    assert inputs["image_grid_thw"].tolist() == [[1, 14, 10]]  # 196 x 140 pixels in patches of 14
+    assert tokenizer.decode(inputs["input_ids"][0]).startswith("<|im_start|>system\nYou are a helpful assistant.")
+    with torch.no_grad():
+        expected = model.eval()(**inputs).logits[0].numpy()
+    convert(hf, tmp_path / "ckpt")
+    ids, media = inputs["input_ids"].numpy(), [inputs[name].numpy() for name in ("pixel_values", "image_grid_thw")]
+    np.testing.assert_allclose(model_port.logits(model_port.load(tmp_path / "ckpt"), ids, *media), expected, atol=1e-4)
+    export(tmp_path / "ckpt", out)
+    assert (out / "model.safetensors").read_bytes() == (hf / "model.safetensors").read_bytes()
+    assert json.loads((out / "processor_config.json").read_text())["processor_class"] == "Qwen2_5_VLProcessor"
+
+
+def test_the_tiny_qwen3_and_the_names_in_its_checkpoints_are_those_of_version_0_2(tiny_hf):
+    """Files and checkpoints from before there were families."""
+    tensors = load_file(tiny_hf / "model.safetensors")
+    parts = [f"{name} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}" for name, value in tensors.items()]
+    assert hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest() == TINY_TENSORS
+    paths = sorted(rule.path for rule in rules(tiny_config()))
+    assert hashlib.sha256("\n".join(paths).encode()).hexdigest() == CHECKPOINT_NAMES
 
 
 def test_special_tokens_are_single_ids_in_the_published_order(tokenizer):

@@ -7,7 +7,7 @@ import sys
 import pytest
 from agents import FakeFrames
 
-from model_port.chat_template import CHAT_TEMPLATE
+from model_port.qwen3_vl.chat_template import CHAT_TEMPLATE
 from model_port.tiny import tiny_tokenizer
 from paravt_jax.config import EvalConfig, load_config, to_record
 from paravt_jax.evaluation.release import source

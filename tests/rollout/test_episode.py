@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from qwen_tokenizer import qwen_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from model_port.chat_template import CHAT_TEMPLATE
+from model_port.qwen3_vl.chat_template import CHAT_TEMPLATE
 from model_port.tiny import tiny_tokenizer
 from rollout.chat import Chat
 from rollout.engine.protocol import EngineError, Generation, Request

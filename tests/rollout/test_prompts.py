@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from agents import FakeFrames
 
-from model_port.chat_template import CHAT_TEMPLATE
+from model_port.qwen3_vl.chat_template import CHAT_TEMPLATE
 from model_port.tiny import tiny_tokenizer
 from rollout.chat import Chat
 from rollout.episode_config import EpisodeConfig

@@ -10,7 +10,7 @@ from qwen_tokenizer import qwen_tokenizer
 from test_episode import check_ledger
 from transformers import PreTrainedTokenizerFast
 
-from model_port.chat_template import CHAT_TEMPLATE
+from model_port.qwen3_vl.chat_template import CHAT_TEMPLATE
 from model_port.tiny import tiny_tokenizer
 from rollout.chat import Chat
 from rollout.episode import EpisodeCallbacks

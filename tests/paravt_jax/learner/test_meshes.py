@@ -7,7 +7,8 @@ import jax
 import pytest
 from update_programs import compiled_programs
 
-from model_port.config import ModelConfig, TextConfig, VisionConfig
+from model_port.config import ModelConfig, TextConfig
+from model_port.qwen3_vl.config import Qwen3VisionConfig
 from model_port.sharding import make_mesh, on_mesh
 from paravt_jax.bench.mesh_case import config_of, make_learner
 from paravt_jax.learner import programs
@@ -19,7 +20,7 @@ from paravt_jax.plan.run import PlannedRl
 WIDTH, VOCAB, LAYERS, ROW_TOKENS, TABLE_ROWS = 64, 1028, 3, 136, 33
 CONFIG = ModelConfig(
     TextConfig(LAYERS, WIDTH, 96, 4, 4, head_dim=16, vocab_size=VOCAB, mrope_sections=(4, 2, 2)),
-    VisionConfig(2, 32, 48, 4, WIDTH, (0,), num_positions=49, patch_px=4),
+    Qwen3VisionConfig(2, 32, 48, 4, WIDTH, (0,), num_positions=49, patch_px=4),
     tie_embeddings=False,
     image_token_id=1020,
     video_token_id=1021,

@@ -13,7 +13,7 @@ import model_port
 from model_port.config import ModelConfig
 from model_port.inputs import Frame
 from model_port.loading import abstract_params, with_params
-from model_port.model import Qwen3VL
+from model_port.model import VLModel
 from model_port.sharding import flat_params, make_mesh, num_row_parts
 from paravt_jax.learner.advantages import with_kl_penalty
 from paravt_jax.learner.head import token_scores
@@ -158,11 +158,11 @@ def test_any_order_split_and_padding_give_the_same_gradient(num_rows, row_tokens
 
 
 @cache
-def divisible(tied: bool, config: ModelConfig) -> Qwen3VL:
+def divisible(tied: bool, config: ModelConfig) -> VLModel:
     """Random weights whose sharded axes are divisible by four."""
     text = replace(config.text, num_kv_heads=4, vocab_size=4 * -(-config.text.vocab_size // 4))
     vision = replace(config.vision, num_heads=4)
-    return Qwen3VL(replace(config, text=text, vision=vision, tie_embeddings=tied), rngs=nnx.Rngs(0))
+    return VLModel(replace(config, text=text, vision=vision, tie_embeddings=tied), rngs=nnx.Rngs(0))
 
 
 def spread(model, mesh):

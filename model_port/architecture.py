@@ -1,0 +1,159 @@
+"""A model's dimensions, under our names. The fields that only one family has are in that family's folder."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from jaxtyping import Int
+
+from model_port.json_files import Section
+
+TOKEN_IDS = {
+    "image_token_id": 151_655,
+    "video_token_id": 151_656,
+    "vision_start_token_id": 151_652,
+    "vision_end_token_id": 151_653,
+}
+
+
+@dataclass(frozen=True)
+class VisionConfig(ABC):
+    """The vision tower's dimensions that every family has. A family adds its own in a subclass."""
+
+    family: ClassVar[str]  # the `model_type` of config.json
+    ffn_kernels: ClassVar[int] = 2  # of a block's MLP
+
+    num_layers: int
+    width: int
+    ffn_width: int
+    num_heads: int
+    out_width: int
+    _: KW_ONLY
+    patch_px: int = 16
+    merge: int = 2
+    temporal_patch_frames: int = 2
+    num_channels: int = 3
+    rope_theta: float = 10_000.0
+    tokens_per_second: int = 0  # of the positions of a video's frames; 0: the frames' times are text
+
+    def __post_init__(self) -> None:
+        require(
+            self.width % self.num_heads == 0, f"vision width {self.width} does not split into {self.num_heads} heads"
+        )
+        require(self.head_dim % 4 == 0, f"vision head_dim {self.head_dim} must be a multiple of 4 for 2-D rotary")
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.num_heads
+
+    @property
+    def merge_unit(self) -> int:
+        """Patches that become one language token."""
+        return self.merge**2
+
+    @property
+    def patch_values(self) -> int:
+        return self.num_channels * self.temporal_patch_frames * self.patch_px**2
+
+    @property
+    def num_deepstack(self) -> int:
+        """Feature maps beside the output, which are added to the first language layers."""
+        return 0
+
+    @abstractmethod
+    def patch_arrays(self, grid: tuple[int, int]) -> Mapping[str, np.ndarray]:
+        """What only this family's tower reads, for each patch of a frame in our order."""
+
+    def merged_order(self, grid: tuple[int, int]) -> Int[np.ndarray, " M"] | None:
+        """Our order of a frame's merged patches, by their numbers in rows; None: as they come."""
+        return None
+
+    @abstractmethod
+    def with_layers(self, num_layers: int) -> "VisionConfig":
+        """The tower with fewer layers, to trace one."""
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    num_layers: int
+    width: int
+    ffn_width: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int = 128
+    vocab_size: int = 151_936
+    norm_eps: float = 1e-6
+    rope_theta: float = 5_000_000.0
+    mrope_sections: tuple[int, int, int] = (24, 20, 20)
+    max_positions: int = 262_144
+    interleaved_mrope: bool = True  # False: a chunk of frequencies for each of time, row and column
+    qk_norm: bool = True
+    qkv_bias: bool = False
+
+    def __post_init__(self) -> None:
+        require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}",
+        )
+        require(
+            len(self.mrope_sections) == 3 and sum(self.mrope_sections) == self.head_dim // 2,
+            f"mrope_section {list(self.mrope_sections)} must be three numbers that sum to head_dim / 2",
+        )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    text: TextConfig
+    vision: VisionConfig
+    tie_embeddings: bool
+    image_token_id: int = TOKEN_IDS["image_token_id"]
+    video_token_id: int = TOKEN_IDS["video_token_id"]
+    vision_start_token_id: int = TOKEN_IDS["vision_start_token_id"]
+    vision_end_token_id: int = TOKEN_IDS["vision_end_token_id"]
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        require(
+            self.vision.out_width == self.text.width,
+            f"vision out_hidden_size {self.vision.out_width} differs from text hidden_size {self.text.width}",
+        )
+        require(
+            self.vision.num_deepstack <= self.text.num_layers,
+            f"{self.vision.num_deepstack} DeepStack maps need as many text layers, there are {self.text.num_layers}",
+        )
+
+    @property
+    def family(self) -> str:
+        return self.vision.family
+
+
+@dataclass(frozen=True)
+class Family:
+    """The files of a family, as its config.py describes them."""
+
+    title: str
+    from_hf: Callable[[Section], ModelConfig]  # of a parsed config.json
+    to_hf: Callable[[ModelConfig, str], dict[str, Any]]  # config and dtype to the published spelling
+    presets: Mapping[str, ModelConfig]  # published sizes, by the name that `--model` takes
+    text_names: str  # how the published names of the language tower's tensors start …
+    vision_names: str  # … and the vision tower's
+    processor_class: str  # in transformers
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """What a family's tiny random models have; its tiny.py has it."""
+
+    dimensions: Callable[[int], ModelConfig]  # from a vocabulary size
+    chat_template: str
+    video_processor: str  # the class in transformers
+    pixel_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    pixel_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    absent_tokens: frozenset[str] = frozenset()  # of Qwen3-VL's special tokens
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)

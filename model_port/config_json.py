@@ -1,0 +1,76 @@
+"""The sections of a `config.json` that families share.
+
+Every size has a bound far above published models, so that nothing is built from a number that is a mistake.
+"""
+
+from dataclasses import replace
+from typing import Any, cast
+
+from model_port.architecture import TOKEN_IDS, TextConfig
+from model_port.json_files import Section
+
+MAX_LAYERS, MAX_WIDTH, MAX_HEAD_DIM, MAX_THETA = 1024, 2**17, 2**13, 1e15
+
+
+def rope_section(text: Section) -> Section:
+    """The rotary settings: `rope_parameters` (transformers 5), or `rope_scaling` + `rope_theta` (published files)."""
+    rope = text.section("rope_parameters", {})
+    if rope.values:
+        return rope
+    rope = text.section("rope_scaling", {})
+    return replace(rope, values={"rope_theta": text.values.get("rope_theta"), **rope.values}, prefix=text.prefix)
+
+
+def text_config(
+    text: Section,
+    rope: Section,
+    sections: tuple[int, int, int],
+    norm_eps: float = 1e-6,
+    rope_theta: float | None = None,
+    max_positions: int = 128_000,
+    **traits: bool,
+) -> TextConfig:
+    """The language tower, with transformers' defaults for this family, and the family's traits."""
+    text.expect("hidden_act", "silu")
+    text.expect("use_sliding_window", False)
+    for kind in dict.fromkeys(text.values.get("layer_types") or ()):
+        replace(text, values={"layer_types": kind}).expect("layer_types", "full_attention")
+    num_heads, width = text.count("num_attention_heads", 1024), text.count("hidden_size", MAX_WIDTH)
+    mrope = rope.counts("mrope_section", MAX_HEAD_DIM, sections)
+    if len(mrope) != 3:
+        raise rope.wrong("mrope_section", "three numbers that sum to head_dim / 2")
+    return TextConfig(
+        num_layers=text.count("num_hidden_layers", MAX_LAYERS),
+        width=width,
+        ffn_width=text.count("intermediate_size", 2**20),
+        num_heads=num_heads,
+        num_kv_heads=text.count("num_key_value_heads", 1024, num_heads),
+        head_dim=text.count("head_dim", MAX_HEAD_DIM, width // num_heads),
+        vocab_size=text.count("vocab_size", 2**22),
+        norm_eps=text.number("rms_norm_eps", 0, 1, norm_eps),
+        rope_theta=rope.number("rope_theta", 1, MAX_THETA, rope_theta),
+        mrope_sections=cast(tuple[int, int, int], mrope),
+        max_positions=text.count("max_position_embeddings", 2**30, max_positions),
+        **traits,
+    )
+
+
+def vision_sizes(vision: Section, patch_px: int) -> dict[str, Any]:
+    """The fields that every family's vision tower has; `patch_px` is the family's."""
+    rope = vision.section("rope_parameters", {})
+    rope.expect("rope_type", "axial")
+    return dict(
+        num_layers=vision.count("depth", MAX_LAYERS),
+        width=vision.count("hidden_size", MAX_WIDTH),
+        ffn_width=vision.count("intermediate_size", 2**20),
+        num_heads=vision.count("num_heads", 1024),
+        out_width=vision.count("out_hidden_size", MAX_WIDTH),
+        patch_px=vision.count("patch_size", 256, patch_px),
+        merge=vision.count("spatial_merge_size", 16, 2),
+        temporal_patch_frames=vision.count("temporal_patch_size", 16, 2),
+        rope_theta=rope.number("rope_theta", 1, MAX_THETA, 10_000.0),
+    )
+
+
+def token_ids(root: Section, vocab_size: int) -> dict[str, int]:
+    return {key: root.count(key, vocab_size - 1, usual, least=0) for key, usual in TOKEN_IDS.items()}

@@ -1,0 +1,179 @@
+"""Qwen2.5-VL: its config.json, its published sizes, and the windows of its vision tower.
+
+Three spellings are read: the language tower's keys at the root (the published files), in `text_config`, and with
+`rope_parameters` (transformers 5).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import numpy as np
+from jaxtyping import Int
+
+from model_port.architecture import TOKEN_IDS, Family, ModelConfig, TextConfig, VisionConfig, require
+from model_port.config_json import MAX_LAYERS, rope_section, text_config, token_ids, vision_sizes
+from model_port.json_files import Section
+
+MODEL_TYPE = "qwen2_5_vl"
+TRAITS = {"interleaved_mrope": False, "qk_norm": False, "qkv_bias": True}
+
+
+@dataclass(frozen=True)
+class Qwen25VisionConfig(VisionConfig):
+    """The vision tower's dimensions."""
+
+    family: ClassVar[str] = MODEL_TYPE
+    ffn_kernels: ClassVar[int] = 3
+
+    full_layers: tuple[int, ...]  # attend to the frame; the others, to a window
+    window_px: int = 112
+    patch_px: int = field(default=14, kw_only=True)
+    tokens_per_second: int = field(default=2, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        in_range = all(0 <= layer < self.num_layers for layer in self.full_layers)
+        require(in_range, f"fullatt_block_indexes {list(self.full_layers)} must be within {self.num_layers} layers")
+        token_px = self.patch_px * self.merge
+        require(self.window_px >= token_px, f"window_size {self.window_px} is smaller than a token's {token_px} px")
+
+    @property
+    def window_merged(self) -> int:
+        """Merged patches along one side of a window."""
+        return self.window_px // self.merge // self.patch_px
+
+    def patch_arrays(self, grid: tuple[int, int]) -> Mapping[str, np.ndarray]:
+        return {"window_ids": np.sort(windows(self._merged(grid), self.window_merged)).repeat(self.merge_unit)}
+
+    def merged_order(self, grid: tuple[int, int]) -> Int[np.ndarray, " M"] | None:
+        """Window by window, so that each window is contiguous."""
+        return np.argsort(windows(self._merged(grid), self.window_merged), kind="stable").astype(np.int32)
+
+    def with_layers(self, num_layers: int) -> "Qwen25VisionConfig":
+        return replace(self, num_layers=num_layers, full_layers=(0,))
+
+    def _merged(self, grid: tuple[int, int]) -> tuple[int, int]:
+        return grid[0] // self.merge, grid[1] // self.merge
+
+
+@lru_cache(maxsize=256)
+def windows(grid: tuple[int, int], side: int) -> Int[np.ndarray, " M"]:
+    """The window of each merged patch, row by row; windows at the lower and right edges may be smaller."""
+    rows, columns = (np.arange(size, dtype=np.int32) // side for size in grid)
+    return (rows[:, None] * (columns[-1] + 1) + columns).reshape(-1)
+
+
+def from_hf(root: Section) -> ModelConfig:
+    text, vision = root.section("text_config", {}), root.section("vision_config")
+    if not text.values:
+        text = root
+    vision.expect("hidden_act", "silu")
+    rope = rope_section(text)
+    for key in ("rope_type", "type"):
+        if rope.values.get(key) != "mrope":  # the name of the default before transformers 4.50
+            rope.expect(key, "default")
+    rope.expect("mrope_interleaved", False)
+    language = text_config(
+        text, rope, sections=(16, 24, 24), norm_eps=1e-5, rope_theta=1e6, max_positions=32_768, **TRAITS
+    )
+    require(
+        language.head_dim * language.num_heads == language.width,
+        f"head_dim {language.head_dim} must be hidden_size {language.width} / {language.num_heads} heads",
+    )
+    return ModelConfig(
+        text=language,
+        vision=Qwen25VisionConfig(
+            **vision_sizes(vision, patch_px=14),
+            num_channels=vision.count("in_channels", 16, vision.count("in_chans", 16, 3)),
+            full_layers=vision.counts("fullatt_block_indexes", MAX_LAYERS, (7, 15, 23, 31)),
+            window_px=vision.count("window_size", 2**16, 112),
+            tokens_per_second=vision.count("tokens_per_second", 1000, 4),
+        ),
+        tie_embeddings=root.flag("tie_word_embeddings", False) or text.flag("tie_word_embeddings", False),
+        initializer_range=text.number("initializer_range", 0, 100, 0.02),
+        **token_ids(root, language.vocab_size),
+    )
+
+
+def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    text, vision = config.text, config.vision
+    assert isinstance(vision, Qwen25VisionConfig)
+    return {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": MODEL_TYPE,
+        "torch_dtype": dtype,
+        **{name: getattr(config, name) for name in TOKEN_IDS},
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "hidden_size": text.width,
+        "intermediate_size": text.ffn_width,
+        "initializer_range": config.initializer_range,
+        "max_position_embeddings": text.max_positions,
+        "num_hidden_layers": text.num_layers,
+        "num_attention_heads": text.num_heads,
+        "num_key_value_heads": text.num_kv_heads,
+        "rms_norm_eps": text.norm_eps,
+        "rope_theta": text.rope_theta,
+        "rope_scaling": {"type": "mrope", "mrope_section": list(text.mrope_sections)},
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": text.vocab_size,
+        "vision_config": {
+            "model_type": MODEL_TYPE,
+            "depth": vision.num_layers,
+            "hidden_size": vision.width,
+            "intermediate_size": vision.ffn_width,
+            "num_heads": vision.num_heads,
+            "out_hidden_size": vision.out_width,
+            "fullatt_block_indexes": list(vision.full_layers),
+            "window_size": vision.window_px,
+            "patch_size": vision.patch_px,
+            "spatial_patch_size": vision.patch_px,
+            "spatial_merge_size": vision.merge,
+            "temporal_patch_size": vision.temporal_patch_frames,
+            "tokens_per_second": vision.tokens_per_second,
+            "in_channels": vision.num_channels,
+            "in_chans": vision.num_channels,
+            "hidden_act": "silu",
+            "initializer_range": config.initializer_range,
+        },
+    }
+
+
+def _published(
+    layers: int, width: int, ffn: int, heads: int, kv_heads: int, vision_ffn: int, vocab_size: int = 152_064
+) -> ModelConfig:
+    return ModelConfig(
+        TextConfig(
+            *(layers, width, ffn, heads, kv_heads),
+            vocab_size=vocab_size,
+            rope_theta=1e6,
+            mrope_sections=(16, 24, 24),
+            max_positions=128_000,
+            **TRAITS,
+        ),
+        Qwen25VisionConfig(32, 1280, vision_ffn, 16, width, full_layers=(7, 15, 23, 31)),
+        tie_embeddings=layers == 36,
+    )
+
+
+# Dimensions of Qwen/Qwen2.5-VL-{3B,7B,32B,72B}-Instruct on the Hugging Face hub.
+PRESETS = {
+    "qwen2.5-vl-3b": _published(36, 2048, 11_008, 16, 2, 3420, vocab_size=151_936),
+    "qwen2.5-vl-7b": _published(28, 3584, 18_944, 28, 4, 3420),
+    "qwen2.5-vl-32b": _published(64, 5120, 27_648, 40, 8, 3456),
+    "qwen2.5-vl-72b": _published(80, 8192, 29_568, 64, 8, 3456),
+}
+
+FAMILY = Family(
+    title="Qwen2.5-VL",
+    from_hf=from_hf,
+    to_hf=to_hf,
+    presets=PRESETS,
+    text_names="model.",
+    vision_names="visual.",
+    processor_class="Qwen2_5_VLProcessor",
+)

@@ -1,0 +1,89 @@
+"""The vision tower: patches to language-width features.
+
+Reference: transformers modeling_qwen2_5_vl.py (Qwen2_5_VisionTransformerPretrainedModel). Most layers attend within a
+window of the frame, the others within the frame. The patches of a frame are in the order of its windows, which the host
+decides (`merged_order`), and the language tower's index into the features undoes it.
+"""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from model_port.attention import Attention, Layout, attention_of
+from model_port.inputs import VisionBatch
+from model_port.layers import LAYER_INPUT, Compute, Index, RMSNorm, along_last, cast, normal, run_layers, zeros
+from model_port.qwen2_5_vl.config import Qwen25VisionConfig
+from model_port.rope import Rotation, rotation, vision_frequencies
+from model_port.sharding import constrain
+from model_port.text import gated_silu
+from model_port.vision import Merger, PatchEmbed, VisionAttention
+
+MAX_WINDOWS = 2**16  # of a frame
+NORM_EPS = 1e-6
+
+
+class Qwen25VisionMlp(nnx.Module):
+    def __init__(self, config: Qwen25VisionConfig, scale: float, rngs: nnx.Rngs):
+        layers, width, ffn = config.num_layers, config.width, config.ffn_width
+        self.gate_kernel_fd = normal(rngs, (layers, ffn, width), scale)
+        self.gate_bias = zeros((layers, ffn))
+        self.up_kernel_fd = normal(rngs, (layers, ffn, width), scale)
+        self.up_bias = zeros((layers, ffn))
+        self.down_kernel_df = normal(rngs, (layers, width, ffn), scale)
+        self.down_bias = zeros((layers, width))
+
+    def __call__(self, x: Float[Array, "B P D"]) -> Float[Array, "B P D"]:
+        gate, up = (
+            constrain(jnp.einsum("BPD,FD->BPF", x, cast(kernel, x)) + along_last(bias, x), "bpf")
+            for kernel, bias in ((self.gate_kernel_fd, self.gate_bias), (self.up_kernel_fd, self.up_bias))
+        )
+        hidden = gated_silu(gate, up)
+        return jnp.einsum("BPF,DF->BPD", hidden, cast(self.down_kernel_df, x)) + along_last(self.down_bias, x)
+
+
+class Qwen25VisionBlocks(nnx.Module):
+    """All blocks, stacked along a leading layer axis."""
+
+    def __init__(self, config: Qwen25VisionConfig, scale: float, rngs: nnx.Rngs):
+        self.attn_norm = RMSNorm((config.num_layers, config.width), NORM_EPS)
+        self.attn = VisionAttention(config, scale, rngs)
+        self.mlp_norm = RMSNorm((config.num_layers, config.width), NORM_EPS)
+        self.mlp = Qwen25VisionMlp(config, scale, rngs)
+
+    def __call__(
+        self, x: Float[Array, "B P D"], turn: Rotation, layout: Layout, attend: Attention
+    ) -> Float[Array, "B P D"]:
+        x = x + self.attn(self.attn_norm(x), turn, layout, attend)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Qwen25VisionTower(nnx.Module):
+    """Patches, in the order of windows, to language-width features."""
+
+    def __init__(self, config: Qwen25VisionConfig, scale: float, rngs: nnx.Rngs):
+        self.config = config
+        self.patch_embed = PatchEmbed(config, scale, rngs, bias=False)
+        self.blocks = Qwen25VisionBlocks(config, scale, rngs)
+        self.merger = Merger(config, scale, rngs, norm=RMSNorm((config.width,), NORM_EPS))
+
+    def __call__(self, batch: VisionBatch, compute: Compute) -> tuple[Float[Array, "B M D"], Float[Array, "n B M D"]]:
+        """Merged features, for each row of the batch; there are no maps."""
+        x = constrain(self.patch_embed(jnp.asarray(batch.patches, jnp.dtype(compute.dtype))), "bpd")
+        turn = rotation(batch.positions, vision_frequencies(self.config))
+        unordered, attend = jnp.zeros_like(batch.segment_ids), attention_of(compute.attention)
+        frames = jnp.asarray(batch.segment_ids)
+        windows = frames * MAX_WINDOWS + batch.extra["window_ids"]  # 0 = padding, as in `frames`
+        is_full = np.isin(np.arange(self.config.num_layers), self.config.full_layers)
+
+        def step(block: Qwen25VisionBlocks, index: Index, x: Array) -> tuple[Array, None]:
+            full = is_full[index] if isinstance(index, int) else jnp.asarray(is_full)[index]
+            layout = Layout(jnp.where(full, frames, windows), unordered, unordered)
+            return constrain(block(checkpoint_name(x, LAYER_INPUT), turn, layout, attend), "bpd"), None
+
+        x, _ = run_layers(self.blocks, self.config.num_layers, step, x, replace(compute, lighter_layers=0))
+        merged = self.merger(x)
+        return merged, jnp.zeros((0, *merged.shape), merged.dtype)

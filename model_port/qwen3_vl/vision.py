@@ -1,0 +1,122 @@
+"""The vision tower: patches to language-width features, and the DeepStack maps of intermediate layers.
+
+Reference: transformers modeling_qwen3_vl.py (Qwen3VLVisionModel). Attention stays within a frame. The blocks' MLP uses
+the tanh GELU, the mergers the exact one. The output merger normalizes before it merges, DeepStack's mergers after.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from model_port.attention import Attention, Layout, attention_of
+from model_port.inputs import VisionBatch
+from model_port.layers import (
+    LAYER_INPUT,
+    Compute,
+    Index,
+    LayerNorm,
+    along_last,
+    at_least_float32,
+    cast,
+    normal,
+    only_if,
+    run_layers,
+    zeros,
+)
+from model_port.qwen3_vl.config import Qwen3VisionConfig
+from model_port.rope import Rotation, rotation, vision_frequencies
+from model_port.sharding import constrain
+from model_port.vision import Merger, PatchEmbed, VisionAttention
+
+
+class PositionTable(nnx.Module):
+    def __init__(self, config: Qwen3VisionConfig, scale: float, rngs: nnx.Rngs):
+        self.table_sd = normal(rngs, (config.num_positions, config.width), scale)
+
+    def __call__(self, index: Int[Array, "B P 4"], weight: Float[Array, "B P 4"]) -> Float[Array, "B P D"]:
+        table = constrain(at_least_float32(self.table_sd[...]), "sd")  # replicated: patches gather its full width
+        weight = weight.astype(table.dtype)
+        return sum(table[index[..., corner]] * weight[..., corner, None] for corner in range(4))  # pyright: ignore
+
+
+class Qwen3VisionMlp(nnx.Module):
+    def __init__(self, config: Qwen3VisionConfig, scale: float, rngs: nnx.Rngs):
+        layers, width, ffn = config.num_layers, config.width, config.ffn_width
+        self.up_kernel_fd = normal(rngs, (layers, ffn, width), scale)
+        self.up_bias = zeros((layers, ffn))
+        self.down_kernel_df = normal(rngs, (layers, width, ffn), scale)
+        self.down_bias = zeros((layers, width))
+
+    def __call__(self, x: Float[Array, "B P D"]) -> Float[Array, "B P D"]:
+        hidden = jnp.einsum("BPD,FD->BPF", x, cast(self.up_kernel_fd, x)) + along_last(self.up_bias, x)
+        hidden = jax.nn.gelu(constrain(hidden, "bpf"), approximate=True)
+        return jnp.einsum("BPF,DF->BPD", hidden, cast(self.down_kernel_df, x)) + along_last(self.down_bias, x)
+
+
+class Qwen3VisionBlocks(nnx.Module):
+    """All blocks, stacked along a leading layer axis."""
+
+    def __init__(self, config: Qwen3VisionConfig, scale: float, rngs: nnx.Rngs):
+        self.attn_norm = LayerNorm((config.num_layers, config.width))
+        self.attn = VisionAttention(config, scale, rngs)
+        self.mlp_norm = LayerNorm((config.num_layers, config.width))
+        self.mlp = Qwen3VisionMlp(config, scale, rngs)
+
+    def __call__(
+        self, x: Float[Array, "B P D"], turn: Rotation, layout: Layout, attend: Attention
+    ) -> Float[Array, "B P D"]:
+        x = x + self.attn(self.attn_norm(x), turn, layout, attend)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Qwen3VisionTower(nnx.Module):
+    """Patches to language-width features and DeepStack maps."""
+
+    def __init__(self, config: Qwen3VisionConfig, scale: float, rngs: nnx.Rngs):
+        self.config = config
+        self.patch_embed = PatchEmbed(config, scale, rngs)
+        self.pos_embed = PositionTable(config, scale, rngs)
+        self.blocks = Qwen3VisionBlocks(config, scale, rngs)
+        self.merger = Merger(config, scale, rngs)
+        self.deepstack_mergers = Merger(config, scale, rngs, count=config.num_deepstack)
+
+    def __call__(self, batch: VisionBatch, compute: Compute) -> tuple[Float[Array, "B M D"], Float[Array, "n B M D"]]:
+        """Merged features and the DeepStack maps, for each row of the batch."""
+        dtype = jnp.dtype(compute.dtype)
+        x = self.patch_embed(jnp.asarray(batch.patches, dtype))
+        x = constrain(
+            x + self.pos_embed(batch.extra["interp_index"], batch.extra["interp_weight"]).astype(dtype), "bpd"
+        )
+        turn = rotation(batch.positions, vision_frequencies(self.config))
+        unordered = jnp.zeros_like(batch.segment_ids)
+        layout = Layout(batch.segment_ids, unordered, unordered)
+        attend = attention_of(compute.attention)
+
+        slot_of_layer = np.full(self.config.num_layers, -1, np.int32)
+        slot_of_layer[list(self.config.deepstack_layers)] = np.arange(self.config.num_deepstack)
+
+        def step(
+            block: Qwen3VisionBlocks, index: Index, carry: tuple[Array, Array]
+        ) -> tuple[tuple[Array, Array], None]:
+            x, taps = carry
+            x = constrain(block(checkpoint_name(x, LAYER_INPUT), turn, layout, attend), "bpd")
+            slot = slot_of_layer[index] if isinstance(index, int) else jnp.asarray(slot_of_layer)[index]
+            keep = bool(slot >= 0) if isinstance(index, int) else slot >= 0
+            return (x, only_if(keep, lambda taps: taps.at[slot].set(x), taps)), None
+
+        taps = jnp.zeros((self.config.num_deepstack, *x.shape), x.dtype)
+        (x, taps), _ = run_layers(
+            self.blocks, self.config.num_layers, step, (x, taps), replace(compute, lighter_layers=0)
+        )
+
+        graphdef, params = nnx.split(self.deepstack_mergers)
+        maps = [
+            nnx.merge(graphdef, jax.tree.map(lambda p, i=i: p[i], params))(taps[i])
+            for i in range(self.config.num_deepstack)
+        ]
+        return self.merger(x), jnp.stack(maps)
