@@ -154,7 +154,9 @@ def test_a_pair_lies_beside_every_kernel_of_a_layer_and_is_split_like_it(name):
             assert math.prod(shapes[side.path]) == math.prod(side.hf_shape) * side.count
             spec = param_spec(side.path, len(shapes[side.path]))
             assert spec[side.path.rpartition("_")[2].index("z") + 1] is None
-            check_divisible(side.path, shapes[side.path], spec, dict(data=1, fsdp=64, tensor=8))
+            sizes = dict(data=1, fsdp=64, tensor=config.text.num_kv_heads)
+            check_divisible(side.path, shapes[side.path], spec, sizes)
+            assert side.hf.startswith("base_model.model.model.language_model.layers.")  # as PEFT names them
     attention = {"q_kernel_nhd", "k_kernel_khd", "v_kernel_khd", "o_kernel_dnh"}
     kernels = attention | {"gate_kernel_fd", "up_kernel_fd", "down_kernel_df"}
     assert {kernel.rpartition(".")[2] for kernel in adapter_rules(config, rank)} == kernels
