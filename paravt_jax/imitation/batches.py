@@ -17,7 +17,7 @@ from paravt_jax.data.budget import budgets_of
 from paravt_jax.data.sample_order import PromptSample, SampleOrder
 from paravt_jax.data.traces import Trace
 from paravt_jax.imitation.render import Rendered, TraceRenderer
-from paravt_jax.learner.packing import Dialogue, PackShape, TrainBatch, pack
+from paravt_jax.learner.packing import Dialogue, PackShape, PromptGroup, TrainBatch, num_batches, pack
 from paravt_jax.sampling.frames import frame_of
 from rollout.video.errors import VideoError
 
@@ -112,10 +112,10 @@ class TraceBatches:
             await self._ready.put(await self._prepare())
 
     async def _prepare(self) -> TraceBatch:
-        """Takes samples in order until one fits into no row; that sample starts the next step."""
+        """Takes samples in order while the rows of a step hold them; the next sample starts the next step."""
         row_tokens = self._pack.row_tokens
-        free_tokens = [row_tokens] * self._rows_per_step
         traces: list[RenderedTrace] = []
+        placed: list[PromptGroup] = []
         problems: list[str] = []
         while True:
             sample = self._order[self._next]
@@ -129,10 +129,9 @@ class TraceBatches:
             if length > row_tokens:
                 self._skip(problems, f"{sample.item.id}: {length} tokens are more than pack.row_tokens={row_tokens}")
                 continue
-            row = next((number for number, free in enumerate(free_tokens) if free >= length), None)
-            if row is None:
+            placed.append(PromptGroup(0, [length]))
+            if num_batches(placed, row_tokens, self._rows_per_step) > 1:
                 break
-            free_tokens[row] -= length
             traces.append(trace)
             self._advance()
             self._num_skipped = 0

@@ -177,6 +177,14 @@ def test_a_step_depends_only_on_its_first_sample(tiny_hf):
 
 
 @pytest.mark.slow
+def test_a_step_has_no_batch_for_traces_that_its_rows_do_not_hold(tiny_hf):
+    """A long trace and two short ones fill a row, but the planner puts the longest together first."""
+    traces = [trace(number, "word " * (5 if number % 3 else 100)) for number in range(9)]
+    steps = next_batches(batches_of(tiny_hf, traces, row_tokens=760 + 2 * 475), 20)
+    assert {len(step.batches) for step in steps} == {1}
+
+
+@pytest.mark.slow
 def test_every_trace_is_used_once_per_epoch(tiny_hf):
     traces = [trace(number) for number in range(7)]
     steps = next_batches(batches_of(tiny_hf, traces, row_tokens=1024), 5)
