@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -142,16 +142,28 @@ class Family:
     processor_class: str  # in transformers
 
 
+TINY_WIDTH = 128  # of the language tower
+TINY_VISION = {
+    "num_layers": 4,
+    "width": 32,  # enough for plain patches; the mergers grow with its square
+    "ffn_width": 64,
+    "num_heads": 2,
+    "out_width": TINY_WIDTH,
+}
+
+
 @dataclass(frozen=True)
 class Tiny:
     """What a family's tiny random models have; its tiny.py has it."""
 
-    dimensions: Callable[[int], ModelConfig]  # from a vocabulary size
+    vision: VisionConfig
+    mrope_sections: tuple[int, int, int]
     chat_template: str
     video_processor: str  # the class in transformers
     pixel_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     pixel_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     absent_tokens: frozenset[str] = frozenset()  # of Qwen3-VL's special tokens
+    traits: Mapping[str, bool] = field(default_factory=dict)  # of the language tower
 
 
 def require(condition: bool, message: str) -> None:

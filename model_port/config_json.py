@@ -1,4 +1,4 @@
-"""The sections of a `config.json` that families share.
+"""The parts of a `config.json` that families share, read and written.
 
 Every size has a bound far above published models, so that nothing is built from a number that is a mistake.
 """
@@ -6,7 +6,7 @@ Every size has a bound far above published models, so that nothing is built from
 from dataclasses import replace
 from typing import Any, cast
 
-from model_port.architecture import TOKEN_IDS, TextConfig
+from model_port.architecture import TOKEN_IDS, ModelConfig, TextConfig, VisionConfig
 from model_port.json_files import Section
 
 MAX_LAYERS, MAX_WIDTH, MAX_HEAD_DIM, MAX_THETA = 1024, 2**17, 2**13, 1e15
@@ -55,6 +55,21 @@ def text_config(
     )
 
 
+def text_sizes_to_hf(config: ModelConfig) -> dict[str, Any]:
+    text = config.text
+    return {
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "hidden_size": text.width,
+        "intermediate_size": text.ffn_width,
+        "initializer_range": config.initializer_range,
+        "max_position_embeddings": text.max_positions,
+        "num_hidden_layers": text.num_layers,
+        "num_attention_heads": text.num_heads,
+        "num_key_value_heads": text.num_kv_heads,
+    }
+
+
 def vision_sizes(vision: Section, patch_px: int) -> dict[str, Any]:
     """The fields that every family's vision tower has; `patch_px` is the family's."""
     rope = vision.section("rope_parameters", {})
@@ -72,5 +87,19 @@ def vision_sizes(vision: Section, patch_px: int) -> dict[str, Any]:
     )
 
 
+def vision_sizes_to_hf(vision: VisionConfig) -> dict[str, Any]:
+    return {
+        "depth": vision.num_layers,
+        "hidden_size": vision.width,
+        "intermediate_size": vision.ffn_width,
+        "num_heads": vision.num_heads,
+        "out_hidden_size": vision.out_width,
+    }
+
+
 def token_ids(root: Section, vocab_size: int) -> dict[str, int]:
     return {key: root.count(key, vocab_size - 1, usual, least=0) for key, usual in TOKEN_IDS.items()}
+
+
+def token_ids_to_hf(config: ModelConfig) -> dict[str, int]:
+    return {key: getattr(config, key) for key in TOKEN_IDS}

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from model_port.architecture import VisionConfig
+
 LAYER = "{i}"
 
 
@@ -27,3 +29,13 @@ class Rule:
         """A layer's tensor, from parameters by path."""
         ours = params[self.path] if self.count is None else params[self.path][layer]
         return ours.reshape(self.hf_shape)
+
+
+def vision_attention_rules(c: VisionConfig, hf: str, ours: str) -> list[Rule]:
+    """The attention of a vision tower's blocks; `hf` and `ours` start their names."""
+    return [
+        Rule(hf + "attn.qkv.weight", ours + "attn.qkv_kernel_cnhd", (3 * c.width, c.width), c.num_layers),
+        Rule(hf + "attn.qkv.bias", ours + "attn.qkv_bias", (3 * c.width,), c.num_layers),
+        Rule(hf + "attn.proj.weight", ours + "attn.o_kernel_dnh", (c.width, c.width), c.num_layers),
+        Rule(hf + "attn.proj.bias", ours + "attn.o_bias", (c.width,), c.num_layers),
+    ]

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from model_port.architecture import Tiny
+from model_port.architecture import TINY_WIDTH, TextConfig, Tiny
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.config import DTYPES, FAMILIES, ModelConfig, config_to_hf, parse_dtype
 from model_port.output_dir import output_directory
@@ -129,9 +129,24 @@ def tiny_tokenizer(family: str = DEFAULT_FAMILY) -> Tokenizer:
 
 
 def tiny_config(family: str = DEFAULT_FAMILY) -> ModelConfig:
-    """About a million parameters."""
+    """About a million parameters, half of them in the text layers."""
     vocab_size = -(-tiny_tokenizer(family).get_vocab_size() // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    return with_tokenizer_ids(TINY[family].dimensions(vocab_size))
+    parts = TINY[family]
+    text = TextConfig(
+        num_layers=4,
+        width=TINY_WIDTH,
+        ffn_width=256,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        vocab_size=vocab_size,
+        rope_theta=10_000.0,  # contexts are short; the published ones would leave most frequencies unused
+        mrope_sections=parts.mrope_sections,
+        max_positions=32_768,
+        **parts.traits,
+    )
+    # 0.02 is for widths in the thousands and trains slowly at this one
+    return with_tokenizer_ids(ModelConfig(text, parts.vision, tie_embeddings=True, initializer_range=0.05))
 
 
 def with_tokenizer_ids(config: ModelConfig) -> ModelConfig:

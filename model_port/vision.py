@@ -1,6 +1,7 @@
 """Parts that the families' vision towers share. A tower maps patches to language-width features and feature maps."""
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +51,30 @@ class VisionAttention(nnx.Module):
         q, k, v = (constrain(part, "bpnh") for part in qkv)
         mixed = attend(rotate(q, turn), rotate(k, turn), v, layout, False)
         return jnp.einsum("BPNH,DNH->BPD", mixed, cast(self.o_kernel_dnh, x)) + along_last(self.o_bias, x)
+
+
+class VisionBlocks(nnx.Module):
+    """All blocks, stacked along a leading layer axis. `norm` makes a norm of a shape, and `mlp` is the family's."""
+
+    def __init__(
+        self,
+        config: VisionConfig,
+        scale: float,
+        rngs: nnx.Rngs,
+        norm: Callable[[tuple[int, int]], LayerNorm | RMSNorm],
+        mlp: Callable[[Any, float, nnx.Rngs], Callable[[Array], Array]],
+    ):
+        stack = (config.num_layers, config.width)
+        self.attn_norm = norm(stack)
+        self.attn = VisionAttention(config, scale, rngs)
+        self.mlp_norm = norm(stack)
+        self.mlp = mlp(config, scale, rngs)
+
+    def __call__(
+        self, x: Float[Array, "B P D"], turn: Rotation, layout: Layout, attend: Attention
+    ) -> Float[Array, "B P D"]:
+        x = x + self.attn(self.attn_norm(x), turn, layout, attend)
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class Merger(nnx.Module):

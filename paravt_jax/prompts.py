@@ -14,7 +14,6 @@ DIFFERS: with --mode, the video's name is ours, `video.mp4`; the release uses it
 
 import argparse
 import ast
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import yaml
 
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from paravt_jax.config import SINGLE_TURN_MODES
-from paravt_jax.evaluation.release.source import COMMIT, DRIVER, LOADERS, check_commit, escaped, read_release
+from paravt_jax.evaluation.release.source import COMMIT, DRIVER, LOADERS, check_commit, escaped, parsed, read_release
 from paravt_jax.evaluation.release.texts import OWN_TEXTS
 from rollout.output_file import OutputFile
 from rollout.prompts import placeholder_problem
@@ -31,7 +30,6 @@ from rollout.prompts import placeholder_problem
 TRAINING, SUBAGENT_FILE = "training", "paravt/rl/subagents/crop_video/cropped_video.py"
 BUILD_PROMPT, PROMPT = "build_prompt", "prompt"  # the function with the sub-agents' text, and its variable
 WINDOW = {"start_str": "{start}", "end_str": "{end}", "duration": "{duration_s:.1f}"}  # its values, and ours
-MAX_FILE_BYTES = 2**20
 ROLLOUT_MODES = ("agentic_general", "agentic_minimal", *SINGLE_TURN_MODES, TRAINING)
 OWN_MODES = tuple(name.removeprefix("system.") for name in OWN_TEXTS)
 
@@ -74,7 +72,7 @@ def training_prompts(directory: Path) -> dict[str, Any]:
 
 
 def _subagent_text(path: Path) -> str:
-    for function in ast.walk(_parsed(path)):
+    for function in ast.walk(parsed(path)):
         for node in ast.walk(function) if getattr(function, "name", "") == BUILD_PROMPT else ():
             match node:
                 case ast.Assign(targets=[ast.Name(id=name)], value=ast.JoinedStr(values=parts)) if name == PROMPT:
@@ -84,22 +82,10 @@ def _subagent_text(path: Path) -> str:
     )
 
 
-def _parsed(path: Path) -> ast.Module:
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist; give the directory of the released repository, commit {COMMIT}")
-    if path.stat().st_size > MAX_FILE_BYTES:
-        raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes, so it is not the release's")
-    try:
-        with warnings.catch_warnings(action="ignore"):  # about the style of the release's code
-            return ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:
-        raise ValueError(f"{path} is not a Python file: {problem}") from None
-
-
 def _of_window(path: Path, part: ast.expr) -> str:
     match part:
         case ast.Constant(value=text):
-            return str(text).replace("{", "{{").replace("}", "}}")
+            return escaped(str(text))
         case ast.FormattedValue(value=ast.Name(id=name)) if name in WINDOW:
             return WINDOW[name]
     value = ast.unparse(part.value if isinstance(part, ast.FormattedValue) else part)[:60]

@@ -12,8 +12,17 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Int
 
-from model_port.architecture import TOKEN_IDS, Family, ModelConfig, TextConfig, VisionConfig, require
-from model_port.config_json import MAX_LAYERS, rope_section, text_config, token_ids, vision_sizes
+from model_port.architecture import Family, ModelConfig, TextConfig, VisionConfig, require
+from model_port.config_json import (
+    MAX_LAYERS,
+    rope_section,
+    text_config,
+    text_sizes_to_hf,
+    token_ids,
+    token_ids_to_hf,
+    vision_sizes,
+    vision_sizes_to_hf,
+)
 from model_port.json_files import Section
 
 MODEL_TYPE = "qwen2_5_vl"
@@ -45,11 +54,11 @@ class Qwen25VisionConfig(VisionConfig):
         return self.window_px // self.merge // self.patch_px
 
     def patch_arrays(self, grid: tuple[int, int]) -> Mapping[str, np.ndarray]:
-        return {"window_ids": np.sort(windows(self._merged(grid), self.window_merged)).repeat(self.merge_unit)}
+        return {"window_ids": windows(self._merged(grid), self.window_merged)[1].repeat(self.merge_unit)}
 
     def merged_order(self, grid: tuple[int, int]) -> Int[np.ndarray, " M"] | None:
         """Window by window, so that each window is contiguous."""
-        return np.argsort(windows(self._merged(grid), self.window_merged), kind="stable").astype(np.int32)
+        return windows(self._merged(grid), self.window_merged)[0]
 
     def with_layers(self, num_layers: int) -> "Qwen25VisionConfig":
         return replace(self, num_layers=num_layers, full_layers=(0,))
@@ -59,10 +68,15 @@ class Qwen25VisionConfig(VisionConfig):
 
 
 @lru_cache(maxsize=256)
-def windows(grid: tuple[int, int], side: int) -> Int[np.ndarray, " M"]:
-    """The window of each merged patch, row by row; windows at the lower and right edges may be smaller."""
+def windows(grid: tuple[int, int], side: int) -> tuple[Int[np.ndarray, " M"], Int[np.ndarray, " M"]]:
+    """The merged patches, numbered row by row, in the order of their windows; and the window of each in this order.
+
+    Windows at the lower and right edges may be smaller.
+    """
     rows, columns = (np.arange(size, dtype=np.int32) // side for size in grid)
-    return (rows[:, None] * (columns[-1] + 1) + columns).reshape(-1)
+    window_ids = (rows[:, None] * (columns[-1] + 1) + columns).reshape(-1)
+    order = np.argsort(window_ids, kind="stable").astype(np.int32)
+    return order, window_ids[order]
 
 
 def from_hf(root: Section) -> ModelConfig:
@@ -104,17 +118,9 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "model_type": MODEL_TYPE,
         "torch_dtype": dtype,
-        **{name: getattr(config, name) for name in TOKEN_IDS},
+        **token_ids_to_hf(config),
         "tie_word_embeddings": config.tie_embeddings,
-        "attention_dropout": 0.0,
-        "hidden_act": "silu",
-        "hidden_size": text.width,
-        "intermediate_size": text.ffn_width,
-        "initializer_range": config.initializer_range,
-        "max_position_embeddings": text.max_positions,
-        "num_hidden_layers": text.num_layers,
-        "num_attention_heads": text.num_heads,
-        "num_key_value_heads": text.num_kv_heads,
+        **text_sizes_to_hf(config),
         "rms_norm_eps": text.norm_eps,
         "rope_theta": text.rope_theta,
         "rope_scaling": {"type": "mrope", "mrope_section": list(text.mrope_sections)},
@@ -123,11 +129,7 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "vocab_size": text.vocab_size,
         "vision_config": {
             "model_type": MODEL_TYPE,
-            "depth": vision.num_layers,
-            "hidden_size": vision.width,
-            "intermediate_size": vision.ffn_width,
-            "num_heads": vision.num_heads,
-            "out_hidden_size": vision.out_width,
+            **vision_sizes_to_hf(vision),
             "fullatt_block_indexes": list(vision.full_layers),
             "window_size": vision.window_px,
             "patch_size": vision.patch_px,

@@ -13,14 +13,14 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from model_port.attention import Attention, Layout, attention_of
+from model_port.attention import Layout, attention_of
 from model_port.inputs import VisionBatch
 from model_port.layers import LAYER_INPUT, Compute, Index, RMSNorm, along_last, cast, normal, run_layers, zeros
 from model_port.qwen2_5_vl.config import Qwen25VisionConfig
-from model_port.rope import Rotation, rotation, vision_frequencies
+from model_port.rope import rotation, vision_frequencies
 from model_port.sharding import constrain
 from model_port.text import gated_silu
-from model_port.vision import Merger, PatchEmbed, VisionAttention
+from model_port.vision import Merger, PatchEmbed, VisionBlocks
 
 MAX_WINDOWS = 2**16  # of a frame
 NORM_EPS = 1e-6
@@ -45,29 +45,13 @@ class Qwen25VisionMlp(nnx.Module):
         return jnp.einsum("BPF,DF->BPD", hidden, cast(self.down_kernel_df, x)) + along_last(self.down_bias, x)
 
 
-class Qwen25VisionBlocks(nnx.Module):
-    """All blocks, stacked along a leading layer axis."""
-
-    def __init__(self, config: Qwen25VisionConfig, scale: float, rngs: nnx.Rngs):
-        self.attn_norm = RMSNorm((config.num_layers, config.width), NORM_EPS)
-        self.attn = VisionAttention(config, scale, rngs)
-        self.mlp_norm = RMSNorm((config.num_layers, config.width), NORM_EPS)
-        self.mlp = Qwen25VisionMlp(config, scale, rngs)
-
-    def __call__(
-        self, x: Float[Array, "B P D"], turn: Rotation, layout: Layout, attend: Attention
-    ) -> Float[Array, "B P D"]:
-        x = x + self.attn(self.attn_norm(x), turn, layout, attend)
-        return x + self.mlp(self.mlp_norm(x))
-
-
 class Qwen25VisionTower(nnx.Module):
     """Patches, in the order of windows, to language-width features."""
 
     def __init__(self, config: Qwen25VisionConfig, scale: float, rngs: nnx.Rngs):
         self.config = config
         self.patch_embed = PatchEmbed(config, scale, rngs, bias=False)
-        self.blocks = Qwen25VisionBlocks(config, scale, rngs)
+        self.blocks = VisionBlocks(config, scale, rngs, lambda shape: RMSNorm(shape, NORM_EPS), Qwen25VisionMlp)
         self.merger = Merger(config, scale, rngs, norm=RMSNorm((config.width,), NORM_EPS))
 
     def __call__(self, batch: VisionBatch, compute: Compute) -> tuple[Float[Array, "B M D"], Float[Array, "n B M D"]]:
@@ -79,7 +63,7 @@ class Qwen25VisionTower(nnx.Module):
         windows = frames * MAX_WINDOWS + batch.extra["window_ids"]  # 0 = padding, as in `frames`
         is_full = np.isin(np.arange(self.config.num_layers), self.config.full_layers)
 
-        def step(block: Qwen25VisionBlocks, index: Index, x: Array) -> tuple[Array, None]:
+        def step(block: VisionBlocks, index: Index, x: Array) -> tuple[Array, None]:
             full = is_full[index] if isinstance(index, int) else jnp.asarray(is_full)[index]
             layout = Layout(jnp.where(full, frames, windows), unordered, unordered)
             return constrain(block(checkpoint_name(x, LAYER_INPUT), turn, layout, attend), "bpd"), None

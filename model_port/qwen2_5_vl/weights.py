@@ -1,7 +1,7 @@
 """Names and shapes of the vision tower's tensors."""
 
 from model_port.qwen2_5_vl.config import Qwen25VisionConfig
-from model_port.rule import Rule
+from model_port.rule import Rule, vision_attention_rules
 
 
 def vision_rules(c: Qwen25VisionConfig, names: str) -> list[Rule]:
@@ -12,10 +12,7 @@ def vision_rules(c: Qwen25VisionConfig, names: str) -> list[Rule]:
         Rule(names + "patch_embed.proj.weight", "vision.patch_embed.kernel_dc", (c.width, *patch_shape)),
         Rule(hf + "norm1.weight", ours + "attn_norm.scale", (c.width,), count),
         Rule(hf + "norm2.weight", ours + "mlp_norm.scale", (c.width,), count),
-        Rule(hf + "attn.qkv.weight", ours + "attn.qkv_kernel_cnhd", (3 * c.width, c.width), count),
-        Rule(hf + "attn.qkv.bias", ours + "attn.qkv_bias", (3 * c.width,), count),
-        Rule(hf + "attn.proj.weight", ours + "attn.o_kernel_dnh", (c.width, c.width), count),
-        Rule(hf + "attn.proj.bias", ours + "attn.o_bias", (c.width,), count),
+        *vision_attention_rules(c, hf, ours),
         Rule(hf + "mlp.gate_proj.weight", ours + "mlp.gate_kernel_fd", (c.ffn_width, c.width), count),
         Rule(hf + "mlp.gate_proj.bias", ours + "mlp.gate_bias", (c.ffn_width,), count),
         Rule(hf + "mlp.up_proj.weight", ours + "mlp.up_kernel_fd", (c.ffn_width, c.width), count),

@@ -9,7 +9,16 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from model_port.architecture import Family, ModelConfig, TextConfig, VisionConfig, require
-from model_port.config_json import MAX_LAYERS, rope_section, text_config, token_ids, vision_sizes
+from model_port.config_json import (
+    MAX_LAYERS,
+    rope_section,
+    text_config,
+    text_sizes_to_hf,
+    token_ids,
+    token_ids_to_hf,
+    vision_sizes,
+    vision_sizes_to_hf,
+)
 from model_port.json_files import Section
 from model_port.patches import patch_positions
 
@@ -103,24 +112,13 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "architectures": ["Qwen3VLForConditionalGeneration"],
         "model_type": MODEL_TYPE,
         "dtype": dtype,
-        "image_token_id": config.image_token_id,
-        "video_token_id": config.video_token_id,
-        "vision_start_token_id": config.vision_start_token_id,
-        "vision_end_token_id": config.vision_end_token_id,
+        **token_ids_to_hf(config),
         "tie_word_embeddings": config.tie_embeddings,
         "text_config": {
             "model_type": "qwen3_vl_text",
             "dtype": dtype,
             "attention_bias": False,
-            "attention_dropout": 0.0,
-            "hidden_act": "silu",
-            "hidden_size": text.width,
-            "intermediate_size": text.ffn_width,
-            "initializer_range": config.initializer_range,
-            "max_position_embeddings": text.max_positions,
-            "num_hidden_layers": text.num_layers,
-            "num_attention_heads": text.num_heads,
-            "num_key_value_heads": text.num_kv_heads,
+            **text_sizes_to_hf(config),
             "head_dim": text.head_dim,
             "rms_norm_eps": text.norm_eps,
             "rope_theta": text.rope_theta,
@@ -134,11 +132,7 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
         },
         "vision_config": {
             "model_type": MODEL_TYPE,
-            "depth": vision.num_layers,
-            "hidden_size": vision.width,
-            "intermediate_size": vision.ffn_width,
-            "num_heads": vision.num_heads,
-            "out_hidden_size": vision.out_width,
+            **vision_sizes_to_hf(vision),
             "deepstack_visual_indexes": list(vision.deepstack_layers),
             "num_position_embeddings": vision.num_positions,
             "patch_size": vision.patch_px,

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from model_port.attention import Attention, Layout, attention_of
+from model_port.attention import Layout, attention_of
 from model_port.inputs import VisionBatch
 from model_port.layers import (
     LAYER_INPUT,
@@ -29,9 +29,9 @@ from model_port.layers import (
     zeros,
 )
 from model_port.qwen3_vl.config import Qwen3VisionConfig
-from model_port.rope import Rotation, rotation, vision_frequencies
+from model_port.rope import rotation, vision_frequencies
 from model_port.sharding import constrain
-from model_port.vision import Merger, PatchEmbed, VisionAttention
+from model_port.vision import Merger, PatchEmbed, VisionBlocks
 
 
 class PositionTable(nnx.Module):
@@ -58,22 +58,6 @@ class Qwen3VisionMlp(nnx.Module):
         return jnp.einsum("BPF,DF->BPD", hidden, cast(self.down_kernel_df, x)) + along_last(self.down_bias, x)
 
 
-class Qwen3VisionBlocks(nnx.Module):
-    """All blocks, stacked along a leading layer axis."""
-
-    def __init__(self, config: Qwen3VisionConfig, scale: float, rngs: nnx.Rngs):
-        self.attn_norm = LayerNorm((config.num_layers, config.width))
-        self.attn = VisionAttention(config, scale, rngs)
-        self.mlp_norm = LayerNorm((config.num_layers, config.width))
-        self.mlp = Qwen3VisionMlp(config, scale, rngs)
-
-    def __call__(
-        self, x: Float[Array, "B P D"], turn: Rotation, layout: Layout, attend: Attention
-    ) -> Float[Array, "B P D"]:
-        x = x + self.attn(self.attn_norm(x), turn, layout, attend)
-        return x + self.mlp(self.mlp_norm(x))
-
-
 class Qwen3VisionTower(nnx.Module):
     """Patches to language-width features and DeepStack maps."""
 
@@ -81,7 +65,7 @@ class Qwen3VisionTower(nnx.Module):
         self.config = config
         self.patch_embed = PatchEmbed(config, scale, rngs)
         self.pos_embed = PositionTable(config, scale, rngs)
-        self.blocks = Qwen3VisionBlocks(config, scale, rngs)
+        self.blocks = VisionBlocks(config, scale, rngs, LayerNorm, Qwen3VisionMlp)
         self.merger = Merger(config, scale, rngs)
         self.deepstack_mergers = Merger(config, scale, rngs, count=config.num_deepstack)
 
@@ -100,9 +84,7 @@ class Qwen3VisionTower(nnx.Module):
         slot_of_layer = np.full(self.config.num_layers, -1, np.int32)
         slot_of_layer[list(self.config.deepstack_layers)] = np.arange(self.config.num_deepstack)
 
-        def step(
-            block: Qwen3VisionBlocks, index: Index, carry: tuple[Array, Array]
-        ) -> tuple[tuple[Array, Array], None]:
+        def step(block: VisionBlocks, index: Index, carry: tuple[Array, Array]) -> tuple[tuple[Array, Array], None]:
             x, taps = carry
             x = constrain(block(checkpoint_name(x, LAYER_INPUT), turn, layout, attend), "bpd")
             slot = slot_of_layer[index] if isinstance(index, int) else jnp.asarray(slot_of_layer)[index]

@@ -1,7 +1,7 @@
 """Names and shapes of the vision tower's tensors."""
 
 from model_port.qwen3_vl.config import Qwen3VisionConfig
-from model_port.rule import Rule
+from model_port.rule import Rule, vision_attention_rules
 
 
 def vision_rules(c: Qwen3VisionConfig, names: str) -> list[Rule]:
@@ -14,10 +14,7 @@ def vision_rules(c: Qwen3VisionConfig, names: str) -> list[Rule]:
         Rule(names + "pos_embed.weight", "vision.pos_embed.table_sd", (c.num_positions, c.width)),
         Rule(hf + "norm1.weight", ours + "attn_norm.scale", (c.width,), count),
         Rule(hf + "norm1.bias", ours + "attn_norm.bias", (c.width,), count),
-        Rule(hf + "attn.qkv.weight", ours + "attn.qkv_kernel_cnhd", (3 * c.width, c.width), count),
-        Rule(hf + "attn.qkv.bias", ours + "attn.qkv_bias", (3 * c.width,), count),
-        Rule(hf + "attn.proj.weight", ours + "attn.o_kernel_dnh", (c.width, c.width), count),
-        Rule(hf + "attn.proj.bias", ours + "attn.o_bias", (c.width,), count),
+        *vision_attention_rules(c, hf, ours),
         Rule(hf + "norm2.weight", ours + "mlp_norm.scale", (c.width,), count),
         Rule(hf + "norm2.bias", ours + "mlp_norm.bias", (c.width,), count),
         Rule(hf + "mlp.linear_fc1.weight", ours + "mlp.up_kernel_fd", (c.ffn_width, c.width), count),

@@ -7,12 +7,10 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from paravt_jax.evaluation.results import Cell
-from paravt_jax.run.charts import COLORS
 from paravt_jax.run.log import PLOTS_DIR, whole_file
-from paravt_jax.run.plots import STYLE
+from paravt_jax.run.plots import STYLE, curve_color
 
 PANELS = {"Format reward f_τ": "format_reward", "Fraction of parseable episodes": "parseable_frac"}
-CURVE_COLORS = ("blue", "red", "green", "orange", "pink", "sky", "ink", "neutral")
 MARKERS = "osD^vPX*"
 
 
@@ -37,7 +35,7 @@ def _figure(curves: Mapping[str, Sequence[Cell]]) -> Figure:
     panels = figure.subplots(1, len(PANELS))
     for axes, (title, metric) in zip(panels, PANELS.items(), strict=True):
         for number, (name, cells) in enumerate(curves.items()):
-            color, marker = COLORS[CURVE_COLORS[number % len(CURVE_COLORS)]], MARKERS[number % len(MARKERS)]
+            color, marker = curve_color(number), MARKERS[number % len(MARKERS)]
             heights = [cell["metrics"][metric] for cell in cells]
             axes.plot([cell["temperature"] for cell in cells], heights, marker=marker, color=color, label=name)
         axes.set_title(title)

@@ -35,7 +35,7 @@ COMPARED = {  # metric -> title; only metrics that a run has logged are drawn
     "rollout/sampled_tokens_mean": "Sampled tokens per episode",
     "loss/imitation": "Imitation loss, nats per token",
 }
-RUN_COLORS = ("blue", "red", "green", "orange", "pink", "sky", "ink", "neutral")
+CURVE_COLORS = ("blue", "red", "green", "orange", "pink", "sky", "ink", "neutral")
 DASHES = ("-", "--", ":", "-.")  # for further runs, which repeat the colors
 LEGEND_ROW_INCHES = 0.25
 INK, FAINT = COLORS["ink"], "#808080"
@@ -157,7 +157,7 @@ def draw_runs(runs: Sequence[LoggedRun]) -> Figure:
         axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
     for axes in grid[len(panels) :]:
         axes.remove()
-    handles = [grid[0].plot([], [], _dash(number), color=_color(number))[0] for number in range(len(runs))]
+    handles = [grid[0].plot([], [], _dash(number), color=curve_color(number))[0] for number in range(len(runs))]
     legend = figure.legend(
         handles, [run.name for run in runs], loc="outside lower left", handlelength=2, handletextpad=0.6
     )
@@ -167,7 +167,7 @@ def draw_runs(runs: Sequence[LoggedRun]) -> Figure:
 
 
 def _draw_run(axes: Axes, run: LoggedRun, key: str, number: int) -> None:
-    steps, values, color = run.metrics.steps, run.metrics.column(key), _color(number)
+    steps, values, color = run.metrics.steps, run.metrics.column(key), curve_color(number)
     if len(steps) <= MAX_MARKED_STEPS:
         axes.plot(steps, values, f"o{_dash(number)}", color=color, markersize=3)
         return
@@ -175,12 +175,12 @@ def _draw_run(axes: Axes, run: LoggedRun, key: str, number: int) -> None:
     axes.plot(steps, running_mean(values, max(3, round(MEAN_FRAC * len(values)))), _dash(number), color=color)
 
 
-def _color(number: int) -> str:
-    return COLORS[RUN_COLORS[number % len(RUN_COLORS)]]
+def curve_color(number: int) -> str:
+    return COLORS[CURVE_COLORS[number % len(CURVE_COLORS)]]
 
 
 def _dash(number: int) -> str:
-    return DASHES[number // len(RUN_COLORS) % len(DASHES)]
+    return DASHES[number // len(CURVE_COLORS) % len(DASHES)]
 
 
 def last_of(values: np.ndarray) -> float:

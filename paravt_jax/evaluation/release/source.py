@@ -80,7 +80,7 @@ class Unreadable(ValueError):
 
 def read_release(directory: Path) -> dict[str, str]:
     """All texts of the release by name; those that it leaves to its users only if they are filled in."""
-    driver, loaders = (_parsed(directory / name) for name in (DRIVER, LOADERS))
+    driver, loaders = (parsed(directory / name) for name in (DRIVER, LOADERS))
     nodes, strings = text_nodes(driver, loaders), Strings(driver)
     texts = {name: _read_text(directory, name, nodes, strings) for name in (*SYSTEMS, *PLACEHOLDERS)}
     return {name: text for name, text in texts.items() if name not in OWN_TEXTS or not text.startswith(UNFILLED)}
@@ -254,7 +254,7 @@ def escaped(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}")
 
 
-def _parsed(path: Path) -> ast.Module:
+def parsed(path: Path) -> ast.Module:
     if not path.is_file():
         raise ValueError(f"{path} does not exist; give the directory of the released repository, commit {COMMIT}")
     if path.stat().st_size > MAX_FILE_BYTES:
