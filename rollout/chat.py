@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from rollout.parts import Response, content_of
 from rollout.templates import render
+from rollout.tools import make_schema
 from rollout.tools_text import with_responses, with_tools
 
 IMAGE = "<|image_pad|>"
@@ -179,7 +180,7 @@ class Chat:
     def _shows_tools(self) -> bool:
         """Whether the template describes tools, as Qwen3-VL's does; Qwen2.5-VL's ignores them."""
         try:
-            return SHOWN in render(self._template, [{"role": "user", "content": ""}], [{"name": SHOWN}])
+            return SHOWN in render(self._template, [{"role": "user", "content": ""}], [make_schema(SHOWN, SHOWN)])
         except ValueError:
             return False
 

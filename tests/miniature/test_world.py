@@ -10,9 +10,11 @@ import pytest
 from paravt_jax.data.prompts import load_prompts
 from paravt_jax.data.traces import load_traces
 from paravt_jax.rewards.terms import reward_terms
-from rollout.tools import find_calls, window_of
+from rollout.chat import Chat
+from rollout.tools import CROP_VIDEO, find_calls, make_schema, window_of
 from rollout.video.times import crop_times
 from scripts.miniature.dials import WORLDS, World, load_world
+from scripts.miniature.model import make_model
 from scripts.miniature.traces import FORCED, NUM_LOOKS, Mixture, overview_shows, report, rows_of, with_calls
 from scripts.miniature.world import (
     DURATION_S,
@@ -311,3 +313,10 @@ def test_questions_of_held_out_videos_take_turns(tmp_path):
     held_out = load_prompts(tmp_path / "rl_validation.jsonl", video_root="", max_bad_frac=0).prompts
     assert sorted(prompt.question_type for prompt in held_out) == ["mcq", "mcq", "oe", "oe", "tvg", "tvg"]
     assert len({prompt.videos[0] for prompt in held_out}) == 6
+
+
+def test_a_prompt_names_the_tool_and_does_not_describe_it(tmp_path):
+    make_model(tmp_path / "tiny.hf")
+    chat = Chat.from_hf(tmp_path / "tiny.hf")
+    prompt = chat.prompt([{"role": "user", "content": "Hi."}], [make_schema(CROP_VIDEO, "Shows a part.")])
+    assert chat.decode(prompt).startswith("<|im_start|>system\ntool: crop_video<|im_end|>")
