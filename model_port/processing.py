@@ -83,6 +83,10 @@ class VisionContract:
         """Side of the square that becomes one language token; all sides of resized images are multiples of it."""
         return self.patch_px * self.merge
 
+    def max_patches(self, max_pixels: int) -> int:
+        """Patches of the largest image with at most this area."""
+        return max_pixels // self.unit_px**2 * self.merge**2
+
     @property
     def patch_values(self) -> int:
         return NUM_CHANNELS * self.temporal_patch_frames * self.patch_px**2

@@ -169,6 +169,6 @@ class TraceBatches:
         pictures = {picture.key: picture for trace in traces for picture in trace.rendered.pictures}
         frames = {key: frame_of(picture, self._contract) for key, picture in pictures.items()}
         settings = self._pack
-        row_patches = self._video.max_pixels // self._contract.patch_px**2
+        row_patches = self._contract.max_patches(self._video.max_pixels)
         shape = PackShape(settings.num_rows, settings.row_tokens, row_patches, self._num_row_parts)
         return pack(dialogues, frames, self._model, shape)

@@ -211,7 +211,7 @@ def tokens_per_frame(max_pixels: int, vision: VisionConfig) -> int:
 
 
 def row_patches(max_pixels: int, vision: VisionConfig) -> int:
-    return max(vision.merge_unit, max_pixels // vision.patch_px**2)
+    return max(1, max_pixels // (vision.patch_px * vision.merge) ** 2) * vision.merge_unit
 
 
 def step_flops(

@@ -105,7 +105,7 @@ class PolicyUpdate:
         self._learner, self._chat, self._hosts = learner, chat, hosts
         self._contract = replace(contract, max_pixels=max(contract.max_pixels, max_pixels))
         self._train, self._rollout, self._pack_settings = train, rollout, pack
-        self._row_patches, self._seed = max_pixels // contract.patch_px**2, seed
+        self._row_patches, self._seed = contract.max_patches(max_pixels), seed
         self._over_tokens = over_tokens
         call_frames = rollout.tool_turns * rollout.max_parallel * rollout.subagent_max_frames * train.subagent_loss
         group_frames = max_frames + train.group_size * (call_frames + rollout.shown_pictures)

@@ -166,6 +166,15 @@ def test_both_sides_of_a_settled_frame_see_the_same_pixels(height, width):
     np.testing.assert_array_equal(shown, process_images([frame], RECIPE)[0])
 
 
+@pytest.mark.parametrize(("patch_px", "max_pixels"), [(14, 1024), (14, 50176), (16, 50176), (16, 50000), (16, 1024)])
+def test_the_largest_image_is_made_of_whole_tokens(patch_px, max_pixels):
+    contract = dataclasses.replace(RECIPE, patch_px=patch_px, max_pixels=max_pixels)
+    sizes = (settled_size(height, 1024, contract) for height in range(64, 1024, 32))
+    most = max(height * width // patch_px**2 for height, width in sizes)
+    assert most <= contract.max_patches(max_pixels) <= max_pixels // patch_px**2
+    assert contract.max_patches(max_pixels) % contract.merge**2 == 0
+
+
 def test_one_pass_does_not_settle_a_ribbon():
     # 44 x 2245 exceeds 50176: / sqrt(98780 / 50176) = 31 x 1600, and 32 x 1600 = 51200 exceeds it again.
     assert frame_size(44, 2245, RECIPE) == (32, 1600)
