@@ -7,10 +7,10 @@
 # skipped without them: kernels and recipes compiled for them. The ten slowest tests are listed at the end.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-select="not gpu and not nightly" sidecar=yes tests=() compilers=
+select="not gpu and not nightly" sidecar=yes tests=() compilers= processes=3
 while [ $# -gt 0 ]; do
   case "$1" in
-    quick) select="not gpu and not slow" sidecar= ;;
+    quick) select="not gpu and not slow" sidecar= processes=2 ;;
     nightly) select="not gpu" ;;
     model) tests+=(tests/model_port) ;;
     rollout) tests+=(tests/rollout) ;;
@@ -34,8 +34,8 @@ types=$(mktemp)
 [ -d tests/__pycache__ ] || .venv/bin/python -m pytest -qq --collect-only -m "$select" ${tests[@]+"${tests[@]}"} "$@" >/dev/null || true
 [ -z "$sidecar" ] || wait "$sidecar"
 status=0
-# Three processes, because much of the suite waits for servers, deadlines and disks.
-.venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10 -m "$select" ${tests[@]+"${tests[@]}"} "$@" || status=$?
+# Three processes, because much of the suite waits for servers, deadlines and disks; the quick part does not.
+.venv/bin/python -m pytest -n "$processes" --dist loadfile --no-loadscope-reorder --durations=10 -m "$select" ${tests[@]+"${tests[@]}"} "$@" || status=$?
 wait "$checking" || status=$?
 cat "$types" && rm "$types"
 exit "$status"

@@ -117,7 +117,16 @@ def peak_bytes() -> int:
 # What takes minutes begins first, so that no process is left alone with it at the end.
 LONG_FILES = (
     *("test_real_server.py", "test_train.py", "test_chaos.py", "test_resume.py", "test_hosts_run.py", "test_sft.py"),
-    *("test_plan.py", "test_parity.py", "test_learner.py", "test_overfit.py", "test_gpu_check.py", "test_packing.py"),
+    *(
+        "test_batches.py",
+        "test_check.py",
+        "test_plan.py",
+        "test_parity.py",
+        "test_learner.py",
+        "test_overfit.py",
+        "test_gpu_check.py",
+        "test_packing.py",
+    ),
     *("test_docs.py", "test_fuzz.py"),
 )
 

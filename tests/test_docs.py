@@ -321,6 +321,7 @@ def test_the_loop_that_a_page_shows_is_the_loop():
     assert lines in [code[n : n + len(lines)] for n in range(len(code))]
 
 
+@pytest.mark.slow
 def test_the_version_is_the_same_everywhere():
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     newest = re.findall(r"^## (.*) — (\d{4}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]

@@ -150,6 +150,7 @@ def step(tiny_hf):
     return groups, lines, update_of(learner, chat, contract, config), chat
 
 
+@pytest.mark.slow
 def test_an_update_of_every_episode_once_is_accounted_for(step):
     groups, lines, update, chat = step
     assert accounting_problems(1, lines, update.parts(groups), chat.visual_ids, subagents=True) == []

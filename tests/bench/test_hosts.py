@@ -63,6 +63,7 @@ def test_the_times_of_a_run_are_medians_without_compilation(tmp_path):
     assert lines[-1] == "| adapter | 4 | network | 320 | 256 | 3.00 | 1.00 | 2.00 | 1.50 |"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", get_args(By))
 def test_receivers_read_published_weights(tiny_hf, by):
     row = published(versions := hosts.two_versions("all", model_port.load(tiny_hf)), by)
@@ -71,6 +72,7 @@ def test_receivers_read_published_weights(tiny_hf, by):
     assert row["sent_mib"] == pytest.approx(trained / 2**20, rel=0.01)  # with the headers of the files
 
 
+@pytest.mark.slow
 def test_receivers_read_an_adapter_alone_or_merged(tiny_hf):
     model = model_port.load(tiny_hf)
     alone, merged = (hosts.two_versions(weights, model) for weights in ("adapter", "merged"))
@@ -87,6 +89,7 @@ def published(versions, by) -> dict[str, float]:
     return asyncio.run(work())
 
 
+@pytest.mark.slow
 def test_a_process_saves_and_restores_its_share(tiny_hf, tmp_path, monkeypatch):
     monkeypatch.setattr(shared_checkpoint, "sized_model", lambda num_weights: tiny_config())
     (tmp_path / HF_DIR).symlink_to(tiny_hf)

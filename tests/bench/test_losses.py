@@ -18,6 +18,7 @@ def exact(float64):
     return
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", VARIANTS)
 def test_a_loss_equals_the_reference_and_not_another_ones(kind):
     """A sample of the settings; `python -m scripts.bench losses` compares all."""

@@ -138,6 +138,7 @@ def test_timed_cells_share_no_video_with_each_other_or_the_warm_up(crops):
     assert len(rows) == len(CELLS) and len(timed) == num_timed and len(warm) == MAX_IN_FLIGHT and not timed & warm
 
 
+@pytest.mark.slow
 def test_the_page_has_the_numbers_and_the_figure_of_its_data(tmp_path):
     rows, page = read_rows(crops_page.MEASURED), crops_page.PAGE.read_text()
     measured = [(row["windows"], row["play"]) for row in rows]

@@ -130,6 +130,7 @@ def test_the_recommended_arm_has_the_reward_and_credit_of_the_recommended_file()
     assert all(key.startswith(("reward.", "advantage.")) for key in full if own[key] != full[key])
 
 
+@pytest.mark.slow
 def test_arms_come_from_one_cold_start_and_are_evaluated_with_both_prefixes(tmp_path):
     chosen = ["grpo", "para_grpo", "weak_prior"]
     jobs = Experiment(tmp_path, chosen, [0, 1], load_world("map")).jobs()
@@ -153,6 +154,7 @@ def test_the_quickstart_evaluates_an_arm_only_as_it_was_trained(tmp_path):
     assert names == ["eval sft", "eval sft/forced", "eval grpo/seed0", "eval para_grpo/seed0/forced"]
 
 
+@pytest.mark.slow
 def test_a_variant_differs_from_para_grpo_only_in_its_settings(tmp_path):
     arms = arms_of("para_grpo,variants")
     assert arms == ["para_grpo", *VARIANTS, "recommended"]

@@ -41,6 +41,7 @@ def test_a_cell_sets_the_dials_of_its_world():
     assert (world.traces.wrong_frac, world.calls_frac) == (0.25, 0.6)
 
 
+@pytest.mark.slow
 def test_cells_with_the_same_reports_continue_the_same_cold_start_and_a_seed_is_its_own_world(tmp_path):
     first, second = (Runs.of(tmp_path, Cell(0.95, calls), 0, ["grpo", "weak_prior"]) for calls in (0.2, 0.6))
     assert first.jobs()[:2] == second.jobs()[:2] and first.jobs()[2:4] != second.jobs()[2:4]
@@ -198,6 +199,7 @@ def test_agreement_counts_measured_cells_only(tmp_path, monkeypatch):
     assert map_page.agreement().startswith("5 of 6 verdicts agree. Mean absolute errors over arms: accuracy 0.10")
 
 
+@pytest.mark.slow
 def test_the_tables_of_the_page_are_computed_from_the_data(tmp_path):
     page = map_page.PAGE.read_text()
     assert map_page.with_tables(page) == page, "run python -m scripts.miniature.map_page"

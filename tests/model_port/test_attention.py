@@ -97,6 +97,7 @@ def test_who_sees_a_key_is_one_run_of_queries(causal):
     np.testing.assert_array_equal(mask, attend_mask(ROWS, ROWS, causal=causal))
 
 
+@pytest.mark.slow
 def test_blocks_that_cannot_see_each_other_are_not_visited():
     row = layout("1" * 4 + "1" * 4 + "1" * 4 + "2" * 4 + "0" * 4, "0" * 4 + "1" * 4 + "2" * 4 + "0" * 8)
     blocks, numbers = neighbors(visible_blocks(query_runs(row, causal=True), 4, 4))
@@ -187,6 +188,7 @@ def test_a_program_is_for_the_devices_of_its_mesh_not_of_this_machine(kind, of, 
     assert platform() == "cpu"
 
 
+@pytest.mark.slow
 def test_blocks_serve_a_query_that_decodes_against_a_cache():
     random = np.random.default_rng(4)
     q, k, v = (

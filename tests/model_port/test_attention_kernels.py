@@ -100,6 +100,7 @@ def without_a_block(runs, query_tokens, key_tokens):
     return wanted.at[0, 32 // query_tokens, 0].set(False)
 
 
+@pytest.mark.slow
 def test_the_check_rejects_a_kernel_that_leaves_a_block_out(monkeypatch):
     monkeypatch.setattr(gpu, "TILES", {2: gpu.Tiles(*[gpu.Tile(16, 16, 1)] * 3)})
     monkeypatch.setattr(gpu, "BLOCK_TOKENS", 16)
@@ -108,6 +109,7 @@ def test_the_check_rejects_a_kernel_that_leaves_a_block_out(monkeypatch):
     assert not check.passed and str(check).startswith("scanned, because the kernel is wrong: max error ")
 
 
+@pytest.mark.slow
 def test_the_check_rejects_a_kernel_whose_gradient_is_wrong():
     def backward(*inputs):
         d_q, d_k, d_v = gpu.backward(*inputs, interpret=True)
@@ -145,6 +147,7 @@ def test_auto_takes_the_faster_form_that_agrees_and_says_so(check, line):
     assert check.passed == line.startswith("kernel")
 
 
+@pytest.mark.slow
 def test_auto_takes_a_kernel_only_after_its_check(monkeypatch):
     monkeypatch.setattr(choice, "platform", lambda: "gpu")
     monkeypatch.setattr(choice, "kernel_of", lambda _: lambda q, k, v, layout, causal: jnp.zeros_like(q) - 1)

@@ -49,6 +49,7 @@ def test_what_is_no_address_is_refused(address):
         Bucket.of(address)
 
 
+@pytest.mark.slow
 def test_a_model_goes_into_a_bucket_and_comes_back_bit_for_bit(gcs, tmp_path):
     make_tiny("gs://bkt/tiny")
     convert("gs://bkt/tiny", "gs://bkt/models/tiny.ckpt")

@@ -182,6 +182,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_a_file_holds_it_is_read_or_refused(data, tiny_hf, adapter, tmp_path_factory):

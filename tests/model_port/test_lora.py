@@ -175,6 +175,7 @@ def on_disk(tiny_hf, tmp_path_factory) -> Path:
 IDS = np.random.default_rng(7).integers(5, 900, 37)
 
 
+@pytest.mark.slow
 def test_what_is_read_is_what_was_written(tiny_hf, on_disk):
     model = adapted(model_port.load(tiny_hf))
     found = read_adapter(on_disk, model.config, LORA.rank)
@@ -226,6 +227,7 @@ def rebased(adapter: Path, base: Path, **changes) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": str(base)} | changes))
 
 
+@pytest.mark.slow
 def test_other_weights_than_those_it_was_trained_with_are_refused(tiny_hf, on_disk, tmp_path):
     other, adapter = shutil.copytree(tiny_hf, tmp_path / "other"), shutil.copytree(on_disk, tmp_path / "adapter")
     tensors = load_file(other / "model.safetensors")
@@ -273,6 +275,7 @@ def change_pixels(base):
     (base / "preprocessor_config.json").write_text(json.dumps(content))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -403,6 +403,7 @@ def test_writing_less_or_more_than_declared_is_an_error(tmp_path):
             writer.write(np.zeros(1, np.float32))
 
 
+@pytest.mark.slow
 def test_a_config_of_another_library_version_still_converts(tiny_hf, tmp_path):
     """transformers 5 writes rope_parameters; the published files have rope_scaling."""
     from transformers import Qwen3VLConfig

@@ -129,6 +129,7 @@ def heads_in_another_order(q, keys, values, table, lengths):
     return plain_kernel(q, keys[::-1], values[::-1], table, lengths)
 
 
+@pytest.mark.slow
 def test_a_kernel_that_agrees_passes_its_check():
     check = check_decoding(plain_kernel, TEXT, "bfloat16")
     assert check.error < 0.01 and min(check.kernel_ms, check.plain_ms) > 0
@@ -136,12 +137,14 @@ def test_a_kernel_that_agrees_passes_its_check():
     assert faster.passed and str(faster).startswith("kernel, max error")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", [without_the_last_token, without_a_page, heads_in_another_order])
 def test_the_check_rejects_a_wrong_decode_kernel(kernel):
     check = check_decoding(kernel, TEXT, "bfloat16")
     assert not check.passed and str(check).startswith("plain, because the kernel is wrong: max error ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("works", [True, False])
 def test_the_sampler_decodes_with_the_kernel_only_if_it_passes_its_check(monkeypatch, works):
     kernel = plain_kernel if works else without_a_page

@@ -96,6 +96,7 @@ def test_default_model_is_small_and_its_files_agree_with_its_config(tiny_hf, tok
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
 
 
+@pytest.mark.slow
 def test_a_tiny_qwen2_5_opens_in_transformers_and_is_converted_and_exported_bit_for_bit(tmp_path):
     hf, out = tmp_path / "hf", tmp_path / "out"
     config = make_tiny(hf, config=tiny_config("qwen2_5_vl"))

@@ -80,6 +80,7 @@ def test_the_prompt_shows_frames_with_their_times_and_a_detail_of_another_size(h
     assert "<0.0 seconds>" in text and "<5.0 seconds>" in text and text.endswith("<|im_start|>assistant\n")
 
 
+@pytest.mark.slow
 def test_wide_logits_of_a_right_model_pass_where_an_absolute_bound_fails(hf, prompt, expected, allowed_bf16):
     ours = our_logits(hf, prompt, "float32")
     found = LogitsDifference.between(ours, expected)
@@ -89,6 +90,7 @@ def test_wide_logits_of_a_right_model_pass_where_an_absolute_bound_fails(hf, pro
     assert MAX_RELATIVE < rounded.relative_error <= allowed_bf16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", ["rope", "layer", "deepstack", "order"])
 def test_a_wrong_model_fails_in_both_dtypes(wrong, hf, prompt, expected, allowed_bf16, tmp_path):
     src, shown = hf, prompt
@@ -129,6 +131,7 @@ def command(monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_only_one_model_is_in_memory_at_a_time(hf, command, monkeypatch):
     def num_bytes():
         return sum(array.nbytes for array in jax.live_arrays())
@@ -141,6 +144,7 @@ def test_only_one_model_is_in_memory_at_a_time(hf, command, monkeypatch):
     assert beside and beside[0] < (hf / SINGLE_FILE).stat().st_size / 100
 
 
+@pytest.mark.slow
 def test_the_verdict_is_one_line(hf, command, tmp_path, capsys):
     command("--hf", str(hf), "--dtype", "bfloat16")
     said = capsys.readouterr()

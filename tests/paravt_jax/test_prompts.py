@@ -201,6 +201,7 @@ def test_another_path_than_the_releases_directory_is_an_error(release, directory
 DOUBLED = "".join(f"A{n + 1} = A{n} + A{n}\n" for n in range(39))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "constants",
     [

@@ -36,6 +36,7 @@ def of_template(reference, messages, **kwargs):
     return reference.apply_chat_template(messages, tokenize=True, return_dict=False, **kwargs)
 
 
+@pytest.mark.slow
 def test_a_prompt_is_what_transformers_renders(chat, reference):
     messages = main_messages(Prompts(), [("video.mp4", 64.0, [0.0, 12.5])], "What? Größe 你好", 5)
     expected = of_template(reference, messages, tools=[CROP_VIDEO_SCHEMA], add_generation_prompt=True)

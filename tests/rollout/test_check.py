@@ -139,6 +139,7 @@ def test_a_wrong_server_is_refused(wrong, dtype, scorers, chat, right, tmp_path)
     assert any("log-probs of 'dialogue' tokens differ from the learner's in float32" in one for one in found.problems)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [with_the_first_last, black_at_the_end])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_server_with_a_wrong_picture_in_a_tools_response_is_refused(change, dtype, scorers, chat, right):

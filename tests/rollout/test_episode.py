@@ -52,6 +52,7 @@ def check_ledger(chat: Chat, engine: ScriptedEngine, episode: Episode) -> None:
     assert len(engine.requests) == len(episode.turns) + len(episode.ledgers) - 1
 
 
+@pytest.mark.slow
 def test_two_turns_with_parallel_calls_make_the_whole_dialogue_of_the_template(chat):
     first = f"I look.</think>\n\n{call(10, 20)}\n{call(30, 40)}<|im_end|>"
     engine = script(chat, [first, ANSWER], report=lambda prompt: f"Seen {prompt.count('seconds>')} frames.<|im_end|>")

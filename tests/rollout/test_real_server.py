@@ -479,7 +479,7 @@ def adapted(model, tiny_hf):
     return [version(seed) for seed in (1, 2)]
 
 
-@pytest.mark.parametrize("by", ["files", "network"])
+@pytest.mark.parametrize("by", [pytest.param("files", marks=pytest.mark.nightly), "network"])
 def test_a_server_merges_every_adapter_it_gets_into_its_own_model(server, model, adapted, contract, chat, tmp_path, by):
     """Also after a restart, which is played: it leaves the weights of other files, and SGLang's own label."""
     (tmp_path / "other").mkdir()
@@ -888,6 +888,7 @@ def test_the_real_server_dies_with_a_parent_killed_while_it_loads(sglang_python,
     assert all_gone(processes)
 
 
+@pytest.mark.nightly
 def test_the_real_server_says_what_is_wrong_with_a_model(sglang_python, tiny_hf, tmp_path):
     model = shutil.copytree(tiny_hf, tmp_path / "broken")
     (model / "model.safetensors").write_bytes(b"no tensors")

@@ -256,6 +256,7 @@ def test_the_command_ends_when_its_supervisor_is_killed(fake):
     assert len(processes) >= 4 and all_gone(processes, within_s=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_command_prints_the_url_and_stops_on_request(fake, number):
     settings = fake()
@@ -271,6 +272,7 @@ def test_the_command_prints_the_url_and_stops_on_request(fake, number):
     assert len(processes) >= 4 and all_gone(processes)
 
 
+@pytest.mark.slow
 def test_the_command_can_be_stopped_while_it_starts(fake):
     command = serve(fake("hang"))
     while len(processes := family(command.pid)) < 4:
@@ -281,6 +283,7 @@ def test_the_command_can_be_stopped_while_it_starts(fake):
     assert all_gone(processes)
 
 
+@pytest.mark.slow
 def test_the_command_fails_when_its_server_dies(fake):
     command = serve(fake(), "--json")
     shown = json.loads(command.stdout.readline())
@@ -302,6 +305,7 @@ def test_the_command_killed_by_sigkill_leaves_nothing(fake):
     assert len(processes) >= 4 and all_gone(processes)
 
 
+@pytest.mark.slow
 def test_the_command_shows_a_stack_trace_only_when_asked(fake, tmp_path):
     (tmp_path / "config.json").unlink()
     code, _, errors = ended(serve(fake()))

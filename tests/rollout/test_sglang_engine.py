@@ -586,6 +586,7 @@ async def test_a_publish_waits_for_a_server_that_comes_back(engine, server):
     assert server.version == "t/3"
 
 
+@pytest.mark.slow
 def test_weights_that_a_killed_process_left_in_memory_are_removed():
     writer = (
         "import asyncio, os, signal, sys; sys.path[:0] = sys.argv[1:]\n"

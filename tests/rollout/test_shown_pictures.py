@@ -85,6 +85,7 @@ def keys(pictures) -> list[str]:
     return [picture.key for picture in pictures]
 
 
+@pytest.mark.slow
 def test_frames_of_calls_are_in_the_dialogue_that_the_template_renders_and_no_sub_agent_is_asked(chat):
     engine, episode = played(chat, call(5, 8), call(60, 90))
     assert [len(request.pictures) for request in engine.requests] == [2, 9]  # the main agent's two turns

@@ -98,6 +98,7 @@ def long_video(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_video(path, at_fps(30, 600), size_px=(480, 640), options={"preset": "ultrafast"}, gop_frames=300)
 
 
+@pytest.mark.slow
 @reading()
 async def test_frames_are_those_shown_at_the_times_and_labelled_with_their_own(reader: FrameReader, video):
     info = await reader.info(video, PATIENCE_S)
@@ -113,6 +114,7 @@ async def test_frames_are_those_shown_at_the_times_and_labelled_with_their_own(r
         await reader.frames(video, [1.0], 0)
 
 
+@pytest.mark.slow
 @reading()
 async def test_a_frame_asked_for_again_is_the_same_object_and_only_missing_ones_are_decoded_in_one_job(
     reader: FrameReader, video
@@ -126,6 +128,7 @@ async def test_a_frame_asked_for_again_is_the_same_object_and_only_missing_ones_
     assert metrics["video/memory_hit_frac"] == 2 / 8 and metrics["video/memory_bytes"] > 0
 
 
+@pytest.mark.slow
 @reading()
 async def test_what_many_ask_for_at_once_is_decoded_once(reader: FrameReader, video):
     asked = [reader.frames(video, range(number, 5 + number), PATIENCE_S) for number in range(4)]
@@ -137,6 +140,7 @@ async def test_what_many_ask_for_at_once_is_decoded_once(reader: FrameReader, vi
     assert metrics["video/decoded_frames"] == 8 and metrics["video/shared_frac"] == 12 / 20
 
 
+@pytest.mark.slow
 @reading()
 async def test_the_first_who_asked_may_give_up_and_the_others_still_get_it(reader: FrameReader, video):
     first = asyncio.create_task(reader.frames(video, [1, 2], PATIENCE_S))
@@ -181,6 +185,7 @@ async def test_a_worker_that_hangs_is_killed_at_the_deadline_and_its_siblings_go
     assert not is_worker(stuck) and reader.metrics()["video/timeouts"] == 1
 
 
+@pytest.mark.slow
 @reading()
 async def test_a_worker_that_is_killed_fails_only_the_job_it_had(reader: FrameReader, video):
     await all_up(reader, video)
@@ -196,6 +201,7 @@ async def test_a_worker_that_is_killed_fails_only_the_job_it_had(reader: FrameRe
     assert reader.metrics()["video/worker_deaths"] == 1
 
 
+@pytest.mark.slow
 @reading()
 async def test_a_worker_that_dies_while_idle_fails_nothing(reader: FrameReader, video):
     await all_up(reader, video)
@@ -273,6 +279,7 @@ def overview_pixels(path: Path, **options: Any) -> tuple[list[np.ndarray], float
     return with_reader(test, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gop_frames", "options", "num_jobs"),
     [(30, {}, 3), (30, {"bf": "3", "x264-params": "open-gop=1"}, 3), (10_000, {"sc_threshold": "0"}, 1)],
@@ -289,6 +296,7 @@ def test_an_overview_that_is_split_over_the_workers_equals_the_undivided_one(
     np.testing.assert_array_equal(split, whole)
 
 
+@pytest.mark.slow
 def test_a_failed_part_of_an_overview_is_one_error_and_the_next_request_decodes_only_its_frames(
     long_video, monkeypatch
 ):
@@ -309,6 +317,7 @@ def test_a_failed_part_of_an_overview_is_one_error_and_the_next_request_decodes_
     with_reader(test)
 
 
+@pytest.mark.slow
 @reading()
 async def test_a_header_tells_about_how_much_an_overview_decodes(reader: FrameReader, video, tmp_path):
     by_header = await reader.overview_px(video, 10, PATIENCE_S)
@@ -318,6 +327,7 @@ async def test_a_header_tells_about_how_much_an_overview_decodes(reader: FrameRe
     await fails_with(VideoError, "No such file", reader.overview_px(tmp_path / "gone.mp4", 10, PATIENCE_S))
 
 
+@pytest.mark.slow
 def test_what_a_probe_found_is_kept_for_later_runs(video, tmp_path):
     async def test(reader: FrameReader) -> tuple[VideoInfo, list[tuple[float, int]], float]:
         info = await reader.info(video, PATIENCE_S)
@@ -344,6 +354,7 @@ def test_a_cache_that_cannot_be_written_ends_nothing(video, tmp_path, caplog):
     assert "cannot be kept in" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ratio", "size_px"), [((2, 1), (96, 256)), ((1, 2), (96, 64)), ((4, 3), (96, 171))])
 def test_an_anamorphic_video_is_shown_in_its_display_aspect_ratio(tmp_path, ratio, size_px):
     path = write_video(tmp_path / "video.mp4", at_fps(30, 60), pixel_ratio=Fraction(*ratio))
@@ -368,6 +379,7 @@ async def test_an_anamorphic_video_that_was_filmed_sideways_is_turned_after_its_
     assert (info.height, info.width) == (256, 96)
 
 
+@pytest.mark.slow
 def test_the_event_loop_does_none_of_the_work(long_video, tmp_path):
     async def test(reader: FrameReader) -> None:
         start_s = time.thread_time()
@@ -445,6 +457,7 @@ def test_all_workers_together_may_take_half_of_the_memory_however_many_were_aske
     assert workers_within(2**30, num_workers=8) == 1
 
 
+@pytest.mark.slow
 @reading(num_workers=1, max_jobs_per_worker=2)
 async def test_a_worker_is_retired_after_its_number_of_jobs(reader: FrameReader, video):
     before = workers()
@@ -460,6 +473,7 @@ def test_workers_import_only_what_they_need():
     assert not heavy & set(run.stdout.split())
 
 
+@pytest.mark.slow
 def test_a_later_run_finds_the_frames_on_disk(video, tmp_path):
     async def test(reader: FrameReader) -> tuple[list[bytes], dict[str, float]]:
         frames = await reader.frames(video, range(10), PATIENCE_S)
@@ -475,18 +489,21 @@ def test_a_later_run_finds_the_frames_on_disk(video, tmp_path):
     assert (metrics["video/decoded_frames"], metrics["video/disk_damaged_files"]) == (3, 3) and first == third
 
 
+@pytest.mark.slow
 @reading(memory_bytes=100_000)
 async def test_frames_that_memory_has_no_room_for_are_still_delivered(reader: FrameReader, video):
     assert len(await reader.frames(video, range(10), PATIENCE_S)) == 10
     assert reader.metrics()["video/memory_bytes"] <= 100_000
 
 
+@pytest.mark.slow
 @reading(frame_size=lambda height, width: (64, 32) if (height, width) == (HEIGHT, WIDTH) else (1, 1))
 async def test_frames_come_in_the_size_that_was_asked_for_upright(reader: FrameReader, video):
     (frame,) = await reader.frames(video, [3], PATIENCE_S)
     assert frame.picture.size_px == (64, 32) and number_of(frame.picture.pixels) == 90
 
 
+@pytest.mark.slow
 def test_a_shape_that_cannot_be_shown_is_an_error_of_the_video(video):
     def refuse(height: int, width: int) -> tuple[int, int]:
         raise ValueError("too narrow")
@@ -497,6 +514,7 @@ def test_a_shape_that_cannot_be_shown_is_an_error_of_the_video(video):
     with_reader(test, frame_size=refuse)
 
 
+@pytest.mark.slow
 @reading()
 async def test_a_replaced_file_is_noticed_and_read_anew(reader: FrameReader, tmp_path):
     path = write_video(tmp_path / "video.mp4", at_fps(30, 60))
@@ -506,6 +524,7 @@ async def test_a_replaced_file_is_noticed_and_read_anew(reader: FrameReader, tmp
     assert shown(await reader.frames(path, [1], PATIENCE_S)) == [(1.0, 10)]
 
 
+@pytest.mark.slow
 @reading()
 async def test_one_tried_in_vain_is_tried_again_when_the_file_has_come(reader: FrameReader, tmp_path):
     path = tmp_path / "video.mp4"
@@ -514,6 +533,7 @@ async def test_one_tried_in_vain_is_tried_again_when_the_file_has_come(reader: F
     assert (await reader.info(path, PATIENCE_S)).num_frames == 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ending", "fps", "num_frames"), [("mp4", 30, 271), ("mkv", 24000 / 1001, 200), ("ts", 25, 97)]
 )
@@ -550,6 +570,7 @@ def test_unusual_lengths_give_frames(tmp_path, times_s, num_overview, num_crop):
         assert time_s == pytest.approx(times_s[number], abs=0.001)
 
 
+@pytest.mark.slow
 @reading()
 async def test_a_cut_off_video_is_as_long_as_what_is_left(reader: FrameReader, tmp_path):
     path = write_video(tmp_path / "video.mp4", at_fps(30, 300), container_options=INDEX_FIRST)
@@ -560,12 +581,14 @@ async def test_a_cut_off_video_is_as_long_as_what_is_left(reader: FrameReader, t
     assert len(frames) >= 7 and all(number == round(30 * time_s) for time_s, number in frames)
 
 
+@pytest.mark.slow
 @reading()
 async def test_a_cut_off_video_without_its_index_is_an_error(reader: FrameReader, tmp_path):
     path = truncate(write_video(tmp_path / "video.mp4", at_fps(30, 300)), 0.6)
     await fails_with(VideoError, "damaged or not a video", reader.info(path, PATIENCE_S))
 
 
+@pytest.mark.slow
 @reading()
 async def test_frames_beyond_the_last_decodable_one_are_left_out_or_an_error(reader: FrameReader, tmp_path):
     path = write_video(tmp_path / "video.mp4", at_fps(30, 300), container_options=INDEX_FIRST)
@@ -580,6 +603,7 @@ async def test_frames_beyond_the_last_decodable_one_are_left_out_or_an_error(rea
     assert reader.metrics()["video/jobs"] == jobs  # not tried in vain again
 
 
+@pytest.mark.slow
 @reading()
 async def test_damage_in_the_middle_costs_no_frame_elsewhere(reader: FrameReader, tmp_path):
     path = write_video(tmp_path / "video.mp4", at_fps(30, 300), container_options=INDEX_FIRST)

@@ -139,6 +139,7 @@ def server(tmp_path, monkeypatch):
         process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_exits_at_once_and_removes_client_files(server, number):
     process, directory = server
@@ -150,6 +151,7 @@ def test_a_second_signal_exits_at_once_and_removes_client_files(server, number):
     assert not directory.exists()
 
 
+@pytest.mark.slow
 def test_the_next_start_removes_files_of_a_killed_server_and_keeps_files_of_a_running_one(server, tmp_path):
     process, directory = server
     with client_files() as ours:

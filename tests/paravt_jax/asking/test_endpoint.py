@@ -40,6 +40,7 @@ def video(tmp_path_factory):
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_question_is_answered_and_shown_on_a_page_by_a_model_behind_an_endpoint(video, capsys, tmp_path):
     page = tmp_path / "page.html"
 

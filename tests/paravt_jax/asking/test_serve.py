@@ -167,6 +167,7 @@ def test_large_bodies_are_limited_in_total_and_small_ones_accepted(chat, videos,
     assert with_service(chat, videos, work) == (b"503", "A")
 
 
+@pytest.mark.slow
 def test_a_request_of_100_mb_is_rejected(chat, videos):
     async def work(served):
         with pytest.raises(openai.APIStatusError) as raised:

@@ -101,6 +101,7 @@ def test_estimated_seconds_depend_on_row_length_and_dtype():
     assert step_s(8192, "--dtype", "bfloat16") < step_s(8192)
 
 
+@pytest.mark.slow
 def test_meshes_that_fit_come_first_and_the_fastest_is_recommended():
     result = result_of(
         "--topology", "h100:16", "--plan-only", "--model", "8b", "--dtype", "bfloat16", "--row-tokens", "8192"
@@ -218,6 +219,7 @@ def test_the_price_of_a_cold_start_has_all_updates():
     assert row["run_price"] == 2 * [pytest.approx(2.5 * 8 / 3600 * 500 * row["est_step_s"])]
 
 
+@pytest.mark.slow
 def test_meshes_whose_steps_the_plan_cannot_tell_apart_are_listed():
     arguments = ("--topology", "h100:8", "--plan-only", "--config", f"{CONFIGS}/8b_8x80gb_embedded.yaml")
     result = result_of(*arguments)

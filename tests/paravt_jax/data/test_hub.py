@@ -183,6 +183,7 @@ def test_names_are_parsed_by_part():
         assert hub_name(path) is None
 
 
+@pytest.mark.slow
 def test_offline_the_command_reports_the_download_command(tmp_path):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "paravt_jax.data", "inspect", REPO]

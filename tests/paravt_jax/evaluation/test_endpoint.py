@@ -90,6 +90,7 @@ def test_a_certificate_names_the_model_and_hashes_all_requests_and_has_no_addres
     assert len(endpoint.bodies) == 1 + 3 * 3  # one to check it
 
 
+@pytest.mark.slow
 def test_equal_evaluations_have_equal_hashes_of_their_requests_and_others_do_not(copy, tmp_path):
     cells = [
         evaluated(copy, tmp_path / f"run{number}", FakeEndpoint(says), overrides=overrides)
@@ -99,6 +100,7 @@ def test_equal_evaluations_have_equal_hashes_of_their_requests_and_others_do_not
     assert hashes[0] == hashes[1] != hashes[2]
 
 
+@pytest.mark.slow
 def test_a_sample_that_the_endpoint_refuses_is_missing_by_its_reason_and_repeated(copy, tmp_path):
     cell = evaluated(copy, tmp_path / "run", FakeEndpoint(ANSWER, "ok", "filtered", "vllm context", "ok"))
     assert cell["n"]["missing"] == {"content_filter": 1, "context": 1} and cell["n"]["answered"] == 1
@@ -127,6 +129,7 @@ def _exit() -> None:
     raise SystemExit
 
 
+@pytest.mark.slow
 def test_a_killed_evaluation_resumes_to_the_same_certificate(copy, tmp_path, monkeypatch):
     monkeypatch.setattr("paravt_jax.evaluation.runner.MAX_IN_FLIGHT", 1)
     expected = evaluated(copy, tmp_path / "whole", FakeEndpoint(ANSWER))
@@ -191,6 +194,7 @@ def test_an_endpoint_that_is_down_is_one_sentence_before_the_first_sample(copy, 
         asyncio.run(run_eval(config_of(copy, tmp_path / "run")))
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_dies_stops_the_evaluation_and_a_restart_resumes_it(copy, tmp_path, monkeypatch):
     monkeypatch.setattr("paravt_jax.evaluation.runner.MAX_IN_FLIGHT", 1)
     with pytest.raises(RuntimeError, match="failed 3 samples in a row"):
@@ -235,6 +239,7 @@ def test_settings_of_other_engines_have_the_keys_that_they_always_had():
     assert not changed_sections(record | engines[1], record | engines[2])
 
 
+@pytest.mark.slow
 def test_the_page_of_a_run_shows_episodes_without_ids(copy, tmp_path):
     evaluated(copy, tmp_path / "run", FakeEndpoint(says))
     records = map(json.loads, (tmp_path / "run" / "samples_parallel_2.jsonl").read_text().splitlines())

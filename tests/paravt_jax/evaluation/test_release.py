@@ -139,6 +139,7 @@ RELEASE = os.environ.get("PARAVT_RELEASE")
 TEXTS = ["stand-in", *(["its own"] if RELEASE else [])]  # the hashes of its own texts need a copy of the release
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("texts", TEXTS)
 @pytest.mark.parametrize("split", FOLDERS)
 def test_all_requests_and_scores_equal_the_released_drivers(split, texts, videos):

@@ -102,6 +102,7 @@ def in_row_order(split, root):
     return sorted(lines_of(root), key=lambda line: ids.index(line["id"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS)
 def test_every_split_is_scored_by_the_releases_rule_and_the_harness(split, copy_of):
     reply, released, official = RIGHT[split]
@@ -149,6 +150,7 @@ def test_an_endpoint_that_takes_no_videos_is_one_sentence_before_the_first_sampl
     assert not list((root.parent / "run").glob("samples_*"))
 
 
+@pytest.mark.slow
 def test_a_failed_request_is_missing_here_and_wrong_in_the_releases_figure(copy_of, monkeypatch):
     monkeypatch.setattr("paravt_jax.evaluation.runner.MAX_IN_FLIGHT", 1)
     monkeypatch.setitem(SPLITS, "lvbench", replace(SPLITS["lvbench"], num_samples=3))
@@ -177,6 +179,7 @@ def test_a_call_that_stops_the_released_driver_is_wrong(copy_of):
     assert {line["episodes"][0]["malformed"] for line in lines_of(root)} == {"the call [1, 2] has no arguments"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_written", [0, 1, 2])
 def test_a_killed_evaluation_resumes_without_repeating_a_sample(num_written, copy_of, monkeypatch):
     monkeypatch.setattr("paravt_jax.evaluation.runner.MAX_IN_FLIGHT", 1)
@@ -196,6 +199,7 @@ def test_a_killed_evaluation_resumes_without_repeating_a_sample(num_written, cop
     assert len(bodies) == 3 - num_written and cell["n"]["answered"] == 3 and len(lines_of(root)) == 3
 
 
+@pytest.mark.slow
 def test_samples_go_on_at_the_other_server_when_one_dies_and_the_reason_is_logged(copy_of, capsys):
     """All samples are about one video, so one server has them, and dies at their second turn."""
     root, endpoints = copy_of("lvbench"), [FakeEndpoint(), FakeEndpoint()]
@@ -221,6 +225,7 @@ def test_samples_go_on_at_the_other_server_when_one_dies_and_the_reason_is_logge
     assert re.search(logged, capsys.readouterr().err)
 
 
+@pytest.mark.slow
 def test_samples_of_other_texts_are_not_mixed(copy_of):
     root = copy_of("lvbench")
     run("lvbench", root, "D")
@@ -276,6 +281,7 @@ eval: {{protocol: release, mode: reasoning, release_texts: {texts}, published_ro
 """
 
 
+@pytest.mark.slow
 def test_a_batch_runs_what_is_left_continues_after_a_failure_and_draws_the_table(
     copy_of, tmp_path, capsys, monkeypatch
 ):

@@ -29,7 +29,7 @@ from rollout.endpoint.servers import endpoint_settings
 from rollout.server import sidecar_python
 from rollout.video.encode import write_video
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 TEXTS = json.loads((Path(__file__).parent / "release_golden.json").read_text())["texts"]
 MODEL, NUM_ROWS = "tiny/model", 2
 CONTEXT = ("--context-length", "16384", "--max-total-tokens", "32768")  # an overview has 6,300 tokens

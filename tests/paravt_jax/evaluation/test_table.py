@@ -66,6 +66,7 @@ def test_contradictory_runs_are_rejected(tmp_path):
         read_rows([make_run(tmp_path / "c", split=None)])
 
 
+@pytest.mark.slow
 def test_the_table_is_drawn(tmp_path):
     draw(read_rows([make_run(tmp_path / "a")]), tmp_path / "table.png")
     assert (tmp_path / "table.png").read_bytes()[:4] == b"\x89PNG"

@@ -53,6 +53,7 @@ def spelled(chat, episode, mask) -> list[str]:
     return [chat.decode(ids[run]) for run in runs if len(run)]
 
 
+@pytest.mark.slow
 def test_structural_tokens_spell_the_tags_and_are_sampled(chat):
     episode, terms = play(chat)
     mask = struct_mask(episode, terms.tags, chat)

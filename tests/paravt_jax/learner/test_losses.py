@@ -227,6 +227,7 @@ def test_each_option_changes_only_the_gradient_of_its_own_term(change):
     assert (base.kl_ref, base.behavior_kl, base.num_tokens) == (changed.kl_ref, changed.behavior_kl, changed.num_tokens)
 
 
+@pytest.mark.slow
 def test_on_fresh_rollouts_the_gradient_is_reinforces():
     tokens = random_tokens()
     tokens |= {"behavior_logp": tokens["policy_logp"], "prox_logp": tokens["policy_logp"]}
@@ -272,6 +273,7 @@ def test_the_expected_gradient_of_the_kl_term(estimator, forward, float64):
     assert np.abs(gradient).max() > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_likelihood_has_the_gradient_of_a_float64_reference(name, float64):
     """−Σ weight · likelihood · log softmax(z)[target], differentiated by hand to the logits z."""
@@ -379,6 +381,7 @@ def test_a_sequence_number_out_of_range_is_not_hidden(number):
     assert math.isnan(sums_and_gradient(replace(PLAIN, name="gspo"), tokens, num_sequences=2)[0].loss)
 
 
+@pytest.mark.slow
 def test_only_the_policy_is_differentiated():
     tokens = random_tokens()
     constants = {name: tokens[name] for name in ("prox_logp", "behavior_logp", "ref_logp", "advantage")}
@@ -408,6 +411,7 @@ def test_mismatch_by_class_by_hand():
     np.testing.assert_allclose(sums.entropy, [0.75, 0, 4.0, 0], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_quantiles_of_the_ratio_come_from_bins_that_add_up():
     log_ratio = np.concatenate([np.zeros(900), np.full(60, -0.2), np.full(40, 0.3), [jnp.nan]])
     mask = jnp.asarray(np.arange(1001) < 1000)
@@ -461,6 +465,7 @@ def test_an_impossible_largest_kl_is_named():
             MismatchConfig(max_kl)
 
 
+@pytest.mark.slow
 def test_a_missing_input_of_an_option_is_named():
     with pytest.raises(ValueError, match=r"loss\.kl_coef with a KL in the loss needs ref_logp"):
         loss_of(LossConfig(), make_tokens())

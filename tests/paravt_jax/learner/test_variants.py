@@ -87,6 +87,7 @@ def config_of(name):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("per_token", [False, True], ids=["advantage per sequence", "advantage per token"])
 def test_a_loss_equals_plain_numpy(name, per_token):

@@ -204,6 +204,7 @@ def test_calibrate_needs_a_plan(capsys, monkeypatch):
     assert "--calibrate needs --plan" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_meshes_are_compared_at_the_rates_of_a_log(log):
     def step_of(*options: str) -> tuple[list[float], list[str]]:
         parser = argparse.ArgumentParser()

@@ -56,6 +56,7 @@ def test_the_plan_of_a_cold_start_has_the_number_of_hosts():
     assert " on 4 hosts, mesh data 4" in imitation_plan_of(config)
 
 
+@pytest.mark.slow
 def test_a_mesh_that_hosts_cannot_split_is_rejected():
     config = load_config("configs/paragrpo_8b.yaml", *TWO_HOSTS, "mesh.data=1", "mesh.fsdp=2", "mesh.tensor=8")
     host_of(config)

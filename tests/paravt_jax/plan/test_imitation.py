@@ -46,6 +46,7 @@ def test_a_device_without_a_data_sheet_has_no_seconds(capsys, monkeypatch):
     assert "not estimated" in out and "not checked: the memory of cpu is unknown" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "changed_keys"),
     [

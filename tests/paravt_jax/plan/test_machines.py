@@ -146,6 +146,7 @@ def test_a_recipe_that_changes_the_method_is_detected(monkeypatch):
     assert {"engine.gpus", "mesh.fsdp", "pack.num_rows"} <= other_settings("8b_8x80gb")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LEARNERS)
 def test_the_mesh_of_a_recipe_uses_the_whole_machine_and_fits_by_the_plan(name):
     config, plan = config_of(name), plan_for(name)
@@ -168,6 +169,7 @@ def test_no_mesh_that_fits_has_a_step_more_than_one_percent_faster(name):
     assert len(seconds) > 1 and seconds[mesh.data, mesh.fsdp, mesh.tensor] <= 1.01 * min(seconds.values()), seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LEARNERS)
 def test_the_commands_of_a_recipe_make_its_policy_on_its_machine(name):
     commands = header_of(name)
@@ -187,6 +189,7 @@ def test_a_cold_start_differs_from_the_published_one_in_the_machine_only(name):
     assert differing_keys(start_of("sft_8b"), start_of(name)) == allowed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*LEARNERS, *STARTS])
 def test_the_figures_in_a_header_match_the_plan(name):
     written = ESTIMATES.search(header_of(name))
@@ -204,6 +207,7 @@ def test_the_table_of_recipes_matches_the_plan(row):
     assert bound_by == figures[1].bound_by
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", START_ROW.findall(TRAINING.read_text()), ids=lambda row: " ".join(row[:2]))
 def test_the_table_of_cold_starts_matches_the_plan(row):
     name, settings, gib, usable, step_s = row

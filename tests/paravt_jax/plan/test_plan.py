@@ -64,7 +64,7 @@ CASES = {
     "adapters, none": (MID, (1, 2, 2), 512, "none", "blocked"),
 }
 
-NIGHTLY_CASES = ("dots", "full, xla", "head", "adapters, none")
+NIGHTLY_CASES = ("none", "dots", "full, xla", "full, scanned", "head", "adapters, none")
 
 
 def plan_of_config(config: Config, model: ModelConfig = EIGHT_B, device: DeviceSpec = CPU) -> Plan:
@@ -220,6 +220,7 @@ def traced_flops(learner, batch, monkeypatch) -> dict[str, float]:
     return flops
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_the_plan_of_every_config_fits_100_columns(path):
     text = plan_of(load_config(path), "h100")
@@ -227,6 +228,7 @@ def test_the_plan_of_every_config_fits_100_columns(path):
     assert "peak" in text and "assumptions" in text
 
 
+@pytest.mark.slow
 def test_8b_on_one_h100_does_not_fit_and_the_advice_does():
     plan = plan_of_config(Config(), device=H100)
     assert plan.fit.fits is False and plan.fit.row_tokens == 0 and plan.fit.num_rows == 0
@@ -289,6 +291,7 @@ def test_memory_needs_no_device():
     assert memory.peak_bytes > sum(memory.resident.values()) > 0
 
 
+@pytest.mark.slow
 def test_a_plan_for_a_cpu_assumes_float32_and_prints_it():
     remark = "computed in float32: on a CPU bfloat16 is slower and takes more memory"
     for file, schema, plan in (("2b_lora_24gb", Config, plan_of), ("sft_2b_lora_24gb", SftConfig, imitation_plan_of)):

@@ -99,6 +99,7 @@ def test_a_device_of_unpredicted_memory_recomputes_everything(kind):
     assert line == "remat: full, because the plan does not predict this device's memory closely enough"
 
 
+@pytest.mark.slow
 def test_every_host_of_a_run_chooses_the_same():
     config = load_config("configs/32b_64.yaml", "hosts.coordinator=10.0.0.1:8476", "hosts.num=8")
     device = [SimpleNamespace(device_kind=H100.kind)]

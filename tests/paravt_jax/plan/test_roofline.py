@@ -124,6 +124,7 @@ def test_the_devices_of_a_mesh_axis_span_hosts_of_eight(num_devices, stride, num
     assert among("all-gather", 1, num_devices, stride).num_hosts == num_hosts
 
 
+@pytest.mark.slow
 def test_one_device_sends_nothing():
     programs = works(planned((1, 1, 1), row_tokens=1024, dims=tiny_config()))
     assert sum(work.sent_bytes for work in programs.values()) == 0

@@ -59,6 +59,7 @@ def test_the_decode_interval_contains_the_time_of_the_compiled_sampler(name, dev
     assert low < compiled_ms < high
 
 
+@pytest.mark.slow
 def test_the_prefill_interval_contains_an_h200s_seconds(monkeypatch):
     """docs/benchmarks: stacked weights of the 8B, and chunks of 256 tokens, 10,240 tokens a second."""
     monkeypatch.setattr("model_port.sampler.sampler.CHUNK_TOKENS_ELSEWHERE", 256)
@@ -108,11 +109,13 @@ def test_more_servers_slow_no_part_down():
     assert all(many.parts[name] <= few.parts[name] for name in few.parts) and many.seconds < few.seconds
 
 
+@pytest.mark.slow
 def test_the_sampler_splits_heads_over_a_hosts_devices_whatever_the_learners_mesh():
     split = step_of("8b_8x80gb_embedded").parts["decode"]
     assert split == step_of("8b_8x80gb_embedded", "mesh.fsdp=1", "mesh.tensor=8", "pack.num_rows=1").parts["decode"]
 
 
+@pytest.mark.slow
 def test_a_small_cache_decodes_fewer_requests_together():
     at_once = RateRange(*(end._replace(calls=1.0, tail=1.0) for end in PUBLISHED))
     small = step_of("8b_8x80gb_embedded", "engine.cache_tokens=32768", rates=at_once).parts["decode"]
@@ -129,6 +132,7 @@ def test_the_embedded_engine_has_no_publish_part():
     assert "publish" not in step_of("8b_8x80gb_embedded").parts and "publish" in step_of("8b_8x80gb").parts
 
 
+@pytest.mark.slow
 def test_servers_get_the_adapter_alone():
     """64 · (4096 + 4096) for Q and O, 64 · (4096 + 1024) for K and V, 64 · (4096 + 12288) for the MLP's three."""
     adapter_bytes = 4 * 36 * 64 * (2 * 8192 + 2 * 5120 + 3 * 16384)
@@ -177,6 +181,7 @@ def test_a_large_model_gets_several_devices_per_server():
     assert server_devices(engine, preset("8b"), H100) == len(engine.gpus) == 4
 
 
+@pytest.mark.slow
 def test_overviews_are_decoded_by_all_workers():
     """Seven overviews of 5 s by one worker, and by the eight of the default; two of 22 s on each of four hosts."""
     assert step_of("8b_8x80gb", "video.num_workers=1").parts["frames on CPUs"].low == 7 * 5.0

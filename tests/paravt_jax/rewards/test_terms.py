@@ -679,6 +679,7 @@ def test_every_deleted_doubled_or_exchanged_tag_of_a_right_episode_costs_somethi
             assert terms(*turns[:number], changed, *turns[number + 1 :], outcomes=outcomes).total < full - 0.05, changed
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(any_turn, max_size=3), outcome_lists)
 def test_the_tool_reward_of_executed_calls_does_not_depend_on_the_text(turns, outcomes):

@@ -318,13 +318,17 @@ def parts_only(update, groups):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh_sizes", [None, {"fsdp": 2}], ids=["one device", "fsdp=2"])
+@pytest.mark.parametrize(
+    "mesh_sizes",
+    [None, pytest.param({"fsdp": 2}, marks=pytest.mark.nightly)],
+    ids=["one device", "fsdp=2"],
+)
 @pytest.mark.parametrize(
     "overrides",
     [
-        [],
+        pytest.param([], marks=pytest.mark.nightly),
         ["optim.train_vision=true"],
-        ["loss.kl=reward"],
+        pytest.param(["loss.kl=reward"], marks=pytest.mark.nightly),
         ["loss.kl=returns"],
         ["loss.kl_coef=0", "train.updates_per_step=2"],
     ],

@@ -229,6 +229,7 @@ def test_the_first_step_with_different_metrics_is_reported(tmp_path):
     assert message.endswith("first step 2: loss/total is 2.5 and was 2.0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moved", [False, True])
 def test_pictures_in_responses_are_replayed(chat, tmp_path, moved):
     """Frames are read again, also of videos that have moved; a tool's drawing comes from the log."""

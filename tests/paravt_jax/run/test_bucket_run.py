@@ -61,6 +61,7 @@ def restored(tiny_hf, subject, messages=None):
         checkpoints.close()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_restores_bit_for_bit_loads_and_verifies(gcs, tiny_hf, subject):
     expected = saved(tiny_hf, subject, 1, 2, 3)
     assert restored(tiny_hf, subject) == {"step": 3} and bits(subject) == expected[3]
@@ -71,6 +72,7 @@ def test_a_checkpoint_restores_bit_for_bit_loads_and_verifies(gcs, tiny_hf, subj
     assert loaded.config == subject.model.config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failure", ["blocks", "record", "commit"])
 def test_an_incomplete_checkpoint_is_never_read_and_is_removed(failure, gcs, tiny_hf, subject):
     expected = saved(tiny_hf, subject, 1)
@@ -110,6 +112,7 @@ def test_transient_errors_cost_no_checkpoint(trouble, gcs, tiny_hf, subject):
     assert not messages and restored(tiny_hf, subject) == {"step": 1} and bits(subject) == expected[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["bits", "truncated", "missing"])
 def test_a_damaged_checkpoint_is_set_aside_for_an_earlier_one(damage, gcs, tiny_hf, subject):
     expected, messages = saved(tiny_hf, subject, 1, 2), []
@@ -209,6 +212,7 @@ def test_a_local_directory_with_other_files_is_not_used(gcs, tmp_path):
         locked_for_bucket(Bucket.of("gs://other/y"), ALONE).__enter__()
 
 
+@pytest.mark.slow
 def test_an_adapter_restores_bit_for_bit(gcs, tiny_hf):
     subject, info = adapted(tiny_hf, seed=0)
     checkpoints = open_checkpoints(tiny_hf, adapter=info)

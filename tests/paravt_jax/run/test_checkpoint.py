@@ -385,6 +385,7 @@ def test_the_next_save_reports_a_failure(tiny_hf, subject, tmp_path):
     assert {entry.name for entry in (tmp_path / "checkpoints").iterdir()} == {"2"}
 
 
+@pytest.mark.slow
 def test_another_model_or_optimizer_is_rejected_with_the_differences(tiny_hf, two_steps, tmp_path):
     config = tiny_config()
     make_tiny(tmp_path / "hf", config=replace(config, text=replace(config.text, ffn_width=192)))

@@ -107,6 +107,7 @@ def test_a_comment_is_beside_its_setting_or_above_a_long_one(output_of):
     assert max(map(len, text.splitlines())) <= 120
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["--help"], ["--show"], ["--config", "gone.yaml"]])
 def test_help_show_and_missing_files_do_not_load_jax(arguments):
     command = [sys.executable, "-X", "importtime", "-m", "paravt_jax.train", *arguments]

@@ -44,6 +44,7 @@ def test_the_attention_line_names_the_form_for_the_row_length(tiny_hf, tmp_path)
         kernel.attention(4096)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("works", [True, False])
 def test_auto_uses_the_kernel_only_if_it_passes_its_check(tiny_hf, tmp_path, monkeypatch, works):
     def kernel(q, k, v, layout, causal):

@@ -251,6 +251,7 @@ def test_weights_of_a_model_are_the_tensors_of_its_files(model, tiny_hf, tmp_pat
     assert half.num_bytes * 2 == weights.num_bytes
 
 
+@pytest.mark.slow
 def test_weights_of_an_adapted_model_are_merged_and_its_copy_shares_the_base(tiny_hf):
     model, lora = model_port.load(tiny_hf), LoraConfig(rank=3)
     adapters = new_adapter(model.config, lora, seed=0)

@@ -21,6 +21,7 @@ def video(tmp_path_factory):
     return write_video(tmp_path_factory.mktemp("video") / "a.mp4", at_fps(10, 20))
 
 
+@pytest.mark.slow
 def test_overviews_and_crops_have_pictures_and_share_equal_frames(video):
     episodes = [episode(video, ((0.5, 0.8), None), ((0.5,), [0, 0, 0.5, 0.5])), episode(video)]
     album = make_album(episodes)
@@ -32,6 +33,7 @@ def test_overviews_and_crops_have_pictures_and_share_equal_frames(video):
     assert image.size <= (WIDTH_PX, HEIGHT_PX) and image.format == "WEBP"
 
 
+@pytest.mark.slow
 def test_frames_in_a_response_have_pictures_in_their_order_also_of_several_videos_and_boxes(video):
     shown = [[str(video), None, [0.5]], [str(video), [0, 0, 0.5, 0.5], [0.5]], [str(video), None, [1.0, 0.0]]]
     of_page = episode(video, frames_s=(0.0, 1.0))
@@ -41,6 +43,7 @@ def test_frames_in_a_response_have_pictures_in_their_order_also_of_several_video
     assert call["pictures"][2:] == of_page["videos"][0]["pictures"][::-1]
 
 
+@pytest.mark.slow
 def test_the_longest_strips_are_omitted_first_and_counted(video, monkeypatch):
     episodes = [episode(video, ((1.5, 1.6), None))]
     complete = make_album(episodes)
@@ -50,6 +53,7 @@ def test_the_longest_strips_are_omitted_first_and_counted(video, monkeypatch):
     assert (len(album.pictures), album.num_left_out) == (2, 3) and album.num_bytes < complete.num_bytes
 
 
+@pytest.mark.slow
 def test_missing_and_changed_videos_are_reported(video, tmp_path):
     album = make_album([episode(tmp_path / "gone.mp4"), episode(video, frames_s=(0.0, 1.90, 1.95))])
     assert album.pictures == [] and len(album.problems) == 2

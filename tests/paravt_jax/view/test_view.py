@@ -224,6 +224,7 @@ def test_a_page_of_two_runs_has_the_episodes_of_both(run_dir, tmp_path):
     assert prompts[0] == prompts[1]  # of the common steps
 
 
+@pytest.mark.slow
 def test_a_page_of_four_runs_has_an_equal_share_of_each(run_dir, tmp_path):
     others = [make_run(tmp_path / name, 2, luck=luck) for luck, name in enumerate("abc")]
     page = view(run_dir, *others, max_episodes=24)
