@@ -53,10 +53,34 @@ class Projection(nnx.Module):
     def __call__(self, x: Float[Array, "B T *inputs"]) -> Float[Array, "B T *outputs"]:
         outputs, inputs = (side.upper() for side in layout_sides(self.layout))
         kernel = cast(getattr(self, f"kernel_{self.layout}"), x)
-        product = jnp.einsum(f"BT{inputs},{outputs}{inputs}->BT{outputs}", x, kernel)
+        # The gradient of `project` keeps x, which a frozen kernel does not need.
+        product = (project if self.lora is None else _product)(inputs, outputs, x, kernel)
         if hasattr(self, "bias"):
             product = product + cast(self.bias, x)[None, None]
         return product if self.lora is None else product + self.lora(x)
+
+
+def _product(inputs: str, outputs: str, x: Array, kernel: Array) -> Array:
+    return jnp.einsum(f"BT{inputs},{outputs}{inputs}->BT{outputs}", x, kernel)
+
+
+project = jax.custom_vjp(_product, nondiff_argnums=(0, 1))
+
+
+def _project_forward(inputs: str, outputs: str, x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _product(inputs, outputs, x, kernel), (x, kernel)
+
+
+def _project_backward(inputs: str, outputs: str, saved: tuple[Array, Array], d_out: Array) -> tuple[Array, Array]:
+    x, kernel = saved
+    d_x = jnp.einsum(f"BT{outputs},{outputs}{inputs}->BT{inputs}", d_out, kernel)
+    # In this order XLA transposes x on a CPU, which is stored, and not d_out, which it would compute column by column.
+    d_kernel = jnp.einsum(f"BT{inputs},BT{outputs}->{inputs}{outputs}", x, d_out)
+    order = range(d_kernel.ndim)
+    return d_x, jnp.transpose(d_kernel, (*order[len(inputs) :], *order[: len(inputs)]))
+
+
+project.defvjp(_project_forward, _project_backward)
 
 
 @jax.jit

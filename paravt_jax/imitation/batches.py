@@ -1,7 +1,8 @@
 """The batches of each SFT step: traces are rendered and packed until the rows of the step are full.
 
 Batches are prepared ahead, so frames are decoded while the learner is busy. The number of a step's first sample decides
-its traces, so a checkpoint stores only that number.
+its traces, so a checkpoint stores only that number, and the sizes of the batches so far: later batches are at least as
+large, so that few updates are compiled.
 """
 
 import asyncio
@@ -32,16 +33,25 @@ class RenderedTrace(NamedTuple):
     rendered: Rendered
 
 
+@dataclass(frozen=True)
+class Position:
+    """Where a run is: the number of its next sample, and the largest sizes of its batches."""
+
+    next_visit: int = 0
+    min_actions: int = 1
+    min_frame_rows: int = 0
+
+
 @dataclass(frozen=True, eq=False)
 class TraceBatch:
-    """The batches of a step. The next step starts with sample `next_sample`."""
+    """The batches of a step, and the position after it."""
 
     batches: list[TrainBatch]
     sample: Rendered  # the first of the traces
     num_traces: int
     num_tokens: int  # of all traces, counting shared prompts every time
     num_loss_tokens: int
-    next_sample: int
+    after: Position
     problems: list[str]  # traces that could not be rendered or did not fit
 
 
@@ -52,7 +62,7 @@ class TraceBatches:
         self,
         renderer: TraceRenderer,
         order: SampleOrder[Trace],
-        first: int,
+        first: Position,
         model: ModelConfig,
         contract: VisionContract,
         *,
@@ -62,12 +72,11 @@ class TraceBatches:
         num_row_parts: int,
         seed: int,
     ):
-        """`first` is the number of the first sample."""
         self._renderer, self._order, self._seed = renderer, order, seed
         self._pack, self._video, self._rows_per_step = pack, video, imitation.rows_per_step
         self._model, self._contract, self._num_row_parts = model, contract, num_row_parts
         self._rendered: deque[asyncio.Task[RenderedTrace]] = deque()  # from sample `_next` on
-        self._next = first
+        self._next, self._sizes = first.next_visit, first
         self._num_skipped = 0  # consecutive traces
         self._ready: asyncio.Queue[TraceBatch] = asyncio.Queue(STEPS_AHEAD)
         self._task: asyncio.Task[None] | None = None
@@ -99,7 +108,7 @@ class TraceBatches:
                 if isinstance(trace, RenderedTrace) and len(trace.dialogue.ids) <= self._pack.row_tokens
             ]
             if fitting:
-                yield await asyncio.to_thread(self._batches, fitting)
+                yield await asyncio.to_thread(self._batches, fitting, Position())
 
     async def close(self) -> None:
         tasks = [*self._rendered, *([self._task] if self._task is not None else [])]
@@ -159,16 +168,21 @@ class TraceBatches:
         return RenderedTrace(self._renderer.dialogue(rendered.ledger, sample.number), rendered)
 
     def _packed(self, traces: list[RenderedTrace], problems: list[str]) -> TraceBatch:
-        batches = self._batches(traces)
+        batches = self._batches(traces, self._sizes)
+        self._sizes = Position(self._next, batches[0].source.shape[1], self._frame_rows(batches[0]))
         num_tokens = sum(len(trace.dialogue.ids) for trace in traces)
         num_loss_tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
-        return TraceBatch(batches, traces[0].rendered, len(traces), num_tokens, num_loss_tokens, self._next, problems)
+        return TraceBatch(batches, traces[0].rendered, len(traces), num_tokens, num_loss_tokens, self._sizes, problems)
 
-    def _batches(self, traces: list[RenderedTrace]) -> list[TrainBatch]:
+    def _frame_rows(self, batch: TrainBatch) -> int:
+        return 0 if batch.vision is None else len(batch.vision.patches) // self._num_row_parts
+
+    def _batches(self, traces: list[RenderedTrace], sizes: Position) -> list[TrainBatch]:
         dialogues = [trace.dialogue for trace in traces]
         pictures = {picture.key: picture for trace in traces for picture in trace.rendered.pictures}
         frames = {key: frame_of(picture, self._contract) for key, picture in pictures.items()}
         settings = self._pack
         row_patches = self._contract.max_patches(self._video.max_pixels)
-        shape = PackShape(settings.num_rows, settings.row_tokens, row_patches, self._num_row_parts)
+        least = sizes.min_actions, sizes.min_frame_rows
+        shape = PackShape(settings.num_rows, settings.row_tokens, row_patches, self._num_row_parts, *least)
         return pack(dialogues, frames, self._model, shape)

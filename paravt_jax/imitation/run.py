@@ -6,7 +6,7 @@ Every host renders and packs all traces, because only packing decides which trac
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -16,7 +16,7 @@ from paravt_jax.config import DataConfig, SftConfig, ValidationConfig, computed_
 from paravt_jax.data.rows import dropped_rows
 from paravt_jax.data.sample_order import SampleOrder
 from paravt_jax.data.traces import Trace, load_traces
-from paravt_jax.imitation.batches import TraceBatch, TraceBatches
+from paravt_jax.imitation.batches import Position, TraceBatch, TraceBatches
 from paravt_jax.imitation.render import TraceRenderer
 from paravt_jax.imitation.samples import sample_record
 from paravt_jax.learner.learner import Learner
@@ -46,7 +46,7 @@ class SftRun:
     held_out_path: str
     validation: ValidationConfig
     num_traces: int  # per epoch
-    next_visit: int
+    position: Position
     own_time: OwnTime = field(default_factory=OwnTime)  # this host's time for the last batch
 
     async def next_batch(self) -> TraceBatch | None:
@@ -70,14 +70,14 @@ class SftRun:
             lambda: {
                 "the number of traces": batch.num_traces,
                 "the number of loss tokens": batch.num_loss_tokens,
-                "the number of the next trace": batch.next_sample,
+                "the number of the next trace": batch.after.next_visit,
             },
             "the log above lists the skipped traces; all hosts must be able to read the same videos",
         )
         own = [self._host_rows(packed) for packed in batch.batches]
         metrics = await in_thread(lambda: training.learner.imitate(own, float(batch.num_loss_tokens)))
         training.step += 1
-        self.next_visit = batch.next_sample
+        self.position = batch.after
         metrics |= {"time/data_s": data_s, "time/update_s": time.monotonic() - start_s}
         return metrics | await self._host_times()
 
@@ -92,7 +92,7 @@ class SftRun:
         metrics |= {
             "data/num_traces": float(batch.num_traces),
             "data/num_left_out": float(len(batch.problems)),
-            "data/epoch": batch.next_sample / self.num_traces,
+            "data/epoch": batch.after.next_visit / self.num_traces,
             "perf/dummy_frac": 1.0 - used_frac(batch.batches),
             "perf/num_batches": float(len(batch.batches)),
             **self.training.step_metrics(batch.num_tokens),
@@ -125,7 +125,7 @@ class SftRun:
 
     def progress(self) -> Progress:
         """The part of a checkpoint beside the learner."""
-        return {"next_visit": self.next_visit}
+        return asdict(self.position)
 
 
 @asynccontextmanager
@@ -164,7 +164,7 @@ async def open_sft_run(
             learner,
             stack,
             num_steps=config.sft.num_steps,
-            beginning={"step": 0, "next_visit": 0},
+            beginning={"step": 0, **asdict(Position())},
             visits=(order.fingerprint, f"data.train={config.data.train} or seed={config.seed}"),
             checkpoint=config.checkpoint,
             log=config.log,
@@ -174,11 +174,12 @@ async def open_sft_run(
         if hosts.leads:
             videos = (video for trace in (*train, *held_out) for video in trace.videos)
             warn_of_large(frames, videos, config.video.most_frames, training.log.say, stack)
-        next_visit = int(training.first_progress["next_visit"])
+        saved = training.first_progress
+        position = Position(**{name: saved.get(name, least) for name, least in asdict(Position()).items()})
         batches = TraceBatches(
             TraceRenderer(frames, policy.chat, policy.contract, config.rollout),
             order,
-            next_visit,
+            position,
             learner.model.config,
             policy.contract,
             pack=config.pack,
@@ -197,7 +198,7 @@ async def open_sft_run(
             held_out_path=config.data.validation,
             validation=config.validation,
             num_traces=order.num_items,
-            next_visit=next_visit,
+            position=position,
         )
         yield run
         await training.finish(run.progress())

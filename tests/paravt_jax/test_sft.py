@@ -20,7 +20,7 @@ from model_port.tiny import tiny_config
 from paravt_jax.config import SftConfig, load_config
 from paravt_jax.data.sample_order import SampleOrder
 from paravt_jax.data.traces import Media, Message, Trace
-from paravt_jax.imitation.batches import TraceBatch, TraceBatches
+from paravt_jax.imitation.batches import Position, TraceBatch, TraceBatches
 from paravt_jax.imitation.render import TraceRenderer
 from paravt_jax.view.page import make_page
 from rollout.chat import Chat
@@ -30,6 +30,7 @@ from scripts.miniature.world import make_world, write_rows
 
 CONFIG = ROOT / "configs" / "miniature" / "sft.yaml"
 STEPS = 6
+FIRST = Position()
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +139,7 @@ def test_resuming_with_other_traces_is_rejected(finished_run, world, tmp_path):
     assert done.returncode == 1 and "data.train=" in done.stderr and "--allow-changes" in done.stderr
 
 
-def batches_of(tiny_hf: Path, traces: list[Trace], first: int = 0, **pack: int) -> TraceBatches:
+def batches_of(tiny_hf: Path, traces: list[Trace], first: Position = FIRST, **pack: int) -> TraceBatches:
     config = load_config(None, "data.train=traces.jsonl", "sft.rows_per_step=2", "pack.num_rows=2", schema=SftConfig)
     config = replace(config, pack=replace(config.pack, **pack), video=replace(config.video, overview_frames=4))
     contract, model = VisionContract.from_hf(tiny_hf), tiny_config()
@@ -168,12 +169,24 @@ def tokens_of(step: TraceBatch) -> list[list[int]]:
 
 
 @pytest.mark.slow
-def test_a_step_depends_only_on_its_first_sample(tiny_hf):
+def test_a_step_depends_only_on_the_position_before_it(tiny_hf):
     traces = [trace(number, "word " * (5 * number)) for number in range(9)]
     steps = next_batches(batches_of(tiny_hf, traces, row_tokens=1024), 4)
-    resumed = next_batches(batches_of(tiny_hf, traces, first=steps[1].next_sample, row_tokens=1024), 2)
+    resumed = next_batches(batches_of(tiny_hf, traces, first=steps[1].after, row_tokens=1024), 2)
     assert [tokens_of(step) for step in resumed] == [tokens_of(step) for step in steps[2:]]
-    assert [step.next_sample for step in resumed] == [step.next_sample for step in steps[2:]]
+    assert [step.after for step in resumed] == [step.after for step in steps[2:]]
+
+
+@pytest.mark.slow
+def test_batches_never_become_smaller_so_that_updates_are_compiled_once(tiny_hf):
+    traces = [trace(number, "word " * (1 if number % 6 else 120)) for number in range(12)]
+    batches = [
+        batch for step in next_batches(batches_of(tiny_hf, traces, row_tokens=1024), 6) for batch in step.batches
+    ]
+    num_scored = [int(batch.loss_mask.sum(1).max()) for batch in batches]
+    num_entries = [batch.loss_mask.shape[1] for batch in batches]
+    assert num_scored[-1] < 128 < max(num_scored)
+    assert num_entries == sorted(num_entries)
 
 
 @pytest.mark.slow
@@ -188,14 +201,14 @@ def test_a_step_has_no_batch_for_traces_that_its_rows_do_not_hold(tiny_hf):
 def test_every_trace_is_used_once_per_epoch(tiny_hf):
     traces = [trace(number) for number in range(7)]
     steps = next_batches(batches_of(tiny_hf, traces, row_tokens=1024), 5)
-    assert steps[-1].next_sample == sum(step.num_traces for step in steps) > 7
+    assert steps[-1].after.next_visit == sum(step.num_traces for step in steps) > 7
     assert all(step.num_loss_tokens == sum(int(b.loss_mask.sum()) for b in step.batches) for step in steps)
 
 
 def test_traces_that_do_not_fit_or_cannot_be_read_are_skipped_and_reported(tiny_hf):
     traces = [trace(0), trace(1, "word " * 2000), trace(2, path="/missing.mp4"), trace(3)]
     batch = next_batches(batches_of(tiny_hf, traces, row_tokens=1024), 1)[0]
-    assert batch.num_traces + len(batch.problems) == batch.next_sample
+    assert batch.num_traces + len(batch.problems) == batch.after.next_visit
     problems = " ".join(batch.problems)
     assert "1: 6460 tokens" in problems and "pack.row_tokens=1024" in problems
     assert "2: the video cannot be opened" in problems

@@ -89,9 +89,13 @@ def test_planned_memory_matches_the_compiler(name, monkeypatch):
     model, config = case(name)
     plan = plan_of_config(config, model)
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    programs = compiled_programs(learner_of(config, model, mesh), make_batch(plan.batch, model))
-    compiled = max(map(program_bytes, programs.values()))
-    assert planned_program_bytes(plan) == pytest.approx(compiled, rel=0.25)
+    batch = make_batch(plan.batch, model)
+    programs = compiled_programs(learner_of(config, model, mesh), batch)
+    num_bytes = {name: program_bytes(program) for name, program in programs.items()}
+    if not config.optim.train_vision:  # then the frames are no argument of the gradients, but stay on the device
+        frames = sum(array.nbytes for array in jax.tree.leaves(batch.vision))
+        num_bytes["gradients"] += frames // config.mesh.num_row_parts
+    assert planned_program_bytes(plan) == pytest.approx(max(num_bytes.values()), rel=0.2)
 
 
 @pytest.mark.parametrize(("name", "remat"), [("full", "none"), ("none", "full")])
