@@ -1,8 +1,9 @@
-"""Qwen3-VL and Qwen2.5-VL in Flax NNX: Hugging Face weights in and out, processing, sampling. Knows no learning.
+"""Qwen3-VL (dense and mixtures) and Qwen2.5-VL in Flax NNX: weights, processing, sampling. Knows no learning.
 
 Axis letters, used in annotations, einsum strings and parameter names alike:
 B packed rows · T query tokens · S key tokens · D width · N query heads · K key/value heads · H head dim · F ffn ·
-V vocab · P vision patches · R query heads per kv head (N = K·R) · L layers · Z rank of an adapter
+V vocab · P vision patches · R query heads per kv head (N = K·R) · L layers · Z rank of an adapter · X experts ·
+J experts of a token
 """
 
 import importlib

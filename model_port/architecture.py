@@ -79,7 +79,7 @@ class VisionConfig(ABC):
 class TextConfig:
     num_layers: int
     width: int
-    ffn_width: int
+    ffn_width: int  # of each expert, if there are any
     num_heads: int
     num_kv_heads: int
     head_dim: int = 128
@@ -91,11 +91,17 @@ class TextConfig:
     interleaved_mrope: bool = True  # False: a chunk of frequencies for each of time, row and column
     qk_norm: bool = True
     qkv_bias: bool = False
+    num_experts: int = 0  # of each layer; 0: a dense MLP
+    token_experts: int = 0  # experts that compute a token
 
     def __post_init__(self) -> None:
         require(
             self.num_heads % self.num_kv_heads == 0,
             f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}",
+        )
+        require(
+            self.token_experts <= self.num_experts,
+            f"num_experts_per_tok {self.token_experts} is more than num_experts {self.num_experts}",
         )
         require(
             len(self.mrope_sections) == 3 and sum(self.mrope_sections) == self.head_dim // 2,
@@ -163,7 +169,7 @@ class Tiny:
     pixel_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     pixel_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     absent_tokens: frozenset[str] = frozenset()  # of Qwen3-VL's special tokens
-    traits: Mapping[str, bool] = field(default_factory=dict)  # of the language tower
+    traits: Mapping[str, Any] = field(default_factory=dict)  # of the language tower
 
 
 def require(condition: bool, message: str) -> None:

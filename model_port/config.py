@@ -15,12 +15,14 @@ from model_port.architecture import Family, ModelConfig, TextConfig, VisionConfi
 from model_port.json_files import MAX_SHOWN, Section, read_object
 from model_port.qwen2_5_vl import config as qwen2_5_vl
 from model_port.qwen3_vl import config as qwen3_vl
+from model_port.qwen3_vl_moe import config as qwen3_vl_moe
 
 __all__ = ["ModelConfig", "TextConfig", "VisionConfig"]
 
 DTYPES = ("float32", "bfloat16", "float16")  # of parameters
 FAMILIES: dict[str, Family] = {  # by model_type
     "qwen3_vl": qwen3_vl.FAMILY,
+    "qwen3_vl_moe": qwen3_vl_moe.FAMILY,
     "qwen2_5_vl": qwen2_5_vl.FAMILY,
 }
 PRESETS = {name: config for family in FAMILIES.values() for name, config in family.presets.items()}
@@ -53,10 +55,10 @@ def config_from_hf(hf: dict[str, Any], source: str = "config.json") -> ModelConf
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         architectures = hf.get("architectures") or "no architectures listed"
         listed = ", ".join(map(str, architectures)) if isinstance(architectures, list) else str(architectures)
-        supported = " and ".join(f"{name!r} ({family.title})" for name, family in FAMILIES.items())
+        *supported, last = (f"{name!r} ({family.title})" for name, family in FAMILIES.items())
         raise ValueError(
             f"{source}: model_type {repr(model_type)[:MAX_SHOWN]} ({listed[:MAX_SHOWN]}) is not supported; "
-            f"supported are the dense models {supported}"
+            f"supported are {', '.join(supported)} and {last}"
         )
     root = Section(source, hf)
     if root.has("quantization_config"):

@@ -102,6 +102,25 @@ class LayerNorm(nnx.Module):
         return (normed * along_last(self.scale, wide) + along_last(self.bias, wide)).astype(x.dtype)
 
 
+@jax.custom_vjp
+def gated_silu(gate: Float[Array, "B T F"], up: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
+    """silu(gate) * up, with only the two inputs saved for the backward pass."""
+    return jax.nn.silu(gate) * up
+
+
+def _gated_silu_forward(gate: Array, up: Array) -> tuple[Array, tuple[Array, Array]]:
+    return gated_silu(gate, up), (gate, up)
+
+
+def _gated_silu_backward(saved: tuple[Array, Array], d_out: Array) -> tuple[Array, Array]:
+    gate, up = saved
+    opened = jax.nn.sigmoid(gate)
+    return d_out * up * opened * (1 + gate * (1 - opened)), d_out * gate * opened
+
+
+gated_silu.defvjp(_gated_silu_forward, _gated_silu_backward)
+
+
 def run_layers(
     stack: nnx.Module | nnx.List,
     num_layers: int,

@@ -8,6 +8,7 @@ Unusual features of this model, and the files that implement them:
 - Vision positions of Qwen3-VL are learned on one grid and interpolated to a frame's grid (qwen3_vl/). Attention stays
   within the frame.
 - Queries and keys of Qwen3-VL are normalized per head before rotation (text.py).
+- In the mixtures, a router sends each token to a few of a layer's experts (experts.py).
 - A patch covers two frames of a video, or one image twice; its time precedes it as text (processing.py).
 - The mergers use the exact GELU. The output merger normalizes before it merges, DeepStack's mergers after (vision.py).
 - Kernels keep the memory order of the Hugging Face files, so conversion copies bytes (weights.py).
@@ -19,20 +20,22 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from model_port.attention import Layout, attention_of
 from model_port.config import LoraConfig, ModelConfig
+from model_port.experts import tokens_of_experts
 from model_port.inputs import TextBatch, VisionBatch
 from model_port.layers import DEFAULT_COMPUTE, Compute, Index
 from model_port.qwen2_5_vl import vision as qwen2_5_vl
 from model_port.qwen3_vl import vision as qwen3_vl
-from model_port.sharding import constrain
+from model_port.sharding import constrain, everywhere
 from model_port.text import TextTower, Visual
 from model_port.vision import Tower
 
 TOWERS: dict[str, Callable[[Any, float, nnx.Rngs], Tower]] = {
     "qwen3_vl": qwen3_vl.Qwen3VisionTower,
+    "qwen3_vl_moe": qwen3_vl.Qwen3VisionTower,
     "qwen2_5_vl": qwen2_5_vl.Qwen25VisionTower,
 }
 
@@ -57,16 +60,25 @@ class VLModel(nnx.Module):
 
     def hidden(self, batch: TextBatch, visual: Visual | None = None) -> Float[Array, "B T D"]:
         """The hidden states of packed rows, ready for the head."""
+        return self.hidden_and_experts(batch, visual)[0]
+
+    def hidden_and_experts(
+        self, batch: TextBatch, visual: Visual | None
+    ) -> tuple[Float[Array, "B T D"], Int[Array, "L X"] | None]:
+        """Also the number of tokens of each layer's experts, if there are any."""
         layout = row_layout(batch)
         attention = attention_of(self.compute.attention)
 
-        def attend(q: Array, k: Array, v: Array, index: Index, cache: None) -> tuple[Array, None, None]:
-            return attention(q, k, v, layout, True), None, None
+        def attend(q: Array, k: Array, v: Array, index: Index, cache: None) -> tuple[Array, None]:
+            return attention(q, k, v, layout, True), None
 
-        hidden, _, _ = self.text(
+        hidden, _, chosen = self.text(
             batch.tokens, batch.positions, batch.visual_index, visual, attend, cache=None, compute=self.compute
         )
-        return hidden
+        if chosen is None:
+            return hidden, None
+        segment_ids = jnp.asarray(batch.segment_ids)
+        return hidden, everywhere(tokens_of_experts(chosen, segment_ids, self.config.text.num_experts))
 
     def __call__(self, batch: TextBatch, frames: VisionBatch | None = None) -> Float[Array, "B T V"]:
         """The logits of every token. Training uses `hidden` and computes only the logits of action tokens."""

@@ -38,6 +38,7 @@ class TensorInfo:
     dtype: np.dtype
     shape: tuple[int, ...]
     start_byte: int  # in the file
+    swapped: bool = False  # the file has the last two axes in the other order
 
     @property
     def num_bytes(self) -> int:
@@ -80,9 +81,11 @@ class HfTensors:
         first, last, _ = rows.indices(info.shape[0] if info.shape else 1)
         shape = (last - first, *info.shape[1:]) if info.shape else ()
         row_bytes = info.num_bytes // max(info.shape[0], 1) if info.shape else info.num_bytes
-        out = np.empty(shape, info.dtype)
-        self._read_into(out.reshape(-1), name, info.start_byte + first * row_bytes)
-        return out
+        out = np.empty(math.prod(shape), info.dtype)
+        self._read_into(out, name, info.start_byte + first * row_bytes)
+        if not info.swapped:
+            return out.reshape(shape)
+        return np.ascontiguousarray(out.reshape(last - first, *info.shape[:0:-1]).swapaxes(1, 2))
 
     def _read_into(self, out: np.ndarray, name: str, offset: int) -> None:
         path = self.infos[name].path

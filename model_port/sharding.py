@@ -32,8 +32,9 @@ PARAM_AXES: dict[str, str | None] = {
     "f": "tensor",  # ffn
     "d": "fsdp",  # width
     "h": None,  # head dim
+    "x": None,  # experts
     "z": None,  # rank of an adapter
-    "c": None,  # values of a patch; also the axis over q, k and v
+    "c": None,  # values of a patch; also the axis over q, k and v, and over gate and up
     "s": None,  # learned positions
 }
 ACTIVATION_AXES: dict[str, tuple[str, ...] | str | None] = {

@@ -1,4 +1,4 @@
-"""The language tower of all families: grouped-query attention, M-RoPE, gated MLP, DeepStack.
+"""The language tower of all families: grouped-query attention, M-RoPE, gated MLP or experts, DeepStack.
 
 In long rows, the residual stream is sharded over tensor by tokens; projections all-gather and reduce-scatter it.
 
@@ -17,8 +17,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from model_port.architecture import TextConfig
+from model_port.experts import Experts
 from model_port.inputs import NOT_VISUAL
-from model_port.layers import LAYER_INPUT, Compute, Index, RMSNorm, cast, normal, only_if, run_layers
+from model_port.layers import LAYER_INPUT, Compute, Index, RMSNorm, cast, gated_silu, normal, only_if, run_layers
 from model_port.lora import Projection
 from model_port.rope import Rotation, rotate, rotation, text_frequencies
 from model_port.sharding import constrain
@@ -26,8 +27,8 @@ from model_port.sharding import constrain
 # The residual stream of longer rows is sharded over tensor: 1 / tensor of the memory for a tenth more communication.
 LONG_ROW_TOKENS = 32_768
 
-# (q, k, v, layer index, cache) -> (mixed values, cache, extra output of the layer)
-Attend = Callable[[Array, Array, Array, Index, Any], tuple[Array, Any, Any]]
+# (q, k, v, layer index, cache) -> (mixed values, cache)
+Attend = Callable[[Array, Array, Array, Index, Any], tuple[Array, Any]]
 
 
 class Visual(NamedTuple):
@@ -79,29 +80,10 @@ class TextMlp(nnx.Module):
         self.up = Projection("fd", (layers, ffn, width), scale, rngs)
         self.down = Projection("df", (layers, width, ffn), scale, rngs)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], None]:
         x = constrain(x, "btd")
         gate, up = (constrain(projection(x), "btf") for projection in (self.gate, self.up))
-        return shard_residual(self.down(gated_silu(gate, up)))
-
-
-@jax.custom_vjp
-def gated_silu(gate: Float[Array, "B T F"], up: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
-    """silu(gate) * up, with only the two inputs saved for the backward pass."""
-    return jax.nn.silu(gate) * up
-
-
-def _gated_silu_forward(gate: Array, up: Array) -> tuple[Array, tuple[Array, Array]]:
-    return gated_silu(gate, up), (gate, up)
-
-
-def _gated_silu_backward(saved: tuple[Array, Array], d_out: Array) -> tuple[Array, Array]:
-    gate, up = saved
-    opened = jax.nn.sigmoid(gate)
-    return d_out * up * opened * (1 + gate * (1 - opened)), d_out * gate * opened
-
-
-gated_silu.defvjp(_gated_silu_forward, _gated_silu_backward)
+        return self.down(gated_silu(gate, up)), None
 
 
 class TextLayers(nnx.Module):
@@ -111,7 +93,7 @@ class TextLayers(nnx.Module):
         self.input_norm = RMSNorm((config.num_layers, config.width), config.norm_eps)
         self.attn = TextAttention(config, scale, rngs)
         self.mlp_norm = RMSNorm((config.num_layers, config.width), config.norm_eps)
-        self.mlp = TextMlp(config, scale, rngs)
+        self.mlp = (Experts if config.num_experts else TextMlp)(config, scale, rngs)
 
 
 class TextTower(nnx.Module):
@@ -138,8 +120,8 @@ class TextTower(nnx.Module):
         attend: Attend,
         cache: Any,
         compute: Compute,
-    ) -> tuple[Float[Array, "B T D"], Any, Any]:
-        """Hidden states after the final norm, the cache, and the extra outputs of `attend`, stacked over layers."""
+    ) -> tuple[Float[Array, "B T D"], Any, Int[Array, "L B T J"] | None]:
+        """Hidden states after the final norm, the cache, and each token's experts, if there are any."""
         x = embed_tokens(self.embed.table_vd[...], tokens, compute)
         if visual is not None:
             x = jnp.where((visual_index != NOT_VISUAL)[..., None], gather_rows(visual.table, visual_index, x), x)
@@ -148,16 +130,17 @@ class TextTower(nnx.Module):
         def step(layer: TextLayers, index: Index, carry: tuple[Array, Any]) -> tuple[tuple[Array, Any], Any]:
             x, cache = carry
             x = checkpoint_name(x, LAYER_INPUT)
-            mixed, cache, out = attend(*layer.attn.project(layer.input_norm(x), turn), index, cache)
+            mixed, cache = attend(*layer.attn.project(layer.input_norm(x), turn), index, cache)
             x = x + layer.attn.output(mixed)
-            x = x + layer.mlp(layer.mlp_norm(x))
+            out, chosen = layer.mlp(layer.mlp_norm(x))
+            x = x + shard_residual(out)
             if visual is not None and len(visual.deepstack):
                 add = partial(add_deepstack, index=index, visual=visual, visual_index=visual_index)
                 x = only_if(index < len(visual.deepstack), add, x)
-            return (shard_residual(x), cache), out
+            return (shard_residual(x), cache), chosen
 
-        (x, cache), outs = run_layers(self.layers, self.config.num_layers, step, (x, cache), compute)
-        return self.final_norm(x), cache, outs
+        (x, cache), chosen = run_layers(self.layers, self.config.num_layers, step, (x, cache), compute)
+        return self.final_norm(x), cache, chosen
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits in at least float32."""

@@ -25,11 +25,16 @@ from model_port.config import DTYPES, FAMILIES, ModelConfig, config_to_hf, parse
 from model_port.output_dir import output_directory
 from model_port.qwen2_5_vl import tiny as qwen2_5_vl
 from model_port.qwen3_vl import tiny as qwen3_vl
+from model_port.qwen3_vl_moe import tiny as qwen3_vl_moe
 from model_port.safetensors_io import SINGLE_FILE, SafetensorsWriter
 from model_port.weights import num_params, rules
 
 DEFAULT_FAMILY = "qwen3_vl"
-TINY: dict[str, Tiny] = {DEFAULT_FAMILY: qwen3_vl.TINY, "qwen2_5_vl": qwen2_5_vl.TINY}
+TINY: dict[str, Tiny] = {
+    DEFAULT_FAMILY: qwen3_vl.TINY,
+    "qwen3_vl_moe": qwen3_vl_moe.TINY,
+    "qwen2_5_vl": qwen2_5_vl.TINY,
+}
 
 # The training recipe's bounds. The published minimum of 65536 would silently enlarge every frame below 256 x 256.
 MIN_PIXELS = 784
@@ -143,8 +148,8 @@ def tiny_config(family: str = DEFAULT_FAMILY) -> ModelConfig:
         rope_theta=10_000.0,  # contexts are short; the published ones would leave most frequencies unused
         mrope_sections=parts.mrope_sections,
         max_positions=32_768,
-        **parts.traits,
     )
+    text = replace(text, **parts.traits)
     # 0.02 is for widths in the thousands and trains slowly at this one
     return with_tokenizer_ids(ModelConfig(text, parts.vision, tie_embeddings=True, initializer_range=0.05))
 

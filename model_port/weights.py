@@ -8,13 +8,14 @@ transposed, conversion copies bytes, and the inverse needs no second table.
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from model_port.config import FAMILIES, ModelConfig
+from model_port.config import FAMILIES, ModelConfig, TextConfig
 from model_port.lora import layout_sides
 from model_port.qwen2_5_vl import weights as qwen2_5_vl
 from model_port.qwen3_vl import weights as qwen3_vl
@@ -23,9 +24,11 @@ from model_port.safetensors_io import HfTensors
 
 VISION_RULES: dict[str, Callable[[Any, str], list[Rule]]] = {
     "qwen3_vl": qwen3_vl.vision_rules,
+    "qwen3_vl_moe": qwen3_vl.vision_rules,
     "qwen2_5_vl": qwen2_5_vl.vision_rules,
 }
 HEAD = "lm_head.weight"
+GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 # How the names of the language and the vision tower's tensors start in the modules of transformers, and in its files.
 TEXT_MODULE, VISION_MODULE = "model.language_model.", "model.visual."
 PEFT_PREFIX = "base_model.model."  # before the name of the adapted tensor
@@ -67,9 +70,7 @@ def _text_rules(config: ModelConfig) -> list[Rule]:
         ]
     table += [
         Rule(hf + "post_attention_layernorm.weight", ours + "mlp_norm.scale", (c.width,), count),
-        Rule(hf + "mlp.gate_proj.weight", ours + "mlp.gate_kernel_fd", (c.ffn_width, c.width), count),
-        Rule(hf + "mlp.up_proj.weight", ours + "mlp.up_kernel_fd", (c.ffn_width, c.width), count),
-        Rule(hf + "mlp.down_proj.weight", ours + "mlp.down_kernel_df", (c.width, c.ffn_width), count),
+        *_mlp_rules(c, hf, ours),
         Rule(names + "norm.weight", "text.final_norm.scale", (c.width,)),
     ]
     if not config.tie_embeddings:
@@ -77,11 +78,29 @@ def _text_rules(config: ModelConfig) -> list[Rule]:
     return table
 
 
+def _mlp_rules(c: TextConfig, hf: str, ours: str) -> list[Rule]:
+    count, width, ffn, experts = c.num_layers, c.width, c.ffn_width, c.num_experts
+    if not experts:
+        return [
+            Rule(hf + "mlp.gate_proj.weight", ours + "mlp.gate_kernel_fd", (ffn, width), count),
+            Rule(hf + "mlp.up_proj.weight", ours + "mlp.up_kernel_fd", (ffn, width), count),
+            Rule(hf + "mlp.down_proj.weight", ours + "mlp.down_kernel_df", (width, ffn), count),
+        ]
+    return [
+        Rule(hf + "mlp.gate.weight", ours + "mlp.router_kernel_xd", (experts, width), count),
+        Rule(hf + GATE_UP, ours + "mlp.gate_up_kernel_xdcf", (experts, width, 2 * ffn), count),
+        Rule(hf + DOWN, ours + "mlp.down_kernel_xfd", (experts, ffn, width), count),
+    ]
+
+
 def adapter_rules(config: ModelConfig, rank: int) -> dict[str, tuple[Rule, Rule]]:
-    """The table for adapters, with PEFT's names: the rules of A and B by the path of their kernel."""
+    """The table for adapters, with PEFT's names: the rules of A and B by the path of their kernel.
+
+    Router and experts have none, because PEFT adapts linear modules, and they are parameters of larger ones.
+    """
     pairs = {}
     for rule in _text_rules(config):
-        if rank and (kernel := ADAPTED.fullmatch(rule.path)):
+        if rank and (kernel := ADAPTED.fullmatch(rule.path)) and "x" not in kernel[2]:
             (written, read), (num_out, num_in) = layout_sides(kernel[2]), rule.hf_shape
             module = TEXT_MODULE + rule.hf.removeprefix(FAMILIES[config.family].text_names)
             hf, ours = PEFT_PREFIX + module.removesuffix("weight"), f"{kernel[1]}_lora.kernel_"
@@ -100,12 +119,17 @@ def hf_tensors(config: ModelConfig, params: Mapping[str, Any]) -> Iterator[tuple
 
 
 def open_hf_tensors(directory: Path, config: ModelConfig) -> HfTensors:
-    """The tensors under their published names; files may also have the names of transformers' modules."""
+    """The tensors as published; files may also have the names of transformers' modules, and their experts' shapes."""
     tensors, family = HfTensors(directory), FAMILIES[config.family]
     published = {TEXT_MODULE: family.text_names, VISION_MODULE: family.vision_names}
     for module, prefix in published.items():
         for name in [name for name in tensors.infos if name.startswith(module) and prefix != module]:
             tensors.infos[prefix + name.removeprefix(module)] = tensors.infos.pop(name)
+    for rule in rules(config):
+        for name in rule.hf_names if rule.hf.endswith((GATE_UP, DOWN)) else ():
+            experts, inputs, outputs = rule.hf_shape
+            if (info := tensors.infos.get(name)) and info.shape == (experts, outputs, inputs):
+                tensors.infos[name] = replace(info, shape=rule.hf_shape, swapped=True)
     return tensors
 
 

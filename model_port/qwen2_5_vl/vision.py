@@ -15,11 +15,21 @@ from jaxtyping import Array, Float
 
 from model_port.attention import Layout, attention_of
 from model_port.inputs import VisionBatch
-from model_port.layers import LAYER_INPUT, Compute, Index, RMSNorm, along_last, cast, normal, run_layers, zeros
+from model_port.layers import (
+    LAYER_INPUT,
+    Compute,
+    Index,
+    RMSNorm,
+    along_last,
+    cast,
+    gated_silu,
+    normal,
+    run_layers,
+    zeros,
+)
 from model_port.qwen2_5_vl.config import Qwen25VisionConfig
 from model_port.rope import rotation, vision_frequencies
 from model_port.sharding import constrain
-from model_port.text import gated_silu
 from model_port.vision import Merger, PatchEmbed, VisionBlocks
 
 MAX_WINDOWS = 2**16  # of a frame

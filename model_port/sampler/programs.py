@@ -92,10 +92,10 @@ def prefill(graphdef: GraphDef, params: nnx.State, cache: Cache, frames: Visual,
         blocks = jnp.moveaxis(new[0], 1, 0).reshape(len(pages), len(chunk.pages), *pages.shape[2:])
         return pages.at[:, index * num_pages + chunk.pages].set(blocks)
 
-    def attend(q: Array, k: Array, v: Array, index: Index, cache: Cache) -> tuple[Array, Cache, None]:
+    def attend(q: Array, k: Array, v: Array, index: Index, cache: Cache) -> tuple[Array, Cache]:
         cache = Cache(write(cache.keys, k, index), write(cache.values, v, index))
         table = index * num_pages + chunk.table
-        return walked(q, cache.keys, cache.values, table, chunk.slots, len(chunk.pages)), cache, None
+        return walked(q, cache.keys, cache.values, table, chunk.slots, len(chunk.pages)), cache
 
     _, cache, _ = model.text(chunk.tokens, chunk.positions, chunk.visual_index, frames, attend, cache, model.compute)
     return cache
@@ -121,13 +121,14 @@ def decode(
     def one_token(carry: tuple[Cache, Rows], _: None) -> tuple[tuple[Cache, Rows], tuple[Array, Array]]:
         cache, rows = carry
 
-        def attend(q: Array, k: Array, v: Array, index: Index, cache: Cache) -> tuple[Array, Cache, None]:
+        def attend(q: Array, k: Array, v: Array, index: Index, cache: Cache) -> tuple[Array, Cache]:
             table = index * num_pages + rows.table
             mixed, *new = attend_new(q[:, 0], k[:, 0], v[:, 0], cache.keys, cache.values, table, rows.slots)
-            return mixed[:, None], Cache(*new), None
+            return mixed[:, None], Cache(*new)
 
         positions = jnp.broadcast_to(rows.positions[:, None, None], (len(rows.tokens), 1, 3))
-        hidden, cache, _ = model.text(rows.tokens[:, None], positions, no_visual, None, attend, cache, model.compute)
+        inputs = rows.tokens[:, None], positions, no_visual, None
+        hidden, cache = model.text(*inputs, attend, cache, model.compute)[:2]
         token, logp = _sample(model.text.logits(hidden)[:, 0], rows.seeds, rows.num_sampled, rows.temperatures)
         advance = rows.running.astype(jnp.int32)
         num_sampled = rows.num_sampled + advance

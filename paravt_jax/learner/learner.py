@@ -134,10 +134,11 @@ class Learner:
             else:
                 self.skip()
         sums, norms = (list(each) for each in zip(*reports, strict=True))
-        total = jax.tree.map(lambda *values: sum(values), *sums)
-        return _policy_metrics(total, len(sums)) | self._optim_metrics(float(np.mean(norms)))
+        total, expert_tokens = jax.tree.map(lambda *values: sum(values), *sums)
+        metrics = _policy_metrics(total, len(sums)) | _expert_metrics(expert_tokens)
+        return metrics | self._optim_metrics(float(np.mean(norms)))
 
-    def _update(self, part: StepPart, objective: PolicyObjective) -> tuple[PolicySums, float]:
+    def _update(self, part: StepPart, objective: PolicyObjective) -> tuple[Any, float]:
         def inputs(number: int, batch: TrainBatch, visual: Visual | None) -> PolicyInputs:
             old = OldLogProbs(ref_logp=self._ref_logp(batch, visual)) if part.old is None else part.old[number]
             return PolicyInputs(self._coefs, part.counts, old)
@@ -146,9 +147,9 @@ class Learner:
 
     def imitate(self, batches: Sequence[TrainBatch], denominator: float) -> dict[str, float]:
         """One maximum-likelihood step on the scored tokens; `denominator` is their number."""
-        total, grad_norm = self._step(batches, imitation, lambda *_: denominator)
+        (total, expert_tokens), grad_norm = self._step(batches, imitation, lambda *_: denominator)
         metrics = {"loss/imitation": float(total) / denominator, "loss/num_tokens": float(denominator)}
-        return metrics | self._optim_metrics(grad_norm)
+        return metrics | _expert_metrics(expert_tokens) | self._optim_metrics(grad_norm)
 
     def skip(self) -> None:
         """A step without data: the same weights under the next version."""
@@ -196,7 +197,7 @@ class Learner:
     ) -> tuple[Any, float]:
         """Adds up the gradients of all batches, then takes one optimizer step.
 
-        Returns the summed reports of the objective, and the gradient norm.
+        Returns the sums of the objective's reports and of the tokens of experts, and the gradient norm.
         """
         if not batches:
             raise ValueError("a step needs at least one batch")
@@ -324,6 +325,17 @@ def _policy_metrics(sums: PolicySums, num_updates: int) -> dict[str, float]:
         metrics[f"mismatch/behavior_kl_{name}"] = float(kl) / max(float(count), 1.0)
         metrics[f"loss/entropy_{name}"] = float(entropy) / max(float(count), 1.0)
     return metrics
+
+
+def _expert_metrics(expert_tokens: Int[np.ndarray, "L X"] | None) -> dict[str, float]:
+    """The most tokens of an expert, in means of its layer, and the number of experts without a token."""
+    if expert_tokens is None:
+        return {}
+    mean = np.maximum(expert_tokens.mean(axis=1, keepdims=True), 1e-9)
+    return {
+        "moe/expert_load_max": float((expert_tokens / mean).max()),
+        "moe/dead_experts": float((expert_tokens == 0).sum()),
+    }
 
 
 def on_devices(batch: TrainBatch, mesh: Mesh | None) -> TrainBatch:

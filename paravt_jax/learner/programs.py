@@ -79,7 +79,7 @@ def gradients(
     objective: Objective,
     chunk_tokens: int,
 ) -> tuple[nnx.State, Any]:
-    """The gradient of this batch, sharded like its parameters, and the objective's report.
+    """The gradient of this batch, sharded like its parameters, the objective's report, and the tokens of experts.
 
     `visual` is None if the vision tower runs inside the gradient, or if the batch has no frames.
     """
@@ -87,7 +87,9 @@ def gradients(
     def loss(trainable: nnx.State) -> tuple[Float[Array, ""], Any]:
         model = nnx.merge(structure, trainable, params.frozen)
         frames = model.encode_vision(batch.vision) if visual is None and batch.vision is not None else visual
-        return objective(*action_scores(model, batch, frames, temperature, chunk_tokens), batch, inputs)
+        logp, entropy, expert_tokens = action_scores(model, batch, frames, temperature, chunk_tokens)
+        value, report = objective(logp, entropy, batch, inputs)
+        return value, (report, expert_tokens)
 
     grads, sums = jax.grad(loss, has_aux=True)(params.trainable)
     return constrain_params(grads), sums
@@ -131,9 +133,9 @@ def apply_gradients(state: TrainState, grads: nnx.State, numbers: OptimNumbers) 
 
 def action_scores(
     model: VLModel, batch: TrainBatch, visual: Visual | None, temperature: Number, chunk_tokens: int
-) -> tuple[Float[Array, "B A"], Float[Array, "B A"]]:
-    """Log-probs of the scored tokens under log_softmax(z / temperature), and entropies."""
-    hidden = model.hidden(batch.text, visual)
+) -> tuple[Float[Array, "B A"], Float[Array, "B A"], Int[Array, "L X"] | None]:
+    """Log-probs of the scored tokens under log_softmax(z / temperature), entropies, and the tokens of each expert."""
+    hidden, expert_tokens = model.hidden_and_experts(batch.text, visual)
     chosen = jnp.take_along_axis(hidden, jnp.asarray(batch.source)[..., None], axis=1)
     head = model.text.head_kernel_vd[...]
-    return token_scores(chosen, head, jnp.asarray(batch.target), temperature, chunk_tokens)
+    return *token_scores(chosen, head, jnp.asarray(batch.target), temperature, chunk_tokens), expert_tokens

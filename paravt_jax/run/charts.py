@@ -113,7 +113,7 @@ CHARTS = (
 PARTS = {"Accuracy": "rollout/accuracy_mean_", "Tool calls per episode κ": "rollout/tool_calls_mean_"}
 BUDGET = re.compile(r"k(\d+)")  # key suffix of a frame budget; other suffixes are question types
 PART_COLORS = ("sky", "blue", "green", "orange", "red", "pink")
-LEARNER_PREFIXES = ("loss/", "optim/")  # every key under these has a chart in the section `learner`
+LEARNER_PREFIXES = ("loss/", "optim/", "moe/")  # every key under these has a chart in the section `learner`
 STEP_PARTS = ("time/rollout_s", "time/update_s", "time/publish_s")
 HIDDEN = ("step", "policy_version", "time/step_s")
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import jax
@@ -16,6 +16,7 @@ from model_port.checkpoint import nested
 from model_port.config import FAMILIES, ModelConfig, TextConfig, config_to_hf
 from model_port.qwen2_5_vl.config import TRAITS, Qwen25VisionConfig
 from model_port.qwen3_vl.config import Qwen3VisionConfig
+from model_port.qwen3_vl_moe.config import Qwen3MoeVisionConfig
 from model_port.weights import TEXT_MODULE, VISION_MODULE, rules
 
 IMAGE, VIDEO, START, END = 120, 121, 122, 123
@@ -58,6 +59,21 @@ CONFIGS |= {
         **SPECIAL,
     ),
 }
+# Three of seven experts, and all but one of three.
+CONFIGS |= {
+    "experts": ModelConfig(
+        TextConfig(2, 48, 20, 6, 3, 16, 131, mrope_sections=(4, 2, 2), rope_theta=1e4, num_experts=7, token_experts=3),
+        Qwen3MoeVisionConfig(3, 36, 44, 3, 48, (0, 2), num_positions=49, patch_px=4),
+        tie_embeddings=False,
+        **SPECIAL,
+    ),
+    "few_experts": ModelConfig(
+        TextConfig(3, 40, 72, 5, 1, 12, 127, mrope_sections=(2, 2, 2), num_experts=3, token_experts=2),
+        Qwen3MoeVisionConfig(2, 24, 20, 1, 40, (1,), num_positions=36, patch_px=2),
+        tie_embeddings=True,
+        **SPECIAL,
+    ),
+}
 QWEN3 = ("tied", "untied", "one_map")
 
 # Every sharded axis splits in four along fsdp and in two along tensor.
@@ -72,6 +88,11 @@ WINDOWS_DIVISIBLE = ModelConfig(
     Qwen25VisionConfig(3, 32, 44, 4, 48, (1,), window_px=16, patch_px=4),
     tie_embeddings=False,
     **SPECIAL,
+)
+EXPERTS_DIVISIBLE = replace(
+    DIVISIBLE,
+    text=replace(DIVISIBLE.text, ffn_width=20, num_experts=6, token_experts=2),
+    vision=Qwen3MoeVisionConfig(**vars(DIVISIBLE.vision)),
 )
 NORMS = re.compile(r"(norm|ln_q).*weight$")
 
@@ -165,11 +186,12 @@ def make_reference(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torc
     hf_config = AutoConfig.for_model(hf.pop("model_type"), **hf)
     hf_config._attn_implementation = "eager"
     for part in (hf_config.text_config, hf_config.vision_config):
-        part._attn_implementation = "eager"
+        part._attn_implementation = part._experts_implementation = "eager"
     model = AutoModelForImageTextToText.from_config(hf_config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            fan_in = parameter[0].numel() if parameter.ndim > 1 else 100
+            experts = ".experts." in name
+            fan_in = parameter.shape[-1] if experts else parameter[0].numel() if parameter.ndim > 1 else 100
             noise = torch.randn_like(parameter) * fan_in**-0.5
             parameter.copy_(1 + noise if NORMS.search(name) else noise)
     return model.to(dtype)
@@ -195,7 +217,12 @@ def reference_gradients(model: PreTrainedModel, inputs: Inputs, weights: np.ndar
     """Gradients of sum(logits * weights), every one present."""
     model.zero_grad()
     (reference_logits(model, inputs) * torch.from_numpy(weights)).sum().backward()
-    return {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+    return {name: as_published(name, p.grad.numpy()) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def as_published(name: str, tensor: np.ndarray) -> np.ndarray:
+    """Experts are stored as inputs x outputs in published files, and as outputs x inputs by transformers 5."""
+    return tensor.swapaxes(1, 2) if ".experts." in name else tensor
 
 
 def module_name(config: ModelConfig, name: str) -> str:

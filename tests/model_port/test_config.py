@@ -9,6 +9,7 @@ from model_port.config import PRESETS, config_from_hf, config_to_hf, preset, rea
 from model_port.weights import num_params
 
 PUBLISHED, QWEN25 = config_to_hf(PRESETS["8b"]), config_to_hf(PRESETS["qwen2.5-vl-7b"])
+MIXTURE = config_to_hf(PRESETS["30b-a3b"])
 
 
 def edited(published=PUBLISHED, **changes):
@@ -42,6 +43,7 @@ def test_transformers_reads_a_preset_as_we_do(name):
     ("name", "billions"),
     [
         *(("2b", 2.127532032), ("4b", 4.437815808), ("8b", 8.767123696), ("32b", 33.357390064)),
+        *(("30b-a3b", 31.070754032), ("235b-a22b", 235.670022896)),
         *(("qwen2.5-vl-3b", 3.754622976), ("qwen2.5-vl-7b", 8.292166656)),
         *(("qwen2.5-vl-32b", 33.452718336), ("qwen2.5-vl-72b", 73.410777344)),
     ],
@@ -64,9 +66,9 @@ def test_both_rope_spellings_give_the_same_config():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "qwen3_vl_moe", "architectures": ["Qwen3VLMoeForConditionalGeneration"]},
-         "'qwen3_vl_moe' .Qwen3VLMoeForConditionalGeneration. is not supported; supported are the dense models "
-         r"'qwen3_vl' \(Qwen3-VL\) and 'qwen2_5_vl' \(Qwen2.5-VL\)"),
+        ({"model_type": "qwen3_omni_moe", "architectures": ["Qwen3OmniMoeForConditionalGeneration"]},
+         "'qwen3_omni_moe' .Qwen3OmniMoeForConditionalGeneration. is not supported; supported are "
+         r"'qwen3_vl' \(Qwen3-VL\), 'qwen3_vl_moe' \(Qwen3-VL-MoE\) and 'qwen2_5_vl' \(Qwen2.5-VL\)"),
         ({"model_type": "llama"}, "model_type 'llama'"),
         ({"model_type": None}, "model_type None"),
         ({"text_config.hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported is 'silu'"),
@@ -106,6 +108,22 @@ def test_what_cannot_run_is_refused_by_name(changes, message):
 def test_what_cannot_run_of_qwen2_5_is_refused_by_name(changes, message):
     with pytest.raises(ValueError, match=message):
         config_from_hf(edited(QWEN25, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported; supported is 1"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=False"),
+        ({"num_experts": None}, "key 'text_config.num_experts' is missing"),
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok 129 is more than num_experts 128"),
+        ({"moe_intermediate_size": 1024}, "moe_intermediate_size 1024 gives square experts"),
+    ],
+)
+def test_what_cannot_run_of_the_mixtures_is_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
+        config_from_hf(edited(MIXTURE, **{f"text_config.{key}": value for key, value in changes.items()}))
 
 
 def test_the_text_keys_of_qwen2_5_may_be_in_a_section():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from reference import DIVISIBLE, WINDOWS_DIVISIBLE, make_reference, relative_error, save_reference
+from reference import DIVISIBLE, EXPERTS_DIVISIBLE, WINDOWS_DIVISIBLE, make_reference, relative_error, save_reference
 
 import model_port
 from model_port import loading
@@ -18,7 +18,7 @@ from model_port.model import VLModel
 from model_port.sharding import flat_params, make_mesh
 
 CONFIG = DIVISIBLE
-CONFIGS = {config.family: config for config in (DIVISIBLE, WINDOWS_DIVISIBLE)}
+CONFIGS = {config.family: config for config in (DIVISIBLE, EXPERTS_DIVISIBLE, WINDOWS_DIVISIBLE)}
 GRIDS = [(4, 6), (2, 2), (6, 4), (8, 2), (4, 4)]
 
 

@@ -23,7 +23,7 @@ from reference import (
 )
 
 import model_port
-from model_port import loading, rope
+from model_port import experts, loading, rope
 from model_port.attention import blocked
 from model_port.config import ModelConfig
 from model_port.layers import Compute
@@ -38,8 +38,16 @@ KINDS = ("text", "image", "images", "video", "mixed")
 
 
 # The quick part has the smallest of each family.
-QUICK = ("one_map", "windows")
+QUICK = ("one_map", "windows", "experts")
 SHOWN = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CONFIGS]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def blocks_of_experts():
+    """As for rows of many tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("model_port.experts.FEW_TOKENS", 0)
+        yield
 
 
 @pytest.fixture(scope="session", params=SHOWN)
@@ -282,6 +290,37 @@ def test_parity_needs_what_the_host_does(broken, windows_pair, monkeypatch):
     monkeypatch.setattr(target, value)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         assert_parity(windows_pair, "mixed")
+
+
+@pytest.fixture(scope="session")
+def experts_pair(tmp_path_factory):
+    return load_pair("experts", tmp_path_factory)
+
+
+ROUTE, SILU = experts.route, experts.gated_silu
+
+
+def not_normalised(logits, count):
+    return jax.lax.top_k(jax.nn.softmax(logits, axis=-1), count)
+
+
+OTHER_EXPERTS = {  # a feature of the mixtures: the function without it
+    "several experts": ("route", lambda logits, count: ROUTE(logits, count - 1)),
+    "weights with a sum of one": ("route", not_normalised),
+    "weights from the router": ("route", lambda *a: (jnp.full_like((routed := ROUTE(*a))[0], 1 / 3), routed[1])),
+    "experts from the router": ("route", lambda logits, count: ROUTE(jnp.roll(logits, 1, axis=-1), count)),
+    "gate before up": ("gated_silu", lambda gate, up: SILU(up, gate)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", OTHER_EXPERTS)
+def test_parity_needs_each_feature_of_the_mixtures(feature, experts_pair, monkeypatch):
+    forward, (name, change) = inspect.unwrap(loading._logits), OTHER_EXPERTS[feature]
+    monkeypatch.setattr(loading, "_logits", jax.jit(lambda *inputs: forward(*inputs), static_argnums=0))
+    monkeypatch.setattr("model_port.experts." + name, change)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        assert_parity(experts_pair, "mixed")
 
 
 @pytest.fixture(scope="module")

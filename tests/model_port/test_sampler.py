@@ -72,8 +72,9 @@ def test_greedy_equals_transformers_generate(pair, sampler, kind):
 
 
 @pytest.mark.slow
-def test_greedy_of_qwen2_5_equals_transformers_generate(tmp_path_factory):
-    reference, ours = load_pair(CONFIGS["windows"], tmp_path_factory)
+@pytest.mark.parametrize("name", ["windows", "experts"])
+def test_greedy_of_other_families_equals_transformers_generate(name, tmp_path_factory):
+    reference, ours = load_pair(CONFIGS[name], tmp_path_factory)
     assert_greedy(reference, Sampler(ours, **SETTINGS), prompts(ours.config)["images"])
 
 

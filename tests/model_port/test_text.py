@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_port.text import gated_silu
+from model_port.layers import gated_silu
 
 
 def test_gated_silu_has_the_gradient_of_its_formula(float64):

@@ -119,6 +119,22 @@ def test_a_tiny_qwen2_5_opens_in_transformers_and_is_converted_and_exported_bit_
     assert json.loads((out / "processor_config.json").read_text())["processor_class"] == "Qwen2_5_VLProcessor"
 
 
+@pytest.mark.slow
+def test_a_tiny_mixture_opens_in_transformers_and_is_converted_and_exported_bit_for_bit(tmp_path):
+    hf, out = tmp_path / "hf", tmp_path / "out"
+    config = make_tiny(hf, config=tiny_config("qwen3_vl_moe"))
+    assert 500_000 < num_params(config) < 1_300_000
+    model, info = AutoModelForImageTextToText.from_pretrained(hf, dtype=torch.float32, output_loading_info=True)
+    assert not any(info.values()), info
+    ids = np.random.default_rng(0).integers(0, 900, 41)
+    with torch.no_grad():
+        expected = model.eval()(input_ids=torch.from_numpy(ids)[None]).logits[0].numpy()
+    convert(hf, tmp_path / "ckpt")
+    np.testing.assert_allclose(model_port.logits(model_port.load(tmp_path / "ckpt"), ids), expected, atol=1e-4)
+    export(tmp_path / "ckpt", out)
+    assert (out / "model.safetensors").read_bytes() == (hf / "model.safetensors").read_bytes()
+
+
 def test_the_tiny_qwen3_and_the_names_in_its_checkpoints_are_those_of_version_0_2(tiny_hf):
     """Files and checkpoints from before there were families."""
     tensors = load_file(tiny_hf / "model.safetensors")

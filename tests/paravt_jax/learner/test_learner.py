@@ -13,6 +13,7 @@ from model_port.adapters import adapter_shapes, add_adapter, new_adapter
 from model_port.config import LoraConfig
 from model_port.inputs import Frame
 from model_port.sharding import flat_params, make_mesh, num_row_parts
+from model_port.tiny import make_tiny, tiny_config
 from paravt_jax.learner.learner import Learner, StepPart
 from paravt_jax.learner.packing import Dialogue, PackShape, pack
 from paravt_jax.learner.programs import apply_gradients, encode_vision, gradients, score
@@ -111,6 +112,17 @@ def test_an_update_raises_the_log_probs_of_good_tokens_and_lowers_those_of_bad_o
     assert all(np.isfinite(list(m.values())).all() for m in metrics)
     assert metrics[0]["loss/num_tokens"] == NUM_TOKENS
     assert metrics[0]["mismatch/behavior_kl"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["rl", "imitation"])
+def test_an_update_of_a_mixture_reports_the_load_of_its_experts(way, batches, tmp_path):
+    make_tiny(tmp_path / "hf", config=tiny_config("qwen3_vl_moe"))
+    learner = make_learner(tmp_path / "hf")
+    router = learner.state.trainable["text"]["layers"]["mlp"]["router_kernel_xd"]
+    router.set_value(0 * router.get_value())  # ties: every token goes to experts 0 and 1 of 8, in all 4 layers
+    metrics = learner.imitate(batches, NUM_TOKENS) if way == "imitation" else update(learner, batches)[0]
+    assert (metrics["moe/expert_load_max"], metrics["moe/dead_experts"]) == (4.0, 4 * 6)
 
 
 def subagents_of(dialogues, config) -> list[Dialogue]:

@@ -85,7 +85,7 @@ def value_and_gradient(graphdef, params, batch):
     def value(params):
         model = nnx.merge(graphdef, params)
         visual = None if batch.vision is None else model.encode_vision(batch.vision)
-        logp, _ = action_scores(model, batch, visual, TEMPERATURE, chunk_tokens=7)
+        logp, _, _ = action_scores(model, batch, visual, TEMPERATURE, chunk_tokens=7)
         return jnp.where(batch.loss_mask, batch.advantage * logp, 0).sum()
 
     return jax.value_and_grad(value)(params)

@@ -1,0 +1,12 @@
+"""What a tiny random mixture has of its family: Qwen3-VL's parts, and experts."""
+
+from dataclasses import replace
+
+from model_port.qwen3_vl import tiny as qwen3_vl
+from model_port.qwen3_vl_moe.config import Qwen3MoeVisionConfig
+
+TINY = replace(
+    qwen3_vl.TINY,
+    vision=Qwen3MoeVisionConfig(**vars(qwen3_vl.VISION)),
+    traits={"ffn_width": 48, "num_experts": 8, "token_experts": 2},
+)

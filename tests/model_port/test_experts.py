@@ -1,0 +1,70 @@
+"""Experts compute what a loop over tokens does, however uneven the choice is and however rows are split."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from model_port import experts
+from model_port.experts import block_shape, mix, route, tokens_of_experts
+
+NUM_EXPERTS, TOKENS, WIDTH, FFN = 5, 37, 7, 3
+
+
+def by_hand(x, weights, chosen, gate_up, down):
+    out = np.zeros_like(x)
+    for token, (row, experts_, shares) in enumerate(zip(x, chosen, weights, strict=True)):
+        for expert, share in zip(experts_, shares, strict=True):
+            gate, up = np.einsum("d,dcf->cf", row, gate_up[expert])
+            out[token] += share * (gate / (1 + np.exp(-gate)) * up) @ down[expert]
+    return out
+
+
+CHOICES = {
+    "even": lambda random: np.stack([random.permutation(NUM_EXPERTS)[:2] for _ in range(TOKENS)]),
+    "all tokens to two": lambda random: np.tile([4, 1], (TOKENS, 1)),
+    "one": lambda random: random.integers(0, NUM_EXPERTS, (TOKENS, 1)),
+    "all": lambda random: np.stack([random.permutation(NUM_EXPERTS) for _ in range(TOKENS)]),
+}
+
+
+@pytest.mark.parametrize("few_tokens", [0, 256], ids=["several blocks an expert", "one block an expert"])
+@pytest.mark.parametrize("choice", CHOICES)
+def test_experts_compute_what_a_loop_over_tokens_computes(choice, few_tokens, monkeypatch):
+    monkeypatch.setattr(experts, "FEW_TOKENS", few_tokens)
+    random = np.random.default_rng(3)
+    x, gate_up, down = (
+        random.standard_normal(shape).astype(np.float32)
+        for shape in ((TOKENS, WIDTH), (NUM_EXPERTS, WIDTH, 2, FFN), (NUM_EXPERTS, FFN, WIDTH))
+    )
+    chosen = CHOICES[choice](random)
+    weights = random.random(chosen.shape).astype(np.float32)
+    assert (block_shape(TOKENS, NUM_EXPERTS, chosen.shape[1])[0] > NUM_EXPERTS) == (few_tokens == 0)
+    rows = (array.reshape(1, TOKENS, -1) for array in (x, weights, chosen))
+    (out,) = jax.jit(mix)(*map(jnp.asarray, (*rows, gate_up, down)))
+    np.testing.assert_allclose(out[0], by_hand(x, weights, chosen, gate_up, down), atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "token_experts", "expected"),
+    [
+        (16_384, 128, 8, (384, 512)),  # 131072 pairs in 256 blocks, and 128 for each expert's last one
+        (32, 128, 8, (128, 32)),  # one block an expert
+        (2000, 8, 1, (23, 128)),  # 15 whole blocks of 128, and 8
+    ],
+)
+def test_blocks_have_room_for_any_choice(num_tokens, num_experts, token_experts, expected):
+    num_blocks, rows = block_shape(num_tokens, num_experts, token_experts)
+    assert (num_blocks, rows) == expected
+
+
+def test_the_weights_of_a_token_add_up_to_one():
+    logits = jnp.log(jnp.array([[[0.5, 0.3, 0.1, 0.1]]]))
+    weights, chosen = route(logits, 2)
+    np.testing.assert_array_equal(chosen[0, 0], [0, 1])
+    np.testing.assert_allclose(weights[0, 0], [0.625, 0.375], rtol=1e-6)  # 0.5 and 0.3 of 0.8
+
+
+def test_padding_is_no_load():
+    chosen = jnp.array([[[[0, 2], [0, 1], [3, 0]]]])  # one layer, one row of three tokens, the last of them padding
+    np.testing.assert_array_equal(tokens_of_experts(chosen, jnp.array([[1, 2, 0]]), 4), [[2, 1, 1, 0]])
