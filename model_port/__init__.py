@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from model_port.config import ModelConfig, preset
     from model_port.layers import Compute
-    from model_port.loading import load, logits
+    from model_port.loading import load, logits, one_sequence
     from model_port.model import Qwen3VL, VLModel
+    from model_port.sharding import make_mesh
 else:
 
     def __getattr__(name: str) -> Any:
@@ -23,11 +24,13 @@ else:
         return getattr(importlib.import_module(f"{__name__}.{HOMES[name]}"), name)
 
 
-__all__ = ["load", "logits", "VLModel", "Qwen3VL", "ModelConfig", "Compute", "preset"]
+__all__ = ["load", "make_mesh", "logits", "one_sequence", "VLModel", "Qwen3VL", "ModelConfig", "Compute", "preset"]
 
 HOMES = {
     "load": "loading",
+    "make_mesh": "sharding",
     "logits": "loading",
+    "one_sequence": "loading",
     "VLModel": "model",
     "Qwen3VL": "model",
     "ModelConfig": "config",

@@ -36,7 +36,7 @@ from model_port.inputs import (
 from model_port.layers import DEFAULT_COMPUTE, Compute
 from model_port.layout import ADAPTER_CONFIG_FILE, BASE_KEY, base_of, hf_files_of, is_adapter, is_checkpoint
 from model_port.model import VLModel
-from model_port.sharding import flat_params, param_name, shard_abstract
+from model_port.sharding import as_made_here, flat_params, param_name, shard_abstract
 from model_port.weights import check_param_paths, load_hf_params, open_hf_tensors
 
 TOKEN_BUCKET = 64  # lengths are rounded up to a multiple of this, to share compiled programs
@@ -72,8 +72,9 @@ def load(path: str | Path, dtype: str = "float32", mesh: Mesh | None = None) -> 
     """Loads a Hugging Face directory, a converted checkpoint or an adapter, with parameters in `dtype`, over `mesh`.
 
     Activations have the same dtype, unless you replace `model.compute`. An adapter is loaded together with its base
-    model and stays in float32.
+    model and stays in float32. `mesh` is `make_mesh`'s, or any mesh with some of its axes.
     """
+    mesh = None if mesh is None else as_made_here(mesh)
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if is_address(path):
@@ -154,8 +155,11 @@ def one_sequence(
     video_grid_thw: Int[np.ndarray, "n2 3"] | None = None,
     second_per_grid_ts: Sequence[float] | Float[np.ndarray, " n2"] | None = None,
 ) -> tuple[TextBatch, VisionBatch | None]:
-    """The device inputs for one sequence, alone in its row."""
-    ids = np.asarray(input_ids).reshape(-1)
+    """The arrays for one sequence, alone in its row, as a model is called with."""
+    ids = _checked_ids(config, input_ids)
+    for patches in (pixel_values, pixel_values_videos):
+        if patches is not None and np.shape(patches)[1:] != (config.vision.patch_values,):
+            raise ValueError(f"pixel values of shape {np.shape(patches)}, expected [P, {config.vision.patch_values}]")
     images = split_frames(pixel_values, image_grid_thw)
     intervals = _intervals(config.vision, 0 if video_grid_thw is None else len(video_grid_thw), second_per_grid_ts)
     frames = images + split_frames(pixel_values_videos, video_grid_thw, intervals)
@@ -166,7 +170,18 @@ def one_sequence(
     sizes = [len(frame.patches) // config.vision.merge_unit for frame in frames]
     order = order_frames(ids, range(len(images)), range(len(images), len(frames)), sizes, config)
     sequence = RowSequence(Tokens(ids, tuple(order)))
-    return pack_text([[sequence]], frames, first_rows, config, bucket(len(ids), TOKEN_BUCKET)), vision
+    text = pack_text([[sequence]], frames, first_rows, config, bucket(len(ids), TOKEN_BUCKET))
+    return jax.tree.map(jnp.asarray, (text, vision))
+
+
+def _checked_ids(config: ModelConfig, input_ids: Int[np.ndarray, "*batch T"]) -> Int[np.ndarray, " T"]:
+    ids = np.asarray(input_ids)
+    if ids.size != max(ids.shape, default=0) or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"input_ids of {ids.dtype} and shape {ids.shape}, expected the integer ids of one sequence")
+    if ids.size and not 0 <= ids.min() <= ids.max() < config.text.vocab_size:
+        last = config.text.vocab_size - 1
+        raise ValueError(f"input_ids from {ids.min()} to {ids.max()} are not all in the vocabulary, 0 to {last}")
+    return ids.reshape(-1)
 
 
 def _intervals(

@@ -24,6 +24,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array, Int
 
 MESH_AXES = ("data", "fsdp", "tensor")
+AXIS_TYPES = (AxisType.Auto,) * len(MESH_AXES)
 
 PARAM_AXES: dict[str, str | None] = {
     "v": "tensor",  # vocabulary
@@ -63,7 +64,19 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Any = None
             f"{len(devices)} {devices[0].device_kind}: each host's part of each axis must be a side of its part of the "
             f"slice, or a product of sides"
         ) from None
-    return Mesh(placed, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    return Mesh(placed, MESH_AXES, axis_types=AXIS_TYPES)
+
+
+def as_made_here(mesh: Mesh) -> Mesh:
+    """The devices of a mesh with some of our axes, of any types and order, as a mesh with all of them."""
+    if unknown := [name for name in mesh.axis_names if name not in MESH_AXES]:
+        raise ValueError(
+            f"the mesh has an axis {unknown[0]!r}, expected some of {', '.join(MESH_AXES)}; "
+            f"model_port.make_mesh(fsdp={mesh.size}) makes one"
+        )
+    own = [name for name in MESH_AXES if name in mesh.axis_names]
+    devices = mesh.devices.transpose([mesh.axis_names.index(name) for name in own])
+    return Mesh(devices.reshape([mesh.shape.get(name, 1) for name in MESH_AXES]), MESH_AXES, axis_types=AXIS_TYPES)
 
 
 def _places(data: int, fsdp: int, tensor: int, devices: Any) -> np.ndarray:

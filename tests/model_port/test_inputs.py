@@ -15,6 +15,7 @@ from model_port.inputs import (
     place_tokens,
     split_frames,
 )
+from model_port.loading import one_sequence
 from model_port.patches import patch_positions
 from model_port.qwen3_vl.config import interpolation
 
@@ -110,3 +111,17 @@ def test_impossible_inputs_are_named(attempt, message):
 
 def test_buckets_round_up():
     assert [bucket(n, 64) for n in (0, 1, 64, 65)] == [64, 64, 64, 128]
+
+
+@pytest.mark.parametrize(
+    ("ids", "media", "message"),
+    [
+        ([1, 10**6], {}, "1 to 1000000 are not all in the vocabulary, 0 to"),
+        ([1, -3], {}, "-3 to 1 are not all in the vocabulary"),
+        ([[1, 2], [3, 4]], {}, r"shape \(2, 2\), expected the integer ids of one sequence"),
+        ([1], {"pixel_values": np.ones((4, 7), np.float32)}, r"shape \(4, 7\), expected \[P, \d+\]"),
+    ],
+)
+def test_ids_and_pixels_that_no_model_has_are_rejected(ids, media, message):
+    with pytest.raises(ValueError, match=message):
+        one_sequence(CONFIG, np.array(ids), **media)

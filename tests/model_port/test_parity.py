@@ -23,16 +23,11 @@ from reference import (
 )
 
 import model_port
-from model_port import experts, loading, rope
+from model_port import experts, loading, one_sequence, rope
 from model_port.attention import blocked
 from model_port.config import ModelConfig
 from model_port.layers import Compute
 from model_port.sharding import flat_params
-
-
-def one_sequence(config: ModelConfig, ids: np.ndarray, **media: np.ndarray):
-    return jax.tree.map(jnp.asarray, loading.one_sequence(config, ids, **media))
-
 
 KINDS = ("text", "image", "images", "video", "mixed")
 

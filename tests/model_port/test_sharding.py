@@ -4,12 +4,23 @@ import math
 from dataclasses import dataclass
 from itertools import product
 
+import jax
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+import model_port
 from model_port.config import PRESETS
 from model_port.loading import abstract_model, abstract_params
-from model_port.sharding import _places_on_hosts, check_divisible, make_mesh, over_hosts, param_name, param_spec
+from model_port.sharding import (
+    _places_on_hosts,
+    as_made_here,
+    check_divisible,
+    make_mesh,
+    over_hosts,
+    param_name,
+    param_spec,
+)
 from model_port.weights import check_param_paths, rules
 
 
@@ -126,3 +137,21 @@ def splits(shape: tuple[int, int, int], num_hosts: int) -> bool:
     except ValueError:
         return False
     return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"tensor": 2, "data": 2, "fsdp": 2}], ids=str)
+def test_any_mesh_with_some_of_our_axes_computes_the_same_logits(tiny_hf, sizes):
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes))  # with explicit axes
+    ids = np.arange(1, 12)
+    expected, logits = (model_port.logits(model_port.load(tiny_hf, mesh=each), ids) for each in (None, mesh))
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
+
+
+def test_a_mesh_keeps_the_place_of_its_devices_and_another_axis_is_rejected():
+    mesh = jax.make_mesh((2, 4), ("tensor", "data"))
+    ours = as_made_here(mesh)
+    assert dict(ours.shape) == {"data": 4, "fsdp": 1, "tensor": 2}
+    assert (ours.devices[:, 0] == mesh.devices.T).all()
+    with pytest.raises(ValueError, match=r"axis 'model'.*make_mesh\(fsdp=8\)"):
+        as_made_here(jax.make_mesh((8,), ("model",)))
