@@ -159,8 +159,8 @@ def main() -> None:
         import torch  # noqa: F401
     except ImportError as missing:
         raise RuntimeError(
-            f"the comparison needs torch and transformers ({missing}): run `bash scripts/setup.sh dev`, "
-            "or pip install torch in an environment without jax[cuda12]"
+            f"the comparison needs torch and transformers ({missing}): `pip install torch` in an environment without "
+            "jax[cuda12], or `bash scripts/setup.sh dev` in a clone"
         ) from None
     report, same = verify(args.hf, args.src or args.hf, args.dtype)
     print(json.dumps(report))

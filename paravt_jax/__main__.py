@@ -3,6 +3,7 @@
 import importlib
 import sys
 from difflib import get_close_matches
+from importlib.metadata import version
 from typing import NoReturn
 
 from model_port.cli import run_cli
@@ -14,6 +15,7 @@ COMMANDS = {  # name: the module to run and a description
     "ask": ("paravt_jax.ask", "answers a question about a video and lists the crops it used"),
     "serve": ("paravt_jax.serve", "serves a policy and its sub-agents behind OpenAI's API"),
     "view": ("paravt_jax.view", "makes one offline HTML page of a run"),
+    "configs": ("paravt_jax.config.recipes", "lists the configs of the package and copies them"),
     "checkpoint": ("paravt_jax.run.checkpoint", "verifies the checkpoints of a run: verify"),
     "plots": ("paravt_jax.run.plots", "plots the metrics of a run"),
     "data": ("paravt_jax.data", "prepares and inspects data: materialize, inspect, split"),
@@ -44,8 +46,11 @@ def overview() -> str:
 
 def main() -> None:
     name, *arguments = sys.argv[1:] or ["--help"]
-    if name in ("-h", "--help"):
+    if name in ("-h", "--help", "help"):
         print(overview())
+        return
+    if name == "--version":
+        print(f"paravt_jax {version('paravt_jax')}")
         return
     if name not in COMMANDS:
         close = get_close_matches(name, COMMANDS, 1)

@@ -142,7 +142,7 @@ class ServerSettings:
             raise ValueError(f"model={self.model} is not a Hugging Face model directory: it has no config.json")
         python = self.python or sidecar_python()
         if not os.access(python, os.X_OK):
-            raise ValueError(f"python={python} is not an executable; scripts/setup_sglang.sh makes .venv-sglang")
+            raise ValueError(f"python={python} is not an executable")
         return replace(self, python=python, port=settled_port(self.host, self.port))
 
     async def is_ready(self, http: aiohttp.ClientSession) -> bool:
@@ -230,8 +230,8 @@ def sidecar_python() -> Path:
         return Path(sys.executable)
     state = "is only half installed" if SIDECAR.exists() else "does not exist"
     raise RuntimeError(
-        f"{SIDECAR} {state}: run `bash scripts/setup_sglang.sh cpu` (or cuda), or set {PYTHON_VARIABLE} to a Python "
-        f"that has SGLang"
+        f"{SIDECAR} {state}: run `bash scripts/setup_sglang.sh cpu` (or cuda) in a clone, or set {PYTHON_VARIABLE} to "
+        f"a Python that has SGLang"
     )
 
 

@@ -20,6 +20,7 @@ from yaml import MappingNode, MarkedYAMLError, YAMLError, compose
 
 from paravt_jax.config.changed_keys import change_of, updated_record
 from paravt_jax.config.keys import flat, keys_of, mappings_of, unknown_key
+from paravt_jax.config.recipes import config_file
 from paravt_jax.config.schema import Config, EvalConfig, SftConfig
 from paravt_jax.learner.settings import LossConfig
 from rollout.prompts import Prompts, prompts_of
@@ -31,14 +32,15 @@ WRITTEN = "_written"  # attribute of loaded settings: their values as written, w
 def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] = Config) -> Schema:
     """Defaults < YAML file or RUN/config.json < `a.b=c`. Raises ValueError for unknown keys and invalid settings.
 
-    A file's `loss.params` belong to its `loss.name`: another name on the command line starts from its own defaults. The
-    same holds for `loss.correction_bounds` and `loss.correction`. A `rollout.prompts_file` on the command line replaces
-    the `rollout.prompts` of a file.
+    `path` can be the name of a config of the package. A file's `loss.params` belong to its `loss.name`: another name on
+    the command line starts from its own defaults. The same holds for `loss.correction_bounds` and `loss.correction`. A
+    `rollout.prompts_file` on the command line replaces the `rollout.prompts` of a file.
     """
     for override in overrides:
         if "=" not in override[1:]:
             raise ValueError(f"{override!r} is not a setting; write it as train.num_steps=10")
-    layers = [] if path is None else [(str(path), _in_one_line(str(path), lambda: _read(Path(path))))]
+    file = None if path is None else config_file(path)
+    layers = [] if file is None else [(str(file), _in_one_line(str(file), lambda: _read(file)))]
     layers += [(text, _in_one_line(text, partial(OmegaConf.from_dotlist, [_with_value(text)]))) for text in overrides]
     problems = [list(_unknown_keys(source, layer, schema)) for source, layer in layers]
     if path is not None and problems[0] and (command := _command_of(layers[0][1])):

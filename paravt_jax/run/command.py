@@ -25,9 +25,13 @@ def config_parser(module: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog_of(module),
         description=description,
-        epilog="Every setting with its default: --show without a config. Examples are in configs/.",
+        epilog="Every setting with its default: --show without a config. `paravt configs` lists the package's configs.",
     )
-    parser.add_argument("--config", metavar="FILE", help="YAML file; settings that it omits have their defaults")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="YAML file, or a name of `paravt configs`; settings that it omits have their defaults",
+    )
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings, which override the file's")
     parser.add_argument("--show", action="store_true", help="print all settings and exit")
     add_debug_flag(parser)

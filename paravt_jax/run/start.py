@@ -54,7 +54,7 @@ def _no_gpu() -> str:
     """Why jax uses no NVIDIA GPU."""
     if not _cuda_is_installed():
         visible = "an NVIDIA GPU is" if _gpu_is_visible() else "no NVIDIA GPU is"
-        return f"{visible} visible, and jax's CUDA plugin is not installed (`bash scripts/setup.sh cuda12`)"
+        return f"{visible} visible, and jax's CUDA plugin is not installed (`pip install 'jax[cuda12]'`)"
     hidden = f", and {VISIBLE}={os.environ[VISIBLE]}" if VISIBLE in os.environ else ""
     if not _gpu_is_visible():
         return f"jax's CUDA plugin is installed, but no NVIDIA GPU is visible (`nvidia-smi` lists them){hidden}"

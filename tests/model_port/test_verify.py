@@ -167,7 +167,7 @@ def test_the_command_ends_well_where_both_compute_the_same(tiny_hf):
 
 def test_without_torch_it_says_what_is_missing_and_how_to_get_it_in_one_line(tiny_hf, command, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(RuntimeError, match=r"^the comparison needs torch .* run `bash scripts/setup.sh dev`, .*$"):
+    with pytest.raises(RuntimeError, match=r"^the comparison needs torch .* `bash scripts/setup.sh dev` in a clone$"):
         command("--hf", str(tiny_hf))
 
 

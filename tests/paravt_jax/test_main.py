@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import paravt_jax
 from paravt_jax.__main__ import COMMANDS, main, overview, run
 
 ROOT = Path(__file__).parents[2]
@@ -28,11 +29,17 @@ def test_every_command_is_listed():
     assert all(f"  {name} " in overview() and clause in overview() for name, (_, clause) in COMMANDS.items())
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"]])
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["help"]])
 def test_without_a_command_the_commands_are_listed(arguments, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["paravt", *arguments])
     main()
     assert capsys.readouterr().out == overview() + "\n"
+
+
+def test_the_version_is_the_packages(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["paravt", "--version"])
+    main()
+    assert capsys.readouterr().out == f"paravt_jax {paravt_jax.__version__}\n"
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -1,0 +1,69 @@
+"""The configs of the package are found by name from any directory, listed and copied."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from paravt_jax.config import SftConfig, load_config
+from paravt_jax.config.recipes import config_file, main, recipes
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_every_config_of_the_repository_is_listed_with_its_title(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["paravt configs"])
+    main()
+    lines = capsys.readouterr().out.splitlines()
+    files = {str(file.relative_to(ROOT / "configs").with_suffix("")) for file in (ROOT / "configs").rglob("*.yaml")}
+    assert {line.split()[0] for line in lines} == files == {*recipes()}
+    assert all(len(line.split()) > 4 and "#" not in line for line in lines)
+
+
+@pytest.mark.parametrize("name", ["sft_8b", "sft_8b.yaml", "configs/sft_8b.yaml"])
+def test_a_config_is_found_by_name_from_any_directory(name, elsewhere):
+    assert (
+        load_config(name, "data.train=x", schema=SftConfig).optim
+        == load_config(ROOT / "configs" / "sft_8b.yaml", "data.train=x", schema=SftConfig).optim
+    )
+
+
+def test_a_file_comes_before_a_config_of_the_same_name(elsewhere):
+    (elsewhere / "sft_8b").write_text("seed: 41\n")
+    assert config_file("sft_8b") == Path("sft_8b")
+
+
+@pytest.mark.parametrize(("name", "hint"), [("paragrpo_8", "did you mean paragrpo_8b"), ("xyz", "`paravt configs`")])
+def test_an_unknown_name_is_one_sentence(name, hint, elsewhere):
+    with pytest.raises(FileNotFoundError, match=hint):
+        load_config(name)
+
+
+def test_a_copy_never_replaces_a_file(elsewhere, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["paravt configs", "contrast/qwen25vl_7b_sft", "--to", "own"])
+    main()
+    copy = elsewhere / "own" / "qwen25vl_7b_sft.yaml"
+    assert copy.read_bytes() == (ROOT / "configs/contrast/qwen25vl_7b_sft.yaml").read_bytes()
+    with pytest.raises(ValueError, match=r"qwen25vl_7b_sft.yaml exists"):
+        main()
+
+
+@pytest.mark.nightly
+def test_the_wheel_has_the_configs(tmp_path):
+    source = shutil.copytree(
+        ROOT, tmp_path / "source", ignore=shutil.ignore_patterns(".*", "tests", "docs", "runs"), symlinks=True
+    )
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(source)]
+    subprocess.run(build, check=True)
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        names = {name for name in wheel.namelist() if name.startswith("paravt_jax/configs/")}
+    assert names == {f"paravt_jax/configs/{name}.yaml" for name in recipes()}
