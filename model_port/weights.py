@@ -93,17 +93,18 @@ def _mlp_rules(c: TextConfig, hf: str, ours: str) -> list[Rule]:
     ]
 
 
-def adapter_rules(config: ModelConfig, rank: int) -> dict[str, tuple[Rule, Rule]]:
+def adapter_rules(config: ModelConfig, rank: int, module: str = TEXT_MODULE) -> dict[str, tuple[Rule, Rule]]:
     """The table for adapters, with PEFT's names: the rules of A and B by the path of their kernel.
 
-    Router and experts have none, because PEFT adapts linear modules, and they are parameters of larger ones.
+    PEFT names transformers' modules; `module` starts the language tower's names. Router and experts have none, because
+    PEFT adapts linear modules, and they are parameters of larger ones.
     """
-    pairs = {}
+    pairs, published = {}, FAMILIES[config.family].text_names
     for rule in _text_rules(config):
         if rank and (kernel := ADAPTED.fullmatch(rule.path)) and "x" not in kernel[2]:
             (written, read), (num_out, num_in) = layout_sides(kernel[2]), rule.hf_shape
-            module = TEXT_MODULE + rule.hf.removeprefix(FAMILIES[config.family].text_names)
-            hf, ours = PEFT_PREFIX + module.removesuffix("weight"), f"{kernel[1]}_lora.kernel_"
+            name = rule.hf.removeprefix(published).removesuffix("weight")
+            hf, ours = PEFT_PREFIX + module + name, f"{kernel[1]}_lora.kernel_"
             pairs[rule.path] = (
                 Rule(f"{hf}lora_A.weight", f"{ours}z{read}", (rank, num_in), rule.count),
                 Rule(f"{hf}lora_B.weight", f"{ours}{written}z", (num_out, rank), rule.count),

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from model_port.adapters import AdapterInfo, merged_tensors, write_adapter
+from model_port.config import FAMILIES
 from model_port.model import VLModel
 from model_port.output_dir import named
 from model_port.safetensors_io import SINGLE_FILE, SafetensorsWriter
@@ -54,7 +55,10 @@ class AdapterWeights:
         return np.dtype(np.float32).itemsize * sum(math.prod(r.hf_shape) * (r.count or 1) for r in self._rules)
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """The matrices under PEFT's names, and what a server needs to merge them, as a tensor with JSON."""
+        """The matrices, and what a server needs to merge them, as a tensor with JSON.
+
+        Names are PEFT's, but of the kernels in the model's files: a server has no modules of transformers.
+        """
         yield ADAPTER_INFO, np.frombuffer(json.dumps(self._merging()).encode(), np.uint8)
         params = self._params()
         for rule in self._rules:
@@ -75,4 +79,6 @@ class AdapterWeights:
 
     @property
     def _rules(self) -> list[Rule]:
-        return [rule for pair in adapter_rules(self.model.config, self.info.lora.rank).values() for rule in pair]
+        config = self.model.config
+        pairs = adapter_rules(config, self.info.lora.rank, FAMILIES[config.family].text_names)
+        return [rule for pair in pairs.values() for rule in pair]

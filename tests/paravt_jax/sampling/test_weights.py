@@ -1,4 +1,4 @@
-"""An adapter's tensors go to servers under PEFT's names, with all that is needed to merge them, and nothing else."""
+"""An adapter's tensors go to servers under their kernels' names, with all that is needed to merge them."""
 
 import json
 
@@ -7,22 +7,30 @@ import pytest
 
 import model_port
 from model_port.adapters import AdapterBase, AdapterInfo, add_adapter, new_adapter, read_adapter, read_adapter_info
-from model_port.config import LoraConfig
+from model_port.config import FAMILIES, LoraConfig
 from model_port.safetensors_io import HfTensors
+from model_port.tiny import make_tiny, tiny_config
 from paravt_jax.sampling.weights import AdapterWeights, ModelWeights
 from rollout.engine.publishing import ADAPTER_INFO
 
 INFO = AdapterInfo(LoraConfig(rank=3, alpha=6.0), AdapterBase("org/base", "bfloat16", "abc"))
 
 
+@pytest.fixture(scope="module", params=FAMILIES)
+def model_dir(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("hf") / request.param
+    make_tiny(directory, config=tiny_config(request.param))
+    return directory
+
+
 @pytest.fixture(scope="module")
-def weights(tiny_hf):
-    model = model_port.load(tiny_hf)
+def weights(model_dir):
+    model = model_port.load(model_dir)
     add_adapter(model, INFO.lora, new_adapter(model.config, INFO.lora, seed=1))
     return AdapterWeights(model, INFO)
 
 
-def test_an_adapter_is_sent_as_its_matrices_and_how_to_merge_them(weights, tiny_hf):
+def test_an_adapter_is_sent_as_its_matrices_and_how_to_merge_them(weights, model_dir):
     tensors = dict(weights.tensors())
     merging = json.loads(tensors.pop(ADAPTER_INFO).tobytes())
     assert {key: merging[key] for key in ("scale", "base", "dtype", "sum")} == {
@@ -31,9 +39,10 @@ def test_an_adapter_is_sent_as_its_matrices_and_how_to_merge_them(weights, tiny_
         "dtype": "bfloat16",
         "sum": "abc",
     }
-    with HfTensors(tiny_hf) as files:
+    with HfTensors(model_dir) as files:
         assert sorted(merging["names"]) == sorted(files.shapes)
-        kernels = {f"base_model.model.{name.removesuffix('weight')}" for name in files.shapes if "_proj.weight" in name}
+        projections = {name for name in files.shapes if "_proj.weight" in name and "visual" not in name}
+    kernels = {f"base_model.model.{name.removesuffix('weight')}" for name in projections}
     assert tensors.keys() == {f"{kernel}lora_{side}.weight" for kernel in kernels for side in "AB"}
     assert {tensor.dtype.name for tensor in tensors.values()} == {"float32"}
 
