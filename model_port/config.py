@@ -20,6 +20,7 @@ from model_port.qwen3_vl_moe import config as qwen3_vl_moe
 __all__ = ["ModelConfig", "TextConfig", "VisionConfig"]
 
 DTYPES = ("float32", "bfloat16", "float16")  # of parameters
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")  # the second: in older files of compressed-tensors
 FAMILIES: dict[str, Family] = {  # by model_type
     "qwen3_vl": qwen3_vl.FAMILY,
     "qwen3_vl_moe": qwen3_vl_moe.FAMILY,
@@ -61,8 +62,11 @@ def config_from_hf(hf: dict[str, Any], source: str = "config.json") -> ModelConf
             f"supported are {', '.join(supported)} and {last}"
         )
     root = Section(source, hf)
-    if root.has("quantization_config"):
-        raise ValueError(f"{source}: quantization_config: quantized weights are not supported; use the original model")
+    for part in (root, root.section("text_config", {}), root.section("vision_config", {})):
+        for key in filter(part.has, QUANTIZATION_KEYS):
+            raise ValueError(
+                f"{source}: {part.prefix}{key}: quantized weights are not supported; use the original model"
+            )
     try:
         return FAMILIES[model_type].from_hf(root)
     except ValueError as problem:  # of values that are possible alone, and not together

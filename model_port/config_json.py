@@ -9,16 +9,26 @@ from typing import Any, cast
 from model_port.architecture import TOKEN_IDS, ModelConfig, TextConfig, VisionConfig
 from model_port.json_files import Section
 
+ROPE_KEYS = {"rope_type", "type", "rope_theta", "mrope_section", "mrope_interleaved"}
 MAX_LAYERS, MAX_WIDTH, MAX_HEAD_DIM, MAX_THETA = 1024, 2**17, 2**13, 1e15
 
 
-def rope_section(text: Section) -> Section:
-    """The rotary settings: `rope_parameters` (transformers 5), or `rope_scaling` + `rope_theta` (published files)."""
+def rope_section(text: Section, *, interleaved: bool, other_name: str = "default") -> Section:
+    """The rotary settings: `rope_parameters` (transformers 5), or `rope_scaling` + `rope_theta` (published files).
+
+    Raises unless they are of the default kind, which also has `other_name`, and has no further settings.
+    """
     rope = text.section("rope_parameters", {})
-    if rope.values:
-        return rope
-    rope = text.section("rope_scaling", {})
-    return replace(rope, values={"rope_theta": text.values.get("rope_theta"), **rope.values}, prefix=text.prefix)
+    if not rope.values:
+        rope = text.section("rope_scaling", {})
+        rope = replace(rope, values={"rope_theta": text.values.get("rope_theta"), **rope.values}, prefix=text.prefix)
+    for key in ("rope_type", "type"):
+        if rope.values.get(key) != other_name:
+            rope.expect(key, "default")
+    for key in rope.values.keys() - ROPE_KEYS:
+        rope.expect(key, None)
+    rope.expect("mrope_interleaved", interleaved)
+    return rope
 
 
 def text_config(

@@ -84,11 +84,7 @@ def from_hf(root: Section) -> ModelConfig:
     if not text.values:
         text = root
     vision.expect("hidden_act", "silu")
-    rope = rope_section(text)
-    for key in ("rope_type", "type"):
-        if rope.values.get(key) != "mrope":  # the name of the default before transformers 4.50
-            rope.expect(key, "default")
-    rope.expect("mrope_interleaved", False)
+    rope = rope_section(text, interleaved=False, other_name="mrope")  # before transformers 4.50
     language = text_config(
         text, rope, sections=(16, 24, 24), norm_eps=1e-5, rope_theta=1e6, max_positions=32_768, **TRAITS
     )

@@ -84,12 +84,7 @@ def from_hf(root: Section) -> ModelConfig:
     text, vision = root.section("text_config"), root.section("vision_config")
     text.expect("attention_bias", False)
     vision.expect("hidden_act", "gelu_pytorch_tanh")
-    rope = rope_section(text)
-    rope.expect("rope_type", "default")
-    if not rope.has("rope_type"):
-        rope.expect("type", "default")
-    rope.expect("mrope_interleaved", True)
-    language = text_config(text, rope, sections=(24, 20, 20))
+    language = text_config(text, rope_section(text, interleaved=True), sections=(24, 20, 20))
     return ModelConfig(
         text=language,
         vision=Qwen3VisionConfig(
