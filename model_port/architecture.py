@@ -70,6 +70,10 @@ class VisionConfig(ABC):
         """Our order of a frame's merged patches, by their numbers in rows; None: as they come."""
         return None
 
+    def attended(self, patches: int) -> float:
+        """Patches of a frame of `patches` to which one of them attends, the mean of all layers."""
+        return float(patches)
+
     @abstractmethod
     def with_layers(self, num_layers: int) -> "VisionConfig":
         """The tower with fewer layers, to trace one."""

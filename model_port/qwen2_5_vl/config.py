@@ -60,6 +60,10 @@ class Qwen25VisionConfig(VisionConfig):
         """Window by window, so that each window is contiguous."""
         return windows(self._merged(grid), self.window_merged)[0]
 
+    def attended(self, patches: int) -> float:
+        in_window = min(patches, self.merge_unit * self.window_merged**2)
+        return in_window + (patches - in_window) * len(self.full_layers) / self.num_layers
+
     def with_layers(self, num_layers: int) -> "Qwen25VisionConfig":
         return replace(self, num_layers=num_layers, full_layers=(0,))
 

@@ -262,7 +262,9 @@ class Share:
     def batch_arrays(self) -> Parts:
         """Inputs of the update: ids, positions, patches, and the frozen tower's output."""
         vision, batch = self.model.vision, self.batch
-        token_bytes, action_bytes, patch_bytes = 4 * 7, 4 * 6 + 1, 4 * (vision.patch_values + 11)
+        token_bytes, action_bytes = 4 * 7, 4 * 8 + 1
+        smallest = empty_vision(vision, 1, vision.merge_unit)
+        patch_bytes = sum(array.nbytes for array in jax.tree.leaves(smallest)) // vision.merge_unit
         patches = self.rows_here(batch.num_frame_rows) * batch.row_patches
         num_bytes = self.rows * (batch.row_tokens * token_bytes + batch.row_actions * action_bytes)
         table = patches // vision.merge_unit * self.model.text.width * self.item_bytes

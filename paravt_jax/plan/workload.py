@@ -305,7 +305,8 @@ def needed_flops(update: PlannedUpdate, model: ModelConfig, step: Step) -> float
     weights = _product_flops(model, step.num_tokens) + _head_flops(model, times * shape.num_rows * shape.row_actions)
     adapters = 2.0 * adapter_params(update.lora.rank, model) * step.num_tokens
     forward = weights + adapters + _attention_flops(model, causal)
-    vision = times * shape.num_frame_rows * frame_flops(model, shape.row_patches)
+    attended = model.vision.attended(shape.row_patches)
+    vision = times * shape.num_frame_rows * frame_flops(model, shape.row_patches, attended)
     num_scores = update.reads_reference + update.scores_before
     frozen = weights if update.lora.rank else 0.0  # frozen weights have no gradients
     return (3 + num_scores) * forward - frozen + (3 if update.optim.train_vision else 1) * vision
@@ -335,10 +336,13 @@ def _head_flops(model: ModelConfig, num_tokens: float) -> float:
     return 2.0 * model.text.vocab_size * model.text.width * num_tokens
 
 
-def frame_flops(model: ModelConfig, patches: int) -> float:
-    """FLOPs per frame, at most: padding patches are computed too."""
-    vision = model.vision
-    block = 4 * vision.width**2 + vision.ffn_kernels * vision.width * vision.ffn_width + 2 * patches * vision.width
+def frame_flops(model: ModelConfig, patches: int, attended: float | int | None = None) -> float:
+    """FLOPs per frame, at most: padding is computed too, and so are scores of other windows.
+
+    `attended`: patches to which a patch attends; None: all.
+    """
+    vision, attended = model.vision, patches if attended is None else attended
+    block = 4 * vision.width**2 + vision.ffn_kernels * vision.width * vision.ffn_width + 2 * attended * vision.width
     merged_width = vision.width * vision.merge_unit
     merger = merged_width * (merged_width + vision.out_width) * (1 + vision.num_deepstack)
     per_patch = vision.num_layers * block + vision.patch_values * vision.width + merger // vision.merge_unit

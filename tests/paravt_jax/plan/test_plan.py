@@ -12,6 +12,7 @@ from update_programs import compiled_programs, planned_program_bytes, program_by
 from model_port.attention import scanned
 from model_port.config import LoraConfig, ModelConfig, TextConfig, preset
 from model_port.loading import abstract_model, abstract_params
+from model_port.qwen2_5_vl.config import TRAITS, Qwen25VisionConfig
 from model_port.qwen3_vl.config import Qwen3VisionConfig
 from model_port.sampler import Sampler
 from model_port.sharding import make_mesh, param_spec
@@ -50,6 +51,11 @@ MID = ModelConfig(
     vision_start_token_id=4092,
     vision_end_token_id=4093,
 )
+WINDOWS = replace(
+    MID,
+    text=replace(MID.text, mrope_sections=(4, 6, 6), **TRAITS),
+    vision=Qwen25VisionConfig(4, 64, 128, 2, 256, full_layers=(3,)),
+)
 EIGHT_B = preset("8b")
 LARGE_VOCAB = replace(MID, text=replace(MID.text, num_layers=3, vocab_size=32_768))
 CASES = {
@@ -60,6 +66,7 @@ CASES = {
     "full, scanned": (MID, (2, 2, 1), 256, "full", "scanned"),
     "head": (LARGE_VOCAB, (2, 2, 1), 256, "full", "blocked"),
     "trainable vision": (MID, (1, 4, 1), 256, "full", "blocked"),
+    "windows": (WINDOWS, (1, 2, 2), 512, "full", "blocked"),
     "adapters": (MID, (1, 2, 2), 512, "full", "scanned"),
     "adapters, none": (MID, (1, 2, 2), 512, "none", "blocked"),
 }
@@ -149,6 +156,13 @@ def device_bytes(array: jax.Array) -> int:
     return array.addressable_shards[0].data.nbytes
 
 
+@pytest.mark.parametrize("model", [MID, WINDOWS], ids=["maps", "windows"])
+def test_planned_inputs_have_the_size_of_a_batch(model):
+    plan = plan_of_config(config_of((1, 1, 1), rows=2, row_tokens=256), model)
+    (inputs,) = {phase.parts["batch"] for phase in plan.memory.phases if "batch" in phase.parts}
+    assert inputs == sum(array.nbytes for array in jax.tree.leaves(make_batch(plan.batch, model)))
+
+
 @pytest.mark.slow
 def test_the_planned_cache_has_the_size_of_the_samplers():
     engine = EngineConfig(kind="jax", max_rows=8)
@@ -184,14 +198,15 @@ def test_a_mesh_that_does_not_divide_the_model_is_rejected():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("rank", "remat", "lighter_layers"), [(0, "full", 0), (16, "full", 0), (0, "dots", 0), (0, "attention", 4)]
+    ("model", "rank", "remat", "lighter_layers"),
+    [(MID, 0, "full", 0), (MID, 16, "full", 0), (MID, 0, "dots", 0), (MID, 0, "attention", 4), (WINDOWS, 0, "full", 0)],
 )
-def test_planned_flops_match_the_traced_update(rank, remat, lighter_layers, monkeypatch):
+def test_planned_flops_match_the_traced_update(model, rank, remat, lighter_layers, monkeypatch):
     config = config_of((1, 1, 1), rows=2, row_tokens=1024, remat=remat, lora=LoraConfig(rank))
-    run = PlannedRl.of(config, MID).with_update(lighter_layers=lighter_layers)
+    run = PlannedRl.of(config, model).with_update(lighter_layers=lighter_layers)
     batch = run.largest_batch()
-    traced = traced_flops(make_learner(run.update, MID, None), make_batch(batch, MID), monkeypatch)
-    planned = batch_flops(run.update, MID, batch, "cpu")
+    traced = traced_flops(make_learner(run.update, model, None), make_batch(batch, model), monkeypatch)
+    planned = batch_flops(run.update, model, batch, "cpu")
     assert planned["update, vision"] == pytest.approx(traced["encode_vision"], rel=0.02)
     update = planned["update, forward and backward"] + planned["update, recomputation"]
     assert update == pytest.approx(traced["gradients"], rel=0.05)

@@ -15,7 +15,7 @@ from paravt_jax.plan.devices import DEVICES, Rates
 from paravt_jax.plan.roofline import ProgramWork, StepSeconds, batch_works, step_seconds
 from paravt_jax.plan.run import PlannedRl, PlannedRun, PlannedSft
 from paravt_jax.plan.step_rates import PUBLISHED
-from paravt_jax.plan.workload import Step, full_step, layer_params, needed_flops
+from paravt_jax.plan.workload import Step, frame_flops, full_step, layer_params, needed_flops
 
 RATES = Rates(flops=100.0, memory_bytes=10.0, link_bytes=5.0)
 EIGHT_B = preset("8b")
@@ -36,6 +36,17 @@ def seconds(*args, dtype="bfloat16", **settings) -> StepSeconds:
 
 def needed(run: PlannedRun) -> float:
     return needed_flops(run.update, run.model, full_step(run.largest_batch()))
+
+
+def test_only_the_patches_of_a_window_are_needed_in_most_layers():
+    """Frames of 256 patches in windows of 8 x 8 patches; 4 of 32 layers attend to all: 64 + 192 / 8."""
+    dims = preset("qwen2.5-vl-7b")
+    assert (dims.vision.attended(256), dims.vision.attended(36)) == (88, 36)
+    assert frame_flops(dims, 256) - frame_flops(dims, 256, 88) == 2 * 256 * 32 * 2 * (256 - 88) * 1280
+    all_full = replace(dims, vision=replace(dims.vision, full_layers=tuple(range(32))))
+    run, full = planned(dims=dims), planned(dims=all_full)
+    spared = frame_flops(dims, 256) - frame_flops(dims, 256, 88)
+    assert needed(full) - needed(run) == pytest.approx(run.largest_batch().num_frame_rows * spared)
 
 
 def test_seconds_of_products_memory_and_collectives_add_up():
