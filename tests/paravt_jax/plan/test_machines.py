@@ -43,6 +43,14 @@ STARTS = {  # the devices of each cold start
     "sft_8b_lora_1x80gb": "h100:1",
     "sft_2b_lora_24gb": "l4:1",
 }
+CONTRAST = {  # the devices of each recipe of Qwen2.5-VL, and the recipe of Qwen3-VL that has its settings
+    "contrast/qwen25vl_7b_grpo": ("h100:8", "grpo_8b"),
+    "contrast/qwen25vl_7b_paragrpo": ("h100:8", "paragrpo_8b"),
+    "contrast/qwen25vl_3b_lora_paragrpo": ("h100:1", "8b_lora_1x80gb"),
+    "contrast/qwen25vl_7b_sft": ("h100:8", "sft_8b"),
+    "contrast/qwen25vl_3b_lora_sft": ("h100:1", "sft_8b_lora_1x80gb"),
+}
+DEVICES_OF = LEARNERS | STARTS | {name: devices for name, (devices, _) in CONTRAST.items()}
 TRAINING = CONFIGS.parent / "docs" / "training.md"
 ESTIMATES = re.compile(
     r"--plan(?: --device \w+)? estimates (?:(\S+) s an update and )?(\S+(?: to \S+)?) s a step, and (\S+) of (\S+) GiB"
@@ -76,7 +84,11 @@ def plan_for(name: str) -> Plan:
 
 
 def device_of(name: str) -> DeviceSpec:
-    return DEVICES[(LEARNERS | STARTS)[name].partition(":")[0]]
+    return DEVICES[DEVICES_OF[name].partition(":")[0]]
+
+
+def is_start(name: str) -> bool:
+    return "sft" in name
 
 
 def start_of(name: str, *settings: str) -> SftConfig:
@@ -134,6 +146,7 @@ def other_settings(name: str) -> set[str]:
 def test_every_recipe_for_a_machine_is_tested():
     assert {path.stem for path in CONFIGS.glob("[0-9]*b_*.yaml")} == set(LEARNERS)
     assert {path.stem for path in CONFIGS.glob("sft_*.yaml")} == set(STARTS)
+    assert {f"contrast/{path.stem}" for path in CONFIGS.glob("contrast/*.yaml")} == set(CONTRAST)
 
 
 @pytest.mark.parametrize("name", LEARNERS)
@@ -147,6 +160,14 @@ def test_a_recipe_that_changes_the_method_is_detected(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", CONTRAST)
+def test_a_recipe_of_qwen2_5_vl_differs_from_its_counterpart_in_the_model_only(name):
+    counterpart, load = CONTRAST[name][1], start_of if is_start(name) else config_of
+    old, new = (flat(to_record(load(each))) for each in (counterpart, name))
+    assert {key for key in old if old[key] != new[key]} == {"run_dir", "model.path"}
+    assert f"Otherwise as configs/{counterpart}.yaml" in header_of(name)
+
+
 @pytest.mark.parametrize("name", LEARNERS)
 def test_the_mesh_of_a_recipe_uses_the_whole_machine_and_fits_by_the_plan(name):
     config, plan = config_of(name), plan_for(name)
@@ -170,16 +191,18 @@ def test_no_mesh_that_fits_has_a_step_more_than_one_percent_faster(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LEARNERS)
+@pytest.mark.parametrize("name", [*LEARNERS, *(name for name in CONTRAST if not is_start(name))])
 def test_the_commands_of_a_recipe_make_its_policy_on_its_machine(name):
     commands = header_of(name)
-    start, settings = re.findall(r"paravt_jax\.sft --config configs/(\w+)\.yaml ([^|]*)\|", commands)[0]
+    start, settings = re.findall(r"paravt_jax\.sft --config configs/([\w/]+)\.yaml ([^|]*)\|", commands)[0]
     src, dst = re.findall(r"model_port\.export --src (\S+) --dst (\S+)", commands)[0]
     recipe, config, device = config_of(name), start_of(start, *settings.split()), device_of(name)
     assert (src, dst) == (f"{config.run_dir}/checkpoints/{config.sft.num_steps}", recipe.model.path)
     assert config.mesh.num_devices == recipe.mesh.num_devices + len(recipe.engine.gpus)
     assert start_plan(config, device).fit.fits
-    assert config.rollout.forced_prefix == recipe.rollout.forced_prefix and config.lora == recipe.lora
+    is_plain = name.endswith("_grpo")  # forces no prefix, also after a cold start with one
+    assert recipe.rollout.forced_prefix == ("" if is_plain else config.rollout.forced_prefix)
+    assert config.lora == recipe.lora
     assert model_config(config.model.path)[0] == model_config(recipe.model.path)[0]
 
 
@@ -190,12 +213,13 @@ def test_a_cold_start_differs_from_the_published_one_in_the_machine_only(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*LEARNERS, *STARTS])
+@pytest.mark.parametrize("name", DEVICES_OF)
 def test_the_figures_in_a_header_match_the_plan(name):
     written = ESTIMATES.search(header_of(name))
     assert written is not None
-    figures = figures_of(name) if name in LEARNERS else (None, *start_figures(start_of(name), device_of(name)))
-    pairs = [(text, figure) for text, figure in zip(written.groups(), figures, strict=True) if figure is not None]
+    figures = (None, *start_figures(start_of(name), device_of(name))) if is_start(name) else figures_of(name)
+    assert (written[1] is None) == (is_start(name) or name in CONTRAST)
+    pairs = [(text, figure) for text, figure in zip(written.groups(), figures, strict=True) if text is not None]
     assert same_figures(*zip(*pairs, strict=True)), figures
 
 
@@ -261,10 +285,10 @@ def _update_s(run: PlannedRl, device: DeviceSpec = H100) -> float:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", [*LEARNERS, *STARTS])
+@pytest.mark.parametrize("name", DEVICES_OF)
 def test_a_recipe_fits_its_machine_by_the_compilers_figures(name):
-    run: PlannedRun = planned(config_of(name)) if name in LEARNERS else planned_start(start_of(name))
-    learner, mesh = with_compiler((LEARNERS | STARTS)[name]), run.update.mesh
+    run: PlannedRun = planned_start(start_of(name)) if is_start(name) else planned(config_of(name))
+    learner, mesh = with_compiler(DEVICES_OF[name]), run.update.mesh
     devices = make_mesh(mesh.data, mesh.fsdp, mesh.tensor, learner.devices())
     run = with_remat(run, learner.device)
     programs = compiled_update(run.update, run.model, run.largest_batch(), devices)
