@@ -23,6 +23,7 @@ from model_port.adapters import (
 from model_port.bucket import is_address
 from model_port.config import DTYPES, ModelConfig, VisionConfig, read_config
 from model_port.inputs import (
+    Frame,
     RowSequence,
     TextBatch,
     Tokens,
@@ -157,21 +158,37 @@ def one_sequence(
 ) -> tuple[TextBatch, VisionBatch | None]:
     """The arrays for one sequence, alone in its row, as a model is called with."""
     ids = _checked_ids(config, input_ids)
+    frames = frames_of(
+        config, ids, pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw, second_per_grid_ts
+    )
+    vision, first_rows = None, []
+    if frames:
+        row_patches = max(len(frame.patches) for frame in frames)
+        vision, first_rows = pack_vision(frames, config.vision, row_patches)
+    sequence = RowSequence(Tokens(ids, tuple(range(len(frames)))))
+    text = pack_text([[sequence]], frames, first_rows, config, bucket(len(ids), TOKEN_BUCKET))
+    return jax.tree.map(jnp.asarray, (text, vision))
+
+
+def frames_of(
+    config: ModelConfig,
+    ids: Int[np.ndarray, " T"],
+    pixel_values: Float[np.ndarray, "P C"] | None = None,
+    image_grid_thw: Int[np.ndarray, "n 3"] | None = None,
+    pixel_values_videos: Float[np.ndarray, "P2 C"] | None = None,
+    video_grid_thw: Int[np.ndarray, "n2 3"] | None = None,
+    second_per_grid_ts: Sequence[float] | Float[np.ndarray, " n2"] | None = None,
+) -> tuple[Frame, ...]:
+    """The frames of a processor's output in the order of their placeholders, as a `SamplerPrompt` has them."""
     for patches in (pixel_values, pixel_values_videos):
         if patches is not None and np.shape(patches)[1:] != (config.vision.patch_values,):
             raise ValueError(f"pixel values of shape {np.shape(patches)}, expected [P, {config.vision.patch_values}]")
     images = split_frames(pixel_values, image_grid_thw)
     intervals = _intervals(config.vision, 0 if video_grid_thw is None else len(video_grid_thw), second_per_grid_ts)
     frames = images + split_frames(pixel_values_videos, video_grid_thw, intervals)
-    vision, first_rows = None, []
-    if frames:
-        row_patches = max(len(frame.patches) for frame in frames)
-        vision, first_rows = pack_vision(frames, config.vision, row_patches)
     sizes = [len(frame.patches) // config.vision.merge_unit for frame in frames]
     order = order_frames(ids, range(len(images)), range(len(images), len(frames)), sizes, config)
-    sequence = RowSequence(Tokens(ids, tuple(order)))
-    text = pack_text([[sequence]], frames, first_rows, config, bucket(len(ids), TOKEN_BUCKET))
-    return jax.tree.map(jnp.asarray, (text, vision))
+    return tuple(frames[number] for number in order)
 
 
 def _checked_ids(config: ModelConfig, input_ids: Int[np.ndarray, "*batch T"]) -> Int[np.ndarray, " T"]:

@@ -89,13 +89,14 @@ class PreparedPrompt:
 
     @cached_property
     def page_digests(self) -> list[bytes]:
-        """One per page to prefill: equal digests mean equal tokens and frames from the prompt's start to the page's
-        end. The last page may be partly filled."""
+        """One per page to prefill: equal digests mean equal tokens, frames and positions from the prompt's start to the
+        page's end. The last page may be partly filled."""
         starts = np.flatnonzero(self.visual_index != NOT_VISUAL)[list(self.frame_starts[:-1])]  # in tokens
         digests, chain = [], b""
         for begin in range(0, self.num_cached, PAGE_TOKENS):
             end = min(begin + PAGE_TOKENS, self.num_cached)
-            digest = blake2b(chain + self.ids[begin:end].tobytes(), digest_size=16)
+            tokens = self.ids[begin:end].tobytes() + self.positions[begin:end].tobytes()
+            digest = blake2b(chain + tokens, digest_size=16)
             for number in np.flatnonzero((begin <= starts) & (starts < end)):
                 digest.update(self.frames[number].digest)
             chain = digest.digest()

@@ -13,8 +13,10 @@ from reference import CONFIGS, IMAGE, VIDEO, Inputs, make_reference, prompts, sa
 
 import model_port
 import model_port.sampler.sampler as sampler_module
-from model_port.inputs import Frame, order_frames, split_frames
+from model_port.config import ModelConfig
+from model_port.inputs import Frame
 from model_port.layers import unstacked
+from model_port.loading import frames_of
 from model_port.sampler import Completion, Sampler, SamplerPrompt, SamplerRequest, SamplingParams
 from model_port.sampler.programs import copy_page, decode, encode, prefill
 from model_port.sharding import make_mesh
@@ -45,12 +47,8 @@ def sampler(pair):
     return Sampler(pair[1], **SETTINGS)
 
 
-def as_prompt(inputs: Inputs) -> SamplerPrompt:
-    images = split_frames(inputs.pixel_values, inputs.image_grid_thw)
-    frames = images + split_frames(inputs.pixel_values_videos, inputs.video_grid_thw)
-    sizes = [len(frame.patches) // 4 for frame in frames]
-    order = order_frames(inputs.ids, range(len(images)), range(len(images), len(frames)), sizes, CONFIG)
-    return SamplerPrompt(inputs.ids, tuple(frames[number] for number in order))
+def as_prompt(inputs: Inputs, config: ModelConfig = CONFIG) -> SamplerPrompt:
+    return SamplerPrompt(inputs.ids, frames_of(config, inputs.ids, **inputs.media))
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +94,22 @@ def assert_greedy(reference, sampler, inputs: Inputs) -> None:
     )
     expected = out.sequences[0, ids.shape[1] :].tolist()
     logp = torch.stack(out.logits)[:, 0].log_softmax(-1)[torch.arange(19), expected].numpy()
-    [got] = sampler.generate([SamplerRequest(as_prompt(inputs), SamplingParams(19, temperature=0))])
+    prompt = as_prompt(inputs, sampler.config)
+    [got] = sampler.generate([SamplerRequest(prompt, SamplingParams(19, temperature=0))])
     assert got.ids == expected
     np.testing.assert_allclose(got.behavior_logp, logp, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_the_time_between_a_videos_frames_counts_although_their_pixels_are_known(tmp_path_factory):
+    _, ours = load_pair(CONFIGS["windows"], tmp_path_factory)
+    sampler, inputs = Sampler(ours, **SETTINGS), prompts(ours.config)["mixed"]
+    for seconds in ([0.5, 2.0], [3.0, 0.5]):
+        inputs = replace(inputs, second_per_grid_ts=np.array(seconds, np.float32))
+        [got] = sampler.generate([SamplerRequest(as_prompt(inputs, ours.config), SamplingParams(9, seed=4))])
+        scored = model_port.logits(ours, np.concatenate([inputs.ids, got.ids]), **inputs.media)
+        logp = jax.nn.log_softmax(jnp.asarray(scored[len(inputs.ids) - 1 : -1]))[jnp.arange(9), jnp.asarray(got.ids)]
+        np.testing.assert_allclose(got.behavior_logp, logp, atol=1e-4)
 
 
 @pytest.mark.slow
