@@ -3,6 +3,7 @@
 python -m scripts.miniature --arms grpo,anchoring,gating,para_grpo --seeds 0,1,2
 python -m scripts.miniature map
 python -m scripts.miniature crops
+python -m scripts.miniature contrast
 """
 
 import argparse
@@ -21,14 +22,14 @@ TABLE_FILE, FIGURE_FILE = "table.md", "figure.png"
 
 
 def main() -> None:
-    if sys.argv[1:2] in (["map"], ["crops"]):
+    if sys.argv[1:2] in (["map"], ["crops"], ["contrast"]):
         import_module(f"scripts.miniature.{sys.argv[1]}").main(sys.argv[2:])
         return
     parser = argparse.ArgumentParser(
         prog=prog_of("scripts.miniature"),
         description="Run SFT once and the arms from it, on a small synthetic world. Re-running the command resumes it. "
         "`map` runs the arms in worlds that differ in the reliability of reports and in the first rate of calls; "
-        "`crops` compares parallel and sequential calls.",
+        "`crops` compares parallel and sequential calls; `contrast` compares tool priors and families of models.",
         epilog=f"Arms: {', '.join(ARMS)}; {' and '.join(COLD_STARTS)} for a cold start only; variants "
         f"for para_grpo and {', '.join(VARIANTS)}.",
     )

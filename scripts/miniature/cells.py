@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from paravt_jax.run.log import whole_file
 from scripts.miniature.arms import ARMS
@@ -29,6 +29,12 @@ STATED = ((0.95, 0.2), (0.95, 0.03))
 COLD_START = "sft"
 CORE = ("grpo", "para_grpo", "no_tool_reward", "recommended")  # in every cell; the stated ones have all arms
 Row = Mapping[str, Any]
+
+
+class Labels(Protocol):
+    def row(self, arm: str, forced: bool, dispatch: str, frames: int) -> dict[str, Any]:
+        """What identifies a number in the results."""
+        ...
 
 
 @dataclass(frozen=True)

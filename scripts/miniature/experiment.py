@@ -20,6 +20,7 @@ from typing import Any, Literal
 from model_port import progress
 from model_port.layout import CHECKPOINTS_DIR, RECORD_FILE, RESULTS_FILE
 from model_port.progress import Meter
+from model_port.tiny import DEFAULT_FAMILY
 from paravt_jax.config import Config, EvalConfig, SftConfig, load_config
 from paravt_jax.eval import run_eval
 from paravt_jax.run.log import load_jsonl
@@ -75,6 +76,7 @@ class Experiment:
     world_seed: int = 0
     videos: Path | None = None  # directory of the videos, which experiments may share; None: DIRECTORY/world
     starts: Mapping[str, Path] = field(default_factory=dict)  # checkpoints that cold starts continue, else a new model
+    family: str = DEFAULT_FAMILY  # of a new model
     train: Sequence[str] = ()  # settings of every arm; override its settings and the world's
     sft: Sequence[str] = ()
     eval: Sequence[str] = ()
@@ -111,7 +113,7 @@ class Experiment:
         if self.cold_starts and not self.starts:
             from scripts.miniature.model import make_model  # imports jax, which only the runs need
 
-            make_model(self.directory / "tiny.hf", self.world_seed)
+            make_model(self.directory / "tiny.hf", self.world_seed, self.family)
 
     def cold_start(self, name: str) -> Job:
         start, continued = self.directory / "tiny.hf", []

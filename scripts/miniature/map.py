@@ -20,7 +20,7 @@ from paravt_jax.bench import machine
 from paravt_jax.run.log import METRICS_FILE, load_jsonl
 from scripts.miniature.__main__ import numbers_of
 from scripts.miniature.arms import FORCED
-from scripts.miniature.cells import CALLS, CELLS, MEASURED, METRICS, REPORTS, Cell, write_rows_of_map
+from scripts.miniature.cells import CALLS, CELLS, MEASURED, METRICS, REPORTS, Cell, Labels, write_rows_of_map
 from scripts.miniature.experiment import COST_FILE, Experiment, Job, run_jobs, share_programs
 
 FIRST, LAST = slice(0, 3), slice(-8, None)  # steps of a training whose means are reported
@@ -32,7 +32,7 @@ CHOICES = {"reports": REPORTS, "calls": CALLS}
 class Runs:
     """A cell with a seed: the cold starts of its world, which other cells continue too, and its own runs."""
 
-    cell: Cell
+    cell: Labels
     seed: int
     base: Experiment
     own: Experiment
@@ -78,13 +78,17 @@ class Runs:
 
 def _trained(directory: Path) -> dict[str, Any]:
     """Means over the first and the last steps of an arm's training."""
-    path = directory / METRICS_FILE
-    steps = [row for row in load_jsonl(path) if "rollout/format_reward" in row] if path.exists() else []
+    steps = training_steps(directory)
     return {
         f"train_{key}": [_mean(row[f"rollout/{metric}"] for row in steps[part]) for part in (FIRST, LAST)]
         for key, metric in METRICS.items()
         if steps
     }
+
+
+def training_steps(directory: Path) -> list[dict[str, Any]]:
+    path = directory / METRICS_FILE
+    return [row for row in load_jsonl(path) if "rollout/format_reward" in row] if path.exists() else []
 
 
 def costs(jobs: Iterable[Job]) -> dict[str, dict[str, float]]:
@@ -122,21 +126,25 @@ def main(arguments: Sequence[str]) -> None:
     directory, arms = args.dir.absolute(), args.arms.split(",") if args.arms else []
     seeds = numbers_of("--seeds", args.seeds)
     plan = [Runs.of(directory, cell, seed, arms) for seed in seeds for cell in _cells(args)]
-    jobs = list(dict.fromkeys(job for runs in plan for job in runs.jobs()))
-    exit_on_sigterm()
-    share_programs()
-    for runs in plan:
-        runs.make_data()
-    run_jobs(jobs)
+    run_plan(plan)
     command = f"python -m scripts.miniature map {' '.join(arguments)}".strip()
-    finished = [Runs.of(directory, cell, seed, ()) for seed in _seeds_in(directory) for cell in CELLS]
+    finished = [Runs.of(directory, cell, seed, ()) for seed in seeds_in(directory) for cell in CELLS]
     measured = [row for runs in finished for row in runs.rows()]
     cost = costs(dict.fromkeys(job for runs in finished for job in runs.jobs()))
     write_rows_of_map(directory / MEASURED.name, measured, command=command, machine=machine(), cost=cost)
     print(directory / MEASURED.name)
 
 
-def _seeds_in(directory: Path) -> list[int]:
+def run_plan(plan: Sequence[Runs]) -> None:
+    jobs = list(dict.fromkeys(job for runs in plan for job in runs.jobs()))
+    exit_on_sigterm()
+    share_programs()
+    for runs in plan:
+        runs.make_data()
+    run_jobs(jobs)
+
+
+def seeds_in(directory: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("seed")) for path in directory.glob("seed*"))
 
 

@@ -1,10 +1,10 @@
-"""The policy of the miniature: the tiny Qwen3-VL with a minimal chat template."""
+"""The policy of the miniature: a tiny model of either family with the same minimal chat template."""
 
 import tempfile
 from pathlib import Path
 
 from model_port.qwen3_vl.chat_template import CHAT_TEMPLATE
-from model_port.tiny import make_tiny
+from model_port.tiny import DEFAULT_FAMILY, make_tiny, tiny_config
 from scripts.miniature.world import FRAME_PX
 
 MIN_PIXELS = 784
@@ -20,7 +20,7 @@ TOOLS = """\
 """
 
 
-def make_model(directory: Path, seed: int = 0) -> None:
+def make_model(directory: Path, seed: int = 0, family: str = DEFAULT_FAMILY) -> None:
     """Writes the model atomically, unless it exists."""
     if directory.exists():
         return
@@ -30,6 +30,6 @@ def make_model(directory: Path, seed: int = 0) -> None:
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".model-", dir=directory.parent) as folder:
         partial = Path(folder) / directory.name
-        make_tiny(partial, seed, min_pixels=MIN_PIXELS, max_pixels=FRAME_PX**2)
+        make_tiny(partial, seed, tiny_config(family), min_pixels=MIN_PIXELS, max_pixels=FRAME_PX**2)
         (partial / "chat_template.jinja").write_text(start + TOOLS + otherwise + end)
         partial.rename(directory)

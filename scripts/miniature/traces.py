@@ -44,7 +44,7 @@ class Mixture:
     tools: bool = True
     direct_frac: float = 0.5  # share answered without a call, of questions with the event in the overview
     guess_frac: float = 0.0  # the same without it: the answer is a guess
-    thinking: Literal["always", "source", "chance"] = "source"  # dialogues with thinking tags: all, or CURATED_FRAC
+    thinking: Literal["always", "source", "chance", "uncalled"] = "source"  # dialogues with its tags
     noise_frac: float = 0.2  # share of thinking turns without </think>
     unclosed_frac: float = 0.0  # share of answers without </answer>
     unclosed_call_frac: float = 0.0  # share of calling turns without their last </tool_call>
@@ -94,7 +94,7 @@ def _rows_of_scene(
             question = misled if rng.random() < mixture.wrong_frac else question
             calls = _calls_of_turns(question, mixture, rng)
             turns = [*map(_calling, calls), _answering(question)]
-        if not _thinks(question, mixture, rng):
+        if not _thinks(question, mixture, bool(calls), rng):
             turns = [_bare(turn) for turn in turns]
         turns = [_damaged(turn, mixture, rng) for turn in turns]
         yield _row(question, int(budget), calls, turns)
@@ -154,9 +154,11 @@ def one_context_row(question: Question) -> dict[str, Any]:
     }
 
 
-def _thinks(question: Question, mixture: Mixture, rng: np.random.Generator) -> bool:
+def _thinks(question: Question, mixture: Mixture, has_calls: bool, rng: np.random.Generator) -> bool:
     if mixture.thinking == "chance":
         return bool(rng.random() < CURATED_FRAC)
+    if mixture.thinking == "uncalled":  # half of the dialogues without calls; calls have their native form
+        return not has_calls and bool(rng.random() < 0.5)
     return mixture.thinking == "always" or question.curated
 
 

@@ -1,0 +1,136 @@
+"""The figure and the table of docs/miniature/contrast.md.
+
+python -m scripts.miniature.contrast_page     after new runs: rewrites both from docs/miniature/data/contrast.json
+"""
+
+import argparse
+import re
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from jaxtyping import Float
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+from model_port.cli import add_debug_flag, prog_of, run_cli
+from paravt_jax.run.log import whole_file
+from paravt_jax.run.plots import STYLE, running_mean
+from scripts.miniature.arms import TITLES
+from scripts.miniature.cells import BUDGETS, DATA, Row, read_rows
+from scripts.miniature.contrast import ARMS, BEFORE_SFT, MEASURED, TRAINING, Policy
+from scripts.miniature.map_page import MISSING, with_table
+from scripts.miniature.report import SMOOTHED_STEPS
+
+PAGE, FIGURE = DATA.parent / "contrast.md", DATA.parent / "contrast.png"
+STAGES = {BEFORE_SFT: "before SFT", "sft": "SFT", **{arm: TITLES[arm] for arm in ARMS}}
+PANELS = {"f_tau": "f_τ", "parseable": "parseable", "kappa": "κ, calls an episode"}
+PRIORS = {"strong": "#D55E00", "weak": "#0072B2"}  # colors
+FAMILIES = {"qwen3_vl": ("Qwen3-VL", "-"), "qwen2_5_vl": ("Qwen2.5-VL", "--")}
+LAST = slice(-10, None)  # steps of a training whose mean is its end
+EFFECTS = "Between the priors"  # begins the line that compares priors and families
+
+
+def held_out(rows: Sequence[Row], policy: Policy, arm: str, metric: str, *frames: int) -> Float[np.ndarray, " seeds"]:
+    """Means over frame budgets, with the prefix of the arm's training."""
+    chosen = [row for row in _of(rows, policy, arm) if row["frames"] in (frames or BUDGETS)]
+    chosen = [row for row in chosen if row["forced"] == (arm == "para_grpo")]
+    seeds = sorted({row["seed"] for row in chosen})
+    return np.array([np.mean([row[metric] for row in chosen if row["seed"] == seed]) for seed in seeds])
+
+
+def curves(rows: Sequence[Row], policy: Policy, arm: str, metric: str) -> Float[np.ndarray, "seeds steps"]:
+    return np.array([row[metric] for row in _of(rows, policy, arm) if row["dispatch"] == TRAINING])
+
+
+def _of(rows: Sequence[Row], policy: Policy, arm: str) -> list[Row]:
+    wanted = policy.family, policy.prior, arm
+    return [row for row in rows if (row["family"], row["prior"], row["arm"]) == wanted]
+
+
+def table(rows: Sequence[Row]) -> Iterator[str]:
+    yield f"| prior, family | stage | f_τ | parseable | κ | κ, K = {', '.join(map(str, BUDGETS))} | accuracy |"
+    yield f"|{'---|' * 7}"
+    for prior, (family, (title, _)), stage in product(PRIORS, FAMILIES.items(), STAGES):
+        of_stage = rows, Policy(family, prior), stage
+        means = [_spread(held_out(*of_stage, metric)) for metric in (*PANELS, "accuracy")]
+        means.insert(3, " ".join(_mean(held_out(*of_stage, "kappa", frames)) for frames in BUDGETS))
+        yield f"| {prior}, {title} | {STAGES[stage]} | {' | '.join(means)} |"
+
+
+def _mean(values: Float[np.ndarray, " seeds"]) -> str:
+    return f"{values.mean():.2f}" if len(values) else MISSING
+
+
+def _spread(values: Float[np.ndarray, " seeds"]) -> str:
+    return f"{_mean(values)} ({values.min():.2f} to {values.max():.2f})" if len(values) > 1 else _mean(values)
+
+
+def effects(rows: Sequence[Row]) -> str:
+    """A line: how much the end of a training differs between the priors, and between the families."""
+    parts = []
+    for arm, metric in product(ARMS, ("f_tau", "kappa")):
+        cells = [[curves(rows, Policy(family, prior), arm, metric) for family in FAMILIES] for prior in PRIORS]
+        if all(len(cell) for of_prior in cells for cell in of_prior):
+            ends = np.array([[cell[:, LAST].mean() for cell in of_prior] for of_prior in cells])
+            differences = " and ".join(f"{np.diff(ends.mean(axis)).item():+.2f}" for axis in (1, 0))
+            parts.append(f"{TITLES[arm]} {PANELS[metric].split(',')[0]} {differences}")
+    return f"{EFFECTS} (weak minus strong) and between the families (Qwen2.5-VL minus Qwen3-VL): {'; '.join(parts)}."
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """A row of panels for each arm: mean over seeds, and their range as a shade."""
+    with matplotlib.rc_context(STYLE | {"font.size": 8, "savefig.dpi": 110}):
+        figure, panels = plt.subplots(len(ARMS), len(PANELS), figsize=(9, 4.8), sharex=True, layout="constrained")
+        for (arm, (metric, title)), axes in zip(product(ARMS, PANELS.items()), panels.flat, strict=True):
+            for prior, family in product(PRIORS, FAMILIES):
+                _draw_line(axes, curves(rows, Policy(family, prior), arm, metric), prior, family)
+            axes.set_title(f"{TITLES[arm]}: {title}", fontsize=8)
+            axes.set_ylim(-0.03, None if metric == "kappa" else 1.03)
+        for axes in panels[-1]:
+            axes.set_xlabel("step of RL", fontsize=8)
+        handles = panels[0, 0].get_lines()
+        figure.legend(
+            handles=handles, loc="outside lower center", ncols=len(handles), handlelength=3, handletextpad=0.5
+        )
+        with whole_file(path) as file:
+            figure.savefig(file, format="png")
+        plt.close(figure)
+
+
+def _draw_line(axes: Axes, seeds: Float[np.ndarray, "seeds steps"], prior: str, family: str) -> None:
+    if not len(seeds):
+        return
+    title, dashes = FAMILIES[family]
+    smooth = np.array([running_mean(values, SMOOTHED_STEPS) for values in seeds])
+    steps, label = np.arange(1, smooth.shape[1] + 1), f"{prior} prior, {title}"
+    axes.plot(steps, smooth.mean(0), dashes, color=PRIORS[prior], lw=1.5, label=label)
+    axes.fill_between(steps, smooth.min(0), smooth.max(0), color=PRIORS[prior], alpha=0.12, lw=0)
+
+
+def with_results(page: str, rows: Sequence[Row]) -> str:
+    page = with_table(page, "prior, family", table(rows))
+    return re.sub(rf"^{EFFECTS} .*$", lambda _: effects(rows), page, flags=re.M)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog=prog_of("scripts.miniature.contrast_page"),
+        description="Rewrite the figure and the table of docs/miniature/contrast.md from its data.",
+    )
+    add_debug_flag(parser)
+    parser.parse_args()
+    rows = read_rows(MEASURED)
+    draw(rows, FIGURE)
+    page = with_results(PAGE.read_text(), rows)
+    with whole_file(PAGE) as file:
+        file.write(page.encode())
+    print(f"{PAGE}\n{FIGURE}")
+
+
+if __name__ == "__main__":
+    run_cli(main)
