@@ -14,7 +14,6 @@ from typing import Any
 
 from model_port.cli import add_debug_flag, prog_of
 from model_port.output_dir import check_local
-from model_port.tiny import TINY
 from paravt_jax.bench import machine
 from scripts.miniature.__main__ import numbers_of
 from scripts.miniature.arms import forces_prefix
@@ -24,9 +23,11 @@ from scripts.miniature.experiment import Experiment, Job
 from scripts.miniature.map import Runs, costs, run_plan, seeds_in, training_steps
 
 MEASURED = DATA / "contrast.json"
+FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 PRIORS = {"strong": 0.6, "weak": 0.03}  # share of the dialogues before SFT that call
 ARMS = ("grpo", "para_grpo")
 BEFORE_SFT = "pretrained"  # name of the model in the results
+CURVES = METRICS | {"failed": "failed_calls_mean"}
 TRAINING = "training"  # the dispatch of rows about a training, which have a list of steps for each metric
 
 
@@ -47,7 +48,7 @@ class Policy:
         return names | {"forced": forced, "dispatch": dispatch, "frames": frames}
 
 
-POLICIES = tuple(Policy(family, prior) for family in TINY for prior in PRIORS)
+POLICIES = tuple(Policy(family, prior) for family in FAMILIES for prior in PRIORS)
 
 
 class Contrast(Runs):
@@ -71,7 +72,7 @@ class Contrast(Runs):
         yield from super().rows()
         for arm in ARMS:
             if steps := training_steps(self.own.directory / arm / f"seed{self.seed}"):
-                curves = {key: [round(row[f"rollout/{name}"], 3) for row in steps] for key, name in METRICS.items()}
+                curves = {key: [round(row[f"rollout/{name}"], 3) for row in steps] for key, name in CURVES.items()}
                 yield self.cell.row(arm, forces_prefix(arm), TRAINING, 0) | {"seed": self.seed} | curves
 
 

@@ -31,8 +31,7 @@ STAGES = {BEFORE_SFT: "before SFT", "sft": "SFT", **{arm: TITLES[arm] for arm in
 PANELS = {"f_tau": "f_τ", "parseable": "parseable", "kappa": "κ, calls an episode"}
 PRIORS = {"strong": "#D55E00", "weak": "#0072B2"}  # colors
 FAMILIES = {"qwen3_vl": ("Qwen3-VL", "-"), "qwen2_5_vl": ("Qwen2.5-VL", "--")}
-LAST = slice(-10, None)  # steps of a training whose mean is its end
-EFFECTS = "Between the priors"  # begins the line that compares priors and families
+EFFECTS = "Differences of means over training: between the priors"  # begins the line that compares priors and families
 
 
 def held_out(rows: Sequence[Row], policy: Policy, arm: str, metric: str, *frames: int) -> Float[np.ndarray, " seeds"]:
@@ -71,15 +70,15 @@ def _spread(values: Float[np.ndarray, " seeds"]) -> str:
 
 
 def effects(rows: Sequence[Row]) -> str:
-    """A line: how much the end of a training differs between the priors, and between the families."""
+    """A line: how much means over the training differ between the priors, and between the families."""
     parts = []
     for arm, metric in product(ARMS, ("f_tau", "kappa")):
         cells = [[curves(rows, Policy(family, prior), arm, metric) for family in FAMILIES] for prior in PRIORS]
         if all(len(cell) for of_prior in cells for cell in of_prior):
-            ends = np.array([[cell[:, LAST].mean() for cell in of_prior] for of_prior in cells])
-            differences = " and ".join(f"{np.diff(ends.mean(axis)).item():+.2f}" for axis in (1, 0))
+            means = np.array([[cell.mean() for cell in of_prior] for of_prior in cells])
+            differences = " and ".join(f"{np.diff(means.mean(axis)).item():+.2f}" for axis in (1, 0))
             parts.append(f"{TITLES[arm]} {PANELS[metric].split(',')[0]} {differences}")
-    return f"{EFFECTS} (weak minus strong) and between the families (Qwen2.5-VL minus Qwen3-VL): {'; '.join(parts)}."
+    return f"{EFFECTS} (weak minus strong) and the families (Qwen2.5-VL minus Qwen3-VL), {'; '.join(parts)}."
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

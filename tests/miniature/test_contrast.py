@@ -11,7 +11,7 @@ from paravt_jax.run.log import METRICS_FILE
 from rollout.chat import Chat
 from scripts.miniature import contrast_page
 from scripts.miniature.cells import BUDGETS, METRICS, read_rows
-from scripts.miniature.contrast import ARMS, BEFORE_SFT, POLICIES, PRIORS, TRAINING, Contrast, Policy
+from scripts.miniature.contrast import ARMS, BEFORE_SFT, CURVES, FAMILIES, POLICIES, PRIORS, TRAINING, Contrast, Policy
 from scripts.miniature.model import make_model
 from scripts.miniature.traces import rows_of
 from scripts.miniature.world import FRAME_PX
@@ -52,7 +52,7 @@ def test_all_cells_have_the_same_sft_and_rl_after_their_own_pretraining(tmp_path
         assert [job.name for job in jobs if job.kind == "train"] == [f"{arm}/seed1" for arm in ARMS]
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_both_families_see_a_frame_as_one_token_and_a_tool_as_its_name(tmp_path, family):
     make_model(tmp_path / "m", 0, family)
     contract, chat = VisionContract.from_hf(tmp_path / "m"), Chat.from_hf(tmp_path / "m")
@@ -74,7 +74,7 @@ def test_the_rows_have_all_evaluations_and_the_steps_of_the_trainings(tmp_path):
         (directory := experiment.directory / "eval" / name).mkdir(parents=True)
         (directory / RESULTS_FILE).write_text(json.dumps({"cells": [cell]}))
     (trained := runs.own.directory / "grpo" / "seed1").mkdir(parents=True)
-    steps = [{"step": n} | {f"rollout/{name}": n / 10 for name in metrics} for n in (1, 2, 3)]
+    steps = [{"step": n} | {f"rollout/{name}": n / 10 for name in CURVES.values()} for n in (1, 2, 3)]
     (trained / METRICS_FILE).write_text("".join(json.dumps(step) + "\n" for step in steps))
     *evaluated, training = runs.rows()
     assert [row["arm"] for row in evaluated] == [BEFORE_SFT, "sft", "grpo"]

@@ -283,7 +283,7 @@ def test_reports_of_the_default_world_are_right_and_it_has_128_held_out_videos()
 @pytest.mark.parametrize(
     ("name", "dial", "error"),
     [
-        ("defualt", "num_videos=8", "--world defualt is none of both, crops"),
+        ("defualt", "num_videos=8", "--world defualt is none of both, contrast, crops"),
         ("default", "event_s=3", "event_s=3 must be even"),
         ("both", "questions=[unnamed,both]", "a question without a window needs videos with one color"),
         ("crops", "questions=[window,range]", "a range is the only kind of its world"),
