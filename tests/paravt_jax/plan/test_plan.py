@@ -287,7 +287,7 @@ def test_the_size_of_a_model_follows_from_its_name():
     assert model == preset("qwen2.5-vl-7b") and "dimensions of Qwen2.5-VL 7B, by its name" in remark
     assert model_config("tiny") == (tiny_config(), ())
     with pytest.raises(ValueError, match="its name has none of the sizes 2b, 4b, 8b, 32b"):
-        model_config("Qwen/Qwen3-VL-235B-A22B")
+        model_config("Qwen/Qwen3-VL-Next-80B")
 
 
 def test_an_unknown_device_is_rejected():
