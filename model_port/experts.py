@@ -32,17 +32,17 @@ class Experts(nnx.Module):
     def __init__(self, config: TextConfig, scale: float, rngs: nnx.Rngs):
         layers, experts, width, ffn = config.num_layers, config.num_experts, config.width, config.ffn_width
         self.token_experts = config.token_experts
-        self.router_kernel_xd = normal(rngs, (layers, experts, width), scale)
-        self.gate_up_kernel_xdcf = normal(rngs, (layers, experts, width, 2, ffn), scale)
-        self.down_kernel_xfd = normal(rngs, (layers, experts, ffn, width), scale)
+        self.router_kernel_xm = normal(rngs, (layers, experts, width), scale)
+        self.gate_up_kernel_xmcf = normal(rngs, (layers, experts, width, 2, ffn), scale)
+        self.down_kernel_xfm = normal(rngs, (layers, experts, ffn, width), scale)
 
     def __call__(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], Int[Array, "B T J"]]:
         """The output, and the numbers of each token's experts."""
         x = constrain(x, "btd")
-        logits = jnp.einsum("BTD,XD->BTX", x, cast(self.router_kernel_xd, x))
+        logits = jnp.einsum("BTD,XD->BTX", x, cast(self.router_kernel_xm, x))
         weights, chosen = route(logits, self.token_experts)
-        mixed = per_device(mix, ("btd", "btj", "btj", "kernel_xdcf", "kernel_xfd"), ("btd",))
-        (out,) = mixed(x, weights, chosen, cast(self.gate_up_kernel_xdcf, x), cast(self.down_kernel_xfd, x))
+        mixed = per_device(mix, ("btd", "btj", "btj", "kernel_xmcf", "kernel_xfm"), ("btd",))
+        (out,) = mixed(x, weights, chosen, cast(self.gate_up_kernel_xmcf, x), cast(self.down_kernel_xfm, x))
         return out, chosen
 
 
@@ -56,11 +56,11 @@ def mix(
     x: Float[Array, "B T D"],
     weights: Float[Array, "B T J"],
     chosen: Int[Array, "B T J"],
-    gate_up: Float[Array, "X part 2 F"],
-    down: Float[Array, "X F part"],
+    gate_up: Float[Array, "part D 2 F"],
+    down: Float[Array, "part F D"],
 ) -> tuple[Float[Array, "B T D"]]:
     """The weighted sum of the chosen experts' outputs, on a device's rows and its part of every kernel."""
-    gate_up, down = gathered(gate_up, "xdcf"), gathered(down, "xfd")
+    gate_up, down = gathered(gate_up, "xmcf"), gathered(down, "xfm")
     num_experts, width, _, ffn = gate_up.shape
     blocks = fill_blocks(chosen.reshape(-1, chosen.shape[-1]), num_experts)
     pairs = jnp.broadcast_to(x[:, :, None], (*chosen.shape, width)).reshape(-1, width)
@@ -68,8 +68,9 @@ def mix(
     hidden = product(rows, gate_up.reshape(num_experts, width, 2 * ffn), blocks.experts)
     hidden = product(gated_silu(hidden[..., :ffn], hidden[..., ffn:]), down, blocks.experts)
     outputs = hidden.reshape(-1, width).at[blocks.slots].get(mode="promise_in_bounds", unique_indices=True)
-    wide = at_least_float32(weights)
-    out = jnp.einsum("BTJD,BTJ->BTD", outputs.reshape(*chosen.shape, width), wide)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    outputs = outputs.reshape(*chosen.shape, width)
+    out = jnp.einsum("BTJD,BTJ->BTD", outputs, weights, preferred_element_type=wide)
     return (sum_over_tensor(out.astype(x.dtype)),)
 
 

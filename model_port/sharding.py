@@ -1,8 +1,8 @@
 """Shardings of parameters and activations on a mesh with the axes data, fsdp and tensor.
 
 A parameter's name ends in its axis letters (`q_kernel_nhd`) and each letter maps to one mesh axis, so the name defines
-the sharding. Batches are split over data and fsdp together. fsdp also splits every kernel along the model width, and
-tensor along heads, ffn and vocabulary. Scales and biases are small and replicated.
+the sharding. Batches are split over data and fsdp together. fsdp also splits every kernel along the model width, or
+along experts, and tensor along heads, ffn and vocabulary. Scales and biases are small and replicated.
 
 With several hosts, each host has neighboring devices and its own rows, and tensor stays within a host.
 """
@@ -33,7 +33,8 @@ PARAM_AXES: dict[str, str | None] = {
     "f": "tensor",  # ffn
     "d": "fsdp",  # width
     "h": None,  # head dim
-    "x": None,  # experts
+    "x": "fsdp",  # experts
+    "m": None,  # width of experts
     "z": None,  # rank of an adapter
     "c": None,  # values of a patch; also the axis over q, k and v, and over gate and up
     "s": None,  # learned positions
@@ -285,16 +286,21 @@ def per_device(work: Callable[..., Any], takes: Sequence[str], gives: Sequence[s
 
 
 def gathered(shard: jax.Array, letters: str) -> jax.Array:
-    """Gathers a parameter's width over fsdp, inside `per_device`; axes split over tensor stay split."""
-    return jax.lax.all_gather(shard, "fsdp", axis=letters.index("d"), tiled=True) if _placed() else shard
+    """Gathers a parameter over fsdp, inside `per_device`; axes split over tensor stay split."""
+    return jax.lax.all_gather(shard, "fsdp", axis=_over_fsdp(letters), tiled=True) if _placed() else shard
 
 
 def sum_of_rows(gradient: jax.Array, letters: str) -> jax.Array:
     """Reduce-scatters a parameter's gradient over the devices' rows, inside `per_device`."""
     if not _placed():
         return gradient
-    shard = jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=letters.index("d"), tiled=True)
+    shard = jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=_over_fsdp(letters), tiled=True)
     return jax.lax.psum(shard, "data")
+
+
+def _over_fsdp(letters: str) -> int:
+    """The axis of a parameter that is split over fsdp."""
+    return [PARAM_AXES[letter] for letter in letters].index("fsdp")
 
 
 def sum_over_tensor(x: jax.Array) -> jax.Array:

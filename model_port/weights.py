@@ -87,9 +87,9 @@ def _mlp_rules(c: TextConfig, hf: str, ours: str) -> list[Rule]:
             Rule(hf + "mlp.down_proj.weight", ours + "mlp.down_kernel_df", (width, ffn), count),
         ]
     return [
-        Rule(hf + "mlp.gate.weight", ours + "mlp.router_kernel_xd", (experts, width), count),
-        Rule(hf + GATE_UP, ours + "mlp.gate_up_kernel_xdcf", (experts, width, 2 * ffn), count),
-        Rule(hf + DOWN, ours + "mlp.down_kernel_xfd", (experts, ffn, width), count),
+        Rule(hf + "mlp.gate.weight", ours + "mlp.router_kernel_xm", (experts, width), count),
+        Rule(hf + GATE_UP, ours + "mlp.gate_up_kernel_xmcf", (experts, width, 2 * ffn), count),
+        Rule(hf + DOWN, ours + "mlp.down_kernel_xfm", (experts, ffn, width), count),
     ]
 
 

@@ -91,7 +91,7 @@ WINDOWS_DIVISIBLE = ModelConfig(
 )
 EXPERTS_DIVISIBLE = replace(
     DIVISIBLE,
-    text=replace(DIVISIBLE.text, ffn_width=20, num_experts=6, token_experts=2),
+    text=replace(DIVISIBLE.text, ffn_width=20, num_experts=8, token_experts=3),
     vision=Qwen3MoeVisionConfig(**vars(DIVISIBLE.vision)),
 )
 NORMS = re.compile(r"(norm|ln_q).*weight$")

@@ -37,7 +37,7 @@ QUICK = ("one_map", "windows", "experts")
 SHOWN = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CONFIGS]
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def blocks_of_experts():
     """As for rows of many tokens."""
     with pytest.MonkeyPatch.context() as patch:

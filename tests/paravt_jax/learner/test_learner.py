@@ -119,7 +119,7 @@ def test_an_update_raises_the_log_probs_of_good_tokens_and_lowers_those_of_bad_o
 def test_an_update_of_a_mixture_reports_the_load_of_its_experts(way, batches, tmp_path):
     make_tiny(tmp_path / "hf", config=tiny_config("qwen3_vl_moe"))
     learner = make_learner(tmp_path / "hf")
-    router = learner.state.trainable["text"]["layers"]["mlp"]["router_kernel_xd"]
+    router = learner.state.trainable["text"]["layers"]["mlp"]["router_kernel_xm"]
     router.set_value(0 * router.get_value())  # ties: every token goes to experts 0 and 1 of 8, in all 4 layers
     metrics = learner.imitate(batches, NUM_TOKENS) if way == "imitation" else update(learner, batches)[0]
     assert (metrics["moe/expert_load_max"], metrics["moe/dead_experts"]) == (4.0, 4 * 6)
