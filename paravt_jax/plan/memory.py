@@ -19,6 +19,7 @@ from flax import nnx
 from model_port.adapters import adapter_shapes, add_adapter
 from model_port.attention import Form, form_of, scanned
 from model_port.config import NO_ADAPTERS, LoraConfig, ModelConfig, TextConfig
+from model_port.experts import block_shape
 from model_port.inputs import TextBatch, empty_vision
 from model_port.layers import Compute
 from model_port.loading import abstract_model, abstract_params
@@ -220,8 +221,22 @@ class Share:
         return num_rows // parts if num_rows % parts == 0 else num_rows
 
     def text_residuals(self, compute: Compute) -> Residuals:
-        is_split = self.batch.row_tokens > LONG_ROW_TOKENS
-        return text_residuals(self.local, compute, self.update.lora, self.update.mesh.tensor if is_split else 1)
+        """Without the experts', whose blocks do not grow with every token."""
+        is_split, model = self.batch.row_tokens > LONG_ROW_TOKENS, self.local
+        if model.text.num_experts:
+            model = replace(model, text=replace(model.text, num_experts=0, token_experts=0, ffn_width=1))
+        return text_residuals(model, compute, self.update.lora, self.update.mesh.tensor if is_split else 1)
+
+    @property
+    def expert_bytes(self) -> int:
+        """What a layer's experts save for their backward pass: rows of blocks, and a copy of the weights for each."""
+        text, tokens = self.local.text, self.rows * self.batch.row_tokens
+        if not text.num_experts:
+            return 0
+        num_blocks, rows = block_shape(tokens, text.num_experts, text.token_experts)
+        kernels = 3 * text.width * text.ffn_width * (num_blocks if num_blocks > text.num_experts else 0)
+        values = num_blocks * rows * (2 * text.width + 3 * text.ffn_width) + kernels
+        return values * self.item_bytes
 
     def resident(self, sampler: SamplerShape | None) -> Parts:
         parts = {"masters, float32": FLOAT32_BYTES * self.num_trainable}
@@ -281,6 +296,7 @@ class Share:
             if remat == "offload":
                 residuals = replace(residuals, layer_token=0.0)  # layer inputs are in host memory
             saved += layers * residuals.layer_bytes(self.rows, self.batch.row_tokens)
+            saved += layers * self.expert_bytes * (remat == "none")
             casts += layers * residuals.layer_casts
         parts = {
             "gradients of the batch": FLOAT32_BYTES * self.num_trainable,
@@ -300,10 +316,12 @@ class Share:
     def layer(self) -> Parts:
         """A layer's backward pass: all arrays of its forward pass, and gradients of the widest products."""
         text, residuals = self.local.text, self.text_residuals(replace(self.compute, remat="none"))
-        in_flight = (3 * text.ffn_width + 2 * text.width) * self.item_bytes
+        ffn_width = 0 if text.num_experts else text.ffn_width
+        in_flight = (3 * ffn_width + 2 * text.width) * self.item_bytes
         residuals = replace(residuals, layer_token=residuals.layer_token + in_flight)
         return {
             "activations of a layer": residuals.layer_bytes(self.rows, self.batch.row_tokens),
+            **({"experts of a layer": 2 * self.expert_bytes} if text.num_experts else {}),
             "attention scores": self.score_bytes(self.rows, self.batch.row_tokens),
             "a layer's weights, gathered": self.layer_values * self.item_bytes,
         }
@@ -350,7 +368,8 @@ class Share:
     def sampling(self, sampler: SamplerShape) -> Parts:
         """A chunk of a prompt, and a token for all rows. Stacked weights are copied layer by layer on their way."""
         text, tensor = self.model.text, self.sampling_tensor(sampler)
-        token = (3 * text.ffn_width + 2 * text.num_heads * text.head_dim) // tensor + 4 * text.width
+        mlps = max(1, text.num_experts)  # few tokens are computed by every expert
+        token = (3 * mlps * text.ffn_width + 2 * text.num_heads * text.head_dim) // tensor + (3 + mlps) * text.width
         layer = values_on(MeshConfig(1, 1, tensor), self.model, "text.layers.") // text.num_layers
         num_chunk = chunk_tokens(self.platform)
         scores = num_chunk**2 * text.num_heads // tensor * FLOAT32_BYTES

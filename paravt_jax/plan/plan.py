@@ -24,7 +24,15 @@ from paravt_jax.plan.roofline import StepSeconds, batch_works, step_seconds
 from paravt_jax.plan.run import PlannedRl, PlannedRun, PlannedSft
 from paravt_jax.plan.step_rates import PUBLISHED, RateRange
 from paravt_jax.plan.step_time import StepTime, step_time
-from paravt_jax.plan.workload import PlannedUpdate, Step, Workload, adapter_params, step_flops
+from paravt_jax.plan.workload import (
+    PlannedUpdate,
+    Step,
+    Workload,
+    active_params,
+    adapter_params,
+    layer_params,
+    step_flops,
+)
 from paravt_jax.run.process import RESERVE_FRAC
 
 MAX_DEVICES = 1024  # largest mesh to suggest
@@ -35,6 +43,7 @@ MAX_ROWS_PER_PART = 64  # search limit
 class ParamCounts:
     text: int
     vision: int
+    active: int  # of the language tower: parameters that compute a token
     trainable: int
 
 
@@ -83,7 +92,7 @@ def model_config(path: str) -> tuple[ModelConfig, tuple[str, ...]]:
             f"give a directory with a config.json"
         )
     model = preset(size[0])
-    title = f"{FAMILIES[model.family].title} {size[0].rpartition('-')[2].upper()}"
+    title = f"{FAMILIES[model.family].title} {size[0].removeprefix('qwen2.5-vl-').upper()}"
     return model, (f"{path} is not a local directory: dimensions of {title}, by its name",)
 
 
@@ -120,9 +129,9 @@ def param_counts(update: PlannedUpdate, model: ModelConfig) -> ParamCounts:
         sum(math.prod(shape) for path, shape in shapes.items() if path.startswith(tower))
         for tower in ("text.", "vision.")
     )
-    return ParamCounts(
-        text, vision, adapter_params(update.lora.rank, model) or (text + vision if update.optim.train_vision else text)
-    )
+    active = text - layer_params(model) + active_params(model)
+    trained = adapter_params(update.lora.rank, model) or (text + vision if update.optim.train_vision else text)
+    return ParamCounts(text, vision, active, trained)
 
 
 def update_seconds(update: PlannedUpdate, model: ModelConfig, device: DeviceSpec, step: Step) -> StepSeconds | None:

@@ -130,7 +130,8 @@ def _layers_bytes(share: Share, way: str = "forward") -> float:
     values = layers * share.layer_values
     weights = values // share.update.mesh.fsdp * _stored_bytes(share) + 2 * values * share.item_bytes
     token_bytes = share.text_residuals(replace(share.compute, remat="none")).layer_token
-    activations = {"forward": 2, "backward": 3}[way] * layers * token_bytes * share.rows * shape.row_tokens
+    saved = token_bytes * share.rows * shape.row_tokens + share.expert_bytes
+    activations = {"forward": 2, "backward": 3}[way] * layers * saved
     return weights + activations + _score_bytes(share, way) * layers * text.num_heads * share.rows
 
 

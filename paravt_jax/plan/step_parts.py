@@ -139,13 +139,14 @@ class StepParts:
         """
         work, num_chunk = self.work, chunk_tokens(self.device.platform)
         chunk_s = self.hops_s(num_chunk) + (0.0 if self.on_servers else self.weights_s)
+        together = 0 if self.on_servers else num_chunk
         prefills = (
             (work.num_groups, work.prompt_tokens),
             (self.later_turns, work.response_tokens + (0 if self.on_servers else num_chunk)),
             (work.num_calls, work.call_prompt_tokens),
         )
         return sum(
-            count * length * (token_flops(self.run.model, length) / flops_per_s + chunk_s / num_chunk)
+            count * length * (token_flops(self.run.model, length, together) / flops_per_s + chunk_s / num_chunk)
             for count, length in prefills
         )
 

@@ -10,7 +10,8 @@ from functools import cache
 
 from model_port.adapters import adapter_shapes
 from model_port.attention import Form, computed_pairs, form_of
-from model_port.config import LoraConfig, ModelConfig, VisionConfig
+from model_port.config import LoraConfig, ModelConfig, TextConfig, VisionConfig
+from model_port.experts import block_shape
 from model_port.layers import LIGHTER, Compute, Remat
 from paravt_jax.config import MeshConfig, PackConfig, PolicyConfig, TrainConfig, VideoConfig
 from paravt_jax.learner.batch_shape import BatchShape
@@ -225,9 +226,22 @@ def step_flops(
 
 def layer_params(model: ModelConfig) -> int:
     """Parameters of the language layers' matrix products."""
-    text = model.text
-    attention = 2 * (text.num_heads + text.num_kv_heads) * text.head_dim * text.width
-    return text.num_layers * (attention + 3 * text.width * text.ffn_width)
+    return _layer_params(model.text, max(1, model.text.num_experts))
+
+
+def active_params(model: ModelConfig) -> int:
+    """Those that compute a token: all, or with experts, the router and the token's experts."""
+    return _layer_params(model.text, max(1, model.text.token_experts))
+
+
+def _layer_params(text: TextConfig, num_mlps: int) -> int:
+    attention = 2 * (text.num_heads + text.num_kv_heads) * text.head_dim
+    return text.num_layers * text.width * (attention + text.num_experts + 3 * num_mlps * text.ffn_width)
+
+
+def expert_rows(text: TextConfig, num_tokens: int) -> int:
+    """Rows that a device's experts compute in each layer, with the padding of their blocks."""
+    return math.prod(block_shape(num_tokens, text.num_experts, text.token_experts)) if text.num_experts else 0
 
 
 def decoded_bytes(model: ModelConfig) -> int:
@@ -270,7 +284,8 @@ def batch_flops(update: PlannedUpdate, model: ModelConfig, shape: BatchShape, pl
     policy, rank, trained = update.policy, update.lora.rank, update.optim.train_vision
     form = form_of(policy.attention, shape.row_tokens, platform)
     tokens, actions = shape.num_rows * shape.row_tokens, shape.num_rows * shape.row_actions
-    products, adapters = _product_flops(model, tokens), 2.0 * adapter_params(rank, model) * tokens
+    experts, padding = _expert_flops(update.mesh, model, shape)
+    products, adapters = _product_flops(model, tokens) + padding, 2.0 * adapter_params(rank, model) * tokens
     attention = _attention_flops(model, shape.num_rows * row_pairs(policy.attention, model, shape.row_tokens, platform))
     head = _head_flops(model, actions)
     layers = products + adapters + attention
@@ -278,11 +293,11 @@ def batch_flops(update: PlannedUpdate, model: ModelConfig, shape: BatchShape, pl
     backward = 2.0 * forward
     if rank:  # frozen weights have no gradients
         backward -= products + head
-    # The head's logits are always recomputed. The output of a layer's last product is not needed again.
+    # The head's logits are always recomputed. The output of a dense layer's last product is not needed again.
     again = head + SCORES_AGAIN[form] * attention
-    last = 2.0 * model.text.num_layers * model.text.width * model.text.ffn_width * tokens
+    last = 0.0 if experts else 2.0 * model.text.num_layers * model.text.width * model.text.ffn_width * tokens
     scores = attention if form == "xla" else 0.0  # this form's are never saved, unless everything is
-    by_remat = {"none": 0.0, "dots": scores, "attention": layers - attention - last + scores}
+    by_remat = {"none": 0.0, "dots": scores + experts, "attention": layers - attention - last + scores}
     for remat, number in update.layers_by_remat(model.text.num_layers).items():
         again += number / model.text.num_layers * by_remat.get(remat, layers - last)
     vision = shape.num_frame_rows * frame_flops(model, shape.row_patches)
@@ -318,13 +333,30 @@ def row_pairs(attention: Form, model: ModelConfig, row_tokens: int, platform: st
     return computed_pairs(attention, row_tokens, queries_per_key, platform)
 
 
-def token_flops(model: ModelConfig, context: float) -> float:
-    """FLOPs per prefill token, which attends to half of the context on average."""
-    return _product_flops(model, 1) + _attention_flops(model, context // 2)
+def token_flops(model: ModelConfig, context: float, num_together: int = 0) -> float:
+    """FLOPs per prefill token, which attends to half of the context on average.
+
+    `num_together`: the tokens of a chunk of the embedded sampler, whose experts pad their blocks.
+    """
+    text = model.text
+    padding = expert_rows(text, num_together) / num_together - text.token_experts if num_together else 0
+    return _product_flops(model, 1) + _row_flops(text) * padding + _attention_flops(model, context // 2)
 
 
 def _product_flops(model: ModelConfig, num_tokens: float) -> float:
-    return 2.0 * layer_params(model) * num_tokens
+    return 2.0 * active_params(model) * num_tokens
+
+
+def _expert_flops(mesh: MeshConfig, model: ModelConfig, shape: BatchShape) -> tuple[float, float]:
+    """FLOPs of all experts, and the part of them that is padding."""
+    text, tokens, parts = model.text, shape.num_rows * shape.row_tokens, mesh.num_row_parts
+    rows = parts * expert_rows(text, tokens // parts)
+    return _row_flops(text) * rows, _row_flops(text) * (rows - tokens * text.token_experts)
+
+
+def _row_flops(text: TextConfig) -> float:
+    """FLOPs of a row in an expert of every layer."""
+    return 6.0 * text.num_layers * text.width * text.ffn_width
 
 
 def _attention_flops(model: ModelConfig, pairs: float) -> float:

@@ -32,6 +32,8 @@ LEARNERS = {  # the devices of each recipe's learner
     "8b_v6e16": "v6e:4x4",
     "8b_4x80gb": "h100:4",
     "32b_64": "h100:64",
+    "30ba3b_64": "h100:64",
+    "30ba3b_8x80gb_lora": "h100:8",
     "4b_1x80gb": "h100:1",
     "8b_lora_1x80gb": "h100:1",
     "2b_lora_24gb": "l4:1",

@@ -14,6 +14,7 @@ from model_port.config import LoraConfig, ModelConfig, TextConfig, preset
 from model_port.loading import abstract_model, abstract_params
 from model_port.qwen2_5_vl.config import TRAITS, Qwen25VisionConfig
 from model_port.qwen3_vl.config import Qwen3VisionConfig
+from model_port.qwen3_vl_moe.config import Qwen3MoeVisionConfig
 from model_port.sampler import Sampler
 from model_port.sharding import make_mesh, param_spec
 from model_port.tiny import tiny_config
@@ -56,6 +57,11 @@ WINDOWS = replace(
     text=replace(MID.text, mrope_sections=(4, 6, 6), **TRAITS),
     vision=Qwen25VisionConfig(4, 64, 128, 2, 256, full_layers=(3,)),
 )
+EXPERTS = replace(
+    MID,
+    text=replace(MID.text, ffn_width=128, num_experts=8, token_experts=2),
+    vision=Qwen3MoeVisionConfig(**vars(MID.vision)),
+)
 EIGHT_B = preset("8b")
 LARGE_VOCAB = replace(MID, text=replace(MID.text, num_layers=3, vocab_size=32_768))
 CASES = {
@@ -67,6 +73,8 @@ CASES = {
     "head": (LARGE_VOCAB, (2, 2, 1), 256, "full", "blocked"),
     "trainable vision": (MID, (1, 4, 1), 256, "full", "blocked"),
     "windows": (WINDOWS, (1, 2, 2), 512, "full", "blocked"),
+    "experts": (EXPERTS, (1, 2, 2), 2048, "full", "blocked"),
+    "experts, dots": (EXPERTS, (1, 2, 2), 2048, "dots", "blocked"),
     "adapters": (MID, (1, 2, 2), 512, "full", "scanned"),
     "adapters, none": (MID, (1, 2, 2), 512, "none", "blocked"),
 }
@@ -199,7 +207,16 @@ def test_a_mesh_that_does_not_divide_the_model_is_rejected():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "rank", "remat", "lighter_layers"),
-    [(MID, 0, "full", 0), (MID, 16, "full", 0), (MID, 0, "dots", 0), (MID, 0, "attention", 4), (WINDOWS, 0, "full", 0)],
+    [
+        *((MID, 0, "full", 0), (MID, 16, "full", 0), (MID, 0, "dots", 0), (MID, 0, "attention", 4)),
+        *(
+            (WINDOWS, 0, "full", 0),
+            (EXPERTS, 0, "full", 0),
+            (EXPERTS, 0, "attention", 0),
+            (EXPERTS, 16, "full", 0),
+            (MID, 16, "dots", 0),
+        ),
+    ],
 )
 def test_planned_flops_match_the_traced_update(model, rank, remat, lighter_layers, monkeypatch):
     config = config_of((1, 1, 1), rows=2, row_tokens=1024, remat=remat, lora=LoraConfig(rank))
