@@ -82,17 +82,17 @@ def effects(rows: Sequence[Row]) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """A row of panels for each arm: mean over seeds, and their range as a shade."""
+    """A row of panels for each arm, with a line for each seed."""
     with matplotlib.rc_context(STYLE | {"font.size": 8, "savefig.dpi": 110}):
         figure, panels = plt.subplots(len(ARMS), len(PANELS), figsize=(9, 4.8), sharex=True, layout="constrained")
         for (arm, (metric, title)), axes in zip(product(ARMS, PANELS.items()), panels.flat, strict=True):
             for prior, family in product(PRIORS, FAMILIES):
-                _draw_line(axes, curves(rows, Policy(family, prior), arm, metric), prior, family)
+                _draw_lines(axes, curves(rows, Policy(family, prior), arm, metric), prior, family)
             axes.set_title(f"{TITLES[arm]}: {title}", fontsize=8)
             axes.set_ylim(-0.03, None if metric == "kappa" else 1.03)
         for axes in panels[-1]:
             axes.set_xlabel("step of RL", fontsize=8)
-        handles = panels[0, 0].get_lines()
+        handles, _ = panels[0, 0].get_legend_handles_labels()
         figure.legend(
             handles=handles, loc="outside lower center", ncols=len(handles), handlelength=3, handletextpad=0.5
         )
@@ -101,14 +101,11 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         plt.close(figure)
 
 
-def _draw_line(axes: Axes, seeds: Float[np.ndarray, "seeds steps"], prior: str, family: str) -> None:
-    if not len(seeds):
-        return
+def _draw_lines(axes: Axes, seeds: Float[np.ndarray, "seeds steps"], prior: str, family: str) -> None:
     title, dashes = FAMILIES[family]
-    smooth = np.array([running_mean(values, SMOOTHED_STEPS) for values in seeds])
-    steps, label = np.arange(1, smooth.shape[1] + 1), f"{prior} prior, {title}"
-    axes.plot(steps, smooth.mean(0), dashes, color=PRIORS[prior], lw=1.5, label=label)
-    axes.fill_between(steps, smooth.min(0), smooth.max(0), color=PRIORS[prior], alpha=0.12, lw=0)
+    for number, values in enumerate(seeds):
+        smooth, label = running_mean(values, SMOOTHED_STEPS), "" if number else f"{prior} prior, {title}"
+        axes.plot(np.arange(1, len(smooth) + 1), smooth, dashes, color=PRIORS[prior], lw=1.2, label=label)
 
 
 def with_results(page: str, rows: Sequence[Row]) -> str:
