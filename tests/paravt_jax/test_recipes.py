@@ -57,6 +57,7 @@ def test_a_copy_never_replaces_a_file(elsewhere, monkeypatch, capsys):
         main()
 
 
+@pytest.mark.slow
 @pytest.mark.nightly
 def test_the_wheel_has_the_configs(tmp_path):
     source = shutil.copytree(

@@ -170,6 +170,7 @@ def test_a_recipe_of_qwen2_5_vl_differs_from_its_counterpart_in_the_model_only(n
     assert f"Otherwise as configs/{counterpart}.yaml" in header_of(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LEARNERS)
 def test_the_mesh_of_a_recipe_uses_the_whole_machine_and_fits_by_the_plan(name):
     config, plan = config_of(name), plan_for(name)

@@ -61,7 +61,7 @@ def test_jax_platforms_allows_training_on_a_cpu_and_evaluations_always_run(large
     ("installed", "visible", "reason"),
     [
         (False, False, None),
-        (False, True, "an NVIDIA GPU is visible, and jax's CUDA plugin is not installed (`bash scripts/setup.sh "),
+        (False, True, "an NVIDIA GPU is visible, and jax's CUDA plugin is not installed (`pip install 'jax[cuda12]'"),
         (True, False, "jax's CUDA plugin is installed, but no NVIDIA GPU is visible"),
         (True, True, "an NVIDIA GPU is visible, but jax's CUDA plugin cannot use it"),
     ],
