@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from PIL import Image
 
 import model_port
@@ -25,21 +25,14 @@ from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.config import read_config
 from model_port.processing import expand_placeholders, token_counts
 from model_port.progress import Meter
+from model_port.reference import ProcessedPrompt, Reference, missing_torch
 
 DTYPES = ("float32", "bfloat16")
 MAX_RELATIVE = 1e-4  # in float32: rounding gives 1e-6 to 1e-5 at any depth, a different model more than 1e-2
 TIMES_THEIRS = 2  # in bfloat16
 VIDEO_PX = 192, 320
 NUM_FRAMES = 6  # one a second
-DETAIL = (slice(32, 160), slice(160, 320))  # a crop of the last frame, with another size, so that positions matter
 QUESTION = "What moves from left to right, and when does it pass the middle?"
-
-
-@dataclass(frozen=True)
-class VideoPrompt:
-    ids: Int[np.ndarray, " T"]
-    pixels: Float[np.ndarray, "P C"]
-    grids: Int[np.ndarray, "n 3"]
 
 
 @dataclass(frozen=True)
@@ -62,15 +55,21 @@ class LogitsDifference:
         return cls(float(np.sqrt(error / spread)), float(same), float(kl / len(expected)))
 
 
-def video_prompt(hf_dir: str | Path) -> VideoPrompt:
-    """Video frames with their times and a crop of one, as in a run, in the checkpoint's chat format."""
+def video_prompt(
+    hf_dir: str | Path, num_frames: int = NUM_FRAMES, size_px: tuple[int, int] = VIDEO_PX
+) -> ProcessedPrompt:
+    """Video frames with their times and a crop of one, as in a run, in the checkpoint's chat format.
+
+    The crop has another size, so that positions matter.
+    """
     from transformers import AutoTokenizer
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     config = read_config(hf_dir)
     tokenizer: Any = AutoTokenizer.from_pretrained(hf_dir)
-    frames = [(float(time_s), _frame(time_s)) for time_s in range(NUM_FRAMES)]
-    frames.append((frames[-1][0], frames[-1][1][DETAIL]))
+    height, width = size_px
+    frames = [(float(number), _frame(number, num_frames, size_px)) for number in range(num_frames)]
+    frames.append((frames[-1][0], frames[-1][1][height // 6 : -height // 6, width // 2 :]))
     content: list[dict[str, str]] = []
     for time_s, _ in frames:
         content += [{"type": "text", "text": f"<{time_s:.1f} seconds>"}, {"type": "image"}]
@@ -81,39 +80,25 @@ def video_prompt(hf_dir: str | Path) -> VideoPrompt:
     grids = np.asarray(processed["image_grid_thw"])
     ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"])
     ids = expand_placeholders(ids, token_counts(grids, config.vision.merge), config.image_token_id)
-    return VideoPrompt(ids, np.asarray(processed["pixel_values"], np.float32), grids)
+    return ProcessedPrompt(ids, np.asarray(processed["pixel_values"], np.float32), grids)
 
 
-def _frame(number: int) -> np.ndarray:
+def _frame(number: int, num_frames: int, size_px: tuple[int, int]) -> np.ndarray:
     """A bright square that moves across colored bands."""
-    height, width = VIDEO_PX
+    height, width = size_px
     pixels = np.linspace(0, 255, 3 * height).astype(np.uint8).reshape(height, 1, 3).repeat(width, axis=1)
-    start = number * (width - 64) // NUM_FRAMES
+    start = number * (width - 64) // num_frames
     pixels[64:128, start : start + 64] = (255, 240, 16 * number)
     return pixels
 
 
-def our_logits(src: str | Path, prompt: VideoPrompt, dtype: str) -> Float[np.ndarray, "T V"]:
+def our_logits(src: str | Path, prompt: ProcessedPrompt, dtype: str) -> Float[np.ndarray, "T V"]:
     with jax.default_matmul_precision("highest"):  # or accelerators round float32 inputs
-        return model_port.logits(model_port.load(src, dtype), prompt.ids, prompt.pixels, prompt.grids)
+        return model_port.logits(model_port.load(src, dtype), prompt.ids, **prompt.media)
 
 
-def their_logits(hf_dir: str | Path, prompt: VideoPrompt, dtype: str) -> Float[np.ndarray, "T V"]:
-    import torch
-    from transformers import AutoModelForImageTextToText
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # it shows one even without a terminal; ours shows the time
-    model: Any = AutoModelForImageTextToText.from_pretrained(hf_dir, dtype=getattr(torch, dtype))
-    with torch.no_grad():
-        tokens = torch.tensor(prompt.ids[None])
-        logits = model(
-            input_ids=tokens,
-            pixel_values=torch.from_numpy(prompt.pixels),
-            image_grid_thw=torch.from_numpy(prompt.grids),
-            mm_token_type_ids=(tokens == model.config.image_token_id).int(),
-        ).logits[0]
-    return logits.float().numpy()
+def their_logits(hf_dir: str | Path, prompt: ProcessedPrompt, dtype: str) -> Float[np.ndarray, "T V"]:
+    return Reference(hf_dir, dtype).logits(prompt)
 
 
 def verify(hf_dir: str | Path, src: str | Path, dtype: str) -> tuple[dict[str, Any], bool]:
@@ -155,13 +140,11 @@ def main() -> None:
     for path in filter(None, (args.hf, args.src)):
         if not Path(path).is_dir():
             raise ValueError(f"{path} is not a directory")
-    try:
-        import torch  # noqa: F401
-    except ImportError as missing:
+    if missing := missing_torch():
         raise RuntimeError(
             f"the comparison needs torch and transformers ({missing}): `pip install torch` in an environment without "
             "jax[cuda12], or `bash scripts/setup.sh dev` in a clone"
-        ) from None
+        )
     report, same = verify(args.hf, args.src or args.hf, args.dtype)
     print(json.dumps(report))
     verdict = f"relative error {report['relative_error']:.2g}, at most {report['bound']:.2g} is rounding"

@@ -42,6 +42,15 @@ def rules(config: ModelConfig) -> list[Rule]:
     return [*tower, *_text_rules(config)]
 
 
+def module_name(config: ModelConfig, name: str) -> str:
+    """A tensor's name in transformers' modules, from its published name."""
+    family = FAMILIES[config.family]
+    for prefix, module in ((family.vision_names, VISION_MODULE), (family.text_names, TEXT_MODULE)):
+        if name.startswith(prefix):
+            return module + name.removeprefix(prefix)
+    return name
+
+
 def embedding_name(config: ModelConfig) -> str:
     return FAMILIES[config.family].text_names + "embed_tokens.weight"
 

@@ -9,6 +9,7 @@ from typing import NoReturn
 from model_port.cli import run_cli
 
 COMMANDS = {  # name: the module to run and a description
+    "check": ("paravt_jax.check", "checks whether everything works on this machine, at a model's size"),
     "train": ("paravt_jax.train", "trains a policy with PARA-GRPO; --plan estimates memory and seconds per step"),
     "sft": ("paravt_jax.sft", "trains a policy on traces, the cold start"),
     "eval": ("paravt_jax.eval", "evaluates a policy on held-out prompts"),
@@ -27,7 +28,7 @@ COMMANDS = {  # name: the module to run and a description
     "push": ("model_port.push", "uploads an exported model to the hub"),
     "verify": ("model_port.verify", "compares an export's logits in transformers with ours"),
     "sglang": ("rollout.serve", "serves a model with SGLang, for rollouts"),
-    "check": ("rollout.check", "compares the log-probs of SGLang servers with the learner's"),
+    "gate": ("rollout.check", "compares the log-probs of SGLang servers with the learner's"),
 }
 
 

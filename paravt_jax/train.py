@@ -65,7 +65,8 @@ def main() -> None:
         "--calibrate",
         type=Path,
         metavar="RUN_DIR",
-        help="for --plan: replace the published rates that this run's log determines by the measured ones",
+        help="for --plan: replace the published rates that this run's log, or the JSON of `paravt check`, determines "
+        "by the measured ones",
     )
     args = parser.parse_intermixed_args()
     if args.calibrate is not None and not args.plan:

@@ -276,7 +276,7 @@ def main() -> None:
     add_debug_flag(parser)
     args = parser.parse_args()
     read = [args.model, args.tokenizer or ""]
-    result = args.json and OutputFile(args.json, "check --json", inputs=read, force=args.force)
+    result = args.json and OutputFile(args.json, "gate --json", inputs=read, force=args.force)
     model = Path(args.model)
     in_checkpoint = model / "hf"  # where a converted checkpoint has these files
     chat = Chat.from_hf(args.tokenizer or (in_checkpoint if in_checkpoint.is_dir() else model))

@@ -18,7 +18,8 @@ SPLIT = ["data", "split", "--src", "in.jsonl"]
 FILES = {
     ("ask", "--html"): (["ask", "a.mp4", "why?", "--model", "gone", "--html", "FILE"], "a.mp4"),
     ("bench", "--json"): (["bench", "mesh", "--config", "c.yaml", "--json", "FILE"], "c.yaml"),
-    ("check", "--json"): (["check", "--model", "in.jsonl", "--url", "x", "--json", "FILE"], "in.jsonl"),
+    ("check", "--json"): (["check", "--model", "2b", "--data", "in.jsonl", "--json", "FILE"], "in.jsonl"),
+    ("gate", "--json"): (["gate", "--model", "in.jsonl", "--url", "x", "--json", "FILE"], "in.jsonl"),
     ("data inspect", "--json"): (["data", "inspect", "in.jsonl", "--json", "FILE"], "in.jsonl"),
     ("data materialize", "--report"): ([*MATERIALIZE, "--output-dir", "o", "--report", "FILE"], "in/x.parquet"),
     ("data split", "--train"): ([*SPLIT, "--train", "FILE", "--validation", "v.jsonl"], "in.jsonl"),
@@ -55,6 +56,7 @@ READ = {  # or no path at all, or a log that is added to
         "--api-key",
         "--calibrate",
         "--config",
+        "--data",
         "--device",
         "--dtype",
         "--engine",
@@ -73,8 +75,8 @@ READ = {  # or no path at all, or a log that is added to
         "--qwen-vl-utils",
         "--replay",
     ),
-    *("--revision", "--root", "--shard", "--src", "--text", "--tokenizer"),
-    *("--endpoint", "--endpoint-key-env", "--topology", "--url", "--video-root"),
+    *("--recipe", "--revision", "--root", "--server", "--shard", "--src", "--text", "--tokenizer"),
+    *("--endpoint", "--endpoint-key-env", "--topology", "--url", "--video", "--video-root"),
 }
 
 

@@ -21,7 +21,7 @@ FORBIDDEN = {  # package: what none of its files imports, at any depth of the fi
     "paravt_jax": {"scripts", "tests"},
 }
 TORCH_ALLOWED = {  # what compares with torch, and imports it only then
-    "model_port/verify.py",
+    "model_port/reference.py",
 }
 ROOMS = {  # of paravt_jax, from the ground up: what each may import from, which is only what stands above it here
     "rewards": "",
@@ -43,6 +43,7 @@ ROOMS = {  # of paravt_jax, from the ground up: what each may import from, which
     "eval": "config evaluation run",
     "ask": "asking run",
     "serve": "ask asking run",
+    "check": "bench config data learner plan rewards rl run sampling train",
     "prompts": "config evaluation",
     "__main__": "",
 }

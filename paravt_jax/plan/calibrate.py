@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from model_port.json_files import read_object
 from paravt_jax.config import Config, load_config
 from paravt_jax.plan.devices import DeviceSpec
 from paravt_jax.plan.plan import model_config, update_seconds
@@ -51,7 +52,9 @@ class Calibration:
 
 
 def calibrated(run_dir: Path, device: DeviceSpec) -> Calibration:
-    """The rates for a plan on `device`."""
+    """The rates for a plan on `device`, from a run's directory or the JSON of `paravt check`."""
+    if run_dir.is_file():
+        return _of_check(run_dir, device)
     settings = run_dir / SETTINGS_FILE
     if not settings.is_file():
         raise ValueError(f"--calibrate {run_dir}: it has no {SETTINGS_FILE}; give the directory of a run of train")
@@ -63,6 +66,30 @@ def calibrated(run_dir: Path, device: DeviceSpec) -> Calibration:
         values, most_picture_s = logged.of_policy() | (logged.of_device() if is_same else {}), logged.most_picture_s()
     except (AttributeError, IndexError, KeyError, TypeError) as problem:
         raise ValueError(f"--calibrate {run_dir}: its log has another form than a run of train: {problem!r}") from None
+    numbers = [round(step.metrics["step"]) for step in steps]
+    source = f"{run_dir}, steps {numbers[0]} to {numbers[-1]}, {config.model.path} on {kind or 'an unknown device'}"
+    return _calibration(source, values, most_picture_s, kind, device)
+
+
+def _of_check(path: Path, device: DeviceSpec) -> Calibration:
+    """Only the device's rates: a check's episodes are shorter than a run's."""
+    facts = [stage["facts"] for stage in read_object(path).get("stages", []) if stage["stage"] == "step"]
+    if not facts:
+        raise ValueError(f"--calibrate {path}: it has no stage `step` of `paravt check`; give its --json or a run_dir")
+    kind = facts[0].get("device")
+    values = facts[0].get("rates", {}) if kind == device.kind else {}
+    return _calibration(f"{path}, a check on {kind}", values, math.inf, kind, device)
+
+
+def device_rates(run: PlannedRl, run_dir: Path, device: DeviceSpec) -> dict[str, list[float]]:
+    """The device's rates in a run's log, for `_of_check`."""
+    return LoggedRates(run, list(_steps(run_dir)), device).of_device()
+
+
+def _calibration(
+    source: str, values: Mapping[str, list[float]], most_picture_s: float, kind: str | None, device: DeviceSpec
+) -> Calibration:
+    is_same = kind == device.kind
     other = f"the run's device is {kind or 'not in its log'}, not {device.kind}"
     kept = {name: KEPT_OF.get(name, KEPT) for name in StepRates._fields if name not in values}
     kept |= {name: other for name in (*OF_DEVICES, *IN_A_TOKEN) if not is_same}
@@ -73,8 +100,6 @@ def calibrated(run_dir: Path, device: DeviceSpec) -> Calibration:
     if most_picture_s < high["picture_s"]:
         low["picture_s"], high["picture_s"] = min(low["picture_s"], most_picture_s), most_picture_s
         del kept["picture_s"]
-    numbers = [round(step.metrics["step"]) for step in steps]
-    source = f"{run_dir}, steps {numbers[0]} to {numbers[-1]}, {config.model.path} on {kind or 'an unknown device'}"
     return Calibration(source, RateRange(StepRates(**low), StepRates(**high)), kept)
 
 

@@ -8,16 +8,14 @@ stop the others.
 
 import argparse
 import datetime
-import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
+from paravt_jax.check.process import part_of
 from paravt_jax.run.process import claim_memory
 from scripts.bench.update import TOLERANCES, check_agreement
 
@@ -56,7 +54,7 @@ causal attention, half of 12·heads·head_dim per pair and layer; recomputation 
 to the dense bfloat16 peak. Master weights, moments and gradients are float32; if all layers do not fit, the column
 shows how many do, and tokens/s of the full depth are scaled by FLOPs. Seconds are medians of three."""
 WAYS = ("branches", "rows", "torch")  # compared with each other
-SHOWN_CHARS, SHOWN_LINES = 300, 60  # of a failed part's error, on the page and on the terminal
+SHOWN_LINES = 60  # of a failed part's log, on the terminal
 ROOM_BYTES = 16 * 2**30  # for the models of all parts
 
 
@@ -89,31 +87,12 @@ def measured(name: str, folder: Path, *, tiny: bool) -> dict[str, Any]:
     """The rows that a part printed before it ended or timed out, and its problem."""
     command = [sys.executable, "-m", "scripts.bench.gpu_parts", name, str(folder), *["--tiny"] * tiny]
     print(f"{name} …", file=sys.stderr, flush=True)
-    start, deadline_s = time.monotonic(), DEADLINES_S[name] * (PATIENCE if tiny else 1)
-    part = {**part_of(command, deadline_s, folder), "seconds": round(time.monotonic() - start, 1)}
+    log = folder / "log"
+    done = part_of(command, log, DEADLINES_S[name] * (PATIENCE if tiny else 1))
+    part = {"rows": done.rows, "problem": done.problem or None, "seconds": round(done.seconds, 1)}
     if problems_of({name: part}):
-        print(*(folder / "err").read_text(errors="replace").splitlines()[-SHOWN_LINES:], sep="\n", file=sys.stderr)
+        print(*log.read_text(errors="replace").splitlines()[-SHOWN_LINES:], sep="\n", file=sys.stderr)
     return part
-
-
-def part_of(command: list[str], deadline_s: float, folder: Path) -> dict[str, Any]:
-    """The rows of a command, and its exit code with its last line if it failed."""
-    problem = None
-    with (folder / "out").open("w+") as out, (folder / "err").open("w+") as err:
-        try:
-            code = subprocess.run(command, stdout=out, stderr=err, timeout=deadline_s).returncode
-        except subprocess.TimeoutExpired:
-            problem = f"timed out after {deadline_s:g} s"
-        else:
-            last_line = (_text(err).strip().splitlines() or ["nothing"])[-1]
-            problem = f"ended with exit code {code}: {last_line[:SHOWN_CHARS]}" if code else None
-        rows = [json.loads(line) for line in _text(out).splitlines() if line.startswith("{") and line.endswith("}")]
-    return {"rows": rows, "problem": problem}
-
-
-def _text(file: Any) -> str:
-    file.seek(0)
-    return file.read()
 
 
 def _memory() -> Path | None:

@@ -15,20 +15,6 @@ from scripts.bench.gpu_parts import PARTS, at_depth, attention_time, model_flops
 from scripts.bench.gpu_sizes import Check, failure
 
 ROOT = Path(__file__).parents[2]
-ROW = """echo '{"way": "rows", "update_s": 2.5, "loss": 0.25, "grad_norm": 1.0}'"""
-
-
-def part(script: str, folder: Path, deadline_s: float = 60.0) -> dict:
-    return gpu_check.part_of(["sh", "-c", script], deadline_s, folder)
-
-
-def test_rows_of_a_part_stay_after_a_failure_or_timeout(tmp_path):
-    done = part(ROW, tmp_path)
-    failed = part(f"{ROW}; echo warning >&2; echo out of memory >&2; exit 1", tmp_path)
-    endless = part(f"{ROW}; exec sleep 60", tmp_path, deadline_s=1.5)
-    assert done["problem"] is None and failed["problem"] == "ended with exit code 1: out of memory"
-    assert endless["problem"] == "timed out after 1.5 s"
-    assert [len(each["rows"]) for each in (done, failed, endless)] == [1, 1, 1]
 
 
 def result_of(**parts: dict) -> dict:

@@ -17,7 +17,8 @@ from model_port.config import FAMILIES, ModelConfig, TextConfig, config_to_hf
 from model_port.qwen2_5_vl.config import TRAITS, Qwen25VisionConfig
 from model_port.qwen3_vl.config import Qwen3VisionConfig
 from model_port.qwen3_vl_moe.config import Qwen3MoeVisionConfig
-from model_port.weights import TEXT_MODULE, VISION_MODULE, rules
+from model_port.reference import as_published
+from model_port.weights import rules
 
 IMAGE, VIDEO, START, END = 120, 121, 122, 123
 SPECIAL = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END)
@@ -218,20 +219,6 @@ def reference_gradients(model: PreTrainedModel, inputs: Inputs, weights: np.ndar
     model.zero_grad()
     (reference_logits(model, inputs) * torch.from_numpy(weights)).sum().backward()
     return {name: as_published(name, p.grad.numpy()) for name, p in model.named_parameters() if p.grad is not None}
-
-
-def as_published(name: str, tensor: np.ndarray) -> np.ndarray:
-    """Experts are stored as inputs x outputs in published files, and as outputs x inputs by transformers 5."""
-    return tensor.swapaxes(1, 2) if ".experts." in name else tensor
-
-
-def module_name(config: ModelConfig, name: str) -> str:
-    """A tensor's name in transformers' modules, from the name in published files."""
-    family = FAMILIES[config.family]
-    for prefix, module in ((family.vision_names, VISION_MODULE), (family.text_names, TEXT_MODULE)):
-        if name.startswith(prefix):
-            return module + name.removeprefix(prefix)
-    return name
 
 
 def reference_logits(model: PreTrainedModel, inputs: Inputs) -> torch.Tensor:

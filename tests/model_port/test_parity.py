@@ -14,7 +14,6 @@ from reference import (
     Inputs,
     as_hf,
     make_reference,
-    module_name,
     prompts,
     reference_gradients,
     reference_logits,
@@ -28,6 +27,7 @@ from model_port.attention import blocked
 from model_port.config import ModelConfig
 from model_port.layers import Compute
 from model_port.sharding import flat_params
+from model_port.weights import module_name
 
 KINDS = ("text", "image", "images", "video", "mixed")
 

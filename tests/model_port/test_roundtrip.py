@@ -23,9 +23,7 @@ from fake_hub import WRITE_TOKEN, serve_hub
 from flax import nnx
 from reference import (
     CONFIGS,
-    as_published,
     make_reference,
-    module_name,
     prompts,
     reference_logits,
     save_by_orbax,
@@ -42,9 +40,11 @@ from model_port.json_files import flattened
 from model_port.layout import INFO_FILE
 from model_port.loading import abstract_model, abstract_params
 from model_port.output_dir import LIST_FILE
+from model_port.reference import as_published
 from model_port.safetensors_io import SafetensorsWriter
 from model_port.sharding import flat_params, make_mesh
 from model_port.tiny import make_tiny, tiny_config
+from model_port.weights import module_name
 
 
 def tensors_of(directory: Path) -> dict[str, np.ndarray]:

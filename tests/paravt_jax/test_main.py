@@ -14,6 +14,7 @@ from paravt_jax.__main__ import COMMANDS, main, overview, run
 ROOT = Path(__file__).parents[2]
 INTERNAL = {  # started by our own processes
     "paravt_jax",
+    "paravt_jax.check.stages",
     "paravt_jax.sampling.score",
     "rollout.supervisor",
     "rollout.templates",

@@ -9,7 +9,7 @@ from training import QUICK, train_here
 from paravt_jax import train
 from paravt_jax.bench import mesh
 from paravt_jax.config import load_config, to_record
-from paravt_jax.plan.calibrate import Calibration, calibrated
+from paravt_jax.plan.calibrate import IN_A_TOKEN, OF_DEVICES, Calibration, calibrated, device_rates
 from paravt_jax.plan.devices import DEVICES
 from paravt_jax.plan.plan import make_plan, model_config
 from paravt_jax.plan.run import PlannedRl
@@ -195,6 +195,19 @@ def test_the_log_of_a_real_run_replaces_the_rates_of_its_policy(tmp_path, capsys
     ]
     assert ends(calibration, "calls") == spread(*sorted(calls))
     assert ends(calibrated(run_dir, DEVICES["cpu"]), "calls") == ends(calibration, "calls")
+
+
+def test_a_check_gives_the_rates_of_its_device(log, tmp_path):
+    rates = device_rates(PlannedRl.of(CONFIG, model_config("8b")[0]), log(metrics(1), metrics(2)), H100)
+    report = tmp_path / "check.json"
+    report.write_text(json.dumps({"stages": [{"stage": "step", "facts": {"device": H100.kind, "rates": rates}}]}))
+    assert measured(calibrated(report, H100)) == {*OF_DEVICES, *IN_A_TOKEN}
+    of_run = calibrated(log(metrics(1), metrics(2)), H100)
+    assert all(ends(calibrated(report, H100), name) == ends(of_run, name) for name in OF_DEVICES)
+    assert measured(calibrated(report, V5P)) == set()
+    report.write_text('{"stages": []}')
+    with pytest.raises(ValueError, match=r"check\.json: it has no stage `step` of `paravt check`"):
+        calibrated(report, H100)
 
 
 def test_calibrate_needs_a_plan(capsys, monkeypatch):

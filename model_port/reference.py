@@ -1,0 +1,96 @@
+"""transformers as the reference: logits, gradients and greedy ids of a Hugging Face directory.
+
+The only module that imports torch, and only on use, because a learner has none.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from model_port.config import ModelConfig, read_config
+from model_port.weights import module_name
+
+
+@dataclass(frozen=True)
+class ProcessedPrompt:
+    """A prompt as a processor returns it; without pictures, `pixels` and `grids` are empty."""
+
+    ids: Int[np.ndarray, " T"]  # placeholders expanded
+    pixels: Float[np.ndarray, "P C"]
+    grids: Int[np.ndarray, "n 3"]
+
+    @classmethod
+    def of_text(cls, ids: Int[np.ndarray, " T"], config: ModelConfig) -> "ProcessedPrompt":
+        return cls(ids, np.empty((0, config.vision.patch_values), np.float32), np.empty((0, 3), np.int64))
+
+    @property
+    def media(self) -> dict[str, np.ndarray]:
+        """The pictures under the names of transformers' arguments."""
+        return {"pixel_values": self.pixels, "image_grid_thw": self.grids} if len(self.grids) else {}
+
+
+def missing_torch() -> str:
+    """Why there is no reference on this machine, or an empty string."""
+    try:
+        import torch  # noqa: F401
+        from transformers import AutoModelForImageTextToText  # noqa: F401
+    except ImportError as missing:
+        return str(missing)
+    return ""
+
+
+def as_published(name: str, tensor: np.ndarray) -> np.ndarray:
+    """Experts are stored as inputs x outputs in published files, and as outputs x inputs by transformers 5."""
+    return tensor.swapaxes(1, 2) if ".experts." in name else tensor
+
+
+class Reference:
+    """A model in transformers, on the CPU."""
+
+    def __init__(self, hf_dir: str | Path, dtype: str = "float32"):
+        import torch
+        from transformers import AutoModelForImageTextToText
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # it shows one even without a terminal; ours shows the time
+        self._config = read_config(hf_dir)
+        self._model: Any = AutoModelForImageTextToText.from_pretrained(hf_dir, dtype=getattr(torch, dtype)).eval()
+
+    def logits(self, prompt: ProcessedPrompt) -> Float[np.ndarray, "T V"]:
+        import torch
+
+        with torch.no_grad():
+            return self._model(**self._inputs(prompt)).logits[0].float().numpy()
+
+    def gradients(self, prompt: ProcessedPrompt, names: Iterable[str]) -> dict[str, np.ndarray]:
+        """Gradients of the prompt's mean negative log-prob, for tensors by their published names."""
+        import torch
+
+        parameters = dict(self._model.named_parameters())
+        chosen = {name: parameters[module_name(self._config, name)] for name in names}
+        self._model.requires_grad_(False)
+        for parameter in chosen.values():
+            parameter.requires_grad_(True)
+        inputs = self._inputs(prompt)
+        logits = self._model(**inputs, use_cache=False).logits[0, :-1].float()
+        torch.nn.functional.cross_entropy(logits, inputs["input_ids"][0, 1:]).backward()
+        return {name: as_published(name, parameter.grad.numpy()) for name, parameter in chosen.items()}
+
+    def greedy_ids(self, prompt: ProcessedPrompt, num_new: int) -> list[int]:
+        """The likeliest continuation; the ids that end a turn do not stop it."""
+        self._model.generation_config.eos_token_id = None
+        inputs = self._inputs(prompt)
+        ids = self._model.generate(**inputs, do_sample=False, repetition_penalty=1.0, max_new_tokens=num_new)
+        return ids[0, len(prompt.ids) :].tolist()
+
+    def _inputs(self, prompt: ProcessedPrompt) -> dict[str, Any]:
+        import torch
+
+        tokens = torch.tensor(prompt.ids[None])
+        kinds = (tokens == self._config.image_token_id).int()
+        media = {name: torch.from_numpy(array) for name, array in prompt.media.items()}
+        return {"input_ids": tokens, "mm_token_type_ids": kinds, **media}

@@ -1,0 +1,111 @@
+"""Checks whether everything works on this machine, at a model's size.
+
+python -m paravt_jax.check --quick
+python -m paravt_jax.check --model 8b --recipe configs/8b_8x80gb_embedded.yaml [--layers N] [--json OUT]
+
+Each stage runs in its own process; a failed one does not stop the others. A size without a directory gets random
+weights. The exit code is 0 only if no stage failed.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import sys
+import tempfile
+from typing import Any
+
+from model_port.cli import add_debug_flag, prog_of, run_cli
+from model_port.output_dir import exit_on_sigterm
+from model_port.terminal import say
+from paravt_jax.bench import machine
+from paravt_jax.check.process import part_of
+from paravt_jax.check.report import StageReport, table
+from paravt_jax.check.stages import STAGES
+from paravt_jax.check.target import Target
+from paravt_jax.config import TINY, load_config
+from rollout.engine.discovery import check_url
+from rollout.output_file import OutputFile
+
+# A tiny model's programs run for milliseconds and compile for seconds.
+QUICK_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+SHOWN_LINES = 40  # of a failed stage's log
+
+
+def parser_of() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog_of("paravt_jax.check"),
+        description="Check whether everything works on this machine, at a model's size. Stages:",
+        epilog="A directory for the models is made in TMPDIR; a model needs about 8 bytes per parameter there.",
+    )
+    stages = "; ".join(f"{name}: {text}" for name, (*_, text) in STAGES.items())
+    parser.description = f"{parser.description} {stages}."
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument(
+        "--model", metavar="SIZE_OR_DIR", help="2b, 4b, 8b, 32b …, or a directory (default: the recipe's)"
+    )
+    model.add_argument("--quick", action="store_true", help="a tiny model, about a minute")
+    parser.add_argument("--recipe", metavar="FILE", help="config of train for prompts, pictures and the RL step")
+    parser.add_argument("--stage", nargs="+", choices=STAGES, default=[*STAGES], metavar="STAGE", help="only these")
+    parser.add_argument("--layers", type=int, default=0, metavar="N", help="only the first N language layers")
+    parser.add_argument("--server", default="", metavar="URL", help="an SGLang server of the model, for step and gate")
+    parser.add_argument("--video", nargs="+", default=[], metavar="FILE", help="videos to read (default: a made one)")
+    parser.add_argument("--data", default="", metavar="FILE", help="rows to count (default: the recipe's, if there)")
+    parser.add_argument("--json", metavar="OUT", help="also write all results to this file")
+    parser.add_argument("--force", action="store_true", help="replace OUT even if another command wrote it")
+    add_debug_flag(parser)
+    return parser
+
+
+def target_of(parser: argparse.ArgumentParser, args: argparse.Namespace, folder: str) -> Target:
+    model = TINY if args.quick else args.model
+    if model is None and args.recipe:
+        model = load_config(args.recipe).model.path
+    if model is None:
+        parser.error("give --quick, --model or --recipe")
+    if args.layers < 0:
+        parser.error(f"--layers {args.layers} must be positive")
+    if args.server:
+        check_url("--server", args.server)
+    server = args.server.rstrip("/")
+    return Target(folder, model, args.layers, args.recipe or "", server, tuple(args.video), args.data)
+
+
+def run_stage(name: str, target: Target) -> StageReport:
+    say(f"{name} …")
+    log = target.file(f"{name}.log")
+    flags = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {QUICK_FLAGS}"} if target.model == TINY else {}
+    command = [sys.executable, "-m", "paravt_jax.check.stages", name, target.to_json()]
+    report = StageReport.of(name, part_of(command, log, env=os.environ | flags))
+    if report.problem:
+        say("\n".join(log.read_text(errors="replace").splitlines()[-SHOWN_LINES:]))
+    return report
+
+
+def to_record(args: argparse.Namespace, reports: list[StageReport]) -> dict[str, Any]:
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": sys.argv[1:],
+        "machine": machine(),
+        "stages": [report.to_record() for report in reports],
+    }
+
+
+def main() -> None:
+    parser = parser_of()
+    args = parser.parse_args()
+    inputs = [args.model or "", args.recipe or "", args.data, *args.video]
+    out = args.json and OutputFile(args.json, "check --json", inputs=inputs, force=args.force)
+    exit_on_sigterm()
+    with tempfile.TemporaryDirectory(prefix="paravt-check-") as folder:
+        target = target_of(parser, args, folder)
+        reports = [run_stage(name, target) for name in STAGES if name in args.stage]
+    print(table(reports))
+    if out:
+        out.write(json.dumps(to_record(args, reports), indent=2) + "\n")
+    if failed := [report.stage for report in reports if report.failed]:
+        raise RuntimeError(f"{len(failed)} of {len(reports)} stages failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,85 @@
+"""Stage `logits`: ours compared with transformers', one model in memory at a time."""
+
+import gc
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import get_args
+
+import jax
+import numpy as np
+
+import model_port
+from model_port.attention import Form
+from model_port.attention.choice import KERNEL_PLATFORMS
+from model_port.reference import ProcessedPrompt, Reference, missing_torch
+from model_port.sharding import platform
+from model_port.verify import MAX_RELATIVE, TIMES_THEIRS, LogitsDifference
+from model_port.weights import num_params
+from paravt_jax.check.measured import GIB, NO_TORCH, Facts, Measured
+from paravt_jax.check.prompts import prompts_of
+from paravt_jax.check.target import Target
+
+MAX_ROWS = 1024  # tokens whose logits are compared; a vocabulary's take half a megabyte each
+Rows = dict[tuple[str, str], np.ndarray]  # logits of these tokens, by prompt and form of attention
+
+
+def logits(target: Target) -> Iterator[Measured | Facts]:
+    yield {"planned_gib": 4 * num_params(target.config) / GIB}
+    if missing_torch():
+        yield Measured("ours = transformers'", skipped=NO_TORCH)
+        return
+    prompts = prompts_of(target)
+    exact = reference_rows(target, prompts, "float32")
+    for (prompt, form), rows in our_rows(target, prompts, "float32").items():
+        yield from float32_lines(f"{prompt}, {form}", rows, exact[prompt])
+    del prompts["text"]
+    rounded = reference_rows(target, prompts, "bfloat16")
+    for (prompt, _), rows in our_rows(target, prompts, "bfloat16").items():
+        errors = [LogitsDifference.between(side, exact[prompt]).relative_error for side in (rows, rounded[prompt])]
+        case = f"{prompt}, bfloat16 error over transformers' own of {errors[1]:.1e}"
+        yield Measured(case, errors[0] / errors[1], float(TIMES_THEIRS))
+
+
+def float32_lines(case: str, ours: np.ndarray, exact: np.ndarray) -> Iterator[Measured]:
+    difference = LogitsDifference.between(ours, exact)
+    same = round(difference.top1_agreement * len(exact))
+    case = f"{case}, float32: relative error (top-1 {same} of {len(exact)}, KL {difference.kl:.1e})"
+    yield Measured(case, difference.relative_error, MAX_RELATIVE)
+
+
+def forms() -> list[Form]:
+    """The forms of attention that this backend has."""
+    return [
+        form
+        for form in get_args(Form)
+        if not form.startswith("auto") and (form != "kernel" or platform() in KERNEL_PLATFORMS)
+    ]
+
+
+def kept(logits: np.ndarray) -> np.ndarray:
+    """The rows to compare: evenly spaced, with the last one."""
+    step = -(-len(logits) // MAX_ROWS)
+    return logits[::-1][::step].copy()
+
+
+def our_rows(target: Target, prompts: Mapping[str, ProcessedPrompt], dtype: str) -> Rows:
+    """In float32 a video's with every form of attention."""
+    model = model_port.load(target.hf_dir, dtype)
+    rows: Rows = {}
+    for name, prompt in prompts.items():
+        in_forms = forms() if dtype == "float32" and "video" in name else ["auto"]
+        for form in in_forms:
+            model.compute = replace(model.compute, attention=form)
+            with jax.default_matmul_precision("highest"):  # or accelerators round float32 inputs
+                rows[name, form] = kept(model_port.logits(model, prompt.ids, **prompt.media))
+    del model
+    gc.collect()  # frees it before the next one is loaded
+    return rows
+
+
+def reference_rows(target: Target, prompts: Mapping[str, ProcessedPrompt], dtype: str) -> dict[str, np.ndarray]:
+    model = Reference(target.hf_dir, dtype)
+    rows = {name: kept(model.logits(prompt)) for name, prompt in prompts.items()}
+    del model
+    gc.collect()
+    return rows

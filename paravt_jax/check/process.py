@@ -1,0 +1,54 @@
+"""Runs a part of a check in a separate process, because only its end frees all memory."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SHOWN_CHARS = 300  # of a failed part's last line
+PEAK_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes, of ru_maxrss
+
+
+@dataclass(frozen=True)
+class PartResult:
+    """The JSON objects that a command printed before it ended or timed out."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    problem: str = ""
+    seconds: float = 0.0
+    peak_bytes: int = 0  # of its largest process
+
+
+def part_of(
+    command: Sequence[str], log: Path, deadline_s: float | None = None, env: Mapping[str, str] | None = None
+) -> PartResult:
+    """Runs a command; `log` gets its stderr."""
+    start_s, out = time.monotonic(), log.with_suffix(".out")
+    with out.open("wb") as stdout, log.open("wb") as stderr:
+        process = subprocess.Popen(command, stdout=stdout, stderr=stderr, env=env)
+        timer = threading.Timer(deadline_s or threading.TIMEOUT_MAX, process.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            _, status, usage = os.wait4(process.pid, 0)
+        except BaseException:  # such as Ctrl-C
+            process.kill()
+            process.wait()
+            raise
+        timed_out = timer.finished.is_set()
+        timer.cancel()
+    process.returncode = code = os.waitstatus_to_exitcode(status)
+    last_line = (log.read_text(errors="replace").strip().splitlines() or ["nothing"])[-1]
+    failed = f"timed out after {deadline_s:g} s" if timed_out else f"ended with exit code {code}: {last_line}"
+    return PartResult(
+        [json.loads(line) for line in out.read_text().splitlines() if line.startswith("{") and line.endswith("}")],
+        failed[:SHOWN_CHARS] if code else "",
+        time.monotonic() - start_s,
+        usage.ru_maxrss * PEAK_UNIT,
+    )

@@ -1,0 +1,62 @@
+"""The report of all stages: a table, and JSON."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from paravt_jax.check.measured import GIB, Facts, Measured
+from paravt_jax.check.process import PartResult
+
+NAMES = {field.name for field in fields(Measured)}
+COLUMNS = ("stage", "case", "result", "bound", "s", "peak GiB", "planned", "")
+
+
+@dataclass(frozen=True)
+class StageReport:
+    stage: str
+    lines: list[Measured]
+    facts: Facts
+    problem: str  # of its process
+    seconds: float
+    peak_gib: float
+
+    @classmethod
+    def of(cls, stage: str, part: PartResult) -> "StageReport":
+        facts: Facts = {}
+        for row in part.rows:
+            facts |= {} if "case" in row else row
+        lines = [Measured(**row) for row in part.rows if "case" in row]
+        peak_gib = facts.pop("peak_gib", part.peak_bytes / GIB)
+        return cls(stage, lines, facts, part.problem, part.seconds, peak_gib)
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.problem) or any(line.failed for line in self.lines)
+
+    def to_record(self) -> dict[str, Any]:
+        lines = [asdict(line) | {"failed": line.failed} for line in self.lines]
+        return asdict(self) | {"lines": lines, "failed": self.failed}
+
+
+def table(reports: Sequence[StageReport]) -> str:
+    """As Markdown, with aligned columns."""
+    rows = [list(COLUMNS), *(row for report in reports for row in _rows(report))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    rows.insert(1, ["-" * width for width in widths])
+    cells = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+
+
+def _rows(report: StageReport) -> Iterator[list[str]]:
+    """A stage's own row, then its lines."""
+    planned = report.facts.get("planned_gib")
+    memory = [f"{report.seconds:.0f}", f"{report.peak_gib:.2f}", "" if planned is None else f"{planned:.2f}"]
+    yield [report.stage, report.problem, "", "", *memory, "FAILED" if report.failed else "ok"]
+    for line in report.lines:
+        bound = "" if line.bound is None else f"{line.bound:.2g}"
+        verdict = "FAILED" if line.failed else "skipped" if line.skipped else "ok"
+        yield ["", line.case, line.problem or line.skipped or _cell(line.value), bound, "", "", "", verdict]
+
+
+def _cell(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.3g}"

@@ -1,0 +1,104 @@
+"""Stage `step`: two short RL steps by the recipe on made videos; the second one compiles nothing."""
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from model_port.config import ModelConfig
+from paravt_jax.check import spread
+from paravt_jax.check.measured import GIB, Facts, Measured
+from paravt_jax.check.target import Target
+from paravt_jax.config import Config, computed_on
+from paravt_jax.plan.calibrate import device_rates
+from paravt_jax.plan.devices import DEVICES, DeviceSpec, device_of
+from paravt_jax.plan.plan import param_counts
+from paravt_jax.plan.remat import planned_memory
+from paravt_jax.plan.run import PlannedRl
+from paravt_jax.run.compiles import set_up_compilation
+from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, load_jsonl
+from paravt_jax.run.process import claim_memory
+from paravt_jax.train import train
+from rollout.chat import STOP_TOKENS, Chat
+
+NUM_STEPS, GROUP_SIZE, NEW_TOKENS = 2, 4, 64
+RUN = "run"
+
+
+def step(target: Target) -> Iterator[Measured | Facts]:
+    claim_memory()
+    set_up_compilation()
+    config = shortened(target, len(jax.devices()))
+    device = device_of(jax.devices()[0].device_kind) or DEVICES["cpu"]
+    planned = planned_memory(PlannedRl.of(computed_on(config, device.platform), target.config), device)
+    yield {"planned_gib": planned.peak_bytes / GIB}
+    if code := asyncio.run(train(config)):
+        yield Measured("run", problem=f"it ended with exit code {code}")
+        return
+    run_dir = Path(config.run_dir)
+    yield {"rates": device_rates(PlannedRl.of(config, target.config), run_dir, device)}
+    metrics = list(load_jsonl(run_dir / METRICS_FILE))[-1]
+    yield from metric_lines(metrics, config)
+    yield from utilization_line(metrics, config, target.config, device)
+    episodes = [row for path in sorted((run_dir / EPISODES_DIR).iterdir()) for row in load_jsonl(path)]
+    yield decoded_line(episodes, target.chat)
+
+
+def shortened(target: Target, num_devices: int) -> Config:
+    """The recipe with few, short episodes of made videos, on this machine's devices."""
+    settings = [
+        *(f"run_dir={target.file(RUN)}", f"model.path={target.hf_dir}", "data.train=synthetic", "data.validation="),
+        *(f"train.num_steps={NUM_STEPS}", "train.prompts_per_step=1", f"train.group_size={GROUP_SIZE}"),
+        *("train.max_resamples=0", "train.updates_per_step=1", "train.max_staleness=0", "train.oversample=0"),
+        *(f"rollout.max_new_tokens={NEW_TOKENS}", f"reward.plugin={spread.__file__}:reward", "log.wandb_project="),
+        *("reward.oe_mode=exact", "judge.url=", "judge.model=", "hosts.coordinator=", "hosts.num=1"),
+        *("engine.gpus=[]", f"engine.kind={'sglang' if target.server else 'jax'}", f"engine.urls=[{target.server}]"),
+    ]
+    mesh, rows = target.run_config.mesh, target.run_config.pack.num_rows
+    if mesh.num_devices != num_devices:
+        rows = num_devices * -(-rows // num_devices)
+        settings += ["mesh.data=1", f"mesh.fsdp={num_devices}", "mesh.tensor=1", f"pack.num_rows={rows}"]
+    return target.with_settings(*settings)
+
+
+def metric_lines(metrics: Mapping[str, float], config: Config) -> Iterator[Measured]:
+    trained = metrics.get("perf/num_batches", 0)
+    yield Measured("update", f"{trained:g} batches", problem="" if trained else "no group had a signal")
+    kl = metrics.get("mismatch/behavior_kl", float("nan"))
+    yield Measured("behavior KL, sampler to learner", kl, config.mismatch.warn_kl)
+    for name in ("time/rollout_s", "time/update_s", "time/publish_s", "perf/tokens_per_s"):
+        yield Measured(name, metrics[name])
+
+
+def utilization_line(
+    metrics: Mapping[str, float], config: Config, model: ModelConfig, device: DeviceSpec
+) -> Iterator[Measured]:
+    """Of the last update, on devices with a data sheet: the language tower, without recomputation."""
+    if device.peak_tflops is None:
+        return
+    passes = 4 if config.lora.rank else 6  # frozen weights have no gradient
+    num_tokens = metrics["perf/tokens_per_s"] * metrics["time/step_s"]
+    flops = passes * param_counts(PlannedRl.of(config, model).update, model).text * num_tokens
+    peak = device.peak_tflops * 1e12 * config.mesh.num_devices
+    yield Measured(f"MFU of the update, {passes} N per token", flops / metrics["time/update_s"] / peak)
+
+
+def decoded_line(episodes: Sequence[Mapping[str, Any]], chat: Chat) -> Measured:
+    """The log's ids, decoded again, give its texts."""
+    turns = other = 0
+    for episode in episodes:
+        ids = np.concatenate([segment["ids"] for segment in episode["segments"]])
+        for turn in episode["turns"]:
+            text = chat.decode(ids[slice(*turn["token_span"])])
+            turns += 1
+            other += without_stop(text) != turn["text"]
+    missing = sum(episode["missing"] for episode in episodes)
+    problem = f"{other} differ, {missing} episodes are missing" if other or missing or not turns else ""
+    return Measured("ids of turns decode to their texts", f"{turns} turns", problem=problem)
+
+
+def without_stop(text: str) -> str:
+    return next((text.removesuffix(token) for token in STOP_TOKENS if text.endswith(token)), text)

@@ -1,0 +1,226 @@
+"""The command that shows whether everything works on a machine, and that each of its stages notices a fault."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from model_port.tiny import make_tiny, tiny_config
+from paravt_jax.check import files, gradient, logits, media, round_trip, step, weights
+from paravt_jax.check.measured import NO_TORCH, Measured
+from paravt_jax.check.model import copy_layers, make_model
+from paravt_jax.check.process import PartResult, part_of
+from paravt_jax.check.report import StageReport, table
+from paravt_jax.check.stages import STAGES
+from paravt_jax.check.target import Target
+
+ROOT = Path(__file__).parents[3]
+FOUR_STAGES = ["files", "weights", "logits", "gradient"]
+
+
+def run_check(*arguments: str, deadline_s: float) -> tuple[subprocess.CompletedProcess[str], dict]:
+    """Without the eight devices of the tests."""
+    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
+    command = [sys.executable, "-m", "paravt_jax.check", *arguments]
+    environment = os.environ | {"XLA_FLAGS": " ".join(flags)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, cwd=ROOT, env=environment)
+    return done, json.loads(Path(arguments[arguments.index("--json") + 1]).read_text())
+
+
+@pytest.fixture
+def target(tiny_hf, tmp_path) -> Target:
+    return Target(str(tmp_path), str(tiny_hf))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_tiny_model_passes_every_stage(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "q"}\n')
+    arguments = ["--quick", "--json", str(tmp_path / "check.json"), "--data", str(rows)]
+    done, report = run_check(*arguments, deadline_s=850)
+    by_name = {stage["stage"]: stage for stage in report["stages"]}
+    failed = {name: stage for name, stage in by_name.items() if stage["failed"]}
+    assert list(by_name) == list(STAGES) and list(failed) == ["data"], failed
+    assert done.returncode == 1 and done.stderr.endswith("error: 1 of 8 stages failed: data\n")
+    assert all(stage["seconds"] > 0 and stage["peak_gib"] > 0.05 for stage in by_name.values())
+    assert {"logits", "gradient", "step"} <= {
+        name for name, stage in by_name.items() if "planned_gib" in stage["facts"]
+    }
+    assert all(f"| {name} " in done.stdout for name in STAGES)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_four_layers_of_the_2b_compute_what_transformers_does(tmp_path):
+    arguments = ["--model", "2b", "--layers", "4", "--json", str(tmp_path / "check.json"), "--stage", *FOUR_STAGES]
+    done, report = run_check(*arguments, deadline_s=1700)
+    assert done.returncode == 0, done.stdout
+    assert [stage["stage"] for stage in report["stages"]] == FOUR_STAGES
+    assert all(line["value"] <= line["bound"] for stage in report["stages"] for line in stage["lines"] if line["bound"])
+
+
+def lines_of(stage, target: Target) -> list[Measured]:
+    return [line for line in stage(target) if isinstance(line, Measured)]
+
+
+def copied(source: Path, dst: Path, name: str, old: str, new: str) -> Path:
+    """A model with a change in one of its text files."""
+    shutil.copytree(source, dst)
+    text = (dst / name).read_text()
+    assert old in text
+    (dst / name).write_text(text.replace(old, new))
+    return dst
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
+def test_files_of_every_family_equal_transformers(family, tmp_path):
+    make_tiny(tmp_path / "hf", config=tiny_config(family))
+    assert not [line for line in lines_of(files.files, Target(str(tmp_path), str(tmp_path / "hf"))) if line.failed]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "old", "new", "noticed"),
+    [
+        ("preprocessor_config.json", "0.5,", "0.4,", "processor"),
+        ("chat_template.jinja", "# Tools", "# Tool", "template"),
+    ],
+)
+def test_a_file_that_only_one_side_reads_is_noticed(name, old, new, noticed, target, tiny_hf, tmp_path, monkeypatch):
+    """Ours reads the model's directory, transformers another one."""
+    from transformers import AutoTokenizer
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    other = copied(tiny_hf, tmp_path / "other", name, old, new)
+    for reader in (AutoTokenizer, Qwen2VLImageProcessorPil):
+        read = reader.from_pretrained
+        monkeypatch.setattr(reader, "from_pretrained", lambda _, read=read: read(other))
+    assert [line.case.split()[0] for line in lines_of(files.files, target) if line.failed] in ([noticed], ["chat"])
+
+
+def test_a_tensor_that_changes_on_the_way_is_noticed(target, monkeypatch):
+    kept = weights.checksums
+
+    def changed(directory: Path, config) -> dict[str, str]:
+        sums = kept(directory, config)
+        return sums | ({next(iter(sums)): "other"} if directory.name == weights.EXPORTED else {})
+
+    assert not [line for line in lines_of(weights.weights, target) if line.failed]
+    monkeypatch.setattr(weights, "checksums", changed)
+    (failed,) = [line for line in lines_of(weights.weights, target) if line.failed]
+    assert failed.problem.startswith("1 differ, for example ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["logits", "gradient"])
+def test_another_model_in_transformers_is_noticed(stage, target, tmp_path, monkeypatch):
+    make_tiny(tmp_path / "other", seed=1)
+    module = {"logits": logits, "gradient": gradient}[stage]
+    reference = module.Reference
+    monkeypatch.setattr(module, "Reference", lambda _, *dtype: reference(tmp_path / "other", *dtype))
+    lines = lines_of(getattr(module, stage), target)
+    assert lines and all(line.failed for line in lines if "bfloat16" not in line.case)
+
+
+@pytest.mark.parametrize(("module", "stage"), [(logits, "logits"), (gradient, "gradient")])
+def test_without_torch_a_comparison_is_skipped_and_does_not_fail(module, stage, target, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    (line,) = lines_of(getattr(module, stage), target)
+    assert line.skipped == NO_TORCH and not line.failed
+
+
+def test_a_text_that_its_ids_do_not_spell_is_noticed(chat):
+    ids = chat.encode("<think>\nIt is red.</think><answer>A</answer><|im_end|>").tolist()
+    turn = {"token_span": [0, len(ids)], "text": "<think>\nIt is red.</think><answer>A</answer>"}
+    episode = {"segments": [{"ids": ids}], "turns": [turn], "missing": False}
+    assert not step.decoded_line([episode], chat).failed
+    for wrong in (
+        episode | {"turns": [turn | {"text": "It is blue."}]},
+        episode | {"missing": True},
+        episode | {"turns": []},
+    ):
+        assert step.decoded_line([wrong], chat).failed
+
+
+def test_other_greedy_ids_are_counted_up_to_the_first():
+    assert not round_trip.ids_line("SGLang's", [1, 2, 3], [1, 2, 3]).failed
+    line = round_trip.ids_line("SGLang's", [1, 2, 3], [1, 5, 3])
+    assert line.failed and line.value == "1 of 3" and line.problem == "id 2 differs"
+
+
+def test_the_step_is_the_recipe_shortened_on_the_devices_that_are_here(target):
+    recipe = replace(target, recipe=str(ROOT / "configs" / "8b_8x80gb.yaml"))
+    config = step.shortened(recipe, 2)
+    assert (config.train.group_size, config.mesh.num_devices, config.pack.num_rows % 2) == (4, 2, 0)
+    assert config.engine.kind == "jax" and config.loss == recipe.run_config.loss
+    served = step.shortened(replace(target, server="http://127.0.0.1:1"), 1)
+    assert served.engine.kind == "sglang" and served.engine.urls == ["http://127.0.0.1:1"]
+
+
+def test_videos_are_read_within_the_deadlines_and_rows_are_counted(target, tmp_path):
+    lines = lines_of(media.video, target)
+    assert not [line for line in lines if line.failed] and len(lines) == 5
+    assert any("overview of 8 frames" in line.case for line in lines)
+    (skipped,) = lines_of(media.data, target)
+    assert skipped.skipped and not skipped.failed
+
+
+@pytest.mark.parametrize("source", ["directory", "tiny"])
+def test_fewer_layers_keep_their_weights(source, tiny_hf, tmp_path):
+    from model_port.safetensors_io import HfTensors
+
+    make_model(str(tiny_hf) if source == "directory" else "tiny", tmp_path / "cut", 3)
+    with HfTensors(tiny_hf) as whole, HfTensors(tmp_path / "cut") as cut:
+        assert {name for name in whole.infos if ".layers.3." in name} == whole.infos.keys() - cut.infos.keys()
+        assert all(np.array_equal(cut.read(name), whole.read(name)) for name in cut.infos)
+    with pytest.raises(ValueError, match="--layers 5 is more than the model's 4"):
+        copy_layers(tiny_hf, tmp_path / "more", 5)
+
+
+@pytest.mark.parametrize(
+    ("line", "failed"),
+    [
+        (Measured("a", 1.0, 1.0), False),
+        (Measured("a", 1.1, 1.0), True),
+        (Measured("a", float("nan"), 1.0), True),
+        (Measured("a", "text", 1.0), True),
+        (Measured("a", problem="no"), True),
+        (Measured("a", skipped="none"), False),
+    ],
+)
+def test_a_line_fails_unless_it_is_within_its_bound(line, failed):
+    assert line.failed is failed
+
+
+def test_a_report_has_lines_facts_and_the_problem_of_the_process():
+    row = {"case": "error", "value": 1e-6, "bound": 1e-4, "problem": "", "skipped": ""}
+    report = StageReport.of("logits", PartResult([row, {"planned_gib": 2.0, "peak_gib": 3.0}], "", 1.5, 2**30))
+    assert not report.failed and report.peak_gib == 3.0 and report.facts == {"planned_gib": 2.0}
+    dead = StageReport.of("step", PartResult([row], "ended with exit code -9: killed", 0.5, 2**31))
+    assert dead.failed and dead.to_record()["failed"]
+    shown = table([report, dead]).splitlines()
+    assert len({len(line) for line in shown}) == 1
+    assert "| logits " in shown[2] and "| 3.00     | 2.00 " in shown[2] and "1e-06" in shown[3]
+    assert shown[4].count("FAILED") == 1 and "exit code -9" in shown[4] and "2.00" in shown[4]
+
+
+@pytest.mark.parametrize(
+    ("script", "deadline_s", "problem"),
+    [
+        ("echo '{\"a\": 1}'; echo no JSON", None, ""),
+        ("echo '{\"a\": 1}'; echo bad >&2; exit 3", None, "ended with exit code 3: bad"),
+        ("echo '{\"a\": 1}'; exec sleep 60", 0.5, "timed out after 0.5 s"),
+    ],
+)
+def test_a_part_keeps_its_rows_however_it_ends(script, deadline_s, problem, tmp_path):
+    part = part_of(["sh", "-c", script], tmp_path / "part.log", deadline_s)
+    assert part.rows == [{"a": 1}] and part.problem == problem
+    assert part.seconds > 0 and part.peak_bytes > 2**17
