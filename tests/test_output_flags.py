@@ -34,6 +34,7 @@ FILES = {
 }
 WITHOUT_FORCE = {"data split"}  # whose files must not exist
 DIRECTORIES = {  # which output_directory guards, or which a run or a bench keeps
+    "configs --to": ["configs", "smoke_cpu", "--to", "FILE"],
     "convert --dst": ["convert", "--src", "in", "--dst", "FILE"],
     "data materialize --output-dir": [*MATERIALIZE, "--output-dir", "FILE"],
     "export --dst": ["export", "--src", "in", "--dst", "FILE"],

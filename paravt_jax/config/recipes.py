@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from model_port.cli import add_debug_flag, prog_of, run_cli
+from model_port.output_dir import check_local
 
 DIRECTORY = Path(__file__).parents[1] / "configs"  # in a clone, a link to configs/
 
@@ -39,6 +40,7 @@ def main() -> None:
     parser.add_argument("--to", type=Path, default=Path(), metavar="DIR", help="directory of the copies (default .)")
     add_debug_flag(parser)
     args = parser.parse_args()
+    check_local(args.to)
     if not args.names:
         print("\n".join(f"{name:<36}  {_title(file)}" for name, file in recipes().items()))
     for name in args.names:
