@@ -40,7 +40,7 @@ import model_port
 from model_port.adapters import AdapterBase, AdapterInfo, add_adapter, new_adapter, sum_of_base
 from model_port.config import LoraConfig
 from model_port.processing import VisionContract
-from model_port.tiny import make_tiny
+from model_port.tiny import make_tiny, tiny_config
 from paravt_jax.config import EvalConfig, load_config
 from paravt_jax.data.splits import SPLITS
 from paravt_jax.eval import run_eval
@@ -327,6 +327,33 @@ def first_shown(request):
     pictures = request.pictures
     has_response = len(pictures) > gate.FRAME_BUDGET and pictures[-1] is not pictures[-2]
     return replace(request, pictures=(*pictures[:-1], pictures[0])) if has_response else request
+
+
+@pytest.mark.nightly
+def test_a_mixture_of_experts_is_served_as_the_learner_computes_it_also_after_a_publish(sglang_python, tmp_path):
+    models = []
+    for seed in range(2):
+        make_tiny(tmp_path / str(seed), seed, tiny_config("qwen3_vl_moe"))
+        models.append(model_port.load(tmp_path / str(seed)))
+    before, after = models
+    after.vision = nnx.clone(before.vision)  # as with a frozen vision tower
+    contract, chat = VisionContract.from_hf(tmp_path / "0"), Chat.from_hf(tmp_path / "0")
+
+    async def problems(url, model):
+        (found,) = await check([url], LearnerScorer(model, contract), chat, num_episodes=1)
+        return found.problems
+
+    async def body(url):
+        engine = await SGLangEngine.connect([url], SGLangSettings(RUN))
+        try:
+            assert await problems(url, before) == []
+            await engine.publish(ModelWeights(after, FLOAT32), engine.version + 1)
+            assert await problems(url, after) == [] != await problems(url, before)
+        finally:
+            await engine.close()
+
+    for server in served(ServerSettings(tmp_path / "0", python=sglang_python)):
+        asyncio.run(body(server.url))
 
 
 @pytest.mark.nightly

@@ -3,7 +3,7 @@
 With SGLANG_USE_CPU_ENGINE=1 sglang 0.5.23 reads some kernel names at import time (KV-cache
 moves and speculative decoding helpers; Qwen3.5 / Mamba / GDN kernels, pulled in because
 multimodal/processors/qwen_vl.py imports models/qwen3_5.py).  Without AMX none is called on the
-path of a dense Qwen3-VL: every fast path is guarded by cpu_has_amx_support().  A call of
+path of a Qwen3-VL, dense or a mixture: every fast path is guarded by cpu_has_amx_support().  A call of
 any of them raises, so nothing is silently faked."""
 
 import torch
