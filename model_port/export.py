@@ -45,7 +45,7 @@ from model_port.output_dir import GIB, check_replaceable, exit_on_sigterm, outpu
 from model_port.progress import BYTES, Meter
 from model_port.push import add_push_flags, push
 from model_port.safetensors_io import INDEX_FILE, SINGLE_FILE, HfTensors, SafetensorsWriter
-from model_port.weights import check_hf_tensors, num_params, open_hf_tensors, rules
+from model_port.weights import Rule, check_hf_tensors, is_swapped, num_params, open_hf_tensors, rules
 
 MAX_SHARD_GIB = 4.7  # just below the published shards' 5 GB
 
@@ -128,8 +128,19 @@ class _Source:
 
 def _stored(src: Path) -> _Source:
     stored = _checked(StoredParams(src))
-    blocks = ((rule.hf, block) for rule in rules(stored.config) for block in stored.blocks(rule.path))
-    return _Source(stored.config, stored.dtypes, blocks)
+
+    def blocks(rule: Rule) -> Iterator[np.ndarray]:
+        if not is_swapped(rule):
+            return stored.blocks(rule.path)
+        return (_in_file(rule, stored.read(rule.path, (layer,))) for layer in range(len(rule.hf_names)))
+
+    all_blocks = ((rule.hf, block) for rule in rules(stored.config) for block in blocks(rule))
+    return _Source(stored.config, stored.dtypes, all_blocks)
+
+
+def _in_file(rule: Rule, tensor: np.ndarray) -> np.ndarray:
+    tensor = tensor.reshape(rule.hf_shape)
+    return tensor.swapaxes(1, 2) if is_swapped(rule) else tensor
 
 
 def _adapted(src: Path) -> _Source:
@@ -148,7 +159,9 @@ def _adapted(src: Path) -> _Source:
         check_base(src, info.base, digest.hexdigest())
 
     params = read_adapter(src, base.config, info.lora.rank)
-    blocks = ((name, np.asarray(t)) for name, t in with_adapter(as_trained(), base.config, info.lora, params))
+    rule_of = {name: rule for rule in rules(base.config) for name in rule.hf_names}
+    tensors = with_adapter(as_trained(), base.config, info.lora, params)
+    blocks = ((name, _in_file(rule_of[name], np.asarray(tensor))) for name, tensor in tensors)
     return _Source(base.config, {BASE_KEY: trained} if trained else base.dtypes, blocks)
 
 

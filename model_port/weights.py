@@ -135,12 +135,28 @@ def open_hf_tensors(directory: Path, config: ModelConfig) -> HfTensors:
     for module, prefix in published.items():
         for name in [name for name in tensors.infos if name.startswith(module) and prefix != module]:
             tensors.infos[prefix + name.removeprefix(module)] = tensors.infos.pop(name)
-    for rule in rules(config):
-        for name in rule.hf_names if rule.hf.endswith((GATE_UP, DOWN)) else ():
-            experts, inputs, outputs = rule.hf_shape
-            if (info := tensors.infos.get(name)) and info.shape == (experts, outputs, inputs):
+    for rule in filter(_is_of_experts, rules(config)):
+        for name in rule.hf_names:
+            if (info := tensors.infos.get(name)) and info.shape == in_modules(rule.hf_shape):
                 tensors.infos[name] = replace(info, shape=rule.hf_shape, swapped=True)
     return tensors
+
+
+def _is_of_experts(rule: Rule) -> bool:
+    return rule.hf.endswith((GATE_UP, DOWN))
+
+
+def in_modules(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of an expert's tensor in transformers' modules, and in the files that transformers 5 writes."""
+    return (shape[0], *shape[:0:-1])
+
+
+def is_swapped(rule: Rule) -> bool:
+    """Whether an export stores the tensor as transformers' modules have it.
+
+    The shape of a square one does not show its order, and transformers 5 then expects its modules'.
+    """
+    return _is_of_experts(rule) and in_modules(rule.hf_shape) == rule.hf_shape
 
 
 def check_hf_tensors(config: ModelConfig, tensors: HfTensors) -> None:

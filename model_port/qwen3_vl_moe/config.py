@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from model_port.architecture import ModelConfig, TextConfig, require
+from model_port.architecture import ModelConfig, TextConfig
 from model_port.json_files import Section
 from model_port.qwen3_vl import config as qwen3_vl
 
@@ -28,11 +28,6 @@ def from_hf(root: Section) -> ModelConfig:
         ffn_width=text.count("moe_intermediate_size", 2**20),
         num_experts=text.count(number_key, MAX_EXPERTS),
         token_experts=text.count("num_experts_per_tok", MAX_EXPERTS),
-    )
-    # transformers 5 stores the experts' tensors as outputs x inputs, published files as inputs x outputs.
-    require(
-        language.width not in (language.ffn_width, 2 * language.ffn_width),
-        f"moe_intermediate_size {language.ffn_width} gives square experts, whose files do not show inputs and outputs",
     )
     return replace(dense, text=language, vision=Qwen3MoeVisionConfig(**vars(dense.vision)))
 

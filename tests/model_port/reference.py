@@ -60,7 +60,7 @@ CONFIGS |= {
         **SPECIAL,
     ),
 }
-# Three of seven experts, and all but one of three.
+# Three of seven experts, and all but one of three, whose tensors of gate and up are square.
 CONFIGS |= {
     "experts": ModelConfig(
         TextConfig(2, 48, 20, 6, 3, 16, 131, mrope_sections=(4, 2, 2), rope_theta=1e4, num_experts=7, token_experts=3),
@@ -69,7 +69,7 @@ CONFIGS |= {
         **SPECIAL,
     ),
     "few_experts": ModelConfig(
-        TextConfig(3, 40, 72, 5, 1, 12, 127, mrope_sections=(2, 2, 2), num_experts=3, token_experts=2),
+        TextConfig(3, 40, 20, 5, 1, 12, 127, mrope_sections=(2, 2, 2), num_experts=3, token_experts=2),
         Qwen3MoeVisionConfig(2, 24, 20, 1, 40, (1,), num_positions=36, patch_px=2),
         tie_embeddings=True,
         **SPECIAL,

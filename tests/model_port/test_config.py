@@ -128,7 +128,6 @@ def test_what_cannot_run_of_qwen2_5_is_refused_by_name(changes, message):
         ({"norm_topk_prob": False}, "norm_topk_prob=False"),
         ({"num_experts": None}, "key 'text_config.num_experts' is missing"),
         ({"num_experts_per_tok": 129}, "num_experts_per_tok 129 is more than num_experts 128"),
-        ({"moe_intermediate_size": 1024}, "moe_intermediate_size 1024 gives square experts"),
     ],
 )
 def test_what_cannot_run_of_the_mixtures_is_refused_by_name(changes, message):

