@@ -135,6 +135,18 @@ def test_a_request_gives_the_same_tokens_in_any_company(sampler, requests):
 
 
 @pytest.mark.slow
+def test_a_request_of_a_mixture_gives_the_same_tokens_in_any_company(tmp_path_factory):
+    """Its rows share blocks of experts with the others'."""
+    _, ours = load_pair(CONFIGS["experts"], tmp_path_factory)
+    requests = [
+        SamplerRequest(SamplerPrompt(np.arange(start, start + 20)), SamplingParams(9 + start, seed=start))
+        for start in range(4)
+    ]
+    alone = [Sampler(ours, **SETTINGS).generate([request])[0] for request in requests]
+    assert list(map(pair_of, Sampler(ours, **SETTINGS).generate(requests))) == list(map(pair_of, alone))
+
+
+@pytest.mark.slow
 def test_another_seed_gives_other_tokens(sampler, requests):
     prompt = requests[0].prompt
     seeds = [
