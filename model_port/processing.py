@@ -35,6 +35,11 @@ SUPPORTED_SETTINGS = {
 }
 
 
+def max_patches(max_pixels: int, patch_px: int, merge: int) -> int:
+    """Patches of the largest image with at most this area: whole language tokens."""
+    return max_pixels // (patch_px * merge) ** 2 * merge**2
+
+
 @dataclass(frozen=True)
 class VisionContract:
     """How pixels become patches: sizes, area bounds and scaling, the same for engine and learner."""
@@ -84,8 +89,7 @@ class VisionContract:
         return self.patch_px * self.merge
 
     def max_patches(self, max_pixels: int) -> int:
-        """Patches of the largest image with at most this area."""
-        return max_pixels // self.unit_px**2 * self.merge**2
+        return max_patches(max_pixels, self.patch_px, self.merge)
 
     @property
     def patch_values(self) -> int:

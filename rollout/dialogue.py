@@ -156,7 +156,7 @@ class TokenDialogue:
 
     def _text(self, ids: Any) -> str:
         """The text of a turn without a final stop token."""
-        ids = ids[:-1] if len(ids) and int(ids[-1]) in self._chat.stop_ids else ids
+        ids = self._chat.without_stop(ids)
         return self._chat.decode([*self._forced, *ids])
 
     def _count(self, ids: np.ndarray, pictures: Sequence[Picture]) -> int:

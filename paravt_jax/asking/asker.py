@@ -11,12 +11,11 @@ from model_port.hf_files import RECIPE_FILE
 from model_port.layers import Compute
 from model_port.layout import hf_files_of
 from model_port.model import VLModel
-from model_port.processing import VisionContract
 from model_port.progress import Meter
 from model_port.terminal import say
 from paravt_jax.asking.answerer import Answerer
-from paravt_jax.config import MIN_PIXELS, EngineConfig, VideoConfig
-from paravt_jax.run.policy import Policy
+from paravt_jax.config import EngineConfig, VideoConfig
+from paravt_jax.run.policy import Policy, contract_of_run
 from paravt_jax.run.recipe import Recipe, read_recipe
 from paravt_jax.run.start import describe_devices, find_devices, size_of, start_line
 from paravt_jax.run.threads import in_thread
@@ -95,7 +94,7 @@ async def _of_model(
     source = await in_thread(lambda: source_directory(model, "--model DIR"))
     recipe = recipe_for(source, num_frames=num_frames, dispatch=dispatch)
     hf_files = hf_files_of(source)
-    contract = replace(VisionContract.from_hf(hf_files), min_pixels=MIN_PIXELS, max_pixels=recipe.max_pixels)
+    contract = contract_of_run(hf_files, recipe.max_pixels)
     devices = [] if engine else await in_thread(find_devices)
     dtype = "float32" if devices and devices[0].platform == "cpu" else "bfloat16"
     device_names = "of the SGLang servers" if engine else describe_devices(devices)

@@ -12,11 +12,12 @@ import model_port
 from model_port.inputs import TextBatch, VisionBatch
 from model_port.layers import Compute
 from model_port.loading import abstract_model, one_sequence, with_params
+from model_port.output_dir import GIB
 from model_port.reference import ProcessedPrompt, Reference, missing_torch
 from model_port.rule import Rule
 from model_port.sharding import flat_params
 from model_port.weights import num_params, rules
-from paravt_jax.check.measured import GIB, NO_TORCH, Facts, Measured
+from paravt_jax.check.measured import NO_TORCH, Facts, Measured
 from paravt_jax.check.prompts import video_of
 from paravt_jax.check.target import Target
 

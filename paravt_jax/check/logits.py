@@ -11,11 +11,12 @@ import numpy as np
 import model_port
 from model_port.attention import Form
 from model_port.attention.choice import KERNEL_PLATFORMS
+from model_port.output_dir import GIB
 from model_port.reference import ProcessedPrompt, Reference, missing_torch
 from model_port.sharding import platform
 from model_port.verify import MAX_RELATIVE, TIMES_THEIRS, LogitsDifference
 from model_port.weights import num_params
-from paravt_jax.check.measured import GIB, NO_TORCH, Facts, Measured
+from paravt_jax.check.measured import NO_TORCH, Facts, Measured
 from paravt_jax.check.prompts import prompts_of
 from paravt_jax.check.target import Target
 

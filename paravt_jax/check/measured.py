@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-GIB = 2**30
 Facts: TypeAlias = dict[str, Any]  # of a stage, for example planned_gib
 
 

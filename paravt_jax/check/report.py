@@ -1,13 +1,13 @@
 """The report of all stages: a table, and JSON."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from paravt_jax.check.measured import GIB, Facts, Measured
+from model_port.output_dir import GIB
+from paravt_jax.check.measured import Facts, Measured
 from paravt_jax.check.process import PartResult
 
-NAMES = {field.name for field in fields(Measured)}
 COLUMNS = ("stage", "case", "result", "bound", "s", "peak GiB", "planned", "")
 
 

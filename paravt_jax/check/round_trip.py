@@ -9,6 +9,7 @@ import jax
 import model_port
 from model_port.export import export
 from model_port.inputs import split_frames
+from model_port.layout import CHECKPOINTS_DIR
 from model_port.reference import ProcessedPrompt, Reference, missing_torch
 from model_port.sampler import Sampler, SamplerPrompt, SamplerRequest, SamplingParams
 from paravt_jax.check.measured import NO_TORCH, Measured
@@ -16,6 +17,7 @@ from paravt_jax.check.prompts import DEADLINE_S, overview_of, processed
 from paravt_jax.check.step import RUN
 from paravt_jax.check.target import Target
 from paravt_jax.config import computed_on
+from paravt_jax.run.checkpoint_layout import steps_in
 from paravt_jax.sampling.score import LearnerScorer
 from rollout.check import check
 from rollout.engine.http import HttpClient
@@ -49,8 +51,8 @@ def round_trip(target: Target) -> Iterator[Measured]:
 
 def newest_checkpoint(target: Target) -> Path | None:
     """Of the stage `step`, if it ran."""
-    paths = (target.file(RUN) / "checkpoints").glob("*")
-    return max((path for path in paths if path.name.isdigit()), key=lambda path: int(path.name), default=None)
+    directory = target.file(RUN) / CHECKPOINTS_DIR
+    return next((directory / str(step) for step in reversed(steps_in(directory))), None)
 
 
 def our_ids(model_dir: Path, prompt: ProcessedPrompt) -> list[int]:

@@ -10,7 +10,8 @@ from dataclasses import asdict
 from typing import Any
 
 from model_port.cli import run_cli
-from paravt_jax.check.measured import GIB, Measured
+from model_port.output_dir import GIB
+from paravt_jax.check.measured import Measured
 from paravt_jax.check.target import Target
 
 STAGES = {  # name: its module and function, and a description

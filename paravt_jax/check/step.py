@@ -9,8 +9,9 @@ import jax
 import numpy as np
 
 from model_port.config import ModelConfig
+from model_port.output_dir import GIB
 from paravt_jax.check import spread
-from paravt_jax.check.measured import GIB, Facts, Measured
+from paravt_jax.check.measured import Facts, Measured
 from paravt_jax.check.target import Target
 from paravt_jax.config import Config, computed_on
 from paravt_jax.plan.calibrate import device_rates
@@ -22,7 +23,7 @@ from paravt_jax.run.compiles import set_up_compilation
 from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, load_jsonl
 from paravt_jax.run.process import claim_memory
 from paravt_jax.train import train
-from rollout.chat import STOP_TOKENS, Chat
+from rollout.chat import Chat
 
 NUM_STEPS, GROUP_SIZE, NEW_TOKENS = 2, 4, 64
 RUN = "run"
@@ -92,13 +93,9 @@ def decoded_line(episodes: Sequence[Mapping[str, Any]], chat: Chat) -> Measured:
     for episode in episodes:
         ids = np.concatenate([segment["ids"] for segment in episode["segments"]])
         for turn in episode["turns"]:
-            text = chat.decode(ids[slice(*turn["token_span"])])
+            text = chat.decode(chat.without_stop(ids[slice(*turn["token_span"])]))
             turns += 1
-            other += without_stop(text) != turn["text"]
+            other += text != turn["text"]
     missing = sum(episode["missing"] for episode in episodes)
     problem = f"{other} differ, {missing} episodes are missing" if other or missing or not turns else ""
     return Measured("ids of turns decode to their texts", f"{turns} turns", problem=problem)
-
-
-def without_stop(text: str) -> str:
-    return next((text.removesuffix(token) for token in STOP_TOKENS if text.endswith(token)), text)

@@ -1,15 +1,15 @@
 """What is checked: a model, a recipe, and the files that the stages share."""
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
 from model_port.config import ModelConfig, read_config
 from model_port.processing import VisionContract
-from model_port.tiny import MIN_PIXELS
 from paravt_jax.check.model import make_model
 from paravt_jax.config import TINY, Config, load_config
+from paravt_jax.run.policy import contract_of_run
 from rollout.chat import Chat
 
 # Without a recipe: sizes for any machine.
@@ -74,5 +74,4 @@ class Target:
     @cached_property
     def contract(self) -> VisionContract:
         """The size of pictures in a run of the recipe."""
-        published = VisionContract.from_hf(self.hf_dir)
-        return replace(published, min_pixels=MIN_PIXELS, max_pixels=self.run_config.video.max_pixels)
+        return contract_of_run(self.hf_dir, self.run_config.video.max_pixels)

@@ -39,8 +39,8 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
     for override in overrides:
         if "=" not in override[1:]:
             raise ValueError(f"{override!r} is not a setting; write it as train.num_steps=10")
-    file = None if path is None else config_file(path)
-    layers = [] if file is None else [(str(file), _in_one_line(str(file), lambda: _read(file)))]
+    path = None if path is None else config_file(path)
+    layers = [] if path is None else [(str(path), _in_one_line(str(path), lambda: _read(path)))]
     layers += [(text, _in_one_line(text, partial(OmegaConf.from_dotlist, [_with_value(text)]))) for text in overrides]
     problems = [list(_unknown_keys(source, layer, schema)) for source, layer in layers]
     if path is not None and problems[0] and (command := _command_of(layers[0][1])):

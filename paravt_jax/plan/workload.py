@@ -13,6 +13,7 @@ from model_port.attention import Form, computed_pairs, form_of
 from model_port.config import LoraConfig, ModelConfig, TextConfig, VisionConfig
 from model_port.experts import block_shape
 from model_port.layers import LIGHTER, Compute, Remat
+from model_port.processing import max_patches
 from paravt_jax.config import MeshConfig, PackConfig, PolicyConfig, TrainConfig, VideoConfig
 from paravt_jax.learner.batch_shape import BatchShape
 from paravt_jax.learner.packing import PromptGroup, best_row_tokens, num_batches, place, row_lengths
@@ -212,7 +213,7 @@ def tokens_per_frame(max_pixels: int, vision: VisionConfig) -> int:
 
 
 def row_patches(max_pixels: int, vision: VisionConfig) -> int:
-    return max(1, max_pixels // (vision.patch_px * vision.merge) ** 2) * vision.merge_unit
+    return max(vision.merge_unit, max_patches(max_pixels, vision.patch_px, vision.merge))
 
 
 def step_flops(

@@ -156,6 +156,11 @@ def with_checked_kernel(policy: Policy, hosts: Hosts = ALONE) -> Policy:
     return replace(policy, compute=compute, kernel_check=check)
 
 
+def contract_of_run(hf_dir: Path, max_pixels: int) -> VisionContract:
+    """How a run resizes its frames."""
+    return replace(VisionContract.from_hf(hf_dir), min_pixels=MIN_PIXELS, max_pixels=max_pixels)
+
+
 def open_policy(
     model: PolicyConfig,
     mesh: MeshConfig,
@@ -171,7 +176,7 @@ def open_policy(
         adapter, source, name = source, base_directory(source), base_of(source)
         _check_adapter(adapter, lora)
     hf_dir = hf_files_of(source)
-    contract = replace(VisionContract.from_hf(hf_dir), min_pixels=MIN_PIXELS, max_pixels=recipe.max_pixels)
+    contract = contract_of_run(hf_dir, recipe.max_pixels)
     hf_files = run_dir / HF_FILES_DIR
     files = with_pixel_bounds(read_side_files(hf_dir), contract.min_pixels, contract.max_pixels)
     files[RECIPE_FILE] = recipe.to_bytes()

@@ -3,9 +3,9 @@
 python -m scripts.miniature.contrast_page     after new runs: rewrites both from docs/miniature/data/contrast.json
 """
 
-import argparse
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -17,13 +17,13 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from model_port.cli import add_debug_flag, prog_of, run_cli
+from model_port.cli import run_cli
 from paravt_jax.run.log import whole_file
 from paravt_jax.run.plots import STYLE, running_mean
 from scripts.miniature.arms import TITLES
 from scripts.miniature.cells import BUDGETS, DATA, Row, read_rows
 from scripts.miniature.contrast import ARMS, BEFORE_SFT, MEASURED, TRAINING, Policy
-from scripts.miniature.map_page import MISSING, with_table
+from scripts.miniature.map_page import MISSING, rewrite, with_table
 from scripts.miniature.report import SMOOTHED_STEPS
 
 PAGE, FIGURE = DATA.parent / "contrast.md", DATA.parent / "contrast.png"
@@ -114,18 +114,8 @@ def with_results(page: str, rows: Sequence[Row]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog=prog_of("scripts.miniature.contrast_page"),
-        description="Rewrite the figure and the table of docs/miniature/contrast.md from its data.",
-    )
-    add_debug_flag(parser)
-    parser.parse_args()
     rows = read_rows(MEASURED)
-    draw(rows, FIGURE)
-    page = with_results(PAGE.read_text(), rows)
-    with whole_file(PAGE) as file:
-        file.write(page.encode())
-    print(f"{PAGE}\n{FIGURE}")
+    rewrite("scripts.miniature.contrast_page", PAGE, FIGURE, partial(draw, rows), lambda page: with_results(page, rows))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 python -m scripts.miniature.crops_page     after new runs: rewrites both from docs/miniature/data/crops.json
 """
 
-import argparse
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import matplotlib
@@ -13,11 +13,11 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from model_port.cli import add_debug_flag, prog_of, run_cli
+from model_port.cli import run_cli
 from paravt_jax.run.log import whole_file
 from paravt_jax.run.plots import STYLE
 from scripts.miniature.cells import DATA, Row, read_rows
-from scripts.miniature.map_page import with_table
+from scripts.miniature.map_page import rewrite, with_table
 from scripts.miniature.traces import PLAYS
 
 MEASURED = DATA / "crops.json"
@@ -84,18 +84,14 @@ def _draw_line(axes: Axes, rows: Sequence[Row], key: str, play: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog=prog_of("scripts.miniature.crops_page"),
-        description="Rewrite the table and the figure of docs/miniature/crops.md from docs/miniature/data/crops.json.",
-    )
-    add_debug_flag(parser)
-    parser.parse_args()
     rows = read_rows(MEASURED)
-    draw(rows, FIGURE)
-    page = with_table(PAGE.read_text(), "windows", table(rows))
-    with whole_file(PAGE) as file:
-        file.write(page.encode())
-    print(f"{PAGE}\n{FIGURE}")
+    rewrite(
+        "scripts.miniature.crops_page",
+        PAGE,
+        FIGURE,
+        partial(draw, rows),
+        lambda page: with_table(page, "windows", table(rows)),
+    )
 
 
 if __name__ == "__main__":

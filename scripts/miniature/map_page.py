@@ -239,18 +239,25 @@ def with_table(page: str, first: str, lines: Iterable[str]) -> str:
     return re.sub(rf"^\| {first} \|.*?\n(?=\n|\Z)", lambda _: text, page, flags=re.M | re.S)
 
 
-def main() -> None:
+def rewrite(
+    module: str, page: Path, figure: Path, draw: Callable[[Path], None], with_results: Callable[[str], str]
+) -> None:
+    """The command of a page: draws its figure, and rewrites its tables."""
     parser = argparse.ArgumentParser(
-        prog=prog_of("scripts.miniature.map_page"),
-        description="Rewrite the tables and the figure of docs/miniature/map.md from docs/miniature/data.",
+        prog=prog_of(module),
+        description=f"Rewrite the tables and the figure of docs/miniature/{page.name} from docs/miniature/data.",
     )
     add_debug_flag(parser)
     parser.parse_args()
-    draw(FIGURE)
-    page = with_tables(PAGE.read_text())
-    with whole_file(PAGE) as file:
-        file.write(page.encode())
-    print(f"{PAGE}\n{FIGURE}")
+    draw(figure)
+    text = with_results(page.read_text())
+    with whole_file(page) as file:
+        file.write(text.encode())
+    print(f"{page}\n{figure}")
+
+
+def main() -> None:
+    rewrite("scripts.miniature.map_page", PAGE, FIGURE, draw, with_tables)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,12 @@ def test_an_unknown_name_is_one_sentence(name, hint, elsewhere):
         load_config(name)
 
 
+def test_a_named_config_of_another_command_says_so_once(elsewhere):
+    with pytest.raises(ValueError, match=r"sft_8b.yaml is for python -m paravt_jax.sft: line \d+: ") as raised:
+        load_config("sft_8b")
+    assert str(raised.value).count("sft_8b.yaml") == 1
+
+
 def test_a_copy_never_replaces_a_file(elsewhere, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["paravt configs", "contrast/qwen25vl_7b_sft", "--to", "own"])
     main()
