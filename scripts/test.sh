@@ -7,10 +7,11 @@
 # skipped without them: kernels and recipes compiled for them. The ten slowest tests are listed at the end.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export PYTHONDONTWRITEBYTECODE= # hundreds of the tests' processes import the same libraries
 select="not gpu and not nightly" sidecar=yes tests=() compilers= processes=3
 while [ $# -gt 0 ]; do
   case "$1" in
-    quick) select="not gpu and not slow" sidecar= processes=2 ;;
+    quick) select="not gpu and not slow and not nightly" sidecar= processes=3 ;;
     nightly) select="not gpu" ;;
     model) tests+=(tests/model_port) ;;
     rollout) tests+=(tests/rollout) ;;

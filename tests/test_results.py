@@ -32,6 +32,7 @@ def test_every_figure_has_its_command_date_and_machine(file):
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", record["date"])
 
 
+@pytest.mark.slow
 def test_every_picture_is_drawn_and_shown_on_a_page(tmp_path):
     shown = re.findall(r"\]\(img/(\w+)\.png\)", "".join(page.read_text() for page in PAGES))
     assert sorted(shown) == sorted(results.PICTURES)

@@ -63,7 +63,9 @@ def test_a_model_goes_into_a_bucket_and_comes_back_bit_for_bit(gcs, tmp_path):
     assert not [name for name in gcs.objects if name.endswith(UPLOADING)]
 
 
-@pytest.mark.parametrize("trouble", [503, 429, 500, "lost", "stall"])
+@pytest.mark.parametrize(
+    "trouble", [503, *(pytest.param(trouble, marks=pytest.mark.slow) for trouble in (429, 500, "lost", "stall"))]
+)
 def test_passing_trouble_is_tried_again(gcs, trouble):
     gcs.trouble = troubled(3, trouble)
     write("one")

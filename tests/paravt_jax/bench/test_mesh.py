@@ -201,6 +201,7 @@ def test_fewer_rows_are_not_a_faster_mesh():
     assert shared["tokens_per_s"] < split["tokens_per_s"]
 
 
+@pytest.mark.slow
 def test_the_price_of_a_run_has_all_steps_on_learner_and_servers():
     arguments = ("--topology", "h100:8", "--plan-only", "--price", "2.5", "--mesh", "1,4,1")
     result = result_of(*arguments, "--config", f"{CONFIGS}/8b_8x80gb.yaml", "train.num_steps=100")

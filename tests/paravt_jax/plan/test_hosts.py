@@ -35,6 +35,7 @@ def test_the_number_of_hosts_follows_from_the_number_of_devices(device, num_devi
     assert DEVICES[device].num_hosts(num_devices) == num_hosts
 
 
+@pytest.mark.slow
 def test_a_plan_has_the_number_of_hosts_and_the_work_of_each():
     config = load_config("configs/paragrpo_8b.yaml", *TWO_HOSTS)
     text, host = plan_of(config), host_of(config)

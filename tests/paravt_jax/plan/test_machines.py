@@ -226,6 +226,7 @@ def test_the_figures_in_a_header_match_the_plan(name):
     assert same_figures(*zip(*pairs, strict=True)), figures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", RECIPE_ROW.findall(TRAINING.read_text()), ids=lambda row: row[0])
 def test_the_table_of_recipes_matches_the_plan(row):
     name, _, usable, update_s, step_s, bound_by = row

@@ -275,6 +275,7 @@ def test_8b_on_one_h100_does_not_fit_and_the_advice_does():
     assert plan_of_config(load_config(None, *settings.split()), device=H100).fit.fits
 
 
+@pytest.mark.slow
 def test_the_largest_row_fits_and_a_longer_one_does_not():
     def plan(row_tokens: int):
         config = config_of((1, 8, 1), rows=1, row_tokens=row_tokens, dtype="bfloat16")

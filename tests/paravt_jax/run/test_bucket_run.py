@@ -98,6 +98,7 @@ def test_an_incomplete_checkpoint_is_never_read_and_is_removed(failure, gcs, tin
     assert not [name for name in gcs.names(CHECKPOINTS) if name.startswith("2/")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trouble", [503, "stall", "lost"])
 def test_transient_errors_cost_no_checkpoint(trouble, gcs, tiny_hf, subject):
     failures, messages = iter([trouble] * 5), []
