@@ -1,8 +1,9 @@
-"""What starts a run on several hosts: the script for Slurm, whose srun and scontrol are played here, and job files."""
+"""Starts of a run on several hosts: the script for Slurm (srun and scontrol are played here), job files, images."""
 
 import importlib
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -173,4 +174,27 @@ def test_each_host_of_a_job_file_has_a_command_that_loads_and_its_part_of_the_me
         config = load_config(words[4], *words[5:])
         assert (config.hosts.num, config.hosts.index, config.hosts.coordinator) == (num, index, called)
         assert config.mesh.num_devices == num * devices and config.pack.num_rows % num == 0
-    assert {path.stem for path in LAUNCH.iterdir()} == {"gke_tpu", "two_gpu_nodes"}
+    assert {path.stem for path in LAUNCH.glob("*.yaml")} == {"gke_tpu", "two_gpu_nodes"}
+
+
+def test_the_linter_of_dockerfiles_has_no_remark():
+    linter = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run([linter, *sorted(LAUNCH.glob("*.Dockerfile"))], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+def test_what_an_image_contains_installs_and_runs(tmp_path):
+    """Of the tracked files, those that .dockerignore lets through."""
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    for name in tracked.stdout.splitlines():
+        if Path(name).parts[0] in kept:
+            (tmp_path / "paravt" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tmp_path / "paravt" / name, follow_symlinks=False)
+    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", "here"]
+    subprocess.run([sys.executable, *install, "./paravt"], cwd=tmp_path, check=True, timeout=120)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "here")}
+    command = [sys.executable, "-m", "paravt_jax", "configs"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert "paragrpo_8b" in done.stdout, done.stderr
