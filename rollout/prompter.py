@@ -6,7 +6,7 @@ Rollouts and demonstrations share this code, so that both training stages see th
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,6 +15,7 @@ import numpy as np
 from rollout.picture import Picture
 from rollout.prompts import (
     PLACEHOLDER,
+    PastTurn,
     Prompts,
     closeup_messages,
     main_messages,
@@ -38,6 +39,7 @@ class Task:
     frame_budget: int  # frames of the overview, over all videos
     subtitles: tuple[str, ...] = ()  # a path per video, or ""
     messages: tuple[tuple[str, str], ...] = ()  # roles and texts of the row, for rollout.prompts.row_messages
+    history: tuple[PastTurn, ...] = ()  # turns before the question
 
     def __post_init__(self) -> None:
         if not self.videos:
@@ -163,11 +165,15 @@ class Prompter:
         messages = main_messages(
             self.prompts,
             [(video.name, video.duration_s, video.frames_s) for video in videos],
-            self.chat.escape(task.question.replace(PLACEHOLDER, "").strip()),
+            self._escaped(task.question),
             self._calls_per_turn,
             self._specs,
+            [replace(turn, text=self._escaped(turn.text)) for turn in task.history],
         )
         return messages, self._tools
+
+    def _escaped(self, text: str) -> str:
+        return self.chat.escape(text.replace(PLACEHOLDER, "").strip())
 
     async def closeup(self, path: str, window: Window, question: str) -> Closeup:
         """The prompt of a sub-agent: the frames of a window and the question."""

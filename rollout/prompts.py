@@ -1,12 +1,12 @@
 """The prompts of the agents, and how frames are shown: each after its time in seconds."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import islice
 from pathlib import Path
 from string import Formatter
-from typing import Any
+from typing import Any, Literal
 
 from rollout.setting import setting
 from rollout.tools import CROP_VIDEO_SPEC, ToolSpec, Window
@@ -27,6 +27,16 @@ MAX_TEXT_CHARS = 100_000  # as in rows of data
 MAX_PLACEHOLDERS = 64  # per text, since each may expand to a whole question
 MAX_FORMAT_CHARS = 60  # of an invalid format, in an error
 MAX_WIDTH = 100  # in a number format; a model's file could ask for two billion characters
+ShownTimes = tuple[str, float, Sequence[float]]  # a video's name, duration and frame times
+
+
+@dataclass(frozen=True)
+class PastTurn:
+    """An earlier turn of a conversation, without the model's thinking and calls."""
+
+    role: Literal["user", "assistant"]
+    text: str
+    num_videos: int = 0  # that it shows, of the task's videos in their order
 
 
 @dataclass(frozen=True)
@@ -170,20 +180,19 @@ def text_part(text: str) -> dict[str, Any]:
 
 def main_messages(
     prompts: Prompts,
-    videos: Sequence[tuple[str, float, Sequence[float]]],
+    videos: Sequence[ShownTimes],
     question: str,
     max_parallel: int,
     tools: Sequence[ToolSpec] = (CROP_VIDEO_SPEC,),
+    history: Sequence[PastTurn] = (),
 ) -> list[dict[str, Any]]:
     """The main agent's dialogue. A video is given by its name, duration and frame times.
 
-    `max_parallel=0` means no tools.
+    `max_parallel=0` means no tools. The videos that `history` does not show are in the last message.
     """
-    content = []
-    for name, duration_s, times_s in videos:
-        intro = prompts.overview.format(name=name, duration_s=duration_s, num_frames=len(times_s))
-        frames = frame_parts(prompts, times_s)
-        content += [text_part(f"{intro}\n"), *frames, text_part("\n")] if intro else frames
+    shown = iter(videos)
+    past = [_past_message(prompts, turn, islice(shown, turn.num_videos)) for turn in history]
+    content = _overview_parts(prompts, shown)
     names = ", ".join(name for name, _, _ in videos)
     if max_parallel:
         uses, gives = ", or ".join(tool.usage for tool in tools), ", ".join(tool.effect for tool in tools)
@@ -193,7 +202,21 @@ def main_messages(
     else:
         request = _with_question(prompts.without_tool, question, names=names)
     content.append(text_part(request))
-    return [{"role": "system", "content": prompts.system.format()}, {"role": "user", "content": content}]
+    return [{"role": "system", "content": prompts.system.format()}, *past, {"role": "user", "content": content}]
+
+
+def _past_message(prompts: Prompts, turn: PastTurn, videos: Iterable[ShownTimes]) -> dict[str, Any]:
+    overview = _overview_parts(prompts, videos)
+    return {"role": turn.role, "content": [*overview, text_part(turn.text)] if overview else turn.text}
+
+
+def _overview_parts(prompts: Prompts, videos: Iterable[ShownTimes]) -> list[dict[str, Any]]:
+    content = []
+    for name, duration_s, times_s in videos:
+        intro = prompts.overview.format(name=name, duration_s=duration_s, num_frames=len(times_s))
+        frames = frame_parts(prompts, times_s)
+        content += [text_part(f"{intro}\n"), *frames, text_part("\n")] if intro else frames
+    return content
 
 
 def row_messages(

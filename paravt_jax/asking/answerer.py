@@ -8,6 +8,7 @@ from typing import Any
 from paravt_jax.rewards.terms import find_prediction
 from rollout.episode import Agent, EpisodeCallbacks
 from rollout.prompter import Overview, Task
+from rollout.prompts import PastTurn
 from rollout.records import Episode, Turn
 
 
@@ -89,13 +90,16 @@ class Answerer:
         name: str = "question",
         seed: int = 0,
         max_tokens: int | None = None,
+        history: Sequence[PastTurn] = (),
     ) -> Answer:
         """`name` identifies the question among concurrent ones; the engine aborts requests by it.
 
+        `history` has the turns before the question; `videos` are the videos of all turns, in their order.
         `max_tokens` limits the tokens of the agent and its sub-agents together. None: no limit beyond their settings.
         """
         listener = listener or Listener()
-        task = Task(name, question, tuple(videos), max(self.num_frames, len(videos)))
+        num_frames = max(self.num_frames, len(videos))
+        task = Task(name, question, tuple(videos), num_frames, history=tuple(history))
         overview = await self.agent.overview(task)
         listener.on_overview(overview)
         episode = await self.agent.run(overview, seed=seed, callbacks=listener, max_tokens=max_tokens)

@@ -1,21 +1,23 @@
 """Parses requests and formats responses of OpenAI's chat completions API.
 
-A question is one user message with its videos and images, optionally after system messages. Each of OpenAI's
-parameters is supported, rejected or ignored; unknown parameters are rejected.
+A question is the last user message, after the earlier turns of its conversation. Every user message may have videos and
+images. Each of OpenAI's parameters is supported, rejected or ignored; unknown parameters are rejected.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from paravt_jax.asking.answerer import Answer
+from rollout.prompts import PastTurn
 
 Kind = Literal["video", "image"]
-MAX_QUESTION_CHARS = 100_000
+MAX_QUESTION_CHARS = 100_000  # of all messages
+MAX_MESSAGES = 256
 MAX_MEDIA = 64
 MAX_TOKENS = 2**31 - 1
-ROLES = ("system", "developer", "user")
+ROLES = ("system", "developer", "user", "assistant")
 MAX_SHOWN_CHARS = 100  # characters of a client's value in an error
 SUPPORTED = (
     *("messages", "model", "stream", "stream_options", "temperature", "top_p", "seed", "n"),
@@ -85,7 +87,8 @@ class Medium:
 @dataclass(frozen=True)
 class Question:
     text: str
-    media: tuple[Medium, ...]
+    media: tuple[Medium, ...]  # of all turns, in their order
+    history: tuple[PastTurn, ...] = ()
     stream: bool = False
     usage_in_stream: bool = False
     temperature: float | int = 0.0
@@ -113,7 +116,10 @@ def parse_question(body: Any, model: str) -> Question:
     options = parameters.get("stream_options", {})
     if not isinstance(options, dict) or (options and not stream):
         raise BadRequest("stream_options must be an object and needs stream=true", "stream_options")
-    text, media = _parse_messages(parameters.get("messages"))
+    messages = _parse_messages(parameters.get("messages"))
+    *history, last = _turns(messages)
+    if not last.text:
+        raise BadRequest("the question is empty; send a part of type text in the last message")
     limits = [
         _integer(parameters, name, 1, MAX_TOKENS)
         for name in ("max_tokens", "max_completion_tokens")
@@ -123,8 +129,9 @@ def parse_question(body: Any, model: str) -> Question:
     if not top_p:
         raise BadRequest("top_p must be above 0", "top_p")
     return Question(
-        text,
-        media,
+        last.text,
+        tuple(medium for message in messages for medium in message.media),
+        tuple(history),
         stream,
         _boolean(options, "include_usage"),
         _number(parameters, "temperature", 0.0, 0.0, 2.0),
@@ -141,30 +148,64 @@ def cut(value: Any) -> str:
     return repr(value if len(value) <= MAX_SHOWN_CHARS else f"{value[:MAX_SHOWN_CHARS]}…")
 
 
-def _parse_messages(messages: Any) -> tuple[str, tuple[Medium, ...]]:
+@dataclass(frozen=True)
+class ParsedMessage:
+    role: str
+    text: str
+    media: list[Medium]
+
+
+def _parse_messages(messages: Any) -> list[ParsedMessage]:
     if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
         raise BadRequest("messages must be a list of messages")
-    roles = [message.get("role") for message in messages]
-    if roles.count("user") != 1 or roles[-1] != "user" or any(role not in ROLES for role in roles):
-        raise BadRequest("expected one user message, optionally after system messages; conversations are not supported")
-    texts: list[str] = []
-    media: list[Medium] = []
-    for message in messages:
-        for part in _parts(message.get("content")):
-            texts.append(part) if isinstance(part, str) else media.append(part)
+    if len(messages) > MAX_MESSAGES:
+        raise BadRequest(f"messages has {len(messages)} messages, more than {MAX_MESSAGES}")
+    parsed = list(map(_parse_message, messages))
+    if parsed[-1].role != "user":
+        raise BadRequest("the last message must have the role user")
+    if sum(len(message.text) for message in parsed) > MAX_QUESTION_CHARS:
+        raise BadRequest(f"the texts in messages are longer than {MAX_QUESTION_CHARS} characters")
+    if not 1 <= sum(len(message.media) for message in parsed) <= MAX_MEDIA:
+        raise BadRequest(f"expected 1 to {MAX_MEDIA} parts of type video_url or image_url")
+    return parsed
+
+
+def _parse_message(message: Mapping[str, Any]) -> ParsedMessage:
+    role = message.get("role")
+    if role not in ROLES:
+        raise BadRequest(f"the role of a message must be {', '.join(ROLES[:-1])} or {ROLES[-1]}, not {cut(role)}")
+    if message.get("tool_calls") or message.get("function_call"):
+        raise BadRequest("messages with calls are not supported")
+    parts = list(_parts(message.get("content")))
+    texts = [part for part in parts if isinstance(part, str)]
+    media = [part for part in parts if isinstance(part, Medium)]
+    if media and role != "user":
+        raise BadRequest("only messages with the role user may have videos and images")
     for string in (*texts, *(medium.url for medium in media)):
         try:
             string.encode()
         except UnicodeEncodeError:  # JSON can contain lone surrogates, which no encoding can represent
             raise BadRequest("a text in messages is not valid Unicode") from None
-    text = "\n\n".join(filter(None, map(str.strip, texts)))
-    if not text:
-        raise BadRequest("the question is empty; send a part of type text")
-    if len(text) > MAX_QUESTION_CHARS:
-        raise BadRequest(f"the question is longer than {MAX_QUESTION_CHARS} characters")
-    if not media or len(media) > MAX_MEDIA:
-        raise BadRequest(f"expected 1 to {MAX_MEDIA} parts of type video_url or image_url")
-    return text, tuple(media)
+    return ParsedMessage(role, _joined(texts), media)
+
+
+def _turns(messages: Iterable[ParsedMessage]) -> list[PastTurn]:
+    """The user's and the assistant's turns. A system message precedes the text of the next user message."""
+    turns: list[PastTurn] = []
+    system_texts: list[str] = []
+    for message in messages:
+        if message.role == "assistant":
+            turns.append(PastTurn("assistant", message.text))
+        elif message.role == "user":
+            turns.append(PastTurn("user", _joined([*system_texts, message.text]), len(message.media)))
+            system_texts = []
+        else:
+            system_texts.append(message.text)
+    return turns
+
+
+def _joined(texts: Iterable[str]) -> str:
+    return "\n\n".join(filter(None, map(str.strip, texts)))
 
 
 def _parts(content: Any) -> Iterator[str | Medium]:

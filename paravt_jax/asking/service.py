@@ -158,8 +158,9 @@ class Service:
             async def answer(listener: Listener | None = None) -> Answer:
                 async with asyncio.timeout_at(deadline):
                     reply = await answerer.answer(
-                        paths, question.text, listener, name, question.seed, question.max_tokens
+                        paths, question.text, listener, name, question.seed, question.max_tokens, question.history
                     )
+                self._check_fits(reply)
                 self._count(reply, started_s)
                 return reply
 
@@ -186,7 +187,7 @@ class Service:
                 await _send(response, chunk(name, self.model, {"reasoning_content": text}))
             for last_chunk in last_chunks(await answering, name, self.model, question.usage_in_stream):
                 await _send(response, last_chunk)
-        except (TimeoutError, EngineError, VideoError) as problem:  # the status is already sent; send an error message
+        except (TimeoutError, EngineError, VideoError, RequestError) as problem:  # the status is already sent
             self.counts["failed while streaming"] += 1
             await _send(response, _as_request_error(problem).to_json())
         finally:
@@ -196,6 +197,17 @@ class Service:
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
+
+    def _check_fits(self, answer: Answer) -> None:
+        if answer.finish == "context" and not answer.episode.turns:
+            max_tokens = self.answerer.agent.config.max_context_tokens
+            raise RequestError(
+                400,
+                f"the messages and their frames do not fit the context of {max_tokens} tokens; send fewer turns or "
+                "videos, or shorter texts",
+                param="messages",
+                code="context_length_exceeded",
+            )
 
     def _count(self, answer: Answer, started_s: float) -> None:
         self.seconds += time.monotonic() - started_s

@@ -59,6 +59,50 @@ def test_frames_that_calls_show_are_in_the_dialogue_and_their_windows_are_eviden
     assert reasoning.count("[crop_video 0:16.0 to 0:24.0: The part of the video from 16.0 to 24.0 seconds, 8 fra") == 1
 
 
+VIDEO, OTHER_VIDEO = ({"type": "video_url", "video_url": {"url": name}} for name in ("a.mp4", "b.mp4"))
+
+
+def message(role, *parts):
+    return {
+        "role": role,
+        "content": [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts],
+    }
+
+
+CONVERSATION = [
+    message("system", "Be brief."),
+    message("user", VIDEO, "Which animal <|im_end|>is it?"),
+    message("assistant", "A cat."),
+    message("user", OTHER_VIDEO, "And here?"),
+]
+
+
+def test_earlier_turns_with_their_videos_precede_the_question(chat, videos):
+    (videos / "b.mp4").write_bytes(b"other")
+
+    async def work(served):
+        answer = await served.ask(messages=CONVERSATION)
+        return answer.choices[0].message.content, served.engine.requests[0]
+
+    answer, request = with_service(chat, videos, work)
+    prompt = chat.decode(request.ids)
+    _, first, spoken, last = prompt.split("<|im_start|>")[1:5]
+    assert answer == "A" and len(request.pictures) == 8
+    assert first.count("<|image_pad|>") == last.count("<|image_pad|>") == 4
+    assert "Be brief.\n\nWhich animal < |im_end|>is it?" in first and spoken == "assistant\nA cat.<|im_end|>\n"
+    assert "And here?\n\nThink first" in last and prompt.count("Think first") == 1
+
+
+def test_a_conversation_that_exceeds_the_context_is_rejected(chat, videos):
+    async def work(served):
+        with pytest.raises(openai.BadRequestError, match="do not fit the context of 1024 tokens") as raised:
+            await served.ask(messages=[message("user", "word " * 2000), message("assistant", "A."), *question()["messages"]])
+        return raised.value.code
+
+    sizes = {"max_context_tokens": 1024, "max_new_tokens": 64, "subagent_new_tokens": 64}
+    assert with_service(chat, videos, work, **sizes) == "context_length_exceeded"
+
+
 def test_models_health_and_metrics(chat, videos):
     async def work(served):
         models = await served.client.models.list()
@@ -313,7 +357,16 @@ WRONG_BODIES = [
     ("list", [], "must be a JSON object"),
     ("model", body(model="gpt"), "has the model tiny"),
     ("no messages", body(messages=[]), "list of messages"),
-    ("a conversation", body(messages=[{"role": "user", "content": "a"}] * 2), "conversations are not supported"),
+    ("257 messages", body(messages=[{"role": "user", "content": "a"}] * 257), "257 messages, more than 256"),
+    (
+        "a last turn of the model",
+        body(messages=[*body()["messages"], message("assistant", "A.")]),
+        "must have the role user",
+    ),
+    ("a tool's message", body(messages=[{"role": "tool"}]), "developer, user or assistant, not 'tool'"),
+    ("a call", body(messages=[{"role": "assistant", "tool_calls": [{}]}]), "messages with calls are not supported"),
+    ("a video of the model", body(messages=[message("assistant", VIDEO)]), "only messages with the role user may have"),
+    ("a last turn without text", body(messages=[message("user", "Q"), message("user", VIDEO)]), "question is empty"),
     ("no video", body(messages=[{"role": "user", "content": "a"}]), "1 to 64 parts"),
     (
         "no question",
