@@ -37,7 +37,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--video-root", type=Path, metavar="DIR", help="clients may use the video files in it")
     parser.add_argument("--allow-fetch", action="store_true", help="clients may use videos on the public internet")
-    parser.add_argument("--max-questions", type=int, default=4, metavar="N", help="concurrent questions (default 4)")
+    parser.add_argument(
+        "--max-questions",
+        type=int,
+        default=4,
+        metavar="N",
+        help="questions that run at the same time, sampled together (default 4); eight times as many wait",
+    )
     parser.add_argument(
         "--deadline-s", type=float, default=600.0, metavar="S", help="deadline of a question in seconds (default 600)"
     )

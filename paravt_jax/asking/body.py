@@ -6,6 +6,8 @@
 import asyncio
 import json
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +16,7 @@ from aiohttp import web
 from paravt_jax.asking.openai import RETRY_S, RequestError
 
 MAX_BODY_BYTES = 64 * 2**20  # includes videos sent inside the request
-MAX_BODIES_BYTES = 8 * MAX_BODY_BYTES  # limit for all bodies being read; small ones are always accepted
+MAX_BODIES_BYTES = 8 * MAX_BODY_BYTES  # limit for all bodies in memory; small ones are always accepted
 SMALL_BODY_BYTES = 2**20
 BODY_DEADLINE_S = 60.0
 MAX_DEPTH = 32
@@ -29,26 +31,31 @@ class Bodies:
 
     num_bytes: int = 0
 
-    async def json(self, request: web.Request) -> Any:
+    @asynccontextmanager
+    async def json(self, request: web.Request) -> AsyncIterator[Any]:
+        """The body counts until the context ends, because its question keeps the media in it."""
         if request.content_type != "application/json":
             raise RequestError(415, "the Content-Type must be application/json")
-        body = bytearray()
+        sizes: list[int] = []
         try:
-            await self._read(request, body)
-            return await asyncio.to_thread(parse_json, bytes(body))
+            yield await asyncio.to_thread(parse_json, await self._read(request, sizes))
         finally:
-            self.num_bytes -= len(body)
+            self.num_bytes -= sum(sizes)
 
-    async def _read(self, request: web.Request, body: bytearray) -> None:
+    async def _read(self, request: web.Request, sizes: list[int]) -> bytes:
+        """Appends the size of each chunk, so that an incomplete body is counted as well."""
+        body = bytearray()
         try:
             async with asyncio.timeout(BODY_DEADLINE_S):
                 async for chunk in request.content.iter_any():
                     body += chunk
+                    sizes.append(len(chunk))
                     self.num_bytes += len(chunk)
                     if len(body) > MAX_BODY_BYTES:
                         raise RequestError(413, f"the request is larger than {MAX_BODY_BYTES >> 20} MiB")
                     if len(body) > SMALL_BODY_BYTES and self.num_bytes > MAX_BODIES_BYTES:
-                        raise RequestError(503, "too many large requests are being read", "unavailable", RETRY_S)
+                        raise RequestError(503, "the server has too many large requests", "unavailable", RETRY_S)
+            return bytes(body)
         except TimeoutError:
             raise RequestError(408, f"the request did not arrive within {BODY_DEADLINE_S:.0f} s", "timeout") from None
         except web.RequestPayloadError:

@@ -1,8 +1,8 @@
 """Serves an agent over HTTP: OpenAI's chat completions, model list, health and metrics.
 
-A question takes minutes of GPU time, so the number of concurrent questions is limited; further requests get HTTP 429
-with Retry-After. A request counts as a question once its body has arrived. Disconnecting cancels the request, and every
-question has a deadline.
+A question takes minutes of GPU time, so the number of concurrent questions is limited. A few more wait, and further
+requests get HTTP 429 with Retry-After. A request counts as a question once its body has arrived. Disconnecting cancels
+the request, and every question has a deadline, which includes its wait.
 """
 
 import asyncio
@@ -13,8 +13,8 @@ import socket
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack, ExitStack, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,7 @@ from rollout.video.errors import VideoError, VideoTimeout
 
 HEADERS_DEADLINE_S = 20.0  # for a connection without a complete request, from its start or its last response
 WRITE_DEADLINE_S = 60.0
+MAX_WAITING = 8  # times `max_questions`
 
 
 @dataclass(eq=False)
@@ -55,6 +56,7 @@ class Service:
     max_questions: int
     deadline_s: float | int
     access: AccessControl = field(default_factory=AccessControl)
+    accepted: int = 0  # questions that wait or run
     running: int = 0
     stopping: bool = False
     counts: Counter[str] = field(default_factory=Counter)
@@ -63,6 +65,10 @@ class Service:
     bodies: Bodies = field(default_factory=Bodies)
     busy: Counter[asyncio.BaseTransport] = field(default_factory=Counter)  # connections with a request in progress
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
+    _places: asyncio.Semaphore = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._places = asyncio.Semaphore(self.max_questions)
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._counted, _as_errors, self.access.check])
@@ -86,6 +92,7 @@ class Service:
     def metrics(self) -> str:
         """Prometheus text format."""
         lines = ["# TYPE paravt_questions_running gauge", f"paravt_questions_running {self.running}"]
+        lines += ["# TYPE paravt_questions_waiting gauge", f"paravt_questions_waiting {self.accepted - self.running}"]
         lines += ["# TYPE paravt_questions_total counter"]
         lines += [f'paravt_questions_total{{outcome="{name}"}} {count}' for name, count in sorted(self.counts.items())]
         lines += ["# TYPE paravt_tokens_total counter"]
@@ -118,38 +125,59 @@ class Service:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         self._check_free()  # before reading megabytes for nothing
-        body = await self.bodies.json(request)
-        question = parse_question(body, self.model)
-        del body
-        if question.temperature and question.top_p != 1 and not self.answerer.samples_top_p:
-            raise BadRequest("top_p needs SGLang servers (--url); the embedded engine samples from all tokens", "top_p")
-        self._check_free()
-        self.running += 1
+        async with self.bodies.json(request) as body:
+            question = parse_question(body, self.model)
+            del body
+            if question.temperature and question.top_p != 1 and not self.answerer.samples_top_p:
+                raise BadRequest(
+                    "top_p needs SGLang servers (--url); the embedded engine samples from all tokens", "top_p"
+                )
+            self._check_free()
+            return await self._answer_in_turn(request, question)
+
+    async def _answer_in_turn(self, request: web.Request, question: Question) -> web.StreamResponse:
+        deadline = asyncio.get_running_loop().time() + self.deadline_s
+        self.accepted += 1
         outcome = "failed"
         try:
-            response = await self._answer(request, question)
+            async with self._place(deadline):
+                response = await self._answer(request, question, deadline)
             outcome = "answered"
             return response
         except asyncio.CancelledError:
             outcome = "given up"
             raise
         finally:
-            self.running -= 1
+            self.accepted -= 1
             self.counts[outcome] += 1
+
+    @asynccontextmanager
+    async def _place(self, deadline: float) -> AsyncIterator[None]:
+        """Waits until a question may run; the first one that came is the first one that runs."""
+        async with asyncio.timeout_at(deadline):
+            await self._places.acquire()
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+            self._places.release()
 
     def _check_free(self) -> None:
         if self.stopping:
             raise RequestError(503, "the server is stopping", "unavailable")
-        if self.running >= self.max_questions:
+        if self.accepted >= (1 + MAX_WAITING) * self.max_questions:
             self.counts["turned away"] += 1
             raise RequestError(
-                429, f"the limit of {self.max_questions} concurrent questions is reached", "rate_limit", self._retry_s()
+                429,
+                f"{self.max_questions} questions run and {MAX_WAITING * self.max_questions} wait, which is the limit",
+                "rate_limit",
+                self._retry_s(),
             )
 
-    async def _answer(self, request: web.Request, question: Question) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, question: Question, deadline: float) -> web.StreamResponse:
         name = f"chatcmpl-{next(self._numbers)}"
         started_s = time.monotonic()
-        deadline = asyncio.get_running_loop().time() + self.deadline_s
         async with AsyncExitStack() as stack:
             async with asyncio.timeout_at(deadline):
                 paths = await stack.enter_async_context(self.sources.files_of(question.media))
@@ -315,7 +343,7 @@ async def serve(service: Service, listener: socket.socket, stop: asyncio.Event) 
         service.stopping = True
         with Meter("answering the last questions before stopping"), suppress(TimeoutError):
             async with asyncio.timeout(service.deadline_s):
-                while service.running:
+                while service.accepted:
                     await asyncio.sleep(0.05)
     finally:
         closing.cancel()

@@ -96,7 +96,9 @@ def test_earlier_turns_with_their_videos_precede_the_question(chat, videos):
 def test_a_conversation_that_exceeds_the_context_is_rejected(chat, videos):
     async def work(served):
         with pytest.raises(openai.BadRequestError, match="do not fit the context of 1024 tokens") as raised:
-            await served.ask(messages=[message("user", "word " * 2000), message("assistant", "A."), *question()["messages"]])
+            await served.ask(
+                messages=[message("user", "word " * 2000), message("assistant", "A."), *question()["messages"]]
+            )
         return raised.value.code
 
     sizes = {"max_context_tokens": 1024, "max_new_tokens": 64, "subagent_new_tokens": 64}
@@ -117,15 +119,20 @@ def test_models_health_and_metrics(chat, videos):
     assert 'paravt_questions_total{outcome="answered"} 1' in metrics and "paravt_questions_running 0" in metrics
 
 
-def test_questions_above_the_limit_get_429_and_retry_after(chat, videos):
-    async def work(served):
-        answers = await asyncio.gather(*(served.ask() for _ in range(12)), return_exceptions=True)
-        again = await served.ask()
-        return answers, again
+def test_questions_above_the_limit_wait_and_then_get_429_and_retry_after(chat, videos, monkeypatch):
+    monkeypatch.setattr(service_module, "MAX_WAITING", 2)
 
-    answers, again = with_service(chat, videos, work, report_after_s=0.3)
+    async def work(served):
+        asking = asyncio.gather(*(served.ask() for _ in range(12)), return_exceptions=True)
+        await until(lambda: served.service.accepted == 6)
+        metrics = served.service.metrics()
+        answers = await asking
+        return answers, await served.ask(), metrics
+
+    answers, again, metrics = with_service(chat, videos, work, report_after_s=0.1)
     rejected = [answer for answer in answers if isinstance(answer, openai.RateLimitError)]
-    assert len(rejected) == 10 and len(answers) == 12
+    assert len(rejected) == 6 and len(answers) == 12
+    assert "paravt_questions_running 2" in metrics and "paravt_questions_waiting 4" in metrics
     assert all(int(error.response.headers["Retry-After"]) >= 1 for error in rejected)
     assert again.choices[0].message.content == "A"
 
@@ -146,6 +153,21 @@ def test_disconnecting_cancels_the_question(chat, videos, stream):
         return dict(served.service.counts)
 
     assert with_service(chat, videos, work, report_after_s=20)["given up"] == 1
+
+
+def test_a_waiting_question_ends_at_its_deadline_or_with_its_client(chat, videos):
+    async def work(served):
+        first = asyncio.create_task(served.ask())
+        await until(lambda: served.service.running == 1)
+        left, second = asyncio.create_task(served.ask()), asyncio.create_task(served.ask())
+        await until(lambda: served.service.accepted == 3)
+        left.cancel()
+        await until(lambda: served.service.accepted == 2)
+        failed = await asyncio.gather(first, second, return_exceptions=True)
+        return [problem.status_code for problem in failed], served.service.accepted
+
+    settings = {"max_questions": 1, "report_after_s": 20, "deadline_s": 1.5}
+    assert with_service(chat, videos, work, **settings) == ([504, 504], 0)
 
 
 def test_a_question_ends_at_its_deadline(chat, videos):
