@@ -31,7 +31,9 @@ def test_an_example_prints_the_output_below_it(name, tmp_path, monkeypatch, caps
 
 
 def test_every_section_has_an_example():
-    assert list(EXAMPLES) == [f"own_{name}.py" for name in ("loss", "reward", "tool", "split", "size", "engine")]
+    assert list(EXAMPLES) == [
+        f"own_{name}.py" for name in ("loss", "reward", "score", "tool", "split", "size", "engine")
+    ]
 
 
 RECORDS_PUBLISHES = """

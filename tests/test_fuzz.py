@@ -26,13 +26,13 @@ from model_port.output_dir import LIST_FILE, LOCK_FILE
 from model_port.qwen3_vl.chat_template import CHAT_TEMPLATE
 from model_port.tiny import tiny_tokenizer
 from paravt_jax.config import CheckpointConfig
-from paravt_jax.data.prompts import QUESTION_TYPES, load_prompts, read_prompt
+from paravt_jax.data.prompts import load_prompts, read_prompt
 from paravt_jax.data.rows import BadRow
 from paravt_jax.data.traces import read_trace
 from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.rewards.settings import RewardConfig
-from paravt_jax.rewards.terms import reward_terms
+from paravt_jax.rewards.terms import QUESTION_TYPES, reward_terms
 from paravt_jax.run.checkpoint import Checkpoints
 from paravt_jax.run.checkpoint_read import verify
 from rollout.chat import SPOKEN, Chat

@@ -7,13 +7,18 @@ A row of a parquet or JSON-lines file has
                 file, by default the video's path with the suffix .srt
     extra_info  {answer, question_type}, as an object or as its JSON
 
+reward.plugin may take further columns of the rows, or further keys of extra_info. With it, a question type may be your
+own; such a row needs no answer.
+
 The question is the text of the last user message, including its `<video>` placeholders, which the agent removes. Other
 messages are ignored, because the agent has its own system prompt, unless rollout.prompts.row_messages is set.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,12 +38,12 @@ from paravt_jax.data.rows import (
     rows_of,
     unique_id,
 )
-from paravt_jax.rewards.terms import check_ground_truth
+from paravt_jax.rewards.terms import QUESTION_TYPES, check_ground_truth
 from rollout.prompts import PLACEHOLDER
 
 COLUMNS = ("prompt", "videos", "extra_info")
 ROLES = ("system", "user", "assistant")
-QUESTION_TYPES = ("mcq", "tvg", "oe")
+OWN_TYPE = re.compile(r"[a-z][a-z0-9_]{,31}")  # a part of metric names
 
 
 @dataclass(frozen=True)
@@ -47,9 +52,10 @@ class Prompt:
     question: str
     videos: tuple[str, ...]  # absolute paths
     answer: str
-    question_type: str  # mcq, tvg or oe
+    question_type: str  # mcq, tvg, oe, or your own
     subtitles: tuple[str, ...] = ()  # an absolute path for each video, or ""
     messages: tuple[tuple[str, str], ...] = ()  # roles and texts of the row; empty if one is not text
+    columns: tuple[tuple[str, Any], ...] = ()  # that reward.plugin takes, with their names
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -63,17 +69,23 @@ class PromptSet:
 
 
 def load_prompts(
-    path: str | Path, *, video_root: str, max_bad_frac: float | int, allow_outside: bool = False
+    path: str | Path,
+    *,
+    video_root: str,
+    max_bad_frac: float | int,
+    allow_outside: bool = False,
+    columns: Sequence[str] | None = None,
 ) -> PromptSet:
     """Loads a .parquet or .jsonl file, or all .parquet files of a directory in path order.
 
     `path` may also be a data set on the hub, OWNER/NAME[/SUB/DIR][@REVISION], if no local path has that name. Relative
     video paths start from `video_root`, or if that is empty, from the rows' directory. Files outside of a `video_root`
-    are rejected unless `allow_outside`.
+    are rejected unless `allow_outside`. `columns` are those that reward.plugin takes; None without a plugin.
     """
     source = local_source(path)
     find = file_finder(source, video_root, allow_outside)
-    prompts, bad = read_rows(rows_of(source, COLUMNS), lambda row: read_prompt(row, find), max_bad_frac, str(source))
+    rows = rows_of(source, COLUMNS, optional=columns or ())
+    prompts, bad = read_rows(rows, lambda row: read_prompt(row, find, columns), max_bad_frac, str(source))
     ids: dict[str, int] = {}
     return PromptSet(
         tuple(replace(prompt, id=unique_id(prompt.id, ids), subtitles=_subtitles(prompt, find)) for prompt in prompts),
@@ -82,8 +94,8 @@ def load_prompts(
 
 
 @nesting_checked()
-def read_prompt(row: Any, find: Callable[[str], str]) -> Prompt:
-    """Reads one row. `find` resolves a path of the row, or raises BadRow."""
+def read_prompt(row: Any, find: Callable[[str], str], columns: Sequence[str] | None = None) -> Prompt:
+    """Reads one row. `find` resolves a path of the row, or raises BadRow. `columns` as for `load_prompts`."""
     row = object_of(row, "the row")
     question, names = _question(row.get("prompt")), _video_names(row.get("videos"))
     if question.count(PLACEHOLDER) > len(names):
@@ -91,19 +103,21 @@ def read_prompt(row: Any, find: Callable[[str], str]) -> Prompt:
             f"more {PLACEHOLDER} than videos", f"{question.count(PLACEHOLDER)} in prompt, {len(names)} in videos"
         )
     extra_info = object_of(row.get("extra_info"), "extra_info")
-    question_type = extra_info.get("question_type")
-    if question_type not in QUESTION_TYPES:
-        raise BadRow("unknown question type", f"{question_type!r}, expected {', '.join(QUESTION_TYPES)}")
-    answer = _answer(extra_info.get("answer"))
-    try:
-        check_ground_truth(answer, question_type)
-    except ValueError as problem:
-        raise BadRow("unreadable ground truth", str(problem)) from None
+    question_type = _question_type(extra_info.get("question_type"), own=columns is not None)
+    answer = _answer(extra_info.get("answer"), question_type)
     videos = tuple(map(find, names))
     subtitles = tuple(_named_subtitles(video, find) for video in row["videos"])
     content_id = _content_id(question, names, answer, question_type)
     prompt = Prompt(own_id(row) or content_id, question, videos, answer, question_type, subtitles)
-    return replace(prompt, messages=_messages(row["prompt"]))
+    own = tuple((name, _column(name, row, extra_info)) for name in columns or ())
+    return replace(prompt, messages=_messages(row["prompt"]), columns=own)
+
+
+def own_types(source: str | Path, prompts: Iterable[Prompt]) -> list[str]:
+    """A log line if there are question types that only reward.plugin scores."""
+    counts = Counter(prompt.question_type for prompt in prompts if prompt.question_type not in QUESTION_TYPES)
+    listed = ", ".join(f"{name} ({count:,} rows)" for name, count in sorted(counts.items()))
+    return [f"{source}: only reward.plugin scores {listed}"] if counts else []
 
 
 def check_row_messages(prompts: Sequence[Prompt], source: str) -> None:
@@ -171,7 +185,33 @@ def _next_to(video: str, find: Callable[[str], str]) -> str:
         return ""
 
 
-def _answer(value: Any) -> str:
+def _question_type(value: Any, own: bool) -> str:
+    if value in QUESTION_TYPES or (own and isinstance(value, str) and OWN_TYPE.fullmatch(value)):
+        return value
+    others = "a name of your own (lower-case letters, digits and _)" if own else "with reward.plugin one of your own"
+    raise BadRow("unknown question type", f"{value!r}, expected {', '.join(QUESTION_TYPES)}, or {others}")
+
+
+def _column(name: str, row: dict[str, Any], extra_info: dict[str, Any]) -> Any:
+    if name not in row and name not in extra_info:
+        raise BadRow("missing column", f"reward.plugin takes {name}, which is neither a column nor in extra_info")
+    return row[name] if name in row else extra_info[name]
+
+
+def _answer(value: Any, question_type: str) -> str:
+    """The ground truth; only a question type of your own may have none."""
+    if value is None and question_type not in QUESTION_TYPES:
+        return ""
+    answer = _answer_text(value)
+    if question_type in QUESTION_TYPES:
+        try:
+            check_ground_truth(answer, question_type)
+        except ValueError as problem:
+            raise BadRow("unreadable ground truth", str(problem)) from None
+    return answer
+
+
+def _answer_text(value: Any) -> str:
     if isinstance(value, int | float | list):  # 4, or [2.5, 7]
         value = json.dumps(value)
     if value is not None and not isinstance(value, str):

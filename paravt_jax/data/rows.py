@@ -96,21 +96,22 @@ def root_of(source: Path, video_root: str) -> Path:
     return Path(video_root or (source if source.is_dir() else source.parent)).absolute()
 
 
-def rows_of(source: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def rows_of(source: Path, columns: Sequence[str], optional: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
     """Yields the location and content of every row; a JSON line as its bytes.
 
-    `source` is a .parquet or .jsonl file, or a directory with .parquet files, read in path order.
+    `source` is a .parquet or .jsonl file, or a directory with .parquet files, read in path order. Every parquet file
+    must have the `columns`; of the others, only `optional` ones are read.
     """
     if source.is_dir():
         files = row_files(source)
         if not files:
             raise ValueError(f"{source} is a directory without *.parquet files")
         for file in files:
-            yield from _parquet_rows(file, columns, file.relative_to(source).as_posix())
+            yield from _parquet_rows(file, columns, optional, file.relative_to(source).as_posix())
     elif not source.is_file():
         raise ValueError(f"{source} does not exist")
     elif source.suffix == ".parquet":
-        yield from _parquet_rows(source, columns, source.name)
+        yield from _parquet_rows(source, columns, optional, source.name)
     elif source.suffix in (".jsonl", ".json"):
         with source.open("rb") as lines:
             for number, line in enumerate(lines, 1):
@@ -120,12 +121,12 @@ def rows_of(source: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
         raise ValueError(f"{source} must be a .parquet or .jsonl file, or a directory of .parquet files")
 
 
-def _parquet_rows(file: Path, columns: Sequence[str], name: str) -> Iterator[tuple[str, Any]]:
+def _parquet_rows(file: Path, columns: Sequence[str], optional: Sequence[str], name: str) -> Iterator[tuple[str, Any]]:
     with parquet_file(file) as table:
         names = table.schema_arrow.names
         check_columns(file, columns, names)
         number = 0
-        to_read = [name for name in (*columns, *ID_COLUMNS) if name in names]
+        to_read = [name for name in dict.fromkeys((*columns, *ID_COLUMNS, *optional)) if name in names]
         for batch in table.iter_batches(BATCH_ROWS, columns=to_read, use_threads=False):
             for row in batch.to_pylist():
                 yield f"{name} row {number}", row

@@ -151,7 +151,8 @@ async def open_evaluation(config: EvalConfig, shard: Shard | None = None) -> Asy
     async with AsyncExitStack() as stack:
         directory = stack.enter_context(locked(_directory(Path(config.run_dir), shard)))
         texts = release_texts(config.eval, config.data.split) if config.eval.protocol == "release" else None
-        loaded, record = _load(config.data), to_record(config)
+        plugin = load_plugin(config.reward)
+        loaded, record = _load(config.data, plugin and plugin.columns), to_record(config)
         if texts is not None:
             record["eval"][TEXTS_DIGEST] = digest(dict(texts.texts))
         _check_same(directory, record)
@@ -286,13 +287,14 @@ def _directory(run_dir: Path, shard: Shard | None) -> Path:
     return run_dir if shard is None else run_dir / SHARDS_DIR / f"{shard[0]}_of_{shard[1]}"
 
 
-def _load(data: EvalDataConfig) -> SampleSet:
+def _load(data: EvalDataConfig, columns: Sequence[str] | None) -> SampleSet:
     loaded = load_samples(
         split_named(data.split) if data.split else None,
         data.validation,
         video_root=data.video_root,
         max_bad_frac=data.max_bad_frac,
         allow_outside=data.allow_outside,
+        columns=columns,
     )
     for remark in dropped_rows(data.validation or data.split, loaded.bad):
         say(remark)

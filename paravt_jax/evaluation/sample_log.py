@@ -93,7 +93,7 @@ def episode_record(rollout: Rollout, sample: Sample, official: Official | None) 
     if rollout.missing or rollout.episode is None or rollout.terms is None:
         return record
     turns, prompt = [turn.text for turn in rollout.episode.turns], sample.prompt
-    scores = {STRICT: rollout.terms.accuracy}
+    scores = {STRICT: rollout.terms.score}
     if official is not None:
         scores[OFFICIAL] = official(reply_of(turns), prompt.answer, sample.options)
     overview = len(rollout.episode.ledger.segments[0].pictures)
@@ -108,7 +108,7 @@ def is_answer(prediction: str | None, question_type: str, question: str) -> bool
         return False
     if question_type == "mcq":
         return option_letter(prediction, question) is not None
-    return question_type == "oe" or interval(prediction) is not None
+    return question_type != "tvg" or interval(prediction) is not None
 
 
 class SampleLog:

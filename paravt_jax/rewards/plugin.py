@@ -1,16 +1,20 @@
-"""Your own terms of R: a function in a file that the config names, called once per episode.
+"""Your own terms of R: a function in a file that the config names.
+
+A function with a parameter `completions` is called once per group and returns a number for each episode, as in TRL. Any
+other is called once per episode and returns a list of terms.
 
 An async function runs in the event loop, any other in a thread, both with a timeout. If it raises, times out or returns
-anything but a list of terms, the episode is missing; it never counts as 0.
+anything else, its episodes are missing; they never count as 0.
 """
 
 import asyncio
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from numbers import Real
+from typing import Any, TypeVar
 
 from paravt_jax.rewards.grammar import Place
 from paravt_jax.rewards.settings import RewardConfig
@@ -21,12 +25,15 @@ from rollout.tools import Outcome
 from rollout.user_code import await_user_code, load_function
 
 ARGUMENTS = ("question", "answer", "question_type", "turns", "calls", "outcomes")
-DEADLINE_S = 60.0  # per episode; a later result makes the episode missing
+COMPLETIONS = "completions"  # a function with this parameter scores groups
+GROUP_ARGUMENTS = (COMPLETIONS, "prompts", "answers", *ARGUMENTS)  # lists with an entry per episode
+DEADLINE_S = 60.0  # per call; a later result makes its episodes missing
 MAX_SHOWN_CHARS = 100  # of a return value, in an error
+Result = TypeVar("Result")
 
 
 class PluginError(Exception):
-    """The function returned no terms for an episode."""
+    """The function returned no terms."""
 
 
 @dataclass(frozen=True)
@@ -42,30 +49,21 @@ class ExecutedCall:
 
 
 @dataclass(frozen=True)
-class Plugin:
-    """Use `load_plugin`."""
+class _OwnFunction:
+    """A function with a timeout."""
 
     function: Callable[..., Any]
     deadline_s: float
 
-    async def terms(self, episode: Episode, answer: str, question_type: str) -> tuple[OwnTerm, ...]:
-        """Calls the function for an episode. Raises PluginError."""
-        turns = [turn.text for turn in episode.turns]
-        arguments = {
-            "question": episode.task.question,
-            "answer": answer,
-            "question_type": question_type,
-            "turns": turns,
-            "calls": executed_calls(episode),
-            "outcomes": episode.outcomes,
-        }
+    async def _call(self, arguments: Mapping[str, Any], read: Callable[[Any], Result]) -> Result:
+        """Calls the function and reads its result. Raises PluginError."""
         work = partial(self.function, **arguments)
         try:
             async with asyncio.timeout(self.deadline_s):
                 result = await await_user_code(
                     work() if inspect.iscoroutinefunction(self.function) else in_daemon_thread(work)
                 )
-            return _checked(result, turns)
+            return read(result)
         except PluginError:
             raise
         except TimeoutError:
@@ -74,16 +72,85 @@ class Plugin:
             raise PluginError(f"{type(problem).__name__}: {problem}") from problem
 
 
-def load_plugin(reward: RewardConfig) -> Plugin | None:
+@dataclass(frozen=True)
+class Plugin(_OwnFunction):
+    """Scores episodes. Use `load_plugin`."""
+
+    columns: tuple[str, ...] = ()  # of the rows that the function takes
+
+    async def terms(self, episode: Episode, answer: str, question_type: str) -> tuple[OwnTerm, ...]:
+        """Calls the function for an episode. Raises PluginError."""
+        arguments = _arguments(episode, answer, question_type)
+        return await self._call(arguments, lambda terms: _checked(terms, arguments["turns"]))
+
+
+@dataclass(frozen=True)
+class GroupPlugin(_OwnFunction):
+    """Scores groups. Use `load_plugin`."""
+
+    name: str  # of the term
+    arguments: tuple[str, ...]  # that the function takes
+    columns: tuple[str, ...]  # of the rows that the function takes
+
+    async def terms(
+        self, episodes: Sequence[Episode], answer: str, question_type: str, columns: Mapping[str, Any]
+    ) -> list[OwnTerm | None]:
+        """Calls the function for a group. A term is None if the function returned None. Raises PluginError."""
+        each = [_arguments(episode, answer, question_type) for episode in episodes]
+        lists = {name: [arguments[name] for arguments in each] for name in ARGUMENTS}
+        lists |= {"prompts": lists["question"], "answers": lists["answer"]}
+        lists |= {COMPLETIONS: ["\n".join(turns) for turns in lists["turns"]]}
+        taken = {name: lists[name] for name in self.arguments}
+        taken |= {name: [columns[name]] * len(episodes) for name in self.columns}
+        return await self._call(taken, lambda values: self._terms_of(values, len(episodes)))
+
+    def _terms_of(self, values: Any, num_episodes: int) -> list[OwnTerm | None]:
+        is_list = isinstance(values, list | tuple) and all(isinstance(value, Real | None) for value in values)
+        if not is_list or len(values) != num_episodes:
+            raise PluginError(f"expected a list of {num_episodes} numbers, got {values!r:.{MAX_SHOWN_CHARS}}")
+        return [None if value is None else OwnTerm(self.name, float(value)) for value in values]
+
+
+def load_plugin(reward: RewardConfig) -> Plugin | GroupPlugin | None:
     """The function that the settings name, or None."""
     if not reward.plugin:
         return None
     function = load_function("reward.plugin", reward.plugin)
+    parameters = inspect.signature(function).parameters
+    if COMPLETIONS in parameters:
+        return _group_plugin(reward.plugin, function, parameters.values())
     try:
         inspect.signature(function).bind(**dict.fromkeys(ARGUMENTS))
     except TypeError as problem:
         raise ValueError(f"reward.plugin={reward.plugin} must take {', '.join(ARGUMENTS)}: {problem}") from None
     return Plugin(function, DEADLINE_S)
+
+
+def _group_plugin(
+    location: str, function: Callable[..., Any], parameters: Collection[inspect.Parameter]
+) -> GroupPlugin:
+    """A parameter that is neither an argument nor has a default is a column of the rows."""
+    name = location.rpartition(":")[2]
+    try:
+        OwnTerm(name, 0.0)
+    except ValueError as problem:
+        raise ValueError(f"reward.plugin={location}: the function's name is its term's: {problem}") from None
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
+    names = GROUP_ARGUMENTS if takes_all else [p.name for p in named if p.name in GROUP_ARGUMENTS]
+    columns = [p.name for p in named if p.name not in GROUP_ARGUMENTS and p.default is p.empty]
+    return GroupPlugin(function, DEADLINE_S, name, tuple(names), tuple(columns))
+
+
+def _arguments(episode: Episode, answer: str, question_type: str) -> dict[str, Any]:
+    return {
+        "question": episode.task.question,
+        "answer": answer,
+        "question_type": question_type,
+        "turns": [turn.text for turn in episode.turns],
+        "calls": executed_calls(episode),
+        "outcomes": episode.outcomes,
+    }
 
 
 def executed_calls(episode: Episode) -> list[ExecutedCall]:

@@ -33,6 +33,9 @@ class RewardConfig:
     oe_mode: OpenMode = setting(
         "exact", "how open answers are scored; llm asks the model of judge.url. f1 rewards naming several answers"
     )
+    accuracy_weight: float = setting(
+        1.0, "weight of R_acc; with 0, reward.format_weight=0 and reward.tool=none, only reward.plugin scores"
+    )
     format_weight: float = setting(1.0, "weight of the format reward, w_fmt")
     anchor_weight: float = setting(0.5, "weight of the anchor reward, lambda; 0: no anchoring")
     unclosed_penalty: float = setting(0.3, "penalty for a <think> that is never closed, gamma; 0: none")
@@ -48,12 +51,17 @@ class RewardConfig:
         "strict: no bonus, but 0.3 less for a call without thinking, so that every fault of an episode with a call "
         "costs something; no_suffix: published, with 0.3 and 0.3 in R_base",
     )
-    plugin: str = setting("", "FILE.py:FUNCTION that returns your own reward terms (docs/rewards.md); empty: none")
+    plugin: str = setting("", "FILE.py:FUNCTION that returns your own reward (docs/extend.md); empty: none")
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if isinstance(value, int | float) and not 0 <= value < math.inf:
                 raise ValueError(f"reward.{name}={value} must be a finite number, 0 or more")
+        if not (self.accuracy_weight or self.format_weight or self.plugin) and self.tool == "none":
+            raise ValueError(
+                "reward.accuracy_weight=0, reward.format_weight=0 and reward.tool=none leave no reward; set "
+                "reward.plugin, or one of them"
+            )
         if self.oe_mode not in ("f1", "exact", "llm"):
             raise ValueError(f"reward.oe_mode={self.oe_mode!r} must be f1, exact or llm")
         path, colon, function = self.plugin.rpartition(":")

@@ -39,6 +39,7 @@ WELL_FORMED_OUTCOMES = ("ok", "error", "timeout")  # only a well-formed call to 
 Term = Literal["accuracy", "base", "anchor", "think_first", "balanced", "tool"]
 TERMS = get_args(Term)
 TERM_NAME = re.compile(r"[a-z][a-z0-9_]*")
+QUESTION_TYPES = ("mcq", "tvg", "oe")  # that have an R_acc
 LENGTH = "length"  # the name of the term that train.truncated=soft adds
 TOOL_SUMMANDS = ("tool_call", "tool_right", "call_price")
 RESERVED_NAMES = (*TERMS, *TOOL_SUMMANDS, "format", "total", "prediction", "credits", "own")
@@ -107,7 +108,7 @@ class Summand(NamedTuple):
 class RewardTerms:
     """`accuracy`, `tool` and the totals are None if the judge's score is missing, so that no mean includes them."""
 
-    accuracy: float | None  # R_acc
+    accuracy: float | None  # R_acc; also None for a question type of your own
     base: float  # R_base
     anchor: float  # R_anchor
     think_first: float
@@ -127,7 +128,13 @@ class RewardTerms:
     @property
     def missing(self) -> bool:
         """Whether the group must exclude this episode because the judge gave no score."""
-        return self.accuracy is None
+        return not self.summands
+
+    @property
+    def score(self) -> float | None:
+        """R_acc, or for a question type of your own the sum of your own terms."""
+        is_own = self.accuracy is None and not self.missing
+        return math.fsum(term.weight * term.value for term in self.own) if is_own else self.accuracy
 
     @property
     def tool(self) -> float | None:
@@ -164,14 +171,15 @@ def reward_terms(
     `turns` are the assistant's turns with the forced prefix and without their end tokens; `outcomes` are the
     dispatcher's, one per call in order. `judged` is the judge's score of `find_prediction(turns)`, only for open
     questions with oe_mode llm. `question` allows to recognize copied options. `tools` are the available tools. The
-    model's text never raises; an unreadable ground truth does.
+    model's text never raises; an unreadable ground truth does. With reward.plugin, `question_type` may be your own.
     """
     config = config or RewardConfig()
     parsed = parse_episode(turns)
     _check(outcomes, question_type, config, judged)
+    has_accuracy = question_type in QUESTION_TYPES or not config.plugin
     prediction_place = _place_of_prediction(parsed)
     prediction = None if prediction_place is None else _prediction_at(prediction_place, turns)
-    accuracy = _accuracy(prediction, answer, question_type, config, judged, question)
+    accuracy = _accuracy(prediction, answer, question_type, config, judged, question) if has_accuracy else None
     anchors = tuple(_anchor_properties(parsed, config))
     calls = _calls(parsed, outcomes, tools)
     tool = _tool_parts(calls, len(outcomes), accuracy or 0.0, config)
@@ -181,11 +189,6 @@ def reward_terms(
         *_anchor_credits(parsed, anchors),
         *((Credit("accuracy", "accuracy", accuracy, (prediction_place,)),) if accuracy and prediction_place else ()),
         *_tool_credits(calls, tool),
-        *(
-            Credit(term.name, term.name, term.weight * term.value, term.places)
-            for term in own
-            if term.weight * term.value
-        ),
     )
     base, anchor, think_first, balanced = (
         math.fsum(credit.value for credit in credits if credit.term == term)
@@ -194,12 +197,11 @@ def reward_terms(
     unanchored = math.fsum((base, think_first, balanced))
     format_reward = min(1.0, unanchored + config.anchor_weight * anchor)
     summands = (
-        Summand("accuracy", accuracy or 0.0, 1.0),
+        Summand("accuracy", accuracy or 0.0, config.accuracy_weight),
         Summand("format", format_reward, config.format_weight),
         *tool,
-        *(Summand(term.name, term.value, term.weight) for term in own),
     )
-    return RewardTerms(
+    terms = RewardTerms(
         accuracy=accuracy,
         base=base,
         anchor=anchor,
@@ -207,15 +209,28 @@ def reward_terms(
         balanced=balanced,
         format=format_reward,
         unanchored_format=min(_bound_without_anchor(config), unanchored),
-        summands=() if accuracy is None else summands,
+        summands=() if accuracy is None and has_accuracy else summands,
         anchors=anchors,
-        own=tuple(own),
+        own=(),
         num_calls=len(outcomes),
         executed=calls.executed,
         parseable=parseable(parsed),
         prediction=prediction,
         credits=credits,
         tags=tuple(tag for turn in parsed for tag in turn.tags if tag.name in STRUCTURAL),
+    )
+    return with_own_terms(terms, own)
+
+
+def with_own_terms(terms: RewardTerms, own: Sequence[OwnTerm]) -> RewardTerms:
+    """Adds your own terms."""
+    summands = [Summand(term.name, term.value, term.weight) for term in own]
+    credits = [Credit(term.name, term.name, term.weight * term.value, term.places) for term in own]
+    return replace(
+        terms,
+        own=(*terms.own, *own),
+        summands=() if terms.missing else (*terms.summands, *summands),
+        credits=(*terms.credits, *(credit for credit in credits if credit.value)),
     )
 
 
@@ -256,7 +271,7 @@ def find_prediction(turns: Sequence[str]) -> str | None:
 
 def check_ground_truth(answer: str, question_type: str) -> None:
     """Raises ValueError for a ground truth that no answer can match."""
-    if question_type not in ("mcq", "tvg", "oe"):
+    if question_type not in QUESTION_TYPES:
         raise ValueError(f"question_type {question_type!r} is unknown, expected mcq, tvg or oe")
     if question_type == "mcq" and option_letter(answer) is None:
         raise ValueError(f"the ground truth {answer!r} of an mcq question names no option, expected a letter A to J")

@@ -14,9 +14,18 @@ from paravt_jax.config import Truncated
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.sample_order import PromptSample
 from paravt_jax.rewards.judge import Judge
-from paravt_jax.rewards.plugin import Plugin, PluginError
+from paravt_jax.rewards.plugin import GroupPlugin, Plugin, PluginError
 from paravt_jax.rewards.settings import RewardConfig
-from paravt_jax.rewards.terms import RewardTerms, find_prediction, reward_terms, with_needed_calls
+from paravt_jax.rewards.terms import (
+    LENGTH,
+    QUESTION_TYPES,
+    OwnTerm,
+    RewardTerms,
+    find_prediction,
+    reward_terms,
+    with_needed_calls,
+    with_own_terms,
+)
 from paravt_jax.rl.length import is_cut_off, length_term
 from paravt_jax.rl.stats import EpisodeStats
 from rollout.endpoint.errors import EndpointError
@@ -73,7 +82,7 @@ class RolloutWorker:
     reward: RewardConfig
     judge: Judge | None
     seed: int
-    plugin: Plugin | None = None
+    plugin: Plugin | GroupPlugin | None = None
     truncated: Truncated = "learn"
 
     async def run_group(
@@ -102,7 +111,7 @@ class RolloutWorker:
             problem = f"overview: {type(error).__name__}: {error}"
             return [Rollout(f"{task.id}/{n}", problem=problem, reason=reason_of(error)) for n in range(num_episodes)]
         rollouts = await asyncio.gather(*(run_one(overview, number) for number in range(num_episodes)))
-        return with_group_terms(rollouts, self.reward)
+        return await self.with_group_terms(rollouts, prompt)
 
     async def run_episode(
         self, overview: Overview, prompt: Prompt, number: int, version: int | None, started: list[Episode]
@@ -117,6 +126,7 @@ class RolloutWorker:
             return Rollout(name, problem=f"{type(error).__name__}: {error}", reason=reason_of(error), num_lost=num_lost)
 
     async def score(self, name: str, episode: Episode, prompt: Prompt) -> Rollout:
+        """Scores an episode, without the terms that depend on its group."""
         if episode.finish == "abort":
             return Rollout(name, episode, problem="aborted", reason="aborted")
         turns = [turn.text for turn in episode.turns]
@@ -125,20 +135,44 @@ class RolloutWorker:
             prediction = find_prediction(turns)
             judged = await self.judge.judge(prompt.question, prompt.answer, prediction) if prediction else None
         scored = (turns, episode.outcomes, prompt.answer, prompt.question_type)
+        own: tuple[OwnTerm, ...] = ()
         try:
-            own = await self.plugin.terms(episode, prompt.answer, prompt.question_type) if self.plugin else ()
+            if isinstance(self.plugin, Plugin):
+                own = await self.plugin.terms(episode, prompt.answer, prompt.question_type)
         except PluginError as error:
             return Rollout(name, episode, problem=f"reward.plugin: {error}", reason="plugin")
         if self.truncated == "soft":
             own = (*own, length_term(episode, self.agent.config.max_new_tokens))
         tools = self.agent.signatures
         terms = reward_terms(*scored, self.reward, judged, prompt.question, own, tools)
-        by_default = reward_terms(*scored, RewardConfig(), question=prompt.question, tools=tools)
+        default = RewardConfig(plugin=self.reward.plugin)
+        by_default = reward_terms(*scored, default, question=prompt.question, tools=tools)
         if terms.missing:
             problem = (self.judge and self.judge.last_problem) or "no verdict of the judge"
             return Rollout(name, episode, terms, by_default.format, problem, "judge")
         left_out = self.truncated == "leave_out" and is_cut_off(episode)
         return Rollout(name, episode, terms, by_default.format, left_out=left_out)
+
+    async def with_group_terms(self, rollouts: Sequence[Rollout], prompt: Prompt) -> list[Rollout]:
+        """The rollouts of a prompt, with the reward terms that depend on the whole group."""
+        if isinstance(self.plugin, GroupPlugin):
+            rollouts = await self._with_scores(self.plugin, rollouts, prompt)
+        if prompt.question_type not in QUESTION_TYPES:
+            problem = f"reward.plugin: no score, and a question of type {prompt.question_type} has no other"
+            rollouts = [_unless_unscored(rollout, problem) for rollout in rollouts]
+        terms = with_needed_calls([rollout.terms for rollout in rollouts], self.reward)
+        return [replace(rollout, terms=own) for rollout, own in zip(rollouts, terms, strict=True)]
+
+    async def _with_scores(self, plugin: GroupPlugin, rollouts: Sequence[Rollout], prompt: Prompt) -> list[Rollout]:
+        """Adds the plugin's scores to the rollouts that are not missing."""
+        episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None and not rollout.missing]
+        row = prompt.answer, prompt.question_type, dict(prompt.columns)
+        try:
+            scores = iter(await plugin.terms(episodes, *row) if episodes else ())
+        except PluginError as error:
+            problem = f"reward.plugin: {error}"
+            return [each if each.missing else _without_score(each, problem) for each in rollouts]
+        return [each if each.missing else _scored(each, next(scores)) for each in rollouts]
 
 
 async def evaluate(
@@ -159,10 +193,20 @@ async def evaluate(
     return [rollout for rollouts in await asyncio.gather(*map(run_one, prompts)) for rollout in rollouts]
 
 
-def with_group_terms(rollouts: Sequence[Rollout], reward: RewardConfig) -> list[Rollout]:
-    """The rollouts of a prompt, with the reward terms that depend on the whole group."""
-    terms = with_needed_calls([rollout.terms for rollout in rollouts], reward)
-    return [replace(rollout, terms=own) for rollout, own in zip(rollouts, terms, strict=True)]
+def _scored(rollout: Rollout, score: OwnTerm | None) -> Rollout:
+    assert rollout.terms is not None
+    return replace(rollout, terms=with_own_terms(rollout.terms, () if score is None else (score,)))
+
+
+def _unless_unscored(rollout: Rollout, problem: str) -> Rollout:
+    """The rollout; missing if it has no term of the plugin."""
+    own = () if rollout.terms is None else rollout.terms.own
+    is_scored = rollout.missing or any(term.name != LENGTH for term in own)
+    return rollout if is_scored else _without_score(rollout, problem)
+
+
+def _without_score(rollout: Rollout, problem: str) -> Rollout:
+    return replace(rollout, terms=None, problem=problem, reason="plugin")
 
 
 def task_of(sample: PromptSample[Prompt], frame_budget: int) -> Task:

@@ -43,6 +43,7 @@ def metrics_in_parts(rollouts: Iterable[tuple[str, Rollout]]) -> dict[str, float
         for part, of_part in by_part(rollouts).items()
         if (metrics := rollout_metrics(of_part))["num_episodes"]
         for name in IN_PARTS
+        if name in metrics
     }
 
 
@@ -93,6 +94,8 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "sampled_tokens_mean": mean_of("num_sampled"),
         "cut_off_frac": mean_of("cut_off"),
     }
+    if stats and all(each.accuracy is None for each in stats):  # only question types of your own
+        del metrics["accuracy_mean"]
     own: dict[str, list[float]] = {}  # terms of a plugin, and the length penalty
     for name, value in (term for each in stats for term in each.own):
         own.setdefault(f"reward_{name}_mean", []).append(value)

@@ -23,7 +23,7 @@ from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.sample_order import Cursor, PromptSample, SampleOrder
 from paravt_jax.learner.settings import AdvantageConfig
 from paravt_jax.rewards.judge import Judge
-from paravt_jax.rl.episodes import Rollout, RolloutWorker, task_of, with_group_terms
+from paravt_jax.rl.episodes import Rollout, RolloutWorker, task_of
 from paravt_jax.rl.groups import Group, advantages_of, for_step, over_step
 from paravt_jax.rl.scheduler import UnlessStopped, always
 from paravt_jax.run.directory import SETTINGS_FILE, SETTINGS_LOG_FILE, changed_settings, settings_of
@@ -203,7 +203,7 @@ class Replay:
             )
         overview = await self.worker.agent.overview(task) if any("segments" in record for record in records) else None
         rollouts = [await self._rollout(record, sample.item, overview) for record in records]
-        rollouts = with_group_terms(rollouts, self.worker.reward)
+        rollouts = await self.worker.with_group_terms(rollouts, sample.item)
         advantages = advantages_of(rollouts, self.worker.reward, self._advantage)
         return Group(sample, task.frame_budget, rollouts, advantages)
 

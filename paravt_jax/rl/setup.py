@@ -21,7 +21,7 @@ from paravt_jax.config import (
     computed_on,
     to_record,
 )
-from paravt_jax.data.prompts import Prompt, check_row_messages, load_prompts
+from paravt_jax.data.prompts import Prompt, check_row_messages, load_prompts, own_types
 from paravt_jax.data.rows import dropped_rows
 from paravt_jax.data.sample_order import Cursor, SampleOrder
 from paravt_jax.data.synthetic import make_synthetic
@@ -30,7 +30,7 @@ from paravt_jax.learner.objectives import variant_of
 from paravt_jax.plan.remat import chosen_for
 from paravt_jax.plan.run import PlannedRl
 from paravt_jax.rewards.judge import Judge
-from paravt_jax.rewards.plugin import Plugin, load_plugin
+from paravt_jax.rewards.plugin import GroupPlugin, Plugin, load_plugin
 from paravt_jax.rl.batches import PolicyUpdate
 from paravt_jax.rl.episodes import RolloutWorker
 from paravt_jax.rl.replay import LoggedSteps, NoEngine, Replay
@@ -76,6 +76,7 @@ async def open_run(
     """
     variant_of(config.loss)  # fail early if the user's own files do not load
     own_engine(config.engine)
+    plugin = load_plugin(config.reward)
     if replay is not None and is_address(config.run_dir):
         raise ValueError(f"run_dir={config.run_dir}: a replay writes to a local directory; choose another run_dir")
     if hosts.num > 1:
@@ -88,12 +89,11 @@ async def open_run(
         directory = RunDirectory.acquire(config.run_dir, stack, to_record(config), allow_changes, hosts)
         hosts.host_0_first(lambda: _keep_apart(directory, log))
         train, held_out, remarks = hosts.host_0_first(
-            lambda: _prompts(config.data, directory.path, config.seed, config.validation.max_prompts)
+            lambda: _prompts(config.data, directory.path, config.seed, config.validation.max_prompts, plugin)
         )
         for source, prompts in ((config.data.train, train), (config.data.validation, held_out)):
             if config.rollout.prompts.row_messages:
                 check_row_messages(prompts, source)
-        plugin = load_plugin(config.reward)
         data = f"{len(train):,} prompts, {len(held_out):,} held out"
         policy = await policy_of(config, directory.path, hosts, data)
         check_sources(hosts, train, held_out, policy)
@@ -198,7 +198,7 @@ async def _rollouts(
     training: Training,
     policy: Policy,
     frames: FrameReader,
-    plugin: Plugin | None,
+    plugin: Plugin | GroupPlugin | None,
     order: SampleOrder[Prompt],
     log: LoggedSteps | None,
     gpus: Sequence[Gpus],
@@ -321,9 +321,9 @@ async def _parity_problem(engine: SGLangEngine, scorer: LearnerScorer, run: Run)
 
 
 def _prompts(
-    data: DataConfig, directory: Path, seed: int, max_held_out: int
+    data: DataConfig, directory: Path, seed: int, max_held_out: int, plugin: Plugin | GroupPlugin | None
 ) -> tuple[Sequence[Prompt], Sequence[Prompt], list[str]]:
-    """Training prompts, held-out prompts, and log messages about dropped rows."""
+    """Training prompts, held-out prompts, and log messages about rows."""
     synthetic, remarks = directory / SYNTHETIC / "train.jsonl", []
     if SYNTHETIC in (data.train, data.validation):
         synthetic = make_synthetic(directory / SYNTHETIC, seed)
@@ -333,8 +333,14 @@ def _prompts(
             return ()
         root = "" if path == SYNTHETIC else data.video_root
         path = str(synthetic_path) if path == SYNTHETIC else path
-        loaded = load_prompts(path, video_root=root, max_bad_frac=data.max_bad_frac, allow_outside=data.allow_outside)
-        remarks.extend(dropped_rows(path, loaded.bad))
+        loaded = load_prompts(
+            path,
+            video_root=root,
+            max_bad_frac=data.max_bad_frac,
+            allow_outside=data.allow_outside,
+            columns=plugin and plugin.columns,
+        )
+        remarks.extend([*dropped_rows(path, loaded.bad), *own_types(path, loaded.prompts)])
         return loaded.prompts
 
     train = load(data.train, synthetic)

@@ -234,13 +234,13 @@ def _video(video: Mapping[str, Any]) -> PageDict:
 
 
 def _result(episode: PageDict) -> str:
-    """Empty for episodes without a score, for example user questions and SFT traces."""
+    """Empty for episodes without R_acc, for example user questions, SFT traces and question types of your own."""
     if episode["missing"]:
         return "missing"
     if episode["reward"] is None:
         return ""
     accuracy = episode["reward"]["accuracy"]
-    return "missing" if accuracy is None else "right" if accuracy >= 1 else "partly" if accuracy > 0 else "wrong"
+    return "" if accuracy is None else "right" if accuracy >= 1 else "partly" if accuracy > 0 else "wrong"
 
 
 def _sampling(segments: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, Any]]) -> list[PageDict]:

@@ -12,6 +12,7 @@ from published import make_copy
 from paravt_jax.config import EvalConfig, load_config
 from paravt_jax.evaluation import evaluation
 from paravt_jax.evaluation.evaluation import Cell
+from paravt_jax.rewards.plugin import load_plugin
 from paravt_jax.rl.episodes import RolloutWorker
 from rollout.chat import Chat
 from rollout.engine.protocol import Request
@@ -59,7 +60,7 @@ class Evaluator:
 
     async def open_worker(self, config: EvalConfig, directory: Path, stack: Any, samples: Any) -> RolloutWorker:
         agent = Agent(ScriptedEngine(self.reply), self.frames, self.chat, config.rollout)
-        return RolloutWorker(agent, config.reward, None, config.seed)
+        return RolloutWorker(agent, config.reward, None, config.seed, load_plugin(config.reward))
 
     def run(self, config: EvalConfig, shard: tuple[int, int] | None = None) -> list[Cell]:
         from paravt_jax.eval import run_eval

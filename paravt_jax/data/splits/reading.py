@@ -7,7 +7,7 @@ there is not a single video, loading fails.
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -35,12 +35,25 @@ class SampleSet:
 
 
 def load_samples(
-    split: PublicSplit | None, source: str, *, video_root: str, max_bad_frac: float | int, allow_outside: bool = False
+    split: PublicSplit | None,
+    source: str,
+    *,
+    video_root: str,
+    max_bad_frac: float | int,
+    allow_outside: bool = False,
+    columns: Sequence[str] | None = None,
 ) -> SampleSet:
-    """Loads a split from `source` (empty: the newest revision on the hub), or without a split a file of prompts."""
+    """Loads a split from `source` (empty: the newest revision on the hub), or without a split a file of prompts.
+
+    `columns` of prompts are those that reward.plugin takes; None without a plugin.
+    """
     if split is None:
-        own = load_prompts(source, video_root=video_root, max_bad_frac=max_bad_frac, allow_outside=allow_outside)
+        own = load_prompts(
+            source, video_root=video_root, max_bad_frac=max_bad_frac, allow_outside=allow_outside, columns=columns
+        )
         return SampleSet(tuple(map(_own, own.prompts)), own.bad)
+    if columns:
+        raise ValueError(f"reward.plugin takes {', '.join(columns)}, which samples of data.split={split.name} do not have")
     files = _row_files(split, source)
     root = Path(video_root or _copy_of(split, files[0])).absolute()
     rows = (row for file in files for row in _rows(split, file))

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from data_rows import messages, rl_row, write_lines, write_parquet
 
-from paravt_jax.data.prompts import load_prompts
+from paravt_jax.data.prompts import load_prompts, own_types
 from paravt_jax.data.rows import unique_id
 
 
@@ -193,6 +193,27 @@ def test_a_bad_row_is_counted_by_its_reason_and_dropped(video_dir, reason):
     loaded = load_rows(video_dir, rl_row("A"), *BAD_ROWS[reason], rl_row("C"), max_bad_frac=0.99)
     assert loaded.bad == {reason: len(BAD_ROWS[reason])}
     assert [prompt.answer for prompt in loaded.prompts] == ["A", "C"]
+
+
+def test_with_a_plugin_a_row_may_have_its_own_question_type_and_has_the_columns_that_the_plugin_takes(video_dir):
+    rows = [
+        rl_row(extra_info={"question_type": "caption", "keywords": ["pan"]}),
+        rl_row("A", keywords=["lid"]),
+        *(rl_row("A", name, keywords=[]) for name in ("Caption", "a" * 33, None)),
+        rl_row("A"),
+        rl_row(None, keywords=[]),  # a question type with R_acc needs an answer
+    ]
+    path = write_lines(video_dir / "rl.jsonl", rows)
+    loaded = load_prompts(path, video_root="", max_bad_frac=0.9, columns=["keywords"])
+    assert [(p.question_type, p.answer, p.columns) for p in loaded.prompts] == [
+        ("caption", "", (("keywords", ["pan"]),)),
+        ("mcq", "A", (("keywords", ["lid"]),)),
+    ]
+    assert loaded.bad == {"unknown question type": 3, "missing column": 1, "empty answer": 1}
+    assert own_types("rl.jsonl", loaded.prompts) == ["rl.jsonl: only reward.plugin scores caption (1 rows)"]
+    parquet = write_parquet(video_dir / "rl.parquet", [rl_row("A", keywords=["lid"], more=1)])
+    (prompt,) = load_prompts(parquet, video_root="", max_bad_frac=0.0, columns=["keywords"]).prompts
+    assert prompt.columns == (("keywords", ["lid"]),)
 
 
 def test_a_row_that_is_nested_too_deep_is_a_bad_row(video_dir):

@@ -231,6 +231,8 @@ def test_a_row_with_any_value_in_a_column_is_a_sample_or_a_bad_row(value):
 def test_an_unknown_split_or_layout_is_rejected(tmp_path):
     with pytest.raises(ValueError, match=r"data\.split=mvbench is unknown, expected videomme, "):
         split_named("mvbench")
+    with pytest.raises(ValueError, match=r"reward\.plugin takes words, which samples of data\.split=videomme do not"):
+        load_samples(SPLITS["videomme"], str(tmp_path), video_root="", max_bad_frac=0, columns=["words"])
     with pytest.raises(
         ValueError, match=r"has no videomme/test-\*\.parquet, the rows of data\.split=videomme in lmms-lab/Video-MME"
     ):

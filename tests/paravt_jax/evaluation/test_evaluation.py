@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from agents import call
+from data_rows import rl_row, write_lines
 from evaluator import Evaluator, answer, config_of
 from fake_server import FakeServer
 from published import longvideobench_row, make_copy, write_rows
@@ -59,6 +60,18 @@ def one_at_a_time(monkeypatch):
 def lines_of(config):
     (path,) = Path(config.run_dir).glob("samples_*.jsonl")
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_your_own_reward_scores_rows_of_your_own_question_types(evaluator, tmp_path):
+    (tmp_path / "a.mp4").touch()
+    rows = [rl_row(extra_info={"question_type": "caption", "word": word}, question=word) for word in ("dog", "cat")]
+    write_lines(tmp_path / "rl.jsonl", rows)
+    (tmp_path / "mine.py").write_text("def seen(completions, word): return [float(word[0] in completions[0])]")
+    settings = [f"data.validation={tmp_path}/rl.jsonl", f"reward.plugin={tmp_path}/mine.py:seen", "data.split="]
+    config = config_of("own", tmp_path, *settings)
+    (cell,) = evaluator("a dog").run(config)
+    assert cell["scores"]["strict"]["score"] == 0.5 and cell["n"]["answered"] == 2
+    assert "accuracy_mean" not in cell["by_type"]["caption"]
 
 
 @pytest.mark.parametrize("split", SPLITS)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paravt_jax.rewards import OwnTerm, Place, RewardConfig
-from paravt_jax.rewards.plugin import ExecutedCall, Plugin, PluginError, load_plugin
+from paravt_jax.rewards.plugin import ExecutedCall, GroupPlugin, Plugin, PluginError, load_plugin
 from rollout.ledger import Ledger
 from rollout.prompter import Task
 from rollout.records import Call, Episode, Turn
@@ -82,6 +82,49 @@ def test_a_function_receives_the_question_the_turns_and_the_calls():
         "calls": [first, second],
         "outcomes": ["ok", "ok"],
     }
+
+
+def scores_from(function, *texts, columns=None):
+    plugin = load_plugin(RewardConfig(plugin=function)) if isinstance(function, str) else function
+    return asyncio.run(plugin.terms([episode(*text) for text in texts], "B", "quiz", columns or {}))
+
+
+GROUP = """
+def scored(completions, answers, keywords, prompts, threshold=0.5, **others):
+    global received
+    received = completions, answers, keywords, prompts, threshold, others
+    return [1, None, 0.25]
+"""
+
+
+def test_a_function_of_completions_receives_a_group_and_the_columns_that_it_names(tmp_path):
+    (tmp_path / "mine.py").write_text(GROUP)
+    location = f"{tmp_path}/mine.py:scored"
+    columns = {"keywords": ["pan"], "threshold": 3}
+    terms = scores_from(location, (LOOKED, ANSWERED), (ANSWERED,), ("hm",), columns=columns)
+    assert terms == [OwnTerm("scored", 1.0), None, OwnTerm("scored", 0.25)]
+    assert load_plugin(RewardConfig(plugin=location)).columns == ("keywords",)
+    received = load_object("reward.plugin", location).__globals__["received"]
+    completions, answers, keywords, prompts, threshold, others = received
+    assert completions == [f"{LOOKED}\n{ANSWERED}", ANSWERED, "hm"]
+    assert (answers, keywords, prompts, threshold) == (["B"] * 3, [["pan"]] * 3, ["Which one?"] * 3, 0.5)
+    assert others["turns"] == [[LOOKED, ANSWERED], [ANSWERED], ["hm"]]
+    assert others["question_type"] == ["quiz"] * 3 and len(others["calls"][0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("returned", "complaint"),
+    [
+        (0.5, r"expected a list of 2 numbers, got 0\.5$"),
+        ([0.5], r"expected a list of 2 numbers, got \[0\.5\]$"),
+        (["0.5", "1"], r"expected a list of 2 numbers, got \['0\.5', '1'\]$"),
+        ([0.5, float("nan")], "expected numbers"),
+    ],
+)
+def test_an_invalid_list_of_scores_is_an_error_and_never_zero(returned, complaint):
+    plugin = GroupPlugin(lambda completions: returned, 5.0, "mine", ("completions",), ())
+    with pytest.raises(PluginError, match=complaint):
+        scores_from(plugin, (ANSWERED,), (ANSWERED,))
 
 
 async def slowly(**_):
@@ -217,6 +260,7 @@ def test_episodes_do_not_wait_for_each_other():
         ("reward = 3", "reward", "is not a function"),
         ("def reward(question, answer): return []", "reward", f"must take {ARGUMENTS}: "),
         (f"def reward({ARGUMENTS}, more): return []", "reward", "must take .*: missing a required argument: 'more'"),
+        ("def accuracy(completions): return []", "accuracy", "the function's name is its term's: invalid term name"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_a_one_line_error(text, name, complaint, tmp_path):

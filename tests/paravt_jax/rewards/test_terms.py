@@ -429,6 +429,19 @@ def test_an_invalid_ground_truth_is_an_error(answer, question_type, complaint):
         check_ground_truth(answer, question_type)
 
 
+def test_with_a_plugin_a_question_type_of_your_own_has_no_accuracy():
+    own = reward_terms(
+        [ANSWER_TURN], [], "", "quiz", RewardConfig(plugin="a.py:f"), own=[OwnTerm("quiz", 0.5, (), 2.0)]
+    )
+    assert own.accuracy is None and not own.missing
+    assert (own.total, own.score) == (1.0 + 1.0, 1.0)  # R_fmt and the own term
+
+
+def test_the_weight_of_accuracy_leaves_its_value():
+    reward = terms(ANSWER_TURN, accuracy_weight=0.25)
+    assert (reward.accuracy, reward.score, reward.total) == (1.0, 1.0, 0.25 + 1.0)
+
+
 def test_invalid_outcomes_and_turns_are_errors():
     with pytest.raises(ValueError, match="unknown outcome 'done'"):
         terms(TOOL_TURN, outcomes=["done"])
@@ -440,6 +453,7 @@ def test_invalid_outcomes_and_turns_are_errors():
     ("setting", "complaint"),
     [
         ({"anchor_weight": -1.0}, r"^reward.anchor_weight=-1.0 must be a finite number"),
+        ({"accuracy_weight": 0, "format_weight": 0, "tool": "none"}, r"leave no reward; set reward\.plugin, or one"),
         ({"plugin": "mine.py"}, r"^reward.plugin='mine.py' must be FILE.py:FUNCTION"),
         ({"plugin": "mine:reward"}, r"^reward.plugin='mine:reward' must be FILE.py:FUNCTION"),
     ],

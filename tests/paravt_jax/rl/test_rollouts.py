@@ -444,6 +444,55 @@ def test_a_failing_plugin_makes_its_episode_missing(chat, own_reward):
     assert group_metrics(groups)["rollout/num_missing"] == 4
 
 
+OWN_SCORES = """
+def seen(completions, labels):
+    return [float(label in text) if "lost" not in text else None for text, label in zip(completions, labels)]
+
+def broken(completions):
+    raise KeyError("labels")
+"""
+ALONE = ("reward.accuracy_weight=0", "reward.format_weight=0", "reward.tool=none", "train.prompts_per_step=1")
+CAPTIONS = [Prompt("c", "Describe it.", ("/a.mp4",), "", "caption", columns=(("labels", "dog"),))]
+DESCRIBED = "I have looked.</think><answer>a {}</answer><|im_end|>"
+
+
+@pytest.fixture
+def own_scores(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN_SCORES)
+    return lambda name: f"reward.plugin={tmp_path}/mine.py:{name}"
+
+
+def describe(episode, request):
+    if episode.endswith("/1"):
+        raise EngineError("the server is gone")
+    return DESCRIBED.format("dog" if episode.endswith("/3") else "cat")
+
+
+def test_a_function_of_completions_replaces_the_reward_of_any_question_type(chat, own_scores):
+    for prompts in (CAPTIONS, [replace(PROMPTS[0], columns=CAPTIONS[0].columns)]):
+        (groups,) = collect(chat, describe, own_scores("seen"), *ALONE, prompts=prompts)
+        assert [rollout.terms and rollout.terms.total for rollout in groups[0].rollouts] == [0.0, None, 0.0, 1.0]
+        assert list(groups[0].keep) == [True, False, True, True]
+        metrics = group_metrics(groups)
+        assert metrics["rollout/reward_seen_mean"] == pytest.approx(1 / 3)
+        assert ("rollout/accuracy_mean" in metrics) == (prompts is not CAPTIONS)
+        assert metrics["rollout/format_reward"] == 1.0
+
+
+def test_an_episode_of_your_own_question_type_without_a_score_is_missing(chat, own_scores):
+    def say(episode, request):
+        return DESCRIBED.format("lost dog" if episode.endswith("/0") else "dog")
+
+    (groups,) = collect(chat, say, own_scores("seen"), *ALONE, prompts=CAPTIONS)
+    assert [rollout.missing for rollout in groups[0].rollouts] == [True, False, False, False]
+    assert groups[0].rollouts[0].problem == "reward.plugin: no score, and a question of type caption has no other"
+
+
+def test_a_failing_function_of_completions_makes_its_group_missing(chat, own_scores):
+    with pytest.raises(RuntimeError, match=r"4 of 4 episodes are missing, .*: reward\.plugin: KeyError: 'labels'$"):
+        collect(chat, half_right, own_scores("broken"), *ALONE)
+
+
 class BrokenJudge(GivenScores):
     """Raises exceptions that an HTTP client or a script may raise."""
 
