@@ -21,12 +21,13 @@ from model_port.checkpoint import FORMAT_VERSION, Index, only_dtype, write_param
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.config import DTYPES, parse_dtype, read_config
 from model_port.download import source_directory
-from model_port.hf_files import base_model, read_side_files, with_base_model, write_side_files
+from model_port.hf_files import VOCABULARIES, base_model, read_side_files, with_base_model, write_side_files
 from model_port.layout import HF_DIR, INFO_FILE
 from model_port.loading import abstract_model, abstract_params
 from model_port.output_dir import check_replaceable, exit_on_sigterm, output_directory
-from model_port.progress import BYTES, Meter
-from model_port.weights import check_hf_tensors, num_params, open_hf_tensors, read_param, rules
+from model_port.progress import BYTES, Meter, in_units
+from model_port.terminal import say
+from model_port.weights import check_hf_tensors, in_words, num_params, open_hf_tensors, read_param, rules
 
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # malloc.h
 METADATA_BYTES = 2**20  # on disk, in addition to parameters and side files
@@ -43,10 +44,9 @@ class ConversionReport:
     seconds: float
 
     def __str__(self) -> str:
-        speed = self.num_bytes / 1e9 / self.seconds
         return (
-            f"{self.path}: {self.num_params / 1e6:,.2f} million parameters in {self.dtype}, "
-            f"{self.num_bytes / 1e9:.3f} GB in {self.seconds:.1f} s ({speed:.2f} GB/s)"
+            f"{self.path}: {in_words(self.num_params)} parameters in {self.dtype}, "
+            f"{in_units([self.num_bytes], BYTES)} in {self.seconds:.1f} s"
         )
 
 
@@ -69,6 +69,8 @@ def convert(src: str | Path, dst: str | Path, dtype: str | None = None, *, force
         storage = parse_dtype(dtype)
         hub_id = base_model(src_dir)
         files = with_base_model(read_side_files(src_dir), hub_id)
+        if not files.keys() & {*VOCABULARIES}:
+            say(f"{src} has no tokenizer ({' or '.join(VOCABULARIES)}): its checkpoint can neither train nor sample")
         shapes = {path: leaf.shape for path, leaf in abstract_params(abstract_model(config), dtype).items()}
 
         def read(path: str, index: Index) -> np.ndarray:

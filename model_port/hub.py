@@ -47,8 +47,8 @@ def push_to_hub(
     """Makes `directory` the model in `repo_id` and returns the commit's URL. Creates the repository and the branch.
 
     Weight files of an earlier model are deleted, because a loader that globs would mix the two; other files in the
-    repository stay. Only `MODEL_FILES` are sent. A new repository is private unless `public` is set, and without it a
-    public repository is refused.
+    repository stay. Only `MODEL_FILES` are sent. A new repository is private unless `public` is set; an existing one
+    must be as `public` says.
     """
     names = _model_files(Path(directory))
     with _deadline(), transferring(f"pushing to {repo_id}"):
@@ -140,7 +140,7 @@ def _check_write_access(api: HfApi, repo_id: str, public: bool) -> None:
         raise RuntimeError(f"the token of {account['name']} may only read: {_new_token(api)}")
     try:
         api.auth_check(repo_id, write=True)
-        is_seen = not public and not api.model_info(repo_id).private
+        private = bool(api.model_info(repo_id).private)
     except Exception as problem:
         if _status(problem) in (401, 404) and repo_id.split("/")[0].lower() in _writable_owners(account):
             return  # the repository does not exist yet
@@ -150,9 +150,10 @@ def _check_write_access(api: HfApi, repo_id: str, public: bool) -> None:
                 f"like {account['name']}/{repo_id.split('/')[1]}, or use a token that its owner has given access"
             ) from problem
         raise RuntimeError(_unreachable(api, problem)) from problem
-    if is_seen:
+    if private is public:
+        now, flag, then = ("private", "without", "public") if private else ("public", "with", "private")
         raise ValueError(
-            f"{repo_id} exists and is public: push there with --public, make it private at "
+            f"{repo_id} exists and is {now}: push there {flag} --public, make it {then} at "
             f"{api.endpoint}/{repo_id}/settings, or choose another name"
         )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 MAX_FILE_BYTES = 64 * 2**20  # six times the published tokenizer.json, the largest of these files
 MAX_DEPTH = 64
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 MAX_SHOWN = 60  # characters of a wrong value in an error
 
 
@@ -18,7 +19,15 @@ def read_bytes(path: Path) -> bytes:
     num_bytes = path.stat().st_size
     if num_bytes > MAX_FILE_BYTES:
         raise ValueError(f"{path} has {num_bytes} bytes, more than {MAX_FILE_BYTES}; does it belong to the model?")
-    return path.read_bytes()
+    content = path.read_bytes()
+    check_not_pointer(path, content)
+    return content
+
+
+def check_not_pointer(path: Path, start: bytes) -> None:
+    """Raises for the text that `git clone` without Git LFS leaves in place of a large file."""
+    if start.startswith(LFS_POINTER):
+        raise ValueError(f"{path} is a pointer of Git LFS, not the file: run `git lfs pull` there, or `hf download`")
 
 
 def read_object(path: Path) -> dict[str, Any]:

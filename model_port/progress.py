@@ -75,8 +75,8 @@ class Meter:
         if not self._unit:
             return f"{self.task}: {so_far}"
         if self._total is None:
-            return f"{self.task}: {_amounts([self.done], self._unit)}, {so_far}"
-        amounts = _amounts([self.done, self._total], self._unit)
+            return f"{self.task}: {in_units([self.done], self._unit)}, {so_far}"
+        amounts = in_units([self.done, self._total], self._unit)
         if not self.done:
             return f"{self.task}: {amounts}, {so_far}"
         remaining = tqdm.format_interval(elapsed_s * (self._total - self.done) / self.done)
@@ -124,7 +124,7 @@ def make_bar(**settings: Any) -> tqdm:
     )
 
 
-def _amounts(numbers: list[int], unit: str) -> str:
+def in_units(numbers: list[int], unit: str) -> str:
     """The numbers with their unit; the last one, the largest, decides the scale of bytes."""
     if unit != BYTES:
         return f"{' of '.join(f'{number:,}' for number in numbers)} {unit}{'s' * (numbers[-1] != 1)}"

@@ -16,7 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from model_port.json_files import Section, read_object
+from model_port.json_files import LFS_POINTER, Section, check_not_pointer, read_object
 
 MAX_HEADER_BYTES = 100_000_000  # the reference implementation's limit
 PART_BYTES = 2**20  # read at a time, and checked while in the CPU's cache
@@ -132,6 +132,8 @@ def _shards(directory: Path, single_file: str) -> tuple[list[Path], dict[str, st
 def _read_header(path: Path) -> dict[str, TensorInfo]:
     file_bytes = path.stat().st_size
     with path.open("rb") as file:
+        check_not_pointer(path, file.read(len(LFS_POINTER)))
+        file.seek(0)
         header_bytes = int.from_bytes(file.read(8), "little")
         if file_bytes < 8 or not 2 <= header_bytes <= min(MAX_HEADER_BYTES, file_bytes - 8):
             raise ValueError(f"{path} is not a complete safetensors file: {file_bytes} bytes cannot hold its header")

@@ -27,7 +27,7 @@ from model_port.qwen2_5_vl import tiny as qwen2_5_vl
 from model_port.qwen3_vl import tiny as qwen3_vl
 from model_port.qwen3_vl_moe import tiny as qwen3_vl_moe
 from model_port.safetensors_io import SINGLE_FILE, SafetensorsWriter
-from model_port.weights import num_params, rules
+from model_port.weights import in_words, num_params, rules
 
 DEFAULT_FAMILY = "qwen3_vl"
 TINY: dict[str, Tiny] = {
@@ -310,7 +310,7 @@ def main() -> None:
     add_debug_flag(parser)
     args = parser.parse_args()
     config = make_tiny(args.dst, args.seed, tiny_config(args.family), dtype=args.dtype, force=args.force)
-    print(f"{args.dst}: {num_params(config) / 1e6:.2f} million parameters, vocabulary {config.text.vocab_size}")
+    print(f"{args.dst}: {in_words(num_params(config))} parameters, vocabulary {config.text.vocab_size}")
 
 
 if __name__ == "__main__":

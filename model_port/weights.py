@@ -265,3 +265,7 @@ def load_hf_params(
 
 def num_params(config: ModelConfig) -> int:
     return sum(math.prod(rule.hf_shape) * (rule.count or 1) for rule in rules(config))
+
+
+def in_words(number: int) -> str:
+    return f"{number / 1e9:.2f} billion" if number >= 1e9 else f"{number / 1e6:.2f} million"

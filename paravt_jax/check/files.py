@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from model_port.processing import VisionContract, process_images
-from model_port.weights import num_params
+from model_port.weights import in_words, num_params
 from paravt_jax.check.measured import Measured
 from paravt_jax.check.target import Target
 from rollout.prompts import Prompts, main_messages
@@ -35,7 +35,7 @@ SIZES_PX = ((720, 1280), (64, 96), (333, 512), (1080, 1920))
 def files(target: Target) -> Iterator[Measured]:
     from transformers import AutoTokenizer
 
-    params = f"{num_params(target.config) / 1e9:.2f} billion parameters, {target.config.text.num_layers} layers"
+    params = f"{in_words(num_params(target.config))} parameters, {target.config.text.num_layers} layers"
     yield Measured("model", f"{target.config.family}, {params}")
     tokenizer: Any = AutoTokenizer.from_pretrained(target.hf_dir)
     yield tokenizer_line(target, tokenizer)

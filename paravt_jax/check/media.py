@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from model_port.progress import BYTES, in_units
 from paravt_jax.check.measured import Facts, Measured
 from paravt_jax.check.target import Target
 from paravt_jax.config import SYNTHETIC
@@ -39,9 +40,10 @@ def made_video(target: Target) -> Path:
 async def video_lines(reader: FrameReader, path: Path, target: Target) -> AsyncIterator[Measured]:
     """Seconds against the deadlines of a run."""
     settings, run = target.run_config.rollout, target.run_config.video
-    deadline_s, before = settings.min_video_deadline_s, bytes_read()
+    deadline_s = settings.min_video_deadline_s
     seconds, info = await timed(reader.info(path, deadline_s))
     yield Measured(f"{path.name}: probe, seconds", seconds, deadline_s)
+    before = bytes_read()
     shape = f"{info.duration_s:.1f} s, {info.num_frames} frames, {info.height} x {info.width} px"
     yield Measured(f"{path.name}: video", shape)
     times = overview_times(info.duration_s, info.num_frames, run.most_frames)
@@ -51,8 +53,8 @@ async def video_lines(reader: FrameReader, path: Path, target: Target) -> AsyncI
     window = crop_times(start_s, start_s + CROP_FRAC * info.duration_s, settings.subagent_max_frames)
     seconds, shown = await timed(reader.frames(path, window, settings.call_deadline_s))
     yield Measured(f"{path.name}: crop of {len(shown)} frames, seconds", seconds, settings.call_deadline_s)
-    size = path.stat().st_size / 1e6
-    yield Measured(f"{path.name}: read", f"{(bytes_read() - before) / 1e6:.1f} MB of a file of {size:.1f} MB")
+    size, read = (in_units([number], BYTES) for number in (path.stat().st_size, bytes_read() - before))
+    yield Measured(f"{path.name}: read by overview and crop", f"{read}, the file has {size}")
 
 
 async def timed(work: Awaitable[Result]) -> tuple[float, Result]:

@@ -9,6 +9,7 @@ import xxhash
 from model_port.config import ModelConfig
 from model_port.convert import ConversionReport, convert, keep_freed_memory
 from model_port.export import export
+from model_port.progress import BYTES, in_units
 from model_port.weights import open_hf_tensors, rules
 from paravt_jax.check.measured import Measured
 from paravt_jax.check.target import Target
@@ -29,7 +30,7 @@ def weights(target: Target) -> Iterator[Measured]:
 
 
 def _speed(report: ConversionReport) -> str:
-    return f"{report.num_bytes / 1e9:.2f} GB of {report.dtype} in {report.seconds:.1f} s"
+    return f"{in_units([report.num_bytes], BYTES)} of {report.dtype} in {report.seconds:.1f} s"
 
 
 def checksums(directory: Path, config: ModelConfig) -> dict[str, str]:

@@ -14,7 +14,7 @@ import jax
 
 from model_port.cli import one_line
 from model_port.config import read_config
-from model_port.weights import num_params
+from model_port.weights import in_words, num_params
 from paravt_jax.config import MeshConfig
 from paravt_jax.run.gpu_assignment import VISIBLE
 
@@ -81,7 +81,7 @@ def check_cpu_size(model: str, size: int, devices: Sequence[Any]) -> None:
     """Raises if a large model would train on a CPU by mistake."""
     if fell_back(devices) and size > MAX_CPU_PARAMS:
         raise RuntimeError(
-            f"model.path={model} has {_in_words(size)} parameters, and jax would train it on "
+            f"model.path={model} has {in_words(size)} parameters, and jax would train it on "
             f"{describe_devices(devices)}: start it where jax.devices() shows a GPU or TPU, or set {PLATFORMS}=cpu to "
             f"train it on the CPU"
         )
@@ -96,9 +96,5 @@ def start_line(
         axes = " ".join(f"{name}={number}" for name, number in vars(mesh).items())
         parts["mesh"] = axes if mesh.num_devices > 1 else "one device"
     slow = f" (model.dtype={written} is slower and takes more memory on a CPU)" if dtype != written else ""
-    parts["parameters"] = f"{_in_words(size)} in {dtype}{slow}"
+    parts["parameters"] = f"{in_words(size)} in {dtype}{slow}"
     return " | ".join(f"{name}: {value}" for name, value in (parts | items).items() if value)
-
-
-def _in_words(number: int) -> str:
-    return f"{number / 1e9:.2f} billion" if number >= 1e9 else f"{number / 1e6:.2f} million"

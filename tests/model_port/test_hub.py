@@ -134,9 +134,16 @@ def test_a_repository_is_made_private_unless_told_otherwise(hub: FakeHub, model:
     push(hub, model, public=public)
 
 
-def test_a_push_does_not_land_in_a_public_repository_unless_told_so(hub: FakeHub, model: Path):
-    hub.add_repo(REPO, private=False)
-    assert "is public: push there with --public" in message(ValueError, lambda: push(hub, model))
+@pytest.mark.parametrize(
+    ("public", "refusal"),
+    [
+        (False, "is public: push there with --public, make it private"),
+        (True, "is private: push there without --public"),
+    ],
+)
+def test_a_push_does_not_land_in_a_repository_that_others_see_or_do_not_see(hub: FakeHub, model: Path, public, refusal):
+    hub.add_repo(REPO, private=public)
+    assert refusal in message(ValueError, lambda: push(hub, model, public=public))
     assert set(hub.files(REPO)) == {".gitattributes"} and hub.count(PUT) == 0
 
 

@@ -187,11 +187,20 @@ def rewrite(change):
 
 HEAD = "model.language_model.norm.weight"
 EMBEDDING = "model.language_model.embed_tokens.weight"
+LFS_POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1234\n"
 
 
 BAD_SOURCES = {
     "missing shard": (drop_shard, "1 of 2 shards are missing: model-00002-of-00002"),
     "truncated": (truncate, "model.safetensors is truncated"),
+    "weights not fetched": (
+        lambda p: (p / "model.safetensors").write_text(LFS_POINTER),
+        "model.safetensors is a pointer of Git LFS",
+    ),
+    "tokenizer not fetched": (
+        lambda p: (p / "tokenizer.json").write_text(LFS_POINTER),
+        "tokenizer.json is a pointer of Git LFS, not the file: run `git lfs pull`",
+    ),
     "no weights": (lambda p: (p / "model.safetensors").unlink(), "has neither model.safetensors nor"),
     "integer tensors": (rewrite(lambda t: t.update({HEAD: np.zeros(128, np.int8)})), "dtype I8; supported are"),
     "missing key": (rewrite(lambda t: t.pop(HEAD)), f"1 missing: {HEAD}"),
@@ -223,6 +232,14 @@ def test_a_bad_source_is_one_error_and_nothing_is_written(kind, tiny_hf, tmp_pat
     with pytest.raises(ValueError, match=message):
         convert(tmp_path / "hf", tmp_path / "ckpt")
     assert {path.name for path in tmp_path.iterdir()} <= {"hf"}
+
+
+def test_a_conversion_without_a_tokenizer_says_so(tiny_hf, tmp_path, capsys):
+    shutil.copytree(tiny_hf, tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer.json").unlink()
+    report = convert(tmp_path / "hf", tmp_path / "ckpt")
+    assert f"{tmp_path / 'hf'} has no tokenizer (tokenizer.json or vocab.json)" in capsys.readouterr().err
+    assert "1.04 million parameters in float32, 4.1 MB in " in str(report)
 
 
 @pytest.mark.parametrize("kind", ["one file", "another dtype", "shards"])
