@@ -53,7 +53,8 @@ def load_samples(
         )
         return SampleSet(tuple(map(_own, own.prompts)), own.bad)
     if columns:
-        raise ValueError(f"reward.plugin takes {', '.join(columns)}, which samples of data.split={split.name} do not have")
+        taken = ", ".join(columns)
+        raise ValueError(f"reward.plugin takes {taken}, which samples of data.split={split.name} do not have")
     files = _row_files(split, source)
     root = Path(video_root or _copy_of(split, files[0])).absolute()
     rows = (row for file in files for row in _rows(split, file))
