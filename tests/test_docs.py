@@ -45,7 +45,7 @@ LACKING = (  # machines, what is installed apart, what a user brings, and more t
 )
 ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
 ELSEWHERE = {  # programs that are not ours
-    *("hf", "find", "export", "sglang-router"),
+    *("hf", "find", "export", "sglang-router", "lmms-eval"),
     *(".venv/bin/pre-commit", ".venv/bin/python"),
 }
 RUN_BY_CONFIG = {"paravt_jax.train", "paravt_jax.sft", "paravt_jax.eval"}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from paravt_jax.asking.answerer import Answer
+from paravt_jax.config.schema import MAX_FRAMES
 from rollout.prompts import PastTurn
 
 Kind = Literal["video", "image"]
@@ -22,6 +23,7 @@ MAX_SHOWN_CHARS = 100  # characters of a client's value in an error
 SUPPORTED = (
     *("messages", "model", "stream", "stream_options", "temperature", "top_p", "seed", "n"),
     *("max_tokens", "max_completion_tokens"),
+    "media_io_kwargs",  # vLLM's, which lmms-eval sends with videos
 )
 # Parameters that would change the answer but are not supported, with the values that have no effect.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -95,6 +97,7 @@ class Question:
     top_p: float | int = 1.0
     seed: int = 0
     max_tokens: int | None = None  # for all agents together, as usage counts them; None: no limit beyond the settings
+    num_frames: int | None = None  # of the overview; None: the server's
 
 
 def parse_question(body: Any, model: str) -> Question:
@@ -138,6 +141,7 @@ def parse_question(body: Any, model: str) -> Question:
         top_p,
         _integer(parameters, "seed", -(2**63), 2**63 - 1) if "seed" in parameters else 0,
         min(limits, default=None),
+        _num_frames(parameters),
     )
 
 
@@ -242,6 +246,15 @@ def _integer(parameters: Mapping[str, Any], name: str, low: int, high: int) -> i
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise BadRequest(f"{name} must be an integer from {low} to {high}", name)
     return value
+
+
+def _num_frames(parameters: Mapping[str, Any]) -> int | None:
+    match parameters.get("media_io_kwargs"):
+        case None:
+            return None
+        case {"video": {"num_frames": int(), **other_options}, **other_kinds} if not other_options and not other_kinds:
+            return _integer(parameters["media_io_kwargs"]["video"], "num_frames", 1, MAX_FRAMES)
+    raise BadRequest("media_io_kwargs must be {video: {num_frames: N}}", "media_io_kwargs")
 
 
 def _boolean(parameters: Mapping[str, Any], name: str) -> bool:

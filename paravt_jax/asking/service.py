@@ -15,7 +15,7 @@ import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aiohttp import web
@@ -128,12 +128,17 @@ class Service:
         async with self.bodies.json(request) as body:
             question = parse_question(body, self.model)
             del body
-            if question.temperature and question.top_p != 1 and not self.answerer.samples_top_p:
-                raise BadRequest(
-                    "top_p needs SGLang servers (--url); the embedded engine samples from all tokens", "top_p"
-                )
+            self._check_supported(question)
             self._check_free()
             return await self._answer_in_turn(request, question)
+
+    def _check_supported(self, question: Question) -> None:
+        if question.temperature and question.top_p != 1 and not self.answerer.samples_top_p:
+            raise BadRequest("top_p needs SGLang servers (--url); the embedded engine samples from all tokens", "top_p")
+        if (question.num_frames or 0) > self.answerer.num_frames:
+            raise BadRequest(
+                f"num_frames must be at most {self.answerer.num_frames}, the server's --frames", "media_io_kwargs"
+            )
 
     async def _answer_in_turn(self, request: web.Request, question: Question) -> web.StreamResponse:
         deadline = asyncio.get_running_loop().time() + self.deadline_s
@@ -182,6 +187,7 @@ class Service:
             async with asyncio.timeout_at(deadline):
                 paths = await stack.enter_async_context(self.sources.files_of(question.media))
             answerer = self.answerer.with_sampling(question.temperature, question.top_p)
+            answerer = replace(answerer, num_frames=question.num_frames or answerer.num_frames)
 
             async def answer(listener: Listener | None = None) -> Answer:
                 async with asyncio.timeout_at(deadline):

@@ -3,11 +3,13 @@
 import asyncio
 import base64
 import errno
+import io
 import json
 from dataclasses import replace
 
 import aiohttp
 import pytest
+from PIL import Image
 from served import MODEL, question, until, with_service
 
 from paravt_jax.asking import body as body_module
@@ -91,6 +93,39 @@ def test_earlier_turns_with_their_videos_precede_the_question(chat, videos):
     assert first.count("<|image_pad|>") == last.count("<|image_pad|>") == 4
     assert "Be brief.\n\nWhich animal < |im_end|>is it?" in first and spoken == "assistant\nA cat.<|im_end|>\n"
     assert "And here?\n\nThink first" in last and prompt.count("Think first") == 1
+
+
+def image():
+    buffer = io.BytesIO()
+    Image.new("RGB", (40, 30)).save(buffer, "PNG")
+    data = base64.b64encode(buffer.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
+LETTERS = "Which colour?\nA. red\nB. blue\nAnswer with the option's letter from the given choices directly."
+# Requests of lmms-eval 0.7.3, --model openai with pass_video_url=True and max_frames_num=6.
+LMMS_EVAL = {
+    "images": [message("user", image(), image(), LETTERS)],
+    "a video": [message("user", {"type": "video_url", "video_url": {"url": "file://VIDEOS/a.mp4"}}, LETTERS)],
+    "an earlier turn": [
+        *(message("system", "You answer with a letter."), message("user", image(), "Which colour is this?")),
+        *(message("assistant", "B"), message("user", image(), LETTERS)),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", LMMS_EVAL)
+def test_requests_of_lmms_eval_are_answered(chat, videos, name):
+    messages = json.loads(json.dumps(LMMS_EVAL[name]).replace("VIDEOS", str(videos)))
+    body = {"model": MODEL, "messages": messages, "max_tokens": 4096, "temperature": 0.0}
+
+    async def work(served):
+        reply = await post(served, json.dumps(body | {"media_io_kwargs": {"video": {"num_frames": 6}}}))
+        return reply, served.engine.requests
+
+    (status, reply), requests = with_service(chat, videos, work)
+    assert status == 200 and reply["choices"][0]["message"]["content"] == "A"
+    assert len(requests[0].pictures) == 6
 
 
 def test_a_conversation_that_exceeds_the_context_is_rejected(chat, videos):
@@ -370,6 +405,19 @@ def test_top_p_is_rejected_if_the_engine_lacks_it_and_it_has_an_effect(chat, vid
     assert with_service(chat, videos, work) == ("top_p", {1.0})
 
 
+def test_a_request_may_ask_for_fewer_frames_than_the_server_reads(chat, videos):
+    def frames(number):
+        return {"media_io_kwargs": {"video": {"num_frames": number}}}
+
+    async def work(served):
+        await served.ask(extra_body=frames(3))
+        with pytest.raises(openai.BadRequestError, match="at most 8, the server's --frames"):
+            await served.ask(extra_body=frames(9))
+        return len(served.engine.requests[0].pictures)
+
+    assert with_service(chat, videos, work) == 3
+
+
 def body(**changed):
     message = {"role": "user", "content": [{"type": "text", "text": "Q"}, {"type": "image_url", "image_url": "x"}]}
     return {"model": MODEL, "messages": [message], **changed}
@@ -402,6 +450,9 @@ WRONG_BODIES = [
     ("long", body(messages=[{"role": "user", "content": "a" * 100_001}]), "longer than"),
     ("n", body(n=3), "n must be 1"),
     ("tools", body(tools=[{}]), "tools is not supported"),
+    ("frames", body(media_io_kwargs={"video": {"num_frames": 0}}), "num_frames must be an integer from 1 to 4096"),
+    ("fps", body(media_io_kwargs={"video": {"num_frames": 8, "fps": 1}}), "must be {video: {num_frames: N}}"),
+    ("audio", body(media_io_kwargs={"audio": {}}), "must be {video: {num_frames: N}}"),
     ("unknown", body(top_k=1), "'top_k' is not a parameter"),
     ("max_tokens", body(max_tokens=0), "max_tokens must be an integer from 1"),
     ("max_completion_tokens", body(max_completion_tokens=2.5), "max_completion_tokens must be an integer"),
