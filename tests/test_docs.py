@@ -244,6 +244,12 @@ def make_world(directory: Path) -> None:
     for name, shade in (("kitchen", 40), ("street", 200)):
         pictures = (np.full((48, 64, 3), shade + second, np.uint8) for second in range(8))
         write_video(directory / "videos" / f"{name}.mp4", pictures, 1)
+    own = {
+        "prompt": [{"role": "user", "content": "<video>\nWhich pan is red?"}],
+        "videos": [{"video": "videos/kitchen.mp4"}],
+        "extra_info": {"question_type": "oe", "answer": "the first"},
+    }
+    (directory / "own.jsonl").write_text(json.dumps(own) + "\n")
     questions = [
         {
             "prompt": [{"role": "user", "content": "<video>\nWhich one?"}],

@@ -516,8 +516,6 @@ class SftConfig(TrainingConfig):
         yield from super()._contradictions()
         if self.sft.rows_per_step % self.pack.num_rows:
             yield f"sft.rows_per_step={self.sft.rows_per_step} must be a multiple of pack.num_rows={self.pack.num_rows}"
-        if SYNTHETIC in (self.data.train, self.data.validation):
-            yield f"data.train={SYNTHETIC} has questions but no traces; set it to a file of traces"
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,17 @@
 """A small synthetic data set: videos of grey noise in which a coloured square appears once, for two seconds.
 
 Sparse frames miss the square in a long video; a crop of the right window shows it. Each video has one question of every
-published type. The last quarter of the videos is for validation. Videos and questions depend only on the seed and the
-video's number.
+published type, and a trace that answers it. The last quarter of the videos is for validation. Videos, questions and
+traces depend only on the seed and the video's number.
 """
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
@@ -23,6 +25,7 @@ CELL_PX = 8  # grain of the noise; a finer one only costs bytes
 MIN_DURATION_S, MAX_DURATION_S = 8, 64
 EVENT_S = 2
 COLOURS = {"red": (210, 40, 40), "green": (40, 170, 60), "blue": (50, 70, 220), "yellow": (225, 205, 40)}
+MARGIN_S = 3  # that a trace's call shows before and after the square
 LETTERS = dict(zip(COLOURS, "ABCD", strict=True))
 
 
@@ -45,7 +48,7 @@ class Clip:
 
 
 def make_synthetic(directory: Path, seed: int = 0, num_videos: int = 8) -> Path:
-    """Writes the videos, validation.jsonl and, last, train.jsonl, and returns its path.
+    """Writes the videos, questions and traces (*_traces.jsonl), last train.jsonl, and returns its path.
 
     Every file is written atomically, so existing files are kept and an interrupted run creates only missing ones.
     """
@@ -57,8 +60,10 @@ def make_synthetic(directory: Path, seed: int = 0, num_videos: int = 8) -> Path:
         if not (directory / clip.video).exists():
             write_atomic(directory / clip.video, lambda path, clip=clip: write_video(path, frames(clip), FPS))
     num_train = num_videos - max(1, num_videos // 4)
-    _write_rows(directory / "validation.jsonl", clips[num_train:])
-    return _write_rows(directory / "train.jsonl", clips[:num_train])
+    for name, chosen in (("validation", clips[num_train:]), ("train", clips[:num_train])):
+        _write_rows(directory / f"{name}_traces.jsonl", [trace for clip in chosen for trace in traces(clip)])
+        _write_rows(directory / f"{name}.jsonl", [row for clip in chosen for row in _questions(clip)])
+    return directory / "train.jsonl"
 
 
 def make_clip(seed: int, number: int) -> Clip:
@@ -92,20 +97,45 @@ def questions(clip: Clip) -> Iterator[tuple[str, str, str]]:
     yield "oe", "Name the colour of the square that is shown in the video.", clip.colour
 
 
-def _write_rows(path: Path, clips: Sequence[Clip]) -> Path:
-    rows = [
-        {
+def traces(clip: Clip) -> Iterator[dict[str, Any]]:
+    """Yields a dialogue per question, which crops the video around the square, and the sub-agent's about the crop."""
+    start_s, end_s = max(0, clip.start_s - MARGIN_S), min(clip.duration_s, clip.end_s + MARGIN_S)
+    report = f"{clip.colour} from {clip.start_s} to {clip.end_s} seconds."
+    window = {"video_path": "video.mp4", "start_time": start_s, "end_time": end_s}
+    call = json.dumps({"name": "crop_video", "arguments": window})
+    for _, question, answer in questions(clip):
+        yield _trace(
+            {"type": "video_url", "video_url": {"url": clip.video}},
+            question,
+            f"<think>\nI look at {start_s} to {end_s} seconds.\n</think>\n<tool_call>\n{call}\n</tool_call>",
+            report,
+            f"<think>\nThe report shows {report}\n</think>\n<answer>{answer}</answer>",
+        )
+    part = {"url": clip.video, "start_time": start_s, "end_time": end_s}
+    yield _trace({"type": "video_url", "video_url": part}, "", report)
+
+
+def _trace(video: dict[str, Any], question: str, *turns: str) -> dict[str, Any]:
+    """`turns` are the policy's, with a tool's response between two."""
+    asked = [video, {"type": "text", "text": question}] if question else [video]
+    roles = itertools.cycle(("assistant", "tool"))
+    said = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]
+    return {"messages": [{"role": "user", "content": asked}, *said]}
+
+
+def _questions(clip: Clip) -> Iterator[dict[str, Any]]:
+    for question_type, question, answer in questions(clip):
+        yield {
             "prompt": [{"role": "user", "content": f"<video>\n{question}"}],
             "videos": [{"video": clip.video}],
             "extra_info": json.dumps({"answer": answer, "question_type": question_type}),
         }
-        for clip in clips
-        for question_type, question, answer in questions(clip)
-    ]
+
+
+def _write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     text = "".join(json.dumps(row) + "\n" for row in rows)
     if not path.exists() or path.read_text() != text:
         write_atomic(path, lambda partial: partial.write_text(text))
-    return path
 
 
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 import paravt_jax.data.synthetic as synthetic
 from paravt_jax.data.prompts import load_prompts
-from paravt_jax.data.synthetic import COLOURS, LETTERS, frames, make_clip, make_synthetic, questions
+from paravt_jax.data.synthetic import COLOURS, LETTERS, frames, make_clip, make_synthetic, questions, traces
+from paravt_jax.data.traces import load_traces
 from paravt_jax.rewards.answers import interval, interval_iou
 from rollout.video.decode import probe
 
@@ -57,6 +58,20 @@ def test_every_answer_is_visible_in_the_video(train_rows):
             assert interval_iou(interval(prompt.answer), (start_s, end_s)) == pytest.approx(1)
         else:
             assert prompt.answer == color
+
+
+def test_every_trace_is_usable_and_crops_around_the_square(train_rows):
+    for name, num_clips in (("train_traces.jsonl", 6), ("validation_traces.jsonl", 2)):
+        loaded = load_traces(str(train_rows.with_name(name)), video_root="", max_bad_frac=0.0, allow_outside=False)
+        assert len(loaded.traces) == 4 * num_clips and not loaded.bad
+    for clip in (make_clip(0, number) for number in range(8)):
+        *dialogues, crop = (trace["messages"] for trace in traces(clip))
+        shown = crop[0]["content"][0]["video_url"]
+        assert 0 <= shown["start_time"] <= clip.start_s and clip.end_s <= shown["end_time"] <= clip.duration_s
+        for dialogue, (_, _, answer) in zip(dialogues, questions(clip), strict=True):
+            assert f'"start_time": {shown["start_time"]}, "end_time": {shown["end_time"]}' in dialogue[1]["content"]
+            assert dialogue[2] == {"role": "tool", "content": crop[1]["content"]}
+            assert dialogue[3]["content"].endswith(f"<answer>{answer}</answer>")
 
 
 def test_videos_have_their_planned_lengths(train_rows):
