@@ -21,6 +21,9 @@ CURVES = ("rewards.png", "learner.png")  # of RUN/plots; the first that exists i
 LICENSES = dict.fromkeys(  # of base models, by the start of their names
     ("Qwen/Qwen3-VL-", "Qwen/Qwen2.5-VL-7B-", "Qwen/Qwen2.5-VL-32B-"), "apache-2.0"
 )
+DATA_LICENSES = {"ParaVT/ParaVT-Parquet": "apache-2.0", "synthetic data": "no license, drawn by the run"}
+DATA_SETTINGS = ("data.train", "data.validation")
+SYNTHETIC = "synthetic"  # as data.train: rows that the run draws
 SHOWN_SETTINGS = (
     *("train.num_steps", "sft.num_steps", "train.prompts_per_step", "train.group_size", "video.frame_budgets"),
     *("optim.learning_rate", "loss.name", "loss.kl_coef", "advantage.credit", "rollout.dispatch", "lora.rank", "seed"),
@@ -34,60 +37,105 @@ TEMPLATE = """\
 
 # {{ name }}
 
-A {{ title }} in Hugging Face format, exported from {{ source }} with `model_port.export` of
-paravt_jax, a JAX implementation of agentic reinforcement learning for long-video understanding.
-{% if base %}
-The base model is [{{ base }}](https://huggingface.co/{{ base }}), whose license applies.
-{% endif %}{% if settings %}
-## Training
+{% if settings %}{{ title }}, trained {% if "sft.num_steps" in settings -%}
+by supervised fine-tuning on traces (a cold start)
+{%- else %}by reinforcement learning{% endif %} to answer questions about long videos with parallel tool calls.
+{%- else %}Weights of {{ title }} in Hugging Face format.{% endif %}
+Exported from {{ source }} with paravt_jax, an implementation of ParaVT (agentic reinforcement learning for long
+videos) in JAX.
 
-{% if "sft.num_steps" in settings %}Supervised fine-tuning on traces (the cold start).
-{%- else %}Reinforcement learning on the model's own episodes.{% endif %}
-{% if start %}This stage started from {{ start }}.
-{% endif %}Data: {{ data }}.
+## Model details
 
-| setting | value |
+| | |
 |---|---|
-{% for key, value in table %}| {{ key }} | {{ value }} |
-{% endfor %}{% if has_curve %}
-![training]({{ curve_file }})
-{% endif %}{% endif %}{% if cells %}
-## Evaluation
+{% for key, value in details %}| {{ key }} | {{ value }} |
+{% endfor %}
+## How to use
 
-| split | calls | frames | scored by | score, % | 95 % interval | missing counted as wrong | samples |
-|---|---|---|---|---|---|---|---|
-{% for row in rows %}| {{ row | join(" | ") }} |
-{% endfor %}{% if refused %}
-No headline score for {{ refused | join("; ") }}.
-{% endif %}
-The interval bootstraps whole videos. Missing samples count as neither right nor wrong, except in their own column.
-
-{% for line in certificates %}{{ line }}
-{% endfor %}{% endif %}
-## Ask it
+The agent, with its tools and sub-agents:
 
 ```bash
-python -m paravt_jax.ask VIDEO "QUESTION" --model {{ name }}
+python -m paravt_jax.ask VIDEO "QUESTION" --model {{ name }}   # prints the answer, its calls and their reports
+python -m paravt_jax.serve --model {{ name }} --video-root DIR   # an OpenAI-compatible server
+```
+{% if recipe %}
+Both use the prompts and frame sizes of its training, from `{{ recipe }}`.
+{% endif %}
+In JAX, as a Flax NNX module:
+
+```python
+import model_port
+from model_port.download import source_directory
+
+# to shard it: mesh=model_port.make_mesh(fsdp=8)
+model = model_port.load(source_directory("{{ name }}"), dtype="{{ dtype }}")
 ```
 
-shows the frames it looks at while it answers; `python -m paravt_jax.serve --model {{ name }}` serves it with OpenAI's
-API.{% if recipe %} Both use the prompts and frame sizes it was trained with, from its `{{ recipe }}`.{% endif %}
-
-transformers loads it like any {{ title }}:
+In transformers:
 
 ```python
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 model = AutoModelForImageTextToText.from_pretrained("{{ name }}", dtype="{{ dtype }}", device_map="auto")
 processor = AutoProcessor.from_pretrained("{{ name }}")
+content = [{"type": "video", "path": "film.mp4"}, {"type": "text", "text": "What happens?"}]
+inputs = processor.apply_chat_template(
+    [{"role": "user", "content": content}],
+    add_generation_prompt=True,
+    tokenize=True,
+    return_dict=True,
+    return_tensors="pt",
+).to(model.device)
+tokens = model.generate(**inputs, max_new_tokens=1024)[:, inputs["input_ids"].shape[1] :]
+print(processor.batch_decode(tokens, skip_special_tokens=True)[0])
 ```
 
-So do vLLM and SGLang: `python -m sglang.launch_server --model-path {{ name }}`.
-{% if settings %}
+vLLM and SGLang serve it as well: `vllm serve {{ name }}`, `python -m sglang.launch_server --model-path {{ name }}`.
+{% if settings %}These three run no tools: the model's calls are then part of its text.
+{% endif %}{% if settings %}
+## Training
+
+| setting | value |
+|---|---|
+{% for key, value in table %}| {{ key }} | {{ value }} |
+{% endfor %}{% if has_curve %}
+![training]({{ curve_file }})
+{% endif %}{% endif %}
+## Evaluation
+{% if cells %}
+| split | calls | frames | scored by | score, % | 95 % interval | missing counted as wrong | samples |
+|---|---|---|---|---|---|---|---|
+{% for row in rows %}| {{ row | join(" | ") }} |
+{% endfor %}{% if refused %}
+No headline score for {{ refused | join("; ") }}.
+{% endif %}
+The interval is a bootstrap over videos. Missing samples (failures of the engine, a video or the judge) count as neither
+right nor wrong, except in their own column.
+
+{% for line in certificates %}{{ line }}
+{% endfor %}{% else %}
+Not evaluated: the export was made without `--evaluation`.
+{% endif %}
+## License
+
+{% if base %}The license of {{ base_link }} applies to the weights{% if license %}: {{ license }}{% endif %}.
+{%- else %}The license of the base model applies to the weights; the export does not know which model it is.{% endif %}
+{% if data_licenses %}
+Licenses of the data; videos keep the licenses of their sources:
+
+{% for line in data_licenses %}{{ line }}
+{% endfor %}{% endif %}{% if settings %}
 ## Citation
 
-The method is from *ParaVT: Taming the Tool Prior Paradox for Parallel Tool Use in Agentic Video Reinforcement
-Learning*, [arXiv:2605.20342](https://arxiv.org/abs/2605.20342), 2026.
+```bibtex
+@misc{paravt2026,
+  title = {ParaVT: Taming the Tool Prior Paradox for Parallel Tool Use in Agentic Video Reinforcement Learning},
+  year = {2026},
+  eprint = {2605.20342},
+  archivePrefix = {arXiv},
+  url = {https://arxiv.org/abs/2605.20342},
+}
+```
 {% endif %}"""
 
 Cell = Mapping[str, Any]  # one row of an evaluation's results: a split, a dispatch and a frame budget
@@ -104,11 +152,12 @@ def make_card(
     model_type: str = "qwen3_vl",
 ) -> str:
     settings = run_settings(src)
-    datasets = sorted(_datasets(settings))
+    data = [_data(settings[key]) for key in DATA_SETTINGS if settings.get(key)]
+    license_ = next((name for prefix, name in LICENSES.items() if (base or "").startswith(prefix)), None)
     card_data = ModelCardData(
         base_model=base,
-        license=next((license_ for prefix, license_ in LICENSES.items() if (base or "").startswith(prefix)), None),
-        datasets=datasets or None,
+        license=license_,
+        datasets=sorted({text for text in data if HUB_ID.fullmatch(text)}) or None,
         library_name="transformers",
         pipeline_tag="image-text-to-text",
         tags=[model_type, "paravt_jax", "jax"],
@@ -119,11 +168,13 @@ def make_card(
         name=name,
         title=FAMILIES[model_type].title,
         base=base,
+        base_link=_link(base or ""),
+        license=license_,
         dtype=dtype,
         source=f"step {src.name} of a training run" if _is_of_a_run(src) else "a checkpoint",
         settings=settings,
-        start=_link(str(settings.get("model.path") or "")),
-        data=" and ".join(datasets) or "own data",
+        details=[(key, value) for key, value in _details(settings, base, dtype, model_type) if value],
+        data_licenses=dict.fromkeys(map(_data_license, data)),
         table=[(key, _cell_text(settings[key])) for key in SHOWN_SETTINGS if settings.get(key) not in (None, "", [])],
         has_curve=curve_of(src) is not None,
         curve_file=CURVE_FILE,
@@ -134,6 +185,15 @@ def make_card(
         recipe=RECIPE_FILE if has_recipe else None,
     )
     return str(card)
+
+
+def _details(settings: Mapping[str, Any], base: str | None, dtype: str, model_type: str) -> Iterator[tuple[str, str]]:
+    yield "architecture", f"{FAMILIES[model_type].title} (`{model_type}`)"
+    yield "weights", f"safetensors, {dtype}"
+    yield "base model", _link(base or "")
+    yield "initialized from", _link(str(settings.get("model.path") or ""))
+    yield "training data", _data_link(_data(settings.get("data.train")))
+    yield "validation data", _data_link(_data(settings.get("data.validation")))
 
 
 def run_settings(src: Path) -> Mapping[str, Any]:
@@ -203,12 +263,22 @@ def _certificate(cell: Cell) -> str:
     )
 
 
-def _datasets(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Their names on the hub."""
-    for key in ("data.train", "data.validation"):
-        name = "/".join(str(settings.get(key, "")).partition("@")[0].split("/")[:2])
-        if HUB_ID.fullmatch(name) and not Path(str(settings[key])).exists():
-            yield name
+def _data(setting: Any) -> str:
+    """The name on the hub of a run's data, or a description that contains no path."""
+    text = str(setting or "")
+    name = "/".join(text.partition("@")[0].split("/")[:2])
+    if HUB_ID.fullmatch(name) and not Path(text).exists():
+        return name
+    return text and ("synthetic data" if text == SYNTHETIC else "own data")
+
+
+def _data_link(data: str) -> str:
+    return f"[{data}](https://huggingface.co/datasets/{data})" if HUB_ID.fullmatch(data) else data
+
+
+def _data_license(data: str) -> str:
+    license_ = DATA_LICENSES.get(data, "see its page" if HUB_ID.fullmatch(data) else "not recorded by the run")
+    return f"- {_data_link(data)}: {license_}"
 
 
 def _link(name: str) -> str:

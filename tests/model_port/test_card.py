@@ -1,11 +1,14 @@
 """The card says what a run wrote down of itself, how to ask the model, and nothing of the machine."""
 
 import json
+import re
+from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
 
 from model_port.card import CURVE_FILE, curve_of, make_card, read_cells
+from model_port.model import VLModel
 
 BASE = "Qwen/Qwen3-VL-8B-Instruct"
 RL = {
@@ -33,12 +36,40 @@ def test_of_a_run_it_tells_data_stage_and_hyper_parameters(trained):
     card = make_card(trained, "me/policy", BASE, "bfloat16", has_recipe=True)
     data = ModelCard(card).data
     assert (data.license, data.base_model, data.datasets) == ("apache-2.0", BASE, ["ParaVT/ParaVT-Parquet"])
-    assert "step 54 of a training run" in card and "Reinforcement learning" in card
+    assert "step 54 of a training run" in card and "trained by reinforcement learning" in card
     assert "| train.num_steps | 54 |" in card and "| video.frame_budgets | [4, 64] |" in card
     assert "| loss.name | para_grpo x |" in card  # no value ends a cell
     assert f"![training]({CURVE_FILE})" in card and curve_of(trained).read_bytes() == b"picture"
     assert 'paravt_jax.ask VIDEO "QUESTION" --model me/policy' in card and "paravt.json" in card
-    assert "arXiv:2605.20342" in card
+    assert "eprint = {2605.20342}" in card
+
+
+def test_it_has_the_license_of_the_weights_and_of_each_data_set(trained):
+    card = make_card(trained, "me/policy", BASE, "bfloat16", has_recipe=True)
+    page = "[ParaVT/ParaVT-Parquet](https://huggingface.co/datasets/ParaVT/ParaVT-Parquet)"
+    assert f"| training data | {page} |\n| validation data | own data |" in card
+    assert "applies to the weights: apache-2.0.\n\nLicenses of the data" in card
+    assert f"- {page}: apache-2.0\n- own data: not recorded by the run\n" in card
+    assert "other/rows): see its page" in card_with(trained, {"data": {"train": "other/rows"}})
+    assert "- synthetic data: no license, drawn by the run" in card_with(trained, {"data": {"train": "synthetic"}})
+
+
+def card_with(checkpoint, settings):
+    (checkpoint.parents[1] / "config.json").write_text(json.dumps({"config": settings}))
+    return make_card(checkpoint, "me/policy", BASE, "bfloat16", has_recipe=True)
+
+
+@pytest.mark.slow
+def test_it_loads_the_model_as_it_describes(tiny_hf):
+    """Without torchvision, transformers has no processor of videos, so its block runs up to there."""
+    card = make_card(tiny_hf, str(tiny_hf), BASE, "float32", has_recipe=False)
+    in_jax, in_transformers = re.findall(r"^```python\n(.*?)^```$", card, re.MULTILINE | re.DOTALL)
+    namespace: dict[str, Any] = {}
+    exec(in_jax, namespace)
+    assert isinstance(namespace["model"], VLModel)
+    compile(in_transformers, "card", "exec")
+    exec(in_transformers.partition("processor = ")[0], namespace)
+    assert namespace["model"].config.model_type == "qwen3_vl"
 
 
 def test_it_names_no_path_of_the_machine(trained):
@@ -46,16 +77,14 @@ def test_it_names_no_path_of_the_machine(trained):
 
 
 def test_a_cold_start_is_called_one(trained):
-    settings = {**RL, "sft": {"num_steps": 500}}
-    (trained.parents[1] / "config.json").write_text(json.dumps({"config": settings}))
-    assert "Supervised fine-tuning on traces" in make_card(trained, "x", None, "float32", has_recipe=False)
+    assert "trained by supervised fine-tuning on traces" in card_with(trained, {**RL, "sft": {"num_steps": 500}})
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"config": 7}'])
 def test_without_readable_settings_there_is_a_card_all_the_same(trained, content):
     (trained.parents[1] / "config.json").write_text(content)
     card = make_card(trained, "me/policy", None, "bfloat16", has_recipe=False)
-    assert "## Training" not in card and "## Ask it" in card
+    assert "## Training" not in card and "## How to use" in card and "Not evaluated" in card
     assert ModelCard(card).data.license is None
 
 
