@@ -18,6 +18,7 @@ SPLIT = ["data", "split", "--src", "in.jsonl"]
 FILES = {
     ("ask", "--html"): (["ask", "a.mp4", "why?", "--model", "gone", "--html", "FILE"], "a.mp4"),
     ("bench", "--json"): (["bench", "mesh", "--config", "c.yaml", "--json", "FILE"], "c.yaml"),
+    ("check", "--html"): (["check", "--model", "2b", "--data", "in.jsonl", "--html", "FILE"], "in.jsonl"),
     ("check", "--json"): (["check", "--model", "2b", "--data", "in.jsonl", "--json", "FILE"], "in.jsonl"),
     ("gate", "--json"): (["gate", "--model", "in.jsonl", "--url", "x", "--json", "FILE"], "in.jsonl"),
     ("data inspect", "--json"): (["data", "inspect", "in.jsonl", "--json", "FILE"], "in.jsonl"),

@@ -21,6 +21,7 @@ from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.output_dir import exit_on_sigterm
 from model_port.terminal import say
 from paravt_jax.bench import machine
+from paravt_jax.check.page import page
 from paravt_jax.check.process import part_of
 from paravt_jax.check.report import StageReport, table
 from paravt_jax.check.stages import STAGES
@@ -55,6 +56,7 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("--video", nargs="+", default=[], metavar="FILE", help="videos to read (default: a made one)")
     parser.add_argument("--data", default="", metavar="FILE", help="rows to count (default: the recipe's, if there)")
     parser.add_argument("--json", metavar="OUT", help="also write all results to this file")
+    parser.add_argument("--html", metavar="OUT", help="also write a page of all results")
     parser.add_argument("--force", action="store_true", help="replace OUT even if another command wrote it")
     add_debug_flag(parser)
     return parser
@@ -101,7 +103,7 @@ def run_stages(names: Sequence[str], target: Target) -> list[StageReport]:
     return sorted(reports, key=lambda report: names.index(report.stage))
 
 
-def to_record(args: argparse.Namespace, reports: list[StageReport]) -> dict[str, Any]:
+def to_record(reports: list[StageReport]) -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": sys.argv[1:],
@@ -114,14 +116,20 @@ def main() -> None:
     parser = parser_of()
     args = parser.parse_args()
     inputs = [args.model or "", args.recipe or "", args.data, *args.video]
-    out = args.json and OutputFile(args.json, "check --json", inputs=inputs, force=args.force)
+    out, page_out = (
+        path and OutputFile(path, f"check --{kind}", inputs=inputs, force=args.force)
+        for kind, path in (("json", args.json), ("html", args.html))
+    )
     exit_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="paravt-check-") as folder:
         target = target_of(parser, args, folder)
         reports = run_stages([name for name in STAGES if name in args.stage], target)
     print(table(reports))
+    record = to_record(reports)
     if out:
-        out.write(json.dumps(to_record(args, reports), indent=2) + "\n")
+        out.write(json.dumps(record, indent=2) + "\n")
+    if page_out:
+        page_out.write(page(record, reports))
     if failed := [report.stage for report in reports if report.failed]:
         raise RuntimeError(f"{len(failed)} of {len(reports)} stages failed: {', '.join(failed)}")
 

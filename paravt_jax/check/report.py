@@ -40,14 +40,14 @@ class StageReport:
 
 def table(reports: Sequence[StageReport]) -> str:
     """As Markdown, with aligned columns."""
-    rows = [list(COLUMNS), *(row for report in reports for row in _rows(report))]
+    rows = [list(COLUMNS), *(row for report in reports for row in rows_of(report))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     rows.insert(1, ["-" * width for width in widths])
     cells = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
     return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 
-def _rows(report: StageReport) -> Iterator[list[str]]:
+def rows_of(report: StageReport) -> Iterator[list[str]]:
     """A stage's own row, then its lines."""
     planned = report.facts.get("planned_gib")
     memory = [f"{report.seconds:.0f}", f"{report.peak_gib:.2f}", "" if planned is None else f"{planned:.2f}"]

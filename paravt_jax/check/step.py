@@ -67,7 +67,7 @@ def shortened(target: Target, num_devices: int) -> Config:
 
 def metric_lines(metrics: Mapping[str, float], config: Config) -> Iterator[Measured]:
     trained = metrics.get("perf/num_batches", 0)
-    yield Measured("update", f"{trained:g} batches", problem="" if trained else "no group had a signal")
+    yield Measured("updates", f"{trained:g} in the last step", problem="" if trained else "no group had a signal")
     kl = metrics.get("mismatch/behavior_kl", float("nan"))
     yield Measured("behavior KL, sampler to learner", kl, config.mismatch.warn_kl)
     for name in ("time/rollout_s", "time/update_s", "time/publish_s", "perf/tokens_per_s"):

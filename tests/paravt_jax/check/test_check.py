@@ -15,6 +15,7 @@ from model_port.tiny import make_tiny, tiny_config
 from paravt_jax.check import files, gradient, logits, media, round_trip, step, weights
 from paravt_jax.check.measured import NO_TORCH, Measured
 from paravt_jax.check.model import copy_layers, make_model
+from paravt_jax.check.page import page
 from paravt_jax.check.process import PartResult, part_of
 from paravt_jax.check.report import StageReport, table
 from paravt_jax.check.stages import STAGES
@@ -210,6 +211,20 @@ def test_a_report_has_lines_facts_and_the_problem_of_the_process():
     assert len({len(line) for line in shown}) == 1
     assert "| logits " in shown[2] and "| 3.00     | 2.00 " in shown[2] and "1e-06" in shown[3]
     assert shown[4].count("FAILED") == 1 and "exit code -9" in shown[4] and "2.00" in shown[4]
+
+
+def test_the_page_has_every_cell_and_no_markup_of_its_values():
+    line = Measured("error <b>", 1e-3, 1e-4)
+    reports = [StageReport("logits", [line], {}, "", 1.0, 2.0), StageReport("data", [], {}, "", 1.0, 2.0)]
+    record = {"machine": {"cpu": "a & b", "versions": {"jax": "0.1"}}, "command": ["--model", "<x>"], "date": "2026"}
+    shown = page(record, reports)
+    assert (
+        "<h1>logits failed</h1>" in shown
+        and "<p>cpu a &amp; b, jax 0.1<br><code>paravt check --model &lt;x&gt;" in shown
+    )
+    assert '<tr class="failed"><td></td><td>error &lt;b&gt;</td><td>0.001</td><td>0.0001</td>' in shown
+    assert shown.count('<tr class="stage') == 2 and "<b>" not in shown and "<script" not in shown
+    assert "<h1>all 1 stages passed</h1>" in page(record, reports[1:])
 
 
 @pytest.mark.parametrize(
