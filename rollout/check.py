@@ -5,8 +5,8 @@
 Each server plays episodes on test pictures of several sizes; dialogues with every structural token and a picture in a
 tool's response are added; the learner scores the same ids and pictures. The gate compares the log-probs of sampled
 tokens, as returned while sampling, the log-probs of all tokens of the dialogues, as the server scores them, and the
-expanded ids, which differ if a server resizes a picture. A trainer runs the gate before its first
-step. The bounds are in `rollout.parity`.
+expanded ids, which differ if a server resizes a picture or encodes the text again. A trainer runs the gate before its
+first step. The bounds are in `rollout.parity`.
 """
 
 import argparse
@@ -45,10 +45,13 @@ from rollout.video.info import TimedPicture, VideoInfo
 # Height and width of common videos: 16:9, 4:3, 1:1, portrait, cinema, and a very small one.
 VIDEO_SIZES_PX = ((1080, 1920), (480, 640), (512, 512), (1280, 720), (800, 1920), (64, 96))
 STRUCTURAL = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<|im_end|>")
+# Spelled letter by letter, as a policy may: a server that encodes its text again gets other ids.
 FIRST_TURN = (
-    "<think>\nI look closer.</think>\n\n<tool_call>\n"
+    "<think>\n",
+    *"I look closer.",
+    "</think>\n\n<tool_call>\n"
     '{"name": "crop_video", "arguments": {"video_path": "video.mp4", "start_time": 20, "end_time": 30}}\n'
-    "</tool_call><|im_end|>"
+    "</tool_call><|im_end|>",
 )
 LAST_TURN = "<think>\nThe frames show it.</think><answer>A</answer><|im_end|>"
 SHOWN_S = 25.0  # the frame in the response to that call; no other prompt shows it
@@ -118,7 +121,7 @@ async def _play(
         episodes = await asyncio.gather(*(agent.run(overview, number) for number in range(num_episodes)))
     finally:
         await engine.close()
-    ids = np.concatenate([overview.ids, chat.encode(FIRST_TURN)])
+    ids = np.concatenate([overview.ids, *map(chat.encode, FIRST_TURN)])
     response = with_times(["A report, and a frame:", *shown], config.prompts)
     ids = np.concatenate([ids, chat.after_turn(ids, [response]), chat.encode(LAST_TURN)])
     ledgers = [ledger for episode in episodes for ledger in episode.ledgers]
@@ -141,9 +144,11 @@ def _compare_dialogue(
 ) -> None:
     """Compares the server's ids and log-probs of a given dialogue."""
     if not np.array_equal(ids, ours.ids):
+        resizes = np.count_nonzero(ids == chat.image_id) != np.count_nonzero(ours.ids == chat.image_id)
         parity.wrong_ids.append(
-            f"pictures of {size_px[0]} x {size_px[1]} px expand to {len(ids)} ids on {parity.url} and to "
-            f"{len(ours.ids)} in the learner; the server resizes pictures; start it with python -m rollout.serve"
+            f"a dialogue with pictures of {size_px[0]} x {size_px[1]} px has {len(ids)} ids on {parity.url}, and "
+            f"{len(ours.ids)} different ones in the learner; the server "
+            f"{'resizes pictures' if resizes else 'encodes the text again'}; start it with python -m rollout.serve"
         )
         return
     offsets = ours.offsets(logp)[:, 1:]

@@ -49,6 +49,11 @@ VISION_CACHE_MIB = 1024  # about 600 frames of 49 tokens for the 8B model with i
 # Below the kernel's range for outgoing connections, which could take the port while the server loads.
 FREE_PORTS = range(20_000, 30_000)
 
+# With such a cache, SGLang keeps the ids of every request with pictures. Without one, for Qwen2.5-VL, it counts a
+# picture's tokens by the bounds in the processor files, and if it resized nothing and they would have, it decodes the
+# ids and encodes the text again: to other ids, if a policy sampled some of them.
+PICTURE_CACHE_MIB = 256
+
 # Without GPU kernels the vision tower attends over all pictures of a prefill at once, with a mask: eight crops of
 # sixteen frames took minutes. Smaller prefill chunks have fewer pictures.
 CPU_PREFILL_TOKENS = 128
@@ -161,6 +166,7 @@ class ServerSettings:
             "--dtype": self.dtype or DTYPES[self.device],
             "--context-length": self.context_length,
             "--mm-process-config": json.dumps(NO_RESIZE),
+            "--mm-preprocess-cache-size-mb": PICTURE_CACHE_MIB,
             "--max-total-tokens": self.max_total_tokens,
             "--max-running-requests": self.max_running_requests,
             "--weight-version": initial_label(self.weights_port) if self.weights_port else None,

@@ -149,6 +149,23 @@ def test_a_server_with_a_wrong_picture_in_a_tools_response_is_refused(change, dt
     assert statistic.server > 2 * statistic.allowed
 
 
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda chat, ids: np.append(ids, chat.image_id), "resizes pictures"),
+        (lambda chat, ids: chat.encode(chat.decode(ids)), "encodes the text again"),
+    ],
+)
+def test_a_server_with_other_ids_resizes_pictures_or_encodes_the_text_again(tiny_hf, change, problem):
+    chat, parity = Chat.from_hf(tiny_hf), Parity("http://a", "float32")
+    ids = np.concatenate([[chat.image_id], *map(chat.encode, gate.FIRST_TURN)])
+    logp, other = np.zeros(len(ids), np.float32), change(chat, ids)
+    gate._compare_dialogue(parity, other, np.zeros(len(other)), Scored(ids, logp, logp), chat, (32, 64))
+    (message,) = parity.wrong_ids
+    assert f"has {len(other)} ids on http://a, and {len(ids)} different ones in" in message
+    assert f"the server {problem}; start it with" in message
+
+
 def test_the_part_of_a_wrong_pictures_change_by_hand():
     difference = ShownDifference(3.0)
     difference.add(np.array([[0.0, 1.0], [0.0, 0.5], [3.0, 4.0]]))

@@ -1,6 +1,7 @@
 """The real SGLang server: it samples what the learner computes, loses nothing when killed, and leaves nothing behind.
 
-Each start takes ten seconds and more, so two servers serve nearly all tests, the last of which end them.
+Each start takes ten seconds and more, so two servers serve nearly all tests, the last of which end them; a third has
+the second family of models.
 """
 
 import asyncio
@@ -39,6 +40,7 @@ from wide_model import make_wide, with_layer_of
 import model_port
 from model_port.adapters import AdapterBase, AdapterInfo, add_adapter, new_adapter, sum_of_base
 from model_port.config import LoraConfig
+from model_port.model import VLModel
 from model_port.processing import VisionContract
 from model_port.tiny import make_tiny, tiny_config
 from paravt_jax.config import EvalConfig, load_config
@@ -72,6 +74,7 @@ RUN = "tests-1"  # to which the servers belong
 CONFIG = EpisodeConfig(max_new_tokens=48, subagent_new_tokens=48, max_context_tokens=4096)
 SMALL = dict(context_length=4096, max_total_tokens=16_384)
 RECIPE_SIZES = ((224, 224), (160, 288), (192, 256), (32, 1024), (32, 32))
+PUBLISHED_BOUNDS = dict(min_pixels=65_536, max_pixels=16_777_216)
 START_DEADLINE_S = 180  # alone it takes 20; the machine may be busy
 # So that it keeps what belongs together on one server, as we do, and soon sees that one is gone.
 ROUTING = ("--policy", "manual", "--assignment-mode", "min_load", "--health-check-interval-secs", "5")
@@ -116,7 +119,15 @@ def sglang_python() -> Path:
 def tiny_hf_published(tmp_path_factory) -> Path:
     """The same weights with the published bounds in the processor files: they enlarge every frame of the recipe."""
     directory = tmp_path_factory.mktemp("hf") / "tiny"
-    make_tiny(directory, min_pixels=65_536, max_pixels=16_777_216)
+    make_tiny(directory, **PUBLISHED_BOUNDS)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def qwen25_hf(tmp_path_factory) -> Path:
+    """A Qwen2.5-VL whose processor files also enlarge frames."""
+    directory = tmp_path_factory.mktemp("hf") / "qwen25"
+    make_tiny(directory, config=tiny_config("qwen2_5_vl"), **PUBLISHED_BOUNDS)
     return directory
 
 
@@ -157,6 +168,12 @@ def server(sglang_python, tiny_hf_published):
 def second(sglang_python, tiny_hf):
     """A server for a vision tower that trains: it does not remember pictures."""
     yield from served(ServerSettings(tiny_hf, python=sglang_python), "--trainable-vision")
+
+
+@pytest.fixture(scope="module")
+def qwen25_server(sglang_python, qwen25_hf):
+    """Also for a vision tower that trains."""
+    yield from served(ServerSettings(qwen25_hf, python=sglang_python), "--trainable-vision")
 
 
 @pytest.fixture(scope="module")
@@ -418,7 +435,7 @@ def sampled_against_learner(engine, chat, model, contract) -> asyncio.Future:
     """The largest difference between the log-probs of fresh samples and the learner's."""
 
     async def run():
-        frames = FakeFrames(size_px=(64, 96))
+        frames = FakeFrames(size_px=(2 * chat.token_px, 3 * chat.token_px))
         episodes = await play(engine, chat, frames, 4)
         scorer, worst = LearnerScorer(model, contract), 0.0
         for ledger in itertools.chain.from_iterable(episode.ledgers for episode in episodes):
@@ -488,22 +505,78 @@ def test_a_vision_tower_that_trains_needs_a_server_that_does_not_remember_pictur
     assert on(server, work) > BOUND  # if this fails, SGLang has learnt to forget, and the rule can go
 
 
+def adapter_of(model: VLModel, base: Path, seed: int) -> AdapterWeights:
+    lora, random, copy = LoraConfig(rank=4, alpha=8.0), np.random.default_rng(seed), nnx.clone(model)
+    pairs = {
+        path: 0.1 * random.standard_normal(array.shape, np.float32)
+        for path, array in new_adapter(model.config, lora, seed=0).items()
+    }
+    add_adapter(copy, lora, pairs)
+    return AdapterWeights(copy, AdapterInfo(lora, AdapterBase(str(base), "float32", sum_of_base(model, "float32"))))
+
+
 @pytest.fixture(scope="module")
 def adapted(model, tiny_hf):
     """Two versions of an adapter of the servers' model."""
-    lora = LoraConfig(rank=4, alpha=8.0)
-    info = AdapterInfo(lora, AdapterBase(str(tiny_hf), "float32", sum_of_base(model, "float32")))
+    return [adapter_of(model, tiny_hf, seed) for seed in (1, 2)]
 
-    def version(seed):
-        random, copy = np.random.default_rng(seed), nnx.clone(model)
-        pairs = {
-            path: 0.1 * random.standard_normal(array.shape, np.float32)
-            for path, array in new_adapter(model.config, lora, seed=0).items()
-        }
-        add_adapter(copy, lora, pairs)
-        return AdapterWeights(copy, info)
 
-    return [version(seed) for seed in (1, 2)]
+@pytest.fixture(scope="module")
+def qwen25(qwen25_hf):
+    """The learner's side: the model, a contract that enlarges nothing, and the chat."""
+    contract = replace(VisionContract.from_hf(qwen25_hf), min_pixels=1, max_pixels=50_176)
+    return model_port.load(qwen25_hf), contract, Chat.from_hf(qwen25_hf)
+
+
+class TwoSizes(LearnerScorer):
+    def settled(self, sizes_px):
+        return super().settled(sizes_px)[-2:]
+
+
+def test_a_server_of_qwen2_5_vl_agrees_with_the_learner(qwen25_server, qwen25, qwen25_hf):
+    """Frames keep their size, and ids that no text encodes to stay as they are."""
+    model, contract, chat = qwen25
+    answer, num_ids = generate(qwen25_server.url, qwen25_hf, 56, 84)
+    assert answer["prompt_tokens"] == num_ids - 1 + 2 * 3
+    (found,) = asyncio.run(check([qwen25_server.url], TwoSizes(model, contract), chat, num_episodes=4))
+    assert found.problems == [] and all(found.differences[kind].num_tokens for kind in (*KINDS, SHOWN))
+
+
+def test_a_server_of_qwen2_5_vl_takes_weights_of_both_towers_and_adapters(qwen25_server, qwen25, qwen25_hf, tmp_path):
+    model, contract, chat = qwen25
+    make_tiny(tmp_path / "hf", 1, tiny_config("qwen2_5_vl"))
+    new = model_port.load(tmp_path / "hf")
+
+    async def work(engine):
+        differences = []
+        for weights in (ModelWeights(new, FLOAT32), adapter_of(model, qwen25_hf, 1), ModelWeights(model, FLOAT32)):
+            await engine.publish(weights, engine.version + 1)
+            worst, episodes = await sampled_against_learner(engine, chat, weights.model, contract)
+            assert {v for e in episodes for v in e.ledger.versions} == {engine.version}
+            differences.append(worst)
+        other, _ = await sampled_against_learner(engine, chat, new, contract)
+        return max(differences), other
+
+    worst, other = on(qwen25_server, work)
+    assert worst < BOUND < 100 * BOUND < other
+
+
+def test_a_step_of_qwen2_5_vl_samples_from_its_policy_before_and_after_it(qwen25_server, qwen25_hf, tmp_path):
+    settings = [*QUICK, "engine.kind=sglang", f"engine.urls=[{qwen25_server.url}]", f"model.path={qwen25_hf}"]
+    settings += ["train.num_steps=2", "optim.learning_rate=0.01"]
+    asyncio.run(train(load_config(SMOKE, f"run_dir={tmp_path / 'run'}", *settings), take_over=True))
+    steps = metrics_of(tmp_path / "run")
+    assert len(steps) == 2 and all(step["mismatch/behavior_kl"] < 1e-6 for step in steps)
+
+
+@pytest.mark.nightly
+def test_a_server_that_encodes_the_text_of_qwen2_5_vl_again_is_refused(sglang_python, qwen25_hf, qwen25):
+    """SGLang's default, if frames keep a size that the processor files would change."""
+    model, contract, chat = qwen25
+    settings = ServerSettings(qwen25_hf, python=sglang_python, extra_args=("--mm-preprocess-cache-size-mb", "0"))
+    for server in served(settings):
+        (found,) = asyncio.run(check([server.url], TwoSizes(model, contract), chat, num_episodes=2))
+    assert len(found.wrong_ids) == 2 and all("the server encodes the text again" in one for one in found.wrong_ids)
 
 
 @pytest.mark.parametrize("by", [pytest.param("files", marks=pytest.mark.nightly), "network"])

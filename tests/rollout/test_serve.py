@@ -65,6 +65,7 @@ def test_neither_device_lets_the_server_choose_dtype_or_pool(fake):
         command = fake(device=device).command()
         assert command[command.index("--dtype") + 1] == dtype
         assert bound in command
+        assert int(command[command.index("--mm-preprocess-cache-size-mb") + 1]) > 0  # else ids of pictures may change
 
 
 def test_the_learners_environment_stays_out(fake, monkeypatch):
