@@ -13,7 +13,7 @@ import forked
 import pytest
 from jax.errors import JaxRuntimeError
 
-from model_port.tiny import tiny_config
+from model_port.tiny import make_tiny, tiny_config
 from paravt_jax.bench import mesh, mesh_measured
 from paravt_jax.bench.mesh_case import config_of
 from paravt_jax.bench.mesh_rows import MEASURED, benched_run
@@ -142,11 +142,14 @@ def test_a_mesh_without_memory_is_rejected_and_the_others_are_measured(own_envir
             marks=pytest.mark.nightly,
         ),
         ("sft_8b.yaml", "model.path=tiny", "model.dtype=float32", "mesh.tensor=1", "pack.row_tokens=512"),
+        ("sft_8b.yaml", "model.path=qwen25", "model.dtype=float32", "mesh.tensor=1", "pack.row_tokens=512"),
     ],
-    ids=["rl", "imitation"],
+    ids=["rl", "imitation", "qwen2_5_vl"],
 )
-def test_the_run_of_a_config_is_measured_on_the_requested_mesh(own_environment, settings):
+def test_the_run_of_a_config_is_measured_on_the_requested_mesh(own_environment, settings, tmp_path, monkeypatch):
     file, *overrides = settings
+    monkeypatch.chdir(tmp_path)
+    make_tiny("qwen25", config=tiny_config("qwen2_5_vl"))
     small = ("video.max_pixels=1024", "video.overview_frames=2")
     arguments = ("--devices", "2", "--mesh", "1,2,1", "--repeats", "1", "--config", f"{CONFIGS}/{file}")
     result = result_of(*arguments, *overrides, *small)
