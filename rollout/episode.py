@@ -101,9 +101,11 @@ class Agent:
         on_start: Callable[[Episode], object] = lambda episode: None,
         callbacks: EpisodeCallbacks | None = None,
         max_tokens: int | None = None,
+        seed_name: str | None = None,
     ) -> Episode:
         """Runs one episode. `number` is its index in the group; `version` is required of all tokens.
 
+        Requests derive their seeds from `seed` and `seed_name`, or else the episode's id.
         At most `max_tokens` are sampled by the agent and its sub-agents together. `on_start` gets the episode before
         its first turn, so that the caller has the part so far if it fails. Raises EngineError if the engine cannot
         continue the main agent.
@@ -119,7 +121,8 @@ class Agent:
         on_start(episode)
         callbacks = callbacks or EpisodeCallbacks()
         budget = sys.maxsize if max_tokens is None else max_tokens
-        await _EpisodeRun(self, overview, episode, seed, version, callbacks, started_s, budget).run()
+        seeds = (seed, seed_name or episode.id)
+        await _EpisodeRun(self, overview, episode, seeds, version, callbacks, started_s, budget).run()
         episode.seconds = time.monotonic() - started_s
         return episode
 
@@ -131,7 +134,7 @@ class _EpisodeRun:
     agent: Agent
     overview: Overview
     episode: Episode
-    seed: int
+    seeds: tuple[int, str]  # the first parts of each request's seed
     version: int | None
     callbacks: EpisodeCallbacks
     began_s: float
@@ -308,7 +311,7 @@ class _EpisodeRun:
         if num_tokens < 1:
             raise RequestRejected("the episode has sampled as many tokens as it may")
         self.tokens_left -= num_tokens  # reserved, because other requests run concurrently
-        seed = derived_seed(self.seed, self.episode.id, turn_number, agent_number)
+        seed = derived_seed(*self.seeds, turn_number, agent_number)
         sampled = await dialogue.sample(TurnRequest(num_tokens, seed, deadline_s, **request))
         self.tokens_left += num_tokens - sampled.num_tokens
         self.episode.num_prompt_tokens += sampled.num_prompt_tokens

@@ -11,6 +11,8 @@ from rollout.prompter import Overview, Task
 from rollout.prompts import PastTurn
 from rollout.records import Episode, Turn
 
+SEED_NAME = "question"  # in place of the name of a question with a seed
+
 
 class Listener(EpisodeCallbacks):
     """An EpisodeCallbacks that also receives the overview."""
@@ -88,12 +90,13 @@ class Answerer:
         question: str,
         listener: Listener | None = None,
         name: str = "question",
-        seed: int = 0,
+        seed: int | None = None,
         max_tokens: int | None = None,
         history: Sequence[PastTurn] = (),
     ) -> Answer:
         """`name` identifies the question among concurrent ones; the engine aborts requests by it.
 
+        Questions that differ only in their name have equal answers with an equal `seed`, and others without one.
         `history` has the turns before the question; `videos` are the videos of all turns, in their order.
         `max_tokens` limits the tokens of the agent and its sub-agents together. None: no limit beyond their settings.
         """
@@ -102,7 +105,13 @@ class Answerer:
         task = Task(name, question, tuple(videos), num_frames, history=tuple(history))
         overview = await self.agent.overview(task)
         listener.on_overview(overview)
-        episode = await self.agent.run(overview, seed=seed, callbacks=listener, max_tokens=max_tokens)
+        episode = await self.agent.run(
+            overview,
+            seed=seed or 0,
+            callbacks=listener,
+            max_tokens=max_tokens,
+            seed_name=None if seed is None else SEED_NAME,
+        )
         return Answer(_text(episode), tuple(_evidence(episode)), _seconds(overview.seconds, episode.turns), episode)
 
 

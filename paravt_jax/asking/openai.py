@@ -95,7 +95,7 @@ class Question:
     usage_in_stream: bool = False
     temperature: float | int = 0.0
     top_p: float | int = 1.0
-    seed: int = 0
+    seed: int | None = None
     max_tokens: int | None = None  # for all agents together, as usage counts them; None: no limit beyond the settings
     num_frames: int | None = None  # of the overview; None: the server's
 
@@ -139,7 +139,7 @@ def parse_question(body: Any, model: str) -> Question:
         _boolean(options, "include_usage"),
         _number(parameters, "temperature", 0.0, 0.0, 2.0),
         top_p,
-        _integer(parameters, "seed", -(2**63), 2**63 - 1) if "seed" in parameters else 0,
+        _integer(parameters, "seed", -(2**63), 2**63 - 1) if "seed" in parameters else None,
         min(limits, default=None),
         _num_frames(parameters),
     )

@@ -31,7 +31,7 @@ class Served:
         self.client = self.client_with("none")
 
     def client_with(self, key):
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=20)
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
 
     async def raw(self, text):
         """Opens a connection and sends `text`."""
@@ -60,22 +60,21 @@ def with_service(
 ):
     agent = Agent(script(chat, turns, report_after_s=report_after_s), FakeFrames(), chat, EpisodeConfig(**config))
     sources = Sources(videos, False, videos.parent)
-    service = Service(Answerer(agent, 8), MODEL, sources, max_questions, deadline_s, access)
+    return asyncio.run(served_by(Service(Answerer(agent, 8), MODEL, sources, max_questions, deadline_s, access), work))
 
-    async def body():
-        stop, listener = asyncio.Event(), bind_port("127.0.0.1", 0)
-        serving = asyncio.create_task(serve(service, listener, stop))
-        served = Served(service, listener.getsockname()[1])
-        served.stop, served.serving = stop, serving
-        try:
-            async with asyncio.timeout(30), served.client:
-                await until(lambda: serving.done() or is_listening(listener))
-                return await work(served)
-        finally:
-            stop.set()
-            await serving
 
-    return asyncio.run(body())
+async def served_by(service, work):
+    stop, listener = asyncio.Event(), bind_port("127.0.0.1", 0)
+    serving = asyncio.create_task(serve(service, listener, stop))
+    served = Served(service, listener.getsockname()[1])
+    served.stop, served.serving = stop, serving
+    try:
+        async with asyncio.timeout(90), served.client:
+            await until(lambda: serving.done() or is_listening(listener))
+            return await work(served)
+    finally:
+        stop.set()
+        await serving
 
 
 def is_listening(listener):

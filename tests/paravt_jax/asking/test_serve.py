@@ -8,15 +8,19 @@ import json
 from dataclasses import replace
 
 import aiohttp
+import numpy as np
 import pytest
 from PIL import Image
-from served import MODEL, question, until, with_service
+from served import MODEL, question, served_by, until, with_service
 
 from paravt_jax.asking import body as body_module
 from paravt_jax.asking import openai as openai_module
 from paravt_jax.asking import service as service_module
+from paravt_jax.asking.asker import open_asker
+from paravt_jax.asking.media import Sources
 from paravt_jax.asking.openai import BadRequest, RequestError, parse_question
-from paravt_jax.asking.service import bind_port
+from paravt_jax.asking.service import Service, bind_port
+from rollout.video.encode import write_video
 
 openai = pytest.importorskip("openai")
 
@@ -126,6 +130,37 @@ def test_requests_of_lmms_eval_are_answered(chat, videos, name):
     (status, reply), requests = with_service(chat, videos, work)
     assert status == 200 and reply["choices"][0]["message"]["content"] == "A"
     assert len(requests[0].pictures) == 6
+
+
+@pytest.mark.slow
+def test_the_embedded_engine_answers_clients_together_as_it_answers_each_alone(tiny_hf, tmp_path):
+    write_video(tmp_path / "a.mp4", [np.full((64, 96, 3), 40 * number, np.uint8) for number in range(6)], fps=2)
+    turns = [
+        message("user", VIDEO, "Which colour?"),
+        message("assistant", "Red."),
+        message("user", image(), "And here?"),
+    ]
+
+    async def work(served):
+        engine, steps = served.engine, []
+        step = engine._step
+        engine._step = lambda: steps.append(served.service.running) or step()
+
+        async def ask(seed):
+            answer = await served.ask(messages=turns, seed=seed, temperature=1.0, max_tokens=48)
+            return answer.choices[0].message.reasoning_content
+
+        alone = [await ask(seed) for seed in range(3)]
+        num_alone = len(steps)
+        return alone, await asyncio.gather(*map(ask, range(3))), num_alone, len(steps) - num_alone
+
+    async def run():
+        async with open_asker(str(tiny_hf), None, num_frames=4, dispatch=None, num_questions=3) as answerer:
+            return await served_by(Service(answerer, MODEL, Sources(tmp_path, False), 3, 60), work)
+
+    alone, together, num_alone, num_together = asyncio.run(run())
+    assert alone == together and len(set(alone)) == 3
+    assert num_together < num_alone
 
 
 def test_a_conversation_that_exceeds_the_context_is_rejected(chat, videos):
@@ -385,10 +420,14 @@ def test_temperature_top_p_and_seed_reach_the_engine(chat, videos):
     async def work(served):
         await served.ask(temperature=0.5, top_p=0.9, seed=1)
         await served.ask(seed=2)
+        await served.ask(temperature=0.5, top_p=0.9, seed=1)
+        await served.ask()
+        await served.ask()
         return [request.sampling for request in served.engine.requests]
 
     sampled = with_service(chat, videos, work)
-    first, second = sampled[:4], sampled[4:]
+    first, second, again, *without_seed = (sampled[at : at + 4] for at in range(0, len(sampled), 4))
+    assert first == again and without_seed[0] != without_seed[1]
     assert {(sampling.temperature, sampling.top_p) for sampling in first} == {(0.5, 0.9)}
     assert {(sampling.temperature, sampling.top_p) for sampling in second} == {(0.0, 1.0)}
     assert {sampling.seed for sampling in first}.isdisjoint(sampling.seed for sampling in second)
