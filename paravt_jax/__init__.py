@@ -1,5 +1,14 @@
 """The trainer: data, rewards, packing, losses, steps, checkpoints, evaluation and benchmarks."""
 
+from importlib import import_module
 from importlib.metadata import version
+from typing import Any
 
 __version__ = version("paravt_jax")
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the modules that Python calls, so that `paravt_jax.train(config)` needs no import of its own."""
+    if name in ("train", "sft"):
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,20 +1,25 @@
 """The cold start: trains a policy on traces.
 
 python -m paravt_jax.sft --config configs/sft_8b.yaml [a.b=c …]
+
+In Python `paravt_jax.sft(config)` does the same.
 """
 
-import asyncio
 import sys
+from typing import TYPE_CHECKING
 
 from model_port.cli import run_cli
 from paravt_jax.config import SftConfig
-from paravt_jax.run.command import add_changes_flag, add_plan_flags, config_parser, read_config
+from paravt_jax.run.command import add_changes_flag, add_plan_flags, config_parser, make_callable, read_config
 from paravt_jax.run.hosts import ALONE, Hosts, joined
-from paravt_jax.run.process import claim_memory
+from paravt_jax.run.process import claim_memory, run_here
+
+if TYPE_CHECKING:
+    from paravt_jax.imitation.run import SftRun
 
 
-async def sft(config: SftConfig, *, allow_changes: bool = False, hosts: Hosts = ALONE) -> int:
-    """Trains a run until its last step or a signal. Returns the exit code of the command."""
+async def sft(config: SftConfig, *, allow_changes: bool = False, hosts: Hosts = ALONE) -> "SftRun":
+    """Trains a run until its last step or a signal."""
     from paravt_jax.imitation.run import open_sft_run  # imported late: --help does not wait for jax
 
     async with open_sft_run(config, allow_changes=allow_changes, hosts=hosts) as run:
@@ -24,7 +29,20 @@ async def sft(config: SftConfig, *, allow_changes: bool = False, hosts: Hosts = 
             run.record(batch, metrics)
             await run.validate_if_due()
             await run.save_if_due()
-    return run.training.exit_code
+    return run
+
+
+def run_sft(config: SftConfig, *, allow_changes: bool = False) -> "SftRun":
+    """Does the same as the command, also in a notebook, whose event loop is running. Returns the run, closed."""
+    from paravt_jax.run.compiles import set_up_compilation
+
+    claim_memory()
+    set_up_compilation()
+    with joined(config.hosts) as hosts:
+        return run_here(sft(config, allow_changes=allow_changes, hosts=hosts))
+
+
+make_callable(__name__, run_sft)
 
 
 def main() -> None:
@@ -42,14 +60,9 @@ def main() -> None:
 
         print(imitation_plan_of(config, args.device))
         return
-    from paravt_jax.run.compiles import set_up_compilation
-
-    claim_memory()
-    set_up_compilation()
-    with joined(config.hosts) as hosts:
-        code = asyncio.run(sft(config, allow_changes=args.allow_changes, hosts=hosts))
-    if code:
-        sys.exit(code)
+    run = run_sft(config, allow_changes=args.allow_changes)
+    if run.training.exit_code:
+        sys.exit(run.training.exit_code)
 
 
 if __name__ == "__main__":

@@ -2,18 +2,23 @@
 
 python -m paravt_jax.train --config configs/smoke_cpu.yaml [a.b=c …]
 python -m paravt_jax.train --replay RUN_DIR [a.b=c …]
+
+In Python `paravt_jax.train(config)` does the same.
 """
 
-import asyncio
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from model_port.cli import run_cli
 from paravt_jax.config import Config
-from paravt_jax.run.command import add_changes_flag, add_plan_flags, config_parser, read_config
+from paravt_jax.run.command import add_changes_flag, add_plan_flags, config_parser, make_callable, read_config
 from paravt_jax.run.directory import SETTINGS_FILE
 from paravt_jax.run.hosts import ALONE, Hosts, joined
-from paravt_jax.run.process import claim_memory
+from paravt_jax.run.process import claim_memory, run_here
+
+if TYPE_CHECKING:
+    from paravt_jax.rl.run import Run
 
 
 async def train(
@@ -23,11 +28,8 @@ async def train(
     allow_changes: bool = False,
     take_over: bool = False,
     hosts: Hosts = ALONE,
-) -> int:
-    """Trains a run until its last step or a signal; on the episodes that a `replay` has logged, if given.
-
-    Returns the exit code of the command.
-    """
+) -> "Run":
+    """Trains a run until its last step or a signal; on the episodes that a `replay` has logged, if given."""
     from paravt_jax.rl.setup import open_run  # imported late: --help does not wait for jax
 
     async with open_run(config, replay=replay, allow_changes=allow_changes, take_over=take_over, hosts=hosts) as run:
@@ -38,7 +40,23 @@ async def train(
             run.record(groups, metrics, publish_s)
             await run.validate_if_due()
             await run.save_if_due()
-    return run.training.exit_code
+    return run
+
+
+def run_training(
+    config: Config, *, replay: Path | None = None, allow_changes: bool = False, take_over: bool = False
+) -> "Run":
+    """Does the same as the command, also in a notebook, whose event loop is running. Returns the run, closed."""
+    from paravt_jax.run.compiles import set_up_compilation
+
+    claim_memory()
+    set_up_compilation()
+    with joined(config.hosts) as hosts:
+        options = {"replay": replay, "allow_changes": allow_changes, "take_over": take_over}
+        return run_here(train(config, **options, hosts=hosts))
+
+
+make_callable(__name__, run_training)
 
 
 def main() -> None:
@@ -84,21 +102,9 @@ def main() -> None:
 
         print(plan_of(config, args.device, args.calibrate))
         return
-    from paravt_jax.run.compiles import set_up_compilation
-
-    claim_memory()
-    set_up_compilation()
-    with joined(config.hosts) as hosts:
-        training = train(
-            config,
-            replay=args.replay,
-            allow_changes=args.allow_changes,
-            take_over=args.take_over,
-            hosts=hosts,
-        )
-        code = asyncio.run(training)
-    if code:
-        sys.exit(code)
+    run = run_training(config, replay=args.replay, allow_changes=args.allow_changes, take_over=args.take_over)
+    if run.training.exit_code:
+        sys.exit(run.training.exit_code)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def step(target: Target) -> Iterator[Measured | Facts]:
     device = device_of(jax.devices()[0].device_kind) or DEVICES["cpu"]
     planned = planned_memory(PlannedRl.of(computed_on(config, device.platform), target.config), device)
     yield {"planned_gib": planned.peak_bytes / GIB}
-    if code := asyncio.run(train(config)):
+    if code := asyncio.run(train(config)).training.exit_code:
         yield Measured("run", problem=f"it ended with exit code {code}")
         return
     run_dir = Path(config.run_dir)

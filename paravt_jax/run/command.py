@@ -5,9 +5,11 @@ Commands load jax only after reading the settings, so that --help and errors in 
 
 import argparse
 import json
+import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
+from types import ModuleType
 from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
@@ -19,6 +21,22 @@ from paravt_jax.config.keys import helps_of
 Settings = TypeVar("Settings", Config, SftConfig, EvalConfig)
 COMMENT_COLUMN, LAST_COLUMN = 40, 120
 PLANNED_DEVICE = "h100"
+
+
+class _CallableModule(ModuleType):
+    """A module that Python calls."""
+
+    called: Callable[..., Any]
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self.called(*arguments, **options)
+
+
+def make_callable(name: str, function: Callable[..., Any]) -> None:
+    """Lets Python call the module: `paravt_jax.train(config)` does the same as `python -m paravt_jax.train`."""
+    module = sys.modules[name]
+    module.__class__ = _CallableModule
+    vars(module)["called"] = function
 
 
 def config_parser(module: str, description: str) -> argparse.ArgumentParser:

@@ -4,8 +4,9 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable, MutableMapping
-from typing import NoReturn
+from collections.abc import Callable, Coroutine, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn, TypeVar
 
 from model_port.terminal import say
 
@@ -20,6 +21,7 @@ def claim_memory(environment: MutableMapping[str, str] = os.environ) -> None:
         environment.setdefault(MEMORY_FRAC, f"{1 - RESERVE_FRAC:.2f}")
 
 
+Result = TypeVar("Result")
 GRACE_S = 120.0  # for a checkpoint after SIGTERM
 
 
@@ -53,6 +55,8 @@ def stop_on_signals(stopping: Stopping) -> Callable[[], None]:
     Returns a function that removes the signal handlers.
     """
     loop = asyncio.get_running_loop()
+    if threading.current_thread() is not threading.main_thread():  # which alone receives signals
+        return _stop_on_interrupt(stopping, loop)
     received: list[int] = []
 
     def on_signal(number: int) -> None:
@@ -70,6 +74,57 @@ def stop_on_signals(stopping: Stopping) -> Callable[[], None]:
         stopping.cancel_grace()
 
     return undo
+
+
+_on_interrupt: list[Callable[[], object]] = []  # what the next interrupts of a notebook do; the next one is last
+
+
+def _stop_on_interrupt(stopping: Stopping, loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
+    def stop() -> None:
+        stopping.signal = signal.SIGINT
+        stopping.set()
+        say("stopping: saving a checkpoint; interrupt again to stop without it")
+
+    def interrupt() -> None:
+        loop.call_soon_threadsafe(stop)
+
+    _on_interrupt.append(interrupt)
+
+    def undo() -> None:
+        if interrupt in _on_interrupt:
+            _on_interrupt.remove(interrupt)
+
+    return undo
+
+
+def run_here(work: Coroutine[Any, Any, Result]) -> Result:
+    """Like asyncio.run. If an event loop is running, as in a notebook, the work runs in another thread.
+
+    Interrupting the notebook then ends the work like a signal, and a second time at once.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(asyncio.run, _interruptible(work))
+        while True:
+            try:
+                return running.result()
+            except KeyboardInterrupt:
+                if _on_interrupt:
+                    _on_interrupt.pop()()
+            except asyncio.CancelledError:
+                raise KeyboardInterrupt from None
+
+
+async def _interruptible(work: Coroutine[Any, Any, Result]) -> Result:
+    task, loop = asyncio.ensure_future(work), asyncio.get_running_loop()
+    _on_interrupt.append(lambda: loop.call_soon_threadsafe(task.cancel))
+    try:
+        return await task
+    finally:
+        _on_interrupt.clear()
 
 
 def _exit(reason: str) -> NoReturn:

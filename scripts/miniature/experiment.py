@@ -55,12 +55,12 @@ class Job:
         config = _loaded(self.kind, self.config, self.settings)
         began_s = time.monotonic(), _cpu_s()
         with (self.directory / "log.txt").open("a") as log, redirect_stderr(log), redirect_stdout(log):
-            code = asyncio.run(RUNS[self.kind](config))
+            ended = asyncio.run(RUNS[self.kind](config))
         with (self.directory / COST_FILE).open("a") as file:
             wall_s, cpu_s = time.monotonic() - began_s[0], _cpu_s() - began_s[1]
             file.write(json.dumps({"wall_s": round(wall_s, 1), "cpu_s": round(cpu_s, 1)}) + "\n")
-        if self.kind != "eval" and code:
-            raise SystemExit(code)
+        if self.kind != "eval" and ended.training.exit_code:
+            raise SystemExit(ended.training.exit_code)
         if not self.done.exists():
             raise RuntimeError(f"{self.name} did not finish, see {self.directory / 'log.txt'}")
 

@@ -12,6 +12,7 @@ from training import (
     OPTIMISED,
     QUICK,
     ROOT,
+    SMOKE,
     arguments,
     episodes_of,
     metrics_of,
@@ -22,7 +23,9 @@ from training import (
 )
 
 import model_port
+import paravt_jax
 from model_port.export import export
+from paravt_jax.config import load_config
 from paravt_jax.rl import setup
 from paravt_jax.run import directory
 from paravt_jax.run.hosts import ALONE
@@ -107,6 +110,20 @@ def test_every_option_of_the_update_runs(tmp_path):
     assert [line["policy_version"] for line in lines] == [2, 4]
     assert all(0 <= line["rollout/reward_brief_mean"] <= 1 for line in lines)
     assert lines[0]["rollout/num_groups_aborted"] == 1 and len(episodes_of(tmp_path / "run")) == 2 * 2 * 4
+
+
+@pytest.mark.slow
+def test_python_trains_in_a_notebook_and_gets_the_run(tmp_path):
+    config = load_config(SMOKE, *QUICK, f"run_dir={tmp_path}", "train.num_steps=1")
+
+    async def cell():
+        return paravt_jax.train(config)
+
+    run = asyncio.run(cell())
+    assert run.training.step == 1 and metrics_of(tmp_path)[0]["policy_version"] == 1
+    ids = np.array([1, 2, 3])
+    trained, saved = run.training.learner.model, model_port.load(tmp_path / "checkpoints" / "1", dtype="float32")
+    np.testing.assert_array_equal(model_port.logits(trained, ids), model_port.logits(saved, ids))
 
 
 @pytest.mark.parametrize(

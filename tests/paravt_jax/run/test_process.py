@@ -1,0 +1,75 @@
+"""Runs in a notebook: beside a running event loop, ended by interrupts."""
+
+import asyncio
+import signal
+import sys
+import threading
+import traceback
+
+import pytest
+
+import paravt_jax
+from paravt_jax.run.process import Stopping, run_here, stop_on_signals
+
+
+async def until_stopped(num_steps_more: int) -> str:
+    """Interrupts the main thread, and stops like a run: after `num_steps_more` further interrupts, which end it."""
+    stopping = Stopping()
+    undo = stop_on_signals(stopping)
+    try:
+        await interrupt()
+        await stopping.wait()
+        for _ in range(num_steps_more):
+            await interrupt()
+            await asyncio.sleep(20)
+        return f"saved after signal {int(stopping.signal)}"
+    finally:
+        undo()
+
+
+async def interrupt() -> None:
+    """Interrupts the main thread as soon as it waits for the run."""
+    thread = threading.main_thread().ident
+    while "result" not in (frame.name for frame in traceback.extract_stack(sys._current_frames()[thread])):
+        await asyncio.sleep(0.01)
+    signal.pthread_kill(thread, signal.SIGINT)
+
+
+def in_a_cell(work):
+    """Runs the work as a notebook's kernel does: in its loop, with Python's own handler of interrupts."""
+
+    async def cell():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        return run_here(work)
+
+    return asyncio.run(cell())
+
+
+def test_an_interrupt_of_a_notebook_ends_a_run_like_a_signal(capsys):
+    assert in_a_cell(until_stopped(0)) == "saved after signal 2"
+    assert "stopping: saving a checkpoint; interrupt again to stop without it" in capsys.readouterr().err
+
+
+def test_a_second_interrupt_of_a_notebook_ends_a_run_at_once():
+    with pytest.raises(KeyboardInterrupt):
+        in_a_cell(until_stopped(1))
+    assert in_a_cell(asyncio.sleep(0, "next")) == "next"
+
+
+def test_an_error_of_a_run_in_a_notebook_is_raised():
+    async def fails():
+        raise ValueError("no file")
+
+    with pytest.raises(ValueError, match="no file"):
+        in_a_cell(fails())
+
+
+def test_without_a_loop_the_work_runs_in_this_thread():
+    async def thread():
+        return threading.current_thread()
+
+    assert run_here(thread()) is threading.main_thread()
+
+
+def test_only_the_commands_that_train_are_imported_by_name():
+    assert paravt_jax.train.main and paravt_jax.sft.main and not hasattr(paravt_jax, "trian")
