@@ -18,6 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from model_port.architecture import TextConfig
+from model_port.inputs import NOT_REPLAYED
 from model_port.layers import at_least_float32, cast, gated_silu, normal
 from model_port.sharding import constrain, gathered, per_device, sum_over_tensor
 
@@ -36,19 +37,27 @@ class Experts(nnx.Module):
         self.gate_up_kernel_xmcf = normal(rngs, (layers, experts, width, 2, ffn), scale)
         self.down_kernel_xfm = normal(rngs, (layers, experts, ffn, width), scale)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], Int[Array, "B T J"]]:
-        """The output, and the numbers of each token's experts."""
+    def __call__(
+        self, x: Float[Array, "B T D"], replayed: Int[Array, "B T J"] | None = None
+    ) -> tuple[Float[Array, "B T D"], Int[Array, "B T J"]]:
+        """The output, and the numbers of each token's experts: the replayed ones, where they are not NOT_REPLAYED."""
         x = constrain(x, "btd")
         logits = jnp.einsum("BTD,XD->BTX", x, cast(self.router_kernel_xm, x))
-        weights, chosen = route(logits, self.token_experts)
+        weights, chosen = route(logits, self.token_experts, replayed)
         mixed = per_device(mix, ("btd", "btj", "btj", "kernel_xmcf", "kernel_xfm"), ("btd",))
         (out,) = mixed(x, weights, chosen, cast(self.gate_up_kernel_xmcf, x), cast(self.down_kernel_xfm, x))
         return out, chosen
 
 
-def route(logits: Float[Array, "B T X"], count: int) -> tuple[Float[Array, "B T J"], Int[Array, "B T J"]]:
+def route(
+    logits: Float[Array, "B T X"], count: int, replayed: Int[Array, "B T J"] | None = None
+) -> tuple[Float[Array, "B T J"], Int[Array, "B T J"]]:
     """The probabilities of the `count` likeliest experts, scaled to a sum of one, and the experts' numbers."""
-    weights, chosen = jax.lax.top_k(jax.nn.softmax(at_least_float32(logits), axis=-1), count)
+    probs = jax.nn.softmax(at_least_float32(logits), axis=-1)
+    weights, chosen = jax.lax.top_k(probs, count)
+    if replayed is not None:
+        chosen = jnp.where(replayed == NOT_REPLAYED, chosen, replayed)
+        weights = jnp.take_along_axis(probs, chosen, axis=-1)
     return (weights / weights.sum(axis=-1, keepdims=True)).astype(logits.dtype), chosen
 
 

@@ -17,10 +17,11 @@ import flax.struct
 import numpy as np
 from jaxtyping import Float, Int, Shaped
 
-from model_port.architecture import ModelConfig, VisionConfig
+from model_port.architecture import ModelConfig, TextConfig, VisionConfig
 from model_port.patches import patch_positions
 
 NOT_VISUAL = -1
+NOT_REPLAYED = -1  # the router chooses the token's experts
 
 
 @flax.struct.dataclass
@@ -43,6 +44,7 @@ class TextBatch:
     segment_ids: Int[Any, "B T"]  # one per sequence, 0 = padding
     branch_ids: Int[Any, "B T"]  # 0 = trunk
     visual_index: Int[Any, "B T"]  # row in this part's visual table, or NOT_VISUAL
+    experts: Int[Any, "B T L J"] | None = None  # of a mixture: experts to replay, or NOT_REPLAYED
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Tokens:
 
     ids: np.ndarray
     frames: tuple[int, ...] = ()
+    experts: np.ndarray | None = None  # to replay; None: the router chooses
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,7 @@ def pack_text(
     tokens, segment_ids, branch_ids = (np.zeros((num_rows, num_tokens), np.int32) for _ in range(3))
     positions = np.zeros((num_rows, num_tokens, 3), np.int32)
     visual_index = np.full((num_rows, num_tokens), NOT_VISUAL, np.int32)
+    experts = no_experts((num_rows, num_tokens), config.text)
     for b, sequences in enumerate(rows):
         at = 0
         for segment, sequence in enumerate(sequences, start=1):
@@ -184,9 +188,18 @@ def pack_text(
                 where = np.s_[b, at : at + len(part.ids)]
                 positions[where], visual_index[where], end = place_tokens(part, frames, first_rows, config, follow)
                 tokens[where], segment_ids[where], branch_ids[where] = part.ids, segment, branch
+                if experts is not None and part.experts is not None:
+                    experts[where] = part.experts
                 at += len(part.ids)
                 follow = end if branch == 0 else follow
-    return TextBatch(tokens, positions, segment_ids, branch_ids, visual_index)
+    return TextBatch(tokens, positions, segment_ids, branch_ids, visual_index, experts)
+
+
+def no_experts(shape: tuple[int, ...], config: TextConfig) -> Int[np.ndarray, "*tokens L J"] | None:
+    """Nothing to replay, in the form of `TextBatch.experts`."""
+    if not config.num_experts:
+        return None
+    return np.full((*shape, config.num_layers, config.token_experts), NOT_REPLAYED, np.int16)
 
 
 def frame_rows(frames: Sequence[Frame], row_patches: int) -> list[list[int]]:

@@ -73,7 +73,14 @@ class VLModel(nnx.Module):
             return attention(q, k, v, layout, True), None
 
         hidden, _, chosen = self.text(
-            batch.tokens, batch.positions, batch.visual_index, visual, attend, cache=None, compute=self.compute
+            batch.tokens,
+            batch.positions,
+            batch.visual_index,
+            visual,
+            attend,
+            cache=None,
+            compute=self.compute,
+            experts=batch.experts,
         )
         if chosen is None:
             return hidden, None

@@ -80,7 +80,7 @@ class TextMlp(nnx.Module):
         self.up = Projection("fd", (layers, ffn, width), scale, rngs)
         self.down = Projection("df", (layers, width, ffn), scale, rngs)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], None]:
+    def __call__(self, x: Float[Array, "B T D"], replayed: Array | None = None) -> tuple[Float[Array, "B T D"], None]:
         x = constrain(x, "btd")
         gate, up = (constrain(projection(x), "btf") for projection in (self.gate, self.up))
         return self.down(gated_silu(gate, up)), None
@@ -120,8 +120,13 @@ class TextTower(nnx.Module):
         attend: Attend,
         cache: Any,
         compute: Compute,
+        experts: Int[Array, "B T L J"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Any, Int[Array, "L B T J"] | None]:
-        """Hidden states after the final norm, the cache, and each token's experts, if there are any."""
+        """Hidden states after the final norm, the cache, and each token's experts, if there are any.
+
+        `experts` are to be replayed.
+        """
+        replayed = None if experts is None else jnp.moveaxis(jnp.asarray(experts, jnp.int32), 2, 0)
         x = embed_tokens(self.embed.table_vd[...], tokens, compute)
         if visual is not None:
             x = jnp.where((visual_index != NOT_VISUAL)[..., None], gather_rows(visual.table, visual_index, x), x)
@@ -132,7 +137,7 @@ class TextTower(nnx.Module):
             x = checkpoint_name(x, LAYER_INPUT)
             mixed, cache = attend(*layer.attn.project(layer.input_norm(x), turn), index, cache)
             x = x + layer.attn.output(mixed)
-            out, chosen = layer.mlp(layer.mlp_norm(x))
+            out, chosen = layer.mlp(layer.mlp_norm(x), None if replayed is None else replayed[index])
             x = x + shard_residual(out)
             if visual is not None and len(visual.deepstack):
                 add = partial(add_deepstack, index=index, visual=visual, visual_index=visual_index)

@@ -49,6 +49,7 @@ class Ledger:
     segments: list[Segment] = field(default_factory=list)
     num_reported: int = 0  # sampled tokens without ids, as an endpoint counts them
     sent: str = ""  # a hash of all requests to an endpoint
+    experts: np.ndarray | None = None  # by the last generation, for all tokens before its last
 
     def add(self, kind: Kind, ids: np.ndarray, pictures: Sequence[Picture] = ()) -> None:
         if len(ids):
@@ -56,6 +57,7 @@ class Ledger:
 
     def add_sampled(self, generation: Generation) -> None:
         """Adds one segment for each run of tokens with the same policy version."""
+        self.experts = generation.experts
         changes = np.flatnonzero(np.diff(generation.versions)) + 1
         pieces = (
             np.split(values, changes) for values in (generation.ids, generation.behavior_logp, generation.versions)

@@ -175,6 +175,8 @@ class ServerSettings:
             "--skip-server-warmup",  # the warmup image would have to be resized
             "--sleep-on-idle",  # else an idle server keeps one core busy, which the learner needs
         ]
+        if is_mixture(self.model):
+            flags.append("--enable-return-routed-experts")  # the learner replays them
         if self.device == "cpu":
             options["--max-total-tokens"] = self.max_total_tokens or 2 * self.context_length  # default: all memory
             options["--max-running-requests"] = self.max_running_requests or 16
@@ -204,6 +206,12 @@ class ServerSettings:
                 "OMP_NUM_THREADS": "1",
             }
         return environment
+
+
+def is_mixture(model: Path) -> bool:
+    config = model / "config.json"
+    text = json.loads(config.read_bytes()).get("text_config", {}) if config.is_file() else {}
+    return bool(text.get("num_experts") or text.get("num_local_experts"))
 
 
 def environment_of(program: Path, gpus: Sequence[str]) -> dict[str, str]:

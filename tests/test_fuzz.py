@@ -5,6 +5,7 @@ gives each so many minutes, with other inputs every round. What a long run finds
 own where it belongs.
 """
 
+import base64
 import copy
 import functools
 import json
@@ -39,6 +40,7 @@ from rollout.chat import SPOKEN, Chat
 from rollout.engine.answers import Expected, Fingerprint, generation_of
 from rollout.engine.http import ServerUnavailable
 from rollout.engine.protocol import Sampling
+from rollout.engine.settings import Mixture
 from rollout.toolbox import SHIPPED, Videos, signatures
 from rollout.toolbox.search_subtitles import search
 from rollout.toolbox.subtitles import parse_srt
@@ -291,6 +293,7 @@ GOOD_ANSWER = {
         "input_token_logprobs": [[None, 3, None], [-1.5, 4, None]],
         "prompt_tokens": 3,
         "cached_tokens": 1,
+        "routed_experts": base64.b64encode(np.arange(6, dtype=np.int32)).decode(),
     },
 }
 
@@ -298,13 +301,16 @@ GOOD_ANSWER = {
 @given(answer=mutated(GOOD_ANSWER))
 def any_answer(answer):
     try:
-        found = generation_of(answer, Sampling(4, stop_ids=(7,)), Expected("t/", 2, 3), 100, "http://server", 0.1)
+        found = generation_of(
+            answer, Sampling(4, stop_ids=(7,)), Expected("t/", 2, 3), 100, "http://server", 0.1, Mixture(1, 8, 1)
+        )
     except ServerUnavailable:
         pass
     else:
         assert len(found.ids) == len(found.behavior_logp) == len(found.versions) <= 4
         assert (found.ids >= 0).all() and (found.ids < 100).all()
         assert (found.behavior_logp <= 0).all() and np.isfinite(found.behavior_logp).all()
+        assert found.experts is None or ((found.experts >= 0) & (found.experts < 8)).all()
         assert (found.versions >= 2).all() and (found.versions <= 3).all()
     with suppress(ServerUnavailable):
         assert Fingerprint.of(answer, "http://server").problem(Fingerprint(np.zeros(1, int), np.zeros(0)))

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from model_port.adapters import add_adapter, new_adapter
 from model_port.config import NO_ADAPTERS, LoraConfig, ModelConfig
-from model_port.inputs import NOT_VISUAL, TextBatch, empty_vision
+from model_port.inputs import NOT_VISUAL, TextBatch, empty_vision, no_experts
 from model_port.layers import Compute
 from model_port.loading import abstract_model, abstract_params, with_params
 from model_port.model import VLModel
@@ -83,6 +83,7 @@ def make_batch(shape: BatchShape, model: ModelConfig) -> TrainBatch:
         segment_ids=np.ones(rows, np.int32),
         branch_ids=np.zeros(rows, np.int32),
         visual_index=visual.astype(np.int32),
+        experts=no_experts(rows, model.text),
     )
     vision = replace(
         empty_vision(model.vision, *patches),

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from model_port.inputs import NOT_REPLAYED
 from paravt_jax.learner.advantages import EpisodeAdvantage, token_advantages
 from paravt_jax.learner.packing import Dialogue
 from paravt_jax.rewards.grammar import Place, Tag
@@ -142,7 +143,16 @@ def dialogue_of(
         token_class=np.repeat(_classes(ledger, structural)[:end], repeats[:end]),
         episode=number,
         likelihood=np.repeat(np.where(structural, np.float32(likelihood), 0)[:end], repeats[:end]),
+        experts=_experts(ledger, int(repeats[:end].sum())),
     )
+
+
+def _experts(ledger: Ledger, num_tokens: int) -> Int[np.ndarray, "n L J"] | None:
+    """The experts that computed each token; nothing computed the last one."""
+    if ledger.experts is None:
+        return None
+    known = ledger.experts[:num_tokens]
+    return np.pad(known, ((0, num_tokens - len(known)), (0, 0), (0, 0)), constant_values=NOT_REPLAYED)
 
 
 def _classes(ledger: Ledger, structural: np.ndarray) -> Int[np.ndarray, " n"]:

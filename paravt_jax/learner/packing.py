@@ -21,6 +21,7 @@ from jaxtyping import Bool, Float, Int
 
 from model_port.config import ModelConfig
 from model_port.inputs import (
+    NOT_REPLAYED,
     Frame,
     RowSequence,
     TextBatch,
@@ -56,6 +57,7 @@ class Dialogue:
     token_class: Int[np.ndarray, " n"]
     episode: int  # its number in the step
     likelihood: Float[np.ndarray, " n"] | None = None  # weight of each token's log-likelihood; None: 0
+    experts: Int[np.ndarray, "n L J"] | None = None  # of a mixture, that computed each token; None: not known
 
     @property
     def shared(self) -> tuple[bytes, tuple[str, ...]]:
@@ -305,6 +307,12 @@ def used_frac(batches: Sequence[TrainBatch]) -> float:
     return sum(int(np.count_nonzero(batch.text.segment_ids)) for batch in batches) / max(slots, 1)
 
 
+def replayed_frac(batches: Sequence[TrainBatch]) -> float:
+    """The fraction of a mixture's tokens whose experts are replayed."""
+    known = sum(int((np.asarray(batch.text.experts)[:, :, 0, 0] != NOT_REPLAYED).sum()) for batch in batches)
+    return known / max(sum(int(np.count_nonzero(batch.text.segment_ids)) for batch in batches), 1)
+
+
 def halved(most: int, count: int) -> int:
     """`most`, halved while `count` fits, a few times at most."""
     return next(size for n in range(MAX_HALVINGS, -1, -1) if (size := -(-most // 2**n)) >= count)
@@ -379,7 +387,8 @@ def _row_sequence(
         # A sampled placeholder is a target without a frame. It ends its dialogue, so its input id does not matter.
         sampled = dialogue.loss_mask & np.isin(dialogue.ids, placeholders)
         ids = np.where(sampled, 0, dialogue.ids)
-        return Tokens(ids[part], tuple(keys[key] for key in dialogue.frames[visible]))
+        experts = None if dialogue.experts is None else dialogue.experts[part]
+        return Tokens(ids[part], tuple(keys[key] for key in dialogue.frames[visible]), experts)
 
     first, *siblings = (dialogues[number] for number in sequence)
     if not siblings:

@@ -27,6 +27,7 @@ from paravt_jax.learner.packing import (
     one_shape,
     pack,
     prompt_groups,
+    replayed_frac,
     row_lengths,
     used_frac,
 )
@@ -127,6 +128,8 @@ class PolicyUpdate:
         packed = {"perf/dummy_frac": 1.0 - float(used) if batches else 0.0}
         packed["perf/repeated_frac"] = float(used - own)  # prompts of groups that are cut over several rows
         packed["perf/num_batches"] = float(len(batches))
+        if batches and batches[0].text.experts is not None:
+            packed["moe/replayed_frac"] = float(np.mean(self._gather("replayed", replayed_frac(batches))))
         if not batches:
             for _ in parts:
                 self._learner.skip()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from model_port.config import read_config
+from model_port.config import TextConfig, read_config
 from model_port.layout import is_checkpoint
 from model_port.model import VLModel
 from model_port.processing import VisionContract, settled_size
@@ -19,6 +19,7 @@ from paravt_jax.run.gpu_assignment import Gpus
 from paravt_jax.run.policy import Policy
 from paravt_jax.sampling.embedded import EmbeddedEngine
 from rollout.engine.protocol import Engine
+from rollout.engine.settings import Mixture
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
 from rollout.server import Dtype, ServerSettings
 from rollout.user_code import call_user_code, load_function
@@ -80,6 +81,8 @@ async def open_engine(
         take_over=take_over,
         weights_dir=settings.weights_dir,
         vocab_size=config.text.vocab_size,
+        max_context_tokens=max_context_tokens,
+        mixture=_mixture(config.text),
     )
     if settings.urls_file:
         return await SGLangEngine.follow(settings.urls_file, sglang, phase)
@@ -104,6 +107,10 @@ async def open_engine(
     ]
     phase("starting SGLang")
     return await SGLangEngine.launch(servers, sglang, phase)
+
+
+def _mixture(text: TextConfig) -> Mixture | None:
+    return Mixture(text.num_layers, text.num_experts, text.token_experts) if text.num_experts else None
 
 
 def own_engine(settings: EngineConfig) -> Callable[..., Any] | None:

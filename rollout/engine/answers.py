@@ -4,6 +4,7 @@ A server may be another program, another model, or broken. Its log-probs end up 
 server with this run's weights could give counts as a failure of that server.
 """
 
+import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,6 +14,7 @@ import numpy as np
 from rollout.engine.http import ServerUnavailable
 from rollout.engine.labels import Label, WrongLabel
 from rollout.engine.protocol import Generation, Sampling
+from rollout.engine.settings import Mixture, SGLangSettings
 
 FINISHES: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
 LOGP_SLACK = 1e-3  # rounding may lift a log-prob this far above 0
@@ -39,7 +41,13 @@ class Expected:
 
 
 def generation_of(
-    answer: Any, sampling: Sampling, expected: Expected, vocab_size: int, url: str, latency_s: float
+    answer: Any,
+    sampling: Sampling,
+    expected: Expected,
+    vocab_size: int,
+    url: str,
+    latency_s: float,
+    mixture: Mixture | None = None,
 ) -> Generation:
     """Raises WrongLabel if weights were used that this engine did not give the server."""
     try:
@@ -56,15 +64,17 @@ def generation_of(
         behavior_logp = np.array([logp for logp, *_ in logps], np.float32)
         _check(bool(np.isfinite(behavior_logp).all()), "a log-prob is not finite")
         _check(bool((behavior_logp <= LOGP_SLACK).all()), "a log-prob is above 0")
+        num_prompt_tokens = _count(meta["prompt_tokens"])
         return Generation(
             ids,
             np.minimum(behavior_logp, 0.0),
             _versions(meta["weight_versions"] if len(ids) else [], len(ids), expected, url),
             finish=finish,
-            num_prompt_tokens=_count(meta["prompt_tokens"]),
+            num_prompt_tokens=num_prompt_tokens,
             num_cached_tokens=_count(meta["cached_tokens"]),
             server=url,
             latency_s=latency_s,
+            experts=mixture and _experts(meta.get("routed_experts"), mixture, num_prompt_tokens + len(ids) - 1),
         )
     except (KeyError, TypeError, ValueError, IndexError, OverflowError, AttributeError) as problem:
         raise ServerUnavailable(f"{url} gave an invalid answer: {problem!r}") from None
@@ -80,8 +90,9 @@ def ids_so_far(message: Any, previous: Sequence[int], url: str) -> list[int]:
         raise ServerUnavailable(f"{url} gave an invalid answer: {problem!r}") from None
 
 
-def answer_bytes(sampling: Sampling) -> int:
-    return ANSWER_BYTES + TOKEN_BYTES * sampling.max_new_tokens
+def answer_bytes(sampling: Sampling, settings: SGLangSettings) -> int:
+    experts = settings.mixture.token_bytes * settings.max_context_tokens if settings.mixture else 0
+    return ANSWER_BYTES + TOKEN_BYTES * sampling.max_new_tokens + experts
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,6 +161,17 @@ def _versions(spans: Sequence[Any], num_tokens: int, expected: Expected, url: st
         versions[span["start"] : end] = version
     _check(end == num_tokens, "some tokens have no policy version")
     return versions
+
+
+def _experts(encoded: Any, mixture: Mixture, num_tokens: int) -> np.ndarray | None:
+    """None from a server without --enable-return-routed-experts."""
+    if encoded is None:
+        return None
+    experts = np.frombuffer(base64.b64decode(encoded, validate=True), np.int32)
+    experts = experts.reshape(-1, mixture.num_layers, mixture.token_experts)
+    _check(len(experts) == num_tokens, f"it has experts of {len(experts)} of {num_tokens} tokens")
+    _check(bool(((experts >= 0) & (experts < mixture.num_experts)).all()), "an expert has no such number")
+    return experts.astype(np.int16)
 
 
 def _count(value: Any) -> int:

@@ -72,6 +72,7 @@ class Generation:
     num_cached_tokens: int = 0  # prompt tokens served from the prefix cache
     server: str = ""
     latency_s: float | int = 0.0
+    experts: np.ndarray | None = None  # int16 [all tokens but the last, layers, experts of a token], of a mixture
 
     def __post_init__(self) -> None:
         if not len(self.ids) == len(self.behavior_logp) == len(self.versions):

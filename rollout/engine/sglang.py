@@ -132,6 +132,9 @@ class SGLangEngine:
         started_s = time.monotonic()
         deadline_s = started_s + request.deadline_s
         body = await asyncio.to_thread(generate_body, request.ids, request.pictures, request.sampling)
+        mixture = None if request.on_tokens else self.settings.mixture  # each message of a stream would have all
+        if mixture:
+            body["return_routed_experts"] = True
         problems: list[str] = []
         tried: set[str] = set()
         while True:
@@ -142,7 +145,7 @@ class SGLangEngine:
                 latency_s = time.monotonic() - started_s
                 expected = Expected(self.fleet.owner, oldest, self.fleet.newest)
                 generation = generation_of(
-                    answer, request.sampling, expected, self.settings.vocab_size, server.url, latency_s
+                    answer, request.sampling, expected, self.settings.vocab_size, server.url, latency_s, mixture
                 )
                 break
             except ServerUnavailable as problem:
@@ -232,7 +235,7 @@ class SGLangEngine:
                 self._abort_on_server(server, rid)
 
     async def _post(self, server: ServerState, request: Request, body: dict[str, Any], deadline_s: float) -> Any:
-        url, max_bytes = f"{server.url}/generate", answer_bytes(request.sampling)
+        url, max_bytes = f"{server.url}/generate", answer_bytes(request.sampling, self.settings)
         key = routing_key(request.affinity or request.episode)
         if request.on_tokens is None:
             return await self._client.post(url, body, deadline_s, max_bytes, key)

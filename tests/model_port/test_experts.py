@@ -1,12 +1,17 @@
 """Experts compute what a loop over tokens does, however uneven the choice is and however rows are split."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model_port import experts
+import model_port
+from model_port import experts, one_sequence
 from model_port.experts import block_shape, mix, route, tokens_of_experts
+from model_port.inputs import NOT_REPLAYED
+from model_port.tiny import make_tiny, tiny_config
 
 NUM_EXPERTS, TOKENS, WIDTH, FFN = 5, 37, 7, 3
 
@@ -63,6 +68,36 @@ def test_the_weights_of_a_token_add_up_to_one():
     weights, chosen = route(logits, 2)
     np.testing.assert_array_equal(chosen[0, 0], [0, 1])
     np.testing.assert_allclose(weights[0, 0], [0.625, 0.375], rtol=1e-6)  # 0.5 and 0.3 of 0.8
+
+
+def test_a_replayed_token_has_those_experts_with_the_routers_probabilities():
+    logits = jnp.log(jnp.array([[[0.5, 0.3, 0.1, 0.1], [0.5, 0.3, 0.1, 0.1]]]))
+    weights, chosen = route(logits, 2, jnp.array([[[3, 0], [NOT_REPLAYED, NOT_REPLAYED]]]))
+    np.testing.assert_array_equal(chosen[0], [[3, 0], [0, 1]])
+    np.testing.assert_allclose(weights[0], [[1 / 6, 5 / 6], [0.625, 0.375]], rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_model_replays_the_experts_of_its_tokens(tmp_path):
+    """The router prefers none, so every token goes to experts 0 and 1 in equal parts."""
+    make_tiny(tmp_path / "hf", config=tiny_config("qwen3_vl_moe"))
+    model, num_tokens = model_port.load(tmp_path / "hf"), 9
+    router = model.text.layers.mlp.router_kernel_xm
+    router.set_value(0 * router.get_value())
+    text, _ = one_sequence(model.config, np.arange(5, 5 + num_tokens))
+    plain = model_port.logits(model, np.arange(5, 5 + num_tokens))
+
+    def replayed(experts: list[int], first: int = 0) -> np.ndarray:
+        chosen = np.array(text.experts)
+        chosen[0, first:num_tokens] = experts
+        return np.asarray(model(replace(text, experts=jnp.asarray(chosen))))[0, :num_tokens]
+
+    assert (text.experts == NOT_REPLAYED).all()
+    np.testing.assert_array_equal(replayed([1, 0]), replayed([0, 1]))
+    np.testing.assert_allclose(replayed([0, 1]), plain, atol=1e-6)
+    late = replayed([4, 2], first=5)
+    np.testing.assert_allclose(late[:5], plain[:5], atol=1e-6)
+    assert (np.abs(late[5:] - plain[5:]).max(axis=1) > 1e-3).all()
 
 
 def test_padding_is_no_load():

@@ -312,6 +312,13 @@ def test_tokens_of_two_versions_are_two_segments():
     assert ledger.num_sampled == 3
 
 
+def test_the_experts_of_a_dialogue_are_those_of_its_last_answer():
+    ledger, logp, versions = Ledger(), np.zeros(1, np.float32), np.zeros(1, np.int32)
+    for experts in (np.zeros((4, 2, 2), np.int16), np.ones((9, 2, 2), np.int16), None):
+        ledger.add_sampled(Generation(np.array([5], np.int32), logp, versions, "stop", experts=experts))
+        assert ledger.experts is experts
+
+
 def test_a_record_holds_all_that_training_needs(chat):
     episode = play(script(chat, [f"x</think>{call(1, 2)}<|im_end|>", ANSWER]), chat, TASK)
     record = episode.to_record()

@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import hosts as several
+import jax
+import jax.numpy as jnp
 import numpy as np
 import psutil
 import pytest
@@ -38,8 +40,10 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from wide_model import make_wide, with_layer_of
 
 import model_port
+from model_port import one_sequence
 from model_port.adapters import AdapterBase, AdapterInfo, add_adapter, new_adapter, sum_of_base
 from model_port.config import LoraConfig
+from model_port.inputs import NOT_REPLAYED
 from model_port.model import VLModel
 from model_port.processing import VisionContract
 from model_port.tiny import make_tiny, tiny_config
@@ -57,7 +61,7 @@ from rollout.endpoint.errors import EndpointError
 from rollout.engine.fleet import Fleet
 from rollout.engine.protocol import EngineError, Request, Sampling
 from rollout.engine.publishing import WeightFiles
-from rollout.engine.settings import ServerState
+from rollout.engine.settings import Mixture, ServerState
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
 from rollout.engine.weight_root import WEIGHTS_PREFIX
 from rollout.episode import Agent
@@ -371,6 +375,44 @@ def test_a_mixture_of_experts_is_served_as_the_learner_computes_it_also_after_a_
 
     for server in served(ServerSettings(tmp_path / "0", python=sglang_python)):
         asyncio.run(body(server.url))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("computed_in", ["float32", "bfloat16"])
+def test_replayed_experts_bring_a_learner_closer_to_a_server_in_bfloat16(computed_in, sglang_python, tmp_path):
+    """Where two experts are nearly equal, rounding decides, and then a token has another expert's output."""
+    make_tiny(tmp_path / "hf", config=tiny_config("qwen3_vl_moe"))
+    model, prompt = model_port.load(tmp_path / "hf", computed_in), np.arange(100, 124, dtype=np.int32)
+    text = model.config.text
+    settings = SGLangSettings(mixture=Mixture(text.num_layers, text.num_experts, text.token_experts))
+
+    async def sampled(url):
+        engine = await SGLangEngine.connect([url], settings)
+        sampling = Sampling(96, temperature=1.0, stop_ids=(model.config.image_token_id, model.config.video_token_id))
+        requests = [Request(prompt + n, (), sampling, str(n), 300.0) for n in range(12)]
+        try:
+            return [(request.ids, await engine.generate(request)) for request in requests]
+        finally:
+            await engine.close()
+
+    def kl(pairs, *, replays):
+        """The behaviour KL of the sampled tokens."""
+        terms = []
+        for prompt, generation in pairs:
+            ids = np.concatenate([prompt, generation.ids[:-1]])
+            batch, _ = one_sequence(model.config, ids)
+            experts = np.array(batch.experts)
+            experts[0, : len(ids)] = generation.experts if replays else NOT_REPLAYED
+            logits = model(replace(batch, experts=jnp.asarray(experts)))[0, len(prompt) - 1 : len(ids)]
+            logp = jax.nn.log_softmax(logits.astype(jnp.float32))[np.arange(len(generation.ids)), generation.ids]
+            change = np.asarray(logp) - generation.behavior_logp
+            terms.append(np.expm1(change) - change)
+        return float(np.concatenate(terms).mean())
+
+    for server in served(ServerSettings(tmp_path / "hf", python=sglang_python), "--dtype", "bfloat16"):
+        pairs = asyncio.run(sampled(server.url))
+        assert all(len(generation.experts) == len(prompt) + len(generation.ids) - 1 for _, generation in pairs)
+        assert kl(pairs, replays=True) < kl(pairs, replays=False) / 4
 
 
 @pytest.mark.nightly

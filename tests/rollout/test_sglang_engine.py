@@ -1,6 +1,7 @@
 """Servers fail in many ways; a request is answered once all the same, or ends in one clear error in time."""
 
 import asyncio
+import base64
 import http.server
 import inspect
 import math
@@ -25,7 +26,7 @@ from rollout.engine.answers import Expected, generation_of
 from rollout.engine.http import KEEPALIVE_S, HttpClient, ServerUnavailable
 from rollout.engine.protocol import DeadlineExceeded, EngineError, Request, RequestRejected, Sampling, VersionMismatch
 from rollout.engine.publishing import ADAPTER_INFO, ADAPTER_SCHEME, WeightFiles
-from rollout.engine.settings import ServerState
+from rollout.engine.settings import Mixture, ServerState
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
 
 QUICK = SGLangSettings(
@@ -850,6 +851,39 @@ def test_every_token_has_the_version_of_its_label_and_a_question_hides_none(labe
     else:
         with pytest.raises(ServerUnavailable, match=versions):
             generation_of(*arguments)
+
+
+EXPERTS = np.arange(6 * 2 * 2, dtype=np.int32).reshape(6, 2, 2) % 8  # of 3 + 4 - 1 tokens
+
+
+@pytest.mark.parametrize(
+    ("experts", "found"),
+    [
+        (EXPERTS, EXPERTS),
+        (None, None),  # a server without the flag
+        (EXPERTS[1:], "experts of 5 of 6 tokens"),
+        (EXPERTS + 1, "an expert has no such number"),
+        (EXPERTS[:, :, :1][:5], "invalid answer"),
+    ],
+)
+def test_the_experts_of_all_tokens_but_the_last_come_with_an_answer(experts, found):
+    answer = FakeServer()._good(4)
+    answer["meta_info"]["weight_versions"] = [{"version": "t/0", "start": 0, "end": 4}]
+    if experts is not None:
+        answer["meta_info"]["routed_experts"] = base64.b64encode(experts.tobytes()).decode()
+    arguments = (answer, Sampling(4), Expected("t/", 0, 0), 1000, "http://a", 0.0, Mixture(2, 8, 2))
+    if isinstance(found, str):
+        with pytest.raises(ServerUnavailable, match=found):
+            generation_of(*arguments)
+    else:
+        np.testing.assert_array_equal(generation_of(*arguments).experts, found)
+
+
+@with_servers(1, replace(QUICK, mixture=Mixture(2, 8, 2)))
+async def test_experts_are_asked_for_unless_the_answer_comes_in_pieces(engine, server):
+    await engine.generate(request())
+    await engine.generate(request(on_tokens=lambda ids: None))
+    assert [body.get("return_routed_experts") for body in server.bodies["/generate"]] == [True, None]
 
 
 @pytest.mark.slow

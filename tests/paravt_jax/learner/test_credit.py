@@ -7,6 +7,7 @@ import pytest
 from agents import ANSWER, FakeFrames, call, script
 from qwen_tokenizer import qwen_tokenizer
 
+from model_port.inputs import NOT_REPLAYED
 from model_port.processing import expand_placeholders
 from model_port.qwen3_vl.chat_template import CHAT_TEMPLATE
 from model_port.tiny import tiny_tokenizer
@@ -51,6 +52,18 @@ def spelled(chat, episode, mask) -> list[str]:
     ids = episode.ledger.ids
     runs = np.split(np.flatnonzero(mask), np.flatnonzero(np.diff(np.flatnonzero(mask)) > 1) + 1)
     return [chat.decode(ids[run]) for run in runs if len(run)]
+
+
+def test_the_experts_of_a_mixture_stay_with_their_tokens(chat):
+    """The last token was never computed; a picture's placeholder has as many as it has tokens."""
+    episode, terms = play(chat)
+    (plain,) = dialogues_of(episode, 0, EpisodeAdvantage(1.0), terms, chat, TOKEN_PX)
+    num_tokens = len(plain.ids)
+    episode.ledger.experts = np.arange((num_tokens - 1) * 6, dtype=np.int16).reshape(-1, 3, 2)
+    (main,) = dialogues_of(episode, 0, EpisodeAdvantage(1.0), terms, chat, TOKEN_PX)
+    assert plain.experts is None and main.experts.shape == (num_tokens, 3, 2)
+    np.testing.assert_array_equal(main.experts[:-1], episode.ledger.experts)
+    assert (main.experts[-1] == NOT_REPLAYED).all()
 
 
 @pytest.mark.slow

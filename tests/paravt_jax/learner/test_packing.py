@@ -11,7 +11,7 @@ from flax import nnx
 
 import model_port
 from model_port.config import ModelConfig
-from model_port.inputs import Frame
+from model_port.inputs import NOT_REPLAYED, Frame
 from model_port.loading import abstract_params, with_params
 from model_port.model import VLModel
 from model_port.sharding import flat_params, make_mesh, num_row_parts
@@ -29,6 +29,7 @@ from paravt_jax.learner.packing import (
     num_batches,
     pack,
     place,
+    replayed_frac,
     row_lengths,
     rows_of_host,
     stepped,
@@ -104,6 +105,21 @@ def objective_and_gradient(model, batches, mesh=None):
 def packed(dialogues, frames, config: ModelConfig, shape: PackShape) -> list[TrainBatch]:
     """With fixed sizes, so that a shape compiles one program."""
     return pack(dialogues, frames, config, shape, agree=lambda sizes: replace(sizes, num_actions=64, num_frame_rows=1))
+
+
+def test_the_experts_of_a_mixture_are_where_their_tokens_are(model, frames):
+    config = replace(model.config, text=replace(model.config.text, num_experts=8, token_experts=2))
+    group = [dialogue(model, n, own=13 + 2 * n) for n in range(3)]
+    shape = (config.text.num_layers, config.text.token_experts)
+    known = [replace(d, experts=np.broadcast_to(d.ids[:, None, None] % 8, (len(d.ids), *shape))) for d in group[:2]]
+    batches = packed([*known, group[2]], frames, config, SHAPE)
+    for batch in batches:
+        ids, experts = batch.text.tokens, batch.text.experts
+        replayed = experts[..., 0, 0] != NOT_REPLAYED
+        assert (experts == np.where(replayed, ids % 8, NOT_REPLAYED)[..., None, None]).all()
+    own = len(group[2].ids) - group[2].num_shared
+    assert replayed_frac(batches) == 1 - own / count_tokens(batches)
+    assert all(batch.text.experts is None for batch in packed(group, frames, model.config, SHAPE))
 
 
 def count_tokens(batches) -> int:
