@@ -263,7 +263,12 @@ class Learner:
             )
 
     def _optim_metrics(self, grad_norm: float) -> dict[str, float]:
-        return {"optim/grad_norm": grad_norm, "optim/num_bad_steps": float(self.state.num_bad)}
+        last = numbers_at(self.optim, int(self.state.step) - 1, self._num_steps)
+        return {
+            "optim/grad_norm": grad_norm,
+            "optim/learning_rate": float(last.learning_rate),
+            "optim/num_bad_steps": float(self.state.num_bad),
+        }
 
     def _zero(self) -> Int[Array, ""]:
         """A counter, on all devices as in later steps: elsewhere, the second step would compile its programs again."""

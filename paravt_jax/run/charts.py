@@ -85,6 +85,7 @@ CHARTS = (
     Chart("Fraction of clipped tokens", "learner", (Curve("loss/clip_frac"),)),
     Chart("Entropy of sampled tokens, nats", "learner", (Curve("loss/entropy"),)),
     Chart("Gradient norm before clipping", "learner", (Curve("optim/grad_norm"),)),
+    Chart("Learning rate", "learner", (Curve("optim/learning_rate"),), from_zero=True),
     Chart(
         f"KL of engine and learner, nats per token (at least {KL_FLOOR:g})",
         "learner",

@@ -116,6 +116,16 @@ def test_an_update_raises_the_log_probs_of_good_tokens_and_lowers_those_of_bad_o
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["rl", "imitation"])
+def test_metrics_have_the_learning_rate_of_the_update(way, tiny_hf, batches):
+    optim = replace(OPTIM, schedule="cosine")
+    learner = Learner(model_port.load(tiny_hf), optim, LOSS, temperature=0.7, num_steps=60)
+    learner.skip()
+    metrics = learner.imitate(batches, NUM_TOKENS) if way == "imitation" else update(learner, batches)[0]
+    assert metrics["optim/learning_rate"] == pytest.approx(optim.learning_rate / 3)  # step 1 of a warm-up of 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["rl", "imitation"])
 def test_an_update_of_a_mixture_reports_the_load_of_its_experts(way, batches, tmp_path):
     make_tiny(tmp_path / "hf", config=tiny_config("qwen3_vl_moe"))
     learner = make_learner(tmp_path / "hf")
