@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from model_port.output_dir import named
+from paravt_jax.config import SYNTHETIC, DataConfig
 from rollout.video.encode import write_video
 
 FPS = 2
@@ -45,6 +46,20 @@ class Clip:
     def video(self) -> str:
         """Path relative to the questions. It has the seed, because videos of different seeds differ."""
         return f"videos/seed{self.seed}_{self.number:03}.mp4"
+
+
+def row_sources(data: DataConfig, directory: Path, seed: int, kind: str = "") -> list[tuple[str, str]]:
+    """The path and the video root of the rows for training and for validation; synthetic ones are made first.
+
+    `kind` is the end of a synthetic file's name: "_traces", or "" for questions.
+    """
+    if SYNTHETIC in (data.train, data.validation):
+        make_synthetic(directory, seed)
+    files = {"train": data.train, "validation": data.validation}
+    return [
+        (str(directory / f"{name}{kind}.jsonl"), "") if path == SYNTHETIC else (path, data.video_root)
+        for name, path in files.items()
+    ]
 
 
 def make_synthetic(directory: Path, seed: int = 0, num_videos: int = 8) -> Path:

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from model_port.config import read_config
 from paravt_jax.config import SYNTHETIC, DataConfig, SftConfig, ValidationConfig, computed_on, to_record
 from paravt_jax.data.rows import dropped_rows
 from paravt_jax.data.sample_order import SampleOrder
-from paravt_jax.data.synthetic import make_synthetic
+from paravt_jax.data.synthetic import row_sources
 from paravt_jax.data.traces import Trace, load_traces
 from paravt_jax.imitation.batches import Position, TraceBatch, TraceBatches
 from paravt_jax.imitation.render import TraceRenderer
@@ -143,11 +142,13 @@ async def open_sft_run(
     async with AsyncExitStack() as stack:
         directory = RunDirectory.acquire(config.run_dir, stack, to_record(config), allow_changes, hosts)
         remarks: list[str] = []
-        data = _with_synthetic(config.data, directory.path, config.seed)
-        train = _traces(data, data.train, remarks)
-        held_out = _traces(data, data.validation, remarks)[: config.validation.max_prompts]
-        num_traces = f"{len(train):,} traces, {len(held_out):,} held out"
-        policy = await policy_of(config, directory.path, hosts, num_traces)
+        sources = hosts.host_0_first(
+            lambda: row_sources(config.data, directory.path / SYNTHETIC, config.seed, "_traces")
+        )
+        train, held_out = (_traces(config.data, *source, remarks) for source in sources)
+        held_out = held_out[: config.validation.max_prompts]
+        data = f"{len(train):,} traces, {len(held_out):,} held out"
+        policy = await policy_of(config, directory.path, hosts, data)
         check_sources(hosts, train, held_out, policy)
         compute, line = chosen_for(policy.compute, PlannedSft.of(config, read_config(policy.hf_files)), devices)
         policy = replace(policy, compute=compute)
@@ -207,20 +208,9 @@ async def open_sft_run(
         await training.finish(run.progress())
 
 
-def _with_synthetic(data: DataConfig, directory: Path, seed: int) -> DataConfig:
-    """With the files of the data that the run makes for itself."""
-    if SYNTHETIC not in (data.train, data.validation):
-        return data
-    folder = make_synthetic(directory / SYNTHETIC, seed).parent
-    files = {"train": folder / "train_traces.jsonl", "validation": folder / "validation_traces.jsonl"}
-    return replace(data, **{name: str(path) for name, path in files.items() if getattr(data, name) == SYNTHETIC})
-
-
-def _traces(data: DataConfig, path: str, remarks: list[str]) -> Sequence[Trace]:
+def _traces(data: DataConfig, path: str, video_root: str, remarks: list[str]) -> Sequence[Trace]:
     if not path:
         return ()
-    loaded = load_traces(
-        path, video_root=data.video_root, max_bad_frac=data.max_bad_frac, allow_outside=data.allow_outside
-    )
+    loaded = load_traces(path, video_root=video_root, max_bad_frac=data.max_bad_frac, allow_outside=data.allow_outside)
     remarks.extend(dropped_rows(path, loaded.bad))
     return loaded.traces

@@ -24,7 +24,7 @@ from paravt_jax.config import (
 from paravt_jax.data.prompts import Prompt, check_row_messages, load_prompts, own_types
 from paravt_jax.data.rows import dropped_rows
 from paravt_jax.data.sample_order import Cursor, SampleOrder
-from paravt_jax.data.synthetic import make_synthetic
+from paravt_jax.data.synthetic import row_sources
 from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.objectives import variant_of
 from paravt_jax.plan.remat import chosen_for
@@ -324,18 +324,14 @@ def _prompts(
     data: DataConfig, directory: Path, seed: int, max_held_out: int, plugin: Plugin | GroupPlugin | None
 ) -> tuple[Sequence[Prompt], Sequence[Prompt], list[str]]:
     """Training prompts, held-out prompts, and log messages about rows."""
-    synthetic, remarks = directory / SYNTHETIC / "train.jsonl", []
-    if SYNTHETIC in (data.train, data.validation):
-        synthetic = make_synthetic(directory / SYNTHETIC, seed)
+    remarks: list[str] = []
 
-    def load(path: str, synthetic_path: Path) -> Sequence[Prompt]:
+    def load(path: str, video_root: str) -> Sequence[Prompt]:
         if not path:
             return ()
-        root = "" if path == SYNTHETIC else data.video_root
-        path = str(synthetic_path) if path == SYNTHETIC else path
         loaded = load_prompts(
             path,
-            video_root=root,
+            video_root=video_root,
             max_bad_frac=data.max_bad_frac,
             allow_outside=data.allow_outside,
             columns=plugin and plugin.columns,
@@ -343,6 +339,5 @@ def _prompts(
         remarks.extend([*dropped_rows(path, loaded.bad), *own_types(path, loaded.prompts)])
         return loaded.prompts
 
-    train = load(data.train, synthetic)
-    held_out = load(data.validation, synthetic.with_name("validation.jsonl"))
+    train, held_out = (load(*source) for source in row_sources(data, directory / SYNTHETIC, seed))
     return train, held_out[:max_held_out], remarks

@@ -10,8 +10,18 @@ import numpy as np
 import pytest
 
 import paravt_jax.data.synthetic as synthetic
+from paravt_jax.config import DataConfig
 from paravt_jax.data.prompts import load_prompts
-from paravt_jax.data.synthetic import COLOURS, LETTERS, frames, make_clip, make_synthetic, questions, traces
+from paravt_jax.data.synthetic import (
+    COLOURS,
+    LETTERS,
+    frames,
+    make_clip,
+    make_synthetic,
+    questions,
+    row_sources,
+    traces,
+)
 from paravt_jax.data.traces import load_traces
 from paravt_jax.rewards.answers import interval, interval_iou
 from rollout.video.decode import probe
@@ -72,6 +82,16 @@ def test_every_trace_is_usable_and_crops_around_the_square(train_rows):
             assert f'"start_time": {shown["start_time"]}, "end_time": {shown["end_time"]}' in dialogue[1]["content"]
             assert dialogue[2] == {"role": "tool", "content": crop[1]["content"]}
             assert dialogue[3]["content"].endswith(f"<answer>{answer}</answer>")
+
+
+@pytest.mark.parametrize("kind", ["", "_traces"])
+def test_synthetic_rows_are_made_where_they_are_asked_for_and_have_their_own_root(kind, train_rows):
+    folder = train_rows.parent
+    mixed = row_sources(DataConfig(train="synthetic", validation="own.jsonl", video_root="films"), folder, 0, kind)
+    assert mixed == [(str(folder / f"train{kind}.jsonl"), ""), ("own.jsonl", "films")]
+    assert all(Path(path).exists() for path, _ in row_sources(DataConfig("synthetic", "synthetic"), folder, 0, kind))
+    assert row_sources(DataConfig("a", ""), folder / "none", 0, kind) == [("a", ""), ("", "")]
+    assert not (folder / "none").exists()
 
 
 def test_videos_have_their_planned_lengths(train_rows):
