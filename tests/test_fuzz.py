@@ -40,7 +40,7 @@ from rollout.chat import SPOKEN, Chat
 from rollout.engine.answers import Expected, Fingerprint, generation_of
 from rollout.engine.http import ServerUnavailable
 from rollout.engine.protocol import Sampling
-from rollout.engine.settings import Mixture
+from rollout.engine.settings import Mixture, SGLangSettings
 from rollout.toolbox import SHIPPED, Videos, signatures
 from rollout.toolbox.search_subtitles import search
 from rollout.toolbox.subtitles import parse_srt
@@ -301,9 +301,8 @@ GOOD_ANSWER = {
 @given(answer=mutated(GOOD_ANSWER))
 def any_answer(answer):
     try:
-        found = generation_of(
-            answer, Sampling(4, stop_ids=(7,)), Expected("t/", 2, 3), 100, "http://server", 0.1, Mixture(1, 8, 1)
-        )
+        settings = SGLangSettings(vocab_size=100, mixture=Mixture(1, 8, 1))
+        found = generation_of(answer, Sampling(4, stop_ids=(7,)), Expected("t/", 2, 3), settings, "http://server", 0.1)
     except ServerUnavailable:
         pass
     else:

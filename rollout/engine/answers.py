@@ -41,19 +41,13 @@ class Expected:
 
 
 def generation_of(
-    answer: Any,
-    sampling: Sampling,
-    expected: Expected,
-    vocab_size: int,
-    url: str,
-    latency_s: float,
-    mixture: Mixture | None = None,
+    answer: Any, sampling: Sampling, expected: Expected, settings: SGLangSettings, url: str, latency_s: float
 ) -> Generation:
     """Raises WrongLabel if weights were used that this engine did not give the server."""
     try:
         meta = answer["meta_info"]
         ids = _ids(answer["output_ids"])
-        _check(bool((ids < vocab_size).all()), f"an id is beyond the vocabulary of {vocab_size}")
+        _check(bool((ids < settings.vocab_size).all()), f"an id is beyond the vocabulary of {settings.vocab_size}")
         logps = meta.get("output_token_logprobs", [])  # missing if a request is aborted before its first token
         _check(len(ids) <= sampling.max_new_tokens, f"{len(ids)} tokens, at most {sampling.max_new_tokens} requested")
         _check([token for _, token, *_ in logps] == ids.tolist(), "its ids differ from the ids of its log-probs")
@@ -64,7 +58,7 @@ def generation_of(
         behavior_logp = np.array([logp for logp, *_ in logps], np.float32)
         _check(bool(np.isfinite(behavior_logp).all()), "a log-prob is not finite")
         _check(bool((behavior_logp <= LOGP_SLACK).all()), "a log-prob is above 0")
-        num_prompt_tokens = _count(meta["prompt_tokens"])
+        num_prompt_tokens, mixture = _count(meta["prompt_tokens"]), settings.mixture
         return Generation(
             ids,
             np.minimum(behavior_logp, 0.0),

@@ -132,8 +132,7 @@ class SGLangEngine:
         started_s = time.monotonic()
         deadline_s = started_s + request.deadline_s
         body = await asyncio.to_thread(generate_body, request.ids, request.pictures, request.sampling)
-        mixture = None if request.on_tokens else self.settings.mixture  # each message of a stream would have all
-        if mixture:
+        if self.settings.mixture and not request.on_tokens:  # each message of a stream would have all
             body["return_routed_experts"] = True
         problems: list[str] = []
         tried: set[str] = set()
@@ -144,9 +143,7 @@ class SGLangEngine:
                 answer = await self._attempt(server, request, body, deadline_s)
                 latency_s = time.monotonic() - started_s
                 expected = Expected(self.fleet.owner, oldest, self.fleet.newest)
-                generation = generation_of(
-                    answer, request.sampling, expected, self.settings.vocab_size, server.url, latency_s, mixture
-                )
+                generation = generation_of(answer, request.sampling, expected, self.settings, server.url, latency_s)
                 break
             except ServerUnavailable as problem:
                 problems.append(str(problem))

@@ -845,7 +845,7 @@ def test_every_token_has_the_version_of_its_label_and_a_question_hides_none(labe
     spans = [{"version": label, "start": number, "end": number + 1} for number, label in enumerate(labels)]
     answer = FakeServer()._good(4)
     answer["meta_info"]["weight_versions"] = spans
-    arguments = (answer, Sampling(4), Expected("t/", 3, 4), 1000, "http://a", 0.0)
+    arguments = (answer, Sampling(4), Expected("t/", 3, 4), QUICK, "http://a", 0.0)
     if isinstance(versions, list):
         assert generation_of(*arguments).versions.tolist() == versions
     else:
@@ -853,6 +853,7 @@ def test_every_token_has_the_version_of_its_label_and_a_question_hides_none(labe
             generation_of(*arguments)
 
 
+WITH_EXPERTS = replace(QUICK, mixture=Mixture(2, 8, 2))
 EXPERTS = np.arange(6 * 2 * 2, dtype=np.int32).reshape(6, 2, 2) % 8  # of 3 + 4 - 1 tokens
 
 
@@ -871,7 +872,7 @@ def test_the_experts_of_all_tokens_but_the_last_come_with_an_answer(experts, fou
     answer["meta_info"]["weight_versions"] = [{"version": "t/0", "start": 0, "end": 4}]
     if experts is not None:
         answer["meta_info"]["routed_experts"] = base64.b64encode(experts.tobytes()).decode()
-    arguments = (answer, Sampling(4), Expected("t/", 0, 0), 1000, "http://a", 0.0, Mixture(2, 8, 2))
+    arguments = (answer, Sampling(4), Expected("t/", 0, 0), WITH_EXPERTS, "http://a", 0.0)
     if isinstance(found, str):
         with pytest.raises(ServerUnavailable, match=found):
             generation_of(*arguments)
@@ -879,7 +880,7 @@ def test_the_experts_of_all_tokens_but_the_last_come_with_an_answer(experts, fou
         np.testing.assert_array_equal(generation_of(*arguments).experts, found)
 
 
-@with_servers(1, replace(QUICK, mixture=Mixture(2, 8, 2)))
+@with_servers(1, WITH_EXPERTS)
 async def test_experts_are_asked_for_unless_the_answer_comes_in_pieces(engine, server):
     await engine.generate(request())
     await engine.generate(request(on_tokens=lambda ids: None))
