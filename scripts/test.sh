@@ -8,10 +8,10 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONDONTWRITEBYTECODE= # hundreds of the tests' processes import the same libraries
-select="not gpu and not nightly" sidecar=yes tests=() compilers= processes=3
+select="not gpu and not nightly" sidecar=yes tests=() compilers=
 while [ $# -gt 0 ]; do
   case "$1" in
-    quick) select="not gpu and not slow and not nightly" sidecar= processes=3 ;;
+    quick) select="not gpu and not slow and not nightly" sidecar= ;;
     nightly) select="not gpu" ;;
     model) tests+=(tests/model_port) ;;
     rollout) tests+=(tests/rollout) ;;
@@ -35,8 +35,8 @@ types=$(mktemp)
 [ -d tests/__pycache__ ] || .venv/bin/python -m pytest -qq --collect-only -m "$select" ${tests[@]+"${tests[@]}"} "$@" >/dev/null || true
 [ -z "$sidecar" ] || wait "$sidecar"
 status=0
-# Three processes, because much of the suite waits for servers, deadlines and disks; the quick part does not.
-.venv/bin/python -m pytest -n "$processes" --dist loadfile --no-loadscope-reorder --durations=10 -m "$select" ${tests[@]+"${tests[@]}"} "$@" || status=$?
+# Three processes, because tests also wait: for servers, deadlines and disks.
+.venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10 -m "$select" ${tests[@]+"${tests[@]}"} "$@" || status=$?
 wait "$checking" || status=$?
 cat "$types" && rm "$types"
 exit "$status"

@@ -343,6 +343,11 @@ def test_the_gate_notices_other_weights_and_other_pictures(server, model, other,
         assert any("log-probs of 'dialogue' tokens differ" in problem for problem in found.problems)
 
 
+class TwoSizes(LearnerScorer):
+    def settled(self, sizes_px):
+        return super().settled(sizes_px)[-2:]
+
+
 def first_shown(request):
     """Leaves prompts alone, and the gate's own wrong dialogue, which shows the picture before the last twice."""
     pictures = request.pictures
@@ -422,10 +427,6 @@ def test_a_right_server_in_bfloat16_is_accepted_and_another_picture_or_layer_is_
     model, another = model_port.load(right), model_port.load(make_wide(tmp_path / "other", seed=1))
     model.compute = replace(model.compute, dtype="bfloat16")
     settings = ServerSettings(right, python=sglang_python, dtype="bfloat16", **SMALL)
-
-    class TwoSizes(LearnerScorer):
-        def settled(self, sizes_px):
-            return super().settled(sizes_px)[-2:]
 
     class AnotherShown(TwoSizes):
         """The learner has another picture in the tool's response than the server."""
@@ -568,11 +569,6 @@ def qwen25(qwen25_hf):
     """The learner's side: the model, a contract that enlarges nothing, and the chat."""
     contract = replace(VisionContract.from_hf(qwen25_hf), min_pixels=1, max_pixels=50_176)
     return model_port.load(qwen25_hf), contract, Chat.from_hf(qwen25_hf)
-
-
-class TwoSizes(LearnerScorer):
-    def settled(self, sizes_px):
-        return super().settled(sizes_px)[-2:]
 
 
 def test_a_server_of_qwen2_5_vl_agrees_with_the_learner(qwen25_server, qwen25, qwen25_hf):
