@@ -1,14 +1,13 @@
 """Long work says where it is: a bar on a terminal, lines elsewhere, and nothing once it is over."""
 
 import io
-import os
-import pty
 import sys
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+from terminals import a_terminal
 
 from model_port import progress
 from model_port.progress import BYTES, Meter, counted
@@ -81,14 +80,11 @@ def test_an_empty_line_is_not_said(monkeypatch):
 
 def test_a_terminal_shows_a_bar_that_is_gone_when_the_work_is_done(monkeypatch):
     monkeypatch.setattr(progress, "BAR_DELAY_S", 0)
-    ours, theirs = pty.openpty()
-    with os.fdopen(theirs, "w", encoding="utf-8") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
+    with a_terminal(monkeypatch, "stderr") as read_screen:
         with Meter("copying", 4_000_000, BYTES) as work:
             work.at(1_000_000, "still copying")
             assert progress_threads() == []
-    with os.fdopen(ours, "rb", buffering=0) as file:
-        said = file.read(2**16).decode()
+        said = read_screen()
     assert "copying:   0%" in said and "/4.00M" in said and said.endswith(" \r")
 
 

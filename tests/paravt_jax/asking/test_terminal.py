@@ -1,12 +1,12 @@
 """No text of a model, row, file or server reaches the terminal with control characters."""
 
 import json
-import os
 import sys
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 
 import pytest
 from agents import FakeFrames, script
+from terminals import a_terminal
 
 import model_port.cli
 import model_port.terminal
@@ -26,24 +26,6 @@ from rollout.serve import StartLine
 # Sets the title, clears the screen, sets the clipboard, overrides the direction, and overwrites the line.
 HOSTILE = "\x1b]0;title\x07\x1b[2J\x1b]52;c;aGk=\x07\u202edlrow\u2066\x9b31m\rover"
 CONTROL = set("\x1b\x07\x9b\r\u202e\u2066")
-
-
-@contextmanager
-def a_terminal(monkeypatch, *names):
-    """Connects `names` of sys to a terminal; yields a function that reads its content."""
-    test_end, terminal_end = os.openpty()
-    monkeypatch.setenv("NO_COLOR", "1")  # else the command would set it
-    with os.fdopen(terminal_end, "w") as screen:
-        for name in names:
-            monkeypatch.setattr(sys, name, screen)
-
-        def read_screen():
-            screen.flush()
-            os.set_blocking(test_end, False)
-            return os.read(test_end, 2**20).decode().replace("\r\n", "\n")  # as a terminal breaks lines
-
-        yield read_screen
-    os.close(test_end)
 
 
 def test_both_packages_escape_the_same_characters():

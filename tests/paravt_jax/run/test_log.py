@@ -1,19 +1,15 @@
 """A run's log through kills and resumes, on the terminal, and in TensorBoard and Weights & Biases."""
 
-import contextlib
-import fcntl
 import math
-import os
-import pty
 import shutil
 import struct
 import sys
-import termios
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from terminals import a_terminal
 
 from paravt_jax.config import LogConfig
 from paravt_jax.run.log import RunLog, load_jsonl, whole_file
@@ -238,34 +234,21 @@ def test_missing_metrics_are_omitted_from_the_line(tmp_path, capsys):
 @pytest.mark.parametrize("rows_and_columns", [(30, 100), (0, 0)])
 def test_a_terminal_shows_the_phase_and_messages_do_not_break_the_bar(rows_and_columns, tmp_path, monkeypatch):
     """Also a terminal without a size, as in containers."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", *rows_and_columns, 0, 0))
     monkeypatch.setenv("COLUMNS", "100")
-    with os.fdopen(theirs, "w", encoding="utf-8") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
+    with a_terminal(monkeypatch, "stderr", rows_and_columns=rows_and_columns) as read_screen:
         log = open_log(tmp_path, first_step=1)
         log.phase("rollout 12/56")
         log.step(2, METRICS, [])
         log.phase("update")
         log.say("checkpoint 2 is saved")
         log.close()
-    output = read_terminal(ours)
+        output = read_screen()
     assert "rollout 12/56" in output.split("\r2/5 ")[0]
     assert "reward 1.62 f_tau 0.41 parseable 0.25 kappa 1.36 1234 tok/s ETA 00:0" in output
     assert "update" in output
     start, end = output.split("checkpoint 2 is saved")
     assert start.endswith(" \r")  # the bar's line was cleared
-    assert end.startswith("\r\n\r2/5 ")
-
-
-def read_terminal(terminal: int) -> str:
-    """All output to a pseudo terminal with a closed other end."""
-    with os.fdopen(terminal, "rb", buffering=0) as file:
-        output = b""
-        with contextlib.suppress(OSError):  # Linux raises at the end
-            while more := file.read(2**16):
-                output += more
-    return output.decode()
+    assert end.startswith("\n\r2/5 ")
 
 
 def events_of(run_dir: Path) -> list:
