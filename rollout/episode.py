@@ -143,9 +143,10 @@ class _EpisodeRun:
 
     async def run(self) -> None:
         config = self.agent.config
+        tool_turns = config.tool_turns if self.overview.task.videos else 0
         dialogue = self._dialogue(self.overview, self.episode.ledger, config.forced_prefix)
-        for turn_number in range(config.tool_turns + 1):
-            is_last = turn_number == config.tool_turns
+        for turn_number in range(tool_turns + 1):
+            is_last = turn_number == tool_turns
             if self.tokens_left < 1:
                 self.episode.finish = "length"
                 break
@@ -163,7 +164,7 @@ class _EpisodeRun:
             # The first call beyond the limit gets an error; errors for more would only fill the context.
             answered = turn.calls[: config.calls_per_turn + 1]
             self.check_room(answered, dialogue, turn_number)
-            if turn_number == config.tool_turns - 1 and config.prompts.last_turn:
+            if turn_number == tool_turns - 1 and config.prompts.last_turn:
                 answered[-1].respond(*answered[-1].content, f"\n{config.prompts.last_turn.format()}")
             if not dialogue.respond([call.content for call in answered]):
                 self.episode.finish = "context"

@@ -7,12 +7,19 @@ for the wire once, and are recognised as equal by the learner.
 import base64
 import hashlib
 import io
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from PIL import Image
 
+from rollout.video.errors import VideoError
+
+# An allow-list, because Pillow starts a program for some formats, such as EPS.
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
+MAX_IMAGE_PIXELS = 2**26  # phone photos have 50 million; a decoded pixel takes up to 8 bytes
+IMAGES_AT_A_TIME = 4  # times MAX_IMAGE_PIXELS: at most 2 GiB
 JPEG_QUALITY = 95  # of 100; above it a JPEG grows without a visible difference
 PNG_EFFORT = 1  # of 9, all lossless; over loopback, encoding time matters more than size
 
@@ -74,3 +81,19 @@ class Picture:
         buffer = io.BytesIO()
         Image.fromarray(self.pixels).save(buffer, kind, **options)
         return base64.b64encode(buffer.getvalue()).decode()
+
+
+def read_image(path: str, size_of: Callable[[int, int], tuple[int, int]] = lambda *size_px: size_px) -> Picture:
+    """An image file. `size_of` maps its height and width to the picture's.
+
+    Raises VideoError for any error, so that a bad image only invalidates its row.
+    """
+    try:
+        with Image.open(path, formats=IMAGE_FORMATS) as image:  # reads only the size
+            if image.width * image.height > MAX_IMAGE_PIXELS:
+                raise ValueError(f"{image.width}x{image.height} pixels are more than {MAX_IMAGE_PIXELS}")
+            height, width = size_of(image.height, image.width)
+            resized = image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
+    except Exception as problem:  # Pillow raises anything, even SyntaxError
+        raise VideoError(f"{path} cannot be read: {str(problem) or type(problem).__name__}") from None
+    return Picture.of(np.array(resized))

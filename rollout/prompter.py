@@ -12,8 +12,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from rollout.picture import Picture
+from rollout.picture import IMAGES_AT_A_TIME, Picture, read_image
 from rollout.prompts import (
+    IMAGE_PLACEHOLDER,
     PLACEHOLDER,
     PastTurn,
     Prompts,
@@ -23,6 +24,7 @@ from rollout.prompts import (
     subagent_messages,
     window_intro,
 )
+from rollout.threads import in_daemon_thread
 from rollout.tools import CROP_VIDEO_SPEC, ToolSpec, Window
 from rollout.video.box import Box
 from rollout.video.info import TimedPicture, VideoInfo
@@ -35,15 +37,14 @@ TOOLS_TAG = "<tools>"  # a system text with it describes the tools itself
 class Task:
     id: str
     question: str
-    videos: tuple[str, ...]  # paths
+    videos: tuple[str, ...]  # paths; without any, no tools are offered
     frame_budget: int  # frames of the overview, over all videos
     subtitles: tuple[str, ...] = ()  # a path per video, or ""
     messages: tuple[tuple[str, str], ...] = ()  # roles and texts of the row, for rollout.prompts.row_messages
     history: tuple[PastTurn, ...] = ()  # turns before the question
+    images: tuple[str, ...] = ()  # paths
 
     def __post_init__(self) -> None:
-        if not self.videos:
-            raise ValueError(f"task {self.id} has no video")
         if self.frame_budget < len(self.videos):
             raise ValueError(f"task {self.id}: frame_budget {self.frame_budget} is less than one frame a video")
 
@@ -129,14 +130,16 @@ class Prompter:
         self._calls_per_turn, self._subagent_max_frames = calls_per_turn, subagent_max_frames
         self._deadline_s, self._overview_fps = deadline_s, overview_fps
         self._specs = tools
+        self._reading = asyncio.Semaphore(IMAGES_AT_A_TIME)
         in_template = calls_per_turn > 0 and not prompts.system_has_tools
         self._tools = [tool.schema for tool in tools] if in_template else None
 
     async def overview(self, task: Task) -> Overview:
-        """The prompt with an overview of a task's videos, their frames spread evenly."""
+        """The prompt with a task's images, and an overview of its videos, their frames spread evenly."""
         began_s = time.monotonic()
         videos = dict(zip(task.videos, await asyncio.gather(*(self.info(path) for path in task.videos)), strict=True))
-        share, extra = divmod(task.frame_budget, len(task.videos))
+        images = await asyncio.gather(*map(self._image, task.images))
+        share, extra = divmod(task.frame_budget, max(1, len(task.videos)))
         clips = await asyncio.gather(
             *(self._overview(path, videos[path], share + (number < extra)) for number, path in enumerate(task.videos))
         )
@@ -147,7 +150,7 @@ class Prompter:
             for (name, path), frames in zip(names.items(), clips, strict=True)
         )
         messages, tools = self._main_messages(task, of_videos)
-        pictures = tuple(frame.picture for frames in clips for frame in frames)
+        pictures = (*images, *(frame.picture for frames in clips for frame in frames))
         ids = self.ids(messages, pictures, tools)
         all_names = names | _own_names(task.videos)
         seconds = time.monotonic() - began_s
@@ -157,20 +160,22 @@ class Prompter:
         self, task: Task, videos: Sequence[ShownVideo]
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
         """The main agent's dialogue, and the tools that the chat template adds to it."""
+        tools = self._tools if videos else None
         if self.prompts.row_messages and task.messages:
             texts = [(role, self.chat.escape_control(text)) for role, text in task.messages]
             has_tools = any(role == "system" and TOOLS_TAG in text for role, text in texts)
-            messages = row_messages(self.prompts, texts, [video.frames_s for video in videos])
-            return messages, None if has_tools else self._tools
+            messages = row_messages(self.prompts, texts, [video.frames_s for video in videos], len(task.images))
+            return messages, None if has_tools else tools
         messages = main_messages(
             self.prompts,
             [(video.name, video.duration_s, video.frames_s) for video in videos],
-            self._escaped(task.question),
-            self._calls_per_turn,
+            self._escaped(task.question.replace(IMAGE_PLACEHOLDER, "") if task.images else task.question),
+            self._calls_per_turn if videos else 0,
             self._specs,
             [replace(turn, text=self._escaped(turn.text)) for turn in task.history],
+            len(task.images),
         )
-        return messages, self._tools
+        return messages, tools
 
     def _escaped(self, text: str) -> str:
         return self.chat.escape(text.replace(PLACEHOLDER, "").strip())
@@ -200,6 +205,10 @@ class Prompter:
     async def detail(self, path: str, time_s: float, box: Box) -> list[TimedPicture]:
         """A part of the frame at this time, with up to as many pixels as a whole crop."""
         return await self.frames_at(path, [time_s], box)
+
+    async def _image(self, path: str) -> Picture:
+        async with self._reading:
+            return await in_daemon_thread(lambda: self.frames.fitted(read_image(path)))
 
     async def info(self, path: str) -> VideoInfo:
         return await self.frames.info(path, self._deadline_s)

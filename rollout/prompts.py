@@ -12,6 +12,7 @@ from rollout.setting import setting
 from rollout.tools import CROP_VIDEO_SPEC, ToolSpec, Window
 
 PLACEHOLDER = "<video>"  # where a row's message has a video
+IMAGE_PLACEHOLDER = "<image>"  # the same for an image
 # Times of a window in seconds, and as MM:SS.
 WINDOW: Mapping[str, Any] = {"start_s": 0.0, "end_s": 0.0, "start": "", "end": "", "duration_s": 0.0, "num_frames": 0}
 # The placeholders of each text, with values to try them. Other texts may have none.
@@ -185,14 +186,15 @@ def main_messages(
     max_parallel: int,
     tools: Sequence[ToolSpec] = (CROP_VIDEO_SPEC,),
     history: Sequence[PastTurn] = (),
+    num_images: int = 0,
 ) -> list[dict[str, Any]]:
     """The main agent's dialogue. A video is given by its name, duration and frame times.
 
-    `max_parallel=0` means no tools. The videos that `history` does not show are in the last message.
+    `max_parallel=0` means no tools. The videos that `history` does not show are in the last message, after all images.
     """
     shown = iter(videos)
     past = [_past_message(prompts, turn, islice(shown, turn.num_videos)) for turn in history]
-    content = _overview_parts(prompts, shown)
+    content = [*_image_parts(num_images), *_overview_parts(prompts, shown)]
     names = ", ".join(name for name, _, _ in videos)
     if max_parallel:
         uses, gives = ", or ".join(tool.usage for tool in tools), ", ".join(tool.effect for tool in tools)
@@ -210,6 +212,10 @@ def _past_message(prompts: Prompts, turn: PastTurn, videos: Iterable[ShownTimes]
     return {"role": turn.role, "content": [*overview, text_part(turn.text)] if overview else turn.text}
 
 
+def _image_parts(num_images: int) -> list[dict[str, Any]]:
+    return [{"type": "image"} for _ in range(num_images)]
+
+
 def _overview_parts(prompts: Prompts, videos: Iterable[ShownTimes]) -> list[dict[str, Any]]:
     content = []
     for name, duration_s, times_s in videos:
@@ -220,18 +226,24 @@ def _overview_parts(prompts: Prompts, videos: Iterable[ShownTimes]) -> list[dict
 
 
 def row_messages(
-    prompts: Prompts, messages: Sequence[tuple[str, str]], times_s: Sequence[Sequence[float]]
+    prompts: Prompts,
+    messages: Sequence[tuple[str, str]],
+    times_s: Sequence[Sequence[float]],
+    num_images: int = 0,
 ) -> list[dict[str, Any]]:
     """A row's own messages. Frames come before the text of the message that has their `<video>`, as in the release.
 
-    Videos without a `<video>` are in the last message. `times_s` has the frame times of each video.
+    Videos without a `<video>` are in the last message. `times_s` has the frame times of each video. The same holds for
+    images and `<image>`.
     """
-    videos, rendered = iter(times_s), []
+    videos, images, rendered = iter(times_s), iter(_image_parts(num_images)), []
     for number, (role, text) in enumerate(messages):
         is_last = number == len(messages) - 1
         own = videos if is_last else islice(videos, text.count(PLACEHOLDER))
-        frames = [part for video_s in own for part in frame_parts(prompts, video_s)]
+        frames = [*(images if is_last else islice(images, num_images and text.count(IMAGE_PLACEHOLDER)))]
+        frames += [part for video_s in own for part in frame_parts(prompts, video_s)]
         plain = text.replace(PLACEHOLDER, "")
+        plain = plain.replace(IMAGE_PLACEHOLDER, "") if num_images else plain
         rendered.append({"role": role, "content": [*frames, text_part(plain)] if frames else plain})
     return rendered
 

@@ -20,6 +20,7 @@ import numpy as np
 from PIL import Image
 
 from paravt_jax.asking.openai import RETRY_S, BadRequest, Medium, RequestError, cut
+from rollout.picture import IMAGE_FORMATS
 from rollout.video.encode import write_video
 
 MAX_FETCHED_BYTES = 2 * 2**30  # per request
@@ -29,7 +30,6 @@ MAX_REDIRECTS = 3
 MAX_IMAGE_PIXELS = 8192 * 4352
 MAX_IMAGE_SIDE_PX = 16_384  # x264's limit
 MAX_IMAGE_ASPECT = 200  # longer side / shorter side; the model's frame sizes allow no more
-IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 CHUNK_BYTES = 2**20
 GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
 SIX_TO_FOUR = ipaddress.IPv6Network("2002::/16")

@@ -16,8 +16,9 @@ def frame_budget(seed: int, epoch: int, prompt_id: str, budgets: Sequence[int]) 
 
 
 def budgets_of(samples: Sequence[PromptSample[Item]], video: VideoConfig, seed: int) -> list[int]:
-    """The frame budget of each prompt sample, with at least one frame per video."""
+    """The frame budget of each prompt sample, with at least one frame per video; 0 without a video."""
     budgets = [video.overview_frames] * len(samples)
     if video.frame_budgets:
         budgets = [frame_budget(seed, sample.epoch, sample.item.id, video.frame_budgets) for sample in samples]
-    return [max(budget, len(sample.item.videos)) for budget, sample in zip(budgets, samples, strict=True)]
+    nums = [len(sample.item.videos) for sample in samples]
+    return [max(budget, num) if num else 0 for budget, num in zip(budgets, nums, strict=True)]

@@ -102,7 +102,11 @@ def inspect(path: str, *, video_root: str = "", tokenizer: str = TINY) -> Findin
     kind, required = kind_of(source, columns)
     names = (QUESTION_TYPES, "videos_per_row") if kind == "RL" else ("videos_per_row", TURNS, "calls_per_row", CALLS)
     findings = Findings(str(path), kind, columns, tokenizer, counts={name: Counter() for name in names})
-    texts = _texts(findings, rows_of(source, required), file_finder(source, video_root, allow_outside=False))
+    texts = _texts(
+        findings,
+        rows_of(source, required, prompts.OPTIONAL_COLUMNS),
+        file_finder(source, video_root, allow_outside=False),
+    )
     with Meter("inspecting", _num_rows(source), "row") as meter:
         while batch := list(islice(texts, BATCH_ROWS)):
             findings.lengths += count_tokens([text for text in batch if text is not None])

@@ -4,7 +4,8 @@ A row of a parquet or JSON-lines file has
 
     prompt      [{role, content}], with a `<video>` in the text where a video belongs
     videos      [{"video": path}]: absolute, relative, or a file:// URI; optionally "subtitles": the path of an SRT
-                file, by default the video's path with the suffix .srt
+                file, by default the video's path with the suffix .srt; empty for a question about images or text
+    images      [{"image": path}] or [path], optional, in a row without videos; `<image>` in the text is optional too
     extra_info  {answer, question_type}, as an object or as its JSON
 
 reward.plugin may take further columns of the rows, or further keys of extra_info. With it, a question type may be your
@@ -18,7 +19,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,9 @@ from paravt_jax.data.rows import (
     unique_id,
 )
 from paravt_jax.rewards.terms import QUESTION_TYPES, check_ground_truth
-from rollout.prompts import PLACEHOLDER
+from rollout.prompts import IMAGE_PLACEHOLDER, PLACEHOLDER
 
-COLUMNS = ("prompt", "videos", "extra_info")
+COLUMNS, OPTIONAL_COLUMNS = ("prompt", "videos", "extra_info"), ("images",)
 ROLES = ("system", "user", "assistant")
 OWN_TYPE = re.compile(r"[a-z][a-z0-9_]{,31}")  # a part of metric names
 
@@ -56,10 +57,11 @@ class Prompt:
     subtitles: tuple[str, ...] = ()  # an absolute path for each video, or ""
     messages: tuple[tuple[str, str], ...] = ()  # roles and texts of the row; empty if one is not text
     columns: tuple[tuple[str, Any], ...] = ()  # that reward.plugin takes, with their names
+    images: tuple[str, ...] = ()  # absolute paths
 
     @property
     def files(self) -> tuple[str, ...]:
-        return (*self.videos, *filter(None, self.subtitles))
+        return (*self.videos, *self.images, *filter(None, self.subtitles))
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def load_prompts(
     """
     source = local_source(path)
     find = file_finder(source, video_root, allow_outside)
-    rows = rows_of(source, COLUMNS, optional=columns or ())
+    rows = rows_of(source, COLUMNS, (*OPTIONAL_COLUMNS, *(columns or ())))
     prompts, bad = read_rows(rows, lambda row: read_prompt(row, find, columns), max_bad_frac, str(source))
     ids: dict[str, int] = {}
     return PromptSet(
@@ -97,27 +99,38 @@ def load_prompts(
 def read_prompt(row: Any, find: Callable[[str], str], columns: Sequence[str] | None = None) -> Prompt:
     """Reads one row. `find` resolves a path of the row, or raises BadRow. `columns` as for `load_prompts`."""
     row = object_of(row, "the row")
-    question, names = _question(row.get("prompt")), _video_names(row.get("videos"))
-    if question.count(PLACEHOLDER) > len(names):
-        raise BadRow(
-            f"more {PLACEHOLDER} than videos", f"{question.count(PLACEHOLDER)} in prompt, {len(names)} in videos"
-        )
+    question = _question(row.get("prompt"))
+    names, images = _video_names(row.get("videos"), question), _image_names(row.get("images"))
+    if names and images:
+        raise BadRow("videos and images", "a row can have only one of the two")
+    _check_placeholders(question, PLACEHOLDER, names, "videos")
+    if images:
+        _check_placeholders(question, IMAGE_PLACEHOLDER, images, "images")
     extra_info = object_of(row.get("extra_info"), "extra_info")
     question_type = _question_type(extra_info.get("question_type"), own=columns is not None)
     answer = _answer(extra_info.get("answer"), question_type)
     videos = tuple(map(find, names))
-    subtitles = tuple(_named_subtitles(video, find) for video in row["videos"])
-    content_id = _content_id(question, names, answer, question_type)
+    subtitles = tuple(_named_subtitles(video, find) for video in row.get("videos") or ())
+    content_id = _content_id(question, [*names, *images], answer, question_type)
     prompt = Prompt(own_id(row) or content_id, question, videos, answer, question_type, subtitles)
     own = tuple((name, _column(name, row, extra_info)) for name in columns or ())
-    return replace(prompt, messages=_messages(row["prompt"]), columns=own)
+    return replace(prompt, messages=_messages(row["prompt"]), columns=own, images=tuple(map(find, images)))
 
 
-def own_types(source: str | Path, prompts: Iterable[Prompt]) -> list[str]:
-    """A log line if there are question types that only reward.plugin scores."""
+def _check_placeholders(question: str, placeholder: str, names: list[str], column: str) -> None:
+    if (count := question.count(placeholder)) > len(names):
+        raise BadRow(f"more {placeholder} than {column}", f"{count} in prompt, {len(names)} in {column}")
+
+
+def remarks_on(source: str | Path, prompts: Sequence[Prompt]) -> list[str]:
+    """Log lines about rows without videos, and about question types that only reward.plugin scores."""
+    num_images = sum(bool(prompt.images) for prompt in prompts)
+    num_alone = sum(not prompt.files for prompt in prompts)
+    without = f"{source}: {num_images:,} rows with images and {num_alone:,} with text alone are asked without tools"
     counts = Counter(prompt.question_type for prompt in prompts if prompt.question_type not in QUESTION_TYPES)
     listed = ", ".join(f"{name} ({count:,} rows)" for name, count in sorted(counts.items()))
-    return [f"{source}: only reward.plugin scores {listed}"] if counts else []
+    only_plugin = f"{source}: only reward.plugin scores {listed}"
+    return [without] * bool(num_images + num_alone) + [only_plugin] * bool(counts)
 
 
 def check_row_messages(prompts: Sequence[Prompt], source: str) -> None:
@@ -153,15 +166,28 @@ def _question(messages: Any) -> str:
     return encodable(texts[-1], "prompt")
 
 
-def _video_names(videos: Any) -> list[str]:
+def _video_names(videos: Any, question: str) -> list[str]:
     if videos is None or videos == []:
-        raise BadRow("no video", "videos is empty")
+        if PLACEHOLDER in question:
+            raise BadRow("no video", "videos is empty")
+        return []
     check_frames(len(videos) if isinstance(videos, list) else 0)
     if not isinstance(videos, list) or not all(isinstance(video, dict) for video in videos):
         raise BadRow("wrong schema", 'videos is not a list of {"video": path}')
     names = [video.get("video") for video in videos]
     if not all(isinstance(name, str) and name for name in names):
         raise BadRow("wrong schema", f"a path in videos is not text: {names}")
+    return names
+
+
+def _image_names(images: Any) -> list[str]:
+    if images is None:
+        return []
+    listed: list[Any] = images if isinstance(images, list) else [images]
+    check_frames(len(listed))
+    names: list[Any] = [image.get("image") if isinstance(image, dict) else image for image in listed]
+    if listed is not images or not all(isinstance(name, str) and name for name in names):
+        raise BadRow("wrong schema", 'images is not a list of paths, or of {"image": path}')
     return names
 
 

@@ -137,7 +137,7 @@ def read(source: Path) -> tuple[list[Row], bool]:
         return name if REMOTE.match(name) else normpath(root / unquote(name.removeprefix(FILE_URI)))
 
     with Meter(f"reading {source}", unit="row") as meter:
-        for _, row in rows_of(source, columns):
+        for _, row in rows_of(source, columns, prompts.OPTIONAL_COLUMNS):
             try:
                 rows.append(row_of(row, normalized))
             except BadRow:
@@ -148,7 +148,7 @@ def read(source: Path) -> tuple[list[Row], bool]:
 
 def _question(row: Any, find: Callable[[str], str]) -> Row:
     prompt = prompts.read_prompt(row, find)
-    return Row(prompt.question_type, frozenset(prompt.videos))
+    return Row(prompt.question_type, frozenset(prompt.videos + prompt.images))
 
 
 def _trace(row: Any, find: Callable[[str], str]) -> Row:

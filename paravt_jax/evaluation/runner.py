@@ -10,11 +10,10 @@ from model_port.progress import Meter
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.splits import PublicSplit, Sample
 from paravt_jax.evaluation.sample_log import Record, SampleLog, SampleResult, episode_record, result_of, sample_record
-from paravt_jax.rl.episodes import RolloutWorker
+from paravt_jax.rl.episodes import RolloutWorker, make_task
 from paravt_jax.run.threads import in_thread
 from rollout.endpoint.errors import OF_THE_SAMPLE
 from rollout.endpoint.errors import REASONS as ENDPOINT_REASONS
-from rollout.prompter import Task
 from rollout.toolbox.search_subtitles import subtitle_file
 from rollout.toolbox.subtitles import Cue, parse_srt
 from rollout.tools import BadCall
@@ -84,10 +83,7 @@ class EpisodeRecorder:
         prompt, subtitles = sample.prompt, ""
         if self.split is not None and self.split.with_subtitles:
             prompt, subtitles = await self._subtitled(sample)
-        num_frames = max(self.frame_budget, len(prompt.videos))
-        task = Task(
-            f"validation-{prompt.id}", prompt.question, prompt.videos, num_frames, prompt.subtitles, prompt.messages
-        )
+        task = make_task(f"validation-{prompt.id}", prompt, self.frame_budget)
         rollouts = await self.worker.run_group(task, prompt, self.num_samples)
         official = self.split and self.split.official
         return sample_record(key, sample, subtitles, [episode_record(each, sample, official) for each in rollouts])

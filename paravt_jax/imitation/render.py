@@ -9,10 +9,10 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from model_port.processing import VisionContract, settled_size
 from paravt_jax.data.prompts import PLACEHOLDER
@@ -23,17 +23,12 @@ from rollout.chat import Chat
 from rollout.episode_config import EpisodeConfig
 from rollout.ledger import Ledger, Segment
 from rollout.parts import Part, content_of, pictures_of, with_times
-from rollout.picture import Picture
+from rollout.picture import IMAGES_AT_A_TIME, Picture, read_image
 from rollout.prompter import Frames, ShownVideo, Task
 from rollout.toolbox.crop_video import crop_parts
 from rollout.tools import BadCall, Window, window_of
 from rollout.video.errors import VideoError
 from rollout.video.times import overview_times
-
-# An allow-list, because Pillow starts a program for some formats, such as EPS.
-IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
-MAX_IMAGE_PIXELS = 2**26  # phone photos have 50 million; a decoded pixel takes up to 8 bytes
-IMAGES_AT_A_TIME = 4  # times MAX_IMAGE_PIXELS: at most 2 GiB
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +135,8 @@ class TraceRenderer:
             return [part.replace(PLACEHOLDER, "")]
         if part.kind == "image":
             async with self._decoding:
-                return [await asyncio.to_thread(_read_image, part.path, self._contract)]
+                size_of = partial(settled_size, contract=self._contract)
+                return [await asyncio.to_thread(read_image, part.path, size_of)]
         if part.window_s is not None:
             return await self._prompter.crop(part.path, await self._window(part))
         info = await self._prompter.info(part.path)
@@ -155,16 +151,3 @@ class TraceRenderer:
             return window_of({"start_time": start_s, "end_time": end_s}, info.duration_s)
         except BadCall as problem:
             raise VideoError(f"{part.path}: {problem}") from None
-
-
-def _read_image(path: str, contract: VisionContract) -> Picture:
-    """Raises VideoError for any error, so that a bad image only invalidates its trace."""
-    try:
-        with Image.open(path, formats=IMAGE_FORMATS) as image:  # reads only the size
-            if image.width * image.height > MAX_IMAGE_PIXELS:
-                raise ValueError(f"{image.width}x{image.height} pixels are more than {MAX_IMAGE_PIXELS}")
-            height, width = settled_size(image.height, image.width, contract)
-            resized = image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
-    except Exception as problem:  # Pillow raises anything, even SyntaxError
-        raise VideoError(f"{path} cannot be read: {str(problem) or type(problem).__name__}") from None
-    return Picture.of(np.array(resized))

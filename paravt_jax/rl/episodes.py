@@ -185,7 +185,7 @@ async def evaluate(
     """Runs `num_samples` episodes per prompt, in the order of the prompts; `on_done` is called after each prompt."""
 
     async def run_one(prompt: Prompt) -> list[Rollout]:
-        task = _task(f"validation-{prompt.id}", prompt, frame_budget)
+        task = make_task(f"validation-{prompt.id}", prompt, frame_budget)
         rollouts = await worker.run_group(task, prompt, num_samples)
         on_done()
         return rollouts
@@ -210,12 +210,13 @@ def _without_score(rollout: Rollout, problem: str) -> Rollout:
 
 
 def task_of(sample: PromptSample[Prompt], frame_budget: int) -> Task:
-    return _task(f"{sample.number:06d}-{sample.item.id}", sample.item, frame_budget)
+    return make_task(f"{sample.number:06d}-{sample.item.id}", sample.item, frame_budget)
 
 
-def _task(name: str, prompt: Prompt, frame_budget: int) -> Task:
-    num_frames = max(frame_budget, len(prompt.videos))
-    return Task(name, prompt.question, prompt.videos, num_frames, prompt.subtitles, prompt.messages)
+def make_task(name: str, prompt: Prompt, frame_budget: int) -> Task:
+    num_frames = max(frame_budget, len(prompt.videos)) if prompt.videos else 0
+    shown = prompt.videos, num_frames, prompt.subtitles, prompt.messages
+    return Task(name, prompt.question, *shown, images=prompt.images)
 
 
 def reason_of(error: Exception) -> str:

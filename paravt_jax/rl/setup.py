@@ -21,7 +21,7 @@ from paravt_jax.config import (
     computed_on,
     to_record,
 )
-from paravt_jax.data.prompts import Prompt, check_row_messages, load_prompts, own_types
+from paravt_jax.data.prompts import Prompt, check_row_messages, load_prompts, remarks_on
 from paravt_jax.data.rows import dropped_rows
 from paravt_jax.data.sample_order import Cursor, SampleOrder
 from paravt_jax.data.synthetic import row_sources
@@ -92,6 +92,7 @@ async def open_run(
             lambda: _prompts(config.data, directory.path, config.seed, config.validation.max_prompts, plugin)
         )
         for source, prompts in ((config.data.train, train), (config.data.validation, held_out)):
+            _check_num_images(prompts, source, config.video.most_frames)
             if config.rollout.prompts.row_messages:
                 check_row_messages(prompts, source)
         data = f"{len(train):,} prompts, {len(held_out):,} held out"
@@ -273,6 +274,16 @@ def _check_for_hosts(hosts: HostsConfig, train: TrainConfig, engine: EngineConfi
         )
 
 
+def _check_num_images(prompts: Sequence[Prompt], source: str, most_frames: int) -> None:
+    """Rejects rows with more pictures than memory is planned for."""
+    most = max(prompts, key=lambda prompt: len(prompt.images), default=None)
+    if most is not None and len(most.images) > most_frames:
+        raise ValueError(
+            f"{source}: the row {most.id} has {len(most.images)} images, more than the {most_frames} frames of an "
+            f"overview; raise video.overview_frames"
+        )
+
+
 def _keep_apart(directory: RunDirectory, log: LoggedSteps | None) -> None:
     """Rejects a directory with steps from a normal run if this is a replay, the reverse, and replays of another run."""
     path, source = directory.path / REPLAY_OF_FILE, "" if log is None else str(log.run_dir)
@@ -336,7 +347,7 @@ def _prompts(
             allow_outside=data.allow_outside,
             columns=plugin and plugin.columns,
         )
-        remarks.extend([*dropped_rows(path, loaded.bad), *own_types(path, loaded.prompts)])
+        remarks.extend([*dropped_rows(path, loaded.bad), *remarks_on(path, loaded.prompts)])
         return loaded.prompts
 
     train, held_out = (load(*source) for source in row_sources(data, directory / SYNTHETIC, seed))

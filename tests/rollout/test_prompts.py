@@ -1,9 +1,11 @@
 """Words of one's own: read from a file whole or refused by name, and shown as they are written."""
 
 import asyncio
+from typing import Any
 
 import pytest
 from agents import FakeFrames
+from PIL import Image
 
 from model_port.qwen3_vl.chat_template import CHAT_TEMPLATE
 from model_port.tiny import tiny_tokenizer
@@ -12,6 +14,7 @@ from rollout.episode_config import EpisodeConfig
 from rollout.prompter import Task
 from rollout.prompts import Prompts, main_messages, prompts_of, read_prompts, row_messages, subagent_messages
 from rollout.tools import Window
+from rollout.video.errors import VideoError
 
 VIDEOS = [("video_0.mp4", 64.0, [0.0]), ("video_1.mp4", 8.0, [4.0])]
 
@@ -109,7 +112,8 @@ def test_a_sub_agent_of_the_release_has_neither_system_text_nor_times_and_its_wi
 
 def shown_to(config: EpisodeConfig, **of_task: object) -> str:
     chat = Chat(tiny_tokenizer(), CHAT_TEMPLATE)
-    task = Task("t", "What?", ("/a.mp4",), 1, **of_task)  # type: ignore[arg-type]
+    known: dict[str, Any] = {"question": "What?", "videos": ("/a.mp4",), "frame_budget": 1}
+    task = Task("t", **known | of_task)
     return chat.decode(asyncio.run(config.prompter(FakeFrames(), chat).overview(task)).ids)
 
 
@@ -143,6 +147,34 @@ def test_videos_without_a_placeholder_are_in_the_last_message():
     first, middle, last = row_messages(Prompts(frame_time="{time_s:.0f}"), messages, [[1.0], [2.0], [3.0]])
     texts = [[part.get("text", "+") for part in message["content"]] for message in (first, last)]
     assert texts == [["1", "+", "First."], ["2", "+", "3", "+", "And?"]] and middle["content"] == "Yes."
+
+
+@pytest.fixture
+def image(tmp_path) -> str:
+    Image.new("RGB", (40, 24), "red").save(tmp_path / "a.png")
+    return str(tmp_path / "a.png")
+
+
+def test_a_question_without_a_video_has_its_images_and_no_tools(image):
+    shown = shown_to(EpisodeConfig(), videos=(), images=(image, image), question="<image>\nWhat?", frame_budget=0)
+    assert shown.split("<|im_start|>")[2] == f"user\n{PICTURE}{PICTURE}What?\n\n{Prompts.without_tool}<|im_end|>\n"
+    assert "# Tools" not in shown and "# Tools" in shown_to(EpisodeConfig())
+    text = shown_to(EpisodeConfig(), videos=(), question="What is an <image>?", frame_budget=0)
+    assert PICTURE not in text and "What is an" in text and "image" in text.split("What is an")[1]
+
+
+def test_images_of_a_row_are_in_the_message_with_their_placeholder(image):
+    row = (("user", "<image>First."), ("assistant", "Yes."), ("user", "And?"))
+    config = EpisodeConfig(prompts=Prompts(row_messages=True))
+    shown = shown_to(config, videos=(), images=(image, image, image), messages=row, frame_budget=0)
+    assert shown.count(PICTURE) == 3 and f"{PICTURE}First." in shown and f"{PICTURE}{PICTURE}And?" in shown
+    assert "# Tools" not in shown
+
+
+def test_an_image_that_cannot_be_read_is_an_error_with_its_path(tmp_path):
+    (tmp_path / "a.png").write_bytes(b"no image")
+    with pytest.raises(VideoError, match=r"a\.png cannot be read: cannot identify image file"):
+        shown_to(EpisodeConfig(), videos=(), images=(f"{tmp_path}/a.png",), frame_budget=0)
 
 
 def test_tools_that_the_system_text_names_are_not_given_twice():

@@ -72,7 +72,8 @@ def load_samples(
 
 
 def _own(prompt: Prompt) -> Sample:
-    return Sample(prompt, " ".join(prompt.videos), groups={"question_type": (prompt.question_type,)})
+    shown = " ".join((*prompt.videos, *prompt.images)) or prompt.id
+    return Sample(prompt, shown, groups={"question_type": (prompt.question_type,)})
 
 
 def _row_files(split: PublicSplit, source: str) -> list[Path]:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from data_rows import messages, rl_row, write_lines, write_parquet
 
-from paravt_jax.data.prompts import load_prompts, own_types
+from paravt_jax.data.prompts import load_prompts, remarks_on
 from paravt_jax.data.rows import unique_id
 
 
@@ -210,10 +210,34 @@ def test_with_a_plugin_a_row_may_have_its_own_question_type_and_has_the_columns_
         ("mcq", "A", (("keywords", ["lid"]),)),
     ]
     assert loaded.bad == {"unknown question type": 3, "missing column": 1, "empty answer": 1}
-    assert own_types("rl.jsonl", loaded.prompts) == ["rl.jsonl: only reward.plugin scores caption (1 rows)"]
+    assert remarks_on("rl.jsonl", loaded.prompts) == ["rl.jsonl: only reward.plugin scores caption (1 rows)"]
     parquet = write_parquet(video_dir / "rl.parquet", [rl_row("A", keywords=["lid"], more=1)])
     (prompt,) = load_prompts(parquet, video_root="", max_bad_frac=0.0, columns=["keywords"]).prompts
     assert prompt.columns == (("keywords", ["lid"]),)
+
+
+def test_a_row_may_have_images_or_text_alone_instead_of_videos(video_dir):
+    for name in ("a.png", "b.png"):
+        (video_dir / name).touch()
+    rows = [
+        rl_row(question="<image>Which?", videos=[], images=["a.png", {"image": "b.png"}]),
+        rl_row(question="Which?", videos=None),
+        rl_row(question="Which?", images=["a.png"]),
+        *(rl_row(question="Which?", videos=[], images=odd) for odd in ("a.png", [{}], [3], {"image": "a.png"}, 3)),
+        rl_row(question="<image><image>Which?", videos=[], images=["a.png"]),
+        rl_row(question="Which?", videos=[], images=["c.png"]),
+    ]
+    loaded = load_rows(video_dir, *rows, max_bad_frac=0.9)
+    assert [(p.videos, p.images, p.files) for p in loaded.prompts] == [
+        ((), files := (f"{video_dir}/a.png", f"{video_dir}/b.png"), files),
+        ((), (), ()),
+    ]
+    bad = {"videos and images": 1, "wrong schema": 5, "more <image> than images": 1, "missing file": 1}
+    assert loaded.bad == bad
+    (line,) = remarks_on("rl.jsonl", loaded.prompts)
+    assert line == "rl.jsonl: 1 rows with images and 1 with text alone are asked without tools"
+    parquet = write_parquet(video_dir / "rl.parquet", [rl_row(question="Which?", videos=[], images=["a.png"])])
+    assert load(parquet).prompts[0].images == (f"{video_dir}/a.png",)
 
 
 def test_a_row_that_is_nested_too_deep_is_a_bad_row(video_dir):

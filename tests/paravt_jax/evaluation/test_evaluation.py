@@ -63,8 +63,9 @@ def lines_of(config):
 
 
 def test_your_own_reward_scores_rows_of_your_own_question_types(evaluator, tmp_path):
+    of_word = [{"question": word, "extra_info": {"question_type": "caption", "word": word}} for word in ("dog", "cat")]
     (tmp_path / "a.mp4").touch()
-    rows = [rl_row(extra_info={"question_type": "caption", "word": word}, question=word) for word in ("dog", "cat")]
+    rows = [rl_row(**of_word[0]), rl_row(**of_word[1], videos=[])]  # the second is text alone
     write_lines(tmp_path / "rl.jsonl", rows)
     (tmp_path / "mine.py").write_text("def seen(completions, word): return [float(word[0] in completions[0])]")
     settings = [f"data.validation={tmp_path}/rl.jsonl", f"reward.plugin={tmp_path}/mine.py:seen", "data.split="]

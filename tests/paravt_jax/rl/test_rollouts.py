@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from agents import FakeFrames, call, call_of, is_subagent
+from PIL import Image
 from training import rollouts_of
 
 from paravt_jax.config import load_config
@@ -97,6 +98,23 @@ def test_an_episode_that_fails_in_the_engine_is_missing(chat):
     metrics = group_metrics(groups)
     assert metrics["rollout/num_missing"] == 2
     assert metrics["rollout/accuracy_mean"] == pytest.approx(2 / 3)
+
+
+def test_rows_without_a_video_are_answered_in_one_turn_without_tools(chat, tmp_path):
+    Image.new("RGB", (40, 24), "red").save(tmp_path / "a.png")
+    prompts = [replace(prompt, videos=()) for prompt in PROMPTS[:2]]
+    prompts[0] = replace(prompts[0], images=(f"{tmp_path}/a.png",))
+
+    def say(episode, request):
+        assert "# Tools" not in chat.decode(request.ids)
+        return CALL if episode.endswith("/0") else half_right(episode, request)
+
+    (groups,) = collect(chat, say, "video.frame_budgets=[2,4]", prompts=prompts)
+    assert sorted(len(group.rollouts[0].episode.ledger.pictures) for group in groups) == [0, 1]
+    for group in groups:
+        assert [rollout.terms.accuracy for rollout in group.rollouts] == [0, 1, 0, 1]
+        assert [len(rollout.episode.turns) for rollout in group.rollouts] == [1] * 4
+        assert group.frame_budget == 0 and not group.rollouts[0].episode.calls
 
 
 def test_an_unreadable_video_makes_its_group_missing(chat):

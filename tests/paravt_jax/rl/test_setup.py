@@ -7,9 +7,17 @@ from typing import Any
 import pytest
 
 from paravt_jax.config import EngineConfig
+from paravt_jax.data.prompts import Prompt
 from paravt_jax.rl import setup
 from paravt_jax.run.hosts import ALONE
 from rollout.engine.protocol import EngineError
+
+
+def test_a_row_with_more_images_than_an_overview_has_frames_is_rejected():
+    prompts = [Prompt(f"p{num}", "Which?", (), "A", "mcq", images=("/a.png",) * num) for num in (0, 3)]
+    setup._check_num_images(prompts, "rl.jsonl", 3)
+    with pytest.raises(ValueError, match=r"the row p3 has 3 images, more than the 2 frames .*video\.overview_frames"):
+        setup._check_num_images(prompts, "rl.jsonl", 2)
 
 
 def gate(monkeypatch, servers):
