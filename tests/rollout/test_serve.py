@@ -170,6 +170,15 @@ def test_output_is_kept_within_bounds_and_written_whole_to_the_file(fake, tmp_pa
 # --- ending
 
 
+def line_of(server, start, within_s=10.0):
+    """A line that begins with `start`; a server can answer before its lines are read."""
+    deadline = time.monotonic() + within_s
+    while not (lines := [line for line in server.last_lines(9) if line.startswith(start)]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return lines[0]
+
+
 @pytest.mark.slow
 def test_a_server_that_ignores_sigterm_is_killed_after_its_grace(fake):
     server = start(fake("stubborn"))
@@ -201,8 +210,7 @@ def test_a_killed_supervisor_takes_the_server_along(options, fake):
 @pytest.mark.parametrize("kill", [lambda server: asyncio.run(server.stop(0)), lambda server: os.kill(server.pid, 9)])
 def test_a_killed_server_leaves_nothing_in_shared_memory(kill, fake):
     server = start(fake("serve", "--semaphore"))
-    (name,) = [line.rpartition("/")[2] for line in server.last_lines(9) if line.startswith("semaphore")]
-    semaphore = Path("/dev/shm") / f"sem.{name}"
+    semaphore = Path("/dev/shm") / f"sem.{line_of(server, 'semaphore').rpartition('/')[2]}"
     assert semaphore.exists()
     image, stranger = (
         Path("/dev/shm") / f"sgl_shm_mm_{pid}_{os.urandom(4).hex()}" for pid in (family(server.pid)[1].pid, os.getpid())
