@@ -79,14 +79,14 @@ class LoggedSteps:
         return load_jsonl(self.run_dir / EPISODES_DIR / f"{step:06d}.jsonl")
 
     def remarks(self, settings: Mapping[str, Any]) -> list[str]:
-        """Log lines about a replay with these settings."""
+        """Log lines about a replay with these settings; one has all that differ."""
         path = self.run_dir / SETTINGS_LOG_FILE
         later = [row["after_step"] for row in load_jsonl(path) if row["after_step"]] if path.exists() else []
         changes = changed_settings(settings, self.run_dir).items()
+        changed = [f"{key}: {logged} -> {now}" for key, (logged, now) in changes if key != "run_dir"]
         return [
-            f"replaying steps {self.first} to {self.last} of {self.run_dir}",
+            "; ".join([f"replaying steps {self.first} to {self.last} of {self.run_dir}", *changed]),
             *(f"its settings changed after step {step}; the replay uses the last ones" for step in later),
-            *(f"{key}: {logged} in the run, {now} in the replay" for key, (logged, now) in changes if key != "run_dir"),
         ]
 
     def lend_checkpoint(self, directory: Path) -> None:

@@ -125,8 +125,8 @@ async def policy_of(
         policy = await in_thread(partial(with_checked_kernel, policy, hosts))
     if isinstance(config, EvalConfig) and policy.kernel_check is not None:
         say(f"attention: {policy.kernel_check}")
-    for difference in differences(hf_files_of(policy.adapter or policy.source), recipe):
-        say(difference)
+    if line := differences(hf_files_of(policy.adapter or policy.source), recipe):
+        say(line)
     return policy
 
 

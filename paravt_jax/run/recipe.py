@@ -5,7 +5,6 @@ anywhere, so the file is untrusted: it cannot name prompt files or tool code, an
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -81,16 +80,21 @@ def read_recipe(directory: Path) -> Recipe | None:
     return recipe
 
 
-def differences(directory: Path, recipe: Recipe) -> Iterator[str]:
-    """Messages about settings that differ from the recipe in the model's files."""
-    record = _record(directory)
-    if record is None:
-        return
-    trained, current = flat(record), flat(recipe.to_record())
-    for key in current:
-        if key in trained and key not in NOT_COMPARED and trained[key] != current[key]:
-            was, is_now = (repr(value)[:MAX_SHOWN] for value in (trained[key], current[key]))
-            yield f"{directory.name}/{RECIPE_FILE}: the model was trained with {key}={was}, this run uses {is_now}"
+def differences(directory: Path, recipe: Recipe) -> str:
+    """A line about the settings that differ from the recipe in the model's files; empty if none do."""
+    trained, current = flat(_record(directory) or {}), flat(recipe.to_record())
+    changes = [
+        f"{key}: {_shown(trained[key])} -> {_shown(value)}"
+        for key, value in current.items()
+        if key in trained and key not in NOT_COMPARED and trained[key] != value
+    ]
+    if not changes:
+        return ""
+    return f"{directory.name}/{RECIPE_FILE}: this run has other settings than the model's: {'; '.join(changes)}"
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:MAX_SHOWN]
 
 
 def _record(directory: Path) -> dict[str, Any] | None:

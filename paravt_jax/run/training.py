@@ -178,14 +178,14 @@ class Training:
                 f"move the directory away to start over, or choose another run_dir"
             )
         progress = progress or beginning
-        remarks = [*remarks, *(f"{key}: {old} -> {new}" for key, (old, new) in directory.changes.items())]
+        changes = [f"{key}: {old} -> {new}" for key, (old, new) in directory.changes.items()]
         if progress["visits"] != fingerprint:
             if not directory.allow_changes:
                 raise ValueError(
                     f"{followed_from} changed since the run in {directory.path} started, so its position in the data "
                     f"is invalid; set them back, choose another run_dir, or restart the data with --allow-changes"
                 )
-            remarks.append("the data changed and start from the beginning")
+            changes.append("the data changed and start from the beginning")
             progress = beginning | {"step": progress["step"]}
         step = int(progress["step"])
         settings = dict(directory.settings)
@@ -197,10 +197,9 @@ class Training:
         validated, *_ = await hosts.gather_async("log", [] if run_log is None else run_log.validated_steps())
         run_log = run_log or QuietLog(validated)
         stack.callback(run_log.close)
-        for remark in remarks:
+        resumed = [f"resuming after step {step} of {num_steps} in {directory.path}"] if step else []
+        for remark in filter(None, [*remarks, "; ".join([*resumed, *changes])]):
             run_log.say(remark)
-        if step:
-            run_log.say(f"resuming after step {step} of {num_steps} in {directory.path}")
         parts = EpisodeParts(directory.bucket or directory.path, hosts)
         if hosts.leads and hosts.num > 1:
             parts.clear()

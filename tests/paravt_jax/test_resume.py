@@ -126,10 +126,13 @@ def settings_log(run_dir: Path) -> list[tuple[int, int]]:
     return [(line["after_step"], line["config"]["train"]["num_steps"]) for line in lines]
 
 
-def test_changed_settings_are_reported_and_every_version_is_kept(undisturbed, tmp_path):
+def test_changed_settings_are_one_line_and_every_version_is_kept(undisturbed, tmp_path):
     run_dir = shutil.copytree(undisturbed, tmp_path / "changed")
     log = train_forked(run_dir, *FIVE_STEPS, f"train.num_steps={NUM_STEPS + 1}", "train.group_size=2")
-    assert "train.group_size: 4 -> 2" in log and f"train.num_steps: {NUM_STEPS} -> {NUM_STEPS + 1}" in log
+    resumed = f"resuming after step {NUM_STEPS} of {NUM_STEPS + 1} in {run_dir}; "
+    (line,) = [line for line in log.splitlines() if " -> " in line]
+    assert line.startswith(resumed) and f"train.num_steps: {NUM_STEPS} -> {NUM_STEPS + 1}" in line
+    assert "train.group_size: 4 -> 2" in line
     assert settings_log(run_dir) == [(0, NUM_STEPS), (NUM_STEPS, NUM_STEPS + 1)]
 
 

@@ -197,9 +197,8 @@ def test_changed_settings_are_reported(played, chat, tmp_path):
     (run_dir / "config.json").write_text(json.dumps({"config": to_record(Config())}))
     (run_dir / "settings.jsonl").write_text('{"after_step": 0}\n{"after_step": 3}\n')
     assert logged_steps(run_dir, config).remarks(to_record(config)) == [
-        f"replaying steps 1 to 1 of {run_dir}",
+        f"replaying steps 1 to 1 of {run_dir}; seed: 0 -> 1",
         "its settings changed after step 3; the replay uses the last ones",
-        "seed: 0 in the run, 1 in the replay",
     ]
 
 

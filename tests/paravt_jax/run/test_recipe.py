@@ -104,22 +104,21 @@ def test_invalid_json_is_reported_with_its_file(model):
             read_recipe(model)
 
 
-def test_settings_that_differ_from_the_recipe_are_logged(model, tmp_path, capsys):
+def test_settings_that_differ_from_the_recipe_are_one_line(model, tmp_path, capsys):
     write(model, **Recipe(num_frames=8, rollout=EpisodeConfig(forced_prefix="", dispatch="none")).to_record())
     open_model(model, tmp_path / "run")
-    log = capsys.readouterr().err
-    assert "rollout.forced_prefix='', this run uses '<think>\\n'" in log
-    assert "rollout.max_parallel=5, this run uses 3" in log
-    assert "dispatch" not in log and "num_frames" not in log  # evaluations vary these on purpose
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if RECIPE_FILE in line]
+    assert "; rollout.max_parallel: 5 -> 3; " in line and "rollout.forced_prefix: '' -> '<think>\\n'" in line
+    assert "dispatch" not in line and "num_frames" not in line  # evaluations vary these on purpose
 
 
 def test_an_evaluation_in_another_mode_logs_the_difference(model, tmp_path, capsys):
     write(model, **Recipe().to_record())
     open_model(model, tmp_path / "run", "eval.mode=direct", "eval.dispatches=[none]")
-    assert "mode='agentic', this run uses 'direct'" in capsys.readouterr().err
+    assert "mode: 'agentic' -> 'direct'" in capsys.readouterr().err
 
 
 def test_equal_settings_are_not_logged(model):
     config = load_config(None, *SETTINGS, schema=EvalConfig)
     (model / RECIPE_FILE).write_bytes(recipe_of(config).to_bytes())
-    assert list(differences(model, recipe_of(config))) == []
+    assert differences(model, recipe_of(config)) == ""
