@@ -108,8 +108,12 @@ class RunLog:
         """Prints a line to stderr."""
         self._progress.say(message)
 
+    def end(self) -> None:
+        """Leaves the bar as it is, above the last messages."""
+        self._progress.close(keep=True)
+
     def close(self) -> None:
-        self._progress.close()
+        self._progress.close(keep=False)
         self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
@@ -143,7 +147,7 @@ class QuietLog(RunLog):
     def _ignore(self, *arguments: Any, **options: Any) -> None:
         pass
 
-    step = phase = say = close = _ignore
+    step = phase = say = end = close = _ignore
 
 
 @contextmanager
@@ -326,11 +330,13 @@ class _StepBar:
     def say(self, message: str) -> None:
         tqdm.write(visible(message), file=sys.stderr)
 
-    def close(self) -> None:
+    def close(self, keep: bool) -> None:
+        """Ends the line of the bar, or clears it."""
         if self._ticker is not None:
             self._ticker.close()
         if self._bar is not None:
-            self._bar.set_description_str(self._summary)
+            self._bar.leave = keep
+            self._bar.set_description_str(self._summary, refresh=keep)
             self._bar.close()
 
     def _typical_step_s(self) -> float:

@@ -273,6 +273,7 @@ class Training:
         await self.save(progress)
         await in_thread(self.checkpoints.wait)
         directory = self.directory.path
+        self.log.end()
         if self.directory.hosts.leads and await in_thread(lambda: make_plots(directory)):
             self.log.say(f"plots: {directory / PLOTS_DIR}")
         if self.directory.hosts.leads and self.copies is not None:

@@ -241,6 +241,9 @@ def test_a_terminal_shows_the_phase_and_messages_do_not_break_the_bar(rows_and_c
         log.step(2, METRICS, [])
         log.phase("update")
         log.say("checkpoint 2 is saved")
+        log.end()
+        log.say("1 of 5 steps are done")
+        log.phase("nothing is drawn after the end")
         log.close()
         output = read_screen()
     assert "rollout 12/56" in output.split("\r2/5 ")[0]
@@ -249,6 +252,19 @@ def test_a_terminal_shows_the_phase_and_messages_do_not_break_the_bar(rows_and_c
     start, end = output.split("checkpoint 2 is saved")
     assert start.endswith(" \r")  # the bar's line was cleared
     assert end.startswith("\n\r2/5 ")
+    *_, bar, last, rest = end.split("\n")
+    assert bar.split("\r")[-1].startswith("2/5 ") and "update" not in bar.split("\r")[-1]
+    assert (last, rest) == ("1 of 5 steps are done", "")
+
+
+def test_a_run_that_fails_clears_the_bar(tmp_path, monkeypatch):
+    with a_terminal(monkeypatch, "stderr", rows_and_columns=(30, 100)) as read_screen:
+        log = open_log(tmp_path, first_step=1)
+        log.phase("update")
+        log.close()
+        print("error: no space left", file=sys.stderr)
+        output = read_screen()
+    assert "1/5 " in output and output.endswith(" \rerror: no space left\n")
 
 
 def events_of(run_dir: Path) -> list:
