@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mesh", metavar="D,F,T", help="measure only this mesh of data, fsdp, tensor (default: all)")
     parser.add_argument("--topology", metavar="NAME", help="compile for these devices, for example h100:8 or v5p:2x2x2")
     parser.add_argument("--plan-only", action="store_true", help="with --topology: estimate without compiling")
-    parser.add_argument("--config", metavar="FILE", help="a run's config, instead of these flags")
+    parser.add_argument("--config", metavar="FILE", help="a run's config, a file or a name, instead of these flags")
     parser.add_argument("--calibrate", metavar="RUN_DIR", help="with --config: rates of a step from this run's log")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that override the config file")
     parser.add_argument("--price", type=float, help="price of a device per hour, in any currency: adds prices")

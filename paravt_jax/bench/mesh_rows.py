@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from model_port.config import ModelConfig
 from paravt_jax.bench.mesh_case import config_of, model_of, name_of, settings_of, table_of, title_of
 from paravt_jax.config import Config, MeshConfig, SftConfig, load_config
+from paravt_jax.config.recipes import config_file
 from paravt_jax.plan.calibrate import calibrated
 from paravt_jax.plan.devices import DeviceSpec, Rates
 from paravt_jax.plan.meshes import MeshEstimate, Shape, estimate
@@ -109,8 +110,9 @@ def benched_run(args: argparse.Namespace) -> BenchedRun:
 
 def _config(args: argparse.Namespace) -> Config | SftConfig:
     """An RL config, or an SFT config if the file has an `sft` section."""
-    keys = OmegaConf.load(args.config) if Path(args.config).suffix != ".json" else {}
-    return load_config(args.config, *args.overrides, schema=SftConfig if "sft" in keys else Config)
+    file = config_file(args.config)
+    keys = OmegaConf.load(file) if file.suffix != ".json" else {}
+    return load_config(file, *args.overrides, schema=SftConfig if "sft" in keys else Config)
 
 
 def servers_remark(gpus: Sequence[int], num_devices: int) -> Iterator[str]:

@@ -30,6 +30,12 @@ def config_file(path: str | Path) -> Path:
     raise FileNotFoundError(f"{path} is neither a file nor a config of the package ({hint})")
 
 
+def config_directory(path: Path) -> Path:
+    """The directory itself, or the package's, such as `reproduce` or `configs/reproduce`."""
+    own = DIRECTORY / str(path).removeprefix("configs/")
+    return own if own.is_dir() and not path.exists() else path
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog=prog_of("paravt_jax.config.recipes"),

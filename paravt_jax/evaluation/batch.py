@@ -11,6 +11,7 @@ from model_port.cli import add_debug_flag, prog_of
 from model_port.layout import RESULTS_FILE
 from model_port.terminal import say
 from paravt_jax.config import EvalConfig, load_config
+from paravt_jax.config.recipes import config_directory
 from paravt_jax.data.splits import SPLITS
 from paravt_jax.evaluation.results import Cell, refusal
 from paravt_jax.evaluation.table import show
@@ -36,7 +37,7 @@ def jobs_of(
     directory: Path, splits: Sequence[str], run_dir: Path, data_root: Path | None, settings: Sequence[str]
 ) -> list[Job]:
     """One for every config and split. Every config is checked before the first runs."""
-    files = sorted(directory.glob("*.yaml"))
+    files = sorted(config_directory(directory).glob("*.yaml"))
     if not files:
         raise ValueError(f"{directory} has no *.yaml files")
     return [

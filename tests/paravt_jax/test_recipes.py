@@ -10,8 +10,10 @@ import pytest
 
 from paravt_jax.config import SftConfig, load_config
 from paravt_jax.config.recipes import config_file, main, recipes
+from paravt_jax.evaluation.batch import jobs_of
 
 ROOT = Path(__file__).parents[2]
+REPRODUCE = ROOT / "configs" / "reproduce"
 
 
 @pytest.fixture
@@ -35,6 +37,16 @@ def test_a_config_is_found_by_name_from_any_directory(name, elsewhere):
         load_config(name, "data.train=x", schema=SftConfig).optim
         == load_config(ROOT / "configs" / "sft_8b.yaml", "data.train=x", schema=SftConfig).optim
     )
+
+
+@pytest.mark.parametrize("name", ["reproduce", "configs/reproduce"])
+def test_a_batch_finds_a_directory_of_configs_by_name_unless_there_is_one(name, elsewhere):
+    arguments = (["longvideobench"], elsewhere, None, [])
+    jobs = jobs_of(Path(name), *arguments)
+    assert [job.directory.parent.name for job in jobs] == sorted(path.stem for path in REPRODUCE.glob("*.yaml"))
+    (elsewhere / name).mkdir(parents=True)
+    with pytest.raises(ValueError, match=f"{name} has no"):
+        jobs_of(Path(name), *arguments)
 
 
 def test_a_file_comes_before_a_config_of_the_same_name(elsewhere):

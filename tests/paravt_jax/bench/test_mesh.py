@@ -174,8 +174,10 @@ def test_a_device_without_a_data_sheet_has_no_estimated_seconds():
     assert {row.unknown[name] for name in UNTIMED} == {"cpu has no data sheet"}
 
 
-def test_a_mesh_excludes_the_gpus_of_servers():
-    config = ("--config", f"{CONFIGS}/8b_8x80gb.yaml", "model.path=2b")
+@pytest.mark.parametrize("config", [f"{CONFIGS}/8b_8x80gb.yaml", "8b_8x80gb", "configs/8b_8x80gb.yaml"])
+def test_a_mesh_excludes_the_gpus_of_servers(config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a recipe is found by name
+    config = ("--config", config, "model.path=2b")
     result = result_of("--topology", "h100:8", "--plan-only", "--mesh", "1,4,1", *config)
     assert result["num_devices"] == 4 and mesh.table(result).splitlines()[-1] == "recommended: 1 x 4 x 1"
     assert "engine.gpus=[4, 5, 6, 7] are for servers; 4 devices remain for the learner" in result["assumed"]
