@@ -60,9 +60,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 async def run(args: argparse.Namespace, videos: list[str], question: str | None) -> None:
     from paravt_jax.asking.asker import engine_of, open_asker  # imports jax, which --help and errors need not wait for
     from paravt_jax.asking.page import page_of
-    from paravt_jax.asking.terminal import Live, summary
+    from paravt_jax.asking.terminal import Live, summary, why_no_answer
 
-    answer, page = None, None
+    answer, page, problem = None, None, ""
     if args.html is not None:
         page = OutputFile(args.html, "ask --html", inputs=[*videos, args.model], force=args.force)
     engine = engine_of(args.model, args.url, args.endpoint, args.endpoint_key_env)
@@ -75,12 +75,17 @@ async def run(args: argparse.Namespace, videos: list[str], question: str | None)
             _write("\n")
             print(json.dumps(answer.to_record()) if args.json else answer.text, flush=True)
             say("\n".join(summary(answer)))
-            question = None
+            problem = why_no_answer(answer, answerer.agent.config)
             if not args.interactive:
                 break
+            if problem:
+                say(f"no answer: {problem}")
+            question = None
         if page is not None and answer is not None:
             page.write(page_of(answer, answerer, args.model))
             print(args.html, file=sys.stderr)
+    if problem and not args.interactive:
+        raise RuntimeError(f"no answer: {problem}")
 
 
 def _write(text: str) -> None:

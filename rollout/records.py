@@ -71,6 +71,10 @@ class Turn:
     started_s: float = 0.0  # since the start of the episode
     num_sampled: int | None = None  # tokens that an endpoint reports; None: the ledger has them
 
+    @property
+    def num_tokens(self) -> int:
+        return self.num_sampled or self.token_span[1] - self.token_span[0]
+
     def to_record(self) -> dict[str, Any]:
         return {
             "text": self.text,

@@ -17,6 +17,7 @@ import signal
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -224,9 +225,20 @@ def test_the_blocks_of_a_page_run_one_after_the_other(page, tmp_path, monkeypatc
                 _, _, module, *arguments = words_of(tiny)
                 really = module == "paravt_jax.train" and not {"--plan", "--show"} & set(arguments)
                 monkeypatch.setattr(sys, "argv", [module, *arguments, *(SHORTER if really else [])])
-                main_of(module)()
+                with without_an_answer() if module == "paravt_jax.ask" else nullcontext():
+                    main_of(module)()
     finally:
         signal.signal(signal.SIGTERM, handler)
+
+
+@contextmanager
+def without_an_answer() -> Iterator[None]:
+    """A model that has hardly trained may have no answer, and nothing else may fail."""
+    try:
+        yield
+    except RuntimeError as problem:
+        if not str(problem).startswith("no answer: "):
+            raise
 
 
 def runs_on(page: Path, block: Block) -> bool:

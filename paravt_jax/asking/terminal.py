@@ -6,20 +6,16 @@ Nothing is overwritten, so the output also reads well in a log. Control characte
 import re
 from collections.abc import Callable, Iterator, Sequence
 
+from model_port.hf_files import RECIPE_FILE
 from model_port.terminal import visible
 from paravt_jax.asking.answerer import Answer, Listener, Seconds
+from rollout.episode_config import EpisodeConfig
 from rollout.prompter import Overview
 from rollout.records import Call, Turn
 from rollout.tools import BadCall, ToolCall, Window, video_of, window_of
 
 BAR_COLUMNS, NAME_COLUMNS = 40, 10
 MAX_REPORT_CHARS = 300
-NO_ANSWER = {  # reasons by finish
-    "done": "the model gave an empty answer",
-    "length": "the turn reached its token limit; a smaller --frames leaves more of the context",
-    "context": "the context is full; a smaller --frames leaves more of it",
-    "abort": "the episode was aborted",
-}
 TAG = re.compile(r"</?(?:think|answer)>\n?")
 OPEN_TAG = re.compile(r"</?\w{0,10}$|\ufffd$")  # may become a tag, or a character, with the next token
 
@@ -110,10 +106,27 @@ def clock(seconds: float | int) -> str:
     return f"{hours}:{minutes:02d}:{seconds:04.1f}" if hours else f"{minutes}:{seconds:04.1f}"
 
 
+def why_no_answer(answer: Answer, config: EpisodeConfig) -> str:
+    """The limit that the episode reached, with a way to raise it; empty if there is an answer."""
+    if answer.text:
+        return ""
+    if answer.finish == "done":
+        return "the model's answer is empty"
+    if answer.finish == "abort":
+        return "the episode was aborted"
+    if answer.finish == "length" and answer.episode.turns[-1].num_tokens >= config.max_new_tokens:
+        return (
+            f"the turn reached its limit of {config.max_new_tokens:,} tokens; raise rollout.max_new_tokens in the "
+            f"model's {RECIPE_FILE}"
+        )
+    return (
+        f"the context of {config.max_context_tokens:,} tokens is full; pass a smaller --frames, or raise "
+        f"rollout.max_context_tokens in the model's {RECIPE_FILE}"
+    )
+
+
 def summary(answer: Answer) -> Iterator[str]:
-    """The answer's evidence and times, or why there is no answer."""
-    if not answer.text:
-        yield f"{'no answer':<{NAME_COLUMNS}}{NO_ANSWER[answer.finish]}"
+    """The answer's evidence and times."""
     windows = [f"{part.video} {clock(part.start_s)} to {clock(part.end_s)}" for part in answer.evidence]
     yield f"{'evidence':<{NAME_COLUMNS}}{', '.join(map(visible, windows)) or 'only the overview'}"
     yield f"{'time':<{NAME_COLUMNS}}{', '.join(_times(answer.seconds))}"

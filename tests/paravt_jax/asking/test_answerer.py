@@ -9,18 +9,19 @@ from agents import ANSWER, FakeFrames, call, script
 
 from paravt_jax.asking.answerer import Answer, Answerer
 from paravt_jax.asking.page import page_of
-from paravt_jax.asking.terminal import BAR_COLUMNS, Live, bar, clock, displayed_text, summary
+from paravt_jax.asking.terminal import BAR_COLUMNS, Live, bar, clock, displayed_text, summary, why_no_answer
 from rollout.episode import Agent
 from rollout.episode_config import EpisodeConfig
 from rollout.tools import Window
 
+DEFAULT, TIGHT = EpisodeConfig(), 512
 LOOK = f"Where?</think>{call(16, 24)}{call(32, 40)}<|im_end|>"
 
 
-def answer_of(chat, turns, videos=("/data/a.mp4",), **script_settings) -> tuple[Answer, str]:
+def answer_of(chat, turns, videos=("/data/a.mp4",), config=DEFAULT, **script_settings) -> tuple[Answer, str]:
     """The answer and the terminal output."""
     output = io.StringIO()
-    agent = Agent(script(chat, turns, **script_settings), FakeFrames(), chat, EpisodeConfig())
+    agent = Agent(script(chat, turns, **script_settings), FakeFrames(), chat, config)
     return asyncio.run(Answerer(agent, 8).answer(videos, "What colour is it?", Live(output.write))), output.getvalue()
 
 
@@ -51,7 +52,22 @@ def test_without_tags_the_last_turn_is_the_answer_unless_it_was_cut_off(chat):
     assert answer_of(chat, ["Red or blue?</think>It is red.<|im_end|>"])[0].text == "It is red."
     cut_off, _ = answer_of(chat, ["Red or blue?</think>It is"])
     assert (cut_off.text, cut_off.finish) == ("", "length")
-    assert "reached its token limit" in next(summary(cut_off))
+
+
+@pytest.mark.parametrize(
+    ("turns", "config", "reason"),
+    [
+        (["Red or blue? " * 9], {"max_new_tokens": 24}, "the turn reached its limit of 24 tokens; raise rollout.max_n"),
+        (["Red or blue? " * 9], {"max_context_tokens": TIGHT}, "the context of 512 tokens is full; pass a smaller --"),
+        ([LOOK, ANSWER], {"max_context_tokens": TIGHT}, "the context of 512 tokens is full; pass a smaller --frames"),
+        (["Hm.</think><answer></answer><|im_end|>"], {}, "the model's answer is empty"),
+        ([ANSWER], {}, ""),
+    ],
+)
+def test_a_question_without_an_answer_names_the_limit_that_was_reached(turns, config, reason, chat):
+    config = EpisodeConfig(**{"max_new_tokens": 256} | config)
+    answer, _ = answer_of(chat, turns, config=config)
+    assert why_no_answer(answer, config).startswith(reason) and bool(reason) != bool(answer.text)
 
 
 def test_parallel_calls_take_as_long_as_the_longest(chat):

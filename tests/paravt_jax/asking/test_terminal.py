@@ -1,5 +1,6 @@
 """No text of a model, row, file or server reaches the terminal with control characters."""
 
+import io
 import json
 import sys
 from contextlib import asynccontextmanager
@@ -63,22 +64,41 @@ def test_output_is_escaped_on_a_terminal_and_raw_in_a_pipe(run_cli, monkeypatch,
         assert read_screen() == f"{model_port.terminal.visible(HOSTILE)}\n"
 
 
-def test_answers_and_progress_of_ask_are_escaped_on_a_terminal(chat, tmp_path, monkeypatch):
-    answer = f"{HOSTILE}</think><answer>{HOSTILE}</answer><|im_end|>"
-    agent = Agent(script(chat, [answer]), FakeFrames(), chat, EpisodeConfig())
+@pytest.fixture
+def ask_of(chat, tmp_path, monkeypatch):
+    """Runs `paravt ask` about a video with this name, whose model answers with this text; returns the exit status."""
 
-    @asynccontextmanager
-    async def open_asker(*args, **settings):
-        yield Answerer(agent, 8)
+    def run(answer: str, *flags: str, name: str = "a") -> int:
+        agent = Agent(script(chat, [answer] * 2), FakeFrames(), chat, EpisodeConfig())
 
-    monkeypatch.setattr(asker, "open_asker", open_asker)
-    (video := tmp_path / f"a{HOSTILE.replace('/', '')}.mp4").write_bytes(b"any")
-    monkeypatch.setattr(sys, "argv", ["ask", str(video), "What?"])
-    with a_terminal(monkeypatch, "stdout", "stderr") as read_screen:
-        with pytest.raises(SystemExit, match="0"):
+        @asynccontextmanager
+        async def open_asker(*args, **settings):
+            yield Answerer(agent, 8)
+
+        monkeypatch.setattr(asker, "open_asker", open_asker)
+        (video := tmp_path / f"{name}.mp4").write_bytes(b"any")
+        monkeypatch.setattr(sys, "argv", ["ask", str(video), "What?", *flags])
+        with pytest.raises(SystemExit) as end:
             model_port.cli.run_cli(ask.main)
+        return end.value.code
+
+    return run
+
+
+def test_answers_and_progress_of_ask_are_escaped_on_a_terminal(ask_of, monkeypatch):
+    with a_terminal(monkeypatch, "stdout", "stderr") as read_screen:
+        assert ask_of(f"{HOSTILE}</think><answer>{HOSTILE}</answer><|im_end|>", name=HOSTILE.replace("/", "")) == 0
         screen = read_screen()
     assert CONTROL.isdisjoint(screen) and screen.count("␛]0;title␇") >= 3
+
+
+def test_ask_fails_without_an_answer_but_goes_on_if_it_is_interactive(ask_of, tmp_path, monkeypatch, capsys):
+    page = tmp_path / "page.html"
+    assert ask_of("Red or", "--html", str(page)) == 1 and page.is_file()
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: no answer: the context of 32,768")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("And now?\n\n"))
+    assert ask_of("Red or", "--interactive") == 0
+    assert capsys.readouterr().err.count("no answer: the context of 32,768") == 2
 
 
 def test_inspected_rows_are_escaped_on_a_terminal(tmp_path, monkeypatch):
