@@ -8,15 +8,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from model_port.config import ModelConfig
 from model_port.output_dir import GIB
 from paravt_jax.check import spread
 from paravt_jax.check.measured import Facts, Measured
 from paravt_jax.check.target import Target
 from paravt_jax.config import Config, computed_on
 from paravt_jax.plan.calibrate import device_rates
-from paravt_jax.plan.devices import DEVICES, DeviceSpec, device_of
-from paravt_jax.plan.plan import param_counts
+from paravt_jax.plan.devices import DEVICES, device_of
 from paravt_jax.plan.remat import planned_memory
 from paravt_jax.plan.run import PlannedRl
 from paravt_jax.run.compiles import set_up_compilation
@@ -27,6 +25,10 @@ from rollout.chat import Chat
 
 NUM_STEPS, GROUP_SIZE, NEW_TOKENS = 2, 4, 64
 RUN = "run"
+SHOWN = (
+    *("time/rollout_s", "time/update_s", "time/publish_s"),
+    *("perf/sampled_tokens_per_s", "perf/trained_tokens_per_s_device", "perf/mfu"),
+)
 
 
 def step(target: Target) -> Iterator[Measured | Facts]:
@@ -43,7 +45,6 @@ def step(target: Target) -> Iterator[Measured | Facts]:
     yield {"rates": device_rates(PlannedRl.of(config, target.config), run_dir, device)}
     metrics = list(load_jsonl(run_dir / METRICS_FILE))[-1]
     yield from metric_lines(metrics, config)
-    yield from utilization_line(metrics, config, target.config, device)
     episodes = [row for path in sorted((run_dir / EPISODES_DIR).iterdir()) for row in load_jsonl(path)]
     yield decoded_line(episodes, target.chat)
 
@@ -70,21 +71,7 @@ def metric_lines(metrics: Mapping[str, float], config: Config) -> Iterator[Measu
     yield Measured("updates", f"{trained:g} in the last step", problem="" if trained else "no group had a signal")
     kl = metrics.get("mismatch/behavior_kl", float("nan"))
     yield Measured("behavior KL, sampler to learner", kl, config.mismatch.warn_kl)
-    for name in ("time/rollout_s", "time/update_s", "time/publish_s", "perf/tokens_per_s"):
-        yield Measured(name, metrics[name])
-
-
-def utilization_line(
-    metrics: Mapping[str, float], config: Config, model: ModelConfig, device: DeviceSpec
-) -> Iterator[Measured]:
-    """Of the last update, on devices with a data sheet: the language tower, without recomputation."""
-    if device.peak_tflops is None:
-        return
-    passes = 4 if config.lora.rank else 6  # frozen weights have no gradient
-    num_tokens = metrics["perf/tokens_per_s"] * metrics["time/step_s"]
-    flops = passes * param_counts(PlannedRl.of(config, model).update, model).text * num_tokens
-    peak = device.peak_tflops * 1e12 * config.mesh.num_devices
-    yield Measured(f"MFU of the update, {passes} N per token", flops / metrics["time/update_s"] / peak)
+    yield from (Measured(name, metrics[name]) for name in SHOWN if name in metrics)
 
 
 def decoded_line(episodes: Sequence[Mapping[str, Any]], chat: Chat) -> Measured:

@@ -21,10 +21,11 @@ from paravt_jax.imitation.batches import Position, TraceBatch, TraceBatches
 from paravt_jax.imitation.render import TraceRenderer
 from paravt_jax.imitation.samples import sample_record
 from paravt_jax.learner.learner import Learner
-from paravt_jax.learner.packing import TrainBatch, rows_of_host, used_frac
+from paravt_jax.learner.packing import TrainBatch, num_packed, rows_of_host, used_frac
 from paravt_jax.learner.settings import LossConfig
 from paravt_jax.plan.remat import chosen_for
 from paravt_jax.plan.run import PlannedSft
+from paravt_jax.plan.update_rate import UpdateRate
 from paravt_jax.run.fingerprints import check_sources
 from paravt_jax.run.host_times import DeviceProbe, OwnTime, by_host
 from paravt_jax.run.hosts import ALONE, Hosts
@@ -40,6 +41,7 @@ class SftRun:
     """Use `async with open_sft_run(config) as run`."""
 
     training: Training
+    update_rate: UpdateRate
     hosts: Hosts
     probe: DeviceProbe
     batches: TraceBatches
@@ -90,13 +92,16 @@ class SftRun:
         return by_host(await self.hosts.gather_async("times", {"data": self.own_time.seconds, "devices": devices_s}))
 
     def record(self, batch: TraceBatch, metrics: dict[str, float]) -> None:
+        num_trained = num_packed(batch.batches)
         metrics |= {
             "data/num_traces": float(batch.num_traces),
             "data/num_left_out": float(len(batch.problems)),
             "data/epoch": batch.after.next_visit / self.num_traces,
             "perf/dummy_frac": 1.0 - used_frac(batch.batches),
             "perf/num_batches": float(len(batch.batches)),
+            "perf/num_trained_tokens": float(num_trained),
             **self.training.step_metrics(batch.num_tokens),
+            **self.update_rate.metrics(num_trained, metrics["time/update_s"]),
         }
         step = self.training.step
         self.training.log.step(step, metrics, [sample_record(batch.sample, step)])
@@ -150,7 +155,8 @@ async def open_sft_run(
         data = f"{len(train):,} traces, {len(held_out):,} held out"
         policy = await policy_of(config, directory.path, hosts, data)
         check_sources(hosts, train, held_out, policy)
-        compute, line = chosen_for(policy.compute, PlannedSft.of(config, read_config(policy.hf_files)), devices)
+        planned = PlannedSft.of(config, read_config(policy.hf_files))
+        compute, line = chosen_for(policy.compute, planned, devices)
         policy = replace(policy, compute=compute)
         remarks += [policy.attention(config.pack.row_tokens), line]
         learner = Learner(
@@ -195,6 +201,7 @@ async def open_sft_run(
         stack.push_async_callback(batches.close)
         run = SftRun(
             training=training,
+            update_rate=UpdateRate.of(planned, devices[0].device_kind),
             hosts=hosts,
             probe=DeviceProbe(hosts),
             batches=batches,

@@ -301,16 +301,20 @@ def rows_of_host(batch: TrainBatch, host: int, num_hosts: int) -> TrainBatch:
     return batch if vision is None else replace(batch, vision=replace(vision, num_parts=vision.num_parts // num_hosts))
 
 
+def num_packed(batches: Sequence[TrainBatch]) -> int:
+    """Tokens in the rows of the batches; a shared prompt counts once per row."""
+    return sum(int(np.count_nonzero(batch.text.segment_ids)) for batch in batches)
+
+
 def used_frac(batches: Sequence[TrainBatch]) -> float:
     """The fraction of token slots that hold a token."""
-    slots = sum(batch.text.tokens.size for batch in batches)
-    return sum(int(np.count_nonzero(batch.text.segment_ids)) for batch in batches) / max(slots, 1)
+    return num_packed(batches) / max(sum(batch.text.tokens.size for batch in batches), 1)
 
 
 def replayed_frac(batches: Sequence[TrainBatch]) -> float:
     """The fraction of a mixture's tokens whose experts are replayed."""
     known = sum(int((np.asarray(batch.text.experts)[:, :, 0, 0] != NOT_REPLAYED).sum()) for batch in batches)
-    return known / max(sum(int(np.count_nonzero(batch.text.segment_ids)) for batch in batches), 1)
+    return known / max(num_packed(batches), 1)
 
 
 def halved(most: int, count: int) -> int:

@@ -116,3 +116,9 @@ DEVICES = {
 def device_of(kind: str) -> DeviceSpec | None:
     """Matches the runtime's exact name: an H100 with PCIe is not an H100 SXM, and an L40S not an L4."""
     return next((device for device in DEVICES.values() if device.kind == kind), None)
+
+
+def peak_flops(kind: str) -> float | None:
+    """Dense bfloat16 FLOP/s by the data sheet, if there is one."""
+    device = device_of(kind)
+    return None if device is None or device.peak_tflops is None else 1e12 * device.peak_tflops

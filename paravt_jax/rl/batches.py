@@ -24,12 +24,12 @@ from paravt_jax.learner.packing import (
     TrainBatch,
     best_row_tokens,
     num_batches,
+    num_packed,
     one_shape,
     pack,
     prompt_groups,
     replayed_frac,
     row_lengths,
-    used_frac,
 )
 from paravt_jax.learner.variants import StepCounts
 from paravt_jax.rl.groups import Group
@@ -124,10 +124,15 @@ class PolicyUpdate:
         batches = [batch for part in parts for batch in part.batches]
         distinct = sum(packed.num_tokens for packed in packed_parts)
         slots = sum(batch.text.tokens.size for batch in batches)
-        used, own = np.mean(self._gather("used", (used_frac(batches), distinct / max(slots, 1))), axis=0)
-        packed = {"perf/dummy_frac": 1.0 - float(used) if batches else 0.0}
-        packed["perf/repeated_frac"] = float(used - own)  # prompts of groups that are cut over several rows
-        packed["perf/num_batches"] = float(len(batches))
+        of_hosts = np.array(self._gather("used", (num_packed(batches), distinct, slots)))
+        num_tokens, num_distinct, num_slots = map(float, of_hosts.sum(axis=0))
+        packed = {
+            "perf/dummy_frac": 1.0 - num_tokens / num_slots if batches else 0.0,
+            # Prompts of groups that are cut over several rows.
+            "perf/repeated_frac": (num_tokens - num_distinct) / max(num_slots, 1.0),
+            "perf/num_batches": float(len(batches)),
+            "perf/num_trained_tokens": num_tokens,
+        }
         if batches and batches[0].text.experts is not None:
             packed["moe/replayed_frac"] = float(np.mean(self._gather("replayed", replayed_frac(batches))))
         if not batches:

@@ -122,6 +122,13 @@ def staleness_mean(groups: Sequence[Group], version: int) -> float:
     return sum(age * number for age, number in num_by_age.items()) / max(1, num_by_age.total())
 
 
+def num_sampled(groups: Sequence[Group]) -> int:
+    """Tokens that agents and sub-agents of all hosts sampled; of episodes that failed, only the main agents'."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    sampled = sum(sum(rollout.stats.versions.values()) for rollout in rollouts if rollout.stats is not None)
+    return sampled + sum(rollout.num_lost for rollout in rollouts)
+
+
 def num_tokens(groups: Sequence[Group], chat: Chat, token_px: int) -> int:
     """Tokens of this host's dialogues including sub-agents, counting shared prompts every time."""
     return sum(int(ledger.num_tokens_each(chat.image_id, token_px).sum()) for ledger in _ledgers(groups))

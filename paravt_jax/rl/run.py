@@ -13,6 +13,7 @@ from paravt_jax.config import EngineConfig, ValidationConfig
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.learner.losses import mismatch_decision
 from paravt_jax.learner.settings import MismatchConfig
+from paravt_jax.plan.update_rate import UpdateRate
 from paravt_jax.rl.batches import PolicyUpdate
 from paravt_jax.rl.episodes import Rollout, RolloutWorker, evaluate
 from paravt_jax.rl.groups import Group
@@ -20,6 +21,7 @@ from paravt_jax.rl.metrics import (
     deadline_remark,
     group_metrics,
     metrics_in_parts,
+    num_sampled,
     num_tokens,
     rollout_metrics,
     staleness_mean,
@@ -45,6 +47,7 @@ class Run:
     training: Training
     policy: Policy
     policy_update: PolicyUpdate
+    update_rate: UpdateRate
     engine: Engine
     engine_settings: EngineConfig
     rollouts: RolloutScheduler | Replay
@@ -118,8 +121,12 @@ class Run:
             "time/publish_s": publish_s,
             **self.of_hosts,
             **self.training.step_metrics(self.num_tokens),
+            **self.update_rate.metrics(metrics["perf/num_trained_tokens"], metrics["time/update_s"]),
             **{f"perf/{name}": value for name, value in self.frames.metrics().items()},
         }
+        if isinstance(self.rollouts, RolloutScheduler):  # a replay samples nothing
+            seconds = metrics["time/step_s" if self.rollouts.runs_ahead else "time/rollout_s"]
+            metrics["perf/sampled_tokens_per_s"] = num_sampled(groups) / seconds
         if self.hosts.leads:
             self.training.log.step(self.training.step, metrics, self._rows(groups))
             if self.hosts.num > 1:

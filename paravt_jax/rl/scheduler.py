@@ -111,6 +111,11 @@ class RolloutScheduler:
         self._decoding: asyncio.Task[None] | None = None  # overviews of the next step
         self.rollout_s = 0.0  # of this host, for the step that was returned last
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether rollouts continue during updates."""
+        return self._train.steps_ahead > 0
+
     async def next_groups(self, step: int, unless_stopped: UnlessStopped = always) -> list[Group] | None:
         """The groups of a step, or None; groups of later steps start as far ahead as staleness allows.
 

@@ -29,6 +29,7 @@ from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.objectives import variant_of
 from paravt_jax.plan.remat import chosen_for
 from paravt_jax.plan.run import PlannedRl
+from paravt_jax.plan.update_rate import UpdateRate
 from paravt_jax.rewards.judge import Judge
 from paravt_jax.rewards.plugin import GroupPlugin, Plugin, load_plugin
 from paravt_jax.rl.batches import PolicyUpdate
@@ -98,7 +99,8 @@ async def open_run(
         data = f"{len(train):,} prompts, {len(held_out):,} held out"
         policy = await policy_of(config, directory.path, hosts, data)
         check_sources(hosts, train, held_out, policy)
-        compute, line = chosen_for(policy.compute, PlannedRl.of(config, read_config(policy.hf_files)), devices)
+        planned = PlannedRl.of(config, read_config(policy.hf_files))
+        compute, line = chosen_for(policy.compute, planned, devices)
         policy = replace(policy, compute=compute)
         remarks += [policy.attention(config.pack.row_tokens), line]
         order = SampleOrder(train, config.seed)
@@ -117,6 +119,7 @@ async def open_run(
             training=training,
             policy=policy,
             policy_update=policy_update,
+            update_rate=UpdateRate.of(planned, devices[0].device_kind),
             engine=worker.agent.engine,
             engine_settings=config.engine,
             rollouts=rollouts,

@@ -109,7 +109,17 @@ CHARTS = (
         "stack",
         from_zero=True,
     ),
-    Chart("Tokens per second", "machine", (Curve("perf/tokens_per_s"),), from_zero=True),
+    Chart(
+        "Tokens per second",
+        "machine",
+        (
+            Curve("perf/sampled_tokens_per_s", "sampled", "blue"),
+            Curve("perf/trained_tokens_per_s_device", "trained per device", "orange"),
+            Curve("perf/tokens_per_s", "dialogues, shared prompts every time"),
+        ),
+        from_zero=True,
+    ),
+    Chart("Model FLOPs utilization of the update (MFU)", "machine", (Curve("perf/mfu"),), from_zero=True),
 )
 PARTS = {"Accuracy": "rollout/accuracy_mean_", "Tool calls per episode κ": "rollout/tool_calls_mean_"}
 BUDGET = re.compile(r"k(\d+)")  # key suffix of a frame budget; other suffixes are question types

@@ -39,6 +39,7 @@ TERMINAL_METRICS = {
     "kappa": "rollout/tool_calls_mean",
     "loss": "loss/imitation",
 }
+TERMINAL_RATES = {"sampled": "perf/sampled_tokens_per_s", "trained": "perf/trained_tokens_per_s_device"}
 ETA_STEPS = 20  # only the newest steps, which predict the next ones best
 
 
@@ -303,14 +304,15 @@ class _StepBar:
         self._step_times_s.append(now_s - self._last_s)  # includes checkpoint and validation, unlike time/step_s
         self._last_s = now_s
         texts = [f"{name} {metrics[key]:.2f}" for name, key in TERMINAL_METRICS.items() if key in metrics]
-        if "perf/tokens_per_s" in metrics:
-            texts.append(f"{metrics['perf/tokens_per_s']:.0f} tok/s")
+        texts += [f"{name} {metrics[key]:.0f}/s" for name, key in TERMINAL_RATES.items() if key in metrics]
+        if "perf/mfu" in metrics:
+            texts.append(f"MFU {100 * metrics['perf/mfu']:.0f} %")
         eta = f"ETA {tqdm.format_interval((self._num_steps - step) * self._typical_step_s())}"
         if self._bar is None:
             step_s = metrics.get("time/step_s", self._step_times_s[-1])
             self.say("  ".join([f"step {step}/{self._num_steps}", *texts, f"{step_s:.1f} s", eta]))
         else:
-            self._summary = " ".join([*texts, eta])
+            self._summary = " ".join([eta, *texts])
             self._bar.set_description_str(self._summary, refresh=False)
             self._bar.update()
             self._bar.refresh()  # without it, the bar does not show fast steps
@@ -318,7 +320,7 @@ class _StepBar:
     def phase(self, text: str) -> None:
         self._phase = text = visible(text)
         if self._bar is not None:
-            self._bar.set_description_str(f"{self._summary} {text}".lstrip())
+            self._bar.set_description_str(f"{text} {self._summary}".rstrip())  # a narrow terminal cuts off the end
 
     def where(self) -> str:
         if not self._phase:

@@ -25,7 +25,8 @@ HEADLINES = {  # key -> symbol, name, color
 }
 MAX_POINTS = 600  # per line; with more steps, points are means
 MAX_OTHER = 80  # charts of metrics without a predefined chart, for example from plugins
-ONLY_AFTER_UPDATE = ("loss/", "optim/", "mismatch/")  # metrics of a step with an update
+# Metrics of a step with an update.
+ONLY_AFTER_UPDATE = ("loss/", "optim/", "mismatch/", "perf/trained_tokens_per_s_device", "perf/mfu")
 KINDS = {"eval": "evaluation", "sft": "imitation"}  # by the config section that only this kind of run has
 FACTS = {  # label -> config keys, with values joined by a multiplication sign
     "Model": ("model.path",),

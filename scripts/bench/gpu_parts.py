@@ -185,6 +185,7 @@ def update(check: Check) -> Iterator[Row]:
     from paravt_jax.learner.learner import Learner, StepPart
     from paravt_jax.learner.settings import LossConfig, OptimConfig
     from paravt_jax.learner.variants import StepCounts
+    from paravt_jax.plan.devices import peak_flops
 
     limit = float((jax.devices()[0].memory_stats() or {}).get("bytes_limit", math.inf))
     full_model = check.full_model
@@ -239,13 +240,6 @@ def model_flops(model: ModelConfig, num_tokens: int, num_scored: int) -> float:
     head, pairs = text.vocab_size * text.width, num_tokens**2 / 2
     products = 6.0 * (layer_params(model) * num_tokens + head * num_scored)
     return products + 12.0 * text.num_layers * text.num_heads * text.head_dim * pairs
-
-
-def peak_flops(device_kind: str) -> float | None:
-    from paravt_jax.plan.devices import device_of
-
-    spec = device_of(device_kind)
-    return None if spec is None or spec.peak_tflops is None else spec.peak_tflops * 1e12
 
 
 def weights(check: Check) -> Iterator[Row]:

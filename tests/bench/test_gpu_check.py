@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from model_port.config import preset
+from paravt_jax.plan.devices import peak_flops
 from scripts.bench import gpu_check
-from scripts.bench.gpu_parts import PARTS, at_depth, attention_time, model_flops, peak_flops
+from scripts.bench.gpu_parts import PARTS, at_depth, attention_time, model_flops
 from scripts.bench.gpu_sizes import Check, failure
 
 ROOT = Path(__file__).parents[2]

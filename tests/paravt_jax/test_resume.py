@@ -168,6 +168,7 @@ def test_a_replay_of_a_log_has_the_metrics_episodes_and_weights_of_its_run(undis
     log = replay(undisturbed, tmp_path / "replay")
     assert f"all {NUM_STEPS} steps have the same metrics as in {undisturbed}" in log
     assert metrics_of(tmp_path / "replay") == metrics_of(undisturbed)
+    assert "perf/sampled_tokens_per_s" not in (tmp_path / "replay" / "metrics.jsonl").read_text()
     assert episodes_of(tmp_path / "replay") == episodes_of(undisturbed)
     assert arrays_of(tmp_path / "replay", NUM_STEPS) == arrays_of(undisturbed, NUM_STEPS)
 

@@ -70,6 +70,10 @@ def finished_run(world, tmp_path_factory) -> Path:
 def test_a_run_learns_validates_and_exports(finished_run, tmp_path):
     losses = [metrics["loss/imitation"] for metrics in metrics_of(finished_run)]
     assert len(losses) == STEPS and losses[-1] < losses[0] - 0.5
+    for line in map(json.loads, (finished_run / "metrics.jsonl").read_text().splitlines()):
+        trained = line["perf/trained_tokens_per_s_device"] * line["time/update_s"]  # on one device
+        assert trained == pytest.approx(line["perf/tokens_per_s"] * line["time/step_s"])  # traces share no prompt
+        assert "perf/mfu" not in line and "perf/sampled_tokens_per_s" not in line
     held_out = [json.loads(line) for line in (finished_run / "validation.jsonl").read_text().splitlines()]
     assert [row["step"] for row in held_out] == [0, 3, 6]
     assert held_out[2]["validation/loss"] < held_out[1]["validation/loss"] < held_out[0]["validation/loss"]

@@ -49,6 +49,16 @@ def sampled_versions(episodes: list[dict]) -> list[tuple[int, int]]:
     return [(step, segment["version"]) for step, segment in segments if segment["kind"] == "sampled"]
 
 
+def num_sampled(episodes: list[dict]) -> int:
+    """By main agents and sub-agents."""
+    ledgers = [ledger for episode in episodes for ledger in (episode, *calls_of(episode))]
+    return sum(len(s["ids"]) for ledger in ledgers for s in ledger["segments"] or () if s["kind"] == "sampled")
+
+
+def calls_of(episode: dict) -> list[dict]:
+    return [call for turn in episode["turns"] for call in turn["calls"]]
+
+
 @pytest.mark.timeout(600)
 def test_the_smoke_run_writes_all_promised_files_and_metrics(tmp_path):
     validation = ("data.validation=synthetic", "validation.max_prompts=2")
@@ -59,6 +69,13 @@ def test_the_smoke_run_writes_all_promised_files_and_metrics(tmp_path):
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert not PROMISED_METRICS - set(lines[0])
+    for line in lines:
+        episodes = [episode for episode in episodes_of(run_dir) if episode["step"] == line["step"]]
+        assert line["perf/sampled_tokens_per_s"] * line["time/rollout_s"] == pytest.approx(num_sampled(episodes))
+        trained_per_s = line["perf/num_trained_tokens"] / line["time/update_s"]  # on one device
+        assert line["perf/trained_tokens_per_s_device"] == trained_per_s and "perf/mfu" not in line
+        dialogues = line["perf/tokens_per_s"] * line["time/step_s"]  # with the prompt of each of the four episodes
+        assert num_sampled(episodes) < line["perf/num_trained_tokens"] < dialogues / 2
     assert [line["policy_version"] for line in lines] == [1, 2, 3, 4]
     assert all(line["mismatch/behavior_kl"] < 1e-6 for line in lines if line["perf/num_batches"])
     assert len(episodes_of(run_dir)) == 4 * 4
@@ -78,6 +95,9 @@ def test_staleness_stays_within_its_maximum(tmp_path):
     train_forked(tmp_path / "run", *QUICK, "train.num_steps=6", "train.max_staleness=2", "optim.learning_rate=1e-5")
     episodes = episodes_of(tmp_path / "run")
     assert len({episode["id"] for episode in episodes}) == len(episodes) == 6 * 4
+    for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()):
+        sampled = num_sampled([episode for episode in episodes if episode["step"] == line["step"]])
+        assert line["perf/sampled_tokens_per_s"] * line["time/step_s"] == pytest.approx(sampled)  # also during updates
     ages = [step - 1 - version for step, version in sampled_versions(episodes)]
     assert min(ages) >= 0
     assert 0 < max(ages) <= 2

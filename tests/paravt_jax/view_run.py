@@ -244,6 +244,9 @@ def _metrics(groups: Sequence[Group], step: int, skill: float, chance: np.random
         "time/publish_s": 4.0,
         "time/step_s": rollout_s + update_s + 6.0,
         "perf/tokens_per_s": 5200 + 200 * noise[1],
+        "perf/sampled_tokens_per_s": 2600 + 100 * noise[2],
+        "perf/trained_tokens_per_s_device": 4100 + 100 * noise[3],
+        "perf/mfu": 0.3 + 0.01 * noise[3],
         "perf/dummy_frac": 0.06,
     }
 

@@ -27,6 +27,7 @@ from paravt_jax.learner.packing import (
     best_row_tokens,
     halved,
     num_batches,
+    num_packed,
     pack,
     place,
     replayed_frac,
@@ -294,7 +295,7 @@ def test_a_shared_prompt_is_computed_once(model, group, frames):
     together = pack(group, frames, model.config, replace(SHAPE, num_rows=1))
     apart = pack(unshared(group), frames, model.config, replace(SHAPE, num_rows=1))
     assert [count_tokens(batches) for batches in (together, apart)] == [31 + 64, 4 * 31 + 64]
-    assert used_frac(together) == pytest.approx((31 + 64) / 160)
+    assert num_packed(together) == 31 + 64 and used_frac(together) == pytest.approx((31 + 64) / 160)
 
 
 def test_batches_of_a_step_share_one_shape(model, group, frames):

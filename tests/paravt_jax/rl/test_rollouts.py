@@ -17,7 +17,14 @@ from paravt_jax.data.sample_order import Cursor, SampleOrder
 from paravt_jax.rewards.judge import Judge, JudgeConfig
 from paravt_jax.rl import scheduler
 from paravt_jax.rl.episodes import RolloutWorker, evaluate
-from paravt_jax.rl.metrics import deadline_remark, group_metrics, num_tokens, rollout_metrics, staleness_mean
+from paravt_jax.rl.metrics import (
+    deadline_remark,
+    group_metrics,
+    num_sampled,
+    num_tokens,
+    rollout_metrics,
+    staleness_mean,
+)
 from paravt_jax.rl.records import records
 from rollout.engine.protocol import DeadlineExceeded, EngineError
 from rollout.engine.scripted import ScriptedEngine
@@ -355,6 +362,19 @@ def test_the_metrics_of_a_step_by_hand(chat):
     ledgers = [ledger for group in groups for rollout in group.rollouts for ledger in rollout.episode.ledgers]
     assert num_tokens(groups, chat, 32) == sum(len(ledger.ids) for ledger in ledgers)  # a frame is one token here
     assert rollout_metrics([])["num_episodes"] == 0
+
+
+def test_sampled_tokens_include_sub_agents_and_missing_episodes(chat):
+    def say(episode, request):
+        if before_calls(chat, request):
+            return CALL
+        if episode.endswith("/1"):
+            raise EngineError("gone")
+        return RIGHT
+
+    (groups,) = collect(chat, say, "train.prompts_per_step=1", "train.max_missing_frac=0.5")
+    call, report, answer = (len(chat.encode(text)) for text in (CALL, "A report.<|im_end|>", RIGHT))
+    assert num_sampled(groups) == 3 * (call + report + answer) + call  # the lost agent had made its call
 
 
 def test_calls_that_were_not_executed_do_not_count_as_tool_calls(chat):

@@ -19,7 +19,9 @@ METRICS = {
     "rollout/format_reward": 0.41,
     "rollout/parseable_frac": 0.25,
     "rollout/tool_calls_mean": 1.36,
-    "perf/tokens_per_s": 1234.4,
+    "perf/sampled_tokens_per_s": 812.3,
+    "perf/trained_tokens_per_s_device": 3456.4,
+    "perf/mfu": 0.308,
     "time/step_s": 248.04,
 }
 
@@ -199,7 +201,7 @@ def test_without_a_terminal_every_step_is_one_line(tmp_path, capsys, monkeypatch
     log.say("checkpoint 3 is saved")
     log.close()
     lines = capsys.readouterr().err.splitlines()
-    values = "reward 1.62  f_tau 0.41  parseable 0.25  kappa 1.36  1234 tok/s  248.0 s"
+    values = "reward 1.62  f_tau 0.41  parseable 0.25  kappa 1.36  sampled 812/s  trained 3456/s  MFU 31 %  248.0 s"
     assert lines == [
         f"step 1/5  {values}  ETA 1:00:00",  # 4 · 900 s
         f"step 2/5  {values}  ETA 12:30",  # 3 · 250 s: the first step compiled
@@ -247,8 +249,8 @@ def test_a_terminal_shows_the_phase_and_messages_do_not_break_the_bar(rows_and_c
         log.close()
         output = read_screen()
     assert "rollout 12/56" in output.split("\r2/5 ")[0]
-    assert "reward 1.62 f_tau 0.41 parseable 0.25 kappa 1.36 1234 tok/s ETA 00:0" in output
-    assert "update" in output
+    assert " reward 1.62 f_tau 0.41 parseable 0.25 kappa 1.36 sampled 812/s trained 3456/s" in output
+    assert "| update ETA 00:0" in output  # the phase first: a narrow terminal cuts off the end
     start, end = output.split("checkpoint 2 is saved")
     assert start.endswith(" \r")  # the bar's line was cleared
     assert end.startswith("\n\r2/5 ")

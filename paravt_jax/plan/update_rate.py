@@ -1,0 +1,32 @@
+"""The rate of a run's updates: trained tokens per second and device, and model FLOPs utilization (MFU)."""
+
+from dataclasses import dataclass
+
+from paravt_jax.plan.devices import peak_flops
+from paravt_jax.plan.run import PlannedRun
+from paravt_jax.plan.workload import active_params
+
+
+@dataclass(frozen=True)
+class UpdateRate:
+    num_devices: int
+    token_flops: float
+    peak_flops: float | None  # of a device; None: not known
+
+    @classmethod
+    def of(cls, run: PlannedRun, device_kind: str) -> "UpdateRate":
+        """Counts the products of the language layers, computed once: no head, attention scores, frames or padding."""
+        update = run.update
+        frozen = update.lora.rank > 0  # frozen weights have no gradients
+        passes = 3 - frozen + update.scores_before + update.reads_reference  # forward passes; a gradient costs as much
+        return cls(run.num_devices, 2.0 * passes * active_params(run.model), peak_flops(device_kind))
+
+    def metrics(self, num_tokens: float, update_s: float) -> dict[str, float]:
+        """Of an update that computed so many tokens on all devices; empty if there were none."""
+        if not num_tokens:
+            return {}
+        tokens_per_s = num_tokens / update_s / self.num_devices
+        metrics = {"perf/trained_tokens_per_s_device": tokens_per_s}
+        if self.peak_flops is not None:
+            metrics["perf/mfu"] = tokens_per_s * self.token_flops / self.peak_flops
+        return metrics
