@@ -34,6 +34,7 @@ from paravt_jax.run.log import (
     whole_file,
 )
 from paravt_jax.run.process import say
+from paravt_jax.run.stderr_log import LOG_FILE
 
 VERSIONED = ("paravt_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "transformers", "numpy")
 TOKEN_FILE = ".hosts"  # shows whether all hosts see the same directory
@@ -43,7 +44,7 @@ LOCK_FILE, SETTINGS_FILE, SETTINGS_LOG_FILE = ".lock", "config.json", "settings.
 BESIDE_BUCKET = "runs"  # in the working directory: local files of runs with checkpoints in a bucket
 LOGGED = {
     *(METRICS_FILE, VALIDATION_FILE, EPISODES_DIR, SUPERSEDED_DIR, TENSORBOARD_DIR, WANDB_ID_FILE),
-    *(SETTINGS_FILE, SETTINGS_LOG_FILE, PLOTS_DIR, RUN_ID_FILE),
+    *(SETTINGS_FILE, SETTINGS_LOG_FILE, PLOTS_DIR, RUN_ID_FILE, LOG_FILE),
 }
 
 

@@ -53,7 +53,7 @@ class RunLog:
     def __init__(
         self, run_dir: Path, config: LogConfig, *, num_steps: int, first_step: int, settings: dict[str, Any]
     ) -> None:
-        wandb = _import_wandb(config.wandb_project) if config.wandb_project else None  # fails before any file changes
+        wandb = import_wandb(config.wandb_project) if config.wandb_project else None  # fails before any file changes
         self._run_dir = run_dir
         self._last_step = first_step
         (run_dir / EPISODES_DIR).mkdir(parents=True, exist_ok=True)
@@ -264,7 +264,7 @@ class _TensorBoard:
         self._events.flush()
 
 
-def _import_wandb(project: str) -> Any:
+def import_wandb(project: str) -> Any:
     try:
         return importlib.import_module("wandb")
     except ModuleNotFoundError as problem:

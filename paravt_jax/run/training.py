@@ -37,10 +37,11 @@ from paravt_jax.run.episode_parts import EpisodeParts
 from paravt_jax.run.fingerprints import code_sums
 from paravt_jax.run.hosts import Hosts
 from paravt_jax.run.lease import Lease
-from paravt_jax.run.log import PLOTS_DIR, QuietLog, RunLog, last_step
+from paravt_jax.run.log import PLOTS_DIR, QuietLog, RunLog, import_wandb, last_step
 from paravt_jax.run.plots import make_plots
 from paravt_jax.run.policy import Policy
 from paravt_jax.run.process import Stopping, stop_on_signals
+from paravt_jax.run.stderr_log import log_file, stderr_copied
 from paravt_jax.run.threads import in_thread, unless_stopped
 
 Result = TypeVar("Result")
@@ -82,6 +83,8 @@ class RunDirectory:
         Raises if hosts differ in settings or code or see different directories. Also raises if settings changed that
         make a resumed run incomparable, unless `allow_changes`.
         """
+        if hosts.leads and (project := settings["log"]["wandb_project"]):
+            import_wandb(project)  # before models load
         hosts.check_same(
             lambda: {**comparable_settings(settings), **flat(versions()), **code_sums(flat(dict(settings)))},
             "start all hosts with the same settings and the same code",
@@ -91,6 +94,7 @@ class RunDirectory:
             path, lease = stack.enter_context(locked_for_bucket(bucket, hosts))
         else:
             path = stack.enter_context(locked(run_dir) if hosts.num == 1 else locked_by_host_0(run_dir, hosts))
+        stack.enter_context(stderr_copied(path / log_file(hosts.index)))
         stopping = Stopping()
         stack.callback(stop_on_signals(stopping))
         num_logged = last_step(path)

@@ -50,11 +50,11 @@ class Job:
     done: Path
 
     def run(self) -> None:
-        """Runs or resumes it in this process, with its output in DIRECTORY/log.txt."""
+        """Runs or resumes it in this process, with its output in DIRECTORY/output.txt."""
         self.directory.mkdir(parents=True, exist_ok=True)
         config = _loaded(self.kind, self.config, self.settings)
         began_s = time.monotonic(), _cpu_s()
-        with (self.directory / "log.txt").open("a") as log, redirect_stderr(log), redirect_stdout(log):
+        with (self.directory / "output.txt").open("a") as log, redirect_stderr(log), redirect_stdout(log):
             ended = asyncio.run(RUNS[self.kind](config))
         with (self.directory / COST_FILE).open("a") as file:
             wall_s, cpu_s = time.monotonic() - began_s[0], _cpu_s() - began_s[1]
@@ -62,7 +62,7 @@ class Job:
         if self.kind != "eval" and ended.training.exit_code:
             raise SystemExit(ended.training.exit_code)
         if not self.done.exists():
-            raise RuntimeError(f"{self.name} did not finish, see {self.directory / 'log.txt'}")
+            raise RuntimeError(f"{self.name} did not finish, see {self.directory / 'output.txt'}")
 
 
 @dataclass(frozen=True)

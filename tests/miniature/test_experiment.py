@@ -46,7 +46,7 @@ def test_a_finished_job_does_not_run_again_and_its_output_and_cost_are_kept(tmp_
     play(monkeypatch, run)
     for _ in range(2):
         run_jobs([job(tmp_path / "a"), job(tmp_path / "b")])
-    assert [(tmp_path / name / "log.txt").read_text() for name in "ab"] == ["ran\n"] * 2
+    assert [(tmp_path / name / "output.txt").read_text() for name in "ab"] == ["ran\n"] * 2
     cost = json.loads((tmp_path / "a" / COST_FILE).read_text())
     assert cost.keys() == {"wall_s", "cpu_s"}
 
@@ -54,7 +54,7 @@ def test_a_finished_job_does_not_run_again_and_its_output_and_cost_are_kept(tmp_
 def test_a_failed_job_ends_the_experiment_and_the_same_command_resumes_it(tmp_path, monkeypatch):
     play(monkeypatch, lambda directory: (directory / "done").touch() if directory.name == "a" else None)
     jobs = [job(tmp_path / name, name) for name in "abc"]
-    with pytest.raises(RuntimeError, match=r"b did not finish, see .*log\.txt"):
+    with pytest.raises(RuntimeError, match=r"b did not finish, see .*output\.txt"):
         run_jobs(jobs)
     assert not (tmp_path / "c").exists()
     done = []

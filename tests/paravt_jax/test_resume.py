@@ -107,7 +107,11 @@ def test_sigterm_saves_and_exits_143_and_the_run_resumes_from_there(undisturbed,
     saved = [int(path.name) for path in (run_dir / "checkpoints").iterdir() if path.name.isdecimal()]
     assert saved
     assert len(metrics_of(run_dir)) == max(saved)
+    printed = (run_dir / "log.txt").read_text()
+    assert "stopping: saving a checkpoint" in printed and "1/5" in printed
     train_forked(run_dir, *FIVE_STEPS)
+    resumed = (run_dir / "log.txt").read_text().removeprefix(printed)
+    assert f"resuming after step {max(saved)} of 5" in resumed and "5 of 5 steps are done" in resumed
     assert metrics_of(run_dir) == metrics_of(undisturbed)
     assert arrays_of(run_dir, NUM_STEPS) == arrays_of(undisturbed, NUM_STEPS)
 
@@ -193,7 +197,7 @@ def test_a_replay_with_another_loss_has_other_metrics_and_opens_no_engine(undist
     config = load_config(undisturbed / "config.json", *changed)
     asyncio.run(trainer.train(config, replay=undisturbed))
     log = capsys.readouterr().err
-    assert "loss.kl_coef: 0.01 in the run, 0.05 in the replay" in log and "steps have other metrics than" in log
+    assert "loss.kl_coef: 0.01 -> 0.05" in log and "steps have other metrics than" in log
     rows = [*metrics_of(undisturbed)[:2], *metrics_of(tmp_path)]
     of_rollouts = [{key: row[key] for key in row if key.startswith("rollout/")} for row in rows]
     assert of_rollouts[:2] == of_rollouts[2:]

@@ -1,15 +1,17 @@
-"""The parity gate before the first step."""
+"""The checks before the first step."""
 
 import asyncio
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from paravt_jax.config import EngineConfig
+from paravt_jax.config import EngineConfig, load_config
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.rl import setup
 from paravt_jax.run.hosts import ALONE
+from paravt_jax.train import train
 from rollout.engine.protocol import EngineError
 
 
@@ -18,6 +20,14 @@ def test_a_row_with_more_images_than_an_overview_has_frames_is_rejected():
     setup._check_num_images(prompts, "rl.jsonl", 3)
     with pytest.raises(ValueError, match=r"the row p3 has 3 images, more than the 2 frames .*video\.overview_frames"):
         setup._check_num_images(prompts, "rl.jsonl", 2)
+
+
+def test_a_missing_wandb_ends_a_run_before_it_has_a_directory(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    config = load_config("smoke_cpu", f"run_dir={tmp_path / 'run'}", "log.wandb_project=video")
+    with pytest.raises(ValueError, match=r"log.wandb_project=video needs .* pip install wandb,"):
+        asyncio.run(train(config))
+    assert not (tmp_path / "run").exists()
 
 
 def gate(monkeypatch, servers):

@@ -320,7 +320,8 @@ def test_wandb_resumes_its_run_unless_the_run_starts_over(tmp_path, monkeypatch)
         log_steps(tmp_path, steps, wandb_project="video")
     first, resumed, anew = (settings["id"] for settings in inits)
     assert first == resumed != anew
-    assert inits[0]["config"] == {"seed": 0}
+    own = {"project": "video", "name": tmp_path.name, "dir": str(tmp_path), "resume": "allow"}
+    assert inits[0] == own | {"id": first, "config": {"seed": 0}}  # entity and tags are the environment's
     assert logged[0] == (1, {**METRICS, "loss/policy": 1 / 3})
 
 

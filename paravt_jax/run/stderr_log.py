@@ -1,0 +1,45 @@
+"""RUN/log.txt: everything that a run's Python prints to stderr, except the redraws of its progress bar."""
+
+import shlex
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any
+
+LOG_FILE = "log.txt"
+
+
+def log_file(host: int) -> str:
+    return LOG_FILE if host == 0 else f"log.{host}.txt"
+
+
+@contextmanager
+def stderr_copied(path: Path) -> Iterator[None]:
+    """Appends stderr to the file, below a line with the time and the command. An error adds its stack trace."""
+    with path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace") as file:
+        file.write(f"{datetime.now(UTC).isoformat(timespec='seconds')}  {shlex.join(sys.argv)}\n")
+        copied: Any = _Copied(sys.stderr, file)
+        with redirect_stderr(copied):
+            try:
+                yield
+            except Exception:
+                file.write(traceback.format_exc())
+                raise
+
+
+class _Copied:
+    """Writes to stderr and to the file. A redraw of the bar begins with a carriage return."""
+
+    def __init__(self, stderr: IO[str], file: IO[str]) -> None:
+        self._stderr, self._file = stderr, file
+
+    def write(self, text: str) -> int:
+        if not text.startswith("\r"):
+            self._file.write(text)
+        return self._stderr.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stderr, name)

@@ -1,0 +1,50 @@
+"""RUN/log.txt has what a run printed to stderr, across its starts."""
+
+import sys
+from contextlib import nullcontext
+
+import pytest
+from terminals import a_terminal
+from tqdm import tqdm
+
+from model_port.terminal import say
+from paravt_jax.run.stderr_log import log_file, stderr_copied
+
+
+@pytest.mark.parametrize("problem", [None, RuntimeError("the disk is full"), SystemExit(1)])
+def test_messages_and_errors_of_every_start_are_in_the_file(problem, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["paravt train", "seed=1"])
+    for start in (1, 2):
+        with pytest.raises(type(problem)) if problem else nullcontext(), stderr_copied(tmp_path / "log.txt"):
+            say(f"start {start}")
+            sys.stderr.write("a library warns\n")
+            if problem:
+                raise problem
+        say("after the run")
+    text = (tmp_path / "log.txt").read_text()
+    assert text.count("  'paravt train' seed=1\nstart ") == 2 and text.index("start 1") < text.index("start 2")
+    assert text.count("a library warns\n") == 2 and "after the run" not in text
+    assert (
+        text.count("RuntimeError: the disk is full") == text.count("Traceback") == 2 * isinstance(problem, RuntimeError)
+    )
+    printed = capsys.readouterr().err
+    assert printed.count("a library warns\n") == 2 and "Traceback" not in printed
+
+
+def test_a_bar_is_on_the_terminal_alone_and_messages_stay_whole(tmp_path, monkeypatch):
+    with a_terminal(monkeypatch, "stderr", rows_and_columns=(30, 100)) as read_screen:
+        with stderr_copied(tmp_path / "log.txt"):
+            assert sys.stderr.isatty()
+            bar = tqdm(total=3, file=sys.stderr)
+            for step in range(3):
+                bar.update()
+                bar.refresh()
+                tqdm.write(f"message {step}", file=sys.stderr)
+            bar.close()
+        screen = read_screen()
+    assert "3/3" in screen
+    assert (tmp_path / "log.txt").read_text().splitlines()[1:] == ["message 0", "message 1", "message 2", ""]
+
+
+def test_hosts_have_files_of_their_own():
+    assert [log_file(host) for host in (0, 1, 12)] == ["log.txt", "log.1.txt", "log.12.txt"]
