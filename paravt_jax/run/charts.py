@@ -146,6 +146,11 @@ class Table:
     def has(self, key: str) -> bool:
         return bool(np.isfinite(self.column(key)).any())
 
+    def is_whole(self, key: str) -> bool:
+        """Whether the metric is a count: all its values are integers."""
+        values = self.column(key)
+        return bool((values[np.isfinite(values)] % 1 == 0).all())
+
     @property
     def keys(self) -> list[str]:
         """Keys with a number in at least one step."""

@@ -1,4 +1,5 @@
 /* ---- charts over the steps, of one run or of several over each other ---- */
+const CHAR_PX = 7; // of a digit in a chart, in the widest font
 const MARKED = 40; // with more points, a running mean replaces them
 const MAX_GAPS = 3; // per reason, listed below a chart
 const charts = [];
@@ -18,10 +19,10 @@ const smooth = (points) => {
     return [step, near.reduce((sum, other) => sum + other, 0) / near.length];
   });
 };
-const niceTicks = (low, high, count) => {
-  const rough = (high - low) / count || 1;
+const niceTicks = (low, high, count, whole = false) => {
+  const rough = Math.max((high - low) / count || 1, whole ? 1 : 0);
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((size) => size >= rough * 0.999);
+  const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((size) => size >= rough * 0.999 && (!whole || Number.isInteger(size)));
   const ticks = [];
   for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n += 1) ticks.push(n * step || 0); // no negative zero
   return ticks;
@@ -47,6 +48,7 @@ const linesOf = ({ title }) => runs.flatMap(({ figures }, run) => {
 });
 const allSpecs = () => [...new Map(runs.flatMap((run) => run.figures?.charts ?? []).reverse().map((spec) => [spec.title, spec])).values()].reverse();
 const valuesOf = (line) => line.values.filter(known);
+const isWhole = (line) => line.whole && line.validation.every(([, value]) => Number.isInteger(value));
 const isFlat = (lines) => lines.every((line) => distinct(valuesOf(line)).length < 2 && distinct(line.validation.map(([, value]) => value)).length < 2);
 const isSingle = (lines) => lines.every((line) => valuesOf(line).length < 2 && line.validation.length < 2);
 
@@ -119,18 +121,20 @@ class Chart {
     const margin = 0.06 * (high - low);
     high += margin;
     if (low !== 0) low -= margin;
-    return { low, high, ticks: niceTicks(low, high, 4) };
+    return { low, high, ticks: niceTicks(low, high, 4, this.lines.every(isWhole)) };
   }
 
   tickText(value, ticks) {
     if (this.spec.kind === "log") return `1e${Math.round(Math.log10(value))}`.replace("-", "−");
-    const size = ticks.length > 1 ? Math.abs(ticks[1] - ticks[0]) : 1;
-    if (size < 1e-4) return value === 0 ? "0" : value.toExponential(1).replaceAll("-", "−");
-    return value.toLocaleString("en", { maximumFractionDigits: Math.max(0, 1 - Math.floor(Math.log10(size))) }).replace("-", "−");
+    const size = ticks.length > 1 ? ticks[1] - ticks[0] : 1, largest = Math.max(...ticks.map(Math.abs));
+    const digits = (of) => Math.max(0, 1 + Math.floor(Math.log10(of / size))); // one more than needed, because steps are also 2.5
+    if (value === 0) return "0";
+    const text = largest < 1e-3 || largest >= 1e7 ? value.toExponential(digits(largest)).replace(/\.?0*e\+?/, "e") : value.toLocaleString("en", { maximumFractionDigits: digits(1) });
+    return text.replaceAll("-", "−");
   }
 
   frame({ low, high, ticks }, width, height) {
-    const left = Math.max(...ticks.map((tick) => this.tickText(tick, ticks).length)) * 6.6 + 10, right = 12, top = 6, bottom = 22;
+    const left = Math.max(...ticks.map((tick) => this.tickText(tick, ticks).length)) * CHAR_PX + 10, right = 12, top = 6, bottom = 22;
     const first = allSteps[0], last = allSteps.at(-1), span = last - first || 1;
     const scaled = this.spec.kind === "log" ? Math.log : (value) => value;
     const x = (step) => left + ((step - first) / span) * (width - left - right);
@@ -152,7 +156,7 @@ class Chart {
     const horizontal = (name, value) => s("line", { class: name, x1: left, x2: width - right, y1: y(value).toFixed(1), y2: y(value).toFixed(1) });
     return [
       ...ticks.flatMap((tick) => [horizontal(tick === 0 ? "zero" : "grid", tick), s("text", { x: left - 8, y: y(tick) + 4, "text-anchor": "end" }, this.tickText(tick, ticks))]),
-      ...niceTicks(first, last, Math.max(3, Math.floor(width / 80))).filter(Number.isInteger).map((step) => s("text", { x: x(step), y: height - 5, "text-anchor": "middle" }, step.toLocaleString("en"))),
+      ...niceTicks(first, last, Math.min(width / 60, (width - left - right) / (CHAR_PX * last.toLocaleString("en").length + 12)), true).map((step) => s("text", { x: x(step), y: height - 5, "text-anchor": "middle" }, step.toLocaleString("en"))),
       ...this.spec.levels.flatMap(([level, name]) => [horizontal("level", level), s("text", { class: "name", x: width - right, y: y(level) - 4, "text-anchor": "end" }, `${name} ${number(level)}`)]),
     ];
   }

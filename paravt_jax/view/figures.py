@@ -140,6 +140,7 @@ def _chart(run: LoggedRun, chart: Chart, bins: list[np.ndarray]) -> dict[str, An
                 "label": line.label,
                 "color": line.color,
                 "values": _numbers(_means(run.values(chart, line), bins)),
+                "whole": run.metrics.is_whole(line.key),
                 "gaps": [] if chart.sparse else gaps(run.metrics, line.key),
             }
             for line in chart.lines

@@ -27,6 +27,9 @@ FILTER = "(name, value) => { const c = [...document.querySelectorAll('.filters l
 l.textContent.startsWith(name)).querySelector('select, input'); c.value = value; \
 c.dispatchEvent(new Event(c.tagName === 'SELECT' ? 'change' : 'input')); }"
 
+TICKS = "(title, anchor) => [...[...document.querySelectorAll('.chart')].find(chart => chart.ariaLabel === title)\
+.querySelectorAll(`text[text-anchor=${anchor}]`)].map(tick => tick.textContent)"
+
 
 @pytest.fixture(scope="module")
 def tab():
@@ -251,6 +254,39 @@ def test_single_values_are_numbers_and_constants_are_folded(tab, pages):
         "[...document.querySelectorAll('details')].find(one => one.textContent.startsWith('Constant')).textContent"
     )
     assert "perf/dummy_frac" in tab.run(constants)
+
+
+TICK_LABELS = {  # of metrics at even and odd steps -> the labels of the vertical axis
+    "count": ((0, 1), ["0", "1"]),
+    "large count": ((1200, 1201), ["1,200", "1,201"]),
+    "fraction": ((0, 0.5), ["0", "0.2", "0.4"]),
+    "close": ((2e-6, 2.001e-6), ["2e−6", "2.0005e−6", "2.001e−6"]),
+    "large": ((0, 2e25), ["0", "1e25", "2e25"]),
+}
+
+
+@pytest.fixture(scope="module")
+def of_ticks(tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("ticks")
+    rows = [
+        {"step": step} | {f"loss/{name}": values[step % 2] for name, (values, _) in TICK_LABELS.items()}
+        for step in range(1, 9)
+    ]
+    page = run_dir / "page.html"
+    page.write_bytes(make_page([write_metrics(run_dir, rows)], 1))
+    return page
+
+
+@pytest.mark.parametrize("name", TICK_LABELS)
+def test_ticks_of_counts_are_whole_and_no_two_labels_are_equal(name, tab, of_ticks):
+    open_page(tab, of_ticks)
+    assert tab.run(f"({TICKS})('loss/{name}', 'end')") == TICK_LABELS[name][1]
+
+
+@pytest.mark.parametrize(("width_px", "steps"), [(320, "2468"), (390, "2468"), (1280, "12345678")])
+def test_ticks_of_steps_are_whole_at_every_width(width_px, steps, tab, of_ticks):
+    open_page(tab, of_ticks, size_px=(width_px, 844))
+    assert tab.run(f"({TICKS})('loss/count', 'middle')") == [*steps]
 
 
 def test_only_visible_rows_of_ten_thousand_episodes_are_built(tab, pages, tmp_path):
