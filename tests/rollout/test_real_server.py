@@ -357,6 +357,7 @@ def first_shown(request):
 
 @pytest.mark.nightly
 def test_a_mixture_of_experts_is_served_as_the_learner_computes_it_also_after_a_publish(sglang_python, tmp_path):
+    """Of all weights, and of an adapter, which the server merges into its own."""
     models = []
     for seed in range(2):
         make_tiny(tmp_path / str(seed), seed, tiny_config("qwen3_vl_moe"))
@@ -375,6 +376,9 @@ def test_a_mixture_of_experts_is_served_as_the_learner_computes_it_also_after_a_
             assert await problems(url, before) == []
             await engine.publish(ModelWeights(after, FLOAT32), engine.version + 1)
             assert await problems(url, after) == [] != await problems(url, before)
+            adapter = adapter_of(before, tmp_path / "0", 1)
+            await engine.publish(adapter, engine.version + 1)
+            assert await problems(url, adapter.model) == [] != await problems(url, before)
         finally:
             await engine.close()
 
