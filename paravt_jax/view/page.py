@@ -23,7 +23,7 @@ from paravt_jax.run.charts import LoggedRun, load_run
 from paravt_jax.run.log import METRICS_FILE
 from paravt_jax.view.cells import load_cells
 from paravt_jax.view.episodes import PageDict, convert_within, row_of, share_bytes
-from paravt_jax.view.figures import about, charts, describe, headlines
+from paravt_jax.view.figures import about, charts, describe, headlines, kind_of
 from paravt_jax.view.pictures import Album, make_album
 from paravt_jax.view.records import Chosen, cells_of, chosen_of_cells, chosen_of_steps, steps_of
 
@@ -36,7 +36,7 @@ def make_page(run_dirs: Sequence[Path], max_episodes: int, *, frames: bool = Fal
     chosen = _choose(runs, max_episodes)
     num_bytes = share_bytes(sum(len(lines_of_run.lines) for lines_of_run in chosen))
     episodes_of_runs = [
-        [convert_within(num_bytes, record | _split(run), _forced(run.settings)) for record in lines_of_run.records()]
+        [convert_within(num_bytes, record | _of_all(run), _forced(run.settings)) for record in lines_of_run.records()]
         for run, lines_of_run in zip(runs, chosen, strict=True)
     ]
     records = [
@@ -139,10 +139,12 @@ def _num_samples(run: LoggedRun) -> int:
     return (run.settings.get("config", {}).get("eval") or {}).get("num_samples", 1)
 
 
-def _split(run: LoggedRun) -> dict[str, str]:
-    """The public split of an evaluation, which distinguishes its episodes from another split's."""
-    split = (run.settings.get("config", {}).get("data") or {}).get("split")
-    return {"split": split} if split else {}
+def _of_all(run: LoggedRun) -> dict[str, str | None]:
+    """Fields of all episodes: an evaluation's public split, and no frame budget in a cold start without gating."""
+    config = run.settings.get("config", {})
+    split = (config.get("data") or {}).get("split")
+    ungated = kind_of(config) == "imitation" and not (config.get("video") or {}).get("frame_budgets")
+    return ({"split": split} if split else {}) | ({"frame_budget": None} if ungated else {})
 
 
 def _forced(settings: Mapping[str, Any]) -> str:

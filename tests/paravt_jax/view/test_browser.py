@@ -13,6 +13,8 @@ from view_run import CHAT, NASTY, make_run, write_metrics
 
 from paravt_jax.asking.answerer import Answerer
 from paravt_jax.asking.page import page_of
+from paravt_jax.config import SftConfig, VideoConfig, to_record
+from paravt_jax.run.directory import write_settings
 from paravt_jax.view.page import make_page
 from rollout.episode import Agent
 from rollout.episode_config import EpisodeConfig
@@ -190,6 +192,19 @@ def test_a_question_has_its_answer_windows_and_pictures(tab, pages):
     assert tab.run("document.querySelectorAll('.answer .window').length") == 2
     assert tab.run("[...document.querySelectorAll('.album')].map(one => one.childElementCount)") == [8, 8]
     assert tab.run("[...document.images].every(one => one.naturalWidth == 32)") and tab.messages == []
+
+
+@pytest.mark.parametrize(("budgets", "shown"), [([], False), ([4, 8], True)])
+def test_a_cold_start_has_frame_budgets_only_with_gating(budgets, shown, tab, tmp_path):
+    write_settings(to_record(SftConfig(run_dir=str(tmp_path), video=VideoConfig(frame_budgets=budgets))), tmp_path)
+    (tmp_path / "episodes").mkdir()
+    sample = {"id": "1", "step": 1, "question": "Where?", "frame_budget": 8, "turns": []}
+    (tmp_path / "episodes" / "000001.jsonl").write_text(json.dumps(sample) + "\n")
+    page = tmp_path / "page.html"
+    page.write_bytes(make_page([tmp_path], 1))
+    open_page(tab, page)
+    texts = tab.run("['.facts', '.row .meta', '.episode'].map(name => document.querySelector(name).textContent)")
+    assert ["Frame budgets K" in texts[0], texts[1] == "K 8", "Frame budget K" in texts[2]] == [shown] * 3
 
 
 def test_pictures_that_calls_showed_are_inside_their_turn(tab, tmp_path):
