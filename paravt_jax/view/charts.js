@@ -127,7 +127,7 @@ class Chart {
   tickText(value, ticks) {
     if (this.spec.kind === "log") return `1e${Math.round(Math.log10(value))}`.replace("-", "−");
     const size = ticks.length > 1 ? ticks[1] - ticks[0] : 1, largest = Math.max(...ticks.map(Math.abs));
-    const digits = (of) => Math.max(0, 1 + Math.floor(Math.log10(of / size))); // one more than needed, because steps are also 2.5
+    const digits = (of) => Math.max(0, 1 + Math.floor(Math.log10(of)) - Math.floor(Math.log10(size))); // one more than needed, because steps are also 2.5
     if (value === 0) return "0";
     const text = largest < 1e-3 || largest >= 1e7 ? value.toExponential(digits(largest)).replace(/\.?0*e\+?/, "e") : value.toLocaleString("en", { maximumFractionDigits: digits(1) });
     return text.replaceAll("-", "−");
