@@ -22,4 +22,4 @@ class Measured:
         return bool(self.problem) or not (within or self.skipped)
 
 
-NO_TORCH = "torch is not installed (bash scripts/setup.sh dev)"
+NO_TORCH = "torch is not installed: pip install torch, or in a clone bash scripts/setup.sh dev"

@@ -51,11 +51,17 @@ def rows_of(report: StageReport) -> Iterator[list[str]]:
     """A stage's own row, then its lines."""
     planned = report.facts.get("planned_gib")
     memory = [f"{report.seconds:.0f}", f"{report.peak_gib:.2f}", "" if planned is None else f"{planned:.2f}"]
-    yield [report.stage, report.problem, "", "", *memory, "FAILED" if report.failed else "ok"]
+    yield [report.stage, report.problem, "", "", *memory, _verdict(report)]
     for line in report.lines:
-        bound = "" if line.bound is None else f"{line.bound:.2g}"
+        bound = "" if line.bound is None else f"{line.bound:.3g}"
         verdict = "FAILED" if line.failed else "skipped" if line.skipped else "ok"
         yield ["", line.case, line.problem or line.skipped or _cell(line.value), bound, "", "", "", verdict]
+
+
+def _verdict(report: StageReport) -> str:
+    if report.failed:
+        return "FAILED"
+    return "skipped" if report.lines and all(line.skipped for line in report.lines) else "ok"
 
 
 def _cell(value: float | str) -> str:

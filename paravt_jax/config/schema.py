@@ -207,7 +207,9 @@ class EngineConfig:
                 f"engine.kind={self.kind} is unknown; expected jax, sglang, openai or path/to/file.py:function"
             )
         if self.kind == "jax" and self.urls:
-            raise ValueError(f"engine.urls={self.urls} has no effect with engine.kind=jax; set engine.kind=sglang")
+            raise ValueError(
+                f"engine.urls={self.urls} has no effect with engine.kind=jax; set engine.urls=[], or engine.kind=sglang"
+            )
         for url in self.urls:
             check_no_password("engine.urls", url)
         self._check_endpoint()

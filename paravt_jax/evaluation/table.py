@@ -72,7 +72,9 @@ def read_rows(runs: Iterable[Path]) -> list[OwnRow]:
                 raise ValueError(f"{run} and another run both have {cell['split']} of {name}; name only one")
             row.cells[cell["split"]] = cell
     if not rows:
-        raise ValueError("these runs have no cells of public splits (data.split)")
+        raise ValueError(
+            "these runs have no cells of public splits (data.split); `paravt view RUN…` compares runs on your own rows"
+        )
     return list(rows.values())
 
 

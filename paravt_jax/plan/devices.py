@@ -113,6 +113,16 @@ DEVICES = {
 }
 
 
+# Names of slices: a v5p's has its number of cores, of which a chip has two, the others' have the number of chips.
+V5P_SLICES = {8: "2x2x1", 16: "2x2x2", 32: "2x2x4", 64: "2x4x4", 128: "4x4x4"}
+FLAT_SLICES = {4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
+SLICES = {
+    f"{kind}-{number}": f"{kind}:{shape}"
+    for kind, shapes in {"v5p": V5P_SLICES, "v5e": FLAT_SLICES, "v6e": FLAT_SLICES}.items()
+    for number, shape in shapes.items()
+}
+
+
 def device_of(kind: str) -> DeviceSpec | None:
     """Matches the runtime's exact name: an H100 with PCIe is not an H100 SXM, and an L40S not an L4."""
     return next((device for device in DEVICES.values() if device.kind == kind), None)

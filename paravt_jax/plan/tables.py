@@ -10,7 +10,7 @@ from typing import TypeVar
 from paravt_jax.config import Config, MeshConfig, SftConfig, computed_on
 from paravt_jax.learner.batch_shape import BatchShape
 from paravt_jax.plan.calibrate import Calibration, calibrated
-from paravt_jax.plan.devices import DEVICES, DeviceSpec
+from paravt_jax.plan.devices import DEVICES, SLICES, DeviceSpec
 from paravt_jax.plan.hosts import HostPart
 from paravt_jax.plan.imitation import ImitationPlan, make_imitation_plan
 from paravt_jax.plan.memory import Memory, Parts
@@ -51,9 +51,10 @@ def _used_on(config: Planned, device: str) -> tuple[Planned, tuple[str, ...]]:
 
 
 def _device_named(device: str) -> DeviceSpec:
-    if device not in DEVICES:
+    name = SLICES.get(device, device).partition(":")[0]
+    if name not in DEVICES:
         raise ValueError(f"--device {device} is unknown; choose one of {', '.join(DEVICES)}")
-    return DEVICES[device]
+    return DEVICES[name]
 
 
 def render(plan: Plan, calibration: Calibration | None = None) -> str:

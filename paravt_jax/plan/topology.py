@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from paravt_jax.plan.devices import CHIPS_OF_A_HOST, DEVICES, DEVICES_OF_A_HOST, GIB, DeviceSpec
+from paravt_jax.plan.devices import CHIPS_OF_A_HOST, DEVICES, DEVICES_OF_A_HOST, GIB, SLICES, DeviceSpec
 
 PACKAGES = {"tpu": ("libtpu", "aot-tpu"), "gpu": ("jax_plugins.xla_cuda12", "aot-gpu")}  # module, extra to install
 KNOWN = (
@@ -117,7 +117,8 @@ class Topology:
 
 
 def topology(name: str) -> Topology:
-    """Parses a name such as h100:8 (a number of GPUs) or v5p:2x2x2 (a TPU slice)."""
+    """Parses a name such as h100:8 (a number of GPUs), v5p:2x2x1 or v5p-8 (a TPU slice)."""
+    name = SLICES.get(name, name)
     kind, _, shape = name.partition(":")
     device = DEVICES.get(kind)
     if device is not None and device.platform == "gpu" and re.fullmatch(r"[1-9]\d*", shape):
@@ -141,8 +142,8 @@ def check_compiler(platform: str) -> None:
         is_installed = False
     if not is_installed:
         raise ValueError(
-            f"the compiler for this topology is not installed; it needs no device: in a clone, "
-            f"pip install -e '.[{extra}]'"
+            f"the compiler for this topology is not installed; it needs no device: pip install 'paravt_jax[{extra}]' "
+            f"(in a clone -e '.[{extra}]'); --plan-only estimates without it"
         )
 
 

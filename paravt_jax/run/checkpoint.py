@@ -28,7 +28,7 @@ from model_port.checkpoint import ArrayPart, box_of, make_arrays, write_shards
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.config import read_config
 from model_port.hf_files import read_side_files, write_side_files
-from model_port.layout import HF_DIR, OPTIMIZER_DIR, RECORD_FILE
+from model_port.layout import CHECKPOINTS_DIR, HF_DIR, OPTIMIZER_DIR, RECORD_FILE
 from model_port.output_dir import output_directory, sync_path
 from model_port.sharding import on_host
 from paravt_jax.config import CheckpointConfig
@@ -371,12 +371,14 @@ def main() -> None:
         prog=prog_of("paravt_jax.run.checkpoint"), description="Compares a run's checkpoints with their checksums."
     )
     parser.add_argument("command", choices=["verify"])
-    parser.add_argument("directory", metavar="DIR", help="RUN/checkpoints or a single checkpoint, also gs://…")
+    parser.add_argument("directory", metavar="DIR", help="RUN, or RUN/checkpoints or a single checkpoint, also gs://…")
     add_debug_flag(parser)
     args = parser.parse_args()
     directory = Bucket.of(args.directory) if is_address(args.directory) else Path(args.directory)
     if isinstance(directory, Path) and not directory.is_dir():
         raise ValueError(f"{directory} is not a directory")
+    if isinstance(directory, Path) and (directory / CHECKPOINTS_DIR).is_dir():
+        directory /= CHECKPOINTS_DIR
     results = list(verify(directory))
     for checkpoint, problem in results:
         print(f"{checkpoint}: {f'broken, {problem}' if problem else 'intact'}")

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from omegaconf import OmegaConf
 
 from model_port.cli import add_debug_flag, prog_of
+from model_port.terminal import say
 from paravt_jax.config import WRITTEN, Config, EvalConfig, SftConfig, as_written, load_config
 from paravt_jax.config.keys import helps_of
 
@@ -64,6 +65,8 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
 def _check_plan_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if not args.plan and args.device is not None:
         parser.error("--device needs --plan")
+    if args.plan and args.device is None:
+        say(f"planned for {PLANNED_DEVICE}; pass --device for another accelerator")
     args.device = args.device or PLANNED_DEVICE
 
 

@@ -193,16 +193,16 @@ class Training:
             progress = beginning | {"step": progress["step"]}
         step = int(progress["step"])
         settings = dict(directory.settings)
-        if hosts.leads:
+        if hosts.leads and step < num_steps:
             write_settings(settings, directory.path, step, device_kind=jax.devices()[0].device_kind)
+        if hosts.leads:
             run_log = RunLog(directory.path, log, num_steps=num_steps, first_step=step, settings=settings)
         else:
             run_log = None
         validated, *_ = await hosts.gather_async("log", [] if run_log is None else run_log.validated_steps())
         run_log = run_log or QuietLog(validated)
         stack.callback(run_log.close)
-        resumed = [f"resuming after step {step} of {num_steps} in {directory.path}"] if step else []
-        for remark in filter(None, [*remarks, "; ".join([*resumed, *changes])]):
+        for remark in filter(None, [*remarks, _resumed(step, num_steps, directory.path, changes)]):
             run_log.say(remark)
         parts = EpisodeParts(directory.bucket or directory.path, hosts)
         if hosts.leads and hosts.num > 1:
@@ -286,3 +286,10 @@ class Training:
             raise RuntimeError("the last checkpoint could not be written, see above; fix that and start again")
         resume = "" if self.step >= self.num_steps else "; the same command resumes the run"
         self.log.say(f"{self.step} of {self.num_steps} steps are done, {self.checkpoints.latest}{resume}")
+
+
+def _resumed(step: int, num_steps: int, path: Path, changes: Sequence[str]) -> str:
+    if step >= num_steps:
+        ignored = f"; the settings stay as they were, without {'; '.join(changes)}" if changes else ""
+        return f"no step is left of {num_steps} in {path}{ignored}"
+    return "; ".join([*([f"resuming after step {step} of {num_steps} in {path}"] if step else []), *changes])

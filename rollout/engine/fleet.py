@@ -111,7 +111,9 @@ class Fleet:
                 async with asyncio.timeout(max(0.0, deadline_s - time.monotonic())):
                     await self._changed.wait()
             except TimeoutError:
-                raise EngineError(f"no server answers: {self._problems()}") from None
+                raise EngineError(
+                    f"no server answers: {self._problems()}; start one: python -m rollout.serve --model MODEL"
+                ) from None
 
     def eject_stale(self, server: ServerState, problem: str) -> None:
         """Ejects a server that has other weights than it was given; it reloads them before it samples again."""

@@ -120,7 +120,10 @@ def test_sigterm_saves_and_exits_143_and_the_run_resumes_from_there(undisturbed,
 def test_restarting_a_finished_run_does_nothing(num_steps, undisturbed, tmp_path):
     run_dir = shutil.copytree(undisturbed, tmp_path / "finished")
     times = {path: path.stat().st_mtime_ns for path in (run_dir / "episodes").iterdir()}
-    train_forked(run_dir, *FIVE_STEPS, f"train.num_steps={num_steps}")
+    settings = (run_dir / "config.json").read_bytes()
+    train_forked(run_dir, *FIVE_STEPS, f"train.num_steps={num_steps}", "optim.learning_rate=0.5")
+    assert (run_dir / "config.json").read_bytes() == settings  # no step had that learning rate
+    assert f"no step is left of {num_steps} in " in (run_dir / "log.txt").read_text()
     assert {path: path.stat().st_mtime_ns for path in (run_dir / "episodes").iterdir()} == times
     assert len(metrics_of(run_dir)) == NUM_STEPS
 

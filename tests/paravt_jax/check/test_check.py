@@ -208,6 +208,8 @@ def test_a_report_has_lines_facts_and_the_problem_of_the_process():
     dead = StageReport.of("step", PartResult([row], "ended with exit code -9: killed", 0.5, 2**31))
     assert dead.failed and dead.to_record()["failed"]
     shown = table([report, dead]).splitlines()
+    without = StageReport.of("data", PartResult([row | {"skipped": "no file"}], "", 0.5, 2**20))
+    assert "skipped" in table([without]).splitlines()[2] and "skipped" not in table([report])
     assert len({len(line) for line in shown}) == 1
     assert "| logits " in shown[2] and "| 3.00     | 2.00 " in shown[2] and "1e-06" in shown[3]
     assert shown[4].count("FAILED") == 1 and "exit code -9" in shown[4] and "2.00" in shown[4]

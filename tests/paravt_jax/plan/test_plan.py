@@ -309,6 +309,7 @@ def test_the_size_of_a_model_follows_from_its_name():
 
 
 def test_an_unknown_device_is_rejected():
+    assert plan_of(Config(), "v5p-8") == plan_of(Config(), "v5p")
     with pytest.raises(ValueError, match="--device v4 is unknown; choose one of h100, h200"):
         plan_of(Config(), "v4")
 

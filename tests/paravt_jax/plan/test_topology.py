@@ -3,7 +3,7 @@
 import pytest
 
 from paravt_jax.plan import topology as topologies
-from paravt_jax.plan.devices import DEVICES
+from paravt_jax.plan.devices import DEVICES, SLICES
 from paravt_jax.plan.topology import GPU_CHIPS, topology
 
 
@@ -20,6 +20,13 @@ def test_a_gpu_topology_has_a_kind_and_a_number(name, platform, num_devices, num
 def test_a_tpu_slice_has_the_product_of_its_sides():
     counts = {name: topology(name).num_devices for name in ("v5p:2x2x2", "v6e:4x4", "v5e:2x4", "v5p:4x4x8")}
     assert counts == {"v5p:2x2x2": 8, "v6e:4x4": 16, "v5e:2x4": 8, "v5p:4x4x8": 128}
+
+
+def test_a_slice_has_as_many_chips_as_its_name_says():
+    assert topology("v5p-8") == topology("v5p:2x2x1")
+    for name in SLICES:
+        kind, _, number = name.partition("-")
+        assert topology(name).num_devices == int(number) // (2 if kind == "v5p" else 1)
 
 
 @pytest.mark.parametrize("name", ["h100", "h100:0", "h100:2x2", "v5p:8", "v5p:2", "v4:2x2x1", "cpu:2", "tpu", ""])
@@ -42,7 +49,7 @@ def test_a_slice_over_hosts_must_consist_of_2x2_chips(name):
 @pytest.mark.parametrize(("name", "extra"), [("h100:8", "aot-gpu"), ("v5p:2x2x2", "aot-tpu")])
 def test_a_missing_compiler_is_reported_with_its_package(monkeypatch, name, extra):
     monkeypatch.setattr(topologies, "PACKAGES", {"gpu": ("no_such.plugin", "aot-gpu"), "tpu": ("no_such", "aot-tpu")})
-    with pytest.raises(ValueError, match=rf"not installed; .* in a clone, pip install -e '\.\[{extra}\]'$"):
+    with pytest.raises(ValueError, match=rf"not installed; .* pip install 'paravt_jax\[{extra}\]' \(in a clone -e "):
         topology(name).devices()
 
 

@@ -336,7 +336,7 @@ def test_verify_reports_broken_checkpoints(two_steps, tmp_path):
     run = shutil.copytree(two_steps[0], tmp_path / "checkpoints")
     assert dict(verify(run)) == {run / "1": "", run / "2": ""}
     flip(run / "1" / FILES[1])
-    command = [sys.executable, "-m", "paravt_jax.run.checkpoint", "verify", str(run)]
+    command = [sys.executable, "-m", "paravt_jax.run.checkpoint", "verify", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == "error: 1 of 2 checkpoints are broken"
     assert f"{run / '1'}: broken, {FILES[1]} does not match" in done.stdout and "2: intact" in done.stdout
