@@ -101,8 +101,8 @@ const waterfall = (episode, numbers) => {
   const from = -(episode.overview_s ?? 0), to = Math.max(...parts.map(({ of }) => of.started_s + of.latency_s));
   const at = (time) => (100 * (time - from)) / (to - from);
   const row = ({ name, of, color, turn }) => h("div", { class: `when ${known(turn) ? "of-call" : ""}` }, h("span", {}, name),
-    h("div", {}, styled(h("i", { class: `c-${color}` }), { left: `${at(of.started_s)}%`, width: `${at(of.started_s + of.latency_s) - at(of.started_s)}%` }),
-      styled(h("small", {}, seconds(of.latency_s)), at(of.started_s + of.latency_s) < 80 ? { left: `calc(${at(of.started_s + of.latency_s)}% + 7px)` } : { right: `calc(${100 - at(of.started_s)}% + 7px)` })));
+    h("div", {}, styled(h("i", { class: `c-${color}` }), { left: `${at(of.started_s)}%`, width: `${at(of.started_s + of.latency_s) - at(of.started_s)}%` })),
+    h("small", {}, seconds(of.latency_s)));
   const overview = episode.overview_s ? [row({ name: "overview", of: { started_s: from, latency_s: episode.overview_s }, color: "neutral" })] : [];
   return h("div", { class: "waterfall" }, h("h4", {}, "Time"), overview, parts.map(row), h("p", { class: "about" }, sideBySide(episode), h("span", {}, `${seconds(to - from)} in total`)));
 };

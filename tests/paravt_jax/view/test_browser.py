@@ -32,6 +32,18 @@ c.dispatchEvent(new Event(c.tagName === 'SELECT' ? 'change' : 'input')); }"
 TICKS = "(title, anchor) => [...[...document.querySelectorAll('.chart')].find(chart => chart.ariaLabel === title)\
 .querySelectorAll(`text[text-anchor=${anchor}]`)].map(tick => tick.textContent)"
 
+BAD_LABELS = """[...document.querySelectorAll('figure, .timeline, .waterfall')].flatMap(chart => {
+  const range = document.createRange(), edge = chart.getBoundingClientRect();
+  const names = 'text, figcaption, h4, .legend span, .ticks span, .lane button, .about span, .when > span, small';
+  const labels = [...chart.querySelectorAll(names)]
+    .map(label => (range.selectNodeContents(label), [label.textContent, range.getBoundingClientRect()]));
+  const meet = (one, other) => Math.min(one.right, other.right) - Math.max(one.left, other.left) > 0.5
+    && Math.min(one.bottom, other.bottom) - Math.max(one.top, other.top) > 0.5;
+  return labels.flatMap(([text, box], n) => [
+    ...(box.left < edge.left - 0.5 || box.right > edge.right + 0.5 ? [[text, 'outside of its chart']] : []),
+    ...labels.slice(0, n).filter(([, other]) => meet(box, other)).map(([other]) => [text, other])]);
+})"""
+
 
 @pytest.fixture(scope="module")
 def tab():
@@ -304,6 +316,36 @@ def test_ticks_of_counts_are_whole_and_no_two_labels_are_equal(name, tab, of_tic
 def test_ticks_of_steps_are_whole_at_every_width(width_px, steps, tab, of_ticks):
     open_page(tab, of_ticks, size_px=(width_px, 844))
     assert tab.run(f"({TICKS})('loss/count', 'middle')") == [*steps]
+
+
+@pytest.fixture(scope="module")
+def long_labels(tmp_path_factory) -> Path:
+    """A run with a long question type, large steps and values, and an episode of one turn that takes all its time."""
+    run_dir = tmp_path_factory.mktemp("labels")
+    key = f"rollout/accuracy_mean_{'when_does_it_happen_' * 5}"
+    rows = [{"step": 500_000 * n, key: n / 8, f"{key}too": n / 9, "loss/policy": 1e20 * n} for n in range(1, 9)]
+    write_metrics(run_dir, rows)
+    turn = {"text": "I see.", "told": "", "started_s": 0.0, "latency_s": 1.4, "calls": []}
+    episode = {"id": "1", "step": 500_000, "question": "Where?", "overview_s": 0.02, "turns": [turn]}
+    (run_dir / "episodes").mkdir()
+    (run_dir / "episodes" / "000001.jsonl").write_text(json.dumps(episode) + "\n")
+    page = run_dir / "page.html"
+    page.write_bytes(make_page([run_dir], 1))
+    return page
+
+
+@pytest.mark.parametrize("size_px", [DESKTOP, PHONE, (320, 700)])
+def test_long_labels_are_inside_their_chart_and_apart(size_px, tab, long_labels):
+    open_page(tab, long_labels, size_px=size_px)
+    assert tab.run("document.querySelectorAll('.chart text, .when small').length") > 8
+    assert tab.run(BAD_LABELS) == []
+
+
+@pytest.mark.parametrize("name", ["one", "two", "four", "question", "names"])
+def test_labels_are_inside_their_chart_and_apart(name, tab, pages):
+    for size_px in (DESKTOP, PHONE):
+        open_page(tab, pages[name], size_px=size_px)
+        assert tab.run(BAD_LABELS) == []
 
 
 def test_only_visible_rows_of_ten_thousand_episodes_are_built(tab, pages, tmp_path):
