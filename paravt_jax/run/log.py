@@ -40,6 +40,13 @@ TERMINAL_METRICS = {
     "loss": "loss/imitation",
 }
 TERMINAL_RATES = {"sampled": "perf/sampled_tokens_per_s", "trained": "perf/trained_tokens_per_s_device"}
+VALIDATION_METRICS = {
+    "accuracy": "validation/accuracy_mean",
+    "f_tau": "validation/format_reward",
+    "parseable": "validation/parseable_frac",
+    "kappa": "validation/tool_calls_mean",
+    "loss": "validation/loss",
+}
 ETA_STEPS = 20  # only the newest steps, which predict the next ones best
 
 
@@ -89,6 +96,8 @@ class RunLog:
         """Logs the metrics on held-out prompts after `step` steps, with the prefix `validation/`."""
         self._validated.add(step)
         self._write(VALIDATION_FILE, step, metrics)
+        texts = [f"{name} {metrics[key]:.2f}" for name, key in VALIDATION_METRICS.items() if key in metrics]
+        self.say("  ".join([f"held-out prompts after step {step}:", *texts]))
 
     def validated(self, step: int) -> bool:
         """Whether that step's validation is in the log, for example after a restart."""
