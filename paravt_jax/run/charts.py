@@ -146,11 +146,6 @@ class Table:
     def has(self, key: str) -> bool:
         return bool(np.isfinite(self.column(key)).any())
 
-    def is_whole(self, key: str) -> bool:
-        """Whether the metric is a count: all its values are integers."""
-        values = self.column(key)
-        return bool((values[np.isfinite(values)] % 1 == 0).all())
-
     @property
     def keys(self) -> list[str]:
         """Keys with a number in at least one step."""
@@ -202,6 +197,13 @@ class LoggedRun:
         """A single line's values on held-out prompts."""
         key = validation_key(chart.lines[0].key)
         return self.validation.column(key) if len(chart.lines) == 1 and self.validation.has(key) else None
+
+    def is_whole(self, chart: Chart) -> bool:
+        """Whether the chart is of counts: all its values are integers."""
+        validation = self.validation_values(chart)
+        columns = [self.metrics.column(line.key) for line in chart.lines]
+        values = np.concatenate([*columns, [] if validation is None else validation])
+        return bool((values[np.isfinite(values)] % 1 == 0).all())
 
 
 def load_run(run_dir: Path) -> LoggedRun:

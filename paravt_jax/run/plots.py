@@ -125,6 +125,8 @@ def _draw(axes: Axes, run: LoggedRun, chart: Chart) -> None:
         axes.plot(run.validation.steps, validation, "D:", color=drawn[0][1].get_color(), markerfacecolor="white")
     axes.set_title(chart.title, parse_math=False)
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
+    if chart.kind != "log" and run.is_whole(chart):
+        axes.locator_params(axis="y", integer=True, min_n_ticks=1)
     if chart.kind == "log":
         axes.set_yscale("log")
         for level, name in run.kl_levels.items():

@@ -42,13 +42,12 @@ const linesOf = ({ title }) => runs.flatMap(({ figures }, run) => {
   const own = figures?.charts.find((chart) => chart.title === title);
   const pointsOf = (steps, values) => steps.map((step, n) => [step, values[n]]).filter(([, value]) => known(value) || !own.sparse);
   return (own?.lines ?? []).map((line, n) => ({
-    ...line, run, color: byColor ? runColor(run) : line.color, dash: byColor ? Math.min(n, 3) : run, points: pointsOf(figures.steps, line.values),
+    ...line, run, whole: own.whole, color: byColor ? runColor(run) : line.color, dash: byColor ? Math.min(n, 3) : run, points: pointsOf(figures.steps, line.values),
     validation: own.validation ? pointsOf(figures.validation_steps, own.validation).filter(([, value]) => known(value)) : [],
   }));
 });
 const allSpecs = () => [...new Map(runs.flatMap((run) => run.figures?.charts ?? []).reverse().map((spec) => [spec.title, spec])).values()].reverse();
 const valuesOf = (line) => line.values.filter(known);
-const isWhole = (line) => line.whole && line.validation.every(([, value]) => Number.isInteger(value));
 const isFlat = (lines) => lines.every((line) => distinct(valuesOf(line)).length < 2 && distinct(line.validation.map(([, value]) => value)).length < 2);
 const isSingle = (lines) => lines.every((line) => valuesOf(line).length < 2 && line.validation.length < 2);
 
@@ -121,7 +120,7 @@ class Chart {
     const margin = 0.06 * (high - low);
     high += margin;
     if (low !== 0) low -= margin;
-    return { low, high, ticks: niceTicks(low, high, 4, this.lines.every(isWhole)) };
+    return { low, high, ticks: niceTicks(low, high, 4, this.lines.every((line) => line.whole)) };
   }
 
   tickText(value, ticks) {

@@ -133,6 +133,7 @@ def _chart(run: LoggedRun, chart: Chart, bins: list[np.ndarray]) -> dict[str, An
         "kind": chart.kind,
         "from_zero": chart.from_zero,
         "sparse": chart.sparse,
+        "whole": run.is_whole(chart),
         "levels": list(run.kl_levels.items()) if chart.kind == "log" else [],
         "validation": None if validation is None else _numbers(validation),
         "lines": [
@@ -140,7 +141,6 @@ def _chart(run: LoggedRun, chart: Chart, bins: list[np.ndarray]) -> dict[str, An
                 "label": line.label,
                 "color": line.color,
                 "values": _numbers(_means(run.values(chart, line), bins)),
-                "whole": run.metrics.is_whole(line.key),
                 "gaps": [] if chart.sparse else gaps(run.metrics, line.key),
             }
             for line in chart.lines

@@ -96,6 +96,24 @@ def test_lines_by_frame_budget_continue_through_steps_without_a_value(tmp_path):
     assert [line.get_xdata().tolist() for line in axes.lines[1::2]] == [[1, 3, 5, 7], [2, 4, 6]]  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(("unit", "whole"), [(1, True), (0.5, False)])
+def test_ticks_of_counts_are_whole(unit, whole, tmp_path):
+    write_rows(tmp_path / "metrics.jsonl", [{"step": step, "loss/few": unit * (step % 2)} for step in range(1, 8)])
+    run = load_run(tmp_path)
+    (axes,) = draw_section(run, "", run.charts).axes
+    assert all(tick % 1 == 0 for tick in axes.get_yticks()) == whole
+
+
+@pytest.mark.parametrize(
+    ("validation", "whole"), [({}, True), ({"validation/loss": 2}, True), ({"validation/loss": 0.3}, False)]
+)
+def test_a_chart_is_whole_only_if_its_validation_is(validation, whole, tmp_path):
+    write_rows(tmp_path / "metrics.jsonl", [{"step": 1, "loss/imitation": 1.0}, {"step": 2}])
+    write_rows(tmp_path / "validation.jsonl", [{"step": 1, **validation}])
+    run = load_run(tmp_path)
+    assert run.is_whole(run.charts[0]) == whole
+
+
 def test_steps_without_a_value_leave_a_gap(make_run):
     run_dir = make_run(4, keys=("loss/policy",))
     rows = [{"step": 5, "loss/policy": None}, {"step": 6}, {"step": 7, "loss/policy": 1.0, "loss/kl_ref": None}]

@@ -358,7 +358,7 @@ def test_points_of_long_runs_are_means_of_neighboring_steps(tmp_path):
 def test_a_count_is_whole_even_where_points_are_means(tmp_path):
     rows = [{"step": n, "loss/few": n % 2, "loss/policy": n / 2} for n in range(1, 2 * MAX_POINTS + 1)]
     charts = charts_of(view(write_metrics(tmp_path, rows)))
-    assert [charts[title]["lines"][0]["whole"] for title in ("loss/few", "Policy loss")] == [True, False]
+    assert [charts[title]["whole"] for title in ("loss/few", "Policy loss")] == [True, False]
 
 
 def test_validation_values_are_drawn_over_the_training_curve(tmp_path):
