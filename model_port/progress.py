@@ -22,18 +22,18 @@ Item = TypeVar("Item")
 
 
 class Ticker:
-    """Prints `line()` to stderr every half minute until closed, unless it is empty.
+    """Prints `line()` to stderr every so many seconds until closed, unless it is empty.
 
     Uses a thread, because the work may be one long call.
     """
 
-    def __init__(self, line: Callable[[], str]):
-        self._line, self._closed = line, threading.Event()
+    def __init__(self, line: Callable[[], str], every_s: float | None = None):
+        self._line, self._every_s, self._closed = line, every_s or EVERY_S, threading.Event()
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._closed.wait(EVERY_S):
+        while not self._closed.wait(self._every_s):
             if line := self._line():
                 say(line)
 
@@ -65,8 +65,7 @@ class Meter:
             self._bar.update(done - previous)
 
     def say(self, message: str) -> None:
-        """Prints a line without disturbing the bar."""
-        tqdm.write(visible(message), file=sys.stderr)
+        say(message)
 
     def line(self) -> str:
         """The log line if there is no terminal."""

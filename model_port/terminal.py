@@ -23,8 +23,10 @@ def _sign(code: int) -> str:
 
 
 def say(message: str) -> None:
-    """Prints a line to stderr."""
-    print(visible(message), file=sys.stderr, flush=True)
+    """Prints a line to stderr, above a progress bar if there is one."""
+    from tqdm import tqdm  # imported late: a command that prints nothing does not wait for it
+
+    tqdm.write(visible(message), file=sys.stderr)
 
 
 def guard_stdout() -> None:

@@ -21,14 +21,22 @@ MIN_CACHED_S = 0.1  # programs that compile faster are not cached
 
 
 class Compiles:
-    """Counts and times compilations: a run that compiles in every step is slow."""
+    """Counts, times and names compilations: a run that compiles in every step is slow."""
 
     def __init__(self) -> None:
         self._number, self._seconds = 0, 0.0
+        self._running: dict[threading.Thread, str] = {}
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
+    def running(self) -> list[str]:
+        """The names of the programs that are being compiled."""
+        return [*self._running.values()]
+
     def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event == COMPILED:
+        if event == LOWERED:
+            self._running[threading.current_thread()] = _name_of(str(kwargs.get("fun_name", "")))
+        elif event == COMPILED:
+            self._running.pop(threading.current_thread(), None)
             self._number += 1
             self._seconds += duration_secs
 

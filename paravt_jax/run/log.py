@@ -12,7 +12,7 @@ import secrets
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from model_port.output_dir import named
 from model_port.progress import Ticker, make_bar
-from model_port.terminal import visible
+from model_port.terminal import say, visible
 from paravt_jax.config import LogConfig
 
 METRICS_FILE = "metrics.jsonl"
@@ -47,6 +47,7 @@ VALIDATION_METRICS = {
     "kappa": "validation/tool_calls_mean",
     "loss": "validation/loss",
 }
+REFRESH_S = 0.5  # of the bar: programs that compile faster hardly show
 ETA_STEPS = 20  # only the newest steps, which predict the next ones best
 
 
@@ -54,11 +55,19 @@ class RunLog:
     """Writes RUN/metrics.jsonl, validation.jsonl, episodes/NNNNNN.jsonl and tensorboard/, and shows the progress.
 
     `first_step` is the number of steps in the checkpoint. Later steps in the log will run again, so they are moved to
-    RUN/superseded/ and nothing is counted twice. Weights & Biases shows `settings`.
+    RUN/superseded/ and nothing is counted twice. Weights & Biases shows `settings`. `compiling` names the programs that
+    are being compiled, for the progress.
     """
 
     def __init__(
-        self, run_dir: Path, config: LogConfig, *, num_steps: int, first_step: int, settings: dict[str, Any]
+        self,
+        run_dir: Path,
+        config: LogConfig,
+        *,
+        num_steps: int,
+        first_step: int,
+        settings: dict[str, Any],
+        compiling: Callable[[], Collection[str]] = tuple,
     ) -> None:
         wandb = import_wandb(config.wandb_project) if config.wandb_project else None  # fails before any file changes
         self._run_dir = run_dir
@@ -69,7 +78,7 @@ class RunLog:
         self._tensorboard = _TensorBoard(run_dir / TENSORBOARD_DIR, first_step)
         self._wandb = None if wandb is None else _wandb_run(wandb, run_dir, config.wandb_project, first_step, settings)
         self._validated = set(rows_by_step(run_dir / VALIDATION_FILE))
-        self._progress = _StepBar(num_steps, first_step)
+        self._progress = _StepBar(num_steps, first_step, compiling)
         if put_aside is not None:
             self.say(f"the log after step {first_step} was moved to {put_aside}; these steps run again")
         if logged < first_step:
@@ -97,7 +106,7 @@ class RunLog:
         self._validated.add(step)
         self._write(VALIDATION_FILE, step, metrics)
         texts = [f"{name} {metrics[key]:.2f}" for name, key in VALIDATION_METRICS.items() if key in metrics]
-        self.say("  ".join([f"held-out prompts after step {step}:", *texts]))
+        say("  ".join([f"held-out prompts after step {step}:", *texts]))
 
     def validated(self, step: int) -> bool:
         """Whether that step's validation is in the log, for example after a restart."""
@@ -116,7 +125,7 @@ class RunLog:
 
     def say(self, message: str) -> None:
         """Prints a line to stderr."""
-        self._progress.say(message)
+        say(message)
 
     def end(self) -> None:
         """Leaves the bar as it is, above the last messages."""
@@ -297,15 +306,15 @@ def _wandb_run(wandb: Any, run_dir: Path, project: str, first_step: int, setting
 class _StepBar:
     """A progress bar on a terminal; otherwise a line per step, and one every half a minute during a long step."""
 
-    def __init__(self, num_steps: int, first_step: int) -> None:
-        self._num_steps, self._step, self._phase = num_steps, first_step, ""
+    def __init__(self, num_steps: int, first_step: int, compiling: Callable[[], Collection[str]]) -> None:
+        self._num_steps, self._step, self._phase, self._compiling = num_steps, first_step, "", compiling
         self._step_times_s: deque[float] = deque(maxlen=ETA_STEPS)
         self._last_s = time.monotonic()
         self._summary = ""
         self._bar: tqdm | None = None
-        self._ticker = None if sys.stderr.isatty() else Ticker(self.where)
-        if self._ticker is None:
+        if sys.stderr.isatty():
             self._bar = make_bar(total=num_steps, initial=first_step, bar_format="{n_fmt}/{total_fmt} |{bar}| {desc}")
+        self._ticker = Ticker(self.where) if self._bar is None else Ticker(self._refresh, REFRESH_S)
 
     def step(self, step: int, metrics: Mapping[str, float | int]) -> None:
         now_s = time.monotonic()
@@ -319,7 +328,7 @@ class _StepBar:
         eta = f"ETA {tqdm.format_interval((self._num_steps - step) * self._typical_step_s())}"
         if self._bar is None:
             step_s = metrics.get("time/step_s", self._step_times_s[-1])
-            self.say("  ".join([f"step {step}/{self._num_steps}", *texts, f"{step_s:.1f} s", eta]))
+            say("  ".join([f"step {step}/{self._num_steps}", *texts, f"{step_s:.1f} s", eta]))
         else:
             self._summary = " ".join([eta, *texts])
             self._bar.set_description_str(self._summary, refresh=False)
@@ -327,24 +336,33 @@ class _StepBar:
             self._bar.refresh()  # without it, the bar does not show fast steps
 
     def phase(self, text: str) -> None:
-        self._phase = text = visible(text)
+        self._phase = text
         if self._bar is not None:
-            self._bar.set_description_str(f"{text} {self._summary}".rstrip())  # a narrow terminal cuts off the end
+            self._refresh()
 
     def where(self) -> str:
         if not self._phase:
             return ""
-        took = tqdm.format_interval(time.monotonic() - self._last_s)
-        compiles = "" if self._step_times_s else " (the first one compiles)"
-        return f"{self._phase}, {took} since step {self._step}/{self._num_steps}{compiles}"
+        seconds, num_steps = time.monotonic() - self._last_s, self._num_steps
+        if seconds < 1:
+            return f"{self._activity()}, step {self._step + 1}/{num_steps} begins"
+        return f"{self._activity()}, {tqdm.format_interval(seconds)} since step {self._step}/{num_steps}"
 
-    def say(self, message: str) -> None:
-        tqdm.write(visible(message), file=sys.stderr)
+    def _activity(self) -> str:
+        """The phase, and the programs that are being compiled."""
+        return visible(", ".join(filter(None, [self._phase, *(f"compiling {name}" for name in self._compiling())])))
+
+    def _refresh(self) -> str:
+        """Draws the bar if its text has changed; there is no line to print."""
+        assert self._bar is not None
+        text = ", ".join(filter(None, [self._activity(), self._summary]))  # a narrow terminal cuts off the end
+        if text != self._bar.desc:
+            self._bar.set_description_str(text)
+        return ""
 
     def close(self, keep: bool) -> None:
         """Ends the line of the bar, or clears it."""
-        if self._ticker is not None:
-            self._ticker.close()
+        self._ticker.close()
         if self._bar is not None:
             self._bar.leave = keep
             self._bar.set_description_str(self._summary, refresh=keep)

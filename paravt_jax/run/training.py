@@ -191,12 +191,19 @@ class Training:
                 )
             changes.append("the data changed and start from the beginning")
             progress = beginning | {"step": progress["step"]}
-        step = int(progress["step"])
+        step, compiles = int(progress["step"]), Compiles()
         settings = dict(directory.settings)
         if hosts.leads and step < num_steps:
             write_settings(settings, directory.path, step, device_kind=jax.devices()[0].device_kind)
         if hosts.leads:
-            run_log = RunLog(directory.path, log, num_steps=num_steps, first_step=step, settings=settings)
+            run_log = RunLog(
+                directory.path,
+                log,
+                num_steps=num_steps,
+                first_step=step,
+                settings=settings,
+                compiling=compiles.running,
+            )
         else:
             run_log = None
         validated, *_ = await hosts.gather_async("log", [] if run_log is None else run_log.validated_steps())
@@ -209,7 +216,18 @@ class Training:
             parts.clear()
         save_every = checkpoint.every_steps
         return cls(
-            directory, learner, run_log, checkpoints, num_steps, save_every, progress, step, parts, copies, adapter
+            directory,
+            learner,
+            run_log,
+            checkpoints,
+            num_steps,
+            save_every,
+            progress,
+            step,
+            parts,
+            copies,
+            adapter,
+            compiles,
         )
 
     @property

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from model_port.compiling import compiling
 from paravt_jax.run import compiles
-from paravt_jax.run.compiles import COMPILED, LOWERED, CompileLog
+from paravt_jax.run.compiles import COMPILED, LOWERED, CompileLog, Compiles
 
 
 def test_a_long_compilation_is_logged_with_its_purpose_while_it_runs_and_when_it_ends(monkeypatch):
@@ -26,6 +26,25 @@ def test_a_long_compilation_is_logged_with_its_purpose_while_it_runs_and_when_it
         "compiling update 2 of 3 (8 x 4096 tokens): score, 0 s so far",
         "compiled update 2 of 3 (8 x 4096 tokens): score in 40 s",
     ]
+
+
+def test_a_program_is_named_while_it_is_compiled():
+    compiles, named = Compiles(), []
+
+    def record(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event in (LOWERED, COMPILED):
+            named.append(compiles.running())
+
+    jax.monitoring.register_event_duration_secs_listener(record)
+
+    def triple_of_test(x):
+        return 3 * x
+
+    numbers = jnp.ones(3)
+    named.clear()
+    with compiling("update"):
+        jax.jit(triple_of_test)(numbers)
+    assert named == [["update: triple_of_test"], []]
 
 
 def test_a_program_of_jax_is_logged_and_a_fast_one_is_not(monkeypatch):

@@ -4,6 +4,7 @@ import math
 import shutil
 import struct
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from terminals import a_terminal
 
+import model_port.terminal
 from paravt_jax.config import LogConfig
 from paravt_jax.run.log import RunLog, load_jsonl, whole_file
 
@@ -26,8 +28,9 @@ METRICS = {
 }
 
 
-def open_log(run_dir: Path, first_step: int = 0, num_steps: int = 5, **config) -> RunLog:
-    return RunLog(run_dir, LogConfig(**config), num_steps=num_steps, first_step=first_step, settings={"seed": 0})
+def open_log(run_dir: Path, first_step: int = 0, num_steps: int = 5, compiling=tuple, **config) -> RunLog:
+    steps = {"num_steps": num_steps, "first_step": first_step}
+    return RunLog(run_dir, LogConfig(**config), **steps, settings={"seed": 0}, compiling=compiling)
 
 
 def log_steps(run_dir: Path, steps: range, **config) -> None:
@@ -215,14 +218,17 @@ def test_without_a_terminal_every_step_is_one_line(tmp_path, capsys, monkeypatch
 def test_a_long_step_reports_its_phase_and_time(tmp_path, monkeypatch):
     clock = SimpleNamespace(now_s=100.0)
     monkeypatch.setattr("time.monotonic", lambda: clock.now_s)
-    log = open_log(tmp_path, num_steps=5)
+    programs = ["prefill", "encode"]
+    log = open_log(tmp_path, compiling=lambda: programs)
     assert log.where() == ""
     log.phase("rollout 3/8")
     clock.now_s += 95
-    assert log.where() == "rollout 3/8, 01:35 since step 0/5 (the first one compiles)"
+    assert log.where() == "rollout 3/8, compiling prefill, compiling encode, 01:35 since step 0/5"
+    programs.clear()
     log.step(1, METRICS, [])
     assert log.where() == ""  # nothing between steps
     log.phase("update")
+    assert log.where() == "update, step 2/5 begins"
     clock.now_s += 3_700
     assert log.where() == "update, 1:01:40 since step 1/5"
     log.close()
@@ -253,13 +259,43 @@ def test_a_terminal_shows_the_phase_and_messages_do_not_break_the_bar(rows_and_c
         output = read_screen()
     assert "rollout 12/56" in output.split("\r2/5 ")[0]
     assert " reward 1.62 f_tau 0.41 parseable 0.25 kappa 1.36 sampled 812/s trained 3456/s" in output
-    assert "| update ETA 00:0" in output  # the phase first: a narrow terminal cuts off the end
+    assert "| update, ETA 00:0" in output  # the phase first: a narrow terminal cuts off the end
     start, end = output.split("checkpoint 2 is saved")
     assert start.endswith(" \r")  # the bar's line was cleared
     assert end.startswith("\n\r2/5 ")
     *_, bar, last, rest = end.split("\n")
     assert bar.split("\r")[-1].startswith("2/5 ") and "update" not in bar.split("\r")[-1]
     assert (last, rest) == ("1 of 5 steps are done", "")
+
+
+def test_the_bar_shows_programs_while_they_are_compiled_and_lines_of_others_go_above_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("paravt_jax.run.log.REFRESH_S", 0.001)
+    programs: list[str] = []
+    draws: list[None] = []
+
+    def compiling() -> list[str]:
+        draws.append(None)
+        return [*programs]
+
+    def wait_until_drawn() -> None:
+        """A second drawing begins when the first one is done."""
+        num_before = len(draws)
+        while len(draws) < num_before + 2:
+            time.sleep(0.001)
+
+    with a_terminal(monkeypatch, "stderr", rows_and_columns=(30, 100)) as read_screen:
+        log = open_log(tmp_path, compiling=compiling)
+        log.phase("update")
+        programs.append("gradients")
+        wait_until_drawn()
+        programs.clear()
+        wait_until_drawn()
+        model_port.terminal.say("compiled gradients in 27 s")
+        log.close()
+        output = read_screen()
+    before, after = output.split("compiled gradients in 27 s\n")
+    assert "| update, compiling gradients\r" in before and before.endswith(" \r")
+    assert "| update" in after and "compiling" not in after
 
 
 def test_a_run_that_fails_clears_the_bar(tmp_path, monkeypatch):
