@@ -84,7 +84,7 @@ def differences(directory: Path, recipe: Recipe) -> str:
     """A line about the settings that differ from the recipe in the model's files; empty if none do."""
     trained, current = flat(_record(directory) or {}), flat(recipe.to_record())
     changes = [
-        f"{key}: {_shown(trained[key])} -> {_shown(value)}"
+        _change(key, repr(trained[key]), repr(value))
         for key, value in current.items()
         if key in trained and key not in NOT_COMPARED and trained[key] != value
     ]
@@ -93,8 +93,9 @@ def differences(directory: Path, recipe: Recipe) -> str:
     return f"{directory.name}/{RECIPE_FILE}: this run has other settings than the model's: {'; '.join(changes)}"
 
 
-def _shown(value: Any) -> str:
-    return repr(value)[:MAX_SHOWN]
+def _change(key: str, trained: str, current: str) -> str:
+    """Of long texts the name alone."""
+    return key if max(len(trained), len(current)) > MAX_SHOWN else f"{key}: {trained} -> {current}"
 
 
 def _record(directory: Path) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ from paravt_jax.config import EvalConfig, load_config
 from paravt_jax.run.policy import policy_of
 from paravt_jax.run.recipe import Recipe, differences, read_recipe, recipe_of
 from rollout.episode_config import EpisodeConfig
+from rollout.prompts import Prompts
 
 SETTINGS = ("data.validation=x.jsonl", "video.max_pixels=4096", "rollout.max_parallel=3")
 
@@ -105,10 +106,12 @@ def test_invalid_json_is_reported_with_its_file(model):
 
 
 def test_settings_that_differ_from_the_recipe_are_one_line(model, tmp_path, capsys):
-    write(model, **Recipe(num_frames=8, rollout=EpisodeConfig(forced_prefix="", dispatch="none")).to_record())
+    rollout = EpisodeConfig(forced_prefix="", dispatch="none", prompts=Prompts(system="Look closely. " * 9))
+    write(model, **Recipe(num_frames=8, rollout=rollout).to_record())
     open_model(model, tmp_path / "run")
     (line,) = [line for line in capsys.readouterr().err.splitlines() if RECIPE_FILE in line]
     assert "; rollout.max_parallel: 5 -> 3; " in line and "rollout.forced_prefix: '' -> '<think>\\n'" in line
+    assert line.endswith("; rollout.prompts.system")  # a long text
     assert "dispatch" not in line and "num_frames" not in line  # evaluations vary these on purpose
 
 
