@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -35,6 +36,13 @@ READ = {  # the first question of each split, its answer, and the published numb
     "mmvu": (f"Which algorithm?\nA. DFS\nB. BFS\nC. Sort\nD. Hash\nE. Heap\n{ASK_LETTER}", "A", 1000),
     "charades": (f"When in the video does this happen: person turn a light on.\n{ASK_WINDOW}", "[24.3, 30.4]", 3720),
 }
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_the_page_has_the_layout_of_every_split(name):
+    split, page = SPLITS[name], (Path(__file__).parents[3] / "docs" / "evaluation.md").read_text()
+    columns = ", ".join(f"`{column}`" for column in split.columns)
+    assert f"| `{name.removesuffix('_subtitles')}` | `{split.rows}` | {columns} |" in page
 
 
 def load(name, root, video_root="", max_bad_frac=0.0):
