@@ -105,6 +105,8 @@ def benched_run(args: argparse.Namespace) -> BenchedRun:
         return BenchedRun(title_of(settings_of(args)), model_of(args), (), args, None)
     config = _config(args)
     model, remarks = model_config(config.model.path)
+    if isinstance(config, Config) and config.engine.urls:
+        remarks = (*remarks, "the servers of engine.urls use other devices, which are not in the price")
     return BenchedRun(" ".join(map(str, [args.config, *args.overrides])), model, remarks, args, config)
 
 

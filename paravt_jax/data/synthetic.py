@@ -48,6 +48,11 @@ class Clip:
         return f"videos/seed{self.seed}_{self.number:03}.mp4"
 
 
+def held_out_name(validation: str) -> str:
+    """Names synthetic rows, which nobody should take for held-out rows of the training data."""
+    return "held out, synthetic" if validation == SYNTHETIC else "held out"
+
+
 def row_sources(data: DataConfig, directory: Path, seed: int, kind: str = "") -> list[tuple[str, str]]:
     """The path and the video root of the rows for training and for validation; synthetic ones are made first.
 

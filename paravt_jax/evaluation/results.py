@@ -22,11 +22,15 @@ def cell_table(cells: Sequence[Cell]) -> str:
     columns = [*axes, *COLUMNS, "mcq", "tvg", "oe"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for cell in cells:
-        values = [f"{cell['metrics'][key]:.3g}" if key in cell["metrics"] else "" for key in COLUMNS.values()]
+        values = [_shown(cell["metrics"][key]) if key in cell["metrics"] else "" for key in COLUMNS.values()]
         by_type = [cell["by_type"].get(kind, {}).get("accuracy_mean") for kind in ("mcq", "tvg", "oe")]
         values += ["" if value is None else f"{value:.3g}" for value in by_type]
         lines.append(f"| {' | '.join([*_values(cell, axes), *values])} |")
     return "\n".join(lines)
+
+
+def _shown(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def score_table(cells: Sequence[Cell]) -> str:

@@ -24,7 +24,7 @@ from paravt_jax.config import (
 from paravt_jax.data.prompts import Prompt, check_row_messages, load_prompts, remarks_on
 from paravt_jax.data.rows import dropped_rows
 from paravt_jax.data.sample_order import Cursor, SampleOrder
-from paravt_jax.data.synthetic import row_sources
+from paravt_jax.data.synthetic import held_out_name, row_sources
 from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.objectives import variant_of
 from paravt_jax.plan.remat import chosen_for
@@ -96,7 +96,7 @@ async def open_run(
             _check_num_images(prompts, source, config.video.most_frames)
             if config.rollout.prompts.row_messages:
                 check_row_messages(prompts, source)
-        data = f"{len(train):,} prompts, {len(held_out):,} held out"
+        data = f"{len(train):,} prompts, {len(held_out):,} {held_out_name(config.data.validation)}"
         policy = await policy_of(config, directory.path, hosts, data)
         check_sources(hosts, train, held_out, policy)
         planned = PlannedRl.of(config, read_config(policy.hf_files))

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from omegaconf import OmegaConf
 
 from model_port.cli import add_debug_flag, prog_of
-from model_port.terminal import say
 from paravt_jax.config import WRITTEN, Config, EvalConfig, SftConfig, as_written, load_config
 from paravt_jax.config.keys import helps_of
 
@@ -66,7 +65,7 @@ def _check_plan_flags(parser: argparse.ArgumentParser, args: argparse.Namespace)
     if not args.plan and args.device is not None:
         parser.error("--device needs --plan")
     if args.plan and args.device is None:
-        say(f"planned for {PLANNED_DEVICE}; pass --device for another accelerator")
+        print(f"for {PLANNED_DEVICE}, because --device is not given; a recipe's header names its accelerator\n")
     args.device = args.device or PLANNED_DEVICE
 
 

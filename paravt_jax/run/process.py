@@ -102,9 +102,7 @@ def run_here(work: Coroutine[Any, Any, Result]) -> Result:
 
     Interrupting the notebook then ends the work like a signal, and a second time at once.
     """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if not _in_loop():
         return asyncio.run(work)
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(asyncio.run, _interruptible(work))
@@ -116,6 +114,14 @@ def run_here(work: Coroutine[Any, Any, Result]) -> Result:
                     _on_interrupt.pop()()
             except asyncio.CancelledError:
                 raise KeyboardInterrupt from None
+
+
+def _in_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 async def _interruptible(work: Coroutine[Any, Any, Result]) -> Result:

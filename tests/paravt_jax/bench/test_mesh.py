@@ -252,6 +252,13 @@ def test_a_config_is_the_run_that_will_start_with_rows_for_every_part():
     assert without["hbm_gib"] < rows[1, 8, 1]["hbm_gib"] and without["est_step_s"] < rows[1, 8, 1]["est_step_s"]
 
 
+@pytest.mark.parametrize(("recipe", "is_named"), [("paragrpo_8b", True), ("8b_8x80gb", False)])
+def test_servers_that_have_no_price_are_named(recipe, is_named):
+    config = ("--config", f"{CONFIGS}/{recipe}.yaml", "model.path=2b", "--price", "2.5", "--mesh", "1,4,1")
+    assumed = result_of("--topology", "h100:4" if is_named else "h100:8", "--plan-only", *config)["assumed"]
+    assert any("servers of engine.urls use other devices" in line for line in assumed) is is_named
+
+
 def test_meshes_of_an_sft_config_are_estimated():
     row = estimated_rows("--config", f"{CONFIGS}/sft_8b.yaml", "model.path=2b", "--mesh", "1,8,1")[1, 8, 1]
     assert row["fits"] and row["est_step_s"] > 0 and row["unknown"]["collective_bytes"] == "nothing is compiled"
