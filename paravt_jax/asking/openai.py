@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from paravt_jax.asking.answerer import Answer
-from paravt_jax.asking.terminal import displayed_text
 from paravt_jax.config.schema import MAX_FRAMES
 from rollout.prompts import PastTurn
 
@@ -278,7 +277,7 @@ def usage(answer: Answer) -> dict[str, Any]:
 
 def completion(answer: Answer, name: str, model: str) -> dict[str, Any]:
     """`paravt` is our extension: the answer's evidence and the time of each part."""
-    reasoning = "\n".join(displayed_text(turn.text) for turn in answer.episode.turns)
+    reasoning = "\n".join(turn.text for turn in answer.episode.turns)
     message = {"role": "assistant", "content": answer.text, "reasoning_content": reasoning}
     record = answer.to_record()
     return {

@@ -32,8 +32,7 @@ def test_the_client_gets_an_answer_and_the_usage_of_all_agents(chat, videos):
 
     answer, requests = with_service(chat, videos, work)
     assert answer.choices[0].message.content == "A" and answer.choices[0].finish_reason == "stop"
-    reasoning = answer.choices[0].message.reasoning_content
-    assert "Where?" in reasoning and "<" not in reasoning  # as it is streamed
+    assert "Where?" in answer.choices[0].message.reasoning_content
     assert answer.usage.prompt_tokens == sum(len(request.ids) for request in requests) and len(requests) == 4
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
     assert [(part["start_s"], part["end_s"]) for part in answer.paravt["evidence"]] == [(16, 24), (32, 40)]
