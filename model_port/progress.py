@@ -64,9 +64,6 @@ class Meter:
             self._bar.desc = f"{self.task}: "
             self._bar.update(done - previous)
 
-    def say(self, message: str) -> None:
-        say(message)
-
     def line(self) -> str:
         """The log line if there is no terminal."""
         elapsed_s = time.monotonic() - self._began_s

@@ -33,6 +33,10 @@ class StageReport:
     def failed(self) -> bool:
         return bool(self.problem) or any(line.failed for line in self.lines)
 
+    @property
+    def skipped(self) -> bool:
+        return bool(self.lines) and all(line.skipped for line in self.lines)
+
     def to_record(self) -> dict[str, Any]:
         lines = [asdict(line) | {"failed": line.failed} for line in self.lines]
         return asdict(self) | {"lines": lines, "failed": self.failed}
@@ -51,17 +55,15 @@ def rows_of(report: StageReport) -> Iterator[list[str]]:
     """A stage's own row, then its lines."""
     planned = report.facts.get("planned_gib")
     memory = [f"{report.seconds:.0f}", f"{report.peak_gib:.2f}", "" if planned is None else f"{planned:.2f}"]
-    yield [report.stage, report.problem, "", "", *memory, _verdict(report)]
+    yield [report.stage, report.problem, "", "", *memory, _verdict(report.failed, report.skipped)]
     for line in report.lines:
         bound = "" if line.bound is None else f"{line.bound:.3g}"
-        verdict = "FAILED" if line.failed else "skipped" if line.skipped else "ok"
+        verdict = _verdict(line.failed, bool(line.skipped))
         yield ["", line.case, line.problem or line.skipped or _cell(line.value), bound, "", "", "", verdict]
 
 
-def _verdict(report: StageReport) -> str:
-    if report.failed:
-        return "FAILED"
-    return "skipped" if report.lines and all(line.skipped for line in report.lines) else "ok"
+def _verdict(failed: bool, skipped: bool) -> str:
+    return "FAILED" if failed else "skipped" if skipped else "ok"
 
 
 def _cell(value: float | str) -> str:

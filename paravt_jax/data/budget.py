@@ -16,9 +16,13 @@ def frame_budget(seed: int, epoch: int, prompt_id: str, budgets: Sequence[int]) 
 
 
 def budgets_of(samples: Sequence[PromptSample[Item]], video: VideoConfig, seed: int) -> list[int]:
-    """The frame budget of each prompt sample, with at least one frame per video; 0 without a video."""
+    """The number of frames of each prompt sample."""
     budgets = [video.overview_frames] * len(samples)
     if video.frame_budgets:
         budgets = [frame_budget(seed, sample.epoch, sample.item.id, video.frame_budgets) for sample in samples]
-    nums = [len(sample.item.videos) for sample in samples]
-    return [max(budget, num) if num else 0 for budget, num in zip(budgets, nums, strict=True)]
+    return [shown_frames(budget, sample.item.videos) for budget, sample in zip(budgets, samples, strict=True)]
+
+
+def shown_frames(budget: int, videos: Sequence[str]) -> int:
+    """The overview's frames of a question: at least one per video; 0 without a video."""
+    return max(budget, len(videos)) if videos else 0

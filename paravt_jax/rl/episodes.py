@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, Literal, get_args
 
 from paravt_jax.config import Truncated
+from paravt_jax.data.budget import shown_frames
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.sample_order import PromptSample
 from paravt_jax.rewards.judge import Judge
@@ -214,8 +215,7 @@ def task_of(sample: PromptSample[Prompt], frame_budget: int) -> Task:
 
 
 def make_task(name: str, prompt: Prompt, frame_budget: int) -> Task:
-    num_frames = max(frame_budget, len(prompt.videos)) if prompt.videos else 0
-    shown = prompt.videos, num_frames, prompt.subtitles, prompt.messages
+    shown = prompt.videos, shown_frames(frame_budget, prompt.videos), prompt.subtitles, prompt.messages
     return Task(name, prompt.question, *shown, images=prompt.images)
 
 

@@ -105,8 +105,7 @@ class RunLog:
         """Logs the metrics on held-out prompts after `step` steps, with the prefix `validation/`."""
         self._validated.add(step)
         self._write(VALIDATION_FILE, step, metrics)
-        texts = [f"{name} {metrics[key]:.2f}" for name, key in VALIDATION_METRICS.items() if key in metrics]
-        say("  ".join([f"held-out prompts after step {step}:", *texts]))
+        say("  ".join([f"held-out prompts after step {step}:", *_texts_of(VALIDATION_METRICS, metrics)]))
 
     def validated(self, step: int) -> bool:
         """Whether that step's validation is in the log, for example after a restart."""
@@ -303,6 +302,13 @@ def _wandb_run(wandb: Any, run_dir: Path, project: str, first_step: int, setting
     return wandb.init(**where, config=settings, resume="allow")
 
 
+def _texts_of(
+    keys: Mapping[str, str], metrics: Mapping[str, float | int], spec: str = ".2f", unit: str = ""
+) -> Iterator[str]:
+    """The metrics that there are, with the names of `keys`."""
+    return (f"{name} {metrics[key]:{spec}}{unit}" for name, key in keys.items() if key in metrics)
+
+
 class _StepBar:
     """A progress bar on a terminal; otherwise a line per step, and one every half a minute during a long step."""
 
@@ -321,8 +327,7 @@ class _StepBar:
         self._step, self._phase = step, ""
         self._step_times_s.append(now_s - self._last_s)  # includes checkpoint and validation, unlike time/step_s
         self._last_s = now_s
-        texts = [f"{name} {metrics[key]:.2f}" for name, key in TERMINAL_METRICS.items() if key in metrics]
-        texts += [f"{name} {metrics[key]:.0f}/s" for name, key in TERMINAL_RATES.items() if key in metrics]
+        texts = [*_texts_of(TERMINAL_METRICS, metrics), *_texts_of(TERMINAL_RATES, metrics, ".0f", "/s")]
         if "perf/mfu" in metrics:
             texts.append(f"MFU {100 * metrics['perf/mfu']:.0f} %")
         eta = f"ETA {tqdm.format_interval((self._num_steps - step) * self._typical_step_s())}"

@@ -310,4 +310,5 @@ def _resumed(step: int, num_steps: int, path: Path, changes: Sequence[str]) -> s
     if step >= num_steps:
         ignored = f"; the settings stay as they were, without {'; '.join(changes)}" if changes else ""
         return f"no step is left of {num_steps} in {path}{ignored}"
-    return "; ".join([*([f"resuming after step {step} of {num_steps} in {path}"] if step else []), *changes])
+    resuming = [f"resuming after step {step} of {num_steps} in {path}"] if step else []
+    return "; ".join([*resuming, *changes])

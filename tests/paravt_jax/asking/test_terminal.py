@@ -116,7 +116,7 @@ def test_inspected_rows_are_escaped_on_a_terminal(tmp_path, monkeypatch):
 
 def test_progress_lines_have_no_control_characters(tmp_path, capsys):
     with Meter(f"reading {HOSTILE}") as meter:
-        meter.say(HOSTILE)
+        model_port.terminal.say(HOSTILE)
         model_port.terminal.say(meter.line())
     log = RunLog(tmp_path, LogConfig(), num_steps=3, first_step=0, settings={})
     log.say(HOSTILE)

@@ -308,8 +308,11 @@ def test_the_size_of_a_model_follows_from_its_name():
         model_config("Qwen/Qwen3-VL-Next-80B")
 
 
-def test_an_unknown_device_is_rejected():
+def test_a_slice_is_planned_for_its_device():
     assert plan_of(Config(), "v5p-8") == plan_of(Config(), "v5p")
+
+
+def test_an_unknown_device_is_rejected():
     with pytest.raises(ValueError, match="--device v4 is unknown; choose one of h100, h200"):
         plan_of(Config(), "v4")
 
