@@ -1,12 +1,12 @@
 """An output file of a command, such as --html or --json: written atomically, without overwriting foreign files.
 
 Make an `OutputFile` before the work and write it at the end, so that conflicts are reported early. A hidden record
-beside the file stores which command wrote it and the file's size and mtime. A command replaces its own file if it is
-unchanged. Other files need --force. An input of the command is never replaced.
+beside the file stores which command wrote it and the file's hash, so that a copied file is recognised. A command
+replaces its own file if it is unchanged. Other files need --force. An input of the command is never replaced.
 """
 
 import fcntl
-import filecmp
+import hashlib
 import json
 import os
 import re
@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 
 RECORD_SUFFIX = ".written_by_paravt_jax.json"
 MAX_NAME_BYTES = 200  # leaves room for the suffixes of the files beside it
+NEVER_READ = {".html", ".png"}  # what commands write and never read from a directory
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # pathlib joins the two slashes
 
 
@@ -25,7 +26,7 @@ class OutputFile:
     """`by` names the command and, if the file took long to make, its source.
 
     `inputs` are the files and directories that the command reads; values that are not paths are ignored. In an input
-    directory only files that `by` wrote are replaced.
+    directory only pages, pictures and files that `by` wrote are replaced.
     """
 
     def __init__(self, path: str | Path, by: str, *, inputs: Sequence[str | Path] = (), force: bool = False) -> None:
@@ -62,7 +63,7 @@ class OutputFile:
             yield partial
             self._check()  # a file may have appeared in the meantime
             _sync(partial)
-            self.changed = not (self._file.exists() and filecmp.cmp(partial, self._file, shallow=False))
+            self.changed = not (self._file.exists() and _digest(partial) == _digest(self._file))
             if self.changed:
                 partial.replace(self._file)
                 _sync(self._file.parent)
@@ -91,25 +92,30 @@ class OutputFile:
         if self._stream or not file.stat().st_size:
             return
         problem = self._not_own()
-        if problem and any(read.is_dir() and file.resolve().is_relative_to(read.resolve()) for read in self._inputs):
+        if problem and self._may_be_read():
             raise ValueError(f"{path} {problem} and is inside a directory that this command reads; choose another path")
         if problem and not self._force:
             raise ValueError(f"{path} exists and {problem}; choose another path, or replace it with --force")
+
+    def _may_be_read(self) -> bool:
+        file = self._file.resolve()
+        directories = [read.resolve() for read in self._inputs if read.is_dir()]
+        return file.suffix not in NEVER_READ and any(map(file.is_relative_to, directories))
 
     def _not_own(self) -> str:
         """Why this command may not replace the file, or ""."""
         try:
             record = json.loads(self._record.read_bytes())
-            by, status = record["by"], record["status"]
+            by, digest = record["by"], record["sha256"]
         except (OSError, ValueError, LookupError, TypeError):
             return "was not written by this command"
-        if status != _status(self._file):
+        if digest != _digest(self._file):
             return "was changed since it was written"
         return "" if by == self._by else f"was written by {by}"
 
     def _write_record(self) -> None:
         partial = self._record.with_suffix(".partial")
-        partial.write_text(json.dumps({"by": self._by, "status": _status(self._file)}) + "\n")
+        partial.write_text(json.dumps({"by": self._by, "sha256": _digest(self._file)}) + "\n")
         partial.replace(self._record)
 
 
@@ -120,9 +126,9 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _status(file: Path) -> list[int]:
-    status = file.stat()
-    return [status.st_size, status.st_mtime_ns]
+def _digest(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _is_stream(path: Path) -> bool:

@@ -1,6 +1,7 @@
 """A command's file replaces what that command wrote and nothing else, and never what the command reads."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -26,6 +27,14 @@ def test_a_command_replaces_its_own_file_as_long_as_nobody_changed_it(tmp_path):
         OutputFile(path, "another command")
 
 
+def test_a_command_replaces_its_own_file_in_a_copied_directory(tmp_path):
+    write(tmp_path / "run" / "report.html", "one")
+    os.utime(tmp_path / "run" / "report.html", (1, 1))
+    shutil.copytree(tmp_path / "run", copy := tmp_path / "copy", copy_function=shutil.copyfile)
+    write(copy / "report.html", "two", inputs=[copy])
+    assert (copy / "report.html").read_text() == "two"
+
+
 @pytest.mark.parametrize("kind", ["itself", "hard", "symbolic", "spelled"])
 def test_an_input_is_never_replaced_whatever_it_is_called(kind, tmp_path):
     source, path = tmp_path / "in", tmp_path / "out"
@@ -42,10 +51,15 @@ def test_an_input_is_never_replaced_whatever_it_is_called(kind, tmp_path):
     assert source.read_text() == "hours of work"
 
 
-def test_in_a_directory_that_a_command_reads_only_its_own_file_is_replaced(tmp_path):
+def test_in_a_directory_that_a_command_reads_force_replaces_only_pages_and_pictures(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}")
     for _ in range(2):
-        write(tmp_path / "report.html", inputs=[tmp_path])
+        write(tmp_path / "own.json", inputs=[tmp_path])
+    for name in ("report.html", "chart.png"):
+        (tmp_path / name).write_text("by hand")
+        with pytest.raises(ValueError, match="with --force"):
+            write(tmp_path / name, inputs=[tmp_path])
+        write(tmp_path / name, inputs=[tmp_path], force=True)
     with pytest.raises(ValueError, match="is inside a directory that this command reads"):
         OutputFile(tmp_path / "metrics.jsonl", "a command", inputs=[tmp_path], force=True)
 
