@@ -7,7 +7,7 @@ from model_port.cli import add_debug_flag, prog_of, run_cli
 from paravt_jax.view.page import make_page
 from rollout.output_file import OutputFile
 
-DEFAULT_OUT = "report.html"
+DEFAULT_OUT, DEFAULT_COMPARISON = "report.html", "compare.html"
 MAX_EPISODES = 200  # a page of a few MB has room for this many complete episodes
 
 
@@ -22,7 +22,10 @@ def main() -> None:
         "--frames", action="store_true", help="add thumbnails of the frames in the prompts, decoded from the videos"
     )
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help=f"the page (default: {DEFAULT_OUT} in the first RUN_DIR)"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help=f"the page (default: {DEFAULT_OUT} in RUN_DIR; {DEFAULT_COMPARISON} in the first of several)",
     )
     parser.add_argument(
         "--max-episodes",
@@ -36,7 +39,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.max_episodes < 0:
         raise ValueError(f"--max-episodes={args.max_episodes} must be 0 or more")
-    path = args.out or args.run_dirs[0] / DEFAULT_OUT
+    path = args.out or args.run_dirs[0] / (DEFAULT_OUT if len(args.run_dirs) == 1 else DEFAULT_COMPARISON)
     out = OutputFile(path, "view", inputs=args.run_dirs, force=args.force)
     out.write(make_page(args.run_dirs, args.max_episodes, frames=args.frames))
     print(path)
