@@ -77,7 +77,7 @@ class Experiment:
     videos: Path | None = None  # directory of the videos, which experiments may share; None: DIRECTORY/world
     starts: Mapping[str, Path] = field(default_factory=dict)  # checkpoints that cold starts continue, else a new model
     family: str = DEFAULT_FAMILY  # of a new model
-    train: Sequence[str] = ()  # settings of every arm; override its settings and the world's
+    train: Sequence[str] = ()  # settings of every arm; override its own, which override the world's
     sft: Sequence[str] = ()
     eval: Sequence[str] = ()
 
@@ -124,7 +124,7 @@ class Experiment:
 
     def _arm(self, arm: str, seed: int) -> Job:
         start = self.cold_start(_cold_start_of(arm)).done.parent
-        settings = [f"model.path={start}", "data.validation=", *settings_of(arm), *self.world.train, *self.train]
+        settings = [f"model.path={start}", "data.validation=", *self.world.train, *settings_of(arm), *self.train]
         return self._training("train", f"{arm}/seed{seed}", MINIATURE / "para_grpo.yaml", seed, "rl", settings)
 
     def _training(

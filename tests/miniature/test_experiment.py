@@ -123,6 +123,14 @@ def test_an_arm_differs_from_the_full_method_in_the_settings_of_its_name_only(ar
     assert {key for key, value in full.items() if own[key] != value} == differs
 
 
+@pytest.mark.parametrize("world", ["map", "contrast", "quick"])
+def test_an_arm_without_gating_ignores_the_frame_budgets_of_its_world(tmp_path, world):
+    experiment = Experiment(tmp_path, ["grpo", "no_gating", "gating"], [0], load_world(world))
+    training = {job.name: load_config(job.config, *job.settings) for job in experiment.jobs() if job.kind == "train"}
+    gated = {name.split("/")[0]: len(config.video.frame_budgets) > 0 for name, config in training.items()}
+    assert gated == {"grpo": False, "no_gating": False, "gating": True}
+
+
 def test_the_recommended_arm_has_the_reward_and_credit_of_the_recommended_file():
     file = flat(to_record(load_config(CONFIGS / "paragrpo_8b_recommended.yaml")))
     own, full = settings("recommended"), settings("para_grpo")
