@@ -375,6 +375,13 @@ def test_parts_of_a_steps_time_add_up_to_its_total(tmp_path):
     assert [line["values"] for line in lines] == [[5.0], [3.0], [0.5], [1.5]]
 
 
+@pytest.mark.parametrize(("num_runs", "name"), [(1, "report.html"), (2, "compare.html")])
+def test_a_comparison_has_its_own_page(num_runs, name, tmp_path, monkeypatch):
+    write_metrics(tmp_path, [{"step": 1, "loss/policy": 0.5}])
+    assert command(monkeypatch, *[tmp_path] * num_runs) == 0
+    assert [path.name for path in tmp_path.glob("*.html")] == [name]
+
+
 @pytest.mark.parametrize("files", [{}, {"config.json": '{"model_type": "qwen3_vl"}'}, {"notes.txt": ""}])
 def test_a_directory_that_is_not_a_run_is_rejected(files, tmp_path, monkeypatch, capsys):
     for name, text in files.items():
