@@ -51,7 +51,7 @@ Ask it about your own video (it only knows colours in its small world; a trained
 
 Look at
   $run/table.md                        before (SFT) and after (PARA-GRPO): format, tool calls, accuracy
-  $run/figure.png                      format and tool calls over the steps
+  $run/figure.png                      format, tool calls and accuracy over the steps
   $run/report.html                     the run and its episodes, in any browser
   $run/para_grpo/seed0/plots           plots of the run
   $run/trained.hf                      the policy for transformers, vLLM and SGLang

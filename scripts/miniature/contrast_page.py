@@ -72,7 +72,7 @@ def _spread(values: Float[np.ndarray, " seeds"]) -> str:
 def effects(rows: Sequence[Row]) -> str:
     """A line: how much means over the training differ between the priors, and between the families."""
     parts = []
-    for arm, metric in product(ARMS, ("f_tau", "kappa")):
+    for arm, metric in product(ARMS, PANELS):
         cells = [[curves(rows, Policy(family, prior), arm, metric) for family in FAMILIES] for prior in PRIORS]
         if all(len(cell) for of_prior in cells for cell in of_prior):
             means = np.array([[cell.mean() for cell in of_prior] for of_prior in cells])

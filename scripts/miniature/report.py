@@ -1,4 +1,4 @@
-"""The results: a table like the paper's table B, and plots of f_tau and kappa over the steps of every arm."""
+"""The results: a table like the paper's table B, and plots of format, calls and accuracy over an arm's steps."""
 
 import json
 import math
@@ -22,7 +22,12 @@ from scripts.miniature.arms import COLD_STARTS, FORCED, TITLES, forces_prefix
 from scripts.miniature.experiment import Experiment
 
 FRAME_BUDGETS = (4, 16, 32, 64)
-CURVES = {"f_τ, format reward": "rollout/format_reward", "κ, tool calls per episode": "rollout/tool_calls_mean"}
+CURVES = {
+    "f_τ, format reward": "rollout/format_reward",
+    "parseable episodes": "rollout/parseable_frac",
+    "κ, tool calls per episode": "rollout/tool_calls_mean",
+    "accuracy": "rollout/accuracy_mean",
+}
 SMOOTHED_STEPS = 5
 NOT_MEASURED = "–"
 Cell = dict[str, Any]
@@ -55,10 +60,10 @@ def table(experiment: Experiment) -> str:
 
 
 def draw(experiment: Experiment, path: Path) -> None:
-    """Plots f_τ and κ of the training episodes: the mean over seeds as a line, their range as a shade."""
+    """Plots the curves of the training episodes: the mean over seeds as a line, their range as a shade."""
     with matplotlib.rc_context(STYLE):
-        figure, panels = plt.subplots(1, len(CURVES), figsize=(11, 4.2), layout="constrained")
-        for axes, (title, key) in zip(panels, CURVES.items(), strict=True):
+        figure, panels = plt.subplots(2, 2, figsize=(11, 6.4), sharex=True, layout="constrained")
+        for axes, (title, key) in zip(panels.flat, CURVES.items(), strict=True):
             for number, arm in enumerate(experiment.trained_arms):
                 curves = [_curve(path, key) for path in _metric_files(experiment, arm)]
                 if not curves:
@@ -71,11 +76,12 @@ def draw(experiment: Experiment, path: Path) -> None:
                 if len(values) > 1:
                     axes.fill_between(steps, values.min(0), values.max(0), color=colour, alpha=0.15, linewidth=0)
             axes.set_title(title)
-            axes.set_xlabel("step")
             axes.set_ylim(bottom=-0.02)  # keeps a line at 0 visible
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        if panels[-1].get_lines():
-            panels[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
+        for axes in panels[-1]:
+            axes.set_xlabel("step")
+        if handles := panels.flat[0].get_lines():
+            figure.legend(handles=handles, loc="outside right center", frameon=False)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
         plt.close(figure)

@@ -96,7 +96,7 @@ def rows_with(kappa: dict[tuple[str, str], float]) -> list[dict]:
 def test_effects_are_differences_of_means_over_the_other_factor():
     prior = {("qwen3_vl", "strong"): 1.0, ("qwen2_5_vl", "strong"): 0.8, ("qwen3_vl", "weak"): 0.0}
     line = contrast_page.effects(rows_with(prior | {("qwen2_5_vl", "weak"): 0.0}))
-    assert "GRPO f_τ +0.00 and +0.00; GRPO κ -0.90 and -0.10" in line
+    assert "GRPO f_τ +0.00 and +0.00; GRPO parseable +0.00 and +0.00; GRPO κ -0.90 and -0.10" in line
     assert ";" not in contrast_page.effects(rows_with(prior))
 
 

@@ -17,7 +17,7 @@ from scripts.miniature.__main__ import arms_of, main
 from scripts.miniature.arms import ARMS, COLD_STARTS, CONFIGS, VARIANTS, forces_prefix, settings_of
 from scripts.miniature.dials import load_world
 from scripts.miniature.experiment import COST_FILE, Experiment, Job, run_jobs
-from scripts.miniature.report import draw, missing_seeds, table
+from scripts.miniature.report import CURVES, draw, missing_seeds, table
 
 QUICK = load_world("quick")
 
@@ -214,7 +214,7 @@ def test_the_report_has_means_and_spreads_of_finished_runs(tmp_path):
             directory.mkdir(parents=True)
         for directory in (evaluated, evaluated / "forced"):
             (directory / RESULTS_FILE).write_text(json.dumps({"cells": cells}))
-        steps = [{"step": n, "rollout/format_reward": n / 9, "rollout/tool_calls_mean": 1.0} for n in (1, 2, 3)]
+        steps = [{"step": n} | dict.fromkeys(CURVES.values(), n / 9) for n in (1, 2, 3)]
         (trained / METRICS_FILE).write_text("".join(json.dumps(step) + "\n" for step in steps))
     kappas = " | ".join(["2.00 ± 0.00"] * 3)
     accuracies = "0.06 ± 0.00 | 1.00 ± 0.00 | 0.53 ± 0.00 | 0.53 ± 0.00"
