@@ -62,6 +62,7 @@ class Agent:
         self.engine, self.frames = engine, frames
         self.config = config or EpisodeConfig()
         self.config.check_samples()
+        self.config.check_tools()
         self.prompter = self.config.prompter(frames, texts)
         self.tools = {tool.spec.name: tool for tool in self.config.toolbox}
         self.signatures = self.config.signatures

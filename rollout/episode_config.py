@@ -68,12 +68,15 @@ class EpisodeConfig:
             raise ValueError(
                 f"rollout.forced_prefix has {len(self.forced_prefix)} characters, more than {MAX_TEXT_CHARS}"
             )
-        unnamed = [tool.spec.name for tool in self.toolbox if tool.spec.name not in self.prompts.system]
         if self.prompts.system_has_tools and self.dispatch == "none":
             raise ValueError(
                 "rollout.dispatch=none offers no tool, but with rollout.prompts.system_has_tools=true the system text "
                 "does; use a text without tools, or set system_has_tools=false"
             )
+
+    def check_tools(self) -> None:
+        """Loads the tools, which executes the files of your own. Raises ValueError if a tool cannot be used."""
+        unnamed = [tool.spec.name for tool in self.toolbox if tool.spec.name not in self.prompts.system]
         if self.prompts.system_has_tools and unnamed:
             raise ValueError(
                 f"rollout.prompts.system must name every tool, because rollout.prompts.system_has_tools=true; "

@@ -107,7 +107,7 @@ async def _of_model(
 
     rollout, max_rows = recipe.rollout, min(MAX_ROWS, num_questions * max(1, recipe.rollout.calls_per_turn))
     frames = await stack.enter_async_context(frame_reader(VideoConfig(), contract, rollout.detail_factor))
-    opened = await open_engine(
+    sampling_engine = await open_engine(
         engine or EngineConfig("jax", max_rows=max_rows),
         policy,
         None if engine else await in_thread(load),
@@ -117,6 +117,6 @@ async def _of_model(
         max_context_tokens=rollout.max_context_tokens,
         max_pixels=recipe.max_pixels * rollout.detail_factor,
     )
-    stack.push_async_callback(opened.close)
-    agent = Agent(opened, frames, policy.chat, rollout)
+    stack.push_async_callback(sampling_engine.close)
+    agent = Agent(sampling_engine, frames, policy.chat, rollout)
     return Answerer(agent, recipe.num_frames, samples_top_p=engine is not None)

@@ -58,6 +58,8 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
     settings: Any = _in_one_line("", partial(OmegaConf.to_object, config))
     if schema is Config:
         object.__setattr__(settings, "loss", settings.loss.filled())
+    if schema in (Config, SftConfig, EvalConfig):
+        settings.rollout.check_tools()
     # Kept beside the settings for `to_record`, because a ${…} may resolve to a secret.
     object.__setattr__(settings, WRITTEN, OmegaConf.to_container(config, resolve=False))
     return settings

@@ -34,7 +34,7 @@ from paravt_jax.evaluation.provenance import (
     run_provenance,
     settings_key,
 )
-from paravt_jax.evaluation.release.dialogue import TEMPERATURE, ReleasePlayer
+from paravt_jax.evaluation.release.dialogue import TEMPERATURE, ReleaseAgent
 from paravt_jax.evaluation.release.pictures import ReleasePictures
 from paravt_jax.evaluation.release.recorder import ReleaseRecorder, release_texts
 from paravt_jax.evaluation.release.texts import ReleaseTexts
@@ -73,7 +73,7 @@ class Evaluation:
     provenance: Mapping[str, Any]  # shared by all cells
     loaded: SampleSet
     samples: Sequence[Sample]  # the samples of this run or shard
-    worker: RolloutWorker | ReleasePlayer | None = None  # None if every sample is done
+    worker: RolloutWorker | ReleaseAgent | None = None  # None if every sample is done
 
     async def fill(self, spec: EvalCell) -> None:
         """Runs the remaining samples of a cell, then writes its certificate. A finished cell is not changed."""
@@ -119,9 +119,9 @@ class Evaluation:
         parts += [] if spec.temperature is None else [f"temperature {spec.temperature:g}"]
         return ", ".join(filter(None, parts))
 
-    def _runner(self, worker: RolloutWorker | ReleasePlayer, spec: EvalCell) -> CellRunner:
+    def _runner(self, worker: RolloutWorker | ReleaseAgent, spec: EvalCell) -> CellRunner:
         name, split = self._name(spec), self.loaded.split
-        if isinstance(worker, ReleasePlayer):
+        if isinstance(worker, ReleaseAgent):
             assert split is not None
             return CellRunner(name, ReleaseRecorder(split, worker))
         worker = replace(worker, agent=worker.agent.with_config(self.settings.episode(self.rollout, spec)))
@@ -175,14 +175,14 @@ async def open_evaluation(config: EvalConfig, shard: Shard | None = None) -> Asy
             raise ValueError(f"--shard {number}/{num_shards} has none of {len(samples)} samples")
         if not evaluation.is_done():
             opening = config, directory, stack, evaluation.samples
-            worker = await (_open_worker(*opening) if texts is None else _open_player(*opening, texts))
+            worker = await (_open_worker(*opening) if texts is None else _open_release_agent(*opening, texts))
             evaluation = replace(evaluation, worker=worker)
         yield evaluation
 
 
-async def _open_player(
+async def _open_release_agent(
     config: EvalConfig, directory: Path, stack: AsyncExitStack, samples: Sequence[Sample], texts: ReleaseTexts
-) -> ReleasePlayer:
+) -> ReleaseAgent:
     gpus = place_servers(config.engine, 0)
     config = computed_on(config, _platform_of_servers(config.engine, gpus))
     client, frames = await _endpoint(config, directory, stack, samples, gpus)
@@ -191,7 +191,7 @@ async def _open_player(
     videos = (Path(video) for sample in samples for video in sample.prompt.videos)
     if channel == "video_url" and (readable := next(filter(Path.is_file, videos), None)):
         await check_video(client, readable, TEMPERATURE)
-    return ReleasePlayer(client, pictures, texts, mode, channel)
+    return ReleaseAgent(client, pictures, texts, mode, channel)
 
 
 def _platform_of_servers(engine: EngineConfig, gpus: Sequence[Gpus]) -> str:

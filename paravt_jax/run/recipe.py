@@ -75,6 +75,7 @@ def read_recipe(directory: Path) -> Recipe | None:
         raise ValueError(f"{path}: rollout.tools has {own[0]}, but a model's files must not load code; remove it there")
     try:
         recipe: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.create(record)))
+        recipe.rollout.check_tools()
     except (OmegaConfBaseException, ValueError) as problem:
         raise ValueError(f"{path}: {str(problem).splitlines()[0]}") from None
     return recipe

@@ -192,4 +192,4 @@ def test_tools_that_the_system_text_names_are_not_given_twice():
 )
 def test_a_system_text_with_tools_must_be_true(settings, complaint):
     with pytest.raises(ValueError, match=complaint):
-        EpisodeConfig(prompts=Prompts(system="You have crop_video.", system_has_tools=True), **settings)
+        EpisodeConfig(prompts=Prompts(system="You have crop_video.", system_has_tools=True), **settings).check_tools()

@@ -259,7 +259,14 @@ def test_a_list_of_tools_that_cannot_be_is_refused_by_name(own, tmp_path, tools,
     (tmp_path / "text.txt").write_text("")
     places = {"own": tmp_path / "own.py", "broken": tmp_path / "broken.py", "text": tmp_path / "text.txt"}
     with pytest.raises(ValueError, match=complaint):
-        EpisodeConfig(tools=[tool.format(**places) for tool in tools])
+        EpisodeConfig(tools=[tool.format(**places) for tool in tools]).check_tools()
+
+
+def test_settings_execute_no_file_until_their_tools_are_loaded(tmp_path):
+    (tmp_path / "exits.py").write_text("raise SystemExit('executed')")
+    config = EpisodeConfig(tools=[f"{tmp_path / 'exits.py'}:Tool"])
+    with pytest.raises(ValueError, match="SystemExit: executed"):
+        config.check_tools()
 
 
 def test_a_tool_that_is_here_can_have_other_words(chat, task, tmp_path):

@@ -65,8 +65,8 @@ class ReleaseDialogue:
 
 
 @dataclass(frozen=True)
-class ReleasePlayer:
-    """Plays questions in one mode and channel."""
+class ReleaseAgent:
+    """Runs dialogues in one mode and channel."""
 
     client: Completer
     pictures: ReleasePictures
@@ -74,7 +74,7 @@ class ReleasePlayer:
     mode: str
     channel: Channel
 
-    async def play(self, question: ReleaseQuestion, dialogue: ReleaseDialogue) -> None:
+    async def run(self, question: ReleaseQuestion, dialogue: ReleaseDialogue) -> None:
         """Fills `dialogue`. Raises EndpointError."""
         started_s = time.monotonic()
         messages = await self._opening(question, dialogue)

@@ -7,7 +7,7 @@ from typing import Any
 
 from paravt_jax.config import EvaluationConfig
 from paravt_jax.data.splits import PublicSplit, Sample
-from paravt_jax.evaluation.release.dialogue import ReleaseDialogue, ReleasePlayer
+from paravt_jax.evaluation.release.dialogue import ReleaseAgent, ReleaseDialogue
 from paravt_jax.evaluation.release.questions import LETTERS, RELEASE_SPLITS, ReleaseQuestion, question_of
 from paravt_jax.evaluation.release.texts import ReleaseTexts, read_texts
 from paravt_jax.evaluation.sample_log import Record, sample_record
@@ -32,13 +32,13 @@ def release_texts(settings: EvaluationConfig, split: str) -> ReleaseTexts:
 @dataclass(frozen=True)
 class ReleaseRecorder:
     split: PublicSplit
-    player: ReleasePlayer
+    agent: ReleaseAgent
 
     async def record(self, key: str, sample: Sample) -> Record:
         dialogue = ReleaseDialogue()
         try:
             question = self._question(sample)
-            await self.player.play(question, dialogue)
+            await self.agent.run(question, dialogue)
         except Exception as error:  # any failure only makes this sample missing
             episode = _missing(error, dialogue)
         else:
@@ -50,7 +50,7 @@ class ReleaseRecorder:
     def _question(self, sample: Sample) -> ReleaseQuestion:
         if not Path(sample.prompt.videos[0]).is_file():
             raise VideoError(f"the video does not exist: {sample.prompt.videos[0]}")
-        return question_of(self.split.name, sample, self.player.mode, self.player.texts)
+        return question_of(self.split.name, sample, self.agent.mode, self.agent.texts)
 
     def _scored(self, question: ReleaseQuestion, sample: Sample, dialogue: ReleaseDialogue) -> Record:
         score = question.score(dialogue.final) if not dialogue.malformed else 0.0

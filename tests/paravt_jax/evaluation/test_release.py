@@ -21,7 +21,7 @@ from PIL import Image
 
 from paravt_jax.data.splits import SPLITS
 from paravt_jax.evaluation.release.calls import crop_calls, sage_answer, sage_calls, window_of, zoom_calls
-from paravt_jax.evaluation.release.dialogue import ReleaseDialogue, ReleasePlayer
+from paravt_jax.evaluation.release.dialogue import ReleaseAgent, ReleaseDialogue
 from paravt_jax.evaluation.release.frames import CROP_PX, OVERVIEW_PX, crop_numbers, fitted_size, overview_numbers
 from paravt_jax.evaluation.release.pictures import ReleasePictures
 from paravt_jax.evaluation.release.questions import question_of
@@ -112,9 +112,9 @@ def golden_parts(parts, number):
 async def dialogue_of(case, videos, texts, frames):
     """The requests of a dialogue as the golden has them, and the score of its last reply."""
     recorder, dialogue = Recorder(GOLDEN["replies"][case["script"]]), ReleaseDialogue()
-    player = ReleasePlayer(recorder, ReleasePictures(frames, 60.0), texts, case["mode"], case["channel"])
+    agent = ReleaseAgent(recorder, ReleasePictures(frames, 60.0), texts, case["mode"], case["channel"])
     question = question_for(case, videos, texts)
-    await player.play(question, dialogue)
+    await agent.run(question, dialogue)
     limits = [[len(messages), limit] for messages, limit in recorder.requests]
     messages = [[message["role"], *parts_of(message["content"])] for message in recorder.requests[-1][0]]
     return {"limits": limits, "messages": messages, "score": pytest.approx(question.score(dialogue.final))}
