@@ -202,7 +202,12 @@ def test_an_excuse_that_is_none_is_noticed(tmp_path):
     assert unexcused(tmp_path / "page.md") == ["# needs a minute", "py"]
 
 
-PAGES_WITH_COMMANDS_TO_RUN = [page for page in PAGES if any(b.language == "bash" and b.runs for b in blocks_of(page))]
+# The commands of training.md are mostly those of README.
+PAGES_WITH_COMMANDS_TO_RUN = [
+    pytest.param(page, marks=[pytest.mark.nightly] * (page.name == "training.md"))
+    for page in PAGES
+    if any(b.language == "bash" and b.runs for b in blocks_of(page))
+]
 
 
 @pytest.mark.slow

@@ -162,6 +162,7 @@ def test_an_impossible_run_is_rejected_before_it_logs(overrides, message, tmp_pa
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.nightly
 def test_sglang_servers_sample_with_every_version(tmp_path):
     run_dir = tmp_path / "run"
     rows = ("rollout.max_context_tokens=1024", "pack.row_tokens=1024")  # the parity gate has an episode of 563 tokens

@@ -1,7 +1,6 @@
 """The real SGLang server: it samples what the learner computes, loses nothing when killed, and leaves nothing behind.
 
-Each start takes ten seconds and more, so two servers serve nearly all tests, the last of which end them; a third has
-the second family of models.
+Each start takes ten seconds and more, so one server serves all tests that are not marked nightly; the last one ends it.
 """
 
 import asyncio
@@ -220,7 +219,7 @@ def router(routed, model):
     return routed
 
 
-@pytest.fixture(params=["server", "router"])
+@pytest.fixture(params=["server", pytest.param("router", marks=pytest.mark.nightly)])
 def front(request):
     """What a run may be given: a server, or an sglang-router before two."""
     return request.getfixturevalue(request.param)
@@ -538,6 +537,7 @@ def test_a_server_that_cannot_read_the_learners_files_gets_them_over_the_network
     assert len(set(received)) == 2 and all(path.parent.name.startswith(WEIGHTS_PREFIX) for path in received)
 
 
+@pytest.mark.nightly
 def test_a_vision_tower_that_trains_needs_a_server_that_does_not_remember_pictures(
     server, second, model, new_vision, contract, chat
 ):
@@ -575,6 +575,7 @@ def qwen25(qwen25_hf):
     return model_port.load(qwen25_hf), contract, Chat.from_hf(qwen25_hf)
 
 
+@pytest.mark.nightly
 def test_a_server_of_qwen2_5_vl_agrees_with_the_learner(qwen25_server, qwen25, qwen25_hf):
     """Frames keep their size, and ids that no text encodes to stay as they are."""
     model, contract, chat = qwen25
@@ -584,6 +585,7 @@ def test_a_server_of_qwen2_5_vl_agrees_with_the_learner(qwen25_server, qwen25, q
     assert found.problems == [] and all(found.differences[kind].num_tokens for kind in (*KINDS, SHOWN))
 
 
+@pytest.mark.nightly
 def test_a_server_of_qwen2_5_vl_takes_weights_of_both_towers_and_adapters(qwen25_server, qwen25, qwen25_hf, tmp_path):
     model, contract, chat = qwen25
     make_tiny(tmp_path / "hf", 1, tiny_config("qwen2_5_vl"))
@@ -603,6 +605,7 @@ def test_a_server_of_qwen2_5_vl_takes_weights_of_both_towers_and_adapters(qwen25
     assert worst < BOUND < 100 * BOUND < other
 
 
+@pytest.mark.nightly
 def test_a_step_of_qwen2_5_vl_samples_from_its_policy_before_and_after_it(qwen25_server, qwen25_hf, tmp_path):
     settings = [*QUICK, "engine.kind=sglang", f"engine.urls=[{qwen25_server.url}]", f"model.path={qwen25_hf}"]
     settings += ["train.num_steps=2", "optim.learning_rate=0.01"]
@@ -621,7 +624,8 @@ def test_a_server_that_encodes_the_text_of_qwen2_5_vl_again_is_refused(sglang_py
     assert len(found.wrong_ids) == 2 and all("the server encodes the text again" in one for one in found.wrong_ids)
 
 
-@pytest.mark.parametrize("by", [pytest.param("files", marks=pytest.mark.nightly), "network"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("by", ["files", "network"])
 def test_a_server_merges_every_adapter_it_gets_into_its_own_model(server, model, adapted, contract, chat, tmp_path, by):
     """Also after a restart, which is played: it leaves the weights of other files, and SGLang's own label."""
     (tmp_path / "other").mkdir()
@@ -844,6 +848,7 @@ def test_a_server_killed_in_the_middle_loses_and_doubles_no_episode_and_comes_ba
     assert worst < BOUND
 
 
+@pytest.mark.nightly
 def test_a_stopped_server_is_ejected_and_comes_back_with_the_weights(server, second, model, other, chat):
     settings = SGLangSettings(RUN, probe_every_s=0.5, probe_deadline_s=4, control_deadline_s=5)
 
@@ -956,6 +961,7 @@ def test_a_real_server_streams_and_has_known_words_for_what_it_refuses(server):
     assert texts[-1] == text and reason == "context"
 
 
+@pytest.mark.nightly
 def test_an_evaluation_starts_and_ends_its_own_endpoints(tiny_hf, lids, tmp_path, sglang_python):
     engine = ("engine.serve_with=sglang", f"model.path={tiny_hf}", "engine.model=tiny/model")
     (cell,) = asyncio.run(run_eval(endpoint_config(lids, tmp_path / "run", *engine)))
@@ -1012,6 +1018,7 @@ def test_the_real_server_stops_with_nothing_left(server):
     assert len(processes) >= 4 and all_gone(processes, within_s=0)  # supervisor, server, scheduler, detokenizer
 
 
+@pytest.mark.nightly
 def test_the_real_server_dies_with_a_killed_parent(second):
     processes = family(second.command.pid)
     assert len(processes) >= 5
@@ -1020,6 +1027,7 @@ def test_the_real_server_dies_with_a_killed_parent(second):
     assert all_gone(processes)
 
 
+@pytest.mark.nightly
 def test_the_real_server_dies_with_a_parent_killed_while_it_loads(sglang_python, tiny_hf):
     command = serve(ServerSettings(tiny_hf, python=sglang_python), "--context-length", "4096")
     while len(processes := family(command.pid)) < 4:  # the scheduler has only just begun: it guards itself later

@@ -142,7 +142,10 @@ def test_a_mesh_without_memory_is_rejected_and_the_others_are_measured(own_envir
             marks=pytest.mark.nightly,
         ),
         ("sft_8b.yaml", "model.path=tiny", "model.dtype=float32", "mesh.tensor=1", "pack.row_tokens=512"),
-        ("sft_8b.yaml", "model.path=qwen25", "model.dtype=float32", "mesh.tensor=1", "pack.row_tokens=512"),
+        pytest.param(
+            ("sft_8b.yaml", "model.path=qwen25", "model.dtype=float32", "mesh.tensor=1", "pack.row_tokens=512"),
+            marks=pytest.mark.nightly,
+        ),
     ],
     ids=["rl", "imitation", "qwen2_5_vl"],
 )

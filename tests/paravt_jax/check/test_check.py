@@ -39,12 +39,27 @@ def target(tiny_hf, tmp_path) -> Target:
     return Target(str(tmp_path), str(tiny_hf))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_tiny_model_passes_every_stage(tmp_path):
+@pytest.fixture
+def wrong_rows(tmp_path) -> str:
+    """A data file that no run can read."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "q"}\n')
-    arguments = ["--quick", "--json", str(tmp_path / "check.json"), "--data", str(rows)]
+    return str(rows)
+
+
+@pytest.mark.slow
+def test_the_command_runs_the_requested_stages_and_names_the_one_that_fails(wrong_rows, tmp_path):
+    arguments = ["--quick", "--json", str(tmp_path / "check.json"), "--data", wrong_rows, "--stage", "weights", "data"]
+    done, report = run_check(*arguments, deadline_s=250)
+    assert [(stage["stage"], stage["failed"]) for stage in report["stages"]] == [("weights", False), ("data", True)]
+    assert done.returncode == 1 and done.stderr.endswith("error: 1 of 2 stages failed: data\n")
+    assert "| weights " in done.stdout and "| logits " not in done.stdout
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_the_tiny_model_passes_every_stage(wrong_rows, tmp_path):
+    arguments = ["--quick", "--json", str(tmp_path / "check.json"), "--data", wrong_rows]
     done, report = run_check(*arguments, deadline_s=850)
     by_name = {stage["stage"]: stage for stage in report["stages"]}
     failed = {name: stage for name, stage in by_name.items() if stage["failed"]}

@@ -79,7 +79,10 @@ CASES = {
     "adapters, none": (MID, (1, 2, 2), 512, "none", "blocked"),
 }
 
-NIGHTLY_CASES = ("none", "dots", "full, xla", "full, scanned", "head", "adapters, none")
+NIGHTLY_CASES = (
+    *("none", "dots", "full, xla", "full, scanned", "head", "trainable vision", "windows"),
+    *("experts", "experts, dots", "adapters, none"),
+)
 
 
 def plan_of_config(config: Config, model: ModelConfig = EIGHT_B, device: DeviceSpec = CPU) -> Plan:
