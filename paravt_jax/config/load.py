@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MappingNode, MarkedYAMLError, YAMLError, compose
 
-from paravt_jax.config.changed_keys import change_of, updated_record
+from paravt_jax.config.changed_keys import change_of
 from paravt_jax.config.keys import flat, keys_of, mappings_of, unknown_key
 from paravt_jax.config.recipes import config_file
 from paravt_jax.config.schema import Config, EvalConfig, SftConfig
@@ -85,8 +85,7 @@ def _read(path: Path) -> Any:
     if path.suffix != ".json":
         return OmegaConf.load(path)
     record = json.loads(path.read_bytes())
-    settings = record["config"] if isinstance(record, dict) and "config" in record else record
-    return OmegaConf.create(updated_record(settings) if isinstance(settings, dict) else settings)
+    return OmegaConf.create(record["config"] if isinstance(record, dict) and "config" in record else record)
 
 
 def _in_one_line(source: str, work: Callable[[], Any]) -> Any:

@@ -18,7 +18,6 @@ from typing import Any
 from model_port.bucket import GENERATIONS_FILE, PARTIAL, Bucket, download, upload
 from model_port.layout import RECORD_FILE
 from model_port.output_dir import check_local
-from paravt_jax.config.changed_keys import updated_record
 from paravt_jax.config.keys import flat
 from paravt_jax.run.hosts import Hosts
 from paravt_jax.run.lease import Lease, leased, token_of
@@ -170,9 +169,9 @@ def versions() -> dict[str, Any]:
 
 
 def settings_of(directory: Path) -> dict[str, Any]:
-    """The settings in RUN/config.json, under today's keys; empty if there is no such file."""
+    """The settings in RUN/config.json; empty if there is no such file."""
     path = directory / SETTINGS_FILE
-    return updated_record(json.loads(path.read_bytes())["config"]) if path.exists() else {}
+    return json.loads(path.read_bytes())["config"] if path.exists() else {}
 
 
 def changed_settings(settings: Mapping[str, Any], directory: Path) -> dict[str, tuple[Any, Any]]:

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from model_port.hf_files import RECIPE_FILE
 from model_port.json_files import Section, read_object
 from paravt_jax.config import Config, EvalConfig, SftConfig, VideoConfig
-from paravt_jax.config.changed_keys import updated_record
+from paravt_jax.config.changed_keys import change_of
 from paravt_jax.config.keys import flat
 from rollout.episode_config import EpisodeConfig
 
@@ -67,7 +67,7 @@ def read_recipe(directory: Path) -> Recipe | None:
     recipe_keys = set(flat(Recipe().to_record()))
     for key, value in flat(record).items():
         if key not in recipe_keys:
-            raise ValueError(f"{path}: {key} is not a setting of a recipe")
+            raise ValueError(f"{path}: {change_of(key) or f'{key} is not a setting of a recipe'}")
         if "${" in str(value):
             raise ValueError(f"{path}: {key} contains ${{…}}, which this file must not")
     own = [name for name in tools if ":" in name]
@@ -101,4 +101,4 @@ def _change(key: str, trained: str, current: str) -> str:
 
 def _record(directory: Path) -> dict[str, Any] | None:
     path = directory / RECIPE_FILE
-    return updated_record(read_object(path)) if path.exists() else None
+    return read_object(path) if path.exists() else None

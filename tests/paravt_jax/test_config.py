@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paravt_jax.config import Config, EvalConfig, SftConfig, keys, load_config, to_record
-from paravt_jax.config.changed_keys import MERGED_INTO, REMOVED, RENAMED, updated_record
+from paravt_jax.config.changed_keys import REMOVED, RENAMED
 from paravt_jax.run.recipe import recipe_of
 from scripts.miniature import arms
 
@@ -195,17 +195,12 @@ def test_the_number_of_settings_is_bounded():
 
 def test_the_error_for_a_renamed_or_removed_key_has_the_new_key_or_the_reason(tmp_path):
     settings = {key for schema in (Config, SftConfig, EvalConfig) for key in keys.keys_of(schema)}
-    renamed = RENAMED | MERGED_INTO
-    assert settings >= set(renamed.values()) and not settings & {*renamed, *REMOVED}
-    for key, new in renamed.items():
-        with pytest.raises(ValueError, match=f"^{re.escape(key)} is now {re.escape(new)}(: .*)?$"):
-            load_config(None, f"{key}=1")
-    with pytest.raises(
-        ValueError, match=r"^loss\.behavior_correction .* loss\.correction: mask is token_mis, truncate is"
-    ):
-        load_config(None, "loss.behavior_correction=mask")
-    for key, removed in REMOVED.items():
-        with pytest.raises(ValueError, match=f"^{re.escape(key)} was removed: {re.escape(removed.reason)}$"):
+    assert settings >= {new.partition(":")[0] for new in RENAMED.values()}
+    assert not settings & {*RENAMED, *REMOVED}
+    errors = {key: f"is now {new}" for key, new in RENAMED.items()}
+    errors |= {key: f"was removed: {reason}" for key, reason in REMOVED.items()}
+    for key, error in errors.items():
+        with pytest.raises(ValueError, match=f"^{re.escape(f'{key} {error}')}$"):
             load_config(None, f"{key}=1")
     (tmp_path / "run.yaml").write_text("loss: {kind: dapo}")
     with pytest.raises(ValueError, match=r"run\.yaml, line 1: loss\.kind is now loss\.name$"):
@@ -214,81 +209,15 @@ def test_the_error_for_a_renamed_or_removed_key_has_the_new_key_or_the_reason(tm
         load_config(None, "loss.numbers.clip_low=0.1")
 
 
-def earlier_record(**values) -> dict:
-    """The settings as version 0.2 recorded them: every removed one at its default, unless `values` sets it."""
+def test_the_record_of_an_earlier_run_gives_the_same_errors(tmp_path):
     record = to_record(load_config(None))
-    del record["loss"]["correction"], record["loss"]["correction_bounds"]
-    record["loss"] |= {"behavior_correction": "mask", "behavior_cap": 5.0}
-    record["loss"]["kind"], record["loss"]["numbers"] = record["loss"].pop("name"), record["loss"].pop("params")
-    record |= {"judge": None}
-    old = {
-        key: removed.fixed_in(record.get(key.split(".")[0], {}))
-        for key, removed in REMOVED.items()
-        if key.split(".")[0] not in ("judge", "sft", "eval")
-    }
-    old |= {"engine.urls_file": "", "mismatch.stop_kl": 0.2, "rollout.call_deadline_s": 300.0} | values
-    old |= {"engine.route": "tensors", "video.decoder": "decord"}
-    for key, value in old.items():
-        *sections, name = key.split(".")
-        section = record
-        for part in sections:
-            section = section.setdefault(part, {})
-        section[name] = value
-    del record["mismatch"]["max_kl"]
-    return record
-
-
-def test_the_record_of_an_earlier_run_still_loads(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"config": earlier_record()}))
-    assert load_config(tmp_path / "config.json") == load_config(None, "mismatch.max_kl=0.2")
-    (tmp_path / "config.json").write_text(json.dumps({"config": earlier_record(**{"optim.beta1": 0.8})}))
-    with pytest.raises(ValueError, match=r"optim\.beta1 was removed: it is always 0\.9$"):
+    record["loss"]["kind"] = record["loss"].pop("name")
+    record["optim"]["beta1"] = 0.9
+    (tmp_path / "config.json").write_text(json.dumps({"config": record}))
+    with pytest.raises(
+        ValueError, match=r"optim\.beta1 was removed: it is always 0\.9; .*loss\.kind is now loss\.name$"
+    ):
         load_config(tmp_path / "config.json")
-
-
-@pytest.mark.parametrize(
-    ("section", "old", "now"),
-    [
-        ("loss", {"kl_in": "loss", "kl_estimator": "k2"}, {"kl": "k2"}),
-        ("loss", {"kl_in": "returns", "kl_estimator": "k1"}, {"kl": "returns"}),
-        ("video", {"gating": False, "frame_budgets": [4, 8]}, {"frame_budgets": []}),
-        ("video", {"frame_budgets": [4, 8], "gating": True, "min_pixels": 784}, {"frame_budgets": [4, 8]}),
-        ("reward", {"tool_reward": True, "tool_right": "any"}, {"tool": "published"}),
-        ("reward", {"tool_reward": False, "tool_call_weight": 0.3, "oe_mode": "f1"}, {"oe_mode": "f1", "tool": "none"}),
-        ("reward", {"think_first_bonus": False}, {"format": "strict"}),
-        ("optim", {"schedule": "cosine", "warmup_frac": 0.05}, {"schedule": "cosine"}),
-        ("advantage", {"normalise": "tokens", "max_reward": 2.2}, {"normalise": "tokens"}),
-    ],
-)
-def test_merged_settings_of_an_earlier_run_have_todays_name(section, old, now):
-    assert updated_record({section: old}) == {section: now}
-
-
-@pytest.mark.parametrize(
-    ("section", "old", "message"),
-    [
-        ("reward", {"tool_call_weight": 0.2}, r"reward\.tool_call_weight is now reward\.tool: published, needed, none"),
-        ("loss", {"kl_in": "reward", "kl_estimator": "k3"}, r"loss\.kl_in is now loss\.kl: "),
-        ("optim", {"schedule": "cosine", "warmup_frac": 0.0}, r"optim\.warmup_frac was removed: "),
-        ("advantage", {"max_reward": 2.2}, r"advantage\.max_reward was removed: advantage\.normalise=tokens"),
-    ],
-)
-def test_the_record_of_a_run_that_has_no_equal_today_is_rejected(tmp_path, section, old, message):
-    (tmp_path / "config.json").write_text(json.dumps({section: old}))
-    with pytest.raises(ValueError, match=message):
-        load_config(tmp_path / "config.json")
-
-
-@pytest.mark.parametrize(
-    ("correction", "cap", "now"),
-    [("mask", 4.0, ("token_mis", {"max_weight": 4.0})), ("truncate", 2.0, ("token_tis", {"max_weight": 2.0})),
-     ("none", 5.0, ("none", {}))],
-)  # fmt: skip
-def test_the_sampler_correction_of_an_earlier_run_has_todays_name(tmp_path, correction, cap, now):
-    values = {"loss.behavior_correction": correction, "loss.behavior_cap": cap}
-    (tmp_path / "config.json").write_text(json.dumps({"config": earlier_record(**values)}))
-    loss = load_config(tmp_path / "config.json").loss
-    assert (loss.correction, loss.correction_bounds) == now
 
 
 def test_another_correction_on_the_command_line_starts_from_its_own_bounds(tmp_path):

@@ -77,6 +77,7 @@ def test_a_model_without_a_recipe_has_none(model):
         ({"num_frames": 0}, "must be at least 1"),
         ({"max_pixels": 1}, "video.max_pixels=1 must be at least 784"),
         ({"colour": "red"}, "colour is not a setting"),
+        ({"rollout": {"top_p": 1.0}}, "rollout.top_p was removed: runs sample from all tokens"),
     ],
 )
 def test_invalid_recipes_are_rejected_with_one_error(model, record, message):
