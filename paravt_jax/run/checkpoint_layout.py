@@ -29,14 +29,14 @@ from model_port.sharding import param_name
 from paravt_jax.learner.programs import TrainState
 
 MAX_LENGTH = 2**48  # limit for an axis and for the number of steps
-RECORD_KEYS = ("scalars", "shapes", "progress", "files")
 OWN_SUM = "sum"  # key of the record's checksum, which covers the other keys
+RECORD_KEYS = ("scalars", "shapes", "progress", "files", OWN_SUM)
 BLOCK = re.compile(rf"(^|/){PARAMS_DIR}/[^/]+/[\d.]+$")  # matches an array's block
 SUM_THREADS = 16
 SUM_BYTES = 2**20  # bytes hashed at a time
 
 Directory = Path | Bucket
-FileSums = dict[str, list[Any]]  # path: size and checksum; version 0.2 and older had no checksums
+FileSums = dict[str, list[Any]]  # path: size and checksum; None: not compared
 
 
 class BrokenCheckpoint(Exception):
@@ -122,15 +122,10 @@ def read_record(directory: Directory) -> dict[str, Any]:
     """The content of state.json, with the types checked."""
     try:
         record = parse_object((directory / RECORD_FILE).read_bytes(), RECORD_FILE)
-        if "file_bytes" in record:  # version 0.2 and older had no checksums
-            sizes = Section(RECORD_FILE, record).section("file_bytes")
-            record["files"] = {name: [size, None] for name, size in sizes.values.items()}
-        elif OWN_SUM not in record:
-            raise ValueError(f"{RECORD_FILE} has no {OWN_SUM}")
-        unchanged = OWN_SUM not in record or record.pop(OWN_SUM) == record_sum(record)
         missing = [key for key in RECORD_KEYS if key not in record]
         if missing:
             raise ValueError(f"{RECORD_FILE} lacks {', '.join(missing)}")
+        unchanged = record.pop(OWN_SUM) == record_sum(record)
         _check_record(Section(RECORD_FILE, record), directory)
     except (FileNotFoundError, ValueError) as problem:
         raise BrokenCheckpoint(f"{problem}") from None

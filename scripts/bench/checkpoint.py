@@ -26,7 +26,7 @@ from paravt_jax.config import CheckpointConfig
 from paravt_jax.learner.learner import Learner
 from paravt_jax.plan.run import PlannedRl
 from paravt_jax.run.checkpoint import Checkpoints
-from paravt_jax.run.checkpoint_layout import OWN_SUM
+from paravt_jax.run.checkpoint_layout import OWN_SUM, record_bytes
 
 WIDTH, HEADS, HEAD_DIM, FFN_WIDTH, VOCABULARY = 1024, 8, 128, 3072, 32_768
 LAYER_PARAMS = 12_600_000  # approximate
@@ -82,13 +82,14 @@ def _row(learner: Learner, checkpoints: Checkpoints, repeats: int, cold: bool) -
     directory = checkpoints.latest
     assert isinstance(directory, Path)
     record_file = directory / RECORD_FILE
-    record = json.loads(record_file.read_bytes())
-    unsummed = {name: [size, None] for name, (size, _) in record["files"].items()}
-    without = {**{key: value for key, value in record.items() if key != OWN_SUM}, "files": unsummed}
+    content = record_file.read_bytes()
+    record = json.loads(content)
+    del record[OWN_SUM]
+    without = record_bytes(record, {name: [size, None] for name, (size, _) in record["files"].items()})
     seconds: dict[str, list[float]] = {"read_s": [], "restored_s": [], "compared_s": []}
     for _ in range(repeats):
         for way, took in seconds.items():
-            record_file.write_text(json.dumps(without if way == "restored_s" else record))
+            record_file.write_bytes(without if way == "restored_s" else content)
             if cold:
                 os.sync()
                 DROP_CACHES.write_text("1")
@@ -99,7 +100,7 @@ def _row(learner: Learner, checkpoints: Checkpoints, repeats: int, cold: bool) -
                 checkpoints.restore(learner)
                 jax.block_until_ready(learner.state.trainable)
             took.append(time.perf_counter() - start_s)
-    record_file.write_text(json.dumps(record))
+    record_file.write_bytes(content)
     return {"cache": "cold" if cold else "warm", **{way: statistics.median(took) for way, took in seconds.items()}}
 
 
