@@ -12,8 +12,7 @@ from paravt_jax.data.splits import PublicSplit, Sample
 from paravt_jax.evaluation.sample_log import Record, SampleLog, SampleResult, episode_record, result_of, sample_record
 from paravt_jax.rl.episodes import RolloutWorker, make_task
 from paravt_jax.run.threads import in_thread
-from rollout.endpoint.errors import OF_THE_SAMPLE
-from rollout.endpoint.errors import REASONS as ENDPOINT_REASONS
+from rollout.endpoint.errors import OF_THE_SAMPLE, REASONS as ENDPOINT_REASONS
 from rollout.toolbox.search_subtitles import subtitle_file
 from rollout.toolbox.subtitles import Cue, parse_srt
 from rollout.tools import BadCall

@@ -11,8 +11,7 @@ import pytest
 from model_port.inputs import Frame
 from model_port.tiny import tiny_config
 from paravt_jax.bench import __main__ as wheel_main
-from scripts.bench import __main__ as bench_main
-from scripts.bench import learner, sampler, update, ways
+from scripts.bench import __main__ as bench_main, learner, sampler, update, ways
 
 
 @pytest.fixture

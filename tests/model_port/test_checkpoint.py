@@ -7,8 +7,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from model_port import checkpoint
 from model_port.checkpoint import StoredParams, cast, nested, restore_params

@@ -5,8 +5,7 @@ import shutil
 from contextlib import suppress
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 import model_port
 from model_port.adapters import AdapterBase, AdapterInfo, new_adapter, read_adapter_info, write_adapter

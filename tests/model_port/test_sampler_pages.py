@@ -11,15 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from jax.experimental.pallas import tpu as pltpu
 from reference import DIVISIBLE
 
 from model_port.inputs import Frame
 from model_port.model import VLModel
-from model_port.sampler import Sampler, SamplerPrompt, SamplerRequest, SamplingParams
-from model_port.sampler import sampler as sampler_module
+from model_port.sampler import Sampler, SamplerPrompt, SamplerRequest, SamplingParams, sampler as sampler_module
 from model_port.sampler.check import check_decoding
 from model_port.sampler.frames import FrameTable
 from model_port.sampler.paged import gpu_kernel, tpu_kernel, walked

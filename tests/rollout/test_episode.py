@@ -7,8 +7,7 @@ import time
 import numpy as np
 import pytest
 from agents import ANSWER, FakeFrames, call, is_subagent, play, script
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from qwen_tokenizer import qwen_tokenizer
 from transformers import PreTrainedTokenizerFast
 

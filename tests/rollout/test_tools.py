@@ -4,8 +4,7 @@ import contextlib
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rollout.tools import BadCall, Window, find_calls, parse_seconds, video_of, window_of
 

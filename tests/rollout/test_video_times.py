@@ -4,8 +4,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from rollout.video.times import CROP_MAX_FRAMES, crop_times, num_frames_at, overview_times
 

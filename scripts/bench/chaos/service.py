@@ -21,8 +21,7 @@ from rollout.chat import Chat
 from scripts.bench.chaos.faults import SERVICE, Fault
 from scripts.bench.chaos.stage import SETTINGS, Exit, Stage
 from scripts.bench.hosts import free_port
-from scripts.bench.smoke_run import CONFIG
-from scripts.bench.smoke_run import SETTINGS as SMOKE_SETTINGS
+from scripts.bench.smoke_run import CONFIG, SETTINGS as SMOKE_SETTINGS
 
 NUM_CLIENTS, MAX_QUESTIONS = 4, 3  # one client more than are served at a time
 DEADLINE_S = 40.0

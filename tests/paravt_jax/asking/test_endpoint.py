@@ -8,8 +8,7 @@ import re
 import numpy as np
 import pytest
 from agents import FakeFrames, call
-from fake_endpoint import MODEL as FAKE_MODEL
-from fake_endpoint import FakeEndpoint
+from fake_endpoint import MODEL as FAKE_MODEL, FakeEndpoint
 from served import ACCESS, LOOK, MODEL, with_service
 
 from paravt_jax import ask

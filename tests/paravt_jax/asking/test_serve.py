@@ -13,9 +13,7 @@ import pytest
 from PIL import Image
 from served import MODEL, question, served_by, until, with_service
 
-from paravt_jax.asking import body as body_module
-from paravt_jax.asking import openai as openai_module
-from paravt_jax.asking import service as service_module
+from paravt_jax.asking import body as body_module, openai as openai_module, service as service_module
 from paravt_jax.asking.asker import open_asker
 from paravt_jax.asking.media import Sources
 from paravt_jax.asking.openai import BadRequest, RequestError, parse_question

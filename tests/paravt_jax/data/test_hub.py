@@ -11,8 +11,7 @@ import pytest
 from data_rows import dialogue, rl_row, sft_row, write_parquet
 from fake_hub import FakeHub, fresh_client, serve_hub
 from huggingface_hub import constants
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from published import make_copy
 
 from paravt_jax.data.hub import HubName, hub_name, local_source, tokenizer_file

@@ -5,8 +5,7 @@ from itertools import pairwise
 
 import pytest
 from data_rows import ANSWER_TURN, CALL, dialogue, media, rl_row, sft_row, text, write_lines, write_parquet
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from model_port.tiny import tiny_tokenizer
 from paravt_jax.data import inspect as module

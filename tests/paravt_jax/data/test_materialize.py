@@ -7,8 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from data_rows import ANSWER_TURN, media, messages, rl_row, text, write_parquet
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from paravt_jax.data import materialize as module
 from paravt_jax.data.__main__ import main

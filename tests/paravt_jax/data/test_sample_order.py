@@ -9,8 +9,7 @@ from itertools import pairwise
 
 import grain
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from paravt_jax.config import VideoConfig
 from paravt_jax.data.budget import budgets_of, frame_budget

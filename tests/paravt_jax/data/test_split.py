@@ -9,8 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from data_rows import ANSWER_TURN, CALL_TURN, dialogue, media, rl_row, sft_row, text, write_lines, write_parquet
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from paravt_jax.data import __main__ as command
 from paravt_jax.data.prompts import load_prompts

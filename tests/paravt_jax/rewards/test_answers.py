@@ -4,8 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from paravt_jax.rewards.answers import exact_match, interval, interval_iou, normalised, option_letter, token_f1
 

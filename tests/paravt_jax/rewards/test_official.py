@@ -1,8 +1,7 @@
 """The rules of the benchmarks' harnesses with their faults; some cases also have the strict parse."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from paravt_jax.rewards.answers import option_letter
 from paravt_jax.rewards.official import first_capital, first_capital_or_guess, mmvu, reply_of, window_iou

@@ -5,8 +5,7 @@ import math
 import re
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from paravt_jax.rewards.grammar import TAG, Place
 from paravt_jax.rewards.settings import RewardConfig
