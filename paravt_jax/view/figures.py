@@ -6,12 +6,13 @@ their own metrics.
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
+from paravt_jax.config.keys import flat
 from paravt_jax.run.charts import OTHER, SECTIONS, Chart, LoggedRun, Table, validation_key
 
 HEADLINE_FRAC = 0.1  # of the steps, at each end
@@ -62,7 +63,9 @@ def kind_of(config: Mapping[str, Any]) -> str:
 def about(run: LoggedRun) -> dict[str, Any]:
     """The head of the page: name, steps done and planned, commit, versions, settings."""
     config = run.settings.get("config", {})
-    planned = [value for key, value in _flat(config) if key.split(".")[-1] == "num_steps" and isinstance(value, int)]
+    planned = [
+        value for key, value in flat(config).items() if key.split(".")[-1] == "num_steps" and isinstance(value, int)
+    ]
     return {
         "kind": kind_of(config),
         "name": run.name,
@@ -74,7 +77,7 @@ def about(run: LoggedRun) -> dict[str, Any]:
 
 def describe(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings, commit and package versions."""
-    config = dict(_flat(settings.get("config", {})))
+    config = flat(settings.get("config", {}))
     idle = IDLE.get(kind_of(settings.get("config", {})), ())
     return {
         "commit": settings.get("git_commit"),
@@ -195,15 +198,6 @@ def _numbers(values: np.ndarray) -> list[float | None]:
 def _number(value: float) -> float | None:
     """Rounds a value to keep the page small; None for NaN, which JSON lacks."""
     return float(f"{value:.5g}") if np.isfinite(value) else None
-
-
-def _flat(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Flattens nested settings to dotted keys, as on the command line."""
-    if not isinstance(settings, dict) or (not settings and prefix):
-        yield prefix, settings
-        return
-    for key, value in settings.items():
-        yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
 
 
 def _fact(config: Mapping[str, Any], keys: tuple[str, ...]) -> str:
