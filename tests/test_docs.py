@@ -347,6 +347,6 @@ def test_the_loop_that_a_page_shows_is_the_loop():
 @pytest.mark.slow
 def test_the_version_is_the_same_everywhere():
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    newest = re.findall(r"^## (.*) — (\d{4}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
+    newest = re.findall(r"^## \[(.*)\] - (\d{4}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
     cited = dict(re.findall(r"^(version|date-released): (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE))
     assert newest == (version, cited["date-released"]) and cited["version"] == version

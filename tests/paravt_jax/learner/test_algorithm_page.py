@@ -80,14 +80,15 @@ def test_the_loss_of_the_tokens_equals_the_code(float64):
 
 @pytest.mark.parametrize(("setting", "default", "function"), [row[1:] for row in SYMBOLS])
 def test_a_symbol_names_a_setting_its_default_and_a_function(setting, default, function):
-    value = load_config(None)
-    for name in setting.strip("`").split("."):
-        value = getattr(value, name)
-    assert (value if isinstance(value, str) else json.dumps(value)) == default
     module, *names = re.fullmatch(r"`(paravt_jax(?:\.[a-z_]+)+)\.(\w+)(?:\.(\w+))?`", function).groups()
-    value = import_module(module)
+    code = import_module(module)
     for name in filter(None, names):
-        value = getattr(value, name)
+        code = getattr(code, name)
+    value = load_config(None)
+    for name in [] if setting == "fixed" else setting.strip("`").split("."):
+        value = value[name] if isinstance(value, dict) else getattr(value, name)
+    value = code if setting == "fixed" else value
+    assert (value if isinstance(value, str) else json.dumps(value)) == default
 
 
 def test_the_figure_has_one_prompt_with_three_branches_that_do_not_attend_to_each_other(tmp_path):
