@@ -115,7 +115,7 @@ def with_results(page: str, rows: Sequence[Row]) -> str:
 
 def main() -> None:
     rows = read_rows(MEASURED)
-    rewrite("scripts.miniature.contrast_page", PAGE, FIGURE, partial(draw, rows), lambda page: with_results(page, rows))
+    rewrite("scripts.miniature.contrast_page", FIGURE, partial(draw, rows), lambda page: with_results(page, rows), PAGE)
 
 
 if __name__ == "__main__":

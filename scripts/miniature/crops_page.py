@@ -87,10 +87,10 @@ def main() -> None:
     rows = read_rows(MEASURED)
     rewrite(
         "scripts.miniature.crops_page",
-        PAGE,
         FIGURE,
         partial(draw, rows),
         lambda page: with_table(page, "windows", table(rows)),
+        PAGE,
     )
 
 

@@ -1,9 +1,10 @@
 """The map's tables and figure: the table model's predictions beside the measured numbers, and their agreement.
 
-python -m scripts.miniature.map_page     after new runs: rewrites the tables and the figure of docs/miniature/map.md
+python -m scripts.miniature.map_page     after new runs: rewrites the tables and the figure of docs/miniature/map*.md
 """
 
 import argparse
+import itertools
 import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,8 +40,9 @@ from scripts.miniature.cells import (
     read_rows,
 )
 
-PAGE, FIGURE = DATA.parent / "map.md", DATA.parent / "map.png"
+PAGE, DETAILS, FIGURE = (DATA.parent / name for name in ("map.md", "map_details.md", "map.png"))
 MISSING = "–"
+VERDICTS = ("yes", "equal", "no")
 EQUAL = 0.02  # smaller differences count as equal
 MARKS = {"accuracy": "#0072B2", "kappa": "#E69F00"}
 Lookup = Callable[..., float]  # arm, metric and, optionally, frames -> the number
@@ -157,10 +159,28 @@ def score_table() -> Iterator[str]:
     """Each claim in every cell: predicted, then measured."""
     yield f"| claim | {' | '.join(f'{cell.reports}, {cell.calls}' for cell in CELLS)} |"
     yield f"|{'---|' * (1 + len(CELLS))}"
-    lookups = [[numbers_of(path, cell).of for path in (PREDICTIONS, MEASURED)] for cell in CELLS]
-    for claim, difference in CLAIMS.items():
-        pairs = ([verdict(difference(lookup)) for lookup in of_cell] for of_cell in lookups)
+    for claim, pairs in verdicts().items():
         yield f"| {claim} | {' | '.join(map(_agreement, pairs))} |"
+
+
+def summary_table() -> Iterator[str]:
+    """Each claim: the number of cells with each verdict, and of those in which prediction and measurement agree."""
+    counted = ", ".join(VERDICTS)
+    yield f"| in {len(CELLS)} worlds | predicted: {counted} | measured: {counted} | same verdict |"
+    yield f"|{'---|' * 4}"
+    for claim, pairs in verdicts().items():
+        counts = [" ".join(str(side.count(each)) for each in VERDICTS) for side in zip(*pairs, strict=True)]
+        num_agreed = sum(predicted == measured != MISSING for predicted, measured in pairs)
+        yield f"| {claim} | {' | '.join(counts)} | {num_agreed} |"
+
+
+def verdicts() -> dict[str, list[tuple[str, str]]]:
+    """Each claim's verdicts by cell: predicted and measured."""
+    lookups = [[numbers_of(path, cell).of for path in (PREDICTIONS, MEASURED)] for cell in CELLS]
+    return {
+        claim: [(verdict(difference(predicted)), verdict(difference(measured))) for predicted, measured in lookups]
+        for claim, difference in CLAIMS.items()
+    }
 
 
 def _agreement(pair: Sequence[str]) -> str:
@@ -170,12 +190,12 @@ def _agreement(pair: Sequence[str]) -> str:
 
 def agreement() -> str:
     """A line: how many verdicts agree, and the mean absolute errors."""
-    pairs, errors = [], {metric: [] for metric in METRICS}
+    errors: dict[str, list[float]] = {metric: [] for metric in METRICS}
     for cell in CELLS:
         predicted, measured = numbers_of(PREDICTIONS, cell), numbers_of(MEASURED, cell)
-        pairs += [(verdict(claim(predicted.of)), verdict(claim(measured.of))) for claim in CLAIMS.values()]
         for metric, values in errors.items():
             values += [abs(predicted.of(arm, metric) - measured.of(arm, metric)) for arm in ARMS]
+    pairs = itertools.chain.from_iterable(verdicts().values())
     decided = [predicted == measured for predicted, measured in pairs if measured != MISSING]
     if not decided:
         return "No arm is measured yet."
@@ -222,8 +242,9 @@ def _legend() -> list[Line2D]:
 
 
 def with_tables(page: str) -> str:
-    """The page with its tables, and the line below the score, from the data."""
+    """The page with those of the tables that it has, and the line below the score, from the data."""
     tables = {
+        f"in {len(CELLS)} worlds": summary_table(),
         "reports, calls": map_table(),
         "claim": score_table(),
         **{_heading(cell): arm_table(cell) for cell in CELLS[: len(STATED)]},
@@ -240,24 +261,26 @@ def with_table(page: str, first: str, lines: Iterable[str]) -> str:
 
 
 def rewrite(
-    module: str, page: Path, figure: Path, draw: Callable[[Path], None], with_results: Callable[[str], str]
+    module: str, figure: Path, draw: Callable[[Path], None], with_results: Callable[[str], str], *pages: Path
 ) -> None:
-    """The command of a page: draws its figure, and rewrites its tables."""
+    """The command of pages: draws their figure, and rewrites their tables."""
     parser = argparse.ArgumentParser(
         prog=prog_of(module),
-        description=f"Rewrite the tables and the figure of docs/miniature/{page.name} from docs/miniature/data.",
+        description=f"Rewrite the tables and the figure of {' and '.join(page.name for page in pages)} "
+        "in docs/miniature from docs/miniature/data.",
     )
     add_debug_flag(parser)
     parser.parse_args()
     draw(figure)
-    text = with_results(page.read_text())
-    with whole_file(page) as file:
-        file.write(text.encode())
-    print(f"{page}\n{figure}")
+    for page in pages:
+        text = with_results(page.read_text())
+        with whole_file(page) as file:
+            file.write(text.encode())
+    print(*pages, figure, sep="\n")
 
 
 def main() -> None:
-    rewrite("scripts.miniature.map_page", PAGE, FIGURE, draw, with_tables)
+    rewrite("scripts.miniature.map_page", FIGURE, draw, with_tables, PAGE, DETAILS)
 
 
 if __name__ == "__main__":

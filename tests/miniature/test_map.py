@@ -189,22 +189,24 @@ def test_agreement_counts_measured_cells_only(tmp_path, monkeypatch):
     assert map_page.agreement() == "No arm is measured yet."
     result = [row | full for row in numbers(grpo=0.5, para_grpo=0.6, no_tool_reward=0.7).rows]
     write_rows_of_map(measured, result, command="")
-    score = {
-        claim: [map_page.verdict(of(map_page.numbers_of(path, CELL).of)) for path in (predictions, measured)]
-        for claim, of in map_page.CLAIMS.items()
-    }
-    assert score["the full method is more accurate than GRPO"] == ["yes", "yes"]
-    assert score["R_tool adds accuracy"] == ["yes", "no"]
-    assert score["the recommended reward is more accurate than the full method"] == ["–", "–"]
+    first = {claim: pairs[CELLS.index(CELL)] for claim, pairs in map_page.verdicts().items()}
+    assert first["the full method is more accurate than GRPO"] == ("yes", "yes")
+    assert first["R_tool adds accuracy"] == ("yes", "no")
+    assert first["the recommended reward is more accurate than the full method"] == ("–", "–")
+    summary = [*map_page.summary_table()]
+    assert "| the full method is more accurate than GRPO | 1 0 0 | 1 0 0 | 1 |" in summary
+    assert "| R_tool adds accuracy | 1 0 0 | 0 0 1 | 0 |" in summary
     assert map_page.agreement().startswith("5 of 6 verdicts agree. Mean absolute errors over arms: accuracy 0.10")
 
 
 @pytest.mark.slow
-def test_the_tables_of_the_page_are_computed_from_the_data(tmp_path):
-    page = map_page.PAGE.read_text()
-    assert map_page.with_tables(page) == page, "run python -m scripts.miniature.map_page"
-    assert all(page.count(f"\n| {cell.reports}, {cell.calls} |") == 1 for cell in CELLS)
-    assert page.count("\n| − R_tool |") == len(STATED) and "](map.png)" in page
+def test_the_tables_of_the_pages_are_computed_from_the_data(tmp_path):
+    page, details = (path.read_text() for path in (map_page.PAGE, map_page.DETAILS))
+    for text in (page, details):
+        assert map_page.with_tables(text) == text, "run python -m scripts.miniature.map_page"
+        assert all(text.count(f"\n| {claim} |") == 1 for claim in map_page.CLAIMS) and map_page.agreement() in text
+    assert all(details.count(f"\n| {cell.reports}, {cell.calls} |") == 1 for cell in CELLS)
+    assert details.count("\n| − R_tool |") == len(STATED) and "](map.png)" in page
     map_page.draw(tmp_path / "map.png")
     assert (tmp_path / "map.png").stat().st_size > 10_000
 
