@@ -30,7 +30,8 @@ TAGS = ("<think>", "</think>", "<tool_response>", "</tool_response>")  # text fo
 STOP_TOKENS = (TURN_END, "<|endoftext|>")
 MAX_FILE_BYTES = 64 * 2**20  # six times the published tokenizer.json
 SPOKEN = "\ue000spoken\ue000"  # placeholder for an assistant's turn; it occurs in no template
-SHOWN = "\ue000shown\ue000"  # placeholder for a picture
+SPOKEN_TURN = ({"role": "user", "content": ""}, {"role": "assistant", "content": SPOKEN})
+PROBE = "\ue000probe\ue000"  # the same for a tool, and for a tool's response
 
 
 def _characters(data: bytes) -> list[int]:
@@ -161,18 +162,16 @@ class Chat:
 
     def after(self, ids: np.ndarray, messages: list[dict[str, Any]]) -> np.ndarray:
         """Like `after_turn`, for any messages; their texts must be trusted or `escape`d."""
-        if self._shows_responses:
-            after = self._after_spoken(messages)
-        else:
-            after = self._after_spoken([_with_placeholders(message) for message in messages]).replace(SHOWN, PICTURE)
+        after = self._after_spoken(messages)
         return self.encode(after.removeprefix(TURN_END) if self.ended(ids) else after)
 
     @cached_property
     def _shows_responses(self) -> bool:
         """Whether the template shows pictures in tool responses, as the published one does; others may not."""
-        content = [{"type": "text", "text": SHOWN}, {"type": "image"}]
+        response = {"role": "tool", "content": [{"type": "text", "text": PROBE}, {"type": "image"}]}
         try:
-            return f"{SHOWN}{PICTURE}" in self._after_spoken([{"role": "tool", "content": content}])
+            shown = render(self._template, [*SPOKEN_TURN, response], None)
+            return f"<tool_response>\n{PROBE}{PICTURE}\n</tool_response>" in shown
         except ValueError:
             return False
 
@@ -180,7 +179,7 @@ class Chat:
     def _shows_tools(self) -> bool:
         """Whether the template describes tools, as Qwen3-VL's does; Qwen2.5-VL's ignores them."""
         try:
-            return SHOWN in render(self._template, [{"role": "user", "content": ""}], [make_schema(SHOWN, SHOWN)])
+            return PROBE in render(self._template, [{"role": "user", "content": ""}], [make_schema(PROBE, PROBE)])
         except ValueError:
             return False
 
@@ -196,14 +195,15 @@ class Chat:
         return len(ids) > 0 and int(ids[-1]) == self.turn_end_id
 
     def _after_spoken(self, messages: list[dict[str, Any]]) -> str:
-        spoken = [{"role": "user", "content": ""}, {"role": "assistant", "content": SPOKEN}]
-        return self._render([*spoken, *messages], add_generation_prompt=True).partition(SPOKEN)[2]
+        return self._render([*SPOKEN_TURN, *messages], add_generation_prompt=True).partition(SPOKEN)[2]
 
     def _render(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, *, add_generation_prompt: bool
     ) -> str:
-        if not self._shows_tools:
-            messages, tools = with_responses(with_tools(messages, tools) if tools else messages), None
+        if tools and not self._shows_tools:
+            messages, tools = with_tools(messages, tools), None
+        if not self._shows_responses:
+            messages = with_responses(messages)
         try:
             return render(self._template, messages, tools, add_generation_prompt=add_generation_prompt)
         except ValueError as problem:
@@ -221,16 +221,6 @@ class Chat:
             raise ValueError(
                 f"the chat template of {self.source} ends an assistant's turn with {after[:20]!r}, expected {TURN_END}"
             )
-
-
-def _with_placeholders(message: dict[str, Any]) -> dict[str, Any]:
-    """A tool's message as text with `SHOWN` for every picture; other messages unchanged."""
-    content = message["content"]
-    if message["role"] != "tool":
-        return message
-    parts = [{"text": content}] if isinstance(content, str) else content
-    texts = (part["text"].replace(SHOWN, "") if "text" in part else SHOWN for part in parts)
-    return message | {"content": "".join(texts)}
 
 
 def _any_of(tokens: Collection[str]) -> re.Pattern[str]:

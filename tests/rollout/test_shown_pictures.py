@@ -192,9 +192,8 @@ class Plain(Chat):
 
 def test_a_template_without_pictures_in_tool_messages_gets_placeholders_as_in_user_messages(chat):
     pictures = [Picture.of(np.full((32, 32, 3), n, np.uint8)) for n in (1, 2)]
-    responses = [["Here: ", *pictures, " \ue000shown\ue000"], "plain"]
-    ids = chat.encode("x<|im_end|>")
-    expected = chat.decode(chat.after_turn(ids, responses)).replace("\ue000shown\ue000", "")
+    ids, responses = chat.encode("x<|im_end|>"), [["Here: ", *pictures], "plain"]
+    expected = chat.decode(chat.after_turn(ids, responses))
     assert chat.decode(Plain(chat.tokenizer).after_turn(ids, responses)) == expected
     assert expected.count("<|vision_start|><|image_pad|><|vision_end|>") == 2
 
