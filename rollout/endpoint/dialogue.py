@@ -15,9 +15,9 @@ from rollout.endpoint.client import EndpointClient
 from rollout.endpoint.words import Words, escape_control, with_pictures
 from rollout.episode_config import EpisodeConfig
 from rollout.ledger import Ledger, Segment
-from rollout.parts import Part, content_of, pictures_of, shown_in, text_of
+from rollout.parts import Part, content_of, pictures_of, text_of
 from rollout.picture import Picture
-from rollout.prompts import text_part
+from rollout.tools_text import with_responses
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 CHARS_PER_TOKEN = 3  # an underestimate for English, so that responses are not counted too low
@@ -92,7 +92,8 @@ class MessageDialogue:
         if num_tokens > self.room:
             return False
         self._pictures = pictures_of(itertools.chain(*responses))
-        self._neutral = [{"role": "user", "content": _content(responses)}]
+        contents = (content_of(response, Words().escape) for response in responses)
+        self._neutral = with_responses([{"role": "tool", "content": content} for content in contents])
         if self._pictures:
             self._ledger.segments.append(Segment("environment", np.zeros(0, np.int32), self._pictures))
         self._num_tokens += num_tokens
@@ -114,13 +115,3 @@ class MessageDialogue:
     def _hash(self, content: Any) -> None:
         self._sent.update(json.dumps(content, sort_keys=True).encode())
         self._ledger.sent = self._sent.hexdigest()
-
-
-def _content(responses: Sequence[Sequence[Part]]) -> str | list[dict[str, Any]]:
-    content: list[dict[str, Any]] = []
-    for response in responses:
-        own = content_of(response, Words().escape)
-        content.append(text_part("\n<tool_response>\n" if content else "<tool_response>\n"))
-        content += [text_part(own)] if isinstance(own, str) else own
-        content.append(text_part("\n</tool_response>"))
-    return content if shown_in(itertools.chain(*responses)) else "".join(part["text"] for part in content)

@@ -46,7 +46,7 @@ def escape_control(text: str) -> str:
 
 
 def with_pictures(messages: Sequence[Mapping[str, Any]], pictures: Sequence[Picture]) -> list[dict[str, Any]]:
-    """Fills in the placeholders of pictures, in order. Texts in a row become one part."""
+    """Fills in the placeholders of pictures, in order. Texts in a row become one part, or the whole content."""
     left = iter(pictures)
     return [
         {**message, "content": _content(message["content"], left)}
@@ -66,7 +66,7 @@ def _content(content: str | Sequence[Mapping[str, Any]], pictures: Iterator[Pict
             parts[-1]["text"] += part["text"]
         else:
             parts.append({"type": "text", "text": part["text"]})
-    return parts
+    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 
 def image_part(jpeg_base64: str) -> dict[str, Any]:
