@@ -10,23 +10,10 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from email.utils import parsedate_to_datetime
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar
 
 from rollout.engine.protocol import DeadlineExceeded, EngineError, RequestRejected
 
-Reason = Literal[
-    "context",
-    "content_filter",
-    "empty",
-    "pictures",
-    "key",
-    "model",
-    "rate_limit",
-    "unreachable",
-    "rejected",
-    "deadline",
-]
-REASONS = get_args(Reason)
 OF_THE_SAMPLE = ("context", "content_filter", "empty")  # other samples may succeed
 MAX_SHOWN_CHARS = 300  # of an endpoint's response, in an error
 HIDDEN = "***"
@@ -36,7 +23,7 @@ Hide = Callable[[str], str]  # removes the key from a text
 class EndpointError(EngineError):
     """Do not raise it; a subclass has the reason."""
 
-    reason: Reason
+    reason: ClassVar[str]
 
 
 class ContextOverflow(EndpointError, RequestRejected):
@@ -82,6 +69,8 @@ class RateLimited(EndpointError):
         super().__init__(message)
         self.retry_after_s, self.is_final = retry_after_s, is_final
 
+
+REASONS = frozenset(error.reason for error in EndpointError.__subclasses__())
 
 CONTEXT = re.compile(
     r"context.?length|maximum number of tokens|too many tokens|longer than the (maximum )?model|too long|"
