@@ -81,11 +81,12 @@ async def check(
             parity = Parity(url, str(info.get("dtype")))
             for number, size_px in enumerate(sizes_px):
                 on_progress(f"{url}: pictures of {size_px[0]} x {size_px[1]} px ({number + 1} of {len(sizes_px)})")
-                played = await _play(url, size_px, chat, -(-num_episodes // len(sizes_px)), info, deadline_s)
-                for ledger in played.ledgers:
+                num_each = -(-num_episodes // len(sizes_px))
+                ledgers, dialogue = await _play(url, size_px, chat, num_each, info, deadline_s)
+                for ledger in ledgers:
                     await _compare_sampled(parity, ledger, scorer, chat)
-                ids, logp = await _server_scores(client, url, played.dialogue, deadline_s)
-                ours, wrong = await asyncio.to_thread(scorer.score, [played.dialogue, with_wrong_last(played.dialogue)])
+                ids, logp = await _server_scores(client, url, dialogue, deadline_s)
+                ours, wrong = await asyncio.to_thread(scorer.score, [dialogue, with_wrong_last(dialogue)])
                 _compare_dialogue(parity, ids, logp, ours, chat, size_px)
                 _compare_shown(parity, logp, ours, wrong, chat)
             parities.append(parity)
@@ -94,17 +95,10 @@ async def check(
         await client.close()
 
 
-@dataclass(frozen=True, eq=False)
-class _Played:
-    """The ledgers and dialogue for a picture size."""
-
-    ledgers: list[Ledger]
-    dialogue: ScoreRequest
-
-
 async def _play(
     url: str, size_px: tuple[int, int], chat: Chat, num_episodes: int, info: dict[str, Any], deadline_s: float
-) -> _Played:
+) -> tuple[list[Ledger], ScoreRequest]:
+    """The ledgers and dialogue for a picture size."""
     config = EpisodeConfig(
         max_turns=1,
         max_new_tokens=NEW_TOKENS,
@@ -125,7 +119,7 @@ async def _play(
     response = with_times(["A report, and a frame:", *shown], config.prompts)
     ids = np.concatenate([ids, chat.after_turn(ids, [response]), chat.encode(LAST_TURN)])
     ledgers = [ledger for episode in episodes for ledger in episode.ledgers]
-    return _Played(ledgers, ScoreRequest(ids, (*overview.pictures, *pictures_of(response))))
+    return ledgers, ScoreRequest(ids, (*overview.pictures, *pictures_of(response)))
 
 
 async def _compare_sampled(parity: Parity, ledger: Ledger, scorer: Scorer, chat: Chat) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollout.parts import cut
 from rollout.toolbox.subtitles import Cue, parse_srt
 from rollout.toolbox.tool import Tool, ToolArgs, ToolContext, Videos
 from rollout.tools import VIDEO_PATH, BadCall, ToolSpec, make_schema
@@ -65,8 +66,7 @@ def words_of(text: str) -> list[str]:
 
 
 def _line(cue: Cue) -> str:
-    text = cue.text if len(cue.text) <= MAX_LINE_CHARS else f"{cue.text[: MAX_LINE_CHARS - 1]}…"
-    return f"{cue.start_s:.1f} to {cue.end_s:.1f} seconds: {text}"
+    return f"{cue.start_s:.1f} to {cue.end_s:.1f} seconds: {cut(cue.text, MAX_LINE_CHARS)}"
 
 
 def subtitle_file(path: str) -> bytes:

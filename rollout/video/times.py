@@ -45,9 +45,4 @@ def crop_times(start_s: float | int, end_s: float | int, max_frames: int = CROP_
     num_frames = math.ceil((end_s - start_s) * CROP_FPS)
     if num_frames <= max_frames:
         return [start_s + number / CROP_FPS for number in range(max(1, num_frames))]
-    return [(start_s + end_s) / 2] if max_frames == 1 else _evenly(start_s, end_s, max_frames)
-
-
-def _evenly(start_s: float | int, end_s: float | int, num_frames: int) -> list[float]:
-    last = num_frames - 1
-    return [start_s + (end_s - start_s) * (number / last) for number in range(last)] + [end_s]
+    return [(start_s + end_s) / 2] if max_frames == 1 else np.linspace(start_s, end_s, max_frames).tolist()
