@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,63 +12,17 @@ from aiohttp import web
 from rollout.engine.publishing import ADAPTER_SCHEME
 
 
-def _meta(**changed: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda answer: answer["meta_info"].update(changed)
-
-
-def _spans(*spans: tuple[Any, int, int]) -> Callable[[dict[str, Any]], None]:
-    return _meta(weight_versions=[dict(zip(("version", "start", "end"), span, strict=True)) for span in spans])
-
-
-def _nothing(answer: dict[str, Any]) -> None:
-    answer["output_ids"] = []
-    answer["meta_info"] |= {"output_token_logprobs": [], "weight_versions": []}
-
-
-def _first(token: Any) -> Callable[[dict[str, Any]], None]:
-    def change(answer: dict[str, Any]) -> None:
-        answer["output_ids"][0] = answer["meta_info"]["output_token_logprobs"][0][1] = token
-
-    return change
-
-
-def _longer(answer: dict[str, Any]) -> None:
-    answer["output_ids"] *= 3
-    answer["meta_info"]["output_token_logprobs"] *= 3
-    answer["meta_info"]["weight_versions"][0]["end"] *= 3
-
-
-def _first_logp(logp: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda answer: answer["meta_info"]["output_token_logprobs"][0].__setitem__(0, logp)
-
-
-# What no SGLang with the weights of a run says, by the mode in which it is said.
-WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "short logp": lambda answer: answer["meta_info"]["output_token_logprobs"].pop(),
-    "nan": _first_logp(float("nan")),
-    "positive logp": _first_logp(500.0),
-    "text logp": _first_logp("-1"),
-    "no version": lambda answer: answer["meta_info"].pop("weight_versions"),
-    "a later version": _spans(("t/7", 0, 4)),
-    "another run": _spans(("other/0", 0, 4)),
-    "no run": _spans(("0", 0, 4)),
-    "a label of no text": _spans((0, 0, 4)),
-    "a gap": _spans(("t/0", 0, 1), ("t/0", 2, 4)),
-    "a span beyond": _spans(("t/0", 0, 9)),
-    "spans overlap": _spans(("t/0", 0, 4), ("t/0", 1, 4)),
-    "nothing": _nothing,
-    "longer": _longer,
-    "a negative id": _first(-5),
-    "a large id": _first(2**31),
-    "an id of no vocabulary": _first(1000),
-    "half an id": _first(5.5),
-    "true for an id": _first(True),
-    "beyond a stop": _first(99),
-    "a huge prompt": _meta(prompt_tokens=10**12),
-    "a negative count": _meta(cached_tokens=-1),
-    "no finish": _meta(finish_reason=None),
-    "no meta": lambda answer: answer.pop("meta_info"),
-}
+def good_answer(ids: Sequence[Any], version: str = "t/0", logp: Any = -0.5, **meta: Any) -> dict[str, Any]:
+    """What /generate answers; `logp` is of the first token."""
+    logps = [[-0.5 if number else logp, token, None] for number, token in enumerate(ids)]
+    answer = {
+        "finish_reason": {"type": "length", "length": len(ids)},
+        "output_token_logprobs": logps,
+        "weight_versions": [{"version": version, "start": 0, "end": len(ids)}],
+        "prompt_tokens": 3,
+        "cached_tokens": 1,
+    }
+    return {"output_ids": [*ids], "meta_info": answer | meta}
 
 
 def _tensor(path: Path) -> str:
@@ -174,28 +128,27 @@ class FakeServer:
             request.transport.abort()
         if self.mode == "garbage":
             return web.Response(text="<html>it works</html>")
-        answer = self._good(body["sampling_params"]["max_new_tokens"])
+        answer = good_answer(range(5, 5 + body["sampling_params"]["max_new_tokens"]), self.version)
         if self.mode == "redirect":
             raise web.HTTPTemporaryRedirect("http://127.0.0.1:9/elsewhere")
         if self.mode == "nested":
             return web.Response(text="[" * 200_000)
         if self.mode == "endless":
             return await self._endless(request)
+        if self.mode == "wrong":
+            del answer["meta_info"]
         if body.get("stream"):
             return await self._stream(request, answer)
-        WRONG.get(self.mode, lambda answer: None)(answer)
         return web.json_response(answer)
 
     async def _stream(self, request: web.Request, answer: dict[str, Any]) -> web.StreamResponse:
-        """A message for each token; what is wrong with an answer is wrong in the last."""
+        """A message for each token."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         ids = answer["output_ids"]
         for number in range(1, len(ids) + 1):
             first = number - 1 if self.mode == "pieces" else 0
             message = answer | {"output_ids": ids[first:number]}
-            if number == len(ids):
-                WRONG.get(self.mode, lambda answer: None)(message)
             await response.write(f"data: {json.dumps(message)}\n\n".encode())
             if self.mode == "broken off":
                 assert request.transport is not None
@@ -209,16 +162,3 @@ class FakeServer:
         while True:
             await response.write(b" " * 2**20)
             self.sent_bytes += 2**20
-
-    def _good(self, num_tokens: int) -> dict[str, Any]:
-        ids = list(range(5, 5 + num_tokens))
-        return {
-            "output_ids": ids,
-            "meta_info": {
-                "finish_reason": {"type": "length", "length": num_tokens},
-                "output_token_logprobs": [[-0.5, token, None] for token in ids],
-                "weight_versions": [{"version": self.version, "start": 0, "end": num_tokens}],
-                "prompt_tokens": 3,
-                "cached_tokens": 1,
-            },
-        }

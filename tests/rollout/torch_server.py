@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from aiohttp import web
-from fake_server import FakeServer
+from fake_server import FakeServer, good_answer
 from PIL import Image
 from transformers import Qwen3VLForConditionalGeneration
 
@@ -67,7 +67,7 @@ class TorchServer(FakeServer):
         whole = self.policy(**self._inputs(found[0].tolist(), shown)).logits[0].float() / sampling["temperature"]
         logp = torch.log_softmax(whole[:-1], -1).gather(1, found[0, 1:, None])[:, 0].tolist()
         sampled = found[0, num_before:].tolist()
-        answer = self._good(len(sampled)) | {"output_ids": sampled, "prompt_token_ids": asked.tolist()}
+        answer = good_answer(sampled, self.version) | {"prompt_token_ids": asked.tolist()}
         scores = zip([0.0, *logp], found[0].tolist(), strict=True)
         listed = [[score, token, None] for score, token in scores]
         prompt = listed[num_before - len(asked) : num_before] if num_before >= len(asked) else listed[:num_before]
