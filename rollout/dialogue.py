@@ -107,11 +107,7 @@ class TokenDialogue:
                 ids=ledger.ids,
                 pictures=ledger.pictures,
                 sampling=Sampling(
-                    request.max_new_tokens,
-                    self._config.temperature,
-                    self._top_p,
-                    stop_ids=stop_ids,
-                    seed=request.seed,
+                    request.max_new_tokens, self._config.temperature, self._top_p, stop_ids=stop_ids, seed=request.seed
                 ),
                 episode=self._episode,
                 deadline_s=request.deadline_s,

@@ -226,10 +226,7 @@ def _overview_parts(prompts: Prompts, videos: Iterable[ShownTimes]) -> list[dict
 
 
 def row_messages(
-    prompts: Prompts,
-    messages: Sequence[tuple[str, str]],
-    times_s: Sequence[Sequence[float]],
-    num_images: int = 0,
+    prompts: Prompts, messages: Sequence[tuple[str, str]], times_s: Sequence[Sequence[float]], num_images: int = 0
 ) -> list[dict[str, Any]]:
     """A row's own messages. Frames come before the text of the message that has their `<video>`, as in the release.
 

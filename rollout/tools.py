@@ -75,8 +75,7 @@ CROP_VIDEO_SPEC = _crop_spec(
     "each part is looked at closely and reported on",
 )
 CROP_FRAMES_SPEC = _crop_spec(
-    "Shows you the frames of one part of a video.",
-    "the frames of each part are shown to you",
+    "Shows you the frames of one part of a video.", "the frames of each part are shown to you"
 )
 CROP_VIDEO_SCHEMA = CROP_VIDEO_SPEC.schema
 CROP_VIDEO_ALONE: Signatures = {CROP_VIDEO: CROP_VIDEO_SPEC.parameters}

@@ -15,16 +15,7 @@ from typing import Literal, Self
 
 import aiohttp
 
-from rollout.server import (
-    Device,
-    Dtype,
-    Server,
-    ServerFailed,
-    ServerSettings,
-    Startable,
-    environment_of,
-    settled_port,
-)
+from rollout.server import Device, Dtype, Server, ServerFailed, ServerSettings, Startable, environment_of, settled_port
 from rollout.terminal import say
 
 Program = Literal["vllm", "sglang"]

@@ -31,11 +31,7 @@ PART_BYTES = 2**20  # compared at a time; a trained tensor differs in its first 
 
 
 async def load_weights(
-    client: HttpClient,
-    files: "WeightFiles",
-    servers: Sequence[ServerState],
-    label: Label,
-    settings: SGLangSettings,
+    client: HttpClient, files: "WeightFiles", servers: Sequence[ServerState], label: Label, settings: SGLangSettings
 ) -> Problems:
     """Sends the written weights to hosts that cannot read them, then pauses all servers, loads the weights, resumes.
 
