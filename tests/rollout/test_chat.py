@@ -10,9 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from model_port.qwen3_vl.chat_template import CHAT_TEMPLATE
 from model_port.tiny import make_tiny, tiny_config, tiny_tokenizer
-from rollout.chat import SPOKEN, Chat, _characters
+from rollout.chat import SPOKEN, Chat
 from rollout.picture import Picture
-from rollout.prompts import Prompts, main_messages
 from rollout.tools import CROP_VIDEO_SCHEMA
 
 TOKENIZERS = {"tiny": tiny_tokenizer, "qwen": qwen_tokenizer}
@@ -33,14 +32,6 @@ def reference(chat):
 
 def of_template(reference, messages, **kwargs):
     return reference.apply_chat_template(messages, tokenize=True, return_dict=False, **kwargs)
-
-
-@pytest.mark.slow
-def test_a_prompt_is_what_transformers_renders(chat, reference):
-    messages = main_messages(Prompts(), [("video.mp4", 64.0, [0.0, 12.5])], "What? Größe 你好", 5)
-    expected = of_template(reference, messages, tools=[CROP_VIDEO_SCHEMA], add_generation_prompt=True)
-    np.testing.assert_array_equal(chat.prompt(messages, [CROP_VIDEO_SCHEMA]), expected)
-    assert expected.count(chat.image_id) == 2
 
 
 words = st.text(
@@ -73,12 +64,6 @@ def _call(start: int) -> str:
     return f'<tool_call>\n{{"name": "crop_video", "arguments": {arguments}}}\n</tool_call>'
 
 
-def test_a_forced_prefix_is_the_beginning_of_what_follows(chat):
-    whole = chat.encode("<think>\nThe frames show nothing.</think>")
-    forced = chat.encode("<think>\n")
-    np.testing.assert_array_equal(whole[: len(forced)], forced)
-
-
 def test_a_turn_that_was_cut_off_is_closed_once(chat):
     cut, ended = chat.encode("<think>\nThe"), chat.encode("<think>\nThe<|im_end|>")
     for responses in (["one"], ["one", "two"]):
@@ -87,12 +72,6 @@ def test_a_turn_that_was_cut_off_is_closed_once(chat):
         np.testing.assert_array_equal(after_cut[1:], after_ended)
     assert chat.after_last_turn(cut).tolist() == [chat.turn_end_id]
     assert chat.after_last_turn(ended).tolist() == []
-
-
-def test_all_responses_of_a_turn_stand_in_one_user_turn_in_call_order(chat):
-    text = chat.decode(chat.after_turn(chat.encode("x<|im_end|>"), ["first", "second", "third"]))
-    responses = "\n".join(f"<tool_response>\n{word}\n</tool_response>" for word in ("first", "second", "third"))
-    assert text == f"\n<|im_start|>user\n{responses}<|im_end|>\n<|im_start|>assistant\n"
 
 
 odd = st.sampled_from(
@@ -124,11 +103,6 @@ def test_text_from_outside_never_becomes_an_added_token(chat, text):
         assert chat.escape(text) == text
 
 
-def test_ids_that_are_no_text_decode_without_an_error(chat):
-    broken = chat.encode("你")[:1]  # with the tiny tokenizer the first byte of three
-    assert chat.decode([*broken, chat.turn_end_id]).endswith("<|im_end|>")
-
-
 @given(data=st.data())
 @settings(max_examples=500)
 def test_spans_cover_the_text_and_every_character_is_spelled_by_its_tokens(chat, data):
@@ -141,13 +115,6 @@ def test_spans_cover_the_text_and_every_character_is_spelled_by_its_tokens(chat,
     assert covered == set(range(len(text)))
     starts = [start for start, _ in spans]
     assert starts == sorted(starts)
-
-
-@given(st.one_of(st.binary(max_size=8), st.lists(st.sampled_from([0x41, 0x80, 0xE0, 0xED, 0xA1, 0xF0])).map(bytes)))
-def test_bytes_that_are_no_text_are_counted_as_python_replaces_them(data):
-    found = _characters(data)
-    assert len(found) == len(data)
-    assert sorted(set(found)) == list(range(len(data.decode(errors="replace"))))
 
 
 @given(text=st.text(max_size=30))
