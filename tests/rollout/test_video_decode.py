@@ -15,6 +15,7 @@ from make_video import (
     number_of,
     numbered_frame,
     trim_without_encoding,
+    truncate,
     turn,
     write_sound,
     write_video,
@@ -180,6 +181,7 @@ def playlist(path: Path) -> None:
     [
         (no_video, "damaged or not a video"),
         (playlist, "damaged or not a video"),
+        (lambda path: truncate(write_video(path, at_fps(30, 30)), 0.6), "damaged or not a video"),  # has no index
         (write_sound, "holds no video"),
         (lambda path: path.write_bytes(b""), "the file is empty"),
         (lambda path: path.write_bytes(bytes(100_000)), "damaged or not a video"),
