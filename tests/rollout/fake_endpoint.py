@@ -3,9 +3,13 @@
 import asyncio
 import json
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 from aiohttp import web
+from async_tests import Decorator, given
+
+from rollout.endpoint.client import EndpointClient
 
 MODEL = "fake/model"
 Say = Callable[[dict[str, Any]], str]
@@ -180,6 +184,18 @@ class FakeEndpoint:
             await send(_completion([]))
         await response.write(b"data: [DONE]\n\n")
         return response
+
+
+def asking(num_endpoints: int = 1, key: str = "", **settings: Any) -> Decorator:
+    """A test of a client with so many endpoints. `key` names the environment variable with its key."""
+
+    async def start(stack: AsyncExitStack) -> list[Any]:
+        endpoints = [await stack.enter_async_context(FakeEndpoint()) for _ in range(num_endpoints)]
+        client = EndpointClient([endpoint.url for endpoint in endpoints], MODEL, key, **settings)
+        stack.push_async_callback(client.close)
+        return [client, *endpoints]
+
+    return given(1 + num_endpoints, start)
 
 
 def _completion(choices: list[Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from agents import FakeFrames, call
-from fake_endpoint import MODEL, FakeEndpoint
+from fake_endpoint import MODEL, FakeEndpoint, asking
 from PIL import Image
 
 from rollout.endpoint.agent import EndpointAgent
@@ -264,55 +264,44 @@ def test_equal_requests_have_equal_hashes_and_others_do_not():
     assert len({each[0] for each in sent}) == 3
 
 
-def test_an_endpoint_samples_no_ids_and_takes_no_weights():
-    async def run() -> None:
-        agent = EndpointAgent(EndpointClient(["http://127.0.0.1:9/v1"], MODEL), FakeFrames())
-        with pytest.raises(EngineError, match="returns text"):
-            await agent.engine.generate(None)  # type: ignore[arg-type]
-        with pytest.raises(EngineError, match="takes no weights"):
-            await agent.engine.publish(None, 1)  # type: ignore[arg-type]
-        assert not (await agent.engine.health()).alive
-        await agent.engine.close()
-
-    asyncio.run(run())
-
-
-def checked(endpoint: FakeEndpoint, model: str = MODEL) -> None:
-    async def run() -> None:
-        async with endpoint:
-            client = EndpointClient([endpoint.url], model)
-            try:
-                await check_endpoint(client, 0.0)
-            finally:
-                await client.close()
-
-    asyncio.run(run())
+@asking()
+async def test_an_endpoint_samples_no_ids_and_takes_no_weights(client, endpoint):
+    engine = EndpointAgent(client, FakeFrames()).engine
+    with pytest.raises(EngineError, match="returns text"):
+        await engine.generate(None)  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="takes no weights"):
+        await engine.publish(None, 1)  # type: ignore[arg-type]
+    assert (await engine.health()).alive
+    await endpoint.die()
+    assert not (await engine.health()).alive
 
 
-def test_a_good_endpoint_is_asked_about_one_picture():
-    endpoint = FakeEndpoint()
-    checked(endpoint)
+@asking()
+async def test_a_good_endpoint_is_asked_about_one_picture(client, endpoint):
+    await check_endpoint(client, 0.0)
     (body,) = endpoint.bodies
     assert [part["type"] for part in body["messages"][0]["content"]] == ["image_url", "text"]
 
 
 @pytest.mark.parametrize("mode", ["empty", "filtered", "thinking only"])
-def test_an_endpoint_may_say_anything_about_the_picture(mode):
-    checked(FakeEndpoint("x", mode))
+@asking()
+async def test_an_endpoint_may_say_anything_about_the_picture(client, endpoint, mode):
+    endpoint.modes = [mode]
+    await check_endpoint(client, 0.0)
 
 
 @pytest.mark.parametrize(("listed", "model"), [(["models/gemini"], "gemini"), (["gemini"], "gemini"), ([], "x")])
-def test_a_listed_model_or_an_empty_list_is_accepted(listed, model):
-    endpoint = FakeEndpoint()
-    endpoint.models = listed
-    checked(endpoint, model)
+@asking()
+async def test_a_listed_model_or_an_empty_list_is_accepted(client, endpoint, listed, model):
+    endpoint.models, client.model = listed, model
+    await check_endpoint(client, 0.0)
 
 
-def test_a_model_that_is_not_served_is_said_before_any_request():
-    endpoint = FakeEndpoint()
-    endpoint.models = ["one", "two"]
+@asking()
+async def test_a_model_that_is_not_served_is_said_before_any_request(client, endpoint):
+    endpoint.models, client.model = ["one", "two"], "three"
     with pytest.raises(EndpointError, match=r"does not serve engine\.model=three; it serves one, two$"):
-        checked(endpoint, "three")
+        await check_endpoint(client, 0.0)
     assert not endpoint.bodies
 
 
@@ -320,17 +309,16 @@ def test_a_model_that_is_not_served_is_said_before_any_request():
     ("mode", "message"),
     [("sglang pictures", "image input is not supported"), ("rejected", "temperature must be 1"), ("forbidden", "key")],
 )
-def test_an_endpoint_that_cannot_be_used_is_one_clear_error(mode, message):
+@asking()
+async def test_an_endpoint_that_cannot_be_used_is_one_clear_error(client, endpoint, mode, message):
+    endpoint.modes = [mode]
     with pytest.raises(EndpointError, match=message):
-        checked(FakeEndpoint("x", mode))
+        await check_endpoint(client, 0.0)
 
 
-def test_an_endpoint_that_is_down_is_one_clear_error():
-    async def run() -> None:
-        client = EndpointClient(["http://127.0.0.1:9/v1"], MODEL)
-        with pytest.raises(EndpointError, match=r"^http://127\.0\.0\.1:9/v1 cannot be reached: ") as caught:
-            await check_endpoint(client, 0.0)
-        assert caught.value.reason == "unreachable"
-        await client.close()
-
-    asyncio.run(run())
+@asking()
+async def test_an_endpoint_that_is_down_is_one_clear_error(client, endpoint):
+    await endpoint.die()
+    with pytest.raises(EndpointError, match=rf"^{endpoint.url} cannot be reached: ") as caught:
+        await check_endpoint(client, 0.0)
+    assert caught.value.reason == "unreachable"

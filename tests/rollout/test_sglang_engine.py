@@ -2,14 +2,12 @@
 
 import asyncio
 import http.server
-import inspect
 import math
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +16,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
+from async_tests import given, until
 from fake_server import FakeServer
 
 from model_port.safetensors_io import HfTensors
@@ -90,51 +89,30 @@ def request(episode="e", deadline_s=5.0, version=None, num_tokens=4, on_tokens=N
     return Request(np.arange(3, dtype=np.int32), (), sampling, episode, deadline_s, version, on_tokens=on_tokens)
 
 
-def as_test(work, num_given, run):
-    """A test that runs a coroutine; its first arguments are `run`'s, the others are fixtures."""
-
-    def test(**fixtures):
-        run(partial(work, **fixtures))
-
-    fixtures = list(inspect.signature(work).parameters.values())[num_given:]
-    test.__name__, test.__doc__, test.__signature__ = work.__name__, work.__doc__, inspect.Signature(fixtures)
-    return test
+async def fakes(stack, num_servers):
+    return [await stack.enter_async_context(FakeServer()) for _ in range(num_servers)]
 
 
-def running_engine(num_servers, work, settings=QUICK):
-    """Runs `work` with an engine and so many fake servers."""
-
-    async def body():
-        async with AsyncExitStack() as stack:
-            servers = [await stack.enter_async_context(FakeServer()) for _ in range(num_servers)]
-            engine = await SGLangEngine.connect([server.url for server in servers], settings)
-            await until(lambda: all(server.up for server in engine.fleet.servers))
-            try:
-                return await work(engine, *servers)
-            finally:
-                await engine.close()
-
-    return asyncio.run(body())
-
-
-def with_servers(num_servers, settings=QUICK):
-    return lambda work: as_test(work, num_servers + 1, partial(running_engine, num_servers, settings=settings))
+async def engine_of(stack, urls, settings=QUICK):
+    engine = await SGLangEngine.connect(urls, settings)
+    stack.push_async_callback(engine.close)
+    await until(lambda: all(server.up for server in engine.fleet.servers))
+    return engine
 
 
 def with_fakes(num_servers):
     """A test of an engine that it connects itself; its first arguments are fake servers."""
-
-    async def body(work):
-        async with AsyncExitStack() as stack:
-            await work(*[await stack.enter_async_context(FakeServer()) for _ in range(num_servers)])
-
-    return lambda work: as_test(work, num_servers, lambda work: asyncio.run(body(work)))
+    return given(num_servers, partial(fakes, num_servers=num_servers))
 
 
-async def until(condition, deadline_s=5.0):
-    async with asyncio.timeout(deadline_s):
-        while not condition():
-            await asyncio.sleep(0.01)
+def with_servers(num_servers, settings=QUICK):
+    """A test of an engine with so many fake servers."""
+
+    async def start(stack):
+        servers = await fakes(stack, num_servers)
+        return await engine_of(stack, [server.url for server in servers], settings), *servers
+
+    return given(num_servers + 1, start)
 
 
 @with_servers(1)
@@ -184,8 +162,8 @@ async def test_an_engine_adopts_what_another_one_has_published(engine, first, se
     await engine.publish(NoWeights(), 1)
     second.version = "t/0"  # as a server that was started again in between
     await other.adopt(1)
+    await until(lambda: "weights of version 0" in other.fleet.servers[1].problem)
     assert [server.up for server in other.fleet.servers] == [True, False]
-    assert "weights of version 0" in other.fleet.servers[1].problem
     found = await other.generate(request(version=1))
     assert found.server == first.url and set(found.versions.tolist()) == {1}
     second.version = "t/1"  # the engine that publishes has given it the weights
@@ -193,22 +171,14 @@ async def test_an_engine_adopts_what_another_one_has_published(engine, first, se
     await other.close()
 
 
-def behind_a_router():
-    """A test of an engine that is given the URL of a router, before two servers."""
-
-    async def body(work):
-        async with FakeServer() as router, FakeServer() as first, FakeServer() as second:
-            router.behind = [first, second]
-            engine = await SGLangEngine.connect([router.url], QUICK)
-            try:
-                return await work(engine, router)
-            finally:
-                await engine.close()
-
-    return lambda work: as_test(work, 2, lambda work: asyncio.run(body(work)))
+async def behind_a_router(stack):
+    """An engine that is given the URL of a router, and this router, before two servers."""
+    router, *behind = await fakes(stack, 3)
+    router.behind = behind
+    return await engine_of(stack, [router.url]), router
 
 
-@behind_a_router()
+@given(2, behind_a_router)
 async def test_behind_a_router_requests_go_through_it_and_weights_to_every_server(engine, router):
     assert engine.urls == [server.url for server in router.behind]
     await engine.publish(NoWeights(), 1)
@@ -219,7 +189,7 @@ async def test_behind_a_router_requests_go_through_it_and_weights_to_every_serve
     assert min(shares) >= 4 and [share % 4 for share in shares] == [0, 0]  # what belongs together stays together
 
 
-@behind_a_router()
+@given(2, behind_a_router)
 async def test_behind_a_router_every_server_is_told_to_end_a_request(engine, router):
     for server in router.behind:
         server.delay_s = 30
@@ -230,7 +200,7 @@ async def test_behind_a_router_every_server_is_told_to_end_a_request(engine, rou
     assert [server.bodies["/abort_request"] for server in router.behind] == [[{"rid": sent}]] * 2
 
 
-@behind_a_router()
+@given(2, behind_a_router)
 async def test_servers_come_and_go_behind_a_router(engine, router):
     await engine.publish(NoWeights(), 1)
     gone = router.behind[0]
@@ -239,7 +209,7 @@ async def test_servers_come_and_go_behind_a_router(engine, router):
         await until(lambda: gone.url not in engine.urls and new.version == "t/1")
 
 
-@behind_a_router()
+@given(2, behind_a_router)
 async def test_a_router_that_is_not_named_alone_in_urls_is_refused(engine, router, tmp_path):
     (tmp_path / "servers").write_text(router.url)
     with pytest.raises(ValueError, match=f"{router.url} is an sglang-router"):
@@ -446,19 +416,18 @@ def test_nobody_there_is_one_error():
         asyncio.run(SGLangEngine.connect([], QUICK))
 
 
-def test_publishing_pauses_flushes_labels_and_continues_on_all_servers():
-    async def work(engine, *servers):
-        await engine.publish(NoWeights(), 3)
-        for server in servers:
-            assert server.version == "t/3"
-            assert server.bodies["/pause_generation"] == [{"mode": "retract"}]
-            assert server.asked["/flush_cache"] == server.asked["/continue_generation"] == 1
-        (body,) = servers[0].bodies["/update_weights_from_disk"]
-        assert list(Path(body["model_path"]).iterdir()) != []  # kept for servers that come back
-        assert (await engine.generate(request(version=3))).versions.tolist() == [3] * 4
-        return Path(body["model_path"])
-
-    assert not running_engine(2, work).exists()
+@with_servers(2)
+async def test_publishing_pauses_flushes_labels_and_continues_on_all_servers(engine, *servers):
+    await engine.publish(NoWeights(), 3)
+    for server in servers:
+        assert server.version == "t/3"
+        assert server.bodies["/pause_generation"] == [{"mode": "retract"}]
+        assert server.asked["/flush_cache"] == server.asked["/continue_generation"] == 1
+    (body,) = servers[0].bodies["/update_weights_from_disk"]
+    assert list(Path(body["model_path"]).iterdir()) != []  # kept for servers that come back
+    assert (await engine.generate(request(version=3))).versions.tolist() == [3] * 4
+    await engine.close()
+    assert not Path(body["model_path"]).exists()
 
 
 @with_servers(1)
@@ -647,7 +616,7 @@ async def test_a_label_that_was_not_given_is_seen_without_a_request(engine, firs
     assert first.version == "t/3" and second.asked["/update_weights_from_disk"] == 1
 
 
-@behind_a_router()
+@given(2, behind_a_router)
 async def test_behind_a_router_a_server_that_was_restarted_gets_the_weights_before_its_requests(engine, router):
     await engine.publish(NoWeights(), 3)
     router.behind[0].version = "default"
@@ -726,20 +695,20 @@ async def test_a_run_takes_its_own_servers_back_at_once(server):
 
 
 @pytest.mark.parametrize("settings", [QUICK, NO_PROBES])
-def test_a_run_whose_server_is_taken_over_ends_and_neither_samples_nor_publishes_there(settings):
-    async def work(engine, server):
-        await engine.publish(NoWeights(), 3)
-        other = await connected(server, replace(OTHER, take_over=True))
-        await other.publish(NoWeights(), 1)
-        with pytest.raises(EngineError, match=r"no server is left: .*taken over by another run, u, and"):
-            await engine.generate(request())
-        with pytest.raises(EngineError, match=r"no server took the weights of version 4: .*taken over by"):
-            await engine.publish(NoWeights(), 4)
-        assert server.version == "u/1" and server.asked["/update_weights_from_disk"] == 2
-        assert (await other.generate(request(version=1))).versions.tolist() == [1] * 4
-        await other.close()
-
-    running_engine(1, work, settings)
+@with_fakes(1)
+async def test_a_run_whose_server_is_taken_over_ends_and_neither_samples_nor_publishes_there(server, settings):
+    engine = await connected(server, settings)
+    await engine.publish(NoWeights(), 3)
+    other = await connected(server, replace(OTHER, take_over=True))
+    await other.publish(NoWeights(), 1)
+    with pytest.raises(EngineError, match=r"no server is left: .*taken over by another run, u, and"):
+        await engine.generate(request())
+    with pytest.raises(EngineError, match=r"no server took the weights of version 4: .*taken over by"):
+        await engine.publish(NoWeights(), 4)
+    assert server.version == "u/1" and server.asked["/update_weights_from_disk"] == 2
+    assert (await other.generate(request(version=1))).versions.tolist() == [1] * 4
+    await other.close()
+    await engine.close()
 
 
 @with_servers(2, NO_PROBES)

@@ -5,16 +5,17 @@ import json
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import aiohttp
 import pytest
+from async_tests import given, until
 from fake_server import FakeServer
-from test_sglang_engine import QUICK, adapter, request, trained, until
+from test_sglang_engine import QUICK, adapter, engine_of, request, trained
 
 from rollout.engine.labels import WITH_WEIGHTS_PORT, Label
 from rollout.engine.protocol import EngineError
 from rollout.engine.publishing import ADAPTER_SCHEME
-from rollout.engine.sglang import SGLangEngine
 from rollout.engine.weight_root import WeightRoot
 from rollout.receiver import MAX_HEADER_BYTES, Receiver
 from rollout.server import ServerSettings, settled_port
@@ -72,25 +73,14 @@ class Served:
 def on_hosts(*hosts, settings=QUICK):
     """A test of an engine whose servers are on other hosts, by number; None is the learner's own."""
 
-    async def body(work, tmp_path):
-        async with AsyncExitStack() as stack:
-            for host in {host for host in hosts if host is not None}:
-                (tmp_path / str(host)).mkdir()
-            each = [await Served.open(stack, None if host is None else tmp_path / str(host)) for host in hosts]
-            engine = await SGLangEngine.connect([one.server.url for one in each], settings)
-            await until(lambda: all(server.up for server in engine.fleet.servers))
-            try:
-                await work(engine, *each)
-            finally:
-                await engine.close()
+    async def start(stack):
+        root = Path(stack.enter_context(TemporaryDirectory()))
+        for host in {host for host in hosts if host is not None}:
+            (root / str(host)).mkdir()
+        each = [await Served.open(stack, None if host is None else root / str(host)) for host in hosts]
+        return await engine_of(stack, [one.server.url for one in each], settings), *each
 
-    def as_test(work):
-        def test(tmp_path):
-            asyncio.run(body(work, tmp_path))
-
-        return test
-
-    return as_test
+    return given(1 + len(hosts), start)
 
 
 @on_hosts(1, 1, 2)
@@ -140,8 +130,7 @@ def test_nothing_is_sent_where_all_servers_read_one_directory(tmp_path):
         await engine.publish(trained(1), 1)
         assert one.loaded_from() == [engine.fleet.files.root / "all"] and one.receiver.num_received == 0
 
-    (tmp_path / "hosts").mkdir()
-    work(tmp_path / "hosts")
+    work()
 
 
 @on_hosts(1)
@@ -183,19 +172,15 @@ async def test_a_port_that_cannot_be_reached_is_named_with_the_ways_out(engine, 
         await engine.publish(trained(1), 1)
 
 
-def one_host(work):
-    """A test of a receiver alone, whose server has the run t's label."""
-
-    async def body(tmp_path):
-        async with AsyncExitStack() as stack:
-            one = await Served.open(stack, tmp_path)
-            one.server.version = "t/3"
-            session = await stack.enter_async_context(aiohttp.ClientSession())
-            async with session.post(one.inbox, params=OURS | {"num_bytes": "8"}) as reply:
-                assert (await reply.json())["name"] == next(tmp_path.iterdir()).name
-            await work(one, session)
-
-    return lambda tmp_path: asyncio.run(body(tmp_path))
+async def one_host(stack):
+    """A receiver alone, whose server has the run t's label, and a client's session."""
+    directory = Path(stack.enter_context(TemporaryDirectory()))
+    one = await Served.open(stack, directory)
+    one.server.version = "t/3"
+    session = await stack.enter_async_context(aiohttp.ClientSession())
+    async with session.post(one.inbox, params=OURS | {"num_bytes": "8"}) as reply:
+        assert (await reply.json())["name"] == next(directory.iterdir()).name
+    return one, session
 
 
 def tensor(name: str = "x", num_bytes: object = 8, **header: object) -> bytes:
@@ -209,7 +194,7 @@ async def put(session, one, body, owner=OURS, headers=None):
         return reply.status, await reply.text()
 
 
-@one_host
+@given(2, one_host)
 async def test_a_transfer_that_breaks_off_leaves_nothing(one, session):
     head = f"PUT /?owner=t/ HTTP/1.1\r\nHost: x\r\nContent-Length: {2 * len(tensor())}\r\n\r\n".encode()
     for body in (b"", tensor()[:4], tensor()[:-1], tensor()):
@@ -238,16 +223,13 @@ async def test_a_transfer_that_breaks_off_leaves_nothing(one, session):
     ],
     ids=["short", "long", "larger", "negative", "text", "two", "a large header", "nested", "no text"],
 )
-def test_what_is_no_sequence_of_tensors_is_refused_and_leaves_nothing(body, tmp_path):
-    @one_host
-    async def work(one, session):
-        status, text = await put(session, one, body)
-        assert (status, one.left) == (400, []) and "not complete safetensors files" in text
-
-    work(tmp_path)
+@given(2, one_host)
+async def test_what_is_no_sequence_of_tensors_is_refused_and_leaves_nothing(one, session, body):
+    status, text = await put(session, one, body)
+    assert (status, one.left) == (400, []) and "not complete safetensors files" in text
 
 
-@one_host
+@given(2, one_host)
 async def test_names_of_tensors_are_no_names_of_files(one, session):
     assert (await put(session, one, tensor("../../../escaped") + tensor("/escaped")))[0] == 200
     (directory,) = one.left
@@ -255,24 +237,21 @@ async def test_names_of_tensors_are_no_names_of_files(one, session):
 
 
 @pytest.mark.parametrize("owner", [{}, {"owner": "u/"}, {"owner": "t"}, {"owner": "t/3"}])
-def test_another_run_can_neither_send_to_a_server_nor_remove_what_it_received(owner, tmp_path):
-    @one_host
-    async def work(one, session):
-        assert (await put(session, one, tensor()))[0] == 200
-        kept = one.left
-        assert await put(session, one, tensor(), owner) == (403, "the server has weights of another run, t")
-        async with session.delete(one.inbox, params=owner) as reply:
-            assert reply.status == 403 and one.left == kept
-        async with session.post(one.inbox, params=owner | {"num_bytes": "8"}) as reply:
-            assert reply.status == 403 and one.left == kept
-        async with session.delete(one.inbox, params=OURS) as reply:
-            assert reply.status == 200 and not list(one.directory.iterdir())
-        assert (await put(session, one, tensor()))[0] == 409
-
-    work(tmp_path)
+@given(2, one_host)
+async def test_another_run_can_neither_send_to_a_server_nor_remove_what_it_received(one, session, owner):
+    assert (await put(session, one, tensor()))[0] == 200
+    kept = one.left
+    assert await put(session, one, tensor(), owner) == (403, "the server has weights of another run, t")
+    async with session.delete(one.inbox, params=owner) as reply:
+        assert reply.status == 403 and one.left == kept
+    async with session.post(one.inbox, params=owner | {"num_bytes": "8"}) as reply:
+        assert reply.status == 403 and one.left == kept
+    async with session.delete(one.inbox, params=OURS) as reply:
+        assert reply.status == 200 and not list(one.directory.iterdir())
+    assert (await put(session, one, tensor()))[0] == 409
 
 
-@one_host
+@given(2, one_host)
 async def test_more_than_fits_and_unknown_sizes_are_refused_before_anything_is_read(one, session):
     async def endless():
         yield tensor()
@@ -285,7 +264,7 @@ async def test_more_than_fits_and_unknown_sizes_are_refused_before_anything_is_r
     assert status == 507 and "do not fit" in text and not one.left
 
 
-@one_host
+@given(2, one_host)
 async def test_only_one_transfer_is_received_at_a_time(one, session):
     async def slow():
         yield tensor()[:10]
@@ -296,14 +275,11 @@ async def test_only_one_transfer_is_received_at_a_time(one, session):
     assert (await put(session, one, slow(), headers=length))[0] == 200
 
 
-def test_a_host_without_room_gets_no_weights_and_says_so(tmp_path):
-    @on_hosts(1, settings=RARE_PROBES)
-    async def work(engine, one):
-        one.directory.rmdir()
-        with pytest.raises(EngineError, match=r"cannot receive weights: .* answered 507: .* do not fit into"):
-            await engine.publish(trained(1), 1)
-
-    work(tmp_path)
+@on_hosts(1, settings=RARE_PROBES)
+async def test_a_host_without_room_gets_no_weights_and_says_so(engine, one):
+    one.directory.rmdir()
+    with pytest.raises(EngineError, match=r"cannot receive weights: .* answered 507: .* do not fit into"):
+        await engine.publish(trained(1), 1)
 
 
 def test_the_label_that_names_the_port_means_no_run(tmp_path):

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import inspect
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from async_tests import Decorator, as_test, until
 from make_video import HEIGHT, WIDTH, at_fps, damage, number_of, truncate, turn, write_video
 
 from rollout.video import reader as reader_module
@@ -49,18 +49,9 @@ def with_reader(test: Callable[[FrameReader], Awaitable[Any]], **options: Any) -
     return result
 
 
-def reading(**options: Any) -> Callable[[Callable[..., Awaitable[Any]]], Callable[..., None]]:
+def reading(**options: Any) -> Decorator:
     """A test whose first argument is an open reader; the others are fixtures."""
-
-    def decorate(work: Callable[..., Awaitable[Any]]) -> Callable[..., None]:
-        def test(**fixtures: Any) -> None:
-            with_reader(partial(work, **fixtures), **options)
-
-        _, *fixtures = inspect.signature(work).parameters.values()
-        test.__name__, test.__signature__ = work.__name__, inspect.Signature(fixtures)  # type: ignore[attr-defined]
-        return test
-
-    return decorate
+    return lambda work: as_test(work, 1, partial(with_reader, **options))
 
 
 def workers() -> list[psutil.Process]:
@@ -588,9 +579,3 @@ async def all_up(reader: FrameReader, video: Path) -> None:
     """Workers take turns, so that after a job each all of them have started."""
     for second in range(4):
         await reader.frames(video, [second], PATIENCE_S)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.02)

@@ -1,0 +1,38 @@
+"""Tests that are coroutines: what they need is started around them, in their event loop."""
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any
+
+Work = Callable[..., Coroutine[Any, Any, Any]]
+Decorator = Callable[[Work], Callable[..., None]]
+
+
+def as_test(work: Work, num_given: int, run: Callable[[Work], object]) -> Callable[..., None]:
+    """A test that runs a coroutine; its first arguments are `run`'s, the others are fixtures."""
+
+    def test(**fixtures: Any) -> None:
+        run(partial(work, **fixtures))
+
+    fixtures = list(inspect.signature(work).parameters.values())[num_given:]
+    test.__name__, test.__signature__ = work.__name__, inspect.Signature(fixtures)  # type: ignore[attr-defined]
+    return test
+
+
+def given(num_given: int, start: Callable[[AsyncExitStack], Awaitable[Sequence[Any]]]) -> Decorator:
+    """A decorator for tests whose first arguments are what `start` makes; it ends with the stack."""
+
+    async def run(work: Work) -> None:
+        async with AsyncExitStack() as stack:
+            await work(*await start(stack))
+
+    return lambda work: as_test(work, num_given, lambda work: asyncio.run(run(work)))
+
+
+async def until(condition: Callable[[], object], deadline_s: float = 60.0) -> None:
+    async with asyncio.timeout(deadline_s):
+        while not condition():
+            await asyncio.sleep(0.01)
