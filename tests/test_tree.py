@@ -7,6 +7,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -63,10 +64,18 @@ SIDECAR = {"sglang_cpu", "sglang_plugin"}  # directories of its environment
 IMPURE = {"config", "logging", "omegaconf", "yaml", "os", "io", "pathlib", "subprocess", "socket", "shutil", "requests"}
 
 
+@cache
+def nodes_of(source: str) -> list[ast.AST]:
+    """All imports and classes of a file."""
+    return [
+        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef)
+    ]
+
+
 def imports_of(path: Path) -> set[str]:
     """Dotted names of everything a file imports, at any depth of it."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    for node in nodes_of(path.read_text()):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -175,6 +184,7 @@ def test_every_room_imports_only_from_those_it_may():
     assert not list(imports_between_rooms(ROOT))
 
 
+@pytest.mark.slow
 def test_the_learner_and_the_sampler_need_no_video_decoder():
     """A machine that only measures an accelerator may lack PyAV, as `scripts/gpu_check.sh` promises."""
     modules = ["paravt_jax.learner.learner", "paravt_jax.sampling.local_copy", "model_port.sampler"]
@@ -234,7 +244,7 @@ def classes_named_twice(root: Path) -> Iterator[str]:
     """One word, one thing: nobody should have to ask which of two. Also of a file's own, whose `_` nobody says."""
     homes: dict[str, list[str]] = {}
     for path in [path for package in FORBIDDEN for path in files_of(root, package)]:
-        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        for node in nodes_of(path.read_text()):
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name.lstrip("_"), []).append(path.relative_to(root).as_posix())
     yield from (f"{name} is a class in {' and '.join(where)}" for name, where in homes.items() if len(where) > 1)
@@ -253,7 +263,7 @@ def test_a_second_class_of_a_name_is_noticed(tmp_path):
 def silent_classes(root: Path) -> Iterator[str]:
     """A class that is a room says so."""
     for path in [path for package in FORBIDDEN for path in files_of(root, package)]:
-        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        for node in nodes_of(path.read_text()):
             large = isinstance(node, ast.ClassDef) and (node.end_lineno or 0) - node.lineno >= 40
             if large and not ast.get_docstring(node):
                 yield f"{path.relative_to(root).as_posix()}: {node.name}"
@@ -311,6 +321,7 @@ def test_the_names_of_model_port_are_there_when_asked_for():
         model_port.lode  # noqa: B018
 
 
+@pytest.mark.slow
 def test_what_a_module_loads_is_noticed_in_every_corner_of_a_package(tmp_path):
     plant(tmp_path, "planted/__init__.py", "")
     plant(tmp_path, "planted/deep/__init__.py", "")

@@ -175,7 +175,7 @@ def test_an_episode_left_out_or_used_twice_is_detected(sabotage, message, step, 
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_weights_one_version_behind_their_label_are_detected(tmp_path, monkeypatch):
     published = []
 

@@ -40,6 +40,7 @@ def test_a_prior_is_the_share_of_calls_before_sft_in_its_native_form():
     assert thinking == [pytest.approx([0.5, 0.0], abs=0.1)] * 2
 
 
+@pytest.mark.slow
 def test_all_cells_have_the_same_sft_and_rl_after_their_own_pretraining(tmp_path):
     plans = [Contrast.of_policy(tmp_path, policy, 1) for policy in POLICIES]
     assert len({plan.base.directory for plan in plans}) == len(POLICIES) == 4

@@ -304,6 +304,7 @@ def test_other_files_than_those_it_was_trained_with_are_refused(change, said, ti
     assert model_port.load(adapter).lora == LORA
 
 
+@pytest.mark.slow
 def test_a_base_that_was_converted_or_saved_again_is_the_same(tiny_hf, tmp_path):
     convert(tiny_hf, tmp_path / "ckpt")
     base = shutil.copytree(tiny_hf, tmp_path / "base")

@@ -167,7 +167,15 @@ def test_padding_rows_tokens_and_patches_change_nothing(double_model, frames, di
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [dict(data=8), dict(fsdp=4, tensor=2), dict(data=2, fsdp=2, tensor=2)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(dict(data=8), marks=pytest.mark.nightly),
+        pytest.param(dict(fsdp=4, tensor=2), marks=pytest.mark.nightly),
+        dict(data=2, fsdp=2, tensor=2),
+    ],
+    ids=str,
+)
 def test_mesh_of_eight_devices_equals_one(each_model, frames, dialogues, shape):
     rows = [[item] for item in branched(dialogues)]
     alone = collect(each_model, rows, frames, 97, num_rows=8)

@@ -88,7 +88,7 @@ def our_gradients(model, inputs: Inputs, weights: np.ndarray) -> dict[str, np.nd
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["text", "mixed"])
+@pytest.mark.parametrize("kind", [pytest.param("text", marks=pytest.mark.nightly), "mixed"])
 def test_gradients_equal_transformers(pair, kind):
     reference, ours, config = pair
     inputs = prompts(config)[kind]
@@ -343,14 +343,14 @@ def plain(gradients):
     ("scan", "remat", "lighter_layers"),
     [
         (True, "full", 0),
-        (True, "dots", 0),
-        (True, "attention", 0),
         (True, "offload", 0),
         (False, "none", 0),
-        (False, "full", 0),
-        (True, "full", 1),
         (True, "attention", 2),
         (False, "attention", 1),
+        pytest.param(True, "dots", 0, marks=pytest.mark.nightly),
+        pytest.param(True, "attention", 0, marks=pytest.mark.nightly),
+        pytest.param(False, "full", 0, marks=pytest.mark.nightly),
+        pytest.param(True, "full", 1, marks=pytest.mark.nightly),
     ],
 )
 def test_how_it_is_computed_changes_no_gradient_beyond_rounding(gradients, plain, scan, remat, lighter_layers):
@@ -367,7 +367,9 @@ def with_compute(model, compute: Compute):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.nightly) for name in CONFIGS]
+)
 def test_bf16_error_is_within_twice_that_of_transformers(name, tmp_path):
     config = CONFIGS[name]
     reference = make_reference(config)

@@ -136,7 +136,14 @@ def test_a_kernel_that_agrees_passes_its_check():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", [without_the_last_token, without_a_page, heads_in_another_order])
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        without_the_last_token,
+        pytest.param(without_a_page, marks=pytest.mark.nightly),
+        pytest.param(heads_in_another_order, marks=pytest.mark.nightly),
+    ],
+)
 def test_the_check_rejects_a_wrong_decode_kernel(kernel):
     check = check_decoding(kernel, TEXT, "bfloat16")
     assert not check.passed and str(check).startswith("plain, because the kernel is wrong: max error ")

@@ -118,7 +118,7 @@ def test_meshes_that_fit_come_first_and_the_fastest_is_recommended():
     assert "mesh.tensor=16 does not divide the model's num_kv_heads=8" in rejected["rejected: 1 x 1 x 16"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_mesh_without_memory_is_rejected_and_the_others_are_measured(own_environment, monkeypatch):
     monkeypatch.setitem(DEVICES, "cpu", replace(DEVICES["cpu"], memory_gib=0.02))  # too little for one device
     result = result_of("--devices", "2", "--row-tokens", "128", "--repeats", "1")
@@ -133,19 +133,13 @@ def test_a_mesh_without_memory_is_rejected_and_the_others_are_measured(own_envir
     assert os.environ[MEMORY_FRAC] == "0.90"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param(
-            ("smoke_cpu.yaml", "loss.kl_coef=0.1", "train.updates_per_step=2", "pack.row_tokens=1024"),
-            marks=pytest.mark.nightly,
-        ),
+        ("smoke_cpu.yaml", "loss.kl_coef=0.1", "train.updates_per_step=2", "pack.row_tokens=1024"),
         ("sft_8b.yaml", "model.path=tiny", "model.dtype=float32", "mesh.tensor=1", "pack.row_tokens=512"),
-        pytest.param(
-            ("sft_8b.yaml", "model.path=qwen25", "model.dtype=float32", "mesh.tensor=1", "pack.row_tokens=512"),
-            marks=pytest.mark.nightly,
-        ),
+        ("sft_8b.yaml", "model.path=qwen25", "model.dtype=float32", "mesh.tensor=1", "pack.row_tokens=512"),
     ],
     ids=["rl", "imitation", "qwen2_5_vl"],
 )

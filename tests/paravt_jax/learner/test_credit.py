@@ -54,6 +54,7 @@ def spelled(chat, episode, mask) -> list[str]:
     return [chat.decode(ids[run]) for run in runs if len(run)]
 
 
+@pytest.mark.slow
 def test_the_experts_of_a_mixture_stay_with_their_tokens(chat):
     """The last token was never computed; a picture's placeholder has as many as it has tokens."""
     episode, terms = play(chat)

@@ -148,9 +148,16 @@ def subagents_of(dialogues, config) -> list[Dialogue]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "loss", [LOSS, LOSS_KL, LossConfig("gspo", kl_coef=0.0)], ids=["tokens", "reference", "sequences"]
+    ("loss", "subagents"),
+    [
+        pytest.param(LOSS, True, id="tokens"),
+        pytest.param(LOSS_KL, False, id="reference"),
+        pytest.param(LossConfig("gspo", kl_coef=0.0), True, id="sequences"),
+        pytest.param(LOSS, False, id="tokens of main agents", marks=pytest.mark.nightly),
+        pytest.param(LOSS_KL, True, id="reference of sub-agents", marks=pytest.mark.nightly),
+        pytest.param(LossConfig("gspo", kl_coef=0.0), False, id="sequences of main agents", marks=pytest.mark.nightly),
+    ],
 )
-@pytest.mark.parametrize("subagents", [False, True])
 def test_packing_does_not_change_an_update(subagents, loss, tiny_hf, dialogues, unshared, frames, config):
     """Whole groups in one row, a group cut over two rows, and a row per dialogue."""
     own = subagents_of(dialogues, config) if subagents else []

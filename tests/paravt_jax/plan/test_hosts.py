@@ -73,6 +73,7 @@ def test_the_planned_checkpoint_has_the_size_of_the_state():
     assert planned_bytes == pytest.approx(sum(leaf.size * 4 for leaf in arrays) / 2, rel=0.01)
 
 
+@pytest.mark.slow
 def test_received_bytes_grow_with_the_number_of_hosts_and_one_host_receives_none():
     config, received = load_config("configs/paragrpo_8b.yaml", *TWO_HOSTS), []
     for num in (1, 2, 4):

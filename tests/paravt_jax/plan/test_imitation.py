@@ -22,6 +22,7 @@ def plan_text(capsys, monkeypatch, *arguments: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_larger_batch_needs_more_memory_and_a_larger_step_does_not():
     run = PlannedSft.of(load_config("configs/sft_8b.yaml", "model.remat=full", schema=SftConfig), preset("8b"))
     plan = make_imitation_plan(run, H100)

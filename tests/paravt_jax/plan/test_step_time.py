@@ -152,6 +152,7 @@ def test_a_step_names_the_two_rates_that_change_it_most():
     assert step_of("8b_8x80gb", rates=alone).depends_on == ("calls per episode (0.21 to 2.5)",)
 
 
+@pytest.mark.slow
 def test_every_rate_has_a_text_and_is_best_at_the_low_end():
     assert TEXTS.keys() == set(StepRates._fields)
     step_s = step_of("8b_8x80gb_embedded").seconds

@@ -58,6 +58,7 @@ def test_the_newest_line_of_a_sample_counts_unless_it_is_missing(tmp_path):
     assert sorted(line.id for line in samples_of([shard, own])) == ["2", "4"]
 
 
+@pytest.mark.slow
 def test_two_runs_on_the_same_data_show_the_same_episodes(tmp_path):
     runs = [make_run(tmp_path / name, 3, luck=luck) for luck, name in enumerate("ab")]
     names = [[line.id for line in chosen_of_steps([*steps_of(run).values()], 9).lines] for run in runs]
