@@ -130,12 +130,12 @@ ANCHORING = {"rollout.forced_prefix", "reward.anchor_weight", "reward.unclosed_p
     ],
 )
 def test_an_ablation_differs_from_the_full_method_in_the_ablated_settings_only(file, differs):
-    full, ablation = (dict(flat(CONFIGS / name)) for name in ("paragrpo_8b.yaml", Path("ablations") / f"{file}.yaml"))
+    full, ablation = settings_of("paragrpo_8b.yaml"), settings_of(f"ablations/{file}.yaml")
     assert {key for key, value in full.items() if ablation[key] != value} == differs | {"run_dir"}
 
 
 def test_the_recommended_file_differs_from_the_published_one_as_its_header_lists():
-    full, other = (dict(flat(CONFIGS / f"paragrpo_8b{name}.yaml")) for name in ("", "_recommended"))
+    full, other = settings_of("paragrpo_8b.yaml"), settings_of("paragrpo_8b_recommended.yaml")
     differ = {key for key, value in full.items() if other[key] != value}
     reward = {"reward.tool", "reward.format", "advantage.normalise", "advantage.credit"}
     assert differ == {"run_dir", "train.max_resamples", *reward}
@@ -158,18 +158,6 @@ def test_the_published_cold_start_is_in_its_file():
     assert (config.optim.learning_rate, config.optim.schedule) == (2e-5, "cosine")
     assert (config.optim.weight_decay, config.pack.row_tokens, config.sft.num_steps) == (0.01, 8192, 500)
     assert not config.video.frame_budgets and config.video.overview_frames == 64
-
-
-def flat(path):
-    def walk(section, prefix):
-        for name in section.__dataclass_fields__:
-            value = getattr(section, name)
-            if hasattr(value, "__dataclass_fields__"):
-                yield from walk(value, f"{prefix}{name}.")
-            else:
-                yield prefix + name, value
-
-    return walk(load_config(path), "")
 
 
 def test_the_record_of_a_run_loads_as_a_config(tmp_path):
