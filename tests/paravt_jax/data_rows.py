@@ -45,6 +45,7 @@ def sft_row(content: object = None, **columns: object) -> dict:
 
 
 def write_lines(path: Path, rows: Sequence[object]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
     return path
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from data_rows import write_lines
 
 from model_port.qwen3_vl.chat_template import CHAT_TEMPLATE
 from model_port.tiny import tiny_tokenizer
@@ -135,8 +136,7 @@ def make_run(
 
 
 def write_metrics(run_dir: Path, rows: list[dict]) -> Path:
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return run_dir
+    return write_lines(run_dir / "metrics.jsonl", rows).parent
 
 
 def _group(number: int, config: Config, skill: float, chance: np.random.Generator) -> Group:

@@ -7,6 +7,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import pytest
+from data_rows import write_lines
 from PIL import Image
 
 from paravt_jax.run import plots
@@ -27,17 +28,12 @@ def small_pictures(monkeypatch):
     monkeypatch.setitem(plots.STYLE, "savefig.dpi", 30)
 
 
-def write_rows(path: Path, rows: list[dict]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 @pytest.fixture
 def make_run(tmp_path):
     def make(num_steps: int, keys: tuple[str, ...] = KEYS) -> Path:
         chance = np.random.default_rng(0)
         rows = [{"step": step} | {key: chance.random() for key in keys} for step in range(1, num_steps + 1)]
-        write_rows(tmp_path / "metrics.jsonl", rows)
+        write_lines(tmp_path / "metrics.jsonl", rows)
         return tmp_path
 
     return make
@@ -47,7 +43,7 @@ def make_run(tmp_path):
 @pytest.mark.parametrize("num_steps", [1, 3, 60])
 def test_every_section_is_a_picture_for_any_number_of_steps(num_steps, make_run):
     run_dir = make_run(num_steps)
-    write_rows(run_dir / "validation.jsonl", [{"step": n, "validation/accuracy_mean": 0.5} for n in range(num_steps)])
+    write_lines(run_dir / "validation.jsonl", [{"step": n, "validation/accuracy_mean": 0.5} for n in range(num_steps)])
     parameters = dict(matplotlib.rcParams)
     written = make_plots(run_dir)
     assert [path.stem for path in written] == list(SECTIONS)
@@ -90,7 +86,7 @@ def test_frame_budgets_are_sorted_and_separate_from_question_types(make_run):
 
 def test_lines_by_frame_budget_continue_through_steps_without_a_value(tmp_path):
     rows = [{"step": step, f"rollout/accuracy_mean_k{4 if step % 2 else 16}": 0.5} for step in range(1, 8)]
-    write_rows(tmp_path / "metrics.jsonl", rows)
+    write_lines(tmp_path / "metrics.jsonl", rows)
     run = load_run(tmp_path)
     (axes,) = draw_section(run, "", run.charts).axes
     assert [line.get_xdata().tolist() for line in axes.lines[1::2]] == [[1, 3, 5, 7], [2, 4, 6]]  # type: ignore[union-attr]
@@ -98,7 +94,7 @@ def test_lines_by_frame_budget_continue_through_steps_without_a_value(tmp_path):
 
 @pytest.mark.parametrize(("unit", "whole"), [(1, True), (0.5, False)])
 def test_ticks_of_counts_are_whole(unit, whole, tmp_path):
-    write_rows(tmp_path / "metrics.jsonl", [{"step": step, "loss/few": unit * (step % 2)} for step in range(1, 8)])
+    write_lines(tmp_path / "metrics.jsonl", [{"step": step, "loss/few": unit * (step % 2)} for step in range(1, 8)])
     run = load_run(tmp_path)
     (axes,) = draw_section(run, "", run.charts).axes
     assert all(tick % 1 == 0 for tick in axes.get_yticks()) == whole
@@ -108,8 +104,8 @@ def test_ticks_of_counts_are_whole(unit, whole, tmp_path):
     ("validation", "whole"), [({}, True), ({"validation/loss": 2}, True), ({"validation/loss": 0.3}, False)]
 )
 def test_a_chart_is_whole_only_if_its_validation_is(validation, whole, tmp_path):
-    write_rows(tmp_path / "metrics.jsonl", [{"step": 1, "loss/imitation": 1.0}, {"step": 2}])
-    write_rows(tmp_path / "validation.jsonl", [{"step": 1, **validation}])
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "loss/imitation": 1.0}, {"step": 2}])
+    write_lines(tmp_path / "validation.jsonl", [{"step": 1, **validation}])
     run = load_run(tmp_path)
     assert run.is_whole(run.charts[0]) == whole
 
@@ -134,13 +130,13 @@ def test_numbers_too_large_to_draw_are_gaps(make_run):
 
 
 def test_a_kl_of_zero_is_drawn_on_a_log_scale(tmp_path):
-    write_rows(tmp_path / "metrics.jsonl", [{"step": n, "mismatch/behavior_kl": 0.0} for n in (1, 2)])
+    write_lines(tmp_path / "metrics.jsonl", [{"step": n, "mismatch/behavior_kl": 0.0} for n in (1, 2)])
     assert [path.stem for path in make_plots(tmp_path)] == ["learner"]
 
 
 def test_names_with_dollar_signs_are_not_read_as_formulas(tmp_path):
     run_dir = tmp_path / "a$b_{c$"
-    write_rows(run_dir / "metrics.jsonl", [{"step": 1, "rollout/accuracy_mean_$x_{$": 1.0, "loss/a$b_{c$": 1.0}])
+    write_lines(run_dir / "metrics.jsonl", [{"step": 1, "rollout/accuracy_mean_$x_{$": 1.0, "loss/a$b_{c$": 1.0}])
     assert [path.stem for path in make_plots(run_dir)] == ["prompts", "learner"]
 
 
@@ -179,7 +175,7 @@ def test_a_directory_without_metrics_is_rejected(files, message, tmp_path, monke
 def test_several_runs_are_drawn_over_each_other(tmp_path, monkeypatch, capsys):
     runs = [tmp_path / name for name in "abcd"]
     for number, run in enumerate(runs):
-        write_rows(run / "metrics.jsonl", [{"step": n, "rollout/format_reward": number / 4} for n in range(1, 60)])
+        write_lines(run / "metrics.jsonl", [{"step": n, "rollout/format_reward": number / 4} for n in range(1, 60)])
     monkeypatch.setattr(sys, "argv", ["plots", *map(str, runs), "--png", str(tmp_path / "four.png")])
     main()
     assert capsys.readouterr().out == f"{tmp_path / 'four.png'}\n"
@@ -193,7 +189,7 @@ def test_several_runs_are_drawn_over_each_other(tmp_path, monkeypatch, capsys):
 
 def test_several_runs_need_a_file_and_a_common_metric(tmp_path, monkeypatch):
     for name in "ab":
-        write_rows(tmp_path / name / "metrics.jsonl", [{"step": 1, "perf/x": 1.0}])
+        write_lines(tmp_path / name / "metrics.jsonl", [{"step": 1, "perf/x": 1.0}])
     monkeypatch.setattr(sys, "argv", ["plots", str(tmp_path / "a"), str(tmp_path / "b")])
     with pytest.raises(ValueError, match="2 runs make one picture; name it with --png FILE"):
         main()

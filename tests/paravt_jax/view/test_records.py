@@ -1,22 +1,16 @@
 """The choice of episodes for a page, for every kind of run."""
 
-import json
 from pathlib import Path
 
 import pytest
 from agents import call
+from data_rows import write_lines
 from evaluator import Evaluator, answer, config_of
 from view_run import CHAT, make_run
 
 from paravt_jax.view.episodes import convert, row_of
 from paravt_jax.view.records import cells_of, chosen_of_cells, chosen_of_steps, samples_of, steps_of
 from rollout.engine.protocol import EngineError
-
-
-def write_lines(path: Path, lines: list[dict]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
 
 
 @pytest.fixture
