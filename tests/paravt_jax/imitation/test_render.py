@@ -35,27 +35,16 @@ def trace_of(*messages: tuple[str, tuple[str | Media, ...]]) -> Trace:
     return Trace("t", tuple(Message(role, parts) for role, parts in messages))
 
 
-def test_a_rendered_trace_has_the_ids_of_its_episode(tiny_hf, chat):
-    async def run():
-        agent = Agent(script(chat, [f"{CALLING}<|im_end|>", ANSWER]), FakeFrames(), chat, CONFIG)
-        return await agent.run(await agent.overview(Task("t", QUESTION, ("/a.mp4",), 4)))
-
-    episode = asyncio.run(run())
-    trace = trace_of(
-        ("user", (Media("video", "/a.mp4"), f"<video>\n{QUESTION}")),
-        ("assistant", (f"<think>\n{CALLING}",)),
-        ("tool", ("A report.",)),
-        ("tool", ("A report.",)),
-        ("assistant", ("<think>\nIt is red.</think><answer>A</answer>",)),
-    )
-    ledger = rendered(tiny_hf, chat, trace)
-    assert [call.outcome for call in episode.calls] == ["ok", "ok"]
-    assert ledger.ids.tolist() == episode.ledger.ids.tolist()
-    assert [p.key for p in ledger.pictures] == [p.key for p in episode.ledger.pictures]
-
-
-def test_a_trace_whose_tool_messages_are_parts_of_a_video_has_the_ids_of_an_episode_that_shows_frames(tiny_hf, chat):
-    config = replace(CONFIG, crop_returns="frames")
+@pytest.mark.parametrize(
+    ("crop_returns", "responses", "num_pictures"),
+    [
+        ("report", ("A report.", "A report."), 4),
+        ("frames", (Media("video", "/a.mp4", (8.0, 16.0)), Media("video", "/a.mp4", (20.0, 30.0))), 4 + 8 + 10),
+    ],
+)
+def test_a_rendered_trace_has_the_ids_of_its_episode(crop_returns, responses, num_pictures, tiny_hf, chat):
+    """A tool message that is a part of a video is the response of an episode whose calls show frames."""
+    config = replace(CONFIG, crop_returns=crop_returns)
 
     async def run():
         agent = Agent(script(chat, [f"{CALLING}<|im_end|>", ANSWER]), FakeFrames(), chat, config)
@@ -65,14 +54,14 @@ def test_a_trace_whose_tool_messages_are_parts_of_a_video_has_the_ids_of_an_epis
     trace = trace_of(
         ("user", (Media("video", "/a.mp4"), f"<video>\n{QUESTION}")),
         ("assistant", (f"<think>\n{CALLING}",)),
-        ("tool", (Media("video", "/a.mp4", (8.0, 16.0)),)),
-        ("tool", (Media("video", "/a.mp4", (20.0, 30.0)),)),
+        *(("tool", (response,)) for response in responses),
         ("assistant", ("<think>\nIt is red.</think><answer>A</answer>",)),
     )
     ledger = rendered(tiny_hf, chat, trace, config=config)
+    assert [call.outcome for call in episode.calls] == ["ok", "ok"]
     assert ledger.ids.tolist() == episode.ledger.ids.tolist()
     assert [p.key for p in ledger.pictures] == [p.key for p in episode.ledger.pictures]
-    assert len(ledger.pictures) == 4 + 8 + 10
+    assert len(ledger.pictures) == num_pictures
 
 
 def test_loss_tokens_are_the_assistants_turns_with_their_ends(tiny_hf, chat):
