@@ -4,11 +4,15 @@ Videos are empty files unless a test writes others there.
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from rollout.video.encode import write_video
 
 SRT = '1\n00:00:00,000 --> 00:00:20,000\n<font color="white" size=".72c">The lid comes off.</font>\n'
 
@@ -151,4 +155,18 @@ def make_copy(name: str, root: Path, num_rows: int = 3, **changed: Any) -> Path:
     if name == "videomme_subtitles":
         (root / "subtitle").mkdir(exist_ok=True)
         (root / "subtitle" / "fFjv93ACGo0.srt").write_text(SRT)
+    return root
+
+
+def write_film(path: Path) -> Path:
+    """66 frames, so that an overview of the release has 64."""
+    write_video(path, (np.full((48, 64, 3), number, np.uint8) for number in range(66)), 25)
+    return path
+
+
+def make_copy_with(film: Path, name: str, root: Path, num_rows: int = 3) -> Path:
+    """The same with a real video for each."""
+    make_copy(name, root, num_rows)
+    for video in [*root.rglob("*.mp4"), *root.rglob("*.MP4")]:
+        shutil.copy(film, video)
     return root

@@ -105,6 +105,10 @@ def test_a_sample_that_the_endpoint_refuses_is_missing_by_its_reason_and_repeate
     cell = evaluated(copy, tmp_path / "run", FakeEndpoint(ANSWER, "ok", "filtered", "vllm context", "ok"))
     assert cell["n"]["missing"] == {"content_filter": 1, "context": 1} and cell["n"]["answered"] == 1
     assert cell["metrics"]["missing_engine"] == 2 and cell["headline"] is None
+    lines = map(json.loads, (tmp_path / "run" / "samples_parallel_2.jsonl").read_text().splitlines())
+    episodes = [episode for line in lines for episode in line["episodes"]]
+    problems = {episode["reason"]: episode["problem"] for episode in episodes if episode["missing"]}
+    assert "withheld the reply" in problems["content_filter"]
     again = FakeEndpoint(ANSWER)
     cell = evaluated(copy, tmp_path / "run", again)
     assert cell["n"]["answered"] == 3 and cell["headline"] == pytest.approx(1 / 3)
@@ -247,10 +251,3 @@ def test_the_page_of_a_run_shows_episodes_without_ids(copy, tmp_path):
         assert [turn["num_sampled"] for turn in episode["turns"]] == [7, 7]
         assert [call["num_tokens"] for turn in episode["turns"] for call in turn["calls"]] == [7]
     assert b"It is poured." in make_page([tmp_path / "run"], 10, frames=True)
-
-
-def test_the_log_says_what_was_missing_and_why(copy, tmp_path):
-    evaluated(copy, tmp_path / "run", FakeEndpoint(ANSWER, "ok", "filtered", "ok"))
-    lines = map(json.loads, (tmp_path / "run" / "samples_parallel_2.jsonl").read_text().splitlines())
-    (missing,) = [line["episodes"][0] for line in lines if line["episodes"][0]["missing"]]
-    assert missing["reason"] == "content_filter" and "withheld the reply" in missing["problem"]

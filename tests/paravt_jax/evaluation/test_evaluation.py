@@ -360,8 +360,6 @@ def test_the_releases_prompts_work_in_this_projects_protocol(evaluator, tmp_path
     engine = evaluator("A")
     engine.run(config_of("longvideobench", tmp_path / "copy", *settings))
     assert "Crop with crop_video." in engine.prompts[0] and not engine.prompts[0].endswith("<think>\n")
-    with pytest.raises(ValueError, match=r"agentic_release was removed: eval\.protocol=release eval\.mode=agentic_gen"):
-        config_of("longvideobench", tmp_path / "copy", "eval.mode=agentic_release")
     with pytest.raises(
         ValueError, match=r"eval\.mode=direct has no tools, which conflicts with eval\.dispatches=\['parallel'\]"
     ):

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-import shutil
 import threading
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
@@ -13,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fake_endpoint import MODEL, FakeEndpoint
-from published import ROWS, make_copy, write_rows
+from published import ROWS, make_copy_with, write_film, write_rows
 
 from paravt_jax.config import EvalConfig, load_config
 from paravt_jax.data.splits import SPLITS
@@ -22,7 +21,6 @@ from paravt_jax.eval import run_eval
 from paravt_jax.evaluation import batch
 from paravt_jax.evaluation.published import TABLES
 from paravt_jax.evaluation.results import cell_table, score_table
-from paravt_jax.evaluation.sample_log import SampleLog
 from paravt_jax.prompts import to_yaml
 from rollout.endpoint.check import PROBE_TOKENS
 from rollout.endpoint.errors import EndpointError
@@ -43,10 +41,7 @@ RIGHT = {  # the reply to every row of published.py; scores by the release's rul
 
 @pytest.fixture(scope="module")
 def film(tmp_path_factory):
-    """66 frames, so that an overview has 64."""
-    path = tmp_path_factory.mktemp("film") / "film.mp4"
-    write_video(path, (np.full((48, 64, 3), number, np.uint8) for number in range(66)), 25)
-    return path
+    return write_film(tmp_path_factory.mktemp("film") / "film.mp4")
 
 
 @pytest.fixture
@@ -54,9 +49,7 @@ def copy_of(film, tmp_path):
     """A copy of a split with real videos; every row of Charades has the same window."""
 
     def make(split, root=None):
-        root = make_copy(split, root or tmp_path / split)
-        for video in [*root.rglob("*.mp4"), *root.rglob("*.MP4")]:
-            shutil.copy(film, video)
+        root = make_copy_with(film, split, root or tmp_path / split)
         if split == "charades":
             write_rows(split, root, [ROWS[split](0)] * 3)
         return root
@@ -177,26 +170,6 @@ def test_a_call_that_stops_the_released_driver_is_wrong(copy_of):
     cell, _ = run("charades", root, "<tool_call>[1, 2]</tool_call> 24.3 - 30.4")
     assert cell["n"]["unanswered"] == 3 and cell["scores"]["release"]["score"] == 0
     assert {line["episodes"][0]["malformed"] for line in lines_of(root)} == {"the call [1, 2] has no arguments"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_written", [0, 1, 2])
-def test_a_killed_evaluation_resumes_without_repeating_a_sample(num_written, copy_of, monkeypatch):
-    monkeypatch.setattr("paravt_jax.evaluation.runner.MAX_IN_FLIGHT", 1)
-    root, write, records = copy_of("lvbench"), SampleLog.write, []
-
-    def dying(self, record):
-        if len(records) == num_written:
-            raise SystemExit
-        records.append(record)
-        write(self, record)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SampleLog, "write", dying)
-        with pytest.raises(SystemExit):
-            run("lvbench", root, "D")
-    cell, bodies = run("lvbench", root, "D")
-    assert len(bodies) == 3 - num_written and cell["n"]["answered"] == 3 and len(lines_of(root)) == 3
 
 
 @pytest.mark.slow

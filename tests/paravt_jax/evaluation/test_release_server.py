@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -12,11 +11,10 @@ from subprocess import Popen
 from typing import Any
 
 import hosts as several
-import numpy as np
 import pytest
 from forked import forks
 from processes import serve
-from published import make_copy
+from published import make_copy_with, write_film
 
 from paravt_jax.config import EvalConfig, load_config
 from paravt_jax.data.splits import SPLITS
@@ -27,7 +25,6 @@ from rollout.endpoint.client import EndpointClient
 from rollout.endpoint.errors import EndpointError
 from rollout.endpoint.servers import endpoint_settings
 from rollout.server import sidecar_python
-from rollout.video.encode import write_video
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 TEXTS = json.loads((Path(__file__).parent / "release_golden.json").read_text())["texts"]
@@ -71,12 +68,9 @@ def server(tiny_hf) -> Iterator[Served]:
 def data(tmp_path_factory) -> Path:
     """A copy of every split, whose videos have 66 frames."""
     root = tmp_path_factory.mktemp("data")
-    film = root / "film.mp4"
-    write_video(film, (np.full((48, 64, 3), number, np.uint8) for number in range(66)), 25)
+    film = write_film(root / "film.mp4")
     for split in SPLITS:
-        copy = make_copy(split, root / FOLDERS.get(split, split), NUM_ROWS)
-        for video in [*copy.rglob("*.mp4"), *copy.rglob("*.MP4")]:
-            shutil.copy(film, video)
+        make_copy_with(film, split, root / FOLDERS.get(split, split), NUM_ROWS)
     (root / "release.yaml").write_text(to_yaml(TEXTS, "Stand-ins."))
     return root
 
