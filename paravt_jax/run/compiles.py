@@ -23,22 +23,17 @@ MIN_CACHED_S = 0.1  # programs that compile faster are not cached
 class Compiles:
     """Counts, times and names compilations: a run that compiles in every step is slow."""
 
-    def __init__(self) -> None:
-        self._number, self._seconds = 0, 0.0
-        self._running: dict[threading.Thread, str] = {}
+    def __init__(self, say: Callable[[str], object] | None = None) -> None:
+        """With `say` it logs compilations that take long, while they run and when they end."""
+        self._number, self._seconds, self._say = 0, 0.0, say
+        self._running: dict[threading.Thread, _Compilation] = {}
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
+        if say is not None:
+            threading.Thread(target=self._watch, name="compile log", daemon=True).start()
 
     def running(self) -> list[str]:
         """The names of the programs that are being compiled."""
-        return [*self._running.values()]
-
-    def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event == LOWERED:
-            self._running[threading.current_thread()] = _name_of(str(kwargs.get("fun_name", "")))
-        elif event == COMPILED:
-            self._running.pop(threading.current_thread(), None)
-            self._number += 1
-            self._seconds += duration_secs
+        return [running.name for running in [*self._running.values()]]
 
     def pop_metrics(self) -> dict[str, float]:
         """Metrics since the last call."""
@@ -46,22 +41,15 @@ class Compiles:
         self._number, self._seconds = 0, 0.0
         return metrics
 
-
-class CompileLog:
-    """Logs compilations that take long, while they run and when they end."""
-
-    def __init__(self, say: Callable[[str], object] = say) -> None:
-        self._say = say
-        self._running: dict[threading.Thread, _Compilation] = {}
-        jax.monitoring.register_event_duration_secs_listener(self._on_event)
-        threading.Thread(target=self._watch, name="compile log", daemon=True).start()
-
     def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         thread = threading.current_thread()
         if event == LOWERED:
             self._running[thread] = _Compilation(_name_of(str(kwargs.get("fun_name", ""))), time.monotonic())
-        elif event == COMPILED and (running := self._running.pop(thread, None)) and duration_secs >= SHOWN_AFTER_S:
-            self._show(f"compiled {running.name} in {duration_secs:.0f} s")
+        elif event == COMPILED:
+            self._number += 1
+            self._seconds += duration_secs
+            if (running := self._running.pop(thread, None)) and duration_secs >= SHOWN_AFTER_S:
+                self._log(f"compiled {running.name} in {duration_secs:.0f} s")
 
     def _watch(self) -> None:
         while True:
@@ -70,10 +58,10 @@ class CompileLog:
                 seconds = time.monotonic() - running.start_s
                 if thread.is_alive() and seconds >= running.next_s:
                     running.next_s += AGAIN_EVERY_S
-                    self._show(f"compiling {running.name}, {seconds:.0f} s so far")
+                    self._log(f"compiling {running.name}, {seconds:.0f} s so far")
 
-    def _show(self, line: str) -> None:
-        if jax.process_index() == 0:
+    def _log(self, line: str) -> None:
+        if self._say is not None and jax.process_index() == 0:
             self._say(line)
 
 
@@ -92,7 +80,7 @@ def set_up_compilation() -> None:
         jax.config.update("jax_compilation_cache_dir", str(user_cache("xla")))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_CACHED_S)
-    CompileLog()
+    Compiles(say)
 
 
 def _name_of(function: str) -> str:

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 
 from model_port.compiling import compiling
 from paravt_jax.run import compiles
-from paravt_jax.run.compiles import COMPILED, LOWERED, CompileLog, Compiles
+from paravt_jax.run.compiles import COMPILED, LOWERED, Compiles
 
 
 def test_a_long_compilation_is_logged_with_its_purpose_while_it_runs_and_when_it_ends(monkeypatch):
     monkeypatch.setattr(compiles, "SHOWN_AFTER_S", 0.05)
     monkeypatch.setattr(compiles, "POLL_S", 0.01)
     lines: list[str] = []
-    log = CompileLog(lines.append)
+    log = Compiles(lines.append)
     with compiling("update 2 of 3 (8 x 4096 tokens)"), compiling("inner"):
         log._on_event(LOWERED, 0.1, fun_name="jit(score)")
     deadline_s = time.monotonic() + 60
@@ -49,7 +49,7 @@ def test_a_program_is_named_while_it_is_compiled():
 
 def test_a_program_of_jax_is_logged_and_a_fast_one_is_not(monkeypatch):
     lines: list[str] = []
-    CompileLog(lines.append)
+    Compiles(lines.append)
 
     def compile_new(number: int) -> None:
         def double_of_test(x):
