@@ -7,6 +7,7 @@ show text in another order.
 import os
 import re
 import sys
+from collections.abc import Sequence
 
 UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -27,6 +28,14 @@ def say(message: str) -> None:
     from tqdm import tqdm  # imported late: a command that prints nothing does not wait for it
 
     tqdm.write(visible(message), file=sys.stderr)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A text table: the first column flush left, the others flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows
+    )
 
 
 def guard_stdout() -> None:

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 
 from model_port.output_dir import check_local
 from model_port.progress import Meter
+from model_port.terminal import aligned
 from paravt_jax.data.hub import row_files
 from paravt_jax.data.rows import BATCH_ROWS, FILE_URI, BadRow, existing_file, from_json, parquet_file
 from rollout.output_file import OutputFile
@@ -94,14 +95,6 @@ class MaterializeReport:
             lines.append((name, *map(str, counts), state))
         missing = ", ".join(f"{bucket} {count}" for bucket, count in self.total.missing_by_bucket.items())
         return f"{aligned(lines)}\nmissing files by bucket: {missing or 'none'}"
-
-
-def aligned(lines: list[tuple[str, ...]]) -> str:
-    """A text table: the first column is left-aligned, the others are right-aligned."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines
-    )
 
 
 def local_path(name: str, root: str) -> LocalPath:

@@ -21,10 +21,11 @@ import pyarrow.parquet as pq
 
 from model_port.output_dir import check_local
 from model_port.progress import Meter
+from model_port.terminal import aligned
 from paravt_jax.data import prompts, traces
 from paravt_jax.data.hub import local_source, row_files
 from paravt_jax.data.inspect import columns_of, kind_of
-from paravt_jax.data.materialize import REMOTE, aligned
+from paravt_jax.data.materialize import REMOTE
 from paravt_jax.data.rows import BATCH_ROWS, FILE_URI, BadRow, parquet_file, root_of, rows_of
 from rollout.seeds import derived_seed
 from rollout.tools import find_calls

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from model_port.terminal import aligned
 from paravt_jax.config import Config, MeshConfig, SftConfig, computed_on
 from paravt_jax.learner.batch_shape import BatchShape
 from paravt_jax.plan.calibrate import Calibration, calibrated
@@ -203,15 +204,3 @@ def _fit_lines(fit: Fit, batch: BatchShape, memory: Memory, device: DeviceSpec) 
 
 def _seconds(value: float | None) -> str:
     return "not estimated" if value is None else f"{value:.1f}"
-
-
-def aligned(rows: list[list[str]]) -> str:
-    """Rows of cells as text: the first column flush left, numbers flush right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if number == 0 else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )

@@ -23,8 +23,8 @@ from model_port.config import config_to_hf, preset
 from model_port.export import plan_shards
 from model_port.progress import BYTES, Meter
 from model_port.safetensors_io import DTYPES, INDEX_FILE, HfTensors, SafetensorsWriter
+from model_port.terminal import aligned
 from model_port.weights import num_params, rules
-from paravt_jax.plan.tables import aligned
 
 MODELS = ("2b", "4b", "8b", "32b")
 BFLOAT16 = DTYPES["BF16"]
