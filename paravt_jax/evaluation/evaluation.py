@@ -50,7 +50,7 @@ from paravt_jax.run.log import whole_file
 from paravt_jax.run.policy import policy_of
 from paravt_jax.run.start import find_devices
 from paravt_jax.run.threads import in_thread
-from paravt_jax.sampling.endpoint import endpoint_contract, endpoint_model, open_endpoint, served_files
+from paravt_jax.sampling.endpoint import endpoint_contract, open_endpoint, served_files
 from paravt_jax.sampling.engines import frame_reader, open_engine, warn_of_large
 from rollout.endpoint.agent import EndpointAgent
 from rollout.endpoint.check import check_video
@@ -219,7 +219,7 @@ async def _endpoint(
     config: EvalConfig, directory: Path, stack: AsyncExitStack, samples: Sequence[Sample], gpus: Sequence[Gpus]
 ) -> tuple[EndpointClient, FrameReader]:
     """No model is loaded, and none needs to be known to this project."""
-    name = endpoint_model(config.engine, config.model.path)
+    name = config.engine.model or config.model.path
     files = await served_files(config.engine, config.model.path)
     model = endpoint_record(name) if files is None else await in_thread(lambda: model_record(name, files))
     _check_model(directory, model)

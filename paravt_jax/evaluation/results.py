@@ -1,6 +1,6 @@
 """The Markdown tables that the evaluation command prints, one line per cell."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 COLUMNS = {
@@ -13,20 +13,24 @@ COLUMNS = {
     "tokens": "sampled_tokens_mean",
     "missing": "num_missing",
 }
+TYPES = ("mcq", "tvg", "oe")  # columns with their accuracies
 Cell = dict[str, Any]
 Shard = tuple[int, int]  # (k, n): the k-th of n, from 1
 
 
 def cell_table(cells: Sequence[Cell]) -> str:
     axes = _axes(cells)
-    columns = [*axes, *COLUMNS, "mcq", "tvg", "oe"]
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    rows = []
     for cell in cells:
         values = [_shown(cell["metrics"][key]) if key in cell["metrics"] else "" for key in COLUMNS.values()]
-        by_type = [cell["by_type"].get(kind, {}).get("accuracy_mean") for kind in ("mcq", "tvg", "oe")]
-        values += ["" if value is None else f"{value:.3g}" for value in by_type]
-        lines.append(f"| {' | '.join([*_values(cell, axes), *values])} |")
-    return "\n".join(lines)
+        by_type = [cell["by_type"].get(kind, {}).get("accuracy_mean") for kind in TYPES]
+        rows.append([*_values(cell, axes), *values, *("" if value is None else f"{value:.3g}" for value in by_type)])
+    return markdown_table([*axes, *COLUMNS, *TYPES], rows)
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head, *lines = [f"| {' | '.join(cells)} |" for cells in (columns, *rows)]
+    return "\n".join([head, "|---" * len(columns) + "|", *lines])
 
 
 def _shown(value: float) -> str:
@@ -36,20 +40,15 @@ def _shown(value: float) -> str:
 def score_table(cells: Sequence[Cell]) -> str:
     """The scores of a public split by both rules, in percent."""
     axes = _axes(cells)
-    columns = [*axes, "scorer", "score", "95 %", "missing as wrong", "n", "breakdown"]
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    rows = []
     for cell in cells:
         num = cell["n"]["answered"] + cell["n"]["unanswered"]
         for scorer, scores in cell["scores"].items():
             low, high = scores["interval_95"]
             shares = [f"{100 * scores['score']:.1f}", f"{100 * low:.1f} to {100 * high:.1f}"]
-            shares += [
-                f"{100 * scores['missing_as_wrong']:.1f}",
-                f"{num} of {cell['n']['expected']}",
-                _breakdown(scores),
-            ]
-            lines.append(f"| {' | '.join([*_values(cell, axes), scorer, *shares])} |")
-    return "\n".join(lines)
+            shares += [f"{100 * scores['missing_as_wrong']:.1f}", f"{num} of {cell['n']['expected']}"]
+            rows.append([*_values(cell, axes), scorer, *shares, _breakdown(scores)])
+    return markdown_table([*axes, "scorer", "score", "95 %", "missing as wrong", "n", "breakdown"], rows)
 
 
 def _axes(cells: Sequence[Cell]) -> dict[str, str]:

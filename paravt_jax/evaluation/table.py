@@ -13,6 +13,7 @@ from model_port.cli import add_debug_flag, prog_of
 from model_port.layout import RESULTS_FILE
 from paravt_jax.data.splits import SPLITS
 from paravt_jax.evaluation.published import TABLES, PublishedTable
+from paravt_jax.evaluation.results import markdown_table
 from paravt_jax.rewards.release import RELEASE
 from rollout.output_file import OutputFile
 
@@ -111,8 +112,7 @@ def markdown(rows: Sequence[OwnRow]) -> str:
 
 def _markdown(table: PublishedTable, rows: Sequence[OwnRow]) -> str:
     header, *body = table_rows(table, rows)
-    lines = [f"Table {table.title}", "", f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join(line)} |" for line in body)])
+    return f"Table {table.title}\n\n{markdown_table(header, body)}"
 
 
 def draw(rows: Sequence[OwnRow], path: Path) -> None:

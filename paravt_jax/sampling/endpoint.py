@@ -25,11 +25,6 @@ def endpoint_contract(max_pixels: int) -> VisionContract:
     return VisionContract(PATCH_PX, TOKEN_PX // PATCH_PX, 2, MIN_PIXELS, max_pixels, half, half)
 
 
-def endpoint_model(settings: EngineConfig, path: str) -> str:
-    """The model's name at the endpoint."""
-    return settings.model or path
-
-
 async def served_files(settings: EngineConfig, path: str) -> Path | None:
     """The directory of the model that this process will serve; None if the endpoint is somebody else's."""
     if not settings.serve_with:
