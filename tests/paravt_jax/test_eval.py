@@ -86,11 +86,10 @@ def test_an_interrupted_evaluation_runs_only_the_missing_samples(cells, world):
 
 
 @pytest.mark.slow
-def test_temperatures_are_an_axis_of_the_cells(cells, world):
+def test_temperatures_are_an_axis_of_the_cells(world):
     settings = ["eval.frame_budgets=[2]", "eval.dispatches=[none]", "eval.num_samples=1", "eval.temperatures=[0,0.7]"]
-    config = config_of(world, *settings, f"run_dir={world / 'temperatures'}")
-    first = asyncio.run(run_eval(config))
-    assert [(cell["dispatch"], cell["frame_budget"], cell["temperature"]) for cell in first] == [
+    cells = asyncio.run(run_eval(config_of(world, *settings, f"run_dir={world / 'temperatures'}")))
+    assert [(cell["dispatch"], cell["frame_budget"], cell["temperature"]) for cell in cells] == [
         ("none", 2, 0.0),
         ("none", 2, 0.7),
     ]
@@ -100,13 +99,9 @@ def test_temperatures_are_an_axis_of_the_cells(cells, world):
         "samples_none_2_t0.7.jsonl",
     }
     assert (directory / "plots" / "temperatures.png").read_bytes().startswith(b"\x89PNG")
-    assert cell_table(first).splitlines()[0].startswith("| dispatch | frames | temperature | accuracy |")
+    assert cell_table(cells).splitlines()[0].startswith("| dispatch | frames | temperature | accuracy |")
     (cell,) = [cell for cell in load_cells(directory, cells_of(directory)) if cell["temperature"] == 0.7]
     assert (cell["dispatch"], cell["frame_budget"], cell["name"]) == ("none", 2, "none_2_t0.7")
-    (directory / "cell_none_2_t0.7.json").unlink()
-    lines = (directory / "samples_none_2_t0.7.jsonl").read_bytes().splitlines(keepends=True)
-    (directory / "samples_none_2_t0.7.jsonl").write_bytes(lines[0])
-    assert asyncio.run(run_eval(config)) == first
 
 
 @pytest.mark.slow

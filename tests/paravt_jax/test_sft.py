@@ -137,12 +137,6 @@ def test_only_adapters_are_trained_and_exported_alone_or_merged(world, tmp_path)
         assert done.returncode == 0 and (tmp_path / name / file).is_file(), done.stderr
 
 
-@pytest.mark.slow
-def test_resuming_with_other_traces_is_rejected(finished_run, world, tmp_path):
-    done = forked.run("paravt_jax.sft", *arguments(world, finished_run, f"data.train={world / 'validation.jsonl'}"))
-    assert done.returncode == 1 and "data.train=" in done.stderr and "--allow-changes" in done.stderr
-
-
 def batches_of(tiny_hf: Path, traces: list[Trace], first: Position = FIRST, **pack: int) -> TraceBatches:
     config = load_config(None, "data.train=traces.jsonl", "sft.rows_per_step=2", "pack.num_rows=2", schema=SftConfig)
     config = replace(config, pack=replace(config.pack, **pack), video=replace(config.video, overview_frames=4))

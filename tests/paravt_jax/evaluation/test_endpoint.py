@@ -153,19 +153,6 @@ def test_another_address_resumes_and_another_model_does_not(copy, tmp_path):
         evaluated(copy, tmp_path / "run", again, overrides=("engine.model=other",))
 
 
-def test_the_death_of_one_of_two_servers_loses_no_sample(copy, tmp_path):
-    one, two = FakeEndpoint(ANSWER), FakeEndpoint(ANSWER)
-
-    def dies(body: dict[str, Any]) -> str:
-        asyncio.get_running_loop().create_task(one.die())
-        return ANSWER
-
-    one.say = dies
-    one.delay_s = two.delay_s = 0.05
-    cell = evaluated(copy, tmp_path / "run", one, two)
-    assert cell["n"]["answered"] == 3 and cell["n"]["missing"] == {}
-
-
 def test_the_key_is_in_no_file_of_a_run(copy, tmp_path, monkeypatch):
     monkeypatch.setenv("ENDPOINT_KEY", KEY)
     endpoint = FakeEndpoint(ANSWER, "ok", "forbidden", "500", "500", "500", "500", "500", "ok")

@@ -220,17 +220,6 @@ def test_a_page_of_two_runs_has_the_episodes_of_both(run_dir, tmp_path):
     assert prompts[0] == prompts[1]  # of the common steps
 
 
-@pytest.mark.slow
-def test_a_page_of_four_runs_has_an_equal_share_of_each(run_dir, tmp_path):
-    others = [make_run(tmp_path / name, 2, luck=luck) for luck, name in enumerate("abc")]
-    page = view(run_dir, *others, max_episodes=24)
-    assert [sum(row["run"] == run for row in page.rows) for run in range(4)] == [6, 6, 6, 6]
-    assert (
-        len({frozenset((row["step"], row["prompt"]) for row in page.rows if row["run"] == run) for run in range(4)})
-        == 1
-    )
-
-
 def test_an_evaluation_has_its_cells_with_the_results_of_their_certificates(tmp_path, monkeypatch):
     settings = ["eval.dispatches=[none]", "eval.frame_budgets=[3,5]", "eval.num_samples=2", "rollout.temperature=1"]
     config = config_of("longvideobench", tmp_path / "copy", *settings)
