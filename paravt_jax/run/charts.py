@@ -6,7 +6,7 @@ To chart a metric, add it to `CHARTS`. Every other metric gets a chart of its ow
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeGuard
 import numpy as np
 from jaxtyping import Float, Int
 
+from paravt_jax.config.keys import flat
 from paravt_jax.learner.settings import MismatchConfig
 from paravt_jax.run.log import METRICS_FILE, VALIDATION_FILE, rows_by_step
 
@@ -222,6 +223,11 @@ def load_settings(run_dir: Path) -> dict[str, Any]:
     except ValueError as problem:
         raise ValueError(f"{path} is not valid JSON ({problem}); restore the file, or remove it") from None
     return record if isinstance(record, dict) and isinstance(record.get("config"), dict) else {}
+
+
+def flat_config(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The config in a run's settings, by dotted key."""
+    return flat(settings.get("config", {}))
 
 
 def validation_key(key: str) -> str:

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from paravt_jax.config.keys import flat
-from paravt_jax.run.charts import OTHER, SECTIONS, Chart, LoggedRun, Table, validation_key
+from paravt_jax.run.charts import OTHER, SECTIONS, Chart, LoggedRun, Table, flat_config, validation_key
 
 HEADLINE_FRAC = 0.1  # of the steps, at each end
 HEADLINES = {  # key -> symbol, name, color
@@ -64,7 +63,9 @@ def about(run: LoggedRun) -> dict[str, Any]:
     """The head of the page: name, steps done and planned, commit, versions, settings."""
     config = run.settings.get("config", {})
     planned = [
-        value for key, value in flat(config).items() if key.split(".")[-1] == "num_steps" and isinstance(value, int)
+        value
+        for key, value in flat_config(run.settings).items()
+        if key.endswith(".num_steps") and isinstance(value, int)
     ]
     return {
         "kind": kind_of(config),
@@ -77,7 +78,7 @@ def about(run: LoggedRun) -> dict[str, Any]:
 
 def describe(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings, commit and package versions."""
-    config = flat(settings.get("config", {}))
+    config = flat_config(settings)
     idle = IDLE.get(kind_of(settings.get("config", {})), ())
     return {
         "commit": settings.get("git_commit"),
