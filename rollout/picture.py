@@ -63,10 +63,6 @@ class Picture:
         height, width = self.size_px
         return height * width // token_px**2
 
-    @property
-    def num_bytes(self) -> int:
-        return self.pixels.nbytes
-
     @cached_property
     def jpeg_base64(self) -> str:
         """For endpoints, which may be on other machines: smaller than a PNG."""

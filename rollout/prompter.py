@@ -22,7 +22,6 @@ from rollout.prompts import (
     main_messages,
     row_messages,
     subagent_messages,
-    window_intro,
 )
 from rollout.threads import in_daemon_thread
 from rollout.tools import CROP_VIDEO_SPEC, ToolSpec, Window
@@ -141,7 +140,10 @@ class Prompter:
         images = await asyncio.gather(*map(self._image, task.images))
         share, extra = divmod(task.frame_budget, max(1, len(task.videos)))
         clips = await asyncio.gather(
-            *(self._overview(path, videos[path], share + (number < extra)) for number, path in enumerate(task.videos))
+            *(
+                self.frames_at(path, self.overview_times(videos[path], share + (number < extra)))
+                for number, path in enumerate(task.videos)
+            )
         )
         default_names = ["video.mp4"] if len(task.videos) == 1 else [f"video_{n}.mp4" for n in range(len(task.videos))]
         names = dict(zip(default_names, task.videos, strict=True))
@@ -151,7 +153,7 @@ class Prompter:
         )
         messages, tools = self._main_messages(task, of_videos)
         pictures = (*images, *(frame.picture for frames in clips for frame in frames))
-        ids = self.ids(messages, pictures, tools)
+        ids = self.chat.ids(messages, len(pictures), tools)
         all_names = names | _own_names(task.videos)
         seconds = time.monotonic() - began_s
         return Overview(task, videos, all_names, ids, pictures, of_videos, seconds, messages, tools)
@@ -193,18 +195,11 @@ class Prompter:
 
     def _closeup(self, frames: Sequence[TimedPicture], messages: list[dict[str, Any]]) -> Closeup:
         pictures = tuple(frame.picture for frame in frames)
-        return Closeup(self.ids(messages, pictures), pictures, tuple(frame.time_s for frame in frames), messages)
-
-    def window_intro(self, window: Window, num_frames: int) -> str:
-        """The text before the frames of a window."""
-        return f"{window_intro(self.prompts, window, num_frames)}\n"
+        times_s = tuple(frame.time_s for frame in frames)
+        return Closeup(self.chat.ids(messages, len(pictures)), pictures, times_s, messages)
 
     async def crop(self, path: str, window: Window) -> list[TimedPicture]:
         return await self.frames_at(path, crop_times(window.start_s, window.end_s, self._subagent_max_frames))
-
-    async def detail(self, path: str, time_s: float, box: Box) -> list[TimedPicture]:
-        """A part of the frame at this time, with up to as many pixels as a whole crop."""
-        return await self.frames_at(path, [time_s], box)
 
     async def _image(self, path: str) -> Picture:
         async with self._reading:
@@ -213,24 +208,15 @@ class Prompter:
     async def info(self, path: str) -> VideoInfo:
         return await self.frames.info(path, self._deadline_s)
 
-    async def _overview(self, path: str, info: VideoInfo, num_frames: int) -> list[TimedPicture]:
-        return await self.frames_at(path, self.overview_times(info, num_frames))
-
     def overview_times(self, info: VideoInfo, max_frames: int) -> list[float]:
         """The times of an overview's frames."""
         num_frames = num_frames_at(self._overview_fps, info.duration_s, info.num_frames, max_frames)
         return overview_times(info.duration_s, info.num_frames, num_frames)
 
     async def frames_at(self, path: str, times_s: Sequence[float], box: Box | None = None) -> list[TimedPicture]:
-        """The frames, or a part of each, at these times; each once."""
+        """The frames at these times, each once, or a part of each, with up to as many pixels as a whole crop."""
         boxes = () if box is None else (box,)
         return await self.frames.frames(path, times_s, self._deadline_s, *boxes)
-
-    def ids(
-        self, messages: list[dict[str, Any]], pictures: Sequence[Picture], tools: list[dict[str, Any]] | None = None
-    ) -> np.ndarray:
-        """The ids of a prompt; it must have one placeholder per picture."""
-        return self.chat.ids(messages, len(pictures), tools)
 
 
 def _own_names(paths: Sequence[str]) -> dict[str, str]:

@@ -96,7 +96,7 @@ class TraceRenderer:
             return closeup.ids, closeup.pictures, ()
         rendered, parts = await self._rendered(messages)
         pictures = pictures_of(itertools.chain(*parts))
-        return self._prompter.ids(rendered, pictures), pictures, ()
+        return self._chat.ids(rendered, len(pictures)), pictures, ()
 
     def _add_turn(self, ledger: Ledger, text: str) -> None:
         """Adds a turn, tokenized as if sampled after the forced prefix. The prefix is a loss token here too."""

@@ -247,10 +247,10 @@ class Replay:
         if record["segments"] is not None:
             assert window is not None
             done.path, prompter = video_of(call.arguments, overview.names), self.worker.agent.prompter
-            frames = (
-                prompter.crop(done.path, window) if box is None else prompter.detail(done.path, window.start_s, box)
-            )
-            decoded = await frames
+            if box is None:
+                decoded = await prompter.crop(done.path, window)
+            else:
+                decoded = await prompter.frames_at(done.path, [window.start_s], box)
             done.frames_s = tuple(frame.time_s for frame in decoded)
             done.report = _ledger(record["segments"], [frame.picture for frame in decoded])
         return done

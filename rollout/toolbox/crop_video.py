@@ -5,6 +5,7 @@ from typing import Any
 
 from rollout.parts import Part, Response
 from rollout.prompter import Prompter
+from rollout.prompts import window_intro
 from rollout.toolbox.tool import Tool, ToolArgs, ToolContext, Videos
 from rollout.tools import CROP_FRAMES_SPEC, CROP_VIDEO_SPEC, Window, window_of
 
@@ -43,7 +44,7 @@ class CropFrames(CropVideo):
 async def crop_parts(prompter: Prompter, path: str, window: Window) -> list[Part]:
     """The response that shows a window. Traces have the same."""
     frames = await prompter.crop(path, window)
-    return [f"{_remark(window)}{prompter.window_intro(window, len(frames))}", *frames]
+    return [f"{_remark(window)}{window_intro(prompter.prompts, window, len(frames))}\n", *frames]
 
 
 def _remark(window: Window) -> str:

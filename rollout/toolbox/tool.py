@@ -27,9 +27,6 @@ class Videos:
     def path_of(self, arguments: Mapping[str, Any]) -> str:
         return video_of(arguments, self.names)
 
-    def duration_s(self, path: str) -> float:
-        return float(self.infos[path].duration_s)
-
 
 @dataclass(frozen=True)
 class ToolArgs:

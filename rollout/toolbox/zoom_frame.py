@@ -45,7 +45,7 @@ class ZoomFrame(Tool):
 
     def check(self, arguments: Mapping[str, Any], videos: Videos) -> ToolArgs:
         path = videos.path_of(arguments)
-        time_s = moment_of(arguments, videos.duration_s(path))
+        time_s = moment_of(arguments, videos.infos[path].duration_s)
         return ToolArgs(path, Window(time_s, time_s), box_of(arguments))
 
     async def run(self, args: ToolArgs, context: ToolContext) -> Response:
@@ -58,7 +58,7 @@ class ZoomFrame(Tool):
         """The introduction of the detail, and the detail."""
         assert args.window is not None and args.box is not None
         time_s, box = args.window.start_s, args.box
-        frames = await context.prompter.detail(args.path, time_s, box)
+        frames = await context.prompter.frames_at(args.path, [time_s], box)
         return self.intro.format(time_s=time_s, **box._asdict()), frames
 
 

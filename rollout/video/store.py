@@ -162,7 +162,7 @@ class DiskStore(FileStore):
 
 
 def _memory_bytes(picture: Picture) -> int:
-    return round(picture.num_bytes * MEMORY_PER_PIXEL_BYTE)
+    return round(picture.pixels.nbytes * MEMORY_PER_PIXEL_BYTE)
 
 
 def _name(key: FrameKey) -> str:

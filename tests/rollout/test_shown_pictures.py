@@ -39,7 +39,7 @@ def tool(name, work, shows=True):
     return One
 
 async def ends(self, args, context):
-    last_s = context.videos.duration_s(args.path) - 1
+    last_s = context.videos.infos[args.path].duration_s - 1
     return ["Its first and last second: ", *await context.prompter.frames_at(args.path, [0, last_s]), " <|im_end|>"]
 
 def draws(self, args, context):

@@ -53,7 +53,7 @@ def test_memory_counts_a_picture_once_and_takes_none_that_is_too_large():
 
 def test_memory_has_room_for_the_encoded_picture_of_noise():
     noise = Picture.of(np.random.default_rng(0).integers(0, 256, (224, 224, 3), np.uint8))
-    assert noise.num_bytes + len(noise.png_base64) <= noise.num_bytes * MEMORY_PER_PIXEL_BYTE * 1.01
+    assert noise.pixels.nbytes + len(noise.png_base64) <= noise.pixels.nbytes * MEMORY_PER_PIXEL_BYTE * 1.01
 
 
 def test_a_picture_comes_back_from_disk_as_it_was_in_a_later_run(tmp_path):
