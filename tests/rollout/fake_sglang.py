@@ -1,4 +1,4 @@
-"""Stands in for the sidecar's interpreter where the real server would take too long: `fake -m sglang.launch_server …`.
+"""Stands in for SGLang's interpreter, or for vLLM, where the real server would take too long.
 
 `--fake` says how it behaves: serve, text, stubborn (ignores SIGTERM), hang (never listens), crash, chatty. Like the
 real one it has a process of its own below it; that one ignores SIGTERM, and is in a session of its own unless
@@ -24,7 +24,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/die":
             print("fatal: out of luck", flush=True)
             os._exit(7)
-        body = json.dumps({"has_image_understanding": option("--fake", "serve") != "text"}).encode()
+        models = {"object": "list", "data": [{"id": option("--served-model-name", "")}], "pid": os.getpid()}
+        body = json.dumps({"has_image_understanding": mode != "text", **models}).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))

@@ -17,28 +17,14 @@ from rollout.endpoint.client import EndpointClient
 from rollout.endpoint.servers import VllmSettings, endpoint_settings, start_endpoints
 from rollout.server import ServerSettings
 
-# Stands in for vLLM: it reads the options that we pass, and answers as much as is asked of it.
-VLLM = """#!{python}
-import json, os, sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
-options = dict(zip(sys.argv[3::2], sys.argv[4::2]))
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        body = {{"data": [{{"id": options["--served-model-name"]}}], "object": "list", "pid": os.getpid()}}
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.end_headers()
-        self.wfile.write(json.dumps(body).encode())
-print("loading", sys.argv[2], os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
-HTTPServer((options["--host"], int(options["--port"])), Handler).serve_forever()
-"""
+FAKE = Path(__file__).with_name("fake_sglang.py")
 
 
 @pytest.fixture
 def vllm(tmp_path, monkeypatch) -> Path:
     program = tmp_path / "bin" / "vllm"
     program.parent.mkdir()
-    program.write_text(VLLM.format(python=sys.executable))
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {FAKE} "$@"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     return program
