@@ -17,7 +17,8 @@ def as_test(work: Work, num_given: int, run: Callable[[Work], object]) -> Callab
     def test(**fixtures: Any) -> None:
         run(partial(work, **fixtures))
 
-    fixtures = list(inspect.signature(work).parameters.values())[num_given:]
+    parameters = enumerate(inspect.signature(work).parameters.values())
+    fixtures = [each for number, each in parameters if number >= num_given or each.kind is each.KEYWORD_ONLY]
     test.__name__, test.__signature__ = work.__name__, inspect.Signature(fixtures)  # type: ignore[attr-defined]
     return test
 

@@ -163,15 +163,6 @@ def test_sub_agents_of_a_turn_run_at_the_same_time(chat):
     assert time.monotonic() - started_s < 5 * 0.3
 
 
-def test_identical_windows_of_a_group_ask_for_the_same_pictures(chat):
-    frames = FakeFrames()
-    engine = script(chat, [f"x</think>{call(3, 9)}{call(3, 9)}<|im_end|>", ANSWER])
-    episode = play(engine, chat, TASK, frames)
-    one, two = (c.report for c in episode.calls)
-    assert [p.key for p in one.pictures] == [p.key for p in two.pictures]
-    np.testing.assert_array_equal(one.segments[0].ids, two.segments[0].ids)
-
-
 def test_calls_beyond_the_limit_are_told_so(chat):
     episode = play(script(chat, [f"x</think>{call(1, 2) * 7}<|im_end|>", ANSWER]), chat, TASK, max_parallel=3)
     assert episode.outcomes == ["ok"] * 3 + ["invalid"] * 4

@@ -270,26 +270,22 @@ async def test_a_server_that_answers_badly_costs_only_another_attempt(engine, ba
     assert bad.sent_bytes < 2**26 and bad.asked["/elsewhere"] == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [("version", "9" * 5000, "ValueError"), ("model", 1.0, "another model than version 0")],
+)
 @with_servers(2)
-async def test_whatever_a_server_says_of_itself_the_others_are_kept(engine, bad, good):
-    bad.healthy = False
+async def test_a_server_that_comes_back_as_another_gets_nothing_to_do_until_it_is_right(
+    engine, swapped, good, name, value, problem
+):
+    before, swapped.healthy = getattr(swapped, name), False
     await until(lambda: not engine.fleet.servers[0].up)
-    bad.version, bad.healthy = "9" * 5000, True
-    await until(lambda: "ValueError" in engine.fleet.servers[0].problem)
-    assert (await engine.generate(request())).server == good.url
-    bad.version = "t/0"
-    await until(lambda: engine.fleet.servers[0].up)
-
-
-@with_servers(2)
-async def test_another_model_at_the_address_of_a_server_gets_nothing_to_do(engine, swapped, good):
-    swapped.healthy = False
-    await until(lambda: not engine.fleet.servers[0].up)
-    swapped.model, swapped.healthy = 1.0, True
-    await until(lambda: "another model than version 0" in engine.fleet.servers[0].problem)
+    setattr(swapped, name, value)
+    swapped.healthy = True
+    await until(lambda: problem in engine.fleet.servers[0].problem)
     found = [await engine.generate(request(f"e{n}")) for n in range(4)]
     assert {one.server for one in found} == {good.url}
-    swapped.model = 0.0
+    setattr(swapped, name, before)
     await until(lambda: engine.fleet.servers[0].up)
 
 

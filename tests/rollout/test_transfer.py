@@ -83,29 +83,19 @@ def on_hosts(*hosts, settings=QUICK):
     return given(1 + len(hosts), start)
 
 
+@pytest.mark.parametrize(
+    ("make", "read"), [(trained, ["frozen trained", "trained"]), (adapter, ["a adapter b", "a adapter b"])]
+)
 @on_hosts(1, 1, 2)
-async def test_each_host_gets_once_the_tensors_that_its_servers_lack_and_keeps_none(engine, *each):
-    await engine.publish(trained(1), 1)
-    await engine.publish(trained(2), 2)
-    assert [one.server.read for one in each] == [["frozen trained", "trained"]] * 3
+async def test_each_host_gets_once_the_tensors_that_its_servers_lack_and_keeps_none(engine, *each, make, read):
+    for version in (1, 2):
+        await engine.publish(make(version), version)
+    assert [one.server.read for one in each] == [read] * 3
     assert [one.server.version for one in each] == ["t/2"] * 3
     assert sorted(one.receiver.num_received for one in each[:2]) == [0, 2] and each[2].receiver.num_received == 2
     assert each[0].loaded_from() == each[1].loaded_from() != each[2].loaded_from()
     assert not any(list(one.directory.iterdir()) for one in each)
     assert (await engine.generate(request(version=2))).versions.tolist() == [2] * 4
-
-
-@on_hosts(1, 1, 2)
-async def test_each_host_gets_an_adapter_once_and_keeps_none(engine, *each):
-    for version in (1, 2):
-        await engine.publish(adapter(version), version)
-    assert [one.server.read for one in each] == [["a adapter b"] * 2] * 3
-    assert sum(one.receiver.num_received for one in each) == 4 and not any(
-        list(one.directory.iterdir()) for one in each
-    )
-    assert {body["model_path"][:8] for one in each for body in one.server.bodies["/update_weights_from_disk"]} == {
-        ADAPTER_SCHEME
-    }
 
 
 @on_hosts(1, 1, settings=RARE_PROBES)
