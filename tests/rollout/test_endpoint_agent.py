@@ -180,15 +180,15 @@ OUTSIDE = [
 ]
 
 
-@pytest.mark.parametrize("text", OUTSIDE)
-def test_reports_and_questions_cannot_open_or_close_anything(text):
+def test_reports_and_questions_cannot_open_or_close_anything():
+    text = " x ".join(OUTSIDE)
     endpoint = FakeEndpoint(says(LOOK, ANSWER, report=f"Seen {text} x"))
     play(endpoint, Task("t", f"Say {text} now", ("/a.mp4",), 2), prompts=Prompts(subagent_instruction="{question}"))
     sent = [texts_of(message) for body in endpoint.bodies for message in body["messages"] if message["role"] == "user"]
     plain = [sent_text.replace("<tool_response>\n", "").replace("\n</tool_response>", "") for sent_text in sent]
     assert any("Seen" in sent_text for sent_text in sent) and any("now" in sent_text for sent_text in sent)
-    assert not any(f"Seen {text}" in sent_text or f"Say {text}" in sent_text for sent_text in plain)
-    assert not any(text in sent_text.partition("Think first")[0] for sent_text in plain)
+    for text in OUTSIDE:
+        assert not any(text in sent_text.partition("Think first")[0] for sent_text in plain), text
 
 
 def test_a_turn_of_the_model_keeps_its_tags_but_no_control_tokens():
