@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from async_tests import Decorator, given
 
 from rollout.endpoint.client import EndpointClient
@@ -77,19 +78,15 @@ class FakeEndpoint:
         self.running = self.most_running = 0
         self.num_probes = 0
         self.url, self._port = "", port
-        self._runner: web.AppRunner | None = None
 
     async def __aenter__(self) -> "FakeEndpoint":
         app = web.Application(client_max_size=2**26)
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self._port)
-        await site.start()
-        assert site._server is not None
-        self._port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
-        self.url = f"http://127.0.0.1:{self._port}/v1"
+        self._server = TestServer(app, port=self._port)
+        await self._server.start_server(shutdown_timeout=0.1)
+        self._port = self._server.port
+        self.url = str(self._server.make_url("/v1"))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -97,9 +94,7 @@ class FakeEndpoint:
 
     async def die(self) -> None:
         """Breaks all connections. `__aenter__` starts it again at the same port."""
-        runner, self._runner = self._runner, None
-        if runner is not None:
-            await runner.cleanup()
+        await self._server.close()
 
     async def _models(self, request: web.Request) -> web.Response:
         self.num_probes += 1

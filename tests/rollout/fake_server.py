@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from rollout.engine.publishing import ADAPTER_SCHEME
 
@@ -50,22 +51,17 @@ class FakeServer:
         self.running = 0
         self.sent_bytes = 0
         self.url = ""
-        self._runner: web.AppRunner | None = None
 
     async def __aenter__(self) -> "FakeServer":
         app = web.Application(client_max_size=2**26)
         app.router.add_route("*", "/{path:.*}", self._answer)
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        assert site._server is not None
-        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[attr-defined]
+        self._server = TestServer(app)
+        await self._server.start_server(shutdown_timeout=0.1)
+        self.url = str(self._server.make_url("/")).rstrip("/")
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._runner is not None
-        await self._runner.cleanup()
+        await self._server.close()
 
     async def _answer(self, request: web.Request, passed_on: Any = None) -> web.StreamResponse:
         body = await request.json() if request.can_read_body else passed_on
