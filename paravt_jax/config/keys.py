@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 MAX_HINTS = 3
+MAX_SHOWN = 100  # characters of a changed value
 MIN_LIKENESS = 0.7  # difflib similarity for a suggested key
 
 
@@ -48,6 +49,12 @@ def flat(layer: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in layer.items():
         values |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
     return values
+
+
+def change_text(key: str, old: Any, new: Any) -> str:
+    """A changed setting in a log line; if its values are long, only the key."""
+    old, new = repr(old), repr(new)
+    return key if max(len(old), len(new)) > MAX_SHOWN else f"{key}: {old} -> {new}"
 
 
 def unknown_key(key: str, valid_keys: list[str]) -> str:

@@ -19,6 +19,7 @@ import numpy as np
 
 from model_port.layout import CHECKPOINTS_DIR, RECORD_FILE
 from paravt_jax.config import TrainConfig
+from paravt_jax.config.keys import change_text
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.sample_order import Cursor, PromptSample, SampleOrder
 from paravt_jax.learner.settings import AdvantageConfig
@@ -83,7 +84,7 @@ class LoggedSteps:
         path = self.run_dir / SETTINGS_LOG_FILE
         later = [row["after_step"] for row in load_jsonl(path) if row["after_step"]] if path.exists() else []
         changes = changed_settings(settings, self.run_dir).items()
-        changed = [f"{key}: {logged} -> {now}" for key, (logged, now) in changes if key != "run_dir"]
+        changed = [change_text(key, *values) for key, values in changes if key != "run_dir"]
         return [
             "; ".join([f"replaying steps {self.first} to {self.last} of {self.run_dir}", *changed]),
             *(f"its settings changed after step {step}; the replay uses the last ones" for step in later),

@@ -16,13 +16,12 @@ from model_port.hf_files import RECIPE_FILE
 from model_port.json_files import Section, read_object
 from paravt_jax.config import Config, EvalConfig, SftConfig, VideoConfig
 from paravt_jax.config.changed_keys import change_of
-from paravt_jax.config.keys import flat
+from paravt_jax.config.keys import change_text, flat
 from rollout.episode_config import EpisodeConfig
 
 # Settings of an episode that are not stored, because the user chooses them.
 NOT_STORED = ("temperature", "turn_deadline_s", "prompts_file")
 NOT_COMPARED = ("num_frames", "rollout.dispatch")  # runs vary these on purpose
-MAX_SHOWN = 60  # characters of a differing value in a message
 
 
 @dataclass(frozen=True)
@@ -85,18 +84,13 @@ def differences(directory: Path, recipe: Recipe) -> str:
     """A line about the settings that differ from the recipe in the model's files; empty if none do."""
     trained, current = flat(_record(directory) or {}), flat(recipe.to_record())
     changes = [
-        _change(key, repr(trained[key]), repr(value))
+        change_text(key, trained[key], value)
         for key, value in current.items()
         if key in trained and key not in NOT_COMPARED and trained[key] != value
     ]
     if not changes:
         return ""
     return f"{directory.name}/{RECIPE_FILE}: this run has other settings than the model's: {'; '.join(changes)}"
-
-
-def _change(key: str, trained: str, current: str) -> str:
-    """Of long texts the name alone."""
-    return key if max(len(trained), len(current)) > MAX_SHOWN else f"{key}: {trained} -> {current}"
 
 
 def _record(directory: Path) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ from model_port.bucket import Bucket, is_address
 from model_port.layout import CHECKPOINTS_DIR
 from model_port.terminal import say
 from paravt_jax.config import CheckpointConfig, LogConfig, ValidationConfig
-from paravt_jax.config.keys import flat
+from paravt_jax.config.keys import change_text, flat
 from paravt_jax.learner.learner import Learner
 from paravt_jax.run.bucket_checkpoint import BucketCheckpoints
 from paravt_jax.run.checkpoint import Checkpoints
@@ -182,7 +182,7 @@ class Training:
                 f"move the directory away to start over, or choose another run_dir"
             )
         progress = progress or beginning
-        changes = [f"{key}: {old} -> {new}" for key, (old, new) in directory.changes.items()]
+        changes = [change_text(key, *values) for key, values in directory.changes.items()]
         if progress["visits"] != fingerprint:
             if not directory.allow_changes:
                 raise ValueError(

@@ -19,7 +19,7 @@ from rollout.engine.http import HttpClient
 from rollout.engine.labels import Label
 from rollout.engine.protocol import EngineError, RequestRejected, Weights
 from rollout.engine.settings import ServerState, SGLangSettings
-from rollout.engine.transfer import Problems, Transfer
+from rollout.engine.transfer import Problems, Transfer, num_bytes
 from rollout.engine.weight_root import WeightRoot
 
 ALL, CHANGED = "all", "changed"  # directories of files, and of links to those that the latest weights changed
@@ -108,6 +108,7 @@ class WeightFiles:
         """Without a directory the weights go to this host's memory, or to its disk if they do not fit there."""
         self._root = WeightRoot(directory)
         self.scheme = ""  # before the paths that servers read
+        self.changed_frac = 1.0  # of the latest weights' bytes, in tensors that differ from the weights before
         self.loaded: set[ServerState] = set()  # have loaded the latest weights
         self._loaded_previous: set[ServerState] = set()
 
@@ -136,6 +137,7 @@ class WeightFiles:
             self._root.remove()
             raise
         self.scheme = ADAPTER_SCHEME if ADAPTER_INFO in names else ""
+        self.changed_frac = num_bytes(root / CHANGED) / num_bytes(root / ALL)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._root.remove)

@@ -48,7 +48,7 @@ class Transfer:
             self.paths = {server.url: str(directory) for server, directory in directories.items()}
             return {}
         problems: Problems = {}
-        room = max(map(_num_bytes, directories.values()), default=0)
+        room = max(map(num_bytes, directories.values()), default=0)
         await asyncio.gather(*(self._find(*each, room, problems) for each in directories.items()))
         hosts: dict[str, list[Inbox]] = {}
         for inbox, host in zip(self._inboxes, await asyncio.gather(*map(self._host, self._inboxes)), strict=True):
@@ -112,7 +112,7 @@ class Transfer:
         self, inboxes: Sequence[Inbox], directories: Mapping[ServerState, Path], problems: Problems
     ) -> None:
         """Sends to the first inbox that receives everything."""
-        directory = max((directories[inbox.server] for inbox in inboxes), key=_num_bytes)  # all tensors, or the changed
+        directory = max((directories[inbox.server] for inbox in inboxes), key=num_bytes)  # all tensors, or the changed
         for inbox in inboxes:
             try:
                 path = await self._send(inbox, directory)
@@ -125,7 +125,7 @@ class Transfer:
     async def _send(self, inbox: Inbox, directory: Path) -> str:
         """The path of the received files on the server's host."""
         url, deadline_s = f"{inbox.address}?{self._owner}", self._settings.load_deadline_s
-        answer = await self._client.put(url, _parts(directory), _num_bytes(directory), deadline_s)
+        answer = await self._client.put(url, _parts(directory), num_bytes(directory), deadline_s)
         return _text(answer, "path", inbox.address)
 
 
@@ -136,7 +136,7 @@ async def _parts(directory: Path) -> AsyncIterator[bytes]:
                 yield part
 
 
-def _num_bytes(directory: Path) -> int:
+def num_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.iterdir())
 
 

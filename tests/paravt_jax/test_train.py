@@ -214,6 +214,8 @@ def test_servers_can_be_replaced_between_steps(tmp_path, monkeypatch):
     episodes = episodes_of(run_dir)
     assert set(sampled_versions(episodes)) == {(1, 0), (2, 1), (3, 2)}
     assert not any(episode["missing"] for episode in episodes)
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    assert all(0 < line["perf/changed_weights_frac"] < 1 for line in lines)
 
 
 class TakenServer(FakeServer):

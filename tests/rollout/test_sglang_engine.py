@@ -491,6 +491,8 @@ def test_the_files_have_the_bits_of_the_latest_tensors(tmp_path, dtype):
         directory = files.directory(ServerState(""))
         changed = {path.stem for path in (directory.parent / "changed").iterdir()}
         read = {name: HfTensors(directory, f"{name}.safetensors").read(name) for name in SHAPES}
+        sizes = {name: (directory / f"{name}.safetensors").stat().st_size for name in SHAPES}
+        assert files.changed_frac == sizes["last"] / sum(sizes.values())
         return changed, read
 
     changed, read = asyncio.run(body())
