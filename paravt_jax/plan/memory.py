@@ -147,6 +147,18 @@ def values_on(mesh: MeshConfig, model: ModelConfig, prefix: str = "") -> int:
     return shard_values({path: shape for path, shape in param_shapes(model).items() if path.startswith(prefix)}, mesh)
 
 
+@cache
+def adapter_values_on(mesh: MeshConfig, model: ModelConfig, rank: int) -> int:
+    """Number of an adapter's values on a device."""
+    return shard_values(adapter_shapes(model, rank), mesh)
+
+
+@cache
+def sampling_tensor_on(local: MeshConfig, model: ModelConfig) -> int:
+    """The devices of a host over which the sampler splits the heads."""
+    return sampling_tensor(param_shapes(model), asdict(local))
+
+
 def share_of(update: PlannedUpdate, model: ModelConfig, batch: BatchShape, platform: str) -> "Share":
     return Share(update, model, batch, _local(model, update.mesh.tensor), platform)
 
@@ -187,7 +199,7 @@ class Share:
     @property
     def num_trainable(self) -> int:
         if self.adapted:
-            return shard_values(adapter_shapes(self.model, self.update.lora.rank), self.update.mesh)
+            return adapter_values_on(self.update.mesh, self.model, self.update.lora.rank)
         return self.num_params if self.update.optim.train_vision else self.num_text
 
     @property
@@ -252,20 +264,17 @@ class Share:
         if sampler is not None:
             text = self.model.text
             pages = -(-sampler.cache_tokens // PAGE_TOKENS) + sampler.max_rows + 1
-            kv_values = 2 * text.num_layers * text.num_kv_heads * text.head_dim // self.sampling_tensor(sampler)
+            tensor = sampling_tensor_on(sampler.local, self.model)
+            kv_values = 2 * text.num_layers * text.num_kv_heads * text.head_dim // tensor
             parts["key/value cache"] = pages * PAGE_TOKENS * kv_values * self.item_bytes
             maps = 1 + self.model.vision.num_deepstack
             parts["encoded frames"] = TABLE_TOKENS * maps * text.width * self.item_bytes
             parts["copy for sampling"] = self.copied_bytes(sampler)
         return {name: num_bytes for name, num_bytes in parts.items() if num_bytes}
 
-    def sampling_tensor(self, sampler: SamplerShape) -> int:
-        """The devices of a host over which the sampler splits the heads."""
-        return sampling_tensor(param_shapes(self.model), asdict(sampler.local))
-
     def copied_bytes(self, sampler: SamplerShape) -> int:
         """Bytes of the weights to sample from, unless they are the learner's own."""
-        tensor = self.sampling_tensor(sampler)
+        tensor = sampling_tensor_on(sampler.local, self.model)
         if self.update.mesh != MeshConfig(1, 1, tensor):
             return self.item_bytes * values_on(MeshConfig(1, 1, tensor), self.model)
         return self.item_bytes * (self.num_trainable if self.adapted else self.num_params) * sampler.beside_update
@@ -367,7 +376,7 @@ class Share:
 
     def sampling(self, sampler: SamplerShape) -> Parts:
         """A chunk of a prompt, and a token for all rows. Stacked weights are copied layer by layer on their way."""
-        text, tensor = self.model.text, self.sampling_tensor(sampler)
+        text, tensor = self.model.text, sampling_tensor_on(sampler.local, self.model)
         mlps = max(1, text.num_experts)  # few tokens are computed by every expert
         token = (3 * mlps * text.ffn_width + 2 * text.num_heads * text.head_dim) // tensor + (3 + mlps) * text.width
         layer = values_on(MeshConfig(1, 1, tensor), self.model, "text.layers.") // text.num_layers

@@ -60,8 +60,9 @@ ACCOUNT = [
     "train.subagent_loss=true",
     "video.frame_budgets=[]",
     "video.overview_frames=3",
-    "rollout.max_context_tokens=2048",
-    "pack.row_tokens=2048",
+    "rollout.max_context_tokens=512",
+    "rollout.max_new_tokens=64",
+    "pack.row_tokens=512",
     "loss.correction=none",
 ]
 SEED, MINUTES = 54_700, 0.19  # older weights in a server, missing videos and a killed trainer in eleven seconds

@@ -36,7 +36,7 @@ TURNS = (  # of three members of a group: two look at the same second, one at tw
     [f"I look closely.</think>{call(5, 7)}{call(40, 41)}<|im_end|>", ANSWER],
     [f"Hm.</think>{call(20, 21)}<|im_end|>", f"Again.</think>{call(30, 31)}<|im_end|>", ANSWER],
 )
-SHAPE = PackShape(num_rows=1, row_tokens=2048, row_patches=8)
+SHAPE = PackShape(num_rows=1, row_tokens=1024, row_patches=8)
 
 
 class Case:

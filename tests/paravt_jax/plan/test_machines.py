@@ -180,7 +180,14 @@ def test_the_mesh_of_a_recipe_uses_the_whole_machine_and_fits_by_the_plan(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in LEARNERS if config_of(name).mesh.num_devices > 1])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.nightly] * name.startswith(("32b", "30ba3b")))
+        for name in LEARNERS
+        if config_of(name).mesh.num_devices > 1
+    ],
+)
 def test_no_mesh_that_fits_has_a_step_more_than_one_percent_faster(name):
     run, device, seconds = planned(config_of(name)), device_of(name), {}
     for shape in mesh_shapes(run.num_devices):
