@@ -59,6 +59,7 @@ DURATION_S = 60.0
 FRAME_BUDGET = 4
 NEW_TOKENS = 64
 TEMPERATURE = 0.7
+DEADLINE_S = 300.0  # of a server's answer
 SCORER_DEADLINE_S = 600.0  # per answer; the first ones compile
 
 
@@ -68,7 +69,6 @@ async def check(
     chat: Chat,
     *,
     num_episodes: int = 12,
-    deadline_s: float = 300.0,
     on_progress: Callable[[str], None] = lambda message: None,
 ) -> list[Parity]:
     """Checks every server with `num_episodes` episodes, at least one for every picture size."""
@@ -77,15 +77,15 @@ async def check(
     try:
         parities = []
         for url in urls:
-            info = await client.get(f"{url}/server_info", deadline_s)
+            info = await client.get(f"{url}/server_info", DEADLINE_S)
             parity = Parity(url, str(info.get("dtype")))
             for number, size_px in enumerate(sizes_px):
                 on_progress(f"{url}: pictures of {size_px[0]} x {size_px[1]} px ({number + 1} of {len(sizes_px)})")
                 num_each = -(-num_episodes // len(sizes_px))
-                ledgers, dialogue = await _play(url, size_px, chat, num_each, info, deadline_s)
+                ledgers, dialogue = await _play(url, size_px, chat, num_each, info)
                 for ledger in ledgers:
                     await _compare_sampled(parity, ledger, scorer, chat)
-                ids, logp = await _server_scores(client, url, dialogue, deadline_s)
+                ids, logp = await _server_scores(client, url, dialogue)
                 ours, wrong = await asyncio.to_thread(scorer.score, [dialogue, with_wrong_last(dialogue)])
                 _compare_dialogue(parity, ids, logp, ours, chat, size_px)
                 _compare_shown(parity, logp, ours, wrong, chat)
@@ -96,7 +96,7 @@ async def check(
 
 
 async def _play(
-    url: str, size_px: tuple[int, int], chat: Chat, num_episodes: int, info: dict[str, Any], deadline_s: float
+    url: str, size_px: tuple[int, int], chat: Chat, num_episodes: int, info: dict[str, Any]
 ) -> tuple[list[Ledger], ScoreRequest]:
     """The ledgers and dialogue for a picture size."""
     config = EpisodeConfig(
@@ -105,13 +105,13 @@ async def _play(
         subagent_new_tokens=NEW_TOKENS,
         max_context_tokens=int(info["context_length"]),
         temperature=TEMPERATURE,
-        turn_deadline_s=deadline_s,
+        turn_deadline_s=DEADLINE_S,
     )
     engine = await SGLangEngine.connect([url])
     try:
         agent = Agent(engine, TestCard(size_px), chat, config)
         overview = await agent.overview(Task(f"card-{size_px}", "What is shown?", ("card.mp4",), FRAME_BUDGET))
-        shown = await agent.frames.frames("card.mp4", [SHOWN_S], deadline_s)
+        shown = await agent.frames.frames("card.mp4", [SHOWN_S], DEADLINE_S)
         episodes = await asyncio.gather(*(agent.run(overview, number) for number in range(num_episodes)))
     finally:
         await engine.close()
@@ -165,13 +165,11 @@ def _compare_shown(parity: Parity, logp: np.ndarray, ours: Scored, wrong: Scored
         parity.add(SHOWN, np.stack([*ours.offsets(logp)[:, after], (ours.logp - wrong.logp)[after]]))
 
 
-async def _server_scores(
-    client: HttpClient, url: str, request: ScoreRequest, deadline_s: float
-) -> tuple[np.ndarray, np.ndarray]:
+async def _server_scores(client: HttpClient, url: str, request: ScoreRequest) -> tuple[np.ndarray, np.ndarray]:
     """The expanded ids and their log-probs."""
     body = generate_body(request.ids, request.pictures, Sampling(1, request.temperature))
     body |= {"logprob_start_len": 0, "return_prompt_token_ids": True}
-    answer = await client.post(f"{url}/generate", body, deadline_s)
+    answer = await client.post(f"{url}/generate", body, DEADLINE_S)
     logp = [0.0 if logp is None else logp for logp, *_ in answer["meta_info"]["input_token_logprobs"]]
     ids = np.array(answer["prompt_token_ids"], np.int32)
     if len(ids) != len(logp):

@@ -199,11 +199,8 @@ class EmbeddedEngine:
 
     def _submit(self, request: Request, running: Running) -> None:
         sampling = request.sampling
-        if sampling.top_p != 1 or sampling.top_k > 0:
-            raise RequestRejected(
-                f"the embedded engine samples from all tokens: set top_p=1 and top_k=0, not {sampling.top_p} and "
-                f"{sampling.top_k}"
-            )
+        if sampling.top_p != 1:
+            raise RequestRejected(f"the embedded engine samples from all tokens: set top_p=1, not {sampling.top_p}")
         try:
             settings = SamplingParams(sampling.max_new_tokens, sampling.seed, sampling.temperature, sampling.stop_ids)
             prompt = self._prompt(request)

@@ -35,7 +35,6 @@ class Sampling:
     max_new_tokens: int
     temperature: float | int = 0.7
     top_p: float | int = 1.0
-    top_k: int = -1  # off
     stop_ids: tuple[int, ...] = ()  # sampling stops after the first of these, which is kept
     seed: int = 0  # makes sampling reproducible where the engine can: the embedded one does
 

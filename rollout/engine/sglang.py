@@ -259,7 +259,7 @@ def generate_body(ids: np.ndarray, pictures: Sequence[Picture], sampling: Sampli
             "max_new_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
+            "top_k": -1,  # off: a model's own files may set it
             "stop_token_ids": list(sampling.stop_ids),
             "ignore_eos": not sampling.stop_ids,  # else the ids in the model's own files would stop it as well
             "no_stop_trim": True,
