@@ -105,3 +105,36 @@ def play(
         return await agent.run(await agent.overview(task), callbacks=callbacks)
 
     return asyncio.run(run())
+
+
+def called(
+    chat: Chat,
+    task: Task,
+    *calls: str,
+    frames: Frames | None = None,
+    callbacks: EpisodeCallbacks | None = None,
+    report: str = "A report.<|im_end|>",
+    **config: Any,
+) -> tuple[ScriptedEngine, Episode]:
+    """An episode whose first turn has these calls, and whose second one answers. Its ledgers are checked."""
+    engine = script(chat, [f"I look.</think>{''.join(calls)}<|im_end|>", ANSWER], report)
+    episode = play(engine, chat, task, frames, callbacks, **config)
+    check_ledger(chat, engine, episode)
+    return engine, episode
+
+
+def check_ledger(chat: Chat, engine: ScriptedEngine, episode: Episode) -> None:
+    """Every request was a prefix of its ledger up to a sampled segment, and what came back follows it."""
+    for ledger in episode.ledgers:
+        ids, begin = ledger.ids, 0
+        assert np.count_nonzero(
+            np.concatenate([s.ids for s in ledger.segments if s.kind != "sampled"]) == chat.image_id
+        ) == len(ledger.pictures)
+        for number, segment in enumerate(ledger.segments):
+            if segment.kind == "sampled":
+                asked = [r for r in engine.requests if np.array_equal(r.ids, ids[:begin])]
+                assert asked, "an engine saw other ids than the ledger has"
+                shown = [p.key for s in ledger.segments[:number] for p in s.pictures]
+                assert [p.key for p in asked[0].pictures] == shown
+            begin += len(segment.ids)
+    assert len(engine.requests) == len(episode.turns) + len(episode.ledgers) - 1

@@ -86,11 +86,8 @@ def test_a_question_stands_where_a_text_says_and_else_before_it():
 
 
 def test_an_empty_overview_leaves_frames_and_question_alone():
-    assert text_of(main_messages(Prompts(overview="", with_tool="{question}"), VIDEOS, "What?", 3)) == [
-        "<0.0 seconds>",
-        "<4.0 seconds>",
-        "What?",
-    ]
+    shown = main_messages(Prompts(overview="", with_tool="{question}"), VIDEOS, "What?", 3)
+    assert text_of(shown) == ["<0.0 seconds>", "<4.0 seconds>", "What?"]
 
 
 def test_a_sub_agent_may_be_told_the_question():

@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from agents import ANSWER, FakeFrames, call, call_of, play, script
+from agents import ANSWER, FakeFrames, call, call_of, called
 from qwen_tokenizer import qwen_tokenizer
-from test_episode import check_ledger
 from transformers import PreTrainedTokenizerFast
 
 from model_port.qwen3_vl.chat_template import CHAT_TEMPLATE
@@ -22,7 +21,6 @@ from rollout.toolbox import tools_of
 
 TASK = Task("t", "What is it?", ("/data/a.mp4",), frame_budget=2)
 BOX = [0.5, 0.25, 1.0, 0.75]
-TURN = "I look.</think>{}<|im_end|>"
 OWN = """
 import numpy as np
 from dataclasses import replace
@@ -66,11 +64,8 @@ def own(tmp_path):
     return lambda name: f"{tmp_path / 'own.py'}:{name}"
 
 
-def played(chat, *calls: str, frames=None, callbacks=None, **config):
-    engine = script(chat, [TURN.format("".join(calls)), ANSWER])
-    episode = play(engine, chat, TASK, frames, callbacks=callbacks, **{"crop_returns": "frames", **config})
-    check_ledger(chat, engine, episode)
-    return engine, episode
+def played(chat, *calls: str, **options):
+    return called(chat, TASK, *calls, **{"crop_returns": "frames", **options})
 
 
 class Results(EpisodeCallbacks):

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from agents import ANSWER, FakeFrames, call, call_of, play, script
+from agents import ANSWER, FakeFrames, call, call_of, called, play, script
 from make_video import number_of, numbered_frame, write_video
-from test_episode import check_ledger
 
 from rollout.episode import MAX_ANSWER_CHARS
 from rollout.episode_config import EpisodeConfig
@@ -36,10 +35,8 @@ def task(tmp_path):
     return Task("t", "What is it?", ("/data/a.mp4",), 2, (str(tmp_path / "a.srt"),))
 
 
-def answers(chat, task, *calls: str, frames=None, **config) -> list[tuple[str, str]]:
-    engine = script(chat, [f"I look.</think>{''.join(calls)}<|im_end|>", ANSWER])
-    episode = play(engine, chat, task, frames, **{"tools": ALL, **config})
-    check_ledger(chat, engine, episode)
+def answers(chat, task, *calls: str, **options) -> list[tuple[str, str]]:
+    _, episode = called(chat, task, *calls, **{"tools": ALL, **options})
     return [(made.outcome, made.response) for made in episode.calls]
 
 
@@ -119,8 +116,7 @@ def test_a_zoom_that_cannot_be_made_says_why_and_harms_no_other(chat, task, aske
     ],
 )
 def test_subtitles_are_searched_for_words_without_a_model(chat, task, query, outcome, told):
-    engine = script(chat, [f"x</think>{call_of('search_subtitles', query=query)}<|im_end|>", ANSWER])
-    episode = play(engine, chat, task, tools=ALL)
+    engine, episode = called(chat, task, call_of("search_subtitles", query=query), tools=ALL)
     assert len(engine.requests) == 2  # of the main agent
     assert episode.outcomes == [outcome] and told in episode.calls[0].response
 
@@ -275,8 +271,8 @@ def test_a_tool_that_is_here_can_have_other_words(chat, task, tmp_path):
         "class Reads(ZoomFrame):\n"
         "    instruction: str = 'Read the {sign}.'\n"
     )
-    engine = script(chat, [f"x</think>{call_of('zoom_frame', time=1, box=BOX)}<|im_end|>", ANSWER])
-    play(engine, chat, task, tools=[f"{tmp_path / 'words.py'}:Reads"])
+    tools = [f"{tmp_path / 'words.py'}:Reads"]
+    engine, _ = called(chat, task, call_of("zoom_frame", time=1, box=BOX), tools=tools)
     shown = chat.decode(engine.requests[1].ids)
     assert (
         "frame at 1.0 seconds of the video, from 50% to 100% of its width and from 25% to 75% of its height:" in shown
