@@ -16,6 +16,7 @@ from rollout.episode_config import EpisodeConfig
 from rollout.ledger import Ledger
 from rollout.parts import Part, pictures_of
 from rollout.picture import Picture
+from rollout.prompter import Closeup, Overview
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class TokenDialogue:
         chat: Chat,
         config: EpisodeConfig,
         ledger: Ledger,
+        prompt: Overview | Closeup,
         *,
         episode: str,
         version: int | None,
@@ -83,10 +85,7 @@ class TokenDialogue:
         self._engine, self._chat, self._config, self._ledger = engine, chat, config, ledger
         self._episode, self._version, self._top_p = episode, version, top_p
         self._forced, self.token_px = chat.encode(forced), chat.token_px
-
-    def start(self, ids: np.ndarray, pictures: Sequence[Picture]) -> "TokenDialogue":
-        self._ledger.add("prompt", ids, pictures)
-        return self
+        ledger.add("prompt", prompt.ids, prompt.pictures)
 
     @property
     def room(self) -> int:

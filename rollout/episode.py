@@ -78,17 +78,8 @@ class Agent:
         self, prompt: Overview | Closeup, ledger: Ledger, *, episode: str, version: int | None, forced: str = ""
     ) -> AgentDialogue:
         """A dialogue that begins with this prompt and is recorded in `ledger`."""
-        dialogue = TokenDialogue(
-            self.engine,
-            self.chat,
-            self.config,
-            ledger,
-            episode=episode,
-            version=version,
-            forced=forced,
-            top_p=self.top_p,
-        )
-        return dialogue.start(prompt.ids, prompt.pictures)
+        dialogue = partial(TokenDialogue, self.engine, self.chat, self.config, ledger, prompt)
+        return dialogue(episode=episode, version=version, forced=forced, top_p=self.top_p)
 
     async def overview(self, task: Task) -> Overview:
         return await self.prompter.overview(task)

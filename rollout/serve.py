@@ -78,7 +78,6 @@ async def _serve(args: argparse.Namespace, settings: ServerSettings, receiver: R
     progress.finish("ready")
     receiver.server_url = server.url
 
-    settings = server.settings
     report = {"url": server.url, "model": str(settings.model), "pid": server.pid}
     try:
         print(json.dumps(report) if args.json else f"{server.url} {settings.model}", flush=True)

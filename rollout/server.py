@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, Self, TypeVar, get_args
+from typing import Any, Literal, Protocol, Self, get_args
 
 import aiohttp
 
@@ -249,13 +249,10 @@ def sidecar_python() -> Path:
     )
 
 
-Settings = TypeVar("Settings", bound=Startable)
-
-
-class Server(Generic[Settings]):
+class Server:
     """One running server. It is not tied to an event loop: one may start it and another stop it."""
 
-    def __init__(self, settings: Settings, log_file: Path | None = None) -> None:
+    def __init__(self, settings: Startable, log_file: Path | None = None) -> None:
         self.settings = settings  # including the chosen port
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._log = log_file.open("ab") if log_file else None
@@ -278,12 +275,12 @@ class Server(Generic[Settings]):
     @classmethod
     async def start(
         cls,
-        settings: Settings,
+        settings: Startable,
         *,
         deadline_s: float,
         on_progress: Callable[[str], None] | None = None,
         log_file: Path | None = None,
-    ) -> "Server[Settings]":
+    ) -> "Server":
         """Returns when the server has generated a token; `on_progress` gets its latest line while it starts."""
         server = cls(settings.settled(), log_file)
         try:

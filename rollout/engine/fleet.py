@@ -75,7 +75,6 @@ class Fleet:
         return min((server.version for server in servers if server.up and server.version is not None), default=0)
 
     async def publish(self, weights: Weights, version: int) -> None:
-        """Loads the weights into all servers that are up; a server that fails is ejected and gets them on return."""
         assert self.settings.run, "an engine without SGLangSettings.run only samples"
         async with self._publishing:
             await self.files.write(weights)  # while the servers sample
@@ -88,7 +87,6 @@ class Fleet:
             raise EngineError(f"no server took the weights of version {version}: {self._problems()}") from None
 
     async def adopt(self, version: int) -> None:
-        """Uses each server as soon as it has this version, which another process has published."""
         async with self._publishing:
             self._published, self._adopted, self.version = False, True, version
             await asyncio.gather(*(self._adopt(server) for server in self.servers if server.up))

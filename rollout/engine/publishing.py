@@ -105,7 +105,6 @@ class WeightFiles:
     """The latest weights for all servers, a file for each tensor, until this process ends."""
 
     def __init__(self, directory: str | Path = ""):
-        """Without a directory the weights go to this host's memory, or to its disk if they do not fit there."""
         self._root = WeightRoot(directory)
         self.scheme = ""  # before the paths that servers read
         self.changed_frac = 1.0  # of the latest weights' bytes, in tensors that differ from the weights before
