@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="dtype of activations (default float32)")
     parser.add_argument(
         "--remat",
-        choices=["none", "full", "dots", "attention", "offload"],
+        choices=["auto", "none", "full", "dots", "attention", "offload"],
         help="recomputed activations (default full)",
     )
     parser.add_argument("--repeats", type=int, default=5, help="timed updates; the median is reported (default 5)")
