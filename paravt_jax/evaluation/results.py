@@ -53,12 +53,12 @@ def score_table(cells: Sequence[Cell]) -> str:
 
 def _axes(cells: Sequence[Cell]) -> dict[str, str]:
     """The columns that tell the cells apart, with their keys; the temperature only if it differs."""
-    differs = len({cell["temperature"] for cell in cells if "temperature" in cell}) > 1  # older cells have none
+    differs = len({cell["temperature"] for cell in cells}) > 1
     return {"dispatch": "dispatch", "frames": "frame_budget"} | ({"temperature": "temperature"} if differs else {})
 
 
 def _values(cell: Cell, axes: dict[str, str]) -> list[str]:
-    return [f"{value:g}" if isinstance(value := cell.get(key, ""), float) else str(value) for key in axes.values()]
+    return [f"{value:g}" if isinstance(value := cell[key], float) else str(value) for key in axes.values()]
 
 
 def _breakdown(scores: dict[str, Any]) -> str:

@@ -193,24 +193,6 @@ def test_turns_and_calls_have_their_time(page):
     assert max(ends) == pytest.approx(second["started_s"], abs=1e-3) and episode["overview_s"] > 0
 
 
-def test_older_records_without_videos_and_times_still_open(run_dir, tmp_path):
-    old = shutil.copytree(run_dir, tmp_path / "old")
-    for path in (old / "episodes").iterdir():
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        for row in rows:
-            row["advantage"].pop("places")
-            turns = row.get("turns", ())
-            for record in (row, *turns, *(call for turn in turns for call in turn["calls"])):
-                for name in ("videos", "overview_s", "started_s", "path", "frames_s"):
-                    record.pop(name, None)
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    page = view(old, frames=True)
-    assert len(page.episodes) == 72 and not any(episode["videos"] for episode in page.episodes)
-    assert any(
-        call["window_s"] and call["video"] == 0 for e in page.episodes for t in e["turns"] for call in t["calls"]
-    )
-
-
 def test_a_page_of_two_runs_has_the_episodes_of_both(run_dir, tmp_path):
     other = make_run(tmp_path / "other", 2, luck=1)
     page = view(run_dir, other, max_episodes=24)
