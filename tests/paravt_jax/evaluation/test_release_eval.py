@@ -3,8 +3,7 @@
 import asyncio
 import json
 import re
-import threading
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -229,27 +228,10 @@ def test_bad_settings_are_one_sentence_before_the_first_sample(overrides, compla
         asyncio.run(run_eval(config_of("lvbench", root, "http://127.0.0.1:9/v1", *overrides)))
 
 
-@contextmanager
-def endpoint_in_thread(say):
-    """Endpoints outlive the event loop of an evaluation."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    endpoint = FakeEndpoint(say)
-    asyncio.run_coroutine_threadsafe(endpoint.__aenter__(), loop).result()
-    try:
-        yield endpoint
-    finally:
-        asyncio.run_coroutine_threadsafe(endpoint.die(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
-
-
 ROW = """
 model: {{path: {model}}}
 data: {{split: videomme}}
-engine: {{kind: openai, urls: ["{url}"], model: {model}}}
+engine: {{kind: openai, urls: ["http://a"], model: {model}}}
 eval: {{protocol: release, mode: reasoning, release_texts: {texts}, published_row: {row}}}
 """
 
@@ -262,28 +244,34 @@ def test_a_batch_runs_what_is_left_continues_after_a_failure_and_draws_the_table
         monkeypatch.setitem(SPLITS, name, replace(SPLITS[name], num_samples=3))
     copy_of("lvbench", tmp_path / "data" / "lvbench")
     (tmp_path / "rows").mkdir()
-    with endpoint_in_thread("D") as endpoint:
-        for file, row, model in (("a", "Video-R1-7B", MODEL), ("b", "Time-R1-7B", "gone")):
-            settings = dict(model=model, url=endpoint.url, texts=tmp_path / "release.yaml", row=row)
-            (tmp_path / "rows" / f"{file}.yaml").write_text(ROW.format(**settings))
+    for file, row, model in (("a", "Video-R1-7B", MODEL), ("b", "Time-R1-7B", "gone")):
+        settings = dict(model=model, texts=tmp_path / "release.yaml", row=row)
+        (tmp_path / "rows" / f"{file}.yaml").write_text(ROW.format(**settings))
+    models, bodies = [MODEL], []
 
-        def start(*more):
-            arguments = [str(tmp_path / "rows"), "--splits", "lvbench,mlvu", "--run-dir", str(tmp_path / "runs")]
-            arguments += ["--data-root", str(tmp_path / "data"), "video.num_workers=1", *more]
-            batch.main(arguments, run_eval, lambda: None)
+    async def evaluate(config):
+        """Each evaluation of a batch has its own event loop, and here its own endpoint."""
+        async with FakeEndpoint("D") as endpoint:
+            endpoint.models, endpoint.bodies = models, bodies
+            return await run_eval(replace(config, engine=replace(config.engine, urls=[endpoint.url])))
 
-        with pytest.raises(RuntimeError, match=r"3 of 4 evaluations are not complete; .*a, mlvu: .*b, lvbench: .*gone"):
-            start()
-        num_requests = len(endpoint.bodies)
-        assert "| ours minus published, release | — | — | — | +63.1 (+63.1 to +63.1) |" in capsys.readouterr().out
-        copy_of("mlvu", tmp_path / "data" / "mlvu")
-        endpoint.models = [MODEL, "gone"]
-        start("--png", str(tmp_path / "table.png"))
-        assert (tmp_path / "table.png").read_bytes()[:4] == b"\x89PNG"
-        done = len(endpoint.bodies)
-        assert done - num_requests == 3 * (1 + 3)  # three evaluations, each with a check of the endpoint
+    def start(*more):
+        arguments = [str(tmp_path / "rows"), "--splits", "lvbench,mlvu", "--run-dir", str(tmp_path / "runs")]
+        arguments += ["--data-root", str(tmp_path / "data"), "video.num_workers=1", *more]
+        batch.main(arguments, evaluate, lambda: None)
+
+    with pytest.raises(RuntimeError, match=r"3 of 4 evaluations are not complete; .*a, mlvu: .*b, lvbench: .*gone"):
         start()
-        assert len(endpoint.bodies) == done
+    num_requests = len(bodies)
+    assert "| ours minus published, release | — | — | — | +63.1 (+63.1 to +63.1) |" in capsys.readouterr().out
+    copy_of("mlvu", tmp_path / "data" / "mlvu")
+    models.append("gone")
+    start("--png", str(tmp_path / "table.png"))
+    assert (tmp_path / "table.png").read_bytes()[:4] == b"\x89PNG"
+    done = len(bodies)
+    assert done - num_requests == 3 * (1 + 3)  # three evaluations, each with a check of the endpoint
+    start()
+    assert len(bodies) == done
     output = capsys.readouterr().out
     assert output.count("| Time-R1-7B | 58.9 |") == 2 and f"ours: {MODEL}, release's protocol, release |" in output
 
