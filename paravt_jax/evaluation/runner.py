@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from model_port.progress import Meter
@@ -115,23 +115,16 @@ def on_screen(cues: Sequence[Cue], times_s: Sequence[float | int]) -> list[str]:
     return list(dict.fromkeys(texts))
 
 
-@dataclass(eq=False)
 class Tally:
     """Progress of a cell."""
 
-    name: str
-    finished: Iterable[SampleResult] = ()
-    now_s: Callable[[], float] = time.monotonic
-    num_complete: int = field(default=0, init=False)
-    num_new: int = field(default=0, init=False)
-    num_missing: int = field(default=0, init=False)
-    num_failed_in_a_row: int = field(default=0, init=False)
-    problem: str = field(default="", init=False)
-    _score: float = field(default=0.0, init=False)
-
-    def __post_init__(self) -> None:
-        self._start_s = self.now_s()
-        for result in self.finished:
+    def __init__(
+        self, name: str, finished: Iterable[SampleResult] = (), now_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.name, self._now_s, self._start_s = name, now_s, now_s()
+        self.num_complete = self.num_new = self.num_missing = self.num_failed_in_a_row = 0
+        self.problem, self._score = "", 0.0
+        for result in finished:
             self._count(result)
 
     def add(self, result: SampleResult) -> None:
@@ -148,7 +141,7 @@ class Tally:
 
     def summary(self) -> str:
         """The text of the progress bar."""
-        minutes = (self.now_s() - self._start_s) / 60
+        minutes = (self._now_s() - self._start_s) / 60
         parts = (
             [f"{100 * self._score / self.num_complete:.1f} % of {self.num_complete} right"] if self.num_complete else []
         )

@@ -153,13 +153,4 @@ def _cut_incomplete_line(path: Path) -> None:
     if not path.exists():
         return
     with named(path), path.open("rb+") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(0, end - 2**16)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
-        file.truncate(end)
+        file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
