@@ -5,12 +5,16 @@ import asyncio
 import os
 import shutil
 import signal
+import tempfile
 from pathlib import Path
 
 from model_port.cli import FAILED, add_debug_flag, prog_of, run_cli
 from model_port.terminal import say
 from paravt_jax.ask import add_model_arguments
 from paravt_jax.asking.access import KEY_VARIABLE, WITHOUT_KEY, access_control
+from rollout.owned_directory import owned_directory
+
+CLIENT_FILES = "paravt_serve_"  # prefix of the directory for files from clients, in the one for temporary files
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -53,13 +57,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 async def run(args: argparse.Namespace) -> None:
     from paravt_jax.asking.asker import engine_of, open_asker  # imports jax, which --help need not wait for
-    from paravt_jax.asking.client_files import client_files
     from paravt_jax.asking.media import Sources
     from paravt_jax.asking.service import Service, bind_port, serve
 
     listener = bind_port(args.host, args.port)
     access = access_control(listener, args.host, args.api_key, args.no_api_key)
-    with client_files() as directory:
+    with owned_directory(Path(tempfile.gettempdir()), CLIENT_FILES) as directory:
         stop = stop_on_signals(directory)
         async with open_asker(
             args.model,

@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 from model_port.output_dir import check_local
 from model_port.progress import Meter
 from paravt_jax.config import load_config
-from rollout.engine.weight_root import orphans
+from rollout.engine.weight_root import WEIGHTS_PREFIX
+from rollout.owned_directory import orphans
 from rollout.supervisor import SHARED_MEMORY, mapped_or_open, processes
 from scripts.bench.chaos.checks import episodes_of, problems_of
 from scripts.bench.chaos.faults import KINDS, SERVICE, SERVICE_KINDS, TRAINER, Fault, schedule
@@ -225,7 +226,8 @@ def _has_message(exit: Exit) -> bool:
 def left_in_memory(at_start: set[Path]) -> set[str]:
     """New segments and weights that no living process uses; the others belong to another run."""
     new = {path for path in SHARED_MEMORY.iterdir() if path.name.startswith(LEFT_BY_SERVERS)} - at_start
-    in_use, unused = mapped_or_open(process.pid for process in processes()), set(orphans([SHARED_MEMORY])) - at_start
+    in_use = mapped_or_open(process.pid for process in processes())
+    unused = set(orphans([SHARED_MEMORY], WEIGHTS_PREFIX)) - at_start
     for path in new:
         with suppress(FileNotFoundError):  # another run has removed it
             unused |= {path} if path.lstat().st_ino not in in_use else set()

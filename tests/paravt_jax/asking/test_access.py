@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -15,7 +14,8 @@ from served import question, with_service
 
 from paravt_jax import serve as serve_module
 from paravt_jax.asking.access import AccessControl, access_control
-from paravt_jax.asking.client_files import client_files
+from paravt_jax.serve import CLIENT_FILES
+from rollout.owned_directory import owned_directory
 
 openai = pytest.importorskip("openai")
 KEY = "sk-secret"
@@ -110,12 +110,13 @@ def test_the_key_comes_from_the_environment_unless_the_command_has_one(monkeypat
 
 
 KEEPS_FILES = """
-import asyncio, sys, time
-from paravt_jax.asking.client_files import client_files
-from paravt_jax.serve import stop_on_signals
+import asyncio, tempfile
+from pathlib import Path
+from paravt_jax.serve import CLIENT_FILES, stop_on_signals
+from rollout.owned_directory import owned_directory
 
 async def run():
-    with client_files() as directory:
+    with owned_directory(Path(tempfile.gettempdir()), CLIENT_FILES) as directory:
         (directory / "video").write_text("of a client")
         stop = stop_on_signals(directory)
         print(directory, flush=True)
@@ -128,9 +129,8 @@ asyncio.run(run())
 
 
 @pytest.fixture
-def server(tmp_path, monkeypatch):
+def server(tmp_path):
     """A process with client files that takes a minute to stop, and their directory."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     with subprocess.Popen(
         [sys.executable, "-c", KEEPS_FILES], stdout=subprocess.PIPE, text=True, env=environment
@@ -154,13 +154,14 @@ def test_a_second_signal_exits_at_once_and_removes_client_files(server, number):
 @pytest.mark.slow
 def test_the_next_start_removes_files_of_a_killed_server_and_keeps_files_of_a_running_one(server, tmp_path):
     process, directory = server
-    with client_files() as ours:
+    with owned_directory(tmp_path, CLIENT_FILES) as ours:
         assert (directory / "video").exists() and ours != directory
     process.send_signal(signal.SIGKILL)
     process.wait()
-    (link := tmp_path / "paravt_serve_link").symlink_to(tmp_path / "elsewhere")
+    (link := tmp_path / f"{CLIENT_FILES}link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere").mkdir()
-    with client_files() as ours:
-        assert not directory.exists() and list(ours.iterdir()) and link.is_symlink()
-        assert not list((tmp_path / "elsewhere").iterdir())
+    (tmp_path / "elsewhere" / "file").touch()
+    with owned_directory(tmp_path, CLIENT_FILES) as ours:
+        assert not directory.exists() and ours.is_dir() and link.is_symlink()
+        assert (tmp_path / "elsewhere" / "file").exists()
     assert not ours.exists()
