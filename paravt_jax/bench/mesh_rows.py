@@ -8,19 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from model_port.config import ModelConfig
 from paravt_jax.bench.mesh_case import config_of, model_of, name_of, settings_of, table_of, title_of
-from paravt_jax.config import Config, MeshConfig, SftConfig, load_config
-from paravt_jax.config.recipes import config_file
+from paravt_jax.config import Config, MeshConfig, SftConfig, load_training_config
 from paravt_jax.plan.calibrate import calibrated
 from paravt_jax.plan.devices import DeviceSpec, Rates
 from paravt_jax.plan.meshes import MeshEstimate, Shape, estimate
 from paravt_jax.plan.plan import model_config
 from paravt_jax.plan.remat import with_remat
 from paravt_jax.plan.roofline import StepSeconds
-from paravt_jax.plan.run import PlannedRl, PlannedRun, PlannedSft
+from paravt_jax.plan.run import PlannedRl, PlannedRun, planned_run
 from paravt_jax.plan.step_rates import PUBLISHED, TEXTS, RateRange
 from paravt_jax.plan.step_time import Interval, step_time
 from paravt_jax.plan.workload import Step, full_step
@@ -75,11 +72,7 @@ class BenchedRun:
             config = config_of(shape, rows=args.rows, row_tokens=args.row_tokens, dtype=args.dtype, remat=args.remat)
             run = PlannedRl.of(config, self.model)
             return run, full_step(run.largest_batch())
-        if isinstance(self.config, SftConfig):
-            planned = PlannedSft.of(self.config, self.model)
-        else:
-            planned = PlannedRl.of(self.config, self.model)
-        run = planned.on_mesh(MeshConfig(*shape))
+        run = planned_run(self.config, self.model).on_mesh(MeshConfig(*shape))
         return run, run.typical_step()
 
 
@@ -103,18 +96,11 @@ def estimated_on(
 def benched_run(args: argparse.Namespace) -> BenchedRun:
     if args.config is None:
         return BenchedRun(title_of(settings_of(args)), model_of(args), (), args, None)
-    config = _config(args)
+    config = load_training_config(args.config, *args.overrides)
     model, remarks = model_config(config.model.path)
     if isinstance(config, Config) and config.engine.urls:
         remarks = (*remarks, "the servers of engine.urls use other devices, which are not in the price")
     return BenchedRun(" ".join(map(str, [args.config, *args.overrides])), model, remarks, args, config)
-
-
-def _config(args: argparse.Namespace) -> Config | SftConfig:
-    """An RL config, or an SFT config if the file has an `sft` section."""
-    file = config_file(args.config)
-    keys = OmegaConf.load(file) if file.suffix != ".json" else {}
-    return load_config(file, *args.overrides, schema=SftConfig if "sft" in keys else Config)
 
 
 def servers_remark(gpus: Sequence[int], num_devices: int) -> Iterator[str]:

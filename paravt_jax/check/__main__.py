@@ -17,16 +17,18 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from model_port.cli import add_debug_flag, prog_of, run_cli
+from model_port.cli import DEBUG_FLAG, add_debug_flag, prog_of, run_cli
 from model_port.output_dir import exit_on_sigterm
 from model_port.terminal import say
 from paravt_jax.bench import machine
+from paravt_jax.check.model import cut
 from paravt_jax.check.page import page
 from paravt_jax.check.process import part_of
 from paravt_jax.check.report import StageReport, table
 from paravt_jax.check.stages import STAGES
 from paravt_jax.check.target import Target
-from paravt_jax.config import TINY, load_config
+from paravt_jax.config import TINY, load_training_config
+from paravt_jax.plan.plan import model_config
 from rollout.engine.discovery import check_url
 from rollout.output_file import OutputFile
 
@@ -49,7 +51,7 @@ def parser_of() -> argparse.ArgumentParser:
         "--model", metavar="SIZE_OR_DIR", help="2b, 4b, 8b, 32b …, or a directory (default: the recipe's)"
     )
     model.add_argument("--quick", action="store_true", help="a tiny model, about a minute")
-    parser.add_argument("--recipe", metavar="FILE", help="config of train for prompts, pictures and the RL step")
+    parser.add_argument("--recipe", metavar="FILE", help="config of train or sft, for prompts, pictures and the step")
     parser.add_argument("--stage", nargs="+", choices=STAGES, default=[*STAGES], metavar="STAGE", help="only these")
     parser.add_argument("--layers", type=int, default=0, metavar="N", help="only the first N language layers")
     parser.add_argument("--server", default="", metavar="URL", help="an SGLang server of the model, for step and gate")
@@ -65,11 +67,12 @@ def parser_of() -> argparse.ArgumentParser:
 def target_of(parser: argparse.ArgumentParser, args: argparse.Namespace, folder: str) -> Target:
     model = TINY if args.quick else args.model
     if model is None and args.recipe:
-        model = load_config(args.recipe).model.path
+        model = load_training_config(args.recipe).model.path
     if model is None:
         parser.error("give --quick, --model or --recipe")
     if args.layers < 0:
         parser.error(f"--layers {args.layers} must be positive")
+    cut(model_config(model)[0], args.layers)  # raises before any stage does
     if args.server:
         check_url("--server", args.server)
     server = args.server.rstrip("/")
@@ -80,7 +83,8 @@ def run_stage(name: str, target: Target) -> StageReport:
     say(f"{name} …")
     log = target.file(f"{name}.log")
     flags = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {QUICK_FLAGS}"} if target.model == TINY else {}
-    command = [sys.executable, "-m", "paravt_jax.check.stages", name, target.to_json()]
+    debug = [DEBUG_FLAG] if DEBUG_FLAG in sys.argv else []
+    command = [sys.executable, "-m", "paravt_jax.check.stages", name, target.to_json(), *debug]
     report = StageReport.of(name, part_of(command, log, env=os.environ | flags))
     if report.problem:
         say("\n".join(log.read_text(errors="replace").splitlines()[-SHOWN_LINES:]))

@@ -45,7 +45,10 @@ def cut(config: ModelConfig, layers: int) -> ModelConfig:
         return config
     if layers > config.text.num_layers:
         raise ValueError(f"--layers {layers} is more than the model's {config.text.num_layers}")
-    return replace(config, text=replace(config.text, num_layers=layers))
+    try:
+        return replace(config, text=replace(config.text, num_layers=layers))
+    except ValueError as problem:  # too few
+        raise ValueError(f"--layers {layers}: {problem}") from None
 
 
 def make_random(model: str, path: Path, layers: int) -> None:

@@ -21,6 +21,7 @@ from paravt_jax.run.checkpoint_layout import steps_in
 from paravt_jax.sampling.score import LearnerScorer
 from rollout.check import check
 from rollout.engine.http import HttpClient
+from rollout.engine.labels import Label
 from rollout.engine.protocol import Sampling
 from rollout.engine.sglang import generate_body
 from rollout.prompter import Overview
@@ -42,11 +43,13 @@ def round_trip(target: Target) -> Iterator[Measured]:
         yield Measured("greedy ids = transformers'", skipped=NO_TORCH)
     else:
         yield ids_line("transformers'", ours, Reference(model_dir).greedy_ids(prompt, NUM_IDS))
-    if target.server:
+    if not target.server:
+        yield Measured("parity gate", skipped="no --server URL")
+    elif reason := other_weights(asyncio.run(server_label(target.server)), source):
+        yield Measured("parity gate", skipped=reason)
+    else:
         yield ids_line("SGLang's", ours, asyncio.run(server_ids(target.server, overview)))
         yield gate_line(target, model_dir, dtype)
-    else:
-        yield Measured("parity gate", skipped="no --server URL")
 
 
 def newest_checkpoint(target: Target) -> Path | None:
@@ -62,6 +65,23 @@ def our_ids(model_dir: Path, prompt: ProcessedPrompt) -> list[int]:
     request = SamplerRequest(SamplerPrompt(prompt.ids, frames), SamplingParams(NUM_IDS, temperature=0.0))
     with jax.default_matmul_precision("highest"):
         return sampler.generate([request])[0].ids
+
+
+async def server_label(url: str) -> Label:
+    client = HttpClient.make()
+    try:
+        return Label.of((await client.get(f"{url}/model_info", DEADLINE_S))["weight_version"])
+    finally:
+        await client.close()
+
+
+def other_weights(label: Label, source: Path | None) -> str:
+    """Why a server cannot be compared: it has other weights than the model, or than the step's checkpoint `source`."""
+    if source is None and label.run:
+        return f"the server has weights of the run {label.run}, not the model's: start it again"
+    if source is not None and (not label.run or label.version != int(source.name)):
+        return "the server did not get the step's weights: compare the model's with --stage round-trip alone"
+    return ""
 
 
 async def server_ids(url: str, overview: Overview) -> list[int]:

@@ -1,6 +1,7 @@
-"""Stage `step`: two short RL steps by the recipe on made videos; the second one compiles nothing."""
+"""Stage `step`: two short steps by the recipe, of RL or SFT, on made videos; the second one compiles nothing."""
 
 import asyncio
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,15 @@ from model_port.output_dir import GIB
 from paravt_jax.check import spread
 from paravt_jax.check.measured import Facts, Measured
 from paravt_jax.check.target import Target
-from paravt_jax.config import Config, computed_on
+from paravt_jax.config import Config, SftConfig, computed_on
 from paravt_jax.plan.calibrate import device_rates
 from paravt_jax.plan.devices import DEVICES, device_of
 from paravt_jax.plan.remat import planned_memory
-from paravt_jax.plan.run import PlannedRl
+from paravt_jax.plan.run import PlannedRl, planned_run
 from paravt_jax.run.compiles import set_up_compilation
 from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, load_jsonl
 from paravt_jax.run.process import claim_memory
+from paravt_jax.sft import sft
 from paravt_jax.train import train
 from rollout.chat import Chat
 
@@ -36,41 +38,57 @@ def step(target: Target) -> Iterator[Measured | Facts]:
     set_up_compilation()
     config = shortened(target, len(jax.devices()))
     device = device_of(jax.devices()[0].device_kind) or DEVICES["cpu"]
-    planned = planned_memory(PlannedRl.of(computed_on(config, device.platform), target.config), device)
+    planned = planned_memory(planned_run(computed_on(config, device.platform), target.config), device)
     yield {"planned_gib": planned.peak_bytes / GIB}
-    if code := asyncio.run(train(config)).training.exit_code:
+    run = asyncio.run(sft(config) if isinstance(config, SftConfig) else train(config))
+    if code := run.training.exit_code:
         yield Measured("run", problem=f"it ended with exit code {code}")
         return
     run_dir = Path(config.run_dir)
-    yield {"rates": device_rates(PlannedRl.of(config, target.config), run_dir, device)}
     metrics = list(load_jsonl(run_dir / METRICS_FILE))[-1]
     yield from metric_lines(metrics, config)
-    episodes = [row for path in sorted((run_dir / EPISODES_DIR).iterdir()) for row in load_jsonl(path)]
-    yield decoded_line(episodes, target.chat)
+    if isinstance(config, Config):
+        yield {"rates": device_rates(PlannedRl.of(config, target.config), run_dir, device)}
+        episodes = [row for path in sorted((run_dir / EPISODES_DIR).iterdir()) for row in load_jsonl(path)]
+        yield decoded_line(episodes, target.chat)
 
 
-def shortened(target: Target, num_devices: int) -> Config:
-    """The recipe with few, short episodes of made videos, on this machine's devices."""
+def shortened(target: Target, num_devices: int) -> Config | SftConfig:
+    """The recipe with few, short episodes or few traces of made videos, on this machine's devices."""
     settings = [
         *(f"run_dir={target.file(RUN)}", f"model.path={target.hf_dir}", "data.train=synthetic", "data.validation="),
-        *(f"train.num_steps={NUM_STEPS}", "train.prompts_per_step=1", f"train.group_size={GROUP_SIZE}"),
-        *("train.max_resamples=0", "train.updates_per_step=1", "train.max_staleness=0", "train.oversample=0"),
-        *(f"rollout.max_new_tokens={NEW_TOKENS}", f"reward.plugin={spread.__file__}:reward", "log.wandb_project="),
-        *("reward.oe_mode=exact", "judge.url=", "judge.model=", "hosts.coordinator=", "hosts.num=1"),
-        *("engine.gpus=[]", f"engine.kind={'sglang' if target.server else 'jax'}", f"engine.urls=[{target.server}]"),
+        *("log.wandb_project=", "hosts.coordinator=", "hosts.num=1"),
     ]
     mesh, rows = target.run_config.mesh, target.run_config.pack.num_rows
     if mesh.num_devices != num_devices:
         rows = num_devices * -(-rows // num_devices)
         settings += ["mesh.data=1", f"mesh.fsdp={num_devices}", "mesh.tensor=1", f"pack.num_rows={rows}"]
+    if isinstance(target.run_config, SftConfig):
+        settings += [f"sft.num_steps={NUM_STEPS}", f"sft.rows_per_step={rows}"]
+    else:
+        settings += short_episodes(target.server)
     return target.with_settings(*settings)
 
 
-def metric_lines(metrics: Mapping[str, float], config: Config) -> Iterator[Measured]:
+def short_episodes(server: str) -> list[str]:
+    return [
+        *(f"train.num_steps={NUM_STEPS}", "train.prompts_per_step=1", f"train.group_size={GROUP_SIZE}"),
+        *("train.max_resamples=0", "train.updates_per_step=1", "train.max_staleness=0", "train.oversample=0"),
+        *(f"rollout.max_new_tokens={NEW_TOKENS}", f"reward.plugin={spread.__file__}:reward"),
+        *("reward.oe_mode=exact", "judge.url=", "judge.model="),
+        *("engine.gpus=[]", f"engine.kind={'sglang' if server else 'jax'}", f"engine.urls=[{server}]"),
+    ]
+
+
+def metric_lines(metrics: Mapping[str, float], config: Config | SftConfig) -> Iterator[Measured]:
     trained = metrics.get("perf/num_batches", 0)
     yield Measured("updates", f"{trained:g} in the last step", problem="" if trained else "no group had a signal")
-    kl = metrics.get("mismatch/behavior_kl", float("nan"))
-    yield Measured("behavior KL, sampler to learner", kl, config.mismatch.warn_kl)
+    if isinstance(config, SftConfig):
+        loss = metrics["loss/imitation"]
+        yield Measured("loss of the traces, nats", loss, problem="" if math.isfinite(loss) else f"it is {loss}")
+    else:
+        kl = metrics.get("mismatch/behavior_kl", math.nan)
+        yield Measured("behavior KL, sampler to learner", kl, config.mismatch.warn_kl)
     yield from (Measured(name, metrics[name]) for name in SHOWN if name in metrics)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from model_port.config import ModelConfig, read_config
 from model_port.processing import VisionContract
 from paravt_jax.check.model import make_model
-from paravt_jax.config import TINY, Config, load_config
+from paravt_jax.config import TINY, Config, SftConfig, load_config, load_training_config
 from paravt_jax.run.policy import contract_of_run
 from rollout.chat import Chat
 
@@ -62,13 +62,13 @@ class Target:
         return Chat.from_hf(self.hf_dir)
 
     @cached_property
-    def run_config(self) -> Config:
+    def run_config(self) -> Config | SftConfig:
         """The recipe's settings."""
         return self.with_settings()
 
-    def with_settings(self, *overrides: str) -> Config:
+    def with_settings(self, *overrides: str) -> Config | SftConfig:
         if self.recipe:
-            return load_config(self.recipe, *overrides)
+            return load_training_config(self.recipe, *overrides)
         return load_config(None, *SMALL, *(() if self.model == TINY else ADAPTERS), *overrides)
 
     @cached_property

@@ -5,6 +5,7 @@ from paravt_jax.config.load import (
     as_written as as_written,
     computed_on as computed_on,
     load_config as load_config,
+    load_training_config as load_training_config,
     to_record as to_record,
     written_dtype as written_dtype,
 )

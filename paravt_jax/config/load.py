@@ -65,6 +65,13 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
     return settings
 
 
+def load_training_config(path: str | Path, *overrides: str) -> Config | SftConfig:
+    """An RL config, or an SFT config if the file has an `sft` section."""
+    file = config_file(path)
+    keys = _in_one_line(str(file), lambda: _read(file))
+    return load_config(file, *overrides, schema=SftConfig if "sft" in keys else Config)
+
+
 def _with_prompts_file(config: Any) -> Any:
     """Puts the texts of rollout.prompts_file into rollout.prompts."""
     if not (file := OmegaConf.select(config, "rollout.prompts_file")):

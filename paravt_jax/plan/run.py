@@ -201,3 +201,7 @@ class PlannedSft(PlannedRun):
         """Rounds rows_per_step up to whole batches."""
         run = super().resized(mesh=mesh, num_rows=num_rows, row_tokens=row_tokens)
         return replace(run, rows_per_step=-(-self.rows_per_step // run.pack.num_rows) * run.pack.num_rows)
+
+
+def planned_run(config: Config | SftConfig, model: ModelConfig) -> PlannedRl | PlannedSft:
+    return PlannedSft.of(config, model) if isinstance(config, SftConfig) else PlannedRl.of(config, model)

@@ -13,13 +13,16 @@ import pytest
 
 from model_port.tiny import make_tiny, tiny_config
 from paravt_jax.check import files, gradient, logits, media, round_trip, step, weights
+from paravt_jax.check.__main__ import parser_of, target_of
 from paravt_jax.check.measured import NO_TORCH, Measured
-from paravt_jax.check.model import copy_layers, make_model
+from paravt_jax.check.model import make_model
 from paravt_jax.check.page import page
 from paravt_jax.check.process import PartResult, part_of
 from paravt_jax.check.report import StageReport, table
 from paravt_jax.check.stages import STAGES
 from paravt_jax.check.target import Target
+from paravt_jax.config import SftConfig
+from rollout.engine.labels import Label
 
 ROOT = Path(__file__).parents[3]
 FOUR_STAGES = ["files", "weights", "logits", "gradient"]
@@ -172,6 +175,22 @@ def test_other_greedy_ids_are_counted_up_to_the_first():
     assert line.failed and line.value == "1 of 3" and line.problem == "id 2 differs"
 
 
+@pytest.mark.parametrize(
+    ("label", "step", "reason"),
+    [
+        ("default", None, ""),
+        ("default;weights_port=24000", None, ""),
+        ("run-1/2", "2", ""),
+        ("run-1/2", None, "weights of the run run-1, not the model's"),
+        ("default", "2", "did not get the step's weights"),  # a cold start publishes nothing
+        ("run-1/1", "2", "did not get the step's weights"),
+    ],
+)
+def test_a_server_with_other_weights_is_skipped_with_the_reason(label, step, reason):
+    found = round_trip.other_weights(Label.of(label), step and Path(step))
+    assert reason in found and bool(reason) == bool(found)
+
+
 def test_the_step_is_the_recipe_shortened_on_the_devices_that_are_here(target):
     recipe = replace(target, recipe=str(ROOT / "configs" / "8b_8x80gb.yaml"))
     config = step.shortened(recipe, 2)
@@ -179,6 +198,25 @@ def test_the_step_is_the_recipe_shortened_on_the_devices_that_are_here(target):
     assert config.engine.kind == "jax" and config.loss == recipe.run_config.loss
     served = step.shortened(replace(target, server="http://127.0.0.1:1"), 1)
     assert served.engine.kind == "sglang" and served.engine.urls == ["http://127.0.0.1:1"]
+
+
+def test_the_step_of_a_cold_start_keeps_the_size_of_its_rows(target):
+    recipe = replace(target, recipe=str(ROOT / "configs" / "sft_8b.yaml"))
+    config = step.shortened(recipe, 2)
+    assert isinstance(config, SftConfig) and (config.mesh.num_devices, config.data.train) == (2, "synthetic")
+    assert config.pack.row_tokens == recipe.run_config.pack.row_tokens
+    assert (config.sft.num_steps, config.sft.rows_per_step) == (2, config.pack.num_rows)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_cold_start_takes_its_step(tmp_path):
+    arguments = ["--quick", "--recipe", "configs/sft_smoke.yaml", "--json", str(tmp_path / "check.json")]
+    done, report = run_check(*arguments, "--stage", "step", deadline_s=850)
+    (stage,) = report["stages"]
+    assert done.returncode == 0 and stage["facts"]["planned_gib"] > 0, done.stdout + done.stderr
+    (loss,) = [line["value"] for line in stage["lines"] if line["case"].startswith("loss")]
+    assert 5 < loss < 10  # near the logarithm of a random model's vocabulary
 
 
 def test_videos_are_read_within_the_deadlines_and_rows_are_counted(target, tmp_path):
@@ -197,8 +235,20 @@ def test_fewer_layers_keep_their_weights(source, tiny_hf, tmp_path):
     with HfTensors(tiny_hf) as whole, HfTensors(tmp_path / "cut") as cut:
         assert {name for name in whole.infos if ".layers.3." in name} == whole.infos.keys() - cut.infos.keys()
         assert all(np.array_equal(cut.read(name), whole.read(name)) for name in cut.infos)
-    with pytest.raises(ValueError, match="--layers 5 is more than the model's 4"):
-        copy_layers(tiny_hf, tmp_path / "more", 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--quick", "--layers", "5"], "--layers 5 is more than the model's 4"),
+        (["--model", "2b", "--layers", "2"], "--layers 2: 3 DeepStack maps need as many text layers, there are 2"),
+        (["--model", "3x"], "3x is not a local directory"),
+    ],
+)
+def test_a_model_that_cannot_be_made_fails_before_any_stage(options, problem, tmp_path):
+    parser = parser_of()
+    with pytest.raises(ValueError, match=problem):
+        target_of(parser, parser.parse_args(options), str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -228,6 +278,34 @@ def test_a_report_has_lines_facts_and_the_problem_of_the_process():
     assert len({len(line) for line in shown}) == 1
     assert "| logits " in shown[2] and "| 3.00     | 2.00 " in shown[2] and "1e-06" in shown[3]
     assert shown[4].count("FAILED") == 1 and "exit code -9" in shown[4] and "2.00" in shown[4]
+
+
+DOES_NOT_COMPILE = """
+import jax
+import jax.numpy as jnp
+from model_port.cli import run_cli
+from paravt_jax.check import stages, weights
+from paravt_jax.check.measured import Measured
+
+def uncompiled(target):
+    yield Measured("before", 1.0, 2.0)
+    jax.jit(jax.ffi.ffi_call("no_such_kernel", jax.ShapeDtypeStruct((2,), jnp.float32)))()
+
+weights.weights = uncompiled
+run_cli(stages.main)
+"""
+
+
+@pytest.mark.slow
+def test_a_stage_that_does_not_compile_keeps_its_lines_and_is_named_as_failed(target, tmp_path):
+    command = [sys.executable, "-c", DOES_NOT_COMPILE, "weights", target.to_json()]
+    report = StageReport.of("weights", part_of(command, tmp_path / "weights.log", env=os.environ | {"PYTHONPATH": "."}))
+    record = report.to_record()
+    assert record["failed"] and "no_such_kernel" in record["problem"]
+    assert [(line["case"], line["failed"]) for line in record["lines"]] == [("before", False)]
+    _, _, stage, line = table([report]).splitlines()
+    assert stage.startswith("| weights | ended with exit code 1: error: ") and stage.endswith("| FAILED |")
+    assert line.startswith("|         | before") and line.endswith("| ok     |")
 
 
 def test_the_page_has_every_cell_and_no_markup_of_its_values():
