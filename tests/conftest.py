@@ -116,18 +116,10 @@ def peak_bytes() -> int:
 
 # What takes minutes begins first, so that no process is left alone with it at the end.
 LONG_FILES = (
-    *("test_real_server.py", "test_train.py", "test_chaos.py", "test_resume.py", "test_hosts_run.py", "test_sft.py"),
-    *(
-        "test_batches.py",
-        "test_check.py",
-        "test_plan.py",
-        "test_parity.py",
-        "test_learner.py",
-        "test_overfit.py",
-        "test_gpu_check.py",
-        "test_packing.py",
-    ),
-    *("test_docs.py", "test_fuzz.py"),
+    *("test_real_server.py", "test_train.py", "test_hosts_run.py", "test_resume.py", "test_docs.py", "test_sft.py"),
+    *("test_stats.py", "test_check.py", "test_batches.py", "test_parity.py", "test_machines.py", "test_plan.py"),
+    *("test_learner.py", "test_mesh.py", "test_checkpoint.py", "test_video_reader.py", "test_sampler.py"),
+    *("test_overfit.py", "test_packing.py", "test_chaos.py", "test_fuzz.py"),
 )
 
 

@@ -202,9 +202,9 @@ def test_an_excuse_that_is_none_is_noticed(tmp_path):
     assert unexcused(tmp_path / "page.md") == ["# needs a minute", "py"]
 
 
-# The commands of training.md are mostly those of README.
+# README runs most commands of training.md, and extend.md a reward like that of rewards.md.
 PAGES_WITH_COMMANDS_TO_RUN = [
-    pytest.param(page, marks=[pytest.mark.nightly] * (page.name == "training.md"))
+    pytest.param(page, marks=[pytest.mark.nightly] * (page.name in ("training.md", "rewards.md")))
     for page in PAGES
     if any(b.language == "bash" and b.runs for b in blocks_of(page))
 ]

@@ -34,7 +34,11 @@ KINDS = ("text", "image", "images", "video", "mixed")
 
 # The quick part has the smallest of each family.
 QUICK = ("one_map", "windows", "experts")
-SHOWN = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CONFIGS]
+NIGHTLY = ("few_experts", "windows_untied")  # whose parts are in the others
+SHOWN = [
+    pytest.param(name, marks=[] if name in QUICK else pytest.mark.nightly if name in NIGHTLY else pytest.mark.slow)
+    for name in CONFIGS
+]
 
 
 @pytest.fixture(scope="module", autouse=True)

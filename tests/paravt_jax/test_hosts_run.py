@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 STEPS = [
     *QUICK,
     "rollout.max_context_tokens=1024",
-    "pack.row_tokens=2048",
+    "pack.row_tokens=1024",
     "mesh.fsdp=2",
     "pack.num_rows=2",
     "rollout.crop_returns=frames",

@@ -108,7 +108,7 @@ def test_a_killed_run_resumes_and_ends_like_an_uninterrupted_one(finished_run, w
     assert arrays_of(tmp_path, STEPS) == arrays_of(finished_run, STEPS)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ctrl_c_saves_and_exits_130(world, tmp_path):
     process = forked.start("paravt_jax.sft", arguments(world, tmp_path), str(tmp_path / "output"))
     try:
@@ -219,9 +219,9 @@ def test_a_corpus_without_a_readable_trace_ends_the_run(tiny_hf):
         )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("nums", [(1, 2), pytest.param((4, 2, 8), marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("nums", [(1, 2), (4, 2, 8)])
 def test_a_run_on_changing_numbers_of_hosts_trains_like_one_host(nums, world, tmp_path):
     """One step for each number; every mesh sums floats in another order."""
     several_runs = [("several", num, step) for step, num in enumerate(nums, 1)]
