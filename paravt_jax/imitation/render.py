@@ -61,17 +61,15 @@ class TraceRenderer:
         """
         ledger = Ledger()
         messages = list(trace.messages)
-        first = next(number for number, message in enumerate(messages) if message.role == "assistant")
-        prompt, pictures, videos = await self._prompt(trace, messages[:first], frame_budget)
+        turns = [number for number, message in enumerate(messages) if message.role == "assistant"]
+        prompt, pictures, videos = await self._prompt(trace, messages[: turns[0]], frame_budget)
         ledger.add("prompt", prompt, pictures)
-        number, responses = first, []
-        while True:
-            self._add_turn(ledger, messages[number].text)
-            following = next((n for n in range(number + 1, len(messages)) if messages[n].role == "assistant"), None)
-            if following is None:
-                return Rendered(trace, ledger, videos, tuple(responses))
-            responses.append(await self._add_environment(ledger, messages[number + 1 : following]))
-            number = following
+        self._add_turn(ledger, messages[turns[0]].text)
+        responses = []
+        for before, turn in itertools.pairwise(turns):
+            responses.append(await self._add_environment(ledger, messages[before + 1 : turn]))
+            self._add_turn(ledger, messages[turn].text)
+        return Rendered(trace, ledger, videos, tuple(responses))
 
     def dialogue(self, ledger: Ledger, number: int) -> Dialogue:
         advantage = ledger.sampled_mask.astype(np.float32)  # imitation is policy gradient with advantage 1
