@@ -511,16 +511,6 @@ def test_an_invalid_request_is_an_error_with_the_reason(request_body, message):
         parse_question(request_body, MODEL)
 
 
-def test_openais_client_gets_the_invalid_parameter(chat, videos):
-    async def work(served):
-        with pytest.raises(openai.BadRequestError) as raised:
-            await served.ask(n=2)
-        return raised.value
-
-    raised = with_service(chat, videos, work)
-    assert raised.param == "n" and "n must be 1" in raised.message
-
-
 def test_a_port_in_use_is_an_error_before_loading():
     with bind_port("127.0.0.1", 0) as listener:
         listener.listen()
