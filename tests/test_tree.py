@@ -44,7 +44,7 @@ ROOMS = {  # of paravt_jax, from the ground up: what each may import from, which
     "eval": "config evaluation run",
     "ask": "asking run",
     "serve": "ask asking run",
-    "check": "bench config data learner plan rewards rl run sampling train",
+    "check": "bench config data learner plan rewards rl run sampling sft train",
     "prompts": "config evaluation",
     "__main__": "",
 }
