@@ -182,7 +182,11 @@ def test_any_text_makes_a_ledger_with_its_structure_whole(rounds):
     rounds(ledger_of_any_text)
 
 
-@given(text=texts, arguments=st.dictionaries(st.sampled_from(["time", "box", "query", "video_path"]), json_values))
+KEYS = ("video_path", "start_time", "end_time", "time", "box", "query")
+
+
+@given(text=texts, arguments=st.dictionaries(st.sampled_from(KEYS), json_values))
+@example(text="", arguments={"start_time": 59.5, "end_time": 70})
 def calls_of_any_tool(text, arguments):
     videos = Videos({"/v.mp4": VideoInfo("v", 60.0, 60, 48, 64)}, {"video.mp4": "/v.mp4"}, {"/v.mp4": "/v.srt"})
     tools = signatures(SHIPPED["report"].values())

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from model_port.qwen3_vl.chat_template import CHAT_TEMPLATE
 from model_port.tiny import make_tiny, tiny_config, tiny_tokenizer
-from rollout.chat import SPOKEN, Chat
+from rollout.chat import Chat
 from rollout.picture import Picture
 from rollout.tools import CROP_VIDEO_SCHEMA
 
@@ -72,21 +72,6 @@ def test_a_turn_that_was_cut_off_is_closed_once(chat):
         np.testing.assert_array_equal(after_cut[1:], after_ended)
     assert chat.after_last_turn(cut).tolist() == [chat.turn_end_id]
     assert chat.after_last_turn(ended).tolist() == []
-
-
-odd = st.sampled_from(
-    [SPOKEN, "\ue000", "\ud800", "\x00", "<tool_response>", "</tool_response>", "<|im_end|>", "{{ x }}"]
-)
-
-
-@given(st.lists(st.lists(st.one_of(odd, st.text(max_size=9)), max_size=6).map("".join), min_size=1, max_size=4))
-@settings(deadline=None)
-def test_whatever_responses_say_there_is_one_for_each_call_and_then_the_assistant(chat, responses):
-    ids = chat.after_turn(chat.encode("x<|im_end|>"), responses).tolist()
-    for tag in ("<tool_response>", "</tool_response>"):
-        assert ids.count(chat.tokenizer.token_to_id(tag)) == len(responses)
-    header = chat.encode("<|im_end|>\n<|im_start|>assistant\n").tolist()
-    assert ids[-len(header) :] == header and ids.count(chat.turn_end_id) == 1
 
 
 names = ["<|im_end|>", "<tool_call>", "</tool_response>", "<|image_pad|>", "</think>", "<|", "|>", "<", "im_end", " "]
