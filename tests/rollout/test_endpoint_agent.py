@@ -17,7 +17,6 @@ from PIL import Image
 from rollout.endpoint.agent import EndpointAgent
 from rollout.endpoint.check import check_endpoint
 from rollout.endpoint.client import EndpointClient
-from rollout.endpoint.errors import EndpointError
 from rollout.endpoint.words import JPEG_URL, Words
 from rollout.engine.protocol import EngineError
 from rollout.episode import EpisodeCallbacks
@@ -295,30 +294,3 @@ async def test_an_endpoint_may_say_anything_about_the_picture(client, endpoint, 
 async def test_a_listed_model_or_an_empty_list_is_accepted(client, endpoint, listed, model):
     endpoint.models, client.model = listed, model
     await check_endpoint(client, 0.0)
-
-
-@asking()
-async def test_a_model_that_is_not_served_is_said_before_any_request(client, endpoint):
-    endpoint.models, client.model = ["one", "two"], "three"
-    with pytest.raises(EndpointError, match=r"does not serve engine\.model=three; it serves one, two$"):
-        await check_endpoint(client, 0.0)
-    assert not endpoint.bodies
-
-
-@pytest.mark.parametrize(
-    ("mode", "message"),
-    [("sglang pictures", "image input is not supported"), ("rejected", "temperature must be 1"), ("forbidden", "key")],
-)
-@asking()
-async def test_an_endpoint_that_cannot_be_used_is_one_clear_error(client, endpoint, mode, message):
-    endpoint.modes = [mode]
-    with pytest.raises(EndpointError, match=message):
-        await check_endpoint(client, 0.0)
-
-
-@asking()
-async def test_an_endpoint_that_is_down_is_one_clear_error(client, endpoint):
-    await endpoint.die()
-    with pytest.raises(EndpointError, match=rf"^{endpoint.url} cannot be reached: ") as caught:
-        await check_endpoint(client, 0.0)
-    assert caught.value.reason == "unreachable"

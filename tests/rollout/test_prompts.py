@@ -174,12 +174,6 @@ def test_an_image_that_cannot_be_read_is_an_error_with_its_path(tmp_path):
         shown_to(EpisodeConfig(), videos=(), images=(f"{tmp_path}/a.png",), frame_budget=0)
 
 
-def test_tools_that_the_system_text_names_are_not_given_twice():
-    said = "You have crop_video, which takes start_time."
-    assert shown_to(EpisodeConfig(prompts=Prompts(system=said))).count("start_time") == 3
-    assert shown_to(EpisodeConfig(prompts=Prompts(system=said, system_has_tools=True))).count("start_time") == 1
-
-
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
