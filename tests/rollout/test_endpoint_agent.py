@@ -47,11 +47,7 @@ def says(*turns: str, report: str = "A report.") -> Callable[[dict[str, Any]], s
 
 
 def play(
-    endpoint: FakeEndpoint,
-    task: Task = TASK,
-    callbacks: EpisodeCallbacks | None = None,
-    max_tokens: int | None = None,
-    **config: Any,
+    endpoint: FakeEndpoint, task: Task = TASK, callbacks: EpisodeCallbacks | None = None, **config: Any
 ) -> Episode:
     async def run() -> Episode:
         async with endpoint:
@@ -59,7 +55,7 @@ def play(
             agent = EndpointAgent(client, FakeFrames(), EpisodeConfig(**config))
             try:
                 overview = await agent.overview(task)
-                return await agent.run(overview, callbacks=callbacks, max_tokens=max_tokens)
+                return await agent.run(overview, callbacks=callbacks)
             finally:
                 await agent.engine.close()
 
@@ -229,13 +225,6 @@ def test_a_dialogue_that_fills_the_context_ends_before_the_next_turn():
     endpoint = FakeEndpoint(says(LOOK, ANSWER, report="long " * 200))  # 77 tokens after the first turn
     episode = play(endpoint, max_context_tokens=600, max_new_tokens=100)
     assert episode.finish == "context" and len(episode.turns) == 1 and episode.outcomes == ["ok", "ok"]
-
-
-def test_all_agents_together_sample_no_more_than_they_may():
-    endpoint = FakeEndpoint(says(LOOK, ANSWER))
-    play(endpoint, max_tokens=60)
-    assert [body["max_tokens"] for body in main_bodies(endpoint)] == [60, 39]  # 7 tokens a reply, says the endpoint
-    assert all(body["max_tokens"] == 17 for body in subagent_bodies(endpoint))
 
 
 def test_a_record_has_texts_calls_and_the_endpoints_token_counts_but_no_ids():

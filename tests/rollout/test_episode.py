@@ -191,14 +191,6 @@ def test_a_report_cannot_open_or_close_anything(chat):
     assert added.isdisjoint(chat.encode(inside).tolist())
 
 
-def test_an_engine_that_fails_the_main_agent_is_no_bad_episode(chat):
-    async def reply(request: Request):
-        raise EngineError("the server is gone")
-
-    with pytest.raises(EngineError, match="gone"):
-        play(ScriptedEngine(reply), chat, TASK)
-
-
 def test_an_engine_that_fails_a_sub_agent_is_an_error_of_that_call(chat):
     main = script(chat, [f"x</think>{call(1, 2)}<|im_end|>", ANSWER])
 
@@ -209,11 +201,6 @@ def test_an_engine_that_fails_a_sub_agent_is_an_error_of_that_call(chat):
 
     episode = play(ScriptedEngine(reply), chat, TASK)
     assert episode.outcomes == ["error"]
-
-
-def test_a_video_that_cannot_be_opened_is_said_before_any_episode(chat):
-    with pytest.raises(VideoError, match="cannot be opened"):
-        play(script(chat, []), chat, Task("t", "q", ("/missing.mp4",), 4))
 
 
 def test_a_question_cannot_open_or_close_a_turn(chat):
