@@ -46,6 +46,8 @@ from model_port.inputs import NOT_REPLAYED
 from model_port.model import VLModel
 from model_port.processing import VisionContract
 from model_port.tiny import make_tiny, tiny_config
+from paravt_jax.check import round_trip
+from paravt_jax.check.target import Target
 from paravt_jax.config import EvalConfig, load_config
 from paravt_jax.data.splits import SPLITS
 from paravt_jax.eval import run_eval
@@ -340,6 +342,14 @@ def test_the_gate_notices_other_weights_and_other_pictures(server, model, other,
     for scorer in (OneSize(other, contract), Blurred(model, contract)):
         (found,) = asyncio.run(check([server.url], scorer, chat, num_episodes=1))
         assert any("log-probs of 'dialogue' tokens differ" in problem for problem in found.problems)
+
+
+def test_the_check_compares_a_server_with_the_model(server, tiny_hf_published, tmp_path):
+    post(f"{server.url}/update_weight_version", {"new_version": "default", "abort_all_requests": False})
+    lines = list(round_trip.round_trip(Target(str(tmp_path), str(tiny_hf_published), server=server.url)))
+    by_case = {line.case: line.value for line in lines}
+    assert by_case["16 greedy ids = SGLang's"] == "16 of 16" and "tokens" in str(by_case["parity gate"])
+    assert not [line for line in lines if line.failed or line.skipped]
 
 
 class TwoSizes(LearnerScorer):
