@@ -30,7 +30,6 @@ TAGS = ("<think>", "</think>", "<tool_response>", "</tool_response>")  # text fo
 STOP_TOKENS = (TURN_END, "<|endoftext|>")
 MAX_FILE_BYTES = 64 * 2**20  # six times the published tokenizer.json
 SPOKEN = "\ue000spoken\ue000"  # placeholder for an assistant's turn; it occurs in no template
-SPOKEN_TURN = ({"role": "user", "content": ""}, {"role": "assistant", "content": SPOKEN})
 PROBE = "\ue000probe\ue000"  # the same for a tool, and for a tool's response
 
 
@@ -162,16 +161,18 @@ class Chat:
 
     def after(self, ids: np.ndarray, messages: list[dict[str, Any]]) -> np.ndarray:
         """Like `after_turn`, for any messages; their texts must be trusted or `escape`d."""
+        has_pictures = any(isinstance(message["content"], list) for message in messages)
+        if has_pictures and not self._shows_pictures:
+            messages = with_responses(messages)
         after = self._after_spoken(messages)
         return self.encode(after.removeprefix(TURN_END) if self.ended(ids) else after)
 
     @cached_property
-    def _shows_responses(self) -> bool:
+    def _shows_pictures(self) -> bool:
         """Whether the template shows pictures in tool responses, as the published one does; others may not."""
-        response = {"role": "tool", "content": [{"type": "text", "text": PROBE}, {"type": "image"}]}
+        content = [{"type": "text", "text": PROBE}, {"type": "image"}]
         try:
-            shown = render(self._template, [*SPOKEN_TURN, response], None)
-            return f"<tool_response>\n{PROBE}{PICTURE}\n</tool_response>" in shown
+            return f"{PROBE}{PICTURE}" in self._after_spoken([{"role": "tool", "content": content}])
         except ValueError:
             return False
 
@@ -195,15 +196,14 @@ class Chat:
         return len(ids) > 0 and int(ids[-1]) == self.turn_end_id
 
     def _after_spoken(self, messages: list[dict[str, Any]]) -> str:
-        return self._render([*SPOKEN_TURN, *messages], add_generation_prompt=True).partition(SPOKEN)[2]
+        spoken = [{"role": "user", "content": ""}, {"role": "assistant", "content": SPOKEN}]
+        return self._render([*spoken, *messages], add_generation_prompt=True).partition(SPOKEN)[2]
 
     def _render(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, *, add_generation_prompt: bool
     ) -> str:
-        if tools and not self._shows_tools:
-            messages, tools = with_tools(messages, tools), None
-        if not self._shows_responses:
-            messages = with_responses(messages)
+        if not self._shows_tools:
+            messages, tools = with_responses(with_tools(messages, tools) if tools else messages), None
         try:
             return render(self._template, messages, tools, add_generation_prompt=add_generation_prompt)
         except ValueError as problem:

@@ -193,6 +193,11 @@ def test_a_template_without_pictures_in_tool_messages_gets_placeholders_as_in_us
     assert expected.count("<|vision_start|><|image_pad|><|vision_end|>") == 2
 
 
+def test_a_template_keeps_its_own_form_of_responses_of_text(chat):
+    own = Chat(chat.tokenizer, CHAT_TEMPLATE.replace("tool_response>", "tool_result>"))
+    assert "<tool_result>\nred\n</tool_result>" in chat.decode(own.after_turn(chat.encode("x"), ["red"]))
+
+
 def test_with_reports_no_prompt_changes_and_the_tools_of_frames_have_the_same_arguments():
     reports = EpisodeConfig(tools=["crop_video", "zoom_frame"])
     frames = replace(reports, crop_returns="frames")
