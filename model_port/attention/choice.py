@@ -61,7 +61,7 @@ def computed_pairs(form: Form, num_tokens: int, queries_per_key: int, platform: 
     if form == "xla":
         return num_tokens**2
     if form == "blocked":
-        return sum((block.stop - block.start) * end for block, end in score_blocks(num_tokens, num_tokens, True))
+        return sum((block.stop - block.start) * end for block, end in score_blocks(num_tokens, causal=True))
     block_tokens = scanned.block_tokens if form == "scanned" else _kernel_and_blocks(platform)[1]
     size = block_tokens(num_tokens, queries_per_key)
     blocks = -(-num_tokens // size)
@@ -83,13 +83,4 @@ def _kernel_and_blocks(platform: str) -> tuple[Attention, Callable[[int, int], i
     return gpu_attention, block_tokens
 
 
-def _of_rows(attend: Callable[..., Array]) -> Attention:
-    """Adapts a form with separate query and key layouts to rows that attend to themselves."""
-    return lambda q, k, v, layout, causal: attend(q, k, v, layout, layout, causal)
-
-
-FORMS: dict[Form, Attention] = {
-    "xla": _of_rows(xla_attention),
-    "blocked": _of_rows(blocked_attention),
-    "scanned": scanned_attention,
-}
+FORMS: dict[Form, Attention] = {"xla": xla_attention, "blocked": blocked_attention, "scanned": scanned_attention}

@@ -19,7 +19,6 @@ from model_port.sharding import per_device
 Forward = Callable[[Array, Array, Array, QueryRuns], tuple[Array, Array]]  # q, k, v -> mixed values, log-sum-exp
 Backward = Callable[..., tuple[Array, Array, Array]]  # q, k, v, seen, log-sum-exp, shared, d_out -> d_q, d_k, d_v
 Attention = Callable[[Array, Array, Array, Layout, bool], Array]
-TINY = 1e-37  # the divisor of a query that attends to no key
 
 
 def flash_attention(forward: Forward, backward: Backward, block_tokens: Callable[[int, int], int]) -> Attention:

@@ -26,9 +26,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float
 
-from model_port.attention.flash import TINY, flash_attention, neighbors, visible_blocks
+from model_port.attention.flash import flash_attention, neighbors, visible_blocks
 from model_port.attention.products import BY_KEYS, BY_QUERIES, FORWARD, NN, NT, TN, causal_cost, product
-from model_port.attention.rule import MASKED, QueryRuns
+from model_port.attention.rule import MASKED, TINY, Keys, Numbers, Queries, QueryRuns
 
 
 @dataclass(frozen=True)
@@ -62,35 +62,20 @@ def tiles_of(dtype: Any) -> Tiles:
     return TILES[min(4, jnp.dtype(dtype).itemsize)]
 
 
-def forward(
-    q: Float[Array, "B T K R H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    runs: QueryRuns,
-    *,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B T K R H"], Float[Array, "B K R T"]]:
-    programs = _Programs.of(q, tiles_of(q.dtype).forward, by_keys=False, interpret=interpret)
+def forward(q: Queries, k: Keys, v: Keys, runs: QueryRuns) -> tuple[Queries, Numbers]:
+    programs = _Programs.of(q, tiles_of(q.dtype).forward, by_keys=False)
     inputs, results = [("queries", q), ("keys", k), ("keys", v)], [("queries", q.dtype), ("numbers", programs.wide)]
     return programs(_forward, FORWARD, inputs, runs, results)
 
 
 def backward(
-    q: Float[Array, "B T K R H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    runs: QueryRuns,
-    log_sum: Float[Array, "B K R T"],
-    shared: Float[Array, "B K R T"],
-    d_out: Float[Array, "B T K R H"],
-    *,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B T K R H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+    q: Queries, k: Keys, v: Keys, runs: QueryRuns, log_sum: Numbers, shared: Numbers, d_out: Queries
+) -> tuple[Queries, Keys, Keys]:
     """dS = P * (dP - sum(dO * O)), with P recomputed from the log-sum-exp, once in each kernel."""
     inputs = [("queries", q), ("keys", k), ("keys", v), ("queries", d_out), ("numbers", log_sum), ("numbers", shared)]
-    programs = _Programs.of(q, tiles_of(q.dtype).by_queries, by_keys=False, interpret=interpret)
+    programs = _Programs.of(q, tiles_of(q.dtype).by_queries, by_keys=False)
     (d_q,) = programs(_by_queries, BY_QUERIES, inputs, runs, [("queries", q.dtype)])
-    programs = _Programs.of(q, tiles_of(q.dtype).by_keys, by_keys=True, interpret=interpret)
+    programs = _Programs.of(q, tiles_of(q.dtype).by_keys, by_keys=True)
     return d_q, *programs(_by_keys, BY_KEYS, inputs, runs, [("keys", k.dtype), ("keys", v.dtype)])
 
 
@@ -189,13 +174,12 @@ class _Programs:
     wide: Any
     tile: Tile
     by_keys: bool
-    interpret: bool
 
     @classmethod
-    def of(cls, q: Float[Array, "B T K R H"], tile: Tile, *, by_keys: bool, interpret: bool) -> "_Programs":
+    def of(cls, q: Queries, tile: Tile, *, by_keys: bool) -> "_Programs":
         rows, num_tokens, kv_heads, shared, values = q.shape
         wide = jnp.promote_types(q.dtype, jnp.float32)
-        return cls(rows, num_tokens, kv_heads, shared, values, wide, tile, by_keys, interpret)
+        return cls(rows, num_tokens, kv_heads, shared, values, wide, tile, by_keys)
 
     @property
     def head_dim(self) -> int:
@@ -228,7 +212,6 @@ class _Programs:
                 values=self.values,
                 arrays=[x for _, x in inputs],
             ),
-            interpret=self.interpret,
         )(neighbor_ids, num_neighbors[..., None], *(self._padded(name, x) for name, x in inputs), *runs)
         return tuple(
             x if name == "numbers" else x[..., : self.values] for (name, _), x in zip(results, outputs, strict=True)

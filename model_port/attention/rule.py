@@ -12,6 +12,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 ATTENTION_OUT = "attention_out"  # the name by which a remat policy saves what the backward pass reads
 MASKED = -1e30  # finite, so that a padding query with no key gets a meaningless mean instead of NaN
+TINY = 1e-37  # the divisor of a query that attends to no key
+
+# Grouped by key/value head: queries and outputs, keys or values, and a number per query.
+Queries = Float[Array, "B T K R H"]
+Keys = Float[Array, "B S K H"]
+Numbers = Float[Array, "B K R T"]
 
 
 class Layout(NamedTuple):
@@ -29,10 +35,32 @@ class QueryRuns(NamedTuple):
     last: Int[Array, "B T"]  # less than `first` if no query does
 
 
-def scores_of(q: Float[Array, "B T K R H"], k: Float[Array, "B S K H"]) -> Float[Array, "B K R T S"]:
-    """Unmasked scores in at least float32; `q` is grouped by key/value head."""
+def scores_of(q: Queries, k: Keys) -> Float[Array, "B K R T S"]:
+    """Unmasked scores in at least float32."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
     return jnp.einsum("BTKRH,BSKH->BKRTS", q, k, preferred_element_type=wide) * q.shape[-1] ** -0.5
+
+
+def masked_scores(q: Queries, k: Keys, runs: QueryRuns, begin: Array | int) -> Float[Array, "B K R T S"]:
+    """The scores of consecutive queries from number `begin` on; `runs` are these keys'."""
+    return jnp.where(_visible(runs, begin, q.shape[1]), scores_of(q, k), MASKED)
+
+
+def gradient_of_scores(
+    q: Queries, k: Keys, v: Keys, runs: QueryRuns, begin: Array | int, log_sum: Numbers, shared: Numbers, d_out: Queries
+) -> tuple[Float[Array, "B K R T S"], Float[Array, "B K R T S"]]:
+    """The weights P, recomputed from the log-sum-exp, and dS = P * (dP - sum(dO * O)), both in the dtype of `q`."""
+    weights = jnp.exp(scores_of(q, k) - log_sum[..., None])
+    weights = jnp.where(_visible(runs, begin, q.shape[1]), weights, 0.0)
+    d_weights = jnp.einsum("BTKRH,BSKH->BKRTS", d_out, v, preferred_element_type=log_sum.dtype)
+    d_scores = weights * (d_weights - shared[..., None]) * q.shape[-1] ** -0.5
+    return weights.astype(q.dtype), d_scores.astype(q.dtype)
+
+
+def _visible(runs: QueryRuns, begin: Array | int, num_queries: int) -> Bool[Array, "B 1 1 T S"]:
+    query = (begin + jnp.arange(num_queries))[None, :, None]
+    first, last = (side[:, None] for side in runs)
+    return ((first <= query) & (query <= last))[:, None, None]
 
 
 SoftmaxCarry = tuple[Array, Array, Array]  # highest score, sum of weights, mean of values times that sum
@@ -52,15 +80,20 @@ def add_to_softmax(carry: SoftmaxCarry, scores: Array, v: Array, equation: str) 
     return higher, total * shrink + weights.sum(axis=-1), mixed * shrink[..., None] + new
 
 
-def attend_mask(query: Layout, key: Layout, *, causal: bool) -> Bool[Array, "B T S"]:
+def mean_and_log_sum(carry: SoftmaxCarry) -> tuple[Array, Array]:
+    """The weighted mean of the values, and the log-sum-exp of the scores."""
+    peak, total, mixed = carry
+    total = jnp.maximum(total, TINY)
+    return mixed / total[..., None], peak + jnp.log(total)
+
+
+def attend_mask(layout: Layout, *, causal: bool) -> Bool[Array, "B T S"]:
     """True where a query token may attend to a key token."""
-    segment = query.segment_ids[:, :, None] == key.segment_ids[:, None, :]
-    real = (key.segment_ids != 0)[:, None, :]
+    segment, branch, order = ((part[:, :, None], part[:, None, :]) for part in layout)
+    visible = (segment[0] == segment[1]) & (segment[1] != 0)
     if not causal:
-        return segment & real
-    branch = key.branch_ids[:, None, :]
-    visible_branch = (branch == 0) | (branch == query.branch_ids[:, :, None])
-    return segment & real & visible_branch & (key.order[:, None, :] <= query.order[:, :, None])
+        return visible
+    return visible & ((branch[1] == 0) | (branch[1] == branch[0])) & (order[1] <= order[0])
 
 
 def query_runs(layout: Layout, *, causal: bool) -> QueryRuns:

@@ -5,10 +5,21 @@ Skips pairs of blocks that the mask separates: in another segment, on another br
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
-from model_port.attention.flash import TINY, even_blocks, flash_attention, neighbors, visible_blocks
-from model_port.attention.rule import MASKED, QueryRuns, SoftmaxCarry, add_to_softmax, empty_softmax, scores_of
+from model_port.attention.flash import even_blocks, flash_attention, neighbors, visible_blocks
+from model_port.attention.rule import (
+    Keys,
+    Numbers,
+    Queries,
+    QueryRuns,
+    SoftmaxCarry,
+    add_to_softmax,
+    empty_softmax,
+    gradient_of_scores,
+    masked_scores,
+    mean_and_log_sum,
+)
 
 BLOCK_TOKENS = 512  # maximum
 
@@ -17,9 +28,7 @@ def block_tokens(num_tokens: int, queries_per_key: int) -> int:
     return even_blocks(num_tokens, BLOCK_TOKENS, 8)
 
 
-def _forward(
-    q: Float[Array, "B T K R H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], runs: QueryRuns
-) -> tuple[Float[Array, "B T K R H"], Float[Array, "B K R T"]]:
+def _forward(q: Queries, k: Keys, v: Keys, runs: QueryRuns) -> tuple[Queries, Numbers]:
     size, wide = block_tokens(q.shape[1], q.shape[3]), jnp.promote_types(q.dtype, jnp.float32)
     keys_of, num_keys_of = neighbors(visible_blocks(runs, size, size).any(axis=0))
 
@@ -28,29 +37,21 @@ def _forward(
 
         def add(n: Array, carry: SoftmaxCarry) -> SoftmaxCarry:
             j = keys_of[i, n]
-            scores = jnp.where(_visible(runs, i, j, size), scores_of(q_block, _block(k, j, size)), MASKED)
+            scores = masked_scores(q_block, _block(k, j, size), _runs(runs, j, size), i * size)
             return add_to_softmax(carry, scores, _block(v, j, size), "BKRTS,BSKH->BKRTH")
 
         rows, _, kv_heads, queries, head_dim = q_block.shape
         start = empty_softmax((rows, kv_heads, queries, size), head_dim, wide)
-        peak, total, mixed = lax.fori_loop(0, num_keys_of[i], add, start)
-        total = jnp.maximum(total, TINY)
-        return (mixed / total[..., None]).astype(v.dtype), peak + jnp.log(total)
+        mean, log_sum = mean_and_log_sum(lax.fori_loop(0, num_keys_of[i], add, start))
+        return mean.astype(v.dtype), log_sum
 
     mixed, log_sum = lax.map(of_queries, jnp.arange(q.shape[1] // size))
     return jnp.einsum("nBKRtH->BntKRH", mixed).reshape(q.shape), _joined(log_sum)
 
 
 def _backward(
-    q: Float[Array, "B T K R H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    runs: QueryRuns,
-    log_sum: Float[Array, "B K R T"],
-    shared: Float[Array, "B K R T"],
-    d_out: Float[Array, "B T K R H"],
-) -> tuple[Float[Array, "B T K R H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-    """dS = P * (dP - sum(dO * O)), with P recomputed from the log-sum-exp."""
+    q: Queries, k: Keys, v: Keys, runs: QueryRuns, log_sum: Numbers, shared: Numbers, d_out: Queries
+) -> tuple[Queries, Keys, Keys]:
     size, wide = block_tokens(q.shape[1], q.shape[3]), log_sum.dtype
     queries_of, num_queries_of = neighbors(visible_blocks(runs, size, size).any(axis=0).T)
 
@@ -61,11 +62,10 @@ def _backward(
             d_q, d_k, d_v = carry
             i = queries_of[j, n]
             q_block, d_block = _block(q, i, size), _block(d_out, i, size)
-            weights = jnp.exp(scores_of(q_block, k_block) - _block(log_sum, i, size, axis=3)[..., None])
-            weights = jnp.where(_visible(runs, i, j, size), weights, 0.0)
-            d_weights = jnp.einsum("BTKRH,BSKH->BKRTS", d_block, v_block, preferred_element_type=wide)
-            d_scores = weights * (d_weights - _block(shared, i, size, axis=3)[..., None]) * q.shape[-1] ** -0.5
-            d_scores, weights = d_scores.astype(q.dtype), weights.astype(q.dtype)
+            log_sum_block, shared_block = (_block(numbers, i, size, axis=3) for numbers in (log_sum, shared))
+            weights, d_scores = gradient_of_scores(
+                q_block, k_block, v_block, _runs(runs, j, size), i * size, log_sum_block, shared_block, d_block
+            )
             d_k += jnp.einsum("BKRTS,BTKRH->BSKH", d_scores, q_block, preferred_element_type=wide)
             d_v += jnp.einsum("BKRTS,BTKRH->BSKH", weights, d_block, preferred_element_type=wide)
             new = jnp.einsum("BKRTS,BSKH->BTKRH", d_scores, k_block, preferred_element_type=wide)
@@ -85,10 +85,8 @@ def _block(x: Array, number: Array, size: int, axis: int = 1) -> Array:
     return lax.dynamic_slice_in_dim(x, number * size, size, axis)
 
 
-def _visible(runs: QueryRuns, i: Array, j: Array, size: int) -> Bool[Array, "B 1 1 t s"]:
-    query = (i * size + jnp.arange(size))[None, :, None]
-    first, last = (_block(side, j, size)[:, None] for side in runs)
-    return ((first <= query) & (query <= last))[:, None, None]
+def _runs(runs: QueryRuns, j: Array, size: int) -> QueryRuns:
+    return QueryRuns(*(_block(side, j, size) for side in runs))
 
 
 def _joined(blocks: Float[Array, "n B K R t"]) -> Float[Array, "B K R T"]:

@@ -20,41 +20,26 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from model_port.attention.flash import TINY, flash_attention
+from model_port.attention.flash import flash_attention
 from model_port.attention.products import BY_KEYS, BY_QUERIES, FORWARD, NN, NT, TN, product
-from model_port.attention.rule import MASKED, QueryRuns
+from model_port.attention.rule import MASKED, TINY, Keys, Numbers, Queries, QueryRuns
 from model_port.attention.tpu_walk import Pair, Walk, block_tokens
 
 
-def forward(
-    q: Float[Array, "B T K R H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    runs: QueryRuns,
-    *,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B T K R H"], Float[Array, "B K R T"]]:
-    walk = Walk.of(q, runs, by_keys=False, interpret=interpret)
+def forward(q: Queries, k: Keys, v: Keys, runs: QueryRuns) -> tuple[Queries, Numbers]:
+    walk = Walk.of(q, runs, by_keys=False)
     inputs, results = [("queries", q), ("keys", k), ("keys", v)], [("queries", q.dtype), ("numbers", walk.wide)]
     return walk(_forward, FORWARD, inputs, results, [(1, walk.lanes), (1, walk.lanes), (walk.head_dim, walk.lanes)])
 
 
 def backward(
-    q: Float[Array, "B T K R H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    runs: QueryRuns,
-    log_sum: Float[Array, "B K R T"],
-    shared: Float[Array, "B K R T"],
-    d_out: Float[Array, "B T K R H"],
-    *,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B T K R H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+    q: Queries, k: Keys, v: Keys, runs: QueryRuns, log_sum: Numbers, shared: Numbers, d_out: Queries
+) -> tuple[Queries, Keys, Keys]:
     """dS = P * (dP - sum(dO * O)), with P recomputed from the log-sum-exp, once in each kernel."""
     inputs = [("queries", q), ("keys", k), ("keys", v), ("queries", d_out), ("numbers", log_sum), ("numbers", shared)]
-    walk = Walk.of(q, runs, by_keys=False, interpret=interpret)
+    walk = Walk.of(q, runs, by_keys=False)
     (d_q,) = walk(_backward_of_queries, BY_QUERIES, inputs, [("queries", q.dtype)], [(walk.lanes, walk.head_dim)])
-    walk = Walk.of(q, runs, by_keys=True, interpret=interpret)
+    walk = Walk.of(q, runs, by_keys=True)
     results = [("keys", k.dtype), ("keys", v.dtype)]
     return d_q, *walk(_backward_of_keys, BY_KEYS, inputs, results, [(walk.keys, walk.head_dim)] * 2)
 

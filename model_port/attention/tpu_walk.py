@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from model_port.attention.flash import even_blocks, neighbors, visible_blocks
 from model_port.attention.products import causal_cost
-from model_port.attention.rule import QueryRuns
+from model_port.attention.rule import Queries, QueryRuns
 
 LANES = 128  # a head's values are padded to a multiple of this
 BLOCK_TOKENS = 512  # of keys, maximum; with smaller ones the list of a 131,072-token row overflows scalar memory
@@ -62,13 +62,12 @@ class Walk:
     wide: Any
     runs: QueryRuns
     by_keys: bool
-    interpret: bool
 
     @classmethod
-    def of(cls, q: Float[Array, "B T K R H"], runs: QueryRuns, *, by_keys: bool, interpret: bool) -> "Walk":
+    def of(cls, q: Queries, runs: QueryRuns, *, by_keys: bool) -> "Walk":
         rows, num_tokens, kv_heads, shared, values = q.shape
         wide = jnp.promote_types(q.dtype, jnp.float32)
-        return cls(rows, kv_heads, shared, num_tokens, values, wide, runs, by_keys, interpret)
+        return cls(rows, kv_heads, shared, num_tokens, values, wide, runs, by_keys)
 
     @property
     def head_dim(self) -> int:
@@ -127,7 +126,6 @@ class Walk:
                 values=self.values,
                 arrays=[x for _, x in inputs],
             ),
-            interpret=self.interpret,
         )(pairs, counts, *(self._laid_out(name, x) for name, x in inputs), jnp.stack(self.runs, axis=1))
         return tuple(self._given_back(name, x) for (name, _), x in zip(results, outputs, strict=True))
 

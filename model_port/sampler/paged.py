@@ -52,12 +52,10 @@ def _decode(
     return mixed, keys, values
 
 
-def gpu_kernel(q: Array, keys: Array, values: Array, table: Array, lengths: Array, interpret: bool = False) -> Array:
+def gpu_kernel(q: Array, keys: Array, values: Array, table: Array, lengths: Array) -> Array:
     from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
 
-    return paged_attention(
-        q, keys, values, table, lengths, k_splits=8, pages_per_compute_block=1, num_warps=4, interpret=interpret
-    )
+    return paged_attention(q, keys, values, table, lengths, k_splits=8, pages_per_compute_block=1, num_warps=4)
 
 
 def tpu_kernel(q: Array, keys: Array, values: Array, table: Array, lengths: Array) -> Array:

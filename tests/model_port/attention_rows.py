@@ -1,10 +1,13 @@
 """Rows to compare forms of attention on: packed, branched and padded, of a length that is no multiple of anything."""
 
+from contextlib import contextmanager
 from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax.experimental import pallas as pl
 
 from model_port.attention import Layout, attention_of
 
@@ -42,6 +45,15 @@ def random_inputs(num_rows=2, heads=6, kv_heads=3, head_dim=5, dtype="float32"):
     ]
     of_weight = jnp.promote_types(dtype, "float32")
     return [x.astype(of) for x, of in zip(inputs, (dtype, dtype, dtype, of_weight), strict=True)]
+
+
+@contextmanager
+def interpreted():
+    """Runs Pallas kernels without their chip."""
+    call = pl.pallas_call
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pl, "pallas_call", lambda *args, **settings: call(*args, **settings | {"interpret": True}))
+        yield
 
 
 @cache

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_rows import ROWS, bfloat16_errors, oracles, random_inputs, value_and_gradients
+from attention_rows import ROWS, bfloat16_errors, interpreted, oracles, random_inputs, value_and_gradients
 
 from model_port.attention import attention_of, choice, gpu, tpu, tpu_walk
 from model_port.attention.check import MAX_ERROR, Heads, KernelCheck, check_kernel, max_error
@@ -29,9 +29,14 @@ def kernel(request, monkeypatch):
     return KERNELS[request.param]
 
 
+@pytest.fixture(autouse=True)
+def interpret_mode():
+    with interpreted():
+        yield
+
+
 def attention(kernel):
-    interpreted = (partial(one, interpret=True) for one in (kernel.forward, kernel.backward))
-    return flash_attention(*interpreted, kernel.block_tokens)
+    return flash_attention(kernel.forward, kernel.backward, kernel.block_tokens)
 
 
 def outputs(attend, row=ROWS, values=None):
@@ -112,10 +117,10 @@ def test_the_check_rejects_a_kernel_that_leaves_a_block_out(monkeypatch):
 @pytest.mark.slow
 def test_the_check_rejects_a_kernel_whose_gradient_is_wrong():
     def backward(*inputs):
-        d_q, d_k, d_v = gpu.backward(*inputs, interpret=True)
+        d_q, d_k, d_v = gpu.backward(*inputs)
         return d_q, 1.1 * d_k, d_v
 
-    kernel = flash_attention(partial(gpu.forward, interpret=True), backward, gpu.block_tokens)
+    kernel = flash_attention(gpu.forward, backward, gpu.block_tokens)
     assert check_kernel(kernel, *HEADS, "float32", num_tokens=64).error == pytest.approx(0.1, rel=0.01)
 
 

@@ -23,7 +23,7 @@ from reference import (
 
 import model_port
 from model_port import experts, loading, one_sequence, rope
-from model_port.attention import blocked
+from model_port.attention.rule import query_runs
 from model_port.config import ModelConfig
 from model_port.layers import Compute
 from model_port.sharding import flat_params
@@ -196,11 +196,11 @@ class TestAblations:
         self.assert_noticed(tied_pair)
 
     def test_attention_within_a_frame(self, tied_pair, monkeypatch):
-        def whole_row(query, key, *, causal):
-            return rule(query, key, causal=causal) if causal else (key.segment_ids != 0)[:, None, :]
+        def whole_row(layout, *, causal):
+            frames = layout.segment_ids if causal else jnp.minimum(layout.segment_ids, 1)
+            return query_runs(layout._replace(segment_ids=frames), causal=causal)
 
-        rule = blocked.attend_mask
-        monkeypatch.setattr("model_port.attention.blocked.attend_mask", whole_row)
+        monkeypatch.setattr("model_port.attention.flash.query_runs", whole_row)
         self.assert_noticed(tied_pair)
 
     @pytest.mark.parametrize("everywhere", [True, False], ids=["exact in the merger", "tanh in the blocks"])

@@ -2,14 +2,13 @@
 
 import random
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_rows import interpreted
 from flax import nnx
 from hypothesis import given, strategies as st
 from jax.experimental.pallas import tpu as pltpu
@@ -89,7 +88,7 @@ def test_frames_that_are_needed_together_are_in_the_table_without_overlap(batche
 @pytest.mark.parametrize(
     ("kernel", "context", "atol"),
     [
-        (partial(gpu_kernel, interpret=True), nullcontext, 2e-6),
+        (gpu_kernel, interpreted, 2e-6),
         (tpu_kernel, pltpu.force_tpu_interpret_mode, 2e-2),  # it multiplies in bfloat16
     ],
     ids=["gpu", "tpu"],
