@@ -15,10 +15,10 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from model_port.json_files import LFS_POINTER, Section, check_not_pointer, read_object
 
-MAX_HEADER_BYTES = 100_000_000  # the reference implementation's limit
 PART_BYTES = 2**20  # read at a time, and checked while in the CPU's cache
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -130,64 +130,23 @@ def _shards(directory: Path, single_file: str) -> tuple[list[Path], dict[str, st
 
 
 def _read_header(path: Path) -> dict[str, TensorInfo]:
-    file_bytes = path.stat().st_size
+    """The library checks that the tensors are contiguous, share no bytes and fill the file."""
     with path.open("rb") as file:
-        check_not_pointer(path, file.read(len(LFS_POINTER)))
-        file.seek(0)
-        header_bytes = int.from_bytes(file.read(8), "little")
-        if file_bytes < 8 or not 2 <= header_bytes <= min(MAX_HEADER_BYTES, file_bytes - 8):
-            raise ValueError(f"{path} is not a complete safetensors file: {file_bytes} bytes cannot hold its header")
-        try:
-            header: Any = json.loads(file.read(header_bytes))
-        except (ValueError, RecursionError):
-            raise ValueError(f"{path} is not a safetensors file: its header is not JSON") from None
-    if not isinstance(header, dict):
-        raise ValueError(f"{path} is not a safetensors file: its header is not a JSON object")
-    infos = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        dtype_name, shape, start, end = _described(path, name, entry)
-        if dtype_name not in DTYPES:
-            raise ValueError(f"{path}: tensor {name} has dtype {dtype_name}; supported are {', '.join(DTYPES)}")
-        info = TensorInfo(path, DTYPES[dtype_name], shape, 8 + header_bytes + start)
-        if end - start != info.num_bytes:
-            raise ValueError(f"{path}: tensor {name} claims {end - start} bytes, its shape needs {info.num_bytes}")
-        if info.start_byte + info.num_bytes > file_bytes:
-            raise ValueError(
-                f"{path} is truncated: tensor {name} ends at byte {info.start_byte + info.num_bytes}, "
-                f"the file has {file_bytes}; download it again"
-            )
-        infos[name] = info
-    _check_layout(path, infos, file_bytes, 8 + header_bytes)
-    return infos
-
-
-def _check_layout(path: Path, infos: dict[str, TensorInfo], file_bytes: int, data_byte: int) -> None:
-    """Raises unless the tensors are contiguous and share no bytes, as every writer of the format lays them out."""
-    end = data_byte
-    for name, info in sorted(infos.items(), key=lambda item: (item[1].start_byte, item[1].num_bytes)):
-        if info.start_byte != end:
-            raise ValueError(
-                f"{path}: tensor {name} starts at byte {info.start_byte - data_byte} of the data, expected "
-                f"{end - data_byte}; the file is damaged, download it again"
-            )
-        end += info.num_bytes
-    if end != file_bytes:
-        raise ValueError(
-            f"{path}: its data are {file_bytes - data_byte} bytes, its tensors have {end - data_byte}; the file is "
-            f"damaged, download it again"
-        )
-
-
-def _described(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+        start = file.read(len(LFS_POINTER))
+    check_not_pointer(path, start)
+    infos, start_byte = {}, 8 + int.from_bytes(start[:8], "little")
     try:
-        dtype_name, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        if all(type(number) is int and number >= 0 for number in (*shape, start, end)):
-            return str(dtype_name), shape, start, end
-    except (KeyError, TypeError, ValueError):
-        pass
-    raise ValueError(f"{path}: tensor {name} lacks a valid dtype, shape or data_offsets")
+        with safe_open(path, framework="numpy") as tensors:
+            for name in tensors.offset_keys():
+                tensor = tensors.get_slice(name)
+                if (dtype_name := tensor.get_dtype()) not in DTYPES:
+                    supported = ", ".join(DTYPES)
+                    raise ValueError(f"{path}: tensor {name} has dtype {dtype_name}; supported are {supported}")
+                infos[name] = TensorInfo(path, DTYPES[dtype_name], tuple(tensor.get_shape()), start_byte)
+                start_byte += infos[name].num_bytes
+    except SafetensorError as problem:
+        raise ValueError(f"{path} is not a complete safetensors file ({problem}); download it again") from None
+    return infos
 
 
 def _check_index(index_path: Path, weight_map: dict[str, str], infos: dict[str, TensorInfo]) -> None:

@@ -192,7 +192,7 @@ LFS_POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64
 
 BAD_SOURCES = {
     "missing shard": (drop_shard, "1 of 2 shards are missing: model-00002-of-00002"),
-    "truncated": (truncate, "model.safetensors is truncated"),
+    "truncated": (truncate, "model.safetensors is not a complete safetensors file"),
     "weights not fetched": (
         lambda p: (p / "model.safetensors").write_text(LFS_POINTER),
         "model.safetensors is a pointer of Git LFS",
