@@ -6,7 +6,7 @@ Every size has a bound far above published models, so that nothing is built from
 from dataclasses import replace
 from typing import Any, cast
 
-from model_port.architecture import TOKEN_IDS, ModelConfig, TextConfig, VisionConfig
+from model_port.architecture import TOKEN_IDS, ModelConfig, TextConfig
 from model_port.json_files import Section
 
 ROPE_KEYS = {"rope_type", "type", "rope_theta", "mrope_section", "mrope_interleaved"}
@@ -77,6 +77,10 @@ def text_sizes_to_hf(config: ModelConfig) -> dict[str, Any]:
         "num_hidden_layers": text.num_layers,
         "num_attention_heads": text.num_heads,
         "num_key_value_heads": text.num_kv_heads,
+        "rms_norm_eps": text.norm_eps,
+        "rope_theta": text.rope_theta,
+        "use_cache": True,
+        "vocab_size": text.vocab_size,
     }
 
 
@@ -97,13 +101,20 @@ def vision_sizes(vision: Section, patch_px: int) -> dict[str, Any]:
     )
 
 
-def vision_sizes_to_hf(vision: VisionConfig) -> dict[str, Any]:
+def vision_sizes_to_hf(config: ModelConfig) -> dict[str, Any]:
+    vision = config.vision
     return {
+        "model_type": vision.family,
         "depth": vision.num_layers,
         "hidden_size": vision.width,
         "intermediate_size": vision.ffn_width,
         "num_heads": vision.num_heads,
         "out_hidden_size": vision.out_width,
+        "patch_size": vision.patch_px,
+        "spatial_merge_size": vision.merge,
+        "temporal_patch_size": vision.temporal_patch_frames,
+        "in_channels": vision.num_channels,
+        "initializer_range": config.initializer_range,
     }
 
 

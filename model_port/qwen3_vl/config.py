@@ -115,27 +115,17 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
             "attention_bias": False,
             **text_sizes_to_hf(config),
             "head_dim": text.head_dim,
-            "rms_norm_eps": text.norm_eps,
-            "rope_theta": text.rope_theta,
             "rope_scaling": {
                 "rope_type": "default",
                 "mrope_interleaved": True,
                 "mrope_section": list(text.mrope_sections),
             },
-            "use_cache": True,
-            "vocab_size": text.vocab_size,
         },
         "vision_config": {
-            "model_type": MODEL_TYPE,
-            **vision_sizes_to_hf(vision),
+            **vision_sizes_to_hf(config),
             "deepstack_visual_indexes": list(vision.deepstack_layers),
             "num_position_embeddings": vision.num_positions,
-            "patch_size": vision.patch_px,
-            "spatial_merge_size": vision.merge,
-            "temporal_patch_size": vision.temporal_patch_frames,
-            "in_channels": vision.num_channels,
             "hidden_act": "gelu_pytorch_tanh",
-            "initializer_range": config.initializer_range,
         },
     }
 

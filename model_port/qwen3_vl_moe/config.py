@@ -35,7 +35,6 @@ def from_hf(root: Section) -> ModelConfig:
 def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
     hf, text = qwen3_vl.to_hf(config, dtype), config.text
     hf |= {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": MODEL_TYPE}
-    hf["vision_config"]["model_type"] = MODEL_TYPE
     hf["text_config"] |= {
         "model_type": "qwen3_vl_moe_text",
         "intermediate_size": text.token_experts * text.ffn_width,  # of dense layers, which there are none of
