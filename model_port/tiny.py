@@ -238,35 +238,15 @@ def _generation_config(family: str) -> dict[str, Any]:
 
 
 def _tokenizer_config(config: ModelConfig) -> dict[str, Any]:
-    added = tiny_tokenizer(config.family).get_added_tokens_decoder()
-    decoder = {
-        str(token_id): {
-            "content": token.content,
-            "lstrip": False,
-            "normalized": False,
-            "rstrip": False,
-            "single_word": False,
-            "special": token.special,
-        }
-        for token_id, token in sorted(added.items())
-    }
-    special = [token.content for _, token in sorted(added.items()) if token.special]
+    """The added tokens are in tokenizer.json."""
     return {
-        "add_bos_token": False,
-        "add_prefix_space": False,
-        "added_tokens_decoder": decoder,
-        "additional_special_tokens": [token for token in special if token != "<|endoftext|>"],
-        "bos_token": None,
         "clean_up_tokenization_spaces": False,
         "eos_token": "<|im_end|>",
-        "errors": "replace",
         "model_max_length": config.text.max_positions,
         "pad_token": "<|endoftext|>",
-        "split_special_tokens": False,
         # DIFFERS: for a Qwen2Tokenizer, transformers 5 ignores tokenizer.json's pre-tokenizer and uses its own, which
         # splits digits. This class uses tokenizer.json unchanged, in transformers 4 and 5.
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "unk_token": None,
     }
 
 
