@@ -1,4 +1,4 @@
-"""Projections of the language layers, with optional low-rank adapters (LoRA, arXiv 2106.09685).
+"""Projections of both towers, in the language layers with optional low-rank adapters (LoRA, arXiv 2106.09685).
 
 A projection computes W x, and its adapter adds alpha / rank · B (A x); B A is never formed. A is initialized at random
 and B with zeros, so a new adapter does not change the model's output. A and B are stacked over layers like the kernel
@@ -48,7 +48,7 @@ class Projection(nnx.Module):
         self.layout = layout
         setattr(self, f"kernel_{layout}", normal(rngs, shape, scale))
         if bias:
-            self.bias = zeros(shape[:-1])
+            self.bias = zeros(shape[: -len(layout_sides(layout)[1])])
 
     def __call__(self, x: Float[Array, "B T *inputs"]) -> Float[Array, "B T *outputs"]:
         outputs, inputs = (side.upper() for side in layout_sides(self.layout))

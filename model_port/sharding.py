@@ -49,7 +49,7 @@ ACTIVATION_AXES: dict[str, tuple[str, ...] | str | None] = {
     "e": "data",  # rows replicated over fsdp …
     "w": "fsdp",  # … with the width split
 }
-_PROJECTION = re.compile(r"(\b(?:attn|mlp)\.[a-z]+)\.(?=kernel_|bias$|lora\.)")
+_PROJECTION = re.compile(r"(\b(?:attn|mlp)\.[a-z]+|mergers?\.(?:up|down))\.(?=kernel_|bias$|lora\.)")
 _LAYOUT = re.compile(r"(?:kernel|table)_([a-z]+)$")
 
 

@@ -12,6 +12,7 @@ from model_port.architecture import VisionConfig
 from model_port.attention import Attention, Layout
 from model_port.inputs import VisionBatch
 from model_port.layers import Compute, LayerNorm, RMSNorm, along_last, cast, normal, zeros
+from model_port.lora import Projection
 from model_port.rope import Rotation, rotate
 from model_port.sharding import constrain
 
@@ -39,18 +40,14 @@ class PatchEmbed(nnx.Module):
 class VisionAttention(nnx.Module):
     def __init__(self, config: VisionConfig, scale: float, rngs: nnx.Rngs):
         layers, width, heads, head_dim = config.num_layers, config.width, config.num_heads, config.head_dim
-        self.qkv_kernel_cnhd = normal(rngs, (layers, 3, heads, head_dim, width), scale)
-        self.qkv_bias = zeros((layers, 3, heads, head_dim))
-        self.o_kernel_dnh = normal(rngs, (layers, width, heads, head_dim), scale)
-        self.o_bias = zeros((layers, width))
+        self.qkv = Projection("cnhd", (layers, 3, heads, head_dim, width), scale, rngs, bias=True)
+        self.o = Projection("dnh", (layers, width, heads, head_dim), scale, rngs, bias=True)
 
     def __call__(
         self, x: Float[Array, "B P D"], turn: Rotation, layout: Layout, attend: Attention
     ) -> Float[Array, "B P D"]:
-        qkv = jnp.einsum("BPD,CNHD->CBPNH", x, cast(self.qkv_kernel_cnhd, x)) + cast(self.qkv_bias, x)[:, None, None]
-        q, k, v = (constrain(part, "bpnh") for part in qkv)
-        mixed = attend(rotate(q, turn), rotate(k, turn), v, layout, False)
-        return jnp.einsum("BPNH,DNH->BPD", mixed, cast(self.o_kernel_dnh, x)) + along_last(self.o_bias, x)
+        q, k, v = (constrain(part, "bpnh") for part in jnp.moveaxis(self.qkv(x), 2, 0))
+        return self.o(attend(rotate(q, turn), rotate(k, turn), v, layout, False))
 
 
 class VisionBlocks(nnx.Module):
@@ -92,18 +89,14 @@ class Merger(nnx.Module):
         norm: LayerNorm | RMSNorm | None = None,
     ):
         stack = () if count is None else (count,)
-        merged = config.width * config.merge_unit
+        merged = self.merged_width = config.width * config.merge_unit
         self.norm_after_merge = count is not None
         own = LayerNorm((*stack, merged if self.norm_after_merge else config.width))
         self.norm = own if norm is None else norm
-        self.up_kernel_fd = normal(rngs, (*stack, merged, merged), scale)
-        self.up_bias = zeros((*stack, merged))
-        self.down_kernel_df = normal(rngs, (*stack, config.out_width, merged), scale)
-        self.down_bias = zeros((*stack, config.out_width))
+        self.up = Projection("fd", (*stack, merged, merged), scale, rngs, bias=True)
+        self.down = Projection("df", (*stack, config.out_width, merged), scale, rngs, bias=True)
 
     def __call__(self, x: Float[Array, "B P D"]) -> Float[Array, "B M out"]:
-        merged = (x.shape[0], -1, self.up_kernel_fd.shape[-1])
+        merged = (x.shape[0], -1, self.merged_width)
         x = self.norm(x.reshape(merged)) if self.norm_after_merge else self.norm(x).reshape(merged)
-        hidden = jnp.einsum("BMD,FD->BMF", x, cast(self.up_kernel_fd, x)) + along_last(self.up_bias, x)
-        hidden = jax.nn.gelu(constrain(hidden, "bpf"), approximate=False)
-        return jnp.einsum("BMF,DF->BMD", hidden, cast(self.down_kernel_df, x)) + along_last(self.down_bias, x)
+        return self.down(jax.nn.gelu(constrain(self.up(x), "bpf"), approximate=False))

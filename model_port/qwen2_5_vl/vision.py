@@ -15,18 +15,8 @@ from jaxtyping import Array, Float
 
 from model_port.attention import Layout, attention_of
 from model_port.inputs import VisionBatch
-from model_port.layers import (
-    LAYER_INPUT,
-    Compute,
-    Index,
-    RMSNorm,
-    along_last,
-    cast,
-    gated_silu,
-    normal,
-    run_layers,
-    zeros,
-)
+from model_port.layers import LAYER_INPUT, Compute, Index, RMSNorm, gated_silu, run_layers
+from model_port.lora import Projection
 from model_port.qwen2_5_vl.config import Qwen25VisionConfig
 from model_port.rope import rotation, vision_frequencies
 from model_port.sharding import constrain
@@ -39,20 +29,13 @@ NORM_EPS = 1e-6
 class Qwen25VisionMlp(nnx.Module):
     def __init__(self, config: Qwen25VisionConfig, scale: float, rngs: nnx.Rngs):
         layers, width, ffn = config.num_layers, config.width, config.ffn_width
-        self.gate_kernel_fd = normal(rngs, (layers, ffn, width), scale)
-        self.gate_bias = zeros((layers, ffn))
-        self.up_kernel_fd = normal(rngs, (layers, ffn, width), scale)
-        self.up_bias = zeros((layers, ffn))
-        self.down_kernel_df = normal(rngs, (layers, width, ffn), scale)
-        self.down_bias = zeros((layers, width))
+        self.gate = Projection("fd", (layers, ffn, width), scale, rngs, bias=True)
+        self.up = Projection("fd", (layers, ffn, width), scale, rngs, bias=True)
+        self.down = Projection("df", (layers, width, ffn), scale, rngs, bias=True)
 
     def __call__(self, x: Float[Array, "B P D"]) -> Float[Array, "B P D"]:
-        gate, up = (
-            constrain(jnp.einsum("BPD,FD->BPF", x, cast(kernel, x)) + along_last(bias, x), "bpf")
-            for kernel, bias in ((self.gate_kernel_fd, self.gate_bias), (self.up_kernel_fd, self.up_bias))
-        )
-        hidden = gated_silu(gate, up)
-        return jnp.einsum("BPF,DF->BPD", hidden, cast(self.down_kernel_df, x)) + along_last(self.down_bias, x)
+        gate, up = (constrain(projection(x), "bpf") for projection in (self.gate, self.up))
+        return self.down(gated_silu(gate, up))
 
 
 class Qwen25VisionTower(nnx.Module):

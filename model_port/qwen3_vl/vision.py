@@ -20,14 +20,12 @@ from model_port.layers import (
     Compute,
     Index,
     LayerNorm,
-    along_last,
     at_least_float32,
-    cast,
     normal,
     only_if,
     run_layers,
-    zeros,
 )
+from model_port.lora import Projection
 from model_port.qwen3_vl.config import Qwen3VisionConfig
 from model_port.rope import rotation, vision_frequencies
 from model_port.sharding import constrain
@@ -47,15 +45,11 @@ class PositionTable(nnx.Module):
 class Qwen3VisionMlp(nnx.Module):
     def __init__(self, config: Qwen3VisionConfig, scale: float, rngs: nnx.Rngs):
         layers, width, ffn = config.num_layers, config.width, config.ffn_width
-        self.up_kernel_fd = normal(rngs, (layers, ffn, width), scale)
-        self.up_bias = zeros((layers, ffn))
-        self.down_kernel_df = normal(rngs, (layers, width, ffn), scale)
-        self.down_bias = zeros((layers, width))
+        self.up = Projection("fd", (layers, ffn, width), scale, rngs, bias=True)
+        self.down = Projection("df", (layers, width, ffn), scale, rngs, bias=True)
 
     def __call__(self, x: Float[Array, "B P D"]) -> Float[Array, "B P D"]:
-        hidden = jnp.einsum("BPD,FD->BPF", x, cast(self.up_kernel_fd, x)) + along_last(self.up_bias, x)
-        hidden = jax.nn.gelu(constrain(hidden, "bpf"), approximate=True)
-        return jnp.einsum("BPF,DF->BPD", hidden, cast(self.down_kernel_df, x)) + along_last(self.down_bias, x)
+        return self.down(jax.nn.gelu(constrain(self.up(x), "bpf"), approximate=True))
 
 
 class Qwen3VisionTower(nnx.Module):

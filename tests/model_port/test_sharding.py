@@ -68,6 +68,8 @@ def test_names_are_specs():
         ("text.head.table_vd", "text.head.kernel_vd"),
         ("text.layers.attn.q.bias", "text.layers.attn.q_bias"),
         ("vision.patch_embed.kernel_dc", "vision.patch_embed.kernel_dc"),
+        ("vision.deepstack_mergers.up.kernel_fd", "vision.deepstack_mergers.up_kernel_fd"),
+        ("vision.merger.norm.bias", "vision.merger.norm.bias"),
     ],
 )
 def test_checkpoints_keep_the_parameter_names_of_version_0_2(path, stored):
