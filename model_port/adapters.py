@@ -27,7 +27,7 @@ from model_port.layout import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BASE_KEY, INFO_
 from model_port.lora import LowRank, Projection, merged
 from model_port.model import VLModel
 from model_port.processing import FLAT_FILES, VisionContract
-from model_port.safetensors_io import HfTensors, SafetensorsWriter
+from model_port.safetensors_io import HfTensors, safetensors_writer
 from model_port.sharding import flat_params, on_host, shard_abstract
 from model_port.weights import adapter_rules, hf_tensors, rules
 
@@ -173,10 +173,10 @@ def write_adapter(directory: Path, config: ModelConfig, info: AdapterInfo, param
     table = [side for pair in adapter_rules(config, info.lora.rank).values() for side in pair]
     modules = sorted({side.hf.split(".")[-3] for side in table})
     shapes = {name: (params[rule.path].dtype, rule.hf_shape) for rule in table for name in rule.hf_names}
-    with SafetensorsWriter(directory / ADAPTER_FILE, shapes) as file:
+    with safetensors_writer(directory / ADAPTER_FILE, shapes) as write:
         for rule in table:
             for layer in range(config.text.num_layers):
-                file.write(np.asarray(rule.tensor(params, layer)))
+                write(np.asarray(rule.tensor(params, layer)))
     _write_json(directory / INFO_FILE, {"format_version": FORMAT_VERSION, "base": asdict(info.base)})
     _write_json(
         directory / ADAPTER_CONFIG_FILE,
@@ -200,13 +200,8 @@ def read_adapter_info(directory: Path) -> AdapterInfo:
     for key, supported in SUPPORTED.items():
         if peft.values.get(key):
             peft.expect(key, supported)
-    if missing := [key for key in ("r", "lora_alpha") if not peft.has(key)]:
-        raise ValueError(f"{path} lacks {', '.join(missing)}")
-    trained = (
-        Section(str(info_file), read_object(info_file)).section("base")
-        if info_file.is_file()
-        else Section(str(info_file), {})
-    )
+    recorded = read_object(info_file) if info_file.is_file() else {"base": {}}
+    trained = Section(str(info_file), recorded).section("base")
     dtype, sum_ = (trained.text(key) if trained.has(key) else None for key in ("dtype", "sum"))
     if dtype not in (None, *DTYPES):
         raise trained.wrong("dtype", f"one of {', '.join(DTYPES)}")

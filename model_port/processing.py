@@ -258,15 +258,14 @@ def _contract(values: Mapping[str, Any], source: str) -> VisionContract:
     section = Section(source, values)
     for key, supported in SUPPORTED_SETTINGS.items():
         section.expect(key, supported)
-    min_pixels, max_pixels = _bounds(values, source)
     mean, std = (section.numbers(key, NUM_CHANNELS, -1000, 1000) for key in ("image_mean", "image_std"))
     try:
         return VisionContract(
             patch_px=section.count("patch_size", 256),
             merge=section.count("merge_size", 16),
             temporal_patch_frames=section.count("temporal_patch_size", 16),
-            min_pixels=min_pixels,
-            max_pixels=max_pixels,
+            min_pixels=_bound(section, "min_pixels", "shortest_edge"),
+            max_pixels=_bound(section, "max_pixels", "longest_edge"),
             mean=(mean[0], mean[1], mean[2]),
             std=(std[0], std[1], std[2]),
             rescale_factor=section.number("rescale_factor", 0, 1000, RESCALE_FACTOR),
@@ -275,30 +274,17 @@ def _contract(values: Mapping[str, Any], source: str) -> VisionContract:
         raise ValueError(str(problem) if str(problem).startswith(source) else f"{source}: {problem}") from None
 
 
-def _bounds(section: Mapping[str, Any], source: str) -> tuple[int, int]:
-    hf_size = section.get("size") or {}
-    if not isinstance(hf_size, dict):
-        raise ValueError(f"{source}: size={hf_size!r} must have shortest_edge and longest_edge, both in pixels of area")
-    return (
-        _bound(section, hf_size, "min_pixels", "shortest_edge", source),
-        _bound(section, hf_size, "max_pixels", "longest_edge", source),
-    )
-
-
-def _bound(section: Mapping[str, Any], hf_size: Mapping[str, Any], old_key: str, key: str, source: str) -> int:
+def _bound(section: Section, old_key: str, key: str) -> int:
     """One bound under its three spellings; real files have several of them, some null."""
-    spelled = {f"size.{key}": hf_size.get(key), f"size.{old_key}": hf_size.get(old_key), old_key: section.get(old_key)}
-    values_by_name = {name: value for name, value in spelled.items() if value is not None}
-    if not values_by_name:
-        raise ValueError(f"{source}: size.{key} (or {old_key}) is missing; set it, in pixels of area")
-    for name, value in values_by_name.items():
-        _require_count(f"{source}: {name}", value)
-        if value > MAX_PIXELS:
-            raise ValueError(f"{source}: {name}={value} must be at most {MAX_PIXELS}")
-    if len(set(values_by_name.values())) > 1:
-        values = " and ".join(f"{name}={value}" for name, value in values_by_name.items())
-        raise ValueError(f"{source}: {values} contradict each other, and readers disagree on the valid one; keep one")
-    return next(iter(values_by_name.values()))
+    size = section.section("size", {})
+    spellings = [(size, key), (size, old_key), (section, old_key)]
+    found = {f"{at.prefix}{name}": at.count(name, MAX_PIXELS) for at, name in spellings if at.has(name)}
+    if not found:
+        raise ValueError(f"{section.source}: size.{key} (or {old_key}) is missing; set it, in pixels of area")
+    if len(set(found.values())) > 1:
+        values = " and ".join(f"{name}={value}" for name, value in found.items())
+        raise ValueError(f"{section.source}: {values} contradict each other, and readers disagree; keep one")
+    return next(iter(found.values()))
 
 
 def _require_count(name: str, value: Any) -> None:

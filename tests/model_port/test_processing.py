@@ -244,7 +244,7 @@ def test_every_spelling_of_a_processor_file_is_read(tmp_path, name, content, con
     ("change", "message"),
     [
         ({"size": None}, r"preprocessor_config.json: size.shortest_edge \(or min_pixels\) is missing"),
-        ({"size": 224}, "preprocessor_config.json: size=224 must have shortest_edge and longest_edge"),
+        ({"size": 224}, "preprocessor_config.json: size=224 must be an object"),
         ({"min_pixels": 3136}, "size.shortest_edge=784 and min_pixels=3136 contradict each other"),
         ({"size": {"shortest_edge": 784, "longest_edge": "50176"}}, "size.longest_edge='50176' must be a whole number"),
         ({"size": {"shortest_edge": 60000, "longest_edge": 50176}}, "json: min_pixels=60000 exceeds max_pixels=50176"),
