@@ -203,9 +203,11 @@ def sampling_axes(shapes: dict[str, tuple[int, ...]], local: Mapping[str, int]) 
 
     `local` has the sizes of the learner's mesh in one host.
     """
+    placed = (zip(shape, param_spec(path, len(shape)), strict=False) for path, shape in shapes.items())
+    split_sizes = [size for axes in placed for size, axis in axes if axis == "tensor"]
     for first in range(len(MESH_AXES) - 1):
         axes = MESH_AXES[first:]
-        if _divides(math.prod(local[axis] for axis in axes), shapes):
+        if math.gcd(*split_sizes) % math.prod(local[axis] for axis in axes) == 0:
             return axes
     return MESH_AXES[-1:]
 
@@ -213,15 +215,6 @@ def sampling_axes(shapes: dict[str, tuple[int, ...]], local: Mapping[str, int]) 
 def sampling_tensor(shapes: dict[str, tuple[int, ...]], local: Mapping[str, int]) -> int:
     """The number of devices in a host over which the sampler splits the heads."""
     return math.prod(local[axis] for axis in sampling_axes(shapes, local))
-
-
-def _divides(tensor: int, shapes: dict[str, tuple[int, ...]]) -> bool:
-    try:
-        for path, shape in shapes.items():
-            check_divisible(path, shape, param_spec(path, len(shape)), {"data": 1, "fsdp": 1, "tensor": tensor})
-    except ValueError:
-        return False
-    return True
 
 
 def shard_abstract(abstract: dict[str, jax.ShapeDtypeStruct], mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
