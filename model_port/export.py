@@ -44,7 +44,7 @@ from model_port.loading import abstract_model, abstract_params, base_directory
 from model_port.output_dir import GIB, check_replaceable, exit_on_sigterm, output_directory
 from model_port.progress import BYTES, Meter
 from model_port.push import add_push_flags, push
-from model_port.safetensors_io import INDEX_FILE, SINGLE_FILE, HfTensors, SafetensorsWriter
+from model_port.safetensors_io import INDEX_FILE, SINGLE_FILE, HfTensors, safetensors_writer
 from model_port.weights import Rule, check_hf_tensors, is_swapped, num_params, open_hf_tensors, rules
 
 MAX_SHARD_GIB = 4.7  # just below the published shards' 5 GB
@@ -235,13 +235,13 @@ def _write_shards(directory: Path, shards: list[Shard], dtype: np.dtype, blocks:
     unwritten = np.empty(0, np.uint8)
     for shard in shards:
         tensors = {name: (dtype, shape) for name, shape in shard.shapes.items()}
-        with SafetensorsWriter(directory / shard.file_name, tensors) as file:
+        with safetensors_writer(directory / shard.file_name, tensors) as write:
             remaining_bytes = shard.num_bytes
             while remaining_bytes:
                 if not len(unwritten):
                     unwritten = next(blocks).reshape(-1).view(np.uint8)
                 part, unwritten = unwritten[:remaining_bytes], unwritten[remaining_bytes:]
-                file.write(part)
+                write(part)
                 remaining_bytes -= len(part)
     surplus = next(blocks, None)  # reads the source to its end, where it checks the base of an adapter
     assert not len(unwritten) and surplus is None, "the source has more tensors than the shards"

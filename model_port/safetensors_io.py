@@ -8,9 +8,10 @@ length, a JSON header of {name: {dtype, shape, data_offsets}}, and the tensors' 
 import json
 import math
 import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import ml_dtypes
@@ -45,7 +46,7 @@ class TensorInfo:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class HfTensors:
+class HfTensors(ExitStack):
     """All tensors of a Hugging Face directory, readable by rows. Opening it checks that all shards are complete.
 
     Several threads may read at once.
@@ -53,6 +54,7 @@ class HfTensors:
 
     def __init__(self, directory: str | Path, single_file: str = SINGLE_FILE):
         """`single_file` is the file to read if there is no index of several."""
+        super().__init__()
         self.directory = Path(directory)
         self.infos: dict[str, TensorInfo] = {}
         shards, weight_map = _shards(self.directory, single_file)
@@ -66,6 +68,8 @@ class HfTensors:
         if weight_map is not None:
             _check_index(self.directory / INDEX_FILE, weight_map, self.infos)
         self._descriptors = {shard: os.open(shard, os.O_RDONLY) for shard in shards}
+        for descriptor in self._descriptors.values():
+            self.callback(os.close, descriptor)
 
     @property
     def num_bytes(self) -> int:
@@ -94,19 +98,6 @@ class HfTensors:
             part = out[first : first + part_size]
             _read_exactly(self._descriptors[path], part, offset + first * out.itemsize, path)
             check_finite(part, f"tensor {name} of {path}")
-
-    def close(self) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
-
-    def __enter__(self) -> "HfTensors":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _shards(directory: Path, single_file: str) -> tuple[list[Path], dict[str, str] | None]:
@@ -184,45 +175,27 @@ def _read_exactly(descriptor: int, out: np.ndarray, offset: int, path: Path) -> 
         done += count
 
 
-class SafetensorsWriter:
-    """Writes a safetensors file with a known header, block by block in header order."""
+@contextmanager
+def safetensors_writer(
+    path: str | Path, tensors: dict[str, tuple[np.dtype, tuple[int, ...]]]
+) -> Iterator[Callable[[np.ndarray], None]]:
+    """Yields a function that appends a block; the blocks of the tensors, in row order, together make up the file."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
+    end, written = 0, 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)  # aligns the tensors
+    with Path(path).open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
 
-    def __init__(self, path: str | Path, tensors: dict[str, tuple[np.dtype, tuple[int, ...]]]):
-        self.path = Path(path)
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
-        end = 0
-        for name, (dtype, shape) in tensors.items():
-            start, end = end, end + math.prod(shape) * dtype.itemsize
-            header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-        encoded = json.dumps(header, separators=(",", ":")).encode()
-        encoded += b" " * (-len(encoded) % 8)  # aligns the tensors
-        self._file = self.path.open("wb")
-        self._file.write(len(encoded).to_bytes(8, "little") + encoded)
-        self._remaining_bytes = end
+        def write(block: np.ndarray) -> None:
+            nonlocal written
+            written += file.write(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
 
-    def write(self, block: np.ndarray) -> None:
-        """Appends a block; the blocks of a tensor, in row order, together make up the tensor."""
-        if block.nbytes > self._remaining_bytes:
-            raise RuntimeError(f"{self.path}: more bytes were written than the header declares")
-        self._remaining_bytes -= block.nbytes
-        self._file.write(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
-
-    def __enter__(self) -> "SafetensorsWriter":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.close()
-        else:
-            self._file.close()
-
-    def close(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        if self._remaining_bytes:
-            raise RuntimeError(
-                f"{self.path}: {self._remaining_bytes} bytes that the header declares were never written"
-            )
+        yield write
+        if written != end:
+            raise RuntimeError(f"{path}: {written} bytes of tensors were written, the header declares {end}")
+        file.flush()
+        os.fsync(file.fileno())

@@ -26,7 +26,7 @@ from model_port.output_dir import output_directory
 from model_port.qwen2_5_vl import tiny as qwen2_5_vl
 from model_port.qwen3_vl import tiny as qwen3_vl
 from model_port.qwen3_vl_moe import tiny as qwen3_vl_moe
-from model_port.safetensors_io import SINGLE_FILE, SafetensorsWriter
+from model_port.safetensors_io import SINGLE_FILE, safetensors_writer
 from model_port.weights import in_words, num_params, rules
 
 DEFAULT_FAMILY = "qwen3_vl"
@@ -207,9 +207,9 @@ def make_tiny(
 
 def _write_weights(path: Path, config: ModelConfig, seed: int, storage: np.dtype) -> None:
     shapes = {name: rule.hf_shape for rule in rules(config) for name in rule.hf_names}
-    with SafetensorsWriter(path, {name: (storage, shape) for name, shape in shapes.items()}) as writer:
+    with safetensors_writer(path, {name: (storage, shape) for name, shape in shapes.items()}) as write:
         for name, shape in shapes.items():
-            writer.write(_initial(name, shape, seed, config.initializer_range).astype(storage))
+            write(_initial(name, shape, seed, config.initializer_range).astype(storage))
 
 
 def _initial(name: str, shape: tuple[int, ...], seed: int, std: float) -> np.ndarray:

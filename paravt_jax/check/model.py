@@ -12,7 +12,7 @@ from model_port.export import export
 from model_port.hf_files import CONFIG_FILE, SIDE_FILES, TOKENIZER_FILE, read_side_files, write_side_files
 from model_port.layout import is_adapter, is_checkpoint
 from model_port.output_dir import output_directory
-from model_port.safetensors_io import SINGLE_FILE, SafetensorsWriter
+from model_port.safetensors_io import SINGLE_FILE, safetensors_writer
 from model_port.tiny import make_tiny
 from model_port.weights import open_hf_tensors, rules
 from paravt_jax.config import TINY
@@ -77,9 +77,9 @@ def copy_layers(source: Path, path: Path, layers: int) -> None:
     with open_hf_tensors(source, whole) as tensors, output_directory(path, source=source) as directory:
         names = [name for rule in rules(config) for name in rule.hf_names]
         infos = {name: (tensors.infos[name].dtype, tensors.infos[name].shape) for name in names}
-        with SafetensorsWriter(directory / SINGLE_FILE, infos) as writer:
+        with safetensors_writer(directory / SINGLE_FILE, infos) as write:
             for name in names:
-                writer.write(tensors.read(name))
+                write(tensors.read(name))
         write_side_files(_with_config(read_side_files(source), config, str(infos[names[0]][0])), directory)
 
 

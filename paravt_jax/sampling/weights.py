@@ -14,7 +14,7 @@ from model_port.adapters import AdapterInfo, merged_tensors, write_adapter
 from model_port.config import FAMILIES
 from model_port.model import VLModel
 from model_port.output_dir import named
-from model_port.safetensors_io import SINGLE_FILE, SafetensorsWriter
+from model_port.safetensors_io import SINGLE_FILE, safetensors_writer
 from model_port.sharding import flat_params, on_host
 from model_port.weights import Rule, adapter_rules, num_params, rules
 from rollout.engine.publishing import ADAPTER_INFO
@@ -38,9 +38,9 @@ class ModelWeights:
     def write(self, directory: Path) -> None:
         path, table = directory / SINGLE_FILE, rules(self.model.config)
         shapes = {name: (self.dtype, rule.hf_shape) for rule in table for name in rule.hf_names}
-        with named(path), SafetensorsWriter(path, shapes) as file:
+        with named(path), safetensors_writer(path, shapes) as write:
             for _, tensor in self.tensors():
-                file.write(tensor)
+                write(tensor)
 
 
 @dataclass(frozen=True, eq=False)

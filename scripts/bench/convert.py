@@ -22,7 +22,7 @@ import numpy as np
 from model_port.config import config_to_hf, preset
 from model_port.export import plan_shards
 from model_port.progress import BYTES, Meter
-from model_port.safetensors_io import DTYPES, INDEX_FILE, HfTensors, SafetensorsWriter
+from model_port.safetensors_io import DTYPES, INDEX_FILE, HfTensors, safetensors_writer
 from model_port.terminal import aligned
 from model_port.weights import num_params, rules
 
@@ -125,16 +125,15 @@ def _make_source(name: str, directory: Path) -> dict[str, int]:
     with Meter("making random weights", total_bytes, BYTES) as bar:
         for shard in shards:
             tensors = {tensor: (BFLOAT16, shape) for tensor, shape in shard.shapes.items()}
-            writer = SafetensorsWriter(directory / shard.file_name, tensors)
-            for tensor, shape in shard.shapes.items():
-                checksums[tensor] = 0
-                for num_values in _block_sizes(int(np.prod(shape))):
-                    offset = int(offsets.integers(BLOCK_VALUES))
-                    block = values[offset : offset + num_values]
-                    checksums[tensor] = zlib.crc32(block.data, checksums[tensor])
-                    writer.write(block)
-                    bar.update(block.nbytes)
-            writer.close()
+            with safetensors_writer(directory / shard.file_name, tensors) as write:
+                for tensor, shape in shard.shapes.items():
+                    checksums[tensor] = 0
+                    for num_values in _block_sizes(int(np.prod(shape))):
+                        offset = int(offsets.integers(BLOCK_VALUES))
+                        block = values[offset : offset + num_values]
+                        checksums[tensor] = zlib.crc32(block.data, checksums[tensor])
+                        write(block)
+                        bar.update(block.nbytes)
     if len(shards) > 1:
         weight_map = {tensor: shard.file_name for shard in shards for tensor in shard.shapes}
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}

@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from model_port import verify
-from model_port.safetensors_io import SINGLE_FILE, HfTensors, SafetensorsWriter
+from model_port.safetensors_io import SINGLE_FILE, HfTensors, safetensors_writer
 from model_port.tiny import make_tiny, tiny_config
 from model_port.verify import MAX_RELATIVE, TIMES_THEIRS, LogitsDifference, main, our_logits, their_logits, video_prompt
 
@@ -28,9 +28,9 @@ def with_weights(source: Path, dst: Path, change) -> Path:
     with HfTensors(source) as tensors:
         arrays = {name: np.array(tensors.read(name)) for name in tensors.shapes}
     change(arrays)
-    with SafetensorsWriter(dst / SINGLE_FILE, {name: (a.dtype, a.shape) for name, a in arrays.items()}) as writer:
+    with safetensors_writer(dst / SINGLE_FILE, {name: (a.dtype, a.shape) for name, a in arrays.items()}) as write:
         for array in arrays.values():
-            writer.write(array)
+            write(array)
     return dst
 
 
