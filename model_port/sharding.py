@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.experimental import mesh_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
@@ -148,14 +148,7 @@ def on_host(array: jax.Array) -> np.ndarray:
     """The complete array in this host's memory. If several hosts hold parts of it, all must call this."""
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
-    assert isinstance(array.sharding, NamedSharding)
-    replicated = NamedSharding(array.sharding.mesh, PartitionSpec())
-    return np.asarray(jax.jit(_same, out_shardings=replicated)(array).addressable_data(0))
-
-
-def _same(array: jax.Array) -> jax.Array:
-    """A named function, so that XLA compiles it once per shape and not at every publish."""
-    return array
+    return multihost_utils.process_allgather(array, tiled=True)
 
 
 def num_row_parts(mesh: Mesh | None) -> int:
