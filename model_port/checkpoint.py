@@ -25,6 +25,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
+from flax.traverse_util import unflatten_dict
 
 from model_port.config import DTYPES, ModelConfig, read_config
 from model_port.json_files import flattened
@@ -42,18 +43,6 @@ MAX_PENDING = 4  # blocks read ahead
 
 Index = tuple[slice, ...]
 Box = tuple[tuple[int, int], ...]  # start and stop along each axis; unlike slices, it can be a key
-
-
-def nested(flat: dict[str, Any]) -> dict[str, Any]:
-    """{"a.b": x} as {"a": {"b": x}}, the inverse of `flattened`."""
-    tree: dict[str, Any] = {}
-    for path, leaf in flat.items():
-        *parents, name = path.split(".")
-        branch = tree
-        for parent in parents:
-            branch = branch.setdefault(parent, {})
-        branch[name] = leaf
-    return tree
 
 
 def only_dtype(dtypes: Mapping[str, np.dtype], where: str | Path) -> str:
@@ -183,7 +172,7 @@ def write_params(
 
 def _write_structure(params_dir: Path, shapes: dict[str, tuple[int, ...]], dtype: np.dtype) -> None:
     # numpy, because a jax array would record this machine's devices.
-    placeholders = nested({path: np.zeros((1,) * len(shape), dtype) for path, shape in shapes.items()})
+    placeholders = unflatten_dict({path: np.zeros((1,) * len(shape), dtype) for path, shape in shapes.items()}, sep=".")
     # One host writes the tree, and orbax must not wait for the others.
     me = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import torch
+from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
-from model_port.checkpoint import nested
 from model_port.config import FAMILIES, ModelConfig, TextConfig, config_to_hf
 from model_port.qwen2_5_vl.config import TRAITS, Qwen25VisionConfig
 from model_port.qwen3_vl.config import Qwen3VisionConfig
@@ -211,7 +211,7 @@ def save_reference(model: PreTrainedModel, path: Path, max_shard_size: str = "50
 def save_by_orbax(directory: Path, params: dict[str, jax.Array]) -> None:
     """Writes DIRECTORY/params as a program with plain orbax does."""
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(directory.absolute() / "params", nested(params))
+        checkpointer.save(directory.absolute() / "params", unflatten_dict(params, sep="."))
 
 
 def reference_gradients(model: PreTrainedModel, inputs: Inputs, weights: np.ndarray) -> dict[str, np.ndarray]:

@@ -21,6 +21,7 @@ import pytest
 import torch
 from fake_hub import WRITE_TOKEN, serve_hub
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 from reference import (
     CONFIGS,
     make_reference,
@@ -32,7 +33,6 @@ from reference import (
 from safetensors.numpy import load_file, save_file
 
 import model_port
-from model_port.checkpoint import nested
 from model_port.config import config_to_hf
 from model_port.convert import convert
 from model_port.export import export
@@ -116,7 +116,7 @@ def model_state(model):
 
 def test_plain_orbax_restores_it(tiny_hf, ckpt):
     model = model_port.load(tiny_hf)
-    abstract = nested(abstract_params(abstract_model(model.config), "float32"))
+    abstract = unflatten_dict(abstract_params(abstract_model(model.config), "float32"), sep=".")
     device = jax.sharding.SingleDeviceSharding(jax.devices()[3])
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), abstract)
     with ocp.StandardCheckpointer() as checkpointer:
