@@ -1,7 +1,9 @@
 """Our model equals transformers, forward and gradient, through the files on disk; and each feature is needed for it."""
 
 import inspect
+import math
 from dataclasses import replace
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +24,14 @@ from reference import (
 )
 
 import model_port
-from model_port import experts, loading, one_sequence, rope
+from model_port import loading, one_sequence
 from model_port.attention.rule import query_runs
 from model_port.config import ModelConfig
-from model_port.layers import Compute
+from model_port.experts import route
+from model_port.inputs import place_tokens, split_frames
+from model_port.layers import Compute, gated_silu
+from model_port.qwen3_vl.config import interpolation
+from model_port.rope import text_frequencies
 from model_port.sharding import flat_params
 from model_port.weights import module_name
 
@@ -49,22 +55,23 @@ def blocks_of_experts():
         yield
 
 
-@pytest.fixture(scope="session", params=SHOWN)
-def pair(request, tmp_path_factory):
-    """(transformers' model, ours read from the files it wrote, config)"""
-    return load_pair(request.param, tmp_path_factory)
-
-
 @pytest.fixture(scope="session")
-def tied_pair(tmp_path_factory):
-    return load_pair("tied", tmp_path_factory)
+def load_pair(tmp_path_factory):
+    """(transformers' model, ours read from the files it wrote, config) by the config's name."""
+
+    @cache
+    def load(name):
+        reference = make_reference(CONFIGS[name])
+        path = tmp_path_factory.mktemp(name)
+        save_reference(reference, path)
+        return reference, model_port.load(path), CONFIGS[name]
+
+    return load
 
 
-def load_pair(name, tmp_path_factory):
-    reference = make_reference(CONFIGS[name])
-    path = tmp_path_factory.mktemp(name)
-    save_reference(reference, path)
-    return reference, model_port.load(path), CONFIGS[name]
+@pytest.fixture(scope="session", params=SHOWN)
+def pair(request, load_pair):
+    return load_pair(request.param)
 
 
 def assert_parity(pair, kind: str, atol: float = 1e-4) -> None:
@@ -168,80 +175,92 @@ def reference_order(config: ModelConfig, inputs: Inputs) -> np.ndarray:
     return np.searchsorted(real, rows)
 
 
+# With a feature switched off, parity must fail: the tolerance and the inputs are able to see it.
+
+
+def assert_noticed(pair, kind="mixed"):
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        assert_parity(pair, kind)
+
+
+GELU = jax.nn.gelu
+
+
+def chunked(config):
+    return text_frequencies(config)[0], np.repeat(np.arange(3), config.mrope_sections)
+
+
+def whole_row(layout, *, causal):
+    frames = layout.segment_ids if causal else jnp.minimum(layout.segment_ids, 1)
+    return query_runs(layout._replace(segment_ids=frames), causal=causal)
+
+
+def nearest(grid, config):
+    index, weight = interpolation(grid, config)
+    return index, (weight == weight.max(axis=1, keepdims=True)).astype(np.float32)
+
+
+def all_text(tokens, frames, first_rows, config, start=0):
+    positions, index, _ = place_tokens(tokens, frames, first_rows, config, start)
+    return start + np.repeat(np.arange(len(positions))[:, None], 3, axis=1), index, start + len(positions)
+
+
+def fresh(frames, grids, intervals=None):
+    return [replace(frame, clip_time=None) for frame in split_frames(frames, grids, intervals)]
+
+
+def not_normalised(logits, count, replayed):
+    return jax.lax.top_k(jax.nn.softmax(logits, axis=-1), count)
+
+
+def one_fewer(logits, count, replayed):
+    """The last one has no weight."""
+    weights, _ = route(logits, count - 1)
+    return jnp.pad(weights, ((0, 0), (0, 0), (0, 1))), route(logits, count)[1]
+
+
+def exact_gelu(x, approximate=True):
+    return GELU(x, approximate=False)
+
+
+def tanh_gelu(x, approximate=True):
+    return GELU(x, approximate=True)
+
+
+FEATURES = {  # the model that has it, and the function without it
+    "DeepStack": ("tied", "model_port.text.add_deepstack", lambda x, **_: x),
+    "interleaved M-RoPE": ("tied", "model_port.text.text_frequencies", chunked),
+    "attention within a frame": ("tied", "model_port.attention.flash.query_runs", whole_row),
+    "exact GELU in the merger": ("tied", "jax.nn.gelu", tanh_gelu),
+    "tanh GELU in the blocks": ("tied", "jax.nn.gelu", exact_gelu),
+    "interpolated positions": ("tied", "model_port.qwen3_vl.config.interpolation", nearest),
+    "vision rotary": ("tied", "model_port.inputs.patch_positions", lambda grid, _: np.zeros((math.prod(grid), 2), int)),
+    "one time per video frame": ("tied", "model_port.inputs.place_tokens", all_text),
+    "order of windows": ("windows", "model_port.inputs.table_rows", lambda grid, _: np.arange(math.prod(grid) // 4)),
+    "one start for a clip": ("windows", "model_port.loading.split_frames", fresh),
+    "exact GELU of Qwen2.5-VL": ("windows", "jax.nn.gelu", tanh_gelu),
+    "several experts": ("experts", "model_port.experts.route", one_fewer),
+    "weights with a sum of one": ("experts", "model_port.experts.route", not_normalised),
+    "weights from the router": (
+        *("experts", "model_port.experts.route"),
+        lambda *a: (jnp.full_like((routed := route(*a))[0], 1 / 3), routed[1]),
+    ),
+    "experts from the router": (
+        *("experts", "model_port.experts.route"),
+        lambda logits, count, replayed: route(jnp.roll(logits, 1, axis=-1), count),
+    ),
+    "gate before up": ("experts", "model_port.experts.gated_silu", lambda gate, up: gated_silu(up, gate)),
+}
+
+
 @pytest.mark.slow
-class TestAblations:
-    """With a feature switched off, parity must fail: the tolerance and the inputs are able to see it."""
-
-    @pytest.fixture(autouse=True)
-    def traced_anew(self, monkeypatch):
-        """The programs of before know nothing of what a test takes away."""
-        forward = inspect.unwrap(loading._logits)
-        monkeypatch.setattr(loading, "_logits", jax.jit(lambda *inputs: forward(*inputs), static_argnums=0))
-
-    def assert_noticed(self, pair, kind="mixed"):
-        with pytest.raises(AssertionError, match="Not equal to tolerance"):
-            assert_parity(pair, kind)
-
-    def test_deepstack(self, tied_pair, monkeypatch):
-        monkeypatch.setattr("model_port.text.add_deepstack", lambda x, **_: x)
-        self.assert_noticed(tied_pair)
-
-    def test_interleaved_mrope(self, tied_pair, monkeypatch):
-        def chunked(config):
-            radians, _ = interleaved(config)
-            return radians, np.repeat(np.arange(3), config.mrope_sections)
-
-        interleaved = rope.text_frequencies
-        monkeypatch.setattr("model_port.text.text_frequencies", chunked)
-        self.assert_noticed(tied_pair)
-
-    def test_attention_within_a_frame(self, tied_pair, monkeypatch):
-        def whole_row(layout, *, causal):
-            frames = layout.segment_ids if causal else jnp.minimum(layout.segment_ids, 1)
-            return query_runs(layout._replace(segment_ids=frames), causal=causal)
-
-        monkeypatch.setattr("model_port.attention.flash.query_runs", whole_row)
-        self.assert_noticed(tied_pair)
-
-    @pytest.mark.parametrize("everywhere", [True, False], ids=["exact in the merger", "tanh in the blocks"])
-    def test_gelu(self, everywhere, tied_pair, monkeypatch):
-        gelu = jax.nn.gelu
-        monkeypatch.setattr("jax.nn.gelu", lambda x, approximate=True: gelu(x, approximate=everywhere))
-        self.assert_noticed(tied_pair)
-
-    def test_position_interpolation(self, tied_pair, monkeypatch):
-        def nearest(grid, config):
-            index, weight = stretched(grid, config)
-            return index, (weight == weight.max(axis=1, keepdims=True)).astype(np.float32)
-
-        from model_port.qwen3_vl import config
-
-        stretched = config.interpolation
-        monkeypatch.setattr(config, "interpolation", nearest)
-        self.assert_noticed(tied_pair)
-
-    def test_vision_rotary(self, tied_pair, monkeypatch):
-        monkeypatch.setattr(
-            "model_port.inputs.patch_positions", lambda grid, merge: np.zeros((grid[0] * grid[1], 2), int)
-        )
-        self.assert_noticed(tied_pair)
-
-    def test_one_time_per_video_frame(self, tied_pair, monkeypatch):
-        from model_port import inputs
-
-        place = inputs.place_tokens
-
-        def all_text(tokens, frames, first_rows, config, start=0):
-            positions, index, _ = place(tokens, frames, first_rows, config, start)
-            return start + np.repeat(np.arange(len(positions))[:, None], 3, axis=1), index, start + len(positions)
-
-        monkeypatch.setattr(inputs, "place_tokens", all_text)
-        self.assert_noticed(tied_pair, "video")
-
-
-@pytest.fixture(scope="session")
-def windows_pair(tmp_path_factory):
-    return load_pair("windows", tmp_path_factory)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_parity_needs_each_feature(feature, load_pair, monkeypatch):
+    name, target, change = FEATURES[feature]
+    forward = inspect.unwrap(loading._logits)
+    monkeypatch.setattr(loading, "_logits", jax.jit(lambda *inputs: forward(*inputs), static_argnums=0))  # traced anew
+    monkeypatch.setattr(target, change)
+    assert_noticed(load_pair(name), "video" if feature == "one time per video frame" else "mixed")
 
 
 def no_bias(bias: nnx.Param) -> nnx.Param:
@@ -261,77 +280,20 @@ WITHOUT = {  # a feature of Qwen2.5-VL: what is changed to switch it off, and wh
 
 @pytest.mark.slow
 @pytest.mark.parametrize("feature", WITHOUT)
-def test_parity_needs_each_feature_of_qwen2_5(feature, windows_pair, monkeypatch):
-    _, ours, _ = windows_pair
+def test_parity_needs_each_setting_of_qwen2_5(feature, load_pair, monkeypatch):
+    _, ours, _ = pair = load_pair("windows")
     *path, name = WITHOUT[feature][0].split(".")
     owner, change = ours, WITHOUT[feature][1]
     for part in path:
         owner = getattr(owner, part)
     monkeypatch.setattr(owner, name, change(getattr(owner, name)))
-    with pytest.raises(AssertionError, match="Not equal to tolerance"):
-        assert_parity(windows_pair, "mixed")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("broken", ["order of windows", "one start for a clip", "exact GELU"])
-def test_parity_needs_what_the_host_does(broken, windows_pair, monkeypatch):
-    def fresh(frames, grids, intervals=None):
-        return [replace(frame, clip_time=None) for frame in split(frames, grids, intervals)]
-
-    split, gelu = loading.split_frames, jax.nn.gelu
-    forward = inspect.unwrap(loading._logits)
-    monkeypatch.setattr(loading, "_logits", jax.jit(lambda *inputs: forward(*inputs), static_argnums=0))
-    target, value = {
-        "order of windows": ("model_port.inputs.table_rows", lambda grid, config: np.arange(grid[0] * grid[1] // 4)),
-        "one start for a clip": ("model_port.loading.split_frames", fresh),
-        "exact GELU": ("jax.nn.gelu", lambda x, approximate=True: gelu(x, approximate=True)),
-    }[broken]
-    monkeypatch.setattr(target, value)
-    with pytest.raises(AssertionError, match="Not equal to tolerance"):
-        assert_parity(windows_pair, "mixed")
-
-
-@pytest.fixture(scope="session")
-def experts_pair(tmp_path_factory):
-    return load_pair("experts", tmp_path_factory)
-
-
-ROUTE, SILU = experts.route, experts.gated_silu
-
-
-def not_normalised(logits, count, replayed):
-    return jax.lax.top_k(jax.nn.softmax(logits, axis=-1), count)
-
-
-def one_fewer(logits, count, replayed):
-    """The last one has no weight."""
-    weights, _ = ROUTE(logits, count - 1)
-    return jnp.pad(weights, ((0, 0), (0, 0), (0, 1))), ROUTE(logits, count)[1]
-
-
-OTHER_EXPERTS = {  # a feature of the mixtures: the function without it
-    "several experts": ("route", one_fewer),
-    "weights with a sum of one": ("route", not_normalised),
-    "weights from the router": ("route", lambda *a: (jnp.full_like((routed := ROUTE(*a))[0], 1 / 3), routed[1])),
-    "experts from the router": ("route", lambda logits, count, replayed: ROUTE(jnp.roll(logits, 1, axis=-1), count)),
-    "gate before up": ("gated_silu", lambda gate, up: SILU(up, gate)),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("feature", OTHER_EXPERTS)
-def test_parity_needs_each_feature_of_the_mixtures(feature, experts_pair, monkeypatch):
-    forward, (name, change) = inspect.unwrap(loading._logits), OTHER_EXPERTS[feature]
-    monkeypatch.setattr(loading, "_logits", jax.jit(lambda *inputs: forward(*inputs), static_argnums=0))
-    monkeypatch.setattr("model_port.experts." + name, change)
-    with pytest.raises(AssertionError, match="Not equal to tolerance"):
-        assert_parity(experts_pair, "mixed")
+    assert_noticed(pair)
 
 
 @pytest.fixture(scope="module")
-def gradients(tied_pair):
+def gradients(load_pair):
     """Of the model with this way to compute."""
-    _, ours, config = tied_pair
+    _, ours, config = load_pair("tied")
     inputs = prompts(config)["mixed"]
     weights = np.random.default_rng(7).standard_normal((len(inputs.ids), config.text.vocab_size)).astype(np.float32)
     return lambda compute: our_gradients(with_compute(ours, compute), inputs, weights)
