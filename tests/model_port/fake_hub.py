@@ -102,6 +102,11 @@ class FakeHub(ThreadingHTTPServer):
         self.closing = threading.Event()
         self.lock = threading.RLock()
 
+    def environment(self, home: Path) -> dict[str, str]:
+        """The environment of a program that pushes here."""
+        switches = {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "0"}
+        return {"HF_ENDPOINT": self.url, "HF_TOKEN": WRITE_TOKEN, "HF_HOME": str(home), **switches}
+
     def fail(self, pattern: str, action: Action, **numbers: float) -> None:
         self.faults.append(Fault(pattern, action, **numbers))  # type: ignore[arg-type]
 

@@ -338,16 +338,8 @@ assert not {"jax", "torch", "flax"} & (set(sys.modules) - before)
 
 @pytest.mark.slow
 def test_environment_alone_configures_a_push_that_needs_no_jax(hub: FakeHub, model: Path, tmp_path: Path):
-    hub_environment = {
-        "HF_ENDPOINT": hub.url,
-        "HF_TOKEN": WRITE_TOKEN,
-        "HF_HOME": str(tmp_path / "home"),
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "HF_HUB_OFFLINE": "0",
-    }
-    command = [sys.executable, "-c", SCRIPT, str(model), REPO]
-    done = subprocess.run(command, env={**os.environ, **hub_environment}, capture_output=True, text=True, timeout=60)
+    command, environment = [sys.executable, "-c", SCRIPT, str(model), REPO], hub.environment(tmp_path / "home")
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{hub.url}/{REPO}/commit/")
     assert done.stderr == ""  # no progress bar where stderr is not a terminal

@@ -19,7 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import torch
-from fake_hub import WRITE_TOKEN, serve_hub
+from fake_hub import serve_hub
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 from reference import (
@@ -344,14 +344,7 @@ def test_a_push_without_a_token_fails_before_any_work(tiny_hf, tmp_path):
 def test_export_pushes_what_it_wrote(tiny_hf, tmp_path):
     convert(tiny_hf, tmp_path / "ckpt")
     with serve_hub(tmp_path / "hub") as hub:
-        environment = dict(
-            HF_ENDPOINT=hub.url,
-            HF_TOKEN=WRITE_TOKEN,
-            HF_HOME=str(tmp_path / "home"),
-            HF_HUB_OFFLINE="0",
-            HF_HUB_DISABLE_XET="1",
-            HF_HUB_DISABLE_TELEMETRY="1",
-        )
+        environment = hub.environment(tmp_path / "home")
         arguments = ("--src", tmp_path / "ckpt", "--dst", tmp_path / "out", "--push-to-hub", "ada/policy")
         run = command("export", *arguments, **environment)
         assert run.returncode == 0, run.stderr
