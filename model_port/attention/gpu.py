@@ -38,16 +38,10 @@ class Tile:
     warps: int
 
 
-@dataclass(frozen=True)
-class Tiles:
-    forward: Tile
-    by_queries: Tile
-    by_keys: Tile
-
-
+# By bytes per value: the tiles of programs that own queries, and of those that own keys.
 TILES = {
-    2: Tiles(Tile(128, 64, warps=8), Tile(128, 64, warps=8), Tile(64, 64, warps=4)),  # by bytes per value
-    4: Tiles(*[Tile(64, 32, warps=4)] * 3),
+    2: (Tile(128, 64, warps=8), Tile(64, 64, warps=4)),
+    4: (Tile(64, 32, warps=4), Tile(64, 32, warps=4)),
 }
 BLOCK_TOKENS = 128  # a multiple of every tile
 STAGES = 2
@@ -58,12 +52,8 @@ def block_tokens(num_tokens: int, queries_per_key: int) -> int:
     return BLOCK_TOKENS
 
 
-def tiles_of(dtype: Any) -> Tiles:
-    return TILES[min(4, jnp.dtype(dtype).itemsize)]
-
-
 def forward(q: Queries, k: Keys, v: Keys, runs: QueryRuns) -> tuple[Queries, Numbers]:
-    programs = _Programs.of(q, tiles_of(q.dtype).forward, by_keys=False)
+    programs = _Programs.of(q, by_keys=False)
     inputs, results = [("queries", q), ("keys", k), ("keys", v)], [("queries", q.dtype), ("numbers", programs.wide)]
     return programs(_forward, FORWARD, inputs, runs, results)
 
@@ -73,9 +63,9 @@ def backward(
 ) -> tuple[Queries, Keys, Keys]:
     """dS = P * (dP - sum(dO * O)), with P recomputed from the log-sum-exp, once in each kernel."""
     inputs = [("queries", q), ("keys", k), ("keys", v), ("queries", d_out), ("numbers", log_sum), ("numbers", shared)]
-    programs = _Programs.of(q, tiles_of(q.dtype).by_queries, by_keys=False)
+    programs = _Programs.of(q, by_keys=False)
     (d_q,) = programs(_by_queries, BY_QUERIES, inputs, runs, [("queries", q.dtype)])
-    programs = _Programs.of(q, tiles_of(q.dtype).by_keys, by_keys=True)
+    programs = _Programs.of(q, by_keys=True)
     return d_q, *programs(_by_keys, BY_KEYS, inputs, runs, [("keys", k.dtype), ("keys", v.dtype)])
 
 
@@ -176,9 +166,9 @@ class _Programs:
     by_keys: bool
 
     @classmethod
-    def of(cls, q: Queries, tile: Tile, *, by_keys: bool) -> "_Programs":
+    def of(cls, q: Queries, *, by_keys: bool) -> "_Programs":
         rows, num_tokens, kv_heads, shared, values = q.shape
-        wide = jnp.promote_types(q.dtype, jnp.float32)
+        wide, tile = jnp.promote_types(q.dtype, jnp.float32), TILES[min(4, q.dtype.itemsize)][by_keys]
         return cls(rows, num_tokens, kv_heads, shared, values, wide, tile, by_keys)
 
     @property
@@ -204,14 +194,7 @@ class _Programs:
             out_specs=[specs[name] for name, _ in results],
             out_shape=[jax.ShapeDtypeStruct(shapes[name], dtype) for name, dtype in results],
             compiler_params=plgpu.CompilerParams(num_warps=self.tile.warps, num_stages=STAGES),
-            cost_estimate=causal_cost(
-                num_products,
-                num_heads=self.rows * self.kv_heads * self.shared,
-                num_tokens=self.num_tokens,
-                block_tokens=self.tile.keys,
-                values=self.values,
-                arrays=[x for _, x in inputs],
-            ),
+            cost_estimate=causal_cost(num_products, [x for _, x in inputs], self.tile.keys),
         )(neighbor_ids, num_neighbors[..., None], *(self._padded(name, x) for name, x in inputs), *runs)
         return tuple(
             x if name == "numbers" else x[..., : self.values] for (name, _), x in zip(results, outputs, strict=True)

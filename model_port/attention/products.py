@@ -16,13 +16,12 @@ def product(a: Float[Array, "_ _"], b: Float[Array, "_ _"], axes: Any, wide: Any
     return lax.dot_general(a, b, axes, preferred_element_type=wide)
 
 
-def causal_cost(
-    num_products: int, *, num_heads: int, num_tokens: int, block_tokens: int, values: int, arrays: Sequence[Array]
-) -> pl.CostEstimate:
+def causal_cost(num_products: int, arrays: Sequence[Array], block_tokens: int) -> pl.CostEstimate:
     """The kernel's cost for the compiler, if every row is one causal sequence; rows of several sequences cost less.
 
-    `num_heads` counts the heads of all rows, `values` the values of one head.
+    The first array has the queries, grouped by key/value head.
     """
-    pairs = num_heads * num_tokens * (num_tokens + block_tokens) // 2
+    rows, num_tokens, kv_heads, shared, values = arrays[0].shape
+    pairs = rows * kv_heads * shared * num_tokens * (num_tokens + block_tokens) // 2
     num_bytes = sum(array.size * array.dtype.itemsize for array in arrays)
     return pl.CostEstimate(flops=2 * num_products * values * pairs, transcendentals=pairs, bytes_accessed=num_bytes)

@@ -55,9 +55,9 @@ class Walk:
     """Launches a kernel over all unmasked pairs of blocks, in runs of one block of queries or of keys."""
 
     rows: int
+    num_tokens: int
     kv_heads: int
     shared: int  # query heads per key/value head
-    num_tokens: int
     values: int  # per head
     wide: Any
     runs: QueryRuns
@@ -67,7 +67,7 @@ class Walk:
     def of(cls, q: Queries, runs: QueryRuns, *, by_keys: bool) -> "Walk":
         rows, num_tokens, kv_heads, shared, values = q.shape
         wide = jnp.promote_types(q.dtype, jnp.float32)
-        return cls(rows, kv_heads, shared, num_tokens, values, wide, runs, by_keys)
+        return cls(rows, num_tokens, kv_heads, shared, values, wide, runs, by_keys)
 
     @property
     def head_dim(self) -> int:
@@ -118,14 +118,7 @@ class Walk:
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
             ),
-            cost_estimate=causal_cost(
-                num_products,
-                num_heads=self.rows * self.kv_heads * self.shared,
-                num_tokens=self.num_tokens,
-                block_tokens=self.keys,
-                values=self.values,
-                arrays=[x for _, x in inputs],
-            ),
+            cost_estimate=causal_cost(num_products, [x for _, x in inputs], self.keys),
         )(pairs, counts, *(self._laid_out(name, x) for name, x in inputs), jnp.stack(self.runs, axis=1))
         return tuple(self._given_back(name, x) for (name, _), x in zip(results, outputs, strict=True))
 

@@ -22,9 +22,7 @@ def kernel(request, monkeypatch):
     monkeypatch.setattr(tpu_walk, "BLOCK_TOKENS", 16)
     monkeypatch.setattr(tpu_walk, "BLOCK_STEP", 8)
     monkeypatch.setattr(tpu_walk, "TILE_QUERIES", 32)
-    monkeypatch.setattr(
-        gpu, "TILES", {2: gpu.Tiles(*[gpu.Tile(16, 8, 1)] * 3), 4: gpu.Tiles(*[gpu.Tile(8, 16, 1)] * 3)}
-    )
+    monkeypatch.setattr(gpu, "TILES", {2: [gpu.Tile(16, 8, 1)] * 2, 4: [gpu.Tile(8, 16, 1)] * 2})
     monkeypatch.setattr(gpu, "BLOCK_TOKENS", 16)
     return KERNELS[request.param]
 
@@ -107,7 +105,7 @@ def without_a_block(runs, query_tokens, key_tokens):
 
 @pytest.mark.slow
 def test_the_check_rejects_a_kernel_that_leaves_a_block_out(monkeypatch):
-    monkeypatch.setattr(gpu, "TILES", {2: gpu.Tiles(*[gpu.Tile(16, 16, 1)] * 3)})
+    monkeypatch.setattr(gpu, "TILES", {2: [gpu.Tile(16, 16, 1)] * 2})
     monkeypatch.setattr(gpu, "BLOCK_TOKENS", 16)
     monkeypatch.setattr(gpu, "visible_blocks", without_a_block)
     check = check_kernel(attention(gpu), *HEADS, "bfloat16", num_tokens=64)
