@@ -1,8 +1,8 @@
 """A small hub on loopback: the part of the hub's HTTP interface that huggingface_hub uses to push and to download.
 
-Objects lie in a folder and are checked against their sha256 on receipt, as the hub's storage does. It speaks LFS and
-not Xet, so the client must run with HF_HUB_DISABLE_XET. `fail` makes chosen requests go wrong. The routes and the
-shapes of the answers follow hf_api.py, _commit_api.py, lfs.py and file_download.py of huggingface_hub 2.4.
+Weights are LFS objects, checked against their sha256 on receipt as the hub's storage does. It speaks no Xet, so the
+client must run with HF_HUB_DISABLE_XET. `fail` makes chosen requests go wrong. The routes and the shapes of the answers
+follow hf_api.py, _commit_api.py, lfs.py and file_download.py of huggingface_hub 2.4.
 """
 
 import base64
@@ -25,7 +25,6 @@ import pytest
 from huggingface_hub import constants
 
 WRITE_TOKEN, READ_TOKEN, FINE_GRAINED_TOKEN = "hf_write", "hf_read", "hf_fine"
-MAX_REGULAR_BYTES = 10_000_000  # above it, the hub stores any file as LFS
 
 # a status to answer with; to end without an answer, before or after acting; to never answer; to damage the body
 Action = int | Literal["close", "lose-answer", "hang", "corrupt"]
@@ -46,22 +45,28 @@ class Fault:
     num_bad: float = float("inf")
 
 
-@dataclass(frozen=True)
-class StoredFile:
-    num_bytes: int
-    git_sha1: str  # of the content: what the client compares regular files by
-    sha256: str
-    is_lfs: bool
+Files = dict[str, bytes]  # contents by path
+
+
+def is_lfs(path: str) -> bool:
+    return path.endswith(".safetensors")
+
+
+def object_id(path: str, content: bytes) -> str:
+    """What the client compares files by: the sha256 of LFS objects, git's sha1 of regular files."""
+    if is_lfs(path):
+        return hashlib.sha256(content).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
 @dataclass
 class Repo:
     private: bool
-    lfs: set[str] = field(default_factory=set)  # objects this repository holds, committed or not
+    lfs: dict[str, bytes] = field(default_factory=dict)  # objects of this repository by sha256, committed or not
     branches: dict[str, str] = field(default_factory=dict)
-    commits: dict[str, dict[str, StoredFile]] = field(default_factory=dict)
+    commits: dict[str, Files] = field(default_factory=dict)
 
-    def commit(self, branch: str, files: dict[str, StoredFile]) -> str:
+    def commit(self, branch: str, files: Files) -> str:
         summary = repr((self.branches.get(branch), sorted(files.items())))
         oid = hashlib.sha1(summary.encode()).hexdigest()
         self.commits[oid] = files
@@ -85,10 +90,9 @@ class FakeHub(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, folder: Path):
+    def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
-        self.folder = folder
         scope = [{"entity": {"type": "org", "name": "guest-lab"}, "permissions": ["repo.write"]}]
         self.accounts = {
             WRITE_TOKEN: account("write"),
@@ -113,24 +117,13 @@ class FakeHub(ThreadingHTTPServer):
     def count(self, pattern: str) -> int:
         return sum(1 for request in self.requests if re.match(pattern, request))
 
-    def add_repo(self, repo_id: str, *, private: bool = True, files: dict[str, bytes] | None = None) -> Repo:
-        stored = {path: self.store(content) for path, content in {".gitattributes": b"", **(files or {})}.items()}
+    def add_repo(self, repo_id: str, *, private: bool = True, files: Files | None = None) -> None:
         self.repos[repo_id] = Repo(private)
-        self.repos[repo_id].commit("main", stored)
-        return self.repos[repo_id]
+        self.repos[repo_id].commit("main", {".gitattributes": b""} | (files or {}))
 
-    def files(self, repo_id: str, revision: str = "main") -> dict[str, StoredFile]:
+    def files(self, repo_id: str, revision: str = "main") -> Files:
         repo = self.repos[repo_id]
         return repo.commits[repo.resolve(revision)]
-
-    def content(self, file: StoredFile) -> bytes:
-        return (self.folder / file.sha256).read_bytes()
-
-    def store(self, content: bytes, *, is_lfs: bool = False) -> StoredFile:
-        sha256 = hashlib.sha256(content).hexdigest()
-        (self.folder / sha256).write_bytes(content)
-        git_sha1 = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-        return StoredFile(len(content), git_sha1, sha256, is_lfs)
 
     def next_fault(self, request: str) -> Action | None:
         for fault in self.faults:
@@ -147,9 +140,8 @@ class FakeHub(ThreadingHTTPServer):
 
 
 @contextmanager
-def serve_hub(folder: Path) -> Iterator[FakeHub]:
-    folder.mkdir(parents=True, exist_ok=True)
-    hub = FakeHub(folder)
+def serve_hub() -> Iterator[FakeHub]:
+    hub = FakeHub()
     thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
@@ -298,10 +290,10 @@ class Handler(BaseHTTPRequestHandler):
         repo = self.repo(repo_id)
         files = repo.commits[repo.resolve(revision)]
         entries = []
-        for path, file in sorted(files.items()):
-            lfs = {"oid": file.sha256, "size": file.num_bytes, "pointerSize": 134} if file.is_lfs else None
-            entry = {"type": "file", "path": path, "size": file.num_bytes, "oid": file.git_sha1}
-            entries.append({**entry, "lfs": lfs} if lfs else entry)
+        for path, content in sorted(files.items()):
+            entry = {"type": "file", "path": path, "size": len(content), "oid": object_id(path, content)}
+            lfs = {"lfs": {"oid": entry["oid"], "size": len(content), "pointerSize": 134}}
+            entries.append(entry | (lfs if is_lfs(path) else {}))
         self.reply(entries)
 
     def resolve(self, body: bytes, repo_id: str, revision: str, path: str) -> None:
@@ -309,9 +301,8 @@ class Handler(BaseHTTPRequestHandler):
         oid = repo.resolve(revision)
         if path not in repo.commits[oid]:
             raise Refusal(404, f"{path} is not in {revision}", "EntryNotFound")
-        file = repo.commits[oid][path]
-        etag = file.sha256 if file.is_lfs else file.git_sha1
-        self.reply(self.hub.content(file), headers={"X-Repo-Commit": oid, "ETag": f'"{etag}"'})
+        content = repo.commits[oid][path]
+        self.reply(content, headers={"X-Repo-Commit": oid, "ETag": f'"{object_id(path, content)}"'})
 
     def validate_yaml(self, body: bytes) -> None:
         self.reply({"errors": [], "warnings": []})
@@ -321,16 +312,12 @@ class Handler(BaseHTTPRequestHandler):
     def preupload(self, body: bytes, repo_id: str, revision: str) -> None:
         repo = self.repo(repo_id, write=True)
         files = repo.commits[repo.resolve(revision)]
-        ignored = self.hub.content(files[".gitignore"]).decode().split() if ".gitignore" in files else []
+        ignored = files.get(".gitignore", b"").decode().split()
         answers = []
-        for asked in json.loads(body)["files"]:
-            path, file = asked["path"], files.get(asked["path"])
-            is_lfs = path.endswith(".safetensors") or asked["size"] > MAX_REGULAR_BYTES
-            answer = {"path": path, "uploadMode": "lfs" if is_lfs else "regular"}
+        for path in (asked["path"] for asked in json.loads(body)["files"]):
+            answer = {"path": path, "uploadMode": "lfs" if is_lfs(path) else "regular"}
             answer["shouldIgnore"] = any(fnmatch(path, pattern) for pattern in ignored)
-            if file is not None:
-                answer["oid"] = file.sha256 if file.is_lfs else file.git_sha1
-            answers.append(answer)
+            answers.append(answer | ({"oid": object_id(path, files[path])} if path in files else {}))
         self.reply({"files": answers})
 
     def lfs_batch(self, body: bytes, repo_id: str) -> None:
@@ -344,8 +331,7 @@ class Handler(BaseHTTPRequestHandler):
     def put_object(self, body: bytes, repo_id: str, oid: str) -> None:
         if hashlib.sha256(body).hexdigest() != oid:
             raise Refusal(400, "BadDigest: the sha256 of what arrived is not the one announced")
-        self.hub.store(body)
-        self.hub.repos[repo_id].lfs.add(oid)
+        self.hub.repos[repo_id].lfs[oid] = body
         self.reply({})
 
     def verify_object(self, body: bytes, repo_id: str) -> None:
@@ -361,12 +347,11 @@ class Handler(BaseHTTPRequestHandler):
             operation = json.loads(line)
             value = operation["value"]
             if operation["key"] == "file":
-                files[value["path"]] = self.hub.store(base64.b64decode(value["content"]))
+                files[value["path"]] = base64.b64decode(value["content"])
             elif operation["key"] == "lfsFile":
                 if value["oid"] not in repo.lfs:
                     raise Refusal(400, f"LFS object {value['oid']} of {value['path']} does not exist")
-                content = (self.hub.folder / value["oid"]).read_bytes()
-                files[value["path"]] = self.hub.store(content, is_lfs=True)
+                files[value["path"]] = repo.lfs[value["oid"]]
             elif operation["key"] == "deletedFile":
                 del files[value["path"]]
         oid = repo.commit(revision, files)

@@ -343,17 +343,17 @@ def test_a_push_without_a_token_fails_before_any_work(tiny_hf, tmp_path):
 @pytest.mark.slow
 def test_export_pushes_what_it_wrote(tiny_hf, tmp_path):
     convert(tiny_hf, tmp_path / "ckpt")
-    with serve_hub(tmp_path / "hub") as hub:
+    with serve_hub() as hub:
         environment = hub.environment(tmp_path / "home")
         arguments = ("--src", tmp_path / "ckpt", "--dst", tmp_path / "out", "--push-to-hub", "ada/policy")
         run = command("export", *arguments, **environment)
         assert run.returncode == 0, run.stderr
-        pushed = {name: hub.content(file) for name, file in hub.files("ada/policy").items()}
+        pushed = hub.files("ada/policy")
         again = command(
             "push", tmp_path / "out", "ada/policy", "--revision", "v2", "--message", "Second", **environment
         )
         assert again.returncode == 0 and f"{hub.url}/ada/policy" in again.stdout, again.stderr
-        assert {name: hub.content(file) for name, file in hub.files("ada/policy", "v2").items()} == pushed
+        assert hub.files("ada/policy", "v2") == pushed
     written = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.name != LIST_FILE}
     assert {name: pushed[name] for name in written} == written and f"{hub.url}/ada/policy" in run.stdout
 

@@ -29,7 +29,7 @@ def line(answer: str) -> bytes:
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     """The hub of a client without cache and token, in an empty working directory."""
-    with fresh_client(monkeypatch, tmp_path / "home"), serve_hub(tmp_path / "hub") as server:
+    with fresh_client(monkeypatch, tmp_path / "home"), serve_hub() as server:
         template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
@@ -101,7 +101,7 @@ def test_the_rows_of_a_split_are_downloaded_with_their_revision_and_without_vide
 
 def test_a_revision_is_another_version(questions):
     repo = questions.repos[REPO]
-    repo.commit("refs/pr/3", {**questions.files(REPO), "train.jsonl": questions.store(line("C"))})
+    repo.commit("refs/pr/3", {**questions.files(REPO), "train.jsonl": line("C")})
     repo.branches["v2"] = repo.branches["refs/pr/3"]
     assert answer_of(f"{REPO}@v2") == "C" and answer_of(f"{REPO}@{repo.branches['main']}") == "A"
     assert answer_of(f"{REPO}/rl/deep@v2") == "B"
