@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from types import TracebackType
 from typing import Any, TypeVar
 
 from tqdm import tqdm
@@ -92,9 +91,7 @@ class Meter:
             )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for display in (self._ticker, self._bar):
             if display is not None:
                 display.close()
