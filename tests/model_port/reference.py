@@ -18,7 +18,6 @@ from model_port.qwen2_5_vl.config import TRAITS, Qwen25VisionConfig
 from model_port.qwen3_vl.config import Qwen3VisionConfig
 from model_port.qwen3_vl_moe.config import Qwen3MoeVisionConfig
 from model_port.reference import as_published
-from model_port.weights import rules
 
 IMAGE, VIDEO, START, END = 120, 121, 122, 123
 SPECIAL = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END)
@@ -226,16 +225,6 @@ def reference_logits(model: PreTrainedModel, inputs: Inputs) -> torch.Tensor:
     kinds = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
     media = {name: torch.from_numpy(value) for name, value in inputs.media.items()}
     return model(input_ids=ids, mm_token_type_ids=kinds, **media, use_cache=False).logits[0]
-
-
-def as_hf(config: ModelConfig, params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Our parameters (or their gradients) under the names and shapes of Hugging Face."""
-    tensors = {}
-    for rule in rules(config):
-        value = np.asarray(params[rule.path])
-        parts = [value] if rule.count is None else list(value)
-        tensors.update({name: part.reshape(rule.hf_shape) for name, part in zip(rule.hf_names, parts, strict=True)})
-    return tensors
 
 
 def relative_error(got: np.ndarray, expected: np.ndarray) -> float:

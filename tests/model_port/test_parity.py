@@ -14,7 +14,6 @@ from flax import nnx
 from reference import (
     CONFIGS,
     Inputs,
-    as_hf,
     make_reference,
     prompts,
     reference_gradients,
@@ -33,7 +32,7 @@ from model_port.layers import Compute, gated_silu
 from model_port.qwen3_vl.config import interpolation
 from model_port.rope import text_frequencies
 from model_port.sharding import flat_params
-from model_port.weights import module_name
+from model_port.weights import hf_tensors, module_name
 
 KINDS = ("text", "image", "images", "video", "mixed")
 
@@ -95,7 +94,7 @@ def our_gradients(model, inputs: Inputs, weights: np.ndarray) -> dict[str, np.nd
     def gradients(model):
         return nnx.grad(lambda model: jnp.sum(model(text, frames)[0, : len(weights)] * weights))(model)
 
-    return as_hf(model.config, flat_params(gradients(model)))
+    return {name: np.asarray(x) for name, x in hf_tensors(model.config, flat_params(gradients(model)))}
 
 
 @pytest.mark.slow
