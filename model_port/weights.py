@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -246,21 +247,18 @@ def load_hf_params(
     """Reads {path: ShapeDtypeStruct with sharding} from HF files; each device gets only its shard's rows."""
     check_hf_tensors(config, tensors)
     check_param_paths(config, set(abstract))
-    params = {}
-    for rule in rules(config):
+
+    def read(rule: Rule, index: tuple[slice, ...] | None) -> np.ndarray:
+        shape = abstract[rule.path].shape
+        return read_param(tensors, rule, shape, index or (slice(None),) * len(shape)).astype(dtype, copy=False)
+
+    def placed(rule: Rule) -> jax.Array:
         target = abstract[rule.path]
-
-        def shard(
-            index: tuple[slice, ...] | None, rule: Rule = rule, shape: tuple[int, ...] = target.shape
-        ) -> np.ndarray:
-            index = index or (slice(None),) * len(shape)
-            return read_param(tensors, rule, shape, index).astype(dtype, copy=False)
-
         if target.sharding is None:
-            params[rule.path] = jax.numpy.asarray(shard(None))
-        else:
-            params[rule.path] = jax.make_array_from_callback(target.shape, target.sharding, shard)
-    return params
+            return jax.numpy.asarray(read(rule, None))
+        return jax.make_array_from_callback(target.shape, target.sharding, partial(read, rule))
+
+    return {rule.path: placed(rule) for rule in rules(config)}
 
 
 def num_params(config: ModelConfig) -> int:
