@@ -23,6 +23,11 @@ def as_test(work: Work, num_given: int, run: Callable[[Work], object]) -> Callab
     return test
 
 
+def asynchronous(work: Work) -> Callable[..., None]:
+    """A test that is a coroutine and needs fixtures alone."""
+    return as_test(work, 0, lambda work: asyncio.run(work()))
+
+
 def given(num_given: int, start: Callable[[AsyncExitStack], Awaitable[Sequence[Any]]]) -> Decorator:
     """A decorator for tests whose first arguments are what `start` makes; it ends with the stack."""
 

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+from async_tests import asynchronous
 
 from rollout.endpoint import servers
 from rollout.endpoint.client import EndpointClient
@@ -63,50 +64,39 @@ def test_a_program_that_is_not_installed_is_one_error_with_the_command_that_woul
     assert command[:3] == ["vllm", "serve", "/models/m"] and "org/m" in command
 
 
-def test_nothing_is_started_if_one_server_cannot_be(monkeypatch):
+@asynchronous
+async def test_nothing_is_started_if_one_server_cannot_be(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(servers, "_start", lambda *_: pytest.fail("started"))
-
-    async def run() -> None:
+    with pytest.raises(RuntimeError, match="no program vllm"):
         async with AsyncExitStack() as stack:
             await start_endpoints(settings_of("vllm", gpus=[("0",), ("1",)]), stack, lambda line: None)
-
-    with pytest.raises(RuntimeError, match="no program vllm"):
-        asyncio.run(run())
 
 
 def pid_of(url: str) -> int:
     return json.loads(urllib.request.urlopen(f"{url}/models").read())["pid"]
 
 
-def test_a_server_that_ends_starts_again_and_none_outlives_its_owner(vllm):
-    async def run() -> list[int]:
-        async with AsyncExitStack() as stack:
-            (settings,) = settings_of("vllm", gpus=[("5",)])
-            assert isinstance(settings, VllmSettings)
-            (url,) = await start_endpoints([settings], stack, lambda line: None)
-            client = EndpointClient([url], "org/m")
-            stack.push_async_callback(client.close)
-            assert await client.models() == {url: ["org/m"]}
-            first = await asyncio.to_thread(pid_of, url)
-            os.kill(first, signal.SIGKILL)
-            async with asyncio.timeout(20):
-                while not (await client.health()).alive:
-                    await asyncio.sleep(0.1)
-            second = await asyncio.to_thread(pid_of, url)
-        return [first, second]
-
-    first, second = asyncio.run(run())
+@asynchronous
+async def test_a_server_that_ends_starts_again_and_none_outlives_its_owner(vllm):
+    async with AsyncExitStack() as stack:
+        (url,) = await start_endpoints(settings_of("vllm", gpus=[("5",)]), stack, lambda line: None)
+        client = EndpointClient([url], "org/m")
+        stack.push_async_callback(client.close)
+        assert await client.models() == {url: ["org/m"]}
+        first = await asyncio.to_thread(pid_of, url)
+        os.kill(first, signal.SIGKILL)
+        async with asyncio.timeout(20):
+            while not (await client.health()).alive:
+                await asyncio.sleep(0.1)
+        second = await asyncio.to_thread(pid_of, url)
     assert first != second
     assert not any(Path(f"/proc/{pid}").exists() for pid in (first, second))
 
 
-def test_a_server_that_cannot_start_says_its_last_lines(vllm, monkeypatch):
+@asynchronous
+async def test_a_server_that_cannot_start_says_its_last_lines(vllm):
     vllm.write_text("#!/bin/sh\necho no such model >&2\nexit 3\n")
-
-    async def run() -> None:
+    with pytest.raises(RuntimeError, match=r"exit code 3 before it was ready; its last lines:\n  \| no such model"):
         async with AsyncExitStack() as stack:
             await start_endpoints(settings_of("vllm"), stack, lambda line: None)
-
-    with pytest.raises(RuntimeError, match=r"exit code 3 before it was ready; its last lines:\n  \| no such model"):
-        asyncio.run(run())

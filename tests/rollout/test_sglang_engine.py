@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-from async_tests import given, until
+from async_tests import asynchronous, given, until
 from fake_server import FakeServer
 
 from model_port.safetensors_io import HfTensors
@@ -478,25 +478,20 @@ async def test_a_server_that_missed_weights_reads_all_tensors(engine, kept, late
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_the_files_have_the_bits_of_the_latest_tensors(tmp_path, dtype):
+@asynchronous
+async def test_the_files_have_the_bits_of_the_latest_tensors(tmp_path, dtype):
     random = np.random.default_rng(0)
     first = {name: random.standard_normal(shape).astype(dtype) for name, shape in SHAPES.items()}
     second = first | {"last": first["last"].copy()}
     second["last"][-1, -1] += 1
-
-    async def body():
-        files = WeightFiles(tmp_path)
-        for tensors in (first, second):
-            await files.write(Tensors(**tensors))
-        directory = files.directory(ServerState(""))
-        changed = {path.stem for path in (directory.parent / "changed").iterdir()}
-        read = {name: HfTensors(directory, f"{name}.safetensors").read(name) for name in SHAPES}
-        sizes = {name: (directory / f"{name}.safetensors").stat().st_size for name in SHAPES}
-        assert files.changed_frac == sizes["last"] / sum(sizes.values())
-        return changed, read
-
-    changed, read = asyncio.run(body())
-    assert changed == {"last"}
+    files = WeightFiles(tmp_path)
+    for tensors in (first, second):
+        await files.write(Tensors(**tensors))
+    directory = files.directory(ServerState(""))
+    read = {name: HfTensors(directory, f"{name}.safetensors").read(name) for name in SHAPES}
+    sizes = {name: (directory / f"{name}.safetensors").stat().st_size for name in SHAPES}
+    assert files.changed_frac == sizes["last"] / sum(sizes.values())
+    assert {path.stem for path in (directory.parent / "changed").iterdir()} == {"last"}
     assert all(read[name].tobytes() == second[name].tobytes() and read[name].dtype == dtype for name in SHAPES)
 
 
@@ -546,7 +541,8 @@ async def test_a_publish_waits_for_a_server_that_comes_back(engine, server):
 
 
 @pytest.mark.slow
-def test_weights_that_a_killed_process_left_in_memory_are_removed():
+@asynchronous
+async def test_weights_that_a_killed_process_left_in_memory_are_removed():
     writer = (
         "import asyncio, os, signal, sys; sys.path[:0] = sys.argv[1:]\n"
         "from test_sglang_engine import NoWeights, ServerState, WeightFiles\n"
@@ -558,27 +554,21 @@ def test_weights_that_a_killed_process_left_in_memory_are_removed():
     killed = subprocess.run([sys.executable, "-c", writer, *paths], stdout=subprocess.PIPE, text=True)
     left = Path(killed.stdout.strip())
     assert left.is_dir()
-
-    async def body():
-        first, second = WeightFiles(), WeightFiles()
-        await first.write(NoWeights())
-        await second.write(NoWeights())
-        assert all(files.directory(ServerState("")).is_dir() for files in (first, second)) and not left.exists()
-        await first.close()
-        await second.close()
-
-    asyncio.run(body())
+    first, second = WeightFiles(), WeightFiles()
+    await first.write(NoWeights())
+    await second.write(NoWeights())
+    assert all(files.directory(ServerState("")).is_dir() for files in (first, second)) and not left.exists()
+    await first.close()
+    await second.close()
 
 
-def test_weights_lie_where_the_servers_of_other_hosts_see_them(tmp_path):
-    async def body():
-        files = WeightFiles(tmp_path)
-        await files.write(NoWeights())
-        assert files.directory(ServerState("")).is_relative_to(tmp_path)
-        with pytest.raises(EngineError, match=r"do not fit into .*gone; .* engine\.weights_dir"):
-            await WeightFiles(tmp_path / "gone").write(NoWeights())
-
-    asyncio.run(body())
+@asynchronous
+async def test_weights_lie_where_the_servers_of_other_hosts_see_them(tmp_path):
+    files = WeightFiles(tmp_path)
+    await files.write(NoWeights())
+    assert files.directory(ServerState("")).is_relative_to(tmp_path)
+    with pytest.raises(EngineError, match=r"do not fit into .*gone; .* engine\.weights_dir"):
+        await WeightFiles(tmp_path / "gone").write(NoWeights())
 
 
 @with_servers(1)

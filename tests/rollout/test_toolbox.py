@@ -1,6 +1,5 @@
 """Several tools in one turn: each keeps the promises of the first, and with the first alone nothing has changed."""
 
-import asyncio
 import hashlib
 import json
 import re
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from agents import ANSWER, FakeFrames, call, call_of, called, play, script
+from async_tests import asynchronous
 from make_video import number_of, numbered_frame, write_video
 
 from rollout.episode import MAX_ANSWER_CHARS
@@ -290,7 +290,8 @@ def test_a_call_has_one_report(chat, task, tmp_path):
     assert answers(chat, task, call(5, 9), tools=[f"{tmp_path / 'greedy.py'}:Greedy"])[0][0] == "error"
 
 
-def test_a_detail_is_read_from_the_frame_itself_with_pixels_of_its_own(tmp_path):
+@asynchronous
+async def test_a_detail_is_read_from_the_frame_itself_with_pixels_of_its_own(tmp_path):
     """Of a frame shown at a quarter of its sides, a quarter of it comes with all the pixels that it has."""
     video = write_video(tmp_path / "a.mp4", [0.0, 1.0, 2.0], size_px=(192, 256))
     seen = []
@@ -299,20 +300,10 @@ def test_a_detail_is_read_from_the_frame_itself_with_pixels_of_its_own(tmp_path)
         seen.append((height, width))
         return height, width
 
-    async def read():
-        async with FrameReader(
-            lambda height, width: (height // 4, width // 4),
-            detail_size=detail_size,
-            num_workers=1,
-            disk_directory=tmp_path / "frames",
-        ) as reader:
-            whole, part, other = [
-                await reader.frames(video, [1.2], 30, box) for box in (None, Box(0, 0, 1, 1), Box(0.5, 0.5, 1, 0.9))
-            ]
-            again = await reader.frames(video, [1.2], 30, Box(0.5, 0.5, 1, 0.9))
-            return whole[0], part[0], other[0], again[0]
-
-    whole, part, other, again = asyncio.run(read())
+    boxes = (None, Box(0, 0, 1, 1), Box(0.5, 0.5, 1, 0.9), Box(0.5, 0.5, 1, 0.9))
+    options = {"detail_size": detail_size, "num_workers": 1, "disk_directory": tmp_path / "frames"}
+    async with FrameReader(lambda height, width: (height // 4, width // 4), **options) as reader:
+        whole, part, other, again = [(await reader.frames(video, [1.2], 30, box))[0] for box in boxes]
     assert (whole.time_s, part.time_s, other.time_s) == (1.0, 1.0, 1.0) and again.picture is other.picture
     assert [p.picture.size_px for p in (whole, part, other)] == [(48, 64), (192, 256), (77, 128)]
     assert number_of(part.picture.pixels) == 1 and seen[-1] == (77, 128)

@@ -375,20 +375,17 @@ def test_the_event_loop_does_none_of_the_work(long_video, tmp_path):
     with_reader(test, disk_directory=tmp_path)
 
 
-def test_closing_ends_whoever_still_waits(video):
-    async def body() -> None:
-        async with FrameReader(same_size, num_workers=1) as reader:
-            await all_up(reader, video)
-            workers()[0].suspend()
-            waiting = [asyncio.create_task(reader.frames(video, [second], PATIENCE_S)) for second in (7, 8)]
-            await asyncio.sleep(0.1)
-        for task in waiting:
-            await fails_with(VideoError, "the reader was closed", task)
-        with pytest.raises(RuntimeError, match="is not open"):
-            await reader.info(video, PATIENCE_S)
-        assert workers() == []
-
-    asyncio.run(body())
+@reading(num_workers=1)
+async def test_closing_ends_whoever_still_waits(reader: FrameReader, video):
+    await all_up(reader, video)
+    workers()[0].suspend()
+    waiting = [asyncio.create_task(reader.frames(video, [second], PATIENCE_S)) for second in (7, 8)]
+    await asyncio.sleep(0.1)
+    await reader.close()
+    for task in waiting:
+        await fails_with(VideoError, "the reader was closed", task)
+    with pytest.raises(RuntimeError, match="is not open"):
+        await reader.info(video, PATIENCE_S)
 
 
 KILLED_PARENT = """
