@@ -202,9 +202,10 @@ def test_an_excuse_that_is_none_is_noticed(tmp_path):
     assert unexcused(tmp_path / "page.md") == ["# needs a minute", "py"]
 
 
-# README runs most commands of training.md, and extend.md a reward like that of rewards.md.
+# README and data.md run most of their commands, and test_extend.py the examples of extend.md.
+NIGHTLY_PAGES = ("training.md", "rewards.md", "tutorial.md", "extend.md")
 PAGES_WITH_COMMANDS_TO_RUN = [
-    pytest.param(page, marks=[pytest.mark.nightly] * (page.name in ("training.md", "rewards.md")))
+    pytest.param(page, marks=[pytest.mark.nightly] * (page.name in NIGHTLY_PAGES))
     for page in PAGES
     if any(b.language == "bash" and b.runs for b in blocks_of(page))
 ]

@@ -444,7 +444,7 @@ def test_every_check_of_the_log_can_fail(fault, message, trained, tmp_path):
     assert any(message in problem for problem in problems_of(run, train))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_replay_detects_changed_log_probs(trained, tmp_path):
     source, settings = trained
     run = shutil.copytree(source, tmp_path / "run")

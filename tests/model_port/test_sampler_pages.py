@@ -149,7 +149,7 @@ def test_the_check_rejects_a_wrong_decode_kernel(kernel):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("works", [True, False])
+@pytest.mark.parametrize("works", [pytest.param(True, marks=pytest.mark.nightly), False])
 def test_the_sampler_decodes_with_the_kernel_only_if_it_passes_its_check(monkeypatch, works):
     kernel = plain_kernel if works else without_a_page
     monkeypatch.setattr(sampler_module, "decode_kernel", lambda head_dim: kernel)

@@ -34,6 +34,7 @@ def start(directory: Path, url: str) -> ForkServerProcess:
     return forked.start("paravt_jax.train", words, output, cwd=str(directory), **environment)
 
 
+@pytest.mark.nightly
 def test_a_killed_run_resumes_from_the_bucket_on_a_fresh_disk(gcs, tmp_path):
     train_forked(tmp_path / "undisturbed", *THREE_STEPS)
     first = start(tmp_path / "first", gcs.url)

@@ -159,6 +159,7 @@ def kill(started, victim, after):
     assert ended[victim].code == -signal.SIGKILL and ended[1 - victim].code not in (0, None)
 
 
+@pytest.mark.nightly
 def test_sigterm_on_one_host_saves_on_all_and_they_exit_143(stopped):
     run_dir, ended = stopped
     steps = saved(run_dir)
@@ -166,6 +167,7 @@ def test_sigterm_on_one_host_saves_on_all_and_they_exit_143(stopped):
     assert all("stopping: saving a checkpoint" in host.said for host in ended)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_run_resumes_bit_for_bit_after_a_stop_and_a_kill_of_host_0(stopped, undisturbed, tmp_path):
     """The kill is after a step that no checkpoint has, which runs again."""

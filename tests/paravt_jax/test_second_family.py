@@ -43,7 +43,7 @@ def usage_of(url: str, model: str, video: Path) -> dict[str, int]:
         return json.load(reply)["usage"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_is_served(world, tmp_path):
     port, output = several.free_port(), tmp_path / "output"
     arguments = ["--model", str(world / "tiny.hf"), "--port", str(port), "--video-root", str(world), "--frames", "2"]

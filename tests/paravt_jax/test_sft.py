@@ -124,7 +124,7 @@ def test_ctrl_c_saves_and_exits_130(world, tmp_path):
     assert (tmp_path / "checkpoints" / str(len(metrics_of(tmp_path)))).is_dir()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_only_adapters_are_trained_and_exported_alone_or_merged(world, tmp_path):
     run = tmp_path / "run"
     settings = ("lora.rank=8", "optim.train_vision=false", "optim.learning_rate=1e-2")

@@ -197,7 +197,9 @@ def in_parts(model, frames, num_parts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("shape", "tied"), [((2, 2, 2), False), ((1, 1, 4), True)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "tied"), [((2, 2, 2), False), pytest.param((1, 1, 4), True, marks=pytest.mark.nightly)], ids=str
+)
 def test_a_mesh_gives_the_gradient_of_one_device(shape, tied, model, frames, monkeypatch):
     monkeypatch.setattr("model_port.text.LONG_ROW_TOKENS", 64)  # so these are long rows
     mesh, single = make_mesh(*shape), divisible(tied, model.config)

@@ -179,7 +179,7 @@ def test_another_directory_is_one_clear_sentence(broken, message, log, tmp_path)
         calibrated(tmp_path, H100)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_log_of_a_real_run_replaces_the_rates_of_its_policy(tmp_path, capsys, monkeypatch):
     run_dir = tmp_path / "run"
     train_here(run_dir, *QUICK, "train.num_steps=2")

@@ -81,7 +81,7 @@ CASES = {
 
 NIGHTLY_CASES = (
     *("none", "dots", "full, xla", "full, scanned", "head", "trainable vision", "windows"),
-    *("experts", "experts, dots", "adapters, none"),
+    *("experts", "experts, dots", "adapters", "adapters, none"),
 )
 
 

@@ -418,7 +418,7 @@ def steps(run) -> list[int]:
     return [int(entry.name) for entry in run.iterdir() if entry.name.isdecimal()]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_kill_at_any_moment_leaves_only_complete_checkpoints(tiny_hf, subject, tmp_path):
     command = [sys.executable, "-c", SAVE_FOREVER, str(tiny_hf), str(tmp_path / "run")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
