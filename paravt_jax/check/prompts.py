@@ -13,7 +13,6 @@ from rollout.prompter import Overview, Task
 
 VIDEO_FRAMES, VIDEO_PX = 8, (320, 352)  # 110 tokens a frame for a patch of 16 px
 CARD_PX = (720, 1280)
-DEADLINE_S = 60.0
 
 
 def text_prompt(target: Target) -> ProcessedPrompt:

@@ -13,13 +13,13 @@ from model_port.layout import CHECKPOINTS_DIR
 from model_port.reference import ProcessedPrompt, Reference, missing_torch
 from model_port.sampler import Sampler, SamplerPrompt, SamplerRequest, SamplingParams
 from paravt_jax.check.measured import NO_TORCH, Measured
-from paravt_jax.check.prompts import DEADLINE_S, overview_of, processed
+from paravt_jax.check.prompts import overview_of, processed
 from paravt_jax.check.step import RUN
 from paravt_jax.check.target import Target
 from paravt_jax.config import computed_on
 from paravt_jax.run.checkpoint_layout import steps_in
 from paravt_jax.sampling.score import LearnerScorer
-from rollout.check import check
+from rollout.check import DEADLINE_S, check
 from rollout.engine.http import HttpClient
 from rollout.engine.labels import Label
 from rollout.engine.protocol import Sampling
