@@ -61,7 +61,7 @@ def table(experiment: Experiment) -> str:
 
 def draw(experiment: Experiment, path: Path) -> None:
     """Plots the curves of the training episodes: the mean over seeds as a line, their range as a shade."""
-    with matplotlib.rc_context(STYLE | {"savefig.dpi": 90}):
+    with matplotlib.rc_context(STYLE | {"savefig.dpi": 85}):
         figure, panels = plt.subplots(2, 2, figsize=(11, 6.4), sharex=True, layout="constrained")
         for axes, (title, key) in zip(panels.flat, CURVES.items(), strict=True):
             for number, arm in enumerate(experiment.trained_arms):
