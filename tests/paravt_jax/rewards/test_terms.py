@@ -620,7 +620,9 @@ def edited(draw, turns, edits=("delete", "double", "reorder", "insert")):
     text, tags = turns[turn], tags_of(turns[turn])
     edit = draw(st.sampled_from(edits))
     if edit == "insert":
-        at = draw(st.integers(0, len(text)))
+        inside = {at for match in TAG.finditer(text) for at in range(match.start() + 1, match.end())}
+        # A tag that is cut in two would be text, which makes the thinking longer.
+        at = draw(st.sampled_from([at for at in range(len(text) + 1) if at not in inside]))
         changed = text[:at] + draw(st.sampled_from(TAGS)) + text[at:]
     elif edit == "reorder":
         changed = with_tags(text, draw(st.permutations(tags)))

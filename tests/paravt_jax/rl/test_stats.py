@@ -172,7 +172,8 @@ def test_host_times_have_maximum_minimum_and_the_slowest_host():
 def test_groups_reach_another_host_with_all_their_numbers(tiny_hf):
     """An episode of each is missing, and calls have arguments that are not JSON."""
     odd = "</think>\n\n<tool_code>crop_video({1, 2}, b'3', ...)</tool_code>\n" + call(3, 9)
-    config, chat = load_config(None, *SETTINGS[1:]), Chat.from_hf(tiny_hf)
+    larger = ("rollout.max_context_tokens=1024", "rollout.max_new_tokens=256", "pack.row_tokens=1024")
+    config, chat = load_config(None, *SETTINGS[1:], *larger), Chat.from_hf(tiny_hf)
 
     async def reply(request):
         if request.episode.endswith("/3"):
