@@ -92,6 +92,7 @@ def test_a_run_killed_several_times_equals_an_undisturbed_run(num_kills, undistu
     assert len(set(ids)) == len(ids)
 
 
+@pytest.mark.nightly
 def test_sigterm_saves_and_exits_143_and_the_run_resumes_from_there(undisturbed, tmp_path):
     """Its first steps are from a new process, where sets of strings have another order, and equal the other run's."""
     run_dir = tmp_path / "stopped"

@@ -103,6 +103,7 @@ def test_staleness_stays_within_its_maximum(tmp_path):
     assert 0 < max(ages) <= 2
 
 
+@pytest.mark.nightly
 def test_every_option_of_the_update_runs(tmp_path):
     train_here(
         tmp_path / "run",

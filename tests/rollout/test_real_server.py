@@ -337,6 +337,7 @@ def test_the_gate_notices_other_weights_and_other_pictures(server, model, other,
         assert any("log-probs of 'dialogue' tokens differ" in problem for problem in found.problems)
 
 
+@pytest.mark.nightly
 def test_the_check_compares_a_server_with_the_model(server, tiny_hf_published, tmp_path):
     post(f"{server.url}/update_weight_version", {"new_version": "default", "abort_all_requests": False})
     lines = list(round_trip.round_trip(Target(str(tmp_path), str(tiny_hf_published), server=server.url)))
@@ -717,6 +718,7 @@ def test_a_server_without_the_plugin_keeps_its_weights_and_is_named(sglang_pytho
     assert before == after
 
 
+@pytest.mark.nightly
 def test_a_run_with_adapters_sends_them_alone_and_samples_from_its_policy(
     server, model, tiny_hf, tmp_path, monkeypatch
 ):

@@ -40,7 +40,7 @@ def test_shapes_are_all_ways_to_split_the_devices():
     assert {math.prod(shape) for shape in shapes} == {12}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_mesh_is_measured_and_compared_with_one_device(tmp_path):
     out = tmp_path / "mesh.json"
     run = bench("--devices", "2", "--row-tokens", "128", "--repeats", "1", "--price", "2", "--json", str(out))

@@ -348,6 +348,7 @@ def test_labels_are_inside_their_chart_and_apart(name, tab, pages):
         assert tab.run(BAD_LABELS) == []
 
 
+@pytest.mark.nightly
 def test_only_visible_rows_of_ten_thousand_episodes_are_built(tab, pages, tmp_path):
     run_dir = tmp_path / "many"
     (run_dir / "episodes").mkdir(parents=True)
