@@ -21,8 +21,9 @@ from paravt_jax.run.checkpoint_layout import steps_in
 from paravt_jax.sampling.score import LearnerScorer
 from rollout.check import DEADLINE_S, check
 from rollout.engine.http import HttpClient
-from rollout.engine.labels import Label
+from rollout.engine.labels import Label, Labels
 from rollout.engine.protocol import Sampling
+from rollout.engine.settings import SGLangSettings
 from rollout.engine.sglang import generate_body
 from rollout.prompter import Overview
 
@@ -70,7 +71,7 @@ def our_ids(model_dir: Path, prompt: ProcessedPrompt) -> list[int]:
 async def server_label(url: str) -> Label:
     client = HttpClient.make()
     try:
-        return Label.of((await client.get(f"{url}/model_info", DEADLINE_S))["weight_version"])
+        return await Labels(client, SGLangSettings(control_deadline_s=DEADLINE_S)).fetch(url)
     finally:
         await client.close()
 
