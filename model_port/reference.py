@@ -3,6 +3,7 @@
 The only module that imports torch, and only on use, because a learner has none.
 """
 
+import gc
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from jaxtyping import Float, Int
 
 from model_port.config import ModelConfig, read_config
 from model_port.weights import module_name
+
+SHARED_GPU = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # of a process in which jax leaves memory for torch
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ def as_published(name: str, tensor: np.ndarray) -> np.ndarray:
 
 
 class Reference:
-    """A model in transformers, on the CPU."""
+    """A model in transformers, on the GPU if torch sees one."""
 
     def __init__(self, hf_dir: str | Path, dtype: str = "float32"):
         import torch
@@ -57,14 +60,25 @@ class Reference:
         from transformers.utils import logging
 
         logging.disable_progress_bar()  # it shows one even without a terminal; ours shows the time
+        torch.backends.cudnn.allow_tf32 = False  # or a GPU rounds the inputs of float32 convolutions
         self._config = read_config(hf_dir)
-        self._model: Any = AutoModelForImageTextToText.from_pretrained(hf_dir, dtype=getattr(torch, dtype)).eval()
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        model: Any = AutoModelForImageTextToText.from_pretrained(hf_dir, dtype=getattr(torch, dtype))
+        self._model = model.eval().to(self._device)
+
+    def close(self) -> None:
+        """Frees its memory, on a GPU for jax."""
+        import torch
+
+        del self._model
+        gc.collect()
+        torch.cuda.empty_cache()  # does nothing without a GPU
 
     def logits(self, prompt: ProcessedPrompt) -> Float[np.ndarray, "T V"]:
         import torch
 
         with torch.no_grad():
-            return self._model(**self._inputs(prompt)).logits[0].float().numpy()
+            return self._model(**self._inputs(prompt)).logits[0].float().cpu().numpy()
 
     def gradients(self, prompt: ProcessedPrompt, names: Iterable[str]) -> dict[str, np.ndarray]:
         """Gradients of the prompt's mean negative log-prob, for tensors by their published names."""
@@ -78,7 +92,7 @@ class Reference:
         inputs = self._inputs(prompt)
         logits = self._model(**inputs, use_cache=False).logits[0, :-1].float()
         torch.nn.functional.cross_entropy(logits, inputs["input_ids"][0, 1:]).backward()
-        return {name: as_published(name, parameter.grad.numpy()) for name, parameter in chosen.items()}
+        return {name: as_published(name, parameter.grad.cpu().numpy()) for name, parameter in chosen.items()}
 
     def greedy_ids(self, prompt: ProcessedPrompt, num_new: int) -> list[int]:
         """The likeliest continuation; the ids that end a turn do not stop it."""
@@ -93,4 +107,5 @@ class Reference:
         tokens = torch.tensor(prompt.ids[None])
         kinds = (tokens == self._config.image_token_id).int()
         media = {name: torch.from_numpy(array) for name, array in prompt.media.items()}
-        return {"input_ids": tokens, "mm_token_type_ids": kinds, **media}
+        inputs = {"input_ids": tokens, "mm_token_type_ids": kinds, **media}
+        return {name: tensor.to(self._device) for name, tensor in inputs.items()}

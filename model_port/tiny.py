@@ -10,7 +10,9 @@ not change the others.
 
 import argparse
 import json
+import os
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -207,9 +209,18 @@ def make_tiny(
 
 def _write_weights(path: Path, config: ModelConfig, seed: int, storage: np.dtype) -> None:
     shapes = {name: rule.hf_shape for rule in rules(config) for name in rule.hf_names}
-    with safetensors_writer(path, {name: (storage, shape) for name, shape in shapes.items()}) as write:
-        for name, shape in shapes.items():
-            write(_initial(name, shape, seed, config.initializer_range).astype(storage))
+
+    def draw(name: str) -> np.ndarray:
+        return _initial(name, shapes[name], seed, config.initializer_range).astype(storage)
+
+    names, num_threads = [*shapes], os.cpu_count() or 1
+    with (
+        ThreadPoolExecutor(num_threads) as pool,
+        safetensors_writer(path, {name: (storage, shape) for name, shape in shapes.items()}) as write,
+    ):
+        for start in range(0, len(names), num_threads):  # the whole model may not fit in memory
+            for tensor in pool.map(draw, names[start : start + num_threads]):
+                write(tensor)
 
 
 def _initial(name: str, shape: tuple[int, ...], seed: int, std: float) -> np.ndarray:

@@ -10,6 +10,7 @@ Only one model is in memory at a time.
 import argparse
 import gc
 import json
+import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.config import read_config
 from model_port.processing import expand_placeholders, token_counts
 from model_port.progress import Meter
-from model_port.reference import ProcessedPrompt, Reference, missing_torch
+from model_port.reference import SHARED_GPU, ProcessedPrompt, Reference, missing_torch
 
 DTYPES = ("float32", "bfloat16")
 MAX_RELATIVE = 1e-4  # in float32: rounding gives 1e-6 to 1e-5 at any depth, a different model more than 1e-2
@@ -104,7 +105,10 @@ def our_logits(src: str | Path, prompt: ProcessedPrompt, dtype: str) -> Float[np
 
 
 def their_logits(hf_dir: str | Path, prompt: ProcessedPrompt, dtype: str) -> Float[np.ndarray, "T V"]:
-    return Reference(hf_dir, dtype).logits(prompt)
+    model = Reference(hf_dir, dtype)
+    logits = model.logits(prompt)
+    model.close()
+    return logits
 
 
 def verify(hf_dir: str | Path, src: str | Path, dtype: str) -> tuple[dict[str, Any], bool]:
@@ -151,6 +155,7 @@ def main() -> None:
             f"the comparison needs torch and transformers ({missing}): `pip install torch` in an environment without "
             "jax[cuda12], or `bash scripts/setup.sh dev` in a clone"
         )
+    os.environ.update(SHARED_GPU)
     report, same = verify(args.hf, args.src or args.hf, args.dtype)
     print(json.dumps(report))
     verdict = f"relative error {report['relative_error']:.2g}, at most {report['bound']:.2g} is rounding"

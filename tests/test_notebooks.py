@@ -4,6 +4,7 @@ import ast
 import asyncio
 import inspect
 import json
+import tempfile
 import types
 from pathlib import Path
 
@@ -29,6 +30,7 @@ async def run_cells(notebook: Path) -> None:
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(notebook, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     asyncio.run(run_cells(notebook))
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from model_port.cli import DEBUG_FLAG, add_debug_flag, prog_of, run_cli
 from model_port.output_dir import exit_on_sigterm
+from model_port.reference import SHARED_GPU
 from model_port.terminal import say
 from paravt_jax.bench import machine
 from paravt_jax.check.model import cut
@@ -82,7 +83,9 @@ def target_of(parser: argparse.ArgumentParser, args: argparse.Namespace, folder:
 def run_stage(name: str, target: Target) -> StageReport:
     say(f"{name} …")
     log = target.file(f"{name}.log")
-    flags = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {QUICK_FLAGS}"} if target.model == TINY else {}
+    flags = {} if name == "step" else SHARED_GPU
+    if target.model == TINY:
+        flags = flags | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {QUICK_FLAGS}"}
     debug = [DEBUG_FLAG] if DEBUG_FLAG in sys.argv else []
     command = [sys.executable, "-m", "paravt_jax.check.stages", name, target.to_json(), *debug]
     report = StageReport.of(name, part_of(command, log, env=os.environ | flags))

@@ -20,7 +20,7 @@ from paravt_jax.check.measured import NO_TORCH, Facts, Measured
 from paravt_jax.check.prompts import prompts_of
 from paravt_jax.check.target import Target
 
-MAX_ROWS = 1024  # tokens whose logits are compared; a vocabulary's take half a megabyte each
+MAX_ROWS = 256  # tokens whose logits are compared; a vocabulary's take half a megabyte each
 Rows = dict[tuple[str, str], np.ndarray]  # logits of these tokens, by prompt and form of attention
 
 
@@ -81,6 +81,5 @@ def our_rows(target: Target, prompts: Mapping[str, ProcessedPrompt], dtype: str)
 def reference_rows(target: Target, prompts: Mapping[str, ProcessedPrompt], dtype: str) -> dict[str, np.ndarray]:
     model = Reference(target.hf_dir, dtype)
     rows = {name: kept(model.logits(prompt)) for name, prompt in prompts.items()}
-    del model
-    gc.collect()
+    model.close()
     return rows
