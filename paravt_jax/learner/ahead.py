@@ -4,7 +4,7 @@ The programs get the same arguments as in the update, as shapes, so that the upd
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -14,7 +14,7 @@ from model_port.compiling import compiling
 from model_port.sharding import on_mesh
 from paravt_jax.learner import programs
 from paravt_jax.learner.losses import LossCoefs
-from paravt_jax.learner.objectives import OldLogProbs, PolicyInputs, PolicyObjective
+from paravt_jax.learner.objectives import Objective, OldLogProbs, PolicyInputs
 from paravt_jax.learner.optim import OptimNumbers
 from paravt_jax.learner.packing import TrainBatch
 from paravt_jax.learner.programs import Params, Structure, TrainState
@@ -29,9 +29,17 @@ def shapes_of(tree: Any, memory: str | None = None) -> Any:
 
     def shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
         sharding = array.sharding if memory is None else array.sharding.with_memory_kind(memory)
-        return _placed(array, sharding if array.committed else None)
+        return placed(array, sharding if array.committed else None)
 
     return jax.tree.map(shape_of, tree)
+
+
+class Compiled(NamedTuple):
+    """A program, traced and compiled."""
+
+    name: str
+    traced: Any
+    executable: Any
 
 
 @dataclass(eq=False)
@@ -43,69 +51,75 @@ class UpdateCompiler:
     ref: Params | None
     temperature: float
     numbers: OptimNumbers
-    objective: PolicyObjective
-    coefs: LossCoefs
-    num_penalized: int  # dialogues, with KL in the reward; otherwise 0
+    objective: Objective
+    coefs: LossCoefs | None  # None: imitation
     train_vision: bool
     scores_before: bool  # the policy's log-probs are computed before the update
     mesh: Mesh | None
+    num_penalized: int = 0  # dialogues, with KL in the reward; otherwise 0
     _num_done: int = 0
 
     def compile(self, batch: TrainBatch) -> None:
         """Compiles the programs of an update for batches of this shape."""
         own, ref = self.state.params, self.ref
-        with on_mesh(self.mesh):
-            visual = None if self.train_vision else self._vision(own, batch)
-            old = OldLogProbs(
-                self._score(own, batch, visual) if self.scores_before else None,
-                None if ref is None else self._score(ref, batch, visual),
-            )
-            if self.num_penalized:
-                self._penalties(batch, old)
-            total = self._outputs(
-                *self._compiled(
-                    batch,
-                    programs.gradients,
-                    *(self.structure, own, batch, visual, self.temperature, PolicyInputs(self.coefs, COUNTS, old)),
-                    objective=self.objective,
-                    chunk_tokens=HEAD_CHUNK_TOKENS,
-                )
-            )
-            self._compiled(batch, programs.add, total, total)
-            state = replace(self.state, frozen=nnx.State({}))
-            self._compiled(batch, programs.apply_gradients, state, total[0], self.numbers)
+        visual = None if self.train_vision else self.outputs(self.encode_vision(own, batch))
+        old = OldLogProbs(
+            self._logp(own, batch, visual) if self.scores_before else None,
+            None if ref is None else self._logp(ref, batch, visual),
+        )
+        if self.num_penalized:
+            arguments = (self.coefs, old, replace(batch, vision=None), COUNTS)
+            self._compiled(batch, programs.penalties, *arguments, num_dialogues=self.num_penalized)
+        total = self.outputs(self.gradients(batch, visual, old))
+        self._compiled(batch, programs.add, total, total)
+        self.apply_gradients(batch, total[0])
 
     @property
     def num_programs(self) -> int:
         num_scores = self.scores_before + (self.ref is not None)
         return 3 + num_scores + (num_scores if self.train_vision else 1) + (self.num_penalized > 0)
 
-    def _vision(self, params: Params, batch: TrainBatch) -> Any:
-        return self._outputs(*self._compiled(batch, programs.encode_vision, self.structure, params, batch.vision))
+    def encode_vision(self, params: Params, batch: TrainBatch) -> Compiled:
+        return self._compiled(batch, programs.encode_vision, self.structure, params, batch.vision)
 
-    def _score(self, params: Params, batch: TrainBatch, visual: Any) -> Any:
-        visual = self._vision(params, batch) if self.train_vision else visual
+    def score(self, params: Params, batch: TrainBatch, visual: Any) -> Compiled:
         arguments = (self.structure, params, batch, visual, self.temperature)
-        return self._outputs(*self._compiled(batch, programs.score, *arguments, chunk_tokens=HEAD_CHUNK_TOKENS))
+        return self._compiled(batch, programs.score, *arguments, chunk_tokens=HEAD_CHUNK_TOKENS)
 
-    def _penalties(self, batch: TrainBatch, old: OldLogProbs) -> None:
-        arguments = (self.coefs, old, replace(batch, vision=None), COUNTS)
-        self._compiled(batch, programs.penalties, *arguments, num_dialogues=self.num_penalized)
+    def gradients(self, batch: TrainBatch, visual: Any, old: OldLogProbs) -> Compiled:
+        inputs = 1.0 if self.coefs is None else PolicyInputs(self.coefs, COUNTS, old)
+        return self._compiled(
+            batch,
+            programs.gradients,
+            *(self.structure, self.state.params, batch, visual, self.temperature, inputs),
+            objective=self.objective,
+            chunk_tokens=HEAD_CHUNK_TOKENS,
+        )
 
-    def _compiled(self, batch: TrainBatch, function: Any, *arguments: Any, **options: Any) -> tuple[Any, Any]:
-        """A program, lowered and compiled."""
-        self._num_done += 1
-        rows, tokens = batch.text.tokens.shape
-        with compiling(f"update {self._num_done} of {self.num_programs} ({rows} x {tokens} tokens)"):
-            lowered = function.lower(*arguments, **options)
-            return lowered, lowered.compile()
+    def apply_gradients(self, batch: TrainBatch, grads: nnx.State) -> Compiled:
+        state = replace(self.state, frozen=nnx.State({}))  # not an argument
+        return self._compiled(batch, programs.apply_gradients, state, grads, self.numbers)
 
-    def _outputs(self, lowered: Any, compiled: Any) -> Any:
+    def outputs(self, compiled: Compiled) -> Any:
         """The shapes of a program's outputs. Without a mesh, arrays are not bound to a device."""
         if self.mesh is None:
-            return lowered.out_info
-        return jax.tree.map(_placed, lowered.out_info, compiled.output_shardings)
+            return compiled.traced.out_info
+        return jax.tree.map(placed, compiled.traced.out_info, compiled.executable.output_shardings)
+
+    def _logp(self, params: Params, batch: TrainBatch, visual: Any) -> Any:
+        """The shapes of log-probs. A trained vision tower encodes the frames again."""
+        if self.train_vision:
+            visual = self.outputs(self.encode_vision(params, batch))
+        return self.outputs(self.score(params, batch, visual))
+
+    def _compiled(self, batch: TrainBatch, function: Any, *arguments: Any, **options: Any) -> Compiled:
+        self._num_done += 1
+        rows, tokens = batch.text.tokens.shape
+        purpose = f"update {self._num_done} of {self.num_programs} ({rows} x {tokens} tokens)"
+        with on_mesh(self.mesh), compiling(purpose):
+            traced = function.trace(*arguments, **options)
+            return Compiled(function.__name__, traced, traced.lower().compile())
 
 
-def _placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -28,7 +28,7 @@ from paravt_jax.learner import programs
 from paravt_jax.learner.advantages import kl_to_go
 from paravt_jax.learner.ahead import UpdateCompiler, shapes_of
 from paravt_jax.learner.credit import CLASSES
-from paravt_jax.learner.losses import LossCoefs, LossSpec, ratio_quantile
+from paravt_jax.learner.losses import LossCoefs, ratio_quantile
 from paravt_jax.learner.objectives import (
     Objective,
     OldLogProbs,
@@ -109,7 +109,7 @@ class Learner:
             None if self._ref is None else Params(shapes_of(self._ref, memory), state.frozen),
             self._temperature,
             numbers_at(self.optim, 0, self._num_steps),
-            self._objective(num_dialogues),
+            PolicyObjective.of(self.loss, self._variant, num_dialogues),
             self._coefs,
             num_penalized=num_dialogues if self.loss.penalizes_reward else 0,
             train_vision=self.optim.train_vision,
@@ -117,16 +117,12 @@ class Learner:
             mesh=self.mesh,
         )
 
-    def _objective(self, num_dialogues: int) -> PolicyObjective:
-        spec = LossSpec.of(self.loss, self._variant)
-        return PolicyObjective(spec, num_dialogues if spec.needs_sequences else 0)
-
     def update(self, parts: Sequence[StepPart], num_dialogues: int) -> dict[str, float]:
         """An RL step: one optimizer step per part. Returns the metrics of all parts.
 
         `num_dialogues` bounds the dialogues of a part.
         """
-        objective = self._objective(num_dialogues)
+        objective = PolicyObjective.of(self.loss, self._variant, num_dialogues)
         reports = []
         for part in parts:
             if part.batches:

@@ -97,6 +97,11 @@ class PolicyObjective:
     spec: LossSpec
     num_dialogues: int  # 0 if the loss needs no sequences
 
+    @classmethod
+    def of(cls, loss: LossConfig, variant: Variant, num_dialogues: int) -> "PolicyObjective":
+        spec = LossSpec.of(loss, variant)
+        return cls(spec, num_dialogues if spec.needs_sequences else 0)
+
     def __call__(
         self, policy_logp: Float[Array, "B A"], entropy: Float[Array, "B A"], batch: TrainBatch, inputs: PolicyInputs
     ) -> tuple[Scalar, PolicySums]:

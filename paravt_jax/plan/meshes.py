@@ -107,7 +107,7 @@ def _timed(
     if programs:
         of_largest = batch_works(update, model, largest, device.platform)
         compiled = _by_name(programs, num_devices)
-        works = {name: _as_compiled(work, of_largest[name], compiled[name]) for name, work in works.items()}
+        works = {name: _as_compiled(works[name], of_largest[name], own) for name, own in compiled.items()}
     printed = bool(programs) and all(program.collectives is not None for program in programs)
     unknown = {} if printed else UNPRINTED if programs else UNCOMPILED
     flops = step.num_batches * num_devices * sum(work.flops for work in works.values())

@@ -8,13 +8,16 @@ from update_programs import compiled_programs, program_bytes
 from model_port.sharding import make_mesh
 from model_port.tiny import tiny_config
 from paravt_jax.bench.mesh_case import config_of, make_learner
-from paravt_jax.config import DataConfig, SftConfig
+from paravt_jax.config import DataConfig, SftConfig, TrainConfig
 from paravt_jax.learner.batch_shape import BatchShape, abstract_batch, make_batch
-from paravt_jax.learner.settings import LossConfig
+from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.plan import aot
 from paravt_jax.plan.aot import NoRoom, compiled_update
+from paravt_jax.plan.devices import DEVICES
 from paravt_jax.plan.memory import memory_of
+from paravt_jax.plan.meshes import estimate
 from paravt_jax.plan.run import PlannedRl, PlannedSft
+from paravt_jax.plan.workload import batch_flops, full_step
 
 SHAPE = BatchShape(num_rows=2, row_tokens=128, row_actions=24, num_frame_rows=4, row_patches=16, num_parts=2)
 
@@ -73,6 +76,23 @@ def test_a_cold_start_computes_no_log_probs_of_a_reference(mesh):
     update = PlannedSft.of(SftConfig(data=DataConfig(train="traces.jsonl")), tiny_config()).update
     names = [program.name for program in compiled_update(update, tiny_config(), SHAPE, mesh)]
     assert names == ["encode_vision", "gradients", "apply_gradients"]
+
+
+@pytest.mark.slow
+def test_a_trained_vision_tower_without_scores_has_no_program_of_its_own():
+    optim = OptimConfig(train_vision=True)
+    run = PlannedRl.of(config_of((1, 1, 1), rows=1, row_tokens=128, optim=optim), tiny_config())
+    step = full_step(run.largest_batch())
+    compiled = estimate(run, step, DEVICES["cpu"], jax.devices()[:1]).compiled_flops
+    assert compiled == pytest.approx(sum(batch_flops(run.update, run.model, step.shape, "cpu").values()), rel=0.1)
+
+
+@pytest.mark.slow
+def test_a_trained_vision_tower_encodes_the_frames_again_for_old_log_probs(mesh):
+    train = TrainConfig(prompts_per_step=4, group_size=2, updates_per_step=2)
+    config = config_of((1, 2, 2), rows=1, row_tokens=128, optim=OptimConfig(train_vision=True), train=train)
+    programs = compiled_update(PlannedRl.of(config, tiny_config()).update, tiny_config(), SHAPE, mesh)
+    assert [program.name for program in programs] == ["encode_vision", "gradients", "score", "apply_gradients"]
 
 
 def test_an_out_of_memory_error_of_the_compiler_has_the_sizes():

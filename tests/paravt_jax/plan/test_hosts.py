@@ -11,7 +11,7 @@ from model_port.sharding import make_mesh
 from model_port.tiny import tiny_config
 from paravt_jax.bench.mesh_case import config_of
 from paravt_jax.config import Config, HostsConfig, MeshConfig, SftConfig, load_config
-from paravt_jax.plan.aot import _AbstractLearner
+from paravt_jax.plan.aot import abstract_learner
 from paravt_jax.plan.devices import DEVICES, DeviceSpec
 from paravt_jax.plan.hosts import HostPart
 from paravt_jax.plan.plan import make_plan
@@ -67,8 +67,8 @@ def test_a_mesh_that_hosts_cannot_split_is_rejected():
 
 def test_the_planned_checkpoint_has_the_size_of_the_state():
     config, model = config_of((2, 2, 1), rows=1, row_tokens=128, hosts=HostsConfig("a:1", 2, 0)), tiny_config()
-    learner = _AbstractLearner(PlannedRl.of(config, model).update, model, make_mesh(2, 2, 1))
-    arrays = jax.tree.leaves((learner.masters, learner.frozen, learner.opt_state))
+    learner = abstract_learner(PlannedRl.of(config, model).update, model, make_mesh(2, 2, 1))
+    arrays = jax.tree.leaves(learner.state)
     planned_bytes = host_of(config, model, DEVICES["cpu"]).checkpoint_bytes
     assert planned_bytes == pytest.approx(sum(leaf.size * 4 for leaf in arrays) / 2, rel=0.01)
 
