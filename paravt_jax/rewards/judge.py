@@ -9,7 +9,6 @@ reward is missing, not 0.
 import asyncio
 import json
 import os
-import random
 import re
 import secrets
 from contextlib import AbstractAsyncContextManager
@@ -18,8 +17,9 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
-import aiohttp
-
+from rollout.endpoint.client import EndpointClient
+from rollout.endpoint.errors import EndpointError, ModelNotServed, WrongKey
+from rollout.engine.protocol import RequestRejected
 from rollout.setting import setting
 
 SCORES = {"0": 0.0, "0.5": 0.5, "1": 1.0}
@@ -37,22 +37,11 @@ VERDICT {code}: S
 where S is 0, 0.5 or 1."""
 
 KEY_VARIABLE = "JUDGE_API_KEY"  # of the environment; without it, no key is sent
-CONNECT_DEADLINE_S = 10.0
 ATTEMPT_DEADLINE_S = 60.0
 MAX_ATTEMPTS = 4  # per answer, then it has no score
-BACKOFF_S, MAX_BACKOFF_S = 1.0, 20.0  # before the second attempt; doubles
 MAX_CONCURRENT = 16
 MAX_REPLY_TOKENS = 1_024  # room for a model that reasons first
-MISCONFIGURED = (401, 403, 404, 405)  # every request would fail like this one
-MAX_SHOWN_CHARS = 300  # of a server's reply, in an error
-
-
-class NoVerdict(Exception):
-    """An attempt failed. `is_final`: another attempt would fail too."""
-
-    def __init__(self, message: str, retry_after_s: float = 0.0, is_final: bool = False):
-        super().__init__(message)
-        self.retry_after_s, self.is_final = retry_after_s, is_final
+MAX_SHOWN_CHARS = 300  # of a reply, in an error
 
 
 def check_no_password(setting: str, url: str) -> None:
@@ -96,83 +85,55 @@ class Judge(AbstractAsyncContextManager["Judge"]):
     last_problem = ""  # of the last failed attempt
 
     def __init__(self, config: JudgeConfig):
-        self._model, self._url = config.model, f"{config.url.rstrip('/')}/chat/completions"
-        self._key = os.environ.get(KEY_VARIABLE, "").strip()
-        self._slots = asyncio.Semaphore(MAX_CONCURRENT)
-        self._session: aiohttp.ClientSession | None = None
+        self._config, self._slots = config, asyncio.Semaphore(MAX_CONCURRENT)
+        self._client: EndpointClient | None = None
 
     async def __aenter__(self) -> "Judge":
-        timeout = aiohttp.ClientTimeout(total=ATTEMPT_DEADLINE_S, sock_connect=CONNECT_DEADLINE_S)
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        self._session = aiohttp.ClientSession(headers=headers, timeout=timeout)
+        key = KEY_VARIABLE if os.environ.get(KEY_VARIABLE, "").strip() else ""
+        self._client = EndpointClient([self._config.url], self._config.model, key)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._session is not None
-        await self._session.close()
+        assert self._client is not None
+        await self._client.close()
 
     async def judge(self, question: str, answer: str, prediction: str) -> float | None:
-        """0, 0.5 or 1; None if every attempt failed. `answer` is the ground truth.
-
-        Raises RuntimeError if the settings are wrong, so that no request can succeed.
-        """
+        """0, 0.5 or 1; None if every attempt failed. `answer` is the ground truth."""
+        if self._client is None:
+            raise RuntimeError("the judge is not open; use it in `async with`")
         async with self._slots:
-            for attempt in range(MAX_ATTEMPTS):
-                code = secrets.token_hex(CODE_BYTES)
+            for _ in range(MAX_ATTEMPTS):
                 try:
-                    return await self._attempt(judge_messages(question, answer, prediction, code), code)
-                except NoVerdict as problem:
+                    if (score := await self._attempt(self._client, question, answer, prediction)) is not None:
+                        return score
+                except WrongKey:
+                    self.last_problem = (
+                        f"{self._config.url} rejects the key; set the environment variable {KEY_VARIABLE}"
+                    )
+                    break
+                except (RequestRejected, ModelNotServed) as problem:
+                    self.last_problem = f"{problem}; check judge.url and judge.model"
+                    break
+                except EndpointError as problem:
                     self.last_problem = str(problem)
-                    if problem.is_final or attempt == MAX_ATTEMPTS - 1:
-                        break
-                    backoff_s = BACKOFF_S * 2**attempt * random.uniform(0.5, 1.0)
-                    await asyncio.sleep(min(max(backoff_s, problem.retry_after_s), MAX_BACKOFF_S))
         return None
 
-    async def _attempt(self, messages: list[dict[str, str]], code: str) -> float:
-        text = await self._post(
-            {"model": self._model, "messages": messages, "temperature": 0, "max_tokens": MAX_REPLY_TOKENS}
+    async def _attempt(self, client: EndpointClient, question: str, answer: str, prediction: str) -> float | None:
+        code = secrets.token_hex(CODE_BYTES)
+        messages = judge_messages(question, answer, prediction, code)
+        reply = await client.complete(
+            messages, max_tokens=MAX_REPLY_TOKENS, temperature=0.0, deadline_s=ATTEMPT_DEADLINE_S
         )
-        try:
-            choice = json.loads(text)["choices"][0]
-            reply, is_cut_off = str(choice["message"]["content"]), choice.get("finish_reason") == "length"
-        except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
-            raise NoVerdict(f"{self._url} returned no chat completion: {text[:MAX_SHOWN_CHARS]}") from None
-        score = read_verdict(reply, code)
+        score = read_verdict(reply.text, code)
         if score is None:
-            cut_off = f"; the reply was cut off at {MAX_REPLY_TOKENS} tokens" if is_cut_off else ""
-            raise NoVerdict(f"the judge gave no verdict: {reply[-MAX_SHOWN_CHARS:]}{cut_off}")
+            cut_off = f"; the reply was cut off at {MAX_REPLY_TOKENS} tokens" if reply.finish == "length" else ""
+            self.last_problem = f"the judge gave no verdict: {reply.text[-MAX_SHOWN_CHARS:]}{cut_off}"
         return score
 
-    async def _post(self, body: dict[str, Any]) -> str:
-        if self._session is None:
-            raise RuntimeError("the judge is not open; use it in `async with`")
-        try:
-            # No redirects: only this server may see the key and the content.
-            async with self._session.post(self._url, json=body, allow_redirects=False) as response:
-                text = (await response.read()).decode(errors="replace")
-        except TimeoutError:
-            raise NoVerdict(f"{self._url} did not answer within {ATTEMPT_DEADLINE_S:g} s") from None
-        except (aiohttp.ClientError, OSError) as problem:
-            raise NoVerdict(f"cannot reach {self._url}: {problem or type(problem).__name__}") from None
-        if self._key:  # some servers repeat the key in errors
-            text = text.replace(self._key, "***")
-        if response.status == 200:
-            return text
-        error = f"{self._url} returned HTTP {response.status}: {text[:MAX_SHOWN_CHARS]}"
-        if response.status in MISCONFIGURED or 300 <= response.status < 400:
-            raise RuntimeError(f"{error}; check judge.url, judge.model and the key in {KEY_VARIABLE}")
-        retry_after = response.headers.get("Retry-After", "")  # seconds, or a date, which is ignored
-        raise NoVerdict(
-            error,
-            retry_after_s=float(retry_after) if retry_after.isascii() and retry_after.isdigit() else 0.0,
-            is_final=response.status < 500 and response.status not in (408, 429),
-        )
 
-
-def judge_messages(question: str, answer: str, prediction: str, code: str) -> list[dict[str, str]]:
+def judge_messages(question: str, answer: str, prediction: str, code: str) -> list[dict[str, Any]]:
     data = {"question": question, "reference": answer, "answer": prediction[:MAX_PREDICTION_CHARS]}
     # With < and > escaped, no text can spell the closing </data>. Lone surrogates cannot be sent.
     spelled = json.dumps(data, ensure_ascii=False).encode(errors="replace").decode()
