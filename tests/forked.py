@@ -9,6 +9,8 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,6 +34,7 @@ def start(
 ) -> ForkServerProcess:
     """It writes to the file `output`, and to `errors` what goes to stderr; by default both go to `output`."""
     files = output, errors or output
+    Path(output).touch()
     process = forks.Process(target=_run, args=(module, arguments, *files, cwd, ENVIRONMENT | environment))
     process.start()
     return process
@@ -49,6 +52,16 @@ def run(
         process.kill()
         assert code is not None, f"{module} did not end: {errors.read_text()}"
         return subprocess.CompletedProcess([module, *map(str, arguments)], code, output.read_text(), errors.read_text())
+
+
+def wait_until(
+    condition: Callable[[], object], process: ForkServerProcess, output: Path, deadline_s: float = 200
+) -> None:
+    """The process makes it true; it writes to `output`."""
+    give_up_s = time.monotonic() + deadline_s
+    while not condition():
+        assert process.is_alive() and time.monotonic() < give_up_s, output.read_text()[-3000:]
+        time.sleep(0.05)
 
 
 def _run(module: str, arguments: list[str], output: str, errors: str, cwd: str, environment: dict[str, str]) -> None:

@@ -79,6 +79,13 @@ def run_work(folder: Path, work: Callable[..., Any], num: int = 2, *arguments: A
     return [one.said for one in ended]
 
 
+def command(module: str, arguments: Sequence[str], environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    training.make_plots = lambda run_dir: []
+    sys.argv = [module, *arguments]
+    run_cli(importlib.import_module(module).main)
+
+
 def start_command(
     folder: Path,
     module: str,
@@ -87,26 +94,20 @@ def start_command(
     *,
     devices: int = 1,
     own: Sequence[dict[str, str]] = (),
+    work: Callable[..., None] = command,
 ) -> Started:
-    """A command on each host; `own` are more variables of the environment of each one."""
+    """A command on each host; `own` are more variables of the environment of each one. `work` calls `command`."""
     told = [
         [*arguments, f"hosts.coordinator={one.coordinator}", f"hosts.num={num}", f"hosts.index={one.index}"]
         for one in settings(num)
     ]
     each = [(module, words, more) for words, more in zip(told, own or [{}] * num, strict=True)]
-    return Started(folder, num, devices, command, each)
+    return Started(folder, num, devices, work, each)
 
 
 def _joined(work: Callable[..., Any], config: HostsConfig, *arguments: Any) -> None:
     with hosts.joined(config) as joined:
         work(joined, *arguments)
-
-
-def command(module: str, arguments: Sequence[str], environment: dict[str, str]) -> None:
-    os.environ.update(environment)
-    training.make_plots = lambda run_dir: []
-    sys.argv = [module, *arguments]
-    run_cli(importlib.import_module(module).main)
 
 
 def free_port() -> int:

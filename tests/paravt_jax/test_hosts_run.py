@@ -7,8 +7,8 @@ import json
 import os
 import shutil
 import signal
-import time
 
+import forked
 import hosts as several
 import pytest
 from training import QUICK, arguments, arrays_of, episodes_of, metrics_of
@@ -38,15 +38,14 @@ STEPS = [
 
 def start(folder, run_dir, num=2):
     """Starts a run on hosts with two devices in total."""
-    joint = [*arguments(run_dir, *STEPS), f"hosts.coordinator=127.0.0.1:{several.free_port()}", f"hosts.num={num}"]
-    each = [([*joint, f"hosts.index={host}"],) for host in range(num)]
-    return several.Started(folder, num, 2 // num, train_with_calls, each)
+    words = arguments(run_dir, *STEPS)
+    return several.start_command(folder, "paravt_jax.train", words, num, devices=2 // num, work=train_with_calls)
 
 
-def train_with_calls(arguments):
+def train_with_calls(*command):
     """A random model makes no call by itself."""
     episode.find_calls = lambda text, signatures: [looks_at(len(text) % 3)]
-    several.command("paravt_jax.train", arguments, {})
+    several.command(*command)
 
 
 def looks_at(second):
@@ -60,11 +59,10 @@ def ended_well(started, code=0):
     return ended
 
 
-def send(started, host, number, after, deadline_s=200):
+def send(started, host, number, after):
     """Sends a signal to one host once host 0 prints this text."""
-    give_up_s = time.monotonic() + deadline_s
-    while after not in started.files[0].read_text() and time.monotonic() < give_up_s:
-        time.sleep(0.1)
+    output = started.files[0]
+    forked.wait_until(lambda: after in output.read_text(), started.processes[0], output)
     os.kill(started.processes[host].pid, number)
 
 

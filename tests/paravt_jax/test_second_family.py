@@ -1,7 +1,6 @@
 """Qwen2.5-VL in every command: it is trained, evaluated, exported and served, by the embedded engine."""
 
 import json
-import time
 import urllib.request
 from pathlib import Path
 
@@ -49,10 +48,7 @@ def test_it_is_served(world, tmp_path):
     arguments = ["--model", str(world / "tiny.hf"), "--port", str(port), "--video-root", str(world), "--frames", "2"]
     process = forked.start("paravt_jax.serve", arguments, str(output))
     try:
-        give_up_s = time.monotonic() + 120
-        while f":{port}/v1" not in (output.read_text() if output.exists() else ""):
-            assert process.is_alive() and time.monotonic() < give_up_s, output.read_text()
-            time.sleep(0.1)
+        forked.wait_until(lambda: f":{port}/v1" in output.read_text(), process, output)
         usage = usage_of(f"http://127.0.0.1:{port}/v1", str(world / "tiny.hf"), next(world.rglob("*.mp4")))
         assert usage["completion_tokens"] > 0
     finally:

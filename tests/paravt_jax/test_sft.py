@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -94,12 +93,10 @@ def test_every_step_logs_a_sample_that_the_page_shows(finished_run):
 
 @pytest.mark.slow
 def test_a_killed_run_resumes_and_ends_like_an_uninterrupted_one(finished_run, world, tmp_path):
-    process = forked.start("paravt_jax.sft", arguments(world, tmp_path), str(tmp_path / "output"))
+    output, state = tmp_path / "output", tmp_path / "checkpoints" / "2" / "state.json"
+    process = forked.start("paravt_jax.sft", arguments(world, tmp_path), str(output))
     try:
-        deadline_s = time.monotonic() + 200
-        while not (tmp_path / "checkpoints" / "2" / "state.json").exists():
-            assert process.is_alive() and time.monotonic() < deadline_s
-            time.sleep(0.05)
+        forked.wait_until(state.exists, process, output)
     finally:
         process.kill()
         process.join()
@@ -110,17 +107,15 @@ def test_a_killed_run_resumes_and_ends_like_an_uninterrupted_one(finished_run, w
 
 @pytest.mark.nightly
 def test_ctrl_c_saves_and_exits_130(world, tmp_path):
-    process = forked.start("paravt_jax.sft", arguments(world, tmp_path), str(tmp_path / "output"))
+    output = tmp_path / "output"
+    process = forked.start("paravt_jax.sft", arguments(world, tmp_path), str(output))
     try:
-        deadline_s = time.monotonic() + 200
-        while "step 1/" not in (output := (tmp_path / "output").read_text() if (tmp_path / "output").exists() else ""):
-            assert process.is_alive() and time.monotonic() < deadline_s, output
-            time.sleep(0.05)
+        forked.wait_until(lambda: "step 1/" in output.read_text(), process, output)
         os.kill(process.pid, signal.SIGINT)
         process.join(60)
     finally:
         process.kill()
-    assert process.exitcode == 130, (tmp_path / "output").read_text()
+    assert process.exitcode == 130, output.read_text()
     assert (tmp_path / "checkpoints" / str(len(metrics_of(tmp_path)))).is_dir()
 
 

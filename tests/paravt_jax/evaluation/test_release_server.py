@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from typing import Any
 
 import hosts as several
 import pytest
-from forked import forks
+from forked import forks, wait_until
 from processes import serve
 from published import make_copy_with, write_film
 
@@ -101,13 +100,6 @@ def lines_of(run_dir: Path) -> list[bytes]:
     return file.read_bytes().splitlines() if file.exists() else []
 
 
-def wait_for_samples(run_dir: Path, num: int, process: Any) -> None:
-    give_up_s = time.monotonic() + 240
-    while len(lines_of(run_dir)) < num:
-        assert process.is_alive() and time.monotonic() < give_up_s
-        time.sleep(0.05)
-
-
 def test_a_killed_batch_of_all_splits_resumes_and_draws_the_table(server, data, tmp_path):
     settings = dict(urls=server.url, model=MODEL, texts=data / "release.yaml")
     (tmp_path / "rows").mkdir()
@@ -117,7 +109,7 @@ def test_a_killed_batch_of_all_splits_resumes_and_draws_the_table(server, data, 
     runs, output = tmp_path / "runs" / "row", tmp_path / "output"
     killed = forks.Process(target=evaluate, args=(str(output), arguments))
     killed.start()
-    wait_for_samples(runs / "longvideobench", 1, killed)
+    wait_until(lambda: lines_of(runs / "longvideobench"), killed, output)
     killed.kill()
     killed.join()
     before = {split: lines_of(runs / split) for split in SPLITS}
@@ -152,7 +144,6 @@ def test_a_real_server_without_a_decoder_of_videos_is_one_sentence_before_the_fi
         asyncio.run(run_eval(config_of(data, tmp_path / "run", server.url, *charades)))
 
 
-@pytest.mark.nightly
 def test_the_other_real_server_continues_when_one_is_killed(server, tiny_hf, data, tmp_path, monkeypatch, capsys):
     async def killing(client: EndpointClient, messages: list[dict[str, Any]], **request: Any) -> Any:
         reply = await call_first(client, messages, **request)
