@@ -56,9 +56,9 @@ def main() -> None:
     if config is None:
         return
     if args.plan:
-        from paravt_jax.plan.tables import imitation_plan_of
+        from paravt_jax.plan.tables import plan_of
 
-        print(imitation_plan_of(config, args.device))
+        print(plan_of(config, args.device))
         return
     run = run_sft(config, allow_changes=args.allow_changes)
     if run.training.exit_code:

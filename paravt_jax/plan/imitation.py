@@ -5,17 +5,11 @@ from dataclasses import dataclass, replace
 
 from model_port.config import ModelConfig
 from paravt_jax.config import MeshConfig
+from paravt_jax.learner.batch_shape import BatchShape
 from paravt_jax.plan.devices import DeviceSpec
 from paravt_jax.plan.hosts import num_hosts
 from paravt_jax.plan.memory import Memory
-from paravt_jax.plan.plan import (
-    Fit,
-    ParamCounts,
-    assumed_of_seconds,
-    fit_of,
-    param_counts,
-    update_seconds,
-)
+from paravt_jax.plan.plan import Fit, ParamCounts, assumed_of_seconds, fit_of, param_counts, update_seconds
 from paravt_jax.plan.remat import planned_memory, remat_line, with_remat
 from paravt_jax.plan.run import PlannedSft
 from paravt_jax.plan.workload import RESPONSE_TOKENS, PlannedUpdate, Step, batch_flops
@@ -38,7 +32,7 @@ class ImitationPlan:
     rows_per_step: int
     params: ParamCounts
     memory: Memory
-    step: Step
+    batch: BatchShape
     flops: dict[str, float]  # per batch, over all devices, by pass
     steps: tuple[ImitationStep, ...]  # fewest rows first
     remat: str  # what the backward pass recomputes, and why
@@ -57,7 +51,7 @@ def make_imitation_plan(run: PlannedSft, device: DeviceSpec) -> ImitationPlan:
         rows_per_step=run.rows_per_step,
         params=param_counts(update, model),
         memory=memory,
-        step=step,
+        batch=step.shape,
         flops=batch_flops(update, model, step.shape, device.platform),
         steps=tuple(_steps(update, model, device, step)),
         remat=remat,

@@ -74,6 +74,10 @@ class Plan:
     assumptions: tuple[str, ...]
 
     @property
+    def num_hosts(self) -> int:
+        return self.host.num_hosts
+
+    @property
     def update_s(self) -> float | None:
         return None if self.update is None else self.update.total
 

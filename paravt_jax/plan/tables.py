@@ -2,10 +2,8 @@
 
 import textwrap
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from model_port.terminal import aligned
 from paravt_jax.config import Config, MeshConfig, SftConfig, computed_on
@@ -20,35 +18,23 @@ from paravt_jax.plan.run import PlannedRl, PlannedSft
 from paravt_jax.plan.step_rates import PUBLISHED, TEXTS, StepRates
 from paravt_jax.plan.step_time import StepTime
 
-Planned = TypeVar("Planned", Config, SftConfig)
 MIB, GIB = 2**20, 2**30
 COLUMNS = 100
 
 
-def plan_of(config: Config, device: str = "h100", run_dir: Path | None = None) -> str:
+def plan_of(config: Config | SftConfig, device: str = "h100", run_dir: Path | None = None) -> str:
     """The plan of a run as text, for a device by its name, with the rates in another run's log."""
-    config, remarks = _used_on(config, device)
-    model, more = model_config(config.model.path)
-    calibration = None if run_dir is None else calibrated(run_dir, _device_named(device))
+    spec = _device_named(device)
+    used = computed_on(config, spec.platform)
+    model, remarks = model_config(used.model.path)
+    if used is not config:
+        slower = f"on a CPU {config.model.dtype} is slower and takes more memory"
+        remarks = (f"computed in {used.model.dtype}: {slower}", *remarks)
+    if isinstance(used, SftConfig):
+        return render(make_imitation_plan(PlannedSft.of(used, model), spec), remarks)
+    calibration = None if run_dir is None else calibrated(run_dir, spec)
     rates = PUBLISHED if calibration is None else calibration.rates
-    plan = make_plan(PlannedRl.of(config, model), _device_named(device), rates)
-    return render(replace(plan, assumptions=(*remarks, *more, *plan.assumptions)), calibration)
-
-
-def imitation_plan_of(config: SftConfig, device: str = "h100") -> str:
-    """The plan of a cold start as text."""
-    config, remarks = _used_on(config, device)
-    model, more = model_config(config.model.path)
-    plan = make_imitation_plan(PlannedSft.of(config, model), _device_named(device))
-    return render_imitation(replace(plan, assumptions=(*remarks, *more, *plan.assumptions)))
-
-
-def _used_on(config: Planned, device: str) -> tuple[Planned, tuple[str, ...]]:
-    """The settings that a run on this device would use, and a remark if they differ from the config."""
-    used = computed_on(config, _device_named(device).platform)
-    if used is config:
-        return config, ()
-    return used, (f"computed in {used.model.dtype}: on a CPU {config.model.dtype} is slower and takes more memory",)
+    return render(make_plan(PlannedRl.of(used, model), spec, rates), remarks, calibration)
 
 
 def _device_named(device: str) -> DeviceSpec:
@@ -58,40 +44,37 @@ def _device_named(device: str) -> DeviceSpec:
     return DEVICES[name]
 
 
-def render(plan: Plan, calibration: Calibration | None = None) -> str:
+def render(plan: Plan | ImitationPlan, remarks: Iterable[str] = (), calibration: Calibration | None = None) -> str:
     """For a terminal of 100 columns."""
-    blocks = [
-        [_title(plan.mesh, plan.device, plan.host.num_hosts)],
-        ["parameters", *_aligned([[name, f"{count:,}"] for name, count in vars(plan.params).items()])],
-        _memory_lines(plan.memory),
-        _step_lines(plan),
-        *([_host_lines(plan.host)] if plan.host.num_hosts > 1 else []),
-        *([] if calibration is None else [_calibration_lines(calibration)]),
-        _step_time_lines(plan.step),
-        ["what fits", *_wrapped([plan.remat, *_fit_lines(plan.fit, plan.batch, plan.memory, plan.device)])],
-        ["assumptions", *_wrapped(plan.assumptions)],
-    ]
-    return "\n\n".join("\n".join(lines) for lines in blocks)
-
-
-def render_imitation(plan: ImitationPlan) -> str:
-    """For a terminal of 100 columns."""
-    batch = plan.step.shape
-    rows = [["rows", "batches", "tokens", "PFLOP", "seconds", ""]]
-    for step in plan.steps:
-        pflop = step.num_batches * sum(plan.flops.values()) / 1e15
-        remark = "sft.rows_per_step" if step.num_rows == plan.rows_per_step else ""
-        tokens = f"{step.num_rows * batch.row_tokens:,}"
-        rows.append([str(step.num_rows), str(step.num_batches), tokens, f"{pflop:.2f}", _seconds(step.seconds), remark])
+    step_blocks = [_rows_lines(plan)] if isinstance(plan, ImitationPlan) else list(_step_blocks(plan, calibration))
     blocks = [
         [_title(plan.mesh, plan.device, plan.num_hosts)],
         ["parameters", *_aligned([[name, f"{count:,}"] for name, count in vars(plan.params).items()])],
         _memory_lines(plan.memory),
-        ["seconds per step, by number of rows", *_aligned(rows)],
-        ["what fits", *_wrapped([plan.remat, *_fit_lines(plan.fit, batch, plan.memory, plan.device)])],
-        ["assumptions", *_wrapped(plan.assumptions)],
+        *step_blocks,
+        ["what fits", *_wrapped([plan.remat, *_fit_lines(plan.fit, plan.batch, plan.memory, plan.device)])],
+        ["assumptions", *_wrapped([*remarks, *plan.assumptions])],
     ]
     return "\n\n".join("\n".join(lines) for lines in blocks)
+
+
+def _step_blocks(plan: Plan, calibration: Calibration | None) -> Iterator[list[str]]:
+    yield _step_lines(plan)
+    if plan.num_hosts > 1:
+        yield _host_lines(plan.host)
+    if calibration is not None:
+        yield _calibration_lines(calibration)
+    yield _step_time_lines(plan.step)
+
+
+def _rows_lines(plan: ImitationPlan) -> list[str]:
+    rows = [["rows", "batches", "tokens", "PFLOP", "seconds", ""]]
+    for step in plan.steps:
+        pflop = step.num_batches * sum(plan.flops.values()) / 1e15
+        remark = "sft.rows_per_step" if step.num_rows == plan.rows_per_step else ""
+        tokens = f"{step.num_rows * plan.batch.row_tokens:,}"
+        rows.append([str(step.num_rows), str(step.num_batches), tokens, f"{pflop:.2f}", _seconds(step.seconds), remark])
+    return ["seconds per step, by number of rows", *_aligned(rows)]
 
 
 def _title(mesh: MeshConfig, device: DeviceSpec, hosts: int) -> str:

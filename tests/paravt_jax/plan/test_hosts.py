@@ -16,7 +16,7 @@ from paravt_jax.plan.devices import DEVICES, DeviceSpec
 from paravt_jax.plan.hosts import HostPart
 from paravt_jax.plan.plan import make_plan
 from paravt_jax.plan.run import PlannedRl
-from paravt_jax.plan.tables import imitation_plan_of, plan_of
+from paravt_jax.plan.tables import plan_of
 
 H100, V5P = DEVICES["h100"], DEVICES["v5p"]
 TWO_HOSTS = ("model.path=8b", "model.dtype=bfloat16", "mesh.data=2", "mesh.fsdp=8", "mesh.tensor=1", "pack.num_rows=16")
@@ -54,7 +54,7 @@ def test_hosts_num_overrides_the_number_of_hosts():
 
 def test_the_plan_of_a_cold_start_has_the_number_of_hosts():
     config = load_config("configs/sft_8b.yaml", "mesh.data=4", "pack.num_rows=32", schema=SftConfig)
-    assert " on 4 hosts, mesh data 4" in imitation_plan_of(config)
+    assert " on 4 hosts, mesh data 4" in plan_of(config)
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from paravt_jax.plan.flops import product_flops
 from paravt_jax.plan.memory import memory_of, param_shapes, shard_values
 from paravt_jax.plan.plan import Plan, make_plan, model_config
 from paravt_jax.plan.run import PlannedRl
-from paravt_jax.plan.tables import imitation_plan_of, plan_of
+from paravt_jax.plan.tables import plan_of
 from paravt_jax.plan.workload import batch_flops
 
 # RL configs whose model is a name. Recipes for machines are in test_machines.py.
@@ -336,11 +336,11 @@ def test_memory_needs_no_device():
 @pytest.mark.slow
 def test_a_plan_for_a_cpu_assumes_float32_and_prints_it():
     remark = "computed in float32: on a CPU bfloat16 is slower and takes more memory"
-    for file, schema, plan in (("2b_lora_24gb", Config, plan_of), ("sft_2b_lora_24gb", SftConfig, imitation_plan_of)):
+    for file, schema in (("2b_lora_24gb", Config), ("sft_2b_lora_24gb", SftConfig)):
         planned = {}
         for dtype in ("float32", "bfloat16"):
             config = load_config(f"configs/{file}.yaml", "model.path=2b", f"model.dtype={dtype}", schema=schema)
-            planned[dtype] = " ".join(plan(config, "cpu").split())
+            planned[dtype] = " ".join(plan_of(config, "cpu").split())
             assert (remark in planned[dtype]) == (dtype == "bfloat16")
-        assert remark not in " ".join(plan(config, "h100").split())
+        assert remark not in " ".join(plan_of(config, "h100").split())
         assert planned["bfloat16"].replace(f"{remark} ", "") == planned["float32"]
