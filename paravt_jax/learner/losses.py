@@ -22,7 +22,7 @@ import numpy as np
 from jax.lax import stop_gradient
 from jaxtyping import Array, Bool, Float, Int
 
-from paravt_jax.learner.settings import Correction, Decision, KlTerm, LossConfig, MismatchConfig
+from paravt_jax.learner.settings import Correction, KlTerm, LossConfig
 from paravt_jax.learner.variants import (
     TANGENT_FROM,
     Number,
@@ -192,10 +192,3 @@ def ratio_quantile(counts: Float[np.ndarray, " H"], quantile: float) -> float:
     inner = np.sign(RATIO_EDGES[1:]) * np.sqrt(np.abs(RATIO_EDGES[1:] * RATIO_EDGES[:-1]))
     inner[len(POSITIVE_EDGES) - 1] = 0.0
     return float(np.exp([RATIO_EDGES[0], *inner, RATIO_EDGES[-1]][reached]))
-
-
-def mismatch_decision(behavior_kl: float, config: MismatchConfig) -> Decision:
-    """The action for a step with this mean behavior KL; NaN or infinity stops the run."""
-    if not math.isfinite(behavior_kl) or behavior_kl >= config.max_kl:
-        return "stop"
-    return "warn" if behavior_kl >= config.warn_kl else "ok"

@@ -22,11 +22,7 @@ class OptimNumbers(NamedTuple):
 
 def numbers_at(config: OptimConfig, step: int, num_steps: int) -> OptimNumbers:
     """The numbers of update `step`, counted from 0, in a run of `num_steps`."""
-    return OptimNumbers(
-        learning_rate(config, step, num_steps),
-        config.weight_decay,
-        config.max_grad_norm,
-    )
+    return OptimNumbers(learning_rate(config, step, num_steps), config.weight_decay, config.max_grad_norm)
 
 
 def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:

@@ -13,7 +13,6 @@ CreditKind = Literal["span", "token", "sequence", "likelihood"]
 Normalise = Literal["std", "batch", "tokens", "none", "loo"]
 Correction = Literal["token_mis", "token_tis", "sequence_mis", "sequence_tis", "icepop", "none"]
 KlTerm = Literal["k3", "k2", "reward", "returns"]
-Decision = Literal["ok", "warn", "stop"]
 Schedule = Literal["constant", "cosine"]
 HEAD_CHUNK_TOKENS = 256  # scored tokens per row in a chunk of logits
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from paravt_jax.config import EngineConfig, ValidationConfig
 from paravt_jax.data.prompts import Prompt
-from paravt_jax.learner.losses import mismatch_decision
 from paravt_jax.learner.settings import MismatchConfig
 from paravt_jax.plan.update_rate import UpdateRate
 from paravt_jax.rl.batches import PolicyUpdate
@@ -185,14 +184,13 @@ class Run:
         if behavior_kl is None:
             return
         step = self.training.step + 1
-        decision = mismatch_decision(behavior_kl, self.mismatch)
-        if decision == "stop":
+        if not behavior_kl < self.mismatch.max_kl:  # also NaN
             raise RuntimeError(
                 f"engine and learner differ by a mean KL of {behavior_kl:.3g} over the tokens of step {step}, more "
                 f"than mismatch.max_kl={self.mismatch.max_kl}: the engine samples from another policy. Compare the two "
                 f"with python -m rollout.check, or lower train.max_staleness"
             )
-        if decision != "ok":
+        if behavior_kl >= self.mismatch.warn_kl:
             self.training.log.say(f"step {step}: engine and learner differ by a KL of {behavior_kl:.3g}")
 
     def _weights(self) -> ModelWeights | AdapterWeights:

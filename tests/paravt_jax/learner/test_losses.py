@@ -16,7 +16,6 @@ from paravt_jax.learner.losses import (
     class_sums,
     k3,
     kl_penalties,
-    mismatch_decision,
     policy_loss,
     ratio_counts,
     ratio_quantile,
@@ -428,15 +427,6 @@ def test_quantiles_of_the_ratio_come_from_bins_that_add_up():
     extreme = jnp.asarray([-80.0, 80.0])
     counts = ratio_counts(SampledTokens(extreme, *3 * [jnp.zeros(2)], jnp.ones(2, bool), SUMS))
     assert [ratio_quantile(np.asarray(counts), quantile) for quantile in (0.5, 1.0)] == [math.exp(-10), math.exp(10)]
-
-
-@pytest.mark.parametrize(
-    ("kl", "decision"),
-    [(0.0, "ok"), (0.0099, "ok"), (0.01, "warn"), (0.0999, "warn")]
-    + [(kl, "stop") for kl in (0.1, math.nan, math.inf)],
-)
-def test_a_run_warns_at_a_tenth_of_the_kl_that_stops_it(kl, decision):
-    assert mismatch_decision(kl, MismatchConfig(max_kl=0.1)) == decision
 
 
 @pytest.mark.parametrize(

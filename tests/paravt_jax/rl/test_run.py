@@ -1,7 +1,8 @@
-"""The validation of an RL run."""
+"""The validation of an RL run, and the check of its engine in every step."""
 
 import asyncio
 import json
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ from agents import FakeFrames
 
 from paravt_jax.config import LogConfig, load_config
 from paravt_jax.data.prompts import Prompt
+from paravt_jax.learner.settings import MismatchConfig
 from paravt_jax.rl.episodes import RolloutWorker
 from paravt_jax.rl.run import Run
 from paravt_jax.run.hosts import ALONE
@@ -61,3 +63,23 @@ def test_validation_logs_metrics_by_question_type(tiny_hf, tmp_path):
 @pytest.mark.timeout(30)
 def test_a_stopped_validation_is_not_logged(tiny_hf, tmp_path):
     assert validated(tiny_hf, tmp_path, Stopping(), reply_s=60.0) == []
+
+
+@pytest.mark.parametrize(("kl", "num_warnings"), [(0.0099, 0), (0.01, 1), (0.0999, 1)])
+def test_a_run_warns_at_a_tenth_of_the_kl_that_stops_it(kl, num_warnings):
+    assert len(warnings_at(kl, max_kl=0.1)) == num_warnings
+
+
+@pytest.mark.parametrize(("kl", "max_kl"), [(0.1, 0.1), (math.nan, 0.1), (math.inf, 0.1), (math.nan, math.inf)])
+def test_an_engine_that_differs_too_much_stops_the_run(kl, max_kl):
+    with pytest.raises(RuntimeError, match=f"mean KL of {kl:.3g} over the tokens of step 1, more than mismatch.max_kl"):
+        warnings_at(kl, max_kl)
+
+
+def warnings_at(kl: float, max_kl: float) -> list[str]:
+    run: Any = object.__new__(Run)
+    warnings: list[str] = []
+    run.training = SimpleNamespace(step=0, log=SimpleNamespace(say=warnings.append))
+    run.mismatch = MismatchConfig(max_kl)
+    run._check_mismatch({"mismatch/behavior_kl": kl})
+    return warnings
