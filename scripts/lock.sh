@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Writes requirements/*.txt, every release with its hashes, from pyproject.toml.   bash scripts/lock.sh [--upgrade]
 # Keeps releases that still satisfy the constraints; --upgrade takes the newest ones. Other arguments go to
-# `uv pip compile`, for example --upgrade-package NAME. Needs uv: https://docs.astral.sh/uv/
+# `uv pip compile`, for example --upgrade-package NAME. Needs uv, which scripts/setup.sh installs.
 #
 # torch is not locked, because builds from other indexes, such as the smaller one for CPUs, have other hashes and other
 # requirements under the same version. The setup scripts install its pinned version separately.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+PATH="$(pwd)/.venv/bin:$PATH"
 lock() { # NAME arguments…: their requirements, and those on stdin, into requirements/NAME.txt
   local file=requirements/$1.txt
   shift
@@ -18,6 +19,7 @@ trap 'rm "$overrides"' EXIT
 build=setuptools
 of_torch="filelock fsspec jinja2 networkx setuptools sympy typing_extensions" # and CUDA, which the tests do not need
 
+lock uv "$@" <<<uv
 lock cpu pyproject.toml "$@" <<<$build
 lock cuda12 --extra cuda12 pyproject.toml "$@" <<<$build
 lock tpu --extra tpu pyproject.toml "$@" <<<$build

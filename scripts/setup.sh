@@ -52,10 +52,10 @@ fi
 echo "setup: installing paravt_jax ($kind) into .venv (a few minutes the first time)"
 (while sleep 30 >/dev/null 2>&1; do echo "setup: installing, $SECONDS s so far" >&2; done) &
 trap "kill $!" EXIT
-# The lock lists all packages (scripts/lock.sh), so pip need not resolve requirements.
-locked=(-r "requirements/$kind.txt")
-[ "$kind" != dev ] || locked+=(-r requirements/dev-data.txt)
-pip --require-hashes --no-deps "${locked[@]}"
+# The lock lists all packages (scripts/lock.sh), so nothing need be resolved.
+locks=("requirements/$kind.txt")
+[ "$kind" != dev ] || locks+=(requirements/dev-data.txt)
+bash scripts/install_locked.sh .venv "${locks[@]}"
 # Without hashes, because builds from other indexes, such as the smaller one for CPUs, have other hashes.
 [ "$kind" != dev ] || pip torch==2.13.0
 pip --no-deps --no-build-isolation --editable .

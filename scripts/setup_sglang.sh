@@ -45,7 +45,7 @@ echo "setup_sglang: installing $sglang ($variant) into $venv (a few minutes)"
 trap "kill $!" EXIT
 # Without hashes, because builds from other indexes, such as the smaller one for CPUs, have other hashes.
 [ "$variant" != cpu ] || pip $torch
-pip --require-hashes --no-deps -r $lock
+bash scripts/install_locked.sh $venv $lock
 [ "$variant" != cuda ] || pip $sglang # with the torch that it requires
 echo "$want" >$stamp
 echo "setup_sglang: done; python -m rollout.serve finds $venv/bin/python"

@@ -17,11 +17,8 @@ ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = ("paravt_jax", "model_port", "rollout")
 LOCKS = ROOT / "requirements"
-OF_THE_TESTS = [
-    "requirements/dev-data.txt",
-    "torch==2.13.0",
-    ".",
-]  # what setup.sh asks pip for, the last word of each call
+UV = "requirements/uv.txt"
+OF_THE_TESTS = [UV, "requirements/dev-data.txt", "torch==2.13.0", "."]  # the last word of each call of pip and uv
 PYTHONS = ("3.11", "3.12", "3.13")
 BREAK_BETWEEN_RELEASES = {"jax", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "av", "transformers"}
 
@@ -123,15 +120,18 @@ def test_a_lock_says_nothing_of_where_it_was_made():
 
 @pytest.fixture
 def setup_sh(tmp_path):
-    """Runs scripts/setup.sh in a clone with a fake pip, and returns the requests to pip."""
+    """Runs scripts/setup.sh in a clone with a fake pip and uv, and returns the requests to them."""
     clone = tmp_path / "clone"
     (clone / "scripts").mkdir(parents=True)
-    for name in ("pyproject.toml", "scripts/setup.sh"):
+    for name in ("pyproject.toml", "scripts/setup.sh", "scripts/install_locked.sh"):
         shutil.copy(ROOT / name, clone / name)
     shutil.copytree(LOCKS, clone / "requirements")
     venv.create(clone / ".venv", symlinks=True)
     (tmp_path / "pip.py").write_text("import sys; print('asked for', sys.argv[-1])")
     (tmp_path / "python3").symlink_to("/bin/false")
+    uv = clone / ".venv/bin/uv"
+    uv.write_text('#!/bin/sh\nfor last; do :; done; echo asked for "$last"; exit ${UV_FAILS:-0}\n')
+    uv.chmod(0o755)
 
     def run(kind: str) -> list[str]:
         env = {name: value for name, value in os.environ.items() if name != "PYTHON"}
@@ -147,14 +147,19 @@ def setup_sh(tmp_path):
 
 @pytest.mark.parametrize("kind", ["cuda12", "tpu"])
 def test_an_environment_to_run_in_holds_nothing_of_the_tests(setup_sh, kind):
-    assert setup_sh("cpu") == ["requirements/cpu.txt", "."]
-    assert setup_sh(kind) == [f"requirements/{kind}.txt", "."]
+    assert setup_sh("cpu") == [UV, "requirements/cpu.txt", "."]
+    assert setup_sh(kind) == [UV, f"requirements/{kind}.txt", "."]
 
 
 def test_an_environment_of_the_tests_serves_to_run_in(setup_sh):
-    assert setup_sh("cpu") == ["requirements/cpu.txt", "."] and setup_sh("cpu") == []
+    assert setup_sh("cpu") == [UV, "requirements/cpu.txt", "."] and setup_sh("cpu") == []
     assert setup_sh("dev") == OF_THE_TESTS
     assert setup_sh("cpu") == setup_sh("dev") == []
+
+
+def test_pip_installs_the_packages_where_uv_fails(setup_sh, monkeypatch):
+    monkeypatch.setenv("UV_FAILS", "1")
+    assert setup_sh("cpu") == [UV, "requirements/cpu.txt", "requirements/cpu.txt", "."]
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "requirements/dev.txt"])

@@ -12,7 +12,7 @@ RUN apt-get update \
 WORKDIR /paravt
 # First what changes least, so that a change of the code installs nothing again.
 COPY requirements requirements
-COPY scripts/setup_sglang.sh scripts/
+COPY scripts/setup_sglang.sh scripts/install_locked.sh scripts/
 RUN bash scripts/setup_sglang.sh cuda
 COPY . .
 RUN bash scripts/setup.sh cuda12

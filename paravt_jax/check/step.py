@@ -26,6 +26,7 @@ from paravt_jax.train import train
 from rollout.chat import Chat
 
 NUM_STEPS, GROUP_SIZE, NEW_TOKENS = 2, 4, 64
+PATIENT_S = 6 * 3600.0  # for a turn: a large model on a CPU is slow, not wrong
 RUN = "run"
 SHOWN = (
     *("time/rollout_s", "time/update_s", "time/publish_s"),
@@ -74,6 +75,7 @@ def short_episodes(server: str) -> list[str]:
     return [
         *(f"train.num_steps={NUM_STEPS}", "train.prompts_per_step=1", f"train.group_size={GROUP_SIZE}"),
         *("train.max_resamples=0", "train.updates_per_step=1", "train.max_staleness=0", "train.oversample=0"),
+        f"rollout.turn_deadline_s={PATIENT_S:g}",
         *(f"rollout.max_new_tokens={NEW_TOKENS}", f"reward.plugin={spread.__file__}:reward"),
         *("reward.oe_mode=exact", "judge.url=", "judge.model="),
         *("engine.gpus=[]", f"engine.kind={'sglang' if server else 'jax'}", f"engine.urls=[{server}]"),
