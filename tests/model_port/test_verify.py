@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -156,11 +155,11 @@ def test_the_verdict_is_one_line(hf, command, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_command_ends_well_where_both_compute_the_same(tiny_hf):
-    arguments = [sys.executable, "-m", "model_port.verify", "--hf", str(tiny_hf)]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and done.stderr.startswith("THE SAME in float32"), done.stderr
-    assert json.loads(done.stdout)["relative_error"] < MAX_RELATIVE
+def test_the_command_ends_well_where_both_compute_the_same(tiny_hf, command, capsys):
+    command("--hf", str(tiny_hf))
+    said = capsys.readouterr()
+    assert said.err.startswith("THE SAME in float32")
+    assert json.loads(said.out)["relative_error"] < MAX_RELATIVE
 
 
 def test_without_torch_it_says_what_is_missing_and_how_to_get_it_in_one_line(tiny_hf, command, monkeypatch):

@@ -125,10 +125,13 @@ WRONG = {
     "shift": shifted,
     "order of pictures": in_another_order,
 }
+NIGHTLY_WRONG = ("one layer's weights", "template")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize(
+    "wrong", [pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY_WRONG)) for name in WRONG]
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", NIGHTLY_FLOAT32])
 def test_a_wrong_server_is_refused(wrong, dtype, scorers, chat, right, tmp_path):
     model, change = right, WRONG[wrong]
@@ -141,7 +144,7 @@ def test_a_wrong_server_is_refused(wrong, dtype, scorers, chat, right, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [with_the_first_last, black_at_the_end])
+@pytest.mark.parametrize("change", [with_the_first_last, pytest.param(black_at_the_end, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("dtype", ["bfloat16", NIGHTLY_FLOAT32])
 def test_a_server_with_a_wrong_picture_in_a_tools_response_is_refused(change, dtype, scorers, chat, right):
     found = judged(scorers, chat, dtype, right, change)

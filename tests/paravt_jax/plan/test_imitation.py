@@ -51,10 +51,15 @@ def test_a_device_without_a_data_sheet_has_no_seconds(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "changed_keys"),
     [
-        (("model.path=32b", "sft.rows_per_step=8"), {"optim.offload", "mesh.fsdp"}),
-        (("model.path=4b", "mesh.fsdp=1", "pack.num_rows=1"), {"optim.offload", "mesh.fsdp"}),
         (("pack.num_rows=32", "pack.row_tokens=32768"), {"pack.num_rows", "pack.row_tokens", "mesh.fsdp"}),
-        (("mesh.fsdp=32", "pack.num_rows=32", "pack.row_tokens=262144"), {"pack.row_tokens", "mesh.fsdp"}),
+        *(
+            pytest.param(*each, marks=pytest.mark.nightly)
+            for each in (
+                (("model.path=32b", "sft.rows_per_step=8"), {"optim.offload", "mesh.fsdp"}),
+                (("model.path=4b", "mesh.fsdp=1", "pack.num_rows=1"), {"optim.offload", "mesh.fsdp"}),
+                (("mesh.fsdp=32", "pack.num_rows=32", "pack.row_tokens=262144"), {"pack.row_tokens", "mesh.fsdp"}),
+            )
+        ),
     ],
 )
 def test_a_cold_start_that_does_not_fit_gets_advice_that_does(capsys, monkeypatch, settings, changed_keys):

@@ -1,13 +1,14 @@
 """Recipes for machines: they differ from the published recipe in the machine only, and fit by plan and compiler."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import starmap
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from model_port.sharding import make_mesh
 from paravt_jax.config import Config, MeshConfig, SftConfig, load_config, to_record
@@ -66,6 +67,11 @@ METHOD_CONFIGS = sorted([*CONFIGS.glob("*grpo_8b*.yaml"), *(CONFIGS / "ablations
 H100 = DEVICES["h100"]
 LORA_CHANGES = {"lora.rank", "optim.learning_rate", "rollout.max_context_tokens", "pack.row_tokens"}
 MACHINE_SETTINGS = ("run_dir", "model.path", "model.remat", "mesh.", "engine.", "pack.num_rows", "optim.offload")
+
+
+def named(names: Iterable[str]) -> list[ParameterSet]:
+    """The plans of the largest models take longest; test_plan.py has a small mixture."""
+    return [pytest.param(each, marks=[pytest.mark.nightly] * each.startswith(("32b", "30ba3b"))) for each in names]
 
 
 def config_of(name: str) -> Config:
@@ -171,7 +177,7 @@ def test_a_recipe_of_qwen2_5_vl_differs_from_its_counterpart_in_the_model_only(n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LEARNERS)
+@pytest.mark.parametrize("name", named(LEARNERS))
 def test_the_mesh_of_a_recipe_uses_the_whole_machine_and_fits_by_the_plan(name):
     config, plan = config_of(name), plan_for(name)
     assert config.mesh.num_devices == topology(LEARNERS[name]).num_devices
@@ -180,14 +186,7 @@ def test_the_mesh_of_a_recipe_uses_the_whole_machine_and_fits_by_the_plan(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.nightly] * name.startswith(("32b", "30ba3b")))
-        for name in LEARNERS
-        if config_of(name).mesh.num_devices > 1
-    ],
-)
+@pytest.mark.parametrize("name", named(name for name in LEARNERS if config_of(name).mesh.num_devices > 1))
 def test_no_mesh_that_fits_has_a_step_more_than_one_percent_faster(name):
     run, device, seconds = planned(config_of(name)), device_of(name), {}
     for shape in mesh_shapes(run.num_devices):
@@ -201,7 +200,7 @@ def test_no_mesh_that_fits_has_a_step_more_than_one_percent_faster(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*LEARNERS, *(name for name in CONTRAST if not is_start(name))])
+@pytest.mark.parametrize("name", named([*LEARNERS, *(name for name in CONTRAST if not is_start(name))]))
 def test_the_commands_of_a_recipe_make_its_policy_on_its_machine(name):
     commands = header_of(name)
     start, settings = re.findall(r"paravt_jax\.sft --config configs/([\w/]+)\.yaml ([^|]*)\|", commands)[0]
@@ -223,7 +222,7 @@ def test_a_cold_start_differs_from_the_published_one_in_the_machine_only(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DEVICES_OF)
+@pytest.mark.parametrize("name", named(DEVICES_OF))
 def test_the_figures_in_a_header_match_the_plan(name):
     written = ESTIMATES.search(header_of(name))
     assert written is not None
@@ -234,9 +233,11 @@ def test_the_figures_in_a_header_match_the_plan(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", RECIPE_ROW.findall(TRAINING.read_text()), ids=lambda row: row[0])
-def test_the_table_of_recipes_matches_the_plan(row):
-    name, _, usable, update_s, step_s, bound_by = row
+@pytest.mark.parametrize("name", named(LEARNERS))
+def test_the_table_of_recipes_matches_the_plan(name):
+    ((_, usable, update_s, step_s, bound_by),) = (
+        row[1:] for row in RECIPE_ROW.findall(TRAINING.read_text()) if row[0] == name
+    )
     figures = figures_of(name)
     assert same_figures((update_s, step_s, usable), (figures[0], figures[1], figures[3])), figures
     assert bound_by == figures[1].bound_by

@@ -339,7 +339,8 @@ def test_a_plan_for_a_cpu_assumes_float32_and_prints_it():
     for file, schema in (("2b_lora_24gb", Config), ("sft_2b_lora_24gb", SftConfig)):
         planned = {}
         for dtype in ("float32", "bfloat16"):
-            config = load_config(f"configs/{file}.yaml", "model.path=2b", f"model.dtype={dtype}", schema=schema)
+            settings = "model.path=2b", "model.remat=full", f"model.dtype={dtype}"
+            config = load_config(f"configs/{file}.yaml", *settings, schema=schema)
             planned[dtype] = " ".join(plan_of(config, "cpu").split())
             assert (remark in planned[dtype]) == (dtype == "bfloat16")
         assert remark not in " ".join(plan_of(config, "h100").split())

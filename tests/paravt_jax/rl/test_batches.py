@@ -89,8 +89,8 @@ def test_every_sampled_token_of_an_episode_that_is_not_missing_counts_once(tiny_
             raise EngineError("gone")
         return half_right(episode)
 
-    _, (metrics,) = trained(tiny_hf, say=one_lost)
-    assert metrics["loss/num_tokens"] == num_sampled(tiny_hf) - 2 * num_sampled(tiny_hf, [2])
+    (part,) = parts_of(tiny_hf, say=one_lost)
+    assert part.counts.num_tokens == num_sampled(tiny_hf) - 2 * num_sampled(tiny_hf, [2])
 
 
 @pytest.mark.slow
@@ -119,7 +119,7 @@ def test_the_likelihood_trains_the_tags_of_groups_without_spread(tiny_hf):
     assert all((change > 0).all() and change.size for change in changes)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_kl_in_the_reward_changes_the_second_step_and_not_the_first(tiny_hf):
     common = (
         "advantage.normalise=none",
@@ -187,9 +187,14 @@ def tokens_of(tiny_hf, *overrides):
     return np.concatenate(columns, axis=1).T.astype(np.float64), np.concatenate(sequences)
 
 
+@pytest.fixture(scope="module")
+def release(tiny_hf):
+    return tokens_of(tiny_hf)
+
+
 @pytest.mark.slow
-def test_the_advantages_of_the_release_are_returns_normalised_over_all_tokens_of_the_step(tiny_hf):
-    tokens, sequence = tokens_of(tiny_hf)
+def test_the_advantages_of_the_release_are_returns_normalised_over_all_tokens_of_the_step(release):
+    tokens, sequence = release
     expected = []
     for number in np.unique(tokens[:, 0]).astype(int):
         _, behavior, ref, _ = tokens[tokens[:, 0] == number].T
@@ -205,13 +210,13 @@ def test_the_advantages_of_the_release_are_returns_normalised_over_all_tokens_of
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", ["pack.row_tokens=1024", "train.updates_per_step=2"])
-def test_neither_packing_nor_the_parts_of_a_step_change_the_advantages_of_the_release(tiny_hf, setting):
-    first, other = (tokens_of(tiny_hf, *more)[0] for more in ([], [setting]))
+def test_neither_packing_nor_the_parts_of_a_step_change_the_advantages_of_the_release(release, tiny_hf, setting):
+    first, other = release[0], tokens_of(tiny_hf, setting)[0]
     assert len(first) == len(other)
     np.testing.assert_allclose(np.sort(first[:, 3]), np.sort(other[:, 3]), atol=2e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_weight_of_a_dr_grpo_token_does_not_depend_on_lengths(tiny_hf):
     common = ("loss.kl_coef=0", "advantage.normalise=none")
     published, dr_grpo = (
@@ -221,9 +226,9 @@ def test_the_weight_of_a_dr_grpo_token_does_not_depend_on_lengths(tiny_hf):
     assert dr_grpo == pytest.approx(published * num_sampled(tiny_hf) / (8 * 64 * turns), rel=1e-4)
 
 
-def parts_of(tiny_hf, *overrides):
+def parts_of(tiny_hf, *overrides, **options):
     """The data of a step's updates."""
-    return trained(tiny_hf, *overrides, do=lambda update, groups: update.parts(groups))[1][0]
+    return trained(tiny_hf, *overrides, do=lambda update, groups: update.parts(groups), **options)[1][0]
 
 
 def targets(parts):
@@ -294,8 +299,7 @@ TWO_ROWS = [
 def test_the_one_shape_of_short_rows_pads_batches_and_does_not_change_their_update(tiny_hf):
     learners, metrics, shapes = [], [], []
     for row_tokens in (512, 8192):
-        learner, (own,) = trained(tiny_hf, *TWO_ROWS, f"pack.row_tokens={row_tokens}")
-        ((part,),) = trained(tiny_hf, *TWO_ROWS, f"pack.row_tokens={row_tokens}", do=parts_only)[1]
+        learner, (((part,), own),) = trained(tiny_hf, *TWO_ROWS, f"pack.row_tokens={row_tokens}", do=parts_and_metrics)
         shapes.append(
             [(batch.text.tokens.shape, batch.target.shape, len(batch.vision.patches)) for batch in part.batches]
         )
@@ -308,8 +312,8 @@ def test_the_one_shape_of_short_rows_pads_batches_and_does_not_change_their_upda
         np.testing.assert_allclose(one, other, atol=5e-5)  # Adam's step is 1e-3, however small a gradient
 
 
-def parts_only(update, groups):
-    return update.parts(groups)
+def parts_and_metrics(update, groups):
+    return update.parts(groups), update.run(groups)
 
 
 @pytest.mark.slow
