@@ -4,11 +4,14 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
-__version__ = version("paravt_jax")
-
 
 def __getattr__(name: str) -> Any:
-    """Imports the modules that Python calls, so that `paravt_jax.train(config)` needs no import of its own."""
+    """Imports the modules that Python calls, so that `paravt_jax.train(config)` needs no import of its own.
+
+    The version is looked up on use, because a clone on PYTHONPATH that is not installed has none.
+    """
+    if name == "__version__":
+        return version("paravt_jax")
     if name in ("train", "sft"):
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

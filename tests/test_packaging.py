@@ -1,17 +1,21 @@
 """The installed packages match the tree and the requests of scripts/setup.sh."""
 
+import importlib
 import os
 import re
 import shutil
 import subprocess
 import tomllib
 import venv
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+
+import paravt_jax
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -116,6 +120,18 @@ def test_torch_and_sglang_are_pinned_in_one_version():
 def test_a_lock_says_nothing_of_where_it_was_made():
     for file in LOCKS.iterdir():
         assert re.findall(r"://|--(?!hash=)\S+", file.read_text()) == [], file.name
+
+
+def test_a_clone_on_pythonpath_is_imported_without_being_installed(monkeypatch):
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(metadata, "version", missing)
+        importlib.reload(paravt_jax)
+        with pytest.raises(metadata.PackageNotFoundError):
+            paravt_jax.__version__  # noqa: B018
+    assert importlib.reload(paravt_jax).__version__ == PYPROJECT["project"]["version"]
 
 
 @pytest.fixture
