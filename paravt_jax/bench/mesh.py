@@ -9,8 +9,9 @@ import argparse
 from typing import Any
 
 from model_port.config import PRESETS
-from paravt_jax.bench.mesh_case import SETTINGS
 from paravt_jax.bench.models import MODELS
+
+SETTINGS = {"model": "tiny", "rows": 1, "row_tokens": 1024, "dtype": "float32", "remat": "full"}  # without --config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

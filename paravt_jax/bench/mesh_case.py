@@ -2,27 +2,28 @@
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from jax.sharding import Mesh
 
 from model_port.config import ModelConfig, preset
 from paravt_jax.bench.models import MODELS
-from paravt_jax.config import Config
-
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
-    from paravt_jax.learner.learner import Learner
-    from paravt_jax.learner.packing import TrainBatch
-    from paravt_jax.plan.workload import PlannedUpdate, Step
+from paravt_jax.config import Config, EngineConfig, MeshConfig, PackConfig, PolicyConfig, TrainConfig, VideoConfig
+from paravt_jax.learner.batch_shape import random_model
+from paravt_jax.learner.learner import Learner, StepPart
+from paravt_jax.learner.packing import TrainBatch
+from paravt_jax.learner.settings import LossConfig
+from paravt_jax.learner.variants import StepCounts
+from paravt_jax.plan.meshes import mesh_shapes
+from paravt_jax.plan.workload import PlannedUpdate, Step
+from paravt_jax.rewards.settings import RewardConfig
+from rollout.episode_config import EpisodeConfig
 
 FRAMES_OF_A_ROW = 4
-SETTINGS = {"model": "tiny", "rows": 1, "row_tokens": 1024, "dtype": "float32", "remat": "full"}
 
 
 def shapes_of(args: argparse.Namespace, num_devices: int) -> list[tuple[int, int, int]]:
     """The mesh of --mesh, or all."""
-    from paravt_jax.plan.meshes import mesh_shapes
-
     if args.mesh is None:
         return list(mesh_shapes(num_devices))
     shapes = [shape for shape in mesh_shapes(num_devices) if ",".join(map(str, shape)) == args.mesh]
@@ -34,15 +35,9 @@ def shapes_of(args: argparse.Namespace, num_devices: int) -> list[tuple[int, int
     return shapes
 
 
-def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(args, name) for name in SETTINGS}
-
-
-def title_of(settings: dict[str, Any]) -> str:
-    return (
-        f"{settings['model']}, {settings['dtype']}, remat {settings['remat']}, {settings['rows']} x "
-        f"{settings['row_tokens']} tokens per data and fsdp part"
-    )
+def title_of(args: argparse.Namespace) -> str:
+    tokens = f"{args.rows} x {args.row_tokens} tokens per data and fsdp part"
+    return f"{args.model}, {args.dtype}, remat {args.remat}, {tokens}"
 
 
 def model_of(args: argparse.Namespace) -> ModelConfig:
@@ -50,11 +45,8 @@ def model_of(args: argparse.Namespace) -> ModelConfig:
 
 
 def table_of(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [line(head), "|---" * len(head) + "|", *map(line, rows)]
-
-
-def line(cells: Any) -> str:
-    return f"| {' | '.join(cells)} |"
+    first, *others = (f"| {' | '.join(cells)} |" for cells in (head, *rows))
+    return [first, "|---" * len(head) + "|", *others]
 
 
 def name_of(shape: Sequence[int]) -> str:
@@ -71,11 +63,6 @@ def config_of(
     **sections: Any,
 ) -> Config:
     """A run with `rows` rows per data and fsdp part of the mesh."""
-    from paravt_jax.config import EngineConfig, MeshConfig, PackConfig, PolicyConfig, TrainConfig, VideoConfig
-    from paravt_jax.learner.settings import LossConfig
-    from paravt_jax.rewards.settings import RewardConfig
-    from rollout.episode_config import EpisodeConfig
-
     mesh = MeshConfig(*shape)
     num_rows = rows * mesh.num_row_parts
     defaults: dict[str, Any] = {
@@ -94,22 +81,15 @@ def config_of(
     return Config(**defaults | sections)
 
 
-def make_learner(update: "PlannedUpdate", model: ModelConfig, mesh: "Mesh | None") -> "Learner":
+def make_learner(update: PlannedUpdate, model: ModelConfig, mesh: Mesh | None) -> Learner:
     """A learner with random weights."""
-    from paravt_jax.learner.batch_shape import random_model
-    from paravt_jax.learner.learner import Learner
-    from paravt_jax.learner.settings import LossConfig
-
     policy = random_model(model, update.compute(update.policy.attention), update.lora, mesh)
     loss = update.loss or LossConfig(kl_coef=0.0)
     return Learner(policy, update.optim, loss, temperature=update.temperature, mesh=mesh)
 
 
-def take_step(learner: "Learner", update: "PlannedUpdate", batch: "TrainBatch", step: "Step") -> None:
+def take_step(learner: Learner, update: PlannedUpdate, batch: TrainBatch, step: Step) -> None:
     """One step of the run: old log-probs if the run computes them, then its updates."""
-    from paravt_jax.learner.learner import StepPart
-    from paravt_jax.learner.variants import StepCounts
-
     batches = [batch] * step.num_batches
     if update.loss is None:
         learner.imitate(batches, float(batch.loss_mask.sum()) * step.num_batches)

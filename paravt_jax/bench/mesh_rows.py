@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from model_port.config import ModelConfig
-from paravt_jax.bench.mesh_case import config_of, model_of, name_of, settings_of, table_of, title_of
+from paravt_jax.bench.mesh_case import config_of, model_of, name_of, table_of, title_of
 from paravt_jax.config import Config, MeshConfig, SftConfig, load_training_config
 from paravt_jax.plan.calibrate import calibrated
 from paravt_jax.plan.devices import DeviceSpec, Rates
@@ -95,7 +95,7 @@ def estimated_on(
 
 def benched_run(args: argparse.Namespace) -> BenchedRun:
     if args.config is None:
-        return BenchedRun(title_of(settings_of(args)), model_of(args), (), args, None)
+        return BenchedRun(title_of(args), model_of(args), (), args, None)
     config = load_training_config(args.config, *args.overrides)
     model, remarks = model_config(config.model.path)
     if isinstance(config, Config) and config.engine.urls:
