@@ -202,8 +202,8 @@ def test_an_excuse_that_is_none_is_noticed(tmp_path):
     assert unexcused(tmp_path / "page.md") == ["# needs a minute", "py"]
 
 
-# README and data.md run most of their commands, and test_extend.py the examples of extend.md.
-NIGHTLY_PAGES = ("training.md", "rewards.md", "tutorial.md", "extend.md")
+# README and data.md run most of their commands, and test_extend.py the examples of extend.md; scale.md only plans.
+NIGHTLY_PAGES = ("training.md", "rewards.md", "tutorial.md", "extend.md", "scale.md")
 PAGES_WITH_COMMANDS_TO_RUN = [
     pytest.param(page, marks=[pytest.mark.nightly] * (page.name in NIGHTLY_PAGES))
     for page in PAGES

@@ -34,9 +34,11 @@ from model_port.rope import text_frequencies
 from model_port.sharding import flat_params
 from model_port.weights import hf_tensors, module_name
 
-KINDS = ("text", "image", "images", "video", "mixed")
-
-
+KINDS = [
+    "mixed",  # pictures and videos of unequal sizes, in text
+    pytest.param("text", marks=pytest.mark.slow),
+    *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("image", "images", "video")),
+]
 # The quick part has the smallest of each family.
 QUICK = ("one_map", "windows", "experts")
 NIGHTLY = ("few_experts", "windows_untied")  # whose parts are in the others

@@ -367,10 +367,8 @@ def large(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "how", [pytest.param(signal.SIGKILL, marks=pytest.mark.nightly), signal.SIGTERM], ids=lambda s: s.name
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=lambda s: s.name)
 def test_a_conversion_killed_at_any_moment_leaves_nothing_that_looks_complete(how, large, tmp_path):
     dst = tmp_path / "ckpt"
     partial = tmp_path / ".ckpt.partial"

@@ -126,12 +126,14 @@ def undisturbed(tmp_path_factory):
     return folder / "run"
 
 
+@pytest.mark.nightly
 def test_frames_of_calls_are_in_the_episodes_of_both_hosts(undisturbed):
     calls = [call for e in episodes_of(undisturbed) for turn in e["turns"] for call in turn["calls"]]
     assert 2 * len(calls) > len(episodes_of(undisturbed)) and {call["outcome"] for call in calls} == {"ok"}
     assert len({len(call["shown"]) for call in calls}) > 1 and all(call["segments"] is None for call in calls)
 
 
+@pytest.mark.nightly
 def test_every_step_logs_the_slowest_host_of_each_part(undisturbed):
     rows = [json.loads(line) for line in (undisturbed / "metrics.jsonl").read_text().splitlines()]
     for row in rows:

@@ -118,7 +118,7 @@ def test_sigterm_saves_and_exits_143_and_the_run_resumes_from_there(undisturbed,
     assert arrays_of(run_dir, NUM_STEPS) == arrays_of(undisturbed, NUM_STEPS)
 
 
-@pytest.mark.parametrize("num_steps", [NUM_STEPS, NUM_STEPS - 2])
+@pytest.mark.parametrize("num_steps", [NUM_STEPS, pytest.param(NUM_STEPS - 2, marks=pytest.mark.nightly)])
 def test_restarting_a_finished_run_does_nothing(num_steps, undisturbed, tmp_path):
     run_dir = shutil.copytree(undisturbed, tmp_path / "finished")
     times = {path: path.stat().st_mtime_ns for path in (run_dir / "episodes").iterdir()}
@@ -135,23 +135,18 @@ def settings_log(run_dir: Path) -> list[tuple[int, int]]:
     return [(line["after_step"], line["config"]["train"]["num_steps"]) for line in lines]
 
 
-def test_changed_settings_are_one_line_and_every_version_is_kept(undisturbed, tmp_path):
+def test_changed_settings_are_one_line_and_another_seed_needs_allow_changes(undisturbed, tmp_path):
     run_dir = shutil.copytree(undisturbed, tmp_path / "changed")
-    log = train_forked(run_dir, *FIVE_STEPS, f"train.num_steps={NUM_STEPS + 1}", "train.group_size=2")
+    other = (*FIVE_STEPS, f"train.num_steps={NUM_STEPS + 1}", "train.group_size=2", "seed=1")
+    with pytest.raises(ValueError, match=r"seed=1, but was 0 in the earlier steps of .* --allow-changes"):
+        train_here(run_dir, *other)
+    assert settings_log(run_dir) == [(0, NUM_STEPS)]
+    log = train_forked(run_dir, *other, "--allow-changes")
     resumed = f"resuming after step {NUM_STEPS} of {NUM_STEPS + 1} in {run_dir}; "
     (line,) = [line for line in log.splitlines() if " -> " in line]
     assert line.startswith(resumed) and f"train.num_steps: {NUM_STEPS} -> {NUM_STEPS + 1}" in line
     assert "train.group_size: 4 -> 2" in line
     assert settings_log(run_dir) == [(0, NUM_STEPS), (NUM_STEPS, NUM_STEPS + 1)]
-
-
-def test_another_seed_needs_allow_changes(undisturbed, tmp_path):
-    run_dir = shutil.copytree(undisturbed, tmp_path / "changed")
-    other = (*FIVE_STEPS, f"train.num_steps={NUM_STEPS + 1}", "seed=1")
-    with pytest.raises(ValueError, match=r"seed=1, but was 0 in the earlier steps of .* --allow-changes"):
-        train_here(run_dir, *other)
-    assert settings_log(run_dir) == [(0, NUM_STEPS)]
-    log = train_forked(run_dir, *other, "--allow-changes")
     assert len(metrics_of(run_dir)) == NUM_STEPS + 1
     assert "the data changed and start from the beginning" in log
     first, last = ([e["id"] for e in episodes_of(run_dir) if e["step"] == step] for step in (1, NUM_STEPS + 1))
@@ -182,6 +177,7 @@ def test_a_replay_of_a_log_has_the_metrics_episodes_and_weights_of_its_run(undis
     assert arrays_of(tmp_path / "replay", NUM_STEPS) == arrays_of(undisturbed, NUM_STEPS)
 
 
+@pytest.mark.nightly
 def test_a_replay_of_the_end_of_a_log_starts_from_the_checkpoint_before_it(undisturbed, tmp_path):
     source = shutil.copytree(undisturbed, tmp_path / "source")
     for step in (1, 2):

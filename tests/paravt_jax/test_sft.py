@@ -28,7 +28,7 @@ from scripts.miniature.traces import Mixture, rows_of
 from scripts.miniature.world import make_world, write_rows
 
 CONFIG = ROOT / "configs" / "miniature" / "sft.yaml"
-STEPS = 6
+STEPS = 4
 FIRST = Position()
 
 
@@ -51,7 +51,7 @@ def arguments(world: Path, run_dir: Path, *overrides: str) -> list[str]:
         f"sft.num_steps={STEPS}",
         "sft.rows_per_step=2",
         "pack.num_rows=2",
-        "validation.every_steps=3",
+        "validation.every_steps=2",
         "checkpoint.every_steps=2",
         "checkpoint.keep=5",
     ]
@@ -74,7 +74,7 @@ def test_a_run_learns_validates_and_exports(finished_run, tmp_path):
         assert trained == pytest.approx(line["perf/tokens_per_s"] * line["time/step_s"])  # traces share no prompt
         assert "perf/mfu" not in line and "perf/sampled_tokens_per_s" not in line
     held_out = [json.loads(line) for line in (finished_run / "validation.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in held_out] == [0, 3, 6]
+    assert [row["step"] for row in held_out] == [0, 2, 4]
     assert held_out[2]["validation/loss"] < held_out[1]["validation/loss"] < held_out[0]["validation/loss"]
     source = finished_run / "checkpoints" / str(STEPS)
     assert forked.run("model_port.export", "--src", source, "--dst", tmp_path / "hf").returncode == 0

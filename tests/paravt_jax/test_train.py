@@ -92,9 +92,9 @@ def test_the_smoke_run_writes_all_promised_files_and_metrics(tmp_path):
 
 
 def test_staleness_stays_within_its_maximum(tmp_path):
-    train_forked(tmp_path / "run", *QUICK, "train.num_steps=6", "train.max_staleness=2", "optim.learning_rate=1e-5")
+    train_forked(tmp_path / "run", *QUICK, "train.num_steps=4", "train.max_staleness=2", "optim.learning_rate=1e-5")
     episodes = episodes_of(tmp_path / "run")
-    assert len({episode["id"] for episode in episodes}) == len(episodes) == 6 * 4
+    assert len({episode["id"] for episode in episodes}) == len(episodes) == 4 * 4
     for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()):
         sampled = num_sampled([episode for episode in episodes if episode["step"] == line["step"]])
         assert line["perf/sampled_tokens_per_s"] * line["time/step_s"] == pytest.approx(sampled)  # also during updates

@@ -48,7 +48,7 @@ def files(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory", [85, 255])
+@pytest.mark.parametrize("memory", [85, pytest.param(255, marks=pytest.mark.nightly)])
 def test_a_file_does_not_depend_on_what_was_in_memory(files, tmp_path, memory):
     assert len(files) == 8 + 8 + 4
     assert files_written(tmp_path / "made", memory) == files

@@ -2,13 +2,14 @@
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from agents import ANSWER, FakeFrames, call, script
+from flax import nnx
 from torch_gradients import error, first_moments, gradients_of, joined
 
 import model_port
@@ -81,12 +82,18 @@ def torch_inputs(case: Case, dialogue, pictures) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "mm_token_type_ids": is_picture, "pixel_values": values, "image_grid_thw": grid}
 
 
+@partial(jax.jit, static_argnums=0)
+def forward(graphdef, state, text, vision):
+    return nnx.merge(graphdef, state)(text, vision)
+
+
 def our_logits(case: Case, dialogue) -> np.ndarray:
+    """Of rows and frames of one shape for all dialogues."""
     config, frames = case.model.config, [case.frames[key] for key in dialogue.frames]
-    vision, first_rows = pack_vision(frames, config.vision, SHAPE.row_patches)
+    vision, first_rows = pack_vision(frames, config.vision, SHAPE.row_patches, num_rows=8)
     row = RowSequence(Tokens(dialogue.ids, tuple(range(len(frames)))))
-    text = pack_text([[row]], frames, first_rows, config, len(dialogue.ids))
-    return np.asarray(case.model(*jax.tree.map(jnp.asarray, (text, vision)))[0])
+    text = pack_text([[row]], frames, first_rows, config, SHAPE.row_tokens)
+    return np.asarray(forward(*nnx.split(case.model), text, vision)[0, : len(dialogue.ids)])
 
 
 def test_the_episodes_show_pictures_in_later_turns(case):

@@ -152,7 +152,7 @@ def subagents_of(dialogues, config) -> list[Dialogue]:
     [
         pytest.param(LOSS, True, id="tokens"),
         pytest.param(LOSS_KL, False, id="reference"),
-        pytest.param(LossConfig("gspo", kl_coef=0.0), True, id="sequences"),
+        pytest.param(LossConfig("gspo", kl_coef=0.0), True, id="sequences", marks=pytest.mark.nightly),
         pytest.param(LOSS, False, id="tokens of main agents", marks=pytest.mark.nightly),
         pytest.param(LOSS_KL, True, id="reference of sub-agents", marks=pytest.mark.nightly),
         pytest.param(LossConfig("gspo", kl_coef=0.0), False, id="sequences of main agents", marks=pytest.mark.nightly),
@@ -286,7 +286,7 @@ def test_new_numbers_compile_nothing_and_clipping_does_not_change_the_reported_n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 2)])
+@pytest.mark.parametrize("shape", [(1, 1, 1), pytest.param((1, 2, 2), marks=pytest.mark.nightly)])
 def test_offloaded_moments_and_reference_change_no_bit_of_an_update(shape, tiny_hf, dialogues, frames, config):
     mesh = make_mesh(*shape) if shape != (1, 1, 1) else None
     on_device, on_host = (
@@ -343,7 +343,7 @@ def test_only_adapters_change_and_the_reference_is_the_model_without_them(tiny_h
     assert losses[0] > losses[1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_adapters_have_the_same_update_on_a_mesh_as_on_one_device(tiny_hf, unshared, frames, config):
     batches = pack(unshared, frames, config, PackShape(num_rows=4, row_tokens=40, row_patches=16))
     random, shapes = np.random.default_rng(4), adapter_shapes(config, LORA.rank)

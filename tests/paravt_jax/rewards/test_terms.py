@@ -660,7 +660,7 @@ def test_the_bounds_are_reached():
 
 
 @pytest.mark.slow
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(edited(episodes), outcome_lists, configs)
 def test_no_change_of_the_tags_of_a_valid_episode_raises_its_total(pair, outcomes, config):
     original, changed = (reward_terms(turns, outcomes, "B", "mcq", config) for turns in pair)
@@ -670,7 +670,7 @@ def test_no_change_of_the_tags_of_a_valid_episode_raises_its_total(pair, outcome
 
 
 @pytest.mark.slow
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(edited(st.lists(any_turn, min_size=1, max_size=3), ["double"]), outcome_lists, configs)
 def test_doubling_tags_of_any_text_never_raises_its_total(pair, outcomes, config):
     original, changed = (reward_terms(turns, outcomes, "B", "mcq", config) for turns in pair)

@@ -87,7 +87,7 @@ def update(learner, packed) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", [None, {"data": 2, "fsdp": 2, "tensor": 2}])
+@pytest.mark.parametrize("axes", [pytest.param(None, marks=pytest.mark.nightly), {"data": 2, "fsdp": 2, "tensor": 2}])
 def test_training_resumes_bit_for_bit(axes, tiny_hf, tmp_path):
     mesh = None if axes is None else make_mesh(**axes)
     packed, first = make_batches(tiny_hf), make_learner(tiny_hf, mesh)

@@ -40,7 +40,7 @@ def make_run(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_steps", [1, 3, 60])
+@pytest.mark.parametrize("num_steps", [1, pytest.param(3, marks=pytest.mark.nightly), 60])
 def test_every_section_is_a_picture_for_any_number_of_steps(num_steps, make_run):
     run_dir = make_run(num_steps)
     write_lines(run_dir / "validation.jsonl", [{"step": n, "validation/accuracy_mean": 0.5} for n in range(num_steps)])
