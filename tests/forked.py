@@ -19,6 +19,7 @@ from model_port.cli import run_cli
 from paravt_jax.run import training
 
 ENVIRONMENT = {"COLUMNS": "200"}
+training.make_plots = lambda run_dir: []  # five seconds; the smoke run has them, and tests of their own
 
 forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload(
@@ -74,6 +75,5 @@ def _run(module: str, arguments: list[str], output: str, errors: str, cwd: str, 
         for number in numbers:
             os.dup2(file, number)
     os.environ.update(environment)
-    training.make_plots = lambda run_dir: []  # five seconds; the smoke run has them, and tests of their own
     sys.argv = [module, *arguments]
     run_cli(importlib.import_module(module).main)

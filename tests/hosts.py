@@ -18,7 +18,7 @@ from forked import forks
 
 from model_port.cli import run_cli
 from paravt_jax.config import HostsConfig
-from paravt_jax.run import hosts, training
+from paravt_jax.run import hosts
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,6 @@ def run_work(folder: Path, work: Callable[..., Any], num: int = 2, *arguments: A
 
 def command(module: str, arguments: Sequence[str], environment: dict[str, str]) -> None:
     os.environ.update(environment)
-    training.make_plots = lambda run_dir: []
     sys.argv = [module, *arguments]
     run_cli(importlib.import_module(module).main)
 

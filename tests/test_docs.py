@@ -50,7 +50,14 @@ ELSEWHERE = {  # programs that are not ours
     *(".venv/bin/pre-commit", ".venv/bin/python"),
 }
 RUN_BY_CONFIG = {"paravt_jax.train", "paravt_jax.sft", "paravt_jax.eval"}
-SHORTER = [*QUICK, "train.num_steps=1", "rollout.prompts.system=Call crop_video, zoom_frame or video_facts."]
+SHORTER = {
+    "paravt_jax.train": [
+        *QUICK,
+        "train.num_steps=1",
+        "rollout.prompts.system=Call crop_video, zoom_frame or video_facts.",
+    ],
+    "paravt_jax.sft": ["sft.num_steps=1"],
+}
 PUBLISHED = "Qwen/Qwen3-VL-2B-Instruct"  # the tutorial's model; its test replaces it by `tiny`
 MAX_README_BYTES, MAX_PICTURE_BYTES = 8_000, 200_000
 
@@ -227,10 +234,10 @@ def test_the_blocks_of_a_page_run_one_after_the_other(page, tmp_path, monkeypatc
                 exec(compile(block.text, str(page), "exec"), {})
                 continue
             for command in block.commands:
-                tiny = command.replace("checkpoints/4", "checkpoints/1").replace(PUBLISHED, "tiny")
+                tiny = re.sub(r"checkpoints/[48]\b", "checkpoints/1", command).replace(PUBLISHED, "tiny")
                 _, _, module, *arguments = words_of(tiny)
-                really = module == "paravt_jax.train" and not {"--plan", "--show"} & set(arguments)
-                monkeypatch.setattr(sys, "argv", [module, *arguments, *(SHORTER if really else [])])
+                shorter = [] if {"--plan", "--show"} & set(arguments) else SHORTER.get(module, [])
+                monkeypatch.setattr(sys, "argv", [module, *arguments, *shorter])
                 with without_an_answer() if module == "paravt_jax.ask" else nullcontext():
                     main_of(module)()
     finally:

@@ -31,7 +31,6 @@ from paravt_jax.rl.batches import PolicyUpdate
 from paravt_jax.rl.records import records
 from paravt_jax.rl.run import Run
 from paravt_jax.rl.setup import update_of
-from paravt_jax.run import training
 from paravt_jax.sampling.local_copy import LocalCopy
 from paravt_jax.sampling.weights import ModelWeights
 from rollout.chat import Chat
@@ -188,7 +187,6 @@ def test_weights_one_version_behind_their_label_are_detected(tmp_path, monkeypat
         return published[0]
 
     monkeypatch.setattr(Run, "_weights", weights)
-    monkeypatch.setattr(training, "make_plots", lambda run_dir: [])
     settings = [*QUICK, *stage.FRESH, "train.num_steps=3"]
     train_here(tmp_path / "run", *settings)
     problems = problems_of(tmp_path / "run", load_config(CONFIG, *settings).train)
@@ -376,9 +374,7 @@ def trained(tmp_path_factory):
     """A run without faults, and its settings."""
     folder = tmp_path_factory.mktemp("trained")
     settings = [*SETTINGS, *QUICK, *stage.FRESH, "train.num_steps=3"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "make_plots", lambda run_dir: [])
-        train_here(folder / "run", *settings)
+    train_here(folder / "run", *settings)
     return folder / "run", settings
 
 

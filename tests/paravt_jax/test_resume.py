@@ -31,7 +31,6 @@ from training import (
 from paravt_jax import train as trainer
 from paravt_jax.config import load_config
 from paravt_jax.rl import setup
-from paravt_jax.run import training
 
 pytestmark = pytest.mark.slow
 
@@ -193,7 +192,6 @@ def test_a_replay_with_another_loss_has_other_metrics_and_opens_no_engine(undist
         raise AssertionError("an engine was opened")
 
     monkeypatch.setattr(setup, "open_engine", open_engine)
-    monkeypatch.setattr(training, "make_plots", lambda run_dir: [])
     changed = ("loss.kl_coef=0.05", "train.num_steps=2", f"run_dir={tmp_path}")
     config = load_config(undisturbed / "config.json", *changed)
     asyncio.run(trainer.train(config, replay=undisturbed))

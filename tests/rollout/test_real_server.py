@@ -351,10 +351,8 @@ class TwoSizes(LearnerScorer):
         return super().settled(sizes_px)[-2:]
 
 
-@pytest.mark.parametrize(
-    ("kind", "num_sizes", "num_tokens"),
-    [(TwoSizes, 2, 1), pytest.param(LearnerScorer, 6, 21, marks=pytest.mark.nightly)],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("kind", "num_sizes", "num_tokens"), [(TwoSizes, 2, 1), (LearnerScorer, 6, 21)])
 def test_servers_and_learner_agree_on_sizes_of_pictures(kind, num_sizes, num_tokens, server, model, contract, chat):
     scorer = kind(model, contract)
     (found,) = asyncio.run(check([server.url], scorer, chat))
