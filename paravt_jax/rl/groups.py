@@ -13,7 +13,7 @@ from paravt_jax.learner.advantages import GroupAdvantages, GroupRewards, group_a
 from paravt_jax.learner.settings import AdvantageConfig
 from paravt_jax.rewards.settings import RewardConfig
 from paravt_jax.rl.episodes import Rollout
-from paravt_jax.rl.stats import advantages_from_record, advantages_record, rewards_from_record, rewards_record
+from paravt_jax.rl.stats import with_arrays
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,15 +42,15 @@ class Group:
             "sample": self.sample.number,
             "frame_budget": self.frame_budget,
             "rollouts": [rollout.to_message() for rollout in self.rollouts],
-            "advantages": advantages_record(self.advantages),
-            "rewards": rewards and rewards_record(rewards),
+            "advantages": vars(self.advantages),
+            "rewards": rewards and vars(rewards),
         }
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any], sample: PromptSample[Prompt]) -> "Group":
         rollouts = list(map(Rollout.from_message, message["rollouts"]))
-        advantages = advantages_from_record(message["advantages"])
-        rewards = message["rewards"] and rewards_from_record(message["rewards"])
+        advantages = GroupAdvantages(**with_arrays(message["advantages"]))
+        rewards = message["rewards"] and GroupRewards(**with_arrays(message["rewards"]))
         return cls(sample, message["frame_budget"], rollouts, advantages, is_remote=True, remote_rewards=rewards)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from paravt_jax.learner.advantages import GroupAdvantages, GroupRewards
 from paravt_jax.rewards.terms import RewardTerms
 from rollout.episode import Episode
 
@@ -54,30 +53,8 @@ class EpisodeStats:
         return cls(**stats)
 
 
-def advantages_record(advantages: GroupAdvantages) -> dict[str, Any]:
-    """A group's advantages for other hosts; the advantages of tags stay on the host that samples."""
-    return {
-        "sequence": advantages.sequence.tolist(),
-        "keep": advantages.keep.tolist(),
-        "num_missing": advantages.num_missing,
-        "has_spread": advantages.has_spread,
-        "unit": advantages.unit,
-    }
-
-
-def advantages_from_record(record: Mapping[str, Any]) -> GroupAdvantages:
-    sequence, keep = np.array(record["sequence"], float), np.array(record["keep"], bool)
-    numbers = {name: record[name] for name in ("num_missing", "has_spread", "unit")}
-    return GroupAdvantages(sequence=sequence, anchor=np.zeros_like(sequence), properties={}, keep=keep, **numbers)
-
-
-def rewards_record(rewards: GroupRewards) -> dict[str, Any]:
-    anchors = {name: values.tolist() for name, values in rewards.anchors.items()}
-    present, total = rewards.present.tolist(), rewards.total.tolist()
-    return {"present": present, "total": total, "anchors": anchors, "anchor_scale": rewards.anchor_scale}
-
-
-def rewards_from_record(record: Mapping[str, Any]) -> GroupRewards:
-    anchors = {name: np.array(values, float) for name, values in record["anchors"].items()}
-    present, total = np.array(record["present"], bool), np.array(record["total"], float)
-    return GroupRewards(present, total, anchors, record["anchor_scale"])
+def with_arrays(message: Any) -> Any:
+    """Arrays for the lists in a message."""
+    if isinstance(message, Mapping):
+        return {name: with_arrays(value) for name, value in message.items()}
+    return np.array(message) if isinstance(message, list) else message

@@ -49,13 +49,13 @@ class Hosts:
         return self.index == 0
 
     def gather(self, name: str, value: Value) -> list[Value]:
-        """Every host's value, in host order. Values must be JSON; tuples arrive as lists.
+        """Every host's value, in host order. Values must be JSON; tuples and arrays arrive as lists.
 
         All hosts must call this at the same point of the program; `name` identifies that point.
         """
         if self.num == 1:
             return [value]
-        messages = _allgather_bytes(json.dumps([name, value], default=_as_number).encode())
+        messages = _allgather_bytes(json.dumps([name, value], default=as_json).encode())
         names, values = zip(*map(json.loads, messages), strict=True)
         if len(set(names)) > 1:
             points = ", ".join(f"host {host} at {other!r}" for host, other in enumerate(names))
@@ -76,7 +76,7 @@ class Hosts:
         """Raises on every host if two hosts have different values under a name; `fix` is advice for the error."""
         if self.num == 1:
             return
-        mine = json.loads(json.dumps(dict(values()), default=_as_number))
+        mine = json.loads(json.dumps(dict(values()), default=as_json))
         (first_name, first), *other_hosts = self.gather("check_same", (socket.gethostname(), mine))
         for host, (hostname, other) in enumerate(other_hosts, 1):
             differ = [name for name in {**first, **other} if first.get(name) != other.get(name)]
@@ -158,10 +158,10 @@ def _allgather_bytes(message: bytes) -> list[bytes]:
     return [row[:length].tobytes() for row, length in zip(process_allgather(padded), lengths, strict=True)]
 
 
-def _as_number(value: Any) -> Any:
-    """A numpy scalar as JSON."""
-    if isinstance(value, np.generic):
-        return value.item()
+def as_json(value: Any) -> Any:
+    """A numpy array or scalar as JSON."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
     raise TypeError(f"a {type(value).__name__} cannot be sent to other hosts")
 
 

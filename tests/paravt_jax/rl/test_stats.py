@@ -29,7 +29,7 @@ from paravt_jax.rl.scheduler import interleave, scatter
 from paravt_jax.rl.setup import update_of
 from paravt_jax.run import host_times
 from paravt_jax.run.host_times import DeviceProbe, by_host
-from paravt_jax.run.hosts import Hosts
+from paravt_jax.run.hosts import Hosts, as_json
 from rollout.chat import Chat
 from rollout.engine.protocol import EngineError
 from rollout.engine.scripted import ScriptedEngine
@@ -191,7 +191,8 @@ def test_groups_reach_another_host_with_all_their_numbers(tiny_hf):
     assert [done.outcome for done in calls] == ["invalid", "ok"] and calls[0].call.arguments
     advantage = replace(config.advantage, normalise="batch")
     rewards = [rewards_of(group.rollouts, RewardConfig(), advantage) for group in groups]
-    sent = json.dumps([group.to_message(own) for group, own in zip(groups, rewards, strict=True)])
+    messages = [group.to_message(own) for group, own in zip(groups, rewards, strict=True)]
+    sent = json.dumps(messages, default=as_json)
     remote = [Group.from_message(message, order[message["sample"]]) for message in json.loads(sent)]
     assert all(group.is_remote for group in remote)
     assert len(sent) < 1000 * sum(len(group.rollouts) for group in remote)
