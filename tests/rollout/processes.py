@@ -1,9 +1,13 @@
 """Servers as processes: started, asked for all that belongs to them, ended."""
 
 import asyncio
+import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -12,6 +16,7 @@ from rollout.server import Server
 
 ROOT = Path(__file__).parents[2]
 SERVE = [sys.executable, "-m", "rollout.serve"]
+SMALL = ("--context-length", "4096", "--max-total-tokens", "16384")
 
 
 def start(settings, **kwargs):
@@ -38,6 +43,27 @@ def serve(settings, *options):
     """The command, running."""
     args = ["--model", str(settings.model), "--python", str(settings.python), *options, "--", *settings.extra_args]
     return subprocess.Popen([*SERVE, *args], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server that the command serves."""
+
+    command: subprocess.Popen[str]
+    url: str
+    pid: int
+
+
+@contextmanager
+def served(settings, *options) -> Iterator[Served]:
+    """A real server; options may give it other sizes."""
+    command = serve(settings, *SMALL, "--json", *options)
+    try:
+        shown = json.loads(command.stdout.readline())
+        yield Served(command, shown["url"], shown["pid"])
+    finally:
+        command.terminate()
+        command.communicate(timeout=60)
 
 
 def ended(command, within_s=30):

@@ -17,7 +17,6 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,10 @@ import numpy as np
 import psutil
 import pytest
 from agents import ANSWER, FakeFrames, call, is_subagent
+from async_tests import until
 from flax import nnx
 from PIL import Image
-from processes import all_gone, ended, family, serve, start
+from processes import Served, all_gone, ended, family, serve, served, start
 from published import VIDEOS, make_copy
 from tokenizers import Tokenizer
 from training import QUICK, SMOKE, arguments, episodes_of, metrics_of
@@ -69,6 +69,7 @@ from rollout.episode import Agent
 from rollout.episode_config import EpisodeConfig
 from rollout.parity import KINDS, SHOWN, ScoreRequest
 from rollout.prompter import Task
+from rollout.records import Episode
 from rollout.server import Server, ServerFailed, ServerSettings, sidecar_python
 from rollout.video.encode import write_video
 
@@ -76,10 +77,10 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 pytestmark = pytest.mark.slow
 FLOAT32 = np.dtype(np.float32)
 RUN = "tests-1"  # to which the servers belong
-CONFIG = EpisodeConfig(max_new_tokens=48, subagent_new_tokens=48, max_context_tokens=4096)
-SMALL = dict(context_length=4096, max_total_tokens=16_384)
+CONFIG = EpisodeConfig(max_new_tokens=48, subagent_new_tokens=48, max_context_tokens=4096, turn_deadline_s=120)
 RECIPE_SIZES = ((224, 224), (160, 288), (192, 256), (32, 1024), (32, 32))
 PUBLISHED_BOUNDS = dict(min_pixels=65_536, max_pixels=16_777_216)
+BFLOAT16 = ("--dtype", "bfloat16")
 START_DEADLINE_S = 180  # alone it takes 20; the machine may be busy
 # So that it keeps what belongs together on one server, as we do, and soon sees that one is gone.
 ROUTING = ("--policy", "manual", "--assignment-mode", "min_load", "--health-check-interval-secs", "5")
@@ -137,15 +138,6 @@ def qwen25_hf(tmp_path_factory) -> Path:
 
 
 @dataclass(frozen=True)
-class Served:
-    """A server that the command serves."""
-
-    command: subprocess.Popen[str]
-    url: str
-    pid: int
-
-
-@dataclass(frozen=True)
 class Routed:
     """A router, and the servers behind it."""
 
@@ -153,32 +145,25 @@ class Routed:
     process: subprocess.Popen[bytes]
 
 
-def served(settings: ServerSettings, *options: str) -> Iterator[Served]:
-    command = serve(settings, "--context-length", "4096", "--max-total-tokens", "16384", "--json", *options)
-    try:
-        shown = json.loads(command.stdout.readline())
-        yield Served(command, shown["url"], shown["pid"])
-    finally:
-        command.terminate()
-        command.communicate(timeout=60)
-
-
 @pytest.fixture(scope="module")
 def server(sglang_python, tiny_hf_published):
     """Has the weights of `tiny_hf`, and every test leaves it so, with nothing running."""
-    yield from served(ServerSettings(tiny_hf_published, python=sglang_python))
+    with served(ServerSettings(tiny_hf_published, python=sglang_python)) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
 def second(sglang_python, tiny_hf):
     """A server for a vision tower that trains: it does not remember pictures."""
-    yield from served(ServerSettings(tiny_hf, python=sglang_python), "--trainable-vision")
+    with served(ServerSettings(tiny_hf, python=sglang_python), "--trainable-vision") as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
 def qwen25_server(sglang_python, qwen25_hf):
     """Also for a vision tower that trains."""
-    yield from served(ServerSettings(qwen25_hf, python=sglang_python), "--trainable-vision")
+    with served(ServerSettings(qwen25_hf, python=sglang_python), "--trainable-vision") as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -197,11 +182,18 @@ def routed(server, second, tmp_path_factory):
         process.wait()
 
 
+def fetch(url: str, body: dict[str, Any] | None = None) -> Any:
+    """The JSON of an answer; posts the body if there is one."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return json.load(reply)
+
+
 def num_behind(router: str) -> int:
     """So far."""
     try:
-        with urllib.request.urlopen(f"{router}/workers", timeout=5) as reply:
-            return json.load(reply)["total"]
+        return fetch(f"{router}/workers")["total"]
     except OSError:
         return 0
 
@@ -239,9 +231,7 @@ def generate(url, model, height, width):
         "sampling_params": {"max_new_tokens": 1, "temperature": 0},
         "return_logprob": True,
     }
-    request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as reply:
-        return json.load(reply)["meta_info"], len(ids)
+    return fetch(f"{url}/generate", body)["meta_info"], len(ids)
 
 
 class Guided:
@@ -272,11 +262,6 @@ class Guided:
         )
 
 
-def post(url, body):
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    urllib.request.urlopen(request, timeout=60).close()
-
-
 TURNS = [f"Look.</think>{call(3, 9)}{call(20, 34)}{call(50, 60)}<|im_end|>", ANSWER]
 
 
@@ -291,14 +276,19 @@ def on(server, work, **settings):
     return asyncio.run(body())
 
 
-def play(engine, chat, frames, num_episodes, deadline_s=120):
-    agent = Agent(engine, frames, chat, replace(CONFIG, turn_deadline_s=deadline_s))
+async def publish(engine: SGLangEngine, model: VLModel) -> None:
+    await engine.publish(ModelWeights(model, FLOAT32), engine.version + 1)
 
-    async def run():
-        overview = await agent.overview(Task("t", "What is it?", ("/a.mp4",), 4))
-        return await asyncio.gather(*(agent.run(overview, number) for number in range(num_episodes)))
 
-    return run()
+def take_back(server: Served, model: VLModel) -> None:
+    """From a run with another name."""
+    on(server, lambda engine: engine.publish(ModelWeights(model, FLOAT32), 8), take_over=True)
+
+
+async def play(engine, chat, frames, num_episodes) -> list[Episode]:
+    agent = Agent(engine, frames, chat, CONFIG)
+    overview = await agent.overview(Task("t", "What is it?", ("/a.mp4",), 4))
+    return await asyncio.gather(*(agent.run(overview, number) for number in range(num_episodes)))
 
 
 def test_the_real_server_continues_ids_with_an_image(server, tiny_hf):
@@ -339,7 +329,7 @@ def test_the_gate_notices_other_weights_and_other_pictures(server, model, other,
 
 @pytest.mark.nightly
 def test_the_check_compares_a_server_with_the_model(server, tiny_hf_published, tmp_path):
-    post(f"{server.url}/update_weight_version", {"new_version": "default", "abort_all_requests": False})
+    fetch(f"{server.url}/update_weight_version", {"new_version": "default", "abort_all_requests": False})
     lines = list(round_trip.round_trip(Target(str(tmp_path), str(tiny_hf_published), server=server.url)))
     by_case = {line.case: line.value for line in lines}
     assert by_case["16 greedy ids = SGLang's"] == "16 of 16" and "tokens" in str(by_case["parity gate"])
@@ -383,20 +373,17 @@ def test_a_mixture_of_experts_is_served_as_the_learner_computes_it_also_after_a_
         (found,) = await check([url], LearnerScorer(model, contract), chat, num_episodes=1)
         return found.problems
 
-    async def body(url):
-        engine = await SGLangEngine.connect([url], SGLangSettings(RUN))
-        try:
-            assert await problems(url, before) == []
-            await engine.publish(ModelWeights(after, FLOAT32), engine.version + 1)
-            assert await problems(url, after) == [] != await problems(url, before)
-            adapter = adapter_of(before, tmp_path / "0", 1)
-            await engine.publish(adapter, engine.version + 1)
-            assert await problems(url, adapter.model) == [] != await problems(url, before)
-        finally:
-            await engine.close()
+    async def work(engine):
+        url = engine.fleet.servers[0].url
+        assert await problems(url, before) == []
+        await publish(engine, after)
+        assert await problems(url, after) == [] != await problems(url, before)
+        adapter = adapter_of(before, tmp_path / "0", 1)
+        await engine.publish(adapter, engine.version + 1)
+        assert await problems(url, adapter.model) == [] != await problems(url, before)
 
-    for server in served(ServerSettings(tmp_path / "0", python=sglang_python)):
-        asyncio.run(body(server.url))
+    with served(ServerSettings(tmp_path / "0", python=sglang_python)) as server:
+        on(server, work)
 
 
 @pytest.mark.nightly
@@ -431,7 +418,7 @@ def test_replayed_experts_bring_a_learner_closer_to_a_server_in_bfloat16(compute
             terms.append(np.expm1(change) - change)
         return float(np.concatenate(terms).mean())
 
-    for server in served(ServerSettings(tmp_path / "hf", python=sglang_python), "--dtype", "bfloat16"):
+    with served(ServerSettings(tmp_path / "hf", python=sglang_python), *BFLOAT16) as server:
         pairs = asyncio.run(sampled(server.url))
         assert all(len(generation.experts) == len(prompt) + len(generation.ids) - 1 for _, generation in pairs)
         assert kl(pairs, replays=True) < kl(pairs, replays=False) / 4
@@ -443,7 +430,6 @@ def test_a_right_server_in_bfloat16_is_accepted_and_another_picture_or_layer_is_
     right, contract = make_wide(tmp_path / "right"), VisionContract.from_hf(tmp_path / "right")
     model, another = model_port.load(right), model_port.load(make_wide(tmp_path / "other", seed=1))
     model.compute = replace(model.compute, dtype="bfloat16")
-    settings = ServerSettings(right, python=sglang_python, dtype="bfloat16", **SMALL)
 
     class AnotherShown(TwoSizes):
         """The learner has another picture in the tool's response than the server."""
@@ -455,19 +441,15 @@ def test_a_right_server_in_bfloat16_is_accepted_and_another_picture_or_layer_is_
         (found,) = await check([url], kind(model, contract), Chat.from_hf(right), num_episodes=8)
         return found
 
-    async def body():
-        server = await Server.start(settings, deadline_s=START_DEADLINE_S)
-        engine = await SGLangEngine.connect([server.url], SGLangSettings(RUN))
-        try:
-            before, another_shown = await judged(server.url), await judged(server.url, AnotherShown)
-            weights = ModelWeights(with_layer_of(model, another), np.dtype("bfloat16"))
-            await engine.publish(weights, engine.version + 1)
-            return before, another_shown, await judged(server.url)
-        finally:
-            await engine.close()
-            await server.stop(grace_s=5)
+    async def work(engine):
+        url = engine.fleet.servers[0].url
+        before, another_shown = await judged(url), await judged(url, AnotherShown)
+        weights = ModelWeights(with_layer_of(model, another), np.dtype("bfloat16"))
+        await engine.publish(weights, engine.version + 1)
+        return before, another_shown, await judged(url)
 
-    before, another_shown, after = asyncio.run(body())
+    with served(ServerSettings(right, python=sglang_python), *BFLOAT16) as server:
+        before, another_shown, after = on(server, work)
     (shown,) = before.differences[SHOWN].statistics
     assert before.problems == [] and abs(shown.server) < shown.allowed / 2
     assert any(f"'{SHOWN}' tokens differ" in problem for problem in another_shown.problems)
@@ -491,32 +473,28 @@ def test_sixteen_episodes_with_sub_agents_at_once_are_exactly_what_the_server_sa
     assert cached > 0.5 * sum(episode.num_prompt_tokens for episode in episodes)  # the group shares its prompts
 
 
-def sampled_against_learner(engine, chat, model, contract) -> asyncio.Future:
+async def sampled_against_learner(engine, chat, model, contract) -> tuple[float, list[Episode]]:
     """The largest difference between the log-probs of fresh samples and the learner's."""
-
-    async def run():
-        frames = FakeFrames(size_px=(2 * chat.token_px, 3 * chat.token_px))
-        episodes = await play(engine, chat, frames, 4)
-        scorer, worst = LearnerScorer(model, contract), 0.0
-        for ledger in itertools.chain.from_iterable(episode.ledgers for episode in episodes):
-            if any(not chat.visual_ids.isdisjoint(segment.ids.tolist()) for segment in ledger.sampled):
-                continue
-            (ours,) = scorer.score([ScoreRequest(ledger.ids, ledger.pictures, CONFIG.temperature)])
-            difference = ours.logp[gate.sampled_positions(ledger, chat)] - ledger.behavior_logp[ledger.sampled_mask]
-            worst = max(worst, float(np.abs(difference).max()))
-        return worst, episodes
-
-    return run()
+    frames = FakeFrames(size_px=(2 * chat.token_px, 3 * chat.token_px))
+    episodes = await play(engine, chat, frames, 4)
+    scorer, worst = LearnerScorer(model, contract), 0.0
+    for ledger in itertools.chain.from_iterable(episode.ledgers for episode in episodes):
+        if any(not chat.visual_ids.isdisjoint(segment.ids.tolist()) for segment in ledger.sampled):
+            continue
+        (ours,) = scorer.score([ScoreRequest(ledger.ids, ledger.pictures, CONFIG.temperature)])
+        difference = ours.logp[gate.sampled_positions(ledger, chat)] - ledger.behavior_logp[ledger.sampled_mask]
+        worst = max(worst, float(np.abs(difference).max()))
+    return worst, episodes
 
 
 def test_after_publishing_the_server_samples_from_the_learners_weights(front, model, other, contract, chat, tmp_path):
     async def work(engine):
         begin = engine.version
         before, _ = await sampled_against_learner(engine, chat, other, contract)
-        await engine.publish(ModelWeights(other, FLOAT32), begin + 1)
+        await publish(engine, other)
         worst, episodes = await sampled_against_learner(engine, chat, other, contract)
         assert {v for e in episodes for v in e.ledger.versions} == {begin + 1}
-        await engine.publish(ModelWeights(model, FLOAT32), begin + 2)
+        await publish(engine, model)
         assert not list(tmp_path.glob("*/changed/*visual*")) and list(tmp_path.glob("*/changed/*"))
         back, _ = await sampled_against_learner(engine, chat, model, contract)
         return before, worst, back
@@ -532,15 +510,14 @@ def test_a_server_that_cannot_read_the_learners_files_gets_them_over_the_network
     server, model, other, contract, chat, tmp_path
 ):
     def loaded_from():
-        with urllib.request.urlopen(f"{server.url}/model_info", timeout=60) as reply:
-            return Path(json.load(reply)["model_path"])
+        return Path(fetch(f"{server.url}/model_info")["model_path"])
 
     async def work(engine):
         engine.fleet.files = WeightFiles(tmp_path)  # where the server's command does not look
-        await engine.publish(ModelWeights(other, FLOAT32), engine.version + 1)
+        await publish(engine, other)
         received = [await asyncio.to_thread(loaded_from)]
         worst, _ = await sampled_against_learner(engine, chat, other, contract)
-        await engine.publish(ModelWeights(model, FLOAT32), engine.version + 1)
+        await publish(engine, model)
         assert not list(tmp_path.glob("*/changed/*visual*")) and list(tmp_path.glob("*/changed/*"))
         received.append(await asyncio.to_thread(loaded_from))
         back, _ = await sampled_against_learner(engine, chat, model, contract)
@@ -558,9 +535,9 @@ def test_a_vision_tower_that_trains_needs_a_server_that_does_not_remember_pictur
 ):
     async def work(engine):
         await sampled_against_learner(engine, chat, model, contract)  # shows the pictures
-        await engine.publish(ModelWeights(new_vision, FLOAT32), engine.version + 1)
+        await publish(engine, new_vision)
         worst, _ = await sampled_against_learner(engine, chat, new_vision, contract)
-        await engine.publish(ModelWeights(model, FLOAT32), engine.version + 1)
+        await publish(engine, model)
         return worst
 
     assert on(second, work) < BOUND
@@ -634,7 +611,7 @@ def test_a_server_that_encodes_the_text_of_qwen2_5_vl_again_is_refused(sglang_py
     """SGLang's default, if frames keep a size that the processor files would change."""
     model, contract, chat = qwen25
     settings = ServerSettings(qwen25_hf, python=sglang_python, extra_args=("--mm-preprocess-cache-size-mb", "0"))
-    for server in served(settings):
+    with served(settings) as server:
         (found,) = asyncio.run(check([server.url], TwoSizes(model, contract), chat, num_episodes=2))
     assert len(found.wrong_ids) == 2 and all("the server encodes the text again" in one for one in found.wrong_ids)
 
@@ -659,11 +636,11 @@ def test_a_server_merges_every_adapter_it_gets_into_its_own_model(server, model,
         logps.append(await asyncio.to_thread(scored, server.url))
         # No flush, which fails while the scheduler still has a request; publishing flushes.
         restarted = {"model_path": str(new_files), "flush_cache": False, "weight_version": "default"}
-        await asyncio.to_thread(post, f"{server.url}/update_weights_from_disk", restarted)
+        await asyncio.to_thread(fetch, f"{server.url}/update_weights_from_disk", restarted)
         again, _ = await sampled_against_learner(engine, chat, adapted[1].model, contract)
         await engine.publish(ModelWeights(adapted[1].model, FLOAT32), engine.version + 1)
         logps.append(await asyncio.to_thread(scored, server.url))
-        await engine.publish(ModelWeights(model, FLOAT32), engine.version + 1)
+        await publish(engine, model)
         return [*differences, again], logps
 
     new_files = tmp_path / "restarted"
@@ -676,44 +653,33 @@ def test_a_server_merges_every_adapter_it_gets_into_its_own_model(server, model,
 def scored(url: str) -> list[float]:
     """The log-probs of a fixed prompt."""
     body = {"input_ids": list(range(5, 60)), "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
-    request = urllib.request.Request(
-        f"{url}/generate", json.dumps(body | {"logprob_start_len": 0}).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as reply:
-        return [logp for logp, *_ in json.load(reply)["meta_info"]["input_token_logprobs"][1:]]
+    answer = fetch(f"{url}/generate", body | {"logprob_start_len": 0})
+    return [logp for logp, *_ in answer["meta_info"]["input_token_logprobs"][1:]]
+
+
+def refuses(server: Served, weights: AdapterWeights, message: str) -> None:
+    """A publish, and keeps its weights."""
+
+    async def work(engine):
+        with pytest.raises(EngineError, match=message):
+            await asyncio.wait_for(engine.publish(weights, engine.version + 1), 60)
+
+    before = scored(server.url)
+    on(server, work)
+    assert scored(server.url) == before
 
 
 def test_a_server_of_another_model_than_the_adapters_base_keeps_its_weights_and_is_named(server, adapted):
     base = replace(adapted[0].info.base, name="the/base", sum="0")
     weights = AdapterWeights(adapted[0].model, replace(adapted[0].info, base=base))
-    before = scored(server.url)
-
-    async def work(engine):
-        with pytest.raises(EngineError, match=r"has other weights than the adapter's base, the/base.*rollout\.serve"):
-            await asyncio.wait_for(engine.publish(weights, engine.version + 1), 60)
-
-    on(server, work)
-    assert scored(server.url) == before
+    refuses(server, weights, r"has other weights than the adapter's base, the/base.*rollout\.serve")
 
 
 @pytest.mark.nightly
 def test_a_server_without_the_plugin_keeps_its_weights_and_is_named(sglang_python, tiny_hf, adapted, monkeypatch):
     monkeypatch.setenv("SGLANG_PLUGINS", "none")
-
-    async def body():
-        server = await Server.start(ServerSettings(tiny_hf, python=sglang_python, **SMALL), deadline_s=START_DEADLINE_S)
-        engine = await SGLangEngine.connect([server.url], SGLangSettings(RUN))
-        before = await asyncio.to_thread(scored, server.url)
-        try:
-            with pytest.raises(EngineError, match=r"rollout\.serve --model"):
-                await asyncio.wait_for(engine.publish(adapted[0], engine.version + 1), 60)
-            return before, await asyncio.to_thread(scored, server.url)
-        finally:
-            await engine.close()
-            await server.stop(grace_s=5)
-
-    before, after = asyncio.run(body())
-    assert before == after
+    with served(ServerSettings(tiny_hf, python=sglang_python)) as server:
+        refuses(server, adapted[0], r"rollout\.serve --model")
 
 
 @pytest.mark.nightly
@@ -731,7 +697,7 @@ def test_a_run_with_adapters_sends_them_alone_and_samples_from_its_policy(
     settings += ["train.num_steps=2", "optim.learning_rate=0.01"]
     asyncio.run(train(load_config(SMOKE, f"run_dir={tmp_path / 'run'}", *settings), take_over=True))
     monkeypatch.undo()
-    on(server, lambda engine: engine.publish(ModelWeights(model, FLOAT32), 1), take_over=True)
+    take_back(server, model)
     assert len(sent) == 3 and max(sent) < 0.1 * ModelWeights(model, FLOAT32).num_bytes
     assert all(step["mismatch/behavior_kl"] < 1e-6 for step in metrics_of(tmp_path / "run"))
 
@@ -746,11 +712,11 @@ def test_tokens_before_and_after_a_publish_in_the_middle_have_their_own_versions
         begin = engine.version
         task = asyncio.create_task(engine.generate(long_request(chat, "e")))
         await asyncio.sleep(1.0)
-        await engine.publish(ModelWeights(other, FLOAT32), begin + 1)
+        await publish(engine, other)
         await asyncio.sleep(1.0)
         await engine.abort("e")
         found = await task
-        await engine.publish(ModelWeights(model, FLOAT32), begin + 2)
+        await publish(engine, model)
         return begin, found
 
     begin, found = on(front, work)
@@ -776,7 +742,7 @@ def test_a_second_run_and_a_restart_behind_its_address_leave_a_server_with_the_w
             await engine.abort("e")
             undisturbed = await running
             restarted = {"model_path": str(tiny_hf), "flush_cache": True, "weight_version": "default"}
-            await asyncio.to_thread(post, f"{server.url}/update_weights_from_disk", restarted)
+            await asyncio.to_thread(fetch, f"{server.url}/update_weights_from_disk", restarted)
             worst, episodes = await sampled_against_learner(engine, chat, other, contract)
             thief = await SGLangEngine.connect([server.url], SGLangSettings("tests-2", take_over=True))
             try:
@@ -793,7 +759,7 @@ def test_a_second_run_and_a_restart_behind_its_address_leave_a_server_with_the_w
     try:
         version, undisturbed, worst, versions = asyncio.run(body())
     finally:
-        on(server, lambda engine: engine.publish(ModelWeights(model, FLOAT32), 8), take_over=True)
+        take_back(server, model)
     assert undisturbed.finish == "abort" and len(undisturbed.ids) > 10
     assert set(undisturbed.versions.tolist()) == {version}
     assert versions == {version} and worst < BOUND
@@ -823,7 +789,7 @@ async def all_up(engine, model) -> None:
     async with asyncio.timeout(60):
         while not all(one.up for one in engine.fleet.servers):
             if any("another server" in one.problem for one in engine.fleet.servers):
-                await engine.publish(ModelWeights(model, FLOAT32), engine.version + 1)
+                await publish(engine, model)
             await asyncio.sleep(0.1)
 
 
@@ -833,33 +799,31 @@ def test_a_server_killed_in_the_middle_loses_and_doubles_no_episode_and_comes_ba
 ):
     async def body():
         managed = await Server.start(
-            ServerSettings(tiny_hf, python=sglang_python, **SMALL), deadline_s=START_DEADLINE_S
+            ServerSettings(tiny_hf, python=sglang_python, context_length=4096, max_total_tokens=16_384),
+            deadline_s=START_DEADLINE_S,
         )
         servers = [ServerState(managed.url, managed), ServerState(server.url)]
         engine = await SGLangEngine.open(servers, SGLangSettings(RUN, probe_every_s=1))
         try:
             await all_up(engine, model)
-            await engine.publish(ModelWeights(other, FLOAT32), engine.version + 1)
+            await publish(engine, other)
             guided = Guided(engine, chat, TURNS)
             playing = asyncio.create_task(play(guided, chat, FakeFrames(size_px=(64, 96)), 16))
-            while sum(guided.answered.values()) < 8:
-                await asyncio.sleep(0.01)
+            await until(lambda: guided.answered.total() >= 8)
             victim = engine.fleet.servers[0]
             os.kill(scheduler_of(managed).pid, signal.SIGKILL)
             episodes = await playing
-            async with asyncio.timeout(150):
-                while not (victim.up and victim.num_restarts == 1):
-                    await asyncio.sleep(0.1)
+            await until(lambda: victim.up and victim.num_restarts == 1, 150)
             worst, _ = await sampled_against_learner(engine, chat, other, contract)
             health, version = await engine.health(), engine.version
-            await engine.publish(ModelWeights(model, FLOAT32), version + 1)
+            await publish(engine, model)
             return guided, episodes, worst, health, version
         finally:
             await engine.close()
 
     guided, episodes, worst, health, version = asyncio.run(body())
     assert [episode.outcomes for episode in episodes] == [["ok"] * 3] * 16
-    assert len(guided.requests) == sum(guided.answered.values()) == 16 * 5
+    assert len(guided.requests) == guided.answered.total() == 16 * 5
     assert [(server.alive, server.version) for server in health.servers] == [(True, version)] * 2
     assert worst < BOUND
 
@@ -874,28 +838,25 @@ def test_a_stopped_server_is_ejected_and_comes_back_with_the_weights(server, sec
             await all_up(engine, model)
             guided = Guided(engine, chat, TURNS)
             playing = asyncio.create_task(play(guided, chat, FakeFrames(size_px=(64, 96)), 16))
-            while sum(guided.answered.values()) < 8:
-                await asyncio.sleep(0.01)
+            await until(lambda: guided.answered.total() >= 8)
             os.killpg(second.pid, signal.SIGSTOP)
             try:
                 started_s = time.monotonic()
                 episodes = await playing
                 lasted_s = time.monotonic() - started_s
-                await engine.publish(ModelWeights(other, FLOAT32), engine.version + 1)
+                await publish(engine, other)
             finally:
                 os.killpg(second.pid, signal.SIGCONT)
-            async with asyncio.timeout(60):
-                while not engine.fleet.servers[0].up:
-                    await asyncio.sleep(0.1)
+            await until(lambda: engine.fleet.servers[0].up)
             versions = [one.version for one in engine.fleet.servers]
-            await engine.publish(ModelWeights(model, FLOAT32), engine.version + 1)
+            await publish(engine, model)
             return guided, episodes, lasted_s, versions, engine.version
         finally:
             await engine.close()
 
     guided, episodes, lasted_s, versions, version = asyncio.run(body())
     assert [episode.outcomes for episode in episodes] == [["ok"] * 3] * 16
-    assert len(guided.requests) == sum(guided.answered.values()) == 16 * 5
+    assert len(guided.requests) == guided.answered.total() == 16 * 5
     assert lasted_s < 60
     assert versions == [version - 1] * 2
 
@@ -946,8 +907,7 @@ def lids(tmp_path_factory):
 
 def served_name(url: str) -> str:
     """Publishing from files changes it."""
-    with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as reply:
-        return json.load(reply)["data"][0]["id"]
+    return fetch(f"{url}/v1/models")["data"][0]["id"]
 
 
 def test_a_real_server_is_an_endpoint(server, lids, tmp_path):
@@ -986,7 +946,7 @@ def test_an_evaluation_starts_and_ends_its_own_endpoints(tiny_hf, lids, tmp_path
     assert "tiny/model" not in "".join(" ".join(process.cmdline()) for process in psutil.Process().children(True))
 
 
-def train_and_find_servers_late(arguments: list[str]) -> None:
+def train_and_find_servers_late(module: str, arguments: list[str], environment: dict[str, str]) -> None:
     admit = Fleet._admit
 
     async def late(pool: Fleet, server: ServerState) -> None:
@@ -994,7 +954,7 @@ def train_and_find_servers_late(arguments: list[str]) -> None:
         await admit(pool, server)
 
     Fleet._admit = late
-    several.command("paravt_jax.train", arguments, {})
+    several.command(module, arguments, environment)
 
 
 @pytest.mark.nightly
@@ -1003,9 +963,8 @@ def test_two_hosts_that_share_a_server_learn_what_one_learns_from_their_episodes
     run_dir, replay_dir = tmp_path / "run", tmp_path / "replay"
     settings = ["--take-over", *QUICK, "engine.kind=sglang", f"engine.urls=[{server.url}]", f"model.path={tiny_hf}"]
     settings += ["train.prompts_per_step=2", "train.num_steps=2", "mesh.fsdp=2", "pack.num_rows=2"]
-    joint = [*arguments(run_dir, *settings), f"hosts.coordinator=127.0.0.1:{several.free_port()}", "hosts.num=2"]
-    each = [([*joint, f"hosts.index={host}"],) for host in range(2)]
-    ended = several.Started(tmp_path / "said", 2, 1, train_and_find_servers_late, each).ended(280)
+    command = ("paravt_jax.train", arguments(run_dir, *settings))
+    ended = several.start_command(tmp_path / "said", *command, work=train_and_find_servers_late).ended(280)
     assert [one.code for one in ended] == [0, 0], "\n\n".join(one.said[-3000:] for one in ended)
     alone = ("hosts.coordinator=", "hosts.num=1", "hosts.index=0", f"run_dir={replay_dir}")
     asyncio.run(train(load_config(run_dir / "config.json", *alone), replay=run_dir))
@@ -1014,11 +973,11 @@ def test_two_hosts_that_share_a_server_learn_what_one_learns_from_their_episodes
     for episode in episodes_of(run_dir):
         sampled = [segment for segment in episode["segments"] if segment["kind"] == "sampled"]
         assert {segment["version"] for segment in sampled} == {episode["step"] - 1}
-    on(server, lambda engine: engine.publish(ModelWeights(model, FLOAT32), 1), take_over=True)
+    take_back(server, model)
 
 
 def test_a_server_that_a_killed_run_left_paused_is_let_go_on(server):
-    post(f"{server.url}/pause_generation", {"mode": "retract"})
+    fetch(f"{server.url}/pause_generation", {"mode": "retract"})
 
     async def answers(engine):
         return await engine.generate(Request(np.arange(5, dtype=np.int32), (), Sampling(2), "e", 30.0))

@@ -4,15 +4,14 @@ import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from subprocess import Popen
 from typing import Any
 
 import hosts as several
 import pytest
 from forked import forks, wait_until
-from processes import serve
+from processes import Served, served
 from published import make_copy_with, write_film
 
 from paravt_jax.config import EvalConfig, load_config
@@ -37,24 +36,14 @@ video: {{num_workers: 1}}
 """
 
 
-@dataclass(frozen=True)
-class Served:
-    command: Popen[str]
-    url: str
-
-
 @contextmanager
 def endpoint(model: Path) -> Iterator[Served]:
     """A server as engine.serve_with starts it, with room for overviews."""
     (settings,) = endpoint_settings(
         "sglang", model, MODEL, device="cpu", dtype="float32", context_length=4096, gpus=[], num_servers=1
     )
-    command = serve(replace(settings, python=sidecar_python()), *CONTEXT, "--json")
-    try:
-        yield Served(command, f"{json.loads(command.stdout.readline())['url']}/v1")
-    finally:
-        command.terminate()
-        command.communicate(timeout=60)
+    with served(replace(settings, python=sidecar_python()), *CONTEXT) as server:
+        yield replace(server, url=f"{server.url}/v1")
 
 
 @pytest.fixture(scope="module")
