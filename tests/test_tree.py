@@ -279,6 +279,7 @@ def test_a_large_class_that_says_nothing_is_noticed(tmp_path):
     assert list(silent_classes(tmp_path)) == ["rollout/episode.py: Silent"]
 
 
+@pytest.mark.slow
 def test_rollout_loads_neither_jax_nor_torch():
     assert not loaded_after(ROOT, modules_of(ROOT, ["rollout"])) & LEARNER_ONLY
 
@@ -303,6 +304,7 @@ def test_the_learner_loads_no_torch_and_holds_no_gpu_before_it_is_told_which():
     assert not loaded_after(ROOT, modules_of(ROOT, ["model_port", "paravt_jax"])) & {"torch", BACKEND}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module", ["model_port.cli", "paravt_jax.__main__", "paravt_jax.train", "paravt_jax.sft", "paravt_jax.eval"]
 )

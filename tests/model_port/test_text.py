@@ -3,10 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from model_port.layers import gated_silu
 
 
+@pytest.mark.slow
 def test_gated_silu_has_the_gradient_of_its_formula(float64):
     random = np.random.default_rng(2)
     gate, up, weight = (jnp.asarray(random.standard_normal((2, 5, 7)) * 3) for _ in range(3))

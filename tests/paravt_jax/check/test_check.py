@@ -125,6 +125,7 @@ def test_a_file_that_only_one_side_reads_is_noticed(name, old, new, noticed, tar
     assert [line.case.split()[0] for line in lines_of(files.files, target) if line.failed] in ([noticed], ["chat"])
 
 
+@pytest.mark.slow
 def test_a_tensor_that_changes_on_the_way_is_noticed(target, monkeypatch):
     kept = weights.checksums
 
@@ -208,7 +209,7 @@ def test_the_step_of_a_cold_start_keeps_the_size_of_its_rows(target):
     assert (config.sft.num_steps, config.sft.rows_per_step) == (2, config.pack.num_rows)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_cold_start_takes_its_step(tmp_path):
     arguments = ["--quick", "--recipe", "configs/sft_smoke.yaml", "--json", str(tmp_path / "check.json")]

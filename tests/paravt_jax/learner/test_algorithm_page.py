@@ -60,6 +60,7 @@ def test_the_advantages_of_the_group_equal_the_code(terms):
     np.testing.assert_allclose(numbers([row[1:] for row in ADVANTAGES]), np.stack(columns, axis=1), atol=6e-5)
 
 
+@pytest.mark.slow
 def test_the_loss_of_the_tokens_equals_the_code(float64):
     advantage, ratio, weight, term = numbers([row[1:5] for row in TOKENS]).T
     prox = np.full(5, -1.0)

@@ -138,6 +138,7 @@ def assert_same(first, second, tolerance):
     assert np.linalg.norm(gradient - other_gradient) <= tolerance * np.linalg.norm(gradient)
 
 
+@pytest.mark.slow
 def test_the_entropy_of_a_token_is_of_the_tempered_logits_and_has_no_gradient():
     random = np.random.default_rng(0)
     hidden, head = (jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in ((2, 5, 3), (17, 3)))

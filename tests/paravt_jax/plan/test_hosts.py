@@ -65,6 +65,7 @@ def test_a_mesh_that_hosts_cannot_split_is_rejected():
         host_of(config, device=V5P)
 
 
+@pytest.mark.slow
 def test_the_planned_checkpoint_has_the_size_of_the_state():
     config, model = config_of((2, 2, 1), rows=1, row_tokens=128, hosts=HostsConfig("a:1", 2, 0)), tiny_config()
     learner = abstract_learner(PlannedRl.of(config, model).update, model, make_mesh(2, 2, 1))

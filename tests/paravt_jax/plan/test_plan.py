@@ -124,6 +124,7 @@ def test_the_comparison_detects_the_wrong_remat(name, remat):
     assert high > 2 * low
 
 
+@pytest.mark.slow
 def test_frames_in_responses_are_planned_in_the_main_agents_context_and_the_update():
     reports = PlannedRl.of(load_config(None), EIGHT_B)
     frames = replace(reports, rollout=replace(reports.rollout, crop_returns="frames"))
@@ -258,7 +259,10 @@ def traced_flops(learner, batch, monkeypatch) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.nightly] * ("3b_lora" in path.stem), id=path.stem) for path in CONFIGS],
+)
 def test_the_plan_of_every_config_fits_100_columns(path):
     text = plan_of(load_config(path), "h100")
     assert max(map(len, text.splitlines())) <= 100

@@ -61,6 +61,7 @@ def test_the_optimizer_runs_once_per_update_and_other_programs_once_per_batch():
     assert step_seconds(programs, step, RATES) == StepSeconds(7 * 3.0, 7 * 2.0 + 3 * 5.0, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "row_tokens", "measured_s"),
     [(18, 4096, 0.328), (18, 8192, 0.614), (12, 16384, 0.983), (18, 32768, 4.072)],
@@ -98,6 +99,7 @@ def test_a_tensor_mesh_needs_more_time_per_row_than_fsdp():
     assert shared.total < split.total < 8 * shared.total  # it does an eighth of the tokens
 
 
+@pytest.mark.slow
 def test_float32_products_take_twice_the_time():
     assert seconds(dtype="float32").products == pytest.approx(2 * seconds().products)
 

@@ -45,6 +45,7 @@ def test_the_interval_of_four_learners_and_four_servers_contains_the_sum_of_meas
     assert low < 40 < high < 10 * low
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "device", "compiled_ms"),
     [
