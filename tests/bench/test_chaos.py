@@ -187,7 +187,7 @@ def test_weights_one_version_behind_their_label_are_detected(tmp_path, monkeypat
         return published[0]
 
     monkeypatch.setattr(Run, "_weights", weights)
-    settings = [*QUICK, *stage.FRESH, "train.num_steps=3"]
+    settings = [*SETTINGS, *QUICK, *stage.FRESH, "train.num_steps=3"]  # forced calls: rewards differ
     train_here(tmp_path / "run", *settings)
     problems = problems_of(tmp_path / "run", load_config(CONFIG, *settings).train)
     (violation,) = [problem for problem in problems if "differ from it by a KL of" in problem]
