@@ -13,7 +13,6 @@ import re
 import secrets
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -93,9 +92,7 @@ class Judge(AbstractAsyncContextManager["Judge"]):
         self._client = EndpointClient([self._config.url], self._config.model, key)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._client is not None
         await self._client.close()
 

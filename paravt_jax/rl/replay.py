@@ -216,9 +216,9 @@ class Replay:
         assert overview is not None
         score = record["reward"]["accuracy"] if "reward" in record else None
         worker = replace(self.worker, judge=Verdict(score)) if self.worker.reward.oe_mode == "llm" else self.worker
-        return await worker.score(record["id"], await self._episode(record, prompt, overview), prompt)
+        return await worker.score(record["id"], await self._episode(record, overview), prompt)
 
-    async def _episode(self, record: Mapping[str, Any], prompt: Prompt, overview: Overview) -> Episode:
+    async def _episode(self, record: Mapping[str, Any], overview: Overview) -> Episode:
         turns, paths = [], dict(zip((v["path"] for v in record.get("videos", ())), overview.task.videos, strict=False))
         for turn in record["turns"]:
             written = find_calls(turn["text"], self.worker.agent.signatures)[: len(turn["calls"])]

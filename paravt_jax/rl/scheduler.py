@@ -124,7 +124,7 @@ class RolloutScheduler:
         train = self._train
         for ahead in range(step, min(step + train.steps_ahead, train.num_steps) + 1):
             if ahead not in self._running:
-                self._running[ahead] = asyncio.create_task(self._collect(ahead))
+                self._running[ahead] = asyncio.create_task(self._collect())
         collected = await unless_stopped(self._collected(step))
         if collected is None:
             return None
@@ -183,7 +183,7 @@ class RolloutScheduler:
     def _num_wanted(self, groups: Sequence[Group]) -> int:
         return self._train.prompts_per_step - sum(group.has_signal for group in groups)
 
-    async def _collect(self, step: int) -> tuple[list[Group], StepCost]:
+    async def _collect(self) -> tuple[list[Group], StepCost]:
         """Groups for one step. Groups without signal are replaced up to max_resamples times.
 
         With several hosts, only this host's part of the first round, because replacing groups depends on all hosts.

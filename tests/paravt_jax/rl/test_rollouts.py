@@ -559,7 +559,7 @@ def test_a_cancelled_step_ends_at_once(chat):
 
         config = load_config(None, *COMMON)
         agent = Agent(ScriptedEngine(reply, version=5), FakeFrames(), chat, config.rollout)
-        step = asyncio.create_task(rollouts_of(agent, SampleOrder(PROMPTS, 0), Cursor(), config)._collect(1))
+        step = asyncio.create_task(rollouts_of(agent, SampleOrder(PROMPTS, 0), Cursor(), config)._collect())
         await requested.wait()
         step.cancel()
         async with asyncio.timeout(5):
