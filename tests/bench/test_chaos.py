@@ -19,7 +19,6 @@ from agents import FakeFrames, call
 from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 from learner_state import flip
-from scripted_engine import ScriptedEngine
 from training import QUICK, SHORT_PROMPT, rollouts_of, train_here
 
 import model_port
@@ -35,6 +34,7 @@ from paravt_jax.rl.setup import update_of
 from paravt_jax.sampling.local_copy import LocalCopy
 from paravt_jax.sampling.weights import ModelWeights
 from rollout.chat import Chat
+from rollout.engine.scripted import ScriptedEngine
 from rollout.episode import Agent
 from rollout.supervisor import SHARED_MEMORY
 from scripts.bench import chaos, smoke_run

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 from agents import FakeFrames
-from scripted_engine import ScriptedEngine
 
 from model_port.processing import VisionContract
 from paravt_jax.config import EvalConfig, SftConfig, load_config
@@ -14,6 +13,7 @@ from paravt_jax.data.traces import read_trace
 from paravt_jax.imitation.render import TraceRenderer
 from paravt_jax.rl.episodes import RolloutWorker
 from rollout.chat import Chat
+from rollout.engine.scripted import ScriptedEngine
 from rollout.episode import Agent
 from scripts.miniature import crops_page
 from scripts.miniature.cells import read_rows

@@ -8,7 +8,6 @@ from typing import Any
 
 from agents import FakeFrames, is_subagent
 from published import make_copy
-from scripted_engine import ScriptedEngine
 
 from paravt_jax.config import EvalConfig, load_config
 from paravt_jax.evaluation import evaluation
@@ -17,6 +16,7 @@ from paravt_jax.rewards.plugin import load_plugin
 from paravt_jax.rl.episodes import RolloutWorker
 from rollout.chat import Chat
 from rollout.engine.protocol import Request
+from rollout.engine.scripted import ScriptedEngine
 from rollout.episode import Agent
 
 Reply = Callable[[str, Request], str]  # (episode name, request) -> a main agent's turn; it may raise

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from scripted_engine import ScriptedEngine
 
 from rollout.chat import Chat
 from rollout.engine.protocol import Engine, Request
+from rollout.engine.scripted import ScriptedEngine
 from rollout.episode import Agent, EpisodeCallbacks
 from rollout.episode_config import EpisodeConfig
 from rollout.picture import Picture

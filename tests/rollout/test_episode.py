@@ -9,13 +9,13 @@ import pytest
 from agents import ANSWER, FakeFrames, call, called, check_ledger, is_subagent, play, script
 from hypothesis import given, settings, strategies as st
 from qwen_tokenizer import qwen_tokenizer
-from scripted_engine import ScriptedEngine
 from transformers import PreTrainedTokenizerFast
 
 from model_port.qwen3_vl.chat_template import CHAT_TEMPLATE
 from model_port.tiny import tiny_tokenizer
 from rollout.chat import Chat
 from rollout.engine.protocol import EngineError, Generation, Request
+from rollout.engine.scripted import ScriptedEngine
 from rollout.episode import Agent
 from rollout.episode_config import EpisodeConfig
 from rollout.ledger import Ledger

@@ -5,7 +5,6 @@ import asyncio
 import numpy as np
 import pytest
 from agents import FakeFrames
-from scripted_engine import ScriptedEngine
 from training import rollouts_of
 
 import model_port
@@ -27,6 +26,7 @@ from paravt_jax.sampling.frames import frame_of
 from paravt_jax.sampling.local_copy import LocalCopy
 from paravt_jax.sampling.weights import ModelWeights
 from rollout.chat import Chat
+from rollout.engine.scripted import ScriptedEngine
 from rollout.episode import Agent
 from rollout.episode_config import EpisodeConfig
 from rollout.prompter import Task

@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 from agents import FakeFrames, call_of
-from scripted_engine import ScriptedEngine
 from training import SHORT_PROMPT, rollouts_of
 
 import model_port
@@ -23,6 +22,7 @@ from paravt_jax.rl.setup import update_of
 from paravt_jax.run.compiles import COMPILED
 from rollout.chat import Chat
 from rollout.engine.protocol import EngineError
+from rollout.engine.scripted import ScriptedEngine
 from rollout.episode import Agent
 
 PROMPTS = [Prompt(f"p{n}", f"Question {n}? A or B", (f"/video{n}.mp4",), "A", "mcq") for n in range(2)]

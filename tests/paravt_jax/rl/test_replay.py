@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from agents import FakeFrames, call, call_of, is_subagent
-from scripted_engine import ScriptedEngine
 from training import rollouts_of
 
 from paravt_jax.config import Config, load_config, to_record
@@ -18,6 +17,7 @@ from paravt_jax.rl.metrics import group_metrics, num_tokens, staleness_mean
 from paravt_jax.rl.records import records
 from paravt_jax.rl.replay import LoggedSteps, NoEngine, Replay, differing
 from rollout.engine.protocol import DeadlineExceeded, EngineError
+from rollout.engine.scripted import ScriptedEngine
 from rollout.episode import Agent
 
 PROMPTS = [

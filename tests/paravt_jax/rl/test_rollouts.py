@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from agents import FakeFrames, call, call_of, is_subagent
 from PIL import Image
-from scripted_engine import ScriptedEngine
 from training import rollouts_of
 
 from paravt_jax.config import load_config
@@ -28,6 +27,7 @@ from paravt_jax.rl.metrics import (
 )
 from paravt_jax.rl.records import records
 from rollout.engine.protocol import DeadlineExceeded, EngineError
+from rollout.engine.scripted import ScriptedEngine
 from rollout.episode import Agent
 from rollout.video.store import MEMORY_PER_PIXEL_BYTE
 
@@ -673,10 +673,17 @@ def test_episodes_search_the_subtitles_of_their_row(chat, tmp_path):
     assert [rollout.terms.accuracy for group in groups for rollout in group.rollouts] == [1.0] * 8
 
 
+class CountedFrames(FakeFrames):
+    """Counts the overviews of each video."""
+
+    def overviews(self):
+        return {path: len(times_s) for path, times_s in self.asked}
+
+
 def frames_between_steps(chat, *overrides, prompts=PROMPTS, num_steps=2):
-    """Frames by video that are decoded after step 1 is collected and before step 2 starts, and both steps' groups."""
+    """The overviews that are decoded after step 1 is collected and before step 2 starts, and both steps' groups."""
     settings = [*COMMON, "video.frame_budgets=[2,3,5]", f"train.num_steps={num_steps}", *overrides]
-    config, frames = load_config(None, *settings), FakeFrames()
+    config, frames = load_config(None, *settings), CountedFrames()
 
     async def reply(request):
         return chat.encode(half_right(request.episode, request)).tolist()
@@ -690,7 +697,7 @@ def frames_between_steps(chat, *overrides, prompts=PROMPTS, num_steps=2):
             frames.asked.clear()
             for _ in range(100):
                 await asyncio.sleep(0)
-            ahead = {path: len(times_s) for path, times_s in frames.asked}
+            ahead = frames.overviews()
             assert rollouts.cursor.to_record() == record
             return ahead, first, await rollouts.next_groups(2) if num_steps > 1 else []
         finally:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from agents import FakeFrames
-from scripted_engine import ScriptedEngine
 
 from paravt_jax.config import LogConfig, load_config
 from paravt_jax.data.prompts import Prompt
@@ -20,6 +19,7 @@ from paravt_jax.run.log import RunLog
 from paravt_jax.run.process import Stopping
 from paravt_jax.run.training import RunDirectory, Training
 from rollout.chat import Chat
+from rollout.engine.scripted import ScriptedEngine
 from rollout.episode import Agent
 
 HELD_OUT = [

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from agents import ANSWER, FakeFrames, call
 from flax import nnx
-from scripted_engine import ScriptedEngine
 from training import rollouts_of
 
 import model_port
@@ -33,6 +32,7 @@ from paravt_jax.run.host_times import DeviceProbe, by_host
 from paravt_jax.run.hosts import Hosts, as_json
 from rollout.chat import Chat
 from rollout.engine.protocol import EngineError
+from rollout.engine.scripted import ScriptedEngine
 from rollout.episode import Agent
 
 PROMPTS = [Prompt(f"p{n}", f"Question {n}? A or B", (f"/video{n}.mp4",), "A", "mcq") for n in range(3)]

@@ -1,4 +1,4 @@
-"""An engine that replies from a script."""
+"""An engine that replies from a script, for tests and for replaying recorded episodes as requests."""
 
 import asyncio
 import time
