@@ -160,10 +160,11 @@ class _Worker:
         self.is_up = False  # True once it has reported that its decoder is loaded
         self.reusable = True  # False during a job, and after it ran out of memory
         self.link, its_end = socket.socketpair()
+        arguments = its_end.fileno(), max_bytes, os.getpid()
         with its_end:
             try:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", "rollout.video.worker", str(its_end.fileno()), str(max_bytes)],
+                    [sys.executable, "-m", "rollout.video.worker", *map(str, arguments)],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     env={**os.environ, **single_threaded, "PYTHONPATH": os.pathsep.join(paths)},

@@ -1,4 +1,4 @@
-"""A decoder process, `python -m rollout.video.worker FD MAX_BYTES`: does one job at a time, received over a socket.
+"""A decoder process, `python -m rollout.video.worker FD MAX_BYTES PARENT`: does one job at a time, sent over a socket.
 
 It does not use multiprocessing, which would import the trainer's main module, and so jax, into every worker. It ends
 with its parent, however that ends, even while it decodes.
@@ -26,7 +26,7 @@ PARENT_CHECK_MS = 2000  # for the case that another child of a dead parent keeps
 def main() -> None:
     _limit_memory(int(sys.argv[2]))
     link = socket.socket(fileno=int(sys.argv[1]))
-    threading.Thread(target=_end_with_parent, args=(link, os.getppid()), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(link, int(sys.argv[3])), daemon=True).start()
     with suppress(EOFError, ConnectionError):  # the parent has ended
         send(link, {"up": True})
         while True:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -419,6 +420,15 @@ def test_workers_end_with_a_parent_that_was_killed(long_video, survivor):
     start = time.monotonic()
     asyncio.run(until(lambda: not any(psutil.pid_exists(pid) and is_worker(psutil.Process(pid)) for pid in pids)))
     assert time.monotonic() - start < 15
+
+
+def test_a_worker_that_starts_after_its_parent_was_killed_ends():
+    parent = subprocess.Popen(["true"])
+    parent.wait()
+    link, its_end = socket.socketpair()  # which a forked child of the parent may hold open
+    with link, its_end:
+        command = [sys.executable, "-m", "rollout.video.worker", str(its_end.fileno()), str(2**31), str(parent.pid)]
+        assert subprocess.run(command, pass_fds=[its_end.fileno()], timeout=PATIENCE_S).returncode == 0
 
 
 @pytest.mark.slow
