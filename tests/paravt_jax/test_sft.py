@@ -91,7 +91,7 @@ def test_every_step_logs_a_sample_that_the_page_shows(finished_run):
     assert '"kind":"imitation"' in page
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_run_resumes_and_ends_like_an_uninterrupted_one(finished_run, world, tmp_path):
     output, state = tmp_path / "output", tmp_path / "checkpoints" / "2" / "state.json"
     process = forked.start("paravt_jax.sft", arguments(world, tmp_path), str(output))

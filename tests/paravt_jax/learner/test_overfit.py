@@ -103,8 +103,8 @@ def cold_start(tiny_hf):
     return learner.model
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arm", [pytest.param("grpo", marks=pytest.mark.nightly), "para_grpo"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("arm", ["grpo", "para_grpo"])
 def test_the_policy_learns_the_right_answer(arm, cold_start, tiny_hf):
     config = load_config(None, *COMMON, *ARMS[arm])
     chat, contract = Chat.from_hf(tiny_hf), VisionContract.from_hf(tiny_hf)
