@@ -2,7 +2,7 @@
 # Creates .venv-sglang, the environment of the SGLang server, with Python 3.11+.
 #   bash scripts/setup_sglang.sh [cpu|cuda]
 # Re-running it does nothing until the pins, the variant, the Python or the directory changes.
-# PYTHON=/path/to/python3 sets the interpreter. cpu takes about two minutes and 2.3 GB.
+# PYTHON=/path/to/python3 sets the interpreter. cpu takes about a minute and 2.3 GB.
 set -euo pipefail
 torch=torch==2.13.0
 sglang=sglang==0.5.23
