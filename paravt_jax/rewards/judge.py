@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rollout.endpoint.client import EndpointClient
-from rollout.endpoint.errors import EndpointError, ModelNotServed, WrongKey
+from rollout.endpoint.errors import EndpointError, ModelNotServed, Unreachable, WrongKey
 from rollout.engine.protocol import RequestRejected
 from rollout.setting import setting
 
@@ -112,6 +112,9 @@ class Judge(AbstractAsyncContextManager["Judge"]):
                     break
                 except (RequestRejected, ModelNotServed) as problem:
                     self.last_problem = f"{problem}; check judge.url and judge.model"
+                    break
+                except Unreachable as problem:  # in every attempt of the client
+                    self.last_problem = str(problem)
                     break
                 except EndpointError as problem:
                     self.last_problem = str(problem)

@@ -87,6 +87,11 @@ def test_a_request_that_would_fail_again_is_not_repeated(ask, mode, reason):
     assert scores == [None] and len(server.bodies) == 1 and re.search(reason, problem)
 
 
+def test_a_failing_judge_gets_only_the_attempts_of_the_client(ask):
+    scores, problem, server = ask("", "500")
+    assert scores == [None] and len(server.bodies) == client_module.MAX_ATTEMPTS and "HTTP 500" in problem
+
+
 def test_an_unreachable_judge_leaves_the_score_missing(ask):
     scores, problem, _ = ask("", "drop", MAX_ATTEMPTS=2)
     assert scores == [None] and "cannot be reached" in problem
