@@ -5,6 +5,7 @@ The only module that imports torch, and only on use, because a learner has none.
 
 import gc
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,8 @@ def as_published(name: str, tensor: np.ndarray) -> np.ndarray:
     return tensor.swapaxes(1, 2) if ".experts." in name else tensor
 
 
-class Reference:
-    """A model in transformers, on the GPU if torch sees one."""
+class Reference(AbstractContextManager["Reference"]):
+    """A model in transformers, on the GPU if torch sees one. Its memory is free after the `with` block."""
 
     def __init__(self, hf_dir: str | Path, dtype: str = "float32"):
         import torch
@@ -66,13 +67,12 @@ class Reference:
         model: Any = AutoModelForImageTextToText.from_pretrained(hf_dir, dtype=getattr(torch, dtype))
         self._model = model.eval().to(self._device)
 
-    def close(self) -> None:
-        """Frees its memory, on a GPU for jax."""
+    def __exit__(self, *_: object) -> None:
         import torch
 
         del self._model
         gc.collect()
-        torch.cuda.empty_cache()  # does nothing without a GPU
+        torch.cuda.empty_cache()  # which jax could not use; does nothing without a GPU
 
     def logits(self, prompt: ProcessedPrompt) -> Float[np.ndarray, "T V"]:
         import torch

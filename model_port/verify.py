@@ -105,10 +105,8 @@ def our_logits(src: str | Path, prompt: ProcessedPrompt, dtype: str) -> Float[np
 
 
 def their_logits(hf_dir: str | Path, prompt: ProcessedPrompt, dtype: str) -> Float[np.ndarray, "T V"]:
-    model = Reference(hf_dir, dtype)
-    logits = model.logits(prompt)
-    model.close()
-    return logits
+    with Reference(hf_dir, dtype) as model:
+        return model.logits(prompt)
 
 
 def verify(hf_dir: str | Path, src: str | Path, dtype: str) -> tuple[dict[str, Any], bool]:

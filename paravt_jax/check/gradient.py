@@ -33,7 +33,8 @@ def gradient(target: Target) -> Iterator[Measured | Facts]:
     kernels = [rule for rule in rules(target.config) if rule.count is not None and len(rule.hf_shape) > 1]
     prompt = video_of(target)
     ours = our_gradients(target, prompt, kernels)
-    theirs = Reference(target.hf_dir).gradients(prompt, ours)
+    with Reference(target.hf_dir) as reference:
+        theirs = reference.gradients(prompt, ours)
     for tower in ("vision", "text"):
         names = [name for rule in kernels if rule.path.startswith(tower) for name in rule.hf_names if name in ours]
         errors = {name: relative_error(ours[name], theirs[name]) for name in names}

@@ -79,7 +79,5 @@ def our_rows(target: Target, prompts: Mapping[str, ProcessedPrompt], dtype: str)
 
 
 def reference_rows(target: Target, prompts: Mapping[str, ProcessedPrompt], dtype: str) -> dict[str, np.ndarray]:
-    model = Reference(target.hf_dir, dtype)
-    rows = {name: kept(model.logits(prompt)) for name, prompt in prompts.items()}
-    model.close()
-    return rows
+    with Reference(target.hf_dir, dtype) as model:
+        return {name: kept(model.logits(prompt)) for name, prompt in prompts.items()}

@@ -43,7 +43,9 @@ def round_trip(target: Target) -> Iterator[Measured]:
     if missing_torch():
         yield Measured("greedy ids = transformers'", skipped=NO_TORCH)
     else:
-        yield ids_line("transformers'", ours, Reference(model_dir).greedy_ids(prompt, NUM_IDS))
+        with Reference(model_dir) as reference:
+            theirs = reference.greedy_ids(prompt, NUM_IDS)
+        yield ids_line("transformers'", ours, theirs)
     if not target.server:
         yield Measured("parity gate", skipped="no --server URL")
     elif reason := other_weights(asyncio.run(server_label(target.server)), source):

@@ -8,7 +8,6 @@ from itertools import starmap
 from pathlib import Path
 
 import pytest
-from _pytest.mark import ParameterSet
 
 from model_port.sharding import make_mesh
 from paravt_jax.config import Config, MeshConfig, SftConfig, load_config, to_record
@@ -69,7 +68,7 @@ LORA_CHANGES = {"lora.rank", "optim.learning_rate", "rollout.max_context_tokens"
 MACHINE_SETTINGS = ("run_dir", "model.path", "model.remat", "mesh.", "engine.", "pack.num_rows", "optim.offload")
 
 
-def named(names: Iterable[str]) -> list[ParameterSet]:
+def named(names: Iterable[str]):
     """The plans of the largest models take longest; test_plan.py has a small mixture."""
     return [pytest.param(each, marks=[pytest.mark.nightly] * each.startswith(("32b", "30ba3b"))) for each in names]
 
