@@ -41,7 +41,7 @@ def missing_torch() -> str:
     """Why there is no reference on this machine, or an empty string."""
     try:
         import torch  # noqa: F401
-        from transformers import AutoModelForImageTextToText  # noqa: F401
+        from transformers.models.auto.modeling_auto import AutoModelForImageTextToText  # noqa: F401
     except ImportError as missing:
         return str(missing)
     return ""
@@ -57,7 +57,7 @@ class Reference(AbstractContextManager["Reference"]):
 
     def __init__(self, hf_dir: str | Path, dtype: str = "float32"):
         import torch
-        from transformers import AutoModelForImageTextToText
+        from transformers.models.auto.modeling_auto import AutoModelForImageTextToText
         from transformers.utils import logging
 
         logging.disable_progress_bar()  # it shows one even without a terminal; ours shows the time

@@ -69,7 +69,7 @@ def video_prompt(
 
     The crop has another size, so that positions matter.
     """
-    from transformers import AutoTokenizer
+    from transformers.models.auto.tokenization_auto import AutoTokenizer
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     config = read_config(hf_dir)

@@ -33,7 +33,7 @@ SIZES_PX = ((720, 1280), (64, 96), (333, 512), (1080, 1920))
 
 
 def files(target: Target) -> Iterator[Measured]:
-    from transformers import AutoTokenizer
+    from transformers.models.auto.tokenization_auto import AutoTokenizer
 
     params = f"{in_words(num_params(target.config))} parameters, {target.config.text.num_layers} layers"
     yield Measured("model", f"{target.config.family}, {params}")

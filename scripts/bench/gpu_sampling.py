@@ -84,13 +84,14 @@ def generate_in_torch(check: Check) -> Iterator[Row]:
         yield reason
         return
     import torch
-    import transformers
+    from transformers.models.auto.configuration_auto import AutoConfig
+    from transformers.models.auto.modeling_auto import AutoModelForImageTextToText
 
     on = check.torch_device
     (check.folder / "config.json").write_text(json.dumps(config_to_hf(with_tokenizer_ids(check.full_model))))
-    config = transformers.AutoConfig.from_pretrained(check.folder)
+    config = AutoConfig.from_pretrained(check.folder)
     with torch.device(on):
-        model: Any = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16).eval()
+        model: Any = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16).eval()
     num_prompt, num_new = check.sizes.sampled
     for num_rows in check.sizes.sampler_rows:
         ids = torch.from_numpy(random_prompts(check.full_model, num_rows, num_prompt, 1)).to(on)

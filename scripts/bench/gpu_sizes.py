@@ -5,10 +5,12 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from model_port.config import ModelConfig, preset
+from model_port.reference import missing_torch
 from model_port.tiny import tiny_config
 
 Row = dict[str, Any]
@@ -83,11 +85,10 @@ def timed(work: Callable[[], Any], warm: bool = False) -> float:
 
 def no_torch(check: Check) -> Row:
     """A note if torch cannot be compared here."""
-    try:
-        import torch
-        import transformers  # noqa: F401
-    except ImportError as missing:
+    if missing := missing_torch():
         return {"note": f"not compared: {missing}"}
+    import torch
+
     if check.torch_device == "cuda" and not torch.cuda.is_available():
         return {"note": f"not compared: torch {torch.__version__} sees no GPU"}
     return {}
@@ -95,9 +96,8 @@ def no_torch(check: Check) -> Row:
 
 def torch_versions() -> str:
     import torch
-    import transformers
 
-    return f"torch {torch.__version__}, transformers {transformers.__version__}"
+    return f"torch {torch.__version__}, transformers {version('transformers')}"
 
 
 def failure(problem: Exception, *, may_lack_room: bool = False) -> Row:

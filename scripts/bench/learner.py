@@ -109,7 +109,8 @@ def _with_huge_pages() -> None:
 def _make_reference(config: ModelConfig, folder: Path) -> Any:
     try:
         import torch
-        from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+        from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig
+        from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLForConditionalGeneration
     except ImportError as missing:
         raise RuntimeError(
             f"the comparison needs torch and transformers ({missing}): run `bash scripts/setup.sh dev`"

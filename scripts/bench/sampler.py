@@ -72,7 +72,7 @@ def _ours(sampler: Sampler) -> Callable[[np.ndarray], object]:
 
 def _transformers(folder: Path) -> Callable[[np.ndarray], object]:
     import torch
-    from transformers import AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import AutoModelForImageTextToText
 
     model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 

@@ -123,7 +123,7 @@ class TorchLearner:
 def load_reference(folder: Path) -> Any:
     """transformers' model of a Hugging Face directory, in float32."""
     import torch
-    from transformers import Qwen3VLForConditionalGeneration
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLForConditionalGeneration
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
