@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import resource
+from collections.abc import Generator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -29,7 +30,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-gc.disable()  # what the tests import stays: looking for garbage among it is a fifth of collecting them
 
 import hypothesis
 import jax
@@ -128,12 +128,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", type=float, default=0, metavar="MINUTES", help="so long for each target of test_fuzz.py")
 
 
-def pytest_collection_finish() -> None:
-    """What is loaded by now stays: garbage is looked for among the rest, and less often, as JAX does so each time."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What it imports stays: garbage is looked for later, among the rest, and less often, as JAX does so each time."""
+    gc.disable()
+    collected = yield
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000)
     gc.enable()
+    return collected
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
