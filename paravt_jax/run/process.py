@@ -23,6 +23,7 @@ def claim_memory(environment: MutableMapping[str, str] = os.environ) -> None:
 
 Result = TypeVar("Result")
 GRACE_S = 120.0  # for a checkpoint after SIGTERM
+NOTICED_S = 1.0  # by when a notebook notices an interrupt that arrived just before it waited, and so did not wake it
 
 
 class Stopping(asyncio.Event):
@@ -108,7 +109,10 @@ def run_here(work: Coroutine[Any, Any, Result]) -> Result:
         running = thread.submit(asyncio.run, _interruptible(work))
         while True:
             try:
-                return running.result()
+                return running.result(NOTICED_S)
+            except TimeoutError:  # of the waiting, or of the work
+                if running.done():
+                    return running.result()
             except KeyboardInterrupt:
                 if _on_interrupt:
                     _on_interrupt.pop()()

@@ -29,10 +29,14 @@ async def until_stopped(num_steps_more: int) -> str:
 
 async def interrupt() -> None:
     """Interrupts the main thread as soon as it waits for the run."""
-    thread = threading.main_thread().ident
-    while "result" not in (frame.name for frame in traceback.extract_stack(sys._current_frames()[thread])):
+    while "result" not in main_thread():
         await asyncio.sleep(0.01)
-    signal.pthread_kill(thread, signal.SIGINT)
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+
+def main_thread() -> list[str]:
+    """The functions that the main thread is in."""
+    return [frame.name for frame in traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])]
 
 
 def in_a_cell(work):
@@ -48,6 +52,29 @@ def in_a_cell(work):
 def test_an_interrupt_of_a_notebook_ends_a_run_like_a_signal(capsys):
     assert in_a_cell(until_stopped(0)) == "saved after signal 2"
     assert "stopping: saving a checkpoint; interrupt again to stop without it" in capsys.readouterr().err
+
+
+def test_an_interrupt_that_does_not_wake_a_waiting_notebook_is_noticed():
+    async def work():
+        stopping = Stopping()
+        undo = stop_on_signals(stopping)
+        while "result" not in main_thread():
+            await asyncio.sleep(0.01)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # as if just before the main thread began to wait
+        try:
+            await asyncio.wait_for(stopping.wait(), 20)
+        finally:
+            undo()
+
+    in_a_cell(work())
+
+
+def test_a_timeout_of_the_work_is_raised():
+    async def work():
+        raise TimeoutError("no server")
+
+    with pytest.raises(TimeoutError, match="no server"):
+        in_a_cell(work())
 
 
 def test_a_second_interrupt_of_a_notebook_ends_a_run_at_once():
