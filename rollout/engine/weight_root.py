@@ -15,7 +15,7 @@ from rollout.owned_directory import owned_directory, remove_orphans
 from rollout.supervisor import SHARED_MEMORY
 
 WEIGHTS_PREFIX = "paravt-weights-"
-SPARE_FRAC = 0.1  # part of a disk's space that is left free
+SPARE_FRAC = 0.2  # of the weights: the largest tensor is replaced by a second file
 
 
 class WeightRoot:
@@ -52,5 +52,4 @@ class WeightRoot:
 def fits(directory: Path, num_bytes: int) -> bool:
     if not directory.is_dir() or not os.access(directory, os.W_OK):
         return False
-    usage = shutil.disk_usage(directory)
-    return num_bytes + SPARE_FRAC * usage.total < usage.free
+    return num_bytes * (1 + SPARE_FRAC) < shutil.disk_usage(directory).free

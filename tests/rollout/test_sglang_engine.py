@@ -3,6 +3,7 @@
 import asyncio
 import http.server
 import math
+import shutil
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ from rollout.engine.protocol import DeadlineExceeded, EngineError, Request, Requ
 from rollout.engine.publishing import ADAPTER_INFO, ADAPTER_SCHEME, WeightFiles
 from rollout.engine.settings import Mixture, ServerState
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
+from rollout.engine.weight_root import fits
 
 QUICK = SGLangSettings(
     run="t",
@@ -542,19 +544,19 @@ async def test_a_publish_waits_for_a_server_that_comes_back(engine, server):
 
 @pytest.mark.slow
 @asynchronous
-async def test_weights_that_a_killed_process_left_in_memory_are_removed():
+async def test_weights_that_a_killed_process_left_are_removed(tmp_path):
     writer = (
-        "import asyncio, os, signal, sys; sys.path[:0] = sys.argv[1:]\n"
+        "import asyncio, os, signal, sys; sys.path[:0] = sys.argv[2:]\n"
         "from test_sglang_engine import NoWeights, ServerState, WeightFiles\n"
-        "files = WeightFiles(); asyncio.run(files.write(NoWeights()))\n"
+        "files = WeightFiles(sys.argv[1]); asyncio.run(files.write(NoWeights()))\n"
         "print(files.directory(ServerState('')), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
-    killed = subprocess.run([sys.executable, "-c", writer, *paths], stdout=subprocess.PIPE, text=True)
+    killed = subprocess.run([sys.executable, "-c", writer, tmp_path, *paths], stdout=subprocess.PIPE, text=True)
     left = Path(killed.stdout.strip())
-    assert left.is_dir()
-    first, second = WeightFiles(), WeightFiles()
+    assert left.is_dir() and left.is_relative_to(tmp_path)
+    first, second = WeightFiles(tmp_path), WeightFiles(tmp_path)
     await first.write(NoWeights())
     await second.write(NoWeights())
     assert all(files.directory(ServerState("")).is_dir() for files in (first, second)) and not left.exists()
@@ -569,6 +571,12 @@ async def test_weights_lie_where_the_servers_of_other_hosts_see_them(tmp_path):
     assert files.directory(ServerState("")).is_relative_to(tmp_path)
     with pytest.raises(EngineError, match=r"do not fit into .*gone; .* engine\.weights_dir"):
         await WeightFiles(tmp_path / "gone").write(NoWeights())
+
+
+@pytest.mark.parametrize(("num_bytes", "fit"), [(8, True), (8 * 10**9, True), (9 * 10**9, False)])
+def test_weights_fit_where_most_of_a_large_disk_is_used(num_bytes, fit, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=10**15, free=10**10))
+    assert fits(tmp_path, num_bytes) == fit
 
 
 @with_servers(1)
