@@ -6,8 +6,8 @@ An unknown key, a wrong type and settings that conflict are errors here, before 
 """
 
 import json
+import pickle
 from collections.abc import Callable, Iterable
-from copy import deepcopy
 from dataclasses import asdict, replace
 from functools import cache, partial
 from itertools import chain
@@ -51,7 +51,7 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
         _drop_params_of_another_loss(layers)
         if any(OmegaConf.select(layer, "rollout.prompts_file") for _, layer in layers[1:]):
             OmegaConf.update(layers[0][1], "rollout.prompts", {}, merge=False)
-    config = deepcopy(_defaults(schema))
+    config = pickle.loads(_defaults(schema))
     for source, layer in layers:
         config = _in_one_line(source, partial(OmegaConf.unsafe_merge, config, layer))
     config = _with_prompts_file(config)
@@ -83,9 +83,9 @@ def _with_prompts_file(config: Any) -> Any:
 
 
 @cache
-def _defaults(schema: type) -> Any:
-    """Cached: copying it is five times as fast as having OmegaConf read the schema."""
-    return OmegaConf.structured(schema)
+def _defaults(schema: type) -> bytes:
+    """Cached and pickled: OmegaConf takes 30 times as long to read the schema, and copy.deepcopy six times."""
+    return pickle.dumps(OmegaConf.structured(schema))
 
 
 def _read(path: Path) -> Any:
@@ -166,8 +166,7 @@ def _with_value(override: str) -> str:
 
 def to_record(config: Config | SftConfig | EvalConfig) -> dict[str, Any]:
     """Every setting for RUN/config.json, with ${…} unresolved so that no secret is written."""
-    record: Any = OmegaConf.to_container(OmegaConf.structured(config))
-    return as_written(record, getattr(config, WRITTEN, {}))
+    return as_written(asdict(config), getattr(config, WRITTEN, {}))
 
 
 def as_written(used: Any, written: Any) -> Any:

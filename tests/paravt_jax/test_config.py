@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from paravt_jax.config import Config, EvalConfig, SftConfig, keys, load_config, to_record
 from paravt_jax.config.changed_keys import REMOVED, RENAMED
@@ -30,6 +31,14 @@ def test_every_config_loads_and_its_header_has_command_hardware_time_and_result(
     head = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert f"--config configs/{path.relative_to(CONFIGS)}" in "\n".join(head)
     assert all(word in "\n".join(head) for word in ("Hardware:", "Time:", "Expected"))
+
+
+@pytest.mark.slow
+def test_a_record_has_what_omegaconf_makes_of_the_settings():
+    for path in RUNS:
+        config = load_config(path, schema=schema_of(path))
+        used = OmegaConf.to_container(OmegaConf.structured(config))
+        assert json.dumps(to_record(config)) == json.dumps(used), path
 
 
 def listed(readme: str) -> set[str]:
