@@ -104,6 +104,8 @@ class LoggedSteps:
         """Compares the metrics of a replay in `replay_dir` with the run's."""
         ours, theirs = (rows_by_step(directory / METRICS_FILE) for directory in (replay_dir, self.run_dir))
         steps = [step for step in sorted(ours) if self.first <= step <= self.last]
+        if not steps:
+            return f"no step was logged, so none was compared with {self.run_dir}"
         differ = {step: keys for step in steps if (keys := differing(theirs.get(step, {}), ours[step]))}
         if not differ:
             return f"all {len(steps)} steps have the same metrics as in {self.run_dir}"

@@ -222,6 +222,7 @@ def test_the_first_step_with_different_metrics_is_reported(tmp_path):
         return tmp_path / name
 
     log = LoggedSteps(write("run", [1.0, 2.0, 3.0]), 1, 3, None)
+    assert log.compared(write("unlogged", [])).startswith("no step was logged")
     assert log.compared(write("same", [1.0, 2.0])).startswith("all 2 steps have the same metrics as in ")
     message = log.compared(write("other", [1.0, 2.5, 3.5]))
     assert message.startswith("2 of 3 steps have other metrics than ")
