@@ -21,7 +21,7 @@ from model_port.checkpoint import FORMAT_VERSION, Index, only_dtype, write_param
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.config import DTYPES, parse_dtype, read_config
 from model_port.download import source_directory
-from model_port.hf_files import VOCABULARIES, base_model, read_side_files, with_base_model, write_side_files
+from model_port.hf_files import base_model, no_tokenizer, read_side_files, with_base_model, write_side_files
 from model_port.layout import HF_DIR, INFO_FILE
 from model_port.loading import abstract_model, abstract_params
 from model_port.output_dir import check_replaceable, exit_on_sigterm, output_directory
@@ -69,8 +69,8 @@ def convert(src: str | Path, dst: str | Path, dtype: str | None = None, *, force
         storage = parse_dtype(dtype)
         hub_id = base_model(src_dir)
         files = with_base_model(read_side_files(src_dir), hub_id)
-        if not files.keys() & {*VOCABULARIES}:
-            say(f"{src} has no tokenizer ({' or '.join(VOCABULARIES)}): its checkpoint can neither train nor sample")
+        if problem := no_tokenizer(src_dir):
+            say(f"{problem}: its checkpoint can neither train nor sample")
         shapes = {path: leaf.shape for path, leaf in abstract_params(abstract_model(config), dtype).items()}
 
         def read(path: str, index: Index) -> np.ndarray:

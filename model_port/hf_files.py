@@ -52,6 +52,12 @@ def read_side_files(directory: Path) -> dict[str, bytes]:
     return _with_chat_template(_with_processor_files(files, directory), directory)
 
 
+def no_tokenizer(directory: str | Path) -> str:
+    """An error's text, empty if there is a tokenizer."""
+    found = any((Path(directory) / name).is_file() for name in VOCABULARIES)
+    return "" if found else f"{directory} has no tokenizer ({' or '.join(VOCABULARIES)})"
+
+
 def write_side_files(files: dict[str, bytes], directory: Path) -> None:
     directory.mkdir(exist_ok=True)
     for name, content in files.items():

@@ -24,6 +24,7 @@ from PIL import Image
 import model_port
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.config import read_config
+from model_port.hf_files import no_tokenizer
 from model_port.processing import expand_placeholders, token_counts
 from model_port.progress import Meter
 from model_port.reference import SHARED_GPU, ProcessedPrompt, Reference, missing_torch
@@ -73,6 +74,8 @@ def video_prompt(
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     config = read_config(hf_dir)
+    if problem := no_tokenizer(hf_dir):  # AutoTokenizer makes an empty one
+        raise ValueError(f"{problem}, which writes the prompt of the comparison")
     tokenizer: Any = AutoTokenizer.from_pretrained(hf_dir)
     height, width = size_px
     frames = [(float(number), _frame(number, num_frames, size_px)) for number in range(num_frames)]

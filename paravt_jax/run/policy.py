@@ -176,6 +176,7 @@ def open_policy(
         adapter, source, name = source, base_directory(source), base_of(source)
         _check_adapter(adapter, lora)
     hf_dir = hf_files_of(source)
+    chat = Chat.from_hf(hf_dir)  # before the copy below, whose path nobody would recognize in an error
     contract = contract_of_run(hf_dir, recipe.max_pixels)
     hf_files = run_dir / HF_FILES_DIR
     files = with_pixel_bounds(read_side_files(hf_dir), contract.min_pixels, contract.max_pixels)
@@ -188,7 +189,7 @@ def open_policy(
     return Policy(
         mesh=devices,
         contract=contract,
-        chat=Chat.from_hf(hf_files),
+        chat=chat,
         hf_files=hf_files,
         source=source,
         compute=Compute(model.dtype, model.attention, remat="full" if model.remat == "auto" else model.remat),

@@ -171,3 +171,10 @@ def test_without_torch_it_says_what_is_missing_and_how_to_get_it_in_one_line(tin
 def test_a_directory_that_is_not_there_is_said(tiny_hf, command):
     with pytest.raises((ValueError, OSError), match="nowhere is not a directory"):
         command("--hf", f"{tiny_hf}/nowhere")
+
+
+def test_a_model_without_a_tokenizer_is_named(tiny_hf, command, tmp_path):
+    model = shutil.copytree(tiny_hf, tmp_path / "model")
+    (model / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=rf"^{model} has no tokenizer \(tokenizer\.json or vocab\.json\)"):
+        command("--hf", str(model))

@@ -35,6 +35,14 @@ def test_a_model_in_the_run_directory_is_not_changed(tiny_hf, tmp_path):
         assert (tmp_path / name / "notes.txt").exists()
 
 
+def test_a_model_without_a_tokenizer_is_named_before_its_files_are_copied(tiny_hf, tmp_path):
+    model = shutil.copytree(tiny_hf, tmp_path / "model")
+    (model / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=rf"^{model} has no tokenizer\.json"):
+        open_tiny(model, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_attention_line_names_the_form_for_the_row_length(tiny_hf, tmp_path):
     policy = open_tiny(tiny_hf, tmp_path)
     assert policy.attention(4096) == "attention: blocked (cpu, rows of 4096 tokens)"
