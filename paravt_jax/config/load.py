@@ -20,8 +20,8 @@ from yaml import MappingNode, MarkedYAMLError, YAMLError, compose
 
 from paravt_jax.config.changed_keys import change_of
 from paravt_jax.config.keys import flat, keys_of, mappings_of, unknown_key
-from paravt_jax.config.recipes import config_file
 from paravt_jax.config.schema import Config, EvalConfig, SftConfig
+from paravt_jax.config.shipped import config_file
 from paravt_jax.learner.settings import LossConfig
 from rollout.prompts import Prompts, prompts_of
 

@@ -11,7 +11,7 @@ from model_port.cli import add_debug_flag, prog_of
 from model_port.layout import RESULTS_FILE
 from model_port.terminal import say
 from paravt_jax.config import EvalConfig, load_config
-from paravt_jax.config.recipes import config_directory
+from paravt_jax.config.shipped import config_directory
 from paravt_jax.data.splits import SPLITS
 from paravt_jax.evaluation.results import Cell, refusal
 from paravt_jax.evaluation.table import show

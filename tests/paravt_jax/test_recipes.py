@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from paravt_jax.config import SftConfig, load_config
-from paravt_jax.config.recipes import config_file, main, recipes
+from paravt_jax.config.recipes import main
+from paravt_jax.config.shipped import config_file, recipes
 from paravt_jax.evaluation.batch import jobs_of
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +30,7 @@ def test_every_config_of_the_repository_is_listed_with_its_title(capsys, monkeyp
     lines = capsys.readouterr().out.splitlines()
     files = {str(file.relative_to(ROOT / "configs").with_suffix("")) for file in (ROOT / "configs").rglob("*.yaml")}
     assert {line.split()[0] for line in lines} == files == {*recipes()}
-    assert all(len(line.split()) > 4 and "#" not in line for line in lines)
+    assert all(len(line.split()) > 4 and "#" not in line and line.endswith(".") for line in lines)
 
 
 @pytest.mark.parametrize("name", ["sft_8b", "sft_8b.yaml", "configs/sft_8b.yaml"])
