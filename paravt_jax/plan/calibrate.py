@@ -57,7 +57,8 @@ def calibrated(run_dir: Path, device: DeviceSpec) -> Calibration:
         return _of_check(run_dir, device)
     settings = run_dir / SETTINGS_FILE
     if not settings.is_file():
-        raise ValueError(f"--calibrate {run_dir}: it has no {SETTINGS_FILE}; give the directory of a run of train")
+        problem = f"it has no {SETTINGS_FILE}" if run_dir.exists() else "it does not exist"
+        raise ValueError(f"--calibrate {run_dir}: {problem}; give the run_dir of train, or --json of `paravt check`")
     config, kind = load_config(settings, schema=Config), json.loads(settings.read_bytes()).get("device_kind")
     run, is_same = PlannedRl.of(config, model_config(config.model.path)[0]), kind == device.kind
     try:

@@ -16,7 +16,8 @@ from paravt_jax.plan.devices import CHIPS_OF_A_HOST, DEVICES, DEVICES_OF_A_HOST,
 
 PACKAGES = {"tpu": ("libtpu", "aot-tpu"), "gpu": ("jax_plugins.xla_cuda12", "aot-gpu")}  # module, extra to install
 KNOWN = (
-    "h100:8, h200:8, b200:8, a100:8, a100-40:8, l4:8 (a number of GPUs), v5e:4x4, v5p:2x2x2, v6e:4x4 (a slice of TPUs)"
+    "h100:8, h200:8, b200:8, a100:8, a100-40:8, l4:8 (a number of GPUs), v5e-16 or v5e:4x4, v5p-8 or v5p:2x2x1, "
+    "v6e-16 or v6e:4x4 (a slice of TPUs)"
 )
 MIB = 2**20
 

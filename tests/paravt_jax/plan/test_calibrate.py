@@ -159,7 +159,8 @@ def test_measured_rates_narrow_the_interval(log):
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        ("none", "it has no config.json; give the directory of a run of train"),
+        ("none", "it has no config.json; give the run_dir of train, or --json of `paravt check`"),
+        ("nowhere", "it does not exist; give the run_dir of train, or --json of `paravt check`"),
         ("empty", "metrics.jsonl has no step with rollouts; let the run log some"),
         ("step", "metrics.jsonl has no step with rollouts; let the run log some"),
         ("list", "its log has another form than a run of train: AttributeError"),
@@ -168,7 +169,7 @@ def test_measured_rates_narrow_the_interval(log):
     ],
 )
 def test_another_directory_is_one_clear_sentence(broken, message, log, tmp_path):
-    if broken != "none":
+    if broken not in ("none", "nowhere"):
         log(metrics(1), episodes=[{"missing": False, "segments": []}] if broken == "episode" else EPISODES)
     texts = {"empty": "", "list": "[1]\n", "step": json.dumps(metrics(1) | {"step": "one"}) + "\n"}
     if broken in texts:
@@ -176,7 +177,7 @@ def test_another_directory_is_one_clear_sentence(broken, message, log, tmp_path)
     if broken == "sft":
         (tmp_path / "config.json").write_text(json.dumps({"config": {"sft": {"num_steps": 3}}}))
     with pytest.raises(ValueError, match=message):
-        calibrated(tmp_path, H100)
+        calibrated(tmp_path / "nowhere" if broken == "nowhere" else tmp_path, H100)
 
 
 @pytest.mark.nightly
