@@ -55,10 +55,11 @@ def _backward(
         weights, d_scores = gradient_of_scores(
             q[:, block], k[:, :end], v[:, :end], _cut(runs, end), block.start, *of_queries
         )
-        d_q.append(jnp.einsum("BKRTS,BSKH->BTKRH", d_scores, k[:, :end]))
+        d_q.append(jnp.einsum("BKRTS,BSKH->BKRTH", d_scores, k[:, :end]))
         d_k = d_k.at[:, :end].add(jnp.einsum("BKRTS,BTKRH->BSKH", d_scores, q[:, block]))
         d_v = d_v.at[:, :end].add(jnp.einsum("BKRTS,BTKRH->BSKH", weights, d_out[:, block]))
-    return jnp.concatenate(d_q, axis=1), d_k, d_v
+    # Transposed last. In the products, XLA on a CPU would transpose the scores, and so compute them twice.
+    return jnp.einsum("BKRTH->BTKRH", jnp.concatenate(d_q, axis=3)), d_k, d_v
 
 
 def _cut(runs: QueryRuns, end: int) -> QueryRuns:
