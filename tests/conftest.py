@@ -36,6 +36,8 @@ import jax
 import psutil
 import pytest
 from fake_gcs import fake_gcs
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from model_port.tiny import make_tiny
 from rollout.chat import Chat
@@ -122,10 +124,26 @@ LONG_FILES = (
     *("test_learner.py", "test_mesh.py", "test_checkpoint.py", "test_video_reader.py", "test_sampler.py"),
     *("test_overfit.py", "test_packing.py", "test_chaos.py", "test_fuzz.py"),
 )
+TORCH_FILES = {
+    *("test_parity.py", "test_packing.py", "test_sampler.py", "test_roundtrip.py", "test_tiny.py", "test_export.py"),
+    *("test_processing.py", "test_verify.py", "test_card.py", "test_check.py", "test_release.py"),
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", type=float, default=0, metavar="MINUTES", help="so long for each target of test_fuzz.py")
+
+
+class TorchInOneProcess(LoadFileScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        path = super()._split_scope(nodeid)
+        return "torch" if Path(path).name in TORCH_FILES else path
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    """Of the quick tests one process runs all that import torch, because the import takes as long as many of them."""
+    is_quick = config.getvalue("dist") == "loadfile" and "not slow" in config.getvalue("markexpr")
+    return TorchInOneProcess(config, log) if is_quick else None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -8,10 +8,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-import torch
 from flax.traverse_util import unflatten_dict
+from on_use import torch, transformers
 from safetensors.numpy import load_file
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from model_port.config import FAMILIES, ModelConfig, TextConfig, config_to_hf
 from model_port.qwen2_5_vl.config import TRAITS, Qwen25VisionConfig
@@ -179,25 +178,27 @@ def prompts(config: ModelConfig) -> dict[str, Inputs]:
     }
 
 
-def make_reference(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def make_reference(config: ModelConfig, seed: int = 0, dtype: str = "float32") -> "transformers.PreTrainedModel":
     """A transformers model in which no parameter is at its trivial initial value."""
     torch.manual_seed(seed)
     hf = config_to_hf(config, "float32")
-    hf_config = AutoConfig.for_model(hf.pop("model_type"), **hf)
+    hf_config = transformers.AutoConfig.for_model(hf.pop("model_type"), **hf)
     hf_config._attn_implementation = "eager"
     for part in (hf_config.text_config, hf_config.vision_config):
         part._attn_implementation = part._experts_implementation = "eager"
-    model = AutoModelForImageTextToText.from_config(hf_config).eval()
+    model = transformers.AutoModelForImageTextToText.from_config(hf_config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             experts = ".experts." in name
             fan_in = parameter.shape[-1] if experts else parameter[0].numel() if parameter.ndim > 1 else 100
             noise = torch.randn_like(parameter) * fan_in**-0.5
             parameter.copy_(1 + noise if NORMS.search(name) else noise)
-    return model.to(dtype)
+    return model.to(getattr(torch, dtype))
 
 
-def save_reference(model: PreTrainedModel, path: Path, max_shard_size: str = "50KB") -> dict[str, np.ndarray]:
+def save_reference(
+    model: "transformers.PreTrainedModel", path: Path, max_shard_size: str = "50KB"
+) -> dict[str, np.ndarray]:
     """Writes it as transformers does, in several shards, and gives its tensors back."""
     model.save_pretrained(path, max_shard_size=max_shard_size)
     tensors = {}
@@ -213,14 +214,16 @@ def save_by_orbax(directory: Path, params: dict[str, jax.Array]) -> None:
         checkpointer.save(directory.absolute() / "params", unflatten_dict(params, sep="."))
 
 
-def reference_gradients(model: PreTrainedModel, inputs: Inputs, weights: np.ndarray) -> dict[str, np.ndarray]:
+def reference_gradients(
+    model: "transformers.PreTrainedModel", inputs: Inputs, weights: np.ndarray
+) -> dict[str, np.ndarray]:
     """Gradients of sum(logits * weights), every one present."""
     model.zero_grad()
     (reference_logits(model, inputs) * torch.from_numpy(weights)).sum().backward()
     return {name: as_published(name, p.grad.numpy()) for name, p in model.named_parameters() if p.grad is not None}
 
 
-def reference_logits(model: PreTrainedModel, inputs: Inputs) -> torch.Tensor:
+def reference_logits(model: "transformers.PreTrainedModel", inputs: Inputs) -> "torch.Tensor":
     ids = torch.from_numpy(inputs.ids)[None]
     kinds = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
     media = {name: torch.from_numpy(value) for name, value in inputs.media.items()}

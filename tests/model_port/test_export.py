@@ -9,10 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from huggingface_hub import ModelCard
+from on_use import pil_processing, transformers
 from reference import save_by_orbax
 from safetensors.numpy import load_file
-from transformers import AutoTokenizer
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from model_port.checkpoint import restore_params
 from model_port.convert import convert
@@ -150,9 +149,9 @@ def test_spellings_that_disagree_are_refused_and_nulls_and_class_names_are_not_d
 
 def test_transformers_reads_the_same_bounds_from_both_spellings(ckpt, tmp_path):
     export(ckpt, tmp_path / "out")
-    bounds = [Qwen2VLImageProcessorPil.from_pretrained(tmp_path / "out").size]
+    bounds = [pil_processing.Qwen2VLImageProcessorPil.from_pretrained(tmp_path / "out").size]
     (tmp_path / "out" / "processor_config.json").unlink()
-    bounds.append(Qwen2VLImageProcessorPil.from_pretrained(tmp_path / "out").size)
+    bounds.append(pil_processing.Qwen2VLImageProcessorPil.from_pretrained(tmp_path / "out").size)
     assert bounds[0] == bounds[1]
 
 
@@ -172,7 +171,7 @@ def test_a_chat_template_in_any_place_gets_into_all(place, hf):
     }
     for name, content in files.items():
         (hf / name).write_bytes(content)
-    assert AutoTokenizer.from_pretrained(hf).chat_template == template
+    assert transformers.AutoTokenizer.from_pretrained(hf).chat_template == template
 
 
 def test_two_chat_templates_are_refused(hf):

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings, strategies as st
+from on_use import pil_processing
 from PIL import Image
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
 from model_port.processing import (
     SUPPORTED_SETTINGS,
@@ -53,7 +53,7 @@ def to_hf(contract: VisionContract) -> dict:
 def reference(images: list, contract: VisionContract) -> tuple[np.ndarray, np.ndarray]:
     # As PIL images: of an array with sides of 1 or 3 transformers cannot tell which axis is the channels.
     images = [Image.fromarray(image) if isinstance(image, np.ndarray) else image for image in images]
-    out = Qwen2VLImageProcessorPil(**to_hf(contract))(images=images, return_tensors="np")
+    out = pil_processing.Qwen2VLImageProcessorPil(**to_hf(contract))(images=images, return_tensors="np")
     return out["pixel_values"], out["image_grid_thw"]
 
 
@@ -95,7 +95,7 @@ def test_any_image_equals_transformers(height, width, name):
 def test_every_frame_size_equals_transformers(height, width, name):
     assume(max(height, width) <= 200 * min(height, width))
     contract = CONTRACTS[name]
-    expected = smart_resize(height, width, contract.unit_px, contract.min_pixels, contract.max_pixels)
+    expected = pil_processing.smart_resize(height, width, contract.unit_px, contract.min_pixels, contract.max_pixels)
     assert frame_size(height, width, contract) == expected
 
 
@@ -203,7 +203,7 @@ def test_patches_follow_merge_blocks_then_channel_then_time_then_rows():
 
 def test_to_hf_loads_into_transformers_and_back(tmp_path):
     write(tmp_path, "preprocessor_config.json", to_hf(ODD))
-    loaded = Qwen2VLImageProcessorPil.from_pretrained(tmp_path)
+    loaded = pil_processing.Qwen2VLImageProcessorPil.from_pretrained(tmp_path)
     image = noise(83, 61)
     np.testing.assert_array_equal(loaded(images=[image])["pixel_values"], process_images([image], ODD)[0])
     loaded.save_pretrained(tmp_path)

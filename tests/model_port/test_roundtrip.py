@@ -18,10 +18,10 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import torch
 from fake_hub import serve_hub
 from flax import nnx
 from flax.traverse_util import unflatten_dict
+from on_use import torch, transformers
 from reference import (
     CONFIGS,
     make_reference,
@@ -67,7 +67,7 @@ def is_square(tensor: np.ndarray) -> bool:
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_bit_changes_there_and_back_and_transformers_computes_the_same(name, dtype, tmp_path):
-    reference = make_reference(CONFIGS[name], dtype=getattr(torch, dtype))
+    reference = make_reference(CONFIGS[name], dtype=dtype)
     before = save_reference(reference, tmp_path / "hf")
     make_tiny(tmp_path / "side", config=tiny_config(CONFIGS[name].family))
     for path in (tmp_path / "side").iterdir():
@@ -81,9 +81,7 @@ def test_no_bit_changes_there_and_back_and_transformers_computes_the_same(name, 
     by_module = [{module_name(CONFIGS[name], key): value for key, value in side.items()} for side in (again, before)]
     assert_same_bytes(*by_module)
     if dtype == "float32":
-        from transformers import AutoModelForImageTextToText
-
-        again = AutoModelForImageTextToText.from_pretrained(tmp_path / "again").eval()
+        again = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "again").eval()
         inputs = prompts(CONFIGS[name])["mixed"]
         with torch.no_grad():
             np.testing.assert_allclose(reference_logits(again, inputs), reference_logits(reference, inputs), atol=1e-5)
@@ -425,11 +423,10 @@ def test_writing_less_or_more_than_declared_is_an_error(tmp_path):
 @pytest.mark.slow
 def test_a_config_of_another_library_version_still_converts(tiny_hf, tmp_path):
     """transformers 5 writes rope_parameters; the published files have rope_scaling."""
-    from transformers import Qwen3VLConfig
 
     shutil.copytree(tiny_hf, tmp_path / "hf")
     config = json.loads((tiny_hf / "config.json").read_text())
-    Qwen3VLConfig(**config).save_pretrained(tmp_path / "hf")
+    transformers.Qwen3VLConfig(**config).save_pretrained(tmp_path / "hf")
     assert "rope_parameters" in json.loads((tmp_path / "hf" / "config.json").read_text())["text_config"]
     convert(tmp_path / "hf", tmp_path / "ckpt", "float32")
     assert model_port.load(tmp_path / "ckpt").config == model_port.load(tiny_hf).config

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from flax import nnx
+from on_use import torch
 from reference import CONFIGS, IMAGE, VIDEO, Inputs, make_reference, prompts, save_reference
 
 import model_port

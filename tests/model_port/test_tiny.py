@@ -10,14 +10,12 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings, strategies as st
 from jinja2 import TemplateError
+from on_use import pil_processing, torch, transformers
 from PIL import Image
 from safetensors.numpy import load_file
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForImageTextToText, AutoTokenizer, GenerationConfig, Qwen3VLForConditionalGeneration
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import model_port
 from model_port.config import config_from_hf
@@ -47,12 +45,12 @@ CHECKPOINT_NAMES = "44cb2bad2eb5c630c5d68f19333b4b642397866cde4e85b9e6f2967267cd
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_hf):
-    return AutoTokenizer.from_pretrained(tiny_hf)
+    return transformers.AutoTokenizer.from_pretrained(tiny_hf)
 
 
 @pytest.fixture(scope="module")
 def hf_model(tiny_hf):
-    model, info = Qwen3VLForConditionalGeneration.from_pretrained(
+    model, info = transformers.Qwen3VLForConditionalGeneration.from_pretrained(
         tiny_hf, dtype=torch.float32, output_loading_info=True
     )
     assert not any(info.values()), info  # nothing missing, unexpected or of another shape
@@ -60,7 +58,7 @@ def hf_model(tiny_hf):
 
 
 def hf_inputs(tiny_hf, tokenizer, image):
-    vision = Qwen2VLImageProcessorPil.from_pretrained(tiny_hf)(images=[image], return_tensors="pt")
+    vision = pil_processing.Qwen2VLImageProcessorPil.from_pretrained(tiny_hf)(images=[image], return_tensors="pt")
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What color is it?"}]}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     num_tokens = int(vision["image_grid_thw"].prod()) // 4
@@ -90,7 +88,7 @@ def test_default_model_is_small_and_its_files_agree_with_its_config(tiny_hf, tok
     assert config == tiny_config()
     assert 500_000 < num_params(config) < 1_100_000
     assert len(tokenizer) <= config.text.vocab_size <= 2048
-    generation = GenerationConfig.from_pretrained(tiny_hf)
+    generation = transformers.GenerationConfig.from_pretrained(tiny_hf)
     assert tokenizer.convert_ids_to_tokens(generation.eos_token_id) == ["<|im_end|>", "<|endoftext|>"]
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
 
@@ -103,10 +101,12 @@ def test_a_tiny_model_of_another_family_opens_in_transformers_and_is_exported_bi
     hf, out = tmp_path / "hf", tmp_path / "out"
     config = make_tiny(hf, config=tiny_config(family))
     assert 500_000 < num_params(config) < 1_300_000
-    model, info = AutoModelForImageTextToText.from_pretrained(hf, dtype=torch.float32, output_loading_info=True)
+    model, info = transformers.AutoModelForImageTextToText.from_pretrained(
+        hf, dtype=torch.float32, output_loading_info=True
+    )
     assert not any(info.values()), info
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (200, 140, 3), np.uint8))
-    inputs = hf_inputs(hf, AutoTokenizer.from_pretrained(hf), image)
+    inputs = hf_inputs(hf, transformers.AutoTokenizer.from_pretrained(hf), image)
     with torch.no_grad():
         expected = model.eval()(**inputs).logits[0].numpy()
     convert(hf, tmp_path / "ckpt")
@@ -119,7 +119,7 @@ def test_a_tiny_model_of_another_family_opens_in_transformers_and_is_exported_bi
 
 def test_the_tiny_qwen2_5_has_its_familys_tokens_template_and_patches(tmp_path):
     make_tiny(tmp_path / "hf", config=tiny_config("qwen2_5_vl"))
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert len(tokenizer.encode("<think>")) > 1 and len(tokenizer.encode("<tool_call>")) == 1
     inputs = hf_inputs(tmp_path / "hf", tokenizer, Image.new("RGB", (140, 200)))
     assert inputs["image_grid_thw"].tolist() == [[1, 14, 10]]  # 196 x 140 pixels in patches of 14
@@ -292,14 +292,14 @@ def test_config_dtype_and_pixel_bounds_can_be_chosen(tmp_path):
     written = make_tiny(tmp_path / "odd", config=odd, dtype="bfloat16", min_pixels=28 * 28, max_pixels=56 * 56)
     assert written == replace(odd, image_token_id=config.image_token_id)
     assert {value.dtype for value in load_file(tmp_path / "odd" / "model.safetensors").values()} == {BFLOAT16}
-    hf = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "odd", dtype="auto")
+    hf = transformers.Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "odd", dtype="auto")
     assert hf.dtype == torch.bfloat16
     assert hf.lm_head.weight.shape == (1801, 40)
     assert hf.lm_head.weight is not hf.get_input_embeddings().weight
     image = Image.new("RGB", (112, 112))
-    grid = Qwen2VLImageProcessorPil.from_pretrained(tmp_path / "odd")(images=[image], return_tensors="np")[
-        "image_grid_thw"
-    ]
+    grid = pil_processing.Qwen2VLImageProcessorPil.from_pretrained(tmp_path / "odd")(
+        images=[image], return_tensors="np"
+    )["image_grid_thw"]
     assert grid.tolist() == [[1, 4, 4]]  # 56 x 56 pixels in patches of 14
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from on_use import transformers
 from safetensors.numpy import load_file, save_file
-from transformers import AutoTokenizer
 
 from model_port import verify
 from model_port.safetensors_io import SINGLE_FILE
@@ -73,7 +73,7 @@ def test_the_prompt_shows_frames_with_their_times_and_a_detail_of_another_size(h
     assert len(prompt.grids) == 7 and len(np.unique(prompt.grids, axis=0)) == 2
     frames = np.split(prompt.pixels, np.cumsum(prompt.grids.prod(axis=1))[:-1])
     assert all(np.abs(one - other).max() > 0.1 for one, other in pairwise(frames[:-1]))
-    text = AutoTokenizer.from_pretrained(hf).decode(prompt.ids)
+    text = transformers.AutoTokenizer.from_pretrained(hf).decode(prompt.ids)
     assert "<0.0 seconds>" in text and "<5.0 seconds>" in text and text.endswith("<|im_start|>assistant\n")
 
 

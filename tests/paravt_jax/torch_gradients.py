@@ -2,7 +2,7 @@
 
 import numpy as np
 import optax
-import torch
+from on_use import torch
 
 from model_port.sharding import flat_params
 from model_port.weights import rules
@@ -21,7 +21,7 @@ def first_moments(learner: Learner) -> dict[str, np.ndarray]:
     return gradients
 
 
-def gradients_of(model: torch.nn.Module) -> dict[str, np.ndarray]:
+def gradients_of(model: "torch.nn.Module") -> dict[str, np.ndarray]:
     named = model.named_parameters()
     return {name: parameter.grad.numpy() for name, parameter in named if parameter.grad is not None}
 

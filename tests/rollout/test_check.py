@@ -10,9 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from on_use import torch, transformers
 from torch_server import TorchServer
-from transformers import Qwen3VLForConditionalGeneration
 from wide_model import make_wide, with_layer_of, write_weights
 
 import model_port
@@ -284,7 +283,7 @@ def test_a_server_with_an_adapter_merged_into_its_weights_is_right(right, chat, 
 
 def fingerprint(model: Path, chat: Chat, attention: str) -> Fingerprint:
     """As a server in bfloat16 would give it."""
-    policy = Qwen3VLForConditionalGeneration.from_pretrained(
+    policy = transformers.Qwen3VLForConditionalGeneration.from_pretrained(
         model, dtype=torch.bfloat16, attn_implementation=attention
     ).eval()
     ids = torch.tensor(chat.encode(PROBE_TEXT))[None]

@@ -30,12 +30,12 @@ import pytest
 from agents import ANSWER, FakeFrames, call, is_subagent
 from async_tests import until
 from flax import nnx
+from on_use import pil_processing
 from PIL import Image
 from processes import Served, all_gone, ended, family, serve, served, start
 from published import VIDEOS, make_copy
 from tokenizers import Tokenizer
 from training import QUICK, SMOKE, arguments, episodes_of, metrics_of
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from wide_model import make_wide, with_layer_of
 
 import model_port
@@ -298,7 +298,7 @@ def test_the_real_server_continues_ids_with_an_image(server, tiny_hf):
 
 
 def test_images_keep_their_size_under_the_published_bounds(server, tiny_hf_published):
-    processor = Qwen2VLImageProcessorPil.from_pretrained(tiny_hf_published)
+    processor = pil_processing.Qwen2VLImageProcessorPil.from_pretrained(tiny_hf_published)
     for height, width in RECIPE_SIZES:
         answer, num_ids = generate(server.url, tiny_hf_published, height, width)
         assert answer["prompt_tokens"] == num_ids - 1 + (height // 32) * (width // 32)

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from aiohttp import web
 from fake_server import FakeServer, good_answer
+from on_use import torch, transformers
 from PIL import Image
-from transformers import Qwen3VLForConditionalGeneration
 
 from model_port.processing import VisionContract, expand_placeholders, process_images
 from rollout.chat import Chat
@@ -31,7 +30,9 @@ class TorchServer(FakeServer):
     ):
         super().__init__()
         self.dtype, self.change = dtype, change
-        self.policy: Any = Qwen3VLForConditionalGeneration.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+        self.policy: Any = transformers.Qwen3VLForConditionalGeneration.from_pretrained(
+            model, dtype=getattr(torch, dtype)
+        ).eval()
         self.contract = VisionContract.from_hf(model)
         self._visual_ids = sorted(Chat.from_hf(model).visual_ids)
         self._computing = asyncio.Lock()
@@ -43,9 +44,12 @@ class TorchServer(FakeServer):
 
     async def _generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         async with self._computing:
-            return web.json_response(await asyncio.to_thread(self._computed, body))
+            return web.json_response(await asyncio.to_thread(self._without_gradients, body))
 
-    @torch.no_grad()
+    def _without_gradients(self, body: dict[str, Any]) -> dict[str, Any]:
+        with torch.no_grad():
+            return self._computed(body)
+
     def _computed(self, body: dict[str, Any]) -> dict[str, Any]:
         pictures = [np.asarray(Image.open(io.BytesIO(base64.b64decode(png)))) for png in body.get("image_data", [])]
         asked = self._expanded(body["input_ids"], pictures)
@@ -74,7 +78,7 @@ class TorchServer(FakeServer):
         answer["meta_info"] |= {"input_token_logprobs": prompt, "output_token_logprobs": listed[num_before:]}
         return answer
 
-    def _without_picture(self, logits: torch.Tensor) -> torch.Tensor:
+    def _without_picture(self, logits: "torch.Tensor") -> "torch.Tensor":
         """A placeholder that shows nothing could be scored by nobody, and the gate leaves out whoever sampled one."""
         logits[:, self._visual_ids] = -torch.inf
         return logits
@@ -83,7 +87,7 @@ class TorchServer(FakeServer):
         counts = [picture.shape[0] * picture.shape[1] // self.contract.unit_px**2 for picture in pictures]
         return expand_placeholders(np.array(ids), counts, self.policy.config.image_token_id)
 
-    def _inputs(self, ids: Any, pictures: list[np.ndarray]) -> dict[str, torch.Tensor]:
+    def _inputs(self, ids: Any, pictures: list[np.ndarray]) -> "dict[str, torch.Tensor]":
         tokens = torch.tensor(np.asarray(ids))[None]
         kinds = (tokens == self.policy.config.image_token_id).int()
         patches, grids = process_images(pictures, self.contract)

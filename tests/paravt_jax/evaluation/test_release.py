@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from on_use import torch
 from PIL import Image
 
 from paravt_jax.data.splits import SPLITS

@@ -7,9 +7,9 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-import torch
 from agents import ANSWER, FakeFrames, call, script
 from flax import nnx
+from on_use import torch
 from torch_gradients import error, first_moments, gradients_of, joined
 
 import model_port
@@ -74,7 +74,7 @@ def case(tmp_path_factory) -> Case:
     return Case(tmp_path_factory.mktemp("later") / "hf")
 
 
-def torch_inputs(case: Case, dialogue, pictures) -> dict[str, torch.Tensor]:
+def torch_inputs(case: Case, dialogue, pictures) -> "dict[str, torch.Tensor]":
     ids = torch.from_numpy(np.asarray(dialogue.ids, np.int64))[None]
     patches, grids = process_images([picture.pixels for picture in pictures], case.contract)
     is_picture = (ids == case.model.config.image_token_id).int()

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from flax import nnx
+from on_use import torch
 from torch_gradients import error, first_moments, gradients_of, joined
 
 import model_port
