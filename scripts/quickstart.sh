@@ -16,17 +16,19 @@ python=.venv/bin/python
 
 "$python" -m scripts.miniature --dir "$run" --arms para_grpo --seeds 0 --quick
 
+trap 'kill $(jobs -p) 2>/dev/null || true; rm -f "${compared:-}"' EXIT   # Ctrl-C does not reach jobs in the background
 checkpoint=$(ls -d "$run"/para_grpo/seed0/checkpoints/[0-9]* | sort -V | tail -1)
+"$python" -m paravt_jax.view "$run/para_grpo/seed0" --out "$run/report.html" --force &
+view=$!
 "$python" -m model_port.export --src "$checkpoint" --dst "$run/trained.hf" --force
-if "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'; then
-  echo "Comparing $run/trained.hf in transformers with the checkpoint:"
-  "$python" -m model_port.verify --hf "$run/trained.hf" --src "$checkpoint"
-else
-  echo "Skipped the comparison of $run/trained.hf in transformers, because torch is not installed. To run it:"
-  echo "  bash scripts/setup.sh dev && $python -m model_port.verify --hf $run/trained.hf --src $checkpoint"
-fi
-"$python" -m paravt_jax.view "$run/para_grpo/seed0" --out "$run/report.html" --force
+wait $view
 
+# The comparison runs beside the question, because both mostly start up, on one core each. Its output is shown afterwards.
+compared=$(mktemp) verify=
+if "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'; then
+  "$python" -m model_port.verify --hf "$run/trained.hf" --src "$checkpoint" >"$compared" 2>&1 &
+  verify=$!
+fi
 mapfile -t held_out < <("$python" - "$run/world" <<'END'
 import json, sys
 from pathlib import Path
@@ -43,6 +45,14 @@ END
 question=${held_out[1]}
 echo "Asking it about a video that it was not trained on. The true answer is ${held_out[2]}:"
 "$python" -m paravt_jax.ask "${held_out[0]}" "$question" --model "$run/trained.hf"
+if [ -n "$verify" ]; then
+  echo "Comparing $run/trained.hf in transformers with the checkpoint:"
+  wait "$verify" || { cat "$compared" >&2; exit 1; }
+  cat "$compared"
+else
+  echo "Skipped the comparison of $run/trained.hf in transformers, because torch is not installed. To run it:"
+  echo "  bash scripts/setup.sh dev && $python -m model_port.verify --hf $run/trained.hf --src $checkpoint"
+fi
 
 cat <<END
 
