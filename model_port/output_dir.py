@@ -22,6 +22,7 @@ from tempfile import TemporaryDirectory
 
 from model_port.bucket import UPLOADING, Bucket, is_address, upload_directory
 from model_port.json_files import Section, read_object
+from model_port.progress import BYTES, in_units
 
 LOCK_FILE = ".lock"
 LIST_FILE = ".written_by_paravt_jax.json"  # the directory's name, and every file with its size and modification time
@@ -178,7 +179,7 @@ def check_free_disk(dst: Path, needed_bytes: int) -> None:
     free_bytes = shutil.disk_usage(dst.parent).free
     if free_bytes < needed_bytes:
         raise ValueError(
-            f"{dst.parent} has {free_bytes / GIB:.2f} GiB free, {needed_bytes / GIB:.2f} GiB are needed; "
+            f"{dst.parent} has {in_units([free_bytes], BYTES)} free, {in_units([needed_bytes], BYTES)} are needed; "
             f"free some space or choose another disk"
         )
 
