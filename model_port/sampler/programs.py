@@ -158,6 +158,12 @@ def _sample(
 
     warm = (temperatures > 0)[:, None]
     scaled = logits / jnp.where(warm, temperatures[:, None], 1.0)
-    token = jnp.argmax(jnp.where(warm, scaled + jax.vmap(noise)(seeds, number), scaled), axis=-1)
+    token = first_of_highest(jnp.where(warm, scaled + jax.vmap(noise)(seeds, number), scaled))
     logp = jnp.take_along_axis(jax.nn.log_softmax(scaled, axis=-1), token[:, None], axis=1)[:, 0]
     return token.astype(jnp.int32), logp
+
+
+def first_of_highest(x: Float[Array, "B V"]) -> Int[Array, " B"]:
+    """Equals argmax, which XLA computes on a CPU one element at a time, fused with the noise."""
+    highest = x.max(axis=-1, keepdims=True)
+    return jnp.where(x < highest, x.shape[1], jnp.arange(x.shape[1])[None]).min(axis=-1)

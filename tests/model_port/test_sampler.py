@@ -18,7 +18,7 @@ from model_port.inputs import Frame
 from model_port.layers import unstacked
 from model_port.loading import frames_of
 from model_port.sampler import Completion, Sampler, SamplerPrompt, SamplerRequest, SamplingParams
-from model_port.sampler.programs import copy_page, decode, encode, prefill
+from model_port.sampler.programs import copy_page, decode, encode, first_of_highest, prefill
 from model_port.sharding import make_mesh
 
 CONFIG = CONFIGS["tied"]
@@ -322,6 +322,11 @@ def test_a_mesh_samples_the_same_tokens(tmp_path):
 def test_impossible_requests_are_refused(sampler, requests, request_of, message):
     with pytest.raises(ValueError, match=message):
         sampler.submit(request_of(requests[1].prompt))
+
+
+def test_the_first_of_the_highest_logits_is_chosen():
+    logits = np.array([[1, 3, 2, 3], [5, 5, 5, 5], [-np.inf, -np.inf, -1, -2]], np.float32)
+    assert first_of_highest(jnp.asarray(logits)).tolist() == logits.argmax(axis=1).tolist() == [1, 0, 2]
 
 
 def test_impossible_frames_and_sizes_are_refused(pair):
