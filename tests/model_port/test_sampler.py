@@ -229,10 +229,10 @@ def test_equal_beginnings_and_frames_are_computed_once(pair, requests, monkeypat
         sampler.generate(SamplerRequest(prompt, SamplingParams(3, seed=seed)) for seed, prompt in enumerate(prompts))
         return dict(calls)
 
-    assert work(SamplerPrompt(text)) == {"prefill": 3}  # chunks of 256 tokens
+    assert work(SamplerPrompt(text)) == {"prefill": 5}  # chunks of 128 tokens
     assert work(*[SamplerPrompt(text)] * 3) == {"copy_page": 3}  # the page that is not full
-    assert work(SamplerPrompt(np.concatenate([text, text]))) == {"prefill": 3}  # from token 512 on
-    assert work(SamplerPrompt(text[1:])) == {"prefill": 3}
+    assert work(SamplerPrompt(np.concatenate([text, text]))) == {"prefill": 6}  # from token 512 on
+    assert work(SamplerPrompt(text[1:])) == {"prefill": 5}
     assert work(mixed) == {"encode": 3, "prefill": 1}  # frames of three sizes
     assert work(SamplerPrompt(np.concatenate([mixed.ids, [7]]), mixed.frames)) == {"prefill": 1}  # frames are there
     changed = replace(mixed.frames[0], patches=mixed.frames[0].patches + 1)
@@ -332,7 +332,7 @@ def test_the_first_of_the_highest_logits_is_chosen():
 def test_impossible_frames_and_sizes_are_refused(pair):
     sampler = Sampler(pair[1], max_rows=1, max_context_tokens=8192)
     prompt = SamplerPrompt(np.array([*[IMAGE] * 4096, 1]), (frame(128, 128),))
-    with pytest.raises(ValueError, match="a frame has 4096 tokens, the sampler takes frames of up to 3968"):
+    with pytest.raises(ValueError, match="a frame has 4096 tokens, the sampler takes frames of up to 4032"):
         sampler.submit(SamplerRequest(prompt, SamplingParams(3)))
     with pytest.raises(ValueError, match="a prompt must end with text"):
         sampler.submit(SamplerRequest(SamplerPrompt(np.array([IMAGE] * 4), (frame(4, 4),)), SamplingParams(3)))
