@@ -284,21 +284,6 @@ def test_rollout_loads_neither_jax_nor_torch():
     assert not loaded_after(ROOT, modules_of(ROOT, ["rollout"])) & LEARNER_ONLY
 
 
-def unchecked_shapes(root: Path, checked: Sequence[str]) -> list[str]:
-    """Modules that state shapes, and lie in none of those that are checked."""
-    files = [path for package in ("model_port", "paravt_jax") for path in files_of(root, package)]
-    stating = [path.relative_to(root) for path in files if any("jaxtyping" in name for name in imports_of(path))]
-    names = [".".join(path.with_suffix("").parts) for path in stating]
-    return [name for name in names if not any(f"{name}.".startswith(f"{one}.") for one in checked)]
-
-
-def test_shapes_are_checked_wherever_they_are_stated(pytestconfig, tmp_path):
-    *checked, _ = pytestconfig.getoption("jaxtyping_packages").split(",")
-    assert unchecked_shapes(ROOT, checked) == []
-    plant(tmp_path, "paravt_jax/rewards/shapes.py", "from jaxtyping import Array\n")
-    assert unchecked_shapes(tmp_path, checked) == ["paravt_jax.rewards.shapes"]
-
-
 @pytest.mark.slow
 def test_the_learner_loads_no_torch_and_holds_no_gpu_before_it_is_told_which():
     assert not loaded_after(ROOT, modules_of(ROOT, ["model_port", "paravt_jax"])) & {"torch", BACKEND}

@@ -7,6 +7,9 @@ import pytest
 from jaxtyping import Float, TypeCheckError, jaxtyped
 from typechecks import checked
 
+from model_port.processing import token_counts
+from model_port.verify import log_softmax
+
 ROW, TABLE = np.zeros(3, np.float32), np.zeros((3, 5), np.float32)
 
 
@@ -32,3 +35,9 @@ def test_functions_of_one_name_are_told_apart_by_what_they_are_given():
     with pytest.raises(TypeCheckError, match="parameters"):
         outer(Float[np.ndarray, "m n"], ROW, ROW)
     assert outer(int, 3, ROW) is ROW
+
+
+@pytest.mark.parametrize("call", [lambda: token_counts(np.zeros(3, int), 2), lambda: log_softmax(TABLE)])
+def test_a_wrong_shape_is_an_error_in_modules_that_state_shapes(call):
+    with pytest.raises(TypeCheckError, match="parameters"):
+        call()

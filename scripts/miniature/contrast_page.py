@@ -43,7 +43,8 @@ def held_out(rows: Sequence[Row], policy: Policy, arm: str, metric: str, *frames
 
 
 def curves(rows: Sequence[Row], policy: Policy, arm: str, metric: str) -> Float[np.ndarray, "seeds steps"]:
-    return np.array([row[metric] for row in _of(rows, policy, arm) if row["dispatch"] == TRAINING])
+    lines = [row[metric] for row in _of(rows, policy, arm) if row["dispatch"] == TRAINING]
+    return np.array(lines, float).reshape(len(lines), -1 if lines else 0)
 
 
 def _of(rows: Sequence[Row], policy: Policy, arm: str) -> list[Row]:
