@@ -1,8 +1,9 @@
 """Loads a model from a path, and computes the logits of one sequence."""
 
 from collections.abc import Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ from model_port.inputs import (
 from model_port.layers import DEFAULT_COMPUTE, Compute
 from model_port.layout import ADAPTER_CONFIG_FILE, BASE_KEY, base_of, hf_files_of, is_adapter, is_checkpoint
 from model_port.model import VLModel
-from model_port.sharding import as_made_here, flat_params, param_name, shard_abstract
+from model_port.sharding import as_made_here, flat_params, param_name, platform, shard_abstract
 from model_port.weights import check_param_paths, load_hf_params, open_hf_tensors
 
 TOKEN_BUCKET = 64  # lengths are rounded up to a multiple of this, to share compiled programs
@@ -131,8 +132,13 @@ def logits(
     pixel_values_videos: Float[np.ndarray, "P2 C"] | None = None,
     video_grid_thw: Int[np.ndarray, "n2 3"] | None = None,
     second_per_grid_ts: Sequence[float] | Float[np.ndarray, " n2"] | None = None,
-) -> Float[np.ndarray, "T V"]:
-    """The logits of one sequence, with the inputs that Hugging Face's processor returns (placeholders expanded)."""
+    *,
+    tokens: Int[np.ndarray, " rows"] | None = None,
+) -> Float[np.ndarray, "rows V"]:
+    """The logits of one sequence, with the inputs that Hugging Face's processor returns (placeholders expanded).
+
+    `tokens` are the positions whose logits are computed (default: all).
+    """
     text, vision = one_sequence(
         model.config,
         input_ids,
@@ -143,8 +149,10 @@ def logits(
         second_per_grid_ts,
     )
     graphdef, params = nnx.split(model)
+    widened = platform() == "cpu" and jnp.dtype(model.compute.dtype).itemsize < 4
+    computed = (_logits_by_layer if widened else _logits)(graphdef, params, text, vision, tokens)[0]
     # A copy: on a CPU, asarray returns a view that keeps the device's array.
-    return np.array(_logits(graphdef, params, text, vision)[0, : np.size(input_ids)])
+    return np.array(computed[: np.size(input_ids)] if tokens is None else computed)
 
 
 def one_sequence(
@@ -215,8 +223,19 @@ def _intervals(
     return [config.tokens_per_second * float(s) for s in ([1.0] * num_videos if seconds is None else seconds)]
 
 
-@partial(jax.jit, static_argnums=0)
-def _logits(
-    graphdef: nnx.GraphDef[VLModel], params: nnx.State, text: TextBatch, vision: VisionBatch | None
+def _logits_of(
+    graphdef: nnx.GraphDef[VLModel],
+    params: nnx.State,
+    text: TextBatch,
+    vision: VisionBatch | None,
+    tokens: Int[Any, " rows"] | None,
 ) -> jax.Array:
-    return nnx.merge(graphdef, params)(text, vision)
+    model = nnx.merge(graphdef, params)
+    hidden = model.hidden(text, None if vision is None else model.encode_vision(vision))
+    return model.text.logits(hidden if tokens is None else hidden[:, tokens])
+
+
+_logits = jax.jit(_logits_of, static_argnums=0)
+# A CPU computes 16-bit products in float32. Without this, XLA converts all layers' kernels before the loop over them.
+PER_LAYER = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
+_logits_by_layer = jax.jit(_logits_of, static_argnums=0, compiler_options=PER_LAYER)

@@ -74,11 +74,15 @@ class Reference(AbstractContextManager["Reference"]):
         gc.collect()
         torch.cuda.empty_cache()  # which jax could not use; does nothing without a GPU
 
-    def logits(self, prompt: ProcessedPrompt) -> Float[np.ndarray, "T V"]:
+    def logits(
+        self, prompt: ProcessedPrompt, tokens: Int[np.ndarray, " rows"] | None = None
+    ) -> Float[np.ndarray, "rows V"]:
+        """Of the tokens at these positions (default: all)."""
         import torch
 
+        kept = 0 if tokens is None else torch.from_numpy(tokens).to(self._device)
         with torch.no_grad():
-            return self._model(**self._inputs(prompt)).logits[0].float().cpu().numpy()
+            return self._model(**self._inputs(prompt), logits_to_keep=kept).logits[0].float().cpu().numpy()
 
     def gradients(self, prompt: ProcessedPrompt, names: Iterable[str]) -> dict[str, np.ndarray]:
         """Gradients of the prompt's mean negative log-prob, for tensors by their published names."""

@@ -7,7 +7,7 @@ transposed, conversion copies bytes, and the inverse needs no second table.
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 TEXT_MODULE, VISION_MODULE = "model.language_model.", "model.visual."
 PEFT_PREFIX = "base_model.model."  # before the name of the adapted tensor
 ADAPTED = re.compile(r"(text\.layers\..*)_kernel_([a-z]+)")
+ALIGNMENT_BYTES = 64  # of an array that jax uses on a CPU without a copy
 READ_BLOCK_BYTES = 64 * 2**20  # in memory at a time if only some columns of a tensor are needed
 
 
@@ -213,15 +214,36 @@ def _listing(problem: str, names: list[str], most: int = 10) -> list[str]:
     return [f"{len(names)} {problem}: {', '.join(names[:most])}{more}"]
 
 
-def read_param(tensors: HfTensors, rule: Rule, shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
-    """`param[index]` of a parameter with the full `shape`, reading only the necessary rows of the files."""
+def read_param(
+    tensors: HfTensors, rule: Rule, shape: tuple[int, ...], index: tuple[slice, ...], dtype: Any = None
+) -> np.ndarray:
+    """`param[index]` of a parameter with the full `shape`, reading only the necessary rows of the files.
+
+    The result has `dtype` (default: the file's). Only one tensor at a time exists in the file's dtype too.
+    """
     index = tuple(slice(*s.indices(n)) for s, n in zip(index, shape, strict=True))
     if rule.count is None:
-        return _read_tensor(tensors, rule.hf, shape, index)
-    layers = range(rule.count)[index[0]]
-    if len(layers) == 1:  # avoids a second copy
-        return _read_tensor(tensors, rule.hf_names[layers[0]], shape[1:], index[1:])[None]
-    return np.stack([_read_tensor(tensors, rule.hf_names[i], shape[1:], index[1:]) for i in layers])
+        return _in_dtype([_read_tensor(tensors, rule.hf, shape, index)], 1, dtype)[0]
+    names = rule.hf_names[index[0]]
+    return _in_dtype((_read_tensor(tensors, name, shape[1:], index[1:]) for name in names), len(names), dtype)
+
+
+def _in_dtype(layers: Iterable[np.ndarray], count: int, dtype: Any) -> np.ndarray:
+    """The layers stacked, with a start that lets a CPU's jax use the array without a copy."""
+    layers = iter(layers)
+    first = next(layers)
+    if count == 1 and dtype in (None, first.dtype):  # avoids a second copy
+        return first[None]
+    shape = (count, *first.shape)
+    size = math.prod(shape) * np.dtype(dtype or first.dtype).itemsize
+    memory = np.empty(size + ALIGNMENT_BYTES, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT_BYTES
+    out = memory[start : start + size].view(dtype or first.dtype).reshape(shape)
+    out[0] = first
+    del first
+    for layer, values in enumerate(layers, 1):
+        out[layer] = values
+    return out
 
 
 def _read_tensor(tensors: HfTensors, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
@@ -250,12 +272,12 @@ def load_hf_params(
 
     def read(rule: Rule, index: tuple[slice, ...] | None) -> np.ndarray:
         shape = abstract[rule.path].shape
-        return read_param(tensors, rule, shape, index or (slice(None),) * len(shape)).astype(dtype, copy=False)
+        return read_param(tensors, rule, shape, index or (slice(None),) * len(shape), dtype)
 
     def placed(rule: Rule) -> jax.Array:
         target = abstract[rule.path]
         if target.sharding is None:
-            return jax.numpy.asarray(read(rule, None))
+            return jax.device_put(read(rule, None))
         return jax.make_array_from_callback(target.shape, target.sharding, partial(read, rule))
 
     return {rule.path: placed(rule) for rule in rules(config)}

@@ -21,7 +21,6 @@ from paravt_jax.check.prompts import prompts_of
 from paravt_jax.check.target import Target
 
 MAX_ROWS = 256  # tokens whose logits are compared; a vocabulary's take half a megabyte each
-Rows = dict[tuple[str, str], np.ndarray]  # logits of these tokens, by prompt and form of attention
 
 
 def logits(target: Target) -> Iterator[Measured | Facts]:
@@ -31,11 +30,11 @@ def logits(target: Target) -> Iterator[Measured | Facts]:
         return
     prompts = prompts_of(target)
     exact = reference_rows(target, prompts, "float32")
-    for (prompt, form), rows in our_rows(target, prompts, "float32").items():
+    for prompt, form, rows in our_rows(target, prompts, "float32"):
         yield from float32_lines(f"{prompt}, {form}", rows, exact[prompt])
     del prompts["text"]
     rounded = reference_rows(target, prompts, "bfloat16")
-    for (prompt, _), rows in our_rows(target, prompts, "bfloat16").items():
+    for prompt, _, rows in our_rows(target, prompts, "bfloat16"):
         errors = [LogitsDifference.between(side, exact[prompt]).relative_error for side in (rows, rounded[prompt])]
         case = f"{prompt}, bfloat16 error over transformers' own of {errors[1]:.1e}"
         yield Measured(case, errors[0] / errors[1], float(TIMES_THEIRS))
@@ -57,27 +56,28 @@ def forms() -> list[Form]:
     ]
 
 
-def kept(logits: np.ndarray) -> np.ndarray:
-    """The rows to compare: evenly spaced, with the last one."""
-    step = -(-len(logits) // MAX_ROWS)
-    return logits[::-1][::step].copy()
+def compared(prompt: ProcessedPrompt) -> np.ndarray:
+    """The tokens to compare: evenly spaced, with the last one."""
+    step = -(-len(prompt.ids) // MAX_ROWS)
+    return np.arange(len(prompt.ids))[::-step][::-1].copy()
 
 
-def our_rows(target: Target, prompts: Mapping[str, ProcessedPrompt], dtype: str) -> Rows:
-    """In float32 a video's with every form of attention."""
+def our_rows(
+    target: Target, prompts: Mapping[str, ProcessedPrompt], dtype: str
+) -> Iterator[tuple[str, str, np.ndarray]]:
+    """Logits by prompt and form of attention; in float32 a video's with every form."""
     model = model_port.load(target.hf_dir, dtype)
-    rows: Rows = {}
     for name, prompt in prompts.items():
         in_forms = forms() if dtype == "float32" and "video" in name else ["auto"]
         for form in in_forms:
             model.compute = replace(model.compute, attention=form)
             with jax.default_matmul_precision("highest"):  # or accelerators round float32 inputs
-                rows[name, form] = kept(model_port.logits(model, prompt.ids, **prompt.media))
+                rows = model_port.logits(model, prompt.ids, **prompt.media, tokens=compared(prompt))
+            yield name, form, rows
     del model
     gc.collect()  # frees it before the next one is loaded
-    return rows
 
 
 def reference_rows(target: Target, prompts: Mapping[str, ProcessedPrompt], dtype: str) -> dict[str, np.ndarray]:
     with Reference(target.hf_dir, dtype) as model:
-        return {name: kept(model.logits(prompt)) for name, prompt in prompts.items()}
+        return {name: model.logits(prompt, compared(prompt)) for name, prompt in prompts.items()}

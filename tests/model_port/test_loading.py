@@ -1,0 +1,74 @@
+"""The memory that loading a model and computing its logits need, and logits of some tokens only."""
+
+import tracemalloc
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import model_port
+from model_port import loading
+from model_port.inputs import TextBatch
+from model_port.layers import Compute
+from model_port.loading import abstract_model, abstract_params, with_params
+from model_port.reference import Reference
+from model_port.tiny import make_tiny, tiny_config
+from model_port.verify import video_prompt
+from model_port.weights import num_params, open_hf_tensors, read_param, rules
+
+KERNEL = "text.layers.mlp.up_kernel_fd"
+WHOLE = (slice(None),) * 3
+
+
+def deep_config():
+    config = tiny_config()
+    return replace(config, text=replace(config.text, num_layers=24, ffn_width=1024))
+
+
+@pytest.mark.slow
+def test_a_stack_is_read_with_one_tensor_beside_it_and_a_cpu_uses_it_in_place(tmp_path):
+    config = deep_config()
+    make_tiny(tmp_path / "hf", config=config, dtype="bfloat16")
+    (rule,) = (rule for rule in rules(config) if rule.path == KERNEL)
+    shape = (24, 1024, config.text.width)
+    with open_hf_tensors(tmp_path / "hf", config) as tensors:
+        tracemalloc.start()
+        read = read_param(tensors, rule, shape, WHOLE, np.float32)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        stored = np.stack([tensors.read(name) for name in rule.hf_names])
+    assert np.array_equal(read, stored.astype(np.float32))
+    assert peak_bytes < 1.1 * read.nbytes  # a tensor in bfloat16 is a 48th
+    assert jax.device_put(read, jax.devices("cpu")[0]).unsafe_buffer_pointer() == read.ctypes.data
+
+
+@pytest.mark.slow
+def test_no_stack_is_converted_as_a_whole_for_16_bit_logits():
+    config = deep_config()
+    model = abstract_model(config, Compute("bfloat16"))
+    graphdef, params = nnx.split(with_params(model, abstract_params(model, "bfloat16")))
+    rows = jax.ShapeDtypeStruct((1, 64), jnp.int32)
+    text = TextBatch(rows, jax.ShapeDtypeStruct((1, 64, 3), jnp.int32), rows, rows, rows)
+
+    def temporary_bytes(program) -> int:
+        memory = program.lower(graphdef, params, text, None, None).compile().memory_analysis()
+        return memory.temp_size_in_bytes
+
+    assert temporary_bytes(loading._logits_by_layer) < num_params(config) < temporary_bytes(loading._logits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", ["ours", "transformers"])
+def test_logits_of_some_tokens_are_rows_of_all(side, tiny_hf):
+    prompt, tokens = video_prompt(tiny_hf), np.array([1, 40, 250])
+    if side == "ours":
+        model = model_port.load(tiny_hf)
+        every = model_port.logits(model, prompt.ids, **prompt.media)
+        some = model_port.logits(model, prompt.ids, **prompt.media, tokens=tokens)
+    else:
+        with Reference(tiny_hf) as reference:
+            every, some = reference.logits(prompt), reference.logits(prompt, tokens)
+    assert len(every) == len(prompt.ids) and np.abs(some - every[tokens]).max() < 1e-5
