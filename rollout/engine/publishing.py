@@ -9,7 +9,9 @@ tower, for example. The weights get their label in the same step of a server's s
 import asyncio
 import json
 import shutil
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ ADAPTER_INFO = "adapter"  # the tensor with the adapter's scale and base, as JSO
 DTYPE_NAMES = {"uint8": "U8", "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 REMEDY = "; with lora.rank, start the servers with `python -m rollout.serve --model` and the adapter's base model"
 PART_BYTES = 2**20  # compared at a time; a trained tensor differs in its first part
+WRITERS = 8  # threads, each with a tensor
 
 
 async def load_weights(
@@ -148,16 +151,26 @@ def _write_changed(weights: Weights, root: Path) -> set[str]:
     for directory in (root / ALL, root / CHANGED):
         directory.mkdir(exist_ok=True)
     names, name = set(), ""
-    for name, tensor in weights.tensors():
-        names.add(name)
-        if _replace(root / ALL / f"{name}.safetensors", name, tensor):
-            _link(root, name)
+    with ThreadPoolExecutor(WRITERS) as pool:
+        writes: deque[Future[None]] = deque()
+        for name, tensor in weights.tensors():
+            names.add(name)
+            writes.append(pool.submit(_write, root, name, tensor))
+            if len(writes) > WRITERS:  # no more tensors in memory
+                writes.popleft().result()
+        for write in writes:
+            write.result()
     if not any((root / CHANGED).iterdir()):
         _link(root, name)  # SGLang loads no empty directory
     for path in (root / ALL).iterdir():
         if path.name.removesuffix(".safetensors") not in names:  # the weights before were not an adapter, or were one
             path.unlink()
     return names
+
+
+def _write(root: Path, name: str, tensor: np.ndarray) -> None:
+    if _replace(root / ALL / f"{name}.safetensors", name, tensor):
+        _link(root, name)
 
 
 def _link(root: Path, name: str) -> None:

@@ -21,9 +21,10 @@ from async_tests import asynchronous, given, until
 from fake_server import FakeServer
 
 from model_port.safetensors_io import HfTensors
+from rollout.engine import publishing
 from rollout.engine.http import KEEPALIVE_S, HttpClient
 from rollout.engine.protocol import DeadlineExceeded, EngineError, Request, RequestRejected, Sampling, VersionMismatch
-from rollout.engine.publishing import ADAPTER_INFO, ADAPTER_SCHEME, WeightFiles
+from rollout.engine.publishing import ADAPTER_INFO, ADAPTER_SCHEME, WRITERS, WeightFiles
 from rollout.engine.settings import Mixture, ServerState
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
 from rollout.engine.weight_root import fits
@@ -571,6 +572,35 @@ async def test_weights_lie_where_the_servers_of_other_hosts_see_them(tmp_path):
     assert files.directory(ServerState("")).is_relative_to(tmp_path)
     with pytest.raises(EngineError, match=r"do not fit into .*gone; .* engine\.weights_dir"):
         await WeightFiles(tmp_path / "gone").write(NoWeights())
+
+
+@asynchronous
+async def test_a_few_tensors_are_in_memory_and_written_at_a_time(tmp_path, monkeypatch):
+    written, in_memory = [], []
+
+    class Many(NoWeights):
+        def tensors(self):
+            for index in range(5 * WRITERS):
+                in_memory.append(index - len(written))
+                yield f"{index}", np.full(3, index)
+
+    def replace(path, *args):
+        time.sleep(0.01)
+        written.append(path.stem)
+        return True
+
+    monkeypatch.setattr(publishing, "_replace", replace)
+    monkeypatch.setattr(publishing, "num_bytes", lambda _: 1)
+    await WeightFiles(tmp_path).write(Many())
+    assert set(written) == set(map(str, range(5 * WRITERS))) and 2 <= max(in_memory) <= WRITERS
+
+
+@asynchronous
+async def test_weights_of_which_a_tensor_cannot_be_written_leave_nothing(tmp_path):
+    files = WeightFiles(tmp_path)
+    with pytest.raises(KeyError, match="int64"):
+        await files.write(Tensors(first=np.zeros(3, np.float32), second=np.zeros(3, np.int64)))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("num_bytes", "fit"), [(8, True), (8 * 10**9, True), (9 * 10**9, False)])
