@@ -76,8 +76,9 @@ def test_passing_trouble_is_tried_again(gcs, trouble):
 @pytest.mark.parametrize(
     ("trouble", "said"), [(503, "retried for"), ("stall", "no answer in"), (403, "GOOGLE_APPLICATION_CREDENTIALS")]
 )
-def test_lasting_trouble_is_one_sentence(gcs, trouble, said):
+def test_lasting_trouble_is_one_sentence(gcs, trouble, said, monkeypatch):
     write()
+    monkeypatch.setattr(module, "DEADLINE_S", 0.1)
     gcs.trouble = lambda method, name: trouble
     with pytest.raises(RuntimeError, match=rf"^gs://bkt/dir could not be listed \(.*{said}[^\n]*$"):
         downloaded("gs://bkt/dir")
