@@ -56,10 +56,10 @@ def test_every_command_has_help_under_its_short_name(name, monkeypatch, capsys):
 def test_no_package_imports_a_command_which_python_m_would_warn_about():
     modules = [module for module, _ in COMMANDS.values()]
     packages = {module.rpartition(".")[0] for module in modules}
-    code = f"import sys, {', '.join(packages)}; print([name for name in {modules} if name in sys.modules])"
-    commands_of_packages = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    code = f"import sys, {', '.join(packages)}; print(*[name for name in {modules} if name in sys.modules])"
+    imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     packages_with_main = {module for module in modules if (ROOT / module.replace(".", "/") / "__main__.py").exists()}
-    assert {*eval(commands_of_packages.stdout)} <= packages_with_main
+    assert {*imported} <= packages_with_main
 
 
 @pytest.mark.slow
