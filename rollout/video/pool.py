@@ -23,7 +23,7 @@ from typing import Any
 
 import rollout
 from rollout.video.errors import VideoError, VideoTimeout
-from rollout.video.wire import receive, send
+from rollout.video.wire import Message, receive, send
 
 logger = logging.getLogger(__name__)
 WORKER_BYTES = 2 * 2**30  # 10-bit 8K H.265 takes between 1 and 1.5 GiB
@@ -32,8 +32,6 @@ WORKERS_FRAC = 0.5  # of the memory, for all workers together
 CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 KILL_S = 5.0  # for the kernel to remove a killed process
 SOURCES = str(Path(rollout.__file__).parents[1])
-
-Message = tuple[dict[str, Any], bytearray]
 
 
 class WorkerPool:
@@ -174,34 +172,41 @@ class _Worker:
             except OSError:
                 self.link.close()
                 raise
+        self.messages = self.link.makefile("rb")
 
     def ask(self, job: dict[str, Any], deadline_at: float, on_message: Callable[[Message], None]) -> Message:
         """Raises EOFError if the process dies, VideoError if the video is at fault."""
-
-        def before_wait() -> None:
-            if (left_s := deadline_at - time.monotonic()) <= 0:
-                raise VideoTimeout("the video could not be read in time")
-            self.link.settimeout(left_s)
-
-        before_wait()
         self.num_jobs += 1
         self.reusable = False
         try:
+            self._bound_wait(deadline_at)
             send(self.link, job)
-        except OSError:
+            if not self.is_up:
+                receive(self.messages)
+                self.is_up = True
+            while not (received := self._receive(deadline_at))[0].get("last"):
+                on_message(received)
+        except TimeoutError:
+            raise VideoTimeout("the video could not be read in time") from None
+        except ConnectionError:
             raise EOFError("the worker is gone") from None
-        if not self.is_up:
-            receive(self.link, before_wait)
-            self.is_up = True
-        while not (received := receive(self.link, before_wait))[0].get("last"):
-            on_message(received)
         self.reusable = not received[0].get("spent")
         if "error" in received[0]:
             raise VideoError(received[0]["error"])
         return received
 
+    def _receive(self, deadline_at: float) -> Message:
+        self._bound_wait(deadline_at)
+        return receive(self.messages)
+
+    def _bound_wait(self, deadline_at: float) -> None:
+        if (left_s := deadline_at - time.monotonic()) <= 0:
+            raise TimeoutError
+        self.link.settimeout(left_s)
+
     def end(self) -> None:
         self.process.kill()
         with suppress(subprocess.TimeoutExpired):  # stuck in the kernel on a dead disk; it cannot be helped
             self.process.wait(KILL_S)
+        self.messages.close()
         self.link.close()

@@ -26,11 +26,12 @@ PARENT_CHECK_MS = 2000  # for the case that another child of a dead parent keeps
 def main() -> None:
     _limit_memory(int(sys.argv[2]))
     link = socket.socket(fileno=int(sys.argv[1]))
+    jobs = link.makefile("rb")
     threading.Thread(target=_end_with_parent, args=(link, int(sys.argv[3])), daemon=True).start()
     with suppress(EOFError, ConnectionError):  # the parent has ended
         send(link, {"up": True})
         while True:
-            job, _ = receive(link)
+            job, _ = receive(jobs)
             try:
                 answer, raw = _do(link, job)
             except VideoError as problem:
