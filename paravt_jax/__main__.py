@@ -28,7 +28,7 @@ COMMANDS = {  # name: the module to run and a description
     "push": ("model_port.push", "uploads an exported model to the hub"),
     "verify": ("model_port.verify", "compares an export's logits in transformers with ours"),
     "sglang": ("rollout.serve", "serves a model with SGLang, for rollouts"),
-    "gate": ("rollout.check", "compares the log-probs of SGLang servers with the learner's"),
+    "gate": ("paravt_jax.sampling.score", "compares the log-probs of SGLang servers with the learner's"),
 }
 
 

@@ -1,6 +1,6 @@
 """The parity gate: compares the log-probs of servers with the learner's.
 
-    python -m rollout.check --model CKPT --url URL [--url URL …]
+    python -m rollout.check --model CKPT --url URL [--url URL …]   # the same as paravt gate
 
 Each server plays episodes on test pictures of several sizes; dialogues with every structural token and a picture in a
 tool's response are added; the learner scores the same ids and pictures. The gate compares the log-probs of sampled
@@ -9,36 +9,26 @@ expanded ids, which differ if a server resizes a picture or encodes the text aga
 first step. The bounds are in `rollout.parity`.
 """
 
-import argparse
 import asyncio
-import contextlib
-import json
-import shlex
-import subprocess
+import os
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rollout.chat import Chat
-from rollout.cli import add_debug_flag, prog_of, run_cli
-from rollout.engine.discovery import check_url
 from rollout.engine.http import HttpClient
 from rollout.engine.protocol import EngineError, Sampling
 from rollout.engine.sglang import SGLangEngine, generate_body
 from rollout.episode import Agent
 from rollout.episode_config import EpisodeConfig
 from rollout.ledger import Ledger
-from rollout.output_file import OutputFile
-from rollout.parity import SHOWN, TIMES_NOISE, Parity, Scored, Scorer, ScoreRequest, table
+from rollout.parity import SHOWN, Parity, Scored, Scorer, ScoreRequest
 from rollout.parts import pictures_of, with_times
 from rollout.picture import Picture
 from rollout.prompter import Task
-from rollout.terminal import say
 from rollout.video.box import Box
 from rollout.video.info import TimedPicture, VideoInfo
 
@@ -60,7 +50,6 @@ FRAME_BUDGET = 4
 NEW_TOKENS = 64
 TEMPERATURE = 0.7
 DEADLINE_S = 300.0  # of a server's answer
-SCORER_DEADLINE_S = 600.0  # per answer; the first ones compile
 
 
 async def check(
@@ -217,83 +206,6 @@ class TestCard:
         return (gradient + noise).astype(np.uint8)
 
 
-class ProcessScorer:
-    """A scorer in another process, which answers JSON lines."""
-
-    def __init__(self, command: Sequence[str]):
-        self._command = command
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def settled(self, sizes_px: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        return [(height, width) for height, width in self._ask({"settle": list(sizes_px)})["sizes_px"]]
-
-    def score(self, requests: Sequence[ScoreRequest]) -> list[Scored]:
-        return [self._score(request) for request in requests]
-
-    def _score(self, request: ScoreRequest) -> Scored:
-        pictures = [picture.png_base64 for picture in request.pictures]
-        answer = self._ask({"ids": request.ids.tolist(), "pictures": pictures, "temperature": request.temperature})
-        logps = (np.array(answer[name], np.float32) for name in ("logp", "bfloat16_logp"))
-        return Scored(np.array(answer["ids"], np.int32), *logps)
-
-    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        timer = threading.Timer(SCORER_DEADLINE_S, self._process.kill)
-        timer.start()
-        try:
-            with contextlib.suppress(BrokenPipeError):  # the missing answer has the cause
-                self._process.stdin.write(json.dumps(question) + "\n")
-                self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        finally:
-            timer.cancel()
-        if not line:
-            code = self._process.wait()
-            raise RuntimeError(f"`{shlex.join(self._command)}` ended with exit code {code}; its output is above")
-        return json.loads(line)
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog=prog_of("rollout.check"),
-        description="Compares the log-probs of SGLang servers with the learner's, and fails if they differ too much.",
-    )
-    parser.add_argument("--model", required=True, help="the learner's model: a Hugging Face directory or checkpoint")
-    parser.add_argument("--url", required=True, action="append", help="a server's URL; repeat it for more servers")
-    parser.add_argument("--tokenizer", help="directory with tokenizer and chat template (default: the model)")
-    parser.add_argument("--dtype", choices=[*TIMES_NOISE], default="float32", help="the servers' compute type")
-    parser.add_argument("--episodes", type=int, default=12, help="number of episodes per server (default 12)")
-    parser.add_argument("--json", metavar="OUT", help="also write the results to this file")
-    parser.add_argument("--force", action="store_true", help="replace OUT even if this command did not write it")
-    add_debug_flag(parser)
-    args = parser.parse_args()
-    read = [args.model, args.tokenizer or ""]
-    result = args.json and OutputFile(args.json, "gate --json", inputs=read, force=args.force)
-    model = Path(args.model)
-    in_checkpoint = model / "hf"  # where a converted checkpoint has these files
-    chat = Chat.from_hf(args.tokenizer or (in_checkpoint if in_checkpoint.is_dir() else model))
-    scorer = ProcessScorer(
-        [sys.executable, "-m", "paravt_jax.sampling.score", "--model", args.model, "--dtype", args.dtype]
-    )
-    try:
-        urls = [url.rstrip("/") for url in args.url]
-        for url in urls:
-            check_url("--url", url)
-        parities = asyncio.run(check(urls, scorer, chat, num_episodes=args.episodes, on_progress=say))
-    finally:
-        scorer.close()
-    print(table(parities))
-    if result:
-        result.write(json.dumps([parity.to_record() for parity in parities], indent=2) + "\n")
-    problems = [f"{parity.url}: {problem}" for parity in parities for problem in parity.problems]
-    if problems:
-        raise RuntimeError("the servers and the learner disagree: " + "; ".join(problems))
-
-
 if __name__ == "__main__":
-    run_cli(main)
+    # Another process, because the scorer computes with jax.
+    os.execv(sys.executable, [sys.executable, "-m", "paravt_jax.sampling.score", *sys.argv[1:]])

@@ -54,7 +54,7 @@ class Scored:
 
 
 class Scorer(Protocol):
-    """The learner's side: `paravt_jax.sampling.score.LearnerScorer`, or a process that runs it."""
+    """The learner's side: `paravt_jax.sampling.score.LearnerScorer`."""
 
     def settled(self, sizes_px: Sequence[tuple[int, int]]) -> list[tuple[int, int]]: ...
 

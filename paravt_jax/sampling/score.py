@@ -1,19 +1,15 @@
-"""The learner's log-probs of dialogues that an engine served, for the parity gate.
+"""The learner's log-probs of dialogues that an engine served, for the parity gate, and the gate's command.
 
-    python -m paravt_jax.sampling.score --model CKPT [--dtype float32]
-
-The command answers JSON lines from `python -m rollout.check`, which never imports jax. A trainer uses `LearnerScorer`
-on its own model.
+python -m rollout.check --model CKPT --url URL [--url URL …]
 """
 
 import argparse
+import asyncio
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,16 +19,20 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 import model_port
-from model_port.cli import add_debug_flag, run_cli
+from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.inputs import RowSequence, TextBatch, Tokens, VisionBatch, bucket, pack_text, pack_vision
 from model_port.layers import Compute
 from model_port.layout import hf_files_of
 from model_port.model import VLModel
 from model_port.processing import VisionContract, expand_placeholders, settled_size
 from model_port.sharding import everywhere, on_mesh
+from model_port.terminal import say
 from paravt_jax.sampling.frames import frame_of
-from rollout.parity import Scored, ScoreRequest
-from rollout.picture import Picture
+from rollout.chat import Chat
+from rollout.check import check
+from rollout.engine.discovery import check_url
+from rollout.output_file import OutputFile
+from rollout.parity import TIMES_NOISE, Scored, ScoreRequest, table
 
 TOKEN_BUCKET = 256  # few compilations, and short dialogues stay cheap
 PATCH_BUCKET = 64
@@ -115,26 +115,33 @@ def _score(
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m paravt_jax.sampling.score", description="Answer JSON lines with the learner's log-probs."
+        prog=prog_of("rollout.check"),
+        description="Compares the log-probs of SGLang servers with the learner's, and fails if they differ too much.",
     )
-    parser.add_argument("--model", required=True, help="Hugging Face directory or converted checkpoint")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--model", required=True, help="the learner's model: a Hugging Face directory or checkpoint")
+    parser.add_argument("--url", required=True, action="append", help="a server's URL; repeat it for more servers")
+    parser.add_argument("--tokenizer", help="directory with tokenizer and chat template (default: the model)")
+    parser.add_argument("--dtype", choices=[*TIMES_NOISE], default="float32", help="the servers' compute type")
+    parser.add_argument("--episodes", type=int, default=12, help="number of episodes per server (default 12)")
+    parser.add_argument("--json", metavar="OUT", help="also write the results to this file")
+    parser.add_argument("--force", action="store_true", help="replace OUT even if this command did not write it")
     add_debug_flag(parser)
     args = parser.parse_args()
-    model = model_port.load(args.model, args.dtype)
-    contract = VisionContract.from_hf(hf_files_of(Path(args.model)))
-    scorer = LearnerScorer(model, contract)
-    for line in sys.stdin:
-        print(json.dumps(_answer(scorer, json.loads(line))), flush=True)
-
-
-def _answer(scorer: LearnerScorer, message: dict[str, Any]) -> dict[str, Any]:
-    if "settle" in message:
-        return {"sizes_px": scorer.settled([tuple(size_px) for size_px in message["settle"]])}
-    pictures = tuple(map(Picture.of_png, message["pictures"]))
-    request = ScoreRequest(np.array(message["ids"], np.int32), pictures, message["temperature"])
-    (scored,) = scorer.score([request])
-    return {name: getattr(scored, name).tolist() for name in ("ids", "logp", "bfloat16_logp")}
+    read = [args.model, args.tokenizer or ""]
+    result = args.json and OutputFile(args.json, "gate --json", inputs=read, force=args.force)
+    urls = [url.rstrip("/") for url in args.url]
+    for url in urls:
+        check_url("--url", url)
+    files = hf_files_of(Path(args.model))
+    chat = Chat.from_hf(args.tokenizer or files)
+    scorer = LearnerScorer(model_port.load(args.model, args.dtype), VisionContract.from_hf(files))
+    parities = asyncio.run(check(urls, scorer, chat, num_episodes=args.episodes, on_progress=say))
+    print(table(parities))
+    if result:
+        result.write(json.dumps([parity.to_record() for parity in parities], indent=2) + "\n")
+    problems = [f"{parity.url}: {problem}" for parity in parities for problem in parity.problems]
+    if problems:
+        raise RuntimeError("the servers and the learner disagree: " + "; ".join(problems))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 INTERNAL = {  # started by our own processes
     "paravt_jax",
     "paravt_jax.check.stages",
-    "paravt_jax.sampling.score",
+    "rollout.check",  # becomes the gate
     "rollout.supervisor",
     "rollout.templates",
     "rollout.video.worker",
