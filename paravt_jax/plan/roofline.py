@@ -39,7 +39,7 @@ PROGRAM_OF = {
     "update, old log-probs": "score",
     "update, forward and backward": "gradients",
     "update, recomputation": "gradients",
-    "update, vision backward": "gradients",
+    "update, trained vision": "gradients",
 }
 
 
@@ -85,15 +85,18 @@ def batch_works(update: PlannedUpdate, model: ModelConfig, shape: BatchShape, pl
     flops = dict.fromkeys(PROGRAM_OF.values(), 0.0)
     for name, value in batch_flops(update, model, shape, platform).items():
         flops[PROGRAM_OF[name]] += value / update.mesh.num_devices
-    num_scores = update.reads_reference + update.scores_before
-    scored, sent = forward_bytes(share), tuple(_score_collectives(share))
+    encoded, sent = [_over_fsdp("all-gather", share, share.vision_values)], list(_score_collectives(share))
     works = {
-        "encode_vision": ProgramWork(flops["encode_vision"], vision_bytes(share), tuple(_vision_collectives(share))),
-        "score": ProgramWork(flops["score"], num_scores * scored, num_scores * sent),
-        "gradients": ProgramWork(flops["gradients"], update_bytes(share), tuple(_update_collectives(share))),
-        "apply_gradients": ProgramWork(0.0, OPTIMIZER_BYTES * share.num_trainable, ()),
+        "encode_vision": (update.num_encoded, vision_bytes(share), encoded),
+        "score": (update.num_scores, forward_bytes(share), sent),
+        "gradients": (1, update_bytes(share), list(_update_collectives(share))),
+        "apply_gradients": (1, OPTIMIZER_BYTES * share.num_trainable, []),
     }
-    return works if num_scores else {name: work for name, work in works.items() if name != "score"}
+    return {
+        name: ProgramWork(flops.get(name, 0.0), times * memory_bytes, tuple(times * collectives))
+        for name, (times, memory_bytes, collectives) in works.items()
+        if times
+    }
 
 
 def forward_bytes(share: Share) -> float:
@@ -163,6 +166,8 @@ def _score_collectives(share: Share) -> Iterator[Collective]:
 def _update_collectives(share: Share) -> Iterator[Collective]:
     layers, mesh = share.model.text.num_layers, share.update.mesh
     values = layers * share.layer_values
+    if share.update.optim.train_vision:
+        values += share.vision_values
     yield _over_fsdp("all-gather", share, 2 * values + share.table_values)
     # The head's gradient is float32. With adapters, nothing else has gradients.
     head = FLOAT32_BYTES // share.item_bytes * share.table_values
@@ -170,10 +175,6 @@ def _update_collectives(share: Share) -> Iterator[Collective]:
     yield _over_fsdp("all-to-all", share, (1 if share.adapted else 2) * _token_values(share))
     yield _over_tensor(share, round(2 * layers * (2 + _repeated_frac(share))) + 2)
     yield among("all-reduce", share.num_trainable * share.item_bytes, mesh.data, mesh.fsdp * mesh.tensor)
-
-
-def _vision_collectives(share: Share) -> Iterator[Collective]:
-    yield _over_fsdp("all-gather", share, share.vision_values)
 
 
 def _over_fsdp(kind: str, share: Share, num_values: int) -> Collective:

@@ -18,7 +18,7 @@ class UpdateRate:
         """Counts the products of the language layers, computed once: no head, attention scores, frames or padding."""
         update = run.update
         frozen = update.lora.rank > 0  # frozen weights have no gradients
-        passes = 3 - frozen + update.scores_before + update.reads_reference  # forward passes; a gradient costs as much
+        passes = 3 - frozen + update.num_scores  # forward passes; a gradient costs as much
         return cls(run.num_devices, 2.0 * passes * active_params(run.model), peak_flops(device_kind))
 
     def metrics(self, num_tokens: float, update_s: float) -> dict[str, float]:

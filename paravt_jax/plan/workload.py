@@ -65,6 +65,16 @@ class PlannedUpdate:
     def reads_reference(self) -> bool:
         return self.loss is not None and self.loss.kl_coef > 0
 
+    @property
+    def num_scores(self) -> int:
+        """Forward passes before the gradients: of the reference, and for old log-probs."""
+        return self.reads_reference + self.scores_before
+
+    @property
+    def num_encoded(self) -> int:
+        """How often the vision tower encodes a batch's frames; if it is trained, not counting the gradients."""
+        return self.num_scores if self.optim.train_vision else 1 + self.scores_before
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -302,16 +312,15 @@ def batch_flops(update: PlannedUpdate, model: ModelConfig, shape: BatchShape, pl
     for remat, number in update.layers_by_remat(model.text.num_layers).items():
         again += number / model.text.num_layers * by_remat.get(remat, layers - last)
     vision = shape.num_frame_rows * frame_flops(model, shape.row_patches)
-    passes = {"update, vision": vision * (1 + update.scores_before)}
-    if update.reads_reference:
-        passes["update, reference"] = forward + (vision if trained else 0.0)
-    if update.scores_before:
-        passes["update, old log-probs"] = forward
-    passes["update, forward and backward"] = forward + backward
-    passes["update, recomputation"] = again
-    if trained:
-        passes["update, vision backward"] = vision * (2 if update.remat == "none" else 3)
-    return passes
+    passes = {
+        "update, vision": vision * update.num_encoded,
+        "update, reference": forward * update.reads_reference,
+        "update, old log-probs": forward * update.scores_before,
+        "update, forward and backward": forward + backward,
+        "update, recomputation": again,
+        "update, trained vision": vision * trained * (3 if update.remat == "none" else 4),
+    }
+    return {name: flops for name, flops in passes.items() if flops}
 
 
 def needed_flops(update: PlannedUpdate, model: ModelConfig, step: Step) -> float:
@@ -323,9 +332,8 @@ def needed_flops(update: PlannedUpdate, model: ModelConfig, step: Step) -> float
     forward = weights + adapters + _attention_flops(model, causal)
     attended = model.vision.attended(shape.row_patches)
     vision = times * shape.num_frame_rows * frame_flops(model, shape.row_patches, attended)
-    num_scores = update.reads_reference + update.scores_before
     frozen = weights if update.lora.rank else 0.0  # frozen weights have no gradients
-    return (3 + num_scores) * forward - frozen + (3 if update.optim.train_vision else 1) * vision
+    return (3 + update.num_scores) * forward - frozen + (3 if update.optim.train_vision else 1) * vision
 
 
 def row_pairs(attention: Form, model: ModelConfig, row_tokens: int, platform: str) -> int:

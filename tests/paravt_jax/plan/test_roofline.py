@@ -7,15 +7,16 @@ import pytest
 from model_port.config import LoraConfig, preset
 from model_port.tiny import tiny_config
 from paravt_jax.bench.mesh_case import config_of
-from paravt_jax.config import DataConfig, PackConfig, PolicyConfig, SftConfig
+from paravt_jax.config import DataConfig, PackConfig, PolicyConfig, SftConfig, TrainConfig
 from paravt_jax.learner.batch_shape import BatchShape
-from paravt_jax.learner.settings import LossConfig
+from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.plan.collectives import Collective, among
 from paravt_jax.plan.devices import DEVICES, Rates
-from paravt_jax.plan.roofline import ProgramWork, StepSeconds, batch_works, step_seconds
+from paravt_jax.plan.memory import share_of
+from paravt_jax.plan.roofline import ProgramWork, StepSeconds, batch_works, step_seconds, vision_bytes
 from paravt_jax.plan.run import PlannedRl, PlannedRun, PlannedSft
 from paravt_jax.plan.step_rates import PUBLISHED
-from paravt_jax.plan.workload import Step, frame_flops, full_step, layer_params, needed_flops
+from paravt_jax.plan.workload import Step, batch_flops, frame_flops, full_step, layer_params, needed_flops
 
 RATES = Rates(flops=100.0, memory_bytes=10.0, link_bytes=5.0)
 EIGHT_B = preset("8b")
@@ -123,6 +124,23 @@ def test_adapters_save_weight_gradients_optimizer_traffic_and_collectives():
     assert adapted.collectives < 0.75 * full.collectives and adapted.memory < full.memory
     plain = needed(planned())
     assert 0.6 * plain < needed(planned(lora=LoraConfig(rank=16))) < 0.75 * plain  # 4 of 6
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize(("kl_coef", "updates"), [(0.0, 1), (0.1, 1), (0.1, 2)])
+def test_the_vision_tower_has_the_traffic_of_the_passes_that_the_learner_makes(trained, kl_coef, updates):
+    """A frozen tower encodes before old log-probs and before the gradients; a trained one for each pass of scores."""
+    sections = {"loss": LossConfig(kl_coef=kl_coef), "optim": OptimConfig(train_vision=trained)}
+    train = TrainConfig(prompts_per_step=4, group_size=2, updates_per_step=updates)
+    run = planned(row_tokens=1024, train=train, **sections)
+    share = share_of(run.update, run.model, run.largest_batch(), "gpu")
+    num_scores = (kl_coef > 0) + (updates > 1)
+    encoded, flops = works(run).get("encode_vision"), batch_flops(run.update, run.model, share.batch, "gpu")
+    passes = num_scores if trained else 1 + (updates > 1)
+    one_pass = frame_flops(run.model, share.batch.row_patches) * share.batch.num_frame_rows
+    assert (encoded.memory_bytes if encoded else 0) == passes * vision_bytes(share)
+    assert (8 * encoded.flops if encoded else 0) == pytest.approx(passes * one_pass)
+    assert flops.get("update, vision", 0) == passes * one_pass
 
 
 def test_the_optimizer_moves_32_bytes_per_parameter_of_the_device():
