@@ -25,13 +25,14 @@ from paravt_jax.plan.run import PlannedRl, PlannedRun, PlannedSft
 from paravt_jax.plan.step_rates import PUBLISHED, RateRange
 from paravt_jax.plan.step_time import StepTime, step_time
 from paravt_jax.plan.workload import (
+    RESPONSE_TOKENS,
     PlannedUpdate,
     Step,
     Workload,
     active_params,
     adapter_params,
+    batch_flops,
     layer_params,
-    step_flops,
 )
 from paravt_jax.run.process import RESERVE_FRAC
 
@@ -61,21 +62,19 @@ class Fit:
 class Plan:
     mesh: MeshConfig
     device: DeviceSpec
-    host: HostPart
+    num_hosts: int
+    host: HostPart | None  # None: SFT
     params: ParamCounts
     batch: BatchShape
     memory: Memory
-    workload: Workload
-    flops: dict[str, float]  # per step, over all devices, by pass
+    workload: Workload | None  # None: SFT
+    typical: Step
+    flops: dict[str, float]  # of a step's updates, over all devices, by pass
     update: StepSeconds | None  # of a typical step
-    step: StepTime | None
+    step: StepTime | None  # None: SFT, or no data sheet
     remat: str  # what the backward pass recomputes, and why
     fit: Fit
     assumptions: tuple[str, ...]
-
-    @property
-    def num_hosts(self) -> int:
-        return self.host.num_hosts
 
     @property
     def update_s(self) -> float | None:
@@ -100,27 +99,33 @@ def model_config(path: str) -> tuple[ModelConfig, tuple[str, ...]]:
     return model, (f"{path} is not a local directory: dimensions of {title}, by its name",)
 
 
-def make_plan(run: PlannedRl, device: DeviceSpec = DEVICES["h100"], rates: RateRange = PUBLISHED) -> Plan:
+def make_plan(run: PlannedRl | PlannedSft, device: DeviceSpec = DEVICES["h100"], rates: RateRange = PUBLISHED) -> Plan:
+    """Without rollouts, a step of SFT is only its update."""
     remat, given, run = remat_line(run, device), run, with_remat(run, device)
-    model, update, work, step = run.model, run.update, run.work, run.typical_step()
+    model, update, step = run.model, run.update, run.typical_step()
     memory, params = planned_memory(run, device), param_counts(update, model)
     seconds = update_seconds(update, model, device, step)
+    hosts = num_hosts(run.hosts, run.num_devices, device)
+    passes = batch_flops(update, model, step.shape, device.platform)
+    work = host = step_s = None
+    if isinstance(run, PlannedRl):
+        work = run.work
+        num_masters = params.trainable if update.lora.rank else params.text + params.vision
+        host = host_part(work, hosts, num_masters=num_masters, num_trainable=params.trainable)
+        step_s = step_time(run, device, None if seconds is None else seconds.total, rates)
     return Plan(
         mesh=update.mesh,
         device=device,
-        host=host_part(
-            work,
-            num_hosts(run.hosts, run.num_devices, device),
-            num_masters=params.trainable if update.lora.rank else params.text + params.vision,
-            num_trainable=params.trainable,
-        ),
+        num_hosts=hosts,
+        host=host,
         params=params,
         batch=run.largest_batch(),
         memory=memory,
         workload=work,
-        flops=step_flops(update, model, work, step, device.platform),
+        typical=step,
+        flops={name: step.num_batches * value for name, value in passes.items()},
         update=seconds,
-        step=step_time(run, device, None if seconds is None else seconds.total, rates),
+        step=step_s,
         remat=remat,
         fit=fit_of(given, memory, device),
         assumptions=tuple(_assumptions(run, device)),
@@ -208,7 +213,17 @@ def _fits(run: PlannedRun, device: DeviceSpec) -> bool:
         return False
 
 
-def _assumptions(run: PlannedRl, device: DeviceSpec) -> Iterator[str]:
+def _assumptions(run: PlannedRl | PlannedSft, device: DeviceSpec) -> Iterator[str]:
+    yield from _assumed_of_rl(run) if isinstance(run, PlannedRl) else _assumed_of_sft(run)
+    if device.memory_gib is not None:
+        yield (
+            f"{1 - RESERVE_FRAC:.0%} of the memory is usable; the rest is reserved for layouts, collectives, "
+            f"fragmentation and the runtime"
+        )
+    yield from assumed_of_seconds(device, run.update.policy.dtype, run.num_devices)
+
+
+def _assumed_of_rl(run: PlannedRl) -> Iterator[str]:
     work = run.work
     source = "mean of video.frame_budgets" if run.video.frame_budgets else "video.overview_frames"
     yield (
@@ -225,12 +240,19 @@ def _assumptions(run: PlannedRl, device: DeviceSpec) -> Iterator[str]:
         )
     )
     yield f"rows of the update have {work.row_tokens:,} tokens, the length with the least work"
-    if device.memory_gib is not None:
-        yield (
-            f"{1 - RESERVE_FRAC:.0%} of the memory is usable; the rest is reserved for layouts, collectives, "
-            f"fragmentation and the runtime"
-        )
-    yield from assumed_of_seconds(device, run.update.policy.dtype, run.num_devices)
+
+
+def _assumed_of_sft(run: PlannedSft) -> Iterator[str]:
+    step = run.typical_step()
+    yield (
+        f"a trace has {run.video.overview_frames} frames (video.overview_frames) of {run.frame_tokens} tokens, text, "
+        f"and {RESPONSE_TOKENS} trained tokens"
+    )
+    yield "every row is computed whole, with its padding"
+    yield (
+        f"decoding is not included: the up to {step.num_batches * step.shape.num_frame_rows:,} frames of a step are "
+        f"decoded during the update; if decoding takes longer, it determines the step's time"
+    )
 
 
 def assumed_of_seconds(device: DeviceSpec, dtype: str, num_devices: int) -> Iterator[str]:

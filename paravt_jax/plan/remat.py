@@ -95,12 +95,10 @@ def _leaves_margin(run: PlannedRun, device: DeviceSpec) -> bool:
 
 
 def _memory(run: PlannedRun, device: DeviceSpec) -> Memory:
-    mesh, sampler = run.update.mesh, None
-    hosts = num_hosts(run.hosts, run.num_devices, device)
+    hosts, sampler = num_hosts(run.hosts, run.num_devices, device), None
+    mesh = mesh_of_host(run.update.mesh, hosts)
     if isinstance(run, PlannedRl) and run.engine.kind == "jax":
         sizes = run.engine.sampler_sizes(run.rollout.max_context_tokens, hosts)
         beside = run.train.max_staleness > 0
-        sampler = SamplerShape(sizes["max_rows"], sizes["cache_tokens"], mesh_of_host(mesh, hosts), beside)
-    memory = memory_of(run.update, run.model, run.largest_batch(), sampler, device.platform)
-    mesh_of_host(mesh, hosts)
-    return memory
+        sampler = SamplerShape(sizes["max_rows"], sizes["cache_tokens"], mesh, beside)
+    return memory_of(run.update, run.model, run.largest_batch(), sampler, device.platform)

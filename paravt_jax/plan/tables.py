@@ -11,12 +11,12 @@ from paravt_jax.learner.batch_shape import BatchShape
 from paravt_jax.plan.calibrate import Calibration, calibrated
 from paravt_jax.plan.devices import DEVICES, SLICES, DeviceSpec
 from paravt_jax.plan.hosts import HostPart
-from paravt_jax.plan.imitation import ImitationPlan, make_imitation_plan
 from paravt_jax.plan.memory import Memory, Parts
 from paravt_jax.plan.plan import Fit, Plan, make_plan, model_config
-from paravt_jax.plan.run import PlannedRl, PlannedSft
+from paravt_jax.plan.run import planned_run
 from paravt_jax.plan.step_rates import PUBLISHED, TEXTS, StepRates
 from paravt_jax.plan.step_time import StepTime
+from paravt_jax.plan.workload import Step, Workload
 
 MIB, GIB = 2**20, 2**30
 COLUMNS = 100
@@ -30,11 +30,9 @@ def plan_of(config: Config | SftConfig, device: str = "h100", run_dir: Path | No
     if used is not config:
         slower = f"on a CPU {config.model.dtype} is slower and takes more memory"
         remarks = (f"computed in {used.model.dtype}: {slower}", *remarks)
-    if isinstance(used, SftConfig):
-        return render(make_imitation_plan(PlannedSft.of(used, model), spec), remarks)
     calibration = None if run_dir is None else calibrated(run_dir, spec)
     rates = PUBLISHED if calibration is None else calibration.rates
-    return render(make_plan(PlannedRl.of(used, model), spec, rates), remarks, calibration)
+    return render(make_plan(planned_run(used, model), spec, rates), remarks, calibration)
 
 
 def _device_named(device: str) -> DeviceSpec:
@@ -44,37 +42,20 @@ def _device_named(device: str) -> DeviceSpec:
     return DEVICES[name]
 
 
-def render(plan: Plan | ImitationPlan, remarks: Iterable[str] = (), calibration: Calibration | None = None) -> str:
+def render(plan: Plan, remarks: Iterable[str] = (), calibration: Calibration | None = None) -> str:
     """For a terminal of 100 columns."""
-    step_blocks = [_rows_lines(plan)] if isinstance(plan, ImitationPlan) else list(_step_blocks(plan, calibration))
     blocks = [
         [_title(plan.mesh, plan.device, plan.num_hosts)],
         ["parameters", *_aligned([[name, f"{count:,}"] for name, count in vars(plan.params).items()])],
         _memory_lines(plan.memory),
-        *step_blocks,
+        _step_lines(plan),
+        *([_host_lines(plan.host)] if plan.host is not None and plan.num_hosts > 1 else []),
+        *([] if calibration is None else [_calibration_lines(calibration)]),
+        *([] if plan.workload is None else [_step_time_lines(plan.step)]),
         ["what fits", *_wrapped([plan.remat, *_fit_lines(plan.fit, plan.batch, plan.memory, plan.device)])],
         ["assumptions", *_wrapped([*remarks, *plan.assumptions])],
     ]
     return "\n\n".join("\n".join(lines) for lines in blocks)
-
-
-def _step_blocks(plan: Plan, calibration: Calibration | None) -> Iterator[list[str]]:
-    yield _step_lines(plan)
-    if plan.num_hosts > 1:
-        yield _host_lines(plan.host)
-    if calibration is not None:
-        yield _calibration_lines(calibration)
-    yield _step_time_lines(plan.step)
-
-
-def _rows_lines(plan: ImitationPlan) -> list[str]:
-    rows = [["rows", "batches", "tokens", "PFLOP", "seconds", ""]]
-    for step in plan.steps:
-        pflop = step.num_batches * sum(plan.flops.values()) / 1e15
-        remark = "sft.rows_per_step" if step.num_rows == plan.rows_per_step else ""
-        tokens = f"{step.num_rows * plan.batch.row_tokens:,}"
-        rows.append([str(step.num_rows), str(step.num_batches), tokens, f"{pflop:.2f}", _seconds(step.seconds), remark])
-    return ["seconds per step, by number of rows", *_aligned(rows)]
 
 
 def _title(mesh: MeshConfig, device: DeviceSpec, hosts: int) -> str:
@@ -118,24 +99,31 @@ def _memory_lines(memory: Memory) -> list[str]:
 
 
 def _step_lines(plan: Plan) -> list[str]:
-    work, total = plan.workload, sum(plan.flops.values())
+    total = sum(plan.flops.values())
     unit, name = next(
         ((unit, name) for unit, name in ((1e15, "PFLOP"), (1e12, "TFLOP")) if total >= unit), (1e9, "GFLOP")
     )
     rows = [
-        ["tokens of the update, each group's prompt once", f"{work.shared_tokens:,}"],
-        ["  with one row per episode instead", f"{work.separate_tokens:,}"],
-        [
-            f"  computed, in {work.computed_rows} rows of {work.row_tokens:,}",
-            f"{work.computed_rows * work.row_tokens:,}",
-        ],
-        ["tokens sampled", f"{work.sampled_tokens:,}"],
+        *_token_rows(plan.workload, plan.typical),
         [name, f"{total / unit:,.2f}"],
         *([f"  {part}", f"{value / unit:,.2f}"] for part, value in plan.flops.items()),
         ["update seconds", _seconds(plan.update_s)],
         *([f"  {part}", _seconds(value)] for part, value in (plan.update._asdict() if plan.update else {}).items()),
     ]
     return ["a typical step", *_aligned(rows)]
+
+
+def _token_rows(work: Workload | None, step: Step) -> list[list[str]]:
+    num_rows, row_tokens = step.num_batches * step.shape.num_rows, step.shape.row_tokens
+    computed = [f"computed, in {num_rows} rows of {row_tokens:,}", f"{num_rows * row_tokens:,}"]
+    if work is None:
+        return [["tokens " + computed[0], computed[1]]]
+    return [
+        ["tokens of the update, each group's prompt once", f"{work.shared_tokens:,}"],
+        ["  with one row per episode instead", f"{work.separate_tokens:,}"],
+        ["  " + computed[0], computed[1]],
+        ["tokens sampled", f"{work.sampled_tokens:,}"],
+    ]
 
 
 def _host_lines(host: HostPart) -> list[str]:

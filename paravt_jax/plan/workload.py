@@ -226,15 +226,6 @@ def row_patches(max_pixels: int, vision: VisionConfig) -> int:
     return max(vision.merge_unit, max_patches(max_pixels, vision.patch_px, vision.merge))
 
 
-def step_flops(
-    update: PlannedUpdate, model: ModelConfig, work: Workload, step: Step, platform: str
-) -> dict[str, float]:
-    """FLOPs of a step, over all devices."""
-    passes = batch_flops(update, model, step.shape, platform)
-    rollout = _rollout_flops(model, work, step.shape.row_patches)
-    return rollout | {name: step.num_batches * flops for name, flops in passes.items()}
-
-
 def layer_params(model: ModelConfig) -> int:
     """Parameters of the language layers' matrix products."""
     return _layer_params(model.text, max(1, model.text.num_experts))
@@ -267,27 +258,6 @@ def cached_bytes(model: ModelConfig) -> int:
 
 def adapter_params(rank: int, model: ModelConfig) -> int:
     return sum(math.prod(shape) for shape in adapter_shapes(model, rank).values())
-
-
-def _rollout_flops(model: ModelConfig, work: Workload, patches: int) -> dict[str, float]:
-    """Members of a group share the prefill of their prompt, and a turn prefills only what is new."""
-    dialogue = work.prompt_tokens + work.response_tokens
-    prefills = (
-        (work.prompt_tokens, work.num_groups),
-        (work.call_prompt_tokens, work.num_calls),
-        (work.shown_tokens, work.num_calls),
-    )
-    num_frames = work.frames * work.num_groups + work.call_frames * work.num_calls
-    return {
-        "rollout, vision": num_frames * frame_flops(model, patches),
-        "rollout, prefill": sum(
-            count * (_product_flops(model, length) + _attention_flops(model, length**2 // 2))
-            for length, count in prefills
-        ),
-        "rollout, decode": _product_flops(model, work.sampled_tokens)
-        + _head_flops(model, work.sampled_tokens)
-        + _attention_flops(model, work.sampled_tokens * dialogue),
-    }
 
 
 def batch_flops(update: PlannedUpdate, model: ModelConfig, shape: BatchShape, platform: str) -> dict[str, float]:

@@ -14,11 +14,10 @@ from paravt_jax.config import Config, MeshConfig, SftConfig, load_config, to_rec
 from paravt_jax.config.keys import flat
 from paravt_jax.plan.aot import compiled_update
 from paravt_jax.plan.devices import DEVICES, GIB, DeviceSpec
-from paravt_jax.plan.imitation import ImitationPlan, make_imitation_plan
 from paravt_jax.plan.meshes import compiled_bytes, mesh_shapes
 from paravt_jax.plan.plan import Plan, make_plan, model_config, update_seconds
 from paravt_jax.plan.remat import planned_memory, with_remat
-from paravt_jax.plan.run import PlannedRl, PlannedRun, PlannedSft
+from paravt_jax.plan.run import PlannedRl, PlannedSft, planned_run
 from paravt_jax.plan.step_time import StepTime, step_time
 from paravt_jax.plan.tables import render
 from paravt_jax.plan.topology import Topology, check_compiler, topology
@@ -77,17 +76,13 @@ def config_of(name: str) -> Config:
     return load_config(CONFIGS / f"{name}.yaml")
 
 
-def planned(config: Config) -> PlannedRl:
-    return PlannedRl.of(config, model_config(config.model.path)[0])
-
-
-def planned_start(config: SftConfig) -> PlannedSft:
-    return PlannedSft.of(config, model_config(config.model.path)[0])
+def planned(config: Config | SftConfig) -> PlannedRl | PlannedSft:
+    return planned_run(config, model_config(config.model.path)[0])
 
 
 @cache
 def plan_for(name: str) -> Plan:
-    return make_plan(planned(config_of(name)), device_of(name))
+    return make_plan(planned(start_of(name) if is_start(name) else config_of(name)), device_of(name))
 
 
 def device_of(name: str) -> DeviceSpec:
@@ -100,10 +95,6 @@ def is_start(name: str) -> bool:
 
 def start_of(name: str, *settings: str) -> SftConfig:
     return load_config(CONFIGS / f"{name}.yaml", *settings, schema=SftConfig)
-
-
-def start_plan(config: SftConfig, device: DeviceSpec) -> ImitationPlan:
-    return make_imitation_plan(planned_start(config), device)
 
 
 def header_of(name: str) -> str:
@@ -121,19 +112,11 @@ def same_figures(written: Sequence[str], estimated: Sequence[float | StepTime]) 
     return list(written) == rounded
 
 
-def figures_of(name: str) -> tuple[float, StepTime, float, float]:
-    """Seconds of an update and a step, GiB of a device and usable."""
-    plan = plan_for(name)
-    assert plan.step is not None and plan.update_s is not None
-    return plan.update_s, plan.step, plan.memory.peak_bytes / GIB, plan.device.usable_bytes / GIB
-
-
-def start_figures(config: SftConfig, device: DeviceSpec) -> tuple[float, float, float]:
-    """Seconds of a step, GiB of a device and usable."""
-    plan = start_plan(config, device)
-    (step_s,) = (step.seconds for step in plan.steps if step.num_rows == config.sft.rows_per_step)
-    assert step_s is not None
-    return step_s, plan.memory.peak_bytes / GIB, device.usable_bytes / GIB
+def figures_of(plan: Plan) -> list[float | StepTime]:
+    """Seconds of an update and, for RL, a step; GiB of a device and usable."""
+    assert plan.update_s is not None
+    steps = [] if plan.step is None else [plan.step]
+    return [plan.update_s, *steps, plan.memory.peak_bytes / GIB, plan.device.usable_bytes / GIB]
 
 
 def differing_keys(published: Config | SftConfig, own: Config | SftConfig) -> set[str]:
@@ -207,7 +190,7 @@ def test_the_commands_of_a_recipe_make_its_policy_on_its_machine(name):
     recipe, config, device = config_of(name), start_of(start, *settings.split()), device_of(name)
     assert (src, dst) == (f"{config.run_dir}/checkpoints/{config.sft.num_steps}", recipe.model.path)
     assert config.mesh.num_devices == recipe.mesh.num_devices + len(recipe.engine.gpus)
-    assert start_plan(config, device).fit.fits
+    assert make_plan(planned(config), device).fit.fits
     is_plain = name.endswith("_grpo")  # forces no prefix, also after a cold start with one
     assert recipe.rollout.forced_prefix == ("" if is_plain else config.rollout.forced_prefix)
     assert config.lora == recipe.lora
@@ -225,7 +208,7 @@ def test_a_cold_start_differs_from_the_published_one_in_the_machine_only(name):
 def test_the_figures_in_a_header_match_the_plan(name):
     written = ESTIMATES.search(header_of(name))
     assert written is not None
-    figures = (None, *start_figures(start_of(name), device_of(name))) if is_start(name) else figures_of(name)
+    figures = [*[None] * is_start(name), *figures_of(plan_for(name))]
     assert (written[1] is None) == (is_start(name) or name in CONTRAST)
     pairs = [(text, figure) for text, figure in zip(written.groups(), figures, strict=True) if text is not None]
     assert same_figures(*zip(*pairs, strict=True)), figures
@@ -237,22 +220,19 @@ def test_the_table_of_recipes_matches_the_plan(name):
     ((_, usable, update_s, step_s, bound_by),) = (
         row[1:] for row in RECIPE_ROW.findall(TRAINING.read_text()) if row[0] == name
     )
-    figures = figures_of(name)
-    assert same_figures((update_s, step_s, usable), (figures[0], figures[1], figures[3])), figures
-    assert bound_by == figures[1].bound_by
+    update, step, _, usable_gib = figures_of(plan_for(name))
+    assert same_figures((update_s, step_s, usable), (update, step, usable_gib)), plan_for(name)
+    assert bound_by == step.bound_by
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", START_ROW.findall(TRAINING.read_text()), ids=lambda row: " ".join(row[:2]))
 def test_the_table_of_cold_starts_matches_the_plan(row):
     name, settings, gib, usable, step_s = row
-    config = start_of(name, *settings.split())
-    device = next(
-        device_of(recipe)
-        for recipe in [*LEARNERS, *STARTS]
-        if f"configs/{name}.yaml {settings}".strip() in header_of(recipe)
-    )
-    assert same_figures((step_s, gib, usable), start_figures(config, device))
+    command = f"configs/{name}.yaml {settings}".strip()
+    device = next(device_of(recipe) for recipe in [*LEARNERS, *STARTS] if command in header_of(recipe))
+    plan = make_plan(planned(start_of(name, *settings.split())), device)
+    assert same_figures((step_s, gib, usable), figures_of(plan))
 
 
 def test_the_tables_have_every_recipe_and_every_cold_start():
@@ -298,7 +278,7 @@ def _update_s(run: PlannedRl, device: DeviceSpec = H100) -> float:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", DEVICES_OF)
 def test_a_recipe_fits_its_machine_by_the_compilers_figures(name):
-    run: PlannedRun = planned_start(start_of(name)) if is_start(name) else planned(config_of(name))
+    run = planned(start_of(name) if is_start(name) else config_of(name))
     learner, mesh = with_compiler(DEVICES_OF[name]), run.update.mesh
     devices = make_mesh(mesh.data, mesh.fsdp, mesh.tensor, learner.devices())
     run = with_remat(run, learner.device)
