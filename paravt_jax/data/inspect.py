@@ -6,9 +6,9 @@ chat template are not counted, because frame counts and sizes depend on the run'
 """
 
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -29,9 +29,6 @@ from rollout.tools import find_calls
 COUNTED = "text only: pictures, videos and the chat template are not counted"
 MISSING = "missing file"
 TINY = "tiny"
-MAX_BINS = 12
-TAIL_FRAC = 0.99  # bins cover this share of the rows; the last bin holds all longer ones
-BAR_CHARS = 40
 MAX_LISTED_FILES = 5
 
 Kind = Literal["RL", "SFT"]
@@ -41,13 +38,6 @@ TITLES = {
     TURNS: "assistant turns per row (rows)",
     CALLS: "calls per tool turn (turns)",
 }
-
-
-@dataclass(frozen=True)
-class Bin:
-    start: int
-    end: int | None  # exclusive; None: open-ended
-    count: int
 
 
 @dataclass
@@ -74,7 +64,6 @@ class Findings:
         calls = {}
         if self.kind == "SFT":
             calls = {"rows_with_calls": self.num_rows_with_calls, "faulty_calls": self.num_faulty_calls}
-        histogram = [[bin.start, bin.end, bin.count] for bin in bins(self.lengths, MAX_BINS)]
         return {
             "path": self.path,
             "kind": self.kind,
@@ -86,12 +75,7 @@ class Findings:
             "missing_files": sorted(self.missing),
             **{name: dict(ordered(counts)) for name, counts in self.counts.items()},
             **calls,
-            "tokens": {
-                "tokenizer": self.tokenizer,
-                "counted": COUNTED,
-                **summary(self.lengths),
-                "histogram": histogram,
-            },
+            "tokens": {"tokenizer": self.tokenizer, "counted": COUNTED, **summary(self.lengths)},
         }
 
 
@@ -167,9 +151,9 @@ def _read_trace(findings: Findings, row: Any, find: Callable[[str], str]) -> str
 
 
 def columns_of(source: Path) -> dict[str, str]:
-    """Column names and types; for JSON lines the types that occur, and how many lines lack the key."""
+    """Column names and types; for JSON lines how many have the key."""
     if source.is_file() and source.suffix in (".jsonl", ".json"):
-        return _line_columns(source)
+        return _keys_of_lines(source)
     types: dict[str, dict[str, None]] = {}
     for file in row_files(source):
         if not file.is_file() or file.suffix != ".parquet":
@@ -180,27 +164,14 @@ def columns_of(source: Path) -> dict[str, str]:
     return {name: " or ".join(of_column) for name, of_column in types.items()}
 
 
-def _line_columns(source: Path) -> dict[str, str]:
-    types: dict[str, Counter[str]] = {}
-    num_lines = 0
+def _keys_of_lines(source: Path) -> dict[str, str]:
+    num_lines, counts = 0, Counter[str]()
     for _, line in rows_of(source, ()):
         num_lines += 1
-        try:
+        with suppress(ValueError, RecursionError):  # a bad row, which is counted later
             row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        for name, value in row.items() if isinstance(row, dict) else ():
-            types.setdefault(name, Counter())[_json_type(value)] += 1
-    missing = {name: num_lines - counts.total() for name, counts in types.items()}
-    return {
-        name: " or ".join(sorted(counts)) + (f", absent in {missing[name]} rows" if missing[name] else "")
-        for name, counts in types.items()
-    }
-
-
-def _json_type(value: Any) -> str:
-    names = {dict: "object", list: "list", str: "text", bool: "boolean", int: "number", float: "number"}
-    return names.get(type(value), "null")
+            counts.update(row.keys() if isinstance(row, dict) else ())
+    return {name: f"in {count:,} of {num_lines:,} rows" for name, count in counts.items()}
 
 
 def kind_of(source: Path, columns: dict[str, str]) -> tuple[Kind, Sequence[str]]:
@@ -234,25 +205,6 @@ def _token_counter(source: str) -> Callable[[list[str]], list[int]]:
     return lambda texts: [len(encoding.ids) for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
 
 
-def bins(lengths: Sequence[int], max_bins: int) -> list[Bin]:
-    """Bins of a round width. If a few rows are far longer than the rest, the last bin is open-ended."""
-    if not lengths:
-        return []
-    reach = int(np.quantile(lengths, TAIL_FRAC, method="inverted_cdf"))
-    width = _round_width((reach + 1) / max_bins)
-    num_bins = reach // width + 1
-    counts = Counter(min(length // width, num_bins) for length in lengths)
-    first = min(counts)
-    regular = [Bin(n * width, (n + 1) * width, counts[n]) for n in range(first, num_bins)]
-    return regular + ([Bin(num_bins * width, None, counts[num_bins])] if counts[num_bins] else [])
-
-
-def _round_width(at_least: float) -> int:
-    """1, 2 or 5 times a power of ten."""
-    power = 10 ** max(0, math.floor(math.log10(max(at_least, 1))))
-    return next(step * power for step in (1, 2, 5, 10) if step * power >= at_least)
-
-
 def summary(lengths: Sequence[int]) -> dict[str, float | int]:
     if not lengths:
         return {}
@@ -266,22 +218,6 @@ def summary(lengths: Sequence[int]) -> dict[str, float | int]:
     }
 
 
-def bars(rows: Sequence[tuple[str, int]]) -> list[str]:
-    """One line per row: name, count and a bar. A count above 0 has a visible bar."""
-    name_width = max((len(name) for name, _ in rows), default=0)
-    largest = max((count for _, count in rows), default=0)
-    lines = []
-    for name, count in rows:
-        eighths = max(round(8 * BAR_CHARS * count / largest), 1) if count else 0
-        bar = "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
-        lines.append(f"  {name:>{name_width}}  {count:>{len(f'{largest:,}')},}  {bar}".rstrip())
-    return lines
-
-
-def _label(bin: Bin) -> str:
-    return f"{bin.start:,} – {bin.end - 1:,}" if bin.end is not None else f"{bin.start:,} and more"
-
-
 def ordered(counts: Counter[Any]) -> list[tuple[str, int]]:
     """Numbers in ascending order, names by descending count."""
     if all(isinstance(value, int) for value in counts):
@@ -291,15 +227,14 @@ def ordered(counts: Counter[Any]) -> list[tuple[str, int]]:
 
 def text(findings: Findings) -> str:
     lines = [f"{findings.path}: {findings.num_rows:,} {findings.kind} rows", "", "columns"]
-    width = max(map(len, findings.columns))
-    lines += [f"  {name:<{width}}  {kind}" for name, kind in findings.columns.items()]
+    lines += [f"  {name}: {kind}" for name, kind in findings.columns.items()]
     if findings.kind == "SFT":
         num_readable = findings.counts[TURNS].total()
         lines += ["", f"rows with tool calls: {findings.num_rows_with_calls:,} of {num_readable:,} readable rows"]
         lines += [f"faulty calls: {findings.num_faulty_calls:,}"] if findings.num_faulty_calls else []
     for name, title in TITLES.items():
         if findings.counts.get(name):
-            lines += ["", title, *bars(ordered(findings.counts[name]))]
+            lines += ["", title, *(f"  {value}: {count:,}" for value, count in ordered(findings.counts[name]))]
     lines += ["", f"bad rows: {findings.bad.total():,}"]
     lines += [f"  {reason}: {n:,}, for example {findings.examples[reason]}" for reason, n in findings.bad.most_common()]
     lines.append(f"missing files: {len(findings.missing):,}")
@@ -307,7 +242,6 @@ def text(findings: Findings) -> str:
     if len(findings.missing) > MAX_LISTED_FILES:
         lines.append(f"  … and {len(findings.missing) - MAX_LISTED_FILES:,} more")
     lines += ["", f"tokens per row ({findings.tokenizer} tokenizer; {COUNTED})"]
-    lines += bars([(_label(bin), bin.count) for bin in bins(findings.lengths, MAX_BINS)])
     if totals := summary(findings.lengths):
         lines.append("  " + ", ".join(f"{name} {value:,}" for name, value in totals.items()))
     return "\n".join(lines)
