@@ -86,11 +86,6 @@ def read_rows(
     return results, dict(bad)
 
 
-def dropped_rows(source: str | Path, bad: dict[str, int]) -> list[str]:
-    """A log line for every reason."""
-    return [f"{source}: {count} rows dropped: {reason}" for reason, count in bad.items()]
-
-
 def root_of(source: Path, video_root: str) -> Path:
     """The directory that relative paths of rows start from: `video_root`, or if that is empty, the rows' directory."""
     return Path(video_root or (source if source.is_dir() else source.parent)).absolute()

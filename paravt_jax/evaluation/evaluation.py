@@ -13,12 +13,10 @@ from paravt_jax.config import (
     EngineConfig,
     EvalCell,
     EvalConfig,
-    EvalDataConfig,
     EvaluationConfig,
     computed_on,
     to_record,
 )
-from paravt_jax.data.rows import dropped_rows
 from paravt_jax.data.splits import Sample, split_named
 from paravt_jax.data.splits.reading import SampleSet, load_samples
 from paravt_jax.evaluation.certificate import certificate
@@ -151,8 +149,15 @@ async def open_evaluation(config: EvalConfig, shard: Shard | None = None) -> Asy
     async with AsyncExitStack() as stack:
         directory = stack.enter_context(locked(_directory(Path(config.run_dir), shard)))
         texts = release_texts(config.eval, config.data.split) if config.eval.protocol == "release" else None
-        plugin = load_plugin(config.reward)
-        loaded, record = _load(config.data, plugin and plugin.columns), to_record(config)
+        plugin, data, record = load_plugin(config.reward), config.data, to_record(config)
+        loaded = load_samples(
+            split_named(data.split) if data.split else None,
+            data.validation,
+            video_root=data.video_root,
+            max_bad_frac=data.max_bad_frac,
+            allow_outside=data.allow_outside,
+            columns=plugin and plugin.columns,
+        )
         if texts is not None:
             record["eval"][TEXTS_DIGEST] = digest(dict(texts.texts))
         _check_same(directory, record)
@@ -165,7 +170,7 @@ async def open_evaluation(config: EvalConfig, shard: Shard | None = None) -> Asy
             config.reward,
             config.judge,
             seed=config.seed,
-            validation=config.data.validation,
+            validation=data.validation,
             model_path=config.model.path,
         )
         evaluation = Evaluation(
@@ -285,20 +290,6 @@ async def _agent(
 
 def _directory(run_dir: Path, shard: Shard | None) -> Path:
     return run_dir if shard is None else run_dir / SHARDS_DIR / f"{shard[0]}_of_{shard[1]}"
-
-
-def _load(data: EvalDataConfig, columns: Sequence[str] | None) -> SampleSet:
-    loaded = load_samples(
-        split_named(data.split) if data.split else None,
-        data.validation,
-        video_root=data.video_root,
-        max_bad_frac=data.max_bad_frac,
-        allow_outside=data.allow_outside,
-        columns=columns,
-    )
-    for remark in dropped_rows(data.validation or data.split, loaded.bad):
-        say(remark)
-    return loaded
 
 
 def _check_same(directory: Path, record: Mapping[str, Any]) -> None:

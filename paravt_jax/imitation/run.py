@@ -13,7 +13,6 @@ import numpy as np
 
 from model_port.config import read_config
 from paravt_jax.config import SYNTHETIC, DataConfig, SftConfig, ValidationConfig, computed_on, to_record
-from paravt_jax.data.rows import dropped_rows
 from paravt_jax.data.sample_order import SampleOrder
 from paravt_jax.data.synthetic import held_out_name, row_sources
 from paravt_jax.data.traces import Trace, load_traces
@@ -146,11 +145,10 @@ async def open_sft_run(
     config = computed_on(config, devices[0].platform)
     async with AsyncExitStack() as stack:
         directory = RunDirectory.acquire(config.run_dir, stack, to_record(config), allow_changes, hosts)
-        remarks: list[str] = []
         sources = hosts.host_0_first(
             lambda: row_sources(config.data, directory.path / SYNTHETIC, config.seed, "_traces")
         )
-        train, held_out = (_traces(config.data, *source, remarks) for source in sources)
+        train, held_out = (_traces(config.data, *source) for source in sources)
         held_out = held_out[: config.validation.max_prompts]
         data = f"{len(train):,} traces, {len(held_out):,} {held_out_name(config.data.validation)}"
         policy = await policy_of(config, directory.path, hosts, data)
@@ -158,7 +156,7 @@ async def open_sft_run(
         planned = PlannedSft.of(config, read_config(policy.hf_files))
         compute, line = chosen_for(policy.compute, planned, devices)
         policy = replace(policy, compute=compute)
-        remarks += [policy.attention(config.pack.row_tokens), line]
+        remarks = [policy.attention(config.pack.row_tokens), line]
         learner = Learner(
             await in_thread(policy.load),
             config.optim,
@@ -215,9 +213,8 @@ async def open_sft_run(
         await training.finish(run.progress())
 
 
-def _traces(data: DataConfig, path: str, video_root: str, remarks: list[str]) -> Sequence[Trace]:
+def _traces(data: DataConfig, path: str, video_root: str) -> Sequence[Trace]:
     if not path:
         return ()
     loaded = load_traces(path, video_root=video_root, max_bad_frac=data.max_bad_frac, allow_outside=data.allow_outside)
-    remarks.extend(dropped_rows(path, loaded.bad))
     return loaded.traces

@@ -22,7 +22,6 @@ from paravt_jax.config import (
     to_record,
 )
 from paravt_jax.data.prompts import Prompt, check_row_messages, load_prompts, remarks_on
-from paravt_jax.data.rows import dropped_rows
 from paravt_jax.data.sample_order import Cursor, SampleOrder
 from paravt_jax.data.synthetic import held_out_name, row_sources
 from paravt_jax.learner.learner import Learner
@@ -350,7 +349,7 @@ def _prompts(
             allow_outside=data.allow_outside,
             columns=plugin and plugin.columns,
         )
-        remarks.extend([*dropped_rows(path, loaded.bad), *remarks_on(path, loaded.prompts)])
+        remarks.extend(remarks_on(path, loaded.prompts))
         return loaded.prompts
 
     train, held_out = (load(*source) for source in row_sources(data, directory / SYNTHETIC, seed))
