@@ -1,7 +1,6 @@
 /* ---- charts over the steps, of one run or of several over each other ---- */
 const CHAR_PX = 7; // of a digit in a chart, in the widest font
 const MARKED = 40; // with more points, a running mean replaces them
-const MAX_GAPS = 3; // per reason, listed below a chart
 const charts = [];
 const allSteps = distinct(runs.flatMap((run) => run.figures?.steps ?? [])).sort((a, b) => a - b);
 let selectedStep = null;
@@ -35,7 +34,6 @@ const splitAtGaps = (points) => {
   }
   return parts.filter((part) => part.length);
 };
-const spanOf = ([first, last]) => (first === last ? `step ${first}` : `steps ${first}–${last}`);
 
 /* Every run's lines of the chart with this title; the first run's chart defines how they are drawn. */
 const linesOf = ({ title }) => runs.flatMap(({ figures }, run) => {
@@ -64,15 +62,8 @@ class Chart {
       onkeydown: (event) => this.key(event),
       onblur: () => select(null),
     });
-    this.element = h("figure", { class: "card" }, h("figcaption", {}, spec.title), this.legend, this.svg, this.gapReasons());
+    this.element = h("figure", { class: "card" }, h("figcaption", {}, spec.title), this.legend, this.svg);
     charts.push(this);
-  }
-
-  gapReasons() {
-    const reasons = new Map();
-    for (const line of this.lines) for (const gap of line.gaps) reasons.set(gap[2], [...(reasons.get(gap[2]) ?? []), `${this.lines.length > 1 ? `${this.name(line)} ` : ""}${spanOf(gap)}`]);
-    const texts = [...reasons].map(([reason, spans]) => `${reason} (${spans.length > MAX_GAPS ? plural(spans.length, "gap") : spans.join(", ")})`);
-    return texts.length ? h("p", { class: "gaps" }, `No value: ${texts.join("; ")}`) : null;
   }
 
   name(line) { return [comparing ? RUN_NAMES[line.run] : "", line.label].filter(Boolean).join(" "); }
@@ -98,7 +89,7 @@ class Chart {
     this.rule = s("line", { class: "rule", y1: frame.top, y2: height - frame.bottom, visibility: "hidden" });
     const drawn = stacked ? this.areas(stacked, frame) : this.lines.map((line) => this.curve(line, frame)).reverse();
     this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-    this.svg.replaceChildren(...this.bands(frame), ...this.axes(scale, frame), ...drawn, this.rule);
+    this.svg.replaceChildren(...this.axes(scale, frame), ...drawn, this.rule);
     this.show(selectedStep);
   }
 
@@ -143,12 +134,6 @@ class Chart {
       stepAt: (px) => first + ((px - left) / (width - left - right)) * span,
       path: (parts) => parts.map((part) => part.map(([step, value], n) => `${n ? "L" : "M"}${x(step).toFixed(1)} ${y(value).toFixed(1)}`).join("")).join(""),
     };
-  }
-
-  bands({ x, top, bottom, height }) { // where no line of the chart has a value
-    const [gaps, ...others] = this.lines.map((line) => line.gaps);
-    const common = gaps.filter(([first, last]) => others.every((other) => other.some(([from, to]) => from <= first && to >= last)));
-    return common.map(([first, last]) => s("rect", { class: "gap", x: x(first) - 3, width: x(last) - x(first) + 6, y: top, height: height - top - bottom }));
   }
 
   axes({ ticks }, { x, y, left, right, width, height, first, last }) {

@@ -4,7 +4,6 @@
 their own metrics.
 """
 
-import itertools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from paravt_jax.run.charts import OTHER, SECTIONS, Chart, LoggedRun, Table, flat_config, validation_key
+from paravt_jax.run.charts import OTHER, SECTIONS, Chart, LoggedRun, flat_config, validation_key
 
 HEADLINE_FRAC = 0.1  # of the steps, at each end
 HEADLINES = {  # key -> symbol, name, color
@@ -25,8 +24,6 @@ HEADLINES = {  # key -> symbol, name, color
 }
 MAX_POINTS = 600  # per line; with more steps, points are means
 MAX_OTHER = 80  # charts of metrics without a predefined chart, for example from plugins
-# Metrics of a step with an update.
-ONLY_AFTER_UPDATE = ("loss/", "optim/", "mismatch/", "perf/trained_tokens_per_s_device", "perf/mfu")
 KINDS = {"eval": "evaluation", "sft": "imitation"}  # by the config section that only this kind of run has
 FACTS = {  # label -> config keys, with values joined by a multiplication sign
     "Model": ("model.path",),
@@ -141,39 +138,10 @@ def _chart(run: LoggedRun, chart: Chart, bins: list[np.ndarray]) -> dict[str, An
         "levels": list(run.kl_levels.items()) if chart.kind == "log" else [],
         "validation": None if validation is None else _numbers(validation),
         "lines": [
-            {
-                "label": line.label,
-                "color": line.color,
-                "values": _numbers(_means(run.values(chart, line), bins)),
-                "gaps": [] if chart.sparse else gaps(run.metrics, line.key),
-            }
+            {"label": line.label, "color": line.color, "values": _numbers(_means(run.values(chart, line), bins))}
             for line in chart.lines
         ],
     }
-
-
-def gaps(table: Table, key: str) -> list[tuple[int, int, str]]:
-    """Gaps of a curve: first step, last step and reason."""
-    missing = itertools.compress(table.rows.items(), ~np.isfinite(table.column(key)))
-    each = [(step, step, _reason(row, key)) for step, row in missing]
-    each += [
-        (step + 1, following - 1, "the step is not in the log")
-        for step, following in itertools.pairwise(table.rows)
-        if following > step + 1
-    ]
-    joined: list[tuple[int, int, str]] = []
-    for first, last, reason in sorted(each):
-        if joined and joined[-1][1:] == (first - 1, reason):
-            first = joined.pop()[0]
-        joined.append((first, last, reason))
-    return joined
-
-
-def _reason(row: Mapping[str, Any], key: str) -> str:
-    if key in row:
-        return "not a finite number" if row[key] is None else "a number too large to draw"
-    no_update = key.startswith(ONLY_AFTER_UPDATE) and row.get("perf/num_batches") == 0
-    return "no group had a signal" if no_update else "not logged"
 
 
 def _bins(length: int, max_bins: int = MAX_POINTS) -> list[np.ndarray]:

@@ -1,11 +1,10 @@
 """Makes the directory of a run without training: real records and files of scripted episodes.
 
-`python view_run.py DIR [STEPS]` makes one for paravt_jax.view. Answers improve over the steps.
+Answers improve over the steps.
 """
 
 import asyncio
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,27 +35,16 @@ from rollout.video.times import crop_times, overview_times
 
 DURATION_S = 1284.0
 QUESTIONS = (
-    (
-        "mcq",
-        "<video>\nWhat does the potter do right after the bowl cracks?\nA. Throws it away\nB. Wets the rim and presses "
-        "the crack shut\nC. Starts over with new clay\nD. Puts it in the kiln",
-        "B",
-    ),
-    (
-        "tvg",
-        "<video>\nWhen does the cyclist repair the tyre? Answer with [start, end] in seconds.",
-        "[512, 561]",
-    ),
+    ("mcq", "<video>\nWhat does the potter do after the bowl cracks?\nA. Throws it away\nB. Wets the rim", "B"),
+    ("tvg", "<video>\nWhen does the cyclist repair the tyre? Answer with [start, end] in seconds.", "[512, 561]"),
     ("oe", "<video>\nWhich instrument joins last before the refrain?", "a cello"),
 )
 RIGHT = {"mcq": "B", "tvg": "[508, 559]", "oe": "the cello"}
 WRONG = {"mcq": "C", "tvg": "[90, 140]", "oe": "a violin"}
 REPORTS = (
-    "Nothing of the kind is visible between 240 and 300 seconds: the camera stays on the shelf, and the hands leave "
-    "the picture at 288 seconds.",
-    "At 509 seconds both hands come into the picture. From 514 to 553 seconds the work is done close to the camera; at "
-    "559 seconds the hands are wiped on a cloth and the shot changes.",
-    "The scene is over: people stand around the table and talk, and what was worked on lies in the background.",
+    "Nothing of the kind.",
+    "From 514 to 553 seconds the work is done close to the camera.",
+    "The scene is over.",
 )
 NASTY = (  # texts that could break a page
     "<think>\n</script><script>alert(1)</script><img src=x onerror=alert(1)></think>",
@@ -81,17 +69,12 @@ def called(start_s: float, end_s: float) -> str:
 
 
 def answered(answer: str) -> str:
-    return (
-        "<think>\nThe second report settles it: the times there agree with what the overview shows at 512 seconds, and "
-        f"nothing in the other two speaks against it.\n</think>\n<answer>{answer}</answer>"
-    )
+    return f"<think>\nThe second report settles it.\n</think>\n<answer>{answer}</answer>"
 
 
 def looked(*windows: tuple[float, float]) -> str:
-    return (
-        "<think>\nThe overview has a frame every few minutes. Around 512 seconds something is held up to the camera, "
-        "and it may begin earlier. I look at the time before, at the moment itself, and at what follows, all at once.\n"
-        "</think>\n" + "\n".join(called(*window) for window in windows)
+    return "<think>\nI look before, at the moment itself, and after.\n</think>\n" + "\n".join(
+        called(*window) for window in windows
     )
 
 
@@ -226,30 +209,18 @@ def _sampled(ledger: Ledger, text: str, chance: np.random.Generator) -> None:
 
 
 def _metrics(groups: Sequence[Group], step: int, skill: float, chance: np.random.Generator) -> dict[str, float]:
-    rollout_s, update_s = chance.uniform(100, 140), chance.uniform(80, 90)
-    noise = chance.normal(0, 1, 6)
+    noise = abs(chance.normal(0, 1, 4))
     return {
         **group_metrics(groups),
         "policy_version": float(step),
         "loss/policy": 0.02 * noise[0],
-        "loss/total": 0.02 * noise[0] + 0.001,
-        "loss/kl_ref": 0.4 * skill + 0.01 * abs(noise[1]),
-        "loss/clip_frac": 0.004 * abs(noise[2]),
-        "optim/grad_norm": 0.8 + 0.2 * noise[3] ** 2,
-        "mismatch/behavior_kl": 4e-4 * np.exp(0.3 * noise[4]),
-        "mismatch/behavior_kl_plain": 3e-4 * np.exp(0.3 * noise[4]),
-        "mismatch/behavior_kl_structural": 9e-4 * np.exp(0.4 * noise[5]),
-        "time/rollout_s": rollout_s,
-        "time/update_s": update_s,
+        "loss/kl_ref": 0.4 * skill + 0.01 * noise[1],
+        "optim/grad_norm": 0.8 + 0.2 * noise[2],
+        "mismatch/behavior_kl": 4e-4 * np.exp(noise[3]),
+        "mismatch/behavior_kl_structural": 9e-4 * np.exp(noise[3]),
+        "time/rollout_s": 100 + noise[0],
+        "time/update_s": 80 + noise[1],
         "time/publish_s": 4.0,
-        "time/step_s": rollout_s + update_s + 6.0,
-        "perf/tokens_per_s": 5200 + 200 * noise[1],
-        "perf/sampled_tokens_per_s": 2600 + 100 * noise[2],
-        "perf/trained_tokens_per_s_device": 4100 + 100 * noise[3],
-        "perf/mfu": 0.3 + 0.01 * noise[3],
+        "time/step_s": 200.0,
         "perf/dummy_frac": 0.06,
     }
-
-
-if __name__ == "__main__":
-    print(make_run(Path(sys.argv[1]), *map(int, sys.argv[2:3]), num_planned=500))

@@ -145,8 +145,7 @@ def with_text(page: Path, text: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["one", "two", "four", "single", "evaluation", "question", "names"])
-@pytest.mark.parametrize("size_px", [DESKTOP, PHONE])
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize(("size_px", "dark"), [(DESKTOP, False), (PHONE, True)])
 def test_a_page_opens_without_console_output_and_fits_the_screen(name, size_px, dark, tab, pages):
     open_page(tab, pages[name], size_px=size_px, dark=dark)
     assert tab.run("document.querySelectorAll('h1').length") == {"two": 2, "four": 4}.get(name, 1)

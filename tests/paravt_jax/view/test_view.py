@@ -98,32 +98,19 @@ def test_model_output_never_becomes_markup_and_is_complete(page, tmp_path):
         assert data.isascii() and not set(data) & set("<>&\x00")
 
 
-def test_invisible_characters_are_spelled_out():
-    assert visible("a\n\tb\x00\u202e\ud83dc") == "a\n\tb\u2400⟨U+202E⟩⟨U+D83D⟩c"
-    assert visible("\U0001f3fa ünï") == "\U0001f3fa ünï"
-
-
 def test_highlighted_characters_are_those_that_earned_the_credit(run_dir, page):
+    """Also those of a plugin's terms."""
     records = [record for path in sorted((run_dir / "episodes").iterdir()) for record in load_jsonl(path)]
     num_checked = 0
     for record, episode in zip(records, page.episodes, strict=True):
+        own = ["brief", "repeated"] * (not episode["missing"])
+        assert [term["name"] for term in episode["own"]] == own
         for number, credit in enumerate(record.get("reward", {}).get("credits", [])):
             earned = "".join(record["turns"][turn]["text"][start:end] for turn, start, end in credit["places"])
             pieces_ = [piece for turn in episode["turns"] for piece in turn["pieces"]]
             assert "".join(piece["text"] for piece in pieces_ if number in piece.get("credits", [])) == earned
             num_checked += 1
     assert num_checked > 200
-
-
-def test_a_plugins_terms_are_on_the_page_with_their_characters(page):
-    scored = [episode for episode in page.episodes if not episode["missing"]]
-    assert all([term["name"] for term in episode["own"]] == ["brief", "repeated"] for episode in scored)
-    credits = [(n, credit, episode) for episode in scored for n, credit in enumerate(episode["credits"])]
-    brief = [(number, episode) for number, credit, episode in credits if credit["term"] == "brief"]
-    assert brief
-    for number, episode in brief:
-        lit = [piece for turn in episode["turns"] for piece in turn["pieces"] if number in piece.get("credits", [])]
-        assert {piece["text"] for piece in lit} == {"</think>"}
 
 
 def test_spans_count_characters_and_not_utf16_units():
@@ -218,23 +205,11 @@ def test_an_evaluation_has_its_cells_with_the_results_of_their_certificates(tmp_
     assert ["Dispatches", "none"] in page.data["about"]["facts"]
 
 
-def test_gaps_of_a_curve_have_a_reason(tmp_path):
-    rows = [
-        {"step": 1, "loss/policy": 0.5, "rollout/accuracy_mean": 1.0},
-        {"step": 2, "perf/num_batches": 0.0},
-        {"step": 3, "loss/policy": None},
-        {"step": 4, "loss/policy": 1e300},
-        {"step": 7, "loss/policy": 0.2, "rollout/accuracy_mean": 0.5},
-    ]
-    charts = charts_of(view(write_metrics(tmp_path, rows)))
-    not_in_log = [5, 6, "the step is not in the log"]
-    assert charts["Policy loss"]["lines"][0]["gaps"] == [
-        [2, 2, "no group had a signal"],
-        [3, 3, "not a finite number"],
-        [4, 4, "a number too large to draw"],
-        not_in_log,
-    ]
-    assert charts["Accuracy"]["lines"][0]["gaps"] == [[2, 4, "not logged"], not_in_log]
+def test_a_curve_has_a_gap_where_a_step_has_no_finite_number(tmp_path):
+    rows = [{"step": n} | value for n, value in enumerate([{"loss/policy": 0.5}, {}, {"loss/policy": None}], 1)]
+    rows.append({"step": 4, "loss/policy": 1e300})  # too large to draw
+    (line,) = charts_of(view(write_metrics(tmp_path, rows)))["Policy loss"]["lines"]
+    assert line["values"] == [0.5, None, None, None]
 
 
 def test_a_missing_episode_has_its_problem_and_a_siblings_question(page):
