@@ -20,9 +20,8 @@ from rollout.episode_config import EpisodeConfig
 
 SCORERS = ("answers", "grammar", "official", "release", "terms")  # modules of `paravt_jax/rewards` that affect a score
 ABOUT_THE_MACHINE = ("run_dir", "engine", "mesh", "eval")  # sections that no answer depends on, except EVAL_KEYS
-EVAL_KEYS = ("mode", "num_samples")
 TEXTS_DIGEST = "release_texts_digest"  # beside a record's settings: the texts of eval.release_texts
-RELEASE_KEYS = ("channel", TEXTS_DIGEST)
+EVAL_KEYS = ("mode", "num_samples", "protocol", "channel", TEXTS_DIGEST)
 PIECE_BYTES = 2**16
 SERVER_DEADLINE_S = 30.0
 
@@ -30,29 +29,24 @@ SERVER_DEADLINE_S = 30.0
 def settings_key(record: Mapping[str, Any], cell: EvalCell) -> str:
     """A hash of all settings in `record` that an answer depends on, without paths."""
     settings = {name: value for name, value in record.items() if name not in (*ABOUT_THE_MACHINE, "data")}
-    values = [value for value in cell if value is not None]  # so that keys without a temperature stay the same
-    evaluated = [*(record["eval"][name] for name in EVAL_KEYS), *values, record["data"]["split"]]
-    return digest([settings, evaluated, *_endpoint(record), *_released(record)])
+    return digest([settings, _evaluated(record), *cell, record["data"]["split"], _endpoint(record)])
 
 
-def _released(record: Mapping[str, Any]) -> list[Any]:
-    """The settings of the release's protocol."""
-    evaluated = record["eval"]
-    return [evaluated.get(name) for name in RELEASE_KEYS] if evaluated.get("protocol") == "release" else []
+def _evaluated(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"eval.{name}": record["eval"].get(name) for name in EVAL_KEYS}
 
 
 def _endpoint(record: Mapping[str, Any]) -> list[str]:
     """The model that an endpoint serves; the only settings of an engine that an answer depends on."""
-    engine = record.get("engine", {})
-    return [engine["kind"], engine["model"]] if engine.get("kind") == "openai" else []
+    engine = record["engine"]
+    return [engine["kind"], engine["model"]] if engine["kind"] == "openai" else []
 
 
 def changed_sections(new: Mapping[str, Any], old: Mapping[str, Any]) -> list[str]:
     """Settings that an answer depends on and that differ from an earlier run's."""
     changed = sorted(key for key in new if key not in ABOUT_THE_MACHINE and old.get(key) != new[key])
     changed += ["engine.model"] if _endpoint(new) != _endpoint(old) else []
-    changed += ["eval.protocol"] if _released(new) != _released(old) else []
-    return changed + [f"eval.{key}" for key in EVAL_KEYS if old["eval"].get(key) != new["eval"][key]]
+    return changed + [name for name, value in _evaluated(new).items() if _evaluated(old)[name] != value]
 
 
 def run_provenance(

@@ -1,8 +1,7 @@
 """Runs the samples of a cell with bounded concurrency: only samples in flight are in memory."""
 
 import asyncio
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -118,17 +117,14 @@ def on_screen(cues: Sequence[Cue], times_s: Sequence[float | int]) -> list[str]:
 class Tally:
     """Progress of a cell."""
 
-    def __init__(
-        self, name: str, finished: Iterable[SampleResult] = (), now_s: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.name, self._now_s, self._start_s = name, now_s, now_s()
-        self.num_complete = self.num_new = self.num_missing = self.num_failed_in_a_row = 0
+    def __init__(self, name: str, finished: Iterable[SampleResult] = ()) -> None:
+        self.name = name
+        self.num_complete = self.num_missing = self.num_failed_in_a_row = 0
         self.problem, self._score = "", 0.0
         for result in finished:
             self._count(result)
 
     def add(self, result: SampleResult) -> None:
-        self.num_new += 1
         self._count(result)
         self.num_failed_in_a_row = self.num_failed_in_a_row + 1 if result.missing in ENGINE_REASONS else 0
 
@@ -141,10 +137,9 @@ class Tally:
 
     def summary(self) -> str:
         """The text of the progress bar."""
-        minutes = (self._now_s() - self._start_s) / 60
-        parts = (
-            [f"{100 * self._score / self.num_complete:.1f} % of {self.num_complete} right"] if self.num_complete else []
-        )
-        parts += [f"{self.num_missing} missing"] if self.num_missing else []
-        parts += [f"{self.num_new / minutes:.1f} a minute"] if self.num_new and minutes else []
-        return " · ".join([self.name, *parts])
+        parts = [self.name]
+        if self.num_complete:
+            parts.append(f"{100 * self._score / self.num_complete:.1f} % of {self.num_complete} right")
+        if self.num_missing:
+            parts.append(f"{self.num_missing} missing")
+        return " · ".join(parts)

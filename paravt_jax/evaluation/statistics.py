@@ -22,11 +22,11 @@ def mean_over(scores: Sequence[float | int], strata: Sequence[Hashable]) -> floa
 
 
 def interval(
-    scores: Sequence[float | int], clusters: Sequence[Hashable], strata: Sequence[Hashable], seed: Hashable = 0
+    scores: Sequence[float | int], clusters: Sequence[Hashable], strata: Sequence[Hashable]
 ) -> tuple[float, float]:
     """The bootstrap interval of `mean_over`, resampling clusters with replacement."""
     sums, counts = _sums(scores, clusters, strata)
-    random = np.random.default_rng(derived_seed("bootstrap", seed))
+    random = np.random.default_rng(derived_seed("bootstrap", 0))
     num_clusters = len(sums)
     times = random.multinomial(num_clusters, np.full(num_clusters, 1 / num_clusters), NUM_DRAWS)
     drawn = _mean_of_means(times @ sums, (times @ counts).astype(float))

@@ -10,14 +10,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from paravt_jax.config import SINGLE_TURN_MODES
 from paravt_jax.evaluation.release.calls import CALLS_IN, MalformedCall, sage_answer, window_of
 from paravt_jax.evaluation.release.pictures import ReleasePictures
 from paravt_jax.evaluation.release.questions import ReleaseQuestion
 from paravt_jax.evaluation.release.texts import ReleaseTexts
-from rollout.endpoint.answers import Reply
+from rollout.endpoint.client import EndpointClient
 from rollout.endpoint.words import video_part
 
 Channel = Literal["image_url", "video_url"]
@@ -27,14 +27,6 @@ LAST_CHOICE_TOKENS, LAST_WINDOW_TOKENS = 64, 128  # of the demanded answer
 MAX_TURNS, MAX_CALLS = 3, 5  # turns with calls, calls per turn
 TEMPERATURE = 0.0
 DEADLINE_S = 1800.0  # of a request
-
-
-class Completer(Protocol):
-    """The part of EndpointClient that a dialogue needs."""
-
-    async def complete(
-        self, messages: list[Message], *, max_tokens: int, temperature: float, deadline_s: float, affinity: str = ""
-    ) -> Reply: ...
 
 
 @dataclass
@@ -68,7 +60,7 @@ class ReleaseDialogue:
 class ReleaseAgent:
     """Runs dialogues in one mode and channel."""
 
-    client: Completer
+    client: EndpointClient
     pictures: ReleasePictures
     texts: ReleaseTexts
     mode: str

@@ -24,28 +24,20 @@ def overview_numbers(num_frames: int) -> list[int]:
 
 def crop_numbers(num_frames: int, fps: float, start_s: float, end_s: float) -> list[int]:
     """The frames of a window, one per second, an even number."""
-    first, last = math.ceil(_clamped(start_s, num_frames, fps) * fps), _last(num_frames, fps, end_s)
+    first = math.ceil(_clamped(start_s, num_frames, fps) * fps)
+    last = min(math.floor(_clamped(end_s, num_frames, fps) * fps), num_frames - 1)
+    if first == last and 0 < start_s * fps < first:
+        return [first - 1, first]  # the library falls back to a reader that also returns the frame before a single one
     if first >= last:
-        return _pair(first, last, start_s * fps)
+        raise VideoError("the window has fewer than two frames")
     num_inside = last - first + 1
     wanted = min(max(num_inside / fps * CROP_FPS, CROP_MIN_FRAMES), CROP_MAX_FRAMES, num_inside)
     num = math.floor(wanted / FRAME_FACTOR) * FRAME_FACTOR
     return spread(first, last, num)
 
 
-def _last(num_frames: int, fps: float, end_s: float) -> int:
-    return min(math.floor(_clamped(end_s, num_frames, fps) * fps), num_frames - 1)
-
-
 def _clamped(time_s: float, num_frames: int, fps: float) -> float:
     return max(0.0, min(time_s, num_frames / fps))  # in this order, NaN becomes 0 as in the library
-
-
-def _pair(first: int, last: int, start: float) -> list[int]:
-    """For a window with a single frame, the library falls back to a reader that also returns the frame before it."""
-    if first == last and 0 < start < first:
-        return [first - 1, first]
-    raise VideoError("the window has fewer than two frames")
 
 
 def spread(first: int, last: int, num: int) -> list[int]:

@@ -16,6 +16,7 @@ from published import VIDEOS, make_copy
 from paravt_jax.config import Config, EngineConfig, EvalCell, EvalConfig, load_config
 from paravt_jax.data.splits import SPLITS
 from paravt_jax.eval import run_eval
+from paravt_jax.evaluation.provenance import changed_sections, settings_key
 from paravt_jax.evaluation.results import refusal
 from paravt_jax.view.episodes import convert
 from paravt_jax.view.page import make_page
@@ -115,40 +116,15 @@ def test_a_sample_that_the_endpoint_refuses_is_missing_by_its_reason_and_repeate
     assert len(again.bodies) == 1 + 2
 
 
-class Killed(FakeEndpoint):
-    """After some replies, ends the process that evaluates."""
-
-    def __init__(self, num_replies: int):
-        super().__init__(self.reply)
-        self.left = num_replies
-
-    def reply(self, body: dict[str, Any]) -> str:
-        self.left -= 1
-        if self.left < 0:
-            asyncio.get_running_loop().call_soon(_exit)
-        return ANSWER
-
-
-def _exit() -> None:
-    raise SystemExit
-
-
-@pytest.mark.slow
-def test_a_killed_evaluation_resumes_to_the_same_certificate(copy, tmp_path, monkeypatch):
-    monkeypatch.setattr("paravt_jax.evaluation.runner.MAX_IN_FLIGHT", 1)
-    expected = evaluated(copy, tmp_path / "whole", FakeEndpoint(ANSWER))
-    with pytest.raises(SystemExit):
-        evaluated(copy, tmp_path / "killed", Killed(3))
-    again = FakeEndpoint(ANSWER)
-    assert evaluated(copy, tmp_path / "killed", again) == expected
-    assert len(again.bodies) == 1 + 1  # the check, and the sample that was not done
-
-
 def test_another_address_resumes_and_another_model_does_not(copy, tmp_path):
-    evaluated(copy, tmp_path / "run", FakeEndpoint(ANSWER))
+    whole = evaluated(copy, tmp_path / "run", FakeEndpoint(ANSWER))
+    samples = tmp_path / "run" / "samples_parallel_2.jsonl"
+    samples.write_bytes(samples.read_bytes()[:-10])  # as if killed in the last line
     again = FakeEndpoint(ANSWER)
+    assert evaluated(copy, tmp_path / "run", again) == whole
+    assert len(again.bodies) == 1 + 1  # the check, and the sample that was not done
     evaluated(copy, tmp_path / "run", again)
-    assert not again.bodies
+    assert len(again.bodies) == 1 + 1
     with pytest.raises(ValueError, match=r"other settings \(engine\.model\)"):
         evaluated(copy, tmp_path / "run", again, overrides=("engine.model=other",))
 
@@ -221,13 +197,15 @@ def test_settings_of_an_endpoint_have_no_effect_elsewhere(name):
         EngineConfig("jax", **{name: "vllm"})
 
 
-def test_settings_of_other_engines_have_the_keys_that_they_always_had():
-    from paravt_jax.evaluation.provenance import changed_sections, settings_key
-
+def test_of_an_engine_only_an_endpoints_model_changes_an_answer():
     record = {"eval": {"mode": "agentic", "num_samples": 1}, "data": {"split": ""}, "seed": 0}
-    engines = ({}, {"engine": {"kind": "jax", "model": ""}}, {"engine": {"kind": "sglang"}})
-    assert len({settings_key(record | engine, EvalCell("none", 4)) for engine in engines}) == 1
-    assert not changed_sections(record | engines[1], record | engines[2])
+    jax, sglang, first, second = (
+        record | {"engine": {"kind": kind, "model": model}}
+        for kind, model in (("jax", ""), ("sglang", ""), ("openai", "a"), ("openai", "b"))
+    )
+    keys = [settings_key(each, EvalCell("none", 4)) for each in (jax, sglang, first, second)]
+    assert keys[0] == keys[1] and len(set(keys)) == 3
+    assert not changed_sections(jax, sglang) and changed_sections(first, second) == ["engine.model"]
 
 
 @pytest.mark.slow
