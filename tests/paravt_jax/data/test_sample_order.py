@@ -52,11 +52,6 @@ def test_every_epoch_of_every_seed_has_another_order():
     assert len(set(orders)) == 12  # seed 0's second epoch also differs from seed 1's first
 
 
-def test_every_prompt_is_first_equally_often():
-    samples = SampleOrder(prompts(5), seed=0)
-    assert is_uniform([samples[5 * epoch].item.id for epoch in range(100)], 5)
-
-
 def test_a_sample_depends_only_on_its_number():
     in_order, samples = order(13, 5, range(40)), SampleOrder(prompts(13), seed=5)
     shuffled = random.Random(0).sample(range(40), 40)

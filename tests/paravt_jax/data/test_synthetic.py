@@ -1,7 +1,6 @@
 """Every answer is visible in its synthetic video, and existing files are reused."""
 
 import hashlib
-import json
 from functools import cache
 from pathlib import Path
 
@@ -166,9 +165,3 @@ def test_pixels_and_questions_depend_only_on_the_seed_and_the_number():
 def test_one_video_is_too_few_for_training_and_validation(tmp_path):
     with pytest.raises(ValueError, match="num_videos=1 must be at least 2"):
         make_synthetic(tmp_path, num_videos=1)
-
-
-def test_rows_have_the_published_columns(train_rows):
-    row = json.loads(train_rows.read_text().splitlines()[0])
-    assert row.keys() == {"prompt", "videos", "extra_info"} and row["prompt"][0]["content"].startswith("<video>\n")
-    assert json.loads(row["extra_info"]).keys() == {"answer", "question_type"}

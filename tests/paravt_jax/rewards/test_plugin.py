@@ -272,10 +272,6 @@ def test_a_file_that_cannot_be_used_is_a_one_line_error(text, name, complaint, t
     assert "\n" not in str(refused.value)
 
 
-def test_an_empty_setting_loads_nothing():
-    assert load_plugin(RewardConfig()) is None
-
-
 def test_a_file_may_define_dataclasses_and_take_extra_keywords(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from __future__ import annotations\nfrom dataclasses import dataclass\n"

@@ -1,6 +1,5 @@
 """Credits computed by hand, the cost of each fault, and that no change of tags beats the grammar."""
 
-import itertools
 import math
 import re
 
@@ -22,7 +21,6 @@ CALL = '{"name": "crop_video", "arguments": {"video_path": "video.mp4", "start_t
 THINK = "<think>\nlet me look</think>"  # 11 characters
 TOOL_TURN = f"{THINK}\n<tool_call>{CALL}</tool_call>"
 ANSWER_TURN = f"{THINK}<answer>B</answer>"
-MIN_TOTAL, MAX_TOTAL = -0.5 * 0.3, 1.0 + 1.0 + (0.3 + 0.5)  # λγ; accuracy, format and tool at their best
 SLACK = 1e-9
 
 
@@ -144,26 +142,6 @@ def test_an_unreadable_or_unknown_call_earns_nothing_even_with_a_right_answer():
     assert terms(TOOL_TURN, ANSWER_TURN, outcomes=["ok"], tool="none").tool == 0.0
 
 
-def called(reply, true, question_type="tvg", outcome="ok", **config):
-    """R of a well-formed episode with one call and this reply."""
-    turns = TOOL_TURN, ANSWER_TURN.replace(">B<", f">{reply}<")
-    return terms(*turns, outcomes=[outcome], answer=true, question_type=question_type, **config).total
-
-
-def guessed(windows, **config):
-    """The mean of R over the windows that may be true, if the answer is the first."""
-    return sum(called(windows[0], true, **config) for true in windows) / len(windows)
-
-
-QUARTERS = ["[0, 10]", "[10, 20]", "[20, 30]", "[30, 40]"]
-THIRTIETHS = [f"[{start}, {start + 10}]" for start in range(0, 300, 10)]
-
-
-def with_group(looked, *alone):
-    """The terms of an episode with a call as in a group with episodes without one."""
-    return with_needed_calls([looked, *alone], NEEDED)[0]
-
-
 NEEDED = RewardConfig(tool="needed")
 
 
@@ -172,52 +150,14 @@ def answered(reply, true, question_type="tvg", turns=(), outcomes=()):
     return reward_terms([*turns, reply], list(outcomes), true, question_type, NEEDED)
 
 
-def test_covering_all_candidates_beats_committing_to_one_of_four_only_with_the_published_formula():
-    # 0.25 + 1 + 0.3 + 0.5 against (2.8 + 3 · 1.3) / 4
-    assert called("[0, 40]", QUARTERS[0]) == pytest.approx(2.05)
-    assert guessed(QUARTERS) == pytest.approx(1.675)
-    # The others commit to one of four: mean R_acc 0.25. Covering has 0.25 + 1 + 1 · (0.25 − 0.25) − 0.03.
-    alone = [answered(QUARTERS[0], true) for true in QUARTERS]
-    looked = [answered("[0, 40]", QUARTERS[0], turns=[TOOL_TURN], outcomes=["ok"])]
-    looked += [answered(QUARTERS[0], true, turns=[TOOL_TURN], outcomes=["ok"]) for true in QUARTERS]
-    covering, *committing = [with_group(each, *alone).total for each in looked]
-    assert [covering, sum(committing) / 4] == pytest.approx([1.22, 1.22])
-    assert committing == pytest.approx([2.72, 0.72, 0.72, 0.72])  # 1 + 1 + 0.75 − 0.03, 0 + 1 − 0.25 − 0.03
-
-
-def test_the_whole_video_beats_a_guess_with_the_published_formula():
-    both = called("[0, 300]", THIRTIETHS[0]), guessed(THIRTIETHS)
-    assert both == pytest.approx((1.8333, 1.35), abs=1e-4)  # 1/30 + 1.8; (2.8 + 29 · 1.3) / 30
-
-
 def test_a_tiny_overlap_earns_all_of_r_tool_with_the_published_formula_and_its_gain_as_needed():
     sliver = "[9.997, 10]"  # an IoU of 0.0003
     for reply, gain in ((sliver, 0.0003 - 0.5), ("[0, 10]", 0.5)):  # no threshold: the other answers have 0.5
         turns = TOOL_TURN, ANSWER_TURN.replace(">B<", f">{reply}<")
         assert terms(*turns, outcomes=["ok"], answer="[0, 10]", question_type="tvg").tool == pytest.approx(0.8)
         looked = answered(reply, "[0, 10]", turns=[TOOL_TURN], outcomes=["ok"])
-        assert with_group(looked, answered("[0, 5]", "[0, 10]")).tool == pytest.approx(gain - 0.03)
-
-
-def test_naming_four_colours_beats_a_guess_by_f1_and_not_by_exact_match():
-    def total(reply, mode):
-        turn = ANSWER_TURN.replace(">B<", f">{reply}<")
-        return terms(turn, answer="red", question_type="oe", oe_mode=mode).total
-
-    def both(mode):
-        colours = ["red", "blue", "green", "grey"]
-        return total(" ".join(colours), mode), sum(total(colour, mode) for colour in colours) / 4
-
-    assert both("f1") == pytest.approx((1.40, 1.25))  # 2 · 1 / (4 + 1) + 1; 1 / 4 + 1
-    assert both("exact") == pytest.approx((1.0, 1.25))
-
-
-@pytest.mark.parametrize("outcome", ["invalid", "error", "timeout"])
-def test_a_failed_call_earns_only_with_the_published_formula(outcome):
-    alone = terms(ANSWER_TURN).total
-    assert alone == pytest.approx(2.0)
-    assert called("B", "B", "mcq", outcome) == pytest.approx(2.6)  # 0.1 and 0.5
-    assert called("B", "B", "mcq", outcome, tool="needed") == pytest.approx(alone - 0.03)
+        (looked, _) = with_needed_calls([looked, answered("[0, 5]", "[0, 10]")], NEEDED)
+        assert looked.tool == pytest.approx(gain - 0.03)
 
 
 ALONE_RIGHT, ALONE_WRONG = [terms(ANSWER_TURN, tool="needed", answer=letter) for letter in "BC"]
@@ -260,19 +200,7 @@ def test_a_needed_call_earns_the_accuracy_beyond_the_answers_without_one(rest_of
 )
 def test_a_group_without_a_comparison_earns_nothing_as_needed(group):
     assert with_needed_calls(group, NEEDED) == group
-
-
-def test_luck_after_a_useless_call_is_worth_nothing_on_average():
-    """All eight answers of a group are right with the same probability, and one of them called."""
-    for chance in (0.3, 0.8):
-        paid = 0.0
-        for right in itertools.product([True, False], repeat=4):
-            looked, *alone = right
-            group = [CALLED_RIGHT if looked else CALLED_WRONG]
-            group += [ALONE_RIGHT if each else ALONE_WRONG for each in alone]
-            weight = math.prod(chance if each else 1 - chance for each in right)
-            paid += weight * (with_needed_calls(group, NEEDED)[0].tool + 0.03)
-        assert paid == pytest.approx(0)
+    assert REFUSED_RIGHT.tool == CALLED_RIGHT.tool == pytest.approx(-0.03)  # the price of a call, executed or not
 
 
 DUTY = {"format": "strict"}
@@ -337,14 +265,6 @@ def test_text_that_imitates_a_tool_response_earns_nothing(imitation):
         assert reward.total <= plain.total
     thought_of_imitation = terms("<think><tool_response>a red car</tool_response></think><answer>B</answer>")
     assert thought_of_imitation.format == 0.0
-
-
-def test_the_exploits_of_the_release_score_below_the_correct_response():
-    correct = terms(ANSWER_TURN).total
-    dropped = terms(ANSWER_TURN.replace("</think>", "")).total
-    doubled = terms(ANSWER_TURN.replace("<think>", "<think><think>")).total
-    assert correct == pytest.approx(2.0)
-    assert dropped == doubled == pytest.approx(0.85)
 
 
 @pytest.mark.parametrize(
@@ -563,20 +483,6 @@ def test_a_reserved_or_invalid_name_of_an_own_term_is_an_error(name):
         OwnTerm("brief", math.nan)
 
 
-def test_every_structural_tag_has_a_span_even_outside_the_grammar():
-    turns = ["</answer><think>x<tool_call>", "<tool_code></tool_code><tool_response></think>"]
-    reward = terms(*turns)
-    assert [(t.place.turn, t.name, t.closing) for t in reward.tags] == [
-        (0, "answer", True),
-        (0, "think", False),
-        (0, "tool_call", False),
-        (1, "think", True),
-    ]
-    assert [turns[tag.place.turn][slice(*tag.place.span)] for tag in reward.tags] == [
-        *("</answer>", "<think>", "<tool_call>", "</think>"),
-    ]
-
-
 NAMES = ("think", "tool_call", "answer", "tool_response", "tool_code")
 TAGS = [f"<{slash}{name}>" for name in NAMES for slash in ("", "/")]
 words = st.sampled_from(["", " ", "let me look", "\n", "hm", "ok", "12 - 15", CALL, "{", "<think", "answer>", "red"])
@@ -652,11 +558,6 @@ def test_no_text_raises_and_every_total_is_within_its_bounds(turns, outcomes, tr
     assert [turns[tag.place.turn][slice(*tag.place.span)] for tag in reward.tags] == [
         tag for turn in turns for tag in tags_of(turn) if "tool_res" not in tag and "tool_code" not in tag
     ]
-
-
-def test_the_bounds_are_reached():
-    assert terms("<think>\nlook").total == pytest.approx(MIN_TOTAL)
-    assert terms(TOOL_TURN, ANSWER_TURN, outcomes=["ok"]).total == pytest.approx(MAX_TOTAL)
 
 
 @pytest.mark.slow
