@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from model_port.config import ModelConfig, preset
     from model_port.layers import Compute
     from model_port.loading import load, logits, one_sequence
-    from model_port.model import Qwen3VL, VLModel
+    from model_port.model import VLModel
     from model_port.sharding import make_mesh
 else:
 
@@ -24,7 +24,7 @@ else:
         return getattr(importlib.import_module(f"{__name__}.{HOMES[name]}"), name)
 
 
-__all__ = ["load", "make_mesh", "logits", "one_sequence", "VLModel", "Qwen3VL", "ModelConfig", "Compute", "preset"]
+__all__ = ["load", "make_mesh", "logits", "one_sequence", "VLModel", "ModelConfig", "Compute", "preset"]
 
 HOMES = {
     "load": "loading",
@@ -32,7 +32,6 @@ HOMES = {
     "logits": "loading",
     "one_sequence": "loading",
     "VLModel": "model",
-    "Qwen3VL": "model",
     "ModelConfig": "config",
     "Compute": "layers",
     "preset": "config",

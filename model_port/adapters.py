@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from model_port.config import DTYPES, LoraConfig, ModelConfig, read_config
 from model_port.hf_files import PROCESSOR_FILE, TEMPLATE_FILE, TOKENIZER_FILE, read_side_files
 from model_port.json_files import Section, flattened, parse_object, read_object
-from model_port.layout import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BASE_KEY, INFO_FILE, base_of, read_adapter_config
+from model_port.layout import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BASE_KEY, INFO_FILE, base_of
 from model_port.lora import LowRank, Projection, merged
 from model_port.model import VLModel
 from model_port.processing import FLAT_FILES, VisionContract
@@ -196,7 +196,7 @@ def write_adapter(directory: Path, config: ModelConfig, info: AdapterInfo, param
 
 def read_adapter_info(directory: Path) -> AdapterInfo:
     path, info_file = directory / ADAPTER_CONFIG_FILE, directory / INFO_FILE
-    peft = Section(str(path), read_adapter_config(directory))
+    peft = Section(str(path), read_object(path))
     for key, supported in SUPPORTED.items():
         if peft.values.get(key):
             peft.expect(key, supported)

@@ -4,11 +4,12 @@
     CKPT/hf/              the model's config, tokenizer and processor files
     CKPT/paravt_jax.json  source and dtype of the conversion, written last
 
-Orbax would hold whole arrays in memory. So it only writes the tree, with placeholders of one element, and tensorstore
-then replaces them by the real arrays, block by block, as raw bytes. `StoredParams.blocks` reads them back for export,
+Orbax would hold whole arrays in memory. So it only writes the tree, with placeholders of one element, and we then
+replace them by the real arrays, block by block, as raw bytes. `StoredParams.blocks` reads them back for export,
 and `restore_params` onto devices.
 """
 
+import json
 import logging
 import math
 import os
@@ -38,7 +39,7 @@ FORMAT_VERSION = 1
 BLOCK_BYTES = 64 * 2**20  # in memory at a time, and the size of a chunk on disk
 MIN_LAYER_BYTES = 2**20
 MAX_SPREAD = 8  # the most blocks in memory for rows that span the chunks of several shards
-MAX_WORKERS = 4  # more threads use more memory without more throughput
+NUM_WORKERS = max(2, min(4, os.cpu_count() or 1))  # more threads use more memory without more throughput
 MAX_PENDING = 4  # blocks read ahead
 
 Index = tuple[slice, ...]
@@ -90,28 +91,26 @@ def write_shards(directory: str | Path, shards: dict[str, list[ArrayPart]]) -> l
 
     No file belongs to two shards, so hosts may write theirs at the same time.
     """
-    params_dir = Path(directory).absolute() / PARAMS_DIR
-    files: list[Path] = []
-    with ThreadPoolExecutor(max(2, min(MAX_WORKERS, os.cpu_count() or 1))) as pool:
-        copies = []
-        for path, parts in shards.items():
-            store = open_array(params_dir / path) if parts else None
-            for box, values in parts:
-                assert store is not None
-                chunk = _stored_chunk_shape(store)
-                for block in grid_of(box, chunk):
-                    copies.append(pool.submit(_write_block, store, block, values[index_of(block, origin=box)], path))
-                    files.append(params_dir / path / _file_of(block, chunk))
-        for copy in copies:
-            copy.result()
-    return files
+    params_dir, contents = Path(directory).absolute() / PARAMS_DIR, {}
+    for path, parts in shards.items():
+        layout = json.loads((params_dir / path / ".zarray").read_bytes())
+        chunk, dtype = tuple(layout["chunks"]), np.dtype(layout["dtype"])
+        contents |= {params_dir / path / name: content for name, content in _blocks(parts, chunk, dtype, path)}
+    with ThreadPoolExecutor(NUM_WORKERS) as pool:
+        list(pool.map(lambda file: file.write_bytes(contents[file]()), contents))
+    return list(contents)
 
 
 def shard_blocks(
     shape: tuple[int, ...], shard: tuple[int, ...], dtype: np.dtype, parts: Iterable[ArrayPart], name: str
 ) -> Iterator[tuple[str, Callable[[], bytes]]]:
     """The blocks that `write_shards` would write, by file name in the array's directory; used for buckets."""
-    chunk = _chunk_of_shard(shape, shard, dtype.itemsize)
+    return _blocks(parts, _chunk_of_shard(shape, shard, dtype.itemsize), dtype, name)
+
+
+def _blocks(
+    parts: Iterable[ArrayPart], chunk: tuple[int, ...], dtype: np.dtype, name: str
+) -> Iterator[tuple[str, Callable[[], bytes]]]:
     for box, values in parts:
         for block in grid_of(box, chunk):
             yield _file_of(block, chunk), partial(_block_bytes, values[index_of(block, origin=box)], dtype, name, chunk)
@@ -125,14 +124,7 @@ def _block_bytes(values: np.ndarray, dtype: np.dtype, name: str, chunk: tuple[in
     values = cast(values, dtype, name)
     if values.shape != chunk:  # at the array's edge, where the block is cut off
         values = np.pad(values, [(0, size - length) for size, length in zip(chunk, values.shape, strict=True)])
-    return np.ascontiguousarray(values).tobytes()
-
-
-def _write_block(store: ts.TensorStore, block: Box, values: np.ndarray, name: str) -> int:
-    """The number of bytes written."""
-    values = cast(values, store.dtype.numpy_dtype, name)
-    store[index_of(block)].write(values, can_reference_source_data_indefinitely=True).result()
-    return values.nbytes
+    return values.tobytes()
 
 
 def write_params(
@@ -150,18 +142,17 @@ def write_params(
     """
     make_arrays(directory, shapes, shapes, dtype)
     params_dir = Path(directory).absolute() / PARAMS_DIR
-    stores = {path: open_array(params_dir / path) for path in shapes}
+    chunks = {path: _chunk_shape(shape, dtype.itemsize) for path, shape in shapes.items()}
 
     def copy_block(path: str, block: Box) -> int:
-        return _write_block(stores[path], block, read(path, index_of(block)), path)
+        values = read(path, index_of(block))
+        content = _block_bytes(values, dtype, path, chunks[path])
+        (params_dir / path / _file_of(block, chunks[path])).write_bytes(content)
+        return values.size * dtype.itemsize
 
-    blocks = [
-        (path, block)
-        for path, store in stores.items()
-        for block in grid_of(box_of(None, shapes[path]), _stored_chunk_shape(store))
-    ]
+    blocks = [(path, block) for path, shape in shapes.items() for block in grid_of(box_of(None, shape), chunks[path])]
     blocks.sort(key=lambda item: position(item[0], index_of(item[1])))
-    with ThreadPoolExecutor(max(2, min(MAX_WORKERS, os.cpu_count() or 1))) as pool:
+    with ThreadPoolExecutor(NUM_WORKERS) as pool:
         copies = [pool.submit(copy_block, *block) for block in blocks]
         try:
             for copy in copies:
@@ -184,15 +175,12 @@ def _write_structure(params_dir: Path, shapes: dict[str, tuple[int, ...]], dtype
         checkpointer.save(params_dir, placeholders)
 
 
-def _create_array(
-    directory: Path, shape: tuple[int, ...], dtype: np.dtype, chunk_shape: tuple[int, ...]
-) -> ts.TensorStore:
-    return ts.open(
+def _create_array(directory: Path, shape: tuple[int, ...], dtype: np.dtype, chunk_shape: tuple[int, ...]) -> None:
+    ts.open(
         {
             "driver": "zarr",
             "kvstore": {"driver": "file", "path": f"{directory}/", "file_io_sync": False},
-            "metadata": {"compressor": None},  # weights hardly compress, and raw chunks need only a copy
-            "store_data_equal_to_fill_value": True,  # so that a missing chunk is a lost one
+            "metadata": {"compressor": None},  # weights hardly compress, and a raw chunk is a block's bytes
         },
         dtype=dtype,
         shape=shape,
@@ -200,12 +188,6 @@ def _create_array(
         create=True,
         delete_existing=True,
     ).result()
-
-
-def open_array(directory: Path) -> ts.TensorStore:
-    """Opens an array that `make_arrays` created."""
-    kvstore = {"driver": "file", "path": f"{directory}/", "file_io_sync": False}
-    return ts.open({"driver": "zarr", "kvstore": kvstore, "store_data_equal_to_fill_value": True}, open=True).result()
 
 
 class StoredParams:

@@ -41,8 +41,6 @@ def push_to_hub(
     public: bool = False,
     revision: str | None = None,
     commit_message: str = "Upload model",
-    token: str | None = None,
-    endpoint: str | None = None,
 ) -> str:
     """Makes `directory` the model in `repo_id` and returns the commit's URL. Creates the repository and the branch.
 
@@ -52,7 +50,7 @@ def push_to_hub(
     """
     names = _model_files(Path(directory))
     with _deadline(), transferring(f"pushing to {repo_id}"):
-        api = _connect(repo_id, token, endpoint)
+        api = _connect(repo_id)
         _check_write_access(api, repo_id, public)
         try:
             api.create_repo(repo_id, private=not public, exist_ok=True)
@@ -80,15 +78,13 @@ def push_to_hub(
     return commit.commit_url
 
 
-def check_hub_access(
-    repo_id: str, token: str | None = None, *, public: bool = False, endpoint: str | None = None
-) -> None:
+def check_hub_access(repo_id: str, *, public: bool = False) -> None:
     """Raises if a push to `repo_id` would fail; call it before hours of conversion.
 
     A malformed id, offline mode and a missing token are found without a request.
     """
     with _deadline():
-        api = _connect(repo_id, token, endpoint)
+        api = _connect(repo_id)
         _check_write_access(api, repo_id, public)
 
 
@@ -104,7 +100,7 @@ def _model_files(directory: Path) -> list[str]:
     return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in MODEL_FILES)]
 
 
-def _connect(repo_id: str, token: str | None, endpoint: str | None) -> HfApi:
+def _connect(repo_id: str) -> HfApi:
     """The client for `repo_id`, after all checks that need no request."""
     try:
         validate_repo_id(repo_id)
@@ -116,9 +112,9 @@ def _connect(repo_id: str, token: str | None, endpoint: str | None) -> HfApi:
         raise RuntimeError(
             f"cannot push to {repo_id}: HF_HUB_OFFLINE=1 (or TRANSFORMERS_OFFLINE=1); unset it, or do not push"
         )
-    api = HfApi(endpoint)
+    api = HfApi()
     try:
-        api.token = (token or get_token() or "").strip()
+        api.token = get_token() or ""
     except Exception as problem:  # a login that must be renewed may fail in many ways
         raise RuntimeError(f"no Hugging Face token: {_reason(problem)}; run `hf auth login`") from problem
     if not api.token:

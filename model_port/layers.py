@@ -21,6 +21,7 @@ Carry = TypeVar("Carry")
 Index = int | jax.Array
 
 LAYER_INPUT = "layer_input"
+LAYER_NORM_EPS = 1e-6
 
 Remat = Literal["none", "full", "dots", "attention", "offload"]
 
@@ -90,15 +91,14 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    def __init__(self, shape: tuple[int, ...], eps: float = 1e-6):
+    def __init__(self, shape: tuple[int, ...]):
         self.scale = ones(shape)
         self.bias = zeros(shape)
-        self.eps = eps
 
     def __call__(self, x: Float[Array, "*shape D"]) -> Float[Array, "*shape D"]:
         wide = at_least_float32(x)
         centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        normed = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + self.eps)
+        normed = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + LAYER_NORM_EPS)
         return (normed * along_last(self.scale, wide) + along_last(self.bias, wide)).astype(x.dtype)
 
 

@@ -1,7 +1,6 @@
 """File and directory names in a run and its checkpoints, and tests for their kind. Imports nothing heavy."""
 
 from pathlib import Path
-from typing import Any
 
 from model_port.json_files import Section, read_object
 
@@ -24,15 +23,12 @@ def is_adapter(path: Path) -> bool:
 
 def base_of(adapter: Path) -> str:
     """The directory or hub id of an adapter's base model."""
-    config = Section(str(adapter / ADAPTER_CONFIG_FILE), read_adapter_config(adapter))
+    file = adapter / ADAPTER_CONFIG_FILE
+    config = Section(str(file), read_object(file))
     base = config.text(BASE_KEY, "")
     if not base or "\0" in base:
         raise ValueError(f"{config.source} lacks {BASE_KEY}, the base model")
     return base
-
-
-def read_adapter_config(adapter: Path) -> dict[str, Any]:
-    return read_object(adapter / ADAPTER_CONFIG_FILE)
 
 
 def hf_files_of(path: Path) -> Path:

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from model_port.layers import cast, normal, zeros
+from model_port.architecture import TextConfig, VisionConfig
+from model_port.layers import cast, gated_silu, normal, zeros
 from model_port.sharding import constrain
 
 
@@ -58,6 +59,21 @@ class Projection(nnx.Module):
         if hasattr(self, "bias"):
             product = product + cast(self.bias, x)[None, None]
         return product if self.lora is None else product + self.lora(x)
+
+
+class GatedMlp(nnx.Module):
+    """The dense MLP of a stack's layers: down(silu(gate) * up)."""
+
+    def __init__(self, config: TextConfig | VisionConfig, scale: float, rngs: nnx.Rngs, *, bias: bool = False):
+        layers, width, ffn = config.num_layers, config.width, config.ffn_width
+        self.gate = Projection("fd", (layers, ffn, width), scale, rngs, bias=bias)
+        self.up = Projection("fd", (layers, ffn, width), scale, rngs, bias=bias)
+        self.down = Projection("df", (layers, width, ffn), scale, rngs, bias=bias)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        x = constrain(x, "btd")
+        gate, up = (constrain(projection(x), "btf") for projection in (self.gate, self.up))
+        return self.down(gated_silu(gate, up))
 
 
 def _product(inputs: str, outputs: str, x: Array, kernel: Array) -> Array:

@@ -95,6 +95,3 @@ class VLModel(nnx.Module):
 def row_layout(batch: TextBatch) -> Layout:
     order = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1]), batch.tokens.shape)
     return Layout(jnp.asarray(batch.segment_ids), jnp.asarray(batch.branch_ids), order)
-
-
-Qwen3VL = VLModel  # its name when there was one family

@@ -23,6 +23,7 @@ MAX_PIXELS = 2**32  # the largest accepted bound: hundreds of frames of the larg
 MAX_ASPECT_RATIO = 200
 NUM_CHANNELS = 3
 RESCALE_FACTOR = 1 / 255  # absent from the published files
+SMALLEST_FACTOR = 1e-9
 # The published file for each section of transformers 5's processor_config.json.
 FLAT_FILES = {"image_processor": "preprocessor_config.json", "video_processor": "video_preprocessor_config.json"}
 # transformers' defaults, and the only values supported here.
@@ -54,8 +55,6 @@ class VisionContract:
     rescale_factor: float = RESCALE_FACTOR
 
     def __post_init__(self) -> None:
-        for name in ("patch_px", "merge", "temporal_patch_frames", "min_pixels", "max_pixels"):
-            _require_count(name, getattr(self, name))
         if self.min_pixels > self.max_pixels:
             raise ValueError(
                 f"min_pixels={self.min_pixels} exceeds max_pixels={self.max_pixels}; lower one or raise the other"
@@ -65,12 +64,6 @@ class VisionContract:
                 f"max_pixels={self.max_pixels} is less than the smallest image, {self.unit_px} x {self.unit_px} px; "
                 f"raise it to {self.unit_px**2} or more"
             )
-        if not all(math.isfinite(value) for value in (*self.mean, *self.std, self.rescale_factor)):
-            raise ValueError(
-                f"mean={self.mean}, std={self.std} and rescale_factor={self.rescale_factor} must be finite"
-            )
-        if not all(value > 0 for value in (*self.std, self.rescale_factor)):
-            raise ValueError(f"std={self.std} and rescale_factor={self.rescale_factor} must be greater than 0")
 
     @classmethod
     def from_hf(cls, directory: str | Path) -> "VisionContract":
@@ -109,7 +102,8 @@ def frame_size(height: int, width: int, contract: VisionContract) -> tuple[int, 
     Both are multiples of the unit. Rounds halves to even and multiplies and divides in the reference's order. Another
     order gives other multiples for some sizes.
     """
-    _require_area(height, width)
+    if height < 1 or width < 1:
+        raise ValueError(f"an image must have at least one pixel, got height {height}, width {width}")
     ratio = max(height, width) / min(height, width)
     if ratio > MAX_ASPECT_RATIO:
         raise ValueError(
@@ -147,36 +141,14 @@ def settled_size(height: int, width: int, contract: VisionContract) -> tuple[int
     return passes[-1]
 
 
-def to_rgb(image: Image.Image | np.ndarray) -> UInt8[np.ndarray, "height width 3"]:
-    """The image's RGB bytes, on white where it is transparent, as in transformers' convert_to_rgb."""
-    if isinstance(image, np.ndarray):
-        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != NUM_CHANNELS:
-            raise ValueError(
-                f"an image array must be uint8 [height, width, {NUM_CHANNELS}], got {image.dtype} {list(image.shape)}; "
-                f"scale to 0..255, put channels last and convert to RGB"
-            )
-        _require_area(image.shape[0], image.shape[1])
-        return image
-    _require_area(image.height, image.width)
-    if image.mode.startswith("I;16"):
-        # DIFFERS: Pillow, and so transformers, clips 16-bit values at 255, which turns the picture white.
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    elif image.mode in ("I", "F"):
-        values = np.asarray(image)
-        if not (values.min() >= 0 and values.max() <= 255):
-            raise ValueError(
-                f"an image of mode {image.mode} must hold values in 0..255, got {values.min()}..{values.max()}; "
-                f"scale it to 8 bits according to its range"
-            )
-    if "A" in image.getbands() or image.info.get("transparency") is not None:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return np.asarray(image.convert("RGB"))
-
-
-def resize(image: Image.Image | np.ndarray, contract: VisionContract) -> UInt8[np.ndarray, "height width 3"]:
-    """The image in RGB, bicubic, at its `frame_size`. An array of this size is returned as the same object."""
-    rgb = to_rgb(image)
+def resize(image: np.ndarray, contract: VisionContract) -> UInt8[np.ndarray, "height width 3"]:
+    """The image, bicubic, at its `frame_size`. An array of this size is returned as the same object."""
+    rgb = np.asarray(image)
+    if rgb.dtype != np.uint8 or rgb.ndim != 3 or rgb.shape[2] != NUM_CHANNELS:
+        raise ValueError(
+            f"an image must be uint8 [height, width, {NUM_CHANNELS}], got {rgb.dtype} {list(rgb.shape)}; "
+            f"scale to 0..255, put channels last and convert to RGB"
+        )
     height, width = frame_size(rgb.shape[0], rgb.shape[1], contract)
     if rgb.shape[:2] == (height, width):
         return rgb
@@ -184,7 +156,7 @@ def resize(image: Image.Image | np.ndarray, contract: VisionContract) -> UInt8[n
 
 
 def process_images(
-    images: Sequence[Image.Image | np.ndarray], contract: VisionContract
+    images: Sequence[np.ndarray], contract: VisionContract
 ) -> tuple[Float32[np.ndarray, "P values"], Int64[np.ndarray, "images 3"]]:
     """`pixel_values` and `image_grid_thw`, as transformers' image processor returns them."""
     if len(images) == 0:
@@ -229,8 +201,6 @@ def expand_placeholders(
             f"the ids have {len(at)} placeholders (token {image_token_id}), got {len(num_tokens)} images; write one "
             f"placeholder for each, not yet expanded"
         )
-    for number, count in enumerate(num_tokens):
-        _require_count(f"the number of tokens of image {number}", count)
     repeats = np.ones(len(ids), np.int64)
     repeats[at] = num_tokens
     return np.repeat(ids, repeats)
@@ -258,7 +228,8 @@ def _contract(values: Mapping[str, Any], source: str) -> VisionContract:
     section = Section(source, values)
     for key, supported in SUPPORTED_SETTINGS.items():
         section.expect(key, supported)
-    mean, std = (section.numbers(key, NUM_CHANNELS, -1000, 1000) for key in ("image_mean", "image_std"))
+    mean = section.numbers("image_mean", NUM_CHANNELS, -1000, 1000)
+    std = section.numbers("image_std", NUM_CHANNELS, SMALLEST_FACTOR, 1000)
     try:
         return VisionContract(
             patch_px=section.count("patch_size", 256),
@@ -268,7 +239,7 @@ def _contract(values: Mapping[str, Any], source: str) -> VisionContract:
             max_pixels=_bound(section, "max_pixels", "longest_edge"),
             mean=(mean[0], mean[1], mean[2]),
             std=(std[0], std[1], std[2]),
-            rescale_factor=section.number("rescale_factor", 0, 1000, RESCALE_FACTOR),
+            rescale_factor=section.number("rescale_factor", SMALLEST_FACTOR, 1000, RESCALE_FACTOR),
         )
     except ValueError as problem:
         raise ValueError(str(problem) if str(problem).startswith(source) else f"{source}: {problem}") from None
@@ -285,13 +256,3 @@ def _bound(section: Section, old_key: str, key: str) -> int:
         values = " and ".join(f"{name}={value}" for name, value in found.items())
         raise ValueError(f"{section.source}: {values} contradict each other, and readers disagree; keep one")
     return next(iter(found.values()))
-
-
-def _require_count(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}={value!r} must be a whole number, 1 or more")
-
-
-def _require_area(height: int, width: int) -> None:
-    if height < 1 or width < 1:
-        raise ValueError(f"an image must have at least one pixel, got height {height}, width {width}")

@@ -31,11 +31,22 @@ class Rule:
         return ours.reshape(self.hf_shape)
 
 
+def linear_rules(hf: str, ours: str, axes: str, shape: tuple[int, ...], count: int | None = None) -> list[Rule]:
+    """A projection's kernel and bias. Its kernel's axes, such as "fd", are the end of our name, and `shape` is HF's."""
+    kernel = Rule(f"{hf}.weight", f"{ours}_kernel_{axes}", shape, count)
+    return [kernel, Rule(f"{hf}.bias", f"{ours}_bias", shape[:1], count)]
+
+
+def layer_norm_rules(hf: str, ours: str, width: int, count: int | None = None) -> list[Rule]:
+    return [
+        Rule(f"{hf}.weight", f"{ours}.scale", (width,), count),
+        Rule(f"{hf}.bias", f"{ours}.bias", (width,), count),
+    ]
+
+
 def vision_attention_rules(c: VisionConfig, hf: str, ours: str) -> list[Rule]:
     """The attention of a vision tower's blocks; `hf` and `ours` start their names."""
     return [
-        Rule(hf + "attn.qkv.weight", ours + "attn.qkv_kernel_cnhd", (3 * c.width, c.width), c.num_layers),
-        Rule(hf + "attn.qkv.bias", ours + "attn.qkv_bias", (3 * c.width,), c.num_layers),
-        Rule(hf + "attn.proj.weight", ours + "attn.o_kernel_dnh", (c.width, c.width), c.num_layers),
-        Rule(hf + "attn.proj.bias", ours + "attn.o_bias", (c.width,), c.num_layers),
+        *linear_rules(hf + "attn.qkv", ours + "attn.qkv", "cnhd", (3 * c.width, c.width), c.num_layers),
+        *linear_rules(hf + "attn.proj", ours + "attn.o", "dnh", (c.width, c.width), c.num_layers),
     ]

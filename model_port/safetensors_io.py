@@ -86,18 +86,14 @@ class HfTensors(ExitStack):
         shape = (last - first, *info.shape[1:]) if info.shape else ()
         row_bytes = info.num_bytes // max(info.shape[0], 1) if info.shape else info.num_bytes
         out = np.empty(math.prod(shape), info.dtype)
-        self._read_into(out, name, info.start_byte + first * row_bytes)
+        offset, part_size = info.start_byte + first * row_bytes, max(1, PART_BYTES // out.itemsize)
+        for start in range(0, out.size, part_size):
+            part = out[start : start + part_size]
+            _read_exactly(self._descriptors[info.path], part, offset + start * out.itemsize, info.path)
+            check_finite(part, f"tensor {name} of {info.path}")
         if not info.swapped:
             return out.reshape(shape)
         return np.ascontiguousarray(out.reshape(last - first, *info.shape[:0:-1]).swapaxes(1, 2))
-
-    def _read_into(self, out: np.ndarray, name: str, offset: int) -> None:
-        path = self.infos[name].path
-        part_size = max(1, PART_BYTES // out.itemsize)
-        for first in range(0, out.size, part_size):
-            part = out[first : first + part_size]
-            _read_exactly(self._descriptors[path], part, offset + first * out.itemsize, path)
-            check_finite(part, f"tensor {name} of {path}")
 
 
 def _shards(directory: Path, single_file: str) -> tuple[list[Path], dict[str, str] | None]:

@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, Int
 from model_port.architecture import TextConfig
 from model_port.experts import Experts
 from model_port.inputs import NOT_VISUAL
-from model_port.layers import LAYER_INPUT, Compute, Index, RMSNorm, cast, gated_silu, normal, only_if, run_layers
-from model_port.lora import Projection
+from model_port.layers import LAYER_INPUT, Compute, Index, RMSNorm, cast, normal, only_if, run_layers
+from model_port.lora import GatedMlp, Projection
 from model_port.rope import Rotation, rotate, rotation, text_frequencies
 from model_port.sharding import constrain
 
@@ -73,19 +73,6 @@ class TextAttention(nnx.Module):
         return shard_residual(self.o(mixed))
 
 
-class TextMlp(nnx.Module):
-    def __init__(self, config: TextConfig, scale: float, rngs: nnx.Rngs):
-        layers, width, ffn = config.num_layers, config.width, config.ffn_width
-        self.gate = Projection("fd", (layers, ffn, width), scale, rngs)
-        self.up = Projection("fd", (layers, ffn, width), scale, rngs)
-        self.down = Projection("df", (layers, width, ffn), scale, rngs)
-
-    def __call__(self, x: Float[Array, "B T D"], replayed: Array | None = None) -> tuple[Float[Array, "B T D"], None]:
-        x = constrain(x, "btd")
-        gate, up = (constrain(projection(x), "btf") for projection in (self.gate, self.up))
-        return self.down(gated_silu(gate, up)), None
-
-
 class TextLayers(nnx.Module):
     """All layers, stacked along a leading layer axis."""
 
@@ -93,7 +80,7 @@ class TextLayers(nnx.Module):
         self.input_norm = RMSNorm((config.num_layers, config.width), config.norm_eps)
         self.attn = TextAttention(config, scale, rngs)
         self.mlp_norm = RMSNorm((config.num_layers, config.width), config.norm_eps)
-        self.mlp = (Experts if config.num_experts else TextMlp)(config, scale, rngs)
+        self.mlp = (Experts if config.num_experts else GatedMlp)(config, scale, rngs)
 
 
 class TextTower(nnx.Module):
@@ -137,7 +124,11 @@ class TextTower(nnx.Module):
             x = checkpoint_name(x, LAYER_INPUT)
             mixed, cache = attend(*layer.attn.project(layer.input_norm(x), turn), index, cache)
             x = x + layer.attn.output(mixed)
-            out, chosen = layer.mlp(layer.mlp_norm(x), None if replayed is None else replayed[index])
+            normed, chosen = layer.mlp_norm(x), None
+            if isinstance(layer.mlp, Experts):
+                out, chosen = layer.mlp(normed, None if replayed is None else replayed[index])
+            else:
+                out = layer.mlp(normed)
             x = x + shard_residual(out)
             if visual is not None and len(visual.deepstack):
                 add = partial(add_deepstack, index=index, visual=visual, visual_index=visual_index)

@@ -35,6 +35,7 @@ TEXT_MODULE, VISION_MODULE = "model.language_model.", "model.visual."
 PEFT_PREFIX = "base_model.model."  # before the name of the adapted tensor
 ADAPTED = re.compile(r"(text\.layers\..*)_kernel_([a-z]+)")
 ALIGNMENT_BYTES = 64  # of an array that jax uses on a CPU without a copy
+MAX_LISTED = 10  # tensors in an error message
 READ_BLOCK_BYTES = 64 * 2**20  # in memory at a time if only some columns of a tensor are needed
 
 
@@ -207,11 +208,11 @@ def check_param_paths(config: ModelConfig, paths: set[str]) -> None:
         raise ValueError("parameters do not match the weight table: " + "; ".join(problems))
 
 
-def _listing(problem: str, names: list[str], most: int = 10) -> list[str]:
+def _listing(problem: str, names: list[str]) -> list[str]:
     if not names:
         return []
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return [f"{len(names)} {problem}: {', '.join(names[:most])}{more}"]
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return [f"{len(names)} {problem}: {', '.join(names[:MAX_LISTED])}{more}"]
 
 
 def read_param(

@@ -6,6 +6,7 @@ decides (`merged_order`), and the language tower's index into the features undoe
 """
 
 from dataclasses import replace
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +16,8 @@ from jaxtyping import Array, Float
 
 from model_port.attention import Layout, attention_of
 from model_port.inputs import VisionBatch
-from model_port.layers import LAYER_INPUT, Compute, Index, RMSNorm, gated_silu, run_layers
-from model_port.lora import Projection
+from model_port.layers import LAYER_INPUT, Compute, Index, RMSNorm, run_layers
+from model_port.lora import GatedMlp
 from model_port.qwen2_5_vl.config import Qwen25VisionConfig
 from model_port.rope import rotation, vision_frequencies
 from model_port.sharding import constrain
@@ -26,25 +27,14 @@ MAX_WINDOWS = 2**16  # of a frame
 NORM_EPS = 1e-6
 
 
-class Qwen25VisionMlp(nnx.Module):
-    def __init__(self, config: Qwen25VisionConfig, scale: float, rngs: nnx.Rngs):
-        layers, width, ffn = config.num_layers, config.width, config.ffn_width
-        self.gate = Projection("fd", (layers, ffn, width), scale, rngs, bias=True)
-        self.up = Projection("fd", (layers, ffn, width), scale, rngs, bias=True)
-        self.down = Projection("df", (layers, width, ffn), scale, rngs, bias=True)
-
-    def __call__(self, x: Float[Array, "B P D"]) -> Float[Array, "B P D"]:
-        gate, up = (constrain(projection(x), "bpf") for projection in (self.gate, self.up))
-        return self.down(gated_silu(gate, up))
-
-
 class Qwen25VisionTower(nnx.Module):
     """Patches, in the order of windows, to language-width features."""
 
     def __init__(self, config: Qwen25VisionConfig, scale: float, rngs: nnx.Rngs):
         self.config = config
         self.patch_embed = PatchEmbed(config, scale, rngs, bias=False)
-        self.blocks = VisionBlocks(config, scale, rngs, lambda shape: RMSNorm(shape, NORM_EPS), Qwen25VisionMlp)
+        norm, mlp = partial(RMSNorm, eps=NORM_EPS), partial(GatedMlp, bias=True)
+        self.blocks = VisionBlocks(config, scale, rngs, norm, mlp)
         self.merger = Merger(config, scale, rngs, norm=RMSNorm((config.width,), NORM_EPS))
 
     def __call__(self, batch: VisionBatch, compute: Compute) -> tuple[Float[Array, "B M D"], Float[Array, "n B M D"]]:

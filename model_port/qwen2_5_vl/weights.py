@@ -1,7 +1,7 @@
 """Names and shapes of the vision tower's tensors."""
 
 from model_port.qwen2_5_vl.config import Qwen25VisionConfig
-from model_port.rule import Rule, vision_attention_rules
+from model_port.rule import Rule, linear_rules, vision_attention_rules
 
 
 def vision_rules(c: Qwen25VisionConfig, names: str) -> list[Rule]:
@@ -13,15 +13,10 @@ def vision_rules(c: Qwen25VisionConfig, names: str) -> list[Rule]:
         Rule(hf + "norm1.weight", ours + "attn_norm.scale", (c.width,), count),
         Rule(hf + "norm2.weight", ours + "mlp_norm.scale", (c.width,), count),
         *vision_attention_rules(c, hf, ours),
-        Rule(hf + "mlp.gate_proj.weight", ours + "mlp.gate_kernel_fd", (c.ffn_width, c.width), count),
-        Rule(hf + "mlp.gate_proj.bias", ours + "mlp.gate_bias", (c.ffn_width,), count),
-        Rule(hf + "mlp.up_proj.weight", ours + "mlp.up_kernel_fd", (c.ffn_width, c.width), count),
-        Rule(hf + "mlp.up_proj.bias", ours + "mlp.up_bias", (c.ffn_width,), count),
-        Rule(hf + "mlp.down_proj.weight", ours + "mlp.down_kernel_df", (c.width, c.ffn_width), count),
-        Rule(hf + "mlp.down_proj.bias", ours + "mlp.down_bias", (c.width,), count),
+        *linear_rules(hf + "mlp.gate_proj", ours + "mlp.gate", "fd", (c.ffn_width, c.width), count),
+        *linear_rules(hf + "mlp.up_proj", ours + "mlp.up", "fd", (c.ffn_width, c.width), count),
+        *linear_rules(hf + "mlp.down_proj", ours + "mlp.down", "df", (c.width, c.ffn_width), count),
         Rule(names + "merger.ln_q.weight", "vision.merger.norm.scale", (c.width,)),
-        Rule(names + "merger.mlp.0.weight", "vision.merger.up_kernel_fd", (merged, merged)),
-        Rule(names + "merger.mlp.0.bias", "vision.merger.up_bias", (merged,)),
-        Rule(names + "merger.mlp.2.weight", "vision.merger.down_kernel_df", (c.out_width, merged)),
-        Rule(names + "merger.mlp.2.bias", "vision.merger.down_bias", (c.out_width,)),
+        *linear_rules(names + "merger.mlp.0", "vision.merger.up", "fd", (merged, merged)),
+        *linear_rules(names + "merger.mlp.2", "vision.merger.down", "df", (c.out_width, merged)),
     ]

@@ -11,6 +11,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
@@ -59,6 +60,15 @@ class Rows:
     temperatures: Float[Any, " B"]
     stop_ids: Int[Any, "B stops"]
     running: Bool[Any, " B"]
+
+
+def no_rows(num_rows: int, table_pages: int, num_stop_ids: int) -> Rows:
+    """Rows without a request, in arrays to write into; they use page 0."""
+    tokens, slots, positions, num_sampled, max_new = np.zeros((5, num_rows), np.int32)
+    table, seeds = np.zeros((num_rows, table_pages), np.int32), np.zeros((num_rows, 2), np.uint32)
+    temperatures, stop_ids = np.zeros(num_rows, np.float32), np.full((num_rows, num_stop_ids), -1, np.int32)
+    running = np.zeros(num_rows, bool)
+    return Rows(tokens, slots, positions, table, seeds, num_sampled, max_new, temperatures, stop_ids, running)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))

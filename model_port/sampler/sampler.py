@@ -22,7 +22,7 @@ from model_port.sampler.check import check_decoding
 from model_port.sampler.frames import FrameTable
 from model_port.sampler.paged import TABLE_PAGES, decode_kernel
 from model_port.sampler.pages import PAGE_TOKENS, PagePool
-from model_port.sampler.programs import Chunk, Rows, copy_page, decode, empty_cache, empty_frames, encode, prefill
+from model_port.sampler.programs import Chunk, copy_page, decode, empty_cache, empty_frames, encode, no_rows, prefill
 from model_port.sampler.requests import MAX_STOP_IDS, Completion, PreparedPrompt, SamplerRequest
 from model_port.sharding import platform
 
@@ -41,10 +41,6 @@ class BusyRow:
     request: SamplerRequest
     completion: Completion
     pages: list[int]
-    table: Int[np.ndarray, " W"]
-    token: int  # the last one
-    slot: int  # of that token
-    position: int
 
 
 class Sampler:
@@ -81,6 +77,7 @@ class Sampler:
         self._chunk_tokens = chunk_tokens(platform())
         self._frames = empty_frames(model.config, dtype, self._table.num_tokens)
         self._rows: list[BusyRow | None] = [None] * max_rows
+        self._state = no_rows(max_rows, self._table_pages, MAX_STOP_IDS)  # of the device, kept on the host
         self._waiting: deque[tuple[int, SamplerRequest, PreparedPrompt]] = deque()
         self._num_submitted = 0
 
@@ -119,11 +116,12 @@ class Sampler:
         self._fill_rows()
         if not any(row is not None for row in self._rows):
             return {}
-        state = self._state()
         self._cache, *results = decode(
-            self._graphdef, self._tokens_per_step, self._kernel, self.params, self._cache, state
+            self._graphdef, self._tokens_per_step, self._kernel, self.params, self._cache, self._state
         )
         tokens, logp, counts = jax.device_get(results)
+        for counter in (self._state.slots, self._state.positions, self._state.num_sampled):
+            counter += counts
         finished = {}
         for index, row in enumerate(self._rows):
             if row is None:
@@ -131,8 +129,8 @@ class Sampler:
             count, completion, sampling = int(counts[index]), row.completion, row.request.sampling
             completion.ids += tokens[index, :count].tolist()
             completion.behavior_logp += logp[index, :count].tolist()
-            row.token, row.slot, row.position = completion.ids[-1], row.slot + count, row.position + count
-            if row.token in sampling.stop_ids:
+            self._state.tokens[index] = last = completion.ids[-1]
+            if last in sampling.stop_ids:
                 completion.finish = "stop"
             elif len(completion.ids) == sampling.max_new_tokens:
                 completion.finish = "length"
@@ -162,6 +160,8 @@ class Sampler:
 
     def _free(self, index: int, row: BusyRow) -> Completion:
         self._rows[index] = None
+        self._state.running[index], self._state.slots[index] = False, 0
+        self._state.table[index] = 0  # free rows write to page 0
         self._pool.release(row.pages)
         return row.completion
 
@@ -176,17 +176,14 @@ class Sampler:
             if (pages := self._cached(prompt, -(-_num_tokens(request) // PAGE_TOKENS))) is None:
                 return
             self._waiting.popleft()
-            last = prompt.num_cached
-            self._rows[index] = BusyRow(
-                number,
-                request,
-                Completion(),
-                pages,
-                self._page_table(pages),
-                token=int(prompt.ids[last]),
-                slot=last,
-                position=int(prompt.positions[last, 0]),
-            )
+            self._rows[index] = BusyRow(number, request, Completion(), pages)
+            last, sampling, state = prompt.num_cached, request.sampling, self._state
+            state.tokens[index], state.slots[index] = prompt.ids[last], last
+            state.positions[index], state.table[index] = prompt.positions[last, 0], self._page_table(pages)
+            state.seeds[index] = sampling.seed >> 32 & 0xFFFFFFFF, sampling.seed & 0xFFFFFFFF
+            state.num_sampled[index], state.max_new[index] = 0, sampling.max_new_tokens
+            state.temperatures[index], state.running[index] = sampling.temperature, True
+            state.stop_ids[index] = [*sampling.stop_ids, *[-1] * (MAX_STOP_IDS - len(sampling.stop_ids))]
 
     def _cached(self, prompt: PreparedPrompt, num_pages: int) -> list[int] | None:
         """As many pages for a prompt, with all its tokens but the last; None if there is no room yet."""
@@ -264,32 +261,6 @@ class Sampler:
         table = np.zeros(self._table_pages, np.int32)
         table[: len(pages)] = pages
         return table
-
-    def _state(self) -> Rows:
-        """The rows for the device; free ones write to page 0."""
-        num_rows = len(self._rows)
-        tokens, slots, positions, num_sampled, max_new = np.zeros((5, num_rows), np.int32)
-        state = Rows(
-            tokens,
-            slots,
-            positions,
-            table=np.zeros((num_rows, self._table_pages), np.int32),
-            seeds=np.zeros((num_rows, 2), np.uint32),
-            num_sampled=num_sampled,
-            max_new=max_new,
-            temperatures=np.zeros(num_rows, np.float32),
-            stop_ids=np.full((num_rows, MAX_STOP_IDS), -1, np.int32),
-            running=np.array([row is not None for row in self._rows]),
-        )
-        for b, row in enumerate(self._rows):
-            if row is not None:
-                sampling = row.request.sampling
-                tokens[b], slots[b], positions[b] = row.token, row.slot, row.position
-                num_sampled[b], max_new[b] = len(row.completion.ids), sampling.max_new_tokens
-                state.table[b], state.temperatures[b] = row.table, sampling.temperature
-                state.seeds[b] = sampling.seed >> 32 & 0xFFFFFFFF, sampling.seed & 0xFFFFFFFF
-                state.stop_ids[b, : len(sampling.stop_ids)] = sampling.stop_ids
-        return state
 
 
 def chunk_tokens(platform: str) -> int:

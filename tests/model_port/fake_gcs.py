@@ -19,7 +19,6 @@ import pytest
 from model_port import bucket
 
 STALL_S = 30.0
-PAGE = 50  # keys of a list's page
 Trouble = Callable[[str, str], int | str | None]
 
 
@@ -87,7 +86,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self.media(generation, held, query)
         if not name.endswith("/"):
             return (200, json.dumps(self.metadata(name)).encode(), 0) if generation else (404, b"", 0)
-        return 200, json.dumps(self.page(name, query)).encode(), 0
+        names = sorted(one for one in objects if one.startswith(name + query.get("prefix", "")))
+        return 200, json.dumps({"items": [self.metadata(one) for one in names]}).encode(), 0
 
     def media(self, generation: int, held: bytes, query: dict[str, str]) -> tuple[int, bytes, int]:
         if not generation:
@@ -103,13 +103,6 @@ class _Handler(BaseHTTPRequestHandler):
         last = min(int(last or len(held)), len(held) - 1)
         self.range = f"bytes {first}-{last}/{len(held)}"
         return 206, held[int(first) : last + 1], generation
-
-    def page(self, name: str, query: dict[str, str]) -> dict[str, Any]:
-        holder = name.removesuffix("/")
-        found = sorted(self.server.names(f"{holder}/"))
-        found = [one for one in found if one >= query.get("pageToken", "") and one.startswith(query.get("prefix", ""))]
-        page = {"items": [self.metadata(f"{holder}/{one}") for one in found[:PAGE]]}
-        return page | ({"nextPageToken": found[PAGE]} if len(found) > PAGE else {})
 
     def metadata(self, name: str) -> dict[str, str]:
         generation, content = self.server.objects[name]

@@ -26,8 +26,8 @@ from huggingface_hub import constants
 
 WRITE_TOKEN, READ_TOKEN, FINE_GRAINED_TOKEN = "hf_write", "hf_read", "hf_fine"
 
-# a status to answer with; to end without an answer, before or after acting; to never answer; to damage the body
-Action = int | Literal["close", "lose-answer", "hang", "corrupt"]
+# a status to answer with; to end without an answer; to never answer; to damage the body
+Action = int | Literal["close", "hang", "corrupt"]
 
 
 def account(role: str, **token: Any) -> dict[str, Any]:
@@ -37,12 +37,11 @@ def account(role: str, **token: Any) -> dict[str, Any]:
 
 @dataclass
 class Fault:
-    """Requests `METHOD /path` that match `pattern` go wrong, after `num_good` of them, `num_bad` times."""
+    """Requests `METHOD /path` that match `pattern` go wrong, after `num_good` of them."""
 
     pattern: str
     action: Action
     num_good: int = 0
-    num_bad: float = float("inf")
 
 
 Files = dict[str, bytes]  # contents by path
@@ -111,8 +110,8 @@ class FakeHub(ThreadingHTTPServer):
         switches = {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "0"}
         return {"HF_ENDPOINT": self.url, "HF_TOKEN": WRITE_TOKEN, "HF_HOME": str(home), **switches}
 
-    def fail(self, pattern: str, action: Action, **numbers: float) -> None:
-        self.faults.append(Fault(pattern, action, **numbers))  # type: ignore[arg-type]
+    def fail(self, pattern: str, action: Action, num_good: int = 0) -> None:
+        self.faults.append(Fault(pattern, action, num_good))
 
     def count(self, pattern: str) -> int:
         return sum(1 for request in self.requests if re.match(pattern, request))
@@ -128,11 +127,9 @@ class FakeHub(ThreadingHTTPServer):
     def next_fault(self, request: str) -> Action | None:
         for fault in self.faults:
             if re.match(fault.pattern, request):
-                if fault.num_good > 0:
-                    fault.num_good -= 1
-                elif fault.num_bad > 0:
-                    fault.num_bad -= 1
+                if fault.num_good == 0:
                     return fault.action
+                fault.num_good -= 1
         return None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -155,8 +152,8 @@ def serve_hub() -> Iterator[FakeHub]:
 
 
 @contextmanager
-def fresh_client(patch: pytest.MonkeyPatch, home: Path) -> Iterator[None]:
-    """The client as after a fresh install without a login. It connects only to loopback."""
+def fresh_client(patch: pytest.MonkeyPatch, home: Path) -> Iterator[FakeHub]:
+    """A hub, and its client as after a fresh install without a login, which connects only to loopback."""
     resolve = socket.getaddrinfo
 
     def resolve_loopback(host: str, *args: Any, **kwargs: Any) -> Any:
@@ -170,7 +167,10 @@ def fresh_client(patch: pytest.MonkeyPatch, home: Path) -> Iterator[None]:
     switches = {"HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True, "HF_HUB_DISABLE_TELEMETRY": True}
     for name, value in (settings | switches).items():  # the client read its environment when it was imported
         patch.setattr(constants, name, value)
-    yield
+    with serve_hub() as hub:
+        patch.setattr(constants, "ENDPOINT", hub.url)
+        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
+        yield hub
     huggingface_hub.close_session()
 
 
@@ -200,7 +200,6 @@ class Handler(BaseHTTPRequestHandler):
         if fault == "corrupt":
             body = bytes([body[0] ^ 1]) + body[1:]
         try:
-            self.is_answer_lost = fault == "lose-answer"
             if isinstance(fault, int):
                 raise Refusal(fault, "the fake hub was told to fail")
             with self.hub.lock:
@@ -222,9 +221,6 @@ class Handler(BaseHTTPRequestHandler):
         raise Refusal(404, f"the fake hub has no {self.command} {self.path}")
 
     def reply(self, content: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        if self.is_answer_lost:
-            self.close_connection = True
-            return
         payload = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         for name, text in {"Content-Length": str(len(payload)), **(headers or {})}.items():
@@ -325,19 +321,13 @@ class Handler(BaseHTTPRequestHandler):
         objects = json.loads(body)["objects"]
         for missing in (item for item in objects if item["oid"] not in repo.lfs):
             upload = {"href": f"{self.hub.url}/lfs/object/{repo_id}/{missing['oid']}"}
-            missing["actions"] = {"upload": upload, "verify": {"href": f"{self.hub.url}/lfs/verify/{repo_id}"}}
+            missing["actions"] = {"upload": upload}
         self.reply({"transfer": "basic", "objects": objects})
 
     def put_object(self, body: bytes, repo_id: str, oid: str) -> None:
         if hashlib.sha256(body).hexdigest() != oid:
             raise Refusal(400, "BadDigest: the sha256 of what arrived is not the one announced")
         self.hub.repos[repo_id].lfs[oid] = body
-        self.reply({})
-
-    def verify_object(self, body: bytes, repo_id: str) -> None:
-        asked = json.loads(body)
-        if asked["oid"] not in self.repo(repo_id, write=True).lfs:
-            raise Refusal(404, f"object {asked['oid']} was not uploaded")
         self.reply({})
 
     def commit(self, body: bytes, repo_id: str, revision: str) -> None:
@@ -377,6 +367,5 @@ ROUTES = [
     ("POST", f"/api/models/{REPO}/commit/(?P<revision>[^/]+)", "commit"),
     ("POST", rf"/{REPO}\.git/info/lfs/objects/batch", "lfs_batch"),
     ("PUT", f"/lfs/object/{REPO}/{OID}", "put_object"),
-    ("POST", f"/lfs/verify/{REPO}", "verify_object"),
     ("GET HEAD", f"(?:/datasets)?/{REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "resolve"),
 ]

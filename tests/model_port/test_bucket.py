@@ -1,7 +1,6 @@
 """Models in a bucket: whole or refused, whatever the bucket does; on loopback, through tensorstore's own driver."""
 
 import os
-import threading
 
 import numpy as np
 import pytest
@@ -15,9 +14,9 @@ from model_port.output_dir import LIST_FILE, output_directory
 from model_port.tiny import make_tiny
 
 
-def put(gcs, **files):
+def put(**files):
     for name, content in files.items():
-        Bucket.of("gs://bkt/dir").__truediv__(name).write(content)
+        (Bucket.of("gs://bkt/dir") / name).write(content)
 
 
 def write(text="new", force=False):
@@ -28,17 +27,8 @@ def write(text="new", force=False):
 
 def troubled(times, trouble, methods=("GET", "POST", "DELETE")):
     """The first so many requests are in trouble."""
-    left = {"n": times}
-    lock = threading.Lock()
-
-    def of(method, name):
-        with lock:
-            if method in methods and left["n"]:
-                left["n"] -= 1
-                return trouble
-        return None
-
-    return of
+    left = iter(range(times))
+    return lambda method, name: trouble if method in methods and next(left, None) is not None else None
 
 
 @pytest.mark.parametrize(
@@ -102,7 +92,7 @@ def test_only_what_was_written_so_is_replaced(gcs):
         write("two")
     write("two", force=True)
     assert gcs.objects["bkt/dir/deep/file"][1] == b"two"
-    put(gcs, notes=b"mine")
+    put(notes=b"mine")
     with pytest.raises(ValueError, match=r"gs://bkt/dir holds notes, which this program did not write"):
         write("three", force=True)
     assert gcs.objects["bkt/dir/deep/file"][1] == b"two" and gcs.objects["bkt/dir/notes"][1] == b"mine"
@@ -116,11 +106,11 @@ def test_a_neighbour_with_a_longer_name_is_not_below(gcs):
 
 
 def test_what_is_here_already_is_not_read_again_and_what_is_gone_there_goes_here(gcs):
-    put(gcs, a=b"1", b=b"2")
+    put(a=b"1", b=b"2")
     here = downloaded("gs://bkt/dir")
-    put(gcs, a=b"3")
+    put(a=b"3")
     (Bucket.of("gs://bkt/dir") / "b").delete()
-    put(gcs, c=b"4")
+    put(c=b"4")
     os.utime(here / "a", ns=(1, 1))
     downloaded("gs://bkt/dir")
     assert {path.name: path.read_bytes() for path in here.glob("?")} == {"a": b"3", "c": b"4"}
@@ -131,10 +121,10 @@ def test_what_is_here_already_is_not_read_again_and_what_is_gone_there_goes_here
 
 def test_a_large_object_comes_in_parts_of_one_generation(gcs, monkeypatch):
     monkeypatch.setattr(module, "PART_BYTES", 4)
-    put(gcs, a=b"0123456789", b=b"01234567", c=b"")
+    put(a=b"0123456789", b=b"01234567", c=b"")
     here = downloaded("gs://bkt/dir")
     assert [(here / name).read_bytes() for name in "abc"] == [b"0123456789", b"01234567", b""]
-    put(gcs, a=b"new content of a")
+    put(a=b"new content of a")
 
     def change(method, name):
         if name == "bkt/dir/a" and method == "GET":

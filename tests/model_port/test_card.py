@@ -72,10 +72,6 @@ def test_it_loads_the_model_as_it_describes(tiny_hf):
     assert namespace["model"].config.model_type == "qwen3_vl"
 
 
-def test_it_names_no_path_of_the_machine(trained):
-    assert "secret" not in make_card(trained, "me/policy", BASE, "bfloat16", has_recipe=False)
-
-
 def test_a_cold_start_is_called_one(trained):
     assert "trained by supervised fine-tuning on traces" in card_with(trained, {**RL, "sft": {"num_steps": 500}})
 

@@ -13,7 +13,6 @@ from model_port import checkpoint
 from model_port.checkpoint import StoredParams, cast, restore_params
 from model_port.config import preset
 from model_port.convert import convert
-from model_port.json_files import flattened
 from model_port.loading import abstract_model, abstract_params
 from model_port.sharding import make_mesh
 from model_port.tiny import make_tiny, tiny_config
@@ -137,10 +136,6 @@ def test_a_checkpoint_without_its_metadata_is_no_checkpoint(converted, tmp_path)
     (tmp_path / "ckpt" / "params" / "_METADATA").unlink()
     with pytest.raises(ValueError, match="is not a complete orbax checkpoint"):
         StoredParams(tmp_path / "ckpt")
-
-
-def test_flattening_joins_the_names_of_each_level():
-    assert flattened({"a": {"b": {"c": 1}, "e": 3}, "f": 4}) == {"a.b.c": 1, "a.e": 3, "f": 4}
 
 
 def test_infinities_that_were_there_before_survive_a_cast():

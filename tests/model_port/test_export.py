@@ -4,12 +4,11 @@ import json
 import shutil
 from pathlib import Path
 
-import jax
 import ml_dtypes
 import numpy as np
 import pytest
 from huggingface_hub import ModelCard
-from on_use import pil_processing, transformers
+from on_use import transformers
 from reference import save_by_orbax
 from safetensors.numpy import load_file
 
@@ -83,16 +82,6 @@ def test_a_trained_float32_checkpoint_is_cast_and_its_card_says_the_step(ckpt, t
         assert "step 7 of a training run" in (out / "README.md").read_text()
 
 
-def test_parameters_of_several_dtypes_need_a_choice(ckpt, tmp_path):
-    params = restore_params(ckpt, abstract_params(abstract_model(tiny_config()), "float32"))
-    params["text.final_norm.scale"] = params["text.final_norm.scale"].astype(jax.numpy.bfloat16)
-    save_by_orbax(tmp_path / "mixed", params)
-    shutil.copytree(ckpt / "hf", tmp_path / "mixed" / "hf")
-    with pytest.raises(ValueError, match=r"parameters in bfloat16 \(.*final_norm\.scale\) and float32 .* with --dtype"):
-        export(tmp_path / "mixed", tmp_path / "out")
-    export(tmp_path / "mixed", tmp_path / "out", "float32")
-
-
 def test_the_card_is_valid_and_names_the_base_model(source, ckpt, tmp_path):
     assert base_model(source) == base_model(ckpt / "hf") == HUB_ID
     export(ckpt, tmp_path / "out")
@@ -145,14 +134,6 @@ def test_spellings_that_disagree_are_refused_and_nulls_and_class_names_are_not_d
     edit(hf / PROCESSORS[0], merge_size=3)
     with pytest.raises(ValueError, match=r"image_processor.merge_size=2, preprocessor_config.json has 3"):
         read_side_files(hf)
-
-
-def test_transformers_reads_the_same_bounds_from_both_spellings(ckpt, tmp_path):
-    export(ckpt, tmp_path / "out")
-    bounds = [pil_processing.Qwen2VLImageProcessorPil.from_pretrained(tmp_path / "out").size]
-    (tmp_path / "out" / "processor_config.json").unlink()
-    bounds.append(pil_processing.Qwen2VLImageProcessorPil.from_pretrained(tmp_path / "out").size)
-    assert bounds[0] == bounds[1]
 
 
 @pytest.mark.parametrize("place", ["chat_template.jinja", "chat_template.json", "tokenizer_config.json"])

@@ -125,7 +125,7 @@ FILES = (
 
 
 @pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("content", [b"", b"[]", b"3", b"null", b"{", b"\xff\xfe", b"[" * 10**5], ids=range(7))
+@pytest.mark.parametrize("content", [b"[]", b"{", b"\xff\xfe", b"[" * 10**5], ids=range(4))
 def test_a_file_that_is_no_json_object_is_named(file, content, model):
     (model / file).write_bytes(content)
     if file == "chat_template.jinja" and content != b"\xff\xfe":

@@ -8,7 +8,6 @@ from model_port.inputs import (
     Frame,
     RowSequence,
     Tokens,
-    bucket,
     order_frames,
     pack_text,
     pack_vision,
@@ -107,10 +106,6 @@ def test_frames_are_ordered_as_the_ids_show_them():
 def test_impossible_inputs_are_named(attempt, message):
     with pytest.raises(ValueError, match=message):
         attempt()
-
-
-def test_buckets_round_up():
-    assert [bucket(n, 64) for n in (0, 1, 64, 65)] == [64, 64, 64, 128]
 
 
 @pytest.mark.parametrize(

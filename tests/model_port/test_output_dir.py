@@ -63,14 +63,6 @@ def test_what_somebody_else_put_there_is_never_replaced(touch, problem, tmp_path
     assert files(dst) == before
 
 
-def test_a_run_with_its_config_json_is_no_model_to_be_replaced(tmp_path):
-    (tmp_path / "run" / "checkpoints" / "5" / "params").mkdir(parents=True)
-    (tmp_path / "run" / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="was not written by this program"):
-        write(tmp_path / "run")
-    assert (tmp_path / "run" / "config.json").exists()
-
-
 def test_what_we_wrote_and_what_is_empty_is_replaced(tmp_path):
     dst = tmp_path / "dst"
     dst.mkdir()

@@ -17,7 +17,6 @@ from model_port.processing import (
     process_images,
     resize,
     settled_size,
-    to_rgb,
     token_counts,
 )
 
@@ -50,17 +49,13 @@ def to_hf(contract: VisionContract) -> dict:
     }
 
 
-def reference(images: list, contract: VisionContract) -> tuple[np.ndarray, np.ndarray]:
+def assert_equals_reference(images: list[np.ndarray], contract: VisionContract) -> None:
     # As PIL images: of an array with sides of 1 or 3 transformers cannot tell which axis is the channels.
-    images = [Image.fromarray(image) if isinstance(image, np.ndarray) else image for image in images]
-    out = pil_processing.Qwen2VLImageProcessorPil(**to_hf(contract))(images=images, return_tensors="np")
-    return out["pixel_values"], out["image_grid_thw"]
-
-
-def assert_equals_reference(images: list, contract: VisionContract) -> None:
-    for ours, theirs in zip(process_images(images, contract), reference(images, contract), strict=True):
-        assert ours.dtype == theirs.dtype
-        np.testing.assert_array_equal(ours, theirs)
+    pictures = [Image.fromarray(image) for image in images]
+    out = pil_processing.Qwen2VLImageProcessorPil(**to_hf(contract))(images=pictures, return_tensors="np")
+    for ours, name in zip(process_images(images, contract), ("pixel_values", "image_grid_thw"), strict=True):
+        assert ours.dtype == out[name].dtype
+        np.testing.assert_array_equal(ours, out[name])
 
 
 def write(directory, name: str, content: dict) -> None:
@@ -82,13 +77,6 @@ def test_images_equal_transformers_bit_for_bit(name, sizes):
     assert_equals_reference([noise(height, width, height) for height, width in sizes], CONTRACTS[name])
 
 
-@settings(max_examples=60, deadline=None)
-@given(height=st.integers(1, 600), width=st.integers(1, 600), name=st.sampled_from(["recipe", "odd"]))
-def test_any_image_equals_transformers(height, width, name):
-    assume(max(height, width) <= 200 * min(height, width))
-    assert_equals_reference([noise(height, width)], CONTRACTS[name])
-
-
 @pytest.mark.slow
 @settings(max_examples=1000, deadline=None)
 @given(height=st.integers(1, 20_000), width=st.integers(1, 20_000), name=st.sampled_from(list(CONTRACTS)))
@@ -97,54 +85,6 @@ def test_every_frame_size_equals_transformers(height, width, name):
     contract = CONTRACTS[name]
     expected = pil_processing.smart_resize(height, width, contract.unit_px, contract.min_pixels, contract.max_pixels)
     assert frame_size(height, width, contract) == expected
-
-
-@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "LA", "PA", "CMYK", "YCbCr", "HSV", "RGBX"])
-def test_every_colour_mode_equals_transformers(mode):
-    colours = Image.fromarray(noise(53, 71))
-    if "A" in mode:
-        colours.putalpha(Image.fromarray(noise(53, 71, seed=1)[:, :, 0]))
-    colours = colours.convert("LA" if mode in ("L", "PA") else "RGB") if mode in ("1", "L") else colours
-    assert_equals_reference([colours.convert(mode)], RECIPE)
-
-
-def test_transparent_palette_entry_shows_white():
-    image = Image.new("P", (2, 1))
-    image.putpalette([255, 0, 0, 0, 0, 255])
-    image.putdata([0, 1])
-    image.info["transparency"] = 1
-    assert to_rgb(image).tolist() == [[[255, 0, 0], [255, 255, 255]]]
-
-
-@pytest.mark.parametrize("dtype", ["<u2", ">u2"])
-def test_sixteen_bit_greys_keep_their_brightness(dtype):
-    image = Image.fromarray(np.array([[0, 0x3412, 0x80FF, 0xFFFF]], dtype))
-    assert image.mode.startswith("I;16")
-    assert to_rgb(image)[0, :, 1].tolist() == [0, 0x34, 0x80, 0xFF]
-
-
-def test_an_image_of_the_right_size_is_left_alone():
-    image = noise(160, 288)
-    assert resize(image, RECIPE) is image
-
-
-def test_pixels_do_not_depend_on_the_form_of_the_image():
-    array = noise(97, 131)
-    np.testing.assert_array_equal(resize(array, RECIPE), resize(Image.fromarray(array), RECIPE))
-
-
-def test_images_of_a_batch_do_not_influence_each_other():
-    images = [noise(67, 101), noise(211, 89, seed=1)]
-    together, grids = process_images(images, RECIPE)
-    alone = [process_images([image], RECIPE) for image in images]
-    np.testing.assert_array_equal(together, np.concatenate([patches for patches, _ in alone]))
-    np.testing.assert_array_equal(grids, np.concatenate([grid for _, grid in alone]))
-
-
-def test_published_bounds_enlarge_a_frame_of_the_recipe():
-    """Why the bounds travel with the checkpoint: 64 tokens for a frame that was made to cost 49."""
-    assert frame_size(224, 224, RECIPE) == (224, 224)
-    assert frame_size(224, 224, PUBLISHED) == (256, 256)
 
 
 # Settled sizes
@@ -161,8 +101,7 @@ def test_one_pass_settles_ordinary_images(height, width, name):
 def test_both_sides_of_a_settled_frame_see_the_same_pixels(height, width):
     frame = noise(*settled_size(height, width, RECIPE))
     assert resize(frame, RECIPE) is frame
-    shown, _ = reference([frame], RECIPE)
-    np.testing.assert_array_equal(shown, process_images([frame], RECIPE)[0])
+    assert_equals_reference([frame], RECIPE)
 
 
 @pytest.mark.parametrize(("patch_px", "max_pixels"), [(14, 1024), (14, 50176), (16, 50176), (16, 50000), (16, 1024)])
@@ -244,11 +183,10 @@ def test_every_spelling_of_a_processor_file_is_read(tmp_path, name, content, con
     ("change", "message"),
     [
         ({"size": None}, r"preprocessor_config.json: size.shortest_edge \(or min_pixels\) is missing"),
-        ({"size": 224}, "preprocessor_config.json: size=224 must be an object"),
         ({"min_pixels": 3136}, "size.shortest_edge=784 and min_pixels=3136 contradict each other"),
-        ({"size": {"shortest_edge": 784, "longest_edge": "50176"}}, "size.longest_edge='50176' must be a whole number"),
         ({"size": {"shortest_edge": 60000, "longest_edge": 50176}}, "json: min_pixels=60000 exceeds max_pixels=50176"),
         ({"image_mean": [0.5]}, r"json: image_mean=\[0.5\] must be a list of 3 numbers"),
+        ({"image_std": [0.5, 0.0, 0.5]}, r"json: image_std=\[0.5, 0.0, 0.5\] must be a list of 3 numbers from 1e-09"),
         ({"resample": 2}, "json: resample=2 is not supported; supported is 3"),
         ({"do_resize": False}, "json: do_resize=False is not supported"),
         ({"merge_size": None}, r"preprocessor_config.json: key 'merge_size' is missing"),
@@ -300,20 +238,19 @@ def test_token_counts_are_merged_patches():
 
 
 @pytest.mark.parametrize(
-    ("image", "message"),
+    ("images", "message"),
     [
-        (Image.new("RGB", (0, 5)), "at least one pixel, got height 5, width 0"),
-        (np.zeros((0, 5, 3), np.uint8), "at least one pixel, got height 0, width 5"),
-        (noise(1, 201), r"at most 200 times the shorter, got height 1, width 201 \(201.0 times\)"),
-        (np.zeros((5, 7, 3), np.float32), r"must be uint8 \[height, width, 3\], got float32 \[5, 7, 3\]"),
-        (np.zeros((3, 5, 7), np.uint8), r"got uint8 \[3, 5, 7\]; scale to 0..255, put channels last"),
-        (np.zeros((5, 7), np.uint8), r"got uint8 \[5, 7\]"),
-        (Image.fromarray(np.array([[0, 70_000]], np.int32)), "mode I must hold values in 0..255, got 0..70000"),
+        ([], "at least one image, got an empty list"),
+        ([np.zeros((0, 5, 3), np.uint8)], "at least one pixel, got height 0, width 5"),
+        ([noise(1, 201)], r"at most 200 times the shorter, got height 1, width 201 \(201.0 times\)"),
+        ([np.zeros((5, 7, 3), np.float32)], r"must be uint8 \[height, width, 3\], got float32 \[5, 7, 3\]"),
+        ([np.zeros((3, 5, 7), np.uint8)], r"got uint8 \[3, 5, 7\]; scale to 0..255, put channels last"),
+        ([np.zeros((5, 7), np.uint8)], r"got uint8 \[5, 7\].* convert to RGB"),
     ],
 )
-def test_an_unusable_image_is_refused_in_one_sentence(image, message):
+def test_an_unusable_image_is_refused_in_one_sentence(images, message):
     with pytest.raises(ValueError, match=message):
-        process_images([image], RECIPE)
+        process_images(images, RECIPE)
 
 
 @pytest.mark.parametrize(
@@ -321,10 +258,6 @@ def test_an_unusable_image_is_refused_in_one_sentence(image, message):
     [
         ({"min_pixels": 50177}, "min_pixels=50177 exceeds max_pixels=50176"),
         ({"max_pixels": 1023}, "max_pixels=1023 is less than the smallest image, 32 x 32 px; raise it to 1024"),
-        ({"min_pixels": 0}, "min_pixels=0 must be a whole number, 1 or more"),
-        ({"merge": 0}, "merge=0 must be a whole number"),
-        ({"std": (0.5, 0.0, 0.5)}, r"std=\(0.5, 0.0, 0.5\) and .* must be greater than 0"),
-        ({"mean": (0.5, float("nan"), 0.5)}, "must be finite"),
     ],
 )
 def test_a_contract_that_cannot_be_kept_is_refused(change, message):
@@ -332,17 +265,11 @@ def test_a_contract_that_cannot_be_kept_is_refused(change, message):
         dataclasses.replace(RECIPE, **change)
 
 
-def test_an_empty_list_is_refused():
-    with pytest.raises(ValueError, match="at least one image, got an empty list"):
-        process_images([], RECIPE)
-
-
 @pytest.mark.parametrize(
     ("ids", "counts", "message"),
     [
         ([5, IMAGE], [3, 4], r"have 1 placeholders \(token 151655\), got 2 images"),
         ([IMAGE, IMAGE], [2], "have 2 placeholders .* not yet expanded"),
-        ([IMAGE], [0], "number of tokens of image 0=0 must be a whole number"),
     ],
 )
 def test_placeholders_that_do_not_match_the_images_are_refused(ids, counts, message):

@@ -1,15 +1,11 @@
 """Hugging Face -> checkpoint -> Hugging Face: no bit changes, and what goes wrong leaves nothing half-written."""
 
-import filecmp
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections import namedtuple
-from dataclasses import replace
 from pathlib import Path
 
 import forked
@@ -33,11 +29,9 @@ from reference import (
 from safetensors.numpy import load_file, save_file
 
 import model_port
-from model_port.config import config_to_hf
 from model_port.convert import convert
 from model_port.export import export
 from model_port.json_files import flattened
-from model_port.layout import INFO_FILE
 from model_port.loading import abstract_model, abstract_params
 from model_port.output_dir import LIST_FILE
 from model_port.reference import as_published
@@ -95,17 +89,14 @@ def ckpt(tiny_hf, tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [dict(fsdp=4, tensor=2), dict(data=2, fsdp=2, tensor=2), dict(data=8)], ids=str)
-def test_a_checkpoint_loads_on_any_mesh(tiny_hf, ckpt, shape):
-    mesh = make_mesh(**shape)
-    alone = flat_params(jax.tree.map(np.asarray, model_state(model_port.load(tiny_hf))))
+def test_files_and_a_checkpoint_load_on_a_mesh(tiny_hf, ckpt):
+    alone = flat_params(model_state(model_port.load(tiny_hf)))
     for source in (tiny_hf, ckpt):
-        spread = flat_params(model_state(model_port.load(source, mesh=mesh)))
+        spread = flat_params(model_state(model_port.load(source, mesh=make_mesh(fsdp=4, tensor=2))))
         for path, value in spread.items():
-            np.testing.assert_array_equal(np.asarray(value), alone[path], err_msg=path)
+            np.testing.assert_array_equal(value, alone[path], err_msg=path)
         kernel = spread["text.layers.attn.q_kernel_nhd"]
-        parts = shape.get("fsdp", 1) * shape.get("tensor", 1)
-        assert kernel.addressable_shards[0].data.size * parts == kernel.size
+        assert kernel.addressable_shards[0].data.size * 8 == kernel.size
 
 
 def model_state(model):
@@ -130,14 +121,6 @@ def test_export_takes_what_orbax_saved_from_sharded_arrays(tiny_hf, ckpt, tmp_pa
     shutil.copytree(ckpt / "hf", tmp_path / "run" / "hf")
     export(tmp_path / "run", tmp_path / "out")
     assert_same_bytes(tensors_of(tmp_path / "out"), tensors_of(tiny_hf))
-
-
-def test_a_float32_master_comes_from_a_bf16_checkpoint(tiny_hf, tmp_path):
-    convert(tiny_hf, tmp_path / "ckpt", "bfloat16")
-    params = flat_params(model_state(model_port.load(tmp_path / "ckpt", "float32")))
-    source = tensors_of(tiny_hf)["model.language_model.embed_tokens.weight"]
-    assert params["text.embed.table_vd"].dtype == np.float32
-    np.testing.assert_array_equal(params["text.embed.table_vd"], source.astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
 def test_everything_a_reader_looks_for_is_there(tiny_hf, tmp_path):
@@ -169,11 +152,6 @@ def drop_shard(path):
     (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def truncate(path):
-    file = path / "model.safetensors"
-    os.truncate(file, file.stat().st_size - 1000)
-
-
 def rewrite(change):
     def apply(path):
         tensors = tensors_of(path)
@@ -190,7 +168,6 @@ LFS_POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64
 
 BAD_SOURCES = {
     "missing shard": (drop_shard, "1 of 2 shards are missing: model-00002-of-00002"),
-    "truncated": (truncate, "model.safetensors is not a complete safetensors file"),
     "weights not fetched": (
         lambda p: (p / "model.safetensors").write_text(LFS_POINTER),
         "model.safetensors is a pointer of Git LFS",
@@ -200,7 +177,6 @@ BAD_SOURCES = {
         "tokenizer.json is a pointer of Git LFS, not the file: run `git lfs pull`",
     ),
     "no weights": (lambda p: (p / "model.safetensors").unlink(), "has neither model.safetensors nor"),
-    "integer tensors": (rewrite(lambda t: t.update({HEAD: np.zeros(128, np.int8)})), "dtype I8; supported are"),
     "missing key": (rewrite(lambda t: t.pop(HEAD)), f"1 missing: {HEAD}"),
     "extra key": (rewrite(lambda t: t.update(extra=np.zeros(3, np.float32))), "1 unknown: extra"),
     "NaN": (rewrite(lambda t: t.update({HEAD: np.full(128, np.nan, np.float32)})), f"tensor {HEAD} of .* are NaN or"),
@@ -213,11 +189,6 @@ BAD_SOURCES = {
         r"tie_word_embeddings=true, but lm_head.weight differs from .*embed_tokens.weight",
     ),
     "wrong shape": (rewrite(lambda t: t.update({HEAD: np.zeros(7, np.float32)})), r"norm.weight \(7,\), not \(128,\)"),
-    "two chat templates": (
-        lambda p: (p / "chat_template.json").write_text('{"chat_template": "another"}'),
-        "different chat templates",
-    ),
-    "no config": (lambda p: (p / "config.json").unlink(), "has no config.json"),
     "no directory": (shutil.rmtree, "is neither a directory nor a hub id"),
 }
 
@@ -273,33 +244,12 @@ def test_a_checkpoint_that_is_not_finite_is_neither_loaded_nor_exported(tiny_hf,
             read(tmp_path / "ckpt")
 
 
-def test_a_value_too_large_for_float16_is_an_error(tiny_hf, tmp_path):
-    shutil.copytree(tiny_hf, tmp_path / "hf")
-    rewrite(lambda t: t.update({HEAD: np.full(128, 7e4, np.float32)}))(tmp_path / "hf")
-    with pytest.raises(ValueError, match="70000, which float16 cannot hold"):
-        convert(tmp_path / "hf", tmp_path / "ckpt", "float16")
-    assert not (tmp_path / "ckpt").exists()
-
-
-def test_an_unknown_dtype_lists_the_known_ones(tiny_hf, tmp_path):
-    with pytest.raises(ValueError, match="dtype 'int8' is not one of float32, bfloat16, float16"):
-        convert(tiny_hf, tmp_path / "ckpt", "int8")
-
-
 def test_a_full_disk_is_noticed_before_anything_is_written(tiny_hf, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9 - 1000, 1000))
     with pytest.raises(ValueError, match=r"has 1.0 kB free, \d\.\d MB are needed; "):
         convert(tiny_hf, tmp_path / "ckpt")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_existing_destination_is_kept_unless_forced(tiny_hf, tmp_path):
-    convert(tiny_hf, tmp_path / "ckpt", "float32")
-    with pytest.raises(ValueError, match=r"already exists; .* --force"):
-        convert(tiny_hf, tmp_path / "ckpt")
-    convert(tiny_hf, tmp_path / "ckpt", "bfloat16", force=True)
-    assert json.loads((tmp_path / "ckpt" / INFO_FILE).read_text())["dtype"] == "bfloat16"
 
 
 def test_exporting_something_else_says_what_it_is(tiny_hf, tmp_path):
@@ -326,26 +276,16 @@ def test_commands_fail_with_one_line_and_succeed_with_a_summary(tiny_hf, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_push_without_a_token_fails_before_any_work(tiny_hf, tmp_path):
+def test_export_pushes_what_it_wrote_and_without_a_token_does_no_work(tiny_hf, tmp_path):
     convert(tiny_hf, tmp_path / "ckpt")
-    environment = dict(
-        HF_HUB_OFFLINE="0", HF_TOKEN="", HF_HOME=str(tmp_path / "home"), HF_ENDPOINT="http://127.0.0.1:9"
-    )
-    run = command(
-        "export", "--src", tmp_path / "ckpt", "--dst", tmp_path / "out", "--push-to-hub", "me/x", **environment
-    )
-    assert run.returncode == 1 and "token" in run.stderr and run.stderr.count("\n") == 1
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_export_pushes_what_it_wrote(tiny_hf, tmp_path):
-    convert(tiny_hf, tmp_path / "ckpt")
+    arguments = ("--src", tmp_path / "ckpt", "--dst", tmp_path / "out", "--push-to-hub", "ada/policy")
     with serve_hub() as hub:
         environment = hub.environment(tmp_path / "home")
-        arguments = ("--src", tmp_path / "ckpt", "--dst", tmp_path / "out", "--push-to-hub", "ada/policy")
+        run = command("export", *arguments, **environment | {"HF_TOKEN": ""})
+        assert run.returncode == 1 and "token" in run.stderr and run.stderr.count("\n") == 1
+        assert not (tmp_path / "out").exists()
         run = command("export", *arguments, **environment)
-        assert run.returncode == 0, run.stderr
+        assert (run.returncode, run.stderr) == (0, "")  # no progress bar where stderr is not a terminal
         pushed = hub.files("ada/policy")
         again = command(
             "push", tmp_path / "out", "ada/policy", "--revision", "v2", "--message", "Second", **environment
@@ -354,45 +294,6 @@ def test_export_pushes_what_it_wrote(tiny_hf, tmp_path):
         assert hub.files("ada/policy", "v2") == pushed
     written = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.name != LIST_FILE}
     assert {name: pushed[name] for name in written} == written and f"{hub.url}/ada/policy" in run.stdout
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory) -> Path:
-    """0.6 GB in fp32, so that a conversion takes long enough to be killed in the middle."""
-    path, config = tmp_path_factory.mktemp("large") / "hf", tiny_config()
-    text = replace(config.text, num_layers=20, width=512, ffn_width=4096)
-    make_tiny(path, config=replace(config, text=text, vision=replace(config.vision, out_width=512)))
-    return path
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=lambda s: s.name)
-def test_a_conversion_killed_at_any_moment_leaves_nothing_that_looks_complete(how, large, tmp_path):
-    dst = tmp_path / "ckpt"
-    partial = tmp_path / ".ckpt.partial"
-    arguments = ["--src", str(large), "--dst", str(dst), "--dtype", "float32"]
-    num_killed_midway = 0
-    for wait_s in (0.0, 0.1, 0.3, 0.6):
-        process = forked.start("model_port.convert", arguments, os.devnull)
-        deadline = time.monotonic() + 60
-        while not (partial / "params").exists() and process.is_alive() and time.monotonic() < deadline:
-            time.sleep(0.005)
-        time.sleep(wait_s)
-        os.kill(process.pid, how)
-        process.join(60)
-        if process.exitcode != 0:
-            num_killed_midway += 1
-            assert not dst.exists()
-            assert how == signal.SIGKILL or list(tmp_path.iterdir()) == []  # a polite kill cleans up behind itself
-        else:
-            shutil.rmtree(dst)
-    assert num_killed_midway >= 2
-    run = command("convert", "--src", large, "--dst", dst, "--dtype", "float32")
-    assert run.returncode == 0, run.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
-    export(dst, tmp_path / "again")
-    again, weights = (directory / "model.safetensors" for directory in (tmp_path / "again", large))
-    assert filecmp.cmp(again, weights, shallow=False)  # in blocks: both at once are 1.4 GB
 
 
 # The files themselves
@@ -418,19 +319,3 @@ def test_writing_less_or_more_than_declared_is_an_error(tmp_path):
         expected = f"{4 * num_values} bytes of tensors were written, the header declares 12"
         with pytest.raises(RuntimeError, match=expected), safetensors_writer(tmp_path / "x", declared) as write:
             write(np.zeros(num_values, np.float32))
-
-
-@pytest.mark.slow
-def test_a_config_of_another_library_version_still_converts(tiny_hf, tmp_path):
-    """transformers 5 writes rope_parameters; the published files have rope_scaling."""
-
-    shutil.copytree(tiny_hf, tmp_path / "hf")
-    config = json.loads((tiny_hf / "config.json").read_text())
-    transformers.Qwen3VLConfig(**config).save_pretrained(tmp_path / "hf")
-    assert "rope_parameters" in json.loads((tmp_path / "hf" / "config.json").read_text())["text_config"]
-    convert(tmp_path / "hf", tmp_path / "ckpt", "float32")
-    assert model_port.load(tmp_path / "ckpt").config == model_port.load(tiny_hf).config
-    assert (
-        config_to_hf(model_port.load(tiny_hf).config)["text_config"]["rope_theta"]
-        == config["text_config"]["rope_theta"]
-    )

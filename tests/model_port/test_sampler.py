@@ -64,7 +64,7 @@ def requests() -> list[SamplerRequest]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["text", "images", "video", "mixed"])
+@pytest.mark.parametrize("kind", ["images", "mixed"])
 def test_greedy_equals_transformers_generate(pair, sampler, kind):
     assert_greedy(pair[0], sampler, prompts(CONFIG)[kind])
 
@@ -121,17 +121,6 @@ def test_log_probs_are_of_the_tempered_distribution(pair, sampler):
     rows = jnp.asarray(scored[len(inputs.ids) - 1 : -1])
     expected = jax.nn.log_softmax(rows / 0.6)[jnp.arange(9), jnp.asarray(got.ids)]
     np.testing.assert_allclose(got.behavior_logp, expected, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_a_request_gives_the_same_tokens_in_any_company(sampler, requests):
-    alone = [sampler.generate([request])[0] for request in requests]
-    together = sampler.generate(requests)
-    backwards = sampler.generate(requests[::-1])[::-1]
-    assert len({tuple(completion.ids) for completion in alone}) == len(alone)
-    for first, second, third in zip(alone, together, backwards, strict=True):
-        assert first.ids == second.ids == third.ids
-        np.testing.assert_allclose(first.behavior_logp, second.behavior_logp, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -207,6 +196,7 @@ def test_tokens_are_bit_for_bit_equal_at_any_limit_beside_any_row_and_from_any_c
     first = wide.generate([long, *requests])[1:]
     again = wide.generate([*requests[::-1], long])[:-1][::-1]  # their prompts are in the cache
     assert [pair_of(completion) for completion in first] == expected == [pair_of(completion) for completion in again]
+    assert len({tuple(ids) for ids, _ in expected}) == len(expected)
 
 
 def pair_of(completion: Completion) -> tuple[list[int], list[float]]:

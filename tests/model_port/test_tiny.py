@@ -15,7 +15,6 @@ from jinja2 import TemplateError
 from on_use import pil_processing, torch, transformers
 from PIL import Image
 from safetensors.numpy import load_file
-from tokenizers import pre_tokenizers
 
 import model_port
 from model_port.config import config_from_hf
@@ -29,7 +28,6 @@ from model_port.tiny import (
     TEXT,
     make_tiny,
     tiny_config,
-    tiny_tokenizer,
 )
 from model_port.weights import num_params, rules
 
@@ -48,15 +46,6 @@ def tokenizer(tiny_hf):
     return transformers.AutoTokenizer.from_pretrained(tiny_hf)
 
 
-@pytest.fixture(scope="module")
-def hf_model(tiny_hf):
-    model, info = transformers.Qwen3VLForConditionalGeneration.from_pretrained(
-        tiny_hf, dtype=torch.float32, output_loading_info=True
-    )
-    assert not any(info.values()), info  # nothing missing, unexpected or of another shape
-    return model.eval()
-
-
 def hf_inputs(tiny_hf, tokenizer, image):
     vision = pil_processing.Qwen2VLImageProcessorPil.from_pretrained(tiny_hf)(images=[image], return_tensors="pt")
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What color is it?"}]}]
@@ -65,22 +54,6 @@ def hf_inputs(tiny_hf, tokenizer, image):
     ids = tokenizer(text.replace("<|image_pad|>", "<|image_pad|>" * num_tokens), return_tensors="pt")["input_ids"]
     kinds = (ids == tokenizer.convert_tokens_to_ids("<|image_pad|>")).int()
     return dict(input_ids=ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=kinds, **vision)
-
-
-def test_transformers_generates_from_text_and_image(tiny_hf, tokenizer, hf_model):
-    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 96, 3), np.uint8))
-    inputs = hf_inputs(tiny_hf, tokenizer, image)
-    assert inputs["image_grid_thw"].tolist() == [[1, 4, 6]]  # 64 x 96 pixels, not enlarged
-    out = hf_model.generate(**inputs, max_new_tokens=5, do_sample=False)
-    assert out.shape[1] > inputs["input_ids"].shape[1]
-    assert isinstance(tokenizer.decode(out[0]), str)
-
-
-def test_our_loader_agrees_with_transformers(tiny_hf, tokenizer, hf_model):
-    ids = tokenizer("<12.0 seconds> The patch is red.")["input_ids"]
-    with torch.no_grad():
-        expected = hf_model(input_ids=torch.tensor([ids])).logits[0].numpy()
-    np.testing.assert_allclose(model_port.logits(model_port.load(tiny_hf), np.array(ids)), expected, atol=1e-4)
 
 
 def test_default_model_is_small_and_its_files_agree_with_its_config(tiny_hf, tokenizer):
@@ -95,16 +68,21 @@ def test_default_model_is_small_and_its_files_agree_with_its_config(tiny_hf, tok
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "processor"), [("qwen2_5_vl", "Qwen2_5_VLProcessor"), ("qwen3_vl_moe", "Qwen3VLProcessor")]
+    ("family", "processor"),
+    [
+        ("qwen3_vl", "Qwen3VLProcessor"),
+        ("qwen2_5_vl", "Qwen2_5_VLProcessor"),
+        ("qwen3_vl_moe", "Qwen3VLProcessor"),
+    ],
 )
-def test_a_tiny_model_of_another_family_opens_in_transformers_and_is_exported_bit_for_bit(family, processor, tmp_path):
+def test_a_tiny_model_opens_in_transformers_and_is_exported_bit_for_bit(family, processor, tmp_path):
     hf, out = tmp_path / "hf", tmp_path / "out"
     config = make_tiny(hf, config=tiny_config(family))
     assert 500_000 < num_params(config) < 1_300_000
     model, info = transformers.AutoModelForImageTextToText.from_pretrained(
         hf, dtype=torch.float32, output_loading_info=True
     )
-    assert not any(info.values()), info
+    assert not any(info.values()), info  # nothing missing, unexpected or of another shape
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (200, 140, 3), np.uint8))
     inputs = hf_inputs(hf, transformers.AutoTokenizer.from_pretrained(hf), image)
     with torch.no_grad():
@@ -159,24 +137,14 @@ def test_any_text_comes_back_byte_for_byte(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
 
 
-def test_every_byte_has_a_token_of_its_own():
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    assert len(alphabet) == 256
-    assert set(alphabet) <= tiny_tokenizer().get_vocab().keys()
-
-
-@pytest.mark.parametrize("text", ["<0 seconds>", "start_time: 999", "12.5", "01:05", "(7)"])
-def test_numbers_are_single_tokens_wherever_they_stand(tokenizer, text):
-    tokens = tokenizer.tokenize(text)
-    assert [token for token in tokens if token.isdigit()] == re.findall(r"\d+", text)
-
-
 def test_words_of_the_miniature_world_and_numbers_below_a_thousand_are_single_tokens(tokenizer):
     pre_tokenize = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str
     pieces = [*pre_tokenize(TEXT), *((number, None) for number in SINGLE_TOKEN_NUMBERS)]
     assert [piece for piece, _ in pieces if piece not in tokenizer.get_vocab()] == []
     assert all(len(tokenizer.encode(number)) == 1 for number in SINGLE_TOKEN_NUMBERS)
     assert tokenizer.tokenize("123456") == ["123", "456"]
+    for text in ("<0 seconds>", "start_time: 999", "12.5", "01:05", "(7)"):  # wherever they stand
+        assert [token for token in tokenizer.tokenize(text) if token.isdigit()] == re.findall(r"\d+", text)
 
 
 def test_answer_tags_are_ordinary_tokens_that_touch_their_neighbours(tokenizer):
@@ -249,18 +217,6 @@ def test_template_merges_consecutive_tool_messages_into_one_user_turn(tokenizer)
 def test_template_refuses_what_it_cannot_render(tokenizer, message, complaint):
     with pytest.raises(TemplateError, match=complaint):
         render(tokenizer, [message])
-
-
-def test_initial_values_are_those_of_transformers(tiny_hf):
-    tensors = load_file(tiny_hf / "model.safetensors")
-    assert "lm_head.weight" not in tensors
-    for name, value in tensors.items():
-        if name.endswith(".bias"):
-            assert not value.any(), name
-        elif value.ndim == 1:
-            assert "norm" in name and (value == 1).all(), name
-        else:
-            assert value.std() == pytest.approx(tiny_config().initializer_range, rel=0.05), name
 
 
 def test_another_seed_changes_every_matrix_and_nothing_else(tiny_hf, tmp_path):

@@ -154,14 +154,6 @@ def test_the_verdict_is_one_line(hf, command, tmp_path, capsys):
         command("--hf", str(wrong), "--src", str(hf))
 
 
-@pytest.mark.slow
-def test_the_command_ends_well_where_both_compute_the_same(tiny_hf, command, capsys):
-    command("--hf", str(tiny_hf))
-    said = capsys.readouterr()
-    assert said.err.startswith("THE SAME in float32")
-    assert json.loads(said.out)["relative_error"] < MAX_RELATIVE
-
-
 def test_without_torch_it_says_what_is_missing_and_how_to_get_it_in_one_line(tiny_hf, command, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(RuntimeError, match=r"^the comparison needs torch .* `bash scripts/setup.sh dev` in a clone$"):

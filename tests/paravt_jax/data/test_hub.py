@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from data_rows import dialogue, rl_row, sft_row, write_parquet
-from fake_hub import FakeHub, fresh_client, serve_hub
+from fake_hub import FakeHub, fresh_client
 from huggingface_hub import constants
 from hypothesis import given, strategies as st
 from published import make_copy
@@ -29,10 +29,7 @@ def line(answer: str) -> bytes:
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     """The hub of a client without cache and token, in an empty working directory."""
-    with fresh_client(monkeypatch, tmp_path / "home"), serve_hub() as server:
-        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "ENDPOINT", server.url)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    with fresh_client(monkeypatch, tmp_path / "home") as server:
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         (tmp_path / "work").mkdir()
         monkeypatch.chdir(tmp_path / "work")
