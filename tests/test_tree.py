@@ -291,7 +291,8 @@ def test_the_learner_loads_no_torch_and_holds_no_gpu_before_it_is_told_which():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "module", ["model_port.cli", "paravt_jax.__main__", "paravt_jax.train", "paravt_jax.sft", "paravt_jax.eval"]
+    "module",
+    [*("model_port.cli", "model_port.push"), *(f"paravt_jax.{name}" for name in ("__main__", "train", "sft", "eval"))],
 )
 def test_a_command_loads_what_computes_only_when_it_computes(module):
     assert not loaded_after(ROOT, [module]) & (LEARNER_ONLY | {"transformers", "grain", "tensorstore"})

@@ -52,17 +52,6 @@ def test_presets_have_the_published_number_of_parameters(name, billions):
     assert num_params(preset(name.upper())) == round(billions * 1e9)
 
 
-def test_both_rope_spellings_give_the_same_config():
-    new = edited(**{"text_config.rope_theta": None, "text_config.rope_scaling": None})
-    new["text_config"]["rope_parameters"] = {
-        "rope_type": "default",
-        "rope_theta": 5e6,
-        "mrope_section": [24, 20, 20],
-        "mrope_interleaved": True,
-    }
-    assert config_from_hf(new) == config_from_hf(PUBLISHED) == PRESETS["8b"]
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

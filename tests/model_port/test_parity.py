@@ -132,22 +132,6 @@ class TestStages:
         for ours_map, expected in zip(visual.deepstack[:, 0], maps, strict=True):
             np.testing.assert_allclose(np.asarray(ours_map)[real][order], expected.numpy(), atol=1e-5)
 
-    def test_patch_embedding_with_interpolated_positions_or_in_windows(self, pair):
-        reference, ours, config = pair
-        inputs = prompts(config)["image"]
-        grid = torch.from_numpy(inputs.image_grid_thw)
-        kept = {}
-        hook = reference.model.visual.blocks[0].register_forward_pre_hook(lambda _, args: kept.update(x=args[0]))
-        with torch.no_grad():
-            reference.model.visual(torch.from_numpy(inputs.pixel_values), grid)
-        hook.remove()
-        _, frames = one_sequence(config, inputs.ids, **inputs.media)
-        tower = ours.vision
-        got = tower.patch_embed(jnp.asarray(frames.patches))
-        if hasattr(tower, "pos_embed"):
-            got += tower.pos_embed(frames.extra["interp_index"], frames.extra["interp_weight"])
-        np.testing.assert_allclose(np.asarray(got[0]), kept["x"].numpy(), atol=1e-5)
-
     def test_language_tower_after_the_final_norm(self, pair):
         reference, ours, config = pair
         inputs = prompts(config)["text"]

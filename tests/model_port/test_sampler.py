@@ -106,20 +106,21 @@ def test_the_time_between_a_videos_frames_counts_although_their_pixels_are_known
     sampler, inputs = Sampler(ours, **SETTINGS), prompts(ours.config)["mixed"]
     for seconds in ([0.5, 2.0], [3.0, 0.5]):
         inputs = replace(inputs, second_per_grid_ts=np.array(seconds, np.float32))
-        [got] = sampler.generate([SamplerRequest(as_prompt(inputs, ours.config), SamplingParams(9, seed=4))])
-        scored = model_port.logits(ours, np.concatenate([inputs.ids, got.ids]), **inputs.media)
-        logp = jax.nn.log_softmax(jnp.asarray(scored[len(inputs.ids) - 1 : -1]))[jnp.arange(9), jnp.asarray(got.ids)]
-        np.testing.assert_allclose(got.behavior_logp, logp, atol=1e-4)
+        assert_scored(ours, sampler, inputs, temperature=1.0)
 
 
 @pytest.mark.slow
 def test_log_probs_are_of_the_tempered_distribution(pair, sampler):
-    _, ours = pair
-    inputs = prompts(CONFIG)["mixed"]
-    [got] = sampler.generate([SamplerRequest(as_prompt(inputs), SamplingParams(9, seed=4, temperature=0.6))])
+    assert_scored(pair[1], sampler, prompts(CONFIG)["mixed"], temperature=0.6)
+
+
+def assert_scored(ours, sampler, inputs: Inputs, temperature: float) -> None:
+    """The log-probs are those of the model's logits for the prompt and the sampled tokens."""
+    sampling = SamplingParams(9, seed=4, temperature=temperature)
+    [got] = sampler.generate([SamplerRequest(as_prompt(inputs, sampler.config), sampling)])
     scored = model_port.logits(ours, np.concatenate([inputs.ids, got.ids]), **inputs.media)
     rows = jnp.asarray(scored[len(inputs.ids) - 1 : -1])
-    expected = jax.nn.log_softmax(rows / 0.6)[jnp.arange(9), jnp.asarray(got.ids)]
+    expected = jax.nn.log_softmax(rows / temperature)[jnp.arange(9), jnp.asarray(got.ids)]
     np.testing.assert_allclose(got.behavior_logp, expected, atol=1e-4)
 
 

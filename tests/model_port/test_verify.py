@@ -40,12 +40,6 @@ def change_a_layer(arrays) -> None:
     arrays[name.format(14)] = arrays[name.format(15)]
 
 
-def drop_deepstack(arrays) -> None:
-    for name in arrays:
-        if "deepstack_merger_list" in name and "linear_fc2" in name:
-            arrays[name][...] = 0
-
-
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory):
     directory = tmp_path_factory.mktemp("verify")
@@ -88,20 +82,15 @@ def test_wide_logits_of_a_right_model_pass_where_an_absolute_bound_fails(hf, pro
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrong", ["rope", "layer", "deepstack", "order"])
+@pytest.mark.parametrize("wrong", ["layer", "order"])
 def test_a_wrong_model_fails_in_both_dtypes(wrong, hf, prompt, expected, allowed_bf16, tmp_path):
     src, shown = hf, prompt
-    if wrong == "rope":
-        src = shutil.copytree(hf, tmp_path / "wrong")
-        text = (hf / "config.json").read_text()
-        assert text.count("10000.0") == 1
-        (src / "config.json").write_text(text.replace("10000.0", "20000.0"))
-    elif wrong == "order":
+    if wrong == "order":
         half, rest = prompt.grids[:2].prod(axis=1)
         swapped = (prompt.pixels[half : half + rest], prompt.pixels[:half], prompt.pixels[half + rest :])
         shown = replace(prompt, pixels=np.concatenate(swapped))
     else:
-        src = with_weights(hf, tmp_path / "wrong", change_a_layer if wrong == "layer" else drop_deepstack)
+        src = with_weights(hf, tmp_path / "wrong", change_a_layer)
     for dtype, bound in (("float32", MAX_RELATIVE), ("bfloat16", allowed_bf16)):
         found = LogitsDifference.between(our_logits(src, shown, dtype), expected)
         assert found.relative_error > bound, (wrong, dtype, found)
