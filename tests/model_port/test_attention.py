@@ -105,13 +105,6 @@ def test_blocks_that_cannot_see_each_other_are_not_visited():
     assert visited == [[0], [0, 1], [0, 2], [3], []]  # trunk, both branches, the other sequence, padding
 
 
-def test_blocks_of_queries_and_keys_may_differ():
-    runs = query_runs(layout("1" * 8 + "2" * 4, "0" * 12), causal=True)
-    np.testing.assert_array_equal(
-        visible_blocks(runs, 4, 2)[0], [[1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0], [0] * 4 + [1, 1]]
-    )
-
-
 def test_blocks_are_even():
     assert even_blocks(1024, 512, 8) == 512
     assert even_blocks(1100, 512, 8) == 368  # three of 366.7
@@ -129,7 +122,7 @@ def four_rows():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["blocked", "scanned"])
-@pytest.mark.parametrize("mesh", [(1, 2, 2), (2, 1, 2), (1, 4, 1), (1, 1, 4)])
+@pytest.mark.parametrize("mesh", [(1, 2, 2), (1, 1, 4)])
 def test_on_a_mesh_it_is_the_same(monkeypatch, four_rows, mesh, form):
     """Four rows over data and fsdp, two key/value heads over tensor, which four do not divide."""
     attend = with_blocks(monkeypatch, form, 8)

@@ -61,22 +61,18 @@ def test_in_bfloat16_a_kernel_is_as_near_to_float32_as_the_oracle(kernel, head_d
         assert ours <= 2 * of_oracle
 
 
-def test_a_pair_of_blocks_left_out_too_many_is_noticed(kernel, monkeypatch):
+def test_a_branch_that_is_none_and_a_pair_of_blocks_left_out_are_noticed(kernel, monkeypatch):
     """Token 19 is in a branch, and the first block of keys is its trunk."""
 
     def one_too_few(runs, query_tokens, key_tokens):
         return visible_blocks(runs, query_tokens, key_tokens).at[0, 19 // query_tokens, 0].set(False)
 
-    expected = outputs(attention_of("xla"))
+    expected, whole = outputs(attention_of("xla")), ROWS._replace(branch_ids=jnp.zeros_like(ROWS.branch_ids))
     np.testing.assert_allclose(outputs(attention(kernel)), expected, atol=1e-5)
+    assert np.abs(outputs(attention(kernel), whole) - expected).max() > 0.1
     for module in (tpu_walk, gpu):
         monkeypatch.setattr(module, "visible_blocks", one_too_few)
     assert np.abs(outputs(attention(kernel)) - expected).max() > 0.1
-
-
-def test_without_branches_a_kernel_computes_something_else(kernel):
-    whole = ROWS._replace(branch_ids=jnp.zeros_like(ROWS.branch_ids))
-    assert np.abs(outputs(attention(kernel), whole) - outputs(attention_of("xla"))).max() > 0.1
 
 
 def test_blocks_that_nobody_sees_are_not_loaded(kernel):

@@ -116,26 +116,28 @@ def test_parameters_of_another_model_are_listed(converted):
         restore_params(ckpt, wrong)
 
 
-@pytest.mark.parametrize("missing", ["params", "hf"])
-def test_half_a_checkpoint_is_named(missing, converted, tmp_path):
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda ckpt: shutil.rmtree(ckpt / "params"), "is not a checkpoint: it has no params"),
+        (lambda ckpt: shutil.rmtree(ckpt / "hf"), "is not a checkpoint: it has no hf"),
+        (lambda ckpt: (ckpt / "params" / "_METADATA").unlink(), "is not a complete orbax checkpoint"),
+    ],
+)
+def test_half_a_checkpoint_is_named(damage, message, converted, tmp_path):
     shutil.copytree(converted[0], tmp_path / "ckpt")
-    shutil.rmtree(tmp_path / "ckpt" / missing)
-    with pytest.raises(ValueError, match=f"is not a checkpoint: it has no {missing}"):
+    damage(tmp_path / "ckpt")
+    with pytest.raises(ValueError, match=message):
         StoredParams(tmp_path / "ckpt")
 
 
-def test_a_run_directory_gets_its_latest_checkpoint_named(tmp_path):
+def test_a_run_and_a_hugging_face_directory_are_named_as_such(tiny_hf, tmp_path):
     for step in (9, 10):
         (tmp_path / "run" / "checkpoints" / str(step)).mkdir(parents=True)
     with pytest.raises(ValueError, match=r"give one of its checkpoints: .*/checkpoints/10$"):
         StoredParams(tmp_path / "run")
-
-
-def test_a_checkpoint_without_its_metadata_is_no_checkpoint(converted, tmp_path):
-    shutil.copytree(converted[0], tmp_path / "ckpt")
-    (tmp_path / "ckpt" / "params" / "_METADATA").unlink()
-    with pytest.raises(ValueError, match="is not a complete orbax checkpoint"):
-        StoredParams(tmp_path / "ckpt")
+    with pytest.raises(ValueError, match="looks like a Hugging Face directory"):
+        StoredParams(tiny_hf)
 
 
 def test_infinities_that_were_there_before_survive_a_cast():

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import forked
 import pytest
+from changed_files import change_tensors
 from huggingface_hub import constants
-from safetensors.numpy import load_file, save_file
 
 from model_port.checkpoint import StoredParams
 from model_port.convert import convert
@@ -92,15 +92,6 @@ def test_the_record_says_what_was_converted(tiny_hf, tmp_path):
     assert report.num_bytes == 2 * report.num_params
 
 
-def spell(hf: Path, **dtypes: str) -> None:
-    """Stores the tensors whose names have these words in them in another dtype, and the rest as it was."""
-    tensors = load_file(hf / "model.safetensors")
-    for name in tensors:
-        for word, dtype in dtypes.items():
-            tensors[name] = tensors[name].astype(dtype) if word in name else tensors[name]
-    save_file(tensors, hf / "model.safetensors", {"format": "pt"})
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_nothing_is_cast_unasked(dtype, tmp_path):
     make_tiny(tmp_path / "hf", dtype=dtype)
@@ -108,23 +99,29 @@ def test_nothing_is_cast_unasked(dtype, tmp_path):
     assert {found.name for found in StoredParams(tmp_path / "ckpt").dtypes.values()} == {dtype}
 
 
-def test_a_source_of_two_dtypes_asks_for_one(tiny_hf, tmp_path):
+@pytest.mark.parametrize(
+    ("dtypes", "listed"),
+    [
+        (
+            {"q_norm": "float16"},
+            r"float16 \(such as model\.language_model\.layers\.0\.self_attn\.q_norm\.weight\) and "
+            r"float32 \(such as model\.visual\.patch_embed\.proj\.weight\)",
+        ),
+        ({"weight": "float64", "bias": "float64"}, r"float64 \(such as .*\)"),
+    ],
+    ids=["two", "of no checkpoint"],
+)
+def test_a_source_whose_dtype_cannot_be_kept_asks_for_one(dtypes, listed, tiny_hf, tmp_path):
     shutil.copytree(tiny_hf, tmp_path / "hf")
-    spell(tmp_path / "hf", q_norm="float16")
-    message = (
-        r"hf has parameters in float16 \(such as model\.language_model\.layers\.0\.self_attn\.q_norm\.weight\) and "
-        r"float32 \(such as model\.visual\.patch_embed\.proj\.weight\); choose float32, .* with --dtype$"
+    change_tensors(
+        tmp_path / "hf",
+        lambda tensors: tensors.update(
+            {name: tensors[name].astype(dtype) for name in tensors for word, dtype in dtypes.items() if word in name}
+        ),
     )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=rf"in {listed}; choose float32, bfloat16, float16 with --dtype$"):
         convert(tmp_path / "hf", tmp_path / "ckpt")
     assert convert(tmp_path / "hf", tmp_path / "ckpt", "float32").dtype == "float32"
-
-
-def test_a_dtype_that_no_checkpoint_has_asks_for_another(tiny_hf, tmp_path):
-    shutil.copytree(tiny_hf, tmp_path / "hf")
-    spell(tmp_path / "hf", weight="float64", bias="float64")
-    with pytest.raises(ValueError, match=r"in float64 \(such as .*\); choose float32, bfloat16, float16 with --dtype"):
-        convert(tmp_path / "hf", tmp_path / "ckpt")
 
 
 def test_a_download_that_is_impossible_says_what_to_do(tmp_path, monkeypatch):

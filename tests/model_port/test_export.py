@@ -7,6 +7,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from changed_files import edit
 from huggingface_hub import ModelCard
 from on_use import transformers
 from reference import save_by_orbax
@@ -40,10 +41,6 @@ def ckpt(source, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("converted") / "ckpt"
     convert(source, path, "bfloat16")
     return path
-
-
-def edit(path: Path, **changes) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def test_shards_are_no_larger_than_asked_and_the_index_tells_where_each_tensor_is(ckpt, tmp_path):
@@ -131,7 +128,7 @@ def test_spellings_that_disagree_are_refused_and_nulls_and_class_names_are_not_d
     nested["image_processor"] |= {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": None}
     (hf / "processor_config.json").write_text(json.dumps(nested))
     read_side_files(hf)
-    edit(hf / PROCESSORS[0], merge_size=3)
+    edit(hf / PROCESSORS[0], {"merge_size": 3})
     with pytest.raises(ValueError, match=r"image_processor.merge_size=2, preprocessor_config.json has 3"):
         read_side_files(hf)
 

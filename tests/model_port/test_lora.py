@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from changed_files import change_tensors, edit
 from flax import nnx
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 import model_port
 from model_port.adapters import (
@@ -176,6 +177,7 @@ def write_trained(hf: Path, directory: Path) -> Path:
     return directory
 
 
+NORM = "model.language_model.norm.weight"
 IDS = np.random.default_rng(7).integers(5, 900, 37)
 
 
@@ -223,16 +225,13 @@ def test_an_adapter_is_exported_alone_in_any_dtype(on_disk, tmp_path):
 
 
 def rebased(adapter: Path, base: Path, **changes) -> None:
-    path = adapter / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": str(base)} | changes))
+    edit(adapter / "adapter_config.json", {"base_model_name_or_path": str(base), **changes})
 
 
 @pytest.mark.slow
 def test_other_weights_than_those_it_was_trained_with_are_refused(tiny_hf, on_disk, tmp_path):
     other, adapter = shutil.copytree(tiny_hf, tmp_path / "other"), shutil.copytree(on_disk, tmp_path / "adapter")
-    tensors = load_file(other / "model.safetensors")
-    tensors["model.language_model.norm.weight"] = tensors["model.language_model.norm.weight"] * 1.001
-    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    change_tensors(other, lambda tensors: np.multiply(tensors[NORM], 1.001, out=tensors[NORM]))
     rebased(adapter, other)
     with pytest.raises(ValueError, match=r"was trained with other weights than .* has now"):
         model_port.load(adapter)
@@ -247,55 +246,28 @@ def test_other_weights_than_those_it_was_trained_with_are_refused(tiny_hf, on_di
         model_port.load(adapter)
 
 
-def changed_config(**changes):
-    def change(base):
-        config = json.loads((base / "config.json").read_text())
-        config["text_config"] |= changes
-        (base / "config.json").write_text(json.dumps(config))
-
-    return change
-
-
-def change_tokenizer(base):
-    content = json.loads((base / "tokenizer.json").read_text())
-    content["added_tokens"][0]["lstrip"] = not content["added_tokens"][0]["lstrip"]
-    (base / "tokenizer.json").write_text(json.dumps(content))
-
-
-def change_template(base):
-    for place in base.glob("chat_template.*"):
-        place.unlink()
-    content = json.loads((base / "tokenizer_config.json").read_text())
-    (base / "tokenizer_config.json").write_text(json.dumps(content | {"chat_template": "{{ messages }}"}))
-
-
-def change_pixels(base):
-    content = json.loads((base / "preprocessor_config.json").read_text())
-    content["size"]["longest_edge"] += 1024
-    (base / "preprocessor_config.json").write_text(json.dumps(content))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (changed_config(rope_theta=5e5), r"config\.text\.rope_theta is 500000\.0, was 10000\.0"),
-        (changed_config(rms_norm_eps=1e-5), r"config\.text\.norm_eps is 1e-05, was 1e-06"),
-        (change_tokenizer, r"tokenizer\.json is xxh3 \w+, was xxh3 "),
-        (change_template, r"chat_template\.jinja is xxh3 \w+, was xxh3 "),
-        (change_pixels, r"processor\.max_pixels is \d+, was \d+"),
+        (("config.json", "text_config.rope_theta", 5e5), r"config\.text\.rope_theta is 500000\.0, was 10000\.0"),
+        (("config.json", "text_config.rms_norm_eps", 1e-5), r"config\.text\.norm_eps is 1e-05, was 1e-06"),
+        (("tokenizer.json", "version", "2.0"), r"tokenizer\.json is xxh3 \w+, was xxh3 "),
+        (("tokenizer_config.json", "chat_template", "{{ messages }}"), r"chat_template\.jinja is xxh3 \w+, was xxh3 "),
+        (("preprocessor_config.json", "size.longest_edge", 10**5), r"processor\.max_pixels is 100000, was \d+"),
     ],
 )
 def test_other_files_than_those_it_was_trained_with_are_refused(change, said, tiny_hf, on_disk, tmp_path):
     base, adapter = shutil.copytree(tiny_hf, tmp_path / "base"), shutil.copytree(on_disk, tmp_path / "adapter")
     rebased(adapter, base)
-    change(base)
+    file, key, value = change
+    edit(base / file, {key: value})
+    if key == "chat_template":
+        (base / "chat_template.jinja").unlink()
     for use in (model_port.load, lambda path: export(path, tmp_path / "hf")):
         with pytest.raises(ValueError, match=f"was trained when 1 values in the files of .* were different: {said}"):
             use(adapter)
-    info = json.loads((adapter / "paravt_jax.json").read_text())
-    del info["base"]["files"]  # as those written before have none
-    (adapter / "paravt_jax.json").write_text(json.dumps(info))
+    edit(adapter / "paravt_jax.json", {"base.files": None})  # those written before have none
     assert model_port.load(adapter).lora == LORA
 
 
@@ -305,7 +277,7 @@ def test_a_base_that_was_converted_or_saved_again_is_the_same(tiny_hf, tmp_path)
     base = shutil.copytree(tiny_hf, tmp_path / "base")
     for name in ("config.json", "tokenizer.json"):
         (base / name).write_text(json.dumps(json.loads((base / name).read_text()), indent=7))
-    changed_config(initializer_range=0.5)(base)
+    edit(base / "config.json", {"text_config.initializer_range": 0.5})
     assert files_of_base(tmp_path / "ckpt" / "hf") == files_of_base(base) == files_of_base(tiny_hf)
 
 

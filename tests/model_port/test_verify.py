@@ -10,8 +10,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from changed_files import change_tensors
 from on_use import transformers
-from safetensors.numpy import load_file, save_file
 
 from model_port import verify
 from model_port.safetensors_io import SINGLE_FILE
@@ -23,11 +23,7 @@ WIDER = 30  # times: its logits are then as far apart as those of a trained mode
 
 
 def with_weights(source: Path, dst: Path, change) -> Path:
-    """A copy with `change` done to its tensors by name."""
-    shutil.copytree(source, dst)
-    arrays = load_file(source / SINGLE_FILE)
-    change(arrays)
-    save_file(arrays, dst / SINGLE_FILE, {"format": "pt"})
+    change_tensors(shutil.copytree(source, dst), change)
     return dst
 
 
@@ -143,19 +139,25 @@ def test_the_verdict_is_one_line(hf, command, tmp_path, capsys):
         command("--hf", str(wrong), "--src", str(hf))
 
 
-def test_without_torch_it_says_what_is_missing_and_how_to_get_it_in_one_line(tiny_hf, command, monkeypatch):
+def without_torch(model, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(RuntimeError, match=r"^the comparison needs torch .* `bash scripts/setup.sh dev` in a clone$"):
-        command("--hf", str(tiny_hf))
+    return model
 
 
-def test_a_directory_that_is_not_there_is_said(tiny_hf, command):
-    with pytest.raises((ValueError, OSError), match="nowhere is not a directory"):
-        command("--hf", f"{tiny_hf}/nowhere")
-
-
-def test_a_model_without_a_tokenizer_is_named(tiny_hf, command, tmp_path):
-    model = shutil.copytree(tiny_hf, tmp_path / "model")
+def without_tokenizer(model, monkeypatch):
     (model / "tokenizer.json").unlink()
-    with pytest.raises(ValueError, match=rf"^{model} has no tokenizer \(tokenizer\.json or vocab\.json\)"):
+    return model
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (without_torch, r"^the comparison needs torch .* `bash scripts/setup.sh dev` in a clone$"),
+        (without_tokenizer, r"^.*/model has no tokenizer \(tokenizer\.json or vocab\.json\)"),
+        (lambda model, _: model / "nowhere", "nowhere is not a directory"),
+    ],
+)
+def test_what_is_missing_is_said_in_one_line(given, problem, tiny_hf, command, monkeypatch, tmp_path):
+    model = given(shutil.copytree(tiny_hf, tmp_path / "model"), monkeypatch)
+    with pytest.raises((ValueError, RuntimeError), match=problem):
         command("--hf", str(model))
