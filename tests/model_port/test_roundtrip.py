@@ -166,14 +166,8 @@ BAD_SOURCES = {
     ),
     "no weights": (lambda p: (p / "model.safetensors").unlink(), "has neither model.safetensors nor"),
     "missing key": (rewrite(lambda t: t.pop(HEAD)), f"1 missing: {HEAD}"),
-    "extra key": (
-        rewrite(lambda t: t.update(extra=np.zeros(3, np.float32))),
-        "1 unknown: extra",
-    ),
-    "NaN": (
-        rewrite(lambda t: t.update({HEAD: np.full(128, np.nan, np.float32)})),
-        f"tensor {HEAD} of .* are NaN or",
-    ),
+    "extra key": (rewrite(lambda t: t.update(extra=np.zeros(3, np.float32))), "1 unknown: extra"),
+    "NaN": (rewrite(lambda t: t.update({HEAD: np.full(128, np.nan, np.float32)})), f"tensor {HEAD} of .* are NaN or"),
     "tied to another head": (
         rewrite(lambda t: t.update({"lm_head.weight": t[EMBEDDING] + np.float32(1e-3)})),
         r"tie_word_embeddings=true, but lm_head.weight differs from .*embed_tokens.weight",
@@ -182,10 +176,7 @@ BAD_SOURCES = {
         rewrite(lambda t: t.update({"lm_head.weight": t[EMBEDDING][:-1].copy()})),
         r"tie_word_embeddings=true, but lm_head.weight differs from .*embed_tokens.weight",
     ),
-    "wrong shape": (
-        rewrite(lambda t: t.update({HEAD: np.zeros(7, np.float32)})),
-        r"norm.weight \(7,\), not \(128,\)",
-    ),
+    "wrong shape": (rewrite(lambda t: t.update({HEAD: np.zeros(7, np.float32)})), r"norm.weight \(7,\), not \(128,\)"),
     "no directory": (shutil.rmtree, "is neither a directory nor a hub id"),
 }
 
