@@ -69,7 +69,6 @@ def with_blocks(monkeypatch, form, block_tokens, max_blocks=16):
         ("blocked", 8, 2),
         ("scanned", 128, 16),
         ("scanned", 8, 16),
-        ("scanned", 16, 16),
     ],
 )
 def test_every_form_equals_the_oracle_on_packed_and_branched_rows(
