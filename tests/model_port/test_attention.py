@@ -104,6 +104,13 @@ def test_blocks_that_cannot_see_each_other_are_not_visited():
     assert visited == [[0], [0, 1], [0, 2], [3], []]  # trunk, both branches, the other sequence, padding
 
 
+def test_blocks_of_queries_and_keys_may_differ():
+    runs = query_runs(layout("1" * 8 + "2" * 4, "0" * 12), causal=True)
+    np.testing.assert_array_equal(
+        visible_blocks(runs, 4, 2)[0], [[1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0], [0] * 4 + [1, 1]]
+    )
+
+
 def test_blocks_are_even():
     assert even_blocks(1024, 512, 8) == 512
     assert even_blocks(1100, 512, 8) == 368  # three of 366.7

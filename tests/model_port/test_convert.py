@@ -17,7 +17,6 @@ from model_port.output_dir import LIST_FILE, output_directory, partial_directory
 from model_port.tiny import make_tiny
 
 MOMENTS = {
-    "nothing written": ("model_port.convert", "write_side_files", 1),
     "arrays created": ("model_port.checkpoint", "_create_array", 13),
     "half of the blocks": ("model_port.convert", "read_param", 20),
     "all but the rename": ("model_port.output_dir", "_sync", 1),
