@@ -26,7 +26,7 @@ def converted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("converted")
     make_tiny(folder / "hf")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "BLOCK_BYTES", 20_011)
+        patch.setattr(checkpoint, "BLOCK_BYTES", 40_011)
         patch.setattr(checkpoint, "MIN_LAYER_BYTES", 2**10)
         convert(folder / "hf", folder / "ckpt", "float32")
     return folder / "ckpt", restore_params(folder / "ckpt", wanted())

@@ -16,7 +16,7 @@ import model_port.sampler.sampler as sampler_module
 from model_port.config import ModelConfig
 from model_port.inputs import Frame
 from model_port.layers import unstacked
-from model_port.loading import frames_of
+from model_port.loading import abstract_model, frames_of
 from model_port.sampler import Completion, Sampler, SamplerPrompt, SamplerRequest, SamplingParams
 from model_port.sampler.programs import copy_page, decode, encode, first_of_highest, prefill
 from model_port.sharding import make_mesh
@@ -300,32 +300,33 @@ def test_a_mesh_samples_the_same_tokens(tmp_path):
     assert [c.ids for c in spread] == [c.ids for c in alone]
 
 
+TEXT, ENDS_WITH_A_FRAME = SamplerPrompt(np.arange(20)), SamplerPrompt(np.array([IMAGE] * 4), (frame(4, 4),))
+LARGE_FRAME = SamplerPrompt(np.array([*[IMAGE] * 4096, 1]), (frame(128, 128),))
+
+
 @pytest.mark.parametrize(
-    ("request_of", "message"),
+    ("prompt", "sampling", "message"),
     [
-        (lambda p: SamplerRequest(p, SamplingParams(0)), "max_new_tokens=0"),
-        (lambda p: SamplerRequest(p, SamplingParams(3, temperature=-1)), "temperature=-1"),
-        (lambda p: SamplerRequest(p, SamplingParams(3, stop_ids=tuple(range(9)))), "9 stop ids"),
-        (lambda p: SamplerRequest(p, SamplingParams(170)), "max_context_tokens=192"),
-        (lambda p: SamplerRequest(SamplerPrompt(np.zeros(0, np.int32)), SamplingParams(3)), "at least one token"),
+        (TEXT, {"max_new_tokens": 0}, "max_new_tokens=0"),
+        (TEXT, {"temperature": -1}, "temperature=-1"),
+        (TEXT, {"stop_ids": tuple(range(9))}, "9 stop ids"),
+        (TEXT, {"max_new_tokens": 8190}, "needs 8210 tokens of context, the sampler has max_context_tokens=8192"),
+        (SamplerPrompt(np.zeros(0, np.int32)), {}, "at least one token"),
+        (ENDS_WITH_A_FRAME, {}, "a prompt must end with text"),
+        (LARGE_FRAME, {}, "a frame has 4096 tokens, the sampler takes frames of up to 4032"),
     ],
 )
-def test_impossible_requests_are_refused(sampler, requests, request_of, message):
+def test_impossible_requests_are_refused(prompt, sampling, message):
+    sampler = Sampler(abstract_model(CONFIG), max_rows=1, max_context_tokens=8192)
     with pytest.raises(ValueError, match=message):
-        sampler.submit(request_of(requests[1].prompt))
+        sampler.submit(SamplerRequest(prompt, SamplingParams(**{"max_new_tokens": 3, **sampling})))
+
+
+def test_a_cache_smaller_than_a_row_is_refused():
+    with pytest.raises(ValueError, match="cache_tokens=64 is less than max_context_tokens=128"):
+        Sampler(abstract_model(CONFIG), max_context_tokens=128, cache_tokens=64)
 
 
 def test_the_first_of_the_highest_logits_is_chosen():
     logits = np.array([[1, 3, 2, 3], [5, 5, 5, 5], [-np.inf, -np.inf, -1, -2]], np.float32)
     assert first_of_highest(jnp.asarray(logits)).tolist() == logits.argmax(axis=1).tolist() == [1, 0, 2]
-
-
-def test_impossible_frames_and_sizes_are_refused(pair):
-    sampler = Sampler(pair[1], max_rows=1, max_context_tokens=8192)
-    prompt = SamplerPrompt(np.array([*[IMAGE] * 4096, 1]), (frame(128, 128),))
-    with pytest.raises(ValueError, match="a frame has 4096 tokens, the sampler takes frames of up to 4032"):
-        sampler.submit(SamplerRequest(prompt, SamplingParams(3)))
-    with pytest.raises(ValueError, match="a prompt must end with text"):
-        sampler.submit(SamplerRequest(SamplerPrompt(np.array([IMAGE] * 4), (frame(4, 4),)), SamplingParams(3)))
-    with pytest.raises(ValueError, match="cache_tokens=64 is less than max_context_tokens=128"):
-        Sampler(pair[1], max_rows=1, max_context_tokens=128, cache_tokens=64)

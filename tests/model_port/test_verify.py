@@ -59,11 +59,12 @@ def allowed_bf16(hf, prompt, expected):
     return TIMES_THEIRS * LogitsDifference.between(their_logits(hf, prompt, "bfloat16"), expected).relative_error
 
 
-def test_the_prompt_shows_frames_with_their_times_and_a_detail_of_another_size(hf, prompt):
+def test_the_prompt_shows_frames_with_their_times_and_a_detail_of_another_size(tiny_hf):
+    prompt = video_prompt(tiny_hf)
     assert len(prompt.grids) == 7 and len(np.unique(prompt.grids, axis=0)) == 2
     frames = np.split(prompt.pixels, np.cumsum(prompt.grids.prod(axis=1))[:-1])
     assert all(np.abs(one - other).max() > 0.1 for one, other in pairwise(frames[:-1]))
-    text = transformers.AutoTokenizer.from_pretrained(hf).decode(prompt.ids)
+    text = transformers.AutoTokenizer.from_pretrained(tiny_hf).decode(prompt.ids)
     assert "<0.0 seconds>" in text and "<5.0 seconds>" in text and text.endswith("<|im_start|>assistant\n")
 
 
