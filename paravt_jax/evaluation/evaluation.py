@@ -49,7 +49,7 @@ from paravt_jax.run.policy import policy_of
 from paravt_jax.run.start import find_devices
 from paravt_jax.run.threads import in_thread
 from paravt_jax.sampling.endpoint import endpoint_contract, open_endpoint, served_files
-from paravt_jax.sampling.engines import frame_reader, open_engine, warn_of_large
+from paravt_jax.sampling.engines import frame_reader, open_engine
 from rollout.endpoint.agent import EndpointAgent
 from rollout.endpoint.check import check_video
 from rollout.endpoint.client import EndpointClient
@@ -241,18 +241,13 @@ async def _endpoint(
         as_released=config.eval.protocol == "release",
     )
     contract = endpoint_contract(config.video.max_pixels)
-    frames = await _frames(config, contract, stack, samples)
+    frames = await _frames(config, contract, stack)
     _write_played(directory, model, {"kind": config.engine.kind, "serve_with": config.engine.serve_with})
     return client, frames
 
 
-async def _frames(
-    config: EvalConfig, contract: VisionContract, stack: AsyncExitStack, samples: Sequence[Sample]
-) -> FrameReader:
-    frames = await stack.enter_async_context(frame_reader(config.video, contract, config.rollout.detail_factor))
-    videos = (video for sample in samples for video in sample.prompt.videos)
-    warn_of_large(frames, videos, max(config.eval.frame_budgets), say, stack)
-    return frames
+async def _frames(config: EvalConfig, contract: VisionContract, stack: AsyncExitStack) -> FrameReader:
+    return await stack.enter_async_context(frame_reader(config.video, contract, config.rollout.detail_factor))
 
 
 def _write_played(directory: Path, model: Mapping[str, Any], engine: Mapping[str, Any]) -> None:
@@ -271,7 +266,7 @@ async def _agent(
         )
     model = model_record(config.model.path, policy.adapter or policy.source)
     _check_model(directory, model)
-    frames = await _frames(config, policy.contract, stack, samples)
+    frames = await _frames(config, policy.contract, stack)
     engine = await open_engine(
         config.engine,
         policy,

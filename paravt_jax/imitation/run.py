@@ -32,7 +32,7 @@ from paravt_jax.run.policy import policy_of
 from paravt_jax.run.start import find_devices
 from paravt_jax.run.threads import in_thread
 from paravt_jax.run.training import Progress, RunDirectory, Training
-from paravt_jax.sampling.engines import frame_reader, warn_of_large
+from paravt_jax.sampling.engines import frame_reader
 
 
 @dataclass(eq=False)
@@ -179,9 +179,6 @@ async def open_sft_run(
             remarks=remarks,
         )
         frames = await stack.enter_async_context(frame_reader(config.video, policy.contract))
-        if hosts.leads:
-            videos = (video for trace in (*train, *held_out) for video in trace.videos)
-            warn_of_large(frames, videos, config.video.most_frames, training.log.say, stack)
         saved = training.first_progress
         position = Position(**{name: saved.get(name, least) for name, least in asdict(Position()).items()})
         batches = TraceBatches(

@@ -18,7 +18,6 @@ from paravt_jax.learner.objectives import Objective, OldLogProbs, PolicyInputs
 from paravt_jax.learner.optim import OptimNumbers
 from paravt_jax.learner.packing import TrainBatch
 from paravt_jax.learner.programs import Params, Structure, TrainState
-from paravt_jax.learner.settings import HEAD_CHUNK_TOKENS
 from paravt_jax.learner.variants import StepCounts
 
 COUNTS = StepCounts(1.0, 1.0, 1.0)  # traced: programs are the same with any counts
@@ -83,8 +82,7 @@ class UpdateCompiler:
         return self._compiled(batch, programs.encode_vision, self.structure, params, batch.vision)
 
     def score(self, params: Params, batch: TrainBatch, visual: Any) -> Compiled:
-        arguments = (self.structure, params, batch, visual, self.temperature)
-        return self._compiled(batch, programs.score, *arguments, chunk_tokens=HEAD_CHUNK_TOKENS)
+        return self._compiled(batch, programs.score, self.structure, params, batch, visual, self.temperature)
 
     def gradients(self, batch: TrainBatch, visual: Any, old: OldLogProbs) -> Compiled:
         inputs = 1.0 if self.coefs is None else PolicyInputs(self.coefs, COUNTS, old)
@@ -93,7 +91,6 @@ class UpdateCompiler:
             programs.gradients,
             *(self.structure, self.state.params, batch, visual, self.temperature, inputs),
             objective=self.objective,
-            chunk_tokens=HEAD_CHUNK_TOKENS,
         )
 
     def apply_gradients(self, batch: TrainBatch, grads: nnx.State) -> Compiled:

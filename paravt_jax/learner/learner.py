@@ -41,7 +41,7 @@ from paravt_jax.learner.objectives import (
 from paravt_jax.learner.optim import numbers_at, optimizer
 from paravt_jax.learner.packing import TrainBatch
 from paravt_jax.learner.programs import Params, TrainState
-from paravt_jax.learner.settings import HEAD_CHUNK_TOKENS, LossConfig, OptimConfig
+from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.learner.variants import StepCounts
 
 LANGUAGE = nnx.PathContains("text")
@@ -195,8 +195,6 @@ class Learner:
 
         Returns the sums of the objective's reports and of the tokens of experts, and the gradient norm.
         """
-        if not batches:
-            raise ValueError("a step needs at least one batch")
         rows, tokens = batches[0].text.tokens.shape
         with on_mesh(self.mesh), compiling(f"update ({rows} x {tokens} tokens)"):
             total = self._gradients(batches[0], objective, partial(inputs, 0))
@@ -227,7 +225,6 @@ class Learner:
             self._temperature,
             inputs(batch, visual),
             objective=objective,
-            chunk_tokens=HEAD_CHUNK_TOKENS,
         )
 
     def _move_moments(self, memory: str) -> None:
@@ -239,8 +236,7 @@ class Learner:
         return None if batch.vision is None else programs.encode_vision(self._structure, params, batch.vision)
 
     def _score(self, params: Params, batch: TrainBatch, visual: Visual | None) -> Float[Array, "B A"]:
-        chunk_tokens = HEAD_CHUNK_TOKENS
-        return programs.score(self._structure, params, batch, visual, self._temperature, chunk_tokens=chunk_tokens)
+        return programs.score(self._structure, params, batch, visual, self._temperature)
 
     def _ref_logp(self, batch: TrainBatch, visual: Visual | None) -> Float[Array, "B A"] | None:
         """`visual` is the policy's vision output, which the reference shares if the vision tower is frozen."""

@@ -41,11 +41,10 @@ class LossSpec:
     variant: Variant
     correction: Correction
     kl: KlTerm | None  # None without kl_coef
-    needs_sequences: bool
 
     @classmethod
     def of(cls, config: LossConfig, variant: Variant) -> "LossSpec":
-        return cls(variant, config.correction, config.kl if config.kl_coef else None, config.needs_sequences)
+        return cls(variant, config.correction, config.kl if config.kl_coef else None)
 
     @property
     def kl_in_loss(self) -> bool:
@@ -81,8 +80,6 @@ class LossSums(NamedTuple):
 
 def policy_loss(spec: LossSpec, coefs: LossCoefs, tokens: SampledTokens) -> LossSums:
     """The loss of these tokens, and the sums to report."""
-    if spec.needs_sequences and (tokens.sequence_ids is None or tokens.num_sequences < 1):
-        raise ValueError(f"{spec.variant.__name__} needs sequence_ids and num_sequences")
     if spec.kl_in_loss and tokens.ref_logp is None:
         raise ValueError("loss.kl_coef with a KL in the loss needs ref_logp; set loss.kl_coef=0")
     tokens, mask = tokens.masked(), tokens.loss_mask

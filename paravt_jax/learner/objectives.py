@@ -99,8 +99,7 @@ class PolicyObjective:
 
     @classmethod
     def of(cls, loss: LossConfig, variant: Variant, num_dialogues: int) -> "PolicyObjective":
-        spec = LossSpec.of(loss, variant)
-        return cls(spec, num_dialogues if spec.needs_sequences else 0)
+        return cls(LossSpec.of(loss, variant), num_dialogues if loss.needs_sequences else 0)
 
     def __call__(
         self, policy_logp: Float[Array, "B A"], entropy: Float[Array, "B A"], batch: TrainBatch, inputs: PolicyInputs

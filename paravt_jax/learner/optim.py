@@ -4,11 +4,10 @@ import math
 from typing import NamedTuple
 
 import optax
-from jaxtyping import Array, Float
 
 from paravt_jax.learner.settings import OptimConfig
+from paravt_jax.learner.variants import Number
 
-Number = float | Float[Array, ""]
 BETAS = 0.9, 0.999  # published
 EPSILON = 1e-8
 WARMUP_FRAC = 0.05  # of the steps; published for the cold start

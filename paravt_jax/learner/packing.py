@@ -106,15 +106,9 @@ class PackShape:
     num_rows: int
     row_tokens: int
     row_patches: int  # patches per row of frames; the largest frame fits
-    num_parts: int = 1  # the mesh splits the rows into this many parts; each part has only its rows' frames
+    num_parts: int = 1  # the mesh splits the rows into this many equal parts; each part has only its rows' frames
     min_actions: int = 1  # every row has room for at least this many scored tokens
     min_frame_rows: int = 0  # every part has at least this many rows of patches
-
-    def __post_init__(self) -> None:
-        if self.num_rows % self.num_parts:
-            raise ValueError(
-                f"pack.num_rows={self.num_rows} must be a multiple of mesh.data x mesh.fsdp = {self.num_parts}"
-            )
 
 
 def one_shape(num_rows: int, row_tokens: int, row_patches: int, num_parts: int, max_frames: int) -> PackShape:

@@ -1,6 +1,6 @@
 """The compiled programs of an update, as plain functions of model structure, arrays, batch and numbers.
 
-Static arguments are the model structure, the objective and the head's chunk size. Coefficients are traced, so learners
+Static arguments are the model structure and the objective. Coefficients are traced, so learners
 of the same model share programs, and a new coefficient compiles nothing.
 """
 
@@ -24,6 +24,7 @@ from paravt_jax.learner.losses import LossCoefs, kl_penalties
 from paravt_jax.learner.objectives import Objective, OldLogProbs, sampled_tokens
 from paravt_jax.learner.optim import Number, OptimNumbers, optimizer
 from paravt_jax.learner.packing import TrainBatch
+from paravt_jax.learner.settings import HEAD_CHUNK_TOKENS
 from paravt_jax.learner.variants import StepCounts
 
 Structure = nnx.GraphDef[VLModel]
@@ -53,21 +54,15 @@ def encode_vision(structure: Structure, params: Params, vision: VisionBatch) -> 
     return nnx.merge(structure, *params).encode_vision(vision)
 
 
-@partial(jax.jit, static_argnums=0, static_argnames="chunk_tokens")
+@partial(jax.jit, static_argnums=0)
 def score(
-    structure: Structure,
-    params: Params,
-    batch: TrainBatch,
-    visual: Visual | None,
-    temperature: Number,
-    *,
-    chunk_tokens: int,
+    structure: Structure, params: Params, batch: TrainBatch, visual: Visual | None, temperature: Number
 ) -> Float[Array, "B A"]:
     """Log-probs of the scored tokens."""
-    return action_scores(nnx.merge(structure, *params), batch, visual, temperature, chunk_tokens)[0]
+    return action_scores(nnx.merge(structure, *params), batch, visual, temperature)[0]
 
 
-@partial(jax.jit, static_argnums=0, static_argnames=("objective", "chunk_tokens"))
+@partial(jax.jit, static_argnums=0, static_argnames="objective")
 def gradients(
     structure: Structure,
     params: Params,
@@ -77,7 +72,6 @@ def gradients(
     inputs: Any,
     *,
     objective: Objective,
-    chunk_tokens: int,
 ) -> tuple[nnx.State, Any]:
     """The gradient of this batch, sharded like its parameters, the objective's report, and the tokens of experts.
 
@@ -87,7 +81,7 @@ def gradients(
     def loss(trainable: nnx.State) -> tuple[Float[Array, ""], Any]:
         model = nnx.merge(structure, trainable, params.frozen)
         frames = model.encode_vision(batch.vision) if visual is None and batch.vision is not None else visual
-        logp, entropy, expert_tokens = action_scores(model, batch, frames, temperature, chunk_tokens)
+        logp, entropy, expert_tokens = action_scores(model, batch, frames, temperature)
         value, report = objective(logp, entropy, batch, inputs)
         return value, (report, expert_tokens)
 
@@ -132,10 +126,10 @@ def apply_gradients(state: TrainState, grads: nnx.State, numbers: OptimNumbers) 
 
 
 def action_scores(
-    model: VLModel, batch: TrainBatch, visual: Visual | None, temperature: Number, chunk_tokens: int
+    model: VLModel, batch: TrainBatch, visual: Visual | None, temperature: Number
 ) -> tuple[Float[Array, "B A"], Float[Array, "B A"], Int[Array, "L X"] | None]:
     """Log-probs of the scored tokens under log_softmax(z / temperature), entropies, and the tokens of each expert."""
     hidden, expert_tokens = model.hidden_and_experts(batch.text, visual)
     chosen = jnp.take_along_axis(hidden, jnp.asarray(batch.source)[..., None], axis=1)
     head = model.text.head_kernel_vd[...]
-    return *token_scores(chosen, head, jnp.asarray(batch.target), temperature, chunk_tokens), expert_tokens
+    return *token_scores(chosen, head, jnp.asarray(batch.target), temperature, HEAD_CHUNK_TOKENS), expert_tokens

@@ -27,7 +27,7 @@ from paravt_jax.rewards.terms import (
     with_needed_calls,
     with_own_terms,
 )
-from paravt_jax.rl.length import is_cut_off, length_term
+from paravt_jax.rl.length import is_cut_off, length_penalty
 from paravt_jax.rl.stats import EpisodeStats
 from rollout.endpoint.errors import EndpointError
 from rollout.engine.protocol import DeadlineExceeded, EngineError
@@ -143,7 +143,7 @@ class RolloutWorker:
         except PluginError as error:
             return Rollout(name, episode, problem=f"reward.plugin: {error}", reason="plugin")
         if self.truncated == "soft":
-            own = (*own, length_term(episode, self.agent.config.max_new_tokens))
+            own = (*own, OwnTerm(LENGTH, length_penalty(episode, self.agent.config.max_new_tokens)))
         tools = self.agent.signatures
         terms = reward_terms(*scored, self.reward, judged, prompt.question, own, tools)
         default = RewardConfig(plugin=self.reward.plugin)
@@ -176,22 +176,11 @@ class RolloutWorker:
         return [each if each.missing else _scored(each, next(scores)) for each in rollouts]
 
 
-async def evaluate(
-    worker: RolloutWorker,
-    prompts: Sequence[Prompt],
-    frame_budget: int,
-    num_samples: int = 1,
-    on_done: Callable[[], object] = lambda: None,
-) -> list[Rollout]:
-    """Runs `num_samples` episodes per prompt, in the order of the prompts; `on_done` is called after each prompt."""
-
-    async def run_one(prompt: Prompt) -> list[Rollout]:
-        task = make_task(f"validation-{prompt.id}", prompt, frame_budget)
-        rollouts = await worker.run_group(task, prompt, num_samples)
-        on_done()
-        return rollouts
-
-    return [rollout for rollouts in await asyncio.gather(*map(run_one, prompts)) for rollout in rollouts]
+async def evaluate(worker: RolloutWorker, prompts: Sequence[Prompt], frame_budget: int) -> list[Rollout]:
+    """Runs an episode of each prompt, in their order."""
+    tasks = [make_task(f"validation-{prompt.id}", prompt, frame_budget) for prompt in prompts]
+    groups = [worker.run_group(task, prompt, 1) for task, prompt in zip(tasks, prompts, strict=True)]
+    return [rollout for (rollout,) in await asyncio.gather(*groups)]
 
 
 def _scored(rollout: Rollout, score: OwnTerm | None) -> Rollout:

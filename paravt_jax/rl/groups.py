@@ -25,7 +25,7 @@ class Group:
     rollouts: list[Rollout]
     advantages: GroupAdvantages
     is_remote: bool = False  # another host ran it, has its tokens and packs them
-    remote_rewards: GroupRewards | None = None  # with advantage.normalise=batch, which needs all rewards of a step
+    remote_rewards: GroupRewards | None = None  # advantage.normalise=batch needs all rewards of a step
 
     @property
     def keep(self) -> Bool[np.ndarray, " G"]:
@@ -36,21 +36,21 @@ class Group:
     def has_signal(self) -> bool:
         return bool(self.keep.any())
 
-    def to_message(self, rewards: GroupRewards | None) -> dict[str, Any]:
+    def to_message(self, rewards: GroupRewards) -> dict[str, Any]:
         """The message to the other hosts."""
         return {
             "sample": self.sample.number,
             "frame_budget": self.frame_budget,
             "rollouts": [rollout.to_message() for rollout in self.rollouts],
             "advantages": vars(self.advantages),
-            "rewards": rewards and vars(rewards),
+            "rewards": vars(rewards),
         }
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any], sample: PromptSample[Prompt]) -> "Group":
         rollouts = list(map(Rollout.from_message, message["rollouts"]))
         advantages = GroupAdvantages(**with_arrays(message["advantages"]))
-        rewards = message["rewards"] and GroupRewards(**with_arrays(message["rewards"]))
+        rewards = GroupRewards(**with_arrays(message["rewards"]))
         return cls(sample, message["frame_budget"], rollouts, advantages, is_remote=True, remote_rewards=rewards)
 
 

@@ -1,6 +1,5 @@
 """Episodes that are cut off, by a turn's length or by the context, and the length penalty of `train.truncated=soft`."""
 
-from paravt_jax.rewards.terms import LENGTH, OwnTerm
 from rollout.records import Episode
 
 SOFT_FRAC = 0.2  # the last part of a turn's tokens, which is penalized; DAPO has 4096 of 20480 (arXiv 2503.14476)
@@ -8,10 +7,6 @@ SOFT_FRAC = 0.2  # the last part of a turn's tokens, which is penalized; DAPO ha
 
 def is_cut_off(episode: Episode) -> bool:
     return episode.finish != "done"
-
-
-def length_term(episode: Episode, max_new_tokens: int) -> OwnTerm:
-    return OwnTerm(LENGTH, length_penalty(episode, max_new_tokens))
 
 
 def length_penalty(episode: Episode, max_new_tokens: int) -> float:

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from paravt_jax.rl.groups import Group, advantages_of, for_step, over_step
 from paravt_jax.rl.scheduler import UnlessStopped, always
 from paravt_jax.run.directory import SETTINGS_FILE, SETTINGS_LOG_FILE, changed_settings, settings_of
 from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, last_step, load_jsonl, rows_by_step
-from rollout.engine.protocol import EngineError, Generation, Health, Request, Weights
+from rollout.engine.protocol import EngineError, Request
 from rollout.ledger import Ledger, Segment
 from rollout.parts import Shown, pictures_of
 from rollout.picture import Picture
@@ -119,25 +119,8 @@ class LoggedSteps:
         )
 
 
-class NoEngine:
-    """An engine that refuses to sample: a replay needs none."""
-
-    version = 0
-
-    async def generate(self, request: Request) -> Generation:
-        raise EngineError("a replay samples nothing")
-
-    async def publish(self, weights: Weights, version: int) -> None:
-        """Nothing samples with these weights."""
-
-    async def health(self) -> Health:
-        return Health(())
-
-    async def abort(self, episode: str | None = None) -> None:
-        """Nothing runs."""
-
-    async def close(self) -> None:
-        """Nothing is open."""
+async def no_reply(request: Request) -> NoReturn:
+    raise EngineError("a replay samples nothing")
 
 
 class Verdict(Judge):

@@ -140,16 +140,14 @@ class Run:
             if group.is_remote:
                 yield remote[str(group.sample.number)]
             else:
-                yield from self._records(group, self.training.step)
-
-    def _records(self, group: Group, step: int) -> list[dict[str, Any]]:
-        return records([group], step, self.policy.chat)
+                yield from records([group], self.training.step, self.policy.chat)
 
     def _share_episodes(self, groups: Sequence[Group]) -> None:
         """Leaves this host's episodes where host 0, which logs all, reads them."""
         if not self.hosts.leads:
-            step, own = self.training.step + 1, [group for group in groups if not group.is_remote]
-            self.training.parts.write(step, {str(group.sample.number): self._records(group, step) for group in own})
+            step, chat = self.training.step + 1, self.policy.chat
+            own = [group for group in groups if not group.is_remote]
+            self.training.parts.write(step, {str(group.sample.number): records([group], step, chat) for group in own})
 
     async def validate_if_due(self) -> None:
         """An interrupted validation is not logged; the resumed run repeats it."""

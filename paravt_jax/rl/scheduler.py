@@ -15,10 +15,10 @@ With several hosts, each runs every num-th group and receives the others' number
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, zip_longest
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -44,10 +44,10 @@ Result = TypeVar("Result")
 class UnlessStopped(Protocol):
     """Returns the result of the work; when a host has to stop, cancels it and returns None on all hosts."""
 
-    def __call__(self, work: Coroutine[Any, Any, Result], /) -> Awaitable[Result | None]: ...
+    def __call__(self, work: Awaitable[Result], /) -> Awaitable[Result | None]: ...
 
 
-async def always(work: Coroutine[Any, Any, Result], /) -> Result | None:
+async def always(work: Awaitable[Result], /) -> Result | None:
     return await work
 
 
@@ -125,7 +125,7 @@ class RolloutScheduler:
         for ahead in range(step, min(step + train.steps_ahead, train.num_steps) + 1):
             if ahead not in self._running:
                 self._running[ahead] = asyncio.create_task(self._collect())
-        collected = await unless_stopped(self._collected(step))
+        collected = await unless_stopped(self._running[step])
         if collected is None:
             return None
         groups, cost = collected
@@ -162,7 +162,7 @@ class RolloutScheduler:
         self._decoding = asyncio.create_task(self._decode(own))
 
     async def _decode(self, tasks: Sequence[Task]) -> None:
-        async def decode(task: Task) -> None:
+        async def decode(task: Task) -> None:  # without its result, which would stay in memory
             await await_user_code(self.worker.agent.overview(task))
 
         await asyncio.gather(*map(decode, tasks), return_exceptions=True)
@@ -176,9 +176,6 @@ class RolloutScheduler:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _collected(self, step: int) -> tuple[list[Group], StepCost]:
-        return await self._running[step]
 
     def _num_wanted(self, groups: Sequence[Group]) -> int:
         return self._train.prompts_per_step - sum(group.has_signal for group in groups)
@@ -210,11 +207,7 @@ class RolloutScheduler:
 
     async def _exchange(self, own: Sequence[Group]) -> list[Group]:
         """The groups of a round on all hosts, in the order of their samples."""
-        sends_rewards = self._advantage.normalise == "batch"
-        messages = [
-            group.to_message(rewards_of(group.rollouts, self.worker.reward, self._advantage) if sends_rewards else None)
-            for group in own
-        ]
+        messages = [group.to_message(rewards_of(group.rollouts, self.worker.reward, self._advantage)) for group in own]
         local = {group.sample.number: group for group in own}
         return [
             local.get(number := message["sample"]) or Group.from_message(message, self.order[number])
@@ -251,13 +244,10 @@ class RolloutScheduler:
         running = [group for group in pending if not group.task.done()]
         if running:
             episodes = [episode.id for group in running for episode in group.episodes]
-            aborting = asyncio.create_task(self._abort_on_engine(episodes))
+            aborting = asyncio.gather(*map(self.worker.agent.engine.abort, episodes), return_exceptions=True)
             _, unfinished = await asyncio.wait([aborting, *(group.task for group in running)], timeout=ABORT_GRACE_S)
             for task in unfinished:
                 task.cancel()
-
-    async def _abort_on_engine(self, episodes: Sequence[str]) -> None:
-        await asyncio.gather(*map(self.worker.agent.engine.abort, episodes), return_exceptions=True)
 
     def _count_done(self) -> None:
         self._num_done += 1

@@ -33,7 +33,7 @@ from paravt_jax.rewards.judge import Judge
 from paravt_jax.rewards.plugin import GroupPlugin, Plugin, load_plugin
 from paravt_jax.rl.batches import PolicyUpdate
 from paravt_jax.rl.episodes import RolloutWorker
-from paravt_jax.rl.replay import LoggedSteps, NoEngine, Replay
+from paravt_jax.rl.replay import LoggedSteps, Replay, no_reply
 from paravt_jax.rl.run import Run
 from paravt_jax.rl.scheduler import RolloutScheduler
 from paravt_jax.run.directory import run_id
@@ -45,12 +45,13 @@ from paravt_jax.run.policy import Policy, policy_of
 from paravt_jax.run.start import find_devices
 from paravt_jax.run.threads import in_thread
 from paravt_jax.run.training import RunDirectory, Training
-from paravt_jax.sampling.engines import frame_reader, open_engine, own_engine, warn_of_large
+from paravt_jax.sampling.engines import frame_reader, open_engine, own_engine
 from paravt_jax.sampling.local_copy import LocalCopy
 from paravt_jax.sampling.score import LearnerScorer
 from rollout.chat import Chat
 from rollout.check import check
 from rollout.engine.protocol import EngineError
+from rollout.engine.scripted import ScriptedEngine
 from rollout.engine.sglang import SGLangEngine
 from rollout.episode import Agent
 from rollout.parity import Parity, table
@@ -107,9 +108,6 @@ async def open_run(
         frames = await stack.enter_async_context(
             frame_reader(config.video, policy.contract, config.rollout.detail_factor)
         )
-        if log is None and hosts.leads:
-            videos = (video for prompt in (*train, *held_out) for video in prompt.videos)
-            warn_of_large(frames, videos, config.video.most_frames, training.log.say, stack)
         policy_update = update_of(training.learner, policy.chat, policy.contract, config, hosts)
         training.compile_ahead(policy_update.compile_ahead(), stack)
         rollouts = await _rollouts(config, training, policy, frames, plugin, order, log, gpus, take_over, stack)
@@ -211,17 +209,15 @@ async def _rollouts(
     """The source of groups: rollouts with an engine, or a log."""
     cursor = Cursor.from_record(training.first_progress["cursor"])
     if log is not None:
-        agent = Agent(NoEngine(), frames, policy.chat, config.rollout)
+        agent = Agent(ScriptedEngine(no_reply), frames, policy.chat, config.rollout)
         worker = RolloutWorker(agent, config.reward, None, config.seed, plugin, config.train.truncated)
         return Replay(log, worker, order, cursor, config.train, config.advantage)
     judge = await stack.enter_async_context(Judge(config.judge)) if config.judge.is_set else None
-    model, on_servers = None, config.engine.kind == "sglang"
-    if config.engine.kind == "jax":
-        model = training.learner.model
+    own, on_servers = config.engine.kind == "jax", config.engine.kind == "sglang"
     engine = await open_engine(
         config.engine,
         policy,
-        model,
+        training.learner.model if own else None,
         training.version,
         training.log.phase,
         dtype=config.model.dtype,

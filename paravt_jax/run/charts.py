@@ -3,7 +3,6 @@
 To chart a metric, add it to `CHARTS`. Every other metric gets a chart of its own on the page.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,6 +16,7 @@ from jaxtyping import Float, Int
 
 from paravt_jax.config.keys import flat
 from paravt_jax.learner.settings import MismatchConfig
+from paravt_jax.run.directory import load_settings
 from paravt_jax.run.log import METRICS_FILE, VALIDATION_FILE, rows_by_step
 
 # The Okabe-Ito palette, which is safe for color blindness. The page has its own shades of these colors.
@@ -211,18 +211,6 @@ def load_run(run_dir: Path) -> LoggedRun:
     metrics, validation = (sorted(rows_by_step(run_dir / name).items()) for name in (METRICS_FILE, VALIDATION_FILE))
     metrics = {step: row | _rest_of_step(row) for step, row in metrics}
     return LoggedRun(run_dir, Table(metrics), Table(dict(validation)), load_settings(run_dir))
-
-
-def load_settings(run_dir: Path) -> dict[str, Any]:
-    """Reads RUN/config.json; empty if it does not exist or another program wrote it."""
-    path = run_dir / "config.json"
-    if not path.exists():
-        return {}
-    try:
-        record = json.loads(path.read_bytes())
-    except ValueError as problem:
-        raise ValueError(f"{path} is not valid JSON ({problem}); restore the file, or remove it") from None
-    return record if isinstance(record, dict) and isinstance(record.get("config"), dict) else {}
 
 
 def flat_config(settings: Mapping[str, Any]) -> dict[str, Any]:

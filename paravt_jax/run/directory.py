@@ -153,8 +153,7 @@ def write_settings(settings: Mapping[str, Any], directory: Path, step: int = 0, 
     """
     record = {"config": settings, **versions(), **facts}
     path = directory / SETTINGS_FILE
-    previous = json.loads(path.read_bytes()) if path.exists() else None
-    if previous == json.loads(json.dumps(record)):
+    if load_settings(directory) == json.loads(json.dumps(record)):
         return
     with (directory / SETTINGS_LOG_FILE).open("a") as file:
         file.write(json.dumps({"after_step": step, **record}) + "\n")
@@ -168,10 +167,21 @@ def versions() -> dict[str, Any]:
     return {"git_commit": _commit(Path(__file__)), "packages": {name: version(name) for name in VERSIONED}}
 
 
-def settings_of(directory: Path) -> dict[str, Any]:
-    """The settings in RUN/config.json; empty if there is no such file."""
+def load_settings(directory: Path) -> dict[str, Any]:
+    """Reads RUN/config.json; empty if it does not exist or another program wrote it."""
     path = directory / SETTINGS_FILE
-    return json.loads(path.read_bytes())["config"] if path.exists() else {}
+    if not path.exists():
+        return {}
+    try:
+        record = json.loads(path.read_bytes())
+    except ValueError as problem:
+        raise ValueError(f"{path} is not valid JSON ({problem}); restore the file, or remove it") from None
+    return record if isinstance(record, dict) and isinstance(record.get("config"), dict) else {}
+
+
+def settings_of(directory: Path) -> dict[str, Any]:
+    """The settings in RUN/config.json."""
+    return load_settings(directory).get("config", {})
 
 
 def changed_settings(settings: Mapping[str, Any], directory: Path) -> dict[str, tuple[Any, Any]]:

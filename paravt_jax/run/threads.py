@@ -1,9 +1,9 @@
 """Runs work in threads beside the event loop, and cancels it on a stop."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 Result = TypeVar("Result")
 
@@ -19,9 +19,9 @@ async def in_thread(work: Callable[[], Result]) -> Result:
         raise
 
 
-async def unless_stopped(stopping: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result | None:
+async def unless_stopped(stopping: asyncio.Event, work: Awaitable[Result]) -> Result | None:
     """Returns the result of `work`, or cancels it and returns None as soon as the run must stop."""
-    working, stopped = asyncio.create_task(work), asyncio.create_task(stopping.wait())
+    working, stopped = asyncio.ensure_future(work), asyncio.create_task(stopping.wait())
     await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
     if stopping.is_set():

@@ -6,7 +6,7 @@ keyed by seed and number, so a checkpoint needs only the learner's state and a f
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,11 +50,6 @@ OWN_SETTING = "hosts.index"  # differs between hosts
 INCOMPARABLE = ("seed", "model.path", "model.dtype", "data.train", "data.validation")
 
 
-def comparable_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that must be the same on all hosts."""
-    return {key: value for key, value in flat(dict(settings)).items() if key != OWN_SETTING}
-
-
 @dataclass(frozen=True, eq=False)
 class RunDirectory:
     """A run's directory, locked before anything loads until everything is closed."""
@@ -85,8 +80,10 @@ class RunDirectory:
         """
         if hosts.leads and (project := settings["log"]["wandb_project"]):
             import_wandb(project)  # before models load
+        by_key = flat(dict(settings))
+        shared = {key: value for key, value in by_key.items() if key != OWN_SETTING}
         hosts.check_same(
-            lambda: {**comparable_settings(settings), **flat(versions()), **code_sums(flat(dict(settings)))},
+            lambda: {**shared, **flat(versions()), **code_sums(by_key)},
             "start all hosts with the same settings and the same code",
         )
         bucket, lease = Bucket.of(run_dir) if is_address(run_dir) else None, None
@@ -119,7 +116,7 @@ class RunDirectory:
 
         return BucketCheckpoints(self.bucket / CHECKPOINTS_DIR, *options, before_commit=before_commit)
 
-    async def unless_stopped(self, work: Coroutine[Any, Any, Result]) -> Result | None:
+    async def unless_stopped(self, work: Awaitable[Result]) -> Result | None:
         """Returns the result of `work`, or None on all hosts if one of them must stop."""
         result = await unless_stopped(self.stopping, work)
         signal_number = max(await self.hosts.gather_async("stop", self.stopping.signal))
@@ -195,8 +192,9 @@ class Training:
         settings = dict(directory.settings)
         if hosts.leads and step < num_steps:
             write_settings(settings, directory.path, step, device_kind=jax.devices()[0].device_kind)
+        own_log = None
         if hosts.leads:
-            run_log = RunLog(
+            own_log = RunLog(
                 directory.path,
                 log,
                 num_steps=num_steps,
@@ -204,24 +202,21 @@ class Training:
                 settings=settings,
                 compiling=compiles.running,
             )
-        else:
-            run_log = None
-        validated, *_ = await hosts.gather_async("log", [] if run_log is None else run_log.validated_steps())
-        run_log = run_log or QuietLog(validated)
+        validated, *_ = await hosts.gather_async("log", [] if own_log is None else own_log.validated_steps())
+        run_log = own_log or QuietLog(validated)
         stack.callback(run_log.close)
         for remark in filter(None, [*remarks, _resumed(step, num_steps, directory.path, changes)]):
             run_log.say(remark)
         parts = EpisodeParts(directory.bucket or directory.path, hosts)
         if hosts.leads and hosts.num > 1:
             parts.clear()
-        save_every = checkpoint.every_steps
         return cls(
             directory,
             learner,
             run_log,
             checkpoints,
             num_steps,
-            save_every,
+            checkpoint.every_steps,
             progress,
             step,
             parts,

@@ -1,14 +1,11 @@
 """Opens the engine (embedded, SGLang or your own) and the frame reader."""
 
-import asyncio
 import inspect
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from model_port.config import TextConfig, read_config
+from model_port.config import read_config
 from model_port.layout import is_checkpoint
 from model_port.model import VLModel
 from model_port.processing import VisionContract, settled_size
@@ -23,14 +20,9 @@ from rollout.engine.settings import Mixture
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
 from rollout.server import Dtype, ServerSettings
 from rollout.user_code import call_user_code, load_function
-from rollout.video.errors import VideoError
 from rollout.video.reader import FrameReader
 
 MEMORY_BYTES, DISK_BYTES = 2 * 2**30, 64 * 2**30  # cache of decoded frames
-DECODED_PX_PER_S = 300e6  # one thread decoding H.264, docs/results/video.md
-SLOW_OVERVIEW_S = 60  # all episodes of a prompt wait for its overview
-HEADER_DEADLINE_S = 60
-MAX_SHOWN = 3
 
 
 async def open_engine(
@@ -75,14 +67,14 @@ async def open_engine(
         if not isinstance(engine, Engine):
             raise ValueError(f"engine.kind={settings.kind} returned {type(engine).__name__}, expected an Engine")
         return engine
-    config = read_config(policy.hf_files)
+    text = read_config(policy.hf_files).text
     sglang = SGLangSettings(
         run=run,
         take_over=take_over,
         weights_dir=settings.weights_dir,
-        vocab_size=config.text.vocab_size,
+        vocab_size=text.vocab_size,
         max_context_tokens=max_context_tokens,
-        mixture=_mixture(config.text),
+        mixture=Mixture(text.num_layers, text.num_experts, text.token_experts) if text.num_experts else None,
     )
     if settings.urls_file:
         return await SGLangEngine.follow(settings.urls_file, sglang, phase)
@@ -109,10 +101,6 @@ async def open_engine(
     return await SGLangEngine.launch(servers, sglang, phase)
 
 
-def _mixture(text: TextConfig) -> Mixture | None:
-    return Mixture(text.num_layers, text.num_experts, text.token_experts) if text.num_experts else None
-
-
 def own_engine(settings: EngineConfig) -> Callable[..., Any] | None:
     """The user's function that makes the engine, or None if `engine.kind` names a shipped engine."""
     return load_function("engine.kind", settings.kind) if settings.is_own else None
@@ -130,34 +118,3 @@ def frame_reader(video: VideoConfig, contract: VisionContract, detail_factor: in
         disk_bytes=DISK_BYTES,
         ticks_directory=video.disk_cache or user_cache("ticks"),
     )
-
-
-def warn_of_large(
-    frames: FrameReader, videos: Iterable[str], num_frames: int, say: Callable[[str], None], stack: AsyncExitStack
-) -> None:
-    """Reads the videos' headers in the background and warns once about videos that are slow to decode."""
-    task = asyncio.create_task(_warn_of_large(frames, tuple(dict.fromkeys(videos)), num_frames, say))
-
-    async def stop() -> None:
-        task.cancel()
-        await asyncio.wait([task])
-
-    stack.push_async_callback(stop)
-
-
-async def _warn_of_large(
-    frames: FrameReader, videos: Sequence[str], num_frames: int, say: Callable[[str], None]
-) -> None:
-    rate = DECODED_PX_PER_S * frames.num_workers
-    seconds: dict[str, float] = {}
-    for video in videos:
-        with suppress(VideoError):  # the episode that needs the video reports it
-            seconds[video] = await frames.overview_px(video, num_frames, HEADER_DEADLINE_S) / rate
-    slow = sorted((video for video in seconds if seconds[video] > SLOW_OVERVIEW_S), key=lambda video: -seconds[video])
-    if slow:
-        examples = ", ".join(f"{Path(video).name} ({seconds[video] / 60:.1f} min)" for video in slow[:MAX_SHOWN])
-        say(
-            f"{len(slow)} of {len(videos)} videos are slow to decode: an overview of {num_frames} frames takes more "
-            f"than {SLOW_OVERVIEW_S:g} s ({frames.num_workers} decoders, {DECODED_PX_PER_S / 1e6:g} Mpx/s each), "
-            f"for example {examples}; use fewer pixels, more keyframes, or more decoders (video.num_workers)"
-        )

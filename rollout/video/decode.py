@@ -41,7 +41,6 @@ SKIPPABLE_CODECS = ("h264",)
 STEPS_BACK_S = (0.0, *(0.5 * 2**doublings for doublings in range(16)))  # up to four and a half hours
 # Accept titles that are not UTF-8: PyAV 18 needs an option for that, 19 does it by default.
 ANY_TITLE: dict[str, Any] = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
-ASSUMED_FPS, ASSUMED_GOP_FRAMES = 30, 250  # x264's defaults, if the header has no values
 DAMAGED = "the video cannot be decoded: the file is damaged or not a video"
 # The highest levels of H.264 and H.265 allow this, more than 8K. A file of 1 MB can contain a frame of a gigabyte.
 MAX_FRAME_PIXELS = 8192 * 4352
@@ -93,17 +92,6 @@ def probe(path: str) -> tuple[dict[str, Any], bytes]:
             "frame_px": first.height * first.width,
         }
         return metadata, ticks.tobytes() + keys.tobytes()
-
-
-def measure(path: str) -> dict[str, float]:
-    """The number of frames, frames per keyframe, and pixels per frame, estimated from the header."""
-    with _open(path) as (container, stream):
-        duration_s = (container.duration or 0) / av.time_base
-        num_frames = round(duration_s * (stream.guessed_rate or ASSUMED_FPS)) or stream.frames
-        entries = stream.index_entries  # for every frame in mp4 and avi, for a few in other containers
-        num_keys = sum(entry.is_keyframe for entry in entries) if len(entries) > num_frames / 2 else 0
-        gop_frames = num_frames / num_keys if num_keys else ASSUMED_GOP_FRAMES
-        return {"num_frames": num_frames, "gop_frames": gop_frames, "frame_px": stream.height * stream.width}
 
 
 def decode(

@@ -33,7 +33,6 @@ from rollout.video.errors import VideoError, VideoTimeout
 from rollout.video.info import StoredVideo, TimedPicture, VideoInfo
 from rollout.video.pool import Message, WorkerPool
 from rollout.video.store import DiskStore, FileStore, FrameKey, MemoryStore
-from rollout.video.times import overview_times
 
 Result = TypeVar("Result")
 
@@ -182,18 +181,6 @@ class FrameReader:
 
     async def info(self, path: str | Path, deadline_s: float | int) -> VideoInfo:
         return (await self._video(path, deadline_s)).info
-
-    async def overview_px(self, path: str | Path, num_frames: int, deadline_s: float | int) -> float:
-        """Estimates the pixels to decode for an overview: from a known probe, else from the header."""
-        name = str(Path(path).absolute())
-        identity, num_bytes = await _in_thread(lambda: identity_and_bytes(name), deadline_s)
-        video = self._videos.get(name) or await self._load_probe(name, identity, num_bytes, deadline_s)
-        if video is not None:
-            frames = video.frames_at(overview_times(video.info.duration_s, video.info.num_frames, num_frames))
-            return sum(part.pixels for part in video.parts(frames))
-        header, _ = await self._work({"do": "measure", "path": name}, deadline_s)
-        apart = header["num_frames"] / num_frames
-        return header["frame_px"] * num_frames * max(1.0, min(header["gop_frames"] / 2, apart))
 
     async def frames(
         self, path: str | Path, times_s: Iterable[float | int], deadline_s: float | int, box: Box | None = None

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from rollout.video.box import Box
-from rollout.video.decode import decode, measure, probe
+from rollout.video.decode import decode, probe
 from rollout.video.errors import VideoError
 from rollout.video.wire import receive, send
 
@@ -44,8 +44,6 @@ def main() -> None:
 def _do(link: socket.socket, job: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     if job["do"] == "probe":
         return probe(job["path"])
-    if job["do"] == "measure":
-        return measure(job["path"]), b""
 
     def emit(tick: int, pixels: np.ndarray) -> None:
         send(link, {"tick": tick}, pixels.tobytes())

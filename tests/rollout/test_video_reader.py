@@ -307,16 +307,6 @@ async def test_a_failed_part_of_an_overview_is_one_error_and_the_next_request_de
 
 
 @pytest.mark.slow
-@reading()
-async def test_a_header_tells_about_how_much_an_overview_decodes(reader: FrameReader, video, tmp_path):
-    by_header = await reader.overview_px(video, 10, PATIENCE_S)
-    await reader.info(video, PATIENCE_S)
-    exact = await reader.overview_px(video, 10, PATIENCE_S)
-    assert 0.5 < by_header / exact < 2
-    await fails_with(VideoError, "No such file", reader.overview_px(tmp_path / "gone.mp4", 10, PATIENCE_S))
-
-
-@pytest.mark.slow
 def test_what_a_probe_found_is_kept_for_later_runs(video, tmp_path):
     async def test(reader: FrameReader) -> tuple[VideoInfo, list[tuple[float, int]], float]:
         info = await reader.info(video, PATIENCE_S)

@@ -33,7 +33,7 @@ COUNTS = StepCounts(NUM_TOKENS, 3.0, 96.0)
 @pytest.fixture(autouse=True)
 def several_chunks(monkeypatch):
     """Of logits, also in rows as short as these."""
-    monkeypatch.setattr("paravt_jax.learner.learner.HEAD_CHUNK_TOKENS", 8)
+    monkeypatch.setattr("paravt_jax.learner.programs.HEAD_CHUNK_TOKENS", 8)
 
 
 @pytest.fixture(scope="module")

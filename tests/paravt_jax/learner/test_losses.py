@@ -459,5 +459,3 @@ def test_an_impossible_largest_kl_is_named():
 def test_a_missing_input_of_an_option_is_named():
     with pytest.raises(ValueError, match=r"loss\.kl_coef with a KL in the loss needs ref_logp"):
         loss_of(LossConfig(), make_tokens())
-    with pytest.raises(ValueError, match="needs sequence_ids and num_sequences"):
-        loss_of(replace(PLAIN, name="gspo"), make_tokens())

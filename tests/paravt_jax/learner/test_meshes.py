@@ -52,7 +52,7 @@ def programs_on(shape: tuple[int, int, int]) -> dict[str, str]:
     batch = make_batch(BatchShape(parts, ROW_TOKENS, 96, 3 * parts, 4 * TABLE_ROWS // 3, parts), CONFIG)
     learner = make_learner(PlannedRl.of(config, CONFIG).update, CONFIG, make_mesh(*shape))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("paravt_jax.learner.learner.HEAD_CHUNK_TOKENS", 24)
+        patch.setattr("paravt_jax.learner.programs.HEAD_CHUNK_TOKENS", 24)
         return {name: program.as_text() for name, program in compiled_programs(learner, batch).items()}
 
 

@@ -100,7 +100,7 @@ def case(tmp_path_factory) -> Case:
 @pytest.fixture(scope="module", autouse=True)
 def several_chunks():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("paravt_jax.learner.learner.HEAD_CHUNK_TOKENS", 16)
+        patch.setattr("paravt_jax.learner.programs.HEAD_CHUNK_TOKENS", 16)
         yield
 
 

@@ -15,7 +15,7 @@ from paravt_jax.rewards.judge import Judge, JudgeConfig
 from paravt_jax.rl.episodes import RolloutWorker
 from paravt_jax.rl.metrics import group_metrics, num_tokens, staleness_mean
 from paravt_jax.rl.records import records
-from paravt_jax.rl.replay import LoggedSteps, NoEngine, Replay, differing
+from paravt_jax.rl.replay import LoggedSteps, Replay, differing, no_reply
 from rollout.engine.protocol import DeadlineExceeded, EngineError
 from rollout.engine.scripted import ScriptedEngine
 from rollout.episode import Agent
@@ -97,7 +97,7 @@ def logged_steps(run_dir, config):
 
 def replayed(run_dir, chat, *overrides, frames=None, prompts=PROMPTS):
     config = load_config(None, *SETTINGS, *overrides)
-    agent = Agent(NoEngine(), frames or FakeFrames(), chat, config.rollout)
+    agent = Agent(ScriptedEngine(no_reply), frames or FakeFrames(), chat, config.rollout)
     worker = RolloutWorker(agent, config.reward, None, config.seed)
     log, order = logged_steps(run_dir, config), SampleOrder(prompts, 0)
     replay = Replay(log, worker, order, Cursor(), config.train, config.advantage)
