@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -74,6 +74,10 @@ def _run(module: str, arguments: list[str], output: str, errors: str, cwd: str, 
         file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         for number in numbers:
             os.dup2(file, number)
+    command(module, arguments, environment)
+
+
+def command(module: str, arguments: Sequence[str], environment: dict[str, str]) -> None:
     os.environ.update(environment)
     sys.argv = [module, *arguments]
     run_cli(importlib.import_module(module).main)

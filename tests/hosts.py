@@ -3,10 +3,8 @@
 Each has CPU devices of its own, and collectives go through gloo. Their words come back by host, with exit codes.
 """
 
-import importlib
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,9 +12,8 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from forked import forks
+from forked import command, forks
 
-from model_port.cli import run_cli
 from paravt_jax.config import HostsConfig
 from paravt_jax.run import hosts
 
@@ -77,12 +74,6 @@ def run_work(folder: Path, work: Callable[..., Any], num: int = 2, *arguments: A
     ended = start_work(folder, work, num, *arguments, devices=devices).ended()
     assert [one.code for one in ended] == [0] * num, "\n\n".join(one.said[-3000:] for one in ended)
     return [one.said for one in ended]
-
-
-def command(module: str, arguments: Sequence[str], environment: dict[str, str]) -> None:
-    os.environ.update(environment)
-    sys.argv = [module, *arguments]
-    run_cli(importlib.import_module(module).main)
 
 
 def start_command(

@@ -1,7 +1,7 @@
 """Headless Chromium, controlled through a pipe: a page's content, console output and screenshot.
 
-`python browser.py PAGE OUT.png [--dark] [--phone] [--full] [--do SCRIPT]` takes a screenshot, and prints the times to
-draw and to filter the page.
+`python browser.py PAGE OUT.png [--dark] [--phone] [--full]` takes a screenshot, and prints the times to draw and to
+filter the page.
 """
 
 import argparse
@@ -121,18 +121,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("page", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--fragment", default="")
     parser.add_argument("--dark", action="store_true")
     parser.add_argument("--phone", action="store_true")
     parser.add_argument("--full", action="store_true")
-    parser.add_argument("--size", type=int, nargs=2)
-    parser.add_argument("--do", default="0")
     args = parser.parse_args()
     with browser() as tab:
-        tab.show_as(tuple(args.size) if args.size else PHONE if args.phone else DESKTOP, dark=args.dark)
-        tab.open(args.page, args.fragment)
-        print(tab.run(TIMES) if not args.fragment else "")
-        tab.run(args.do)
+        tab.show_as(PHONE if args.phone else DESKTOP, dark=args.dark)
+        tab.open(args.page)
+        print(tab.run(TIMES))
         tab.picture(args.out, full=args.full)
         for message in tab.messages:
             print(json.dumps(message)[:600])

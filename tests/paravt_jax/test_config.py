@@ -41,19 +41,10 @@ def test_a_record_has_what_omegaconf_makes_of_the_settings():
         assert json.dumps(to_record(config)) == json.dumps(used), path
 
 
-def listed(readme: str) -> set[str]:
-    return set(re.findall(r"^\| \[`(.+?)`\]\(\1\) \|", readme, re.MULTILINE))
-
-
 def test_the_readme_of_the_configs_lists_every_file():
     files = {path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml")}
-    assert listed((CONFIGS / "README.md").read_text()) == files
-
-
-def test_a_config_missing_from_the_readme_is_detected():
-    readme = (CONFIGS / "README.md").read_text()
-    lines = [line for line in readme.splitlines() if "[`sft_8b.yaml" not in line]
-    assert listed(readme) - listed("\n".join(lines)) == {"sft_8b.yaml"}
+    listed = re.findall(r"^\| \[`(.+?)`\]\(\1\) \|", (CONFIGS / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(files)
 
 
 def test_the_published_hyper_parameters_are_in_the_8b_files():
@@ -206,17 +197,6 @@ def test_the_error_for_a_renamed_or_removed_key_has_the_new_key_or_the_reason(tm
         load_config(None, "loss.numbers.clip_low=0.1")
 
 
-def test_the_record_of_an_earlier_run_gives_the_same_errors(tmp_path):
-    record = to_record(load_config(None))
-    record["loss"]["kind"] = record["loss"].pop("name")
-    record["optim"]["beta1"] = 0.9
-    (tmp_path / "config.json").write_text(json.dumps({"config": record}))
-    with pytest.raises(
-        ValueError, match=r"optim\.beta1 was removed: it is always 0\.9; .*loss\.kind is now loss\.name$"
-    ):
-        load_config(tmp_path / "config.json")
-
-
 def test_another_correction_on_the_command_line_starts_from_its_own_bounds(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"config": to_record(load_config(None))}))
     loss = load_config(tmp_path / "config.json", "loss.correction=icepop").loss
@@ -224,25 +204,21 @@ def test_another_correction_on_the_command_line_starts_from_its_own_bounds(tmp_p
     assert load_config(tmp_path / "config.json", "loss.correction=none").loss.correction_bounds == {}
 
 
-def test_the_command_line_overrides_the_file():
-    assert load_config(CONFIGS / "smoke_cpu.yaml", "train.num_steps=11").train.num_steps == 11
-
-
-def test_the_command_line_can_empty_a_text():
-    assert load_config(CONFIGS / "smoke_cpu.yaml", "data.validation=").data.validation == ""
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["train.nsteps=3"], r"train\.nsteps is not a setting \(did you mean train\.num_steps\?\)$"),
-        (["train.num_step=3"], r"train\.num_step is not a setting \(did you mean train\.num_steps\?\)$"),
         (["learning_rate=1e-5"], r"learning_rate is not a setting \(did you mean optim\.learning_rate\?\)$"),
         (["model.learning_rat=1e-5"], r"learning_rat is not a setting \(did you mean optim\.learning_rate\?\)$"),
+        (["optim.lr=1"], r"\(did you mean optim\.learning_rate\?\)$"),
+        (["lr=1"], r"\(did you mean optim\.learning_rate\?\)$"),
         (["every_steps=2"], r"\(did you mean validation\.every_steps or checkpoint\.every_steps\?\)$"),
+        (["steps=2"], r"mean validation\.every_steps or checkpoint\.every_steps or train\.num_steps\?\)$"),
+        (["trian.num_steps=3"], r"\(did you mean train\.num_steps\?\)$"),
+        (["rollout.deadline_s=3"], r"\(did you mean rollout\.turn_deadline_s\?\)$"),
         (["seed.x=1"], r"seed\.x is not a setting \(did you mean seed\?\)$"),
-        (["zebra=1"], r"zebra is not a setting \(--show lists all\)$"),
-        (["train=3"], r"train is a section; set train\.num_steps, "),
+        (["train.bs=1"], r"train\.bs is not a setting \(--show lists all\)$"),
+        (["model=3"], r"model is a section; set model\.path, model\.dtype, model\.attention and so on$"),
         (["train.num_steps=6.5"], r"train\.num_steps=6\.5: .*Integer"),
         (["num_steps"], "'num_steps' is not a setting; write it as"),
         (["=3"], "'=3' is not a setting; write it as"),
@@ -321,24 +297,6 @@ def test_an_invalid_file_gives_a_one_line_error_with_its_line_number(tmp_path, m
         assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("key", "hint"),
-    [
-        ("optim.lr", "did you mean optim.learning_rate?"),
-        ("lr", "did you mean optim.learning_rate?"),
-        ("steps", "did you mean validation.every_steps or checkpoint.every_steps or train.num_steps?"),
-        ("trian.num_steps", "did you mean train.num_steps?"),
-        ("optim.learning_rte", "did you mean optim.learning_rate?"),
-        ("model", "model is a section; set model.path, model.dtype, model.attention and so on"),
-        ("rollout.deadline_s", "did you mean rollout.turn_deadline_s?"),
-        ("train.bs", "--show lists all"),
-    ],
-)
-def test_an_unknown_key_gets_suggestions(key, hint):
-    with pytest.raises(ValueError, match=re.escape(hint)):
-        load_config(None, f"{key}=1")
-
-
 def test_suggestions_are_settings_of_the_command():
     with pytest.raises(ValueError, match=r"num_steps is not a setting \(did you mean sft\.num_steps\?\)"):
         load_config(CONFIGS / "sft_8b.yaml", "num_steps=3", schema=SftConfig)
@@ -358,10 +316,7 @@ def test_another_loss_starts_from_its_own_default_parameters(tmp_path):
     assert same.loss.params == {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 0.0}
     other = load_config(tmp_path / "run.yaml", "loss.params.clip_high=0.3", "loss.name=dapo")
     assert other.loss.params == {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 0.0}
-
-
-def test_the_record_of_a_run_has_every_parameter_of_its_loss():
-    assert to_record(load_config(None, "loss.name=cispo"))["loss"]["params"] == {"max_ratio": 5.0}
+    assert load_config(None, "loss.name=cispo").loss.params == {"max_ratio": 5.0}
 
 
 def test_a_loss_of_your_own_can_have_any_parameters():

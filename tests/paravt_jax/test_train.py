@@ -4,7 +4,6 @@ import asyncio
 import json
 from functools import partial
 
-import forked
 import numpy as np
 import pytest
 from fake_server import FakeServer
@@ -13,7 +12,6 @@ from training import (
     QUICK,
     ROOT,
     SMOKE,
-    arguments,
     episodes_of,
     metrics_of,
     train,
@@ -239,8 +237,3 @@ def test_a_run_ends_if_another_run_takes_over_its_server(tmp_path):
 
     assert asyncio.run(run()) == ("other-run/5", 2)
     assert len(metrics_of(tmp_path / "run")) == 1
-
-
-def test_take_over_needs_running_servers(tmp_path):
-    done = forked.run("paravt_jax.train", *arguments(tmp_path / "run"), "--take-over")
-    assert done.returncode == 2 and "--take-over needs running servers; set engine.urls" in done.stderr

@@ -16,7 +16,6 @@ from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.sample_order import Cursor, SampleOrder
 from paravt_jax.rewards.judge import Judge, JudgeConfig
 from paravt_jax.rl import scheduler
-from paravt_jax.rl.episodes import RolloutWorker, evaluate
 from paravt_jax.rl.metrics import (
     deadline_remark,
     group_metrics,
@@ -597,24 +596,6 @@ def test_normalise_batch_divides_all_groups_by_the_same_std(chat):
     assert sorted(spread[1]) == pytest.approx([0.9258, 1.0690], abs=1e-3)  # √0.75 and 1 over √0.875
 
 
-def test_validation_runs_every_prompt_once(chat):
-    config = load_config(None, *COMMON)
-
-    async def reply(request):
-        return chat.encode(RIGHT).tolist()
-
-    async def work():
-        agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, replace(config.rollout, temperature=0.0))
-        bad = replace(PROMPTS[0], videos=("/missing.mp4",), id="bad")
-        worker = RolloutWorker(agent, config.reward, None, 0)
-        return await evaluate(worker, [*PROMPTS, bad], config.video.overview_frames)
-
-    rollouts = asyncio.run(work())
-    assert len({rollout.id for rollout in rollouts}) == 6
-    metrics = rollout_metrics(rollouts)
-    assert (metrics["num_episodes"], metrics["num_missing"], metrics["accuracy_mean"]) == (5, 1, 1.0)
-
-
 LONG = "I have looked. " * 40 + "</think><answer>A</answer><|im_end|>"
 
 
@@ -673,17 +654,10 @@ def test_episodes_search_the_subtitles_of_their_row(chat, tmp_path):
     assert [rollout.terms.accuracy for group in groups for rollout in group.rollouts] == [1.0] * 8
 
 
-class CountedFrames(FakeFrames):
-    """Counts the overviews of each video."""
-
-    def overviews(self):
-        return {path: len(times_s) for path, times_s in self.asked}
-
-
 def frames_between_steps(chat, *overrides, prompts=PROMPTS, num_steps=2):
     """The overviews that are decoded after step 1 is collected and before step 2 starts, and both steps' groups."""
     settings = [*COMMON, "video.frame_budgets=[2,3,5]", f"train.num_steps={num_steps}", *overrides]
-    config, frames = load_config(None, *settings), CountedFrames()
+    config, frames = load_config(None, *settings), FakeFrames()
 
     async def reply(request):
         return chat.encode(half_right(request.episode, request)).tolist()
@@ -697,7 +671,7 @@ def frames_between_steps(chat, *overrides, prompts=PROMPTS, num_steps=2):
             frames.asked.clear()
             for _ in range(100):
                 await asyncio.sleep(0)
-            ahead = frames.overviews()
+            ahead = {path: len(times_s) for path, times_s in frames.asked}
             assert rollouts.cursor.to_record() == record
             return ahead, first, await rollouts.next_groups(2) if num_steps > 1 else []
         finally:

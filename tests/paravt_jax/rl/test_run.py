@@ -24,6 +24,7 @@ from rollout.episode import Agent
 
 HELD_OUT = [
     Prompt("m", "Which? A or B", ("/a.mp4",), "A", "mcq"),
+    Prompt("lost", "Which? A or B", ("/missing.mp4",), "A", "mcq"),
     Prompt("o", "What is it?", ("/b.mp4",), "a dog", "oe"),
 ]
 
@@ -58,6 +59,7 @@ def test_validation_logs_metrics_by_question_type(tiny_hf, tmp_path):
     (row,) = validated(tiny_hf, tmp_path, Stopping())
     assert (row["step"], row["policy_version"], row["validation/accuracy_mean"]) == (0, 0, 0.5)
     assert (row["validation/accuracy_mean_mcq"], row["validation/accuracy_mean_oe"]) == (1.0, 0.0)
+    assert (row["validation/num_episodes"], row["validation/num_missing"]) == (2, 1)
 
 
 @pytest.mark.timeout(30)

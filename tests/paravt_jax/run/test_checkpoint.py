@@ -30,7 +30,7 @@ from paravt_jax.config import CheckpointConfig
 from paravt_jax.learner.learner import Learner, StepPart
 from paravt_jax.learner.packing import Dialogue, PackShape, pack
 from paravt_jax.learner.variants import StepCounts
-from paravt_jax.run.checkpoint import Checkpoints
+from paravt_jax.run.checkpoint import Checkpoints, main
 from paravt_jax.run.checkpoint_layout import record_sum
 from paravt_jax.run.checkpoint_read import verify
 
@@ -320,15 +320,15 @@ def test_a_changed_record_is_broken(kind, tiny_hf, tmp_path, two_steps, subject)
     assert re.search(problem, messages[0])
 
 
-@pytest.mark.slow
-def test_verify_reports_broken_checkpoints(two_steps, tmp_path):
+def test_verify_reports_broken_checkpoints(two_steps, tmp_path, monkeypatch, capsys):
     run = shutil.copytree(two_steps[0], tmp_path / "checkpoints")
     assert dict(verify(run)) == {run / "1": "", run / "2": ""}
     flip(run / "1" / FILES[1])
-    command = [sys.executable, "-m", "paravt_jax.run.checkpoint", "verify", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and done.stderr.splitlines()[-1] == "error: 1 of 2 checkpoints are broken"
-    assert f"{run / '1'}: broken, {FILES[1]} does not match" in done.stdout and "2: intact" in done.stdout
+    monkeypatch.setattr(sys, "argv", ["checkpoint", "verify", str(tmp_path)])
+    with pytest.raises(RuntimeError, match="1 of 2 checkpoints are broken"):
+        main()
+    output = capsys.readouterr().out
+    assert f"{run / '1'}: broken, {FILES[1]} does not match" in output and "2: intact" in output
     assert dict(verify(run / "2")) == {run / "2": ""}
 
 

@@ -36,30 +36,22 @@ def output_of(monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_options_can_be_between_settings(name, output_of):
-    arguments = [
-        "--config",
-        str(CONFIGS / COMMANDS[name]),
-        "seed=41",
-        "--show",
-        "mesh.data=1",
-        "run_dir=runs/elsewhere",
-    ]
-    output = output_of(name, *arguments)
+    output = output_of(name, "--config", str(CONFIGS / COMMANDS[name]), "seed=41", "--show", "run_dir=runs/elsewhere")
     assert "seed: 41" in output and "run_dir: runs/elsewhere" in output
 
 
-def test_plan_can_be_between_settings(output_of):
-    output = output_of(
-        "train", "--config", str(CONFIGS / "smoke_cpu.yaml"), "--plan", "mesh.data=1", "--device", "v5p", "seed=1"
-    )
-    assert "v5p" in output
-
-
-@pytest.mark.parametrize("name", ["train", "sft"])
-def test_device_is_rejected_without_plan(name, output_of, capsys):
-    with pytest.raises(SystemExit):
-        output_of(name, "--config", str(CONFIGS / COMMANDS[name]), "--device", "h100", "--show")
-    assert "--device needs --plan" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("name", "flags", "message"),
+    [
+        ("train", ["--device", "h100"], "--device needs --plan"),
+        ("sft", ["--device", "h100"], "--device needs --plan"),
+        ("train", ["--take-over"], "--take-over needs running servers; set engine.urls"),
+    ],
+)
+def test_a_flag_without_its_condition_is_rejected(name, flags, message, output_of, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        output_of(name, "--config", str(CONFIGS / COMMANDS[name]), *flags)
+    assert message in capsys.readouterr().err
 
 
 def test_a_replay_has_its_runs_settings_and_a_directory_inside(output_of, tmp_path):

@@ -23,13 +23,6 @@ def test_servers_get_the_listed_gpus_and_the_learner_all_others():
     assert learner == ("GPU-c", "GPU-d", "GPU-e", "GPU-f")
 
 
-def test_every_gpu_is_assigned_once():
-    for num_servers in (1, 2, 3, 6):
-        servers, learner = split_gpus(engine(0, 2, 3, 4, 5, 7, num_servers=num_servers), 2, BOX)
-        assert sorted([*learner, *(gpu for server in servers for gpu in server)]) == BOX
-        assert len(servers) == num_servers
-
-
 @pytest.mark.parametrize(
     ("config", "num_learner", "message"),
     [

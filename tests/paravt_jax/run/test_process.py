@@ -69,11 +69,12 @@ def test_an_interrupt_that_does_not_wake_a_waiting_notebook_is_noticed():
     in_a_cell(work())
 
 
-def test_a_timeout_of_the_work_is_raised():
+@pytest.mark.parametrize("kind", [ValueError, TimeoutError])  # waiting has a timeout too
+def test_an_error_of_a_run_in_a_notebook_is_raised(kind):
     async def work():
-        raise TimeoutError("no server")
+        raise kind("no server")
 
-    with pytest.raises(TimeoutError, match="no server"):
+    with pytest.raises(kind, match="no server"):
         in_a_cell(work())
 
 
@@ -81,14 +82,6 @@ def test_a_second_interrupt_of_a_notebook_ends_a_run_at_once():
     with pytest.raises(KeyboardInterrupt):
         in_a_cell(until_stopped(1))
     assert in_a_cell(asyncio.sleep(0, "next")) == "next"
-
-
-def test_an_error_of_a_run_in_a_notebook_is_raised():
-    async def fails():
-        raise ValueError("no file")
-
-    with pytest.raises(ValueError, match="no file"):
-        in_a_cell(fails())
 
 
 def test_without_a_loop_the_work_runs_in_this_thread():

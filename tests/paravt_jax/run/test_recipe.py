@@ -45,7 +45,6 @@ def test_a_model_without_a_recipe_has_none(model):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"rollout": {"tools": ["evil.py:Tool"]}}, "a model's files must not load code"),
         ({"rollout": {"prompts_file": "/etc/passwd"}}, "prompts_file is not a setting"),
         ({"rollout": {"prompts": {"system": "${oc.env:HOME}"}}}, "contains \\$\\{…\\}, which this file must not"),
         ({"rollout": {"max_parallel": "many"}}, "could not be converted to Integer"),
