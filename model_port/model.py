@@ -66,7 +66,8 @@ class VLModel(nnx.Module):
         self, batch: TextBatch, visual: Visual | None
     ) -> tuple[Float[Array, "B T D"], Int[Array, "L X"] | None]:
         """Also the number of tokens of each layer's experts, if there are any."""
-        layout = row_layout(batch)
+        order = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1]), batch.tokens.shape)
+        layout = Layout(jnp.asarray(batch.segment_ids), jnp.asarray(batch.branch_ids), order)
         attention = attention_of(self.compute.attention)
 
         def attend(q: Array, k: Array, v: Array, index: Index, cache: None) -> tuple[Array, None]:
@@ -90,8 +91,3 @@ class VLModel(nnx.Module):
     def __call__(self, batch: TextBatch, frames: VisionBatch | None = None) -> Float[Array, "B T V"]:
         """The logits of every token. Training uses `hidden` and computes only the logits of action tokens."""
         return self.text.logits(self.hidden(batch, None if frames is None else self.encode_vision(frames)))
-
-
-def row_layout(batch: TextBatch) -> Layout:
-    order = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1]), batch.tokens.shape)
-    return Layout(jnp.asarray(batch.segment_ids), jnp.asarray(batch.branch_ids), order)

@@ -1,5 +1,6 @@
 """Attention written out: explicit mask, softmax in float32. The reference for all other forms."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -16,10 +17,5 @@ def xla_attention(
     rows, num_tokens, num_heads, head_dim = q.shape
     grouped = q.reshape(rows, num_tokens, k.shape[2], -1, head_dim)
     mask = attend_mask(layout, causal=causal)[:, None, None]
-    weights = _softmax(jnp.where(mask, scores_of(grouped, k), MASKED)).astype(v.dtype)
+    weights = jax.nn.softmax(jnp.where(mask, scores_of(grouped, k), MASKED)).astype(v.dtype)
     return jnp.einsum("BKRTS,BSKH->BTKRH", weights, v).reshape(rows, num_tokens, num_heads, head_dim)
-
-
-def _softmax(scores: Float[Array, "B K R T S"]) -> Float[Array, "B K R T S"]:
-    shifted = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
-    return shifted / jnp.sum(shifted, axis=-1, keepdims=True)

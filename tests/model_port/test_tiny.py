@@ -21,6 +21,7 @@ from model_port.config import config_from_hf
 from model_port.convert import convert
 from model_port.export import export
 from model_port.output_dir import LIST_FILE
+from model_port.processing import VisionContract
 from model_port.tiny import (
     MAX_PIXELS,
     SINGLE_TOKEN_NUMBERS,
@@ -248,15 +249,9 @@ def test_config_dtype_and_pixel_bounds_can_be_chosen(tmp_path):
     written = make_tiny(tmp_path / "odd", config=odd, dtype="bfloat16", min_pixels=28 * 28, max_pixels=56 * 56)
     assert written == replace(odd, image_token_id=config.image_token_id)
     assert {value.dtype for value in load_file(tmp_path / "odd" / "model.safetensors").values()} == {BFLOAT16}
-    hf = transformers.Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "odd", dtype="auto")
-    assert hf.dtype == torch.bfloat16
-    assert hf.lm_head.weight.shape == (1801, 40)
-    assert hf.lm_head.weight is not hf.get_input_embeddings().weight
-    image = Image.new("RGB", (112, 112))
-    grid = pil_processing.Qwen2VLImageProcessorPil.from_pretrained(tmp_path / "odd")(
-        images=[image], return_tensors="np"
-    )["image_grid_thw"]
-    assert grid.tolist() == [[1, 4, 4]]  # 56 x 56 pixels in patches of 14
+    assert config_from_hf(json.loads((tmp_path / "odd" / "config.json").read_text())) == written
+    contract = VisionContract.from_hf(tmp_path / "odd")
+    assert (contract.patch_px, contract.min_pixels, contract.max_pixels) == (14, 28 * 28, 56 * 56)
 
 
 def test_video_bounds_leave_frames_within_the_image_bounds_alone(tiny_hf):
