@@ -2,20 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Int
 
 from model_port.json_files import Section
-
-TOKEN_IDS = {
-    "image_token_id": 151_655,
-    "video_token_id": 151_656,
-    "vision_start_token_id": 151_652,
-    "vision_end_token_id": 151_653,
-}
 
 
 @dataclass(frozen=True)
@@ -118,10 +111,10 @@ class ModelConfig:
     text: TextConfig
     vision: VisionConfig
     tie_embeddings: bool
-    image_token_id: int = TOKEN_IDS["image_token_id"]
-    video_token_id: int = TOKEN_IDS["video_token_id"]
-    vision_start_token_id: int = TOKEN_IDS["vision_start_token_id"]
-    vision_end_token_id: int = TOKEN_IDS["vision_end_token_id"]
+    image_token_id: int = 151_655
+    video_token_id: int = 151_656
+    vision_start_token_id: int = 151_652
+    vision_end_token_id: int = 151_653
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
@@ -137,6 +130,9 @@ class ModelConfig:
     @property
     def family(self) -> str:
         return self.vision.family
+
+
+TOKEN_IDS: dict[str, Any] = {each.name: each.default for each in fields(ModelConfig) if each.name.endswith("_token_id")}
 
 
 @dataclass(frozen=True)

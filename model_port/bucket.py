@@ -101,13 +101,9 @@ class Bucket:
     def names(self) -> list[str]:
         return list(self.sizes())
 
-    def read(self) -> tuple[bytes | None, bytes]:
-        """The content, or None if there is no such object, and the generation."""
-        return self.read_if_changed(None)
-
-    def read_if_changed(self, generation: bytes | None, part: slice | None = None) -> tuple[bytes | None, bytes]:
-        """Like `read`, for a part of the object; the content is also None if the generation is unchanged."""
-        ask = lambda: _driver(self.bucket).read(self.path, if_not_equal=generation, byte_range=part)  # noqa: E731
+    def read(self, known: bytes | None = None, part: slice | None = None) -> tuple[bytes | None, bytes]:
+        """The content, or a part of it, and the generation. None if there is no such object, or `known` is current."""
+        ask = lambda: _driver(self.bucket).read(self.path, if_not_equal=known, byte_range=part)  # noqa: E731
         answer = self._answer("read", ask)
         return (answer.value if answer.state == "value" else None), answer.stamp.generation
 
@@ -253,13 +249,13 @@ def download(bucket: Bucket, sizes: Mapping[str, int], directory: Path) -> None:
 def _fetch(source: Bucket, path: Path, cached: bytes | None, num_bytes: int) -> bytes:
     """Reads the object in parts, all of one generation, and returns that; writes nothing if it is the cached one."""
     parts = [slice(begin, min(begin + PART_BYTES, num_bytes)) for begin in range(0, num_bytes, PART_BYTES)] or [None]
-    content, generation = source.read_if_changed(cached, parts[0])
+    content, generation = source.read(cached, parts[0])
     if content is None and generation == cached:
         return generation
     with _replacing(path) as file:
         for part in parts[1:]:
             file.write(content or b"")
-            content, now = source.read_if_changed(None, part)
+            content, now = source.read(part=part)
             if now != generation:
                 raise ValueError(f"{source} changed during the download; start again")
         if content is None:
