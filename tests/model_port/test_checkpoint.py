@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from model_port import checkpoint
-from model_port.checkpoint import StoredParams, cast, restore_params
+from model_port.checkpoint import StoredParams, cast, restore_params, write_params
 from model_port.config import preset
 from model_port.convert import convert
 from model_port.loading import abstract_model, abstract_params
@@ -64,6 +64,16 @@ def test_runs_are_the_bytes_in_order_whatever_the_chunks(shape, data):
     cells = [np.argwhere(np.isin(values, values[run])) // chunk_shape for run in runs]
     chunks = [set(map(tuple, of_run.tolist())) for of_run in cells]
     assert sum(map(len, chunks)) == len(set().union(*chunks))  # no chunk is read twice
+
+
+def test_a_block_that_the_edge_of_an_array_cuts_off_is_read_as_written(tmp_path, monkeypatch):
+    """Seven rows in blocks of two."""
+    monkeypatch.setattr(checkpoint, "BLOCK_BYTES", 60)
+    (tmp_path / "hf").mkdir()
+    values, sizes = np.arange(35, dtype=np.float32).reshape(7, 5), []
+    write_params(tmp_path, {"a": (7, 5)}, values.dtype, lambda _, index: values[index], lambda *_: 0, sizes.append)
+    assert sizes == [40, 40, 40, 20]
+    np.testing.assert_array_equal(StoredParams(tmp_path).read("a", ()), values)
 
 
 @pytest.mark.parametrize("name", ["2b", "4b", "8b", "32b"])
