@@ -30,7 +30,6 @@ const plural = (count, noun) => `${count.toLocaleString("en")} ${noun}${count ==
 const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
 const spelled = (name) => name.replaceAll("_", " ");
 const distinct = (values) => [...new Set(values)];
-const evenly = (items, count) => (count >= items.length ? items : count < 2 ? items.slice(0, count) : Array.from({ length: count }, (_, n) => items[Math.round((n * (items.length - 1)) / (count - 1))]));
 
 const number = (value) => {
   if (!known(value)) return "–";

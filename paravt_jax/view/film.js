@@ -8,25 +8,13 @@ const looked = (call, to) => {
 };
 const colorOfCall = (call) => OUTCOME_COLORS[call.outcome] ?? "neutral";
 const shotsOf = (holder) => (holder.pictures ? holder.pictures.map((place, n) => [place, holder.frames_s[n]]) : []);
-const shot = ([place, time]) => styled(h("span", {
+const shot = ([place, time]) => h("span", {
   class: "shot", onmousemove: (event) => showTip(clock(time), event, picture(place)), onmouseleave: hideTip,
-}, picture(place, time)), {});
+}, picture(place, time));
 
-const fitting = new ResizeObserver((entries) => { // as many as fit
-  for (const { target, contentRect } of entries) target.refit(contentRect.width);
-});
-const fitted = (host, refit) => {
-  host.refit = refit;
-  fitting.observe(host);
-  return host;
-};
-const strip = (holder, name) => {
-  const shots = shotsOf(holder), host = h("div", { class: name });
-  return fitted(host, (width) => host.replaceChildren(...evenly(shots, Math.floor(width / THUMB_PX)).map(shot)));
-};
 const overviewStrip = (video, total) => { // each at its time, if it does not overlap the one before
   const host = h("div", { class: "shots" });
-  return fitted(host, (width) => {
+  new ResizeObserver(([{ contentRect: { width } }]) => {
     let free = 0;
     host.replaceChildren(...shotsOf(video).flatMap((one) => {
       const left = clamp((width * one[1]) / total - THUMB_PX / 2, 0, width - THUMB_PX);
@@ -34,7 +22,8 @@ const overviewStrip = (video, total) => { // each at its time, if it does not ov
       free = left + THUMB_PX;
       return [styled(shot(one), { left: `${left}px` })];
     }));
-  });
+  }).observe(host);
+  return host;
 };
 
 const film = (root, episode, numbers) => {
@@ -56,7 +45,7 @@ const filmOf = (root, episode, video, calls, numbers, guessed) => {
   if (alone && episode.prediction_s && episode.prediction_s[0] < episode.prediction_s[1]) area("said", episode.prediction_s);
   if (video.pictures) host.append(overviewStrip(video, total));
   host.append(h("div", { class: "frames" }, video.frames_s.map((time) => styled(h("i", { class: "frame" }), { left: at(time) }))));
-  host.append(...calls.map((call) => lane(root, call, numbers.get(call), at, total)));
+  host.append(...calls.map((call) => lane(root, call, numbers.get(call), at)));
   const marks = [0, 0.25, 0.5, 0.75, 1].map((part) => styled(h("span", {}, guessed && part === 1 ? "" : clock(part * total, total >= 20)), { left: `${100 * part}%` }));
   return [host, h("div", { class: "ticks", "aria-hidden": "true" }, marks), filmKey(episode, video, calls, guessed, alone)];
 };
@@ -78,7 +67,7 @@ const filmKey = (episode, video, calls, guessed, alone) => {
   return h("p", { class: "about" }, key);
 };
 const light = (root, name, on) => { for (const element of root.querySelectorAll(name)) element.classList.toggle("hot", on); };
-const lane = (root, call, n, at, total) => {
+const lane = (root, call, n, at) => {
   const [start, end] = call.window_s, name = `.call-${n}`, says = `call ${n}: ${looked(call, " to ")}, ${spelled(call.outcome)}`;
   const button = h("button", {
     type: "button", class: `c-${colorOfCall(call)} call-${n}`, "aria-label": says,
@@ -86,9 +75,7 @@ const lane = (root, call, n, at, total) => {
     onfocus: () => light(root, name, true), onblur: () => light(root, name, false),
     onclick: () => root.querySelector(`.callcard${name}`).scrollIntoView({ block: "nearest" }),
   }, String(n));
-  const before = start + end > total; // pictures go on the side with more room
-  const shots = call.pictures ? styled(strip(call, `beside ${before ? "before" : "after"}`), before ? { right: `calc(100% - ${at(start)} + 6px)` } : { left: `max(calc(${at(end)} + 6px), calc(${at(start)} + 26px))` }) : null;
-  return h("div", { class: shots ? "lane tall" : "lane" }, styled(button, { left: `min(${at(start)}, calc(100% - 20px))`, width: `calc(${at(end)} - ${at(start)})` }), shots);
+  return h("div", { class: "lane" }, styled(button, { left: `min(${at(start)}, calc(100% - 20px))`, width: `calc(${at(end)} - ${at(start)})` }));
 };
 
 /* When each part happened; parallel calls of a turn are below each other. */
