@@ -43,9 +43,9 @@ const makeFilter = (name) => {
   controls[name] = h("select", { onchange: () => refresh() }, h("option", { value: "" }, "any"), values.map((value) => h("option", { value }, told[value] ?? value)));
   return values.length > 1 ? h("label", {}, label, controls[name]) : null;
 };
-const makeInput = (name, label, attributes) => {
-  controls[name] = h("input", { ...attributes, oninput: () => refresh() });
-  return h("label", {}, label, controls[name]);
+const questionFilter = () => {
+  controls.words = h("input", { type: "search", placeholder: "any", oninput: () => refresh() });
+  return h("label", {}, "Question contains", controls.words);
 };
 const makeOrder = (scored) => {
   const orders = { "": "original", ...(scored ? { high: "highest reward", low: "lowest reward" } : {}), calls: "most calls", ...(comparing ? { apart: "largest difference" } : {}) };
@@ -55,8 +55,7 @@ const makeOrder = (scored) => {
 const filters = () => {
   const scored = rows.some((row) => known(row.total));
   return h("form", { class: "filters", onsubmit: (event) => event.preventDefault() }, Object.keys(FILTERS).map(makeFilter),
-    scored ? [makeInput("low", "Reward from", { type: "number", step: "0.1", placeholder: "any" }), makeInput("high", "to", { type: "number", step: "0.1", placeholder: "any" })] : null,
-    makeInput("words", "Question contains", { type: "search", placeholder: "any" }), makeOrder(scored),
+    questionFilter(), makeOrder(scored),
     h("button", { type: "button", class: "plain", onclick: () => { clear(); refresh(); } }, "Clear"));
 };
 const clear = () => { for (const control of Object.values(controls)) control.value = ""; };
@@ -67,13 +66,8 @@ const ORDERS = {
 };
 const matching = () => {
   const wanted = Object.entries(FILTERS).map(([name, [, of]]) => [value(name), of]).filter(([text]) => text);
-  const low = value("low"), high = value("high"), words = value("words").toLowerCase();
-  return rows.map((_, place) => place).filter((place) => {
-    const row = rows[place];
-    return wanted.every(([text, of]) => String(of(row)) === text)
-      && (!low || (known(row.total) && row.total >= +low - 1e-9)) && (!high || (known(row.total) && row.total <= +high + 1e-9))
-      && (!words || row.question.toLowerCase().includes(words));
-  });
+  const words = value("words").toLowerCase();
+  return rows.map((_, place) => place).filter((place) => wanted.every(([text, of]) => String(of(rows[place])) === text) && rows[place].question.toLowerCase().includes(words));
 };
 const refresh = () => {
   const order = ORDERS[value("order")];

@@ -1,8 +1,9 @@
 /* ---- the page, from top to bottom ---- */
+const EPISODES = "f_τ: format reward by one fixed rule for every run, with partial credit; parseable: episodes that the grammar accepts. κ: executed tool calls per episode. K: frames in the overview. ";
 const FOOT = {
-  training: "f_τ: format reward by one fixed rule for every run, with partial credit; parseable: episodes that the grammar accepts. κ: executed tool calls per episode. K: frames in the overview. ",
+  training: EPISODES,
   imitation: "The first trace of every step. Framed text is imitated; the rest is the prompt or tool output. ",
-  evaluation: "f_τ: format reward by one fixed rule for every run, with partial credit; parseable: episodes that the grammar accepts. κ: executed tool calls per episode. K: frames in the overview. ",
+  evaluation: EPISODES,
   question: "",
 };
 document.body.classList.toggle("comparing", comparing);

@@ -53,7 +53,7 @@ def question_of(split: str, sample: Sample, mode: str, texts: ReleaseTexts) -> R
     instruction = texts.texts["instruction.direct" if mode == "direct" else "instruction.other"].format()
     parts = {"instruction": instruction, "question": row.get("question", ""), "caption": row.get("caption", "")}
     if split in OPTIONS_OF:
-        parts["options"] = listed(OPTIONS_OF[split](row))
+        parts["options"] = "\n".join(f"{letter}. {option}" for letter, option in OPTIONS_OF[split](row))
     if split == "videomme_subtitles":
         lines = subtitle_text(sample.prompt.subtitles[0])
         parts["subtitles"] = texts.fill("subtitles", lines=lines) if lines else ""
@@ -66,12 +66,8 @@ def question_of(split: str, sample: Sample, mode: str, texts: ReleaseTexts) -> R
     return ReleaseQuestion(text, video, GOLD_OF[split](row))
 
 
-def listed(options: Sequence[tuple[str, str]]) -> str:
-    return "\n".join(f"{letter}. {text}" for letter, text in options)
-
-
 def _lettered(options: Sequence[str]) -> list[tuple[str, str]]:
-    return [(chr(ord("A") + number), option) for number, option in enumerate(options)]
+    return list(zip(LETTERS, options, strict=False))
 
 
 def _longvideobench_options(row: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -97,7 +93,7 @@ OPTIONS_OF: Mapping[str, Callable[[Mapping[str, Any]], Sequence[tuple[str, str]]
 GOLD_OF: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "videomme": lambda row: row["answer"],
     "videomme_subtitles": lambda row: row["answer"],
-    "longvideobench": lambda row: chr(ord("A") + row["correct_choice"]),
+    "longvideobench": lambda row: LETTERS[row["correct_choice"]],
     "lvbench": lambda row: row["answer"],
     "mlvu": _mlvu_gold,
     "mmvu": lambda row: row["answer"].strip(),
