@@ -75,26 +75,18 @@ def test_a_judge_without_a_verdict_is_asked_again_and_leaves_the_score_missing(a
 
 
 @pytest.mark.parametrize(
-    ("mode", "reason"),
+    ("mode", "num_requests", "reason"),
     [
-        ("rejected", "answered HTTP 422: temperature must be 1, not 0; check judge.url and judge.model"),
-        ("vllm model", "does not serve the model m: .* check judge.url and judge.model"),
-        ("openai key", "rejects the key; set the environment variable JUDGE_API_KEY"),
+        ("rejected", 1, "answered HTTP 422: temperature must be 1, not 0; check judge.url and judge.model"),
+        ("vllm model", 1, "does not serve the model m: .* check judge.url and judge.model"),
+        ("openai key", 1, "rejects the key; set the environment variable JUDGE_API_KEY"),
+        ("500", client_module.MAX_ATTEMPTS, "HTTP 500"),  # the client's attempts are not repeated
+        ("drop", 1, "cannot be reached"),
     ],
 )
-def test_a_request_that_would_fail_again_is_not_repeated(ask, mode, reason):
+def test_a_request_that_would_fail_again_is_not_repeated_and_leaves_the_score_missing(ask, mode, num_requests, reason):
     scores, problem, server = ask("", mode)
-    assert scores == [None] and len(server.bodies) == 1 and re.search(reason, problem)
-
-
-def test_a_failing_judge_gets_only_the_attempts_of_the_client(ask):
-    scores, problem, server = ask("", "500")
-    assert scores == [None] and len(server.bodies) == client_module.MAX_ATTEMPTS and "HTTP 500" in problem
-
-
-def test_an_unreachable_judge_leaves_the_score_missing(ask):
-    scores, problem, _ = ask("", "drop", MAX_ATTEMPTS=2)
-    assert scores == [None] and "cannot be reached" in problem
+    assert scores == [None] and re.search(reason, problem) and len(server.bodies) == num_requests
 
 
 def test_the_key_comes_from_the_environment(ask, monkeypatch):
