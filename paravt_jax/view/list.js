@@ -121,32 +121,31 @@ const scrollTo = (at) => {
   if (top < box.scrollTop) box.scrollTop = top;
   else if (top + ROW_PX > box.scrollTop + box.clientHeight) box.scrollTop = top + ROW_PX - box.clientHeight;
 };
+const readBeside = (other, partners) => {
+  const places = [current, other].filter(known).sort((one, two) => rows[one].run - rows[two].run);
+  reader.classList.toggle("two", places.length > 1);
+  reader.replaceChildren(...places.map((one) => read(episodeAt(one), barOf(one, partners))));
+};
 const open = (place, remember = true) => {
   current = place;
   scrollTo(visibleOnes.indexOf(place));
   drawRows();
   hideTip();
   const partners = comparing ? partnersOf(place) : [];
-  const beside = partners.length ? [place, partners[0]].sort((one, other) => rows[one].run - rows[other].run) : [place];
-  reader.classList.toggle("two", beside.length > 1);
-  reader.replaceChildren(...beside.map((one) => read(episodeAt(one), barOf(one, partners))),
-    ...(comparing && !partners.length ? [h("p", { class: "notice" }, `No other run has an episode of this prompt on this page.`)] : []));
+  readBeside(partners[0], partners);
+  if (comparing && !partners.length) reader.append(h("p", { class: "notice" }, "No other run has an episode of this prompt on this page."));
   if (remember) history.replaceState(null, "", `#episode-${place}`);
 };
 const barOf = (place, partners) => {
   const row = rows[place], at = visibleOnes.indexOf(current), own = place === current;
   const go = (label, sign, by) => h("button", { type: "button", class: "plain", "aria-label": label, disabled: visibleOnes[at + by] === undefined, onclick: () => move(at + by) }, sign);
   const beside = own ? go("Previous episode", "←", -1) : null, next = own ? go("Next episode", "→", 1) : null;
-  const others = !own && partners.length > 1 ? h("select", { class: "plain", "aria-label": "Another episode of this prompt", onchange: (event) => swap(+event.target.value, partners) }, partners.map((other) => h("option", { value: other, selected: other === place }, `${byColor ? `${RUN_NAMES[rows[other].run]} · ` : ""}${nameOf(other)}`))) : null;
+  const others = !own && partners.length > 1 ? h("select", { class: "plain", "aria-label": "Another episode of this prompt", onchange: (event) => readBeside(+event.target.value, partners) }, partners.map((other) => h("option", { value: other, selected: other === place }, `${byColor ? `${RUN_NAMES[rows[other].run]} · ` : ""}${nameOf(other)}`))) : null;
   return h("div", { class: "bar" }, h("span", { class: "id" }, runMark(row.run), comparing ? " " : null, others ? null : nameOf(place)), h("nav", { "aria-label": "Neighbors" }, others, beside, next));
 };
 const nameOf = (place) => {
   const row = rows[place];
   return [row.cell ? spelled(row.cell) : known(row.step) ? `step ${row.step}` : null, row.prompt, `no. ${members[place] + 1}`].filter(Boolean).join(" · ");
-};
-const swap = (other, partners) => {
-  const beside = [current, other].sort((one, two) => rows[one].run - rows[two].run);
-  reader.replaceChildren(...beside.map((one) => read(episodeAt(one), barOf(one, partners))));
 };
 
 const lede = () => {
