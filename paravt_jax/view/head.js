@@ -2,11 +2,12 @@
 const KINDS = { __proto__: null, training: "reinforcement learning", imitation: "cold start", evaluation: "evaluation", question: "question" };
 const SCORERS = { __proto__: null, strict: "ours", official: "the benchmark's" };
 
+const numDone = ({ n }) => n.answered + n.unanswered;
 const progressOf = ({ about, cells }) => {
   const { steps_done: done, steps_planned: planned, kind } = about;
   if (kind === "question") return null;
   if (kind === "evaluation") {
-    const there = cells.reduce((sum, cell) => sum + cell.num_there, 0);
+    const there = cells.reduce((sum, cell) => sum + numDone(cell), 0);
     return h("span", {}, h("b", {}, plural(cells.length, "cell")), `, ${plural(there, "sample")} done`);
   }
   const inner = planned ? styled(h("i"), { width: `${clamp((100 * done) / planned, 0, 100)}%` }) : null;
@@ -83,12 +84,12 @@ const answerOf = (answer) => h("div", { class: "card answer" },
 
 /* An evaluation's cells: all scores are on one scale, each with its interval. */
 const whisker = (scores) => {
-  const [low, high] = scores.interval.map((share) => 100 * share), at = 100 * scores.score;
-  const says = `${percent(scores.score)} %, 95 % interval ${percent(scores.interval[0])} to ${percent(scores.interval[1])}`;
+  const [low, high] = scores.interval_95.map((share) => 100 * share), at = 100 * scores.score;
+  const says = `${percent(scores.score)} %, 95 % interval ${percent(scores.interval_95[0])} to ${percent(scores.interval_95[1])}`;
   return h("div", { class: "whisker", role: "img", "aria-label": says, onmousemove: (event) => showTip(says, event), onmouseleave: hideTip },
     styled(h("i", { class: "range" }), { left: `${low}%`, width: `${high - low}%` }), styled(h("i", { class: "at" }), { left: `${at}%` }));
 };
-const missingOf = (cell) => Object.entries(cell.missing).map(([reason, count]) => `${count.toLocaleString("en")} ${reason}`).join(", ");
+const missingOf = (cell) => Object.entries(cell.n.missing).map(([reason, count]) => `${count.toLocaleString("en")} ${reason}`).join(", ");
 const groupsOf = (cell, scorer) => Object.entries(cell.scores[scorer].groups).map(([name, labels]) => h("div", {}, h("h4", {}, spelled(name)),
   h("table", { class: "groups" }, h("tbody", {}, Object.entries(labels).map(([label, found]) => h("tr", {}, h("th", { scope: "row" }, label), h("td", { class: "num" }, percent(found.score)), h("td", { class: "num soft" }, `of ${found.n}`)))))));
 const cellName = (cell) => [cell.dispatch, known(cell.frame_budget) ? plural(cell.frame_budget, "frame") : "", known(cell.temperature) ? `temperature ${cell.temperature}` : ""].filter(Boolean).join(", ");
@@ -96,12 +97,13 @@ const cellRows = (cell, place) => {
   const title = [runMark(place), comparing ? " " : null, cellName(cell)];
   const about = [cell.split, cell.mode && spelled(cell.mode)].filter(Boolean).join(" · ");
   const scorers = Object.entries(cell.scores);
-  const there = known(cell.num_expected) ? `${cell.num_there.toLocaleString("en")} of ${cell.num_expected.toLocaleString("en")}` : `${cell.num_there.toLocaleString("en")} so far`;
-  const head = (rowspan) => [h("th", { scope: "row", rowspan }, title, h("small", {}, about), cell.refused ? h("small", { class: "wrong", title: cell.refused }, "no score reported") : null), h("td", { class: "num", rowspan, "data-name": "samples" }, there, missingOf(cell) ? h("small", { class: "wrong" }, `missing: ${missingOf(cell)}`) : null, cell.num_unanswered ? h("small", {}, `${cell.num_unanswered} unanswered`) : null)];
-  const tail = (rowspan) => [h("td", { class: "num", rowspan, "data-name": "κ" }, short(cell.kappa)), h("td", { class: "num", rowspan, "data-name": "f_τ" }, short(cell.f_tau)), h("td", { class: "num", rowspan, "data-name": "parseable" }, short(cell.parseable))];
+  const expected = cell.n.expected ?? cell.n.rows;
+  const there = `${numDone(cell).toLocaleString("en")} ${known(expected) ? `of ${expected.toLocaleString("en")}` : "so far"}`;
+  const head = (rowspan) => [h("th", { scope: "row", rowspan }, title, h("small", {}, about), cell.refused ? h("small", { class: "wrong", title: cell.refused }, "no score reported") : null), h("td", { class: "num", rowspan, "data-name": "samples" }, there, missingOf(cell) ? h("small", { class: "wrong" }, `missing: ${missingOf(cell)}`) : null, cell.n.unanswered ? h("small", {}, `${cell.n.unanswered} unanswered`) : null)];
+  const tail = (rowspan) => [h("td", { class: "num", rowspan, "data-name": "κ" }, short(cell.metrics?.tool_calls_mean)), h("td", { class: "num", rowspan, "data-name": "f_τ" }, short(cell.metrics?.format_reward)), h("td", { class: "num", rowspan, "data-name": "parseable" }, short(cell.metrics?.parseable_frac))];
   if (!scorers.length) return [h("tr", {}, head(1), h("td", { colspan: 4, class: "soft" }, "scores appear when all samples are done"), tail(1))];
   return scorers.map(([scorer, scores], n) => h("tr", { class: n ? "again" : null }, n ? null : head(scorers.length),
-    h("td", {}, SCORERS[scorer] ?? scorer), h("td", { class: "num" }, h("b", {}, percent(scores.score)), Object.entries(scores.variants).map(([name, value]) => h("small", {}, `${name} ${percent(value)}`))),
+    h("td", {}, SCORERS[scorer] ?? scorer), h("td", { class: "num" }, h("b", {}, percent(scores.score)), Object.entries(scores).filter(([name]) => name.includes("@")).map(([name, value]) => h("small", {}, `${name} ${percent(value)}`))),
     h("td", {}, whisker(scores)), h("td", { class: "num", "data-name": "missing as wrong" }, percent(scores.missing_as_wrong)), n ? null : tail(scorers.length)));
 };
 const cellDetails = (cell, place) => {

@@ -197,9 +197,9 @@ def test_an_evaluation_has_its_cells_with_the_results_of_their_certificates(tmp_
     page = view(Path(config.run_dir), max_episodes=8)
     done, unfinished = page.data["cells"]
     assert page.data["about"]["kind"] == "evaluation" and page.data["headlines"] == []
-    assert done["scores"]["strict"]["interval"] == cells[0]["scores"]["strict"]["interval_95"]
-    assert (done["num_there"], done["num_expected"], done["dispatch"], done["frame_budget"]) == (3, 1337, "none", 3)
-    assert (unfinished["num_there"], unfinished["scores"]) == (3, {})
+    assert done | {"temperature": 1.0} == cells[0] | {"provenance": done["provenance"]}
+    assert (done["n"]["expected"], done["dispatch"], done["frame_budget"]) == (1337, "none", 3)
+    assert (unfinished["n"]["answered"], unfinished["scores"], unfinished["frame_budget"]) == (3, {}, 5)
     assert Counter(row["cell"] for row in page.rows) == {"none_3": 4, "none_5": 4}  # two prompts, two samples each
     assert {row["split"] for row in page.rows} == {"longvideobench"}
     assert ["Dispatches", "none"] in page.data["about"]["facts"]
