@@ -202,9 +202,7 @@ def test_samples_of_other_texts_are_not_mixed(copy_of):
     root = copy_of("lvbench")
     run("lvbench", root, "D")
     (root.parent / "release.yaml").write_text(to_yaml(TEXTS | {"last.choice": "Other."}, "Changed."))
-    with pytest.raises(
-        ValueError, match=r"an evaluation with other settings \(eval\.release_texts_digest\)"
-    ):
+    with pytest.raises(ValueError, match=r"an evaluation with other settings \(eval\.release_texts_digest\)"):
         run("lvbench", root, "D")
 
 

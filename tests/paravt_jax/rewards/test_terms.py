@@ -245,9 +245,8 @@ def test_a_call_of_any_tool_of_the_run_is_well_formed():
 
 
 def test_a_leaked_call_earns_only_if_executed():
-    leak = f"{THINK}<tool_code>crop_video('video.mp4', 2, 5)</tool_code>"
-    assert terms(leak, ANSWER_TURN, outcomes=["ok"]).tool == pytest.approx(0.8)
-    assert terms(leak, ANSWER_TURN, outcomes=["invalid"]).tool == 0.0
+    assert terms(LEAK, ANSWER_TURN, outcomes=["ok"]).tool == pytest.approx(0.8)
+    assert terms(LEAK, ANSWER_TURN, outcomes=["invalid"]).tool == 0.0
 
 
 @pytest.mark.parametrize(
@@ -456,13 +455,6 @@ def test_a_missing_property_has_the_place_at_fault(turns, closing, flow, unclose
             ((turn, start, end),) = anchor.places
             assert turns[turn][start:].startswith(expected) and end == start + bool(expected)
             assert expected or start == len(turns[turn])
-
-
-def test_properties_add_up_to_the_anchor_met_or_not():
-    for turns in ([ANSWER_TURN], [THINK], ["<think>\nlook"], [TOOL_TURN, "<think>\nhm</think>"], []):
-        reward = terms(*turns)
-        assert math.fsum(anchor.value for anchor in reward.anchors) == pytest.approx(reward.anchor)
-        assert [anchor.name for anchor in reward.anchors] == ["think_closing", "flow", "think_unclosed"]
 
 
 def test_own_terms_are_added_to_r_with_their_weight():
