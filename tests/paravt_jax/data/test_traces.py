@@ -93,14 +93,6 @@ def test_the_id_depends_on_the_content_and_not_on_the_host(video_dir):
     assert ids == ["92ef2ed4309d1bdf", ids[1], "92ef2ed4309d1bdf-2"] and len(set(ids)) == 3
 
 
-def test_the_id_distinguishes_one_tool_response_from_two(video_dir):
-    ids = []
-    for responses in ([[text("first"), text("second")]], [[text("first")], [text("second")]]):
-        pairs = [("user", "Q"), ("assistant", CALL_TURN), *(("tool", parts) for parts in responses)]
-        ids.append(load_row(video_dir, messages(*pairs, ("assistant", ANSWER_TURN))).id)
-    assert ids[0] != ids[1]
-
-
 def shows(*parts: dict) -> dict:
     return sft_row(dialogue([*parts, text("Which?")], ANSWER_TURN))
 
