@@ -173,7 +173,7 @@ async def open_sft_run(
             stack,
             num_steps=config.sft.num_steps,
             beginning={"step": 0, **asdict(Position())},
-            visits=(order.fingerprint, f"data.train={config.data.train} or seed={config.seed}"),
+            fingerprint=order.fingerprint,
             checkpoint=config.checkpoint,
             log=config.log,
             remarks=remarks,

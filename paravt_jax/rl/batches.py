@@ -108,6 +108,7 @@ class PolicyUpdate:
         self._train, self._rollout, self._pack_settings = train, rollout, pack
         self._row_patches, self._seed = contract.max_patches(max_pixels), seed
         self._over_tokens = over_tokens
+        self._num_rows, self._num_parts = pack.num_rows // hosts.num, num_row_parts(learner.mesh) // hosts.num
         call_frames = rollout.tool_turns * rollout.max_parallel * rollout.subagent_max_frames * train.subagent_loss
         group_frames = max_frames + train.group_size * (call_frames + rollout.shown_pictures)
         self._max_frames = train.prompts_per_step * group_frames  # of a step
@@ -249,22 +250,19 @@ class PolicyUpdate:
 
     def _shape(self, dialogues_of_parts: Sequence[Sequence[Dialogue]]) -> PackShape:
         """The shape of this host's rows, the same for all parts of the step."""
-        settings, num_hosts = self._pack_settings, self._hosts.num
-        if settings.one_shape:
+        if self._pack_settings.one_shape:
             return self._one_shape
-        num_rows, num_parts = settings.num_rows // num_hosts, num_row_parts(self._learner.mesh) // num_hosts
-        lengths = row_lengths(settings.row_tokens)
+        lengths = row_lengths(self._pack_settings.row_tokens)
         groups_of_parts = list(map(prompt_groups, dialogues_of_parts))
-        own = [[num_batches(groups, length, num_rows) for length in lengths] for groups in groups_of_parts]
+        own = [[num_batches(groups, length, self._num_rows) for length in lengths] for groups in groups_of_parts]
         of_hosts = np.array(self._gather("batches", own))  # by host, part and length
         row_tokens = best_row_tokens(lengths, of_hosts.max(axis=0).sum(axis=0).tolist())
-        return PackShape(num_rows, row_tokens, self._row_patches, num_parts)
+        return PackShape(self._num_rows, row_tokens, self._row_patches, self._num_parts)
 
     @property
     def _one_shape(self) -> PackShape:
-        settings, num_hosts = self._pack_settings, self._hosts.num
-        num_rows, num_parts = settings.num_rows // num_hosts, num_row_parts(self._learner.mesh) // num_hosts
-        return one_shape(num_rows, settings.row_tokens, self._row_patches, num_parts, self._max_frames)
+        row_tokens = self._pack_settings.row_tokens
+        return one_shape(self._num_rows, row_tokens, self._row_patches, self._num_parts, self._max_frames)
 
     def compile_ahead(self) -> Callable[[], None]:
         """The work, for a thread, that compiles the programs of all updates: nothing if their shapes are not known."""

@@ -204,17 +204,17 @@ class Replay:
         return await worker.score(record["id"], await self._episode(record, overview), prompt)
 
     async def _episode(self, record: Mapping[str, Any], overview: Overview) -> Episode:
-        turns, paths = [], dict(zip((v["path"] for v in record.get("videos", ())), overview.task.videos, strict=False))
+        turns, paths = [], dict(zip((v["path"] for v in record["videos"]), overview.task.videos, strict=False))
         for turn in record["turns"]:
             written = find_calls(turn["text"], self.worker.agent.signatures)[: len(turn["calls"])]
             logged = zip(written, turn["calls"], strict=True)
             calls = [await self._call(call, of_call, overview, paths) for call, of_call in logged]
             text = turn["text"], turn["finish"], tuple(turn["token_span"])
-            turns.append(Turn(*text, calls, turn["latency_s"], turn.get("started_s", 0.0)))
+            turns.append(Turn(*text, calls, turn["latency_s"], turn["started_s"]))
         shown = [picture for turn in turns for call in turn.calls for picture in pictures_of(call.parts)]
         ledger = _ledger(record["segments"], [*overview.pictures, *shown])
         ended = record["finish"], record["seconds"]
-        overview_s = record.get("overview_s", 0.0)
+        overview_s = record["overview_s"]
         return Episode(
             record["id"], overview.task, ledger, turns, *ended, videos=overview.shown_videos, overview_s=overview_s
         )
@@ -225,9 +225,9 @@ class Replay:
         window = None if record["window_s"] is None else Window(*record["window_s"])
         box = None if record["box"] is None else Box(*record["box"])
         result = record["outcome"], record["response"], record["problem"]
-        done = Call(call, *result, window, box, latency_s=record["latency_s"], path=record.get("path", ""))
-        done.started_s = record.get("started_s", 0.0)
-        if shown := record.get("shown"):
+        times = {name: record[name] for name in ("latency_s", "started_s")}
+        done = Call(call, *result, window, box, path=record["path"], **times)
+        if shown := record["shown"]:
             done.parts = (done.response, *await self._shown(shown, paths))
             done.frames_s = tuple(record["frames_s"])
         if record["segments"] is not None:

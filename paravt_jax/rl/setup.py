@@ -187,7 +187,7 @@ async def _resume(
         stack,
         num_steps=num_steps if log is None else min(num_steps, log.last),
         beginning={"step": 0, "cursor": Cursor().to_record()},
-        visits=(order.fingerprint, f"data.train={config.data.train} or seed={config.seed}"),
+        fingerprint=order.fingerprint,
         checkpoint=config.checkpoint,
         log=config.log,
         remarks=remarks,

@@ -155,22 +155,20 @@ class Training:
         *,
         num_steps: int,
         beginning: Progress,
-        visits: tuple[str, str],
+        fingerprint: str,
         checkpoint: CheckpointConfig,
         log: LogConfig,
         remarks: Sequence[str],
     ) -> "Training":
         """Resumes from the newest complete checkpoint, or starts from `beginning`: {"step": 0} and further progress.
 
-        `visits` has the fingerprint of the data order and the settings that determine it. This writes the settings to
-        the run's directory.
+        `fingerprint` is the data order's. This writes the settings to the run's directory.
         """
         adapter = await in_thread(lambda: policy.adapter_info(learner.model))
         hosts = directory.hosts
         copies = None if directory.bucket is None else LogCopies(directory.path, directory.bucket)
         checkpoints = directory.checkpoints(copies, policy.hf_files, checkpoint, say, adapter, hosts)
         stack.callback(checkpoints.close)
-        fingerprint, followed_from = visits
         beginning = beginning | {"visits": fingerprint}
         progress = await in_thread(lambda: checkpoints.restore(learner))
         if progress is None and directory.num_logged > 2 * checkpoint.every_steps:  # the first was complete by then
@@ -182,9 +180,11 @@ class Training:
         changes = [change_text(key, *values) for key, values in directory.changes.items()]
         if progress["visits"] != fingerprint:
             if not directory.allow_changes:
+                data, seed = directory.settings["data"]["train"], directory.settings["seed"]
                 raise ValueError(
-                    f"{followed_from} changed since the run in {directory.path} started, so its position in the data "
-                    f"is invalid; set them back, choose another run_dir, or restart the data with --allow-changes"
+                    f"data.train={data} or seed={seed} changed since the run in {directory.path} started, so its "
+                    f"position in the data is invalid; set them back, choose another run_dir, or restart the data with "
+                    f"--allow-changes"
                 )
             changes.append("the data changed and start from the beginning")
             progress = beginning | {"step": progress["step"]}

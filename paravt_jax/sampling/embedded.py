@@ -145,7 +145,7 @@ class EmbeddedEngine:
 
     async def abort(self, episode: str | None = None) -> None:
         def stop_all() -> list[tuple[Running, Completion | None]]:
-            chosen = [running for running in self._waiting() if episode in (None, running.episode)]
+            chosen = [running for running in self._running.values() if episode in (None, running.episode)]
             return [(running, self._stop(running)) for running in chosen]
 
         for running, completion in await self._in_thread(stop_all):
@@ -172,11 +172,8 @@ class EmbeddedEngine:
                     finished = await self._in_thread(self._step)
         except Exception as problem:  # sampling cannot continue, so every caller gets the error
             self._failure = problem
-            for running in self._waiting():
+            for running in [*self._running.values()]:
                 running.notify(problem)
-
-    def _waiting(self) -> list[Running]:
-        return list(self._running.values())
 
     # In the thread
 
