@@ -204,6 +204,9 @@ def test_another_correction_on_the_command_line_starts_from_its_own_bounds(tmp_p
     assert load_config(tmp_path / "config.json", "loss.correction=none").loss.correction_bounds == {}
 
 
+SERVERS = ["engine.kind=sglang"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -263,6 +266,28 @@ def test_another_correction_on_the_command_line_starts_from_its_own_bounds(tmp_p
             r"lora\.rank=8 trains adapters .* conflicts with optim\.train_vision=true",
         ),
         (["checkpoint.keep=0"], r"checkpoint\.keep=0 must be at least 1"),
+        (["loss.params.clip_low=1"], r"loss\.params\.clip_low=1\.0 must be above 0 and below 1"),
+        (["loss.params.clip_high=0"], r"loss\.params\.clip_high=0\.0 must be a finite number above 0"),
+        (["loss.name=cispo", "loss.params.clip_high=0.2"], r"is not a .* of loss\.name=cispo, which has max_ratio$"),
+        (["loss.name=cispo", "loss.params.max_ratio=0.5"], r"loss\.params\.max_ratio=0\.5 must be .* at least 1"),
+        (["loss.params.dual_clip=1"], r"loss\.params\.dual_clip=1\.0 must be above 1"),
+        (["loss.correction_bounds.max_weight=0.5"], r"correction_bounds\.max_weight=0\.5 must be at least 1"),
+        (["loss.correction=icepop", "loss.correction_bounds.min_weight=2"], r"min_weight=2\.0 must be from 0 to 1"),
+        (["loss.correction_bounds.min_weight=0.5"], r"is not a bound of .*token_mis, which has max_weight$"),
+        (["loss.correction=none", "loss.correction_bounds.max_weight=2"], r"correction=none, which has none$"),
+        (["loss.kl_coef=-0.1"], r"loss\.kl_coef=-0\.1 must be a finite number, 0 or more"),
+        (["mismatch.max_kl=0"], r"mismatch\.max_kl=0\.0 must be above 0"),
+        (["mismatch.max_kl=.nan"], r"mismatch\.max_kl=nan must be above 0"),
+        (["hosts.num=2"], r"hosts\.num=2 has no effect with hosts\.coordinator=''"),
+        (["hosts.num=2", "hosts.coordinator=auto"], r"leave hosts\.num out, because auto detects it"),
+        (["hosts.num=2", "hosts.coordinator=somewhere"], r"hosts\.coordinator=somewhere is not ADDRESS:PORT"),
+        (["hosts.num=2", "hosts.coordinator=a:1", "hosts.index=2"], r"index=2 must be from 0 to hosts\.num-1=1"),
+        ([*SERVERS, "engine.gpus=[1,1]"], r"engine\.gpus=\[1, 1\] must be different GPU numbers"),
+        ([*SERVERS, "engine.gpus=[-1]"], r"engine\.gpus=\[-1\] must be different GPU numbers, starting at 0"),
+        ([*SERVERS, "engine.gpus=[1,2,3]", "engine.num_servers=2"], r"not split evenly over engine\.num_servers=2"),
+        ([*SERVERS, "engine.gpus=[1]", "engine.urls=[http://a]"], r"without engine\.urls"),
+        (["engine.gpus=[1]"], r"engine\.gpus=\[1\] is for servers that the run starts"),
+        (["engine.weights_dir=/shared"], r"engine\.weights_dir=/shared has no effect without"),
     ],
 )
 def test_an_invalid_setting_is_rejected_with_its_key(overrides, message):

@@ -42,25 +42,6 @@ def test_missing_gpus_and_meshes_of_another_size_are_rejected(config, num_learne
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"gpus": [1, 1]}, r"engine\.gpus=\[1, 1\] must be different GPU numbers"),
-        ({"gpus": [-1]}, r"engine\.gpus=\[-1\] must be different GPU numbers, starting at 0"),
-        (
-            {"gpus": [1, 2, 3], "num_servers": 2},
-            r"gpus=\[1, 2, 3\] does not split evenly over engine\.num_servers=2",
-        ),
-        ({"gpus": [1], "kind": "jax"}, r"engine\.gpus=\[1\] is for servers that the run starts"),
-        ({"gpus": [1], "urls": ["http://a"]}, r"without engine\.urls"),
-        ({"weights_dir": "/shared", "kind": "jax"}, r"engine\.weights_dir=/shared has no effect without"),
-    ],
-)
-def test_invalid_gpu_settings_are_rejected(settings, message):
-    with pytest.raises(ValueError, match=message):
-        EngineConfig(**{"kind": "sglang", **settings})
-
-
-@pytest.mark.parametrize(
     ("environment", "gpus"),
     [
         ({}, ("0", "1", "2")),

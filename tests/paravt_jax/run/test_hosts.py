@@ -189,17 +189,3 @@ def test_hosts_with_different_numbers_of_devices_are_rejected(tmp_path):
 def test_auto_is_rejected_without_a_cluster(tmp_path):
     (ended,) = several.Started(tmp_path, 1, 1, _alone, [(HostsConfig("auto"), 3)]).ended(100)
     assert ended.code == 1 and "neither Slurm nor a TPU pod nor Kubernetes describes the hosts" in ended.said
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (dict(num=2), "hosts.num=2 has no effect with hosts.coordinator=''"),
-        (dict(coordinator="auto", num=2), "leave hosts.num out, because auto detects it"),
-        (dict(coordinator="somewhere", num=2), "hosts.coordinator=somewhere is not ADDRESS:PORT"),
-        (dict(coordinator="a:1", num=2, index=2), "hosts.index=2 must be from 0 to hosts.num-1=1"),
-    ],
-)
-def test_settings_of_hosts_without_effect_are_rejected(settings, message):
-    with pytest.raises(ValueError, match=message):
-        HostsConfig(**settings)
