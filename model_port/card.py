@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from model_port.config import FAMILIES
 from model_port.hf_files import HUB_ID, RECIPE_FILE
-from model_port.json_files import flattened
+from model_port.json_files import Section, flattened, read_object
 from model_port.layout import CHECKPOINTS_DIR, RESULTS_FILE
 
 CURVE_FILE = "training.png"
@@ -197,13 +197,10 @@ def _details(settings: Mapping[str, Any], base: str | None, dtype: str, model_ty
 
 
 def run_settings(src: Path) -> Mapping[str, Any]:
-    """The settings of the run that wrote this checkpoint, by dotted key; empty if there are none to read."""
-    file = src.absolute().parents[1] / "config.json" if _is_of_a_run(src) else None
-    try:
-        record = json.loads(file.read_bytes()) if file is not None else {}
-    except (OSError, ValueError):
-        return {}  # the weights are complete without it
-    return flattened(record["config"]) if isinstance(record, dict) and isinstance(record.get("config"), dict) else {}
+    """The settings of the run that wrote this checkpoint, by dotted key; empty if its record is not there."""
+    if not _is_of_a_run(src) or not (file := src.absolute().parents[1] / "config.json").is_file():
+        return {}
+    return flattened(Section(str(file), read_object(file)).section("config").values)
 
 
 def curve_of(src: Path) -> Path | None:

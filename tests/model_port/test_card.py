@@ -76,12 +76,14 @@ def test_a_cold_start_is_called_one(trained):
     assert "trained by supervised fine-tuning on traces" in card_with(trained, {**RL, "sft": {"num_steps": 500}})
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"config": 7}'])
-def test_without_readable_settings_there_is_a_card_all_the_same(trained, content):
-    (trained.parents[1] / "config.json").write_text(content)
+def test_without_the_settings_there_is_a_card_all_the_same(trained):
+    (trained.parents[1] / "config.json").unlink()
     card = make_card(trained, "me/policy", None, "bfloat16", has_recipe=False)
     assert "## Training" not in card and "## How to use" in card and "Not evaluated" in card
     assert ModelCard(card).data.license is None
+    (trained.parents[1] / "config.json").write_text('{"config": 7}')
+    with pytest.raises(ValueError, match=r"config\.json: config=7 must be an object"):
+        make_card(trained, "me/policy", None, "bfloat16", has_recipe=False)
 
 
 CELL = {

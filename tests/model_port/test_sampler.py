@@ -17,7 +17,7 @@ from model_port.config import ModelConfig
 from model_port.inputs import Frame
 from model_port.layers import unstacked
 from model_port.loading import abstract_model, frames_of
-from model_port.sampler import Completion, Sampler, SamplerPrompt, SamplerRequest, SamplingParams
+from model_port.sampler import Sampler, SamplerPrompt, SamplerRequest, SamplingParams
 from model_port.sampler.programs import copy_page, decode, encode, first_of_highest, prefill
 from model_port.sharding import make_mesh
 
@@ -133,16 +133,16 @@ def test_a_request_of_a_mixture_gives_the_same_tokens_in_any_company(tmp_path_fa
         for start in range(4)
     ]
     alone = [Sampler(ours, **SETTINGS).generate([request])[0] for request in requests]
-    assert list(map(pair_of, Sampler(ours, **SETTINGS).generate(requests))) == list(map(pair_of, alone))
+    assert Sampler(ours, **SETTINGS).generate(requests) == alone
 
 
 @pytest.mark.slow
 def test_another_seed_gives_other_tokens(sampler, requests):
     prompt = requests[0].prompt
-    seeds = [
-        sampler.generate([SamplerRequest(prompt, SamplingParams(23, seed=seed))])[0].ids for seed in (1, 2, 2**32 + 1)
-    ]
-    assert seeds[0] != seeds[1] and seeds[0] != seeds[2]
+    one, *others = (
+        sampler.generate([SamplerRequest(prompt, SamplingParams(23, seed=seed))]) for seed in (1, 2, 2**32 + 1)
+    )
+    assert one not in others
 
 
 @pytest.mark.slow
@@ -192,16 +192,12 @@ def test_equal_programs_serve_all_lengths_and_every_sampler_of_a_model(pair, req
 @pytest.mark.slow
 def test_tokens_are_bit_for_bit_equal_at_any_limit_beside_any_row_and_from_any_cache(pair, requests):
     long = SamplerRequest(SamplerPrompt(np.arange(5, 2005) % 100), SamplingParams(40, seed=2))
-    expected = [pair_of(Sampler(pair[1], **SETTINGS).generate([request])[0]) for request in requests]
+    expected = [Sampler(pair[1], **SETTINGS).generate([request])[0] for request in requests]
     wide = Sampler(pair[1], **{**SETTINGS, "max_context_tokens": 4096})
     first = wide.generate([long, *requests])[1:]
     again = wide.generate([*requests[::-1], long])[:-1][::-1]  # their prompts are in the cache
-    assert [pair_of(completion) for completion in first] == expected == [pair_of(completion) for completion in again]
-    assert len({tuple(ids) for ids, _ in expected}) == len(expected)
-
-
-def pair_of(completion: Completion) -> tuple[list[int], list[float]]:
-    return completion.ids, completion.behavior_logp
+    assert first == expected == again
+    assert len({tuple(completion.ids) for completion in expected}) == len(expected)
 
 
 @pytest.mark.slow
@@ -248,13 +244,13 @@ def test_requests_wait_for_pages_and_lose_nothing(pair):
 
 @pytest.mark.slow
 def test_layers_of_separate_arrays_sample_the_same_tokens(pair, requests):
-    expected = [pair_of(completion) for completion in Sampler(pair[1], **SETTINGS).generate(requests)]
+    expected = Sampler(pair[1], **SETTINGS).generate(requests)
     graphdef, state = nnx.split(pair[1])
     model = nnx.merge(graphdef, state)
     model.text.layers = unstacked(model.text.layers, model.config.text.num_layers)
-    for completion, (ids, logp) in zip(Sampler(model, **SETTINGS).generate(requests), expected, strict=True):
-        assert completion.ids == ids
-        np.testing.assert_allclose(completion.behavior_logp, logp, atol=1e-5)
+    for got, want in zip(Sampler(model, **SETTINGS).generate(requests), expected, strict=True):
+        assert got.ids == want.ids
+        np.testing.assert_allclose(got.behavior_logp, want.behavior_logp, atol=1e-5)
 
 
 @pytest.mark.slow
