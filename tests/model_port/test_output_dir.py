@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from model_port.output_dir import LIST_FILE, output_directory
+from model_port.output_dir import LIST_FILE, output_directory, partial_directory
 
 
 def write(dst, *, force=True, source=None, text="new"):
@@ -22,35 +22,17 @@ def files(directory):
     }
 
 
-def add(directory):
-    (directory / "notes.txt").write_text("mine")
-
-
-def change(directory):
-    path = directory / "deep" / "file"
-    path.write_text("older"), os.utime(path, ns=(1, 1))
-
-
-def link(directory):
-    (directory / "deep" / "elsewhere").symlink_to(directory.parent)
-
-
-def unmark(directory):
-    (directory / LIST_FILE).unlink()
-
-
-def mark_otherwise(directory):
-    (directory / LIST_FILE).write_text('{"name": "dst", "files": ["deep/file"]}')
-
-
 @pytest.mark.parametrize(
     ("touch", "problem"),
     [
-        (add, "holds notes.txt, which was added or changed"),
-        (change, "holds deep/file, which was added or changed"),
-        (link, "holds deep/elsewhere, which was added or changed"),
-        (unmark, "was not written by this program"),
-        (mark_otherwise, "holds a list of files that this program did not write"),
+        (lambda dst: (dst / "notes.txt").write_text("mine"), "holds notes.txt, which was added or changed"),
+        (lambda dst: os.utime(dst / "deep" / "file", ns=(1, 1)), "holds deep/file, which was added or changed"),
+        (lambda dst: (dst / "deep" / "gone").symlink_to(dst.parent), "holds deep/gone, which was added or changed"),
+        (lambda dst: (dst / LIST_FILE).unlink(), "was not written by this program"),
+        (
+            lambda dst: (dst / LIST_FILE).write_text('{"name": "dst", "files": ["deep/file"]}'),
+            "holds a list of files that this program did not write",
+        ),
     ],
 )
 def test_what_somebody_else_put_there_is_never_replaced(touch, problem, tmp_path):
@@ -70,6 +52,38 @@ def test_what_we_wrote_and_what_is_empty_is_replaced(tmp_path):
         write(dst, text=text)
         assert files(dst) == {"deep/file": text}
     assert [path.name for path in tmp_path.iterdir()] == ["dst"]
+
+
+def test_the_target_of_a_link_is_replaced_and_the_link_stays(tmp_path):
+    write(tmp_path / "disk" / "dst", text="old")
+    (tmp_path / "dst").symlink_to(tmp_path / "disk" / "dst")
+    write(tmp_path / "dst")
+    assert (tmp_path / "dst").is_symlink() and files(tmp_path / "disk" / "dst") == {"deep/file": "new"}
+
+
+def test_a_live_writer_is_left_alone(tmp_path):
+    with output_directory(tmp_path / "dst") as partial:
+        (partial / "mine").touch()
+        with pytest.raises(ValueError, match=r"another process is writing .*dst"):
+            write(tmp_path / "dst")
+    assert files(tmp_path / "dst") == {"mine": ""}
+
+
+def test_a_failed_replacement_leaves_the_old_content(tmp_path):
+    write(tmp_path / "dst", text="old")
+    with pytest.raises(ValueError, match="worn out"), output_directory(tmp_path / "dst", force=True):
+        raise ValueError("worn out")
+    assert files(tmp_path / "dst") == {"deep/file": "old"} and [path.name for path in tmp_path.iterdir()] == ["dst"]
+
+
+def test_a_death_between_the_two_renames_loses_nothing(tmp_path):
+    dst = tmp_path / "dst"
+    write(dst, text="old")
+    dst.rename(tmp_path / ".dst.replaced")
+    partial_directory(dst).mkdir()
+    with pytest.raises(ValueError, match=r"already exists; .* --force"):
+        write(dst, force=False)
+    assert files(dst) == {"deep/file": "old"} and [path.name for path in tmp_path.iterdir()] == ["dst"]
 
 
 def test_a_source_inside_of_what_would_be_replaced_is_refused(tmp_path):
