@@ -10,7 +10,7 @@ from model_port.processing import VisionContract, settled_size
 from paravt_jax.run.log import METRICS_FILE
 from rollout.chat import Chat
 from scripts.miniature import contrast_page
-from scripts.miniature.cells import BUDGETS, METRICS, read_rows
+from scripts.miniature.cells import METRICS, read_rows
 from scripts.miniature.contrast import ARMS, BEFORE_SFT, CURVES, FAMILIES, POLICIES, PRIORS, TRAINING, Contrast, Policy
 from scripts.miniature.model import make_model
 from scripts.miniature.traces import rows_of
@@ -81,35 +81,6 @@ def test_the_rows_have_all_evaluations_and_the_steps_of_the_trainings(tmp_path):
     assert [row["arm"] for row in evaluated] == [BEFORE_SFT, "sft", "grpo"]
     assert all((row["family"], row["prior"], row["seed"]) == ("qwen2_5_vl", "weak", 1) for row in evaluated)
     assert (training["arm"], training["dispatch"], training["kappa"]) == ("grpo", TRAINING, [0.1, 0.2, 0.3])
-
-
-def rows_with(kappa: dict[tuple[str, str], float]) -> list[dict]:
-    """Two seeds of every training, which differ by 0.2."""
-    return [
-        Policy(family, prior).row(arm, arm != "grpo", TRAINING, 0)
-        | {"seed": seed, "f_tau": [0.5] * 20, "parseable": [0.5] * 20, "kappa": [value + 0.2 * seed] * 20}
-        for (family, prior), value in kappa.items()
-        for arm in ARMS
-        for seed in (0, 1)
-    ]
-
-
-def test_effects_are_differences_of_means_over_the_other_factor():
-    prior = {("qwen3_vl", "strong"): 1.0, ("qwen2_5_vl", "strong"): 0.8, ("qwen3_vl", "weak"): 0.0}
-    line = contrast_page.effects(rows_with(prior | {("qwen2_5_vl", "weak"): 0.0}))
-    assert "GRPO f_τ +0.00 and +0.00; GRPO parseable +0.00 and +0.00; GRPO κ -0.90 and -0.10" in line
-    assert ";" not in contrast_page.effects(rows_with(prior))
-
-
-def test_a_row_of_the_table_has_the_range_over_seeds():
-    numbers = {"f_tau": 0.5, "parseable": 0.5, "kappa": 1.0, "accuracy": 0.25}
-    rows = [
-        STRONG.row("grpo", False, "parallel", frames) | numbers | {"seed": seed, "f_tau": 0.4 + 0.2 * seed}
-        for frames in BUDGETS
-        for seed in (0, 1)
-    ]
-    (row,) = (line for line in contrast_page.table(rows) if line.startswith("| strong, Qwen2.5-VL | GRPO |"))
-    assert row.split(" | ")[2:4] == ["0.50 (0.40 to 0.60)", "0.50 (0.50 to 0.50)"] and "| 1.00 1.00 1.00 |" in row
 
 
 def test_the_page_has_the_numbers_and_the_figure_of_its_data(tmp_path):

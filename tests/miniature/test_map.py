@@ -10,14 +10,11 @@ from model_port.layout import RESULTS_FILE
 from paravt_jax.config import load_config
 from paravt_jax.run.log import METRICS_FILE
 from scripts.miniature import map_page
-from scripts.miniature.arms import ARMS, CONFIGS
+from scripts.miniature.arms import CONFIGS
 from scripts.miniature.cells import (
     BUDGETS,
-    CALLS,
     CELLS,
-    CORE,
     PREDICTIONS,
-    REPORTS,
     STATED,
     Cell,
     read_rows,
@@ -25,15 +22,9 @@ from scripts.miniature.cells import (
 )
 from scripts.miniature.experiment import COST_FILE
 from scripts.miniature.map import Runs, costs, main
-from scripts.miniature.table_model import Policy, Table, predicted, scored
+from scripts.miniature.table_model import Table, predicted, scored
 
 CELL = Cell(0.95, 0.2)
-
-
-def test_the_stated_cells_come_first_and_have_all_arms():
-    assert [(cell.reports, cell.calls) for cell in CELLS[:2]] == [*STATED]
-    assert {(cell.reports, cell.calls) for cell in CELLS} == {(r, c) for r in REPORTS for c in CALLS}
-    assert [[*cell.arms] for cell in CELLS] == [[*ARMS]] * 2 + [[*CORE]] * 7
 
 
 def test_a_cell_sets_the_dials_of_its_world():
@@ -124,12 +115,6 @@ def test_coins_start_as_the_dials_sharpened_by_the_temperature():
     odds = ((1 - fragility) / fragility) ** (1 / 0.7)
     assert start.heads("close_answer") == pytest.approx(odds / (1 + odds))
     assert start.heads("call unseen") < 0.5 and start.heads("call seen") < 0.01
-
-
-def test_a_coin_with_a_positive_advantage_comes_up_more_often():
-    policy = Policy({"call": 0.0})
-    policy.update({"call": 1.0})
-    assert policy.heads("call") > 0.5
 
 
 @pytest.mark.slow
