@@ -97,7 +97,7 @@ class TokenDialogue:
         return self._config.max_context_tokens - int(used.sum())
 
     async def sample(self, request: TurnRequest) -> SampledTurn:
-        chat, ledger = self._chat, self._ledger
+        chat, ledger, on_text = self._chat, self._ledger, request.on_text
         begin = len(ledger.ids)
         ledger.add("forced", self._forced)
         stop_ids = (*chat.stop_ids, chat.call_end_id) if request.ends_after_call else chat.stop_ids
@@ -112,7 +112,7 @@ class TokenDialogue:
                 deadline_s=request.deadline_s,
                 version=self._version,
                 affinity=request.affinity,
-                on_tokens=None if request.on_text is None else self._on_tokens(request.on_text),
+                on_tokens=on_text and (lambda ids: on_text(self._text(ids))),
             )
         )
         ledger.add_sampled(generation)
@@ -145,9 +145,6 @@ class TokenDialogue:
     def close(self) -> None:
         if self._ledger.segments[-1].kind in ("forced", "sampled"):
             self._ledger.add("environment", self._chat.after_last_turn(self._ledger.ids))
-
-    def _on_tokens(self, on_text: Callable[[str], None]) -> Callable[[Sequence[int]], None]:
-        return lambda ids: on_text(self._text(ids))
 
     def _text(self, ids: Any) -> str:
         """The text of a turn without a final stop token."""

@@ -52,9 +52,9 @@ def shown_in(parts: Iterable[Part]) -> tuple[Shown, ...]:
     return tuple(part for part in parts if not isinstance(part, str))
 
 
-def shown_records(shown: Iterable[Shown]) -> list[dict[str, Any]]:
-    """For each, where the frame can be read again; a picture from elsewhere is stored."""
-    return list(map(_shown_record, shown))
+def shown_records(parts: Iterable[Part]) -> list[dict[str, Any]]:
+    """For each picture, where the frame can be read again; a picture from elsewhere is stored."""
+    return list(map(_shown_record, shown_in(parts)))
 
 
 def _shown_record(shown: Shown) -> dict[str, Any]:

@@ -28,6 +28,7 @@ MAX_TEXT_CHARS = 100_000  # as in rows of data
 MAX_PLACEHOLDERS = 64  # per text, since each may expand to a whole question
 MAX_FORMAT_CHARS = 60  # of an invalid format, in an error
 MAX_WIDTH = 100  # in a number format; a model's file could ask for two billion characters
+IMAGE = {"type": "image"}  # a content part of a message
 ShownTimes = tuple[str, float, Sequence[float]]  # a video's name, duration and frame times
 
 
@@ -171,7 +172,7 @@ def frame_parts(prompts: Prompts, times_s: Sequence[float]) -> list[dict[str, An
     """Content parts of a message: each frame's time as text, then its picture."""
     parts = []
     for time_s in times_s:
-        parts += [text_part(prompts.frame_time.format(time_s=time_s)), {"type": "image"}]
+        parts += [text_part(prompts.frame_time.format(time_s=time_s)), IMAGE]
     return parts
 
 
@@ -194,7 +195,7 @@ def main_messages(
     """
     shown = iter(videos)
     past = [_past_message(prompts, turn, islice(shown, turn.num_videos)) for turn in history]
-    content = [*_image_parts(num_images), *_overview_parts(prompts, shown)]
+    content = [*num_images * [IMAGE], *_overview_parts(prompts, shown)]
     names = ", ".join(name for name, _, _ in videos)
     if max_parallel:
         uses, gives = ", or ".join(tool.usage for tool in tools), ", ".join(tool.effect for tool in tools)
@@ -210,10 +211,6 @@ def main_messages(
 def _past_message(prompts: Prompts, turn: PastTurn, videos: Iterable[ShownTimes]) -> dict[str, Any]:
     overview = _overview_parts(prompts, videos)
     return {"role": turn.role, "content": [*overview, text_part(turn.text)] if overview else turn.text}
-
-
-def _image_parts(num_images: int) -> list[dict[str, Any]]:
-    return [{"type": "image"} for _ in range(num_images)]
 
 
 def _overview_parts(prompts: Prompts, videos: Iterable[ShownTimes]) -> list[dict[str, Any]]:
@@ -233,7 +230,7 @@ def row_messages(
     Videos without a `<video>` are in the last message. `times_s` has the frame times of each video. The same holds for
     images and `<image>`.
     """
-    videos, images, rendered = iter(times_s), iter(_image_parts(num_images)), []
+    videos, images, rendered = iter(times_s), iter(num_images * [IMAGE]), []
     for number, (role, text) in enumerate(messages):
         is_last = number == len(messages) - 1
         own = videos if is_last else islice(videos, text.count(PLACEHOLDER))
@@ -282,7 +279,7 @@ def window_intro(prompts: Prompts, window: Window, num_frames: int) -> str:
 
 def closeup_messages(prompts: Prompts, intro: str, times_s: Sequence[float], instruction: str) -> list[dict[str, Any]]:
     """The dialogue of a sub-agent: an introduction, frames and an instruction."""
-    frames = frame_parts(prompts, times_s) if prompts.subagent_intro else [{"type": "image"}] * len(times_s)
+    frames = frame_parts(prompts, times_s) if prompts.subagent_intro else len(times_s) * [IMAGE]
     before, after = ([text_part(f"{intro}\n")], f"\n{instruction}") if intro else ([], instruction)
     message = {"role": "user", "content": [*before, *frames, text_part(after)]}
     system = prompts.subagent_system.format()

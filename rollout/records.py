@@ -55,7 +55,7 @@ class Call:
             "latency_s": round(self.latency_s, 4),
             "segments": None if self.report is None else self.report.to_record(),
             **({"num_sampled": self.report.num_reported} if self.report and self.report.num_reported else {}),
-            "shown": shown_records(shown_in(self.parts)),
+            "shown": shown_records(self.parts),
         }
 
 

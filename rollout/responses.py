@@ -37,13 +37,9 @@ def _fitted(part: Part, frames: Frames) -> Part:
     """Frames of a video have their size. Other pictures get one, and are named by their pixels."""
     if isinstance(part, str) or (isinstance(part, TimedPicture) and part.path):
         return part
-    if isinstance(part, TimedPicture):
-        return replace(part, picture=_named(part.picture, frames))
-    return _named(part, frames)
-
-
-def _named(picture: Picture, frames: Frames) -> Picture:
-    return Picture.of(frames.fitted(picture).pixels)
+    picture = part if isinstance(part, Picture) else part.picture
+    fitted = Picture.of(frames.fitted(picture).pixels)
+    return fitted if isinstance(part, Picture) else replace(part, picture=fitted)
 
 
 def _cut(parts: Sequence[Part], max_chars: int) -> Iterator[Part]:

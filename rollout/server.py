@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, get_args
+from typing import Any, Literal, Protocol, Self
 
 import aiohttp
 
@@ -120,10 +120,6 @@ class ServerSettings:
     extra_args: tuple[str, ...] = ()  # for sglang.launch_server; they come last and so take precedence
 
     def __post_init__(self) -> None:
-        if self.device not in DTYPES:
-            raise ValueError(f"device={self.device!r} must be one of {', '.join(DTYPES)}")
-        if self.dtype is not None and self.dtype not in get_args(Dtype):
-            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(get_args(Dtype))}")
         if not 0 <= self.port <= 65_535:
             raise ValueError(f"port={self.port} must be between 0 (any free one) and 65535")
         for name in ("context_length", "max_total_tokens", "max_running_requests", "tensor_parallel"):

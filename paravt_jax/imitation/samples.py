@@ -10,7 +10,7 @@ from paravt_jax.data.prompts import PLACEHOLDER
 from paravt_jax.data.traces import Trace
 from paravt_jax.imitation.render import Rendered
 from rollout.ledger import Ledger
-from rollout.parts import Part, shown_in, shown_records
+from rollout.parts import Part, shown_records
 from rollout.tools import BadCall, ToolCall, find_calls, window_of
 
 
@@ -58,7 +58,7 @@ def _spans(ledger: Ledger) -> list[tuple[int, int]]:
 def _calls(text: str, responses: Sequence[Sequence[Part]]) -> Iterator[dict[str, Any]]:
     """The calls of a turn as written, each with the pictures of its response."""
     for number, call in enumerate(find_calls(text)):
-        shown = shown_records(shown_in(responses[number])) if number < len(responses) else []
+        shown = shown_records(responses[number]) if number < len(responses) else []
         times_s = [frame["time_s"] for frame in shown if "time_s" in frame]
         yield _call(call) | {"shown": shown, "frames_s": times_s}
 

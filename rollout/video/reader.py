@@ -31,8 +31,9 @@ from rollout.video.box import Box
 from rollout.video.decode import identity_and_bytes
 from rollout.video.errors import VideoError, VideoTimeout
 from rollout.video.info import StoredVideo, TimedPicture, VideoInfo
-from rollout.video.pool import Message, WorkerPool
+from rollout.video.pool import WorkerPool
 from rollout.video.store import DiskStore, FileStore, FrameKey, MemoryStore
+from rollout.video.wire import Message
 
 Result = TypeVar("Result")
 
@@ -59,7 +60,6 @@ class _Video:
     key_ticks: np.ndarray
     time_base: Fraction
     frame_px: int  # pixels of a frame as stored
-    num_bytes: int
     fps: float = 0.0  # on average
     undecodable: set[int] = field(default_factory=set)  # frames that failed before
 
@@ -293,12 +293,12 @@ class FrameReader:
     async def _probe(self, name: str, deadline_s: float | int) -> _Video:
         try:
             identity, num_bytes = await _in_thread(lambda: identity_and_bytes(name), deadline_s)
-            video = await self._load_probe(name, identity, num_bytes, deadline_s)
+            video = await self._load_probe(name, identity, deadline_s)
             if video is None:
                 job = {"do": "probe", "path": name}
                 probed = await self._work(job, deadline_s + num_bytes / SLOWEST_BYTES_PER_S)
                 await self._save_probe(probed, deadline_s)
-                video = _video_of(name, num_bytes, probed)
+                video = _video_of(name, probed)
         finally:
             del self._probes[name]
         self._videos[name] = video
@@ -306,7 +306,7 @@ class FrameReader:
             self._videos.popitem(last=False)
         return video
 
-    async def _load_probe(self, name: str, identity: str, num_bytes: int, deadline_s: float | int) -> _Video | None:
+    async def _load_probe(self, name: str, identity: str, deadline_s: float | int) -> _Video | None:
         """An earlier probe of the same file, if it is on disk."""
         if (store := self._ticks) is None:
             return None
@@ -316,7 +316,7 @@ class FrameReader:
             probed = await _in_thread(
                 lambda: store.read(entry, lambda packed: ticks.unpack(packed, identity)), deadline_s
             )
-        return probed and _video_of(name, num_bytes, probed)
+        return probed and _video_of(name, probed)
 
     async def _save_probe(self, probed: Message, deadline_s: float | int) -> None:
         if (store := self._ticks) is not None and (packed := ticks.pack(probed)) is not None:
@@ -419,7 +419,7 @@ def _ticks_store(directory: str | Path) -> FileStore | None:
         return None
 
 
-def _video_of(name: str, num_bytes: int, probed: ticks.Probed) -> _Video:
+def _video_of(name: str, probed: ticks.Probed) -> _Video:
     metadata, raw = probed
     time_base = Fraction(*metadata["time_base"])
     duration = metadata["duration_ticks"] * time_base
@@ -428,7 +428,7 @@ def _video_of(name: str, num_bytes: int, probed: ticks.Probed) -> _Video:
         metadata["identity"], float(duration), metadata["num_frames"], metadata["height"], metadata["width"]
     )
     frames, keys = np.split(np.frombuffer(raw, np.int64), [info.num_frames])
-    return _Video(name, info, frames, keys, time_base, metadata["frame_px"], num_bytes, fps)
+    return _Video(name, info, frames, keys, time_base, metadata["frame_px"], fps)
 
 
 def _num_cores() -> int:

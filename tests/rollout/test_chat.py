@@ -42,7 +42,7 @@ calls = st.lists(st.integers(0, 60), min_size=1, max_size=3)
 
 
 @given(turns=st.lists(st.tuples(prose, calls, prose), max_size=3), answer=prose)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_the_pieces_of_a_canonical_dialogue_are_the_template_of_the_whole(chat, reference, turns, answer):
     messages = [{"role": "system", "content": "Watch."}, {"role": "user", "content": "What?"}]
     ids = chat.prompt(messages, [CROP_VIDEO_SCHEMA])
@@ -89,7 +89,7 @@ def test_text_from_outside_never_becomes_an_added_token(chat, text):
 
 
 @given(data=st.data())
-@settings(max_examples=500)
+@settings(max_examples=150, deadline=None)
 def test_spans_cover_the_text_and_every_character_is_spelled_by_its_tokens(chat, data):
     ids = data.draw(st.lists(st.integers(0, chat.tokenizer.get_vocab_size() - 1), max_size=12))
     text, spans = chat.decode(ids), chat.spans(ids)

@@ -264,13 +264,6 @@ async def test_an_endpoint_samples_no_ids_and_takes_no_weights(client, endpoint)
     assert not (await engine.health()).alive
 
 
-@asking()
-async def test_a_good_endpoint_is_asked_about_one_picture(client, endpoint):
-    await check_endpoint(client, 0.0)
-    (body,) = endpoint.bodies
-    assert [part["type"] for part in body["messages"][0]["content"]] == ["image_url", "text"]
-
-
 @pytest.mark.parametrize("mode", ["empty", "filtered", "thinking only"])
 @asking()
 async def test_an_endpoint_may_say_anything_about_the_picture(client, endpoint, mode):
@@ -278,8 +271,12 @@ async def test_an_endpoint_may_say_anything_about_the_picture(client, endpoint, 
     await check_endpoint(client, 0.0)
 
 
-@pytest.mark.parametrize(("listed", "model"), [(["models/gemini"], "gemini"), (["gemini"], "gemini"), ([], "x")])
+@pytest.mark.parametrize(
+    ("listed", "model"), [(["models/gemini"], "gemini"), (["gemini"], "gemini"), ([], "x"), (None, "x")]
+)
 @asking()
-async def test_a_listed_model_or_an_empty_list_is_accepted(client, endpoint, listed, model):
+async def test_a_listed_model_or_an_empty_list_is_accepted_and_asked_about_one_picture(client, endpoint, listed, model):
     endpoint.models, client.model = listed, model
     await check_endpoint(client, 0.0)
+    (body,) = endpoint.bodies
+    assert [part["type"] for part in body["messages"][0]["content"]] == ["image_url", "text"]

@@ -215,13 +215,6 @@ async def test_at_most_so_many_requests_are_in_flight(client, endpoint):
     assert endpoint.most_running == 3
 
 
-@asking()
-async def test_the_models_that_are_served_are_listed_where_there_is_a_list(client, endpoint):
-    assert await client.models() == {endpoint.url: [MODEL]}
-    endpoint.models = None
-    assert await client.models() == {endpoint.url: []}
-
-
 @asking(key="ENDPOINT_KEY")
 async def test_the_key_reaches_the_endpoint_and_is_not_shown(client, endpoint):
     endpoint.key = KEY

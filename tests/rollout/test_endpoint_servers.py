@@ -36,18 +36,15 @@ def settings_of(program, **changed):
     return endpoint_settings(program, Path("/models/m"), "org/m", **options)
 
 
-def test_there_is_one_server_for_each_part_of_the_gpus():
+def test_there_is_one_server_for_each_part_of_the_gpus_and_it_resizes_pictures_and_adds_nothing_to_the_sampling():
     one, two = settings_of("vllm", gpus=[("0",), ("1",)])
+    command = " ".join(one.command())
+    assert "--generation-config vllm" in command and "--max-model-len 4096" in command
     assert (one.gpus, two.gpus) == (("0",), ("1",))
     (pair,) = settings_of("sglang", gpus=[("2", "3")])
     assert isinstance(pair, ServerSettings) and (pair.gpus, pair.tensor_parallel) == (("2", "3"), 2)
+    assert pair.extra_args[-4:] == ("--sampling-defaults", "openai", "--mm-process-config", "{}")
     assert len(settings_of("sglang", device="cpu", num_servers=3)) == 3
-
-
-def test_servers_resize_pictures_themselves_and_add_nothing_to_the_sampling():
-    (sglang,), (vllm,) = settings_of("sglang", device="cpu", dtype="float32"), settings_of("vllm")
-    assert sglang.extra_args[-4:] == ("--sampling-defaults", "openai", "--mm-process-config", "{}")
-    assert "--generation-config vllm" in " ".join(vllm.command()) and "--max-model-len 4096" in " ".join(vllm.command())
 
 
 @pytest.mark.parametrize("program", ["vllm", "sglang"])

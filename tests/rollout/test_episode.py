@@ -299,7 +299,7 @@ def test_of_calls_without_end_as_many_as_can_be_made_and_one_more_are_answered(a
     assert told.count("<tool_response>") == EpisodeConfig().max_parallel + 1
 
 
-@pytest.mark.parametrize("problem", [RuntimeError, ValueError, OSError, KeyError, RecursionError, MemoryError])
+@pytest.mark.parametrize("problem", [KeyError, MemoryError])
 def test_an_exception_of_any_kind_in_a_call_is_that_calls(problem, chat):
     class Broken(FakeFrames):
         async def frames(self, path, times_s, deadline_s):

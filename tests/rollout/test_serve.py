@@ -17,7 +17,7 @@ import psutil
 import pytest
 from processes import all_gone, ended, family, serve, start
 
-from rollout.server import KEPT_LINES, MAX_LINE_BYTES, PLUGIN, Server, ServerFailed, ServerSettings
+from rollout.server import KEPT_LINES, MAX_LINE_BYTES, PLUGIN, POLL_S, Server, ServerFailed, ServerSettings
 from rollout.supervisor import LOOK_S, supervised
 
 FAKE = Path(__file__).with_name("fake_sglang.py")
@@ -43,8 +43,6 @@ def fake(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"device": "tpu"}, "device='tpu' must be one of cpu, cuda"),
-        ({"dtype": "auto"}, "dtype='auto' must be one of float32"),
         ({"port": 70_000}, "port=70000 must be between"),
         ({"context_length": 0}, "context_length=0 must be at least 1"),
         ({"context_length": 100, "max_total_tokens": 99}, "max_total_tokens=99 must hold one context"),
@@ -191,7 +189,7 @@ def test_a_server_that_ignores_sigterm_is_killed_after_its_grace(fake):
 def test_a_server_outlives_the_loop_and_the_thread_that_started_it(fake):
     with ThreadPoolExecutor() as pool:
         server = pool.submit(start, fake()).result()
-    time.sleep(1)
+    time.sleep(2 * POLL_S)
     assert server.running
     asyncio.run(server.stop(5))
     assert asyncio.run(server.wait()) == 128 + signal.SIGTERM

@@ -241,7 +241,7 @@ async def test_many_pixels_extend_a_deadline(reader: FrameReader, long_video):
 
 def test_a_part_decodes_from_its_keyframes_on_and_its_pixels_are_counted(monkeypatch):
     info = VideoInfo("a" * 32, 10.0, 300, 1000, 2000)
-    film = _Video("a.mp4", info, 3 * np.arange(300), 3 * np.arange(0, 300, 100), Fraction(1, 90), 2_000_000, 1)
+    film = _Video("a.mp4", info, 3 * np.arange(300), 3 * np.arange(0, 300, 100), Fraction(1, 90), 2_000_000)
     # 50 frames of the first hundred, 100 of the next, 2 of the last
     groups = [(0, [0, 147]), (300, [450, 597]), (600, [603])]
     whole, halves = [(groups, 152 * 2e6)], [(groups[:1], 100e6), (groups[1:], 204e6)]
