@@ -140,7 +140,7 @@ def test_a_directory_without_tokenizer_or_template_is_named(tmp_path):
     "template", ["{{ raise_exception('no tools') }}", "{% for m in messages %}{{ m.content }}{% endfor %}"]
 )
 def test_a_template_of_another_format_is_refused_at_once(template):
-    with pytest.raises(ValueError, match="the chat template of the tokenizer"):
+    with pytest.raises(ValueError, match=r"the chat template of the tokenizer (ends|cannot render .*: no tools)"):
         Chat(tiny_tokenizer(), template)
 
 

@@ -101,14 +101,6 @@ def test_a_link_stays_and_its_target_is_what_is_judged_and_replaced(tmp_path):
         OutputFile(tmp_path / "link", "a command")
 
 
-@pytest.mark.parametrize("scheme", ["gs://bucket/x", "s3://bucket/x", "hf://me/x", "file:///x"])
-def test_an_address_is_no_file(scheme, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="is not a local path"):
-        OutputFile(scheme, "a command")
-    assert not list(tmp_path.iterdir())
-
-
 def test_what_cannot_be_written_is_refused_at_once(tmp_path):
     (tmp_path / "file").touch()
     for path, problem in [

@@ -10,9 +10,7 @@ import psutil
 import pytest
 
 from model_port.qwen3_vl.chat_template import CHAT_TEMPLATE
-from model_port.tiny import tiny_tokenizer
 from rollout import templates
-from rollout.chat import Chat
 from rollout.templates import render
 
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -30,27 +28,18 @@ def short_deadline(monkeypatch):
     monkeypatch.setattr(templates, "_start", start)
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}",
-        "{{ 9 ** (9 ** 9) }}",  # one operation of the interpreter, in which no thread and no signal handler gets a turn
-    ],
-    ids=["loops", "power"],
-)
-def test_a_template_that_never_ends_is_stopped_and_the_next_one_is_rendered(template, monkeypatch):
+def test_a_template_that_never_ends_is_stopped_and_the_next_one_is_rendered(monkeypatch):
     short_deadline(monkeypatch)
+    template = (
+        "{{ 9 ** (9 ** 9) }}"  # one operation of the interpreter, in which no thread or signal handler gets a turn
+    )
     with pytest.raises(ValueError, match="it took more than"):
         render(template, MESSAGES, None)
     assert render("{{ messages[0].content }}", MESSAGES, None) == "x"
     templates._renderer.close()
 
 
-@pytest.mark.parametrize(
-    "template",
-    ["{{ 'x' * 10**10 }}", "{{ '%2000000000d' % 1 }}", "{{ 'x' | center(2000000000) }}", DOUBLED],
-    ids=["product", "width", "filter", "doubled"],
-)
+@pytest.mark.parametrize("template", ["{{ 'x' * 10**10 }}", DOUBLED], ids=["product", "doubled"])
 def test_a_template_cannot_take_the_memory(template):
     with pytest.raises(ValueError, match="it takes more than 1 GiB"):
         render(template, MESSAGES, None)
@@ -72,13 +61,6 @@ def test_a_template_cannot_take_the_memory(template):
 def test_what_is_wrong_with_a_template_is_said(template, problem):
     with pytest.raises(ValueError, match=problem):
         render(template, MESSAGES, None)
-
-
-def test_a_model_with_a_template_that_fails_is_refused_by_name():
-    with pytest.raises(
-        ValueError, match="the chat template of DIR cannot render this dialogue: it takes more than 1 GiB"
-    ):
-        Chat(tiny_tokenizer(), "{{ 'x' * 10**10 }}", "DIR")
 
 
 def test_a_long_text_may_be_as_long_as_it_is():
