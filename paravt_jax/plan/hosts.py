@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from model_port.sharding import over_hosts
-from paravt_jax.config import HostsConfig, MeshConfig
-from paravt_jax.plan.devices import DeviceSpec
+from paravt_jax.config import MeshConfig
 from paravt_jax.plan.workload import Workload
 
 MASTER_BYTES, TRAINED_BYTES = 4, 12  # per parameter in a checkpoint: frozen; trained, with moments
@@ -15,17 +14,11 @@ EPISODE_BYTES = 1000  # upper bound per episode for the numbers that hosts excha
 class HostPart:
     """A host's part at most: of the batch, the step's rollouts and a checkpoint."""
 
-    num_hosts: int
     rows: int  # per batch
     prompts: int  # per step
     frames: int  # decoded: an overview per group, and the windows of calls
     checkpoint_bytes: int
     received_bytes: int  # for the episodes of all other hosts
-
-
-def num_hosts(hosts: HostsConfig, num_devices: int, device: DeviceSpec) -> int:
-    """The config's number of hosts, or devices over the usual number per host."""
-    return hosts.num if hosts.num > 1 else device.num_hosts(num_devices)
 
 
 def mesh_of_host(mesh: MeshConfig, num_hosts: int) -> MeshConfig:
@@ -38,7 +31,6 @@ def host_part(work: Workload, hosts: int, *, num_masters: int, num_trainable: in
     prompts = -(-work.num_groups // hosts)
     checkpoint_bytes = MASTER_BYTES * (num_masters - num_trainable) + TRAINED_BYTES * num_trainable
     return HostPart(
-        num_hosts=hosts,
         rows=work.batch_rows // hosts,
         prompts=prompts,
         frames=round(prompts * (work.frames + work.group_size * work.calls * work.call_frames)),

@@ -17,7 +17,7 @@ from paravt_jax.config import TINY, MeshConfig
 from paravt_jax.learner.batch_shape import BatchShape
 from paravt_jax.learner.packing import TOKEN_STEP
 from paravt_jax.plan.devices import DEVICES, LINK_FRAC, MEMORY_FRAC, PEAK_FRAC, DeviceSpec
-from paravt_jax.plan.hosts import HostPart, host_part, num_hosts
+from paravt_jax.plan.hosts import HostPart, host_part
 from paravt_jax.plan.memory import Memory, param_shapes
 from paravt_jax.plan.remat import largest, planned_memory, remat_line, with_remat
 from paravt_jax.plan.roofline import StepSeconds, batch_works, step_seconds
@@ -105,7 +105,7 @@ def make_plan(run: PlannedRl | PlannedSft, device: DeviceSpec = DEVICES["h100"],
     model, update, step = run.model, run.update, run.typical_step()
     memory, params = planned_memory(run, device), param_counts(update, model)
     seconds = update_seconds(update, model, device, step)
-    hosts = num_hosts(run.hosts, run.num_devices, device)
+    hosts = run.num_hosts(device)
     passes = batch_flops(update, model, step.shape, device.platform)
     work = host = step_s = None
     if isinstance(run, PlannedRl):

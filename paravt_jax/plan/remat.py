@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from model_port.layers import LIGHTER, Compute, Remat
 from paravt_jax.plan.devices import GIB, DeviceSpec, device_of
-from paravt_jax.plan.hosts import mesh_of_host, num_hosts
+from paravt_jax.plan.hosts import mesh_of_host
 from paravt_jax.plan.memory import Memory, SamplerShape, memory_of
 from paravt_jax.plan.run import PlannedRl, PlannedRun
 
@@ -95,7 +95,7 @@ def _leaves_margin(run: PlannedRun, device: DeviceSpec) -> bool:
 
 
 def _memory(run: PlannedRun, device: DeviceSpec) -> Memory:
-    hosts, sampler = num_hosts(run.hosts, run.num_devices, device), None
+    hosts, sampler = run.num_hosts(device), None
     mesh = mesh_of_host(run.update.mesh, hosts)
     if isinstance(run, PlannedRl) and run.engine.kind == "jax":
         sizes = run.engine.sampler_sizes(run.rollout.max_context_tokens, hosts)

@@ -21,6 +21,7 @@ from paravt_jax.config import (
 )
 from paravt_jax.learner.batch_shape import BatchShape
 from paravt_jax.learner.packing import FRAME_ROW_STEP, halved, stepped
+from paravt_jax.plan.devices import DeviceSpec
 from paravt_jax.plan.workload import (
     PROMPT_TEXT_TOKENS,
     RESPONSE_TOKENS,
@@ -67,6 +68,10 @@ class PlannedRun(ABC):
     @property
     def num_devices(self) -> int:
         return self.update.mesh.num_devices
+
+    def num_hosts(self, device: DeviceSpec) -> int:
+        """The config's number of hosts, or devices over the usual number per host."""
+        return self.hosts.num if self.hosts.num > 1 else device.num_hosts(self.num_devices)
 
     @property
     def num_parts(self) -> int:

@@ -12,7 +12,7 @@ from model_port.sharding import sampling_tensor
 from paravt_jax.config import EngineConfig, MeshConfig
 from paravt_jax.plan.collectives import Collective
 from paravt_jax.plan.devices import GIB, DeviceSpec
-from paravt_jax.plan.hosts import mesh_of_host, num_hosts
+from paravt_jax.plan.hosts import mesh_of_host
 from paravt_jax.plan.memory import FLOAT32_BYTES, param_shapes, values_on
 from paravt_jax.plan.run import PlannedRl
 from paravt_jax.plan.step_rates import StepRates
@@ -81,7 +81,7 @@ class StepParts:
         """Seconds of every part, each as if it ran alone."""
         work, rates, run, sampler, peak_tflops = self.work, self.rates, self.run, self.sampler, self.device.peak_tflops
         assert peak_tflops is not None
-        groups = -(-work.num_groups // num_hosts(run.hosts, run.num_devices, self.device))
+        groups = -(-work.num_groups // run.num_hosts(self.device))
         share = 1 / sampler.replicas if self.overlaps else -(-work.num_groups // sampler.replicas) / work.num_groups
         frames = work.num_groups * work.frames + work.num_calls * work.call_frames
         flops_per_s = sampler.devices * rates.matmul_frac * 1e12 * peak_tflops
@@ -104,7 +104,7 @@ class StepParts:
             room = devices * ServerSettings.memory_frac * device.memory_gib * GIB - weight_bytes(model)
             rows = min(MAX_RUNNING, room // self.row_bytes)
             return Samplers(len(run.engine.urls) or run.engine.num_servers, devices, rows, 1.0)
-        hosts = num_hosts(run.hosts, run.num_devices, device)
+        hosts = run.num_hosts(device)
         devices = sampling_tensor(param_shapes(model), asdict(mesh_of_host(run.update.mesh, hosts)))
         sizes = run.engine.sampler_sizes(run.rollout.max_context_tokens, hosts)
         rows = min(sizes["max_rows"], sizes["cache_tokens"] * cached_bytes(model) / self.row_bytes)

@@ -49,7 +49,7 @@ def render(plan: Plan, remarks: Iterable[str] = (), calibration: Calibration | N
         ["parameters", *_aligned([[name, f"{count:,}"] for name, count in vars(plan.params).items()])],
         _memory_lines(plan.memory),
         _step_lines(plan),
-        *([_host_lines(plan.host)] if plan.host is not None and plan.num_hosts > 1 else []),
+        *([_host_lines(plan.host, plan.num_hosts)] if plan.host is not None and plan.num_hosts > 1 else []),
         *([] if calibration is None else [_calibration_lines(calibration)]),
         *([] if plan.workload is None else [_step_time_lines(plan.step)]),
         ["what fits", *_wrapped([plan.remat, *_fit_lines(plan.fit, plan.batch, plan.memory, plan.device)])],
@@ -126,7 +126,7 @@ def _token_rows(work: Workload | None, step: Step) -> list[list[str]]:
     ]
 
 
-def _host_lines(host: HostPart) -> list[str]:
+def _host_lines(host: HostPart, num_hosts: int) -> list[str]:
     rows = [
         ["rows per batch", f"{host.rows:,}"],
         ["prompts per step, at most", f"{host.prompts:,}"],
@@ -134,7 +134,7 @@ def _host_lines(host: HostPart) -> list[str]:
         ["checkpoint size, GiB", f"{host.checkpoint_bytes / GIB:.1f}"],
         ["MB received from other hosts per step", f"{host.received_bytes / 1e6:.1f}"],
     ]
-    return [f"per host, of {host.num_hosts}", *_aligned(rows)]
+    return [f"per host, of {num_hosts}", *_aligned(rows)]
 
 
 def _calibration_lines(calibration: Calibration) -> list[str]:

@@ -49,7 +49,7 @@ def test_a_plan_has_the_number_of_hosts_and_the_work_of_each():
 def test_hosts_num_overrides_the_number_of_hosts():
     config = load_config("configs/paragrpo_8b.yaml", *TWO_HOSTS)
     named = replace(config, hosts=HostsConfig("a:1", 4, 0))
-    assert host_of(named).num_hosts == 4
+    assert PlannedRl.of(named, EIGHT_B).num_hosts(H100) == 4
 
 
 def test_the_plan_of_a_cold_start_has_the_number_of_hosts():
