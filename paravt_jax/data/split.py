@@ -172,8 +172,6 @@ def split(src: str, train: str | Path, validation: str | Path, num_rows: int, se
     if outputs[0].absolute() == outputs[1].absolute():
         raise ValueError(f"--train and --validation are both {train}; name two files")
     rows, relative = read(source)
-    if not rows:
-        raise ValueError(f"{source} has no rows")
     chosen = choose(rows, num_rows, seed)
     _write(source, outputs, chosen.held_out)
     root = root_of(source, "")

@@ -113,11 +113,10 @@ class Judge(AbstractAsyncContextManager["Judge"]):
                 except (RequestRejected, ModelNotServed) as problem:
                     self.last_problem = f"{problem}; check judge.url and judge.model"
                     break
-                except Unreachable as problem:  # in every attempt of the client
-                    self.last_problem = str(problem)
-                    break
                 except EndpointError as problem:
                     self.last_problem = str(problem)
+                    if isinstance(problem, Unreachable):  # in every attempt of the client
+                        break
         return None
 
     async def _attempt(self, client: EndpointClient, question: str, answer: str, prediction: str) -> float | None:

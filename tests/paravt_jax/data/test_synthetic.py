@@ -160,8 +160,3 @@ def test_pixels_and_questions_depend_only_on_the_seed_and_the_number():
     assert hashlib.sha256(content).hexdigest() == "100e3b257bc8a1a55933031ff8d54821013c72d18783360d1ae820ece1d8b4be"
     first, second = (next(frames(make_clip(3, number))) for number in (5, 6))
     assert (first != second).any()
-
-
-def test_one_video_is_too_few_for_training_and_validation(tmp_path):
-    with pytest.raises(ValueError, match="num_videos=1 must be at least 2"):
-        make_synthetic(tmp_path, num_videos=1)
