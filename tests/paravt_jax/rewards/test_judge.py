@@ -81,12 +81,16 @@ def test_a_judge_without_a_verdict_is_asked_again_and_leaves_the_score_missing(a
         ("vllm model", 1, "does not serve the model m: .* check judge.url and judge.model"),
         ("openai key", 1, "rejects the key; set the environment variable JUDGE_API_KEY"),
         ("500", client_module.MAX_ATTEMPTS, "HTTP 500"),  # the client's attempts are not repeated
-        ("drop", 1, "cannot be reached"),
     ],
 )
 def test_a_request_that_would_fail_again_is_not_repeated_and_leaves_the_score_missing(ask, mode, num_requests, reason):
     scores, problem, server = ask("", mode)
     assert scores == [None] and re.search(reason, problem) and len(server.bodies) == num_requests
+
+
+def test_an_unreachable_judge_leaves_the_score_missing(ask):
+    scores, problem, _ = ask("", "drop", MAX_ATTEMPTS=2)
+    assert scores == [None] and "cannot be reached" in problem
 
 
 def test_the_key_comes_from_the_environment(ask, monkeypatch):
