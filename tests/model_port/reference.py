@@ -101,16 +101,15 @@ class Inputs:
     """One sequence as a processor gives it."""
 
     ids: np.ndarray
-    pixel_values: np.ndarray | None = None
-    image_grid_thw: np.ndarray | None = None
-    pixel_values_videos: np.ndarray | None = None
-    video_grid_thw: np.ndarray | None = None
-    second_per_grid_ts: np.ndarray | None = None
+    media: dict[str, np.ndarray]  # by the names of transformers' arguments
 
     @property
-    def media(self) -> dict[str, np.ndarray]:
-        names = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+    def arguments(self) -> "dict[str, torch.Tensor]":
+        """Of a model in transformers."""
+        ids = torch.from_numpy(self.ids)[None]
+        kinds = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
+        media = {name: torch.from_numpy(value) for name, value in self.media.items()}
+        return {"input_ids": ids, "mm_token_type_ids": kinds, **media}
 
 
 @dataclass
@@ -155,7 +154,7 @@ class Prompt:
                 media[pixels] = self.random.standard_normal(shape).astype(np.float32)
         if self.grids[VIDEO] and self.config.vision.tokens_per_second:
             media["second_per_grid_ts"] = np.array([2.3, 0.4][: len(self.grids[VIDEO])], np.float32)
-        return Inputs(np.array(self.ids), **media)
+        return Inputs(np.array(self.ids), media)
 
 
 def prompts(config: ModelConfig) -> dict[str, Inputs]:
@@ -224,10 +223,7 @@ def reference_gradients(
 
 
 def reference_logits(model: "transformers.PreTrainedModel", inputs: Inputs) -> "torch.Tensor":
-    ids = torch.from_numpy(inputs.ids)[None]
-    kinds = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
-    media = {name: torch.from_numpy(value) for name, value in inputs.media.items()}
-    return model(input_ids=ids, mm_token_type_ids=kinds, **media, use_cache=False).logits[0]
+    return model(**inputs.arguments, use_cache=False).logits[0]
 
 
 def relative_error(got: np.ndarray, expected: np.ndarray) -> float:

@@ -140,8 +140,7 @@ def test_a_chat_template_in_any_place_gets_into_all(place, hf):
     if place.endswith(".jinja"):
         (hf / place).write_text(template, encoding="utf-8")
     else:
-        old = json.loads((hf / place).read_text()) if (hf / place).is_file() else {}
-        (hf / place).write_text(json.dumps({**old, "chat_template": template}))
+        edit(hf / place, {"chat_template": template})
     files = read_side_files(hf)
     assert files["chat_template.jinja"].decode() == template
     assert {json.loads(files[f"{name}.json"])["chat_template"] for name in ("chat_template", "tokenizer_config")} == {

@@ -121,7 +121,7 @@ class TestStages:
         reference, ours, config = pair
         inputs = prompts(config)["images"]
         with torch.no_grad():
-            out = reference.model.visual(torch.from_numpy(inputs.pixel_values), torch.from_numpy(inputs.image_grid_thw))
+            out = reference.model.visual(inputs.arguments["pixel_values"], inputs.arguments["image_grid_thw"])
         _, frames = one_sequence(config, inputs.ids, **inputs.media)
         visual = jax.jit(lambda frames: ours.encode_vision(frames))(frames)
         real = np.asarray(frames.segment_ids).reshape(-1)[:: config.vision.merge_unit] > 0
@@ -144,10 +144,8 @@ class TestStages:
     def test_mrope_positions(self, pair):
         reference, _, config = pair
         for inputs in prompts(config).values():
-            ids = torch.from_numpy(inputs.ids)[None]
-            kinds = (ids == config.image_token_id).int() + 2 * (ids == config.video_token_id).int()
-            media = {k: torch.from_numpy(v) for k, v in inputs.media.items() if "pixel" not in k}
-            expected, _ = reference.model.get_rope_index(ids, kinds, **media)
+            given = {name: value for name, value in inputs.arguments.items() if "pixel" not in name}
+            expected, _ = reference.model.get_rope_index(**given)
             text, _ = one_sequence(config, inputs.ids, **inputs.media)
             np.testing.assert_array_equal(text.positions[0, : len(inputs.ids)], expected[:, 0].numpy().T)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from on_use import torch
-from reference import CONFIGS, IMAGE, VIDEO, Inputs, make_reference, prompts, save_reference
+from reference import CONFIGS, IMAGE, Inputs, make_reference, prompts, save_reference
 
 import model_port
 import model_port.sampler.sampler as sampler_module
@@ -77,14 +77,10 @@ def test_greedy_of_other_families_equals_transformers_generate(name, tmp_path_fa
 
 
 def assert_greedy(reference, sampler, inputs: Inputs) -> None:
-    ids = torch.from_numpy(inputs.ids)[None]
-    kinds = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
-    media = {name: torch.from_numpy(value) for name, value in inputs.media.items()}
+    arguments = inputs.arguments
     out = reference.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        mm_token_type_ids=kinds,
-        **media,
+        **arguments,
+        attention_mask=torch.ones_like(arguments["input_ids"]),
         max_new_tokens=19,
         do_sample=False,
         return_dict_in_generate=True,
@@ -92,7 +88,7 @@ def assert_greedy(reference, sampler, inputs: Inputs) -> None:
         eos_token_id=None,
         pad_token_id=0,
     )
-    expected = out.sequences[0, ids.shape[1] :].tolist()
+    expected = out.sequences[0, len(inputs.ids) :].tolist()
     logp = torch.stack(out.logits)[:, 0].log_softmax(-1)[torch.arange(19), expected].numpy()
     prompt = as_prompt(inputs, sampler.config)
     [got] = sampler.generate([SamplerRequest(prompt, SamplingParams(19, temperature=0))])
@@ -105,7 +101,7 @@ def test_the_time_between_a_videos_frames_counts_although_their_pixels_are_known
     _, ours = load_pair(CONFIGS["windows"], tmp_path_factory)
     sampler, inputs = Sampler(ours, **SETTINGS), prompts(ours.config)["mixed"]
     for seconds in ([0.5, 2.0], [3.0, 0.5]):
-        inputs = replace(inputs, second_per_grid_ts=np.array(seconds, np.float32))
+        inputs.media["second_per_grid_ts"] = np.array(seconds, np.float32)
         assert_scored(ours, sampler, inputs, temperature=1.0)
 
 
