@@ -7,19 +7,12 @@ import gc
 import os
 import resource
 from collections.abc import Generator
-from importlib.metadata import version
 from pathlib import Path
 
+from paravt_jax.check.quick_flags import QUICK_FLAGS
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-XLA_FLAGS = (
-    "--xla_force_host_platform_device_count=8",
-    # Most of the suite is XLA compiling programs that run for milliseconds: these make it five times as quick at it.
-    "--xla_backend_optimization_level=0",
-    "--xla_llvm_disable_expensive_passes=true",
-    "--xla_cpu_parallel_codegen_split_count=1",
-    # XLA aborts the process over a flag that it does not know, and later ones do not know this one.
-    *(["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib").startswith("0.10.") else []),
-)
+XLA_FLAGS = ("--xla_force_host_platform_device_count=8", *QUICK_FLAGS)  # the suite is mostly XLA compiling
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *XLA_FLAGS))
 # Outside the clone, where runs keep theirs: every worker, every run and the next clone find what was compiled before.
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paravt_jax" / "xla"

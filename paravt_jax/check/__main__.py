@@ -25,6 +25,7 @@ from paravt_jax.bench import machine
 from paravt_jax.check.model import cut
 from paravt_jax.check.page import page
 from paravt_jax.check.process import part_of
+from paravt_jax.check.quick_flags import QUICK_FLAGS
 from paravt_jax.check.report import StageReport, table
 from paravt_jax.check.stages import STAGES
 from paravt_jax.check.target import Target
@@ -33,8 +34,6 @@ from paravt_jax.plan.plan import model_config
 from rollout.engine.discovery import check_url
 from rollout.output_file import OutputFile
 
-# A tiny model's programs run for milliseconds and compile for seconds.
-QUICK_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 BESIDE = ("weights", "logits", "gradient")  # these stages of a tiny model run beside the others
 SHOWN_LINES = 40  # of a failed stage's log
 
@@ -85,7 +84,7 @@ def run_stage(name: str, target: Target) -> StageReport:
     log = target.file(f"{name}.log")
     flags = {} if name == "step" else SHARED_GPU
     if target.model == TINY:
-        flags = flags | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {QUICK_FLAGS}"}
+        flags = flags | {"XLA_FLAGS": " ".join([os.environ.get("XLA_FLAGS", ""), *QUICK_FLAGS])}
     debug = [DEBUG_FLAG] if DEBUG_FLAG in sys.argv else []
     command = [sys.executable, "-m", "paravt_jax.check.stages", name, target.to_json(), *debug]
     report = StageReport.of(name, part_of(command, log, env=os.environ | flags))

@@ -20,12 +20,14 @@ from model_port.weights import num_params, rules
 from paravt_jax.check.measured import NO_TORCH, Facts, Measured
 from paravt_jax.check.prompts import video_of
 from paravt_jax.check.target import Target
+from paravt_jax.run.compiles import set_up_compilation
 
 MAX_RELATIVE = 1e-4  # of a kernel, in float32
 COMPUTE = Compute("float32", remat="full")
 
 
 def gradient(target: Target) -> Iterator[Measured | Facts]:
+    set_up_compilation()
     yield {"planned_gib": 8 * num_params(target.config) / GIB}  # parameters and gradients
     if missing_torch():
         yield Measured("ours = transformers'", skipped=NO_TORCH)

@@ -19,11 +19,13 @@ from model_port.weights import num_params
 from paravt_jax.check.measured import NO_TORCH, Facts, Measured
 from paravt_jax.check.prompts import prompts_of
 from paravt_jax.check.target import Target
+from paravt_jax.run.compiles import set_up_compilation
 
 MAX_ROWS = 256  # tokens whose logits are compared; a vocabulary's take half a megabyte each
 
 
 def logits(target: Target) -> Iterator[Measured | Facts]:
+    set_up_compilation()
     yield {"planned_gib": 4 * num_params(target.config) / GIB}
     if missing_torch():
         yield Measured("ours = transformers'", skipped=NO_TORCH)

@@ -18,6 +18,7 @@ from paravt_jax.check.step import RUN
 from paravt_jax.check.target import Target
 from paravt_jax.config import computed_on
 from paravt_jax.run.checkpoint_layout import steps_in
+from paravt_jax.run.compiles import set_up_compilation
 from paravt_jax.sampling.score import LearnerScorer
 from rollout.check import DEADLINE_S, check
 from rollout.engine.http import HttpClient
@@ -31,6 +32,7 @@ NUM_IDS, NUM_FRAMES = 16, 4
 
 
 def round_trip(target: Target) -> Iterator[Measured]:
+    set_up_compilation()
     path = target.file("trained")
     dtype = computed_on(target.run_config, jax.default_backend()).model.dtype
     source = newest_checkpoint(target)
