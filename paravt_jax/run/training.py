@@ -38,7 +38,6 @@ from paravt_jax.run.fingerprints import code_sums
 from paravt_jax.run.hosts import Hosts
 from paravt_jax.run.lease import Lease
 from paravt_jax.run.log import PLOTS_DIR, QuietLog, RunLog, import_wandb, last_step
-from paravt_jax.run.plots import make_plots
 from paravt_jax.run.policy import Policy
 from paravt_jax.run.process import Stopping, stop_on_signals
 from paravt_jax.run.stderr_log import log_file, stderr_copied
@@ -299,6 +298,12 @@ class Training:
             raise RuntimeError("the last checkpoint could not be written, see above; fix that and start again")
         resume = "" if self.step >= self.num_steps else "; the same command resumes the run"
         self.log.say(f"{self.step} of {self.num_steps} steps are done, {self.checkpoints.latest}{resume}")
+
+
+def make_plots(run_dir: Path) -> list[Path]:
+    from paravt_jax.run import plots  # imported late: loads matplotlib
+
+    return plots.make_plots(run_dir)
 
 
 def _resumed(step: int, num_steps: int, path: Path, changes: Sequence[str]) -> str:
