@@ -7,9 +7,7 @@ anything is written, and CKPT is written atomically.
 """
 
 import argparse
-import ctypes
 import json
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +22,12 @@ from model_port.download import source_directory
 from model_port.hf_files import base_model, no_tokenizer, read_side_files, with_base_model, write_side_files
 from model_port.layout import HF_DIR, INFO_FILE
 from model_port.loading import abstract_model, abstract_params
+from model_port.malloc import keep_freed_memory
 from model_port.output_dir import check_replaceable, exit_on_sigterm, output_directory
 from model_port.progress import BYTES, Meter, in_units
 from model_port.terminal import say
 from model_port.weights import check_hf_tensors, in_words, num_params, open_hf_tensors, read_param, rules
 
-M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # malloc.h
 METADATA_BYTES = 2**20  # on disk, in addition to parameters and side files
 
 
@@ -95,20 +93,6 @@ def convert(src: str | Path, dst: str | Path, dtype: str | None = None, *, force
             }
             (partial / INFO_FILE).write_text(json.dumps(info, indent=2) + "\n")
     return ConversionReport(str(dst), dtype, num_params(config), param_bytes, time.monotonic() - start_s)
-
-
-def keep_freed_memory() -> None:
-    """Lets blocks reuse freed memory (glibc only).
-
-    By default, malloc returns every freed block to the system, and the next block needs new pages, which takes longer
-    than the copy into them.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "gnu_get_libc_version"):
-        for parameter, value in ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**30)):
-            libc.mallopt(parameter, value)
 
 
 def main() -> None:

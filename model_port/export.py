@@ -35,12 +35,13 @@ from model_port.card import CURVE_FILE, curve_of, make_card, read_cells
 from model_port.checkpoint import StoredParams, cast, only_dtype
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.config import DTYPES, ModelConfig, parse_dtype, read_config
-from model_port.convert import METADATA_BYTES, ConversionReport, keep_freed_memory
+from model_port.convert import METADATA_BYTES, ConversionReport
 from model_port.download import local_directory
 from model_port.hf_files import CARD_FILE, RECIPE_FILE, base_model, read_side_files, with_dtype, write_side_files
 from model_port.hub import check_hub_access
 from model_port.layout import ADAPTER_CONFIG_FILE, BASE_KEY, HF_DIR, hf_files_of, is_adapter, is_checkpoint
 from model_port.loading import abstract_model, abstract_params, base_directory
+from model_port.malloc import keep_freed_memory
 from model_port.output_dir import GIB, check_replaceable, exit_on_sigterm, output_directory
 from model_port.progress import BYTES, Meter
 from model_port.push import add_push_flags, push

@@ -7,8 +7,9 @@ import jax
 import xxhash
 
 from model_port.config import ModelConfig
-from model_port.convert import ConversionReport, convert, keep_freed_memory
+from model_port.convert import ConversionReport, convert
 from model_port.export import export
+from model_port.malloc import keep_freed_memory
 from model_port.progress import BYTES, in_units
 from model_port.weights import open_hf_tensors, rules
 from paravt_jax.check.measured import Measured
