@@ -5,15 +5,16 @@ Answers improve over the steps.
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from data_rows import write_lines
 
 from model_port.qwen3_vl.chat_template import CHAT_TEMPLATE
 from model_port.tiny import tiny_tokenizer
-from paravt_jax.config import Config, LogConfig, to_record
+from paravt_jax.config import Config, to_record
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.sample_order import PromptSample
 from paravt_jax.rewards.plugin import load_plugin
@@ -24,7 +25,7 @@ from paravt_jax.rl.groups import Group, advantages_of
 from paravt_jax.rl.metrics import group_metrics, rollout_metrics
 from paravt_jax.rl.records import records
 from paravt_jax.run.directory import write_settings
-from paravt_jax.run.log import RunLog
+from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, VALIDATION_FILE, json_line
 from rollout.chat import Chat
 from rollout.ledger import Ledger, Segment
 from rollout.picture import Picture
@@ -104,18 +105,26 @@ def make_run(
     settings["config"]["train"]["num_steps"] = num_planned
     (run_dir / "config.json").write_text(json.dumps(settings))
     chance = np.random.default_rng(luck)
-    log = RunLog(run_dir, LogConfig(), num_steps=num_planned, first_step=0, settings={})
+    (run_dir / EPISODES_DIR).mkdir()
+    rows, held_out = [], []
     for step in range(1, num_steps + 1):
         skill = (step - 1) / max(1, num_planned - 1)
         groups = [_group(3 * step + n, config, skill, chance) for n in range(3)]
         if step == 1 and texts:
             groups.append(_group_of(99, [[text] for text in texts], 4, config, chance))
-        log.step(step, _metrics(groups, step, skill, chance), records(groups, step, CHAT))
+        rows.append({"step": step} | dict(sorted(_metrics(groups, step, skill, chance).items())))
+        _write_lines(run_dir / EPISODES_DIR / f"{step:06d}.jsonl", records(groups, step, CHAT))
         if step % max(1, num_planned // 5) == 0:
-            rollouts = [rollout for group in groups for rollout in group.rollouts]
-            log.validation(step, {f"validation/{name}": value for name, value in rollout_metrics(rollouts).items()})
-    log.close()
+            metrics = rollout_metrics([rollout for group in groups for rollout in group.rollouts])
+            held_out.append({"step": step} | {f"validation/{name}": value for name, value in sorted(metrics.items())})
+    _write_lines(run_dir / METRICS_FILE, rows)
+    _write_lines(run_dir / VALIDATION_FILE, held_out)
     return run_dir
+
+
+def _write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """As a run's log does; it would also import what it needs for TensorBoard."""
+    path.write_bytes(b"".join(map(json_line, rows)))
 
 
 def write_metrics(run_dir: Path, rows: list[dict]) -> Path:
