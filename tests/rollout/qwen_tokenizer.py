@@ -6,12 +6,17 @@ Token boundaries of the real vocabulary are where a ledger can go wrong: `</answ
 
 import base64
 import importlib.util
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from on_use import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from model_port.tiny import FIRST_SHOWN_TOKEN, SPECIAL_TOKENS
-from rollout.chat import byte_characters
+from model_port.qwen3_vl.chat_template import CHAT_TEMPLATE
+from model_port.tiny import FIRST_SHOWN_TOKEN, SPECIAL_TOKENS, tiny_tokenizer
+from rollout.chat import Chat, byte_characters
 
 CACHE = Path(__file__).parents[2] / ".cache" / "qwen_tokenizer.json"
 # The pre-tokenizer of Qwen2's tokenizer.json.
@@ -46,6 +51,21 @@ def qwen_tokenizer() -> Tokenizer:
     tokenizer.save(str(partial))
     partial.replace(CACHE)
     return tokenizer
+
+
+TOKENIZERS = {"tiny": tiny_tokenizer, "qwen": qwen_tokenizer}
+
+
+@cache
+def chat_of(name: str) -> Chat:
+    return Chat(TOKENIZERS[name](), CHAT_TEMPLATE)
+
+
+def ids_of_template(chat: Chat, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> np.ndarray:
+    """A whole dialogue, as transformers renders it."""
+    render = transformers.utils.chat_template_utils.render_jinja_template
+    (text,), _ = render([messages], tools, chat_template=CHAT_TEMPLATE)
+    return chat.encode(text)
 
 
 def _ranks() -> dict[bytes, int]:

@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from qwen_tokenizer import qwen_tokenizer
-from transformers import PreTrainedTokenizerFast
+from qwen_tokenizer import TOKENIZERS, chat_of, ids_of_template
 
 from model_port.qwen3_vl.chat_template import CHAT_TEMPLATE
 from model_port.tiny import make_tiny, tiny_config, tiny_tokenizer
@@ -14,24 +13,10 @@ from rollout.chat import Chat
 from rollout.picture import Picture
 from rollout.tools import CROP_VIDEO_SCHEMA
 
-TOKENIZERS = {"tiny": tiny_tokenizer, "qwen": qwen_tokenizer}
-
 
 @pytest.fixture(scope="module", params=TOKENIZERS)
 def chat(request):
-    return Chat(TOKENIZERS[request.param](), CHAT_TEMPLATE)
-
-
-@pytest.fixture(scope="module")
-def reference(chat):
-    """The same tokenizer and template in transformers."""
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=chat.tokenizer)
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
-
-
-def of_template(reference, messages, **kwargs):
-    return reference.apply_chat_template(messages, tokenize=True, return_dict=False, **kwargs)
+    return chat_of(request.param)
 
 
 words = st.text(
@@ -43,7 +28,7 @@ calls = st.lists(st.integers(0, 60), min_size=1, max_size=3)
 
 @given(turns=st.lists(st.tuples(prose, calls, prose), max_size=3), answer=prose)
 @settings(max_examples=20, deadline=None)
-def test_the_pieces_of_a_canonical_dialogue_are_the_template_of_the_whole(chat, reference, turns, answer):
+def test_the_pieces_of_a_canonical_dialogue_are_the_template_of_the_whole(chat, turns, answer):
     messages = [{"role": "system", "content": "Watch."}, {"role": "user", "content": "What?"}]
     ids = chat.prompt(messages, [CROP_VIDEO_SCHEMA])
     for thought, starts, report in turns:
@@ -56,7 +41,7 @@ def test_the_pieces_of_a_canonical_dialogue_are_the_template_of_the_whole(chat, 
     final = f"<think>\n{chat.escape(answer)}</think><answer>B</answer>"
     messages.append({"role": "assistant", "content": final})
     ids = np.concatenate([ids, chat.encode(final + "<|im_end|>"), chat.encode("\n")])
-    np.testing.assert_array_equal(ids, of_template(reference, messages, tools=[CROP_VIDEO_SCHEMA]))
+    np.testing.assert_array_equal(ids, ids_of_template(chat, messages, [CROP_VIDEO_SCHEMA]))
 
 
 def _call(start: int) -> str:

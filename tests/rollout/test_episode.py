@@ -8,12 +8,8 @@ import numpy as np
 import pytest
 from agents import ANSWER, FakeFrames, call, called, check_ledger, is_subagent, play, script
 from hypothesis import given, settings, strategies as st
-from qwen_tokenizer import qwen_tokenizer
-from transformers import PreTrainedTokenizerFast
+from qwen_tokenizer import TOKENIZERS, chat_of, ids_of_template
 
-from model_port.qwen3_vl.chat_template import CHAT_TEMPLATE
-from model_port.tiny import tiny_tokenizer
-from rollout.chat import Chat
 from rollout.engine.protocol import EngineError, Generation, Request
 from rollout.engine.scripted import ScriptedEngine
 from rollout.episode import Agent
@@ -28,9 +24,9 @@ from rollout.video.info import TimedPicture
 TASK = Task("t1", "What colour is it?\nA. red\nB. blue", ("/data/a.mp4",), frame_budget=4)
 
 
-@pytest.fixture(scope="module", params=["tiny", "qwen"])
+@pytest.fixture(scope="module", params=TOKENIZERS)
 def chat(request):
-    return Chat({"tiny": tiny_tokenizer, "qwen": qwen_tokenizer}[request.param](), CHAT_TEMPLATE)
+    return chat_of(request.param)
 
 
 @pytest.mark.slow
@@ -39,7 +35,6 @@ def test_two_turns_with_parallel_calls_make_the_whole_dialogue_of_the_template(c
     engine = script(chat, [first, ANSWER], report=lambda prompt: f"Seen {prompt.count('seconds>')} frames.<|im_end|>")
     episode = play(engine, chat, TASK)
     check_ledger(chat, engine, episode)
-    reference = PreTrainedTokenizerFast(tokenizer_object=chat.tokenizer)
     messages = [
         *main_messages(Prompts(), [("video.mp4", 64.0, [0.0, 21.0, 42.0, 63.0])], TASK.question, 5),
         {"role": "assistant", "content": "<think>\n" + first.removesuffix("<|im_end|>")},
@@ -47,9 +42,7 @@ def test_two_turns_with_parallel_calls_make_the_whole_dialogue_of_the_template(c
         {"role": "tool", "content": "Seen 10 frames."},
         {"role": "assistant", "content": "<think>\n" + ANSWER.removesuffix("<|im_end|>")},
     ]
-    whole = reference.apply_chat_template(
-        messages, tools=[CROP_VIDEO_SCHEMA], chat_template=CHAT_TEMPLATE, tokenize=True, return_dict=False
-    )
+    whole = ids_of_template(chat, messages, [CROP_VIDEO_SCHEMA])
     np.testing.assert_array_equal([*episode.ledger.ids, *chat.encode("\n")], whole)
     spoken = [messages[2]["content"], messages[-1]["content"]]
     assert [turn.text for turn in episode.turns] == spoken

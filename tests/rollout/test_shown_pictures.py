@@ -6,11 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from agents import ANSWER, FakeFrames, call, call_of, called
-from qwen_tokenizer import qwen_tokenizer
-from transformers import PreTrainedTokenizerFast
+from qwen_tokenizer import TOKENIZERS, chat_of, ids_of_template
 
 from model_port.qwen3_vl.chat_template import CHAT_TEMPLATE
-from model_port.tiny import tiny_tokenizer
 from rollout.chat import Chat
 from rollout.episode import EpisodeCallbacks
 from rollout.episode_config import EpisodeConfig
@@ -53,9 +51,9 @@ Hidden = tool("hidden", draws, shows=False)
 """
 
 
-@pytest.fixture(scope="module", params=["tiny", "qwen"])
+@pytest.fixture(scope="module", params=TOKENIZERS)
 def chat(request):
-    return Chat({"tiny": tiny_tokenizer, "qwen": qwen_tokenizer}[request.param](), CHAT_TEMPLATE)
+    return chat_of(request.param)
 
 
 @pytest.fixture
@@ -100,10 +98,7 @@ def test_frames_of_calls_are_in_the_dialogue_that_the_template_renders_and_no_su
         *({"role": "tool", "content": response} for response in responses),
         {"role": "assistant", "content": "<think>\n" + ANSWER.removesuffix("<|im_end|>")},
     ]
-    reference = PreTrainedTokenizerFast(tokenizer_object=chat.tokenizer)
-    whole = reference.apply_chat_template(
-        messages, tools=[specs[0].schema], chat_template=CHAT_TEMPLATE, tokenize=True, return_dict=False
-    )
+    whole = ids_of_template(chat, messages, [specs[0].schema])
     np.testing.assert_array_equal([*episode.ledger.ids, *chat.encode("\n")], whole)
     assert episode.outcomes == ["ok", "ok"] and episode.calls[0].frames_s == (5.0, 6.0, 7.0)
 
