@@ -99,9 +99,7 @@ class _Attempts:
 class EndpointClient:
     """`api_key_env` names an environment variable, "" means no key. `close` it at the end."""
 
-    def __init__(
-        self, urls: Sequence[str], model: str, api_key_env: str = "", *, max_in_flight: int = MAX_IN_FLIGHT
-    ) -> None:
+    def __init__(self, urls: Sequence[str], model: str, api_key_env: str = "") -> None:
         import openai  # imported late: it takes as long as the rest of this package
 
         self.model = model
@@ -113,7 +111,7 @@ class EndpointClient:
             )
         self._openai = openai
         self._servers = [_Endpoint(url, self._api(url)) for url in dict.fromkeys(url.rstrip("/") for url in urls)]
-        self._slots = asyncio.Semaphore(max_in_flight * len(self._servers))
+        self._slots = asyncio.Semaphore(MAX_IN_FLIGHT * len(self._servers))
         self._limit_name = "max_tokens"
         self._probes: set[asyncio.Task[Any]] = set()
 

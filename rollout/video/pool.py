@@ -27,6 +27,7 @@ from rollout.video.wire import Message, receive, send
 
 logger = logging.getLogger(__name__)
 WORKER_BYTES = 2 * 2**30  # 10-bit 8K H.265 takes between 1 and 1.5 GiB
+MAX_JOBS = 256  # of a worker; then it is retired
 WORKERS_FRAC = 0.5  # of the memory, for all workers together
 # The memory limit of a container, in both cgroup versions; without a limit the value is not a number or is huge.
 CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -37,13 +38,12 @@ SOURCES = str(Path(rollout.__file__).parents[1])
 class WorkerPool:
     """Starts workers on demand, kills them when a job misses its deadline, and replaces them when they die."""
 
-    def __init__(self, num_workers: int, max_jobs_per_worker: int, worker_bytes: int = WORKER_BYTES):
-        if num_workers < 1 or max_jobs_per_worker < 1:
-            raise ValueError(f"{num_workers=} and {max_jobs_per_worker=} must be at least 1")
-        self.num_workers = workers_within(_memory_bytes(), num_workers, worker_bytes)
+    def __init__(self, num_workers: int):
+        if num_workers < 1:
+            raise ValueError(f"{num_workers=} must be at least 1")
+        self.num_workers = workers_within(_memory_bytes(), num_workers)
         if self.num_workers < num_workers:
             logger.warning("%d of %d decoders: the memory has no room for more", self.num_workers, num_workers)
-        self.max_jobs_per_worker, self._worker_bytes = max_jobs_per_worker, worker_bytes
         self.totals = dict(jobs=0, timeouts=0, worker_deaths=0, workers_retired=0, waited_s=0.0, worked_s=0.0)
         self._lock = threading.Lock()  # guards the totals and everything below
         self._closed = False
@@ -54,7 +54,7 @@ class WorkerPool:
     def start(self) -> None:
         """Starts all workers in the background, so that the first jobs need not wait."""
         for _ in range(self.num_workers):
-            self._idle.append(_Worker(self._worker_bytes))
+            self._idle.append(_Worker())
 
     def submit(
         self, job: dict[str, Any], deadline_s: float | int, on_message: Callable[[Message], None]
@@ -112,12 +112,12 @@ class WorkerPool:
                     break
                 worker.end()
             else:
-                worker = _Worker(self._worker_bytes)
+                worker = _Worker()
             self._busy.add(worker)
             return worker
 
     def _put_back(self, worker: "_Worker") -> None:
-        retired = worker.reusable and worker.num_jobs >= self.max_jobs_per_worker
+        retired = worker.reusable and worker.num_jobs >= MAX_JOBS
         with self._lock:
             self._busy.remove(worker)
             self.totals["workers_retired"] += retired
@@ -136,9 +136,9 @@ class WorkerPool:
                 self.totals[name] += amount
 
 
-def workers_within(memory_bytes: int, num_workers: int, worker_bytes: int = WORKER_BYTES) -> int:
+def workers_within(memory_bytes: int, num_workers: int) -> int:
     """How many workers may run at once; at least one."""
-    return max(1, min(num_workers, int(memory_bytes * WORKERS_FRAC) // worker_bytes))
+    return max(1, min(num_workers, int(memory_bytes * WORKERS_FRAC) // WORKER_BYTES))
 
 
 def _memory_bytes() -> int:
@@ -151,14 +151,14 @@ def _memory_bytes() -> int:
 class _Worker:
     """A decoder process, connected by a socket, that does one job at a time."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self) -> None:
         paths = [SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])]
         single_threaded = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         self.num_jobs = 0
         self.is_up = False  # True once it has reported that its decoder is loaded
         self.reusable = True  # False during a job, and after it ran out of memory
         self.link, its_end = socket.socketpair()
-        arguments = its_end.fileno(), max_bytes, os.getpid()
+        arguments = its_end.fileno(), WORKER_BYTES, os.getpid()
         with its_end:
             try:
                 self.process = subprocess.Popen(

@@ -133,14 +133,13 @@ class FrameReader:
         *,
         detail_size: Callable[[int, int], tuple[int, int]] | None = None,
         num_workers: int | None = None,
-        max_jobs_per_worker: int = 256,
         memory_bytes: int = 2 * GIB,
         disk_directory: str | Path | None = None,
         disk_bytes: int = 64 * GIB,
         ticks_directory: str | Path | None = None,
     ):
         self._frame_size, self._detail_size = frame_size, detail_size or frame_size
-        self._pool = WorkerPool(num_workers or min(_num_cores(), MAX_WORKERS), max_jobs_per_worker)
+        self._pool = WorkerPool(num_workers or min(_num_cores(), MAX_WORKERS))
         self._memory = MemoryStore(memory_bytes)
         self._disk: DiskStore | None = None
         self._ticks: FileStore | None = None

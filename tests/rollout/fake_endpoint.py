@@ -181,12 +181,12 @@ class FakeEndpoint:
         return response
 
 
-def asking(num_endpoints: int = 1, key: str = "", **settings: Any) -> Decorator:
+def asking(num_endpoints: int = 1, key: str = "") -> Decorator:
     """A test of a client with so many endpoints. `key` names the environment variable with its key."""
 
     async def start(stack: AsyncExitStack) -> list[Any]:
         endpoints = [await stack.enter_async_context(FakeEndpoint()) for _ in range(num_endpoints)]
-        client = EndpointClient([endpoint.url for endpoint in endpoints], MODEL, key, **settings)
+        client = EndpointClient([endpoint.url for endpoint in endpoints], MODEL, key)
         stack.push_async_callback(client.close)
         return [client, *endpoints]
 

@@ -208,11 +208,11 @@ async def test_requests_with_the_same_affinity_go_to_the_same_server_and_others_
     assert all(len(of_one) == 1 for of_one in servers) and len(set.union(*servers)) == 2
 
 
-@asking(max_in_flight=3)
+@asking()
 async def test_at_most_so_many_requests_are_in_flight(client, endpoint):
     endpoint.delay_s = 0.02
-    await asyncio.gather(*(ask(client) for _ in range(12)))
-    assert endpoint.most_running == 3
+    await asyncio.gather(*(ask(client) for _ in range(client_module.MAX_IN_FLIGHT + 8)))
+    assert endpoint.most_running == client_module.MAX_IN_FLIGHT
 
 
 @asking(key="ENDPOINT_KEY")

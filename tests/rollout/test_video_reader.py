@@ -19,7 +19,7 @@ import pytest
 from async_tests import Decorator, as_test, until
 from make_video import HEIGHT, WIDTH, at_fps, damage, number_of, truncate, turn, write_video
 
-from rollout.video import reader as reader_module
+from rollout.video import pool as pool_module, reader as reader_module
 from rollout.video.box import Box
 from rollout.video.decode import identity_of
 from rollout.video.errors import VideoError, VideoTimeout
@@ -422,9 +422,10 @@ def test_a_worker_that_starts_after_its_parent_was_killed_ends():
 
 
 @pytest.mark.slow
-def test_a_video_that_takes_more_memory_than_a_worker_may_costs_only_its_own_job(video, tmp_path):
+def test_a_video_that_takes_more_memory_than_a_worker_may_costs_only_its_own_job(video, tmp_path, monkeypatch):
+    monkeypatch.setattr(pool_module, "WORKER_BYTES", 300 * 2**20)
     large = write_video(tmp_path / "large.mp4", [0.0], size_px=(4320, 7680))
-    with contextlib.closing(WorkerPool(1, 256, worker_bytes=300 * 2**20)) as pool:
+    with contextlib.closing(WorkerPool(1)) as pool:
         emitted, first_frame = [], {"do": "decode", "groups": [(0, [0])], "size_px": (64, 96)}
         for path in (video, large, video):
             job = {**first_frame, "path": str(path), "identity": identity_of(str(path))}
@@ -440,8 +441,9 @@ def test_all_workers_together_may_take_half_of_the_memory_however_many_were_aske
 
 
 @pytest.mark.slow
-@reading(num_workers=1, max_jobs_per_worker=2)
-async def test_a_worker_is_retired_after_its_number_of_jobs(reader: FrameReader, video):
+@reading(num_workers=1)
+async def test_a_worker_is_retired_after_its_number_of_jobs(reader: FrameReader, video, monkeypatch):
+    monkeypatch.setattr(pool_module, "MAX_JOBS", 2)
     before = workers()
     for second in range(4):  # with the probe, five jobs
         await reader.frames(video, [second], PATIENCE_S)
