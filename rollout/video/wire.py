@@ -15,8 +15,9 @@ def send(link: socket.socket, message: dict[str, Any], raw: bytes = b"") -> None
 def receive(messages: BinaryIO) -> Message:
     """The next message; raises EOFError if the other side is gone. `messages` is the link's file."""
     line = messages.readline()
-    message = json.loads(line) if line.endswith(b"\n") else {"raw_bytes": 1}
-    raw = messages.read(message["raw_bytes"])
-    if len(raw) < message["raw_bytes"]:
-        raise EOFError("the other side of the link is gone")
-    return message, raw
+    if line.endswith(b"\n"):
+        message = json.loads(line)
+        raw = messages.read(message["raw_bytes"])
+        if len(raw) == message["raw_bytes"]:
+            return message, raw
+    raise EOFError("the other side of the link is gone")
