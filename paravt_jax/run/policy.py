@@ -28,7 +28,6 @@ from model_port.hf_files import CONFIG_FILE, HUB_ID, RECIPE_FILE, read_side_file
 from model_port.layers import Compute
 from model_port.layout import base_of, hf_files_of, is_adapter
 from model_port.loading import base_directory
-from model_port.malloc import keep_freed_memory
 from model_port.model import VLModel
 from model_port.output_dir import output_directory
 from model_port.processing import VisionContract
@@ -97,8 +96,6 @@ async def policy_of(
     """Opens a run's policy without reading its parameters. `data` is the start line's text about the data."""
     recipe, lora = recipe_of(config), None if isinstance(config, EvalConfig) else config.lora
     devices = await in_thread(find_devices)
-    if devices[0].platform == "cpu":
-        keep_freed_memory()
 
     def work() -> Policy:
         if lora is not None:

@@ -6,19 +6,28 @@ import signal
 import threading
 from collections.abc import Callable, Coroutine, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from typing import Any, NoReturn, TypeVar
 
+from model_port.malloc import keep_freed_memory
 from model_port.terminal import say
 
 RESERVE_FRAC = 0.1  # of device memory: layouts, collectives, fragmentation and the runtime, which plans do not count
+ACCELERATORS = ("jax_cuda12_plugin", "jax_cuda13_plugin", "libtpu")
 MEMORY_FRAC = "XLA_CLIENT_MEM_FRACTION"
 OLD_MEMORY_FRAC = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # its older name; jax rejects both together
 
 
 def claim_memory(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Lets JAX preallocate as much GPU memory as plans assume, not its default 75 %. A user's setting wins."""
+    """Prepares this process's memory for JAX, before it is used.
+
+    On a GPU, JAX preallocates as much memory as plans assume, not its default 75 %; a user's setting wins. If JAX can
+    only use a CPU, XLA's temporary buffers reuse freed memory, which must be arranged before a thread allocates.
+    """
     if OLD_MEMORY_FRAC not in environment:
         environment.setdefault(MEMORY_FRAC, f"{1 - RESERVE_FRAC:.2f}")
+    if environment.get("JAX_PLATFORMS") == "cpu" or not any(map(find_spec, ACCELERATORS)):
+        keep_freed_memory()
 
 
 Result = TypeVar("Result")
