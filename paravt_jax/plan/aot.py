@@ -77,6 +77,8 @@ def compiled_update(update: PlannedUpdate, model: ModelConfig, shape: BatchShape
         ]
         visuals = [learner.outputs(job.result()) for job, _ in jobs]
         visual, of_scores = (None, visuals) if update.optim.train_vision else (visuals[0], visuals * len(scored))
+        if not update.optim.train_vision:
+            jobs += jobs * update.scores_before  # the learner encodes the frames again for the gradients
         jobs.append((start(learner.gradients, batch, visual, old), beside_own))
         for (params, beside), frames in zip(scored, of_scores, strict=True):
             jobs.append((start(learner.score, params, batch, frames), beside))

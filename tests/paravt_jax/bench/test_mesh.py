@@ -115,7 +115,7 @@ def test_meshes_that_fit_come_first_and_the_fastest_is_recommended():
     assert lines[-1] == f"recommended: {' x '.join(map(str, fitting[0]['mesh']))}"
     rejected = {line.partition(",")[0]: line for line in lines if line.startswith("rejected: ")}
     assert "GiB are always resident, of 71.2 usable" in rejected["rejected: 16 x 1 x 1"]
-    assert "mesh.tensor=16 does not divide the model's num_kv_heads=8" in rejected["rejected: 1 x 1 x 16"]
+    assert "does not split over 2 hosts: each host has its own rows, and tensor=16" in rejected["rejected: 1 x 1 x 16"]
 
 
 @pytest.mark.nightly
