@@ -156,6 +156,7 @@ def test_an_update_of_every_episode_once_is_accounted_for(step):
     assert accounting_problems(1, lines, update.parts(groups), chat.visual_ids, subagents=True) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sabotage", "message"),
     [

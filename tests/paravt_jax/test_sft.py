@@ -198,6 +198,7 @@ def test_every_trace_is_used_once_per_epoch(tiny_hf):
     assert all(step.num_loss_tokens == sum(int(b.loss_mask.sum()) for b in step.batches) for step in steps)
 
 
+@pytest.mark.slow
 def test_traces_that_do_not_fit_or_cannot_be_read_are_skipped_and_reported(tiny_hf):
     traces = [trace(0), trace(1, "word " * 2000), trace(2, path="/missing.mp4"), trace(3)]
     batch = next_batches(batches_of(tiny_hf, traces, row_tokens=1024), 1)[0]

@@ -164,6 +164,7 @@ def test_only_an_out_of_memory_error_rejects_a_mesh():
         mesh_measured.no_room(JaxRuntimeError("INTERNAL: illegal address"))
 
 
+@pytest.mark.slow
 def test_a_device_without_a_data_sheet_has_no_estimated_seconds():
     run = PlannedRl.of(config_of((1, 1, 1), rows=1, row_tokens=128), tiny_config())
     row = estimate(run, full_step(run.largest_batch()), DEVICES["cpu"], None)
@@ -171,6 +172,7 @@ def test_a_device_without_a_data_sheet_has_no_estimated_seconds():
     assert {row.unknown[name] for name in UNTIMED} == {"cpu has no data sheet"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [f"{CONFIGS}/8b_8x80gb.yaml", "8b_8x80gb", "configs/8b_8x80gb.yaml"])
 def test_a_mesh_excludes_the_gpus_of_servers(config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a recipe is found by name
@@ -213,6 +215,7 @@ def test_the_price_of_a_run_has_all_steps_on_learner_and_servers():
     assert "price of 100 steps |\n|" in mesh.table(result) and f"| {Interval(low, high)} |" in mesh.table(result)
 
 
+@pytest.mark.slow
 def test_the_price_of_a_cold_start_has_all_updates():
     result = result_of(
         *("--topology", "h100:8", "--plan-only", "--price", "2.5", "--mesh", "1,8,1"),

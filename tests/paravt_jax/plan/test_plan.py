@@ -119,6 +119,7 @@ def test_planned_memory_matches_the_compiler(name, monkeypatch):
     assert planned_program_bytes(plan) == pytest.approx(max(num_bytes.values()), rel=0.2)
 
 
+@pytest.mark.slow
 def test_the_comparison_detects_the_wrong_remat():
     full, none = (planned_program_bytes(plan_of_config(config, model)) for model, config in map(case, ("full", "none")))
     assert none > 2 * full
@@ -313,6 +314,7 @@ def test_the_size_of_a_model_follows_from_its_name():
         model_config("Qwen/Qwen3-VL-Next-80B")
 
 
+@pytest.mark.slow
 def test_a_slice_is_planned_for_its_device():
     config = load_config(None, "model.path=tiny")
     assert plan_of(config, "v5p-8") == plan_of(config, "v5p") != plan_of(config, "v5e")
@@ -361,6 +363,7 @@ def test_a_larger_batch_of_sft_needs_more_memory_and_a_larger_step_does_not():
     assert make_plan(replace(run, rows_per_step=64), H100).memory == plan.memory
 
 
+@pytest.mark.slow
 def test_the_plan_of_sft_has_the_tokens_and_seconds_of_a_step(capsys, monkeypatch):
     out = sft_plan_text(capsys, monkeypatch)
     assert max(map(len, out.splitlines())) <= 100 and "per host" not in out

@@ -51,6 +51,7 @@ def test_a_value_that_leaves_less_than_the_margin_is_not_used(remat, heavier):
     assert chosen_on(device_for(memory(remat), most_frac=0.96))[0] == heavier
 
 
+@pytest.mark.slow
 def test_full_may_use_the_margin_too():
     assert make_plan(RUN, device_for(memory("full"), most_frac=1.0)).fit.fits
     assert not make_plan(RUN, device_for(memory("full"), -2000, most_frac=1.0)).fit.fits

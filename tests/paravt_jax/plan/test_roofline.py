@@ -79,6 +79,7 @@ def test_an_h200s_update_is_inside_the_planned_interval_of_the_roofline(layers, 
     assert low < measured_s < high
 
 
+@pytest.mark.slow
 def test_longer_rows_take_more_time_per_token():
     short, middle, long = (seconds(row_tokens=tokens).total for tokens in (8192, 16384, 32768))
     assert 2 * short < middle and 2 * middle < long
@@ -95,6 +96,7 @@ def test_twice_the_devices_halve_the_products():
     assert two.products == pytest.approx(one.products / 2) and two.memory < one.memory
 
 
+@pytest.mark.slow
 def test_a_tensor_mesh_needs_more_time_per_row_than_fsdp():
     split, shared = seconds((1, 8, 1)), seconds((1, 1, 8))
     assert shared.total < split.total < 8 * shared.total  # it does an eighth of the tokens

@@ -111,6 +111,7 @@ def test_a_picture_in_a_tools_response_has_the_learners_log_probs(model, contrac
     assert np.abs(sampled.behavior_logp - scored[1]).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_members_of_a_group_share_one_prefill(model, contract, chat):
     async def work(engine):
         prefills = []
