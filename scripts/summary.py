@@ -78,13 +78,14 @@ def summary() -> Iterator[Line]:
     yield Line(f"{update}, frames encoded per row / once: 1M; 123M", speedups("learner", FRAMES), "≥ 2", digits=1)
     compile_s = [row["command_s"] for row in data("mesh_targets")["rows"]]
     yield Line("[compile the 8B](learner.md#meshes) for v5p: libtpu 0.0.52; 0.0.42.1", compile_s, "≤ 240", "s", 0)
-    now, before = (
-        [row for row in data("publishing")["publishes"] if row["code"] == code] for code in ("now", "8236e6b")
+    now, then, before = (
+        [row for row in data("publishing")["publishes"] if row["code"] == code]
+        for code in ("now", "7f37211", "8236e6b")
     )
     publish = ratios(now, "publish_s", "copy_s", servers=2)
     yield Line("[publish](hosts.md#publishing) to two real servers, relative to a copy", publish, "≤ 2")
-    paused = [then["paused_s"] / row["paused_s"] for then, row in zip(before, now, strict=True)]
-    yield Line("[publish](hosts.md#publishing), pause of one; two real servers, before / now", paused, digits=1)
+    paused = [each["paused_s"] / row["paused_s"] for each, row in zip(before, then, strict=True)]
+    yield Line("[publish](hosts.md#publishing), pause of one; two real servers, before / after", paused, digits=1)
     crops = ratios(data("rollout")["crops"], "sequential_s", "parallel_s", crops=8)
     yield Line("[eight crops](rollouts.md#crops-in-parallel): one by one / in one turn", crops, "≥ 2.5")
     apart = [min(row["times_noise"] for row in servers[1:]) / servers[0]["times_noise"]]

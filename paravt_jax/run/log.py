@@ -310,7 +310,7 @@ class _StepBar:
 
     def __init__(self, num_steps: int, first_step: int, compiling: Callable[[], Collection[str]]) -> None:
         self._num_steps, self._step, self._phase, self._compiling = num_steps, first_step, "", compiling
-        self._step_times_s: deque[float] = deque(maxlen=ETA_STEPS)
+        self._step_ends_s: deque[float] = deque(maxlen=ETA_STEPS + 1)
         self._last_s = time.monotonic()
         self._summary = ""
         self._bar: tqdm | None = None
@@ -319,19 +319,17 @@ class _StepBar:
         self._ticker = Ticker(self.where) if self._bar is None else Ticker(self._refresh, REFRESH_S)
 
     def step(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        now_s = time.monotonic()
+        took_s, self._last_s = time.monotonic() - self._last_s, time.monotonic()
         self._step, self._phase = step, ""
-        self._step_times_s.append(now_s - self._last_s)  # includes checkpoint and validation, unlike time/step_s
-        self._last_s = now_s
+        self._step_ends_s.append(self._last_s)
         texts = [*_texts_of(TERMINAL_METRICS, metrics), *_texts_of(TERMINAL_RATES, metrics, ".0f", "/s")]
         if "perf/mfu" in metrics:
             texts.append(f"MFU {100 * metrics['perf/mfu']:.0f} %")
-        eta = f"ETA {tqdm.format_interval((self._num_steps - step) * self._typical_step_s())}"
         if self._bar is None:
-            step_s = metrics.get("time/step_s", self._step_times_s[-1])
-            say("  ".join([f"step {step}/{self._num_steps}", *texts, f"{step_s:.1f} s", eta]))
+            texts.append(f"{metrics.get('time/step_s', took_s):.1f} s")
+            say("  ".join([f"step {step}/{self._num_steps}", *texts, *self._eta()]))
         else:
-            self._summary = " ".join([eta, *texts])
+            self._summary = " ".join([*self._eta(), *texts])
             self._bar.set_description_str(self._summary, refresh=False)
             self._bar.update()
             self._bar.refresh()  # without it, the bar does not show fast steps
@@ -369,7 +367,8 @@ class _StepBar:
             self._bar.set_description_str(self._summary, refresh=keep)
             self._bar.close()
 
-    def _typical_step_s(self) -> float:
-        """The mean time without the first step, which compiles."""
-        times_s = list(self._step_times_s)[1:] or list(self._step_times_s)
-        return sum(times_s) / len(times_s)
+    def _eta(self) -> Iterator[str]:
+        """From the newest steps, with their checkpoints and validations; none after the first step, which compiles."""
+        if num_timed := len(self._step_ends_s) - 1:
+            seconds = (self._step_ends_s[-1] - self._step_ends_s[0]) / num_timed
+            yield f"ETA {tqdm.format_interval((self._num_steps - self._step) * seconds)}"
