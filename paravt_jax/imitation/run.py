@@ -179,7 +179,8 @@ async def open_sft_run(
             remarks=remarks,
         )
         frames = await stack.enter_async_context(frame_reader(config.video, policy.contract))
-        position = Position(**{name: training.first_progress[name] for name in asdict(Position())})
+        saved = training.first_progress
+        position = Position(**{name: saved.get(name, least) for name, least in asdict(Position()).items()})
         batches = TraceBatches(
             TraceRenderer(frames, policy.chat, policy.contract, config.rollout),
             order,

@@ -22,13 +22,15 @@ import jax
 import xxhash
 
 from model_port.bucket import Bucket
-from model_port.json_files import parse_object
+from model_port.json_files import Section, parse_object
 from model_port.layout import OPTIMIZER_DIR, PARAMS_DIR, RECORD_FILE
 from model_port.output_dir import LIST_FILE, LOCK_FILE, named
 from model_port.sharding import param_name
 from paravt_jax.learner.programs import TrainState
 
+MAX_LENGTH = 2**48  # limit for an axis and for the number of steps
 OWN_SUM = "sum"  # key of the record's checksum, which covers the other keys
+RECORD_KEYS = ("scalars", "shapes", "progress", "files", OWN_SUM)
 BLOCK = re.compile(rf"(^|/){PARAMS_DIR}/[^/]+/[\d.]+$")  # matches an array's block
 SUM_THREADS = 16
 SUM_BYTES = 2**20  # bytes hashed at a time
@@ -117,14 +119,32 @@ def record_bytes(record: dict[str, Any], files: FileSums) -> bytes:
 
 
 def read_record(directory: Directory) -> dict[str, Any]:
-    """The content of state.json, verified by its checksum."""
+    """The content of state.json, with the types checked."""
     try:
         record = parse_object((directory / RECORD_FILE).read_bytes(), RECORD_FILE)
+        missing = [key for key in RECORD_KEYS if key not in record]
+        if missing:
+            raise ValueError(f"{RECORD_FILE} lacks {', '.join(missing)}")
+        unchanged = record.pop(OWN_SUM) == record_sum(record)
+        _check_record(Section(RECORD_FILE, record), directory)
     except (FileNotFoundError, ValueError) as problem:
         raise BrokenCheckpoint(f"{problem}") from None
-    if record.pop(OWN_SUM, "") != record_sum(record):
+    if not unchanged:
         raise BrokenCheckpoint(f"{RECORD_FILE} does not match its checksum")
-    step = record["scalars"]["step"]
-    if directory.name.isdecimal() and step != int(directory.name):  # a renamed copy is valid
-        raise BrokenCheckpoint(f"{RECORD_FILE} is from step {step}, not from step {directory.name}")
     return record
+
+
+def _check_record(record: Section, directory: Directory) -> None:
+    record.section("progress")
+    scalars, shapes, files = (record.section(key) for key in ("scalars", "shapes", "files"))
+    for name in shapes.values:
+        shapes.counts(name, MAX_LENGTH)
+    for name, entry in files.values.items():
+        inside = not Path(name).is_absolute() and ".." not in Path(name).parts
+        match entry:
+            case [int(size), str() | None] if inside and size >= 0:
+                continue
+        raise files.wrong(name, "size and checksum of a file in the checkpoint")
+    step = scalars.count("step", MAX_LENGTH, least=0)
+    if directory.name.isdecimal() and step != int(directory.name):  # a renamed copy is valid
+        raise ValueError(f"{RECORD_FILE} is from step {step}, not from step {directory.name}")

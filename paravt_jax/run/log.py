@@ -71,6 +71,7 @@ class RunLog:
     ) -> None:
         wandb = import_wandb(config.wandb_project) if config.wandb_project else None  # fails before any file changes
         self._run_dir = run_dir
+        self._last_step = first_step
         (run_dir / EPISODES_DIR).mkdir(parents=True, exist_ok=True)
         logged = last_step(run_dir)
         put_aside = _put_aside_later(run_dir, first_step)
@@ -91,10 +92,13 @@ class RunLog:
 
         An episode is a record, or a line that another host made.
         """
+        if step != self._last_step + 1:
+            raise ValueError(f"step {step} was logged after step {self._last_step}, expected {self._last_step + 1}")
         if episodes is not None:
             with whole_file(self._run_dir / EPISODES_DIR / f"{step:06d}.jsonl") as file:
                 file.writelines(row if isinstance(row, bytes) else json_line(row) for row in episodes)
         self._write(METRICS_FILE, step, metrics)
+        self._last_step = step
         self._progress.step(step, metrics)
 
     def validation(self, step: int, metrics: Mapping[str, float | int]) -> None:

@@ -282,9 +282,23 @@ def test_without_an_intact_checkpoint_an_error_lists_broken_ones_and_keeps_the_s
 
 
 RECORDS = {
-    "no sum": (lambda r: r.pop("sum"), "state.json does not match its checksum"),
-    "another size": (lambda r: r["files"].update(x=[1, "2"]), "state.json does not match its checksum"),
+    "no sum": (lambda r: r.pop("sum"), "state.json lacks sum"),
     "another step": (lambda r: (r["scalars"].update(step=7), sign(r)), "state.json is from step 7, not from step 2"),
+    "a step of words": (lambda r: (r["scalars"].update(step="2"), sign(r)), r"state.json: scalars\.step='2' must"),
+    "a list of scalars": (lambda r: (r.update(scalars=[]), sign(r)), r"state.json: scalars=\[\] must be an object"),
+    "a shape of words": (
+        lambda r: (r["shapes"].update(step=["x"]), sign(r)),
+        r"state.json: shapes\.step=\['x'\] must be a list of whole numbers",
+    ),
+    "no progress": (lambda r: (r.update(progress=3), sign(r)), "state.json: progress=3 must be an object"),
+    "a file outside": (
+        lambda r: (r["files"].update({"../x": [0, None]}), sign(r)),
+        r"state.json: files\.\.\./x=\[0, None\] must be",
+    ),
+    "a size of words": (
+        lambda r: (r["files"].update(x=["1", "2"]), sign(r)),
+        r"state.json: files\.x=\['1', '2'\] must be",
+    ),
 }
 
 

@@ -171,6 +171,14 @@ def test_model_output_stays_on_one_line_and_is_not_a_path(tmp_path):
     assert [path.name for path in (tmp_path / "episodes").iterdir()] == ["000001.jsonl"]
 
 
+@pytest.mark.parametrize("step", [2, 4])
+def test_a_repeated_or_skipped_step_is_an_error(step, tmp_path):
+    log = open_log(tmp_path, first_step=2)
+    with pytest.raises(ValueError, match=f"step {step} was logged after step 2, expected 3"):
+        log.step(step, METRICS, [])
+    log.close()
+
+
 def test_without_a_terminal_every_step_is_one_line(tmp_path, capsys, monkeypatch):
     clock = SimpleNamespace(now_s=100.0)
     monkeypatch.setattr("time.monotonic", lambda: clock.now_s)
