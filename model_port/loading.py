@@ -149,11 +149,18 @@ def logits(
 
 
 def one_sequence(
-    config: ModelConfig, input_ids: Int[np.ndarray, "*batch T"], *media: Any, **named_media: Any
+    config: ModelConfig,
+    input_ids: Int[np.ndarray, "*batch T"],
+    pixel_values: Float[np.ndarray, "P C"] | None = None,
+    image_grid_thw: Int[np.ndarray, "n 3"] | None = None,
+    pixel_values_videos: Float[np.ndarray, "P2 C"] | None = None,
+    video_grid_thw: Int[np.ndarray, "n2 3"] | None = None,
+    second_per_grid_ts: Sequence[float] | Float[np.ndarray, " n2"] | None = None,
 ) -> tuple[TextBatch, VisionBatch | None]:
-    """The arrays for one sequence, alone in its row, as a model is called with; the media are those of `logits`."""
+    """The arrays for one sequence, alone in its row, as a model is called with."""
     ids = _checked_ids(config, input_ids)
-    frames = frames_of(config, ids, *media, **named_media)
+    media = pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw, second_per_grid_ts
+    frames = frames_of(config, ids, *media)
     vision, first_rows = None, []
     if frames:
         row_patches = max(len(frame.patches) for frame in frames)

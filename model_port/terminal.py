@@ -14,8 +14,13 @@ UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e
 
 def visible(text: str) -> str:
     """Replaces control characters and direction overrides by visible signs, except newlines and tabs."""
-    signs = {code: chr(0x2400 + code) for code in range(0x20)}  # the control pictures of Unicode
-    return UNSEEN.sub(lambda match: signs.get(ord(match[0]), f"⟨U+{ord(match[0]):04X}⟩"), text)
+    return UNSEEN.sub(lambda match: _sign(ord(match[0])), text)
+
+
+def _sign(code: int) -> str:
+    if code < 0x20:
+        return chr(0x2400 + code)  # the control pictures of Unicode
+    return f"⟨U+{code:04X}⟩"
 
 
 def say(message: str) -> None:

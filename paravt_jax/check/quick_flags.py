@@ -1,4 +1,4 @@
-"""Flags of XLA for tiny models, whose programs run for milliseconds: they compile three times as fast on a CPU.
+"""Flags of XLA for tiny models, whose programs run for milliseconds and compile for seconds.
 
 It does not import jax, which reads its environment when it is imported.
 """
