@@ -2,12 +2,13 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
 from aiohttp import web
-from aiohttp.test_utils import TestServer
+from aiohttp.test_utils import TestServer, get_port_socket
 from async_tests import Decorator, given
 
 from rollout.endpoint.client import EndpointClient
@@ -83,7 +84,7 @@ class FakeEndpoint:
         app = web.Application(client_max_size=2**26)
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
-        self._server = TestServer(app, port=self._port)
+        self._server = TestServer(app, port=self._port, socket_factory=self._listen)
         await self._server.start_server(shutdown_timeout=0.1)
         self._port = self._server.port
         self.url = str(self._server.make_url("/v1"))
@@ -92,8 +93,19 @@ class FakeEndpoint:
     async def __aexit__(self, *_: object) -> None:
         await self.die()
 
+    def _listen(self, host: str, port: int, family: socket.AddressFamily) -> socket.socket:
+        self._listener = get_port_socket(host, port, family)
+        return self._listener
+
     async def die(self) -> None:
-        """Breaks all connections. `__aenter__` starts it again at the same port."""
+        """Breaks all connections. `__aenter__` starts it again at the same port.
+
+        First stops accepting, and lets the event loop finish the connections that it has accepted: asyncio never closes
+        a connection that is half made when its server closes, and the client waits for its whole deadline.
+        """
+        if self._listener.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            await asyncio.sleep(0)
         await self._server.close()
 
     async def _models(self, request: web.Request) -> web.Response:

@@ -4,8 +4,10 @@ key goes nowhere but to the endpoint.
 
 import asyncio
 import logging
+import socket
 import time
 import traceback
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -190,6 +192,19 @@ async def test_the_death_of_one_of_two_servers_loses_no_request_and_it_is_used_a
     async with asyncio.timeout(10):
         while len(one.bodies) == num_before:
             await asyncio.gather(*(ask(client, affinity=str(number)) for number in range(20)))
+
+
+@pytest.mark.parametrize("num_turns", range(4))
+@asking()
+async def test_a_fake_endpoint_that_dies_also_closes_the_connections_that_it_is_accepting(client, endpoint, num_turns):
+    with socket.create_connection(("127.0.0.1", endpoint._port)) as connection:
+        connection.setblocking(False)
+        for _ in range(num_turns):  # of the event loop, which accepts in one and makes the connection in the next
+            await asyncio.sleep(0)
+        await endpoint.die()
+        async with asyncio.timeout(10):
+            with suppress(ConnectionResetError):
+                assert await asyncio.get_running_loop().sock_recv(connection, 1) == b""
 
 
 @asking()
