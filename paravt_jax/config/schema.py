@@ -147,6 +147,7 @@ class VideoConfig:
         if self.frame_budgets and min(self.frame_budgets) < 1:
             raise ValueError(f"video.frame_budgets={self.frame_budgets} must be numbers of frames, each at least 1")
         _at_least_1("video", self, "overview_frames")
+        _at_least_0("video", self, "num_workers")
         for name, value, limit in (
             ("frame_budgets", max(self.frame_budgets, default=0), MAX_FRAMES),
             ("overview_frames", self.overview_frames, MAX_FRAMES),
@@ -337,9 +338,7 @@ class TrainConfig:
             raise ValueError(
                 f"train.group_size={self.group_size} must be at least 2: advantages compare the episodes of a group"
             )
-        for name in ("max_staleness", "max_resamples", "oversample"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"train.{name}={getattr(self, name)} must be 0 or more")
+        _at_least_0("train", self, "max_staleness", "max_resamples", "oversample")
         if self.updates_per_step > self.prompts_per_step:
             raise ValueError(
                 f"train.updates_per_step={self.updates_per_step} would leave updates without a group: there are only "
@@ -709,3 +708,9 @@ def _at_least_1(section: str, config: Any, *names: str) -> None:
     for name in names:
         if getattr(config, name) < 1:
             raise ValueError(f"{section}.{name}={getattr(config, name)} must be at least 1")
+
+
+def _at_least_0(section: str, config: Any, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) < 0:
+            raise ValueError(f"{section}.{name}={getattr(config, name)} must be 0 or more")
