@@ -28,6 +28,7 @@ import pyarrow.parquet as pq
 import pytest
 from training import QUICK
 
+from paravt_jax.learner.settings import CORRECTIONS
 from rollout.video.encode import write_video
 
 ROOT = Path(__file__).parents[1]
@@ -350,6 +351,14 @@ def test_the_loop_that_a_page_shows_is_the_loop():
     code = [line.strip() for line in (ROOT / "paravt_jax" / "train.py").read_text().splitlines()]
     lines = [line.strip() for line in shown.splitlines()]
     assert lines in [code[n : n + len(lines)] for n in range(len(code))]
+
+
+def test_the_table_of_corrections_gives_the_default_bounds():
+    page = (ROOT / "docs" / "training.md").read_text()
+    (table,) = re.findall(r"^\| `loss.correction` (.*?)\n\n", page, re.MULTILINE | re.DOTALL)
+    rows = re.findall(r"^\| `(\w+)` (?:\(.*?\) )?(?:\|[^|]*){2}\|([^|]*)\|", table, re.MULTILINE)
+    bounds = {name: re.findall(r"`(\w+)` ([\d.]+)", cell) for name, cell in rows}
+    assert {name: {bound: float(value) for bound, value in each} for name, each in bounds.items()} == CORRECTIONS
 
 
 @pytest.mark.slow
