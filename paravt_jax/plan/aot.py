@@ -77,13 +77,13 @@ def compiled_update(update: PlannedUpdate, model: ModelConfig, shape: BatchShape
         ]
         visuals = [learner.outputs(job.result()) for job, _ in jobs]
         visual, of_scores = (None, visuals) if update.optim.train_vision else (visuals[0], visuals * len(scored))
-        if not update.optim.train_vision:
-            jobs += jobs * update.scores_before  # the learner encodes the frames again for the gradients
         jobs.append((start(learner.gradients, batch, visual, old), beside_own))
         for (params, beside), frames in zip(scored, of_scores, strict=True):
             jobs.append((start(learner.score, params, batch, frames), beside))
         jobs.append((applying, (own.frozen, unread_ref, batch, visual)))
-        return [_program(job.result(), beside=beside) for job, beside in jobs]
+        programs = [_program(job.result(), beside=beside) for job, beside in jobs]
+    # The learner encodes the frames of a frozen tower for old log-probs, and again for the gradients.
+    return programs[:1] * (update.scores_before and not update.optim.train_vision) + programs
 
 
 @contextmanager

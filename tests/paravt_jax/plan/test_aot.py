@@ -89,13 +89,17 @@ def test_a_trained_vision_tower_without_scores_has_no_program_of_its_own():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("trained", "num_encoded"), [(True, 1), (False, 2)])
-def test_the_frames_are_encoded_for_old_log_probs_and_again_for_the_gradients(mesh, trained, num_encoded):
-    """A trained vision tower runs inside the gradients."""
+def test_the_frames_are_encoded_for_old_log_probs_and_again_for_the_gradients(mesh, trained, num_encoded, monkeypatch):
+    """A trained vision tower runs inside the gradients. Both encodings are one program, which is parsed once."""
+    parsed, parse = [], aot.collectives_of
+    monkeypatch.setattr(aot, "collectives_of", lambda text: parsed.append(text) or parse(text))
     train = TrainConfig(prompts_per_step=4, group_size=2, updates_per_step=2)
     config = config_of((1, 2, 2), rows=1, row_tokens=128, optim=OptimConfig(train_vision=trained), train=train)
     programs = compiled_update(PlannedRl.of(config, tiny_config()).update, tiny_config(), SHAPE, mesh)
     names = [*["encode_vision"] * num_encoded, "gradients", "score", "apply_gradients"]
     assert [program.name for program in programs] == names
+    assert len(parsed) == len(set(names))
+    assert len(parsed) == len(set(names))
 
 
 def test_an_out_of_memory_error_of_the_compiler_has_the_sizes():
