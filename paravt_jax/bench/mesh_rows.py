@@ -196,8 +196,9 @@ def _columns(result: dict[str, Any]) -> dict[str, Callable[[Row], str]]:
         "data x fsdp x tensor": lambda row: name_of(row["mesh"]),
         "rows": lambda row: str(row["num_rows"]),
         "GiB": lambda row: _gib(row["hbm_gib"]),
-        "compile s": lambda row: _formatted(row["compile_s"], 0),
     }
+    if any(row["compile_s"] is not None for row in result["rows"]):
+        columns["compile s"] = lambda row: _formatted(row["compile_s"], 0)
     if measured:
         columns["update s"] = lambda row: _formatted(row["update_s"], 3)
     if any(row["run_step_s"] for row in result["rows"]):

@@ -113,6 +113,7 @@ def test_meshes_that_fit_come_first_and_the_fastest_is_recommended():
     assert fitting == sorted(fitting, key=lambda row: -row["tokens_per_s"])
     lines = mesh.table(result).splitlines()
     assert lines[-1] == f"recommended: {' x '.join(map(str, fitting[0]['mesh']))}"
+    assert lines[2].startswith("| data x fsdp x tensor | rows | GiB | update s |")  # nothing was compiled
     rejected = {line.partition(",")[0]: line for line in lines if line.startswith("rejected: ")}
     assert "GiB are always resident, of 71.2 usable" in rejected["rejected: 16 x 1 x 1"]
     assert "does not split over 2 hosts: each host has its own rows, and tensor=16" in rejected["rejected: 1 x 1 x 16"]
