@@ -6,6 +6,10 @@ The server's part is played by transformers: other programs than the learner's, 
 import asyncio
 import json
 import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -150,6 +154,44 @@ def test_a_server_with_a_wrong_picture_in_a_tools_response_is_refused(change, dt
     assert any("'after_response_image' tokens differ" in one for one in found.problems)
     (statistic,) = found.differences[SHOWN].statistics
     assert statistic.server > 2 * statistic.allowed
+
+
+@contextmanager
+def in_another_thread(server: TorchServer) -> Iterator[str]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    asyncio.run_coroutine_threadsafe(server.__aenter__(), loop).result()
+    try:
+        yield server.url
+    finally:
+        asyncio.run_coroutine_threadsafe(server.__aexit__(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+@pytest.mark.slow
+def test_the_command_prints_and_writes_the_differences_and_fails_at_a_wrong_server(
+    right, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(gate, "NEW_TOKENS", 8)
+    monkeypatch.setattr(score, "TOKEN_BUCKET", 1024)  # compiles once
+    monkeypatch.setattr(score, "LearnerScorer", OneSize)
+    out = tmp_path / "gate.json"
+    command = ["gate", "--model", str(right), "--episodes", "1", "--json", str(out)]
+    servers = TorchServer(right, "float32"), TorchServer(right, "float32", shifted)
+    with in_another_thread(servers[0]) as url, in_another_thread(servers[1]) as wrong:
+        monkeypatch.setattr(sys, "argv", [*command, "--url", f"{url}/"])
+        score.main()
+        assert f"| {url} | float32 | dialogue |" in capsys.readouterr().out
+        (parity,) = json.loads(out.read_text())
+        assert (parity["url"], parity["problems"]) == (url, [])
+        monkeypatch.setattr(sys, "argv", [*command, "--url", url, "--url", wrong])
+        with pytest.raises(RuntimeError, match=f"^the servers and the learner disagree: {wrong}: ") as caught:
+            score.main()
+    assert f"{url}: " not in str(caught.value) and f"| {wrong} | float32 |" in capsys.readouterr().out
+    assert [bool(parity["problems"]) for parity in json.loads(out.read_text())] == [False, True]
 
 
 @pytest.mark.parametrize(
