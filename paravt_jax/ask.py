@@ -9,8 +9,8 @@ from typing import get_args
 
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.terminal import say, visible
+from paravt_jax.run.output_file import OutputFile
 from rollout.episode_config import Dispatch
-from rollout.output_file import OutputFile
 
 DEFAULT_MODEL = "ParaVT/ParaVT-8B"
 

@@ -24,7 +24,7 @@ from model_port.cli import add_debug_flag, prog_of, run_cli
 from paravt_jax.config import SINGLE_TURN_MODES
 from paravt_jax.evaluation.release.source import COMMIT, DRIVER, LOADERS, check_commit, escaped, parsed, read_release
 from paravt_jax.evaluation.release.texts import OWN_TEXTS
-from rollout.output_file import OutputFile
+from paravt_jax.run.output_file import OutputFile
 from rollout.prompts import placeholder_problem
 
 TRAINING, SUBAGENT_FILE = "training", "paravt/rl/subagents/crop_video/cropped_video.py"

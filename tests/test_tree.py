@@ -45,7 +45,7 @@ ROOMS = {  # of paravt_jax, from the ground up: what each may import from, which
     "ask": "asking run",
     "serve": "ask asking run",
     "check": "bench config data learner plan rewards rl run sampling sft train",
-    "prompts": "config evaluation",
+    "prompts": "config evaluation run",
     "__main__": "",
 }
 PURE = (  # no config, no I/O, no logger

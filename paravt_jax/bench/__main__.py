@@ -15,7 +15,7 @@ from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.output_dir import exit_on_sigterm
 from model_port.progress import Meter
 from paravt_jax.bench import machine
-from rollout.output_file import OutputFile
+from paravt_jax.run.output_file import OutputFile
 
 BENCHES = {
     "mesh": "an update on every mesh: measured on this machine, or estimated for other devices",

@@ -31,8 +31,8 @@ from paravt_jax.check.stages import STAGES
 from paravt_jax.check.target import Target
 from paravt_jax.config import TINY, load_training_config
 from paravt_jax.plan.plan import model_config
+from paravt_jax.run.output_file import OutputFile
 from rollout.engine.discovery import check_url
-from rollout.output_file import OutputFile
 
 BESIDE = ("weights", "logits", "gradient")  # these stages of a tiny model run beside the others
 SHOWN_LINES = 40  # of a failed stage's log

@@ -22,7 +22,7 @@ from model_port.progress import Meter
 from paravt_jax.data import prompts, traces
 from paravt_jax.data.hub import local_source, row_files, tokenizer_file
 from paravt_jax.data.rows import BATCH_ROWS, BadRow, file_finder, parquet_file, rows_of
-from rollout.output_file import OutputFile
+from paravt_jax.run.output_file import OutputFile
 from rollout.toolbox import SHIPPED, signatures
 from rollout.tools import find_calls
 

@@ -25,7 +25,7 @@ from model_port.progress import Meter
 from model_port.terminal import aligned
 from paravt_jax.data.hub import row_files
 from paravt_jax.data.rows import BATCH_ROWS, FILE_URI, BadRow, existing_file, from_json, parquet_file
-from rollout.output_file import OutputFile
+from paravt_jax.run.output_file import OutputFile
 
 SENTINELS = ("longvt_source", "museg/charades", "museg/et_instruct_164k", "selfqa")
 OTHER = "other"

@@ -15,7 +15,7 @@ from paravt_jax.config.shipped import config_directory
 from paravt_jax.data.splits import SPLITS
 from paravt_jax.evaluation.results import Cell, refusal
 from paravt_jax.evaluation.table import show
-from rollout.output_file import OutputFile
+from paravt_jax.run.output_file import OutputFile
 
 ALL = "all"
 FOLDERS = {"videomme_subtitles": "videomme"}  # splits that share a repository

@@ -15,7 +15,7 @@ from paravt_jax.data.splits import SPLITS
 from paravt_jax.evaluation.published import TABLES, PublishedTable
 from paravt_jax.evaluation.results import markdown_table
 from paravt_jax.rewards.release import RELEASE
-from rollout.output_file import OutputFile
+from paravt_jax.run.output_file import OutputFile
 
 NOT_MEASURED, NOT_PUBLISHED = "not measured", "—"
 ROW_HEIGHT_IN, COLUMN_WIDTH_IN, NAME_WIDTH_IN = 0.28, 1.35, 4.2

@@ -21,7 +21,7 @@ from matplotlib.ticker import MaxNLocator
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from paravt_jax.run.charts import COLORS, SECTIONS, Chart, LoggedRun, load_run
 from paravt_jax.run.log import METRICS_FILE, PLOTS_DIR, whole_file
-from rollout.output_file import OutputFile
+from paravt_jax.run.output_file import OutputFile
 
 MAX_MARKED_STEPS = 40  # with more steps, a running mean replaces the points
 MEAN_FRAC = 0.04  # window of the running mean, as a fraction of all steps

@@ -27,11 +27,11 @@ from model_port.model import VLModel
 from model_port.processing import VisionContract, expand_placeholders, settled_size
 from model_port.sharding import everywhere, on_mesh
 from model_port.terminal import say
+from paravt_jax.run.output_file import OutputFile
 from paravt_jax.sampling.frames import frame_of
 from rollout.chat import Chat
 from rollout.check import check
 from rollout.engine.discovery import check_url
-from rollout.output_file import OutputFile
 from rollout.parity import TIMES_NOISE, Scored, ScoreRequest, table
 
 TOKEN_BUCKET = 256  # few compilations, and short dialogues stay cheap

@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 
 from model_port.cli import add_debug_flag, prog_of, run_cli
+from paravt_jax.run.output_file import OutputFile
 from paravt_jax.view.page import make_page
-from rollout.output_file import OutputFile
 
 DEFAULT_OUT, DEFAULT_COMPARISON = "report.html", "compare.html"
 MAX_EPISODES = 200  # a page of a few MB has room for this many complete episodes

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from rollout.output_file import OutputFile
+from paravt_jax.run.output_file import OutputFile
 
 
 def write(path, text="new", by="a command", **options):
@@ -126,7 +126,7 @@ def test_two_at_once_do_not_mix(tmp_path):
 
 
 def test_standard_output_and_pipes_are_written_through(tmp_path):
-    code = "from rollout.output_file import OutputFile; OutputFile('/dev/stdout', 'x').write('said')"
+    code = "from paravt_jax.run.output_file import OutputFile; OutputFile('/dev/stdout', 'x').write('said')"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"said"
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
