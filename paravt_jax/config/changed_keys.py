@@ -29,7 +29,7 @@ FIXED = {  # key -> the value that every run uses
     "judge.attempt_deadline_s": 60.0,
     "judge.backoff_s": 1.0,
     "judge.max_attempts": 4,
-    "judge.max_backoff_s": 20.0,
+    "judge.max_backoff_s": 30.0,
     "judge.max_concurrent": 16,
     "judge.max_reply_tokens": 1024,
     "min_pixels": 784,  # of paravt.json
@@ -44,7 +44,6 @@ FIXED = {  # key -> the value that every run uses
     "reward.parts.think": 0.2,
     "reward.parts.think_closing": 0.4,
     "reward.plugin_deadline_s": 60.0,
-    "reward.tool_right_threshold": 0.5,
     "sft.steps_ahead": 2,
     "video.disk_gib": 64.0,
     "video.memory_gib": 2.0,
@@ -68,6 +67,7 @@ REMOVED = {  # key -> reason
     "optim.warmup_frac": "optim.schedule=cosine warms up over 5 % of the steps, constant does not",
     "pack.sizes_per_doubling": "it follows from pack.row_tokens",
     "reward.require_answer_block": "an answer counts only between <answer> and </answer>",
+    "reward.tool_right_threshold": "reward.tool=published pays any R_acc above 0, needed its gain",
     "rollout.prompts.clamped": "this text is fixed",
     "rollout.prompts.error": "this text is fixed",
     "rollout.prompts.subagent_frame_times": "a sub-agent's frames have times if rollout.prompts.subagent_intro is not "

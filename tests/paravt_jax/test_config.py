@@ -8,8 +8,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from paravt_jax.config import Config, EvalConfig, SftConfig, keys, load_config, to_record
-from paravt_jax.config.changed_keys import REMOVED, RENAMED
+from paravt_jax.config.changed_keys import FIXED, REMOVED, RENAMED
+from paravt_jax.learner import advantages
+from paravt_jax.rewards import judge, terms
 from paravt_jax.run.recipe import recipe_of
+from rollout.endpoint import client
 from scripts.miniature import arms
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -195,6 +198,21 @@ def test_the_error_for_a_renamed_or_removed_key_has_the_new_key_or_the_reason(tm
         load_config(tmp_path / "run.yaml")
     with pytest.raises(ValueError, match=r"^loss\.numbers\.clip_low is now loss\.params\.clip_low$"):
         load_config(None, "loss.numbers.clip_low=0.1")
+
+
+def test_the_values_that_errors_give_for_removed_keys_are_in_use():
+    used = {
+        "advantage.epsilon": advantages.EPSILON,
+        "judge.attempt_deadline_s": judge.ATTEMPT_DEADLINE_S,
+        "judge.backoff_s": client.BACKOFF_S,
+        "judge.max_attempts": judge.MAX_ATTEMPTS,
+        "judge.max_backoff_s": client.MAX_BACKOFF_S,
+        "judge.max_concurrent": judge.MAX_CONCURRENT,
+        "judge.max_reply_tokens": judge.MAX_REPLY_TOKENS,
+        "reward.parts.flow": terms.FLOW,
+        "reward.parts.think_closing": terms.THINK_CLOSING,
+    }
+    assert FIXED | used == FIXED
 
 
 def test_another_correction_on_the_command_line_starts_from_its_own_bounds(tmp_path):
