@@ -235,6 +235,12 @@ def test_the_table_of_cold_starts_matches_the_plan(row):
     assert same_figures((step_s, gib, usable), figures_of(plan))
 
 
+@pytest.mark.slow
+def test_the_seconds_of_a_step_on_the_page_are_printed_by_the_plan():
+    shown = re.findall(r"^```\n(seconds per step.*?)^```", TRAINING.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(shown) == 1 and shown[0] in render(plan_for("8b_8x80gb"))
+
+
 def test_the_tables_have_every_recipe_and_every_cold_start():
     text = TRAINING.read_text()
     assert {row[0] for row in RECIPE_ROW.findall(text)} == set(LEARNERS)
