@@ -79,19 +79,28 @@ class TraceBatches:
         self._next, self._sizes = first.next_visit, first
         self._num_skipped = 0  # consecutive traces
         self._ready: asyncio.Queue[TraceBatch] = asyncio.Queue(STEPS_AHEAD)
+        self._first: asyncio.Future[TraceBatch] | None = None
         self._task: asyncio.Task[None] | None = None
 
+    async def first_batch(self) -> TraceBatch:
+        """The batch that the first call of `next_batch`, later or at the same time, returns."""
+        self._first = asyncio.get_running_loop().create_future()
+        return await self._once_ready(self._first)
+
     async def next_batch(self) -> TraceBatch:
+        return await self._once_ready(asyncio.create_task(self._ready.get()))
+
+    async def _once_ready(self, batch: asyncio.Future[TraceBatch]) -> TraceBatch:
+        """Prepares batches until this one is ready."""
         if self._task is None:
             self._task = asyncio.create_task(self._prepare_all())
-        next_ready = asyncio.create_task(self._ready.get())
         try:
-            await asyncio.wait({next_ready, self._task}, return_when=asyncio.FIRST_COMPLETED)
-            if not next_ready.done():
+            await asyncio.wait({batch, self._task}, return_when=asyncio.FIRST_COMPLETED)
+            if not batch.done():
                 self._task.result()  # raises the reason why it ended
-            return await next_ready
+            return await batch
         finally:
-            next_ready.cancel()
+            batch.cancel()
 
     async def batches_of(self, traces: Sequence[Trace]) -> AsyncIterator[list[TrainBatch]]:
         """Batches of these traces, a few at a time; traces that cannot be rendered are skipped."""
@@ -118,7 +127,11 @@ class TraceBatches:
 
     async def _prepare_all(self) -> None:
         while True:
-            await self._ready.put(await self._prepare())
+            batch = await self._prepare()
+            if self._first is not None and not self._first.done():
+                self._first.set_result(batch)
+            self._first = None
+            await self._ready.put(batch)
 
     async def _prepare(self) -> TraceBatch:
         """Takes samples in order while the rows of a step hold them; the next sample starts the next step."""

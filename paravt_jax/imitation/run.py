@@ -19,6 +19,7 @@ from paravt_jax.data.traces import Trace, load_traces
 from paravt_jax.imitation.batches import Position, TraceBatch, TraceBatches
 from paravt_jax.imitation.render import TraceRenderer
 from paravt_jax.imitation.samples import sample_record
+from paravt_jax.learner.batch_shape import shapes_of_batch
 from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.packing import TrainBatch, num_packed, rows_of_host, used_frac
 from paravt_jax.learner.settings import LossConfig
@@ -77,6 +78,7 @@ class SftRun:
             "the log above lists the skipped traces; all hosts must be able to read the same videos",
         )
         own = [self._host_rows(packed) for packed in batch.batches]
+        await training.compiled()
         metrics = await in_thread(lambda: training.learner.imitate(own, float(batch.num_loss_tokens)))
         training.step += 1
         self.position = batch.after
@@ -194,6 +196,8 @@ async def open_sft_run(
             seed=config.seed,
         )
         stack.push_async_callback(batches.close)
+        if training.step < training.num_steps:
+            training.compile_ahead(_compile_update(learner, batches), stack)
         run = SftRun(
             training=training,
             update_rate=UpdateRate.of(planned, devices[0].device_kind),
@@ -208,6 +212,13 @@ async def open_sft_run(
         )
         yield run
         await training.finish(run.progress())
+
+
+async def _compile_update(learner: Learner, batches: TraceBatches) -> None:
+    """Compiles the update for the sizes of the first batch. Larger batches compile theirs."""
+    compiler = learner.imitation_compiler()  # before an update donates the state
+    first = await batches.first_batch()
+    await in_thread(lambda: compiler.compile(shapes_of_batch(first.batches[0], learner.mesh)))
 
 
 def _traces(data: DataConfig, path: str, video_root: str) -> Sequence[Trace]:

@@ -61,7 +61,8 @@ class UpdateCompiler:
     def compile(self, batch: TrainBatch) -> None:
         """Compiles the programs of an update for batches of this shape."""
         own, ref = self.state.params, self.ref
-        visual = None if self.train_vision else self.outputs(self.encode_vision(own, batch))
+        frozen = batch.vision is not None and not self.train_vision
+        visual = self.outputs(self.encode_vision(own, batch)) if frozen else None
         old = OldLogProbs(
             self._logp(own, batch, visual) if self.scores_before else None,
             None if ref is None else self._logp(ref, batch, visual),

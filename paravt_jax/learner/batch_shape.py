@@ -114,6 +114,11 @@ def abstract_batch(shape: BatchShape, model: ModelConfig, mesh: Mesh | None) -> 
     return replace(jax.tree.map(partial(_abstract, mesh, shape.num_rows), batch), vision=vision)
 
 
+def shapes_of_batch(batch: TrainBatch, mesh: Mesh | None) -> TrainBatch:
+    """A batch of all hosts as shapes."""
+    return jax.tree.map(lambda array: _abstract(mesh, len(array), array), batch)
+
+
 def _abstract(mesh: Mesh | None, num_rows: int, row: np.ndarray) -> Any:
     sharding = None if mesh is None else row_sharding(num_rows, mesh)
     return jax.ShapeDtypeStruct((num_rows, *row.shape[1:]), row.dtype, sharding=sharding)

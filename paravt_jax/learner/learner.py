@@ -101,6 +101,18 @@ class Learner:
 
     def update_compiler(self, num_dialogues: int, *, scores_before: bool) -> UpdateCompiler:
         """Compiles the programs of `update`, and of `kl_penalties` for KL in the reward, from the current shapes."""
+        return self._compiler(
+            PolicyObjective.of(self.loss, self._variant, num_dialogues),
+            self._coefs,
+            num_penalized=num_dialogues if self.loss.penalizes_reward else 0,
+            scores_before=scores_before,
+        )
+
+    def imitation_compiler(self) -> UpdateCompiler:
+        """Compiles the programs of `imitate`."""
+        return self._compiler(imitation, None, scores_before=False)
+
+    def _compiler(self, objective: Objective, coefs: LossCoefs | None, **options: Any) -> UpdateCompiler:
         memory = DEVICE_MEMORY if self.optim.offload else None
         state = replace(shapes_of(self.state), opt_state=shapes_of(self.state.opt_state, memory))
         return UpdateCompiler(
@@ -109,12 +121,11 @@ class Learner:
             None if self._ref is None else Params(shapes_of(self._ref, memory), state.frozen),
             self._temperature,
             numbers_at(self.optim, 0, self._num_steps),
-            PolicyObjective.of(self.loss, self._variant, num_dialogues),
-            self._coefs,
-            num_penalized=num_dialogues if self.loss.penalizes_reward else 0,
+            objective,
+            coefs,
             train_vision=self.optim.train_vision,
-            scores_before=scores_before,
             mesh=self.mesh,
+            **options,
         )
 
     def update(self, parts: Sequence[StepPart], num_dialogues: int) -> dict[str, float]:

@@ -6,7 +6,7 @@ keyed by seed and number, so a checkpoint needs only the learner's state and a f
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -229,13 +229,13 @@ class Training:
         """Optimizer steps in the learner's weights."""
         return int(self.learner.state.step)
 
-    def compile_ahead(self, work: Callable[[], None], stack: AsyncExitStack) -> None:
-        """Compiles the update's programs in a thread, while the data of the first step are prepared."""
-        task = self.ahead = asyncio.create_task(in_thread(work))
+    def compile_ahead(self, work: Coroutine[Any, Any, None], stack: AsyncExitStack) -> None:
+        """Compiles the update's programs in a thread, beside everything before the first update."""
+        task = self.ahead = asyncio.create_task(work)
 
         async def finish() -> None:
-            await asyncio.wait([task])  # an update has raised its error
-            task.exception()
+            task.cancel()  # a program that is compiled ends first
+            await asyncio.gather(task, return_exceptions=True)  # an update has raised its error
 
         stack.push_async_callback(finish)
 

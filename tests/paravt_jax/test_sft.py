@@ -191,6 +191,19 @@ def test_a_step_has_no_batch_for_traces_that_its_rows_do_not_hold(tiny_hf):
 
 
 @pytest.mark.slow
+def test_the_first_batch_is_known_before_the_first_step(tiny_hf):
+    async def body() -> tuple[TraceBatch, TraceBatch]:
+        batches = batches_of(tiny_hf, [trace(number) for number in range(7)], row_tokens=1024)
+        try:
+            return await batches.first_batch(), await batches.next_batch()
+        finally:
+            await batches.close()
+
+    first, of_step = asyncio.run(body())
+    assert first is of_step
+
+
+@pytest.mark.slow
 def test_every_trace_is_used_once_per_epoch(tiny_hf):
     traces = [trace(number) for number in range(7)]
     steps = next_batches(batches_of(tiny_hf, traces, row_tokens=1024), 5)

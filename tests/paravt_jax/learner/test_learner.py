@@ -14,11 +14,13 @@ from model_port.config import LoraConfig
 from model_port.inputs import Frame
 from model_port.sharding import flat_params, make_mesh, num_row_parts
 from model_port.tiny import make_tiny, tiny_config
+from paravt_jax.learner.batch_shape import shapes_of_batch
 from paravt_jax.learner.learner import Learner, StepPart
 from paravt_jax.learner.packing import Dialogue, PackShape, pack
 from paravt_jax.learner.programs import apply_gradients, encode_vision, gradients, score
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.learner.variants import StepCounts
+from paravt_jax.run.compiles import COMPILED
 
 OPTIM = OptimConfig(learning_rate=1e-3)
 LOSS = LossConfig(kl_coef=0.0)
@@ -187,6 +189,24 @@ def test_the_vision_tower_changes_only_if_it_is_trained(train_vision, tiny_hf, b
     assert {path for path in first_params if path.startswith("text")} <= moved | {"text.embed.table_vd"}
     num_moments = sum(leaf.size for leaf in jax.tree.leaves(adam_mu(learner)))
     assert (num_moments == sum(value.size for value in first_params.values())) == train_vision
+
+
+@pytest.mark.slow
+def test_an_imitation_that_was_compiled_ahead_compiles_nothing(tiny_hf, batches):
+    names: list[str] = []
+
+    def on_event(event, duration_secs, **kwargs):
+        if event == COMPILED:
+            names.append(str(kwargs["fun_name"]))
+
+    jax.clear_caches()
+    learner = make_learner(tiny_hf)
+    jax.monitoring.register_event_duration_secs_listener(on_event)
+    learner.imitation_compiler().compile(shapes_of_batch(batches[0], None))
+    assert {"jit(encode_vision)", "jit(gradients)", "jit(apply_gradients)"} <= set(names)
+    names.clear()
+    learner.imitate(batches, NUM_TOKENS)
+    assert names == []
 
 
 @pytest.mark.slow
