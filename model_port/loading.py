@@ -1,6 +1,7 @@
 """Loads a model from a path, and computes the logits of one sequence."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from model_port.layers import DEFAULT_COMPUTE, Compute
 from model_port.layout import ADAPTER_CONFIG_FILE, BASE_KEY, base_of, hf_files_of, is_adapter, is_checkpoint
 from model_port.model import VLModel
 from model_port.sharding import as_made_here, flat_params, param_name, platform, shard_abstract
-from model_port.weights import check_param_paths, load_hf_params, open_hf_tensors
+from model_port.weights import check_param_paths, load_hf_params, open_hf_tensors, stored_dtype
 
 TOKEN_BUCKET = 64  # lengths are rounded up to a multiple of this, to share compiled programs
 
@@ -99,6 +100,14 @@ def load(path: str | Path, dtype: str = "float32", mesh: Mesh | None = None) -> 
         return with_params(model, load_hf_params(tensors, config, abstract, jnp.dtype(dtype)))
 
 
+def load_exact(path: str | Path) -> VLModel:
+    """A model that computes in float32, with the weights of a Hugging Face directory as narrow as they are stored."""
+    path = Path(path)
+    model = load(path, "float32" if is_adapter(path) or is_checkpoint(path) else stored_dtype(path))
+    model.compute = replace(model.compute, dtype="float32")
+    return model
+
+
 def _load_adapted(path: Path, dtype: str, mesh: Mesh | None) -> VLModel:
     info, base = read_adapter_info(path), base_directory(path)
     check_base_files(path, info.base, info.base.files and files_of_base(hf_files_of(base)))
@@ -142,7 +151,8 @@ def logits(
     media = pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw, second_per_grid_ts
     text, vision = one_sequence(model.config, input_ids, *media)
     graphdef, params = nnx.split(model)
-    widened = platform() == "cpu" and jnp.dtype(model.compute.dtype).itemsize < 4
+    dtypes = {jnp.dtype(model.compute.dtype), *(leaf.dtype for leaf in jax.tree.leaves(params))}
+    widened = platform() == "cpu" and min(dtype.itemsize for dtype in dtypes) < 4
     computed = (_logits_by_layer if widened else _logits)(graphdef, params, text, vision, tokens)[0]
     # A copy: on a CPU, asarray returns a view that keeps the device's array.
     return np.array(computed[: np.size(input_ids)] if tokens is None else computed)
@@ -228,6 +238,6 @@ def _logits_of(
 
 
 _logits = jax.jit(_logits_of, static_argnums=0)
-# A CPU computes 16-bit products in float32. Without this, XLA converts all layers' kernels before the loop over them.
+# A CPU widens 16-bit kernels to float32. Without this, XLA does so for all layers before the loop over them.
 PER_LAYER = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
 _logits_by_layer = jax.jit(_logits_of, static_argnums=0, compiler_options=PER_LAYER)

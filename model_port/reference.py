@@ -7,6 +7,7 @@ import gc
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from model_port.config import ModelConfig, read_config
-from model_port.weights import module_name
+from model_port.weights import module_name, stored_dtype
 
 SHARED_GPU = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # of a process in which jax leaves memory for torch
 
@@ -52,8 +53,42 @@ def as_published(name: str, tensor: np.ndarray) -> np.ndarray:
     return tensor.swapaxes(1, 2) if ".experts." in name else tensor
 
 
+def run_by_layer(model: Any) -> None:
+    """Makes a model compute in float32, with only the running layer's 16-bit weights widened and activations kept.
+
+    Embedding and head are layers too.
+    """
+    from torch import nn
+    from torch.func import functional_call
+    from torch.utils.checkpoint import checkpoint
+
+    class Holder(nn.Module):
+        def __init__(self, layer: Any):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, *args: Any, **options: Any) -> Any:
+            return type(self.layer).forward(self.layer, *args, **options)
+
+    def widened(holder: Any, *args: Any, **options: Any) -> Any:
+        weights = {name: parameter.float() for name, parameter in holder.named_parameters()}
+        return functional_call(holder, weights, args, options)
+
+    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    layers = [*(layer for stack in stacks for layer in stack), model.get_input_embeddings(), model.lm_head]
+    in_layers = {parameter for layer in layers for parameter in layer.parameters()}
+    for layer in layers:
+        layer.forward = partial(checkpoint, widened, Holder(layer), use_reentrant=False)
+    for parameter in model.parameters():
+        if parameter not in in_layers:
+            parameter.data = parameter.data.float()
+
+
 class Reference(AbstractContextManager["Reference"]):
-    """A model in transformers, on the GPU if torch sees one. Its memory is free after the `with` block."""
+    """A model in transformers, on the GPU if torch sees one. Its memory is free after the `with` block.
+
+    In float32, 16-bit weights stay as they are stored.
+    """
 
     def __init__(self, hf_dir: str | Path, dtype: str = "float32"):
         import torch
@@ -64,8 +99,11 @@ class Reference(AbstractContextManager["Reference"]):
         torch.backends.cudnn.allow_tf32 = False  # or a GPU rounds the inputs of float32 convolutions
         self._config = read_config(hf_dir)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        model: Any = AutoModelForImageTextToText.from_pretrained(hf_dir, dtype=getattr(torch, dtype))
+        loaded = stored_dtype(Path(hf_dir)) if dtype == "float32" else dtype
+        model: Any = AutoModelForImageTextToText.from_pretrained(hf_dir, dtype=getattr(torch, loaded))
         self._model = model.eval().to(self._device)
+        if dtype == "float32":
+            run_by_layer(self._model)
 
     def __exit__(self, *_: object) -> None:
         import torch
@@ -92,6 +130,7 @@ class Reference(AbstractContextManager["Reference"]):
         chosen = {name: parameters[module_name(self._config, name)] for name in names}
         self._model.requires_grad_(False)
         for parameter in chosen.values():
+            parameter.data = parameter.data.float()
             parameter.requires_grad_(True)
         inputs = self._inputs(prompt)
         logits = self._model(**inputs, use_cache=False).logits[0, :-1].float()

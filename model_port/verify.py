@@ -25,6 +25,7 @@ import model_port
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.config import read_config
 from model_port.hf_files import no_tokenizer
+from model_port.loading import load_exact
 from model_port.processing import expand_placeholders, token_counts
 from model_port.progress import Meter
 from model_port.reference import SHARED_GPU, ProcessedPrompt, Reference, missing_torch
@@ -104,7 +105,8 @@ def _frame(number: int, num_frames: int, size_px: tuple[int, int]) -> np.ndarray
 
 def our_logits(src: str | Path, prompt: ProcessedPrompt, dtype: str) -> Float[np.ndarray, "T V"]:
     with jax.default_matmul_precision("highest"):  # or accelerators round float32 inputs
-        return model_port.logits(model_port.load(src, dtype), prompt.ids, **prompt.media)
+        model = load_exact(src) if dtype == "float32" else model_port.load(src, dtype)
+        return model_port.logits(model, prompt.ids, **prompt.media)
 
 
 def their_logits(hf_dir: str | Path, prompt: ProcessedPrompt, dtype: str) -> Float[np.ndarray, "T V"]:
@@ -139,7 +141,8 @@ def main() -> None:
         prog=prog_of("model_port.verify"),
         description="Compares a checkpoint's logits with transformers' for a prompt with video frames.",
         epilog="In float32, the error must be rounding. In bfloat16, it may be twice transformers' own bfloat16 error, "
-        "both against its float32. One model is in memory at a time, with 4 bytes per parameter in float32.",
+        "both against its float32. One model is in memory at a time; files in bfloat16 stay so, and a layer is widened "
+        "while it runs. A checkpoint or an adapter needs 4 bytes per parameter in float32.",
     )
     parser.add_argument("--hf", required=True, metavar="HF_DIR", help="the model that transformers loads")
     parser.add_argument(

@@ -145,6 +145,12 @@ def open_hf_tensors(directory: Path, config: ModelConfig) -> HfTensors:
     return tensors
 
 
+def stored_dtype(hf_dir: Path) -> str:
+    """The dtype of all tensors if it has 16 bits, otherwise float32."""
+    dtypes = {info.dtype for info in HfTensors(hf_dir).infos.values()}
+    return dtypes.pop().name if {dtype.itemsize for dtype in dtypes} == {2} and len(dtypes) == 1 else "float32"
+
+
 def _is_of_experts(rule: Rule) -> bool:
     return rule.hf.endswith((GATE_UP, DOWN))
 

@@ -1,5 +1,6 @@
 """Stage `gradient`: the kernels' gradients of three layers of both towers, compared with transformers'."""
 
+import math
 from collections.abc import Iterator
 
 import jax
@@ -8,15 +9,14 @@ import numpy as np
 import optax
 from flax import nnx
 
-import model_port
 from model_port.inputs import TextBatch, VisionBatch
 from model_port.layers import Compute
-from model_port.loading import abstract_model, one_sequence, with_params
+from model_port.loading import abstract_model, load_exact, one_sequence, with_params
 from model_port.output_dir import GIB
 from model_port.reference import ProcessedPrompt, Reference, missing_torch
 from model_port.rule import Rule
 from model_port.sharding import flat_params
-from model_port.weights import num_params, rules
+from model_port.weights import num_params, rules, stored_dtype
 from paravt_jax.check.measured import NO_TORCH, Facts, Measured
 from paravt_jax.check.prompts import video_of
 from paravt_jax.check.target import Target
@@ -28,11 +28,13 @@ COMPUTE = Compute("float32", remat="full")
 
 def gradient(target: Target) -> Iterator[Measured | Facts]:
     set_up_compilation()
-    yield {"planned_gib": 8 * num_params(target.config) / GIB}  # parameters and gradients
+    kernels = [rule for rule in rules(target.config) if rule.count is not None and len(rule.hf_shape) > 1]
+    num_chosen = sum(len(rule.hf_names) * math.prod(rule.hf_shape) for rule in kernels)
+    num_bytes = jnp.dtype(stored_dtype(target.hf_dir)).itemsize * (num_params(target.config) - num_chosen)
+    yield {"planned_gib": (num_bytes + 8 * num_chosen) / GIB}  # the kernels in float32, with their gradients
     if missing_torch():
         yield Measured("ours = transformers'", skipped=NO_TORCH)
         return
-    kernels = [rule for rule in rules(target.config) if rule.count is not None and len(rule.hf_shape) > 1]
     prompt = video_of(target)
     ours = our_gradients(target, prompt, kernels)
     with Reference(target.hf_dir) as reference:
@@ -50,9 +52,9 @@ def relative_error(ours: np.ndarray, theirs: np.ndarray) -> float:
 
 def our_gradients(target: Target, prompt: ProcessedPrompt, kernels: list[Rule]) -> dict[str, np.ndarray]:
     """The kernels' gradients in the first, middle and last layer, by published names."""
-    model = model_port.load(target.hf_dir)
+    model = load_exact(target.hf_dir)
     params = flat_params(nnx.state(model, nnx.Param))
-    chosen = {rule.path: params.pop(rule.path) for rule in kernels}
+    chosen = {rule.path: params.pop(rule.path).astype(jnp.float32) for rule in kernels}
     num_tokens = len(prompt.ids)
 
     @jax.jit

@@ -6,16 +6,18 @@ from dataclasses import replace
 from typing import get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import model_port
 from model_port.attention import Form
 from model_port.attention.choice import KERNEL_PLATFORMS
+from model_port.loading import load_exact
 from model_port.output_dir import GIB
 from model_port.reference import ProcessedPrompt, Reference, missing_torch
 from model_port.sharding import platform
 from model_port.verify import MAX_RELATIVE, TIMES_THEIRS, LogitsDifference
-from model_port.weights import num_params
+from model_port.weights import num_params, stored_dtype
 from paravt_jax.check.measured import NO_TORCH, Facts, Measured
 from paravt_jax.check.prompts import prompts_of
 from paravt_jax.check.target import Target
@@ -26,7 +28,7 @@ MAX_ROWS = 256  # tokens whose logits are compared; a vocabulary's take half a m
 
 def logits(target: Target) -> Iterator[Measured | Facts]:
     set_up_compilation()
-    yield {"planned_gib": 4 * num_params(target.config) / GIB}
+    yield {"planned_gib": jnp.dtype(stored_dtype(target.hf_dir)).itemsize * num_params(target.config) / GIB}
     if missing_torch():
         yield Measured("ours = transformers'", skipped=NO_TORCH)
         return
@@ -68,7 +70,7 @@ def our_rows(
     target: Target, prompts: Mapping[str, ProcessedPrompt], dtype: str
 ) -> Iterator[tuple[str, str, np.ndarray]]:
     """Logits by prompt and form of attention; in float32 a video's with every form."""
-    model = model_port.load(target.hf_dir, dtype)
+    model = load_exact(target.hf_dir) if dtype == "float32" else model_port.load(target.hf_dir, dtype)
     for name, prompt in prompts.items():
         in_forms = forms() if dtype == "float32" and "video" in name else ["auto"]
         for form in in_forms:

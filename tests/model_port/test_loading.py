@@ -1,5 +1,6 @@
 """The memory that loading a model and computing its logits need, and logits of some tokens only."""
 
+import shutil
 import tracemalloc
 from dataclasses import replace
 
@@ -7,16 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from changed_files import change_tensors
 from flax import nnx
 
 import model_port
 from model_port import loading
+from model_port.config import FAMILIES, read_config
 from model_port.inputs import TextBatch
 from model_port.layers import Compute
-from model_port.loading import abstract_model, abstract_params, with_params
+from model_port.loading import abstract_model, abstract_params, load_exact, with_params
 from model_port.reference import Reference
 from model_port.tiny import make_tiny, tiny_config
-from model_port.verify import video_prompt
+from model_port.verify import LogitsDifference, video_prompt
 from model_port.weights import num_params, open_hf_tensors, read_param, rules
 
 KERNEL = "text.layers.mlp.up_kernel_fd"
@@ -46,9 +49,10 @@ def test_a_stack_is_read_with_one_tensor_beside_it_and_a_cpu_uses_it_in_place(tm
 
 
 @pytest.mark.slow
-def test_no_stack_is_converted_as_a_whole_for_16_bit_logits():
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_no_stack_of_16_bit_weights_is_converted_as_a_whole_for_logits(dtype):
     config = deep_config()
-    model = abstract_model(config, Compute("bfloat16"))
+    model = abstract_model(config, Compute(dtype))
     graphdef, params = nnx.split(with_params(model, abstract_params(model, "bfloat16")))
     rows = jax.ShapeDtypeStruct((1, 64), jnp.int32)
     text = TextBatch(rows, jax.ShapeDtypeStruct((1, 64, 3), jnp.int32), rows, rows, rows)
@@ -72,3 +76,22 @@ def test_logits_of_some_tokens_are_rows_of_all(side, tiny_hf):
         with Reference(tiny_hf) as reference:
             every, some = reference.logits(prompt), reference.logits(prompt, tokens)
     assert len(every) == len(prompt.ids) and np.abs(some - every[tokens]).max() < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_16_bit_files_compute_in_float32_what_widened_files_do(family, tmp_path):
+    narrow = tmp_path / "narrow"
+    make_tiny(narrow, config=tiny_config(family), dtype="bfloat16")
+    wide = shutil.copytree(narrow, tmp_path / "wide")
+    change_tensors(wide, lambda arrays: arrays.update({name: arrays[name].astype(np.float32) for name in arrays}))
+    prompt = video_prompt(narrow)
+    ours, widened = (model_port.logits(load_exact(path), prompt.ids, **prompt.media) for path in (narrow, wide))
+    assert LogitsDifference.between(ours, widened).relative_error < 1e-6
+    stored, widened = Reference(narrow), Reference(wide)
+    assert np.array_equal(stored.logits(prompt), widened.logits(prompt))
+    (layer, *_) = stored._model.model.language_model.layers
+    assert {str(parameter.dtype) for parameter in layer.parameters()} == {"torch.bfloat16"}
+    (name, *_) = next(rule.hf_names for rule in rules(read_config(narrow)) if rule.path.startswith("text.layers"))
+    gradient, expected = (reference.gradients(prompt, [name])[name] for reference in (stored, widened))
+    assert np.array_equal(gradient, expected) and expected.any()
