@@ -178,6 +178,7 @@ def ledger_of_any_text(said, responses, question):
         assert len(spans) == len(whole) and spans[-1][1] == len(chat.decode(whole))
 
 
+@pytest.mark.slow
 def test_any_text_makes_a_ledger_with_its_structure_whole(rounds):
     rounds(ledger_of_any_text)
 

@@ -75,6 +75,7 @@ def test_only_an_optional_size_without_memory_is_a_note():
     assert list(failure(ValueError("illegal block"), may_lack_room=True)) == ["problem"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("platform", "key"), [("cpu", "note"), ("gpu", "problem")])
 def test_a_kernel_that_fails_on_a_gpu_is_a_problem(monkeypatch, tmp_path, platform, key):
     for module in ("model_port.sharding", "model_port.attention.choice"):

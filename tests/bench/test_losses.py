@@ -37,6 +37,7 @@ def change(case, **without) -> float:
     return float(np.abs(in_numpy(case).gradient - in_numpy(changed).gradient).max())
 
 
+@pytest.mark.slow
 def test_the_settings_reach_every_bound():
     """Each correction cuts some weights, and the dual clip some ratios."""
     wide = {"correction": "token_tis", "correction_bounds": {"max_weight": 1e9}}

@@ -83,6 +83,7 @@ def test_the_rows_have_all_evaluations_and_the_steps_of_the_trainings(tmp_path):
     assert (training["arm"], training["dispatch"], training["kappa"]) == ("grpo", TRAINING, [0.1, 0.2, 0.3])
 
 
+@pytest.mark.slow
 def test_the_page_has_the_numbers_and_the_figure_of_its_data(tmp_path):
     rows, page = read_rows(contrast_page.MEASURED), contrast_page.PAGE.read_text()
     assert contrast_page.with_results(page, rows) == page, "run python -m scripts.miniature.contrast_page"

@@ -172,6 +172,7 @@ def test_a_kernel_that_is_not_there_is_refused_with_what_is():
         form_of("kernel", 8192, "cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "of", "expected"),
     [

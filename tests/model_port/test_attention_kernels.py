@@ -61,6 +61,7 @@ def test_in_bfloat16_a_kernel_is_as_near_to_float32_as_the_oracle(kernel, head_d
         assert ours <= 2 * of_oracle
 
 
+@pytest.mark.slow
 def test_a_branch_that_is_none_and_a_pair_of_blocks_left_out_are_noticed(kernel, monkeypatch):
     """Token 19 is in a branch, and the first block of keys is its trunk."""
 

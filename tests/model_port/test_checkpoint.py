@@ -101,6 +101,7 @@ def test_any_dtype_and_mesh_restores_the_same_values_and_can_be_donated(converte
     np.testing.assert_array_equal(doubled, np.asarray(alone[scale]).astype(BFLOAT16) * 2)
 
 
+@pytest.mark.slow
 def test_only_the_blocks_of_the_wanted_rows_are_read(converted, tmp_path):
     shutil.copytree(converted[0], tmp_path / "ckpt")
     stored, path = StoredParams(tmp_path / "ckpt"), "text.layers.mlp.gate_kernel_fd"

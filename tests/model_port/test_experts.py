@@ -33,6 +33,7 @@ CHOICES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("few_tokens", [0, 256], ids=["several blocks an expert", "one block an expert"])
 def test_experts_compute_what_a_loop_over_tokens_computes(few_tokens, monkeypatch):
     monkeypatch.setattr(experts, "FEW_TOKENS", few_tokens)

@@ -121,6 +121,7 @@ def test_an_adapter_has_value_and_chain_rule_of_the_merged_kernels(name, packed,
                     assert error <= 1e-5 * np.linalg.norm(found), rule.path
 
 
+@pytest.mark.slow
 def test_a_new_adapter_changes_no_bit_of_what_a_model_computes(tiny_hf):
     ids = np.arange(5, 44)
     model = model_port.load(tiny_hf)
@@ -203,6 +204,7 @@ def test_an_export_is_the_model_with_its_adapter_in_it(form, tiny_hf, on_disk, t
     np.testing.assert_allclose(merged, apart, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_adapter_is_exported_alone_in_any_dtype(on_disk, tmp_path):
     export_adapter(on_disk, tmp_path / "same")
     export_adapter(on_disk, tmp_path / "half", "bfloat16")

@@ -138,6 +138,7 @@ def test_any_text_comes_back_byte_for_byte(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
 
 
+@pytest.mark.slow
 def test_words_of_the_miniature_world_and_numbers_below_a_thousand_are_single_tokens(tokenizer):
     pre_tokenize = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str
     pieces = [*pre_tokenize(TEXT), *((number, None) for number in SINGLE_TOKEN_NUMBERS)]

@@ -292,6 +292,7 @@ def test_the_command_fails_when_its_server_dies(fake):
     assert all_gone(processes)
 
 
+@pytest.mark.slow
 def test_the_command_killed_by_sigkill_leaves_nothing(fake):
     command = serve(fake("stubborn"))
     command.stdout.readline()

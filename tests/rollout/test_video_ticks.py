@@ -68,6 +68,7 @@ def test_what_is_damaged_or_no_probe_of_this_file_is_none(packed):
     assert unpack(packed, IDENTITY) is None
 
 
+@pytest.mark.slow
 def test_an_entry_that_unpacks_to_more_than_its_frames_is_none():
     bomb = zlib.compress(bytes(2**28), 1)  # far more than the times of as many frames
     text = json.dumps(KNOWN).encode()

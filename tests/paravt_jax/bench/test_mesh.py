@@ -238,6 +238,7 @@ def test_meshes_whose_steps_the_plan_cannot_tell_apart_are_listed():
     assert f"within 1% of the fastest step: {names}" == mesh.table(result).splitlines()[-2]
 
 
+@pytest.mark.slow
 def test_the_price_of_a_million_tokens_follows_from_the_rate():
     row = estimated_rows("--model", "2b", "--mesh", "1,8,1", "--price", "2.5")[1, 8, 1]
     assert row["price_per_mtokens"] == pytest.approx(8 * 2.5 * 1e6 / row["tokens_per_s"] / 3600)
@@ -253,6 +254,7 @@ def test_a_config_is_the_run_that_will_start_with_rows_for_every_part():
     assert without["hbm_gib"] < rows[1, 8, 1]["hbm_gib"] and without["est_step_s"] < rows[1, 8, 1]["est_step_s"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "is_named"), [("paragrpo_8b", True), ("8b_8x80gb", False)])
 def test_servers_that_have_no_price_are_named(recipe, is_named):
     config = ("--config", f"{CONFIGS}/{recipe}.yaml", "model.path=2b", "--price", "2.5", "--mesh", "1,4,1")

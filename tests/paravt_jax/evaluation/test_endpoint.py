@@ -116,6 +116,7 @@ def test_a_sample_that_the_endpoint_refuses_is_missing_by_its_reason_and_repeate
     assert len(again.bodies) == 1 + 2
 
 
+@pytest.mark.slow
 def test_another_address_resumes_and_another_model_does_not(copy, tmp_path):
     whole = evaluated(copy, tmp_path / "run", FakeEndpoint(ANSWER))
     samples = tmp_path / "run" / "samples_parallel_2.jsonl"

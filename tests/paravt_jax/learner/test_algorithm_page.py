@@ -92,6 +92,7 @@ def test_a_symbol_names_a_setting_its_default_and_a_function(setting, default, f
     assert (value if isinstance(value, str) else json.dumps(value)) == default
 
 
+@pytest.mark.slow
 def test_the_figure_has_one_prompt_with_three_branches_that_do_not_attend_to_each_other(tmp_path):
     script = runpy.run_path(str(ROOT / "scripts" / "plot_packed_row.py"))
     batch = script["example_batch"]()

@@ -145,6 +145,7 @@ def test_an_episode_with_five_sub_agents_weighs_as_much_as_one_without(name):
     assert gradient[:12].sum() == pytest.approx(-0.5, abs=1e-6) == gradient[12:].sum()
 
 
+@pytest.mark.slow
 def test_the_kl_terms_by_hand():
     tokens = make_tokens(ratio=[1.0, 1.0], advantage=[0, 0], ref_ratio=[2.0, 0.25])
     # k3: 2 − 1 − ln 2 = 0.3068528; 0.25 − 1 + ln 4 = 0.6362944
@@ -354,6 +355,7 @@ def test_the_kl_penalty_of_an_episode_by_hand():
     np.testing.assert_allclose(penalties, [0, 0, 0.1 * math.log(2)], atol=1e-7)
 
 
+@pytest.mark.slow
 def test_mismatch_by_class_by_hand():
     mask = jnp.asarray([True, True, True, False, True])
     prox = jnp.asarray([-1.0, -1.0, -1.0, jnp.nan, -1.0])

@@ -85,6 +85,7 @@ def measured(calibration: Calibration) -> set[str]:
     return set(StepRates._fields) - calibration.kept.keys()
 
 
+@pytest.mark.slow
 def test_the_rates_of_policy_and_data_are_means_over_steps(log):
     calibration = calibrated(log(metrics(1), metrics(2)), H100)
     assert ends(calibration, "calls") == spread(1.0, 2.0)

@@ -372,6 +372,7 @@ def test_the_plan_of_sft_has_the_tokens_and_seconds_of_a_step(capsys, monkeypatc
     assert "decoding is not included: the up to 2,048 frames of a step" in out  # 32 rows of a trace with 64 frames
 
 
+@pytest.mark.slow
 def test_a_device_without_a_data_sheet_has_no_seconds(capsys, monkeypatch):
     settings = ("model.path=tiny", "data.train=traces.jsonl", "model.dtype=float32")
     out = sft_plan_text(capsys, monkeypatch, "--device", "cpu", *settings)

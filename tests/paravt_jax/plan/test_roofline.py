@@ -163,6 +163,7 @@ def test_one_device_sends_nothing():
     assert sum(work.sent_bytes for work in programs.values()) == 0
 
 
+@pytest.mark.slow
 def test_fsdp_sends_weights_and_tensor_sends_activations():
     def sent(shape, row_tokens):
         return works(planned(shape, row_tokens=row_tokens))["gradients"].sent_bytes

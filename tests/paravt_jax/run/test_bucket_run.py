@@ -129,6 +129,7 @@ def test_a_damaged_checkpoint_is_set_aside_for_an_earlier_one(damage, gcs, tiny_
     assert f"{CHECKPOINTS}2/broken.json" in gcs.objects and open_checkpoints(tiny_hf).steps == [1]
 
 
+@pytest.mark.slow
 def test_a_read_error_does_not_prove_damage(gcs, tiny_hf, subject):
     saved(tiny_hf, subject, 1)
     objects = dict(gcs.objects)

@@ -146,6 +146,7 @@ def test_tokens_after_a_publish_have_the_new_version(model, other, contract, cha
     np.testing.assert_array_equal(fresh.ids, run(other, contract, from_scratch).ids)
 
 
+@pytest.mark.slow
 def test_on_tokens_receives_the_tokens_while_they_are_sampled(model, contract, chat):
     received = []
 
@@ -236,6 +237,7 @@ def test_every_request_gets_the_error_of_a_failed_sampler(model, contract, chat)
     run(model, contract, work)
 
 
+@pytest.mark.slow
 def test_weights_of_a_model_are_the_tensors_of_its_files(model, tiny_hf, tmp_path):
     from safetensors.numpy import load_file
 
@@ -268,6 +270,7 @@ def test_weights_of_an_adapted_model_are_merged_and_its_copy_shares_the_base(tin
     np.testing.assert_allclose(sent[name], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_on_a_mesh_the_cache_and_a_copy_of_the_weights_are_split_over_heads(tiny_hf, contract):
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     engine = EmbeddedEngine(model_port.load(tiny_hf, mesh=mesh), contract, mesh=mesh, **SETTINGS)
