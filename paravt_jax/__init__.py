@@ -4,6 +4,8 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
+COMMANDS = ("train", "sft")  # that Python calls
+
 
 def __getattr__(name: str) -> Any:
     """Imports the modules that Python calls, so that `paravt_jax.train(config)` needs no import of its own.
@@ -12,6 +14,10 @@ def __getattr__(name: str) -> Any:
     """
     if name == "__version__":
         return version("paravt_jax")
-    if name in ("train", "sft"):
+    if name in COMMANDS:
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *COMMANDS})

@@ -42,7 +42,7 @@ def run_sft(config: SftConfig, *, allow_changes: bool = False) -> "SftRun":
         return run_here(sft(config, allow_changes=allow_changes, hosts=hosts))
 
 
-make_callable(__name__, run_sft)
+make_callable(__name__, run_sft, SftConfig)
 
 
 def main() -> None:

@@ -56,7 +56,7 @@ def run_training(
         return run_here(train(config, **options, hosts=hosts))
 
 
-make_callable(__name__, run_training)
+make_callable(__name__, run_training, Config)
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
 """An update on every mesh of other devices, compiled ahead of time: memory, estimated time and price."""
 
 import argparse
-import sys
 from typing import Any
 
 import jax
 
+from model_port.terminal import say
 from paravt_jax.bench.mesh_case import name_of, shapes_of
 from paravt_jax.bench.mesh_rows import (
     benched_run,
@@ -30,10 +30,11 @@ def estimated_meshes(args: argparse.Namespace) -> dict[str, Any]:
     devices = None if everything is None else [everything[number] for number in learner]
     rows = []
     for shape in shapes_of(args, len(learner)):
-        print(f"{name_of(shape)}: ", end="", file=sys.stderr, flush=True)
+        if devices is not None:
+            say(f"{name_of(shape)}: compiling")
         own, _, mesh_estimate = estimated_on(shape, run, target.device, devices)
         rows.append(row_of(mesh_estimate, own, run, target.num_hosts))
-        print(summary(rows[-1]), file=sys.stderr, flush=True)
+        say(f"{name_of(shape)}: {summary(rows[-1])}")
     return {
         "title": run.title,
         "topology": args.topology,

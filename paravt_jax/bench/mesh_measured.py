@@ -10,7 +10,6 @@ import gc
 import math
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -67,12 +66,12 @@ def measured_meshes(args: argparse.Namespace) -> dict[str, Any]:
     rates, rows = _rates(run.dtype), {}
     shapes = shapes_of(args, num_devices)
     for shape in dict.fromkeys([ONE_DEVICE, *shapes] if args.mesh is None else shapes):
-        print(f"{name_of(shape)}: ", end="", file=sys.stderr, flush=True)
+        say(f"{name_of(shape)}: measuring")
         rows[shape] = _row(run, device, shape, rates)
         if rows[shape]["fits"] and rows.get(ONE_DEVICE, {}).get("fits"):
             alone = rows[ONE_DEVICE]["device_tokens_per_s"]
             rows[shape]["efficiency"] = rows[shape]["device_tokens_per_s"] / alone
-        print(summary(rows[shape]), file=sys.stderr, flush=True)
+        say(f"{name_of(shape)}: {summary(rows[shape])}")
     return {
         "title": run.title,
         "topology": None,

@@ -177,8 +177,9 @@ def page(result: dict[str, Any]) -> Iterator[str]:
     hosts = f" on {result['num_hosts']} hosts" * (result["num_hosts"] > 1)
     yield f"{result['title']}, {result['num_devices']} x {result['device']}{hosts}"
     yield ""
-    yield from table_of(list(columns), [[cell(row) for cell in columns.values()] for row in fitting])
-    yield ""
+    if fitting:
+        yield from table_of(list(columns), [[cell(row) for cell in columns.values()] for row in fitting])
+        yield ""
     for row in result["rows"]:
         if row["problem"]:
             yield f"rejected: {name_of(row['mesh'])}, {row['problem']}"

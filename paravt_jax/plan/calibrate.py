@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from model_port.json_files import read_object
-from paravt_jax.config import Config, load_config
+from paravt_jax.config import Config, load_training_config
 from paravt_jax.plan.devices import DeviceSpec
 from paravt_jax.plan.plan import model_config, update_seconds
 from paravt_jax.plan.run import PlannedRl
@@ -25,6 +25,7 @@ from paravt_jax.plan.step_parts import StepParts, published_bytes
 from paravt_jax.plan.step_rates import PUBLISHED, RateRange, StepRates
 from paravt_jax.run.directory import SETTINGS_FILE
 from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, load_jsonl
+from paravt_jax.run.policy import HF_FILES_DIR
 
 OF_DEVICES = ("memory_frac", "publish_bytes_per_s", "update")
 IN_A_TOKEN = ("weight_passes", "copy_passes")  # a token's measured time includes them
@@ -56,11 +57,14 @@ def calibrated(run_dir: Path, device: DeviceSpec) -> Calibration:
     if run_dir.is_file():
         return _of_check(run_dir, device)
     settings = run_dir / SETTINGS_FILE
-    if not settings.is_file():
-        problem = f"it has no {SETTINGS_FILE}" if run_dir.exists() else "it does not exist"
+    config = load_training_config(settings) if settings.is_file() else None
+    if not isinstance(config, Config):
+        absent = f"it has no {SETTINGS_FILE}" if run_dir.exists() else "it does not exist"
+        problem = "it is a cold start" if config else absent
         raise ValueError(f"--calibrate {run_dir}: {problem}; give the run_dir of train, or --json of `paravt check`")
-    config, kind = load_config(settings, schema=Config), json.loads(settings.read_bytes()).get("device_kind")
-    run, is_same = PlannedRl.of(config, model_config(config.model.path)[0]), kind == device.kind
+    kind, hf_files = json.loads(settings.read_bytes()).get("device_kind"), run_dir / HF_FILES_DIR
+    model, _ = model_config(str(hf_files) if hf_files.is_dir() else config.model.path)
+    run, is_same = PlannedRl.of(config, model), kind == device.kind
     try:
         steps = list(_steps(run_dir))
         logged = LoggedRates(run, steps, device)

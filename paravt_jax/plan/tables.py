@@ -132,7 +132,7 @@ def _host_lines(host: HostPart, num_hosts: int) -> list[str]:
         ["prompts per step, at most", f"{host.prompts:,}"],
         ["frames decoded per step", f"{host.frames:,}"],
         ["checkpoint size, GiB", f"{host.checkpoint_bytes / GIB:.1f}"],
-        ["MB received from other hosts per step", f"{host.received_bytes / 1e6:.1f}"],
+        ["MB about episodes from other hosts per step", f"{host.received_bytes / 1e6:.1f}"],
     ]
     return [f"per host, of {num_hosts}", *_aligned(rows)]
 

@@ -20,6 +20,12 @@ KNOWN = (
     "v6e-16 or v6e:4x4 (a slice of TPUs)"
 )
 MIB = 2**20
+COMPILES_ONLY = {  # without a TPU, libtpu needs no lock, and would look for metadata and warn that there are none
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",  # of no effect on the programs for --topology
+}
 
 
 @dataclass(frozen=True)
@@ -99,8 +105,7 @@ class Topology:
     def devices(self) -> Any:
         """Abstract devices for a mesh; programs can be compiled for them, not run."""
         check_compiler(self.device.platform)
-        # Without a TPU there is no metadata to query, and no device that needs a lock.
-        os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+        os.environ |= COMPILES_ONLY
         from jax.errors import JaxRuntimeError
         from jax.experimental import topologies
 

@@ -5,6 +5,7 @@ Commands load jax only after reading the settings, so that --help and errors in 
 
 import argparse
 import json
+import reprlib
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -27,16 +28,21 @@ class _CallableModule(ModuleType):
     """A module that Python calls."""
 
     called: Callable[..., Any]
+    schema: type[Any]
 
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self.called(*arguments, **options)
+    def __call__(self, config: Any, **options: Any) -> Any:
+        if not isinstance(config, self.schema):
+            arguments = "FILE" if self.schema is Config else f"FILE, schema={self.schema.__name__}"
+            need = f"{self.__name__} needs load_config({arguments}) of paravt_jax.config"
+            raise TypeError(f"{need}, got {reprlib.repr(config)}")
+        return self.called(config, **options)
 
 
-def make_callable(name: str, function: Callable[..., Any]) -> None:
+def make_callable(name: str, function: Callable[..., Any], schema: type[Any]) -> None:
     """Lets Python call the module: `paravt_jax.train(config)` does the same as `python -m paravt_jax.train`."""
     module = sys.modules[name]
     module.__class__ = _CallableModule
-    vars(module)["called"] = function
+    vars(module).update(called=function, schema=schema)
 
 
 def config_parser(module: str, description: str) -> argparse.ArgumentParser:

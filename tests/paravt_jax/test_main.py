@@ -10,6 +10,7 @@ import pytest
 
 import paravt_jax
 from paravt_jax.__main__ import COMMANDS, main, overview, run
+from paravt_jax.config import Config
 
 ROOT = Path(__file__).parents[2]
 INTERNAL = {  # started by our own processes
@@ -41,6 +42,14 @@ def test_the_version_is_the_packages(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["paravt", "--version"])
     main()
     assert capsys.readouterr().out == f"paravt_jax {paravt_jax.__version__}\n"
+
+
+def test_python_calls_train_and_sft_with_the_settings_of_a_file():
+    assert {"train", "sft"} <= set(dir(paravt_jax))  # as a REPL completes them
+    with pytest.raises(TypeError, match=r"train needs load_config\(FILE\) of paravt_jax\.config, got 'smoke_cpu'"):
+        paravt_jax.train("smoke_cpu")
+    with pytest.raises(TypeError, match=r"sft needs load_config\(FILE, schema=SftConfig\) of .*, got Config"):
+        paravt_jax.sft(Config())
 
 
 @pytest.mark.parametrize("name", COMMANDS)

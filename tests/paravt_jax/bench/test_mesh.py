@@ -59,6 +59,8 @@ def test_every_mesh_is_measured_and_compared_with_one_device(tmp_path):
         assert set(row) == keys and unknown == ["run_step_s", "problem", "run_price"]  # a config's
     assert rows[1, 1, 1]["efficiency"] == 1 and list(rows)[-1] == (1, 1, 1)
     assert run.stdout.count("|\n") == len(rows) + 2 and run.stderr.count(" s measured\n") == 4
+    lines = run.stderr.splitlines()
+    assert "2 x 1 x 1: measuring" in lines and all(re.match(r"\d x ", line) for line in lines if "measured" in line)
     assert run.stdout.splitlines()[-1] == f"recommended: {' x '.join(map(str, result['rows'][0]['mesh']))}"
 
 
@@ -117,6 +119,13 @@ def test_meshes_that_fit_come_first_and_the_fastest_is_recommended():
     rejected = {line.partition(",")[0]: line for line in lines if line.startswith("rejected: ")}
     assert "GiB are always resident, of 71.2 usable" in rejected["rejected: 16 x 1 x 1"]
     assert "does not split over 2 hosts: each host has its own rows, and tensor=16" in rejected["rejected: 1 x 1 x 16"]
+
+
+@pytest.mark.slow
+def test_devices_that_no_mesh_fits_have_reasons_and_no_empty_table():
+    lines = mesh.table(result_of("--topology", "h100:1", "--plan-only", "--model", "8b")).splitlines()
+    assert lines[2].startswith("rejected: 1 x 1 x 1, ") and lines[-1] == "no mesh fits these devices"
+    assert not any(line.startswith("|") for line in lines)
 
 
 @pytest.mark.nightly
@@ -309,4 +318,5 @@ def test_an_update_is_compiled_for_other_devices(name, shape, tmp_path):
     assert row["fits"] and row["compile_s"] > 0 and 0 < row["hbm_gib"] < 1
     assert row["compiled_flops"] > row["model_flops"] > 0
     assert row["collective_bytes"] or "collective_bytes" in row["unknown"]
+    assert "Error" not in run.stderr
     assert run.stdout.splitlines()[-1] == f"recommended: {shape.replace(',', ' x ')}"

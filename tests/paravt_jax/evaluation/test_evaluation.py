@@ -395,6 +395,6 @@ def test_the_command_fails_without_a_headline(evaluator, tmp_path, monkeypatch, 
     command.main()
     assert "| none | 3 | strict | 50.0 |" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["eval"])
-    with pytest.raises(RuntimeError, match="no headline for none, 3 frames: 3 of 1337 samples: 3 rows"):
+    with pytest.raises(RuntimeError, match="no headline for none, 3 frames: 3 of 1337 samples: the data has 3 rows"):
         command.main()
     assert "| none | 3 | strict | 33.3 |" in capsys.readouterr().out

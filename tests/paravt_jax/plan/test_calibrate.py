@@ -6,6 +6,7 @@ import json
 import pytest
 from training import QUICK, train_here
 
+from model_port.tiny import make_tiny
 from paravt_jax import train
 from paravt_jax.bench import mesh
 from paravt_jax.config import load_config, to_record
@@ -166,7 +167,7 @@ def test_measured_rates_narrow_the_interval(log):
         ("step", "metrics.jsonl has no step with rollouts; let the run log some"),
         ("list", "its log has another form than a run of train: AttributeError"),
         ("episode", "its log has another form than a run of train: KeyError"),
-        ("sft", r"config\.json is for python -m paravt_jax\.sft"),
+        ("sft", "it is a cold start; give the run_dir of train, or --json of `paravt check`"),
     ],
 )
 def test_another_directory_is_one_clear_sentence(broken, message, log, tmp_path):
@@ -179,6 +180,16 @@ def test_another_directory_is_one_clear_sentence(broken, message, log, tmp_path)
         (tmp_path / "config.json").write_text(json.dumps({"config": {"sft": {"num_steps": 3}}}))
     with pytest.raises(ValueError, match=message):
         calibrated(tmp_path / "nowhere" if broken == "nowhere" else tmp_path, H100)
+
+
+def test_a_log_needs_its_run_directory_and_no_path_of_its_settings(log):
+    """As if the run was copied from another machine, or is read from another directory."""
+    config = load_config("configs/smoke_cpu.yaml", "model.path=runs/gone/checkpoints/8")
+    run_dir = log(metrics(1), config=config)
+    with pytest.raises(ValueError, match="runs/gone/checkpoints/8 is not a local directory"):
+        calibrated(run_dir, H100)
+    make_tiny(run_dir / "hf_files")
+    assert ends(calibrated(run_dir, H100), "calls") == (1.0, 1.0)
 
 
 @pytest.mark.nightly
