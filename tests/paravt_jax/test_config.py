@@ -265,6 +265,7 @@ SERVERS = ["engine.kind=sglang"]
         (["judge.url=http://a/v1", "reward.oe_mode=llm"], r"judge\.model"),
         (["data.allow_outside=true"], r"data\.allow_outside=true has no effect without data\.video_root"),
         (["video.frame_budgets=[0,4]"], r"video\.frame_budgets=\[0, 4\]"),
+        (["video.frame_budgets=[4,4097]"], r"video\.frame_budgets=4097 must be at most 4096"),
         (["video.num_workers=-1"], r"video\.num_workers=-1 must be 0 or more"),
         (["video.max_pixels=400"], r"video\.max_pixels=400 must be at least 784"),
         (["engine.urls=[http://a]"], r"engine\.urls=.* has no effect with engine\.kind=jax"),

@@ -19,6 +19,7 @@ import pytest
 from training import (
     QUICK,
     ROOT,
+    SMOKE,
     arguments,
     arrays_of,
     command,
@@ -117,6 +118,19 @@ def test_sigterm_saves_and_exits_143_and_the_run_resumes_from_there(undisturbed,
     assert arrays_of(run_dir, NUM_STEPS) == arrays_of(undisturbed, NUM_STEPS)
 
 
+def test_a_signal_before_the_last_step_is_in_the_exit_code(undisturbed, tmp_path):
+    run_dir = shutil.copytree(undisturbed, tmp_path / "stopped")
+    config = load_config(SMOKE, f"run_dir={run_dir}", *FIVE_STEPS, f"train.num_steps={NUM_STEPS + 1}")
+
+    async def stopped() -> int:
+        async with setup.open_run(config) as run:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert await run.collect() is None
+        return run.training.exit_code
+
+    assert asyncio.run(stopped()) == 128 + signal.SIGTERM
+
+
 @pytest.mark.parametrize("num_steps", [NUM_STEPS, pytest.param(NUM_STEPS - 2, marks=pytest.mark.nightly)])
 def test_restarting_a_finished_run_does_nothing(num_steps, undisturbed, tmp_path):
     run_dir = shutil.copytree(undisturbed, tmp_path / "finished")
@@ -150,6 +164,16 @@ def test_changed_settings_are_one_line_and_another_seed_needs_allow_changes(undi
     assert "the data changed and start from the beginning" in log
     first, last = ([e["id"] for e in episodes_of(run_dir) if e["step"] == step] for step in (1, NUM_STEPS + 1))
     assert first != last
+
+
+def test_other_rows_of_the_same_file_need_allow_changes(undisturbed, tmp_path):
+    run_dir = shutil.copytree(undisturbed, tmp_path / "rows")
+    rows = run_dir / "synthetic" / "fewer.jsonl"
+    rows.write_text("".join((rows.parent / "train.jsonl").read_text().splitlines(keepends=True)[1:]))
+    record = run_dir / "config.json"
+    record.write_text(record.read_text().replace('"train": "synthetic"', f'"train": "{rows}"'))
+    with pytest.raises(ValueError, match=rf"^data\.train={rows} or seed=0 changed since .* --allow-changes$"):
+        train_here(run_dir, *FIVE_STEPS, f"data.train={rows}", f"train.num_steps={NUM_STEPS + 1}")
 
 
 def test_a_log_without_its_checkpoints_is_not_started_over(undisturbed, tmp_path):

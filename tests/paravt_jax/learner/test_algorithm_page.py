@@ -13,7 +13,7 @@ import pytest
 from paravt_jax.config import load_config
 from paravt_jax.learner.advantages import group_advantages, group_rewards
 from paravt_jax.learner.losses import LossCoefs, LossSpec, policy_loss
-from paravt_jax.learner.settings import AdvantageConfig, LossConfig
+from paravt_jax.learner.settings import CORRECTIONS, AdvantageConfig, LossConfig
 from paravt_jax.learner.variants import SampledTokens, StepCounts, para_grpo
 from paravt_jax.rewards import RewardConfig, reward_terms
 
@@ -28,13 +28,13 @@ EPISODES = {  # turns and outcomes of calls
 }
 
 
-def tables() -> list[list[list[str]]]:
-    text = (ROOT / "docs" / "algorithm.md").read_text()
+def tables(page: str) -> list[list[list[str]]]:
+    text = (ROOT / "docs" / f"{page}.md").read_text()
     bodies = re.findall(r"^\|.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE)
     return [[[cell.strip() for cell in row.strip("|").split("|")] for row in body.splitlines()] for body in bodies]
 
 
-_, SYMBOLS, REWARDS, ADVANTAGES, TOKENS = tables()
+_, SYMBOLS, REWARDS, ADVANTAGES, TOKENS = tables("algorithm")
 
 
 def numbers(rows: list[list[str]]) -> np.ndarray:
@@ -44,6 +44,13 @@ def numbers(rows: list[list[str]]) -> np.ndarray:
 @pytest.fixture(scope="module")
 def terms():
     return [reward_terms(turns, outcomes, "B", "mcq", RewardConfig()) for turns, outcomes in EPISODES.values()]
+
+
+def test_the_table_of_corrections_has_their_bounds():
+    (rows,) = (table for table in tables("training") if table[0][0].startswith("`token_mis`"))
+    written = {row[0].split("`")[1]: dict(re.findall(r"`(\w+)` ([\d.]+)", row[3])) for row in rows}
+    bounds = {name: {bound: float(value) for bound, value in of_name.items()} for name, of_name in written.items()}
+    assert bounds == CORRECTIONS
 
 
 def test_the_rewards_of_the_group_equal_the_code(terms):

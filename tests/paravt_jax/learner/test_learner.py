@@ -218,6 +218,7 @@ def test_non_finite_gradients_skip_the_update_and_several_in_a_row_stop_the_run(
     assert update(learner, bad)[0]["optim/num_bad_steps"] == 1
     assert not changed(first_params, params(learner))
     assert update(learner, [good])[0]["optim/num_bad_steps"] == 0  # counts updates in a row
+    assert all(np.isfinite(value).all() for value in params(learner).values())  # the moments were kept too
     update(learner, bad)
     with pytest.raises(RuntimeError, match="not finite in 2 updates in a row"):
         update(learner, bad)

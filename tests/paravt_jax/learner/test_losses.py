@@ -183,6 +183,12 @@ def test_weights_out_of_bounds_by_hand(correction, bounds, by_hand, num_capped):
     assert sums.loss - sums.policy == pytest.approx(3 * 0.01 * 0.3068528, abs=1e-5)
 
 
+def test_a_weight_at_its_bound_counts():
+    config = replace(PLAIN, correction="icepop", correction_bounds={"min_weight": 1.0, "max_weight": 1.0})
+    sums, _ = sums_and_gradient(config, make_tokens(ratio=[1.0]))
+    assert (sums.policy, sums.num_capped) == (-1.0, 0.0)
+
+
 @pytest.mark.slow
 def test_on_fresh_rollouts_the_gradient_is_reinforces():
     tokens = random_tokens()

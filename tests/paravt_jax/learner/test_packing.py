@@ -311,8 +311,8 @@ def test_batches_of_a_step_share_one_shape(model, group, frames):
 
 
 def test_a_dialogue_longer_than_a_row_and_loss_tokens_in_a_shared_prompt_are_rejected(model, group, frames):
-    with pytest.raises(ValueError, match=r"of 50 tokens does not fit into pack\.row_tokens=40; raise it"):
-        pack(group, frames, model.config, replace(SHAPE, row_tokens=40))
+    with pytest.raises(ValueError, match=r"of 50 tokens does not fit into pack\.row_tokens=49; raise it"):
+        pack(group, frames, model.config, replace(SHAPE, row_tokens=49))
     wrong = [replace(d, loss_mask=np.ones(len(d.ids), bool)) for d in group]
     with pytest.raises(ValueError, match="loss tokens in the prompt that its group shares"):
         pack(wrong, frames, model.config, SHAPE)

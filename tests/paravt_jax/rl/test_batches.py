@@ -238,6 +238,7 @@ def targets(parts):
 @pytest.mark.slow
 def test_the_parts_of_a_step_split_its_tokens_and_have_their_own_counts(tiny_hf):
     (undivided,) = parts_of(tiny_hf)
+    assert undivided.counts.max_tokens == 2 * 4 * 64 * 4  # prompts, episodes, tokens of a turn, turns
     parts = parts_of(tiny_hf, "train.updates_per_step=2", "loss.kl_coef=0")
     assert targets(parts) == targets([undivided])
     for part in parts:
@@ -284,8 +285,9 @@ def test_a_zoomed_detail_can_be_larger_than_a_frame(tiny_hf):
         agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
         return await rollouts_of(agent, SampleOrder(PROMPTS, 0), Cursor(), config).next_groups(1)
 
-    groups = asyncio.run(collected())
-    rows = [row for part in update.parts(groups) for batch in part.batches for row in batch.vision.segment_ids]
+    (part,) = update.parts(asyncio.run(collected()))
+    assert part.counts.num_episodes == 8  # with their sub-agents
+    rows = [row for batch in part.batches for row in batch.vision.segment_ids]
     assert {int(size) for row in rows for size in np.bincount(row)[1:]} == {4, 16}  # patches: frames, details
 
 

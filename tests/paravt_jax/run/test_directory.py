@@ -1,13 +1,20 @@
 """A run directory's settings, commit and id."""
 
+import asyncio
 import json
+import re
 import shutil
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
+from paravt_jax.config import load_config, to_record
 from paravt_jax.run import directory as module
 from paravt_jax.run.directory import _commit, changed_settings, run_id, write_settings
 from paravt_jax.run.hosts import ALONE
+from paravt_jax.run.training import RunDirectory
 from rollout.engine.labels import Label
 
 
@@ -43,6 +50,23 @@ def test_every_version_of_the_settings_is_recorded_with_its_first_step(tmp_path)
     ]
     assert json.loads((tmp_path / "config.json").read_text())["config"] == versions[-1]["config"]
     assert changed_settings({"a": {"b": 2, "d": None}}, tmp_path) == {"c": ([1], None)}
+
+
+@pytest.mark.parametrize(
+    "change", ["seed=1", "model.path=o", "model.dtype=float32", "data.train=o.jsonl", "data.validation=o.jsonl"]
+)
+def test_another_model_or_data_needs_allow_changes(change, tmp_path):
+    write_settings(to_record(load_config(None)), tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+
+    async def acquire(allow_changes: bool) -> list[str]:  # in a loop, which handles signals
+        with ExitStack() as stack:
+            other = to_record(load_config(None, change))
+            return [*RunDirectory.acquire(str(tmp_path), stack, other, allow_changes, ALONE).changes]
+
+    with pytest.raises(ValueError, match=rf"^{re.escape(change)}, but was .* --allow-changes"):
+        asyncio.run(acquire(allow_changes=False))
+    assert asyncio.run(acquire(allow_changes=True)) == [change.partition("=")[0]]
 
 
 def test_a_runs_id_is_stable_and_unique(tmp_path):
