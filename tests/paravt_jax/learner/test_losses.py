@@ -322,6 +322,11 @@ def test_extreme_log_ratios_give_finite_sums_and_gradients(config, advantage):
     assert np.isfinite(np.square(gradient).sum())  # the norm that clipping divides by
 
 
+def test_a_ratio_that_is_far_too_high_is_still_lowered():
+    _, gradient = sums_and_gradient(PLAIN, make_tokens(ratio=[math.exp(20)], advantage=[-1.0]))
+    assert gradient[0] > 0  # descent lowers the log-prob
+
+
 def test_the_kl_pulls_towards_a_reference_that_is_far_away():
     tokens = make_tokens(ratio=[1.0, 1.0], advantage=[0, 0])
     for config in (LossConfig(), LossConfig(kl="k2")):

@@ -81,7 +81,14 @@ def half_right(episode, request):
 
 
 def test_a_step_has_a_scored_group_per_prompt(chat):
-    (groups,) = collect(chat, half_right)
+    versions = set()
+
+    def say(episode, request):
+        versions.add(request.version)
+        return half_right(episode, request)
+
+    (groups,) = collect(chat, say)
+    assert versions == {5}  # without staleness, no token may be of another policy
     assert [len(group.rollouts) for group in groups] == [4, 4]
     assert len({group.sample.item.id for group in groups}) == 2
     for group in groups:
