@@ -113,6 +113,16 @@ def test_an_episode_that_fails_in_the_engine_is_missing(chat):
     assert metrics["rollout/accuracy_mean"] == pytest.approx(2 / 3)
 
 
+def test_an_episode_whose_request_is_aborted_is_missing(chat):
+    def say(episode, request):
+        if episode.endswith("/2"):
+            raise asyncio.CancelledError
+        return half_right(episode, request)
+
+    (groups,) = collect(chat, say)
+    assert [[rollout.reason for rollout in group.rollouts if rollout.missing] for group in groups] == [["aborted"]] * 2
+
+
 def test_rows_without_a_video_are_answered_in_one_turn_without_tools(chat, tmp_path):
     Image.new("RGB", (40, 24), "red").save(tmp_path / "a.png")
     prompts = [replace(prompt, videos=()) for prompt in PROMPTS[:2]]
