@@ -175,8 +175,6 @@ def interval(text: str) -> tuple[float, float] | None:
 
 def interval_iou(predicted: tuple[float | int, float | int], true: tuple[float | int, float | int]) -> float:
     """Intersection over union; 0 if an interval is empty or reversed."""
-    if predicted[0] >= predicted[1] or true[0] >= true[1]:
-        return 0.0
     shared_s = min(predicted[1], true[1]) - max(predicted[0], true[0])
     if shared_s <= 0:
         return 0.0

@@ -245,7 +245,9 @@ def test_a_call_of_any_tool_of_the_run_is_well_formed():
 
 
 def test_a_leaked_call_earns_only_if_executed():
-    assert terms(LEAK, ANSWER_TURN, outcomes=["ok"]).tool == pytest.approx(0.8)
+    executed = terms(LEAK, ANSWER_TURN, outcomes=["ok"])
+    assert executed.tool == pytest.approx(0.8)
+    assert {tag.name for tag in executed.tags} == {"think", "answer"}  # `</tool_code>` gets no credit of the anchor
     assert terms(LEAK, ANSWER_TURN, outcomes=["invalid"]).tool == 0.0
 
 
