@@ -30,7 +30,7 @@ from flax.traverse_util import unflatten_dict
 
 from model_port.config import DTYPES, ModelConfig, read_config
 from model_port.json_files import flattened
-from model_port.layout import CHECKPOINTS_DIR, HF_DIR, PARAMS_DIR
+from model_port.layout import HF_DIR, PARAMS_DIR, newest_checkpoint
 from model_port.safetensors_io import check_finite
 from model_port.weights import check_param_paths
 
@@ -315,12 +315,11 @@ def _check_is_checkpoint(path: Path) -> None:
     missing = [name for name in (PARAMS_DIR, HF_DIR) if not (path / name).is_dir()]
     if not missing:
         return
-    steps = sorted(int(step.name) for step in (path / CHECKPOINTS_DIR).glob("*") if step.name.isdecimal())
     hint = ""
-    if (path / "config.json").is_file():
+    if (newest := newest_checkpoint(path)) is not None:
+        hint = f"; it looks like a run, give one of its checkpoints: {newest}"
+    elif (path / "config.json").is_file():
         hint = "; it looks like a Hugging Face directory, convert it with `python -m model_port.convert`"
-    elif steps:
-        hint = f"; it looks like a run, give one of its checkpoints: {path / CHECKPOINTS_DIR / str(steps[-1])}"
     raise ValueError(f"{path} is not a checkpoint: it has no {' and no '.join(missing)}{hint}")
 
 

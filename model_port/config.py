@@ -13,6 +13,7 @@ import numpy as np
 
 from model_port.architecture import Family, ModelConfig, TextConfig, VisionConfig, require
 from model_port.json_files import MAX_SHOWN, Section, read_object
+from model_port.layout import check_has_config
 from model_port.qwen2_5_vl import config as qwen2_5_vl
 from model_port.qwen3_vl import config as qwen3_vl
 from model_port.qwen3_vl_moe import config as qwen3_vl_moe
@@ -83,10 +84,8 @@ def read_hf_config(directory: str | Path) -> dict[str, Any]:
     directory = Path(directory)
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a directory")
-    path = directory / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{directory} has no config.json, so it is not a Hugging Face model directory")
-    return read_object(path)
+    check_has_config(directory)
+    return read_object(directory / "config.json")
 
 
 def read_config(directory: str | Path) -> ModelConfig:

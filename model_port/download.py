@@ -8,7 +8,14 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, Offl
 from model_port.bucket import downloaded, is_address
 from model_port.hf_files import HUB_ID, SIDE_FILES
 from model_port.hub import transferring
-from model_port.layout import ADAPTER_CONFIG_FILE, OPTIMIZER_DIR
+from model_port.layout import (
+    ADAPTER_CONFIG_FILE,
+    OPTIMIZER_DIR,
+    check_has_config,
+    is_adapter,
+    is_checkpoint,
+    newest_checkpoint,
+)
 from model_port.output_dir import check_local
 from model_port.safetensors_io import INDEX_FILE
 
@@ -28,7 +35,13 @@ def source_directory(src: str | Path, given_as: str = "--src DIR", *, weights: b
     `given_as` is the error message's hint for naming a directory instead.
     """
     if Path(src).is_dir() or is_address(src):
-        return local_directory(src)
+        directory = local_directory(src)
+        newest = newest_checkpoint(directory)
+        if newest is not None and (is_checkpoint(newest) or is_adapter(newest)):
+            raise ValueError(f"{src} is a run and not a model; give one of its checkpoints: {newest}")
+        if not (is_checkpoint(directory) or is_adapter(directory)):
+            check_has_config(directory)
+        return directory
     check_local(src)
     if not HUB_ID.fullmatch(str(src)):
         raise ValueError(f"{src} is neither a directory nor a hub id like Qwen/Qwen3-VL-8B-Instruct")

@@ -270,7 +270,13 @@ def main() -> None:
     parser.add_argument("--push-to-hub", metavar="REPO", help="then upload it to REPO, as OWNER/NAME")
     add_push_flags(parser, "with --push-to-hub: ")
     parser.add_argument("--evaluation", metavar="RUN", help="run_dir of an evaluation of it, for its card")
-    parser.add_argument("--max-shard-gib", type=float, default=MAX_SHARD_GIB, help=f"(default {MAX_SHARD_GIB})")
+    parser.add_argument(
+        "--max-shard-gib",
+        type=float,
+        default=MAX_SHARD_GIB,
+        metavar="GIB",
+        help=f"largest file of weights (default {MAX_SHARD_GIB})",
+    )
     parser.add_argument("--force", action="store_true", help="replace an existing model at the end")
     add_debug_flag(parser)
     args = parser.parse_args()

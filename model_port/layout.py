@@ -16,9 +16,20 @@ def is_checkpoint(path: Path) -> bool:
     return (path / PARAMS_DIR).is_dir()
 
 
+def newest_checkpoint(run: Path) -> Path | None:
+    """By number, whether or not it is complete."""
+    steps = [int(step.name) for step in (run / CHECKPOINTS_DIR).glob("*") if step.name.isdecimal()]
+    return run / CHECKPOINTS_DIR / str(max(steps)) if steps else None
+
+
 def is_adapter(path: Path) -> bool:
     """An adapter in PEFT's format, or a checkpoint of a run that trains an adapter."""
     return (path / ADAPTER_CONFIG_FILE).is_file()
+
+
+def check_has_config(directory: Path) -> None:
+    if not (directory / "config.json").is_file():
+        raise ValueError(f"{directory} has no config.json, so it is not a Hugging Face model directory")
 
 
 def base_of(adapter: Path) -> str:

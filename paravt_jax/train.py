@@ -89,6 +89,8 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     if args.calibrate is not None and not args.plan:
         parser.error("--calibrate needs --plan")
+    if args.replay is not None and not (args.replay / SETTINGS_FILE).is_file():
+        raise ValueError(f"--replay {args.replay}: it has no {SETTINGS_FILE}; give the run_dir of train")
     if args.replay is not None and args.config is None:
         args.config = args.replay / SETTINGS_FILE
         args.overrides = [f"run_dir={args.replay / 'replay'}", *args.overrides]

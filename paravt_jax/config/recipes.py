@@ -22,6 +22,8 @@ def main() -> None:
     add_debug_flag(parser)
     args = parser.parse_args()
     check_local(args.to)
+    if args.to.exists() and not args.to.is_dir():
+        raise ValueError(f"--to {args.to} is not a directory")
     if not args.names:
         print("\n".join(f"{name:<36}  {_title(file)}" for name, file in recipes().items()))
     for name in args.names:

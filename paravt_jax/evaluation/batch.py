@@ -97,6 +97,8 @@ def main(arguments: list[str], run_eval: RunEval, set_up: Callable[[], None]) ->
     parser.add_argument("settings", nargs="*", metavar="a.b=c", help="settings for all evaluations")
     add_debug_flag(parser)
     args = parser.parse_intermixed_args(arguments)
+    if args.run_dir.exists() and not args.run_dir.is_dir():
+        raise ValueError(f"--run-dir {args.run_dir} is not a directory")
     png = args.png and OutputFile(args.png, "eval batch --png", inputs=[args.directory], force=args.force)
     jobs = jobs_of(args.directory, args.splits, args.run_dir, args.data_root, args.settings)
     set_up()

@@ -379,6 +379,8 @@ def main() -> None:
         raise ValueError(f"{directory} is not a directory")
     if isinstance(directory, Path) and (directory / CHECKPOINTS_DIR).is_dir():
         directory /= CHECKPOINTS_DIR
+    if isinstance(directory, Path) and not (steps_in(directory) or (directory / RECORD_FILE).exists()):
+        raise ValueError(f"{directory} is neither a run with checkpoints nor one of them")
     results = list(verify(directory))
     for checkpoint, problem in results:
         print(f"{checkpoint}: {f'broken, {problem}' if problem else 'intact'}")

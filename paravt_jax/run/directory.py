@@ -57,8 +57,13 @@ def locked(run_dir: str | Path) -> Iterator[Path]:
     """Creates and locks the directory: two trainers in one would corrupt each other's files."""
     check_local(run_dir)
     directory = Path(run_dir).absolute()
-    directory.mkdir(parents=True, exist_ok=True)
-    file = os.open(directory / LOCK_FILE, os.O_CREAT | os.O_RDWR)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = os.open(directory / LOCK_FILE, os.O_CREAT | os.O_RDWR)
+    except OSError as problem:
+        raise ValueError(
+            f"run_dir={run_dir} cannot be written ({problem.filename}: {problem.strerror}); choose another run_dir"
+        ) from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 import model_port
 from model_port.cli import add_debug_flag, prog_of, run_cli
+from model_port.download import source_directory
 from model_port.inputs import RowSequence, TextBatch, Tokens, VisionBatch, bucket, pack_text, pack_vision
 from model_port.layers import Compute
 from model_port.layout import hf_files_of
@@ -132,9 +132,12 @@ def main() -> None:
     urls = [url.rstrip("/") for url in args.url]
     for url in urls:
         check_url("--url", url)
-    files = hf_files_of(Path(args.model))
+    if args.episodes < 1:
+        raise ValueError(f"--episodes {args.episodes} must be at least 1")
+    source = source_directory(args.model, "--model DIR")
+    files = hf_files_of(source)
     chat = Chat.from_hf(args.tokenizer or files)
-    scorer = LearnerScorer(model_port.load(args.model, args.dtype), VisionContract.from_hf(files))
+    scorer = LearnerScorer(model_port.load(source, args.dtype), VisionContract.from_hf(files))
     parities = asyncio.run(check(urls, scorer, chat, num_episodes=args.episodes, on_progress=say))
     print(table(parities))
     if result:

@@ -13,6 +13,7 @@ from model_port import checkpoint
 from model_port.checkpoint import StoredParams, cast, restore_params, write_params
 from model_port.config import preset
 from model_port.convert import convert
+from model_port.download import source_directory
 from model_port.loading import abstract_model, abstract_params
 from model_port.sharding import make_mesh
 from model_port.tiny import make_tiny, tiny_config
@@ -144,9 +145,13 @@ def test_half_a_checkpoint_is_named(damage, message, converted, tmp_path):
 
 def test_a_run_and_a_hugging_face_directory_are_named_as_such(tiny_hf, tmp_path):
     for step in (9, 10):
-        (tmp_path / "run" / "checkpoints" / str(step)).mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"give one of its checkpoints: .*/checkpoints/10$"):
-        StoredParams(tmp_path / "run")
+        (tmp_path / "run" / "checkpoints" / str(step) / "params").mkdir(parents=True)
+    (tmp_path / "run" / "config.json").write_text("{}")  # its settings
+    for read in (StoredParams, source_directory):
+        with pytest.raises(ValueError, match=r"give one of its checkpoints: .*/checkpoints/10$"):
+            read(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"^\S+ has no config.json, so it is not a Hugging Face model directory$"):
+        source_directory(tmp_path)
     with pytest.raises(ValueError, match="looks like a Hugging Face directory"):
         StoredParams(tiny_hf)
 

@@ -75,6 +75,9 @@ def test_a_copy_never_replaces_a_file(elsewhere, monkeypatch, capsys):
     assert copy.read_bytes() == (ROOT / "configs/contrast/qwen25vl_7b_sft.yaml").read_bytes()
     with pytest.raises(ValueError, match=r"qwen25vl_7b_sft.yaml exists"):
         main()
+    monkeypatch.setattr("sys.argv", ["paravt configs", "smoke_cpu", "--to", str(copy)])
+    with pytest.raises(ValueError, match=r"^--to .*/own/qwen25vl_7b_sft.yaml is not a directory$"):
+        main()
 
 
 @pytest.mark.slow

@@ -156,6 +156,16 @@ def test_a_server_with_a_wrong_picture_in_a_tools_response_is_refused(change, dt
     assert statistic.server > 2 * statistic.allowed
 
 
+def test_the_command_needs_an_episode_and_a_model(tiny_hf, tmp_path, monkeypatch):
+    for arguments, message in (
+        (["--model", str(tiny_hf), "--episodes", "0"], "^--episodes 0 must be at least 1$"),
+        (["--model", str(tmp_path)], f"^{tmp_path} has no config.json, so it is not a Hugging Face model directory$"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["gate", "--url", "http://127.0.0.1:9", *arguments])
+        with pytest.raises(ValueError, match=message):
+            score.main()
+
+
 @contextmanager
 def in_another_thread(server: TorchServer) -> Iterator[str]:
     loop = asyncio.new_event_loop()

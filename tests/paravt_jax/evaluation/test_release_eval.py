@@ -236,6 +236,12 @@ eval: {{protocol: release, mode: reasoning, release_texts: {texts}, published_ro
 """
 
 
+def test_a_batch_in_a_file_is_refused_before_its_first_evaluation(tmp_path):
+    (file := tmp_path / "file").write_text("any")
+    with pytest.raises(ValueError, match=r"^--run-dir \S+ is not a directory$"):
+        batch.main([str(tmp_path), "--run-dir", str(file)], run_eval, lambda: None)
+
+
 @pytest.mark.slow
 def test_a_batch_runs_what_is_left_continues_after_a_failure_and_draws_the_table(
     copy_of, tmp_path, capsys, monkeypatch

@@ -8,6 +8,7 @@ import pytest
 from agents import FakeFrames, call, call_of, is_subagent
 from training import rollouts_of
 
+from paravt_jax import train
 from paravt_jax.config import Config, load_config, to_record
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.sample_order import Cursor, SampleOrder
@@ -149,6 +150,12 @@ def test_a_log_of_other_data_videos_or_versions_is_rejected(played, chat, tmp_pa
         ValueError, match="of step 1 has no 'reason', because another version logged it; replay it with"
     ):
         replayed(run_dir, chat)
+
+
+def test_a_directory_that_is_no_run_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train", "--replay", str(tmp_path)])
+    with pytest.raises(ValueError, match=r"^--replay \S+: it has no config.json; give the run_dir of train$"):
+        train.main()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from paravt_jax.config import load_config, to_record
 from paravt_jax.run import directory as module
-from paravt_jax.run.directory import _commit, changed_settings, run_id, write_settings
+from paravt_jax.run.directory import _commit, changed_settings, locked, run_id, write_settings
 from paravt_jax.run.hosts import ALONE
 from paravt_jax.run.training import RunDirectory
 from rollout.engine.labels import Label
@@ -38,6 +38,14 @@ def test_only_the_repository_that_tracks_the_code_is_recorded(tmp_path):
 def test_without_git_there_is_no_commit(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert _commit(Path(module.__file__)) is None
+
+
+@pytest.mark.parametrize("inside", ["", "run"])
+def test_a_run_dir_that_cannot_be_a_directory_is_named_with_its_key(inside, tmp_path):
+    (file := tmp_path / "file").write_text("any")
+    with pytest.raises(ValueError, match=r"^run_dir=\S+ cannot be written \(\S+: .*\); choose another run_dir$"):
+        locked(file / inside).__enter__()
+    assert file.read_text() == "any"
 
 
 def test_every_version_of_the_settings_is_recorded_with_its_first_step(tmp_path):
