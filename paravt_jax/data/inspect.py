@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from model_port.progress import Meter
 from paravt_jax.data import prompts, traces
 from paravt_jax.data.hub import local_source, row_files, tokenizer_file
-from paravt_jax.data.rows import BATCH_ROWS, BadRow, file_finder, parquet_file, rows_of
+from paravt_jax.data.rows import BATCH_ROWS, BadRow, file_finder, object_of, parquet_file, rows_of
 from paravt_jax.run.output_file import OutputFile
 from rollout.toolbox import SHIPPED, signatures
 from rollout.tools import find_calls
@@ -180,7 +180,11 @@ def kind_of(source: Path, columns: dict[str, str]) -> tuple[Kind, Sequence[str]]
     for kind, required in kinds:
         if all(name in columns for name in required):
             return kind, required
-    next(rows_of(source, ()), None)  # an unreadable source raises its own error here
+    first = next(rows_of(source, ()), None)  # an unreadable source raises its own error here
+    if first is None:
+        raise ValueError(f"{source} has no rows")
+    if not columns:  # no line is an object
+        object_of(first[1], first[0])
     raise ValueError(
         f"{source} has neither RL rows ({', '.join(prompts.COLUMNS)}) nor SFT rows ({', '.join(traces.COLUMNS)}); "
         f"its columns are {', '.join(columns) or 'none'}"

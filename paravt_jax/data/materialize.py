@@ -288,10 +288,10 @@ def run(args: Any) -> str | None:
     output.write(report.to_json())
     print(report.table())
     total = report.total
-    problems = {
-        "files are missing": len(total.missing),
-        "paths leave the root or are invalid": len(total.bad),
-        "rows are unreadable": total.counts["unreadable_rows"],
-    }
-    listed = ", ".join(f"{count} {problem}" for problem, count in problems.items() if count)
+    problems = (
+        (len(total.missing), "file is missing", "files are missing"),
+        (len(total.bad), "path leaves the root or is invalid", "paths leave the root or are invalid"),
+        (total.counts["unreadable_rows"], "row is unreadable", "rows are unreadable"),
+    )
+    listed = ", ".join(f"{count} {one if count == 1 else several}" for count, one, several in problems if count)
     return f"{listed}; {path} lists them" if listed else None

@@ -70,6 +70,8 @@ class Split:
 def choose(rows: Sequence[Row], num_rows: int, seed: int) -> Split:
     """Holds out about `num_rows` rows: a proportional share of every kind, and all or none of a video's rows."""
     usable = Counter(row.kind for row in rows if row.kind != UNUSABLE)
+    if not usable:
+        raise ValueError(f"none of the {len(rows)} rows can be used; `paravt data inspect` gives the reasons")
     if not 0 < num_rows < usable.total():
         raise ValueError(f"--num-rows {num_rows} must be at least 1 and fewer than the {usable.total()} usable rows")
     quotas = {kind: num_rows * count / usable.total() for kind, count in usable.items()}
@@ -162,6 +164,8 @@ def _trace(row: Any, find: Callable[[str], str]) -> Row:
 def split(src: str, train: str | Path, validation: str | Path, num_rows: int, seed: int) -> str:
     """Writes both files atomically, `train` last, and returns a summary. Neither file may exist."""
     source, outputs = local_source(src), (Path(train), Path(validation))
+    if not source.exists():
+        raise ValueError(f"{source} does not exist")
     suffix = ".jsonl" if source.suffix in (".jsonl", ".json") else ".parquet"
     for name, path in zip(("--train", "--validation"), outputs, strict=True):
         check_local(path)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from model_port.processing import VisionContract
+from model_port.progress import in_units
 from model_port.terminal import say
 from paravt_jax.config import (
     EngineConfig,
@@ -130,7 +131,8 @@ class Evaluation:
         if len(problems) == len(results):
             raise RuntimeError(f"{name}: every sample is missing; for example {problems[0]}")
         if problems:
-            say(f"{name}: {len(problems)} samples are missing, for example {problems[0]}")
+            missing = in_units([len(problems), len(results)], "sample")
+            say(f"{name}: {missing} missing, for example {problems[0]}")
         episode = self.settings.episode(self.rollout, spec)
         about = cell_provenance(self.provenance, episode, spec.frame_budget, _played_by(self.directory))
         if sent := digest_of_requests(results):
@@ -228,7 +230,7 @@ async def _endpoint(
     files = await served_files(config.engine, config.model.path)
     model = endpoint_record(name) if files is None else await in_thread(lambda: model_record(name, files))
     _check_model(directory, model)
-    say(f"model: {name}, behind an endpoint | data: {len(samples):,} samples | run_dir: {directory}")
+    say(f"model: {name}, behind an endpoint | data: {in_units([len(samples)], 'sample')} | run_dir: {directory}")
     client = await open_endpoint(
         config.engine,
         name,
@@ -258,7 +260,7 @@ def _write_played(directory: Path, model: Mapping[str, Any], engine: Mapping[str
 async def _agent(
     config: EvalConfig, directory: Path, stack: AsyncExitStack, samples: Sequence[Sample], gpus: Sequence[Gpus]
 ) -> Agent:
-    policy = await policy_of(config, directory, data=f"{len(samples):,} samples")
+    policy = await policy_of(config, directory, data=in_units([len(samples)], "sample"))
     if policy.adapter is not None and config.engine.kind == "sglang":
         raise ValueError(
             f"model.path={config.model.path} is an adapter, and SGLang servers need a merged model: merge it with "

@@ -92,7 +92,9 @@ def test_a_video_outside_of_the_root_is_a_bad_row(tmp_path):
     [
         ("other.parquet", "has neither RL rows .* nor SFT rows .* its columns are text"),
         ("other.jsonl", "its columns are text"),
-        ("none.jsonl", "its columns are none"),
+        ("none.jsonl", "none.jsonl has no rows"),
+        ("text.jsonl", "text.jsonl line 2 is not JSON: Expecting value"),
+        ("list.jsonl", "list.jsonl line 1 is list, expected an object"),
         ("cut.parquet", "cannot be read as parquet"),
         ("empty", r"without \*\.parquet files"),
         ("gone.parquet", "does not exist"),
@@ -103,6 +105,8 @@ def test_a_file_without_rows_is_rejected_in_one_line(name, message, tmp_path):
     (tmp_path / "cut.parquet").write_text("no parquet")
     (tmp_path / "empty").mkdir()
     write_lines(tmp_path / "none.jsonl", [])
+    (tmp_path / "text.jsonl").write_text("\nno JSON\n")
+    write_lines(tmp_path / "list.jsonl", [[1]])
     write_lines(tmp_path / "other.jsonl", [{"text": 1}])
     with pytest.raises(ValueError, match=message) as raised:
         inspect(str(tmp_path / name))

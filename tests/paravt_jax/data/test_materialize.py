@@ -229,11 +229,11 @@ def test_the_command_warns_of_missing_files_and_fails_with_strict(directory, mon
     main()
     printed = capsys.readouterr()
     assert "rl.parquet" in printed.out and "missing files by bucket: selfqa 1" in printed.out
-    assert printed.err == "warning: 1 files are missing; out/report.json lists them\n"
+    assert printed.err == "warning: 1 file is missing; out/report.json lists them\n"
     record = json.loads((directory / "out" / "report.json").read_text())
     assert record["files"]["rl.parquet"]["missing_files"] == ["selfqa/gone.mp4"] and record["total"]["rows"] == 1
     (directory / "out" / "rl.parquet").unlink()
     monkeypatch.setattr("sys.argv", ["data", "materialize", *options, "--strict"])
-    with pytest.raises(ValueError, match="--strict: 1 files are missing"):
+    with pytest.raises(ValueError, match="--strict: 1 file is missing"):
         main()
     assert (directory / "out" / "rl.parquet").is_file()
