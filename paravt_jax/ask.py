@@ -11,6 +11,7 @@ from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.terminal import say, visible
 from paravt_jax.run.output_file import OutputFile
 from rollout.episode_config import Dispatch
+from rollout.video.errors import VideoError
 
 DEFAULT_MODEL = "ParaVT/ParaVT-8B"
 
@@ -71,7 +72,10 @@ async def run(args: argparse.Namespace, videos: list[str], question: str | None)
             question = question if question is not None else await asyncio.to_thread(_next_question)
             if not question:
                 break
-            answer = await answerer.answer(videos, question, Live(_write), f"question {number}")
+            try:
+                answer = await answerer.answer(videos, question, Live(_write), f"question {number}")
+            except VideoError as unreadable:
+                raise ValueError(f"{' or '.join(videos)}: {unreadable}") from None
             _write("\n")
             print(json.dumps(answer.to_record()) if args.json else answer.text, flush=True)
             say("\n".join(summary(answer)))

@@ -97,8 +97,10 @@ def main() -> None:
     args = make_parser().parse_args()
     if args.video_root is not None and not args.video_root.is_dir():
         raise ValueError(f"--video-root {args.video_root} is not a directory")
-    if args.max_questions < 1 or not args.deadline_s > 0:
-        raise ValueError(f"--max-questions {args.max_questions} and --deadline-s {args.deadline_s:g} must be above 0")
+    if args.max_questions < 1:
+        raise ValueError(f"--max-questions {args.max_questions} must be at least 1")
+    if not args.deadline_s > 0:
+        raise ValueError(f"--deadline-s {args.deadline_s:g} must be above 0")
     from paravt_jax.run.compiles import set_up_compilation
 
     set_up_compilation()

@@ -23,6 +23,7 @@ from paravt_jax.sampling.endpoint import endpoint_contract, open_endpoint
 from paravt_jax.sampling.engines import frame_reader, open_engine
 from rollout.chat import Chat
 from rollout.endpoint.agent import EndpointAgent
+from rollout.engine.discovery import check_url
 from rollout.episode import Agent
 from rollout.episode_config import Dispatch
 
@@ -47,6 +48,8 @@ def engine_of(model: str, urls: list[str], endpoints: list[str], key_env: str) -
     """The engine that the flags name; None: the model is loaded."""
     if key_env and not endpoints:
         raise ValueError("--endpoint-key-env has no effect without --endpoint")
+    for url in urls:
+        check_url("--url", url)
     if endpoints:
         return EngineConfig("openai", endpoints, model, key_env)
     return EngineConfig("sglang", urls) if urls else None

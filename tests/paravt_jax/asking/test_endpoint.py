@@ -39,6 +39,11 @@ def video(tmp_path_factory):
     return str(path)
 
 
+def test_an_address_of_a_server_that_is_none_names_the_flag():
+    with pytest.raises(ValueError, match=r"^--url is not a URL such as http://10\.0\.0\.2:30000$"):
+        engine_of("any", ["nonsense"], [], "")
+
+
 @pytest.mark.slow
 def test_a_question_is_answered_and_shown_on_a_page_by_a_model_behind_an_endpoint(video, capsys, tmp_path):
     page = tmp_path / "page.html"

@@ -518,6 +518,12 @@ def test_a_port_in_use_is_an_error_before_loading():
             bind_port("127.0.0.1", listener.getsockname()[1])
 
 
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_an_impossible_port_is_an_error_and_not_another_port(port):
+    with pytest.raises(ValueError, match=rf"^--port {port} must be from 0 \(any free one\) to 65535$"):
+        bind_port("127.0.0.1", port)
+
+
 def test_files_from_clients_are_deleted(chat, videos, tmp_path):
     async def work(served):
         await served.ask(url=f"data:video/mp4;base64,{base64.b64encode(b'video').decode()}")

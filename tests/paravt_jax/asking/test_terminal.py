@@ -101,6 +101,11 @@ def test_ask_fails_without_an_answer_but_goes_on_if_it_is_interactive(ask_of, tm
     assert capsys.readouterr().err.count("no answer: the context of 32,768") == 2
 
 
+def test_a_video_that_ask_cannot_read_is_named(ask_of, tmp_path, capsys):
+    assert ask_of("Red", name="missing") == 1
+    assert capsys.readouterr().err == f"error: {tmp_path / 'missing.mp4'}: the video cannot be opened\n"
+
+
 def test_inspected_rows_are_escaped_on_a_terminal(tmp_path, monkeypatch):
     extra = {"answer": "A", "question_type": HOSTILE}
     row = {"id": HOSTILE, "prompt": [{"role": "user", "content": HOSTILE}], "videos": [{"video": HOSTILE}]}
