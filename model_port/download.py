@@ -7,7 +7,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, Offl
 
 from model_port.bucket import downloaded, is_address
 from model_port.hf_files import HUB_ID, SIDE_FILES
-from model_port.hub import transferring
+from model_port.hub import reason_of, transferring
 from model_port.layout import (
     ADAPTER_CONFIG_FILE,
     OPTIMIZER_DIR,
@@ -49,9 +49,8 @@ def source_directory(src: str | Path, given_as: str = "--src DIR", *, weights: b
         with transferring(f"downloading {src}"):
             return Path(snapshot_download(str(src), allow_patterns=[*(WEIGHTS if weights else ()), *SIDE_FILES]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as problem:
-        reason = str(problem).strip().splitlines()[0]
         raise RuntimeError(
-            f"{src} is not a directory and could not be downloaded from the hub ({type(problem).__name__}: {reason}); "
+            f"{src} is not a directory and could not be downloaded from the hub ({reason_of(problem)}); "
             f"check the name and the network, or run `hf download {src} --local-dir DIR` on a machine that is online "
             f"and give {given_as}"
         ) from problem

@@ -67,8 +67,8 @@ def push_to_hub(
             absent = sorted({*names} - {*api.list_repo_files(repo_id, revision=commit.oid)})
         except Exception as problem:  # hf_xet raises types that it does not document
             raise RuntimeError(
-                f"the push to {repo_id} stopped: {_reason(problem)}; run the same command again, it sends only what is "
-                f"missing"
+                f"the push to {repo_id} stopped: {reason_of(problem)}; run the same command again, it sends only what "
+                f"is missing"
             ) from problem
     if absent:
         raise RuntimeError(
@@ -116,7 +116,7 @@ def _connect(repo_id: str) -> HfApi:
     try:
         api.token = get_token() or ""
     except Exception as problem:  # a login that must be renewed may fail in many ways
-        raise RuntimeError(f"no Hugging Face token: {_reason(problem)}; run `hf auth login`") from problem
+        raise RuntimeError(f"no Hugging Face token: {reason_of(problem)}; run `hf auth login`") from problem
     if not api.token:
         raise RuntimeError(f"no Hugging Face token to push to {repo_id}: {_new_token(api)}")
     if not re.fullmatch("[!-~]+", api.token):  # the HTTP library's own error message would print the token
@@ -207,14 +207,14 @@ def transferring(task: str) -> Iterator[Meter]:
 
 
 def _unreachable(api: HfApi, problem: Exception) -> str:
-    return f"{api.endpoint} does not answer like a hub ({_reason(problem)}): check the network and HF_ENDPOINT"
+    return f"{api.endpoint} does not answer like a hub ({reason_of(problem)}): check the network and HF_ENDPOINT"
 
 
 def _status(problem: Exception) -> int | None:
     return problem.response.status_code if isinstance(problem, HfHubHTTPError) else None
 
 
-def _reason(problem: BaseException) -> str:
+def reason_of(problem: BaseException) -> str:
     """One line, without the queries of URLs, because their signatures are credentials."""
     if type(problem) is RuntimeError and problem.__cause__ is not None:  # the client's "Error while uploading"
         problem = problem.__cause__

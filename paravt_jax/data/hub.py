@@ -14,7 +14,7 @@ from huggingface_hub import constants, get_cached_repo_tree, hf_hub_download, sn
 from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
 from model_port.bucket import downloaded, is_address
-from model_port.hub import transferring
+from model_port.hub import reason_of, transferring
 from model_port.output_dir import check_local
 
 LOCAL_FOLDER = "data"
@@ -127,7 +127,7 @@ def tokenizer_file(source: str) -> Path:
     except Exception as problem:
         raise RuntimeError(
             f"{source} is not a directory here, and its {TOKENIZER_FILE} could not be downloaded from the hub "
-            f"({_reason(problem)}); check the name and the network, or name the directory of a model"
+            f"({reason_of(problem)}); check the name and the network, or name the directory of a model"
         ) from problem
 
 
@@ -143,13 +143,8 @@ def _not_downloaded(name: HubName, problem: Exception) -> str:
         advice = f"check the name, the revision, your access and the network, or {by_hand}"
     return (
         f"{name} does not exist here, and the data set {name.repo} could not be downloaded from the hub "
-        f"({_reason(problem)}); {advice}"
+        f"({reason_of(problem)}); {advice}"
     )
-
-
-def _reason(problem: Exception) -> str:
-    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-    return f"{type(problem).__name__}: {lines[0]}" if lines else type(problem).__name__
 
 
 def _no_rows(name: HubName, lines: list[str]) -> str:

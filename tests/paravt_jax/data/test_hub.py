@@ -11,6 +11,7 @@ from huggingface_hub import constants
 from hypothesis import given, strategies as st
 from published import make_copy
 
+from model_port.download import source_directory
 from paravt_jax.data.hub import HubName, hub_name, local_source, tokenizer_file
 from paravt_jax.data.inspect import inspect
 from paravt_jax.data.prompts import load_prompts
@@ -129,6 +130,17 @@ def test_a_path_that_can_only_be_local_is_not_requested(questions, path):
     with pytest.raises(ValueError, match="does not exist"):
         answer_of(path)
     assert questions.requests == []
+
+
+def test_an_error_of_the_hub_has_no_signature_of_a_url(hub, monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("refused\nfor url: https://cdn/blob?X-Amz-Signature=abc")
+
+    for module in ("paravt_jax.data.hub", "model_port.download"):
+        monkeypatch.setattr(f"{module}.snapshot_download", refuse)
+    assert "(OSError, refused for url: https://cdn/blob);" in message(REPO)
+    with pytest.raises(RuntimeError, match=r"\(OSError, refused for url: https://cdn/blob\);"):
+        source_directory("ada/model")
 
 
 @pytest.mark.parametrize("path", ["ada/gone", f"{REPO}@v9", f"{REPO}/rl/deep@v9"])
