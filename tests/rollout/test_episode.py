@@ -168,6 +168,13 @@ def test_a_full_context_ends_the_episode_before_a_turn(chat):
     assert episode.finish == "context" and len(episode.turns) == 1
 
 
+def test_a_turn_fills_the_context_to_its_last_token_with_what_it_begins_with(chat):
+    limit = len(play(script(chat, [ANSWER]), chat, TASK).ledger.segments[0].ids) + 300
+    episode = play(script(chat, ["long " * 400]), chat, TASK, max_context_tokens=limit, max_new_tokens=limit)
+    assert sum(len(part.ids) for part in episode.ledger.segments if part.kind != "environment") == limit
+    assert episode.finish == "length" and episode.turns[0].text.startswith("<think>\nlong")
+
+
 def test_a_sampled_placeholder_ends_the_episode(chat):
     engine = script(chat, [f"x<|image_pad|></think>{call(1, 2)}<|im_end|>", ANSWER])
     episode = play(engine, chat, TASK)
@@ -194,6 +201,14 @@ def test_an_engine_that_fails_a_sub_agent_is_an_error_of_that_call(chat):
 
     episode = play(ScriptedEngine(reply), chat, TASK)
     assert episode.outcomes == ["error"]
+
+
+def test_a_report_that_was_aborted_is_an_error_of_that_call(chat):
+    def aborted(prompt: str) -> str:
+        raise asyncio.CancelledError
+
+    episode = play(script(chat, [f"x</think>{call(1, 2)}<|im_end|>", ANSWER], aborted), chat, TASK)
+    assert episode.outcomes == ["error"] and episode.finish == "done"
 
 
 def test_a_question_cannot_open_or_close_a_turn(chat):
