@@ -129,6 +129,13 @@ def test_a_template_of_another_format_is_refused_at_once(template):
         Chat(tiny_tokenizer(), template)
 
 
+def test_a_prompt_that_shows_other_than_its_pictures_is_refused(chat):
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
+    np.testing.assert_array_equal(chat.ids(messages, 1), chat.prompt(messages))
+    with pytest.raises(ValueError, match="shows 1 pictures of a message with 2"):
+        chat.ids(messages, 2)
+
+
 IGNORES_TOOLS = (  # as the published template of Qwen2.5-VL
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.content is string %}"
     "{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' %}"
