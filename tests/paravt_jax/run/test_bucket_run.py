@@ -11,12 +11,13 @@ from learner_state import adapted, bits, make_learner, set_state
 import model_port
 from model_port.bucket import UPLOADING, Bucket
 from paravt_jax.config import CheckpointConfig
-from paravt_jax.run import lease as lease_module
+from paravt_jax.run import lease as lease_module, training
 from paravt_jax.run.bucket_checkpoint import BucketCheckpoints
 from paravt_jax.run.checkpoint_read import verify
 from paravt_jax.run.directory import LogCopies, locked_for_bucket
 from paravt_jax.run.hosts import ALONE
 from paravt_jax.run.lease import OWNER
+from paravt_jax.run.process import Stopping
 
 ADDRESS = "gs://bkt/runs/x"
 CHECKPOINTS = "bkt/runs/x/checkpoints/"
@@ -166,12 +167,18 @@ def test_a_second_run_is_rejected_and_a_dead_runs_lease_is_taken_over(gcs, tmp_p
         assert "was last locked by process 1 on tpu-0" in capsys.readouterr().err
 
 
-def test_a_run_that_lost_its_lease_cannot_renew_it(gcs):
-    with locked_for_bucket(Bucket.of(ADDRESS), ALONE) as (_, lease):
-        lease.renew()
+def test_a_run_that_lost_its_lease_cannot_commit_a_checkpoint(gcs, monkeypatch):
+    monkeypatch.setattr(training, "BucketCheckpoints", lambda *_, before_commit: before_commit)
+    bucket = Bucket.of(ADDRESS)
+    with locked_for_bucket(bucket, ALONE) as (path, lease):
+        run = training.RunDirectory(path, Stopping(), 0, {}, {}, False, ALONE, bucket, lease)
+        before_commit = run.checkpoints(LogCopies(path, bucket))
+        (path / "metrics.jsonl").write_text('{"step": 1}\n')
+        before_commit()
+        assert gcs.names("bkt/runs/x/") == {OWNER, "metrics.jsonl"}
         gcs.objects[f"bkt/runs/x/{OWNER}"] = (10**6, b'{"token": "other", "who": "process 9 on tpu-9"}')
         with pytest.raises(RuntimeError, match="was taken over by process 9 on tpu-9"):
-            lease.renew()
+            before_commit()
     assert json.loads(gcs.objects[f"bkt/runs/x/{OWNER}"][1])["token"] == "other"
 
 
