@@ -18,7 +18,7 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from aiohttp import web
+from aiohttp import ClientConnectionResetError, web
 
 from model_port.progress import Meter
 from model_port.terminal import say
@@ -150,9 +150,9 @@ class Service:
                 response = await self._answer(request, question, deadline)
             outcome = "answered"
             return response
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, ClientConnectionResetError):  # the client left, perhaps during a write
             outcome = "given up"
-            raise
+            raise asyncio.CancelledError from None
         finally:
             self.accepted -= 1
             self.counts[outcome] += 1

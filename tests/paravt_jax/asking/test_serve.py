@@ -4,6 +4,7 @@ import asyncio
 import base64
 import errno
 import io
+import itertools
 import json
 from dataclasses import replace
 
@@ -221,6 +222,28 @@ def test_disconnecting_cancels_the_question(chat, videos, stream):
         return dict(served.service.counts)
 
     assert with_service(chat, videos, work, report_after_s=20)["given up"] == 1
+
+
+def test_a_client_that_leaves_during_a_write_is_no_error_of_the_server(chat, videos, monkeypatch, capsys):
+    """The write can fail before aiohttp notices that the connection is lost and cancels the question."""
+    write, num_writes = aiohttp.web.StreamResponse.write, itertools.count()
+
+    async def failing(self, data):
+        if next(num_writes) == 1:
+            self._req.transport.abort()
+            raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
+        await write(self, data)
+
+    monkeypatch.setattr(aiohttp.web.StreamResponse, "write", failing)
+
+    async def work(served):
+        with pytest.raises(openai.APIConnectionError):
+            [chunk async for chunk in await served.ask(stream=True)]
+        await until(lambda: not served.service.accepted)
+        return dict(served.service.counts)
+
+    assert with_service(chat, videos, work) == {"given up": 1}
+    assert capsys.readouterr().err == ""
 
 
 def test_a_waiting_question_ends_at_its_deadline_or_with_its_client(chat, videos):
