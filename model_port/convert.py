@@ -20,7 +20,7 @@ from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.config import DTYPES, parse_dtype, read_config
 from model_port.download import source_directory
 from model_port.hf_files import base_model, no_tokenizer, read_side_files, with_base_model, write_side_files
-from model_port.layout import HF_DIR, INFO_FILE
+from model_port.layout import HF_DIR, INFO_FILE, is_adapter, is_checkpoint
 from model_port.loading import abstract_model, abstract_params
 from model_port.malloc import keep_freed_memory
 from model_port.output_dir import check_replaceable, exit_on_sigterm, output_directory
@@ -58,6 +58,9 @@ def convert(src: str | Path, dst: str | Path, dtype: str | None = None, *, force
         parse_dtype(dtype)
     check_replaceable(Path(dst), force, Path(src))
     src_dir = source_directory(src)
+    if is_adapter(src_dir) or is_checkpoint(src_dir):
+        kind, verb = ("an adapter", "merges") if is_adapter(src_dir) else ("a checkpoint already", "exports")
+        raise ValueError(f"{src} is {kind}; use it as it is, or model_port.export --src {src} {verb} it")
     config = read_config(src_dir)
     with open_hf_tensors(src_dir, config) as tensors:
         check_hf_tensors(config, tensors)

@@ -83,6 +83,20 @@ def test_a_source_whose_dtype_cannot_be_kept_asks_for_one(dtypes, listed, tiny_h
     assert convert(tmp_path / "hf", tmp_path / "ckpt", "float32").dtype == "float32"
 
 
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("params/name", r"ckpt is a checkpoint already; use it as it is, or model_port\.export"),
+        ("adapter_config.json", r"ckpt is an adapter; use it as it is, or model_port\.export .* merges it"),
+    ],
+)
+def test_a_directory_that_needs_no_conversion_says_so(file, message, tmp_path):
+    (tmp_path / "ckpt" / file).parent.mkdir(parents=True)
+    (tmp_path / "ckpt" / file).write_text("{}")
+    with pytest.raises(ValueError, match=message):
+        convert(tmp_path / "ckpt", tmp_path / "again")
+
+
 def test_a_download_that_is_impossible_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
