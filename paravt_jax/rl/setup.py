@@ -109,7 +109,8 @@ async def open_run(
             frame_reader(config.video, policy.contract, config.rollout.detail_factor)
         )
         policy_update = update_of(training.learner, policy.chat, policy.contract, config, hosts)
-        training.compile_ahead(in_thread(policy_update.compile_ahead()), stack)
+        if training.step < training.num_steps:
+            training.compile_ahead(in_thread(policy_update.compile_ahead()), stack)
         rollouts = await _rollouts(config, training, policy, frames, plugin, order, log, gpus, take_over, stack)
         worker = rollouts.worker
         run = Run(

@@ -143,6 +143,16 @@ def test_restarting_a_finished_run_does_nothing(num_steps, undisturbed, tmp_path
     assert len(metrics_of(run_dir)) == NUM_STEPS
 
 
+def test_a_finished_run_compiles_no_update(undisturbed, tmp_path):
+    run_dir = shutil.copytree(undisturbed, tmp_path / "finished")
+
+    async def compiles_ahead() -> bool:
+        async with setup.open_run(load_config(SMOKE, f"run_dir={run_dir}", *FIVE_STEPS)) as run:
+            return run.training.ahead is not None
+
+    assert not asyncio.run(compiles_ahead())
+
+
 def settings_log(run_dir: Path) -> list[tuple[int, int]]:
     lines = map(json.loads, (run_dir / "settings.jsonl").read_text().splitlines())
     return [(line["after_step"], line["config"]["train"]["num_steps"]) for line in lines]
