@@ -57,10 +57,11 @@ def _quantiles(key: str) -> tuple[Curve, ...]:
     return tuple(Curve(f"{key}_p{number}", *label) for number, label in labels.items())
 
 
+TERMS = "Terms of the reward"
 CHARTS = (
     Chart("Reward", "rewards", (Curve("rollout/reward_mean", color="ink"),)),
     Chart(
-        "Terms of the reward",
+        TERMS,
         "rewards",
         (
             Curve("rollout/accuracy_mean", "accuracy", "blue"),
@@ -124,6 +125,8 @@ CHARTS = (
 )
 PARTS = {"Accuracy": "rollout/accuracy_mean_", "Tool calls per episode κ": "rollout/tool_calls_mean_"}
 BUDGET = re.compile(r"k(\d+)")  # key suffix of a frame budget; other suffixes are question types
+OWN_TERM = re.compile(r"rollout/reward_(.+)_mean")
+OWN_COLORS = ("orange", "sky", "ink")
 PART_COLORS = ("sky", "blue", "green", "orange", "red", "pink")
 LEARNER_PREFIXES = ("loss/", "optim/", "moe/")  # every key under these has a chart in the section `learner`
 STEP_PARTS = ("time/rollout_s", "time/update_s", "time/publish_s")
@@ -178,8 +181,9 @@ class LoggedRun:
     def charts(self) -> list[Chart]:
         """The charts and lines with data."""
         keys = self.metrics.keys
+        added = {TERMS: _own_terms(keys)}
         charts = [
-            replace(chart, lines=tuple(line for line in chart.lines if line.key in keys))
+            replace(chart, lines=(*(line for line in chart.lines if line.key in keys), *added.get(chart.title, ())))
             for chart in (*CHARTS, *_by_part(keys))
         ]
         hidden = {*HIDDEN, *(line.key for chart in charts for line in chart.lines)}
@@ -220,6 +224,13 @@ def flat_config(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def validation_key(key: str) -> str:
     return "validation/loss" if key == "loss/imitation" else f"validation/{key.removeprefix('rollout/')}"
+
+
+def _own_terms(keys: Iterable[str]) -> Iterator[Curve]:
+    """Terms of `reward.plugin` and `train.truncated`."""
+    matches = [match for key in keys if (match := OWN_TERM.fullmatch(key))]
+    for number, match in enumerate(matches):
+        yield Curve(match[0], match[1], OWN_COLORS[number % len(OWN_COLORS)])
 
 
 def _by_part(keys: Iterable[str]) -> Iterator[Chart]:

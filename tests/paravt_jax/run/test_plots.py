@@ -67,6 +67,14 @@ def test_a_metric_has_a_chart_in_its_section(make_run):
     assert {line.key: chart.section for chart in charts for line in chart.lines} == sections
 
 
+def test_your_own_terms_are_terms_of_the_reward(make_run):
+    keys = ("rollout/accuracy_mean", "rollout/reward_brief_mean", "rollout/reward_mean", "rollout/reward_std")
+    charts = {chart.title: chart for chart in load_run(make_run(2, keys=keys)).charts}
+    lines = charts["Terms of the reward"].lines
+    assert [(line.key, line.label) for line in lines] == [(keys[0], "accuracy"), (keys[1], "brief")]
+    assert keys[1] not in charts and keys[3] in charts
+
+
 def test_frame_budgets_are_sorted_and_separate_from_question_types(make_run):
     parts = ("k16", "k4", "oe", "mcq", "k64")
     budgets, types = load_run(make_run(2, keys=tuple(f"rollout/accuracy_mean_{part}" for part in parts))).charts
