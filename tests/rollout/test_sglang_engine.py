@@ -26,7 +26,7 @@ from rollout.engine.http import KEEPALIVE_S, HttpClient
 from rollout.engine.protocol import DeadlineExceeded, EngineError, Request, RequestRejected, Sampling, VersionMismatch
 from rollout.engine.publishing import ADAPTER_INFO, ADAPTER_SCHEME, WRITERS, WeightFiles
 from rollout.engine.settings import Mixture, ServerState
-from rollout.engine.sglang import SGLangEngine, SGLangSettings
+from rollout.engine.sglang import SGLangEngine, SGLangSettings, generate_body
 from rollout.engine.weight_root import fits
 
 QUICK = SGLangSettings(
@@ -116,6 +116,14 @@ def with_servers(num_servers, settings=QUICK):
         return await engine_of(stack, [server.url for server in servers], settings), *servers
 
     return given(num_servers + 1, start)
+
+
+@pytest.mark.parametrize("stop_ids", [(99,), ()])
+def test_nothing_in_a_models_own_files_changes_how_it_samples(stop_ids):
+    sent = generate_body(np.arange(3), (), Sampling(4, 0.7, 0.9, stop_ids))["sampling_params"]
+    assert (sent["temperature"], sent["top_p"], sent["top_k"]) == (0.7, 0.9, -1)
+    assert (sent["stop_token_ids"], sent["ignore_eos"]) == ([*stop_ids], not stop_ids)
+    assert sent["no_stop_trim"] and not sent["skip_special_tokens"]  # every sampled id is in the answer
 
 
 @with_servers(1)
