@@ -24,6 +24,7 @@ from PIL import Image
 import model_port
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.config import read_config
+from model_port.download import source_directory
 from model_port.hf_files import no_tokenizer
 from model_port.loading import load_exact
 from model_port.processing import expand_placeholders, token_counts
@@ -151,16 +152,14 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the computation (default float32)")
     add_debug_flag(parser)
     args = parser.parse_args()
-    for path in filter(None, (args.hf, args.src)):
-        if not Path(path).is_dir():
-            raise ValueError(f"{path} is not a directory")
+    hf_dir, src = (source_directory(path) for path in (args.hf, args.src or args.hf))
     if missing := missing_torch():
         raise RuntimeError(
             f"the comparison needs torch and transformers ({missing}): `pip install torch` in an environment without "
             "jax[cuda12], or `bash scripts/setup.sh dev` in a clone"
         )
     os.environ.update(SHARED_GPU)
-    report, same = verify(args.hf, args.src or args.hf, args.dtype)
+    report, same = verify(hf_dir, src, args.dtype)
     print(json.dumps(report))
     verdict = f"relative error {report['relative_error']:.2g}, at most {report['bound']:.2g} is rounding"
     if not same:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 import model_port
+from model_port.layout import check_has_config
 from model_port.processing import VisionContract, settled_size
 from model_port.terminal import say
 from model_port.tiny import make_tiny
@@ -59,6 +60,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for name in ("servers", "episodes", "report_tokens", "repeats"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    if args.model:
+        check_has_config(Path(args.model))
     with tempfile.TemporaryDirectory() as folder:
         model = Path(args.model) if args.model else Path(folder) / "tiny"
         if not args.model:

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from model_port.cli import DEBUG_FLAG, add_debug_flag, prog_of, run_cli
@@ -30,6 +31,7 @@ from paravt_jax.check.report import StageReport, table
 from paravt_jax.check.stages import STAGES
 from paravt_jax.check.target import Target
 from paravt_jax.config import TINY, load_training_config
+from paravt_jax.data.hub import local_source
 from paravt_jax.plan.plan import model_config
 from paravt_jax.run.output_file import OutputFile
 from rollout.engine.discovery import check_url
@@ -66,13 +68,19 @@ def parser_of() -> argparse.ArgumentParser:
 
 def target_of(parser: argparse.ArgumentParser, args: argparse.Namespace, folder: str) -> Target:
     model = TINY if args.quick else args.model
-    if model is None and args.recipe:
-        model = load_training_config(args.recipe).model.path
+    if args.recipe:
+        recipe = load_training_config(args.recipe)
+        model = model or recipe.model.path
     if model is None:
         parser.error("give --quick, --model or --recipe")
     if args.layers < 0:
         parser.error(f"--layers {args.layers} must be positive")
     cut(model_config(model)[0], args.layers)  # raises before any stage does
+    for video in args.video:
+        if not Path(video).is_file():
+            raise ValueError(f"--video {video} is not a file")
+    if args.data and not local_source(args.data).exists():
+        raise ValueError(f"--data {args.data} does not exist")
     if args.server:
         check_url("--server", args.server)
     server = args.server.rstrip("/")

@@ -14,6 +14,7 @@ from paravt_jax.data.inspect import inspect
 from paravt_jax.data.synthetic import FPS, frames, make_clip
 from paravt_jax.sampling.engines import frame_reader
 from rollout.video.encode import write_video
+from rollout.video.errors import VideoError
 from rollout.video.reader import FrameReader
 from rollout.video.times import crop_times, overview_times
 
@@ -28,7 +29,13 @@ def video(target: Target) -> Iterator[Measured]:
 async def _lines(target: Target) -> list[Measured]:
     paths = [Path(path) for path in target.videos] or [made_video(target)]
     async with frame_reader(target.run_config.video, target.contract) as reader:
-        return [line for path in paths async for line in video_lines(reader, path, target)]
+        lines = []
+        for path in paths:
+            try:
+                lines += [line async for line in video_lines(reader, path, target)]
+            except VideoError as problem:
+                raise VideoError(f"{path}: {problem}") from None
+        return lines
 
 
 def made_video(target: Target) -> Path:
@@ -79,7 +86,7 @@ def data(target: Target) -> Iterator[Measured | Facts]:
     found = inspect(path, video_root=settings.video_root, tokenizer=str(target.hf_dir))
     bad = sum(found.bad.values())
     reasons = "; ".join(f"{count} x {reason}" for reason, count in found.bad.most_common(3))
-    yield Measured(f"bad fraction of {found.num_rows:,} rows", bad / found.num_rows, settings.max_bad_frac)
+    yield Measured(f"bad fraction of {in_units([found.num_rows], 'row')}", bad / found.num_rows, settings.max_bad_frac)
     if reasons:
         yield Measured("reasons", reasons)
     problem = f"for example {sorted(found.missing)[0]}" if found.missing else ""

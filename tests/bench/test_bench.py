@@ -10,7 +10,7 @@ import pytest
 
 from model_port.inputs import Frame
 from model_port.tiny import tiny_config
-from paravt_jax.bench import __main__ as wheel_main
+from paravt_jax.bench import __main__ as wheel_main, rollout
 from scripts.bench import __main__ as bench_main, learner, sampler, update, ways
 
 
@@ -94,6 +94,8 @@ def test_ways_differ_only_in_shared_tokens_and_frames():
 def test_an_invalid_option_is_rejected_before_measuring(bench, tmp_path):
     with pytest.raises(ValueError, match=r"^--repeats 0 must be at least 1$"):
         bench("learner", "--repeats", "0")
+    with pytest.raises(ValueError, match=r"^\S+ has no config.json, so it is not a Hugging Face model directory$"):
+        rollout.run(Namespace(model=str(tmp_path), servers=1, episodes=1, report_tokens=1, repeats=1))
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"file is not a writable directory$"):
         bench("learner", "--json", str(tmp_path / "file" / "x.json"))

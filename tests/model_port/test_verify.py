@@ -155,7 +155,8 @@ def without_tokenizer(model, monkeypatch):
     [
         (without_torch, r"^the comparison needs torch .* `bash scripts/setup.sh dev` in a clone$"),
         (without_tokenizer, r"^.*/model has no tokenizer \(tokenizer\.json or vocab\.json\)"),
-        (lambda model, _: model / "nowhere", "nowhere is not a directory"),
+        (lambda model, _: model / "nowhere", "nowhere is neither a directory nor a hub id"),
+        (lambda model, _: model.parent, "has no config.json, so it is not a Hugging Face model directory"),
     ],
 )
 def test_what_is_missing_is_said_in_one_line(given, problem, tiny_hf, command, monkeypatch, tmp_path):

@@ -23,6 +23,7 @@ from paravt_jax.check.stages import STAGES
 from paravt_jax.check.target import Target
 from paravt_jax.config import SftConfig
 from rollout.engine.labels import Label
+from rollout.video.errors import VideoError
 
 ROOT = Path(__file__).parents[3]
 FOUR_STAGES = ["files", "weights", "logits", "gradient"]
@@ -220,6 +221,12 @@ def test_a_cold_start_takes_its_step(tmp_path):
     assert 5 < loss < 10  # near the logarithm of a random model's vocabulary
 
 
+def test_a_video_that_cannot_be_read_is_named(target, tmp_path):
+    (tmp_path / "cut.mp4").write_text("no video")
+    with pytest.raises(VideoError, match=rf"^{tmp_path}/cut\.mp4: the video cannot be decoded: "):
+        lines_of(media.video, replace(target, videos=(str(tmp_path / "cut.mp4"),)))
+
+
 def test_videos_are_read_within_the_deadlines_and_rows_are_counted(target, tmp_path):
     lines = lines_of(media.video, target)
     assert not [line for line in lines if line.failed] and len(lines) == 5
@@ -244,11 +251,14 @@ def test_fewer_layers_keep_their_weights(source, tiny_hf, tmp_path):
         (["--quick", "--layers", "5"], "--layers 5 is more than the model's 4"),
         (["--model", "2b", "--layers", "2"], "--layers 2: 3 DeepStack maps need as many text layers, there are 2"),
         (["--model", "3x"], "3x is not a local directory"),
+        (["--quick", "--recipe", "gone"], "^gone is neither a file nor a config of the package"),
+        (["--quick", "--video", __file__, "gone.mp4"], r"^--video gone\.mp4 is not a file$"),
+        (["--quick", "--data", "gone.jsonl"], r"^--data gone\.jsonl does not exist$"),
     ],
 )
-def test_a_model_that_cannot_be_made_fails_before_any_stage(options, problem, tmp_path):
+def test_what_cannot_be_made_or_read_fails_before_any_stage(options, problem, tmp_path):
     parser = parser_of()
-    with pytest.raises(ValueError, match=problem):
+    with pytest.raises((ValueError, FileNotFoundError), match=problem):
         target_of(parser, parser.parse_args(options), str(tmp_path))
 
 
