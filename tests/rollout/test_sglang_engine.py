@@ -21,7 +21,7 @@ from async_tests import asynchronous, given, until
 from fake_server import FakeServer
 
 from model_port.safetensors_io import HfTensors
-from rollout.engine import publishing
+from rollout.engine import fleet, publishing
 from rollout.engine.http import KEEPALIVE_S, HttpClient
 from rollout.engine.protocol import DeadlineExceeded, EngineError, Request, RequestRejected, Sampling, VersionMismatch
 from rollout.engine.publishing import ADAPTER_INFO, ADAPTER_SCHEME, WRITERS, WeightFiles
@@ -349,6 +349,36 @@ async def test_a_hung_server_is_ejected_and_its_requests_are_answered_elsewhere_
     first.mode = "ok"
     await until(lambda: engine.fleet.servers[0].up)
     assert first.asked["/abort_request"] == 4  # what it was still computing for nobody
+
+
+@with_servers(1, replace(QUICK, probe_every_s=0.3))
+async def test_a_server_that_misses_one_probe_stays(engine, server):
+    state = engine.fleet.servers[0]
+    server.fail_paths.add("/health")
+    await until(lambda: state.missed_probes)
+    assert state.up and state.missed_probes == 1
+    await until(lambda: not state.up)
+    assert state.missed_probes == 2
+
+
+@asynchronous
+async def test_a_server_that_ends_at_every_start_is_given_up_after_some(monkeypatch):
+    starts = []
+
+    async def start(settings: object, deadline_s: float) -> SimpleNamespace:
+        starts.append(settings)
+        await asyncio.sleep(0)
+        assert len(starts) < 9
+        return ended
+
+    async def stop(grace_s: float) -> None:
+        pass
+
+    ended = SimpleNamespace(running=False, settings="s", exit_error=lambda: RuntimeError("it ended"), stop=stop)
+    monkeypatch.setattr(fleet.Server, "start", start)
+    with pytest.raises(EngineError, match=r"it ended \(given up after 3 restarts\)"):
+        await SGLangEngine.open([ServerState("http://127.0.0.1:9", ended)], replace(QUICK, max_restarts=3))
+    assert starts == ["s"] * 3
 
 
 @with_servers(1)
