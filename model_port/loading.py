@@ -100,11 +100,12 @@ def load(path: str | Path, dtype: str = "float32", mesh: Mesh | None = None) -> 
         return with_params(model, load_hf_params(tensors, config, abstract, jnp.dtype(dtype)))
 
 
-def load_exact(path: str | Path) -> VLModel:
-    """A model that computes in float32, with the weights of a Hugging Face directory as narrow as they are stored."""
+def load_computing(path: str | Path, dtype: str) -> VLModel:
+    """A model that computes in `dtype`; in float32, a Hugging Face directory's weights stay as narrow as stored."""
     path = Path(path)
-    model = load(path, "float32" if is_adapter(path) or is_checkpoint(path) else stored_dtype(path))
-    model.compute = replace(model.compute, dtype="float32")
+    as_stored = dtype == "float32" and not (is_adapter(path) or is_checkpoint(path))
+    model = load(path, stored_dtype(path) if as_stored else dtype)
+    model.compute = replace(model.compute, dtype=dtype)
     return model
 
 

@@ -26,7 +26,7 @@ from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.config import read_config
 from model_port.download import source_directory
 from model_port.hf_files import no_tokenizer
-from model_port.loading import load_exact
+from model_port.loading import load_computing
 from model_port.processing import expand_placeholders, token_counts
 from model_port.progress import Meter
 from model_port.reference import SHARED_GPU, ProcessedPrompt, Reference, missing_torch
@@ -106,8 +106,7 @@ def _frame(number: int, num_frames: int, size_px: tuple[int, int]) -> np.ndarray
 
 def our_logits(src: str | Path, prompt: ProcessedPrompt, dtype: str) -> Float[np.ndarray, "T V"]:
     with jax.default_matmul_precision("highest"):  # or accelerators round float32 inputs
-        model = load_exact(src) if dtype == "float32" else model_port.load(src, dtype)
-        return model_port.logits(model, prompt.ids, **prompt.media)
+        return model_port.logits(load_computing(src, dtype), prompt.ids, **prompt.media)
 
 
 def their_logits(hf_dir: str | Path, prompt: ProcessedPrompt, dtype: str) -> Float[np.ndarray, "T V"]:

@@ -147,8 +147,8 @@ def open_hf_tensors(directory: Path, config: ModelConfig) -> HfTensors:
 
 def stored_dtype(hf_dir: Path) -> str:
     """The dtype of all tensors if it has 16 bits, otherwise float32."""
-    dtypes = {info.dtype for info in HfTensors(hf_dir).infos.values()}
-    return dtypes.pop().name if {dtype.itemsize for dtype in dtypes} == {2} and len(dtypes) == 1 else "float32"
+    names = {info.dtype.name for info in HfTensors(hf_dir).infos.values()}
+    return names.pop() if names in ({"bfloat16"}, {"float16"}) else "float32"
 
 
 def _is_of_experts(rule: Rule) -> bool:

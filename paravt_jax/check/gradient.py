@@ -11,7 +11,7 @@ from flax import nnx
 
 from model_port.inputs import TextBatch, VisionBatch
 from model_port.layers import Compute
-from model_port.loading import abstract_model, load_exact, one_sequence, with_params
+from model_port.loading import abstract_model, load_computing, one_sequence, with_params
 from model_port.output_dir import GIB
 from model_port.reference import ProcessedPrompt, Reference, missing_torch
 from model_port.rule import Rule
@@ -52,7 +52,7 @@ def relative_error(ours: np.ndarray, theirs: np.ndarray) -> float:
 
 def our_gradients(target: Target, prompt: ProcessedPrompt, kernels: list[Rule]) -> dict[str, np.ndarray]:
     """The kernels' gradients in the first, middle and last layer, by published names."""
-    model = load_exact(target.hf_dir)
+    model = load_computing(target.hf_dir, "float32")
     params = flat_params(nnx.state(model, nnx.Param))
     chosen = {rule.path: params.pop(rule.path).astype(jnp.float32) for rule in kernels}
     num_tokens = len(prompt.ids)

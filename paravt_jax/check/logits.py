@@ -12,7 +12,7 @@ import numpy as np
 import model_port
 from model_port.attention import Form
 from model_port.attention.choice import KERNEL_PLATFORMS
-from model_port.loading import load_exact
+from model_port.loading import load_computing
 from model_port.output_dir import GIB
 from model_port.reference import ProcessedPrompt, Reference, missing_torch
 from model_port.sharding import platform
@@ -70,7 +70,7 @@ def our_rows(
     target: Target, prompts: Mapping[str, ProcessedPrompt], dtype: str
 ) -> Iterator[tuple[str, str, np.ndarray]]:
     """Logits by prompt and form of attention; in float32 a video's with every form."""
-    model = load_exact(target.hf_dir) if dtype == "float32" else model_port.load(target.hf_dir, dtype)
+    model = load_computing(target.hf_dir, dtype)
     for name, prompt in prompts.items():
         in_forms = forms() if dtype == "float32" and "video" in name else ["auto"]
         for form in in_forms:

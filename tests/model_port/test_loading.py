@@ -16,7 +16,7 @@ from model_port import loading
 from model_port.config import FAMILIES, read_config
 from model_port.inputs import TextBatch
 from model_port.layers import Compute
-from model_port.loading import abstract_model, abstract_params, load_exact, with_params
+from model_port.loading import abstract_model, abstract_params, load_computing, with_params
 from model_port.reference import Reference
 from model_port.tiny import make_tiny, tiny_config
 from model_port.verify import LogitsDifference, video_prompt
@@ -86,7 +86,8 @@ def test_16_bit_files_compute_in_float32_what_widened_files_do(family, tmp_path)
     wide = shutil.copytree(narrow, tmp_path / "wide")
     change_tensors(wide, lambda arrays: arrays.update({name: arrays[name].astype(np.float32) for name in arrays}))
     prompt = video_prompt(narrow)
-    ours, widened = (model_port.logits(load_exact(path), prompt.ids, **prompt.media) for path in (narrow, wide))
+    models = (load_computing(path, "float32") for path in (narrow, wide))
+    ours, widened = (model_port.logits(model, prompt.ids, **prompt.media) for model in models)
     assert LogitsDifference.between(ours, widened).relative_error < 1e-6
     stored, widened = Reference(narrow), Reference(wide)
     assert np.array_equal(stored.logits(prompt), widened.logits(prompt))
