@@ -103,8 +103,11 @@ class Question:
 def parse_question(body: Any, model: str) -> Question:
     if not isinstance(body, dict):
         raise RequestError(400, "the body must be a JSON object")
-    if body.get("model") != model:
-        raise BadRequest(f"this server has the model {model}, not {cut(body.get('model'))}", "model")
+    if not isinstance(requested := body.get("model"), str):
+        raise BadRequest(f"model must be a string, {model}, not {cut(requested)}", "model")
+    if requested != model:
+        sentence = f"this server has the model {model}, not {cut(requested)}"
+        raise RequestError(404, sentence, param="model", code="model_not_found")
     parameters = {name: value for name, value in body.items() if value is not None}
     for name, value in parameters.items():
         if name in UNSUPPORTED and not any(value == neutral for neutral in UNSUPPORTED[name]):

@@ -485,7 +485,7 @@ def body(**changed):
 
 WRONG_BODIES = [
     ("list", [], "must be a JSON object"),
-    ("model", body(model="gpt"), "has the model tiny"),
+    ("no model", body(model=None), "model must be a string, tiny, not None"),
     ("no messages", body(messages=[]), "list of messages"),
     ("257 messages", body(messages=[{"role": "user", "content": "a"}] * 257), "257 messages, more than 256"),
     (
@@ -532,6 +532,16 @@ WRONG_BODIES = [
 def test_an_invalid_request_is_an_error_with_the_reason(request_body, message):
     with pytest.raises(RequestError, match=message):
         parse_question(request_body, MODEL)
+
+
+def test_another_model_is_not_found_as_with_openai(chat, videos):
+    async def work(served):
+        with pytest.raises(openai.NotFoundError, match=f"has the model {MODEL}, not 'gpt'") as raised:
+            await served.ask(model="gpt")
+        return raised.value
+
+    problem = with_service(chat, videos, work)
+    assert (problem.code, problem.param, problem.type) == ("model_not_found", "model", "invalid_request_error")
 
 
 def test_a_port_in_use_is_an_error_before_loading():
