@@ -45,6 +45,8 @@ def run_bench(package: str, benches: Mapping[str, str]) -> None:
     print(bench.table(result))
     if out is not None:
         out.write(json.dumps({"bench": args.bench, "date": date, "machine": machine(), **result}, indent=2) + "\n")
+    if problem := result.get("problem"):
+        raise RuntimeError(problem)
     if violations := result.get("violations"):
         raise RuntimeError(f"{len(violations)} violations, listed above; the first: {violations[0]}")
 

@@ -11,6 +11,7 @@ from paravt_jax.bench.mesh_rows import (
     benched_run,
     estimated_on,
     in_order,
+    problem_of,
     row_of,
     servers_remark,
     summary,
@@ -45,4 +46,5 @@ def estimated_meshes(args: argparse.Namespace) -> dict[str, Any]:
         "num_steps": run.num_steps,
         "assumed": [*remarks, *assumed_of_seconds(target.device, run.dtype, len(learner)), *unknowns(rows)],
         "rows": in_order(rows),
+        "problem": problem_of(rows, run, target.device, len(learner)),
     }

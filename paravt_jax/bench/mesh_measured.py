@@ -29,6 +29,7 @@ from paravt_jax.bench.mesh_rows import (
     benched_run,
     estimated_on,
     in_order,
+    problem_of,
     row_of,
     servers_remark,
     summary,
@@ -83,6 +84,7 @@ def measured_meshes(args: argparse.Namespace) -> dict[str, Any]:
         "rates": None if rates is None else _finite(rates),
         "assumed": [*run.remarks, *of_servers, *_assumed(device, run.dtype, rates), *unknowns(rows.values())],
         "rows": in_order(rows.values()),
+        "problem": problem_of(rows.values(), run, device, num_devices),
     }
 
 

@@ -14,7 +14,7 @@ from paravt_jax.config import Config, MeshConfig, SftConfig, load_training_confi
 from paravt_jax.plan.calibrate import calibrated
 from paravt_jax.plan.devices import DeviceSpec, Rates
 from paravt_jax.plan.meshes import MeshEstimate, Shape, estimate
-from paravt_jax.plan.plan import model_config
+from paravt_jax.plan.plan import MAX_DEVICES, model_config, on_fitting_mesh
 from paravt_jax.plan.remat import with_remat
 from paravt_jax.plan.roofline import StepSeconds
 from paravt_jax.plan.run import PlannedRl, PlannedRun, planned_run
@@ -152,6 +152,25 @@ def _slowness(row: Row) -> float:
     return -(row["tokens_per_s"] or 0.0)
 
 
+def _on_all(rows: Iterable[Row], num_devices: int) -> list[Row]:
+    """Fitting meshes of all devices."""
+    return [row for row in rows if row["fits"] and math.prod(row["mesh"]) == num_devices]
+
+
+def problem_of(rows: Iterable[Row], run: BenchedRun, device: DeviceSpec, num_devices: int) -> str | None:
+    """If no mesh of all devices fits: what would."""
+    if _on_all(rows, num_devices):
+        return None
+    resized = on_fitting_mesh(run.on((1, 1, 1))[0], device, 2 * num_devices)
+    if resized is None:
+        more = f"neither does one of up to {MAX_DEVICES}; use devices with more memory"
+    else:
+        mesh = resized.update.mesh
+        more = f"{name_of((mesh.data, mesh.fsdp, mesh.tensor))} with {resized.pack.num_rows} rows would"
+    other = "set a smaller --row-tokens" if run.config is None else "see the changes that --plan of the run lists"
+    return f"no mesh of {num_devices} x {device.name} fits; {more}, or {other}"
+
+
 def is_similar(row: Row, fastest: Row) -> bool:
     """Whether the plan cannot tell these two steps apart."""
     return _slowness(row) <= (1 + SIMILAR_FRAC) * _slowness(fastest)
@@ -184,11 +203,12 @@ def page(result: dict[str, Any]) -> Iterator[str]:
         if row["problem"]:
             yield f"rejected: {name_of(row['mesh'])}, {row['problem']}"
     yield from (f"assumed: {assumed}" for assumed in result["assumed"])
-    full = [row for row in fitting if math.prod(row["mesh"]) == result["num_devices"]]
+    full = _on_all(fitting, result["num_devices"])
     similar = [name_of(row["mesh"]) for row in full[1:] if row["run_step_s"] and is_similar(row, full[0])]
     if similar:
         yield f"within {SIMILAR_FRAC:.0%} of the fastest step: {', '.join(similar)}"
-    yield f"recommended: {name_of(full[0]['mesh'])}" if full else "no mesh fits these devices"
+    if full:
+        yield f"recommended: {name_of(full[0]['mesh'])}"
 
 
 def _columns(result: dict[str, Any]) -> dict[str, Callable[[Row], str]]:

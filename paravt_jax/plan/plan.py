@@ -179,15 +179,23 @@ def _advice(run: PlannedRun, device: DeviceSpec, row_tokens: int) -> Iterator[st
         shorter = isinstance(run, PlannedRl) and row_tokens < run.rollout.max_context_tokens
         context = f" and rollout.max_context_tokens={row_tokens}" * shorter
         yield f"pack.row_tokens={row_tokens}{context}; {run.name_of_needed} {run.needed_row_tokens} tokens"
-    for larger in _meshes(mesh.num_devices):
-        resized = run.resized(mesh=larger, num_rows=larger.num_row_parts)
-        if larger != mesh and _fits(resized, device):
-            yield (
-                f"mesh.fsdp={larger.fsdp} mesh.tensor={larger.tensor} pack.num_rows={larger.num_row_parts}"
-                f"{_more_rows(run, resized)}, on {larger.num_devices} devices"
-            )
-            return
-    yield f"no mesh of up to {MAX_DEVICES} devices; lower pack.row_tokens, or use devices with more memory"
+    if resized := on_fitting_mesh(run, device, mesh.num_devices):
+        larger = resized.update.mesh
+        yield (
+            f"mesh.fsdp={larger.fsdp} mesh.tensor={larger.tensor} pack.num_rows={larger.num_row_parts}"
+            f"{_more_rows(run, resized)}, on {larger.num_devices} devices"
+        )
+    else:
+        yield f"no mesh of up to {MAX_DEVICES} devices; lower pack.row_tokens, or use devices with more memory"
+
+
+def on_fitting_mesh(run: PlannedRun, device: DeviceSpec, num_devices: int) -> PlannedRun | None:
+    """The run on the smallest other mesh of at least this many devices that fits, with a row for each part."""
+    for mesh in _meshes(num_devices):
+        resized = run.resized(mesh=mesh, num_rows=mesh.num_row_parts)
+        if mesh != run.update.mesh and _fits(resized, device):
+            return resized
+    return None
 
 
 def _more_rows(run: PlannedRun, resized: PlannedRun) -> str:

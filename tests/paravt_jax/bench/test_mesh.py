@@ -123,9 +123,25 @@ def test_meshes_that_fit_come_first_and_the_fastest_is_recommended():
 
 @pytest.mark.slow
 def test_devices_that_no_mesh_fits_have_reasons_and_no_empty_table():
-    lines = mesh.table(result_of("--topology", "h100:1", "--plan-only", "--model", "8b")).splitlines()
-    assert lines[2].startswith("rejected: 1 x 1 x 1, ") and lines[-1] == "no mesh fits these devices"
-    assert not any(line.startswith("|") for line in lines)
+    result = result_of("--topology", "h100:1", "--plan-only", "--model", "8b")
+    lines = mesh.table(result).splitlines()
+    assert lines[2].startswith("rejected: 1 x 1 x 1, ") and not any(line.startswith(("|", "recomm")) for line in lines)
+    shape = re.fullmatch(r"no mesh of 1 x .* fits; 1 x (\d+) x 1 with \1 rows would, or .*", result["problem"])
+    assert shape, result["problem"]
+    enough = f"h100:{shape[1]}", "--mesh", f"1,{shape[1]},1"
+    assert result_of("--topology", *enough, "--plan-only", "--model", "8b")["problem"] is None
+
+
+@pytest.mark.slow
+def test_the_command_fails_if_no_mesh_fits_and_says_how_one_would(tmp_path):
+    out = tmp_path / "mesh.json"
+    run = bench(
+        "--topology", "h100:1", "--plan-only", "--config", str(CONFIGS / "paragrpo_8b.yaml"), "--json", str(out)
+    )
+    last = run.stderr.splitlines()[-1]
+    assert run.returncode == 1 and last.startswith("error: no mesh of 1 x "), run.stderr
+    assert last.endswith("rows would, or see the changes that --plan of the run lists")
+    assert f"error: {json.loads(out.read_text())['problem']}" == last and "rejected: 1 x 1 x 1" in run.stdout
 
 
 @pytest.mark.nightly
