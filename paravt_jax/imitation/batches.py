@@ -52,7 +52,8 @@ class TraceBatch:
     num_tokens: int  # of all traces, counting shared prompts every time
     num_loss_tokens: int
     after: Position
-    problems: list[str]  # traces that could not be rendered or did not fit
+    num_left_out: int  # traces that could not be rendered or did not fit
+    problems: list[str]  # theirs, without traces of earlier problems: a trace returns in every epoch
 
 
 class TraceBatches:
@@ -78,6 +79,7 @@ class TraceBatches:
         self._rendered: deque[asyncio.Task[RenderedTrace]] = deque()  # from sample `_next` on
         self._next, self._sizes = first.next_visit, first
         self._num_skipped = 0  # consecutive traces
+        self._reported: set[str] = set()  # names of skipped traces
         self._ready: asyncio.Queue[TraceBatch] = asyncio.Queue(STEPS_AHEAD)
         self._first: asyncio.Future[TraceBatch] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -138,18 +140,18 @@ class TraceBatches:
         row_tokens = self._pack.row_tokens
         traces: list[RenderedTrace] = []
         placed: list[PromptGroup] = []
-        problems: list[str] = []
+        first, problems = self._next, list[str]()
         while True:
             sample = self._order[self._next]
             self._render_ahead()
             try:
                 trace = await asyncio.shield(self._rendered[0])
             except VideoError as problem:
-                self._skip(problems, f"{sample.item.id}: {problem}")
+                self._skip(problems, sample.item, str(problem))
                 continue
             length = len(trace.dialogue.ids)
             if length > row_tokens:
-                self._skip(problems, f"{sample.item.id}: {length} tokens are more than pack.row_tokens={row_tokens}")
+                self._skip(problems, sample.item, f"{length} tokens are more than pack.row_tokens={row_tokens}")
                 continue
             placed.append(PromptGroup(0, [length]))
             if num_batches(placed, row_tokens, self._rows_per_step) > 1:
@@ -157,11 +159,14 @@ class TraceBatches:
             traces.append(trace)
             self._advance()
             self._num_skipped = 0
-        return await asyncio.to_thread(self._packed, traces, problems)
+        return await asyncio.to_thread(self._packed, traces, self._next - first - len(traces), problems)
 
-    def _skip(self, problems: list[str], problem: str) -> None:
+    def _skip(self, problems: list[str], trace: Trace, reason: str) -> None:
         """Records a skipped trace. A run without a single usable trace must not search forever."""
-        problems.append(problem)
+        problem = f"{trace.id}: {reason}"
+        if trace.id not in self._reported:
+            self._reported.add(trace.id)
+            problems.append(problem)
         self._advance()
         self._num_skipped += 1
         if self._num_skipped >= self._order.num_items:
@@ -180,12 +185,13 @@ class TraceBatches:
         rendered = await self._renderer.render(sample.item, budget)
         return RenderedTrace(self._renderer.dialogue(rendered.ledger, sample.number), rendered)
 
-    def _packed(self, traces: list[RenderedTrace], problems: list[str]) -> TraceBatch:
+    def _packed(self, traces: list[RenderedTrace], num_left_out: int, problems: list[str]) -> TraceBatch:
         batches = self._batches(traces, self._sizes)
         self._sizes = Position(self._next, batches[0].source.shape[1], self._frame_rows(batches[0]))
         num_tokens = sum(len(trace.dialogue.ids) for trace in traces)
         num_loss_tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
-        return TraceBatch(batches, traces[0].rendered, len(traces), num_tokens, num_loss_tokens, self._sizes, problems)
+        counts = len(traces), num_tokens, num_loss_tokens
+        return TraceBatch(batches, traces[0].rendered, *counts, self._sizes, num_left_out, problems)
 
     def _frame_rows(self, batch: TrainBatch) -> int:
         return 0 if batch.vision is None else len(batch.vision.patches) // self._num_row_parts

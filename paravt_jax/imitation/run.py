@@ -96,7 +96,7 @@ class SftRun:
         num_trained = num_packed(batch.batches)
         metrics |= {
             "data/num_traces": float(batch.num_traces),
-            "data/num_left_out": float(len(batch.problems)),
+            "data/num_left_out": float(batch.num_left_out),
             "data/epoch": batch.after.next_visit / self.num_traces,
             "perf/dummy_frac": 1.0 - used_frac(batch.batches),
             "perf/num_batches": float(len(batch.batches)),
