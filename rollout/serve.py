@@ -33,9 +33,10 @@ class StartLine:
         self._started_s = time.monotonic()
         self._next_s = 0.0
         self._in_place = sys.stderr.isatty()
+        self.has_lines = False
 
     def show(self, line: str) -> None:
-        line, elapsed_s = visible(line), time.monotonic() - self._started_s
+        line, elapsed_s, self.has_lines = visible(line), time.monotonic() - self._started_s, True
         if self._in_place:
             room = shutil.get_terminal_size().columns - len("starting, 000 s  ") - 1  # a wrapped line is not redrawn
             print(f"{CLEAR_LINE}starting, {elapsed_s:.0f} s  {line[:room]}", end="", file=sys.stderr, flush=True)
@@ -72,7 +73,7 @@ async def _serve(args: argparse.Namespace, settings: ServerSettings, receiver: R
     if starting.cancelled():
         progress.finish("stopped while starting")
         return
-    if starting.exception():
+    if starting.exception() and progress.has_lines:  # otherwise no server was started
         progress.finish("failed")
     server = starting.result()
     progress.finish("ready")

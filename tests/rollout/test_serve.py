@@ -280,6 +280,12 @@ def test_the_command_can_be_stopped_while_it_starts(fake):
 
 
 @pytest.mark.slow
+def test_the_command_shows_how_long_a_server_took_to_fail(fake):
+    code, _, errors = ended(serve(fake("crash")))
+    assert code == 1 and errors.index("starting, ") < errors.index("failed after ") < errors.index("error: ")
+
+
+@pytest.mark.slow
 def test_the_command_fails_when_its_server_dies(fake):
     command = serve(fake(), "--json")
     shown = json.loads(command.stdout.readline())
@@ -306,5 +312,6 @@ def test_the_command_killed_by_sigkill_leaves_nothing(fake):
 def test_the_command_shows_a_stack_trace_only_when_asked(fake, tmp_path):
     (tmp_path / "config.json").unlink()
     code, _, errors = ended(serve(fake()))
-    assert code == 1 and errors.splitlines()[-1].startswith("error: model=") and "Traceback" not in errors
+    (line,) = errors.splitlines()  # not "failed after 0.0 s" before it
+    assert code == 1 and line.startswith("error: model=")
     assert "Traceback" in ended(serve(fake(), "--debug"))[2]
