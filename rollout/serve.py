@@ -19,7 +19,7 @@ from typing import get_args
 
 from rollout.cli import add_debug_flag, prog_of, run_cli
 from rollout.receiver import Receiver
-from rollout.server import DTYPES, PYTHON_VARIABLE, Dtype, Server, ServerSettings, settled_port
+from rollout.server import DTYPES, PYTHON_VARIABLE, Dtype, Server, ServerSettings, check_port, settled_port
 from rollout.terminal import visible
 
 PROGRESS_EVERY_S = 5  # without a terminal, where each report is a new line
@@ -51,6 +51,7 @@ class StartLine:
 
 async def serve(args: argparse.Namespace, settings: ServerSettings) -> None:
     """Runs the server and, beside it, a receiver of weights from learners on other hosts."""
+    check_port(f"--weights-port {args.weights_port}", args.weights_port)
     weights_port = settled_port(settings.host, args.weights_port)
     async with Receiver.open(settings.host, weights_port) as receiver:
         await _serve(args, replace(settings, weights_port=weights_port), receiver)

@@ -67,6 +67,7 @@ ERROR_LINES = 30  # in an error: a Python traceback and its context
 ERROR_LINE_CHARS = 300
 KEPT_LINES = 2_000
 MAX_LINE_BYTES = 4_096
+MAX_PORT = 65_535
 LISTENING = "0A"  # TCP_LISTEN in /proc/net/tcp
 KILL_TIMEOUT_S = 30  # for the kernel to free a killed process's memory
 
@@ -120,8 +121,7 @@ class ServerSettings:
     extra_args: tuple[str, ...] = ()  # for sglang.launch_server; they come last and so take precedence
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65_535:
-            raise ValueError(f"port={self.port} must be between 0 (any free one) and 65535")
+        check_port(f"port={self.port}", self.port)
         for name in ("context_length", "max_total_tokens", "max_running_requests", "tensor_parallel"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -406,6 +406,12 @@ def _marked(mark: str) -> list[int]:
 def initial_label(weights_port: int) -> str:
     """The same label with the port that receives weights, see `rollout.engine.labels`."""
     return f"{INITIAL_LABEL};weights_port={weights_port}"
+
+
+def check_port(setting: str, port: int) -> None:
+    """`setting` names the port in the error. getaddrinfo would take it modulo 65536."""
+    if not 0 <= port <= MAX_PORT:
+        raise ValueError(f"{setting} must be from 0 (any free one) to {MAX_PORT}")
 
 
 def settled_port(host: str, port: int) -> int:

@@ -39,9 +39,9 @@ from paravt_jax.asking.openai import (
 from paravt_jax.asking.terminal import TextStream, clock
 from rollout.engine.protocol import DeadlineExceeded, EngineError, RequestRejected
 from rollout.records import Call
+from rollout.server import check_port
 from rollout.video.errors import VideoError, VideoTimeout
 
-MAX_PORT = 65_535
 HEADERS_DEADLINE_S = 20.0  # for a connection without a complete request, from its start or its last response
 WRITE_DEADLINE_S = 60.0
 MAX_WAITING = 8  # times `max_questions`
@@ -325,8 +325,7 @@ def _error(problem: RequestError) -> web.Response:
 
 def bind_port(host: str, port: int) -> socket.socket:
     """Binds the port before the model loads, which takes minutes. Clients can connect once `serve` listens."""
-    if not 0 <= port <= MAX_PORT:  # getaddrinfo takes it modulo 65536
-        raise ValueError(f"--port {port} must be from 0 (any free one) to {MAX_PORT}")
+    check_port(f"--port {port}", port)
     with ExitStack() as on_error:
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -43,7 +43,7 @@ def fake(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"port": 70_000}, "port=70000 must be between"),
+        ({"port": 70_000}, r"port=70000 must be from 0 \(any free one\) to 65535"),
         ({"context_length": 0}, "context_length=0 must be at least 1"),
         ({"context_length": 100, "max_total_tokens": 99}, "max_total_tokens=99 must hold one context"),
         ({"memory_frac": 1.5}, "memory_frac=1.5 must be between 0 and 1"),
@@ -306,6 +306,12 @@ def test_the_command_killed_by_sigkill_leaves_nothing(fake):
     command.kill()
     ended(command)
     assert len(processes) >= 4 and all_gone(processes)
+
+
+@pytest.mark.slow
+def test_an_impossible_port_for_weights_is_an_error_that_names_it(fake):
+    code, _, errors = ended(serve(fake(), "--weights-port", "65536"))
+    assert (code, errors) == (1, "error: --weights-port 65536 must be from 0 (any free one) to 65535\n")
 
 
 @pytest.mark.slow
