@@ -3,13 +3,13 @@
 Rows that share a video form a cluster, directly or through other rows. Whole clusters are held out, in a random order
 that depends on the seed and their videos, until every kind of row has about its share. Kinds are the question types of
 RL rows, and traces with and without calls. Rows are copied unchanged. Unusable rows stay in the training file, and
-the run counts them.
+the run counts them; so do rows with a missing file and all rows of their cluster, unless no file of any row is here.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from posixpath import normpath
@@ -24,13 +24,14 @@ from model_port.progress import Meter
 from model_port.terminal import aligned
 from paravt_jax.data import prompts, traces
 from paravt_jax.data.hub import local_source, row_files
-from paravt_jax.data.inspect import columns_of, kind_of
+from paravt_jax.data.inspect import MISSING, columns_of, kind_of
 from paravt_jax.data.materialize import REMOTE
-from paravt_jax.data.rows import BATCH_ROWS, FILE_URI, BadRow, parquet_file, root_of, rows_of
+from paravt_jax.data.rows import BATCH_ROWS, FILE_URI, BadRow, file_finder, parquet_file, root_of, rows_of
 from rollout.seeds import derived_seed
 from rollout.tools import find_calls
 
 UNUSABLE = "cannot be used"
+LEFT_OUT = (UNUSABLE, MISSING)  # kinds that are never held out
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ class Split:
 
 def choose(rows: Sequence[Row], num_rows: int, seed: int) -> Split:
     """Holds out about `num_rows` rows: a proportional share of every kind, and all or none of a video's rows."""
-    usable = Counter(row.kind for row in rows if row.kind != UNUSABLE)
+    clusters = _clusters(rows)
+    usable = Counter(rows[number].kind for cluster in clusters for number in cluster)
     if not usable:
         raise ValueError(f"none of the {len(rows)} rows can be used; `paravt data inspect` gives the reasons")
     if not 0 < num_rows < usable.total():
@@ -86,7 +88,6 @@ def choose(rows: Sequence[Row], num_rows: int, seed: int) -> Split:
             held_out[number] = True
         num_held_out.update(counts)
 
-    clusters = _clusters(rows)
     clusters.sort(key=lambda cluster: derived_seed("held out", seed, sorted(rows[cluster[0]].videos), cluster[0]))
     too_large: list[tuple[list[int], Counter[str]]] = []
     for cluster in clusters:  # first clusters within the quotas, then those that reduce the error
@@ -109,7 +110,7 @@ def choose(rows: Sequence[Row], num_rows: int, seed: int) -> Split:
 
 
 def _clusters(rows: Sequence[Row]) -> list[list[int]]:
-    """Row numbers of the usable rows, grouped if they share a video directly or through other rows."""
+    """Row numbers, grouped if they share a video directly or through other rows; only groups of usable rows."""
     leader = list(range(len(rows)))
 
     def lead(number: int) -> int:
@@ -122,21 +123,30 @@ def _clusters(rows: Sequence[Row]) -> list[list[int]]:
         for video in row.videos:
             leader[lead(number)] = lead(first_with.setdefault(video, number))
     clusters = defaultdict[int, list[int]](list)
-    for number, row in enumerate(rows):
-        if row.kind != UNUSABLE:
-            clusters[lead(number)].append(number)
-    return list(clusters.values())
+    for number in range(len(rows)):
+        clusters[lead(number)].append(number)
+    return [cluster for cluster in clusters.values() if not any(rows[number].kind in LEFT_OUT for number in cluster)]
 
 
-def read(source: Path) -> tuple[list[Row], bool]:
-    """Kind and videos of every row, and whether any video path is relative."""
+def read(source: Path) -> tuple[list[Row], bool, str]:
+    """Kind and videos of every row, whether any video path is relative, and a remark if no file is here."""
     kind, columns = kind_of(source, columns_of(source))
     row_of: Callable[[Any, Callable[[str], str]], Row] = _question if kind == "RL" else _trace
-    root, rows, names = root_of(source, ""), [], set[str]()
+    root, find_file = root_of(source, ""), file_finder(source, "", allow_outside=True)
+    rows: list[Row] = []
+    incomplete: set[int] = set()  # rows
+    names, missing = set[str](), set[str]()
 
     def normalized(name: str) -> str:
         """The same for every spelling of a path; the file need not exist."""
         names.add(name)
+        try:
+            find_file(name)
+        except BadRow as problem:
+            if problem.reason != MISSING:
+                raise
+            missing.add(name)
+            incomplete.add(len(rows))
         return name if REMOTE.match(name) else normpath(root / unquote(name.removeprefix(FILE_URI)))
 
     with Meter(f"reading {source}", unit="row") as meter:
@@ -146,7 +156,14 @@ def read(source: Path) -> tuple[list[Row], bool]:
             except BadRow:
                 rows.append(Row(UNUSABLE, frozenset()))
             meter.update()
-    return rows, any(not REMOTE.match(name) and not name.removeprefix(FILE_URI).startswith("/") for name in names)
+    relative = any(not REMOTE.match(name) and not name.removeprefix(FILE_URI).startswith("/") for name in names)
+    if names and names == missing:  # to be downloaded, or at another root
+        return rows, relative, f"not checked: none of the {len(names):,} files that the rows name is here"
+    complete = [
+        replace(row, kind=MISSING) if number in incomplete and row.kind != UNUSABLE else row
+        for number, row in enumerate(rows)
+    ]
+    return complete, relative, ""
 
 
 def _question(row: Any, find: Callable[[str], str]) -> Row:
@@ -175,11 +192,18 @@ def split(src: str, train: str | Path, validation: str | Path, num_rows: int, se
             raise ValueError(f"{name} {path} already exists; remove it, or choose another path")
     if outputs[0].absolute() == outputs[1].absolute():
         raise ValueError(f"--train and --validation are both {train}; name two files")
-    rows, relative = read(source)
+    rows, relative, unchecked = read(source)
     chosen = choose(rows, num_rows, seed)
     _write(source, outputs, chosen.held_out)
     root = root_of(source, "")
     summary = [chosen.table(), *(str(path) for path in outputs)]
+    if unchecked:
+        summary.append(unchecked)
+    if num_missing := sum(row.kind == MISSING for row in rows):
+        summary.append(
+            f"{num_missing:,} rows with a missing file and those that share a video with them are not held out; "
+            f"`paravt data inspect {src}` lists the files"
+        )
     if relative and any(path.absolute().parent != root for path in outputs):
         summary.append(f"video paths are relative to {root}; set data.video_root={root} in a run")
     return "\n".join(summary)

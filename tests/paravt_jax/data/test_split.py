@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 
 from paravt_jax.data import __main__ as command
 from paravt_jax.data.prompts import load_prompts
-from paravt_jax.data.split import UNUSABLE, Row, choose, split
+from paravt_jax.data.split import LEFT_OUT, UNUSABLE, Row, choose, split
 
 ANSWERS = {"mcq": "B", "tvg": "[2.5, 7]", "oe": "a cello"}
 
@@ -108,6 +108,27 @@ def test_rows_that_a_run_would_drop_stay_in_the_training_file(tmp_path):
     assert unusable.removeprefix(UNUSABLE).split() == ["3", "0", "0.0"]
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_rows_without_their_video_are_not_held_out_and_are_counted(tmp_path, suffix):
+    for number in range(10):
+        (tmp_path / f"{number}.mp4").touch()
+    names = [*((f"{number}.mp4",) for number in range(15)), ("0.mp4", "14.mp4")]
+    rows = [row("oe", *videos, number=number) for number, videos in enumerate(names)]
+    source = (write_lines if suffix == "jsonl" else write_parquet)(tmp_path / f"rows.{suffix}", rows)
+    train, validation, summary = split_into(tmp_path / "out", source, 8)
+    assert len(rows_in(validation)) == 8 and len(rows_in(train)) == 8
+    assert videos_in(validation) <= {f"{number}.mp4" for number in range(1, 10)}  # 0 shares a row with 14
+    (lost,) = (line for line in summary.splitlines() if line.startswith("missing file"))
+    assert lost.removeprefix("missing file").split() == ["6", "0", "0.0"]
+    assert "6 rows with a missing file and those that share a video with them are not held out; " in summary
+
+
+def test_without_any_video_rows_are_held_out_and_the_summary_warns(source, tmp_path):
+    _, validation, summary = split_into(tmp_path / "out", source, 42)
+    assert len(rows_in(validation)) == 42
+    assert "not checked: none of the 29 files that the rows name is here" in summary
+
+
 def test_traces_are_split_with_calls_and_without(tmp_path):
     rows = [
         sft_row(dialogue([media("video", f"{n}.mp4"), text("Q")], ANSWER_TURN if n % 3 else CALL_TURN))
@@ -169,13 +190,13 @@ def test_the_command_prints_counts_paths_and_the_root_of_relative_videos(source,
     monkeypatch.setattr(sys, "argv", ["data", *arguments])
     monkeypatch.setattr(command, "exit_on_sigterm", lambda: None)
     command.main()
-    *_, rows, videos, train, validation, advice = capsys.readouterr().out.splitlines()
+    *_, rows, videos, train, validation, _, advice = capsys.readouterr().out.splitlines()
     assert [rows.split(), videos.split()] == [["rows", "203", "42", "42.0"], ["videos", "29", "6"]]
     assert [train, validation] == names and f"data.video_root={tmp_path}" in advice
     assert "data.video_root" not in split_into(tmp_path, source, 42)[2]
 
 
-KINDS = st.sampled_from(["mcq", "tvg", "oe", UNUSABLE])
+KINDS = st.sampled_from(["mcq", "tvg", "oe", *LEFT_OUT])
 ROWS = st.lists(st.tuples(KINDS, st.frozensets(st.integers(0, 30), max_size=3)), min_size=2, max_size=60)
 
 
@@ -187,6 +208,6 @@ def test_no_video_is_ever_on_both_sides_and_training_keeps_usable_rows(drawn, nu
     except ValueError:
         return
     assert not chosen.videos(True) & chosen.videos(False)
-    usable = sum(each.kind != UNUSABLE for each in rows)
+    usable = sum(each.kind not in LEFT_OUT for each in rows)
     assert 0 < chosen.num_held_out < usable
     assert chosen.num_held_out < 2 * num_rows + len(chosen.quotas)
