@@ -48,7 +48,7 @@ def push_to_hub(
     repository stay. Only `MODEL_FILES` are sent. A new repository is private unless `public` is set; an existing one
     must be as `public` says.
     """
-    names = _model_files(Path(directory))
+    names = model_files(Path(directory))
     with _deadline(), transferring(f"pushing to {repo_id}"):
         api = _connect(repo_id)
         _check_write_access(api, repo_id, public)
@@ -88,7 +88,7 @@ def check_hub_access(repo_id: str, *, public: bool = False) -> None:
         _check_write_access(api, repo_id, public)
 
 
-def _model_files(directory: Path) -> list[str]:
+def model_files(directory: Path) -> list[str]:
     """The names of the files to send; raises if the model is incomplete."""
     try:
         if not (directory / constants.CONFIG_NAME).is_file():
@@ -102,12 +102,7 @@ def _model_files(directory: Path) -> list[str]:
 
 def _connect(repo_id: str) -> HfApi:
     """The client for `repo_id`, after all checks that need no request."""
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as problem:
-        raise ValueError(f"repo id {repo_id!r} is malformed: {problem}") from problem
-    if "/" not in repo_id:
-        raise ValueError(f"repo id {repo_id!r} lacks an owner: write OWNER/NAME, for example your-name/{repo_id}")
+    check_repo_id(repo_id)
     if constants.HF_HUB_OFFLINE:
         raise RuntimeError(
             f"cannot push to {repo_id}: HF_HUB_OFFLINE=1 (or TRANSFORMERS_OFFLINE=1); unset it, or do not push"
@@ -122,6 +117,15 @@ def _connect(repo_id: str) -> HfApi:
     if not re.fullmatch("[!-~]+", api.token):  # the HTTP library's own error message would print the token
         raise ValueError(f"the Hugging Face token holds a space or a letter that no token has: {_new_token(api)}")
     return api
+
+
+def check_repo_id(repo_id: str) -> None:
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as problem:
+        raise ValueError(f"repo id {repo_id!r} is malformed: {problem}") from problem
+    if "/" not in repo_id:
+        raise ValueError(f"repo id {repo_id!r} lacks an owner: write OWNER/NAME, for example your-name/{repo_id}")
 
 
 def _check_write_access(api: HfApi, repo_id: str, public: bool) -> None:

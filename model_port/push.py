@@ -4,7 +4,9 @@ import argparse
 from pathlib import Path
 
 from model_port.cli import add_debug_flag, prog_of, run_cli
-from model_port.hub import check_hub_access, push_to_hub
+from model_port.hub import check_hub_access, check_repo_id, model_files, push_to_hub
+from model_port.progress import BYTES, in_units
+from model_port.terminal import aligned
 
 MESSAGE = "Upload model"
 
@@ -19,6 +21,21 @@ def push(directory: Path, repo: str, args: argparse.Namespace) -> str:
     return push_to_hub(directory, repo, public=args.public, revision=args.revision, commit_message=args.message)
 
 
+def dry_run(directory: Path, repo: str, args: argparse.Namespace) -> str:
+    """What a push would send, without a request."""
+    check_repo_id(repo)
+    sizes = {name: (directory / name).stat().st_size for name in model_files(directory)}
+    total = f"{len(sizes)} files", in_units([sum(sizes.values())], BYTES)
+    visibility, branch = "public" if args.public else "private", args.revision or "main"
+    return "\n".join(
+        [
+            f"{repo}, {visibility}, branch {branch}, as one commit {args.message!r}:",
+            aligned([*((name, in_units([size], BYTES)) for name, size in sizes.items()), total]),
+            "dry run: nothing was sent",
+        ]
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog=prog_of("model_port.push"),
@@ -28,8 +45,12 @@ def main() -> None:
     parser.add_argument("directory", type=Path, metavar="DIR", help="a directory written by model_port.export")
     parser.add_argument("repo", metavar="OWNER/NAME", help="created as a private repository if it does not exist")
     add_push_flags(parser)
+    parser.add_argument("--dry-run", action="store_true", help="list the files and their sizes, and send nothing")
     add_debug_flag(parser)
     args = parser.parse_args()
+    if args.dry_run:
+        print(dry_run(args.directory, args.repo, args))
+        return
     check_hub_access(args.repo, public=args.public)
     print(push(args.directory, args.repo, args))
 

@@ -11,7 +11,7 @@ from fake_hub import FINE_GRAINED_TOKEN, READ_TOKEN, WRITE_TOKEN, Action, FakeHu
 from huggingface_hub import constants
 from safetensors.numpy import save_file
 
-from model_port import hub as module
+from model_port import hub as module, push
 from model_port.hub import check_hub_access, push_to_hub
 
 # the client sends objects through an argument that its HTTP library deprecates
@@ -132,6 +132,30 @@ def test_what_lies_beside_a_model_is_not_sent(hub: FakeHub, model: Path):
     sent = hub.files(REPO)
     assert "config.json" in sent and not any("/" in name for name in sent)
     assert b"secret" not in sent.values()
+
+
+def test_a_dry_run_lists_exactly_the_files_of_a_push_and_sends_nothing(hub: FakeHub, model: Path, monkeypatch, capsys):
+    (model / "notes.md").write_text("secret")
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("sys.argv", ["push", str(model), REPO, "--public", "--revision", "v2", "--dry-run"])
+    push.main()
+    head, *lines, total, ending = capsys.readouterr().out.splitlines()
+    assert head == f"{REPO}, public, branch v2, as one commit 'Upload model':" and ending == "dry run: nothing was sent"
+    assert hub.requests == []
+    monkeypatch.setenv("HF_TOKEN", WRITE_TOKEN)
+    push_to_hub(model, REPO)
+    sent = {name: content for name, content in hub.files(REPO).items() if name != ".gitattributes"}
+    assert [line.split()[0] for line in lines] == sorted(sent)
+    assert [line.split(maxsplit=1)[1] for line in lines if line.startswith("model-00001")] == ["8.1 kB"]
+    assert total.split(maxsplit=2) == [str(len(sent)), "files", f"{sum(map(len, sent.values())) / 1000:.1f} kB"]
+
+
+@pytest.mark.parametrize(("name", "repo"), [("config.json", REPO), ("", "tiny-vl")])
+def test_a_dry_run_refuses_what_a_push_would_without_a_request(hub: FakeHub, model: Path, monkeypatch, name, repo):
+    (model / name).unlink() if name else None
+    monkeypatch.setattr("sys.argv", ["push", str(model), repo, "--dry-run"])
+    assert (name or "lacks an owner") in message(ValueError, push.main)
+    assert hub.requests == []
 
 
 def test_files_that_the_repository_ignores_are_not_lost_silently(hub: FakeHub, model: Path):
