@@ -50,7 +50,7 @@ from paravt_jax.run.policy import policy_of
 from paravt_jax.run.start import find_devices
 from paravt_jax.run.threads import in_thread
 from paravt_jax.sampling.endpoint import endpoint_contract, open_endpoint, served_files
-from paravt_jax.sampling.engines import frame_reader, open_engine
+from paravt_jax.sampling.engines import frame_reader, open_engine, report_unreachable
 from rollout.endpoint.agent import EndpointAgent
 from rollout.endpoint.check import check_video
 from rollout.endpoint.client import EndpointClient
@@ -260,6 +260,7 @@ def _write_played(directory: Path, model: Mapping[str, Any], engine: Mapping[str
 async def _agent(
     config: EvalConfig, directory: Path, stack: AsyncExitStack, samples: Sequence[Sample], gpus: Sequence[Gpus]
 ) -> Agent:
+    await report_unreachable(config.engine)
     policy = await policy_of(config, directory, data=in_units([len(samples)], "sample"))
     if policy.adapter is not None and config.engine.kind == "sglang":
         raise ValueError(

@@ -45,7 +45,7 @@ from paravt_jax.run.policy import Policy, policy_of
 from paravt_jax.run.start import find_devices
 from paravt_jax.run.threads import in_thread
 from paravt_jax.run.training import RunDirectory, Training
-from paravt_jax.sampling.engines import frame_reader, open_engine, own_engine
+from paravt_jax.sampling.engines import frame_reader, open_engine, own_engine, report_unreachable
 from paravt_jax.sampling.local_copy import LocalCopy
 from paravt_jax.sampling.score import LearnerScorer
 from rollout.chat import Chat
@@ -97,6 +97,8 @@ async def open_run(
             if config.rollout.prompts.row_messages:
                 check_row_messages(prompts, source)
         data = f"{len(train):,} prompts, {len(held_out):,} {held_out_name(config.data.validation)}"
+        if replay is None:
+            await report_unreachable(config.engine)
         policy = await policy_of(config, directory.path, hosts, data)
         check_sources(hosts, train, held_out, policy)
         planned = PlannedRl.of(config, read_config(policy.hf_files))

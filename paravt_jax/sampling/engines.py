@@ -15,6 +15,7 @@ from paravt_jax.run.directory import user_cache
 from paravt_jax.run.gpu_assignment import Gpus
 from paravt_jax.run.policy import Policy
 from paravt_jax.sampling.embedded import EmbeddedEngine
+from rollout.engine.discovery import listed_urls, unreachable
 from rollout.engine.protocol import Engine
 from rollout.engine.settings import Mixture
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
@@ -22,6 +23,7 @@ from rollout.server import Dtype, ServerSettings
 from rollout.user_code import call_user_code, load_function
 from rollout.video.reader import FrameReader
 
+MAX_LISTED = 3  # servers in a log line
 MEMORY_BYTES, DISK_BYTES = 2 * 2**30, 64 * 2**30  # cache of decoded frames
 
 
@@ -99,6 +101,22 @@ async def open_engine(
     ]
     phase("starting SGLang")
     return await SGLangEngine.launch(servers, sglang, phase)
+
+
+async def report_unreachable(settings: EngineConfig) -> None:
+    """Call it before the model is loaded. A server may still be starting, so only `open_engine` raises."""
+    if settings.kind != "sglang" or not settings.connects:
+        return
+    try:
+        problems = await unreachable(listed_urls(settings.urls_file) if settings.urls_file else settings.urls)
+    except (OSError, ValueError) as problem:
+        problems = [str(problem)]
+    if problems:
+        more = f"; and {len(problems) - MAX_LISTED} more" * (len(problems) > MAX_LISTED)
+        say(
+            f"engine.urls: {'; '.join(problems[:MAX_LISTED])}{more}; if it is not starting, correct engine.urls or "
+            f"start it: python -m rollout.serve --model MODEL"
+        )
 
 
 def own_engine(settings: EngineConfig) -> Callable[..., Any] | None:

@@ -5,7 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rollout.engine.http import HttpClient
+from rollout.engine.http import HttpClient, ServerUnreachable
+from rollout.engine.protocol import DeadlineExceeded, EngineError
+
+LOOK_DEADLINE_S = 5.0
 
 
 def listed_urls(file: str | Path) -> list[str]:
@@ -32,6 +35,25 @@ def check_url(name: str, url: str) -> None:
         )
     if parts is None or parts.scheme not in ("http", "https") or not parts.netloc:
         raise ValueError(f"{name} is not a URL such as http://10.0.0.2:30000")
+
+
+async def unreachable(urls: Sequence[str]) -> list[str]:
+    """The problems of URLs where nothing answers within a few seconds."""
+    client = HttpClient.make()
+
+    async def why_unreachable(url: str) -> str:
+        try:
+            await client.get(f"{url}/model_info", LOOK_DEADLINE_S)
+        except (ServerUnreachable, DeadlineExceeded) as error:
+            return str(error)
+        except EngineError:
+            """An answer, for example of a router."""
+        return ""
+
+    try:
+        return list(filter(None, await asyncio.gather(*map(why_unreachable, urls))))
+    finally:
+        await client.close()
 
 
 async def urls_behind(client: HttpClient, router: str, deadline_s: float) -> list[str]:

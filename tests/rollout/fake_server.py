@@ -36,7 +36,8 @@ def _tensor(path: Path) -> str:
 class FakeServer:
     """`mode` is how /generate behaves; every path that was asked for is counted. With some `behind` it is a router."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int | None = None) -> None:
+        self.port = port
         self.mode = "ok"
         self.healthy = True
         self.version = self.first_label = "default"
@@ -55,7 +56,7 @@ class FakeServer:
     async def __aenter__(self) -> "FakeServer":
         app = web.Application(client_max_size=2**26)
         app.router.add_route("*", "/{path:.*}", self._answer)
-        self._server = TestServer(app)
+        self._server = TestServer(app, port=self.port)
         await self._server.start_server(shutdown_timeout=0.1)
         self.url = str(self._server.make_url("/")).rstrip("/")
         return self

@@ -1,14 +1,21 @@
-"""Each server of a run gets its own GPUs."""
+"""Each server of a run gets its own GPUs, and one that does not answer is reported before the model is loaded."""
 
 import asyncio
+import re
+import socket
+from contextlib import AsyncExitStack
 
 import pytest
+from fake_server import FakeServer
 
 from model_port.layers import Compute
 from model_port.processing import VisionContract
-from paravt_jax.config import EngineConfig, VideoConfig
+from paravt_jax.config import EngineConfig, EvalConfig, VideoConfig, load_config
+from paravt_jax.evaluation import evaluation
+from paravt_jax.rl import setup
 from paravt_jax.run.policy import Policy
-from paravt_jax.sampling.engines import open_engine
+from paravt_jax.sampling.engines import open_engine, report_unreachable
+from paravt_jax.train import train
 from rollout.chat import Chat
 from rollout.server import ServerFailed
 
@@ -27,6 +34,76 @@ def test_every_server_gets_its_own_gpus(tiny_hf, tmp_path, monkeypatch):
     logs = [path.read_text() for path in tmp_path.glob("*.seen")]
     assert {line.split()[0] for line in logs} <= {"1,GPU-x", "4,5"} and len(logs) == 2
     assert all("--tensor-parallel-size 2" in line for line in logs)
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def unloaded(monkeypatch):
+    """The model is not loaded: an error takes its place."""
+
+    async def policy_of(*_, **__):
+        raise ValueError("now the model would be loaded")
+
+    for module in (setup, evaluation):
+        monkeypatch.setattr(module, "policy_of", policy_of)
+
+
+def is_reported(url: str, text: str) -> bool:
+    fix = r"if it is not starting, correct engine\.urls or start it: python -m rollout\.serve --model MODEL"
+    return re.search(rf"^engine\.urls: {url}/model_info cannot be reached: .*; {fix}$", text, re.MULTILINE) is not None
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_a_run_reports_an_unreachable_server_before_it_loads_its_model(tmp_path, free_port, capsys):
+    url = f"http://127.0.0.1:{free_port}"
+    config = load_config("smoke_cpu", f"run_dir={tmp_path / 'run'}", "engine.kind=sglang", f"engine.urls=[{url}]")
+    with pytest.raises(ValueError, match="now the model"):
+        asyncio.run(train(config))
+    assert is_reported(url, capsys.readouterr().err)
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_an_evaluation_reports_an_unreachable_server_before_it_loads_its_model(tmp_path, free_port, capsys):
+    url = f"http://127.0.0.1:{free_port}"
+    overrides = (f"run_dir={tmp_path}", "engine.kind=sglang", f"engine.urls=[{url}]")
+    config = load_config("eval_smoke", *overrides, schema=EvalConfig)
+
+    async def opened() -> None:
+        async with AsyncExitStack() as stack:
+            await evaluation._open_worker(config, tmp_path, stack, ())
+
+    with pytest.raises(ValueError, match="now the model"):
+        asyncio.run(opened())
+    assert is_reported(url, capsys.readouterr().err)
+
+
+def test_a_server_that_is_still_starting_is_reported_and_waited_for(tiny_hf, free_port, tmp_path, capsys):
+    policy = Policy(None, VisionContract.from_hf(tiny_hf), Chat.from_hf(tiny_hf), tiny_hf, tiny_hf, Compute())
+    url, listed = f"http://127.0.0.1:{free_port}", tmp_path / "servers"
+    settings = EngineConfig("sglang", [str(listed)])
+
+    async def run() -> list[str]:
+        await report_unreachable(settings)  # of a list that does not exist yet
+        listed.write_text(url)
+        await report_unreachable(settings)
+        options = {"dtype": "bfloat16", "max_context_tokens": 1024, "max_pixels": 50_176}
+        opening = asyncio.create_task(open_engine(settings, policy, None, 0, lambda phase: None, **options))
+        await asyncio.sleep(0.5)
+        async with FakeServer(free_port) as server:
+            engine = await opening
+            await report_unreachable(settings)
+            await engine.close()
+            return [*server.asked]
+
+    assert "/model_info" in asyncio.run(run())
+    *lines, last = capsys.readouterr().err.splitlines()
+    assert is_reported(url, last) and [f"'{listed}'" in line for line in lines] == [True]
 
 
 def test_the_largest_overview_with_and_without_budgets():
