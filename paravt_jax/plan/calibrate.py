@@ -35,6 +35,7 @@ KEPT_OF: dict[str, str] = dict.fromkeys(
     ("matmul_frac", "hop_s", "picture_s"), "the log does not separate its time from a rollout's"
 )
 MAX_STEPS = 20  # the newest steps, which predict the next ones best
+DECODED = "perf/video/decoded_frames"
 LONG_TOKENS = 64  # turns of at least as many tokens show the time of a token
 MAX_BYTES_PER_S = 1e11  # a faster publish sent nothing, as in a replay
 SPREAD = (0.1, 0.9)  # quantiles over steps or turns
@@ -177,13 +178,17 @@ class LoggedRates:
                 yield max(lengths) * len(lengths) / sum(lengths)
 
     def _overviews_s(self) -> Iterator[float]:
-        """Decoders' seconds per group of this host. Totals start again when a run is resumed."""
-        totals = [0.0, *self._metric("perf/video/decode_s")]
-        groups = self._metric("rollout/num_groups")
-        first = self.steps[0].metrics["step"] > 1  # its total includes earlier steps
-        spent = [now - before if now >= before else now for before, now in pairwise(totals)]
-        for seconds, num_groups in list(zip(spent, groups, strict=False))[first:]:
-            yield seconds / max(1.0, num_groups / self.run.hosts.num)
+        """Decoders' seconds for all frames that a group shows, as if none of them had been in the cache."""
+        first = self.steps[0].metrics["step"] > 1  # its totals include earlier steps
+        spent = zip(self.steps, self._added("perf/video/decode_s"), self._added(DECODED), strict=False)
+        for step, seconds, num_decoded in list(spent)[first:]:
+            num_groups = step.metrics.get("rollout/num_groups", 0.0)
+            if num_decoded and num_groups:
+                yield seconds / num_decoded * _num_frames(step.episodes) / num_groups
+
+    def _added(self, key: str) -> list[float]:
+        """To a total, by each step. Totals start again when a run is resumed."""
+        return [now - before if now >= before else now for before, now in pairwise([0.0, *self._metric(key)])]
 
     def most_picture_s(self) -> float:
         """As if rollouts waited for nothing but pictures. With the embedded engine a log shows nothing of it."""
@@ -226,6 +231,13 @@ class LoggedRates:
 def _sampled(record: Mapping[str, Any]) -> int:
     """Tokens that an agent sampled: an episode's main agent, or a call's sub-agent."""
     return sum(len(segment["ids"]) for segment in record["segments"] or () if segment["kind"] == "sampled")
+
+
+def _num_frames(episodes: Sequence[Mapping[str, Any]]) -> int:
+    """Different frames in overviews and calls."""
+    shown = [video for episode in episodes for video in episode["videos"]]
+    shown += [call for episode in episodes for turn in episode["turns"] for call in turn["calls"]]
+    return len({(seen["path"], time_s, str(seen.get("box"))) for seen in shown for time_s in seen["frames_s"]})
 
 
 def _reports(episode: Mapping[str, Any]) -> list[int]:

@@ -31,7 +31,8 @@ def metrics(step: int, **changes: float) -> dict:
         "rollout/num_groups": 7,
         "rollout/tool_calls_mean": 1.0 * step,
         "rollout/turns_mean": 1.0 + step,
-        "perf/video/decode_s": {1: 35.0, 2: 35.0 + 70.0}[step],  # a total
+        "perf/video/decode_s": {1: 35.0, 2: 35.0 + 70.0}[step],  # totals
+        "perf/video/decoded_frames": NUM_FRAMES * step,
         "perf/num_compiles": 0,
         "time/publish_s": 10.0 * step,
         "time/update_s": 3.0 * step,
@@ -45,13 +46,18 @@ def segments(*sampled: int) -> list[dict]:
 
 
 def turn(num_tokens: int, latency_s: float, *reports: int) -> dict:
-    calls = [{"segments": segments(number)} for number in reports]
+    """Every call shows the first frame of the overview and the 18th, once as a detail."""
+    boxes = [None, (0.0, 0.0, 0.5, 0.5)]
+    seen = [{"path": "a.mp4", "frames_s": [0.0, 17.0], "box": box} for box in boxes[: len(reports)]]
+    calls = [{"segments": segments(number)} | frames for number, frames in zip(reports, seen, strict=True)]
     return {"token_span": [900, 900 + num_tokens], "latency_s": latency_s, "calls": calls}
 
 
+VIDEOS = {"videos": [{"path": "a.mp4", "frames_s": [0.0, 8.0, 16.0, 24.0]}, {"path": "b.mp4", "frames_s": [0.0]}]}
+NUM_FRAMES = 4 + 1 + 1 + 2  # of both videos' overviews, and of two calls, without the first frame again
 EPISODES = [
-    {"missing": False, "segments": segments(100), "turns": [turn(100, 1.0)]},
-    {"missing": False, "segments": segments(150, 50), "turns": [turn(150, 1.5, 100, 50), turn(50, 9.0)]},
+    {"missing": False, "segments": segments(100), "turns": [turn(100, 1.0)]} | VIDEOS,
+    {"missing": False, "segments": segments(150, 50), "turns": [turn(150, 1.5, 100, 50), turn(50, 9.0)]} | VIDEOS,
     {"missing": True, "id": "lost"},
 ]
 
@@ -138,6 +144,15 @@ def test_a_resumed_run_counts_decoding_once(log):
     """The log starts after step 1, whose decoding the first total has; then the run was resumed."""
     rows = [metrics(2), metrics(1) | {"step": 3}]
     assert ends(calibrated(log(*rows), H100), "overview_s") == (35 / 7, 35 / 7)
+
+
+def test_frames_from_the_cache_do_not_count_as_decoded(log):
+    """The second step decodes half of its frames in half of the time; the third has all of them in the cache."""
+    half = {"perf/video/decode_s": 35.0 + 35.0, "perf/video/decoded_frames": 1.5 * NUM_FRAMES}
+    rows = [metrics(1), metrics(2) | half, metrics(2) | half | {"step": 3}]
+    assert ends(calibrated(log(*rows), H100), "overview_s") == spread(35 / 7, 70 / 7)
+    none = [metrics(step) | {"perf/video/decode_s": 0.0, "perf/video/decoded_frames": 0} for step in (1, 2)]
+    assert "overview_s" in calibrated(log(*none), H100).kept
 
 
 def test_the_embedded_engine_determines_no_rates_of_servers(log):
