@@ -47,6 +47,7 @@ ERRORS: dict[str, tuple[int, Any]] = {
     "quota": (429, _error("You exceeded your current quota.", "insufficient_quota")),
     "rejected": (422, _error("temperature must be 1, not 0")),
     "redirect": (307, "elsewhere"),
+    **{str(status): (status, "try again") for status in (408, 409, 425)},
     "500": (500, _error("KEY crashed")),
     "503": (503, "no server"),
 }

@@ -17,10 +17,12 @@ from PIL import Image
 from rollout.endpoint.agent import EndpointAgent
 from rollout.endpoint.check import check_endpoint
 from rollout.endpoint.client import EndpointClient
+from rollout.endpoint.dialogue import CHARS_PER_TOKEN, MessageDialogue
 from rollout.endpoint.words import JPEG_URL, Words
 from rollout.engine.protocol import EngineError
 from rollout.episode import EpisodeCallbacks
 from rollout.episode_config import EpisodeConfig
+from rollout.ledger import Ledger
 from rollout.picture import Picture
 from rollout.prompter import Task
 from rollout.prompts import Prompts, main_messages
@@ -30,6 +32,17 @@ from rollout.tools import CROP_VIDEO_SCHEMA
 TASK = Task("t1", "What colour is it?\nA. red\nB. blue", ("/data/a.mp4",), frame_budget=4)
 LOOK = f"<think>\nWhere?</think>{call(10, 20)}{call(30, 40)}"
 ANSWER = "<think>\nIt is red.</think><answer>A</answer>"
+
+
+def test_responses_fit_if_the_context_holds_their_last_token():
+    client: Any = None
+    config = EpisodeConfig(max_context_tokens=1000, max_new_tokens=100)
+    dialogue = MessageDialogue(client, config, Ledger(), [], ())
+    picture = Picture.of(np.zeros((32, 64, 3), np.uint8))  # 2 tokens
+    text = "a" * (CHARS_PER_TOKEN * 499)
+    assert not dialogue.respond([(text, picture), (text, "a" * CHARS_PER_TOKEN)]) and dialogue.room == 1000
+    assert dialogue.respond([(text, picture), (text,)]) and dialogue.room == 0
+    assert not dialogue.respond([("a" * CHARS_PER_TOKEN,)])
 
 
 def is_subagent(body: dict[str, Any]) -> bool:

@@ -72,7 +72,7 @@ async def test_a_failure_has_its_reason_and_no_key_and_is_retried_if_that_can_he
     assert KEY not in shown_to_the_user and KEY[:12] not in shown_to_the_user  # even if the server repeats it
 
 
-@pytest.mark.parametrize("mode", ["500", "503", "drop", "html", "abort", "429"])
+@pytest.mark.parametrize("mode", ["500", "503", "drop", "html", "abort", "429", "408", "409", "425"])
 @asking()
 async def test_a_failure_that_passes_costs_no_sample(client, endpoint, mode):
     endpoint.modes = [mode, mode, "ok"]

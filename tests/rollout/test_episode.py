@@ -168,6 +168,20 @@ def test_a_full_context_ends_the_episode_before_a_turn(chat):
     assert episode.finish == "context" and len(episode.turns) == 1
 
 
+def test_a_response_fits_if_the_context_holds_its_last_token(chat):
+    def kinds(**limit: int) -> tuple[list[str], int]:
+        """Of the parts of the dialogue, and the tokens of the first four, up to the response."""
+        _, episode = called(chat, TASK, call(1, 2), report="It is red.<|im_end|>", max_new_tokens=200, **limit)
+        parts = episode.ledger.segments
+        pictures = sum(picture.num_tokens(chat.token_px) - 1 for picture in episode.ledger.pictures)
+        return [part.kind for part in parts], pictures + sum(len(part.ids) for part in parts[:4])
+
+    whole, needed = kinds()
+    assert whole[:5] == ["prompt", "forced", "sampled", "environment", "forced"]
+    assert kinds(max_context_tokens=needed)[0] == whole[:4]
+    assert kinds(max_context_tokens=needed - 1)[0] == whole[:3]
+
+
 def test_a_turn_fills_the_context_to_its_last_token_with_what_it_begins_with(chat):
     limit = len(play(script(chat, [ANSWER]), chat, TASK).ledger.segments[0].ids) + 300
     episode = play(script(chat, ["long " * 400]), chat, TASK, max_context_tokens=limit, max_new_tokens=limit)

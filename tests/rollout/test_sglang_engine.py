@@ -22,6 +22,7 @@ from fake_server import FakeServer
 
 from model_port.safetensors_io import HfTensors
 from rollout.engine import fleet, publishing
+from rollout.engine.fleet import Fleet
 from rollout.engine.http import KEEPALIVE_S, HttpClient
 from rollout.engine.protocol import DeadlineExceeded, EngineError, Request, RequestRejected, Sampling, VersionMismatch
 from rollout.engine.publishing import ADAPTER_INFO, ADAPTER_SCHEME, WRITERS, WeightFiles
@@ -665,14 +666,21 @@ async def test_a_label_that_was_not_given_is_seen_without_a_request(engine, firs
     assert first.version == "t/3" and second.asked["/update_weights_from_disk"] == 1
 
 
+@pytest.mark.parametrize("label", ["default", "t/2"])
 @given(2, behind_a_router)
-async def test_behind_a_router_a_server_that_was_restarted_gets_the_weights_before_its_requests(engine, router):
+async def test_behind_a_router_a_server_that_was_restarted_gets_the_weights_before_its_requests(engine, router, label):
     await engine.publish(NoWeights(), 3)
-    router.behind[0].version = "default"
+    router.behind[0].version = label
     found = await asyncio.gather(*(engine.generate(request(f"e{n}", version=3)) for n in range(16)))
     assert all(one.versions.tolist() == [3] * 4 for one in found)
     assert [server.version for server in router.behind] == ["t/3", "t/3"]
     assert [server.asked["/update_weights_from_disk"] for server in router.behind] == [2, 1]
+
+
+def test_the_oldest_version_of_a_request_is_the_least_of_the_servers_that_may_get_it():
+    versions = {3: True, 5: True, 2: False, None: True}
+    servers = [ServerState(f"http://{version}", up=up, version=version) for version, up in versions.items()]
+    assert Fleet.oldest(servers) == 3 and Fleet.oldest(servers[1:]) == 5 and Fleet.oldest(servers[3:]) == 0
 
 
 @with_servers(1)
