@@ -2,10 +2,11 @@
 
 Batches are prepared ahead, so frames are decoded while the learner is busy. The number of a step's first sample decides
 its traces, so a checkpoint stores only that number, and the sizes of the batches so far: later batches are at least as
-large, so that few updates are compiled.
+large, and the first are larger than their traces need, so that usually one update is compiled.
 """
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from rollout.video.errors import VideoError
 
 STEPS_AHEAD = 2  # steps to prepare while the learner computes
 RENDERED_AHEAD = 32  # traces to decode concurrently
+HEADROOM = 1.75  # of the first batches' sizes over the mean of their parts: larger sizes compile another update
 
 
 class RenderedTrace(NamedTuple):
@@ -77,6 +79,7 @@ class TraceBatches:
         self._pack, self._video, self._rows_per_step = pack, video, imitation.rows_per_step
         self._model, self._contract, self._num_row_parts = model, contract, num_row_parts
         self._rendered: deque[asyncio.Task[RenderedTrace]] = deque()  # from sample `_next` on
+        self._row_patches = contract.max_patches(video.max_pixels)
         self._next, self._sizes = first.next_visit, first
         self._num_skipped = 0  # consecutive traces
         self._reported: set[str] = set()  # names of skipped traces
@@ -187,6 +190,8 @@ class TraceBatches:
 
     def _packed(self, traces: list[RenderedTrace], num_left_out: int, problems: list[str]) -> TraceBatch:
         batches = self._batches(traces, self._sizes)
+        if self._sizes == Position():
+            batches = self._batches(traces, self._roomier(batches))
         self._sizes = Position(self._next, batches[0].source.shape[1], self._frame_rows(batches[0]))
         num_tokens = sum(len(trace.dialogue.ids) for trace in traces)
         num_loss_tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
@@ -196,12 +201,19 @@ class TraceBatches:
     def _frame_rows(self, batch: TrainBatch) -> int:
         return 0 if batch.vision is None else len(batch.vision.patches) // self._num_row_parts
 
+    def _roomier(self, batches: Sequence[TrainBatch]) -> Position:
+        """Sizes with room for later batches, which differ from these, the first ones."""
+        num_actions = max(float(batch.loss_mask.sum(1).mean()) for batch in batches)
+        used = [0 if batch.vision is None else int(batch.vision.segment_ids.any(1).sum()) for batch in batches]
+        fitting = self._pack.num_rows * self._pack.row_tokens // (self._row_patches // self._model.vision.merge_unit)
+        num_frame_rows = math.ceil(min(HEADROOM * max(used), fitting) / self._num_row_parts)
+        return Position(0, math.ceil(HEADROOM * num_actions), num_frame_rows)
+
     def _batches(self, traces: list[RenderedTrace], sizes: Position) -> list[TrainBatch]:
         dialogues = [trace.dialogue for trace in traces]
         pictures = {picture.key: picture for trace in traces for picture in trace.rendered.pictures}
         frames = {key: frame_of(picture, self._contract) for key, picture in pictures.items()}
         settings = self._pack
-        row_patches = self._contract.max_patches(self._video.max_pixels)
         least = sizes.min_actions, sizes.min_frame_rows
-        shape = PackShape(settings.num_rows, settings.row_tokens, row_patches, self._num_row_parts, *least)
+        shape = PackShape(settings.num_rows, settings.row_tokens, self._row_patches, self._num_row_parts, *least)
         return pack(dialogues, frames, self._model, shape)

@@ -263,12 +263,14 @@ def fill(
     parts = _parts(rows, shape)
     parts += [[] for _ in range(sizes.num_batches * shape.num_parts - len(parts))]
     num_actions = halved(shape.row_tokens, max(sizes.num_actions, shape.min_actions))
-    num_frame_rows = stepped(max(sizes.num_frame_rows, shape.min_frame_rows), FRAME_ROW_STEP, 1)
+    num_frame_rows = shape.min_frame_rows
+    if sizes.num_frame_rows > num_frame_rows:
+        num_frame_rows = stepped(sizes.num_frame_rows, FRAME_ROW_STEP, 1)
 
     def filled(part: Sequence[Row]) -> TrainBatch:
         visible = _visible_frames(part, dialogues, keys)
         vision, first_rows = None, dict.fromkeys(keys, 0)  # 0 for the frames of other parts
-        if max(sizes.num_frame_rows, shape.min_frame_rows):
+        if num_frame_rows:
             packed = pack_vision([frames[key] for key in visible], config.vision, shape.row_patches, num_frame_rows)
             vision, first_rows = packed[0], first_rows | dict(zip(visible, packed[1], strict=True))
         sequences = [[_row_sequence(sequence, dialogues, keys, config) for sequence in row] for row in part]

@@ -134,7 +134,8 @@ def test_only_adapters_are_trained_and_exported_alone_or_merged(world, tmp_path)
 
 def batches_of(tiny_hf: Path, traces: list[Trace], first: Position = FIRST, **pack: int) -> TraceBatches:
     config = load_config(None, "data.train=traces.jsonl", "sft.rows_per_step=2", "pack.num_rows=2", schema=SftConfig)
-    config = replace(config, pack=replace(config.pack, **pack), video=replace(config.video, overview_frames=4))
+    video = replace(config.video, overview_frames=4, max_pixels=32**2)
+    config = replace(config, pack=replace(config.pack, **pack), video=video)
     contract, model = VisionContract.from_hf(tiny_hf), tiny_config()
     assert isinstance(model, ModelConfig)
     renderer = TraceRenderer(FakeFrames(), Chat.from_hf(tiny_hf), contract, config.rollout)
@@ -180,6 +181,14 @@ def test_batches_never_become_smaller_so_that_updates_are_compiled_once(tiny_hf)
     num_entries = [batch.loss_mask.shape[1] for batch in batches]
     assert num_scored[-1] < 128 < max(num_scored)
     assert num_entries == sorted(num_entries)
+
+
+@pytest.mark.slow
+def test_the_first_batches_have_room_for_larger_ones(tiny_hf):
+    traces = [trace(number, "word " * 120, f"/{number}.mp4") for number in range(4)]
+    steps = next_batches(batches_of(tiny_hf, traces, row_tokens=900), 2)
+    visions = [batch.vision for step in steps for batch in step.batches]
+    assert [len(vision.patches) for vision in visions if vision is not None] == [14, 14]  # 1.75 x 2 x 4 frames
 
 
 @pytest.mark.slow
