@@ -99,6 +99,8 @@ def load_prompts(
 def read_prompt(row: Any, find: Callable[[str], str], columns: Sequence[str] | None = None) -> Prompt:
     """Reads one row. `find` resolves a path of the row, or raises BadRow. `columns` as for `load_prompts`."""
     row = object_of(row, "the row")
+    if "prompt" not in row and "messages" in row:
+        raise BadRow("wrong schema", "a trace with messages, which is for `paravt sft`; RL needs prompt")
     question = _question(row.get("prompt"))
     names, images = _video_names(row.get("videos"), question), _image_names(row.get("images"))
     if names and images:

@@ -24,6 +24,7 @@ from paravt_jax.data.hub import row_files
 logger = logging.getLogger(__name__)
 Read = TypeVar("Read")
 ID_COLUMNS = ("id", "index")  # optional columns that name a row
+LIST = re.compile(rb"\s*\[\s*(\{.*)?", re.DOTALL)  # the first line of a list of rows
 FILE_URI = "file://"
 BATCH_ROWS = 256  # read from parquet at a time
 HUB_SNAPSHOT = re.compile(r"(.*/datasets--[^/]+--[^/]+)/snapshots/")
@@ -110,6 +111,8 @@ def rows_of(source: Path, columns: Sequence[str], optional: Sequence[str] = ()) 
     elif source.suffix in (".jsonl", ".json"):
         with source.open("rb") as lines:
             for number, line in enumerate(lines, 1):
+                if number == 1 and LIST.fullmatch(line):
+                    raise ValueError(f"{source} is one JSON list; write JSON lines, with one object per line")
                 if line.strip():
                     yield f"{source.name} line {number}", line
     else:

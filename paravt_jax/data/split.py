@@ -201,7 +201,7 @@ def split(src: str, train: str | Path, validation: str | Path, num_rows: int, se
         summary.append(unchecked)
     if num_missing := sum(row.kind == MISSING for row in rows):
         summary.append(
-            f"{num_missing:,} rows with a missing file and those that share a video with them are not held out; "
+            f"rows with a missing file ({num_missing:,}) and those that share a video with them are not held out; "
             f"`paravt data inspect {src}` lists the files"
         )
     if relative and any(path.absolute().parent != root for path in outputs):

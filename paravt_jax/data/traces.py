@@ -115,6 +115,8 @@ def read_trace(row: Any, find: Callable[[str], str]) -> Trace:
 
 
 def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
+    if "messages" not in row and "prompt" in row:
+        raise BadRow("wrong schema", "a question with a prompt, which is for `paravt train`; SFT needs messages")
     messages = row.get("messages")
     if isinstance(messages, str | bytes):
         messages = from_json(messages, "messages")

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from data_rows import messages, rl_row, write_lines, write_parquet
+from data_rows import messages, rl_row, sft_row, write_lines, write_parquet
 
 from paravt_jax.data.prompts import load_prompts, remarks_on
 from paravt_jax.data.rows import unique_id
@@ -186,6 +186,11 @@ BAD_ROWS = {
         *(rl_row(videos=["a.mp4"]), rl_row(videos=[{"path": "a.mp4"}]), rl_row(video="half\ud800.mp4")),
     ],
 }
+
+
+def test_a_file_of_traces_is_an_error_that_names_their_command(video_dir):
+    with pytest.raises(ValueError, match=r"rl\.jsonl line 1: a trace with messages, .* `paravt sft`; RL needs prompt"):
+        load_rows(video_dir, sft_row())
 
 
 @pytest.mark.parametrize("reason", BAD_ROWS)

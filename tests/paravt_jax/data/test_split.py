@@ -120,7 +120,7 @@ def test_rows_without_their_video_are_not_held_out_and_are_counted(tmp_path, suf
     assert videos_in(validation) <= {f"{number}.mp4" for number in range(1, 10)}  # 0 shares a row with 14
     (lost,) = (line for line in summary.splitlines() if line.startswith("missing file"))
     assert lost.removeprefix("missing file").split() == ["6", "0", "0.0"]
-    assert "6 rows with a missing file and those that share a video with them are not held out; " in summary
+    assert "rows with a missing file (6) and those that share a video with them are not held out; " in summary
 
 
 def test_without_any_video_rows_are_held_out_and_the_summary_warns(source, tmp_path):

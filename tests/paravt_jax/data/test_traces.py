@@ -4,7 +4,18 @@ import json
 from pathlib import Path
 
 import pytest
-from data_rows import ANSWER_TURN, CALL_TURN, dialogue, media, messages, sft_row, text, write_lines, write_parquet
+from data_rows import (
+    ANSWER_TURN,
+    CALL_TURN,
+    dialogue,
+    media,
+    messages,
+    rl_row,
+    sft_row,
+    text,
+    write_lines,
+    write_parquet,
+)
 
 from paravt_jax.data.traces import Media, Message, load_traces
 
@@ -155,6 +166,17 @@ BAD_ROWS = {
         ),
     ],
 }
+
+
+def test_a_file_of_questions_is_an_error_that_names_their_command(video_dir):
+    with pytest.raises(ValueError, match=r"sft\.jsonl line 1: a question with a prompt, .* `paravt train`; SFT needs"):
+        load(write_lines(video_dir / "sft.jsonl", [rl_row("A")]))
+
+
+def test_a_file_that_is_one_list_is_an_error_that_names_the_format(video_dir):
+    (video_dir / "sft.json").write_text(json.dumps([sft_row()], indent=1))
+    with pytest.raises(ValueError, match=r"sft\.json is one JSON list; write JSON lines, with one object per line"):
+        load(video_dir / "sft.json")
 
 
 @pytest.mark.parametrize("reason", BAD_ROWS)
