@@ -4,6 +4,7 @@ If only one module uses a section, that module declares its dataclass.
 """
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from itertools import product, starmap
@@ -213,6 +214,8 @@ class EngineConfig:
             )
         for url in self.urls:
             check_no_password("engine.urls", url)
+            if re.fullmatch(r"[\w.-]+:\d+", url):
+                raise ValueError(f"engine.urls has {url}, which is not a URL; write http://{url}")
         self._check_endpoint()
         if self.weights_dir and self.kind in ("jax", "openai"):
             raise ValueError(f"engine.weights_dir={self.weights_dir} has no effect without engine.kind=sglang")

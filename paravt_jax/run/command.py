@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from omegaconf import OmegaConf
 
@@ -45,8 +45,14 @@ def make_callable(name: str, function: Callable[..., Any], schema: type[Any]) ->
     vars(module).update(called=function, schema=schema)
 
 
+class _ConfigParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        hint = "; settings have no dashes, for example seed=1" * message.startswith("unrecognized arguments")
+        super().error(message + hint)
+
+
 def config_parser(module: str, description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _ConfigParser(
         prog=prog_of(module),
         description=description,
         epilog="Every setting with its default: --show without a config. `paravt configs` lists the package's configs.",

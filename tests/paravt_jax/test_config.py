@@ -268,6 +268,10 @@ SERVERS = ["engine.kind=sglang"]
         (["video.frame_budgets=[4,4097]"], r"video\.frame_budgets=4097 must be at most 4096"),
         (["video.num_workers=-1"], r"video\.num_workers=-1 must be 0 or more"),
         (["video.max_pixels=400"], r"video\.max_pixels=400 must be at least 784"),
+        (
+            [*SERVERS, "engine.urls=[localhost:30000]"],
+            r"engine\.urls has localhost:30000, which is not a URL; write http://localhost:30000$",
+        ),
         (["engine.urls=[http://a]"], r"engine\.urls=.* has no effect with engine\.kind=jax"),
         (["rollout.max_context_tokens=1024"], r"max_context_tokens=1024 leaves no room for .*max_new_tokens=2048"),
         (["rollout.temperature=0"], r"rollout\.temperature=0\.0 must be above 0"),

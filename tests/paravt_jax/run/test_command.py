@@ -54,6 +54,15 @@ def test_a_flag_without_its_condition_is_rejected(name, flags, message, output_o
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("flag", ["--train.num_steps=3", "--num-steps"])
+def test_a_setting_as_a_flag_is_an_error_that_says_how_to_write_it(name, flag, output_of, capsys):
+    with pytest.raises(SystemExit):
+        output_of(name, "--config", str(CONFIGS / COMMANDS[name]), flag)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith(f"error: unrecognized arguments: {flag}; settings have no dashes, for example seed=1")
+
+
 def test_a_replay_has_its_runs_settings_and_a_directory_inside(output_of, tmp_path):
     record = to_record(load_config(CONFIGS / "smoke_cpu.yaml", "seed=41"))
     (tmp_path / "config.json").write_text(json.dumps({"config": record, "git_commit": None}))
