@@ -95,7 +95,11 @@ class RunDirectory:
         stack.callback(stop_on_signals(stopping))
         num_logged = last_step(path)
         changes = changed_settings(settings, path) if num_logged else {}
-        differ = [f"{key}={new}, but was {old}" for key, (old, new) in changes.items() if key in INCOMPARABLE]
+        differ = [
+            f"{key}={new}, but was {old if old != '' else 'empty'}"
+            for key, (old, new) in changes.items()
+            if key in INCOMPARABLE
+        ]
         if differ and not allow_changes:
             raise ValueError(
                 f"{'; '.join(differ)} in the earlier steps of {path}: set it back, choose another run_dir, or add "
@@ -297,7 +301,9 @@ class Training:
         if self.directory.hosts.leads and self.version not in self.checkpoints.steps:
             raise RuntimeError("the last checkpoint could not be written, see above; fix that and start again")
         resume = "" if self.step >= self.num_steps else "; the same command resumes the run"
-        self.log.say(f"{self.step} of {self.num_steps} steps are done, {self.checkpoints.latest}{resume}")
+        self.log.say(
+            f"{self.step} of {max(self.step, self.num_steps)} steps are done, {self.checkpoints.latest}{resume}"
+        )
 
 
 def make_plots(run_dir: Path) -> list[Path]:

@@ -136,7 +136,8 @@ def test_restarting_a_finished_run_does_nothing(num_steps, undisturbed, tmp_path
     run_dir = shutil.copytree(undisturbed, tmp_path / "finished")
     times = {path: path.stat().st_mtime_ns for path in (run_dir / "episodes").iterdir()}
     settings = (run_dir / "config.json").read_bytes()
-    train_forked(run_dir, *FIVE_STEPS, f"train.num_steps={num_steps}", "optim.learning_rate=0.5")
+    log = train_forked(run_dir, *FIVE_STEPS, f"train.num_steps={num_steps}", "optim.learning_rate=0.5")
+    assert f"{NUM_STEPS} of {NUM_STEPS} steps are done" in log
     assert (run_dir / "config.json").read_bytes() == settings  # no step had that learning rate
     assert f"no step is left of {num_steps} in " in (run_dir / "log.txt").read_text()
     assert {path: path.stat().st_mtime_ns for path in (run_dir / "episodes").iterdir()} == times

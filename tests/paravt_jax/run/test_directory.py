@@ -72,7 +72,7 @@ def test_another_model_or_data_needs_allow_changes(change, tmp_path):
             other = to_record(load_config(None, change))
             return [*RunDirectory.acquire(str(tmp_path), stack, other, allow_changes, ALONE).changes]
 
-    with pytest.raises(ValueError, match=rf"^{re.escape(change)}, but was .* --allow-changes"):
+    with pytest.raises(ValueError, match=rf"^{re.escape(change)}, but was \S+ in the earlier .* --allow"):
         asyncio.run(acquire(allow_changes=False))
     assert asyncio.run(acquire(allow_changes=True)) == [change.partition("=")[0]]
 
