@@ -101,6 +101,8 @@ def _in_one_line(source: str, work: Callable[[], Any]) -> Any:
         return work()
     except OmegaConfBaseException as problem:
         key, message = getattr(problem, "full_key", None) or "", str(problem).splitlines()[0]
+        if "is not a ListConfig" in message:
+            message = "expected a list, written as [a, b]"
         names = [f"{source}{_line_of(source, key)}", "" if key in source or key in message else key]
         raise ValueError(": ".join([*filter(None, names), message])) from None
     except MarkedYAMLError as problem:

@@ -272,6 +272,8 @@ SERVERS = ["engine.kind=sglang"]
             [*SERVERS, "engine.urls=[localhost:30000]"],
             r"engine\.urls has localhost:30000, which is not a URL; write http://localhost:30000$",
         ),
+        ([*SERVERS, "engine.urls=http://a"], r"^engine\.urls=http://a: expected a list, written as \[a, b\]$"),
+        (["video.frame_budgets=64"], r"^video\.frame_budgets=64: expected a list, written as \[a, b\]$"),
         (["engine.urls=[http://a]"], r"engine\.urls=.* has no effect with engine\.kind=jax"),
         (["rollout.max_context_tokens=1024"], r"max_context_tokens=1024 leaves no room for .*max_new_tokens=2048"),
         (["rollout.temperature=0"], r"rollout\.temperature=0\.0 must be above 0"),
