@@ -1,7 +1,6 @@
 """Stage `gradient`: the kernels' gradients of three layers of both towers, compared with transformers'."""
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +10,12 @@ from flax import nnx
 
 from model_port.inputs import TextBatch, VisionBatch
 from model_port.layers import Compute
-from model_port.loading import abstract_model, load_computing, one_sequence, with_params
+from model_port.loading import abstract_model, abstract_params, load_computing, one_sequence, with_params
 from model_port.output_dir import GIB
 from model_port.reference import ProcessedPrompt, Reference, missing_torch
 from model_port.rule import Rule
 from model_port.sharding import flat_params
-from model_port.weights import num_params, rules, stored_dtype
+from model_port.weights import rules, stored_dtype
 from paravt_jax.check.measured import NO_TORCH, Facts, Measured
 from paravt_jax.check.prompts import video_of
 from paravt_jax.check.target import Target
@@ -28,15 +27,16 @@ COMPUTE = Compute("float32", remat="full")
 
 def gradient(target: Target) -> Iterator[Measured | Facts]:
     set_up_compilation()
-    kernels = [rule for rule in rules(target.config) if rule.count is not None and len(rule.hf_shape) > 1]
-    num_chosen = sum(len(rule.hf_names) * math.prod(rule.hf_shape) for rule in kernels)
-    num_bytes = jnp.dtype(stored_dtype(target.hf_dir)).itemsize * (num_params(target.config) - num_chosen)
-    yield {"planned_gib": (num_bytes + 8 * num_chosen) / GIB}  # the kernels in float32, with their gradients
     if missing_torch():
         yield Measured("ours = transformers'", skipped=NO_TORCH)
         return
+    kernels = [rule for rule in rules(target.config) if rule.count is not None and len(rule.hf_shape) > 1]
     prompt = video_of(target)
-    ours = our_gradients(target, prompt, kernels)
+    program = compiled_gradients(target, prompt, kernels)
+    if memory := program.memory_analysis():
+        num_bytes = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+        yield {"planned_gib": num_bytes / GIB}
+    ours = our_gradients(program, target, prompt, kernels)
     with Reference(target.hf_dir) as reference:
         theirs = reference.gradients(prompt, ours)
     for tower in ("vision", "text"):
@@ -50,14 +50,10 @@ def relative_error(ours: np.ndarray, theirs: np.ndarray) -> float:
     return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
 
 
-def our_gradients(target: Target, prompt: ProcessedPrompt, kernels: list[Rule]) -> dict[str, np.ndarray]:
-    """The kernels' gradients in the first, middle and last layer, by published names."""
-    model = load_computing(target.hf_dir, "float32")
-    params = flat_params(nnx.state(model, nnx.Param))
-    chosen = {rule.path: params.pop(rule.path).astype(jnp.float32) for rule in kernels}
+def compiled_gradients(target: Target, prompt: ProcessedPrompt, kernels: Sequence[Rule]) -> jax.stages.Compiled:
+    """The program for the kernels' gradients, with the kernels in float32 and all other weights as they are stored."""
     num_tokens = len(prompt.ids)
 
-    @jax.jit
     def gradients(
         chosen: dict[str, jax.Array], others: dict[str, jax.Array], text: TextBatch, frames: VisionBatch | None
     ) -> dict[str, jax.Array]:
@@ -70,9 +66,22 @@ def our_gradients(target: Target, prompt: ProcessedPrompt, kernels: list[Rule]) 
 
         return jax.grad(objective)(chosen)
 
-    del model
+    params = abstract_params(abstract_model(target.config), stored_dtype(target.hf_dir))
+    chosen = {rule.path: jax.ShapeDtypeStruct(params.pop(rule.path).shape, jnp.float32) for rule in kernels}
+    sequence = one_sequence(target.config, prompt.ids, **prompt.media)
     with jax.default_matmul_precision("highest"):
-        found = gradients(chosen, params, *one_sequence(target.config, prompt.ids, **prompt.media))
+        return jax.jit(gradients).lower(chosen, params, *sequence).compile()
+
+
+def our_gradients(
+    program: jax.stages.Compiled, target: Target, prompt: ProcessedPrompt, kernels: Sequence[Rule]
+) -> dict[str, np.ndarray]:
+    """The kernels' gradients in the first, middle and last layer, by published names."""
+    model = load_computing(target.hf_dir, "float32")
+    params = flat_params(nnx.state(model, nnx.Param))
+    del model
+    chosen = {rule.path: params.pop(rule.path).astype(jnp.float32) for rule in kernels}
+    found = program(chosen, params, *one_sequence(target.config, prompt.ids, **prompt.media))
     layers = {rule.path: sorted({0, (rule.count or 1) // 2, (rule.count or 1) - 1}) for rule in kernels}
     return {
         rule.hf_names[layer]: np.array(rule.tensor(found, layer)) for rule in kernels for layer in layers[rule.path]

@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from model_port.output_dir import GIB
 from model_port.tiny import make_tiny, tiny_config
+from model_port.weights import num_params
 from paravt_jax.check import files, gradient, logits, media, round_trip, step, weights
 from paravt_jax.check.__main__ import parser_of, target_of
 from paravt_jax.check.measured import NO_TORCH, Measured
@@ -147,8 +149,12 @@ def test_another_model_in_transformers_is_noticed(stage, target, tmp_path, monke
     module = {"logits": logits, "gradient": gradient}[stage]
     reference = module.Reference
     monkeypatch.setattr(module, "Reference", lambda _, *dtype: reference(tmp_path / "other", *dtype))
-    lines = lines_of(getattr(module, stage), target)
+    reports = list(getattr(module, stage)(target))
+    lines = [report for report in reports if isinstance(report, Measured)]
     assert lines and all(line.failed for line in lines if "bfloat16" not in line.case)
+    (planned_gib,) = [report["planned_gib"] for report in reports if not isinstance(report, Measured)]
+    weights_gib = 4 * num_params(target.config) / GIB
+    assert planned_gib == pytest.approx(weights_gib) if stage == "logits" else planned_gib > 3 * weights_gib
 
 
 @pytest.mark.parametrize(("module", "stage"), [(logits, "logits"), (gradient, "gradient")])
