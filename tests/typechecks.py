@@ -12,9 +12,19 @@ _made: dict[tuple[object, ...], Callable[..., Any]] = {}
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """jaxtyping gives the signature alone, with a body that does nothing."""
-    if "<locals>" not in function.__qualname__:
-        return beartype(function)
+    """jaxtyping gives the signature alone, with a body that does nothing. Its checks are made at the first call."""
+    made = None
+
+    def check(*args: Any, **kwargs: Any) -> Any:
+        nonlocal made
+        if made is None:
+            made = _checks_of(function)
+        return made(*args, **kwargs)
+
+    return check
+
+
+def _checks_of(function: Callable[..., Any]) -> Callable[..., Any]:
     names, types = function.__code__.co_varnames, repr(function.__annotations__)
     key = (function.__module__, function.__qualname__, names, types)
     if key not in _made:
