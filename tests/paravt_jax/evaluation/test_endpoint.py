@@ -181,7 +181,7 @@ def test_training_refuses_an_endpoint_in_one_sentence():
         ({}, "needs either engine.urls and engine.model, or engine.serve_with"),
         ({"urls": ["http://h/v1"]}, "needs either engine.urls and engine.model"),
         ({"urls": ["http://h/v1"], "model": "m", "serve_with": "vllm"}, "needs either"),
-        ({"urls": ["h:8000"], "model": "m"}, "expected a base URL such as http"),
+        ({"urls": ["h:8000"], "model": "m"}, "h:8000, which is not a URL; write http://h:8000"),
         ({"urls": ["http://h/v1?key=secret"], "model": "m"}, "without a query"),
         ({"urls": ["http://me:secret@h/v1"], "model": "m"}, "contains a user name or password"),
     ],
