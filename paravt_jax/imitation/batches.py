@@ -2,7 +2,7 @@
 
 Batches are prepared ahead, so frames are decoded while the learner is busy. The number of a step's first sample decides
 its traces, so a checkpoint stores only that number, and the sizes of the batches so far: later batches are at least as
-large, and the first are larger than their traces need, so that usually one update is compiled.
+large, and the first have room for more frames than theirs, so that usually one update is compiled.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from rollout.video.errors import VideoError
 
 STEPS_AHEAD = 2  # steps to prepare while the learner computes
 RENDERED_AHEAD = 32  # traces to decode concurrently
-HEADROOM = 1.75  # of the first batches' sizes over the mean of their parts: larger sizes compile another update
+HEADROOM = 1.75  # of the first batches' rows of patches over those used: more rows compile another update
 
 
 class RenderedTrace(NamedTuple):
@@ -73,11 +73,14 @@ class TraceBatches:
         video: VideoConfig,
         imitation: ImitationConfig,
         num_row_parts: int,
+        most_frame_rows: int,
         seed: int,
     ):
+        """Each part of the rows gets at most `most_frame_rows` rows of patches, unless its traces need more."""
         self._renderer, self._order, self._seed = renderer, order, seed
         self._pack, self._video, self._rows_per_step = pack, video, imitation.rows_per_step
-        self._model, self._contract, self._num_row_parts = model, contract, num_row_parts
+        self._model, self._contract = model, contract
+        self._num_row_parts, self._most_frame_rows = num_row_parts, most_frame_rows
         self._rendered: deque[asyncio.Task[RenderedTrace]] = deque()  # from sample `_next` on
         self._row_patches = contract.max_patches(video.max_pixels)
         self._next, self._sizes = first.next_visit, first
@@ -202,12 +205,10 @@ class TraceBatches:
         return 0 if batch.vision is None else len(batch.vision.patches) // self._num_row_parts
 
     def _roomier(self, batches: Sequence[TrainBatch]) -> Position:
-        """Sizes with room for later batches, which differ from these, the first ones."""
-        num_actions = max(float(batch.loss_mask.sum(1).mean()) for batch in batches)
+        """Sizes with room for the frames of later batches; these are the first ones."""
         used = [0 if batch.vision is None else int(batch.vision.segment_ids.any(1).sum()) for batch in batches]
-        fitting = self._pack.num_rows * self._pack.row_tokens // (self._row_patches // self._model.vision.merge_unit)
-        num_frame_rows = math.ceil(min(HEADROOM * max(used), fitting) / self._num_row_parts)
-        return Position(0, math.ceil(HEADROOM * num_actions), num_frame_rows)
+        num_frame_rows = math.ceil(HEADROOM * max(used) / self._num_row_parts)
+        return Position(min_frame_rows=min(num_frame_rows, self._most_frame_rows))
 
     def _batches(self, traces: list[RenderedTrace], sizes: Position) -> list[TrainBatch]:
         dialogues = [trace.dialogue for trace in traces]

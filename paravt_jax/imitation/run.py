@@ -192,7 +192,8 @@ async def open_sft_run(
             pack=config.pack,
             video=config.video,
             imitation=config.sft,
-            num_row_parts=config.mesh.num_row_parts,
+            num_row_parts=planned.num_parts,
+            most_frame_rows=planned.max_frames // planned.num_parts,
             seed=config.seed,
         )
         stack.push_async_callback(batches.close)

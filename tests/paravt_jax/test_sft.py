@@ -132,14 +132,17 @@ def test_only_adapters_are_trained_and_exported_alone_or_merged(world, tmp_path)
         assert done.returncode == 0 and (tmp_path / name / file).is_file(), done.stderr
 
 
-def batches_of(tiny_hf: Path, traces: list[Trace], first: Position = FIRST, **pack: int) -> TraceBatches:
+def batches_of(
+    tiny_hf: Path, traces: list[Trace], first: Position = FIRST, most_frame_rows: int = 1000, **pack: int
+) -> TraceBatches:
     config = load_config(None, "data.train=traces.jsonl", "sft.rows_per_step=2", "pack.num_rows=2", schema=SftConfig)
     video = replace(config.video, overview_frames=4, max_pixels=32**2)
     config = replace(config, pack=replace(config.pack, **pack), video=video)
     contract, model = VisionContract.from_hf(tiny_hf), tiny_config()
     assert isinstance(model, ModelConfig)
     renderer = TraceRenderer(FakeFrames(), Chat.from_hf(tiny_hf), contract, config.rollout)
-    settings = {"pack": config.pack, "video": config.video, "imitation": config.sft, "num_row_parts": 1, "seed": 0}
+    parts = {"num_row_parts": 1, "most_frame_rows": most_frame_rows}
+    settings = {"pack": config.pack, "video": config.video, "imitation": config.sft, "seed": 0, **parts}
     return TraceBatches(renderer, SampleOrder(traces, 0), first, model, contract, **settings)
 
 
@@ -184,11 +187,13 @@ def test_batches_never_become_smaller_so_that_updates_are_compiled_once(tiny_hf)
 
 
 @pytest.mark.slow
-def test_the_first_batches_have_room_for_larger_ones(tiny_hf):
+@pytest.mark.parametrize(("most", "expected"), [(1000, 14), (10, 10), (4, 8)])
+def test_the_first_batches_have_room_for_more_frames(tiny_hf, most, expected):
+    """Their traces have 8 frames. The room is 1.75 times as many, up to those of the largest batch."""
     traces = [trace(number, "word " * 120, f"/{number}.mp4") for number in range(4)]
-    steps = next_batches(batches_of(tiny_hf, traces, row_tokens=900), 2)
+    steps = next_batches(batches_of(tiny_hf, traces, most_frame_rows=most, row_tokens=900), 2)
     visions = [batch.vision for step in steps for batch in step.batches]
-    assert [len(vision.patches) for vision in visions if vision is not None] == [14, 14]  # 1.75 x 2 x 4 frames
+    assert [len(vision.patches) for vision in visions if vision is not None] == [expected, expected]
 
 
 @pytest.mark.slow
