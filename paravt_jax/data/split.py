@@ -134,20 +134,19 @@ def read(source: Path) -> tuple[list[Row], bool, str]:
     row_of: Callable[[Any, Callable[[str], str]], Row] = _question if kind == "RL" else _trace
     root, find_file = root_of(source, ""), file_finder(source, "", allow_outside=True)
     rows: list[Row] = []
-    incomplete: set[int] = set()  # rows
-    names, missing = set[str](), set[str]()
+    paths: dict[str, str] = {}  # by name
+    missing: set[str] = set()  # paths
 
     def normalized(name: str) -> str:
         """The same for every spelling of a path; the file need not exist."""
-        names.add(name)
+        paths[name] = name if REMOTE.match(name) else normpath(root / unquote(name.removeprefix(FILE_URI)))
         try:
             find_file(name)
         except BadRow as problem:
             if problem.reason != MISSING:
                 raise
-            missing.add(name)
-            incomplete.add(len(rows))
-        return name if REMOTE.match(name) else normpath(root / unquote(name.removeprefix(FILE_URI)))
+            missing.add(paths[name])
+        return paths[name]
 
     with Meter(f"reading {source}", unit="row") as meter:
         for _, row in rows_of(source, columns, prompts.OPTIONAL_COLUMNS):
@@ -156,14 +155,10 @@ def read(source: Path) -> tuple[list[Row], bool, str]:
             except BadRow:
                 rows.append(Row(UNUSABLE, frozenset()))
             meter.update()
-    relative = any(not REMOTE.match(name) and not name.removeprefix(FILE_URI).startswith("/") for name in names)
-    if names and names == missing:  # to be downloaded, or at another root
-        return rows, relative, f"not checked: none of the {len(names):,} files that the rows name is here"
-    complete = [
-        replace(row, kind=MISSING) if number in incomplete and row.kind != UNUSABLE else row
-        for number, row in enumerate(rows)
-    ]
-    return complete, relative, ""
+    relative = any(not REMOTE.match(name) and not name.removeprefix(FILE_URI).startswith("/") for name in paths)
+    if paths and missing.issuperset(paths.values()):  # to be downloaded, or at another root
+        return rows, relative, f"not checked: none of the {len(paths):,} files that the rows name is here"
+    return [replace(row, kind=MISSING) if row.videos & missing else row for row in rows], relative, ""
 
 
 def _question(row: Any, find: Callable[[str], str]) -> Row:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from model_port.config import ModelConfig
+from model_port.inputs import Frame, frame_rows
 from model_port.processing import VisionContract
 from paravt_jax.config import ImitationConfig, PackConfig, VideoConfig
 from paravt_jax.data.budget import budgets_of
@@ -25,7 +26,7 @@ from rollout.video.errors import VideoError
 
 STEPS_AHEAD = 2  # steps to prepare while the learner computes
 RENDERED_AHEAD = 32  # traces to decode concurrently
-HEADROOM = 1.75  # of the first batches' rows of patches over those used: more rows compile another update
+HEADROOM = 1.75  # of the first step's rows of patches over those used: more rows compile another update
 
 
 class RenderedTrace(NamedTuple):
@@ -192,9 +193,7 @@ class TraceBatches:
         return RenderedTrace(self._renderer.dialogue(rendered.ledger, sample.number), rendered)
 
     def _packed(self, traces: list[RenderedTrace], num_left_out: int, problems: list[str]) -> TraceBatch:
-        batches = self._batches(traces, self._sizes)
-        if self._sizes == Position():
-            batches = self._batches(traces, self._roomier(batches))
+        batches = self._batches(traces, self._sizes, is_first=self._sizes == Position())
         self._sizes = Position(self._next, batches[0].source.shape[1], self._frame_rows(batches[0]))
         num_tokens = sum(len(trace.dialogue.ids) for trace in traces)
         num_loss_tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
@@ -204,17 +203,17 @@ class TraceBatches:
     def _frame_rows(self, batch: TrainBatch) -> int:
         return 0 if batch.vision is None else len(batch.vision.patches) // self._num_row_parts
 
-    def _roomier(self, batches: Sequence[TrainBatch]) -> Position:
-        """Sizes with room for the frames of later batches; these are the first ones."""
-        used = [0 if batch.vision is None else int(batch.vision.segment_ids.any(1).sum()) for batch in batches]
-        num_frame_rows = math.ceil(HEADROOM * max(used) / self._num_row_parts)
-        return Position(min_frame_rows=min(num_frame_rows, self._most_frame_rows))
+    def _with_room(self, frames: Sequence[Frame]) -> int:
+        """Rows of patches in each part, with room for the frames of later steps; `frames` are the first step's."""
+        num_parts = self._rows_per_step // self._pack.num_rows * self._num_row_parts
+        num_rows = math.ceil(HEADROOM * len(frame_rows(frames, self._row_patches)) / num_parts)
+        return min(num_rows, self._most_frame_rows)
 
-    def _batches(self, traces: list[RenderedTrace], sizes: Position) -> list[TrainBatch]:
+    def _batches(self, traces: list[RenderedTrace], sizes: Position, is_first: bool = False) -> list[TrainBatch]:
         dialogues = [trace.dialogue for trace in traces]
         pictures = {picture.key: picture for trace in traces for picture in trace.rendered.pictures}
         frames = {key: frame_of(picture, self._contract) for key, picture in pictures.items()}
         settings = self._pack
-        least = sizes.min_actions, sizes.min_frame_rows
+        least = sizes.min_actions, self._with_room([*frames.values()]) if is_first else sizes.min_frame_rows
         shape = PackShape(settings.num_rows, settings.row_tokens, self._row_patches, self._num_row_parts, *least)
         return pack(dialogues, frames, self._model, shape)

@@ -35,7 +35,6 @@ KEPT_OF: dict[str, str] = dict.fromkeys(
     ("matmul_frac", "hop_s", "picture_s"), "the log does not separate its time from a rollout's"
 )
 MAX_STEPS = 20  # the newest steps, which predict the next ones best
-DECODED = "perf/video/decoded_frames"
 LONG_TOKENS = 64  # turns of at least as many tokens show the time of a token
 MAX_BYTES_PER_S = 1e11  # a faster publish sent nothing, as in a replay
 SPREAD = (0.1, 0.9)  # quantiles over steps or turns
@@ -180,7 +179,8 @@ class LoggedRates:
     def _overviews_s(self) -> Iterator[float]:
         """Decoders' seconds for all frames that a group shows, as if none of them had been in the cache."""
         first = self.steps[0].metrics["step"] > 1  # its totals include earlier steps
-        spent = zip(self.steps, self._added("perf/video/decode_s"), self._added(DECODED), strict=False)
+        totals = self._added("perf/video/decode_s"), self._added("perf/video/decoded_frames")
+        spent = zip(self.steps, *totals, strict=False)
         for step, seconds, num_decoded in list(spent)[first:]:
             num_groups = step.metrics.get("rollout/num_groups", 0.0)
             if num_decoded and num_groups:
