@@ -33,13 +33,9 @@ import jax
 import psutil
 import pytest
 from jaxtyping import install_import_hook
+from typechecks import CHECKED
 
-# Modules that state shapes have their types checked at every call. Checking more is for pyright, and would make many
-# tests twice as long.
-ROOT = Path(__file__).parents[1]
-SOURCES = [path for package in ("model_port", "paravt_jax", "scripts") for path in (ROOT / package).rglob("*.py")]
-CHECKED = [path.relative_to(ROOT).with_suffix("") for path in SOURCES if "from jaxtyping import" in path.read_text()]
-install_import_hook([".".join(path.parts) for path in CHECKED], "typechecks.checked")
+install_import_hook(CHECKED, "typechecks.checked")
 
 from fake_gcs import fake_gcs
 from xdist.remote import Producer

@@ -1,11 +1,12 @@
 """The checks of types that the tests ask for notice what is wrong at every call."""
 
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 import pytest
 from jaxtyping import Float, TypeCheckError, jaxtyped
-from typechecks import checked
+from typechecks import CHECKED, checked, checks_of, defined
 
 from model_port.processing import token_counts
 from model_port.verify import log_softmax
@@ -41,3 +42,12 @@ def test_functions_of_one_name_are_told_apart_by_what_they_are_given():
 def test_a_wrong_shape_is_an_error_in_modules_that_state_shapes(call):
     with pytest.raises(TypeCheckError, match="parameters"):
         call()
+
+
+def test_every_function_has_types_that_can_be_checked():
+    """Otherwise only the functions that a test calls would be known to have them."""
+    for name in CHECKED:
+        import_module(name)
+    assert len(defined) > 100
+    for function in defined:
+        checks_of(function)

@@ -4,27 +4,41 @@ Such a function is defined again at every call of the outer one, and to make its
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from beartype import beartype
 
+# Modules that state shapes have their types checked at every call. Checking more is for pyright, and would make many
+# tests twice as long.
+ROOT = Path(__file__).parents[1]
+SOURCES = [path for package in ("model_port", "paravt_jax", "scripts") for path in (ROOT / package).rglob("*.py")]
+CHECKED = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in SOURCES
+    if "from jaxtyping import" in path.read_text()
+]
+
 _made: dict[tuple[object, ...], Callable[..., Any]] = {}
+defined: list[Callable[..., Any]] = []  # functions of modules
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     """jaxtyping gives the signature alone, with a body that does nothing. Its checks are made at the first call."""
     made = None
+    if "<locals>" not in function.__qualname__:
+        defined.append(function)
 
     def check(*args: Any, **kwargs: Any) -> Any:
         nonlocal made
         if made is None:
-            made = _checks_of(function)
+            made = checks_of(function)
         return made(*args, **kwargs)
 
     return check
 
 
-def _checks_of(function: Callable[..., Any]) -> Callable[..., Any]:
+def checks_of(function: Callable[..., Any]) -> Callable[..., Any]:
     names, types = function.__code__.co_varnames, repr(function.__annotations__)
     key = (function.__module__, function.__qualname__, names, types)
     if key not in _made:
