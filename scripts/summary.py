@@ -100,7 +100,7 @@ def summary() -> Iterator[Line]:
     drawing_s = data("page")["rows"][0]["first_drawing_s"]
     yield Line("[report page](page.md) of 10,080 episodes: first drawing", drawing_s, unit="s", digits=1)
     seeds = [sum(row["violations"] == 0 for row in data("chaos")["rows"])]
-    yield Line("[fault injection](../reliability.md#under-load) without a violation", seeds, "≥ 10", "seeds", 0)
+    yield Line("[fault injection](faults.md#faults) without a violation", seeds, "≥ 10", "seeds", 0)
     for name, target in {"all": "≤ 12", "quick": "≤ 2.5"}.items():
         yield Line(f"[{name} tests](tests.md) from a fresh clone", [suite[f"{name}_s"] / 60], target, "minutes", 1)
 

@@ -211,7 +211,7 @@ def test_an_excuse_that_is_none_is_noticed(tmp_path):
 
 
 # README and data.md run most of their commands, and test_extend.py the examples of extend.md; scale.md only plans.
-NIGHTLY_PAGES = ("training.md", "rewards.md", "tutorial.md", "extend.md", "scale.md")
+NIGHTLY_PAGES = ("training.md", "machines.md", "rewards.md", "tutorial.md", "extend.md", "scale.md")
 PAGES_WITH_COMMANDS_TO_RUN = [
     pytest.param(page, marks=[pytest.mark.nightly] * (page.name in NIGHTLY_PAGES))
     for page in PAGES

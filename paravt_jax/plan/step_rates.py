@@ -1,6 +1,6 @@
 """The numbers that a step's seconds depend on, at their best and at their worst.
 
-docs/training.md, section "Seconds per step", lists the source of each number. A run's log replaces some of them
+docs/machines.md, section "Seconds per step", lists the source of each number. A run's log replaces some of them
 (calibrate.py).
 """
 

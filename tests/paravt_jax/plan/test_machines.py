@@ -52,7 +52,7 @@ CONTRAST = {  # the devices of each recipe of Qwen2.5-VL, and the recipe of Qwen
     "contrast/qwen25vl_3b_lora_sft": ("h100:1", "sft_8b_lora_1x80gb"),
 }
 DEVICES_OF = LEARNERS | STARTS | {name: devices for name, (devices, _) in CONTRAST.items()}
-TRAINING = CONFIGS.parent / "docs" / "training.md"
+MACHINES = CONFIGS.parent / "docs" / "machines.md"
 ESTIMATES = re.compile(
     r"--plan(?: --device \w+)? estimates (?:(\S+) s an update and )?(\S+(?: to \S+)?) s a step, and (\S+) of (\S+) GiB"
 )
@@ -218,7 +218,7 @@ def test_the_figures_in_a_header_match_the_plan(name):
 @pytest.mark.parametrize("name", named(LEARNERS))
 def test_the_table_of_recipes_matches_the_plan(name):
     ((_, usable, update_s, step_s, bound_by),) = (
-        row[1:] for row in RECIPE_ROW.findall(TRAINING.read_text()) if row[0] == name
+        row[1:] for row in RECIPE_ROW.findall(MACHINES.read_text()) if row[0] == name
     )
     update, step, _, usable_gib = figures_of(plan_for(name))
     assert same_figures((update_s, step_s, usable), (update, step, usable_gib)), plan_for(name)
@@ -226,7 +226,7 @@ def test_the_table_of_recipes_matches_the_plan(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", START_ROW.findall(TRAINING.read_text()), ids=lambda row: " ".join(row[:2]))
+@pytest.mark.parametrize("row", START_ROW.findall(MACHINES.read_text()), ids=lambda row: " ".join(row[:2]))
 def test_the_table_of_cold_starts_matches_the_plan(row):
     name, settings, gib, usable, step_s = row
     command = f"configs/{name}.yaml {settings}".strip()
@@ -237,18 +237,18 @@ def test_the_table_of_cold_starts_matches_the_plan(row):
 
 @pytest.mark.slow
 def test_the_seconds_of_a_step_on_the_page_are_printed_by_the_plan():
-    shown = re.findall(r"^```\n(seconds per step.*?)^```", TRAINING.read_text(), re.MULTILINE | re.DOTALL)
+    shown = re.findall(r"^```\n(seconds per step.*?)^```", MACHINES.read_text(), re.MULTILINE | re.DOTALL)
     assert len(shown) == 1 and shown[0] in render(plan_for("8b_8x80gb"))
 
 
 def test_the_tables_have_every_recipe_and_every_cold_start():
-    text = TRAINING.read_text()
+    text = MACHINES.read_text()
     assert {row[0] for row in RECIPE_ROW.findall(text)} == set(LEARNERS)
     assert {row[0] for row in START_ROW.findall(text)} == set(STARTS)
 
 
 def test_the_readme_has_the_figures_of_every_recipe():
-    rows = RECIPE_ROW.findall(TRAINING.read_text())
+    rows = RECIPE_ROW.findall(MACHINES.read_text())
     figures = {(name, gib, usable, step_s) for name, gib, usable, _, step_s, _ in rows}
     assert set(README_ROW.findall((CONFIGS.parent / "README.md").read_text())) == figures
 
