@@ -110,6 +110,8 @@ class EmbeddedEngine:
             async with asyncio.timeout(request.deadline_s):
                 await self._in_thread(lambda: self._submit(request, running))
                 self._submitted.set()
+                if self._failure is not None:  # the sampler failed before it had the request
+                    running.notify(self._failure)
                 completion = await done
         except TimeoutError:
             raise DeadlineExceeded(f"the embedded engine did not finish a request in {request.deadline_s} s") from None

@@ -2,6 +2,8 @@
 
 import asyncio
 import itertools
+import threading
+import time
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -233,6 +235,30 @@ def test_every_request_gets_the_error_of_a_failed_sampler(model, contract, chat)
         with pytest.raises(EngineError, match="has failed"):
             await engine.generate(request(chat))
         assert not (await engine.health()).alive
+
+    run(model, contract, work)
+
+
+def test_a_request_that_arrives_while_the_sampler_fails_gets_the_error(model, contract, chat):
+    async def work(engine):
+        submit, stepping = engine._submit, threading.Event()
+
+        def broken():
+            stepping.set()
+            time.sleep(0.2)
+            raise RuntimeError("out of memory")
+
+        def submit_slowly(*arguments):
+            if stepping.is_set():
+                time.sleep(0.2)  # its pictures are converted
+            submit(*arguments)
+
+        engine._sampler.step, engine._submit = broken, submit_slowly
+        first = asyncio.create_task(engine.generate(request(chat, "a")))
+        await asyncio.to_thread(stepping.wait)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            await engine.generate(request(chat, "b", deadline_s=5))
+        await asyncio.gather(first, return_exceptions=True)
 
     run(model, contract, work)
 
