@@ -238,13 +238,13 @@ class PolicyUpdate:
         of_dialogues = np.array([dialogue.episode for dialogue in packed.dialogues], int)
         episodes, places = np.unique(of_dialogues, return_inverse=True)
         units = np.array([group.advantages.unit for group in groups])
-        relative = relative_penalties(np.bincount(places, penalties), episodes // self._train.group_size, units)
-        of_dialogue = np.zeros(last, np.float32)
-        of_dialogue[packed.first :] = relative[places]
+        of_episodes = np.bincount(places, penalties).astype(float)  # integers without dialogues
+        relative = relative_penalties(of_episodes, episodes // self._train.group_size, units)
+        of_dialogue = np.zeros(self._max_dialogues, np.float32)
+        of_dialogue[packed.first : last] = relative[places]
 
         def penalized(batch: TrainBatch) -> np.ndarray:
-            penalty = np.where(batch.loss_mask, of_dialogue.take(batch.dialogue, mode="clip"), 0)
-            return with_kl_penalty(batch.advantage, batch.loss_mask, penalty)
+            return with_kl_penalty(batch.advantage, batch.loss_mask, of_dialogue[batch.dialogue])
 
         return packed.with_advantages(map(penalized, part.batches))
 

@@ -20,6 +20,7 @@ from paravt_jax.learner.learner import Learner
 from paravt_jax.rl.batches import assign_parts
 from paravt_jax.rl.setup import update_of
 from paravt_jax.run.compiles import COMPILED
+from paravt_jax.run.hosts import Hosts
 from rollout.chat import Chat
 from rollout.engine.protocol import EngineError
 from rollout.engine.scripted import ScriptedEngine
@@ -155,6 +156,28 @@ def test_the_kl_penalty_is_not_divided_by_its_own_std(tiny_hf):
     of_groups = kl_sum.reshape(2, 4)
     expected = of_groups.mean(axis=1, keepdims=True) - of_groups
     np.testing.assert_allclose(advantage.reshape(2, 4), expected, atol=1e-2 * np.abs(expected).max())
+
+
+class FirstOfTwo(Hosts):
+    """Host 0 of two, where only the other one has dialogues."""
+
+    def __init__(self):
+        super().__init__(0, 2)
+
+    def gather(self, name, value):
+        return [value, {"dialogues": (4, 60, 4), "sizes": (1, 60, 4)}.get(name, value)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kl", ["reward", "returns"])
+def test_a_host_without_dialogues_takes_part_in_an_update_with_a_kl_penalty(tiny_hf, kl):
+    def parts_without_own(update, groups):
+        update._hosts = FirstOfTwo()
+        return update.parts([replace(group, is_remote=True) for group in groups])
+
+    ((part,),) = trained(tiny_hf, f"loss.kl={kl}", "advantage.normalise=tokens", do=parts_without_own)[1]
+    assert part.counts.num_tokens == 60
+    assert [(batch.loss_mask.any(), batch.advantage.any()) for batch in part.batches] == [(False, False)]
 
 
 RELEASE = [
