@@ -214,6 +214,7 @@ class TraceBatches:
         pictures = {picture.key: picture for trace in traces for picture in trace.rendered.pictures}
         frames = {key: frame_of(picture, self._contract) for key, picture in pictures.items()}
         settings = self._pack
-        least = sizes.min_actions, self._with_room([*frames.values()]) if is_first else sizes.min_frame_rows
+        frame_rows = self._with_room([*frames.values()]) if is_first else sizes.min_frame_rows
+        least = min(sizes.min_actions, settings.row_tokens), frame_rows  # earlier rows may have been longer
         shape = PackShape(settings.num_rows, settings.row_tokens, self._row_patches, self._num_row_parts, *least)
         return pack(dialogues, frames, self._model, shape)

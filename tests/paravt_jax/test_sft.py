@@ -187,6 +187,14 @@ def test_batches_never_become_smaller_so_that_updates_are_compiled_once(tiny_hf)
 
 
 @pytest.mark.slow
+def test_rows_may_become_shorter_when_a_run_resumes(tiny_hf):
+    """The checkpoint has the scored tokens of longer rows."""
+    traces = [trace(number) for number in range(4)]
+    (step,) = next_batches(batches_of(tiny_hf, traces, first=Position(1, 2048, 1), row_tokens=1024), 1)
+    assert step.batches[0].loss_mask.shape == (2, 1024)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("most", "expected"), [(1000, 14), (10, 10), (4, 8)])
 def test_the_first_batches_have_room_for_more_frames(tiny_hf, most, expected):
     """Their traces have 8 frames. The room is 1.75 times as many, up to those of the largest batch."""
