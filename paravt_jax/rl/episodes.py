@@ -39,6 +39,7 @@ from rollout.video.errors import VideoError
 
 Reason = Literal["deadline", "engine", "video", "judge", "plugin", "aborted", "other"]  # why an episode is missing
 REASONS = get_args(Reason)
+MAX_IN_FLIGHT = 64  # episodes of a validation: in an engine's queue, more would wait beyond their deadlines
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,10 +178,16 @@ class RolloutWorker:
 
 
 async def evaluate(worker: RolloutWorker, prompts: Sequence[Prompt], frame_budget: int) -> list[Rollout]:
-    """Runs an episode of each prompt, in their order."""
-    tasks = [make_task(f"validation-{prompt.id}", prompt, frame_budget) for prompt in prompts]
-    groups = [worker.run_group(task, prompt, 1) for task, prompt in zip(tasks, prompts, strict=True)]
-    return [rollout for (rollout,) in await asyncio.gather(*groups)]
+    """Runs an episode of each prompt. Returns the rollouts in the order of the prompts, without their episodes."""
+    slots = asyncio.Semaphore(MAX_IN_FLIGHT)
+
+    async def run_one(prompt: Prompt) -> Rollout:
+        async with slots:
+            task = make_task(f"validation-{prompt.id}", prompt, frame_budget)
+            (rollout,) = await worker.run_group(task, prompt, 1)
+        return replace(rollout, episode=None, remote_stats=rollout.stats)  # its frames would stay in memory
+
+    return await asyncio.gather(*map(run_one, prompts))
 
 
 def _scored(rollout: Rollout, score: OwnTerm | None) -> Rollout:

@@ -163,6 +163,11 @@ class Run:
         if self.hosts.num > 1:
             messages = await self.hosts.gather_async("validation", [rollout.to_message() for rollout in rollouts])
             rollouts = list(map(Rollout.from_message, interleave(messages)))
+        if all(rollout.missing for rollout in rollouts):
+            raise RuntimeError(
+                f"all {len(rollouts)} episodes of the validation are missing; for example {rollouts[0].id}: "
+                f"{rollouts[0].problem}"
+            )
         types = [prompt.question_type for prompt in self.held_out]
         values = rollout_metrics(rollouts) | metrics_in_parts(zip(types, rollouts, strict=True))
         metrics = {f"validation/{name}": value for name, value in values.items()}

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,8 @@ from agents import FakeFrames
 from paravt_jax.config import LogConfig, load_config
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.learner.settings import MismatchConfig
-from paravt_jax.rl.episodes import RolloutWorker
+from paravt_jax.rl.episodes import MAX_IN_FLIGHT, RolloutWorker, evaluate
+from paravt_jax.rl.metrics import rollout_metrics
 from paravt_jax.rl.run import Run
 from paravt_jax.run.hosts import ALONE
 from paravt_jax.run.log import RunLog
@@ -29,7 +31,7 @@ HELD_OUT = [
 ]
 
 
-def validated(tiny_hf, run_dir, stopping: Stopping, reply_s: float = 0.0) -> list[dict]:
+def validated(tiny_hf, run_dir, stopping: Stopping, reply_s: float = 0.0, prompts=HELD_OUT) -> list[dict]:
     """The log of a validation before the first step."""
     config, chat = load_config(None), Chat.from_hf(tiny_hf)
 
@@ -44,13 +46,15 @@ def validated(tiny_hf, run_dir, stopping: Stopping, reply_s: float = 0.0) -> lis
     training.directory = RunDirectory(run_dir, stopping, 0, {}, {}, False, ALONE)
     training.learner = SimpleNamespace(state=SimpleNamespace(step=0))
     run: Any = object.__new__(Run)
-    run.held_out, run.training, run.hosts = HELD_OUT, training, ALONE
+    run.held_out, run.training, run.hosts = prompts, training, ALONE
     run.validation, run.validation_frames = config.validation, 3
     agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
     run.greedy = RolloutWorker(agent, config.reward, None, 0)
-    asyncio.run(run.validate_if_due())
-    training.log.close()
-    stopping.cancel_grace()
+    try:
+        asyncio.run(run.validate_if_due())
+    finally:
+        training.log.close()
+        stopping.cancel_grace()
     path = run_dir / "validation.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -60,6 +64,32 @@ def test_validation_logs_metrics_by_question_type(tiny_hf, tmp_path):
     assert (row["step"], row["policy_version"], row["validation/accuracy_mean"]) == (0, 0, 0.5)
     assert (row["validation/accuracy_mean_mcq"], row["validation/accuracy_mean_oe"]) == (1.0, 0.0)
     assert (row["validation/num_episodes"], row["validation/num_missing"]) == (2, 1)
+
+
+def test_a_validation_without_a_single_score_ends_the_run(tiny_hf, tmp_path):
+    lost = r"all 1 episodes of the validation are missing; for example validation-lost/0: overview: VideoError"
+    with pytest.raises(RuntimeError, match=lost):
+        validated(tiny_hf, tmp_path, Stopping(), prompts=HELD_OUT[1:2])
+    assert not (tmp_path / "validation.jsonl").exists()
+
+
+def test_a_validation_queues_no_more_episodes_than_end_within_their_deadlines(chat):
+    config, running, most = load_config(None), 0, 0
+
+    async def reply(request):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        return chat.encode("I have looked.</think><answer>A</answer><|im_end|>").tolist()
+
+    agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
+    prompts = [replace(HELD_OUT[0], id=str(number)) for number in range(MAX_IN_FLIGHT + 8)]
+    rollouts = asyncio.run(evaluate(RolloutWorker(agent, config.reward, None, 0), prompts, 3))
+    assert [rollout.id for rollout in rollouts] == [f"validation-{prompt.id}/0" for prompt in prompts]
+    assert most == MAX_IN_FLIGHT
+    assert rollout_metrics(rollouts)["accuracy_mean"] == 1 and all(rollout.episode is None for rollout in rollouts)
 
 
 @pytest.mark.timeout(30)
