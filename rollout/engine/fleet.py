@@ -41,6 +41,7 @@ class Fleet:
         self._fingerprint: tuple[int | None, Fingerprint] | None = None  # with its version
         self.files = WeightFiles(settings.weights_dir)
         self._publishing = asyncio.Lock()
+        self._labelling = asyncio.Lock()  # while servers load weights with their label, or a label is restored
         self._changed = asyncio.Event()  # a server came up or went down
         self._background: set[asyncio.Task[Any]] = set()
         self._loops: list[asyncio.Task[None]] = []
@@ -197,7 +198,7 @@ class Fleet:
 
     async def _answer(self, server: ServerState, version: int | None) -> None:
         if self.settings.run and not self._adopted:
-            async with self._publishing:
+            async with self._labelling:
                 if server.version == version:
                     await self._labels.publish(server.url, Label(self.owner, version))
 
@@ -224,14 +225,12 @@ class Fleet:
         ours = await asyncio.gather(*map(self._is_ours, servers))
         servers = [server for server, is_ours in zip(servers, ours, strict=True) if is_ours]
         label = Label(self.owner, self.version)
-        problems = await load_weights(self._client, self.files, servers, label, self.settings)
+        problems = await load_weights(self._client, self.files, servers, label, self._labelling, self.settings)
         for server in servers:
             if server.url in problems:
                 server.version = None
                 eject = self._retire if server.refuses_adapters else self._eject
                 eject(server, problems[server.url])
-            else:
-                server.version = self.version
 
     async def _adopt(self, server: ServerState) -> None:
         try:

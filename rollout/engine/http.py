@@ -91,6 +91,8 @@ class HttpClient:
                 if response.status >= 300:
                     await _refuse(response, url)
                 yield response
+        except aiohttp.ConnectionTimeoutError:  # also a TimeoutError, but another server may be reached in time
+            raise ServerUnreachable(f"{url} cannot be reached within {CONNECT_DEADLINE_S:g} s") from None
         except TimeoutError:
             raise DeadlineExceeded(f"{url} did not answer in {deadline_s:.1f} s") from None
         except (aiohttp.ClientError, OSError) as problem:

@@ -34,18 +34,24 @@ WRITERS = 8  # threads, each with a tensor
 
 
 async def load_weights(
-    client: HttpClient, files: "WeightFiles", servers: Sequence[ServerState], label: Label, settings: SGLangSettings
+    client: HttpClient,
+    files: "WeightFiles",
+    servers: Sequence[ServerState],
+    label: Label,
+    labelling: asyncio.Lock,
+    settings: SGLangSettings,
 ) -> Problems:
     """Sends the written weights to hosts that cannot read them, then pauses all servers, loads the weights, resumes.
 
-    Running requests wait; their keys and values are recomputed afterwards.
+    Running requests wait; their keys and values are recomputed afterwards. `labelling` is held while labels change.
     """
     transfer = Transfer(client, files.root, label.owner, settings)
     try:
         problems = await transfer.send({server: files.directory(server) for server in servers})
         ready = [server for server in servers if server.url not in problems]
         paths = {url: f"{files.scheme}{path}" for url, path in transfer.paths.items()}
-        problems |= await _load_paused(client, paths, ready, label, settings)
+        async with labelling:
+            problems |= await _load_paused(client, paths, ready, label, settings)
     finally:
         await transfer.remove()
     files.loaded |= {server for server in servers if server.url not in problems}
@@ -87,6 +93,9 @@ async def _load_paused(
         for server in servers:
             server.loading, server.paused = False, server.url in problems
             server.refuses_adapters = server.url in refused
+    for server in servers:
+        if server.url not in problems:
+            server.version = label.version
     return problems
 
 

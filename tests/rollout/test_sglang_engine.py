@@ -4,11 +4,13 @@ import asyncio
 import http.server
 import math
 import shutil
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +23,7 @@ from async_tests import asynchronous, given, until
 from fake_server import FakeServer
 
 from model_port.safetensors_io import HfTensors
-from rollout.engine import fleet, publishing
+from rollout.engine import fleet, http as http_module, publishing
 from rollout.engine.fleet import Fleet
 from rollout.engine.http import KEEPALIVE_S, HttpClient
 from rollout.engine.protocol import DeadlineExceeded, EngineError, Request, RequestRejected, Sampling, VersionMismatch
@@ -280,6 +282,24 @@ async def test_a_server_that_answers_badly_costs_only_another_attempt(engine, ba
     assert all(len(one.ids) == 4 and one.server == good.url for one in found)
     assert bad.asked["/generate"] >= 1
     assert bad.sent_bytes < 2**26 and bad.asked["/elsewhere"] == 0
+
+
+@with_servers(2, replace(QUICK, probe_every_s=60))
+async def test_a_server_whose_host_is_gone_costs_only_another_attempt(engine, gone, good):
+    """No packet is answered, not even with a refusal."""
+    port = int(gone.url.rpartition(":")[2])
+    await gone.__aexit__()
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(http_module, "CONNECT_DEADLINE_S", 0.1)
+        listener, *fillers = (stack.enter_context(socket.socket()) for _ in range(4))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen(0)
+        for filler in fillers:  # beyond its queue, Linux drops what asks for a connection
+            filler.setblocking(False)
+            filler.connect_ex(("127.0.0.1", port))
+        found = await asyncio.gather(*(engine.generate(request(f"e{n}")) for n in range(4)))
+    assert {one.server for one in found} == {good.url}
 
 
 @pytest.mark.parametrize(
@@ -717,6 +737,18 @@ async def test_a_server_that_another_living_run_publishes_to_is_refused_by_name_
     assert all(one.versions.tolist() == [3] * 4 for one in await asyncio.gather(*running))
     assert server.version == "t/3" and server.asked["/generate"] == 4
     assert server.asked["/update_weights_from_disk"] == 1 and server.asked["/abort_request"] == 0
+
+
+@with_servers(1)
+async def test_a_run_that_writes_weights_for_longer_than_another_run_waits_is_alive_too(engine, server):
+    weights = HeldWeights()
+    publishing = asyncio.create_task(engine.publish(weights, 3))
+    await asyncio.to_thread(weights.began.wait)
+    with pytest.raises(EngineError, match="t, publishes to it"):
+        await connected(server)
+    weights.go_on.set()
+    await publishing
+    assert server.version == "t/3" and engine.fleet.servers[0].up
 
 
 @with_fakes(1)
