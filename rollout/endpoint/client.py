@@ -45,6 +45,7 @@ POLL_S = 0.1  # while no server is ready
 GIVE_UP_S = 60.0  # if every server has been down for this long, requests fail
 MAX_ATTEMPTS = 5  # per request, except for waits that a server asks for
 BACKOFF_S, MAX_BACKOFF_S = 1.0, 30.0  # doubles
+MAX_DOUBLINGS = 10
 MAX_IN_FLIGHT = 64  # requests per server
 MAX_IMBALANCE = 8  # with this many more requests than elsewhere, recomputing the prefix is faster than waiting
 WITHOUT_KEY = "none"  # the client library needs one
@@ -62,7 +63,7 @@ class _Endpoint:
 
     def limit(self, retry_after_s: float | None) -> None:
         """Sends nothing for the time that the server asks for."""
-        backoff_s = min(BACKOFF_S * 2**self.num_limited, MAX_BACKOFF_S)
+        backoff_s = min(BACKOFF_S * 2 ** min(self.num_limited, MAX_DOUBLINGS), MAX_BACKOFF_S)
         self.num_limited += retry_after_s is None
         wait_s = backoff_s if retry_after_s is None else retry_after_s
         self.ready_s = max(self.ready_s, time.monotonic() + wait_s)
@@ -199,8 +200,9 @@ class EndpointClient:
         while True:
             server = await self._choose(call)
             server.running += 1
+            limit_name = self._limit_name
             try:
-                reply = await self._send(server, call.request | {self._limit_name: call.max_tokens}, call.on_text)
+                reply = await self._send(server, call.request | {limit_name: call.max_tokens}, call.on_text)
                 server.num_limited = 0
                 return reply
             except RateLimited as problem:
@@ -211,7 +213,7 @@ class EndpointClient:
             except Unreachable as problem:
                 await self._note_failure(call, server, problem)
             except Rejected as problem:
-                if self._limit_name == "max_completion_tokens" or not OTHER_LIMIT_NAME.search(str(problem)):
+                if limit_name == "max_completion_tokens" or not OTHER_LIMIT_NAME.search(str(problem)):
                     raise
                 self._limit_name = "max_completion_tokens"  # the name that OpenAI's newer models accept
             finally:

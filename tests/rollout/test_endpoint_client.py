@@ -148,6 +148,20 @@ async def test_a_wait_beyond_the_deadline_fails_at_once(client, endpoint):
     assert time.monotonic() - started_s < 5 and len(endpoint.bodies) == 1
 
 
+def test_a_server_that_never_says_how_long_to_wait_is_asked_again_however_often_it_refuses():
+    endpoint = client_module._Endpoint("http://127.0.0.1:9/v1", None)
+    for _ in range(2000):
+        endpoint.limit(None)
+    assert endpoint.ready_s - time.monotonic() <= client_module.MAX_BACKOFF_S
+
+
+@asking()
+async def test_requests_in_flight_together_are_all_sent_again_with_the_other_name_of_the_limit(client, endpoint):
+    endpoint.modes, endpoint.delay_s = ["other limit"], 0.05
+    replies = await asyncio.gather(*(ask(client) for _ in range(3)))
+    assert [reply.text for reply in replies] == ["It is red."] * 3 and len(endpoint.bodies) == 6
+
+
 @asking(2)
 async def test_another_server_gets_the_request_while_one_asks_to_wait(client, busy, free):
     busy.modes, busy.retry_after = ["429"], "3600"
