@@ -15,7 +15,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -31,8 +31,9 @@ from rollout.engine.weight_root import WeightRoot, fits
 LENGTH_BYTES = 8  # of a safetensors file, before its header
 MAX_HEADER_BYTES, MAX_TENSORS = 4096, 100_000
 PART_BYTES = 2**20  # received at a time
+STALL_S = 60.0  # without a byte; a learner whose host is gone leaves its connection open
 NUMBER = re.compile(r"[0-9]{1,18}")
-INVALID = (ValueError, EOFError, RecursionError, ConnectionError)
+INVALID = (ValueError, EOFError, RecursionError, ConnectionError, TimeoutError)
 
 
 class Receiver:
@@ -142,7 +143,7 @@ async def _write_files(content: StreamReader, num_bytes: int, directory: Path) -
         with (directory / f"{number:06}.safetensors").open("xb") as file:
             file.write(header)
             while data_bytes:
-                part = await content.read(min(data_bytes, PART_BYTES))
+                part = await _in_time(content.read(min(data_bytes, PART_BYTES)))
                 if not part:
                     raise ValueError("the transfer is incomplete")
                 data_bytes -= file.write(part)
@@ -151,12 +152,17 @@ async def _write_files(content: StreamReader, num_bytes: int, directory: Path) -
 
 async def _read_header(content: StreamReader) -> tuple[bytes, int]:
     """A file's bytes before its tensor, and the tensor's number of bytes."""
-    length = await content.readexactly(LENGTH_BYTES)
+    length = await _in_time(content.readexactly(LENGTH_BYTES))
     size = int.from_bytes(length, "little")
     if size > MAX_HEADER_BYTES:
         raise ValueError(f"a header of {size} bytes")
-    header = await content.readexactly(size)
+    header = await _in_time(content.readexactly(size))
     return length + header, _data_bytes(json.loads(header))
+
+
+async def _in_time(reading: Awaitable[bytes]) -> bytes:
+    async with asyncio.timeout(STALL_S):
+        return await reading
 
 
 def _data_bytes(header: Any) -> int:

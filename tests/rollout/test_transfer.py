@@ -13,6 +13,7 @@ from async_tests import given, until
 from fake_server import FakeServer
 from test_sglang_engine import QUICK, adapter, engine_of, request, trained
 
+from rollout import receiver as receiver_module
 from rollout.engine.labels import WITH_WEIGHTS_PORT, Label
 from rollout.engine.protocol import EngineError
 from rollout.engine.publishing import ADAPTER_SCHEME
@@ -264,6 +265,20 @@ async def test_only_one_transfer_is_received_at_a_time(one, session):
 
     length = {"Content-Length": str(len(tensor()))}
     assert (await put(session, one, slow(), headers=length))[0] == 200
+
+
+@given(2, one_host)
+async def test_a_learner_whose_host_is_gone_does_not_block_the_next_one(one, session):
+    """Its connection stays open: no packet says that it has ended."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(receiver_module, "STALL_S", 0.2)
+        head = f"PUT /?owner=t/ HTTP/1.1\r\nHost: x\r\nContent-Length: {len(tensor())}\r\n\r\n".encode()
+        _, writer = await asyncio.open_connection("127.0.0.1", int(one.inbox[:-1].rpartition(":")[2]))
+        writer.write(head + tensor()[:-1])
+        await until(lambda: one.left)
+        await until(lambda: not one.receiver._receiving.locked(), 5)
+        assert (await put(session, one, tensor()))[0] == 200 and len(one.left) == 1
+        writer.close()
 
 
 @on_hosts(1, settings=RARE_PROBES)
