@@ -147,8 +147,7 @@ class Service:
         outcome = "failed"
         try:
             async with self._place(deadline):
-                response = await self._answer(request, question, deadline)
-            outcome = "answered"
+                response, outcome = await self._answer(request, question, deadline)
             return response
         except (asyncio.CancelledError, ClientConnectionResetError):  # the client left, perhaps during a write
             outcome = "given up"
@@ -181,7 +180,10 @@ class Service:
                 self._retry_s(),
             )
 
-    async def _answer(self, request: web.Request, question: Question, deadline: float) -> web.StreamResponse:
+    async def _answer(
+        self, request: web.Request, question: Question, deadline: float
+    ) -> tuple[web.StreamResponse, str]:
+        """The response, and the outcome for the metrics."""
         name = f"chatcmpl-{next(self._numbers)}"
         started_s = time.monotonic()
         async with AsyncExitStack() as stack:
@@ -201,7 +203,7 @@ class Service:
 
             if question.stream:
                 return await self._streamed(request, question, name, answer)
-            return web.json_response(completion(await answer(), name, self.model))
+            return web.json_response(completion(await answer(), name, self.model)), "answered"
 
     async def _streamed(
         self,
@@ -209,10 +211,10 @@ class Service:
         question: Question,
         name: str,
         answer: Callable[[Listener], Coroutine[Any, Any, Answer]],
-    ) -> web.StreamResponse:
+    ) -> tuple[web.StreamResponse, str]:
         """Streams thinking, calls and reports as reasoning while they happen, and the answer at the end."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        texts: asyncio.Queue[str | None] = asyncio.Queue()
+        outcome, texts = "answered", asyncio.Queue[str | None]()
         answering = asyncio.create_task(answer(_StreamListener(texts.put_nowait)))
         answering.add_done_callback(lambda _: texts.put_nowait(None))
         try:
@@ -222,8 +224,10 @@ class Service:
                 await _send(response, chunk(name, self.model, {"reasoning_content": text}))
             for last_chunk in last_chunks(await answering, name, self.model, question.usage_in_stream):
                 await _send(response, last_chunk)
-        except (TimeoutError, EngineError, VideoError, RequestError) as problem:  # the status is already sent
-            self.counts["failed while streaming"] += 1
+        except ClientConnectionResetError:
+            raise
+        except Exception as problem:  # the status is already sent
+            outcome = "failed while streaming"
             await _send(response, _as_request_error(problem).to_json())
         finally:
             answering.cancel()
@@ -231,7 +235,7 @@ class Service:
                 await answering
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
-        return response
+        return response, outcome
 
     def _check_fits(self, answer: Answer) -> None:
         if answer.finish == "context" and not answer.episode.turns:

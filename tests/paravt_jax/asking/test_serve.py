@@ -366,6 +366,27 @@ def test_a_server_without_files_or_memory_returns_503_and_retry_after(problem, c
     assert raised.status_code == 503 and raised.response.headers["Retry-After"] == "10"
 
 
+@pytest.mark.parametrize(
+    ("problem", "message"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), "lacks memory, disk or open files"),
+        (KeyError(), "internal error"),
+    ],
+)
+def test_any_error_in_a_stream_is_an_error_in_openais_form(problem, message, chat, videos):
+    async def work(served):
+        async def fail(path, deadline_s):
+            raise problem
+
+        served.service.answerer.agent.frames.info = fail
+        with pytest.raises(openai.APIError, match=message):
+            [chunk async for chunk in await served.ask(stream=True)]
+        await until(lambda: not served.service.accepted)
+        return dict(served.service.counts)
+
+    assert with_service(chat, videos, work) == {"failed while streaming": 1}
+
+
 def test_an_internal_error_reveals_nothing_to_the_client(chat, videos, capsys):
     async def work(served):
         async def fail(path, deadline_s):
