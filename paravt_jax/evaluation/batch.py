@@ -62,8 +62,8 @@ def run_jobs(jobs: Sequence[Job], run_eval: RunEval) -> dict[str, str]:
         try:
             cells = asyncio.run(run_eval(job.config))
             problem = refusal(cells)
-        except (ValueError, RuntimeError, OSError) as error:
-            problem = str(error)
+        except Exception as error:  # any failure only affects this job
+            problem = str(error) if isinstance(error, (ValueError, RuntimeError, OSError)) else repr(error)
         if problem:
             say(f"{job.name}: {problem}")
             problems[job.name] = problem

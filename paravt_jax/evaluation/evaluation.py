@@ -83,12 +83,17 @@ class Evaluation:
         if todo:
             assert self.worker is not None
             await self._runner(self.worker, spec).run(todo, log, finished.values())
-        elif file.exists() and self.cell(spec)["n"]["rows"] == self._num_rows:
+        elif file.exists() and self._is_current(self.cell(spec)["n"]):
             return
         results = log.read(keys)
         cell = self._certified(spec, [results[key] for key in keys if key in results])
         with whole_file(file) as content:
             content.write(json.dumps(cell, indent=2).encode() + b"\n")
+
+    def _is_current(self, counts: Mapping[str, Any]) -> bool:
+        """Whether a certificate with these counts has every sample, all of which are done."""
+        num_complete = counts["answered"] + counts["unanswered"]
+        return num_complete == len(self.samples) and counts["rows"] == self._num_rows
 
     @property
     def _num_rows(self) -> int:

@@ -96,7 +96,8 @@ def table_rows(table: PublishedTable, rows: Sequence[OwnRow]) -> list[list[str]]
             if row.published == name:
                 differences = map(row.difference, table.splits, numbers)
                 lines += [*_own_lines(row, table), [f"ours minus published, {row.scorers[0]}", *differences]]
-    return lines + [line for row in rows if not row.published for line in _own_lines(row, table)]
+    names = {name for each in TABLES for name in each.rows}
+    return lines + [line for row in rows if row.published not in names for line in _own_lines(row, table)]
 
 
 def _own_lines(row: OwnRow, table: PublishedTable) -> list[list[str]]:

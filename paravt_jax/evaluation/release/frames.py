@@ -24,6 +24,8 @@ def overview_numbers(num_frames: int) -> list[int]:
 
 def crop_numbers(num_frames: int, fps: float, start_s: float, end_s: float) -> list[int]:
     """The frames of a window, one per second, an even number."""
+    if not fps:
+        raise VideoError("the video has no duration")
     first = math.ceil(_clamped(start_s, num_frames, fps) * fps)
     last = min(math.floor(_clamped(end_s, num_frames, fps) * fps), num_frames - 1)
     if first == last and 0 < start_s * fps < first:

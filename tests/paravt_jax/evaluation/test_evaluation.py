@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -218,6 +219,30 @@ def test_an_evaluation_killed_at_any_moment_resumes_to_the_same_cells(moment, ev
     assert again.run(config) == expected
     assert len(again.episodes) == 3 - num_done
     assert len({line["id"] for line in lines_of(config)}) == len(lines_of(config)) == 3
+
+
+@pytest.mark.parametrize("mended_by", ["a shard", "a run that was killed before its certificate"])
+def test_a_certificate_with_missing_samples_is_replaced_when_others_have_run_them(
+    mended_by, evaluator, tmp_path, complete, monkeypatch
+):
+    root = make_copy("longvideobench", tmp_path / "copy")
+    config = config_of("longvideobench", root)
+
+    replies = iter([answer("A"), answer("A")])
+
+    def failing(episode, request):
+        if (reply := next(replies, None)) is None:
+            raise EngineError("it died")
+        return reply
+
+    (cell,) = evaluator(failing).run(config)
+    assert cell["refused"] == "2 of 3 samples: 1 missing (engine)"
+    with monkeypatch.context() as patch, suppress(SystemExit):
+        if mended_by != "a shard":
+            patch.setattr(evaluation, "certificate", lambda *_: sys.exit())
+        evaluator("A").run(config, (1, 1) if mended_by == "a shard" else None)
+    (cell,) = evaluator("A").run(config)
+    assert not cell["refused"] and cell["n"]["answered"] == 3
 
 
 def test_merged_shards_equal_an_evaluation_without_shards(evaluator, tmp_path):

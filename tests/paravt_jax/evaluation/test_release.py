@@ -229,6 +229,11 @@ def test_a_window_without_two_frames_cannot_be_read(window):
         crop_numbers(400, 25.0, *window)
 
 
+def test_a_video_without_a_duration_has_no_crop():
+    with pytest.raises(VideoError):
+        crop_numbers(1, 0.0, 0, 10)
+
+
 @pytest.mark.parametrize(
     ("reply", "letter"),
     [

@@ -242,6 +242,15 @@ def test_a_batch_in_a_file_is_refused_before_its_first_evaluation(tmp_path):
         batch.main([str(tmp_path), "--run-dir", str(file)], run_eval, lambda: None)
 
 
+def test_a_batch_continues_after_any_failure(tmp_path, capsys):
+    jobs = [batch.Job(name, None) for name in "ab"]
+
+    async def fails(config):
+        raise KeyError("column")
+
+    assert batch.run_jobs(jobs, fails) == {"a": "KeyError('column')", "b": "KeyError('column')"}
+
+
 @pytest.mark.slow
 def test_a_batch_runs_what_is_left_continues_after_a_failure_and_draws_the_table(
     copy_of, tmp_path, capsys, monkeypatch
