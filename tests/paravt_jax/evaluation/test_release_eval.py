@@ -242,7 +242,7 @@ def test_a_batch_in_a_file_is_refused_before_its_first_evaluation(tmp_path):
         batch.main([str(tmp_path), "--run-dir", str(file)], run_eval, lambda: None)
 
 
-def test_a_batch_continues_after_any_failure(tmp_path, capsys):
+def test_a_batch_continues_after_any_failure():
     jobs = [batch.Job(name, None) for name in "ab"]
 
     async def fails(config):
