@@ -27,14 +27,13 @@ ANY_VERSION = 2**31 - 1
 class Fleet:
     """Call `open` before use and `close` at the end."""
 
-    def __init__(
-        self, servers: Sequence[ServerState], settings: SGLangSettings, client: HttpClient, behind_router: bool
-    ):
+    def __init__(self, servers: Sequence[ServerState], settings: SGLangSettings, behind_router: bool):
         self.servers = list(servers)
-        self.settings, self._client = settings, client
+        self.settings = settings
+        self.client = HttpClient.make()  # its own connections: probes must not wait for those of requests
         self.version: int | None = None  # None until the first server reports one
         self._behind_router = behind_router  # a router also sends requests to servers that are not up
-        self._labels = Labels(client, settings)
+        self._labels = Labels(self.client, settings)
         self.owner = f"{settings.run}/" if settings.run else ""  # empty: taken from the first server's label
         self._published = False  # the files have the weights of this version
         self._adopted = False  # another process publishes for this run
@@ -60,6 +59,7 @@ class Fleet:
         await asyncio.gather(*self._loops, return_exceptions=True)
         await asyncio.gather(*self._background, return_exceptions=True)  # bounded by their own deadlines
         await self.files.close()
+        await self.client.close()
 
     async def stop_managed(self) -> None:
         managed = [server.managed for server in self.servers if server.managed is not None]
@@ -128,7 +128,7 @@ class Fleet:
     async def abort(self, urls: Sequence[str], rids: Sequence[str]) -> None:
         async def end(url: str, rid: str) -> None:
             with contextlib.suppress(EngineError):  # the request ends by its max_new_tokens or with its server
-                await self._client.post(f"{url}/abort_request", {"rid": rid}, self.settings.control_deadline_s)
+                await self.client.post(f"{url}/abort_request", {"rid": rid}, self.settings.control_deadline_s)
 
         await asyncio.gather(*(end(url, rid) for rid in rids for url in urls))
 
@@ -225,7 +225,7 @@ class Fleet:
         ours = await asyncio.gather(*map(self._is_ours, servers))
         servers = [server for server, is_ours in zip(servers, ours, strict=True) if is_ours]
         label = Label(self.owner, self.version)
-        problems = await load_weights(self._client, self.files, servers, label, self._labelling, self.settings)
+        problems = await load_weights(self.client, self.files, servers, label, self._labelling, self.settings)
         for server in servers:
             if server.url in problems:
                 server.version = None
@@ -246,7 +246,7 @@ class Fleet:
     async def _check_fingerprint(self, server: ServerState) -> None:
         """Admits a server if it computes the same as the first server that was probed with this version."""
         try:
-            answer = await self._client.post(f"{server.url}/generate", probe_body(), self.settings.control_deadline_s)
+            answer = await self.client.post(f"{server.url}/generate", probe_body(), self.settings.control_deadline_s)
             fingerprint = Fingerprint.of(answer, server.url)
         except EngineError as problem:
             return self._eject(server, str(problem))
@@ -319,7 +319,7 @@ class Fleet:
             server.missed_probes = self.settings.max_missed_probes
             return str(server.managed.exit_error())
         try:
-            await self._client.get(f"{server.url}/health", self.settings.probe_deadline_s)
+            await self.client.get(f"{server.url}/health", self.settings.probe_deadline_s)
         except ServerUnreachable as problem:
             server.missed_probes = self.settings.max_missed_probes
             return str(problem)
@@ -330,7 +330,7 @@ class Fleet:
     async def _resume(self, server: ServerState) -> str:
         """Resumes a paused server, which answers no probes; returns the problem, or ""."""
         try:
-            await self._client.post(f"{server.url}/continue_generation", {}, self.settings.control_deadline_s)
+            await self.client.post(f"{server.url}/continue_generation", {}, self.settings.control_deadline_s)
         except EngineError as problem:
             return str(problem)
         return ""

@@ -18,7 +18,7 @@ MAX_ANSWER_BYTES = 2**24  # unless the request bounds it
 KEEPALIVE_S = 2.0  # SGLang closes idle connections after 5 s; a request sent at that moment would be lost
 EVENT, LAST_EVENT = b"data: ", b"[DONE]"  # server-sent events
 ROUTING_KEY = "X-SMG-Routing-Key"  # an sglang-router sends requests with the same key to the same server
-MAX_CONNECTIONS = 1024  # to all servers together; every running request holds one
+MAX_CONNECTIONS = 1024  # of a client, to all servers together; every running request holds one
 
 Body = bytes | AsyncIterator[bytes] | None
 

@@ -53,9 +53,9 @@ def silent(text: str) -> None:
 class SGLangEngine:
     """Create it with `connect`, `follow` or `launch`, and `close` it at the end."""
 
-    def __init__(self, servers: Sequence[ServerState], settings: SGLangSettings, client: HttpClient, router: str = ""):
-        self.settings, self._client = settings, client
-        self.fleet = Fleet(servers, settings, client, behind_router=bool(router))
+    def __init__(self, servers: Sequence[ServerState], settings: SGLangSettings, router: str = ""):
+        self.settings, self._client = settings, HttpClient.make()
+        self.fleet = Fleet(servers, settings, behind_router=bool(router))
         self._routing = Routing(self.fleet, router)
 
     @classmethod
@@ -73,7 +73,7 @@ class SGLangEngine:
         router, urls = await router_among(urls, settings.probe_deadline_s)
         engine = await cls.open([ServerState(url) for url in urls], settings, on_progress, router)
         if router:
-            engine.fleet.watch(router, lambda: urls_behind(engine._client, router, settings.control_deadline_s))
+            engine.fleet.watch(router, lambda: urls_behind(engine.fleet.client, router, settings.control_deadline_s))
         return engine
 
     @classmethod
@@ -111,7 +111,7 @@ class SGLangEngine:
     async def open(
         cls, servers: Sequence[ServerState], settings: SGLangSettings, on_progress: Progress = silent, router: str = ""
     ) -> "SGLangEngine":
-        engine = cls(servers, settings, HttpClient.make(), router)
+        engine = cls(servers, settings, router)
         try:
             await engine.fleet.open(on_progress)
         except BaseException:

@@ -372,6 +372,17 @@ async def test_a_hung_server_is_ejected_and_its_requests_are_answered_elsewhere_
     assert first.asked["/abort_request"] == 4  # what it was still computing for nobody
 
 
+@with_fakes(1)
+async def test_more_requests_than_connections_wait_without_the_server_missing_probes(server):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(http_module, "MAX_CONNECTIONS", 4)
+        engine = await SGLangEngine.connect([server.url], QUICK)
+        server.delay_s = 0.4
+        found = await asyncio.gather(*(engine.generate(request(f"e{n}", deadline_s=30)) for n in range(20)))
+        assert len(found) == server.asked["/generate"] == 20
+        await engine.close()
+
+
 @with_servers(1, replace(QUICK, probe_every_s=0.3))
 async def test_a_server_that_misses_one_probe_stays(engine, server):
     state = engine.fleet.servers[0]
