@@ -11,6 +11,7 @@ from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.terminal import say, visible
 from paravt_jax.run.output_file import OutputFile
 from rollout.episode_config import Dispatch
+from rollout.threads import in_daemon_thread
 from rollout.video.errors import VideoError
 
 DEFAULT_MODEL = "ParaVT/ParaVT-8B"
@@ -69,7 +70,7 @@ async def run(args: argparse.Namespace, videos: list[str], question: str | None)
     engine = engine_of(args.model, args.url, args.endpoint, args.endpoint_key_env)
     async with open_asker(args.model, engine, num_frames=args.frames, dispatch=args.dispatch) as answerer:
         for number in range(sys.maxsize):
-            question = question if question is not None else await asyncio.to_thread(_next_question)
+            question = question if question is not None else await _next_question()
             if not question:
                 break
             try:
@@ -96,9 +97,9 @@ def _write(text: str) -> None:
     print(visible(text), end="", file=sys.stderr, flush=True)
 
 
-def _next_question() -> str:
+async def _next_question() -> str:
     _write("question  ")
-    return sys.stdin.readline().strip()
+    return (await in_daemon_thread(sys.stdin.readline)).strip()
 
 
 def _videos_and_question(words: list[str], interactive: bool) -> tuple[list[str], str | None]:

@@ -230,7 +230,7 @@ def moment_of(arguments: Mapping[str, Any], duration_s: float | int) -> float:
     time_s = _seconds(arguments, "time")
     if time_s < 0:
         raise BadCall(f"time {time_s:.1f} is negative")
-    if time_s > duration_s:
+    if round(time_s, 1) > round(duration_s, 1):  # a prompt shows the duration with one decimal
         raise BadCall(f"time {time_s:.1f} lies beyond the end of the video, which lasts {duration_s:.1f} seconds")
     return time_s
 

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 import numpy as np
 
 from rollout.picture import Picture
+from rollout.threads import in_daemon_thread
 from rollout.video import ticks
 from rollout.video.box import Box
 from rollout.video.decode import identity_and_bytes
@@ -404,7 +405,7 @@ async def _in_thread(work: Callable[[], Result], deadline_s: float | int) -> Res
     """Runs disk access, which may hang, with a deadline."""
     try:
         async with asyncio.timeout(deadline_s):
-            return await asyncio.to_thread(work)
+            return await in_daemon_thread(work)
     except TimeoutError:
         raise VideoTimeout("the video could not be read in time") from None
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rollout.tools import BadCall, Window, find_calls, parse_seconds, video_of, window_of
+from rollout.tools import BadCall, Window, find_calls, moment_of, parse_seconds, video_of, window_of
 
 JSON = '{"name": "crop_video", "arguments": {"video_path": "video.mp4", "start_time": 20, "end_time": 30.5}}'
 ARGUMENTS = {"video_path": "video.mp4", "start_time": 20, "end_time": 30.5}
@@ -92,6 +92,12 @@ def test_several_statements_are_several_calls():
 def test_an_end_beyond_the_video_is_clamped_and_says_so():
     assert window_of({"start_time": "00:50", "end_time": "1:30"}, 64.0) == Window(50.0, 64.0, clamped=True)
     assert window_of({"start_time": 50, "end_time": 64}, 64.0) == Window(50.0, 64.0, clamped=False)
+
+
+def test_the_last_moment_is_the_duration_as_the_prompt_shows_it():
+    assert moment_of({"time": 12.3}, 12.26) == 12.3  # the prompt says 12.3 seconds
+    with pytest.raises(BadCall, match="time 12.4 lies beyond the end of the video, which lasts 12.3 seconds"):
+        moment_of({"time": 12.4}, 12.26)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from fractions import Fraction
@@ -53,6 +54,19 @@ def with_reader(test: Callable[[FrameReader], Awaitable[Any]], **options: Any) -
 def reading(**options: Any) -> Decorator:
     """A test whose first argument is an open reader; the others are fixtures."""
     return lambda work: as_test(work, 1, partial(with_reader, **options))
+
+
+@pytest.mark.slow
+@reading()
+async def test_a_disk_that_hangs_delays_no_other_work_in_threads(reader, monkeypatch):
+    released = threading.Event()
+    monkeypatch.setattr(reader_module, "identity_and_bytes", lambda name: released.wait())
+    try:
+        reads = (reader.info(f"{number}.mp4", 0.2) for number in range(64))
+        assert {type(each) for each in await asyncio.gather(*reads, return_exceptions=True)} == {VideoTimeout}
+        await asyncio.wait_for(asyncio.to_thread(int), 5)  # as the client of the servers encodes a request
+    finally:
+        released.set()
 
 
 def workers() -> list[psutil.Process]:

@@ -2,7 +2,10 @@
 
 import io
 import json
+import signal
+import subprocess
 import sys
+import time
 from contextlib import asynccontextmanager
 
 import pytest
@@ -99,6 +102,23 @@ def test_ask_fails_without_an_answer_but_goes_on_if_it_is_interactive(ask_of, tm
     monkeypatch.setattr(sys, "stdin", io.StringIO("And now?\n\n"))
     assert ask_of("Red or", "--interactive") == 0
     assert capsys.readouterr().err.count("no answer: the context of 32,768") == 2
+
+
+def test_ctrl_c_ends_ask_while_it_waits_for_a_question():
+    command = (
+        "import asyncio, model_port.cli, paravt_jax.ask\n"
+        "model_port.cli.run_cli(lambda: asyncio.run(paravt_jax.ask._next_question()))"
+    )
+    pipes = dict.fromkeys(("stdin", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-c", command], **pipes, text=True) as process:
+        assert process.stdin is not None and process.stderr is not None
+        try:
+            assert process.stderr.read(1) == "q"
+            time.sleep(0.2)  # it reads a line
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 130 and "Traceback" not in process.stderr.read()
+        finally:
+            process.kill()
 
 
 def test_a_video_that_ask_cannot_read_is_named(ask_of, tmp_path, capsys):
