@@ -23,8 +23,6 @@ JPEG_URL = "data:image/jpeg;base64,"
 class Words:
     """Stands in for a chat template where there is none."""
 
-    source = "the endpoint"
-
     def escape(self, text: str) -> str:
         """Inserts a space into texts that may be tokens."""
         return TAG.sub("< ", escape_control(text))

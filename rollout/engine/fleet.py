@@ -96,11 +96,6 @@ class Fleet:
             server.probe_now.set()
         await self.wait_until_up(time.monotonic() + self.settings.load_deadline_s)
 
-    def raise_loop_errors(self) -> None:
-        for loop in self._loops:
-            if loop.done() and (problem := loop.exception()) is not None:
-                raise problem
-
     async def wait_until_up(self, deadline_s: float, *, or_without_weights: bool = False) -> None:
         while not any(server.up or (or_without_weights and server.awaits_weights) for server in self.servers):
             if all(server.retired for server in self.servers):
@@ -142,7 +137,7 @@ class Fleet:
                 problem = ""
                 try:
                     self._apply_list(await list_urls(), source)
-                except (OSError, ValueError, EngineError) as error:
+                except Exception as error:  # nothing in a list may end the poll
                     problem = str(error)
                 if problem and problem == last != reported:  # twice in a row: not just a write in progress
                     say(f"the list of servers is not updated: {problem}")

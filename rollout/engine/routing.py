@@ -29,7 +29,6 @@ class Routing:
 
     async def choose(self, affinity: str, deadline_s: float, tried: set[str]) -> ServerState:
         """The server that has the prefix, else the least busy one; servers that were not tried yet come first."""
-        self._fleet.raise_loop_errors()
         await self._fleet.wait_until_up(deadline_s)
         up = [server for server in self.targets if server.up]
         up = [server for server in up if server.url not in tried] or up
