@@ -13,7 +13,7 @@ from paravt_jax.run.threads import in_thread
 from rollout.chat import TOKEN_PX
 from rollout.endpoint.check import check_endpoint
 from rollout.endpoint.client import EndpointClient
-from rollout.endpoint.servers import endpoint_settings, start_endpoints
+from rollout.endpoint.servers import START_DEADLINE_S, endpoint_settings, start_endpoints
 from rollout.server import Dtype
 
 PATCH_PX = 16
@@ -62,7 +62,8 @@ async def open_endpoint(
         )
         with Meter(f"starting {len(servers)} x {settings.serve_with}"):
             urls = await start_endpoints(servers, stack, lambda line: None)
-    client = EndpointClient(urls, model, settings.api_key_env)
+    give_up_s = START_DEADLINE_S if settings.serve_with else None
+    client = EndpointClient(urls, model, settings.api_key_env, give_up_s)
     stack.push_async_callback(client.close)
     await check_endpoint(client, temperature)
     return client

@@ -42,7 +42,7 @@ CONNECT_DEADLINE_S = 10.0
 PROBE_DEADLINE_S = 10.0
 PROBE_EVERY_S = 5.0  # of a server that is down
 POLL_S = 0.1  # while no server is ready
-GIVE_UP_S = 60.0  # if every server has been down for this long, requests fail
+GIVE_UP_S = 60.0  # unless this machine starts the servers again, which takes longer
 MAX_ATTEMPTS = 5  # per request, except for waits that a server asks for
 BACKOFF_S, MAX_BACKOFF_S = 1.0, 30.0  # doubles
 MAX_DOUBLINGS = 10
@@ -79,8 +79,8 @@ class _Endpoint:
         self.down_since_s, self.ready_s = None, 0.0
 
     @property
-    def is_dead(self) -> bool:
-        return self.down_since_s is not None and time.monotonic() - self.down_since_s > GIVE_UP_S
+    def down_s(self) -> float:
+        return 0.0 if self.down_since_s is None else time.monotonic() - self.down_since_s
 
 
 @dataclass(eq=False)
@@ -98,9 +98,12 @@ class _Attempts:
 
 
 class EndpointClient:
-    """`api_key_env` names an environment variable, "" means no key. `close` it at the end."""
+    """`api_key_env` names an environment variable, "" means no key. `close` it at the end.
 
-    def __init__(self, urls: Sequence[str], model: str, api_key_env: str = "") -> None:
+    Requests fail if every server has been down for `give_up_s`.
+    """
+
+    def __init__(self, urls: Sequence[str], model: str, api_key_env: str = "", give_up_s: float | None = None) -> None:
         import openai  # imported late: it takes as long as the rest of this package
 
         self.model = model
@@ -113,6 +116,7 @@ class EndpointClient:
         self._openai = openai
         self._servers = [_Endpoint(url, self._api(url)) for url in dict.fromkeys(url.rstrip("/") for url in urls)]
         self._slots = asyncio.Semaphore(MAX_IN_FLIGHT * len(self._servers))
+        self._give_up_s = GIVE_UP_S if give_up_s is None else give_up_s
         self._limit_name = "max_tokens"
         self._probes: set[asyncio.Task[Any]] = set()
 
@@ -236,7 +240,7 @@ class EndpointClient:
             up = [server for server in self._servers if server.down_since_s is None]
             if ready := [server for server in up if server.ready_s <= now_s]:
                 return self._preferred([s for s in ready if s.url not in call.tried] or ready, call.affinity)
-            if all(server.is_dead for server in self._servers):
+            if all(server.down_s > self._give_up_s for server in self._servers):
                 raise call.last or Unreachable(f"{', '.join(self.urls)} cannot be reached")
             if call.last is not None and up and min(server.ready_s for server in up) > call.deadline_s:
                 raise call.last

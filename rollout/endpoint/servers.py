@@ -15,7 +15,7 @@ from typing import Literal, Self
 
 import aiohttp
 
-from rollout.server import Device, Dtype, Server, ServerFailed, ServerSettings, Startable, environment_of, settled_port
+from rollout.server import Device, Dtype, Server, ServerSettings, Startable, environment_of, settled_port
 from rollout.terminal import say
 
 Program = Literal["vllm", "sglang"]
@@ -154,7 +154,7 @@ async def _keep(server: Server) -> None:
             server = await _start(server.settings, lambda line: None)
         await server.wait()
         say(f"{server.exit_error()}; it ended {MAX_RESTARTS} times and is not started again")
-    except ServerFailed as problem:
+    except (OSError, RuntimeError, ValueError) as problem:
         say(f"{problem}; it is not started again")
     finally:
         await asyncio.shield(server.stop(STOP_GRACE_S))

@@ -231,6 +231,18 @@ async def test_requests_to_servers_that_stay_away_fail_before_the_deadline(clien
     assert time.monotonic() - started_s < 10
 
 
+@asking()
+async def test_requests_wait_for_a_server_that_is_started_again(client, endpoint):
+    patient = EndpointClient(client.urls, MODEL, give_up_s=30.0)
+    await endpoint.die()
+    asked = asyncio.create_task(ask(patient, deadline_s=30.0))
+    await asyncio.sleep(2 * client_module.GIVE_UP_S)
+    assert not asked.done()
+    await endpoint.__aenter__()
+    assert (await asked).text == "It is red."
+    await patient.close()
+
+
 @asking(2)
 async def test_requests_with_the_same_affinity_go_to_the_same_server_and_others_are_spread(client, *_):
     servers = [{(await ask(client, affinity=str(name))).server for _ in range(3)} for name in range(16)]

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from async_tests import asynchronous
+from async_tests import asynchronous, until
 
 from rollout.endpoint import servers
 from rollout.endpoint.client import EndpointClient
@@ -89,6 +89,17 @@ async def test_a_server_that_ends_starts_again_and_none_outlives_its_owner(vllm)
         second = await asyncio.to_thread(pid_of, url)
     assert first != second
     assert not any(Path(f"/proc/{pid}").exists() for pid in (first, second))
+
+
+@asynchronous
+async def test_a_server_that_cannot_start_again_is_reported(vllm, monkeypatch, capsys):
+    async with AsyncExitStack() as stack:
+        (url,) = await start_endpoints(settings_of("vllm"), stack, lambda line: None)
+        vllm.unlink()
+        os.kill(await asyncio.to_thread(pid_of, url), signal.SIGKILL)
+        reported = []
+        await until(lambda: reported.append(capsys.readouterr().err) or "is not started again" in "".join(reported), 20)
+        assert "there is no program vllm on the PATH" in "".join(reported)
 
 
 @asynchronous
