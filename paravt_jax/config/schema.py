@@ -460,9 +460,10 @@ class Config(TrainingConfig):
     def _contradictions(self) -> Iterable[str]:
         yield from super()._contradictions()
         yield from _lone_judge(self.reward, self.judge)
-        if self.advantage.credit != "token" and not self.reward.anchor_weight:
-            credit = self.advantage.credit
-            yield f"advantage.credit={credit} has no effect with reward.anchor_weight=0; leave it at token"
+        for name in ("anchor_weight", "format_weight"):
+            if self.advantage.credit != "token" and not getattr(self.reward, name):
+                credit = self.advantage.credit
+                yield f"advantage.credit={credit} has no effect with reward.{name}=0; leave it at token"
         if self.loss.name == "dr_grpo" and self.advantage.normalise in ("std", "batch", "tokens"):
             yield (
                 f"loss.name=dr_grpo does not divide by the std of rewards, but advantage.normalise="

@@ -232,3 +232,5 @@ class OptimConfig:
         for name in ("learning_rate", "max_grad_norm"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"optim.{name}={getattr(self, name)} must be greater than 0")
+        if not self.weight_decay >= 0:
+            raise ValueError(f"optim.weight_decay={self.weight_decay} must be 0 or more")

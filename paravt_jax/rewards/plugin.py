@@ -133,6 +133,8 @@ def _group_plugin(
     name = location.rpartition(":")[2]
     try:
         OwnTerm(name, 0.0)
+        if name == LENGTH:
+            raise ValueError(f"{LENGTH} is the term of train.truncated=soft")
     except ValueError as problem:
         raise ValueError(f"reward.plugin={location}: the function's name is its term's: {problem}") from None
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]

@@ -42,6 +42,7 @@ TERM_NAME = re.compile(r"[a-z][a-z0-9_]*")
 QUESTION_TYPES = ("mcq", "tvg", "oe")  # that have an R_acc
 LENGTH = "length"  # the name of the term that train.truncated=soft adds
 TOOL_SUMMANDS = ("tool_call", "tool_right", "call_price")
+MAX_REWARD = 1e100  # of a term of your own: sums and squares stay finite
 RESERVED_NAMES = (*TERMS, *TOOL_SUMMANDS, "format", "total", "prediction", "credits", "own")
 
 
@@ -60,7 +61,7 @@ class OwnTerm:
                 f"invalid term name {self.name!r}: use lower-case letters, digits and _, and none of "
                 f"{', '.join(RESERVED_NAMES)}"
             )
-        if not math.isfinite(self.value) or not math.isfinite(self.weight):
+        if not abs(self.value * self.weight) < MAX_REWARD:
             raise ValueError(f"the term {self.name} has value {self.value} and weight {self.weight}, expected numbers")
 
 

@@ -283,8 +283,10 @@ SERVERS = ["engine.kind=sglang"]
         (["loss.kl=reward", "loss.kl_coef=0"], r"loss\.kl=reward has no effect with loss\.kl_coef=0"),
         (["advantage.credit=sequence", "reward.anchor_weight=0"], r"advantage\.credit=sequence has no effect"),
         (["advantage.credit=span", "reward.anchor_weight=0"], r"advantage\.credit=span has no effect"),
+        (["advantage.credit=likelihood", "reward.format_weight=0"], r"has no effect with reward\.format_weight=0"),
         (["reward.plugin=mine.py"], r"reward\.plugin='mine\.py' must be FILE\.py:FUNCTION, for example"),
         (["optim.learning_rate=0"], r"optim\.learning_rate=0\.0 must be greater than 0"),
+        (["optim.weight_decay=-0.01"], r"optim\.weight_decay=-0\.01 must be 0 or more"),
         (["lora.rank=-1"], r"lora\.rank=-1 must be 0 or more"),
         (["lora.rank=8", "lora.alpha=0"], r"lora\.alpha=0\.0 must be a finite number above 0"),
         (

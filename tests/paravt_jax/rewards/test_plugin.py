@@ -119,6 +119,7 @@ def test_a_function_of_completions_receives_a_group_and_the_columns_that_it_name
         ([0.5], r"expected a list of 2 numbers, got \[0\.5\]$"),
         (["0.5", "1"], r"expected a list of 2 numbers, got \['0\.5', '1'\]$"),
         ([0.5, float("nan")], "expected numbers"),
+        ([0.5, 1e200], "expected numbers"),
     ],
 )
 def test_an_invalid_list_of_scores_is_an_error_and_never_zero(returned, complaint):
@@ -261,6 +262,7 @@ def test_episodes_do_not_wait_for_each_other():
         ("def reward(question, answer): return []", "reward", f"must take {ARGUMENTS}: "),
         (f"def reward({ARGUMENTS}, more): return []", "reward", "must take .*: missing a required argument: 'more'"),
         ("def accuracy(completions): return []", "accuracy", "the function's name is its term's: invalid term name"),
+        ("def length(completions): return []", "length", "the function's name is its term's: length is the term of"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_a_one_line_error(text, name, complaint, tmp_path):
