@@ -108,16 +108,20 @@ class SftRun:
         self.training.log.step(step, metrics, [sample_record(batch.sample, step)])
 
     async def validate_if_due(self) -> None:
+        """An interrupted validation is not logged; the resumed run repeats it."""
         training = self.training
         if not self.held_out or not training.validation_due(self.validation):
             return
         training.log.phase("validation")
         total, num_tokens = 0.0, 0
-        async for batches in self.batches.batches_of(self.held_out):
+        rendered = self.batches.batches_of(self.held_out)
+        while batches := await training.directory.unless_stopped(anext(rendered, [])):
             for batch in map(self._host_rows, batches):
                 logp = await in_thread(partial(training.learner.log_probs, batch))
                 total -= float(logp[batch.loss_mask].sum(dtype=np.float64))
                 num_tokens += int(np.count_nonzero(batch.loss_mask))
+        if batches is None:
+            return
         total, num_tokens = map(sum, zip(*self.hosts.gather("validation", (total, num_tokens)), strict=True))
         if not num_tokens:
             raise RuntimeError(f"no trace of data.validation={self.held_out_path} can be rendered")

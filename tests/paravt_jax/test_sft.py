@@ -6,9 +6,12 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import forked
 import hosts as several
+import numpy as np
 import pytest
 from agents import FakeFrames
 from training import ROOT, arrays_of, episodes_of, metrics_of
@@ -19,8 +22,13 @@ from model_port.tiny import tiny_config
 from paravt_jax.config import SftConfig, load_config
 from paravt_jax.data.sample_order import SampleOrder
 from paravt_jax.data.traces import Media, Message, Trace
-from paravt_jax.imitation.batches import Position, TraceBatch, TraceBatches
+from paravt_jax.imitation.batches import RENDERED_AHEAD, Position, TraceBatch, TraceBatches
 from paravt_jax.imitation.render import TraceRenderer
+from paravt_jax.imitation.run import SftRun
+from paravt_jax.learner.packing import TrainBatch
+from paravt_jax.run.hosts import ALONE
+from paravt_jax.run.process import Stopping
+from paravt_jax.run.training import RunDirectory, Training
 from paravt_jax.view.page import make_page
 from rollout.chat import Chat
 from scripts.miniature.model import make_model
@@ -248,6 +256,34 @@ def test_a_corpus_without_a_readable_trace_ends_the_run(tiny_hf):
         next_batches(
             batches_of(tiny_hf, [trace(0, path="/missing.mp4"), trace(1, path="/missing.mp4")], row_tokens=1024), 1
         )
+
+
+def test_a_signal_ends_a_validation_at_its_next_traces(tiny_hf, tmp_path):
+    """It is not logged, and the resumed run repeats it."""
+    stopping, num_scored = Stopping(), 0
+
+    def log_probs(batch: TrainBatch) -> np.ndarray:
+        nonlocal num_scored
+        num_scored += 1
+        stopping.set()
+        stopping.signal = signal.SIGTERM
+        return np.zeros_like(batch.behavior_logp)
+
+    training: Any = object.__new__(Training)
+    training.step, training.num_steps = 0, 5
+    training.log = SimpleNamespace(phase=lambda text: None, validated=lambda step: False)  # logs nothing
+    training.directory = RunDirectory(tmp_path, stopping, 0, {}, {}, False, ALONE)
+    training.learner = SimpleNamespace(log_probs=log_probs)
+    run: Any = object.__new__(SftRun)
+    run.training, run.hosts, run.validation = training, ALONE, load_config(None).validation
+    run.held_out = [trace(number) for number in range(RENDERED_AHEAD + 8)]
+
+    async def body() -> None:
+        run.batches = batches_of(tiny_hf, [trace(0)], row_tokens=32_768)
+        await run.validate_if_due()
+
+    asyncio.run(body())
+    assert num_scored == 1
 
 
 @pytest.mark.nightly
