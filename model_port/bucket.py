@@ -208,6 +208,8 @@ def downloaded(address: str | Path, include: Callable[[str], bool] = lambda _: T
     if not names:
         raise ValueError(f"{bucket} has no file of the expected kind")
     directory = _copied(bucket, names)
+    if bucket.sizes() != sizes:
+        raise ValueError(f"{bucket} changed during the download; start again")
     for path in directory.rglob("*"):
         name = str(path.relative_to(directory))
         if path.is_file() and include(name) and name not in names and not name.endswith(OWN_SUFFIXES):
@@ -247,8 +249,13 @@ def download(bucket: Bucket, sizes: Mapping[str, int], directory: Path) -> None:
 
 
 def _fetch(source: Bucket, path: Path, cached: bytes | None, num_bytes: int) -> bytes:
-    """Reads the object in parts, all of one generation, and returns that; writes nothing if it is the cached one."""
-    parts = [slice(begin, min(begin + PART_BYTES, num_bytes)) for begin in range(0, num_bytes, PART_BYTES)] or [None]
+    """Reads the object in parts, all of one generation, and returns that; writes nothing if it is the cached one.
+
+    The last part is open, because the object may have grown since it was listed.
+    """
+    begins = range(0, num_bytes - PART_BYTES, PART_BYTES)
+    parts: list[slice | None] = [slice(begin, begin + PART_BYTES) for begin in begins]
+    parts.append(slice(PART_BYTES * len(parts), None) if parts else None)
     content, generation = source.read(cached, parts[0])
     if content is None and generation == cached:
         return generation
@@ -278,9 +285,12 @@ def upload(files: Mapping[str, Path], bucket: Bucket) -> None:
 
 
 def upload_directory(directory: Path, bucket: Bucket) -> None:
-    """Replaces the objects below `bucket` with the directory's files; UPLOADING marks an incomplete upload."""
+    """Replaces the objects below `bucket` with the directory's files; UPLOADING marks an incomplete upload.
+
+    It lists the new and the replaced objects, so that another upload may replace all of them.
+    """
     files = {str(path.relative_to(directory)): path for path in sorted(directory.rglob("*")) if path.is_file()}
-    (bucket / UPLOADING).write(json.dumps({"files": sorted(files)}).encode())
+    (bucket / UPLOADING).write(json.dumps({"files": sorted({*files, *bucket.names()})}).encode())
     upload(files, bucket)
     bucket.clear(set(bucket.names()) - files.keys() - {UPLOADING})
     (bucket / UPLOADING).delete()

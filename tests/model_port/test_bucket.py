@@ -86,6 +86,53 @@ def test_a_directory_that_was_not_uploaded_to_its_end_is_never_read_and_is_repla
     assert (downloaded("gs://bkt/dir") / "deep" / "file").read_text() == "whole"
 
 
+def test_an_upload_that_replaces_other_files_and_is_cut_off_is_replaced_by_the_next(gcs):
+    with output_directory("gs://bkt/dir") as directory:
+        (directory / "shard-2-of-2").write_text("one")
+    gcs.trouble = lambda asked, name: 403 if asked == "DELETE" else None
+    with pytest.raises(RuntimeError, match="could not be deleted"):
+        write("two", force=True)
+    gcs.trouble = lambda method, name: None
+    write("two")
+    assert Bucket.of("gs://bkt/dir").names() == [LIST_FILE, "deep/file"]
+
+
+def after_listing(gcs, name, change):
+    """Changes the bucket once, when the object is asked for."""
+    changes = iter([change])
+
+    def trouble(method, asked):
+        if asked == name and method == "GET":
+            next(changes, lambda: None)()
+        return None
+
+    gcs.trouble = trouble
+
+
+def set_object(gcs, name, content):
+    gcs.last += 1
+    gcs.objects[name] = gcs.last, content
+
+
+@pytest.mark.parametrize("part_bytes", [2, 64])
+def test_an_object_that_grows_during_the_download_is_whole_or_refused_and_whole_the_next_time(
+    gcs, part_bytes, monkeypatch
+):
+    monkeypatch.setattr(module, "PART_BYTES", part_bytes)
+    put(a=b"123")
+    after_listing(gcs, "bkt/dir/a", lambda: set_object(gcs, "bkt/dir/a", b"1234567"))
+    with pytest.raises(ValueError, match=r"gs://bkt/dir changed during the download; start again"):
+        downloaded("gs://bkt/dir")
+    assert (downloaded("gs://bkt/dir") / "a").read_bytes() == b"1234567"
+
+
+def test_a_directory_that_is_replaced_during_the_download_is_refused(gcs):
+    put(a=b"old", b=b"old")
+    after_listing(gcs, "bkt/dir/b", lambda: set_object(gcs, f"bkt/dir/{UPLOADING}", b"{}"))
+    with pytest.raises(ValueError, match=r"gs://bkt/dir changed during the download; start again"):
+        downloaded("gs://bkt/dir")
+
+
 def test_only_what_was_written_so_is_replaced(gcs):
     write("one")
     with pytest.raises(ValueError, match="gs://bkt/dir already exists"):
