@@ -72,6 +72,8 @@ def export(
         raise ValueError(f"max_shard_gib={max_shard_gib} must be greater than 0")
     check_replaceable(Path(dst), force, Path(src))
     address, src = str(src), local_directory(src)
+    if is_adapter(src):
+        check_replaceable(Path(dst), force, base_directory(src))
     source = _adapted(src) if is_adapter(src) else _stored(src)
     config, hf_dir = source.config, _hf_dir(src)
     dtype = dtype or only_dtype(source.dtypes, src)
