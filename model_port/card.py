@@ -252,7 +252,7 @@ def _certificate(cell: Cell) -> str:
     sums = ", ".join(f"sha256 {text[:DIGEST_CHARS]}" for text in data["sha256"].values())
     source = f"{data['repository']} at {data['revision'] or 'an unknown revision'}" if is_public else "own data"
     digests = ", ".join(f"{name} {text[:DIGEST_CHARS]}" for name, text in cell["hashes"].items())
-    engines = ", ".join(dict.fromkeys(str(engine["kind"]) for engine in cell["engines"])) or "an unknown engine"
+    engines = ", ".join(dict.fromkeys(_cell_text(engine["kind"]) for engine in cell["engines"])) or "an unknown engine"
     commit = str(cell.get("git_commit") or "an unknown commit")[:DIGEST_CHARS]
     return (
         f"- {_split(cell)}: {source} ({sums}), mode `{cell['mode']}`, seed {cell['seed']}, "
@@ -286,7 +286,8 @@ def _link(name: str) -> str:
 
 
 def _cell_text(value: Any) -> str:
-    text = json.dumps(value) if isinstance(value, list) else str(value)
+    """Of a file with the user's own code, only the name."""
+    text = json.dumps(value) if isinstance(value, list) else str(value).rpartition("/")[2]
     return text.replace("|", " ").replace("\n", " ")
 
 

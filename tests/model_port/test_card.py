@@ -119,6 +119,13 @@ def test_it_tells_what_an_evaluation_scored_and_the_certificate_without_a_path(t
     assert "mode `agentic`, seed 3" in card and "No headline" not in card and "secret" not in card
 
 
+def test_code_of_the_users_own_is_named_without_its_directory(trained, tmp_path):
+    (trained.parents[1] / "config.json").write_text(json.dumps({"config": {"loss": {"name": "/secret/own.py:loss"}}}))
+    cells = read_cells(evaluated(tmp_path / "eval", engines=[{"kind": "/secret/engine.py:make"}]), ["54"])
+    card = make_card(trained, "me/policy", BASE, "bfloat16", has_recipe=True, cells=cells)
+    assert "| loss.name | own.py:loss |" in card and "engine engine.py:make;" in card and "secret" not in card
+
+
 def test_a_refused_headline_is_told_as_one(trained, tmp_path):
     cells = read_cells(evaluated(tmp_path / "eval", refused="12 of 1549 samples: 12 rows"), ["54"])
     card = make_card(trained, "me/policy", BASE, "bfloat16", has_recipe=True, cells=cells)
