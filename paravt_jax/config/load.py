@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MappingNode, MarkedYAMLError, YAMLError, compose
 
+from model_port.json_files import flattened
 from paravt_jax.config.changed_keys import change_of
 from paravt_jax.config.keys import flat, keys_of, mappings_of, unknown_key
 from paravt_jax.config.schema import Config, EvalConfig, SftConfig
@@ -53,6 +54,8 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
             OmegaConf.update(layers[0][1], "rollout.prompts", {}, merge=False)
     config = pickle.loads(_defaults(schema))
     for source, layer in layers:
+    for text, layer in layers[path is not None :]:
+        _keep_text(config, layer, text)
         config = _in_one_line(source, partial(OmegaConf.unsafe_merge, config, layer))
     config = _with_prompts_file(config)
     settings: Any = _in_one_line("", partial(OmegaConf.to_object, config))
@@ -172,6 +175,14 @@ def to_record(config: Config | SftConfig | EvalConfig) -> dict[str, Any]:
 
 
 def as_written(used: Any, written: Any) -> Any:
+def _keep_text(config: Any, layer: Any, override: str) -> None:
+    """Keeps the text of an override that YAML reads as a number: run_dir=20261128_1030 would become 202611281030."""
+    key, _, text = override.partition("=")
+    value = flattened(cast(dict[Any, Any], OmegaConf.to_container(layer))).get(key)
+    if isinstance(value, int | float) and isinstance(OmegaConf.select(config, key), str):
+        OmegaConf.update(layer, key, text)
+
+
     if isinstance(used, dict) and isinstance(written, dict):
         return {key: as_written(value, written.get(key)) for key, value in used.items()}
     if isinstance(used, list) and isinstance(written, list):

@@ -351,6 +351,11 @@ def test_an_invalid_file_gives_a_one_line_error_with_its_line_number(tmp_path, m
 
 
 def test_suggestions_are_settings_of_the_command():
+@pytest.mark.parametrize("text", ["20261128_1030", "007", "1e3", "4.10", "12:30", "on", "a=b", "'007'", "${seed}"])
+def test_a_text_setting_keeps_a_text_that_yaml_reads_as_a_number(text):
+    assert load_config(None, f"run_dir={text}", "seed=3").run_dir == text.strip("'").replace("${seed}", "3")
+
+
     with pytest.raises(ValueError, match=r"num_steps is not a setting \(did you mean sft\.num_steps\?\)"):
         load_config(CONFIGS / "sft_8b.yaml", "num_steps=3", schema=SftConfig)
 
