@@ -54,9 +54,16 @@ def local_source(path: str | Path) -> Path:
         return downloaded(path, lambda name: name.endswith((*ROW_SUFFIXES, ".json")))
     name = hub_name(str(path))
     check_local(path)
-    if Path(path).exists() or name is None:
-        return Path(path)  # the reader of the file reports errors
+    if Path(path).exists():
+        return Path(path)
     folder = Path(path).parts[0]
+    if name is None and folder == LOCAL_FOLDER:
+        raise ValueError(
+            f"{path} does not exist; make it from published rows with python -m paravt_jax.data materialize and split "
+            f"(docs/training.md has all commands), or give the path of your own rows"
+        )
+    if name is None:
+        return Path(path)  # the reader of the file reports errors
     if name.revision is None and (folder == LOCAL_FOLDER or Path(folder).is_dir()):
         raise ValueError(
             f"{name} does not exist here (python -m paravt_jax.data materialize --output-dir {name} creates it from "

@@ -26,6 +26,7 @@ from paravt_jax.learner.settings import LossConfig
 from paravt_jax.plan.remat import chosen_for
 from paravt_jax.plan.run import PlannedSft
 from paravt_jax.plan.update_rate import UpdateRate
+from paravt_jax.run.directory import check_not_in_a_run
 from paravt_jax.run.fingerprints import check_sources
 from paravt_jax.run.host_times import DeviceProbe, OwnTime, by_host
 from paravt_jax.run.hosts import ALONE, Hosts
@@ -150,6 +151,7 @@ async def open_sft_run(
     devices = await in_thread(find_devices)
     config = computed_on(config, devices[0].platform)
     async with AsyncExitStack() as stack:
+        check_not_in_a_run(config.run_dir)
         directory = RunDirectory.acquire(config.run_dir, stack, to_record(config), allow_changes, hosts)
         sources = hosts.host_0_first(
             lambda: row_sources(config.data, directory.path / SYNTHETIC, config.seed, "_traces")

@@ -36,7 +36,7 @@ from paravt_jax.rl.episodes import RolloutWorker
 from paravt_jax.rl.replay import LoggedSteps, Replay, no_reply
 from paravt_jax.rl.run import Run
 from paravt_jax.rl.scheduler import RolloutScheduler
-from paravt_jax.run.directory import run_id
+from paravt_jax.run.directory import check_not_in_a_run, run_id
 from paravt_jax.run.fingerprints import check_sources
 from paravt_jax.run.gpu_assignment import Gpus, place_servers
 from paravt_jax.run.host_times import DeviceProbe
@@ -87,6 +87,8 @@ async def open_run(
     config = computed_on(config, devices[0].platform)
     async with AsyncExitStack() as stack:
         log = None if replay is None else LoggedSteps.of(replay, config.run_dir, needs_verdicts=config.judge.is_set)
+        if replay is None:
+            check_not_in_a_run(config.run_dir)
         directory = RunDirectory.acquire(config.run_dir, stack, to_record(config), allow_changes, hosts)
         hosts.host_0_first(lambda: _keep_apart(directory, log))
         train, held_out, remarks = hosts.host_0_first(

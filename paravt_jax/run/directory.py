@@ -15,7 +15,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from model_port.bucket import GENERATIONS_FILE, PARTIAL, Bucket, download, upload
+from model_port.bucket import GENERATIONS_FILE, PARTIAL, Bucket, download, is_address, upload
+from model_port.json_files import flattened
 from model_port.layout import RECORD_FILE
 from model_port.output_dir import check_local
 from paravt_jax.config.keys import flat
@@ -73,6 +74,15 @@ def locked(run_dir: str | Path) -> Iterator[Path]:
         yield directory
     finally:
         os.close(file)
+
+
+def check_not_in_a_run(run_dir: str) -> None:
+    """Raises if a new run would be in another run's directory. Replays and evaluations may be."""
+    directory = Path(run_dir).resolve()
+    if is_address(run_dir) or (directory / SETTINGS_LOG_FILE).exists():
+        return
+    if outer := next((parent for parent in directory.parents if (parent / SETTINGS_LOG_FILE).exists()), None):
+        raise ValueError(f"run_dir={run_dir} is in the directory of another run, {outer}; choose another run_dir")
 
 
 @contextmanager

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from paravt_jax.config import load_config, to_record
+from paravt_jax.config import Config, SftConfig, load_config, to_record
+from paravt_jax.imitation.run import open_sft_run
+from paravt_jax.rl.setup import open_run
 from paravt_jax.run import directory as module
-from paravt_jax.run.directory import _commit, changed_settings, locked, run_id, write_settings
+from paravt_jax.run.directory import _commit, changed_settings, check_not_in_a_run, locked, run_id, write_settings
 from paravt_jax.run.hosts import ALONE
 from paravt_jax.run.training import RunDirectory
 from rollout.engine.labels import Label
@@ -86,3 +88,21 @@ def test_a_runs_id_is_stable_and_unique(tmp_path):
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     assert len({first, run_id(namesake, ALONE), run_id(copy, ALONE)}) == 3
     assert first.startswith("8B__first-") and Label.of(f"{first}/3") == Label(f"{first}/", 3)
+
+
+@pytest.mark.parametrize(("open_", "schema"), [(open_run, Config), (open_sft_run, SftConfig)])
+def test_a_new_run_in_the_directory_of_another_is_refused(open_, schema, tmp_path):
+    (tmp_path / "outer").mkdir()
+    write_settings({}, tmp_path / "outer")
+    inner = tmp_path / "outer" / "plots" / "inner"
+
+    async def start() -> None:
+        async with open_(load_config(None, f"run_dir={inner}", schema=schema)):
+            raise AssertionError("it started")
+
+    with pytest.raises(ValueError, match=rf"run_dir={inner} is in the directory of another run, {tmp_path}/outer;"):
+        asyncio.run(start())
+    assert not inner.exists()
+    inner.mkdir(parents=True)
+    write_settings({}, inner)
+    check_not_in_a_run(str(inner))  # it resumes
