@@ -251,11 +251,11 @@ def _assumed_of_rl(run: PlannedRl) -> Iterator[str]:
 
 
 def _assumed_of_sft(run: PlannedSft) -> Iterator[str]:
-    step = run.typical_step()
-    yield (
-        f"a trace has {run.video.overview_frames} frames (video.overview_frames) of {run.frame_tokens} tokens, text, "
-        f"and {RESPONSE_TOKENS} trained tokens"
-    )
+    step, budgets = run.typical_step(), run.budgets
+    frames = f"{budgets[0]} to {budgets[-1]} frames (video.frame_budgets)"
+    if not run.video.frame_budgets:
+        frames = f"{budgets[0]} frames (video.overview_frames)"
+    yield f"a trace has {frames} of {run.frame_tokens} tokens, text, and {RESPONSE_TOKENS} trained tokens"
     yield "every row is computed whole, with its padding"
     yield (
         f"decoding is not included: the up to {step.num_batches * step.shape.num_frame_rows:,} frames of a step are "

@@ -3,6 +3,7 @@
 The plan varies the sizes of a run to find the largest that fit.
 """
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -186,21 +187,31 @@ class PlannedSft(PlannedRun):
         return Step(shape, num_batches, 1, num_batches * shape.num_rows * shape.row_tokens)
 
     @property
-    def needed_row_tokens(self) -> int:
-        """The tokens of a trace."""
-        return self.video.overview_frames * self.frame_tokens + PROMPT_TEXT_TOKENS + RESPONSE_TOKENS
+    def budgets(self) -> list[int]:
+        """The frames that a trace may have, in ascending order."""
+        return sorted(self.video.frame_budgets or [self.video.overview_frames])
+
+    def _trace_tokens(self, frames: int) -> int:
+        return frames * self.frame_tokens + PROMPT_TEXT_TOKENS + RESPONSE_TOKENS
 
     @property
-    def traces_per_row(self) -> int:
-        return max(1, self.pack.row_tokens // self.needed_row_tokens)
+    def needed_row_tokens(self) -> int:
+        """The tokens of the longest trace."""
+        return self._trace_tokens(self.budgets[-1])
 
     @property
     def max_frames(self) -> int:
-        return self.pack.num_rows * self.traces_per_row * self.video.overview_frames
+        """The most that traces in a row can have: the fewest traces with so many frames must fit."""
+        room, fewest = self.pack.row_tokens, [0.0]  # traces by their frames in total
+        for frames in range(1, room // self.frame_tokens + 1):
+            fewest.append(1 + min((fewest[frames - each] for each in self.budgets if each <= frames), default=math.inf))
+        text_tokens = self._trace_tokens(0)
+        fitting = (n for n, traces in enumerate(fewest) if n * self.frame_tokens + traces * text_tokens <= room)
+        return self.pack.num_rows * max(self.budgets[-1], *fitting)
 
     @property
     def max_row_actions(self) -> int:
-        return self.traces_per_row * RESPONSE_TOKENS
+        return max(1, self.pack.row_tokens // self._trace_tokens(self.budgets[0])) * RESPONSE_TOKENS
 
     def resized(self, *, mesh: MeshConfig | None = None, num_rows: int = 0, row_tokens: int = 0) -> Self:
         """Rounds rows_per_step up to whole batches."""

@@ -354,6 +354,20 @@ def sft_plan_text(capsys, monkeypatch, *arguments: str) -> str:
     return capsys.readouterr().out
 
 
+def test_a_cold_start_with_several_frame_budgets_is_planned_for_the_most_frames_and_traces_of_a_row():
+    """A trace has 60 tokens a frame and 1,012 others. So 8,192 tokens hold traces of 64 and 32 frames, or six of 4."""
+
+    def planned(*settings: str) -> PlannedSft:
+        return PlannedSft.of(load_config("configs/sft_8b.yaml", *settings, schema=SftConfig), EIGHT_B)
+
+    one, several = planned(), planned("video.frame_budgets=[64,4,8,16,32]")
+    assert (one.max_frames, one.max_row_actions, one.needed_row_tokens) == (8 * 64, 512, 64 * 60 + 1012)
+    assert (several.max_frames, several.max_row_actions) == (8 * 96, 6 * 512)
+    assert several.needed_row_tokens == one.needed_row_tokens
+    assert planned("video.frame_budgets=[33,40]", "pack.row_tokens=9000").max_frames == 8 * 3 * 33  # not 2 * 40
+    assert "4 to 64 frames (video.frame_budgets)" in make_plan(several, DEVICES["cpu"]).assumptions[0]
+
+
 @pytest.mark.slow
 def test_a_larger_batch_of_sft_needs_more_memory_and_a_larger_step_does_not():
     run = PlannedSft.of(load_config("configs/sft_8b.yaml", "model.remat=full", schema=SftConfig), EIGHT_B)
