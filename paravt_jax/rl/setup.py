@@ -113,9 +113,16 @@ async def open_run(
             frame_reader(config.video, policy.contract, config.rollout.detail_factor)
         )
         policy_update = update_of(training.learner, policy.chat, policy.contract, config, hosts)
-        if training.step < training.num_steps:
-            training.compile_ahead(in_thread(policy_update.compile_ahead()), stack)
+
+        def compile_ahead() -> None:
+            if training.step < training.num_steps:
+                training.compile_ahead(in_thread(policy_update.compile_ahead()), stack)
+
+        if not config.engine.connects:
+            compile_ahead()
         rollouts = await _rollouts(config, training, policy, frames, plugin, order, log, gpus, take_over, stack)
+        if config.engine.connects:  # only now, because the error of a server would wait for the program
+            compile_ahead()
         worker = rollouts.worker
         run = Run(
             training=training,

@@ -27,7 +27,9 @@ from paravt_jax.config import load_config
 from paravt_jax.rl import setup
 from paravt_jax.run import directory
 from paravt_jax.run.hosts import ALONE
+from paravt_jax.run.training import Training
 from paravt_jax.sampling import engines
+from rollout.engine.protocol import EngineError
 from rollout.engine.sglang import SGLangSettings
 
 pytestmark = pytest.mark.slow
@@ -215,6 +217,20 @@ def test_servers_can_be_replaced_between_steps(tmp_path, monkeypatch):
     assert not any(episode["missing"] for episode in episodes)
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     assert all(0 < line["perf/changed_weights_frac"] < 1 for line in lines)
+
+
+def test_servers_that_do_not_answer_end_a_run_before_it_compiles(tmp_path, monkeypatch):
+    """The end of a run waits for a program that is being compiled."""
+
+    async def connect(*_):
+        raise EngineError("no server answers")
+
+    compiled = []
+    monkeypatch.setattr(engines.SGLangEngine, "connect", connect)
+    monkeypatch.setattr(Training, "compile_ahead", lambda self, work, stack: compiled.append(work.close()))
+    with pytest.raises(EngineError, match="no server answers"):
+        train_here(tmp_path / "run", *QUICK, "engine.kind=sglang", "engine.urls=[http://127.0.0.1:9]")
+    assert not compiled
 
 
 class TakenServer(FakeServer):
