@@ -19,7 +19,7 @@ from model_port.bucket import GENERATIONS_FILE, PARTIAL, Bucket, download, is_ad
 from model_port.json_files import flattened
 from model_port.layout import RECORD_FILE
 from model_port.output_dir import check_local
-from paravt_jax.config.keys import flat
+from paravt_jax.run.episode_parts import SUFFIX
 from paravt_jax.run.hosts import Hosts
 from paravt_jax.run.lease import Lease, leased, token_of
 from paravt_jax.run.log import (
@@ -122,7 +122,8 @@ def run_id(directory: Path, hosts: Hosts) -> str:
 def locked_for_bucket(bucket: Bucket, hosts: Hosts) -> Iterator[tuple[Path, Lease | None]]:
     """Locks a local directory per host for a run with checkpoints in a bucket; host 0 also holds the bucket's lease.
 
-    Downloads the run's logs if the bucket has a checkpoint beyond the local ones.
+    Downloads the run's logs if the bucket has a checkpoint beyond the local ones; other hosts need the newest metrics
+    and settings only.
     """
     name = bucket.name if hosts.leads else f"{bucket.name}.host{hosts.index}"
     with locked(Path(BESIDE_BUCKET) / name) as directory, ExitStack() as stack:
@@ -135,14 +136,15 @@ def locked_for_bucket(bucket: Bucket, hosts: Hosts) -> Iterator[tuple[Path, Leas
         names = bucket.sizes()
         saved = [name.split("/")[1] for name in names if name.endswith(f"/{RECORD_FILE}")]
         if not hosts.leads or last_step(directory) < max(map(int, filter(str.isdecimal, saved)), default=0):
-            (directory / GENERATIONS_FILE).unlink(missing_ok=True)  # download all logs; the bucket's are authoritative
-            download(bucket, {name: num_bytes for name, num_bytes in names.items() if is_log(name)}, directory)
+            (directory / GENERATIONS_FILE).unlink(missing_ok=True)  # download again; the bucket's are authoritative
+            needed = [*filter(is_log, names)] if hosts.leads else {METRICS_FILE, SETTINGS_FILE} & names.keys()
+            download(bucket, {name: names[name] for name in needed}, directory)
         yield directory, lease
 
 
 def is_log(name: str) -> bool:
-    """Whether a path in the run's directory is part of its logs."""
-    return name.partition("/")[0] in LOGGED
+    """Whether a path in the run's directory is part of its logs, and not an unfinished file or a host's episodes."""
+    return name.partition("/")[0] in LOGGED and not name.endswith((PARTIAL, SUFFIX))
 
 
 class LogCopies:
@@ -154,7 +156,7 @@ class LogCopies:
 
     def copy(self) -> None:
         paths = {str(path.relative_to(self._directory)): path for path in self._directory.rglob("*") if path.is_file()}
-        paths = {name: path for name, path in paths.items() if is_log(name) and not path.name.endswith(PARTIAL)}
+        paths = {name: path for name, path in paths.items() if is_log(name)}
         now = {name: (path.stat().st_size, path.stat().st_mtime_ns) for name, path in paths.items()}
         changed = {name: paths[name] for name, status in now.items() if self._copied.get(name) != status}
         upload(changed, self._bucket)

@@ -15,7 +15,7 @@ from paravt_jax.run import lease as lease_module, training
 from paravt_jax.run.bucket_checkpoint import BucketCheckpoints
 from paravt_jax.run.checkpoint_read import verify
 from paravt_jax.run.directory import LogCopies, locked_for_bucket
-from paravt_jax.run.hosts import ALONE
+from paravt_jax.run.hosts import ALONE, Hosts
 from paravt_jax.run.lease import OWNER
 from paravt_jax.run.process import Stopping
 
@@ -202,6 +202,17 @@ def test_logs_are_copied_and_downloaded_to_an_empty_disk(gcs, tmp_path, monkeypa
     with locked_for_bucket(bucket, ALONE) as (directory, _):
         assert (directory / "metrics.jsonl").read_text() == '{"step": 1}\n'
         assert (directory / "episodes" / "000001.jsonl").is_file() and not (directory / "checkpoints").exists()
+
+
+def test_other_hosts_download_what_they_read_and_no_host_the_parts_of_a_killed_run(gcs):
+    bucket = Bucket.of(ADDRESS)
+    for name in ("metrics.jsonl", "config.json", "episodes/000001.jsonl", "episodes/.000002.host1.part"):
+        (bucket / name).write(b"{}\n")
+    (bucket / "checkpoints/1/state.json").write(b"{}")
+    for host, episodes in ((0, ["000001.jsonl"]), (1, [])):
+        with locked_for_bucket(bucket, Hosts(host)) as (directory, _):
+            assert {"metrics.jsonl", "config.json"} <= {path.name for path in directory.iterdir()}
+            assert [path.name for path in directory.glob("episodes/*")] == episodes
 
 
 def test_a_local_directory_with_other_files_is_not_used(gcs, tmp_path):
