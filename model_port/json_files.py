@@ -49,11 +49,11 @@ def parse_object(content: bytes, source: str | Path) -> dict[str, Any]:
     return parsed
 
 
-def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flattened(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     """{"a": {"b": x}} as {"a.b": x}."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        flat |= flattened(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        flat |= flattened(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
     return flat
 
 

@@ -33,7 +33,7 @@ SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # pathlib makes one slash o
 def check_local(path: str | Path) -> None:
     """Refuses an address such as s3://bucket/x, which pathlib would treat as local folders."""
     if scheme := SCHEME.match(str(path)):
-        raise ValueError(f"{path} is not a local path: {scheme[1]}:// is not supported here, give a local directory")
+        raise ValueError(f"{path} is not a local path: {scheme[1]}:// is not supported here, give a local path")
 
 
 @contextmanager
@@ -191,23 +191,27 @@ def exit_on_sigterm() -> None:
 
 
 def _lock(partial: Path, dst: Path) -> int:
-    """Creates `partial` and locks it for this process; the kernel releases the lock if the process dies."""
+    """Creates `partial` and locks it for this process."""
     while True:
-        partial.mkdir(exist_ok=True)  # outside of the `try`: in /proc, for example, it raises FileNotFoundError
-        try:
-            lock = os.open(partial / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        except FileNotFoundError:
-            continue  # the previous owner has just renamed or removed it
+        partial.mkdir(exist_ok=True)  # outside of the context: in /proc, for example, it raises FileNotFoundError
+        with suppress(FileNotFoundError):  # the previous owner has just renamed or removed it
+            return lock_file(partial / LOCK_FILE, dst)
+
+
+def lock_file(file: Path, output: Path) -> int:
+    """Creates and locks a file for the process that writes `output`; the kernel releases it if the process dies."""
+    while True:
+        lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(lock), (partial / LOCK_FILE).stat()):
+            if os.path.samestat(os.fstat(lock), file.stat()):
                 return lock
         except BlockingIOError:
             os.close(lock)
-            raise ValueError(f"another process is writing {dst}; wait for it, or choose another directory") from None
+            raise ValueError(f"another process is writing {output}; wait for it, or choose another path") from None
         except FileNotFoundError:
             pass
-        os.close(lock)  # renamed or removed between opening and locking
+        os.close(lock)  # renamed or removed between open and lock
 
 
 def _clear(partial: Path) -> None:

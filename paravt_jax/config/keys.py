@@ -43,14 +43,6 @@ def mappings_of(schema: type, prefix: str = "") -> dict[str, list[str]]:
     return mappings
 
 
-def flat(layer: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Flattens nested settings to dotted keys."""
-    values: dict[str, Any] = {}
-    for name, value in layer.items():
-        values |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return values
-
-
 def change_text(key: str, old: Any, new: Any) -> str:
     """A changed setting in a log line; if its values are long, only the key."""
     old, new = repr(old), repr(new)

@@ -20,7 +20,7 @@ from yaml import MappingNode, MarkedYAMLError, YAMLError, compose
 
 from model_port.json_files import flattened
 from paravt_jax.config.changed_keys import change_of
-from paravt_jax.config.keys import flat, keys_of, mappings_of, unknown_key
+from paravt_jax.config.keys import keys_of, mappings_of, unknown_key
 from paravt_jax.config.schema import Config, EvalConfig, SftConfig
 from paravt_jax.config.shipped import config_file
 from paravt_jax.learner.settings import LossConfig
@@ -53,9 +53,9 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
         if any(OmegaConf.select(layer, "rollout.prompts_file") for _, layer in layers[1:]):
             OmegaConf.update(layers[0][1], "rollout.prompts", {}, merge=False)
     config = pickle.loads(_defaults(schema))
-    for source, layer in layers:
     for text, layer in layers[path is not None :]:
         _keep_text(config, layer, text)
+    for source, layer in layers:
         config = _in_one_line(source, partial(OmegaConf.unsafe_merge, config, layer))
     config = _with_prompts_file(config)
     settings: Any = _in_one_line("", partial(OmegaConf.to_object, config))
@@ -131,7 +131,7 @@ def _unknown_keys(source: str, layer: Any, schema: type) -> Iterable[str]:
         raise ValueError(f"{source} is a list, expected settings such as train: {{num_steps: 10}}")
     settings = cast(dict[Any, Any], OmegaConf.to_container(layer))
     keys, mappings = _keys(schema)
-    for key in flat(settings):
+    for key in flattened(settings):
         if key not in keys and key.rpartition(".")[0] not in mappings:
             error = change_of(key) or unknown_key(key, [*keys, *chain.from_iterable(mappings.values())])
             yield ("" if source.startswith(f"{key}=") else f"{source}{_line_of(source, key)}: ") + error
@@ -174,7 +174,6 @@ def to_record(config: Config | SftConfig | EvalConfig) -> dict[str, Any]:
     return as_written(asdict(config), getattr(config, WRITTEN, {}))
 
 
-def as_written(used: Any, written: Any) -> Any:
 def _keep_text(config: Any, layer: Any, override: str) -> None:
     """Keeps the text of an override that YAML reads as a number: run_dir=20261128_1030 would become 202611281030."""
     key, _, text = override.partition("=")
@@ -183,6 +182,7 @@ def _keep_text(config: Any, layer: Any, override: str) -> None:
         OmegaConf.update(layer, key, text)
 
 
+def as_written(used: Any, written: Any) -> Any:
     if isinstance(used, dict) and isinstance(written, dict):
         return {key: as_written(value, written.get(key)) for key, value in used.items()}
     if isinstance(used, list) and isinstance(written, list):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeGuard
 import numpy as np
 from jaxtyping import Float, Int
 
-from paravt_jax.config.keys import flat
+from model_port.json_files import flattened
 from paravt_jax.learner.settings import MismatchConfig
 from paravt_jax.run.directory import load_settings
 from paravt_jax.run.log import METRICS_FILE, VALIDATION_FILE, rows_by_step
@@ -219,7 +219,7 @@ def load_run(run_dir: Path) -> LoggedRun:
 
 def flat_config(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The config in a run's settings, by dotted key."""
-    return flat(settings.get("config", {}))
+    return flattened(settings.get("config", {}))
 
 
 def validation_key(key: str) -> str:

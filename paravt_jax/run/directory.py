@@ -203,7 +203,7 @@ def settings_of(directory: Path) -> dict[str, Any]:
 
 def changed_settings(settings: Mapping[str, Any], directory: Path) -> dict[str, tuple[Any, Any]]:
     """By key, the value in RUN/config.json and the current one."""
-    previous, current = flat(settings_of(directory)), flat(json.loads(json.dumps(settings)))
+    previous, current = flattened(settings_of(directory)), flattened(json.loads(json.dumps(settings)))
     if not previous:
         return {}
     keys = [key for key in {**current, **previous} if previous.get(key) != current.get(key)]

@@ -5,21 +5,20 @@ beside the file stores which command wrote it and the file's hash, so that a cop
 replaces its own file if it is unchanged. Other files need --force. An input of the command is never replaced.
 """
 
-import fcntl
 import hashlib
 import json
 import os
-import re
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from model_port.output_dir import check_local, lock_file, sync_path
+
 RECORD_SUFFIX = ".written_by_paravt_jax.json"
 MAX_NAME_BYTES = 200  # leaves room for the suffixes of the files beside it
 NEVER_READ = {".html", ".png"}  # what commands write and never read from a directory
-SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # pathlib joins the two slashes
 
 
 class OutputFile:
@@ -30,8 +29,7 @@ class OutputFile:
     """
 
     def __init__(self, path: str | Path, by: str, *, inputs: Sequence[str | Path] = (), force: bool = False) -> None:
-        if scheme := SCHEME.match(str(path)):
-            raise ValueError(f"{path} is not a local path: {scheme[1]}:// is not supported here, give a local path")
+        check_local(path)
         self.path = path = Path(path).absolute()
         self.changed = False  # True once a write has changed the content
         self._stream = _is_stream(path)
@@ -58,15 +56,15 @@ class OutputFile:
         self._check()
         self._file.parent.mkdir(parents=True, exist_ok=True)
         partial = self._file.with_name(f".{self._file.name}.partial")
-        lock = _lock(partial, self._file)
+        lock = lock_file(partial, self._file)
         try:
             yield partial
             self._check()  # a file may have appeared in the meantime
-            _sync(partial)
+            sync_path(partial)
             self.changed = not (self._file.exists() and _digest(partial) == _digest(self._file))
             if self.changed:
                 partial.replace(self._file)
-                _sync(self._file.parent)
+                sync_path(self._file.parent)
             self._write_record()
         except OSError as problem:
             problem.filename = problem.filename or str(self.path)  # an error such as "disk full" has no name
@@ -137,27 +135,3 @@ def _is_stream(path: Path) -> bool:
         return False
     opened = str(path).startswith(("/dev/std", "/dev/fd/", "/proc/"))
     return opened or not stat.S_ISREG(path.stat().st_mode)
-
-
-def _lock(partial: Path, file: Path) -> int:
-    """Creates and locks `partial`; the kernel releases the lock if the process dies."""
-    while True:
-        lock = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(lock), partial.stat()):
-                return lock
-        except BlockingIOError:
-            os.close(lock)
-            raise ValueError(f"another process is writing {file}; wait for it, or choose another path") from None
-        except FileNotFoundError:
-            pass
-        os.close(lock)  # renamed or removed between open and lock
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

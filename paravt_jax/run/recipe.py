@@ -13,10 +13,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from model_port.hf_files import RECIPE_FILE
-from model_port.json_files import Section, read_object
+from model_port.json_files import Section, flattened, read_object
 from paravt_jax.config import Config, EvalConfig, SftConfig, VideoConfig
 from paravt_jax.config.changed_keys import change_of
-from paravt_jax.config.keys import change_text, flat
+from paravt_jax.config.keys import change_text
 from rollout.episode_config import EpisodeConfig
 
 # Settings of an episode that are not stored, because the user chooses them.
@@ -63,8 +63,8 @@ def read_recipe(directory: Path) -> Recipe | None:
     tools = rollout.values.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(name, str) for name in tools):
         raise rollout.wrong("tools", "a list of names")
-    recipe_keys = set(flat(Recipe().to_record()))
-    for key, value in flat(record).items():
+    recipe_keys = set(flattened(Recipe().to_record()))
+    for key, value in flattened(record).items():
         if key not in recipe_keys:
             raise ValueError(f"{path}: {change_of(key) or f'{key} is not a setting of a recipe'}")
         if "${" in str(value):
@@ -82,7 +82,7 @@ def read_recipe(directory: Path) -> Recipe | None:
 
 def differences(directory: Path, recipe: Recipe) -> str:
     """A line about the settings that differ from the recipe in the model's files; empty if none do."""
-    trained, current = flat(_record(directory) or {}), flat(recipe.to_record())
+    trained, current = flattened(_record(directory) or {}), flattened(recipe.to_record())
     changes = [
         change_text(key, trained[key], value)
         for key, value in current.items()

@@ -16,10 +16,11 @@ import jax
 
 from model_port.adapters import AdapterInfo
 from model_port.bucket import Bucket, is_address
+from model_port.json_files import flattened
 from model_port.layout import CHECKPOINTS_DIR
 from model_port.terminal import say
 from paravt_jax.config import CheckpointConfig, LogConfig, ValidationConfig
-from paravt_jax.config.keys import change_text, flat
+from paravt_jax.config.keys import change_text
 from paravt_jax.learner.learner import Learner
 from paravt_jax.run.bucket_checkpoint import BucketCheckpoints
 from paravt_jax.run.checkpoint import Checkpoints
@@ -79,10 +80,10 @@ class RunDirectory:
         """
         if hosts.leads and (project := settings["log"]["wandb_project"]):
             import_wandb(project)  # before models load
-        by_key = flat(dict(settings))
+        by_key = flattened(dict(settings))
         shared = {key: value for key, value in by_key.items() if key != OWN_SETTING}
         hosts.check_same(
-            lambda: {**shared, **flat(versions()), **code_sums(by_key)},
+            lambda: {**shared, **flattened(versions()), **code_sums(by_key)},
             "start all hosts with the same settings and the same code",
         )
         bucket, lease = Bucket.of(run_dir) if is_address(run_dir) else None, None

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
+from model_port.json_files import flattened
 from paravt_jax.config import load_config, to_record
-from paravt_jax.config.keys import flat
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 NO_PREFIX = "rollout.forced_prefix="
@@ -68,7 +68,7 @@ def settings_of(arm: str) -> tuple[str, ...]:
 def recommended() -> tuple[str, ...]:
     """The reward and advantage settings in which the recommended 8B file differs from the published one."""
     published, other = (
-        flat(to_record(load_config(CONFIGS / f"paragrpo_8b{name}.yaml"))) for name in ("", "_recommended")
+        flattened(to_record(load_config(CONFIGS / f"paragrpo_8b{name}.yaml"))) for name in ("", "_recommended")
     )
     differ = (key for key in other if key.startswith(("reward.", "advantage.")) and other[key] != published[key])
     return tuple(f"{key}={other[key]}".replace("=True", "=true").replace("=False", "=false") for key in differ)

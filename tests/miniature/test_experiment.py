@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from model_port.json_files import flattened
 from model_port.layout import RESULTS_FILE
 from paravt_jax.config import load_config, to_record
-from paravt_jax.config.keys import flat
 from paravt_jax.run.log import METRICS_FILE
 from scripts.miniature import experiment
 from scripts.miniature.__main__ import arms_of, main
@@ -93,7 +93,7 @@ def test_progress_counts_the_steps_of_the_runs(tmp_path, monkeypatch):
 
 
 def settings(arm: str) -> dict:
-    return flat(to_record(load_config(CONFIGS / "miniature" / "para_grpo.yaml", *settings_of(arm))))
+    return flattened(to_record(load_config(CONFIGS / "miniature" / "para_grpo.yaml", *settings_of(arm))))
 
 
 ANCHOR = {"reward.anchor_weight", "reward.unclosed_penalty"}
@@ -132,7 +132,7 @@ def test_an_arm_without_gating_ignores_the_frame_budgets_of_its_world(tmp_path, 
 
 
 def test_the_recommended_arm_has_the_reward_and_credit_of_the_recommended_file():
-    file = flat(to_record(load_config(CONFIGS / "paragrpo_8b_recommended.yaml")))
+    file = flattened(to_record(load_config(CONFIGS / "paragrpo_8b_recommended.yaml")))
     own, full = settings("recommended"), settings("para_grpo")
     assert all(own[key] == value for key, value in file.items() if key.startswith(("reward.", "advantage.")))
     assert all(key.startswith(("reward.", "advantage.")) for key in full if own[key] != full[key])

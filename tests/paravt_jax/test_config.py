@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from model_port.json_files import flattened
 from paravt_jax.config import Config, EvalConfig, SftConfig, keys, load_config, to_record
 from paravt_jax.config.changed_keys import FIXED, REMOVED, RENAMED
 from paravt_jax.learner import advantages
@@ -76,7 +77,7 @@ def test_open_questions_are_scored_by_exact_match_unless_there_is_a_judge(name):
 
 
 def settings_of(file: str, *settings: str) -> dict:
-    return keys.flat(to_record(load_config(CONFIGS / file, *settings)))
+    return flattened(to_record(load_config(CONFIGS / file, *settings)))
 
 
 def test_the_release_configs_differ_from_ours_as_their_headers_list():
@@ -350,12 +351,12 @@ def test_an_invalid_file_gives_a_one_line_error_with_its_line_number(tmp_path, m
         assert "\n" not in str(raised.value)
 
 
-def test_suggestions_are_settings_of_the_command():
 @pytest.mark.parametrize("text", ["20261128_1030", "007", "1e3", "4.10", "12:30", "on", "a=b", "'007'", "${seed}"])
 def test_a_text_setting_keeps_a_text_that_yaml_reads_as_a_number(text):
     assert load_config(None, f"run_dir={text}", "seed=3").run_dir == text.strip("'").replace("${seed}", "3")
 
 
+def test_suggestions_are_settings_of_the_command():
     with pytest.raises(ValueError, match=r"num_steps is not a setting \(did you mean sft\.num_steps\?\)"):
         load_config(CONFIGS / "sft_8b.yaml", "num_steps=3", schema=SftConfig)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from model_port.json_files import flattened
 from model_port.sharding import make_mesh
 from paravt_jax.config import Config, MeshConfig, SftConfig, load_config, to_record
-from paravt_jax.config.keys import flat
 from paravt_jax.plan.aot import compiled_update
 from paravt_jax.plan.devices import DEVICES, GIB, DeviceSpec
 from paravt_jax.plan.meshes import compiled_bytes, mesh_shapes
@@ -121,7 +121,7 @@ def figures_of(plan: Plan) -> list[float | StepTime]:
 
 def differing_keys(published: Config | SftConfig, own: Config | SftConfig) -> set[str]:
     """The settings that differ, except those of the machine."""
-    old, new = flat(to_record(published)), flat(to_record(own))
+    old, new = flattened(to_record(published)), flattened(to_record(own))
     return {key for key in old if old[key] != new[key] and not key.startswith(MACHINE_SETTINGS)}
 
 
@@ -153,7 +153,7 @@ def test_a_recipe_that_changes_the_method_is_detected(monkeypatch):
 @pytest.mark.parametrize("name", CONTRAST)
 def test_a_recipe_of_qwen2_5_vl_differs_from_its_counterpart_in_the_model_only(name):
     counterpart, load = CONTRAST[name][1], start_of if is_start(name) else config_of
-    old, new = (flat(to_record(load(each))) for each in (counterpart, name))
+    old, new = (flattened(to_record(load(each))) for each in (counterpart, name))
     assert {key for key in old if old[key] != new[key]} == {"run_dir", "model.path"}
     assert f"Otherwise as configs/{counterpart}.yaml" in header_of(name)
 
