@@ -62,11 +62,10 @@ class _Endpoint:
     num_limited: int = 0  # HTTP 429 in a row that did not name a wait
 
     def limit(self, retry_after_s: float | None) -> None:
-        """Sends nothing for the time that the server asks for."""
+        """Sends nothing for the time that the server asks for; if that is none, for a time that doubles."""
         backoff_s = min(BACKOFF_S * 2 ** min(self.num_limited, MAX_DOUBLINGS), MAX_BACKOFF_S)
-        self.num_limited += retry_after_s is None
-        wait_s = backoff_s if retry_after_s is None else retry_after_s
-        self.ready_s = max(self.ready_s, time.monotonic() + wait_s)
+        self.num_limited += not retry_after_s
+        self.ready_s = max(self.ready_s, time.monotonic() + (retry_after_s or backoff_s))
 
     def lower(self, problem: EndpointError) -> None:
         if self.down_since_s is None:

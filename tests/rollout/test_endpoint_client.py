@@ -162,6 +162,13 @@ async def test_requests_in_flight_together_are_all_sent_again_with_the_other_nam
     assert [reply.text for reply in replies] == ["It is red."] * 3 and len(endpoint.bodies) == 6
 
 
+@asking()
+async def test_a_server_that_asks_for_no_wait_is_not_flooded(client, endpoint):
+    """A gateway, or a clock that is behind."""
+    endpoint.modes, endpoint.retry_after = ["429"], "0"
+    assert (await failure(client, deadline_s=0.5)).reason == "rate_limit" and len(endpoint.bodies) < 10
+
+
 @asking(2)
 async def test_another_server_gets_the_request_while_one_asks_to_wait(client, busy, free):
     busy.modes, busy.retry_after = ["429"], "3600"
