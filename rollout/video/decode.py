@@ -150,9 +150,10 @@ def _open(path: str) -> Iterator[tuple[InputContainer, VideoStream]]:
         with av.open(
             os.path.realpath(path), options=SIZE_OPTIONS, container_options=containers, **ANY_TITLE
         ) as container:
-            streams = [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
+            pictures = Disposition.attached_pic
+            streams = [s for s in container.streams.video if s.codec_context and not s.disposition & pictures]
             if not streams:
-                raise VideoError("the video cannot be decoded: the file holds no video")
+                raise VideoError("the video cannot be decoded: the file holds no video of a known codec")
             stream = max(streams, key=lambda stream: stream.width * stream.height)
             if stream.width * stream.height > MAX_FRAME_PIXELS:
                 raise VideoError(

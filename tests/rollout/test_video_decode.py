@@ -176,13 +176,18 @@ def playlist(path: Path) -> None:
     path.write_text("#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nother.mp4\n#EXT-X-ENDLIST\n")
 
 
+def unknown_codec(path: Path) -> None:
+    path.write_bytes(write_video(path, at_fps(30, 10)).read_bytes().replace(b"avc1", b"zzzz"))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (no_video, "damaged or not a video"),
+        (unknown_codec, "no video of a known codec"),
         (playlist, "damaged or not a video"),
         (lambda path: truncate(write_video(path, at_fps(30, 30)), 0.6), "damaged or not a video"),  # has no index
-        (write_sound, "holds no video"),
+        (write_sound, "no video of a known codec"),
         (lambda path: path.write_bytes(b""), "the file is empty"),
         (lambda path: path.write_bytes(bytes(100_000)), "damaged or not a video"),
         (lambda path: path.write_bytes(os.urandom(100_000)), "damaged or not a video"),
