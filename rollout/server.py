@@ -251,7 +251,7 @@ class Server:
     def __init__(self, settings: Startable, log_file: Path | None = None) -> None:
         self.settings = settings  # including the chosen port
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
-        self._log = log_file.open("ab") if log_file else None
+        self._log = log_file.open("ab", buffering=0) if log_file else None
         self._ended: concurrent.futures.Future[int] = concurrent.futures.Future()
         self._ended.set_running_or_notify_cancel()  # a cancelled waiter must not cancel it for the others
         self._mark = uuid.uuid4().hex  # in the environment of every process of the server
@@ -366,8 +366,8 @@ class Server:
         with self._process.stdout as output:
             while raw := output.readline(MAX_LINE_BYTES):
                 if self._log:
-                    self._log.write(raw)
-                    self._log.flush()
+                    with contextlib.suppress(OSError):  # on a full disk: a server whose output nobody reads would end
+                        self._log.write(raw)
                 shown = raw.rstrip().rpartition(b"\r")[2]  # a progress bar overwrites itself
                 if shown:
                     self._lines.append(shown.decode(errors="replace"))

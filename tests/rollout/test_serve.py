@@ -155,6 +155,12 @@ def test_a_model_without_vision_is_refused(fake):
         start(fake("text"))
 
 
+def test_a_full_disk_costs_lines_of_the_log_and_not_the_server(fake):
+    server = start(fake("chatty"), log_file=Path("/dev/full"))
+    asyncio.run(server.stop(5))
+    assert "line 9999" in server.last_lines(KEPT_LINES)
+
+
 def test_output_is_kept_within_bounds_and_written_whole_to_the_file(fake, tmp_path):
     log_file = tmp_path / "server.log"
     server = start(fake("chatty"), log_file=log_file)
