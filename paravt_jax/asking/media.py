@@ -31,6 +31,7 @@ MAX_IMAGE_PIXELS = 8192 * 4352
 MAX_IMAGE_SIDE_PX = 16_384  # x264's limit
 MAX_IMAGE_ASPECT = 200  # longer side / shorter side; the model's frame sizes allow no more
 CHUNK_BYTES = 2**20
+MAX_URL_CHARS = 2**14  # unless it has the data itself; libraries keep the last URLs that they have split
 GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
 SIX_TO_FOUR = ipaddress.IPv6Network("2002::/16")
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
@@ -105,11 +106,13 @@ class Sources:
         """Files that it has to create are `target`, or next to it."""
         source = target
         try:
-            parts = urlsplit(medium.url)
+            parts = urlsplit(medium.url[:MAX_URL_CHARS])
         except ValueError:
             raise BadRequest(f"{cut(medium.url)} is not a URL") from None
         if parts.scheme == "data":
             await asyncio.to_thread(_write_data, medium.url, target)
+        elif len(medium.url) > MAX_URL_CHARS:
+            raise BadRequest(f"{cut(medium.url)} has more than {MAX_URL_CHARS} characters")
         elif parts.scheme in ("http", "https"):
             await self._fetch(medium.url, target, budget)
         elif parts.scheme in ("", "file"):

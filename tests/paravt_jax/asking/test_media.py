@@ -2,7 +2,9 @@
 
 import asyncio
 import base64
+import gc
 import io
+import tracemalloc
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -53,6 +55,20 @@ def test_only_files_below_the_directory_are_read(videos, tmp_path):
         assert len(str(raised.value)) < 700 and str(raised.value).isprintable()
     with pytest.raises(BadRequest, match="--video-root"):
         path_of("a.mp4", tmp_path)
+
+
+def test_a_video_in_a_request_leaves_memory_with_it(tmp_path):
+    """urllib keeps the last URLs that it has split."""
+    tracemalloc.start()
+    try:
+        for number in range(4):
+            path_of(f"DATA:video/mp4;base64,{base64.b64encode(bytes([number]) * 2**20).decode()}", tmp_path)
+            with pytest.raises(BadRequest, match="has more than 16384 characters"):
+                path_of(f"{number}{'a' * 2**20}", tmp_path)
+        gc.collect()  # of the errors
+        assert tracemalloc.get_traced_memory()[0] < 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def data_url(image):
