@@ -150,6 +150,13 @@ def with_kl_penalty(
     return np.where(loss_mask, advantage - np.float32(penalty), 0.0).astype(np.float32)
 
 
+def kl_sums(
+    kl: Float[np.ndarray, "*t"], loss_mask: Bool[np.ndarray, "*t"], dialogue: Int[np.ndarray, "*t"], num: int
+) -> Float[np.ndarray, " E"]:
+    """The KL of the dialogues 0 … num − 1 over their loss tokens."""
+    return np.bincount(dialogue[loss_mask], kl[loss_mask], num).astype(np.float64)  # integers without loss tokens
+
+
 def kl_to_go(
     kl: Float[np.ndarray, "*t"], loss_mask: Bool[np.ndarray, "*t"], dialogue: Int[np.ndarray, "*t"]
 ) -> Float[np.ndarray, "*t"]:

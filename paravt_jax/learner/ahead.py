@@ -55,7 +55,6 @@ class UpdateCompiler:
     train_vision: bool
     scores_before: bool  # the policy's log-probs are computed before the update
     mesh: Mesh | None
-    num_penalized: int = 0  # dialogues, with KL in the reward; otherwise 0
     _num_done: int = 0
 
     def compile(self, batch: TrainBatch) -> None:
@@ -67,9 +66,6 @@ class UpdateCompiler:
             self._logp(own, batch, visual) if self.scores_before else None,
             None if ref is None else self._logp(ref, batch, visual),
         )
-        if self.num_penalized:
-            arguments = (self.coefs, old, replace(batch, vision=None), COUNTS)
-            self._compiled(batch, programs.penalties, *arguments, num_dialogues=self.num_penalized)
         total = self.outputs(self.gradients(batch, visual, old))
         self._compiled(batch, programs.add, total, total)
         self.apply_gradients(batch, total[0])
@@ -77,7 +73,7 @@ class UpdateCompiler:
     @property
     def num_programs(self) -> int:
         num_scores = self.scores_before + (self.ref is not None)
-        return 3 + num_scores + (num_scores if self.train_vision else 1) + (self.num_penalized > 0)
+        return 3 + num_scores + (num_scores if self.train_vision else 1)
 
     def encode_vision(self, params: Params, batch: TrainBatch) -> Compiled:
         return self._compiled(batch, programs.encode_vision, self.structure, params, batch.vision)

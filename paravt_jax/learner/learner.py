@@ -25,7 +25,7 @@ from model_port.model import VLModel
 from model_port.sharding import ACTIVATION_AXES, from_rows, num_row_parts, on_mesh, own_rows
 from model_port.text import Visual
 from paravt_jax.learner import programs
-from paravt_jax.learner.advantages import kl_to_go
+from paravt_jax.learner.advantages import kl_sums, kl_to_go
 from paravt_jax.learner.ahead import UpdateCompiler, shapes_of
 from paravt_jax.learner.credit import CLASSES
 from paravt_jax.learner.losses import LossCoefs, ratio_quantile
@@ -100,11 +100,10 @@ class Learner:
         return nnx.merge(self._structure, *self.state.params)
 
     def update_compiler(self, num_dialogues: int, *, scores_before: bool) -> UpdateCompiler:
-        """Compiles the programs of `update`, and of `kl_penalties` for KL in the reward, from the current shapes."""
+        """Compiles the programs of `update` from the current shapes."""
         return self._compiler(
             PolicyObjective.of(self.loss, self._variant, num_dialogues),
             self._coefs,
-            num_penalized=num_dialogues if self.loss.penalizes_reward else 0,
             scores_before=scores_before,
         )
 
@@ -176,16 +175,17 @@ class Learner:
             return OldLogProbs(self._score(self.state.params, batch, visual), self._ref_logp(batch, visual))
 
     def kl_penalties(self, part: StepPart, num_dialogues: int) -> Float[np.ndarray, " E"]:
-        """The KL penalty of each dialogue, for KL in the reward; needs `part.old`."""
+        """kl_coef times the summed KL of each of this host's dialogues, for KL in the reward; needs `part.old`.
+
+        The estimator is k1, the log-ratio, which has no bias; in a loss its expected gradient would be 0.
+        """
         assert part.old is not None, "the penalty needs log-probs from before the update"
-        total = np.zeros(num_dialogues, np.float64)
-        with on_mesh(self.mesh):
-            for host_batch, old in zip(part.batches, part.old, strict=True):
-                batch = on_devices(replace(host_batch, vision=None), self.mesh)
-                total += np.asarray(
-                    programs.penalties(self._coefs, old, batch, part.counts, num_dialogues=num_dialogues)
-                )
-        return total
+        total = np.zeros(num_dialogues)
+        for batch, old in zip(part.batches, part.old, strict=True):
+            assert old.prox_logp is not None and old.ref_logp is not None
+            kl = own_rows(old.prox_logp) - own_rows(old.ref_logp)
+            total += kl_sums(kl, batch.loss_mask, batch.dialogue, num_dialogues)
+        return self.loss.kl_coef * total
 
     def kl_to_go(self, batch: TrainBatch, old: OldLogProbs) -> Float[np.ndarray, "B A"]:
         """For each scored token of this host, kl_coef times the KL of it and the later ones of its dialogue.

@@ -130,18 +130,6 @@ def _correction(
     return stop_gradient(bounded), outside
 
 
-def kl_penalties(coefs: LossCoefs, tokens: SampledTokens) -> Float[Array, " E"]:
-    """kl_coef times the summed KL of each sequence, to be subtracted from its reward.
-
-    The estimator is k1, the log-ratio, which has no bias; in a loss its expected gradient would be 0. Micro-batches add
-    up: a sequence without tokens in this call has 0.
-    """
-    tokens = tokens.masked()
-    assert tokens.ref_logp is not None and tokens.sequence_ids is not None, "the penalty needs both"
-    sums = segment_sums(tokens.prox_logp - tokens.ref_logp, tokens.loss_mask, tokens.sequence_ids, tokens.num_sequences)
-    return stop_gradient(coefs.kl_coef * sums)
-
-
 def k3(log_ratio: Float[Array, "*t"]) -> Float[Array, "*t"]:
     """q/p − 1 − log(q/p) of log_ratio = log(q/p): never negative, and KL(p‖q) in expectation under p.
 

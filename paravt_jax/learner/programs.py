@@ -20,12 +20,10 @@ from model_port.model import VLModel
 from model_port.sharding import constrain_params
 from model_port.text import Visual
 from paravt_jax.learner.head import token_scores
-from paravt_jax.learner.losses import LossCoefs, kl_penalties
-from paravt_jax.learner.objectives import Objective, OldLogProbs, sampled_tokens
+from paravt_jax.learner.objectives import Objective
 from paravt_jax.learner.optim import Number, OptimNumbers, optimizer
 from paravt_jax.learner.packing import TrainBatch
 from paravt_jax.learner.settings import HEAD_CHUNK_TOKENS
-from paravt_jax.learner.variants import StepCounts
 
 Structure = nnx.GraphDef[VLModel]
 
@@ -87,15 +85,6 @@ def gradients(
 
     grads, sums = jax.grad(loss, has_aux=True)(params.trainable)
     return constrain_params(grads), sums
-
-
-@partial(jax.jit, static_argnames="num_dialogues")
-def penalties(
-    coefs: LossCoefs, old: OldLogProbs, batch: TrainBatch, counts: StepCounts, *, num_dialogues: int
-) -> Float[Array, " E"]:
-    """The KL penalty of each dialogue in this batch, from log-probs from before the update."""
-    assert old.prox_logp is not None
-    return kl_penalties(coefs, sampled_tokens(old.prox_logp, old, batch, counts, num_dialogues))
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -232,16 +232,17 @@ class PolicyUpdate:
 
     def _penalized(self, packed: _Packed, groups: Sequence[Group]) -> _Packed:
         """KL in the reward: every token of an episode gets the advantage of the KL of all the episode's dialogues."""
+        if not packed.dialogues:
+            return packed
         part, last = packed.part, packed.first + len(packed.dialogues)
         with self.own_time.waiting():
-            penalties = self._learner.kl_penalties(part, self._max_dialogues)[packed.first : last]
-        of_dialogues = np.array([dialogue.episode for dialogue in packed.dialogues], int)
+            penalties = self._learner.kl_penalties(part, last)[packed.first :]
+        of_dialogues = np.array([dialogue.episode for dialogue in packed.dialogues])
         episodes, places = np.unique(of_dialogues, return_inverse=True)
         units = np.array([group.advantages.unit for group in groups])
-        of_episodes = np.bincount(places, penalties).astype(float)  # integers without dialogues
-        relative = relative_penalties(of_episodes, episodes // self._train.group_size, units)
-        of_dialogue = np.zeros(self._max_dialogues, np.float32)
-        of_dialogue[packed.first : last] = relative[places]
+        relative = relative_penalties(np.bincount(places, penalties), episodes // self._train.group_size, units)
+        of_dialogue = np.zeros(last, np.float32)
+        of_dialogue[packed.first :] = relative[places]
 
         def penalized(batch: TrainBatch) -> np.ndarray:
             return with_kl_penalty(batch.advantage, batch.loss_mask, of_dialogue[batch.dialogue])

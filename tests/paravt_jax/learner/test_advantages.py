@@ -11,6 +11,7 @@ from paravt_jax.learner.advantages import (
     Moments,
     group_advantages,
     group_rewards,
+    kl_sums,
     kl_to_go,
     relative_penalties,
     token_advantages,
@@ -266,6 +267,13 @@ def test_the_releases_group_advantages_by_hand():
     np.testing.assert_allclose(group.sequence, expected, atol=1e-6)
     unclipped = of_total([3.0, 2.2, 1.0, 0.0], replace(RELEASE, normalise="std"))
     assert unclipped.sequence[0] > unclipped.sequence[1] + 0.1
+
+
+def test_the_kl_of_dialogues_by_hand():
+    kl, loss_mask = np.array([[0.5, -0.2, NAN], [0.3, 0.1, 9.0]]), np.array([[True, True, False], [True, True, False]])
+    dialogue = np.array([[0, 2, 0], [2, 0, 0]])  # masked entries have number 0
+    np.testing.assert_allclose(kl_sums(kl, loss_mask, dialogue, 4), [0.6, 0, 0.1, 0])
+    assert kl_sums(kl, np.zeros((2, 3), bool), dialogue, 2).tolist() == [0.0, 0.0]
 
 
 def test_the_kl_to_go_of_a_token_is_the_sum_of_it_and_the_later_ones_of_its_dialogue():

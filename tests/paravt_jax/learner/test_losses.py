@@ -15,7 +15,6 @@ from paravt_jax.learner.losses import (
     LossSums,
     class_sums,
     k3,
-    kl_penalties,
     policy_loss,
     ratio_counts,
     ratio_quantile,
@@ -354,16 +353,6 @@ def test_only_the_policy_is_differentiated():
     constants = {name: tokens[name] for name in ("prox_logp", "behavior_logp", "ref_logp", "advantage")}
     gradients = jax.grad(lambda arrays: loss_of(LossConfig("gspo"), tokens | arrays, num_sequences=9).loss)(constants)
     assert not any(gradient.any() for gradient in gradients.values())
-
-
-def test_the_kl_penalty_of_an_episode_by_hand():
-    tokens = make_tokens(
-        ratio=[1.0] * 4, ref_ratio=[2.0, 0.5, 0.5, 2.0], ids=[0, 2, 0, 0], mask=[True, True, True, False]
-    )
-    sampled = SampledTokens(**tokens, counts=SUMS, num_sequences=3)
-    # k1: sequence 0 has ref/policy 2 and 0.5, sequence 1 no token, sequence 2 has 0.5
-    penalties = kl_penalties(LossCoefs.of(LossConfig(kl_coef=0.1, kl="reward")), sampled)
-    np.testing.assert_allclose(penalties, [0, 0, 0.1 * math.log(2)], atol=1e-7)
 
 
 @pytest.mark.slow
