@@ -66,7 +66,6 @@ class GroupAdvantages:
     anchor: Float[np.ndarray, " G"]  # for all structural tokens, scaled by λ · w_fmt
     properties: Mapping[str, Float[np.ndarray, " G"]]  # the same for the tokens of each property
     keep: Bool[np.ndarray, " G"]  # True = its tokens are loss tokens, which count in N
-    num_missing: int
     has_spread: bool
     unit: float  # advantage per unit of reward above the group's mean
     likelihood: float = 0.0  # weight of the log-likelihood of structural tokens
@@ -123,7 +122,6 @@ def group_advantages(
         anchor=of_anchor(np.zeros_like(sequence) if by_property or by_likelihood else group.anchor),
         properties={name: of_anchor(values) for name, values in group.anchors.items()} if by_property else {},
         keep=group.present & (has_spread or not config.filter_zero_variance or bool(likelihood)),
-        num_missing=int(np.count_nonzero(~group.present)),
         has_spread=has_spread,
         unit=_further(group.present, config) / scale,
         likelihood=likelihood,

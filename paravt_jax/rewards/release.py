@@ -5,7 +5,6 @@ of "A man", and without a letter the reply's first character is the prediction.
 """
 
 import re
-from collections.abc import Sequence
 
 RELEASE = "release"
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -54,10 +53,3 @@ def _range_in(text: str) -> Window | None:
         if start_s < end_s:
             return start_s, end_s
     return None
-
-
-def hull_iou(predicted: Window, true: Sequence[float]) -> float:
-    """Overlap divided by the hull of both windows."""
-    overlap_s = max(0.0, min(predicted[1], true[1]) - max(predicted[0], true[0]))
-    hull_s = max(predicted[1], true[1]) - min(predicted[0], true[0])
-    return overlap_s / hull_s if hull_s > 0 else 0.0

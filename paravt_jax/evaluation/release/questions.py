@@ -14,7 +14,8 @@ from paravt_jax.config import SINGLE_TURN_MODES
 from paravt_jax.data.splits import Sample
 from paravt_jax.data.splits.longvideobench import OPTIONS, UNUSED
 from paravt_jax.evaluation.release.texts import ReleaseTexts
-from paravt_jax.rewards.release import hull_iou, predicted_letter, predicted_window
+from paravt_jax.rewards.answers import interval_iou
+from paravt_jax.rewards.release import predicted_letter, predicted_window
 
 LETTERS = "ABCDEFGHIJ"
 NO_LETTER = "?"  # gold of an MLVU row whose answer is not the text of an option
@@ -45,7 +46,7 @@ class ReleaseQuestion:
         if self.window_s is None:
             return float(predicted_letter(reply) == self.gold)
         window = predicted_window(reply)
-        return 0.0 if window is None else hull_iou(window, self.window_s)
+        return 0.0 if window is None else interval_iou(window, self.window_s)
 
 
 def question_of(split: str, sample: Sample, mode: str, texts: ReleaseTexts) -> ReleaseQuestion:

@@ -27,7 +27,7 @@ from paravt_jax.evaluation.release.pictures import ReleasePictures
 from paravt_jax.evaluation.release.questions import question_of
 from paravt_jax.evaluation.release.source import read_release, text_digest
 from paravt_jax.evaluation.release.texts import ReleaseTexts
-from paravt_jax.rewards.release import hull_iou, predicted_letter, predicted_window
+from paravt_jax.rewards.release import predicted_letter, predicted_window
 from rollout.endpoint.answers import Reply
 from rollout.endpoint.words import JPEG_URL
 from rollout.video.encode import write_video
@@ -264,10 +264,6 @@ def test_the_predicted_letter(reply, letter):
 )
 def test_the_predicted_window(reply, window):
     assert predicted_window(reply) == window
-
-
-def test_the_iou_divides_by_the_hull():
-    assert hull_iou((1, 3), (2, 5)) == 0.25 and hull_iou((5, 2), (2, 5)) == 0 and hull_iou((1, 1), (1, 1)) == 0
 
 
 def test_videozoomers_calls_are_json_or_pairs():
