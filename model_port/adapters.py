@@ -20,7 +20,7 @@ import xxhash
 from flax import nnx
 from jax.sharding import Mesh
 
-from model_port.config import DTYPES, LoraConfig, ModelConfig, read_config
+from model_port.config import DTYPES, FAMILIES, LoraConfig, ModelConfig, read_config
 from model_port.hf_files import PROCESSOR_FILE, TEMPLATE_FILE, TOKENIZER_FILE, read_side_files
 from model_port.json_files import Section, flattened, parse_object, read_object
 from model_port.layout import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BASE_KEY, INFO_FILE, base_of
@@ -29,7 +29,7 @@ from model_port.model import VLModel
 from model_port.processing import FLAT_FILES, VisionContract
 from model_port.safetensors_io import HfTensors, safetensors_writer
 from model_port.sharding import flat_params, on_host, shard_abstract
-from model_port.weights import adapter_rules, hf_tensors, rules
+from model_port.weights import PEFT_PREFIX, TEXT_MODULE, adapter_rules, hf_tensors, rules
 
 FORMAT_VERSION = 1
 MAX_LISTED = 5  # differences in an error message
@@ -41,6 +41,7 @@ SUPPORTED = {  # PEFT settings that change the computation without changing a te
     "fan_in_fan_out": False,
     "layer_replication": None,
 }
+CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # PEFT's initializations that do
 
 
 @dataclass(frozen=True)
@@ -197,9 +198,15 @@ def write_adapter(directory: Path, config: ModelConfig, info: AdapterInfo, param
 def read_adapter_info(directory: Path) -> AdapterInfo:
     path, info_file = directory / ADAPTER_CONFIG_FILE, directory / INFO_FILE
     peft = Section(str(path), read_object(path))
-    for key, supported in SUPPORTED.items():
+    for key, supported in (SUPPORTED | {"alora_invocation_tokens": None}).items():
         if peft.values.get(key):
             peft.expect(key, supported)
+    initial = str(peft.values.get("init_lora_weights"))
+    if initial.lower().startswith(CHANGE_BASE):
+        raise ValueError(
+            f"{path}: init_lora_weights={initial!r} also changed weights of the base; save the adapter with PEFT's "
+            f"path_initial_model_for_weight_conversion"
+        )
     recorded = read_object(info_file) if info_file.is_file() else {"base": {}}
     trained = Section(str(info_file), recorded).section("base")
     dtype, sum_ = (trained.text(key) if trained.has(key) else None for key in ("dtype", "sum"))
@@ -219,6 +226,8 @@ def read_adapter(directory: Path, config: ModelConfig, rank: int) -> dict[str, n
         for layer, name in enumerate(side.hf_names)
     }
     with HfTensors(directory, ADAPTER_FILE) as tensors:
+        published = PEFT_PREFIX + FAMILIES[config.family].text_names  # of adapters from before transformers 4.52
+        tensors.rename(f"{published}layers.", f"{PEFT_PREFIX}{TEXT_MODULE}layers.")
         for name, shape in tensors.shapes.items():
             if name not in pair_of_tensor or pair_of_tensor[name][0].hf_shape != shape:
                 raise ValueError(

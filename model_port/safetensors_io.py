@@ -79,6 +79,14 @@ class HfTensors(ExitStack):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: info.shape for name, info in self.infos.items()}
 
+    def rename(self, old: str, new: str) -> None:
+        """Replaces the beginning of all names that start with `old`."""
+        for name in [name for name in self.infos if name.startswith(old) and old != new]:
+            renamed = new + name.removeprefix(old)
+            if renamed in self.infos:
+                raise ValueError(f"{self.directory} has the tensor {renamed} twice, also as {name}")
+            self.infos[renamed] = self.infos.pop(name)
+
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         """Rows of the first axis (or a scalar), as a new array in the file's dtype. Raises if a value is not finite."""
         info = self.infos[name]

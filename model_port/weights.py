@@ -134,10 +134,8 @@ def hf_tensors(config: ModelConfig, params: Mapping[str, Any]) -> Iterator[tuple
 def open_hf_tensors(directory: Path, config: ModelConfig) -> HfTensors:
     """The tensors as published; files may also have the names of transformers' modules, and their experts' shapes."""
     tensors, family = HfTensors(directory), FAMILIES[config.family]
-    published = {TEXT_MODULE: family.text_names, VISION_MODULE: family.vision_names}
-    for module, prefix in published.items():
-        for name in [name for name in tensors.infos if name.startswith(module) and prefix != module]:
-            tensors.infos[prefix + name.removeprefix(module)] = tensors.infos.pop(name)
+    tensors.rename(TEXT_MODULE, family.text_names)
+    tensors.rename(VISION_MODULE, family.vision_names)
     for rule in filter(_is_of_experts, rules(config)):
         for name in rule.hf_names:
             if (info := tensors.infos.get(name)) and info.shape == in_modules(rule.hf_shape):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from changed_files import change_tensors, edit
 from flax import nnx
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import model_port
 from model_port.adapters import (
@@ -287,6 +287,9 @@ def test_a_base_that_was_converted_or_saved_again_is_the_same(tiny_hf, tmp_path)
         ({"use_rslora": True}, "use_rslora=True is not supported"),
         ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern="),
         ({"peft_type": "IA3"}, "peft_type='IA3' is not supported; supported is 'LORA'"),
+        ({"alora_invocation_tokens": [7]}, r"alora_invocation_tokens=\[7\] is not supported"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4' also changed weights of the base"),
+        ({"init_lora_weights": "OLoRA"}, "init_lora_weights='OLoRA' also changed weights of the base"),
         ({"r": 5}, r"lora_A.weight \(3, 128\) is not a rank-5 adapter"),
     ],
 )
@@ -330,6 +333,21 @@ def test_peft_computes_the_same_from_our_files(peft, family, tmp_path):
     got = model_port.logits(model_port.load(adapter), IDS)
     assert np.abs(got - expected).max() <= 1e-5
     assert np.abs(got - model_port.logits(model_port.load(hf), IDS)).max() > 0.1
+
+
+@pytest.mark.slow
+def test_an_adapter_of_qwen2_5_vl_may_have_published_names(tmp_path):
+    make_tiny(tmp_path / "base", config=tiny_config("qwen2_5_vl"))
+    adapter = write_trained(tmp_path / "base", tmp_path)
+    expected = model_port.logits(model_port.load(adapter), IDS)
+    file = adapter / "adapter_model.safetensors"
+    tensors = {name.replace(".language_model.", "."): tensor for name, tensor in load_file(file).items()}
+    save_file(tensors, file)
+    assert np.array_equal(model_port.logits(model_port.load(adapter), IDS), expected)
+    name, tensor = next(iter(tensors.items()))
+    save_file({**tensors, name.replace("model.layers", "model.language_model.layers"): tensor}, file)
+    with pytest.raises(ValueError, match="twice"):
+        model_port.load(adapter)
 
 
 @pytest.mark.slow
