@@ -70,7 +70,9 @@ def cell_name(cell: EvalCell) -> str:
 def sample_key(settings: str, sample: Sample) -> str:
     """Identifies a record: a hash of the settings and the sample, except the path of its video."""
     prompt = sample.prompt
-    content = json.dumps([settings, prompt.id, prompt.question, prompt.answer, prompt.question_type])
+    values = [settings, prompt.id, prompt.question, prompt.answer, prompt.question_type]
+    own = [prompt.messages, prompt.columns]  # of your own rows; public splits have none
+    content = json.dumps([*values, *(own if any(own) else [])], default=repr)
     return hashlib.blake2b(content.encode(), digest_size=12).hexdigest()
 
 

@@ -6,6 +6,7 @@ import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from agents import call
@@ -16,12 +17,13 @@ from published import longvideobench_row, make_copy, write_rows
 
 from paravt_jax import eval as command
 from paravt_jax.config import DIRECT, EngineConfig
-from paravt_jax.data.splits import SPLITS
+from paravt_jax.data.prompts import Prompt
+from paravt_jax.data.splits import SPLITS, Sample
 from paravt_jax.eval import shard_of
 from paravt_jax.evaluation import evaluation, provenance
 from paravt_jax.evaluation.results import refusal, score_table
 from paravt_jax.evaluation.runner import Tally, on_screen
-from paravt_jax.evaluation.sample_log import result_of
+from paravt_jax.evaluation.sample_log import result_of, sample_key
 from rollout.engine.protocol import EngineError
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
 from rollout.toolbox.subtitles import Cue
@@ -255,6 +257,14 @@ def test_merged_shards_equal_an_evaluation_without_shards(evaluator, tmp_path):
         assert len(engine.episodes) == num_samples
     merged = evaluator("B")
     assert merged.run(config) == unsharded and not merged.episodes
+
+
+def test_samples_are_identified_by_all_that_the_policy_and_the_reward_get_but_not_by_paths():
+    prompt = Prompt("1", "What?", ("a.mp4",), "A", "mcq")
+    changed: list[dict[str, Any]] = [{}, {"videos": ("/elsewhere/a.mp4",)}, {"question": "Where?"}, {"answer": "B"}]
+    changed += [{"messages": (("system", text),)} for text in "ab"] + [{"columns": (("word", text),)} for text in "ab"]
+    keys = [sample_key("", Sample(replace(prompt, **each), "a")) for each in changed]
+    assert keys[0] == keys[1] and len(set(keys)) == len(keys) - 1
 
 
 def test_shards_of_other_settings_are_not_merged(evaluator, tmp_path):
