@@ -237,7 +237,7 @@ class EndpointClient:
             now_s = time.monotonic()
             self._probe_those_down(now_s)
             up = [server for server in self._servers if server.down_since_s is None]
-            if ready := [server for server in up if server.ready_s <= now_s]:
+            if ready := [server for server in up if server.ready_s <= now_s and server.running < MAX_IN_FLIGHT]:
                 return self._preferred([s for s in ready if s.url not in call.tried] or ready, call.affinity)
             if all(server.down_s > self._give_up_s for server in self._servers):
                 raise call.last or Unreachable(f"{', '.join(self.urls)} cannot be reached")

@@ -263,6 +263,14 @@ async def test_at_most_so_many_requests_are_in_flight(client, endpoint):
     assert endpoint.most_running == client_module.MAX_IN_FLIGHT
 
 
+@asking(2)
+async def test_a_server_gets_no_more_requests_while_another_one_is_down(client, one, two):
+    two.delay_s = 0.5
+    await one.die()
+    await asyncio.gather(*(ask(client) for _ in range(2 * client_module.MAX_IN_FLIGHT)))
+    assert two.most_running == client_module.MAX_IN_FLIGHT
+
+
 @asking(key="ENDPOINT_KEY")
 async def test_the_key_reaches_the_endpoint_and_is_not_shown(client, endpoint):
     endpoint.key = KEY
