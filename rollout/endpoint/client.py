@@ -239,7 +239,7 @@ class EndpointClient:
             up = [server for server in self._servers if server.down_since_s is None]
             if ready := [server for server in up if server.ready_s <= now_s and server.running < MAX_IN_FLIGHT]:
                 return self._preferred([s for s in ready if s.url not in call.tried] or ready, call.affinity)
-            if all(server.down_s > self._give_up_s for server in self._servers):
+            if not self._probes and all(server.down_s > self._give_up_s for server in self._servers):
                 raise call.last or Unreachable(f"{', '.join(self.urls)} cannot be reached")
             if call.last is not None and up and min(server.ready_s for server in up) > call.deadline_s:
                 raise call.last

@@ -239,6 +239,15 @@ async def test_requests_to_servers_that_stay_away_fail_before_the_deadline(clien
 
 
 @asking()
+async def test_a_request_after_an_outage_is_answered_although_nobody_has_asked_in_the_meantime(client, endpoint):
+    await endpoint.die()
+    assert (await failure(client)).reason == "unreachable"
+    await endpoint.__aenter__()
+    await asyncio.sleep(2 * client_module.PROBE_EVERY_S)
+    assert (await ask(client)).text == "It is red."
+
+
+@asking()
 async def test_requests_wait_for_a_server_that_is_started_again(client, endpoint):
     patient = EndpointClient(client.urls, MODEL, give_up_s=30.0)
     await endpoint.die()
