@@ -40,7 +40,7 @@ from paravt_jax.asking.terminal import TextStream, clock
 from rollout.engine.protocol import DeadlineExceeded, EngineError, RequestRejected
 from rollout.records import Call
 from rollout.server import check_port
-from rollout.video.errors import VideoError, VideoTimeout
+from rollout.video.errors import VideoError, VideoTimeout, VideoUnavailable
 
 HEADERS_DEADLINE_S = 20.0  # for a connection without a complete request, from its start or its last response
 WRITE_DEADLINE_S = 60.0
@@ -299,6 +299,13 @@ def _as_request_error(problem: Exception) -> RequestError:
             return problem
         case VideoTimeout() | DeadlineExceeded() | TimeoutError():
             return RequestError(504, "the question was not answered within the deadline", "timeout")
+        case (
+            VideoUnavailable()
+            | MemoryError()
+            | OSError(errno=errno.EMFILE | errno.ENFILE | errno.ENOMEM | errno.ENOSPC)
+        ):
+            _log_traceback(problem)
+            return RequestError(503, "the server lacks memory, disk or open files", "unavailable", RETRY_S)
         case VideoError():
             return BadRequest(str(problem))
         case RequestRejected():
@@ -307,9 +314,6 @@ def _as_request_error(problem: Exception) -> RequestError:
         case EngineError():
             _log_traceback(problem)
             return RequestError(503, "the engine is not available", "unavailable", RETRY_S)
-        case MemoryError() | OSError(errno=errno.EMFILE | errno.ENFILE | errno.ENOMEM | errno.ENOSPC):
-            _log_traceback(problem)
-            return RequestError(503, "the server lacks memory, disk or open files", "unavailable", RETRY_S)
         case _:
             _log_traceback(problem)
             return RequestError(500, "internal error; see the server's log", "server_error")

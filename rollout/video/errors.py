@@ -5,5 +5,9 @@ class VideoError(ValueError):
     """The video, or some of its frames, cannot be read."""
 
 
-class VideoTimeout(VideoError):
-    """The deadline passed; a retry may succeed."""
+class VideoUnavailable(VideoError):
+    """Not the video's fault; a retry may succeed."""
+
+
+class VideoTimeout(VideoUnavailable):
+    """The deadline passed."""

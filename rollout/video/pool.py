@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import rollout
-from rollout.video.errors import VideoError, VideoTimeout
+from rollout.video.errors import VideoError, VideoTimeout, VideoUnavailable
 from rollout.video.wire import Message, receive, send
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class WorkerPool:
         try:
             worker = self._acquire()
         except OSError as problem:
-            raise VideoError(f"the video cannot be decoded: no decoder can start: {problem.strerror}") from None
+            raise VideoUnavailable(f"the video cannot be decoded: no decoder can start: {problem.strerror}") from None
         try:
             return worker.ask(job, started_at + deadline_s, on_message)
         except VideoTimeout:
@@ -96,7 +96,7 @@ class WorkerPool:
             self._raise_if_closed()
             self._add(worker_deaths=1)
             if not worker.is_up:
-                raise VideoError("the video cannot be decoded: no decoder can start") from None
+                raise VideoUnavailable("the video cannot be decoded: no decoder can start") from None
             raise VideoError("the video cannot be decoded: the decoder died over it") from None
         finally:
             self._put_back(worker)
@@ -128,7 +128,7 @@ class WorkerPool:
 
     def _raise_if_closed(self) -> None:
         if self._closed:
-            raise VideoError("the video cannot be read: the reader was closed")
+            raise VideoUnavailable("the video cannot be read: the reader was closed")
 
     def _add(self, **amounts: float | int) -> None:
         with self._lock:

@@ -30,7 +30,7 @@ from rollout.threads import in_daemon_thread
 from rollout.video import ticks
 from rollout.video.box import Box
 from rollout.video.decode import identity_and_bytes
-from rollout.video.errors import VideoError, VideoTimeout
+from rollout.video.errors import VideoError, VideoTimeout, VideoUnavailable
 from rollout.video.info import StoredVideo, TimedPicture, VideoInfo
 from rollout.video.pool import WorkerPool
 from rollout.video.store import DiskStore, FileStore, FrameKey, MemoryStore
@@ -364,7 +364,7 @@ class FrameReader:
         ]
         outcomes = await asyncio.gather(*work, return_exceptions=True)  # one failure must not discard the other frames
         problems = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        if any(not isinstance(problem, VideoTimeout) for problem in problems):
+        if any(not isinstance(problem, VideoUnavailable) for problem in problems):
             self._videos.pop(video.path, None)  # probed again, in case it was replaced or repaired
         for problem in problems:
             raise problem

@@ -23,7 +23,7 @@ from make_video import HEIGHT, WIDTH, at_fps, damage, number_of, truncate, turn,
 from rollout.video import pool as pool_module, reader as reader_module
 from rollout.video.box import Box
 from rollout.video.decode import identity_of
-from rollout.video.errors import VideoError, VideoTimeout
+from rollout.video.errors import VideoError, VideoTimeout, VideoUnavailable
 from rollout.video.info import TimedPicture, VideoInfo
 from rollout.video.pool import WorkerPool, workers_within
 from rollout.video.reader import FrameReader, _Video
@@ -221,7 +221,7 @@ def test_a_decoder_that_cannot_start_is_not_blamed_on_the_video(video, monkeypat
     monkeypatch.setattr(sys, "executable", "/bin/false")
 
     async def test(reader: FrameReader) -> None:
-        await fails_with(VideoError, "no decoder can start", reader.info(video, PATIENCE_S))
+        await fails_with(VideoUnavailable, "no decoder can start", reader.info(video, PATIENCE_S))
 
     with_reader(test)
     monkeypatch.setattr(sys, "executable", "/nowhere/python")

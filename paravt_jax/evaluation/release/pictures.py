@@ -7,7 +7,7 @@ from typing import Any
 
 from paravt_jax.evaluation.release.frames import CROP_PX, OVERVIEW_PX, crop_numbers, fitted_size, overview_numbers
 from rollout.endpoint.words import image_part
-from rollout.video.errors import VideoError
+from rollout.video.errors import VideoError, VideoUnavailable
 from rollout.video.info import StoredVideo
 from rollout.video.reader import FrameReader
 
@@ -32,11 +32,13 @@ class ReleasePictures:
     async def _parts(
         self, path: str, numbers_of: Callable[[StoredVideo], Sequence[int]], area_px: tuple[int, int]
     ) -> list[Part]:
-        """No frames if they cannot be read, as in the release."""
+        """No frames if the file has none that can be read, as in the release."""
         try:
             video = await self.frames.stored(path, self.deadline_s)
             size_px = fitted_size(video.height, video.width, area_px)
             shown = await self.frames.numbered(path, numbers_of(video), size_px, self.deadline_s)
+        except VideoUnavailable:
+            raise
         except VideoError:
             return []
         return await asyncio.to_thread(

@@ -20,6 +20,7 @@ from paravt_jax.asking.media import Sources
 from paravt_jax.asking.openai import BadRequest, RequestError, parse_question
 from paravt_jax.asking.service import Service, bind_port
 from rollout.video.encode import write_video
+from rollout.video.errors import VideoUnavailable
 
 openai = pytest.importorskip("openai")
 
@@ -350,7 +351,9 @@ def test_a_stopping_server_answers_running_questions_and_rejects_new_ones(chat, 
 
 
 @pytest.mark.parametrize(
-    "problem", [OSError(errno.EMFILE, "Too many open files"), MemoryError()], ids=["files", "memory"]
+    "problem",
+    [OSError(errno.EMFILE, "Too many open files"), MemoryError(), VideoUnavailable("no decoder can start")],
+    ids=["files", "memory", "decoders"],
 )
 def test_a_server_without_files_or_memory_returns_503_and_retry_after(problem, chat, videos):
     async def work(served):

@@ -24,6 +24,8 @@ from paravt_jax.prompts import to_yaml
 from rollout.endpoint.check import PROBE_TOKENS
 from rollout.endpoint.errors import EndpointError
 from rollout.video.encode import write_video
+from rollout.video.errors import VideoTimeout
+from rollout.video.reader import FrameReader
 
 TEXTS = json.loads((Path(__file__).parent / "release_golden.json").read_text())["texts"]
 CALL = '<tool_call>{"arguments": {"start_time": 0, "end_time": 1}}</tool_call>'
@@ -162,6 +164,20 @@ def test_a_missing_video_is_missing_and_one_of_fewer_than_64_frames_is_asked_abo
     cell, bodies = run("longvideobench", root, "C")
     assert cell["n"]["missing"] == {"video": 1} and cell["frames"] == {"min": 0, "median": 32, "max": 64}
     assert sorted(len(body["messages"][1]["content"]) for body in bodies) == [1, 65]
+
+
+@pytest.mark.parametrize("read", ["stored", "numbered"])
+def test_a_video_that_this_machine_could_not_read_in_time_is_missing(read, copy_of, monkeypatch):
+    """A guess without frames is no measurement, and the release has no such deadline."""
+
+    async def late(*args):
+        raise VideoTimeout("the video could not be read in time")
+
+    monkeypatch.setattr(FrameReader, read, late)
+    root = copy_of("lvbench")
+    with pytest.raises(RuntimeError, match=r"every sample is missing; for example .*could not be read in time"):
+        run("lvbench", root, "D")
+    assert {line["episodes"][0]["reason"] for line in lines_of(root)} == {"video"}
 
 
 def test_a_call_that_stops_the_released_driver_is_wrong(copy_of):
