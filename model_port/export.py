@@ -39,7 +39,7 @@ from model_port.convert import METADATA_BYTES, ConversionReport
 from model_port.download import local_directory
 from model_port.hf_files import CARD_FILE, RECIPE_FILE, base_model, read_side_files, with_dtype, write_side_files
 from model_port.hub import check_hub_access
-from model_port.layout import ADAPTER_CONFIG_FILE, BASE_KEY, HF_DIR, hf_files_of, is_adapter, is_checkpoint
+from model_port.layout import ADAPTER_CONFIG_FILE, BASE_KEY, HF_DIR, base_of, hf_files_of, is_adapter, is_checkpoint
 from model_port.loading import abstract_model, abstract_params, base_directory
 from model_port.malloc import keep_freed_memory
 from model_port.output_dir import GIB, check_replaceable, exit_on_sigterm, output_directory
@@ -73,7 +73,7 @@ def export(
     check_replaceable(Path(dst), force, Path(src))
     address, src = str(src), local_directory(src)
     if is_adapter(src):
-        check_replaceable(Path(dst), force, base_directory(src))
+        check_replaceable(Path(dst), force, Path(base_of(src)))
     source = _adapted(src) if is_adapter(src) else _stored(src)
     config, hf_dir = source.config, _hf_dir(src)
     dtype = dtype or only_dtype(source.dtypes, src)
@@ -111,6 +111,7 @@ def export_adapter(
     src = local_directory(src)
     if not is_adapter(src):
         raise ValueError(f"{src} is not an adapter: it has no {ADAPTER_CONFIG_FILE}; omit --adapter to export a model")
+    check_replaceable(Path(dst), force, Path(base_of(src)))
     info, config = read_adapter_info(src), read_config(_hf_dir(src))
     params = read_adapter(src, config, info.lora.rank)
     params = {path: cast(array, storage, path) for path, array in params.items()}

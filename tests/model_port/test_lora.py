@@ -204,11 +204,12 @@ def test_an_export_is_the_model_with_its_adapter_in_it(form, tiny_hf, on_disk, t
     np.testing.assert_allclose(merged, apart, atol=1e-5)
 
 
-def test_an_export_never_replaces_the_base_of_its_adapter(tmp_path):
+@pytest.mark.parametrize("write", [export, export_adapter])
+def test_an_export_never_replaces_the_base_of_its_adapter(write, tmp_path):
     make_tiny(tmp_path / "base")
     adapter = write_trained(tmp_path / "base", tmp_path)
     with pytest.raises(ValueError, match=r"base is in \S+base, which would be replaced; choose another directory"):
-        export(adapter, tmp_path / "base", force=True)
+        write(adapter, tmp_path / "base", force=True)
 
 
 @pytest.mark.slow
