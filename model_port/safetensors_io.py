@@ -113,6 +113,10 @@ def _shards(directory: Path, single_file: str) -> tuple[list[Path], dict[str, st
             if Path(shard).name != shard or shard in ("", ".."):
                 raise index.wrong(name, "the name of a file beside the index")
         shards = [directory / name for name in sorted(set(weight_map.values()))]
+        if (directory / single_file).is_file() and directory / single_file not in shards:
+            raise ValueError(
+                f"{directory} holds {single_file} and a {INDEX_FILE} of other files; remove the one that is outdated"
+            )
         missing = [shard.name for shard in shards if not shard.is_file()]
         if missing:
             raise ValueError(

@@ -75,6 +75,14 @@ def test_an_index_that_is_none_is_named(sharded, text, said):
         HfTensors(sharded)
 
 
+def test_a_single_file_beside_shards_is_refused_because_programs_differ_in_which_they_read(sharded):
+    save_file(TENSORS, sharded / "model.safetensors")
+    with pytest.raises(ValueError, match=f"holds model.safetensors and a {INDEX_FILE} of other files; remove the"):
+        HfTensors(sharded)
+    (sharded / INDEX_FILE).write_text(json.dumps({"weight_map": dict.fromkeys(TENSORS, "model.safetensors")}))
+    assert HfTensors(sharded).shapes == {name: value.shape for name, value in TENSORS.items()}
+
+
 def test_a_tensor_that_two_shards_hold_is_refused(sharded):
     save_file({"a": TENSORS["a"], "b": TENSORS["b"], "d": TENSORS["d"]}, sharded / "y.safetensors")
     with pytest.raises(ValueError, match=r"tensor a is in x\.safetensors and in y\.safetensors"):
