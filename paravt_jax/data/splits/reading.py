@@ -13,9 +13,9 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from paravt_jax.data.hub import HubName, downloaded_files, hub_name
+from paravt_jax.data.hub import HubName, downloaded_files, hub_name, local_source
 from paravt_jax.data.prompts import Prompt, load_prompts
-from paravt_jax.data.rows import BadRow, check_columns, file_finder, is_file, read_rows, rows_of, unique_id
+from paravt_jax.data.rows import BadRow, check_columns, file_finder, is_file, read_rows, row_files, rows_of, unique_id
 from paravt_jax.data.splits.public import PublicSplit, Sample
 
 SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})/")
@@ -51,7 +51,8 @@ def load_samples(
         own = load_prompts(
             source, video_root=video_root, max_bad_frac=max_bad_frac, allow_outside=allow_outside, columns=columns
         )
-        return SampleSet(tuple(map(_own, own.prompts)), own.bad)
+        files = row_files(local_source(source))
+        return SampleSet(tuple(map(_own, own.prompts)), own.bad, {file.name: _sha256(file) for file in files})
     if columns:
         taken = ", ".join(columns)
         raise ValueError(f"reward.plugin takes {taken}, which samples of data.split={split.name} do not have")

@@ -1,6 +1,7 @@
 """Every split from its file to a certificate, with a scripted engine."""
 
 import asyncio
+import hashlib
 import json
 import sys
 from contextlib import suppress
@@ -76,6 +77,8 @@ def test_your_own_reward_scores_rows_of_your_own_question_types(evaluator, tmp_p
     (cell,) = evaluator("a dog").run(config)
     assert cell["scores"]["strict"]["score"] == 0.5 and cell["n"]["answered"] == 2
     assert "accuracy_mean" not in cell["by_type"]["caption"]
+    digest = hashlib.sha256((tmp_path / "rl.jsonl").read_bytes()).hexdigest()
+    assert cell["data"] == {"repository": f"{tmp_path}/rl.jsonl", "revision": None, "sha256": {"rl.jsonl": digest}}
 
 
 @pytest.mark.parametrize("split", SPLITS)
