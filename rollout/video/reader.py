@@ -180,7 +180,8 @@ class FrameReader:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def info(self, path: str | Path, deadline_s: float | int) -> VideoInfo:
-        return (await self._video(path, deadline_s)).info
+        """Looks at the file again, which may have been replaced."""
+        return (await self._video(path, deadline_s, looks=True)).info
 
     async def frames(
         self, path: str | Path, times_s: Iterable[float | int], deadline_s: float | int, box: Box | None = None
@@ -276,15 +277,20 @@ class FrameReader:
             }
         return metrics
 
-    async def _video(self, path: str | Path, deadline_s: float | int) -> _Video:
+    async def _video(self, path: str | Path, deadline_s: float | int, looks: bool = False) -> _Video:
         if not self._open:
             raise RuntimeError("the frame reader is not open; use it inside `async with FrameReader(...)`")
         if not deadline_s > 0:
             raise ValueError(f"{deadline_s=} must be greater than 0")
         name = str(Path(path).absolute())
         if video := self._videos.get(name):
-            self._videos.move_to_end(name)
-            return video
+            identity = video.info.identity
+            if looks:
+                identity, _ = await _in_thread(lambda: identity_and_bytes(name), deadline_s)
+            if identity == video.info.identity:
+                self._videos[name] = video
+                self._videos.move_to_end(name)
+                return video
         if (shared := self._probes.get(name)) is None:
             shared = self._probes[name] = self._launch(lambda _: self._probe(name, deadline_s))
         await _ended([shared])

@@ -512,6 +512,19 @@ async def test_a_replaced_file_is_noticed_and_read_anew(reader: FrameReader, tmp
 
 @pytest.mark.slow
 @reading()
+async def test_a_replaced_file_is_noticed_even_if_all_its_frames_are_in_memory(reader: FrameReader, tmp_path):
+    path = tmp_path / "video.mp4"
+    write_video(path, at_fps(30, 10))
+    old = await reader.frames(path, [0.0], PATIENCE_S)
+    write_video(path, at_fps(30, 20), size_px=(64, 64))
+    assert (await reader.info(path, PATIENCE_S)).num_frames == 20
+    new = await reader.frames(path, [0.0], PATIENCE_S)
+    assert (old[0].picture.size_px, new[0].picture.size_px) == ((HEIGHT, WIDTH), (64, 64))
+    path.unlink()
+    await fails_with(VideoError, "No such file", reader.info(path, PATIENCE_S))
+
+
+@reading()
 async def test_one_tried_in_vain_is_tried_again_when_the_file_has_come(reader: FrameReader, tmp_path):
     path = tmp_path / "video.mp4"
     await fails_with(VideoError, "No such file", reader.info(path, PATIENCE_S))
