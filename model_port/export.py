@@ -87,7 +87,7 @@ def export(
     if (curve := curve_of(src)) is not None:
         files[CURVE_FILE] = curve.read_bytes()
     shapes = {tensor: rule.hf_shape for rule in rules(config) for tensor in rule.hf_names}
-    shards = plan_shards(shapes, storage, int(max_shard_gib * GIB))
+    shards = plan_shards(shapes, storage, max_shard_gib * GIB)
     param_bytes = sum(shard.num_bytes for shard in shards)
     needed_bytes = param_bytes + sum(map(len, files.values())) + METADATA_BYTES
     with output_directory(dst, force=force, source=src, needed_bytes=needed_bytes) as partial:
@@ -213,7 +213,7 @@ class Shard:
     file_name: str = SINGLE_FILE
 
 
-def plan_shards(shapes: dict[str, tuple[int, ...]], dtype: np.dtype, max_bytes: int) -> list[Shard]:
+def plan_shards(shapes: dict[str, tuple[int, ...]], dtype: np.dtype, max_bytes: float) -> list[Shard]:
     """Distributes the tensors, in order, over files of at most `max_bytes`; a larger tensor gets its own file."""
     shards = [Shard()]
     for name, shape in shapes.items():

@@ -1,6 +1,7 @@
 """What an export holds besides the tensors: shards and index, both processor spellings, chat template, model card."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -55,6 +56,11 @@ def test_shards_are_no_larger_than_asked_and_the_index_tells_where_each_tensor_i
     for shard in shards:
         tensors = load_file(tmp_path / "out" / shard)
         assert len(tensors) == 1 or sum(value.nbytes for value in tensors.values()) <= max_bytes
+
+
+def test_without_a_limit_there_is_one_file(ckpt, tmp_path):
+    export(ckpt, tmp_path / "out", max_shard_gib=math.inf)
+    assert [path.name for path in (tmp_path / "out").glob("*.safetensors*")] == ["model.safetensors"]
 
 
 def test_a_tensor_larger_than_a_shard_gets_one_of_its_own():
