@@ -14,7 +14,6 @@ from model_port.layout import (
     check_has_config,
     is_adapter,
     is_checkpoint,
-    newest_checkpoint,
 )
 from model_port.output_dir import check_local
 from model_port.safetensors_io import INDEX_FILE
@@ -36,9 +35,6 @@ def source_directory(src: str | Path, given_as: str = "--src DIR", *, weights: b
     """
     if Path(src).is_dir() or is_address(src):
         directory = local_directory(src)
-        newest = newest_checkpoint(directory)
-        if newest is not None and (is_checkpoint(newest) or is_adapter(newest)):
-            raise ValueError(f"{src} is a run and not a model; give one of its checkpoints: {newest}")
         if not (is_checkpoint(directory) or is_adapter(directory)):
             check_has_config(directory)
         return directory

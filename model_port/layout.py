@@ -28,6 +28,9 @@ def is_adapter(path: Path) -> bool:
 
 
 def check_has_config(directory: Path) -> None:
+    newest = newest_checkpoint(directory)
+    if newest is not None and (is_checkpoint(newest) or is_adapter(newest)):
+        raise ValueError(f"{directory} is a run and not a model; give one of its checkpoints: {newest}")
     if not (directory / "config.json").is_file():
         raise ValueError(f"{directory} has no config.json, so it is not a Hugging Face model directory")
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+import model_port
 from model_port import checkpoint
 from model_port.checkpoint import StoredParams, cast, restore_params, write_params
 from model_port.config import preset
@@ -147,7 +148,7 @@ def test_a_run_and_a_hugging_face_directory_are_named_as_such(tiny_hf, tmp_path)
     for step in (9, 10):
         (tmp_path / "run" / "checkpoints" / str(step) / "params").mkdir(parents=True)
     (tmp_path / "run" / "config.json").write_text("{}")  # its settings
-    for read in (StoredParams, source_directory):
+    for read in (StoredParams, source_directory, model_port.load):
         with pytest.raises(ValueError, match=r"give one of its checkpoints: .*/checkpoints/10$"):
             read(tmp_path / "run")
     with pytest.raises(ValueError, match=r"^\S+ has no config.json, so it is not a Hugging Face model directory$"):
