@@ -38,7 +38,7 @@ from rollout.picture import Picture
 
 Result = TypeVar("Result")
 NAME = "embedded"
-MAX_FRAMES = 4096  # cached patches, 0.3 MB each at the recipe's largest size
+FRAME_BYTES = 2**30  # of cached patches: 1.2 MB for a frame at the recipe's largest size
 
 
 @dataclass(eq=False)
@@ -91,6 +91,7 @@ class EmbeddedEngine:
         self._pump: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
         self._frames: OrderedDict[str, Frame] = OrderedDict()
+        self._frame_bytes = 0
 
     @property
     def version(self) -> int:
@@ -215,10 +216,13 @@ class EmbeddedEngine:
         return SamplerPrompt(expand_placeholders(request.ids, counts, self._sampler.config.image_token_id), frames)
 
     def _frame(self, picture: Picture) -> Frame:
-        frame = self._frames.pop(picture.key, None) or frame_of(picture, self._contract)
+        frame = self._frames.pop(picture.key, None)
+        if frame is None:
+            frame = frame_of(picture, self._contract)
+            self._frame_bytes += frame.patches.nbytes
         self._frames[picture.key] = frame
-        while len(self._frames) > MAX_FRAMES:
-            self._frames.popitem(last=False)
+        while self._frame_bytes > FRAME_BYTES:
+            self._frame_bytes -= self._frames.popitem(last=False)[1].patches.nbytes
         return frame
 
     def _versions(self, running: Running, num_tokens: int) -> np.ndarray:

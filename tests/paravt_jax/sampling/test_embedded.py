@@ -263,6 +263,25 @@ def test_a_request_that_arrives_while_the_sampler_fails_gets_the_error(model, co
     run(model, contract, work)
 
 
+def test_cached_frames_are_bounded_in_bytes(model, contract, chat, monkeypatch):
+    """A zoomed detail has the bytes of sixteen frames."""
+    frame_bytes = frame_of(PICTURES[0], contract).patches.nbytes
+    monkeypatch.setattr("paravt_jax.sampling.embedded.FRAME_BYTES", 20 * frame_bytes)
+    sizes = [(64, 32)] * 3 + [(256, 128)] + [(64, 32)] * 2 + [(256, 128)]
+    pictures = [Picture.of(np.full((*size, 3), n, np.uint8)) for n, size in enumerate(sizes)]
+
+    async def work(engine):
+        first = engine._frame(pictures[0])
+        for picture in (*pictures[1:3], pictures[0], *pictures[3:6]):  # the first is used again
+            engine._frame(picture)
+        assert engine._frame(pictures[0]) is first
+        engine._frame(pictures[6])
+        return [*engine._frames]
+
+    kept = run(model, replace(contract, max_pixels=256 * 128), work)
+    assert kept == [pictures[n].key for n in (4, 5, 0, 6)]
+
+
 @pytest.mark.slow
 def test_weights_of_a_model_are_the_tensors_of_its_files(model, tiny_hf, tmp_path):
     from safetensors.numpy import load_file
