@@ -42,7 +42,7 @@ class Position:
 
     next_visit: int = 0
     min_actions: int = 1
-    min_frame_rows: int = 0
+    min_frame_rows: int = 0  # of patches, for all parts of the mesh
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,14 +194,11 @@ class TraceBatches:
 
     def _packed(self, traces: list[RenderedTrace], num_left_out: int, problems: list[str]) -> TraceBatch:
         batches = self._batches(traces, self._sizes, is_first=self._sizes == Position())
-        self._sizes = Position(self._next, batches[0].source.shape[1], self._frame_rows(batches[0]))
+        self._sizes = Position(self._next, batches[0].source.shape[1], _num_frame_rows(batches[0]))
         num_tokens = sum(len(trace.dialogue.ids) for trace in traces)
         num_loss_tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
         counts = len(traces), num_tokens, num_loss_tokens
         return TraceBatch(batches, traces[0].rendered, *counts, self._sizes, num_left_out, problems)
-
-    def _frame_rows(self, batch: TrainBatch) -> int:
-        return 0 if batch.vision is None else len(batch.vision.patches) // self._num_row_parts
 
     def _with_room(self, frames: Sequence[Frame]) -> int:
         """Rows of patches in each part, with room for the frames of later steps; `frames` are the first step's."""
@@ -214,7 +211,12 @@ class TraceBatches:
         pictures = {picture.key: picture for trace in traces for picture in trace.rendered.pictures}
         frames = {key: frame_of(picture, self._contract) for key, picture in pictures.items()}
         settings = self._pack
-        frame_rows = self._with_room([*frames.values()]) if is_first else sizes.min_frame_rows
+        of_part = -(-sizes.min_frame_rows // self._num_row_parts)
+        frame_rows = self._with_room([*frames.values()]) if is_first else of_part
         least = min(sizes.min_actions, settings.row_tokens), frame_rows  # earlier rows may have been longer
         shape = PackShape(settings.num_rows, settings.row_tokens, self._row_patches, self._num_row_parts, *least)
         return pack(dialogues, frames, self._model, shape)
+
+
+def _num_frame_rows(batch: TrainBatch) -> int:
+    return 0 if batch.vision is None else len(batch.vision.patches)

@@ -141,7 +141,12 @@ def test_only_adapters_are_trained_and_exported_alone_or_merged(world, tmp_path)
 
 
 def batches_of(
-    tiny_hf: Path, traces: list[Trace], first: Position = FIRST, most_frame_rows: int = 1000, **pack: int
+    tiny_hf: Path,
+    traces: list[Trace],
+    first: Position = FIRST,
+    most_frame_rows: int = 1000,
+    num_row_parts: int = 1,
+    **pack: int,
 ) -> TraceBatches:
     config = load_config(None, "data.train=traces.jsonl", "sft.rows_per_step=2", "pack.num_rows=2", schema=SftConfig)
     video = replace(config.video, overview_frames=4, max_pixels=32**2)
@@ -149,7 +154,7 @@ def batches_of(
     contract, model = VisionContract.from_hf(tiny_hf), tiny_config()
     assert isinstance(model, ModelConfig)
     renderer = TraceRenderer(FakeFrames(), Chat.from_hf(tiny_hf), contract, config.rollout)
-    parts = {"num_row_parts": 1, "most_frame_rows": most_frame_rows}
+    parts = {"num_row_parts": num_row_parts, "most_frame_rows": most_frame_rows}
     settings = {"pack": config.pack, "video": config.video, "imitation": config.sft, "seed": 0, **parts}
     return TraceBatches(renderer, SampleOrder(traces, 0), first, model, contract, **settings)
 
@@ -210,6 +215,14 @@ def test_the_first_batches_have_room_for_more_frames(tiny_hf, most, expected):
     steps = next_batches(batches_of(tiny_hf, traces, most_frame_rows=most, row_tokens=900), 2)
     visions = [batch.vision for step in steps for batch in step.batches]
     assert [len(vision.patches) for vision in visions if vision is not None] == [expected, expected]
+
+
+@pytest.mark.slow
+def test_a_run_that_resumes_on_a_larger_mesh_has_room_for_the_same_frames(tiny_hf):
+    traces = [trace(number, "word " * 120, f"/{number}.mp4") for number in range(4)]
+    (one,) = next_batches(batches_of(tiny_hf, traces, row_tokens=900), 1)
+    (two,) = next_batches(batches_of(tiny_hf, traces, one.after, num_row_parts=2, row_tokens=900), 1)
+    assert [len(step.batches[0].vision.patches) for step in (one, two)] == [14, 14]
 
 
 @pytest.mark.slow
