@@ -11,13 +11,15 @@ ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 LONE_LETTER = re.compile(r"\b([A-J])\b")
 NAMED_LETTER = re.compile(r"[Aa]nswer\s*(?:is|:)\s*([A-J])")
 TIME_TAG = re.compile(r"<time>([^<]+)</time>")
-NUMBER = r"\d+\.?\d*"
+# Equal to the release's expressions, but without two ways to match the same text: those take minutes for a reply of
+# two thousand zeros.
+NUMBER = r"\d+(?:\.\d*)?"
 DASH = r"\s*[-–—]\s*"
 CLOCK = r"(\d+):(\d+(?:\.\d+)?)"
 CLOCK_RANGE = re.compile(CLOCK + DASH + CLOCK)
 RANGE = re.compile(f"({NUMBER}){DASH}({NUMBER})")
-START = re.compile(rf"(?:start(?:ing)?|begin(?:ning)?)\s*(?:time)?[:\s]*({NUMBER})", re.IGNORECASE)
-END = re.compile(rf"(?:end(?:ing)?|finish(?:ing)?)\s*(?:time)?[:\s]*({NUMBER})", re.IGNORECASE)
+START = re.compile(rf"(?:start(?:ing)?|begin(?:ning)?)(?:\s*time)?[:\s]*({NUMBER})", re.IGNORECASE)
+END = re.compile(rf"(?:end(?:ing)?|finish(?:ing)?)(?:\s*time)?[:\s]*({NUMBER})", re.IGNORECASE)
 MAX_CLOCK_S = 3600.0
 
 Window = tuple[float, float]

@@ -8,10 +8,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-TOOL_CODE = re.compile(r"<tool_code>\s*(.*?)\s*</tool_code>", re.DOTALL)
+TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+TOOL_CODE = re.compile(r"<tool_code>(.*?)</tool_code>", re.DOTALL)
 CROP_CODE = re.compile(r"crop_video\s*\((.*)\)", re.DOTALL)
-VIDEO_ZOOM = re.compile(r"<video_zoom>\s*(.*?)\s*</video_zoom>", re.DOTALL)
+VIDEO_ZOOM = re.compile(r"<video_zoom>(.*?)</video_zoom>", re.DOTALL)
 SAGE_JSON = re.compile(r"<json>(.*?)</json>", re.DOTALL)
 BEFORE_KEYWORD = re.compile(r",\s*(?=[a-zA-Z_]+\s*=)")
 ZOOM_SEPARATOR = re.compile(r"\s+|,\s*")
@@ -25,7 +25,7 @@ class MalformedCall(ValueError):
 
 
 def crop_calls(reply: str) -> list[Call]:
-    calls = [value for body in TOOL_CALL.findall(reply) for value in _json_values(body)]
+    calls = [value for body in TOOL_CALL.findall(reply) for value in _json_values(body.strip())]
     codes = (match[1] for body in TOOL_CODE.findall(reply) if (match := CROP_CODE.match(body.strip())))
     found = (_keywords(BEFORE_KEYWORD.split(code)) for code in codes)
     return calls + [{"arguments": arguments} for arguments in found if arguments]

@@ -11,6 +11,7 @@ import contextlib
 import io
 import json
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from PIL import Image
 
 from paravt_jax.data.splits import SPLITS
 from paravt_jax.evaluation.release.calls import crop_calls, sage_answer, sage_calls, window_of, zoom_calls
-from paravt_jax.evaluation.release.dialogue import ReleaseAgent, ReleaseDialogue
+from paravt_jax.evaluation.release.dialogue import MAX_TOKENS, ReleaseAgent, ReleaseDialogue
 from paravt_jax.evaluation.release.frames import CROP_PX, OVERVIEW_PX, crop_numbers, fitted_size, overview_numbers
 from paravt_jax.evaluation.release.pictures import ReleasePictures
 from paravt_jax.evaluation.release.questions import question_of
@@ -264,6 +265,16 @@ def test_the_predicted_letter(reply, letter):
 )
 def test_the_predicted_window(reply, window):
     assert predicted_window(reply) == window
+
+
+@pytest.mark.parametrize("begin", ["", "start", "<tool_call>", "<tool_code>", "<video_zoom>"])
+@pytest.mark.parametrize("repeated", ["0", "\n", "<tool_call>"])
+def test_a_reply_that_repeats_itself_to_its_limit_is_read_at_once(begin, repeated):
+    """The release's expressions take minutes for it, in which no other sample continues."""
+    reply, began_s = f"{begin}{repeated * MAX_TOKENS}", time.process_time()
+    for read in (predicted_window, predicted_letter, crop_calls, zoom_calls, sage_calls):
+        read(reply)
+    assert time.process_time() - began_s < 2
 
 
 def test_videozoomers_calls_are_json_or_pairs():
