@@ -53,8 +53,8 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
         if any(OmegaConf.select(layer, "rollout.prompts_file") for _, layer in layers[1:]):
             OmegaConf.update(layers[0][1], "rollout.prompts", {}, merge=False)
     config = pickle.loads(_defaults(schema))
-    for text, layer in layers[path is not None :]:
-        _keep_text(config, layer, text)
+    for source, layer in layers:
+        _keep_text(config, source, layer)
     for source, layer in layers:
         config = _in_one_line(source, partial(OmegaConf.unsafe_merge, config, layer))
     config = _with_prompts_file(config)
@@ -174,12 +174,17 @@ def to_record(config: Config | SftConfig | EvalConfig) -> dict[str, Any]:
     return as_written(asdict(config), getattr(config, WRITTEN, {}))
 
 
-def _keep_text(config: Any, layer: Any, override: str) -> None:
-    """Keeps the text of an override that YAML reads as a number: run_dir=20261128_1030 would become 202611281030."""
-    key, _, text = override.partition("=")
-    value = flattened(cast(dict[Any, Any], OmegaConf.to_container(layer))).get(key)
-    if isinstance(value, int | float) and isinstance(OmegaConf.select(config, key), str):
-        OmegaConf.update(layer, key, text)
+def _keep_text(config: Any, source: str, layer: Any) -> None:
+    """Keeps the text of an override that YAML reads as a number: run_dir=20261128_1030 would become 202611281030.
+
+    Raises for a file, whose text is not known.
+    """
+    for key, value in flattened(cast(dict[Any, Any], OmegaConf.to_container(layer))).items():
+        if isinstance(value, int | float) and isinstance(OmegaConf.select(config, key), str):
+            if not source.startswith(f"{key}="):
+                where = f"{source}{_line_of(source, key)}"
+                raise ValueError(f"{where}: {key} is text, but YAML reads {value}; put it in quotes")
+            OmegaConf.update(layer, key, source.partition("=")[2])
 
 
 def as_written(used: Any, written: Any) -> Any:

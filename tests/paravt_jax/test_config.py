@@ -351,6 +351,15 @@ def test_an_invalid_file_gives_a_one_line_error_with_its_line_number(tmp_path, m
         assert "\n" not in str(raised.value)
 
 
+def test_a_number_of_a_file_for_a_text_setting_is_refused(tmp_path):
+    file = tmp_path / "own.yaml"
+    file.write_text("seed: 3\nrun_dir: 20261128_1030\n")
+    with pytest.raises(ValueError, match=r"own.yaml, line 2: run_dir is text, but YAML reads 202611281030; put it in"):
+        load_config(file)
+    file.write_text("seed: 3\nrun_dir: '20261128_1030'\n")
+    assert load_config(file).run_dir == "20261128_1030"
+
+
 @pytest.mark.parametrize("text", ["20261128_1030", "007", "1e3", "4.10", "12:30", "on", "a=b", "'007'", "${seed}"])
 def test_a_text_setting_keeps_a_text_that_yaml_reads_as_a_number(text):
     assert load_config(None, f"run_dir={text}", "seed=3").run_dir == text.strip("'").replace("${seed}", "3")
