@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -95,8 +96,8 @@ class _Video:
         """A part for each keyframe that any of the frames is decoded from."""
         groups: list[_Part] = []
         keys = np.searchsorted(self.key_ticks, self.ticks[list(frames)], side="right") - 1
-        for key in np.unique(keys):
-            group = [frame for frame, its_key in zip(frames, keys.tolist(), strict=True) if its_key == key]
+        for key, pairs in groupby(zip(keys.tolist(), frames, strict=True), lambda pair: pair[0]):
+            group = [frame for _, frame in pairs]
             key_tick = int(self.key_ticks[key] if key >= 0 else self.ticks[group[0]])
             first = int(np.searchsorted(self.ticks, key_tick))
             groups.append(_Part([(key_tick, self.ticks[group].tolist())], (group[-1] - first + 1) * self.frame_px))
