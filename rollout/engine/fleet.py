@@ -40,7 +40,6 @@ class Fleet:
         self._fingerprint: tuple[int | None, Fingerprint] | None = None  # with its version
         self.files = WeightFiles(settings.weights_dir)
         self._publishing = asyncio.Lock()
-        self._labelling = asyncio.Lock()  # while servers load weights with their label, or a label is restored
         self._changed = asyncio.Event()  # a server came up or went down
         self._background: set[asyncio.Task[Any]] = set()
         self._loops: list[asyncio.Task[None]] = []
@@ -193,7 +192,7 @@ class Fleet:
 
     async def _answer(self, server: ServerState, version: int | None) -> None:
         if self.settings.run and not self._adopted:
-            async with self._labelling:
+            async with server.labelling:
                 if server.version == version:
                     await self._labels.publish(server.url, Label(self.owner, version))
 
@@ -220,7 +219,7 @@ class Fleet:
         ours = await asyncio.gather(*map(self._is_ours, servers))
         servers = [server for server, is_ours in zip(servers, ours, strict=True) if is_ours]
         label = Label(self.owner, self.version)
-        problems = await load_weights(self.client, self.files, servers, label, self._labelling, self.settings)
+        problems = await load_weights(self.client, self.files, servers, label, self.settings)
         for server in servers:
             if server.url in problems:
                 server.version = None

@@ -12,6 +12,7 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +35,20 @@ WRITERS = 8  # threads, each with a tensor
 
 
 async def load_weights(
-    client: HttpClient,
-    files: "WeightFiles",
-    servers: Sequence[ServerState],
-    label: Label,
-    labelling: asyncio.Lock,
-    settings: SGLangSettings,
+    client: HttpClient, files: "WeightFiles", servers: Sequence[ServerState], label: Label, settings: SGLangSettings
 ) -> Problems:
     """Sends the written weights to hosts that cannot read them, then pauses all servers, loads the weights, resumes.
 
-    Running requests wait; their keys and values are recomputed afterwards. `labelling` is held while labels change.
+    Running requests wait; their keys and values are recomputed afterwards.
     """
     transfer = Transfer(client, files.root, label.owner, settings)
     try:
         problems = await transfer.send({server: files.directory(server) for server in servers})
         ready = [server for server in servers if server.url not in problems]
         paths = {url: f"{files.scheme}{path}" for url, path in transfer.paths.items()}
-        async with labelling:
+        async with AsyncExitStack() as stack:
+            for server in ready:
+                await stack.enter_async_context(server.labelling)
             problems |= await _load_paused(client, paths, ready, label, settings)
     finally:
         await transfer.remove()

@@ -762,6 +762,16 @@ async def test_a_run_that_writes_weights_for_longer_than_another_run_waits_is_al
     assert server.version == "t/3" and engine.fleet.servers[0].up
 
 
+@with_servers(2, replace(QUICK, load_deadline_s=10.0))
+async def test_a_run_is_alive_while_one_of_its_servers_loads_weights(engine, restarted, server):
+    await engine.publish(NoWeights(), 3)
+    restarted.load_s, restarted.version = 4 * QUICK.owner_answers_s, "default"
+    await until(lambda: restarted.paused)
+    with pytest.raises(EngineError, match="t, publishes to it"):
+        await connected(server)
+    assert restarted.paused and server.version == "t/3"
+
+
 @with_fakes(1)
 async def test_a_run_that_has_claimed_its_servers_and_not_yet_published_is_alive_too(server):
     server.version = "v/8"  # of a run that is gone
