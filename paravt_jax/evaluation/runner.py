@@ -9,13 +9,13 @@ from model_port.progress import Meter
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.splits import PublicSplit, Sample
 from paravt_jax.evaluation.sample_log import Record, SampleLog, SampleResult, episode_record, result_of, sample_record
-from paravt_jax.rl.episodes import RolloutWorker, make_task
+from paravt_jax.rl.episodes import RolloutWorker, make_task, missing_group
 from paravt_jax.run.threads import in_thread
 from rollout.endpoint.errors import OF_THE_SAMPLE, REASONS as ENDPOINT_REASONS
 from rollout.toolbox.search_subtitles import subtitle_file
 from rollout.toolbox.subtitles import Cue, parse_srt
 from rollout.tools import BadCall
-from rollout.video.errors import VideoError
+from rollout.video.errors import VideoError, VideoUnavailable
 
 SUBTITLES = "Subtitles of the video, of the moments that the frames show:\n{lines}\n\n{question}"
 ENGINE_REASONS = {"engine", "deadline", *ENDPOINT_REASONS} - set(OF_THE_SAMPLE)
@@ -78,11 +78,15 @@ class EpisodeRecorder:
     num_samples: int  # episodes per sample
 
     async def record(self, key: str, sample: Sample) -> Record:
-        prompt, subtitles = sample.prompt, ""
-        if self.split is not None and self.split.with_subtitles:
-            prompt, subtitles = await self._subtitled(sample)
-        task = make_task(f"validation-{prompt.id}", prompt, self.frame_budget)
-        rollouts = await self.worker.run_group(task, prompt, self.num_samples)
+        prompt, subtitles, name = sample.prompt, "", f"validation-{sample.prompt.id}"
+        try:
+            if self.split is not None and self.split.with_subtitles:
+                prompt, subtitles = await self._subtitled(sample)
+        except VideoUnavailable as error:
+            rollouts = missing_group(name, f"subtitles: {error}", error, self.num_samples)
+        else:
+            task = make_task(name, prompt, self.frame_budget)
+            rollouts = await self.worker.run_group(task, prompt, self.num_samples)
         official = self.split and self.split.official
         return sample_record(key, sample, subtitles, [episode_record(each, sample, official) for each in rollouts])
 
@@ -99,6 +103,8 @@ class EpisodeRecorder:
             info = await agent.frames.info(prompt.videos[0], agent.config.min_video_deadline_s)
         except BadCall:
             return prompt, "unreadable"
+        except VideoUnavailable:
+            raise
         except VideoError:
             return prompt, "none"
         texts = on_screen(cues, agent.prompter.overview_times(info, self.frame_budget))

@@ -110,8 +110,7 @@ class RolloutWorker:
         try:
             overview = await await_user_code(self.agent.overview(task))
         except Exception as error:
-            problem = f"overview: {type(error).__name__}: {error}"
-            return [Rollout(f"{task.id}/{n}", problem=problem, reason=reason_of(error)) for n in range(num_episodes)]
+            return missing_group(task.id, f"overview: {type(error).__name__}: {error}", error, num_episodes)
         rollouts = await asyncio.gather(*(run_one(overview, number) for number in range(num_episodes)))
         return await self.with_group_terms(rollouts, prompt)
 
@@ -213,6 +212,11 @@ def task_of(sample: PromptSample[Prompt], frame_budget: int) -> Task:
 def make_task(name: str, prompt: Prompt, frame_budget: int) -> Task:
     shown = prompt.videos, shown_frames(frame_budget, prompt.videos), prompt.subtitles, prompt.messages
     return Task(name, prompt.question, *shown, images=prompt.images)
+
+
+def missing_group(name: str, problem: str, error: Exception, num_episodes: int) -> list[Rollout]:
+    """The episodes of a prompt whose overview cannot be made."""
+    return [Rollout(f"{name}/{number}", problem=problem, reason=reason_of(error)) for number in range(num_episodes)]
 
 
 def reason_of(error: Exception) -> str:

@@ -28,6 +28,7 @@ from paravt_jax.evaluation.sample_log import result_of, sample_key
 from rollout.engine.protocol import EngineError
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
 from rollout.toolbox.subtitles import Cue
+from rollout.video.errors import VideoTimeout
 
 RIGHT = {  # split -> the reply to every row of published.py, and the scores of each row by both rules
     "videomme": ("A", [1, 1, 1], [1, 1, 1]),
@@ -364,6 +365,22 @@ def test_lines_on_screen_precede_the_question_and_broken_files_are_counted(conte
     (cell,) = engine.run(config_of("videomme_subtitles", root))
     assert cell["subtitles"] == {state: 1}
     assert ("Café lid\n\nHow many lids?" in engine.prompts[0]) == (state == "shown")
+
+
+def test_a_sample_whose_subtitles_could_not_be_chosen_in_time_runs_again(evaluator, tmp_path):
+    engine, config = evaluator("A"), config_of("videomme_subtitles", tmp_path / "copy", num_rows=1)
+    info, late = engine.frames.info, iter([VideoTimeout("the video could not be read in time")])
+
+    async def late_once(path, deadline_s):
+        if (problem := next(late, None)) is not None:
+            raise problem
+        return await info(path, deadline_s)
+
+    engine.frames.info = late_once
+    with pytest.raises(RuntimeError, match=r"every sample is missing; .*could not be read in time"):
+        engine.run(config)
+    (cell,) = engine.run(config)
+    assert cell["subtitles"] == {"shown": 1}
 
 
 def test_the_split_without_subtitles_does_not_show_them(evaluator, tmp_path):
