@@ -31,7 +31,7 @@ from flax.traverse_util import unflatten_dict
 from model_port.config import DTYPES, ModelConfig, read_config
 from model_port.json_files import flattened
 from model_port.layout import HF_DIR, PARAMS_DIR, newest_checkpoint
-from model_port.safetensors_io import check_finite
+from model_port.safetensors_io import check_finite, copy_cast
 from model_port.weights import check_param_paths
 
 FORMAT_VERSION = 1
@@ -58,14 +58,11 @@ def only_dtype(dtypes: Mapping[str, np.dtype], where: str | Path) -> str:
 
 
 def cast(block: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
-    """The block in another dtype. Raises, naming the tensor, if a finite value becomes infinite in float16."""
+    """The block in another dtype. Raises, naming the tensor, if a finite value becomes infinite."""
     if block.dtype == dtype:
         return block
-    with np.errstate(over="ignore"):
-        out = block.astype(dtype)
-    if dtype == np.float16 and (overflow := np.isinf(out) & np.isfinite(block)).any():
-        worst = np.abs(block[overflow].astype(np.float64)).max()
-        raise ValueError(f"{name} has the value {worst:g}, which float16 cannot hold; use bfloat16 or float32")
+    out = np.empty(block.shape, dtype)
+    copy_cast(out, block, name)
     return out
 
 

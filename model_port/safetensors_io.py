@@ -156,6 +156,18 @@ def _check_index(index_path: Path, weight_map: dict[str, str], infos: dict[str, 
         )
 
 
+def copy_cast(out: np.ndarray, values: np.ndarray, name: str) -> None:
+    """Copies to an array of any dtype. Raises if a finite value becomes infinite in a dtype of smaller range."""
+    with np.errstate(over="ignore"):
+        out[...] = values
+    if ml_dtypes.finfo(out.dtype).maxexp < ml_dtypes.finfo(values.dtype).maxexp:
+        overflow = np.isinf(out) & np.isfinite(values)
+        if overflow.any():
+            worst = np.abs(values[overflow].astype(np.float64)).max()
+            advice = "; use bfloat16 or float32" if out.dtype == np.float16 else ""
+            raise ValueError(f"{name} has the value {worst:g}, which {out.dtype} cannot hold{advice}")
+
+
 def check_finite(values: np.ndarray, name: str) -> None:
     """Raises if a weight is NaN or infinite: the file is damaged, or the run diverged.
 

@@ -7,7 +7,7 @@ transposed, conversion copies bytes, and the inverse needs no second table.
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from model_port.lora import layout_sides
 from model_port.qwen2_5_vl import weights as qwen2_5_vl
 from model_port.qwen3_vl import weights as qwen3_vl
 from model_port.rule import Rule as Rule
-from model_port.safetensors_io import HfTensors
+from model_port.safetensors_io import HfTensors, copy_cast
 
 VISION_RULES: dict[str, Callable[[Any, str], list[Rule]]] = {
     "qwen3_vl": qwen3_vl.vision_rules,
@@ -228,26 +228,26 @@ def read_param(
     """
     index = tuple(slice(*s.indices(n)) for s, n in zip(index, shape, strict=True))
     if rule.count is None:
-        return _in_dtype([_read_tensor(tensors, rule.hf, shape, index)], 1, dtype)[0]
+        return _in_dtype([_read_tensor(tensors, rule.hf, shape, index)], [rule.hf], dtype)[0]
     names = rule.hf_names[index[0]]
-    return _in_dtype((_read_tensor(tensors, name, shape[1:], index[1:]) for name in names), len(names), dtype)
+    return _in_dtype((_read_tensor(tensors, name, shape[1:], index[1:]) for name in names), names, dtype)
 
 
-def _in_dtype(layers: Iterable[np.ndarray], count: int, dtype: Any) -> np.ndarray:
-    """The layers stacked, with a start that lets a CPU's jax use the array without a copy."""
+def _in_dtype(layers: Iterable[np.ndarray], names: Sequence[str], dtype: Any) -> np.ndarray:
+    """The layers, tensors of these names, stacked, with a start that lets a CPU's jax use the array without a copy."""
     layers = iter(layers)
     first = next(layers)
-    if count == 1 and dtype in (None, first.dtype):  # avoids a second copy
+    if len(names) == 1 and dtype in (None, first.dtype):  # avoids a second copy
         return first[None]
-    shape = (count, *first.shape)
+    shape = (len(names), *first.shape)
     size = math.prod(shape) * np.dtype(dtype or first.dtype).itemsize
     memory = np.empty(size + ALIGNMENT_BYTES, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT_BYTES
     out = memory[start : start + size].view(dtype or first.dtype).reshape(shape)
-    out[0] = first
+    copy_cast(out[0, ...], first, names[0])
     del first
     for layer, values in enumerate(layers, 1):
-        out[layer] = values
+        copy_cast(out[layer, ...], values, names[layer])
     return out
 
 

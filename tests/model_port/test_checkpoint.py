@@ -7,6 +7,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from changed_files import change_tensors
 from hypothesis import given, strategies as st
 
 import model_port
@@ -162,3 +163,18 @@ def test_infinities_that_were_there_before_survive_a_cast():
     np.testing.assert_array_equal(cast(block, np.dtype(np.float16), "x"), block.astype(np.float16))
     with pytest.raises(ValueError, match="x has the value 65520, which float16 cannot hold"):
         cast(np.array([65_520.0, 1.0], np.float32), np.dtype(np.float16), "x")
+
+
+@pytest.mark.parametrize(("value", "stored", "dtype"), [(1e5, "float32", "float16"), (1e300, "float64", "bfloat16")])
+@pytest.mark.parametrize("name", ["norm.weight", "layers.1.input_layernorm.weight"])
+def test_a_value_that_a_dtype_cannot_hold_is_neither_loaded_nor_converted(name, value, stored, dtype, tmp_path):
+    def change(tensors):
+        for each in tensors:
+            tensors[each] = tensors[each].astype(stored)
+        tensors[f"model.language_model.{name}"][0] = value
+
+    make_tiny(tmp_path / "hf")
+    change_tensors(tmp_path / "hf", change)
+    for read in (model_port.load, lambda path, dtype: convert(path, tmp_path / "ckpt", dtype)):
+        with pytest.raises(ValueError, match=rf"norm\S+ has the value (1e\+300|100000), which {dtype} cannot hold"):
+            read(tmp_path / "hf", dtype)
