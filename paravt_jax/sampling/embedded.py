@@ -56,7 +56,10 @@ class Running:
     def notify(self, ended: Completion | Exception | None) -> None:
         """Passes the result, or the tokens so far, to the caller."""
         if self.on_tokens is not None and not isinstance(ended, Exception):
-            self.on_tokens(self.sampled if ended is None else ended.ids)
+            try:
+                self.on_tokens(self.sampled if ended is None else ended.ids)
+            except Exception as problem:  # of the caller's, so only this request fails
+                ended = problem
         if ended is None or self.done is None or self.done.done():
             return
         if isinstance(ended, Exception):
@@ -117,7 +120,7 @@ class EmbeddedEngine:
         except TimeoutError:
             raise DeadlineExceeded(f"the embedded engine did not finish a request in {request.deadline_s} s") from None
         finally:
-            if not done.done() or done.cancelled():
+            if not done.done() or done.cancelled() or done.exception() is not None:
                 await asyncio.shield(self._in_thread(lambda: self._stop(running)))
         assert completion.finish != "running"
         return Generation(

@@ -263,6 +263,19 @@ def test_a_request_that_arrives_while_the_sampler_fails_gets_the_error(model, co
     run(model, contract, work)
 
 
+def test_a_callback_that_raises_ends_only_its_own_request(model, contract, chat):
+    def broken(ids):
+        raise KeyError("my display")
+
+    async def work(engine):
+        requests = [request(chat, "a", max_new_tokens=400, on_tokens=broken), request(chat, "b")]
+        failed, other = await asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
+        return failed, other, (await engine.health()).alive, engine._sampler.busy
+
+    failed, other, alive, busy = run(model, contract, work)
+    assert isinstance(failed, KeyError) and len(other.ids) and alive and not busy
+
+
 def test_cached_frames_are_bounded_in_bytes(model, contract, chat, monkeypatch):
     """A zoomed detail has the bytes of sixteen frames."""
     frame_bytes = frame_of(PICTURES[0], contract).patches.nbytes
