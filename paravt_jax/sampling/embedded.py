@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Int
 
 from model_port.inputs import Frame
 from model_port.model import VLModel
@@ -43,7 +44,7 @@ FRAME_BYTES = 2**30  # of cached patches: 1.2 MB for a frame at the recipe's lar
 
 @dataclass(eq=False)
 class Running:
-    """A request in the sampler. `changes` are pairs (number of tokens sampled so far, their version)."""
+    """A request in the sampler. `versions` covers its tokens before the newest weights, and all tokens at its end."""
 
     episode: str
     done: asyncio.Future[Completion] | None = None  # set by the caller of `generate`
@@ -51,7 +52,7 @@ class Running:
     num_prompt_tokens: int = 0
     on_tokens: Callable[[Sequence[int]], object] | None = None
     sampled: list[int] = field(default_factory=list)  # tokens so far, for `on_tokens`
-    changes: list[tuple[int, int]] = field(default_factory=list)
+    versions: Int[np.ndarray, " n"] = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def notify(self, ended: Completion | Exception | None) -> None:
         """Passes the result, or the tokens so far, to the caller."""
@@ -126,7 +127,7 @@ class EmbeddedEngine:
         return Generation(
             np.array(completion.ids, np.int32),
             np.array(completion.behavior_logp, np.float32),
-            self._versions(running, len(completion.ids)),
+            running.versions,
             completion.finish,
             running.num_prompt_tokens,
             server=NAME,
@@ -140,7 +141,7 @@ class EmbeddedEngine:
 
         def update() -> None:
             for number, running in self._running.items():
-                running.changes.append((len(self._sampler.sampled(number)), self._version))
+                self._mark_version(running, len(self._sampler.sampled(number)))
             self._sampler.update(self._copy.of(weights.model))
             self._version = version
 
@@ -187,8 +188,8 @@ class EmbeddedEngine:
         """The running requests, each with its completion if it ended in this step."""
         was_running = dict(self._running)
         finished = self._sampler.step() if self._sampler.busy else {}
-        for number in finished:
-            self._running.pop(number, None)
+        for number, completion in finished.items():
+            self._mark_version(self._running.pop(number), len(completion.ids))
         for number, running in self._running.items():
             if running.on_tokens is not None:
                 running.sampled = self._sampler.sampled(number)
@@ -198,7 +199,9 @@ class EmbeddedEngine:
         """Ends a running request; one that was cancelled before it was submitted has no number."""
         if running.number is None or self._running.pop(running.number, None) is None:
             return None
-        return self._sampler.abort(running.number)
+        completion = self._sampler.abort(running.number)
+        self._mark_version(running, len(completion.ids))
+        return completion
 
     def _submit(self, request: Request, running: Running) -> None:
         sampling = request.sampling
@@ -228,11 +231,11 @@ class EmbeddedEngine:
             self._frame_bytes -= self._frames.popitem(last=False)[1].patches.nbytes
         return frame
 
-    def _versions(self, running: Running, num_tokens: int) -> np.ndarray:
-        versions = np.full(num_tokens, self._version, np.int32)
-        for until, version in reversed(running.changes):
-            versions[:until] = version
-        return versions
+    def _mark_version(self, running: Running, num_sampled: int) -> None:
+        """Its tokens since the last call are of this version: there are new weights, or the request ends."""
+        running.versions = np.pad(
+            running.versions, (0, num_sampled - len(running.versions)), constant_values=self._version
+        )
 
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
         def on_our_mesh() -> Result:

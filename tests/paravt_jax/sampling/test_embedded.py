@@ -149,6 +149,30 @@ def test_tokens_after_a_publish_have_the_new_version(model, other, contract, cha
 
 
 @pytest.mark.slow
+def test_a_publish_right_after_the_last_token_does_not_change_its_version(model, other, contract, chat):
+    async def work(engine):
+        await engine.generate(request(chat, "w", max_new_tokens=8))  # compiles
+        step, stepping = engine._sampler.step, threading.Event()
+
+        def slow_step():
+            stepping.set()
+            time.sleep(0.1)
+            return step()
+
+        engine._sampler.step = slow_step
+        task = asyncio.create_task(engine.generate(request(chat, "r", max_new_tokens=8)))
+        await asyncio.to_thread(stepping.wait)
+        publishing = asyncio.create_task(engine.publish(ModelWeights(other, np.dtype(np.float32)), 7))
+        await asyncio.sleep(0)  # it waits for the step
+        while engine.version != 7:
+            time.sleep(0.01)  # the loop is busy
+        await publishing
+        return await task
+
+    assert set(run(model, contract, work).versions.tolist()) == {0}
+
+
+@pytest.mark.slow
 def test_on_tokens_receives_the_tokens_while_they_are_sampled(model, contract, chat):
     received = []
 
