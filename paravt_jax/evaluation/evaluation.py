@@ -32,6 +32,7 @@ from paravt_jax.evaluation.provenance import (
     model_record,
     run_provenance,
     settings_key,
+    with_other_models,
 )
 from paravt_jax.evaluation.release.dialogue import TEMPERATURE, ReleaseAgent
 from paravt_jax.evaluation.release.pictures import ReleasePictures
@@ -287,7 +288,13 @@ async def _agent(
         gpus=gpus,
     )
     stack.push_async_callback(engine.close)
-    _write_played(directory, model, await engine_record(config.engine, engine))
+    record = await engine_record(config.engine, engine)
+    if others := with_other_models(record, model):
+        say(
+            f"the certificate has the files of {config.model.path}, but these servers read other paths: "
+            f"{', '.join(others)}; paravt gate --model {config.model.path} --url URL compares the weights"
+        )
+    _write_played(directory, model, record)
     return Agent(engine, frames, policy.chat, config.rollout)
 
 

@@ -120,17 +120,30 @@ def digest_of_requests(results: Sequence[SampleResult]) -> str:
 
 
 async def engine_record(settings: EngineConfig, engine: Engine) -> dict[str, Any]:
-    """The kind of engine, and its servers' versions."""
+    """The kind of engine, and the version and the model of each of its servers."""
     record: dict[str, Any] = {"kind": settings.kind}
     if settings.kind != "sglang":
         return record
     client = HttpClient.make()
     try:
         urls = [server.url for server in (await engine.health()).servers if server.alive]
-        infos = [await client.get(f"{url}/server_info", SERVER_DEADLINE_S) for url in urls]
+        infos = [
+            [await client.get(f"{url}/{name}", SERVER_DEADLINE_S) for name in ("server_info", "model_info")]
+            for url in urls
+        ]
     finally:
         await client.close()
-    return record | {"servers": {url: info.get("version") for url, info in zip(urls, infos, strict=True)}}
+    servers = {
+        url: {"version": of_server.get("version"), "model": of_model.get("model_path")}
+        for url, (of_server, of_model) in zip(urls, infos, strict=True)
+    }
+    return record | {"servers": servers}
+
+
+def with_other_models(engine: Mapping[str, Any], model: Mapping[str, Any]) -> list[str]:
+    """The servers that read other files than the certificate's model, or the same ones under another name."""
+    models = {url: server["model"] for url, server in engine.get("servers", {}).items()}
+    return [f"{url} ({read})" for url, read in models.items() if read not in (model["path"], model["source"])]
 
 
 def _fingerprint(file: Path) -> tuple[int, str]:

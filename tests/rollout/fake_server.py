@@ -89,7 +89,7 @@ class FakeServer:
         if path == "/server_info":
             return web.json_response({"version": "0.5.23", "weight_version": self.first_label})
         if path == "/model_info":
-            return web.json_response({"weight_version": self.version})
+            return web.json_response({"weight_version": self.version, "model_path": "served.hf"})
         if path == "/update_weight_version":
             self.version = body["new_version"]
         if path == "/probe":

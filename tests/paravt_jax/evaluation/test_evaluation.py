@@ -300,7 +300,7 @@ def test_the_model_digest_depends_on_the_middle_of_files(tmp_path):
     assert digests[0] == digests[2] != digests[1]
 
 
-def test_the_engine_record_has_server_versions():
+def test_the_engine_record_has_each_server_s_version_and_model():
     async def work():
         async with FakeServer() as server:
             engine = await SGLangEngine.connect([server.url], SGLangSettings())
@@ -310,7 +310,10 @@ def test_the_engine_record_has_server_versions():
                 await engine.close()
 
     url, record = asyncio.run(work())
-    assert record == {"kind": "sglang", "servers": {url: "0.5.23"}}
+    assert record == {"kind": "sglang", "servers": {url: {"version": "0.5.23", "model": "served.hf"}}}
+    same, other = ({"path": path, "source": "/models/served.hf"} for path in ("served.hf", "run/checkpoints/9"))
+    assert provenance.with_other_models(record, same) == []
+    assert provenance.with_other_models(record, other) == [f"{url} (served.hf)"]
 
 
 def test_a_shard_is_parsed_as_k_of_n():
