@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 from rollout.video.errors import VideoError
 
@@ -88,8 +88,14 @@ def read_image(path: str, size_of: Callable[[int, int], tuple[int, int]] = lambd
         with Image.open(path, formats=IMAGE_FORMATS) as image:  # reads only the size
             if image.width * image.height > MAX_IMAGE_PIXELS:
                 raise ValueError(f"{image.width}x{image.height} pixels are more than {MAX_IMAGE_PIXELS}")
-            height, width = size_of(image.height, image.width)
-            resized = image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
+            upright = in_rgb(image)
+        height, width = size_of(upright.height, upright.width)
+        resized = upright.resize((width, height), Image.Resampling.BICUBIC)
     except Exception as problem:  # Pillow raises anything, even SyntaxError
         raise VideoError(f"{path} cannot be read: {str(problem) or type(problem).__name__}") from None
     return Picture.of(np.array(resized))
+
+
+def in_rgb(image: Image.Image) -> Image.Image:
+    """The image, turned as its EXIF orientation says: transformers turns it too."""
+    return ImageOps.exif_transpose(image).convert("RGB")

@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image
 
 from paravt_jax.asking.openai import RETRY_S, BadRequest, Medium, RequestError, cut
-from rollout.picture import IMAGE_FORMATS
+from rollout.picture import IMAGE_FORMATS, in_rgb
 from rollout.video.encode import write_video
 
 MAX_FETCHED_BYTES = 2 * 2**30  # per request
@@ -193,7 +193,7 @@ def _as_video(path: Path, video: Path) -> Path:
             short, long = sorted(image.size)
             if short * long > MAX_IMAGE_PIXELS or long > min(MAX_IMAGE_SIDE_PX, MAX_IMAGE_ASPECT * short):
                 raise BadRequest(f"an image of {image.width} x {image.height} pixels is too large or too narrow")
-            pixels = np.asarray(image.convert("RGB"))
+            pixels = np.asarray(in_rgb(image))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         raise BadRequest("an image cannot be read") from None
     height, width, _ = pixels.shape
