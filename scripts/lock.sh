@@ -6,7 +6,7 @@
 # torch is not locked, because builds from other indexes, such as the smaller one for CPUs, have other hashes and other
 # requirements under the same version. The setup scripts install its pinned version separately.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH= cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 PATH="$(pwd)/.venv/bin:$PATH"
 lock() { # NAME arguments…: their requirements, and those on stdin, into requirements/NAME.txt
   local file=requirements/$1.txt

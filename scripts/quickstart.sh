@@ -9,7 +9,7 @@ case "${1:-}" in
   -h | --help) echo "$usage"; exit 0 ;;
   *) echo "$usage   (got '$1')" >&2; exit 2 ;;
 esac
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH= cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 run=${RUN:-runs/quickstart}
 bash scripts/setup.sh cpu
 python=.venv/bin/python

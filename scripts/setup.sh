@@ -11,9 +11,12 @@ case "$kind" in
   -h | --help) echo "$usage"; exit 0 ;;
   *) echo "$usage   (got '$kind')" >&2; exit 2 ;;
 esac
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH= cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 
-version_and_place() { "$1" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3], sys.prefix)' 2>/dev/null; }
+version_and_place() { # the place is None without pip: that venv was interrupted
+  "$1" -c 'import sys, importlib.util as has
+print("%d.%d.%d" % sys.version_info[:3], has.find_spec("pip") and sys.prefix)' 2>/dev/null
+}
 python=${PYTHON:-python3}
 if [ -z "${PYTHON:-}" ] && [[ "$(version_and_place .venv/bin/python)" == *" $(pwd)/.venv" ]]; then
   python=.venv/bin/python
@@ -25,7 +28,7 @@ version=$("$python" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])')
 
 # A venv of another Python or moved from another folder is broken in ways that pip does not notice.
 if [ -d .venv ] && [ "$(version_and_place .venv/bin/python)" != "$version $(pwd)/.venv" ]; then
-  echo "setup: .venv belongs to another Python or directory; recreating it"
+  echo "setup: .venv is incomplete, or belongs to another Python or directory; recreating it"
   rm -rf .venv
 fi
 

@@ -13,7 +13,7 @@ case "$variant" in
   -h | --help) echo "$usage"; exit 0 ;;
   *) echo "$usage   (got '$variant')" >&2; exit 2 ;;
 esac
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH= cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=${PYTHON:-python3}
 command -v "$python" >/dev/null || { echo "setup_sglang: no '$python' found; install Python 3.11 or newer, or set PYTHON" >&2; exit 1; }
@@ -21,7 +21,7 @@ version=$("$python" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])')
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
   { echo "setup_sglang: Python 3.11 or newer is needed, '$python' is $version; set PYTHON" >&2; exit 1; }
 
-exec 9<scripts/setup_sglang.sh
+exec 9<>scripts/setup_sglang.sh # for writing too, because NFS locks nothing else
 flock 9 # a second run waits for the first, and then has nothing to do
 
 venv=.venv-sglang

@@ -6,7 +6,7 @@
 # rollout is rollout, train is paravt_jax. "ahead" installs the compilers of GPUs and TPUs, and runs the tests that are
 # skipped without them: kernels and recipes compiled for them. The ten slowest tests are listed at the end.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH= cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONDONTWRITEBYTECODE= # hundreds of the tests' processes import the same libraries
 select="not gpu and not nightly" sidecar=yes tests=() compilers=
 while [ $# -gt 0 ]; do

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 import venv
 from importlib import metadata
@@ -149,11 +150,11 @@ def setup_sh(tmp_path):
     uv.write_text('#!/bin/sh\nfor last; do :; done; echo asked for "$last"; exit ${UV_FAILS:-0}\n')
     uv.chmod(0o755)
 
-    def run(kind: str) -> list[str]:
+    def run(kind: str, place: Path = clone, **variables: str) -> list[str]:
         env = {name: value for name, value in os.environ.items() if name != "PYTHON"}
-        env |= {"PYTHONPATH": str(tmp_path), "PATH": f"{tmp_path}:{env['PATH']}"}
+        env |= {"PYTHONPATH": str(tmp_path), "PATH": f"{tmp_path}:{env['PATH']}", "PWD": str(place)} | variables
         command = ["bash", "scripts/setup.sh", kind]
-        done = subprocess.run(command, cwd=clone, env=env, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, timeout=60)
         if done.returncode:
             raise RuntimeError(done.stderr)
         return [line.removeprefix("asked for ") for line in done.stdout.splitlines() if line.startswith("asked for ")]
@@ -192,3 +193,33 @@ def test_conflicting_libraries_are_never_in_one_environment(setup_sh, first, the
     with pytest.raises(RuntimeError, match=f"made for {first}, and {then} needs a separate one.*rm -rf .venv"):
         setup_sh(then)
     assert setup_sh(first) == setup_sh("cpu") == []
+
+
+def test_a_clone_behind_a_link_keeps_its_environment(setup_sh, tmp_path):
+    (tmp_path / "link").symlink_to("clone")
+    assert setup_sh("cpu", tmp_path / "link") == [UV, "requirements/cpu.txt", "."]
+    assert setup_sh("cpu", tmp_path / "link") == setup_sh("cpu") == []
+
+
+def test_setup_never_leaves_the_clone(setup_sh, tmp_path):
+    (tmp_path / "home/scripts").mkdir(parents=True)
+    assert setup_sh("cpu", CDPATH=str(tmp_path / "home")) == [UV, "requirements/cpu.txt", "."]
+
+
+def test_an_environment_that_was_interrupted_before_pip_is_made_again(setup_sh, tmp_path):
+    program = tmp_path / "program"
+    program.write_text(f'#!/bin/sh\n[ "$2" != venv ] || {{ echo "makes $3" >&2; exit 3; }}\nexec {sys.executable} "$@"\n')
+    program.chmod(0o755)
+    with pytest.raises(RuntimeError, match=r"^makes .venv$"):
+        setup_sh("cpu", PYTHONPATH="", PYTHON=str(program))
+    assert not (tmp_path / "clone/.venv").exists()
+
+
+def test_the_lock_of_a_setup_is_one_that_nfs_grants(tmp_path):
+    """There an exclusive lock needs a descriptor that is open for writing."""
+    (tmp_path / "flock").write_text('#!/bin/sh\ngrep flags "/proc/self/fdinfo/$1"\nexit 1\n')
+    (tmp_path / "flock").chmod(0o755)
+    env = os.environ | {"PYTHON": sys.executable, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    script = ROOT / "scripts/setup_sglang.sh"
+    done = subprocess.run(["bash", script], env=env, capture_output=True, text=True, timeout=60)
+    assert int(done.stdout.split()[-1], 8) & os.O_RDWR, done.stderr
