@@ -63,6 +63,12 @@ def conversions(number: int, title: str, unit: str, target: float) -> Panel:
     return Panel(title, unit, steps, series, target)
 
 
+def decoders() -> Panel:
+    rows = data("decoders")["rows"]
+    series = {name: [row[name] for row in rows] for name in ("decord", "pyav")}
+    return Panel("decoders", f"right frames of {rows[0]['frames']}", [row["clip"] for row in rows], series)
+
+
 def suite() -> Panel:
     rows = [row for row in data("suite")["rows"] if row["quick_s"]]
     series = {name: [row[f"{name}_s"] / 60 for row in rows] for name in ("all", "quick")}
@@ -95,7 +101,7 @@ PICTURES = {
     ],
     "video": lambda: [
         columns("video", "rows", "{video}, {read}", "read a video", "original_s ours_s", log=True),
-        columns("decoders", "speeds", "{video}, {read}", "decoders", "decord_s pyav_s"),
+        decoders(),
     ],
     "hosts": lambda: [
         columns("hosts_sglang", "runs", "{processes}", "step by processes", "rollout_s update_s publish_s"),

@@ -83,7 +83,7 @@ def summary() -> Iterator[Line]:
         for code in ("now", "7f37211", "8236e6b")
     )
     publish = ratios(now, "publish_s", "copy_s", servers=2)
-    yield Line("[publish](hosts.md#publishing) to two real servers, relative to a copy", publish, "≤ 2")
+    yield Line("[publish](hosts.md#publishing) to two real servers, relative to a copy of all bytes", publish, "≤ 2")
     paused = [each["paused_s"] / row["paused_s"] for each, row in zip(before, then, strict=True)]
     yield Line("[publish](hosts.md#publishing), pause of one; two real servers, before / after", paused, digits=1)
     crops = ratios(data("rollout")["crops"], "sequential_s", "parallel_s", crops=8)

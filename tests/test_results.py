@@ -7,6 +7,7 @@ import re
 import pytest
 
 from scripts import results
+from scripts.bench import decoders, losses
 from scripts.summary import Line, met
 
 PAGES = sorted(results.RESULTS.glob("*.md"))
@@ -17,6 +18,12 @@ def test_the_tables_of_the_page_are_computed_from_the_data():
     page = (results.RESULTS / "README.md").read_text()
     assert results.with_tables(page) == page, "run python -m scripts.results"
     assert "| lines of tests | " in page and "| [publish](hosts.md#publishing) to two real servers" in page
+
+
+@pytest.mark.parametrize(("bench", "page"), [(decoders, "video"), (losses, "losses")])
+def test_the_table_of_a_page_is_the_table_of_its_bench(bench, page):
+    record = results.data(bench.__name__.rpartition(".")[2])
+    assert bench.table(record) in (results.RESULTS / f"{page}.md").read_text()
 
 
 def test_a_line_meets_its_target_only_if_all_values_do():

@@ -1,6 +1,7 @@
-"""Publishing weights to servers, compared with a plain copy of the same bytes.
+"""Publishing weights to servers, compared with a plain copy of all their bytes.
 
-The copy is the lower bound: bytes are written once to shared memory and read by as many readers at the same time.
+The copy is written once to shared memory and read by as many readers at the same time. A publish sends only the tensors
+that changed, which may be fewer bytes.
 Receivers stand in for servers: they only read the files into memory. Real servers also load them. The weights alternate
 between two versions, so that every publish sends what an update changes. They go through files that all servers read,
 or over loopback as to another host, which gets them once for all its servers.
