@@ -208,7 +208,8 @@ def test_setup_never_leaves_the_clone(setup_sh, tmp_path):
 
 def test_an_environment_that_was_interrupted_before_pip_is_made_again(setup_sh, tmp_path):
     program = tmp_path / "program"
-    program.write_text(f'#!/bin/sh\n[ "$2" != venv ] || {{ echo "makes $3" >&2; exit 3; }}\nexec {sys.executable} "$@"\n')
+    makes = '[ "$2" != venv ] || { echo "makes $3" >&2; exit 3; }'
+    program.write_text(f'#!/bin/sh\n{makes}\nexec {sys.executable} "$@"\n')
     program.chmod(0o755)
     with pytest.raises(RuntimeError, match=r"^makes .venv$"):
         setup_sh("cpu", PYTHONPATH="", PYTHON=str(program))
