@@ -31,7 +31,7 @@ class WeightRoot:
         remove_orphans(self.parents, WEIGHTS_PREFIX)
         parent = next((parent for parent in self.parents if fits(parent, num_bytes)), None)
         if parent is None:
-            tried = " nor into ".join(map(str, self.parents))
+            tried = " nor into ".join(f"{each}{'' if each.is_dir() else ' (no directory)'}" for each in self.parents)
             raise EngineError(
                 f"{num_bytes / 2**30:.1f} GiB of weights do not fit into {tried}; free some space there, or "
                 f"name another directory with engine.weights_dir"

@@ -625,7 +625,7 @@ async def test_weights_that_a_killed_process_left_are_removed(tmp_path):
 
 @asynchronous
 async def test_weights_without_room_in_the_given_directory_are_one_error(tmp_path):
-    with pytest.raises(EngineError, match=r"do not fit into .*gone; .* engine\.weights_dir"):
+    with pytest.raises(EngineError, match=r"do not fit into .*gone \(no directory\); .* engine\.weights_dir"):
         await WeightFiles(tmp_path / "gone").write(NoWeights())
 
 
