@@ -19,7 +19,7 @@ from model_port.output_dir import check_local, exit_on_sigterm
 from paravt_jax.bench import machine
 from paravt_jax.run.log import METRICS_FILE, load_jsonl
 from scripts.miniature.__main__ import numbers_of
-from scripts.miniature.arms import FORCED
+from scripts.miniature.arms import FORCED, NAMES
 from scripts.miniature.cells import CALLS, CELLS, MEASURED, METRICS, REPORTS, Cell, Labels, write_rows_of_map
 from scripts.miniature.experiment import COST_FILE, Experiment, Job, run_jobs, share_programs
 
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str]) -> None:
     plan = [Runs.of(directory, cell, seed, arms) for seed in seeds for cell in _cells(args)]
     run_plan(plan)
     command = f"python -m scripts.miniature map {' '.join(arguments)}".strip()
-    finished = [Runs.of(directory, cell, seed, ()) for seed in seeds_in(directory) for cell in CELLS]
+    finished = [*finished_in(directory)]
     measured = [row for runs in finished for row in runs.rows()]
     cost = costs(dict.fromkeys(job for runs in finished for job in runs.jobs()))
     write_rows_of_map(directory / MEASURED.name, measured, command=command, machine=machine(), cost=cost)
@@ -142,6 +142,14 @@ def run_plan(plan: Sequence[Runs]) -> None:
     for runs in plan:
         runs.make_data()
     run_jobs(jobs)
+
+
+def finished_in(directory: Path) -> Iterator[Runs]:
+    """The runs of every cell and seed, with all arms that were started, also by `--arms`."""
+    for seed in seeds_in(directory):
+        for cell in CELLS:
+            own = Runs.of(directory, cell, seed, ()).own.directory
+            yield Runs.of(directory, cell, seed, [arm for arm in NAMES if (own / arm).is_dir()])
 
 
 def seeds_in(directory: Path) -> list[int]:

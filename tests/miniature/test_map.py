@@ -21,7 +21,7 @@ from scripts.miniature.cells import (
     write_rows_of_map,
 )
 from scripts.miniature.experiment import COST_FILE
-from scripts.miniature.map import Runs, costs, main
+from scripts.miniature.map import Runs, costs, finished_in, main
 from scripts.miniature.table_model import Table, predicted, scored
 
 CELL = Cell(0.95, 0.2)
@@ -74,6 +74,13 @@ def test_the_numbers_of_finished_runs_are_gathered_with_their_intervals_and_cost
     job.done.parent.mkdir(parents=True)
     job.done.touch()
     assert costs([job])["train"] == {"runs": 1, "cpu_s": 3.0, "wall_s": 4.0}
+
+
+def test_an_arm_that_a_cell_does_not_have_by_itself_is_among_the_finished_runs(tmp_path):
+    runs = Runs.of(tmp_path, Cell(0.5, 0.03), 0, ["grpo_tool_reward"])
+    (runs.own.directory / "grpo_tool_reward").mkdir(parents=True)
+    evaluated(runs, "grpo_tool_reward/seed0", 0.5)
+    assert {row["arm"] for own in finished_in(tmp_path) for row in own.rows()} == {"grpo_tool_reward"}
 
 
 @pytest.mark.parametrize(
