@@ -188,9 +188,12 @@ def make_world(
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    """Writes the rows, unless they are there. Finished runs on other rows must not count as runs on these."""
     text = "".join(json.dumps(row) + "\n" for row in rows)
-    if not path.exists() or path.read_text() != text:
+    if not path.exists():
         write_atomic(path, lambda partial: partial.write_text(text))
+    elif path.read_text() != text:
+        raise ValueError(f"{path} has the rows of another world; choose another directory, or remove that one")
     return path
 
 

@@ -68,6 +68,17 @@ def test_a_failed_job_ends_the_experiment_and_the_same_command_resumes_it(tmp_pa
     assert done == ["b", "c"]
 
 
+def test_a_directory_that_has_another_world_is_an_error(tmp_path):
+    """Its finished runs would count as runs of this world."""
+    worlds = (load_world(name, "num_videos=4", "num_held_out=2") for name in ("default", "wrong_reports"))
+    first, second = (Experiment(tmp_path, ["grpo"], [0], world) for world in worlds)
+    for _ in range(2):
+        first.make_data()
+    with pytest.raises(ValueError, match=r"sft_train\.jsonl has the rows of another world; choose another directory"):
+        second.make_data()
+    first.make_data()
+
+
 def test_progress_counts_the_steps_of_the_runs(tmp_path, monkeypatch):
     seen = []
 
