@@ -19,6 +19,7 @@ from scripts.miniature.world import (
     DURATION_S,
     FPS,
     MAX_WINDOWS,
+    STEP_S,
     WINDOW_S,
     Event,
     Kind,
@@ -31,7 +32,6 @@ from scripts.miniature.world import (
 FORCED = "<think>\n"
 CAPTION = "caption"
 NOTHING = "No color is shown."
-NUM_LOOKS = 6  # sub-agent traces per event, with windows at random seconds, which teach times
 NUM_OTHERS = 2  # sub-agent traces without the color, about questions with a range
 LIMIT = "Up to {max_parallel} calls a turn."  # after a question about a range; training and evaluation share it
 PLAYS = ("parallel", "sequential", "one context", "frames")  # of a question about a range
@@ -53,6 +53,8 @@ class Mixture:
     frames_frac: float = 0.0  # share of traces about a range whose parallel calls return frames
     num_captions: int = 4  # captions per video, from overviews that show the event; they teach times
     wrong_frac: float = 0.5  # share of reports with a wrong colour
+    num_looks: int = 6  # sub-agent traces per event, with windows at random seconds, which teach times
+    short_looks: bool = False  # their windows have any length up to the usual one, which teaches colors
 
 
 def with_calls(mixture: Mixture, scenes: Sequence[Scene], frame_budgets: Sequence[int], calls_frac: float) -> Mixture:
@@ -102,7 +104,7 @@ def _rows_of_scene(
         yield _subagent_row(scene, scene.decoy_s, NOTHING)
         length_s = DURATION_S // 4 if "unnamed" in kinds else WINDOW_S
         for event in scene.events:
-            for window_s in _looks(event, length_s, rng):
+            for window_s in _looks(event, length_s, mixture, rng):
                 reported = _misread(scene, rng) if rng.random() < mixture.wrong_frac else scene
                 yield _subagent_row(scene, window_s, report(reported, window_s))
 
@@ -128,15 +130,21 @@ def _rows_of_ranges(
         yield _row(question, int(rng.choice(frame_budgets)), calls, turns, shows_frames=play == "frames")
     others = [(start_s, start_s + WINDOW_S) for start_s in range(0, DURATION_S, WINDOW_S)]
     others.remove(scene.window_s)
-    for window_s in (*_looks(scene, WINDOW_S, rng), *map(tuple, rng.permutation(others)[:NUM_OTHERS].tolist())):
+    looks = _looks(scene, WINDOW_S, mixture, rng)
+    for window_s in (*looks, *map(tuple, rng.permutation(others)[:NUM_OTHERS].tolist())):
         yield _subagent_row(scene, window_s, report(scene, window_s))
 
 
-def _looks(event: Event, length_s: int, rng: np.random.Generator) -> Iterator[Window]:
+def _looks(event: Event, longest_s: int, mixture: Mixture, rng: np.random.Generator) -> list[Window]:
     """Windows with the event."""
-    earliest_s, latest_s = max(0, event.end_s - length_s), min(event.start_s, DURATION_S - length_s)
-    for start_s in rng.integers(earliest_s, latest_s, NUM_LOOKS, endpoint=True):
-        yield int(start_s), int(start_s) + length_s
+    lengths_s = range(event.length_s if mixture.short_looks else longest_s, longest_s + 1, STEP_S)
+    windows_s = []
+    for _ in range(mixture.num_looks):
+        length_s = lengths_s[rng.integers(len(lengths_s))]
+        earliest_s, latest_s = max(0, event.end_s - length_s), min(event.start_s, DURATION_S - length_s)
+        start_s = int(rng.integers(earliest_s, latest_s, endpoint=True))
+        windows_s.append((start_s, start_s + length_s))
+    return windows_s
 
 
 def one_context_row(question: Question) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from paravt_jax.rewards.terms import reward_terms
 from rollout.tools import find_calls, window_of
 from rollout.video.times import crop_times
 from scripts.miniature.dials import WORLDS, World, load_world
-from scripts.miniature.traces import FORCED, NUM_LOOKS, Mixture, overview_shows, report, rows_of, with_calls
+from scripts.miniature.traces import FORCED, Mixture, overview_shows, report, rows_of, with_calls
 from scripts.miniature.world import (
     DURATION_S,
     MAX_WINDOWS,
@@ -255,6 +255,20 @@ def test_reports_are_wrong_as_often_as_the_mixture_says_and_only_in_colour(wrong
     assert abs(np.mean(wrong) - wrong_frac) < 0.08
 
 
+@pytest.mark.parametrize(("short", "lengths_s"), [(True, {2, 4, 6, 8}), (False, {WINDOW_S})])
+def test_short_looks_are_windows_of_any_length_with_the_event(short, lengths_s):
+    seen_s = set()
+    for scene in SCENES:
+        rows = rows_of([scene], (4,), Mixture(num_looks=5, short_looks=short), 0)
+        _, *looks = [row for row in rows if is_subagent(row)]
+        assert len(looks) == 5
+        for row in looks:
+            window = row["messages"][0]["content"][0]["video_url"]
+            assert 0 <= window["start_time"] <= scene.start_s < scene.end_s <= window["end_time"] <= DURATION_S
+            seen_s.add(window["end_time"] - window["start_time"])
+    assert seen_s == lengths_s
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in WORLDS.glob("*.yaml")))
 def test_every_world_loads_and_its_crops_hold_its_windows(name):
     world = load_world(name)
@@ -285,7 +299,8 @@ def test_the_loaders_read_all_rows_and_existing_files_stay(tmp_path):
     write_rows(tmp_path / "rl.jsonl", [rl_row(question) for scene in scenes for question in questions(scene)])
     write_rows(tmp_path / "sft.jsonl", rows_of(scenes, (4, 8), Mixture(), 0))
     assert len(load_prompts(tmp_path / "rl.jsonl", video_root="", max_bad_frac=0).prompts) == 12
-    assert len(load_traces(tmp_path / "sft.jsonl", video_root="", max_bad_frac=0).traces) == 12 + 2 * (1 + NUM_LOOKS)
+    traces = load_traces(tmp_path / "sft.jsonl", video_root="", max_bad_frac=0).traces
+    assert len(traces) == 12 + 2 * (1 + Mixture().num_looks)
     modified = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*")}
     make_world(tmp_path, 0, 2)
     write_rows(tmp_path / "sft.jsonl", rows_of(scenes, (4, 8), Mixture(), 0))
