@@ -59,6 +59,7 @@ class _Endpoint:
     running: int = 0
     ready_s: float = 0.0  # gets no request, or probe, before this time
     down_since_s: float | None = None  # gets only probes
+    failed_s: float = 0.0  # the last time that it was found to be down
     num_limited: int = 0  # HTTP 429 in a row that did not name a wait
 
     def limit(self, retry_after_s: float | None) -> None:
@@ -68,8 +69,9 @@ class _Endpoint:
         self.ready_s = max(self.ready_s, time.monotonic() + (retry_after_s or backoff_s))
 
     def lower(self, problem: EndpointError) -> None:
+        self.failed_s = time.monotonic()
         if self.down_since_s is None:
-            self.down_since_s = time.monotonic()
+            self.down_since_s, self.ready_s = self.failed_s, 0.0
             say(f"{problem}; it gets no requests until it answers again")
 
     def raise_again(self) -> None:
@@ -91,6 +93,7 @@ class _Attempts:
     deadline_s: float
     affinity: str
     on_text: Callable[[str], None] | None
+    began_s: float = field(default_factory=time.monotonic)
     num_failed: int = 0
     tried: set[str] = field(default_factory=set)
     last: EndpointError | None = None
@@ -239,7 +242,7 @@ class EndpointClient:
             up = [server for server in self._servers if server.down_since_s is None]
             if ready := [server for server in up if server.ready_s <= now_s and server.running < MAX_IN_FLIGHT]:
                 return self._preferred([s for s in ready if s.url not in call.tried] or ready, call.affinity)
-            if not self._probes and all(server.down_s > self._give_up_s for server in self._servers):
+            if all(s.down_s > self._give_up_s and s.failed_s > call.began_s for s in self._servers):
                 raise call.last or Unreachable(f"{', '.join(self.urls)} cannot be reached")
             if call.last is not None and up and min(server.ready_s for server in up) > call.deadline_s:
                 raise call.last

@@ -7,11 +7,11 @@ import logging
 import socket
 import time
 import traceback
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
-from async_tests import until
+from async_tests import asynchronous, until
 from fake_endpoint import CHOICES, ERRORS, MODEL, asking
 
 from rollout.endpoint import client as client_module
@@ -236,6 +236,19 @@ async def test_requests_to_servers_that_stay_away_fail_before_the_deadline(clien
         problem = await failure(client, deadline_s=30.0)
         assert problem.reason == "unreachable" and "cannot be reached" in str(problem)
     assert time.monotonic() - started_s < 10
+
+
+@asynchronous
+async def test_requests_to_servers_that_hang_fail_although_a_probe_of_one_of_them_is_always_running(monkeypatch):
+    monkeypatch.setattr(client_module, "PROBE_DEADLINE_S", 0.3)
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+        client = EndpointClient([f"http://127.0.0.1:{each.getsockname()[1]}/v1" for each in listeners], MODEL)
+        for number, server in enumerate(client._servers):
+            server.lower(EndpointError("it hangs"))
+            server.ready_s = time.monotonic() + number * 0.2
+        assert (await failure(client, deadline_s=10.0)).reason == "unreachable"
+        await client.close()
 
 
 @asking()
