@@ -251,6 +251,19 @@ def test_a_certificate_with_missing_samples_is_replaced_when_others_have_run_the
     assert not cell["refused"] and cell["n"]["answered"] == 3
 
 
+def test_a_certificate_of_earlier_rows_is_replaced_when_a_shard_has_run_the_new_ones(evaluator, tmp_path):
+    config = config_of("own", tmp_path, f"data.validation={tmp_path}/rl.jsonl", "data.split=")
+    (tmp_path / "a.mp4").touch()
+    scores = []
+    for gold in "AB":
+        write_lines(tmp_path / "rl.jsonl", [rl_row(answer=gold)])
+        if scores:
+            evaluator("A").run(config, (1, 1))
+        (cell,) = evaluator("A").run(config)
+        scores.append(cell["scores"]["strict"]["score"])
+    assert scores == [1.0, 0.0]
+
+
 def test_merged_shards_equal_an_evaluation_without_shards(evaluator, tmp_path):
     copy = tmp_path / "copy"
     unsharded = evaluator("A").run(config_of("longvideobench", copy, f"run_dir={tmp_path / 'unsharded'}"))
