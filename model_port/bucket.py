@@ -91,12 +91,15 @@ class Bucket:
         """Whether this is the other path or below it."""
         return self.bucket == other.bucket and f"{self.path}/".startswith(f"{other.path}/")
 
-    def sizes(self, name: str | None = None) -> dict[str, int]:
-        """The sizes in bytes of all objects below this path by name, or of the one with the given name."""
+    def listed(self, name: str | None = None) -> dict[str, tuple[int, int]]:
+        """Size in bytes and time of writing of all objects below this path by name, or of the one with the given name."""
         begin = f"{self.bucket}/{self.path}" if self.path else self.bucket
         only = None if name is None else f"{begin}/{name}"
-        sizes = self._answer("listed", lambda: _in_background(partial(_listed, f"{begin}/", only)))
-        return dict(sorted(sizes.items()))
+        listed = self._answer("listed", lambda: _in_background(partial(_listed, f"{begin}/", only)))
+        return dict(sorted(listed.items()))
+
+    def sizes(self, name: str | None = None) -> dict[str, int]:
+        return {each: num_bytes for each, (num_bytes, _) in self.listed(name).items()}
 
     def names(self) -> list[str]:
         return list(self.sizes())
@@ -165,7 +168,7 @@ class Bucket:
         return RuntimeError(f"{self} could not be {done} ({problem}){advice}")
 
 
-def _listed(begin: str, only: str | None) -> dict[str, int]:
+def _listed(begin: str, only: str | None) -> dict[str, tuple[int, int]]:
     """Uses pyarrow's driver, because tensorstore's returns an empty list when it is not allowed to list."""
     from pyarrow import fs
 
@@ -175,7 +178,8 @@ def _listed(begin: str, only: str | None) -> dict[str, int]:
         options = {"anonymous": True, "scheme": scheme, "endpoint_override": host}
     system = fs.GcsFileSystem(retry_time_limit=timedelta(seconds=1), **options)
     include = fs.FileSelector(begin, allow_not_found=True, recursive=True) if only is None else [only]
-    return {entry.path.removeprefix(begin): entry.size for entry in system.get_file_info(include) if entry.is_file}
+    entries = system.get_file_info(include)
+    return {each.path.removeprefix(begin): (each.size, each.mtime_ns) for each in entries if each.is_file}
 
 
 def _in_background(work: Callable[[], Any]) -> Future[Any]:
@@ -196,19 +200,20 @@ def _in_background(work: Callable[[], Any]) -> Future[Any]:
 def downloaded(address: str | Path, include: Callable[[str], bool] = lambda _: True) -> Path:
     """Copies the object, or the directory's included objects, to the local cache; unchanged ones are not read again."""
     bucket = Bucket.of(address)
-    sizes = bucket.sizes()
-    if not sizes:
+    listed = bucket.listed()
+    if not listed:
         beside = bucket.parent.sizes(bucket.name) if include(bucket.name) else {}
         if bucket.name not in beside:
             raise ValueError(f"{bucket} does not exist: there is no such object and none below it")
         return _copied(bucket.parent, {bucket.name: beside[bucket.name]}) / bucket.name
-    if UPLOADING in sizes:
+    if UPLOADING in listed:
         raise ValueError(f"{bucket} is incomplete: an upload to it did not finish; write it again")
-    names = {name: num_bytes for name, num_bytes in sizes.items() if include(name)}
+    names = {name: num_bytes for name, (num_bytes, _) in listed.items() if include(name)}
     if not names:
         raise ValueError(f"{bucket} has no file of the expected kind")
     directory = _copied(bucket, names)
-    if bucket.sizes() != sizes:
+    now = bucket.listed()
+    if UPLOADING in now or any(now.get(name) != listed.get(name) for name in filter(include, {*now, *listed})):
         raise ValueError(f"{bucket} changed during the download; start again")
     for path in directory.rglob("*"):
         name = str(path.relative_to(directory))

@@ -112,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
             "generation": str(generation),
             "size": str(len(content)),
             "metageneration": "1",
-            "timeCreated": "2026-01-01T00:00:00Z",
+            "timeCreated": f"2026-01-01T00:00:00.{generation % 1000:03}Z",
             "updated": "2026-01-01T00:00:00Z",
         }
 

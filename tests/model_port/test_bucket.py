@@ -133,6 +133,20 @@ def test_a_directory_that_is_replaced_during_the_download_is_refused(gcs):
         downloaded("gs://bkt/dir")
 
 
+def test_a_directory_that_gets_as_many_new_bytes_during_the_download_is_refused(gcs):
+    """As a model with other weights has."""
+    put(a=b"old", b=b"old")
+    after_listing(gcs, "bkt/dir/b", lambda: [set_object(gcs, f"bkt/dir/{name}", b"new") for name in "ab"])
+    with pytest.raises(ValueError, match=r"gs://bkt/dir changed during the download; start again"):
+        downloaded("gs://bkt/dir")
+
+
+def test_objects_that_are_not_downloaded_may_change_in_the_meantime(gcs):
+    put(a=b"1")
+    after_listing(gcs, "bkt/dir/a", lambda: set_object(gcs, "bkt/dir/log", b"a line"))
+    assert (downloaded("gs://bkt/dir", lambda name: name != "log") / "a").read_bytes() == b"1"
+
+
 def test_only_what_was_written_so_is_replaced(gcs):
     write("one")
     with pytest.raises(ValueError, match="gs://bkt/dir already exists"):
