@@ -81,8 +81,9 @@ def check_not_in_a_run(run_dir: str) -> None:
     directory = Path(run_dir).resolve()
     if is_address(run_dir) or (directory / SETTINGS_LOG_FILE).exists():
         return
-    if outer := next((parent for parent in directory.parents if (parent / SETTINGS_LOG_FILE).exists()), None):
-        raise ValueError(f"run_dir={run_dir} is in the directory of another run, {outer}; choose another run_dir")
+    for outer in directory.parents:
+        if all((outer / name).exists() for name in (LOCK_FILE, SETTINGS_LOG_FILE)):
+            raise ValueError(f"run_dir={run_dir} is in the directory of another run, {outer}; choose another run_dir")
 
 
 @contextmanager

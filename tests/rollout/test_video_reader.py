@@ -524,6 +524,7 @@ async def test_a_replaced_file_is_noticed_even_if_all_its_frames_are_in_memory(r
     await fails_with(VideoError, "No such file", reader.info(path, PATIENCE_S))
 
 
+@pytest.mark.slow
 @reading()
 async def test_one_tried_in_vain_is_tried_again_when_the_file_has_come(reader: FrameReader, tmp_path):
     path = tmp_path / "video.mp4"

@@ -92,8 +92,8 @@ def test_a_runs_id_is_stable_and_unique(tmp_path):
 
 @pytest.mark.parametrize(("open_", "schema"), [(open_run, Config), (open_sft_run, SftConfig)])
 def test_a_new_run_in_the_directory_of_another_is_refused(open_, schema, tmp_path):
-    (tmp_path / "outer").mkdir()
-    write_settings({}, tmp_path / "outer")
+    with locked(tmp_path / "outer") as outer:
+        write_settings({}, outer)
     inner = tmp_path / "outer" / "plots" / "inner"
 
     async def start() -> None:
@@ -106,3 +106,8 @@ def test_a_new_run_in_the_directory_of_another_is_refused(open_, schema, tmp_pat
     inner.mkdir(parents=True)
     write_settings({}, inner)
     check_not_in_a_run(str(inner))  # it resumes
+
+
+def test_a_directory_with_another_programs_settings_may_contain_runs(tmp_path):
+    (tmp_path / "settings.jsonl").touch()
+    check_not_in_a_run(str(tmp_path / "run"))
