@@ -92,7 +92,7 @@ class Bucket:
         return self.bucket == other.bucket and f"{self.path}/".startswith(f"{other.path}/")
 
     def listed(self, name: str | None = None) -> dict[str, tuple[int, int]]:
-        """Size in bytes and time of writing of all objects below this path by name, or of the one with the given name."""
+        """By name, bytes and time of writing of all objects below this path, or of the one with the given name."""
         begin = f"{self.bucket}/{self.path}" if self.path else self.bucket
         only = None if name is None else f"{begin}/{name}"
         listed = self._answer("listed", lambda: _in_background(partial(_listed, f"{begin}/", only)))

@@ -42,7 +42,7 @@ TERM_NAME = re.compile(r"[a-z][a-z0-9_]*")
 QUESTION_TYPES = ("mcq", "tvg", "oe")  # that have an R_acc
 LENGTH = "length"  # the name of the term that train.truncated=soft adds
 TOOL_SUMMANDS = ("tool_call", "tool_right", "call_price")
-MAX_REWARD = 1e100  # of a term of your own: sums and squares stay finite
+MAX_REWARD = 1e15  # of a term of your own: sums and squares stay finite, in float32 too
 RESERVED_NAMES = (*TERMS, *TOOL_SUMMANDS, "format", "total", "prediction", "credits", "own")
 
 
