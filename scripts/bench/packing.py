@@ -81,7 +81,7 @@ def _steps(config: Config, signal: float, num_steps: int) -> Iterator[list[Promp
     most = config.rollout.max_new_tokens * (config.rollout.tool_turns + 1)
     for _ in range(num_steps):
         num_groups = max(1, random.binomial(train.prompts_per_step, signal))
-        budgets = random.choice(config.video.frame_budgets, num_groups).tolist()
+        budgets = random.choice(config.video.frame_budgets or [config.video.overview_frames], num_groups).tolist()
         location = np.log(RESPONSE_TOKENS) - SIGMA**2 / 2
         lengths = random.lognormal(location, SIGMA, (num_groups, train.group_size)).clip(MIN_TOKENS, most)
         prompts = [PROMPT_TEXT_TOKENS + frame_tokens * budget for budget in budgets]
