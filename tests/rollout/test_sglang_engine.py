@@ -378,8 +378,8 @@ async def test_more_requests_than_connections_wait_without_the_server_missing_pr
         patch.setattr(http_module, "MAX_CONNECTIONS", 4)
         engine = await SGLangEngine.connect([server.url], QUICK)
         server.delay_s = 0.4
-        found = await asyncio.gather(*(engine.generate(request(f"e{n}", deadline_s=30)) for n in range(20)))
-        assert len(found) == server.asked["/generate"] == 20
+        found = await asyncio.gather(*(engine.generate(request(f"e{n}", deadline_s=30)) for n in range(40)))
+        assert len(found) == server.asked["/generate"] == 40
         await engine.close()
 
 
