@@ -51,8 +51,10 @@ def load_samples(
         own = load_prompts(
             source, video_root=video_root, max_bad_frac=max_bad_frac, allow_outside=allow_outside, columns=columns
         )
-        files = row_files(local_source(source))
-        return SampleSet(tuple(map(_own, own.prompts)), own.bad, {file.name: _sha256(file) for file in files})
+        local = local_source(source)
+        root = local if local.is_dir() else local.parent
+        sums = {file.relative_to(root).as_posix(): _sha256(file) for file in row_files(local)}
+        return SampleSet(tuple(map(_own, own.prompts)), own.bad, sums)
     if columns:
         taken = ", ".join(columns)
         raise ValueError(f"reward.plugin takes {taken}, which samples of data.split={split.name} do not have")

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from agents import call
 from data_rows import rl_row, write_lines
@@ -20,6 +22,7 @@ from paravt_jax import eval as command
 from paravt_jax.config import DIRECT, EngineConfig
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.splits import SPLITS, Sample
+from paravt_jax.data.splits.reading import load_samples
 from paravt_jax.eval import shard_of
 from paravt_jax.evaluation import evaluation, provenance
 from paravt_jax.evaluation.results import refusal, score_table
@@ -80,6 +83,15 @@ def test_your_own_reward_scores_rows_of_your_own_question_types(evaluator, tmp_p
     assert "accuracy_mean" not in cell["by_type"]["caption"]
     digest = hashlib.sha256((tmp_path / "rl.jsonl").read_bytes()).hexdigest()
     assert cell["data"] == {"repository": f"{tmp_path}/rl.jsonl", "revision": None, "sha256": {"rl.jsonl": digest}}
+
+
+def test_every_file_of_your_own_rows_is_hashed(tmp_path):
+    (tmp_path / "a.mp4").touch()
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+        pq.write_table(pa.Table.from_pylist([rl_row(folder.upper())]), tmp_path / folder / "rl.parquet")
+    loaded = load_samples(None, str(tmp_path), video_root=str(tmp_path), max_bad_frac=0)
+    assert len(loaded.samples) == len(set(loaded.files.values())) == 2 and "a/rl.parquet" in loaded.files
 
 
 @pytest.mark.parametrize("split", SPLITS)
