@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from paravt_jax.data.splits import SPLITS
 from paravt_jax.eval import run_eval
 from paravt_jax.evaluation.provenance import changed_sections, settings_key
 from paravt_jax.evaluation.results import refusal
+from paravt_jax.sampling.endpoint import open_endpoint
 from paravt_jax.view.episodes import convert
 from paravt_jax.view.page import make_page
 from rollout.endpoint import client as client_module
@@ -168,6 +170,27 @@ def test_an_endpoint_that_dies_stops_the_evaluation_and_a_restart_resumes_it(cop
     with pytest.raises(RuntimeError, match="failed 3 samples in a row"):
         evaluated(copy, tmp_path / "run", FakeEndpoint(ANSWER, "ok", "500"))
     assert evaluated(copy, tmp_path / "run", FakeEndpoint(ANSWER))["n"]["answered"] == 3
+
+
+def test_requests_wait_for_servers_that_this_machine_starts_again(tmp_path, monkeypatch):
+    """vLLM needs minutes to start; only the start is replaced here."""
+
+    async def reply() -> str:
+        async with AsyncExitStack() as stack:
+            endpoint = await stack.enter_async_context(FakeEndpoint(ANSWER))
+            started = asyncio.sleep(0, [endpoint.url])
+            monkeypatch.setattr("paravt_jax.sampling.endpoint.start_endpoints", lambda *_: started)
+            settings = EngineConfig("openai", serve_with="vllm")
+            options: dict[str, Any] = {"gpus": [], "dtype": "bfloat16", "max_context_tokens": 4096, "temperature": 0.0}
+            client = await open_endpoint(settings, MODEL, tmp_path, stack, **options)
+            await endpoint.die()
+            message = {"role": "user", "content": "Who?"}
+            asked = asyncio.create_task(client.complete([message], max_tokens=9, temperature=0.0, deadline_s=30.0))
+            await asyncio.sleep(4 * client_module.GIVE_UP_S)
+            await endpoint.__aenter__()
+            return (await asked).text
+
+    assert asyncio.run(reply()) == ANSWER
 
 
 def test_training_refuses_an_endpoint_in_one_sentence():
