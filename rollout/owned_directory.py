@@ -1,4 +1,7 @@
-"""A process's own directory, which the next process removes if its owner was killed."""
+"""A process's own directory, which the next process removes if its owner was killed.
+
+The lock is of a file in it: on NFS, other hosts do not notice the lock of a directory.
+"""
 
 import fcntl
 import os
@@ -9,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 HIDDEN = ".paravt-"  # prefix of a directory that is not locked yet
+LOCK_FILE = ".lock"
 
 
 @contextmanager
@@ -16,30 +20,43 @@ def owned_directory(parent: Path, prefix: str) -> Iterator[Path]:
     """A new directory, removed at the end. First removes what killed processes left."""
     remove_orphans([parent], prefix)
     hidden = Path(tempfile.mkdtemp(prefix=HIDDEN, dir=parent))
-    with _locked(hidden):
-        directory = hidden.rename(parent / f"{prefix}{hidden.name.removeprefix(HIDDEN)}")
-        try:
+    (hidden / LOCK_FILE).touch()
+    directory = parent / f"{prefix}{hidden.name.removeprefix(HIDDEN)}"
+    try:
+        with _locked(hidden):
+            hidden.rename(directory)
             yield directory
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def remove_orphans(parents: Sequence[Path], prefix: str) -> None:
     for orphan in orphans(parents, prefix):
         shutil.rmtree(orphan, ignore_errors=True)
+    for directory in _directories(parents, prefix):
+        with suppress(OSError):  # not empty: NFS keeps the lock's file, and so its directory, until it is closed
+            directory.rmdir()
 
 
 def orphans(parents: Sequence[Path], prefix: str) -> Iterator[Path]:
     """Directories of killed processes."""
-    for directory in (path for parent in parents for path in parent.glob(f"{prefix}*")):
+    for directory in _directories(parents, prefix):
         with suppress(OSError), _locked(directory):  # OSError: in use, another user's, a link, or gone
             yield directory
+
+
+def _directories(parents: Sequence[Path], prefix: str) -> list[Path]:
+    return [path for parent in parents for path in parent.glob(f"{prefix}*")]
 
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     """The kernel drops the lock when the process ends; it survives a rename of the directory."""
-    number = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        number = os.open(LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW, dir_fd=opened)
+    finally:
+        os.close(opened)
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield

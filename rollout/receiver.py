@@ -123,7 +123,7 @@ class Receiver:
         root = self._root.path
         if root is None:
             raise web.HTTPConflict(text="there is no directory for weights; POST makes it")
-        for received in root.iterdir():
+        for received in root.glob("[!.]*"):  # not the lock
             shutil.rmtree(received)
         if not fits(root, num_bytes):
             raise web.HTTPInsufficientStorage(text=f"{num_bytes} bytes of weights do not fit into {root.parent}")

@@ -62,7 +62,7 @@ class Served:
     @property
     def left(self) -> list[Path]:
         assert self.directory is not None
-        return list(self.directory.glob("*/*"))
+        return list(self.directory.glob("*/[!.]*"))
 
     def loaded_from(self) -> list[Path]:
         return [
@@ -96,7 +96,7 @@ async def test_each_host_gets_once_the_tensors_that_its_servers_lack_and_keeps_n
     received = [one.receiver.num_received for one in each]  # either server of a host may receive a version
     assert [received[0] + received[1], received[2]] == [2, 2]
     assert each[0].loaded_from() == each[1].loaded_from() != each[2].loaded_from()
-    assert not any(list(one.directory.iterdir()) for one in each)
+    assert not any(list(one.directory.glob("[!.]*")) for one in each)
     assert (await engine.generate(request(version=2))).versions.tolist() == [2] * 4
 
 
@@ -171,7 +171,7 @@ async def one_host(stack):
     one.server.version = "t/3"
     session = await stack.enter_async_context(aiohttp.ClientSession())
     async with session.post(one.inbox, params=OURS | {"num_bytes": "8"}) as reply:
-        assert (await reply.json())["name"] == next(directory.iterdir()).name
+        assert (await reply.json())["name"] == next(directory.glob("[!.]*")).name
     return one, session
 
 
@@ -239,7 +239,7 @@ async def test_another_run_can_neither_send_to_a_server_nor_remove_what_it_recei
     async with session.post(one.inbox, params=owner | {"num_bytes": "8"}) as reply:
         assert reply.status == 403 and one.left == kept
     async with session.delete(one.inbox, params=OURS) as reply:
-        assert reply.status == 200 and not list(one.directory.iterdir())
+        assert reply.status == 200 and not list(one.directory.glob("[!.]*"))
     assert (await put(session, one, tensor()))[0] == 409
 
 
