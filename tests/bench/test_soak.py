@@ -2,7 +2,7 @@
 
 import pytest
 
-from scripts.bench import soak
+from scripts.bench import chaos, soak
 from scripts.bench.soak import grown
 
 QUIET = "trap 'exit 143' TERM; while :; do sleep 0.05; done"
@@ -26,6 +26,9 @@ def test_growth_beyond_a_bound_is_a_violation(of, begin, allowed, grew):
 def violations_of(script, tmp_path, monkeypatch):
     monkeypatch.setattr(soak, "SAMPLE_EVERY_S", 0.1)
     monkeypatch.setattr(soak, "GONE_S", 0.5)
+    (tmp_path / "shm").mkdir()  # servers that other tests kill leave segments in the real one
+    for module in (soak, chaos):
+        monkeypatch.setattr(module, "SHARED_MEMORY", tmp_path / "shm")
     samples, violations = soak.soak(["sh", "-c", script], tmp_path, 0.5, lambda: 1)
     assert samples and samples[0]["trainer"]["files"] > 0
     return violations
