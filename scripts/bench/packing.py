@@ -43,6 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    if args.steps < 1:
+        raise ValueError(f"--steps {args.steps} must be at least 1")
+    if not 0 <= args.signal <= 1:
+        raise ValueError(f"--signal {args.signal:g} must be between 0 and 1")
     config = load_config(args.config)
     rows = args.rows or config.pack.num_rows
     steps = list(_steps(config, args.signal, args.steps))

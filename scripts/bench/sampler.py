@@ -29,6 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    if args.repeats < 1:
+        raise ValueError(f"--repeats {args.repeats} must be at least 1")
     with tempfile.TemporaryDirectory() as folder:
         make_tiny(Path(folder) / "model")
         model = model_port.load(Path(folder) / "model")

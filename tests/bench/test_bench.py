@@ -92,8 +92,9 @@ def test_ways_differ_only_in_shared_tokens_and_frames():
 
 
 def test_an_invalid_option_is_rejected_before_measuring(bench, tmp_path):
-    with pytest.raises(ValueError, match=r"^--repeats 0 must be at least 1$"):
-        bench("learner", "--repeats", "0")
+    for name, flag in (("learner", "--repeats"), ("sampler", "--repeats"), ("packing", "--steps")):
+        with pytest.raises(ValueError, match=rf"^{flag} 0 must be at least 1$"):
+            bench(name, flag, "0")
     with pytest.raises(ValueError, match=r"^\S+ has no config.json, so it is not a Hugging Face model directory$"):
         rollout.run(Namespace(model=str(tmp_path), servers=1, episodes=1, report_tokens=1, repeats=1))
     (tmp_path / "file").touch()
