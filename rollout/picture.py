@@ -98,4 +98,5 @@ def read_image(path: str, size_of: Callable[[int, int], tuple[int, int]] = lambd
 
 def in_rgb(image: Image.Image) -> Image.Image:
     """The image, turned as its EXIF orientation says: transformers turns it too."""
-    return ImageOps.exif_transpose(image).convert("RGB")
+    ImageOps.exif_transpose(image, in_place=True)  # otherwise it copies also what it need not turn
+    return image.convert("RGB")
