@@ -23,6 +23,7 @@ Index = int | jax.Array
 LAYER_INPUT = "layer_input"
 LAYER_NORM_EPS = 1e-6
 
+ComputeDtype = Literal["float32", "bfloat16", "float16", "float64"]
 Remat = Literal["none", "full", "dots", "attention", "offload"]
 
 _save_attention = jax.checkpoint_policies.save_only_these_names(ATTENTION_OUT)
@@ -48,7 +49,7 @@ LIGHTER: dict[Remat, Remat] = {"full": "attention", "attention": "dots"}  # the 
 class Compute:
     """How the model is computed. None of these fields changes a result beyond rounding."""
 
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"  # of activations; parameters keep their own
+    dtype: ComputeDtype = "float32"  # of activations; parameters keep their own
     attention: Form = "auto"
     scan: bool = True  # False unrolls the layers: slower to compile, sometimes faster to run
     remat: Remat = "none"

@@ -36,7 +36,7 @@ from model_port.inputs import (
     pack_vision,
     split_frames,
 )
-from model_port.layers import DEFAULT_COMPUTE, Compute
+from model_port.layers import DEFAULT_COMPUTE, Compute, ComputeDtype
 from model_port.layout import ADAPTER_CONFIG_FILE, BASE_KEY, base_of, hf_files_of, is_adapter, is_checkpoint
 from model_port.model import VLModel
 from model_port.sharding import as_made_here, flat_params, param_name, platform, shard_abstract
@@ -100,7 +100,7 @@ def load(path: str | Path, dtype: str = "float32", mesh: Mesh | None = None) -> 
         return with_params(model, load_hf_params(tensors, config, abstract, jnp.dtype(dtype)))
 
 
-def load_computing(path: str | Path, dtype: str) -> VLModel:
+def load_computing(path: str | Path, dtype: ComputeDtype) -> VLModel:
     """A model that computes in `dtype`; in float32, a Hugging Face directory's weights stay as narrow as stored."""
     path = Path(path)
     as_stored = dtype == "float32" and not (is_adapter(path) or is_checkpoint(path))

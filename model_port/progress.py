@@ -111,8 +111,8 @@ def make_bar(**settings: Any) -> tqdm:
     return tqdm(
         file=sys.stderr,
         dynamic_ncols=usual is None,
-        ncols=usual and usual.columns,
-        nrows=usual and usual.lines,
+        ncols=usual.columns if usual else None,
+        nrows=usual.lines if usual else None,
         **settings,
     )
 

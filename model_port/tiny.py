@@ -158,16 +158,15 @@ def tiny_config(family: str = DEFAULT_FAMILY) -> ModelConfig:
 
 def with_tokenizer_ids(config: ModelConfig) -> ModelConfig:
     """The config with the tiny tokenizer's token ids; raises if its vocabulary is too small."""
-    tokenizer = tiny_tokenizer(config.family)
-    num_tokens = tokenizer.get_vocab_size()
-    if config.text.vocab_size < num_tokens:
-        raise ValueError(f"text.vocab_size {config.text.vocab_size} is smaller than the tiny tokenizer's {num_tokens}")
+    ids = tiny_tokenizer(config.family).get_vocab()
+    if config.text.vocab_size < len(ids):
+        raise ValueError(f"text.vocab_size {config.text.vocab_size} is smaller than the tiny tokenizer's {len(ids)}")
     return replace(
         config,
-        image_token_id=tokenizer.token_to_id("<|image_pad|>"),
-        video_token_id=tokenizer.token_to_id("<|video_pad|>"),
-        vision_start_token_id=tokenizer.token_to_id("<|vision_start|>"),
-        vision_end_token_id=tokenizer.token_to_id("<|vision_end|>"),
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
     )
 
 

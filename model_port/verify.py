@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.config import read_config
 from model_port.download import source_directory
 from model_port.hf_files import no_tokenizer
+from model_port.layers import ComputeDtype
 from model_port.loading import load_computing
 from model_port.processing import expand_placeholders, token_counts
 from model_port.progress import Meter
@@ -104,20 +106,23 @@ def _frame(number: int, num_frames: int, size_px: tuple[int, int]) -> np.ndarray
     return pixels
 
 
-def our_logits(src: str | Path, prompt: ProcessedPrompt, dtype: str) -> Float[np.ndarray, "T V"]:
+def our_logits(src: str | Path, prompt: ProcessedPrompt, dtype: ComputeDtype) -> Float[np.ndarray, "T V"]:
     with jax.default_matmul_precision("highest"):  # or accelerators round float32 inputs
         return model_port.logits(load_computing(src, dtype), prompt.ids, **prompt.media)
 
 
-def their_logits(hf_dir: str | Path, prompt: ProcessedPrompt, dtype: str) -> Float[np.ndarray, "T V"]:
+def their_logits(hf_dir: str | Path, prompt: ProcessedPrompt, dtype: ComputeDtype) -> Float[np.ndarray, "T V"]:
     with Reference(hf_dir, dtype) as model:
         return model.logits(prompt)
 
 
-def verify(hf_dir: str | Path, src: str | Path, dtype: str) -> tuple[dict[str, Any], bool]:
+def verify(hf_dir: str | Path, src: str | Path, dtype: ComputeDtype) -> tuple[dict[str, Any], bool]:
     """The report, in JSON types, and whether the logits agree."""
     prompt = video_prompt(hf_dir)
-    sides = [("ours", our_logits, src, dtype), ("transformers", their_logits, hf_dir, "float32")]
+    sides: list[tuple[str, Callable, str | Path, ComputeDtype]] = [
+        ("ours", our_logits, src, dtype),
+        ("transformers", their_logits, hf_dir, "float32"),
+    ]
     if dtype != "float32":
         sides.append(("transformers", their_logits, hf_dir, dtype))
     logits = []
@@ -127,7 +132,8 @@ def verify(hf_dir: str | Path, src: str | Path, dtype: str) -> tuple[dict[str, A
             gc.collect()  # frees this model before the next one is loaded
     ours, expected, *theirs = logits
     difference = LogitsDifference.between(ours, expected)
-    bound, report = MAX_RELATIVE, {"dtype": dtype, "tokens": len(prompt.ids), "pictures": len(prompt.grids)}
+    bound = MAX_RELATIVE
+    report: dict[str, Any] = {"dtype": dtype, "tokens": len(prompt.ids), "pictures": len(prompt.grids)}
     report |= asdict(difference)
     for rounded in theirs:
         of_theirs = LogitsDifference.between(rounded, expected)

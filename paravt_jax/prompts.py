@@ -116,7 +116,7 @@ def to_yaml(texts: Mapping[str, Any], comment: str) -> str:
 
 def own_texts(values: Sequence[str]) -> dict[str, Path]:
     """The files of --text MODE=FILE."""
-    files = {}
+    files: dict[str, Path] = {}
     for value in values:
         mode, separator, file = value.partition("=")
         if mode not in OWN_MODES or not separator:

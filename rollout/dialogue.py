@@ -112,7 +112,7 @@ class TokenDialogue:
                 deadline_s=request.deadline_s,
                 version=self._version,
                 affinity=request.affinity,
-                on_tokens=on_text and (lambda ids: on_text(self._text(ids))),
+                on_tokens=None if on_text is None else lambda ids: on_text(self._text(ids)),
             )
         )
         ledger.add_sampled(generation)

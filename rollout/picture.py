@@ -79,7 +79,9 @@ class Picture:
         return base64.b64encode(buffer.getvalue()).decode()
 
 
-def read_image(path: str, size_of: Callable[[int, int], tuple[int, int]] = lambda *size_px: size_px) -> Picture:
+def read_image(
+    path: str, size_of: Callable[[int, int], tuple[int, int]] = lambda height, width: (height, width)
+) -> Picture:
     """An image file. `size_of` maps its height and width to the picture's.
 
     Raises VideoError for any error, so that a bad image only invalidates its row.

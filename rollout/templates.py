@@ -128,9 +128,11 @@ def _compiled(chat_template: str) -> jinja2.Template:
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )
     environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-    return environment.from_string(chat_template)
+    functions = {
+        "raise_exception": raise_exception,
+        "strftime_now": lambda pattern: datetime.now().strftime(pattern),
+    }
+    return environment.from_string(chat_template, functions)
 
 
 def _answer(request: dict[str, Any], num_chars: int) -> dict[str, str]:

@@ -33,4 +33,4 @@ def guard_stdout() -> None:
     if sys.stdout.isatty():
         os.environ.setdefault("NO_COLOR", "1")  # argparse of Python 3.14 would write escape sequences
         write = sys.stdout.write
-        sys.stdout.write = lambda text, /: write(visible(text))
+        sys.stdout.write = lambda text, /: write(visible(text))  # type: ignore[missing-attribute]

@@ -30,13 +30,13 @@ bash scripts/setup.sh dev
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 types=$(mktemp)
-.venv/bin/pyright > "$types" 2>&1 & checking=$!
+.venv/bin/pyrefly check > "$types" 2>&1 & checking=$!
 # In a fresh clone, compiles the bytecode once, because all pytest processes start together. They report any errors again.
 [ -d tests/__pycache__ ] || .venv/bin/python -m pytest -qq --collect-only -m "$select" ${tests[@]+"${tests[@]}"} "$@" >/dev/null || true
 [ -z "$sidecar" ] || wait "$sidecar"
 status=0
-# Three processes, because tests also wait: for servers, deadlines and disks.
-.venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10 -m "$select" ${tests[@]+"${tests[@]}"} "$@" || status=$?
+# Four processes for two cores, because tests also wait: for servers, deadlines and disks.
+.venv/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations=10 -m "$select" ${tests[@]+"${tests[@]}"} "$@" || status=$?
 wait "$checking" || status=$?
 cat "$types" && rm "$types"
 exit "$status"

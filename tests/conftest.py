@@ -47,7 +47,7 @@ from rollout.chat import Chat
 MAX_IDLE_BYTES = 2**30  # of a process between modules
 MAX_GROWTH_BYTES = 0.4 * 2**30  # of a process within a module, since it last dropped its programs
 MAX_IDLE_GROWTH_BYTES = 0.15 * 2**30  # the same between modules
-MAX_BYTES = 3 * 2**30  # of a process at any time: three of them and their servers run on 16 GB
+MAX_BYTES = 3 * 2**30  # of a process at any time: four of them and their servers run on 16 GB
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Beside Python's own handler asyncio.run sets another, and with it writes out all that its task returned.

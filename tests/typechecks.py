@@ -9,7 +9,7 @@ from typing import Any
 
 from beartype import beartype
 
-# Modules that state shapes have their types checked at every call. Checking more is for pyright, and would make many
+# Modules that state shapes have their types checked at every call. Checking more is for pyrefly, and would make many
 # tests twice as long.
 ROOT = Path(__file__).parents[1]
 SOURCES = [path for package in ("model_port", "paravt_jax", "scripts") for path in (ROOT / package).rglob("*.py")]

@@ -52,7 +52,7 @@ def flash_attention(forward: Forward, backward: Backward, block_tokens: Callable
         missing = -num_tokens % block_tokens(num_tokens, q.shape[2] // k.shape[2])
         grouped, k, v = (_lengthened(x, missing) for x in (q.reshape(*k.shape[:3], -1, k.shape[3]), k, v))
         layout = Layout(*(_lengthened(part, missing) for part in layout))
-        mixed: Array = mix(grouped, k, v, query_runs(layout, causal=causal))  # pyright: ignore[reportAssignmentType]
+        mixed: Array = mix(grouped, k, v, query_runs(layout, causal=causal))
         return mixed[:, :num_tokens].reshape(q.shape)
 
     return attention

@@ -5,6 +5,7 @@ the tanh GELU, the mergers the exact one. The output merger normalizes before it
 """
 
 from dataclasses import replace
+from functools import reduce
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,8 @@ class PositionTable(nnx.Module):
     def __call__(self, index: Int[Array, "B P 4"], weight: Float[Array, "B P 4"]) -> Float[Array, "B P D"]:
         table = constrain(at_least_float32(self.table_sd[...]), "sd")  # replicated: patches gather its full width
         weight = weight.astype(table.dtype)
-        return sum(table[index[..., corner]] * weight[..., corner, None] for corner in range(4))  # pyright: ignore
+        corners = (table[index[..., corner]] * weight[..., corner, None] for corner in range(4))
+        return reduce(jnp.add, corners)
 
 
 class Qwen3VisionMlp(nnx.Module):

@@ -87,7 +87,7 @@ def estimated_on(
         estimated = estimate(own, step, device, devices, rates)
         if run.config is not None and isinstance(own, PlannedRl) and estimated.fits:
             run_step = step_time(own, device, estimated.est_step_s, run.rates)
-            estimated = dataclasses.replace(estimated, run_step_s=run_step and run_step.seconds)
+            estimated = dataclasses.replace(estimated, run_step_s=run_step.seconds if run_step else None)
         return own, step, estimated
     except ValueError as problem:
         return own, step, MeshEstimate(shape, problem=str(problem))

@@ -12,6 +12,7 @@ import numpy as np
 import model_port
 from model_port.attention import Form
 from model_port.attention.choice import KERNEL_PLATFORMS
+from model_port.layers import ComputeDtype
 from model_port.loading import load_computing
 from model_port.output_dir import GIB
 from model_port.reference import ProcessedPrompt, Reference, missing_torch
@@ -67,7 +68,7 @@ def compared(prompt: ProcessedPrompt) -> np.ndarray:
 
 
 def our_rows(
-    target: Target, prompts: Mapping[str, ProcessedPrompt], dtype: str
+    target: Target, prompts: Mapping[str, ProcessedPrompt], dtype: ComputeDtype
 ) -> Iterator[tuple[str, str, np.ndarray]]:
     """Logits by prompt and form of attention; in float32 a video's with every form."""
     model = load_computing(target.hf_dir, dtype)

@@ -160,7 +160,7 @@ async def open_evaluation(config: EvalConfig, shard: Shard | None = None) -> Asy
             video_root=data.video_root,
             max_bad_frac=data.max_bad_frac,
             allow_outside=data.allow_outside,
-            columns=plugin and plugin.columns,
+            columns=plugin.columns if plugin else None,
         )
         if texts is not None:
             record["eval"][TEXTS_DIGEST] = digest(dict(texts.texts))

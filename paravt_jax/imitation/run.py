@@ -123,7 +123,8 @@ class SftRun:
                 num_tokens += int(np.count_nonzero(batch.loss_mask))
         if batches is None:
             return
-        total, num_tokens = map(sum, zip(*self.hosts.gather("validation", (total, num_tokens)), strict=True))
+        of_hosts = self.hosts.gather("validation", (total, num_tokens))
+        total, num_tokens = (sum(column) for column in zip(*of_hosts, strict=True))
         if not num_tokens:
             raise RuntimeError(f"no trace of data.validation={self.held_out_path} can be rendered")
         metrics = {"validation/loss": total / num_tokens, "policy_version": float(training.version)}

@@ -295,7 +295,7 @@ def opt_shardings(adam: optax.GradientTransformation, trainable: nnx.State, mesh
     """Shardings of the optimizer state: moments like their parameters, scalars replicated."""
     replicated = NamedSharding(mesh, PartitionSpec())
     return optax.tree_map_params(
-        adam,
+        adam.init,
         lambda _, param: param.sharding,
         jax.eval_shape(adam.init, trainable),
         trainable,

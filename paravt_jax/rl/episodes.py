@@ -72,8 +72,8 @@ class Rollout:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> "Rollout":
-        stats = message["remote_stats"] and EpisodeStats(**message["remote_stats"])
-        return cls(**{**message, "remote_stats": stats})
+        stats = message["remote_stats"]
+        return replace(cls(**message), remote_stats=EpisodeStats(**stats) if stats else None)
 
 
 @dataclass(frozen=True, eq=False)

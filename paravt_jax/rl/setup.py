@@ -355,7 +355,7 @@ def _prompts(
             video_root=video_root,
             max_bad_frac=data.max_bad_frac,
             allow_outside=data.allow_outside,
-            columns=plugin and plugin.columns,
+            columns=plugin.columns if plugin else None,
         )
         remarks.extend(remarks_on(path, loaded.prompts))
         return loaded.prompts

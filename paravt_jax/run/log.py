@@ -353,7 +353,8 @@ class _StepBar:
 
     def _activity(self) -> str:
         """The phase, and the programs that are being compiled."""
-        return visible(", ".join(filter(None, [self._phase, *(f"compiling {name}" for name in self._compiling())])))
+        compiling = [f"compiling {name}" for name in self._compiling()]
+        return visible(", ".join([self._phase, *compiling] if self._phase else compiling))
 
     def _refresh(self) -> str:
         """Draws the bar if its text has changed; there is no line to print."""

@@ -209,8 +209,9 @@ class Training:
         validated, *_ = await hosts.gather_async("log", [] if own_log is None else own_log.validated_steps())
         run_log = own_log or QuietLog(validated)
         stack.callback(run_log.close)
-        for remark in filter(None, [*remarks, _resumed(step, num_steps, directory.path, changes)]):
-            run_log.say(remark)
+        for remark in (*remarks, _resumed(step, num_steps, directory.path, changes)):
+            if remark:
+                run_log.say(remark)
         parts = EpisodeParts(directory.bucket or directory.path, hosts)
         if hosts.leads and hosts.num > 1:
             parts.clear()

@@ -68,7 +68,9 @@ def generation_of(
             num_cached_tokens=_count(meta["cached_tokens"]),
             server=url,
             latency_s=latency_s,
-            experts=mixture and _experts(meta.get("routed_experts"), mixture, num_prompt_tokens + len(ids) - 1),
+            experts=_experts(meta.get("routed_experts"), mixture, num_prompt_tokens + len(ids) - 1)
+            if mixture
+            else None,
         )
     except (KeyError, TypeError, ValueError, IndexError, OverflowError, AttributeError) as problem:
         raise ServerUnavailable(f"{url} gave an invalid answer: {problem!r}") from None

@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     claim_memory()
     with tempfile.TemporaryDirectory(prefix="paravt-gpu-check-", dir=_memory()) as folder:
-        parts = {"device": measured("device", Path(folder), tiny=args.tiny)}
+        parts: dict[str, Any] = {"device": measured("device", Path(folder), tiny=args.tiny)}
         if not args.tiny:
             _check_gpu(parts["device"])
         for name in DEADLINES_S:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from model_port.config import ModelConfig, preset
+from model_port.qwen3_vl.config import Qwen3VisionConfig
 from model_port.reference import missing_torch
 from model_port.tiny import tiny_config
 
@@ -68,7 +69,7 @@ class Check:
         return replace(
             model,
             text=replace(text, num_layers=4, vocab_size=32_768),
-            vision=replace(vision, num_layers=4, deepstack_layers=(1, 2, 3)),
+            vision=replace(cast(Qwen3VisionConfig, vision), num_layers=4, deepstack_layers=(1, 2, 3)),
         )
 
 

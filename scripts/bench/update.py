@@ -9,6 +9,7 @@ import numpy as np
 
 from model_port.config import ModelConfig
 from model_port.inputs import Frame
+from model_port.layers import ComputeDtype
 from paravt_jax.learner.packing import Dialogue
 from paravt_jax.learner.settings import LossConfig
 
@@ -96,7 +97,7 @@ def check_agreement(turn: dict[str, dict[str, float]], tolerance: float) -> None
             raise RuntimeError(f"the ways disagree on {name}: {values}")
 
 
-def our_update(way: str, folder: Path, dtype: str, group: EpisodeGroup) -> Update:
+def our_update(way: str, folder: Path, dtype: ComputeDtype, group: EpisodeGroup) -> Update:
     import jax
     from flax import nnx
 

@@ -16,6 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from model_port.layers import ComputeDtype
 from scripts.bench.update import AGREED, TOLERANCES, EpisodeGroup, check_agreement, our_update, torch_update
 
 COMPARED = {
@@ -36,7 +37,7 @@ IMPORTS = {
 }  # the peak is memory beyond these imports
 
 
-def compare_ways(folder: Path, dtype: str, group: EpisodeGroup, repeats: int) -> list[dict[str, Any]]:
+def compare_ways(folder: Path, dtype: ComputeDtype, group: EpisodeGroup, repeats: int) -> list[dict[str, Any]]:
     """Medians of both ways in each comparison; `folder` is the model's Hugging Face directory."""
     rows = []
     for (slow, fast), measures in COMPARED.items():
@@ -47,7 +48,7 @@ def compare_ways(folder: Path, dtype: str, group: EpisodeGroup, repeats: int) ->
 
 
 def _alternating(
-    ways: tuple[str, str], folder: Path, dtype: str, group: EpisodeGroup, repeats: int
+    ways: tuple[str, str], folder: Path, dtype: ComputeDtype, group: EpisodeGroup, repeats: int
 ) -> dict[str, dict[str, Any]]:
     pools = {way: ProcessPoolExecutor(1, mp_context=get_context("spawn")) for way in ways}
     turns: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
@@ -76,7 +77,7 @@ def _formatted(turn: dict[str, float]) -> str:
 _own: dict[str, Any] = {}  # in the process of a way
 
 
-def _set_up(way: str, folder: Path, dtype: str, group: EpisodeGroup) -> None:
+def _set_up(way: str, folder: Path, dtype: ComputeDtype, group: EpisodeGroup) -> None:
     in_torch = way.startswith("torch")
     for module in IMPORTS["torch" if in_torch else "jax"]:
         import_module(module)

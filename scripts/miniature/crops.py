@@ -43,7 +43,12 @@ from scripts.miniature.world import MAX_WINDOWS, Question, questions
 
 MEASURED = DATA / "crops.json"
 CELLS = tuple((n, play) for n in range(1, MAX_WINDOWS + 1) for play in PLAYS)
-DISPATCHES: Mapping[str, Dispatch] = dict(zip(PLAYS, ("parallel", "sequential", "none", "parallel"), strict=True))
+DISPATCHES: Mapping[str, Dispatch] = {
+    "parallel": "parallel",
+    "sequential": "sequential",
+    "one context": "none",
+    "frames": "parallel",
+}
 ENGINES = ("jax", "sglang")  # engine.kind
 NUM_ALONE = 5  # timed episodes one at a time
 NUM_TIMED = NUM_ALONE + MAX_IN_FLIGHT
