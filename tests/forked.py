@@ -26,7 +26,6 @@ forks.set_forkserver_preload(
     [
         *("paravt_jax.train", "paravt_jax.rl.setup", "paravt_jax.sft", "paravt_jax.imitation.run"),
         *("paravt_jax.bench.__main__", "model_port.convert", "model_port.export"),
-        "tensorboardX.event_file_writer",  # it loads torch
     ]
 )
 

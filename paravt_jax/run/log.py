@@ -24,6 +24,7 @@ from model_port.output_dir import named
 from model_port.progress import Ticker, make_bar
 from model_port.terminal import say, visible
 from paravt_jax.config import LogConfig
+from paravt_jax.run.event_file import EventFile
 
 METRICS_FILE = "metrics.jsonl"
 VALIDATION_FILE = "validation.jsonl"
@@ -75,7 +76,7 @@ class RunLog:
         (run_dir / EPISODES_DIR).mkdir(parents=True, exist_ok=True)
         logged = last_step(run_dir)
         put_aside = _put_aside_later(run_dir, first_step)
-        self._tensorboard = _TensorBoard(run_dir / TENSORBOARD_DIR, first_step)
+        self._tensorboard = EventFile(run_dir / TENSORBOARD_DIR, first_step)
         self._wandb = None if wandb is None else _wandb_run(wandb, run_dir, config.wandb_project, first_step, settings)
         self._validated = set(rows_by_step(run_dir / VALIDATION_FILE))
         self._progress = _StepBar(num_steps, first_step, compiling)
@@ -251,34 +252,6 @@ def _without_nan(value: Any) -> Any:
 def _sync(file: IO[bytes]) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-class _TensorBoard:
-    """Writes scalars to disk before `write` returns.
-
-    tensorboardX's SummaryWriter writes them later in a thread, so a kill would leave gaps that a resumed run does not
-    fill.
-    """
-
-    def __init__(self, directory: Path, first_step: int) -> None:
-        from tensorboardX.event_file_writer import EventsWriter  # imported late: loads torch if it is installed
-
-        self._make_event: Any = importlib.import_module("tensorboardX.proto.event_pb2").Event
-        directory.mkdir(exist_ok=True)
-        # The file name has the time in seconds: restarting within one second must not overwrite the last file.
-        self._events = EventsWriter(str(directory / "events"), f".after_step_{first_step}")
-        self._add(step=first_step + 1, session_log={"status": "START"})  # hides older events from this step on
-
-    def write(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        values = [{"tag": key, "simple_value": value} for key, value in metrics.items()]
-        self._add(step=step, summary={"value": values})
-
-    def close(self) -> None:
-        self._events.close()
-
-    def _add(self, **fields: Any) -> None:
-        self._events.write_event(self._make_event(wall_time=time.time(), **fields))
-        self._events.flush()
 
 
 def import_wandb(project: str) -> Any:

@@ -3,6 +3,7 @@
 import math
 import shutil
 import struct
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -297,14 +298,18 @@ def test_a_run_that_fails_clears_the_bar(tmp_path, monkeypatch):
 def events_of(run_dir: Path) -> list:
     """All events in the order in which TensorBoard reads them."""
     from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.record_writer import masked_crc32c
 
     events = []
     for path in sorted((run_dir / "tensorboard").iterdir()):
         data = path.read_bytes()
         while data:  # length, its checksum, the event, its checksum
             (num_bytes,) = struct.unpack("<Q", data[:8])
-            events.append(Event.FromString(data[12 : 12 + num_bytes]))
-            data = data[16 + num_bytes :]
+            event, end = data[12 : 12 + num_bytes], 12 + num_bytes
+            checksums = struct.unpack("<I", data[8:12]) + struct.unpack("<I", data[end : end + 4])
+            assert checksums == (masked_crc32c(data[:8]), masked_crc32c(event))
+            events.append(Event.FromString(event))
+            data = data[end + 4 :]
     return events
 
 
@@ -325,6 +330,18 @@ def test_tensorboard_has_metrics_immediately_and_the_start_of_a_resume(tmp_path)
     assert len(list((tmp_path / "tensorboard").iterdir())) == 2
     assert [event.step for event in events if event.HasField("session_log")] == [1, 3]
     assert events[-1].session_log.status == events[-1].session_log.START
+
+
+def test_a_log_loads_neither_torch_nor_tensorflow(tmp_path):
+    script = """
+import sys
+from pathlib import Path
+from paravt_jax.config import LogConfig
+from paravt_jax.run.log import RunLog
+RunLog(Path(sys.argv[1]), LogConfig(), num_steps=1, first_step=0, settings={}).close()
+assert not {"torch", "tensorflow", "tensorboardX"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", script, tmp_path], check=True)
 
 
 def test_wandb_resumes_its_run_unless_the_run_starts_over(tmp_path, monkeypatch):
