@@ -193,7 +193,7 @@ def last_of(values: np.ndarray) -> float:
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
     """Centered running mean over finite values; NaN where the window has none."""
     finite = np.isfinite(values)
-    box = np.ones(window)
+    box = np.ones(min(window, len(values)))
     sums, counts = (
         np.convolve(part, box, mode="same") for part in (np.where(finite, values, 0.0), finite.astype(float))
     )

@@ -92,6 +92,12 @@ def test_lines_by_frame_budget_continue_through_steps_without_a_value(tmp_path):
     assert [line.get_xdata().tolist() for line in axes.lines[1::2]] == [[1, 3, 5, 7], [2, 4, 6]]  # type: ignore[union-attr]
 
 
+def test_a_question_type_of_one_step_in_a_long_run_is_drawn(tmp_path):
+    rows = [{"step": step, "rollout/accuracy_mean_mcq": 0.5} for step in range(1, 60)]
+    write_lines(tmp_path / "metrics.jsonl", [*rows, {"step": 60, "rollout/accuracy_mean_oe": 1.0}])
+    assert [path.stem for path in make_plots(tmp_path)] == ["prompts"]
+
+
 @pytest.mark.parametrize(("unit", "whole"), [(1, True), (0.5, False)])
 def test_ticks_of_counts_are_whole(unit, whole, tmp_path):
     write_lines(tmp_path / "metrics.jsonl", [{"step": step, "loss/few": unit * (step % 2)} for step in range(1, 8)])
