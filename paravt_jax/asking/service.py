@@ -9,6 +9,7 @@ import asyncio
 import errno
 import itertools
 import json
+import math
 import socket
 import time
 import traceback
@@ -64,7 +65,7 @@ class Service:
     seconds: float = 0.0  # total time of answered questions
     num_tokens: Counter[str] = field(default_factory=Counter)
     bodies: Bodies = field(default_factory=Bodies)
-    busy: Counter[asyncio.BaseTransport] = field(default_factory=Counter)  # connections with a request in progress
+    deadlines_s: dict[asyncio.BaseTransport | None, float] = field(default_factory=dict)  # of idle connections
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
     _places: asyncio.Semaphore = field(init=False)
 
@@ -72,7 +73,7 @@ class Service:
         self._places = asyncio.Semaphore(self.max_questions)
 
     def app(self) -> web.Application:
-        app = web.Application(middlewares=[self._counted, _as_errors, self.access.check])
+        app = web.Application(middlewares=[self._timed, _as_errors, self.access.check])
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
@@ -102,25 +103,24 @@ class Service:
         return "\n".join([*lines, f"paravt_answer_seconds_count {self.counts['answered']}", ""])
 
     @web.middleware
-    async def _counted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _timed(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """A connection handles one request at a time."""
         transport = request.transport
-        if transport is None:  # the client has disconnected
-            return await handler(request)
-        self.busy[transport] += 1
+        self.deadlines_s[transport] = math.inf
         try:
             return await handler(request)
         finally:
-            self.busy -= Counter([transport])
+            self.deadlines_s[transport] = time.monotonic() + HEADERS_DEADLINE_S
 
     async def close_idle(self, server: web.Server) -> None:
         """Closes connections that have had no complete request for HEADERS_DEADLINE_S."""
-        since: dict[Any, float] = {}
         while True:
             now_s = time.monotonic()
-            idle = [connection for connection in server.connections if connection.transport not in self.busy]
-            since = {connection: since.get(connection, now_s) for connection in idle}
-            for connection, since_s in since.items():
-                if now_s - since_s > HEADERS_DEADLINE_S:
+            new_s = now_s + HEADERS_DEADLINE_S
+            open_now = {connection.transport: connection for connection in server.connections}
+            self.deadlines_s = {transport: self.deadlines_s.get(transport, new_s) for transport in open_now}
+            for transport, connection in open_now.items():
+                if now_s > self.deadlines_s[transport]:
                     connection.force_close()
             await asyncio.sleep(HEADERS_DEADLINE_S / 10)
 
@@ -233,8 +233,7 @@ class Service:
             answering.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await answering
-        await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
+        await _written(response.write_eof(b"data: [DONE]\n\n"))
         return response, outcome
 
     def _check_fits(self, answer: Answer) -> None:
@@ -279,8 +278,16 @@ class _StreamListener(Listener):
 
 
 async def _send(response: web.StreamResponse, message: Any) -> None:
-    async with asyncio.timeout(WRITE_DEADLINE_S):  # in case the client does not read
-        await response.write(f"data: {json.dumps(message)}\n\n".encode())
+    await _written(response.write(f"data: {json.dumps(message)}\n\n".encode()))
+
+
+async def _written(writing: Coroutine[Any, Any, None]) -> None:
+    """A client that does not read has left."""
+    try:
+        async with asyncio.timeout(WRITE_DEADLINE_S):
+            await writing
+    except TimeoutError:
+        raise ClientConnectionResetError("the client does not read") from None
 
 
 @web.middleware

@@ -6,6 +6,7 @@ import errno
 import io
 import itertools
 import json
+import math
 from dataclasses import replace
 
 import aiohttp
@@ -247,6 +248,25 @@ def test_a_client_that_leaves_during_a_write_is_no_error_of_the_server(chat, vid
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("name", ["write", "write_eof"])
+def test_a_client_that_does_not_read_gives_its_place_up(name, chat, videos, monkeypatch):
+    monkeypatch.setattr(service_module, "WRITE_DEADLINE_S", 0.2)
+
+    async def waiting(self, data=b""):
+        await asyncio.Event().wait()  # the buffers of the connection are full
+
+    async def work(served):
+        monkeypatch.setattr(aiohttp.web.StreamResponse, name, waiting)
+        text = json.dumps(question(stream=True)).encode()
+        reader, writer = await served.raw(HEADERS + b"Content-Length: %d\r\n\r\n%s" % (len(text), text))
+        async with asyncio.timeout(5):
+            received = await reader.read()
+        writer.close()
+        return received.count(b"HTTP/1.1"), served.service.accepted, dict(served.service.counts)
+
+    assert with_service(chat, videos, work) == (1, 0, {"given up": 1})
+
+
 def test_a_waiting_question_ends_at_its_deadline_or_with_its_client(chat, videos):
     async def work(served):
         first = asyncio.create_task(served.ask())
@@ -282,7 +302,7 @@ def test_clients_that_send_one_byte_of_a_body_block_nobody(chat, videos, monkeyp
 
     async def work(served):
         waiting = [await served.raw(HEADERS + b"Content-Length: 100\r\n\r\n{") for _ in range(8)]
-        await until(lambda: len(served.service.busy) == 8)
+        await until(lambda: [*served.service.deadlines_s.values()].count(math.inf) == 8)
         answer = await served.ask()
         lines = [await reader.readline() for reader, _ in waiting]
         for _, writer in waiting:
@@ -305,6 +325,20 @@ def test_a_connection_without_a_complete_request_is_closed(chat, videos, sent, m
         return response, (await request_task).choices[0].message.content
 
     assert with_service(chat, videos, work, report_after_s=1.0) == (b"", "A")
+
+
+def test_a_connection_with_a_request_every_now_and_then_stays_open(chat, videos, monkeypatch):
+    monkeypatch.setattr(service_module, "HEADERS_DEADLINE_S", 0.3)
+
+    async def work(served):
+        reader, writer = await served.raw(b"")
+        for _ in range(15):
+            writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert await reader.readuntil(b"}")
+            await asyncio.sleep(0.05)
+        writer.close()
+
+    with_service(chat, videos, work)
 
 
 def test_large_bodies_are_limited_in_total_and_small_ones_accepted(chat, videos, monkeypatch):
