@@ -55,8 +55,16 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "model that takes pictures",
     )
     parser.add_argument("--endpoint-key-env", default="", metavar="NAME", help="environment variable with its API key")
-    parser.add_argument("--frames", type=int, metavar="N", help="frames of the overview (default: as in training)")
+    parser.add_argument(
+        "--frames", type=num_frames, metavar="N", help="frames of the overview (default: as in training)"
+    )
     parser.add_argument("--dispatch", choices=get_args(Dispatch), help="how calls are run (default: as in training)")
+
+
+def num_frames(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return number
 
 
 async def run(args: argparse.Namespace, videos: list[str], question: str | None) -> None:
@@ -104,23 +112,28 @@ async def _next_question() -> str:
 
 def _videos_and_question(words: list[str], interactive: bool) -> tuple[list[str], str | None]:
     """The last argument is the question, which is optional in interactive mode."""
-    question = None if interactive and Path(words[-1]).is_file() else words[-1]
+    question = None if interactive and _is_file(words[-1]) else words[-1]
     videos = words if question is None else words[:-1]
     if not videos:
         raise ValueError(f"expected a video and a question, got only {words[0]!r}")
     for video in videos:
-        if not Path(video).is_file():
+        if not _is_file(video):
             raise ValueError(f"{video} is not a file; pass the videos first, then the question in quotes")
-    if question is not None and (not question.strip() or Path(question).is_file()):
+    if question is not None and (not question.strip() or _is_file(question)):
         raise ValueError(f"{question!r} is not a question; pass it last, in quotes")
     return videos, question
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except OSError:  # a question can be longer than a file's name
+        return False
 
 
 def main() -> None:
     args = make_parser().parse_args()
     videos, question = _videos_and_question(args.arguments, args.interactive)
-    if args.frames is not None and args.frames < 1:
-        raise ValueError(f"--frames {args.frames} must be at least 1")
     from paravt_jax.run.compiles import set_up_compilation
 
     set_up_compilation()

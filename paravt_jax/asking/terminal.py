@@ -101,7 +101,7 @@ def bar(window: Window, duration_s: float | int) -> str:
 
 
 def clock(seconds: float | int) -> str:
-    minutes, seconds = divmod(seconds, 60)
+    minutes, seconds = divmod(round(seconds, 1), 60)  # rounded first, so that 59.96 s are 1:00.0
     hours, minutes = divmod(int(minutes), 60)
     return f"{hours}:{minutes:02d}:{seconds:04.1f}" if hours else f"{minutes}:{seconds:04.1f}"
 

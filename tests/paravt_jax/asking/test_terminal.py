@@ -17,9 +17,10 @@ import model_port.terminal
 import rollout.cli
 import rollout.terminal
 from model_port.progress import Meter
-from paravt_jax import ask
+from paravt_jax import ask, serve
 from paravt_jax.asking import asker
 from paravt_jax.asking.answerer import Answerer
+from paravt_jax.asking.terminal import clock
 from paravt_jax.config import LogConfig
 from paravt_jax.data.__main__ import main as data_main
 from paravt_jax.run.log import RunLog
@@ -71,7 +72,7 @@ def test_output_is_escaped_on_a_terminal_and_raw_in_a_pipe(run_cli, monkeypatch,
 def ask_of(chat, tmp_path, monkeypatch):
     """Runs `paravt ask` about a video with this name, whose model answers with this text; returns the exit status."""
 
-    def run(answer: str, *flags: str, name: str = "a") -> int:
+    def run(answer: str, *flags: str, name: str = "a", question: str = "What?") -> int:
         agent = Agent(script(chat, [answer] * 2), FakeFrames(), chat, EpisodeConfig())
 
         @asynccontextmanager
@@ -80,7 +81,7 @@ def ask_of(chat, tmp_path, monkeypatch):
 
         monkeypatch.setattr(asker, "open_asker", open_asker)
         (video := tmp_path / f"{name}.mp4").write_bytes(b"any")
-        monkeypatch.setattr(sys, "argv", ["ask", str(video), "What?", *flags])
+        monkeypatch.setattr(sys, "argv", ["ask", str(video), question, *flags])
         with pytest.raises(SystemExit) as end:
             model_port.cli.run_cli(ask.main)
         return end.value.code
@@ -93,6 +94,25 @@ def test_answers_and_progress_of_ask_are_escaped_on_a_terminal(ask_of, monkeypat
         assert ask_of(f"{HOSTILE}</think><answer>{HOSTILE}</answer><|im_end|>", name=HOSTILE.replace("/", "")) == 0
         screen = read_screen()
     assert CONTROL.isdisjoint(screen) and screen.count("␛]0;title␇") >= 3
+
+
+def test_a_question_may_be_longer_than_a_file_name(ask_of, capsys):
+    assert ask_of("Long.</think><answer>B</answer><|im_end|>", question="Which one is it? " * 40) == 0
+    assert capsys.readouterr().out == "B\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0, "0:00.0"), (59.96, "1:00.0"), (3599.97, "1:00:00.0"), (61, "1:01.0")]
+)
+def test_a_time_is_rounded_before_it_becomes_minutes(seconds, shown):
+    assert clock(seconds) == shown
+
+
+@pytest.mark.parametrize("command", [ask, serve])
+def test_the_overview_has_at_least_one_frame(command, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command.make_parser().parse_args(["--frames", "0", "a.mp4", "What?"])
+    assert "argument --frames: 0 must be at least 1" in capsys.readouterr().err
 
 
 def test_ask_fails_without_an_answer_but_goes_on_if_it_is_interactive(ask_of, tmp_path, monkeypatch, capsys):
