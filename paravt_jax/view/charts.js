@@ -3,6 +3,7 @@ const CHAR_PX = 7; // of a digit in a chart, in the widest font
 const MARKED = 40; // with more points, a running mean replaces them
 const charts = [];
 const allSteps = distinct(runs.flatMap((run) => run.figures?.steps ?? [])).sort((a, b) => a - b);
+const drawnSteps = [...allSteps, ...runs.flatMap((run) => run.figures?.validation_steps ?? [])]; // validation begins before step 1
 let selectedStep = null;
 
 const lastAtOrBefore = (steps, step) => Math.max(0, steps.findLastIndex((other) => other <= step));
@@ -125,7 +126,7 @@ class Chart {
 
   frame({ low, high, ticks }, width, height) {
     const left = Math.max(...ticks.map((tick) => this.tickText(tick, ticks).length)) * CHAR_PX + 10, right = 12, top = 6, bottom = 22;
-    const first = allSteps[0], last = allSteps.at(-1), span = last - first || 1;
+    const first = Math.min(...drawnSteps), last = Math.max(...drawnSteps), span = last - first || 1;
     const scaled = this.spec.kind === "log" ? Math.log : (value) => value;
     const x = (step) => left + ((step - first) / span) * (width - left - right);
     const y = (value) => height - bottom - ((scaled(value) - scaled(low)) / (scaled(high) - scaled(low))) * (height - top - bottom);
@@ -145,8 +146,8 @@ class Chart {
     ];
   }
 
-  areas(stacked, { path, first, last }) {
-    let below = [[last, 0], [first, 0]];
+  areas(stacked, { path }) {
+    let below = [[allSteps.at(-1), 0], [allSteps[0], 0]];
     return stacked.map((points, n) => {
       const area = s("path", { class: `area c-${this.lines[n].color}`, d: `${path([[...points, ...below]])}Z` });
       below = [...points].reverse();
@@ -154,16 +155,15 @@ class Chart {
     });
   }
 
-  curve(line, { path, x, y, first, last }) {
+  curve(line, { path, x, y }) {
     const many = allSteps.length > MARKED, parts = splitAtGaps(line.points);
     const marked = many ? parts.filter((part) => part.length === 1).flat() : parts.flat();
-    const validation = line.validation.filter(([step]) => step >= first && step <= last);
     return s("g", { class: `c-${line.color} dashed-${line.dash}` },
       many ? s("path", { class: "raw", d: path(parts) }) : null,
       s("path", { class: "line", d: path(many ? splitAtGaps(smooth(line.points)) : parts) }),
       marked.map(([step, value]) => s("circle", { class: "dot", cx: x(step), cy: y(value), r: 3 })),
-      s("path", { class: "validation-line", d: path([validation]) }),
-      validation.map(([step, value]) => s("path", { class: "validation", d: `M${x(step)} ${y(value) - 4.5}l4.5 4.5l-4.5 4.5l-4.5 -4.5z` })));
+      s("path", { class: "validation-line", d: path([line.validation]) }),
+      line.validation.map(([step, value]) => s("path", { class: "validation", d: `M${x(step)} ${y(value) - 4.5}l4.5 4.5l-4.5 4.5l-4.5 -4.5z` })));
   }
 
   show(step) {

@@ -25,7 +25,6 @@ MAX_TURNS = 40  # per episode; also the most calls per turn
 TERMS = ("total", "accuracy", "format", "base", "anchor", "think_first", "balanced", "tool", "prediction")
 OWN = ("name", "value", "weight")  # fields of a plugin's reward term
 PROMPT = re.compile(r"(?:\d{6}-|validation-)?(.*?)(?:/\d+)?", re.DOTALL)  # prompt part of an episode id
-ROW_CHARS = 90  # of the question, in the list of episodes
 ADVANTAGE_DIGITS = 4
 
 PageDict = dict[str, Any]  # JSON for the page
@@ -67,7 +66,7 @@ def row_of(episode: PageDict, run: int) -> PageDict:
     row = {
         "run": run,
         "prompt": PROMPT.fullmatch(episode["id"])[1],  # type: ignore[index]
-        "question": (episode["question"].split("\n")[0] or episode["id"])[:ROW_CHARS],
+        "question": (episode["question"] or episode["id"])[: TEXT_LIMITS[-1]],  # to search in
         "result": _result(episode),
         "total": reward.get("total"),
         "calls": len(calls),

@@ -70,7 +70,7 @@ const drawHeadlines = () => {
     if (!run.headlines.length) return undefined;
     const steps = run.headlines[0].num_steps, moved = run.figures.steps.length > 1;
     host.append(h("div", { class: "cards" }, run.headlines.map((item) => headlineOf(item, place, moved))));
-    if (moved && place === runs.length - 1) host.append(h("p", { class: "lede after" }, steps === 1 ? "The last step, and the first." : `The mean of the last ${steps} steps, and of the first ${steps}.`));
+    if (moved) host.append(h("p", { class: "lede after" }, steps === 1 ? "The last step, and the first." : `The mean of the last ${steps} steps, and of the first ${steps}.`));
     return undefined;
   });
 };

@@ -95,7 +95,7 @@ const item = (place, at) => {
     id: `row-${place}`, class: "row", role: "option", "aria-selected": place === current, "aria-posinset": at + 1, "aria-setsize": visibleOnes.length, onclick: () => open(place),
   },
     h("span", { class: `reward ${scored ? (row.result === "missing" ? "missing" : "") : row.result}` }, scored ? fixed(row.total) : SIGNS[row.result]),
-    h("span", { class: "q" }, row.question),
+    h("span", { class: "q" }, row.question.split("\n", 1)),
     h("span", { class: "step" }, comparing ? runMark(row.run) : null, known(row.step) && !known(row.cell) ? ` step ${row.step}` : ""),
     h("span", { class: "meta" }, row.result ? h("span", { class: row.result }, RESULTS[row.result]) : null, h("span", {}, row.type), h("span", {}, row.cell ? spelled(row.cell) : known(row.frame_budget) ? `K ${row.frame_budget}` : ""), row.calls ? h("span", {}, plural(row.calls, "call")) : null));
 };

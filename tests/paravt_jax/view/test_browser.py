@@ -187,6 +187,40 @@ def test_filters_apply_and_can_be_cleared(tab, pages):
     assert tab.run("document.querySelector('.count').textContent").endswith(" episodes")
 
 
+def test_questions_are_searched_to_their_end(tab, tmp_path):
+    (tmp_path / "episodes").mkdir()
+    question = f"{'What happens here? ' * 10}\nA. nothing\nB. everything"
+    rows = [{"id": str(n), "step": 1, "question": text, "turns": []} for n, text in enumerate([question, "What?"])]
+    (tmp_path / "episodes" / "000001.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "page.html").write_bytes(make_page([tmp_path], 2))
+    open_page(tab, tmp_path / "page.html")
+    tab.run(f"({FILTER})('Question contains', 'b. everything')")
+    assert tab.run("document.querySelector('.count').textContent") == "1 of 2 episodes"
+    assert "everything" not in tab.run("document.querySelector('.row .q').textContent")
+
+
+def test_validation_before_the_first_step_is_drawn(tab, tmp_path):
+    rows = [{"step": step, "loss/imitation": step / 8} for step in (1, 2, 3)]
+    validation = [{"step": step, "validation/loss": step / 9} for step in (0, 2)]
+    (tmp_path / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in validation))
+    (tmp_path / "page.html").write_bytes(make_page([write_metrics(tmp_path, rows)], 1))
+    open_page(tab, tmp_path / "page.html")
+    assert tab.run("document.querySelectorAll('.chart path.validation').length") == 2
+    assert tab.run(f"({TICKS})('Imitation loss, nats per token', 'middle')") == [*"0123"]
+
+
+def test_a_comparison_says_for_each_run_how_many_steps_its_values_cover(tab, tmp_path):
+    runs = []
+    for name, num_steps in (("a", 40), ("b", 10)):
+        (tmp_path / name).mkdir()
+        rows = [{"step": step, "loss/imitation": 1 / step} for step in range(1, num_steps + 1)]
+        runs.append(write_metrics(tmp_path / name, rows))
+    (tmp_path / "page.html").write_bytes(make_page(runs, 1))
+    open_page(tab, tmp_path / "page.html")
+    lines = tab.run("[...document.querySelectorAll('#headlines .lede')].map(line => line.textContent)")
+    assert [line.split(",")[0] for line in lines] == ["The mean of the last 4 steps", "The last step"]
+
+
 def test_an_evaluation_has_a_row_per_score_and_episodes_by_cell(tab, pages):
     open_page(tab, pages["evaluation"])
     assert tab.run("document.querySelectorAll('.whisker').length") == 4  # two cells, two rules
