@@ -34,7 +34,7 @@ async def _lines(target: Target) -> list[Measured]:
             try:
                 lines += [line async for line in video_lines(reader, path, target)]
             except VideoError as problem:
-                raise VideoError(f"{path}: {problem}") from None
+                lines.append(Measured(str(path), problem=str(problem)))
         return lines
 
 

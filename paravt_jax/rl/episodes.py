@@ -110,7 +110,8 @@ class RolloutWorker:
         try:
             overview = await await_user_code(self.agent.overview(task))
         except Exception as error:
-            return missing_group(task.id, f"overview: {type(error).__name__}: {error}", error, num_episodes)
+            problem = f"{', '.join(task.videos) or 'images'}: {type(error).__name__}: {error}"
+            return missing_group(task.id, problem, error, num_episodes)
         rollouts = await asyncio.gather(*(run_one(overview, number) for number in range(num_episodes)))
         return await self.with_group_terms(rollouts, prompt)
 

@@ -54,6 +54,15 @@ def by_part(items: Iterable[tuple[str, Item]]) -> dict[str, list[Item]]:
     return parts
 
 
+def missing_remark(rollouts: Sequence[Rollout]) -> str | None:
+    """How many episodes are missing, with an example; None if all are there."""
+    missing = [rollout for rollout in rollouts if rollout.missing]
+    if not missing:
+        return None
+    example = f"{missing[0].id}: {missing[0].problem}"
+    return f"{len(missing)} of {len(rollouts)} episodes are missing; for example {example}"
+
+
 def deadline_remark(metrics: Mapping[str, float], turn_deadline_s: float) -> str | None:
     """A warning if a deadline removes the long episodes."""
     num_cut = metrics["rollout/missing_deadline"]

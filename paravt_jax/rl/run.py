@@ -20,6 +20,7 @@ from paravt_jax.rl.metrics import (
     deadline_remark,
     group_metrics,
     metrics_in_parts,
+    missing_remark,
     num_sampled,
     num_tokens,
     rollout_metrics,
@@ -75,6 +76,8 @@ class Run:
         metrics = group_metrics(groups) | self.rollouts.metrics()
         metrics["staleness_mean"] = staleness_mean(groups, training.version)
         if remark := deadline_remark(metrics, self.greedy.agent.config.turn_deadline_s):
+            training.log.say(f"step {training.step + 1}: {remark}")
+        if remark := missing_remark([rollout for group in groups for rollout in group.rollouts]):
             training.log.say(f"step {training.step + 1}: {remark}")
         training.log.phase("update")
         start_s = time.monotonic()
@@ -163,11 +166,11 @@ class Run:
         if self.hosts.num > 1:
             messages = await self.hosts.gather_async("validation", [rollout.to_message() for rollout in rollouts])
             rollouts = list(map(Rollout.from_message, interleave(messages)))
+        remark = missing_remark(rollouts)
         if all(rollout.missing for rollout in rollouts):
-            raise RuntimeError(
-                f"all {len(rollouts)} episodes of the validation are missing; for example {rollouts[0].id}: "
-                f"{rollouts[0].problem}"
-            )
+            raise RuntimeError(f"validation: {remark}")
+        if remark:
+            training.log.say(f"validation: {remark}")
         types = [prompt.question_type for prompt in self.held_out]
         values = rollout_metrics(rollouts) | metrics_in_parts(zip(types, rollouts, strict=True))
         metrics = {f"validation/{name}": value for name, value in values.items()}

@@ -25,7 +25,6 @@ from paravt_jax.check.stages import STAGES
 from paravt_jax.check.target import Target
 from paravt_jax.config import SftConfig
 from rollout.engine.labels import Label
-from rollout.video.errors import VideoError
 
 ROOT = Path(__file__).parents[3]
 FOUR_STAGES = ["files", "weights", "logits", "gradient"]
@@ -227,10 +226,12 @@ def test_a_cold_start_takes_its_step(tmp_path):
     assert 5 < loss < 10  # near the logarithm of a random model's vocabulary
 
 
-def test_a_video_that_cannot_be_read_is_named(target, tmp_path):
-    (tmp_path / "cut.mp4").write_text("no video")
-    with pytest.raises(VideoError, match=rf"^{tmp_path}/cut\.mp4: the video cannot be decoded: "):
-        lines_of(media.video, replace(target, videos=(str(tmp_path / "cut.mp4"),)))
+def test_every_video_that_cannot_be_read_is_named(target, tmp_path):
+    paths = [str(tmp_path / name) for name in ("cut.mp4", "gone.mp4")]
+    Path(paths[0]).write_text("no video")
+    cut, gone = lines_of(media.video, replace(target, videos=tuple(paths)))
+    assert [cut.case, gone.case] == paths and cut.failed and gone.failed
+    assert cut.problem.startswith("the video cannot be decoded: ")
 
 
 def test_videos_are_read_within_the_deadlines_and_rows_are_counted(target, tmp_path):

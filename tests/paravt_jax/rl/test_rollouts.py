@@ -19,6 +19,7 @@ from paravt_jax.rl import scheduler
 from paravt_jax.rl.metrics import (
     deadline_remark,
     group_metrics,
+    missing_remark,
     num_sampled,
     num_tokens,
     rollout_metrics,
@@ -145,7 +146,10 @@ def test_an_unreadable_video_makes_its_group_missing(chat):
     (groups,) = collect(chat, half_right, prompts=prompts)
     assert sorted(group.has_signal for group in groups) == [False, True]
     (lost,) = [group for group in groups if not group.has_signal]
-    assert all(rollout.problem == "overview: VideoError: the video cannot be opened" for rollout in lost.rollouts)
+    problem = "/missing.mp4: VideoError: the video cannot be opened"
+    assert all(rollout.problem == problem for rollout in lost.rollouts)
+    shown = f"4 of 4 episodes are missing; for example {lost.rollouts[0].id}: {problem}"
+    assert missing_remark(lost.rollouts) == shown and missing_remark(lost.rollouts[:0]) is None
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,12 @@ def validated(tiny_hf, run_dir, stopping: Stopping, reply_s: float = 0.0, prompt
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def test_a_validation_shows_an_example_of_its_missing_episodes(tiny_hf, tmp_path, capsys):
+    validated(tiny_hf, tmp_path, Stopping())
+    lost = "validation: 1 of 3 episodes are missing; for example validation-lost/0: /missing.mp4: VideoError: the video"
+    assert lost in capsys.readouterr().err
+
+
 def test_validation_logs_metrics_by_question_type(tiny_hf, tmp_path):
     (row,) = validated(tiny_hf, tmp_path, Stopping())
     assert (row["step"], row["policy_version"], row["validation/accuracy_mean"]) == (0, 0, 0.5)
@@ -67,7 +73,7 @@ def test_validation_logs_metrics_by_question_type(tiny_hf, tmp_path):
 
 
 def test_a_validation_without_a_single_score_ends_the_run(tiny_hf, tmp_path):
-    lost = r"all 1 episodes of the validation are missing; for example validation-lost/0: overview: VideoError"
+    lost = r"validation: 1 of 1 episodes are missing; for example validation-lost/0: /missing.mp4: VideoError"
     with pytest.raises(RuntimeError, match=lost):
         validated(tiny_hf, tmp_path, Stopping(), prompts=HELD_OUT[1:2])
     assert not (tmp_path / "validation.jsonl").exists()
