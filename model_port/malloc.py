@@ -1,7 +1,6 @@
 """How glibc's malloc treats freed memory."""
 
 import ctypes
-import sys
 
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # malloc.h
 MAX_FREE_BYTES = 2**30  # at the heap's end; more is returned to the system
@@ -14,8 +13,6 @@ def keep_freed_memory() -> None:
     small model on a CPU that takes a seventh of the time, and of a conversion more than the copies into them. Threads
     that have already allocated are not affected, so it must be called before they start.
     """
-    if not sys.platform.startswith("linux"):
-        return
     libc = ctypes.CDLL(None)
     if hasattr(libc, "gnu_get_libc_version"):
         for parameter, value in ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, MAX_FREE_BYTES)):

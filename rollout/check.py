@@ -62,9 +62,8 @@ async def check(
 ) -> list[Parity]:
     """Checks every server with `num_episodes` episodes, at least one for every picture size."""
     sizes_px = list(dict.fromkeys(await asyncio.to_thread(scorer.settled, VIDEO_SIZES_PX)))
-    client = HttpClient.make()
-    try:
-        parities = []
+    parities = []
+    async with HttpClient() as client:
         for url in urls:
             info = await client.get(f"{url}/server_info", DEADLINE_S)
             parity = Parity(url, str(info.get("dtype")))
@@ -79,9 +78,7 @@ async def check(
                 _compare_dialogue(parity, ids, logp, ours, chat, size_px)
                 _compare_shown(parity, logp, ours, wrong, chat)
             parities.append(parity)
-        return parities
-    finally:
-        await client.close()
+    return parities
 
 
 async def _play(

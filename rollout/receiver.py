@@ -47,20 +47,20 @@ class Receiver:
     @classmethod
     @asynccontextmanager
     async def open(cls, host: str, port: int, root: WeightRoot | None = None) -> AsyncIterator[Self]:
-        root, client = root or WeightRoot(), HttpClient.make()
-        receiver = cls(root, client)
-        app = web.Application()
-        app.add_routes([web.get("/", receiver.describe), web.post("/", receiver.prepare)])
-        app.add_routes([web.put("/", receiver.receive), web.delete("/", receiver.remove)])
-        runner = web.AppRunner(app, access_log=None, read_bufsize=PART_BYTES)
-        try:
-            await runner.setup()
-            await web.TCPSite(runner, host, port).start()
-            yield receiver
-        finally:
-            await runner.cleanup()
-            await client.close()
-            root.remove()
+        root = root or WeightRoot()
+        async with HttpClient() as client:
+            receiver = cls(root, client)
+            app = web.Application()
+            app.add_routes([web.get("/", receiver.describe), web.post("/", receiver.prepare)])
+            app.add_routes([web.put("/", receiver.receive), web.delete("/", receiver.remove)])
+            runner = web.AppRunner(app, access_log=None, read_bufsize=PART_BYTES)
+            try:
+                await runner.setup()
+                await web.TCPSite(runner, host, port).start()
+                yield receiver
+            finally:
+                await runner.cleanup()
+                root.remove()
 
     async def describe(self, request: web.Request) -> web.Response:
         return web.json_response({"readable": self._root.readable()})

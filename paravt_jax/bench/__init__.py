@@ -13,7 +13,7 @@ def machine() -> dict[str, Any]:
     """The machine and versions that results depend on. Benchmarks that use accelerators report them."""
     return {
         "cpu": _cpu_name(),
-        "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "num_cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),

@@ -44,11 +44,6 @@ def model_of(args: argparse.Namespace) -> ModelConfig:
     return MODELS[args.model]() if args.model in MODELS else preset(args.model)
 
 
-def table_of(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    first, *others = (f"| {' | '.join(cells)} |" for cells in (head, *rows))
-    return [first, "|---" * len(head) + "|", *others]
-
-
 def name_of(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape))
 

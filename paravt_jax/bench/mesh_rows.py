@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from model_port.config import ModelConfig
-from paravt_jax.bench.mesh_case import config_of, model_of, name_of, table_of, title_of
+from model_port.terminal import markdown_table
+from paravt_jax.bench.mesh_case import config_of, model_of, name_of, title_of
 from paravt_jax.config import Config, MeshConfig, SftConfig, load_training_config
 from paravt_jax.plan.calibrate import calibrated
 from paravt_jax.plan.devices import DeviceSpec, Rates
@@ -197,7 +198,7 @@ def page(result: dict[str, Any]) -> Iterator[str]:
     yield f"{result['title']}, {result['num_devices']} x {result['device']}{hosts}"
     yield ""
     if fitting:
-        yield from table_of(list(columns), [[cell(row) for cell in columns.values()] for row in fitting])
+        yield markdown_table(list(columns), [[cell(row) for cell in columns.values()] for row in fitting])
         yield ""
     for row in result["rows"]:
         if row["problem"]:

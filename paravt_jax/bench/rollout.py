@@ -18,7 +18,7 @@ import numpy as np
 import model_port
 from model_port.layout import check_has_config
 from model_port.processing import VisionContract, settled_size
-from model_port.terminal import say
+from model_port.terminal import markdown_table, say
 from model_port.tiny import make_tiny
 from paravt_jax.bench.camera import FPS, camera
 from paravt_jax.config import TINY, EngineConfig
@@ -73,20 +73,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown tables."""
-    lines = [
-        "| crops in one turn | parallel s | sequential s | sequential / parallel | parallel / one crop |",
-        "|---" * 5 + "|",
-    ]
-    single_s = result["crops"][0]["parallel_s"]
+    columns = ("crops in one turn", "parallel s", "sequential s", "sequential / parallel", "parallel / one crop")
+    single_s, rows = result["crops"][0]["parallel_s"], []
     for row in result["crops"]:
         parallel_s, sequential_s = row["parallel_s"], row["sequential_s"]
-        lines.append(
-            f"| {row['crops']} | {parallel_s:.2f} | {sequential_s:.2f} | {sequential_s / parallel_s:.2f} | "
-            f"{parallel_s / single_s:.2f} |"
-        )
-    lines += ["", "| | |", "|---|---|"]
-    lines += [f"| {name} | {value} |" for name, value in result["summary"].items()]
-    return "\n".join(lines)
+        numbers = (parallel_s, sequential_s, sequential_s / parallel_s, parallel_s / single_s)
+        rows.append([str(row["crops"]), *(f"{number:.2f}" for number in numbers)])
+    summary = [(name, str(value)) for name, value in result["summary"].items()]
+    return f"{markdown_table(columns, rows)}\n\n{markdown_table(('', ''), summary)}"
 
 
 class _Scripted:

@@ -7,7 +7,7 @@ import numpy as np
 
 from model_port.processing import VisionContract, process_images
 from model_port.weights import in_words, num_params
-from paravt_jax.check.measured import Measured
+from paravt_jax.check.report import Measured
 from paravt_jax.check.target import Target
 from rollout.prompts import Prompts, main_messages
 from rollout.tools import CROP_VIDEO_SCHEMA

@@ -16,8 +16,8 @@ from model_port.reference import ProcessedPrompt, Reference, missing_torch
 from model_port.rule import Rule
 from model_port.sharding import flat_params
 from model_port.weights import rules, stored_dtype
-from paravt_jax.check.measured import NO_TORCH, Facts, Measured
 from paravt_jax.check.prompts import video_of
+from paravt_jax.check.report import NO_TORCH, Facts, Measured
 from paravt_jax.check.target import Target
 from paravt_jax.run.compiles import set_up_compilation
 

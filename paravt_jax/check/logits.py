@@ -19,8 +19,8 @@ from model_port.reference import ProcessedPrompt, Reference, missing_torch
 from model_port.sharding import platform
 from model_port.verify import MAX_RELATIVE, TIMES_THEIRS, LogitsDifference
 from model_port.weights import num_params, stored_dtype
-from paravt_jax.check.measured import NO_TORCH, Facts, Measured
 from paravt_jax.check.prompts import prompts_of
+from paravt_jax.check.report import NO_TORCH, Facts, Measured
 from paravt_jax.check.target import Target
 from paravt_jax.run.compiles import set_up_compilation
 

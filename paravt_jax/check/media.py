@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from model_port.progress import BYTES, in_units
-from paravt_jax.check.measured import Facts, Measured
+from paravt_jax.check.report import Facts, Measured
 from paravt_jax.check.target import Target
 from paravt_jax.config import SYNTHETIC
 from paravt_jax.data.inspect import inspect

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 SHOWN_CHARS = 300  # of a failed part's last line
-PEAK_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes, of ru_maxrss
 
 
 @dataclass(frozen=True)
@@ -50,5 +48,5 @@ def part_of(
         [json.loads(line) for line in out.read_text().splitlines() if line.startswith("{") and line.endswith("}")],
         failed[:SHOWN_CHARS] if code else "",
         time.monotonic() - start_s,
-        usage.ru_maxrss * PEAK_UNIT,
+        usage.ru_maxrss * 1024,
     )

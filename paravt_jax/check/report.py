@@ -1,14 +1,32 @@
-"""The report of all stages: a table, and JSON."""
+"""What a stage yields, measured lines and facts about its process; and the report of all stages: a table, and JSON."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from model_port.output_dir import GIB
-from paravt_jax.check.measured import Facts, Measured
 from paravt_jax.check.process import PartResult
 
 COLUMNS = ("stage", "case", "result", "bound", "s", "peak GiB", "planned", "")
+NO_TORCH = "torch is not installed: pip install torch, or in a clone bash scripts/setup.sh dev"
+
+Facts: TypeAlias = dict[str, Any]  # of a stage, for example planned_gib
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A line of a stage. It fails with a problem, or with a value that is not within its bound."""
+
+    case: str
+    value: float | str = ""
+    bound: float | None = None
+    problem: str = ""
+    skipped: str = ""  # why it was not measured
+
+    @property
+    def failed(self) -> bool:
+        within = self.bound is None or (not isinstance(self.value, str) and self.value <= self.bound)
+        return bool(self.problem) or not (within or self.skipped)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from model_port.inputs import split_frames
 from model_port.layout import CHECKPOINTS_DIR
 from model_port.reference import ProcessedPrompt, Reference, missing_torch
 from model_port.sampler import Sampler, SamplerPrompt, SamplerRequest, SamplingParams
-from paravt_jax.check.measured import NO_TORCH, Measured
 from paravt_jax.check.prompts import overview_of, processed
+from paravt_jax.check.report import NO_TORCH, Measured
 from paravt_jax.check.step import RUN
 from paravt_jax.check.target import Target
 from paravt_jax.config import computed_on
@@ -73,11 +73,8 @@ def our_ids(model_dir: Path, prompt: ProcessedPrompt) -> list[int]:
 
 
 async def server_label(url: str) -> Label:
-    client = HttpClient.make()
-    try:
+    async with HttpClient() as client:
         return await Labels(client, SGLangSettings(control_deadline_s=DEADLINE_S)).fetch(url)
-    finally:
-        await client.close()
 
 
 def other_weights(label: Label, source: Path | None) -> str:
@@ -90,12 +87,9 @@ def other_weights(label: Label, source: Path | None) -> str:
 
 
 async def server_ids(url: str, overview: Overview) -> list[int]:
-    client = HttpClient.make()
-    try:
-        body = generate_body(overview.ids, overview.pictures, Sampling(NUM_IDS, temperature=0.0))
+    body = generate_body(overview.ids, overview.pictures, Sampling(NUM_IDS, temperature=0.0))
+    async with HttpClient() as client:
         return (await client.post(f"{url}/generate", body, DEADLINE_S))["output_ids"]
-    finally:
-        await client.close()
 
 
 def ids_line(side: str, ours: list[int], theirs: list[int]) -> Measured:

@@ -11,7 +11,7 @@ from typing import Any
 
 from model_port.cli import run_cli
 from model_port.output_dir import GIB
-from paravt_jax.check.measured import Measured
+from paravt_jax.check.report import Measured
 from paravt_jax.check.target import Target
 
 STAGES = {  # name: its module and function, and a description

@@ -11,7 +11,7 @@ import numpy as np
 
 from model_port.output_dir import GIB
 from paravt_jax.check import spread
-from paravt_jax.check.measured import Facts, Measured
+from paravt_jax.check.report import Facts, Measured
 from paravt_jax.check.target import Target
 from paravt_jax.config import Config, SftConfig, computed_on
 from paravt_jax.plan.calibrate import device_rates

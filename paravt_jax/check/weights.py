@@ -12,7 +12,7 @@ from model_port.export import export
 from model_port.malloc import keep_freed_memory
 from model_port.progress import BYTES, in_units
 from model_port.weights import open_hf_tensors, rules
-from paravt_jax.check.measured import Measured
+from paravt_jax.check.report import Measured
 from paravt_jax.check.target import Target
 
 CHECKPOINT, EXPORTED = "checkpoint", "exported"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from posixpath import normpath
-from typing import Any
+from typing import IO, Any
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -27,6 +27,7 @@ from paravt_jax.data.hub import local_source, row_files
 from paravt_jax.data.inspect import MISSING, columns_of, kind_of
 from paravt_jax.data.materialize import REMOTE
 from paravt_jax.data.rows import BATCH_ROWS, FILE_URI, BadRow, file_finder, parquet_file, root_of, rows_of
+from paravt_jax.run.log import whole_file
 from rollout.seeds import derived_seed
 from rollout.tools import find_calls
 
@@ -205,28 +206,20 @@ def split(src: str, train: str | Path, validation: str | Path, num_rows: int, se
 
 
 def _write(source: Path, outputs: tuple[Path, Path], held_out: Sequence[bool]) -> None:
-    """Keeps the row order; rows held out go to the second path."""
-    partials = [path.with_name(f".{path.name}.partial") for path in outputs]
+    """Keeps the row order; rows held out go to the second file, which is complete before the first."""
     write = _write_lines if outputs[0].suffix == ".jsonl" else _write_tables
     for path in outputs:
         path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        write(source, partials, iter(held_out))
-        for partial, path in reversed(list(zip(partials, outputs, strict=True))):
-            partial.rename(path)
-    finally:
-        for partial in partials:
-            partial.unlink(missing_ok=True)
-
-
-def _write_lines(source: Path, partials: Sequence[Path], held_out: Iterator[bool]) -> None:
     with ExitStack() as stack:
-        files = [stack.enter_context(path.open("wb")) for path in partials]
-        for _, line in rows_of(source, ()):
-            files[next(held_out)].write(line.rstrip(b"\n") + b"\n")
+        write(source, [stack.enter_context(whole_file(path)) for path in outputs], iter(held_out))
 
 
-def _write_tables(source: Path, partials: Sequence[Path], held_out: Iterator[bool]) -> None:
+def _write_lines(source: Path, outputs: Sequence[IO[bytes]], held_out: Iterator[bool]) -> None:
+    for _, line in rows_of(source, ()):
+        outputs[next(held_out)].write(line.rstrip(b"\n") + b"\n")
+
+
+def _write_tables(source: Path, outputs: Sequence[IO[bytes]], held_out: Iterator[bool]) -> None:
     files = row_files(source)
     schema = pq.read_schema(files[0])
     for file in files[1:]:
@@ -235,7 +228,7 @@ def _write_tables(source: Path, partials: Sequence[Path], held_out: Iterator[boo
                 f"{file.name} and {files[0].name} in {source} have different columns; split one file at a time"
             )
     with ExitStack() as stack:
-        writers = [stack.enter_context(pq.ParquetWriter(path, schema)) for path in partials]
+        writers = [stack.enter_context(pq.ParquetWriter(output, schema)) for output in outputs]
         for file in files:
             with parquet_file(file) as table:
                 for batch in table.iter_batches(BATCH_ROWS, use_threads=False):

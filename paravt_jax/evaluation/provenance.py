@@ -124,15 +124,12 @@ async def engine_record(settings: EngineConfig, engine: Engine) -> dict[str, Any
     record: dict[str, Any] = {"kind": settings.kind}
     if settings.kind != "sglang":
         return record
-    client = HttpClient.make()
-    try:
+    async with HttpClient() as client:
         urls = [server.url for server in (await engine.health()).servers if server.alive]
         infos = [
             [await client.get(f"{url}/{name}", SERVER_DEADLINE_S) for name in ("server_info", "model_info")]
             for url in urls
         ]
-    finally:
-        await client.close()
     servers = {
         url: {"version": of_server.get("version"), "model": of_model.get("model_path")}
         for url, (of_server, of_model) in zip(urls, infos, strict=True)

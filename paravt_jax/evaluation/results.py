@@ -1,7 +1,9 @@
 """The Markdown tables that the evaluation command prints, one line per cell."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+from model_port.terminal import markdown_table
 
 COLUMNS = {
     "accuracy": "accuracy_mean",
@@ -26,11 +28,6 @@ def cell_table(cells: Sequence[Cell]) -> str:
         by_type = [cell["by_type"].get(kind, {}).get("accuracy_mean") for kind in TYPES]
         rows.append([*_values(cell, axes), *values, *("" if value is None else f"{value:.3g}" for value in by_type)])
     return markdown_table([*axes, *COLUMNS, *TYPES], rows)
-
-
-def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    head, *lines = [f"| {' | '.join(cells)} |" for cells in (columns, *rows)]
-    return "\n".join([head, "|---" * len(columns) + "|", *lines])
 
 
 def _shown(value: float) -> str:

@@ -11,9 +11,9 @@ import matplotlib
 
 from model_port.cli import add_debug_flag, prog_of
 from model_port.layout import RESULTS_FILE
+from model_port.terminal import markdown_table
 from paravt_jax.data.splits import SPLITS
 from paravt_jax.evaluation.published import TABLES, PublishedTable
-from paravt_jax.evaluation.results import markdown_table
 from paravt_jax.rewards.release import RELEASE
 from paravt_jax.run.output_file import OutputFile
 
@@ -108,12 +108,8 @@ def _own_lines(row: OwnRow, table: PublishedTable) -> list[list[str]]:
 
 def markdown(rows: Sequence[OwnRow]) -> str:
     """Print the published tables 1, A, B and C with your runs, by each scoring rule."""
-    return "\n\n".join(_markdown(table, rows) for table in TABLES)
-
-
-def _markdown(table: PublishedTable, rows: Sequence[OwnRow]) -> str:
-    header, *body = table_rows(table, rows)
-    return f"Table {table.title}\n\n{markdown_table(header, body)}"
+    tables = [(table.title, *table_rows(table, rows)) for table in TABLES]
+    return "\n\n".join(f"Table {title}\n\n{markdown_table(header, body)}" for title, header, *body in tables)
 
 
 def draw(rows: Sequence[OwnRow], path: Path) -> None:

@@ -78,7 +78,7 @@ class RunLog:
         put_aside = _put_aside_later(run_dir, first_step)
         self._tensorboard = EventFile(run_dir / TENSORBOARD_DIR, first_step)
         self._wandb = None if wandb is None else _wandb_run(wandb, run_dir, config.wandb_project, first_step, settings)
-        self._validated = set(rows_by_step(run_dir / VALIDATION_FILE))
+        self.validated = set(rows_by_step(run_dir / VALIDATION_FILE))  # steps with validation, also of earlier starts
         self._progress = _StepBar(num_steps, first_step, compiling)
         if put_aside is not None:
             self.say(f"the log after step {first_step} was moved to {put_aside}; these steps run again")
@@ -104,16 +104,9 @@ class RunLog:
 
     def validation(self, step: int, metrics: Mapping[str, float | int]) -> None:
         """Logs the metrics on held-out prompts after `step` steps, with the prefix `validation/`."""
-        self._validated.add(step)
+        self.validated.add(step)
         self._write(VALIDATION_FILE, step, metrics)
         say("  ".join([f"held-out prompts after step {step}:", *_texts_of(VALIDATION_METRICS, metrics)]))
-
-    def validated(self, step: int) -> bool:
-        """Whether that step's validation is in the log, for example after a restart."""
-        return step in self._validated
-
-    def validated_steps(self) -> list[int]:
-        return sorted(self._validated)
 
     def phase(self, text: str) -> None:
         """Sets the current activity. A terminal shows it; other outputs repeat it every half a minute."""
@@ -155,10 +148,10 @@ class QuietLog(RunLog):
 
     def __init__(self, validated: Iterable[int]) -> None:
         """`validated` are host 0's steps with validation; other hosts need not see its files."""
-        self._validated = set(validated)
+        self.validated = set(validated)
 
     def validation(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        self._validated.add(step)
+        self.validated.add(step)
 
     def where(self) -> str:
         return ""

@@ -61,7 +61,7 @@ class OutputFile:
             yield partial
             self._check()  # a file may have appeared in the meantime
             sync_path(partial)
-            self.changed = not (self._file.exists() and _digest(partial) == _digest(self._file))
+            self.changed = not (self._file.exists() and sha256_of(partial) == sha256_of(self._file))
             if self.changed:
                 partial.replace(self._file)
                 sync_path(self._file.parent)
@@ -107,13 +107,13 @@ class OutputFile:
             by, digest = record["by"], record["sha256"]
         except (OSError, ValueError, LookupError, TypeError):
             return "was not written by this command"
-        if digest != _digest(self._file):
+        if digest != sha256_of(self._file):
             return "was changed since it was written"
         return "" if by == self._by else f"was written by {by}"
 
     def _write_record(self) -> None:
         partial = self._record.with_suffix(".partial")
-        partial.write_text(json.dumps({"by": self._by, "sha256": _digest(self._file)}) + "\n")
+        partial.write_text(json.dumps({"by": self._by, "sha256": sha256_of(self._file)}) + "\n")
         partial.replace(self._record)
 
 
@@ -124,7 +124,7 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _digest(file: Path) -> str:
+def sha256_of(file: Path) -> str:
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 

@@ -181,7 +181,8 @@ def open_policy(
     hf_files = run_dir / HF_FILES_DIR
     files = with_pixel_bounds(read_side_files(hf_dir), contract.min_pixels, contract.max_pixels)
     files[RECIPE_FILE] = recipe.to_bytes()
-    if not _holds(hf_files, files):
+    held = {name: (hf_files / name).read_bytes() for name in files if (hf_files / name).is_file()}
+    if held != files:
         with output_directory(hf_files, force=True, source=source) as directory:
             write_side_files(files, directory)
     several = mesh.num_devices > 1 or jax.process_count() > 1
@@ -218,10 +219,6 @@ def _check_adapter(adapter: Path, lora: LoraConfig | None) -> None:
             f"lora.alpha={lora.alpha:g}: set lora.rank={trained.rank} lora.alpha={trained.alpha:g} to continue "
             f"its training, or merge it into its model first with python -m model_port.export --src {adapter} --dst DIR"
         )
-
-
-def _holds(directory: Path, files: dict[str, bytes]) -> bool:
-    return all((directory / name).is_file() and (directory / name).read_bytes() == files[name] for name in files)
 
 
 def _source(path: str, seed: int, run_dir: Path) -> Path:

@@ -206,7 +206,7 @@ class Training:
                 settings=settings,
                 compiling=compiles.running,
             )
-        validated, *_ = await hosts.gather_async("log", [] if own_log is None else own_log.validated_steps())
+        validated, *_ = await hosts.gather_async("log", [] if own_log is None else sorted(own_log.validated))
         run_log = own_log or QuietLog(validated)
         stack.callback(run_log.close)
         for remark in (*remarks, _resumed(step, num_steps, directory.path, changes)):
@@ -273,7 +273,7 @@ class Training:
 
     def validation_due(self, validation: ValidationConfig) -> bool:
         """Before the first step, every `every_steps` and after the last one; never twice, even after a restart."""
-        return self.due(validation.every_steps) and not self.log.validated(self.step)
+        return self.due(validation.every_steps) and self.step not in self.log.validated
 
     async def save_if_due(self, progress: Callable[[], Progress]) -> None:
         await in_thread(self.checkpoints.commit_if_written)

@@ -39,7 +39,6 @@ def check_url(name: str, url: str) -> None:
 
 async def unreachable(urls: Sequence[str]) -> list[str]:
     """The problems of URLs where nothing answers within a few seconds."""
-    client = HttpClient.make()
 
     async def why_unreachable(url: str) -> str:
         try:
@@ -50,10 +49,8 @@ async def unreachable(urls: Sequence[str]) -> list[str]:
             """An answer, for example of a router."""
         return ""
 
-    try:
+    async with HttpClient() as client:
         return list(filter(None, await asyncio.gather(*map(why_unreachable, urls))))
-    finally:
-        await client.close()
 
 
 async def urls_behind(client: HttpClient, router: str, deadline_s: float) -> list[str]:
@@ -73,8 +70,7 @@ async def router_among(urls: Sequence[str], deadline_s: float) -> tuple[str, lis
     """A router and the servers behind it, or "" and the servers. A URL that does not answer counts as a server."""
     for number, url in enumerate(urls, 1):
         check_url(f"URL {number} of the engine", url)
-    client = HttpClient.make()
-    try:
+    async with HttpClient() as client:
         calls = (client.get(f"{url}/workers", deadline_s) for url in urls)
         answers = await asyncio.gather(*calls, return_exceptions=True)
         routers = [url for url, a in zip(urls, answers, strict=True) if isinstance(a, dict) and "workers" in a]
@@ -83,5 +79,3 @@ async def router_among(urls: Sequence[str], deadline_s: float) -> tuple[str, lis
         if len(urls) > 1:
             raise ValueError(f"{routers[0]} is an sglang-router with its own servers: name it alone, not {urls}")
         return routers[0], await urls_behind(client, routers[0], deadline_s)
-    finally:
-        await client.close()

@@ -30,7 +30,7 @@ class Fleet:
     def __init__(self, servers: Sequence[ServerState], settings: SGLangSettings, behind_router: bool):
         self.servers = list(servers)
         self.settings = settings
-        self.client = HttpClient.make()  # its own connections: probes must not wait for those of requests
+        self.client = HttpClient()  # its own connections: probes must not wait for those of requests
         self.version: int | None = None  # None until the first server reports one
         self._behind_router = behind_router  # a router also sends requests to servers that are not up
         self._labels = Labels(self.client, settings)

@@ -4,8 +4,7 @@ import asyncio
 import ipaddress
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, NoReturn
 
 import aiohttp
@@ -31,17 +30,13 @@ class ServerUnreachable(ServerUnavailable):
     """The connection was refused or broke."""
 
 
-@dataclass(frozen=True)
-class HttpClient:
+class HttpClient(AbstractAsyncContextManager["HttpClient"]):
     """A connection pool for all servers."""
 
-    session: aiohttp.ClientSession
-
-    @classmethod
-    def make(cls) -> "HttpClient":
+    def __init__(self) -> None:
         connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS, keepalive_timeout=KEEPALIVE_S)
         # No proxies: servers are addressed directly. No decompression: a small answer must stay small in memory.
-        return cls(aiohttp.ClientSession(connector=connector, trust_env=False, auto_decompress=False))
+        self._session = aiohttp.ClientSession(connector=connector, trust_env=False, auto_decompress=False)
 
     async def get(self, url: str, deadline_s: float) -> Any:
         return await self._call("GET", url, None, deadline_s, MAX_ANSWER_BYTES, {})
@@ -85,7 +80,7 @@ class HttpClient:
         """A successful response. Errors while it is read are mapped to engine errors as well."""
         timeout = aiohttp.ClientTimeout(total=max(deadline_s, 0.001), sock_connect=CONNECT_DEADLINE_S)
         try:
-            async with self.session.request(
+            async with self._session.request(
                 method, url, data=data, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
                 if response.status >= 300:
@@ -98,8 +93,11 @@ class HttpClient:
         except (aiohttp.ClientError, OSError) as problem:
             raise ServerUnreachable(f"{url} cannot be reached: {problem or type(problem).__name__}") from None
 
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
     async def close(self) -> None:
-        await self.session.close()
+        await self._session.close()
 
 
 async def _refuse(response: aiohttp.ClientResponse, url: str) -> NoReturn:

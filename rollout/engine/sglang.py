@@ -54,7 +54,7 @@ class SGLangEngine:
     """Create it with `connect`, `follow` or `launch`, and `close` it at the end."""
 
     def __init__(self, servers: Sequence[ServerState], settings: SGLangSettings, router: str = ""):
-        self.settings, self._client = settings, HttpClient.make()
+        self.settings, self._client = settings, HttpClient()
         self.fleet = Fleet(servers, settings, behind_router=bool(router))
         self._routing = Routing(self.fleet, router)
 

@@ -141,7 +141,7 @@ class FrameReader:
         ticks_directory: str | Path | None = None,
     ):
         self._frame_size, self._detail_size = frame_size, detail_size or frame_size
-        self._pool = WorkerPool(num_workers or min(_num_cores(), MAX_WORKERS))
+        self._pool = WorkerPool(num_workers or min(len(os.sched_getaffinity(0)), MAX_WORKERS))
         self._memory = MemoryStore(memory_bytes)
         self._disk: DiskStore | None = None
         self._ticks: FileStore | None = None
@@ -436,7 +436,3 @@ def _video_of(name: str, probed: ticks.Probed) -> _Video:
     )
     frames, keys = np.split(np.frombuffer(raw, np.int64), [info.num_frames])
     return _Video(name, info, frames, keys, time_base, metadata["frame_px"], fps)
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

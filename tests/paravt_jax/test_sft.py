@@ -284,7 +284,7 @@ def test_a_signal_ends_a_validation_at_its_next_traces(tiny_hf, tmp_path):
 
     training: Any = object.__new__(Training)
     training.step, training.num_steps = 0, 5
-    training.log = SimpleNamespace(phase=lambda text: None, validated=lambda step: False)  # logs nothing
+    training.log = SimpleNamespace(phase=lambda text: None, validated=())  # logs nothing
     training.directory = RunDirectory(tmp_path, stopping, 0, {}, {}, False, ALONE)
     training.learner = SimpleNamespace(log_probs=log_probs)
     run: Any = object.__new__(SftRun)

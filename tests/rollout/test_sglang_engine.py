@@ -898,11 +898,10 @@ def test_a_connection_that_the_server_may_be_closing_is_not_used_again():
             self.wfile.write(b"{}")
 
     async def body(url):
-        client = HttpClient.make()
-        for _ in range(2):
-            assert await client.post(url, {}, 5) == {}
-            await asyncio.sleep(KEEPALIVE_S + 0.1)
-        await client.close()
+        async with HttpClient() as client:
+            for _ in range(2):
+                assert await client.post(url, {}, 5) == {}
+                await asyncio.sleep(KEEPALIVE_S + 0.1)
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

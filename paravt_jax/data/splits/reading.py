@@ -4,7 +4,6 @@ Videos are not downloaded, because they are archives of up to 300 GB. Samples on
 there is not a single video, loading fails.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from paravt_jax.data.hub import HubName, downloaded_files, hub_name, local_sourc
 from paravt_jax.data.prompts import Prompt, load_prompts
 from paravt_jax.data.rows import BadRow, check_columns, file_finder, is_file, read_rows, row_files, rows_of, unique_id
 from paravt_jax.data.splits.public import PublicSplit, Sample
+from paravt_jax.run.output_file import sha256_of
 
 SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})/")
 SUFFIXES = (".mp4", ".MP4", ".mkv", ".webm")
@@ -53,7 +53,7 @@ def load_samples(
         )
         local = local_source(source)
         root = local if local.is_dir() else local.parent
-        sums = {file.relative_to(root).as_posix(): _sha256(file) for file in row_files(local)}
+        sums = {file.relative_to(root).as_posix(): sha256_of(file) for file in row_files(local)}
         return SampleSet(tuple(map(_own, own.prompts)), own.bad, sums)
     if columns:
         taken = ", ".join(columns)
@@ -71,7 +71,7 @@ def load_samples(
     )
     _check_videos(split, samples, root)
     revision = SNAPSHOT.search(str(files[0].absolute()))
-    return SampleSet(samples, bad, {file.name: _sha256(file) for file in files}, revision and revision[1], split)
+    return SampleSet(samples, bad, {file.name: sha256_of(file) for file in files}, revision and revision[1], split)
 
 
 def _own(prompt: Prompt) -> Sample:
@@ -160,8 +160,3 @@ def _check_videos(split: PublicSplit, samples: tuple[Sample, ...], root: Path) -
             f"{root} has no video of data.split={split.name}, for example {samples[0].prompt.videos[0]}; unpack the "
             f"archives of {split.repo} there, or set data.video_root to the directory of the unpacked videos"
         )
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()

@@ -16,11 +16,10 @@ from model_port.tiny import make_tiny, tiny_config
 from model_port.weights import num_params
 from paravt_jax.check import files, gradient, logits, media, round_trip, step, weights
 from paravt_jax.check.__main__ import parser_of, target_of
-from paravt_jax.check.measured import NO_TORCH, Measured
 from paravt_jax.check.model import make_model
 from paravt_jax.check.page import page
 from paravt_jax.check.process import PartResult, part_of
-from paravt_jax.check.report import StageReport, table
+from paravt_jax.check.report import NO_TORCH, Measured, StageReport, table
 from paravt_jax.check.stages import STAGES
 from paravt_jax.check.target import Target
 from paravt_jax.config import SftConfig
@@ -303,7 +302,7 @@ import jax
 import jax.numpy as jnp
 from model_port.cli import run_cli
 from paravt_jax.check import stages, weights
-from paravt_jax.check.measured import Measured
+from paravt_jax.check.report import Measured
 
 def uncompiled(target):
     yield Measured("before", 1.0, 2.0)
