@@ -51,7 +51,6 @@ class Compute:
 
     dtype: ComputeDtype = "float32"  # of activations; parameters keep their own
     attention: Form = "auto"
-    scan: bool = True  # False unrolls the layers: slower to compile, sometimes faster to run
     remat: Remat = "none"
     lighter_layers: int = 0  # of the first language layers, which recompute less: as LIGHTER[remat]
 
@@ -131,28 +130,21 @@ def run_layers(
 ) -> tuple[Carry, Any]:
     """Applies `carry, out = step(layer, index, carry)` to all layers; the outputs are returned stacked.
 
-    Layers that are `unstacked` always run unrolled.
+    Layers that are `unstacked`, which is for sampling, run unrolled and without rematerialization.
     """
     if isinstance(stack, nnx.List):
-        layers = [nnx.split(layer) for layer in stack]
-    else:
-        graphdef, params = nnx.split(stack)
-        if compute.scan:
+        outs = []
+        for index, layer in enumerate(stack):  # a Python number, so that conditions on it are resolved while tracing
+            carry, out = step(layer, index, carry)
+            outs.append(out)
+        return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
+    graphdef, params = nnx.split(stack)
 
-            def body(carry: Carry, layer: tuple[Any, Index]) -> tuple[Carry, Any]:
-                layer_params, index = layer
-                return step(nnx.merge(graphdef, layer_params), index, carry)
+    def body(carry: Carry, layer: tuple[Any, Index]) -> tuple[Carry, Any]:
+        layer_params, index = layer
+        return step(nnx.merge(graphdef, layer_params), index, carry)
 
-            return _scan_parts(body, carry, (params, jnp.arange(num_layers)), compute)
-        layers = [(graphdef, jax.tree.map(lambda p, i=index: p[i], params)) for index in range(num_layers)]
-    outs = []
-    for index, (graphdef, params) in enumerate(layers):
-        # The index stays a Python number, so that conditions on the layer are resolved while tracing.
-        name = LIGHTER[compute.remat] if index < compute.lighter_layers else compute.remat
-        run = _remat(lambda carry, p, g=graphdef, i=index: step(nnx.merge(g, p), i, carry), name)
-        carry, out = run(carry, params)
-        outs.append(out)
-    return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
+    return _scan_parts(body, carry, (params, jnp.arange(num_layers)), compute)
 
 
 def _scan_parts(body: Callable[..., Any], carry: Any, layers: Any, compute: Compute) -> tuple[Any, Any]:

@@ -64,7 +64,7 @@ def output_directory(
     dst = Path(dst).absolute()
     dst = dst.resolve() if dst.is_symlink() else dst  # replacing a link would leave its target behind
     replaced = dst.with_name(f".{dst.name}.replaced")
-    partial = partial_directory(dst)
+    partial = dst.with_name(f".{dst.name}.partial")
     try:
         dst.parent.mkdir(parents=True, exist_ok=True)
         lock = _lock(partial, dst)
@@ -109,10 +109,6 @@ def _into_bucket(bucket: Bucket, force: bool, needed_bytes: int) -> Iterator[Pat
             yield partial
         _check_bucket_replaceable(bucket, force)
         upload_directory(directory, bucket)
-
-
-def partial_directory(dst: Path) -> Path:
-    return dst.with_name(f".{dst.name}.partial")
 
 
 def check_replaceable(dst: Path, force: bool, source: Path | None = None) -> None:

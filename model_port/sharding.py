@@ -131,11 +131,6 @@ def _sum_of_places(axes: tuple[str, ...]) -> jax.Array:
     return jax.lax.psum(jax.lax.axis_index(axes), axes)
 
 
-def from_rows(array: np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
-    """One array from all hosts' rows; each host passes its own, and all the same number."""
-    return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), array)
-
-
 def own_rows(array: jax.Array) -> np.ndarray:
     """This host's rows of an array that is split only along its first axis."""
     if array.is_fully_addressable:

@@ -125,10 +125,6 @@ def _is_wide(spec: str) -> bool:
     return "{" in spec or any(len(number) > len(str(MAX_WIDTH)) or int(number) > MAX_WIDTH for number in numbers)
 
 
-def _placeholders(text: str) -> list[str]:
-    return [name for _, name, _, _ in Formatter().parse(text) if name is not None]
-
-
 def read_prompts(path: str | Path) -> Prompts:
     """Reads a YAML file with keys of Prompts; missing keys have their defaults."""
     from omegaconf import OmegaConf  # imported late, only if there is a file
@@ -245,7 +241,8 @@ def row_messages(
 def _with_question(text: str, question: str, **values: Any) -> str:
     """Fills in the question; unless the text has a place for it, the text follows it after a blank line."""
     filled = text.format(question=question, **values)
-    return filled if "question" in _placeholders(text) else f"{question}\n\n{filled}"
+    has_place = any(name == "question" for _, name, _, _ in Formatter().parse(text))
+    return filled if has_place else f"{question}\n\n{filled}"
 
 
 def subagent_messages(

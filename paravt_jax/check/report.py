@@ -76,13 +76,10 @@ def rows_of(report: StageReport) -> Iterator[list[str]]:
     yield [report.stage, report.problem, "", "", *memory, _verdict(report.failed, report.skipped)]
     for line in report.lines:
         bound = "" if line.bound is None else f"{line.bound:.3g}"
+        value = line.value if isinstance(line.value, str) else f"{line.value:.3g}"
         verdict = _verdict(line.failed, bool(line.skipped))
-        yield ["", line.case, line.problem or line.skipped or _cell(line.value), bound, "", "", "", verdict]
+        yield ["", line.case, line.problem or line.skipped or value, bound, "", "", "", verdict]
 
 
 def _verdict(failed: bool, skipped: bool) -> str:
     return "FAILED" if failed else "skipped" if skipped else "ok"
-
-
-def _cell(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:.3g}"

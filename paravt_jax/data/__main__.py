@@ -47,9 +47,6 @@ def _materialize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parquet-dir", required=True, metavar="P", help="directory of the published *.parquet files")
     parser.add_argument("--output-dir", required=True, metavar="O", help="directory for the output, same file names")
     parser.add_argument("--report", metavar="FILE", help="JSON report of rewritten and missing paths (O/report.json)")
-    parser.add_argument(
-        "--num-workers", type=int, default=8, metavar="N", help="threads that look for files (default 8)"
-    )
     parser.add_argument("--strict", action="store_true", help="write everything, but exit with 1 if a file is missing")
 
 

@@ -33,6 +33,7 @@ MEDIA_KEYS = ("video_url", "image_url", "video", "image")
 LISTS = ("messages", "content")  # keys of lists that contain media
 REMOTE = re.compile(r"(?!file:)[A-Za-z][A-Za-z0-9+.-]*:")  # https://…, data:…
 REPORT_FILE = "report.json"
+LOOKING_THREADS = 8  # look which files exist
 COUNTS = ("rows", "rewritten_paths", "other_paths", "unreadable_rows", "rows_with_missing_files")  # in the report
 
 Rewrite = Callable[[str], str]
@@ -166,12 +167,12 @@ def _rewritten_json(text: str, rewritten: Callable[[Any], Any]) -> str:
 
 
 def materialize(
-    root: str | Path, parquet_dir: str | Path, output_dir: str | Path, num_workers: int = 8, *, force: bool = False
+    root: str | Path, parquet_dir: str | Path, output_dir: str | Path, *, force: bool = False
 ) -> MaterializeReport:
     """Writes every parquet file of `parquet_dir` to `output_dir` under the same name, its paths joined to `root`.
 
-    Files are written atomically, and an unchanged file is not touched. `num_workers` threads check which files exist.
-    `force` also replaces files that this command did not write from the same source.
+    Files are written atomically, and an unchanged file is not touched. `force` also replaces files that this command
+    did not write from the same source.
     """
     for path in (root, parquet_dir, output_dir):
         check_local(path)
@@ -179,8 +180,6 @@ def materialize(
     for name, path in (("--root", root), ("--parquet-dir", parquet_dir)):
         if not path.is_dir():
             raise ValueError(f"{name} {path} is not a directory")
-    if num_workers < 1:
-        raise ValueError(f"--num-workers {num_workers} must be at least 1")
     if output_dir.resolve() == parquet_dir.resolve():
         raise ValueError(f"--output-dir {output_dir} is also --parquet-dir; choose another directory")
     sources = [path for path in row_files(parquet_dir) if output_dir not in path.parents]
@@ -197,7 +196,7 @@ def materialize(
     }
     num_rows = sum(map(_num_rows, sources))
     report = MaterializeReport(root)
-    with ThreadPoolExecutor(num_workers) as pool, Meter("materializing", num_rows, "row") as meter:
+    with ThreadPoolExecutor(LOOKING_THREADS) as pool, Meter("materializing", num_rows, "row") as meter:
         for source, output in outputs.items():
             name = source.relative_to(parquet_dir).as_posix()
             report.files[name] = _materialize_file(source, output, root, pool, meter)
@@ -284,7 +283,7 @@ def run(args: Any) -> str | None:
     path = Path(args.report) if args.report else Path(args.output_dir) / REPORT_FILE
     inputs = [*row_files(Path(args.parquet_dir)), args.root]
     output = OutputFile(path, "data materialize --report", inputs=inputs, force=args.force)
-    report = materialize(args.root, args.parquet_dir, args.output_dir, args.num_workers, force=args.force)
+    report = materialize(args.root, args.parquet_dir, args.output_dir, force=args.force)
     output.write(report.to_json())
     print(report.table())
     total = report.total

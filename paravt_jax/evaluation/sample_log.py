@@ -7,7 +7,7 @@ a sample counts. Shards write to RUN/shards/K_of_N. A run without --shard reads 
 import hashlib
 import json
 import os
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,8 @@ class SampleLog:
     def read(self, keys: Container[str]) -> dict[str, SampleResult]:
         """The newest result for each key. A missing result never replaces a complete one."""
         results: dict[str, SampleResult] = {}
-        for result in (result for path in (*self._shards, self._path) for result in _results(path)):
+        paths = filter(Path.exists, (*self._shards, self._path))
+        for result in (result_of(record) for path in paths for record in load_jsonl(path)):
             key = result.key
             if key in keys and (not result.missing or key not in results or results[key].missing):
                 results[key] = result
@@ -143,11 +144,6 @@ def result_of(record: Record) -> SampleResult:
     episodes = tuple({name: episode[name] for name in fields if name in episode} for episode in record["episodes"])
     names = ("id", "key", "video", "question_type", "groups", "subtitles")
     return SampleResult(**{name: record[name] for name in names}, episodes=episodes)
-
-
-def _results(path: Path) -> Iterator[SampleResult]:
-    if path.exists():
-        yield from map(result_of, load_jsonl(path))
 
 
 def _cut_incomplete_line(path: Path) -> None:

@@ -194,7 +194,9 @@ class TraceBatches:
 
     def _packed(self, traces: list[RenderedTrace], num_left_out: int, problems: list[str]) -> TraceBatch:
         batches = self._batches(traces, self._sizes, is_first=self._sizes == Position())
-        self._sizes = Position(self._next, batches[0].source.shape[1], _num_frame_rows(batches[0]))
+        first = batches[0]
+        num_frame_rows = 0 if first.vision is None else len(first.vision.patches)
+        self._sizes = Position(self._next, first.source.shape[1], num_frame_rows)
         num_tokens = sum(len(trace.dialogue.ids) for trace in traces)
         num_loss_tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
         counts = len(traces), num_tokens, num_loss_tokens
@@ -216,7 +218,3 @@ class TraceBatches:
         least = min(sizes.min_actions, settings.row_tokens), frame_rows  # earlier rows may have been longer
         shape = PackShape(settings.num_rows, settings.row_tokens, self._row_patches, self._num_row_parts, *least)
         return pack(dialogues, frames, self._model, shape)
-
-
-def _num_frame_rows(batch: TrainBatch) -> int:
-    return 0 if batch.vision is None else len(batch.vision.patches)

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from model_port.compiling import compiling
 from model_port.model import VLModel
-from model_port.sharding import ACTIVATION_AXES, from_rows, num_row_parts, on_mesh, own_rows
+from model_port.sharding import ACTIVATION_AXES, num_row_parts, on_mesh, own_rows
 from model_port.text import Visual
 from paravt_jax.learner import programs
 from paravt_jax.learner.advantages import kl_sums, kl_to_go
@@ -356,7 +356,11 @@ def on_devices(batch: TrainBatch, mesh: Mesh | None) -> TrainBatch:
         raise ValueError(f"a batch of {num_rows} rows does not split over mesh.data x mesh.fsdp = {num_parts}")
     if batch.vision is not None:
         batch = replace(batch, vision=replace(batch.vision, num_parts=batch.vision.num_parts * num_hosts))
-    return jax.tree.map(lambda array: from_rows(array, mesh, row_sharding(len(array) * num_hosts, mesh).spec), batch)
+
+    def from_hosts(rows: np.ndarray) -> jax.Array:
+        return jax.make_array_from_process_local_data(row_sharding(len(rows) * num_hosts, mesh), rows)
+
+    return jax.tree.map(from_hosts, batch)
 
 
 def row_sharding(num_rows: int, mesh: Mesh) -> NamedSharding:

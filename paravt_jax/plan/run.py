@@ -140,7 +140,7 @@ class PlannedRl(PlannedRun):
         shape = BatchShape(
             num_rows=work.batch_rows,
             row_tokens=work.row_tokens,
-            row_actions=max(1, -(-work.num_episodes * response_tokens // work.computed_rows)),
+            row_actions=max(1, -(-work.num_episodes * response_tokens // (work.num_batches * work.batch_rows))),
             num_frame_rows=self.num_parts * -(-round(frames / work.num_batches) // self.num_parts),
             row_patches=self.row_patches,
             num_parts=self.num_parts,

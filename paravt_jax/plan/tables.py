@@ -120,7 +120,7 @@ def _token_rows(work: Workload | None, step: Step) -> list[list[str]]:
         return [["tokens " + computed[0], computed[1]]]
     return [
         ["tokens of the update, each group's prompt once", f"{work.shared_tokens:,}"],
-        ["  with one row per episode instead", f"{work.separate_tokens:,}"],
+        ["  with one row per episode instead", f"{work.num_episodes * (work.prompt_tokens + work.response_tokens):,}"],
         ["  " + computed[0], computed[1]],
         ["tokens sampled", f"{work.sampled_tokens:,}"],
     ]

@@ -110,11 +110,6 @@ class Workload:
         return self.num_groups * (self.prompt_tokens + self.group_size * self.response_tokens)
 
     @property
-    def separate_tokens(self) -> int:
-        """Tokens with a separate row per episode."""
-        return self.num_episodes * (self.prompt_tokens + self.response_tokens)
-
-    @property
     def own_tokens(self) -> float:
         """Tokens that a main agent samples; it only reads the reports and frames."""
         return max(0, self.response_tokens - self.calls * (self.report_tokens + self.shown_tokens))
@@ -136,10 +131,6 @@ class Workload:
     @property
     def num_batches(self) -> int:
         return -(-self.num_rows // self.batch_rows)
-
-    @property
-    def computed_rows(self) -> int:
-        return self.num_batches * self.batch_rows
 
     def with_calls(self, calls: float, length: float = 1.0) -> "Workload":
         """The same episodes with another number of calls and reports, and `length` times as many sampled tokens."""

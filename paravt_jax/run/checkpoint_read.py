@@ -119,7 +119,8 @@ def _read_state(
 
         def read(name: str, leaf: jax.Array) -> jax.Array:
             scalar = record["scalars"].get(name)
-            needed = {box_of(index, leaf.shape) for index in _local_indices(leaf)}
+            places = leaf.sharding.addressable_devices_indices_map(leaf.shape)
+            needed = {box_of(index, leaf.shape) for index in places.values()}
             if name in adapter_arrays:
                 stored = {box: adapter_arrays[name][index_of(box)] for box in needed}
             elif scalar is None:
@@ -153,10 +154,6 @@ def _read_adapter(directory: Directory, model: ModelConfig, adapter: AdapterInfo
     check_base(directory, saved.base, adapter.base.sum)
     check_base_files(directory, saved.base, adapter.base.files)
     return {f"params.{path}": array for path, array in read_adapter(directory, model, adapter.lora.rank).items()}
-
-
-def _local_indices(leaf: jax.Array) -> Iterable[tuple[slice, ...] | None]:
-    return leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
 
 
 def _read_array(

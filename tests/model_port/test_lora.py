@@ -48,7 +48,7 @@ CONFIG = ModelConfig(
 LORA = LoraConfig(rank=3, alpha=7.0)
 COMPUTES = {
     "scan": Compute(attention="xla", remat="dots"),
-    "unrolled, remat": Compute(attention="blocked", scan=False, remat="full"),
+    "blocked attention, remat": Compute(attention="blocked", remat="full"),
     "scanned attention, remat": Compute(attention="scanned", remat="attention"),
 }
 

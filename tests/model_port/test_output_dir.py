@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from model_port.output_dir import LIST_FILE, output_directory, partial_directory
+from model_port.output_dir import LIST_FILE, output_directory
 
 
 def write(dst, *, force=True, source=None, text="new"):
@@ -80,7 +80,7 @@ def test_a_death_between_the_two_renames_loses_nothing(tmp_path):
     dst = tmp_path / "dst"
     write(dst, text="old")
     dst.rename(tmp_path / ".dst.replaced")
-    partial_directory(dst).mkdir()
+    (tmp_path / ".dst.partial").mkdir()
     with pytest.raises(ValueError, match=r"already exists; .* --force"):
         write(dst, force=False)
     assert files(dst) == {"deep/file": "old"} and [path.name for path in tmp_path.iterdir()] == ["dst"]

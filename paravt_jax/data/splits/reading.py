@@ -59,7 +59,7 @@ def load_samples(
         taken = ", ".join(columns)
         raise ValueError(f"reward.plugin takes {taken}, which samples of data.split={split.name} do not have")
     files = _row_files(split, source)
-    root = Path(video_root or _copy_of(split, files[0])).absolute()
+    root = Path(video_root or files[0].parents[split.rows.count("/")]).absolute()  # or the copy's own
     rows = (row for file in files for row in _rows(split, file))
     find = _finder(split, root, allow_outside)
     loaded, bad = read_rows(
@@ -96,11 +96,6 @@ def _row_files(split: PublicSplit, source: str) -> list[Path]:
             f"{split.repo}, to its name on the hub as OWNER/NAME[@REVISION], or leave it empty to download the rows"
         )
     return downloaded_files(name, split.rows)
-
-
-def _copy_of(split: PublicSplit, file: Path) -> Path:
-    """The root of the repository's copy, given one of its files with rows."""
-    return file.parents[split.rows.count("/")]
 
 
 def _rows(split: PublicSplit, file: Path) -> Iterator[tuple[str, Any]]:

@@ -71,14 +71,6 @@ def _lettered(options: Sequence[str]) -> list[tuple[str, str]]:
     return list(zip(LETTERS, options, strict=False))
 
 
-def _longvideobench_options(row: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return _lettered([row[name] for name in OPTIONS if row[name] not in ("", UNUSED)])
-
-
-def _mmvu_options(row: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(letter, text) for letter, text in sorted(row["choices"].items()) if text]
-
-
 def _mlvu_gold(row: Mapping[str, Any]) -> str:
     answer = row["answer"].strip()
     return next((letter for letter, text in _lettered(row["candidates"]) if text.strip() == answer), NO_LETTER)
@@ -87,9 +79,9 @@ def _mlvu_gold(row: Mapping[str, Any]) -> str:
 OPTIONS_OF: Mapping[str, Callable[[Mapping[str, Any]], Sequence[tuple[str, str]]]] = {
     "videomme": lambda row: _lettered(row["options"]),
     "videomme_subtitles": lambda row: _lettered(row["options"]),
-    "longvideobench": _longvideobench_options,
+    "longvideobench": lambda row: _lettered([row[name] for name in OPTIONS if row[name] not in ("", UNUSED)]),
     "mlvu": lambda row: _lettered(row["candidates"]),
-    "mmvu": _mmvu_options,
+    "mmvu": lambda row: [(letter, text) for letter, text in sorted(row["choices"].items()) if text],
 }
 GOLD_OF: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "videomme": lambda row: row["answer"],

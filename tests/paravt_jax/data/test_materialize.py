@@ -191,8 +191,6 @@ def test_impossible_arguments_are_rejected_before_any_output(directory):
         materialize(directory / "gone", source, directory / "out")
     with pytest.raises(ValueError, match="is also --parquet-dir"):
         materialize(store, source, source / ".." / "in")
-    with pytest.raises(ValueError, match="--num-workers 0"):
-        run(directory, num_workers=0)
     assert not (directory / "out").exists()
 
 
