@@ -194,7 +194,9 @@ def _as_video(path: Path, video: Path) -> Path:
             if short * long > MAX_IMAGE_PIXELS or long > min(MAX_IMAGE_SIDE_PX, MAX_IMAGE_ASPECT * short):
                 raise BadRequest(f"an image of {image.width} x {image.height} pixels is too large or too narrow")
             pixels = np.asarray(in_rgb(image))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+    except (BadRequest, MemoryError):
+        raise
+    except Exception:  # Pillow raises anything
         raise BadRequest("an image cannot be read") from None
     height, width, _ = pixels.shape
     even = np.pad(pixels, ((0, height % 2), (0, width % 2), (0, 0)), "edge")

@@ -71,8 +71,8 @@ def test_a_video_in_a_request_leaves_memory_with_it(tmp_path):
         tracemalloc.stop()
 
 
-def data_url(image):
-    image.save(buffer := io.BytesIO(), "PNG")
+def data_url(image, **options):
+    image.save(buffer := io.BytesIO(), "PNG", **options)
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
@@ -101,11 +101,14 @@ def test_converting_an_image_writes_no_file_into_the_video_directory(videos, tmp
     assert sorted(path.name for path in videos.iterdir()) == ["a.mp4", "b.png"]
 
 
+# Turned by a quarter; its width is a text.
+EXIF = b"Exif\0\0MM\0*\0\0\0\x08\0\x02\x01\0\0\x02\0\0\0\x02a\0\0\0\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"
 INVALID = [
     *(("video", url, "data URL") for url in ("data:,x", "data:video/mp4;base64,a", "data:video/mp4;base64,a?==")),
     ("video", "data:video/mp4;base64,é", "data URL"),
     ("image", "data:image/png;base64,AAAA", "an image cannot be read"),
     ("image", "data:image/svg+xml;base64,PHN2Zy8+", "an image cannot be read"),
+    ("image", data_url(Image.new("RGB", (4, 4)), exif=EXIF), "an image cannot be read"),
     *(("video", url, "is not a URL") for url in ("http://[", "http://[::1", "http://\ud800/", "http://a:b/")),
     *(("video", url, "not a URL|cannot be") for url in ("http://", "http:///a", "https://a b/")),
 ]
