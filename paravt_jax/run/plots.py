@@ -9,6 +9,7 @@ import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import matplotlib
@@ -19,8 +20,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from model_port.cli import add_debug_flag, prog_of, run_cli
+from model_port.output_dir import named
 from paravt_jax.run.charts import COLORS, SECTIONS, Chart, LoggedRun, load_run
-from paravt_jax.run.log import METRICS_FILE, PLOTS_DIR, whole_file
+from paravt_jax.run.log import METRICS_FILE, PLOTS_DIR
 from paravt_jax.run.output_file import OutputFile
 
 MAX_MARKED_STEPS = 40  # with more steps, a running mean replaces the points
@@ -74,16 +76,17 @@ def make_plots(run_dir: Path) -> list[Path]:
     """Writes RUN/plots/*.png and returns their paths."""
     run = load_run(run_dir)
     written = []
-    with matplotlib.rc_context(STYLE):  # restored afterwards, so that it does not affect the process's other figures
+    # The style is restored afterwards, because the process may draw others. Another process may draw the same plots.
+    with matplotlib.rc_context(STYLE), TemporaryDirectory(prefix=".plots", dir=run_dir) as partial:
         for section, title in SECTIONS.items():
             charts = [chart for chart in run.charts if chart.section == section]
             if not charts:
                 continue
             path = run_dir / PLOTS_DIR / f"{section}.png"
             path.parent.mkdir(exist_ok=True)
-            with whole_file(path) as file:
-                draw_section(run, title, charts).savefig(file, format="png")
-            written.append(path)
+            with named(path):
+                draw_section(run, title, charts).savefig(drawn := Path(partial) / path.name)
+            written.append(drawn.replace(path))
     return written
 
 

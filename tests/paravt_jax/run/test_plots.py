@@ -153,6 +153,18 @@ def test_the_kl_levels_come_from_the_settings(tmp_path):
     assert {round(level, 9): name for level, name in levels.items()} == {0.01: "warn", 0.1: "stop"}
 
 
+def test_the_plots_command_may_run_while_the_run_ends(make_run, monkeypatch):
+    run_dir = make_run(3, keys=("loss/policy",))
+
+    def meanwhile(*arguments):
+        monkeypatch.setattr(plots, "draw_section", draw_section)
+        make_plots(run_dir)
+        return draw_section(*arguments)
+
+    monkeypatch.setattr(plots, "draw_section", meanwhile)
+    assert [path.is_file() for path in make_plots(run_dir)] == [True]
+
+
 def test_the_running_mean_is_over_finite_values():
     nan = float("nan")
     means = running_mean(np.array([1.0, 3.0, nan, 5.0, nan, nan, nan]), 3)
