@@ -17,7 +17,7 @@ from paravt_jax.rewards.grammar import Place, Tag
 from paravt_jax.rewards.terms import AnchorProperty, RewardTerms
 from rollout.chat import Chat
 from rollout.ledger import Ledger
-from rollout.records import Episode, Turn
+from rollout.records import Episode
 
 OPENED_BY_MODEL = ("tool_call", "answer")  # `<think>` is forced, never sampled
 
@@ -101,14 +101,9 @@ def token_mask(episode: Episode, places: Sequence[Place], chat: Chat) -> Bool[np
         of_turn = [each.span for each in places if each.turn == number]
         for token, (first, last) in enumerate(chat.spans(ids[begin:end]) if of_turn else ()):
             mask[begin + token] = any(first < stop and last > start for start, stop in of_turn)
-        if any(start == stop for start, stop in of_turn) and _ends(turn, ids, chat):
+        if any(start == stop for start, stop in of_turn) and int(ids[end - 1]) in chat.stop_ids:
             mask[end - 1] = True
     return mask & episode.ledger.sampled_mask
-
-
-def _ends(turn: Turn, ids: np.ndarray, chat: Chat) -> bool:
-    begin, end = turn.token_span
-    return end > begin and int(ids[end - 1]) in chat.stop_ids
 
 
 def dialogue_of(

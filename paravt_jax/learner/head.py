@@ -28,8 +28,7 @@ def token_scores(
 
     A chunk has `chunk_tokens` of every row.
     """
-    num_tokens = hidden.shape[1]
-    num_chunks = -(-num_tokens // min(chunk_tokens, num_tokens))
+    num_chunks = -(-hidden.shape[1] // chunk_tokens)
     return _scores(hidden, head, target, jnp.asarray(temperature), num_chunks)
 
 

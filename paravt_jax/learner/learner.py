@@ -193,7 +193,7 @@ class Learner:
         The KL is the sampler's to the reference, as in the release: engine and learner count as the same policy.
         """
         assert old.ref_logp is not None, "the KL needs the reference"
-        kl = np.where(batch.loss_mask, batch.behavior_logp - own_rows(old.ref_logp), 0.0)
+        kl = batch.behavior_logp - own_rows(old.ref_logp)
         return self.loss.kl_coef * kl_to_go(kl, batch.loss_mask, batch.dialogue)
 
     def _step(

@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.lax import stop_gradient
 from jaxtyping import Array, Bool, Float, Int
 
 from paravt_jax.learner.settings import Correction, KlTerm, LossConfig
@@ -98,7 +97,7 @@ def policy_loss(spec: LossSpec, coefs: LossCoefs, tokens: SampledTokens) -> Loss
     kl_ref = jnp.zeros_like(loss)
     if tokens.ref_logp is not None:
         ref_minus_policy = tokens.ref_logp - tokens.policy_logp
-        kl_ref = stop_gradient(jnp.sum(k3(ref_minus_policy)))
+        kl_ref = jnp.sum(k3(ref_minus_policy))
         if spec.kl_in_loss:
             # In expectation, k2 has the gradient of KL(policy‖ref), and k3 of KL(ref‖policy).
             kl = k3(ref_minus_policy) if spec.kl == "k3" else jnp.square(ref_minus_policy) / 2
@@ -127,7 +126,7 @@ def _correction(
     weight = bounded_exp(log_weight)
     outside = (weight < coefs.min_weight) | (weight > coefs.max_weight)
     bounded = jnp.where(outside, coefs.max_weight if spec.correction.endswith("tis") else 0.0, weight)
-    return stop_gradient(bounded), outside
+    return bounded, outside
 
 
 def k3(log_ratio: Float[Array, "*t"]) -> Float[Array, "*t"]:
@@ -154,7 +153,7 @@ def class_sums(
     """Sums for the classes 0 … num_classes − 1; tokens of any other class are ignored."""
     tokens = tokens.masked()
     behavior_kl = k3(tokens.prox_logp - tokens.behavior_logp)
-    summed = (jnp.ones_like(behavior_kl), behavior_kl, stop_gradient(entropy))
+    summed = (jnp.ones_like(behavior_kl), behavior_kl, entropy)
     return ClassSums(*(segment_sums(values, tokens.loss_mask, token_class, num_classes) for values in summed))
 
 
@@ -166,7 +165,7 @@ RATIO_EDGES = np.concatenate([-POSITIVE_EDGES[::-1], POSITIVE_EDGES])
 def ratio_counts(tokens: SampledTokens) -> Float[Array, " H"]:
     """How many tokens have their ratio of policy to prox in each bin; micro-batches add up."""
     tokens = tokens.masked()
-    log_ratio = stop_gradient(tokens.policy_logp - tokens.prox_logp)
+    log_ratio = tokens.policy_logp - tokens.prox_logp
     bins = jnp.searchsorted(jnp.asarray(RATIO_EDGES, log_ratio.dtype), log_ratio, side="right")
     return segment_sums(jnp.ones_like(log_ratio), tokens.loss_mask, bins, len(RATIO_EDGES) + 1)
 

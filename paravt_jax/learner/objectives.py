@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cache, wraps
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -79,7 +78,7 @@ def sampled_tokens(
     """The scored tokens of a batch. Without an older prox, the policy itself is prox: the first update of a step."""
     return SampledTokens(
         policy_logp=policy_logp,
-        prox_logp=jax.lax.stop_gradient(policy_logp) if old.prox_logp is None else old.prox_logp,
+        prox_logp=policy_logp if old.prox_logp is None else old.prox_logp,
         behavior_logp=jnp.asarray(batch.behavior_logp),
         advantage=jnp.asarray(batch.advantage),
         loss_mask=jnp.asarray(batch.loss_mask),

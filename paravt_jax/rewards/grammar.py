@@ -71,10 +71,6 @@ class ParsedTurn:
         return self.blocks[0] if self.blocks and self.blocks[0].closing is not None else None
 
     @property
-    def calls(self) -> tuple[Block, ...]:
-        return tuple(block for block in self.blocks if block.opening.name == "tool_call" and block.closing is not None)
-
-    @property
     def last(self) -> Block | None:
         """The last block, if the turn is valid; it may be unclosed."""
         return self.blocks[-1] if self.fault is None and self.blocks else None

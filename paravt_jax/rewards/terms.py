@@ -324,15 +324,15 @@ def _accuracy(
 ) -> float | None:
     """R_acc in [0, 1], or None if the judge's score is missing."""
     check_ground_truth(answer, question_type)
-    if prediction is None:
-        return 0.0
+    if not prediction:
+        return 0.0  # without a judge, who might disagree
     if question_type == "mcq":
         return float(option_letter(prediction, question) == option_letter(answer, question))
     if question_type == "tvg":
         predicted, true = interval(prediction), interval(answer)
         return 0.0 if predicted is None or true is None else interval_iou(predicted, true)
     if config.oe_mode == "llm":
-        return judged if prediction else 0.0  # an empty answer is wrong, even if a judge disagrees
+        return judged
     return (token_f1 if config.oe_mode == "f1" else exact_match)(prediction, answer)
 
 
@@ -408,21 +408,20 @@ def _anchor_properties(turns: Sequence[ParsedTurn], config: RewardConfig) -> Ite
 
 def _in_place_of_thinking(turn: ParsedTurn) -> Iterator[Place]:
     """The place at fault if a turn does not close a substantive thinking block."""
-    if turn.think is None or turn.think.closing is None:
+    if turn.think is None:
         yield turn.fault_place
     elif not substantive(turn.think):
-        yield turn.first_of(turn.think.closing)
+        yield turn.first_of(turn.tags[1])
 
 
 def _in_place_of_flow(turn: ParsedTurn, is_last: bool) -> Iterator[Place]:
     """The place at fault if a turn leaves the flow from thinking over calls to an answer."""
-    last = turn.last
-    if not turn.kind or last is None or last.closing is None:
+    if not turn.kind:
         yield turn.fault_place
     elif (turn.kind == "answer") != is_last:
         yield turn.first_of(turn.blocks[1].opening)
     elif is_last and turn.answer is None:
-        yield turn.first_of(last.closing)
+        yield turn.first_of(turn.tags[-1])
 
 
 def _anchor_credits(turns: Sequence[ParsedTurn], anchors: Sequence[AnchorProperty]) -> Iterator[Credit]:
@@ -450,7 +449,7 @@ def _calls(turns: Sequence[ParsedTurn], outcomes: Sequence[str], tools: Signatur
     """
     calls = [(turn, call) for turn in turns for call in find_calls(turn.text, tools)]
     executed = {number for number, outcome in enumerate(outcomes) if outcome == "ok"}
-    blocks = {turn.place_of(block) for turn in turns for block in turn.calls}
+    blocks = {turn.place_of(block) for turn in turns for block in turn.blocks}
     well_formed = {number for number, outcome in enumerate(outcomes) if outcome in WELL_FORMED_OUTCOMES} | {
         number for number, (turn, call) in enumerate(calls) if call.well_formed and turn.place_at(*call.span) in blocks
     }
