@@ -135,7 +135,7 @@ def test_the_bound_of_the_format_reward_does_not_enter_the_sequence_part():
         ([1.0, 0.0], "std", 2.0),  # the std is 0.5
         ([1.0, 0.0], "none", 1.0),
         ([1.0, 0.0], "loo", 2.0),  # the mean of the others is twice as far as the mean of all
-        ([1.0, 1.0], "std", 1.0),  # no spread, no std
+        ([0.3, 0.1 * 3], "std", 1.0),  # no spread but rounding, no std
     ],
 )
 def test_the_unit_is_the_advantage_per_unit_of_reward(rewards, normalise, unit):
@@ -286,7 +286,7 @@ def test_the_kl_to_go_of_a_token_is_the_sum_of_it_and_the_later_ones_of_its_dial
 
 def test_the_kl_to_go_does_not_depend_on_packing():
     random = np.random.default_rng(0)
-    lengths = [3, 7, 1, 5]
+    lengths = [30, 70, 1, 50]
     of_dialogues = [random.normal(size=length) for length in lengths]
     alone = [kl_to_go(kl, np.ones(len(kl), bool), np.zeros(len(kl), int)) for kl in of_dialogues]
     numbers = np.repeat([2, 0, 3, 1], [lengths[n] for n in (2, 0, 3, 1)])

@@ -121,6 +121,8 @@ def test_a_dialogue_ends_with_the_last_sampled_token(chat):
     episode.ledger.add("environment", chat.encode("A very long response. " * 100))
     (main,) = dialogues_of(episode, 0, EpisodeAdvantage(1.0), terms, chat, TOKEN_PX)
     assert main.loss_mask[-1] and main.loss_mask.sum() == episode.ledger.num_sampled
+    del episode.ledger.segments[1:], episode.turns[:]  # without room for a turn there is nothing to train
+    assert dialogues_of(episode, 0, EpisodeAdvantage(1.0), terms, chat, TOKEN_PX) == []
 
 
 def test_sub_agents_are_trained_only_with_subagent_loss(chat):
@@ -195,6 +197,8 @@ def test_with_span_credit_only_the_token_at_a_missing_tag_is_punished_more_than_
     correct = [*later, *spelling(unclosed, "A</answer>"), *spelling(unclosed, "<|im_end|>")]
     assert correct and all(advantage == PROSE for advantage in correct)
     assert sum(advantage == PUNISHED for _, advantage in unclosed) == 1
+    wordy = [*token_credits(chat, [GOOD, GOOD.replace("<answer>", "so: <answer>")], "span")][-1]
+    assert next(spelling(wordy, "so:")) == min(advantage for _, advantage in wordy) < next(spelling(wordy, "look"))
 
 
 def test_with_span_credit_each_property_rewards_its_own_tags(chat):

@@ -57,7 +57,7 @@ def dialogues(config):
     def dialogue(number: int, advantage: float) -> Dialogue:
         ids = np.r_[prompt, np.random.default_rng(10 + number).integers(5, 900, 13)]
         n, classes = len(ids), (np.arange(len(ids)) % 2).astype(np.int32)
-        advantages, logp = (np.full(n, value, np.float32) for value in (advantage, -6.0))
+        advantages, logp = (np.full(n, value, np.float32) for value in (advantage, -7.0))
         return Dialogue(ids, ("a",), 19, 1, np.arange(n) >= 20, logp, advantages, classes, number)
 
     return [dialogue(number, advantage) for number, advantage in enumerate([1.0, -0.5, 0.25])]
@@ -181,9 +181,11 @@ def test_packing_does_not_change_an_update(subagents, loss, tiny_hf, dialogues, 
 @pytest.mark.slow
 @pytest.mark.parametrize("train_vision", [False, True])
 def test_the_vision_tower_changes_only_if_it_is_trained(train_vision, tiny_hf, batches):
-    learner = make_learner(tiny_hf, replace(OPTIM, train_vision=train_vision))
-    first_params = params(learner)
+    learner = make_learner(tiny_hf, replace(OPTIM, train_vision=train_vision), LOSS_KL)
+    first_params, (batch,) = params(learner), batches
+    first_logp = learner.log_probs(batch)
     update(learner, batches)
+    np.testing.assert_allclose(learner.old_log_probs(batch).ref_logp, first_logp, atol=1e-5)  # with its own vision
     moved = changed(first_params, params(learner))
     assert any(path.startswith("vision") for path in moved) == train_vision
     assert {path for path in first_params if path.startswith("text")} <= moved | {"text.embed.table_vd"}
@@ -220,7 +222,7 @@ def test_non_finite_gradients_skip_the_update_and_several_in_a_row_stop_the_run(
     assert update(learner, [good])[0]["optim/num_bad_steps"] == 0  # counts updates in a row
     assert all(np.isfinite(value).all() for value in params(learner).values())  # the moments were kept too
     update(learner, bad)
-    with pytest.raises(RuntimeError, match="not finite in 2 updates in a row"):
+    with pytest.raises(RuntimeError, match="not finite in 2 updates in a row; the weights are from step 2"):
         update(learner, bad)
 
 
@@ -247,12 +249,14 @@ def test_old_log_probs_give_the_same_first_update_and_clip_the_later_ones(tiny_h
 
 @pytest.mark.slow
 def test_the_metrics_of_a_step_in_parts_cover_all_its_tokens(tiny_hf, dialogues, frames, config):
-    learner, counts = make_learner(tiny_hf), StepCounts(12.0, 1.0, 32.0)
+    clip, bounds = {"clip_low": 1e-3, "clip_high": 1e-3}, {"max_weight": 1.0}
+    loss, counts = replace(LOSS_KL, params=clip, correction_bounds=bounds), StepCounts(12.0, 1.0, 32.0)
+    learner, other = (make_learner(tiny_hf, loss=loss) for _ in range(2))
     first = replace(dialogues[0], token_class=np.ones_like(dialogues[0].token_class))
     batches = [pack([dialogue], frames, config, ONE_ROW)[0] for dialogue in (first, *dialogues[1:])]
     parts = [StepPart([batch], counts, [learner.old_log_probs(batch)]) for batch in batches]
     logp = np.concatenate([learner.log_probs(batch)[batch.loss_mask] for batch in batches])
-    metrics = learner.update([*parts, StepPart([], counts)], 1)
+    metrics, of_parts = learner.update([*parts, StepPart([], counts)], 1), [other.update([part], 1) for part in parts]
     assert int(learner.state.step) == 4  # a part without batches is a version too
     assert metrics["loss/num_tokens"] == NUM_TOKENS
     behavior = np.concatenate([batch.behavior_logp[batch.loss_mask] for batch in batches])
@@ -264,7 +268,11 @@ def test_the_metrics_of_a_step_in_parts_cover_all_its_tokens(tiny_hf, dialogues,
     assert 0 < metrics["loss/entropy"] < np.log(config.text.vocab_size)
     of_classes = [metrics["loss/entropy_plain"], metrics["loss/entropy_structural"]]
     assert metrics["loss/entropy"] == pytest.approx(np.average(of_classes, weights=[12, 24]), rel=1e-4)
-    assert metrics["loss/clip_frac"] == metrics["loss/clip_low_frac"] + metrics["loss/clip_high_frac"]
+    both = metrics["loss/clip_low_frac"] + metrics["loss/clip_high_frac"]
+    assert metrics["loss/clip_frac"] == pytest.approx(both)
+    fracs = [f"loss/{name}_frac" for name in ("clip_low", "clip_high", "capped")]
+    for name in (*fracs, "loss/total", "loss/policy", "loss/kl_ref", "mismatch/behavior_kl", "optim/grad_norm"):
+        assert metrics[name] == pytest.approx(np.mean([own[name] for own in of_parts])) and metrics[name] != 0, name
 
 
 @pytest.mark.slow

@@ -81,7 +81,8 @@ def dialogue(model, episode, frames=("a", "b"), shared=31, own=17, prompt_seed=0
     logp = -random.random(shared + own).astype(np.float32)
     advantage = random.standard_normal(shared + own).astype(np.float32)
     ids = np.r_[prompt, own_ids]
-    return Dialogue(ids, frames, shared, len(frames), mask, logp, advantage, np.zeros(len(ids), np.int32), episode)
+    classes, likelihood = np.arange(len(ids), dtype=np.int32) % 3, random.random(len(ids), np.float32)
+    return Dialogue(ids, frames, shared, len(frames), mask, logp, advantage, classes, episode, likelihood)
 
 
 @pytest.fixture(scope="module")
@@ -257,14 +258,14 @@ def test_a_host_with_fewer_dialogues_adds_empty_batches_of_the_agreed_sizes(mode
 def test_every_scored_token_is_in_exactly_one_batch_with_its_values(model, group, frames):
     dialogues = [*group, dialogue(model, 7, frames=("c",), prompt_seed=1)]
     batches = pack(dialogues, frames, model.config, SMALL)
-    fields = ("dialogue", "target", "behavior_logp", "advantage")
+    fields = ("behavior_logp", "advantage", "token_class", "likelihood")
     entries = [
-        tuple(getattr(batch, name)[at].item() for name in fields)
+        tuple(getattr(batch, name)[at].item() for name in ("dialogue", "target", *fields))
         for batch in batches
         for at in map(tuple, np.argwhere(batch.loss_mask))
     ]
     expected = [
-        (number, d.ids[t].item(), d.behavior_logp[t].item(), d.advantage[t].item())
+        (number, d.ids[t].item(), *(getattr(d, name)[t].item() for name in fields))
         for number, d in enumerate(dialogues)
         for t in np.flatnonzero(d.loss_mask)
     ]

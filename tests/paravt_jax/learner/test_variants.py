@@ -47,9 +47,12 @@ def loss_and_gradient(config, arrays):
 
     def loss(policy_logp):
         tokens = SampledTokens(**(arrays | {"policy_logp": policy_logp}), num_sequences=3, counts=counts)
-        return policy_loss(LossSpec.of(config, variant_of(config)), LossCoefs.of(config), tokens).loss
+        sums = policy_loss(LossSpec.of(config, variant_of(config)), LossCoefs.of(config), tokens)
+        return sums.loss, sums
 
-    value, gradient = jax.value_and_grad(loss)(arrays["policy_logp"])
+    (value, sums), gradient = jax.value_and_grad(loss, has_aux=True)(arrays["policy_logp"])
+    num_tokens, *counted = map(float, sums[4:])
+    assert max(counted) <= num_tokens == MASK.sum()
     return float(value), np.asarray(gradient)
 
 
@@ -166,7 +169,8 @@ from paravt_jax.learner.variants import TokenLoss, SampledTokens
 
 
 def floored(tokens: SampledTokens, *, floor: float, power: float = 1.0) -> TokenLoss:
-    return TokenLoss(-jnp.maximum(tokens.ratio, floor) ** power * tokens.advantage, tokens.token_mean)
+    loss, mask = -jnp.maximum(tokens.ratio, floor) ** power * tokens.advantage, tokens.loss_mask
+    return TokenLoss(jnp.where(mask, loss, 1), jnp.where(mask, tokens.token_mean, 1), mask | True)  # 1 is ignored
 
 
 def leaving(tokens: SampledTokens) -> TokenLoss:

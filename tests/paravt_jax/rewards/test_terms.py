@@ -100,6 +100,7 @@ def test_every_turn_must_have_a_property_of_several_turns():
     assert short.parseable
     unclosed = terms(f"<think>\nlook<tool_call>{CALL}</tool_call>", "<think>\nlook", ANSWER_TURN)
     assert parts(unclosed) == pytest.approx((0.5, -0.3, 0.0, 0.0, 0.35))  # γ once
+    assert not any(parts(terms(TOOL_TURN, "<answer>B</answer>")))  # the last turn has no thinking
 
 
 @pytest.mark.parametrize("turns", [[], [ANSWER_TURN] * 2, [TOOL_TURN], [ANSWER_TURN, TOOL_TURN], [TOOL_TURN, THINK]])
@@ -297,6 +298,7 @@ def test_without_a_judge_an_open_answer_has_all_words_and_no_others():
 def test_the_last_answer_block_is_the_answer_and_text_outside_is_none():
     assert find_prediction([f"{THINK}<answer>A</answer><answer>B</answer>"]) == "B"
     assert find_prediction([f"{THINK}<answer>A<answer>B</answer>"]) == "B"
+    assert find_prediction([ANSWER_TURN, THINK]) == "B"
     for text in (
         f"{THINK}B",
         f"{THINK}<answer>B",
@@ -310,9 +312,10 @@ def test_the_last_answer_block_is_the_answer_and_text_outside_is_none():
 
 def test_an_answer_without_its_judge_is_missing_and_not_zero():
     open_question = dict(question_type="oe", answer="red", oe_mode="llm")
-    missing = terms(ANSWER_TURN, **open_question)
-    assert missing.missing
-    assert missing.accuracy is missing.tool is missing.total is None
+    own = (OwnTerm("brief", 0.5),)
+    missing = reward_terms([ANSWER_TURN], [], "red", "oe", RewardConfig(oe_mode="llm"), own=own)
+    assert missing.missing and missing.own == own
+    assert missing.accuracy is missing.tool is missing.total is missing.score is None
     assert missing.format == 1.0
     assert terms(ANSWER_TURN, judged=0.5, **open_question).total == pytest.approx(1.5)
     assert terms(ANSWER_TURN, judged=0.0, **open_question).total == pytest.approx(1.0)
@@ -387,6 +390,7 @@ def test_weights_and_arms():
     assert terms(ANSWER_TURN, format_weight=0.0).total == pytest.approx(1.0)
     assert terms("<think>\nlook", unclosed_penalty=0.0).total == 0.0
     assert terms("<think>\nlook", anchor_weight=1.0, format_weight=2.0).total == pytest.approx(-0.6)
+    assert without_anchor(terms(ANSWER_TURN, anchor_weight=2.0)) == 1.0  # the anchor's part of the bound is all of it
     plain = terms(f"{THINK}<answer>B", anchor_weight=0.0)
     anchored = terms(f"{THINK}<answer>B")
     assert plain.total == without_anchor(anchored) == pytest.approx(0.5)
@@ -429,6 +433,8 @@ def test_credits_add_up_to_their_terms_and_name_the_characters_that_earned_them(
     }
     (executed,) = (credit for credit in reward.credits if credit.name == "tool_executed")
     assert executed.places[0].start == turns[0].rindex("<tool_call>")
+    priced = reward_terms(turns, ["invalid", "ok"], "B", "mcq", NEEDED).credits
+    assert [len(credit.places) for credit in priced if credit.name == "call_price"] == [2]  # of both calls
 
 
 @pytest.mark.parametrize(
@@ -473,8 +479,9 @@ def test_own_terms_are_added_to_r_with_their_weight():
 def test_a_reserved_or_invalid_name_of_an_own_term_is_an_error(name):
     with pytest.raises(ValueError, match=r"^invalid term name"):
         OwnTerm(name, 1.0)
-    with pytest.raises(ValueError, match=r"^the term brief has value nan"):
-        OwnTerm("brief", math.nan)
+    for value, weight in ((math.nan, 1.0), (10.0, 1e15)):
+        with pytest.raises(ValueError, match=rf"^the term brief has value {value}"):
+            OwnTerm("brief", value, weight=weight)
 
 
 NAMES = ("think", "tool_call", "answer", "tool_response", "tool_code")
