@@ -62,8 +62,11 @@ class EpisodeConfig:
                 raise ValueError(f"rollout.{name}={getattr(self, name)} must be at least 1")
             if getattr(self, name) > bound:
                 raise ValueError(f"rollout.{name}={getattr(self, name)} must be at most {bound}")
-        if not 0 <= self.overview_fps < math.inf:
-            raise ValueError(f"rollout.overview_fps={self.overview_fps} must be a finite number, 0 or more")
+        for name in ("overview_fps", "temperature"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"rollout.{name}={getattr(self, name)} must be a finite number, 0 or more")
+        if not self.turn_deadline_s > 0:
+            raise ValueError(f"rollout.turn_deadline_s={self.turn_deadline_s} must be above 0")
         if len(self.forced_prefix) > MAX_TEXT_CHARS:
             raise ValueError(
                 f"rollout.forced_prefix has {len(self.forced_prefix)} characters, more than {MAX_TEXT_CHARS}"
@@ -118,7 +121,7 @@ class EpisodeConfig:
     def shown_pictures(self) -> int:
         """The most pictures that the main agent sees in responses."""
         shows = any(tool.shows_pictures for tool in self.toolbox)
-        return self.tool_turns * self.calls_per_turn * self.subagent_max_frames * shows
+        return self.max_calls * self.subagent_max_frames * shows
 
     @property
     def has_subagents(self) -> bool:
@@ -133,6 +136,11 @@ class EpisodeConfig:
     def tool_turns(self) -> int:
         """Turns that may have calls; the total number of calls is the same for parallel and sequential."""
         return {"parallel": self.max_turns, "sequential": self.max_turns * self.max_parallel, "none": 0}[self.dispatch]
+
+    @property
+    def max_calls(self) -> int:
+        """Of an episode."""
+        return self.tool_turns * self.calls_per_turn
 
     def prompter(self, frames: Frames, chat: Texts) -> Prompter:
         return Prompter(

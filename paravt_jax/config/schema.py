@@ -138,7 +138,7 @@ class VideoConfig:
     max_pixels: int = setting(
         50_176, "largest area of a frame, in pixels; the published value. Lower it to save context and memory"
     )
-    num_workers: int = setting(0, "decoder processes; 0: one per core. Lower it if other programs need the CPU")
+    num_workers: int = setting(0, "decoder processes; 0: one per core, up to 8. Lower it if others need the CPU")
     disk_cache: str = setting(
         "", "directory that keeps decoded frames for later runs; set it if decoding is slow. Empty: none"
     )
@@ -404,6 +404,10 @@ class RunConfig:
     video: VideoConfig = field(default_factory=VideoConfig)
     rollout: EpisodeConfig = field(default_factory=EpisodeConfig)
 
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ValueError(f"seed={self.seed} must be 0 or more")
+
 
 TRAINING_RUN_DIR = (
     "output directory; a run resumes if it exists. With gs://BUCKET/PATH, checkpoints and copies of the logs go to the "
@@ -425,6 +429,7 @@ class TrainingConfig(RunConfig):
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if problems := list(self._contradictions()):
             raise ValueError("; ".join(problems))
 
@@ -657,6 +662,7 @@ class EvalConfig(RunConfig):
     eval: EvaluationConfig = field(default_factory=EvaluationConfig)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.rollout.check_samples()
         for problem in _lone_judge(self.reward, self.judge):
             raise ValueError(problem)

@@ -109,7 +109,7 @@ class PolicyUpdate:
         self._row_patches, self._seed = contract.max_patches(max_pixels), seed
         self._over_tokens = over_tokens
         self._num_rows, self._num_parts = pack.num_rows // hosts.num, num_row_parts(learner.mesh) // hosts.num
-        call_frames = rollout.tool_turns * rollout.max_parallel * rollout.subagent_max_frames * train.subagent_loss
+        call_frames = rollout.max_calls * rollout.subagent_max_frames * train.subagent_loss
         group_frames = max_frames + train.group_size * (call_frames + rollout.shown_pictures)
         self._max_frames = train.prompts_per_step * group_frames  # of a step
         self.own_time = OwnTime()  # this host's own work in the last update, without waits for hosts or devices
@@ -205,7 +205,7 @@ class PolicyUpdate:
         """The most dialogues that a step can have. It is static in the compiled program, so it never changes."""
         train, rollout = self._train, self._rollout
         num_episodes = train.prompts_per_step * train.group_size
-        return num_episodes * (1 + (rollout.tool_turns * rollout.max_parallel if train.subagent_loss else 0))
+        return num_episodes * (1 + rollout.max_calls * train.subagent_loss)
 
     def _dialogues(self, groups: Sequence[Group]) -> list[Dialogue]:
         """The dialogues of the kept episodes of this host; an episode's number is its index in the whole step."""
