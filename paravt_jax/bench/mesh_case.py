@@ -29,8 +29,8 @@ def shapes_of(args: argparse.Namespace, num_devices: int) -> list[tuple[int, int
     shapes = [shape for shape in mesh_shapes(num_devices) if ",".join(map(str, shape)) == args.mesh]
     if not shapes:
         raise ValueError(
-            f"--mesh {args.mesh} must be data,fsdp,tensor with a product of {num_devices}, for example "
-            f"1,{num_devices},1"
+            f"--mesh {args.mesh} must be data,fsdp,tensor with a product of {num_devices}, the learner's devices, for "
+            f"example 1,{num_devices},1"
         )
     return shapes
 

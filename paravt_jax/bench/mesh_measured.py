@@ -82,7 +82,12 @@ def measured_meshes(args: argparse.Namespace) -> dict[str, Any]:
         "price": args.price,
         "num_steps": run.num_steps,
         "rates": None if rates is None else _finite(rates),
-        "assumed": [*run.remarks, *of_servers, *_assumed(device, run.dtype, rates), *unknowns(rows.values())],
+        "assumed": [
+            *run.remarks,
+            *of_servers,
+            *_assumed(device, run.dtype, rates, num_devices),
+            *unknowns(rows.values()),
+        ],
         "rows": in_order(rows.values()),
         "problem": problem_of(rows.values(), run, device, num_devices),
     }
@@ -139,9 +144,9 @@ def _best_s(function: Callable[..., Any], *arguments: Any) -> float:
     return min(seconds)
 
 
-def _assumed(device: DeviceSpec, dtype: str, rates: Rates | None) -> list[str]:
+def _assumed(device: DeviceSpec, dtype: str, rates: Rates | None, num_devices: int) -> list[str]:
     if rates is None or device.platform != "cpu":
-        return list(assumed_of_seconds(device, dtype, 0))
+        return list(assumed_of_seconds(device, dtype, num_devices))
     return [
         f"seconds: from {rates.flops / 1e12:.2f} TFLOP/s of a product and {rates.memory_bytes / 1e9:.0f} GB/s of a "
         "sum, measured at the start and shared by all CPU devices"

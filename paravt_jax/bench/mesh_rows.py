@@ -38,6 +38,7 @@ class BenchedRun:
     args: argparse.Namespace
     config: Config | SftConfig | None  # of the file
     rates: RateRange = PUBLISHED  # of a step
+    host_devices: int = 0  # the learner's, on each host; 0: the config's, or the usual number
 
     @property
     def dtype(self) -> str:
@@ -66,14 +67,15 @@ class BenchedRun:
         remark = f"rates from {calibration.source}: {replaced}; the others are published"
         return dataclasses.replace(self, rates=calibration.rates, remarks=(*self.remarks, remark))
 
-    def on(self, shape: Shape) -> tuple[PlannedRun, Step]:
+    def on(self, shape: Shape, device: DeviceSpec) -> tuple[PlannedRun, Step]:
         """The run on this mesh, and a step."""
         if self.config is None:
             args = self.args
             config = config_of(shape, rows=args.rows, row_tokens=args.row_tokens, dtype=args.dtype, remat=args.remat)
-            run = PlannedRl.of(config, self.model)
+            run = PlannedRl.of(config, self.model).on_device(device)
             return run, full_step(run.largest_batch())
         run = planned_run(self.config, self.model).on_mesh(MeshConfig(*shape))
+        run = run.with_update(host_devices=run.update.host_devices or self.host_devices).on_device(device)
         return run, run.typical_step()
 
 
@@ -83,7 +85,7 @@ def estimated_on(
     """The run on this mesh, a step, and its estimate; the estimate has a problem if the run rejects the mesh."""
     own, step = None, None
     try:
-        own, step = run.on(shape)
+        own, step = run.on(shape, device)
         own = with_remat(own, device)
         estimated = estimate(own, step, device, devices, rates)
         if run.config is not None and isinstance(own, PlannedRl) and estimated.fits:
@@ -162,7 +164,7 @@ def problem_of(rows: Iterable[Row], run: BenchedRun, device: DeviceSpec, num_dev
     """If no mesh of all devices fits: what would."""
     if _on_all(rows, num_devices):
         return None
-    resized = on_fitting_mesh(run.on((1, 1, 1))[0], device, 2 * num_devices)
+    resized = on_fitting_mesh(run.on((1, 1, 1), device)[0], device, 2 * num_devices)
     if resized is None:
         more = f"neither does one of up to {MAX_DEVICES}; use devices with more memory"
     else:

@@ -29,6 +29,7 @@ from paravt_jax.learner.objectives import OldLogProbs, PolicyObjective, imitatio
 from paravt_jax.learner.optim import numbers_at, optimizer
 from paravt_jax.learner.programs import Params, TrainState
 from paravt_jax.plan.collectives import Collective, collectives_of
+from paravt_jax.plan.devices import DEVICES_OF_A_HOST
 from paravt_jax.plan.flops import product_flops
 from paravt_jax.plan.workload import PlannedUpdate
 
@@ -81,7 +82,7 @@ def compiled_update(update: PlannedUpdate, model: ModelConfig, shape: BatchShape
         for (params, beside), frames in zip(scored, of_scores, strict=True):
             jobs.append((start(learner.score, params, batch, frames), beside))
         jobs.append((applying, (own.frozen, unread_ref, batch, visual)))
-        programs = [_program(job.result(), beside=beside) for job, beside in jobs]
+        programs = [_program(job.result(), update.host_devices, beside=beside) for job, beside in jobs]
     # The learner encodes the frames of a frozen tower for old log-probs, and again for the gradients.
     return programs[:1] * (update.scores_before and not update.optim.train_vision) + programs
 
@@ -127,7 +128,7 @@ def abstract_learner(update: PlannedUpdate, model: ModelConfig, mesh: Mesh) -> U
     )
 
 
-def _program(compiled: Compiled, *, beside: Any) -> Program:
+def _program(compiled: Compiled, host_devices: int, *, beside: Any) -> Program:
     """`beside`: arrays resident on the device that are not arguments."""
     memory = compiled.executable.memory_analysis()
     return Program(
@@ -137,7 +138,7 @@ def _program(compiled: Compiled, *, beside: Any) -> Program:
         temporary_bytes=memory.temp_size_in_bytes,
         beside_bytes=sum(map(_bytes_per_device, jax.tree.leaves(beside))),
         flops=product_flops(compiled.traced.jaxpr.jaxpr),
-        collectives=_collectives(compiled.executable),
+        collectives=_collectives(compiled.executable, host_devices),
     )
 
 
@@ -151,9 +152,9 @@ def _with_room(name: str, compile: Callable[[], Any]) -> Any:
         raise NoRoom(f"{name} needs {used[1]} of {used[3]} {used[4]}iB, according to the compiler") from None
 
 
-def _collectives(compiled: Any) -> list[Collective] | None:
+def _collectives(compiled: Any, host_devices: int) -> list[Collective] | None:
     try:
-        return collectives_of(compiled.as_text())
+        return collectives_of(compiled.as_text(), host_devices or DEVICES_OF_A_HOST)
     except JaxRuntimeError:
         return None
 

@@ -20,6 +20,7 @@ from model_port.json_files import read_object
 from paravt_jax.config import Config, load_training_config
 from paravt_jax.plan.devices import DeviceSpec
 from paravt_jax.plan.plan import model_config, update_seconds
+from paravt_jax.plan.remat import with_remat
 from paravt_jax.plan.run import PlannedRl
 from paravt_jax.plan.step_parts import StepParts, published_bytes
 from paravt_jax.plan.step_rates import PUBLISHED, RateRange, StepRates
@@ -64,7 +65,7 @@ def calibrated(run_dir: Path, device: DeviceSpec) -> Calibration:
         raise ValueError(f"--calibrate {run_dir}: {problem}; give the run_dir of train, or --json of `paravt check`")
     kind, hf_files = json.loads(settings.read_bytes()).get("device_kind"), run_dir / HF_FILES_DIR
     model, _ = model_config(str(hf_files) if hf_files.is_dir() else config.model.path)
-    run, is_same = PlannedRl.of(config, model), kind == device.kind
+    run, is_same = PlannedRl.of(config, model).on_device(device), kind == device.kind
     try:
         steps = list(_steps(run_dir))
         logged = LoggedRates(run, steps, device)
@@ -195,8 +196,7 @@ class LoggedRates:
         rollouts_s = self._metric("time/step_s" if self.run.train.steps_ahead else "time/rollout_s")
         if not self._mean_parts.on_servers or not rollouts_s or not self._mean_parts.pictures:
             return math.inf
-        servers = len(self.run.engine.urls) or self.run.engine.num_servers
-        return float(np.median(rollouts_s)) * servers / self._mean_parts.pictures
+        return float(np.median(rollouts_s)) * self._mean_parts.sampler.replicas / self._mean_parts.pictures
 
     def _publish_rates(self) -> Iterator[float]:
         if self._mean_parts.on_servers:
@@ -209,7 +209,8 @@ class LoggedRates:
 
     def _updates(self) -> Iterator[float]:
         """Steps that compiled a program are left out."""
-        roofline = update_seconds(self.run.update, self.run.model, self.device, self.run.typical_step())
+        run = with_remat(self.run, self.device)
+        roofline = update_seconds(run.update, run.model, self.device, run.typical_step())
         if roofline is not None:
             planned_s = self._mean_parts.seconds(roofline.total)["update"]
             for step in self.steps:

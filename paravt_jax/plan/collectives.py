@@ -53,9 +53,9 @@ class Collective:
         return max(by_links, by_cards)
 
 
-def among(kind: str, num_bytes: int, num_devices: int, stride: int) -> Collective:
+def among(kind: str, num_bytes: int, num_devices: int, stride: int, host_devices: int) -> Collective:
     """A collective of devices `stride` apart in the order of the mesh."""
-    num_hosts = min(num_devices, math.ceil(num_devices * stride / DEVICES_OF_A_HOST))
+    num_hosts = min(num_devices, math.ceil(num_devices * stride / host_devices))
     return Collective(kind, num_bytes if num_devices > 1 else 0, num_devices, num_hosts)
 
 
@@ -67,10 +67,10 @@ def bytes_by_kind(collectives: list[Collective]) -> dict[str, int]:
     }
 
 
-def collectives_of(text: str) -> list[Collective]:
+def collectives_of(text: str, host_devices: int = DEVICES_OF_A_HOST) -> list[Collective]:
     """The collectives in a program's HLO text. A loop of unknown trip count counts once."""
     computations, entry = _computations(text)
-    return list(_walk(computations, entry, 1))
+    return list(_walk(computations, entry, 1, host_devices))
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
@@ -87,7 +87,7 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
     return computations, entry
 
 
-def _walk(computations: Mapping[str, list[str]], name: str, times: int) -> Iterator[Collective]:
+def _walk(computations: Mapping[str, list[str]], name: str, times: int, host_devices: int) -> Iterator[Collective]:
     for line in computations.get(name, ()):
         instruction = _INSTRUCTION.match(line)
         if instruction is None:
@@ -95,18 +95,18 @@ def _walk(computations: Mapping[str, list[str]], name: str, times: int) -> Itera
         operation = instruction["operation"].removesuffix("-start")
         if operation in KINDS:
             members = _members(line)
-            hosts = {member // DEVICES_OF_A_HOST for member in members}
+            hosts = {member // host_devices for member in members}
             num_bytes = times * _num_bytes(instruction["operation"], instruction["type"], len(members))
             yield Collective(operation, num_bytes, len(members), len(hosts))
         elif operation == "while":
             body = _BODY.search(line)
             assert body is not None
-            yield from _walk(computations, body[1], times * _trip_count(computations, line))
+            yield from _walk(computations, body[1], times * _trip_count(computations, line), host_devices)
         elif instruction["operation"] in _CALLS:
             branches = _BRANCHES.search(line)
             names = [] if branches is None else [part.strip().lstrip("%") for part in branches[1].split(",")]
             for called in [*names, *_CALLED.findall(line)]:
-                yield from _walk(computations, called, times)
+                yield from _walk(computations, called, times, host_devices)
 
 
 def _trip_count(computations: Mapping[str, list[str]], line: str) -> int:

@@ -86,10 +86,13 @@ class DeviceSpec:
             self.links,
         )
 
+    @property
+    def host_devices(self) -> int:
+        """The usual number of devices on a host; 0: all."""
+        return {"gpu": DEVICES_OF_A_HOST, "tpu": CHIPS_OF_A_HOST}.get(self.platform, 0)
+
     def num_hosts(self, num_devices: int) -> int:
-        """The number of hosts, with the usual number of devices on each."""
-        of_a_host = {"gpu": DEVICES_OF_A_HOST, "tpu": CHIPS_OF_A_HOST}.get(self.platform, num_devices)
-        return -(-num_devices // of_a_host)
+        return -(-num_devices // (self.host_devices or num_devices))
 
     @property
     def usable_bytes(self) -> float:

@@ -101,7 +101,8 @@ def model_config(path: str) -> tuple[ModelConfig, tuple[str, ...]]:
 
 def make_plan(run: PlannedRl | PlannedSft, device: DeviceSpec = DEVICES["h100"], rates: RateRange = PUBLISHED) -> Plan:
     """Without rollouts, a step of SFT is only its update."""
-    remat, given, run = remat_line(run, device), run, with_remat(run, device)
+    given = run.on_device(device)
+    remat, run = remat_line(given, device), with_remat(given, device)
     model, update, step = run.model, run.update, run.typical_step()
     memory, params = planned_memory(run, device), param_counts(update, model)
     seconds = update_seconds(update, model, device, step)
@@ -180,9 +181,9 @@ def _advice(run: PlannedRun, device: DeviceSpec, row_tokens: int) -> Iterator[st
         context = f" and rollout.max_context_tokens={row_tokens}" * shorter
         yield f"pack.row_tokens={row_tokens}{context}; {run.name_of_needed} {run.needed_row_tokens} tokens"
     if resized := on_fitting_mesh(run, device, mesh.num_devices):
-        larger = resized.update.mesh
+        larger, data = resized.update.mesh, "mesh.data=1 " * (mesh.data > 1)
         yield (
-            f"mesh.fsdp={larger.fsdp} mesh.tensor={larger.tensor} pack.num_rows={larger.num_row_parts}"
+            f"{data}mesh.fsdp={larger.fsdp} mesh.tensor={larger.tensor} pack.num_rows={larger.num_row_parts}"
             f"{_more_rows(run, resized)}, on {larger.num_devices} devices"
         )
     else:

@@ -21,7 +21,7 @@ from model_port.config import ModelConfig
 from paravt_jax.learner.batch_shape import BatchShape
 from paravt_jax.learner.settings import HEAD_CHUNK_TOKENS
 from paravt_jax.plan.collectives import Collective, among
-from paravt_jax.plan.devices import Rates
+from paravt_jax.plan.devices import DEVICES_OF_A_HOST, Rates
 from paravt_jax.plan.memory import FLOAT32_BYTES, Share, share_of, vision_residuals
 from paravt_jax.plan.workload import PlannedUpdate, Step, batch_flops, row_pairs
 
@@ -174,16 +174,21 @@ def _update_collectives(share: Share) -> Iterator[Collective]:
     yield _over_fsdp("reduce-scatter", share, share.num_trainable * mesh.fsdp if share.adapted else values + head)
     yield _over_fsdp("all-to-all", share, (1 if share.adapted else 2) * _token_values(share))
     yield _over_tensor(share, round(2 * layers * (2 + _repeated_frac(share))) + 2)
-    yield among("all-reduce", share.num_trainable * share.item_bytes, mesh.data, mesh.fsdp * mesh.tensor)
+    yield _among(share, "all-reduce", share.num_trainable, mesh.data, mesh.fsdp * mesh.tensor)
 
 
 def _over_fsdp(kind: str, share: Share, num_values: int) -> Collective:
-    return among(kind, num_values * share.item_bytes, share.update.mesh.fsdp, share.update.mesh.tensor)
+    return _among(share, kind, num_values, share.update.mesh.fsdp, share.update.mesh.tensor)
 
 
 def _over_tensor(share: Share, times: int) -> Collective:
     """All-reduces of activations."""
-    return among("all-reduce", times * _token_values(share) * share.item_bytes, share.update.mesh.tensor, 1)
+    return _among(share, "all-reduce", times * _token_values(share), share.update.mesh.tensor, 1)
+
+
+def _among(share: Share, kind: str, num_values: int, num_devices: int, stride: int) -> Collective:
+    host_devices = share.update.host_devices or DEVICES_OF_A_HOST
+    return among(kind, num_values * share.item_bytes, num_devices, stride, host_devices)
 
 
 def _token_values(share: Share) -> int:

@@ -13,7 +13,6 @@ from model_port.config import ModelConfig
 from paravt_jax.config import (
     Config,
     EngineConfig,
-    HostsConfig,
     MeshConfig,
     PackConfig,
     SftConfig,
@@ -44,7 +43,6 @@ class PlannedRun(ABC):
     update: PlannedUpdate
     pack: PackConfig
     video: VideoConfig
-    hosts: HostsConfig
 
     @abstractmethod
     def typical_step(self) -> Step: ...
@@ -71,8 +69,11 @@ class PlannedRun(ABC):
         return self.update.mesh.num_devices
 
     def num_hosts(self, device: DeviceSpec) -> int:
-        """The config's number of hosts, or devices over the usual number per host."""
-        return self.hosts.num if self.hosts.num > 1 else device.num_hosts(self.num_devices)
+        return self.on_device(device).update.num_hosts
+
+    def on_device(self, device: DeviceSpec) -> Self:
+        """The run with the usual number of these devices on each host, if the config has no number of hosts."""
+        return self.with_update(host_devices=self.update.host_devices or device.host_devices)
 
     @property
     def num_parts(self) -> int:
@@ -126,21 +127,22 @@ class PlannedRl(PlannedRun):
         loss, train = config.loss, config.train
         scores_before = loss.scores_before(train.updates_per_step)
         trained = config.mesh, config.model, config.lora, config.optim
-        update = PlannedUpdate(*trained, loss, config.rollout.temperature, scores_before)
-        return cls(model, update, config.pack, config.video, config.hosts, train, config.rollout, config.engine)
+        update = PlannedUpdate(*trained, loss, config.rollout.temperature, scores_before, host_devices(config))
+        return cls(model, update, config.pack, config.video, train, config.rollout, config.engine)
 
     @cached_property
     def work(self) -> Workload:
-        return workload_of(self.train, self.rollout, self.video, self.pack, self.model)
+        return workload_of(self.train, self.rollout, self.video, self.pack, self.model, self.update.num_hosts)
 
     def typical_step(self) -> Step:
         work = self.work
         response_tokens = work.response_tokens - round(work.calls * work.shown_tokens)
-        frames = work.num_groups * work.frames + work.shown_frames
+        actions = work.num_episodes * response_tokens + work.num_calls * work.report_tokens * work.trains_subagents
+        frames = work.num_groups * work.frames + work.num_call_frames
         shape = BatchShape(
             num_rows=work.batch_rows,
             row_tokens=work.row_tokens,
-            row_actions=max(1, -(-work.num_episodes * response_tokens // (work.num_batches * work.batch_rows))),
+            row_actions=max(1, math.ceil(actions / (work.num_batches * work.batch_rows))),
             num_frame_rows=self.num_parts * -(-round(frames / work.num_batches) // self.num_parts),
             row_patches=self.row_patches,
             num_parts=self.num_parts,
@@ -153,7 +155,9 @@ class PlannedRl(PlannedRun):
 
     @property
     def max_frames(self) -> int:
-        return self.train.prompts_per_step * self.work.max_frames + self.work.num_episodes * self.rollout.shown_pictures
+        call_frames = self.rollout.max_calls * self.rollout.subagent_max_frames * self.train.subagent_loss
+        frames = self.work.max_frames + self.train.group_size * (call_frames + self.rollout.shown_pictures)
+        return self.train.prompts_per_step * frames
 
     @property
     def max_row_actions(self) -> int:
@@ -177,8 +181,9 @@ class PlannedSft(PlannedRun):
 
     @classmethod
     def of(cls, config: SftConfig, model: ModelConfig) -> Self:
-        update = PlannedUpdate(config.mesh, config.model, config.lora, config.optim)
-        return cls(model, update, config.pack, config.video, config.hosts, config.sft.rows_per_step)
+        trained = config.mesh, config.model, config.lora, config.optim
+        update = PlannedUpdate(*trained, host_devices=host_devices(config))
+        return cls(model, update, config.pack, config.video, config.sft.rows_per_step)
 
     def typical_step(self) -> Step:
         """Full rows of traces."""
@@ -217,6 +222,16 @@ class PlannedSft(PlannedRun):
         """Rounds rows_per_step up to whole batches."""
         run = super().resized(mesh=mesh, num_rows=num_rows, row_tokens=row_tokens)
         return replace(run, rows_per_step=-(-self.rows_per_step // run.pack.num_rows) * run.pack.num_rows)
+
+
+def host_devices(config: Config | SftConfig) -> int:
+    """The learner's devices on each host; 0 if the config does not have the number of hosts."""
+    num, num_devices = config.hosts.num, config.mesh.num_devices
+    if num > 1 and num_devices % num:
+        raise ValueError(
+            f"hosts.num={num} does not divide the {num_devices} devices of the mesh; each host has as many"
+        )
+    return num_devices // num if num > 1 else 0
 
 
 def planned_run(config: Config | SftConfig, model: ModelConfig) -> PlannedRl | PlannedSft:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple
 
 from model_port.config import ModelConfig
@@ -25,6 +26,7 @@ from paravt_jax.plan.workload import (
     frame_flops,
     token_flops,
 )
+from rollout.engine.discovery import listed_urls
 from rollout.server import ServerSettings
 from rollout.video.reader import MAX_WORKERS
 
@@ -54,7 +56,7 @@ class StepParts:
     @cached_property
     def work(self) -> Workload:
         rollout = self.run.rollout
-        calls = min(self.rates.calls, rollout.tool_turns * rollout.calls_per_turn)
+        calls = min(self.rates.calls, rollout.max_calls)
         return self.run.work.with_calls(calls, self.rates.length)
 
     @property
@@ -98,17 +100,19 @@ class StepParts:
     @cached_property
     def sampler(self) -> Samplers:
         run, model, device = self.run, self.run.model, self.device
+        hosts = run.num_hosts(device)
         if self.on_servers:
             assert device.memory_gib is not None
             devices = server_devices(run.engine, model, device)
             room = devices * ServerSettings.memory_frac * device.memory_gib * GIB - weight_bytes(model)
             rows = min(MAX_RUNNING, room // self.row_bytes)
-            return Samplers(len(run.engine.urls) or run.engine.num_servers, devices, rows, 1.0)
-        hosts = run.num_hosts(device)
+            return Samplers(num_servers(run.engine, hosts), devices, rows, 1.0)
         devices = sampling_tensor(param_shapes(model), asdict(mesh_of_host(run.update.mesh, hosts)))
         sizes = run.engine.sampler_sizes(run.rollout.max_context_tokens, hosts)
         rows = min(sizes["max_rows"], sizes["cache_tokens"] * cached_bytes(model) / self.row_bytes)
-        passes = self.rates.weight_passes if run.num_devices == 1 else self.rates.copy_passes
+        own = run.update.mesh == MeshConfig(1, 1, devices) and not run.train.max_staleness
+        stacked = device.platform == "gpu" and run.update.lora.rank > 0  # also in a copy of frozen weights
+        passes = self.rates.weight_passes if own or stacked else self.rates.copy_passes
         return Samplers(hosts, devices, rows, passes)
 
     def decode_s(self, share: float) -> float:
@@ -157,6 +161,13 @@ class StepParts:
         assert rates is not None
         moved = Collective("all-reduce", round(tokens * text.width * BF16_BYTES), devices)
         return (2 * text.num_layers + 1) * (self.rates.hop_s * (devices > 1) + moved.seconds(rates))
+
+
+def num_servers(engine: EngineConfig, hosts: int) -> int:
+    """All hosts share running servers; otherwise each host starts its own."""
+    if engine.urls_file and Path(engine.urls_file).is_file():
+        return len(listed_urls(engine.urls_file))
+    return len(engine.urls) or engine.num_servers * hosts
 
 
 def server_devices(engine: EngineConfig, model: ModelConfig, device: DeviceSpec) -> int:

@@ -118,9 +118,10 @@ def _token_rows(work: Workload | None, step: Step) -> list[list[str]]:
     computed = [f"computed, in {num_rows} rows of {row_tokens:,}", f"{num_rows * row_tokens:,}"]
     if work is None:
         return [["tokens " + computed[0], computed[1]]]
+    separate_tokens = work.num_episodes * (work.prompt_tokens + work.response_tokens) + work.subagent_tokens
     return [
         ["tokens of the update, each group's prompt once", f"{work.shared_tokens:,}"],
-        ["  with one row per episode instead", f"{work.num_episodes * (work.prompt_tokens + work.response_tokens):,}"],
+        ["  with one row per episode instead", f"{separate_tokens:,}"],
         ["  " + computed[0], computed[1]],
         ["tokens sampled", f"{work.sampled_tokens:,}"],
     ]

@@ -16,7 +16,7 @@ from model_port.layers import LIGHTER, Compute, Remat
 from model_port.processing import max_patches
 from paravt_jax.config import MeshConfig, PackConfig, PolicyConfig, TrainConfig, VideoConfig
 from paravt_jax.learner.batch_shape import BatchShape
-from paravt_jax.learner.packing import PromptGroup, best_row_tokens, num_batches, place, row_lengths
+from paravt_jax.learner.packing import PromptGroup, best_row_tokens, num_batches, row_lengths
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from rollout.episode_config import EpisodeConfig
 
@@ -44,7 +44,12 @@ class PlannedUpdate:
     loss: LossConfig | None = None  # None: SFT
     temperature: float = 1.0
     scores_before: bool = False  # the policy's log-probs are computed before the update
+    host_devices: int = 0  # the learner's, on each host; 0: not known, for one host
     lighter_layers: int = 0  # layers that recompute less: chosen with model.remat=auto
+
+    @property
+    def num_hosts(self) -> int:
+        return -(-self.mesh.num_devices // self.host_devices) if self.host_devices else 1
 
     @property
     def remat(self) -> Remat:
@@ -92,8 +97,9 @@ class Workload:
     call_prompt_tokens: int  # of a sub-agent
     report_tokens: int
     shown_tokens: int  # of the frames that a call shows to the main agent
+    trains_subagents: bool
     row_tokens: int  # rows of the update, as the learner chooses them
-    num_rows: int  # rows with tokens
+    num_batches: int
     batch_rows: int
 
     @property
@@ -106,8 +112,14 @@ class Workload:
 
     @property
     def shared_tokens(self) -> int:
-        """Tokens with each group's prompt counted once."""
-        return self.num_groups * (self.prompt_tokens + self.group_size * self.response_tokens)
+        """Tokens of the update, with each group's prompt counted once."""
+        main_tokens = self.num_groups * (self.prompt_tokens + self.group_size * self.response_tokens)
+        return main_tokens + self.subagent_tokens
+
+    @property
+    def subagent_tokens(self) -> int:
+        """Of the update."""
+        return round(self.num_calls * (self.call_prompt_tokens + self.report_tokens)) * self.trains_subagents
 
     @property
     def own_tokens(self) -> float:
@@ -115,9 +127,9 @@ class Workload:
         return max(0, self.response_tokens - self.calls * (self.report_tokens + self.shown_tokens))
 
     @property
-    def shown_frames(self) -> float:
-        """In the responses of all calls."""
-        return self.num_calls * self.call_frames if self.shown_tokens else 0
+    def num_call_frames(self) -> float:
+        """Frames of all calls, if the update encodes them."""
+        return self.num_calls * self.call_frames if self.shown_tokens or self.trains_subagents else 0
 
     @property
     def sampled_tokens(self) -> float:
@@ -128,10 +140,6 @@ class Workload:
         """Tokens sampled sequentially in an episode: a turn's calls run concurrently."""
         return self.own_tokens + (self.report_tokens if self.calls else 0)
 
-    @property
-    def num_batches(self) -> int:
-        return -(-self.num_rows // self.batch_rows)
-
     def with_calls(self, calls: float, length: float = 1.0) -> "Workload":
         """The same episodes with another number of calls and reports, and `length` times as many sampled tokens."""
         report_tokens = round(length * self.report_tokens)
@@ -140,7 +148,12 @@ class Workload:
 
 
 def workload_of(
-    train: TrainConfig, rollout: EpisodeConfig, video: VideoConfig, pack: PackConfig, model: ModelConfig
+    train: TrainConfig,
+    rollout: EpisodeConfig,
+    video: VideoConfig,
+    pack: PackConfig,
+    model: ModelConfig,
+    num_hosts: int = 1,
 ) -> Workload:
     budgets = sorted(video.frame_budgets or [video.overview_frames])
     most, frames = budgets[-1], sum(budgets) / len(budgets)
@@ -148,7 +161,7 @@ def workload_of(
     room = rollout.max_context_tokens - 1
     response = min(RESPONSE_TOKENS, rollout.max_new_tokens * (rollout.tool_turns + 1), room)
     prompt = min(round(frames * frame_tokens) + PROMPT_TEXT_TOKENS, room)
-    calls = min(CALLS, rollout.tool_turns * rollout.calls_per_turn)
+    calls = min(CALLS, rollout.max_calls)
     call_frame_tokens = rollout.subagent_max_frames * frame_tokens
     call_prompt = report = shown = 0
     if rollout.crop_returns == "report":
@@ -161,10 +174,11 @@ def workload_of(
     budgets = [budgets[(2 * n + 1) * len(budgets) // (2 * num_groups)] for n in range(num_groups)]
     prompts = [min(n * frame_tokens + PROMPT_TEXT_TOKENS, room - response) for n in budgets]
     groups = [PromptGroup(tokens, train.group_size * (response,)) for tokens in prompts]
-    if train.subagent_loss and call_prompt:
+    trains_subagents = train.subagent_loss and call_prompt > 0
+    if trains_subagents:
         num_calls = num_groups * train.group_size * calls
         groups += num_calls * [PromptGroup(0, (min(call_prompt + report, room),))]
-    row_tokens, num_rows = _rows(tuple(groups), pack)
+    row_tokens, num_batches = _rows(tuple(groups), pack, train.updates_per_step, num_hosts)
     return Workload(
         frames=frames,
         max_frames=most,
@@ -178,19 +192,26 @@ def workload_of(
         call_prompt_tokens=call_prompt,
         report_tokens=report,
         shown_tokens=shown,
+        trains_subagents=trains_subagents,
         row_tokens=row_tokens,
-        num_rows=num_rows,
+        num_batches=num_batches,
         batch_rows=pack.num_rows,
     )
 
 
 @cache  # a plan asks for every recomputation and every mesh
-def _rows(groups: tuple[PromptGroup, ...], pack: PackConfig) -> tuple[int, int]:
-    """Length and number of the rows that the learner packs these groups into."""
+def _rows(groups: tuple[PromptGroup, ...], pack: PackConfig, num_updates: int, num_hosts: int) -> tuple[int, int]:
+    """Length of the rows and number of the batches that the learner packs these groups into.
+
+    Every host packs its groups of each update by themselves, and the host with the most batches decides.
+    """
     lengths = [pack.row_tokens] if pack.one_shape else row_lengths(pack.row_tokens)
-    needed = [num_batches(groups, length, pack.num_rows) for length in lengths]
+    host_rows = max(1, pack.num_rows // num_hosts)
+    of_updates = [groups[first::num_updates] for first in range(num_updates)]
+    of_hosts = [{each[first::num_hosts] for first in range(num_hosts)} for each in of_updates]
+    needed = [sum(max(num_batches(own, length, host_rows) for own in each) for each in of_hosts) for length in lengths]
     row_tokens = best_row_tokens(lengths, needed)
-    return row_tokens, len(place(groups, row_tokens, pack.num_rows))
+    return row_tokens, int(needed[lengths.index(row_tokens)])
 
 
 @dataclass(frozen=True)

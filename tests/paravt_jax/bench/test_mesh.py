@@ -182,6 +182,12 @@ def test_the_run_of_a_config_is_measured_on_the_requested_mesh(own_environment, 
     assert mesh.table(result).splitlines()[-1] == "recommended: 1 x 2 x 1"
 
 
+def test_the_rates_of_a_tpu_are_those_of_its_measured_devices():
+    v5e = DEVICES["v5e"]
+    first, _ = mesh_measured._assumed(v5e, "bfloat16", v5e.rates("bfloat16"), 4)
+    assert "collectives at 75 GB/s per device" in first  # two of four links
+
+
 def test_only_an_out_of_memory_error_rejects_a_mesh():
     assert mesh_measured.no_room(
         JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes\nat 3")
@@ -206,8 +212,21 @@ def test_a_mesh_excludes_the_gpus_of_servers(config, tmp_path, monkeypatch):
     result = result_of("--topology", "h100:8", "--plan-only", "--mesh", "1,4,1", *config)
     assert result["num_devices"] == 4 and mesh.table(result).splitlines()[-1] == "recommended: 1 x 4 x 1"
     assert "engine.gpus=[4, 5, 6, 7] are for servers; 4 devices remain for the learner" in result["assumed"]
-    with pytest.raises(ValueError, match="--mesh 1,8,1 must be data,fsdp,tensor with a product of 4"):
+    with pytest.raises(
+        ValueError, match=r"--mesh 1,8,1 must be .* a product of 4, the learner's devices, for example 1,4,1"
+    ):
         result_of("--topology", "h100:8", "--plan-only", "--mesh", "1,8,1", *config)
+
+
+@pytest.mark.slow
+def test_the_learner_is_on_every_host_beside_its_servers():
+    """Eight devices of two hosts, four on each."""
+    config = ("--config", f"{CONFIGS}/8b_8x80gb.yaml", "model.path=2b")
+    result = result_of("--topology", "h100:16", "--plan-only", *config)
+    rows = {tuple(row["mesh"]): row for row in result["rows"]}
+    assert "does not split over 2 hosts" in rows[1, 1, 8]["problem"]
+    on_one = result_of("--topology", "h100:8", "--plan-only", "--mesh", "1,4,1", *config)["rows"][0]
+    assert rows[2, 4, 1]["run_step_s"] < on_one["run_step_s"]  # twice the servers, half the prompts on each host
 
 
 def test_gpus_of_servers_are_hidden_before_measuring(own_environment, monkeypatch):

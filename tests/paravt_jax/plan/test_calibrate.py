@@ -118,6 +118,16 @@ def test_the_rates_of_devices_are_work_over_measured_seconds(log):
     assert ends(calibration, "weight_passes") == ends(calibration, "copy_passes") == (1.0, 1.0)
 
 
+@pytest.mark.slow
+def test_an_update_as_fast_as_planned_has_a_rate_of_one(log):
+    """With the recomputation that model.remat=auto chooses on this device."""
+    config = load_config("configs/paragrpo_8b.yaml", "rollout.dispatch=none", "reward.tool=none")
+    plan = make_plan(PlannedRl.of(config, model_config(config.model.path)[0]), H100)
+    assert not plan.remat.startswith("remat: full")
+    run_dir = log(metrics(1) | {"rollout/tool_calls_mean": 0.0, "time/update_s": plan.update_s}, config=config)
+    assert ends(calibrated(run_dir, H100), "update") == (pytest.approx(1.0), pytest.approx(1.0))
+
+
 def test_rollouts_bound_the_time_of_a_picture(log):
     """56 + 84 requests of 24.8 frames and 84 calls of 16 are 4,816 pictures, in 20 s on four servers."""
     calibration = calibrated(log(metrics(1), metrics(2)), H100)

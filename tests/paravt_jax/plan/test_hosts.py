@@ -52,6 +52,21 @@ def test_hosts_num_overrides_the_number_of_hosts():
     assert PlannedRl.of(named, EIGHT_B).num_hosts(H100) == 4
 
 
+def test_the_hosts_of_a_config_have_the_same_number_of_devices():
+    config = replace(load_config("configs/paragrpo_8b.yaml"), hosts=HostsConfig("a:1", 3, 0))
+    with pytest.raises(ValueError, match=r"hosts\.num=3 does not divide the 8 devices of the mesh"):
+        PlannedRl.of(config, EIGHT_B)
+
+
+@pytest.mark.slow
+def test_collectives_cross_the_hosts_of_the_config():
+    """A GPU sends 7/8 at 450 GB/s to seven of its host; with two on each of four hosts, 3/8 at 50 GB/s to others."""
+    config = load_config("configs/paragrpo_8b.yaml", "model.path=2b")
+    hosts = HostsConfig(), HostsConfig("a:1", 4, 0)
+    one, four = (make_plan(PlannedRl.of(replace(config, hosts=each), preset("2b")), H100).update for each in hosts)
+    assert four.collectives / one.collectives == pytest.approx((3 / 8 / 50) / (7 / 8 / 450), rel=0.01)
+
+
 def test_the_plan_of_a_cold_start_has_the_number_of_hosts():
     config = load_config("configs/sft_8b.yaml", "mesh.data=4", "pack.num_rows=32", schema=SftConfig)
     assert " on 4 hosts, mesh data 4" in plan_of(config)

@@ -170,7 +170,8 @@ def test_the_mesh_of_a_recipe_uses_the_whole_machine_and_fits_by_the_plan(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", named(name for name in LEARNERS if config_of(name).mesh.num_devices > 1))
 def test_no_mesh_that_fits_has_a_step_more_than_one_percent_faster(name):
-    run, device, seconds = planned(config_of(name)), device_of(name), {}
+    device, seconds = device_of(name), {}
+    run = planned(config_of(name)).on_device(device)
     for shape in mesh_shapes(run.num_devices):
         with suppress(ValueError):  # a mesh that does not divide the model or the hosts
             other = run.on_mesh(MeshConfig(*shape))

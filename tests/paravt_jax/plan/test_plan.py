@@ -25,6 +25,7 @@ from paravt_jax.config import Config, EngineConfig, MeshConfig, PackConfig, Poli
 from paravt_jax.learner import programs
 from paravt_jax.learner.batch_shape import make_batch
 from paravt_jax.learner.learner import Learner, StepPart
+from paravt_jax.learner.packing import PromptGroup, best_row_tokens, num_batches, row_lengths
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.learner.variants import StepCounts
 from paravt_jax.plan.devices import DEVICES, DeviceSpec
@@ -34,7 +35,7 @@ from paravt_jax.plan.plan import Plan, make_plan, model_config
 from paravt_jax.plan.remat import planned_memory
 from paravt_jax.plan.run import PlannedRl, PlannedSft
 from paravt_jax.plan.tables import plan_of
-from paravt_jax.plan.workload import batch_flops
+from paravt_jax.plan.workload import _rows, batch_flops
 
 # RL configs whose model is a name. Recipes for machines are in test_machines.py.
 CONFIGS = [
@@ -134,12 +135,50 @@ def test_frames_in_responses_are_planned_in_the_main_agents_context_and_the_upda
     assert frames.work.own_tokens == reports.work.own_tokens + reports.work.report_tokens  # no sub-agent samples
     assert (frames.work.report_tokens, frames.work.call_prompt_tokens) == (0, 0)
     num_calls = frames.work.num_calls
-    assert frames.work.shown_frames == num_calls * 16 and reports.work.shown_frames == 0
+    assert frames.work.num_call_frames == num_calls * 16 and reports.work.num_call_frames == 0
     per_batch = [run.typical_step().shape.num_frame_rows * run.work.num_batches for run in (reports, frames)]
     assert per_batch[1] - per_batch[0] == pytest.approx(num_calls * 16, rel=0.1)
     assert frames.work.with_calls(2).response_tokens == frames.work.response_tokens + shown
     flops = [plan_of_config(load_config(None, f"rollout.crop_returns={kind}")).flops for kind in ("report", "frames")]
     assert flops[1]["update, vision"] > flops[0]["update, vision"]
+
+
+@pytest.mark.slow
+def test_trained_sub_agents_are_in_the_update():
+    """Of 56 episodes with a call: 16 frames, their text and a report each; at most three times five calls."""
+    without, own = (
+        PlannedRl.of(load_config(None, f"train.subagent_loss={value}"), EIGHT_B) for value in ("false", "true")
+    )
+    calls = 7 * 8
+    assert own.work.shared_tokens - without.work.shared_tokens == calls * (16 * own.frame_tokens + 500 + 256)
+    frames, actions = (
+        [getattr(run.typical_step().shape, name) * rows(run) for run in (without, own)]
+        for name, rows in (
+            ("num_frame_rows", lambda run: run.work.num_batches),
+            ("row_actions", lambda run: run.work.num_batches * run.pack.num_rows),
+        )
+    )
+    assert frames[1] - frames[0] == pytest.approx(calls * 16, rel=0.1)
+    assert actions[1] - actions[0] == pytest.approx(calls * 256, rel=0.1)
+    assert own.max_frames - without.max_frames == 7 * 8 * 15 * 16
+
+
+def test_every_update_of_a_step_has_batches_of_its_own():
+    one, seven = (
+        PlannedRl.of(load_config("configs/grpo_8b.yaml", "train.max_staleness=0", f"train.updates_per_step={n}"), MID)
+        for n in (1, 7)
+    )
+    assert one.typical_step().num_batches < 7 <= seven.typical_step().num_batches
+    assert seven.typical_step().num_updates == 7 and one.work.shared_tokens == seven.work.shared_tokens
+
+
+@pytest.mark.parametrize(("num_hosts", "busiest"), [(1, [7]), (1, [3, 2, 2]), (4, [2]), (2, [2, 1, 1])])
+def test_planned_rows_are_those_of_the_busiest_host(num_hosts, busiest):
+    """Seven groups are two on the busiest of four hosts, or of three updates three, two and two."""
+    group, lengths = PromptGroup(1000, 8 * (512,)), row_lengths(32_768)
+    needed = [sum(num_batches(number * [group], length, 16 // num_hosts) for number in busiest) for length in lengths]
+    row_tokens, batches = _rows(7 * (group,), PackConfig(32_768, 16), len(busiest), num_hosts)
+    assert row_tokens == best_row_tokens(lengths, needed) and batches == needed[lengths.index(row_tokens)]
 
 
 @pytest.mark.slow
@@ -279,6 +318,11 @@ def test_8b_on_one_h100_does_not_fit_and_the_advice_does():
     settings, _, remark = mesh_advice.partition(", on ")
     assert settings.startswith("mesh.fsdp=") and remark.endswith(" devices")
     assert plan_of_config(load_config(None, *settings.split()), device=H100).fit.fits
+    replicas = ("mesh.data=2", "pack.num_rows=2")
+    *_, mesh_advice = plan_of_config(load_config(None, *replicas), device=H100).fit.advice
+    settings, _, remark = mesh_advice.partition(", on ")
+    advised = plan_of_config(load_config(None, *replicas, *settings.split()), device=H100)
+    assert advised.fit.fits and remark == f"{advised.mesh.num_devices} devices"
 
 
 @pytest.mark.slow

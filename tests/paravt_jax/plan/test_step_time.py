@@ -11,7 +11,7 @@ from paravt_jax.config import EngineConfig, load_config
 from paravt_jax.plan.devices import DEVICES
 from paravt_jax.plan.plan import make_plan, model_config
 from paravt_jax.plan.run import PlannedRl
-from paravt_jax.plan.step_parts import server_devices
+from paravt_jax.plan.step_parts import Samplers, StepParts, server_devices
 from paravt_jax.plan.step_rates import PUBLISHED, TEXTS, RateRange, StepRates
 from paravt_jax.plan.step_time import StepTime, step_time
 
@@ -110,10 +110,44 @@ def test_more_servers_slow_no_part_down():
     assert all(many.parts[name] <= few.parts[name] for name in few.parts) and many.seconds < few.seconds
 
 
+def test_every_host_starts_servers_of_its_own(tmp_path):
+    two = ("mesh.data=2", "pack.num_rows=8", "hosts.coordinator=a:1", "hosts.num=2")
+    one_high, two_high = (step_of("8b_8x80gb", *hosts).parts["decode"].high for hosts in ((), two))
+    assert two_high < one_high
+    servers = tmp_path / "servers.txt"
+    servers.write_text("# eight\n" + "".join(f"http://servers:{n}\n" for n in range(8)))
+    listed = run_of("8b_2nodes", f"engine.urls=[{servers}]")
+    assert samplers_of(listed).replicas == 8 == samplers_of(run_of("8b_2nodes")).replicas
+    assert samplers_of(run_of("8b_2nodes", "engine.urls=[absent.txt]")).replicas == 1
+
+
+def samplers_of(run: PlannedRl) -> Samplers:
+    return StepParts(run, H100, LOW).sampler
+
+
 @pytest.mark.slow
 def test_the_sampler_splits_heads_over_a_hosts_devices_whatever_the_learners_mesh():
     split = step_of("8b_8x80gb_embedded").parts["decode"]
-    assert split == step_of("8b_8x80gb_embedded", "mesh.fsdp=1", "mesh.tensor=8", "pack.num_rows=1").parts["decode"]
+    assert split == step_of("8b_8x80gb_embedded", "mesh.data=8", "mesh.fsdp=1").parts["decode"]
+
+
+def test_the_sampler_reads_stacked_weights_where_it_has_no_copy_of_each_layer():
+    """The learner's own arrays, and a copy of frozen ones; XLA for GPUs copies their slices."""
+    tensor, beside = ("mesh.fsdp=1", "mesh.tensor=8", "pack.num_rows=1"), "train.max_staleness=1"
+    for settings in ((), (*tensor, beside)):
+        assert samplers_of(run_of("8b_8x80gb_embedded", *settings)).weight_passes == LOW.copy_passes == 1.0
+    worst = [
+        StepParts(run_of(name, *settings), H100, HIGH).sampler.weight_passes
+        for name, settings in (
+            ("8b_8x80gb_embedded", ()),
+            ("8b_8x80gb_embedded", tensor),
+            ("8b_8x80gb_embedded", (*tensor, beside)),
+            ("8b_lora_1x80gb", ()),
+            ("30ba3b_8x80gb_lora", ()),
+        )
+    ]
+    copied, own = HIGH.copy_passes, HIGH.weight_passes
+    assert worst == [copied, own, copied, own, own]
 
 
 @pytest.mark.slow
