@@ -149,7 +149,7 @@ const nameOf = (place) => {
 };
 
 const lede = () => {
-  const [run] = runs, shown = runs.reduce((sum, { num_episodes: num }) => sum + num, 0), part = known(rows[0].cell) ? "cell" : "step";
+  const run = runs.find(({ num_parts_shown: num }) => num), shown = runs.reduce((sum, { num_episodes: num }) => sum + num, 0), part = known(rows[0].cell) ? "cell" : "step";
   const of = run.num_parts_shown === run.num_parts ? `${run.num_parts > 1 ? "all " : ""}${plural(run.num_parts, part)}` : `${run.num_parts_shown} of ${plural(run.num_parts, part)}`;
   return `${plural(shown, NOUN)} of ${of}, spread evenly; the page shows at most ${run.max_episodes.toLocaleString("en")}.${pictured()}`;
 };

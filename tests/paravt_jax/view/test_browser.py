@@ -294,6 +294,13 @@ one.querySelector('h3').textContent])"
     assert tab.run("document.querySelectorAll('.chart .dashed-1 .line').length") > 10
 
 
+def test_steps_with_episodes_are_counted_in_a_run_that_has_some(tab, pages, tmp_path):
+    without = write_metrics(tmp_path, [{"step": 1, "loss/policy": 0.5}])
+    (tmp_path / "page.html").write_bytes(make_page([without, pages["one"].with_name("a")], 20))
+    open_page(tab, tmp_path / "page.html")
+    assert tab.run("document.querySelector('#episodes .lede').textContent").startswith("10 episodes of all 2 steps,")
+
+
 def test_each_of_four_runs_has_a_color_and_a_letter(tab, pages):
     open_page(tab, pages["four"])
     accuracy = "[...document.querySelectorAll('figure')].find(one => one.textContent.startsWith('Accuracy'))"
