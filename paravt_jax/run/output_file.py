@@ -1,8 +1,8 @@
 """An output file of a command, such as --html or --json: written atomically, without overwriting foreign files.
 
 Make an `OutputFile` before the work and write it at the end, so that conflicts are reported early. A hidden record
-beside the file stores which command wrote it and the file's hash, so that a copied file is recognised. A command
-replaces its own file if it is unchanged. Other files need --force. An input of the command is never replaced.
+beside the file stores which command wrote it and the file's last two hashes, so that a copied file is recognised. A
+command replaces its own file if it is unchanged. Other files need --force. An input of the command is never replaced.
 """
 
 import hashlib
@@ -61,11 +61,12 @@ class OutputFile:
             yield partial
             self._check()  # a file may have appeared in the meantime
             sync_path(partial)
-            self.changed = not (self._file.exists() and sha256_of(partial) == sha256_of(self._file))
+            digests = [sha256_of(file) for file in (partial, self._file) if file.exists()]
+            self._write_record(digests)  # before the file, which is this command's also after a kill between the two
+            self.changed = digests[1:] != digests[:1]
             if self.changed:
                 partial.replace(self._file)
                 sync_path(self._file.parent)
-            self._write_record()
         except OSError as problem:
             problem.filename = problem.filename or str(self.path)  # an error such as "disk full" has no name
             raise
@@ -104,16 +105,16 @@ class OutputFile:
         """Why this command may not replace the file, or ""."""
         try:
             record = json.loads(self._record.read_bytes())
-            by, digest = record["by"], record["sha256"]
+            by, digests = record["by"], str(record["sha256"])
         except (OSError, ValueError, LookupError, TypeError):
             return "was not written by this command"
-        if digest != sha256_of(self._file):
+        if sha256_of(self._file) not in digests:
             return "was changed since it was written"
         return "" if by == self._by else f"was written by {by}"
 
-    def _write_record(self) -> None:
+    def _write_record(self, digests: list[str]) -> None:
         partial = self._record.with_suffix(".partial")
-        partial.write_text(json.dumps({"by": self._by, "sha256": sha256_of(self._file)}) + "\n")
+        partial.write_text(json.dumps({"by": self._by, "sha256": digests}) + "\n")
         partial.replace(self._record)
 
 

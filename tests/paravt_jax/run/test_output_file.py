@@ -1,5 +1,7 @@
 """A command's file replaces what that command wrote and nothing else, and never what the command reads."""
 
+import functools
+import itertools
 import os
 import shutil
 import subprocess
@@ -62,6 +64,27 @@ def test_in_a_directory_that_a_command_reads_force_replaces_only_pages_and_pictu
         write(tmp_path / name, inputs=[tmp_path], force=True)
     with pytest.raises(ValueError, match="is inside a directory that this command reads"):
         OutputFile(tmp_path / "metrics.jsonl", "a command", inputs=[tmp_path], force=True)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_command_that_was_killed_while_it_replaced_its_file_may_do_so_again(number, tmp_path, monkeypatch):
+    path = tmp_path / "out"
+    write(path, "old")
+    with monkeypatch.context() as patch:
+        calls = itertools.count()
+
+        def killed(*arguments, then):
+            if next(calls) == number:
+                raise KeyboardInterrupt
+            return then(*arguments)
+
+        for name in ("fsync", "replace"):
+            patch.setattr(os, name, functools.partial(killed, then=getattr(os, name)))
+        with pytest.raises(KeyboardInterrupt):
+            write(path, "new")
+    assert path.read_text() == ("old" if number < 3 else "new")
+    write(path, "newer")
+    assert path.read_text() == "newer"
 
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path):
