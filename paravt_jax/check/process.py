@@ -5,7 +5,8 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,16 @@ def part_of(
     last_line = (log.read_text(errors="replace").strip().splitlines() or ["nothing"])[-1]
     failed = f"timed out after {deadline_s:g} s" if timed_out else f"ended with exit code {code}: {last_line}"
     return PartResult(
-        [json.loads(line) for line in out.read_text().splitlines() if line.startswith("{") and line.endswith("}")],
+        [*_rows(out.read_text(errors="replace"))],
         failed[:SHOWN_CHARS] if code else "",
         time.monotonic() - start_s,
         usage.ru_maxrss * 1024,
     )
+
+
+def _rows(text: str) -> Iterator[dict[str, Any]]:
+    """The user's code may print other lines."""
+    for line in text.splitlines():
+        with suppress(ValueError):
+            if isinstance(row := json.loads(line), dict):
+                yield row

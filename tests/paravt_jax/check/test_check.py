@@ -343,6 +343,7 @@ def test_the_page_has_every_cell_and_no_markup_of_its_values():
     ("script", "deadline_s", "problem"),
     [
         ("echo '{\"a\": 1}'; echo no JSON", None, ""),
+        ("echo '{\"a\": 1}'; echo \"{'printed by': 'own code'}\"; printf '\\377\\n7\\n'", None, ""),
         ("echo '{\"a\": 1}'; echo bad >&2; exit 3", None, "ended with exit code 3: bad"),
         ("echo '{\"a\": 1}'; exec sleep 60", 0.5, "timed out after 0.5 s"),
     ],
