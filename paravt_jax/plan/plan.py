@@ -239,6 +239,12 @@ def _assumed_of_rl(run: PlannedRl) -> Iterator[str]:
         f"a prompt has {work.frames:.1f} frames ({source}) of {work.frame_tokens} tokens (video.max_pixels, timestamp) "
         f"and text: {work.prompt_tokens:,} tokens in total"
     )
+    context = run.rollout.max_context_tokens
+    if work.max_frames * work.frame_tokens >= context:
+        yield (
+            f"{work.max_frames} frames of {work.frame_tokens} tokens do not fit rollout.max_context_tokens={context}; "
+            f"such an episode has no answer"
+        )
     yield (
         f"an episode has {work.response_tokens} tokens after the prompt and {work.calls} call of {work.call_frames} "
         f"frames "

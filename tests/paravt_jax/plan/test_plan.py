@@ -359,6 +359,15 @@ def test_the_size_of_a_model_follows_from_its_name():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("frames", "is_named"), [(512, False), (1024, True)])
+def test_an_overview_that_fills_the_context_is_named(frames, is_named):
+    """Frames have 60 tokens, and the context has 32,768."""
+    plan = plan_of_config(load_config(None, f"video.frame_budgets=[4,{frames}]"))
+    warning = f"{frames} frames of 60 tokens do not fit rollout.max_context_tokens=32768; such an episode has no answer"
+    assert (warning in plan.assumptions) is is_named
+
+
+@pytest.mark.slow
 def test_a_slice_is_planned_for_its_device():
     config = load_config(None, "model.path=tiny")
     assert plan_of(config, "v5p-8") == plan_of(config, "v5p") != plan_of(config, "v5e")
