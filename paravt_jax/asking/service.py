@@ -62,7 +62,8 @@ class Service:
     running: int = 0
     stopping: bool = False
     counts: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0  # total time of answered questions
+    num_answers: int = 0  # also for clients that left before they had it
+    seconds: float = 0.0  # total time of these
     num_tokens: Counter[str] = field(default_factory=Counter)
     bodies: Bodies = field(default_factory=Bodies)
     deadlines_s: dict[asyncio.BaseTransport | None, float] = field(default_factory=dict)  # of idle connections
@@ -100,7 +101,7 @@ class Service:
         lines += ["# TYPE paravt_tokens_total counter"]
         lines += [f'paravt_tokens_total{{kind="{name}"}} {count}' for name, count in sorted(self.num_tokens.items())]
         lines += ["# TYPE paravt_answer_seconds summary", f"paravt_answer_seconds_sum {self.seconds:.3f}"]
-        return "\n".join([*lines, f"paravt_answer_seconds_count {self.counts['answered']}", ""])
+        return "\n".join([*lines, f"paravt_answer_seconds_count {self.num_answers}", ""])
 
     @web.middleware
     async def _timed(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -248,14 +249,14 @@ class Service:
             )
 
     def _count(self, answer: Answer, started_s: float) -> None:
+        self.num_answers += 1
         self.seconds += time.monotonic() - started_s
         self.num_tokens["prompt"] += answer.episode.num_prompt_tokens
         self.num_tokens["sampled"] += answer.episode.num_sampled
 
     def _retry_s(self) -> int:
         """Expected time until a running question is done."""
-        answered = self.counts["answered"]
-        mean_s = self.seconds / answered if answered else RETRY_S
+        mean_s = self.seconds / self.num_answers if self.num_answers else RETRY_S
         return max(1, round(mean_s / self.max_questions))
 
 
