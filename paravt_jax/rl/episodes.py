@@ -27,7 +27,6 @@ from paravt_jax.rewards.terms import (
     with_needed_calls,
     with_own_terms,
 )
-from paravt_jax.rl.length import is_cut_off, length_penalty
 from paravt_jax.rl.stats import EpisodeStats
 from rollout.endpoint.errors import EndpointError
 from rollout.engine.protocol import DeadlineExceeded, EngineError
@@ -40,6 +39,7 @@ from rollout.video.errors import VideoError
 Reason = Literal["deadline", "engine", "video", "judge", "plugin", "aborted", "other"]  # why an episode is missing
 REASONS = get_args(Reason)
 MAX_IN_FLIGHT = 64  # episodes of a validation: in an engine's queue, more would wait beyond their deadlines
+SOFT_FRAC = 0.2  # the last part of a turn's tokens, which is penalized; DAPO has 4096 of 20480 (arXiv 2503.14476)
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +152,7 @@ class RolloutWorker:
         if terms.missing:
             problem = (self.judge and self.judge.last_problem) or "no verdict of the judge"
             return Rollout(name, episode, terms, by_default.format, problem, "judge")
-        left_out = self.truncated == "leave_out" and is_cut_off(episode)
+        left_out = self.truncated == "leave_out" and episode.finish != "done"
         return Rollout(name, episode, terms, by_default.format, left_out=left_out)
 
     async def with_group_terms(self, rollouts: Sequence[Rollout], prompt: Prompt) -> list[Rollout]:
@@ -226,3 +226,12 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, DeadlineExceeded | TimeoutError):
         return "deadline"
     return "engine" if isinstance(error, EngineError) else "video" if isinstance(error, VideoError) else "other"
+
+
+def length_penalty(episode: Episode, max_new_tokens: int) -> float:
+    """DAPO's: falls from 0 to −1 as the longest turn approaches `max_new_tokens`; −1 for a cut-off episode."""
+    if episode.finish != "done":
+        return -1.0
+    sampled = episode.ledger.sampled_mask
+    longest = max((int(sampled[slice(*turn.token_span)].sum()) for turn in episode.turns), default=0)
+    return -max(0.0, 1 - (max_new_tokens - longest) / (SOFT_FRAC * max_new_tokens))

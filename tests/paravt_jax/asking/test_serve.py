@@ -19,6 +19,7 @@ from paravt_jax.asking.asker import open_asker
 from paravt_jax.asking.media import Sources
 from paravt_jax.asking.openai import BadRequest, RequestError, parse_question
 from paravt_jax.asking.service import Service, bind_port
+from rollout.engine.protocol import EngineError, RequestRejected
 from rollout.video.encode import write_video
 from rollout.video.errors import VideoUnavailable
 
@@ -409,6 +410,8 @@ def test_a_server_without_files_or_memory_returns_503_and_retry_after(problem, c
     [
         (OSError(errno.EMFILE, "Too many open files"), "lacks memory, disk or open files"),
         (KeyError(), "internal error"),
+        (RequestRejected("http://10.0.0.1 rejects it"), "the model rejects the question"),
+        (EngineError("http://10.0.0.1 does not answer"), "the engine is not available"),
     ],
 )
 def test_any_error_in_a_stream_is_an_error_in_openais_form(problem, message, chat, videos):
@@ -474,10 +477,12 @@ def test_only_json_is_accepted(chat, videos):
     async def work(served):
         text = json.dumps(question())
         plain = await post(served, text, **{"Content-Type": "text/plain"})
-        return plain, await post(served, text, **{"Content-Type": "application/json; charset=utf-8"})
+        packed = await post(served, text.encode(), **{"Content-Encoding": "gzip"})
+        return plain, packed, await post(served, text, **{"Content-Type": "application/json; charset=utf-8"})
 
-    (status, reply), (json_status, _) = with_service(chat, videos, work)
+    (status, reply), (packed_status, packed), (json_status, _) = with_service(chat, videos, work)
     assert status == 415 and "application/json" in reply["error"]["message"] and json_status == 200
+    assert packed_status == 400 and "does not match its encoding" in packed["error"]["message"]
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from data_rows import messages, rl_row, sft_row, write_lines, write_parquet
 
-from paravt_jax.data.prompts import load_prompts, remarks_on
+from paravt_jax.data.prompts import check_row_messages, load_prompts, remarks_on
 from paravt_jax.data.rows import unique_id
 
 
@@ -91,6 +91,15 @@ def test_a_video_outside_of_the_root_makes_a_bad_row_that_names_the_setting(vide
         load_rows(video_dir, *rows, video_root=str(root))
     assert load_rows(video_dir, *rows, video_root=str(root), allow_outside=True).bad == {}
     assert load_rows(root, *(rl_row(video=video) for video in ("../a.mp4", f"{video_dir}/a.mp4", "link.mp4"))).bad == {}
+
+
+def test_a_row_whose_messages_cannot_be_shown_is_named(video_dir):
+    asked = messages(("user", "<video>Which?"))
+    odd = messages(("user", "<video>Which?"), ("assistant", "A")), messages(("tool", "x" * 10**5), ("user", "Which?"))
+    prompts = load_rows(video_dir, rl_row(prompt=asked), *(rl_row(prompt=each) for each in odd)).prompts
+    check_row_messages(prompts[:1], "rl.jsonl")
+    with pytest.raises(ValueError, match=r"rl\.jsonl: 2 of 3 rows, .* do not end with the user's message"):
+        check_row_messages(prompts, "rl.jsonl")
 
 
 def test_links_to_blobs_of_the_hubs_cache_are_inside_of_the_root(video_dir):
@@ -184,6 +193,7 @@ BAD_ROWS = {
         *(rl_row(prompt="Which one?"), rl_row(prompt=[]), rl_row(prompt=messages(("system", "Which?")))),
         rl_row(prompt=messages(("user", [{"type": "text", "text": "Which?"}]))),
         *(rl_row(videos=["a.mp4"]), rl_row(videos=[{"path": "a.mp4"}]), rl_row(video="half\ud800.mp4")),
+        rl_row(videos=[{"video": "a.mp4", "subtitles": 5}]),
     ],
 }
 

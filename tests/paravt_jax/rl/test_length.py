@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from paravt_jax.rl.length import length_penalty
+from paravt_jax.rl.episodes import length_penalty
 from rollout.ledger import Ledger, Segment
 from rollout.prompter import Task
 from rollout.records import Episode, Turn
