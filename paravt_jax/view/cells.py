@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from model_port.json_files import parse_object
 from paravt_jax.view.records import samples_of
 
 CELL_NAME = re.compile(r"(.+)_(\d+)(?:_t([\d.e+-]+))?")
@@ -24,9 +25,9 @@ def load_cells(run_dir: Path, sampled: Mapping[str, Iterable[Path]]) -> list[dic
 
 def _certificate(path: Path) -> dict[str, Any]:
     try:
-        cell = json.loads(path.read_bytes())
+        cell = parse_object(path.read_bytes(), path)
     except ValueError as problem:
-        raise ValueError(f"{path} is not valid JSON ({problem}); run the evaluation again to rewrite it") from None
+        raise ValueError(f"{problem}; run the evaluation again to rewrite it") from None
     return cell | {"provenance": [[key, json.dumps(cell[key])] for key in PROVENANCE if key in cell]}
 
 

@@ -187,6 +187,9 @@ class FakeEndpoint:
         if mode == "stream error":
             await send({"error": {"object": "error", "message": "longer than the model's context length", "code": 400}})
             return response
+        if mode == "failing stream":
+            await send({"error": {"object": "error", "message": "out of memory", "code": 500}})
+            return response
         if mode != "no end":
             await send(_chunk({}, choice["finish_reason"]))
             await send(_completion([]))

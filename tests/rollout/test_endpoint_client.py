@@ -114,7 +114,7 @@ async def test_the_newer_name_of_the_token_limit_is_used_where_the_older_one_is_
     assert endpoint.bodies[-1]["max_completion_tokens"] == 9
 
 
-@pytest.mark.parametrize("modes", [["ok"], ["broken off", "ok"], ["no end", "ok"]])
+@pytest.mark.parametrize("modes", [["ok"], ["broken off", "ok"], ["no end", "ok"], ["failing stream", "ok"]])
 @asking()
 async def test_a_stream_gives_the_text_so_far_and_the_same_reply_and_is_sent_again_if_it_breaks_off(
     client, endpoint, modes

@@ -8,6 +8,7 @@ from data_rows import write_lines
 from evaluator import Evaluator, answer, config_of
 from view_run import CHAT, make_run
 
+from paravt_jax.view.cells import load_cells
 from paravt_jax.view.episodes import convert, row_of
 from paravt_jax.view.records import cells_of, chosen_of_cells, chosen_of_steps, samples_of, steps_of
 from rollout.engine.protocol import EngineError
@@ -64,3 +65,10 @@ def test_invalid_json_is_reported_with_its_line(tmp_path):
     path.write_text(path.read_text().replace('"b"}', '"b"'))
     with pytest.raises(ValueError, match=r"000001\.jsonl: line 2 is not valid JSON; restore the file"):
         list(chosen_of_steps([path], 5).records())
+
+
+@pytest.mark.parametrize("text", ['{"n": ', "[]"])
+def test_a_certificate_that_is_no_json_object_is_reported_with_the_way_to_rewrite_it(tmp_path, text):
+    (tmp_path / "cell_none_3.json").write_text(text)
+    with pytest.raises(ValueError, match=r"cell_none_3\.json .*JSON.*; run the evaluation again to rewrite it"):
+        load_cells(tmp_path, {})
