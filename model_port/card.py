@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from model_port.config import FAMILIES
 from model_port.hf_files import HUB_ID, RECIPE_FILE
 from model_port.json_files import Section, flattened, read_object
-from model_port.layout import CHECKPOINTS_DIR, RESULTS_FILE
+from model_port.layout import CHECKPOINTS_DIR, read_results
 
 CURVE_FILE = "training.png"
 CURVES = ("rewards.png", "learner.png")  # of RUN/plots; the first that exists is shown
@@ -211,15 +211,9 @@ def curve_of(src: Path) -> Path | None:
     return next((plots / name for name in CURVES if (plots / name).is_file()), None)
 
 
-def read_cells(run: Path, model_names: Sequence[str]) -> list[Cell]:
+def read_cells(run: Path, model_names: Sequence[str]) -> Sequence[Cell]:
     """The results of an evaluation, which must have evaluated the model with one of these names."""
-    file = run / RESULTS_FILE
-    try:
-        cells = json.loads(file.read_bytes())["cells"]
-    except FileNotFoundError:
-        raise ValueError(f"{run} has no {RESULTS_FILE}; give the run_dir of a finished evaluation") from None
-    except (ValueError, KeyError, TypeError) as problem:
-        raise ValueError(f"{file} is not an evaluation's ({problem}); run paravt_jax.eval again") from None
+    cells = read_results(run)
     names = {str(Path(name).resolve()) for name in model_names} | {*model_names}
     for cell in cells:
         path = str(cell["model"]["path"])

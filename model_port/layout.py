@@ -1,6 +1,8 @@
 """File and directory names in a run and its checkpoints, and tests for their kind. Imports nothing heavy."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 from model_port.json_files import Section, read_object
 
@@ -50,3 +52,14 @@ def hf_files_of(path: Path) -> Path:
     if is_checkpoint(path) or (is_adapter(path) and (path / HF_DIR).is_dir()):
         return path / HF_DIR
     return hf_files_of(Path(base_of(path))) if is_adapter(path) else path
+
+
+def read_results(run: Path) -> list[dict[str, Any]]:
+    """The cells of a finished evaluation."""
+    file = run / RESULTS_FILE
+    try:
+        return json.loads(file.read_bytes())["cells"]
+    except FileNotFoundError:
+        raise ValueError(f"{run} has no {RESULTS_FILE}; give the run_dir of a finished evaluation") from None
+    except (ValueError, KeyError, TypeError) as problem:
+        raise ValueError(f"{file} is not an evaluation's ({problem}); run paravt_jax.eval again") from None

@@ -1,7 +1,6 @@
 """The published tables with your runs next to them."""
 
 import argparse
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 import matplotlib
 
 from model_port.cli import add_debug_flag, prog_of
-from model_port.layout import RESULTS_FILE
+from model_port.layout import read_results
 from model_port.terminal import markdown_table
 from paravt_jax.data.splits import SPLITS
 from paravt_jax.evaluation.published import TABLES, PublishedTable
@@ -61,10 +60,7 @@ def read_rows(runs: Iterable[Path]) -> list[OwnRow]:
     """Reads the cells of public splits; cells with the same policy and settings make one row."""
     rows: dict[str, OwnRow] = {}
     for run in runs:
-        file = run / RESULTS_FILE
-        if not file.is_file():
-            raise ValueError(f"{run} has no {RESULTS_FILE}; name the run_dir of a finished evaluation")
-        for cell in json.loads(file.read_bytes())["cells"]:
+        for cell in read_results(run):
             if cell.get("split") is None:
                 continue
             name = _name(cell)

@@ -66,8 +66,12 @@ def test_contradictory_runs_are_rejected(tmp_path):
         ValueError, match=r"and another run both have mlvu of trained\.hf, agentic, parallel, 64 frames"
     ):
         read_rows([make_run(tmp_path / "a"), make_run(tmp_path / "b", score=0.6)])
-    with pytest.raises(ValueError, match=r"has no eval\.json; name the run_dir"):
+    with pytest.raises(ValueError, match=r"has no eval\.json; give the run_dir"):
         read_rows([tmp_path])
+    for text in ('{"cells": ', "[]"):
+        (tmp_path / "eval.json").write_text(text)
+        with pytest.raises(ValueError, match=r"eval\.json is not an evaluation's .*; run paravt_jax\.eval again"):
+            read_rows([tmp_path])
     with pytest.raises(ValueError, match="no cells of public splits"):
         read_rows([make_run(tmp_path / "c", split=None)])
 
