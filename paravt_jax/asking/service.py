@@ -152,6 +152,8 @@ class Service:
             return response
         except (asyncio.CancelledError, ClientConnectionResetError):  # the client left, perhaps during a write
             outcome = "given up"
+            if request.transport is not None:  # to close it would wait until the client reads
+                request.transport.abort()
             raise asyncio.CancelledError from None
         finally:
             self.accepted -= 1

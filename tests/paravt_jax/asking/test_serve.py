@@ -269,6 +269,23 @@ def test_a_client_that_does_not_read_gives_its_place_up(name, chat, videos, monk
     assert with_service(chat, videos, work) == (1, 0, {"given up": 1})
 
 
+def test_the_connection_of_a_client_that_does_not_read_is_closed(chat, videos, monkeypatch):
+    monkeypatch.setattr(service_module, "WRITE_DEADLINE_S", 0.2)
+    monkeypatch.setattr(service_module, "HEADERS_DEADLINE_S", 0.3)
+    monkeypatch.setattr(service_module, "last_chunks", lambda *arguments: ["long" * 2**23])
+
+    async def work(served):
+        text = json.dumps(question(stream=True)).encode()
+        _, writer = await served.raw(HEADERS + b"Content-Length: %d\r\n\r\n%s" % (len(text), text))
+        await until(lambda: served.service.accepted)
+        await until(lambda: not served.service.accepted)
+        await until(lambda: not served.service.deadlines_s)
+        writer.close()
+        return dict(served.service.counts)
+
+    assert with_service(chat, videos, work) == {"given up": 1}
+
+
 def test_a_waiting_question_ends_at_its_deadline_or_with_its_client(chat, videos):
     async def work(served):
         first = asyncio.create_task(served.ask())
