@@ -268,7 +268,7 @@ def fill(
         num_frame_rows = stepped(sizes.num_frame_rows, FRAME_ROW_STEP, 1)
 
     def filled(part: Sequence[Row]) -> TrainBatch:
-        visible = _visible_frames(part, dialogues, keys)
+        visible = _visible_frames(part, dialogues)
         vision, first_rows = None, dict.fromkeys(keys, 0)  # 0 for the frames of other parts
         if num_frame_rows:
             packed = pack_vision([frames[key] for key in visible], config.vision, shape.row_patches, num_frame_rows)
@@ -340,12 +340,11 @@ def _prompt_group(group: Sequence[int], dialogues: Sequence[Dialogue]) -> Prompt
 def _needed_sizes(
     rows: Sequence[Row], dialogues: Sequence[Dialogue], frames: Mapping[str, Frame], shape: PackShape
 ) -> PackSizes:
-    keys = _frame_keys(dialogues)
     num_actions = [
         sum(int(_scored(sequence, dialogues[number]).sum()) for sequence in row for number in sequence) for row in rows
     ]
     num_frame_rows = [
-        len(frame_rows([frames[key] for key in _visible_frames(part, dialogues, keys)], shape.row_patches))
+        len(frame_rows([frames[key] for key in _visible_frames(part, dialogues)], shape.row_patches))
         for part in _parts(rows, shape)
     ]
     num_batches = -(-len(rows) // shape.num_rows)
@@ -363,19 +362,16 @@ def _frame_keys(dialogues: Iterable[Dialogue]) -> dict[str, int]:
     return {key: n for n, key in enumerate(dict.fromkeys(key for dialogue in dialogues for key in dialogue.frames))}
 
 
-def _visible_frames(rows: Sequence[Row], dialogues: Sequence[Dialogue], keys: Mapping[str, int]) -> list[str]:
-    """The distinct frames of these rows, in the order of `keys`."""
-    own = (dialogues[number] for row in rows for sequence in row for number in sequence)
-    return sorted(_frame_keys(own), key=keys.__getitem__)
+def _visible_frames(rows: Sequence[Row], dialogues: Sequence[Dialogue]) -> list[str]:
+    """The distinct frames of these rows."""
+    return list(_frame_keys(dialogues[number] for row in rows for sequence in row for number in sequence))
 
 
 def _scored(sequence: Sequence[int], dialogue: Dialogue) -> np.ndarray:
-    """The loss tokens. The very first token of a dialogue follows nothing, so it cannot be predicted."""
-    mask = dialogue.loss_mask.copy()
-    mask[:1] = False
-    if len(sequence) > 1 and mask[: dialogue.num_shared].any():
+    """The loss tokens. Each follows the dialogue's prompt."""
+    if len(sequence) > 1 and dialogue.loss_mask[: dialogue.num_shared].any():
         raise ValueError(f"episode {dialogue.episode} has loss tokens in the prompt that its group shares")
-    return mask
+    return dialogue.loss_mask
 
 
 def _row_sequence(
@@ -404,7 +400,7 @@ def _entries(
     """The scored tokens of these rows."""
     episode_tokens = Counter[int]()
     for dialogue in dialogues:
-        episode_tokens[dialogue.episode] += int(dialogue.loss_mask[1:].sum())
+        episode_tokens[dialogue.episode] += int(dialogue.loss_mask.sum())
     entries = {name: np.zeros((num_rows, num_actions), dtype) for name, dtype in ENTRIES.items()}
     for b, row in enumerate(rows):
         entry = trunk = 0  # the next entry, and where the sequence starts in the row

@@ -123,11 +123,11 @@ class LossConfig:
 
     @property
     def penalizes_reward(self) -> bool:
-        return self.kl == "reward" and self.kl_coef > 0
+        return self.kl == "reward"
 
     @property
     def penalizes_returns(self) -> bool:
-        return self.kl == "returns" and self.kl_coef > 0
+        return self.kl == "returns"
 
     def scores_before(self, updates_per_step: int) -> bool:
         """Whether updates need the policy's log-probs from before them."""

@@ -81,5 +81,5 @@ def over_step(groups: list[Group], reward: RewardConfig, advantage: AdvantageCon
 
 
 def rewards_of(rollouts: Sequence[Rollout], reward: RewardConfig, advantage: AdvantageConfig) -> GroupRewards:
-    terms = [None if rollout.missing else rollout.terms for rollout in rollouts]
+    terms = [rollout.terms for rollout in rollouts]  # those of a missing rollout have no score
     return group_rewards(terms, anchor_scale=reward.anchor_weight * reward.format_weight, config=advantage)

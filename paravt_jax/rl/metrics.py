@@ -112,7 +112,7 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     outcomes = sum((Counter(each.outcomes) for each in stats), Counter[str]())
     reasons = (rollout.reason for rollout in rollouts if rollout.missing)
     missing = Counter(reason if reason in REASONS else "engine" for reason in reasons)  # others are an endpoint's
-    cut = [float(rollout.num_lost) for rollout in rollouts if rollout.missing and rollout.reason == "deadline"]
+    cut = [float(rollout.num_lost) for rollout in rollouts if rollout.reason == "deadline"]
     return {
         **metrics,
         **_quantiles("sampled_tokens", np.array([each.num_sampled for each in stats])),
