@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -223,6 +224,18 @@ def test_a_report_that_was_aborted_is_an_error_of_that_call(chat):
 
     episode = play(script(chat, [f"x</think>{call(1, 2)}<|im_end|>", ANSWER], aborted), chat, TASK)
     assert episode.outcomes == ["error"] and episode.finish == "done"
+
+
+def test_an_aborted_turn_ends_the_episode_even_after_a_call(chat, monkeypatch):
+    engine = script(chat, [f"x</think>{call(1, 2)}<|im_end|>", ANSWER])
+    generate = engine.generate
+
+    async def aborted(request: Request) -> Generation:
+        return replace(await generate(request), finish="abort")
+
+    monkeypatch.setattr(engine, "generate", aborted)
+    episode = play(engine, chat, TASK)
+    assert episode.finish == "abort" and not episode.calls
 
 
 def test_a_question_cannot_open_or_close_a_turn(chat):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rollout.tools import BadCall, Window, find_calls, moment_of, parse_seconds, video_of, window_of
+from rollout.tools import MAX_CALLS, BadCall, Window, find_calls, moment_of, parse_seconds, video_of, window_of
 
 JSON = '{"name": "crop_video", "arguments": {"video_path": "video.mp4", "start_time": 20, "end_time": 30.5}}'
 ARGUMENTS = {"video_path": "video.mp4", "start_time": 20, "end_time": 30.5}
@@ -87,6 +87,7 @@ def test_an_unclosed_call_does_not_swallow_the_next_one():
 def test_several_statements_are_several_calls():
     found = find_calls(call("crop_video('a', 1, 2)\ncrop_video('b', 3, 4)", "code"))
     assert [c.arguments["video_path"] for c in found] == ["a", "b"]
+    assert len(find_calls(call("\n".join((MAX_CALLS + 1) * ["crop_video('a', 1, 2)"]), "code"))) == MAX_CALLS
 
 
 def test_an_end_beyond_the_video_is_clamped_and_says_so():

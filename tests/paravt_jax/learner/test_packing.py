@@ -301,6 +301,9 @@ def test_a_shared_prompt_is_computed_once(model, group, frames):
     together = pack(group, frames, model.config, replace(SHAPE, num_rows=1))
     apart = pack(unshared(group), frames, model.config, replace(SHAPE, num_rows=1))
     assert [count_tokens(batches) for batches in (together, apart)] == [31 + 64, 4 * 31 + 64]
+    same_text = [group[0], replace(group[0], frames=("other", "b"))]  # of another video
+    (batch,) = pack(same_text, frames | {"other": frames["a"]}, model.config, replace(SHAPE, num_rows=1))
+    assert count_tokens([batch]) == 2 * len(group[0].ids)
     assert num_packed(together) == 31 + 64 and used_frac(together) == pytest.approx((31 + 64) / 160)
 
 
@@ -314,6 +317,7 @@ def test_batches_of_a_step_share_one_shape(model, group, frames):
 def test_a_dialogue_longer_than_a_row_and_loss_tokens_in_a_shared_prompt_are_rejected(model, group, frames):
     with pytest.raises(ValueError, match=r"of 50 tokens does not fit into pack\.row_tokens=49; raise it"):
         pack(group, frames, model.config, replace(SHAPE, row_tokens=49))
+    assert pack(group, frames, model.config, replace(SHAPE, row_tokens=50))
     wrong = [replace(d, loss_mask=np.ones(len(d.ids), bool)) for d in group]
     with pytest.raises(ValueError, match="loss tokens in the prompt that its group shares"):
         pack(wrong, frames, model.config, SHAPE)
@@ -356,7 +360,8 @@ def test_rows_are_as_long_as_the_work_needs():
     assert chosen([group], 2) == 256  # a branch in each row
     assert chosen(3 * [group], 1) == 1024  # one batch instead of three
     assert num_batches([group], 128, 1) == float("inf") and chosen([PromptGroup(0, [2000])], 1) == 1024
-    assert num_batches([], 128, 1) == 0
+    assert num_batches([], 128, 1) == 0 and num_batches([PromptGroup(100, [28])], 128, 1) == 1
+    assert best_row_tokens([256, 896], [3.0, 1.0]) == 896  # more tokens, but in one batch
 
 
 @pytest.mark.parametrize(("batch_rows", "least"), [(8, 0.83), (4, 0.9), (1, 0.94)])
@@ -384,7 +389,7 @@ def test_tokens_know_the_length_of_their_episode_wherever_its_sub_agents_are_pac
     dialogues = [replace(d, episode=max(number, 1)) for number, d in enumerate(group)]
     batches = pack(dialogues, frames, model.config, SMALL)
     assert len(batches) > 1
-    length = np.bincount([d.episode for d in dialogues], [d.loss_mask[1:].sum() for d in dialogues])
+    length = np.bincount([d.episode for d in dialogues], [d.loss_mask.sum() for d in dialogues])
     episodes = np.array([d.episode for d in dialogues])
     for batch in batches:
         np.testing.assert_array_equal(

@@ -6,6 +6,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from paravt_jax.rewards import OwnTerm, Place, RewardConfig
@@ -168,6 +169,7 @@ BRIEF = OwnTerm("brief", 0.5)
         (lambda **_: 0.5, r"got 0\.5$"),
         (lambda **_: [0.5], r"got \[0\.5\]$"),
         (returning(BRIEF, BRIEF), r"two terms have the name brief$"),
+        (returning(OwnTerm("length", 0.5)), r"two terms have the name length$"),
         (
             returning(OwnTerm("brief", 0.5, (Place(2, 0, 1),))),
             r"the term brief has the place \(2, 0, 1\), which is not in",
@@ -179,6 +181,11 @@ BRIEF = OwnTerm("brief", 0.5)
 def test_an_invalid_result_is_an_error_and_never_zero(function, complaint):
     with pytest.raises(PluginError, match=complaint):
         terms_from(Plugin(function, 0.2))
+
+
+def test_numbers_of_numpy_become_pythons_which_json_can_write():
+    (term,) = terms_from(Plugin(returning(OwnTerm("brief", np.float32(0.5), weight=np.float32(2))), 5.0))
+    assert (type(term.value), type(term.weight)) == (float, float)
 
 
 ENDING = (asyncio.CancelledError, SystemExit, KeyboardInterrupt, GeneratorExit)

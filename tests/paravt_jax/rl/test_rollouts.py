@@ -14,11 +14,16 @@ from training import rollouts_of
 from paravt_jax.config import load_config
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.sample_order import Cursor, SampleOrder
+from paravt_jax.learner.settings import AdvantageConfig
 from paravt_jax.rewards.judge import Judge, JudgeConfig
+from paravt_jax.rewards.settings import RewardConfig
 from paravt_jax.rl import scheduler
+from paravt_jax.rl.episodes import Rollout
+from paravt_jax.rl.groups import rewards_of
 from paravt_jax.rl.metrics import (
     deadline_remark,
     group_metrics,
+    metrics_in_parts,
     missing_remark,
     num_sampled,
     num_tokens,
@@ -196,9 +201,11 @@ def test_too_many_missing_episodes_end_the_run(chat):
 
 def test_an_answer_without_a_verdict_is_missing(chat):
     judge = GivenScores(1.0, None, 0.5, 0.0)
-    ((group,),) = collect(chat, half_right, *JUDGED, "train.prompts_per_step=1", judge=judge, prompts=OPEN_QUESTIONS)
-    assert sorted(m.terms.accuracy for m in group.rollouts if not m.missing) == [0.0, 0.5, 1.0]
-    assert [m.problem for m in group.rollouts if m.missing] == ["no verdict of the judge"]
+    prompts = [OPEN_QUESTIONS[0], PROMPTS[0]]  # the judge does not see the second one
+    (groups,) = collect(chat, half_right, *JUDGED, judge=judge, prompts=prompts)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    assert sorted(m.terms.accuracy for m in rollouts if not m.missing) == [0.0, 0.0, 0.0, 0.5, 1.0, 1.0, 1.0]
+    assert [m.problem for m in rollouts if m.missing] == ["no verdict of the judge"]
 
 
 @pytest.mark.slow
@@ -447,7 +454,11 @@ def test_episodes_that_time_out_are_counted_and_reported(chat):
     metrics = group_metrics(groups)
     assert (metrics["rollout/missing_deadline"], metrics["rollout/num_missing"]) == (2, 2)
     assert metrics["rollout/deadline_tokens_mean"] == len(chat.encode(CALL))
-    assert records(groups, 1, chat)[1]["reason"] == "deadline"
+    record = records(groups, 1, chat)[1]
+    assert (record["reason"], record["num_lost"]) == ("deadline", len(chat.encode(CALL)))
+    of_endpoint = Rollout("p/0", problem="429", reason="refused")
+    assert rollout_metrics([of_endpoint])["missing_engine"] == 1
+    assert metrics_in_parts([("k4", of_endpoint)]) == {}  # without an episode there is no mean
     remark = deadline_remark(metrics, 600.0)
     assert remark is not None and remark.startswith(
         "2 of 8 episodes are missing because of rollout.turn_deadline_s=600: they had"
@@ -462,6 +473,12 @@ def test_the_format_reward_does_not_depend_on_reward_settings(chat):
     results = [group_metrics(collect(chat, half_right, *arm)[0]) for arm in arms]
     assert len({metrics["rollout/format_reward"] for metrics in results}) == 1
     assert len({metrics["rollout/reward_mean"] for metrics in results}) == 3
+
+
+def test_the_anchor_has_its_weight_within_the_format_reward():
+    reward = RewardConfig(anchor_weight=0.5, format_weight=0.2)
+    lost = Rollout("p/0", problem="lost")
+    assert rewards_of([lost], reward, AdvantageConfig()).anchor_scale == pytest.approx(0.1)
 
 
 OWN_REWARD = """
@@ -522,7 +539,7 @@ def own_scores(tmp_path):
 
 def describe(episode, request):
     if episode.endswith("/1"):
-        raise EngineError("the server is gone")
+        raise asyncio.CancelledError  # aborted: an episode without a score
     return DESCRIBED.format("dog" if episode.endswith("/3") else "cat")
 
 
@@ -541,7 +558,8 @@ def test_an_episode_of_your_own_question_type_without_a_score_is_missing(chat, o
     def say(episode, request):
         return DESCRIBED.format("lost dog" if episode.endswith("/0") else "dog")
 
-    (groups,) = collect(chat, say, own_scores("seen"), *ALONE, prompts=CAPTIONS)
+    soft = "train.truncated=soft"  # the length penalty is no score
+    (groups,) = collect(chat, say, own_scores("seen"), *ALONE, soft, prompts=CAPTIONS)
     assert [rollout.missing for rollout in groups[0].rollouts] == [True, False, False, False]
     assert groups[0].rollouts[0].problem == "reward.plugin: no score, and a question of type caption has no other"
 
