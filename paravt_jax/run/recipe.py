@@ -1,7 +1,7 @@
 """paravt.json, next to a model's weights: the prompts, pixels and turns that it was trained with.
 
 Runs write it, and checkpoints and exports include it, so that the model is used as it was trained. Models can come from
-anywhere, so the file is untrusted: it cannot name prompt files or tool code, and ${…} is rejected.
+anywhere, so the file is untrusted: tool code is left out, and prompt files and ${…} are rejected.
 """
 
 import json
@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from model_port.hf_files import RECIPE_FILE
 from model_port.json_files import Section, flattened, read_object
+from model_port.terminal import say
 from paravt_jax.config import Config, EvalConfig, SftConfig, VideoConfig
 from paravt_jax.config.changed_keys import change_of
 from paravt_jax.config.keys import change_text
@@ -69,9 +70,10 @@ def read_recipe(directory: Path) -> Recipe | None:
             raise ValueError(f"{path}: {change_of(key) or f'{key} is not a setting of a recipe'}")
         if "${" in str(value):
             raise ValueError(f"{path}: {key} contains ${{…}}, which this file must not")
-    own = [name for name in tools if ":" in name]
-    if own:
-        raise ValueError(f"{path}: rollout.tools has {own[0]}, but a model's files must not load code; remove it there")
+    if own := [name for name in tools if ":" in name]:
+        say(f"{path}: {', '.join(own)} is left out of rollout.tools, because a model's files must not load code")
+        named = [name for name in tools if name not in own]
+        record["rollout"] |= {"tools": named} if named else {"tools": Recipe().rollout.tools, "dispatch": "none"}
     try:
         recipe: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.create(record)))
         recipe.rollout.check_tools()

@@ -12,6 +12,7 @@ from paravt_jax.run.policy import policy_of
 from paravt_jax.run.recipe import Recipe, differences, read_recipe, recipe_of
 from rollout.episode_config import EpisodeConfig
 from rollout.prompts import Prompts
+from rollout.tools import CROP_VIDEO
 
 SETTINGS = ("data.validation=x.jsonl", "video.max_pixels=4096", "rollout.max_parallel=3")
 
@@ -86,11 +87,13 @@ def test_invalid_recipes_are_rejected_with_one_error(model, record, message):
     assert str(error.value).startswith(str(model / RECIPE_FILE)) and "\n" not in str(error.value)
 
 
-def test_code_in_a_models_files_never_runs(model, tmp_path):
+@pytest.mark.parametrize(("beside", "dispatch"), [([], "none"), (["zoom_frame"], "parallel")])
+def test_code_in_a_models_files_never_runs(model, tmp_path, capsys, beside, dispatch):
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'owned')!r}, 'w')\nclass Tool: pass\n")
-    write(model, rollout={"tools": [f"{tmp_path / 'evil.py'}:Tool"]})
-    with pytest.raises(ValueError, match="must not load code"):
-        read_recipe(model)
+    write(model, rollout={"tools": [*beside, f"{tmp_path / 'evil.py'}:Tool"]})
+    recipe = read_recipe(model)
+    assert recipe is not None and (recipe.rollout.tools, recipe.rollout.dispatch) == (beside or [CROP_VIDEO], dispatch)
+    assert "evil.py:Tool is left out of rollout.tools, because a model's files must not" in capsys.readouterr().err
     assert not (tmp_path / "owned").exists()
 
 
