@@ -5,7 +5,8 @@ A row of a parquet or JSON-lines file has
     messages    [{role, content}], as a list or as its JSON; content is text, or parts of it:
                 {"type": "text", "text": …}, {"type": "video_url", "video_url": {"url": path}}, and image_url alike
 
-A video may have, next to its url, "start_time" and "end_time": the dialogue is then a sub-agent's, about that window.
+A video may have, beside its url or in its part, "start_time" and "end_time": the dialogue is then a sub-agent's, about
+that window.
 Or it may have "nframes", the number of overview frames, for a trace that is only correct with that many.
 """
 
@@ -156,7 +157,7 @@ def _parts(parts: list[Any], find: Callable[[str], str]) -> Iterator[str | Media
         if part_type == "text" and isinstance(value, str):
             yield encodable(value, "a part of a message")
         elif kind in MEDIA:
-            reference = object_of({"url": value} if isinstance(value, str) else value, f"a {kind}")
+            reference = part | object_of({"url": value} if isinstance(value, str) else value, f"a {kind}")
             if not isinstance(reference.get("url"), str) or not reference["url"]:
                 raise BadRow("wrong schema", f"a {kind} has no url")
             if kind == "image":

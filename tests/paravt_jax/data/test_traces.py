@@ -76,6 +76,13 @@ def test_a_file_outside_of_the_root_makes_a_bad_row(video_dir):
     assert loaded.bad == {"file outside of data.video_root": 2} and len(loaded.traces) == 1
 
 
+@pytest.mark.parametrize("url", ["a.mp4", {"url": "a.mp4"}])
+def test_a_window_may_be_beside_the_url_of_a_video(video_dir, url):
+    video = {"type": "video_url", "video_url": url, "start_time": 2, "end_time": 4.5}
+    trace = load_row(video_dir, dialogue([video, text("Say.")], ANSWER_TURN))
+    assert trace.messages[0].media == (Media("video", f"{video_dir}/a.mp4", (2.0, 4.5)),) and not trace.videos
+
+
 @pytest.mark.parametrize(
     ("times", "window_s"),
     [({"start_time": 2, "end_time": 4.5}, (2.0, 4.5)), ({"start_time": None, "end_time": None}, None)],
