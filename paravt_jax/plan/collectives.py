@@ -45,8 +45,11 @@ class Collective:
     num_hosts: int = 1  # that these devices belong to
 
     def seconds(self, rates: Rates) -> float:
-        """Time on a ring: each device receives all but its own part; bytes from other hosts cross network cards."""
-        num_bytes = (2 if self.kind == "all-reduce" else 1) * self.num_bytes
+        """Time on a ring: each device receives all but its own part; bytes from other hosts cross network cards.
+
+        An all-reduce does it twice. In a permute, the two devices of a pair have a whole array each.
+        """
+        num_bytes = (2 if self.kind in ("all-reduce", "collective-permute") else 1) * self.num_bytes
         devices, hosts = self.num_devices, self.num_hosts
         by_links = num_bytes * (devices - 1) / devices / rates.link_bytes_among(devices) if devices > 1 else 0.0
         by_cards = num_bytes * (hosts - 1) / devices / rates.network_bytes  # a host's devices share the traffic

@@ -85,7 +85,13 @@ class PlannedRun(ABC):
 
     @property
     def row_patches(self) -> int:
+        """Of a frame."""
         return row_patches(self.video.max_pixels, self.model.vision)
+
+    @property
+    def row_frames(self) -> int:
+        """Frames of an overview in a row of patches of the update."""
+        return 1
 
     def largest_batch(self) -> BatchShape:
         """The largest batch that the settings allow."""
@@ -95,10 +101,13 @@ class PlannedRun(ABC):
             row_tokens=self.pack.row_tokens,
             row_actions=halved(self.pack.row_tokens, min(self.pack.row_tokens, self.max_row_actions)),
             num_frame_rows=self.num_parts
-            * stepped(-(-min(self.max_frames, room) // self.num_parts), FRAME_ROW_STEP, 1),
-            row_patches=self.row_patches,
+            * stepped(self._frame_rows_of_part(min(self.max_frames, room)), FRAME_ROW_STEP, 1),
+            row_patches=self.row_frames * self.row_patches,
             num_parts=self.num_parts,
         )
+
+    def _frame_rows_of_part(self, frames: float) -> int:
+        return math.ceil(round(frames) / (self.num_parts * self.row_frames))
 
     def with_update(self, **changes: Any) -> Self:
         return replace(self, update=replace(self.update, **changes))
@@ -143,11 +152,15 @@ class PlannedRl(PlannedRun):
             num_rows=work.batch_rows,
             row_tokens=work.row_tokens,
             row_actions=max(1, math.ceil(actions / (work.num_batches * work.batch_rows))),
-            num_frame_rows=self.num_parts * -(-round(frames / work.num_batches) // self.num_parts),
-            row_patches=self.row_patches,
+            num_frame_rows=self.num_parts * self._frame_rows_of_part(frames / work.num_batches),
+            row_patches=self.row_frames * self.row_patches,
             num_parts=self.num_parts,
         )
         return Step(shape, work.num_batches, self.train.updates_per_step, work.shared_tokens)
+
+    @property
+    def row_frames(self) -> int:
+        return self.rollout.detail_factor
 
     @property
     def needed_row_tokens(self) -> int:

@@ -36,6 +36,12 @@ ENTRY %main (p: bf16[8,4]) -> bf16[8,4] {
 }
 """
 
+PERMUTE = """\
+ENTRY %main (p: f32[450]) -> f32[450] {
+  %swap = f32[450]{0} collective-permute(%p), source_target_pairs={{0,1},{1,0}}
+}
+"""
+
 
 def test_collectives_count_per_trip_and_with_the_larger_of_input_and_output():
     gather, scatter, whole, plain, pair = collectives_of(TEXT)
@@ -85,6 +91,14 @@ def test_seconds_of_a_ring():
     assert Collective("all-gather", 450 * 10**9, 8).seconds(h100) == pytest.approx(7 / 8)
     assert Collective("all-reduce", 450 * 10**9, 8).seconds(h100) == pytest.approx(2 * 7 / 8)
     assert Collective("all-gather", 450 * 10**9, 1).seconds(h100) == 0
+
+
+def test_a_permute_sends_whole_arrays():
+    """HLO names pairs of devices, and the bytes are a device's."""
+    h100 = Rates(1.0, 1.0, link_bytes=450e9, network_bytes=50e9)
+    (permute,) = collectives_of(PERMUTE)
+    assert permute == Collective("collective-permute", 4 * 450, 2)
+    assert permute.seconds(h100) == pytest.approx(4e-9)
 
 
 @pytest.mark.parametrize(

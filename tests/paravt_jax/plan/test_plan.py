@@ -163,6 +163,19 @@ def test_trained_sub_agents_are_in_the_update():
     assert own.max_frames - without.max_frames == 7 * 8 * 15 * 16
 
 
+def test_rows_of_patches_have_room_for_a_zoomed_detail():
+    """As many pixels as the 16 frames of a crop, so that such a row has 16 frames of an overview."""
+    crops, zooms = (
+        PlannedRl.of(load_config("configs/paragrpo_8b.yaml", f"rollout.tools={tools}"), EIGHT_B)
+        for tools in ("[crop_video]", "[crop_video,zoom_frame]")
+    )
+    for shape_of in (PlannedRl.largest_batch, lambda run: run.typical_step().shape):
+        crop, zoom = shape_of(crops), shape_of(zooms)
+        assert (crop.row_patches, zoom.row_patches) == (196, 16 * 196)
+        assert crop.num_frame_rows / 16 <= zoom.num_frame_rows < crop.num_frame_rows / 2
+    assert zooms.row_patches == crops.row_patches  # of a frame
+
+
 def test_every_update_of_a_step_has_batches_of_its_own():
     one, seven = (
         PlannedRl.of(load_config("configs/grpo_8b.yaml", "train.max_staleness=0", f"train.updates_per_step={n}"), MID)
