@@ -193,7 +193,10 @@ def load_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 def rows_by_step(path: Path) -> dict[int, dict[str, Any]]:
     """A metrics file's rows by step; empty if there is no file."""
-    return {row["step"]: row for row in load_jsonl(path)} if path.exists() else {}
+    try:
+        return {row["step"]: row for row in load_jsonl(path)} if path.exists() else {}
+    except (KeyError, TypeError):
+        raise ValueError(f"{path} is not a run's, because a line has no step; give another run_dir") from None
 
 
 def last_step(run_dir: Path) -> int:

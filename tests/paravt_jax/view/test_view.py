@@ -324,7 +324,11 @@ def test_a_comparison_has_its_own_page(num_runs, name, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.glob("*.html")] == [name]
 
 
-@pytest.mark.parametrize("files", [{}, {"config.json": '{"model_type": "qwen3_vl"}'}, {"notes.txt": ""}])
+OTHERS_FILES = [{}, {"config.json": '{"model_type": "qwen3_vl"}'}, {"notes.txt": ""}]
+OTHERS_FILES += [{"metrics.jsonl": '{"loss": 1}\n'}, {"metrics.jsonl": "[1]\n"}]
+
+
+@pytest.mark.parametrize("files", OTHERS_FILES)
 def test_a_directory_that_is_not_a_run_is_rejected(files, tmp_path, monkeypatch, capsys):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
