@@ -184,10 +184,6 @@ class Chat:
         except ValueError:
             return False
 
-    def after_last_turn(self, ids: np.ndarray) -> np.ndarray:
-        """The end of a turn if it was cut off, else nothing."""
-        return np.array([] if self.ended(ids) else [self.turn_end_id], np.int32)
-
     def without_stop(self, ids: np.ndarray) -> np.ndarray:
         """A turn without the token that ended its sampling."""
         return ids[:-1] if len(ids) and int(ids[-1]) in self.stop_ids else ids

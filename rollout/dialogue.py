@@ -61,10 +61,6 @@ class AgentDialogue(Protocol):
         """Adds the tools' responses to the last turn; False if the context has no room for them."""
         ...
 
-    def close(self) -> None:
-        """Ends the last turn if it was cut off."""
-        ...
-
 
 class TokenDialogue:
     """A dialogue whose ids are all in a ledger. `forced` begins each of the model's turns."""
@@ -141,10 +137,6 @@ class TokenDialogue:
     def _environment(self, responses: Sequence[Sequence[Part]]) -> tuple[np.ndarray, tuple[Picture, ...]]:
         ids = self._chat.after_turn(self._ledger.ids, responses)
         return ids, pictures_of(itertools.chain(*responses))
-
-    def close(self) -> None:
-        if self._ledger.segments[-1].kind in ("forced", "sampled"):
-            self._ledger.add("environment", self._chat.after_last_turn(self._ledger.ids))
 
     def _text(self, ids: Any) -> str:
         """The text of a turn without a final stop token."""

@@ -161,7 +161,6 @@ class _EpisodeRun:
             if not dialogue.respond([call.content for call in answered]):
                 self.episode.finish = "context"
                 break
-        dialogue.close()
 
     def _dialogue(self, prompt: Overview | Closeup, ledger: Ledger, forced: str = "") -> AgentDialogue:
         return self.agent.dialogue(prompt, ledger, episode=self.episode.id, version=self.version, forced=forced)
@@ -181,8 +180,6 @@ class _EpisodeRun:
     def fail_too_long(self, calls: Sequence[Call], dialogue: AgentDialogue) -> None:
         """In call order, a call whose pictures leave no room for another turn gets an error; others are unaffected."""
         room = dialogue.room - self.agent.config.max_new_tokens
-        if dialogue.num_tokens([call.content for call in calls]) <= room:
-            return
         responses = [(text_of(call.content),) if call.parts else call.content for call in calls]
         for number, call in enumerate(calls):
             with_pictures = [*responses[:number], call.content, *responses[number + 1 :]]

@@ -99,9 +99,6 @@ class MessageDialogue:
         self._num_tokens += num_tokens
         return True
 
-    def close(self) -> None:
-        """Nothing to end: a message always is."""
-
     def _add_pending(self) -> None:
         """Encodes the pictures, which takes time."""
         for message in with_pictures(self._neutral, self._pictures):

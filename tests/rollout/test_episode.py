@@ -73,8 +73,6 @@ def test_whatever_a_model_emits_the_ledger_is_what_the_engine_saw(chat, data):
     for turn in episode.turns:
         start, end = turn.token_span
         assert chat.decode(episode.ledger.ids[start:end]).startswith(turn.text)
-    closings = episode.ledger.ids[[span[1] for span in (t.token_span for t in episode.turns)][-1] - 1 :]
-    assert chat.turn_end_id in closings
 
 
 @pytest.mark.parametrize(
@@ -307,8 +305,9 @@ def test_a_record_says_of_which_videos_which_frames_were_shown_and_when(chat):
     (looked, answered), (crop, refused) = record["turns"], record["turns"][0]["calls"]
     assert (crop["path"], crop["frames_s"]) == ("/data/a.mp4", [*range(16, 24)])
     assert (refused["path"], refused["frames_s"]) == ("", [])
-    assert looked["started_s"] <= refused["started_s"] <= refused["started_s"] + refused["latency_s"] < 0.05
-    assert crop["started_s"] + crop["latency_s"] <= answered["started_s"] <= record["seconds"]
+    ends_s = [call["started_s"] + call["latency_s"] for call in (refused, crop)]
+    assert looked["started_s"] <= refused["started_s"] <= ends_s[0] < ends_s[1] <= answered["started_s"]
+    assert answered["started_s"] <= record["seconds"]
 
 
 def test_reports_that_overrun_the_context_end_the_episode_with_a_dialogue_that_fits(chat):
