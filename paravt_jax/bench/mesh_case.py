@@ -6,8 +6,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from model_port.config import ModelConfig, preset
-from paravt_jax.bench.models import MODELS
+from model_port.config import ModelConfig
 from paravt_jax.config import Config, EngineConfig, MeshConfig, PackConfig, PolicyConfig, TrainConfig, VideoConfig
 from paravt_jax.learner.batch_shape import random_model
 from paravt_jax.learner.learner import Learner, StepPart
@@ -33,15 +32,6 @@ def shapes_of(args: argparse.Namespace, num_devices: int) -> list[tuple[int, int
             f"example 1,{num_devices},1"
         )
     return shapes
-
-
-def title_of(args: argparse.Namespace) -> str:
-    tokens = f"{args.rows} x {args.row_tokens} tokens per data and fsdp part"
-    return f"{args.model}, {args.dtype}, remat {args.remat}, {tokens}"
-
-
-def model_of(args: argparse.Namespace) -> ModelConfig:
-    return MODELS[args.model]() if args.model in MODELS else preset(args.model)
 
 
 def name_of(shape: Sequence[int]) -> str:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model_port.config import ModelConfig
+from model_port.config import ModelConfig, preset
 from model_port.terminal import markdown_table
-from paravt_jax.bench.mesh_case import config_of, model_of, name_of, title_of
+from paravt_jax.bench.mesh_case import config_of, name_of
+from paravt_jax.bench.models import MODELS
 from paravt_jax.config import Config, MeshConfig, SftConfig, load_training_config
 from paravt_jax.plan.calibrate import calibrated
 from paravt_jax.plan.devices import DeviceSpec, Rates
@@ -98,7 +99,10 @@ def estimated_on(
 
 def benched_run(args: argparse.Namespace) -> BenchedRun:
     if args.config is None:
-        return BenchedRun(title_of(args), model_of(args), (), args, None)
+        tokens = f"{args.rows} x {args.row_tokens} tokens per data and fsdp part"
+        title = f"{args.model}, {args.dtype}, remat {args.remat}, {tokens}"
+        model = MODELS[args.model]() if args.model in MODELS else preset(args.model)
+        return BenchedRun(title, model, (), args, None)
     config = load_training_config(args.config, *args.overrides)
     model, remarks = model_config(config.model.path)
     if isinstance(config, Config) and config.engine.urls:

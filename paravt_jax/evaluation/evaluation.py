@@ -27,7 +27,6 @@ from paravt_jax.evaluation.provenance import (
     changed_sections,
     digest,
     digest_of_requests,
-    endpoint_record,
     engine_record,
     model_record,
     run_provenance,
@@ -230,7 +229,7 @@ async def _endpoint(
     """No model is loaded, and none needs to be known to this project."""
     name = config.engine.model or config.model.path
     files = await served_files(config.engine, config.model.path)
-    model = endpoint_record(name) if files is None else await in_thread(lambda: model_record(name, files))
+    model = await in_thread(lambda: model_record(name, files))
     _check_model(directory, model)
     say(f"model: {name}, behind an endpoint | data: {in_units([len(samples)], 'sample')} | run_dir: {directory}")
     client = await open_endpoint(

@@ -100,16 +100,13 @@ def _scorer_digest(reward: RewardConfig, judge: JudgeConfig) -> str:
     return digest([sources, asdict(reward), judge.model or None])
 
 
-def model_record(path: str, source: Path) -> dict[str, Any]:
-    """Identifies a model by the names and sizes of its files, and three pieces of each."""
+def model_record(path: str, source: Path | None) -> dict[str, Any]:
+    """Identifies a model by the names and sizes of its files, and three pieces of each; without files by its name."""
+    if source is None:
+        return {"path": path, "source": None, "digest": digest(path)}
     files = sorted(file for file in source.rglob("*") if file.is_file())
     fingerprints = [[file.relative_to(source).as_posix(), *_fingerprint(file)] for file in files]
     return {"path": path, "source": str(source), "digest": digest(fingerprints)}
-
-
-def endpoint_record(model: str) -> dict[str, Any]:
-    """Identifies a model by its name, because its files are elsewhere."""
-    return {"path": model, "source": None, "digest": digest(model)}
 
 
 def digest_of_requests(results: Sequence[SampleResult]) -> str:
