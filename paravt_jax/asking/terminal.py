@@ -16,6 +16,7 @@ from rollout.tools import BadCall, ToolCall, Window, video_of, window_of
 
 BAR_COLUMNS, NAME_COLUMNS = 40, 10
 MAX_REPORT_CHARS = 300
+OF_EXPORT = "of an export; a checkpoint with changed files counts as damaged"
 TAG = re.compile(r"</?(?:think|answer)>\n?")
 OPEN_TAG = re.compile(r"</?\w{0,10}$|\ufffd$")  # may become a tag, or a character, with the next token
 
@@ -116,12 +117,12 @@ def why_no_answer(answer: Answer, config: EpisodeConfig) -> str:
         return "the episode was aborted"
     if answer.finish == "length" and answer.episode.turns[-1].num_tokens >= config.max_new_tokens:
         return (
-            f"the turn reached its limit of {config.max_new_tokens:,} tokens; raise rollout.max_new_tokens in the "
-            f"model's {RECIPE_FILE}"
+            f"the turn reached its limit of {config.max_new_tokens:,} tokens; raise rollout.max_new_tokens in "
+            f"{RECIPE_FILE} {OF_EXPORT}"
         )
     return (
         f"the context of {config.max_context_tokens:,} tokens is full; pass a smaller --frames, or raise "
-        f"rollout.max_context_tokens in the model's {RECIPE_FILE}"
+        f"rollout.max_context_tokens in {RECIPE_FILE} {OF_EXPORT}"
     )
 
 

@@ -67,7 +67,9 @@ def test_without_tags_the_last_turn_is_the_answer_unless_it_was_cut_off(chat):
 def test_a_question_without_an_answer_names_the_limit_that_was_reached(turns, config, reason, chat):
     config = EpisodeConfig(**{"max_new_tokens": 256} | config)
     answer, _ = answer_of(chat, turns, config=config)
-    assert why_no_answer(answer, config).startswith(reason) and bool(reason) != bool(answer.text)
+    shown = why_no_answer(answer, config)
+    assert shown.startswith(reason) and bool(reason) != bool(answer.text)
+    assert ("paravt.json" in shown) == ("paravt.json of an export; a checkpoint" in shown)
 
 
 def test_parallel_calls_take_as_long_as_the_longest(chat):
