@@ -73,7 +73,8 @@ async def run(args: argparse.Namespace) -> None:
         ) as answerer:
             sources = Sources(args.video_root, args.allow_fetch, directory)
             service = Service(answerer, args.model, sources, args.max_questions, args.deadline_s, access)
-            say(f"serving {args.model} at http://{args.host}:{listener.getsockname()[1]}/v1")
+            host = f"[{args.host}]" if ":" in args.host else args.host
+            say(f"serving {args.model} at http://{host}:{listener.getsockname()[1]}/v1")
             await serve(service, listener, stop)
 
 

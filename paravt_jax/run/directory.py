@@ -69,7 +69,7 @@ def locked(run_dir: str | Path) -> Iterator[Path]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(file)
-        raise RuntimeError(f"another process trains in {directory}; wait for it, or choose another run_dir") from None
+        raise RuntimeError(f"another process uses {directory}; wait for it, or choose another run_dir") from None
     try:
         yield directory
     finally:

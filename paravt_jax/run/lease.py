@@ -86,7 +86,7 @@ class Lease:
 
     def _held_by(self, content: bytes) -> RuntimeError:
         who = self._owner(content).get("who", "another process")
-        return RuntimeError(f"{who} trains in {self._bucket}; wait for it, or choose another run_dir")
+        return RuntimeError(f"{who} uses {self._bucket}; wait for it, or choose another run_dir")
 
 
 @contextmanager

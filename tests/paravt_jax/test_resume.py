@@ -243,5 +243,5 @@ def test_a_replay_with_another_loss_has_other_metrics_and_opens_no_engine(undist
 def test_two_trainers_do_not_share_a_directory(undisturbed):
     with (undisturbed / ".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(RuntimeError, match="another process trains in"):
+        with pytest.raises(RuntimeError, match="another process uses"):
             train_here(undisturbed, *FIVE_STEPS)

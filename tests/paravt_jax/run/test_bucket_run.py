@@ -156,7 +156,7 @@ def test_a_second_run_is_rejected_and_a_dead_runs_lease_is_taken_over(gcs, tmp_p
         assert f"are in {ADDRESS}" in capsys.readouterr().err
         (tmp_path / "elsewhere").mkdir()
         monkeypatch.chdir(tmp_path / "elsewhere")
-        with pytest.raises(RuntimeError, match=rf"process \d+ on .* trains in {ADDRESS}; wait for it"):
+        with pytest.raises(RuntimeError, match=rf"process \d+ on .* uses {ADDRESS}; wait for it"):
             locked_for_bucket(bucket, ALONE).__enter__()
     assert f"bkt/runs/x/{OWNER}" not in gcs.objects
     gcs.objects[f"bkt/runs/x/{OWNER}"] = (
