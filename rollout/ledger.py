@@ -104,10 +104,5 @@ class Ledger:
         counts[is_picture] = [picture.num_tokens(token_px) for picture in self.pictures]
         return counts
 
-    @property
-    def versions(self) -> list[int]:
-        """The policy versions of the sampled ids, in order of appearance."""
-        return list(dict.fromkeys(segment.version for segment in self.sampled if segment.version is not None))
-
     def to_record(self) -> list[dict[str, Any]]:
         return [segment.to_record() for segment in self.segments]

@@ -15,7 +15,7 @@ from rollout.engine.protocol import EngineError, Generation, Request
 from rollout.engine.scripted import ScriptedEngine
 from rollout.episode import Agent
 from rollout.episode_config import EpisodeConfig
-from rollout.ledger import Ledger
+from rollout.ledger import Ledger, Segment
 from rollout.prompter import Task
 from rollout.prompts import Prompts, main_messages
 from rollout.tools import CROP_VIDEO_SCHEMA, MAX_CALLS
@@ -273,7 +273,6 @@ def test_tokens_of_two_versions_are_two_segments():
     logp = np.array([-1, -2, -3], np.float32)
     ledger.add_sampled(Generation(np.array([5, 6, 7], np.int32), logp, np.array([3, 3, 4], np.int32), "stop"))
     assert [(s.ids.tolist(), s.version) for s in ledger.segments] == [([5, 6], 3), ([7], 4)]
-    assert ledger.versions == [3, 4]
     assert ledger.num_sampled == 3
 
 
@@ -294,6 +293,13 @@ def test_a_record_holds_all_that_training_needs(chat):
     sampled = [s for s in record["segments"] if s["kind"] == "sampled"]
     assert all(len(s["behavior_logp"]) == len(s["ids"]) and s["version"] == 0 for s in sampled)
     assert record["turns"][0]["calls"][0]["segments"][0]["kind"] == "prompt"
+
+
+def test_a_sampled_segment_without_its_log_probs_is_rejected():
+    with pytest.raises(ValueError, match="sampled segments, and no others, have log-probs and a version, got sampled"):
+        Segment("sampled", np.arange(2), version=0)
+    with pytest.raises(ValueError, match="2 sampled ids have 1 log-probs"):
+        Segment("sampled", np.arange(2), (), np.zeros(1, np.float32), 0)
 
 
 def test_a_record_says_of_which_videos_which_frames_were_shown_and_when(chat):

@@ -486,7 +486,7 @@ def test_after_publishing_the_server_samples_from_the_learners_weights(front, mo
         before, _ = await sampled_against_learner(engine, chat, other, contract)
         await publish(engine, other)
         worst, episodes = await sampled_against_learner(engine, chat, other, contract)
-        assert {v for e in episodes for v in e.ledger.versions} == {begin + 1}
+        assert {s.version for e in episodes for s in e.ledger.sampled} == {begin + 1}
         await publish(engine, model)
         assert not list(tmp_path.glob("*/changed/*visual*")) and list(tmp_path.glob("*/changed/*"))
         back, _ = await sampled_against_learner(engine, chat, model, contract)
@@ -581,7 +581,7 @@ def test_a_server_of_qwen2_5_vl_takes_weights_of_both_towers_and_adapters(qwen25
         for weights in (ModelWeights(new, FLOAT32), adapter_of(model, qwen25_hf, 1), ModelWeights(model, FLOAT32)):
             await engine.publish(weights, engine.version + 1)
             worst, episodes = await sampled_against_learner(engine, chat, weights.model, contract)
-            assert {v for e in episodes for v in e.ledger.versions} == {engine.version}
+            assert {s.version for e in episodes for s in e.ledger.sampled} == {engine.version}
             differences.append(worst)
         other, _ = await sampled_against_learner(engine, chat, new, contract)
         return max(differences), other
@@ -622,7 +622,7 @@ def test_a_server_merges_every_adapter_it_gets_into_its_own_model(server, model,
         for weights in adapted:
             await engine.publish(weights, engine.version + 1)
             worst, episodes = await sampled_against_learner(engine, chat, weights.model, contract)
-            assert {v for e in episodes for v in e.ledger.versions} == {engine.version}
+            assert {s.version for e in episodes for s in e.ledger.sampled} == {engine.version}
             differences.append(worst)
             sent = sum(path.stat().st_size for path in tmp_path.rglob("all/*.safetensors"))
             assert weights.num_bytes < sent < 2 * weights.num_bytes < 0.1 * ModelWeights(model, FLOAT32).num_bytes
@@ -744,7 +744,7 @@ def test_a_second_run_and_a_restart_behind_its_address_leave_a_server_with_the_w
                     await engine.generate(long_request(chat, "late", 8))
             finally:
                 await thief.close()
-            versions = {int(one) for episode in episodes for one in episode.ledger.versions}
+            versions = {int(s.version) for episode in episodes for s in episode.ledger.sampled}
             return version, undisturbed, worst, versions
         finally:
             await engine.close()
