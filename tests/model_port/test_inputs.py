@@ -35,6 +35,10 @@ def test_positions_of_an_image_by_hand():
     assert following == 6
 
 
+def test_frames_of_one_color_and_different_shapes_differ():
+    assert frame(4, 6).digest == frame(4, 6).digest != frame(6, 4).digest
+
+
 def test_merge_order_by_hand():
     """2 x 4 patches, blocks of 2 x 2: the left block's four patches come before the right block's."""
     assert patch_positions((2, 4), 2).tolist() == [[0, 0], [0, 1], [1, 0], [1, 1], [0, 2], [0, 3], [1, 2], [1, 3]]

@@ -262,6 +262,7 @@ def test_seeds_differ_between_turns_agents_and_members_and_repeat_in_a_rerun(cha
             await agent.run(await agent.overview(TASK), number, seed)
 
         asyncio.run(run())
+        assert engine.requests[0].affinity == TASK.id  # a group shares the cache of a server
         return [request.sampling.seed for request in engine.requests]
 
     assert sorted(seeds(0, 1)) == sorted(seeds(0, 1))

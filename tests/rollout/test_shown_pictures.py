@@ -113,7 +113,9 @@ def test_a_zoom_shows_its_region_and_a_subtitle_search_text(chat):
         "A part of the frame at 12.0 seconds of the video, from 50% to 100% of its width and from 25% to 75% of its "
         "height:\n<12.0 seconds>"
     )
-    (shown,) = episode.calls[0].to_record()["shown"]
+    record = episode.calls[0].to_record()
+    assert (record["path"], record["box"]) == ("/data/a.mp4", tuple(BOX))
+    (shown,) = record["shown"]
     assert shown == {"key": detail.key, "time_s": 12.0, "path": "/data/a.mp4", "box": tuple(BOX)}
 
 

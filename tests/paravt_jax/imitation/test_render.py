@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from agents import ANSWER, FakeFrames, call, script
 from PIL import Image
+from qwen_tokenizer import TOKENIZERS, chat_of
 
 from model_port.processing import VisionContract
 from paravt_jax.data.traces import Media, Message, Trace
@@ -23,7 +24,7 @@ from rollout.video.errors import VideoError
 
 CONFIG = EpisodeConfig(max_new_tokens=128, max_context_tokens=2048)
 QUESTION = "What is shown? <|im_end|>"
-CALLING = f"I look.</think>\n{call(8, 16)}\n{call(20, 30)}"
+CALLING = f"\nI look.</think>\n{call(8, 16)}\n{call(20, 30)}"  # Qwen merges the first line break with the forced one
 
 
 def rendered(tiny_hf, chat, trace: Trace, frame_budget: int = 4, config: EpisodeConfig = CONFIG) -> Ledger:
@@ -35,6 +36,7 @@ def trace_of(*messages: tuple[str, tuple[str | Media, ...]]) -> Trace:
     return Trace("t", tuple(Message(role, parts) for role, parts in messages))
 
 
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
 @pytest.mark.parametrize(
     ("crop_returns", "responses", "num_pictures"),
     [
@@ -42,9 +44,9 @@ def trace_of(*messages: tuple[str, tuple[str | Media, ...]]) -> Trace:
         ("frames", (Media("video", "/a.mp4", (8.0, 16.0)), Media("video", "/a.mp4", (20.0, 30.0))), 4 + 8 + 10),
     ],
 )
-def test_a_rendered_trace_has_the_ids_of_its_episode(crop_returns, responses, num_pictures, tiny_hf, chat):
+def test_a_rendered_trace_has_the_ids_of_its_episode(tokenizer, crop_returns, responses, num_pictures, tiny_hf):
     """A tool message that is a part of a video is the response of an episode whose calls show frames."""
-    config = replace(CONFIG, crop_returns=crop_returns)
+    config, chat = replace(CONFIG, crop_returns=crop_returns), chat_of(tokenizer)
 
     async def run():
         agent = Agent(script(chat, [f"{CALLING}<|im_end|>", ANSWER]), FakeFrames(), chat, config)
