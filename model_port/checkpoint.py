@@ -30,7 +30,7 @@ from flax.traverse_util import unflatten_dict
 
 from model_port.config import DTYPES, ModelConfig, read_config
 from model_port.json_files import flattened
-from model_port.layout import HF_DIR, PARAMS_DIR, newest_checkpoint
+from model_port.layout import HF_DIR, PARAMS_DIR, absolute_path, newest_checkpoint
 from model_port.safetensors_io import check_finite, copy_cast
 from model_port.weights import check_param_paths
 
@@ -191,7 +191,7 @@ class StoredParams:
     """A checkpoint's parameters, readable in blocks; orbax may have written it."""
 
     def __init__(self, checkpoint: str | Path):
-        checkpoint = Path(checkpoint).absolute()
+        checkpoint = absolute_path(checkpoint)
         _check_is_checkpoint(checkpoint)
         self.hf_dir = checkpoint / HF_DIR
         self._directory = checkpoint / PARAMS_DIR

@@ -13,6 +13,12 @@ ADAPTER_CONFIG_FILE, ADAPTER_FILE = "adapter_config.json", "adapter_model.safete
 BASE_KEY = "base_model_name_or_path"
 
 
+def absolute_path(path: str | Path) -> Path:
+    """Without "..", which tensorstore rejects. Links stay in a path without it."""
+    path = Path(path).absolute()
+    return path.resolve() if ".." in path.parts else path
+
+
 def is_checkpoint(path: Path) -> bool:
     """A converted checkpoint, or a run's."""
     return (path / PARAMS_DIR).is_dir()

@@ -22,6 +22,7 @@ from tempfile import TemporaryDirectory
 
 from model_port.bucket import UPLOADING, Bucket, is_address, upload_directory
 from model_port.json_files import Section, read_object
+from model_port.layout import absolute_path
 from model_port.progress import BYTES, in_units
 
 LOCK_FILE = ".lock"
@@ -61,7 +62,7 @@ def output_directory(
             yield partial
         return
     check_local(dst)
-    dst = Path(dst).absolute()
+    dst = absolute_path(dst)
     dst = dst.resolve() if dst.is_symlink() else dst  # replacing a link would leave its target behind
     replaced = dst.with_name(f".{dst.name}.replaced")
     partial = dst.with_name(f".{dst.name}.partial")

@@ -17,7 +17,7 @@ from typing import Any
 
 from model_port.bucket import GENERATIONS_FILE, PARTIAL, Bucket, download, is_address, upload
 from model_port.json_files import flattened
-from model_port.layout import RECORD_FILE
+from model_port.layout import RECORD_FILE, absolute_path
 from model_port.output_dir import check_local
 from paravt_jax.run.episode_parts import SUFFIX
 from paravt_jax.run.hosts import Hosts
@@ -57,7 +57,7 @@ def user_cache(name: str) -> Path:
 def locked(run_dir: str | Path) -> Iterator[Path]:
     """Creates and locks the directory: two trainers in one would corrupt each other's files."""
     check_local(run_dir)
-    directory = Path(run_dir).absolute()
+    directory = absolute_path(run_dir)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         file = os.open(directory / LOCK_FILE, os.O_CREAT | os.O_RDWR)
@@ -89,7 +89,7 @@ def check_not_in_a_run(run_dir: str) -> None:
 @contextmanager
 def locked_by_host_0(run_dir: str | Path, hosts: Hosts) -> Iterator[Path]:
     """The same for several hosts: host 0 locks the directory, and the others must see its lock."""
-    directory, token = Path(run_dir).absolute(), secrets.token_hex(8)
+    directory, token = absolute_path(run_dir), secrets.token_hex(8)
     with locked(run_dir) if hosts.leads else nullcontext():
         if hosts.leads:
             (directory / TOKEN_FILE).write_text(token)

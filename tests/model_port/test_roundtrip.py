@@ -103,6 +103,16 @@ def model_state(model):
     return nnx.state(model, nnx.Param)
 
 
+def test_paths_with_dots_work(ckpt, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    export(Path("..") / os.path.relpath(ckpt, tmp_path), "../out")
+    convert("../out", "../again", "float32")
+    assert_same_bytes(
+        flat_params(model_state(model_port.load("../again"))), flat_params(model_state(model_port.load(ckpt)))
+    )
+
+
 def test_plain_orbax_restores_it(tiny_hf, ckpt):
     model = model_port.load(tiny_hf)
     abstract = unflatten_dict(abstract_params(abstract_model(model.config), "float32"), sep=".")

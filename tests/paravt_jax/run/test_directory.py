@@ -14,7 +14,15 @@ from paravt_jax.config import Config, SftConfig, load_config, to_record
 from paravt_jax.imitation.run import open_sft_run
 from paravt_jax.rl.setup import open_run
 from paravt_jax.run import directory as module
-from paravt_jax.run.directory import _commit, changed_settings, check_not_in_a_run, locked, run_id, write_settings
+from paravt_jax.run.directory import (
+    _commit,
+    changed_settings,
+    check_not_in_a_run,
+    locked,
+    locked_by_host_0,
+    run_id,
+    write_settings,
+)
 from paravt_jax.run.hosts import ALONE
 from paravt_jax.run.training import RunDirectory
 from rollout.engine.labels import Label
@@ -48,6 +56,15 @@ def test_a_run_dir_that_cannot_be_a_directory_is_named_with_its_key(inside, tmp_
     with pytest.raises(ValueError, match=r"^run_dir=\S+ cannot be written \(\S+: .*\); choose another run_dir$"):
         locked(file / inside).__enter__()
     assert file.read_text() == "any"
+
+
+def test_a_run_directory_has_no_dots_and_keeps_links(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "link").symlink_to(tmp_path / "here")
+    for name, directory in (("../run", "run"), (tmp_path / "link" / "run", "link/run")):
+        with locked(name) as run, locked_by_host_0(f"{name}2", ALONE) as second:
+            assert (run, second) == (tmp_path / directory, tmp_path / f"{directory}2")
 
 
 def test_every_version_of_the_settings_is_recorded_with_its_first_step(tmp_path):
