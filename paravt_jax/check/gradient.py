@@ -81,6 +81,7 @@ def our_gradients(
     params = flat_params(nnx.state(model, nnx.Param))
     del model
     chosen = {rule.path: params.pop(rule.path).astype(jnp.float32) for rule in kernels}
+    jax.block_until_ready(chosen)  # until then, the stored kernels are in memory
     found = program(chosen, params, *one_sequence(target.config, prompt.ids, **prompt.media))
     layers = {rule.path: sorted({0, (rule.count or 1) // 2, (rule.count or 1) - 1}) for rule in kernels}
     return {

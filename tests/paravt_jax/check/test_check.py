@@ -8,17 +8,19 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from model_port.output_dir import GIB
 from model_port.tiny import make_tiny, tiny_config
-from model_port.weights import num_params
+from model_port.weights import num_params, rules
 from paravt_jax.check import files, gradient, logits, media, round_trip, step, weights
 from paravt_jax.check.__main__ import parser_of, target_of
 from paravt_jax.check.model import make_model
 from paravt_jax.check.page import page
 from paravt_jax.check.process import PartResult, part_of
+from paravt_jax.check.prompts import text_prompt
 from paravt_jax.check.report import NO_TORCH, Measured, StageReport, table
 from paravt_jax.check.stages import STAGES
 from paravt_jax.check.target import Target
@@ -30,11 +32,12 @@ FOUR_STAGES = ["files", "weights", "logits", "gradient"]
 
 
 def run_check(*arguments: str, deadline_s: float) -> tuple[subprocess.CompletedProcess[str], dict]:
-    """Without the eight devices of the tests."""
+    """Without the eight devices of the tests. A late check gets SIGTERM, because its stage survives its SIGKILL."""
     flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
-    command = [sys.executable, "-m", "paravt_jax.check", *arguments]
+    command = ["timeout", str(deadline_s), sys.executable, "-m", "paravt_jax.check", *arguments]
     environment = os.environ | {"XLA_FLAGS": " ".join(flags)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, cwd=ROOT, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode != 124, f"timed out after {deadline_s:g} s: {done.stderr}"
     return done, json.loads(Path(arguments[arguments.index("--json") + 1]).read_text())
 
 
@@ -212,6 +215,19 @@ def test_the_step_of_a_cold_start_keeps_the_size_of_its_rows(target):
     assert isinstance(config, SftConfig) and (config.mesh.num_devices, config.data.train) == (2, "synthetic")
     assert config.pack.row_tokens == recipe.run_config.pack.row_tokens
     assert (config.sft.num_steps, config.sft.rows_per_step) == (2, config.pack.num_rows)
+
+
+def test_the_stored_kernels_are_free_before_their_gradients_are_computed(target, monkeypatch):
+    """A conversion that still runs keeps them."""
+    rule = next(rule for rule in rules(target.config) if rule.count is not None)
+    monkeypatch.setattr(gradient, "flat_params", lambda _: {rule.path: jnp.zeros(2**26, jnp.bfloat16)})
+
+    def program(chosen, *_):
+        raise StopIteration(chosen[rule.path].is_ready())
+
+    with pytest.raises(StopIteration) as started:
+        gradient.our_gradients(program, target, text_prompt(target), [rule])
+    assert started.value.value
 
 
 @pytest.mark.nightly
