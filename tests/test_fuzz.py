@@ -172,7 +172,7 @@ def ledger_of_any_text(said, responses, question):
     assert text.count("<tool_response>") == text.count("</tool_response>") == len(responses)
     assert text.endswith("<|im_start|>assistant\n")
     assert chat.visual_ids.isdisjoint(after.tolist())
-    assert chat.ended(after) != chat.ended(ids) or len(chat.after_last_turn(ids)) == (not chat.ended(ids))
+    assert text.startswith("<|im_end|>") != chat.ended(ids)
     for whole in (ids, after):
         spans = chat.spans(whole)
         assert len(spans) == len(whole) and spans[-1][1] == len(chat.decode(whole))

@@ -241,6 +241,8 @@ def test_rewards_become_arrays():
     with_anchor = group_rewards([first, None, last], anchor_scale=0.5, config=replace(EXACT, credit="sequence"))
     np.testing.assert_allclose(with_anchor.total[[0, 2]], [first.total, last.total])
     assert with_anchor.anchor_scale == 0
+    unjudged = reward_terms([f"{THINK}<answer>B</answer>"], [], "B", "oe", RewardConfig(oe_mode="llm"), judged=None)
+    assert group_rewards([first, unjudged], anchor_scale=0.5, config=EXACT).present.tolist() == [True, False]
     missing = group_advantages(group_rewards([None, None], anchor_scale=0.5, config=EXACT), EXACT)
     assert not (missing.keep.any() or missing.sequence.any())
 
