@@ -54,13 +54,14 @@ def by_part(items: Iterable[tuple[str, Item]]) -> dict[str, list[Item]]:
     return parts
 
 
-def missing_remark(rollouts: Sequence[Rollout]) -> str | None:
-    """How many episodes are missing, with an example; None if all are there."""
+def missing_remark(rollouts: Sequence[Rollout], bound: str = "") -> str | None:
+    """How many episodes are missing, the bound if there are more, and an example; None if all are there."""
     missing = [rollout for rollout in rollouts if rollout.missing]
     if not missing:
         return None
+    more = f", more than {bound}" if bound else ""
     example = f"{missing[0].id}: {missing[0].problem}"
-    return f"{len(missing)} of {len(rollouts)} episodes are missing; for example {example}"
+    return f"{len(missing)} of {len(rollouts)} episodes are missing{more}; for example {example}"
 
 
 def deadline_remark(metrics: Mapping[str, float], turn_deadline_s: float) -> str | None:

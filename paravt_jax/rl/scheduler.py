@@ -29,6 +29,7 @@ from paravt_jax.data.sample_order import Cursor, PromptSample, SampleOrder
 from paravt_jax.learner.settings import AdvantageConfig
 from paravt_jax.rl.episodes import RolloutWorker, task_of
 from paravt_jax.rl.groups import Group, advantages_of, for_step, over_step, rewards_of
+from paravt_jax.rl.metrics import missing_remark
 from paravt_jax.run.hosts import ALONE, Hosts
 from paravt_jax.sampling.engines import MEMORY_BYTES
 from rollout.prompter import Task
@@ -255,13 +256,9 @@ class RolloutScheduler:
 
     def _check_missing(self, groups: Sequence[Group]) -> None:
         """Raises if too many episodes of a step are missing, because the step would train on noise."""
-        missing = [rollout for group in groups for rollout in group.rollouts if rollout.missing]
-        num_episodes = sum(len(group.rollouts) for group in groups)
-        if len(missing) > self._train.max_missing_frac * num_episodes:
-            raise RuntimeError(
-                f"{len(missing)} of {num_episodes} episodes are missing, more than train.max_missing_frac="
-                f"{self._train.max_missing_frac}; for example {missing[0].id}: {missing[0].problem}"
-            )
+        rollouts, max_frac = [rollout for group in groups for rollout in group.rollouts], self._train.max_missing_frac
+        if sum(rollout.missing for rollout in rollouts) > max_frac * len(rollouts):
+            raise RuntimeError(missing_remark(rollouts, f"train.max_missing_frac={max_frac}"))
 
 
 def _is_enough(pending: Sequence[PendingGroup], num_again: int, num_wanted: int) -> bool:

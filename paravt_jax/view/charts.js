@@ -3,7 +3,7 @@ const CHAR_PX = 7; // of a digit in a chart, in the widest font
 const MARKED = 40; // with more points, a running mean replaces them
 const charts = [];
 const allSteps = distinct(runs.flatMap((run) => run.figures?.steps ?? [])).sort((a, b) => a - b);
-const drawnSteps = [...allSteps, ...runs.flatMap((run) => run.figures?.validation_steps ?? [])]; // validation begins before step 1
+const drawnSteps = distinct([...allSteps, ...runs.flatMap((run) => run.figures?.validation_steps ?? [])]).sort((a, b) => a - b); // validation begins before step 1
 let selectedStep = null;
 
 const lastAtOrBefore = (steps, step) => Math.max(0, steps.findLastIndex((other) => other <= step));
@@ -126,7 +126,7 @@ class Chart {
 
   frame({ low, high, ticks }, width, height) {
     const left = Math.max(...ticks.map((tick) => this.tickText(tick, ticks).length)) * CHAR_PX + 10, right = 12, top = 6, bottom = 22;
-    const first = Math.min(...drawnSteps), last = Math.max(...drawnSteps), span = last - first || 1;
+    const first = drawnSteps[0], last = drawnSteps.at(-1), span = last - first || 1;
     const scaled = this.spec.kind === "log" ? Math.log : (value) => value;
     const x = (step) => left + ((step - first) / span) * (width - left - right);
     const y = (value) => height - bottom - ((scaled(value) - scaled(low)) / (scaled(high) - scaled(low))) * (height - top - bottom);
