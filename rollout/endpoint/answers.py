@@ -38,7 +38,7 @@ def read_completion(completion: Any, url: str, hide: Hide) -> Reply:
     is_cut_off = finish in ("length", "max_tokens")
     if not is_cut_off and finish not in STOPS:
         raise EmptyChoice(f"{url} ended a reply with finish_reason {shown(finish, hide)!r}")
-    text = joined(reasoning_of(message), _text_of(get(message, "content")))
+    text = joined(reasoning_of(message), text_of(get(message, "content")))
     if not text and not is_cut_off:
         raise EmptyChoice(f"{url} sent an empty reply")
     usage = get(completion, "usage")
@@ -62,7 +62,7 @@ def reasoning_of(message: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _text_of(content: Any) -> str:
+def text_of(content: Any) -> str:
     """Some endpoints send a list of parts."""
     if isinstance(content, list):
         return "".join(str(get(part, "text") or "") for part in content)

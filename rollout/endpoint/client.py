@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from rollout.endpoint.answers import Reply, joined, read_completion, reasoning_of
+from rollout.endpoint.answers import Reply, get, joined, read_completion, reasoning_of, text_of
 from rollout.endpoint.errors import (
     HIDDEN,
     OF_THE_SAMPLE,
@@ -288,12 +288,11 @@ class EndpointClient:
         content, reasoning, refusal, finish, usage = "", "", "", None, None
         async with await create(**request, stream=True, stream_options={"include_usage": True}) as stream:
             async for chunk in stream:
-                usage = getattr(chunk, "usage", None) or usage
-                for choice in (getattr(chunk, "choices", None) or [])[:1]:
-                    delta, finish = choice.delta, choice.finish_reason or finish
-                    refusal += getattr(delta, "refusal", None) or ""
-                    more = getattr(delta, "content", None) or ""
-                    more_reasoning = reasoning_of(delta)
+                usage, choices = get(chunk, "usage") or usage, get(chunk, "choices")
+                for choice in choices[:1] if isinstance(choices, list) else []:
+                    delta, finish = get(choice, "delta"), get(choice, "finish_reason") or finish
+                    refusal += text_of(get(delta, "refusal"))
+                    more, more_reasoning = text_of(get(delta, "content")), reasoning_of(delta)
                     if more or more_reasoning:
                         content, reasoning = content + more, reasoning + more_reasoning
                         on_text(joined(reasoning, content))
@@ -337,13 +336,13 @@ class EndpointClient:
         openai = self._openai
         try:
             async with asyncio.timeout(PROBE_DEADLINE_S):
-                page = await server.api.models.list()
-            return [str(model.id) for model in getattr(page, "data", None) or []]
+                models = get(await server.api.get("/models", cast_to=object), "data")
+            return [str(get(model, "id")) for model in models] if isinstance(models, list) else []
         except openai.APIStatusError as problem:
             if problem.status_code == 404:  # not every endpoint has a list
                 return []
             raise self._response_error(server, problem) from None
-        except (openai.APIError, TimeoutError, ValueError) as problem:
+        except (openai.APIError, TimeoutError, ValueError, RecursionError) as problem:
             raise Unreachable(self._hidden(f"{server.url} cannot be reached: {_cause(problem)}")) from None
 
     def _hidden(self, text: str) -> str:

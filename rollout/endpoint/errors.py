@@ -6,9 +6,11 @@ compatible endpoint write.
 """
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from typing import Any, ClassVar
 
@@ -124,20 +126,18 @@ def shown(text: str, hide: Hide) -> str:
 
 def retry_after_s(headers: Mapping[str, str], text: str = "") -> float | None:
     """The wait that a response asks for; None if it does not."""
-    for name, unit_s in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
-        if name in headers:
-            seconds = _seconds(headers[name], unit_s)
-            if seconds is not None:
-                return min(max(seconds, 0.0), MAX_RETRY_AFTER_S)
     delay = RETRY_DELAY.search(text)
-    return None if delay is None else _seconds(delay[1], 1.0)
+    given = [(headers.get("retry-after-ms", ""), 1e-3), (headers.get("retry-after", ""), 1.0)]
+    for value, unit_s in [*given, (delay[1] if delay else "", 1.0)]:
+        if (seconds := _seconds(value, unit_s)) is not None:
+            return min(max(seconds, 0.0), MAX_RETRY_AFTER_S)
+    return None
 
 
 def _seconds(value: str, unit_s: float) -> float | None:
-    try:
-        return float(value) * unit_s
-    except ValueError:
-        pass
+    with suppress(ValueError):
+        seconds = float(value) * unit_s
+        return None if math.isnan(seconds) else seconds
     try:
         return parsedate_to_datetime(value).timestamp() - time.time()
     except ValueError:

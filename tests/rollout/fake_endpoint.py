@@ -66,6 +66,20 @@ CHOICES: dict[str, dict[str, Any]] = {
 }
 
 
+# JSON that is neither a completion, a message of a stream nor a list of models.
+_ODD: tuple[Any, ...] = (
+    *(5, None, "x", [], [1], {}),
+    *({name: value} for name in ("choices", "data") for value in (5, "x", {"a": 1}, [5], ["x"], [None], [[]])),
+    *({"choices": [{name: value}]} for name in ("message", "delta") for value in (5, "x", [])),
+    *(
+        {"choices": [{name: {part: value} for name in ("message", "delta")}]}
+        for part in ("content", "reasoning_content", "refusal")
+        for value in (5, [5], {"a": 1})
+    ),
+)
+ODD = {f"odd {value!r}": json.dumps(value) for value in _ODD} | {"odd depth": "[" * 100_000}
+
+
 class FakeEndpoint:
     """`modes` are used up one after the other, the last one stays; "ok" replies with `say` of the request's body."""
 
@@ -115,6 +129,8 @@ class FakeEndpoint:
             return web.Response(status=404)
         if refused := self._refused(request):
             return refused
+        if self.modes[0] in ODD:
+            return web.Response(text=ODD[self.modes[0]], content_type="application/json")
         return web.json_response({"object": "list", "data": [{"id": name, "object": "model"} for name in self.models]})
 
     def _refused(self, request: web.Request) -> web.Response | None:
@@ -157,6 +173,10 @@ class FakeEndpoint:
             return web.Response(text="<html>it works</html>", content_type="text/html")
         if mode == "broken json":
             return web.Response(text='{"choices": [', content_type="application/json")
+        if mode in ODD and body.get("stream"):
+            return web.Response(text=f"data: {ODD[mode]}\n\ndata: [DONE]\n\n", content_type="text/event-stream")
+        if mode in ODD:
+            return web.Response(text=ODD[mode], content_type="application/json")
         if mode == "no choices":
             return web.json_response({"choices": [], "usage": None})
         choice: dict[str, Any] = {"message": {"role": "assistant", "content": ""}, "finish_reason": "stop"}

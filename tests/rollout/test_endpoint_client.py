@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from async_tests import asynchronous, until
-from fake_endpoint import CHOICES, ERRORS, MODEL, asking
+from fake_endpoint import CHOICES, ERRORS, MODEL, ODD, asking
 
 from rollout.endpoint import client as client_module
 from rollout.endpoint.client import EndpointClient
@@ -70,6 +70,25 @@ async def test_a_failure_has_its_reason_and_no_key_and_is_retried_if_that_can_he
         assert len(endpoint.bodies) == (client_module.MAX_ATTEMPTS if mode in RETRIED else 1)
     shown_to_the_user = "".join(traceback.format_exception(problem)) + repr(problem) + caplog.text
     assert KEY not in shown_to_the_user and KEY[:12] not in shown_to_the_user  # even if the server repeats it
+
+
+@pytest.mark.parametrize("on_text", [None, lambda text: None])
+@asking()
+async def test_an_odd_body_is_a_failure_of_the_endpoint_or_a_text(client, endpoint, monkeypatch, on_text):
+    monkeypatch.setattr(client_module, "MAX_ATTEMPTS", 1)
+    for mode in ODD:
+        endpoint.modes = [mode]
+        with suppress(EndpointError):
+            assert isinstance((await ask(client, on_text=on_text)).text, str)
+
+
+@asking()
+async def test_an_odd_list_of_models_is_a_failure_of_the_endpoint_or_has_names(client, endpoint):
+    for mode in ODD:
+        endpoint.modes = [mode]
+        await client.health()
+        with suppress(EndpointError):
+            assert all(isinstance(name, str) for name in (await client.models())[endpoint.url])
 
 
 @pytest.mark.parametrize("mode", ["500", "503", "drop", "html", "abort", "429", "408", "409", "425"])
@@ -184,6 +203,10 @@ async def test_another_server_gets_the_request_while_one_asks_to_wait(client, bu
         ({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}, "", 0.0),
         ({}, '[{"error": {"details": [{"retryDelay": "34s"}]}}]', 34.0),
         ({"retry-after": "soon"}, "", None),
+        ({"retry-after": "nan"}, "", None),  # as a wait it would be none at all
+        ({"retry-after-ms": "nan", "retry-after": "7"}, "", 7.0),
+        ({"retry-after": "inf"}, "", 86_400.0),
+        ({}, f'"retryDelay": "{"9" * 400}s"', 86_400.0),
         ({}, "slow down", None),
     ],
 )
