@@ -7,6 +7,7 @@ from typing import Any, Literal
 from rollout.endpoint.errors import ContentFiltered, EmptyChoice, Hide, Rejected, Unreachable, shown
 
 STOPS = ("stop", "eos", "end_turn", "stop_sequence", "")
+MAX_COUNT = 2**31  # tokens of a request
 FILTERS = ("content_filter", "safety", "recitation", "prohibited", "blocklist", "spii", "image_safety", "refusal")
 
 
@@ -14,7 +15,7 @@ FILTERS = ("content_filter", "safety", "recitation", "prohibited", "blocklist", 
 class Reply:
     text: str  # with the thinking, if the endpoint separates it
     finish: Literal["stop", "length"]
-    num_prompt_tokens: int  # as the endpoint reports them, 0 if it does not
+    num_prompt_tokens: int  # as the endpoint reports them, 0 if it reports none or an impossible number
     num_sampled_tokens: int
     server: str
     latency_s: float
@@ -42,8 +43,7 @@ def read_completion(completion: Any, url: str, hide: Hide) -> Reply:
     if not text and not is_cut_off:
         raise EmptyChoice(f"{url} sent an empty reply")
     usage = get(completion, "usage")
-    counts = [get(usage, name) for name in ("prompt_tokens", "completion_tokens")]
-    num_prompt, num_sampled = (count if isinstance(count, int) else 0 for count in counts)
+    num_prompt, num_sampled = (_count(get(usage, name)) for name in ("prompt_tokens", "completion_tokens"))
     return Reply(text, "length" if is_cut_off else "stop", num_prompt, num_sampled, url, 0.0)
 
 
@@ -67,6 +67,10 @@ def text_of(content: Any) -> str:
     if isinstance(content, list):
         return "".join(str(get(part, "text") or "") for part in content)
     return content if isinstance(content, str) else ""
+
+
+def _count(value: Any) -> int:
+    return value if type(value) is int and 0 <= value <= MAX_COUNT else 0
 
 
 def get(value: Any, name: str) -> Any:

@@ -15,6 +15,7 @@ from async_tests import asynchronous, until
 from fake_endpoint import CHOICES, ERRORS, MODEL, ODD, asking
 
 from rollout.endpoint import client as client_module
+from rollout.endpoint.answers import read_completion
 from rollout.endpoint.client import EndpointClient
 from rollout.endpoint.errors import EndpointError, retry_after_s, shown
 from rollout.engine.protocol import DeadlineExceeded
@@ -107,6 +108,14 @@ async def test_a_reply_has_text_finish_and_the_token_counts_of_the_endpoint(clie
     endpoint.modes = ["thinking only"]  # hidden thinking that was cut off is no failure
     reply = await ask(client)
     assert (reply.text, reply.finish) == ("", "length")
+
+
+@pytest.mark.parametrize("count", [-1, 10**400, 7.0, True, "7", None])
+def test_an_impossible_number_of_tokens_is_not_counted(count):
+    usage = {"prompt_tokens": count, "completion_tokens": count}
+    completion = {"choices": [{"message": {"content": "x"}}], "usage": usage}
+    reply = read_completion(completion, "http://a/v1", str)
+    assert (reply.num_prompt_tokens, reply.num_sampled_tokens) == (0, 0)
 
 
 @asking()
