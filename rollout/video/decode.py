@@ -111,11 +111,15 @@ def decode(
     unreached: list[int] = []
     with _open(path) as (container, stream):
         for key_tick, ticks in groups:
-            if packets := _packets_from(container, stream, key_tick):
-                for tick, frame in _frames(stream, packets, ticks):
-                    emit(tick, _to_pixels(frame, size_px, box))
-            else:
-                unreached += ticks
+            missing = list(ticks)
+            # Also from the keyframe before: after one that is only a recovery point, pictures are incomplete at first.
+            for start_tick in (key_tick, key_tick - 1):
+                if missing and (packets := _packets_from(container, stream, start_tick)):
+                    for tick, frame in _frames(stream, packets, missing[:]):
+                        emit(tick, _to_pixels(frame, size_px, box))
+                        missing.remove(tick)
+                elif start_tick == key_tick:
+                    unreached += missing
     if unreached:  # seeking fails in an AVI without index, and for WebM frames before the start
         with _open(path) as (container, stream):
             for tick, frame in _frames(stream, _packets(container, stream), sorted(unreached)):

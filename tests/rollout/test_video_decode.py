@@ -37,6 +37,7 @@ CONTAINERS = {
     "webm": dict(codec="libvpx-vp9", options={"deadline": "realtime", "cpu-used": "8"}),
     "hevc.mp4": dict(codec="libx265", options={"x265-params": "log-level=none"}),
     "open.mp4": dict(options=OPEN_GROUPS),
+    "refresh.mp4": dict(options={"x264-params": "intra-refresh=1:keyint=30:bframes=0"}),
     "one_keyframe.mp4": dict(gop_frames=1000),
     "all_keyframes.mp4": dict(gop_frames=1),
 }  # file endings, and how such a file is written
