@@ -10,6 +10,7 @@ number of workers is limited to half of the machine's memory.
 
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -97,6 +98,8 @@ class WorkerPool:
             self._add(worker_deaths=1)
             if not worker.is_up:
                 raise VideoUnavailable("the video cannot be decoded: no decoder can start") from None
+            if worker.was_killed:  # by the kernel, as memory ran out, or by hand
+                raise VideoUnavailable("the video cannot be decoded: its decoder was killed") from None
             raise VideoError("the video cannot be decoded: the decoder died over it") from None
         finally:
             self._put_back(worker)
@@ -203,6 +206,13 @@ class _Worker:
         if (left_s := deadline_at - time.monotonic()) <= 0:
             raise TimeoutError
         self.link.settimeout(left_s)
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether it has ended by SIGKILL, which no crash causes."""
+        with suppress(subprocess.TimeoutExpired):
+            return self.process.wait(KILL_S) == -signal.SIGKILL
+        return False
 
     def end(self) -> None:
         self.process.kill()
