@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from paravt_jax.config import SINGLE_TURN_MODES
 from paravt_jax.data.splits import PublicSplit
 from paravt_jax.evaluation.sample_log import SampleResult
 from paravt_jax.evaluation.statistics import interval, mean_over, pass_at
 from paravt_jax.rewards.official import OFFICIAL, STRICT
 from paravt_jax.rewards.release import RELEASE
 from paravt_jax.rl.metrics import QUANTILES, by_part
+from rollout.endpoint.errors import REASONS
 
 RIGHT = 0.5  # minimum score of a right episode, for pass@k
 SUMMED = ("num_", "calls_", "missing_")  # prefixes of counts
@@ -44,7 +46,8 @@ def certificate(
     }
     own = RELEASE if about.get("protocol") == RELEASE else STRICT
     scorers = (own,) if split is None else (own, OFFICIAL)
-    scores = {scorer: scored(split, results, counts, scorer) for scorer in scorers if complete}
+    mode = about.get("mode", "")
+    scores = {scorer: scored(split, results, counts, scorer, mode) for scorer in scorers if complete}
     by_type = by_part((result.question_type, result) for result in results)
     refused = why_refused(counts)
     return {
@@ -74,7 +77,7 @@ def why_refused(counts: Mapping[str, Any]) -> str:
 
 
 def scored(
-    split: PublicSplit | None, results: Sequence[SampleResult], counts: Mapping[str, Any], scorer: str
+    split: PublicSplit | None, results: Sequence[SampleResult], counts: Mapping[str, Any], scorer: str, mode: str
 ) -> dict[str, Any]:
     """One scorer's score with its interval, the score with missing as wrong, and every group."""
     complete = [result for result in results if not result.missing]
@@ -92,19 +95,25 @@ def scored(
         shares = {f"R@{t:g}": [float(mean >= t) for mean in means] for t in split.thresholds}
         scores |= {name: statistics.fmean(over) for name, over in shares.items()}
     if scorer == RELEASE:
-        scores["as_released"] = as_released(complete, scores)
+        scores["as_released"] = as_released(results, scores, mode)
     if (k := len(complete[0].episodes)) > 1:
         right = [sum(score >= RIGHT for score in result.scores(scorer)) for result in complete]
         scores |= {f"avg@{k}": scores["micro"], f"pass@{k}": statistics.fmean(pass_at(k, num, k) for num in right)}
     return scores
 
 
-def as_released(complete: Sequence[SampleResult], scores: Mapping[str, Any]) -> float:
-    """The release's own figure: errors are wrong, but left out of the mean IoU of temporal grounding."""
-    if complete[0].question_type != "tvg":
+def as_released(results: Sequence[SampleResult], scores: Mapping[str, Any], mode: str) -> float:
+    """The release's own figure. Errors are wrong, but left out of the mean IoU of temporal grounding.
+
+    In a dialogue with calls, a request that fails is no error for the release: it reads the error's text as the reply.
+    """
+    if results[0].question_type != "tvg":
         return scores["missing_as_wrong"]
-    scored = [result for result in complete if not result.episodes[0]["malformed"]]
-    return statistics.fmean(result.scores(RELEASE)[0] for result in scored) if scored else 0.0
+    counted = {"empty"} if mode in SINGLE_TURN_MODES else REASONS
+    complete = [result for result in results if not result.missing and not result.episodes[0]["malformed"]]
+    ious = [result.scores(RELEASE)[0] for result in complete]
+    ious += [0.0 for result in results if result.missing in counted]
+    return statistics.fmean(ious) if ious else 0.0
 
 
 def groups(results: Sequence[SampleResult], means: Sequence[float]) -> dict[str, dict[str, dict[str, float | int]]]:

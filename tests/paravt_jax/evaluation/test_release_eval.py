@@ -157,6 +157,23 @@ def test_a_failed_request_is_missing_here_and_wrong_in_the_releases_figure(copy_
     assert len(bodies) == 1 and again["headline"] == again["scores"]["release"]["as_released"] == 1
 
 
+@pytest.mark.parametrize(
+    ("mode", "failure", "released"),
+    [
+        ("agentic_general", "vllm context", 1 / 3),  # the driver takes the error's text for the reply
+        ("agentic_general", "empty", 1 / 3),
+        ("direct", "vllm context", 1),  # an error that it leaves out
+        ("direct", "empty", 1 / 3),
+    ],
+)
+def test_an_error_counts_in_the_releases_mean_iou_where_its_driver_does_not_notice_it(mode, failure, released, copy_of):
+    (say, *_) = RIGHT["charades"]
+    overrides = f"eval.mode={mode}", "eval.channel=image_url"
+    cell, _ = run("charades", copy_of("charades"), say, *overrides, modes=("ok", failure))
+    scores = cell["scores"]["release"]
+    assert (scores["score"], scores["as_released"]) == pytest.approx((1, released), abs=2e-3)
+
+
 def test_a_missing_video_is_missing_and_one_of_fewer_than_64_frames_is_asked_about_without_frames(copy_of):
     root = copy_of("longvideobench")
     (root / "videos" / "v0.mp4").unlink()
