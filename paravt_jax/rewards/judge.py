@@ -125,9 +125,10 @@ class Judge(AbstractAsyncContextManager["Judge"]):
         reply = await client.complete(
             messages, max_tokens=MAX_REPLY_TOKENS, temperature=0.0, deadline_s=ATTEMPT_DEADLINE_S
         )
-        score = read_verdict(reply.text, code)
+        is_cut_off = reply.finish == "length"  # in the middle of 0.5, the verdict would be 0
+        score = None if is_cut_off else read_verdict(reply.text, code)
         if score is None:
-            cut_off = f"; the reply was cut off at {MAX_REPLY_TOKENS} tokens" if reply.finish == "length" else ""
+            cut_off = f"; the reply was cut off at {MAX_REPLY_TOKENS} tokens" if is_cut_off else ""
             self.last_problem = f"the judge gave no verdict: {reply.text[-MAX_SHOWN_CHARS:]}{cut_off}"
         return score
 

@@ -196,6 +196,7 @@ class FakeEndpoint:
             choice["message"] |= {"content": "<answer>A</answer>", "reasoning_content": "It is red."}
         else:
             choice["message"]["content"] = self.say if isinstance(self.say, str) else self.say(body)
+            choice["finish_reason"] = "length" if mode == "cut off" else "stop"
         if body.get("stream"):
             return await self._stream(request, choice, mode)
         return web.json_response(_completion([{"index": 0} | choice]))

@@ -62,6 +62,11 @@ def test_a_reply_that_was_cut_off_is_reported(ask):
     assert scores == [None] and problem.endswith("; the reply was cut off at 9 tokens")
 
 
+def test_a_verdict_that_was_cut_off_gives_no_score(ask):
+    scores, problem, _ = ask(verdict("0"), "cut off", MAX_ATTEMPTS=1)  # of 0.5
+    assert scores == [None] and problem.endswith("the reply was cut off at 1024 tokens")
+
+
 @pytest.mark.parametrize("failure", ["500", "empty", "hung"])
 def test_a_failed_attempt_is_repeated(ask, failure):
     scores, _, server = ask(verdict("0.5"), failure, "ok", ATTEMPT_DEADLINE_S=0.5)
