@@ -124,6 +124,9 @@ class EmbeddedEngine:
             if not done.done() or done.cancelled() or done.exception() is not None:
                 await asyncio.shield(self._in_thread(lambda: self._stop(running)))
         assert completion.finish != "running"
+        if request.version is not None and (running.versions != request.version).any():  # published since
+            versions = sorted(set(running.versions.tolist()))
+            raise VersionMismatch(f"the engine sampled with versions {versions}, expected version {request.version}")
         return Generation(
             np.array(completion.ids, np.int32),
             np.array(completion.behavior_logp, np.float32),

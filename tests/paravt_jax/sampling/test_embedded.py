@@ -149,6 +149,22 @@ def test_tokens_after_a_publish_have_the_new_version(model, other, contract, cha
 
 
 @pytest.mark.slow
+def test_weights_that_arrive_before_the_last_token_are_an_error_for_a_request_of_one_version(
+    model, other, contract, chat
+):
+    async def work(engine):
+        demanding = engine.generate(request(chat, "r", seed=3, max_new_tokens=300, version=0))
+        task = asyncio.create_task(demanding)
+        while not any(engine._sampler.sampled(n) for n in list(engine._running)):
+            await asyncio.sleep(0.01)
+        await engine.publish(ModelWeights(other, np.dtype(np.float32)), 7)
+        with pytest.raises(VersionMismatch, match=r"versions \[0, 7\], expected version 0"):
+            await task
+
+    run(model, contract, work)
+
+
+@pytest.mark.slow
 def test_a_publish_right_after_the_last_token_does_not_change_its_version(model, other, contract, chat):
     async def work(engine):
         await engine.generate(request(chat, "w", max_new_tokens=8))  # compiles
