@@ -17,7 +17,7 @@ ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 THINK_END = "</think>"
 LEAD_IN = re.compile(r"Best (?:answer|option):")  # its capital is not an option
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
-RANGE = re.compile(rf"({NUMBER.pattern})\s*(?:-|–|—|\bto\b)\s*({NUMBER.pattern})")
+RANGE = re.compile(rf"(?<!\d)({NUMBER.pattern})\s*(?:-|–|—|\bto\b)\s*({NUMBER.pattern})")
 NUMBER_TOLERANCE = 0.01
 EDGES = ".,:;!?()[]'\"`*"
 

@@ -11,13 +11,13 @@ ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 LONE_LETTER = re.compile(r"\b([A-J])\b")
 NAMED_LETTER = re.compile(r"[Aa]nswer\s*(?:is|:)\s*([A-J])")
 TIME_TAG = re.compile(r"<time>([^<]+)</time>")
-# Equal to the release's expressions, but without two ways to match the same text: those take minutes for a reply of
-# two thousand zeros.
+# Equal to the release's expressions, but without two ways to match the same text, and without matches that begin inside
+# a number: those take minutes for a reply of two thousand zeros.
 NUMBER = r"\d+(?:\.\d*)?"
 DASH = r"\s*[-–—]\s*"
 CLOCK = r"(\d+):(\d+(?:\.\d+)?)"
-CLOCK_RANGE = re.compile(CLOCK + DASH + CLOCK)
-RANGE = re.compile(f"({NUMBER}){DASH}({NUMBER})")
+CLOCK_RANGE = re.compile(rf"(?<!\d){CLOCK}{DASH}{CLOCK}")
+RANGE = re.compile(rf"(?<!\d)({NUMBER}){DASH}({NUMBER})")
 START = re.compile(rf"(?:start(?:ing)?|begin(?:ning)?)(?:\s*time)?[:\s]*({NUMBER})", re.IGNORECASE)
 END = re.compile(rf"(?:end(?:ing)?|finish(?:ing)?)(?:\s*time)?[:\s]*({NUMBER})", re.IGNORECASE)
 MAX_CLOCK_S = 3600.0
