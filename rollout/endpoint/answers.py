@@ -58,15 +58,14 @@ def joined(reasoning: str, content: str) -> str:
 
 
 def reasoning_of(message: Any) -> str:
-    value = get(message, "reasoning_content") or get(message, "reasoning")
-    return value if isinstance(value, str) else ""
+    return text_of(get(message, "reasoning_content") or get(message, "reasoning"))
 
 
 def text_of(content: Any) -> str:
-    """Some endpoints send a list of parts."""
+    """Some endpoints send a list of parts. Lone surrogates are replaced, because they cannot be sent back or shown."""
     if isinstance(content, list):
-        return "".join(str(get(part, "text") or "") for part in content)
-    return content if isinstance(content, str) else ""
+        content = "".join(str(get(part, "text") or "") for part in content)
+    return content.encode(errors="replace").decode() if isinstance(content, str) else ""
 
 
 def _count(value: Any) -> int:

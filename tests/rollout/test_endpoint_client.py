@@ -133,6 +133,15 @@ def test_an_impossible_number_of_tokens_is_not_counted(count):
 
 
 @asking()
+async def test_a_reply_can_be_sent_back_whatever_characters_it_has(client, endpoint):
+    endpoint.say = "red \ud800 \0 😀"
+    texts: list[str] = []
+    reply = (await ask(client)).text
+    assert reply == "red ? \0 😀" and (await ask(client, on_text=texts.append)).text == texts[-1] == f"{reply} "
+    await client.complete([{"role": "assistant", "content": reply}], max_tokens=9, temperature=0.0, deadline_s=10.0)
+
+
+@asking()
 async def test_separated_thinking_is_put_back_before_the_reply(client, endpoint):
     endpoint.modes, texts = ["reasoning"], []
     whole, streamed = (await ask(client)).text, (await ask(client, on_text=texts.append)).text
