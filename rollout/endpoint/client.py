@@ -61,13 +61,15 @@ class _Endpoint:
     ready_s: float = 0.0  # gets no request, or probe, before this time
     down_since_s: float | None = None  # gets only probes
     failed_s: float = 0.0  # the last time that it was found to be down
+    limited: str = ""  # the last HTTP 429
     num_limited: int = 0  # HTTP 429 in a row that did not name a wait
 
-    def limit(self, retry_after_s: float | None) -> None:
+    def limit(self, problem: RateLimited) -> None:
         """Sends nothing for the time that the server asks for; if that is none, for a time that doubles."""
         backoff_s = min(BACKOFF_S * 2 ** min(self.num_limited, MAX_DOUBLINGS), MAX_BACKOFF_S)
-        self.num_limited += not retry_after_s
-        self.ready_s = max(self.ready_s, time.monotonic() + (retry_after_s or backoff_s))
+        self.limited = str(problem)
+        self.num_limited += not problem.retry_after_s
+        self.ready_s = max(self.ready_s, time.monotonic() + (problem.retry_after_s or backoff_s))
 
     def lower(self, problem: EndpointError) -> None:
         self.failed_s = time.monotonic()
@@ -219,7 +221,7 @@ class EndpointClient:
             except RateLimited as problem:
                 if problem.is_final:
                     raise
-                server.limit(problem.retry_after_s)
+                server.limit(problem)
                 call.last = problem
             except Unreachable as problem:
                 await self._note_failure(call, server, problem)
@@ -249,8 +251,9 @@ class EndpointClient:
                 return self._preferred([s for s in ready if s.url not in call.tried] or ready, call.affinity)
             if all(s.down_s > self._give_up_s and s.failed_s > call.began_s for s in self._servers):
                 raise call.last or Unreachable(f"{', '.join(self.urls)} cannot be reached")
-            if call.last is not None and up and min(server.ready_s for server in up) > call.deadline_s:
-                raise call.last
+            first = min(up, key=lambda server: server.ready_s, default=None)
+            if first is not None and first.ready_s > call.deadline_s:
+                raise call.last or RateLimited(first.limited)
             await asyncio.sleep(POLL_S)
 
     def _probe_those_down(self, now_s: float) -> None:
