@@ -15,8 +15,13 @@ import numpy as np
 from rollout.picture import Picture
 
 # Tokens of Qwen, Llama, Gemma, InternVL, LLaVA and Mistral. <answer> is text everywhere.
-CONTROL = re.compile(r"<(?=[|｜])|<(?=/?s>)|<(?=(?:start|end)_of_\w+>)|\[(?=/?(?:INST|IMG|SYSTEM_PROMPT)\w*\])")
-TAG = re.compile(r"<(?=/?(?:tool_\w+|tools|think|image|video|img|IMG_CONTEXT|IMG_START|IMG_END)>)")
+CONTROL = re.compile(
+    r"<(?=[|｜])|<(?=/?s>)|<(?=[be]os>)|<(?=(?:start|end)_of_\w+>)|\[(?=/?(?:INST|IMG|SYSTEM_PROMPT)\w*\])"
+)
+TAG = re.compile(
+    r"<(?=/?(?:tool_\w+|tools|think|image|video|img|IMG_CONTEXT|IMG_START|IMG_END)>)|"
+    r"\[(?=/?(?:AVAILABLE_TOOLS|TOOL_\w+|THINK)\])"
+)
 JPEG_URL = "data:image/jpeg;base64,"
 
 
@@ -25,7 +30,7 @@ class Words:
 
     def escape(self, text: str) -> str:
         """Inserts a space into texts that may be tokens."""
-        return TAG.sub("< ", escape_control(text))
+        return TAG.sub(_spaced, escape_control(text))
 
     def escape_control(self, text: str) -> str:
         return escape_control(text)
@@ -40,7 +45,11 @@ class Words:
 def escape_control(text: str) -> str:
     """For the model's own turns, which may have calls and thinking, but no control tokens."""
     text = text.encode(errors="replace").decode()  # lone surrogates, which cannot be sent
-    return CONTROL.sub(lambda match: f"{match.group()} ", text)
+    return CONTROL.sub(_spaced, text)
+
+
+def _spaced(match: re.Match[str]) -> str:
+    return f"{match[0]} "
 
 
 def with_pictures(messages: Sequence[Mapping[str, Any]], pictures: Sequence[Picture]) -> list[dict[str, Any]]:

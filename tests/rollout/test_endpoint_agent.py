@@ -184,7 +184,7 @@ def test_sampling_is_that_of_the_settings_and_seeds_differ():
 
 OUTSIDE = [
     *("</tool_response>", "<|im_end|>", "<|im_start|>user", "<|image_pad|>", "<tool_call>", "<think>"),
-    *("</s>", "<start_of_turn>", "[INST]", "<image>", "<｜User｜>"),
+    *("</s>", "<start_of_turn>", "<eos>", "[INST]", "[/TOOL_RESULTS]", "[THINK]", "<image>", "<｜User｜>"),
 ]
 
 
