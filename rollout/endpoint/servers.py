@@ -125,20 +125,25 @@ async def start_endpoints(
 ) -> list[str]:
     """Starts the servers, and returns their base URLs. They end with `stack`."""
     settings = [each.settled() for each in settings]  # problems of the installation come before any start
-    started = await asyncio.gather(*(_start(each, on_progress) for each in settings), return_exceptions=True)
-    servers = [server for server in started if isinstance(server, Server)]
-    keepers = [asyncio.create_task(_keep(server)) for server in servers]
+    keepers: list[asyncio.Task[None]] = []
+
+    async def start(each: Startable) -> Server:
+        server = await _start(each, on_progress)
+        keepers.append(asyncio.create_task(_keep(server)))
+        return server
 
     async def stop() -> None:
+        await asyncio.sleep(0)  # a task that is cancelled before it runs would not stop its server
         for keeper in keepers:
             keeper.cancel()
         await asyncio.gather(*keepers, return_exceptions=True)
 
     stack.push_async_callback(stop)
+    started = await asyncio.gather(*map(start, settings), return_exceptions=True)
     for problem in started:
         if isinstance(problem, BaseException):
             raise problem
-    return [f"{server.url}/v1" for server in servers]
+    return [f"{server.url}/v1" for server in started if isinstance(server, Server)]
 
 
 async def _start(settings: Startable, on_progress: Callable[[str], None]) -> Server:

@@ -108,3 +108,24 @@ async def test_a_server_that_cannot_start_says_its_last_lines(vllm):
     with pytest.raises(RuntimeError, match=r"exit code 3 before it was ready; its last lines:\n  \| no such model"):
         async with AsyncExitStack() as stack:
             await start_endpoints(settings_of("vllm"), stack, lambda line: None)
+
+
+@pytest.mark.parametrize("end", ["failure", "cancellation"])
+@asynchronous
+async def test_servers_that_are_ready_end_if_another_one_does_not_start(vllm, monkeypatch, end):
+    start, ready, this = servers._start, [], asyncio.current_task()
+
+    async def start_one(settings, on_progress):
+        if settings.gpus == ("1",):
+            await until(lambda: ready, 20)
+            assert end == "failure" or this.cancel()
+            await asyncio.sleep(0.1)
+            raise RuntimeError("no such GPU")
+        ready.append(await start(settings, on_progress))
+        return ready[0]
+
+    monkeypatch.setattr(servers, "_start", start_one)
+    with pytest.raises((RuntimeError, asyncio.CancelledError)):
+        async with AsyncExitStack() as stack:
+            await start_endpoints(settings_of("vllm", gpus=[("0",), ("1",)]), stack, lambda line: None)
+    assert not ready[0].running
