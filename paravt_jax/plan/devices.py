@@ -76,15 +76,17 @@ class DeviceSpec:
         """Sustained rates with activations of this dtype; None without a data sheet."""
         if self.peak_tflops is None or self.memory_tb_per_s is None or self.link_gb_per_s is None:
             return None
-        # By default, float32 products use TF32 on a GPU and bfloat16 on a TPU.
-        peak_flops = 1e12 * self.peak_tflops / (2 if dtype == "float32" and self.platform == "gpu" else 1)
         return Rates(
-            PEAK_FRAC * peak_flops,
+            PEAK_FRAC * 1e12 * self.peak_tflops * self.peak_frac(dtype),
             MEMORY_FRAC * 1e12 * self.memory_tb_per_s,
             LINK_FRAC * 1e9 * self.link_gb_per_s,
             LINK_FRAC * 1e9 * self.network_gb_per_s,
             self.links,
         )
+
+    def peak_frac(self, dtype: str) -> float:
+        """Of the peak in bfloat16. By default, float32 products use TF32 on a GPU and bfloat16 on a TPU."""
+        return 0.5 if dtype == "float32" and self.platform == "gpu" else 1.0
 
     @property
     def host_devices(self) -> int:

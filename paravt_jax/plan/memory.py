@@ -159,6 +159,11 @@ def sampling_tensor_on(local: MeshConfig, model: ModelConfig) -> int:
     return sampling_tensor(param_shapes(model), asdict(local))
 
 
+def samples_own(mesh: MeshConfig, local: MeshConfig, tensor: int) -> bool:
+    """Whether the sampler reads the learner's own arrays: on one host, and over the same devices (LocalCopy)."""
+    return mesh == local == MeshConfig(local.num_devices // tensor, 1, tensor)
+
+
 def share_of(update: PlannedUpdate, model: ModelConfig, batch: BatchShape, platform: str) -> "Share":
     return Share(update, model, batch, _local(model, update.mesh.tensor), platform)
 
@@ -275,7 +280,7 @@ class Share:
     def copied_bytes(self, sampler: SamplerShape) -> int:
         """Bytes of the weights to sample from, unless they are the learner's own."""
         tensor = sampling_tensor_on(sampler.local, self.model)
-        if self.update.mesh != MeshConfig(1, 1, tensor):
+        if not samples_own(self.update.mesh, sampler.local, tensor):
             return self.item_bytes * values_on(MeshConfig(1, 1, tensor), self.model)
         return self.item_bytes * (self.num_trainable if self.adapted else self.num_params) * sampler.beside_update
 

@@ -12,16 +12,18 @@ from pathlib import Path
 
 from model_port.config import FAMILIES, PRESETS, ModelConfig, preset, read_config
 from model_port.layout import hf_files_of
+from model_port.text import LONG_ROW_TOKENS
 from model_port.tiny import tiny_config
 from paravt_jax.config import TINY, MeshConfig
 from paravt_jax.learner.batch_shape import BatchShape
 from paravt_jax.learner.packing import TOKEN_STEP
-from paravt_jax.plan.devices import DEVICES, LINK_FRAC, MEMORY_FRAC, PEAK_FRAC, DeviceSpec
+from paravt_jax.plan.devices import DEVICES, GIB, LINK_FRAC, MEMORY_FRAC, PEAK_FRAC, DeviceSpec
 from paravt_jax.plan.hosts import HostPart, host_part
 from paravt_jax.plan.memory import Memory, param_shapes
 from paravt_jax.plan.remat import largest, planned_memory, remat_line, with_remat
 from paravt_jax.plan.roofline import StepSeconds, batch_works, step_seconds
 from paravt_jax.plan.run import PlannedRl, PlannedRun, PlannedSft
+from paravt_jax.plan.step_parts import server_devices, weight_bytes
 from paravt_jax.plan.step_rates import PUBLISHED, RateRange
 from paravt_jax.plan.step_time import StepTime, step_time
 from paravt_jax.plan.workload import (
@@ -35,9 +37,9 @@ from paravt_jax.plan.workload import (
     layer_params,
 )
 from paravt_jax.run.process import RESERVE_FRAC
+from rollout.server import ServerSettings
 
 MAX_DEVICES = 1024  # largest mesh to suggest
-MAX_ROWS_PER_PART = 64  # search limit
 
 
 @dataclass(frozen=True)
@@ -154,15 +156,24 @@ def update_seconds(update: PlannedUpdate, model: ModelConfig, device: DeviceSpec
 def fit_of(run: PlannedRun, memory: Memory, device: DeviceSpec) -> Fit:
     if device.memory_gib is None:
         return Fit(None, 0, 0, ())
-    max_tokens = max(run.pack.row_tokens, run.model.text.max_positions)
-    row_tokens = TOKEN_STEP * largest(
-        lambda n: _fits(run.resized(row_tokens=n * TOKEN_STEP), device), max_tokens // TOKEN_STEP
-    )
-    num_rows = run.num_parts * largest(
-        lambda n: _fits(run.resized(num_rows=n * run.num_parts), device), MAX_ROWS_PER_PART
-    )
+    row_tokens, num_rows = _largest_row_tokens(run, device), run.num_parts * _largest_rows(run, device)
     fits = memory.peak_bytes <= device.usable_bytes
     return Fit(fits, row_tokens, num_rows, () if fits else tuple(_advice(run, device, row_tokens)))
+
+
+def _largest_row_tokens(run: PlannedRun, device: DeviceSpec) -> int:
+    def fits(number: int) -> bool:
+        return _fits(run.resized(row_tokens=number * TOKEN_STEP), device)
+
+    most, long = max(run.pack.row_tokens, run.model.text.max_positions) // TOKEN_STEP, LONG_ROW_TOKENS // TOKEN_STEP + 1
+    # Long rows are split over tensor between products: the shortest of them may fit though shorter rows do not.
+    return TOKEN_STEP * (largest(fits, most, long) if most >= long and fits(long) else largest(fits, min(most, long)))
+
+
+def _largest_rows(run: PlannedRun, device: DeviceSpec) -> int:
+    """Of each part. A token takes more than a byte."""
+    most = int(device.usable_bytes) // run.pack.row_tokens
+    return largest(lambda number: _fits(run.resized(num_rows=number * run.num_parts), device), most)
 
 
 def _advice(run: PlannedRun, device: DeviceSpec, row_tokens: int) -> Iterator[str]:
@@ -223,7 +234,7 @@ def _fits(run: PlannedRun, device: DeviceSpec) -> bool:
 
 
 def _assumptions(run: PlannedRl | PlannedSft, device: DeviceSpec) -> Iterator[str]:
-    yield from _assumed_of_rl(run) if isinstance(run, PlannedRl) else _assumed_of_sft(run)
+    yield from _assumed_of_rl(run, device) if isinstance(run, PlannedRl) else _assumed_of_sft(run)
     if device.memory_gib is not None:
         yield (
             f"{1 - RESERVE_FRAC:.0%} of the memory is usable; the rest is reserved for layouts, collectives, "
@@ -232,8 +243,16 @@ def _assumptions(run: PlannedRl | PlannedSft, device: DeviceSpec) -> Iterator[st
     yield from assumed_of_seconds(device, run.update.policy.dtype, run.num_devices)
 
 
-def _assumed_of_rl(run: PlannedRl) -> Iterator[str]:
+def _assumed_of_rl(run: PlannedRl, device: DeviceSpec) -> Iterator[str]:
     work = run.work
+    if run.engine.kind != "jax" and device.memory_gib is not None:
+        num_devices = server_devices(run.engine, run.model, device)
+        needed, usable = weight_bytes(run.model), num_devices * ServerSettings.memory_frac * device.memory_gib * GIB
+        if needed > usable:
+            yield (
+                f"a server on {num_devices} x {device.name} has no room for the model, which takes "
+                f"{needed / GIB:.1f} of {usable / GIB:.1f} GiB; raise the number of engine.gpus for each server"
+            )
     source = "mean of video.frame_budgets" if run.video.frame_budgets else "video.overview_frames"
     yield (
         f"a prompt has {work.frames:.1f} frames ({source}) of {work.frame_tokens} tokens (video.max_pixels, timestamp) "

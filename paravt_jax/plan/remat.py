@@ -72,9 +72,9 @@ def _with_lighter_layers(run: AnyRun, device: DeviceSpec) -> AnyRun:
     return lighter(largest(lambda number: _leaves_margin(lighter(number), device), run.model.text.num_layers - 1))
 
 
-def largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest number up to `most` that fits, if smaller numbers always fit too; 0 if none fits."""
-    low, high = 0, most + 1
+def largest(fits: Callable[[int], bool], most: int, low: int = 0) -> int:
+    """The largest number up to `most` that fits, if all between it and `low` fit too; `low` if none fits."""
+    high = most + 1
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

@@ -7,6 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+import jax.numpy as jnp
+
 from model_port.config import ModelConfig
 from model_port.sampler.sampler import chunk_tokens
 from model_port.sharding import sampling_tensor
@@ -14,7 +16,7 @@ from paravt_jax.config import EngineConfig, MeshConfig
 from paravt_jax.plan.collectives import Collective
 from paravt_jax.plan.devices import GIB, DeviceSpec
 from paravt_jax.plan.hosts import mesh_of_host
-from paravt_jax.plan.memory import FLOAT32_BYTES, param_shapes, values_on
+from paravt_jax.plan.memory import FLOAT32_BYTES, param_shapes, samples_own, values_on
 from paravt_jax.plan.run import PlannedRl
 from paravt_jax.plan.step_rates import StepRates
 from paravt_jax.plan.workload import (
@@ -64,6 +66,15 @@ class StepParts:
         return self.run.engine.kind != "jax"
 
     @property
+    def dtype(self) -> str:
+        """Of the sampler's weights and cache."""
+        return "bfloat16" if self.on_servers else self.run.update.policy.dtype
+
+    @property
+    def item_bytes(self) -> int:
+        return jnp.dtype(self.dtype).itemsize
+
+    @property
     def later_turns(self) -> float:
         """Turns of all main agents after a turn with calls."""
         most = min(self.rates.turns - 1, self.run.rollout.tool_turns)
@@ -77,16 +88,16 @@ class StepParts:
 
     @property
     def row_bytes(self) -> int:
-        return (self.work.prompt_tokens + self.work.response_tokens) * cached_bytes(self.run.model)
+        return (self.work.prompt_tokens + self.work.response_tokens) * cached_bytes(self.run.model, self.item_bytes)
 
     def seconds(self, update_s: float) -> Mapping[str, float]:
         """Seconds of every part, each as if it ran alone."""
-        work, rates, run, sampler, peak_tflops = self.work, self.rates, self.run, self.sampler, self.device.peak_tflops
-        assert peak_tflops is not None
-        groups = -(-work.num_groups // run.num_hosts(self.device))
+        work, rates, run, sampler, device = self.work, self.rates, self.run, self.sampler, self.device
+        assert device.peak_tflops is not None
+        groups = -(-work.num_groups // run.num_hosts(device))
         share = 1 / sampler.replicas if self.overlaps else -(-work.num_groups // sampler.replicas) / work.num_groups
         frames = work.num_groups * work.frames + work.num_calls * work.call_frames
-        flops_per_s = sampler.devices * rates.matmul_frac * 1e12 * peak_tflops
+        flops_per_s = sampler.devices * rates.matmul_frac * 1e12 * device.peak_tflops * device.peak_frac(self.dtype)
         return {
             "frames on CPUs": groups * rates.overview_s / (run.video.num_workers or MAX_WORKERS),
             "pictures on servers' CPUs": share * rates.picture_s * self.pictures if self.on_servers else 0.0,
@@ -107,12 +118,15 @@ class StepParts:
             room = devices * ServerSettings.memory_frac * device.memory_gib * GIB - weight_bytes(model)
             rows = min(MAX_RUNNING, room // self.row_bytes)
             return Samplers(num_servers(run.engine, hosts), devices, rows, 1.0)
-        devices = sampling_tensor(param_shapes(model), asdict(mesh_of_host(run.update.mesh, hosts)))
+        local, adapted = mesh_of_host(run.update.mesh, hosts), run.update.lora.rank > 0
+        devices = sampling_tensor(param_shapes(model), asdict(local))
         sizes = run.engine.sampler_sizes(run.rollout.max_context_tokens, hosts)
-        rows = min(sizes["max_rows"], sizes["cache_tokens"] * cached_bytes(model) / self.row_bytes)
-        own = run.update.mesh == MeshConfig(1, 1, devices) and not run.train.max_staleness
-        stacked = device.platform == "gpu" and run.update.lora.rank > 0  # also in a copy of frozen weights
+        rows = min(sizes["max_rows"], sizes["cache_tokens"] * cached_bytes(model, self.item_bytes) / self.row_bytes)
+        own = samples_own(run.update.mesh, local, devices) and not run.train.max_staleness
+        stacked = device.platform == "gpu" and adapted  # also in a copy of frozen weights
         passes = self.rates.weight_passes if own or stacked else self.rates.copy_passes
+        if own and not adapted:  # float32 masters, which it casts
+            passes += FLOAT32_BYTES / self.item_bytes - 1
         return Samplers(hosts, devices, rows, passes)
 
     def decode_s(self, share: float) -> float:
@@ -128,7 +142,8 @@ class StepParts:
     @property
     def weights_s(self) -> float:
         """The weights' way through memory, for a token of all rows or a chunk of a prompt."""
-        return self.sampler.weight_passes * decoded_bytes(self.run.model) / self.sampler_bytes_per_s
+        num_bytes = decoded_bytes(self.run.model, self.item_bytes)
+        return self.sampler.weight_passes * num_bytes / self.sampler_bytes_per_s
 
     @property
     def sampler_bytes_per_s(self) -> float:
@@ -143,11 +158,11 @@ class StepParts:
         """
         work, num_chunk = self.work, chunk_tokens(self.device.platform)
         chunk_s = self.hops_s(num_chunk) + (0.0 if self.on_servers else self.weights_s)
-        together = 0 if self.on_servers else num_chunk
+        together, step = (0, 1) if self.on_servers else (num_chunk, num_chunk)
         prefills = (
-            (work.num_groups, work.prompt_tokens),
-            (self.later_turns, work.response_tokens + (0 if self.on_servers else num_chunk)),
-            (work.num_calls, work.call_prompt_tokens),
+            (work.num_groups, -(-work.prompt_tokens // step) * step),
+            (self.later_turns, work.response_tokens + together),
+            (work.num_calls, -(-work.call_prompt_tokens // step) * step),
         )
         return sum(
             count * length * (token_flops(self.run.model, length, together) / flops_per_s + chunk_s / num_chunk)
@@ -159,7 +174,7 @@ class StepParts:
         text, devices = self.run.model.text, self.sampler.devices
         rates = self.device.rates("bfloat16")
         assert rates is not None
-        moved = Collective("all-reduce", round(tokens * text.width * BF16_BYTES), devices)
+        moved = Collective("all-reduce", round(tokens * text.width * self.item_bytes), devices)
         return (2 * text.num_layers + 1) * (self.rates.hop_s * (devices > 1) + moved.seconds(rates))
 
 

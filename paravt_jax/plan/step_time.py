@@ -57,8 +57,16 @@ def step_time(
         return worst_s - best_s
 
     low, high = parts(rates.low, overlaps=True), parts(rates.high)
-    rollout_s = max(sum(low[name] for name in ON_DEVICES), low["frames on CPUs"], low["pictures on servers' CPUs"])
-    step_s = max(rollout_s, low["update"]) if run.train.steps_ahead else rollout_s + low["update"]
+    sampler_s, cpus_s = (
+        sum(low[name] for name in ON_DEVICES),
+        max(low["frames on CPUs"], low["pictures on servers' CPUs"]),
+    )
+    if not run.train.steps_ahead:
+        step_s = max(sampler_s, cpus_s) + low["update"]
+    elif run.engine.kind == "jax":  # on the update's devices
+        step_s = max(sampler_s + low["update"], cpus_s)
+    else:
+        step_s = max(sampler_s, cpus_s, low["update"])
     changes = {name: change(name) for name in StepRates._fields}
     most = sorted((name for name in changes if changes[name] > 0), key=lambda name: -changes[name])[:2]
     return StepTime(

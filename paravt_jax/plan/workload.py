@@ -258,14 +258,14 @@ def expert_rows(text: TextConfig, num_tokens: int) -> int:
     return math.prod(block_shape(num_tokens, text.num_experts, text.token_experts)) if text.num_experts else 0
 
 
-def decoded_bytes(model: ModelConfig) -> int:
+def decoded_bytes(model: ModelConfig, item_bytes: int = BF16_BYTES) -> int:
     """Bytes of the weights that a decode step reads."""
-    return BF16_BYTES * (layer_params(model) + model.text.vocab_size * model.text.width)
+    return item_bytes * (layer_params(model) + model.text.vocab_size * model.text.width)
 
 
-def cached_bytes(model: ModelConfig) -> int:
+def cached_bytes(model: ModelConfig, item_bytes: int = BF16_BYTES) -> int:
     """Bytes of a token's keys and values."""
-    return 2 * BF16_BYTES * model.text.num_layers * model.text.num_kv_heads * model.text.head_dim
+    return 2 * item_bytes * model.text.num_layers * model.text.num_kv_heads * model.text.head_dim
 
 
 def adapter_params(rank: int, model: ModelConfig) -> int:

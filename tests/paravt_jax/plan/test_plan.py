@@ -348,6 +348,23 @@ def test_the_largest_row_fits_and_a_longer_one_does_not():
     assert largest > 8192 and plan(largest).fit.fits and not plan(largest + 128).fit.fits
 
 
+def test_long_rows_that_fit_are_found_though_shorter_ones_do_not():
+    """Rows above 32,768 tokens are split over tensor between products, so they take less memory than these."""
+    run = PlannedRl.of(config_of((1, 1, 8), rows=1, row_tokens=32768, dtype="bfloat16"), EIGHT_B)
+    short, long = (planned_memory(run.resized(row_tokens=n), H100).peak_bytes for n in (32768, 36864))
+    assert long < short
+    plan = make_plan(run, replace(H100, memory_gib=1.01 * long / H100.usable_bytes * H100.memory_gib))
+    assert not plan.fit.fits and plan.fit.row_tokens >= 36864
+    assert any(line.startswith(f"pack.row_tokens={plan.fit.row_tokens};") for line in plan.fit.advice)
+
+
+def test_the_largest_number_of_rows_fits_and_more_do_not():
+    run = PlannedRl.of(config_of((1, 2, 1), rows=1, row_tokens=128, dtype="bfloat16"), MID)
+    plan = make_plan(run, H100)
+    peaks = [planned_memory(run.resized(num_rows=plan.fit.num_rows + more), H100).peak_bytes for more in (0, 2)]
+    assert plan.fit.num_rows > 2 * 64 and peaks[0] <= H100.usable_bytes < peaks[1]
+
+
 @pytest.mark.slow
 def test_less_recomputation_a_reference_and_larger_batches_need_more_memory():
     def peak(**changed) -> int:

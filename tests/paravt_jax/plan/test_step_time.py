@@ -10,10 +10,12 @@ from paravt_jax import train
 from paravt_jax.config import EngineConfig, load_config
 from paravt_jax.plan.devices import DEVICES
 from paravt_jax.plan.plan import make_plan, model_config
+from paravt_jax.plan.remat import planned_memory
 from paravt_jax.plan.run import PlannedRl
 from paravt_jax.plan.step_parts import Samplers, StepParts, server_devices
 from paravt_jax.plan.step_rates import PUBLISHED, TEXTS, RateRange, StepRates
 from paravt_jax.plan.step_time import StepTime, step_time
+from paravt_jax.plan.workload import token_flops
 
 H100, LOW, HIGH = DEVICES["h100"], *PUBLISHED
 
@@ -147,7 +149,49 @@ def test_the_sampler_reads_stacked_weights_where_it_has_no_copy_of_each_layer():
         )
     ]
     copied, own = HIGH.copy_passes, HIGH.weight_passes
-    assert worst == [copied, own, copied, own, own]
+    assert worst == [copied, own + 1, copied, own, own]  # float32 masters are read twice as long
+
+
+def test_float32_masters_take_a_pass_more_than_weights_in_the_activations_dtype():
+    """The sampler reads 4 bytes of each and casts them, unless they are frozen or it computes in float32."""
+    for end in PUBLISHED:
+        passes = {
+            name: StepParts(run_of(name), H100, end).sampler.weight_passes for name in ("4b_1x80gb", "8b_lora_1x80gb")
+        }
+        assert passes == {"4b_1x80gb": end.weight_passes + 1, "8b_lora_1x80gb": end.weight_passes}
+    assert samplers_of(run_of("4b_1x80gb", "model.dtype=float32")).weight_passes == LOW.weight_passes
+
+
+def test_replicas_without_fsdp_sample_from_the_learners_arrays():
+    """Qwen2.5-VL 7B has four key/value heads, so eight devices of a host have two copies of its weights."""
+    name, mesh = "contrast/qwen25vl_7b_paragrpo", ("mesh.data=2", "mesh.fsdp=1", "mesh.tensor=4", "pack.num_rows=2")
+    run = run_of(name, *mesh, "engine.kind=jax", "engine.urls=[]", "train.max_staleness=0")
+    sampler = StepParts(run, H100, HIGH).sampler
+    assert (sampler.devices, sampler.weight_passes) == (4, HIGH.weight_passes + 1)
+    assert "copy for sampling" not in planned_memory(run, H100).resident
+
+
+@pytest.mark.slow
+def test_an_embedded_sampler_in_float32_moves_twice_the_bytes():
+    rates = RateRange(*(end._replace(calls=0.0, hop_s=0.0) for end in PUBLISHED))
+    cache = "engine.cache_tokens=524288"
+    for name in ("decode", "prefill"):
+        half, whole = (
+            StepParts(run_of("8b_8x80gb_embedded", cache, f"model.dtype={dtype}"), H100, rates.low).seconds(1.0)[name]
+            for dtype in ("bfloat16", "float32")
+        )
+        assert whole == pytest.approx(2 * half, rel=0.01), name
+
+
+@pytest.mark.slow
+def test_the_embedded_sampler_prefills_whole_chunks():
+    """Seven prompts of 1,988 tokens and 56 calls of 1,460 take two chunks of 1,024 each."""
+    rates = RateRange(*(end._replace(calls=1.0, turns=1.0) for end in PUBLISHED))
+    run = run_of("8b_lora_1x80gb")
+    parts = StepParts(run, H100, rates.low)
+    num_tokens = (7 + 56) * 2048
+    chunk_s = parts.weights_s / 1024
+    assert parts.prefill_s(1e15) == pytest.approx(num_tokens * (token_flops(run.model, 2048, 1024) / 1e15 + chunk_s))
 
 
 @pytest.mark.slow
@@ -161,6 +205,21 @@ def test_staleness_overlaps_rollouts_with_the_update_at_the_low_end_only():
     ahead, waited = step_of("8b_8x80gb"), step_of("8b_8x80gb", "train.max_staleness=0")
     assert waited.seconds.low == pytest.approx(ahead.seconds.low + ahead.parts["update"].low)
     assert waited.seconds.high == ahead.seconds.high == pytest.approx(sum(part.high for part in ahead.parts.values()))
+
+
+def test_an_embedded_engine_and_the_update_share_their_devices():
+    """They alternate on them even if rollouts run ahead; only decoding of videos can overlap."""
+    ahead = step_of("8b_8x80gb_embedded", "train.max_staleness=1", "video.num_workers=64")
+    on_devices = sum(ahead.parts[name].low for name in ("vision tower", "prefill", "decode", "update"))
+    assert ahead.seconds.low == max(on_devices, ahead.parts["frames on CPUs"].low)
+
+
+def test_servers_without_room_for_the_model_are_named():
+    settings = ("model.path=32b", "mesh.fsdp=4")
+    assumed = make_plan(run_of("8b_8x80gb", *settings), DEVICES["a100-40"]).assumptions
+    named = [line for line in assumed if line.startswith("a server on 1 x a100-40 has no room for the model")]
+    assert len(named) == 1 and "62.1 of 31.5 GiB" in named[0]
+    assert not any("no room" in line for line in make_plan(run_of("8b_8x80gb"), H100).assumptions)
 
 
 def test_the_embedded_engine_has_no_publish_part():

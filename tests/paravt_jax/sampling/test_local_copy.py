@@ -49,6 +49,16 @@ def test_a_copy_is_made_only_if_weights_change_or_move(tiny_hf):
     assert {leaf.dtype for leaf in jax.tree.leaves(LocalCopy(model, mesh).of(model))} == {jnp.dtype("bfloat16")}
 
 
+def test_replicas_over_data_alone_sample_from_the_learners_arrays(tiny_hf):
+    mesh = make_mesh(data=2, tensor=2)
+    model = model_port.load(tiny_hf, mesh=mesh)
+    copy = LocalCopy(model, mesh)
+    assert copy.mesh == mesh and copy.mesh.shape["tensor"] == 2
+    assert all(
+        own is array for own, array in zip(*(jax.tree.leaves(each) for each in (copy.of(model), model)), strict=True)
+    )
+
+
 def test_the_base_of_an_adapter_is_copied_once(tiny_hf):
     mesh = make_mesh(fsdp=4, tensor=2)
     model, lora = model_port.load(tiny_hf, mesh=mesh), LoraConfig(rank=4)
