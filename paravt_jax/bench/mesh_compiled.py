@@ -1,7 +1,6 @@
 """An update on every mesh of other devices, compiled ahead of time: memory, estimated time and price."""
 
 import argparse
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -27,8 +26,6 @@ def estimated_meshes(args: argparse.Namespace) -> dict[str, Any]:
     target = topology(args.topology)
     run = benched_run(args).calibrated_on(target.device)
     learner = target.without_gpus(run.server_gpus)
-    if run.server_gpus:
-        run = replace(run, host_devices=len(learner) // target.num_hosts)
     remarks = [*run.remarks, *servers_remark(run.server_gpus, len(learner))]
     everything = None if args.plan_only else target.devices()
     devices = None if everything is None else [everything[number] for number in learner]

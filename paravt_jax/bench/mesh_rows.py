@@ -39,7 +39,6 @@ class BenchedRun:
     args: argparse.Namespace
     config: Config | SftConfig | None  # of the file
     rates: RateRange = PUBLISHED  # of a step
-    host_devices: int = 0  # the learner's, on each host; 0: the config's, or the usual number
 
     @property
     def dtype(self) -> str:
@@ -75,8 +74,7 @@ class BenchedRun:
             config = config_of(shape, rows=args.rows, row_tokens=args.row_tokens, dtype=args.dtype, remat=args.remat)
             run = PlannedRl.of(config, self.model).on_device(device)
             return run, full_step(run.largest_batch())
-        run = planned_run(self.config, self.model).on_mesh(MeshConfig(*shape))
-        run = run.with_update(host_devices=run.update.host_devices or self.host_devices).on_device(device)
+        run = planned_run(self.config, self.model).on_mesh(MeshConfig(*shape)).on_device(device)
         return run, run.typical_step()
 
 

@@ -462,6 +462,14 @@ class Config(TrainingConfig):
         self.rollout.check_samples()
         super().__post_init__()
 
+    @property
+    def step_frames(self) -> int:
+        """The most frames that the dialogues of a step have."""
+        train, rollout = self.train, self.rollout
+        call_frames = rollout.max_calls * rollout.subagent_max_frames * train.subagent_loss
+        frames = self.video.most_frames + train.group_size * (call_frames + rollout.shown_pictures)
+        return train.prompts_per_step * frames
+
     def _contradictions(self) -> Iterable[str]:
         yield from super()._contradictions()
         yield from _lone_judge(self.reward, self.judge)

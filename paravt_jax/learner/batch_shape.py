@@ -33,7 +33,7 @@ class BatchShape:
 
 
 def batch_of(shape: PackShape, num_hosts: int = 1) -> BatchShape:
-    """The batch that `one_shape` gives all hosts together."""
+    """The batch that `largest_shape` gives all hosts together."""
     num_parts = num_hosts * shape.num_parts
     return BatchShape(
         num_rows=num_hosts * shape.num_rows,

@@ -35,7 +35,7 @@ from model_port.inputs import (
 TOKEN_STEP = 128  # granularity of a row's tokens, for small sizes
 SIZES_PER_DOUBLING = 8  # row lengths to choose from, per doubling
 FRAME_ROW_STEP = 4  # rows of patches are this many, doubled until all frames fit
-FRAME_TOKENS = 4  # the fewest tokens of a frame: its time, its start, a merged patch, its end
+FRAME_TEXT_TOKENS = 3  # of a frame, at least: its time, its start, its end
 MAX_HALVINGS = 3  # a row's scored tokens are its tokens, halved up to this many times
 BATCH_TOKENS = 256  # tokens that take about as long as reading all weights, which every batch does
 
@@ -111,11 +111,17 @@ class PackShape:
     min_frame_rows: int = 0  # every part has at least this many rows of patches
 
 
-def one_shape(num_rows: int, row_tokens: int, row_patches: int, num_parts: int, max_frames: int) -> PackShape:
-    """The shape that all batches fit into, if they have at most `max_frames` frames."""
-    most_frames = min(max_frames, num_rows // num_parts * row_tokens // FRAME_TOKENS)
-    frame_rows = stepped(most_frames, FRAME_ROW_STEP, 1)
-    return PackShape(num_rows, row_tokens, row_patches, num_parts, row_tokens, frame_rows)
+def largest_shape(
+    num_rows: int, row_tokens: int, row_patches: int, merge_unit: int, num_parts: int, max_frames: int
+) -> PackShape:
+    """The shape for all batches with at most `max_frames` frames: all may be in the same part, as far as they fit.
+
+    Frames of fewer patches share a row of patches.
+    """
+    frame_tokens = row_patches // merge_unit + FRAME_TEXT_TOKENS
+    frame_rows = min(max_frames, num_rows // num_parts * row_tokens // frame_tokens)
+    min_frame_rows = stepped(frame_rows, FRAME_ROW_STEP, 1)
+    return PackShape(num_rows, row_tokens, row_patches, num_parts, row_tokens, min_frame_rows)
 
 
 @dataclass(frozen=True)

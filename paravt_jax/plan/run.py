@@ -19,8 +19,8 @@ from paravt_jax.config import (
     TrainConfig,
     VideoConfig,
 )
-from paravt_jax.learner.batch_shape import BatchShape
-from paravt_jax.learner.packing import FRAME_ROW_STEP, halved, stepped
+from paravt_jax.learner.batch_shape import BatchShape, batch_of
+from paravt_jax.learner.packing import FRAME_ROW_STEP, halved, largest_shape, stepped
 from paravt_jax.plan.devices import DeviceSpec
 from paravt_jax.plan.workload import (
     PROMPT_TEXT_TOKENS,
@@ -54,15 +54,9 @@ class PlannedRun(ABC):
     def needed_row_tokens(self) -> int:
         """The shortest rows that hold every sequence."""
 
-    @property
     @abstractmethod
-    def max_frames(self) -> int:
-        """Frames in the largest batch if its rows are long enough."""
-
-    @property
-    @abstractmethod
-    def max_row_actions(self) -> int:
-        """Scored tokens per row if rows are long enough."""
+    def largest_batch(self) -> BatchShape:
+        """The largest batch that the settings allow."""
 
     @property
     def num_devices(self) -> int:
@@ -71,9 +65,15 @@ class PlannedRun(ABC):
     def num_hosts(self, device: DeviceSpec) -> int:
         return self.on_device(device).update.num_hosts
 
+    @property
+    def num_server_gpus(self) -> int:
+        """GPUs that the learner leaves to servers on each of its hosts."""
+        return 0
+
     def on_device(self, device: DeviceSpec) -> Self:
         """The run with the usual number of these devices on each host, if the config has no number of hosts."""
-        return self.with_update(host_devices=self.update.host_devices or device.host_devices)
+        usual = max(0, device.host_devices - self.num_server_gpus)
+        return self.with_update(host_devices=self.update.host_devices or usual)
 
     @property
     def num_parts(self) -> int:
@@ -87,27 +87,6 @@ class PlannedRun(ABC):
     def row_patches(self) -> int:
         """Of a frame."""
         return row_patches(self.video.max_pixels, self.model.vision)
-
-    @property
-    def row_frames(self) -> int:
-        """Frames of an overview in a row of patches of the update."""
-        return 1
-
-    def largest_batch(self) -> BatchShape:
-        """The largest batch that the settings allow."""
-        room = max(1, self.pack.num_rows * self.pack.row_tokens // self.frame_tokens)
-        return BatchShape(
-            num_rows=self.pack.num_rows,
-            row_tokens=self.pack.row_tokens,
-            row_actions=halved(self.pack.row_tokens, min(self.pack.row_tokens, self.max_row_actions)),
-            num_frame_rows=self.num_parts
-            * stepped(self._frame_rows_of_part(min(self.max_frames, room)), FRAME_ROW_STEP, 1),
-            row_patches=self.row_frames * self.row_patches,
-            num_parts=self.num_parts,
-        )
-
-    def _frame_rows_of_part(self, frames: float) -> int:
-        return math.ceil(round(frames) / (self.num_parts * self.row_frames))
 
     def with_update(self, **changes: Any) -> Self:
         return replace(self, update=replace(self.update, **changes))
@@ -129,6 +108,7 @@ class PlannedRl(PlannedRun):
     train: TrainConfig
     rollout: EpisodeConfig
     engine: EngineConfig
+    step_frames: int  # the most
     name_of_needed = "rows of a typical step have"
 
     @classmethod
@@ -137,14 +117,26 @@ class PlannedRl(PlannedRun):
         scores_before = loss.scores_before(train.updates_per_step)
         trained = config.mesh, config.model, config.lora, config.optim
         update = PlannedUpdate(*trained, loss, config.rollout.temperature, scores_before, host_devices(config))
-        return cls(model, update, config.pack, config.video, train, config.rollout, config.engine)
+        frames = config.step_frames
+        return cls(model, update, config.pack, config.video, train, config.rollout, config.engine, frames)
+
+    @property
+    def num_server_gpus(self) -> int:
+        return len(self.engine.gpus)
 
     @cached_property
     def work(self) -> Workload:
         return workload_of(self.train, self.rollout, self.video, self.pack, self.model, self.update.num_hosts)
 
+    def largest_batch(self) -> BatchShape:
+        rows, tokens, unit = self.pack.num_rows, self.pack.row_tokens, self.model.vision.merge_unit
+        patches = self.row_frames * self.row_patches
+        return batch_of(largest_shape(rows, tokens, patches, unit, self.num_parts, self.step_frames))
+
     def typical_step(self) -> Step:
         work = self.work
+        if self.pack.one_shape:
+            return Step(self.largest_batch(), work.num_batches, self.train.updates_per_step, work.shared_tokens)
         response_tokens = work.response_tokens - round(work.calls * work.shown_tokens)
         actions = work.num_episodes * response_tokens + work.num_calls * work.report_tokens * work.trains_subagents
         frames = work.num_groups * work.frames + work.num_call_frames
@@ -152,7 +144,8 @@ class PlannedRl(PlannedRun):
             num_rows=work.batch_rows,
             row_tokens=work.row_tokens,
             row_actions=max(1, math.ceil(actions / (work.num_batches * work.batch_rows))),
-            num_frame_rows=self.num_parts * self._frame_rows_of_part(frames / work.num_batches),
+            num_frame_rows=self.num_parts
+            * math.ceil(round(frames / work.num_batches) / (self.num_parts * self.row_frames)),
             row_patches=self.row_frames * self.row_patches,
             num_parts=self.num_parts,
         )
@@ -160,22 +153,12 @@ class PlannedRl(PlannedRun):
 
     @property
     def row_frames(self) -> int:
+        """Frames of an overview in a row of patches of the update."""
         return self.rollout.detail_factor
 
     @property
     def needed_row_tokens(self) -> int:
         return self.work.row_tokens
-
-    @property
-    def max_frames(self) -> int:
-        call_frames = self.rollout.max_calls * self.rollout.subagent_max_frames * self.train.subagent_loss
-        frames = self.work.max_frames + self.train.group_size * (call_frames + self.rollout.shown_pictures)
-        return self.train.prompts_per_step * frames
-
-    @property
-    def max_row_actions(self) -> int:
-        """Several groups can share a row."""
-        return self.pack.row_tokens
 
     def resized(self, *, mesh: MeshConfig | None = None, num_rows: int = 0, row_tokens: int = 0) -> Self:
         """Contexts shrink to fit their rows."""
@@ -198,6 +181,18 @@ class PlannedSft(PlannedRun):
         update = PlannedUpdate(*trained, host_devices=host_devices(config))
         return cls(model, update, config.pack, config.video, config.sft.rows_per_step)
 
+    def largest_batch(self) -> BatchShape:
+        rows, tokens = self.pack.num_rows, self.pack.row_tokens
+        frames = max(1, min(self.max_frames, rows * tokens // self.frame_tokens))
+        return BatchShape(
+            num_rows=rows,
+            row_tokens=tokens,
+            row_actions=halved(tokens, min(tokens, self.max_row_actions)),
+            num_frame_rows=self.num_parts * stepped(-(-frames // self.num_parts), FRAME_ROW_STEP, 1),
+            row_patches=self.row_patches,
+            num_parts=self.num_parts,
+        )
+
     def typical_step(self) -> Step:
         """Full rows of traces."""
         shape = self.largest_batch()
@@ -219,7 +214,7 @@ class PlannedSft(PlannedRun):
 
     @property
     def max_frames(self) -> int:
-        """The most that traces in a row can have: the fewest traces with so many frames must fit."""
+        """In a batch. Of the traces in a row, the fewest with so many frames must fit."""
         room, fewest = self.pack.row_tokens, [0.0]  # traces by their frames in total
         for frames in range(1, room // self.frame_tokens + 1):
             fewest.append(1 + min((fewest[frames - each] for each in self.budgets if each <= frames), default=math.inf))
@@ -229,6 +224,7 @@ class PlannedSft(PlannedRun):
 
     @property
     def max_row_actions(self) -> int:
+        """Scored tokens of a row if it is long enough."""
         return max(1, self.pack.row_tokens // self._trace_tokens(self.budgets[0])) * RESPONSE_TOKENS
 
     def resized(self, *, mesh: MeshConfig | None = None, num_rows: int = 0, row_tokens: int = 0) -> Self:

@@ -23,9 +23,9 @@ from paravt_jax.learner.packing import (
     PackSizes,
     TrainBatch,
     best_row_tokens,
+    largest_shape,
     num_batches,
     num_packed,
-    one_shape,
     pack,
     prompt_groups,
     replayed_frac,
@@ -99,7 +99,7 @@ class PolicyUpdate:
         seed: int,
         hosts: Hosts = ALONE,
     ):
-        """A picture has at most `max_pixels`, an overview `max_frames`.
+        """A picture has at most `max_pixels`, and a step `max_frames` frames.
 
         With `over_tokens`, advantages are normalized over all loss tokens of the step.
         """
@@ -109,9 +109,10 @@ class PolicyUpdate:
         self._row_patches, self._seed = contract.max_patches(max_pixels), seed
         self._over_tokens = over_tokens
         self._num_rows, self._num_parts = pack.num_rows // hosts.num, num_row_parts(learner.mesh) // hosts.num
-        call_frames = rollout.max_calls * rollout.subagent_max_frames * train.subagent_loss
-        group_frames = max_frames + train.group_size * (call_frames + rollout.shown_pictures)
-        self._max_frames = train.prompts_per_step * group_frames  # of a step
+        merge_unit = learner.model.config.vision.merge_unit
+        self._largest_shape = largest_shape(
+            self._num_rows, pack.row_tokens, self._row_patches, merge_unit, self._num_parts, max_frames
+        )
         self.own_time = OwnTime()  # this host's own work in the last update, without waits for hosts or devices
 
     def run(self, groups: Sequence[Group]) -> dict[str, float]:
@@ -252,7 +253,7 @@ class PolicyUpdate:
     def _shape(self, dialogues_of_parts: Sequence[Sequence[Dialogue]]) -> PackShape:
         """The shape of this host's rows, the same for all parts of the step."""
         if self._pack_settings.one_shape:
-            return self._one_shape
+            return self._largest_shape
         lengths = row_lengths(self._pack_settings.row_tokens)
         groups_of_parts = list(map(prompt_groups, dialogues_of_parts))
         own = [[num_batches(groups, length, self._num_rows) for length in lengths] for groups in groups_of_parts]
@@ -260,17 +261,12 @@ class PolicyUpdate:
         row_tokens = best_row_tokens(lengths, of_hosts.max(axis=0).sum(axis=0).tolist())
         return PackShape(self._num_rows, row_tokens, self._row_patches, self._num_parts)
 
-    @property
-    def _one_shape(self) -> PackShape:
-        row_tokens = self._pack_settings.row_tokens
-        return one_shape(self._num_rows, row_tokens, self._row_patches, self._num_parts, self._max_frames)
-
     def compile_ahead(self) -> Callable[[], None]:
         """The work, for a thread, that compiles the programs of all updates: nothing if their shapes are not known."""
         if not self._pack_settings.one_shape:
             return lambda: None
         learner = self._learner
-        batch = abstract_batch(batch_of(self._one_shape, self._hosts.num), learner.model.config, learner.mesh)
+        batch = abstract_batch(batch_of(self._largest_shape, self._hosts.num), learner.model.config, learner.mesh)
         compiler = learner.update_compiler(self._max_dialogues, scores_before=self._scores_before)
         return lambda: compiler.compile(batch)
 

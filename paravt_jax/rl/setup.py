@@ -163,7 +163,7 @@ def update_of(
         rollout=config.rollout,
         pack=config.pack,
         max_pixels=config.video.max_pixels * config.rollout.detail_factor,
-        max_frames=config.video.most_frames,
+        max_frames=config.step_frames,
         over_tokens=config.advantage.normalise == "tokens",
         seed=config.seed,
         hosts=hosts,

@@ -12,6 +12,7 @@ from update_programs import compiled_programs, planned_program_bytes, program_by
 
 from model_port.attention import scanned
 from model_port.config import LoraConfig, ModelConfig, TextConfig, preset
+from model_port.inputs import Frame
 from model_port.loading import abstract_model, abstract_params
 from model_port.qwen2_5_vl.config import TRAITS, Qwen25VisionConfig
 from model_port.qwen3_vl.config import Qwen3VisionConfig
@@ -25,7 +26,7 @@ from paravt_jax.config import Config, EngineConfig, MeshConfig, PackConfig, Poli
 from paravt_jax.learner import programs
 from paravt_jax.learner.batch_shape import make_batch
 from paravt_jax.learner.learner import Learner, StepPart
-from paravt_jax.learner.packing import PromptGroup, best_row_tokens, num_batches, row_lengths
+from paravt_jax.learner.packing import Dialogue, PackShape, PromptGroup, best_row_tokens, num_batches, pack, row_lengths
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.learner.variants import StepCounts
 from paravt_jax.plan.devices import DEVICES, DeviceSpec
@@ -160,7 +161,7 @@ def test_trained_sub_agents_are_in_the_update():
     )
     assert frames[1] - frames[0] == pytest.approx(calls * 16, rel=0.1)
     assert actions[1] - actions[0] == pytest.approx(calls * 256, rel=0.1)
-    assert own.max_frames - without.max_frames == 7 * 8 * 15 * 16
+    assert own.step_frames - without.step_frames == 7 * 8 * 15 * 16
 
 
 def test_rows_of_patches_have_room_for_a_zoomed_detail():
@@ -174,6 +175,31 @@ def test_rows_of_patches_have_room_for_a_zoomed_detail():
         assert (crop.row_patches, zoom.row_patches) == (196, 16 * 196)
         assert crop.num_frame_rows / 16 <= zoom.num_frame_rows < crop.num_frame_rows / 2
     assert zooms.row_patches == crops.row_patches  # of a frame
+
+
+def test_the_largest_batch_has_room_for_all_frames_of_a_step_in_one_part():
+    """Two groups with an overview of 8 frames fit into a row, so that the other part of the mesh has none."""
+    settings = (
+        "train.prompts_per_step=2",
+        "train.group_size=2",
+        "video.frame_budgets=[2,8]",
+        "video.overview_frames=8",
+    )
+    sizes = ("video.max_pixels=1024", "pack.row_tokens=8192", "rollout.max_context_tokens=8192", "pack.num_rows=2")
+    run = PlannedRl.of(load_config(None, *settings, *sizes, "mesh.data=2"), MID)
+    planned, dialogues = run.largest_batch(), [dialogue_with_frames(group, 8) for group in range(2)]
+    frame = Frame(np.zeros((4, MID.vision.patch_values), np.float32), (2, 2))
+    frames = {key: frame for each in dialogues for key in each.frames}
+    (packed,) = pack(dialogues, frames, MID, PackShape(2, 8192, planned.row_patches, num_parts=2))
+    assert packed.vision.patches.shape[:2] == (planned.num_frame_rows, planned.row_patches) == (2 * 16, 4)
+    assert not packed.loss_mask[1].any()
+
+
+def dialogue_with_frames(group: int, num_frames: int) -> Dialogue:
+    ids = np.array([MID.vision_start_token_id, MID.image_token_id, 1] * num_frames + 30 * [2])
+    numbers, kinds = np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32)
+    frames = tuple(f"{group}/{number}" for number in range(num_frames))
+    return Dialogue(ids, frames, 3, 1, np.arange(len(ids)) >= len(ids) - 5, numbers, numbers, kinds, group)
 
 
 def test_every_update_of_a_step_has_batches_of_its_own():

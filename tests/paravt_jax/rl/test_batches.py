@@ -12,11 +12,13 @@ from training import SHORT_PROMPT, rollouts_of
 import model_port
 from model_port.processing import VisionContract
 from model_port.sharding import make_mesh
+from model_port.tiny import tiny_config
 from paravt_jax.config import load_config
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.sample_order import Cursor, SampleOrder
 from paravt_jax.learner.credit import CLASSES
 from paravt_jax.learner.learner import Learner
+from paravt_jax.plan.run import PlannedRl
 from paravt_jax.rl.batches import assign_parts
 from paravt_jax.rl.setup import update_of
 from paravt_jax.run.compiles import COMPILED
@@ -335,6 +337,19 @@ def test_the_one_shape_of_short_rows_pads_batches_and_does_not_change_their_upda
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-6)
     for one, other in zip(*(jax.tree.leaves(learner.state.trainable) for learner in learners), strict=True):
         np.testing.assert_allclose(one, other, atol=5e-5)  # Adam's step is 1e-3, however small a gradient
+
+
+@pytest.mark.slow
+def test_batches_of_short_rows_have_the_planned_size(tiny_hf):
+    settings = (*TWO_ROWS, "mesh.fsdp=2", "video.max_pixels=4096")
+    (part,) = parts_of(tiny_hf, *settings, mesh=make_mesh(fsdp=2))
+    run = PlannedRl.of(load_config(None, *COMMON, *settings), tiny_config())
+    planned = run.largest_batch()
+    for batch in part.batches:
+        assert batch.text.tokens.shape == (planned.num_rows, planned.row_tokens)
+        assert batch.source.shape == (planned.num_rows, planned.row_actions)
+        assert batch.vision.patches.shape[:2] == (planned.num_frame_rows, planned.row_patches)
+    assert run.typical_step().shape == planned and planned.num_frame_rows == 2 * 8  # two overviews of three frames
 
 
 def parts_and_metrics(update, groups):
