@@ -7,7 +7,8 @@ A row of a parquet or JSON-lines file has
 
 A video may have, beside its url or in its part, "start_time" and "end_time": the dialogue is then a sub-agent's, about
 that window.
-Or it may have "nframes", the number of overview frames, for a trace that is only correct with that many.
+Or it may have "nframes", the number of overview frames, for a trace that is only correct with that many; it is equal
+for all videos of a message.
 """
 
 import hashlib
@@ -142,6 +143,8 @@ def _message(message: dict[str, Any], find: Callable[[str], str]) -> Message:
     num_placeholders, num_videos = parsed.text.count(PLACEHOLDER), sum(part.kind == "video" for part in parsed.media)
     if num_placeholders > num_videos:
         raise BadRow(f"more {PLACEHOLDER} than videos", f"{num_placeholders} in a message with {num_videos} videos")
+    if len({part.num_frames for part in parsed.media if part.kind == "video" and part.window_s is None}) > 1:
+        raise BadRow("wrong schema", "the videos of a message have different nframes, or only some have it")
     if role in ("system", "assistant") and parsed.media:
         raise BadRow("wrong schema", f"a message of the {role} has a {parsed.media[0].kind}")
     if role == "assistant" and not parsed.text.strip():

@@ -82,10 +82,8 @@ class TraceRenderer:
         question = messages[-1]
         media, text = question.media, question.text.replace(PLACEHOLDER, "").strip()
         if media and all(part.kind == "video" and part.window_s is None for part in media):
-            counts = [part.num_frames for part in media]
-            stated = [count for count in counts if count is not None]
-            budget = sum(stated) if len(stated) == len(counts) else frame_budget
-            paths = tuple(dict.fromkeys(part.path for part in media))
+            paths, of_each = tuple(dict.fromkeys(part.path for part in media)), media[0].num_frames  # equal for all
+            budget = frame_budget if of_each is None else of_each * len(paths)
             task = Task(trace.id, text, paths, budget, messages=tuple((each.role, each.text) for each in messages))
             overview = await self._prompter.overview(task)
             return overview.ids, overview.pictures, overview.shown_videos
@@ -138,7 +136,8 @@ class TraceRenderer:
         if part.window_s is not None:
             return await self._prompter.crop(part.path, await self._window(part))
         info = await self._prompter.info(part.path)
-        times_s = overview_times(info.duration_s, info.num_frames, self._config.subagent_max_frames)
+        max_frames = part.num_frames or self._config.subagent_max_frames
+        times_s = overview_times(info.duration_s, info.num_frames, max_frames)
         return await self._prompter.frames_at(part.path, times_s)
 
     async def _window(self, part: Media) -> Window:

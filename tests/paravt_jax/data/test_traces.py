@@ -164,6 +164,7 @@ BAD_ROWS = {
         *(asks([{"type": {}, "text": "x"}]), asks([{"type": "text_url", "text_url": "x"}]), asks([text(3)])),
         *(asks("half a character: \ud800"), asks([{"type": "video_url", "video_url": None}])),
         *(shows(media("video", "")), shows(media("video", 3))),
+        *(shows(media("video", "a.mp4", nframes=4), media("video", "a.mp4", **more)) for more in ({"nframes": 8}, {})),
         sft_row(dialogue("Which?", [media("image", "b.png")])),
         sft_row([*messages(("user", "Q")), {"role": "assistant", "content": "", "tool_calls": [{"id": 1}]}]),
         *(

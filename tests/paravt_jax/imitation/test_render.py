@@ -90,10 +90,17 @@ def test_a_window_of_a_video_is_rendered_as_for_a_subagent(tiny_hf, chat):
 
 
 @pytest.mark.parametrize(
-    ("media", "num_frames"), [(Media("video", "/a.mp4"), 4), (Media("video", "/a.mp4", None, 6), 6)]
+    ("media", "num_frames"),
+    [
+        ([Media("video", "/a.mp4")], 4),
+        ([Media("video", "/a.mp4", None, 6)], 6),
+        ([Media("video", "/a.mp4", None, 6), Media("video", "/b.mp4", None, 6)], 12),
+        ([Media("video", "/a.mp4", None, 6)] * 2, 6),  # a video has one overview
+        ([Media("video", "/a.mp4", (8.0, 11.0)), Media("video", "/a.mp4", None, 6)], 3 + 6),  # without an overview
+    ],
 )
 def test_a_trace_can_set_its_number_of_frames(media, num_frames, tiny_hf, chat):
-    ledger = rendered(tiny_hf, chat, trace_of(("user", (media, "Which?")), ("assistant", ("Red.",))))
+    ledger = rendered(tiny_hf, chat, trace_of(("user", (*media, "Which?")), ("assistant", ("Red.",))))
     assert len(ledger.pictures) == num_frames
 
 
