@@ -376,7 +376,8 @@ def _think_first_credits(turns: Sequence[ParsedTurn], calls: "_Calls", config: R
     DIFFERS on request: the bonus lifts R_fmt so far above its bound that a fault in an episode with a call is free.
     Without the bonus, an episode with a call and one without it reach the bound in the same way.
     """
-    calling = [turn for turn in turns if any(tag.name == "tool_call" for tag in turn.tags)]
+    tags = ("tool_call", "tool_code") if config.format == "strict" else ("tool_call",)  # a leak is a fault there
+    calling = [turn for turn in turns if any(tag.name in tags for tag in turn.tags)]
     is_met = bool(calling) and all(turn.kind == "tool_call" for turn in calling)
     is_met = is_met and all(turn.think is not None for turn in turns)
     if is_met and config.format != "strict":

@@ -213,6 +213,8 @@ LEAK = f"{THINK}<tool_code>crop_video('video.mp4', 2, 5)</tool_code>"
     [
         ([TOOL_TURN, ANSWER_TURN], 1.0, 1.0),  # 1.45 and 1.15, above the bound
         ([LEAK, ANSWER_TURN], 1.0, 0.7),  # 0.7 + 0.2 + 0.1, and 0.3 less
+        ([TOOL_TURN, LEAK, ANSWER_TURN], 1.0, 0.7),
+        ([TOOL_TURN, f"{ANSWER_TURN}{LEAK.removeprefix(THINK)}", ANSWER_TURN], 1.0, 0.7),
         ([f"{TOOL_TURN} so", ANSWER_TURN], 1.0, 0.7),  # prose after a call
         ([f"{TOOL_TURN}<tool_response>red</tool_response>", ANSWER_TURN], 1.0, 0.7),
         ([TOOL_TURN.replace("let me look", "hm"), ANSWER_TURN], 1.0, 0.75),  # 0.5 + 0.15 + 0.3 + 0.1; 0.3 less
