@@ -264,8 +264,13 @@ def test_traces_that_do_not_fit_or_cannot_be_read_are_skipped_and_reported(tiny_
     assert missing.startswith("2: the video cannot be opened")
 
 
+def test_bad_traces_at_the_end_of_an_epoch_and_the_start_of_the_next_do_not_end_the_run(tiny_hf):
+    steps = next_batches(batches_of(tiny_hf, [trace(0), trace(1, path="/missing.mp4")], row_tokens=512), 8)
+    assert all(step.num_traces for step in steps)
+
+
 def test_a_corpus_without_a_readable_trace_ends_the_run(tiny_hf):
-    with pytest.raises(RuntimeError, match="2 consecutive traces cannot be used"):
+    with pytest.raises(RuntimeError, match="3 consecutive traces cannot be used"):
         next_batches(
             batches_of(tiny_hf, [trace(0, path="/missing.mp4"), trace(1, path="/missing.mp4")], row_tokens=1024), 1
         )
