@@ -7,6 +7,7 @@ newest lmms-eval, which no longer finds a letter inside a word.
 """
 
 import re
+import string
 from collections.abc import Sequence
 
 from paravt_jax.rewards.answers import interval_iou
@@ -19,7 +20,8 @@ LEAD_IN = re.compile(r"Best (?:answer|option):")  # its capital is not an option
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 RANGE = re.compile(rf"(?<!\d)({NUMBER.pattern})\s*(?:-|–|—|\bto\b)\s*({NUMBER.pattern})")
 NUMBER_TOLERANCE = 0.01
-EDGES = ".,:;!?()[]'\"`*"
+SUPERSCRIPTS = {ord(digit): f"^{number}" for number, digit in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")}
+ORDER = re.compile(r"o\s*\([^)]+\)")  # of an algorithm's complexity
 
 
 def reply_of(turns: Sequence[str]) -> str:
@@ -31,30 +33,36 @@ def reply_of(turns: Sequence[str]) -> str:
 
 def first_capital(reply: str, answer: str, options: Sequence[str]) -> float:
     """The first capital that is an option's letter, even inside a word: "Because" is B."""
-    return float(_capital(reply, options) == answer)
+    return float(_capital(reply, LETTERS[: len(options)]) == answer)
 
 
 def first_capital_or_guess(reply: str, answer: str, options: Sequence[str]) -> float:
-    """DIFFERS: without a letter the harness guesses one at random; this returns the guess's expected score."""
-    letter = _capital(reply, options)
+    """A to E, whatever the options. DIFFERS: without a letter the harness guesses one; this is the expected score."""
+    letter = _capital(reply, LETTERS[:5])
     return 1 / len(options) if letter is None else float(letter == answer)
 
 
 def mmvu(reply: str, answer: str, options: Sequence[str]) -> float:
-    """With options: the letter as a word in any case, or the option's text. Open questions: see `_matches`.
+    """With options: the letter as a word in any case, the option's text, or the letter anywhere and a word of the text.
 
-    DIFFERS: there is no judge afterwards, and an empty reply, a substring of every answer, is wrong.
+    Open questions: see `_matches`. DIFFERS: there is no judge afterwards, and an empty reply, a substring of every
+    answer, is wrong.
     """
     if not reply:
         return 0.0
     if not options:
         return float(_matches(_plain(reply), _plain(answer)))
-    alone = re.search(rf"\b{re.escape(answer)}\b", reply, re.IGNORECASE) is not None
-    return float(alone or _plain(options[LETTERS.index(answer)]) in _plain(reply))
+    option, text = options[LETTERS.index(answer)].strip().lower(), reply.lower()
+    alone = re.search(rf"\b{answer}\b", reply, re.IGNORECASE) is not None
+    named = answer.lower() in text and any(len(word) > 2 and word in text for word in _words(option))
+    return float(alone or option in text or named)
 
 
 def window_iou(reply: str, answer: str, options: Sequence[str]) -> float:
-    """IoU of the first two numbers joined by a dash or "to", else of the first two; swapped if reversed."""
+    """IoU of the first two numbers joined by a dash or "to", else of the first two; swapped if reversed.
+
+    DIFFERS: the harness only reads sentences with a word such as "happens" or "start", so a bare window is wrong there.
+    """
     ranges = RANGE.findall(reply)
     times_s = [float(text) for text in (ranges[0] if ranges else NUMBER.findall(reply)[:2])]
     if len(times_s) < 2:
@@ -63,17 +71,21 @@ def window_iou(reply: str, answer: str, options: Sequence[str]) -> float:
     return interval_iou((min(times_s), max(times_s)), (true_s[0], true_s[1]))
 
 
-def _capital(reply: str, options: Sequence[str]) -> str | None:
-    match = re.search(f"[{LETTERS[: len(options)]}]", LEAD_IN.sub("", reply))
+def _capital(reply: str, letters: str) -> str | None:
+    match = re.search(f"[{letters}]", LEAD_IN.sub("", reply))
     return match[0] if match else None
 
 
 def _plain(text: str) -> str:
-    return " ".join(text.lower().split())
+    return " ".join(text.lower().translate(SUPERSCRIPTS).split())
+
+
+def _words(text: str) -> list[str]:
+    return [stripped for word in text.split() if (stripped := word.strip(string.punctuation))]
 
 
 def _matches(reply: str, answer: str) -> bool:
-    """One contains the other, the first numbers are equal, or the reply has all longer words of an answer of 2 to 5."""
+    """One contains the other, the first numbers or O(…) are equal, or an answer of 2 to 5 words has all longer ones."""
     if answer in reply or reply in answer:
         return True
     numbers = [NUMBER.search(text) for text in (reply, answer)]
@@ -81,6 +93,8 @@ def _matches(reply: str, answer: str) -> bool:
         predicted, true = (float(match[0]) for match in numbers if match)
         if abs(predicted - true) < NUMBER_TOLERANCE:
             return True
-    words = {word.strip(EDGES) for word in reply.split()}
-    answer_words = [word for word in (word.strip(EDGES) for word in answer.split()) if word]
-    return 2 <= len(answer_words) <= 5 and all(word in words for word in answer_words if len(word) > 2)
+    words, answer_words = _words(reply), _words(answer)
+    if 2 <= len(answer_words) <= 5 and all(word in words for word in answer_words if len(word) > 2):
+        return True
+    orders = [match and match[0] for match in map(ORDER.search, (reply, answer))]
+    return orders[0] is not None and orders[0] == orders[1]

@@ -31,6 +31,7 @@ def test_the_first_capital_counts_even_inside_a_word(reply, letter_found, strict
 def test_without_a_letter_the_score_is_the_mean_of_a_guess():
     assert first_capital_or_guess("no", "A", OPTIONS) == 0.25
     assert first_capital_or_guess("B", "A", OPTIONS) == 0 and first_capital_or_guess("A", "A", OPTIONS) == 1
+    assert first_capital_or_guess("Either B", "B", OPTIONS) == 0  # E, also where there are four options
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,11 @@ def test_mmvu_accepts_the_letter_anywhere_or_the_text_of_the_option(reply, answe
     assert mmvu(reply, answer, OPTIONS) == right
 
 
+def test_mmvu_accepts_a_word_of_the_option_beside_its_letter_inside_any_word():
+    assert mmvu("c) a grey whale, but no shark", "B", ("Squid", "Blue whale")) == 1
+    assert mmvu("c) a grey whale", "B", ("Squid", "Blue whale")) == 0
+
+
 @pytest.mark.parametrize(
     ("reply", "answer", "right"),
     [
@@ -55,6 +61,10 @@ def test_mmvu_accepts_the_letter_anywhere_or_the_text_of_the_option(reply, answe
         ("6", "5.5 m", False),
         ("an enzyme called lactase, active", "active lactase enzyme", True),
         ("lactase", "gastric acid", False),
+        ("n² steps", "n^2 Steps", True),
+        ("order o(n^2) time", "a time of O(n²)", True),
+        ("order O(n)", "a time of O(n²)", False),
+        ("-lactase- and #active#", "active lactase", True),
         ("", "anything", False),
     ],
 )
