@@ -4,14 +4,15 @@ A stack is one module whose parameters have a leading layer axis. `lax.scan` run
 compiled. Parameters keep their own dtype (float32 masters in training) and are cast where they are used.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -122,59 +123,81 @@ gated_silu.defvjp(_gated_silu_forward, _gated_silu_backward)
 
 
 def run_layers(
-    stack: nnx.Module | nnx.List,
-    num_layers: int,
+    layers: nnx.Module | nnx.List,
     step: Callable[[Any, Index, Carry], tuple[Carry, Any]],
     carry: Carry,
     compute: Compute,
 ) -> tuple[Carry, Any]:
     """Applies `carry, out = step(layer, index, carry)` to all layers; the outputs are returned stacked.
 
-    Layers that are `unstacked`, which is for sampling, run unrolled and without rematerialization.
+    `layers` is a stack, or several after `split`.
     """
-    if isinstance(stack, nnx.List):
-        outs = []
-        for index, layer in enumerate(stack):  # a Python number, so that conditions on it are resolved while tracing
-            carry, out = step(layer, index, carry)
-            outs.append(out)
-        return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
+    if not isinstance(layers, nnx.List):
+        return _run_stack(layers, 0, step, carry, compute)
+    outs, first, compute = [], 0, replace(compute, lighter_layers=0)
+    for stack in layers:
+        carry, out = (_run_layer if num_layers(stack) == 1 else _run_stack)(stack, first, step, carry, compute)
+        outs.append(out)
+        first += num_layers(stack)
+    return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outs)
+
+
+def num_layers(stack: nnx.Module) -> int:
+    return len(jax.tree.leaves(nnx.state(stack, nnx.Param))[0])
+
+
+def _run_layer(
+    stack: nnx.Module, index: int, step: Callable[..., Any], carry: Any, compute: Compute
+) -> tuple[Any, Any]:
+    """A stack of one layer, without a loop. Conditions on the Python index are resolved while tracing."""
     graphdef, params = nnx.split(stack)
 
-    def body(carry: Carry, layer: tuple[Any, Index]) -> tuple[Carry, Any]:
-        layer_params, index = layer
-        return step(nnx.merge(graphdef, layer_params), index, carry)
+    def body(carry: Any, params: Any) -> tuple[Any, Any]:
+        return step(nnx.merge(graphdef, params), index, carry)
 
-    return _scan_parts(body, carry, (params, jnp.arange(num_layers)), compute)
+    carry, out = _remat(body, compute.remat)(carry, jax.tree.map(itemgetter(0), params))
+    return carry, jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], out)
 
 
-def _scan_parts(body: Callable[..., Any], carry: Any, layers: Any, compute: Compute) -> tuple[Any, Any]:
-    """One scan over all layers, or one over those that recompute less and one over the others."""
-    num_lighter = compute.lighter_layers
+def _run_stack(
+    stack: nnx.Module, first: int, step: Callable[..., Any], carry: Any, compute: Compute
+) -> tuple[Any, Any]:
+    """A scan over the layers, of which the first has the index `first`; or two, if some layers recompute less."""
+    graphdef, params = nnx.split(stack)
+
+    def body(carry: Any, layer: tuple[Any, jax.Array]) -> tuple[Any, Any]:
+        params, index = layer
+        return step(nnx.merge(graphdef, params), index, carry)
+
+    layers, num_lighter = (params, first + jnp.arange(num_layers(stack))), compute.lighter_layers
     if not num_lighter:
         return jax.lax.scan(_remat(body, compute.remat), carry, layers)
-    first, rest = (jax.tree.map(itemgetter(part), layers) for part in (slice(num_lighter), slice(num_lighter, None)))
-    carry, outs = jax.lax.scan(_remat(body, LIGHTER[compute.remat]), carry, first)
+    lighter, rest = (jax.tree.map(itemgetter(part), layers) for part in (slice(num_lighter), slice(num_lighter, None)))
+    carry, outs = jax.lax.scan(_remat(body, LIGHTER[compute.remat]), carry, lighter)
     carry, more = jax.lax.scan(_remat(body, compute.remat), carry, rest)
-    return carry, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), outs, more)
+    return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), outs, more)
 
 
-def unstacked(stack: nnx.Module, num_layers: int) -> nnx.List:
-    """A module per layer, with arrays of its own: for GPUs, where a program copies each slice of stacked parameters.
+def split(stack: nnx.Module, sizes: Sequence[int]) -> nnx.List:
+    """Stacks of these numbers of layers, with arrays of their own; takes the parameters out of `stack`.
 
-    The arrays of one parameter are made together, so the parameters that exist twice are never more than that.
+    A program on a GPU copies each layer that a loop or an index takes from a stack, but not a stack of one layer. One
+    parameter at a time is in memory twice.
     """
-    graphdef, params = nnx.split(stack)
-    leaves, structure = jax.tree.flatten(params)
-    sliced = [_slices(leaf) for leaf in leaves]
+    graphdef, taken = nnx.graphdef(stack), nnx.pop(stack, nnx.Param)
+    leaves, structure = jax.tree.flatten(taken)
+    del taken
+    parts = []
+    while leaves:
+        parts.append(_slices(leaves.pop(0), tuple(sizes)))
     return nnx.List(
-        nnx.merge(graphdef, jax.tree.unflatten(structure, [slices[index] for slices in sliced]))
-        for index in range(num_layers)
+        nnx.merge(graphdef, jax.tree.unflatten(structure, of_stack)) for of_stack in zip(*parts, strict=True)
     )
 
 
-@jax.jit
-def _slices(stacked: Array) -> tuple[Array, ...]:
-    return tuple(stacked)
+@partial(jax.jit, static_argnums=1)
+def _slices(stacked: Array, sizes: tuple[int, ...]) -> list[Array]:
+    return jnp.split(stacked, np.cumsum(sizes)[:-1])
 
 
 def only_if(condition: bool | jax.Array, change: Callable[[Carry], Carry], value: Carry) -> Carry:

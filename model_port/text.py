@@ -89,7 +89,7 @@ class TextTower(nnx.Module):
     def __init__(self, config: TextConfig, tie_embeddings: bool, scale: float, rngs: nnx.Rngs):
         self.config = config
         self.embed = VocabTable(config, scale, rngs)
-        self.layers: TextLayers | nnx.List = TextLayers(config, scale, rngs)  # or `unstacked`
+        self.layers: TextLayers | nnx.List = TextLayers(config, scale, rngs)  # or after `split`
         self.final_norm = RMSNorm((config.width,), config.norm_eps)
         if not tie_embeddings:
             self.head = VocabTable(config, scale, rngs)
@@ -135,7 +135,7 @@ class TextTower(nnx.Module):
                 x = only_if(index < len(visual.deepstack), add, x)
             return (shard_residual(x), cache), chosen
 
-        (x, cache), chosen = run_layers(self.layers, self.config.num_layers, step, (x, cache), compute)
+        (x, cache), chosen = run_layers(self.layers, step, (x, cache), compute)
         return self.final_norm(x), cache, chosen
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:

@@ -20,6 +20,8 @@ from model_port.sharding import constrain
 class Tower(Protocol):
     """A family's vision tower."""
 
+    blocks: "VisionBlocks | nnx.List"  # or after `split`
+
     def __call__(self, batch: VisionBatch, compute: Compute) -> tuple[Float[Array, "B M D"], Float[Array, "n B M D"]]:
         """Merged features, and the maps that are added to the first language layers, for each row of the batch."""
         ...

@@ -34,7 +34,7 @@ class Qwen25VisionTower(nnx.Module):
         self.config = config
         self.patch_embed = PatchEmbed(config, scale, rngs, bias=False)
         norm, mlp = partial(RMSNorm, eps=NORM_EPS), partial(GatedMlp, bias=True)
-        self.blocks = VisionBlocks(config, scale, rngs, norm, mlp)
+        self.blocks: VisionBlocks | nnx.List = VisionBlocks(config, scale, rngs, norm, mlp)
         self.merger = Merger(config, scale, rngs, norm=RMSNorm((config.width,), NORM_EPS))
 
     def __call__(self, batch: VisionBatch, compute: Compute) -> tuple[Float[Array, "B M D"], Float[Array, "n B M D"]]:
@@ -51,6 +51,6 @@ class Qwen25VisionTower(nnx.Module):
             layout = Layout(jnp.where(full, frames, windows), unordered, unordered)
             return constrain(block(checkpoint_name(x, LAYER_INPUT), turn, layout, attend), "bpd"), None
 
-        x, _ = run_layers(self.blocks, self.config.num_layers, step, x, replace(compute, lighter_layers=0))
+        x, _ = run_layers(self.blocks, step, x, replace(compute, lighter_layers=0))
         merged = self.merger(x)
         return merged, jnp.zeros((0, *merged.shape), merged.dtype)

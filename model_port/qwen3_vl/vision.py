@@ -61,7 +61,7 @@ class Qwen3VisionTower(nnx.Module):
         self.config = config
         self.patch_embed = PatchEmbed(config, scale, rngs)
         self.pos_embed = PositionTable(config, scale, rngs)
-        self.blocks = VisionBlocks(config, scale, rngs, LayerNorm, Qwen3VisionMlp)
+        self.blocks: VisionBlocks | nnx.List = VisionBlocks(config, scale, rngs, LayerNorm, Qwen3VisionMlp)
         self.merger = Merger(config, scale, rngs)
         self.deepstack_mergers = Merger(config, scale, rngs, count=config.num_deepstack)
 
@@ -88,9 +88,7 @@ class Qwen3VisionTower(nnx.Module):
             return (x, only_if(keep, lambda taps: taps.at[slot].set(x), taps)), None
 
         taps = jnp.zeros((self.config.num_deepstack, *x.shape), x.dtype)
-        (x, taps), _ = run_layers(
-            self.blocks, self.config.num_layers, step, (x, taps), replace(compute, lighter_layers=0)
-        )
+        (x, taps), _ = run_layers(self.blocks, step, (x, taps), replace(compute, lighter_layers=0))
 
         graphdef, params = nnx.split(self.deepstack_mergers)
         maps = [

@@ -1,6 +1,6 @@
 """Stage `gradient`: the kernels' gradients of three layers of both towers, compared with transformers'."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +8,15 @@ import numpy as np
 import optax
 from flax import nnx
 
+from model_port.config import ModelConfig
 from model_port.inputs import TextBatch, VisionBatch
-from model_port.layers import Compute
-from model_port.loading import abstract_model, abstract_params, load_computing, one_sequence, with_params
+from model_port.layers import Compute, num_layers, split
+from model_port.loading import PER_LAYER, abstract_model, abstract_params, load_computing, one_sequence, with_params
+from model_port.model import VLModel
 from model_port.output_dir import GIB
 from model_port.reference import ProcessedPrompt, Reference, missing_torch
 from model_port.rule import Rule
-from model_port.sharding import flat_params
+from model_port.sharding import flat_params, param_name
 from model_port.weights import rules, stored_dtype
 from paravt_jax.check.prompts import video_of
 from paravt_jax.check.report import NO_TORCH, Facts, Measured
@@ -30,17 +32,16 @@ def gradient(target: Target) -> Iterator[Measured | Facts]:
     if missing_torch():
         yield Measured("ours = transformers'", skipped=NO_TORCH)
         return
-    kernels = [rule for rule in rules(target.config) if rule.count is not None and len(rule.hf_shape) > 1]
     prompt = video_of(target)
-    program = compiled_gradients(target, prompt, kernels)
+    program = compiled_gradients(target, prompt)
     if memory := program.memory_analysis():
         num_bytes = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
         yield {"planned_gib": num_bytes / GIB}
-    ours = our_gradients(program, target, prompt, kernels)
+    ours = our_gradients(program, target, prompt)
     with Reference(target.hf_dir) as reference:
         theirs = reference.gradients(prompt, ours)
     for tower in ("vision", "text"):
-        names = [name for rule in kernels if rule.path.startswith(tower) for name in rule.hf_names if name in ours]
+        names = [rule.hf_names[layer] for rule, layer in kernels(target.config) if rule.path.startswith(tower)]
         errors = {name: relative_error(ours[name], theirs[name]) for name in names}
         worst = max(errors, key=lambda name: errors[name])
         yield Measured(f"{tower} tower, worst of {len(errors)} kernels: {worst}", errors[worst], MAX_RELATIVE)
@@ -50,40 +51,74 @@ def relative_error(ours: np.ndarray, theirs: np.ndarray) -> float:
     return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
 
 
-def compiled_gradients(target: Target, prompt: ProcessedPrompt, kernels: Sequence[Rule]) -> jax.stages.Compiled:
-    """The program for the kernels' gradients, with the kernels in float32 and all other weights as they are stored."""
-    num_tokens = len(prompt.ids)
+def kernels(config: ModelConfig) -> list[tuple[Rule, int]]:
+    """The compared kernels and layers: the first, the middle and the last."""
+    stacked = [rule for rule in rules(config) if rule.count is not None and len(rule.hf_shape) > 1]
+    return [(rule, layer) for rule in stacked for layer in compared_layers(rule.count or 0)]
 
-    def gradients(
-        chosen: dict[str, jax.Array], others: dict[str, jax.Array], text: TextBatch, frames: VisionBatch | None
-    ) -> dict[str, jax.Array]:
-        def objective(chosen: dict[str, jax.Array]) -> jax.Array:
+
+def compared_layers(count: int) -> list[int]:
+    return sorted({0, count // 2, count - 1})
+
+
+def stack_starts(count: int) -> list[int]:
+    """The first layer of each stack, of which every compared layer is one, and the number of layers."""
+    return sorted({start for layer in compared_layers(count) for start in (layer, layer + 1)})
+
+
+def place(rule: Rule, layer: int) -> tuple[str, int]:
+    """The parameter of a layer's kernel after `apart`, and the layer's index in it."""
+    for layers in ("vision.blocks.", "text.layers."):
+        if rule.path.startswith(layers):
+            stack = stack_starts(rule.count or 0).index(layer)
+            return f"{layers}{stack}.{rule.path.removeprefix(layers)}", 0
+    return rule.path, layer
+
+
+def apart(model: VLModel) -> VLModel:
+    """Puts the compared layers into stacks of their own, because the gradients of all layers of an 8B take 31 GiB."""
+    for tower, name in ((model.vision, "blocks"), (model.text, "layers")):
+        stack = getattr(tower, name)
+        setattr(tower, name, split(stack, np.diff(stack_starts(num_layers(stack))).tolist()))
+    return model
+
+
+def compared(model: VLModel) -> tuple[nnx.GraphDef[VLModel], nnx.State, nnx.State]:
+    """The model's structure, the compared kernels, and all other parameters."""
+    names = {place(rule, layer)[0] for rule, layer in kernels(model.config)}
+    graphdef, chosen, others = nnx.split(model, lambda path, _: param_name(path) in names, ...)
+    return graphdef, chosen, others
+
+
+def compiled_gradients(target: Target, prompt: ProcessedPrompt) -> jax.stages.Compiled:
+    """The program for the kernels' gradients, with the kernels in float32 and all other weights as they are stored."""
+    num_tokens, stored = len(prompt.ids), stored_dtype(target.hf_dir)
+    model = abstract_model(target.config, COMPUTE)
+    graphdef, chosen, others = compared(nnx.eval_shape(apart, with_params(model, abstract_params(model, stored))))
+
+    def gradients(chosen: nnx.State, others: nnx.State, text: TextBatch, frames: VisionBatch | None) -> nnx.State:
+        def objective(chosen: nnx.State) -> jax.Array:
             """The prompt's mean negative log-prob."""
-            policy = with_params(abstract_model(target.config, COMPUTE), others | chosen)
-            logits = policy(text, frames)[0, : num_tokens - 1]
+            logits = nnx.merge(graphdef, chosen, others)(text, frames)[0, : num_tokens - 1]
             following = jnp.asarray(text.tokens)[0, 1:num_tokens]
             return optax.softmax_cross_entropy_with_integer_labels(logits, following).mean()
 
         return jax.grad(objective)(chosen)
 
-    params = abstract_params(abstract_model(target.config), stored_dtype(target.hf_dir))
-    chosen = {rule.path: jax.ShapeDtypeStruct(params.pop(rule.path).shape, jnp.float32) for rule in kernels}
+    wide = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), chosen)
     sequence = one_sequence(target.config, prompt.ids, **prompt.media)
     with jax.default_matmul_precision("highest"):
-        return jax.jit(gradients).lower(chosen, params, *sequence).compile()
+        return jax.jit(gradients).lower(wide, others, *sequence).compile(PER_LAYER)
 
 
-def our_gradients(
-    program: jax.stages.Compiled, target: Target, prompt: ProcessedPrompt, kernels: Sequence[Rule]
-) -> dict[str, np.ndarray]:
-    """The kernels' gradients in the first, middle and last layer, by published names."""
-    model = load_computing(target.hf_dir, "float32")
-    params = flat_params(nnx.state(model, nnx.Param))
-    del model
-    chosen = {rule.path: params.pop(rule.path).astype(jnp.float32) for rule in kernels}
+def our_gradients(program: jax.stages.Compiled, target: Target, prompt: ProcessedPrompt) -> dict[str, np.ndarray]:
+    """The compared kernels' gradients by published names."""
+    _, chosen, others = compared(apart(load_computing(target.hf_dir, "float32")))
+    chosen = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), chosen)
     jax.block_until_ready(chosen)  # until then, the stored kernels are in memory
-    found = program(chosen, params, *one_sequence(target.config, prompt.ids, **prompt.media))
-    layers = {rule.path: sorted({0, (rule.count or 1) // 2, (rule.count or 1) - 1}) for rule in kernels}
+    found = flat_params(program(chosen, others, *one_sequence(target.config, prompt.ids, **prompt.media)))
     return {
-        rule.hf_names[layer]: np.array(rule.tensor(found, layer)) for rule in kernels for layer in layers[rule.path]
+        rule.hf_names[layer]: np.array(found[name][index].reshape(rule.hf_shape))
+        for rule, layer in kernels(target.config)
+        for name, index in [place(rule, layer)]
     }

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from model_port.layers import unstacked
+from model_port.layers import split
 from model_port.model import VLModel
 from model_port.sharding import MESH_AXES, flat_params, on_mesh, over_hosts, platform, sampling_axes, sampling_tensor
 
@@ -40,7 +40,7 @@ class LocalCopy:
             with on_mesh(self.mesh):
                 is_gpu = platform() == "gpu"
             if is_gpu and (self.mesh != self._learner_mesh or self._beside_update):  # TPUs read slices in place
-                copy.text.layers = unstacked(copy.text.layers, model.config.text.num_layers)
+                copy.text.layers = split(copy.text.layers, [1] * model.config.text.num_layers)
             return copy
         graphdef, adapters, frozen = nnx.split(model, nnx.LoRAParam, ...)
         leaves = jax.tree.leaves(frozen)

@@ -15,7 +15,7 @@ import model_port
 import model_port.sampler.sampler as sampler_module
 from model_port.config import ModelConfig
 from model_port.inputs import Frame
-from model_port.layers import unstacked
+from model_port.layers import split
 from model_port.loading import abstract_model, frames_of
 from model_port.sampler import Sampler, SamplerPrompt, SamplerRequest, SamplingParams
 from model_port.sampler.programs import copy_page, decode, encode, first_of_highest, prefill
@@ -243,7 +243,7 @@ def test_layers_of_separate_arrays_sample_the_same_tokens(pair, requests):
     expected = Sampler(pair[1], **SETTINGS).generate(requests)
     graphdef, state = nnx.split(pair[1])
     model = nnx.merge(graphdef, state)
-    model.text.layers = unstacked(model.text.layers, model.config.text.num_layers)
+    model.text.layers = split(model.text.layers, [1] * model.config.text.num_layers)
     for got, want in zip(Sampler(model, **SETTINGS).generate(requests), expected, strict=True):
         assert got.ids == want.ids
         np.testing.assert_allclose(got.behavior_logp, want.behavior_logp, atol=1e-5)

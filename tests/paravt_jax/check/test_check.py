@@ -1,6 +1,7 @@
 """The command that shows whether everything works on a machine, and that each of its stages notices a fault."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -11,10 +12,13 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from model_port.loading import abstract_model
 from model_port.output_dir import GIB
+from model_port.sharding import flat_params
 from model_port.tiny import make_tiny, tiny_config
-from model_port.weights import num_params, rules
+from model_port.weights import num_params
 from paravt_jax.check import files, gradient, logits, media, round_trip, step, weights
 from paravt_jax.check.__main__ import parser_of, target_of
 from paravt_jax.check.model import make_model
@@ -219,15 +223,31 @@ def test_the_step_of_a_cold_start_keeps_the_size_of_its_rows(target):
 
 def test_the_stored_kernels_are_free_before_their_gradients_are_computed(target, monkeypatch):
     """A conversion that still runs keeps them."""
-    rule = next(rule for rule in rules(target.config) if rule.count is not None)
-    monkeypatch.setattr(gradient, "flat_params", lambda _: {rule.path: jnp.zeros(2**26, jnp.bfloat16)})
+    monkeypatch.setattr(gradient, "compared", lambda _: (None, {"kernel": jnp.zeros(2**26, jnp.bfloat16)}, {}))
 
     def program(chosen, *_):
-        raise StopIteration(chosen[rule.path].is_ready())
+        raise StopIteration(chosen["kernel"].is_ready())
 
     with pytest.raises(StopIteration) as started:
-        gradient.our_gradients(program, target, text_prompt(target), [rule])
+        gradient.our_gradients(program, target, text_prompt(target))
     assert started.value.value
+
+
+def test_every_compared_layer_is_a_stack_of_its_own():
+    for num_layers in (*range(1, 8), 27, 36):
+        starts = gradient.stack_starts(num_layers)
+        sizes = dict(zip(starts, np.diff(starts), strict=False))
+        assert starts[0] == 0 and starts[-1] == num_layers
+        assert {sizes[layer] for layer in gradient.compared_layers(num_layers)} == {1}
+
+
+def test_only_the_compared_layers_have_gradients(target):
+    model = abstract_model(target.config)
+    _, chosen, _ = gradient.compared(nnx.eval_shape(gradient.apart, model))
+    sizes = {name: leaf.size for name, leaf in flat_params(chosen).items()}
+    assert len(sizes) < len(gradient.kernels(target.config)) and sum(sizes.values()) == sum(
+        math.prod(rule.hf_shape) for rule, _ in gradient.kernels(target.config)
+    )
 
 
 @pytest.mark.nightly

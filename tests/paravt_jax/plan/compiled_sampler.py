@@ -2,7 +2,7 @@
 
 It runs in a separate process, because a TPU compiler aborts on the XLA flags of the tests.
 
-compiled_sampler.py TOPOLOGY PRESET TENSOR ROWS CONTEXT_TOKENS CACHE_TOKENS stacked|unstacked
+compiled_sampler.py TOPOLOGY PRESET TENSOR ROWS CONTEXT_TOKENS CACHE_TOKENS stacked|split
 """
 
 import json
@@ -40,12 +40,12 @@ def main(name, preset, tensor, rows, context_tokens, cache_tokens, stacking):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
 
     def of_a_layer(leaf):
-        return array(*leaf.shape[1:], dtype=leaf.dtype, spec=leaf.sharding.spec[1:])
+        return array(1, *leaf.shape[1:], dtype=leaf.dtype, spec=leaf.sharding.spec)
 
     text, num_pages = config.text, 1 + -(-int(cache_tokens) // PAGE_TOKENS) + int(rows)
     model = abstract_model(config, Compute("bfloat16"))
     model = with_params(model, abstract_params(model, "bfloat16", mesh))
-    if stacking == "unstacked":
+    if stacking == "split":
         graphdef, params = nnx.split(model.text.layers)
         layers = [nnx.merge(graphdef, jax.tree.map(of_a_layer, params)) for _ in range(text.num_layers)]
         model.text.layers = nnx.List(layers)

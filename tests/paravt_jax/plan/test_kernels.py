@@ -56,7 +56,7 @@ def test_auto_attention_compiles_the_kernel_of_the_target_chip(name, heads, kv_h
 @pytest.mark.parametrize(
     ("recipe", "name", "tensor", "stacking"),
     [
-        ("8b_8x80gb_embedded", "h100:8", 8, "unstacked"),
+        ("8b_8x80gb_embedded", "h100:8", 8, "split"),
         ("8b_v5p8", "v5p:2x2x1", 4, "stacked"),
         ("8b_lora_1x80gb", "h100:1", 1, "stacked"),
     ],
