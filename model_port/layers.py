@@ -149,7 +149,7 @@ def num_layers(stack: nnx.Module) -> int:
 def _run_layer(
     stack: nnx.Module, index: int, step: Callable[..., Any], carry: Any, compute: Compute
 ) -> tuple[Any, Any]:
-    """A stack of one layer, without a loop. Conditions on the Python index are resolved while tracing."""
+    """A single layer, without a loop. Conditions on the Python index are resolved while tracing."""
     graphdef, params = nnx.split(stack)
 
     def body(carry: Any, params: Any) -> tuple[Any, Any]:
@@ -179,10 +179,10 @@ def _run_stack(
 
 
 def split(stack: nnx.Module, sizes: Sequence[int]) -> nnx.List:
-    """Stacks of these numbers of layers, with arrays of their own; takes the parameters out of `stack`.
+    """Stacks of these numbers of layers, with separate arrays; takes the parameters out of `stack`.
 
-    A program on a GPU copies each layer that a loop or an index takes from a stack, but not a stack of one layer. One
-    parameter at a time is in memory twice.
+    A program on a GPU copies each layer that a loop or an index takes from a stack, but no stack with a single layer.
+    One parameter at a time is in memory twice.
     """
     graphdef, taken = nnx.graphdef(stack), nnx.pop(stack, nnx.Param)
     leaves, structure = jax.tree.flatten(taken)

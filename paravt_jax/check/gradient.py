@@ -76,7 +76,7 @@ def place(rule: Rule, layer: int) -> tuple[str, int]:
 
 
 def apart(model: VLModel) -> VLModel:
-    """Puts the compared layers into stacks of their own, because the gradients of all layers of an 8B take 31 GiB."""
+    """Puts each compared layer into a separate stack, because the gradients of all layers of an 8B take 31 GiB."""
     for tower, name in ((model.vision, "blocks"), (model.text, "layers")):
         stack = getattr(tower, name)
         setattr(tower, name, split(stack, np.diff(stack_starts(num_layers(stack))).tolist()))
