@@ -154,7 +154,7 @@ class Prompter:
         messages, tools = self._main_messages(task, of_videos)
         pictures = (*images, *(frame.picture for frames in clips for frame in frames))
         ids = self.chat.ids(messages, len(pictures), tools)
-        all_names = names | _own_names(task.videos)
+        all_names = names | _own_names(task.videos) | names  # the prompt's names come first, and win
         seconds = time.monotonic() - began_s
         return Overview(task, videos, all_names, ids, pictures, of_videos, seconds, messages, tools)
 

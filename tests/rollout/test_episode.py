@@ -253,6 +253,13 @@ def test_several_videos_share_the_budget_and_have_names(chat):
     assert [(path, len(times)) for path, times in frames.asked] == shown
 
 
+def test_a_name_in_the_prompt_is_never_another_videos_file_name(chat):
+    task = Task("t", "q", ("/data/video_1.mp4", "/data/video_0.mp4", "/data/c.mp4"), 3)
+    names = ("video_0.mp4", "video_1.mp4", "c.mp4")
+    _, episode = called(chat, task, *(call(n, n + 1).replace("video.mp4", name) for n, name in enumerate(names)))
+    assert [each.path for each in episode.calls] == list(task.videos)
+
+
 def test_seeds_differ_between_turns_agents_and_members_and_repeat_in_a_rerun(chat):
     def seeds(number: int, seed: int) -> list[int]:
         engine = script(chat, [f"x</think>{call(1, 2)}{call(3, 4)}<|im_end|>", ANSWER])
