@@ -1,5 +1,6 @@
 """The sampler gives what the model says: greedy is transformers' generate, and no request notices its neighbours."""
 
+import random
 from collections import Counter
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from model_port.config import ModelConfig
 from model_port.inputs import Frame
 from model_port.layers import split
 from model_port.loading import abstract_model, frames_of
-from model_port.sampler import Sampler, SamplerPrompt, SamplerRequest, SamplingParams
+from model_port.sampler import Completion, Sampler, SamplerPrompt, SamplerRequest, SamplingParams
 from model_port.sampler.programs import copy_page, decode, encode, first_of_highest, prefill
 from model_port.sharding import make_mesh
 
@@ -322,3 +323,49 @@ def test_a_cache_smaller_than_a_row_is_refused():
 def test_the_first_of_the_highest_logits_is_chosen():
     logits = np.array([[1, 3, 2, 3], [5, 5, 5, 5], [-np.inf, -np.inf, -1, -2]], np.float32)
     assert first_of_highest(jnp.asarray(logits)).tolist() == logits.argmax(axis=1).tolist() == [1, 0, 2]
+
+
+def random_request(chance: random.Random) -> SamplerRequest:
+    """Many prompts begin with another's tokens, up to or around the end of a page."""
+    ids = np.arange(5, 5 + chance.choice([63, 64, 65, 128, 129])) % 100
+    prompt = SamplerPrompt(ids[: chance.choice([len(ids), len(ids), chance.randint(1, 60)])])
+    if chance.random() < 0.2:
+        prompt = as_prompt(prompts(CONFIG)["mixed"])
+    tokens, stop_ids = chance.randint(1, 50), tuple(chance.sample(range(150), 3))
+    return SamplerRequest(prompt, SamplingParams(tokens, chance.randrange(2**64), chance.choice([0, 0.7]), stop_ids))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(3))
+def test_no_order_of_requests_aborts_and_updates_changes_tokens_or_loses_a_page(seed, pair, tmp_path):
+    save_reference(make_reference(CONFIG, seed=8), tmp_path)
+    models, chance = [pair[1], model_port.load(tmp_path)], random.Random(seed)
+    sampler = Sampler(pair[1], **SETTINGS, cache_tokens=chance.choice([192, 320, 640]))
+    running: dict[int, SamplerRequest] = {}
+    first: dict[int, tuple[int, int]] = {}  # the model of a request's tokens before an update, and their number
+    ended: list[tuple[int, int, SamplerRequest, Completion]] = []
+    newest = 0
+    for _ in range(60):
+        event = chance.choice([*["submit"] * 3, *["step"] * 4, "abort", "update"])
+        done = sampler.step() if event == "step" else {}
+        if event == "submit":
+            request = random_request(chance)
+            running[sampler.submit(request)] = request
+        elif event == "abort" and running:
+            number = chance.choice(list(running))
+            done = {number: sampler.abort(number)}
+        elif event == "update":
+            for number in running:
+                if sampled := sampler.sampled(number):
+                    first.setdefault(number, (newest, len(sampled)))
+            newest = 1 - newest
+            sampler.update(models[newest])
+        for number, completion in done.items():
+            ended.append((*first.get(number, (newest, len(completion.ids))), running.pop(number), completion))
+        users = Counter(page for row in sampler._rows if row is not None for page in row.pages)
+        assert [users[page] for page in range(sampler._pool.num_pages)] == sampler._pool._users
+        assert sampler._pool.num_available == sampler._pool.num_pages - 1 - len(users)
+    for model, num, request, completion in ended:
+        (alone,) = Sampler(models[model], **SETTINGS).generate([request])
+        assert completion.ids[:num] == alone.ids[:num] and completion.behavior_logp[:num] == alone.behavior_logp[:num]
+        assert completion.finish in (alone.finish, "abort") or num < len(completion.ids)
