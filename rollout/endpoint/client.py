@@ -325,7 +325,7 @@ class EndpointClient:
         by_words = status_error(400, text, server.url, self.model, {}, self._hidden)
         if by_words.reason in OF_THE_SAMPLE:
             return by_words
-        return self._status_error(server, int(code) if code.isdecimal() else 500, text, {})
+        return self._status_error(server, int(code) if code.isdecimal() and len(code) == 3 else 500, text, {})
 
     async def _health(self, server: _Endpoint) -> ServerHealth:
         try:

@@ -70,6 +70,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 # JSON that is neither a completion, a message of a stream nor a list of models.
 _ODD: tuple[Any, ...] = (
     *(5, None, "x", [], [1], {}),
+    *({"error": value} for value in (5, "x", [5], {}, {"code": "9" * 5000}, {"code": 9}, {"message": 5, "code": []})),
     *({name: value} for name in ("choices", "data") for value in (5, "x", {"a": 1}, [5], ["x"], [None], [[]])),
     *({"choices": [{name: value}]} for name in ("message", "delta") for value in (5, "x", [])),
     *(
@@ -78,7 +79,7 @@ _ODD: tuple[Any, ...] = (
         for value in (5, [5], {"a": 1})
     ),
 )
-ODD = {f"odd {value!r}": json.dumps(value) for value in _ODD} | {"odd depth": "[" * 100_000}
+ODD = {f"odd {value!r:.60}": json.dumps(value) for value in _ODD} | {"odd depth": "[" * 100_000}
 BOMB = gzip.compress(b" " * 2**24)
 
 
