@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ from paravt_jax.data.hub import local_source
 from paravt_jax.plan.plan import model_config
 from paravt_jax.run.output_file import OutputFile
 from rollout.engine.discovery import check_url
+from rollout.owned_directory import owned_directory
+from rollout.supervisor import KILL_NOW, descendants
 
 BESIDE = ("weights", "logits", "gradient")  # these stages of a tiny model run beside the others
 SHOWN_LINES = 40  # of a failed stage's log
@@ -111,9 +114,16 @@ def run_stages(names: Sequence[str], target: Target) -> list[StageReport]:
     beside = [name for name in rest if target.model == TINY and name in BESIDE]
     reports = run(first)  # makes the model
     with ThreadPoolExecutor(1) as pool:
-        background = pool.submit(run, beside)
-        reports += run([name for name in rest if name not in beside])
-        reports += background.result()
+        background = [pool.submit(run_stage, name, target) for name in beside]
+        try:
+            reports += run([name for name in rest if name not in beside])
+            reports += [stage.result() for stage in background]
+        except BaseException:  # such as Ctrl-C
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in descendants(os.getpid()):
+                with suppress(ProcessLookupError):
+                    os.kill(process, KILL_NOW)
+            raise
     return sorted(reports, key=lambda report: names.index(report.stage))
 
 
@@ -135,8 +145,8 @@ def main() -> None:
         for kind, path in (("json", args.json), ("html", args.html))
     )
     exit_on_sigterm()
-    with tempfile.TemporaryDirectory(prefix="paravt-check-") as folder:
-        target = target_of(parser, args, folder)
+    with owned_directory(Path(tempfile.gettempdir()), "paravt-check-") as folder:
+        target = target_of(parser, args, str(folder))
         reports = run_stages([name for name in STAGES if name in args.stage], target)
     print(table(reports))
     record = to_record(reports)

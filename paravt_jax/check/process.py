@@ -1,4 +1,7 @@
-"""Runs a part of a check in a separate process, because only its end frees all memory."""
+"""Runs a part of a check in a separate process, because only its end frees all memory.
+
+It runs under `rollout.supervisor`, so that it ends with this process.
+"""
 
 import json
 import os
@@ -10,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from rollout.supervisor import KILL_NOW, supervised
 
 SHOWN_CHARS = 300  # of a failed part's last line
 
@@ -27,17 +32,17 @@ class PartResult:
 def part_of(
     command: Sequence[str], log: Path, deadline_s: float | None = None, env: Mapping[str, str] | None = None
 ) -> PartResult:
-    """Runs a command; `log` gets its stderr."""
+    """Runs a command, given with an absolute path; `log` gets its stderr."""
     start_s, out = time.monotonic(), log.with_suffix(".out")
     with out.open("wb") as stdout, log.open("wb") as stderr:
-        process = subprocess.Popen(command, stdout=stdout, stderr=stderr, env=env)
-        timer = threading.Timer(deadline_s or threading.TIMEOUT_MAX, process.kill)
+        process = subprocess.Popen(supervised(command), stdout=stdout, stderr=stderr, env=env)
+        timer = threading.Timer(deadline_s or threading.TIMEOUT_MAX, process.send_signal, [KILL_NOW])
         timer.daemon = True
         timer.start()
         try:
             _, status, usage = os.wait4(process.pid, 0)
         except BaseException:  # such as Ctrl-C
-            process.kill()
+            process.send_signal(KILL_NOW)
             process.wait()
             raise
         timed_out = timer.finished.is_set()

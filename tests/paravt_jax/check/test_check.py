@@ -4,8 +4,10 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from processes import all_gone, family
 
 from model_port.loading import abstract_model
 from model_port.output_dir import GIB
@@ -36,7 +39,7 @@ FOUR_STAGES = ["files", "weights", "logits", "gradient"]
 
 
 def run_check(*arguments: str, deadline_s: float) -> tuple[subprocess.CompletedProcess[str], dict]:
-    """Without the eight devices of the tests. A late check gets SIGTERM, because its stage survives its SIGKILL."""
+    """Without the eight devices of the tests."""
     flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
     command = ["timeout", str(deadline_s), sys.executable, "-m", "paravt_jax.check", *arguments]
     environment = os.environ | {"XLA_FLAGS": " ".join(flags)}
@@ -385,6 +388,42 @@ def test_the_page_has_every_cell_and_no_markup_of_its_values():
     ],
 )
 def test_a_part_keeps_its_rows_however_it_ends(script, deadline_s, problem, tmp_path):
-    part = part_of(["sh", "-c", script], tmp_path / "part.log", deadline_s)
+    part = part_of(["/bin/sh", "-c", script], tmp_path / "part.log", deadline_s)
     assert part.rows == [{"a": 1}] and part.problem == problem
     assert part.seconds > 0 and part.peak_bytes > 2**17
+
+
+PART = """
+import sys
+from pathlib import Path
+from paravt_jax.check.process import part_of
+part_of(["/bin/sh", "-c", "sleep 600 & sleep 600"], Path(sys.argv[1], "part.log"))
+"""
+STAGES_OF_A_TINY_MODEL = """
+import sys
+from pathlib import Path
+from model_port.output_dir import exit_on_sigterm
+from paravt_jax.check import __main__ as check
+from paravt_jax.check.target import Target
+
+def run_stage(name, target):
+    command = ["/bin/true"] if name == "files" else ["/bin/sleep", "600"]
+    return check.part_of(command, target.file(name))
+
+check.run_stage = run_stage
+exit_on_sigterm()
+check.run_stages(["files", "weights", "logits", "step"], Target(sys.argv[1], "tiny"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [PART, STAGES_OF_A_TINY_MODEL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_stages_end_with_a_killed_check(script, number, tmp_path):
+    check = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], cwd=ROOT)
+    while [process.name() for process in family(check.pid)].count("sleep") < 2:
+        time.sleep(0.05)
+    processes = family(check.pid)
+    check.send_signal(number)
+    check.wait(60)
+    assert all_gone(processes)
