@@ -65,8 +65,8 @@ class EpisodeConfig:
         for name in ("overview_fps", "temperature"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"rollout.{name}={getattr(self, name)} must be a finite number, 0 or more")
-        if not self.turn_deadline_s > 0:
-            raise ValueError(f"rollout.turn_deadline_s={self.turn_deadline_s} must be above 0")
+        if not 0 < self.turn_deadline_s < math.inf:
+            raise ValueError(f"rollout.turn_deadline_s={self.turn_deadline_s} must be a finite number above 0")
         if len(self.forced_prefix) > MAX_TEXT_CHARS:
             raise ValueError(
                 f"rollout.forced_prefix has {len(self.forced_prefix)} characters, more than {MAX_TEXT_CHARS}"

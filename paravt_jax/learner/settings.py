@@ -229,8 +229,9 @@ class OptimConfig:
     train_vision: bool = setting(False, "train the vision tower too; the published recipe does not")
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "max_grad_norm"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"optim.{name}={getattr(self, name)} must be greater than 0")
-        if not self.weight_decay >= 0:
-            raise ValueError(f"optim.weight_decay={self.weight_decay} must be 0 or more")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"optim.learning_rate={self.learning_rate} must be a finite number above 0")
+        if not self.max_grad_norm > 0:
+            raise ValueError(f"optim.max_grad_norm={self.max_grad_norm} must be above 0; inf disables clipping")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"optim.weight_decay={self.weight_decay} must be a finite number, 0 or more")
