@@ -4,6 +4,7 @@ transformers writes null for unset values, so null counts as absent.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,15 @@ def flattened(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in tree.items():
         flat |= flattened(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
     return flat
+
+
+def without_nan(value: Any) -> Any:
+    """The value with None for NaN and infinity, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _values(outer: Any) -> Any:

@@ -7,7 +7,6 @@ A benchmark is a module with `add_arguments(parser)`, `run(args)`, which returns
 import argparse
 import datetime
 import importlib
-import json
 import sys
 from collections.abc import Mapping
 
@@ -44,7 +43,7 @@ def run_bench(package: str, benches: Mapping[str, str]) -> None:
         result = bench.run(args)
     print(bench.table(result))
     if out is not None:
-        out.write(json.dumps({"bench": args.bench, "date": date, "machine": machine(), **result}, indent=2) + "\n")
+        out.write_json({"bench": args.bench, "date": date, "machine": machine(), **result})
     if problem := result.get("problem"):
         raise RuntimeError(problem)
     if violations := result.get("violations"):

@@ -9,7 +9,6 @@ weights. The exit code is 0 only if no stage failed.
 
 import argparse
 import datetime
-import json
 import os
 import sys
 import tempfile
@@ -151,7 +150,7 @@ def main() -> None:
     print(table(reports))
     record = to_record(reports)
     if out:
-        out.write(json.dumps(record, indent=2) + "\n")
+        out.write_json(record)
     if page_out:
         page_out.write(page(record, reports))
     if failed := [report.stage for report in reports if report.failed]:

@@ -258,4 +258,4 @@ def run(args: Any) -> None:
     findings = inspect(args.path, video_root=args.video_root, tokenizer=args.tokenizer)
     print(text(findings))
     if output:
-        output.write(json.dumps(findings.to_record(), indent=2) + "\n")
+        output.write_json(findings.to_record())

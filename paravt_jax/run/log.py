@@ -6,7 +6,6 @@ finds all steps up to its checkpoint here, moves later ones aside and runs them 
 
 import importlib
 import json
-import math
 import os
 import secrets
 import sys
@@ -20,6 +19,7 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
+from model_port.json_files import without_nan
 from model_port.output_dir import named
 from model_port.progress import Ticker, make_bar
 from model_port.terminal import say, visible
@@ -233,16 +233,8 @@ def json_line(record: Mapping[str, Any]) -> bytes:
     try:
         text = json.dumps(record, allow_nan=False)
     except ValueError:  # rare; checking every number first would take longer than writing
-        text = json.dumps(_without_nan(record), allow_nan=False)
+        text = json.dumps(without_nan(record), allow_nan=False)
     return text.encode() + b"\n"
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _sync(file: IO[bytes]) -> None:

@@ -13,7 +13,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
+from model_port.json_files import without_nan
 from model_port.output_dir import check_local, lock_file, sync_path
 
 RECORD_SUFFIX = ".written_by_paravt_jax.json"
@@ -43,6 +45,10 @@ class OutputFile:
     def write(self, content: str | bytes) -> None:
         with self.partial() as partial:
             partial.write_bytes(content.encode() if isinstance(content, str) else content)
+
+    def write_json(self, record: Any) -> None:
+        """Writes null for NaN and infinity, which JSON does not have."""
+        self.write(json.dumps(without_nan(record), indent=2, allow_nan=False) + "\n")
 
     @contextmanager
     def partial(self) -> Iterator[Path]:

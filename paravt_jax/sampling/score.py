@@ -5,7 +5,6 @@ python -m rollout.check --model CKPT --url URL [--url URL …]
 
 import argparse
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -141,7 +140,7 @@ def main() -> None:
     parities = asyncio.run(check(urls, scorer, chat, num_episodes=args.episodes, on_progress=say))
     print(table(parities))
     if result:
-        result.write(json.dumps([parity.to_record() for parity in parities], indent=2) + "\n")
+        result.write_json([parity.to_record() for parity in parities])
     problems = [f"{parity.url}: {problem}" for parity in parities for problem in parity.problems]
     if problems:
         raise RuntimeError("the servers and the learner disagree: " + "; ".join(problems))

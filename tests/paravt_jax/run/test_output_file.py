@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 import os
 import shutil
 import subprocess
@@ -35,6 +36,14 @@ def test_a_command_replaces_its_own_file_in_a_copied_directory(tmp_path):
     shutil.copytree(tmp_path / "run", copy := tmp_path / "copy", copy_function=shutil.copyfile)
     write(copy / "report.html", "two", inputs=[copy])
     assert (copy / "report.html").read_text() == "two"
+
+
+def test_json_has_null_for_a_number_that_json_does_not_have(tmp_path):
+    OutputFile(tmp_path / "out.json", "a command").write_json({"kl": [float("nan"), 0.5], "bound": float("inf")})
+    assert json.loads((tmp_path / "out.json").read_text(), parse_constant=pytest.fail) == {
+        "kl": [None, 0.5],
+        "bound": None,
+    }
 
 
 @pytest.mark.parametrize("kind", ["itself", "hard", "symbolic", "spelled"])
