@@ -1,4 +1,4 @@
-"""A question about a video, answered by a trained policy: python -m paravt_jax.ask VIDEO… "QUESTION" """
+"""A question about videos or images, answered by a trained policy: python -m paravt_jax.ask VIDEO… "QUESTION" """
 
 import argparse
 import asyncio
@@ -20,10 +20,10 @@ DEFAULT_MODEL = "ParaVT/ParaVT-8B"
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog_of("paravt_jax.ask"),
-        description="Ask a policy a question about videos, and follow its thinking, tool calls and reports.",
+        description="Ask a policy a question about videos, images or neither, and follow its thinking and calls.",
         epilog="Progress goes to stderr, the answer to stdout.",
     )
-    parser.add_argument("arguments", nargs="+", metavar="VIDEO… QUESTION", help="video files, then the question")
+    parser.add_argument("arguments", nargs="+", metavar="VIDEO… QUESTION", help="videos or images, then the question")
     add_model_arguments(parser)
     parser.add_argument(
         "--interactive", action="store_true", help="then read questions about the same videos, one per line"
@@ -67,14 +67,17 @@ def num_frames(text: str) -> int:
     return number
 
 
-async def run(args: argparse.Namespace, videos: list[str], question: str | None) -> None:
+async def run(args: argparse.Namespace, files: list[str], question: str | None) -> None:
     from paravt_jax.asking.asker import engine_of, open_asker  # imports jax, which --help and errors need not wait for
     from paravt_jax.asking.page import page_of
     from paravt_jax.asking.terminal import Live, summary, why_no_answer
+    from rollout.picture import is_image
 
     answer, page, problem = None, None, ""
     if args.html is not None:
-        page = OutputFile(args.html, "ask --html", inputs=[*videos, args.model], force=args.force)
+        page = OutputFile(args.html, "ask --html", inputs=[*files, args.model], force=args.force)
+    images = list(filter(is_image, files))
+    videos = [file for file in files if file not in images]
     engine = engine_of(args.model, args.url, args.endpoint, args.endpoint_key_env)
     async with open_asker(args.model, engine, num_frames=args.frames, dispatch=args.dispatch) as answerer:
         for number in range(sys.maxsize):
@@ -82,9 +85,9 @@ async def run(args: argparse.Namespace, videos: list[str], question: str | None)
             if not question:
                 break
             try:
-                answer = await answerer.answer(videos, question, Live(_write), f"question {number}")
+                answer = await answerer.answer(videos, question, Live(_write), f"question {number}", images=images)
             except VideoError as unreadable:
-                raise ValueError(f"{' or '.join(videos)}: {unreadable}") from None
+                raise ValueError(f"{' or '.join(files)}: {unreadable}") from None
             _write("\n")
             print(json.dumps(answer.to_record()) if args.json else answer.text, flush=True)
             say("\n".join(summary(answer)))
@@ -110,18 +113,16 @@ async def _next_question() -> str:
     return (await in_daemon_thread(sys.stdin.readline)).strip()
 
 
-def _videos_and_question(words: list[str], interactive: bool) -> tuple[list[str], str | None]:
+def _files_and_question(words: list[str], interactive: bool) -> tuple[list[str], str | None]:
     """The last argument is the question, which is optional in interactive mode."""
     question = None if interactive and _is_file(words[-1]) else words[-1]
-    videos = words if question is None else words[:-1]
-    if not videos:
-        raise ValueError(f"expected a video and a question, got only {words[0]!r}")
-    for video in videos:
-        if not _is_file(video):
-            raise ValueError(f"{video} is not a file; pass the videos first, then the question in quotes")
+    files = words if question is None else words[:-1]
+    for file in files:
+        if not _is_file(file):
+            raise ValueError(f"{file} is not a file; pass videos and images first, then the question in quotes")
     if question is not None and (not question.strip() or _is_file(question)):
         raise ValueError(f"{question!r} is not a question; pass it last, in quotes")
-    return videos, question
+    return files, question
 
 
 def _is_file(text: str) -> bool:
@@ -133,11 +134,11 @@ def _is_file(text: str) -> bool:
 
 def main() -> None:
     args = make_parser().parse_args()
-    videos, question = _videos_and_question(args.arguments, args.interactive)
+    files, question = _files_and_question(args.arguments, args.interactive)
     from paravt_jax.run.compiles import set_up_compilation
 
     set_up_compilation()
-    asyncio.run(run(args, videos, question))
+    asyncio.run(run(args, files, question))
 
 
 if __name__ == "__main__":

@@ -98,6 +98,15 @@ def read_image(
     return Picture.of(np.array(resized))
 
 
+def is_image(path: str) -> bool:
+    """Whether Pillow can open the file. A GIF is a video, because it may move."""
+    try:
+        with Image.open(path, formats=[name for name in IMAGE_FORMATS if name != "GIF"]):
+            return True
+    except Exception:  # Pillow raises anything
+        return False
+
+
 def in_rgb(image: Image.Image) -> Image.Image:
     """The image, turned as its EXIF orientation says: transformers turns it too."""
     ImageOps.exif_transpose(image, in_place=True)  # otherwise it copies also what it need not turn

@@ -1,4 +1,4 @@
-"""Answers one question about videos: the answer, its evidence, and the time of each part."""
+"""Answers one question about videos, images or text alone: the answer, its evidence, and the time of each part."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -93,6 +93,7 @@ class Answerer:
         seed: int | None = None,
         max_tokens: int | None = None,
         history: Sequence[PastTurn] = (),
+        images: Sequence[str] = (),
     ) -> Answer:
         """`name` identifies the question among concurrent ones; the engine aborts requests by it.
 
@@ -102,7 +103,7 @@ class Answerer:
         """
         listener = listener or Listener()
         num_frames = max(self.num_frames, len(videos))
-        task = Task(name, question, tuple(videos), num_frames, history=tuple(history))
+        task = Task(name, question, tuple(videos), num_frames, history=tuple(history), images=tuple(images))
         overview = await self.agent.overview(task)
         listener.on_overview(overview)
         episode = await self.agent.run(

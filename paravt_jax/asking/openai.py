@@ -172,8 +172,8 @@ def _parse_messages(messages: Any) -> list[ParsedMessage]:
         raise BadRequest("the last message must have the role user")
     if sum(len(message.text) for message in parsed) > MAX_QUESTION_CHARS:
         raise BadRequest(f"the texts in messages are longer than {MAX_QUESTION_CHARS} characters")
-    if not 1 <= sum(len(message.media) for message in parsed) <= MAX_MEDIA:
-        raise BadRequest(f"expected 1 to {MAX_MEDIA} parts of type video_url or image_url")
+    if sum(len(message.media) for message in parsed) > MAX_MEDIA:
+        raise BadRequest(f"expected at most {MAX_MEDIA} parts of type video_url or image_url")
     return parsed
 
 

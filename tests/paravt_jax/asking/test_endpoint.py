@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from agents import FakeFrames, call
 from fake_endpoint import MODEL as FAKE_MODEL, FakeEndpoint
+from PIL import Image
 from served import ACCESS, LOOK, MODEL, with_service
 
 from paravt_jax import ask
@@ -61,6 +62,25 @@ def test_a_question_is_answered_and_shown_on_a_page_by_a_model_behind_an_endpoin
     pictures = set(re.findall(r'"UklGR[^"]+"', page.read_text()))
     assert len(pictures) >= 3 and "It is red." in page.read_text()
     assert "3 frames" in printed.err and "behind an endpoint" in printed.err
+
+
+@pytest.mark.parametrize("shown", ["photo.jpg", "still.webp", ""])
+def test_a_question_about_an_image_or_text_alone_has_no_tools(shown, tmp_path, capsys):
+    files = [str(tmp_path / shown)] if shown else []
+    for file in files:
+        Image.new("RGB", (96, 64), "red").save(file)
+    page = tmp_path / "page.html"
+
+    async def run():
+        async with FakeEndpoint(lambda body: "<think>\nRed.</think><answer>A</answer>") as endpoint:
+            flags = ["--endpoint", endpoint.url, "--model", FAKE_MODEL, "--html", str(page)]
+            args = ask.make_parser().parse_args([*files, "What colour?", *flags])
+            await ask.run(args, *ask._files_and_question(args.arguments, False))
+            return endpoint.bodies
+
+    *_, body = asyncio.run(run())
+    assert capsys.readouterr().out == "A\n" and "Red." in page.read_text()
+    assert json.dumps(body).count("data:image/") == len(files) and "crop_video" not in json.dumps(body)
 
 
 def test_questions_about_a_model_that_is_not_served_are_refused_at_once():

@@ -11,6 +11,7 @@ from dataclasses import replace
 import aiohttp
 import numpy as np
 import pytest
+from agents import ANSWER
 from PIL import Image
 from served import MODEL, question, served_by, until, with_service
 
@@ -131,6 +132,15 @@ def test_requests_of_lmms_eval_are_answered(chat, videos, name):
     (status, reply), requests = with_service(chat, videos, work)
     assert status == 200 and reply["choices"][0]["message"]["content"] == "A"
     assert len(requests[0].pictures) == 6
+
+
+def test_a_conversation_without_videos_has_no_pictures_and_no_tools(chat, videos):
+    async def work(served):
+        return await served.ask(messages=[message("user", "Is it red?")]), served.engine.requests
+
+    answer, (request,) = with_service(chat, videos, work, [ANSWER])
+    assert answer.choices[0].message.content == "A" and len(request.pictures) == 0
+    assert "Is it red?" in (prompt := chat.decode(request.ids)) and "crop_video" not in prompt
 
 
 @pytest.mark.slow
@@ -578,7 +588,7 @@ WRONG_BODIES = [
     ("a call", body(messages=[{"role": "assistant", "tool_calls": [{}]}]), "messages with calls are not supported"),
     ("a video of the model", body(messages=[message("assistant", VIDEO)]), "only messages with the role user may have"),
     ("a last turn without text", body(messages=[message("user", "Q"), message("user", VIDEO)]), "question is empty"),
-    ("no video", body(messages=[{"role": "user", "content": "a"}]), "1 to 64 parts"),
+    ("65 videos", body(messages=[message("user", *[VIDEO] * 65)]), "at most 64 parts"),
     (
         "no question",
         body(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]),
