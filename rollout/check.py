@@ -28,7 +28,7 @@ from rollout.ledger import Ledger
 from rollout.parity import SHOWN, Parity, Scored, Scorer, ScoreRequest
 from rollout.parts import pictures_of, with_times
 from rollout.picture import Picture
-from rollout.prompter import Task
+from rollout.prompter import Overview, Task
 from rollout.video.box import Box
 from rollout.video.info import TimedPicture, VideoInfo
 
@@ -98,14 +98,24 @@ async def _play(
         agent = Agent(engine, TestCard(size_px), chat, config)
         overview = await agent.overview(Task(f"card-{size_px}", "What is shown?", ("card.mp4",), FRAME_BUDGET))
         shown = await agent.frames.frames("card.mp4", [SHOWN_S], DEADLINE_S)
+        dialogue = _dialogue(overview, shown, chat, config)
+        num_tokens = len(dialogue.ids) + sum(picture.num_tokens(chat.token_px) - 1 for picture in dialogue.pictures)
+        if num_tokens >= config.max_context_tokens:
+            raise ValueError(
+                f"{url} has a context of {config.max_context_tokens} tokens, and the parity gate needs "
+                f"{num_tokens + 1}; raise rollout.max_context_tokens, or --context-length of rollout.serve"
+            )
         episodes = await asyncio.gather(*(agent.run(overview, number) for number in range(num_episodes)))
     finally:
         await engine.close()
+    return [ledger for episode in episodes for ledger in episode.ledgers], dialogue
+
+
+def _dialogue(overview: Overview, frames: Sequence[TimedPicture], chat: Chat, config: EpisodeConfig) -> ScoreRequest:
     ids = np.concatenate([overview.ids, *map(chat.encode, FIRST_TURN)])
-    response = with_times(["A report, and a frame:", *shown], config.prompts)
+    response = with_times(["A report, and a frame:", *frames], config.prompts)
     ids = np.concatenate([ids, chat.after_turn(ids, [response]), chat.encode(LAST_TURN)])
-    ledgers = [ledger for episode in episodes for ledger in episode.ledgers]
-    return ledgers, ScoreRequest(ids, (*overview.pictures, *pictures_of(response)))
+    return ScoreRequest(ids, (*overview.pictures, *pictures_of(response)))
 
 
 async def _compare_sampled(parity: Parity, ledger: Ledger, scorer: Scorer, chat: Chat) -> None:

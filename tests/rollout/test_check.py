@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_server import FakeServer
 from on_use import torch, transformers
 from torch_server import TorchServer
 from wide_model import make_wide, with_layer_of, write_weights
@@ -85,6 +86,16 @@ def test_a_right_server_is_accepted_with_logits_as_wide_as_trained_ones(dtype, s
         assert all(one.server < one.allowed / 4 for one in dialogue.statistics)
     (shown,) = found.differences[SHOWN].statistics
     assert abs(shown.server) < shown.allowed / 2
+
+
+def test_a_context_without_room_for_the_dialogue_names_the_setting(chat):
+    async def body():
+        async with FakeServer() as server:
+            await gate._play(server.url, (64, 96), chat, 1, {"context_length": 256})
+
+    message = r"has a context of 256 tokens, and the parity gate needs \d{3}; raise rollout\.max_context_tokens"
+    with pytest.raises(ValueError, match=message):
+        asyncio.run(body())
 
 
 def another_layer(right: Path, wrong: Path) -> None:
