@@ -31,7 +31,9 @@ from paravt_jax.run.log import (
     VALIDATION_FILE,
     WANDB_ID_FILE,
     last_step,
+    load_jsonl,
     whole_file,
+    write_rows,
 )
 from paravt_jax.run.process import say
 from paravt_jax.run.stderr_log import LOG_FILE
@@ -173,8 +175,9 @@ def write_settings(settings: Mapping[str, Any], directory: Path, step: int = 0, 
     path = directory / SETTINGS_FILE
     if load_settings(directory) == json.loads(json.dumps(record)):
         return
-    with (directory / SETTINGS_LOG_FILE).open("a") as file:
-        file.write(json.dumps({"after_step": step, **record}) + "\n")
+    log = directory / SETTINGS_LOG_FILE
+    earlier = load_jsonl(log) if log.exists() else ()
+    write_rows(log, [*earlier, {"after_step": step, **record}])
     with whole_file(path) as file:
         file.write(json.dumps(record, indent=2).encode() + b"\n")
 

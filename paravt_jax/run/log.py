@@ -213,8 +213,8 @@ def _put_aside_later(run_dir: Path, first_step: int) -> Path | None:
         if path.exists():
             rows = list(load_jsonl(path))
             if later := [row for row in rows if row["step"] > first_step]:
-                _write_rows(aside / path.name, later)
-            _write_rows(path, [row for row in rows if row["step"] <= first_step])  # drops an incomplete last line
+                write_rows(aside / path.name, later)
+            write_rows(path, [row for row in rows if row["step"] <= first_step])  # drops an incomplete last line
     for path in (run_dir / EPISODES_DIR).glob("*.jsonl"):
         if path.stem.isdecimal() and int(path.stem) > first_step:
             (aside / EPISODES_DIR).mkdir(parents=True, exist_ok=True)
@@ -222,7 +222,8 @@ def _put_aside_later(run_dir: Path, first_step: int) -> Path | None:
     return aside if aside.exists() else None
 
 
-def _write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Writes or replaces a JSONL file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
         file.writelines(map(json_line, rows))

@@ -24,6 +24,7 @@ from paravt_jax.run.directory import (
     write_settings,
 )
 from paravt_jax.run.hosts import ALONE
+from paravt_jax.run.log import load_jsonl
 from paravt_jax.run.training import RunDirectory
 from rollout.engine.labels import Label
 
@@ -70,7 +71,9 @@ def test_a_run_directory_has_no_dots_and_keeps_links(tmp_path, monkeypatch):
 def test_every_version_of_the_settings_is_recorded_with_its_first_step(tmp_path):
     for step, settings in ((0, {"a": {"b": 1}}), (3, {"a": {"b": 1}}), (5, {"a": {"b": 2}, "c": [1]})):
         write_settings(settings, tmp_path, step)
-    versions = [json.loads(line) for line in (tmp_path / "settings.jsonl").read_text().splitlines()]
+        with (tmp_path / "settings.jsonl").open("a") as file:
+            file.write('{"after_step": 7, "conf')  # by a killed run
+    versions = list(load_jsonl(tmp_path / "settings.jsonl"))
     assert [(line["after_step"], line["config"]) for line in versions] == [
         (0, {"a": {"b": 1}}),
         (5, {"a": {"b": 2}, "c": [1]}),
