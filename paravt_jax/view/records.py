@@ -103,9 +103,10 @@ def chosen_of_cells(cells: dict[str, list[Path]], max_episodes: int) -> Chosen:
     """Chooses equally many samples per cell, and the same samples where cells share them."""
     lines: list[Line] = []
     num_shown = min(len(cells), max_episodes)
-    for number, name in counted(list(enumerate(list(cells)[:num_shown])), "finding samples", "cell"):
+    chosen_paths = [list(cells.values())[number] for number in evenly(len(cells), num_shown)]
+    for number, paths in counted(list(enumerate(chosen_paths)), "finding samples", "cell"):
         quota = max_episodes // num_shown + (number < max_episodes % num_shown)
-        lines += _picked(samples_of(cells[name]), quota, "")
+        lines += _picked(samples_of(paths), quota, "")
     return Chosen(lines, num_shown, len(cells))
 
 

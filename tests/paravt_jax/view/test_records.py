@@ -42,6 +42,12 @@ def test_every_sample_of_an_evaluation_is_an_episode_of_its_cell(evaluated):
     assert (chosen.num_parts_shown, chosen.num_parts) == (2, 2)
 
 
+def test_fewer_episodes_than_cells_are_spread_over_the_cells(tmp_path):
+    cells = {f"none_{n}": [write_lines(tmp_path / f"samples_none_{n}.jsonl", [{"id": "a"}])] for n in range(7)}
+    chosen = chosen_of_cells(cells, 3)
+    assert [line.path.stem for line in chosen.lines] == ["samples_none_0", "samples_none_3", "samples_none_6"]
+
+
 def test_the_newest_line_of_a_sample_counts_unless_it_is_missing(tmp_path):
     def line(key, name, missing):
         return {"key": key, "id": name, "episodes": [{"missing": missing}]}
