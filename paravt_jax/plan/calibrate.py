@@ -58,7 +58,10 @@ def calibrated(run_dir: Path, device: DeviceSpec) -> Calibration:
     if run_dir.is_file():
         return _of_check(run_dir, device)
     settings = run_dir / SETTINGS_FILE
-    config = load_training_config(settings) if settings.is_file() else None
+    try:
+        config = load_training_config(settings) if settings.is_file() else None
+    except ValueError as problem:  # such as a tool whose file has moved; the plan counts the pictures that it shows
+        raise ValueError(f"--calibrate {settings}: {problem}") from None
     if not isinstance(config, Config):
         absent = f"it has no {SETTINGS_FILE}" if run_dir.exists() else "it does not exist"
         problem = "it is a cold start" if config else absent

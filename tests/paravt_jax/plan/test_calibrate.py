@@ -192,6 +192,7 @@ def test_measured_rates_narrow_the_interval(log):
         ("step", "metrics.jsonl has no step with rollouts; let the run log some"),
         ("list", "its log has another form than a run of train: AttributeError"),
         ("episode", "its log has another form than a run of train: KeyError"),
+        ("tool", r"/config\.json: rollout\.tools=gone\.py:tool: there is no file .*gone\.py"),
         ("sft", "it is a cold start; give the run_dir of train, or --json of `paravt check`"),
     ],
 )
@@ -203,6 +204,8 @@ def test_another_directory_is_one_clear_sentence(broken, message, log, tmp_path)
         (tmp_path / "metrics.jsonl").write_text(texts[broken])
     if broken == "sft":
         (tmp_path / "config.json").write_text(json.dumps({"config": {"sft": {"num_steps": 3}}}))
+    if broken == "tool":
+        (tmp_path / "config.json").write_text(json.dumps({"config": {"rollout": {"tools": ["gone.py:tool"]}}}))
     with pytest.raises(ValueError, match=message):
         calibrated(tmp_path / "nowhere" if broken == "nowhere" else tmp_path, H100)
 
