@@ -32,7 +32,7 @@ def _thumbnails(episode: Episode) -> dict[str, str]:
     strips = [Strip(video["path"], tuple(video["frames_s"])) for video in record["videos"]]
     pictures: list[tuple[str, Picture]] = []
     overview = [key for strip in strips for key in strip.keys]
-    # After those of the question's images.
+    # The question's images come before the frames.
     pictures += zip(overview[::-1], episode.ledger.segments[0].pictures[::-1], strict=False)
     for call in episode.calls:
         if call.report is not None:
