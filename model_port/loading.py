@@ -240,5 +240,5 @@ def _logits_of(
 
 _logits = jax.jit(_logits_of, static_argnums=0)
 # A CPU widens 16-bit kernels to float32. Without this, XLA does so for all layers before the loop over them.
-PER_LAYER = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
+PER_LAYER: dict[str, str | bool] = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
 _logits_by_layer = jax.jit(_logits_of, static_argnums=0, compiler_options=PER_LAYER)

@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import json
 import sys
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import get_args
 
 from model_port.cli import add_debug_flag, prog_of, run_cli
@@ -117,12 +117,17 @@ def _files_and_question(words: list[str], interactive: bool) -> tuple[list[str],
     """The last argument is the question, which is optional in interactive mode."""
     question = None if interactive and _is_file(words[-1]) else words[-1]
     files = words if question is None else words[:-1]
-    for file in files:
+    names = files if files or question is None or not _is_file_name(question) else [question]
+    for file in names:
         if not _is_file(file):
             raise ValueError(f"{file} is not a file; pass videos and images first, then the question in quotes")
     if question is not None and (not question.strip() or _is_file(question)):
         raise ValueError(f"{question!r} is not a question; pass it last, in quotes")
     return files, question
+
+
+def _is_file_name(text: str) -> bool:
+    return len(text.split()) == 1 and bool(PurePath(text).suffix)
 
 
 def _is_file(text: str) -> bool:
