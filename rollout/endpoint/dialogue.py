@@ -72,11 +72,12 @@ class MessageDialogue:
             text += CALL_END  # endpoints leave out the text that stopped them
         self._add({"role": "assistant", "content": escape_control(text)})
         self._ledger.num_reported += reply.num_sampled_tokens
-        self._num_tokens = reply.num_prompt_tokens + reply.num_sampled_tokens
+        num_tokens = reply.num_sampled_tokens or len(text) // CHARS_PER_TOKEN  # if it reports none
+        self._num_tokens = reply.num_prompt_tokens + num_tokens
         return SampledTurn(
             text,
             reply.finish,
-            num_tokens=reply.num_sampled_tokens,
+            num_tokens=num_tokens,
             num_prompt_tokens=reply.num_prompt_tokens,
             latency_s=reply.latency_s,
         )

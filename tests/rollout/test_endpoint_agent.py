@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import fake_endpoint
 import numpy as np
 import pytest
 from agents import FakeFrames, call
@@ -60,7 +61,11 @@ def says(*turns: str, report: str = "A report.") -> Callable[[dict[str, Any]], s
 
 
 def play(
-    endpoint: FakeEndpoint, task: Task = TASK, callbacks: EpisodeCallbacks | None = None, **config: Any
+    endpoint: FakeEndpoint,
+    task: Task = TASK,
+    callbacks: EpisodeCallbacks | None = None,
+    max_tokens: int | None = None,
+    **config: Any,
 ) -> Episode:
     async def run() -> Episode:
         async with endpoint:
@@ -68,7 +73,7 @@ def play(
             agent = EndpointAgent(client, FakeFrames(), EpisodeConfig(**config))
             try:
                 overview = await agent.overview(task)
-                return await agent.run(overview, callbacks=callbacks)
+                return await agent.run(overview, callbacks=callbacks, max_tokens=max_tokens)
             finally:
                 await agent.engine.close()
 
@@ -197,6 +202,14 @@ def test_reports_and_questions_cannot_open_or_close_anything():
     assert any("Seen" in sent_text for sent_text in sent) and any("now" in sent_text for sent_text in sent)
     for text in OUTSIDE:
         assert not any(text in sent_text.partition("Think first")[0] for sent_text in plain), text
+
+
+def test_a_limit_of_tokens_also_holds_for_an_endpoint_that_counts_none(monkeypatch):
+    monkeypatch.setattr(fake_endpoint, "_completion", lambda choices: {"choices": choices})
+    endpoint = FakeEndpoint(says(LOOK, ANSWER, report="seen " * 60))
+    play(endpoint, max_tokens=400)
+    limits = [body["max_tokens"] for body in endpoint.bodies]
+    assert limits[0] == 400 and limits[-1] < 400 - (len(LOOK) + 300) // (2 * CHARS_PER_TOKEN)
 
 
 def test_a_turn_of_the_model_keeps_its_tags_but_no_control_tokens():
