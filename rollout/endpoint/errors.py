@@ -140,5 +140,5 @@ def _seconds(value: str, unit_s: float) -> float | None:
         return None if math.isnan(seconds) else seconds
     try:
         return parsedate_to_datetime(value).timestamp() - time.time()
-    except ValueError:
+    except (ValueError, OverflowError):
         return None

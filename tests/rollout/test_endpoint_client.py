@@ -238,6 +238,7 @@ async def test_another_server_gets_the_request_while_one_asks_to_wait(client, bu
         ({"retry-after": "soon"}, "", None),
         ({"retry-after": "nan"}, "", None),  # as a wait it would be none at all
         ({"retry-after-ms": "nan", "retry-after": "7"}, "", 7.0),
+        ({"retry-after": "1 Jan 99999 9999999999907:28:00"}, "", None),
         ({"retry-after": "inf"}, "", 86_400.0),
         ({}, f'"retryDelay": "{"9" * 400}s"', 86_400.0),
         ({}, "slow down", None),
