@@ -337,7 +337,7 @@ async def test_requests_with_the_same_affinity_go_to_the_same_server_and_others_
 
 @asking()
 async def test_at_most_so_many_requests_are_in_flight(client, endpoint):
-    endpoint.delay_s = 0.02
+    endpoint.delay_s = 0.3
     await asyncio.gather(*(ask(client) for _ in range(client_module.MAX_IN_FLIGHT + 8)))
     assert endpoint.most_running == client_module.MAX_IN_FLIGHT
 
