@@ -54,14 +54,14 @@ def config_of(
         "model": PolicyConfig(dtype=dtype, remat=remat),
         "mesh": mesh,
         "engine": EngineConfig(kind="sglang"),  # on other devices
-        "video": VideoConfig(frame_budgets=[FRAMES_OF_A_ROW]),
+        "video": VideoConfig(frame_budgets=[], overview_frames=FRAMES_OF_A_ROW),
         "reward": RewardConfig(tool="none"),
         "rollout": EpisodeConfig(
             dispatch="none", max_context_tokens=row_tokens, max_new_tokens=max(1, row_tokens // 8)
         ),
         "loss": LossConfig(kl_coef=0.0),
         "pack": PackConfig(row_tokens, num_rows),
-        "train": TrainConfig(prompts_per_step=num_rows, group_size=2),
+        "train": TrainConfig(prompts_per_step=rows, group_size=2),  # a part may have the frames of all
     }
     return Config(**defaults | sections)
 

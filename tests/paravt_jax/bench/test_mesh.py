@@ -20,12 +20,13 @@ from paravt_jax.bench.mesh_rows import MEASURED, benched_run
 from paravt_jax.plan.devices import DEVICES
 from paravt_jax.plan.meshes import UNTIMED, estimate, mesh_shapes
 from paravt_jax.plan.run import PlannedRl
-from paravt_jax.plan.step_time import Interval
+from paravt_jax.plan.step_rates import Interval
 from paravt_jax.plan.topology import check_compiler, topology
 from paravt_jax.plan.workload import full_step
 from paravt_jax.run.process import MEMORY_FRAC
 
 CONFIGS = Path(__file__).parents[3] / "configs"
+MESHES = ((1, 1, 1), (1, 8, 1), (2, 2, 2))
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -91,6 +92,11 @@ def own_environment(monkeypatch):
 def estimated_rows(*arguments: str) -> dict[tuple[int, int, int], dict]:
     """Rows by mesh, in their order."""
     return {tuple(row["mesh"]): row for row in result_of("--topology", "h100:8", "--plan-only", *arguments)["rows"]}
+
+
+def test_every_part_of_a_mesh_has_the_frames_of_its_rows():
+    batches = [PlannedRl.of(config_of(mesh, rows=2, row_tokens=1024), tiny_config()).largest_batch() for mesh in MESHES]
+    assert {batch.num_frame_rows // batch.num_parts for batch in batches} == {2 * 4}
 
 
 @pytest.mark.slow
