@@ -20,8 +20,8 @@ from paravt_jax.plan.plan import MAX_DEVICES, model_config, on_fitting_mesh
 from paravt_jax.plan.remat import with_remat
 from paravt_jax.plan.roofline import StepSeconds
 from paravt_jax.plan.run import PlannedRl, PlannedRun, planned_run
-from paravt_jax.plan.step_rates import PUBLISHED, TEXTS, RateRange
-from paravt_jax.plan.step_time import Interval, step_time
+from paravt_jax.plan.step_rates import PUBLISHED, Interval, StepRates
+from paravt_jax.plan.step_time import step_time
 from paravt_jax.plan.workload import Step, full_step
 
 Row = dict[str, Any]
@@ -38,7 +38,7 @@ class BenchedRun:
     remarks: tuple[str, ...]
     args: argparse.Namespace
     config: Config | SftConfig | None  # of the file
-    rates: RateRange = PUBLISHED  # of a step
+    rates: StepRates = dataclasses.field(default_factory=lambda: PUBLISHED)
 
     @property
     def dtype(self) -> str:
@@ -63,7 +63,7 @@ class BenchedRun:
         if isinstance(self.config, SftConfig):
             raise ValueError("--calibrate has rates of rollouts, which a config for SFT does not have")
         calibration = calibrated(Path(self.args.calibrate), device)
-        replaced = ", ".join(calibration.rates.text(name) for name in TEXTS if name not in calibration.kept)
+        replaced = ", ".join(str(rate) for name, rate in calibration.rates.items() if name not in calibration.kept)
         remark = f"rates from {calibration.source}: {replaced}; the others are published"
         return dataclasses.replace(self, rates=calibration.rates, remarks=(*self.remarks, remark))
 

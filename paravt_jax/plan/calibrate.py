@@ -23,7 +23,7 @@ from paravt_jax.plan.plan import model_config, update_seconds
 from paravt_jax.plan.remat import with_remat
 from paravt_jax.plan.run import PlannedRl
 from paravt_jax.plan.step_parts import StepParts, published_bytes
-from paravt_jax.plan.step_rates import PUBLISHED, RateRange, StepRates
+from paravt_jax.plan.step_rates import PUBLISHED, StepRates, best
 from paravt_jax.run.directory import SETTINGS_FILE
 from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, load_jsonl
 from paravt_jax.run.policy import HF_FILES_DIR
@@ -49,7 +49,7 @@ class LoggedStep(NamedTuple):
 @dataclass(frozen=True)
 class Calibration:
     source: str
-    rates: RateRange
+    rates: StepRates
     kept: Mapping[str, str]  # why a rate is still the published one
 
 
@@ -100,16 +100,18 @@ def _calibration(
 ) -> Calibration:
     is_same = kind == device.kind
     other = f"the run's device is {kind or 'not in its log'}, not {device.kind}"
-    kept = {name: KEPT_OF.get(name, KEPT) for name in StepRates._fields if name not in values}
+    kept = {name: KEPT_OF.get(name, KEPT) for name in PUBLISHED if name not in values}
     kept |= {name: other for name in (*OF_DEVICES, *IN_A_TOKEN) if not is_same}
-    low, high = (end._asdict() for end in PUBLISHED)
+    rates = dict(PUBLISHED)
     for name in values.keys() - kept.keys():
-        rises = low[name] <= high[name]  # the worst value is the largest
-        low[name], high[name] = np.quantile(values[name], SPREAD if rises else SPREAD[::-1]).tolist()
-    if most_picture_s < high["picture_s"]:
-        low["picture_s"], high["picture_s"] = min(low["picture_s"], most_picture_s), most_picture_s
+        rises = rates[name].best <= rates[name].worst  # the worst value is the largest
+        ends = np.quantile(values[name], SPREAD if rises else SPREAD[::-1]).tolist()
+        rates[name] = rates[name]._replace(best=ends[0], worst=ends[1])
+    picture = rates["picture_s"]
+    if most_picture_s < picture.worst:
+        rates["picture_s"] = picture._replace(best=min(picture.best, most_picture_s), worst=most_picture_s)
         del kept["picture_s"]
-    return Calibration(source, RateRange(StepRates(**low), StepRates(**high)), kept)
+    return Calibration(source, rates, kept)
 
 
 def _steps(run_dir: Path) -> Iterator[LoggedStep]:
@@ -160,9 +162,9 @@ class LoggedRates:
     def _mean_parts(self) -> StepParts:
         """The run's parts at the mean calls, turns and lengths, and otherwise at rates of 1."""
         means = {"calls": self._metric("rollout/tool_calls_mean"), "turns": self._metric("rollout/turns_mean")}
-        rates = PUBLISHED.low._replace(memory_frac=1.0, update=1.0, weight_passes=1.0, copy_passes=1.0, hop_s=0.0)
+        ones = dict.fromkeys(("memory_frac", "update", *IN_A_TOKEN), 1.0)
         measured = {name: float(np.mean(of_rate)) for name, of_rate in means.items() if of_rate}
-        return StepParts(self.run, self.device, rates._replace(**measured), overlaps=True)
+        return StepParts(self.run, self.device, best(PUBLISHED) | ones | {"hop_s": 0.0} | measured, overlaps=True)
 
     def _lengths(self) -> Iterator[float]:
         """Sampled tokens over the planned ones with as many calls."""

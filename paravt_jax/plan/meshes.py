@@ -19,7 +19,7 @@ from paravt_jax.plan.memory import Memory
 from paravt_jax.plan.remat import planned_memory
 from paravt_jax.plan.roofline import ProgramWork, StepSeconds, batch_works, step_seconds
 from paravt_jax.plan.run import PlannedRun
-from paravt_jax.plan.step_time import Interval
+from paravt_jax.plan.step_rates import Interval
 from paravt_jax.plan.workload import Step, needed_flops
 
 UNPRINTED = {"collective_bytes": "the compiler cannot print this program; seconds use the plan's own estimate"}

@@ -23,8 +23,8 @@ from paravt_jax.plan.memory import Memory, param_shapes
 from paravt_jax.plan.remat import largest, planned_memory, remat_line, with_remat
 from paravt_jax.plan.roofline import StepSeconds, batch_works, step_seconds
 from paravt_jax.plan.run import PlannedRl, PlannedRun, PlannedSft
-from paravt_jax.plan.step_parts import server_devices, weight_bytes
-from paravt_jax.plan.step_rates import PUBLISHED, RateRange
+from paravt_jax.plan.step_parts import server_bytes, server_devices, weight_bytes
+from paravt_jax.plan.step_rates import PUBLISHED, StepRates
 from paravt_jax.plan.step_time import StepTime, step_time
 from paravt_jax.plan.workload import (
     RESPONSE_TOKENS,
@@ -37,7 +37,6 @@ from paravt_jax.plan.workload import (
     layer_params,
 )
 from paravt_jax.run.process import RESERVE_FRAC
-from rollout.server import ServerSettings
 
 MAX_DEVICES = 1024  # largest mesh to suggest
 
@@ -101,7 +100,7 @@ def model_config(path: str) -> tuple[ModelConfig, tuple[str, ...]]:
     return model, (f"{path} is not a local directory: dimensions of {title}, by its name",)
 
 
-def make_plan(run: PlannedRl | PlannedSft, device: DeviceSpec = DEVICES["h100"], rates: RateRange = PUBLISHED) -> Plan:
+def make_plan(run: PlannedRl | PlannedSft, device: DeviceSpec = DEVICES["h100"], rates: StepRates = PUBLISHED) -> Plan:
     """Without rollouts, a step of SFT is only its update."""
     given = run.on_device(device)
     remat, run = remat_line(given, device), with_remat(given, device)
@@ -245,10 +244,9 @@ def _assumptions(run: PlannedRl | PlannedSft, device: DeviceSpec) -> Iterator[st
 
 def _assumed_of_rl(run: PlannedRl, device: DeviceSpec) -> Iterator[str]:
     work = run.work
-    if run.engine.kind != "jax" and device.memory_gib is not None:
-        num_devices = server_devices(run.engine, run.model, device)
-        needed, usable = weight_bytes(run.model), num_devices * ServerSettings.memory_frac * device.memory_gib * GIB
-        if needed > usable:
+    if run.engine.kind != "jax":
+        num_devices, needed = server_devices(run.engine, run.model, device), weight_bytes(run.model)
+        if needed > (usable := server_bytes(num_devices, device)):
             yield (
                 f"a server on {num_devices} x {device.name} has no room for the model, which takes "
                 f"{needed / GIB:.1f} of {usable / GIB:.1f} GiB; raise the number of engine.gpus for each server"

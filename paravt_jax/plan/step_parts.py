@@ -18,7 +18,6 @@ from paravt_jax.plan.devices import GIB, DeviceSpec
 from paravt_jax.plan.hosts import mesh_of_host
 from paravt_jax.plan.memory import FLOAT32_BYTES, param_shapes, samples_own, values_on
 from paravt_jax.plan.run import PlannedRl
-from paravt_jax.plan.step_rates import StepRates
 from paravt_jax.plan.workload import (
     BF16_BYTES,
     Workload,
@@ -52,14 +51,14 @@ class StepParts:
 
     run: PlannedRl
     device: DeviceSpec
-    rates: StepRates
+    rates: Mapping[str, float]
     overlaps: bool = False  # work spreads evenly over replicas
 
     @cached_property
     def work(self) -> Workload:
         rollout = self.run.rollout
-        calls = min(self.rates.calls, rollout.max_calls)
-        return self.run.work.with_calls(calls, self.rates.length)
+        calls = min(self.rates["calls"], rollout.max_calls)
+        return self.run.work.with_calls(calls, self.rates["length"])
 
     @property
     def on_servers(self) -> bool:
@@ -77,7 +76,7 @@ class StepParts:
     @property
     def later_turns(self) -> float:
         """Turns of all main agents after a turn with calls."""
-        most = min(self.rates.turns - 1, self.run.rollout.tool_turns)
+        most = min(self.rates["turns"] - 1, self.run.rollout.tool_turns)
         return self.work.num_episodes * min(most, self.work.calls)
 
     @property
@@ -97,15 +96,15 @@ class StepParts:
         groups = -(-work.num_groups // run.num_hosts(device))
         share = 1 / sampler.replicas if self.overlaps else -(-work.num_groups // sampler.replicas) / work.num_groups
         frames = work.num_groups * work.frames + work.num_calls * work.call_frames
-        flops_per_s = sampler.devices * rates.matmul_frac * 1e12 * device.peak_tflops * device.peak_frac(self.dtype)
+        flops_per_s = sampler.devices * rates["matmul_frac"] * 1e12 * device.peak_tflops * device.peak_frac(self.dtype)
         return {
-            "frames on CPUs": groups * rates.overview_s / (run.video.num_workers or MAX_WORKERS),
-            "pictures on servers' CPUs": share * rates.picture_s * self.pictures if self.on_servers else 0.0,
+            "frames on CPUs": groups * rates["overview_s"] / (run.video.num_workers or MAX_WORKERS),
+            "pictures on servers' CPUs": share * rates["picture_s"] * self.pictures if self.on_servers else 0.0,
             "vision tower": share * frames * frame_flops(run.model, run.row_patches) / flops_per_s,
             "prefill": share * self.prefill_s(flops_per_s),
             "decode": self.decode_s(share),
-            "update": rates.update * update_s * work.shared_tokens / run.work.shared_tokens,
-            "publish": published_bytes(run) / rates.publish_bytes_per_s if self.on_servers else 0.0,
+            "update": rates["update"] * update_s * work.shared_tokens / run.work.shared_tokens,
+            "publish": published_bytes(run) / rates["publish_bytes_per_s"] if self.on_servers else 0.0,
         }
 
     @cached_property
@@ -113,18 +112,16 @@ class StepParts:
         run, model, device = self.run, self.run.model, self.device
         hosts = run.num_hosts(device)
         if self.on_servers:
-            assert device.memory_gib is not None
             devices = server_devices(run.engine, model, device)
-            room = devices * ServerSettings.memory_frac * device.memory_gib * GIB - weight_bytes(model)
-            rows = min(MAX_RUNNING, room // self.row_bytes)
-            return Samplers(num_servers(run.engine, hosts), devices, rows, 1.0)
+            room = server_bytes(devices, device) - weight_bytes(model)
+            return Samplers(num_servers(run.engine, hosts), devices, min(MAX_RUNNING, room // self.row_bytes), 1.0)
         local, adapted = mesh_of_host(run.update.mesh, hosts), run.update.lora.rank > 0
         devices = sampling_tensor(param_shapes(model), asdict(local))
         sizes = run.engine.sampler_sizes(run.rollout.max_context_tokens, hosts)
         rows = min(sizes["max_rows"], sizes["cache_tokens"] * cached_bytes(model, self.item_bytes) / self.row_bytes)
         own = samples_own(run.update.mesh, local, devices) and not run.train.max_staleness
         stacked = device.platform == "gpu" and adapted  # also in a copy of frozen weights
-        passes = self.rates.weight_passes if own or stacked else self.rates.copy_passes
+        passes = self.rates["weight_passes"] if own or stacked else self.rates["copy_passes"]
         if own and not adapted:  # float32 masters, which it casts
             passes += FLOAT32_BYTES / self.item_bytes - 1
         return Samplers(hosts, devices, rows, passes)
@@ -133,7 +130,7 @@ class StepParts:
         """Until the last token of the busiest replica, which samples this share of the episodes."""
         work, sampler = self.work, self.sampler
         rows = max(1.0, min(share * work.num_episodes, sampler.rows))
-        tokens = max(self.rates.tail * work.longest_tokens, share * work.sampled_tokens / rows)
+        tokens = max(self.rates["tail"] * work.longest_tokens, share * work.sampled_tokens / rows)
         return tokens * self.token_s(rows)
 
     def token_s(self, rows: float) -> float:
@@ -148,7 +145,7 @@ class StepParts:
     @property
     def sampler_bytes_per_s(self) -> float:
         assert self.device.memory_tb_per_s is not None
-        return self.sampler.devices * self.rates.memory_frac * 1e12 * self.device.memory_tb_per_s
+        return self.sampler.devices * self.rates["memory_frac"] * 1e12 * self.device.memory_tb_per_s
 
     def prefill_s(self, flops_per_s: float) -> float:
         """Members of a group share its prompt's cache, and a later turn prefills what is new.
@@ -175,7 +172,7 @@ class StepParts:
         rates = self.device.rates("bfloat16")
         assert rates is not None
         moved = Collective("all-reduce", round(tokens * text.width * self.item_bytes), devices)
-        return (2 * text.num_layers + 1) * (self.rates.hop_s * (devices > 1) + moved.seconds(rates))
+        return (2 * text.num_layers + 1) * (self.rates["hop_s"] * (devices > 1) + moved.seconds(rates))
 
 
 def num_servers(engine: EngineConfig, hosts: int) -> int:
@@ -189,8 +186,13 @@ def server_devices(engine: EngineConfig, model: ModelConfig, device: DeviceSpec)
     """Devices of each server: its part of `engine.gpus`, or the fewest that hold the weights and a cache."""
     if engine.gpus:
         return len(engine.gpus) // engine.num_servers
-    room = SERVER_WEIGHTS_FRAC * ServerSettings.memory_frac * (device.memory_gib or math.inf) * GIB
-    return next((size for size in TENSOR_SIZES if weight_bytes(model) / size <= room), TENSOR_SIZES[-1])
+    fits = (size for size in TENSOR_SIZES if weight_bytes(model) <= SERVER_WEIGHTS_FRAC * server_bytes(size, device))
+    return next(fits, TENSOR_SIZES[-1])
+
+
+def server_bytes(num_devices: int, device: DeviceSpec) -> float:
+    """For weights and cache."""
+    return num_devices * ServerSettings.memory_frac * (device.memory_gib or math.inf) * GIB
 
 
 def weight_bytes(model: ModelConfig) -> int:

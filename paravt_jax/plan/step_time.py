@@ -1,30 +1,14 @@
 """Step time as an interval, from the parts of a step at the best and at the worst rates."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from paravt_jax.plan.devices import DeviceSpec
 from paravt_jax.plan.run import PlannedRl
 from paravt_jax.plan.step_parts import StepParts
-from paravt_jax.plan.step_rates import PUBLISHED, RateRange, StepRates
+from paravt_jax.plan.step_rates import PUBLISHED, Interval, StepRates, best, worst
 
 ON_DEVICES = ("vision tower", "prefill", "decode")
-
-
-class Interval(NamedTuple):
-    low: float
-    high: float
-
-    @property
-    def middle(self) -> float:
-        return math.sqrt(self.low * self.high)
-
-    def __str__(self) -> str:
-        """Both ends with two digits."""
-        low, high = (f"{float(f'{end:.2g}'):g}" for end in self)
-        return low if low == high else f"{low} to {high}"
 
 
 @dataclass(frozen=True)
@@ -42,35 +26,34 @@ class StepTime:
 
 
 def step_time(
-    run: PlannedRl, device: DeviceSpec, update_s: float | None, rates: RateRange = PUBLISHED
+    run: PlannedRl, device: DeviceSpec, update_s: float | None, rates: StepRates = PUBLISHED
 ) -> StepTime | None:
     """None if the device has no data sheet. `update_s` is the update's roofline."""
     if update_s is None or device.rates("bfloat16") is None:
         return None
 
-    def parts(at: StepRates, *, overlaps: bool = False) -> Mapping[str, float]:
-        return StepParts(run, device, at, overlaps).seconds(update_s)
+    def parts(values: Mapping[str, float], *, overlaps: bool = False) -> Mapping[str, float]:
+        return StepParts(run, device, values, overlaps).seconds(update_s)
 
     def change(name: str) -> float:
         """Of the step, from the best to the worst value of this rate, with the others in the middle."""
-        best_s, worst_s = (sum(parts(rates.middle_but(name, end)).values()) for end in rates)
+        middle = {other: Interval(rate.best, rate.worst).middle for other, rate in rates.items()}
+        best_s, worst_s = (sum(parts(middle | {name: end}).values()) for end in (rates[name].best, rates[name].worst))
         return worst_s - best_s
 
-    low, high = parts(rates.low, overlaps=True), parts(rates.high)
-    sampler_s, cpus_s = (
-        sum(low[name] for name in ON_DEVICES),
-        max(low["frames on CPUs"], low["pictures on servers' CPUs"]),
-    )
+    low, high = parts(best(rates), overlaps=True), parts(worst(rates))
+    sampler_s = sum(low[name] for name in ON_DEVICES)
+    cpus_s = max(low["frames on CPUs"], low["pictures on servers' CPUs"])
     if not run.train.steps_ahead:
         step_s = max(sampler_s, cpus_s) + low["update"]
     elif run.engine.kind == "jax":  # on the update's devices
         step_s = max(sampler_s + low["update"], cpus_s)
     else:
         step_s = max(sampler_s, cpus_s, low["update"])
-    changes = {name: change(name) for name in StepRates._fields}
+    changes = {name: change(name) for name in rates}
     most = sorted((name for name in changes if changes[name] > 0), key=lambda name: -changes[name])[:2]
     return StepTime(
         Interval(step_s + low["publish"], sum(high.values())),
         {name: Interval(low[name], high[name]) for name in low if high[name]},
-        tuple(map(rates.text, most)),
+        tuple(str(rates[name]) for name in most),
     )

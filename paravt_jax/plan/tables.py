@@ -14,7 +14,7 @@ from paravt_jax.plan.hosts import HostPart
 from paravt_jax.plan.memory import Memory, Parts
 from paravt_jax.plan.plan import Fit, Plan, make_plan, model_config
 from paravt_jax.plan.run import planned_run
-from paravt_jax.plan.step_rates import PUBLISHED, TEXTS, StepRates
+from paravt_jax.plan.step_rates import PUBLISHED
 from paravt_jax.plan.step_time import StepTime
 from paravt_jax.plan.workload import Step, Workload
 
@@ -139,13 +139,15 @@ def _host_lines(host: HostPart, num_hosts: int) -> list[str]:
 
 
 def _calibration_lines(calibration: Calibration) -> list[str]:
-    measured = [name for name in StepRates._fields if name not in calibration.kept]
+    measured = [name for name in PUBLISHED if name not in calibration.kept]
     rows = [["", "published", "measured"]]
-    rows += [[TEXTS[name][0], PUBLISHED.values(name), calibration.rates.values(name)] for name in measured]
+    rows += [[PUBLISHED[name].title, PUBLISHED[name].values, calibration.rates[name].values] for name in measured]
     by_reason = {
         why: [name for name in calibration.kept if calibration.kept[name] == why] for why in calibration.kept.values()
     }
-    kept = [f"published: {'; '.join(TEXTS[name][0] for name in names)}: {why}" for why, names in by_reason.items()]
+    kept = [
+        f"published: {'; '.join(PUBLISHED[name].title for name in names)}: {why}" for why, names in by_reason.items()
+    ]
     remarks = [
         f"measured: {calibration.source}",
         "calls, requests and lengths are of its policy and data; an overview's time is of its videos and CPU",
