@@ -329,7 +329,7 @@ async def test_a_failed_part_of_an_overview_is_one_error_and_the_next_request_de
     asked = asyncio.create_task(reader.frames(long_video, times_s, PATIENCE_S))
     await until(lambda: len(reader._pool._busy) == 2)
     next(iter(reader._pool._busy)).process.kill()
-    await fails_with(VideoError, "the decoder died", asked)
+    await fails_with(VideoUnavailable, "its decoder was killed", asked)
     assert not reader._reads and not reader._pool._busy
     assert 20 <= reader.metrics()["video/decoded_frames"] - 3 < 40
     assert len(await reader.frames(long_video, times_s, PATIENCE_S)) == 40
