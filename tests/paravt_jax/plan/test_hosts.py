@@ -46,6 +46,7 @@ def test_a_plan_has_the_number_of_hosts_and_the_work_of_each():
     assert alone.startswith("8 x h100 of 79.1 GiB, mesh") and "per host" not in alone
 
 
+@pytest.mark.slow
 def test_the_gpus_of_servers_are_no_devices_of_the_learner():
     """Eight devices beside four servers are on two hosts of eight GPUs, as in `bench mesh --topology h100:16`."""
     config = load_config("configs/8b_8x80gb.yaml", "mesh.data=2", "pack.num_rows=8")

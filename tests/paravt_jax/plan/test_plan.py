@@ -374,6 +374,7 @@ def test_the_largest_row_fits_and_a_longer_one_does_not():
     assert largest > 8192 and plan(largest).fit.fits and not plan(largest + 128).fit.fits
 
 
+@pytest.mark.slow
 def test_long_rows_that_fit_are_found_though_shorter_ones_do_not():
     """Rows above 32,768 tokens are split over tensor between products, so they take less memory than these."""
     run = PlannedRl.of(config_of((1, 1, 8), rows=1, row_tokens=32768, dtype="bfloat16"), EIGHT_B)

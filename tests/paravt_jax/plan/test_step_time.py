@@ -224,6 +224,7 @@ def test_an_embedded_engine_and_the_update_share_their_devices():
     assert ahead.seconds.low == max(on_devices, ahead.parts["frames on CPUs"].low)
 
 
+@pytest.mark.slow
 def test_servers_without_room_for_the_model_are_named():
     settings = ("model.path=32b", "mesh.fsdp=4")
     assumed = make_plan(run_of("8b_8x80gb", *settings), DEVICES["a100-40"]).assumptions
