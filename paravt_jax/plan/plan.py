@@ -92,7 +92,7 @@ def model_config(path: str) -> tuple[ModelConfig, tuple[str, ...]]:
     size = re.search(rf"(?<![0-9.])({'|'.join(map(re.escape, PRESETS))})(?![a-z0-9])", str(hf_dir).lower())
     if size is None:
         raise ValueError(
-            f"model.path={path} is not a local directory, and its name has none of the sizes {', '.join(PRESETS)}; "
+            f"model {path} is not a local directory, and its name has none of the sizes {', '.join(PRESETS)}; "
             f"give a directory with a config.json"
         )
     model = preset(size[0])
