@@ -117,8 +117,7 @@ def _files_and_question(words: list[str], interactive: bool) -> tuple[list[str],
     """The last argument is the question, which is optional in interactive mode."""
     question = None if interactive and _is_file(words[-1]) else words[-1]
     files = words if question is None else words[:-1]
-    names = files if files or question is None or not _is_file_name(question) else [question]
-    for file in names:
+    for file in files or filter(_is_file_name, words):  # a question alone may be a mistyped file
         if not _is_file(file):
             raise ValueError(f"{file} is not a file; pass videos and images first, then the question in quotes")
     if question is not None and (not question.strip() or _is_file(question)):

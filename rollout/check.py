@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from rollout.chat import Chat
+from rollout.dialogue import num_expanded
 from rollout.engine.http import HttpClient
 from rollout.engine.protocol import EngineError, Sampling
 from rollout.engine.sglang import SGLangEngine, generate_body
@@ -99,7 +100,7 @@ async def _play(
         overview = await agent.overview(Task(f"card-{size_px}", "What is shown?", ("card.mp4",), FRAME_BUDGET))
         shown = await agent.frames.frames("card.mp4", [SHOWN_S], DEADLINE_S)
         dialogue = _dialogue(overview, shown, chat, config)
-        num_tokens = len(dialogue.ids) + sum(picture.num_tokens(chat.token_px) - 1 for picture in dialogue.pictures)
+        num_tokens = num_expanded(dialogue.ids, dialogue.pictures, chat.token_px)
         if num_tokens >= config.max_context_tokens:
             raise ValueError(
                 f"{url} has a context of {config.max_context_tokens} tokens, and the parity gate needs "

@@ -125,11 +125,11 @@ class TokenDialogue:
         )
 
     def num_tokens(self, responses: Sequence[Sequence[Part]]) -> int:
-        return self._count(*self._environment(responses))
+        return num_expanded(*self._environment(responses), self.token_px)
 
     def respond(self, responses: Sequence[Sequence[Part]]) -> bool:
         ids, pictures = self._environment(responses)
-        if self._count(ids, pictures) > self._room:
+        if num_expanded(ids, pictures, self.token_px) > self._room:
             return False
         self._ledger.add("environment", ids, pictures)
         return True
@@ -143,6 +143,7 @@ class TokenDialogue:
         ids = self._chat.without_stop(ids)
         return self._chat.decode([*self._forced, *ids])
 
-    def _count(self, ids: np.ndarray, pictures: Sequence[Picture]) -> int:
-        """Tokens, with the pictures' placeholders expanded."""
-        return len(ids) - len(pictures) + sum(picture.num_tokens(self.token_px) for picture in pictures)
+
+def num_expanded(ids: np.ndarray, pictures: Sequence[Picture], token_px: int) -> int:
+    """Tokens, with the pictures' placeholders expanded."""
+    return len(ids) - len(pictures) + sum(picture.num_tokens(token_px) for picture in pictures)

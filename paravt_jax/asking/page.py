@@ -32,8 +32,8 @@ def _thumbnails(episode: Episode) -> dict[str, str]:
     strips = [Strip(video["path"], tuple(video["frames_s"])) for video in record["videos"]]
     pictures: list[tuple[str, Picture]] = []
     overview = [key for strip in strips for key in strip.keys]
-    # The question's images come before the frames.
-    pictures += zip(overview[::-1], episode.ledger.segments[0].pictures[::-1], strict=False)
+    shown = episode.ledger.segments[0].pictures
+    pictures += zip(overview, shown[len(shown) - len(overview) :], strict=True)  # the question's images come first
     for call in episode.calls:
         if call.report is not None:
             pictures += zip(_strip(call.path, call.frames_s, call.box).keys, call.report.pictures, strict=True)

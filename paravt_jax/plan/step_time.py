@@ -35,9 +35,10 @@ def step_time(
     def parts(values: Mapping[str, float], *, overlaps: bool = False) -> Mapping[str, float]:
         return StepParts(run, device, values, overlaps).seconds(update_s)
 
+    middle = {name: Interval(rate.best, rate.worst).middle for name, rate in rates.items()}
+
     def change(name: str) -> float:
         """Of the step, from the best to the worst value of this rate, with the others in the middle."""
-        middle = {other: Interval(rate.best, rate.worst).middle for other, rate in rates.items()}
         best_s, worst_s = (sum(parts(middle | {name: end}).values()) for end in (rates[name].best, rates[name].worst))
         return worst_s - best_s
 
