@@ -4,8 +4,9 @@ import shlex
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, suppress
 from datetime import UTC, datetime
+from io import RawIOBase
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,27 +20,31 @@ def log_file(host: int) -> str:
 @contextmanager
 def stderr_copied(path: Path) -> Iterator[None]:
     """Appends stderr to the file, below a line with the time and the command. An error adds its stack trace."""
-    with path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace") as file:
-        file.write(f"{datetime.now(UTC).isoformat(timespec='seconds')}  {shlex.join(sys.argv)}\n")
+    with path.open("ab", buffering=0) as file:
         copied: Any = _Copied(sys.stderr, file)
+        copied.copy(f"{datetime.now(UTC).isoformat(timespec='seconds')}  {shlex.join(sys.argv)}\n")
         with redirect_stderr(copied):
             try:
                 yield
             except Exception:
-                file.write(traceback.format_exc())
+                copied.copy(traceback.format_exc())
                 raise
 
 
 class _Copied:
     """Writes to stderr and to the file. A redraw of the bar begins with a carriage return."""
 
-    def __init__(self, stderr: IO[str], file: IO[str]) -> None:
+    def __init__(self, stderr: IO[str], file: RawIOBase) -> None:
         self._stderr, self._file = stderr, file
 
     def write(self, text: str) -> int:
         if not text.startswith("\r"):
-            self._file.write(text)
+            self.copy(text)
         return self._stderr.write(text)
+
+    def copy(self, text: str) -> None:
+        with suppress(OSError):  # a full disk loses lines here, and must not end the run
+            self._file.write(text.encode(errors="backslashreplace"))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stderr, name)

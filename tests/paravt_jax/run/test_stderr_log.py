@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 from terminals import a_terminal
@@ -44,6 +45,12 @@ def test_a_bar_is_on_the_terminal_alone_and_messages_stay_whole(tmp_path, monkey
         screen = read_screen()
     assert "3/3" in screen
     assert (tmp_path / "log.txt").read_text().splitlines()[1:] == ["message 0", "message 1", "message 2", ""]
+
+
+def test_a_full_disk_loses_lines_of_the_file_and_not_the_run(capsys):
+    with stderr_copied(Path("/dev/full")):
+        say("step 1")
+    assert capsys.readouterr().err == "step 1\n"
 
 
 def test_hosts_have_files_of_their_own():
