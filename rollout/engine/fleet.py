@@ -81,6 +81,9 @@ class Fleet:
             self._published, self._adopted, self.version = True, False, version
             await self._load([s for s in self.servers if s.up or s.awaits_weights or self._gets_routed_requests(s)])
             await self._check_fingerprints([server for server in self.servers if server.version == version])
+        for server in self.servers:
+            if server.up:
+                server.num_restarts = 0
         try:
             await self.wait_until_up(time.monotonic() + self.settings.load_deadline_s)
         except EngineError:
@@ -250,8 +253,10 @@ class Fleet:
         if problem := fingerprint.problem(expected):
             server.version = None  # it must reload the weights before it is admitted
             return self._eject(server, f"it is another model than version {self.version} of this run: {problem}")
+        if server.out_since_s is not None:
+            say(f"{server.url} gets requests again, after {time.monotonic() - server.out_since_s:.0f} s")
         server.up, server.problem, server.missed_probes, server.paused = True, "", 0, False
-        server.awaits_weights = False
+        server.awaits_weights, server.out_since_s = False, None
         self._changed.set()
 
     async def _sync_weights(self, server: ServerState) -> None:
@@ -346,6 +351,9 @@ class Fleet:
             server.problem = str(problem)
 
     def _eject(self, server: ServerState, problem: str) -> None:
+        if server.up and not server.retired:
+            server.out_since_s = time.monotonic()
+            say(f"{server.url} gets no requests until it recovers: {problem}")
         server.up, server.problem, server.awaits_weights = False, problem, False
         for call in server.calls:
             call.cancel()
@@ -359,11 +367,9 @@ class Fleet:
     async def _restart(self, server: ServerState) -> None:
         assert server.managed is not None
         if server.num_restarts == self.settings.max_restarts:
-            server.retired = True
-            server.problem += f" (given up after {server.num_restarts} restarts)"
-            self._changed.set()
-            return
+            return self._retire(server, f"{server.problem} (given up after {server.num_restarts} restarts)")
         server.num_restarts += 1
+        say(f"{server.url} is restarted, {server.num_restarts} of {self.settings.max_restarts} times")
         try:
             await server.managed.stop(grace_s=0)
             server.managed = await Server.start(server.managed.settings, deadline_s=self.settings.start_deadline_s)

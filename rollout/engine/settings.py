@@ -38,7 +38,7 @@ class SGLangSettings:
     control_deadline_s: float = 30.0  # for calls that compute nothing: pause, flush, label, abort
     load_deadline_s: float = 600.0  # for loading new weights
     start_deadline_s: float = 900.0  # for starting a managed server
-    max_restarts: int = 5  # per managed server
+    max_restarts: int = 5  # of a managed server between two publishes
     stop_grace_s: float = 10.0
 
 
@@ -51,6 +51,7 @@ class ServerState:
     version: int | None = None
     claimed: bool = False  # this run publishes to it
     awaits_weights: bool = False  # healthy, but has no weights of this run yet
+    out_since_s: float | None = None  # when it was ejected; None while it is up, and before it is
     missed_probes: int = 0
     num_restarts: int = 0
     refuses_adapters: bool = False  # it has another model than the adapter's base, or cannot merge

@@ -99,12 +99,15 @@ class SGLangEngine:
             asyncio.create_task(Server.start(server, deadline_s=settings.start_deadline_s, on_progress=on_progress))
             for server in servers
         ]
-        started = await asyncio.gather(*starts, return_exceptions=True)
-        failures = [server for server in started if isinstance(server, BaseException)]
-        running = [server for server in started if isinstance(server, Server)]
-        if failures:
-            await asyncio.gather(*(server.stop(settings.stop_grace_s) for server in running))
-            raise failures[0]
+        try:
+            running = await asyncio.gather(*starts)
+        except BaseException:  # also a cancellation: nobody else can stop the servers that are ready
+            for start in starts:
+                start.cancel()
+            started = await asyncio.gather(*starts, return_exceptions=True)
+            ready = [server for server in started if isinstance(server, Server)]
+            await asyncio.gather(*(server.stop(settings.stop_grace_s) for server in ready))
+            raise
         return await cls.open([ServerState(server.url, server) for server in running], settings, on_progress)
 
     @classmethod

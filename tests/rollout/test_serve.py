@@ -17,7 +17,8 @@ import psutil
 import pytest
 from processes import all_gone, ended, family, serve, start
 
-from rollout.server import KEPT_LINES, MAX_LINE_BYTES, PLUGIN, POLL_S, Server, ServerFailed, ServerSettings
+from rollout.engine.sglang import SGLangEngine
+from rollout.server import KEPT_LINES, MAX_LINE_BYTES, PLUGIN, POLL_S, ServerFailed, ServerSettings
 from rollout.supervisor import LOOK_S, supervised
 
 FAKE = Path(__file__).with_name("fake_sglang.py")
@@ -134,20 +135,30 @@ def test_a_missed_deadline_shows_the_last_lines_and_leaves_nothing(fake):
     assert all_gone(seen, within_s=0)
 
 
-def test_a_cancelled_start_leaves_nothing(fake):
+@pytest.mark.parametrize("modes", [["hang"], ["serve", "hang"]])
+def test_a_cancelled_launch_leaves_nothing(modes, fake):
     before = descendants()
 
     async def give_up():
-        starting = asyncio.create_task(Server.start(fake("hang"), deadline_s=30))
+        launching = asyncio.create_task(SGLangEngine.launch(list(map(fake, modes))))
         async with asyncio.timeout(20):
-            while len(started := [p for p in descendants() if p not in before]) < 3:
+            started = []
+            while len(started) < 3 * len(modes) or len(asyncio.all_tasks()) > 3:  # this, the launch, and the hung start
                 await asyncio.sleep(0.1)
-        starting.cancel()
-        await asyncio.wait([starting])
-        return starting.cancelled(), started
+                started = [p for p in descendants() if p not in before]
+        launching.cancel()
+        await asyncio.wait([launching])
+        return launching.cancelled(), started
 
     cancelled, started = asyncio.run(give_up())
-    assert cancelled and len(started) >= 3 and all_gone(started, within_s=0)
+    assert cancelled and all_gone(started, within_s=0)
+
+
+def test_a_server_that_crashes_ends_a_launch_at_once(fake):
+    before = descendants()
+    with pytest.raises(ServerFailed, match=r"(?s)exit code 3 before it was ready.*no such tensor"):
+        asyncio.run(asyncio.wait_for(SGLangEngine.launch([fake("hang"), fake("crash")]), 20))
+    assert [p for p in descendants() if p not in before] == []
 
 
 def test_a_model_without_vision_is_refused(fake):

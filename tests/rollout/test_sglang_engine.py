@@ -357,7 +357,7 @@ async def test_a_cancelled_caller_ends_the_request_on_the_server_too(engine, ser
 
 
 @with_servers(2)
-async def test_a_hung_server_is_ejected_and_its_requests_are_answered_elsewhere_once(engine, first, second):
+async def test_a_hung_server_is_ejected_and_its_requests_are_answered_elsewhere_once(engine, first, second, capsys):
     for server in (first, second):
         server.delay_s = 0.2
     tasks = [asyncio.create_task(engine.generate(request(f"e{n}"))) for n in range(8)]
@@ -370,6 +370,9 @@ async def test_a_hung_server_is_ejected_and_its_requests_are_answered_elsewhere_
     first.mode = "ok"
     await until(lambda: engine.fleet.servers[0].up)
     assert first.asked["/abort_request"] == 4  # what it was still computing for nobody
+    ejected, back = capsys.readouterr().err.splitlines()
+    assert ejected.startswith(f"{first.url} gets no requests until it recovers: {first.url}/health did not answer")
+    assert back.startswith(f"{first.url} gets requests again, after ")
 
 
 @with_fakes(1)
@@ -394,7 +397,7 @@ async def test_a_server_that_misses_one_probe_stays(engine, server):
 
 
 @asynchronous
-async def test_a_server_that_ends_at_every_start_is_given_up_after_some(monkeypatch):
+async def test_a_server_that_ends_at_every_start_is_given_up_after_some(monkeypatch, capsys):
     starts = []
 
     async def start(settings: object, deadline_s: float) -> SimpleNamespace:
@@ -411,6 +414,9 @@ async def test_a_server_that_ends_at_every_start_is_given_up_after_some(monkeypa
     with pytest.raises(EngineError, match=r"it ended \(given up after 3 restarts\)"):
         await SGLangEngine.open([ServerState("http://127.0.0.1:9", ended)], replace(QUICK, max_restarts=3))
     assert starts == ["s"] * 3
+    *restarts, given_up = capsys.readouterr().err.splitlines()
+    assert restarts == [f"http://127.0.0.1:9 is restarted, {number} of 3 times" for number in (1, 2, 3)]
+    assert given_up.startswith("http://127.0.0.1:9 gets no more requests: it ended (given up")
 
 
 @with_servers(1)
@@ -475,7 +481,9 @@ def test_nobody_there_is_one_error():
 
 @with_servers(2)
 async def test_publishing_pauses_flushes_labels_and_continues_on_all_servers(engine, *servers):
+    engine.fleet.servers[0].num_restarts = 2
     await engine.publish(NoWeights(), 3)
+    assert engine.fleet.servers[0].num_restarts == 0  # or weeks would use them up
     for server in servers:
         assert server.version == "t/3"
         assert server.bodies["/pause_generation"] == [{"mode": "retract"}]
