@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 import jax
 
@@ -74,6 +75,7 @@ class _Compilation:
     next_s: float = field(default_factory=lambda: SHOWN_AFTER_S)  # when the next line is due, since the start
 
 
+@cache  # a notebook's second run must not log everything twice
 def set_up_compilation() -> None:
     """Caches compiled programs on disk, so that a resumed run need not compile again, and logs slow compilations."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from model_port.compiling import compiling
 from paravt_jax.run import compiles
-from paravt_jax.run.compiles import COMPILED, LOWERED, Compiles
+from paravt_jax.run.compiles import COMPILED, LOWERED, Compiles, set_up_compilation
 
 
 def test_a_long_compilation_is_logged_with_its_purpose_while_it_runs_and_when_it_ends(monkeypatch):
@@ -26,6 +26,15 @@ def test_a_long_compilation_is_logged_with_its_purpose_while_it_runs_and_when_it
         "compiling update 2 of 3 (8 x 4096 tokens): score, 0 s so far",
         "compiled update 2 of 3 (8 x 4096 tokens): score in 40 s",
     ]
+
+
+def test_a_second_run_in_a_process_does_not_log_compilations_twice(monkeypatch):
+    logs: list[object] = []
+    monkeypatch.setattr(compiles, "Compiles", logs.append)
+    set_up_compilation.cache_clear()
+    for _ in range(2):
+        set_up_compilation()
+    assert len(logs) == 1
 
 
 def test_a_program_is_named_while_it_is_compiled():
