@@ -142,8 +142,13 @@ class WeightFiles:
         root = self._root.path or self._root.make(weights.num_bytes)
         try:
             names = await asyncio.to_thread(_write_changed, weights, root)
-        except BaseException:
+        except BaseException as problem:
             self._root.remove()
+            if isinstance(problem, OSError):
+                raise EngineError(
+                    f"the weights cannot be written into {root} ({problem.strerror}); free some space there, or name "
+                    f"another directory with engine.weights_dir"
+                ) from None
             raise
         self.scheme = ADAPTER_SCHEME if ADAPTER_INFO in names else ""
         self.changed_frac = num_bytes(root / CHANGED) / num_bytes(root / ALL)

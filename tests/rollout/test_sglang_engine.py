@@ -659,10 +659,14 @@ async def test_a_few_tensors_are_in_memory_and_written_at_a_time(tmp_path, monke
 
 
 @asynchronous
-async def test_weights_of_which_a_tensor_cannot_be_written_leave_nothing(tmp_path):
+async def test_weights_of_which_a_tensor_cannot_be_written_leave_nothing(tmp_path, monkeypatch):
     files = WeightFiles(tmp_path)
     with pytest.raises(KeyError, match="int64"):
         await files.write(Tensors(first=np.zeros(3, np.float32), second=np.zeros(3, np.int64)))
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(publishing, "_replace", lambda *_: Path("/dev/full").write_text("a tensor"))
+    with pytest.raises(EngineError, match=rf"into {tmp_path}/\S+ \(No space left on device\); .* engine\.weights_dir$"):
+        await files.write(NoWeights())
     assert not list(tmp_path.iterdir())
 
 
