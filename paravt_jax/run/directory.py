@@ -151,19 +151,31 @@ def is_log(name: str) -> bool:
 
 
 class LogCopies:
-    """Copies logs to the bucket if they changed since the last copy."""
+    """Copies logs to the bucket if they changed since the last copy.
+
+    When a run resumes, episodes that the bucket has with the same size count as copied: a checkpoint waits for the
+    copies, and those of all steps would take longer than a preemptible machine lives.
+    """
 
     def __init__(self, directory: Path, bucket: Bucket):
         self._directory, self._bucket = directory, bucket
-        self._copied: dict[str, tuple[int, int]] = {}
+        sizes = bucket.sizes()
+        self._copied = {
+            name: status
+            for name, status in self._now().items()
+            if name.startswith((EPISODES_DIR, SUPERSEDED_DIR)) and sizes.get(name) == status[0]
+        }
 
     def copy(self) -> None:
+        now = self._now()
+        changed = {name: status for name, status in now.items() if self._copied.get(name) != status}
+        upload({name: self._directory / name for name in changed}, self._bucket)
+        self._copied |= changed
+
+    def _now(self) -> dict[str, tuple[int, int]]:
+        """Size and modification time of each log."""
         paths = {str(path.relative_to(self._directory)): path for path in self._directory.rglob("*") if path.is_file()}
-        paths = {name: path for name, path in paths.items() if is_log(name)}
-        now = {name: (path.stat().st_size, path.stat().st_mtime_ns) for name, path in paths.items()}
-        changed = {name: paths[name] for name, status in now.items() if self._copied.get(name) != status}
-        upload(changed, self._bucket)
-        self._copied |= {name: now[name] for name in changed}
+        return {name: (path.stat().st_size, path.stat().st_mtime_ns) for name, path in paths.items() if is_log(name)}
 
 
 def write_settings(settings: Mapping[str, Any], directory: Path, step: int = 0, **facts: Any) -> None:

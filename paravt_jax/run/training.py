@@ -142,7 +142,7 @@ class Training:
     first_progress: Progress  # the newest checkpoint's progress; for a new run, its beginning
     step: int  # steps done
     parts: EpisodeParts  # other hosts' episodes
-    copies: LogCopies | None = None  # copies its logs to a bucket
+    copies: LogCopies | None = None  # host 0's, to a bucket
     adapter: AdapterInfo | None = None  # the trained adapter's; None: all weights train
     compiles: Compiles = field(default_factory=Compiles)
     ahead: asyncio.Task[None] | None = None  # compiles the update before the first one
@@ -170,7 +170,7 @@ class Training:
         """
         adapter = await in_thread(lambda: policy.adapter_info(learner.model))
         hosts = directory.hosts
-        copies = None if directory.bucket is None else LogCopies(directory.path, directory.bucket)
+        copies = LogCopies(directory.path, directory.bucket) if hosts.leads and directory.bucket is not None else None
         checkpoints = directory.checkpoints(copies, policy.hf_files, checkpoint, say, adapter, hosts)
         stack.callback(checkpoints.close)
         beginning = beginning | {"visits": fingerprint}
@@ -298,7 +298,7 @@ class Training:
         self.log.end()
         if self.directory.hosts.leads and await in_thread(lambda: make_plots(directory)):
             self.log.say(f"plots: {directory / PLOTS_DIR}")
-        if self.directory.hosts.leads and self.copies is not None:
+        if self.copies is not None:
             await in_thread(self.copies.copy)
         if self.directory.hosts.leads and self.version not in self.checkpoints.steps:
             raise RuntimeError("the last checkpoint could not be written, see above; fix that and start again")

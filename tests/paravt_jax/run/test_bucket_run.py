@@ -182,6 +182,10 @@ def test_a_run_that_lost_its_lease_cannot_commit_a_checkpoint(gcs, monkeypatch):
     assert json.loads(gcs.objects[f"bkt/runs/x/{OWNER}"][1])["token"] == "other"
 
 
+def uploads(gcs):
+    return [name for method, name in gcs.requests if method == "POST" and OWNER not in name]
+
+
 def test_logs_are_copied_and_downloaded_to_an_empty_disk(gcs, tmp_path, monkeypatch):
     bucket = Bucket.of(ADDRESS)
     with locked_for_bucket(bucket, ALONE) as (directory, _):
@@ -194,7 +198,9 @@ def test_logs_are_copied_and_downloaded_to_an_empty_disk(gcs, tmp_path, monkeypa
         copies.copy()
         gcs.requests.clear()
         copies.copy()
-        assert not [name for method, name in gcs.requests if method == "POST" and OWNER not in name]
+        assert not uploads(gcs)
+        LogCopies(directory, bucket).copy()  # after a restart
+        assert uploads(gcs) == ["bkt/runs/x/metrics.jsonl"]  # of all steps' episodes, none
         (bucket / "checkpoints/1/state.json").write(b"{}")
     assert gcs.names("bkt/runs/x/") == {"episodes/000001.jsonl", "metrics.jsonl", "checkpoints/1/state.json"}
     (tmp_path / "fresh").mkdir()
