@@ -126,17 +126,10 @@ def test_an_object_that_grows_during_the_download_is_whole_or_refused_and_whole_
     assert (downloaded("gs://bkt/dir") / "a").read_bytes() == b"1234567"
 
 
-def test_a_directory_that_is_replaced_during_the_download_is_refused(gcs):
+@pytest.mark.parametrize("new", [{UPLOADING: b"{}"}, {"a": b"new", "b": b"new"}])  # and a model with other weights
+def test_a_directory_that_is_replaced_during_the_download_is_refused(new, gcs):
     put(a=b"old", b=b"old")
-    after_listing(gcs, "bkt/dir/b", lambda: set_object(gcs, f"bkt/dir/{UPLOADING}", b"{}"))
-    with pytest.raises(ValueError, match=r"gs://bkt/dir changed during the download; start again"):
-        downloaded("gs://bkt/dir")
-
-
-def test_a_directory_that_gets_as_many_new_bytes_during_the_download_is_refused(gcs):
-    """As a model with other weights has."""
-    put(a=b"old", b=b"old")
-    after_listing(gcs, "bkt/dir/b", lambda: [set_object(gcs, f"bkt/dir/{name}", b"new") for name in "ab"])
+    after_listing(gcs, "bkt/dir/b", lambda: [set_object(gcs, f"bkt/dir/{name}", new[name]) for name in new])
     with pytest.raises(ValueError, match=r"gs://bkt/dir changed during the download; start again"):
         downloaded("gs://bkt/dir")
 

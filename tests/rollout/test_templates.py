@@ -39,15 +39,11 @@ def test_a_template_that_never_ends_is_stopped_and_the_next_one_is_rendered(monk
     templates._renderer.close()
 
 
-@pytest.mark.parametrize("template", ["{{ 'x' * 10**10 }}", DOUBLED], ids=["product", "doubled"])
-def test_a_template_cannot_take_the_memory(template):
-    with pytest.raises(ValueError, match="it takes more than 1 GiB"):
-        render(template, MESSAGES, None)
-
-
 @pytest.mark.parametrize(
     ("template", "problem"),
     [
+        ("{{ 'x' * 10**10 }}", "it takes more than 1 GiB"),
+        pytest.param(DOUBLED, "it takes more than 1 GiB", id="doubled"),
         ("{{ 'x' * 2**21 }}", r"it makes 2097152 characters of \d+, more than 1048576"),
         ("x" * 2**21, "it has more than 1048576 characters"),
         ("{% for", "unexpected 'end of template'"),

@@ -125,15 +125,13 @@ def test_a_name_in_a_local_folder_is_local_unless_it_has_a_revision(questions, n
     assert answer_of(f"{REPO}@main") == "A"
 
 
-def test_a_missing_file_of_a_recipe_has_the_commands_that_make_it(questions):
-    with pytest.raises(ValueError, match=r"^data/rl\.parquet does not exist; make .*materialize and split"):
-        local_source("data/rl.parquet")
-    assert questions.requests == []
+ONLY_LOCAL = ("ada/gone.jsonl", "gone.parquet", "./ada/questions", "/ada/questions", "../ada/q")
+RECIPES = "data/rl.parquet", r"^data/rl\.parquet does not exist; make .*materialize and split"
 
 
-@pytest.mark.parametrize("path", ["ada/gone.jsonl", "gone.parquet", "./ada/questions", "/ada/questions", "../ada/q"])
-def test_a_path_that_can_only_be_local_is_not_requested(questions, path):
-    with pytest.raises(ValueError, match="does not exist"):
+@pytest.mark.parametrize(("path", "problem"), [RECIPES, *((path, "does not exist") for path in ONLY_LOCAL)])
+def test_a_path_that_can_only_be_local_is_not_requested(questions, path, problem):
+    with pytest.raises(ValueError, match=problem):
         answer_of(path)
     assert questions.requests == []
 

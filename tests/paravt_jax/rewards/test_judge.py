@@ -57,14 +57,10 @@ def test_a_verdict_becomes_a_score(ask, score, value):
     assert server.bodies[0]["model"] == "m" and server.bodies[0]["temperature"] == 0
 
 
-def test_a_reply_that_was_cut_off_is_reported(ask):
-    scores, problem, _ = ask("", "thinking only", MAX_ATTEMPTS=1, MAX_REPLY_TOKENS=9)
+@pytest.mark.parametrize(("say", "mode"), [("", "thinking only"), (verdict("0"), "cut off")])  # of 0.5
+def test_a_reply_that_was_cut_off_is_reported_and_gives_no_score(ask, say, mode):
+    scores, problem, _ = ask(say, mode, MAX_ATTEMPTS=1, MAX_REPLY_TOKENS=9)
     assert scores == [None] and problem.endswith("; the reply was cut off at 9 tokens")
-
-
-def test_a_verdict_that_was_cut_off_gives_no_score(ask):
-    scores, problem, _ = ask(verdict("0"), "cut off", MAX_ATTEMPTS=1)  # of 0.5
-    assert scores == [None] and problem.endswith("the reply was cut off at 1024 tokens")
 
 
 @pytest.mark.parametrize("failure", ["500", "empty", "hung"])
