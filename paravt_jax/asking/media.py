@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from urllib.parse import unquote, urljoin, urlsplit
+from urllib.parse import unquote, urlsplit
 
 import aiohttp
 import numpy as np
@@ -147,33 +147,27 @@ class Sources:
             is_private = isinstance(problem.os_error, NotPublic)
             reason = "is not on the public internet" if is_private else "cannot be reached"
             raise BadRequest(f"{cut(problem.host)} {reason}") from None
+        except aiohttp.TooManyRedirects:
+            raise BadRequest(f"{cut(url)} redirects more than {MAX_REDIRECTS} times") from None
+        except aiohttp.NonHttpUrlClientError:
+            raise BadRequest(f"{cut(url)} is not an http or https URL") from None
         except ValueError:
             raise BadRequest(f"{cut(url)} is not a URL") from None
         except (aiohttp.ClientError, OSError) as problem:
             raise BadRequest(f"{cut(url)} cannot be fetched: {type(problem).__name__}") from None
 
     async def _download(self, session: aiohttp.ClientSession, url: str, target: Path, budget: DiskBudget) -> None:
-        for _ in range(MAX_REDIRECTS + 1):
-            if urlsplit(url).scheme not in ("http", "https"):  # a redirect may use another scheme
-                raise BadRequest(f"{cut(url)} is not an http or https URL")
-            async with session.get(url, allow_redirects=False) as response:
-                if response.status in (301, 302, 303, 307, 308):
-                    url = urljoin(url, response.headers.get("Location", ""))
-                    continue
-                if response.status != 200:
-                    raise BadRequest(f"{cut(url)} returned HTTP {response.status}")
-                with target.open("wb") as file:
-                    async for part in response.content.iter_chunked(CHUNK_BYTES):
-                        if not budget.take(len(part)):
-                            raise BadRequest(
-                                f"the videos of this request are larger than {MAX_FETCHED_BYTES >> 30} GiB"
-                            )
-                        if not self.budget.take(len(part)):
-                            budget.free_bytes += len(part)
-                            raise RequestError(503, "other requests are fetching too much", "unavailable", RETRY_S)
-                        file.write(part)
-                return
-        raise BadRequest(f"{cut(url)} redirects more than {MAX_REDIRECTS} times")
+        async with session.get(url, max_redirects=MAX_REDIRECTS + 1) as response:  # the last of which raises
+            if response.status != 200:
+                raise BadRequest(f"{cut(url)} returned HTTP {response.status}")
+            with target.open("wb") as file:
+                async for part in response.content.iter_chunked(CHUNK_BYTES):
+                    if not budget.take(len(part)):
+                        raise BadRequest(f"the videos of this request are larger than {MAX_FETCHED_BYTES >> 30} GiB")
+                    if not self.budget.take(len(part)):
+                        budget.free_bytes += len(part)
+                        raise RequestError(503, "other requests are fetching too much", "unavailable", RETRY_S)
+                    file.write(part)
 
 
 def _write_data(url: str, target: Path) -> None:
