@@ -11,7 +11,6 @@ missing, not wrong; a public split has a headline only if no sample is missing.
 
 import argparse
 import asyncio
-import json
 import re
 import sys
 
@@ -20,7 +19,7 @@ from model_port.layout import RESULTS_FILE
 from paravt_jax.config import EvalConfig
 from paravt_jax.evaluation.results import Cell, Shard, cell_table, refusal, score_table
 from paravt_jax.run.command import config_parser, read_config
-from paravt_jax.run.log import whole_file
+from paravt_jax.run.log import write_json
 from paravt_jax.run.process import claim_memory
 
 
@@ -32,8 +31,7 @@ async def run_eval(config: EvalConfig, shard: Shard | None = None) -> list[Cell]
         for cell in config.eval.cells:
             await evaluation.fill(cell)
         cells = [evaluation.cell(cell) for cell in config.eval.cells]
-        with whole_file(evaluation.directory / RESULTS_FILE) as file:
-            file.write(json.dumps({"model": config.model.path, "cells": cells}, indent=2).encode() + b"\n")
+        write_json(evaluation.directory / RESULTS_FILE, {"model": config.model.path, "cells": cells})
     if len(config.eval.temperatures) > 1:
         from paravt_jax.evaluation.temperatures import draw_temperatures  # imported late: loads matplotlib
 

@@ -38,14 +38,14 @@ from paravt_jax.evaluation.release.pictures import ReleasePictures
 from paravt_jax.evaluation.release.recorder import ReleaseRecorder, release_texts
 from paravt_jax.evaluation.release.texts import ReleaseTexts
 from paravt_jax.evaluation.results import Cell, Shard
-from paravt_jax.evaluation.runner import CellRunner, EpisodeRecorder
+from paravt_jax.evaluation.runner import EpisodeRecorder, Recorder, run_samples
 from paravt_jax.evaluation.sample_log import SHARDS_DIR, SampleLog, SampleResult, cell_name, sample_key
 from paravt_jax.rewards.judge import Judge
 from paravt_jax.rewards.plugin import load_plugin
 from paravt_jax.rl.episodes import RolloutWorker
 from paravt_jax.run.directory import locked, settings_of, write_settings
 from paravt_jax.run.gpu_assignment import Gpus, place_servers
-from paravt_jax.run.log import whole_file
+from paravt_jax.run.log import write_json
 from paravt_jax.run.policy import policy_of
 from paravt_jax.run.start import find_devices
 from paravt_jax.run.threads import in_thread
@@ -83,13 +83,12 @@ class Evaluation:
         file = self._cell_file(spec)
         if todo:
             assert self.worker is not None
-            await self._runner(self.worker, spec).run(todo, log, finished.values())
+            await run_samples(self._name(spec), self._recorder(self.worker, spec), todo, log, finished.values())
         results = log.read(keys)
         cell = json.loads(json.dumps(self._certified(spec, [results[key] for key in keys if key in results])))
         if not todo and file.exists() and all(self.cell(spec).get(name) == cell[name] for name in OF_SAMPLES):
             return
-        with whole_file(file) as content:
-            content.write(json.dumps(cell, indent=2).encode() + b"\n")
+        write_json(file, cell)
 
     @property
     def _num_rows(self) -> int:
@@ -99,7 +98,6 @@ class Evaluation:
         return json.loads(self._cell_file(spec).read_bytes())
 
     def is_done(self) -> bool:
-        """Whether every sample of every cell is done."""
         cells = [(self._keys(spec), self._log(spec)) for spec in self.settings.cells]
         return not any(_undone(keys, log.read(keys)) for keys, log in cells)
 
@@ -119,13 +117,13 @@ class Evaluation:
         parts += [] if spec.temperature is None else [f"temperature {spec.temperature:g}"]
         return ", ".join(filter(None, parts))
 
-    def _runner(self, worker: RolloutWorker | ReleaseAgent, spec: EvalCell) -> CellRunner:
-        name, split = self._name(spec), self.loaded.split
+    def _recorder(self, worker: RolloutWorker | ReleaseAgent, spec: EvalCell) -> Recorder:
+        split = self.loaded.split
         if isinstance(worker, ReleaseAgent):
             assert split is not None
-            return CellRunner(name, ReleaseRecorder(split, worker))
+            return ReleaseRecorder(split, worker)
         worker = replace(worker, agent=worker.agent.with_config(self.settings.episode(self.rollout, spec)))
-        return CellRunner(name, EpisodeRecorder(worker, split, spec.frame_budget, self.settings.num_samples))
+        return EpisodeRecorder(worker, split, spec.frame_budget, self.settings.num_samples)
 
     def _certified(self, spec: EvalCell, results: Sequence[SampleResult]) -> Cell:
         name, problems = self._name(spec), [result.problem for result in results if result.missing]
@@ -245,17 +243,13 @@ async def _endpoint(
     )
     contract = endpoint_contract(config.video.max_pixels)
     frames = await _frames(config, contract, stack)
-    _write_played(directory, model, {"kind": config.engine.kind, "serve_with": config.engine.serve_with})
+    engine = {"kind": config.engine.kind, "serve_with": config.engine.serve_with}
+    write_json(directory / PLAYED_FILE, {"model": model, "engine": engine})
     return client, frames
 
 
 async def _frames(config: EvalConfig, contract: VisionContract, stack: AsyncExitStack) -> FrameReader:
     return await stack.enter_async_context(frame_reader(config.video, contract, config.rollout.detail_factor))
-
-
-def _write_played(directory: Path, model: Mapping[str, Any], engine: Mapping[str, Any]) -> None:
-    with whole_file(directory / PLAYED_FILE) as file:
-        file.write(json.dumps({"model": model, "engine": engine}, indent=2).encode() + b"\n")
 
 
 async def _agent(
@@ -289,7 +283,7 @@ async def _agent(
             f"the certificate has the files of {config.model.path}, but these servers read other paths: "
             f"{', '.join(others)}; paravt gate --model {config.model.path} --url URL compares the weights"
         )
-    _write_played(directory, model, record)
+    write_json(directory / PLAYED_FILE, {"model": model, "engine": record})
     return Agent(engine, frames, policy.chat, config.rollout)
 
 

@@ -19,8 +19,6 @@ from rollout.video.errors import VideoError, VideoUnavailable
 
 SUBTITLES = "Subtitles of the video, of the moments that the frames show:\n{lines}\n\n{question}"
 ENGINE_REASONS = {"engine", "deadline", *ENDPOINT_REASONS} - set(OF_THE_SAMPLE)
-
-
 MAX_IN_FLIGHT = 32  # prompts whose episodes run at the same time, their frames in memory
 
 
@@ -30,42 +28,34 @@ class Recorder(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False)
-class CellRunner:
-    """Runs the samples of a cell."""
+async def run_samples(
+    name: str, recorder: Recorder, todo: Mapping[str, Sample], log: SampleLog, finished: Iterable[SampleResult]
+) -> None:
+    """Runs the samples of a cell, by key, and logs each as it ends. `finished` counts in the progress.
 
-    name: str  # for progress and errors
-    recorder: Recorder
+    Raises RuntimeError if the engine keeps failing; a restart runs the remaining samples.
+    """
+    tally, samples = Tally(name, finished), iter(todo.items())
 
-    async def run(self, todo: Mapping[str, Sample], log: SampleLog, finished: Iterable[SampleResult]) -> None:
-        """Runs the samples of `todo`, by key, and logs each as it ends. `finished` counts in the progress.
+    async def work() -> None:
+        for key, sample in samples:
+            record = await recorder.record(key, sample)
+            log.write(record)
+            tally.add(result_of(record))
+            meter.at(meter.done + 1, tally.summary())
+            if tally.num_failed_in_a_row > 2 * MAX_IN_FLIGHT:
+                raise RuntimeError(
+                    f"{name}: the engine failed {tally.num_failed_in_a_row} samples in a row, the last {tally.problem}"
+                    f"; when it works again, restart with the same run_dir: {tally.num_complete} samples are done"
+                )
 
-        Raises RuntimeError if the engine keeps failing; a restart runs the remaining samples.
-        """
-        tally, samples = Tally(self.name, finished), iter(todo.items())
-
-        async def work() -> None:
-            for key, sample in samples:
-                record = await self.recorder.record(key, sample)
-                log.write(record)
-                tally.add(result_of(record))
-                meter.at(meter.done + 1, tally.summary())
-                self._check(tally)
-
-        with Meter(tally.summary(), len(todo), "sample") as meter:
-            try:
-                async with asyncio.TaskGroup() as tasks:
-                    for _ in range(min(MAX_IN_FLIGHT, len(todo))):
-                        tasks.create_task(work())
-            except ExceptionGroup as problems:
-                raise problems.exceptions[0] from None
-
-    def _check(self, tally: "Tally") -> None:
-        if tally.num_failed_in_a_row > 2 * MAX_IN_FLIGHT:
-            raise RuntimeError(
-                f"{self.name}: the engine failed {tally.num_failed_in_a_row} samples in a row, the last {tally.problem}"
-                f"; when it works again, restart with the same run_dir: {tally.num_complete} samples are done"
-            )
+    with Meter(tally.summary(), len(todo), "sample") as meter:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(min(MAX_IN_FLIGHT, len(todo))):
+                    tasks.create_task(work())
+        except ExceptionGroup as problems:
+            raise problems.exceptions[0] from None
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,8 +111,6 @@ def on_screen(cues: Sequence[Cue], times_s: Sequence[float | int]) -> list[str]:
 
 
 class Tally:
-    """Progress of a cell."""
-
     def __init__(self, name: str, finished: Iterable[SampleResult] = ()) -> None:
         self.name = name
         self.num_complete = self.num_missing = self.num_failed_in_a_row = 0

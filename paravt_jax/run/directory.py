@@ -33,6 +33,7 @@ from paravt_jax.run.log import (
     last_step,
     load_jsonl,
     whole_file,
+    write_json,
     write_rows,
 )
 from paravt_jax.run.process import say
@@ -190,8 +191,7 @@ def write_settings(settings: Mapping[str, Any], directory: Path, step: int = 0, 
     log = directory / SETTINGS_LOG_FILE
     earlier = load_jsonl(log) if log.exists() else ()
     write_rows(log, [*earlier, {"after_step": step, **record}])
-    with whole_file(path) as file:
-        file.write(json.dumps(record, indent=2).encode() + b"\n")
+    write_json(path, record)
 
 
 @cache
@@ -213,7 +213,6 @@ def load_settings(directory: Path) -> dict[str, Any]:
 
 
 def settings_of(directory: Path) -> dict[str, Any]:
-    """The settings in RUN/config.json."""
     return load_settings(directory).get("config", {})
 
 

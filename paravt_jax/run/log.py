@@ -117,7 +117,6 @@ class RunLog:
         return self._progress.where()
 
     def say(self, message: str) -> None:
-        """Prints a line to stderr."""
         say(message)
 
     def end(self) -> None:
@@ -174,6 +173,11 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
             partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_json(path: Path, record: Mapping[str, Any]) -> None:
+    with whole_file(path) as file:
+        file.write(json.dumps(record, indent=2).encode() + b"\n")
 
 
 def load_jsonl(path: Path) -> Iterator[dict[str, Any]]:
