@@ -46,8 +46,6 @@ CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # PEFT's initiali
 
 @dataclass(frozen=True)
 class AdapterBase:
-    """The base model of an adapter."""
-
     name: str  # a directory or a hub id
     dtype: str | None = None  # of its weights in training; None: unknown, because another program made the adapter
     sum: str | None = None  # checksum of the weights in this dtype

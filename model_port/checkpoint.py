@@ -67,8 +67,6 @@ def cast(block: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
 
 
 class ArrayPart(NamedTuple):
-    """A part of an array and its position in the array."""
-
     box: Box
     values: np.ndarray
 
@@ -257,7 +255,6 @@ class StoredParams:
         return values
 
     def restore(self, path: str, target: jax.ShapeDtypeStruct) -> jax.Array:
-        """The parameter with the target's dtype and sharding."""
         everything = box_of(None, target.shape)
         if target.sharding is None:
             return jax.numpy.asarray(self._read_boxes(path, {everything}, target.dtype)[everything])

@@ -89,7 +89,6 @@ def read_hf_config(directory: str | Path) -> dict[str, Any]:
 
 
 def read_config(directory: str | Path) -> ModelConfig:
-    """The config of a Hugging Face directory."""
     return config_from_hf(read_hf_config(directory), source=f"{directory}/config.json")
 
 

@@ -261,7 +261,6 @@ def table_rows(grid: tuple[int, int], config: VisionConfig) -> Int[np.ndarray, "
 
 
 def empty_vision(config: VisionConfig, num_rows: int, row_patches: int) -> VisionBatch:
-    """Rows of patches without a frame."""
     shape = (num_rows, row_patches)
     smallest = config.patch_arrays((config.merge, config.merge))
     return VisionBatch(

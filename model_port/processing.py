@@ -187,7 +187,6 @@ def _cut(frame: np.ndarray, contract: VisionContract) -> np.ndarray:
 
 
 def token_counts(grid_thw: Int[np.ndarray, "images 3"], merge: int) -> list[int]:
-    """The number of language tokens of each image."""
     return (grid_thw.prod(axis=1) // merge**2).tolist()
 
 

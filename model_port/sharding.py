@@ -147,7 +147,6 @@ def on_host(array: jax.Array) -> np.ndarray:
 
 
 def num_row_parts(mesh: Mesh | None) -> int:
-    """The number of parts into which the mesh splits a batch's rows."""
     axes = ACTIVATION_AXES["b"]
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in _names(axes))
 

@@ -18,8 +18,6 @@ from model_port.sharding import constrain
 
 
 class Tower(Protocol):
-    """A family's vision tower."""
-
     blocks: "VisionBlocks | nnx.List"  # or after `split`
 
     def __call__(self, batch: VisionBatch, compute: Compute) -> tuple[Float[Array, "B M D"], Float[Array, "n B M D"]]:

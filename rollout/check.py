@@ -85,7 +85,6 @@ async def check(
 async def _play(
     url: str, size_px: tuple[int, int], chat: Chat, num_episodes: int, info: dict[str, Any]
 ) -> tuple[list[Ledger], ScoreRequest]:
-    """The ledgers and dialogue for a picture size."""
     config = EpisodeConfig(
         max_turns=1,
         max_new_tokens=NEW_TOKENS,
@@ -133,7 +132,6 @@ async def _compare_sampled(parity: Parity, ledger: Ledger, scorer: Scorer, chat:
 def _compare_dialogue(
     parity: Parity, ids: np.ndarray, logp: np.ndarray, ours: Scored, chat: Chat, size_px: tuple[int, int]
 ) -> None:
-    """Compares the server's ids and log-probs of a given dialogue."""
     if not np.array_equal(ids, ours.ids):
         resizes = np.count_nonzero(ids == chat.image_id) != np.count_nonzero(ours.ids == chat.image_id)
         parity.wrong_ids.append(

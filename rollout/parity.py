@@ -191,7 +191,6 @@ class Parity:
 
 
 def table(parities: Sequence[Parity]) -> str:
-    """The results as a Markdown table."""
     heads = ["server", "computes in", "tokens", "compared", "differences from the learner in float32"]
     heads += ["the server's", "the learner's own in bfloat16", "allowed"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]

@@ -50,8 +50,6 @@ class Task:
 
 @dataclass(frozen=True)
 class ShownVideo:
-    """A video in an overview."""
-
     name: str  # the name that the model may use
     path: str
     duration_s: float | int

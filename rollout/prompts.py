@@ -248,13 +248,11 @@ def _with_question(text: str, question: str, **values: Any) -> str:
 def subagent_messages(
     prompts: Prompts, window: Window, times_s: Sequence[float], question: str
 ) -> list[dict[str, Any]]:
-    """The dialogue of a sub-agent about a window."""
     instruction = prompts.subagent_instruction.format(question=question, **window_values(window, len(times_s)))
     return closeup_messages(prompts, window_intro(prompts, window, len(times_s)), times_s, instruction)
 
 
 def window_values(window: Window, num_frames: int) -> dict[str, Any]:
-    """The values of a window's placeholders."""
     return {
         "start_s": window.start_s,
         "end_s": window.end_s,

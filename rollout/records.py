@@ -30,7 +30,6 @@ class Call:
     parts: tuple[Part, ...] = ()  # the response to the main agent, if it has pictures
 
     def respond(self, *parts: Part) -> None:
-        """Sets the response."""
         self.response, self.parts = text_of(parts), parts if shown_in(parts) else ()
         if self.report is None:
             self.frames_s = tuple(part.time_s for part in parts if isinstance(part, TimedPicture))
@@ -61,8 +60,6 @@ class Call:
 
 @dataclass(eq=False)
 class Turn:
-    """An assistant's turn."""
-
     text: str  # with the forced prefix, without the stop token
     finish: Literal["stop", "length", "abort"]
     token_span: tuple[int, int]  # in the ledger's ids, from the forced prefix to the last sampled token

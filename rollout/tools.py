@@ -226,7 +226,6 @@ def window_of(arguments: Mapping[str, Any], duration_s: float | int) -> Window:
 
 
 def moment_of(arguments: Mapping[str, Any], duration_s: float | int) -> float:
-    """The time that a call asks for."""
     time_s = _seconds(arguments, "time")
     if time_s < 0:
         raise BadCall(f"time {time_s:.1f} is negative")
@@ -236,7 +235,6 @@ def moment_of(arguments: Mapping[str, Any], duration_s: float | int) -> float:
 
 
 def box_of(arguments: Mapping[str, Any]) -> Box:
-    """The part of a frame that a call asks for."""
     if "box" not in arguments:
         raise BadCall("box is missing")
     sides = arguments["box"]

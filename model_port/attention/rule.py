@@ -81,7 +81,6 @@ def add_to_softmax(carry: SoftmaxCarry, scores: Array, v: Array, equation: str) 
 
 
 def mean_and_log_sum(carry: SoftmaxCarry) -> tuple[Array, Array]:
-    """The weighted mean of the values, and the log-sum-exp of the scores."""
     peak, total, mixed = carry
     total = jnp.maximum(total, TINY)
     return mixed / total[..., None], peak + jnp.log(total)

@@ -35,7 +35,6 @@ def forward(q: Queries, k: Keys, v: Keys, runs: QueryRuns) -> tuple[Queries, Num
 def backward(
     q: Queries, k: Keys, v: Keys, runs: QueryRuns, log_sum: Numbers, shared: Numbers, d_out: Queries
 ) -> tuple[Queries, Keys, Keys]:
-    """dS = P * (dP - sum(dO * O)), with P recomputed from the log-sum-exp, once in each kernel."""
     inputs = [("queries", q), ("keys", k), ("keys", v), ("queries", d_out), ("numbers", log_sum), ("numbers", shared)]
     walk = Walk.of(q, runs, by_keys=False)
     (d_q,) = walk(_backward_of_queries, BY_QUERIES, inputs, [("queries", q.dtype)], [(walk.lanes, walk.head_dim)])
@@ -74,7 +73,6 @@ def _forward(pair: Pair, *refs: Any) -> None:
 def _d_scores(
     pair: Pair, q: Any, k: Any, v: Any, d_out: Any, log_sum: Any, shared: Any, runs: Any
 ) -> tuple[Float[Array, "s r"], Float[Array, "s r"]]:
-    """The attention weights and the gradient of the scores."""
     weights = jnp.exp(_scores(pair, q, k, log_sum.dtype) - log_sum[...])
     weights = jnp.where(pair.visible(runs, log_sum.shape[1]), weights, 0.0)
     d_weights = product(v[...], _lanes(d_out), NT, log_sum.dtype)

@@ -31,8 +31,6 @@ TRAITS = {"interleaved_mrope": False, "qk_norm": False, "qkv_bias": True}
 
 @dataclass(frozen=True)
 class Qwen25VisionConfig(VisionConfig):
-    """The vision tower's dimensions."""
-
     family: ClassVar[str] = MODEL_TYPE
     ffn_kernels: ClassVar[int] = 3
 

@@ -38,7 +38,6 @@ class Qwen25VisionTower(nnx.Module):
         self.merger = Merger(config, scale, rngs, norm=RMSNorm((config.width,), NORM_EPS))
 
     def __call__(self, batch: VisionBatch, compute: Compute) -> tuple[Float[Array, "B M D"], Float[Array, "n B M D"]]:
-        """Merged features, for each row of the batch; there are no maps."""
         x = constrain(self.patch_embed(jnp.asarray(batch.patches, jnp.dtype(compute.dtype))), "bpd")
         turn = rotation(batch.positions, vision_frequencies(self.config))
         unordered, attend = jnp.zeros_like(batch.segment_ids), attention_of(compute.attention)

@@ -27,8 +27,6 @@ MODEL_TYPE = "qwen3_vl"
 
 @dataclass(frozen=True)
 class Qwen3VisionConfig(VisionConfig):
-    """The vision tower's dimensions."""
-
     family: ClassVar[str] = MODEL_TYPE
 
     deepstack_layers: tuple[int, ...]
@@ -100,7 +98,6 @@ def from_hf(root: Section) -> ModelConfig:
 
 
 def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """A `config.json` in the spelling of the published checkpoints, which transformers 4.57 and later read."""
     text, vision = config.text, config.vision
     assert isinstance(vision, Qwen3VisionConfig)
     return {

@@ -66,7 +66,6 @@ class Qwen3VisionTower(nnx.Module):
         self.deepstack_mergers = Merger(config, scale, rngs, count=config.num_deepstack)
 
     def __call__(self, batch: VisionBatch, compute: Compute) -> tuple[Float[Array, "B M D"], Float[Array, "n B M D"]]:
-        """Merged features and the DeepStack maps, for each row of the batch."""
         dtype = jnp.dtype(compute.dtype)
         x = self.patch_embed(jnp.asarray(batch.patches, dtype))
         x = constrain(

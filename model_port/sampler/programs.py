@@ -113,7 +113,6 @@ def prefill(graphdef: GraphDef, params: nnx.State, cache: Cache, frames: Visual,
 
 @partial(jax.jit, static_argnums=1, donate_argnums=0)
 def copy_page(cache: Cache, num_layers: int, source: Int[Array, ""], target: Int[Array, ""]) -> Cache:
-    """Copies a page in all layers."""
     offsets = jnp.arange(num_layers) * (cache.keys.shape[1] // num_layers)
     return jax.tree.map(lambda pages: pages.at[:, offsets + target].set(pages[:, offsets + source]), cache)
 

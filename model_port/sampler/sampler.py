@@ -35,8 +35,6 @@ MIN_ROW_PATCHES = 16
 
 @dataclass(eq=False)
 class BusyRow:
-    """A request in a row."""
-
     number: int
     request: SamplerRequest
     completion: Completion

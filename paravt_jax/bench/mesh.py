@@ -69,7 +69,6 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as a Markdown table."""
     from paravt_jax.bench.mesh_rows import page
 
     return "\n".join(page(result))

@@ -68,7 +68,6 @@ class BenchedRun:
         return dataclasses.replace(self, rates=calibration.rates, remarks=(*self.remarks, remark))
 
     def on(self, shape: Shape, device: DeviceSpec) -> tuple[PlannedRun, Step]:
-        """The run on this mesh, and a step."""
         if self.config is None:
             args = self.args
             config = config_of(shape, rows=args.rows, row_tokens=args.row_tokens, dtype=args.dtype, remat=args.remat)
@@ -140,7 +139,6 @@ def _price_of_run(price: float | None, estimated: MeshEstimate, run: BenchedRun,
 
 
 def _price_of_mtokens(price: float | None, shape: Shape, tokens_per_s: float | None) -> float | None:
-    """Price of a million tokens."""
     if price is None or tokens_per_s is None:
         return None
     return price * math.prod(shape) / 3600 / tokens_per_s * 1e6

@@ -72,7 +72,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as Markdown tables."""
     columns = ("crops in one turn", "parallel s", "sequential s", "sequential / parallel", "parallel / one crop")
     single_s, rows = result["crops"][0]["parallel_s"], []
     for row in result["crops"]:

@@ -16,7 +16,6 @@ def frame_budget(seed: int, epoch: int, prompt_id: str, budgets: Sequence[int]) 
 
 
 def budgets_of(samples: Sequence[PromptSample[Item]], video: VideoConfig, seed: int) -> list[int]:
-    """The number of frames of each prompt sample."""
     budgets = [video.overview_frames] * len(samples)
     if video.frame_budgets:
         budgets = [frame_budget(seed, sample.epoch, sample.item.id, video.frame_budgets) for sample in samples]

@@ -252,7 +252,6 @@ def text(findings: Findings) -> str:
 
 
 def run(args: Any) -> None:
-    """Runs the command."""
     inputs = [*row_files(local_source(args.path)), args.tokenizer]
     output = OutputFile(args.json, "data inspect --json", inputs=inputs, force=args.force) if args.json else None
     findings = inspect(args.path, video_root=args.video_root, tokenizer=args.tokenizer)

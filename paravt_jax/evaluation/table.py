@@ -109,7 +109,6 @@ def markdown(rows: Sequence[OwnRow]) -> str:
 
 
 def draw(rows: Sequence[OwnRow], path: Path) -> None:
-    """Draws the tables as a PNG."""
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -136,7 +135,6 @@ def draw(rows: Sequence[OwnRow], path: Path) -> None:
 
 
 def show(runs: Iterable[Path], png: OutputFile | None) -> None:
-    """Prints the tables with these runs, and draws them."""
     rows = read_rows(runs)
     print(markdown(rows))
     if png is not None:

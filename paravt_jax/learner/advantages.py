@@ -50,8 +50,6 @@ class GroupRewards:
 
 @dataclass(frozen=True)
 class EpisodeAdvantage:
-    """An episode's advantage."""
-
     sequence: float  # for every sampled token
     anchor: float = 0.0  # added at structural tokens
     properties: Mapping[str, float] = field(default_factory=dict)  # added at the tokens of each property

@@ -108,7 +108,6 @@ class Learner:
         )
 
     def imitation_compiler(self) -> UpdateCompiler:
-        """Compiles the programs of `imitate`."""
         return self._compiler(imitation, None, scores_before=False)
 
     def _compiler(self, objective: Objective, coefs: LossCoefs | None, **options: Any) -> UpdateCompiler:

@@ -369,7 +369,6 @@ def _frame_keys(dialogues: Iterable[Dialogue]) -> dict[str, int]:
 
 
 def _visible_frames(rows: Sequence[Row], dialogues: Sequence[Dialogue]) -> list[str]:
-    """The distinct frames of these rows."""
     return list(_frame_keys(dialogues[number] for row in rows for sequence in row for number in sequence))
 
 

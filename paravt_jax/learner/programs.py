@@ -48,7 +48,6 @@ class TrainState:
 
 @partial(jax.jit, static_argnums=0)
 def encode_vision(structure: Structure, params: Params, vision: VisionBatch) -> Visual:
-    """The vision tower's output for the frames of a batch."""
     return nnx.merge(structure, *params).encode_vision(vision)
 
 

@@ -143,7 +143,6 @@ class LossConfig:
         return self.name in OF_SEQUENCES or self.correction.startswith("sequence") or self.is_own
 
     def filled(self) -> "LossConfig":
-        """A copy with every parameter and bound filled in."""
         return replace(self, params=self.all_params, correction_bounds=self.all_bounds)
 
 

@@ -69,7 +69,6 @@ class SampledTokens:
 
     @property
     def ratio(self) -> Float[Array, "*t"]:
-        """exp(policy − prox)."""
         return bounded_exp(self.policy_logp - self.prox_logp)
 
     @property

@@ -48,8 +48,6 @@ Parts = dict[str, int]  # bytes by name
 
 @dataclass(frozen=True)
 class SamplerShape:
-    """Sizes of the embedded engine."""
-
     max_rows: int  # on a host
     cache_tokens: int  # on a host
     local: MeshConfig  # the learner's mesh in a host
@@ -149,7 +147,6 @@ def values_on(mesh: MeshConfig, model: ModelConfig, prefix: str = "") -> int:
 
 @cache
 def adapter_values_on(mesh: MeshConfig, model: ModelConfig, rank: int) -> int:
-    """Number of an adapter's values on a device."""
     return shard_values(adapter_shapes(model, rank), mesh)
 
 

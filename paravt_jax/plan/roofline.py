@@ -182,7 +182,6 @@ def _over_fsdp(kind: str, share: Share, num_values: int) -> Collective:
 
 
 def _over_tensor(share: Share, times: int) -> Collective:
-    """All-reduces of activations."""
     return _among(share, "all-reduce", times * _token_values(share), share.update.mesh.tensor, 1)
 
 

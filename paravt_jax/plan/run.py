@@ -92,7 +92,6 @@ class PlannedRun(ABC):
         return replace(self, update=replace(self.update, **changes))
 
     def resized(self, *, mesh: MeshConfig | None = None, num_rows: int = 0, row_tokens: int = 0) -> Self:
-        """The run on another mesh, or with other rows."""
         pack = PackConfig(row_tokens or self.pack.row_tokens, num_rows or self.pack.num_rows)
         return replace(self.with_update(mesh=mesh or self.update.mesh), pack=pack)
 
@@ -194,7 +193,6 @@ class PlannedSft(PlannedRun):
         )
 
     def typical_step(self) -> Step:
-        """Full rows of traces."""
         shape = self.largest_batch()
         num_batches = self.rows_per_step // shape.num_rows
         return Step(shape, num_batches, 1, num_batches * shape.num_rows * shape.row_tokens)

@@ -40,8 +40,6 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Tag:
-    """An opening or closing tag."""
-
     name: str
     closing: bool
     place: Place

@@ -224,7 +224,6 @@ def reward_terms(
 
 
 def with_own_terms(terms: RewardTerms, own: Sequence[OwnTerm]) -> RewardTerms:
-    """Adds your own terms."""
     summands = [Summand(term.name, term.value, term.weight) for term in own]
     credits = [Credit(term.name, term.name, term.weight * term.value, term.places) for term in own]
     return replace(
@@ -285,7 +284,6 @@ def check_ground_truth(answer: str, question_type: str) -> None:
 
 
 def _check(outcomes: Sequence[str], question_type: str, config: RewardConfig, judged: float | None) -> None:
-    """Rejects invalid arguments."""
     for outcome in outcomes:
         if outcome not in OUTCOMES:
             raise ValueError(f"unknown outcome {outcome!r}, expected one of {', '.join(OUTCOMES)}")

@@ -145,7 +145,6 @@ class PolicyUpdate:
             return self._learner.update(parts, self._max_dialogues) | packed
 
     def parts(self, groups: Sequence[Group]) -> list[StepPart]:
-        """The data of each update of the step."""
         return [packed.part for packed in self._parts(groups)]
 
     def _parts(self, groups: Sequence[Group]) -> list[_Packed]:

@@ -37,7 +37,6 @@ class Group:
         return bool(self.keep.any())
 
     def to_message(self, rewards: GroupRewards) -> dict[str, Any]:
-        """The message to the other hosts."""
         return {
             "sample": self.sample.number,
             "frame_budget": self.frame_budget,

@@ -151,7 +151,6 @@ class Replay:
         self._train, self._advantage = train, advantage
 
     async def next_groups(self, step: int, unless_stopped: UnlessStopped = always) -> list[Group] | None:
-        """The groups of a step; None when the run stops."""
         return await unless_stopped(self._groups(step))
 
     async def _groups(self, step: int) -> list[Group]:

@@ -295,7 +295,6 @@ class Checkpoints:
         write_side_files(self._hf_files, directory / HF_DIR)
 
     def _write_parts(self, directory: Any, arrays: Arrays) -> FileSums:
-        """Writes this host's shards."""
         files: list[Path] = []
         for folder, in_folder in by_folder(arrays).items():
             if folder != "." or self._adapter is None:

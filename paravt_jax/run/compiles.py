@@ -33,7 +33,6 @@ class Compiles:
             threading.Thread(target=self._watch, name="compile log", daemon=True).start()
 
     def running(self) -> list[str]:
-        """The names of the programs that are being compiled."""
         return [running.name for running in [*self._running.values()]]
 
     def pop_metrics(self) -> dict[str, float]:
@@ -68,8 +67,6 @@ class Compiles:
 
 @dataclass
 class _Compilation:
-    """A program that is being compiled."""
-
     name: str
     start_s: float
     next_s: float = field(default_factory=lambda: SHOWN_AFTER_S)  # when the next line is due, since the start

@@ -56,7 +56,6 @@ def recipe_of(config: Config | SftConfig | EvalConfig) -> Recipe:
 
 
 def read_recipe(directory: Path) -> Recipe | None:
-    """The recipe in a model's files; None if there is none."""
     record, path = _record(directory), directory / RECIPE_FILE
     if record is None:
         return None

@@ -114,7 +114,6 @@ def _headline(run: LoggedRun, key: str, symbol: str, name: str, color: str) -> d
 
 
 def charts(run: LoggedRun) -> dict[str, Any]:
-    """Charts with their data."""
     bins = _bins(len(run.metrics.steps))
     unnamed = [chart for chart in run.charts if chart.section == OTHER]
     return {

@@ -50,7 +50,6 @@ class HttpClient(AbstractAsyncContextManager["HttpClient"]):
         return await self._call("POST", url, data, deadline_s, max_bytes, _json_headers(routing_key))
 
     async def put(self, url: str, parts: AsyncIterator[bytes], num_bytes: int, deadline_s: float) -> Any:
-        """Sends `num_bytes` in parts."""
         headers = {"Content-Length": str(num_bytes)}
         return await self._call("PUT", url, parts, deadline_s, MAX_ANSWER_BYTES, headers)
 
