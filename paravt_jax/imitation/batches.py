@@ -82,7 +82,7 @@ class TraceBatches:
         self._pack, self._video, self._rows_per_step = pack, video, imitation.rows_per_step
         self._model, self._contract = model, contract
         self._num_row_parts, self._most_frame_rows = num_row_parts, most_frame_rows
-        self._rendered: deque[asyncio.Task[RenderedTrace]] = deque()  # from sample `_next` on
+        self._rendered: deque[asyncio.Task[RenderedTrace | str]] = deque()  # from sample `_next` on
         self._row_patches = contract.max_patches(video.max_pixels)
         self._next, self._sizes = first.next_visit, first
         self._num_skipped = 0  # consecutive traces
@@ -111,22 +111,14 @@ class TraceBatches:
         finally:
             batch.cancel()
 
-    async def batches_of(self, traces: Sequence[Trace]) -> AsyncIterator[list[TrainBatch]]:
-        """Batches of these traces, a few at a time; traces that cannot be rendered are skipped."""
+    async def batches_of(self, traces: Sequence[Trace], problems: list[str]) -> AsyncIterator[list[TrainBatch]]:
+        """Batches of these traces, a few at a time; adds the problems of traces that are left out."""
         samples = [PromptSample(number, 0, trace) for number, trace in enumerate(traces)]
         for first in range(0, len(samples), RENDERED_AHEAD):
-            rendering = map(self._render, samples[first : first + RENDERED_AHEAD])
-            rendered = await asyncio.gather(*rendering, return_exceptions=True)
-            for problem in rendered:
-                if isinstance(problem, BaseException) and not isinstance(problem, VideoError):
-                    raise problem
-            fitting = [
-                trace
-                for trace in rendered
-                if isinstance(trace, RenderedTrace) and len(trace.dialogue.ids) <= self._pack.row_tokens
-            ]
-            if fitting:
-                yield await asyncio.to_thread(self._batches, fitting, Position())
+            rendered = await asyncio.gather(*map(self._render, samples[first : first + RENDERED_AHEAD]))
+            problems += [problem for problem in rendered if isinstance(problem, str)]
+            if usable := [trace for trace in rendered if isinstance(trace, RenderedTrace)]:
+                yield await asyncio.to_thread(self._batches, usable, Position())
 
     async def close(self) -> None:
         tasks = [*self._rendered, *([self._task] if self._task is not None else [])]
@@ -151,16 +143,11 @@ class TraceBatches:
         while True:
             sample = self._order[self._next]
             self._render_ahead()
-            try:
-                trace = await asyncio.shield(self._rendered[0])
-            except VideoError as problem:
-                self._skip(problems, sample.item, str(problem))
+            trace = await asyncio.shield(self._rendered[0])
+            if isinstance(trace, str):
+                self._skip(problems, sample.item, trace)
                 continue
-            length = len(trace.dialogue.ids)
-            if length > row_tokens:
-                self._skip(problems, sample.item, f"{length} tokens are more than pack.row_tokens={row_tokens}")
-                continue
-            placed.append(PromptGroup(0, [length]))
+            placed.append(PromptGroup(0, [len(trace.dialogue.ids)]))
             if num_batches(placed, row_tokens, self._rows_per_step) > 1:
                 break
             traces.append(trace)
@@ -168,9 +155,8 @@ class TraceBatches:
             self._num_skipped = 0
         return await asyncio.to_thread(self._packed, traces, self._next - first - len(traces), problems)
 
-    def _skip(self, problems: list[str], trace: Trace, reason: str) -> None:
+    def _skip(self, problems: list[str], trace: Trace, problem: str) -> None:
         """Records a skipped trace. A run without a single usable trace must not search forever."""
-        problem = f"{trace.id}: {reason}"
         if trace.id not in self._reported:
             self._reported.add(trace.id)
             problems.append(problem)
@@ -187,10 +173,19 @@ class TraceBatches:
         while len(self._rendered) < RENDERED_AHEAD:
             self._rendered.append(asyncio.create_task(self._render(self._order[self._next + len(self._rendered)])))
 
-    async def _render(self, sample: PromptSample[Trace]) -> RenderedTrace:
+    async def _render(self, sample: PromptSample[Trace]) -> RenderedTrace | str:
+        """The trace for the learner, or why it cannot be used."""
         (budget,) = budgets_of([sample], self._video, self._seed)
-        rendered = await self._renderer.render(sample.item, budget)
-        return RenderedTrace(self._renderer.dialogue(rendered.ledger, sample.number), rendered)
+        try:
+            rendered = await self._renderer.render(sample.item, budget)
+        except VideoError as error:
+            problem = str(error)
+        else:
+            dialogue = self._renderer.dialogue(rendered.ledger, sample.number)
+            if len(dialogue.ids) <= self._pack.row_tokens:
+                return RenderedTrace(dialogue, rendered)
+            problem = f"{len(dialogue.ids)} tokens are more than pack.row_tokens={self._pack.row_tokens}"
+        return f"{', '.join([sample.item.id, *sample.item.files])}: {problem}"
 
     def _packed(self, traces: list[RenderedTrace], num_left_out: int, problems: list[str]) -> TraceBatch:
         batches = self._batches(traces, self._sizes, is_first=self._sizes == Position())

@@ -114,8 +114,8 @@ class SftRun:
         if not self.held_out or not training.validation_due(self.validation):
             return
         training.log.phase("validation")
-        total, num_tokens = 0.0, 0
-        rendered = self.batches.batches_of(self.held_out)
+        total, num_tokens, problems = 0.0, 0, list[str]()
+        rendered = self.batches.batches_of(self.held_out, problems)
         while batches := await training.directory.unless_stopped(anext(rendered, [])):
             for batch in map(self._host_rows, batches):
                 logp = await in_thread(partial(training.learner.log_probs, batch))
@@ -123,11 +123,17 @@ class SftRun:
                 num_tokens += int(np.count_nonzero(batch.loss_mask))
         if batches is None:
             return
+        for problem in [] if training.log.validated else problems:  # once, not after every validation
+            training.log.say(f"left out of validation: {problem}")
         of_hosts = self.hosts.gather("validation", (total, num_tokens))
         total, num_tokens = (sum(column) for column in zip(*of_hosts, strict=True))
         if not num_tokens:
             raise RuntimeError(f"no trace of data.validation={self.held_out_path} can be rendered")
-        metrics = {"validation/loss": total / num_tokens, "policy_version": float(training.version)}
+        metrics = {
+            "validation/loss": total / num_tokens,
+            "validation/num_left_out": float(len(problems)),
+            "policy_version": float(training.version),
+        }
         training.log.validation(training.step, metrics)
 
     async def save_if_due(self) -> None:

@@ -45,7 +45,11 @@ def world(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("world")
     scenes = make_world(directory, 0, 6)
     write_rows(directory / "train.jsonl", rows_of(scenes[:4], (4, 8), Mixture(), 0))
-    write_rows(directory / "validation.jsonl", rows_of(scenes[4:], (4, 8), Mixture(), 0))
+    (directory / "broken.mp4").touch()
+    broken = [{"type": "video_url", "video_url": {"url": "broken.mp4"}}, {"type": "text", "text": "When?"}]
+    messages = [{"role": "user", "content": broken}, {"role": "assistant", "content": "Now."}]
+    rows = [*rows_of(scenes[4:], (4, 8), Mixture(), 0), {"messages": messages}]
+    write_rows(directory / "validation.jsonl", rows)
     make_model(directory / "tiny.hf")
     return directory
 
@@ -82,7 +86,9 @@ def test_a_run_learns_validates_and_exports(finished_run, tmp_path):
         assert trained == pytest.approx(line["perf/tokens_per_s"] * line["time/step_s"])  # traces share no prompt
         assert "perf/mfu" not in line and "perf/sampled_tokens_per_s" not in line
     held_out = [json.loads(line) for line in (finished_run / "validation.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in held_out] == [0, 2, 4]
+    assert [(row["step"], row["validation/num_left_out"]) for row in held_out] == [(0, 1), (2, 1), (4, 1)]
+    log = (finished_run / "log.txt").read_text()
+    assert log.count("broken.mp4: the video cannot be decoded: the file is empty") == 1
     assert held_out[2]["validation/loss"] < held_out[1]["validation/loss"] < held_out[0]["validation/loss"]
     source = finished_run / "checkpoints" / str(STEPS)
     assert forked.run("model_port.export", "--src", source, "--dst", tmp_path / "hf").returncode == 0
@@ -260,8 +266,8 @@ def test_traces_that_do_not_fit_or_cannot_be_read_are_skipped_and_reported(tiny_
     steps = next_batches(batches_of(tiny_hf, traces, row_tokens=1024), 5)
     assert sum(step.num_traces + step.num_left_out for step in steps) == steps[-1].after.next_visit > 3 * len(traces)
     too_long, missing = sorted(problem for step in steps for problem in step.problems)  # once, not in every epoch
-    assert too_long == "1: 6460 tokens are more than pack.row_tokens=1024"
-    assert missing.startswith("2: the video cannot be opened")
+    assert too_long == "1, /a.mp4: 6460 tokens are more than pack.row_tokens=1024"
+    assert missing.startswith("2, /missing.mp4: the video cannot be opened")
 
 
 def test_bad_traces_at_the_end_of_an_epoch_and_the_start_of_the_next_do_not_end_the_run(tiny_hf):
