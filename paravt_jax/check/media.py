@@ -35,7 +35,7 @@ async def _lines(target: Target) -> list[Measured]:
                 lines += [line async for line in video_lines(reader, path, target)]
             except VideoError as problem:
                 lines.append(Measured(str(path), problem=str(problem)))
-        return lines
+        return sorted(lines, key=lambda line: bool(line.problem))  # broken files last, where a terminal shows them
 
 
 def made_video(target: Target) -> Path:

@@ -32,9 +32,10 @@ TINY = "tiny"
 MAX_LISTED_FILES = 5
 
 Kind = Literal["RL", "SFT"]
-QUESTION_TYPES, TURNS, CALLS = "question_types", "turns_per_row", "calls_per_turn"
+QUESTION_TYPES, VIDEOS, TURNS, CALLS = "question_types", "videos_per_row", "turns_per_row", "calls_per_turn"
 TITLES = {
     QUESTION_TYPES: "question types (rows)",
+    VIDEOS: "videos in the overview (rows)",
     TURNS: "assistant turns per row (rows)",
     CALLS: "calls per tool turn (turns)",
 }
@@ -84,7 +85,7 @@ def inspect(path: str, *, video_root: str = "", tokenizer: str = TINY) -> Findin
     count_tokens = _token_counter(tokenizer)
     columns = columns_of(source)
     kind, required = kind_of(source, columns)
-    names = (QUESTION_TYPES, "videos_per_row") if kind == "RL" else ("videos_per_row", TURNS, "calls_per_row", CALLS)
+    names = (QUESTION_TYPES, VIDEOS) if kind == "RL" else (VIDEOS, TURNS, "calls_per_row", CALLS)
     findings = Findings(str(path), kind, columns, tokenizer, counts={name: Counter() for name in names})
     texts = _texts(
         findings,
@@ -133,7 +134,7 @@ def _texts(
 def _read_prompt(findings: Findings, row: Any, find: Callable[[str], str]) -> str:
     prompt = prompts.read_prompt(row, find)
     findings.counts[QUESTION_TYPES][prompt.question_type] += 1
-    findings.counts["videos_per_row"][len(prompt.videos)] += 1
+    findings.counts[VIDEOS][len(prompt.videos)] += 1
     return prompt.question
 
 
@@ -142,7 +143,7 @@ def _read_trace(findings: Findings, row: Any, find: Callable[[str], str]) -> str
     turns = [message.text for message in trace.messages if message.role == "assistant"]
     calls = [find_calls(turn, signatures(SHIPPED["report"].values())) for turn in turns]
     counts = findings.counts
-    counts["videos_per_row"][len(trace.videos)] += 1
+    counts[VIDEOS][len(trace.videos)] += 1
     counts[TURNS][len(turns)] += 1
     counts["calls_per_row"][sum(map(len, calls))] += 1
     counts[CALLS].update(len(of_turn) for of_turn in calls if of_turn)

@@ -112,7 +112,7 @@ def rows_of(source: Path, columns: Sequence[str], optional: Sequence[str] = ()) 
         with source.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 if number == 1 and LIST.fullmatch(line):
-                    raise ValueError(f"{source} is one JSON list; write JSON lines, with one object per line")
+                    raise ValueError(f"{source} is one JSON list; write JSON lines: jq -c '.[]' {source} > rows.jsonl")
                 if line.strip():
                     yield f"{source.name} line {number}", line
     else:

@@ -142,7 +142,11 @@ def _message(message: dict[str, Any], find: Callable[[str], str]) -> Message:
     check_text(parsed.text, f"a message of the {role}")
     num_placeholders, num_videos = parsed.text.count(PLACEHOLDER), sum(part.kind == "video" for part in parsed.media)
     if num_placeholders > num_videos:
-        raise BadRow(f"more {PLACEHOLDER} than videos", f"{num_placeholders} in a message with {num_videos} videos")
+        raise BadRow(
+            f"more {PLACEHOLDER} than videos",
+            f"{num_placeholders} in a message with {num_videos} videos; every video is a part of its message, "
+            f'{{"type": "video_url", "video_url": {{"url": path}}}}',
+        )
     if len({part.num_frames for part in parsed.media if part.kind == "video" and part.window_s is None}) > 1:
         raise BadRow("wrong schema", "the videos of a message have different nframes, or only some have it")
     if role in ("system", "assistant") and parsed.media:

@@ -124,5 +124,6 @@ def test_the_command_prints_and_writes_the_same_counts(kind, tmp_path, monkeypat
     assert f"rows.jsonl: 2 {kind} rows" in printed.out and printed.err == ""
     assert (record["kind"], record["rows"]) == (kind, 2)
     assert f"max {record['tokens']['max']}" in printed.out
+    assert f"videos in the overview (rows)\n  {0 if kind == 'SFT' else 1}: 2\n" in printed.out
     if kind == "SFT":
         assert "rows with tool calls: 1 of 2" in printed.out and record["calls_per_turn"] == {"2": 1}

@@ -183,7 +183,7 @@ def test_a_file_of_questions_is_an_error_that_names_their_command(video_dir):
 
 def test_a_file_that_is_one_list_is_an_error_that_names_the_format(video_dir):
     (video_dir / "sft.json").write_text(json.dumps([sft_row()], indent=1))
-    with pytest.raises(ValueError, match=r"sft\.json is one JSON list; write JSON lines, with one object per line"):
+    with pytest.raises(ValueError, match=r"sft\.json is one JSON list; .*: jq -c '\.\[\]' \S*sft\.json > rows"):
         load(video_dir / "sft.json")
 
 
