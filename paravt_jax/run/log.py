@@ -123,11 +123,11 @@ class RunLog:
         """Leaves the bar as it is, above the last messages."""
         self._progress.close(keep=True)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         self._progress.close(keep=False)
         self._tensorboard.close()
         if self._wandb is not None:
-            self._wandb.finish()
+            self._wandb.finish(int(failed))
 
     def _write(self, name: str, step: int, metrics: Mapping[str, float | int]) -> None:
         for key, value in metrics.items():

@@ -208,7 +208,7 @@ class Training:
             )
         validated, *_ = await hosts.gather_async("log", [] if own_log is None else sorted(own_log.validated))
         run_log = own_log or QuietLog(validated)
-        stack.callback(run_log.close)
+        stack.push(lambda kind, *_: run_log.close(failed=kind is not None))
         for remark in (*remarks, _resumed(step, num_steps, directory.path, changes)):
             if remark:
                 run_log.say(remark)

@@ -345,8 +345,8 @@ assert not {"torch", "tensorflow", "tensorboardX"} & set(sys.modules)
 
 
 def test_wandb_resumes_its_run_unless_the_run_starts_over(tmp_path, monkeypatch):
-    inits, logged = [], []
-    run = SimpleNamespace(log=lambda metrics, step: logged.append((step, metrics)), finish=lambda: None)
+    inits, logged, exit_codes = [], [], []
+    run = SimpleNamespace(log=lambda metrics, step: logged.append((step, metrics)), finish=exit_codes.append)
     wandb = SimpleNamespace(init=lambda **settings: inits.append(settings) or run)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     for steps in (range(1, 3), range(3, 5), range(1, 2)):
@@ -356,6 +356,8 @@ def test_wandb_resumes_its_run_unless_the_run_starts_over(tmp_path, monkeypatch)
     own = {"project": "video", "name": tmp_path.name, "dir": str(tmp_path), "resume": "allow"}
     assert inits[0] == own | {"id": first, "config": {"seed": 0}}  # entity and tags are the environment's
     assert logged[0] == (1, {**METRICS, "loss/policy": 1 / 3})
+    open_log(tmp_path, first_step=1, wandb_project="video").close(failed=True)
+    assert exit_codes == [0, 0, 0, 1]  # or it shows a crashed run as finished
 
 
 def test_a_full_disk_is_an_error_with_the_file(tmp_path):
