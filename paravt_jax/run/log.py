@@ -312,10 +312,8 @@ class _StepBar:
     def where(self) -> str:
         if not self._phase:
             return ""
-        seconds, num_steps = time.monotonic() - self._last_s, self._num_steps
-        if seconds < 1:
-            return f"{self._activity()}, step {self._step + 1}/{num_steps} begins"
-        return f"{self._activity()}, {tqdm.format_interval(seconds)} since step {self._step}/{num_steps}"
+        took = tqdm.format_interval(time.monotonic() - self._last_s)
+        return f"{self._activity()}, {took} since step {self._step}/{self._num_steps}"
 
     def _activity(self) -> str:
         """The phase, and the programs that are being compiled."""

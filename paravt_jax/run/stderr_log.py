@@ -32,7 +32,10 @@ def stderr_copied(path: Path) -> Iterator[None]:
 
 
 class _Copied:
-    """Writes to stderr and to the file. A redraw of the bar begins with a carriage return."""
+    """Writes to stderr and to the file. A redraw of the bar begins with a carriage return.
+
+    No error of either ends the run: a full disk, a terminal that is gone, or the `tee` that Ctrl-C has ended.
+    """
 
     def __init__(self, stderr: IO[str], file: RawIOBase) -> None:
         self._stderr, self._file = stderr, file
@@ -40,10 +43,16 @@ class _Copied:
     def write(self, text: str) -> int:
         if not text.startswith("\r"):
             self.copy(text)
-        return self._stderr.write(text)
+        with suppress(OSError):
+            self._stderr.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stderr.flush()
 
     def copy(self, text: str) -> None:
-        with suppress(OSError):  # a full disk loses lines here, and must not end the run
+        with suppress(OSError):
             self._file.write(text.encode(errors="backslashreplace"))
 
     def __getattr__(self, name: str) -> Any:

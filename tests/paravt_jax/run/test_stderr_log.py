@@ -1,7 +1,8 @@
 """RUN/log.txt has what a run printed to stderr, across its starts."""
 
+import os
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,19 @@ def test_a_full_disk_loses_lines_of_the_file_and_not_the_run(capsys):
     with stderr_copied(Path("/dev/full")):
         say("step 1")
     assert capsys.readouterr().err == "step 1\n"
+
+
+def test_a_run_outlives_the_reader_of_its_stderr(tmp_path, monkeypatch):
+    """After Ctrl-C, which also ends the `tee` of `train 2>&1 | tee FILE`, the run saves a checkpoint."""
+    reader, writer = os.pipe()
+    with suppress(BrokenPipeError), os.fdopen(writer, "w", buffering=1) as stderr:  # closing it writes again
+        monkeypatch.setattr(sys, "stderr", stderr)
+        os.close(reader)
+        with stderr_copied(tmp_path / "log.txt"):
+            say("stopping: saving a checkpoint")
+            sys.stderr.flush()
+            say("stopped")
+    assert (tmp_path / "log.txt").read_text().endswith("stopping: saving a checkpoint\nstopped\n")
 
 
 def test_hosts_have_files_of_their_own():
