@@ -294,6 +294,7 @@ class Training:
         self.exit_code = 128 + stopped_by if stopped_by and self.step < self.num_steps else 0
         await self.save(progress)
         await in_thread(self.checkpoints.wait)
+        self.directory.stopping.cancel_grace()
         directory = self.directory.path
         self.log.end()
         if self.directory.hosts.leads and await in_thread(lambda: make_plots(directory)):

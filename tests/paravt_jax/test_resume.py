@@ -32,6 +32,8 @@ from training import (
 from paravt_jax import train as trainer
 from paravt_jax.config import load_config
 from paravt_jax.rl import setup
+from paravt_jax.run import training
+from paravt_jax.run.process import Stopping
 
 pytestmark = pytest.mark.slow
 
@@ -118,8 +120,10 @@ def test_sigterm_saves_and_exits_143_and_the_run_resumes_from_there(undisturbed,
     assert arrays_of(run_dir, NUM_STEPS) == arrays_of(undisturbed, NUM_STEPS)
 
 
-def test_a_signal_before_the_last_step_is_in_the_exit_code(undisturbed, tmp_path):
-    run_dir = shutil.copytree(undisturbed, tmp_path / "stopped")
+def test_a_signal_before_the_last_step_is_in_the_exit_code(undisturbed, tmp_path, monkeypatch):
+    run_dir, order = shutil.copytree(undisturbed, tmp_path / "stopped"), []
+    monkeypatch.setattr(Stopping, "cancel_grace", lambda _: order.append("the grace period ends"))
+    monkeypatch.setattr(training, "make_plots", lambda _: order.append("plots"))
     config = load_config(SMOKE, f"run_dir={run_dir}", *FIVE_STEPS, f"train.num_steps={NUM_STEPS + 1}")
 
     async def stopped() -> int:
@@ -128,7 +132,9 @@ def test_a_signal_before_the_last_step_is_in_the_exit_code(undisturbed, tmp_path
             assert await run.collect() is None
         return run.training.exit_code
 
+    monkeypatch.setattr("threading.Timer.start", lambda _: None)
     assert asyncio.run(stopped()) == 128 + signal.SIGTERM
+    assert order[:2] == ["the grace period ends", "plots"]  # with the checkpoint: servers may take longer to end
 
 
 @pytest.mark.parametrize("num_steps", [NUM_STEPS, pytest.param(NUM_STEPS - 2, marks=pytest.mark.nightly)])
