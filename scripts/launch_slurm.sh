@@ -12,6 +12,7 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=B:TERM@300
 set -euo pipefail
+case "${1:-}" in train | sft) ;; *) sed -n '2,8s/^# //p' "$0" >&2; exit 2 ;; esac
 cd "${SLURM_SUBMIT_DIR:-.}"
 command=$1
 shift

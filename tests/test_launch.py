@@ -99,6 +99,13 @@ def test_a_slurm_job_begins_again_after_a_failure_meets_and_saves_when_told_to_s
         assert words[0].endswith(f"hosts.num=2 hosts.index={rank}")
 
 
+@pytest.mark.parametrize("words", [[], ["--help"], ["--config", "run.yaml"]])
+def test_a_slurm_job_without_a_command_says_how_to_start_one(words, job):
+    command = ["bash", str(ROOT / "scripts" / "launch_slurm.sh"), *words]
+    done = subprocess.run(command, env=job, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 2 and "sbatch --nodes 2" in done.stderr
+
+
 @pytest.mark.parametrize(("code", "starts"), [(0, 1), (130, 1), (143, 1), pytest.param(7, 3, marks=pytest.mark.slow)])
 def test_a_slurm_job_begins_again_unless_its_run_is_done_or_was_stopped_on_a_node(code, starts, job, tmp_path):
     program(tmp_path / ".venv" / "bin" / "python", f"#!/bin/sh\nexit {code}\n")
@@ -144,6 +151,7 @@ def gke_tpu():
     assert job["spec"]["completions"] == job["spec"]["parallelism"]
     assert spec["subdomain"] == service["metadata"]["name"]
     called = f"{job['metadata']['name']}-0.{spec['subdomain']}:{container['ports'][0]['containerPort']}"
+    assert container["workingDir"] == container["volumeMounts"][0]["mountPath"]  # with the recipe's model and data
     devices = container["resources"]["limits"]["google.com/tpu"]
     return container["args"][0].removeprefix("exec "), job["spec"]["completions"], devices, called
 
@@ -151,6 +159,7 @@ def gke_tpu():
 def two_gpu_nodes():
     (service,) = yaml.safe_load((LAUNCH / "two_gpu_nodes.yaml").read_text())["services"].values()
     (devices,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert service["volumes"] == [f"/runs:{service['working_dir']}"]
     return service["command"], 2, devices["count"], "FIRST:8476"
 
 
