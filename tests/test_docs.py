@@ -37,7 +37,7 @@ CONFIGS = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.par
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`((?:python -m |paravt |bash scripts/)[^`]+)`")
 IN_HEADER = re.compile(r"^#   (python -m .*?)(?:  .*)?$", re.MULTILINE)
-LINK = re.compile(r"\]\(([^)\s]+)\)")
+LINK = re.compile(r"\]\(([^)]+)\)")
 NAMED = re.compile(r"`((?:paravt_jax|model_port|rollout|configs|scripts|docs|tests)/[\w./-]*?(?:\.\w+|/))`")
 NEEDS = "# needs "
 LACKING = (  # machines, what is installed apart, what a user brings, and more than half a minute of the suite
@@ -53,7 +53,8 @@ ELSEWHERE = {  # programs that are not ours
 RUN_BY_CONFIG = {"paravt_jax.train", "paravt_jax.sft", "paravt_jax.eval"}
 SHORTER = {
     "paravt_jax.train": [
-        *QUICK,
+        *(setting for setting in QUICK if setting != "data.validation="),
+        "validation.max_prompts=1",
         "train.num_steps=1",
         "rollout.prompts.system=Call crop_video, zoom_frame or video_facts.",
     ],
@@ -265,8 +266,8 @@ def make_world(directory: Path) -> None:
     """What the pages take for granted: videos, published rows, traces with one call a turn."""
     for folder in ("configs", "docs"):
         (directory / folder).symlink_to(ROOT / folder)
-    for folder in ("videos", "rows"):
-        (directory / folder).mkdir()
+    for folder in ("videos", "rows/sft", "rows/rl"):
+        (directory / folder).mkdir(parents=True)
     for name, shade in (("kitchen", 40), ("street", 200)):
         pictures = (np.full((48, 64, 3), shade + second, np.uint8) for second in range(8))
         write_video(directory / "videos" / f"{name}.mp4", pictures, 1)
@@ -284,7 +285,8 @@ def make_world(directory: Path) -> None:
         }
         for number, (kind, answer) in enumerate([("mcq", "A"), ("tvg", "[1, 2]"), ("oe", "red")] * 100)
     ]
-    pq.write_table(pa.Table.from_pylist(questions), directory / "rows" / "paravt_rl_diverse_4k4.parquet")
+    for kind in ("sft", "rl"):
+        pq.write_table(pa.Table.from_pylist(questions), directory / "rows" / kind / f"paravt_{kind}.parquet")
 
 
 def slug(heading: str) -> str:
@@ -314,8 +316,9 @@ def test_every_link_and_every_path_of_a_page_leads_somewhere(page):
 
 
 def test_a_dead_link_and_a_dead_anchor_are_noticed(tmp_path):
-    (tmp_path / "page.md").write_text("# One\n[a](gone.md) [b](#one) [c](#two) [d](page.md#one) [e](https://host/x)\n")
-    assert dead_links(tmp_path / "page.md") == ["gone.md", "#two"]
+    text = "# One\n[a](gone.md) [b](#one) [c](#two) [d](page.md#one) [e](https://host/x) [f](#\none)\n"
+    (tmp_path / "page.md").write_text(text)
+    assert dead_links(tmp_path / "page.md") == ["gone.md", "#two", "#\none"]
 
 
 def tree_of_the_readme() -> dict[str, str]:
