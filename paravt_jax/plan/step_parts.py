@@ -119,9 +119,8 @@ class StepParts:
         devices = sampling_tensor(param_shapes(model), asdict(local))
         sizes = run.engine.sampler_sizes(run.rollout.max_context_tokens, hosts)
         rows = min(sizes["max_rows"], sizes["cache_tokens"] * cached_bytes(model, self.item_bytes) / self.row_bytes)
-        own = samples_own(run.update.mesh, local, devices) and not run.train.max_staleness
-        stacked = device.platform == "gpu" and adapted  # also in a copy of frozen weights
-        passes = self.rates["weight_passes"] if own or stacked else self.rates["copy_passes"]
+        own = samples_own(run.update.mesh, local, devices) and (adapted or not run.train.max_staleness)
+        passes = self.rates["weight_passes" if own else "copy_passes"]
         if own and not adapted:  # float32 masters, which it casts
             passes += FLOAT32_BYTES / self.item_bytes - 1
         return Samplers(hosts, devices, rows, passes)

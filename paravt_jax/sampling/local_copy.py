@@ -8,6 +8,7 @@ own episodes: all hosts would have to start a program on the whole mesh together
 programs on its own devices independently.
 """
 
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -30,23 +31,33 @@ class LocalCopy:
         self._learner_mesh, self._beside_update = mesh, beside_update
         self._dtype = jnp.dtype(model.compute.dtype)
         self._axes, self.mesh = ((), None) if mesh is None else _sampling_mesh(model, mesh)
-        self._frozen: tuple[list[jax.Array], nnx.State] | None = None  # leaves and their copy
+        self._base: tuple[list[jax.Array], VLModel] | None = None  # frozen arrays, and a copy with adapters
 
     def of(self, model: VLModel) -> VLModel:
         """All hosts must call this."""
-        if not model.lora.rank:
-            graphdef, state = nnx.split(model)
-            copy = nnx.merge(graphdef, self._copy(state, donated=True))
-            with on_mesh(self.mesh):
-                is_gpu = platform() == "gpu"
-            if is_gpu and (self.mesh != self._learner_mesh or self._beside_update):  # TPUs read slices in place
-                copy.text.layers = split(copy.text.layers, [1] * model.config.text.num_layers)
-            return copy
-        graphdef, adapters, frozen = nnx.split(model, nnx.LoRAParam, ...)
-        leaves = jax.tree.leaves(frozen)
-        if self._frozen is None or any(new is not old for new, old in zip(leaves, self._frozen[0], strict=True)):
-            self._frozen = leaves, self._copy(frozen, donated=False)
-        return nnx.merge(graphdef, self._copy(adapters, donated=True), self._frozen[1])
+        graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam if model.lora.rank else nnx.Param, ...)
+        arrays, trained = jax.tree.leaves(frozen), self._copy(trained, donated=True)
+        if not arrays:
+            return self._by_layer(nnx.merge(graphdef, trained))
+        if self._base is None or any(new is not old for new, old in zip(arrays, self._base[0], strict=True)):
+            frozen = self._copy(frozen, donated=False)
+            self._base = arrays, self._by_layer(nnx.merge(graphdef, trained, frozen))
+        copy = nnx.clone(self._base[1])
+        if isinstance(copy.text.layers, nnx.List):
+            stacked, numbers = trained["text"]["layers"], range(len(copy.text.layers))
+            layers = {n: jax.tree.map(itemgetter(slice(n, n + 1)), stacked) for n in numbers}
+            trained["text"]["layers"] = nnx.State(layers)
+        nnx.update(copy, trained)
+        return copy
+
+    def _by_layer(self, copy: VLModel) -> VLModel:
+        """On GPUs each layer in a separate stack. A model whose base is not copied stays as it is."""
+        moved = self.mesh != self._learner_mesh
+        with on_mesh(self.mesh):
+            is_gpu = platform() == "gpu"
+        if is_gpu and (moved or (self._beside_update and not copy.lora.rank)):  # TPUs read slices in place
+            copy.text.layers = split(copy.text.layers, [1] * copy.config.text.num_layers)
+        return copy
 
     def _copy(self, state: nnx.State, *, donated: bool) -> nnx.State:
         """`donated` arrays are those that updates overwrite."""

@@ -13,6 +13,7 @@ import model_port
 from model_port.adapters import add_adapter, new_adapter
 from model_port.config import LoraConfig
 from model_port.sharding import flat_params, make_mesh
+from paravt_jax.sampling import local_copy
 from paravt_jax.sampling.local_copy import LocalCopy
 
 pytestmark = pytest.mark.slow
@@ -59,10 +60,18 @@ def test_replicas_over_data_alone_sample_from_the_learners_arrays(tiny_hf):
     )
 
 
-def test_the_base_of_an_adapter_is_copied_once(tiny_hf):
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_the_base_of_an_adapter_is_copied_once(tiny_hf, monkeypatch, platform):
+    monkeypatch.setattr(local_copy, "platform", lambda: platform)
     mesh = make_mesh(fsdp=4, tensor=2)
     model, lora = model_port.load(tiny_hf, mesh=mesh), LoraConfig(rank=4)
     add_adapter(model, lora, new_adapter(model.config, lora, seed=0), mesh)
     copy = LocalCopy(model, mesh)
-    first, second = (flat_params(nnx.state(copy.of(model))) for _ in range(2))
+    first = flat_params(nnx.state(copy.of(model)))
+    nnx.update(model, jax.tree.map(lambda leaf: leaf + 1, nnx.state(model, nnx.LoRAParam)))
+    second = flat_params(nnx.state(copy.of(model)))
     assert all((first[path] is second[path]) == ("lora" not in path) for path in first)
+    layers = [f"layers.{n}" for n in range(model.config.text.num_layers)] if platform == "gpu" else ["layers"]
+    for path, adapter in flat_params(nnx.state(model, nnx.LoRAParam)).items():
+        copied = [second[path.replace("layers", layer)] for layer in layers]
+        np.testing.assert_array_equal(np.concatenate(copied), adapter)
