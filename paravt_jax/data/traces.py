@@ -13,6 +13,7 @@ for all videos of a message.
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -113,7 +114,14 @@ def read_trace(row: Any, find: Callable[[str], str]) -> Trace:
     messages = tuple(_message(message, find) for message in _messages(row))
     check_frames(sum(part.num_frames or 1 for message in messages for part in message.media))
     _check_turns(messages)
-    return Trace(own_id(row) or _content_id(messages), messages)
+    return Trace(own_id(row) or _content_id(messages), tuple(map(_without_placeholders, messages)))
+
+
+def _without_placeholders(message: Message) -> Message:
+    """Removes `<video>` and `<image>`: the parts already have the places of videos and images."""
+    placeholders = "|".join(f"<{kind}>\n?" for kind in {part.kind for part in message.media})
+    parts = (re.sub(placeholders, "", part) if isinstance(part, str) else part for part in message.parts)
+    return Message(message.role, tuple(parts))
 
 
 def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from model_port.processing import VisionContract, settled_size
-from paravt_jax.data.prompts import PLACEHOLDER
 from paravt_jax.data.traces import Media, Message, Trace
 from paravt_jax.learner.credit import dialogue_of
 from paravt_jax.learner.packing import Dialogue
@@ -80,7 +79,7 @@ class TraceRenderer:
         self, trace: Trace, messages: list[Message], frame_budget: int
     ) -> tuple[np.ndarray, tuple[Picture, ...], tuple[ShownVideo, ...]]:
         question = messages[-1]
-        media, text = question.media, question.text.replace(PLACEHOLDER, "").strip()
+        media, text = question.media, question.text.strip()
         if media and all(part.kind == "video" and part.window_s is None for part in media):
             paths, of_each = tuple(dict.fromkeys(part.path for part in media)), media[0].num_frames  # equal for all
             budget = frame_budget if of_each is None else of_each * len(paths)
@@ -128,7 +127,7 @@ class TraceRenderer:
 
     async def _media(self, part: str | Media) -> Sequence[Part]:
         if isinstance(part, str):
-            return [part.replace(PLACEHOLDER, "")]
+            return [part]
         if part.kind == "image":
             async with self._decoding:
                 size_of = partial(settled_size, contract=self._contract)

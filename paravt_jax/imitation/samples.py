@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from paravt_jax.data.prompts import PLACEHOLDER
 from paravt_jax.data.traces import Trace
 from paravt_jax.imitation.render import Rendered
 from rollout.ledger import Ledger
@@ -20,7 +19,7 @@ def sample_record(rendered: Rendered, step: int) -> dict[str, Any]:
     return {
         "step": step,
         "id": trace.id,
-        "question": trace.messages[first - 1].text.replace(PLACEHOLDER, "").strip(),
+        "question": trace.messages[first - 1].text.strip(),
         "frame_budget": len(ledger.segments[0].pictures),
         "videos": [asdict(video) for video in rendered.videos],
         "segments": ledger.to_record(),
@@ -37,12 +36,11 @@ def _turns(trace: Trace) -> Iterator[tuple[str, str]]:
     """The assistant's turns, each with the messages that follow it."""
     turns: list[tuple[str, str]] = []
     for message in trace.messages:
-        text = message.text.replace(PLACEHOLDER, "")
         if message.role == "assistant":
-            turns.append((text, ""))
+            turns.append((message.text, ""))
         elif turns:
             turn, response = turns[-1]
-            turns[-1] = (turn, f"{response}\n{text}".strip())
+            turns[-1] = (turn, f"{response}\n{message.text}".strip())
     yield from turns
 
 

@@ -29,8 +29,8 @@ def load_row(directory: Path, content: object):
 
 
 def test_a_published_row_becomes_a_trace(video_dir):
-    frames = [text("<3.0 seconds>"), media("image", f"file://{video_dir}/b.png")]
-    question = [media("video", "a.mp4"), text("Which one?")]
+    frames = [text("<3.0 seconds><image>"), media("image", f"file://{video_dir}/b.png")]
+    question = [media("video", "a.mp4"), text("<video>\nWhich one?")]
     system = messages(("system", "You may crop."))
     trace = load_row(video_dir, system + dialogue(question, CALL_TURN, frames, ANSWER_TURN))
     assert trace.messages == (

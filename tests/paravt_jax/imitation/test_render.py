@@ -54,7 +54,7 @@ def test_a_rendered_trace_has_the_ids_of_its_episode(tokenizer, crop_returns, re
 
     episode = asyncio.run(run())
     trace = trace_of(
-        ("user", (Media("video", "/a.mp4"), f"<video>\n{QUESTION}")),
+        ("user", (Media("video", "/a.mp4"), QUESTION)),
         ("assistant", (f"<think>\n{CALLING}",)),
         *(("tool", (response,)) for response in responses),
         ("assistant", ("<think>\nIt is red.</think><answer>A</answer>",)),

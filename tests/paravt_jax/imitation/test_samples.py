@@ -18,7 +18,7 @@ def test_a_sample_is_shown_like_an_episode(tiny_hf):
     trace = Trace(
         "t",
         (
-            Message("user", (Media("video", "/a.mp4"), "<video>\nWhat colour is it?")),
+            Message("user", (Media("video", "/a.mp4"), "What colour is it?")),
             Message("assistant", (f"I look.{call(16, 24)}{call(9, 3)}",)),
             Message("tool", ("A red one.",)),
             Message("tool", ("Nothing.",)),
