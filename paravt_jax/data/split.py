@@ -163,7 +163,7 @@ def read(source: Path) -> tuple[list[Row], bool, str]:
 
 
 def _question(row: Any, find: Callable[[str], str]) -> Row:
-    prompt = prompts.read_prompt(row, find)
+    prompt = prompts.read_prompt(row, find, columns=())  # question types of your own too
     return Row(prompt.question_type, frozenset(prompt.videos + prompt.images))
 
 

@@ -20,7 +20,9 @@ ANSWERS = {"mcq": "B", "tvg": "[2.5, 7]", "oe": "a cello"}
 
 def row(question_type: str, *videos: str, number: int = 0) -> dict:
     entries = [{"video": video} for video in videos]
-    return rl_row(ANSWERS[question_type], question_type, question=f"Question {number}?", videos=entries, index=number)
+    return rl_row(
+        ANSWERS.get(question_type), question_type, question=f"Question {number}?", videos=entries, index=number
+    )
 
 
 def split_into(directory: Path, source: Path, num_rows: int, seed: int = 0) -> tuple[Path, Path, str]:
@@ -67,14 +69,14 @@ def test_every_row_is_unchanged_in_one_file_and_no_video_is_in_both(source, tmp_
 
 
 def test_the_same_share_of_every_question_type_is_held_out(tmp_path):
-    kinds = ["mcq"] * 500 + ["tvg"] * 300 + ["oe"] * 200
+    kinds = ["mcq"] * 500 + ["tvg"] * 300 + ["caption"] * 200  # the last is the user's own
     source = write_lines(tmp_path / "rows.jsonl", [row(kind, f"{n}.mp4", number=n) for n, kind in enumerate(kinds)])
     _, validation, summary = split_into(tmp_path / "out", source, 50)
     held_out = Counter(json.loads(each["extra_info"])["question_type"] for each in rows_in(validation))
-    assert held_out == {"mcq": 25, "tvg": 15, "oe": 10}
+    assert held_out == {"mcq": 25, "tvg": 15, "caption": 10}
     assert [line.split() for line in summary.splitlines()[1:4]] == [
+        ["caption", "200", "10", "10.0"],
         ["mcq", "500", "25", "25.0"],
-        ["oe", "200", "10", "10.0"],
         ["tvg", "300", "15", "15.0"],
     ]
 
