@@ -369,14 +369,15 @@ class Fleet:
         if server.num_restarts == self.settings.max_restarts:
             return self._retire(server, f"{server.problem} (given up after {server.num_restarts} restarts)")
         server.num_restarts += 1
-        say(f"{server.url} is restarted, {server.num_restarts} of {self.settings.max_restarts} times")
         try:
             await server.managed.stop(grace_s=0)
+            say(f"restart {server.num_restarts} of {self.settings.max_restarts}: {server.managed.exit_error()}")
             server.managed = await Server.start(server.managed.settings, deadline_s=self.settings.start_deadline_s)
             server.rids_to_abort.clear()
             server.version = None
         except (OSError, RuntimeError, ValueError) as problem:
             server.problem = str(problem)
+            say(f"{server.url} could not be restarted: {problem}")
 
     def _problems(self) -> str:
         return "; ".join(f"{server.url}: {server.problem or 'up'}" for server in self.servers)

@@ -415,7 +415,7 @@ async def test_a_server_that_ends_at_every_start_is_given_up_after_some(monkeypa
         await SGLangEngine.open([ServerState("http://127.0.0.1:9", ended)], replace(QUICK, max_restarts=3))
     assert starts == ["s"] * 3
     *restarts, given_up = capsys.readouterr().err.splitlines()
-    assert restarts == [f"http://127.0.0.1:9 is restarted, {number} of 3 times" for number in (1, 2, 3)]
+    assert restarts == [f"restart {number} of 3: it ended" for number in (1, 2, 3)]
     assert given_up.startswith("http://127.0.0.1:9 gets no more requests: it ended (given up")
 
 
