@@ -89,9 +89,9 @@ def arms_of(text: str) -> list[str]:
     return list(dict.fromkeys(arms))
 
 
-def numbers_of(flag: str, text: str) -> list[int]:
+def numbers_of(flag: str, text: str, kind: type = int) -> list:
     try:
-        return [int(part) for part in text.split(",")]
+        return [kind(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(f"{flag} {text}: expected comma-separated numbers, for example 0,1,2") from None
 
