@@ -5,8 +5,9 @@ Rollouts and demonstrations share this code, so that both training stages see th
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -150,7 +151,7 @@ class Prompter:
             for (name, path), frames in zip(names.items(), clips, strict=True)
         )
         messages, tools = self._main_messages(task, of_videos)
-        pictures = (*images, *(frame.picture for frames in clips for frame in frames))
+        pictures = tuple(_in_order(task.history, images, clips))
         ids = self.chat.ids(messages, len(pictures), tools)
         all_names = names | _own_names(task.videos) | names  # the prompt's names come first, and win
         seconds = time.monotonic() - began_s
@@ -215,6 +216,17 @@ class Prompter:
         """The frames at these times, each once, or a part of each, with up to as many pixels as a whole crop."""
         boxes = () if box is None else (box,)
         return await self.frames.frames(path, times_s, self._deadline_s, *boxes)
+
+
+def _in_order(
+    history: Sequence[PastTurn], images: Sequence[Picture], clips: Sequence[Sequence[TimedPicture]]
+) -> Iterator[Picture]:
+    """The pictures of every turn: its images, then its videos' frames. The last turn has the rest."""
+    images_left, clips_left = iter(images), iter(clips)
+    for turn in history:
+        yield from islice(images_left, turn.num_images)
+        yield from (frame.picture for frames in islice(clips_left, turn.num_videos) for frame in frames)
+    yield from (*images_left, *(frame.picture for frames in clips_left for frame in frames))
 
 
 def _own_names(paths: Sequence[str]) -> dict[str, str]:

@@ -39,6 +39,7 @@ class PastTurn:
     role: Literal["user", "assistant"]
     text: str
     num_videos: int = 0  # that it shows, of the task's videos in their order
+    num_images: int = 0
 
 
 @dataclass(frozen=True)
@@ -187,10 +188,11 @@ def main_messages(
 ) -> list[dict[str, Any]]:
     """The main agent's dialogue. A video is given by its name, duration and frame times.
 
-    `max_parallel=0` means no tools. The videos that `history` does not show are in the last message, after all images.
+    `max_parallel=0` means no tools. What `history` does not show is in the last message, images before videos.
     """
     shown = iter(videos)
     past = [_past_message(prompts, turn, islice(shown, turn.num_videos)) for turn in history]
+    num_images -= sum(turn.num_images for turn in history)
     content = [*num_images * [IMAGE], *_overview_parts(prompts, shown)]
     names = ", ".join(name for name, _, _ in videos)
     if max_parallel:
@@ -205,8 +207,8 @@ def main_messages(
 
 
 def _past_message(prompts: Prompts, turn: PastTurn, videos: Iterable[ShownTimes]) -> dict[str, Any]:
-    overview = _overview_parts(prompts, videos)
-    return {"role": turn.role, "content": [*overview, text_part(turn.text)] if overview else turn.text}
+    shown = [*turn.num_images * [IMAGE], *_overview_parts(prompts, videos)]
+    return {"role": turn.role, "content": [*shown, text_part(turn.text)] if shown else turn.text}
 
 
 def _overview_parts(prompts: Prompts, videos: Iterable[ShownTimes]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The videos of a question: files below one directory, data in the request itself, or, if allowed, the web.
+"""The videos and images of a question: files below one directory, data in the request itself, or, if allowed, the web.
 
 Clients cannot open other files, not even through links, and cannot fetch from this machine or its network: every
 address is checked when its socket is created, after IDNA, DNS and redirects, however the URL spells it.
@@ -16,19 +16,17 @@ from tempfile import TemporaryDirectory
 from urllib.parse import unquote, urlsplit
 
 import aiohttp
-import numpy as np
 from PIL import Image
 
-from paravt_jax.asking.openai import RETRY_S, BadRequest, Medium, RequestError, cut
+from paravt_jax.asking.openai import RETRY_S, BadRequest, Kind, Medium, RequestError, cut
 from rollout.picture import IMAGE_FORMATS, in_rgb
-from rollout.video.encode import write_video
 
 MAX_FETCHED_BYTES = 2 * 2**30  # per request
 MAX_ALL_FETCHED_BYTES = 8 * 2**30  # over all requests in progress
 FETCH_DEADLINE_S = 300.0
 MAX_REDIRECTS = 3
 MAX_IMAGE_PIXELS = 8192 * 4352
-MAX_IMAGE_SIDE_PX = 16_384  # x264's limit
+MAX_IMAGE_SIDE_PX = 16_384
 MAX_IMAGE_ASPECT = 200  # longer side / shorter side; the model's frame sizes allow no more
 CHUNK_BYTES = 2**20
 MAX_URL_CHARS = 2**14  # unless it has the data itself; libraries keep the last URLs that they have split
@@ -84,7 +82,7 @@ class DiskBudget:
 
 @dataclass(frozen=True)
 class Sources:
-    """The videos that clients may use."""
+    """The videos and images that clients may use."""
 
     video_root: Path | None  # directory of the videos that clients may name; None: no files
     allow_fetch: bool
@@ -92,18 +90,21 @@ class Sources:
     budget: DiskBudget = field(default_factory=lambda: DiskBudget(MAX_ALL_FETCHED_BYTES))
 
     @asynccontextmanager
-    async def files_of(self, media: Sequence[Medium]) -> AsyncIterator[list[str]]:
-        """Yields one video file per medium; they exist while the context is open."""
+    async def files_of(self, media: Sequence[Medium]) -> AsyncIterator[dict[Kind, list[str]]]:
+        """Yields a file per medium, by its kind; they exist while the context is open."""
         budget = DiskBudget(MAX_FETCHED_BYTES)
         with TemporaryDirectory(prefix="paravt_", dir=self.directory) as directory:
             try:
-                targets = [(medium, Path(directory) / str(number)) for number, medium in enumerate(media)]
-                yield [str(await self._path_of(medium, target, budget)) for medium, target in targets]
+                files: dict[Kind, list[str]] = {"video": [], "image": []}
+                for number, medium in enumerate(media):
+                    path = await self._path_of(medium, Path(directory) / str(number), budget)
+                    files[medium.kind].append(str(path))
+                yield files
             finally:
                 self.budget.free_bytes += MAX_FETCHED_BYTES - budget.free_bytes
 
     async def _path_of(self, medium: Medium, target: Path, budget: DiskBudget) -> Path:
-        """Files that it has to create are `target`, or next to it."""
+        """A file that it has to create is `target`."""
         source = target
         try:
             parts = urlsplit(medium.url[:MAX_URL_CHARS])
@@ -120,7 +121,7 @@ class Sources:
         else:
             raise BadRequest(f"unknown URL scheme {cut(parts.scheme)}; use data, file, http or https")
         if medium.kind == "image":
-            return await asyncio.to_thread(_as_video, source, target.with_suffix(".mp4"))
+            await asyncio.to_thread(_check_image, source)
         return source
 
     def _file_below_root(self, name: str) -> Path:
@@ -180,19 +181,15 @@ def _write_data(url: str, target: Path) -> None:
         raise BadRequest("a data URL has invalid base64") from None
 
 
-def _as_video(path: Path, video: Path) -> Path:
-    """Makes a one-second video from an image."""
+def _check_image(path: Path) -> None:
+    """Raises BadRequest unless the image can be read, and a model can see it."""
     try:
         with Image.open(path, formats=IMAGE_FORMATS) as image:
             short, long = sorted(image.size)
             if short * long > MAX_IMAGE_PIXELS or long > min(MAX_IMAGE_SIDE_PX, MAX_IMAGE_ASPECT * short):
                 raise BadRequest(f"an image of {image.width} x {image.height} pixels is too large or too narrow")
-            pixels = np.asarray(in_rgb(image))
+            in_rgb(image)
     except (BadRequest, MemoryError):
         raise
     except Exception:  # Pillow raises anything
         raise BadRequest("an image cannot be read") from None
-    height, width, _ = pixels.shape
-    even = np.pad(pixels, ((0, height % 2), (0, width % 2), (0, 0)), "edge")
-    write_video(video, [even], fps=1)
-    return video

@@ -204,7 +204,9 @@ def _turns(messages: Iterable[ParsedMessage]) -> list[PastTurn]:
         if message.role == "assistant":
             turns.append(PastTurn("assistant", message.text))
         elif message.role == "user":
-            turns.append(PastTurn("user", _joined([*system_texts, message.text]), len(message.media)))
+            kinds = [medium.kind for medium in message.media]
+            text = _joined([*system_texts, message.text])
+            turns.append(PastTurn("user", text, kinds.count("video"), kinds.count("image")))
             system_texts = []
         else:
             system_texts.append(message.text)

@@ -191,14 +191,16 @@ class Service:
         started_s = time.monotonic()
         async with AsyncExitStack() as stack:
             async with asyncio.timeout_at(deadline):
-                paths = await stack.enter_async_context(self.sources.files_of(question.media))
+                files = await stack.enter_async_context(self.sources.files_of(question.media))
             answerer = self.answerer.with_sampling(question.temperature, question.top_p)
             answerer = replace(answerer, num_frames=question.num_frames or answerer.num_frames)
 
             async def answer(listener: Listener | None = None) -> Answer:
+                text, history = question.text, question.history
+                limits = question.seed, question.max_tokens
                 async with asyncio.timeout_at(deadline):
                     reply = await answerer.answer(
-                        paths, question.text, listener, name, question.seed, question.max_tokens, question.history
+                        files["video"], text, listener, name, *limits, history, files["image"]
                     )
                 self._check_fits(reply)
                 self._count(reply, started_s)

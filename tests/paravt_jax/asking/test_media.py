@@ -8,8 +8,6 @@ import tracemalloc
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import av
-import numpy as np
 import pytest
 from aiohttp import web
 from PIL import Image
@@ -23,8 +21,8 @@ def read_all(sources, *media, read=lambda path: path):
     """`read` of each medium's file while it exists."""
 
     async def files():
-        async with sources.files_of(media) as paths:
-            return [read(Path(path)) for path in paths]
+        async with sources.files_of(media) as files:
+            return [read(Path(path)) for paths in files.values() for path in paths]
 
     return asyncio.run(files())
 
@@ -76,29 +74,10 @@ def data_url(image, **options):
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def test_an_image_in_the_request_becomes_a_video_of_it(tmp_path):
-    pixels = np.full((33, 47, 3), (200, 30, 30), np.uint8)
-    url = data_url(Image.fromarray(pixels))
-
-    def first_frame(path):
-        with av.open(str(path)) as container:
-            return next(container.decode(video=0))
-
-    frame = path_of(url, tmp_path, "image", first_frame)
-    decoded = frame.to_ndarray(format="rgb24")[:33, :47]
-    assert frame.pts is not None and np.abs(decoded.astype(int) - pixels).mean() < 8
-
-
 @pytest.mark.parametrize("size", [(1, 65_535), (65_535, 1), (2, 401), (20_000, 100)])
 def test_an_image_that_no_model_supports_is_rejected(size, tmp_path):
     with pytest.raises(BadRequest, match=f"{size[0]} x {size[1]} pixels"):
         path_of(data_url(Image.new("RGB", size)), tmp_path, "image")
-
-
-def test_converting_an_image_writes_no_file_into_the_video_directory(videos, tmp_path):
-    Image.new("RGB", (32, 32)).save(videos / "b.png")
-    assert path_of("b.png", tmp_path, "image", lambda path: path.stat().st_size, video_root=videos)
-    assert sorted(path.name for path in videos.iterdir()) == ["a.mp4", "b.png"]
 
 
 # Turned by a quarter; its width is a text.
@@ -216,7 +195,7 @@ def test_a_fetch_checks_the_address_of_every_redirect(path, message, tmp_path, m
 def fetched(sources, *paths):
     async def fetch():
         async with web_server() as url, sources.files_of([Medium("video", url + path) for path in paths]) as files:
-            return [Path(file).read_bytes() for file in files]
+            return [Path(file).read_bytes() for file in files["video"]]
 
     return asyncio.run(fetch())
 
@@ -246,6 +225,6 @@ def test_the_downloads_of_concurrent_requests_are_limited_in_total(tmp_path, fet
                     async with sources.files_of(media[:1]):
                         pass
             async with sources.files_of(media[:1]) as files:
-                return Path(files[0]).stat().st_size, sources.budget.free_bytes
+                return Path(files["video"][0]).stat().st_size, sources.budget.free_bytes
 
     assert asyncio.run(concurrently()) == (5000, 7000) and sources.budget.free_bytes == 12_000

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from agents import ANSWER
 from PIL import Image
-from served import MODEL, question, served_by, until, with_service
+from served import LOOK, MODEL, question, served_by, until, with_service
 
 from paravt_jax.asking import body as body_module, openai as openai_module, service as service_module
 from paravt_jax.asking.asker import open_asker
@@ -21,6 +21,7 @@ from paravt_jax.asking.media import Sources
 from paravt_jax.asking.openai import BadRequest, RequestError, parse_question
 from paravt_jax.asking.service import Service, bind_port
 from rollout.engine.protocol import EngineError, RequestRejected
+from rollout.picture import Picture
 from rollout.video.encode import write_video
 from rollout.video.errors import VideoUnavailable
 
@@ -77,15 +78,22 @@ def message(role, *parts):
     }
 
 
+def image():
+    buffer = io.BytesIO()
+    Image.new("RGB", (40, 30)).save(buffer, "PNG")
+    data = base64.b64encode(buffer.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
 CONVERSATION = [
     message("system", "Be brief."),
-    message("user", VIDEO, "Which animal <|im_end|>is it?"),
+    message("user", VIDEO, image(), "Which animal <|im_end|>is it?"),
     message("assistant", "A cat."),
-    message("user", OTHER_VIDEO, "And here?"),
+    message("user", OTHER_VIDEO, image(), "And here?"),
 ]
 
 
-def test_earlier_turns_with_their_videos_precede_the_question(chat, videos):
+def test_earlier_turns_with_their_videos_and_images_precede_the_question(chat, videos):
     (videos / "b.mp4").write_bytes(b"other")
 
     async def work(served):
@@ -95,17 +103,11 @@ def test_earlier_turns_with_their_videos_precede_the_question(chat, videos):
     answer, request = with_service(chat, videos, work)
     prompt = chat.decode(request.ids)
     _, first, spoken, last = prompt.split("<|im_start|>")[1:5]
-    assert answer == "A" and len(request.pictures) == 8
-    assert first.count("<|image_pad|>") == last.count("<|image_pad|>") == 4
+    own = Picture.of(np.zeros((32, 32, 3), np.uint8)).key
+    assert answer == "A" and [place for place, shown in enumerate(request.pictures) if shown.key == own] == [0, 5]
+    assert first.count("<|image_pad|>") == last.count("<|image_pad|>") == 5 and len(request.pictures) == 10
     assert "Be brief.\n\nWhich animal < |im_end|>is it?" in first and spoken == "assistant\nA cat.<|im_end|>\n"
     assert "And here?\n\nThink first" in last and prompt.count("Think first") == 1
-
-
-def image():
-    buffer = io.BytesIO()
-    Image.new("RGB", (40, 30)).save(buffer, "PNG")
-    data = base64.b64encode(buffer.getvalue()).decode()
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
 
 
 LETTERS = "Which colour?\nA. red\nB. blue\nAnswer with the option's letter from the given choices directly."
@@ -129,9 +131,10 @@ def test_requests_of_lmms_eval_are_answered(chat, videos, name):
         reply = await post(served, json.dumps(body | {"media_io_kwargs": {"video": {"num_frames": 6}}}))
         return reply, served.engine.requests
 
-    (status, reply), requests = with_service(chat, videos, work)
+    turns = (LOOK, ANSWER) if name == "a video" else (ANSWER,)
+    (status, reply), requests = with_service(chat, videos, work, turns)
     assert status == 200 and reply["choices"][0]["message"]["content"] == "A"
-    assert len(requests[0].pictures) == 6
+    assert len(requests[0].pictures) == (6 if name == "a video" else 2)
 
 
 def test_a_conversation_without_videos_has_no_pictures_and_no_tools(chat, videos):
