@@ -94,8 +94,14 @@ def draw_section(run: LoggedRun, title: str, charts: Sequence[Chart]) -> Figure:
     num_rows, num_columns = math.ceil(len(charts) / 2), min(2, len(charts))
     figure = Figure(figsize=(PANEL_INCHES[0] * num_columns, PANEL_INCHES[1] * num_rows + 0.9))
     figure.suptitle(title, x=0.01, ha="left", fontsize=14, weight="bold")
-    caption = f"{run.name} · diamonds: validation · bold: running mean" if len(run.metrics.steps) > 1 else run.name
-    figure.supxlabel(caption, x=0.99, ha="right", fontsize=9, color=FAINT, parse_math=False)  # a name may contain $
+    notes = [run.name, "by step"]
+    if any(run.validation_values(chart) is not None for chart in charts):
+        notes.append("diamonds: validation")
+    if len(run.metrics.steps) > MAX_MARKED_STEPS:
+        notes.append("bold: running mean")
+    figure.supxlabel(
+        " · ".join(notes), x=0.99, ha="right", fontsize=9, color=FAINT, parse_math=False
+    )  # a name may contain $
     panels = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
     for axes, chart in zip(panels, charts, strict=False):
         _draw(axes, run, chart)

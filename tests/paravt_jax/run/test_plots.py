@@ -88,8 +88,9 @@ def test_lines_by_frame_budget_continue_through_steps_without_a_value(tmp_path):
     rows = [{"step": step, f"rollout/accuracy_mean_k{4 if step % 2 else 16}": 0.5} for step in range(1, 8)]
     write_lines(tmp_path / "metrics.jsonl", rows)
     run = load_run(tmp_path)
-    (axes,) = draw_section(run, "", run.charts).axes
+    (axes,) = (figure := draw_section(run, "", run.charts)).axes
     assert [line.get_xdata().tolist() for line in axes.lines[1::2]] == [[1, 3, 5, 7], [2, 4, 6]]  # type: ignore[union-attr]
+    assert figure.get_supxlabel() == f"{run.name} · by step"  # no validation, no running mean
 
 
 def test_a_question_type_of_one_step_in_a_long_run_is_drawn(tmp_path):

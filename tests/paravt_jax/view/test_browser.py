@@ -308,6 +308,11 @@ def test_each_of_four_runs_has_a_color_and_a_letter(tab, pages):
         f"[...{accuracy}.querySelectorAll('svg > g')].map(line => line.getAttribute('class').split(' ')[0])"
     )
     assert sorted(colors) == ["c-blue", "c-green", "c-orange", "c-red"]
+    marks = tab.run(
+        "[...document.querySelectorAll('figure')].find(one => one.textContent.startsWith('Terms'))"
+        ".querySelectorAll('.legend i').values().take(4).map(mark => getComputedStyle(mark).background).toArray()"
+    )
+    assert len(set(marks)) == 4  # as the lines
     assert tab.run("[...document.querySelectorAll('h1 .run')].map(mark => mark.textContent)") == ["A", "B", "C", "D"]
 
 
