@@ -207,8 +207,8 @@ def main_messages(
 
 
 def _past_message(prompts: Prompts, turn: PastTurn, videos: Iterable[ShownTimes]) -> dict[str, Any]:
-    shown = [*turn.num_images * [IMAGE], *_overview_parts(prompts, videos)]
-    return {"role": turn.role, "content": [*shown, text_part(turn.text)] if shown else turn.text}
+    pictures = [*turn.num_images * [IMAGE], *_overview_parts(prompts, videos)]
+    return {"role": turn.role, "content": [*pictures, text_part(turn.text)] if pictures else turn.text}
 
 
 def _overview_parts(prompts: Prompts, videos: Iterable[ShownTimes]) -> list[dict[str, Any]]:

@@ -102,7 +102,7 @@ class Answerer:
         `max_tokens` limits the tokens of the agent and its sub-agents together. None: no limit beyond their settings.
         """
         listener = listener or Listener()
-        num_frames = max(self.num_frames, len(videos))
+        num_frames = max(self.num_frames, len(videos)) if videos else 0
         task = Task(name, question, tuple(videos), num_frames, history=tuple(history), images=tuple(images))
         overview = await self.agent.overview(task)
         listener.on_overview(overview)

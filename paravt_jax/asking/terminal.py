@@ -129,7 +129,7 @@ def why_no_answer(answer: Answer, config: EpisodeConfig) -> str:
 def summary(answer: Answer) -> Iterator[str]:
     """The answer's evidence and times."""
     windows = [f"{part.video} {clock(part.start_s)} to {clock(part.end_s)}" for part in answer.evidence]
-    yield f"{'evidence':<{NAME_COLUMNS}}{', '.join(map(visible, windows)) or 'only the overview'}"
+    yield f"{'evidence':<{NAME_COLUMNS}}{', '.join(map(visible, windows)) or 'only the prompt'}"
     yield f"{'time':<{NAME_COLUMNS}}{', '.join(_times(answer.seconds))}"
 
 

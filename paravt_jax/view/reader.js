@@ -33,7 +33,7 @@ const verdict = (episode) => {
     episode.answer ? fact("True answer", episode.answer) : null,
     episode.reward ? fact("Prediction", prediction ?? h("small", {}, "none"), " ", h("span", { class: result }, RESULTS[result])) : result === "missing" ? fact("Prediction", h("span", { class: "missing" }, "missing")) : null,
     scores.map(([scorer, score]) => fact(`By ${SCORERS[scorer] ?? scorer}`, short(score))),
-    known(episode.frame_budget) ? fact("Frame budget K", String(episode.frame_budget), h("small", {}, episode.frame_budget === 1 ? " frame" : " frames")) : null,
+    episode.frame_budget ? fact("Frame budget K", String(episode.frame_budget), h("small", {}, episode.frame_budget === 1 ? " frame" : " frames")) : null,
     episode.finish ? fact("Finish", ENDINGS[episode.finish] ?? episode.finish, h("small", {}, episode.seconds ? ` after ${seconds(episode.seconds)}` : "")) : null,
     Object.entries(episode.groups).map(([name, labels]) => fact(spelled(name), labels.join(", "))));
 };

@@ -45,7 +45,7 @@ def test_the_evidence_names_one_of_several_videos(chat):
 def test_failed_calls_are_no_evidence(chat):
     answer, output = answer_of(chat, [f"Hm.</think>{call(40, 32)}<|im_end|>", ANSWER])
     assert not answer.evidence and "report 1  (0.0 s) invalid: Error: start_time" in output
-    assert "only the overview" in "\n".join(summary(answer))
+    assert "only the prompt" in "\n".join(summary(answer))
 
 
 def test_without_tags_the_last_turn_is_the_answer_unless_it_was_cut_off(chat):
