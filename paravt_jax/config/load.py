@@ -177,9 +177,11 @@ def to_record(config: Config | SftConfig | EvalConfig) -> dict[str, Any]:
 def _keep_text(config: Any, source: str, layer: Any) -> None:
     """Keeps the text of an override that YAML reads as a number: run_dir=20261128_1030 would become 202611281030.
 
-    Raises for a file, whose text is not known.
+    Raises for a file, whose text is not known. Expands `~/`, which shells leave in a.b=~/videos.
     """
     for key, value in flattened(cast(dict[Any, Any], OmegaConf.to_container(layer))).items():
+        if isinstance(value, str) and value.startswith("~/"):
+            OmegaConf.update(layer, key, str(Path(value).expanduser()))
         if isinstance(value, int | float) and isinstance(OmegaConf.select(config, key), str):
             if not source.startswith(f"{key}="):
                 where = f"{source}{_line_of(source, key)}"

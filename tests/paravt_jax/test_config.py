@@ -373,6 +373,14 @@ def test_a_text_setting_keeps_a_text_that_yaml_reads_as_a_number(text):
     assert load_config(None, f"run_dir={text}", "seed=3").run_dir == text.strip("'").replace("${seed}", "3")
 
 
+def test_a_path_in_the_home_directory_may_start_with_a_tilde(tmp_path, monkeypatch):
+    """Shells expand it in `--flag ~/a`, but not in `data.video_root=~/a`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (file := tmp_path / "own.yaml").write_text("run_dir: ~/runs/a\n")
+    config = load_config(file, "data.video_root=~/videos")
+    assert (config.run_dir, config.data.video_root) == (f"{tmp_path}/runs/a", f"{tmp_path}/videos")
+
+
 def test_suggestions_are_settings_of_the_command():
     with pytest.raises(ValueError, match=r"num_steps is not a setting \(did you mean sft\.num_steps\?\)"):
         load_config(CONFIGS / "sft_8b.yaml", "num_steps=3", schema=SftConfig)
