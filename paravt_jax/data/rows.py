@@ -101,7 +101,9 @@ def rows_of(source: Path, columns: Sequence[str], optional: Sequence[str] = ()) 
     if source.is_dir():
         files = row_files(source)
         if not files:
-            raise ValueError(f"{source} is a directory without *.parquet files")
+            raise ValueError(
+                f"{source} is a directory without *.parquet files; JSON lines are one file, which the path names"
+            )
         for file in files:
             yield from _parquet_rows(file, columns, optional, file.relative_to(source).as_posix())
     elif not source.is_file():

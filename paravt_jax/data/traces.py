@@ -172,9 +172,9 @@ def _parts(parts: list[Any], find: Callable[[str], str]) -> Iterator[str | Media
         if part_type == "text" and isinstance(value, str):
             yield encodable(value, "a part of a message")
         elif kind in MEDIA:
-            reference = part | object_of({"url": value} if isinstance(value, str) else value, f"a {kind}")
+            reference = part | object_of({"url": value} if isinstance(value, str) else value or {}, part_type)
             if not isinstance(reference.get("url"), str) or not reference["url"]:
-                raise BadRow("wrong schema", f"a {kind} has no url")
+                raise BadRow("wrong schema", f"a part of type {part_type} has no path")
             if kind == "image":
                 yield Media(kind, find(reference["url"]))
             else:

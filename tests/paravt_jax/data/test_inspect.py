@@ -96,7 +96,7 @@ def test_a_video_outside_of_the_root_is_a_bad_row(tmp_path):
         ("text.jsonl", "text.jsonl line 2 is not JSON: Expecting value"),
         ("list.jsonl", "list.jsonl line 1 is list, expected an object"),
         ("cut.parquet", "cannot be read as parquet"),
-        ("empty", r"without \*\.parquet files"),
+        ("empty", r"without \*\.parquet files; JSON lines are one file, which the path names$"),
         ("gone.parquet", "does not exist"),
     ],
 )

@@ -187,6 +187,12 @@ def test_a_file_that_is_one_list_is_an_error_that_names_the_format(video_dir):
         load(video_dir / "sft.json")
 
 
+def test_a_part_without_a_path_is_named(video_dir):
+    """As in rows whose images are in another column."""
+    with pytest.raises(ValueError, match=r"sft\.jsonl line 1: a part of type image has no path"):
+        load(write_lines(video_dir / "sft.jsonl", [shows({"type": "image"})]))
+
+
 @pytest.mark.parametrize("reason", BAD_ROWS)
 def test_a_bad_row_is_counted_by_its_reason_and_dropped(video_dir, reason):
     rows = [sft_row(id="first"), *BAD_ROWS[reason], sft_row(id="last")]
