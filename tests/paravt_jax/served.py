@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from agents import ANSWER, FakeFrames, call, script
+from async_tests import as_test, until
 
 from paravt_jax.asking import service as service_module
 from paravt_jax.asking.access import AccessControl
@@ -63,6 +64,15 @@ def with_service(
     return asyncio.run(served_by(Service(Answerer(agent, 8), MODEL, sources, max_questions, deadline_s, access), work))
 
 
+def serving(*turns, **settings):
+    """A decorator for tests whose first argument is an agent behind the service; the others are fixtures."""
+
+    def run(work, chat, videos):
+        with_service(chat, videos, work, *turns, **settings)
+
+    return lambda work: as_test(work, 1, run)
+
+
 async def served_by(service, work):
     stop, listener = asyncio.Event(), bind_port("127.0.0.1", 0)
     serving = asyncio.create_task(serve(service, listener, stop))
@@ -79,9 +89,3 @@ async def served_by(service, work):
 
 def is_listening(listener):
     return listener.getsockopt(service_module.socket.SOL_SOCKET, service_module.socket.SO_ACCEPTCONN)
-
-
-async def until(condition):
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.01)

@@ -20,6 +20,18 @@ from rollout.video.errors import VideoError
 from rollout.video.info import TimedPicture, VideoInfo
 
 ANSWER = "It is red.</think><answer>A</answer><|im_end|>"
+DRAWS = """
+import numpy as np
+from rollout.picture import Picture
+from rollout.toolbox import Tool, ToolArgs
+from rollout.tools import ToolSpec, make_schema
+
+class Draws(Tool):
+    spec = ToolSpec(make_schema("draws", "Draws."), usage="draws", effect="done")
+    shows_pictures = True
+    def check(self, arguments, videos): return ToolArgs()
+    def run(self, args, context): return ["A drawing:", Picture.of(np.full((32, 32, 3), (9, 90, 200), np.uint8))]
+"""
 
 
 def call(start_s: float | str, end_s: float | str) -> str:

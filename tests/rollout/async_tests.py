@@ -11,14 +11,16 @@ Work = Callable[..., Coroutine[Any, Any, Any]]
 Decorator = Callable[[Work], Callable[..., None]]
 
 
-def as_test(work: Work, num_given: int, run: Callable[[Work], object]) -> Callable[..., None]:
-    """A test that runs a coroutine; its first arguments are `run`'s, the others are fixtures."""
+def as_test(work: Work, num_given: int, run: Callable[..., object]) -> Callable[..., None]:
+    """A test that runs a coroutine; its first arguments are `run`'s, the others are fixtures, as are `run`'s others."""
 
     def test(**fixtures: Any) -> None:
-        run(partial(work, **fixtures))
+        run(partial(work, **{name: fixtures[name] for name in own}), *(fixtures[name] for name in needed))
 
     parameters = enumerate(inspect.signature(work).parameters.values())
-    fixtures = [each for number, each in parameters if number >= num_given or each.kind is each.KEYWORD_ONLY]
+    own = [each.name for number, each in parameters if number >= num_given or each.kind is each.KEYWORD_ONLY]
+    _, *needed = [name for name, each in inspect.signature(run).parameters.items() if each.kind is not each.VAR_KEYWORD]
+    fixtures = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in dict.fromkeys([*own, *needed])]
     test.__name__, test.__signature__ = work.__name__, inspect.Signature(fixtures)  # type: ignore[attr-defined]
     return test
 

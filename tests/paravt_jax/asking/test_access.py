@@ -10,7 +10,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from served import question, with_service
+from served import question, serving, with_service
 
 from paravt_jax import serve as serve_module
 from paravt_jax.asking.access import AccessControl, access_control
@@ -26,19 +26,17 @@ async def get(served, path, **headers):
         return response.status
 
 
-def test_only_requests_with_the_key_are_accepted(chat, videos):
-    async def work(served):
-        answer = await served.ask_with(KEY)
-        for wrong in ("none", f"{KEY}a", KEY[:-1]):
-            with pytest.raises(openai.AuthenticationError) as raised:
-                await served.ask_with(wrong)
-            assert raised.value.code == "invalid_api_key" and KEY not in raised.value.message
-        status_of = {path: await get(served, path) for path in ("/v1/models", "/metrics", "/health", "/none")}
-        basic = await get(served, "/v1/models", Authorization=f"Basic {KEY}")
-        assert await get(served, "/v1/models", Authorization="Bearer é") == 401
-        return answer, status_of, basic, await get(served, "/v1/models", Authorization=f"bearer {KEY}")
-
-    answer, status_of, basic, right = with_service(chat, videos, work, access=AccessControl(KEY))
+@serving(access=AccessControl(KEY))
+async def test_only_requests_with_the_key_are_accepted(served):
+    answer = await served.ask_with(KEY)
+    for wrong in ("none", f"{KEY}a", KEY[:-1]):
+        with pytest.raises(openai.AuthenticationError) as raised:
+            await served.ask_with(wrong)
+        assert raised.value.code == "invalid_api_key" and KEY not in raised.value.message
+    status_of = {path: await get(served, path) for path in ("/v1/models", "/metrics", "/health", "/none")}
+    basic = await get(served, "/v1/models", Authorization=f"Basic {KEY}")
+    assert await get(served, "/v1/models", Authorization="Bearer é") == 401
+    right = await get(served, "/v1/models", Authorization=f"bearer {KEY}")
     assert answer.choices[0].message.content == "A" and basic == 401 and right == 200
     assert status_of == {"/v1/models": 401, "/metrics": 401, "/health": 200, "/none": 401}
 
@@ -69,18 +67,15 @@ def test_a_foreign_host_or_origin_is_rejected_on_loopback(chat, videos, header, 
 
 
 @pytest.mark.parametrize("name", ["localhost:1", "127.0.0.1", "[::1]:8000", "127.0.0.2:80", "my-host"])
-def test_names_of_this_machine_are_accepted(chat, videos, name):
-    async def work(served):
-        return await get(served, "/v1/models", Host=name), await get(served, "/v1/models", Origin=f"http://{name}")
+@serving(access=AccessControl("", ("my-host",)))
+async def test_names_of_this_machine_are_accepted(served, name):
+    assert await get(served, "/v1/models", Host=name) == 200
+    assert await get(served, "/v1/models", Origin=f"http://{name}") == 200
 
-    assert with_service(chat, videos, work, access=AccessControl("", ("my-host",))) == (200, 200)
 
-
-def test_a_public_server_accepts_any_host_name(chat, videos):
-    async def work(served):
-        return await get(served, "/v1/models", Host="gpu-7.example")
-
-    assert with_service(chat, videos, work, access=AccessControl(loopback_only=False)) == 200
+@serving(access=AccessControl(loopback_only=False))
+async def test_a_public_server_accepts_any_host_name(served):
+    assert await get(served, "/v1/models", Host="gpu-7.example") == 200
 
 
 def bound_to(host):

@@ -12,8 +12,9 @@ import aiohttp
 import numpy as np
 import pytest
 from agents import ANSWER
+from async_tests import until
 from PIL import Image
-from served import LOOK, MODEL, question, served_by, until, with_service
+from served import LOOK, MODEL, question, served_by, serving, with_service
 
 from paravt_jax.asking import body as body_module, openai as openai_module, service as service_module
 from paravt_jax.asking.asker import open_asker
@@ -28,12 +29,10 @@ from rollout.video.errors import VideoUnavailable
 openai = pytest.importorskip("openai")
 
 
-def test_the_client_gets_an_answer_and_the_usage_of_all_agents(chat, videos):
-    async def work(served):
-        answer = await served.ask()
-        return answer, served.engine.requests
-
-    answer, requests = with_service(chat, videos, work)
+@serving()
+async def test_the_client_gets_an_answer_and_the_usage_of_all_agents(served):
+    answer = await served.ask()
+    requests = served.engine.requests
     assert answer.choices[0].message.content == "A" and answer.choices[0].finish_reason == "stop"
     assert "Where?" in answer.choices[0].message.reasoning_content
     assert answer.usage.prompt_tokens == sum(len(request.ids) for request in requests) and len(requests) == 4
@@ -41,12 +40,10 @@ def test_the_client_gets_an_answer_and_the_usage_of_all_agents(chat, videos):
     assert [(part["start_s"], part["end_s"]) for part in answer.paravt["evidence"]] == [(16, 24), (32, 40)]
 
 
-def test_a_stream_has_turns_calls_and_reports_as_reasoning_then_the_answer(chat, videos):
-    async def work(served):
-        stream = await served.ask(stream=True, stream_options={"include_usage": True})
-        return [chunk async for chunk in stream]
-
-    chunks = with_service(chat, videos, work)
+@serving()
+async def test_a_stream_has_turns_calls_and_reports_as_reasoning_then_the_answer(served):
+    stream = await served.ask(stream=True, stream_options={"include_usage": True})
+    chunks = [chunk async for chunk in stream]
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
     reasoning = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
     assert "Where?" in reasoning and "[crop_video 0:16.0 to 0:24.0: A report.]" in reasoning and "<" not in reasoning
@@ -54,13 +51,11 @@ def test_a_stream_has_turns_calls_and_reports_as_reasoning_then_the_answer(chat,
     assert chunks[-2].choices[0].finish_reason == "stop" and chunks[-1].usage.total_tokens > 0
 
 
-def test_frames_that_calls_show_are_in_the_dialogue_and_their_windows_are_evidence(chat, videos):
-    async def work(served):
-        stream = await served.ask(stream=True)
-        chunks = [chunk async for chunk in stream]
-        return await served.ask(), chunks, served.engine.requests
-
-    answer, chunks, requests = with_service(chat, videos, work, crop_returns="frames")
+@serving(crop_returns="frames")
+async def test_frames_that_calls_show_are_in_the_dialogue_and_their_windows_are_evidence(served):
+    stream = await served.ask(stream=True)
+    chunks = [chunk async for chunk in stream]
+    answer, requests = await served.ask(), served.engine.requests
     assert [len(request.pictures) for request in requests] == [8, 8 + 8 + 8] * 2  # no sub-agent
     assert [(part["start_s"], part["end_s"]) for part in answer.paravt["evidence"]] == [(16, 24), (32, 40)]
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
@@ -93,19 +88,17 @@ CONVERSATION = [
 ]
 
 
-def test_earlier_turns_with_their_videos_and_images_precede_the_question(chat, videos):
+@serving()
+async def test_earlier_turns_with_their_videos_and_images_precede_the_question(served, chat, videos):
     (videos / "b.mp4").write_bytes(b"other")
-
-    async def work(served):
-        answer = await served.ask(messages=CONVERSATION)
-        return answer.choices[0].message.content, served.engine.requests[0]
-
-    answer, request = with_service(chat, videos, work)
+    answer = await served.ask(messages=CONVERSATION)
+    request = served.engine.requests[0]
     prompt = chat.decode(request.ids)
     _, first, spoken, last = prompt.split("<|im_start|>")[1:5]
     own = Picture.of(np.zeros((32, 32, 3), np.uint8)).key
-    assert answer == "A" and [place for place, shown in enumerate(request.pictures) if shown.key == own] == [0, 5]
+    assert [place for place, shown in enumerate(request.pictures) if shown.key == own] == [0, 5]
     assert first.count("<|image_pad|>") == last.count("<|image_pad|>") == 5 and len(request.pictures) == 10
+    assert answer.choices[0].message.content == "A"
     assert "Be brief.\n\nWhich animal < |im_end|>is it?" in first and spoken == "assistant\nA cat.<|im_end|>\n"
     assert "And here?\n\nThink first" in last and prompt.count("Think first") == 1
 
@@ -137,11 +130,10 @@ def test_requests_of_lmms_eval_are_answered(chat, videos, name):
     assert len(requests[0].pictures) == (6 if name == "a video" else 2)
 
 
-def test_a_conversation_without_videos_has_no_pictures_and_no_tools(chat, videos):
-    async def work(served):
-        return await served.ask(messages=[message("user", "Is it red?")]), served.engine.requests
-
-    answer, (request,) = with_service(chat, videos, work, [ANSWER])
+@serving([ANSWER])
+async def test_a_conversation_without_videos_has_no_pictures_and_no_tools(served, chat):
+    answer = await served.ask(messages=[message("user", "Is it red?")])
+    (request,) = served.engine.requests
     assert answer.choices[0].message.content == "A" and len(request.pictures) == 0
     assert "Is it red?" in (prompt := chat.decode(request.ids)) and "crop_video" not in prompt
 
@@ -177,43 +169,33 @@ def test_the_embedded_engine_answers_clients_together_as_it_answers_each_alone(t
     assert num_together < num_alone
 
 
-def test_a_conversation_that_exceeds_the_context_is_rejected(chat, videos):
-    async def work(served):
-        with pytest.raises(openai.BadRequestError, match="do not fit the context of 1024 tokens") as raised:
-            await served.ask(
-                messages=[message("user", "word " * 2000), message("assistant", "A."), *question()["messages"]]
-            )
-        return raised.value.code
-
-    sizes = {"max_context_tokens": 1024, "max_new_tokens": 64, "subagent_new_tokens": 64}
-    assert with_service(chat, videos, work, **sizes) == "context_length_exceeded"
+@serving(max_context_tokens=1024, max_new_tokens=64, subagent_new_tokens=64)
+async def test_a_conversation_that_exceeds_the_context_is_rejected(served):
+    turns = [message("user", "word " * 2000), message("assistant", "A."), *question()["messages"]]
+    with pytest.raises(openai.BadRequestError, match="do not fit the context of 1024 tokens") as raised:
+        await served.ask(messages=turns)
+    assert raised.value.code == "context_length_exceeded"
 
 
-def test_models_health_and_metrics(chat, videos):
-    async def work(served):
-        models = await served.client.models.list()
-        await served.ask()
-        async with aiohttp.ClientSession() as session:
-            health = await session.get(f"{served.url}/health")
-            metrics = await session.get(f"{served.url}/metrics")
-            return models.data[0].id, health.status, await metrics.text()
-
-    model, health, metrics = with_service(chat, videos, work)
-    assert (model, health) == (MODEL, 200)
+@serving()
+async def test_models_health_and_metrics(served):
+    models = await served.client.models.list()
+    await served.ask()
+    async with aiohttp.ClientSession() as session:
+        health = await session.get(f"{served.url}/health")
+        metrics = await (await session.get(f"{served.url}/metrics")).text()
+    assert (models.data[0].id, health.status) == (MODEL, 200)
     assert 'paravt_questions_total{outcome="answered"} 1' in metrics and "paravt_questions_running 0" in metrics
 
 
-def test_questions_above_the_limit_wait_and_then_get_429_and_retry_after(chat, videos, monkeypatch):
+@serving(report_after_s=0.1)
+async def test_questions_above_the_limit_wait_and_then_get_429_and_retry_after(served, monkeypatch):
     monkeypatch.setattr(service_module, "MAX_WAITING", 2)
-
-    async def work(served):
-        asking = asyncio.gather(*(served.ask() for _ in range(12)), return_exceptions=True)
-        await until(lambda: served.service.accepted == 6)
-        metrics = served.service.metrics()
-        answers = await asking
-        return answers, await served.ask(), metrics
-
-    answers, again, metrics = with_service(chat, videos, work, report_after_s=0.1)
+    asking = asyncio.gather(*(served.ask() for _ in range(12)), return_exceptions=True)
+    await until(lambda: served.service.accepted == 6)
+    metrics = served.service.metrics()
+    answers = await asking
+    again = await served.ask()
     rejected = [answer for answer in answers if isinstance(answer, openai.RateLimitError)]
     assert len(rejected) == 6 and len(answers) == 12
     assert "paravt_questions_running 2" in metrics and "paravt_questions_waiting 4" in metrics
@@ -222,25 +204,24 @@ def test_questions_above_the_limit_wait_and_then_get_429_and_retry_after(chat, v
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_disconnecting_cancels_the_question(chat, videos, stream):
-    async def work(served):
-        request_task = asyncio.create_task(served.ask(stream=stream))
-        if stream:
-            response = await request_task
-            await until(lambda: len(served.engine.requests) == 3)
-            await response.close()
-        else:
-            await until(lambda: len(served.engine.requests) == 3)
-            request_task.cancel()
-        await until(lambda: not served.service.running)
-        await until(lambda: not served.engine._running)
-        return dict(served.service.counts)
-
-    assert with_service(chat, videos, work, report_after_s=20)["given up"] == 1
+@serving(report_after_s=20)
+async def test_disconnecting_cancels_the_question(served, stream):
+    request_task = asyncio.create_task(served.ask(stream=stream))
+    if stream:
+        response = await request_task
+        await until(lambda: len(served.engine.requests) == 3)
+        await response.close()
+    else:
+        await until(lambda: len(served.engine.requests) == 3)
+        request_task.cancel()
+    await until(lambda: not served.service.running)
+    await until(lambda: not served.engine._running)
+    assert dict(served.service.counts)["given up"] == 1
 
 
 @pytest.mark.parametrize("last_part", [b'"reasoning_content"', b'"finish_reason": "stop"'])
-def test_a_client_that_leaves_during_a_write_is_no_error_of_the_server(last_part, chat, videos, monkeypatch, capsys):
+@serving()
+async def test_a_client_that_leaves_during_a_write_is_no_error_of_the_server(served, last_part, monkeypatch, capsys):
     """The write can fail before aiohttp notices that the connection is lost and cancels the question."""
     write = aiohttp.web.StreamResponse.write
 
@@ -251,169 +232,140 @@ def test_a_client_that_leaves_during_a_write_is_no_error_of_the_server(last_part
         await write(self, data)
 
     monkeypatch.setattr(aiohttp.web.StreamResponse, "write", failing)
-
-    async def work(served):
-        with pytest.raises(openai.APIConnectionError):
-            [chunk async for chunk in await served.ask(stream=True)]
-        await until(lambda: not served.service.accepted)
-        return dict(served.service.counts), served.service.metrics()
-
-    counts, metrics = with_service(chat, videos, work)
+    with pytest.raises(openai.APIConnectionError):
+        [chunk async for chunk in await served.ask(stream=True)]
+    await until(lambda: not served.service.accepted)
+    counts, metrics = dict(served.service.counts), served.service.metrics()
     assert counts == {"given up": 1} and capsys.readouterr().err == ""
     assert ("answer_seconds_count 0" in metrics) == ("answer_seconds_sum 0.000" in metrics)
 
 
 @pytest.mark.parametrize("name", ["write", "write_eof"])
-def test_a_client_that_does_not_read_gives_its_place_up(name, chat, videos, monkeypatch):
+@serving()
+async def test_a_client_that_does_not_read_gives_its_place_up(served, name, monkeypatch):
     monkeypatch.setattr(service_module, "WRITE_DEADLINE_S", 0.2)
 
     async def waiting(self, data=b""):
         await asyncio.Event().wait()  # the buffers of the connection are full
 
-    async def work(served):
-        monkeypatch.setattr(aiohttp.web.StreamResponse, name, waiting)
-        text = json.dumps(question(stream=True)).encode()
-        reader, writer = await served.raw(HEADERS + b"Content-Length: %d\r\n\r\n%s" % (len(text), text))
-        async with asyncio.timeout(5):
-            received = await reader.read()
-        writer.close()
-        return received.count(b"HTTP/1.1"), served.service.accepted, dict(served.service.counts)
-
-    assert with_service(chat, videos, work) == (1, 0, {"given up": 1})
+    monkeypatch.setattr(aiohttp.web.StreamResponse, name, waiting)
+    text = json.dumps(question(stream=True)).encode()
+    reader, writer = await served.raw(HEADERS + b"Content-Length: %d\r\n\r\n%s" % (len(text), text))
+    async with asyncio.timeout(5):
+        received = await reader.read()
+    writer.close()
+    assert received.count(b"HTTP/1.1") == 1 and served.service.accepted == 0
+    assert dict(served.service.counts) == {"given up": 1}
 
 
-def test_the_connection_of_a_client_that_does_not_read_is_closed(chat, videos, monkeypatch):
+@serving()
+async def test_the_connection_of_a_client_that_does_not_read_is_closed(served, monkeypatch):
     monkeypatch.setattr(service_module, "WRITE_DEADLINE_S", 0.2)
     monkeypatch.setattr(service_module, "HEADERS_DEADLINE_S", 0.3)
     monkeypatch.setattr(service_module, "last_chunks", lambda *arguments: ["long" * 2**23])
-
-    async def work(served):
-        text = json.dumps(question(stream=True)).encode()
-        _, writer = await served.raw(HEADERS + b"Content-Length: %d\r\n\r\n%s" % (len(text), text))
-        await until(lambda: served.service.accepted)
-        await until(lambda: not served.service.accepted)
-        await until(lambda: not served.service.deadlines_s)
-        writer.close()
-        return dict(served.service.counts)
-
-    assert with_service(chat, videos, work) == {"given up": 1}
+    text = json.dumps(question(stream=True)).encode()
+    _, writer = await served.raw(HEADERS + b"Content-Length: %d\r\n\r\n%s" % (len(text), text))
+    await until(lambda: served.service.accepted)
+    await until(lambda: not served.service.accepted)
+    await until(lambda: not served.service.deadlines_s)
+    writer.close()
+    assert dict(served.service.counts) == {"given up": 1}
 
 
-def test_a_waiting_question_ends_at_its_deadline_or_with_its_client(chat, videos):
-    async def work(served):
-        first = asyncio.create_task(served.ask())
-        await until(lambda: served.service.running == 1)
-        left, second = asyncio.create_task(served.ask()), asyncio.create_task(served.ask())
-        await until(lambda: served.service.accepted == 3)
-        left.cancel()
-        await until(lambda: served.service.accepted == 2)
-        failed = await asyncio.gather(first, second, return_exceptions=True)
-        return [problem.status_code for problem in failed], served.service.accepted
-
-    settings = {"max_questions": 1, "report_after_s": 20, "deadline_s": 1.5}
-    assert with_service(chat, videos, work, **settings) == ([504, 504], 0)
+@serving(max_questions=1, report_after_s=20, deadline_s=1.5)
+async def test_a_waiting_question_ends_at_its_deadline_or_with_its_client(served):
+    first = asyncio.create_task(served.ask())
+    await until(lambda: served.service.running == 1)
+    left, second = asyncio.create_task(served.ask()), asyncio.create_task(served.ask())
+    await until(lambda: served.service.accepted == 3)
+    left.cancel()
+    await until(lambda: served.service.accepted == 2)
+    failed = await asyncio.gather(first, second, return_exceptions=True)
+    assert [problem.status_code for problem in failed] == [504, 504] and served.service.accepted == 0
 
 
-def test_a_question_ends_at_its_deadline(chat, videos):
-    async def work(served):
-        with pytest.raises(openai.InternalServerError, match="not answered within the deadline") as raised:
-            await served.ask()
-        stream = await served.ask(stream=True)
-        with pytest.raises(openai.APIError, match="not answered within the deadline"):
-            [chunk async for chunk in stream]
-        return raised.value.status_code
-
-    assert with_service(chat, videos, work, report_after_s=20, deadline_s=0.3) == 504
+@serving(report_after_s=20, deadline_s=0.3)
+async def test_a_question_ends_at_its_deadline(served):
+    with pytest.raises(openai.InternalServerError, match="not answered within the deadline") as raised:
+        await served.ask()
+    stream = await served.ask(stream=True)
+    with pytest.raises(openai.APIError, match="not answered within the deadline"):
+        [chunk async for chunk in stream]
+    assert raised.value.status_code == 504
 
 
 HEADERS = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
-def test_clients_that_send_one_byte_of_a_body_block_nobody(chat, videos, monkeypatch):
+@serving()
+async def test_clients_that_send_one_byte_of_a_body_block_nobody(served, monkeypatch):
     monkeypatch.setattr(body_module, "BODY_DEADLINE_S", 0.5)
-
-    async def work(served):
-        waiting = [await served.raw(HEADERS + b"Content-Length: 100\r\n\r\n{") for _ in range(8)]
-        await until(lambda: [*served.service.deadlines_s.values()].count(math.inf) == 8)
-        answer = await served.ask()
-        lines = [await reader.readline() for reader, _ in waiting]
-        for _, writer in waiting:
-            writer.close()
-        return answer.choices[0].message.content, lines, dict(served.service.counts)
-
-    answer, lines, counts = with_service(chat, videos, work)
-    assert answer == "A" and all(line.split()[1] == b"408" for line in lines) and counts == {"answered": 1}
+    waiting = [await served.raw(HEADERS + b"Content-Length: 100\r\n\r\n{") for _ in range(8)]
+    await until(lambda: [*served.service.deadlines_s.values()].count(math.inf) == 8)
+    answer = await served.ask()
+    lines = [await reader.readline() for reader, _ in waiting]
+    for _, writer in waiting:
+        writer.close()
+    assert answer.choices[0].message.content == "A" and all(line.split()[1] == b"408" for line in lines)
+    assert dict(served.service.counts) == {"answered": 1}
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /hea", HEADERS], ids=["nothing", "half a line", "half of the headers"])
-def test_a_connection_without_a_complete_request_is_closed(chat, videos, sent, monkeypatch):
+@serving(report_after_s=1.0)
+async def test_a_connection_without_a_complete_request_is_closed(served, sent, monkeypatch):
     monkeypatch.setattr(service_module, "HEADERS_DEADLINE_S", 0.3)
-
-    async def work(served):
-        reader, writer = await served.raw(sent)
-        request_task = asyncio.create_task(served.ask())  # takes longer, and is not closed
-        response = await reader.read()
-        writer.close()
-        return response, (await request_task).choices[0].message.content
-
-    assert with_service(chat, videos, work, report_after_s=1.0) == (b"", "A")
+    reader, writer = await served.raw(sent)
+    request_task = asyncio.create_task(served.ask())  # takes longer, and is not closed
+    response = await reader.read()
+    writer.close()
+    assert (response, (await request_task).choices[0].message.content) == (b"", "A")
 
 
-def test_a_connection_with_a_request_every_now_and_then_stays_open(chat, videos, monkeypatch):
+@serving()
+async def test_a_connection_with_a_request_every_now_and_then_stays_open(served, monkeypatch):
     monkeypatch.setattr(service_module, "HEADERS_DEADLINE_S", 0.3)
-
-    async def work(served):
-        reader, writer = await served.raw(b"")
-        for _ in range(15):
-            writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            assert await reader.readuntil(b"}")
-            await asyncio.sleep(0.05)
-        writer.close()
-
-    with_service(chat, videos, work)
+    reader, writer = await served.raw(b"")
+    for _ in range(15):
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert await reader.readuntil(b"}")
+        await asyncio.sleep(0.05)
+    writer.close()
 
 
-def test_large_bodies_are_limited_in_total_and_small_ones_accepted(chat, videos, monkeypatch):
+@serving()
+async def test_large_bodies_are_limited_in_total_and_small_ones_accepted(served, monkeypatch):
     monkeypatch.setattr(body_module, "MAX_BODIES_BYTES", 3 * 2**20)
-
-    async def work(served):
-        part = HEADERS + b"Content-Length: 9999999\r\n\r\n" + b" " * 2**21
-        waiting = [await served.raw(part), await served.raw(part)]
-        lines = [asyncio.ensure_future(reader.readline()) for reader, _ in waiting]
-        (done,), _ = await asyncio.wait(lines, return_when=asyncio.FIRST_COMPLETED)
-        answer = await served.ask()
-        lines[0].cancel(), lines[1].cancel()
-        for _, writer in waiting:
-            writer.close()
-        await until(lambda: not served.service.bodies.num_bytes)
-        return (await done).split()[1], answer.choices[0].message.content
-
-    assert with_service(chat, videos, work) == (b"503", "A")
+    part = HEADERS + b"Content-Length: 9999999\r\n\r\n" + b" " * 2**21
+    waiting = [await served.raw(part), await served.raw(part)]
+    lines = [asyncio.ensure_future(reader.readline()) for reader, _ in waiting]
+    (done,), _ = await asyncio.wait(lines, return_when=asyncio.FIRST_COMPLETED)
+    answer = await served.ask()
+    lines[0].cancel(), lines[1].cancel()
+    for _, writer in waiting:
+        writer.close()
+    await until(lambda: not served.service.bodies.num_bytes)
+    assert ((await done).split()[1], answer.choices[0].message.content) == (b"503", "A")
 
 
 @pytest.mark.slow
-def test_a_request_of_100_mb_is_rejected(chat, videos):
-    async def work(served):
-        with pytest.raises(openai.APIStatusError) as raised:
-            await served.ask(url=f"data:video/mp4;base64,{'A' * 10**8}")
-        return raised.value.status_code
-
-    assert with_service(chat, videos, work) == 413
+@serving()
+async def test_a_request_of_100_mb_is_rejected(served):
+    with pytest.raises(openai.APIStatusError) as raised:
+        await served.ask(url=f"data:video/mp4;base64,{'A' * 10**8}")
+    assert raised.value.status_code == 413
 
 
-def test_a_stopping_server_answers_running_questions_and_rejects_new_ones(chat, videos):
-    async def work(served):
-        request_task = asyncio.create_task(served.ask())
-        await until(lambda: len(served.engine.requests) == 3)
-        served.stop.set()
-        await until(lambda: served.service.stopping)
-        with pytest.raises(openai.InternalServerError, match="stopping"):
-            await served.ask()
-        answer = await request_task
-        await served.serving
-        return answer.choices[0].message.content
-
-    assert with_service(chat, videos, work, report_after_s=0.5) == "A"
+@serving(report_after_s=0.5)
+async def test_a_stopping_server_answers_running_questions_and_rejects_new_ones(served):
+    request_task = asyncio.create_task(served.ask())
+    await until(lambda: len(served.engine.requests) == 3)
+    served.stop.set()
+    await until(lambda: served.service.stopping)
+    with pytest.raises(openai.InternalServerError, match="stopping"):
+        await served.ask()
+    answer = await request_task
+    await served.serving
+    assert answer.choices[0].message.content == "A"
 
 
 @pytest.mark.parametrize(
@@ -421,18 +373,15 @@ def test_a_stopping_server_answers_running_questions_and_rejects_new_ones(chat, 
     [OSError(errno.EMFILE, "Too many open files"), MemoryError(), VideoUnavailable("no decoder can start")],
     ids=["files", "memory", "decoders"],
 )
-def test_a_server_without_files_or_memory_returns_503_and_retry_after(problem, chat, videos):
-    async def work(served):
-        async def fail(path, deadline_s):
-            raise problem
+@serving()
+async def test_a_server_without_files_or_memory_returns_503_and_retry_after(served, problem):
+    async def fail(path, deadline_s):
+        raise problem
 
-        served.service.answerer.agent.frames.info = fail
-        with pytest.raises(openai.InternalServerError) as raised:
-            await served.ask()
-        return raised.value
-
-    raised = with_service(chat, videos, work)
-    assert raised.status_code == 503 and raised.response.headers["Retry-After"] == "10"
+    served.service.answerer.agent.frames.info = fail
+    with pytest.raises(openai.InternalServerError) as raised:
+        await served.ask()
+    assert raised.value.status_code == 503 and raised.value.response.headers["Retry-After"] == "10"
 
 
 @pytest.mark.parametrize(
@@ -444,31 +393,27 @@ def test_a_server_without_files_or_memory_returns_503_and_retry_after(problem, c
         (EngineError("http://10.0.0.1 does not answer"), "the engine is not available"),
     ],
 )
-def test_any_error_in_a_stream_is_an_error_in_openais_form(problem, message, chat, videos):
-    async def work(served):
-        async def fail(path, deadline_s):
-            raise problem
+@serving()
+async def test_any_error_in_a_stream_is_an_error_in_openais_form(served, problem, message):
+    async def fail(path, deadline_s):
+        raise problem
 
-        served.service.answerer.agent.frames.info = fail
-        with pytest.raises(openai.APIError, match=message):
-            [chunk async for chunk in await served.ask(stream=True)]
-        await until(lambda: not served.service.accepted)
-        return dict(served.service.counts)
-
-    assert with_service(chat, videos, work) == {"failed while streaming": 1}
+    served.service.answerer.agent.frames.info = fail
+    with pytest.raises(openai.APIError, match=message):
+        [chunk async for chunk in await served.ask(stream=True)]
+    await until(lambda: not served.service.accepted)
+    assert dict(served.service.counts) == {"failed while streaming": 1}
 
 
-def test_an_internal_error_reveals_nothing_to_the_client(chat, videos, capsys):
-    async def work(served):
-        async def fail(path, deadline_s):
-            raise OSError(2, "No such file", "/srv/secret/\x1b]0;title\x07")
+@serving()
+async def test_an_internal_error_reveals_nothing_to_the_client(served, capsys):
+    async def fail(path, deadline_s):
+        raise OSError(2, "No such file", "/srv/secret/\x1b]0;title\x07")
 
-        served.service.answerer.agent.frames.info = fail
-        with pytest.raises(openai.InternalServerError) as raised:
-            await served.ask()
-        return raised.value.message
-
-    message = with_service(chat, videos, work)
+    served.service.answerer.agent.frames.info = fail
+    with pytest.raises(openai.InternalServerError) as raised:
+        await served.ask()
+    message = raised.value.message
     log = capsys.readouterr().err
     assert "internal error" in message and "secret" not in message and "OSError" not in message
     assert "/srv/secret" in log and "\x1b" not in log
@@ -497,32 +442,29 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize(("text", "status"), [case[1:] for case in HOSTILE], ids=[case[0] for case in HOSTILE])
-def test_a_hostile_body_is_a_short_printable_error(chat, videos, text, status):
-    http_status, reply = with_service(chat, videos, lambda served: post(served, text))
+@serving()
+async def test_a_hostile_body_is_a_short_printable_error(served, videos, text, status):
+    http_status, reply = await post(served, text)
     message = reply["error"]["message"]
     assert http_status == status and message.isprintable() and len(message) < 300 and str(videos) not in message
 
 
-def test_only_json_is_accepted(chat, videos):
-    async def work(served):
-        text = json.dumps(question())
-        plain = await post(served, text, **{"Content-Type": "text/plain"})
-        packed = await post(served, text.encode(), **{"Content-Encoding": "gzip"})
-        return plain, packed, await post(served, text, **{"Content-Type": "application/json; charset=utf-8"})
-
-    (status, reply), (packed_status, packed), (json_status, _) = with_service(chat, videos, work)
-    assert status == 415 and "application/json" in reply["error"]["message"] and json_status == 200
+@serving()
+async def test_only_json_is_accepted(served):
+    text = json.dumps(question())
+    status, plain = await post(served, text, **{"Content-Type": "text/plain"})
+    packed_status, packed = await post(served, text.encode(), **{"Content-Encoding": "gzip"})
+    json_status, _ = await post(served, text, **{"Content-Type": "application/json; charset=utf-8"})
+    assert status == 415 and "application/json" in plain["error"]["message"] and json_status == 200
     assert packed_status == 400 and "does not match its encoding" in packed["error"]["message"]
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-def test_max_tokens_limits_the_tokens_of_all_agents_together(chat, videos, name):
-    async def work(served):
-        full = await served.ask()
-        sampled = full.usage.completion_tokens
-        return full, {most: await served.ask(**{name: most}) for most in (1, 7, sampled - 12, sampled)}
-
-    full, by_most = with_service(chat, videos, work)
+@serving()
+async def test_max_tokens_limits_the_tokens_of_all_agents_together(served, name):
+    full = await served.ask()
+    sampled = full.usage.completion_tokens
+    by_most = {most: await served.ask(**{name: most}) for most in (1, 7, sampled - 12, sampled)}
     *cuts, enough = by_most.items()
     for most, answer in cuts:
         assert 0 < answer.usage.completion_tokens <= most
@@ -531,16 +473,14 @@ def test_max_tokens_limits_the_tokens_of_all_agents_together(chat, videos, name)
     assert enough[1].choices[0] == full.choices[0]
 
 
-def test_temperature_top_p_and_seed_reach_the_engine(chat, videos):
-    async def work(served):
-        await served.ask(temperature=0.5, top_p=0.9, seed=1)
-        await served.ask(seed=2)
-        await served.ask(temperature=0.5, top_p=0.9, seed=1)
-        await served.ask()
-        await served.ask()
-        return [request.sampling for request in served.engine.requests]
-
-    sampled = with_service(chat, videos, work)
+@serving()
+async def test_temperature_top_p_and_seed_reach_the_engine(served):
+    await served.ask(temperature=0.5, top_p=0.9, seed=1)
+    await served.ask(seed=2)
+    await served.ask(temperature=0.5, top_p=0.9, seed=1)
+    await served.ask()
+    await served.ask()
+    sampled = [request.sampling for request in served.engine.requests]
     first, second, again, *without_seed = (sampled[at : at + 4] for at in range(0, len(sampled), 4))
     assert first == again and without_seed[0] != without_seed[1]
     assert {(sampling.temperature, sampling.top_p) for sampling in first} == {(0.5, 0.9)}
@@ -548,28 +488,24 @@ def test_temperature_top_p_and_seed_reach_the_engine(chat, videos):
     assert {sampling.seed for sampling in first}.isdisjoint(sampling.seed for sampling in second)
 
 
-def test_top_p_is_rejected_if_the_engine_lacks_it_and_it_has_an_effect(chat, videos):
-    async def work(served):
-        served.service.answerer = replace(served.service.answerer, samples_top_p=False)
-        with pytest.raises(openai.BadRequestError) as raised:
-            await served.ask(temperature=0.5, top_p=0.9)
-        await served.ask(top_p=0.9)
-        return raised.value.param, {request.sampling.top_p for request in served.engine.requests}
-
-    assert with_service(chat, videos, work) == ("top_p", {1.0})
+@serving()
+async def test_top_p_is_rejected_if_the_engine_lacks_it_and_it_has_an_effect(served):
+    served.service.answerer = replace(served.service.answerer, samples_top_p=False)
+    with pytest.raises(openai.BadRequestError) as raised:
+        await served.ask(temperature=0.5, top_p=0.9)
+    await served.ask(top_p=0.9)
+    assert (raised.value.param, {request.sampling.top_p for request in served.engine.requests}) == ("top_p", {1.0})
 
 
-def test_a_request_may_ask_for_fewer_frames_than_the_server_reads(chat, videos):
+@serving()
+async def test_a_request_may_ask_for_fewer_frames_than_the_server_reads(served):
     def frames(number):
         return {"media_io_kwargs": {"video": {"num_frames": number}}}
 
-    async def work(served):
-        await served.ask(extra_body=frames(3))
-        with pytest.raises(openai.BadRequestError, match="at most 8, the server's --frames"):
-            await served.ask(extra_body=frames(9))
-        return len(served.engine.requests[0].pictures)
-
-    assert with_service(chat, videos, work) == 3
+    await served.ask(extra_body=frames(3))
+    with pytest.raises(openai.BadRequestError, match="at most 8, the server's --frames"):
+        await served.ask(extra_body=frames(9))
+    assert len(served.engine.requests[0].pictures) == 3
 
 
 def body(**changed):
@@ -628,13 +564,11 @@ def test_an_invalid_request_is_an_error_with_the_reason(request_body, message):
         parse_question(request_body, MODEL)
 
 
-def test_another_model_is_not_found_as_with_openai(chat, videos):
-    async def work(served):
-        with pytest.raises(openai.NotFoundError, match=f"has the model {MODEL}, not 'gpt'") as raised:
-            await served.ask(model="gpt")
-        return raised.value
-
-    problem = with_service(chat, videos, work)
+@serving()
+async def test_another_model_is_not_found_as_with_openai(served):
+    with pytest.raises(openai.NotFoundError, match=f"has the model {MODEL}, not 'gpt'") as raised:
+        await served.ask(model="gpt")
+    problem = raised.value
     assert (problem.code, problem.param, problem.type) == ("model_not_found", "model", "invalid_request_error")
 
 
@@ -651,11 +585,9 @@ def test_an_impossible_port_is_an_error_and_not_another_port(port):
         bind_port("127.0.0.1", port)
 
 
-def test_files_from_clients_are_deleted(chat, videos, tmp_path):
-    async def work(served):
-        await served.ask(url=f"data:video/mp4;base64,{base64.b64encode(b'video').decode()}")
-
-    with_service(chat, videos, work)
+@serving()
+async def test_files_from_clients_are_deleted(served, tmp_path, videos):
+    await served.ask(url=f"data:video/mp4;base64,{base64.b64encode(b'video').decode()}")
     assert [path.name for path in tmp_path.iterdir()] == [videos.name]
 
 

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from agents import FakeFrames, call, call_of, is_subagent
+from agents import DRAWS, FakeFrames, call, call_of, is_subagent
 from training import rollouts_of
 
 from paravt_jax import train
@@ -31,20 +31,6 @@ SETTINGS = [
     *("video.frame_budgets=[3]", "reward.oe_mode=llm", "judge.url=http://judge/v1", "judge.model=m"),
 ]
 LOOK = f"I look.</think>{call(3, 5)}<|im_end|>".replace("video.mp4", "video_1.mp4")
-
-
-DRAWS = """
-import numpy as np
-from rollout.picture import Picture
-from rollout.toolbox import Tool, ToolArgs
-from rollout.tools import ToolSpec, make_schema
-
-class Draws(Tool):
-    spec = ToolSpec(make_schema("draws", "Draws."), usage="draws", effect="done")
-    shows_pictures = True
-    def check(self, arguments, videos): return ToolArgs()
-    def run(self, args, context): return [Picture.of(np.full((40, 40, 3), 7, np.uint8)), "a drawing"]
-"""
 
 
 class Counting(Judge):

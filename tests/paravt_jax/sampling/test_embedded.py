@@ -9,6 +9,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from async_tests import as_test, until
 from flax import nnx
 
 import model_port
@@ -60,7 +61,7 @@ def request(chat, episode="e", seed=0, max_new_tokens=24, **kwargs) -> Request:
     return Request(ids, PICTURES, sampling, episode, **{"deadline_s": 60, **kwargs})
 
 
-def run(model, contract, work):
+def run(work, model, contract):
     async def body():
         engine = EmbeddedEngine(model, contract, **SETTINGS)
         try:
@@ -71,14 +72,16 @@ def run(model, contract, work):
     return asyncio.run(body())
 
 
-@pytest.mark.slow
-def test_tokens_are_the_samplers_alone_or_with_other_requests(model, contract, chat):
-    async def work(engine):
-        alone = await engine.generate(request(chat, "a", seed=5))
-        company = await asyncio.gather(*(engine.generate(request(chat, e, seed=5)) for e in "xyazwv"))
-        return alone, company[2]
+def sampling(work):
+    """A test whose first argument is an engine of the tiny model; the others are fixtures."""
+    return as_test(work, 1, run)
 
-    alone, with_others = run(model, contract, work)
+
+@pytest.mark.slow
+@sampling
+async def test_tokens_are_the_samplers_alone_or_with_other_requests(engine, chat, model, contract):
+    alone = await engine.generate(request(chat, "a", seed=5))
+    _, _, with_others, *_ = await asyncio.gather(*(engine.generate(request(chat, e, seed=5)) for e in "xyazwv"))
     np.testing.assert_array_equal(alone.ids, with_others.ids)
     np.testing.assert_array_equal(alone.behavior_logp, with_others.behavior_logp)
     alone_request = request(chat, "a", seed=5)
@@ -91,18 +94,15 @@ def test_tokens_are_the_samplers_alone_or_with_other_requests(model, contract, c
 
 
 @pytest.mark.slow
-def test_a_picture_in_a_tools_response_has_the_learners_log_probs(model, contract, chat):
+@sampling
+async def test_a_picture_in_a_tools_response_has_the_learners_log_probs(engine, chat, model, contract):
     """Also if the turns before it are in the cache; the same picture at another place gives others."""
     first = request(chat, "t", seed=5)
     turn = np.concatenate([first.ids, chat.encode("I look.</think><|im_end|>")])
     ids = np.concatenate([turn, chat.after_turn(turn, [["Here: ", PICTURES[1]], ["And: ", PICTURES[0]]])])
     later = replace(first, ids=ids, pictures=(*PICTURES, PICTURES[1], PICTURES[0]))
-
-    async def work(engine):
-        await engine.generate(first)
-        return await engine.generate(later)
-
-    sampled = run(model, contract, work)
+    await engine.generate(first)
+    sampled = await engine.generate(later)
     scorer = LearnerScorer(model, contract)
     whole = np.concatenate([ids, sampled.ids])
     scored = [
@@ -114,30 +114,25 @@ def test_a_picture_in_a_tools_response_has_the_learners_log_probs(model, contrac
 
 
 @pytest.mark.slow
-def test_members_of_a_group_share_one_prefill(model, contract, chat):
-    async def work(engine):
-        prefills = []
-        prefill = engine._sampler._prefill
-        engine._sampler._prefill = lambda *arguments: prefills.append(arguments) or prefill(*arguments)
-        await asyncio.gather(*(engine.generate(request(chat, "g", seed=n)) for n in range(4)))
-        return prefills
-
-    assert len(run(model, contract, work)) == 1
+@sampling
+async def test_members_of_a_group_share_one_prefill(engine, chat):
+    prefills = []
+    prefill = engine._sampler._prefill
+    engine._sampler._prefill = lambda *arguments: prefills.append(arguments) or prefill(*arguments)
+    await asyncio.gather(*(engine.generate(request(chat, "g", seed=n)) for n in range(4)))
+    assert len(prefills) == 1
 
 
 @pytest.mark.slow
 def test_tokens_after_a_publish_have_the_new_version(model, other, contract, chat):
-    long = dict(max_new_tokens=300)
-
     async def work(engine):
-        task = asyncio.create_task(engine.generate(request(chat, "r", seed=3, **long)))
-        while not any(engine._sampler.sampled(n) for n in list(engine._running)):
-            await asyncio.sleep(0.01)
+        task = asyncio.create_task(engine.generate(request(chat, "r", seed=3, max_new_tokens=300)))
+        await until(lambda: any(engine._sampler.sampled(n) for n in list(engine._running)))
         await engine.publish(ModelWeights(other, np.dtype(np.float32)), 7)
         fresh = await engine.generate(request(chat, "f", seed=3, version=7))
         return await task, fresh
 
-    mixed, fresh = run(model, contract, work)
+    mixed, fresh = run(work, model, contract)
     changes = np.flatnonzero(np.diff(mixed.versions))
     assert len(changes) == 1
     assert (mixed.versions[0], mixed.versions[-1], set(fresh.versions.tolist())) == (0, 7, {7})
@@ -145,99 +140,81 @@ def test_tokens_after_a_publish_have_the_new_version(model, other, contract, cha
     async def from_scratch(engine):
         return await engine.generate(request(chat, "f", seed=3))
 
-    np.testing.assert_array_equal(fresh.ids, run(other, contract, from_scratch).ids)
+    np.testing.assert_array_equal(fresh.ids, run(from_scratch, other, contract).ids)
 
 
 @pytest.mark.slow
-def test_weights_that_arrive_before_the_last_token_are_an_error_for_a_request_of_one_version(
-    model, other, contract, chat
-):
-    async def work(engine):
-        demanding = engine.generate(request(chat, "r", seed=3, max_new_tokens=300, version=0))
-        task = asyncio.create_task(demanding)
-        while not any(engine._sampler.sampled(n) for n in list(engine._running)):
-            await asyncio.sleep(0.01)
-        await engine.publish(ModelWeights(other, np.dtype(np.float32)), 7)
-        with pytest.raises(VersionMismatch, match=r"versions \[0, 7\], expected version 0"):
-            await task
-
-    run(model, contract, work)
+@sampling
+async def test_weights_that_arrive_before_the_last_token_are_an_error_for_a_request_of_one_version(engine, other, chat):
+    task = asyncio.create_task(engine.generate(request(chat, "r", seed=3, max_new_tokens=300, version=0)))
+    await until(lambda: any(engine._sampler.sampled(n) for n in list(engine._running)))
+    await engine.publish(ModelWeights(other, np.dtype(np.float32)), 7)
+    with pytest.raises(VersionMismatch, match=r"versions \[0, 7\], expected version 0"):
+        await task
 
 
 @pytest.mark.slow
-def test_a_publish_right_after_the_last_token_does_not_change_its_version(model, other, contract, chat):
-    async def work(engine):
-        await engine.generate(request(chat, "w", max_new_tokens=8))  # compiles
-        step, stepping = engine._sampler.step, threading.Event()
+@sampling
+async def test_a_publish_right_after_the_last_token_does_not_change_its_version(engine, other, chat):
+    await engine.generate(request(chat, "w", max_new_tokens=8))  # compiles
+    step, stepping = engine._sampler.step, threading.Event()
 
-        def slow_step():
-            stepping.set()
-            time.sleep(0.1)
-            return step()
+    def slow_step():
+        stepping.set()
+        time.sleep(0.1)
+        return step()
 
-        engine._sampler.step = slow_step
-        task = asyncio.create_task(engine.generate(request(chat, "r", max_new_tokens=8)))
-        await asyncio.to_thread(stepping.wait)
-        publishing = asyncio.create_task(engine.publish(ModelWeights(other, np.dtype(np.float32)), 7))
-        await asyncio.sleep(0)  # it waits for the step
-        while engine.version != 7:
-            time.sleep(0.01)  # the loop is busy
-        await publishing
-        return await task
-
-    assert set(run(model, contract, work).versions.tolist()) == {0}
+    engine._sampler.step = slow_step
+    task = asyncio.create_task(engine.generate(request(chat, "r", max_new_tokens=8)))
+    await asyncio.to_thread(stepping.wait)
+    publishing = asyncio.create_task(engine.publish(ModelWeights(other, np.dtype(np.float32)), 7))
+    await asyncio.sleep(0)  # it waits for the step
+    while engine.version != 7:
+        time.sleep(0.01)  # the loop is busy
+    await publishing
+    assert set((await task).versions.tolist()) == {0}
 
 
 @pytest.mark.slow
-def test_on_tokens_receives_the_tokens_while_they_are_sampled(model, contract, chat):
+@sampling
+async def test_on_tokens_receives_the_tokens_while_they_are_sampled(engine, chat):
     received = []
-
-    async def work(engine):
-        streamed = await engine.generate(request(chat, "h", seed=5, on_tokens=received.append))
-        return streamed, await engine.generate(request(chat, "h", seed=5))
-
-    streamed, silent = run(model, contract, work)
+    streamed = await engine.generate(request(chat, "h", seed=5, on_tokens=received.append))
+    silent = await engine.generate(request(chat, "h", seed=5))
     assert len(received) > 1 and all(len(first) < len(second) for first, second in itertools.pairwise(received))
     assert received[-1] == streamed.ids.tolist() == silent.ids.tolist()
 
 
-def test_a_request_for_another_version_is_an_error(model, contract, chat):
-    async def work(engine):
-        with pytest.raises(VersionMismatch, match="expected version 3"):
-            await engine.generate(request(chat, version=3))
-
-    run(model, contract, work)
+@sampling
+async def test_a_request_for_another_version_is_an_error(engine, chat):
+    with pytest.raises(VersionMismatch, match="expected version 3"):
+        await engine.generate(request(chat, version=3))
 
 
 @pytest.mark.slow
-def test_abort_returns_the_tokens_so_far_and_frees_the_row(model, contract, chat):
-    async def work(engine):
-        tasks = [asyncio.create_task(engine.generate(request(chat, e, max_new_tokens=400))) for e in "ab"]
-        while len(engine._running) < 2 or not all(engine._sampler.sampled(n) for n in list(engine._running)):
-            await asyncio.sleep(0.01)
-        await engine.abort("a")
-        aborted = await tasks[0]
-        await engine.abort()
-        return aborted, await tasks[1], await engine.generate(request(chat, "c"))
-
-    first, second, third = run(model, contract, work)
+@sampling
+async def test_abort_returns_the_tokens_so_far_and_frees_the_row(engine, chat):
+    tasks = [asyncio.create_task(engine.generate(request(chat, e, max_new_tokens=400))) for e in "ab"]
+    while len(engine._running) < 2 or not all(engine._sampler.sampled(n) for n in list(engine._running)):
+        await asyncio.sleep(0.01)
+    await engine.abort("a")
+    first = await tasks[0]
+    await engine.abort()
+    second, third = await tasks[1], await engine.generate(request(chat, "c"))
     assert (first.finish, second.finish) == ("abort", "abort")
     assert 0 < len(first.ids) < 400
     assert third.finish in ("stop", "length")
 
 
-def test_a_deadline_or_a_cancelled_caller_leaves_nothing_running(model, contract, chat):
-    async def work(engine):
-        with pytest.raises(DeadlineExceeded, match=r"did not finish a request in 0\.05 s"):
-            await engine.generate(request(chat, max_new_tokens=450, deadline_s=0.05))
-        task = asyncio.create_task(engine.generate(request(chat, max_new_tokens=450)))
-        await asyncio.sleep(0.05)
-        task.cancel()
-        await asyncio.wait([task])
-        assert task.cancelled()
-        return dict(engine._running), engine._sampler.busy
-
-    assert run(model, contract, work) == ({}, False)
+@sampling
+async def test_a_deadline_or_a_cancelled_caller_leaves_nothing_running(engine, chat):
+    with pytest.raises(DeadlineExceeded, match=r"did not finish a request in 0\.05 s"):
+        await engine.generate(request(chat, max_new_tokens=450, deadline_s=0.05))
+    task = asyncio.create_task(engine.generate(request(chat, max_new_tokens=450)))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled() and not engine._running and not engine._sampler.busy
 
 
 @pytest.mark.parametrize(
@@ -249,71 +226,62 @@ def test_a_deadline_or_a_cancelled_caller_leaves_nothing_running(model, contract
         (dict(top_p=0.5), "samples from all tokens"),
     ],
 )
-def test_a_wrong_request_is_rejected_with_a_reason_and_the_next_one_works(change, complaint, model, contract, chat):
+@sampling
+async def test_a_wrong_request_is_rejected_with_a_reason_and_the_next_one_works(engine, change, complaint, chat):
     right = request(chat)
     sampling = Sampling(
         change.get("max_new_tokens", 8), stop_ids=chat.stop_ids, top_p=change.get("top_p", 1.0), temperature=0.7
     )
     wrong = Request(right.ids, change.get("pictures", right.pictures), sampling, "e", 60)
-
-    async def work(engine):
-        with pytest.raises(RequestRejected, match=complaint):
-            await engine.generate(wrong)
-        return await engine.generate(right)
-
-    assert len(run(model, contract, work).ids)
+    with pytest.raises(RequestRejected, match=complaint):
+        await engine.generate(wrong)
+    assert len((await engine.generate(right)).ids)
 
 
-def test_every_request_gets_the_error_of_a_failed_sampler(model, contract, chat):
-    async def work(engine):
-        def broken():
-            raise RuntimeError("out of memory")
+@sampling
+async def test_every_request_gets_the_error_of_a_failed_sampler(engine, chat):
+    def broken():
+        raise RuntimeError("out of memory")
 
-        engine._sampler.step = broken
-        results = await asyncio.gather(*(engine.generate(request(chat, e)) for e in "ab"), return_exceptions=True)
-        assert all(isinstance(result, RuntimeError) for result in results)
-        with pytest.raises(EngineError, match="has failed"):
-            await engine.generate(request(chat))
-        assert not (await engine.health()).alive
-
-    run(model, contract, work)
+    engine._sampler.step = broken
+    results = await asyncio.gather(*(engine.generate(request(chat, e)) for e in "ab"), return_exceptions=True)
+    assert all(isinstance(result, RuntimeError) for result in results)
+    with pytest.raises(EngineError, match="has failed"):
+        await engine.generate(request(chat))
+    assert not (await engine.health()).alive
 
 
-def test_a_request_that_arrives_while_the_sampler_fails_gets_the_error(model, contract, chat):
-    async def work(engine):
-        submit, stepping = engine._submit, threading.Event()
+@sampling
+async def test_a_request_that_arrives_while_the_sampler_fails_gets_the_error(engine, chat):
+    submit, stepping = engine._submit, threading.Event()
 
-        def broken():
-            stepping.set()
-            time.sleep(0.2)
-            raise RuntimeError("out of memory")
+    def broken():
+        stepping.set()
+        time.sleep(0.2)
+        raise RuntimeError("out of memory")
 
-        def submit_slowly(*arguments):
-            if stepping.is_set():
-                time.sleep(0.2)  # its pictures are converted
-            submit(*arguments)
+    def submit_slowly(*arguments):
+        if stepping.is_set():
+            time.sleep(0.2)  # its pictures are converted
+        submit(*arguments)
 
-        engine._sampler.step, engine._submit = broken, submit_slowly
-        first = asyncio.create_task(engine.generate(request(chat, "a")))
-        await asyncio.to_thread(stepping.wait)
-        with pytest.raises(RuntimeError, match="out of memory"):
-            await engine.generate(request(chat, "b", deadline_s=5))
-        await asyncio.gather(first, return_exceptions=True)
-
-    run(model, contract, work)
+    engine._sampler.step, engine._submit = broken, submit_slowly
+    first = asyncio.create_task(engine.generate(request(chat, "a")))
+    await asyncio.to_thread(stepping.wait)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        await engine.generate(request(chat, "b", deadline_s=5))
+    await asyncio.gather(first, return_exceptions=True)
 
 
-def test_a_callback_that_raises_ends_only_its_own_request(model, contract, chat):
+@sampling
+async def test_a_callback_that_raises_ends_only_its_own_request(engine, chat):
     def broken(ids):
         raise KeyError("my display")
 
-    async def work(engine):
-        requests = [request(chat, "a", max_new_tokens=400, on_tokens=broken), request(chat, "b")]
-        failed, other = await asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
-        return failed, other, (await engine.health()).alive, engine._sampler.busy
-
-    failed, other, alive, busy = run(model, contract, work)
-    assert isinstance(failed, KeyError) and len(other.ids) and alive and not busy
+    requests = [request(chat, "a", max_new_tokens=400, on_tokens=broken), request(chat, "b")]
+    failed, other = await asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
+    assert isinstance(failed, KeyError) and len(other.ids)
+    assert (await engine.health()).alive and not engine._sampler.busy
 
 
 def test_cached_frames_are_bounded_in_bytes(model, contract, chat, monkeypatch):
@@ -331,7 +299,7 @@ def test_cached_frames_are_bounded_in_bytes(model, contract, chat, monkeypatch):
         engine._frame(pictures[6])
         return [*engine._frames]
 
-    kept = run(model, replace(contract, max_pixels=256 * 128), work)
+    kept = run(work, model, replace(contract, max_pixels=256 * 128))
     assert kept == [pictures[n].key for n in (4, 5, 0, 6)]
 
 

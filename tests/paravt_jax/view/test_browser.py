@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from agents import ANSWER, FakeFrames, call, call_of, script
+from agents import ANSWER, DRAWS, FakeFrames, call, call_of, script
 from browser import CHROMIUM, DESKTOP, PHONE, Tab, browser
 from evaluator import Evaluator, answer, config_of
 from view_run import CHAT, NASTY, make_run, write_metrics
@@ -104,20 +104,6 @@ def make_question() -> bytes:
     agent = Agent(script(CHAT, [LOOK, ANSWER.replace("A<", "<b>A</b><")]), FakeFrames(), CHAT, EpisodeConfig())
     answerer = Answerer(agent, 8)
     return page_of(asyncio.run(answerer.answer(["/data/a.mp4"], "What <b>colour</b>?")), answerer, "tiny")
-
-
-DRAWS = """
-import numpy as np
-from rollout.picture import Picture
-from rollout.toolbox import Tool, ToolArgs
-from rollout.tools import ToolSpec, make_schema
-
-class Draws(Tool):
-    spec = ToolSpec(make_schema("draws", "Draws."), usage="draws", effect="done")
-    shows_pictures = True
-    def check(self, arguments, videos): return ToolArgs()
-    def run(self, args, context): return ["A drawing:", Picture.of(np.full((32, 32, 3), (9, 90, 200), np.uint8))]
-"""
 
 
 def make_shown(directory: Path) -> bytes:
