@@ -8,14 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from agents import ANSWER, FakeFrames, call, script
+from agents import ANSWER, FakeFrames, call, play, script
 from PIL import Image
 from qwen_tokenizer import TOKENIZERS, chat_of
 
 from model_port.processing import VisionContract
 from paravt_jax.data.traces import Media, Message, Trace
 from paravt_jax.imitation.render import TraceRenderer
-from rollout.episode import Agent
 from rollout.episode_config import EpisodeConfig
 from rollout.ledger import Ledger
 from rollout.prompter import Task
@@ -47,12 +46,8 @@ def trace_of(*messages: tuple[str, tuple[str | Media, ...]]) -> Trace:
 def test_a_rendered_trace_has_the_ids_of_its_episode(tokenizer, crop_returns, responses, num_pictures, tiny_hf):
     """A tool message that is a part of a video is the response of an episode whose calls show frames."""
     config, chat = replace(CONFIG, crop_returns=crop_returns), chat_of(tokenizer)
-
-    async def run():
-        agent = Agent(script(chat, [f"{CALLING}<|im_end|>", ANSWER]), FakeFrames(), chat, config)
-        return await agent.run(await agent.overview(Task("t", QUESTION, ("/a.mp4",), 4)))
-
-    episode = asyncio.run(run())
+    engine, task = script(chat, [f"{CALLING}<|im_end|>", ANSWER]), Task("t", QUESTION, ("/a.mp4",), 4)
+    episode = play(engine, chat, task, **vars(config))
     trace = trace_of(
         ("user", (Media("video", "/a.mp4"), QUESTION)),
         ("assistant", (f"<think>\n{CALLING}",)),

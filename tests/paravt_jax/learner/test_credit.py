@@ -1,7 +1,6 @@
 """The credit of characters is given to the sampled tokens that spell them."""
 
-import asyncio
-
+import agents
 import numpy as np
 import pytest
 from agents import ANSWER, FakeFrames, call, script
@@ -16,8 +15,6 @@ from paravt_jax.learner.credit import CLASSES, FIRST_OF_TURN, dialogues_of, stru
 from paravt_jax.learner.settings import AdvantageConfig
 from paravt_jax.rewards.terms import reward_terms
 from rollout.chat import Chat
-from rollout.episode import Agent
-from rollout.episode_config import EpisodeConfig
 from rollout.ledger import Segment
 from rollout.prompter import Task
 
@@ -31,12 +28,8 @@ def chat(request):
 
 
 def play(chat, turns=TURNS):
-    agent = Agent(script(chat, turns), FakeFrames(size_px=(64, 96)), chat, EpisodeConfig())
-
-    async def run():
-        return await agent.run(await agent.overview(Task("t", "What colour?", ("/a.mp4",), 4)))
-
-    episode = asyncio.run(run())
+    task, frames = Task("t", "What colour?", ("/a.mp4",), 4), FakeFrames(size_px=(64, 96))
+    episode = agents.play(script(chat, turns), chat, task, frames)
     terms = reward_terms([turn.text for turn in episode.turns], episode.outcomes, "A", "mcq")
     return episode, terms
 
