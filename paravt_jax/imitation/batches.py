@@ -86,7 +86,7 @@ class TraceBatches:
         self._row_patches = contract.max_patches(video.max_pixels)
         self._next, self._sizes = first.next_visit, first
         self._num_skipped = 0  # consecutive traces
-        self._reported: set[str] = set()  # names of skipped traces
+        self._reported: set[str] = set()  # problems of skipped traces
         self._ready: asyncio.Queue[TraceBatch] = asyncio.Queue(STEPS_AHEAD)
         self._first: asyncio.Future[TraceBatch] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -136,29 +136,27 @@ class TraceBatches:
 
     async def _prepare(self) -> TraceBatch:
         """Takes samples in order while the rows of a step hold them; the next sample starts the next step."""
-        row_tokens = self._pack.row_tokens
         traces: list[RenderedTrace] = []
         placed: list[PromptGroup] = []
         first, problems = self._next, list[str]()
         while True:
-            sample = self._order[self._next]
             self._render_ahead()
             trace = await asyncio.shield(self._rendered[0])
             if isinstance(trace, str):
-                self._skip(problems, sample.item, trace)
+                self._skip(problems, trace)
                 continue
             placed.append(PromptGroup(0, [len(trace.dialogue.ids)]))
-            if num_batches(placed, row_tokens, self._rows_per_step) > 1:
+            if num_batches(placed, self._pack.row_tokens, self._rows_per_step) > 1:
                 break
             traces.append(trace)
             self._advance()
             self._num_skipped = 0
         return await asyncio.to_thread(self._packed, traces, self._next - first - len(traces), problems)
 
-    def _skip(self, problems: list[str], trace: Trace, problem: str) -> None:
+    def _skip(self, problems: list[str], problem: str) -> None:
         """Records a skipped trace. A run without a single usable trace must not search forever."""
-        if trace.id not in self._reported:
-            self._reported.add(trace.id)
+        if problem not in self._reported:
+            self._reported.add(problem)
             problems.append(problem)
         self._advance()
         self._num_skipped += 1
