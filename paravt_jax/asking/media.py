@@ -19,14 +19,12 @@ import aiohttp
 from PIL import Image
 
 from paravt_jax.asking.openai import RETRY_S, BadRequest, Kind, Medium, RequestError, cut
-from rollout.picture import IMAGE_FORMATS, in_rgb
+from rollout.picture import IMAGE_FORMATS, MAX_IMAGE_PIXELS, in_rgb
 
 MAX_FETCHED_BYTES = 2 * 2**30  # per request
 MAX_ALL_FETCHED_BYTES = 8 * 2**30  # over all requests in progress
 FETCH_DEADLINE_S = 300.0
 MAX_REDIRECTS = 3
-MAX_IMAGE_PIXELS = 8192 * 4352
-MAX_IMAGE_SIDE_PX = 16_384
 MAX_IMAGE_ASPECT = 200  # longer side / shorter side; the model's frame sizes allow no more
 CHUNK_BYTES = 2**20
 MAX_URL_CHARS = 2**14  # unless it has the data itself; libraries keep the last URLs that they have split
@@ -186,7 +184,7 @@ def _check_image(path: Path) -> None:
     try:
         with Image.open(path, formats=IMAGE_FORMATS) as image:
             short, long = sorted(image.size)
-            if short * long > MAX_IMAGE_PIXELS or long > min(MAX_IMAGE_SIDE_PX, MAX_IMAGE_ASPECT * short):
+            if short * long > MAX_IMAGE_PIXELS or long > MAX_IMAGE_ASPECT * short:
                 raise BadRequest(f"an image of {image.width} x {image.height} pixels is too large or too narrow")
             in_rgb(image)
     except (BadRequest, MemoryError):

@@ -74,10 +74,10 @@ def data_url(image, **options):
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-@pytest.mark.parametrize("size", [(1, 65_535), (65_535, 1), (2, 401), (20_000, 100)])
+@pytest.mark.parametrize("size", [(1, 65_535), (65_535, 1), (2, 401), (8200, 8200)])
 def test_an_image_that_no_model_supports_is_rejected(size, tmp_path):
     with pytest.raises(BadRequest, match=f"{size[0]} x {size[1]} pixels"):
-        path_of(data_url(Image.new("RGB", size)), tmp_path, "image")
+        path_of(data_url(Image.new("1", size)), tmp_path, "image")
 
 
 # Turned by a quarter; its width is a text.
