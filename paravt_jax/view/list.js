@@ -124,7 +124,9 @@ const scrollTo = (at) => {
 const readBeside = (other, partners) => {
   const places = [current, other].filter(known).sort((one, two) => rows[one].run - rows[two].run);
   reader.classList.toggle("two", places.length > 1);
+  const label = reader.contains(document.activeElement) ? document.activeElement.ariaLabel : null; // of a control that is drawn again
   reader.replaceChildren(...places.map((one) => read(episodeAt(one), barOf(one, partners))));
+  if (label) reader.querySelector(`[aria-label="${label}"]`)?.focus();
 };
 const open = (place, remember = true) => {
   current = place;

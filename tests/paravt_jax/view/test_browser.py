@@ -245,13 +245,17 @@ def test_pictures_that_calls_showed_are_inside_their_turn(tab, tmp_path):
     assert tab.run("[...document.images].every(one => one.naturalWidth == 32)") and tab.messages == []
 
 
-def test_arrow_keys_move_between_episodes(tab, pages):
+def test_keys_move_between_episodes(tab, pages):
     open_page(tab, pages["one"], "#episode-3")
     for key in ("ArrowDown", "j", "ArrowUp", "End", "Home"):
         tab.run(f"document.querySelector('.scroll').dispatchEvent(new KeyboardEvent('keydown', {{key: '{key}'}}))")
         at = tab.run("[location.hash, document.querySelector('.row[aria-selected=true]').ariaPosInSet]")
         assert at[0] == f"#episode-{int(at[1]) - 1}"
     assert at == ["#episode-0", "1"]
+    tab.run("document.querySelector('[aria-label=\"Next episode\"]').focus()")
+    for number in (1, 2):
+        tab.run("document.activeElement.click()")  # as Enter does; the button keeps the focus
+        assert tab.run("location.hash") == f"#episode-{number}"
 
 
 def test_text_can_be_colored_by_advantage(tab, pages):
