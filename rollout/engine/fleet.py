@@ -59,8 +59,6 @@ class Fleet:
         await asyncio.gather(*self._background, return_exceptions=True)  # bounded by their own deadlines
         await self.files.close()
         await self.client.close()
-
-    async def stop_managed(self) -> None:
         managed = [server.managed for server in self.servers if server.managed is not None]
         await asyncio.gather(*(server.stop(self.settings.stop_grace_s) for server in managed))
 

@@ -200,9 +200,8 @@ class SGLangEngine:
         for task in calls:
             task.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
-        await self.fleet.close()
         await self._client.close()
-        await self.fleet.stop_managed()
+        await self.fleet.close()
 
     async def _attempt(self, server: ServerState, request: Request, body: dict[str, Any], deadline_s: float) -> Any:
         """Sends the request once. Unless it is answered, the computation on the server is ended as well."""
