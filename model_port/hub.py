@@ -95,7 +95,9 @@ def model_files(directory: Path) -> list[str]:
             raise ValueError(f"{directory} has no {constants.CONFIG_NAME}")
         HfTensors(directory).close()
     except ValueError as problem:
-        raise ValueError(f"the model to push is incomplete, export it again: {problem}") from problem
+        raise ValueError(
+            f"the model to push is incomplete; write it with `python -m model_port.export`: {problem}"
+        ) from problem
     names = sorted(path.name for path in directory.iterdir() if path.is_file())
     return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in MODEL_FILES)]
 
