@@ -168,10 +168,11 @@ class Chart {
 
   show(step) {
     const at = step ?? allSteps.at(-1);
-    const value = (line) => line.points.findLast(([other]) => other <= at)?.[1];
+    const ended = (line) => step !== null && step > runs[line.run].figures.steps.at(-1);
+    const value = (line) => (ended(line) ? null : line.points.findLast(([other]) => other <= at)?.[1]);
     const entry = (line, mark, name, shown) => h("span", { class: `c-${line.color} dashed-${line.dash}` }, name ? [h("i", { class: mark }), name] : null, h("b", {}, number(shown)));
-    const latest = (line) => line.validation.findLast(([other]) => other <= at);
-    this.legend.replaceChildren(h("span", {}, `step ${at.toLocaleString("en")}`),
+    const latest = (line) => (ended(line) ? null : line.validation.findLast(([other]) => other <= at));
+    this.legend.replaceChildren(h("span", {}, step === null && comparing ? "last step" : `step ${at.toLocaleString("en")}`),
       ...this.lines.map((line) => entry(line, null, this.lines.length > 1 ? this.name(line) : "", value(line))),
       ...this.lines.filter(latest).map((line) => entry(line, "validation", [comparing ? RUN_NAMES[line.run] : "", "validation"].join(" "), latest(line)[1])));
     this.svg.setAttribute("aria-valuenow", at);

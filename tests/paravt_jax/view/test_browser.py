@@ -289,6 +289,10 @@ def test_steps_with_episodes_are_counted_in_a_run_that_has_some(tab, pages, tmp_
     (tmp_path / "page.html").write_bytes(make_page([without, pages["one"].with_name("a")], 20))
     open_page(tab, tmp_path / "page.html")
     assert tab.run("document.querySelector('#episodes .lede').textContent").startswith("10 episodes of all 2 steps,")
+    legend = "[...document.querySelectorAll('figure')].find(one => one.textContent.startsWith('Policy')).children[1]"
+    assert tab.run(f"{legend}.textContent").startswith("last stepA0.5B")
+    tab.run(f"{legend}.nextSibling.dispatchEvent(new KeyboardEvent('keydown', {{key: 'End'}}))")
+    assert tab.run(f"{legend}.textContent").startswith("step 2A–B")  # run A ended before
 
 
 def test_each_of_four_runs_has_a_color_and_a_letter(tab, pages):
