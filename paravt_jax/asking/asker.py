@@ -21,6 +21,7 @@ from paravt_jax.run.start import describe_devices, find_devices, size_of, start_
 from paravt_jax.run.threads import in_thread
 from paravt_jax.sampling.endpoint import endpoint_contract, open_endpoint
 from paravt_jax.sampling.engines import frame_reader, open_engine
+from paravt_jax.sampling.local_copy import by_layer
 from rollout.chat import Chat
 from rollout.endpoint.agent import EndpointAgent
 from rollout.engine.discovery import check_url
@@ -106,7 +107,7 @@ async def _of_model(
 
     def load() -> VLModel:
         with Meter(f"loading {source}"):
-            return model_port.load(source, dtype)
+            return by_layer(model_port.load(source, dtype))
 
     rollout, max_rows = recipe.rollout, min(MAX_ROWS, num_questions * max(1, recipe.rollout.calls_per_turn))
     frames = await stack.enter_async_context(frame_reader(VideoConfig(), contract, rollout.detail_factor))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from model_port.model import VLModel
 from model_port.processing import VisionContract
 from model_port.progress import in_units
 from model_port.terminal import say
@@ -46,11 +47,12 @@ from paravt_jax.rl.episodes import RolloutWorker
 from paravt_jax.run.directory import locked, settings_of, write_settings
 from paravt_jax.run.gpu_assignment import Gpus, place_servers
 from paravt_jax.run.log import write_json
-from paravt_jax.run.policy import policy_of
+from paravt_jax.run.policy import Policy, policy_of
 from paravt_jax.run.start import find_devices
 from paravt_jax.run.threads import in_thread
 from paravt_jax.sampling.endpoint import endpoint_contract, open_endpoint, served_files
 from paravt_jax.sampling.engines import frame_reader, open_engine, report_unreachable
+from paravt_jax.sampling.local_copy import by_layer
 from rollout.endpoint.agent import EndpointAgent
 from rollout.endpoint.check import check_video
 from rollout.endpoint.client import EndpointClient
@@ -268,7 +270,7 @@ async def _agent(
     engine = await open_engine(
         config.engine,
         policy,
-        await in_thread(policy.load) if config.engine.kind == "jax" else None,
+        await in_thread(lambda: _frozen_model(policy)) if config.engine.kind == "jax" else None,
         0,
         say,
         dtype=config.model.dtype,
@@ -285,6 +287,11 @@ async def _agent(
         )
     write_json(directory / PLAYED_FILE, {"model": model, "engine": record})
     return Agent(engine, frames, policy.chat, config.rollout)
+
+
+def _frozen_model(policy: Policy) -> VLModel:
+    model = policy.load(is_frozen=True)
+    return by_layer(model) if policy.mesh is None else model
 
 
 def _directory(run_dir: Path, shard: Shard | None) -> Path:

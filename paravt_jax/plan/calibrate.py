@@ -29,7 +29,6 @@ from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, load_jsonl
 from paravt_jax.run.policy import HF_FILES_DIR
 
 OF_DEVICES = ("memory_frac", "publish_bytes_per_s", "update")
-IN_A_TOKEN = ("weight_passes", "copy_passes")  # a token's measured time includes them
 
 KEPT = "no logged step determines it"
 KEPT_OF: dict[str, str] = dict.fromkeys(
@@ -101,7 +100,7 @@ def _calibration(
     is_same = kind == device.kind
     other = f"the run's device is {kind or 'not in its log'}, not {device.kind}"
     kept = {name: KEPT_OF.get(name, KEPT) for name in PUBLISHED if name not in values}
-    kept |= {name: other for name in (*OF_DEVICES, *IN_A_TOKEN) if not is_same}
+    kept |= {name: other for name in (*OF_DEVICES, "weight_passes") if not is_same}
     rates = dict(PUBLISHED)
     for name in values.keys() - kept.keys():
         rises = rates[name].best <= rates[name].worst  # the worst value is the largest
@@ -152,7 +151,7 @@ class LoggedRates:
             "memory_frac": list(self._memory_fracs()),
         }
         if values["memory_frac"]:
-            values |= {name: [1.0] for name in IN_A_TOKEN}
+            values["weight_passes"] = [1.0]  # in a token's measured time
         return {name: of_rate for name, of_rate in values.items() if of_rate}
 
     def _metric(self, key: str) -> list[float]:
@@ -162,7 +161,7 @@ class LoggedRates:
     def _mean_parts(self) -> StepParts:
         """The run's parts at the mean calls, turns and lengths, and otherwise at rates of 1."""
         means = {"calls": self._metric("rollout/tool_calls_mean"), "turns": self._metric("rollout/turns_mean")}
-        ones = dict.fromkeys(("memory_frac", "update", *IN_A_TOKEN), 1.0)
+        ones = dict.fromkeys(("memory_frac", "update", "weight_passes"), 1.0)
         measured = {name: float(np.mean(of_rate)) for name, of_rate in means.items() if of_rate}
         return StepParts(self.run, self.device, best(PUBLISHED) | ones | {"hop_s": 0.0} | measured, overlaps=True)
 

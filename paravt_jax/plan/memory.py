@@ -38,7 +38,8 @@ MOMENTS = 2  # Adam's
 LOGITS_AT_ONCE = 2  # arrays per chunk in the head's backward pass: XLA fuses softmax and gradient, and holds 1.0 to 1.5
 SCANNED_ARRAYS = 3  # arrays per pair of blocks: scores, weights and their gradient
 BLOCKED_ARRAYS = {"tpu": 1}  # 2 elsewhere: XLA for TPU fuses one away
-ENGINE_PARTS = ("key/value cache", "encoded frames", "copy for sampling")
+COPY = "copy for sampling"
+ENGINE_PARTS = ("key/value cache", "encoded frames", COPY)
 PROBE_LAYERS = 5  # layers of the traced model: more than its DeepStack maps
 PROBE_MERGED = 131  # tokens and merged patches of the traced model: a prime that equals no model width
 
@@ -115,7 +116,7 @@ def memory_of(
         Phase("optimizer", accumulators | beside | (device.moments if update.optim.offload else {})),
     ]
     if sampler is not None:
-        phases.append(Phase("rollout", device.sampling(sampler)))
+        phases.append(Phase("rollout", device.sampling(sampler) | device.temporary_copy(sampler)))
         if sampler.beside_update:
             phases.append(Phase("publish", {"next copy for sampling": device.copied_bytes(sampler)}))
     resident = device.resident(sampler)
@@ -157,7 +158,7 @@ def sampling_tensor_on(local: MeshConfig, model: ModelConfig) -> int:
 
 
 def samples_own(mesh: MeshConfig, local: MeshConfig, tensor: int) -> bool:
-    """Whether the sampler reads the learner's own arrays: on one host, and over the same devices (LocalCopy)."""
+    """Whether the sampler's weights are where the learner's are: on one host, and over the same devices (LocalCopy)."""
     return mesh == local == MeshConfig(local.num_devices // tensor, 1, tensor)
 
 
@@ -271,15 +272,24 @@ class Share:
             parts["key/value cache"] = pages * PAGE_TOKENS * kv_values * self.item_bytes
             maps = 1 + self.model.vision.num_deepstack
             parts["encoded frames"] = TABLE_TOKENS * maps * text.width * self.item_bytes
-            parts["copy for sampling"] = self.copied_bytes(sampler)
+            if not self.temporary_copy(sampler):
+                parts[COPY] = self.copied_bytes(sampler)
         return {name: num_bytes for name, num_bytes in parts.items() if num_bytes}
 
     def copied_bytes(self, sampler: SamplerShape) -> int:
-        """Bytes of the weights to sample from, unless they are the learner's own."""
+        """Bytes of the weights to sample from, without those that are the learner's own."""
         tensor = sampling_tensor_on(sampler.local, self.model)
         if not samples_own(self.update.mesh, sampler.local, tensor):
             return self.item_bytes * values_on(MeshConfig(1, 1, tensor), self.model)
-        return self.item_bytes * (self.num_trainable if self.adapted else self.num_params) * sampler.beside_update
+        if not self.adapted and (sampler.beside_update or self.item_bytes < FLOAT32_BYTES):
+            return self.item_bytes * self.num_params
+        layers = self.model.text.num_layers * self.layer_values if self.platform == "gpu" else 0
+        return self.item_bytes * (layers + (self.num_trainable if self.adapted else 0))
+
+    def temporary_copy(self, sampler: SamplerShape) -> Parts:
+        """The copy for sampling, if it is deleted before updates (LocalCopy)."""
+        own = samples_own(self.update.mesh, sampler.local, sampling_tensor_on(sampler.local, self.model))
+        return {COPY: self.copied_bytes(sampler)} if own and not sampler.beside_update else {}
 
     @property
     def moments(self) -> Parts:

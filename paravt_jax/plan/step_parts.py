@@ -16,7 +16,7 @@ from paravt_jax.config import EngineConfig, MeshConfig
 from paravt_jax.plan.collectives import Collective
 from paravt_jax.plan.devices import GIB, DeviceSpec
 from paravt_jax.plan.hosts import mesh_of_host
-from paravt_jax.plan.memory import FLOAT32_BYTES, param_shapes, samples_own, values_on
+from paravt_jax.plan.memory import FLOAT32_BYTES, param_shapes, values_on
 from paravt_jax.plan.run import PlannedRl
 from paravt_jax.plan.workload import (
     BF16_BYTES,
@@ -115,15 +115,10 @@ class StepParts:
             devices = server_devices(run.engine, model, device)
             room = server_bytes(devices, device) - weight_bytes(model)
             return Samplers(num_servers(run.engine, hosts), devices, min(MAX_RUNNING, room // self.row_bytes), 1.0)
-        local, adapted = mesh_of_host(run.update.mesh, hosts), run.update.lora.rank > 0
-        devices = sampling_tensor(param_shapes(model), asdict(local))
+        devices = sampling_tensor(param_shapes(model), asdict(mesh_of_host(run.update.mesh, hosts)))
         sizes = run.engine.sampler_sizes(run.rollout.max_context_tokens, hosts)
         rows = min(sizes["max_rows"], sizes["cache_tokens"] * cached_bytes(model, self.item_bytes) / self.row_bytes)
-        own = samples_own(run.update.mesh, local, devices) and (adapted or not run.train.max_staleness)
-        passes = self.rates["weight_passes" if own else "copy_passes"]
-        if own and not adapted:  # float32 masters, which it casts
-            passes += FLOAT32_BYTES / self.item_bytes - 1
-        return Samplers(hosts, devices, rows, passes)
+        return Samplers(hosts, devices, rows, self.rates["weight_passes"])
 
     def decode_s(self, share: float) -> float:
         """Until the last token of the busiest replica, which samples this share of the episodes."""

@@ -48,9 +48,7 @@ PUBLISHED: StepRates = {
     "tail": Rate("the longest dialogue over the mean", 1.3, 3.0),
     "matmul_frac": Rate("prefill, of peak FLOPs", 0.56, 0.26, 100, " %"),  # and of the vision tower
     "memory_frac": Rate("decoding, of memory bandwidth", 0.81, 0.5, 100, " %"),
-    # How often a token moves the weights: the learner's own stacked arrays, or the sampler's copy.
-    "weight_passes": Rate("passes over the learner's weights per token", 1.0, 3.5),
-    "copy_passes": Rate("passes over the sampler's copy per token", 1.0, 1.84),
+    "weight_passes": Rate("passes over the sampler's weights per token", 1.0, 1.84),
     "hop_s": Rate("an all-reduce of the sampler", 6e-6, 2.6e-5, 1e6, " µs"),  # the latency
     "overview_s": Rate("an overview on a CPU core", 5.0, 22.0, 1, " s"),
     "picture_s": Rate("a picture on the server's CPU", 0.008, 0.030, 1e3, " ms"),

@@ -62,9 +62,9 @@ class Policy:
     seed: int = 0  # random seed for new adapters
     kernel_check: KernelCheck | None = None  # check of the accelerator's attention kernel, if model.attention=auto
 
-    def load(self) -> VLModel:
-        """Loads the parameters onto the mesh in float32; if adapters train, in the activations' dtype."""
-        dtype = self.compute.dtype if self.lora.rank else "float32"
+    def load(self, *, is_frozen: bool = False) -> VLModel:
+        """Loads the parameters onto the mesh in float32; if only adapters or none train, in the activations' dtype."""
+        dtype = self.compute.dtype if self.lora.rank or is_frozen else "float32"
         with Meter(f"loading {self.adapter or self.source}"):
             model = model_port.load(self.adapter or self.source, dtype, self.mesh)
         if self.lora.rank and self.adapter is None:

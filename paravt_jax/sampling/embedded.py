@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Int
 
@@ -83,7 +84,7 @@ class EmbeddedEngine:
         **sampler: Any,
     ):
         """`mesh` is the model's; `beside_update` means that it samples during updates; `sampler` are model_port's."""
-        self._copy = LocalCopy(model, mesh, beside_update=beside_update)
+        self._copy, self._model = LocalCopy(model, mesh, beside_update=beside_update), model
         with on_mesh(self._copy.mesh):
             self._sampler = Sampler(self._copy.of(model), **sampler)
         self.kernel_check = self._sampler.kernel_check
@@ -145,8 +146,8 @@ class EmbeddedEngine:
         def update() -> None:
             for number, running in self._running.items():
                 self._mark_version(running, len(self._sampler.sampled(number)))
+            self._model, self._version = weights.model, version
             self._sampler.update(self._copy.of(weights.model))
-            self._version = version
 
         await self._in_thread(update)
 
@@ -190,12 +191,15 @@ class EmbeddedEngine:
     def _step(self) -> Sequence[tuple[Running, Completion | Exception | None]]:
         """The running requests, each with its completion if it ended in this step."""
         was_running = dict(self._running)
+        if self._sampler.busy and not self._sampler.params:
+            self._sampler.params = nnx.state(self._copy.of(self._model))
         finished = self._sampler.step() if self._sampler.busy else {}
         for number, completion in finished.items():
             self._mark_version(self._running.pop(number), len(completion.ids))
         for number, running in self._running.items():
             if running.on_tokens is not None:
                 running.sampled = self._sampler.sampled(number)
+        self._delete_if_idle()
         return [(running, finished.get(number)) for number, running in was_running.items()]
 
     def _stop(self, running: Running) -> Completion | None:
@@ -204,7 +208,13 @@ class EmbeddedEngine:
             return None
         completion = self._sampler.abort(running.number)
         self._mark_version(running, len(completion.ids))
+        self._delete_if_idle()
         return completion
+
+    def _delete_if_idle(self) -> None:
+        """Deletes a temporary copy of the weights; an update may follow."""
+        if self._copy.is_temporary and not self._sampler.busy:
+            self._sampler.params = nnx.State({})
 
     def _submit(self, request: Request, running: Running) -> None:
         sampling = request.sampling

@@ -1,11 +1,11 @@
 """The weights that a host samples from: in the activations' dtype, split over tensor on all devices of the host.
 
-A single device samples from the learner's own arrays, and casts them where it reads them: it lacks memory more than
-time.
-
 The learner's float32 masters are split over fsdp, so that every token would gather and cast them. Each host samples its
 own episodes: all hosts would have to start a program on the whole mesh together and in the same order; a host runs
 programs on its own devices independently.
+
+XLA for GPUs copies a layer that a loop takes from a stack, so there each layer has separate arrays. Without another
+mesh, a copy exists only during rollouts: a device that is not split lacks memory during updates.
 """
 
 from operator import itemgetter
@@ -24,46 +24,47 @@ SPLIT_AXES = ("data_hosts", "data", "fsdp_hosts", "fsdp", "tensor")  # of the me
 
 
 class LocalCopy:
-    """Makes the copies. A frozen base of adapters is copied once."""
+    """Makes the copies. A frozen base of adapters moves to another mesh once."""
 
     def __init__(self, model: VLModel, mesh: Mesh | None, *, beside_update: bool = False):
         """`beside_update`: sampling continues while updates donate the learner's arrays."""
         self._learner_mesh, self._beside_update = mesh, beside_update
         self._dtype = jnp.dtype(model.compute.dtype)
         self._axes, self.mesh = ((), None) if mesh is None else _sampling_mesh(model, mesh)
+        self._moves = self.mesh != mesh
+        differs = _stacked_on_gpu(model, self.mesh) or {leaf.dtype for leaf in jax.tree.leaves(model)} != {self._dtype}
+        self.is_temporary = differs and not self._moves and not beside_update  # deleted before updates
+        self._is_own = not (differs or self._moves or beside_update)
         self._base: tuple[list[jax.Array], VLModel] | None = None  # frozen arrays, and a copy with adapters
 
     def of(self, model: VLModel) -> VLModel:
         """All hosts must call this."""
+        if self._is_own:
+            return model
         graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam if model.lora.rank else nnx.Param, ...)
-        arrays, trained = jax.tree.leaves(frozen), self._copy(trained, donated=True)
-        if not arrays:
-            return self._by_layer(nnx.merge(graphdef, trained))
+        arrays = jax.tree.leaves(frozen)
+        if not arrays or self.is_temporary:
+            return self._copy_all(graphdef, trained, frozen)
         if self._base is None or any(new is not old for new, old in zip(arrays, self._base[0], strict=True)):
-            frozen = self._copy(frozen, donated=False)
-            self._base = arrays, self._by_layer(nnx.merge(graphdef, trained, frozen))
-        copy = nnx.clone(self._base[1])
+            self._base = arrays, self._copy_all(graphdef, trained, frozen)
+        copy, adapters = nnx.clone(self._base[1]), self._copy(trained, donated=True)
         if isinstance(copy.text.layers, nnx.List):
-            stacked, numbers = trained["text"]["layers"], range(len(copy.text.layers))
+            stacked, numbers = adapters["text"]["layers"], range(len(copy.text.layers))
             layers = {n: jax.tree.map(itemgetter(slice(n, n + 1)), stacked) for n in numbers}
-            trained["text"]["layers"] = nnx.State(layers)
-        nnx.update(copy, trained)
+            adapters["text"]["layers"] = nnx.State(layers)
+        nnx.update(copy, adapters)
         return copy
 
-    def _by_layer(self, copy: VLModel) -> VLModel:
-        """On GPUs each layer in a separate stack. A model whose base is not copied stays as it is."""
-        moved = self.mesh != self._learner_mesh
-        with on_mesh(self.mesh):
-            is_gpu = platform() == "gpu"
-        if is_gpu and (moved or (self._beside_update and not copy.lora.rank)):  # TPUs read slices in place
-            copy.text.layers = split(copy.text.layers, [1] * copy.config.text.num_layers)
-        return copy
+    def _copy_all(self, graphdef: nnx.GraphDef[VLModel], trained: nnx.State, frozen: nnx.State) -> VLModel:
+        return by_layer(
+            nnx.merge(graphdef, self._copy(trained, donated=True), self._copy(frozen, donated=False)), self.mesh
+        )
 
     def _copy(self, state: nnx.State, *, donated: bool) -> nnx.State:
         """`donated` arrays are those that updates overwrite."""
-        if self._learner_mesh == self.mesh:
-            copied = donated and self._beside_update
-            return jax.tree.map(lambda leaf: jnp.array(leaf, self._dtype), state) if copied else state
+        if not self._moves:
+            copy = donated and self._beside_update
+            return jax.tree.map(lambda leaf: jnp.array(leaf, self._dtype, copy=copy), state)
         mesh = self._learner_mesh
         assert mesh is not None
         sizes = [mesh.shape[axis] for axis in MESH_AXES]
@@ -85,6 +86,18 @@ class LocalCopy:
         shards = [shard.data for shard in copy.addressable_shards]
         sharding = NamedSharding(self.mesh, self._spec(leaf, "tensor"))
         return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
+
+
+def by_layer(model: VLModel, mesh: Mesh | None = None) -> VLModel:
+    """On GPUs, gives each layer separate arrays; takes the stacked ones out of the model."""
+    if _stacked_on_gpu(model, mesh):
+        model.text.layers = split(model.text.layers, [1] * model.config.text.num_layers)
+    return model
+
+
+def _stacked_on_gpu(model: VLModel, mesh: Mesh | None) -> bool:
+    with on_mesh(mesh):
+        return platform() == "gpu" and not isinstance(model.text.layers, nnx.List)
 
 
 def _sampling_mesh(model: VLModel, mesh: Mesh) -> tuple[tuple[str, ...], Mesh]:

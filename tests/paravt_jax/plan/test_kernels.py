@@ -58,7 +58,7 @@ def test_auto_attention_compiles_the_kernel_of_the_target_chip(name, heads, kv_h
     [
         ("8b_8x80gb_embedded", "h100:8", 8, "split"),
         ("8b_v5p8", "v5p:2x2x1", 4, "stacked"),
-        ("8b_lora_1x80gb", "h100:1", 1, "stacked"),
+        ("8b_lora_1x80gb", "h100:1", 1, "split"),
     ],
 )
 def test_the_planned_memory_of_the_sampler_is_within_5_percent_of_the_compilers(recipe, name, tensor, stacking):
@@ -70,4 +70,6 @@ def test_the_planned_memory_of_the_sampler_is_within_5_percent_of_the_compilers(
     held = memory.engine | {part: memory.resident[part] for part in memory.resident if part == "frozen weights"}
     rollout = next(phase for phase in memory.phases if phase.name == "rollout")
     planned = sum(held.values()) + rollout.num_bytes
+    if "frozen weights" in held:  # of which the copy repeats the layers
+        planned -= rollout.parts["copy for sampling"]
     assert planned == pytest.approx(program["held_bytes"] + max(program["temp_bytes"]), rel=0.05)

@@ -10,6 +10,7 @@ from model_port.config import preset
 from paravt_jax import train
 from paravt_jax.config import EngineConfig, load_config
 from paravt_jax.plan.devices import DEVICES
+from paravt_jax.plan.memory import values_on
 from paravt_jax.plan.plan import make_plan, model_config
 from paravt_jax.plan.remat import planned_memory
 from paravt_jax.plan.run import PlannedRl
@@ -143,43 +144,37 @@ def test_the_sampler_splits_heads_over_a_hosts_devices_whatever_the_learners_mes
     assert split == step_of("8b_8x80gb_embedded", "mesh.data=8", "mesh.fsdp=1").parts["decode"]
 
 
-def test_the_sampler_reads_stacked_weights_where_it_has_no_copy_of_each_layer():
-    """The learner's own arrays; XLA for GPUs copies their slices."""
-    tensor, beside = ("mesh.fsdp=1", "mesh.tensor=8", "pack.num_rows=1"), "train.max_staleness=1"
-    for settings in ((), (*tensor, beside)):
-        assert samplers_of(run_of("8b_8x80gb_embedded", *settings)).weight_passes == LOW["copy_passes"] == 1.0
-    worst = [
-        StepParts(run_of(name, *settings), H100, HIGH).sampler.weight_passes
-        for name, settings in (
-            ("8b_8x80gb_embedded", ()),
-            ("8b_8x80gb_embedded", tensor),
-            ("8b_8x80gb_embedded", (*tensor, beside)),
-            ("8b_lora_1x80gb", ()),
-            ("8b_lora_1x80gb", (beside,)),  # the frozen base is not copied
-            ("30ba3b_8x80gb_lora", ()),
-        )
-    ]
-    copied, own = HIGH["copy_passes"], HIGH["weight_passes"]
-    assert worst == [copied, own + 1, copied, own, own, copied]  # float32 masters are read twice as long
-
-
-def test_float32_masters_take_a_pass_more_than_weights_in_the_activations_dtype():
-    """The sampler reads 4 bytes of each and casts them, unless they are frozen or it computes in float32."""
-    for end in (LOW, HIGH):
-        passes = {
-            name: StepParts(run_of(name), H100, end).sampler.weight_passes for name in ("4b_1x80gb", "8b_lora_1x80gb")
-        }
-        assert passes == {"4b_1x80gb": end["weight_passes"] + 1, "8b_lora_1x80gb": end["weight_passes"]}
-    assert samplers_of(run_of("4b_1x80gb", "model.dtype=float32")).weight_passes == LOW["weight_passes"]
-
-
-def test_replicas_without_fsdp_sample_from_the_learners_arrays():
+def test_replicas_without_fsdp_copy_the_weights_for_rollouts_only():
     """Qwen2.5-VL 7B has four key/value heads, so eight devices of a host have two copies of its weights."""
     name, mesh = "contrast/qwen25vl_7b_paragrpo", ("mesh.data=2", "mesh.fsdp=1", "mesh.tensor=4", "pack.num_rows=2")
     run = run_of(name, *mesh, "engine.kind=jax", "engine.urls=[]", "train.max_staleness=0")
-    sampler = StepParts(run, H100, HIGH).sampler
-    assert (sampler.devices, sampler.weight_passes) == (4, HIGH["weight_passes"] + 1)
-    assert "copy for sampling" not in planned_memory(run, H100).resident
+    assert StepParts(run, H100, HIGH).sampler.devices == 4
+    assert copies_of(run) == {"rollout": 2 * values_on(run.update.mesh, run.model)}
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "settings", "share"),
+    [
+        ("h100", "4b_1x80gb", (), 1),  # float32 masters in the activations' dtype
+        ("v5p", "4b_1x80gb", (), 1),
+        ("h100", "4b_1x80gb", ("model.dtype=float32",), 1.65),  # each layer in separate arrays
+        ("v5p", "4b_1x80gb", ("model.dtype=float32",), 0),
+        ("h100", "8b_lora_1x80gb", (), 0.81),
+        ("v5p", "8b_lora_1x80gb", (), 0.02),  # adapters
+    ],
+)
+def test_a_device_without_a_mesh_copies_what_differs_for_rollouts_only(device, name, settings, share):
+    run = run_of(name, *settings)
+    copies = copies_of(run, DEVICES[device])
+    assert copies.get("rollout", 0) == pytest.approx(2 * share * values_on(run.update.mesh, run.model), rel=0.05)
+    assert copies.keys() <= {"rollout"}
+
+
+def copies_of(run, device=H100):
+    """Bytes of the sampler's copy by phase."""
+    memory = planned_memory(run, device)
+    parts = {"resident": memory.resident} | {phase.name: phase.parts for phase in memory.phases}
+    return {name: part["copy for sampling"] for name, part in parts.items() if "copy for sampling" in part}
 
 
 @pytest.mark.slow

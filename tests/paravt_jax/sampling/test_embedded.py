@@ -19,6 +19,7 @@ from model_port.processing import VisionContract, expand_placeholders
 from model_port.sampler import Sampler, SamplerPrompt, SamplerRequest, SamplingParams
 from model_port.sharding import flat_params, make_mesh
 from model_port.tiny import make_tiny
+from paravt_jax.sampling import local_copy
 from paravt_jax.sampling.embedded import EmbeddedEngine
 from paravt_jax.sampling.frames import frame_of
 from paravt_jax.sampling.local_copy import LocalCopy
@@ -77,11 +78,25 @@ def sampling(work):
     return as_test(work, 1, run)
 
 
+@pytest.fixture(params=["cpu", "gpu"])
+def machine(request, monkeypatch):
+    monkeypatch.setattr(local_copy, "platform", lambda: request.param)
+    return request.param
+
+
 @pytest.mark.slow
 @sampling
-async def test_tokens_are_the_samplers_alone_or_with_other_requests(engine, chat, model, contract):
+async def test_tokens_are_the_samplers_alone_or_with_other_requests(engine, chat, model, contract, machine):
+    """On a GPU it samples from a copy, which is deleted when all requests have ended."""
     alone = await engine.generate(request(chat, "a", seed=5))
+    assert bool(engine._sampler.params) == (machine == "cpu")
     _, _, with_others, *_ = await asyncio.gather(*(engine.generate(request(chat, e, seed=5)) for e in "xyazwv"))
+    waiting = asyncio.create_task(engine.generate(request(chat, "b", max_new_tokens=150)))
+    while not engine._running:
+        await asyncio.sleep(0)
+    await engine.abort("b")
+    assert (await waiting).finish == "abort"
+    assert bool(engine._sampler.params) == (machine == "cpu")
     np.testing.assert_array_equal(alone.ids, with_others.ids)
     np.testing.assert_array_equal(alone.behavior_logp, with_others.behavior_logp)
     alone_request = request(chat, "a", seed=5)
