@@ -180,7 +180,7 @@ def _keep_text(config: Any, source: str, layer: Any) -> None:
     Raises for a file, whose text is not known. Expands `~/`, which shells leave in a.b=~/videos.
     """
     for key, value in flattened(cast(dict[Any, Any], OmegaConf.to_container(layer))).items():
-        if isinstance(value, str) and value.startswith("~/"):
+        if isinstance(value, str) and value.startswith("~/") and ".py:" not in value:  # hosts compare code by its name
             OmegaConf.update(layer, key, str(Path(value).expanduser()))
         if isinstance(value, int | float) and isinstance(OmegaConf.select(config, key), str):
             if not source.startswith(f"{key}="):
