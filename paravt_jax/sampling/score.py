@@ -33,8 +33,8 @@ from rollout.check import check
 from rollout.engine.discovery import check_url
 from rollout.parity import TIMES_NOISE, Scored, ScoreRequest, table
 
-TOKEN_BUCKET = 256  # few compilations, and short dialogues stay cheap
-PATCH_BUCKET = 64
+TOKEN_BUCKET = 1024  # few programs: compiling one takes longer than what padding adds
+PATCH_BUCKET = 256
 FRAME_BUCKET = 8
 BFLOAT16 = jnp.finfo(jnp.bfloat16)
 
