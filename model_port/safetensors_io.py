@@ -125,7 +125,9 @@ def _shards(directory: Path, single_file: str) -> tuple[list[Path], dict[str, st
         return shards, weight_map
     if (directory / single_file).is_file():
         return [directory / single_file], None
-    raise ValueError(f"{directory} has neither {single_file} nor {INDEX_FILE}")
+    raise ValueError(
+        f"{directory} has neither {single_file} nor {INDEX_FILE}; weights in other formats (.bin, .gguf) are not read"
+    )
 
 
 def _read_header(path: Path) -> dict[str, TensorInfo]:

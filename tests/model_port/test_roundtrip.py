@@ -174,7 +174,7 @@ BAD_SOURCES = {
         lambda p: (p / "tokenizer.json").write_text(LFS_POINTER),
         "tokenizer.json is a pointer of Git LFS, not the file: run `git lfs pull`",
     ),
-    "no weights": (lambda p: (p / "model.safetensors").unlink(), "has neither model.safetensors nor"),
+    "no weights": (lambda p: (p / "model.safetensors").unlink(), r"has neither model.safetensors nor .*\(.bin"),
     "missing key": (rewrite(lambda t: t.pop(HEAD)), f"1 missing: {HEAD}"),
     "extra key": (rewrite(lambda t: t.update(extra=np.zeros(3, np.float32))), "1 unknown: extra"),
     "NaN": (rewrite(lambda t: t.update({HEAD: np.full(128, np.nan, np.float32)})), f"tensor {HEAD} of .* are NaN or"),
