@@ -103,7 +103,9 @@ def summary() -> Iterator[Line]:
     seeds = [sum(row["violations"] == 0 for row in data("chaos")["rows"])]
     yield Line("[fault injection](faults.md#faults) without a violation", seeds, "≥ 10", "seeds", 0)
     for name, target in {"all": "≤ 12", "quick": "≤ 2.5"}.items():
-        yield Line(f"[{name} tests](tests.md) from a fresh clone, AMD EPYC", [suite[f"{name}_s"] / 60], target, "minutes", 1)
+        yield Line(
+            f"[{name} tests](tests.md) from a fresh clone, AMD EPYC", [suite[f"{name}_s"] / 60], target, "minutes", 1
+        )
 
 
 def tables() -> dict[str, list[str]]:
