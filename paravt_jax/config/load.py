@@ -55,6 +55,7 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
     config = pickle.loads(_defaults(schema))
     for source, layer in layers:
         _keep_text(config, source, layer)
+        _expand_homes(layer)
     for source, layer in layers:
         config = _in_one_line(source, partial(OmegaConf.unsafe_merge, config, layer))
     config = _with_prompts_file(config)
@@ -177,16 +178,21 @@ def to_record(config: Config | SftConfig | EvalConfig) -> dict[str, Any]:
 def _keep_text(config: Any, source: str, layer: Any) -> None:
     """Keeps the text of an override that YAML reads as a number: run_dir=20261128_1030 would become 202611281030.
 
-    Raises for a file, whose text is not known. Expands `~/`, which shells leave in a.b=~/videos.
+    Raises for a file, whose text is not known.
     """
     for key, value in flattened(cast(dict[Any, Any], OmegaConf.to_container(layer))).items():
-        if isinstance(value, str) and value.startswith("~/") and ".py:" not in value:  # hosts compare code by its name
-            OmegaConf.update(layer, key, str(Path(value).expanduser()))
         if isinstance(value, int | float) and isinstance(OmegaConf.select(config, key), str):
             if not source.startswith(f"{key}="):
                 where = f"{source}{_line_of(source, key)}"
                 raise ValueError(f"{where}: {key} is text, but YAML reads {value}; put it in quotes")
             OmegaConf.update(layer, key, source.partition("=")[2])
+
+
+def _expand_homes(layer: Any) -> None:
+    """Expands `~/`, which shells leave in a.b=~/videos. Code keeps it: hosts compare its files by the written name."""
+    for key, value in flattened(cast(dict[Any, Any], OmegaConf.to_container(layer))).items():
+        if isinstance(value, str) and value.startswith("~/") and ".py:" not in value:
+            OmegaConf.update(layer, key, str(Path(value).expanduser()))
 
 
 def as_written(used: Any, written: Any) -> Any:

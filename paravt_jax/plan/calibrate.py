@@ -28,7 +28,7 @@ from paravt_jax.run.directory import SETTINGS_FILE
 from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, load_jsonl
 from paravt_jax.run.policy import HF_FILES_DIR
 
-OF_DEVICES = ("memory_frac", "publish_bytes_per_s", "update")
+OF_DEVICES = ("memory_frac", "weight_passes", "publish_bytes_per_s", "update")
 
 KEPT = "no logged step determines it"
 KEPT_OF: dict[str, str] = dict.fromkeys(
@@ -100,7 +100,7 @@ def _calibration(
     is_same = kind == device.kind
     other = f"the run's device is {kind or 'not in its log'}, not {device.kind}"
     kept = {name: KEPT_OF.get(name, KEPT) for name in PUBLISHED if name not in values}
-    kept |= {name: other for name in (*OF_DEVICES, "weight_passes") if not is_same}
+    kept |= {name: other for name in OF_DEVICES if not is_same}
     rates = dict(PUBLISHED)
     for name in values.keys() - kept.keys():
         rises = rates[name].best <= rates[name].worst  # the worst value is the largest

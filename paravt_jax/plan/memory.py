@@ -116,7 +116,7 @@ def memory_of(
         Phase("optimizer", accumulators | beside | (device.moments if update.optim.offload else {})),
     ]
     if sampler is not None:
-        phases.append(Phase("rollout", device.sampling(sampler) | device.temporary_copy(sampler)))
+        phases.append(Phase("rollout", device.sampling(sampler) | device.copy(sampler, temporary=True)))
         if sampler.beside_update:
             phases.append(Phase("publish", {"next copy for sampling": device.copied_bytes(sampler)}))
     resident = device.resident(sampler)
@@ -155,11 +155,6 @@ def adapter_values_on(mesh: MeshConfig, model: ModelConfig, rank: int) -> int:
 def sampling_tensor_on(local: MeshConfig, model: ModelConfig) -> int:
     """The devices of a host over which the sampler splits the heads."""
     return sampling_tensor(param_shapes(model), asdict(local))
-
-
-def samples_own(mesh: MeshConfig, local: MeshConfig, tensor: int) -> bool:
-    """Whether the sampler's weights are where the learner's are: on one host, and over the same devices (LocalCopy)."""
-    return mesh == local == MeshConfig(local.num_devices // tensor, 1, tensor)
 
 
 def share_of(update: PlannedUpdate, model: ModelConfig, batch: BatchShape, platform: str) -> "Share":
@@ -272,24 +267,28 @@ class Share:
             parts["key/value cache"] = pages * PAGE_TOKENS * kv_values * self.item_bytes
             maps = 1 + self.model.vision.num_deepstack
             parts["encoded frames"] = TABLE_TOKENS * maps * text.width * self.item_bytes
-            if not self.temporary_copy(sampler):
-                parts[COPY] = self.copied_bytes(sampler)
+            parts |= self.copy(sampler, temporary=False)
         return {name: num_bytes for name, num_bytes in parts.items() if num_bytes}
 
     def copied_bytes(self, sampler: SamplerShape) -> int:
         """Bytes of the weights to sample from, without those that are the learner's own."""
-        tensor = sampling_tensor_on(sampler.local, self.model)
-        if not samples_own(self.update.mesh, sampler.local, tensor):
+        if not self.samples_in_place(sampler):
+            tensor = sampling_tensor_on(sampler.local, self.model)
             return self.item_bytes * values_on(MeshConfig(1, 1, tensor), self.model)
         if not self.adapted and (sampler.beside_update or self.item_bytes < FLOAT32_BYTES):
             return self.item_bytes * self.num_params
         layers = self.model.text.num_layers * self.layer_values if self.platform == "gpu" else 0
         return self.item_bytes * (layers + (self.num_trainable if self.adapted else 0))
 
-    def temporary_copy(self, sampler: SamplerShape) -> Parts:
-        """The copy for sampling, if it is deleted before updates (LocalCopy)."""
-        own = samples_own(self.update.mesh, sampler.local, sampling_tensor_on(sampler.local, self.model))
-        return {COPY: self.copied_bytes(sampler)} if own and not sampler.beside_update else {}
+    def copy(self, sampler: SamplerShape, *, temporary: bool) -> Parts:
+        """The copy for sampling, if it is one that is deleted before updates, or one that is not (LocalCopy)."""
+        is_temporary = self.samples_in_place(sampler) and not sampler.beside_update
+        return {COPY: self.copied_bytes(sampler)} if temporary == is_temporary else {}
+
+    def samples_in_place(self, sampler: SamplerShape) -> bool:
+        """Whether the sampler's weights are where the learner's are: on one host, over the same devices (LocalCopy)."""
+        local, tensor = sampler.local, sampling_tensor_on(sampler.local, self.model)
+        return self.update.mesh == local == MeshConfig(local.num_devices // tensor, 1, tensor)
 
     @property
     def moments(self) -> Parts:
@@ -387,7 +386,7 @@ class Share:
         return {"vision tower": patches * (values * self.item_bytes + scores)}
 
     def sampling(self, sampler: SamplerShape) -> Parts:
-        """A chunk of a prompt, and a token for all rows. Stacked weights are copied layer by layer on their way."""
+        """A chunk of a prompt, and a token for all rows. XLA may copy a layer's weights on their way."""
         text, tensor = self.model.text, sampling_tensor_on(sampler.local, self.model)
         mlps = max(1, text.num_experts)  # few tokens are computed by every expert
         token = (3 * mlps * text.ffn_width + 2 * text.num_heads * text.head_dim) // tensor + (3 + mlps) * text.width

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -11,12 +11,11 @@ import jax.numpy as jnp
 
 from model_port.config import ModelConfig
 from model_port.sampler.sampler import chunk_tokens
-from model_port.sharding import sampling_tensor
 from paravt_jax.config import EngineConfig, MeshConfig
 from paravt_jax.plan.collectives import Collective
 from paravt_jax.plan.devices import GIB, DeviceSpec
 from paravt_jax.plan.hosts import mesh_of_host
-from paravt_jax.plan.memory import FLOAT32_BYTES, param_shapes, values_on
+from paravt_jax.plan.memory import FLOAT32_BYTES, sampling_tensor_on, values_on
 from paravt_jax.plan.run import PlannedRl
 from paravt_jax.plan.workload import (
     BF16_BYTES,
@@ -115,7 +114,7 @@ class StepParts:
             devices = server_devices(run.engine, model, device)
             room = server_bytes(devices, device) - weight_bytes(model)
             return Samplers(num_servers(run.engine, hosts), devices, min(MAX_RUNNING, room // self.row_bytes), 1.0)
-        devices = sampling_tensor(param_shapes(model), asdict(mesh_of_host(run.update.mesh, hosts)))
+        devices = sampling_tensor_on(mesh_of_host(run.update.mesh, hosts), model)
         sizes = run.engine.sampler_sizes(run.rollout.max_context_tokens, hosts)
         rows = min(sizes["max_rows"], sizes["cache_tokens"] * cached_bytes(model, self.item_bytes) / self.row_bytes)
         return Samplers(hosts, devices, rows, self.rates["weight_passes"])

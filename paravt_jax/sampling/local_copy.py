@@ -47,6 +47,7 @@ class LocalCopy:
             return self._copy_all(graphdef, trained, frozen)
         if self._base is None or any(new is not old for new, old in zip(arrays, self._base[0], strict=True)):
             self._base = arrays, self._copy_all(graphdef, trained, frozen)
+            return self._base[1]
         copy, adapters = nnx.clone(self._base[1]), self._copy(trained, donated=True)
         if isinstance(copy.text.layers, nnx.List):
             stacked, numbers = adapters["text"]["layers"], range(len(copy.text.layers))

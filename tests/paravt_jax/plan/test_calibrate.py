@@ -242,7 +242,7 @@ def test_a_check_gives_the_rates_of_its_device(log, tmp_path):
     rates = device_rates(PlannedRl.of(CONFIG, model_config("8b")[0]), log(metrics(1), metrics(2)), H100)
     report = tmp_path / "check.json"
     report.write_text(json.dumps({"stages": [{"stage": "step", "facts": {"device": H100.kind, "rates": rates}}]}))
-    assert measured(calibrated(report, H100)) == {*OF_DEVICES, "weight_passes"}
+    assert measured(calibrated(report, H100)) == {*OF_DEVICES}
     of_run = calibrated(log(metrics(1), metrics(2)), H100)
     assert all(ends(calibrated(report, H100), name) == ends(of_run, name) for name in OF_DEVICES)
     assert measured(calibrated(report, V5P)) == set()
