@@ -45,7 +45,7 @@ def panels_of(rows: Sequence[Row]) -> dict[str, tuple[str, str]]:
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
     measured = panels_of(rows)
-    yield f"| windows | play | {' | '.join(title for title, _ in measured.values())} |"
+    yield f"| windows | mode | {' | '.join(title for title, _ in measured.values())} |"
     yield f"|{'---|' * (2 + len(measured))}"
     for row in rows:
         accuracy, *numbers = (f"{row[key]:{digits}}" for key, (_, digits) in measured.items())

@@ -155,14 +155,6 @@ def _measured(numbers: Numbers, arm: str) -> list[str]:
     return [spread, by_frames[0], means[0], by_frames[1], *means[1:], without, ", ".join(other)]
 
 
-def score_table() -> Iterator[str]:
-    """Each claim in every cell: predicted, then measured."""
-    yield f"| claim | {' | '.join(f'{cell.reports}, {cell.calls}' for cell in CELLS)} |"
-    yield f"|{'---|' * (1 + len(CELLS))}"
-    for claim, pairs in verdicts().items():
-        yield f"| {claim} | {' | '.join(map(_agreement, pairs))} |"
-
-
 def summary_table() -> Iterator[str]:
     """Each claim: the number of cells with each verdict, and of those in which prediction and measurement agree."""
     counted = ", ".join(VERDICTS)
@@ -181,11 +173,6 @@ def verdicts() -> dict[str, list[tuple[str, str]]]:
         claim: [(verdict(difference(predicted)), verdict(difference(measured))) for predicted, measured in lookups]
         for claim, difference in CLAIMS.items()
     }
-
-
-def _agreement(pair: Sequence[str]) -> str:
-    predicted, measured = pair
-    return predicted if measured == MISSING else f"{predicted}, **{measured}**"
 
 
 def agreement() -> str:
@@ -242,12 +229,11 @@ def _legend() -> list[Line2D]:
 
 
 def with_tables(page: str) -> str:
-    """The page with those of the tables that it has, and the line below the score, from the data."""
+    """The page with those of the tables that it has, and the line of agreement, from the data."""
     tables = {
         f"in {len(CELLS)} worlds": summary_table(),
         "reports, calls": map_table(),
-        "claim": score_table(),
-        **{_heading(cell): arm_table(cell) for cell in CELLS[: len(STATED)]},
+        _heading(CELLS[0]): arm_table(CELLS[0]),
     }
     for first, lines in tables.items():
         page = with_table(page, first, lines)
