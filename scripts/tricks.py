@@ -106,7 +106,7 @@ TRICKS = (
     instead_of_direct("a call that times out", [THINK + call()], ["timeout"]),
     instead_of_direct("an unknown tool", [THINK + call(CALL.replace("crop", "cut"))], ["unknown_tool"]),
     instead_of_direct("64 unknown tools", [THINK + 64 * call(CALL.replace("crop", "cut"))], 64 * ["unknown_tool"]),
-    instead_of_direct("a call that is no JSON", [THINK + call("crop the video")], ["invalid"]),
+    instead_of_direct("a call with invalid JSON", [THINK + call("crop the video")], ["invalid"]),
     instead_of_direct("an imitated report, and no call", last=lambda reply: THINK + IMITATION + answer(reply)),
     instead_of_direct("no answer, only a call", [THINK + call()], ["ok"], lambda _: THINK + call()),
     instead_of_direct("no answer, five calls", [THINK + 5 * call()], 5 * ["ok"], lambda _: THINK),
