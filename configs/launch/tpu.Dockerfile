@@ -1,6 +1,6 @@
-# The image of a TPU host. A TPU has no SGLang server: it samples with the embedded engine.
+# Image for a TPU host, which samples with the embedded engine.
 #   docker build -f configs/launch/tpu.Dockerfile -t IMAGE . && docker push IMAGE
-# Its steps were never run by Docker.
+# Not tested with Docker.
 FROM python:3.12-slim-bookworm
 WORKDIR /paravt
 COPY . .

@@ -54,7 +54,7 @@ CONTRAST = {  # the devices of each recipe of Qwen2.5-VL, and the recipe of Qwen
 DEVICES_OF = LEARNERS | STARTS | {name: devices for name, (devices, _) in CONTRAST.items()}
 MACHINES = CONFIGS.parent / "docs" / "machines.md"
 ESTIMATES = re.compile(
-    r"--plan(?: --device \w+)? estimates (?:(\S+) s an update and )?(\S+(?: to \S+)?) s a step, and (\S+) of (\S+) GiB"
+    r"--plan(?: --device \w+)? estimates (?:(\S+) s per update, )?(\S+(?: to \S+)?) s per step,? and (\S+) of (\S+) GiB"
 )
 RECIPE_ROW = re.compile(
     r"`configs/(\w+)\.yaml` \| (\S+) of (\S+) \| (\S+) \| (\S+ to \S+) \| ([^|]+) \|$", re.MULTILINE
@@ -155,7 +155,7 @@ def test_a_recipe_of_qwen2_5_vl_differs_from_its_counterpart_in_the_model_only(n
     counterpart, load = CONTRAST[name][1], start_of if is_start(name) else config_of
     old, new = (flattened(to_record(load(each))) for each in (counterpart, name))
     assert {key for key in old if old[key] != new[key]} == {"run_dir", "model.path"}
-    assert f"Otherwise as configs/{counterpart}.yaml" in header_of(name)
+    assert f"Otherwise the same as configs/{counterpart}.yaml" in header_of(name)
 
 
 @pytest.mark.slow
