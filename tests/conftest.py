@@ -33,8 +33,9 @@ import jax
 import psutil
 import pytest
 from jaxtyping import install_import_hook
-from typechecks import CHECKED
+from typechecks import CHECKED, check_shapes_only
 
+check_shapes_only()
 install_import_hook(CHECKED, "typechecks.checked")
 
 from fake_gcs import fake_gcs

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jaxtyping
 from beartype import beartype
 
-# Modules that state shapes have their types checked at every call. Checking more is for pyrefly, and would make many
-# tests twice as long.
+# Modules that state shapes. Checking more is for pyrefly, and would make many tests twice as long.
 ROOT = Path(__file__).parents[1]
 SOURCES = [path for package in ("model_port", "paravt_jax", "scripts") for path in (ROOT / package).rglob("*.py")]
 CHECKED = [
@@ -44,3 +44,18 @@ def checks_of(function: Callable[..., Any]) -> Callable[..., Any]:
     if key not in _made:
         _made[key] = beartype(function)
     return _made[key]
+
+
+def check_shapes_only() -> None:
+    """Leaves functions and dataclasses without shapes as they are, because jaxtyping makes each call slower."""
+
+    def jaxtyped(*, typechecker: Callable[..., Any]) -> Callable[..., Any]:
+        decorate = every(typechecker=typechecker)
+        return lambda item: decorate(item) if _has_shapes(item) else item
+
+    every, jaxtyping.jaxtyped = jaxtyping.jaxtyped, jaxtyped
+
+
+def _has_shapes(item: Any) -> bool:
+    function = item.__init__ if isinstance(item, type) else item
+    return "jaxtyping." in repr(getattr(function, "__annotations__", {}))

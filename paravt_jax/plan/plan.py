@@ -226,6 +226,9 @@ def _meshes(num_devices: int) -> Iterator[MeshConfig]:
 
 
 def _fits(run: PlannedRun, device: DeviceSpec) -> bool:
+    """With model.remat=auto, if it fits with the recomputation that needs the least memory."""
+    if (policy := run.update.policy).remat == "auto":
+        run = run.with_update(policy=replace(policy, remat="full"))
     try:
         return planned_memory(run, device).peak_bytes <= device.usable_bytes
     except ValueError:  # a mesh that does not divide the model fits nothing
