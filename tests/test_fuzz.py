@@ -202,6 +202,7 @@ def calls_of_any_tool(text, arguments):
             assert args.box is None or min(args.box.size_px(48, 64)) >= 1
 
 
+@pytest.mark.slow
 def test_any_arguments_of_any_tool_are_checked(rounds):
     rounds(calls_of_any_tool)
 
