@@ -57,4 +57,4 @@ def one_line(problem: BaseException) -> str:
     message = " ".join(str(problem).split())
     if isinstance(problem, EXPECTED_ERRORS) and message:
         return message
-    return f"{type(problem).__name__} {message} (unexpected: {DEBUG_FLAG} shows where)"
+    return f"{type(problem).__name__} {message} (unexpected; {DEBUG_FLAG} shows the stack trace)"

@@ -139,7 +139,7 @@ def _check_write_access(api: HfApi, repo_id: str, public: bool) -> None:
         raise RuntimeError(_unreachable(api, problem)) from problem
     access: dict[str, Any] = account.get("auth", {}).get("accessToken", {})
     if access.get("role") == "read":
-        raise RuntimeError(f"the token of {account['name']} may only read: {_new_token(api)}")
+        raise RuntimeError(f"the token of {account['name']} is read-only: {_new_token(api)}")
     try:
         api.auth_check(repo_id, write=True)
         private = bool(api.model_info(repo_id).private)

@@ -87,7 +87,7 @@ class Section:
         if self.has(key) and self.values[key] != supported:
             raise ValueError(
                 f"{self.source}: {self.prefix}{key}={repr(self.values[key])[:MAX_SHOWN]} is not supported; "
-                f"supported is {supported!r}"
+                f"expected {supported!r}"
             )
 
     def has(self, key: str) -> bool:

@@ -147,8 +147,8 @@ def main() -> None:
         prog=prog_of("model_port.verify"),
         description="Compares a checkpoint's logits with transformers' for a prompt with video frames.",
         epilog="In float32, the error must be rounding. In bfloat16, it may be twice transformers' own bfloat16 error, "
-        "both against its float32. One model is in memory at a time; files in bfloat16 stay so, and a layer is widened "
-        "while it runs. A checkpoint or an adapter needs 4 bytes per parameter in float32.",
+        "both against its float32. Only one model is in memory at a time; bfloat16 weights stay in bfloat16, and "
+        "each layer is cast while it runs. A checkpoint or an adapter needs 4 bytes per parameter in float32.",
     )
     parser.add_argument("--hf", required=True, metavar="HF_DIR", help="the model that transformers loads")
     parser.add_argument(

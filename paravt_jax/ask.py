@@ -52,7 +52,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="URL",
         help="base URL of an OpenAI-compatible endpoint that serves M, usually ending in /v1; repeatable. M can be any "
-        "model that takes pictures",
+        "model that accepts images",
     )
     parser.add_argument("--endpoint-key-env", default="", metavar="NAME", help="environment variable with its API key")
     parser.add_argument(

@@ -144,7 +144,7 @@ def main() -> None:
         action="append",
         default=[],
         metavar="MODE=FILE",
-        help=f"a file of yours with the system text of a mode that the release leaves open: {', '.join(OWN_MODES)}",
+        help=f"your file with the system text of a mode that the release does not include: {', '.join(OWN_MODES)}",
     )
     release.add_argument("--dst", type=Path, metavar="OUT.yaml", help="output file (default: print to stdout)")
     release.add_argument("--force", action="store_true", help="replace OUT.yaml even if another command wrote it")

@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument(
         "--take-over",
         action="store_true",
-        help="take the servers of engine.urls over from another run, even if it is alive; that run then ends",
+        help="take over the servers of engine.urls from another run, even a live one; that run then ends",
     )
     parser.add_argument(
         "--replay",
@@ -83,8 +83,8 @@ def main() -> None:
         "--calibrate",
         type=Path,
         metavar="RUN_DIR",
-        help="for --plan: replace the published rates that this run's log, or the JSON of `paravt check`, determines "
-        "by the measured ones",
+        help="for --plan: use the rates measured in this run's log, or in the JSON of `paravt check`, instead of "
+        "published ones",
     )
     args = parser.parse_intermixed_args()
     if args.calibrate is not None and not args.plan:

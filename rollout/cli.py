@@ -30,7 +30,7 @@ def run_cli(main: Callable[[], None]) -> NoReturn:
         if "--debug" in sys.argv[1:]:
             say(traceback.format_exc().rstrip())
         written_for_the_user = isinstance(problem, (ValueError, OSError, RuntimeError))
-        message = problem if written_for_the_user else f"{problem!r} (not expected: --debug shows where)"
+        message = problem if written_for_the_user else f"{problem!r} (unexpected; --debug shows the stack trace)"
         say(f"error: {message}")
         sys.exit(1)
     sys.exit(0)

@@ -39,19 +39,19 @@ class EpisodeConfig:
         "result of crop_video and zoom_frame. report: a sub-agent's report; frames: the frames, in the main agent's "
         "dialogue",
     )
-    forced_prefix: str = setting("<think>\n", "start of every turn of the main agent; it is given, not sampled")
+    forced_prefix: str = setting("<think>\n", "prefix of every turn of the main agent, forced instead of sampled")
     max_new_tokens: int = setting(2048, "sampled tokens per turn")
     max_context_tokens: int = setting(32_768, "tokens per dialogue, including frames")
     subagent_new_tokens: int = setting(512, "sampled tokens per report of a sub-agent")
     subagent_max_frames: int = setting(16, "frames that a call shows to a sub-agent or the main agent")
     overview_fps: float = setting(
         0.0,
-        "frames per second of an overview, up to its frame budget, as in the release with 1; 0: the whole budget, "
-        "whatever the length",
+        "frames per second of an overview, up to its frame budget; 1 matches the release. 0: the whole budget for any "
+        "length",
     )
-    temperature: float = setting(0.7, "0: greedy sampling")
+    temperature: float = setting(0.7, "sampling temperature; 0: greedy")
     turn_deadline_s: float = setting(
-        600.0, "timeout of a turn in the engine; a call has half of it, a decoder job at least a tenth"
+        600.0, "timeout of a turn in the engine; a call gets half of it, a decoder job at least a tenth"
     )
     prompts: Prompts = field(default_factory=Prompts)
     prompts_file: str = setting("", "YAML file with keys of rollout.prompts; set either the file or the keys")

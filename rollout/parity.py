@@ -74,7 +74,7 @@ class Statistic:
     def problem(self) -> str:
         if self.server <= self.allowed:
             return ""
-        return f"{self.name} {self.server:.3g}, allowed is {self.allowed:.3g}"
+        return f"{self.name} {self.server:.3g}, the limit is {self.allowed:.3g}"
 
 
 @dataclass

@@ -105,13 +105,30 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, ServerSettings]:
     add("--host", default=default.host, help=f"address to listen on (default {default.host})")
     add("--port", type=int, default=default.port, help="port to listen on (default 0: any free port)")
     add(
-        "--weights-port", type=int, default=0, metavar="P", help="receives weights from other hosts (default: any free)"
+        "--weights-port",
+        type=int,
+        default=0,
+        metavar="P",
+        help="port that receives weights from other hosts (default: any free port)",
     )
     add("--dtype", choices=get_args(Dtype), help="compute type (default float32 on cpu, bfloat16 on cuda)")
-    add("--context-length", type=int, default=default.context_length, metavar="N", help="tokens (default 32768)")
-    add("--max-total-tokens", type=int, metavar="N", help="KV pool (default two contexts on cpu, by memory on cuda)")
+    add(
+        "--context-length",
+        type=int,
+        default=default.context_length,
+        metavar="N",
+        help="context length in tokens (default 32768)",
+    )
+    add(
+        "--max-total-tokens", type=int, metavar="N", help="KV pool's tokens (default two contexts on cpu, auto on cuda)"
+    )
     add("--memory-frac", type=float, default=default.memory_frac, help="fraction of GPU memory for weights and KV pool")
-    add("--max-running-requests", type=int, metavar="N", help="requests at once (default 16 on cpu, SGLang's on cuda)")
+    add(
+        "--max-running-requests",
+        type=int,
+        metavar="N",
+        help="concurrent requests (default 16 on cpu, SGLang's on cuda)",
+    )
     add("--trainable-vision", action="store_true", help="for training the vision tower: cache no image embeddings")
     add("--tensor-parallel", type=int, default=default.tensor_parallel, metavar="N", help="number of GPUs (default 1)")
     add("--python", type=Path, help=f"Python of SGLang's environment (default: {PYTHON_VARIABLE}, or .venv-sglang)")

@@ -65,7 +65,7 @@ class AccessControl:
 def access_control(listener: socket.socket, host: str, key: str, without_key: bool) -> AccessControl:
     """`host` is the user's name for the address of `listener`."""
     if key and without_key:
-        raise ValueError(f"an API key (--api-key or {KEY_VARIABLE}) and {WITHOUT_KEY} exclude each other")
+        raise ValueError(f"an API key (--api-key or {KEY_VARIABLE}) and {WITHOUT_KEY} cannot be combined")
     if not key.isascii() or not key.isprintable() or " " in key:
         raise ValueError(f"an API key (--api-key or {KEY_VARIABLE}) must be printable ASCII without spaces")
     loopback_only = ipaddress.ip_address(listener.getsockname()[0]).is_loopback

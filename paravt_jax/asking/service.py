@@ -292,7 +292,7 @@ async def _written(writing: Coroutine[Any, Any, None]) -> None:
         async with asyncio.timeout(WRITE_DEADLINE_S):
             await writing
     except TimeoutError:
-        raise ClientConnectionResetError("the client does not read") from None
+        raise ClientConnectionResetError("the client stopped reading") from None
 
 
 @web.middleware

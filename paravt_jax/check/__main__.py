@@ -46,7 +46,7 @@ def parser_of() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog_of("paravt_jax.check"),
         description="Check whether everything works on this machine, at a model's size. Stages:",
-        epilog="A directory for the models is made in TMPDIR; a model needs about 8 bytes per parameter there.",
+        epilog="Models are written to a new directory in TMPDIR, about 8 bytes per parameter.",
     )
     stages = "; ".join(f"{name}: {text}" for name, (*_, text) in STAGES.items())
     parser.description = f"{parser.description} {stages}."
@@ -59,8 +59,12 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("--stage", nargs="+", choices=STAGES, default=[*STAGES], metavar="STAGE", help="only these")
     parser.add_argument("--layers", type=int, default=0, metavar="N", help="only the first N language layers")
     parser.add_argument("--server", default="", metavar="URL", help="an SGLang server of the model, for step and gate")
-    parser.add_argument("--video", nargs="+", default=[], metavar="FILE", help="videos to read (default: a made one)")
-    parser.add_argument("--data", default="", metavar="FILE", help="rows to count (default: the recipe's, if there)")
+    parser.add_argument(
+        "--video", nargs="+", default=[], metavar="FILE", help="videos to read (default: a generated one)"
+    )
+    parser.add_argument(
+        "--data", default="", metavar="FILE", help="rows to check (default: the recipe's, if they exist)"
+    )
     parser.add_argument("--json", metavar="OUT", help="also write all results to this file")
     parser.add_argument("--html", metavar="OUT", help="also write a page of all results")
     parser.add_argument("--force", action="store_true", help="replace OUT even if another command wrote it")

@@ -20,7 +20,7 @@ STAGES = {  # name: its module and function, and a description
     "logits": ("logits", "logits", "against transformers' in float32 and bfloat16, with every form of attention"),
     "gradient": ("gradient", "gradient", "kernels of three layers of both towers against transformers'"),
     "step": ("step", "step", "two short steps by the recipe, of RL or SFT"),
-    "round-trip": ("round_trip", "round_trip", "export; greedy ids of our sampler, transformers and SGLang; the gate"),
+    "round-trip": ("round_trip", "round_trip", "export; greedy ids of our sampler, transformers, SGLang; parity gate"),
     "video": ("media", "video", "read videos within the deadlines of a run"),
     "data": ("media", "data", "count bad rows and missing files"),
 }

@@ -38,13 +38,13 @@ class PolicyConfig:
     )
     attention: Literal["auto", "xla", "blocked", "scanned", "kernel"] = setting(
         "auto",
-        "implementation of attention; auto picks the fastest that works on the device. Set another only to compare; "
+        "attention implementation; auto picks the fastest that works on the device. Set another only to compare; "
         "xla is the plain reference",
     )
     remat: Literal["auto", "none", "full", "dots", "attention", "offload"] = setting(
         "auto",
-        "activations to recompute in the backward pass: auto is the least that fits by the plan, none is the fastest, "
-        "full saves the most memory, offload also moves the layers' inputs to host memory",
+        "activations to recompute in the backward pass. auto: as few as fit in memory according to --plan; none: the "
+        "fastest; full: the least memory; offload: full, with the layers' inputs in host memory",
     )
 
 
@@ -81,7 +81,7 @@ class HostsConfig:
     """Hosts that train together, one process each. All must see run_dir and have the same settings except index."""
 
     coordinator: str = setting(
-        "", "ADDRESS:PORT of host 0; auto: as Slurm, a TPU pod or Kubernetes set it; empty: one host"
+        "", "ADDRESS:PORT of host 0; auto: detected from Slurm, a TPU pod or Kubernetes; empty: one host"
     )
     num: int = setting(1, "number of hosts, one process each")
     index: int = setting(0, "index of this host, from 0; the only setting that differs between hosts")
@@ -108,7 +108,7 @@ class DataConfig:
         "OWNER/NAME[/SUB/DIR][@REVISION], or synthetic",
     )
     validation: str = setting("", "held-out prompts, in the same forms as data.train; empty: no validation")
-    video_root: str = setting("", "directory that relative video paths start from; empty: the prompt file's directory")
+    video_root: str = setting("", "base directory of relative video paths; empty: the prompt file's directory")
     allow_outside: bool = setting(
         False, "accept rows with files outside data.video_root, also through links; set it if you trust the rows"
     )
@@ -132,7 +132,7 @@ MAX_FRAMES, MAX_PIXELS = 4096, 2**26  # limits for data rows too, because a mode
 class VideoConfig:
     frame_budgets: list[int] = setting(
         [4, 8, 16, 32, 64],
-        "gating: each prompt's number of frames is drawn from these, published. Empty: always overview_frames",
+        "gating: each prompt's number of frames is drawn from these; published. Empty: always overview_frames",
     )
     overview_frames: int = setting(64, "frames per prompt without gating, and in validation")
     max_pixels: int = setting(
@@ -187,18 +187,18 @@ class EngineConfig:
     num_servers: int = setting(1, "number of servers to start on this machine; raise it if rollouts are the bottleneck")
     gpus: list[int] = setting(
         [],
-        "GPUs for the started servers, split evenly, for example [4, 5, 6, 7]; the learner uses others. openai: "
-        "empty means one for each server. Without a GPU they start on the CPU",
+        "GPUs for the started servers, split evenly, for example [4, 5, 6, 7]; the learner uses the others. openai: "
+        "empty means one GPU per server. Without a GPU, servers start on the CPU",
     )
     weights_dir: str = setting(
         "",
         "sglang: directory for weights that all servers can read, such as a shared disk. Empty: this host's memory; "
         "servers on other machines that rollout.serve started get them over the network",
     )
-    max_rows: int = setting(16, "jax: requests that are sampled together, on all hosts")
+    max_rows: int = setting(16, "jax: batch size of the sampler, over all hosts")
     cache_tokens: int = setting(
         131_072,
-        "jax: tokens of all requests in the key/value cache, on all hosts; with more, more requests run together",
+        "jax: size of the KV cache in tokens, over all requests and hosts; raise it to sample more requests together",
     )
 
     def __post_init__(self) -> None:
@@ -289,7 +289,7 @@ SHORT_ROW_TOKENS = 4096
 class PackConfig:
     row_tokens: int = setting(
         32_768,
-        "tokens per packed row, at least rollout.max_context_tokens; RL takes shorter rows where that saves work",
+        "tokens per packed row, at least rollout.max_context_tokens; RL uses shorter rows if that saves work",
     )
     num_rows: int = setting(
         1, "rows per micro-batch, a multiple of mesh.data x mesh.fsdp; lower it if the update does not fit"
@@ -476,14 +476,14 @@ class Config(TrainingConfig):
         for name in ("anchor_weight", "format_weight"):
             if self.advantage.credit != "token" and not getattr(self.reward, name):
                 credit = self.advantage.credit
-                yield f"advantage.credit={credit} has no effect with reward.{name}=0; leave it at token"
+                yield f"advantage.credit={credit} has no effect with reward.{name}=0; set it to token"
         if self.loss.name == "dr_grpo" and self.advantage.normalise in ("std", "batch", "tokens"):
             yield (
                 f"loss.name=dr_grpo does not divide by the std of rewards, but advantage.normalise="
                 f"{self.advantage.normalise} does; set advantage.normalise=none, or loss.name=para_grpo"
             )
         if self.loss.kl != "k3" and not self.loss.kl_coef:
-            yield f"loss.kl={self.loss.kl} has no effect with loss.kl_coef=0; raise the coefficient, or leave kl at k3"
+            yield f"loss.kl={self.loss.kl} has no effect with loss.kl_coef=0; raise the coefficient, or set loss.kl=k3"
         if self.engine.kind == "openai":
             yield (
                 "engine.kind=openai is for evaluation only: an endpoint returns text, and training needs token ids and "
@@ -495,7 +495,7 @@ class Config(TrainingConfig):
                 f"{self.rollout.max_context_tokens}"
             )
         if self.train.subagent_loss and not self.rollout.has_subagents:
-            yield "train.subagent_loss=true has no effect with rollout.crop_returns=frames, which asks no sub-agents"
+            yield "train.subagent_loss=true has no effect with rollout.crop_returns=frames, which has no sub-agents"
         if not self.rollout.temperature > 0:
             temperature = self.rollout.temperature
             yield f"rollout.temperature={temperature} must be above 0: equal episodes of a group have no signal"
@@ -505,12 +505,12 @@ class Config(TrainingConfig):
 
 def _lone_judge(reward: RewardConfig, judge: JudgeConfig) -> Iterable[str]:
     if (reward.oe_mode == "llm") != judge.is_set:
-        yield "reward.oe_mode=llm needs judge.url and judge.model, and they need it; set all or none"
+        yield "reward.oe_mode=llm needs judge.url and judge.model, and vice versa; set all or none"
 
 
 @dataclass(frozen=True)
 class ImitationConfig:
-    num_steps: int = setting(500, "optimizer steps; the model card has 500, the released file 1500")
+    num_steps: int = setting(500, "optimizer steps; 500 in the model card, 1500 in the released recipe")
     rows_per_step: int = setting(
         8, "packed rows per step, a multiple of pack.num_rows; more rows give smoother updates"
     )
@@ -579,15 +579,15 @@ class EvaluationConfig:
         "agentic",
         "agentic: as in training; reasoning, direct: no tools, with and without thinking. protocol=release: direct, "
         "reasoning, agentic_general, agentic_minimal, agentic_videozoomer, agentic_sage, agentic_longvt, or agentic, "
-        "ParaVT's: agentic_minimal for Charades-STA, agentic_general for the other splits",
+        "which ParaVT uses: agentic_minimal for Charades-STA, agentic_general for the other splits",
     )
     channel: Literal["auto", "image_url", "video_url"] = setting(
         "auto",
-        "protocol=release: frames as pictures, or the video file's path, which the server must be able to read; auto: "
-        "video_url for Charades-STA, image_url for the other splits",
+        "protocol=release. image_url: frames as images; video_url: the video file's path, which the server must be "
+        "able to read; auto: video_url for Charades-STA, image_url for the other splits",
     )
     release_texts: str = setting(
-        "", "protocol=release: file of its texts, from python -m paravt_jax.prompts import-release"
+        "", "protocol=release: file with the release's texts, written by python -m paravt_jax.prompts import-release"
     )
     published_row: str = setting("", "row of the published tables to show next to the result, such as Video-R1-7B")
     frame_budgets: list[int] = setting([64], "numbers of overview frames; each is evaluated separately")

@@ -140,7 +140,7 @@ def check_row_messages(prompts: Sequence[Prompt], source: str) -> None:
     if without := [prompt.id for prompt in prompts if not prompt.messages]:
         raise ValueError(
             f"{source}: {len(without)} of {len(prompts)} rows, for example {without[0]}, do not end with the "
-            f"user's message, or have one that is no text: rollout.prompts.row_messages=true cannot show them"
+            f"user's message, or have one that is not text: rollout.prompts.row_messages=true cannot show them"
         )
 
 

@@ -282,7 +282,7 @@ async def _agent(
     record = await engine_record(config.engine, engine)
     if others := with_other_models(record, model):
         say(
-            f"the certificate has the files of {config.model.path}, but these servers read other paths: "
+            f"the certificate records the files of {config.model.path}, but these servers read other paths: "
             f"{', '.join(others)}; paravt gate --model {config.model.path} --url URL compares the weights"
         )
     write_json(directory / PLAYED_FILE, {"model": model, "engine": record})

@@ -21,7 +21,7 @@ HEAD_CHUNK_TOKENS = 256  # scored tokens per row in a chunk of logits
 class AdvantageConfig:
     credit: CreditKind = setting(
         "token",
-        "token: the anchor reward goes to all structural tokens; span: each of its properties to its own "
+        "token: the anchor reward goes to all structural tokens; span: each property of the anchor to its own "
         "tags; sequence: the anchor stays in the reward, as in the release; likelihood: the log-likelihood of "
         "structural tokens instead of an anchor reward, the project page's equation",
     )
@@ -81,9 +81,9 @@ class LossConfig:
     )
     correction: Correction = setting(
         "token_mis",
-        "importance weights of learner to engine: token_mis, published, masks tokens above a bound; token_tis "
-        "truncates the weight; sequence_mis and sequence_tis do so with one weight per dialogue; icepop masks tokens "
-        "on both sides; none: no weights",
+        "importance weights between learner and engine. token_mis, published: masks tokens above a bound; token_tis: "
+        "truncates the weight; sequence_mis, sequence_tis: the same with one weight per dialogue; icepop: masks tokens "
+        "above and below bounds; none: no weights",
     )
     correction_bounds: dict[str, float] = setting(
         {}, "the correction's bounds, such as {max_weight: 5.0}; the others keep their defaults", entries=BOUND_NAMES
@@ -91,9 +91,9 @@ class LossConfig:
     kl_coef: float = setting(0.01, "weight of the KL to the initial policy; published. 0: no reference model in memory")
     kl: KlTerm = setting(
         "k3",
-        "where the KL counts. k3, k2: in the loss, k3 as in GRPO, k2 with the exact gradient of the KL; reward: k1, "
-        "subtracted from an episode's reward, relative to its group; returns: k1, subtracted from a token's advantage, "
-        "of it and of all later tokens, as in the release",
+        "where the KL penalty applies. k3, k2: in the loss, k3 as in GRPO, k2 with the exact gradient of the KL; "
+        "reward: k1, subtracted from an episode's reward, relative to its group; returns: the sum of k1 over a token "
+        "and all later tokens, subtracted from the token's advantage, as in the release",
     )
 
     def __post_init__(self) -> None:
@@ -191,8 +191,8 @@ def _check_params(loss: str, params: Mapping[str, float]) -> None:
         if value > MAX_SEQUENCE_CLIP:
             raise ValueError(
                 f"loss.params.{name}={value} is a clip for tokens, and with loss.name=gspo would clip nothing: the "
-                f"ratio of a sequence is a mean over its tokens. Published are 3e-4 and 4e-4; at most "
-                f"{MAX_SEQUENCE_CLIP}"
+                f"ratio of a sequence is a mean over its tokens. The published values are 3e-4 and 4e-4; the maximum "
+                f"is {MAX_SEQUENCE_CLIP}"
             )
 
 
@@ -220,7 +220,7 @@ class OptimConfig:
         "constant", "cosine: the learning rate rises from 0 over 5 % of the steps, then falls to 0 at the last one"
     )
     weight_decay: float = setting(0.01, "AdamW's decoupled weight decay; published")
-    max_grad_norm: float = setting(1.0, "longer gradients are scaled down to this norm; published")
+    max_grad_norm: float = setting(1.0, "gradients with a larger norm are scaled down to it; published")
     offload: bool = setting(
         False,
         "keep optimizer moments and reference in host memory during the backward pass; saves 10 bytes per parameter",

@@ -73,7 +73,7 @@ def calibrated(run_dir: Path, device: DeviceSpec) -> Calibration:
         logged = LoggedRates(run, steps, device)
         values, most_picture_s = logged.of_policy() | (logged.of_device() if is_same else {}), logged.most_picture_s()
     except (AttributeError, IndexError, KeyError, TypeError) as problem:
-        raise ValueError(f"--calibrate {run_dir}: its log has another form than a run of train: {problem!r}") from None
+        raise ValueError(f"--calibrate {run_dir}: its log does not match a run of train: {problem!r}") from None
     numbers = [round(step.metrics["step"]) for step in steps]
     source = f"{run_dir}, steps {numbers[0]} to {numbers[-1]}, {config.model.path} on {kind or 'an unknown device'}"
     return _calibration(source, values, most_picture_s, kind, device)
@@ -117,7 +117,9 @@ def _steps(run_dir: Path) -> Iterator[LoggedStep]:
     rows = list(load_jsonl(run_dir / METRICS_FILE)) if (run_dir / METRICS_FILE).is_file() else []
     rows = [row for row in rows if row.get("rollout/num_episodes") and isinstance(row.get("step"), int)]
     if not rows:
-        raise ValueError(f"--calibrate {run_dir}: {METRICS_FILE} has no step with rollouts; let the run log some")
+        raise ValueError(
+            f"--calibrate {run_dir}: {METRICS_FILE} has no step with rollouts; wait until the run has logged one"
+        )
     for row in rows[-MAX_STEPS:]:
         path = run_dir / EPISODES_DIR / f"{row['step']:06d}.jsonl"
         episodes = [episode for episode in load_jsonl(path) if not episode["missing"]] if path.is_file() else []

@@ -283,17 +283,17 @@ def _assumed_of_sft(run: PlannedSft) -> Iterator[str]:
     if not run.video.frame_budgets:
         frames = f"{budgets[0]} frames (video.overview_frames)"
     yield f"a trace has {frames} of {run.frame_tokens} tokens, text, and {RESPONSE_TOKENS} trained tokens"
-    yield "every row is computed whole, with its padding"
+    yield "every row is computed in full, including padding"
     yield (
         f"decoding is not included: the up to {step.num_batches * step.shape.num_frame_rows:,} frames of a step are "
-        f"decoded during the update; if decoding takes longer, it determines the step's time"
+        f"decoded during the update; if decoding is slower than the update, it sets the step time"
     )
 
 
 def assumed_of_seconds(device: DeviceSpec, dtype: str, num_devices: int) -> Iterator[str]:
     rates = device.rates(dtype)
     if rates is None:
-        yield f"no seconds, because {device.name} has no data sheet"
+        yield f"no time estimate, because {device.name} has no data sheet"
         return
     network = "" if math.isinf(rates.network_bytes) else f", {rates.network_bytes / 1e9:.0f} GB/s to other hosts"
     yield (

@@ -235,9 +235,7 @@ def host_devices(config: Config | SftConfig) -> int:
     """The learner's devices on each host; 0 if the config does not have the number of hosts."""
     num, num_devices = config.hosts.num, config.mesh.num_devices
     if num > 1 and num_devices % num:
-        raise ValueError(
-            f"hosts.num={num} does not divide the {num_devices} devices of the mesh; each host has as many"
-        )
+        raise ValueError(f"the mesh's {num_devices} devices do not split evenly over hosts.num={num}")
     return num_devices // num if num > 1 else 0
 
 

@@ -59,7 +59,7 @@ def check_no_password(setting: str, url: str) -> None:
 
 @dataclass(frozen=True)
 class JudgeConfig:
-    """The model that scores open answers with reward.oe_mode=llm; the environment's JUDGE_API_KEY is its key."""
+    """The model that scores open answers with reward.oe_mode=llm. The variable JUDGE_API_KEY holds its key."""
 
     url: str = setting("", "base URL of an OpenAI-compatible server, including /v1")
     model: str = setting("", "the model's name on that server")

@@ -28,7 +28,7 @@ TOOL_PAY: dict[ToolReward, ToolPay] = {
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """Weights and rules of the terms of R."""
+    """Weights and rules of the reward's terms."""
 
     oe_mode: OpenMode = setting(
         "exact", "how open answers are scored; llm asks the model of judge.url. f1 rewards naming several answers"
@@ -48,7 +48,7 @@ class RewardConfig:
     format: FormatReward = setting(
         "published",
         "R_fmt. published: 0.3 for thinking before a call, and in R_base 0.2 for thinking and 0.5 for an answer; "
-        "strict: no bonus, but 0.3 less for a call without thinking, so that every fault of an episode with a call "
+        "strict: no bonus, but 0.3 less for a call without thinking, so that every fault in an episode with a call "
         "costs something; no_suffix: published, with 0.3 and 0.3 in R_base",
     )
     plugin: str = setting("", "FILE.py:FUNCTION that returns your own reward (docs/extend.md); empty: none")

@@ -89,7 +89,7 @@ CHARTS = (
     Chart("Gradient norm before clipping", "learner", (Curve("optim/grad_norm"),)),
     Chart("Learning rate", "learner", (Curve("optim/learning_rate"),), from_zero=True),
     Chart(
-        f"KL of engine and learner, nats per token (at least {KL_FLOOR:g})",
+        f"KL between engine and learner, nats per token (at least {KL_FLOOR:g})",
         "learner",
         (
             Curve("mismatch/behavior_kl", "all tokens", "ink"),
@@ -117,7 +117,7 @@ CHARTS = (
         (
             Curve("perf/sampled_tokens_per_s", "sampled", "blue"),
             Curve("perf/trained_tokens_per_s_device", "trained per device", "orange"),
-            Curve("perf/tokens_per_s", "dialogues, shared prompts every time"),
+            Curve("perf/tokens_per_s", "with repeated prompts"),
         ),
         from_zero=True,
     ),

@@ -200,7 +200,7 @@ def rows_by_step(path: Path) -> dict[int, dict[str, Any]]:
     try:
         return {row["step"]: row for row in load_jsonl(path)} if path.exists() else {}
     except (KeyError, TypeError):
-        raise ValueError(f"{path} is not a run's, because a line has no step; give another run_dir") from None
+        raise ValueError(f"{path} is not a run's log: a line has no step; give another run_dir") from None
 
 
 def last_step(run_dir: Path) -> int:

@@ -212,11 +212,11 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog=prog_of("paravt_jax.run.plots"),
-        description="Draws RUN_DIR/plots/*.png from the metrics that a run has logged so far; or several runs over "
-        "each other, step by step, as one picture.",
+        description="Draws RUN_DIR/plots/*.png from the metrics that a run has logged so far, or overlays several "
+        "runs in one picture.",
     )
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help=f"directory with {METRICS_FILE}")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="the picture of several runs")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="output PNG for several runs")
     parser.add_argument("--force", action="store_true", help="replace FILE even if this command did not write it")
     add_debug_flag(parser)
     args = parser.parse_args()
@@ -229,7 +229,7 @@ def main() -> None:
         print(args.png)
         return
     if len(args.run_dirs) > 1:
-        raise ValueError(f"{len(args.run_dirs)} runs make one picture; name it with --png FILE")
+        raise ValueError(f"{len(args.run_dirs)} runs are drawn in one picture; pass --png FILE")
     written = make_plots(args.run_dirs[0])
     if not written:
         raise ValueError(f"{args.run_dirs[0]} has logged nothing yet; wait for its first step")

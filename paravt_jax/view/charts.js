@@ -210,7 +210,7 @@ const drawFigures = () => {
   }
   const others = sections.get(null), num_left_out = Math.max(...runs.map((run) => run.figures?.num_left_out ?? 0));
   sections.delete(null);
-  host.append(h("h2", {}, allSteps.length > 1 ? "Over the steps" : `Step ${allSteps[0]}`), figuresLede(),
+  host.append(h("h2", {}, allSteps.length > 1 ? "Metrics by step" : `Step ${allSteps[0]}`), figuresLede(),
     ...[...sections].flatMap(([name, cards]) => [h("h3", { class: "section-name" }, name), cards]));
   if (others) host.append(folded(`Other metrics (${others.childElementCount}${num_left_out ? `, ${num_left_out} more are left out` : ""})`, others));
   if (flat.length) host.append(folded(`Constant metrics (${flat.length})`, h("dl", { class: "settings" }, flat.map(flatRow))));

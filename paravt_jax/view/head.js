@@ -123,7 +123,7 @@ const drawCells = () => {
     return;
   }
   const columns = ["", "samples", "rule", "score, %", "95 % interval, scale from 0 to 100", "missing as wrong", "κ", "f_τ", "parseable"];
-  host.append(h("h2", {}, "Cells"), h("p", { class: "lede" }, "The score leaves missing samples out; the column “missing as wrong” counts them as wrong."),
+  host.append(h("h2", {}, "Cells"), h("p", { class: "lede" }, "The score excludes missing samples; the column “missing as wrong” counts them as wrong."),
     h("div", { class: "card table" }, h("table", {}, h("thead", {}, h("tr", {}, columns.map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, all.map((one) => cellRows(...one))))),
     ...all.map((one) => cellDetails(...one)).filter(known));
 };

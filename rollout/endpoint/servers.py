@@ -52,8 +52,8 @@ class VllmSettings:
         program = shutil.which("vllm")
         if program is None:
             raise RuntimeError(
-                f"engine.serve_with=vllm: there is no program vllm on the PATH; install vLLM in an environment of its "
-                f"own and put its bin directory on the PATH, or start it elsewhere and set engine.urls=[URL/v1] and "
+                f"engine.serve_with=vllm: vllm is not on the PATH; install vLLM in a separate environment "
+                f"and put its bin directory on the PATH, or start it elsewhere and set engine.urls=[URL/v1] and "
                 f"engine.model={self.name}: {shlex.join(settings.command())}"
             )
         return replace(settings, program=Path(program).absolute())
@@ -155,11 +155,11 @@ async def _keep(server: Server) -> None:
     try:
         for _ in range(MAX_RESTARTS):
             await server.wait()
-            say(f"{server.exit_error()}; starting it again")
+            say(f"{server.exit_error()}; restarting it")
             server = await _start(server.settings, lambda line: None)
         await server.wait()
-        say(f"{server.exit_error()}; it ended {MAX_RESTARTS} times and is not started again")
+        say(f"{server.exit_error()}; it ended {MAX_RESTARTS} times and is not restarted")
     except (OSError, RuntimeError, ValueError) as problem:
-        say(f"{problem}; it is not started again")
+        say(f"{problem}; it is not restarted")
     finally:
         await asyncio.shield(server.stop(STOP_GRACE_S))

@@ -114,9 +114,7 @@ class Fingerprint:
             return "its tokenizer gives other ids"
         difference, allowed = np.median(np.abs(self.logp - other.logp)), PROBE_FRAC * np.std(other.logp)
         if difference > allowed:
-            return (
-                f"half of its log-probs of the same text differ by more than {difference:.3g}, allowed is {allowed:.3g}"
-            )
+            return f"half of its log-probs of the same text differ by more than {difference:.3g}, limit {allowed:.3g}"
         return ""
 
 

@@ -71,7 +71,7 @@ def probe(path: str) -> tuple[dict[str, Any], bytes]:
                 f"the video cannot be decoded: its frames are damaged, or have more than {MAX_FRAME_PIXELS} pixels"
             )
         if first is None:
-            raise VideoError("the video cannot be decoded: not a single frame of it can")
+            raise VideoError("the video cannot be decoded: no frame can be read")
         if not frame_times or not stream.time_base:
             raise VideoError("the video cannot be decoded: its frames have no times")
         ticks = np.unique(np.array([tick for tick, _ in frame_times], np.int64))

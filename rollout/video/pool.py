@@ -100,7 +100,7 @@ class WorkerPool:
                 raise VideoUnavailable("the video cannot be decoded: no decoder can start") from None
             if worker.was_killed:  # by the kernel, as memory ran out, or by hand
                 raise VideoUnavailable("the video cannot be decoded: its decoder was killed") from None
-            raise VideoError("the video cannot be decoded: the decoder died over it") from None
+            raise VideoError("the video cannot be decoded: the decoder crashed on it") from None
         finally:
             self._put_back(worker)
             self._add(worked_s=time.monotonic() - started_at)

@@ -239,7 +239,7 @@ class FrameReader:
             if not all(key in pictures or key.frame in video.undecodable for key in keys):
                 shared.task.result()  # raises for one of the missing frames
         if keys and not any(key in pictures for key in keys):
-            raise VideoError("the video cannot be decoded: it is damaged at the moments asked for")
+            raise VideoError("the video cannot be decoded: it is damaged at the requested times")
         return [TimedPicture(video.time_s(key.frame), pictures[key]) for key in keys if key in pictures]
 
     def fitted(self, picture: Picture) -> Picture:
@@ -422,7 +422,7 @@ def _ticks_store(directory: str | Path) -> FileStore | None:
     try:
         return FileStore(directory, ticks.MAX_BYTES, ticks.SUFFIX)
     except OSError as problem:
-        logger.warning("what probes find cannot be kept in %s: %s", directory, problem.strerror)
+        logger.warning("probe results cannot be kept in %s: %s", directory, problem.strerror)
         return None
 
 

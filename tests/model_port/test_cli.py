@@ -24,7 +24,7 @@ def raiser(problem):
         (OSError(errno.ENOENT, os.strerror(errno.ENOENT), "a/b"), "a/b: No such file or directory"),
         (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a", None, "b"), "a: b: No space left on device"),
         (ExceptionGroup("of a task", [ExceptionGroup("of another", [ValueError("why")]), KeyError()]), "why"),
-        (KeyError("key"), "KeyError 'key' (unexpected: --debug shows where)"),
+        (KeyError("key"), "KeyError 'key' (unexpected; --debug shows the stack trace)"),
     ],
 )
 def test_an_error_is_one_line_that_says_why_unless_debugging(monkeypatch, capsys, problem, said):

@@ -59,7 +59,7 @@ def test_presets_have_the_published_number_of_parameters(name, billions):
          "'qwen3_omni_moe' .Qwen3OmniMoeForConditionalGeneration. is not supported; supported are "
          r"'qwen3_vl' \(Qwen3-VL\), 'qwen3_vl_moe' \(Qwen3-VL-MoE\) and 'qwen2_5_vl' \(Qwen2.5-VL\)"),
         ({"model_type": None}, "model_type None"),
-        ({"text_config.hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported is 'silu'"),
+        ({"text_config.hidden_act": "gelu"}, "hidden_act='gelu' is not supported; expected 'silu'"),
         ({"text_config.attention_bias": True}, "attention_bias=True"),
         ({"text_config.rope_scaling": {"rope_type": "yarn", "mrope_section": [24, 20, 20]}}, "rope_type='yarn'"),
         ({"text_config.rope_scaling": {"mrope_interleaved": False}}, "mrope_interleaved=False"),
@@ -107,7 +107,7 @@ def test_what_cannot_run_of_qwen2_5_is_refused_by_name(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported; supported is 1"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported; expected 1"),
         ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported"),
         ({"norm_topk_prob": False}, "norm_topk_prob=False"),
         ({"num_experts": None}, "key 'text_config.num_experts' is missing"),

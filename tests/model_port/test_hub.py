@@ -244,7 +244,7 @@ def test_a_missing_token_and_offline_mode_are_noticed_before_any_request(
     assert hub.requests == []
 
 
-@pytest.mark.parametrize(("token", "complaint"), [("hf_revoked", "401"), (READ_TOKEN, "may only read")])
+@pytest.mark.parametrize(("token", "complaint"), [("hf_revoked", "401"), (READ_TOKEN, "is read-only")])
 def test_token_that_cannot_write_is_refused(
     hub: FakeHub, model: Path, monkeypatch: pytest.MonkeyPatch, token: str, complaint: str
 ):

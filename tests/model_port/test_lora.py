@@ -287,7 +287,7 @@ def test_a_base_that_was_converted_or_saved_again_is_the_same(tiny_hf, tmp_path)
     [
         ({"use_rslora": True}, "use_rslora=True is not supported"),
         ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern="),
-        ({"peft_type": "IA3"}, "peft_type='IA3' is not supported; supported is 'LORA'"),
+        ({"peft_type": "IA3"}, "peft_type='IA3' is not supported; expected 'LORA'"),
         ({"alora_invocation_tokens": [7]}, r"alora_invocation_tokens=\[7\] is not supported"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4' also changed weights of the base"),
         ({"init_lora_weights": "OLoRA"}, "init_lora_weights='OLoRA' also changed weights of the base"),

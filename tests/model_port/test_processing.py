@@ -187,7 +187,7 @@ def test_every_spelling_of_a_processor_file_is_read(tmp_path, name, content, con
         ({"size": {"shortest_edge": 60000, "longest_edge": 50176}}, "json: min_pixels=60000 exceeds max_pixels=50176"),
         ({"image_mean": [0.5]}, r"json: image_mean=\[0.5\] must be a list of 3 numbers"),
         ({"image_std": [0.5, 0.0, 0.5]}, r"json: image_std=\[0.5, 0.0, 0.5\] must be a list of 3 numbers from 1e-09"),
-        ({"resample": 2}, "json: resample=2 is not supported; supported is 3"),
+        ({"resample": 2}, "json: resample=2 is not supported; expected 3"),
         ({"do_resize": False}, "json: do_resize=False is not supported"),
         ({"merge_size": None}, r"preprocessor_config.json: key 'merge_size' is missing"),
     ],

@@ -284,7 +284,7 @@ def test_values_that_are_no_numbers_refuse_a_server():
     add_to_all(parity, np.full(40, 0.01), np.full(40, 0.01))
     assert parity.problems == []
     parity.differences["dialogue"].offsets[0] = np.nan
-    assert len(parity.problems) == 1 and "half within nan, allowed is 0.0434" in parity.problems[0]
+    assert len(parity.problems) == 1 and "half within nan, the limit is 0.0434" in parity.problems[0]
 
 
 def test_a_log_prob_that_bfloat16_leaves_at_zero_may_be_rounded_in_float32():

@@ -55,7 +55,7 @@ def test_servers_for_the_released_protocol_have_its_context(program):
 
 def test_a_program_that_is_not_installed_is_one_error_with_the_command_that_would_start_it(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(RuntimeError, match="there is no program vllm on the PATH") as caught:
+    with pytest.raises(RuntimeError, match="vllm is not on the PATH") as caught:
         settings_of("vllm")[0].settled()
     command = shlex.split(str(caught.value).rpartition(": ")[2])
     assert command[:3] == ["vllm", "serve", "/models/m"] and "org/m" in command
@@ -65,7 +65,7 @@ def test_a_program_that_is_not_installed_is_one_error_with_the_command_that_woul
 async def test_nothing_is_started_if_one_server_cannot_be(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(servers, "_start", lambda *_: pytest.fail("started"))
-    with pytest.raises(RuntimeError, match="no program vllm"):
+    with pytest.raises(RuntimeError, match="vllm is not on the PATH"):
         async with AsyncExitStack() as stack:
             await start_endpoints(settings_of("vllm", gpus=[("0",), ("1",)]), stack, lambda line: None)
 
@@ -98,8 +98,8 @@ async def test_a_server_that_cannot_start_again_is_reported(vllm, monkeypatch, c
         vllm.unlink()
         os.kill(await asyncio.to_thread(pid_of, url), signal.SIGKILL)
         reported = []
-        await until(lambda: reported.append(capsys.readouterr().err) or "is not started again" in "".join(reported), 20)
-        assert "there is no program vllm on the PATH" in "".join(reported)
+        await until(lambda: reported.append(capsys.readouterr().err) or "is not restarted" in "".join(reported), 20)
+        assert "vllm is not on the PATH" in "".join(reported)
 
 
 @asynchronous

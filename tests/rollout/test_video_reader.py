@@ -219,7 +219,7 @@ async def test_a_worker_that_crashes_is_blamed_on_the_video_it_had(reader: Frame
     for worker in workers():
         worker.send_signal(signal.SIGSEGV)
         worker.resume()
-    with pytest.raises(VideoError, match="the decoder died over it") as caught:
+    with pytest.raises(VideoError, match="the decoder crashed on it") as caught:
         await asked
     assert not isinstance(caught.value, VideoUnavailable)
 
@@ -603,9 +603,9 @@ async def test_frames_beyond_the_last_decodable_one_are_left_out_or_an_error(rea
     assert info.duration_s == pytest.approx(10)  # the index is whole
     frames = shown(await reader.frames(path, overview_times(10, 300, 20), PATIENCE_S))
     assert 7 <= len(frames) <= 15 and all(number == round(30 * time_s) for time_s, number in frames)
-    await fails_with(VideoError, "damaged at the moments asked for", reader.frames(path, [9.0, 9.5], PATIENCE_S))
+    await fails_with(VideoError, "damaged at the requested times", reader.frames(path, [9.0, 9.5], PATIENCE_S))
     jobs = reader.metrics()["video/jobs"]
-    await fails_with(VideoError, "damaged at the moments asked for", reader.frames(path, [9.0, 9.5], PATIENCE_S))
+    await fails_with(VideoError, "damaged at the requested times", reader.frames(path, [9.0, 9.5], PATIENCE_S))
     assert reader.metrics()["video/jobs"] == jobs  # not tried in vain again
 
 

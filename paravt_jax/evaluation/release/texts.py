@@ -43,8 +43,8 @@ class ReleaseTexts:
     def check_mode(self, key: str, mode: str) -> None:
         if f"system.{mode}" not in self.texts:
             raise ValueError(
-                f"{key}={mode} needs the system text of that model, which the release does not have; import it from a "
-                f"file of yours: {IMPORT} --text {mode}=FILE"
+                f"{key}={mode} needs the system text of that model, which the release does not have; import it from "
+                f"your own file: {IMPORT} --text {mode}=FILE"
             )
 
 

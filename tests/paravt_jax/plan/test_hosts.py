@@ -62,7 +62,7 @@ def test_hosts_num_overrides_the_number_of_hosts():
 
 def test_the_hosts_of_a_config_have_the_same_number_of_devices():
     config = replace(load_config("configs/paragrpo_8b.yaml"), hosts=HostsConfig("a:1", 3, 0))
-    with pytest.raises(ValueError, match=r"hosts\.num=3 does not divide the 8 devices of the mesh"):
+    with pytest.raises(ValueError, match=r"8 devices do not split evenly over hosts\.num=3"):
         PlannedRl.of(config, EIGHT_B)
 
 

@@ -99,9 +99,9 @@ def test_a_comment_is_beside_its_setting_or_above_a_long_one(output_of):
     text = output_of("train", "--show", "train.group_size=5")
     for line in (
         "\n  group_size: 5                         # episodes per prompt; the published value\n",
-        "\n  attention: auto                       # auto | xla | blocked | scanned | kernel; implementation of ",
+        "\n  attention: auto                       # auto | xla | blocked | scanned | kernel; attention ",
         "\n\nmesh:                                   # Devices along each axis. ",
-        "\n  video_root: ''                        # directory that relative video paths start from; ",
+        "\n  video_root: ''                        # base directory of relative video paths; ",
         f"\n{' ' * 40}# files, a dataset on the hub as OWNER/NAME[/SUB/DIR][@REVISION], or synthetic\n",
     ):
         assert line in text

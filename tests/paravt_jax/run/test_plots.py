@@ -210,7 +210,7 @@ def test_several_runs_need_a_file_and_a_common_metric(tmp_path, monkeypatch):
     for name in "ab":
         write_lines(tmp_path / name / "metrics.jsonl", [{"step": 1, "perf/x": 1.0}])
     monkeypatch.setattr(sys, "argv", ["plots", str(tmp_path / "a"), str(tmp_path / "b")])
-    with pytest.raises(ValueError, match="2 runs make one picture; name it with --png FILE"):
+    with pytest.raises(ValueError, match="2 runs are drawn in one picture; pass --png FILE"):
         main()
     with pytest.raises(ValueError, match="none has logged any of rollout/format_reward"):
         draw_runs([load_run(tmp_path / name) for name in "ab"])
