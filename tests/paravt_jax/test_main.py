@@ -18,7 +18,6 @@ INTERNAL = {  # started by our own processes
     "paravt_jax.check.stages",
     "rollout.check",  # becomes the gate
     "rollout.supervisor",
-    "rollout.templates",
     "rollout.video.worker",
 }
 
