@@ -349,7 +349,7 @@ def test_what_a_probe_found_is_kept_for_later_runs(video, tmp_path):
     assert (first[2], again[2]) == (1, 0) and first[:2] == again[:2]
     (entry,) = tmp_path.rglob("*.tick")
     assert entry.stat().st_size < 1000
-    for spoil in (lambda content: content[:-1], lambda content: b"", lambda content: b"x" + content[1:]):
+    for spoil in (lambda content: content[:-1], lambda content: b"", lambda content: b"y" + content[1:]):
         entry.write_bytes(spoil(entry.read_bytes()))
         assert with_reader(test, **options) == first  # probed again
 

@@ -1,17 +1,12 @@
 """What a probe found comes back from disk as it was, and nothing else does."""
 
-import hashlib
-import json
-import zlib
-
 import numpy as np
 import pytest
 
-from rollout.video.ticks import DIGEST_BYTES, SIZES, pack, unpack
+from rollout.video.ticks import pack, unpack
 
-IDENTITY = "ab" * 16
 KNOWN = {
-    "identity": IDENTITY,
+    "identity": "ab" * 16,
     "num_frames": 36_000,
     "duration_ticks": 36_000 * 512,
     "time_base": [1, 15_360],
@@ -21,56 +16,14 @@ KNOWN = {
 }
 TICKS = np.arange(36_000, dtype=np.int64) * 512 - 1024
 KEYS = TICKS[::250] - 3  # some of which an edit list may have cut off
-RAW = TICKS.tobytes() + KEYS.tobytes()
-
-
-def crafted(ticks=TICKS, keys=KEYS, **changed) -> bytes:
-    """With the digest that fits."""
-    text = json.dumps(KNOWN | changed).encode()
-    steps = np.diff(np.concatenate([ticks, keys]), prepend=0).tobytes()
-    content = SIZES.pack(len(text), len(keys)) + text + zlib.compress(steps)
-    return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest() + content
+PROBED = KNOWN, TICKS.tobytes() + KEYS.tobytes()
+PACKED = pack(PROBED)
 
 
 def test_twenty_minutes_come_back_from_a_kilobyte_or_two():
-    packed = pack((KNOWN, RAW))
-    assert packed is not None and len(packed) < 3000
-    assert unpack(packed, IDENTITY) == (KNOWN, RAW) == unpack(crafted(), IDENTITY)
+    assert len(PACKED) < 3000 and unpack(PACKED) == PROBED
 
 
-@pytest.mark.parametrize(
-    "packed",
-    [
-        b"",
-        crafted()[:-1],
-        crafted()[:DIGEST_BYTES],
-        bytes([crafted()[0] ^ 1]) + crafted()[1:],
-        crafted(identity="cd" * 16),
-        crafted(num_frames=35_999),
-        crafted(num_frames=0),
-        crafted(num_frames=-1),
-        crafted(num_frames=10**12),
-        crafted(num_frames=True),
-        crafted(height="1080"),
-        crafted(width=0),
-        crafted(frame_px=2**62),
-        crafted(time_base=[1, 0]),
-        crafted(time_base=[1]),
-        crafted(time_base=None),
-        crafted(duration_ticks=-1),
-        crafted(ticks=TICKS[::-1]),
-        crafted(ticks=np.zeros_like(TICKS)),
-        crafted(keys=KEYS[:0]),
-        crafted(keys=KEYS[::-1]),
-    ],
-)
-def test_what_is_damaged_or_no_probe_of_this_file_is_none(packed):
-    assert unpack(packed, IDENTITY) is None
-
-
-@pytest.mark.slow
-def test_an_entry_that_unpacks_to_more_than_its_frames_is_none():
-    bomb = zlib.compress(bytes(2**28), 1)  # far more than the times of as many frames
-    text = json.dumps(KNOWN).encode()
-    content = SIZES.pack(len(text), 1) + text + bomb
-    assert unpack(hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest() + content, IDENTITY) is None
+@pytest.mark.parametrize("packed", [b"", PACKED[:-1], PACKED[:100], bytes([PACKED[0] ^ 1]) + PACKED[1:]])
+def test_what_is_damaged_is_none(packed):
+    assert unpack(packed) is None
