@@ -25,7 +25,7 @@ NOT_PROSE = (r"(?s)```.*?```", r"`[^`]*`", r"(?<=\])\([^)]*\)", r"<[^>]+>", r"(?
 
 @dataclass(frozen=True)
 class Bound:
-    """A phrase that makes text hard to read, and the most matches per 1,000 words."""
+    """A phrase that makes text hard to read, and the maximum number of matches per 1,000 words."""
 
     pattern: str
     docs: float
@@ -84,14 +84,14 @@ def comments_text(root: Path) -> str:
 
 
 def rate(pattern: str, text: str) -> float:
-    """Matches per 1,000 words, without code, links and tables."""
+    """Counts matches per 1,000 words, without code, links and tables."""
     for part in NOT_PROSE:
         text = re.sub(part, " ", text)
     return 1000 * len(re.findall(pattern, text, re.I)) / len(re.findall(r"[A-Za-z']+", text))
 
 
 def bound_names(source: str) -> Iterator[str]:
-    """The names of variables, parameters, functions, classes and attributes that a file binds."""
+    """Yields the variables, parameters, functions, classes and attributes that a file binds."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
@@ -113,7 +113,7 @@ def num_lines(files: Iterable[Path]) -> int:
 
 
 def num_settings() -> int:
-    """The keys that some command accepts; a mapping such as loss.params counts once."""
+    """Counts the keys that any command accepts; a mapping such as loss.params counts once."""
     return len({key for schema in (Config, SftConfig, EvalConfig) for key in keys.keys_of(schema)})
 
 

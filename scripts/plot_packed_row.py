@@ -33,7 +33,7 @@ def example_batch() -> TrainBatch:
 
 
 def attends(text: Any) -> np.ndarray:
-    """Query by key: causal, the same sequence, and a key of the prompt or of the query's own branch."""
+    """Returns the query × key mask: causal, same sequence, and a key of the prompt or of the query's branch."""
     segment, branch = text.segment_ids[0], text.branch_ids[0]
     same = (segment[:, None] == segment[None]) & (segment[:, None] > 0)
     visible = (branch[None] == 0) | (branch[:, None] == branch[None])

@@ -1,4 +1,4 @@
-"""Records what the released evaluation sends: its own driver, against a recording endpoint on this machine.
+"""Records the requests of the released evaluation, whose driver runs against a recording endpoint on this machine.
 
 python -m scripts.release_goldens --release DIR --dst tests/paravt_jax/evaluation/release_golden.json
 
@@ -42,7 +42,7 @@ FIRST_TEXTS, SECOND_TEXTS = "stand-in", "release"
 
 
 class Recorder(BaseHTTPRequestHandler):
-    """Answers with the scripted replies, in order, and keeps the requests."""
+    """An endpoint that answers with scripted replies, in order, and keeps the requests."""
 
     replies: Sequence[str] = ()
     requests: ClassVar[list[dict[str, Any]]] = []
@@ -71,7 +71,7 @@ class Recorder(BaseHTTPRequestHandler):
 
 
 def make_files(root: Path) -> None:
-    """The videos and subtitles, in the directories in which the release expects them."""
+    """Writes the videos and subtitles to the directories in which the release expects them."""
     for name, (height, width, fps, num_frames) in VIDEOS.items():
         picture = (np.indices((height, width, 3)).sum(0) % 256).astype(np.uint8)
         write_video(root / name, (np.roll(picture, number, 1) for number in range(num_frames)), fps)
@@ -84,7 +84,7 @@ def make_files(root: Path) -> None:
 
 
 def stand_in_source(release: Path) -> dict[str, str]:
-    """The release's two files with stand-ins for all texts."""
+    """Returns the release's two source files with stand-ins for all texts."""
     trees = {name: ast.parse((release / name).read_bytes()) for name in (DRIVER, LOADERS)}
     for name, node in text_nodes(trees[DRIVER], trees[LOADERS]).items():
         if isinstance(node, ast.JoinedStr):
@@ -118,7 +118,7 @@ def load_driver(sources: dict[str, str], directory: Path) -> tuple[Any, Any]:
 
 
 def stub_datasets(root: Path) -> None:
-    """`load_dataset` returns the rows of this repository's split."""
+    """Replaces `load_dataset` with one that returns this repository's rows of the split."""
     datasets: Any = types.ModuleType("datasets")
     datasets.load_dataset = lambda repository, *_, **__: ROWS[REPOSITORIES[repository]]
     sys.modules["datasets"] = datasets
@@ -126,7 +126,7 @@ def stub_datasets(root: Path) -> None:
 
 
 def cases() -> Iterator[tuple[str, int, str, str, str]]:
-    """Split, row, mode, channel and script."""
+    """Yields split, row, mode, channel and script of each dialogue."""
     for split, rows in ROWS.items():
         for mode in MODES:
             for row in range(len(rows)):
@@ -152,7 +152,7 @@ def record(driver: Any, utils: Any, root: Path, url: str) -> list[dict[str, Any]
 
 
 def summary(requests: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The messages of the last request; every other request must be its start."""
+    """Returns the messages of the last request; every other request must be a prefix of it."""
     *earlier, last = requests
     for request in earlier:
         if request["messages"] != last["messages"][: len(request["messages"])]:
@@ -170,7 +170,7 @@ def summary(requests: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def parts_of(content: Any) -> list[str]:
-    """A message's parts: `=HASH` for content that is a text, `text HASH`, `64 x 392x280`, `video NAME`."""
+    """Returns a message's parts: `=HASH` for plain-text content, `text HASH`, `64 x 392x280`, `video NAME`."""
     if isinstance(content, str):
         return [f"={text_hash(content)}"]
     parts: list[str] = []
@@ -189,7 +189,7 @@ def parts_of(content: Any) -> list[str]:
 
 
 def run_lengths(parts: Sequence[str]) -> list[str]:
-    """Equal neighbors are counted."""
+    """Replaces runs of equal parts with their count."""
     counted: list[tuple[int, str]] = []
     for part in parts:
         same = bool(counted) and counted[-1][1] == part
@@ -202,7 +202,7 @@ def text_hash(text: str) -> str:
 
 
 def both_hashes(first: Any, second: Any) -> Any:
-    """One record with the hashes of both runs; everything else must be equal."""
+    """Merges two runs' records: keeps both hashes, and requires everything else to be equal."""
     if isinstance(first, dict):
         return {key: both_hashes(value, second[key]) for key, value in first.items()}
     if isinstance(first, list):

@@ -9,7 +9,7 @@ VIDEOS = {  # height, width, frames per second, frames
     "odd.mp4": (362, 206, 24, 100),
     "short.mp4": (240, 426, 30, 40),
 }
-FILES = {  # where the release looks for a video: the video
+FILES = {  # path at which the release looks for a video -> the video
     "videomme/data/wide.mp4": "wide.mp4",
     "videomme/data/short.mp4": "short.mp4",
     "datasets/longvideobench/videos/hd.mp4": "hd.mp4",

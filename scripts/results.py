@@ -24,7 +24,7 @@ NAMES = {"_s": "s", "_mib": "MiB", "_gib": "GiB", "_noise": "times the noise"}
 
 @dataclass(frozen=True)
 class Panel:
-    """Horizontal bars: a group per label, a color per series."""
+    """A panel of horizontal bars: a group per label, a color per series."""
 
     title: str
     unit: str
@@ -35,7 +35,7 @@ class Panel:
 
 
 def columns(file: str, rows: str, label: str, title: str, keys: str, log: bool = False) -> Panel:
-    """A panel of a file's rows; the keys end with their unit."""
+    """Makes a panel from a file's rows; the keys end with their unit."""
     chosen = data(file)[rows]
     (unit,) = {name for suffix, name in NAMES.items() if keys.endswith(suffix)}
     series = {key.rpartition("_")[0]: [row[key] for row in chosen] for key in keys.split()}

@@ -1,4 +1,4 @@
-"""The tables of docs/results/README.md, computed from docs/results/data."""
+"""Computes the tables of docs/results/README.md from docs/results/data."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ def speedups(file: str, compared: str) -> list[float]:
 
 
 def conversion(size: str) -> dict[str, tuple[float, float]]:
-    """Seconds relative to a copy and peak MiB of each step."""
+    """Returns each step's seconds relative to a copy, and its peak MiB."""
     steps = {step["name"]: step for step in data(f"convert_{size}")["steps"]}
     copy_s = (steps["copy"]["seconds"] + steps["copy again"]["seconds"]) / 2
     return {name: (step["seconds"] / copy_s, step["peak_rss_bytes"] / MIB) for name, step in steps.items()}
@@ -36,7 +36,7 @@ def conversion(size: str) -> dict[str, tuple[float, float]]:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the summary: values that must all be at most, or at least, the target."""
+    """A line of the summary, whose values must all be at most, or at least, the target."""
 
     quantity: str
     values: Sequence[float]
@@ -105,7 +105,7 @@ def summary() -> Iterator[Line]:
 
 
 def tables() -> dict[str, list[str]]:
-    """The first cell of each table's header, and all its lines."""
+    """Yields the first cell of each table's header, and all its lines."""
     size = data("size")
     lines = ["| count | before | now | aim | met |", "|---|---|---|---|---|"]
     for name, aim in AIMS.items():

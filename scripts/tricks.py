@@ -1,4 +1,4 @@
-"""Tricks that a policy may try, each beside the honest episode that it replaces."""
+"""Reward tricks that a policy may try, each with the honest episode that it replaces."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -11,7 +11,7 @@ REPORT = "The segment shows a red car that turns left."
 
 
 class Policy(NamedTuple):
-    """How often an answer is right."""
+    """Probabilities that an answer is right."""
 
     alone: float
     called: float  # after a useful call
@@ -23,7 +23,7 @@ class Episode(NamedTuple):
     question_type: str
 
 
-Outcomes = list[tuple[float, Episode]]  # with their probabilities
+Outcomes = list[tuple[float, Episode]]  # outcomes with their probabilities
 
 
 class Trick(NamedTuple):
@@ -44,7 +44,7 @@ def call(arguments: str = CALL) -> str:
 def episodes(
     turns: Sequence[str], outcomes: Sequence[str], last: Callable[[str], str], question_type: str
 ) -> dict[bool, Episode]:
-    """The same episode with a right and with a wrong answer."""
+    """Returns the same episode with a right and with a wrong answer."""
     replies = {True: TRUTHS[question_type], False: WRONG[question_type]}
     return {right: Episode((*turns, last(reply)), tuple(outcomes), question_type) for right, reply in replies.items()}
 
@@ -62,7 +62,7 @@ def instead_of_direct(
     last: Callable[[str], str] = answer,
     kind: str = "mcq",
 ) -> Trick:
-    """A trick whose answer is as often right as one without a call."""
+    """Returns a trick whose answer is right as often as an answer without a call."""
     own = episodes(turns, outcomes, last, kind)
     return Trick(title, lambda policy: _direct(policy, kind), lambda p: _mixed(own, p.alone), kind)
 
@@ -74,7 +74,7 @@ def instead_of_call(
     last: Callable[[str], str] = answer,
     kind: str = "mcq",
 ) -> Trick:
-    """A trick whose answer is as often right as one after a useful call."""
+    """Returns a trick whose answer is right as often as an answer after a useful call."""
     own = episodes(turns, outcomes, last, kind)
     return Trick(title, lambda policy: _called(policy, kind), lambda p: _mixed(own, p.called), kind)
 

@@ -1,7 +1,7 @@
-"""A learner's checkpoint: saved, restored with and without comparing checksums, compared with a plain read.
+"""Times saving and restoring a learner's checkpoint, with and without checksums, compared with a plain read.
 
-Cold is from the disk: the files are dropped from the page cache before each turn (as root, outside of most
-containers). All turns alternate.
+"Cold" reads from the disk: the files are dropped from the page cache before each turn, which needs root and rarely
+works in containers. All turns alternate.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from paravt_jax.run.checkpoint_layout import OWN_SUM, record_bytes
 
 WIDTH, HEADS, HEAD_DIM, FFN_WIDTH, VOCABULARY = 1024, 8, 128, 3072, 32_768
 LAYER_PARAMS = 12_600_000  # approximate
-BYTES_PER_PARAM = 12  # master and two moments of Adam, in float32
+BYTES_PER_PARAM = 12  # float32 master weight and Adam's two moments
 READ_BYTES = 2**22
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as a Markdown table."""
+    """Formats the result as a Markdown table."""
     head = "| page cache | plain read s | restore s | restore with checksums s | with / without |"
     copied_s, saved_s = result["copied_s"], result["saved_s"]
     lines = [f"{result['gb']:.2f} GB: the run continues after {copied_s:.2f} s; on disk after {saved_s:.2f} s", ""]
@@ -115,7 +115,7 @@ def _read(directory: Path) -> None:
 
 
 def sized_model(num_params: float) -> ModelConfig:
-    """A model with about `num_params` parameters, and at least one layer."""
+    """Returns a model config with about `num_params` parameters and at least one layer."""
     fixed = 2 * VOCABULARY * WIDTH
     num_layers = max(1, round((num_params - fixed) / LAYER_PARAMS))
     text = TextConfig(

@@ -1,4 +1,4 @@
-"""Conversion and export, compared with a plain copy of the same bytes on the same disk.
+"""Measures conversion and export, compared with a plain copy of the same bytes on the same disk.
 
 The model has random weights in a published shape. Each step is its own process; its files are dropped from the page
 cache first, and it syncs its output. Disk speed varies, so the copy is timed before and after. Finally every exported
@@ -29,7 +29,7 @@ from model_port.weights import num_params, rules
 MODELS = ("2b", "4b", "8b", "32b")
 BFLOAT16 = DTYPES["BF16"]
 PUBLISHED_SHARD_BYTES = 5 * 10**9
-MODELS_ON_DISK = 3  # at the same time: source, checkpoint, and a copy or the export
+MODELS_ON_DISK = 3  # models on disk at the same time: source, checkpoint, and a copy or the export
 SPARE_BYTES = 2**30
 BLOCK_VALUES = 2**25
 SAMPLE_EVERY_S = 0.02
@@ -181,11 +181,11 @@ def _timed(name: str, command: list[str], reads: Path) -> dict[str, Any]:
 
 
 def peak_rss_bytes(pid: int) -> int:
-    """Unlike getrusage, without this process's memory, which a child has between fork and exec."""
+    """Returns a process's VmHWM. Unlike getrusage, it excludes our memory, which a child has between fork and exec."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
-        return 0  # the process has ended
+        return 0  # the process has exited
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
 
 

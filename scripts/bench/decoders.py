@@ -1,7 +1,7 @@
-"""PyAV, which a run decodes with, and decord, which the original uses: correct frames per container.
+"""Counts correct frames per container for PyAV, which runs use, and decord, which the original uses.
 
-Every frame of a clip is different. All frames are read in random order, so that each needs a seek, and a right frame
-equals the frame from decoding the whole clip, pixel for pixel.
+Every frame of a clip is different. All frames are read in random order, so that each needs a seek. A frame is correct
+if it equals the frame from decoding the whole clip, pixel for pixel.
 """
 
 import argparse
@@ -38,7 +38,7 @@ CLIPS: dict[str, tuple[str, str, dict[str, str]]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """It has none."""
+    """Adds no arguments: this benchmark has none."""
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as a Markdown table."""
+    """Formats the result as a Markdown table."""
     lines = ["| clip | frames | PyAV right | decord right |", "|---" * 4 + "|"]
     return "\n".join([*lines, *(f"| {' | '.join(map(str, row.values()))} |" for row in result["rows"])])
 

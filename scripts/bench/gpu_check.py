@@ -20,7 +20,7 @@ from paravt_jax.run.process import claim_memory
 from scripts.bench.update import TOLERANCES, check_agreement
 
 Row = dict[str, Any]
-DEADLINES_S = {  # per part; less than ten minutes in total
+DEADLINES_S = {  # timeout of each part; less than ten minutes in total
     "device": 10,
     "attention": 80,
     "attention_time": 45,
@@ -33,7 +33,7 @@ DEADLINES_S = {  # per part; less than ten minutes in total
     "torch": 35,
     "publish": 30,
 }
-PATIENCE = 4  # times as long on a CPU, which may be shared
+PATIENCE = 4  # multiplies the timeouts on a CPU, which may be shared
 TITLES = {
     "device": "The device",
     "attention": "Attention compared with the oracle, forward and gradients",
@@ -53,9 +53,9 @@ FLOPs are 6·N per token (N: parameters of the layers' products; the head counts
 causal attention, half of 12·heads·head_dim per pair and layer; recomputation and frames do not count. MFU is relative
 to the dense bfloat16 peak. Master weights, moments and gradients are float32; if all layers do not fit, the column
 shows how many do, and tokens/s of the full depth are scaled by FLOPs. Seconds are medians of three."""
-WAYS = ("branches", "rows", "torch")  # compared with each other
-SHOWN_LINES = 60  # of a failed part's log, on the terminal
-ROOM_BYTES = 16 * 2**30  # for the models of all parts
+WAYS = ("branches", "rows", "torch")  # parts whose losses and gradient norms must agree
+SHOWN_LINES = 60  # lines of a failed part's log to print
+ROOM_BYTES = 16 * 2**30  # free space for the models of all parts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +84,7 @@ def _check_gpu(part: dict[str, Any]) -> None:
 
 
 def measured(name: str, folder: Path, *, tiny: bool) -> dict[str, Any]:
-    """The rows that a part printed before it ended or timed out, and its problem."""
+    """Runs a part in its own process. Returns the rows printed before it ended or timed out, and its problem."""
     command = [sys.executable, "-m", "scripts.bench.gpu_parts", name, str(folder), *["--tiny"] * tiny]
     print(f"{name} …", file=sys.stderr, flush=True)
     log = folder / "log"
@@ -96,7 +96,7 @@ def measured(name: str, folder: Path, *, tiny: bool) -> dict[str, Any]:
 
 
 def _memory() -> Path | None:
-    """/dev/shm, where servers read weights too, if it has room."""
+    """Returns /dev/shm if it has room; servers read weights from there too."""
     shared = Path("/dev/shm")
     has_room = shared.is_dir() and os.access(shared, os.W_OK) and shutil.disk_usage(shared).free > ROOM_BYTES
     return shared if has_room else None
@@ -112,7 +112,7 @@ def problems_of(parts: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _disagreement(ways: list[Row]) -> list[str]:
-    """A violation if the ways compute different things."""
+    """Lists a violation if losses or gradient norms of the ways differ."""
     done = [row for row in ways if "loss" in row]
     by_way = {row["way"]: {"loss/total": row["loss"], "optim/grad_norm": row["grad_norm"]} for row in done}
     try:
@@ -124,7 +124,7 @@ def _disagreement(ways: list[Row]) -> list[str]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """A Markdown page: problems first, then every part."""
+    """Formats the result as a Markdown page: problems first, then every part."""
     violations = result["violations"]
     size = ", tiny models: tests the check, measures nothing" if result["tiny"] else ""
     lines = [f"# GPU check{size}", "", f"{result['date']}, `python -m scripts.bench gpu_check`", "", CONVENTION, ""]
@@ -137,7 +137,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _ratios(parts: dict[str, dict[str, Any]]) -> list[str]:
-    """Compares the ways that were measured."""
+    """Returns the speed and memory ratios of the ways that were measured."""
     done = [row for name in WAYS for row in parts.get(name, {"rows": []})["rows"] if "update_s" in row]
     seconds = {row["way"]: row["update_s"] for row in done}
     if "branches" not in seconds:

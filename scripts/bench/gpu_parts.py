@@ -28,18 +28,18 @@ from scripts.bench.gpu_sizes import Check, Row, failure, no_torch, timed, torch_
 from scripts.bench.update import FRAME_GRID, EpisodeGroup, Update, our_update, random_example, torch_update
 
 GIB = 2**30
-STATE_BYTES = 20  # per float32 parameter: itself, two moments, gradients of the step and of a batch
-STATE_FRAC = 0.8  # of the device's memory; activations get the rest
-DEPTHS = (36, 24, 18, 12, 9, 6, 3)  # numbers of the 8B's layers
+STATE_BYTES = 20  # per float32 parameter: weight, two moments, gradients of the step and of a batch
+STATE_FRAC = 0.8  # fraction of the device's memory for this state; activations get the rest
+DEPTHS = (36, 24, 18, 12, 9, 6, 3)  # numbers of layers to try; the 8B has 36
 FP32_BOUND, BF16_BOUND = 1e-5, 2.0
-FRAME_PATCHES = 196  # as in the recipe
+FRAME_PATCHES = 196  # patches per frame in the recipe
 MODEL_DIR = "model"
-SQUARE_FORMS = ("xla", "blocked")  # store the scores of all pairs, which may not fit for long rows
-SLOW_TO_COMPILE = ("blocked",)  # on a GPU; last, so that a timeout keeps the others
+SQUARE_FORMS = ("xla", "blocked")  # these store the scores of all pairs, which may not fit for long rows
+SLOW_TO_COMPILE = ("blocked",)  # compiles slowly on a GPU; runs last, so that a timeout keeps the other rows
 
 
 def device(check: Check) -> Iterator[Row]:
-    """The accelerator and versions."""
+    """Reports the accelerator and versions."""
     import jax
 
     first = jax.devices()[0]
@@ -54,7 +54,7 @@ def device(check: Check) -> Iterator[Row]:
 
 
 def attention(check: Check) -> Iterator[Row]:
-    """Every form compared with the oracle: float32 at the highest precision, and bfloat16 relative to its own error."""
+    """Compares every form with the oracle: float32 at full precision, bfloat16 relative to the oracle's error."""
     import jax
     import jax.numpy as jnp
 
@@ -118,7 +118,7 @@ def forms() -> list[Any]:
 
 
 def no_kernel(form: Any) -> Row:
-    """A note if the form has no kernel on this device, for example on a CPU."""
+    """Returns a note if the form has no kernel on this device, for example on a CPU."""
     from model_port.attention.choice import KERNEL_PLATFORMS
     from model_port.sharding import platform
 
@@ -127,7 +127,7 @@ def no_kernel(form: Any) -> Row:
 
 
 def packed_layout(num_tokens: int) -> Any:
-    """A trunk in half of the row with two branches, another segment, and padding."""
+    """Returns a row's layout: a trunk in half of the row with two branches, another segment, and padding."""
     import jax.numpy as jnp
 
     from model_port.attention import Layout
@@ -139,7 +139,7 @@ def packed_layout(num_tokens: int) -> Any:
 
 
 def attention_inputs(num_tokens: int, heads: tuple[int, int], head_dim: int) -> list[Any]:
-    """Queries, keys, values, and a weight per output."""
+    """Returns random queries, keys and values, and a weight per output."""
     import jax.numpy as jnp
 
     random = np.random.default_rng(3)
@@ -149,7 +149,7 @@ def attention_inputs(num_tokens: int, heads: tuple[int, int], head_dim: int) -> 
 
 
 def with_gradients(form: Any) -> Callable[..., tuple[Any, ...]]:
-    """The output without padding tokens, and the gradients of its weighted sum."""
+    """Wraps a form to return its output without padding tokens, and the gradients of the weighted sum."""
     import jax
     import jax.numpy as jnp
 
@@ -170,13 +170,13 @@ def with_gradients(form: Any) -> Callable[..., tuple[Any, ...]]:
 
 
 def errors(values: tuple[Any, ...], exact: tuple[Any, ...]) -> list[float]:
-    """Largest errors of output and gradients, each relative to its largest value."""
+    """Returns the largest errors of output and gradients, each relative to its largest value."""
     pairs = [[np.asarray(value, np.float32) for value in pair] for pair in zip(values, exact, strict=True)]
     return [float(np.abs(value - reference).max() / np.abs(reference).max()) for value, reference in pairs]
 
 
 def update(check: Check) -> Iterator[Row]:
-    """The learner's update at the 8B's width: masters, moments and gradients in float32, bfloat16 activations."""
+    """Times the learner's update at the 8B's width: float32 weights, moments and gradients, bfloat16 activations."""
     import jax
 
     from model_port.attention import allow_kernel
@@ -220,7 +220,7 @@ def update(check: Check) -> Iterator[Row]:
 
 
 def at_depth(model: ModelConfig, memory_bytes: float) -> ModelConfig:
-    """The deepest model that leaves room for activations."""
+    """Returns the deepest model that leaves room for activations."""
     depths = [depth for depth in DEPTHS if depth < model.text.num_layers]
     for depth in (model.text.num_layers, *depths):
         shallow = replace(model, text=replace(model.text, num_layers=depth))
@@ -230,7 +230,7 @@ def at_depth(model: ModelConfig, memory_bytes: float) -> ModelConfig:
 
 
 def model_flops(model: ModelConfig, num_tokens: int, num_scored: int) -> float:
-    """6·N per token (for the head: per scored token) and causal attention, without recomputation and frames.
+    """Counts 6·N FLOPs per token (the head: per scored token) plus causal attention, without recomputation and frames.
 
     Full attention takes 12·heads·head_dim FLOPs per pair and layer, forward and backward; causal attention takes half.
     """
@@ -254,12 +254,12 @@ def weights(check: Check) -> Iterator[Row]:
 
 
 def update_here(way: str, check: Check) -> Iterator[Row]:
-    """One update of a group; its prompt is computed once (`branches`) or per episode (`rows`)."""
+    """Times one update of a group; its prompt is computed once (`branches`) or per episode (`rows`)."""
     yield _one_way(way, check, our_update)
 
 
 def update_in_torch(check: Check) -> Iterator[Row]:
-    """The same update in torch: float32 weights under autocast, a padded row per episode."""
+    """Times the same update in torch: float32 weights under autocast, a padded row per episode."""
     if reason := no_torch(check):
         yield {"way": "torch"} | reason
         return
@@ -287,7 +287,7 @@ def _one_way(way: str, check: Check, make: Callable[..., Update]) -> Row:
 
 
 def publish(check: Check) -> Iterator[Row]:
-    """Writes weights from the device to files in memory, as for servers, which are not part of this."""
+    """Times writing weights from the device to files in memory, as a publish does; no servers load them."""
     from model_port.layers import Compute
     from paravt_jax.learner.batch_shape import random_model
     from paravt_jax.sampling.weights import ModelWeights

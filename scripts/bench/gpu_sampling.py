@@ -14,11 +14,11 @@ from model_port.config import ModelConfig, config_to_hf
 from model_port.tiny import with_tokenizer_ids
 from scripts.bench.gpu_sizes import Check, Row, failure, no_torch, torch_versions
 
-STEP_TOKENS = 16  # sampled between two looks at the results, as in a run
+STEP_TOKENS = 16  # tokens sampled before the host reads the results, as in a run
 
 
 def sampler(check: Check) -> Iterator[Row]:
-    """The embedded sampler with the 8B in bfloat16: prefill, and milliseconds per token of a batch."""
+    """Times the embedded sampler with the 8B in bfloat16: prefill, and milliseconds per token of a batch."""
     import jax
 
     from model_port.layers import Compute
@@ -29,12 +29,12 @@ def sampler(check: Check) -> Iterator[Row]:
     from paravt_jax.sampling.local_copy import LocalCopy
 
     model = random_model(check.full_model, Compute("bfloat16"), dtype="bfloat16")
-    model = LocalCopy(model, None, beside_update=True).of(model)  # as a run's engine on several devices has it
+    model = LocalCopy(model, None, beside_update=True).of(model)  # as engines on several devices sample
     spec = device_of(jax.devices()[0].device_kind)
     num_prompt, num_new = check.sizes.sampled
 
     def steps_of(sampler: Sampler, seed: int) -> list[float]:
-        """Seconds of the steps that sample a batch; the first one also prefills."""
+        """Returns the seconds of each step that samples a batch; the first step also prefills."""
         prompts = random_prompts(check.full_model, num_rows, num_prompt, seed)
         for number, prompt in enumerate(prompts):
             sampler.submit(SamplerRequest(SamplerPrompt(prompt), SamplingParams(num_new, seed=number)))
@@ -46,7 +46,7 @@ def sampler(check: Check) -> Iterator[Row]:
         return seconds
 
     for num_rows in check.sizes.sampler_rows:
-        gc.collect()  # the previous cache
+        gc.collect()  # frees the previous cache
         try:
             sampler = Sampler(
                 model, max_rows=num_rows, max_context_tokens=num_prompt + num_new, tokens_per_step=STEP_TOKENS
@@ -73,13 +73,13 @@ def sampler(check: Check) -> Iterator[Row]:
 
 
 def random_prompts(model: ModelConfig, num_rows: int, num_tokens: int, seed: int) -> np.ndarray:
-    """Prompts without frames; they share no beginning, so that nothing comes from the cache."""
+    """Returns prompts without frames and without a common prefix, so that nothing comes from the cache."""
     plain = min(model.image_token_id, model.vision_start_token_id)
     return np.random.default_rng(seed).integers(0, plain, (num_rows, num_tokens))
 
 
 def generate_in_torch(check: Check) -> Iterator[Row]:
-    """The same in transformers: `generate`, all prompts in one batch, weights in bfloat16."""
+    """Times transformers' `generate` with the same prompts in one batch, weights in bfloat16."""
     if reason := no_torch(check):
         yield reason
         return

@@ -1,4 +1,4 @@
-"""What the parts of `bench gpu_check` share: their input, timing, and how they report a failure."""
+"""Shared by the parts of `bench gpu_check`: input sizes, timing and failure reports."""
 
 import statistics
 import time
@@ -26,14 +26,14 @@ class Sizes:
     head_dims: tuple[int, ...]
     parity_tokens: int
     attention_tokens: int
-    attention_heads: tuple[int, int]  # for queries; for keys and values
+    attention_heads: tuple[int, int]  # query heads; key/value heads
     update_tokens: tuple[int, ...]  # most important first
-    frames: int  # per row of the update
-    prompt: tuple[int, int]  # frames and text tokens of the group that is updated in several ways
+    frames: int  # frames per row of the update
+    prompt: tuple[int, int]  # frames and text tokens of the prompt whose group is updated in several ways
     response_tokens: int
     num_episodes: int
     sampler_rows: tuple[int, ...]  # prompts sampled together
-    sampled: tuple[int, int]  # tokens of such a prompt, and new tokens
+    sampled: tuple[int, int]  # prompt tokens, and new tokens
 
 
 LARGE = Sizes((128, 72), 500, 8192, (32, 8), (8192, 16384, 4096, 32768), 64, (64, 200), 512, 8, (8, 64), (2048, 128))
@@ -42,10 +42,10 @@ TINY = Sizes((12,), 40, 64, (4, 2), (64, 128), 1, (2, 11), 7, 3, (2,), (64, 32))
 
 @dataclass(frozen=True)
 class Check:
-    """Input of a part."""
+    """The input of a part."""
 
     tiny: bool
-    folder: Path  # shared by all parts; has the model for the ways
+    folder: Path  # shared by all parts; contains the model for the ways
 
     @property
     def sizes(self) -> Sizes:
@@ -74,7 +74,7 @@ class Check:
 
 
 def timed(work: Callable[[], Any], warm: bool = False) -> float:
-    """Median seconds, without a first turn that compiles."""
+    """Returns median seconds, without a first turn that compiles."""
     seconds = []
     for turn in range(REPEATS + (not warm)):
         start = time.perf_counter()
@@ -85,7 +85,7 @@ def timed(work: Callable[[], Any], warm: bool = False) -> float:
 
 
 def no_torch(check: Check) -> Row:
-    """A note if torch cannot be compared here."""
+    """Returns a note if torch cannot run here."""
     if missing := missing_torch():
         return {"note": f"not compared: {missing}"}
     import torch
@@ -102,7 +102,7 @@ def torch_versions() -> str:
 
 
 def failure(problem: Exception, *, may_lack_room: bool = False) -> Row:
-    """A problem; only a note if a size that need not fit runs out of memory."""
+    """Reports an error as a problem, or as a note if a size that need not fit ran out of memory."""
     from paravt_jax.plan.devices import NO_ROOM
 
     traceback.print_exception(problem)

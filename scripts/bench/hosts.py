@@ -59,17 +59,17 @@ SETTINGS = (  # short rows: an update of the smoke run takes ten times as long a
     "advantage.filter_zero_variance=false",  # a random model rarely differs from itself
     "optim.learning_rate=1e-5",  # without differing rewards, Adam follows noise
     "data.validation=",
-    "checkpoint.every_steps=1000000",  # only the last one
+    "checkpoint.every_steps=1000000",  # saves only at the end
 )
 TRAIN = (sys.executable, "-m", "paravt_jax.train")
 SERVE = (sys.executable, "-m", "rollout.serve")
 ALONE = ("hosts.coordinator=", "hosts.num=1", "hosts.index=0")
-FIRST_STEPS = 2  # of a run; they compile, and are not counted
+FIRST_STEPS = 2  # a run's first steps compile and are not counted
 TIMES = ("step_s", "rollout_s", "update_s", "publish_s")
-SMALL = 1e-3  # metrics below it are compared absolutely
+SMALL = 1e-3  # metrics below this value are compared absolutely
 LOOK_EVERY_S = 0.2
-SHOWN_LINES = 15  # of a run that failed
-STOP_S = 10.0  # of a server
+SHOWN_LINES = 15  # lines of a failed run's log to print
+STOP_S = 10.0  # time for a server to stop
 FLOAT32 = np.dtype(np.float32)
 MIB = 2**20
 RANK = 16  # of adapters
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as three Markdown tables."""
+    """Formats the result as three Markdown tables."""
     head = "| processes | step s | rollout s | update s | publish s | peak MiB | largest difference |"
     lines = [head, "|---" * 7 + "|", *map(_run_line, result["runs"]), ""]
     lines += ["| processes | share, MiB | peak while saving | peak while restoring | seconds to save, to restore |"]
@@ -142,7 +142,7 @@ def _publish_line(row: Mapping[str, Any]) -> str:
 
 
 def _runs(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Runs with each number of processes; the total number of devices is divisible by all of them."""
+    """Trains with each number of processes; the total number of devices is divisible by all of them."""
     num_devices, rows = math.lcm(*args.processes), []
     settings = [*SETTINGS, f"mesh.fsdp={num_devices}", f"pack.num_rows={num_devices}"]
     settings.append(f"train.num_steps={FIRST_STEPS + args.steps}")
@@ -164,7 +164,7 @@ def _runs(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 
 
 def _checkpoints(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Saves and restores a learner's state with each number of processes; the maximum over processes."""
+    """Saves and restores a learner's state with each number of processes. Returns maxima over processes."""
     num_devices, rows = math.lcm(*args.processes), []
     for num in args.processes:
         directory = folder / f"saved{num}"
@@ -200,7 +200,7 @@ def _publishes(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 
 
 def two_versions(weights: str, model: VLModel) -> list[Weights]:
-    """All weights, of which every language tensor differs, or two adapters, merged or alone."""
+    """Returns two versions that differ in every language tensor: all weights, or adapters, merged or alone."""
     if weights == "all":
         return [ModelWeights(model, FLOAT32), ModelWeights(updated(model), FLOAT32)]
     lora = LoraConfig(rank=RANK)
@@ -216,7 +216,7 @@ def two_versions(weights: str, model: VLModel) -> list[Weights]:
 
 
 def updated(model: VLModel) -> VLModel:
-    """Another version of the model, of which every language tensor differs."""
+    """Returns another version of the model that differs in every language tensor."""
     graphdef, language, frozen = nnx.split(model, LANGUAGE, ...)
     return nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf * 1.01, language), frozen)
 
@@ -226,13 +226,13 @@ async def _publish(
 ) -> dict[str, float]:
     if urls:
         return await publish_times(urls, versions, repeats, by)
-    async with receivers(num, 2 * versions[0].num_bytes) as pretended:  # the files have headers
+    async with receivers(num, 2 * versions[0].num_bytes) as pretended:  # room for the files' headers
         return await publish_times(pretended, versions, repeats, by)
 
 
 @contextmanager
 def served(model: Path, config: ModelConfig, num: int) -> Iterator[list[str]]:
-    """Builds a model in a directory and yields the URLs of `num` real CPU servers."""
+    """Writes a model to a directory and yields the URLs of `num` real CPU servers for it."""
     make_tiny(model, config=config)
     if num:
         say(f"starting {num} real servers")
@@ -248,14 +248,14 @@ def served(model: Path, config: ModelConfig, num: int) -> Iterator[list[str]]:
 
 
 def trained(command: Sequence[str], run_dir: Path, num: int, num_devices: int) -> list[float]:
-    """Runs a trainer on `num` processes to its end; their peak memory in MiB."""
+    """Runs a trainer on `num` processes to its end. Returns their peak memory in MiB."""
     joint = [f"hosts.coordinator=127.0.0.1:{free_port()}", f"hosts.num={num}"] if num > 1 else []
     each = [[*command, *joint, *([f"hosts.index={index}"] * (num > 1))] for index in range(num)]
     return run_all(each, run_dir.with_suffix(".log"), num_devices)
 
 
 def run_all(commands: Sequence[Sequence[str]], log: Path, num_devices: int) -> list[float]:
-    """Runs processes, which share the devices, to their end; their peak memory in MiB."""
+    """Runs processes that share the devices to their end. Returns their peak memory in MiB."""
     num = len(commands)
     flags = with_devices(os.environ.get("XLA_FLAGS", ""), num_devices // num)
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
@@ -285,12 +285,12 @@ def train_command(run_dir: Path, settings: Sequence[str]) -> list[str]:
 
 
 def replay_command(run_dir: Path, replay_dir: Path) -> list[str]:
-    """Replays a run's log on one process."""
+    """Returns the command that replays a run's log on one process."""
     return [*TRAIN, "--replay", str(run_dir), f"run_dir={replay_dir}", *ALONE]
 
 
 def measured_in(run_dir: Path, reference: Path) -> dict[str, Any]:
-    """Median step times of a run, and the largest difference of its metrics from a reference run."""
+    """Returns a run's median step times, and the largest difference of its metrics from a reference run."""
     steps, reference_steps = (list(load_jsonl(directory / METRICS_FILE)) for directory in (run_dir, reference))
     times = {name: statistics.median(step[f"time/{name}"] for step in steps[FIRST_STEPS:]) for name in TIMES}
     differ_by, differ_in = largest_difference(steps, reference_steps)
@@ -298,7 +298,7 @@ def measured_in(run_dir: Path, reference: Path) -> dict[str, Any]:
 
 
 def largest_difference(steps: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[str, Any]]) -> tuple[float, str]:
-    """The largest relative difference between the metrics of two runs, and its metric."""
+    """Returns the largest relative difference between the metrics of two runs, and the metric's name."""
     largest = (0.0, "none")
     for ours, theirs in zip(steps, reference, strict=True):
         for key in sorted({*ours, *theirs}):
@@ -314,7 +314,7 @@ def difference(ours: float | None, theirs: float | None) -> float:
 
 
 def with_devices(flags: str, num: int) -> str:
-    """XLA's flags with `num` CPU devices."""
+    """Adds `num` CPU devices to XLA's flags."""
     own = [flag for flag in flags.split() if "device_count" not in flag]
     return " ".join([*own, f"--xla_force_host_platform_device_count={num}"])
 

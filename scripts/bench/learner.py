@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as Markdown tables."""
+    """Formats the result as Markdown tables."""
     passes = ["| model | dtype | workload | pass | torch s | jax s | torch / jax | jax compile s |", "|---" * 8 + "|"]
     updates = ["| model | dtype | one update | s | s | times faster | peak MiB | peak MiB |", "|---" * 8 + "|"]
     parts = [

@@ -1,4 +1,4 @@
-"""A step's loss and its gradient in float64 from other code than the learner's: plain numpy, verl 0.9.1 and TRL 1.16.
+"""Reference losses and gradients of a step in float64, independent of the learner: numpy, verl 0.9.1 and TRL 1.16.
 
 verl's and TRL's own functions run here. TRL computes the sampler's weights inside a long method, so `trl_weights`
 repeats that formula. None means that a library has no such loss.
@@ -22,7 +22,7 @@ NO_CLIP = 1e30  # verl's dual clip cannot be switched off
 
 class LossAndGradient(NamedTuple):
     loss: float
-    gradient: Float[np.ndarray, "E T"]  # to the policy's log-probs
+    gradient: Float[np.ndarray, "E T"]  # with respect to the policy's log-probs
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Case:
 
 
 def in_numpy(case: Case) -> LossAndGradient:
-    """Token by token, as the papers write it, with the derivative by hand."""
+    """Computes the loss token by token as in the papers, with a hand-written derivative."""
     loss, gradient = 0.0, np.zeros(case.mask.shape)
     for e in range(len(case.mask)):
         positions = np.flatnonzero(case.mask[e])
@@ -72,7 +72,7 @@ def in_numpy(case: Case) -> LossAndGradient:
 
 
 def _objective(case: Case, ratio: float, advantage: float, logp: float) -> tuple[float, float]:
-    """A token's objective and its derivative to the log-prob."""
+    """Returns a token's objective and its derivative with respect to the log-prob."""
     params = case.loss.all_params
     if case.loss.name == "cispo":
         coefficient = min(ratio, params["max_ratio"]) * advantage
@@ -109,7 +109,7 @@ VERL_MODES = {"grpo": "seq-mean-token-mean", "gspo": "seq-mean-token-mean", "dr_
 
 
 def in_verl(case: Case) -> LossAndGradient | None:
-    """verl's policy loss with its weights of the rollout correction, plus its KL; it has no likelihood."""
+    """Computes verl's policy loss with its rollout-correction weights, plus its KL; verl has no likelihood term."""
     if case.likelihood.any():
         return None
     core_algos = import_module("verl.trainer.ppo.core_algos")
@@ -141,11 +141,11 @@ def in_verl(case: Case) -> LossAndGradient | None:
     return _differentiated(loss, policy)
 
 
-TRL_KINDS = {"para_grpo": "dapo", "gspo": "grpo"}  # the others have the same name
+TRL_KINDS = {"para_grpo": "dapo", "gspo": "grpo"}  # the other modes have the same name
 
 
 def in_trl(case: Case) -> LossAndGradient | None:
-    """TRL's loss; it has no k2 and no likelihood.
+    """Computes TRL's loss; TRL has no k2 and no likelihood term.
 
     Its sequence ratio is differentiated as a whole, so GSPO compares where all tokens of a sequence weigh the same.
     """
@@ -173,7 +173,7 @@ def in_trl(case: Case) -> LossAndGradient | None:
 
 
 def trl_weights(case: Case, log_weights: Any) -> Any:
-    """The ratio of TRL's vllm_importance_sampling_mode."""
+    """Returns the ratio as TRL's vllm_importance_sampling_mode defines it."""
     import torch
 
     if case.loss.correction.startswith("sequence"):
@@ -185,7 +185,7 @@ def trl_weights(case: Case, log_weights: Any) -> Any:
 
 
 def _trl_trainer(case: Case, policy: Any) -> Any:
-    """The attributes of a GRPOTrainer that its loss reads."""
+    """Returns a stand-in with the GRPOTrainer attributes that its loss reads."""
     import torch
 
     params, is_cispo = case.loss.all_params, case.loss.name == "cispo"

@@ -1,4 +1,4 @@
-"""Losses and gradients of every kind, correction and term in float64, compared with independent references.
+"""Compares losses and gradients of every kind, correction and term in float64 with independent references.
 
 The references are plain numpy and, if DIR of `--libraries` has them, verl and TRL. The differences are the largest over
 all settings of a kind, of the loss and of the gradient to the policy's log-probs.
@@ -22,18 +22,18 @@ from scripts.bench.loss_references import Case, LossAndGradient, in_numpy, in_tr
 
 REFERENCES: dict[str, Callable[[Case], LossAndGradient | None]] = {"numpy": in_numpy, "verl": in_verl, "trl": in_trl}
 SEQUENCES, WIDTH, MAX_TOKENS = 8, 12, 128.0
-SEQUENCE_SCALE = 0.002  # of a log-ratio in GSPO, so that a clip of 3e-4 cuts some sequences
+SEQUENCE_SCALE = 0.002  # scale of a log-ratio in GSPO, so that a clip of 3e-4 cuts some sequences
 KL_COEF, LIKELIHOOD = 0.04, 0.5
 TERMS = ("policy", "k2", "k3", "likelihood")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--libraries", metavar="DIR", help="a directory with verl and trl (pip install --target DIR)")
+    parser.add_argument("--libraries", metavar="DIR", help="directory with verl and trl (pip install --target DIR)")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.libraries:
-        sys.path.append(args.libraries)  # last: packages that both have are this environment's
+        sys.path.append(args.libraries)  # appended, so that this environment's packages win over copies in DIR
     names = list(REFERENCES) if args.libraries else ["numpy"]
     with jax.enable_x64(True):
         rows = [row for kind in VARIANTS for row in _rows(kind, names)]
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as a Markdown table."""
+    """Formats the result as a Markdown table."""
     lines = ["| loss | reference | settings | largest difference of a loss | of a gradient |", "|---" * 5 + "|"]
     for row in result["rows"]:
         differences = f"{row['loss_difference']:.1e} | {row['gradient_difference']:.1e}"
@@ -67,7 +67,7 @@ def _row(kind: str, name: str, differences: np.ndarray) -> dict[str, Any]:
 
 
 def cases(kind: str) -> Iterator[Case]:
-    """Every correction, term, dual clip and form of the advantage of a kind of loss."""
+    """Yields a loss kind with every correction, term, dual clip and form of advantage."""
     clips = (0.0, 3.0) if "dual_clip" in PARAMS[kind] else (None,)
     for number, (clip, correction, term, per_token) in enumerate(
         itertools.product(clips, CORRECTIONS, TERMS, (False, True))
@@ -98,7 +98,7 @@ def random_case(loss: LossConfig, seed: int, *, per_token: bool, likelihood: flo
 
 
 def learners(case: Case) -> LossAndGradient:
-    """The learner's own loss and gradient."""
+    """Computes the loss and gradient with the learner's code."""
     lengths = np.broadcast_to(case.mask.sum(1, keepdims=True), case.mask.shape)
     numbers = np.broadcast_to(np.arange(len(case.mask))[:, None], case.mask.shape)
 

@@ -1,4 +1,4 @@
-"""The share of an update's token slots that hold tokens, with rows of the largest group and with chosen rows.
+"""Measures which share of an update's token slots hold tokens, for rows sized by the largest group and for chosen rows.
 
 A step has the config's prompts. Each prompt has a random frame budget and a group of responses whose lengths are
 lognormal around the plan's mean. `--signal` is the probability that a group's rewards differ, so that it trains.
@@ -23,7 +23,7 @@ from paravt_jax.learner.packing import (
 from paravt_jax.plan.plan import model_config
 from paravt_jax.plan.workload import PROMPT_TEXT_TOKENS, RESPONSE_TOKENS, tokens_per_frame
 
-SIGMA = 0.5  # of the logarithm of a response's length
+SIGMA = 0.5  # standard deviation of a response's log-length
 MIN_TOKENS = 32
 SIZES_PER_DOUBLING_BEFORE = 4
 
@@ -32,14 +32,14 @@ class Packed(NamedTuple):
     row_tokens: int
     num_batches: int
     slots: int
-    used: int  # slots with a token, repeated prompts included
+    used: int  # slots with a token, including repeated prompts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", default="configs/paragrpo_8b.yaml")
-    parser.add_argument("--rows", type=int, default=0, help="pack.num_rows; 0: the config's")
-    parser.add_argument("--signal", type=float, default=1.0, help="probability that a group trains")
-    parser.add_argument("--steps", type=int, default=54)
+    parser.add_argument("--config", default="configs/paragrpo_8b.yaml", help="run to pack (default %(default)s)")
+    parser.add_argument("--rows", type=int, default=0, help="pack.num_rows (default 0: the config's)")
+    parser.add_argument("--signal", type=float, default=1.0, help="probability that a group trains (default 1)")
+    parser.add_argument("--steps", type=int, default=54, help="number of steps to pack (default 54)")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as a Markdown table."""
+    """Formats the result as a Markdown table."""
     lines = ["| row length | lengths | batches | slots a step | used | with each prompt once |", "|---" * 6 + "|"]
     for row in result["rows"]:
         shares = f"{row['used']:.2f} | {row['distinct']:.2f}"
@@ -98,7 +98,7 @@ def _chosen(groups: Sequence[PromptGroup], lengths: Sequence[int], batch_rows: i
 
 
 def _of_largest(groups: Sequence[PromptGroup], max_row_tokens: int) -> tuple[list[PromptGroup], int]:
-    """Rows that hold the largest group, as the learner packed until version 0.3.0: no group is cut."""
+    """Returns rows that hold the largest group, as the learner packed until version 0.3.0: no group is cut."""
     largest = max(group.num_tokens for group in groups)
     lengths = row_lengths(max_row_tokens, SIZES_PER_DOUBLING_BEFORE)
     return [PromptGroup(0, [group.num_tokens]) for group in groups], min(n for n in lengths if n >= largest)

@@ -1,4 +1,4 @@
-"""Publishing weights to servers, compared with a plain copy of all their bytes.
+"""Times publishing weights to servers, compared with a plain copy of all their bytes.
 
 The copy is written once to shared memory and read by as many readers at the same time.
 Receivers stand in for servers: they only read the files into memory. Real servers also load them. The weights alternate
@@ -39,10 +39,10 @@ By = Literal["files", "network"]
 
 
 class Receiver:
-    """The part of SGLang's HTTP interface that a publish uses."""
+    """A stand-in server with the part of SGLang's HTTP interface that a publish uses."""
 
     def __init__(self, num_bytes: int, weights_port: int):
-        self._memory = np.ones(num_bytes, np.uint8)  # zeros would allocate memory only when written
+        self._memory = np.ones(num_bytes, np.uint8)  # np.zeros would allocate memory only on the first write
         self._label = self._first_label = initial_label(weights_port)
 
     async def answer(self, request: web.Request) -> web.Response:
@@ -62,7 +62,7 @@ class Receiver:
 
 @asynccontextmanager
 async def receivers(num: int, num_bytes: int) -> AsyncIterator[list[str]]:
-    """The URLs of `num` receivers."""
+    """Starts `num` receivers and yields their URLs."""
     async with AsyncExitStack() as stack:
         urls = []
         for _ in range(num):
@@ -81,14 +81,14 @@ async def receivers(num: int, num_bytes: int) -> AsyncIterator[list[str]]:
 async def publish_times(
     urls: Sequence[str], versions: Sequence[Weights], repeats: int, by: By = "files"
 ) -> dict[str, float]:
-    """Medians of the bytes and seconds of a publish to all servers, and of a copy to as many readers, in turns."""
+    """Returns median bytes and seconds of a publish to all servers, alternating with a copy to as many readers."""
     memory = [np.ones(versions[0].num_bytes, np.uint8) for _ in range(1 + len(urls))]
     rows: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as directory:
         engine = await SGLangEngine.connect(
             urls, SGLangSettings("bench", weights_dir=directory if by == "files" else "")
         )
-        engine.fleet.files = WeightFiles(directory)  # where servers do not look by themselves
+        engine.fleet.files = WeightFiles(directory)  # servers do not look here by themselves
         try:
             await _all_up(engine)
             for weights in itertools.islice(itertools.cycle(versions), WARM_UP + repeats):
@@ -103,7 +103,7 @@ async def publish_times(
 
 
 async def _publish_times(engine: SGLangEngine, weights: Weights) -> dict[str, float]:
-    """Seconds of a publish, and the seconds in which no server samples."""
+    """Returns the seconds of a publish, and of the pause in which no server samples."""
     loading_s = []
 
     async def watch() -> None:
@@ -120,7 +120,7 @@ async def _publish_times(engine: SGLangEngine, weights: Weights) -> dict[str, fl
 
 
 def copied_s(source: np.ndarray, targets: Sequence[np.ndarray]) -> float:
-    """Seconds of a copy."""
+    """Copies `source` to all targets through a file in shared memory. Returns seconds."""
     with tempfile.TemporaryFile(dir=SHARED_MEMORY) as file, ThreadPoolExecutor(len(targets)) as readers:
         start_s = time.perf_counter()
         file.write(source.data)
@@ -137,7 +137,7 @@ def _read_files(directory: Path, target: np.ndarray) -> None:
 
 
 def _read(number: int, target: np.ndarray) -> int:
-    """Reads up to the end of `target`; releases the GIL while it reads. Returns the number of bytes."""
+    """Fills `target` from its number's file without holding the GIL. Returns the number of bytes."""
     done = 0
     while done < target.nbytes and (got := os.preadv(number, [target[done:].data], done)):
         done += got
@@ -145,7 +145,7 @@ def _read(number: int, target: np.ndarray) -> int:
 
 
 async def _all_up(engine: SGLangEngine) -> None:
-    """Raises if a server has failed, because the times would be for fewer servers."""
+    """Raises if a server has failed, because the times would count fewer servers."""
     give_up_s = time.monotonic() + UP_DEADLINE_S
     while down := [server for server in (await engine.health()).servers if not server.alive]:
         if time.monotonic() > give_up_s:

@@ -1,7 +1,7 @@
-"""The sampler on this machine: milliseconds per token at several limits of the context, beside transformers' generate.
+"""Times the sampler: milliseconds per token at several context limits, next to transformers' generate.
 
 Both sides sample the same number of tokens for the same prompts, in one batch, with the tiny model. Our requests share
-no beginning, so that nothing comes from the cache. The first batch of each side compiles and is not counted.
+no prefix, so that nothing comes from the cache. The first batch of each side compiles and is not counted.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         ways["transformers"] = _transformers(Path(folder) / "model")
         batches = [_prompts(args.rows, number) for number in range(args.repeats + 1)]
         seconds: dict[str, list[float]] = {way: [] for way in ways}
-        for batch in batches:  # the ways alternate, so that a slow minute affects all
+        for batch in batches:  # turns alternate, so that a slow minute affects all
             for way, sample in ways.items():
                 start_s = time.perf_counter()
                 sample(batch)
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as a Markdown table."""
+    """Formats the result as a Markdown table."""
     lines = ["| way | first batch s | ms per token of the batch |", "|---|---|---|"]
     lines += [f"| {row['way']} | {row['first_s']:.1f} | {row['token_ms']:.2f} |" for row in result["rows"]]
     return "\n".join(lines)

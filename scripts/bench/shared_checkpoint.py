@@ -1,4 +1,4 @@
-"""One of several processes that save and restore a learner's state together: peak memory and time.
+"""Saves and restores a learner's state as one of several processes, and measures its peak memory and time.
 
     python -m scripts.bench.shared_checkpoint FOLDER MIB NUM_DEVICES COORDINATOR NUM INDEX     started by bench hosts
 
@@ -70,7 +70,7 @@ def saved_and_restored(folder: Path, mib: int, num_devices: int, hosts: Hosts) -
 
 
 def peak_mib(work: Callable[[], object]) -> tuple[float, float]:
-    """This process's peak memory during `work`, and seconds."""
+    """Returns this process's peak memory during `work`, and seconds."""
     file, reset = PEAK_RESET
     file.write_text(reset)
     start_s = time.monotonic()

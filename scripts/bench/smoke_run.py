@@ -1,4 +1,4 @@
-"""The smoke run as the long benchmarks start it, and the resources that its processes use.
+"""Starts the smoke run for the long benchmarks, and measures its processes' resource usage.
 
 A random model calls no tools, so every turn starts with forced calls. Crops, sub-agents and reports are real, and the
 policy samples the rest of the turn.
@@ -37,7 +37,7 @@ class Usage(NamedTuple):
     memory_mib: float = 0.0  # shared pages count in proportion (PSS)
     files: int = 0
     threads: int = 0
-    cpu_s: float = 0.0  # including children that ended
+    cpu_s: float = 0.0  # including exited children
 
     def plus(self, other: "Usage") -> "Usage":
         pairs = zip(self, other, strict=True)
@@ -45,26 +45,26 @@ class Usage(NamedTuple):
 
 
 def check_clone() -> None:
-    """Raises before any long work if this is not a clone."""
+    """Raises before any long work if the working directory is not a clone."""
     if not CONFIG.is_file():
         raise RuntimeError(f"{CONFIG} does not exist: run this benchmark from a clone of the repository")
 
 
 def trainer_command(run_dir: Path, settings: Sequence[str]) -> list[str]:
-    """The command that a user would run."""
+    """Returns the command that a user would run."""
     check_clone()
     command = [sys.executable, "-m", "paravt_jax.train", "--config", str(CONFIG), f"run_dir={run_dir}"]
     return [*command, *SETTINGS, *settings]
 
 
 def num_steps(run_dir: Path) -> int:
-    """Steps in the log."""
+    """Counts the steps in the log."""
     path = run_dir / METRICS_FILE
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def family(pid: int) -> list[int]:
-    """A process and all its descendants."""
+    """Returns a process and all its descendants."""
     return [pid, *descendants(pid)]
 
 
@@ -73,10 +73,10 @@ def is_decoder(pid: int) -> bool:
 
 
 def usage_by_role(trainer: int) -> dict[str, Usage]:
-    """Usage of the trainer, its decoders and its own servers."""
+    """Returns the usage of the trainer, its decoders and its own servers."""
     roles = {"trainer": Usage(), "decoders": Usage(), "servers": Usage()}
     for pid in family(trainer):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # it has exited
             role = "trainer" if pid == trainer else "decoders" if is_decoder(pid) else "servers"
             roles[role] = roles[role].plus(usage_of(pid))
     return {role: usage for role, usage in roles.items() if usage.threads}

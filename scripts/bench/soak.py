@@ -37,16 +37,16 @@ from scripts.bench.chaos import left_in_memory
 from scripts.bench.smoke_run import ROOT, family, num_steps, trainer_command, usage_by_role
 
 SAMPLE_EVERY_S = 5.0
-WARM_FRAC, WINDOW_FRAC = 0.1, 0.2  # of all samples: dropped at the start; compared at both ends of the rest
-STOP_S = 180.0  # the step ends and its checkpoint is written
-GONE_S = 30.0  # all processes of the run end
-SHOWN_LINES, SHOWN_BYTES = 15, 300  # of the output of a failed command
+WARM_FRAC, WINDOW_FRAC = 0.1, 0.2  # fractions of all samples: dropped at the start; compared at both ends of the rest
+STOP_S = 180.0  # time to finish the step and write its checkpoint
+GONE_S = 30.0  # time for all the run's processes to exit
+SHOWN_LINES, SHOWN_BYTES = 15, 300  # how much of a failed command's output is printed
 BUSY = (429, 503)  # too many requests, or stopping
 STOPPED = (0, 128 + signal.SIGTERM)
 # Maximum growth from the first to the last window: a factor and an offset. In two hours medians grew by at most 7 %; a
 # leak of 1 MiB a step would be 360 MiB.
 GROWTH = {"memory_mib": (1.15, 32.0), "files": (1.0, 8.0), "threads": (1.0, 8.0)}
-CLIENTS, LEAVES_EVERY, LEAVES_AFTER_S, ANSWER_S = 3, 5, 0.3, 120.0  # for a service
+CLIENTS, LEAVES_EVERY, LEAVES_AFTER_S, ANSWER_S = 3, 5, 0.3, 120.0  # for a service's clients
 STEPS_TOGETHER = 10  # window for CPU seconds, because samples are seconds apart
 ROLE_COLORS = {"trainer": COLORS["blue"], "servers": COLORS["orange"], "decoders": COLORS["green"]}
 STEP_S, CPU_S = "seconds of a step", "CPU seconds of a step"
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as a Markdown table."""
+    """Formats the result as a Markdown table."""
     counted = "answers" if result["serve"] else "steps"
     lines = [
         f"{result['engine']}: {result['steps']} {counted} in {result['minutes']:g} minutes",
@@ -103,7 +103,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def grown(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Quantities that grew beyond their bound."""
+    """Lists quantities that grew beyond their bound."""
     bounds = {f"{LABELS[name]}, {role}": bound for name, bound in GROWTH.items() for role in ROLE_COLORS}
     return [
         f"{row['of']} grew from {row['begin']:.4g} to {row['end']:.4g}"
@@ -146,7 +146,7 @@ def _serving(args: argparse.Namespace, out: Path, run_dir: Path) -> tuple[list[d
 
 
 def _ask(url: str, video: str, number: int, answered: list[float], failed: list[str], over: threading.Event) -> None:
-    """Asks repeatedly once the service listens; disconnects early from every few requests."""
+    """Sends requests while the service listens; disconnects early from every few of them."""
     question = {"type": "text", "text": "What color is it? A. red B. blue"}
     parts = [{"type": "video_url", "video_url": {"url": video}}, question]
     for turn in itertools.count(number):
@@ -195,7 +195,7 @@ def soak(
                 time.sleep(SAMPLE_EVERY_S)
         violations = _stop(process, _called(command), log)
     finally:
-        process.kill()  # ends its servers and decoders
+        process.kill()  # stops its servers and decoders
         process.wait()
     stray = [path.relative_to(outside) for path in outside.rglob("*") if path != outside / "tmp"]
     violations += [f"left outside of its directory: {path}" for path in sorted(stray)]
@@ -203,7 +203,7 @@ def soak(
 
 
 def _stop(process: subprocess.Popen[bytes], name: str, log: Path) -> list[str]:
-    """Stops it as a user does; no process may remain."""
+    """Stops the command as a user does; no process may remain."""
     processes = family(process.pid)
     process.send_signal(signal.SIGTERM)
     code = process.wait(STOP_S)
@@ -231,7 +231,7 @@ def _series(samples: Sequence[dict[str, Any]], step_s: Sequence[float]) -> dict[
 
 
 def _seconds_each(samples: Sequence[dict[str, Any]]) -> list[float]:
-    """Seconds per answer between samples."""
+    """Returns the seconds per answer between samples."""
     pairs = itertools.pairwise(samples)
     return [
         (after["seconds"] - earlier["seconds"]) / steps
@@ -241,7 +241,7 @@ def _seconds_each(samples: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def _cpu_s(samples: Sequence[dict[str, Any]]) -> list[float]:
-    """CPU seconds per step over all processes; unlike seconds, they hardly depend on other load."""
+    """Returns CPU seconds per step over all processes; unlike seconds, they hardly depend on other load."""
     per_step, begin = [], samples[0] if samples else {}
     for sample in samples:
         if (steps := sample["steps"] - begin["steps"]) >= STEPS_TOGETHER:
@@ -252,7 +252,7 @@ def _cpu_s(samples: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def _ends(values: Sequence[float]) -> dict[str, float]:
-    """Medians at both ends, without the start, when programs compile and caches fill."""
+    """Returns medians at both ends, without the start, when programs compile and caches fill."""
     warm = values[int(WARM_FRAC * len(values)) :]
     window = max(1, int(WINDOW_FRAC * len(values)))
     return {"begin": statistics.median(warm[:window]), "end": statistics.median(warm[-window:]), "most": max(warm)}

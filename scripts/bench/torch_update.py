@@ -1,7 +1,7 @@
-"""A plain PARA-GRPO update in torch: transformers' model, a padded row per dialogue, autograd, AdamW.
+"""A plain PARA-GRPO update in torch: transformers' model, one padded row per dialogue, autograd, AdamW.
 
-Tests compare gradients with it, benchmarks compare time. The loss is the published one: token ratios, masking of tokens
-above the cap, k3. Every row passes all its frames, as from a processor, to the policy and the reference.
+Tests compare gradients with this update, and benchmarks compare time. The loss is the published one: token ratios,
+masking of tokens above the cap, k3. Every row passes all its frames, as from a processor, to policy and reference.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from paravt_jax.learner.settings import LossConfig, OptimConfig
 
 
 class TorchLearner:
-    """Weights and moments are float32, activations `dtype`. The reference is the initial policy, or `ref_folder`."""
+    """A learner with float32 weights and moments; the reference is the initial policy, or `ref_folder`."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class TorchLearner:
         scored = loss_mask[:, begin:]
         behavior_logp, advantage = behavior_logp[:, begin:][scored], advantage[:, begin:][scored]
         policy_logp = self._logp(self.model, inputs, begin)[scored]
-        prox_logp = policy_logp.detach()  # the first update on fresh rollouts
+        prox_logp = policy_logp.detach()  # the first update on fresh rollouts, so old log-probs are the current ones
         ratio = (policy_logp - prox_logp).exp()
         numbers = self.loss.all_params
         clipped = ratio.clamp(1 - numbers["clip_low"], 1 + numbers["clip_high"])
@@ -110,7 +110,7 @@ class TorchLearner:
         return per_token.sum()
 
     def _logp(self, model: Any, inputs: dict[str, Any], begin: int) -> Any:
-        """Log-probs of the tokens from column `begin`, under log_softmax(z / temperature)."""
+        """Returns log-probs of the tokens from column `begin`, under log_softmax(z / temperature)."""
         import torch
 
         targets = inputs["input_ids"][:, begin:]
@@ -121,7 +121,7 @@ class TorchLearner:
 
 
 def load_reference(folder: Path) -> Any:
-    """transformers' model of a Hugging Face directory, in float32."""
+    """Loads transformers' model of a Hugging Face directory in float32."""
     import torch
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLForConditionalGeneration
     from transformers.utils.logging import disable_progress_bar

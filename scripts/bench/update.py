@@ -1,4 +1,4 @@
-"""One whole update of a group of episodes, by the learner or in torch."""
+"""Runs one whole update of a group of episodes, with the learner or in torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -42,12 +42,12 @@ def random_example(config: ModelConfig, seed: int, num_frames: int, num_text: in
 
 class Update(NamedTuple):
     run: Callable[[], dict[str, float]]
-    encode_vision: Callable[[], object] | None = None  # the vision tower alone
+    encode_vision: Callable[[], object] | None = None  # seconds of the vision tower alone
 
 
 @dataclass(frozen=True, eq=False)
 class EpisodeGroup:
-    """Episodes of a prompt: its ids with placeholders expanded, its frames, and the responses' ids."""
+    """A prompt's episodes: its ids with placeholders expanded, its frames, and the responses' ids."""
 
     config: ModelConfig
     prompt: np.ndarray

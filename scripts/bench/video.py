@@ -1,4 +1,4 @@
-"""Reading frames for a rollout, compared with the original: qwen_vl_utils with decord, then the HF processor.
+"""Times reading frames for a rollout, compared with the original: qwen_vl_utils with decord, then the HF processor.
 
 A rollout reads an overview, then crops, including patches. The original decodes them again for every rollout, one after
 the other; we decode them once (cold), and the other rollouts of the group read them from memory (warm). Both sides read

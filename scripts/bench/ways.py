@@ -1,4 +1,4 @@
-"""One whole update of a group of episodes, done in several ways: time and peak memory of each.
+"""Measures time and peak memory of one whole update of a group of episodes, done in several ways.
 
 `branches` is the learner's way: the prompt once, with all responses after it, and every frame encoded once. `rows`
 repeats the prompt for every episode, `own frames` also repeats the vision tower, `torch` is the same update in torch.
@@ -30,7 +30,7 @@ COMPARED = {
         "update_s": "torch → branches, both without a reference",
         "cpu_s": "the same, processor seconds",
     },
-}  # slower way first
+}  # each pair has its slower way first
 IMPORTS = {
     "torch": ("scripts.bench.torch_update", "torch", "transformers.models.qwen3_vl.modeling_qwen3_vl"),
     "jax": ("paravt_jax.learner.learner", "model_port"),
@@ -38,7 +38,7 @@ IMPORTS = {
 
 
 def compare_ways(folder: Path, dtype: ComputeDtype, group: EpisodeGroup, repeats: int) -> list[dict[str, Any]]:
-    """Medians of both ways in each comparison; `folder` is the model's Hugging Face directory."""
+    """Returns medians of both ways in each comparison; `folder` is the model's Hugging Face directory."""
     rows = []
     for (slow, fast), measures in COMPARED.items():
         turns = _alternating((slow, fast), folder, dtype, group, repeats)
@@ -74,7 +74,7 @@ def _formatted(turn: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.5g}" for name, value in turn.items())
 
 
-_own: dict[str, Any] = {}  # in the process of a way
+_own: dict[str, Any] = {}  # set in the process of a way
 
 
 def _set_up(way: str, folder: Path, dtype: ComputeDtype, group: EpisodeGroup) -> None:

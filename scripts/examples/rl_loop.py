@@ -59,7 +59,7 @@ async def main(directory: Path) -> None:
 
 
 async def sample_group(agent: Agent, prompt: Prompt, step: int) -> list[Episode]:
-    """GROUP_SIZE episodes that start from the same overview, whose number of frames is drawn per prompt."""
+    """Samples GROUP_SIZE episodes that share an overview; its number of frames is random per prompt."""
     budget = random.Random(f"{step} {prompt.id}").choice(FRAME_BUDGETS)
     overview = await agent.overview(Task(f"{step}-{prompt.id}", prompt.question, prompt.videos, budget))
     return list(await asyncio.gather(*(agent.run(overview, number, seed=step) for number in range(GROUP_SIZE))))

@@ -63,7 +63,7 @@ def main() -> None:
         eval=args.eval,
     )
     if not args.report:
-        exit_on_sigterm()  # like Ctrl-C: the runs save a checkpoint and exit
+        exit_on_sigterm()  # handles SIGTERM like Ctrl-C: the runs save a checkpoint and exit
         share_programs()
         experiment.make_data()
         run_jobs(experiment.jobs())
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def arms_of(text: str) -> list[str]:
-    """Expands `variants` to para_grpo and all of its variants."""
+    """Splits the list, and expands `variants` to para_grpo and all of its variants."""
     arms = [
         part
         for name in text.split(",")

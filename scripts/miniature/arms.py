@@ -1,4 +1,4 @@
-"""The arms as a table: what each changes in configs/miniature/para_grpo.yaml, the full method."""
+"""The table of arms: the settings that each changes in configs/miniature/para_grpo.yaml, the full method."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -30,7 +30,7 @@ ARMS: Mapping[str, tuple[str, tuple[str, ...]]] = {  # name: title, settings
     "grpo_tool_reward": ("GRPO with R_tool", (NO_PREFIX, *NO_ANCHOR, NO_GATING)),
 }
 TABLE_B = ("grpo", "anchoring", "gating", "para_grpo", "no_tool_reward", "no_penalty", "weak_prior")
-VARIANTS: Mapping[str, tuple[str, ...]] = {  # of losses, normalizations and schedules, each run once
+VARIANTS: Mapping[str, tuple[str, ...]] = {  # other losses, normalizations and schedules, each run once
     "loss_grpo": ("loss.name=grpo",),
     "loss_dapo": ("loss.name=dapo",),
     "loss_dr_grpo": ("loss.name=dr_grpo", "advantage.normalise=none"),
@@ -46,7 +46,7 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {  # of losses, normalizations and sch
     "soft_length": ("train.truncated=soft",),
 }
 COLD_STARTS = ("sft", "sft_weak")
-FORCED = "/forced"  # suffix of an evaluation with the forced prefix
+FORCED = "/forced"  # name suffix of an evaluation with the forced prefix
 NAMES = (*ARMS, *(name for name in VARIANTS if name not in ARMS), *COLD_STARTS)
 TITLES = {
     "sft": "SFT (cold start)",
@@ -66,7 +66,7 @@ def settings_of(arm: str) -> tuple[str, ...]:
 
 @cache
 def recommended() -> tuple[str, ...]:
-    """The reward and advantage settings in which the recommended 8B file differs from the published one."""
+    """Returns the reward and advantage settings in which the recommended 8B config differs from the published one."""
     published, other = (
         flattened(to_record(load_config(CONFIGS / f"paragrpo_8b{name}.yaml"))) for name in ("", "_recommended")
     )

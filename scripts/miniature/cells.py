@@ -1,6 +1,6 @@
-"""The cells of the map: worlds that differ in the reliability of reports and in the first rate of calls.
+"""The cells of the map: worlds that differ in the reliability of reports and in the initial call rate.
 
-The stated cells were named before any run: there the published pattern should hold.
+The stated cells were chosen before any run, because the published pattern should hold there.
 """
 
 import json
@@ -18,7 +18,7 @@ from scripts.miniature.dials import World, load_world
 DATA = Path(__file__).parents[2] / "docs" / "miniature" / "data"
 PREDICTIONS, MEASURED = DATA / "map_predictions.json", DATA / "map.json"
 REPORTS, CALLS = (0.5, 0.75, 0.95), (0.03, 0.2, 0.6)
-BUDGETS = (4, 16, 32)  # frames of an evaluation
+BUDGETS = (4, 16, 32)  # frame budgets of an evaluation
 METRICS = {  # of an episode, and their names in an evaluation
     "accuracy": "accuracy_mean",
     "kappa": "tool_calls_mean",
@@ -27,13 +27,13 @@ METRICS = {  # of an episode, and their names in an evaluation
 }
 STATED = ((0.95, 0.2), (0.95, 0.03))
 COLD_START = "sft"
-CORE = ("grpo", "para_grpo", "no_tool_reward", "recommended")  # in every cell; the stated ones have all arms
+CORE = ("grpo", "para_grpo", "no_tool_reward", "recommended")  # arms of every cell; the stated cells have all arms
 Row = Mapping[str, Any]
 
 
 class Labels(Protocol):
     def row(self, arm: str, forced: bool, dispatch: str, frames: int) -> dict[str, Any]:
-        """What identifies a number in the results."""
+        """Returns the keys that identify a number in the results."""
         ...
 
 
@@ -51,7 +51,7 @@ class Cell:
         return load_world("map", f"traces.wrong_frac={1 - self.reports:g}", f"calls_frac={self.calls}")
 
     def row(self, arm: str, forced: bool, dispatch: str, frames: int) -> dict[str, Any]:
-        """What identifies a number of the map."""
+        """Returns the keys that identify a number of the map."""
         names = {"reports": self.reports, "calls": self.calls, "arm": arm}
         return names | {"forced": forced, "dispatch": dispatch, "frames": frames}
 
@@ -60,7 +60,7 @@ CELLS = tuple(Cell(*each) for each in (*STATED, *((r, c) for r in REPORTS for c 
 
 
 def write_rows_of_map(path: Path, rows: Iterable[Row], **about: Any) -> None:
-    """One row a line. Rows have few digits, because the files are committed."""
+    """Writes one row per line, with few digits, because the files are committed."""
     lines = ",\n".join(json.dumps(_rounded(row), ensure_ascii=False) for row in rows)
     head = json.dumps({**about, "date": date.today().isoformat()}, ensure_ascii=False)
     path.parent.mkdir(parents=True, exist_ok=True)

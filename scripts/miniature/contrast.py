@@ -1,9 +1,9 @@
-"""Runs the contrast: is it the prior or the architecture? Two families with two priors each, the same SFT, the same RL.
+"""Runs the contrast between prior and architecture: two model families, two priors each, the same SFT and RL.
 
 python -m scripts.miniature contrast --seeds 0
 
-A prior is acquired: a new model is trained on dialogues without tags, in which calls are frequent or rare. A seed is a
-world, a model, an order of prompts and the sampling. Runs with the same seed share videos and frames.
+A new model acquires its prior by training on dialogues without tags, in which calls are frequent or rare. A seed
+determines the world, the model, the prompt order and the sampling. Runs with the same seed share videos and frames.
 """
 
 import argparse
@@ -28,7 +28,7 @@ PRIORS = {"strong": 0.6, "weak": 0.03}  # share of the dialogues before SFT that
 ARMS = ("grpo", "para_grpo")
 BEFORE_SFT = "pretrained"  # name of the model in the results
 CURVES = METRICS | {"failed": "failed_calls_mean"}
-TRAINING = "training"  # the dispatch of rows about a training, which have a list of steps for each metric
+TRAINING = "training"  # `dispatch` value of rows about a training run; they have a list of steps for each metric
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class Contrast(Runs):
         return cls(policy, seed, base, Experiment(own, ARMS, [seed], world, seed, videos, starts))
 
     def jobs(self) -> list[Job]:
-        pretraining, evaluation, _ = self.base.jobs()  # the last one forces the prefix
+        pretraining, evaluation, _ = self.base.jobs()  # the last job forces the prefix
         return [pretraining, evaluation, *self.own.jobs()]
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """All evaluations, and the steps of each training."""
+        """Yields all evaluations, and the steps of each training run."""
         yield from ({**row, "arm": BEFORE_SFT} for row in Runs(self.cell, self.seed, self.base, self.base).rows())
         yield from super().rows()
         for arm in ARMS:

@@ -31,11 +31,11 @@ STAGES = {BEFORE_SFT: "before SFT", "sft": "SFT", **{arm: TITLES[arm] for arm in
 PANELS = {"f_tau": "f_τ", "parseable": "parseable", "kappa": "κ, calls an episode"}
 PRIORS = {"strong": "#D55E00", "weak": "#0072B2"}  # colors
 FAMILIES = {"qwen3_vl": ("Qwen3-VL", "-"), "qwen2_5_vl": ("Qwen2.5-VL", "--")}
-EFFECTS = "Differences of means over training: between the priors"  # begins the line that compares priors and families
+EFFECTS = "Differences of means over training: between the priors"  # starts the line that compares them
 
 
 def held_out(rows: Sequence[Row], policy: Policy, arm: str, metric: str, *frames: int) -> Float[np.ndarray, " seeds"]:
-    """Means over frame budgets, with the prefix of the arm's training."""
+    """Returns means over frame budgets, with the prefix of the arm's training."""
     chosen = [row for row in _of(rows, policy, arm) if row["frames"] in (frames or BUDGETS)]
     chosen = [row for row in chosen if row["forced"] == (arm == "para_grpo")]
     seeds = sorted({row["seed"] for row in chosen})
@@ -71,7 +71,7 @@ def _spread(values: Float[np.ndarray, " seeds"]) -> str:
 
 
 def effects(rows: Sequence[Row]) -> str:
-    """A line: how much means over the training differ between the priors, and between the families."""
+    """Formats how much means over the training differ between the priors, and between the families."""
     parts = []
     for arm, metric in product(ARMS, PANELS):
         cells = [[curves(rows, Policy(family, prior), arm, metric) for family in FAMILIES] for prior in PRIORS]
@@ -83,7 +83,7 @@ def effects(rows: Sequence[Row]) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """A row of panels for each arm, with a line for each seed."""
+    """Draws a row of panels for each arm, with a line for each seed."""
     with matplotlib.rc_context(STYLE | {"font.size": 8, "savefig.dpi": 110}):
         figure, panels = plt.subplots(len(ARMS), len(PANELS), figsize=(9, 4.8), sharex=True, layout="constrained")
         for (arm, (metric, title)), axes in zip(product(ARMS, PANELS.items()), panels.flat, strict=True):

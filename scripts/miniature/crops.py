@@ -1,10 +1,10 @@
-"""Parallel or sequential calls, reports or frames: one policy answers questions about one to five windows.
+"""Compares parallel and sequential calls, and reports and frames: one policy answers about one to five windows.
 
 python -m scripts.miniature crops                cold start, accuracy, times
 python -m scripts.miniature crops --only time    measures the times again, with the trained policy
 
-Two ways to play have no sub-agents: parallel calls that return frames; and no calls, with the overview and the frames
-of all windows in the prompt. There is no RL.
+Two modes have no sub-agents: parallel calls that return frames; and no calls, with the overview and the frames of all
+windows in the prompt. There is no RL.
 """
 
 import argparse
@@ -50,14 +50,14 @@ DISPATCHES: Mapping[str, Dispatch] = {
     "frames": "parallel",
 }
 ENGINES = ("jax", "sglang")  # engine.kind
-NUM_ALONE = 5  # timed episodes one at a time
+NUM_ALONE = 5  # episodes that are timed one at a time
 NUM_TIMED = NUM_ALONE + MAX_IN_FLIGHT
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Player:
-    """Plays questions in each way with an open engine."""
+    """Runs episodes in each mode with an open engine."""
 
     worker: RolloutWorker
     renderer: TraceRenderer
@@ -78,18 +78,18 @@ class Player:
 
     def _agent(self, play: str) -> Agent:
         agent, dispatch = self.worker.agent, DISPATCHES[play]
-        if dispatch == "none":  # the system text of the other plays has the tool, for any kind of response
+        if dispatch == "none":  # the other modes have the tool in their system text
             return agent.with_settings(dispatch=dispatch, prompts=replace(agent.config.prompts, system_has_tools=False))
         return agent.with_settings(dispatch=dispatch, crop_returns="frames" if play == "frames" else "report")
 
     async def _one_context(self, task: Task, question: Question) -> Overview:
-        """The prompt that the cold start's traces of this kind have."""
+        """Returns the prompt that the cold start's traces of this mode have."""
         trace = read_trace(one_context_row(question), lambda _: task.videos[0])
         prompt = (await self.renderer.render(trace, self.frame_budget)).ledger.segments[0]
         return Overview(task, {}, {}, prompt.ids, prompt.pictures, (), 0.0)
 
     async def episodes(self, play: str, chosen: Sequence[Question]) -> list[Row]:
-        """As many at once as an evaluation runs."""
+        """Runs as many episodes at once as an evaluation does."""
         gate = asyncio.Semaphore(MAX_IN_FLIGHT)
 
         async def one(question: Question) -> Row:
@@ -100,7 +100,7 @@ class Player:
 
 
 def counts(rollout: Rollout, image_id: int) -> Row:
-    """The numbers of an episode; a context is the dialogue of the main agent or of one sub-agent."""
+    """Returns an episode's counts; a context is the dialogue of the main agent or of one sub-agent."""
     assert rollout.episode is not None and rollout.terms is not None
     tokens = [sum(p.num_tokens(TOKEN_PX) for p in ledger.pictures) for ledger in rollout.episode.ledgers]
     return {
@@ -136,7 +136,7 @@ class Crops:
             export(cold_start.done.parent, self.model)  # SGLang reads no checkpoint
 
     async def measure(self, stage: str, kind: str) -> None:
-        """Writes the accuracy or the times of all cells with an engine."""
+        """Measures accuracy or times of all cells with an engine, and writes them."""
         *_, job = self.experiment.jobs()
         own = (f"run_dir={self.directory / kind}", f"model.path={self.model}", f"engine.kind={kind}")
         async with open_evaluation(load_config(job.config, *job.settings, *own, schema=EvalConfig)) as evaluation:
@@ -152,17 +152,17 @@ class Crops:
         return self.directory / f"{stage}_{kind}.json"
 
     def questions(self, numbers: Iterable[int], num_windows: int) -> list[Question]:
-        """A question about each video."""
+        """Returns a question about each video."""
         scenes = (self.world.scene(self.experiment.world_seed, number) for number in numbers)
         return [questions(scene, self.world.questions)[num_windows - 1] for scene in scenes]
 
     async def accuracy(self, player: Player) -> list[Row]:
-        """On all held-out videos."""
+        """Measures accuracy on all held-out videos."""
         held_out = range(self.world.num_videos)[-self.world.num_held_out :]
         return [summary(await player.episodes(play, self.questions(held_out, n))) for n, play in CELLS]
 
     async def times(self, player: Player, kind: str) -> list[Row]:
-        """Seconds of an episode. Every cell has its own videos, because engines cache prompts that they have seen."""
+        """Times episodes. Every cell has its own videos, because engines cache prompts that they have seen."""
         rows, others = [], range(len(CELLS) * NUM_TIMED, self.world.num_videos)[:MAX_IN_FLIGHT]
         for play in PLAYS:
             await player.episodes(play, self.questions(others, MAX_WINDOWS))  # compiles
@@ -177,7 +177,7 @@ class Crops:
         return rows
 
     def rows(self) -> list[Row]:
-        """A row for each cell."""
+        """Returns a row for each cell."""
         files = (self.file("accuracy", "jax"), *(self.file("time", kind) for kind in ENGINES))
         measured = zip(*(json.loads(file.read_bytes()) for file in files), strict=True)
         return [
@@ -187,7 +187,7 @@ class Crops:
 
 
 def summary(episodes: Sequence[Row]) -> Row:
-    """Means, and the interval of the accuracy over episodes, each about another video."""
+    """Returns means, and the accuracy's interval over episodes, each about another video."""
     means = {key: statistics.fmean(row[key] for row in episodes) for key in episodes[0] if key != "seconds"}
     right, videos = [row["accuracy"] for row in episodes], range(len(episodes))
     return means | {"interval_95": interval(right, videos, [""] * len(right)), "episodes": len(episodes)}

@@ -39,7 +39,7 @@ PANELS: Mapping[str, tuple[str, str]] = {  # key: title, format in the table
 
 
 def panels_of(rows: Sequence[Row]) -> dict[str, tuple[str, str]]:
-    """Those that were measured; older files have fewer."""
+    """Returns the panels that were measured; older files have fewer."""
     return {key: panel for key, panel in PANELS.items() if all(key in row for row in rows)}
 
 
@@ -54,7 +54,7 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Small multiples over the number of windows, with a line for each play."""
+    """Draws a panel per metric over the number of windows, with a line for each mode."""
     with matplotlib.rc_context(STYLE | {"font.size": 8, "savefig.dpi": 110}):
         measured, plays = panels_of(rows), [play for play in PLAYS if any(row["play"] == play for row in rows)]
         figure, panels = plt.subplots(3, 3, figsize=(9, 6.2), sharex=True, layout="constrained")
@@ -76,7 +76,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def _draw_line(axes: Axes, rows: Sequence[Row], key: str, play: str) -> None:
-    """Accuracy has its intervals; they are apart, so that none hides another."""
+    """Draws a line; accuracy has error bars, shifted so that none hides another."""
     values, (color, mark) = [row[key] for row in rows], STYLES[play]
     errors = [[abs(row["interval_95"][side] - row[key]) for row in rows] for side in (0, 1)]
     at = [row["windows"] + 0.07 * (PLAYS.index(play) - 1) for row in rows]

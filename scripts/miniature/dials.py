@@ -1,4 +1,4 @@
-"""The dials of a world: one YAML each in `worlds/`, read like a run's settings."""
+"""The dials of a world: one YAML file per world in `worlds/`, parsed like a run's settings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,20 +28,20 @@ WORLDS = Path(__file__).parent / "worlds"
 
 @dataclass(frozen=True)
 class World:
-    """Videos, questions, traces of the cold start, and the settings of its runs."""
+    """A world's videos, questions and cold-start traces, and the settings of its runs."""
 
     num_videos: int = 1024  # held-out videos included
     num_held_out: int = 128
-    questions_per_held_out: int = 1  # in turn, so that all kinds occur
+    questions_per_held_out: int = 1  # questions rotate over the videos, so that all kinds occur
     questions: list[Kind] = field(default_factory=lambda: ["window", "either"])
     num_distractors: int = NUM_DISTRACTORS
-    event_s: int = EVENT_S  # length of the events, even; overviews show longer ones more often
+    event_s: int = EVENT_S  # length of events, even; overviews show longer events more often
     traces: Mixture = field(default_factory=Mixture)
-    calls_frac: float = -1.0  # share of traces that call, where the event is not seen first; -1: as in `traces`
+    calls_frac: float = -1.0  # share of traces that call, first those without a visible event; -1: as in `traces`
     trace_budgets: list[int] = field(default_factory=lambda: [4, 8, 16, 32, 64, 64])  # few frames teach calls
     both_prefixes: bool = True  # evaluate the arms without and with the forced prefix
     sft: list[str] = field(default_factory=list)  # settings of the cold start
-    continued: list[str] = field(default_factory=list)  # and of its continuation with another calls_frac
+    continued: list[str] = field(default_factory=list)  # settings of its continuation with another calls_frac
     train: list[str] = field(default_factory=list)
     eval: list[str] = field(default_factory=list)
 
@@ -49,7 +49,7 @@ class World:
         if {"unnamed", "both"} <= {*self.questions}:
             raise ValueError("questions=[unnamed, both]: a question without a window needs videos with one color")
         if "range" in self.questions and len(self.questions) > 1:
-            raise ValueError(f"questions={self.questions}: a range is the only kind of its world")
+            raise ValueError(f"questions={self.questions}: `range` cannot be combined with other kinds")
         if self.event_s not in range(STEP_S, WINDOW_S + 1, STEP_S):
             raise ValueError(f"event_s={self.event_s} must be even, and no longer than a window of {WINDOW_S} s")
 

@@ -1,4 +1,4 @@
-"""The runs of the experiment in their order: cold starts, arms, evaluations, all in one process.
+"""Runs the experiment in order, in one process: cold starts, arms, evaluations.
 
 The runs share compiled programs and decoded frames. Every run has a resumable directory, so the same command resumes a
 stopped experiment.
@@ -30,7 +30,7 @@ from paravt_jax.train import train
 from scripts.miniature.arms import COLD_STARTS, CONFIGS, FORCED, NAMES, NO_PREFIX, forces_prefix, settings_of
 from scripts.miniature.dials import Prior, World
 
-COST_FILE = "cost.json"  # seconds that a run took, by process
+COST_FILE = "cost.json"  # CPU and wall seconds of a run, one line for each process
 MINIATURE = CONFIGS / "miniature"
 SCHEMAS = {"sft": SftConfig, "train": Config, "eval": EvalConfig}
 RUNS: dict[str, Callable[[Any], Any]] = {"sft": sft, "train": train, "eval": run_eval}
@@ -76,8 +76,8 @@ class Experiment:
     world_seed: int = 0
     videos: Path | None = None  # directory of the videos, which experiments may share; None: DIRECTORY/world
     starts: Mapping[str, Path] = field(default_factory=dict)  # checkpoints that cold starts continue, else a new model
-    family: str = DEFAULT_FAMILY  # of a new model
-    train: Sequence[str] = ()  # settings of every arm; override its own, which override the world's
+    family: str = DEFAULT_FAMILY  # family of a new model
+    train: Sequence[str] = ()  # settings of every arm; override the arm's own, which override the world's
     sft: Sequence[str] = ()
     eval: Sequence[str] = ()
 
@@ -96,7 +96,7 @@ class Experiment:
         return [arm for arm in self.arms if arm not in COLD_STARTS]
 
     def jobs(self) -> list[Job]:
-        """The cold starts and their evaluations, then the arms seed by seed, then their evaluations."""
+        """Lists the cold starts and their evaluations, then the arms seed by seed, then their evaluations."""
         runs = [(arm, seed) for seed in self.seeds for arm in self.trained_arms]
         return [
             *map(self.cold_start, self.cold_starts),
@@ -134,18 +134,18 @@ class Experiment:
         loaded = _loaded(kind, config, tuple(settings))
         num_steps = loaded.sft.num_steps if kind == "sft" else loaded.train.num_steps
         version = num_steps if kind == "sft" else num_steps * loaded.train.updates_per_step
-        done = self.directory / name / CHECKPOINTS_DIR / str(version) / RECORD_FILE  # its directory is the version
+        done = self.directory / name / CHECKPOINTS_DIR / str(version) / RECORD_FILE  # the directory name is the version
         return Job(name, self.directory / name, kind, config, tuple(settings), num_steps, "metrics.jsonl", done)
 
     def _evaluations(self, arm: str, seed: int) -> Iterator[Job]:
-        """With the prefix that the arm was trained with, and with the other one if the world asks for it."""
+        """Lists evaluations with the arm's training prefix, and also with the other prefix if the world sets so."""
         own = forces_prefix(arm)
         yield self._evaluation(arm, own, seed)
         if self.world.both_prefixes:
             yield self._evaluation(arm, not own, seed, "eval.dispatches=[parallel]")
 
     def _evaluation(self, name: str, forced: bool, seed: int | None = None, *settings: str) -> Job:
-        """Evaluates a cold start, or an arm with its seed."""
+        """Returns the evaluation of a cold start, or of an arm with its seed."""
         model = self.cold_start(name) if seed is None else self._arm(name, seed)
         name = f"{model.name}{FORCED if forced else ''}"
         directory = self.directory / "eval" / name
@@ -186,12 +186,12 @@ def _prior(cold_start: str) -> Prior:
 
 
 def _cpu_s() -> float:
-    """Of this process and its finished children, which decode the videos."""
+    """Returns CPU seconds of this process and its finished children, which decode the videos."""
     return sum(os.times()[:4])
 
 
 def share_programs() -> None:
-    """Prepares this process as the commands of the runs do theirs."""
+    """Prepares this process as the runs' own commands do, so that runs share compiled programs."""
     from paravt_jax.run.compiles import set_up_compilation  # imports jax, which a report does not need
 
     claim_memory()

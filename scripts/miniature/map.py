@@ -2,8 +2,8 @@
 
 python -m scripts.miniature map --reports 0.95 --calls 0.2 --seeds 0
 
-A seed is a world, a cold start, an order of prompts and the sampling. A world's first cold start has the middle rate of
-calls; each cell continues it with its own. Cells with the same seed share videos and frames.
+A seed determines the world, the cold start, the prompt order and the sampling. A world's first cold start has the
+middle call rate; each cell continues it with its own. Cells with the same seed share videos and frames.
 """
 
 import argparse
@@ -23,14 +23,14 @@ from scripts.miniature.arms import FORCED, NAMES
 from scripts.miniature.cells import CALLS, CELLS, MEASURED, METRICS, REPORTS, Cell, Labels, write_rows_of_map
 from scripts.miniature.experiment import COST_FILE, Experiment, Job, run_jobs, share_programs
 
-FIRST, LAST = slice(0, 3), slice(-8, None)  # steps of a training whose means are reported
+FIRST, LAST = slice(0, 3), slice(-8, None)  # first and last steps of a training run whose means are reported
 MIDDLE = CALLS[1]
 CHOICES = {"reports": REPORTS, "calls": CALLS}
 
 
 @dataclass(frozen=True)
 class Runs:
-    """A cell with a seed: the cold starts of its world, which other cells continue too, and its own runs."""
+    """A cell with a seed: its world's cold starts, which other cells continue too, and its own runs."""
 
     cell: Labels
     seed: int
@@ -60,7 +60,7 @@ class Runs:
         return [*map(self.base.cold_start, self.base.cold_starts), *self.own.jobs()]
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """The numbers of all finished evaluations, with intervals over videos."""
+        """Yields the numbers of all finished evaluations, with intervals over videos."""
         trained = {f"{arm}/seed{self.seed}": arm for arm in self.own.trained_arms}
         for name, arm in ({name: name for name in self.own.cold_starts} | trained).items():
             means = _trained(self.own.directory / name)
@@ -77,7 +77,7 @@ class Runs:
 
 
 def _trained(directory: Path) -> dict[str, Any]:
-    """Means over the first and the last steps of an arm's training."""
+    """Returns means over the first and the last steps of an arm's training."""
     steps = training_steps(directory)
     return {
         f"train_{key}": [_mean(row[f"rollout/{metric}"] for row in steps[part]) for part in (FIRST, LAST)]
@@ -92,7 +92,7 @@ def training_steps(directory: Path) -> list[dict[str, Any]]:
 
 
 def costs(jobs: Iterable[Job]) -> dict[str, dict[str, float]]:
-    """By kind of run: how many are finished, and their CPU and wall seconds."""
+    """Returns, for each kind of run, the number finished and their CPU and wall seconds."""
     totals: dict[str, dict[str, float]] = {}
     for job in jobs:
         own = totals.setdefault(job.kind, {"runs": 0, "cpu_s": 0.0, "wall_s": 0.0})
@@ -145,7 +145,7 @@ def run_plan(plan: Sequence[Runs]) -> None:
 
 
 def finished_in(directory: Path) -> Iterator[Runs]:
-    """The runs of every cell and seed, with all arms that were started, also by `--arms`."""
+    """Returns the runs of every cell and seed with all arms that were started, including those of `--arms`."""
     for seed in seeds_in(directory):
         for cell in CELLS:
             own = Runs.of(directory, cell, seed, ()).own.directory

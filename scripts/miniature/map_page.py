@@ -1,4 +1,4 @@
-"""The map's tables and figure: the table model's predictions beside the measured numbers, and their agreement.
+"""The map's tables and figure: the table model's predictions, the measured numbers, and their agreement.
 
 python -m scripts.miniature.map_page     after new runs: rewrites the tables and the figure of docs/miniature/map*.md
 """
@@ -45,23 +45,23 @@ MISSING = "–"
 VERDICTS = ("yes", "equal", "no")
 EQUAL = 0.02  # smaller differences count as equal
 MARKS = {"accuracy": "#0072B2", "kappa": "#E69F00"}
-Lookup = Callable[..., float]  # arm, metric and, optionally, frames -> the number
+Lookup = Callable[..., float]  # (arm, metric[, frames]) -> number
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """The predicted or the measured rows of a cell."""
+    """The predicted or measured rows of a cell."""
 
     rows: Sequence[Row]
 
     def of(
         self, arm: str, metric: str, frames: int | None = None, dispatch: str = "parallel", own: bool = True
     ) -> float:
-        """The mean over seeds and frames, with the prefix that the arm trained with; NaN without rows."""
+        """Returns the mean over seeds and frames, with the arm's training prefix; NaN without rows."""
         return _mean(float(row[metric]) for row in self._chosen(arm, frames, dispatch, own))
 
     def half_interval(self, arm: str) -> float:
-        """Half the width of a 95 % interval of the accuracy: a mean, because all frame budgets share the videos."""
+        """Returns the accuracy's 95 % half-width, averaged over frame budgets, because these share their videos."""
         rows = self._chosen(arm, None, "parallel", True)
         return _mean((row["interval_95"][1] - row["interval_95"][0]) / 2 for row in rows)
 
@@ -84,7 +84,7 @@ def numbers_of(path: Path, cell: Cell) -> Numbers:
     return Numbers([row for row in read_rows(path) if (row["reports"], row["calls"]) == (cell.reports, cell.calls)])
 
 
-CLAIMS: Mapping[str, Callable[[Lookup], float]] = {  # a difference that is above 0 if the claim is true
+CLAIMS: Mapping[str, Callable[[Lookup], float]] = {  # claim -> a difference that is positive if the claim is true
     "GRPO calls less than its cold start": lambda n: n(COLD_START, "kappa") - n("grpo", "kappa"),
     "the full method is parseable more often than GRPO": lambda n: n("para_grpo", "parseable") - n("grpo", "parseable"),
     "the full method calls more than GRPO": lambda n: n("para_grpo", "kappa") - n("grpo", "kappa"),
@@ -107,7 +107,7 @@ def verdict(difference: float) -> str:
 
 
 def map_table() -> Iterator[str]:
-    """Accuracy and κ of every cell, predicted and, in bold, measured."""
+    """Formats accuracy and κ of every cell: predicted, and measured in bold."""
     titles = [TITLES[arm] for arm in CORE]
     columns = [f"{metric}, {title}" for metric in ("accuracy", "κ") for title in titles]
     yield f"| reports, calls | {' | '.join(columns)} |"
@@ -124,7 +124,7 @@ def _both(predicted: Numbers, measured: Numbers, arm: str, metric: str) -> str:
 
 
 def arm_table(cell: Cell) -> Iterator[str]:
-    """Every arm of a stated cell: predicted accuracy and κ, then what the runs gave."""
+    """Formats every arm of a stated cell: predicted accuracy and κ, then the measured numbers."""
     predicted, measured = numbers_of(PREDICTIONS, cell), numbers_of(MEASURED, cell)
     by_frames = f"K = {', '.join(map(str, BUDGETS))}"
     columns = ["prefix", "predicted accuracy", "κ", "accuracy", by_frames, "κ", by_frames, "f_τ", "parseable"]
@@ -156,7 +156,7 @@ def _measured(numbers: Numbers, arm: str) -> list[str]:
 
 
 def summary_table() -> Iterator[str]:
-    """Each claim: the number of cells with each verdict, and of those in which prediction and measurement agree."""
+    """Formats, for each claim, the number of cells with each verdict, and the number of agreeing cells."""
     counted = ", ".join(VERDICTS)
     yield f"| in {len(CELLS)} worlds | predicted: {counted} | measured: {counted} | same verdict |"
     yield f"|{'---|' * 4}"
@@ -167,7 +167,7 @@ def summary_table() -> Iterator[str]:
 
 
 def verdicts() -> dict[str, list[tuple[str, str]]]:
-    """Each claim's verdicts by cell: predicted and measured."""
+    """Returns each claim's predicted and measured verdicts by cell."""
     lookups = [[numbers_of(path, cell).of for path in (PREDICTIONS, MEASURED)] for cell in CELLS]
     return {
         claim: [(verdict(difference(predicted)), verdict(difference(measured))) for predicted, measured in lookups]
@@ -176,7 +176,7 @@ def verdicts() -> dict[str, list[tuple[str, str]]]:
 
 
 def agreement() -> str:
-    """A line: how many verdicts agree, and the mean absolute errors."""
+    """Formats how many verdicts agree, and the mean absolute errors."""
     errors: dict[str, list[float]] = {metric: [] for metric in METRICS}
     for cell in CELLS:
         predicted, measured = numbers_of(PREDICTIONS, cell), numbers_of(MEASURED, cell)
@@ -191,7 +191,7 @@ def agreement() -> str:
 
 
 def draw(path: Path) -> None:
-    """Small multiples: a panel per cell, with predictions as rings and measurements as dots with intervals."""
+    """Draws a panel per cell, with predictions as rings and measurements as dots with intervals."""
     with matplotlib.rc_context(STYLE | {"font.size": 8, "savefig.dpi": 110}):
         figure, panels = plt.subplots(3, 3, figsize=(9, 6.4), sharex=True, sharey=True, layout="constrained")
         for cell in CELLS:
@@ -229,7 +229,7 @@ def _legend() -> list[Line2D]:
 
 
 def with_tables(page: str) -> str:
-    """The page with those of the tables that it has, and the line of agreement, from the data."""
+    """Returns the page with its tables and its line of agreement recomputed from the data."""
     tables = {
         f"in {len(CELLS)} worlds": summary_table(),
         "reports, calls": map_table(),
@@ -241,7 +241,7 @@ def with_tables(page: str) -> str:
 
 
 def with_table(page: str, first: str, lines: Iterable[str]) -> str:
-    """The page with these lines in place of the table whose first heading is `first`."""
+    """Returns the page with `lines` in place of the table whose first heading is `first`."""
     text = "\n".join([*lines, ""])
     return re.sub(rf"^\| {first} \|.*?\n(?=\n|\Z)", lambda _: text, page, flags=re.M | re.S)
 
@@ -249,7 +249,7 @@ def with_table(page: str, first: str, lines: Iterable[str]) -> str:
 def rewrite(
     module: str, figure: Path, draw: Callable[[Path], None], with_results: Callable[[str], str], *pages: Path
 ) -> None:
-    """The command of pages: draws their figure, and rewrites their tables."""
+    """Implements the page commands: draws a figure, and rewrites the tables."""
     parser = argparse.ArgumentParser(
         prog=prog_of(module),
         description=f"Rewrite the tables and the figure of {' and '.join(page.name for page in pages)} "

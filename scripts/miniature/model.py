@@ -1,4 +1,4 @@
-"""The policy of the miniature: a tiny model of either family with the same minimal chat template."""
+"""The miniature's policy: a tiny model of either family with the same minimal chat template."""
 
 import tempfile
 from pathlib import Path

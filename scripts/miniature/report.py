@@ -1,4 +1,4 @@
-"""The results: a table like the paper's table B, and plots of format, calls and accuracy over an arm's steps."""
+"""Reports the results: a table like the paper's table B, and plots of format, calls and accuracy over training."""
 
 import json
 import math
@@ -34,7 +34,7 @@ Cell = dict[str, Any]
 
 
 def table(experiment: Experiment) -> str:
-    """A Markdown table of means over seeds on held-out videos, with the standard deviation after ±.
+    """Formats a Markdown table of means over seeds on held-out videos, with the standard deviation after ±.
 
     Columns without any number are omitted.
     """
@@ -60,7 +60,7 @@ def table(experiment: Experiment) -> str:
 
 
 def draw(experiment: Experiment, path: Path) -> None:
-    """Plots the curves of the training episodes: the mean over seeds as a line, their range as a shade."""
+    """Plots metrics of the training episodes: the mean over seeds as a line, their range shaded."""
     with matplotlib.rc_context(STYLE | {"savefig.dpi": 85}):
         figure, panels = plt.subplots(2, 2, figsize=(11, 6.4), sharex=True, layout="constrained")
         for axes, (title, key) in zip(panels.flat, CURVES.items(), strict=True):
@@ -71,7 +71,7 @@ def draw(experiment: Experiment, path: Path) -> None:
                 length = min(map(len, curves))
                 values = np.array([curve[:length] for curve in curves])
                 steps, colour = np.arange(1, length + 1), f"C{number}"
-                style = "--" if arm.startswith("no_") else "-"  # distinguishes overlapping arms
+                style = "--" if arm.startswith("no_") else "-"  # dash patterns distinguish overlapping arms
                 axes.plot(steps, values.mean(0), style, color=colour, label=TITLES[arm])
                 if len(values) > 1:
                     axes.fill_between(steps, values.min(0), values.max(0), color=colour, alpha=0.15, linewidth=0)
@@ -88,7 +88,7 @@ def draw(experiment: Experiment, path: Path) -> None:
 
 
 def _evaluations(experiment: Experiment, name: str, forced: bool) -> list[list[Cell]]:
-    """The cells of every seed."""
+    """Returns the result cells of every seed."""
     root, how = experiment.directory / "eval" / name, FORCED.removeprefix("/") if forced else ""
     if name in COLD_STARTS:
         files = [root / how / RESULTS_FILE]
@@ -100,7 +100,7 @@ def _evaluations(experiment: Experiment, name: str, forced: bool) -> list[list[C
 
 
 def _mean(cells: Sequence[Cell], key: str, dispatch: str, budget: int | None = None) -> float:
-    """The mean over frame budgets, which all have the same prompts."""
+    """Returns the mean over frame budgets, which all have the same prompts."""
     chosen = [cell for cell in cells if cell["dispatch"] == dispatch and budget in (None, cell["frame_budget"])]
     values = [cell["metrics"][key] for cell in chosen]
     return statistics.fmean(values) if values else float("nan")
@@ -124,7 +124,7 @@ def _curve(path: Path, key: str) -> np.ndarray:
 
 
 def missing_seeds(experiment: Experiment) -> Iterable[str]:
-    """A line for every arm with seeds that are not evaluated yet."""
+    """Yields a line for every arm with seeds that are not evaluated yet."""
     for arm in experiment.trained_arms:
         missing = len(experiment.seeds) - len(_evaluations(experiment, arm, forces_prefix(arm)))
         if missing:

@@ -1,9 +1,9 @@
-"""A model of the map without a network: every token that matters is a coin, and the landed code rewards and credits it.
+"""Predicts the map without a network: each token that matters is a biased coin, rewarded and credited by `paravt_jax`.
 
 python -m scripts.miniature.table_model     predicts the map, as docs/miniature/data/map_predictions.json
 
-An episode is a few decisions (open and close the thinking, call, close the call, close the answer), each a coin that
-PARA-GRPO trains. Texts, rewards, advantages and the tokens that earn them come from `paravt_jax`. Nothing is fitted:
+An episode has a few decisions (open and close the thinking, call, close the call, close the answer), each a coin that
+PARA-GRPO trains. Rewards, advantages and the tokens that receive them come from `paravt_jax`. Nothing is fitted:
 the coins start as the world's dials, sharpened by the temperature.
 """
 
@@ -35,19 +35,19 @@ from scripts.miniature.traces import overview_shows
 from scripts.miniature.world import CURATED_FRAC
 
 CALL = '{"name": "crop_video", "arguments": {"video_path": "video.mp4", "start_time": 8, "end_time": 16}}'
-RIGHT_SEEN, RIGHT_UNSEEN = 0.95, 0.25  # of answers without a report: four colors, and four times in a window
+RIGHT_SEEN, RIGHT_UNSEEN = 0.95, 0.25  # accuracy without a report: four colors, and four times in a window
 STEPS, LEARNING_RATE, SEEDS = 60, 0.08, 8
 EVALUATED = 200  # episodes for each number of frames
 
-Coin = tuple[str, bool]  # its name and its side
+Coin = tuple[str, bool]  # name, and whether it came up heads
 
 
 class Scored(NamedTuple):
-    """An episode's text with its reward, and the part of each advantage that each of its coins gets."""
+    """An episode's rewards, and which of its coins each part of the advantage credits."""
 
     terms: RewardTerms
     f_tau: float  # the format reward of the published settings
-    structural: np.ndarray  # by coin
+    structural: np.ndarray  # one value per coin
     properties: Mapping[str, np.ndarray]
 
 
@@ -63,7 +63,7 @@ class Sample(NamedTuple):
 
 @cache
 def scored(coins: tuple[Coin, ...], right: bool, reward: RewardConfig) -> Scored:
-    """`coins` are named open, close_think, call, close_call and close_answer, in their order."""
+    """Scores an episode; `coins` are open, close_think, call, close_call and close_answer, in this order."""
     texts, at = _written(coins, "B" if right else "C")
     outcomes = ["ok" if side else "invalid" for name, side in coins if name == "close_call"]
     terms = reward_terms(texts, outcomes, "B", "mcq", reward)
@@ -72,7 +72,7 @@ def scored(coins: tuple[Coin, ...], right: bool, reward: RewardConfig) -> Scored
 
 
 def _written(coins: Sequence[Coin], answer: str) -> tuple[list[str], list[tuple[int, int]]]:
-    """The turns, and the place of each coin's token: its turn and character."""
+    """Returns the turns' texts, and the turn and character of each coin's token."""
     queue, at = list(coins), []
     texts = [""]
 
@@ -105,7 +105,7 @@ def _written(coins: Sequence[Coin], answer: str) -> tuple[list[str], list[tuple[
 def _masks(
     texts: Sequence[str], terms: RewardTerms, at: Sequence[tuple[int, int]]
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Which coins are structural tokens, and which belong to each property."""
+    """Returns which coins are structural tokens, and which belong to each property."""
     chat, episode = _chat(), Episode("", Task("", "", ("video.mp4",), 1), Ledger())
     ids = [np.append(chat.encode(text), chat.turn_end_id) for text in texts]
     starts = np.cumsum([0, *map(len, ids)]).tolist()
@@ -149,10 +149,10 @@ class Policy:
 
 @dataclass(frozen=True)
 class Table:
-    """A world and an arm, as probabilities."""
+    """The probabilities of a world, and the settings of an arm."""
 
     logits: Mapping[str, float]
-    seen: Mapping[int, float]  # share of events in an overview, by number of frames
+    seen: Mapping[int, float]  # frames -> probability that the overview shows the event
     reports_right: float
     config: Config
 
@@ -181,7 +181,7 @@ class Table:
         )
 
     def group(self, policy: Policy, frames: int, forced: bool, rng: np.random.Generator, size: int) -> list[Sample]:
-        """Episodes of a prompt."""
+        """Samples the episodes of a prompt."""
         sees, curated = bool(rng.random() < self.seen[frames]), bool(rng.random() < CURATED_FRAC)
         return [self._episode(policy, sees, curated, forced, rng) for _ in range(size)]
 
@@ -222,7 +222,7 @@ class Table:
         return policy
 
     def _gradient(self, groups: Sequence[Sequence[Sample]], policy: Policy) -> dict[str, float]:
-        """The gradient of a step: a mean over its coins."""
+        """Returns a step's gradient, a mean over its coins."""
         gradient, num_coins, advantage = dict.fromkeys(self.logits, 0.0), 0, self.config.advantage
         step = [self._rewards(group) for group in groups]
         for group, rewards in zip(groups, step, strict=True):
@@ -243,13 +243,13 @@ class Table:
         return group_rewards(terms, anchor_scale=scale, config=self.config.advantage)
 
     def evaluate(self, policy: Policy, frames: int, forced: bool, seed: int) -> np.ndarray:
-        """Means of METRICS."""
+        """Returns means of METRICS over sampled episodes."""
         rng = np.random.default_rng((seed, frames))
         return np.mean([self.group(policy, frames, forced, rng, 1)[0].metrics for _ in range(EVALUATED)], axis=0)
 
 
 def predicted(cell: Cell, num_seeds: int) -> list[dict[str, Any]]:
-    """Means over seeds for each arm, prefix and number of frames; `sft` is the cold start."""
+    """Yields means over seeds for each arm, prefix and number of frames; `sft` is the cold start."""
     rows = []
     for arm in (COLD_START, *cell.arms):
         table = Table.of(cell.world, arm)

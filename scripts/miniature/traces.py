@@ -1,4 +1,4 @@
-"""SFT traces for the cold start: calls on the windows that a question names, reports and answers, mostly malformed.
+"""SFT traces for the cold start: calls for the windows that a question names, reports and answers, mostly malformed.
 
 There are direct answers from an overview, traces with calls, and sub-agent traces about one window. `Mixture` has the
 dials: how often a report is right, how often a trace calls, and how fragile the format is. Tags that are missing by
@@ -32,7 +32,7 @@ from scripts.miniature.world import (
 FORCED = "<think>\n"
 CAPTION = "caption"
 NOTHING = "No color is shown."
-NUM_OTHERS = 2  # sub-agent traces without the color, about questions with a range
+NUM_OTHERS = 2  # sub-agent traces without the color, for questions with a range
 LIMIT = "Up to {max_parallel} calls a turn."  # after a question about a range; training and evaluation share it
 PLAYS = ("parallel", "sequential", "one context", "frames")  # of a question about a range
 
@@ -42,9 +42,9 @@ class Mixture:
     """Composition of a corpus. With `tools` off it is the weak prior, without any calls."""
 
     tools: bool = True
-    direct_frac: float = 0.5  # share answered without a call, of questions with the event in the overview
-    guess_frac: float = 0.0  # the same without it: the answer is a guess
-    thinking: Literal["always", "source", "chance", "uncalled"] = "source"  # dialogues with its tags
+    direct_frac: float = 0.5  # share answered without a call if the overview shows the event
+    guess_frac: float = 0.0  # share answered without a call, as a guess, if the overview lacks the event
+    thinking: Literal["always", "source", "chance", "uncalled"] = "source"  # which dialogues have thinking tags
     noise_frac: float = 0.2  # share of thinking turns without </think>
     unclosed_frac: float = 0.0  # share of answers without </answer>
     unclosed_call_frac: float = 0.0  # share of calling turns without their last </tool_call>
@@ -54,11 +54,11 @@ class Mixture:
     num_captions: int = 4  # captions per video, from overviews that show the event; they teach times
     wrong_frac: float = 0.5  # share of reports with a wrong colour
     num_looks: int = 6  # sub-agent traces per event, with windows at random seconds, which teach times
-    short_looks: bool = False  # their windows have any length up to the usual one, which teaches colors
+    short_looks: bool = False  # give these windows any length up to the usual one, which teaches colors
 
 
 def with_calls(mixture: Mixture, scenes: Sequence[Scene], frame_budgets: Sequence[int], calls_frac: float) -> Mixture:
-    """The mixture in which this share of all dialogues calls: where the overview lacks the event, then elsewhere."""
+    """Returns a mixture in which `calls_frac` of all dialogues call, first those whose overview lacks the event."""
     unseen = float(np.mean([not overview_shows(scene, budget) for scene in scenes for budget in frame_budgets]))
     calls_unseen = min(1.0, calls_frac / unseen)
     calls_seen = max(0.0, calls_frac - unseen) / (1 - unseen)
@@ -72,7 +72,7 @@ def rows_of(
     seed: int,
     kinds: Sequence[Kind] = ("window", "either"),
 ) -> list[dict[str, Any]]:
-    """The rows of a corpus: every question once with a random budget, captions, and sub-agent traces."""
+    """Yields a corpus: every question once with a random budget, captions, and sub-agent traces."""
     rows_of_scene = _rows_of_ranges if "range" in kinds and mixture.tools else _rows_of_scene
     return [row for scene in scenes for row in rows_of_scene(scene, frame_budgets, mixture, seed, kinds)]
 
@@ -112,7 +112,7 @@ def _rows_of_scene(
 def _rows_of_ranges(
     scene: Scene, frame_budgets: Sequence[int], mixture: Mixture, seed: int, kinds: Sequence[Kind]
 ) -> Iterator[dict[str, Any]]:
-    """Clean traces: parallel calls, with reports or frames; one call a turn until a report has the color; no call."""
+    """Yields clean traces: parallel calls with reports or frames; one call per turn until the color; no call."""
     rng = np.random.default_rng((seed, scene.seed, scene.number, 2))
     apart = mixture.sequential_frac, mixture.one_context_frac, mixture.frames_frac
     for question in questions(scene, kinds):
@@ -136,7 +136,7 @@ def _rows_of_ranges(
 
 
 def _looks(event: Event, longest_s: int, mixture: Mixture, rng: np.random.Generator) -> list[Window]:
-    """Windows with the event."""
+    """Yields windows with the event."""
     lengths_s = range(event.length_s if mixture.short_looks else longest_s, longest_s + 1, STEP_S)
     windows_s = []
     for _ in range(mixture.num_looks):
@@ -148,7 +148,7 @@ def _looks(event: Event, longest_s: int, mixture: Mixture, rng: np.random.Genera
 
 
 def one_context_row(question: Question) -> dict[str, Any]:
-    """An answer without sub-agents: the overview and the frames of all windows are in the prompt."""
+    """Returns a trace without sub-agents, whose prompt has the overview and the frames of all windows."""
     whole = {"type": "video_url", "video_url": {"url": question.scene.video}}
     content = [whole, *(_window_part(question.scene, window_s) for window_s in question.windows_s)]
     content.append({"type": "text", "text": f"{question.text}\n\nThink first, then answer."})
@@ -165,19 +165,19 @@ def one_context_row(question: Question) -> dict[str, Any]:
 def _thinks(question: Question, mixture: Mixture, has_calls: bool, rng: np.random.Generator) -> bool:
     if mixture.thinking == "chance":
         return bool(rng.random() < CURATED_FRAC)
-    if mixture.thinking == "uncalled":  # half of the dialogues without calls; calls have their native form
+    if mixture.thinking == "uncalled":  # half of the dialogues without calls; calls have the native form
         return not has_calls and bool(rng.random() < 0.5)
     return mixture.thinking == "always" or question.curated
 
 
 def report(scene: Scene, *windows_s: Window) -> str:
-    """The events that start in the windows, in the order of their times."""
+    """Reports the events that start in the windows, in time order."""
     events = [event for event in scene.events if any(start <= event.start_s < end for start, end in windows_s)]
     return " ".join(f"{event.colour} from {event.start_s} to {event.end_s} seconds." for event in events) or NOTHING
 
 
 def _caption(scene: Scene) -> Question:
-    """Names no window, so only the frames show the time."""
+    """Returns a captioning trace that names no window, so that only the frames show the time."""
     answer = report(scene, (0, DURATION_S)).removesuffix(".")
     return Question(scene, CAPTION, "Describe the video.", answer, (), curated=False)
 
@@ -201,7 +201,7 @@ def _thought(thought: str, question: Question) -> str:
 
 
 def _calls_of_turns(question: Question, mixture: Mixture, rng: np.random.Generator) -> list[Sequence[Window]]:
-    """The windows that each turn looks at: all in one, or one each."""
+    """Returns the windows that each turn looks at: all in one turn, or one per turn."""
     if mixture.sequential_frac and len(question.windows_s) > 1 and rng.random() < mixture.sequential_frac:
         return [(window_s,) for window_s in question.windows_s]
     return [question.windows_s]
@@ -245,7 +245,7 @@ def _row(
     turns: Sequence[str],
     shows_frames: bool = False,
 ) -> dict[str, Any]:
-    """`calls` are the windows that each turn but the last looks at; tools report on them or show their frames."""
+    """Builds a row; `calls` has the windows of each turn but the last, which tools report on or show."""
     scene = question.scene
     content = [
         {"type": "video_url", "video_url": {"url": scene.video, "nframes": budget}},

@@ -1,6 +1,6 @@
 """A synthetic world in which crops help: long grey videos that show a colour for two seconds.
 
-White and black distractors appear as briefly at other times, and no question asks for them. An overview of 64 frames
+White and black distractors appear for as long at other times, and no question asks for them. An overview of 64 frames
 always shows the colour, one of 4 frames rarely; a crop of the right window always does. A clock in the border, as in
 much real footage, makes times readable, which a small model learns in minutes. Questions have the three published types
 and two sources with different beginnings. There are four kinds:
@@ -31,7 +31,7 @@ FRAME_PX = 32  # one visual token
 FPS = 1
 DURATION_S = 64
 WINDOW_S = 8  # length of the windows in questions and calls
-EVENT_S = 2  # length of distractors, and of events unless a world has longer ones
+EVENT_S = 2  # length of distractors, and of events unless a world sets longer ones
 STEP_S = 2  # everything starts at even seconds, which the clock shows
 BORDER_PX = 4
 CLOCK_ON, CLOCK_OFF = 225, 30
@@ -39,7 +39,7 @@ NUM_WINDOWS = DURATION_S // WINDOW_S
 NUM_DISTRACTORS = 3
 MAX_WINDOWS = 5  # of questions of kind `range`
 WHITE, BLACK = 240, 15
-CURATED_FRAC = 1 / 6  # share of questions
+CURATED_FRAC = 1 / 6  # share of questions from the source with well-formed traces
 QUARTERS_S = tuple((start_s, start_s + DURATION_S // 4) for start_s in range(0, DURATION_S, DURATION_S // 4))
 Kind = Literal["window", "either", "unnamed", "both", "range"]
 Window = tuple[int, int]  # start and end in seconds
@@ -64,11 +64,11 @@ class Event:
 
 @dataclass(frozen=True)
 class Scene(Event):
-    """A video; it is its own first event."""
+    """A video, which is also its own first event."""
 
     seed: int
     number: int
-    decoy_s: Window  # a window without a colour
+    decoy_s: Window  # the start of a window without a colour
     distractors: dict[int, int]  # second -> shade
     other: Event | None = None  # for questions of kind `both`
 
@@ -80,7 +80,7 @@ class Scene(Event):
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """In the order of their times."""
+        """Returns the events in time order."""
         return tuple(sorted((self, *((self.other,) if self.other else ())), key=lambda event: event.start_s))
 
 
@@ -97,10 +97,10 @@ class Question:
 def make_scene(
     seed: int, number: int, num_distractors: int = NUM_DISTRACTORS, two_events: bool = False, event_s: int = EVENT_S
 ) -> Scene:
-    """Colours are balanced. Each event is within one window; distractors are elsewhere; all start at even seconds."""
+    """Makes a scene with balanced colours: each event within one window, distractors elsewhere, all at even seconds."""
     rng = np.random.default_rng((seed, number))
     window, decoy, second = (int(number) * WINDOW_S for number in rng.permutation(NUM_WINDOWS)[:3])
-    starts_s = range(0, WINDOW_S - event_s + 1, STEP_S)  # relative to a window
+    starts_s = range(0, WINDOW_S - event_s + 1, STEP_S)  # relative to the window's start
     start_s = window + int(rng.choice(starts_s))
     other = Event(str(rng.choice([*COLOURS])), second + int(rng.choice(starts_s)), event_s) if two_events else None
     taken = {first + n for first in (start_s, *((other.start_s,) if other else ())) for n in range(0, event_s, STEP_S)}
@@ -133,7 +133,7 @@ def _draw_bar(strip: UInt8[np.ndarray, "height width 3"], frac: float) -> None:
 
 
 def questions(scene: Scene, kinds: Sequence[Kind] = ("window", "either")) -> list[Question]:
-    """Questions of all three types for each kind, but open ones for `both`, and for each length of a `range`."""
+    """Returns questions of all three types for each kind (`both`: only open ones), and for each length of a `range`."""
     rng = np.random.default_rng((scene.seed, scene.number, 3))
     return [
         Question(scene, form, f"Question: {text}" if curated else text, answer, windows_s, curated)
@@ -163,7 +163,7 @@ def _questions_of(kind: Kind, scene: Scene) -> Iterator[tuple[str, str, str, tup
 
 
 def _ranges(scene: Scene) -> Iterator[tuple[Window, ...]]:
-    """One to five windows in a row, among them the window with the color at any place."""
+    """Yields one to five windows in a row that include, at any place, the window with the color."""
     rng = np.random.default_rng((scene.seed, scene.number, 4))
     own = scene.window_s[0] // WINDOW_S
     for length in range(1, MAX_WINDOWS + 1):
@@ -188,7 +188,7 @@ def make_world(
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    """Writes the rows, unless they are there. Finished runs on other rows must not count as runs on these."""
+    """Writes the rows unless the file has them. Raises if it has others, because finished runs used those."""
     text = "".join(json.dumps(row) + "\n" for row in rows)
     if not path.exists():
         write_atomic(path, lambda partial: partial.write_text(text))

@@ -449,4 +449,4 @@ def test_a_replay_detects_changed_log_probs(trained, tmp_path):
     assert problems == [] and sampled.total() > 0
     edit(run, lambda segment: segment["behavior_logp"].__setitem__(0, segment["behavior_logp"][0] - 0.5))
     problems, _ = asyncio.run(replay(run, settings, tmp_path / "other"))
-    assert any("is not what a replay of the log gives" in problem for problem in problems)
+    assert any("differs between the run and its replay" in problem for problem in problems)

@@ -285,7 +285,7 @@ def test_every_world_loads_and_its_crops_hold_its_windows(name):
         ("defualt", "num_videos=8", "--world defualt is none of both, contrast, crops"),
         ("default", "event_s=3", "event_s=3 must be even"),
         ("both", "questions=[unnamed,both]", "a question without a window needs videos with one color"),
-        ("crops", "questions=[window,range]", "a range is the only kind of its world"),
+        ("crops", "questions=[window,range]", "`range` cannot be combined with other kinds"),
         ("default", "traces.tool=false", "traces.tool"),
     ],
 )

@@ -35,9 +35,9 @@ from scripts.bench.chaos.stage import NUM_SERVERS, Exit, Stage, TrainerStage, nu
 from scripts.bench.hosts import with_devices
 from scripts.bench.smoke_run import CONFIG, SETTINGS, check_clone
 
-SEED_HELP = "of the schedule (default 0); odd: a staleness of 1; 2, 5, 8, …: adapters only; 3, 8, 13, …: two hosts"
-STEPS_AFTER = 2  # compared after the last fault
-MORE_FILES = 8  # allowed in the later one, without connections
+SEED_HELP = "seed of the schedule (default 0); odd: staleness 1; 2, 5, 8, …: adapters only; 3, 8, 13, …: two hosts"
+STEPS_AFTER = 2  # steps after the last fault whose open files are compared
+MORE_FILES = 8  # allowed growth of open files from one such step to the next, not counting connections
 # Every request of a step may hold a connection, and idle ones stay open for two seconds, which may be longer than a
 # step: for each server 3 groups of 4 rollouts with 2 calls, in two steps at once.
 MOST_CONNECTIONS = NUM_SERVERS * 3 * 4 * 2 * 2
@@ -47,7 +47,7 @@ LEFT_BY_SERVERS = ("psm_", "sem.", "torch_", "sglang", "sgl_shm_")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--minutes", type=float, default=20, help="of faults (default 20)")
+    parser.add_argument("--minutes", type=float, default=20, help="minutes of fault injection (default 20)")
     parser.add_argument("--seed", type=int, default=0, help=SEED_HELP)
     parser.add_argument("--serve", action="store_true", help="test a service and its clients instead of a trainer")
     parser.add_argument(
@@ -87,7 +87,7 @@ def table(result: dict[str, Any]) -> str:
 
 async def _training(seed: int, seconds: float, directory: Path) -> dict[str, Any]:
     num_hosts, settings = num_hosts_of(seed), settings_of(seed)
-    if num_hosts > 1:  # the replay has their devices in one process; jax has opened none so far
+    if num_hosts > 1:  # the replay runs all hosts' devices in this process; jax has not been initialized yet
         os.environ["XLA_FLAGS"] = with_devices(os.environ.get("XLA_FLAGS", ""), num_hosts)
     stage = TrainerStage(directory, settings, num_hosts)
     faults, violations = await _under_faults(stage, seed, schedule(seed, seconds, KINDS), seconds)
@@ -135,7 +135,7 @@ async def _service(seed: int, seconds: float, directory: Path) -> dict[str, Any]
 async def _under_faults(
     stage: Stage, seed: int, faults: Sequence[Fault], seconds: float
 ) -> tuple[Counter[str], list[str]]:
-    """Runs a stage from start to end. Returns the faults that had a target, and violations."""
+    """Runs a stage from start to end. Returns the faults that found a target, and the violations."""
     in_memory = set(SHARED_MEMORY.iterdir())
     injected = Counter[str]()
     try:
@@ -156,7 +156,7 @@ async def _under_faults(
 
 
 async def _inject_all(faults: Sequence[Fault], stage: Stage, injected: Counter[str], meter: Meter) -> None:
-    """Each at its time, even while earlier ones last; returns when all are over."""
+    """Starts each fault at its scheduled time, also while earlier faults last; returns when all are over."""
     begin_s = time.monotonic()
 
     async def inject(fault: Fault) -> None:
@@ -172,7 +172,7 @@ async def _inject_all(faults: Sequence[Fault], stage: Stage, injected: Counter[s
 
 
 class Open(NamedTuple):
-    """Files and connections that a process has open."""
+    """Counts of a process's open files and connections."""
 
     files: int
     connections: int
@@ -181,7 +181,7 @@ class Open(NamedTuple):
     def of(cls, pid: int) -> "Open":
         process, files = Path(f"/proc/{pid}"), []
         for path in (process / "fd").iterdir():
-            with suppress(FileNotFoundError):  # closed since it was listed
+            with suppress(FileNotFoundError):  # closed after it was listed
                 files.append(str(path.readlink()))
         inodes = {line.split()[9] for line in (process / "net" / "tcp").read_text().splitlines()[1:]}
         connections = sum(file.removeprefix("socket:[").removesuffix("]") in inodes for file in files)
@@ -189,7 +189,7 @@ class Open(NamedTuple):
 
 
 async def recovery_problems(stage: Stage) -> list[str]:
-    """Waits until work continues by itself. The last process must not have ever more files or connections open."""
+    """Waits until steps complete again, then checks that open files and connections do not keep growing."""
     await stage.steps_more(1)
     begin, end = [await _fewest_open(stage) for _ in range(STEPS_AFTER)]
     files = f"at least {end.files} open files during a step, {begin.files} during the step before it"
@@ -199,7 +199,7 @@ async def recovery_problems(stage: Stage) -> list[str]:
 
 
 async def _fewest_open(stage: Stage) -> Open:
-    """The minimum during the next step: both vary."""
+    """Returns the minimum counts during the next step, because both vary within a step."""
     samples, step = [], asyncio.create_task(stage.steps_more(1))
     while not step.done():
         await asyncio.wait([step], timeout=SAMPLE_S)
@@ -210,7 +210,7 @@ async def _fewest_open(stage: Stage) -> Open:
 
 
 def unexplained(role: str, exits: Sequence[Exit], faults: Counter[str]) -> list[str]:
-    """Exits without a fault or an error message; a process without memory may print none."""
+    """Lists exits that neither a fault nor an error message explains; a process out of memory may print none."""
     return [
         f"the {role} ended with {exit.code}: {exit.error or 'no error message'}"
         for exit in exits
@@ -224,12 +224,12 @@ def _has_message(exit: Exit) -> bool:
 
 
 def left_in_memory(at_start: set[Path]) -> set[str]:
-    """New segments and weights that no living process uses; the others belong to another run."""
+    """Lists new shared-memory files that no living process uses; files in use belong to other runs."""
     new = {path for path in SHARED_MEMORY.iterdir() if path.name.startswith(LEFT_BY_SERVERS)} - at_start
     in_use = mapped_or_open(process.pid for process in processes())
     unused = set(orphans([SHARED_MEMORY], WEIGHTS_PREFIX)) - at_start
     for path in new:
-        with suppress(FileNotFoundError):  # another run has removed it
+        with suppress(FileNotFoundError):  # removed by another run
             unused |= {path} if path.lstat().st_ino not in in_use else set()
     return {path.name for path in unused}
 

@@ -10,7 +10,7 @@ from paravt_jax.learner.learner import StepPart
 
 
 class UsedTokens(NamedTuple):
-    """A dialogue's sampled tokens, in a batch or in the log."""
+    """The sampled tokens of a dialogue, from a batch or from the log."""
 
     ids: bytes  # int32
     logps: bytes  # float32, under the policy that sampled them
@@ -27,7 +27,7 @@ def accounting_problems(
     visual_ids: Collection[int],
     subagents: bool,
 ) -> list[str]:
-    """Dialogues of a step that the update left out or used twice, or that are not in the log.
+    """Lists a step's dialogues that the update left out, used twice, or that are missing from the log.
 
     The learner cuts a dialogue after the first sampled token of `visual_ids`, which has no image.
     """

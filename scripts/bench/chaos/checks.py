@@ -10,12 +10,13 @@ from paravt_jax.config import TrainConfig
 from paravt_jax.run.checkpoint_read import verify
 from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, load_jsonl
 
-# Engine and learner both compute in float32. At the stage's learning rate the previous version is above this bound.
+# Engine and learner both compute in float32, so the right version is far below this bound; at the stage's learning
+# rate the previous version is above it.
 MAX_KL = 1e-4
 
 
 def episodes_of(run_dir: Path) -> dict[int, list[dict[str, Any]]]:
-    """Episodes by step."""
+    """Groups the logged episodes by step."""
     paths = sorted((run_dir / EPISODES_DIR).glob("*.jsonl"))
     return {int(path.stem): list(load_jsonl(path)) for path in paths}
 
@@ -35,7 +36,7 @@ def problems_of(run_dir: Path, train: TrainConfig) -> list[str]:
 
 
 def _in_step(step: int, episodes: Sequence[Mapping[str, Any]], train: TrainConfig) -> Iterator[str]:
-    """Every step has the next prompt samples, each with all of its rollouts; no token is too old or too new."""
+    """Checks that a step has the next prompt samples with all their rollouts, and that token versions are in range."""
     first = (step - 1) * train.prompts_per_step
     expected = [
         (visit, number) for visit in range(first, first + train.prompts_per_step) for number in range(train.group_size)
@@ -54,7 +55,7 @@ def _in_step(step: int, episodes: Sequence[Mapping[str, Any]], train: TrainConfi
 
 
 def _of_weights(row: Mapping[str, Any], episodes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A label alone may be wrong: tokens labelled with the newest weights have the learner's log-probs."""
+    """Checks version labels by log-probs: tokens labelled with the newest weights must match the learner's."""
     segments = (segment for episode in episodes for ledger in _ledgers(episode) for segment in ledger)
     versions = {segment["version"] for segment in segments if segment["kind"] == "sampled"}
     kl = row.get("mismatch/behavior_kl", 0.0)

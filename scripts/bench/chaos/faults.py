@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
-FIRST_S, PAUSE_S = 3.0, (3.0, 13.0)  # until the first fault, and between two faults
+FIRST_S, PAUSE_S = 3.0, (3.0, 13.0)  # seconds until the first fault; minimum and maximum between faults
 TRAINER, SERVICE = "trainer", "service"
-SECOND = "second trainer"  # of another run, for the same servers
+SECOND = "second trainer"  # a trainer of another run that tries to take the same servers
 OLDER, ROLL_BACK = "older weights", "roll back"  # a server restarts with older weights, or loads them while it runs
 # Relative frequency, fault, role, maximum duration in seconds.
 KINDS = (
@@ -56,8 +56,8 @@ class Fault(NamedTuple):
     kind: str
     role: str
     lasts_s: float
-    target: float  # which server, decoder or host: a fraction in [0, 1)
-    process: float  # which process of that target, also a fraction
+    target: float  # fraction in [0, 1) that selects a server, decoder or host
+    process: float  # fraction that selects a process of the target
 
     @property
     def name(self) -> str:
@@ -120,7 +120,7 @@ async def _stopped(pids: Sequence[int], seconds: float) -> None:
 
 async def _limited(pid: int, limit: int, usage: Callable[[int], int], spare: int, seconds: float) -> None:
     """Limits a resource to the current usage plus `spare`."""
-    with suppress(OSError):  # the process has ended
+    with suppress(OSError):  # the process has exited
         soft, hard = resource.prlimit(pid, limit)
         resource.prlimit(pid, limit, (usage(pid) + spare, hard))
         try:
@@ -136,7 +136,7 @@ async def _hidden(videos: Path, seconds: float) -> None:
 
 @contextmanager
 def _renamed(path: Path, other: Path) -> Iterator[None]:
-    if not path.exists():  # hidden already
+    if not path.exists():  # already hidden
         yield
         return
     path.rename(other)
@@ -157,5 +157,5 @@ def _memory_bytes(pid: int) -> int:
 
 
 def _num_files(pid: int) -> int:
-    """The limit applies to the highest descriptor, not to their count; a process that has just ended has none."""
+    """Returns the highest descriptor plus one, to which the limit applies; 0 if the process has just exited."""
     return max((int(path.name) for path in Path(f"/proc/{pid}/fd").iterdir()), default=-1) + 1

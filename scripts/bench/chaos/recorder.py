@@ -19,12 +19,12 @@ from aiohttp import web
 from rollout.engine.labels import Label
 
 MAX_BODY_BYTES = 2**28
-NUM_KEPT, NUM_COPIES = 2, 5  # published versions; copies, because a server may still read one of a version before
+NUM_KEPT, NUM_COPIES = 2, 5  # published versions kept; copies, of which a server may still be reading an older one
 LOAD_S = 60.0
 
 
 class Sampled(NamedTuple):
-    """One answer of a server; equal answers are interchangeable."""
+    """A server's answer to one request; equal answers are interchangeable."""
 
     prompt: bytes  # hash of its ids and pictures
     ids: tuple[int, ...]
@@ -63,10 +63,10 @@ class Published(NamedTuple):
 
 
 class Recorder:
-    """Use `await start()`, and `close` in the end. It answers at `url` as the server at `server_url` does."""
+    """Proxies `server_url` at `url`. Call `await start()` first and `close` at the end."""
 
     def __init__(self, record: Callable[[dict[str, Any], dict[str, Any]], object], directory: Path):
-        """`record` gets the request and the answer of every generation; `directory` takes copies of weights."""
+        """`record` gets every generation's request and answer; `directory` stores copies of published weights."""
         self.server_url = ""  # set once the server has started
         self.url = ""
         self._record, self._directory = record, directory
@@ -79,7 +79,7 @@ class Recorder:
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), auto_decompress=False)
         application = web.Application(client_max_size=MAX_BODY_BYTES)
         application.router.add_route("*", "/{path:.*}", self._forward)
-        # A client that disconnects from us disconnects us from the server, which then stops computing.
+        # When a client disconnects, the proxy closes its connection to the server, so the server stops computing.
         self._runner = web.AppRunner(application, handler_cancellation=True, access_log=None)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -92,9 +92,9 @@ class Recorder:
             await self._session.close()
 
     async def roll_back(self, server_url: str = "", *, claim_current: bool = False) -> bool:
-        """Loads the second newest weights into the server without the trainer's knowledge. Returns whether it did.
+        """Loads the second newest weights into the server without the trainer's knowledge. Returns whether that worked.
 
-        They carry their own label, or with `claim_current`, falsely, the label of the newest ones.
+        They carry their own label; with `claim_current` they falsely carry the newest label.
         """
         if len(self._published) < NUM_KEPT:
             return False
@@ -117,11 +117,11 @@ class Recorder:
                 answer = await response.read()
         except (aiohttp.ClientError, OSError):
             if request.transport is not None:
-                request.transport.abort()  # as if nothing listened here either
+                request.transport.abort()  # behaves as if nothing listened on this port
             raise web.HTTPBadGateway from None
         if response.status == 200 and request.path == "/generate":
             sent = json.loads(body)
-            if "input_ids" in sent:  # probes send text
+            if "input_ids" in sent:  # health probes send text
                 self._record(sent, json.loads(answer))
         elif response.status == 200 and request.path == "/update_weights_from_disk":
             await self._keep(json.loads(body))

@@ -34,7 +34,7 @@ HOSTS_TOLERANCE = 2e-2
 async def replay(
     run_dir: Path, settings: Sequence[str], directory: Path, num_hosts: int = 1
 ) -> tuple[list[str], Counter[Sampled]]:
-    """Differences between the run and its replay, and all samples of the log."""
+    """Returns the differences between the run and its replay, and all samples in the log."""
     problems: list[str] = []
     sampled: Counter[Sampled] = Counter()
     rows = rows_by_step(run_dir / METRICS_FILE)
@@ -62,7 +62,7 @@ async def replay(
 
 
 def parts_used(learner: Learner) -> list[StepPart]:
-    """A list that collects the inputs of all following updates."""
+    """Returns a list that collects the inputs of all later updates."""
     used: list[StepPart] = []
     update = learner.update
 
@@ -75,7 +75,7 @@ def parts_used(learner: Learner) -> list[StepPart]:
 
 
 def _sampled(groups: Sequence[Group], image_id: int) -> Iterator[Sampled]:
-    """Every sampled span with its prompt."""
+    """Yields every sampled span with its prompt."""
     ledgers = (
         ledger
         for group in groups
@@ -107,7 +107,7 @@ def _differing(checkpoint: Path, other: Path) -> list[str]:
         for path in paths:
             name = path.relative_to(other)
             if not (checkpoint / name).is_file() or (checkpoint / name).read_bytes() != path.read_bytes():
-                problems.append(f"checkpoint {checkpoint.name}: {name} is not what a replay of the log gives")
+                problems.append(f"checkpoint {checkpoint.name}: {name} differs between the run and its replay")
         if not paths:
             problems.append(f"checkpoint {checkpoint.name}: {folder} is empty")
     return problems

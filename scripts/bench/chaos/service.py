@@ -1,4 +1,4 @@
-"""A service under fault injection: clients ask all the time; each request gets its own answer or a clear error."""
+"""Fault injection for a service: clients send requests continuously; each must get its own answer or a clear error."""
 
 import asyncio
 import itertools
@@ -23,11 +23,11 @@ from scripts.bench.chaos.stage import SETTINGS, Exit, Stage
 from scripts.bench.hosts import free_port
 from scripts.bench.smoke_run import CONFIG, SETTINGS as SMOKE_SETTINGS
 
-NUM_CLIENTS, MAX_QUESTIONS = 4, 3  # one client more than are served at a time
+NUM_CLIENTS, MAX_QUESTIONS = 4, 3  # one more client than the service accepts at a time
 DEADLINE_S = 40.0
-LATE_S = 45.0  # a service that is stopped or slowed down answers later by as much
+LATE_S = 45.0  # extra response time while a fault stops or slows the service down
 LEAVES_EVERY, LEAVES_AFTER_S, PAUSE_S = 5, 0.3, 0.5
-RESTART_S = 15.0  # a service that ends closes its connections before; it has ended after this time
+RESTART_S = 15.0  # a service that shuts down first closes its connections, and exits within this time
 END_CHARS, SHOWN_CHARS = 12, 200
 END_OF_TURN = re.compile(r"<\|(im_end|endoftext)\|>$")  # not part of a turn's text
 REFUSALS = {429: "busy", 503: "unavailable", 504: "deadline"}
@@ -53,7 +53,7 @@ class ServiceStage(Stage):
         self.samples: dict[str, list[str]] = {}  # question: texts sampled for it
         self._port = free_port()
         self._service: asyncio.subprocess.Process | None = None
-        self._listening = False  # since its last start
+        self._listening = False  # whether the current process listens already
         self._chat: Chat | None = None
         self._clients: list[asyncio.Task[None]] = []
         self._numbers = itertools.count()
@@ -66,7 +66,7 @@ class ServiceStage(Stage):
         self.samples.setdefault(question, []).append(END_OF_TURN.sub("", text))
 
     async def start(self, seed: int) -> None:
-        """Returns after the first answers."""
+        """Starts everything; returns after the first answers."""
         await super().start(seed)
         self._chat = Chat.from_hf(self.model)
         recipe = recipe_of(load_config(CONFIG, *SMOKE_SETTINGS, *SETTINGS))
@@ -81,7 +81,7 @@ class ServiceStage(Stage):
         return [] if self._service is None else [self._service]
 
     async def steps_more(self, number: int) -> None:
-        """A step is an answer for each client."""
+        """Waits for more steps; a step is one answer for each client."""
         goal = self.outcomes["answered"] + number * NUM_CLIENTS
         await self.until(lambda: self.outcomes["answered"] >= goal, "the service did not answer")
 
@@ -159,9 +159,9 @@ def question_in(text: str) -> str:
 
 
 def judged(request: ClientRequest, samples: Sequence[str], disturbed: Set[str]) -> tuple[str, str]:
-    """The outcome of a request, and the problem if a service must not respond like this.
+    """Returns a request's outcome, and a problem if the service must not respond this way.
 
-    `samples` are the texts that servers sampled for its question, `disturbed` the roles with a fault or an end during
+    `samples` are the texts that servers sampled for its question; `disturbed` are the roles with a fault or exit during
     the request.
     """
     seconds = request.end_s - request.begin_s
@@ -188,7 +188,7 @@ def _problem_of_answer(request: ClientRequest, samples: Sequence[str]) -> str:
         text = choice["message"]["reasoning_content"]
     except (ValueError, KeyError, TypeError):
         return f"{request.question} had a response that is not an answer: {request.body[:SHOWN_CHARS]}"
-    # The first characters of a sample may form one character with the end of a forced prefix.
+    # The end of a forced prefix and the start of a sample may merge into one character.
     ends = [sample[-END_CHARS:] for sample in samples if sample]
     if not any(end in text for end in ends):
         return f"{request.question} had an answer that no server sampled for it: {text[-SHOWN_CHARS:]!r}"

@@ -1,6 +1,6 @@
 """The processes under fault injection: two real SGLang servers behind recorders, and a trainer on one or two hosts.
 
-Every process that ends is started again, as an operator or a launcher would.
+Every process that exits is restarted, as an operator or a launcher would do.
 """
 
 import asyncio
@@ -25,15 +25,15 @@ from scripts.bench.hosts import free_port, with_devices
 from scripts.bench.smoke_run import ROOT, is_decoder, num_steps, trainer_command
 
 NUM_SERVERS = 2
-CONTEXT_TOKENS = 1024  # of the smoke run
+CONTEXT_TOKENS = 1024  # as in the smoke run
 SETTINGS = (
     "engine.kind=sglang",
     "train.prompts_per_step=3",  # more than the number of broken videos
     "train.max_missing_frac=0.99",
     "rollout.turn_deadline_s=40",
-    "video.max_pixels=6144",  # the size of the videos; with more, the parity gate of every start shows larger images
+    "video.max_pixels=6144",  # the videos' size, and the parity gate's
     "rollout.prompts.system=Call crop_video.",
-    "rollout.prompts.system_has_tools=true",  # the schema would be most of the tokens of every step and its replay
+    "rollout.prompts.system_has_tools=true",  # the schema would be most of the tokens
     "rollout.prompts.with_tool=Look, or answer.",
 )
 # At this rate weights one version behind have a KL of 5e-3 or more, the right ones 1e-12; checks.MAX_KL is between.
@@ -43,7 +43,7 @@ STALE = ("optim.learning_rate=1e-5", "train.max_staleness=1")
 ADAPTERS = ("lora.rank=4",)
 TWO_HOSTS = ("mesh.fsdp=2", "pack.num_rows=2")
 START_S, STOP_S = 450.0, 180.0
-LAST_HOST_S = 100.0  # after one host ended, the others must have ended too
+LAST_HOST_S = 100.0  # after one host exits, the others must exit within this time
 MARK_VARIABLE = "PARAVT_CHAOS"  # in the environment of every process of a stage
 POLL_S = 0.2
 
@@ -53,7 +53,7 @@ class Exit(NamedTuple):
 
     code: int
     error: str
-    follows: bool = False  # another host ended first
+    follows: bool = False  # another host exited first
 
 
 def num_hosts_of(seed: int) -> int:
@@ -83,14 +83,14 @@ class Stage:
         self._keepers: list[asyncio.Task[None]] = []
 
     def record(self, sent: dict[str, Any], answer: dict[str, Any]) -> None:
-        """Called with every generation of a server."""
+        """Is called with every generation of a server."""
 
     @property
     def urls(self) -> list[str]:
         return [recorder.url for recorder in self._recorders]
 
     async def start(self, seed: int) -> None:
-        """Returns when the servers answer."""
+        """Starts the servers; returns when they answer."""
         self.temporary.mkdir(parents=True)
         make_tiny(self.model)
         break_videos(make_synthetic(self.data, seed))
@@ -100,30 +100,30 @@ class Stage:
         await self.until(lambda: all(recorder.server_url for recorder in self._recorders), "the servers did not start")
 
     def fronts(self) -> Sequence[asyncio.subprocess.Process]:
-        """The processes that use the servers: the trainer's hosts, or the service."""
+        """Returns the processes that use the servers: the trainer's hosts, or the service."""
         raise NotImplementedError
 
     async def steps_more(self, number: int) -> None:
-        """Returns after this many more steps."""
+        """Waits for `number` more steps."""
         raise NotImplementedError
 
     def targets(self, role: str) -> list[list[int]]:
-        """The processes of each target with this role; the process that a user started comes first."""
+        """Returns the processes of each target with this role; the process that a user started comes first."""
         started = self._servers.values() if role == "server" else self.fronts()
         below = [descendants(process.pid) for process in started if process.returncode is None]
-        below = [pids for pids in below if pids]  # a process that has just started, or ended, has none
+        below = [pids for pids in below if pids]  # a process that has just started or exited may have no targets
         if role == "server":
             return below
         if role != "decoder":
             return [pids[:1] for pids in below]
         decoders = []
         for pid in [pid for pids in below for pid in pids]:
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # it has exited
                 decoders += [[pid]] if is_decoder(pid) else []
         return decoders
 
     async def inject(self, fault: Fault) -> bool:
-        """Returns when the fault is over; False if it had no target."""
+        """Injects a fault and waits until it is over. Returns False if it found no target."""
         return await inject(fault, self.targets(fault.role), self.videos)
 
     def check(self) -> None:
@@ -133,7 +133,7 @@ class Stage:
                 keeper.result()
 
     async def finish(self) -> None:
-        """Stops trainer or service as a user does, then the servers; returns when all have ended."""
+        """Stops trainer or service as a user does, then the servers; returns when all have exited."""
         self._closing = True
         for front in self.fronts():
             if front.returncode is None:
@@ -155,7 +155,7 @@ class Stage:
             await recorder.close()
 
     def survivors(self) -> list[str]:
-        """The command lines of processes that still run."""
+        """Lists the command lines of processes that still run."""
         mark, commands = f"{MARK_VARIABLE}={self._mark}".encode(), []
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
@@ -190,7 +190,7 @@ class Stage:
             "XLA_FLAGS": with_devices(os.environ.get("XLA_FLAGS", ""), num_devices),
         }
         return await asyncio.create_subprocess_exec(
-            *supervised(command),  # it ends with this process
+            *supervised(command),  # it exits with this process
             cwd=ROOT,
             env=environment,
             stdin=asyncio.subprocess.DEVNULL,
@@ -233,11 +233,11 @@ class TrainerStage(Stage):
 
     @property
     def settings(self) -> list[str]:
-        """The run's settings, without its servers' addresses."""
+        """The run's settings without its servers' addresses."""
         return [*self._settings, f"model.path={self.model}", f"data.train={self.data / 'train.jsonl'}"]
 
     async def start(self, seed: int) -> None:
-        """Returns after the first step."""
+        """Starts servers and trainer; returns after the first step."""
         await super().start(seed)
         self._keepers.append(asyncio.create_task(self._keep_trainer()))
         await self.steps_more(1)
@@ -270,7 +270,7 @@ class TrainerStage(Stage):
         return trainer_command(self.run_dir, [*self.settings, f"engine.urls=[{','.join(self.urls)}]"])
 
     async def _second_trainer(self, seconds: float) -> None:
-        """The trainer of another run, which may take the servers only if the first trainer does not respond."""
+        """Starts another run's trainer, which may take the servers only if the first trainer does not respond."""
         self._num_seconds += 1
         run_dir = self.run_dir.with_name(f"second{self._num_seconds}")
         command = [f"run_dir={run_dir}" if word == f"run_dir={self.run_dir}" else word for word in self._command]
@@ -293,9 +293,9 @@ class TrainerStage(Stage):
             await self._all_hosts_end(num_steps(self.run_dir))
 
     async def _all_hosts_end(self, num_before: int) -> None:
-        """Waits as a launcher does; after the first end it gives the other hosts a while, then kills them.
+        """Waits as a launcher does: after the first exit it gives the other hosts some time, then kills them.
 
-        That is a violation, unless they were still starting: hosts wait for each other for longer than that.
+        Having to kill them is a violation, unless they were still starting, because starting hosts wait for longer.
         """
         ends = [asyncio.create_task(self._end_of(number, host)) for number, host in enumerate(self._hosts)]
         first, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -309,7 +309,7 @@ class TrainerStage(Stage):
         self.exits += [exit._replace(follows=end not in first) for exit, end in zip(exits, ends, strict=True)]
 
     async def _end_of(self, number: int, host: asyncio.subprocess.Process) -> Exit:
-        """Copies a host's output to its log until it ends."""
+        """Copies a host's output to its log until the host exits."""
         error = ""
         assert host.stderr is not None
         with (self.directory / f"trainer{number}.log").open("ab") as log:
@@ -322,14 +322,14 @@ class TrainerStage(Stage):
 
 
 async def kill(process: asyncio.subprocess.Process) -> None:
-    """The supervisor of a process passes this signal on to everything below it."""
+    """Kills a process and all its descendants: its supervisor forwards this signal."""
     if process.returncode is None:
         process.send_signal(KILL_NOW)
         await process.wait()
 
 
 def break_videos(train: Path) -> None:
-    """Adds two questions: one about a truncated video, one about a file that is not a video."""
+    """Adds two prompts with broken videos: a truncated video, and a file that is not a video."""
     rows = [json.loads(line) for line in train.read_text().splitlines()]
     content_of_first = (train.parent / rows[0]["videos"][0]["video"]).read_bytes()
     for name, content in (("cut", content_of_first[: len(content_of_first) // 2]), ("noise", bytes(range(256)) * 64)):
