@@ -129,6 +129,8 @@ class Run:
         if isinstance(self.rollouts, RolloutScheduler):  # a replay samples nothing
             seconds = metrics["time/step_s" if self.rollouts.runs_ahead else "time/rollout_s"]
             metrics["perf/sampled_tokens_per_s"] = num_sampled(groups) / seconds
+        if isinstance(self.engine, SGLangEngine):
+            metrics["perf/changed_weights_frac"] = self.engine.fleet.files.changed_frac
         if self.hosts.leads:
             self.training.log.step(self.training.step, metrics, self._rows(groups))
             if self.hosts.num > 1:

@@ -198,12 +198,14 @@ class Fleet:
                     await self._labels.publish(server.url, Label(self.owner, version))
 
     async def _is_ours(self, server: ServerState) -> bool:
-        """Retires a server that another run has taken over."""
+        """Retires a server that another run has taken over. A server that was restarted must load all tensors."""
         label = None
         with contextlib.suppress(EngineError):  # loading reports the cause
             label = await self._labels.fetch(server.url)
         if label is not None and label.is_foreign(self.owner):
             self._retire(server, taken_over(label))
+        elif server.version is None or label != Label(self.owner, server.version):
+            self.files.forget(server)
         return not server.retired
 
     # Weights

@@ -2,11 +2,13 @@
 
 Safetensors are written once, to /dev/shm if they fit or to a directory that servers of other hosts can read, and sent
 to hosts that cannot read them, while the servers continue to sample. Then the servers are paused, read them, and
-resume. The weights get their label in the same step of a server's scheduler.
+resume. A server that has the previous weights reads only the tensors that differ from them: not the frozen vision
+tower, for example. The weights get their label in the same step of a server's scheduler.
 """
 
 import asyncio
 import json
+import shutil
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,14 +22,15 @@ from rollout.engine.http import HttpClient
 from rollout.engine.labels import Label
 from rollout.engine.protocol import EngineError, RequestRejected, Weights
 from rollout.engine.settings import ServerState, SGLangSettings
-from rollout.engine.transfer import Problems, Transfer
+from rollout.engine.transfer import Problems, Transfer, num_bytes
 from rollout.engine.weight_root import WeightRoot
 
-DIRECTORY = "all"  # of the tensors' files, beside the lock
+ALL, CHANGED = "all", "changed"  # directories of files, and of links to those that the latest weights changed
 ADAPTER_SCHEME = "adapter:"  # before a directory of an adapter's tensors, which only our plugin in a server can read
 ADAPTER_INFO = "adapter"  # the tensor with the adapter's scale and base, as JSON
 DTYPE_NAMES = {"uint8": "U8", "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 REMEDY = "; with lora.rank, start the servers with `python -m rollout.serve --model` and the adapter's base model"
+PART_BYTES = 2**20  # compared at a time; a trained tensor differs in its first part
 WRITERS = 8  # threads, each with a tensor
 
 
@@ -40,16 +43,17 @@ async def load_weights(
     """
     transfer = Transfer(client, files.root, label.owner, settings)
     try:
-        problems = await transfer.send(servers, files.directory)
+        problems = await transfer.send({server: files.directory(server) for server in servers})
         ready = [server for server in servers if server.url not in problems]
         paths = {url: f"{files.scheme}{path}" for url, path in transfer.paths.items()}
         async with AsyncExitStack() as stack:
             for server in ready:
                 await stack.enter_async_context(server.labelling)
             problems |= await _load_paused(client, paths, ready, label, settings)
-        return problems
     finally:
         await transfer.remove()
+    files.loaded |= {server for server in servers if server.url not in problems}
+    return problems
 
 
 async def _load_paused(
@@ -113,10 +117,14 @@ class WeightFiles:
     def __init__(self, directory: str | Path = ""):
         self._root = WeightRoot(directory)
         self.scheme = ""  # before the paths that servers read
+        self.changed_frac = 1.0  # of the latest weights' bytes, in tensors that differ from the weights before
+        self.loaded: set[ServerState] = set()  # have loaded the latest weights
+        self._loaded_previous: set[ServerState] = set()
 
-    @property
-    def directory(self) -> Path:
-        return self.root / DIRECTORY
+    def directory(self, server: ServerState) -> Path:
+        """The files for a server: all, unless it has the previous weights and needs only the tensors that changed."""
+        has_previous = server in self._loaded_previous - self.loaded and not self.scheme
+        return self.root / (CHANGED if has_previous else ALL)
 
     @property
     def root(self) -> Path:
@@ -124,10 +132,16 @@ class WeightFiles:
             raise EngineError("the latest weights could not be written")
         return self._root.path
 
+    def forget(self, server: ServerState) -> None:
+        """It no longer has the weights that it loaded."""
+        self._loaded_previous.discard(server)
+
     async def write(self, weights: Weights) -> None:
+        """Replaces the files whose tensors changed."""
+        self._loaded_previous, self.loaded = self.loaded, set()
         root = self._root.path or self._root.make(weights.num_bytes)
         try:
-            names = await asyncio.to_thread(_write_all, weights, root / DIRECTORY)
+            names = await asyncio.to_thread(_write_changed, weights, root)
         except BaseException as problem:
             self._root.remove()
             if isinstance(problem, OSError):
@@ -137,37 +151,68 @@ class WeightFiles:
                 ) from None
             raise
         self.scheme = ADAPTER_SCHEME if ADAPTER_INFO in names else ""
+        self.changed_frac = num_bytes(root / CHANGED) / num_bytes(root / ALL)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._root.remove)
 
 
-def _write_all(weights: Weights, directory: Path) -> set[str]:
-    """Writes a file for each tensor and removes all others. Returns the names of the tensors."""
-    directory.mkdir(exist_ok=True)
-    names = set()
+def _write_changed(weights: Weights, root: Path) -> set[str]:
+    """Replaces the files whose tensors changed, and links to them. Returns the names of all tensors."""
+    shutil.rmtree(root / CHANGED, ignore_errors=True)
+    for directory in (root / ALL, root / CHANGED):
+        directory.mkdir(exist_ok=True)
+    names, name = set(), ""
     with ThreadPoolExecutor(WRITERS) as pool:
         writes: deque[Future[None]] = deque()
         for name, tensor in weights.tensors():
             names.add(name)
-            writes.append(pool.submit(_write, directory / f"{name}.safetensors", name, tensor))
+            writes.append(pool.submit(_write, root, name, tensor))
             if len(writes) > WRITERS:  # no more tensors in memory
                 writes.popleft().result()
         for write in writes:
             write.result()
-    for path in directory.iterdir():
+    if not any((root / CHANGED).iterdir()):
+        _link(root, name)  # SGLang loads no empty directory
+    for path in (root / ALL).iterdir():
         if path.name.removesuffix(".safetensors") not in names:  # the weights before were not an adapter, or were one
             path.unlink()
     return names
 
 
-def _write(path: Path, name: str, tensor: np.ndarray) -> None:
-    """Replaces the former file, because a server that has not noticed its deadline may still read it."""
+def _write(root: Path, name: str, tensor: np.ndarray) -> None:
+    if _replace(root / ALL / f"{name}.safetensors", name, tensor):
+        _link(root, name)
+
+
+def _link(root: Path, name: str) -> None:
+    (root / CHANGED / f"{name}.safetensors").symlink_to(f"../{ALL}/{name}.safetensors")
+
+
+def _replace(path: Path, name: str, tensor: np.ndarray) -> bool:
+    """Writes a tensor's file; False if the file has this content already.
+
+    A server that has not noticed its deadline may still read the former file, so that is replaced, never overwritten.
+    """
     data = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
     info = {"dtype": DTYPE_NAMES[tensor.dtype.name], "shape": tensor.shape, "data_offsets": [0, data.nbytes]}
     header = json.dumps({name: info}).encode()
+    header = len(header).to_bytes(8, "little") + header
+    if path.exists() and _same(np.memmap(path, np.uint8, "r"), header, data):
+        return False
     new = path.with_suffix(".new")
     with new.open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
+        file.write(header)
         file.write(data.data)
     new.replace(path)
+    return True
+
+
+def _same(old: np.ndarray, header: bytes, data: np.ndarray) -> bool:
+    start = len(header)
+    parts = (slice(first, first + PART_BYTES) for first in range(0, data.size, PART_BYTES))
+    return (
+        old.size == start + data.size
+        and old[:start].tobytes() == header
+        and all(np.array_equal(old[start:][part], data[part]) for part in parts)
+    )

@@ -7,7 +7,7 @@ sent, because all servers can read that directory.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,17 +42,18 @@ class Transfer:
         self._inboxes: list[Inbox] = []
         self.paths: dict[str, str] = {}  # by URL: where a server reads the weights
 
-    async def send(self, servers: Sequence[ServerState], directory: Path) -> Problems:
-        """Sends the directory to the hosts of servers that cannot read it."""
+    async def send(self, directories: Mapping[ServerState, Path]) -> Problems:
+        """Sends each server's directory if it cannot read it; servers on the same host share the larger one."""
         if self._settings.weights_dir:
-            self.paths = {server.url: str(directory) for server in servers}
+            self.paths = {server.url: str(directory) for server, directory in directories.items()}
             return {}
         problems: Problems = {}
-        await asyncio.gather(*(self._find(server, directory, problems) for server in servers))
+        room = max(map(num_bytes, directories.values()), default=0)
+        await asyncio.gather(*(self._find(*each, room, problems) for each in directories.items()))
         hosts: dict[str, list[Inbox]] = {}
         for inbox, host in zip(self._inboxes, await asyncio.gather(*map(self._host, self._inboxes)), strict=True):
             hosts.setdefault(host, []).append(inbox)
-        await asyncio.gather(*(self._send_to_host(inboxes, directory, problems) for inboxes in hosts.values()))
+        await asyncio.gather(*(self._send_to_host(inboxes, directories, problems) for inboxes in hosts.values()))
         return problems
 
     async def remove(self) -> None:
@@ -62,10 +63,10 @@ class Transfer:
 
         await asyncio.gather(*map(empty, self._inboxes))
 
-    async def _find(self, server: ServerState, directory: Path, problems: Problems) -> None:
+    async def _find(self, server: ServerState, directory: Path, room: int, problems: Problems) -> None:
         """Finds the server's inbox, unless it can read the directory itself."""
         try:
-            inbox = await self._inbox(server, num_bytes(directory))
+            inbox = await self._inbox(server, room)
         except EngineError as problem:
             problems[server.url] = str(problem)
         else:
@@ -107,8 +108,11 @@ class Transfer:
             raise ServerUnavailable(f"{address} does not receive weights")
         return set(map(str, names))
 
-    async def _send_to_host(self, inboxes: Sequence[Inbox], directory: Path, problems: Problems) -> None:
+    async def _send_to_host(
+        self, inboxes: Sequence[Inbox], directories: Mapping[ServerState, Path], problems: Problems
+    ) -> None:
         """Sends to the first inbox that receives everything."""
+        directory = max((directories[inbox.server] for inbox in inboxes), key=num_bytes)  # all tensors, or the changed
         for inbox in inboxes:
             try:
                 path = await self._send(inbox, directory)

@@ -1,8 +1,9 @@
 """Times publishing weights to servers, compared with a plain copy of all their bytes.
 
-The copy is written once to shared memory and read by as many readers at the same time.
+The copy is written once to shared memory and read by as many readers at the same time. A publish sends only the tensors
+that changed, which may be fewer bytes.
 Receivers stand in for servers: they only read the files into memory. Real servers also load them. The weights alternate
-between two versions. They go through files that all servers read,
+between two versions, so that every publish sends what an update changes. They go through files that all servers read,
 or over loopback as to another host, which gets them once for all its servers.
 """
 
@@ -23,14 +24,13 @@ from aiohttp import web
 
 from rollout import receiver
 from rollout.engine.protocol import Weights
-from rollout.engine.publishing import ADAPTER_SCHEME, WeightFiles
+from rollout.engine.publishing import ADAPTER_SCHEME, ALL, CHANGED, WeightFiles
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
-from rollout.engine.transfer import num_bytes
 from rollout.server import initial_label, settled_port
 from rollout.supervisor import SHARED_MEMORY
 
 UP_DEADLINE_S = 60.0
-WARM_UP = 2  # publishes that are not counted
+WARM_UP = 2  # publishes that are not counted; the first sends all tensors
 LOOK_EVERY_S, WATCH_EVERY_S = 0.05, 0.001
 SCORED = {"meta_info": {"input_token_logprobs": [[None, 5, None], [-0.5, 6, None]]}}  # the answer to a probe
 
@@ -93,7 +93,7 @@ async def publish_times(
             await _all_up(engine)
             for weights in itertools.islice(itertools.cycle(versions), WARM_UP + repeats):
                 row = await _publish_times(engine, weights)
-                row["sent_mib"] = num_bytes(engine.fleet.files.directory) / 2**20
+                row["sent_mib"] = _num_bytes(engine.fleet.files) / 2**20
                 row["copy_s"] = await asyncio.to_thread(copied_s, memory[0], memory[1:])
                 rows.append(row)
             await _all_up(engine)
@@ -117,6 +117,11 @@ async def _publish_times(engine: SGLangEngine, weights: Weights) -> dict[str, fl
     publish_s = time.perf_counter() - start_s
     watching.cancel()
     return {"publish_s": publish_s, "paused_s": loading_s[-1] - loading_s[0]}
+
+
+def _num_bytes(files: WeightFiles) -> int:
+    """Of the files that servers read in the latest publish."""
+    return sum(path.stat().st_size for path in (files.root / (ALL if files.scheme else CHANGED)).iterdir())
 
 
 def copied_s(source: np.ndarray, targets: Sequence[np.ndarray]) -> float:

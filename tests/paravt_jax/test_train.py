@@ -215,6 +215,8 @@ def test_servers_can_be_replaced_between_steps(tmp_path, monkeypatch):
     episodes = episodes_of(run_dir)
     assert set(sampled_versions(episodes)) == {(1, 0), (2, 1), (3, 2)}
     assert not any(episode["missing"] for episode in episodes)
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    assert all(0 < line["perf/changed_weights_frac"] < 1 for line in lines)
 
 
 def test_servers_that_do_not_answer_end_a_run_before_it_compiles(tmp_path, monkeypatch):

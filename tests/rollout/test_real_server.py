@@ -488,6 +488,7 @@ def test_after_publishing_the_server_samples_from_the_learners_weights(front, mo
         worst, episodes = await sampled_against_learner(engine, chat, other, contract)
         assert {s.version for e in episodes for s in e.ledger.sampled} == {begin + 1}
         await publish(engine, model)
+        assert not list(tmp_path.glob("*/changed/*visual*")) and list(tmp_path.glob("*/changed/*"))
         back, _ = await sampled_against_learner(engine, chat, model, contract)
         return before, worst, back
 
@@ -510,6 +511,7 @@ def test_a_server_that_cannot_read_the_learners_files_gets_them_over_the_network
         received = [await asyncio.to_thread(loaded_from)]
         worst, _ = await sampled_against_learner(engine, chat, other, contract)
         await publish(engine, model)
+        assert not list(tmp_path.glob("*/changed/*visual*")) and list(tmp_path.glob("*/changed/*"))
         received.append(await asyncio.to_thread(loaded_from))
         back, _ = await sampled_against_learner(engine, chat, model, contract)
         return received, worst, back

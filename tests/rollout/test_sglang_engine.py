@@ -421,6 +421,7 @@ async def test_a_server_that_ends_at_every_start_is_given_up_after_some(monkeypa
 
 @with_servers(1)
 async def test_a_server_reads_an_adapter_whole_and_nothing_else(engine, server):
+    """It merges them into its own model, so it needs both matrices of a pair, also if only one has changed."""
     for version, weights in enumerate([trained(1), adapter(2), adapter(3), trained(4)], 1):
         await engine.publish(weights, version)
     assert server.read == ["frozen trained", "a adapter b", "a adapter b", "frozen trained"]
@@ -520,8 +521,20 @@ async def test_a_server_that_is_restarted_or_lost_while_the_weights_are_written(
     assert [server.asked["/update_weights_from_disk"] for server in (kept, again, taken)] == [1, 1, 0]
 
 
+@with_servers(2, replace(QUICK, probe_every_s=60))
+async def test_a_server_reads_only_the_tensors_that_changed_unless_it_was_restarted(engine, kept, restarted):
+    await engine.publish(trained(1), 1)
+    await engine.publish(trained(2), 2)
+    restarted.version = "default"  # nobody has noticed
+    await engine.publish(trained(3), 3)
+    await engine.publish(trained(3), 4)
+    assert kept.read == ["frozen trained", "trained", "trained", "trained"]  # SGLang cannot load no tensor
+    assert restarted.read == ["frozen trained", "trained", "frozen trained", "trained"]
+    assert kept.version == restarted.version == "t/4"
+
+
 @with_servers(3)
-async def test_a_server_that_missed_weights_reads_the_latest(engine, kept, late, failing):
+async def test_a_server_that_missed_weights_reads_all_tensors(engine, kept, late, failing):
     await engine.publish(trained(1), 1)
     late.healthy, failing.fail_paths = False, {"/update_weights_from_disk"}
     await until(lambda: not engine.fleet.servers[1].up)
@@ -529,8 +542,8 @@ async def test_a_server_that_missed_weights_reads_the_latest(engine, kept, late,
         await engine.publish(trained(version), version)
     late.healthy, failing.fail_paths = True, set()
     await until(lambda: all(server.up for server in engine.fleet.servers))
-    assert [len(server.read) for server in (kept, late, failing)] == [3, 2, 2]
-    assert [server.version for server in (kept, late, failing)] == ["t/3"] * 3
+    assert kept.read == ["frozen trained", "trained", "trained"]
+    assert late.read == failing.read == ["frozen trained"] * 2
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
@@ -543,8 +556,11 @@ async def test_the_files_have_the_bits_of_the_latest_tensors(tmp_path, dtype):
     files = WeightFiles(tmp_path)
     for tensors in (first, second):
         await files.write(Tensors(**tensors))
-    directory = files.directory
+    directory = files.directory(ServerState(""))
     read = {name: HfTensors(directory, f"{name}.safetensors").read(name) for name in SHAPES}
+    sizes = {name: (directory / f"{name}.safetensors").stat().st_size for name in SHAPES}
+    assert files.changed_frac == sizes["last"] / sum(sizes.values())
+    assert {path.stem for path in (directory.parent / "changed").iterdir()} == {"last"}
     assert all(read[name].tobytes() == second[name].tobytes() and read[name].dtype == dtype for name in SHAPES)
 
 
@@ -598,9 +614,9 @@ async def test_a_publish_waits_for_a_server_that_comes_back(engine, server):
 async def test_weights_that_a_killed_process_left_are_removed(tmp_path):
     writer = (
         "import asyncio, os, signal, sys; sys.path[:0] = sys.argv[2:]\n"
-        "from test_sglang_engine import NoWeights, WeightFiles\n"
+        "from test_sglang_engine import NoWeights, ServerState, WeightFiles\n"
         "files = WeightFiles(sys.argv[1]); asyncio.run(files.write(NoWeights()))\n"
-        "print(files.directory, flush=True)\n"
+        "print(files.directory(ServerState('')), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
@@ -610,7 +626,7 @@ async def test_weights_that_a_killed_process_left_are_removed(tmp_path):
     first, second = WeightFiles(tmp_path), WeightFiles(tmp_path)
     await first.write(NoWeights())
     await second.write(NoWeights())
-    assert all(files.directory.is_dir() for files in (first, second)) and not left.exists()
+    assert all(files.directory(ServerState("")).is_dir() for files in (first, second)) and not left.exists()
     await first.close()
     await second.close()
 
@@ -631,11 +647,13 @@ async def test_a_few_tensors_are_in_memory_and_written_at_a_time(tmp_path, monke
                 in_memory.append(index - len(written))
                 yield f"{index}", np.full(3, index)
 
-    def write(path, *args):
+    def replace(path, *args):
         time.sleep(0.01)
         written.append(path.stem)
+        return True
 
-    monkeypatch.setattr(publishing, "_write", write)
+    monkeypatch.setattr(publishing, "_replace", replace)
+    monkeypatch.setattr(publishing, "num_bytes", lambda _: 1)
     await WeightFiles(tmp_path).write(Many())
     assert set(written) == set(map(str, range(5 * WRITERS))) and 2 <= max(in_memory) <= WRITERS
 
@@ -646,7 +664,7 @@ async def test_weights_of_which_a_tensor_cannot_be_written_leave_nothing(tmp_pat
     with pytest.raises(KeyError, match="int64"):
         await files.write(Tensors(first=np.zeros(3, np.float32), second=np.zeros(3, np.int64)))
     assert not list(tmp_path.iterdir())
-    monkeypatch.setattr(publishing, "_write", lambda *_: Path("/dev/full").write_text("a tensor"))
+    monkeypatch.setattr(publishing, "_replace", lambda *_: Path("/dev/full").write_text("a tensor"))
     with pytest.raises(EngineError, match=rf"into {tmp_path}/\S+ \(No space left on device\); .* engine\.weights_dir$"):
         await files.write(NoWeights())
     assert not list(tmp_path.iterdir())

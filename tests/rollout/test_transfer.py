@@ -84,9 +84,11 @@ def on_hosts(*hosts, settings=QUICK):
     return given(1 + len(hosts), start)
 
 
-@pytest.mark.parametrize(("make", "read"), [(trained, ["frozen trained"] * 2), (adapter, ["a adapter b"] * 2)])
+@pytest.mark.parametrize(
+    ("make", "read"), [(trained, ["frozen trained", "trained"]), (adapter, ["a adapter b", "a adapter b"])]
+)
 @on_hosts(1, 1, 2)
-async def test_each_host_gets_the_tensors_once_and_keeps_none(engine, *each, make, read):
+async def test_each_host_gets_once_the_tensors_that_its_servers_lack_and_keeps_none(engine, *each, make, read):
     for version in (1, 2):
         await engine.publish(make(version), version)
     assert [one.server.read for one in each] == [read] * 3
@@ -96,6 +98,15 @@ async def test_each_host_gets_the_tensors_once_and_keeps_none(engine, *each, mak
     assert each[0].loaded_from() == each[1].loaded_from() != each[2].loaded_from()
     assert not any(list(one.directory.glob("[!.]*")) for one in each)
     assert (await engine.generate(request(version=2))).versions.tolist() == [2] * 4
+
+
+@on_hosts(1, 1, settings=RARE_PROBES)
+async def test_a_host_with_a_server_that_was_restarted_gets_all_tensors(engine, kept, restarted):
+    await engine.publish(trained(1), 1)
+    restarted.server.version = restarted.server.first_label  # nobody has noticed
+    await engine.publish(trained(2), 2)
+    assert kept.server.read == restarted.server.read == ["frozen trained"] * 2
+    assert kept.receiver.num_received + restarted.receiver.num_received == 2
 
 
 @on_hosts(None, 1)
