@@ -1,4 +1,4 @@
-"""Loads a model from a path, and computes the logits of a sequence."""
+"""Loads a model from a path, and computes the logits of one sequence."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -145,7 +145,7 @@ def logits(
     *,
     tokens: Int[np.ndarray, " rows"] | None = None,
 ) -> Float[np.ndarray, "rows V"]:
-    """The logits of a sequence, with the inputs that Hugging Face's processor returns (placeholders expanded).
+    """The logits of one sequence, with the inputs that Hugging Face's processor returns (placeholders expanded).
 
     `tokens` are the positions whose logits are computed (default: all).
     """

@@ -18,7 +18,7 @@ from model_port.sharding import constrain
 
 
 class LowRank(nnx.Module):
-    """The matrices A and B of a stacked kernel."""
+    """The matrices A and B of one stacked kernel."""
 
     def __init__(self, layout: str, a: Any, b: Any, scale: float):
         """`layout` is the kernel's, for example "nhd"."""

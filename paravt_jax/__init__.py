@@ -8,7 +8,7 @@ COMMANDS = ("train", "sft")  # that Python calls
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the modules that Python calls, so that `paravt_jax.train(config)` needs no further import.
+    """Imports the modules that Python calls, so that `paravt_jax.train(config)` needs no import of its own.
 
     The version is looked up on use, because a clone on PYTHONPATH that is not installed has none.
     """

@@ -68,6 +68,7 @@ ERROR_LINE_CHARS = 300
 KEPT_LINES = 2_000
 MAX_LINE_BYTES = 4_096
 MAX_PORT = 65_535
+LISTENING = "0A"  # TCP_LISTEN in /proc/net/tcp
 KILL_TIMEOUT_S = 30  # for the kernel to free a killed process's memory
 
 
@@ -75,8 +76,8 @@ class ServerFailed(RuntimeError):
     """The server did not start or crashed: one sentence, then the server's last lines."""
 
     def __init__(self, sentence: str, last_lines: list[str]) -> None:
-        lines = "".join(f"\n  | {line[:ERROR_LINE_CHARS]}" for line in last_lines)
-        super().__init__(f"{sentence}; its last lines:{lines}" if lines else f"{sentence}; it wrote nothing")
+        shown = "".join(f"\n  | {line[:ERROR_LINE_CHARS]}" for line in last_lines)
+        super().__init__(f"{sentence}; its last lines:{shown}" if shown else f"{sentence}; it wrote nothing")
 
 
 class Startable(Protocol):
@@ -330,11 +331,23 @@ class Server:
     async def _ready(self, on_progress: Callable[[str], None]) -> None:
         timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
         async with aiohttp.ClientSession(self.url, timeout=timeout) as http:
-            while not await self.settings.is_ready(http):
+            while not (self._listens() and await self.settings.is_ready(http)):
                 if not self.running:
                     raise self._failure(f"the server ended with {self._how_it_ended()} before it was ready")
                 on_progress(next(iter(self.last_lines(1)), ""))
                 await asyncio.sleep(POLL_S)
+
+    def _listens(self) -> bool:
+        """True if this server has opened the port; another program there would answer in its place."""
+        sockets = _listening_sockets(self.settings.host, self.settings.port)
+        if not sockets:
+            return False
+        for process in supervisor.processes():
+            if process.group == self.pid and sockets & _open_files(process.pid):
+                return True
+        if not sockets & _listening_sockets(self.settings.host, self.settings.port):
+            return False  # it was this server's, which just ended
+        raise self._failure(f"another process took port {self.settings.port} while the server was starting")
 
     def _failure(self, sentence: str) -> ServerFailed:
         return ServerFailed(sentence, self.last_lines(ERROR_LINES))
@@ -355,9 +368,9 @@ class Server:
                 if self._log:
                     with contextlib.suppress(OSError):  # on a full disk: a server whose output nobody reads would end
                         self._log.write(raw)
-                line = raw.rstrip().rpartition(b"\r")[2]  # a progress bar overwrites itself
-                if line:
-                    self._lines.append(line.decode(errors="replace"))
+                shown = raw.rstrip().rpartition(b"\r")[2]  # a progress bar overwrites itself
+                if shown:
+                    self._lines.append(shown.decode(errors="replace"))
         if self._log:
             self._log.close()
 
@@ -420,6 +433,29 @@ def _bind(host: str, port: int) -> None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # like the server: ignore closed connections
         probe.bind((host, port))
+
+
+def _listening_sockets(host: str, port: int) -> set[str]:
+    """The sockets that a connection to host and port can reach, named as the links in /proc/PID/fd are."""
+    address = f"{int.from_bytes(socket.inet_aton(socket.gethostbyname(host)), sys.byteorder):08X}"
+    sockets = set()
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        for line in table.read_text().splitlines()[1:] if table.exists() else ():
+            _, local, _, state, _, _, _, _, _, inode = line.split()[:10]
+            local_address, _, local_port = local.partition(":")
+            reachable = local_address == address or not int(local_address, 16) or not int(address, 16)
+            if state == LISTENING and int(local_port, 16) == port and reachable:
+                sockets.add(f"socket:[{inode}]")
+    return sockets
+
+
+def _open_files(pid: int) -> set[str]:
+    inodes = set()
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended or closed a file since the listing
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                inodes.add(str(entry.readlink()))
+    return inodes
 
 
 async def _model_info(http: aiohttp.ClientSession) -> dict[str, Any] | None:

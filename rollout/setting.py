@@ -10,9 +10,9 @@ Value = TypeVar("Value")
 def setting(default: Value, help: str, **metadata: Any) -> Value:
     """A list or dict as default is copied for every instance."""
     metadata["help"] = help
-    declared: Any
+    made: Any
     if isinstance(default, list | dict):
-        declared = field(default_factory=lambda: copy(default), hash=False, metadata=metadata)
+        made = field(default_factory=lambda: copy(default), hash=False, metadata=metadata)
     else:
-        declared = field(default=default, metadata=metadata)
-    return declared
+        made = field(default=default, metadata=metadata)
+    return made

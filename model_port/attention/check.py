@@ -23,7 +23,7 @@ ROW_TOKENS = 4096
 MAX_ERROR = 0.03  # correct forms differ by 0.008 in bfloat16; without one of 32 blocks of keys, by 0.28
 TIMED_CALLS = 3
 
-Timed = tuple[list[np.ndarray], float]  # results as vectors of heads, and the milliseconds of a call
+Timed = tuple[list[np.ndarray], float]  # results as vectors of heads, and the milliseconds of one call
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def compare(name: str, plain: Callable[[], Timed], kernel: Callable[[], Timed]) 
 
 
 def fastest_ms(work: Callable[[], object]) -> float:
-    """Milliseconds of a call, after a first one that compiles."""
+    """Milliseconds of one call, after a first one that compiles."""
     jax.block_until_ready(work())
     seconds = []
     for _ in range(TIMED_CALLS):

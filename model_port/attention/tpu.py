@@ -1,6 +1,6 @@
 """Attention as Pallas kernels for TPU, wrapped by `flash`.
 
-The grid covers rows, key/value heads and the unmasked pairs of blocks (`tpu_walk`). All pairs of a block are
+The grid covers rows, key/value heads and the unmasked pairs of blocks (`tpu_walk`). All pairs of one block are
 consecutive, so the accumulators stay on the chip.
 
 A tile of scores has one line per key and one lane per query. The queries of all heads that share the key are side by

@@ -1,6 +1,6 @@
 """The order in which a TPU kernel visits the unmasked pairs of blocks, and the array layout it needs.
 
-The pairs of a row are a list in scalar memory, with the pairs of a block in a run. A grid step is one pair. Its
+The pairs of a row are a list in scalar memory, with the pairs of one block in a run. A grid step is one pair. Its
 inputs are prefetched during the step before. The grid is as long as the longest list, so a masked pair costs no load
 and, except in rows with shorter lists, no idle step.
 """

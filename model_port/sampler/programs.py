@@ -36,7 +36,7 @@ class Cache:
 
 @flax.struct.dataclass
 class Chunk:
-    """Tokens of a prompt that are prefilled together. They fill whole pages."""
+    """Tokens of one prompt that are prefilled together. They fill whole pages."""
 
     tokens: Int[Any, "1 T"]
     positions: Int[Any, "1 T 3"]

@@ -194,7 +194,7 @@ class Sampler:
             self._pool.release(held)
             return None
         pages = [*shared, *self._pool.take(num_pages - len(shared))]
-        for page in copied:  # the request will write behind the prompt's end, so it gets a new page
+        for page in copied:  # the request will write behind the prompt's end, so it gets a page of its own
             self._cache = copy_page(
                 self._cache, self.config.text.num_layers, np.int32(page), np.int32(pages[num_whole])
             )

@@ -1,6 +1,6 @@
 """The charts of a run: which metrics they show, and how. `plots` draws them as pictures, `view` on the report page.
 
-To chart a metric, add it to `CHARTS`. Every other metric gets a separate chart on the page.
+To chart a metric, add it to `CHARTS`. Every other metric gets a chart of its own on the page.
 """
 
 import math

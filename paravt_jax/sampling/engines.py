@@ -75,6 +75,7 @@ async def open_engine(
         take_over=take_over,
         weights_dir=settings.weights_dir,
         vocab_size=text.vocab_size,
+        max_context_tokens=max_context_tokens,
         mixture=Mixture(text.num_layers, text.num_experts, text.token_experts) if text.num_experts else None,
     )
     if settings.urls_file:

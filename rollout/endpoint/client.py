@@ -13,7 +13,7 @@ import hashlib
 import os
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -47,6 +47,7 @@ MAX_ATTEMPTS = 5  # per request, except for waits that a server asks for
 BACKOFF_S, MAX_BACKOFF_S = 1.0, 30.0  # doubles
 MAX_DOUBLINGS = 10
 MAX_IN_FLIGHT = 64  # requests per server
+MAX_BODY_BYTES = 2**26  # a stream has some 300 a token
 MAX_IMBALANCE = 8  # with this many more requests than elsewhere, recomputing the prefix is faster than waiting
 WITHOUT_KEY = "none"  # the client library needs one
 RETRIED = (408, 409, 425)  # besides 5xx and 429
@@ -165,8 +166,8 @@ class EndpointClient:
         except TimeoutError:
             if not timeout.expired():
                 raise
-            too_late = TooLate(f"{', '.join(self.urls)} did not answer within the {deadline_s:g} s of a request")
-            raise call.last or too_late from None
+            late = TooLate(f"{', '.join(self.urls)} did not answer within the {deadline_s:g} s of a request")
+            raise call.last or late from None
         return replace(reply, latency_s=time.monotonic() - started_s)
 
     async def health(self) -> Health:
@@ -201,6 +202,8 @@ class EndpointClient:
             timeout=timeout,
             follow_redirects=False,
             trust_env=not is_loopback(urlsplit(url).hostname or ""),
+            headers={"Accept-Encoding": "identity"},  # a small body must stay small in memory
+            event_hooks={"response": [_bound_body]},
         )
         return self._openai.AsyncOpenAI(
             base_url=url, api_key=self._key or WITHOUT_KEY, max_retries=0, timeout=timeout, http_client=transport
@@ -352,6 +355,22 @@ class EndpointClient:
 
     def _hidden(self, text: str) -> str:
         return text.replace(self._key, HIDDEN) if self._key else text
+
+
+async def _bound_body(response: Any) -> None:
+    """Bounds what will be read of a response, and reads it as it was sent."""
+    response.headers.pop("Content-Encoding", None)
+    read = response.aiter_raw
+
+    async def bounded(chunk_size: int | None = None) -> AsyncIterator[bytes]:
+        num_bytes = 0
+        async for part in read(chunk_size):
+            num_bytes += len(part)
+            if num_bytes > MAX_BODY_BYTES:
+                raise Unreachable(f"{response.url} answered with more than {MAX_BODY_BYTES} bytes")
+            yield part
+
+    response.aiter_raw = bounded
 
 
 def _cause(problem: BaseException) -> str:

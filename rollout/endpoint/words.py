@@ -2,7 +2,7 @@
 
 The endpoint's tokenizer is unknown, so outside text is changed wherever it may spell a token that opens or closes a
 turn, a call or a picture. Tools are described in the system message, with the tags of Qwen's chat template; no `tools`
-parameter is sent, because servers would parse the calls by other rules.
+parameter is sent, because servers would parse the calls by rules of their own.
 """
 
 import re

@@ -19,6 +19,7 @@ from rollout.engine.settings import Mixture, SGLangSettings
 FINISHES: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
 LOGP_SLACK = 1e-3  # rounding may lift a log-prob this far above 0
 MAX_TOKENS = 2**24  # in a prompt, as counted by the server
+ANSWER_BYTES, TOKEN_BYTES = 2**20, 2**10  # bounds of a reply and of each token in it: ten times what SGLang sends
 
 # Several scripts, digits, tags and a rare word: two tokenizers or two sets of weights rarely agree on all of it.
 PROBE_TEXT = (
@@ -83,6 +84,11 @@ def ids_so_far(message: Any, previous: Sequence[int], url: str) -> list[int]:
         return ids
     except (KeyError, TypeError, ValueError) as problem:
         raise ServerUnavailable(f"{url} gave an invalid answer: {problem!r}") from None
+
+
+def answer_bytes(sampling: Sampling, settings: SGLangSettings) -> int:
+    experts = settings.mixture.token_bytes * settings.max_context_tokens if settings.mixture else 0
+    return ANSWER_BYTES + TOKEN_BYTES * sampling.max_new_tokens + experts
 
 
 @dataclass(frozen=True, eq=False)

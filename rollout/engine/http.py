@@ -13,7 +13,7 @@ from rollout.engine.protocol import DeadlineExceeded, EngineError, RequestReject
 
 CONNECT_DEADLINE_S = 10.0
 MAX_ERROR_CHARS = 300  # of a server's answer, in an error
-MAX_LINE_BYTES = 2**24  # of a stream; a message repeats all ids so far
+MAX_ANSWER_BYTES = 2**24  # unless the request bounds it
 KEEPALIVE_S = 2.0  # SGLang closes idle connections after 5 s; a request sent at that moment would be lost
 EVENT, LAST_EVENT = b"data: ", b"[DONE]"  # server-sent events
 ROUTING_KEY = "X-SMG-Routing-Key"  # an sglang-router sends requests with the same key to the same server
@@ -35,36 +35,42 @@ class HttpClient(AbstractAsyncContextManager["HttpClient"]):
 
     def __init__(self) -> None:
         connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS, keepalive_timeout=KEEPALIVE_S)
-        # No proxies: servers are addressed directly.
-        self._session = aiohttp.ClientSession(connector=connector, trust_env=False, read_bufsize=MAX_LINE_BYTES)
+        # No proxies: servers are addressed directly. No decompression: a small answer must stay small in memory.
+        self._session = aiohttp.ClientSession(connector=connector, trust_env=False, auto_decompress=False)
 
     async def get(self, url: str, deadline_s: float) -> Any:
-        return await self._call("GET", url, None, deadline_s, {})
+        return await self._call("GET", url, None, deadline_s, MAX_ANSWER_BYTES, {})
 
-    async def post(self, url: str, body: Any, deadline_s: float, routing_key: str = "") -> Any:
+    async def post(
+        self, url: str, body: Any, deadline_s: float, max_bytes: int = MAX_ANSWER_BYTES, routing_key: str = ""
+    ) -> Any:
         """The answer as JSON, or None if it is not JSON."""
         # In a thread: the pictures of an overview are megabytes of JSON.
         data = await asyncio.to_thread(_encoded, body)
-        return await self._call("POST", url, data, deadline_s, _json_headers(routing_key))
+        return await self._call("POST", url, data, deadline_s, max_bytes, _json_headers(routing_key))
 
     async def put(self, url: str, parts: AsyncIterator[bytes], num_bytes: int, deadline_s: float) -> Any:
         headers = {"Content-Length": str(num_bytes)}
-        return await self._call("PUT", url, parts, deadline_s, headers)
+        return await self._call("PUT", url, parts, deadline_s, MAX_ANSWER_BYTES, headers)
 
     async def delete(self, url: str, deadline_s: float) -> Any:
-        return await self._call("DELETE", url, None, deadline_s, {})
+        return await self._call("DELETE", url, None, deadline_s, MAX_ANSWER_BYTES, {})
 
-    async def stream(self, url: str, body: Any, deadline_s: float, routing_key: str = "") -> AsyncGenerator[Any]:
-        """Yields the messages of a stream, all within the deadline."""
+    async def stream(
+        self, url: str, body: Any, deadline_s: float, max_bytes: int, routing_key: str = ""
+    ) -> AsyncGenerator[Any]:
+        """Yields the messages of a stream, each of at most `max_bytes`, all within the deadline."""
         data = await asyncio.to_thread(_encoded, body)
         async with self._answer("POST", url, data, deadline_s, _json_headers(routing_key)) as response:
-            async for line in response.content:
-                if line.startswith(EVENT) and not line.rstrip().endswith(LAST_EVENT):
+            async for line in _lines(response, max_bytes):
+                if line.startswith(EVENT) and not line.endswith(LAST_EVENT):
                     yield _parsed(line.removeprefix(EVENT))
 
-    async def _call(self, method: str, url: str, data: Body, deadline_s: float, headers: Mapping[str, str]) -> Any:
+    async def _call(
+        self, method: str, url: str, data: Body, deadline_s: float, max_bytes: int, headers: Mapping[str, str]
+    ) -> Any:
         async with self._answer(method, url, data, deadline_s, headers) as response:
-            return _parsed(await response.read())
+            return _parsed(await _read(response, max_bytes))
 
     @asynccontextmanager
     async def _answer(
@@ -94,11 +100,30 @@ class HttpClient(AbstractAsyncContextManager["HttpClient"]):
 
 
 async def _refuse(response: aiohttp.ClientResponse, url: str) -> NoReturn:
-    text = (await response.read()).decode(errors="replace")[:MAX_ERROR_CHARS]
+    text = (await _read(response, MAX_ANSWER_BYTES)).decode(errors="replace")[:MAX_ERROR_CHARS]
     if 400 <= response.status < 500:
         raise RequestRejected(f"{url} answered {response.status}: {text}")
     response.close()  # SGLang closes the connection after an error; do not reuse it
     raise ServerUnavailable(f"{url} answered {response.status}: {text}")
+
+
+async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+    body = bytearray()
+    async for part in response.content.iter_any():
+        body += part
+        _check_size(response, len(body), max_bytes)
+    return bytes(body)
+
+
+async def _lines(response: aiohttp.ClientResponse, max_bytes: int) -> AsyncIterator[bytes]:
+    line = bytearray()
+    async for part in response.content.iter_any():
+        *complete, remainder = part.split(b"\n")
+        for end in complete:
+            yield bytes(line + end)
+            line.clear()
+        line += remainder
+        _check_size(response, len(line), max_bytes)
 
 
 def is_loopback(name: str) -> bool:
@@ -107,6 +132,12 @@ def is_loopback(name: str) -> bool:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
         return name == "localhost"
+
+
+def _check_size(response: aiohttp.ClientResponse, num_bytes: int, max_bytes: int) -> None:
+    if num_bytes > max_bytes:
+        response.close()
+        raise ServerUnavailable(f"{response.url} answered with more than {max_bytes} bytes")
 
 
 def _parsed(text: bytes) -> Any:

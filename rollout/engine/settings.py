@@ -14,6 +14,11 @@ class Mixture(NamedTuple):
     num_experts: int
     token_experts: int
 
+    @property
+    def token_bytes(self) -> int:
+        """In an answer: int32 in base64."""
+        return 4 * -(-4 * self.num_layers * self.token_experts // 3)
+
 
 @dataclass(frozen=True)
 class SGLangSettings:
@@ -21,6 +26,7 @@ class SGLangSettings:
     take_over: bool = False  # at the start, take servers from another run without asking it
     weights_dir: str = ""  # a directory that all servers can read; empty: this host's memory, and the network
     vocab_size: int = 2**31  # replies with larger ids are rejected
+    max_context_tokens: int = 2**18  # bounds a reply with experts
     mixture: Mixture | None = None  # ask for the experts that computed each token
     max_attempts: int = 4  # per request, over all servers
     backoff_s: float = 0.2  # before the second attempt; doubles up to max_backoff_s

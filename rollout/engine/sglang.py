@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.engine.answers import Expected, generation_of, ids_so_far
+from rollout.engine.answers import Expected, answer_bytes, generation_of, ids_so_far
 from rollout.engine.discovery import listed_urls, router_among, urls_behind
 from rollout.engine.fleet import Fleet
 from rollout.engine.http import HttpClient, ServerUnavailable
@@ -234,11 +234,12 @@ class SGLangEngine:
                 self._abort_on_server(server, rid)
 
     async def _post(self, server: ServerState, request: Request, body: dict[str, Any], deadline_s: float) -> Any:
-        url, key = f"{server.url}/generate", routing_key(request.affinity or request.episode)
+        url, max_bytes = f"{server.url}/generate", answer_bytes(request.sampling, self.settings)
+        key = routing_key(request.affinity or request.episode)
         if request.on_tokens is None:
-            return await self._client.post(url, body, deadline_s, key)
+            return await self._client.post(url, body, deadline_s, max_bytes, key)
         answer, ids = None, []
-        messages = self._client.stream(url, body | {"stream": True}, deadline_s, key)
+        messages = self._client.stream(url, body | {"stream": True}, deadline_s, max_bytes, key)
         async with contextlib.aclosing(messages):
             async for answer in messages:
                 ids = ids_so_far(answer, ids, server.url)

@@ -1,6 +1,7 @@
 """An OpenAI-compatible endpoint at a loopback port that says what a test writes, and misbehaves on demand."""
 
 import asyncio
+import gzip
 import json
 import socket
 from collections.abc import Callable
@@ -79,6 +80,7 @@ _ODD: tuple[Any, ...] = (
     ),
 )
 ODD = {f"odd {value!r:.60}": json.dumps(value) for value in _ODD} | {"odd depth": "[" * 100_000}
+BOMB = gzip.compress(b" " * 2**24)
 
 
 class FakeEndpoint:
@@ -178,6 +180,14 @@ class FakeEndpoint:
             return web.Response(text=f"data: {ODD[mode]}\n\ndata: [DONE]\n\n", content_type="text/event-stream")
         if mode in ODD:
             return web.Response(text=ODD[mode], content_type="application/json")
+        if mode == "endless":
+            response = web.StreamResponse(headers={"Content-Type": "application/json"})
+            await response.prepare(request)
+            while True:
+                await response.write(b" " * 2**16)
+        if mode == "bomb":
+            headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+            return web.Response(body=BOMB, headers=headers)
         if mode == "no choices":
             return web.json_response({"choices": [], "usage": None})
         choice: dict[str, Any] = {"message": {"role": "assistant", "content": ""}, "finish_reason": "stop"}

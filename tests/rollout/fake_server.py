@@ -130,6 +130,8 @@ class FakeServer:
             raise web.HTTPTemporaryRedirect("http://127.0.0.1:9/elsewhere")
         if self.mode == "nested":
             return web.Response(text="[" * 200_000)
+        if self.mode == "endless":
+            return await self._endless(request)
         if self.mode == "wrong":
             del answer["meta_info"]
         if body.get("stream"):
@@ -150,3 +152,10 @@ class FakeServer:
                 request.transport.abort()
         await response.write(b"data: [DONE]\n\n")
         return response
+
+    async def _endless(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b" " * 2**20)
+            self.sent_bytes += 2**20

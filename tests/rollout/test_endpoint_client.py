@@ -7,6 +7,7 @@ import logging
 import socket
 import time
 import traceback
+import tracemalloc
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -81,6 +82,19 @@ async def test_an_odd_body_is_a_failure_of_the_endpoint_or_a_text(client, endpoi
         endpoint.modes = [mode]
         with suppress(EndpointError):
             assert isinstance((await ask(client, on_text=on_text)).text, str)
+
+
+@pytest.mark.parametrize("on_text", [None, lambda text: None])
+@pytest.mark.parametrize("mode", ["endless", "bomb"])
+@asking()
+async def test_a_body_without_an_end_or_of_zeros_takes_no_memory(client, endpoint, monkeypatch, mode, on_text):
+    monkeypatch.setattr(client_module, "MAX_BODY_BYTES", 2**20)
+    endpoint.modes = [mode]
+    tracemalloc.start()
+    problem = await failure(client, on_text=on_text, deadline_s=5.0)
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert problem.reason == "unreachable" and most_bytes < 2**23
 
 
 @asking()

@@ -105,6 +105,15 @@ def test_a_server_that_cannot_serve_is_an_error(mode, settings, kind, problem, f
         start(fake(mode, **settings))
 
 
+def test_a_port_lost_while_starting_is_noticed(fake):
+    with socket.socket() as thief:
+        thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        thief.bind(("127.0.0.1", 0))
+        port = thief.getsockname()[1]  # bound, not listening: still free in the eyes of a server that may reuse it
+        with pytest.raises(ServerFailed, match=f"another process took port {port} while the server was starting"):
+            start(fake("hang", port=port), on_progress=lambda line: thief.listen())
+
+
 def test_a_directory_without_a_model_is_refused(fake, tmp_path):
     (tmp_path / "config.json").unlink()
     with pytest.raises(ValueError, match="is not a Hugging Face model directory"):
