@@ -98,7 +98,7 @@ class Answerer:
         """`name` identifies the question among concurrent ones; the engine aborts requests by it.
 
         Questions that differ only in their name have equal answers with an equal `seed`, and others without one.
-        `history` has the turns before the question; `videos` and `images` belong to all turns, in their order.
+        `history` has the turns before the question; `videos` and `images` are those of all turns, in their order.
         `max_tokens` limits the tokens of the agent and its sub-agents together. None: no limit beyond their settings.
         """
         listener = listener or Listener()

@@ -9,6 +9,7 @@ import asyncio
 import errno
 import itertools
 import json
+import math
 import socket
 import time
 import traceback
@@ -24,6 +25,7 @@ from model_port.progress import Meter
 from model_port.terminal import say
 from paravt_jax.asking.access import AccessControl, Handler
 from paravt_jax.asking.answerer import Answer, Answerer, Listener
+from paravt_jax.asking.body import Bodies
 from paravt_jax.asking.media import Sources
 from paravt_jax.asking.openai import (
     RETRY_S,
@@ -41,8 +43,7 @@ from rollout.records import Call
 from rollout.server import check_port
 from rollout.video.errors import VideoError, VideoTimeout, VideoUnavailable
 
-MAX_BODY_BYTES = 64 * 2**20  # includes videos sent inside the request
-BODY_DEADLINE_S = 60.0
+HEADERS_DEADLINE_S = 20.0  # for a connection without a complete request, from its start or its last response
 WRITE_DEADLINE_S = 60.0
 MAX_WAITING = 8  # times `max_questions`
 
@@ -64,6 +65,8 @@ class Service:
     num_answers: int = 0  # also for clients that left before they had it
     seconds: float = 0.0  # total time of these
     num_tokens: Counter[str] = field(default_factory=Counter)
+    bodies: Bodies = field(default_factory=Bodies)
+    deadlines_s: dict[asyncio.BaseTransport | None, float] = field(default_factory=dict)  # of idle connections
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
     _places: asyncio.Semaphore = field(init=False)
 
@@ -71,7 +74,7 @@ class Service:
         self._places = asyncio.Semaphore(self.max_questions)
 
     def app(self) -> web.Application:
-        app = web.Application(middlewares=[_as_errors, self.access.check], client_max_size=MAX_BODY_BYTES)
+        app = web.Application(middlewares=[self._timed, _as_errors, self.access.check])
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
@@ -100,12 +103,36 @@ class Service:
         lines += ["# TYPE paravt_answer_seconds summary", f"paravt_answer_seconds_sum {self.seconds:.3f}"]
         return "\n".join([*lines, f"paravt_answer_seconds_count {self.num_answers}", ""])
 
+    @web.middleware
+    async def _timed(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """A connection handles one request at a time."""
+        transport = request.transport
+        self.deadlines_s[transport] = math.inf
+        try:
+            return await handler(request)
+        finally:
+            self.deadlines_s[transport] = time.monotonic() + HEADERS_DEADLINE_S
+
+    async def close_idle(self, server: web.Server) -> None:
+        """Closes connections that have had no complete request for HEADERS_DEADLINE_S."""
+        while True:
+            now_s = time.monotonic()
+            new_s = now_s + HEADERS_DEADLINE_S
+            open_now = {connection.transport: connection for connection in server.connections}
+            self.deadlines_s = {transport: self.deadlines_s.get(transport, new_s) for transport in open_now}
+            for transport, connection in open_now.items():
+                if now_s > self.deadlines_s[transport]:
+                    connection.force_close()
+            await asyncio.sleep(HEADERS_DEADLINE_S / 10)
+
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         self._check_free()  # before reading megabytes for nothing
-        question = parse_question(await _read_json(request), self.model)
-        self._check_supported(question)
-        self._check_free()
-        return await self._answer_in_turn(request, question)
+        async with self.bodies.json(request) as body:
+            question = parse_question(body, self.model)
+            del body
+            self._check_supported(question)
+            self._check_free()
+            return await self._answer_in_turn(request, question)
 
     def _check_supported(self, question: Question) -> None:
         if question.temperature and question.top_p != 1 and not self.answerer.samples_top_p:
@@ -255,21 +282,6 @@ class _StreamListener(Listener):
         self._write(f"\n[{call.call.name or 'call'}{window}: {call.response}]\n")
 
 
-async def _read_json(request: web.Request) -> Any:
-    if request.content_type != "application/json":
-        raise RequestError(415, "the Content-Type must be application/json")
-    try:
-        async with asyncio.timeout(BODY_DEADLINE_S):
-            body = await request.read()
-        return await asyncio.to_thread(json.loads, body)
-    except TimeoutError:
-        raise RequestError(408, f"the request did not arrive within {BODY_DEADLINE_S:.0f} s", "timeout") from None
-    except web.RequestPayloadError:
-        raise RequestError(400, "the body does not match its encoding") from None
-    except (ValueError, RecursionError):
-        raise RequestError(400, "the body is not valid JSON") from None
-
-
 async def _send(response: web.StreamResponse, message: Any) -> None:
     await _written(response.write(f"data: {json.dumps(message)}\n\n".encode()))
 
@@ -351,6 +363,8 @@ async def serve(service: Service, listener: socket.socket, stop: asyncio.Event) 
     """Serves until `stop` is set, then gives running questions one deadline to finish."""
     runner = web.AppRunner(service.app(), handler_cancellation=True, shutdown_timeout=1.0, access_log=None)
     await runner.setup()
+    assert runner.server is not None, "set up above"
+    closing = asyncio.create_task(service.close_idle(runner.server))
     try:
         await web.SockSite(runner, listener).start()
         await stop.wait()
@@ -360,4 +374,5 @@ async def serve(service: Service, listener: socket.socket, stop: asyncio.Event) 
                 while service.accepted:
                     await asyncio.sleep(0.05)
     finally:
+        closing.cancel()
         await runner.cleanup()

@@ -5,6 +5,7 @@ import base64
 import errno
 import io
 import json
+import math
 from dataclasses import replace
 
 import aiohttp
@@ -15,7 +16,7 @@ from async_tests import until
 from PIL import Image
 from served import LOOK, MODEL, question, served_by, serving, with_service
 
-from paravt_jax.asking import openai as openai_module, service as service_module
+from paravt_jax.asking import body as body_module, openai as openai_module, service as service_module
 from paravt_jax.asking.asker import open_asker
 from paravt_jax.asking.media import Sources
 from paravt_jax.asking.openai import BadRequest, RequestError, parse_question
@@ -257,6 +258,20 @@ async def test_a_client_that_does_not_read_gives_its_place_up(served, name, monk
     assert dict(served.service.counts) == {"given up": 1}
 
 
+@serving()
+async def test_the_connection_of_a_client_that_does_not_read_is_closed(served, monkeypatch):
+    monkeypatch.setattr(service_module, "WRITE_DEADLINE_S", 0.2)
+    monkeypatch.setattr(service_module, "HEADERS_DEADLINE_S", 0.3)
+    monkeypatch.setattr(service_module, "last_chunks", lambda *arguments: ["long" * 2**23])
+    text = json.dumps(question(stream=True)).encode()
+    _, writer = await served.raw(HEADERS + b"Content-Length: %d\r\n\r\n%s" % (len(text), text))
+    await until(lambda: served.service.accepted)
+    await until(lambda: not served.service.accepted)
+    await until(lambda: not served.service.deadlines_s)
+    writer.close()
+    assert dict(served.service.counts) == {"given up": 1}
+
+
 @serving(max_questions=1, report_after_s=20, deadline_s=1.5)
 async def test_a_waiting_question_ends_at_its_deadline_or_with_its_client(served):
     first = asyncio.create_task(served.ask())
@@ -284,14 +299,52 @@ HEADERS = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Typ
 
 @serving()
 async def test_clients_that_send_one_byte_of_a_body_block_nobody(served, monkeypatch):
-    monkeypatch.setattr(service_module, "BODY_DEADLINE_S", 0.5)
+    monkeypatch.setattr(body_module, "BODY_DEADLINE_S", 0.5)
     waiting = [await served.raw(HEADERS + b"Content-Length: 100\r\n\r\n{") for _ in range(8)]
+    await until(lambda: [*served.service.deadlines_s.values()].count(math.inf) == 8)
     answer = await served.ask()
     lines = [await reader.readline() for reader, _ in waiting]
     for _, writer in waiting:
         writer.close()
     assert answer.choices[0].message.content == "A" and all(line.split()[1] == b"408" for line in lines)
     assert dict(served.service.counts) == {"answered": 1}
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /hea", HEADERS], ids=["nothing", "half a line", "half of the headers"])
+@serving(report_after_s=1.0)
+async def test_a_connection_without_a_complete_request_is_closed(served, sent, monkeypatch):
+    monkeypatch.setattr(service_module, "HEADERS_DEADLINE_S", 0.3)
+    reader, writer = await served.raw(sent)
+    request_task = asyncio.create_task(served.ask())  # takes longer, and is not closed
+    response = await reader.read()
+    writer.close()
+    assert (response, (await request_task).choices[0].message.content) == (b"", "A")
+
+
+@serving()
+async def test_a_connection_with_a_request_every_now_and_then_stays_open(served, monkeypatch):
+    monkeypatch.setattr(service_module, "HEADERS_DEADLINE_S", 0.3)
+    reader, writer = await served.raw(b"")
+    for _ in range(15):
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert await reader.readuntil(b"}")
+        await asyncio.sleep(0.05)
+    writer.close()
+
+
+@serving()
+async def test_large_bodies_are_limited_in_total_and_small_ones_accepted(served, monkeypatch):
+    monkeypatch.setattr(body_module, "MAX_BODIES_BYTES", 3 * 2**20)
+    part = HEADERS + b"Content-Length: 9999999\r\n\r\n" + b" " * 2**21
+    waiting = [await served.raw(part), await served.raw(part)]
+    lines = [asyncio.ensure_future(reader.readline()) for reader, _ in waiting]
+    (done,), _ = await asyncio.wait(lines, return_when=asyncio.FIRST_COMPLETED)
+    answer = await served.ask()
+    lines[0].cancel(), lines[1].cancel()
+    for _, writer in waiting:
+        writer.close()
+    await until(lambda: not served.service.bodies.num_bytes)
+    assert ((await done).split()[1], answer.choices[0].message.content) == (b"503", "A")
 
 
 @pytest.mark.slow
@@ -381,8 +434,9 @@ HOSTILE = [
     ("no URL", json.dumps(question("http://[")), 400),
     ("a role that is a list", json.dumps({"model": MODEL, "messages": [{"role": []}, {"role": "user"}]}), 400),
     ("an unknown parameter", json.dumps(question(**{"x" * 10_000: 1})), 400),
-    ("a list", "[]", 400),
+    ("lists", "[" + "[]," * 200_000 + "[]]", 400),
     ("depth", "[" * 100_000 + "]" * 100_000, 400),
+    ("UTF-16", json.dumps(question()).encode("utf-16"), 400),
     ("a number of a million digits", '{"model": ' + "1" * 10**6 + "}", 400),
 ]
 
