@@ -1,30 +1,126 @@
-"""Renders chat templates as transformers does (utils/chat_template_utils.py).
+"""Renders chat templates in a child process, because a template comes with a model and is untrusted code.
 
-A template comes with a model, so it runs in Jinja's sandbox, which denies it files, modules and private attributes.
+Jinja's sandbox denies access to files and attributes but limits neither time nor memory: nested loops, `"x" * 10**10`
+and texts that double themselves exhaust the machine, and a timer in the same process cannot interrupt one long
+operation. The kernel limits the child's CPU time and memory; the next request starts a new child. The child exits when
+its standard input closes, and so with its parent.
 """
 
+import atexit
 import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from functools import cache
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import IO, Any, NoReturn
 
 import jinja2.sandbox
 from jinja2.ext import loopcontrols
 
+DEADLINE_S = 10.0  # CPU time per text, independent of other load; the longest rows take a tenth of it
+MAX_MEMORY_BYTES = 2**30
+MAX_TEMPLATE_CHARS = 2**20
+MAX_GROWTH, MIN_CHARS = 16, 2**20  # a text may be this many times longer than its input
 MAX_PROBLEM_CHARS = 300
+LENGTH_BYTES = 8
 
 
 def render(template: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, **settings: Any) -> str:
     """Renders a dialogue. A ValueError names the template's problem."""
-    try:
-        return _compiled(template).render(messages=messages, tools=tools, **settings)
-    except Exception as problem:  # a template can raise anything
-        kind = "" if isinstance(problem, jinja2.TemplateError | ValueError) else f"{type(problem).__name__}: "
-        raise ValueError(f"{kind}{problem}"[:MAX_PROBLEM_CHARS]) from None
+    return _renderer.render({"template": template, "values": {"messages": messages, "tools": tools, **settings}})
+
+
+class _Renderer:
+    """This process's child, started on first use and after its death."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def render(self, request: dict[str, Any]) -> str:
+        content = json.dumps(request).encode()
+        with self._lock:
+            child = self._child = self._child or _start()
+            assert child.stdin is not None and child.stdout is not None
+            try:
+                _send(child.stdin, content)
+                answer = _receive(child.stdout)
+            except BrokenPipeError:
+                answer = None
+            except BaseException:  # such as Ctrl-C: the next request would read this one's answer
+                self._end()
+                raise
+            if answer is None:
+                code = self._end()
+                raise ValueError(
+                    f"it took more than {DEADLINE_S:g} s of CPU"
+                    if code == -signal.SIGPROF
+                    else f"its process ended with exit code {code}"
+                )
+        reply = json.loads(answer)
+        if "problem" in reply:
+            raise ValueError(reply["problem"])
+        return reply["text"]
+
+    def _end(self) -> int:
+        child, self._child = self._child, None
+        if child is None:
+            return 0
+        assert child.stdin is not None and child.stdout is not None
+        child.stdout.close()
+        with suppress(BrokenPipeError):  # it died before it read a request
+            child.stdin.close()
+        try:
+            return child.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            return child.wait()
+
+    def close(self) -> None:
+        with self._lock:
+            self._end()
+
+
+def _start() -> subprocess.Popen[bytes]:
+    # -P: modules of this folder must not shadow others.
+    command = [sys.executable, "-P", str(Path(__file__).absolute())]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def _new_renderer() -> None:
+    """After a fork, uses a new child: processes that share one would read each other's answers."""
+    global _renderer
+    _renderer = _Renderer()
+
+
+_renderer = _Renderer()
+os.register_at_fork(after_in_child=_new_renderer)
+atexit.register(lambda: _renderer.close())
+
+
+def _send(file: IO[bytes], content: bytes) -> None:
+    file.write(len(content).to_bytes(LENGTH_BYTES) + content)
+    file.flush()
+
+
+def _receive(file: IO[bytes]) -> bytes | None:
+    """The next message, or None if the other end is closed."""
+    length = file.read(LENGTH_BYTES)
+    content = file.read(int.from_bytes(length)) if len(length) == LENGTH_BYTES else b""
+    return content if len(length) == LENGTH_BYTES and len(content) == int.from_bytes(length) else None
 
 
 @cache
 def _compiled(chat_template: str) -> jinja2.Template:
+    """Compiles a chat template as transformers does (utils/chat_template_utils.py)."""
+
     def raise_exception(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
 
@@ -37,3 +133,39 @@ def _compiled(chat_template: str) -> jinja2.Template:
         "strftime_now": lambda pattern: datetime.now().strftime(pattern),
     }
     return environment.from_string(chat_template, functions)
+
+
+def _answer(request: dict[str, Any], num_chars: int) -> dict[str, str]:
+    try:
+        if len(request["template"]) > MAX_TEMPLATE_CHARS:
+            raise ValueError(f"it has more than {MAX_TEMPLATE_CHARS} characters")
+        text = _compiled(request["template"]).render(**request["values"])
+    except MemoryError:
+        return {"problem": f"it takes more than {MAX_MEMORY_BYTES / 2**30:g} GiB"}
+    except Exception as problem:  # a template can raise anything
+        kind = "" if isinstance(problem, jinja2.TemplateError | ValueError) else f"{type(problem).__name__}: "
+        return {"problem": f"{kind}{problem}"[:MAX_PROBLEM_CHARS]}
+    most = max(MIN_CHARS, MAX_GROWTH * num_chars)
+    if len(text) > most:
+        return {"problem": f"it makes {len(text)} characters of {num_chars}, more than {most}"}
+    return {"text": text}
+
+
+def _serve(requests: IO[bytes], answers: IO[bytes], arm: Callable[[float], object]) -> None:
+    while (content := _receive(requests)) is not None:
+        arm(DEADLINE_S)
+        _send(answers, json.dumps(_answer(json.loads(content), len(content))).encode())
+        arm(0)
+
+
+def _main() -> None:
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group; the trainer still saves
+        signal.signal(ignored, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process during any operation
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _serve(sys.stdin.buffer, sys.stdout.buffer, lambda seconds: signal.setitimer(signal.ITIMER_PROF, seconds))
+
+
+if __name__ == "__main__":
+    _main()

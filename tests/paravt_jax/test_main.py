@@ -18,6 +18,7 @@ INTERNAL = {  # started by our own processes
     "paravt_jax.check.stages",
     "rollout.check",  # becomes the gate
     "rollout.supervisor",
+    "rollout.templates",
     "rollout.video.worker",
 }
 
