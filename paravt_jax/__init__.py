@@ -4,13 +4,13 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
-COMMANDS = ("train", "sft")  # that Python calls
+COMMANDS = ("train", "sft")  # modules that can be called from Python
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the modules that Python calls, so that `paravt_jax.train(config)` needs no import of its own.
+    """Imports the callable modules on first use, so that `paravt_jax.train(config)` needs no other import.
 
-    The version is looked up on use, because a clone on PYTHONPATH that is not installed has none.
+    The version is looked up on use, because a clone on PYTHONPATH that is not installed has no version.
     """
     if name == "__version__":
         return version("paravt_jax")

@@ -59,7 +59,7 @@ def main() -> None:
         raise ValueError(f"{name} is not a command ({hint})")
     sys.argv = [f"paravt {name}", *arguments]  # the program name in the parser's messages
     module = importlib.import_module(COMMANDS[name][0])
-    if hasattr(module, "__path__"):  # a package has its command in __main__
+    if hasattr(module, "__path__"):  # packages define their command in __main__
         module = importlib.import_module(f"{module.__name__}.__main__")
     module.main()
 

@@ -1,4 +1,4 @@
-"""A question about videos or images, answered by a trained policy: python -m paravt_jax.ask VIDEO… "QUESTION" """
+"""Asks a trained policy a question about videos or images: python -m paravt_jax.ask VIDEO… "QUESTION" """
 
 import argparse
 import asyncio
@@ -68,7 +68,7 @@ def num_frames(text: str) -> int:
 
 
 async def run(args: argparse.Namespace, files: list[str], question: str | None) -> None:
-    from paravt_jax.asking.asker import engine_of, open_asker  # imports jax, which --help and errors need not wait for
+    from paravt_jax.asking.asker import engine_of, open_asker  # imported late, so that --help does not load jax
     from paravt_jax.asking.page import page_of
     from paravt_jax.asking.terminal import Live, summary, why_no_answer
     from rollout.picture import is_image
@@ -114,10 +114,10 @@ async def _next_question() -> str:
 
 
 def _files_and_question(words: list[str], interactive: bool) -> tuple[list[str], str | None]:
-    """The last argument is the question, which is optional in interactive mode."""
+    """Splits the arguments: the last one is the question, which is optional in interactive mode."""
     question = None if interactive and _is_file(words[-1]) else words[-1]
     files = words if question is None else words[:-1]
-    for file in files or filter(_is_file_name, words):  # a question alone may be a mistyped file
+    for file in files or filter(_is_file_name, words):  # without files, the question may be a mistyped file name
         if not _is_file(file):
             raise ValueError(f"{file} is not a file; pass videos and images first, then the question in quotes")
     if question is not None and (not question.strip() or _is_file(question)):

@@ -5,8 +5,8 @@ python -m paravt_jax.eval batch configs/reproduce --splits all --run-dir runs/ta
 python -m paravt_jax.eval table RUN… [--png FILE]
 
 Every combination of dispatch, frame budget and temperature is a cell. Samples are logged as they end, so an interrupted
-evaluation resumes. The agent loop is the same as in training. If an engine, a video or the judge fails, the sample is
-missing, not wrong; a public split has a headline only if no sample is missing.
+evaluation resumes. The agent loop is the same as in training. If an engine, a video or the judge fails, the sample
+counts as missing, not as wrong; a public split gets a headline score only if no sample is missing.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from paravt_jax.run.process import claim_memory
 
 async def run_eval(config: EvalConfig, shard: Shard | None = None) -> list[Cell]:
     """Runs all cells, or one shard of them, and returns them in the order of dispatches and budgets."""
-    from paravt_jax.evaluation.evaluation import open_evaluation  # imported late: --help does not wait for jax
+    from paravt_jax.evaluation.evaluation import open_evaluation  # imported late, so that --help does not load jax
 
     async with open_evaluation(config, shard) as evaluation:
         for cell in config.eval.cells:

@@ -1,15 +1,15 @@
 """Imports the texts of the published release: `python -m paravt_jax.prompts import-release DIR --dst FILE.yaml`.
 
-DIR is your copy of the released repository, whose files are parsed but never executed. Without --mode, the file has all
-texts of its evaluation, for eval.release_texts. With --mode, it has one mode's prompts for rollout.prompts_file,
-so that a published policy meets its own prompts in this project's dialogues:
+DIR is your copy of the released repository, whose files are parsed but never executed. Without --mode, FILE.yaml gets
+all texts of the released evaluation, for eval.release_texts. With --mode, it gets one mode's prompts for
+rollout.prompts_file, so that a published policy gets its own prompts in this project's dialogues:
 
   --mode agentic_general    the published policy, in its tables
   --mode agentic_minimal    the same policy, on temporal grounding
   --mode reasoning, direct  without a tool
   --mode training           the sub-agents' text of its training; the other messages are a row's own
 
-DIFFERS: with --mode, the video's name is ours, `video.mp4`; the release uses its file name.
+DIFFERS: with --mode, the video is named `video.mp4`; the release uses the file's own name.
 """
 
 import argparse
@@ -28,14 +28,14 @@ from paravt_jax.run.output_file import OutputFile
 from rollout.prompts import placeholder_problem
 
 TRAINING, SUBAGENT_FILE = "training", "paravt/rl/subagents/crop_video/cropped_video.py"
-BUILD_PROMPT, PROMPT = "build_prompt", "prompt"  # the function with the sub-agents' text, and its variable
-WINDOW = {"start_str": "{start}", "end_str": "{end}", "duration": "{duration_s:.1f}"}  # its values, and ours
+BUILD_PROMPT, PROMPT = "build_prompt", "prompt"  # function and variable with the sub-agents' text
+WINDOW = {"start_str": "{start}", "end_str": "{end}", "duration": "{duration_s:.1f}"}  # its values -> placeholders
 ROLLOUT_MODES = ("agentic_general", "agentic_minimal", *SINGLE_TURN_MODES, TRAINING)
 OWN_MODES = tuple(name.removeprefix("system.") for name in OWN_TEXTS)
 
 
 def import_release(directory: Path, own: Mapping[str, Path] | None = None) -> dict[str, str]:
-    """All texts of the release's evaluation; `own` has files with the system texts that it does not have, by mode."""
+    """Reads all texts of the release's evaluation; `own` has files with system texts that it lacks, by mode."""
     if directory.is_file():
         raise ValueError(f"{directory} is a file; give the directory of the released repository, commit {COMMIT}")
     texts = read_release(directory)
@@ -58,7 +58,7 @@ def rollout_prompts(texts: Mapping[str, str], mode: str) -> dict[str, Any]:
 
 
 def training_prompts(directory: Path) -> dict[str, Any]:
-    """The rows' own messages, and the sub-agents' dialogue: no system text, frames without times, then its text."""
+    """The prompts of training: messages from data rows; sub-agents get frames without times, then their text."""
     return {
         "row_messages": True,
         "overview": "",
@@ -115,7 +115,7 @@ def to_yaml(texts: Mapping[str, Any], comment: str) -> str:
 
 
 def own_texts(values: Sequence[str]) -> dict[str, Path]:
-    """The files of --text MODE=FILE."""
+    """Parses --text MODE=FILE arguments."""
     files: dict[str, Path] = {}
     for value in values:
         mode, separator, file = value.partition("=")

@@ -1,4 +1,4 @@
-"""Serves the agent with its sub-agents as one model, with OpenAI's API: python -m paravt_jax.serve --model M"""
+"""Serves the agent with its sub-agents as one model behind OpenAI's API: python -m paravt_jax.serve --model M"""
 
 import argparse
 import asyncio
@@ -14,7 +14,7 @@ from paravt_jax.ask import add_model_arguments
 from paravt_jax.asking.access import KEY_VARIABLE, WITHOUT_KEY, access_control
 from rollout.owned_directory import owned_directory
 
-CLIENT_FILES = "paravt_serve_"  # prefix of the directory for files from clients, in the one for temporary files
+CLIENT_FILES = "paravt_serve_"  # prefix of the temporary directory for clients' files
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -56,7 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 async def run(args: argparse.Namespace) -> None:
-    from paravt_jax.asking.asker import engine_of, open_asker  # imports jax, which --help need not wait for
+    from paravt_jax.asking.asker import engine_of, open_asker  # imported late, so that --help does not load jax
     from paravt_jax.asking.media import Sources
     from paravt_jax.asking.service import Service, bind_port, serve
 
@@ -79,7 +79,7 @@ async def run(args: argparse.Namespace) -> None:
 
 
 def stop_on_signals(directory: Path) -> asyncio.Event:
-    """Set by the first SIGTERM or Ctrl-C. A second one removes clients' files and exits at once."""
+    """Returns an event that the first SIGTERM or Ctrl-C sets. The second removes clients' files and exits at once."""
     stop = asyncio.Event()
 
     def on_signal() -> None:

@@ -1,8 +1,8 @@
-"""The cold start: trains a policy on traces.
+"""Trains a policy on traces: supervised fine-tuning (SFT), the cold start before RL.
 
 python -m paravt_jax.sft --config configs/sft_8b.yaml [a.b=c …]
 
-In Python `paravt_jax.sft(config)` does the same.
+From Python, call `paravt_jax.sft(config)`.
 """
 
 import sys
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 async def sft(config: SftConfig, *, allow_changes: bool = False, hosts: Hosts = ALONE) -> "SftRun":
-    """Trains a run until its last step or a signal."""
-    from paravt_jax.imitation.run import open_sft_run  # imported late: --help does not wait for jax
+    """Trains until the last step or a stop signal."""
+    from paravt_jax.imitation.run import open_sft_run  # imported late, so that --help does not load jax
 
     async with open_sft_run(config, allow_changes=allow_changes, hosts=hosts) as run:
         await run.validate_if_due()
@@ -33,7 +33,7 @@ async def sft(config: SftConfig, *, allow_changes: bool = False, hosts: Hosts = 
 
 
 def run_sft(config: SftConfig, *, allow_changes: bool = False) -> "SftRun":
-    """Does the same as the command, also in a notebook, whose event loop is running. Returns the run, closed."""
+    """Runs the command from Python and returns the closed run. It also works in a notebook's running event loop."""
     from paravt_jax.run.compiles import set_up_compilation
 
     claim_memory()

@@ -3,7 +3,7 @@
 python -m paravt_jax.train --config configs/smoke_cpu.yaml [a.b=c …]
 python -m paravt_jax.train --replay RUN_DIR [a.b=c …]
 
-In Python `paravt_jax.train(config)` does the same.
+From Python, call `paravt_jax.train(config)`.
 """
 
 import sys
@@ -29,8 +29,8 @@ async def train(
     take_over: bool = False,
     hosts: Hosts = ALONE,
 ) -> "Run":
-    """Trains a run until its last step or a signal; on the episodes that a `replay` has logged, if given."""
-    from paravt_jax.rl.setup import open_run  # imported late: --help does not wait for jax
+    """Trains until the last step or a stop signal. With `replay`, trains on the episodes logged in that run."""
+    from paravt_jax.rl.setup import open_run  # imported late, so that --help does not load jax
 
     async with open_run(config, replay=replay, allow_changes=allow_changes, take_over=take_over, hosts=hosts) as run:
         await run.validate_if_due()
@@ -46,7 +46,7 @@ async def train(
 def run_training(
     config: Config, *, replay: Path | None = None, allow_changes: bool = False, take_over: bool = False
 ) -> "Run":
-    """Does the same as the command, also in a notebook, whose event loop is running. Returns the run, closed."""
+    """Runs the command from Python and returns the closed run. It also works in a notebook's running event loop."""
     from paravt_jax.run.compiles import set_up_compilation
 
     claim_memory()

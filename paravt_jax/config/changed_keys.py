@@ -1,6 +1,6 @@
 """Renamed and removed settings. A config or a record that sets one gives an error with the new key or the reason."""
 
-RENAMED = {  # key -> today's, with a hint if its values changed too
+RENAMED = {  # old key -> current key, with a hint if its values changed too
     "engine.urls_file": "engine.urls",  # accepts a file too
     "loss.behavior_cap": "loss.correction_bounds: set loss.correction_bounds.max_weight",
     "loss.behavior_correction": "loss.correction: mask is token_mis, truncate is token_tis, none is none",
@@ -32,7 +32,7 @@ FIXED = {  # key -> the value that every run uses
     "judge.max_backoff_s": 30.0,
     "judge.max_concurrent": 16,
     "judge.max_reply_tokens": 1024,
-    "min_pixels": 784,  # of paravt.json
+    "min_pixels": 784,  # key of paravt.json
     "optim.beta1": 0.9,
     "optim.beta2": 0.999,
     "optim.eps": 1e-8,

@@ -12,7 +12,7 @@ MIN_LIKENESS = 0.7  # difflib similarity for a suggested key
 
 
 def section_of(kind: Any) -> type | None:
-    """The dataclass in a field's type, which may be optional; None if there is none."""
+    """The dataclass in a field's type, which may be optional; None if the type has no dataclass."""
     return next((part for part in (kind, *get_args(kind)) if isinstance(part, type) and is_dataclass(part)), None)
 
 
@@ -44,13 +44,13 @@ def mappings_of(schema: type, prefix: str = "") -> dict[str, list[str]]:
 
 
 def change_text(key: str, old: Any, new: Any) -> str:
-    """A changed setting in a log line; if its values are long, only the key."""
+    """Formats a changed setting for a log line; only the key if its values are long."""
     old, new = repr(old), repr(new)
     return key if max(len(old), len(new)) > MAX_SHOWN else f"{key}: {old} -> {new}"
 
 
 def unknown_key(key: str, valid_keys: list[str]) -> str:
-    """The error for an unknown key. It suggests the same name in another section before a similar name in this one."""
+    """The error for an unknown key. It suggests the same name in another section first, then similar names."""
     settings = [valid for valid in valid_keys if valid.startswith(f"{key}.")]
     if settings:
         return f"{key} is a section; set {', '.join(settings[:MAX_HINTS])} and so on"
@@ -64,7 +64,7 @@ def _name(key: str) -> str:
 
 
 def _suggestions(key: str, valid_keys: list[str]) -> list[str]:
-    """Keys with the same name or a prefix of it, else with it as word or initials, else with a similar name."""
+    """Keys with the same name or a prefix of it; else with the name as a word or as initials; else similar names."""
     section, name = key.removesuffix(_name(key)), _name(key)
     same = [valid for valid in valid_keys if _name(valid) == name or key.startswith(f"{valid}.")]
     word = [valid for valid in valid_keys if valid.startswith(section) and name in _words(_name(valid))]

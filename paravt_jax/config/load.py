@@ -1,8 +1,8 @@
-"""Reading a run's settings: defaults, then the file, then `a.b=c`.
+"""Reads a run's settings: defaults, then the file, then `a.b=c`.
 
     load_config("configs/smoke_cpu.yaml", "train.num_steps=10")
 
-An unknown key, a wrong type and settings that conflict are errors here, before any model is loaded.
+Unknown keys, wrong types and conflicting settings raise errors here, before any model is loaded.
 """
 
 import json
@@ -27,15 +27,15 @@ from paravt_jax.learner.settings import LossConfig
 from rollout.prompts import Prompts, prompts_of
 
 Schema = TypeVar("Schema", bound=Any)
-WRITTEN = "_written"  # attribute of loaded settings: their values as written, with ${…} unresolved
+WRITTEN = "_written"  # attribute of loaded settings with the values as written, ${…} unresolved
 
 
 def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] = Config) -> Schema:
-    """Defaults < YAML file or RUN/config.json < `a.b=c`. Raises ValueError for unknown keys and invalid settings.
+    """Loads settings: defaults, then YAML or RUN/config.json, then `a.b=c`. Raises ValueError for invalid settings.
 
-    `path` can be the name of a config of the package. A file's `loss.params` belong to its `loss.name`: another name on
-    the command line starts from its own defaults. The same holds for `loss.correction_bounds` and `loss.correction`. A
-    `rollout.prompts_file` on the command line replaces the `rollout.prompts` of a file.
+    `path` can be the name of a config of the package. If the command line sets another `loss.name`, the file's
+    `loss.params` are dropped for that loss's defaults; likewise `loss.correction_bounds` for another `loss.correction`.
+    A `rollout.prompts_file` on the command line replaces the `rollout.prompts` of a file.
     """
     for override in overrides:
         if "=" not in override[1:]:
@@ -64,13 +64,13 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
         object.__setattr__(settings, "loss", settings.loss.filled())
     if schema in (Config, SftConfig, EvalConfig):
         settings.rollout.check_tools()
-    # Kept beside the settings for `to_record`, because a ${…} may resolve to a secret.
+    # `to_record` needs the unresolved values, because a ${…} may resolve to a secret.
     object.__setattr__(settings, WRITTEN, OmegaConf.to_container(config, resolve=False))
     return settings
 
 
 def load_training_config(path: str | Path, *overrides: str) -> Config | SftConfig:
-    """An RL config, or an SFT config if the file has an `sft` section."""
+    """Loads an RL config, or an SFT config if the file has an `sft` section."""
     file = config_file(path)
     keys = _in_one_line(str(file), lambda: _read(file))
     return load_config(file, *overrides, schema=SftConfig if "sft" in keys else Config)
@@ -88,7 +88,7 @@ def _with_prompts_file(config: Any) -> Any:
 
 @cache
 def _defaults(schema: type) -> bytes:
-    """Cached and pickled: OmegaConf takes 30 times as long to read the schema, and copy.deepcopy six times."""
+    """The schema's defaults, cached as a pickle: OmegaConf is 30 times slower, and copy.deepcopy six times."""
     return pickle.dumps(OmegaConf.structured(schema))
 
 
@@ -139,7 +139,7 @@ def _unknown_keys(source: str, layer: Any, schema: type) -> Iterable[str]:
 
 
 def _command_of(layer: Any) -> str:
-    """The command with a schema that has every key of a file; empty if none or several do."""
+    """The only command whose schema has every key of a file; empty if no or several commands match."""
     schemas = {"train": Config, "sft": SftConfig, "eval": EvalConfig}
     commands = [command for command, schema in schemas.items() if not list(_unknown_keys("", layer, schema))]
     return f"python -m paravt_jax.{commands[0]}" if len(commands) == 1 else ""
@@ -176,9 +176,9 @@ def to_record(config: Config | SftConfig | EvalConfig) -> dict[str, Any]:
 
 
 def _keep_text(config: Any, source: str, layer: Any) -> None:
-    """Keeps the text of an override that YAML reads as a number: run_dir=20261128_1030 would become 202611281030.
+    """Keeps the text of an override that YAML parses as a number: run_dir=20261128_1030 would become 202611281030.
 
-    Raises for a file, whose text is not known.
+    Raises for a file, because its original text is not available here.
     """
     for key, value in flattened(cast(dict[Any, Any], OmegaConf.to_container(layer))).items():
         if isinstance(value, int | float) and isinstance(OmegaConf.select(config, key), str):
@@ -189,7 +189,7 @@ def _keep_text(config: Any, source: str, layer: Any) -> None:
 
 
 def _expand_homes(layer: Any) -> None:
-    """Expands `~/`, which shells leave in a.b=~/videos. Code keeps it: hosts compare its files by the written name."""
+    """Expands `~/` in values such as a.b=~/videos, except in locations of code, which hosts compare as written."""
     for key, value in flattened(cast(dict[Any, Any], OmegaConf.to_container(layer))).items():
         if isinstance(value, str) and value.startswith("~/") and ".py:" not in value:
             OmegaConf.update(layer, key, str(Path(value).expanduser()))
@@ -204,9 +204,9 @@ def as_written(used: Any, written: Any) -> Any:
 
 
 def computed_on(config: Schema, platform: str) -> Schema:
-    """The settings as this platform computes them.
+    """Returns the settings with the dtype of this platform.
 
-    A CPU computes in float32: XLA emulates bfloat16 there, which is several times slower and takes more memory.
+    CPUs compute in float32, because XLA emulates bfloat16 there, which is several times slower and takes more memory.
     """
     if platform != "cpu" or config.model.dtype == "float32":
         return config

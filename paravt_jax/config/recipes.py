@@ -1,6 +1,6 @@
-"""Lists the configs that come with the package, and copies them:   paravt configs [NAME … --to DIR]
+"""Lists or copies the configs that come with the package: paravt configs [NAME … --to DIR]
 
-Every command takes a name in place of a file: `--config paragrpo_8b`, `--config contrast/qwen25vl_7b_sft`.
+Every command accepts a name instead of a file: `--config paragrpo_8b`, `--config contrast/qwen25vl_7b_sft`.
 """
 
 import argparse

@@ -21,8 +21,8 @@ from rollout.setting import setting
 from rollout.user_code import is_location
 
 Truncated = Literal["learn", "leave_out", "soft"]
-TINY = "tiny"  # as model.path: a tiny random model, made in the run's directory
-SYNTHETIC = "synthetic"  # as data.train: videos and questions made in the run's directory
+TINY = "tiny"  # value of model.path: creates a tiny random model in the run's directory
+SYNTHETIC = "synthetic"  # value of data.train: creates videos and questions in the run's directory
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class MeshConfig:
         return self.data * self.fsdp
 
 
-AUTO = "auto"  # as hosts.coordinator: detected from Slurm, a TPU pod or Kubernetes
+AUTO = "auto"  # value of hosts.coordinator: detect from Slurm, a TPU pod or Kubernetes
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class DataConfig:
 
 
 MIN_PIXELS = 784  # smallest area of a frame, in pixels; published
-MAX_FRAMES, MAX_PIXELS = 4096, 2**26  # limits for data rows too, because a model's own files also set them
+MAX_FRAMES, MAX_PIXELS = 4096, 2**26  # upper limits, also for values from data rows and model files
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class VideoConfig:
 
     @property
     def most_frames(self) -> int:
-        """The largest overview, in training or validation."""
+        """The most frames of an overview, in training or validation."""
         return max([self.overview_frames, *self.frame_budgets])
 
 
@@ -300,13 +300,13 @@ class PackConfig:
 
     @property
     def one_shape(self) -> bool:
-        """RL gives all batches of short rows the largest sizes: compiling further sizes costs more than padding."""
+        """Whether all RL batches have the same shape: for short rows, padding costs less than compiling more shapes."""
         return self.row_tokens <= SHORT_ROW_TOKENS
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The data and the updates of a step."""
+    """Data and updates of a training step."""
 
     num_steps: int = setting(
         500, "training steps; each collects episodes, updates the policy and publishes its weights"
@@ -363,7 +363,7 @@ class TrainConfig:
 
     @property
     def steps_ahead(self) -> int:
-        """How many steps early a step's rollouts may start: the step's last update trains on their oldest tokens."""
+        """How many steps early a step's rollouts may start, so that its last update's tokens are not too stale."""
         return max(0, (self.max_staleness + 1) // self.updates_per_step - 1)
 
 
@@ -448,7 +448,7 @@ class TrainingConfig(RunConfig):
 
 @dataclass(frozen=True)
 class Config(TrainingConfig):
-    """A run of PARA-GRPO."""
+    """Settings of a PARA-GRPO run."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -464,7 +464,7 @@ class Config(TrainingConfig):
 
     @property
     def step_frames(self) -> int:
-        """The most frames that the dialogues of a step have."""
+        """The most frames that the dialogues of a step can have."""
         train, rollout = self.train, self.rollout
         call_frames = rollout.max_calls * rollout.subagent_max_frames * train.subagent_loss
         frames = self.video.most_frames + train.group_size * (call_frames + rollout.shown_pictures)
@@ -559,7 +559,7 @@ DIRECT = "Give the answer between <answer> and </answer>."
 
 
 class EvalCell(NamedTuple):
-    """The settings in which the cells of an evaluation differ."""
+    """The settings that differ between cells of an evaluation."""
 
     dispatch: Dispatch
     frame_budget: int
@@ -648,7 +648,7 @@ class EvaluationConfig:
         return list(starmap(EvalCell, product(self.dispatches, self.frame_budgets, temperatures)))
 
     def episode(self, rollout: EpisodeConfig, cell: EvalCell) -> EpisodeConfig:
-        """The settings of an episode of this cell."""
+        """The episode settings of this cell."""
         if self.mode == "direct":
             rollout = replace(rollout, forced_prefix="")
         if self.mode == "direct" and rollout.prompts.without_tool == Prompts.without_tool:
@@ -659,7 +659,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class EvalConfig(RunConfig):
-    """An evaluation of a policy."""
+    """Settings of an evaluation."""
 
     run_dir: str = setting("runs/eval", "output directory; an evaluation resumes if it exists")
     data: EvalDataConfig = field(default_factory=EvalDataConfig)
@@ -687,7 +687,7 @@ class EvalConfig(RunConfig):
             )
 
     def _check_release(self) -> None:
-        """The protocol fixes most settings; changing one that has no effect is an error."""
+        """Rejects changes to settings that the release protocol fixes, because they would have no effect."""
         if self.engine.kind != "openai":
             raise ValueError(
                 f"eval.protocol=release sends messages to an OpenAI-compatible endpoint, which engine.kind="

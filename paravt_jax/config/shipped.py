@@ -12,7 +12,7 @@ def recipes() -> dict[str, Path]:
 
 
 def config_file(path: str | Path) -> Path:
-    """The file itself, or the package's config by name or as `configs/NAME.yaml`."""
+    """Finds a config: an existing file, or one of the package by name or as `configs/NAME.yaml`."""
     if Path(path).exists():
         return Path(path)
     name, files = str(path).removeprefix("configs/").removesuffix(".yaml"), recipes()
@@ -24,6 +24,6 @@ def config_file(path: str | Path) -> Path:
 
 
 def config_directory(path: Path) -> Path:
-    """The directory itself, or the package's, such as `reproduce` or `configs/reproduce`."""
+    """Finds a directory of configs: an existing one, or one of the package such as `configs/reproduce`."""
     own = DIRECTORY / str(path).removeprefix("configs/")
     return own if own.is_dir() and not path.exists() else path

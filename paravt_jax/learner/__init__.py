@@ -1,1 +1,1 @@
-"""From rewards to new weights: advantages, credit, packed rows, losses, the update. Independent of runs and data."""
+"""Turns rewards into new weights: advantages, credit, packing, losses and the update. Knows nothing of runs or data."""

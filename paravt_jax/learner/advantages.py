@@ -1,15 +1,15 @@
-"""Advantages of a group: one part for every sampled token, and one only for the tokens of the structure.
+"""Computes the advantages of a group: one part for every sampled token, one only for structural tokens.
 
     A_seq    = (R without the anchor − mean) / (std + ε)    at every sampled token
     A_anchor = (R_anchor − mean) / (std + ε)                added with weight λ · w_fmt at the tokens of struct(o)
 
-DIFFERS on request: `advantage.credit=span` splits the second part by property of R_anchor, each at the property's own
-tokens; they add up to the one above. `advantage.credit=likelihood` has no second part: the loss gets −λ · w_fmt · log π
-at the tokens of struct(o) of every episode, whatever its reward.
+DIFFERS on request: `advantage.credit=span` splits A_anchor by property of R_anchor, so that each property adds to its
+own tokens; the splits sum to A_anchor. `advantage.credit=likelihood` has no A_anchor: the loss gets −λ · w_fmt · log π
+at the tokens of struct(o) of every episode, regardless of its reward.
 
 Mean and std cover the rollouts that have a reward. Every std divides by n, not n − 1, so the unit does not depend on
-missing rollouts, and a group of two has advantages of ±1. DIFFERS on request: `advantage.normalise=tokens` is the
-release's: the std of a group divides by n − 1, and the advantages of all loss tokens of the step are normalized again.
+missing rollouts, and a group of two has advantages of ±1. DIFFERS on request: `advantage.normalise=tokens` follows the
+release: a group's std divides by n − 1, and the advantages of all loss tokens of the step are normalized again.
 """
 
 import math
@@ -24,14 +24,14 @@ from paravt_jax.learner.settings import AdvantageConfig
 from paravt_jax.rewards.terms import RewardTerms
 
 EPSILON = 1e-6  # added to the std, far below the std of any group with spread
-TOKENS_EPSILON = 1e-5  # the same over tokens, as in the release
-MAX_TOKEN_KL = 10.0  # bound of a token's KL in its returns, as in the release
+TOKENS_EPSILON = 1e-5  # added to the std over all tokens, as in the release
+MAX_TOKEN_KL = 10.0  # bound of each token's KL in the returns, as in the release
 ROUNDING = 1e-8  # smaller differences between rewards are rounding
 
 
 @dataclass(frozen=True, eq=False)
 class GroupRewards:
-    """The rewards of a group, without R_anchor, and by property of R_anchor."""
+    """The rewards of a group: the total without R_anchor, and R_anchor by property."""
 
     present: Bool[np.ndarray, " G"]  # False = missing
     total: Float[np.ndarray, " G"]  # with advantage.credit=sequence it includes the anchor
@@ -58,12 +58,12 @@ class EpisodeAdvantage:
 
 @dataclass(frozen=True, eq=False)
 class GroupAdvantages:
-    """The advantages of a group; zero for missing episodes, and for a part with zero spread."""
+    """The advantages of a group. Missing episodes and parts without spread have zero."""
 
     sequence: Float[np.ndarray, " G"]
     anchor: Float[np.ndarray, " G"]  # for all structural tokens, scaled by λ · w_fmt
     properties: Mapping[str, Float[np.ndarray, " G"]]  # the same for the tokens of each property
-    keep: Bool[np.ndarray, " G"]  # True = its tokens are loss tokens, which count in N
+    keep: Bool[np.ndarray, " G"]  # True = the episode's tokens are loss tokens, which count in N
     has_spread: bool
     unit: float  # advantage per unit of reward above the group's mean
     likelihood: float = 0.0  # weight of the log-likelihood of structural tokens
@@ -77,7 +77,7 @@ class GroupAdvantages:
 def group_rewards(
     terms_of: Sequence[RewardTerms | None], *, anchor_scale: float, config: AdvantageConfig
 ) -> GroupRewards:
-    """None is a missing episode. `anchor_scale` is λ · w_fmt.
+    """Splits the reward terms of a group's episodes, None if missing. `anchor_scale` is λ · w_fmt.
 
     DIFFERS: the reward without the anchor is not R − λ · w_fmt · R_anchor. If R_fmt is at its bound of 1, that
     difference would punish the episodes with the best structure.
@@ -98,10 +98,10 @@ def group_rewards(
 def group_advantages(
     group: GroupRewards, config: AdvantageConfig, step: Sequence[GroupRewards] = ()
 ) -> GroupAdvantages:
-    """The advantages of a group. `step` has all groups of its step, which only normalise=batch uses.
+    """The advantages of a group. `step` has all groups of the step; only normalise=batch uses it.
 
-    A group has spread if any part has: with equal rewards and different anchors it still trains the structure. With
-    credit=likelihood it does so without spread too.
+    A group has spread if any part has: with equal rewards and different anchors the group still trains the structure.
+    With credit=likelihood it trains the structure even without spread.
     """
     has_spread, peers = _has_spread(group, config), [group]
     if config.normalise == "batch" and step:
@@ -131,9 +131,9 @@ def relative_penalties(
 ) -> Float[np.ndarray, " e"]:
     """The KL penalties of episodes relative to their group's mean, in units of advantage (`GroupAdvantages.unit`).
 
-    `group` is the number of each episode's group. KL in the reward is a part of R, so the group's mean is subtracted
-    from it too: what all episodes of a group share favors none of them. The std is still the rewards' own: a std of
-    penalized rewards would turn a KL of 1e-4 into an advantage of 1 if the rewards themselves are equal.
+    `group` is the number of each episode's group. The penalty is a part of R, so its group mean is subtracted like the
+    mean of R: a KL that all episodes of a group share favors none of them. The std excludes the penalty, because the
+    std of penalized rewards would turn a KL of 1e-4 into an advantage of 1 if the rewards are equal.
     """
     means = np.bincount(group, penalties, len(units)) / np.maximum(np.bincount(group, minlength=len(units)), 1)
     return (penalties - means[group]) * units[group]
@@ -142,27 +142,27 @@ def relative_penalties(
 def with_kl_penalty(
     advantage: Float[np.ndarray, "*t"], loss_mask: Bool[np.ndarray, "*t"], penalty: Float[np.ndarray, "*t"] | float
 ) -> Float[np.ndarray, "*t"]:
-    """Advantages after a KL penalty on the reward, see `relative_penalties`."""
+    """Subtracts a KL penalty (see `relative_penalties`) from the advantages of loss tokens."""
     return np.where(loss_mask, advantage - np.float32(penalty), 0.0).astype(np.float32)
 
 
 def kl_sums(
     kl: Float[np.ndarray, "*t"], loss_mask: Bool[np.ndarray, "*t"], dialogue: Int[np.ndarray, "*t"], num: int
 ) -> Float[np.ndarray, " E"]:
-    """The KL of the dialogues 0 … num − 1 over their loss tokens."""
+    """The KL of each dialogue 0 … num − 1, summed over its loss tokens."""
     return np.bincount(dialogue[loss_mask], kl[loss_mask], num).astype(np.float64)  # integers without loss tokens
 
 
 def kl_to_go(
     kl: Float[np.ndarray, "*t"], loss_mask: Bool[np.ndarray, "*t"], dialogue: Int[np.ndarray, "*t"]
 ) -> Float[np.ndarray, "*t"]:
-    """For each loss token, the KL of it and of the later loss tokens of its dialogue.
+    """For each loss token, the KL summed from this token to the end of its dialogue.
 
-    This is a return with discount 1. The tokens of a dialogue are in order; other dialogues may be between them.
+    This is a return with discount 1. A dialogue's tokens are in order, but may be interleaved with other dialogues.
     """
     order = np.argsort(dialogue, axis=None, kind="stable")
     values = np.where(loss_mask, np.clip(kl, -MAX_TOKEN_KL, MAX_TOKEN_KL), 0.0).ravel()[order]
-    from_here = np.append(np.cumsum(values[::-1], dtype=np.float64)[::-1], 0.0)  # to the end of the last dialogue
+    from_here = np.append(np.cumsum(values[::-1], dtype=np.float64)[::-1], 0.0)  # sums to the end of the last dialogue
     ids = dialogue.ravel()[order]
     to_go = np.zeros(kl.size)
     to_go[order] = from_here[:-1] - from_here[np.searchsorted(ids, ids, side="right")]
@@ -170,7 +170,7 @@ def kl_to_go(
 
 
 class Moments(NamedTuple):
-    """A number of values, their mean, and the sum of their squared distances from it; parts can be joined."""
+    """The number of values, their mean, and the sum of squared distances from the mean. Moments can be merged."""
 
     num: float
     mean: float
@@ -190,7 +190,7 @@ class Moments(NamedTuple):
     def normalised(
         self, advantage: Float[np.ndarray, "*t"], loss_mask: Bool[np.ndarray, "*t"]
     ) -> Float[np.ndarray, "*t"]:
-        """Advantages with mean 0 and std 1 over all loss tokens of the step; the std divides by n − 1."""
+        """Normalizes advantages to mean 0 and std 1 over all loss tokens of the step; the std divides by n − 1."""
         std = math.sqrt(self.squares / max(self.num - 1, 1.0))
         return np.where(loss_mask, (advantage - self.mean) / (std + TOKENS_EPSILON), 0.0).astype(np.float32)
 
@@ -216,20 +216,20 @@ def _spread(values: Float[np.ndarray, " G"], present: Bool[np.ndarray, " G"]) ->
 def _relative(
     values: Float[np.ndarray, " G"], present: Bool[np.ndarray, " G"], scale: float, config: AdvantageConfig
 ) -> Float[np.ndarray, " G"]:
-    """Values relative to the group; exactly zero without spread, where the quotient would be rounding over ε."""
+    """Values minus the group's mean, scaled. Exactly zero without spread, where only rounding errors would remain."""
     if not _spread(values, present):
         return np.zeros(values.shape)
     return np.where(present, _further(present, config) * (values - values[present].mean()) / scale, 0.0)
 
 
 def _further(present: Bool[np.ndarray, " G"], config: AdvantageConfig) -> float:
-    """How much further away than the mean of all the mean of the others is."""
+    """The factor that turns distances from the group's mean into distances from the mean of the other episodes."""
     num_present = np.count_nonzero(present)
     return num_present / (num_present - 1) if config.normalise == "loo" and num_present > 1 else 1.0
 
 
 def _scale(groups: Sequence[tuple[np.ndarray, np.ndarray]], config: AdvantageConfig) -> float:
-    """The std of distances from the group mean over these groups; 1 without spread or without normalization."""
+    """The divisor of advantages: the std of distances from the group mean over these groups, or 1 if not normalized."""
     if config.normalise in ("none", "loo"):
         return 1.0
     distances = [values[present] - values[present].mean() for present, values in groups if present.any()]

@@ -1,6 +1,6 @@
-"""Compiles the programs of an update before there is a batch.
+"""Compiles the programs of an update ahead of the first batch.
 
-The programs get the same arguments as in the update, as shapes, so that the update finds them compiled.
+The programs get the shapes of the update's arguments, so that the update finds them in the compilation cache.
 """
 
 from dataclasses import dataclass, replace
@@ -20,11 +20,11 @@ from paravt_jax.learner.packing import TrainBatch
 from paravt_jax.learner.programs import Params, Structure, TrainState
 from paravt_jax.learner.variants import StepCounts
 
-COUNTS = StepCounts(1.0, 1.0, 1.0)  # traced: programs are the same with any counts
+COUNTS = StepCounts(1.0, 1.0, 1.0)  # any values: counts are traced, so they do not change the programs
 
 
 def shapes_of(tree: Any, memory: str | None = None) -> Any:
-    """The tree with shapes instead of arrays, in another memory of their devices if given."""
+    """Replaces the arrays of a tree by their shapes, in the memory kind `memory` if given."""
 
     def shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
         sharding = array.sharding if memory is None else array.sharding.with_memory_kind(memory)
@@ -34,7 +34,7 @@ def shapes_of(tree: Any, memory: str | None = None) -> Any:
 
 
 class Compiled(NamedTuple):
-    """A program, traced and compiled."""
+    """A traced and compiled program."""
 
     name: str
     traced: Any
@@ -43,7 +43,7 @@ class Compiled(NamedTuple):
 
 @dataclass(eq=False)
 class UpdateCompiler:
-    """The shapes of a learner's state, and the settings of its updates. It can compile in another thread."""
+    """Compiles a learner's update programs from the shapes of its state. Another thread can run it."""
 
     structure: Structure
     state: TrainState
@@ -91,17 +91,17 @@ class UpdateCompiler:
         )
 
     def apply_gradients(self, batch: TrainBatch, grads: nnx.State) -> Compiled:
-        state = replace(self.state, frozen=nnx.State({}))  # not an argument
+        state = replace(self.state, frozen=nnx.State({}))  # frozen weights are not an argument
         return self._compiled(batch, programs.apply_gradients, state, grads, self.numbers)
 
     def outputs(self, compiled: Compiled) -> Any:
-        """The shapes of a program's outputs. Without a mesh, arrays are not bound to a device."""
+        """The shapes of a program's outputs. Without a mesh they have no sharding."""
         if self.mesh is None:
             return compiled.traced.out_info
         return jax.tree.map(placed, compiled.traced.out_info, compiled.executable.output_shardings)
 
     def _logp(self, params: Params, batch: TrainBatch, visual: Any) -> Any:
-        """The shapes of log-probs. A trained vision tower encodes the frames again."""
+        """The shapes of log-probs. If the vision tower is trained, it encodes the frames here, outside the gradient."""
         if self.train_vision:
             visual = self.outputs(self.encode_vision(params, batch))
         return self.outputs(self.score(params, batch, visual))

@@ -22,18 +22,18 @@ from paravt_jax.learner.packing import PackShape, TrainBatch
 
 @dataclass(frozen=True)
 class BatchShape:
-    """A batch of the update, over all devices."""
+    """The shape of an update's batch over all devices."""
 
     num_rows: int
     row_tokens: int
     row_actions: int  # scored tokens per row
     num_frame_rows: int
     row_patches: int
-    num_parts: int = 1  # parts that the mesh splits the rows into; each has its own frames
+    num_parts: int = 1  # the mesh splits the rows into this many parts, each with its own frames
 
 
 def batch_of(shape: PackShape, num_hosts: int = 1) -> BatchShape:
-    """The batch that `largest_shape` gives all hosts together."""
+    """The shape of the batch of all hosts, from one host's `largest_shape`."""
     num_parts = num_hosts * shape.num_parts
     return BatchShape(
         num_rows=num_hosts * shape.num_rows,
@@ -52,7 +52,7 @@ def random_model(
     mesh: Mesh | None = None,
     dtype: str = "float32",
 ) -> VLModel:
-    """A trainable model with random weights, created sharded; with adapters, they are frozen and in compute's dtype."""
+    """Makes a sharded model with random weights. With adapters, its weights are frozen and in compute's dtype."""
     model, dtype = abstract_model(config, compute), compute.dtype if lora.rank else dtype
     places = {path: leaf.sharding for path, leaf in abstract_params(model, dtype, mesh).items()}
 
@@ -67,7 +67,7 @@ def random_model(
 
 
 def make_batch(shape: BatchShape, model: ModelConfig) -> TrainBatch:
-    """Full rows with a single sequence each, and the frames at the start of the row."""
+    """Makes a batch of full rows, each with a single sequence and its frames at the start."""
     random = np.random.default_rng(0)
     rows, actions = (shape.num_rows, shape.row_tokens), (shape.num_rows, shape.row_actions)
     patches = (shape.num_frame_rows, shape.row_patches)
@@ -107,7 +107,7 @@ def make_batch(shape: BatchShape, model: ModelConfig) -> TrainBatch:
 
 
 def abstract_batch(shape: BatchShape, model: ModelConfig, mesh: Mesh | None) -> TrainBatch:
-    """The batch as shapes, made from a single row."""
+    """Makes the shapes of a batch from a single row."""
     batch = make_batch(replace(shape, num_rows=1, num_frame_rows=1, num_parts=1), model)
     frames: Any = jax.tree.map(partial(_abstract, mesh, shape.num_frame_rows), batch.vision)
     vision = replace(frames, num_parts=shape.num_parts)
@@ -115,7 +115,7 @@ def abstract_batch(shape: BatchShape, model: ModelConfig, mesh: Mesh | None) -> 
 
 
 def shapes_of_batch(batch: TrainBatch, mesh: Mesh | None) -> TrainBatch:
-    """A batch of all hosts as shapes."""
+    """Replaces the arrays of a batch of all hosts by their shapes."""
     return jax.tree.map(lambda array: _abstract(mesh, len(array), array), batch)
 
 

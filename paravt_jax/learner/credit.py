@@ -1,7 +1,7 @@
-"""Turns episodes into dialogues: expanded ids, and an advantage and a class for every sampled token.
+"""Turns episodes into dialogues: expanded token ids, and an advantage and a class for every sampled token.
 
-Rewards belong to characters, gradients to tokens: a token that spells any character of a structural tag is structural,
-even if it also spells a neighbor.
+Rewards are assigned to characters, gradients to tokens: a token is structural if it spells any character of a
+structural tag, even if it also spells neighboring characters.
 """
 
 import itertools
@@ -36,7 +36,7 @@ def dialogues_of(
     *,
     subagent_loss: bool = False,
 ) -> list[Dialogue]:
-    """The main agent's dialogue and, with `subagent_loss`, its sub-agents', if they have loss tokens."""
+    """Makes the main agent's dialogue and, with `subagent_loss`, its sub-agents'; only dialogues with loss tokens."""
     structural = struct_mask(episode, terms.tags, chat)
     main = main_advantages(episode, earned, terms, structural, chat)
     dialogues = [dialogue_of(episode.ledger, number, main, structural, chat, token_px, earned.likelihood)]
@@ -50,7 +50,7 @@ def dialogues_of(
 def main_advantages(
     episode: Episode, earned: EpisodeAdvantage, terms: RewardTerms, structural: Bool[np.ndarray, " n"], chat: Chat
 ) -> Float[np.ndarray, " n"]:
-    """The advantage of each id of the main agent."""
+    """The advantage of each token of the main agent."""
     anchor = np.where(structural, earned.anchor, 0.0)
     for credit in terms.anchors:
         if credit.name in earned.properties:
@@ -59,7 +59,7 @@ def main_advantages(
 
 
 def advantage_places(episode: Episode, advantage: Float[np.ndarray, " n"], chat: Chat) -> Iterator[tuple[Place, float]]:
-    """The spans of characters with a nonzero advantage; neighbors with the same advantage are one span."""
+    """Yields spans of characters with a nonzero advantage; adjacent tokens of equal advantage share a span."""
     ids = episode.ledger.ids
     for number, turn in enumerate(episode.turns):
         begin, end = turn.token_span
@@ -75,7 +75,7 @@ def advantage_places(episode: Episode, advantage: Float[np.ndarray, " n"], chat:
 
 
 def struct_mask(episode: Episode, tags: Sequence[Tag], chat: Chat) -> Bool[np.ndarray, " n"]:
-    """struct(o): the main agent's sampled tokens that spell a closing tag, an opening one or a turn's end."""
+    """struct(o): the main agent's sampled tokens that spell a closing tag, an opening tag or the end of a turn."""
     places = [tag.place for tag in tags if tag.closing or tag.name in OPENED_BY_MODEL]
     places += [Place(number, len(turn.text), len(turn.text)) for number, turn in enumerate(episode.turns)]
     return token_mask(episode, places, chat)
@@ -84,16 +84,16 @@ def struct_mask(episode: Episode, tags: Sequence[Tag], chat: Chat) -> Bool[np.nd
 def property_mask(
     episode: Episode, earned: AnchorProperty, structural: Bool[np.ndarray, " n"], chat: Chat
 ) -> Bool[np.ndarray, " n"]:
-    """The tokens of a property: the structural ones of its places if it is met.
+    """The tokens that a property credits: the structural tokens at its places if the property is met.
 
-    Otherwise the token at the position of the missing tag; none if the turn was cut off there.
+    If it is not met, the token at the position of the missing tag; no token if the turn was cut off there.
     """
     mask = token_mask(episode, earned.places, chat)
     return mask & structural if earned.met else mask
 
 
 def token_mask(episode: Episode, places: Sequence[Place], chat: Chat) -> Bool[np.ndarray, " n"]:
-    """The sampled tokens that spell any character of these places; an empty place is the end of its turn."""
+    """The sampled tokens that spell any character of these places; an empty place means the end of its turn."""
     ids = episode.ledger.ids
     mask = np.zeros(len(ids), bool)
     for number, turn in enumerate(episode.turns):
@@ -115,9 +115,9 @@ def dialogue_of(
     token_px: int,
     likelihood: float = 0.0,
 ) -> Dialogue:
-    """One agent's dialogue, placeholders expanded; its sampled tokens are loss tokens.
+    """Makes one agent's dialogue with expanded placeholders; sampled tokens are loss tokens.
 
-    `likelihood` is the weight of the log-likelihood of the structural ones.
+    `likelihood` weighs the log-likelihood of structural tokens.
     """
     ids, sampled = ledger.ids, ledger.sampled_mask
     # The dialogue ends after a sampled placeholder, because no frame belongs to it and no engine accepts it as input.
@@ -143,7 +143,7 @@ def dialogue_of(
 
 
 def _experts(ledger: Ledger, num_tokens: int) -> Int[np.ndarray, "n L J"] | None:
-    """The experts that computed each token; nothing computed the last one."""
+    """The experts that computed each token; the last token has none, because it was never an input."""
     if ledger.experts is None:
         return None
     known = ledger.experts[:num_tokens]

@@ -1,8 +1,8 @@
 """Log-probs and entropies of scored tokens under log_softmax(z / temperature), a chunk of logits at a time.
 
 On a mesh, each pass all-gathers the head over fsdp once. The head's gradient is summed over all chunks in float32 and
-reduced once. The vocabulary stays sharded over tensor. The backward pass recomputes each chunk's logits. Both passes
-have their own sharding, because the transpose of the forward pass would not know which sums to reduce.
+reduced once. The vocabulary stays sharded over tensor. The backward pass recomputes each chunk's logits. It is written
+by hand with its own sharding, because JAX's transpose of the forward pass would not know which sums to reduce.
 """
 
 from functools import partial
@@ -24,7 +24,7 @@ def token_scores(
     temperature: Number,
     chunk_tokens: int,
 ) -> tuple[Float[Array, "B A"], Float[Array, "B A"]]:
-    """Log-prob of each target, and entropy of its distribution, which has no gradient.
+    """The log-prob of each target, and the entropy of its distribution (without a gradient).
 
     A chunk has `chunk_tokens` of every row.
     """
@@ -112,13 +112,13 @@ def _logits(hidden: Float[Array, "c D"], head: Float[Array, "v D"], temperature:
 
 
 def _is_target(target: Int[Array, " c"], logits: Float[Array, "c v"]) -> Bool[Array, "c v"]:
-    """True at the logit of each target that this device holds."""
+    """True at each target's logit, if this device's vocabulary shard has it."""
     first = tensor_part() * logits.shape[1]
     return target[:, None] == first + jnp.arange(logits.shape[1])[None]
 
 
 def _chunks(x: Float[Array, "B A *D"] | Int[Array, "B A"], num_chunks: int) -> Array:
-    """The tokens of all rows as chunks of equal size, the last one padded."""
+    """Splits the tokens of all rows into chunks of equal size and pads the last chunk."""
     flat = x.reshape(-1, *x.shape[2:])
     missing = -len(flat) % num_chunks
     return jnp.pad(flat, ((0, missing), *[(0, 0)] * (flat.ndim - 1))).reshape(num_chunks, -1, *flat.shape[1:])

@@ -1,10 +1,10 @@
 """The learner: its state on a mesh, and the host's part of an update. programs.py has the compiled part.
 
-Masters and moments are float32; activations have the model's compute dtype. Moments and reference can wait in host
-memory. Only trained parameters have gradients and moments. With a frozen vision tower, its output is computed once per
-distinct frame of a batch, and policy and reference share it. With adapters (model_port/lora.py), all other weights are
-frozen and shared, and the reference is a copy of the adapters. Sums cover the whole step and are divided once, so the
-split into batches does not matter.
+Master weights and moments are float32; activations have the model's compute dtype. Moments and reference can be
+offloaded to host memory. Only trained parameters have gradients and moments. A frozen vision tower encodes each
+distinct frame of a batch once, for policy and reference. With adapters (model_port/lora.py), all other weights are
+frozen and shared, and the reference is a copy of the adapters. Losses are summed over the whole step and divided once,
+so the split into batches does not change the gradient.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,8 +53,8 @@ DEVICE_MEMORY, HOST_MEMORY = "device", "pinned_host"  # jax's names
 class StepPart:
     """The data for an optimizer step. Without batches the step only raises the policy version.
 
-    `old` has the log-probs of each batch from before the step, which a later part of a step and KL in the reward need.
-    Without it, the update's own forward pass is prox, and the reference is computed in the update.
+    `old` has the log-probs of each batch from before the step, for later parts of a step and for KL in the reward.
+    Without `old`, the update's own forward pass gives prox, and the update computes the reference.
     """
 
     batches: Sequence[TrainBatch]
@@ -75,7 +75,7 @@ class Learner:
         num_steps: int = 1,
         mesh: Mesh | None = None,
     ):
-        """`temperature` is the sampling temperature, because engine log-probs come from the tempered distribution.
+        """Sets up the state. `temperature` is the sampler's, because its log-probs include the temperature.
 
         `num_steps` is the number of optimizer steps of the whole run, for the learning-rate schedule.
         """
@@ -89,18 +89,18 @@ class Learner:
         step, num_bad = (self._zero() for _ in range(2))  # two buffers: both are donated
         self.state = TrainState(trainable, frozen, self._make_opt_state(trainable), step, num_bad)
         self._move_moments(HOST_MEMORY)
-        # The reference is the first policy, in the compute dtype because it never changes. Without KL there is none.
+        # The reference is the initial policy, in the compute dtype because it never changes; without a KL term: None.
         ref_dtype = jnp.dtype(model.compute.dtype)
         ref = jax.tree.map(partial(jnp.array, dtype=ref_dtype), trainable) if loss.kl_coef else None
         self._ref = in_memory(ref, HOST_MEMORY) if optim.offload else ref
 
     @property
     def model(self) -> VLModel:
-        """The current policy. It shares its arrays with the state, and the next update donates them."""
+        """The current policy. It shares its arrays with the state, so the next update invalidates it (donation)."""
         return nnx.merge(self._structure, *self.state.params)
 
     def update_compiler(self, num_dialogues: int, *, scores_before: bool) -> UpdateCompiler:
-        """Compiles the programs of `update` from the current shapes."""
+        """A compiler for the programs of `update` with the current shapes."""
         return self._compiler(
             PolicyObjective.of(self.loss, self._variant, num_dialogues),
             self._coefs,
@@ -127,7 +127,7 @@ class Learner:
         )
 
     def update(self, parts: Sequence[StepPart], num_dialogues: int) -> dict[str, float]:
-        """An RL step: one optimizer step per part. Returns the metrics of all parts.
+        """Takes an RL step: one optimizer step per part. Returns the metrics of all parts.
 
         `num_dialogues` bounds the dialogues of a part.
         """
@@ -151,13 +151,13 @@ class Learner:
         return self._step(part.batches, objective, inputs)
 
     def imitate(self, batches: Sequence[TrainBatch], denominator: float) -> dict[str, float]:
-        """One maximum-likelihood step on the scored tokens; `denominator` is their number."""
+        """Takes one maximum-likelihood step on the scored tokens; `denominator` is their number."""
         (total, expert_tokens), grad_norm = self._step(batches, imitation, lambda *_: denominator)
         metrics = {"loss/imitation": float(total) / denominator, "loss/num_tokens": float(denominator)}
         return metrics | _expert_metrics(expert_tokens) | self._optim_metrics(grad_norm)
 
     def skip(self) -> None:
-        """A step without data: the same weights under the next version."""
+        """Counts a step without data: raises the policy version and keeps the weights."""
         self.state = replace(self.state, step=self.state.step + 1)
 
     def log_probs(self, batch: TrainBatch) -> np.ndarray:
@@ -167,7 +167,7 @@ class Learner:
             return own_rows(self._score(self.state.params, batch, self._encode_vision(self.state.params, batch)))
 
     def old_log_probs(self, batch: TrainBatch) -> OldLogProbs:
-        """Log-probs of the scored tokens under the policy as it is now, and under the reference if there is one."""
+        """Log-probs of the scored tokens under the current policy, and under the reference if there is one."""
         with on_mesh(self.mesh):
             batch = on_devices(batch, self.mesh)
             visual = self._encode_vision(self.state.params, batch)
@@ -187,9 +187,9 @@ class Learner:
         return self.loss.kl_coef * total
 
     def kl_to_go(self, batch: TrainBatch, old: OldLogProbs) -> Float[np.ndarray, "B A"]:
-        """For each scored token of this host, kl_coef times the KL of it and the later ones of its dialogue.
+        """For each scored token of this host, kl_coef times the KL summed from this token to the end of its dialogue.
 
-        The KL is the sampler's to the reference, as in the release: engine and learner count as the same policy.
+        As in the release, the KL compares the sampler's log-probs with the reference, as if engine and learner agreed.
         """
         assert old.ref_logp is not None, "the KL needs the reference"
         kl = batch.behavior_logp - own_rows(old.ref_logp)
@@ -203,7 +203,7 @@ class Learner:
     ) -> tuple[Any, float]:
         """Adds up the gradients of all batches, then takes one optimizer step.
 
-        Returns the sums of the objective's reports and of the tokens of experts, and the gradient norm.
+        Returns the summed reports of the objective and token counts of experts, and the gradient norm.
         """
         rows, tokens = batches[0].text.tokens.shape
         with on_mesh(self.mesh), compiling(f"update ({rows} x {tokens} tokens)"):
@@ -216,7 +216,7 @@ class Learner:
             state, grad_norm = programs.apply_gradients(
                 replace(self.state, frozen=nnx.State({})), grads, numbers_at(self.optim, step, self._num_steps)
             )
-            self.state = replace(state, frozen=frozen)  # the same arrays: others may hold references to them
+            self.state = replace(state, frozen=frozen)  # keeps the same arrays, because other code may refer to them
             self._move_moments(HOST_MEMORY)
         self._check_gradients()
         return jax.device_get(sums), float(grad_norm)
@@ -273,12 +273,12 @@ class Learner:
         }
 
     def _zero(self) -> Int[Array, ""]:
-        """A counter, on all devices as in later steps: elsewhere, the second step would compile its programs again."""
+        """A counter with the sharding of later steps; any other would make the second step recompile its programs."""
         zero = jnp.zeros((), jnp.int32)
         return zero if self.mesh is None else jax.device_put(zero, NamedSharding(self.mesh, PartitionSpec()))
 
     def _make_opt_state(self, trainable: nnx.State) -> Any:
-        """Moments have the sharding of their parameters."""
+        """Makes the optimizer state; moments have the sharding of their parameters."""
         adam = optimizer(numbers_at(self.optim, 0, self._num_steps))
         if self.mesh is None:
             return adam.init(trainable)
@@ -286,7 +286,7 @@ class Learner:
 
 
 def in_memory(tree: Any, memory: str) -> Any:
-    """The same arrays in another memory of their devices."""
+    """Moves the arrays of a tree to another memory kind of their devices."""
     return jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind(memory)), tree)
 
 
@@ -335,7 +335,7 @@ def _policy_metrics(sums: PolicySums, num_updates: int) -> dict[str, float]:
 
 
 def _expert_metrics(expert_tokens: Int[np.ndarray, "L X"] | None) -> dict[str, float]:
-    """The most tokens of an expert, in means of its layer, and the number of experts without a token."""
+    """The largest load of an expert relative to its layer's mean, and the number of experts without tokens."""
     if expert_tokens is None:
         return {}
     mean = np.maximum(expert_tokens.mean(axis=1, keepdims=True), 1e-9)
@@ -346,7 +346,7 @@ def _expert_metrics(expert_tokens: Int[np.ndarray, "L X"] | None) -> dict[str, f
 
 
 def on_devices(batch: TrainBatch, mesh: Mesh | None) -> TrainBatch:
-    """The batch on its devices. With several hosts, each contributes its own rows."""
+    """Moves a batch to its devices. With several hosts, each host contributes its own rows."""
     if mesh is None:
         return jax.device_put(batch)
     num_hosts, num_parts = jax.process_count(), num_row_parts(mesh)

@@ -1,4 +1,4 @@
-"""The loss of a step over its sampled tokens, computed in micro-batches that add up.
+"""The loss over a step's sampled tokens; the losses of micro-batches add up to it.
 
     L = Σ_t weight_t · (w_t · loss_t + kl_coef · KL_t − likelihood_t · log π_t),  w_t = exp(prox − behavior)
 
@@ -7,9 +7,9 @@ The variant gives loss_t and weight_t (variants.py). For PARA-GRPO, with N loss 
     loss_t = −min(ratio_t · A_t, clip(ratio_t, 1 − clip_low, 1 + clip_high) · A_t),  weight_t = 1 / N
 
 The sampler correction (w and its bounds) applies to the policy term; the KL term covers every loss token. With
-advantage.credit=likelihood, likelihood_t is λ · w_fmt at structural tokens: the plain log-likelihood, without ratio,
-clip and correction. Masked and truncated tokens still count in N, so a correction that removes half of a step halves
-its update instead of doubling the other half.
+advantage.credit=likelihood, likelihood_t is λ · w_fmt at structural tokens; that term has no ratio, clip or correction.
+Masked and truncated tokens still count in N, so a correction that removes half of a step's tokens halves the update
+instead of doubling the weight of the other half.
 """
 
 import math
@@ -51,7 +51,7 @@ class LossSpec:
 
 
 class LossCoefs(NamedTuple):
-    """The numbers of a loss. They are traced under jit, so a new value compiles nothing."""
+    """The coefficients of a loss. They are traced under jit, so a new value needs no recompilation."""
 
     params: Mapping[str, Number]  # the variant's keyword arguments
     min_weight: Number  # bounds of w
@@ -69,7 +69,7 @@ class LossSums(NamedTuple):
 
     loss: Float[Array, ""]
     policy: Float[Array, ""]  # the loss without its KL and likelihood terms
-    kl_ref: Float[Array, ""]  # always the k3 estimate, so that runs compare; 0 without a reference
+    kl_ref: Float[Array, ""]  # always the k3 estimate, so that runs are comparable; 0 without a reference
     behavior_kl: Float[Array, ""]  # k3 estimate of KL(behavior‖prox)
     num_tokens: Float[Array, ""]
     num_clipped_low: Float[Array, ""]
@@ -117,7 +117,7 @@ def policy_loss(spec: LossSpec, coefs: LossCoefs, tokens: SampledTokens) -> Loss
 def _correction(
     spec: LossSpec, coefs: LossCoefs, tokens: SampledTokens
 ) -> tuple[Float[Array, "*t"], Bool[Array, "*t"]]:
-    """w within its bounds, and the tokens out of bounds. A sequence's w is the product of its tokens' weights."""
+    """w limited to its bounds, and a mask of tokens out of bounds. A sequence's w is the product over its tokens."""
     log_weight = tokens.prox_logp - tokens.behavior_logp
     if spec.correction == "none":
         return jnp.ones_like(log_weight), jnp.zeros_like(tokens.loss_mask)
@@ -163,7 +163,7 @@ RATIO_EDGES = np.concatenate([-POSITIVE_EDGES[::-1], POSITIVE_EDGES])
 
 
 def ratio_counts(tokens: SampledTokens) -> Float[Array, " H"]:
-    """How many tokens have their ratio of policy to prox in each bin; micro-batches add up."""
+    """A histogram of the tokens' ratios of policy to prox; micro-batches add up."""
     tokens = tokens.masked()
     log_ratio = tokens.policy_logp - tokens.prox_logp
     bins = jnp.searchsorted(jnp.asarray(RATIO_EDGES, log_ratio.dtype), log_ratio, side="right")
@@ -171,7 +171,7 @@ def ratio_counts(tokens: SampledTokens) -> Float[Array, " H"]:
 
 
 def ratio_quantile(counts: Float[np.ndarray, " H"], quantile: float) -> float:
-    """The middle of the bin that contains this quantile; its distance from 1 is exact to an eighth."""
+    """The middle of the bin that contains this quantile; its distance from 1 has an error of at most an eighth."""
     reached = int(np.searchsorted(np.cumsum(counts), quantile * counts.sum()))
     inner = np.sign(RATIO_EDGES[1:]) * np.sqrt(np.abs(RATIO_EDGES[1:] * RATIO_EDGES[:-1]))
     inner[len(POSITIVE_EDGES) - 1] = 0.0

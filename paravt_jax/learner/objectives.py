@@ -1,6 +1,6 @@
 """The objectives of an update: the policy loss of RL, or maximum likelihood for imitation.
 
-An objective is static under jit, so it is a value that compares equal to its like; its inputs are traced.
+An objective is static under jit, so equal objectives must compare equal; its inputs are traced.
 """
 
 import inspect
@@ -33,7 +33,7 @@ Objective = Callable[[Float[Array, "B A"], Float[Array, "B A"], TrainBatch, Any]
 
 
 def variant_of(loss: LossConfig) -> Variant:
-    """The function that `loss.name` names, shipped or the user's. Raises ValueError if the user's cannot be used."""
+    """Returns the loss function that `loss.name` names. Raises ValueError if the user's own function is invalid."""
     if not loss.is_own:
         return VARIANTS[loss.name]
     function = load_function("loss.name", loss.name)
@@ -47,7 +47,7 @@ def variant_of(loss: LossConfig) -> Variant:
 
 @cache  # so that equal losses share a compiled program
 def _contained(function: Variant) -> Variant:
-    """Turns SystemExit and the like into an error, because they would end the run with exit code 0."""
+    """Turns exceptions such as SystemExit into errors, because they would end the run with exit code 0."""
     return wraps(function)(lambda *arguments, **numbers: call_user_code(lambda: function(*arguments, **numbers)))
 
 
@@ -75,7 +75,7 @@ class PolicySums(NamedTuple):
 def sampled_tokens(
     policy_logp: Float[Array, "B A"], old: OldLogProbs, batch: TrainBatch, counts: StepCounts, num_dialogues: int
 ) -> SampledTokens:
-    """The scored tokens of a batch. Without an older prox, the policy itself is prox: the first update of a step."""
+    """The scored tokens of a batch. In the first update of a step, prox is the policy itself."""
     return SampledTokens(
         policy_logp=policy_logp,
         prox_logp=policy_logp if old.prox_logp is None else old.prox_logp,

@@ -1,4 +1,4 @@
-"""The optimizer: gradient-norm clipping, then AdamW. All of its numbers are traced."""
+"""The optimizer: gradient-norm clipping, then AdamW. All hyperparameters are traced."""
 
 import math
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from paravt_jax.learner.variants import Number
 
 BETAS = 0.9, 0.999  # published
 EPSILON = 1e-8
-WARMUP_FRAC = 0.05  # of the steps; published for the cold start
+WARMUP_FRAC = 0.05  # fraction of steps with warm-up; published for the cold start
 
 
 class OptimNumbers(NamedTuple):
@@ -20,7 +20,7 @@ class OptimNumbers(NamedTuple):
 
 
 def numbers_at(config: OptimConfig, step: int, num_steps: int) -> OptimNumbers:
-    """The numbers of update `step`, counted from 0, in a run of `num_steps`."""
+    """The hyperparameters of update `step`, counted from 0, in a run of `num_steps`."""
     return OptimNumbers(learning_rate(config, step, num_steps), config.weight_decay, config.max_grad_norm)
 
 

@@ -2,9 +2,8 @@
 
 The episodes of a prompt share thousands of tokens. They become one sequence, `[prompt][branch][branch]…`: a branch
 attends to the prompt and to itself, and its positions continue from the prompt's, so the gradient is
-the same as with separate rows. A group can be cut over several rows, each with the prompt. Only loss tokens are scored.
-Each entry records where in the row it is predicted: the first token of a branch is predicted at the last token of the
-prompt.
+the same as with separate rows. A group can span several rows, each with the prompt. Only loss tokens are scored. Each
+scored token records the row position that predicts it; the prompt's last token predicts the first token of a branch.
 """
 
 import math
@@ -34,17 +33,17 @@ from model_port.inputs import (
 
 TOKEN_STEP = 128  # granularity of a row's tokens, for small sizes
 SIZES_PER_DOUBLING = 8  # row lengths to choose from, per doubling
-FRAME_ROW_STEP = 4  # rows of patches are this many, doubled until all frames fit
-FRAME_TEXT_TOKENS = 3  # of a frame, at least: its time, its start, its end
-MAX_HALVINGS = 3  # a row's scored tokens are its tokens, halved up to this many times
-BATCH_TOKENS = 256  # tokens that take about as long as reading all weights, which every batch does
+FRAME_ROW_STEP = 4  # number of patch rows, doubled until all frames fit
+FRAME_TEXT_TOKENS = 3  # text tokens of a frame, at least: its time, its start, its end
+MAX_HALVINGS = 3  # a row has room for all its tokens as scored tokens, or for a half, up to this many halvings
+BATCH_TOKENS = 256  # cost of reading all weights, which every batch does, as a number of tokens
 
 
 @dataclass(frozen=True, eq=False)
 class Dialogue:
-    """One agent's dialogue, placeholders expanded. Its first `num_shared` tokens are the prompt of its group.
+    """One agent's dialogue with expanded placeholders. Its first `num_shared` tokens are its group's prompt.
 
-    Frames are keys. The arrays after `num_shared_frames` have one entry per token and count where `loss_mask` is True.
+    `frames` has keys. Arrays after `num_shared_frames` have one value per token, used where `loss_mask` is True.
     """
 
     ids: Int[np.ndarray, " n"]
@@ -57,11 +56,11 @@ class Dialogue:
     token_class: Int[np.ndarray, " n"]
     episode: int  # its number in the step
     likelihood: Float[np.ndarray, " n"] | None = None  # weight of each token's log-likelihood; None: 0
-    experts: Int[np.ndarray, "n L J"] | None = None  # of a mixture, that computed each token; None: not known
+    experts: Int[np.ndarray, "n L J"] | None = None  # experts that computed each token (MoE); None: unknown
 
     @property
     def shared(self) -> tuple[bytes, tuple[str, ...]]:
-        """Equal for dialogues with the same prompt."""
+        """A key that dialogues with the same prompt share."""
         return self.ids[: self.num_shared].tobytes(), self.frames[: self.num_shared_frames]
 
     @property
@@ -81,9 +80,9 @@ class TrainBatch:
     behavior_logp: Float[Any, "B A"]
     advantage: Float[Any, "B A"]
     token_class: Int[Any, "B A"]
-    dialogue: Int[Any, "B A"]  # its number among all dialogues of the update, on all hosts
+    dialogue: Int[Any, "B A"]  # number of its dialogue in the update, over all hosts
     episode_tokens: Int[Any, "B A"]  # scored tokens of its episode
-    likelihood: Float[Any, "B A"]  # weight of its log-likelihood in the loss
+    likelihood: Float[Any, "B A"]  # weight of the token's log-likelihood in the loss
 
 
 ENTRIES = {
@@ -101,7 +100,7 @@ ENTRIES = {
 
 @dataclass(frozen=True)
 class PackShape:
-    """The static sizes that all batches of a step share, so that they share one compiled program."""
+    """The static sizes of a step's batches, equal for all so that they share one compiled program."""
 
     num_rows: int
     row_tokens: int
@@ -114,9 +113,9 @@ class PackShape:
 def largest_shape(
     num_rows: int, row_tokens: int, row_patches: int, merge_unit: int, num_parts: int, max_frames: int
 ) -> PackShape:
-    """The shape for all batches with at most `max_frames` frames: all may be in the same part, as far as they fit.
+    """The shape that fits any batch with at most `max_frames` frames, even if as many as fit are in the same part.
 
-    Frames of fewer patches share a row of patches.
+    Small frames share a row of patches.
     """
     frame_tokens = row_patches // merge_unit + FRAME_TEXT_TOKENS
     frame_rows = min(max_frames, num_rows // num_parts * row_tokens // frame_tokens)
@@ -126,11 +125,11 @@ def largest_shape(
 
 @dataclass(frozen=True)
 class PackSizes:
-    """The sizes that depend on the dialogues. Hosts agree on the largest of each, so that their batches combine."""
+    """The sizes that depend on the dialogues. All hosts use the maximum of each, so that their batches combine."""
 
     num_batches: int
-    num_actions: int  # scored tokens of the row with the most
-    num_frame_rows: int  # rows of patches of the part with the most
+    num_actions: int  # scored tokens per row, at most
+    num_frame_rows: int  # rows of patches per part, at most
 
 
 Row = list[list[int]]  # the sequences of a row, each the indices of the dialogues that share its prompt
@@ -145,10 +144,10 @@ def pack(
     first_number: int = 0,
     agree: Callable[[PackSizes], PackSizes] = lambda sizes: sizes,
 ) -> list[TrainBatch]:
-    """Packs each dialogue exactly once, into as few batches as best fit finds; every batch has `num_rows` rows.
+    """Packs each dialogue exactly once, by best fit into as few batches of `num_rows` rows as possible.
 
-    Dialogues are numbered from `first_number`. `agree` turns the sizes that this host needs into the sizes of all
-    hosts; a host that needs fewer batches adds empty ones.
+    Dialogues are numbered from `first_number`. `agree` turns the sizes that this host needs into the maximum over
+    hosts; a host that needs fewer batches adds empty batches.
     """
     rows = plan_rows(dialogues, shape.row_tokens, shape.num_rows)
     sizes = agree(_needed_sizes(rows, dialogues, frames, shape))
@@ -156,7 +155,7 @@ def pack(
 
 
 def plan_rows(dialogues: Sequence[Dialogue], row_tokens: int, batch_rows: int = 1) -> list[Row]:
-    """Which dialogues go into which row; batches have `batch_rows` rows."""
+    """Assigns dialogues to rows; batches have `batch_rows` rows."""
     longest = max((len(dialogue.ids) for dialogue in dialogues), default=0)
     if longest > row_tokens:
         raise ValueError(
@@ -169,7 +168,7 @@ def plan_rows(dialogues: Sequence[Dialogue], row_tokens: int, batch_rows: int = 
 
 
 class PromptGroup(NamedTuple):
-    """Numbers of tokens: of a prompt, and of each branch that continues it."""
+    """Token counts of a prompt and of each branch that continues it."""
 
     prompt: int
     branches: Sequence[int]
@@ -180,14 +179,14 @@ class PromptGroup(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Branches of a group that are in the same row."""
+    """Branches of a group in the same row."""
 
     group: int
     branches: list[int]
 
 
 def place(groups: Sequence[PromptGroup], row_tokens: int, batch_rows: int) -> list[list[Piece]]:
-    """The rows of as few batches of `batch_rows` rows as best fit finds. The longest dialogue must fit into a row."""
+    """Places groups by best fit into few batches of `batch_rows` rows. The longest dialogue must fit into a row."""
     num_batches = max(1, -(-sum(group.num_tokens for group in groups) // (row_tokens * batch_rows)))
     while (rows := _placed(groups, row_tokens, num_batches * batch_rows)) is None:
         num_batches += 1
@@ -195,9 +194,9 @@ def place(groups: Sequence[PromptGroup], row_tokens: int, batch_rows: int) -> li
 
 
 def _placed(groups: Sequence[PromptGroup], row_tokens: int, num_rows: int) -> list[list[Piece]] | None:
-    """From the longest group to the shortest: into the fullest row where it fits, else into a new one.
+    """Places groups from longest to shortest into the fullest row with enough room, else into a new row.
 
-    If there are no more rows, the group is cut: as many branches as fit go into the emptiest row.
+    If no rows are left, the group is split: as many branches as fit go into the emptiest row. None if it cannot fit.
     """
     rows: list[list[Piece]] = []
     free: list[int] = []
@@ -227,7 +226,7 @@ def _placed(groups: Sequence[PromptGroup], row_tokens: int, num_rows: int) -> li
 
 
 def row_lengths(max_row_tokens: int, sizes_per_doubling: int = SIZES_PER_DOUBLING) -> list[int]:
-    """The row lengths to choose from: few, because each compiles its own programs."""
+    """The row lengths to choose from. They are few, because each needs its own compiled programs."""
     lengths = [TOKEN_STEP]
     while lengths[-1] < max_row_tokens:
         lengths.append(min(stepped(lengths[-1] + 1, TOKEN_STEP, sizes_per_doubling), max_row_tokens))
@@ -235,14 +234,14 @@ def row_lengths(max_row_tokens: int, sizes_per_doubling: int = SIZES_PER_DOUBLIN
 
 
 def num_batches(groups: Sequence[PromptGroup], row_tokens: int, batch_rows: int) -> float:
-    """The number of batches with rows of this length; infinite if a dialogue is longer."""
+    """The number of batches if rows have this length; infinite if a dialogue is longer than a row."""
     if any(group.prompt + max(group.branches) > row_tokens for group in groups):
         return math.inf
     return float(-(-len(place(groups, row_tokens, batch_rows)) // batch_rows))
 
 
 def best_row_tokens(lengths: Sequence[int], num_batches: Sequence[float]) -> int:
-    """The row length with the least work, given the number of batches with each; the longest if no length fits."""
+    """The row length with the least work, given each length's number of batches; the longest if no length fits."""
 
     def work(choice: tuple[int, float]) -> float:
         tokens, batches = choice
@@ -264,7 +263,7 @@ def fill(
     sizes: PackSizes,
     first_number: int = 0,
 ) -> list[TrainBatch]:
-    """The batches of a plan."""
+    """Fills the batches of planned rows."""
     keys = _frame_keys(dialogues)
     parts = _parts(rows, shape)
     parts += [[] for _ in range(sizes.num_batches * shape.num_parts - len(parts))]
@@ -275,7 +274,7 @@ def fill(
 
     def filled(part: Sequence[Row]) -> TrainBatch:
         visible = _visible_frames(part, dialogues)
-        vision, first_rows = None, dict.fromkeys(keys, 0)  # 0 for the frames of other parts
+        vision, first_rows = None, dict.fromkeys(keys, 0)  # frames of other parts get row 0
         if num_frame_rows:
             packed = pack_vision([frames[key] for key in visible], config.vision, shape.row_patches, num_frame_rows)
             vision, first_rows = packed[0], first_rows | dict(zip(visible, packed[1], strict=True))
@@ -290,7 +289,7 @@ def fill(
 
 
 def rows_of_host(batch: TrainBatch, host: int, num_hosts: int) -> TrainBatch:
-    """One host's rows of a batch that every host has packed, with the frames of these rows."""
+    """Takes one host's rows, and their frames, from a batch that every host packed."""
     if num_hosts == 1:
         return batch
 
@@ -325,7 +324,7 @@ def halved(most: int, count: int) -> int:
 
 
 def stepped(count: int, step: int, sizes_per_doubling: int) -> int:
-    """Rounds `count` up on a coarse scale; larger counts take larger steps."""
+    """Rounds `count` up to a multiple of a step that grows with the count."""
     while count > 2 * sizes_per_doubling * step:
         step *= 2
     return max(1, -(-count // step)) * step
@@ -358,7 +357,7 @@ def _needed_sizes(
 
 
 def _parts(rows: Sequence[Row], shape: PackShape) -> list[list[Row]]:
-    """The parts of every batch in turn. Long rows come first, so each part gets every `num_parts`th row."""
+    """Splits every batch into parts. Long rows come first, so each part gets every `num_parts`th row."""
     batches = [rows[first : first + shape.num_rows] for first in range(0, len(rows), shape.num_rows)]
     return [list(batch[part :: shape.num_parts]) for batch in batches for part in range(shape.num_parts)]
 
@@ -373,7 +372,7 @@ def _visible_frames(rows: Sequence[Row], dialogues: Sequence[Dialogue]) -> list[
 
 
 def _scored(sequence: Sequence[int], dialogue: Dialogue) -> np.ndarray:
-    """The loss tokens. Each follows the dialogue's prompt."""
+    """The mask of a dialogue's loss tokens, which must not be in a shared prompt."""
     if len(sequence) > 1 and dialogue.loss_mask[: dialogue.num_shared].any():
         raise ValueError(f"episode {dialogue.episode} has loss tokens in the prompt that its group shares")
     return dialogue.loss_mask
@@ -402,13 +401,13 @@ def _row_sequence(
 def _entries(
     rows: Sequence[Row], dialogues: Sequence[Dialogue], num_rows: int, num_actions: int, first_number: int
 ) -> dict[str, np.ndarray]:
-    """The scored tokens of these rows."""
+    """The arrays of a batch that have an entry per scored token of these rows."""
     episode_tokens = Counter[int]()
     for dialogue in dialogues:
         episode_tokens[dialogue.episode] += int(dialogue.loss_mask.sum())
     entries = {name: np.zeros((num_rows, num_actions), dtype) for name, dtype in ENTRIES.items()}
     for b, row in enumerate(rows):
-        entry = trunk = 0  # the next entry, and where the sequence starts in the row
+        entry = trunk = 0  # index of the next entry, and start of the sequence in the row
         for sequence in row:
             branch = trunk + dialogues[sequence[0]].num_shared
             for number in sequence:

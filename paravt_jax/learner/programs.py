@@ -1,7 +1,7 @@
-"""The compiled programs of an update, as plain functions of model structure, arrays, batch and numbers.
+"""The compiled programs of an update: pure functions of model structure, arrays, batch and coefficients.
 
 Static arguments are the model structure and the objective. Coefficients are traced, so learners
-of the same model share programs, and a new coefficient compiles nothing.
+of the same model share programs, and a new coefficient needs no recompilation.
 """
 
 from dataclasses import replace
@@ -38,8 +38,8 @@ class TrainState:
     trainable: nnx.State  # float32 masters
     frozen: nnx.State
     opt_state: Any
-    step: Int[Any, ""]  # updates including skipped ones: the policy version
-    num_bad: Int[Any, ""]  # updates skipped in a row
+    step: Int[Any, ""]  # number of updates, including skipped ones: the policy version
+    num_bad: Int[Any, ""]  # consecutive skipped updates
 
     @property
     def params(self) -> Params:
@@ -70,7 +70,7 @@ def gradients(
     *,
     objective: Objective,
 ) -> tuple[nnx.State, Any]:
-    """The gradient of this batch, sharded like its parameters, the objective's report, and the tokens of experts.
+    """The batch's gradient, sharded like the parameters, with the objective's report and token counts of experts.
 
     `visual` is None if the vision tower runs inside the gradient, or if the batch has no frames.
     """
@@ -88,13 +88,13 @@ def gradients(
 
 @partial(jax.jit, donate_argnums=0)
 def add(total: Any, own: Any) -> Any:
-    """The sum of two trees, in the arrays of the first."""
+    """Adds two trees, reusing the arrays of the first."""
     return jax.tree.map(jnp.add, total, own)
 
 
 @partial(jax.jit, donate_argnums=0)
 def apply_gradients(state: TrainState, grads: nnx.State, numbers: OptimNumbers) -> tuple[TrainState, Float[Array, ""]]:
-    """One optimizer step, skipped if the gradient is not finite, so that one bad token cannot destroy the policy."""
+    """Takes an optimizer step; skips it if the gradient is not finite, so that a bad token cannot ruin the policy."""
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(grad_norm)
     updates, opt_state = optimizer(numbers).update(grads, state.opt_state, state.trainable)
@@ -116,7 +116,7 @@ def apply_gradients(state: TrainState, grads: nnx.State, numbers: OptimNumbers) 
 def action_scores(
     model: VLModel, batch: TrainBatch, visual: Visual | None, temperature: Number
 ) -> tuple[Float[Array, "B A"], Float[Array, "B A"], Int[Array, "L X"] | None]:
-    """Log-probs of the scored tokens under log_softmax(z / temperature), entropies, and the tokens of each expert."""
+    """Log-probs of scored tokens under log_softmax(z / temperature), their entropies, and token counts of experts."""
     hidden, expert_tokens = model.hidden_and_experts(batch.text, visual)
     chosen = jnp.take_along_axis(hidden, jnp.asarray(batch.source)[..., None], axis=1)
     head = model.text.head_kernel_vd[...]

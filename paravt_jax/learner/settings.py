@@ -1,4 +1,4 @@
-"""The learner's settings, in a module of plain dataclasses so that reading a config does not import jax."""
+"""The learner's settings. This module has only dataclasses, so that reading a config does not import jax."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping
@@ -35,12 +35,12 @@ class AdvantageConfig:
 
     @property
     def max_reward(self) -> float:
-        """Larger rewards count as this: the release clips (R − 0.2) · 10 at 20; bias and scale cancel."""
+        """The bound of a reward: the release clips (R − 0.2) · 10 at 20; bias and scale cancel."""
         return 2.2 if self.normalise == "tokens" else math.inf
 
 
 # The parameters of each loss and their defaults, see `learner/variants.py`.
-_OFF = {"dual_clip": 0.0}  # verl's clip_ratio_c, there 3, and TRL's delta, there off; 0: off
+_OFF = {"dual_clip": 0.0}  # verl's clip_ratio_c (default 3) and TRL's delta (default off); 0: off
 PARAMS = {
     "para_grpo": {"clip_low": 0.2, "clip_high": 0.2, **_OFF},
     "grpo": {"clip_low": 0.2, "clip_high": 0.2, **_OFF},
@@ -50,8 +50,8 @@ PARAMS = {
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},  # arXiv 2507.18071: ratios are means over a sequence, close to 1
     "cispo": {"max_ratio": 5.0},  # from ScaleRL (arXiv 2510.13786); MiniMax-M1 does not publish a value
 }
-# The bounds of each correction of the sampler's mismatch, and their defaults. MIS masks what is out of bounds, TIS
-# truncates it; IcePop masks on both sides.
+# Bounds of each correction of the sampler's mismatch, with defaults. MIS masks tokens out of bounds, TIS
+# truncates their weight; IcePop masks on both sides.
 CORRECTIONS: dict[Correction, dict[str, float]] = {
     "token_mis": {"max_weight": 5.0},  # published
     "token_tis": {"max_weight": 2.0},  # verl's default
@@ -106,7 +106,7 @@ class LossConfig:
 
     @cached_property
     def all_params(self) -> dict[str, float]:
-        """All parameters of a shipped loss, with defaults; for your function, the ones that are set."""
+        """All parameters of a shipped loss, with defaults; for your own function, only parameters that are set."""
         if self.is_own:
             return dict(self.params)
         if self.name not in PARAMS:
@@ -130,7 +130,7 @@ class LossConfig:
         return self.kl == "returns"
 
     def scores_before(self, updates_per_step: int) -> bool:
-        """Whether updates need the policy's log-probs from before them."""
+        """Whether the policy's log-probs must be computed before the update."""
         return updates_per_step > 1 or self.penalizes_reward or self.penalizes_returns
 
     @property

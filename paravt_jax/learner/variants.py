@@ -34,9 +34,9 @@ class StepCounts(NamedTuple):
 class SampledTokens:
     """The tokens of a call, in any shape. Only `policy_logp` is differentiated.
 
-    A variant sees zeros wherever `loss_mask` is off, and its output there is ignored. A sequence is one agent's
-    dialogue and never split over two calls; an episode with trained sub-agents has several. A sequence id that is out
-    of range makes the loss NaN.
+    Where `loss_mask` is False, a variant's inputs are zero and its output is ignored. A sequence is one agent's
+    dialogue and never split over two calls; an episode with trained sub-agents has several sequences. A sequence id
+    that is out of range makes the loss NaN.
     """
 
     policy_logp: Float[Array, "*t"]
@@ -52,7 +52,7 @@ class SampledTokens:
     likelihood: Float[Array, "*t"] | None = None  # weight of each token's log-likelihood, if the loss has that term
 
     def masked(self) -> "SampledTokens":
-        """The same with zeros outside `loss_mask`, where the inputs may be NaN, and gradients for the policy only."""
+        """Zeros values outside `loss_mask`, where they may be NaN, and stops all gradients but `policy_logp`'s."""
 
         def constant(values: Float[Array, "*t"]) -> Float[Array, "*t"]:
             return stop_gradient(masked(values, self.loss_mask))
@@ -85,21 +85,21 @@ class SampledTokens:
 
     @property
     def constant_length(self) -> Float[Array, "*t"]:
-        """Weights as if every episode had its maximum length, so that no other token changes them."""
+        """Weights as if every episode had its maximum length, so that they do not depend on actual lengths."""
         return self._even(self.counts.max_tokens)
 
     def _even(self, count: Number) -> Float[Array, "*t"]:
         return masked(jnp.ones_like(self.policy_logp) / count, self.loss_mask)
 
     def sequence_sums(self, values: Float[Array, "*t"]) -> Float[Array, "*t"]:
-        """At every token the sum over its sequence; NaN for a sequence id that is out of range."""
+        """At every token, the sum over its sequence; NaN if its sequence id is out of range."""
         assert self.sequence_ids is not None
         sums = segment_sums(values, self.loss_mask, self.sequence_ids, self.num_sequences)
         of_token = sums.at[self.sequence_ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
         return masked(of_token, self.loss_mask)
 
     def sequence_means(self, values: Float[Array, "*t"]) -> Float[Array, "*t"]:
-        """At every token the mean over its sequence."""
+        """At every token, the mean over its sequence."""
         return self.sequence_sums(values) / jnp.maximum(self.sequence_sums(jnp.ones_like(values)), 1)
 
 
@@ -152,7 +152,7 @@ def cispo(tokens: SampledTokens, *, max_ratio: Number) -> TokenLoss:
 VARIANTS: dict[str, Variant] = {
     "para_grpo": para_grpo,
     "grpo": grpo,
-    "dapo": para_grpo,  # DAPO (arXiv 2503.14476) differs in its defaults alone: a higher clip_high
+    "dapo": para_grpo,  # DAPO (arXiv 2503.14476) differs only in its defaults: a higher clip_high
     "dr_grpo": dr_grpo,
     "gspo": gspo,
     "cispo": cispo,
@@ -167,9 +167,9 @@ def _clipped(
     weight: Float[Array, "*t"],
     dual_clip: Number = 0.0,
 ) -> TokenLoss:
-    """PPO's clip: no gradient once a ratio has moved past the bound in the direction of its advantage.
+    """PPO's clipped loss: no gradient once a ratio has moved past the bound in the direction of its advantage.
 
-    The dual clip (arXiv 1912.09729) also bounds high ratios of negative advantages, which PPO's clip does not; 0: off.
+    The dual clip (arXiv 1912.09729; 0: off) also bounds high ratios of negative advantages, which PPO's clip does not.
     """
     unclipped = ratio * tokens.advantage
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high) * tokens.advantage
@@ -180,13 +180,13 @@ def _clipped(
 
 
 def bounded_exp(log_ratio: Float[Array, "*t"]) -> Float[Array, "*t"]:
-    """exp, continued by its tangent from TANGENT_FROM: a clamp would lose the gradient, exp itself would overflow."""
+    """exp, continued by its tangent from TANGENT_FROM: a clamp would have no gradient, and exp would overflow."""
     below = jnp.minimum(log_ratio, TANGENT_FROM)
     return jnp.exp(below) * (1 + (log_ratio - below))
 
 
 def masked(values: Float[Array, "*t"], mask: Bool[Array, "*t"]) -> Float[Array, "*t"]:
-    """Zero outside the mask. Mask before any arithmetic: a later mask would still let a NaN through the gradient."""
+    """Zeros values outside the mask. Mask before any arithmetic: after it, NaNs would still reach the gradient."""
     return jnp.where(mask, values, 0.0)
 
 

@@ -1,7 +1,7 @@
 """Parses and compares answers: option letters, time intervals and words.
 
-Nothing here raises on the model's text: an unreadable answer is None and earns nothing. The same functions parse ground
-truths, where None is an error in the data.
+These functions never raise on the model's text: they return None for an unreadable answer, which earns nothing. They
+also parse ground truths, where None means an error in the data.
 """
 
 import math
@@ -15,10 +15,10 @@ from rollout.tools import parse_seconds
 MARKUP = str.maketrans(
     {"[": "(", "{": "(", "]": ")", "}": ")", "。": ".", "–": "-", "—": "-"} | dict.fromkeys("*_`\"'“”‘’$", "")
 )
-ELEMENT = re.compile(r"</?[a-z][a-z0-9]{0,9}/?>", re.IGNORECASE)  # of HTML
+ELEMENT = re.compile(r"</?[a-z][a-z0-9]{0,9}/?>", re.IGNORECASE)  # an HTML element
 BULLETS, MARKS = "-+#>=•→⇒ ", "✅☑✔✓\ufe0f "  # before an option: "- B", "=> B", "#B"; on either side: "B ✅"
 WHOLE = re.compile(r"(?:[0-9]{1,2}[.)] ?)?(?:\( ?([A-J]) ?\)[.,:;!?]*|([A-J])[.,:;!?)]*)", re.IGNORECASE)
-# Patterns take at most eight: a word that also begins a pattern would take quadratic time.
+# Patterns accept at most eight hedges: unbounded, a hedge that can also start a pattern would take quadratic time.
 HEDGES = r"is|are|was|be|would|should|must|will|the|correct|right|best|option|choice|letter|its|probably|likely"
 # "B. red", "B) red", "B: red" or "B" at the start of a line, but not "e.g." or "A.M."
 LISTED = re.compile(r"^([A-J])(?:[.:)](?=\s|$|[^\W\d]{2})|$)", re.IGNORECASE | re.MULTILINE)
@@ -62,9 +62,9 @@ REASON = re.compile(rf"\b(because|since|as)\s\([A-J]\)(?={DESCRIBED.pattern})", 
 REJECTED = re.compile(r"\b(?:not|nor|neither|except|than|instead of)\s(?:the\s)?$", re.IGNORECASE)
 IN_A_SENTENCE = (NAMED, CONCLUDED, ALTERNATIVE)  # in these, "a" and "I" may be words
 REJECTED_CHARS = 20  # before an option, searched for REJECTED
-# "a" and "I" are words unless this follows
+# text after the letters "a" and "I"; otherwise they are words
 AFTER_LETTER = re.compile(r"\s?(?:$|[.,:;!?)/&\n]|(?:is|are|because|since|as|and|or)\b)", re.IGNORECASE)
-OPTION_LINE = re.compile(r"^([A-J])[.):] ?\S.*$", re.MULTILINE)  # of a question
+OPTION_LINE = re.compile(r"^([A-J])[.):] ?\S.*$", re.MULTILINE)  # an option in a question
 LIST_CONTINUES = re.compile(r"\s?(?:$|[.,:;!?)/&\n])")
 
 TIME = re.compile(r"(?<![^\W\d])[0-9.:]+(?![0-9])")
@@ -82,7 +82,7 @@ BETWEEN = re.compile(
     rf"(?:<|[\"']?end(?:_time)?[\"']?\s?[:=]\s?|ends\sat\s|{SECONDS_UNIT}\s|t\s?=\s?)?",
     re.IGNORECASE,
 )
-# No sign, word or number directly before the time, and no noun that makes it a count of something else.
+# No sign, word or number directly before the time, and no noun that makes the number a count.
 BEFORE = re.compile(
     r"(?:.*(?<!\bframe)(?<!\bframes)(?<!\bpage)(?<!\bpages)(?<!\bscore)[^\w.:+-])?", re.DOTALL | re.IGNORECASE
 )
@@ -128,7 +128,7 @@ def option_letter(text: str, question: str = "") -> str | None:
             if stated and pattern is NAMED and not STATED.match(match[0]) and DESCRIBED.match(text, match.end()):
                 continue
             if REJECTED.search(text[max(0, match.start() - REJECTED_CHARS) : match.start()]):
-                return None  # it also names an option that it rejects
+                return None  # the text also names an option that it rejects
             named.add(match[1].upper())
             also = ALSO.match(text, match.end())
             if also is not None and _continues(also, text):
@@ -137,7 +137,7 @@ def option_letter(text: str, question: str = "") -> str | None:
 
 
 def _copied_option(text: str, question: str) -> str | None:
-    """The letter of the question's option that the text repeats."""
+    """The letter of the question's option whose line the text copies."""
     lines = {" ".join(match[0].split()): match[1] for match in OPTION_LINE.finditer(question)}
     return lines.get(" ".join(text.split()))
 
@@ -153,10 +153,10 @@ def _continues(also: re.Match[str], text: str) -> bool:
 
 
 def interval(text: str) -> tuple[float, float] | None:
-    """The only interval in a text, in seconds, in the order written; None if there are none or several."""
+    """The interval in a text, in seconds, in the order written; None if the text has none or several."""
     text = " ".join(unicodedata.normalize("NFKC", text).split())
     text = LENGTH.sub("", CLOCK.sub(r"\1:\2", text))
-    times = [time for time in TIME.finditer(text) if time[0].strip(".:")]  # not only a full stop
+    times = [time for time in TIME.finditer(text) if time[0].strip(".:")]  # skips a lone full stop
     if len(times) != 2:
         return None
     first, second = times

@@ -4,8 +4,8 @@
     tool_call := <tool_call> text </tool_call>
 
 with white space between the parts. A text contains no tags, including `<tool_response>` and `<tool_code>`. Only the
-environment writes the first. The second leaks from the base model's prior: the dispatcher executes such calls, but the
-trained grammar does not have them.
+environment writes `<tool_response>`. `<tool_code>` leaks from the base model's prior: the dispatcher executes such
+calls, but the trained grammar does not accept them.
 
 The parse is the longest prefix of the turn that the grammar accepts. The first fault is a misplaced, repeated or nested
 tag, or text outside the parts. The last turn must be an answer turn, and all others tool turns.
@@ -81,13 +81,13 @@ class ParsedTurn:
 
     @property
     def kind(self) -> str:
-        """ "tool_call" or "answer", or "" if this is not a complete turn."""
+        """The kind of a complete turn, "tool_call" or "answer"; "" for an incomplete turn."""
         last = self.last
         return last.opening.name if last is not None and last.closing and last.opening.name != "think" else ""
 
     @property
     def unclosed(self) -> tuple[Tag, ...]:
-        """Choice: a `<think>` is unclosed if the next think tag is not `</think>`, for example if it repeats."""
+        """The unclosed `<think>` tags. Choice: a tag is unclosed if the next think tag is not `</think>`."""
         thinks = [tag for tag in self.tags if tag.name == "think"]
         return tuple(
             tag
@@ -97,7 +97,7 @@ class ParsedTurn:
 
     @property
     def balanced(self) -> bool:
-        """Choice: all tags are paired, and no pair is nested."""
+        """Whether the tags balance. Choice: all tags are paired, and no pair is nested."""
         openings, closings = self.tags[::2], self.tags[1::2]
         return len(openings) == len(closings) and all(
             not opening.closing and closing.closing and opening.name == closing.name
@@ -126,11 +126,11 @@ class ParsedTurn:
         return self.place_at(block.opening.place.start, end)
 
     def first_of(self, tag: Tag) -> Place:
-        """The first character of a tag: only the token that starts a wrong tag is at fault."""
+        """The first character of a tag, because only the token that starts a wrong tag is at fault."""
         return self.place_at(tag.place.start, tag.place.start + 1)
 
     def in_place_of_closing(self, opening: Tag) -> Place:
-        """The place where a closing tag is missing: the next tag, or the end of the turn."""
+        """The place where a closing tag is missing: at the next tag, or at the end of the turn."""
         following = next((tag for tag in self.tags if tag.place.start >= opening.place.end), None)
         return self.end if following is None else self.first_of(following)
 
@@ -169,7 +169,7 @@ def _first_fault(text: str, reached: int, opening: Tag, closing: Tag | None, all
 
 
 def _first_word(text: str, start: int, end: int) -> int | None:
-    """The first non-space character between the two."""
+    """The first non-space character between `start` and `end`; None if there is none."""
     stripped = text[start:end].lstrip()
     return end - len(stripped) if stripped else None
 

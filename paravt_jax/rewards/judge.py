@@ -1,9 +1,9 @@
-"""A language model that scores open answers, behind any OpenAI-compatible `/chat/completions`.
+"""Scores open answers with a language model behind any OpenAI-compatible `/chat/completions`.
 
-The judged model is rewarded for a good verdict, so its answer is untrusted. The prompt has it as one JSON string, which
-cannot close its block. A verdict counts only with a code that is new for every request, so a faked verdict, or a judge
-that repeats one, gives no score. If the judge cannot be reached or its verdict is unreadable, the score is None: the
-reward is missing, not 0.
+The judged model is rewarded for a good verdict, so its answer is untrusted. The prompt contains the answer as one JSON
+string, which cannot close its block. A verdict counts only with a code that is new for every request, so a verdict
+faked in the answer gives no score, even if the judge repeats it. If the judge is unreachable or its verdict unreadable,
+the score is None: the reward is missing, not 0.
 """
 
 import asyncio
@@ -35,12 +35,12 @@ The last line of your reply must be exactly
 VERDICT {code}: S
 where S is 0, 0.5 or 1."""
 
-KEY_VARIABLE = "JUDGE_API_KEY"  # of the environment; without it, no key is sent
+KEY_VARIABLE = "JUDGE_API_KEY"  # environment variable; without it, no key is sent
 ATTEMPT_DEADLINE_S = 60.0
-MAX_ATTEMPTS = 4  # per answer, then it has no score
+MAX_ATTEMPTS = 4  # per answer, which then has no score
 MAX_CONCURRENT = 16
 MAX_REPLY_TOKENS = 1_024  # room for a model that reasons first
-MAX_SHOWN_CHARS = 300  # of a reply, in an error
+MAX_SHOWN_CHARS = 300  # characters of a reply in an error
 
 
 def check_no_password(setting: str, url: str) -> None:
@@ -59,7 +59,7 @@ def check_no_password(setting: str, url: str) -> None:
 
 @dataclass(frozen=True)
 class JudgeConfig:
-    """The model that scores open answers with reward.oe_mode=llm. The variable JUDGE_API_KEY holds its key."""
+    """The model that scores open answers with reward.oe_mode=llm. Its API key is in the variable JUDGE_API_KEY."""
 
     url: str = setting("", "base URL of an OpenAI-compatible server, including /v1")
     model: str = setting("", "the model's name on that server")
@@ -81,7 +81,7 @@ class JudgeConfig:
 class Judge(AbstractAsyncContextManager["Judge"]):
     """Use `async with Judge(config) as judge`, then `await judge.judge(question, answer, prediction)`."""
 
-    last_problem = ""  # of the last failed attempt
+    last_problem = ""  # error of the last failed attempt
 
     def __init__(self, config: JudgeConfig):
         self._config, self._slots = config, asyncio.Semaphore(MAX_CONCURRENT)
@@ -97,7 +97,7 @@ class Judge(AbstractAsyncContextManager["Judge"]):
         await self._client.close()
 
     async def judge(self, question: str, answer: str, prediction: str) -> float | None:
-        """0, 0.5 or 1; None if every attempt failed. `answer` is the ground truth."""
+        """Scores a prediction as 0, 0.5 or 1; None if every attempt failed. `answer` is the ground truth."""
         if self._client is None:
             raise RuntimeError("the judge is not open; use it in `async with`")
         async with self._slots:
@@ -115,7 +115,7 @@ class Judge(AbstractAsyncContextManager["Judge"]):
                     break
                 except EndpointError as problem:
                     self.last_problem = str(problem)
-                    if isinstance(problem, Unreachable):  # in every attempt of the client
+                    if isinstance(problem, Unreachable):  # every attempt of the client failed
                         break
         return None
 
@@ -125,7 +125,7 @@ class Judge(AbstractAsyncContextManager["Judge"]):
         reply = await client.complete(
             messages, max_tokens=MAX_REPLY_TOKENS, temperature=0.0, deadline_s=ATTEMPT_DEADLINE_S
         )
-        is_cut_off = reply.finish == "length"  # in the middle of 0.5, the verdict would be 0
+        is_cut_off = reply.finish == "length"  # a reply cut off within "0.5" would read as 0
         score = None if is_cut_off else read_verdict(reply.text, code)
         if score is None:
             cut_off = f"; the reply was cut off at {MAX_REPLY_TOKENS} tokens" if is_cut_off else ""

@@ -1,9 +1,9 @@
 """The scoring rules of the benchmarks' own harnesses, more lenient than the strict rules of `answers.py`.
 
 Every rule maps a reply, the answer and the options to a score in [0, 1]. The reply is the content of the last
-`<answer>`, or without one the text after the thinking, because these rules would also find letters in the thinking. The
-rules keep their faults, so that scores are comparable with published ones; deviations are marked. DIFFERS from the
-newest lmms-eval, which no longer finds a letter inside a word.
+`<answer>`, or else the text after the thinking, because these rules would also match letters in the thinking. The
+harnesses' faults are kept, so that scores are comparable with published scores; deviations are marked. DIFFERS from the
+newest lmms-eval, which no longer matches a letter inside a word.
 """
 
 import re
@@ -16,34 +16,34 @@ STRICT, OFFICIAL = "strict", "official"
 LETTERS = "ABCDEFGHIJ"
 ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 THINK_END = "</think>"
-LEAD_IN = re.compile(r"Best (?:answer|option):")  # its capital is not an option
+LEAD_IN = re.compile(r"Best (?:answer|option):")  # its capital letter is not an option
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 RANGE = re.compile(rf"(?<!\d)({NUMBER.pattern})\s*(?:-|–|—|\bto\b)\s*({NUMBER.pattern})")
 NUMBER_TOLERANCE = 0.01
 SUPERSCRIPTS = {ord(digit): f"^{number}" for number, digit in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")}
-ORDER = re.compile(r"o\s*\([^)]+\)")  # of an algorithm's complexity
+ORDER = re.compile(r"o\s*\([^)]+\)")  # an algorithm's complexity
 
 
 def reply_of(turns: Sequence[str]) -> str:
-    """The reply that a harness without a grammar sees."""
+    """The text that the harness scores as the reply."""
     text = turns[-1].rpartition(THINK_END)[2] if turns else ""
     answers = ANSWER.findall(text)
     return (answers[-1] if answers else text).strip()
 
 
 def first_capital(reply: str, answer: str, options: Sequence[str]) -> float:
-    """The first capital that is an option's letter, even inside a word: "Because" is B."""
+    """Scores the first capital that is an option's letter, even inside a word: "Because" means B."""
     return float(_capital(reply, LETTERS[: len(options)]) == answer)
 
 
 def first_capital_or_guess(reply: str, answer: str, options: Sequence[str]) -> float:
-    """A to E, whatever the options. DIFFERS: without a letter the harness guesses one; this is the expected score."""
+    """Scores the first capital A to E. DIFFERS: without one the harness guesses; this returns the expected score."""
     letter = _capital(reply, LETTERS[:5])
     return 1 / len(options) if letter is None else float(letter == answer)
 
 
 def mmvu(reply: str, answer: str, options: Sequence[str]) -> float:
-    """With options: the letter as a word in any case, the option's text, or the letter anywhere and a word of the text.
+    """Multiple choice accepts the letter as a word, the option's text, or the letter anywhere with a word of the text.
 
     Open questions: see `_matches`. DIFFERS: there is no judge afterwards, and an empty reply, a substring of every
     answer, is wrong.
@@ -59,7 +59,7 @@ def mmvu(reply: str, answer: str, options: Sequence[str]) -> float:
 
 
 def window_iou(reply: str, answer: str, options: Sequence[str]) -> float:
-    """IoU of the first two numbers joined by a dash or "to", else of the first two; swapped if reversed.
+    """IoU of the window of the first two numbers joined by a dash or "to", else of the first two; swapped if reversed.
 
     DIFFERS: the harness only reads sentences with a word such as "happens" or "start", so a bare window is wrong there.
     """
@@ -85,7 +85,7 @@ def _words(text: str) -> list[str]:
 
 
 def _matches(reply: str, answer: str) -> bool:
-    """One contains the other, the first numbers or O(…) are equal, or an answer of 2 to 5 words has all longer ones."""
+    """Whether one contains the other, first numbers or O(…) agree, or the reply has a short answer's longer words."""
     if answer in reply or reply in answer:
         return True
     numbers = [NUMBER.search(text) for text in (reply, answer)]

@@ -1,10 +1,10 @@
 """Your own terms of R: a function in a file that the config names.
 
-A function with a parameter `completions` is called once per group and returns a number for each episode, as in TRL. Any
-other is called once per episode and returns a list of terms.
+A function with a parameter `completions` is called once per group and returns a number for each episode, as in TRL.
+Other functions are called once per episode and return a list of terms.
 
-An async function runs in the event loop, any other in a thread, both with a timeout. If it raises, times out or returns
-anything else, its episodes are missing; they never count as 0.
+Async functions run in the event loop, others in a thread, both with a timeout. If the function raises, times out or
+returns anything else, its episodes are missing; they never count as 0.
 """
 
 import asyncio
@@ -28,12 +28,12 @@ ARGUMENTS = ("question", "answer", "question_type", "turns", "calls", "outcomes"
 COMPLETIONS = "completions"  # a function with this parameter scores groups
 GROUP_ARGUMENTS = (COMPLETIONS, "prompts", "answers", *ARGUMENTS)  # lists with an entry per episode
 DEADLINE_S = 60.0  # per call; a later result makes its episodes missing
-MAX_SHOWN_CHARS = 100  # of a return value, in an error
+MAX_SHOWN_CHARS = 100  # characters of a return value in an error
 Result = TypeVar("Result")
 
 
 class PluginError(Exception):
-    """The function returned no terms."""
+    """The function returned no valid terms."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class ExecutedCall:
     """A call of an episode and its outcome."""
 
     turn: int
-    span: tuple[int, int]  # characters of the turn, tags included
+    span: tuple[int, int]  # range of characters in the turn, tags included
     name: str
-    arguments: Mapping[str, Any]  # as the model gave them
+    arguments: Mapping[str, Any]  # as the model wrote them
     outcome: Outcome
-    response: str  # the text that the model got back
+    response: str  # the text returned to the model
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class GroupPlugin(_OwnFunction):
 
 
 def load_plugin(reward: RewardConfig) -> Plugin | GroupPlugin | None:
-    """The function that the settings name, or None."""
+    """Loads the function that `reward.plugin` names; None if it is not set."""
     if not reward.plugin:
         return None
     function = load_function("reward.plugin", reward.plugin)
@@ -129,7 +129,7 @@ def load_plugin(reward: RewardConfig) -> Plugin | GroupPlugin | None:
 def _group_plugin(
     location: str, function: Callable[..., Any], parameters: Collection[inspect.Parameter]
 ) -> GroupPlugin:
-    """A parameter that is neither an argument nor has a default is a column of the rows."""
+    """Makes a group plugin. Parameters without a default that are not in GROUP_ARGUMENTS are data columns."""
     name = location.rpartition(":")[2]
     try:
         OwnTerm(name, 0.0)

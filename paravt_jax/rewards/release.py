@@ -1,7 +1,7 @@
 """The scoring rules of the released evaluation, written from their behavior.
 
-They keep their faults, so that scores compare with the published ones: a letter inside a sentence counts, such as the A
-of "A man", and without a letter the reply's first character is the prediction.
+The release's faults are kept, so that scores are comparable with published scores: a letter inside a sentence counts,
+for example the A of "A man", and without a letter the reply's first character is the prediction.
 """
 
 import re
@@ -11,8 +11,8 @@ ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 LONE_LETTER = re.compile(r"\b([A-J])\b")
 NAMED_LETTER = re.compile(r"[Aa]nswer\s*(?:is|:)\s*([A-J])")
 TIME_TAG = re.compile(r"<time>([^<]+)</time>")
-# Equal to the release's expressions, but without two ways to match the same text, and without matches that begin inside
-# a number: those take minutes for a reply of two thousand zeros.
+# These match like the release's expressions, but have only one way to match a text, and no match begins inside a
+# number. The release's expressions take minutes for a reply of two thousand zeros.
 NUMBER = r"\d+(?:\.\d*)?"
 DASH = r"\s*[-–—]\s*"
 CLOCK = r"(\d+):(\d+(?:\.\d+)?)"
@@ -26,7 +26,7 @@ Window = tuple[float, float]
 
 
 def predicted_letter(reply: str) -> str:
-    """A letter A to J of the first `<answer>`, else after "answer is", else anywhere; else the first character."""
+    """Finds a letter A to J in the first `<answer>`, after "answer is", or anywhere; else the first character."""
     text = reply.strip()
     block = ANSWER.search(text)
     matches = (block and LONE_LETTER.search(block[1]), NAMED_LETTER.search(text), LONE_LETTER.search(text))
@@ -34,7 +34,7 @@ def predicted_letter(reply: str) -> str:
 
 
 def predicted_window(reply: str) -> Window | None:
-    """MM:SS - MM:SS, else a range of numbers, in `<time>` first; else words for start and end; else two numbers."""
+    """Finds MM:SS - MM:SS or a range of numbers, first in `<time>`; else start and end words; else two numbers."""
     tag = TIME_TAG.search(reply)
     for text in ([tag[1]] if tag else []) + [reply]:
         if window := _range_in(text):

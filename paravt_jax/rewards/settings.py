@@ -15,13 +15,13 @@ class ToolPay(NamedTuple):
     """The numbers of R_tool."""
 
     call: float  # for an executed call
-    right: float  # for an executed call and a right answer; with needed, per unit of R_acc that it gained
+    right: float  # for an executed call with a right answer; with tool=needed, per unit of R_acc that the call gained
     price: float  # of every call, executed or not
 
 
 TOOL_PAY: dict[ToolReward, ToolPay] = {
     "published": ToolPay(0.3, 0.5, 0.0),
-    "needed": ToolPay(0.0, 1.0, 0.03),  # with 0.5 for a gain, rare and needed calls came back more slowly
+    "needed": ToolPay(0.0, 1.0, 0.03),  # with 0.5 instead of 1.0, the policy relearned rare, needed calls more slowly
     "none": ToolPay(0.0, 0.0, 0.0),
 }
 

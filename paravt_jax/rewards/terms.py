@@ -1,8 +1,8 @@
-"""The reward of an episode, R = R_acc + w_fmt · R_fmt + R_tool. Every credit has the characters that earned it.
+"""The reward of an episode, R = R_acc + w_fmt · R_fmt + R_tool. Every credit records the characters that earned it.
 
 All credits come from one parse of the turns (`paravt_jax/rewards/grammar.py`). Text after the first fault earns
-nothing; neither does an answer or a turn that the grammar does not accept to its end. A leaked `<tool_code>` breaks the
-format, and earns only R_tool for executed calls.
+nothing, and neither does an answer or a turn that the grammar does not fully accept. A leaked `<tool_code>` breaks the
+format and earns only R_tool, if its call was executed.
 
 Lines marked `Choice:` decide points that the specification leaves open.
 """
@@ -32,23 +32,23 @@ THINK_FIRST, BALANCED = 0.3, 0.1  # the terms of R_fmt besides R_base and R_anch
 BASE = {"published": (0.2, 0.3, 0.2), "strict": (0.2, 0.3, 0.2), "no_suffix": (0.3, 0.2, 0.1)}
 # R_anchor: a </think> that closes substantive thinking, and the whole flow from thinking to a closed answer
 THINK_CLOSING, FLOW = 0.4, 0.3
-WELL_FORMED_SHARE = 1 / 3  # of the pay of a call, for a call that was not executed; published: 0.1 of 0.3
+WELL_FORMED_SHARE = 1 / 3  # reward of a well-formed, not executed call relative to an executed call; 0.1 / 0.3
 OUTCOMES = get_args(Outcome)
 WELL_FORMED_OUTCOMES = ("ok", "error", "timeout")  # only a well-formed call to a known tool has these
 
 Term = Literal["accuracy", "base", "anchor", "think_first", "balanced", "tool"]
 TERMS = get_args(Term)
 TERM_NAME = re.compile(r"[a-z][a-z0-9_]*")
-QUESTION_TYPES = ("mcq", "tvg", "oe")  # that have an R_acc
+QUESTION_TYPES = ("mcq", "tvg", "oe")  # question types with an R_acc
 LENGTH = "length"  # the name of the term that train.truncated=soft adds
 TOOL_SUMMANDS = ("tool_call", "tool_right", "call_price")
-MAX_REWARD = 1e15  # of a term of your own: sums and squares stay finite, in float32 too
+MAX_REWARD = 1e15  # bound of your own terms, so that sums and squares stay finite in float32
 RESERVED_NAMES = (*TERMS, *TOOL_SUMMANDS, "format", "total", "prediction", "credits", "own")
 
 
 @dataclass(frozen=True)
 class OwnTerm:
-    """Your own reward term: R gets weight · value. `places` are the characters that earned it."""
+    """Your own reward term, which adds weight · value to R. `places` are the characters that earned it."""
 
     name: str
     value: float | int
@@ -69,8 +69,8 @@ class OwnTerm:
 class Credit:
     """One reason for a reward. The credits of a term sum to the term.
 
-    A property of all turns has a place in every turn. `places` is empty only if the dispatcher reports an outcome
-    without a call in the turns. `term` is a built-in term, or the name of an `OwnTerm`.
+    A property of all turns has a place in every turn. `places` is empty only if the dispatcher reports an outcome for
+    a call that is not in the turns. `term` is a built-in term, or the name of an `OwnTerm`.
     """
 
     name: str
@@ -81,10 +81,10 @@ class Credit:
 
 @dataclass(frozen=True)
 class AnchorProperty:
-    """One property of R_anchor, its value for this episode, and the characters responsible.
+    """One property of R_anchor, its value for this episode, and the characters responsible for it.
 
-    If the property is met, the structural tags in `places` met it. If not, each place is one token at fault: the first
-    of a wrong tag, or the end of the turn.
+    If the property is met, `places` are the structural tags that met it. If not, each place is one token at fault: the
+    first token of a wrong tag, or the end of the turn.
     """
 
     name: str
@@ -94,7 +94,7 @@ class AnchorProperty:
 
 
 class Summand(NamedTuple):
-    """R is the sum of weight · value over its summands."""
+    """A summand of R, which is the sum of weight · value over its summands."""
 
     name: str
     value: float
@@ -107,7 +107,7 @@ class Summand(NamedTuple):
 
 @dataclass(frozen=True)
 class RewardTerms:
-    """`accuracy`, `tool` and the totals are None if the judge's score is missing, so that no mean includes them."""
+    """All reward terms of an episode. Terms that need a missing judge's score are None, so that no mean has them."""
 
     accuracy: float | None  # R_acc; also None for a question type of your own
     base: float  # R_base
@@ -128,18 +128,18 @@ class RewardTerms:
 
     @property
     def missing(self) -> bool:
-        """Whether the group must exclude this episode because the judge gave no score."""
+        """Whether the judge gave no score, so that the group must exclude this episode."""
         return not self.summands
 
     @property
     def score(self) -> float | None:
-        """R_acc, or for a question type of your own the sum of your own terms."""
+        """R_acc; for a question type of your own, the sum of your own terms."""
         is_own = self.accuracy is None and not self.missing
         return math.fsum(term.weight * term.value for term in self.own) if is_own else self.accuracy
 
     @property
     def tool(self) -> float | None:
-        """R_tool. Its positive weights sum to at most 1, and their values are at most 1, so it needs no clipping."""
+        """R_tool. It needs no clipping, because its positive weights sum to at most 1 and values are at most 1."""
         rewards = [summand.reward for summand in self.summands if summand.name in TOOL_SUMMANDS]
         return None if self.missing else math.fsum(rewards)
 
@@ -169,10 +169,10 @@ def reward_terms(
 ) -> RewardTerms:
     """Every reward term of an episode; `with_needed_calls` adds the part that depends on the group.
 
-    `turns` are the assistant's turns with the forced prefix and without their end tokens; `outcomes` are the
-    dispatcher's, one per call in order. `judged` is the judge's score of `find_prediction(turns)`, only for open
-    questions with oe_mode llm. `question` allows to recognize copied options. `tools` are the available tools. The
-    model's text never raises; an unreadable ground truth does. With reward.plugin, `question_type` may be your own.
+    `turns` are the assistant's turns with the forced prefix and without end tokens; `outcomes` are the dispatcher's
+    outcomes, one per call in order. `judged` is the judge's score of `find_prediction(turns)`, only for open questions
+    with oe_mode llm. `question` is needed to recognize copied options. `tools` are the available tools. Malformed model
+    text never raises; an unreadable ground truth does. With reward.plugin, `question_type` may be your own.
     """
     config = config or RewardConfig()
     parsed = parse_episode(turns)
@@ -235,12 +235,12 @@ def with_own_terms(terms: RewardTerms, own: Sequence[OwnTerm]) -> RewardTerms:
 
 
 def with_needed_calls(group: Sequence[RewardTerms | None], config: RewardConfig) -> list[RewardTerms | None]:
-    """A group's terms with the reward.tool=needed reward of answers after an executed call.
+    """Adds the reward of reward.tool=needed, for answers after an executed call, to a group's terms.
 
-    The reward is proportional to R_acc minus the mean R_acc of the group's answers without an executed call, and 0 if
-    there are none. So a call that does not help earns nothing on average, and one that misleads costs something.
-    Episodes without an answer do not count: forgetting `</answer>` does not make a call needed. A missing episode is
-    None or has no score.
+    The reward is proportional to R_acc minus the mean R_acc of the group's answers without an executed call; it is 0
+    without such answers. So a call that does not help earns nothing on average, and a call that misleads has a cost.
+    The mean excludes episodes without an answer, because forgetting `</answer>` does not make a call needed. A missing
+    episode is None or has no score.
     """
     alone = [
         terms.accuracy
@@ -264,7 +264,7 @@ def _paid(terms: RewardTerms, expected: float, config: RewardConfig) -> RewardTe
 
 
 def find_prediction(turns: Sequence[str]) -> str | None:
-    """The episode's answer, for a judge; None if there is none, which is worth 0 without a judge."""
+    """The episode's answer for a judge; None if it has no answer, which scores 0 without a judge."""
     prediction_place = _place_of_prediction(parse_episode(turns))
     return None if prediction_place is None else _prediction_at(prediction_place, turns)
 
@@ -297,9 +297,9 @@ def _check(outcomes: Sequence[str], question_type: str, config: RewardConfig, ju
 
 
 def _place_of_prediction(turns: Sequence[ParsedTurn]) -> Place | None:
-    """The body of the last `<answer>…</answer>` of the episode, with no tag in it.
+    """The body of the episode's last `<answer>…</answer>`, without tags in it.
 
-    Choice: it counts even if the grammar rejects the turn, which affects the format and not the accuracy.
+    Choice: the answer counts even if the grammar rejects the turn, which affects the format and not the accuracy.
     """
     for turn in reversed(turns):
         for opening, closing in reversed(list(zip(turn.tags, turn.tags[1:], strict=False))):
@@ -323,7 +323,7 @@ def _accuracy(
     """R_acc in [0, 1], or None if the judge's score is missing."""
     check_ground_truth(answer, question_type)
     if not prediction:
-        return 0.0  # without a judge, who might disagree
+        return 0.0  # not left to a judge, who might disagree
     if question_type == "mcq":
         return float(option_letter(prediction, question) == option_letter(answer, question))
     if question_type == "tvg":
@@ -335,10 +335,10 @@ def _accuracy(
 
 
 def _bound_without_anchor(config: RewardConfig) -> float:
-    """The bound of R_fmt without the anchor: the anchor's share of the bound of 1 is reserved.
+    """The bound of R_fmt without the anchor: 1 minus the anchor's maximum.
 
-    Otherwise a well-formed call, rewarded for thinking first, would be worth 0.2 more than a well-formed answer,
-    although R_fmt is 1 for both; and an anchor subtracted after clipping would penalize the better structure.
+    With a bound of 1, a well-formed call, rewarded for thinking first, would earn 0.2 more than a well-formed answer,
+    although R_fmt is 1 for both; and subtracting the anchor after clipping would penalize the better structure.
     """
     return max(0.0, 1.0 - config.anchor_weight * (THINK_CLOSING + FLOW))
 
@@ -346,7 +346,7 @@ def _bound_without_anchor(config: RewardConfig) -> float:
 def _format_credits(turns: Sequence[ParsedTurn], config: RewardConfig) -> Iterator[Credit]:
     """The credits of R_fmt except the anchor's.
 
-    Choice: thinking is a property of every turn, the answer a property of the last, as in the grammar of an episode.
+    Choice: thinking is a property of every turn, the answer a property of the last turn, as in the grammar.
     """
     if not turns:
         return
@@ -367,12 +367,12 @@ def _format_credits(turns: Sequence[ParsedTurn], config: RewardConfig) -> Iterat
 
 
 def _think_first_credits(turns: Sequence[ParsedTurn], calls: "_Calls", config: RewardConfig) -> Iterator[Credit]:
-    """Thinking before the first call: a bonus, or else a duty of every episode with a call.
+    """Credits for thinking before the first call: a bonus, or a requirement of every episode with a call.
 
-    Choice: this needs a call to precede, and a turn with a call must be a valid tool turn.
+    Choice: the credit needs a call after the thinking, and every turn with a call must be a valid tool turn.
 
-    DIFFERS on request: the bonus lifts R_fmt so far above its bound that a fault in an episode with a call is free.
-    Without the bonus, an episode with a call and one without it reach the bound in the same way.
+    DIFFERS on request: the bonus lifts R_fmt so far above its bound that a fault in an episode with a call costs
+    nothing. Without the bonus, episodes with and without a call reach the bound in the same way.
     """
     tags = ("tool_call", "tool_code") if config.format == "strict" else ("tool_call",)  # a leak is a fault there
     calling = [turn for turn in turns if any(tag.name in tags for tag in turn.tags)]
@@ -386,7 +386,7 @@ def _think_first_credits(turns: Sequence[ParsedTurn], calls: "_Calls", config: R
 
 
 def _anchor_properties(turns: Sequence[ParsedTurn], config: RewardConfig) -> Iterator[AnchorProperty]:
-    """Choice: a flow ends in a non-empty answer; the amount of thinking is a separate property.
+    """The properties of R_anchor. Choice: a flow ends in a non-empty answer; enough thinking is a separate property.
 
     Choice: γ applies once per episode, so R_fmt is at least −λγ.
     """
@@ -414,7 +414,7 @@ def _in_place_of_thinking(turn: ParsedTurn) -> Iterator[Place]:
 
 
 def _in_place_of_flow(turn: ParsedTurn, is_last: bool) -> Iterator[Place]:
-    """The place at fault if a turn leaves the flow from thinking over calls to an answer."""
+    """The place at fault if a turn breaks the flow of thinking, calls and a final answer."""
     if not turn.kind:
         yield turn.fault_place
     elif (turn.kind == "answer") != is_last:
@@ -424,7 +424,7 @@ def _in_place_of_flow(turn: ParsedTurn, is_last: bool) -> Iterator[Place]:
 
 
 def _anchor_credits(turns: Sequence[ParsedTurn], anchors: Sequence[AnchorProperty]) -> Iterator[Credit]:
-    """Credits of the properties with a value. An unclosed `<think>` is credited to that tag."""
+    """Credits for the properties with a nonzero value. An unclosed `<think>` tag gets the credit of its fault."""
     unclosed = tuple(tag.place for turn in turns for tag in turn.unclosed)
     for anchor in anchors:
         if anchor.value:
@@ -433,7 +433,7 @@ def _anchor_credits(turns: Sequence[ParsedTurn], anchors: Sequence[AnchorPropert
 
 
 class _Calls(NamedTuple):
-    """The places of executed, of well-formed and of all calls; None: there are none."""
+    """The places of executed, well-formed and all calls; None if there are no such calls."""
 
     executed: tuple[Place, ...] | None
     well_formed: tuple[Place, ...] | None
@@ -441,10 +441,10 @@ class _Calls(NamedTuple):
 
 
 def _calls(turns: Sequence[ParsedTurn], outcomes: Sequence[str], tools: Signatures) -> _Calls:
-    """Only the dispatcher decides whether a call was executed.
+    """Sorts calls by outcome. Only the dispatcher decides whether a call was executed.
 
-    A call is well-formed if the dispatcher's outcome implies it, or if the grammar accepts it and it parses, because
-    `invalid` is the outcome for a bad window and for bad JSON.
+    A call is well-formed if its outcome implies it, or if the grammar accepts it and its arguments parse. The outcome
+    alone does not decide, because both a bad window and bad JSON have the outcome `invalid`.
     """
     calls = [(turn, call) for turn in turns for call in find_calls(turn.text, tools)]
     executed = {number for number, outcome in enumerate(outcomes) if outcome == "ok"}
@@ -454,7 +454,7 @@ def _calls(turns: Sequence[ParsedTurn], outcomes: Sequence[str], tools: Signatur
     }
 
     def places(numbers: set[int]) -> tuple[Place, ...] | None:
-        # Statements in the same <tool_code> share a place.
+        # Calls in the same <tool_code> share a place.
         spans = dict.fromkeys(
             turn.place_at(*call.span) for number, (turn, call) in enumerate(calls) if number in numbers
         )
@@ -464,10 +464,10 @@ def _calls(turns: Sequence[ParsedTurn], outcomes: Sequence[str], tools: Signatur
 
 
 def _tool_parts(calls: _Calls, num_calls: int, accuracy: float, config: RewardConfig) -> tuple[Summand, ...]:
-    """The reward of a call and of a call before a right answer, and the price of calls.
+    """The rewards for a call and for a call before a right answer, and the price of calls.
 
-    DIFFERS from the release with reward.tool=needed: only executed calls earn a reward, and the group decides what an
-    answer after them earns.
+    DIFFERS from the release with reward.tool=needed: only executed calls earn a reward, and the reward of an answer
+    after a call depends on the group.
     """
     if config.tool == "none":
         return ()

@@ -53,7 +53,7 @@ def assign_parts(num_groups: int, num_parts: int, seed: int, version: int) -> np
 
 @dataclass(frozen=True, eq=False)
 class _Packed:
-    """A part of the step, and this host's dialogues in it, numbered from `first`."""
+    """A part of the step with this host's dialogues, which are numbered from `first`."""
 
     part: StepPart
     dialogues: Sequence[Dialogue]
@@ -73,7 +73,7 @@ class _Packed:
         return replace(self, part=replace(self.part, batches=batches))
 
     def with_kl_in_returns(self, learner: Learner) -> "_Packed":
-        """Every token has the KL of it and of the later tokens of its dialogue in its advantage."""
+        """Subtracts from each token's advantage the KL summed from this token to the end of its dialogue."""
         assert self.part.old is not None
         pairs = zip(self.part.batches, self.part.old, strict=True)
         return self.with_advantages(
@@ -99,7 +99,7 @@ class PolicyUpdate:
         seed: int,
         hosts: Hosts = ALONE,
     ):
-        """A picture has at most `max_pixels`, and a step `max_frames` frames.
+        """Sets up updates for pictures of at most `max_pixels` and steps of at most `max_frames` frames.
 
         With `over_tokens`, advantages are normalized over all loss tokens of the step.
         """
@@ -113,7 +113,7 @@ class PolicyUpdate:
         self._largest_shape = largest_shape(
             self._num_rows, pack.row_tokens, self._row_patches, merge_unit, self._num_parts, max_frames
         )
-        self.own_time = OwnTime()  # this host's own work in the last update, without waits for hosts or devices
+        self.own_time = OwnTime()  # of this host in the last update, without waiting for other hosts or devices
 
     def run(self, groups: Sequence[Group]) -> dict[str, float]:
         """Updates the learner once per part of the step. Without loss tokens, only the version changes."""
@@ -130,7 +130,7 @@ class PolicyUpdate:
         num_tokens, num_distinct, num_slots = map(float, of_hosts.sum(axis=0))
         packed = {
             "perf/dummy_frac": 1.0 - num_tokens / num_slots if batches else 0.0,
-            # Prompts of groups that are cut over several rows.
+            # Tokens of prompts that repeat because their group spans several rows.
             "perf/repeated_frac": (num_tokens - num_distinct) / max(num_slots, 1.0),
             "perf/num_batches": float(len(batches)),
             "perf/num_trained_tokens": num_tokens,
@@ -157,12 +157,12 @@ class PolicyUpdate:
         if loss.penalizes_reward:
             parts = [self._penalized(packed, groups) for packed in parts]
         if loss.penalizes_returns:
-            with self.own_time.waiting():  # for the log-probs, which all hosts compute
+            with self.own_time.waiting():  # all hosts compute the log-probs together
                 parts = [packed.with_kl_in_returns(learner) for packed in parts]
         return self._normalised(parts) if self._over_tokens else parts
 
     def _normalised(self, parts: Sequence[_Packed]) -> list[_Packed]:
-        """Advantages with mean 0 and std 1 over the loss tokens of all parts and hosts."""
+        """Normalizes advantages to mean 0 and std 1 over the loss tokens of all parts and hosts."""
         batches = [batch for packed in parts for batch in packed.part.batches]
         values = np.concatenate([np.zeros(0), *(batch.advantage[batch.loss_mask] for batch in batches)])
         step = Moments.of_all([Moments(*of_host) for of_host in self._gather("moments", Moments.of(values))])
@@ -208,7 +208,7 @@ class PolicyUpdate:
         return num_episodes * (1 + rollout.max_calls * train.subagent_loss)
 
     def _dialogues(self, groups: Sequence[Group]) -> list[Dialogue]:
-        """The dialogues of the kept episodes of this host; an episode's number is its index in the whole step."""
+        """Makes the dialogues of this host's kept episodes. An episode's number is its index in the whole step."""
         train, dialogues = self._train, []
         for first, group in enumerate(groups):
             if group.is_remote:
@@ -231,7 +231,7 @@ class PolicyUpdate:
         return dialogues
 
     def _penalized(self, packed: _Packed, groups: Sequence[Group]) -> _Packed:
-        """KL in the reward: every token of an episode gets the advantage of the KL of all the episode's dialogues."""
+        """Subtracts each episode's KL penalty, relative to its group, from the advantages of the episode's tokens."""
         if not packed.dialogues:
             return packed
         part, last = packed.part, packed.first + len(packed.dialogues)
@@ -250,7 +250,7 @@ class PolicyUpdate:
         return packed.with_advantages(map(penalized, part.batches))
 
     def _shape(self, dialogues_of_parts: Sequence[Sequence[Dialogue]]) -> PackShape:
-        """The shape of this host's rows, the same for all parts of the step."""
+        """Chooses the shape of this host's rows, which is the same for all parts of the step."""
         if self._pack_settings.one_shape:
             return self._largest_shape
         lengths = row_lengths(self._pack_settings.row_tokens)
@@ -261,7 +261,7 @@ class PolicyUpdate:
         return PackShape(self._num_rows, row_tokens, self._row_patches, self._num_parts)
 
     def compile_ahead(self) -> Callable[[], None]:
-        """The work, for a thread, that compiles the programs of all updates: nothing if their shapes are not known."""
+        """Returns a function, for another thread, that compiles all update programs if their shapes are fixed."""
         if not self._pack_settings.one_shape:
             return lambda: None
         learner = self._learner

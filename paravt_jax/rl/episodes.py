@@ -1,7 +1,7 @@
 """Runs episodes and scores them.
 
-If an engine, a video, a plugin or the judge fails, the episode is *missing*: it is counted, it never gets a reward of
-0, and it does not end the run.
+If an engine, a video, a plugin or the judge fails, the episode is *missing*: it is counted as missing, gets no reward
+(not a reward of 0), and does not end the run.
 """
 
 import asyncio
@@ -38,8 +38,8 @@ from rollout.video.errors import VideoError
 
 Reason = Literal["deadline", "engine", "video", "judge", "plugin", "aborted", "other"]  # why an episode is missing
 REASONS = get_args(Reason)
-MAX_IN_FLIGHT = 64  # episodes of a validation: in an engine's queue, more would wait beyond their deadlines
-SOFT_FRAC = 0.2  # the last part of a turn's tokens, which is penalized; DAPO has 4096 of 20480 (arXiv 2503.14476)
+MAX_IN_FLIGHT = 64  # concurrent validation episodes; more would wait in the engine's queue past their deadlines
+SOFT_FRAC = 0.2  # fraction of a turn's tokens, at its end, with a penalty; DAPO: 4096 of 20480 (arXiv 2503.14476)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,9 +50,9 @@ class Rollout:
     episode: Episode | None = None
     terms: RewardTerms | None = None
     format_reward: float = 0.0  # R_fmt by the default rules, so that runs with different rewards compare
-    problem: str = ""  # why it is missing, as a sentence
-    reason: str = "other"  # the same as a category: a Reason, or an endpoint's
-    num_lost: int = 0  # tokens that the main agent had sampled before a missing episode ended
+    problem: str = ""  # why the rollout is missing, as a sentence
+    reason: str = "other"  # category of the problem: a Reason, or a reason from an endpoint
+    num_lost: int = 0  # tokens that the main agent sampled before the episode failed
     left_out: bool = False  # counts in its group's statistics, but has no loss tokens
     remote_stats: EpisodeStats | None = None  # from the host that ran the episode
 
@@ -65,7 +65,7 @@ class Rollout:
         return self.remote_stats if self.episode is None else EpisodeStats.of(self.episode, self.terms)
 
     def to_message(self) -> dict[str, Any]:
-        """The message to the other hosts."""
+        """Makes the message for the other hosts."""
         names = ("id", "format_reward", "problem", "reason", "num_lost", "left_out")
         stats = self.stats and asdict(self.stats)
         return {name: getattr(self, name) for name in names} | {"remote_stats": stats}
@@ -156,7 +156,7 @@ class RolloutWorker:
         return Rollout(name, episode, terms, by_default.format, left_out=left_out)
 
     async def with_group_terms(self, rollouts: Sequence[Rollout], prompt: Prompt) -> list[Rollout]:
-        """The rollouts of a prompt, with the reward terms that depend on the whole group."""
+        """Adds the reward terms that depend on the whole group to the rollouts of a prompt."""
         if isinstance(self.plugin, GroupPlugin):
             rollouts = await self._with_scores(self.plugin, rollouts, prompt)
         if prompt.question_type not in QUESTION_TYPES:
@@ -196,7 +196,7 @@ def _scored(rollout: Rollout, score: OwnTerm | None) -> Rollout:
 
 
 def _unless_unscored(rollout: Rollout, problem: str) -> Rollout:
-    """The rollout; missing if it has no term of the plugin."""
+    """Marks the rollout as missing if the plugin gave it no term."""
     own = () if rollout.terms is None else rollout.terms.own
     is_scored = rollout.missing or any(term.name != LENGTH for term in own)
     return rollout if is_scored else _without_score(rollout, problem)
@@ -216,7 +216,7 @@ def make_task(name: str, prompt: Prompt, frame_budget: int) -> Task:
 
 
 def missing_group(name: str, problem: str, error: Exception, num_episodes: int) -> list[Rollout]:
-    """The episodes of a prompt whose overview cannot be made."""
+    """Makes missing rollouts for a prompt whose overview failed."""
     return [Rollout(f"{name}/{number}", problem=problem, reason=reason_of(error)) for number in range(num_episodes)]
 
 
@@ -229,7 +229,7 @@ def reason_of(error: Exception) -> str:
 
 
 def length_penalty(episode: Episode, max_new_tokens: int) -> float:
-    """DAPO's: falls from 0 to −1 as the longest turn approaches `max_new_tokens`; −1 for a cut-off episode."""
+    """DAPO's length penalty: falls from 0 to −1 as the longest turn nears `max_new_tokens`; −1 if cut off."""
     if episode.finish != "done":
         return -1.0
     sampled = episode.ledger.sampled_mask

@@ -24,7 +24,7 @@ class Group:
     frame_budget: int
     rollouts: list[Rollout]
     advantages: GroupAdvantages
-    is_remote: bool = False  # another host ran it, has its tokens and packs them
+    is_remote: bool = False  # another host ran the group, keeps its tokens and packs them
     remote_rewards: GroupRewards | None = None  # advantage.normalise=batch needs all rewards of a step
 
     @property
@@ -57,7 +57,7 @@ AnyGroup = TypeVar("AnyGroup", bound=Any)  # a Group or a PendingGroup
 
 
 def for_step(groups: Iterable[AnyGroup], num_wanted: int) -> Iterator[AnyGroup]:
-    """The first `num_wanted` groups with signal, and every group without."""
+    """Yields the first `num_wanted` groups with signal, and every group without signal."""
     for group in groups:
         if num_wanted or not group.has_signal:
             num_wanted -= group.has_signal
@@ -69,7 +69,7 @@ def advantages_of(rollouts: Sequence[Rollout], reward: RewardConfig, advantage: 
 
 
 def over_step(groups: list[Group], reward: RewardConfig, advantage: AdvantageConfig) -> list[Group]:
-    """With `advantage.normalise=batch`, the groups of a step, normalized by the statistics of the whole step."""
+    """With `advantage.normalise=batch`, normalizes advantages by the statistics of the whole step."""
     if advantage.normalise != "batch":
         return groups
     step = [group.remote_rewards or rewards_of(group.rollouts, reward, advantage) for group in groups]
@@ -80,5 +80,5 @@ def over_step(groups: list[Group], reward: RewardConfig, advantage: AdvantageCon
 
 
 def rewards_of(rollouts: Sequence[Rollout], reward: RewardConfig, advantage: AdvantageConfig) -> GroupRewards:
-    terms = [rollout.terms for rollout in rollouts]  # those of a missing rollout have no score
+    terms = [rollout.terms for rollout in rollouts]  # a missing rollout has no terms, or terms without a score
     return group_rewards(terms, anchor_scale=reward.anchor_weight * reward.format_weight, config=advantage)

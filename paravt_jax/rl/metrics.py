@@ -15,7 +15,7 @@ from rollout.ledger import Ledger
 Item = TypeVar("Item")
 IN_PARTS = ("accuracy_mean", "tool_calls_mean")  # also reported by question type and by frame budget
 QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
-MAX_DEADLINE_FRAC = 0.05  # of a step's episodes; above it the run warns of a bias towards short episodes
+MAX_DEADLINE_FRAC = 0.05  # fraction of a step's episodes above which the run warns of a bias towards short ones
 
 
 def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -37,7 +37,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def metrics_in_parts(rollouts: Iterable[tuple[str, Rollout]]) -> dict[str, float]:
-    """Accuracy and kappa by part, such as `accuracy_mean_mcq` or `tool_calls_mean_k16`."""
+    """Accuracy and kappa by question type or frame budget, for example `accuracy_mean_mcq`, `tool_calls_mean_k16`."""
     return {
         f"{name}_{part}": metrics[name]
         for part, of_part in by_part(rollouts).items()
@@ -55,7 +55,7 @@ def by_part(items: Iterable[tuple[str, Item]]) -> dict[str, list[Item]]:
 
 
 def missing_remark(rollouts: Sequence[Rollout], bound: str = "") -> str | None:
-    """How many episodes are missing, the bound if there are more, and an example; None if all are there."""
+    """Log line with the number of missing episodes, `bound` and an example; None if none is missing."""
     missing = [rollout for rollout in rollouts if rollout.missing]
     if not missing:
         return None
@@ -65,7 +65,7 @@ def missing_remark(rollouts: Sequence[Rollout], bound: str = "") -> str | None:
 
 
 def deadline_remark(metrics: Mapping[str, float], turn_deadline_s: float) -> str | None:
-    """A warning if a deadline removes the long episodes."""
+    """A warning if the deadline cuts too many episodes, which biases training towards short ones."""
     num_cut = metrics["rollout/missing_deadline"]
     num_started = metrics["rollout/num_episodes"] + metrics["rollout/num_missing"]
     if num_cut <= MAX_DEADLINE_FRAC * num_started:
@@ -79,7 +79,10 @@ def deadline_remark(metrics: Mapping[str, float], turn_deadline_s: float) -> str
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """f_tau is `format_reward`, kappa `tool_calls_mean`. Missing episodes count in `num_missing` only."""
+    """Metrics of rollouts: the paper's f_tau is `format_reward`, its kappa `tool_calls_mean`.
+
+    Missing episodes count only in `num_missing`.
+    """
     scored = [rollout for rollout in rollouts if not rollout.missing]
     stats = [rollout.stats for rollout in scored if rollout.stats is not None]
     totals = [each.total for each in stats if each.total is not None]
@@ -104,7 +107,7 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "sampled_tokens_mean": mean_of("num_sampled"),
         "cut_off_frac": mean_of("cut_off"),
     }
-    if stats and all(each.accuracy is None for each in stats):  # only question types of your own
+    if stats and all(each.accuracy is None for each in stats):  # only question types that a plugin defines
         del metrics["accuracy_mean"]
     own: dict[str, list[float]] = {}  # terms of a plugin, and the length penalty
     for name, value in (term for each in stats for term in each.own):
@@ -112,7 +115,7 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     metrics |= {name: _mean(values) for name, values in own.items()}
     outcomes = sum((Counter(each.outcomes) for each in stats), Counter[str]())
     reasons = (rollout.reason for rollout in rollouts if rollout.missing)
-    missing = Counter(reason if reason in REASONS else "engine" for reason in reasons)  # others are an endpoint's
+    missing = Counter(reason if reason in REASONS else "engine" for reason in reasons)  # an endpoint has other reasons
     cut = [float(rollout.num_lost) for rollout in rollouts if rollout.reason == "deadline"]
     return {
         **metrics,
@@ -124,7 +127,7 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def staleness_mean(groups: Sequence[Group], version: int) -> float:
-    """How many versions older than the learner the sampled tokens are, on average."""
+    """Mean number of policy versions by which the sampled tokens lag the learner."""
     num_by_age = Counter[int]()
     for rollout in (rollout for group in groups for rollout in group.rollouts):
         if rollout.stats is not None:
@@ -133,7 +136,7 @@ def staleness_mean(groups: Sequence[Group], version: int) -> float:
 
 
 def num_sampled(groups: Sequence[Group]) -> int:
-    """Tokens that agents and sub-agents of all hosts sampled; of episodes that failed, only the main agents'."""
+    """Tokens sampled on all hosts, including sub-agents; failed episodes count only their main agent's tokens."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     sampled = sum(sum(rollout.stats.versions.values()) for rollout in rollouts if rollout.stats is not None)
     return sampled + sum(rollout.num_lost for rollout in rollouts)
@@ -152,7 +155,7 @@ def _ledgers(groups: Sequence[Group]) -> Iterable[Ledger]:
 
 
 def _quantiles(name: str, values: np.ndarray) -> dict[str, float]:
-    """Empty without values."""
+    """Quantiles of the values, as metrics; empty without values."""
     return {f"{name}_{key}": float(np.quantile(values, at)) for key, at in QUANTILES.items()} if len(values) else {}
 
 

@@ -1,4 +1,4 @@
-"""The episodes of a step as RUN/episodes keeps them."""
+"""Records of a step's episodes, as logged in RUN/episodes."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -31,7 +31,7 @@ def records(groups: Sequence[Group], step: int, chat: Chat) -> list[dict[str, An
 
 
 def _advantage_spans(group: Group, number: int, chat: Chat) -> list[list[float | int]]:
-    """Turn, first and last character, and advantage of all loss tokens, before any KL penalty."""
+    """Spans of loss tokens as [turn, first character, last character, advantage], before any KL penalty."""
     rollout = group.rollouts[number]
     if not group.keep[number] or rollout.episode is None or rollout.terms is None:
         return []

@@ -1,8 +1,8 @@
 """Replays a run: the learner trains on its logged episodes, without an engine.
 
-An episode is rebuilt from its record: ids, log-probs and versions come from the log, frames are decoded again and
+Each episode is rebuilt from its record: ids, log-probs and versions come from the log; frames are decoded again and
 checked by their keys. Rewards are recomputed from the text, so their settings may differ; only a judge's verdicts come
-from the log. With the run's own settings, every number is bit for bit the run's.
+from the log. With unchanged settings, every number equals the run's, bit for bit.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ from rollout.tools import ToolCall, Window, find_calls, video_of
 from rollout.video.box import Box
 from rollout.video.errors import VideoError
 
-OF_THE_MACHINE = ("time/", "perf/")  # metrics that differ between runs
+OF_THE_MACHINE = ("time/", "perf/")  # prefixes of metrics that depend on the machine
 SHOWN_KEYS = 3  # differing metrics to print
 
 
@@ -50,11 +50,11 @@ class LoggedSteps:
     run_dir: Path
     first: int
     last: int
-    checkpoint: Path | None  # from before the first step; None: the model of the settings
+    checkpoint: Path | None  # state before the first logged step; None: the model in the settings
 
     @classmethod
     def of(cls, run_dir: Path, replay_dir: str, *, needs_verdicts: bool) -> "LoggedSteps":
-        """Raises if the log does not suffice for a replay, which may need a judge's verdicts."""
+        """Opens a run's log. Raises ValueError if it lacks data for a replay, such as a judge's verdicts."""
         if Path(replay_dir).resolve() == run_dir.resolve():
             raise ValueError(f"run_dir={replay_dir} is the run to replay; choose another run_dir")
         if not (run_dir / METRICS_FILE).exists():
@@ -62,7 +62,7 @@ class LoggedSteps:
         last = last_step(run_dir)
         paths = [path for path in (run_dir / EPISODES_DIR).glob("*.jsonl") if path.stem.isdecimal()]
         steps = {int(path.stem) for path in paths} & {*range(1, last + 1)}
-        if not steps or "sft" in settings_of(run_dir):  # a cold start logs samples there
+        if not steps or "sft" in settings_of(run_dir):  # an SFT run logs samples in this directory
             raise ValueError(f"{run_dir} has no RL episodes; choose a run of paravt_jax.train")
         first = min(steps)
         if lost := sorted({*range(first, last + 1)} - steps):
@@ -80,7 +80,7 @@ class LoggedSteps:
         return load_jsonl(self.run_dir / EPISODES_DIR / f"{step:06d}.jsonl")
 
     def remarks(self, settings: Mapping[str, Any]) -> list[str]:
-        """Log lines about a replay with these settings; one has all that differ."""
+        """Log lines for a replay with these settings; the first line lists the settings that differ from the run's."""
         path = self.run_dir / SETTINGS_LOG_FILE
         later = [row["after_step"] for row in load_jsonl(path) if row["after_step"]] if path.exists() else []
         changes = changed_settings(settings, self.run_dir).items()
@@ -91,7 +91,7 @@ class LoggedSteps:
         ]
 
     def lend_checkpoint(self, directory: Path) -> None:
-        """Links the log's first checkpoint into a directory without checkpoints."""
+        """Hard-links the run's first checkpoint into `directory`, unless it has checkpoints."""
         checkpoints = directory / CHECKPOINTS_DIR
         if self.checkpoint is None or any(entry.name.isdecimal() for entry in checkpoints.glob("*")):
             return
@@ -154,7 +154,7 @@ class Replay:
         return await unless_stopped(self._groups(step))
 
     async def _groups(self, step: int) -> list[Group]:
-        """The groups of a step. With other rewards, more of them may have signal than the step needs."""
+        """Rebuilds the groups of a step. With changed rewards, more groups may have signal than the step needs."""
         try:
             by_sample = itertools.groupby(self.log.episodes(step), lambda record: record["visit"])
             rebuilt = [self._group(self.order[number], list(records)) for number, records in by_sample]
@@ -170,7 +170,7 @@ class Replay:
         return over_step(groups, self.worker.reward, self._advantage)
 
     def metrics(self) -> dict[str, float]:
-        """A log does not have aborted groups."""
+        """No metrics, because a log has no aborted groups."""
         return {}
 
     async def _group(self, sample: PromptSample[Prompt], records: Sequence[Mapping[str, Any]]) -> Group:
@@ -241,7 +241,7 @@ class Replay:
         return done
 
     async def _shown(self, records: Sequence[Mapping[str, Any]], paths: Mapping[str, str]) -> list[Shown]:
-        """The pictures of a response: frames are read again, others were stored. `paths` maps moved videos."""
+        """Loads the pictures of a response: decodes frames again, reads stored pictures. `paths` maps moved videos."""
         shown: dict[str, Shown] = {}
         times_s: dict[tuple[str, Box | None], list[float]] = {}
         for record in records:
@@ -257,7 +257,7 @@ class Replay:
 
 
 def differing(logged: Mapping[str, Any], replayed: Mapping[str, Any]) -> list[str]:
-    """The metrics of a step that differ in its replay; a metric that is not finite is logged as null."""
+    """Names of the metrics that differ between a step and its replay. The log has non-finite metrics as null."""
 
     def same(key: str) -> bool:
         value = replayed[key]
@@ -294,7 +294,7 @@ def _checkpoint_of(run_dir: Path, step: int) -> Path:
 
 
 def _linked(source: str, target: str) -> None:
-    """Hard-links if possible: checkpoints are large, and their files never change."""
+    """Hard-links a file, or copies it. Checkpoints are large and their files never change."""
     try:
         os.link(source, target)
     except OSError:

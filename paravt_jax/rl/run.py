@@ -42,7 +42,7 @@ from rollout.video.reader import FrameReader
 
 @dataclass(eq=False)
 class Run:
-    """Use `async with open_run(config) as run`."""
+    """A running RL training. Use `async with open_run(config) as run`."""
 
     training: Training
     policy: Policy
@@ -64,7 +64,7 @@ class Run:
     num_tokens: int = 0  # of all dialogues of the step, on all hosts
 
     async def collect(self) -> list[Group] | None:
-        """The next step's groups, or None after the last step."""
+        """Collects the next step's groups; None after the last step."""
         if not self.training.begin_step("rollout"):
             return None
         return await self.rollouts.next_groups(self.training.step + 1, self.training.directory.unless_stopped)
@@ -107,7 +107,7 @@ class Run:
         return time.monotonic() - start_s
 
     async def _publish(self, weights: Weights, version: int) -> None:
-        """If hosts share the servers, all gather the weights tensor by tensor, and host 0 publishes them."""
+        """Publishes weights. If hosts share servers, they all-gather each tensor, and only host 0 publishes."""
         shares, leads, start_s = self.engine_settings.connects, self.hosts.leads, time.monotonic()
         if leads or not shares:
             await self.engine.publish(weights, version)
@@ -137,7 +137,7 @@ class Run:
                 self.training.parts.clear()
 
     def _rows(self, groups: Sequence[Group]) -> Iterator[Mapping[str, Any] | bytes]:
-        """Every episode of the step, in the order of the groups; episodes from other hosts are lines."""
+        """Yields every episode of the step in the order of groups: a record, or a JSON line from another host."""
         remote = self.training.parts.read(self.training.step) if self.hosts.num > 1 else {}
         for group in groups:
             if group.is_remote:
@@ -146,14 +146,14 @@ class Run:
                 yield from records([group], self.training.step, self.policy.chat)
 
     def _share_episodes(self, groups: Sequence[Group]) -> None:
-        """Leaves this host's episodes where host 0, which logs all, reads them."""
+        """Writes this host's episodes to files that host 0 reads, because host 0 logs all episodes."""
         if not self.hosts.leads:
             step, chat = self.training.step + 1, self.policy.chat
             own = [group for group in groups if not group.is_remote]
             self.training.parts.write(step, {str(group.sample.number): records([group], step, chat) for group in own})
 
     async def validate_if_due(self) -> None:
-        """An interrupted validation is not logged; the resumed run repeats it."""
+        """Validates the policy if a validation is due. The resumed run repeats an interrupted validation."""
         training = self.training
         if not self.held_out or not training.validation_due(self.validation):
             return
@@ -177,15 +177,15 @@ class Run:
         training.log.validation(training.step, metrics | {"policy_version": training.version})
 
     async def save_if_due(self) -> None:
-        """Returns once the state is copied; rollouts of later steps continue."""
+        """Saves a checkpoint if one is due. Returns once the state is copied; rollouts of later steps continue."""
         await self.training.save_if_due(self.progress)
 
     def progress(self) -> Progress:
-        """The part of a checkpoint beside the learner."""
+        """The checkpoint's state besides the learner."""
         return {"cursor": self.rollouts.cursor.to_record()}
 
     def _check_mismatch(self, metrics: dict[str, float]) -> None:
-        """Warns when engine and learner differ, and stops the run when they differ too much."""
+        """Warns if the log-probs of engine and learner differ, and stops the run above the bound."""
         behavior_kl = metrics.get("mismatch/behavior_kl")
         if behavior_kl is None:
             return
@@ -200,7 +200,7 @@ class Run:
             self.training.log.say(f"step {step}: engine and learner differ by a KL of {behavior_kl:.3g}")
 
     def _weights(self) -> ModelWeights | AdapterWeights:
-        """SGLang's servers merge the adapter themselves; other engines get merged weights."""
+        """The weights to publish: the adapter for SGLang, which merges it itself, else the merged weights."""
         if self.training.adapter is not None and isinstance(self.engine, SGLangEngine):
             return AdapterWeights(self.training.learner.model, self.training.adapter)
         return ModelWeights(self.training.learner.model, np.dtype(jnp.dtype(self.policy.compute.dtype)))

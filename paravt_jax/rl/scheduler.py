@@ -1,16 +1,16 @@
 """Collects the groups of each step.
 
-With train.max_staleness=0 a step's groups start after the previous step; otherwise they start as many steps early as
-that allows, so that no token is ever too old and nothing has to be discarded. Missing episodes end the run only above
-train.max_missing_frac.
+With train.max_staleness=0 a step's groups start after the previous step. With a larger bound they start as many steps
+early as it allows, so that no token is ever too old and no episode is discarded. Missing episodes end the run only
+above train.max_missing_frac.
 
-With train.oversample, more groups start than the step needs, and the slowest are aborted. Which ones depends on
-timing, so only the log of such a run reproduces it (`rl/replay.py`), not its seed. The prompt of an aborted group
-comes first in the next step, which waits for it: no prompt is lost for being slow.
+With train.oversample, more groups start than the step needs, and the slowest are aborted. Timing decides which groups
+are aborted, so such a run is reproducible from its log (`rl/replay.py`), not from its seed. The prompt of an aborted
+group comes first in the next step, which waits for it, so slow prompts are not lost.
 
 If no groups start early, the overviews of the next step are still decoded early, while the learner updates.
 
-With several hosts, each runs every num-th group and receives the others' numbers (`rl/stats.py`).
+With several hosts, each host runs its share of the groups and receives the others' statistics (`rl/stats.py`).
 """
 
 import asyncio
@@ -43,7 +43,7 @@ Result = TypeVar("Result")
 
 
 class UnlessStopped(Protocol):
-    """Returns the result of the work; when a host has to stop, cancels it and returns None on all hosts."""
+    """Runs the work and returns its result. When a host has to stop, cancels the work and returns None on all hosts."""
 
     def __call__(self, work: Awaitable[Result], /) -> Awaitable[Result | None]: ...
 
@@ -53,12 +53,12 @@ async def always(work: Awaitable[Result], /) -> Result | None:
 
 
 def scatter(items: Sequence[Item], hosts: Hosts) -> Sequence[Item]:
-    """This host's part."""
+    """The items that this host works on: every num-th."""
     return items[hosts.index :: hosts.num]
 
 
 def interleave(by_host: Sequence[Sequence[Item]]) -> list[Item]:
-    """All items in their order, from the parts of all hosts."""
+    """Restores the order of the items from the parts of all hosts (the inverse of `scatter`)."""
     return [item for items in zip_longest(*by_host, fillvalue=None) for item in items if item is not None]
 
 
@@ -82,7 +82,7 @@ class PendingGroup:
 
 @dataclass(eq=False)
 class StepCost:
-    """This host's cost of a step, besides its groups."""
+    """This host's aborted groups in a step, and its rollout time."""
 
     aborted: list[PendingGroup] = field(default_factory=list)
     seconds: float = 0.0  # spent on rollouts
@@ -110,7 +110,7 @@ class RolloutScheduler:
         self._num_started = self._num_done = 0
         self._cost: dict[str, float] = {}
         self._decoding: asyncio.Task[None] | None = None  # overviews of the next step
-        self.rollout_s = 0.0  # of this host, for the step that was returned last
+        self.rollout_s = 0.0  # this host's rollout time in the last returned step
 
     @property
     def runs_ahead(self) -> bool:
@@ -118,9 +118,9 @@ class RolloutScheduler:
         return self._train.steps_ahead > 0
 
     async def next_groups(self, step: int, unless_stopped: UnlessStopped = always) -> list[Group] | None:
-        """The groups of a step, or None; groups of later steps start as far ahead as staleness allows.
+        """Returns the groups of a step, or None if a host stops. Starts later steps as early as staleness allows.
 
-        Hosts exchange groups only here: rollouts that run ahead of the learner run on each host alone.
+        Hosts exchange groups only here; rollouts that run ahead of the learner need no other host.
         """
         train = self._train
         for ahead in range(step, min(step + train.steps_ahead, train.num_steps) + 1):
@@ -149,9 +149,9 @@ class RolloutScheduler:
         return groups
 
     def decode_ahead(self) -> None:
-        """Starts to decode the overviews of the next samples into the store, as many as its half has room for.
+        """Starts to decode the overviews of the next samples into the frame store, using at most half of it.
 
-        The samples remain to be taken. The step that needs a broken video reports it.
+        The samples stay in the queue. The step that needs a broken video reports the error.
         """
         samples = [self.order[number] for number in self.cursor.peek(self._train.prompts_per_step)]
         budgets = budgets_of(samples, self._video, self.worker.seed)
@@ -159,17 +159,17 @@ class RolloutScheduler:
         fits = num_frames * 3 * self._video.max_pixels * MEMORY_PER_PIXEL_BYTE <= MEMORY_BYTES / 2
         own = scatter([task_of(*pair) for pair in compress(zip(samples, budgets, strict=True), fits)], self._hosts)
         if self._decoding is not None:
-            self._decoding.cancel()  # the step is over that needed it
+            self._decoding.cancel()  # the step that needed it is over
         self._decoding = asyncio.create_task(self._decode(own))
 
     async def _decode(self, tasks: Sequence[Task]) -> None:
-        async def decode(task: Task) -> None:  # without its result, which would stay in memory
+        async def decode(task: Task) -> None:  # drops the result, which would stay in memory
             await await_user_code(self.worker.agent.overview(task))
 
         await asyncio.gather(*map(decode, tasks), return_exceptions=True)
 
     def metrics(self) -> dict[str, float]:
-        """The cost of oversampling in the step that was returned last."""
+        """The cost of oversampling in the last returned step."""
         return self._cost
 
     async def close(self) -> None:
@@ -182,9 +182,10 @@ class RolloutScheduler:
         return self._train.prompts_per_step - sum(group.has_signal for group in groups)
 
     async def _collect(self) -> tuple[list[Group], StepCost]:
-        """Groups for one step. Groups without signal are replaced up to max_resamples times.
+        """Samples groups for one step, replacing groups without signal up to max_resamples times.
 
-        With several hosts, only this host's part of the first round, because replacing groups depends on all hosts.
+        With several hosts, samples only this host's part of the first round, because all hosts must agree on how many
+        groups to replace.
         """
         num_rounds = 1 + self._train.max_resamples if self._hosts.num == 1 else 1
         groups, cost = [], StepCost()
@@ -195,7 +196,7 @@ class RolloutScheduler:
         return groups, cost
 
     async def _sample_round(self, num_wanted: int, cost: StepCost) -> list[Group]:
-        """This host's groups, until enough have signal or all are done. All hosts draw the same samples."""
+        """Runs this host's groups until enough have signal or all are done. All hosts draw the same samples."""
         num_again = self.cursor.num_again
         samples = [self.order[number] for number in self.cursor.take(num_wanted + self._train.oversample)]
         budgets = budgets_of(samples, self._video, self.worker.seed)
@@ -207,7 +208,7 @@ class RolloutScheduler:
         return [group.task.result() for group in finished]
 
     async def _exchange(self, own: Sequence[Group]) -> list[Group]:
-        """The groups of a round on all hosts, in the order of their samples."""
+        """Gathers a round's groups from all hosts, in the order of their samples."""
         messages = [group.to_message(rewards_of(group.rollouts, self.worker.reward, self._advantage)) for group in own]
         local = {group.sample.number: group for group in own}
         return [
@@ -218,7 +219,7 @@ class RolloutScheduler:
     async def _run_until_enough(
         self, pending: Sequence[PendingGroup], num_again: int, num_wanted: int
     ) -> tuple[list[PendingGroup], list[PendingGroup]]:
-        """Runs groups until enough have signal. Returns the finished groups, and the rest, which it aborts."""
+        """Runs groups until enough have signal, then aborts the rest. Returns finished and aborted groups."""
         self._num_started += self._train.group_size * len(pending)
         async with asyncio.TaskGroup() as tasks:
             for group in pending:
@@ -233,7 +234,7 @@ class RolloutScheduler:
         return finished, aborted
 
     async def _run_group(self, pending: PendingGroup) -> Group:
-        # A synchronous rollout must have a single policy version; otherwise it is missing.
+        # A synchronous rollout with tokens of several policy versions is missing.
         version = None if self._train.max_staleness else self.worker.agent.engine.version
         sample, size = pending.sample, self._train.group_size
         task = task_of(sample, pending.frame_budget)
@@ -241,7 +242,7 @@ class RolloutScheduler:
         return Group(sample, task.frame_budget, rollouts, advantages_of(rollouts, self.worker.reward, self._advantage))
 
     async def _abort(self, pending: Sequence[PendingGroup]) -> None:
-        """Aborts groups. The engine first gets time to report the tokens sampled so far, which are their cost."""
+        """Aborts groups. The engine first gets time to report the tokens sampled so far, which metrics count."""
         running = [group for group in pending if not group.task.done()]
         if running:
             episodes = [episode.id for group in running for episode in group.episodes]
@@ -262,13 +263,13 @@ class RolloutScheduler:
 
 
 def _is_enough(pending: Sequence[PendingGroup], num_again: int, num_wanted: int) -> bool:
-    """Enough groups have signal, and the first `num_again`, which were aborted before, are done."""
+    """Whether enough groups have signal, and the first `num_again`, which were aborted before, are done."""
     again_done = all(group.task.done() for group in pending[:num_again])
     return again_done and sum(group.has_signal for group in pending) >= num_wanted
 
 
 def _oversampling_metrics(groups: Sequence[Group], aborted: Sequence[PendingGroup]) -> dict[str, float]:
-    """Aborted groups and their tokens, as far as the engine reported them."""
+    """Counts aborted groups, and their tokens as far as the engine reported them."""
     episodes = [rollout.episode for group in groups for rollout in group.rollouts if rollout.episode is not None]
     used, lost = sum(episode.num_sampled for episode in episodes), sum(group.num_sampled for group in aborted)
     return {

@@ -121,7 +121,7 @@ async def open_run(
         if not config.engine.connects:
             compile_ahead()
         rollouts = await _rollouts(config, training, policy, frames, plugin, order, log, gpus, take_over, stack)
-        if config.engine.connects:  # only now, because the error of a server would wait for the program
+        if config.engine.connects:  # only now, because a server's error would have to wait until compilation ends
             compile_ahead()
         worker = rollouts.worker
         run = Run(
@@ -142,7 +142,7 @@ async def open_run(
             probe=DeviceProbe(hosts),
         )
         if log is None and config.engine.kind != "jax":
-            await hosts.gather_async("engine", None)  # a server that is loading does not answer other hosts
+            await hosts.gather_async("engine", None)  # a server does not answer other hosts while it loads
             await run.publish()  # servers may have been started with other weights
         if isinstance(run.engine, SGLangEngine):
             await _check_parity(run.engine, run)
@@ -218,7 +218,7 @@ async def _rollouts(
     take_over: bool,
     stack: AsyncExitStack,
 ) -> RolloutScheduler | Replay:
-    """The source of groups: rollouts with an engine, or a log."""
+    """Opens the source of groups: rollouts with an engine, or a log."""
     cursor = Cursor.from_record(training.first_progress["cursor"])
     if log is not None:
         agent = Agent(ScriptedEngine(no_reply), frames, policy.chat, config.rollout)
@@ -285,7 +285,7 @@ def _check_for_hosts(hosts: HostsConfig, train: TrainConfig, engine: EngineConfi
 
 
 def _check_num_images(prompts: Sequence[Prompt], source: str, most_frames: int) -> None:
-    """Rejects rows with more pictures than memory is planned for."""
+    """Rejects rows with more images than memory is planned for."""
     most = max(prompts, key=lambda prompt: len(prompt.images), default=None)
     if most is not None and len(most.images) > most_frames:
         raise ValueError(
@@ -295,7 +295,7 @@ def _check_num_images(prompts: Sequence[Prompt], source: str, most_frames: int) 
 
 
 def _keep_apart(directory: RunDirectory, log: LoggedSteps | None) -> None:
-    """Rejects a directory with steps from a normal run if this is a replay, the reverse, and replays of another run."""
+    """Rejects a directory whose steps come from another kind of run: a normal run, or a replay of another run."""
     path, source = directory.path / REPLAY_OF_FILE, "" if log is None else str(log.run_dir)
     old_source = path.read_text() if path.exists() else ""
     if directory.num_logged and old_source != source:
@@ -321,7 +321,7 @@ async def _check_parity(engine: SGLangEngine, run: Run) -> None:
 
 
 async def _parity_problem(engine: SGLangEngine, scorer: LearnerScorer, run: Run) -> str:
-    """The reason to reject this host's servers, or an empty string."""
+    """Returns the reason to reject this host's servers, or an empty string."""
     log, down, slots = run.training.log, [], asyncio.Semaphore(SERVERS_AT_ONCE)
 
     async def compare(url: str) -> list[Parity]:
@@ -344,7 +344,7 @@ async def _parity_problem(engine: SGLangEngine, scorer: LearnerScorer, run: Run)
 def _prompts(
     data: DataConfig, directory: Path, seed: int, max_held_out: int, plugin: Plugin | GroupPlugin | None
 ) -> tuple[Sequence[Prompt], Sequence[Prompt], list[str]]:
-    """Training prompts, held-out prompts, and log messages about rows."""
+    """Loads training prompts and held-out prompts, and returns them with log messages about rows."""
     remarks: list[str] = []
 
     def load(path: str, video_root: str) -> Sequence[Prompt]:

@@ -1,6 +1,6 @@
-"""The numbers of a step's episodes, as hosts exchange them; tokens, texts and frames stay on the host that samples.
+"""Statistics of a step's episodes, which hosts exchange; tokens, texts and frames stay on the host that sampled them.
 
-With these records every host knows all groups of a step: it normalizes, decides and logs as a single host would.
+With these records every host knows all groups of a step, so it normalizes, decides and logs as a single host would.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from rollout.episode import Episode
 
 @dataclass(frozen=True)
 class EpisodeStats:
-    """An episode's numbers for metrics, as JSON values; reward terms are None without a score."""
+    """An episode's statistics for metrics, as JSON values. Reward terms are None without a score."""
 
     num_turns: int
     num_sampled: int
@@ -54,7 +54,7 @@ class EpisodeStats:
 
 
 def with_arrays(message: Any) -> Any:
-    """Arrays for the lists in a message."""
+    """Turns the lists in a message into arrays."""
     if isinstance(message, Mapping):
         return {name: with_arrays(value) for name, value in message.items()}
     return np.array(message) if isinstance(message, list) else message
