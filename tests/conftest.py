@@ -1,4 +1,4 @@
-"""Eight CPU devices, a shared compilation cache, and no silent broadcasting, for every test."""
+"""Sets up eight CPU devices, a shared compilation cache and strict rank promotion for every test."""
 
 # ruff: noqa: E402 (jax reads its environment when it is imported)
 
@@ -16,12 +16,12 @@ from paravt_jax.check.quick_flags import QUICK_FLAGS
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 XLA_FLAGS = ("--xla_force_host_platform_device_count=8", *QUICK_FLAGS)  # the suite is mostly XLA compiling
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *XLA_FLAGS))
-# Outside the clone, where runs keep theirs: every worker, every run and the next clone find what was compiled before.
+# Outside the clone, like the cache of runs, so that all workers, later runs and other clones share compiled programs.
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paravt_jax" / "xla"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")  # most programs are small, and many are equal
-os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # nobody reads in which line an instruction was traced
-# Threads of torch and numpy wait for each other by spinning: on tiny arrays that is half of what they compute.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # no test needs source lines in HLO
+# Threads of torch and numpy spin while they wait for each other, which takes half of the time on tiny arrays.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
@@ -45,18 +45,21 @@ from xdist.scheduler import LoadFileScheduling
 from model_port.tiny import make_tiny
 from rollout.chat import Chat
 
-MAX_IDLE_BYTES = 2**30  # of a process between modules
-MAX_GROWTH_BYTES = 0.4 * 2**30  # of a process within a module, since it last dropped its programs
-MAX_IDLE_GROWTH_BYTES = 0.15 * 2**30  # the same between modules
-MAX_BYTES = 3 * 2**30  # of a process at any time: four of them and their servers run on 16 GB
+# Memory of a test process.
+MAX_IDLE_BYTES = 2**30  # between modules
+MAX_GROWTH_BYTES = 0.4 * 2**30  # growth within a module since compiled programs were last dropped
+MAX_IDLE_GROWTH_BYTES = 0.15 * 2**30  # the same growth between modules
+MAX_BYTES = 3 * 2**30  # at any time: four processes and their servers must fit in 16 GB
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Beside Python's own handler asyncio.run sets another, and with it writes out all that its task returned.
+# With Python's own handler, asyncio.run installs another one, which formats the task's whole result.
 signal.signal(signal.SIGINT, lambda number, frame: signal.default_int_handler(number, frame))
-httpcore2.default_ssl_context = cache(httpcore2.default_ssl_context)  # a client reads all certificates of the system
-kept_bytes = MAX_IDLE_BYTES  # at least, by the process after it last dropped its programs
+httpcore2.default_ssl_context = cache(
+    httpcore2.default_ssl_context
+)  # otherwise each client reads all system certificates
+kept_bytes = MAX_IDLE_BYTES  # memory after compiled programs were last dropped
 
-# Timings are never tests. In CI the examples are the same every time: a change is judged by what it changed.
+# Timings never fail a test. In CI the examples are fixed, so that only the change under test can fail.
 hypothesis.settings.register_profile(
     "tests",
     deadline=None,
@@ -68,14 +71,14 @@ hypothesis.settings.load_profile("tests")
 
 @pytest.fixture
 def float64():
-    """Runs a test in double precision, where an exact identity shows to ten digits and more."""
+    """Enables double precision, in which exact identities hold to ten digits or more."""
     with jax.enable_x64(True):
         yield
 
 
 @pytest.fixture(scope="session")
 def tiny_hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model's directory, to be read: a test that writes into one makes its own."""
+    """The directory of a tiny model. Read-only: a test that modifies a model makes its own."""
     directory = tmp_path_factory.mktemp("hf") / "tiny"
     make_tiny(directory)
     return directory
@@ -94,26 +97,26 @@ def gcs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 @pytest.fixture(scope="module", autouse=True)
 def bounded_memory():
-    """After a module, drops compiled programs and checks the peak: a module that exceeds MAX_BYTES is an error."""
+    """Drops compiled programs after each module, and fails a module whose memory exceeded MAX_BYTES."""
     earlier = peak_bytes()
     yield
     drop_programs_above(kept_bytes + MAX_IDLE_GROWTH_BYTES)
-    assert peak_bytes() <= max(earlier, MAX_BYTES), f"{peak_bytes() / 2**30:.2f} GiB in memory, more than 3"
+    assert peak_bytes() <= max(earlier, MAX_BYTES), f"peak memory of {peak_bytes() / 2**30:.2f} GiB exceeds 3"
 
 
 @pytest.fixture(autouse=True)
 def bounded_growth():
-    """Drops compiled programs within a module as well, before they add up."""
+    """Drops compiled programs also within a module, before they accumulate."""
     yield
     drop_programs_above(kept_bytes + MAX_GROWTH_BYTES)
 
 
 def drop_programs_above(num_bytes: float) -> None:
-    """JAX keeps each compiled program, 2 MiB or more, as long as the process lives."""
+    """Drops JAX's compiled programs, each at least 2 MiB, which it otherwise keeps until the process exits."""
     global kept_bytes
     process = psutil.Process()
     if process.memory_info().rss > num_bytes:
-        gc.collect()  # it runs seldom otherwise, and cycles keep programs and arrays
+        gc.collect()  # reference cycles keep programs and arrays, and automatic collection is rare
         jax.clear_caches()
         ctypes.CDLL(None).malloc_trim(0)  # without it, glibc keeps the freed memory
         kept_bytes = max(MAX_IDLE_BYTES, process.memory_info().rss)
@@ -124,7 +127,7 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-# What takes minutes begins first, so that no process is left alone with it at the end.
+# Files that take minutes start first, so that no process runs one alone at the end.
 LONG_FILES = (
     *("test_real_server.py", "test_train.py", "test_hosts_run.py", "test_resume.py", "test_docs.py", "test_sft.py"),
     *("test_stats.py", "test_check.py", "test_batches.py", "test_parity.py", "test_machines.py", "test_plan.py"),
@@ -138,7 +141,7 @@ TORCH_FILES = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", type=float, default=0, metavar="MINUTES", help="so long for each target of test_fuzz.py")
+    parser.addoption("--long", type=float, default=0, metavar="MINUTES", help="duration of each target of test_fuzz.py")
 
 
 class TorchInOneProcess(LoadFileScheduling):
@@ -148,14 +151,14 @@ class TorchInOneProcess(LoadFileScheduling):
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
-    """Of the quick tests one process runs all that import torch, because the import takes as long as many of them."""
+    """Runs all quick tests that import torch in one process, because the import takes as long as many tests."""
     is_quick = config.getvalue("dist") == "loadfile" and "not slow" in config.getvalue("markexpr")
     return TorchInOneProcess(config, log) if is_quick else None
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What it imports stays: garbage is looked for later, among the rest, and less often, as JAX does so each time."""
+    """Freezes imported objects, and collects garbage less often, because each collection also runs JAX's hook."""
     gc.disable()
     collected = yield
     gc.collect()

@@ -1,6 +1,6 @@
-"""Commands in processes of their own that need not import everything first: forked from one that has.
+"""Runs commands in processes forked from a server that has imported everything, which saves the import time.
 
-They compile for speed of compiling, like the tests, with which they share their programs.
+They use the tests' compiler flags for fast compilation, and share the tests' compiled programs.
 """
 
 import gc
@@ -19,7 +19,7 @@ from model_port.cli import run_cli
 from paravt_jax.run import training
 
 ENVIRONMENT = {"COLUMNS": "200"}
-training.make_plots = lambda run_dir: []  # five seconds; the smoke run has them, and tests of their own
+training.make_plots = lambda run_dir: []  # takes five seconds; the smoke run and its own tests cover plots
 
 forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload(
@@ -33,7 +33,7 @@ forks.set_forkserver_preload(
 def start(
     module: str, arguments: list[str], output: str, errors: str | None = None, cwd: str = ".", **environment: str
 ) -> ForkServerProcess:
-    """It writes to the file `output`, and to `errors` what goes to stderr; by default both go to `output`."""
+    """Starts a command. Its stdout goes to the file `output`, its stderr to `errors` or also to `output`."""
     files = output, errors or output
     Path(output).touch()
     process = forks.Process(target=_run, args=(module, arguments, *files, cwd, ENVIRONMENT | environment))
@@ -44,21 +44,21 @@ def start(
 def run(
     module: str, *arguments: object, deadline_s: float = 240, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """To its end."""
+    """Runs a command to its end."""
     with TemporaryDirectory() as folder:
         output, errors = Path(folder) / "output", Path(folder) / "errors"
         process = start(module, [*map(str, arguments)], str(output), str(errors), **environment)
         process.join(deadline_s)
         code = process.exitcode
         process.kill()
-        assert code is not None, f"{module} did not end: {errors.read_text()}"
+        assert code is not None, f"{module} did not exit: {errors.read_text()}"
         return subprocess.CompletedProcess([module, *map(str, arguments)], code, output.read_text(), errors.read_text())
 
 
 def wait_until(
     condition: Callable[[], object], process: ForkServerProcess, output: Path, deadline_s: float = 200
 ) -> None:
-    """The process makes it true; it writes to `output`."""
+    """Waits until the process makes a condition true; a failure shows the end of its `output`."""
     give_up_s = time.monotonic() + deadline_s
     while not condition():
         assert process.is_alive() and time.monotonic() < give_up_s, output.read_text()[-3000:]
@@ -68,7 +68,7 @@ def wait_until(
 def _run(module: str, arguments: list[str], output: str, errors: str, cwd: str, environment: dict[str, str]) -> None:
     os.setsid()
     os.chdir(cwd)
-    gc.freeze()  # garbage is looked for among what comes now
+    gc.freeze()  # garbage collection skips everything imported so far
     for name, numbers in ((output, (0, 1)), (errors, (2,))):
         file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         for number in numbers:

@@ -1,6 +1,6 @@
-"""Several hosts on one machine: a process for each, all forked from one that has imported everything.
+"""Several hosts on one machine, each a process forked from a server that has imported everything.
 
-Each has CPU devices of its own, and collectives go through gloo. Their words come back by host, with exit codes.
+Each host has its own CPU devices, and collectives go through gloo. Tests get each host's output and exit code.
 """
 
 import os
@@ -19,19 +19,19 @@ from paravt_jax.run import hosts
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a host ended."""
+class HostExit:
+    """A host's exit code and output."""
 
     code: int
-    said: str
+    output: str
 
     @property
-    def last(self) -> str:
-        return self.said.strip().splitlines()[-1] if self.said.strip() else ""
+    def last_line(self) -> str:
+        return self.output.strip().splitlines()[-1] if self.output.strip() else ""
 
 
-class Started:
-    """Hosts that run; they write to files of `folder`."""
+class RunningHosts:
+    """Started hosts, whose output goes to files in `folder`."""
 
     def __init__(self, folder: Path, num: int, devices: int, work: Callable[..., Any], each: Sequence[tuple[Any, ...]]):
         folder.mkdir(parents=True, exist_ok=True)
@@ -44,8 +44,8 @@ class Started:
             file.touch()
             process.start()
 
-    def ended(self, deadline_s: float = 240) -> list[Ended]:
-        """How they ended; whoever is still there at the deadline is killed, which fails the test."""
+    def wait(self, deadline_s: float = 240) -> list[HostExit]:
+        """Waits for all hosts to exit. At the deadline it kills those that still run, and fails the test."""
         give_up_s = time.monotonic() + deadline_s
         for process in self.processes:
             process.join(max(0.1, give_up_s - time.monotonic()))
@@ -53,10 +53,10 @@ class Started:
         for process in self.processes:
             process.kill()
             process.join()
-        said = [file.read_text() if file.exists() else "" for file in self.files]
-        assert not late, f"hosts {late} did not end in {deadline_s} s: {[said[host][-2000:] for host in late]}"
+        outputs = [file.read_text() if file.exists() else "" for file in self.files]
+        assert not late, f"hosts {late} did not exit in {deadline_s} s: {[outputs[host][-2000:] for host in late]}"
         codes = [process.exitcode for process in self.processes]
-        return [Ended(-1 if code is None else code, text) for code, text in zip(codes, said, strict=True)]
+        return [HostExit(-1 if code is None else code, text) for code, text in zip(codes, outputs, strict=True)]
 
 
 def settings(num: int, port: int | None = None) -> list[HostsConfig]:
@@ -64,16 +64,16 @@ def settings(num: int, port: int | None = None) -> list[HostsConfig]:
     return [HostsConfig(address, num, index) for index in range(num)]
 
 
-def start_work(folder: Path, work: Callable[..., Any], num: int = 2, *arguments: Any, devices: int = 1) -> Started:
-    """`work(hosts, …)` on each of the joined hosts; a function of a module that can be imported."""
-    return Started(folder, num, devices, _joined, [(work, one, *arguments) for one in settings(num)])
+def start_work(folder: Path, work: Callable[..., Any], num: int = 2, *arguments: Any, devices: int = 1) -> RunningHosts:
+    """Starts `work(hosts, …)`, a module-level function, on each of `num` connected hosts."""
+    return RunningHosts(folder, num, devices, _joined, [(work, config, *arguments) for config in settings(num)])
 
 
 def run_work(folder: Path, work: Callable[..., Any], num: int = 2, *arguments: Any, devices: int = 1) -> list[str]:
-    """What each host said, all of which ended well."""
-    ended = start_work(folder, work, num, *arguments, devices=devices).ended()
-    assert [one.code for one in ended] == [0] * num, "\n\n".join(one.said[-3000:] for one in ended)
-    return [one.said for one in ended]
+    """Runs `work(hosts, …)` on connected hosts, all of which must succeed. Returns the output of each."""
+    exits = start_work(folder, work, num, *arguments, devices=devices).wait()
+    assert [host.code for host in exits] == [0] * num, "\n\n".join(host.output[-3000:] for host in exits)
+    return [host.output for host in exits]
 
 
 def start_command(
@@ -85,14 +85,14 @@ def start_command(
     devices: int = 1,
     own: Sequence[dict[str, str]] = (),
     work: Callable[..., None] = command,
-) -> Started:
-    """A command on each host; `own` are more variables of the environment of each one. `work` calls `command`."""
-    told = [
-        [*arguments, f"hosts.coordinator={one.coordinator}", f"hosts.num={num}", f"hosts.index={one.index}"]
-        for one in settings(num)
+) -> RunningHosts:
+    """Starts a command on each host; `own` has each host's extra environment variables. `work` calls `command`."""
+    words = [
+        [*arguments, f"hosts.coordinator={host.coordinator}", f"hosts.num={num}", f"hosts.index={host.index}"]
+        for host in settings(num)
     ]
-    each = [(module, words, more) for words, more in zip(told, own or [{}] * num, strict=True)]
-    return Started(folder, num, devices, work, each)
+    each = [(module, line, more) for line, more in zip(words, own or [{}] * num, strict=True)]
+    return RunningHosts(folder, num, devices, work, each)
 
 
 def _joined(work: Callable[..., Any], config: HostsConfig, *arguments: Any) -> None:

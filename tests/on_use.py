@@ -1,6 +1,6 @@
-"""torch and transformers, imported when a test first uses them: they take longer to import than everything else.
+"""Lazy imports of torch and transformers, which take longer to import than everything else.
 
-Every test process imports all test files, and only the process that runs the conftest's TORCH_FILES needs the two.
+Every test process imports all test files, but only the process that runs the conftest's TORCH_FILES needs these two.
 """
 
 import importlib
@@ -13,7 +13,7 @@ class OnUse:
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("_"):
-            raise AttributeError(attribute)  # pytest looks for private ones in every object of a test module
+            raise AttributeError(attribute)  # pytest probes every object of a test module for private attributes
         return getattr(importlib.import_module(self._name), attribute)
 
 

@@ -1,7 +1,7 @@
-"""README, docs and configs: commands are read by their own parsers and run, links lead somewhere, the tree is the tree.
+"""README, docs and configs are correct: commands parse and run, links resolve, and listed folders exist.
 
-A block whose first line is `# needs …` is only read, and says what the tests do not have: `LACKING`. All others are
-run, page by page, in their order, in a directory of the page's own with tiny models and made-up rows.
+A block that starts with `# needs …` is only parsed, and must name a requirement in `LACKING`. All other blocks of a
+page run in order, in a separate directory with tiny models and synthetic rows.
 """
 
 import argparse
@@ -40,13 +40,13 @@ IN_HEADER = re.compile(r"^#   (python -m .*?)(?:  .*)?$", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)]+)\)")
 NAMED = re.compile(r"`((?:paravt_jax|model_port|rollout|configs|scripts|docs|tests)/[\w./-]*?(?:\.\w+|/))`")
 NEEDS = "# needs "
-LACKING = (  # machines, what is installed apart, what a user brings, and more than half a minute of the suite
+LACKING = (  # machines, separate installations, users' own files, and commands that take over half a minute
     *("accelerator", "GPU", "machines", "network", "disk", "memory", "hour", "minutes", "of a processor"),
     *(".venv-sglang", "aot-gpu", "torch", "verl", "decord", "chromium", "openai", "qwen_vl_utils", "sglang-router"),
     *("server", "engine", "a run", "a policy", "a clone of EvolvingLMMs-Lab/ParaVT"),
 )
 ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
-ELSEWHERE = {  # programs that are not ours
+ELSEWHERE = {  # other projects' programs
     *("hf", "find", "export", "sglang-router", "lmms-eval"),
     *(".venv/bin/pre-commit", ".venv/bin/python"),
 }
@@ -75,7 +75,7 @@ class Block:
 
     @property
     def file(self) -> str:
-        """The name under which the reader saves this example."""
+        """The file name under which the reader saves this example, or an empty string."""
         name = re.match(r"# (\w+\.py)\n", self.text)
         return name[1] if name else ""
 
@@ -106,12 +106,12 @@ def main_of(module: str):
 
 
 class WasRead(BaseException):
-    """The arguments of a command, in place of what it would do with them."""
+    """Raised with a command's parsed arguments instead of running it."""
 
 
 @contextlib.contextmanager
 def only_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every command ends when it has read its arguments."""
+    """Makes every command stop after it has parsed its arguments."""
     with monkeypatch.context() as patch:
         for name in ("parse_args", "parse_intermixed_args"):
             patch.setattr(argparse.ArgumentParser, name, stopping(getattr(argparse.ArgumentParser, name)))
@@ -126,18 +126,18 @@ def stopping(parse: Callable[..., argparse.Namespace]) -> Callable[..., NoReturn
 
 
 def problem_with(command: str, monkeypatch: pytest.MonkeyPatch) -> str | None:
-    """What its own parser, and the checks of its settings, say against a command; None: nothing."""
+    """Returns the error of a command's parser or settings checks, or None."""
     program, *arguments = words_of(command)
     if program == "bash":
         return None if (ROOT / arguments[0]).is_file() else f"there is no {arguments[0]}"
     if program == "paravt":
         program, arguments = "python", ["-m", "paravt_jax", *arguments]
     if program != "python":
-        return None if program in ELSEWHERE else f"{program} is no program that a page may name"
-    assert arguments[0] == "-m", f"{command}: a program of this project is started with -m"
+        return None if program in ELSEWHERE else f"pages may not use the program {program}"
+    assert arguments[0] == "-m", f"{command}: start this project's programs with -m"
     _, module, *arguments = arguments
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()), monkeypatch.context() as patch:
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()), monkeypatch.context() as patch:
         show = module in RUN_BY_CONFIG and any(word.startswith(("--config", "--show")) for word in arguments)
         patch.setattr(sys, "argv", [module, *arguments, *(["--show"] if show else [])])
         try:
@@ -146,7 +146,7 @@ def problem_with(command: str, monkeypatch: pytest.MonkeyPatch) -> str | None:
         except WasRead:
             return None
         except SystemExit:
-            return said.getvalue().splitlines()[-1]
+            return errors.getvalue().splitlines()[-1]
         except (ValueError, OSError) as problem:
             return str(problem)
     return None
@@ -165,7 +165,7 @@ def problems_of(page: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("page", [*PAGES, *CONFIGS], ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_the_parser_of_every_command_reads_it_as_the_page_writes_it(page, tmp_path, monkeypatch):
+def test_documented_commands_are_accepted_by_their_parsers(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in ("configs", "docs"):
         Path(folder).symlink_to(ROOT / folder)
@@ -185,14 +185,14 @@ def test_the_parser_of_every_command_reads_it_as_the_page_writes_it(page, tmp_pa
         "```bash\nrm -rf runs\n```\n",
     ],
 )
-def test_a_command_that_would_fail_is_noticed(tmp_path, monkeypatch, text):
+def test_a_documented_command_that_would_fail_is_detected(tmp_path, monkeypatch, text):
     monkeypatch.chdir(ROOT)
     (tmp_path / "page.md").write_text(text)
     assert len(problems_of(tmp_path / "page.md", monkeypatch)) == 1
 
 
 def unexcused(page: Path) -> list[str]:
-    """What blocks say that they need, and the tests have; and languages that this module does not know."""
+    """Lists reasons to skip a block that are not in `LACKING`, and unknown languages."""
     blocks = blocks_of(page)
     reasons = [block.text.splitlines()[0] for block in blocks if block.text.startswith(NEEDS)]
     unknown = {block.language for block in blocks} - {"", "bash", "python"}
@@ -200,11 +200,11 @@ def unexcused(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_a_block_that_is_not_run_says_what_the_tests_do_not_have(page):
+def test_a_skipped_block_names_a_requirement_that_the_tests_lack(page):
     assert unexcused(page) == []
 
 
-def test_an_excuse_that_is_none_is_noticed(tmp_path):
+def test_an_invalid_reason_to_skip_is_detected(tmp_path):
     (tmp_path / "page.md").write_text(
         "```bash\n# needs a minute\ntrue\n```\n```bash\n# needs a GPU\ntrue\n```\n```py\n1\n```\n"
     )
@@ -222,7 +222,7 @@ PAGES_WITH_COMMANDS_TO_RUN = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES_WITH_COMMANDS_TO_RUN, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_the_blocks_of_a_page_run_one_after_the_other(page, tmp_path, monkeypatch):
+def test_the_blocks_of_a_page_run_in_order(page, tmp_path, monkeypatch):
     make_world(tmp_path)
     monkeypatch.chdir(tmp_path)
     handler = signal.getsignal(signal.SIGTERM)
@@ -248,7 +248,7 @@ def test_the_blocks_of_a_page_run_one_after_the_other(page, tmp_path, monkeypatc
 
 @contextmanager
 def without_an_answer() -> Iterator[None]:
-    """A model that has hardly trained may have no answer, and nothing else may fail."""
+    """Allows only one failure: a barely trained model may give no answer."""
     try:
         yield
     except RuntimeError as problem:
@@ -257,13 +257,13 @@ def without_an_answer() -> Iterator[None]:
 
 
 def runs_on(page: Path, block: Block) -> bool:
-    """Whether a test runs a block. Of the tutorial it also runs those that need a GPU, with a tiny model on the CPU."""
+    """Whether a test runs a block. It also runs the tutorial's GPU blocks, with a tiny model on the CPU."""
     reason = block.text.splitlines()[0]
     return block.runs or (page.name == "tutorial.md" and block.language == "bash" and "network" not in reason)
 
 
 def make_world(directory: Path) -> None:
-    """What the pages take for granted: videos, published rows, traces with one call a turn."""
+    """Writes the files that the pages assume: videos, published rows, and traces with one call per turn."""
     for folder in ("configs", "docs"):
         (directory / folder).symlink_to(ROOT / folder)
     for folder in ("videos", "rows/sft", "rows/rl"):
@@ -290,7 +290,7 @@ def make_world(directory: Path) -> None:
 
 
 def slug(heading: str) -> str:
-    """The anchor that a heading gets where Markdown is shown."""
+    """Returns the anchor of a heading in rendered Markdown."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
@@ -310,19 +310,19 @@ def dead_links(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_every_link_and_every_path_of_a_page_leads_somewhere(page):
+def test_links_and_paths_of_a_page_exist(page):
     assert dead_links(page) == []
     assert [name for name in NAMED.findall(page.read_text()) if not (ROOT / name).exists()] == []
 
 
-def test_a_dead_link_and_a_dead_anchor_are_noticed(tmp_path):
+def test_dead_links_and_anchors_are_detected(tmp_path):
     text = "# One\n[a](gone.md) [b](#one) [c](#two) [d](page.md#one) [e](https://host/x) [f](#\none)\n"
     (tmp_path / "page.md").write_text(text)
     assert dead_links(tmp_path / "page.md") == ["gone.md", "#two", "#\none"]
 
 
 def tree_of_the_readme() -> dict[str, str]:
-    """Path of every folder in the tree, and the clause behind it."""
+    """Returns each folder in the README's tree with its description."""
     (tree,) = re.findall(r"^## The tree\n\n```\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     clauses: dict[str, str] = {}
     for line in tree.splitlines():
@@ -332,7 +332,7 @@ def tree_of_the_readme() -> dict[str, str]:
     return clauses
 
 
-def test_the_tree_of_the_readme_is_the_tree():
+def test_the_readme_lists_the_folders_that_exist():
     clauses = tree_of_the_readme()
     assert [name for name in clauses if not (ROOT / name).is_dir()] == []
     named = [f"{folder}{file}" for folder, clause in clauses.items() for file in re.findall(r"\w+\.py\b", clause)]
@@ -342,21 +342,21 @@ def test_the_tree_of_the_readme_is_the_tree():
     assert ours | {"configs/", "scripts/", "docs/", "tests/"} <= set(clauses)
 
 
-def test_the_readme_is_a_door_and_pictures_are_light():
+def test_the_readme_and_all_images_are_small():
     assert len((ROOT / "README.md").read_bytes()) <= MAX_README_BYTES
     pictures = [path for kind in ("png", "svg") for path in (ROOT / "docs").rglob(f"*.{kind}")]
     assert pictures
     assert [path.name for path in pictures if path.stat().st_size > MAX_PICTURE_BYTES] == []
 
 
-def test_the_loop_that_a_page_shows_is_the_loop():
+def test_the_training_loop_in_the_docs_is_the_code():
     (shown,) = (block.text for block in blocks_of(ROOT / "docs" / "architecture.md") if block.language == "python")
     code = [line.strip() for line in (ROOT / "paravt_jax" / "train.py").read_text().splitlines()]
     lines = [line.strip() for line in shown.splitlines()]
     assert lines in [code[n : n + len(lines)] for n in range(len(code))]
 
 
-def test_the_table_of_corrections_gives_the_default_bounds():
+def test_the_docs_list_the_default_bounds_of_corrections():
     page = (ROOT / "docs" / "training.md").read_text()
     (table,) = re.findall(r"^\| `loss.correction` (.*?)\n\n", page, re.MULTILINE | re.DOTALL)
     rows = re.findall(r"^\| `(\w+)` (?:\(.*?\) )?(?:\|[^|]*){2}\|([^|]*)\|", table, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The examples of scripts/examples run as their first line says."""
+"""The examples of scripts/examples run with the command in their first line."""
 
 import runpy
 from pathlib import Path

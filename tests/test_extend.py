@@ -1,4 +1,4 @@
-"""Every example of docs/extend.md prints what the page says; test_docs.py uses all of them in runs."""
+"""Every example of docs/extend.md prints the output on the page; test_docs.py uses all of them in runs."""
 
 import asyncio
 import json
@@ -46,7 +46,7 @@ GuessingEngine.publish = publish
 
 
 @pytest.mark.slow
-def test_a_run_trains_on_the_episodes_of_your_engine_and_sends_it_every_version(tmp_path, monkeypatch):
+def test_a_run_trains_with_a_user_engine_and_publishes_every_version_to_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("own_engine.py").write_text(EXAMPLES["own_engine.py"][0] + RECORDS_PUBLISHES)
     settings = ["engine.kind=own_engine.py:open_engine", "mismatch.max_kl=1000", "run_dir=run", "train.num_steps=1"]
@@ -57,7 +57,7 @@ def test_a_run_trains_on_the_episodes_of_your_engine_and_sends_it_every_version(
     assert len(episodes) == 4 and all("I guess." in episode["turns"][0]["text"] for episode in episodes)
 
 
-def test_a_setting_that_names_no_extension_is_one_sentence(tmp_path, monkeypatch):
+def test_an_invalid_extension_is_a_one_line_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text("SPLIT = 5\n\ndef open_engine(settings, policy):\n    return 5\n")
     with pytest.raises(

@@ -1,8 +1,7 @@
-"""What comes from models, servers, data sets and disks is read without surprise, whatever it is.
+"""Fuzz tests: any input from models, servers, data sets and disks is either handled or rejected cleanly.
 
-Each target takes a hundred inputs in the suite. For hours: `.venv/bin/python -m pytest tests/test_fuzz.py --long 60`
-gives each so many minutes, with other inputs every round. What a long run finds becomes an `@example`, or a test of its
-own where it belongs.
+Each target takes a hundred inputs in the suite. `.venv/bin/python -m pytest tests/test_fuzz.py --long 60` fuzzes each
+target for 60 minutes, with new inputs every round. Add an input that fails as an `@example`, or as a separate test.
 """
 
 import base64
@@ -46,7 +45,7 @@ from rollout.toolbox.subtitles import parse_srt
 from rollout.tools import MAX_CALLS, BadCall, find_calls, video_of, window_of
 from rollout.video.info import VideoInfo
 
-LONG_EXAMPLES = 2_000  # of a round
+LONG_EXAMPLES = 2_000  # per round
 FRAGMENTS = (
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_code>", "</tool_code>", "<answer>", "</answer>"),
     *(
@@ -72,7 +71,7 @@ FRAGMENTS = (
 
 @pytest.fixture
 def rounds(request):
-    """Runs a target once; with --long again and again until its time is over, each time with other inputs."""
+    """Runs a target once; with --long repeatedly until its time is over, with new inputs each time."""
     minutes = request.config.getoption("--long")
 
     def run(target, *fixed):
@@ -98,7 +97,7 @@ json_values = st.recursive(
 
 @st.composite
 def mutated(draw, whole):
-    """The same with up to three parts of it replaced or taken away."""
+    """Returns a copy with up to three parts replaced or removed."""
     whole = [copy.deepcopy(whole)]
     for _ in range(draw(st.integers(0, 3))):
         part = whole
@@ -116,15 +115,15 @@ def mutated(draw, whole):
 
 
 def damaged(path, draw):
-    """A file with bits turned over, cut, longer, or other from somewhere on."""
+    """Damages a file: flips a bit, truncates it, appends bytes, or replaces its end; or leaves it unchanged."""
     content = bytearray(path.read_bytes())
     at = draw(st.integers(0, max(0, len(content) - 1)))
-    how = draw(st.sampled_from(["not", "turned", "cut", "longer", "other"]))
-    if how == "turned" and content:
+    how = draw(st.sampled_from(["unchanged", "flipped", "truncated", "extended", "replaced"]))
+    if how == "flipped" and content:
         content[at] ^= 1 << draw(st.integers(0, 7))
-    if how in ("cut", "other"):
+    if how in ("truncated", "replaced"):
         del content[at:]
-    if how in ("longer", "other"):
+    if how in ("extended", "replaced"):
         content += draw(st.binary(min_size=1, max_size=64))
     path.write_bytes(content)
 
@@ -144,7 +143,7 @@ def calls_of_any_text(text, duration_s):
     for call in calls:
         first, last = call.span
         assert text[first:].startswith(("<tool_call>", "<tool_code>")) and first < last <= len(text)
-        assert first >= end or (first, last) == calls[calls.index(call) - 1].span  # several statements of one block
+        assert first >= end or (first, last) == calls[calls.index(call) - 1].span  # several statements in one block
         end = last
         if call.problem is None:
             with suppress(BadCall):
@@ -158,15 +157,15 @@ def calls_of_any_text(text, duration_s):
 
 
 @pytest.mark.slow
-def test_any_text_is_searched_for_calls_and_scored(rounds):
+def test_any_text_can_be_parsed_for_calls_and_scored(rounds):
     rounds(calls_of_any_text)
 
 
-@given(said=texts, responses=st.lists(texts, min_size=1, max_size=4), question=texts)
-@example(said="\ud800", responses=[""], question="")
-def ledger_of_any_text(said, responses, question):
+@given(turn=texts, responses=st.lists(texts, min_size=1, max_size=4), question=texts)
+@example(turn="\ud800", responses=[""], question="")
+def ledger_of_any_text(turn, responses, question):
     chat = fuzz_chat()
-    ids = np.concatenate([chat.prompt([{"role": "user", "content": chat.escape(question)}]), chat.encode_turn(said)])
+    ids = np.concatenate([chat.prompt([{"role": "user", "content": chat.escape(question)}]), chat.encode_turn(turn)])
     after = chat.after_turn(ids, responses)
     text = chat.decode(after)
     assert text.count("<tool_response>") == text.count("</tool_response>") == len(responses)
@@ -179,7 +178,7 @@ def ledger_of_any_text(said, responses, question):
 
 
 @pytest.mark.slow
-def test_any_text_makes_a_ledger_with_its_structure_whole(rounds):
+def test_any_text_keeps_the_structure_of_its_ledger(rounds):
     rounds(ledger_of_any_text)
 
 
@@ -203,7 +202,7 @@ def calls_of_any_tool(text, arguments):
 
 
 @pytest.mark.slow
-def test_any_arguments_of_any_tool_are_checked(rounds):
+def test_any_arguments_of_any_tool_are_validated(rounds):
     rounds(calls_of_any_tool)
 
 
@@ -225,7 +224,7 @@ def any_subtitles(content, query):
     search(cues, query).encode()
 
 
-def test_any_bytes_are_subtitles_or_none(rounds):
+def test_any_bytes_can_be_parsed_as_subtitles(rounds):
     rounds(any_subtitles)
 
 
@@ -253,7 +252,7 @@ def any_row(prompt, trace):
 
 
 @pytest.mark.slow
-def test_any_row_is_read_or_bad(rounds):
+def test_any_row_is_parsed_or_reported_as_bad(rounds):
     rounds(any_row)
 
 
@@ -266,17 +265,17 @@ def any_data_set(directory, rows, damage):
         table = pa.Table.from_pylist([row if isinstance(row, dict) else {"prompt": row} for row in rows])
         pq.write_table(table, path)
     except (pa.ArrowException, TypeError, ValueError, OverflowError, AttributeError):
-        return  # no parquet file can hold these
+        return  # parquet cannot store these values
     damaged(path, damage.draw)
-    read_or_refused(path)
+    read_or_reject(path)
     path = directory / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     damaged(path, damage.draw)
-    read_or_refused(path)
+    read_or_reject(path)
 
 
-def read_or_refused(path):
-    """Its name is in every error."""
+def read_or_reject(path):
+    """Reads rows, or checks that the error names the file."""
     try:
         load_prompts(path, video_root="", max_bad_frac=1.0)
     except ValueError as problem:
@@ -285,7 +284,7 @@ def read_or_refused(path):
 
 
 @pytest.mark.slow
-def test_any_data_set_is_read_or_refused_by_name(rounds, tmp_path):
+def test_any_data_set_is_read_or_rejected_with_its_name(rounds, tmp_path):
     rounds(any_data_set, tmp_path)
 
 
@@ -321,7 +320,7 @@ def any_answer(answer):
 
 
 @pytest.mark.slow
-def test_any_answer_of_a_server_is_possible_or_that_servers_failure(rounds):
+def test_any_server_response_is_valid_or_a_server_failure(rounds):
     rounds(any_answer)
 
 
@@ -352,5 +351,5 @@ def any_checkpoint(checkpoint, damage):
 
 
 @pytest.mark.slow
-def test_any_damage_to_a_checkpoint_is_found(rounds, checkpoint):
+def test_any_damage_to_a_checkpoint_is_detected(rounds, checkpoint):
     rounds(any_checkpoint, checkpoint)

@@ -1,4 +1,4 @@
-"""Starts of a run on several hosts: the script for Slurm (srun and scontrol are played here), job files, images."""
+"""Launching a run on several hosts: the Slurm script (with fake srun and scontrol), job files, and images."""
 
 import importlib
 import os
@@ -36,8 +36,8 @@ import signal, sys, threading
 from pathlib import Path
 
 index = int(sys.argv[-1].removeprefix("hosts.index="))
-with Path(f"task{{index}}").open("a") as said:
-    print(*sys.argv[1:], file=said)
+with Path(f"task{{index}}").open("a") as log:
+    print(*sys.argv[1:], file=log)
 if len(Path("srun").read_text().splitlines()) == 1:
     sys.exit(7 * index)
 
@@ -45,13 +45,13 @@ sys.path.insert(0, "{root}")
 from paravt_jax.config import HostsConfig
 from paravt_jax.run.hosts import joined
 
-told = threading.Event()
-signal.signal(signal.SIGTERM, lambda *_: told.set())
+stopped = threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: stopped.set())
 settings = dict(word.split("=") for word in sys.argv if word.startswith("hosts."))
 with joined(HostsConfig(settings["hosts.coordinator"], int(settings["hosts.num"]), index)) as hosts:
     assert hosts.gather("there", index) == [0, 1]
     Path(f"joined{{index}}").touch()
-    assert told.wait(30)
+    assert stopped.wait(30)
 sys.exit(128 + signal.SIGTERM)  # as train and sft do
 """
 
@@ -64,7 +64,7 @@ def program(path: Path, text: str) -> None:
 
 @pytest.fixture
 def job(tmp_path):
-    """A job of two nodes, submitted from a directory with an environment whose Python only meets the other task."""
+    """The environment of a two-node job, whose fake Python only connects to the other task."""
     program(tmp_path / "bin" / "srun", SRUN)
     program(tmp_path / "bin" / "scontrol", "#!/bin/sh\necho $3 | tr , '\\n'\n")
     program(tmp_path / ".venv" / "bin" / "python", TASK.format(python=sys.executable, root=ROOT))
@@ -84,14 +84,14 @@ def until(condition, deadline_s=60):
 
 
 @pytest.mark.slow
-def test_a_slurm_job_begins_again_after_a_failure_meets_and_saves_when_told_to_stop(job, tmp_path):
+def test_a_slurm_job_restarts_after_a_failure_and_forwards_sigterm(job, tmp_path):
     command = ["bash", str(ROOT / "scripts" / "launch_slurm.sh"), "train", "--config", "run.yaml", "seed=3"]
     script = subprocess.Popen(command, env=job, stderr=subprocess.PIPE, text=True)
     until(lambda: all((tmp_path / f"joined{rank}").exists() for rank in range(2)) or script.poll() is not None)
-    script.send_signal(signal.SIGTERM)  # as sbatch --signal=B:TERM does before the end of the time
-    _, said = script.communicate(timeout=60)
-    assert script.returncode == 128 + signal.SIGTERM, said
-    assert "attempt 0 ended with exit code 7" in said and "attempt 1" not in said
+    script.send_signal(signal.SIGTERM)  # as sbatch --signal=B:TERM does before the time limit
+    _, errors = script.communicate(timeout=60)
+    assert script.returncode == 128 + signal.SIGTERM, errors
+    assert "attempt 0 ended with exit code 7" in errors and "attempt 1" not in errors
     for rank in range(2):
         words = (tmp_path / f"task{rank}").read_text().splitlines()
         assert len(words) == 2 and words[0] == words[1]
@@ -100,14 +100,14 @@ def test_a_slurm_job_begins_again_after_a_failure_meets_and_saves_when_told_to_s
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["--config", "run.yaml"]])
-def test_a_slurm_job_without_a_command_says_how_to_start_one(words, job):
+def test_a_slurm_job_without_a_command_prints_its_usage(words, job):
     command = ["bash", str(ROOT / "scripts" / "launch_slurm.sh"), *words]
     done = subprocess.run(command, env=job, stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 2 and "sbatch --nodes 2" in done.stderr
 
 
 @pytest.mark.parametrize(("code", "starts"), [(0, 1), (130, 1), (143, 1), pytest.param(7, 3, marks=pytest.mark.slow)])
-def test_a_slurm_job_begins_again_unless_its_run_is_done_or_was_stopped_on_a_node(code, starts, job, tmp_path):
+def test_a_slurm_job_restarts_unless_its_run_finished_or_was_stopped(code, starts, job, tmp_path):
     program(tmp_path / ".venv" / "bin" / "python", f"#!/bin/sh\nexit {code}\n")
     command = ["bash", str(ROOT / "scripts" / "launch_slurm.sh"), "train"]
     done = subprocess.run(command, env=job | {"RESTARTS": "2"}, stderr=subprocess.PIPE, text=True, timeout=60)
@@ -116,8 +116,8 @@ def test_a_slurm_job_begins_again_unless_its_run_is_done_or_was_stopped_on_a_nod
 
 
 @pytest.mark.slow
-def test_a_slurm_job_that_is_queued_again_meets_on_its_new_nodes(job, tmp_path):
-    """As Slurm does with `--requeue` when a node is lost: the job's processes end, and the script begins elsewhere."""
+def test_a_requeued_slurm_job_connects_on_its_new_nodes(job, tmp_path):
+    """With `--requeue`, Slurm runs the script again on other nodes after it loses a node."""
     program(tmp_path / ".venv" / "bin" / "python", '#!/bin/sh\necho "$@" >> "task$SLURM_PROCID"\n')
     command = ["bash", str(ROOT / "scripts" / "launch_slurm.sh"), "train", "seed=3"]
     for nodes in ("node001,node002", "node003,node001"):
@@ -128,7 +128,7 @@ def test_a_slurm_job_that_is_queued_again_meets_on_its_new_nodes(job, tmp_path):
             f"-m paravt_jax.train seed=3 hosts.coordinator={first}:{port} hosts.num=2 hosts.index={rank}"
             for first in ("node001", "node003")
         ]
-    # a task has every CPU of its node, and the end of one does not take the others their last words
+    # each task gets all CPUs of its node, and a task that exits does not kill the others before they log
     assert set((tmp_path / "options").read_text().split()) == {
         "--ntasks-per-node=1",
         "--cpu-bind=none",
@@ -136,22 +136,24 @@ def test_a_slurm_job_that_is_queued_again_meets_on_its_new_nodes(job, tmp_path):
     }
 
 
-def test_a_slurm_job_asks_for_whole_nodes_and_to_be_queued_again():
-    """What sbatch reads of the script. Without --exclusive and --mem Slurm gives a task one CPU and some memory."""
+def test_a_slurm_job_requests_whole_nodes_and_requeueing():
+    """Without --exclusive and --mem, Slurm gives a task only one CPU and a part of the memory."""
     lines = (ROOT / "scripts" / "launch_slurm.sh").read_text().splitlines()
-    asked = {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")}
-    assert {"--ntasks-per-node=1", "--exclusive", "--mem=0", "--requeue", "--open-mode=append"} <= asked
+    options = {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")}
+    assert {"--ntasks-per-node=1", "--exclusive", "--mem=0", "--requeue", "--open-mode=append"} <= options
 
 
 def gke_tpu():
-    """What each container runs, on how many hosts, with how many devices; and where host 0 is called."""
+    """Returns the command of each container, the number of hosts and devices, and host 0's address."""
     service, job = yaml.safe_load_all((LAUNCH / "gke_tpu.yaml").read_text())
     spec = job["spec"]["template"]["spec"]
     (container,) = spec["containers"]
     assert job["spec"]["completions"] == job["spec"]["parallelism"]
     assert spec["subdomain"] == service["metadata"]["name"]
     called = f"{job['metadata']['name']}-0.{spec['subdomain']}:{container['ports'][0]['containerPort']}"
-    assert container["workingDir"] == container["volumeMounts"][0]["mountPath"]  # with the recipe's model and data
+    assert (
+        container["workingDir"] == container["volumeMounts"][0]["mountPath"]
+    )  # the disk with the recipe's model and data
     devices = container["resources"]["limits"]["google.com/tpu"]
     return container["args"][0].removeprefix("exec "), job["spec"]["completions"], devices, called
 
@@ -164,7 +166,7 @@ def two_gpu_nodes():
 
 
 @pytest.mark.parametrize("read", [gke_tpu, two_gpu_nodes])
-def test_each_host_of_a_job_file_has_a_command_that_loads_and_its_part_of_the_mesh(read, monkeypatch, capsys):
+def test_each_host_of_a_job_file_has_a_valid_command_and_its_part_of_the_mesh(read, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     command, num, devices, called = read()
     for index in range(num):
@@ -178,15 +180,15 @@ def test_each_host_of_a_job_file_has_a_command_that_loads_and_its_part_of_the_me
     assert {path.stem for path in LAUNCH.glob("*.yaml")} == {"gke_tpu", "two_gpu_nodes"}
 
 
-def test_the_linter_of_dockerfiles_has_no_remark():
+def test_hadolint_accepts_the_dockerfiles():
     linter = Path(sys.executable).with_name("hadolint")
     done = subprocess.run([linter, *sorted(LAUNCH.glob("*.Dockerfile"))], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.slow
-def test_what_an_image_contains_installs_and_runs(tmp_path):
-    """Of the tracked files, those that .dockerignore lets through."""
+def test_the_files_of_an_image_install_and_run(tmp_path):
+    """The image contains the tracked files that .dockerignore allows."""
     kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
     for name in tracked.stdout.splitlines():

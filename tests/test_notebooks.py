@@ -1,4 +1,4 @@
-"""Every notebook of docs/ runs from its first cell to its last."""
+"""Every notebook of docs/ runs from start to end."""
 
 import ast
 import asyncio
@@ -15,7 +15,7 @@ NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 
 
 async def run_cells(notebook: Path) -> None:
-    """Runs the code cells in one namespace. As in Jupyter, a cell may use `await` outside of a function."""
+    """Runs the code cells in one namespace. As in Jupyter, cells may use top-level `await`."""
     namespace = types.ModuleType("notebook").__dict__
     for number, cell in enumerate(json.loads(notebook.read_text())["cells"]):
         if cell["cell_type"] == "code":

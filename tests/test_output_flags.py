@@ -1,4 +1,4 @@
-"""Every flag of every command that names a file to be written: neither an input nor a file of others is replaced."""
+"""No output flag of any command can replace an input or another program's file."""
 
 import argparse
 import importlib
@@ -14,7 +14,7 @@ from paravt_jax.bench.__main__ import BENCHES
 ROW = {"question": "q", "answer": "A", "videos": ["a.mp4"]}
 MATERIALIZE = ["data", "materialize", "--root", "root", "--parquet-dir", "in"]
 SPLIT = ["data", "split", "--src", "in.jsonl"]
-# Command and flag: how it is started so that FILE is written, and the input that FILE may not be.
+# (command, flag) -> arguments that write FILE, and an input that FILE must not replace.
 FILES = {
     ("ask", "--html"): (["ask", "a.mp4", "why?", "--model", "gone", "--html", "FILE"], "a.mp4"),
     ("bench", "--json"): (["bench", "mesh", "--config", "c.yaml", "--json", "FILE"], "c.yaml"),
@@ -33,15 +33,15 @@ FILES = {
     ),
     ("view", "--out"): (["view", "run", "--out", "FILE"], "run/eval.json"),
 }
-WITHOUT_FORCE = {"data split"}  # whose files must not exist
-DIRECTORIES = {  # which output_directory guards, or which a run or a bench keeps
+WITHOUT_FORCE = {"data split"}  # commands whose output files must not exist
+DIRECTORIES = {  # output directories, which output_directory protects
     "configs --to": ["configs", "smoke_cpu", "--to", "FILE"],
     "convert --dst": ["convert", "--src", "in", "--dst", "FILE"],
     "data materialize --output-dir": [*MATERIALIZE, "--output-dir", "FILE"],
     "export --dst": ["export", "--src", "in", "--dst", "FILE"],
     "tiny --dst": ["tiny", "--dst", "FILE"],
 }
-READ_FROM = {  # settings, flags and arguments that name what is read, or where a run is
+READ_FROM = {  # settings, flags and arguments that name an input or a run directory
     "convert --src": ["convert", "--src", "FILE", "--dst", "o"],
     "data inspect": ["data", "inspect", "FILE"],
     "data materialize --parquet-dir": [*MATERIALIZE[:-1], "FILE", "--output-dir", "o"],
@@ -53,7 +53,7 @@ READ_FROM = {  # settings, flags and arguments that name what is read, or where 
     "train model.path": ["train", "--config", "c.yaml", "model.path=FILE"],
     "train run_dir": ["train", "--config", "c.yaml", "run_dir=FILE"],
 }
-READ = {  # or no path at all, or a log that is added to
+READ = {  # flags that name an input, no path at all, or a log that is appended to
     *(
         "--api-key",
         "--calibrate",
@@ -102,7 +102,7 @@ def start(monkeypatch, tmp_path):
 
 
 def text_flags(start, monkeypatch, name: str, *rest: str) -> set[str]:
-    """The flags of a command and of its subcommands that take a text, each with its command."""
+    """Returns (command, flag) for the text flags of a command and its subcommands."""
     found = set()
 
     def flags(parser: argparse.ArgumentParser, of: str) -> None:
@@ -127,12 +127,14 @@ def text_flags(start, monkeypatch, name: str, *rest: str) -> set[str]:
     return found
 
 
-def test_every_flag_that_names_a_file_to_write_is_in_the_table(start, monkeypatch):
+def test_every_output_flag_is_in_the_table(start, monkeypatch):
     started = [(name,) for name in COMMANDS if name != "bench"] + [("bench", name) for name in BENCHES]
     found = set().union(*(text_flags(start, monkeypatch, *one) for one in [*started, ("eval", "table")]))
     assert FILES.keys() <= found
     unknown = {f"{command} {flag}" for command, flag in found - FILES.keys() if flag not in READ} - DIRECTORIES.keys()
-    assert not unknown, f"{unknown}: do these flags name a file that is written? Then use OutputFile, and add them here"
+    assert not unknown, (
+        f"{unknown}: if these flags name an output file, use OutputFile and add them to FILES; else to READ"
+    )
 
 
 @pytest.fixture
@@ -158,7 +160,7 @@ def kept(inputs) -> None:
 
 
 @pytest.mark.parametrize(("command", "flag"), FILES)
-def test_a_file_that_somebody_else_wrote_is_refused_before_the_work(command, flag, start, inputs, tmp_path):
+def test_a_file_of_another_program_is_rejected_before_the_work(command, flag, start, inputs, tmp_path):
     arguments, _ = FILES[command, flag]
     other = tmp_path / "other.jsonl"
     other.write_text("years of work")
@@ -169,7 +171,7 @@ def test_a_file_that_somebody_else_wrote_is_refused_before_the_work(command, fla
 
 
 @pytest.mark.parametrize(("command", "flag"), FILES)
-def test_an_input_is_refused_whatever_is_forced(command, flag, start, inputs, tmp_path):
+def test_an_input_is_never_replaced_even_with_force(command, flag, start, inputs, tmp_path):
     arguments, source = FILES[command, flag]
     (tmp_path / "link.jsonl").hardlink_to(tmp_path / source)
     force = [] if command in WITHOUT_FORCE else ["--force"]
@@ -180,7 +182,7 @@ def test_an_input_is_refused_whatever_is_forced(command, flag, start, inputs, tm
 
 
 ARGUMENTS = {" ".join(key): one for key, (one, _) in FILES.items()} | DIRECTORIES | READ_FROM
-IN_BUCKETS = {  # models, rows and runs
+BUCKET_SUPPORT = {  # arguments that may name a bucket: models, rows and runs
     *("convert --dst", "convert --src", "data inspect", "data split --src", "export --dst", "tiny --dst"),
     *("train data.train", "train model.path", "train run_dir"),
 }
@@ -188,9 +190,9 @@ IN_BUCKETS = {  # models, rows and runs
 
 @pytest.mark.parametrize(
     ("scheme", "name"),
-    [(scheme, name) for scheme in ("gs", "s3") for name in ARGUMENTS if scheme == "s3" or name not in IN_BUCKETS],
+    [(scheme, name) for scheme in ("gs", "s3") for name in ARGUMENTS if scheme == "s3" or name not in BUCKET_SUPPORT],
 )
-def test_an_address_is_never_taken_for_a_folder(scheme, name, start, inputs, tmp_path):
+def test_a_url_is_never_used_as_a_folder(scheme, name, start, inputs, tmp_path):
     arguments = ARGUMENTS[name]
     before = set(tmp_path.rglob("*"))
     with pytest.raises((ValueError, OSError), match=rf"{scheme}:/"):
@@ -198,7 +200,7 @@ def test_an_address_is_never_taken_for_a_folder(scheme, name, start, inputs, tmp
     assert not [path for path in set(tmp_path.rglob("*")) - before if "bucket" in str(path) or ":" in str(path)]
 
 
-def test_materialize_replaces_only_what_it_made_of_the_same_source(start, inputs, tmp_path):
+def test_materialize_replaces_only_its_own_output_of_the_same_source(start, inputs, tmp_path):
     made = [*MATERIALIZE, "--output-dir", "o"]
     start(*made)
     start(*made)

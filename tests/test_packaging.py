@@ -1,4 +1,4 @@
-"""The installed packages match the tree and the requests of scripts/setup.sh."""
+"""The packages install completely, and scripts/setup.sh requests the right requirements."""
 
 import importlib
 import os
@@ -23,13 +23,13 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = ("paravt_jax", "model_port", "rollout")
 LOCKS = ROOT / "requirements"
 UV = "requirements/uv.txt"
-OF_THE_TESTS = [UV, "requirements/dev-data.txt", "torch==2.13.0", "."]  # the last word of each call of pip and uv
+DEV_REQUESTS = [UV, "requirements/dev-data.txt", "torch==2.13.0", "."]  # last argument of each call of pip and uv
 PYTHONS = ("3.11", "3.12", "3.13")
-BREAK_BETWEEN_RELEASES = {"jax", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "av", "transformers"}
+FRAGILE = {"jax", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "av", "transformers"}
 
 
 def requirements(extra: str | None = None) -> list[Requirement]:
-    """The requirements of the package or of an extra. An extra may name other extras as paravt_jax[NAME]."""
+    """Returns the requirements of the package or of an extra, which may include other extras as paravt_jax[NAME]."""
     project = PYPROJECT["project"]
     lines = project["optional-dependencies"][extra] if extra else project["dependencies"]
     parsed = [Requirement(line) for line in lines]
@@ -43,43 +43,42 @@ def requirements(extra: str | None = None) -> list[Requirement]:
     ]
 
 
-def test_every_folder_with_code_is_a_package_and_is_installed():
+def test_every_code_folder_is_an_installed_package():
     found = PYPROJECT["tool"]["setuptools"]["packages"]["find"]
     assert found == {"include": [f"{name}*" for name in PACKAGES]}
     folders = {path.parent for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
-    code = {
-        folder for folder in folders if {"sglang_cpu", "sglang_plugin"}.isdisjoint(folder.parts)
-    }  # data: the sidecar's
+    sidecar = {"sglang_cpu", "sglang_plugin"}  # package data
+    code = {folder for folder in folders if sidecar.isdisjoint(folder.parts)}
     assert {folder for folder in code if not (folder / "__init__.py").is_file()} == set()
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_who_installs_a_package_gets_its_types(package):
+def test_installed_packages_include_their_types(package):
     assert (ROOT / package / "py.typed").is_file()
     assert "py.typed" in PYPROJECT["tool"]["setuptools"]["package-data"][package]
 
 
-def test_only_the_tests_bring_in_torch():
+def test_only_the_dev_extra_requires_torch():
     extras = PYPROJECT["project"]["optional-dependencies"]
     assert {extra for extra in [None, *extras] if "torch" in {one.name for one in requirements(extra)}} == {"dev"}
 
 
-def test_a_release_of_tomorrow_does_not_break_an_installation():
+def test_fragile_dependencies_have_upper_bounds():
     bounded = {one.name for one in requirements() if any(bound.operator == "<" for bound in one.specifier)}
-    assert bounded >= BREAK_BETWEEN_RELEASES
+    assert bounded >= FRAGILE
 
 
 @pytest.mark.parametrize(
     ("extra", "of_jax"), [("cuda12", "cuda12"), ("tpu", "tpu"), ("aot-gpu", "cuda12-local"), ("aot-tpu", "tpu")]
 )
-def test_every_accelerator_and_every_compiler_has_the_same_jax(extra, of_jax):
+def test_all_accelerators_and_compilers_use_the_same_jax(extra, of_jax):
     (base,) = (one.specifier for one in requirements() if one.name == "jax")
     (ours,) = requirements(extra)
     assert ours.name == "jax" and ours.extras == {of_jax} and ours.specifier == base
 
 
 def locked(name: str, python: str = "3.11") -> dict[str, Version]:
-    """Releases of a lock that this Python gets, each of which must have hashes."""
+    """Returns the versions that a lock pins for a Python version, each of which must have hashes."""
     found = {}
     for block in re.split(r"\n(?=\S)", (LOCKS / f"{name}.txt").read_text().strip()):
         assert "--hash=sha256:" in block, block
@@ -98,11 +97,11 @@ def test_every_requirement_is_in_the_lock_within_its_bounds(kind, python):
     wanted = [*requirements(), *([] if kind == "cpu" else requirements(kind))]
     unlocked = {one.name for one in wanted if releases.get(canonicalize_name(one.name), "none") not in one.specifier}
     assert unlocked == ({"torch"} if kind == "dev" else set())
-    assert "setuptools" in releases  # which builds what setup.sh installs, without another one
+    assert "setuptools" in releases  # builds the package itself in setup.sh
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-def test_what_runs_is_what_was_tested(python):
+def test_runtime_locks_have_the_tested_versions(python):
     tested = locked("dev", python)
     for kind in ("cpu", "cuda12", "tpu"):
         assert {name: at for name, at in locked(kind, python).items() if tested.get(name, at) != at} == {}
@@ -112,13 +111,13 @@ def test_torch_and_sglang_are_pinned_in_one_version():
     (torch,) = (str(one) for one in requirements("dev") if one.name == "torch")
     (sglang,) = map(str, requirements("sglang"))
     lines = (ROOT / "scripts/setup_sglang.sh").read_text().splitlines()
-    assert torch in OF_THE_TESTS and f"torch={torch}" in lines and f"sglang={sglang}" in lines
+    assert torch in DEV_REQUESTS and f"torch={torch}" in lines and f"sglang={sglang}" in lines
     for variant in ("cpu", "cuda"):
         assert Version(sglang.partition("==")[2]) == locked(f"sglang-{variant}")["sglang"]
         assert "torch" not in locked(f"sglang-{variant}")
 
 
-def test_a_lock_says_nothing_of_where_it_was_made():
+def test_locks_contain_no_urls_or_options():
     for file in LOCKS.iterdir():
         assert re.findall(r"://|--(?!hash=)\S+", file.read_text()) == [], file.name
 
@@ -137,7 +136,7 @@ def test_a_clone_on_pythonpath_is_imported_without_being_installed(monkeypatch):
 
 @pytest.fixture
 def setup_sh(tmp_path):
-    """Runs scripts/setup.sh in a clone with a fake pip and uv, and returns the requests to them."""
+    """Runs scripts/setup.sh in a clone with a fake pip and uv. Returns the last argument of each call to them."""
     clone = tmp_path / "clone"
     (clone / "scripts").mkdir(parents=True)
     for name in ("pyproject.toml", "scripts/setup.sh", "scripts/install_locked.sh"):
@@ -163,39 +162,39 @@ def setup_sh(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["cuda12", "tpu"])
-def test_an_environment_to_run_in_holds_nothing_of_the_tests(setup_sh, kind):
+def test_a_runtime_environment_has_no_test_dependencies(setup_sh, kind):
     assert setup_sh("cpu") == [UV, "requirements/cpu.txt", "."]
     assert setup_sh(kind) == [UV, f"requirements/{kind}.txt", "."]
 
 
-def test_an_environment_of_the_tests_serves_to_run_in(setup_sh):
+def test_the_dev_environment_is_also_a_runtime_environment(setup_sh):
     assert setup_sh("cpu") == [UV, "requirements/cpu.txt", "."] and setup_sh("cpu") == []
-    assert setup_sh("dev") == OF_THE_TESTS
+    assert setup_sh("dev") == DEV_REQUESTS
     assert setup_sh("cpu") == setup_sh("dev") == []
 
 
-def test_pip_installs_the_packages_where_uv_fails(setup_sh, monkeypatch):
+def test_pip_is_the_fallback_if_uv_fails(setup_sh, monkeypatch):
     monkeypatch.setenv("UV_FAILS", "1")
     assert setup_sh("cpu") == [UV, "requirements/cpu.txt", "requirements/cpu.txt", "."]
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "requirements/dev.txt"])
-def test_what_was_installed_is_kept_when_the_requirements_change(name, setup_sh, tmp_path):
+def test_changed_requirements_reinstall_the_same_kind(name, setup_sh, tmp_path):
     setup_sh("dev")
     with (tmp_path / "clone" / name).open("a") as file:
         file.write("# changed\n")
-    assert setup_sh("cpu") == OF_THE_TESTS
+    assert setup_sh("cpu") == DEV_REQUESTS
 
 
 @pytest.mark.parametrize(("first", "then"), [("cuda12", "dev"), ("dev", "cuda12"), ("tpu", "cuda12")])
-def test_conflicting_libraries_are_never_in_one_environment(setup_sh, first, then):
+def test_conflicting_kinds_never_share_an_environment(setup_sh, first, then):
     setup_sh(first)
     with pytest.raises(RuntimeError, match=f"made for {first}, and {then} needs a separate one.*rm -rf .venv"):
         setup_sh(then)
     assert setup_sh(first) == setup_sh("cpu") == []
 
 
-def test_a_clone_behind_a_link_keeps_its_environment(setup_sh, tmp_path):
+def test_a_symlinked_clone_keeps_its_environment(setup_sh, tmp_path):
     (tmp_path / "link").symlink_to("clone")
     assert setup_sh("cpu", tmp_path / "link") == [UV, "requirements/cpu.txt", "."]
     assert setup_sh("cpu", tmp_path / "link") == setup_sh("cpu") == []
@@ -206,7 +205,7 @@ def test_setup_never_leaves_the_clone(setup_sh, tmp_path):
     assert setup_sh("cpu", CDPATH=str(tmp_path / "home")) == [UV, "requirements/cpu.txt", "."]
 
 
-def test_an_environment_that_was_interrupted_before_pip_is_made_again(setup_sh, tmp_path):
+def test_an_environment_that_was_interrupted_before_pip_is_rebuilt(setup_sh, tmp_path):
     program = tmp_path / "program"
     makes = '[ "$2" != venv ] || { echo "makes $3" >&2; exit 3; }'
     program.write_text(f'#!/bin/sh\n{makes}\nexec {sys.executable} "$@"\n')
@@ -216,8 +215,8 @@ def test_an_environment_that_was_interrupted_before_pip_is_made_again(setup_sh, 
     assert not (tmp_path / "clone/.venv").exists()
 
 
-def test_the_lock_of_a_setup_is_one_that_nfs_grants(tmp_path):
-    """There an exclusive lock needs a descriptor that is open for writing."""
+def test_setup_takes_a_lock_that_works_on_nfs(tmp_path):
+    """On NFS an exclusive lock needs a descriptor that is open for writing."""
     (tmp_path / "flock").write_text('#!/bin/sh\ngrep flags "/proc/self/fdinfo/$1"\nexit 1\n')
     (tmp_path / "flock").chmod(0o755)
     env = os.environ | {"PYTHON": sys.executable, "PATH": f"{tmp_path}:{os.environ['PATH']}"}

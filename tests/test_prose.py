@@ -1,4 +1,4 @@
-"""Docs and comments use plain words, and names say what they name: bounds per 1,000 words or names."""
+"""Docs, comments and names use plain words: maximum rates per 1,000 words or names."""
 
 import pytest
 

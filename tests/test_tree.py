@@ -1,6 +1,6 @@
-"""The shape of the tree: who imports whom, what is pure, what loads what, and that a word means one thing.
+"""Structure of the packages: allowed imports, pure modules, lazy loading, and unique class names.
 
-Every rule is a function of a tree, and is shown to fail on a tree with the fault that it is there for.
+Every rule is a function of a source tree, and a test shows that it fails on a tree that violates it.
 """
 
 import ast
@@ -16,15 +16,15 @@ import pytest
 ROOT = Path(__file__).parents[1]
 BACKEND = "a-backend-of-jax"
 LEARNER_ONLY = {"jax", "jaxlib", "flax", "optax", "orbax", "torch"}
-FORBIDDEN = {  # package: what none of its files imports, at any depth of the file
+FORBIDDEN = {  # package -> modules that none of its files may import, at any depth of the file
     "model_port": {"paravt_jax", "rollout"},
     "rollout": {"paravt_jax", "model_port"} | LEARNER_ONLY,
     "paravt_jax": {"scripts", "tests"},
 }
-TORCH_ALLOWED = {  # what compares with torch, and imports it only then
+TORCH_ALLOWED = {  # modules that compare with torch, and import it lazily
     "model_port/reference.py",
 }
-ROOMS = {  # of paravt_jax, from the ground up: what each may import from, which is only what stands above it here
+PARTS = {  # parts of paravt_jax, lowest first, with the parts that each may import; these are listed above it
     "rewards": "",
     "learner": "rewards",
     "keys": "",
@@ -60,20 +60,20 @@ PURE = (  # no config, no I/O, no logger
     "learner/losses",
     "learner/variants",
 )
-SIDECAR = {"sglang_cpu", "sglang_plugin"}  # directories of its environment
+SIDECAR = {"sglang_cpu", "sglang_plugin"}  # directories that belong to the sidecar's environment
 IMPURE = {"config", "logging", "omegaconf", "yaml", "os", "io", "pathlib", "subprocess", "socket", "shutil", "requests"}
 
 
 @cache
 def nodes_of(source: str) -> list[ast.AST]:
-    """All imports and classes of a file."""
+    """Returns all imports and classes of a file."""
     return [
         node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef)
     ]
 
 
 def imports_of(path: Path) -> set[str]:
-    """Dotted names of everything a file imports, at any depth of it."""
+    """Returns the dotted names that a file imports, at any depth."""
     names = set()
     for node in nodes_of(path.read_text()):
         if isinstance(node, ast.Import):
@@ -85,7 +85,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 def files_of(root: Path, package: str) -> list[Path]:
-    """All of a package but what belongs to the sidecar's environment."""
+    """Returns the files of a package except those of the sidecar's environment."""
     return [path for path in sorted((root / package).rglob("*.py")) if SIDECAR.isdisjoint(path.parts)]
 
 
@@ -97,33 +97,33 @@ def forbidden_imports(root: Path) -> Iterator[str]:
             yield from (f"{where} imports {name}" for name in imports_of(path) if name.split(".")[0] in banned)
 
 
-def imports_between_rooms(root: Path) -> Iterator[str]:
+def imports_between_parts(root: Path) -> Iterator[str]:
     for path in files_of(root, "paravt_jax"):
-        room = path.relative_to(root / "paravt_jax").parts[0].removesuffix(".py")
-        if room == "__init__":
+        part = path.relative_to(root / "paravt_jax").parts[0].removesuffix(".py")
+        if part == "__init__":
             continue
         where = path.relative_to(root).as_posix()
-        if room not in ROOMS:
-            yield f"{where} is in no room that ROOMS knows"
+        if part not in PARTS:
+            yield f"{where} is in no part of PARTS"
             continue
         for name in imports_of(path):
             package, other = [*name.split("."), ""][:2]
-            if package == "paravt_jax" and other not in (room, *ROOMS[room].split()):
+            if package == "paravt_jax" and other not in (part, *PARTS[part].split()):
                 yield f"{where} imports {name}"
 
 
-def circle_of_modules(root: Path) -> list[str]:
-    """Modules that import each other, be it late; empty where none do."""
+def import_cycle(root: Path) -> list[str]:
+    """Returns modules that import each other, also lazily, or an empty list."""
     files = {name: root / f"{name.replace('.', '/')}.py" for name in modules_of(root, list(FORBIDDEN))}
     files = {name: path if path.is_file() else path.with_suffix("") / "__init__.py" for name, path in files.items()}
-    above: dict[str, set[str]] = {}
+    imports: dict[str, set[str]] = {}
     for name, path in files.items():
-        meant = {one if one in files else one.rpartition(".")[0] for one in imports_of(path)}
-        above[name] = {one for one in meant if one in files and one != name}
+        imported = {each if each in files else each.rpartition(".")[0] for each in imports_of(path)}
+        imports[name] = {each for each in imported if each in files and each != name}
     try:
-        TopologicalSorter(above).prepare()
-    except CycleError as circle:
-        return circle.args[1]
+        TopologicalSorter(imports).prepare()
+    except CycleError as cycle:
+        return cycle.args[1]
     return []
 
 
@@ -131,20 +131,22 @@ def impure_imports(root: Path) -> Iterator[str]:
     for module in PURE:
         path = root / "paravt_jax" / f"{module}.py"
         if not path.is_file():
-            yield f"{path.relative_to(root)} is not there; if it was renamed, name it in PURE"
+            yield f"{path.relative_to(root)} does not exist; if it was renamed, update PURE"
             continue
-        outside = {name for name in imports_of(path) if not name.startswith("model_port.")}  # its config is a shape
+        outside = {
+            name for name in imports_of(path) if not name.startswith("model_port.")
+        }  # its configs are plain shapes
         yield from (f"{path.name} imports {name}" for name in outside if IMPURE & set(name.split(".")))
 
 
 def modules_of(root: Path, packages: Sequence[str]) -> list[str]:
-    """The dotted name of every file."""
+    """Returns the dotted name of every file."""
     paths = [path.relative_to(root) for package in packages for path in files_of(root, package)]
     return [".".join(p.with_suffix("").parts).removesuffix(".__init__") for p in paths]
 
 
 def loaded_after(root: Path, modules: Sequence[str]) -> set[str]:
-    """Top-level names of all that is loaded when these modules are, and a word where jax then holds devices."""
+    """Returns the top-level modules that importing `modules` loads, plus BACKEND if jax has initialized devices."""
     code = f"import importlib, sys; sys.path.insert(0, {str(root)!r})\n"
     code += "for name in sys.argv[1:]: importlib.import_module(name)\n"
     code += "bridge = sys.modules.get('jax._src.xla_bridge')\n"
@@ -156,13 +158,13 @@ def loaded_after(root: Path, modules: Sequence[str]) -> set[str]:
 
 
 def plant(root: Path, file: str, text: str) -> Path:
-    """A tree of which this file is the only one with anything in it."""
+    """Writes a file below `root` and returns `root`."""
     (root / file).parent.mkdir(parents=True, exist_ok=True)
     (root / file).write_text(text)
     return root
 
 
-def test_no_package_imports_what_it_must_not():
+def test_no_package_has_forbidden_imports():
     assert not list(forbidden_imports(ROOT))
 
 
@@ -176,43 +178,43 @@ def test_no_package_imports_what_it_must_not():
         ("paravt_jax/data/rows.py", "from scripts.miniature.world import Scene\n"),
     ],
 )
-def test_a_forbidden_import_is_noticed_wherever_it_stands(tmp_path, file, text):
+def test_a_forbidden_import_is_detected_anywhere_in_a_file(tmp_path, file, text):
     assert [problem for problem in forbidden_imports(plant(tmp_path, file, text)) if problem.startswith(file)]
 
 
-def test_every_room_imports_only_from_those_it_may():
-    assert not list(imports_between_rooms(ROOT))
+def test_every_part_imports_only_from_the_parts_that_it_may():
+    assert not list(imports_between_parts(ROOT))
 
 
 @pytest.mark.slow
 def test_the_learner_and_the_sampler_need_no_video_decoder():
-    """A machine that only measures an accelerator may lack PyAV, as `scripts/gpu_check.sh` promises."""
+    """A machine that only measures an accelerator may lack PyAV (see `scripts/gpu_check.sh`)."""
     modules = ["paravt_jax.learner.learner", "paravt_jax.sampling.local_copy", "model_port.sampler"]
     assert not {"av", "decord", "torch"} & loaded_after(ROOT, modules)
 
 
-def test_the_rooms_stand_on_each_other_without_a_circle():
-    names = list(ROOMS)
-    assert all(set(below.split()) <= set(names[: names.index(room)]) for room, below in ROOMS.items())
+def test_the_parts_are_layers_without_a_cycle():
+    names = list(PARTS)
+    assert all(set(below.split()) <= set(names[: names.index(part)]) for part, below in PARTS.items())
 
 
-def test_no_two_modules_import_each_other():
-    assert circle_of_modules(ROOT) == []
+def test_there_are_no_import_cycles():
+    assert import_cycle(ROOT) == []
 
 
-def test_a_circle_is_noticed_also_where_an_import_is_late(tmp_path):
+def test_a_cycle_of_late_imports_is_detected(tmp_path):
     plant(tmp_path, "paravt_jax/rl/run.py", "from paravt_jax.rl import replay\n")
     plant(tmp_path, "paravt_jax/rl/replay.py", "def late():\n    from paravt_jax.rl.run import Run\n")
-    assert sorted(set(circle_of_modules(tmp_path))) == ["paravt_jax.rl.replay", "paravt_jax.rl.run"]
+    assert sorted(set(import_cycle(tmp_path))) == ["paravt_jax.rl.replay", "paravt_jax.rl.run"]
 
 
-def test_the_page_of_the_architecture_has_the_rooms_in_that_order():
+def test_the_architecture_page_lists_the_parts_in_order():
     page = (ROOT / "docs" / "architecture.md").read_text().partition("only from parts above it here:\n\n```\n")[2]
     rows = [line.split("   ")[0].split() for line in page.partition("```")[0].splitlines()]
-    assert sorted(room for row in rows for room in row) == sorted({*ROOMS} - {"__main__"})
+    assert sorted(part for row in rows for part in row) == sorted({*PARTS} - {"__main__"})
     above: set[str] = set()
     for row in rows:
-        assert all(set(ROOMS[room].split()) <= above for room in row), row
+        assert all(set(PARTS[part].split()) <= above for part in row), row
         above |= {*row}
 
 
@@ -225,23 +227,23 @@ def test_the_page_of_the_architecture_has_the_rooms_in_that_order():
         ("paravt_jax/helpers.py", "import math\n"),
     ],
 )
-def test_an_import_from_the_wrong_room_is_noticed(tmp_path, file, text):
-    assert [problem for problem in imports_between_rooms(plant(tmp_path, file, text)) if problem.startswith(file)]
+def test_an_import_from_the_wrong_part_is_detected(tmp_path, file, text):
+    assert [problem for problem in imports_between_parts(plant(tmp_path, file, text)) if problem.startswith(file)]
 
 
-def test_the_maths_imports_no_config_and_no_io():
+def test_pure_modules_import_no_config_and_no_io():
     assert not list(impure_imports(ROOT))
 
 
-def test_an_impure_or_a_missing_module_of_the_maths_is_noticed(tmp_path):
+def test_impure_and_missing_pure_modules_are_detected(tmp_path):
     planted = plant(tmp_path, "paravt_jax/learner/losses.py", "from paravt_jax.config import Config\n")
     problems = list(impure_imports(planted))
     assert "losses.py imports paravt_jax.config.Config" in problems
-    assert [problem for problem in problems if "packing.py is not there" in problem]
+    assert [problem for problem in problems if "packing.py does not exist" in problem]
 
 
-def classes_named_twice(root: Path) -> Iterator[str]:
-    """One word, one thing: nobody should have to ask which of two. Also of a file's own, whose `_` nobody says."""
+def duplicate_class_names(root: Path) -> Iterator[str]:
+    """Lists class names that are used twice, so that a name is never ambiguous; a leading `_` does not count."""
     homes: dict[str, list[str]] = {}
     for path in [path for package in FORBIDDEN for path in files_of(root, package)]:
         for node in nodes_of(path.read_text()):
@@ -251,17 +253,19 @@ def classes_named_twice(root: Path) -> Iterator[str]:
 
 
 def test_no_two_classes_have_the_same_name():
-    assert not list(classes_named_twice(ROOT))
+    assert not list(duplicate_class_names(ROOT))
 
 
-def test_a_second_class_of_a_name_is_noticed(tmp_path):
+def test_duplicate_class_names_are_detected(tmp_path):
     plant(tmp_path, "rollout/episode.py", "class Request: ...\n")
     plant(tmp_path, "paravt_jax/rl/run.py", "def late():\n    class _Request: ...\nclass _Own: ...\n")
-    assert list(classes_named_twice(tmp_path)) == ["Request is a class in rollout/episode.py and paravt_jax/rl/run.py"]
+    assert list(duplicate_class_names(tmp_path)) == [
+        "Request is a class in rollout/episode.py and paravt_jax/rl/run.py"
+    ]
 
 
-def silent_classes(root: Path) -> Iterator[str]:
-    """A class that is a room says so."""
+def undocumented_classes(root: Path) -> Iterator[str]:
+    """Lists large classes without a docstring."""
     for path in [path for package in FORBIDDEN for path in files_of(root, package)]:
         for node in nodes_of(path.read_text()):
             large = isinstance(node, ast.ClassDef) and (node.end_lineno or 0) - node.lineno >= 40
@@ -269,14 +273,14 @@ def silent_classes(root: Path) -> Iterator[str]:
                 yield f"{path.relative_to(root).as_posix()}: {node.name}"
 
 
-def test_every_large_class_says_what_it_is():
-    assert not list(silent_classes(ROOT))
+def test_every_large_class_has_a_docstring():
+    assert not list(undocumented_classes(ROOT))
 
 
-def test_a_large_class_that_says_nothing_is_noticed(tmp_path):
+def test_a_large_class_without_a_docstring_is_detected(tmp_path):
     body = "".join(f"    field{number}: int = 0\n" for number in range(40))
     plant(tmp_path, "rollout/episode.py", f"class Silent:\n{body}")
-    assert list(silent_classes(tmp_path)) == ["rollout/episode.py: Silent"]
+    assert list(undocumented_classes(tmp_path)) == ["rollout/episode.py: Silent"]
 
 
 @pytest.mark.slow
@@ -285,7 +289,7 @@ def test_rollout_loads_neither_jax_nor_torch():
 
 
 @pytest.mark.slow
-def test_the_learner_loads_no_torch_and_holds_no_gpu_before_it_is_told_which():
+def test_importing_the_learner_loads_no_torch_and_initializes_no_gpu():
     assert not loaded_after(ROOT, modules_of(ROOT, ["model_port", "paravt_jax"])) & {"torch", BACKEND}
 
 
@@ -294,11 +298,11 @@ def test_the_learner_loads_no_torch_and_holds_no_gpu_before_it_is_told_which():
     "module",
     [*("model_port.cli", "model_port.push"), *(f"paravt_jax.{name}" for name in ("__main__", "train", "sft", "eval"))],
 )
-def test_a_command_loads_what_computes_only_when_it_computes(module):
+def test_importing_a_command_loads_no_heavy_libraries(module):
     assert not loaded_after(ROOT, [module]) & (LEARNER_ONLY | {"transformers", "grain", "tensorstore"})
 
 
-def test_the_names_of_model_port_are_there_when_asked_for():
+def test_model_port_resolves_its_names_lazily():
     import model_port
     from model_port import load, preset
 
@@ -310,7 +314,7 @@ def test_the_names_of_model_port_are_there_when_asked_for():
 
 
 @pytest.mark.slow
-def test_what_a_module_loads_is_noticed_in_every_corner_of_a_package(tmp_path):
+def test_modules_loaded_by_subpackages_are_detected(tmp_path):
     plant(tmp_path, "planted/__init__.py", "")
     plant(tmp_path, "planted/deep/__init__.py", "")
     plant(tmp_path, "planted/deep/module.py", "import colorsys, jax\njax.devices()\n")

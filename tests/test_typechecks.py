@@ -1,4 +1,4 @@
-"""The checks of types that the tests ask for notice what is wrong at every call."""
+"""The type checks that run in tests detect wrong shapes at every call."""
 
 from importlib import import_module
 from typing import Any
@@ -22,7 +22,7 @@ def outer(kind: Any, value: Any, found: Any) -> Any:
     return inner(value)
 
 
-def test_a_function_inside_another_is_checked_whenever_it_is_defined():
+def test_a_nested_function_is_checked_at_every_definition():
     for _ in range(2):
         assert outer(Float[np.ndarray, " n"], ROW, ROW) is ROW
         with pytest.raises(TypeCheckError, match="parameters"):
@@ -31,7 +31,7 @@ def test_a_function_inside_another_is_checked_whenever_it_is_defined():
             outer(Float[np.ndarray, " n"], ROW, TABLE)
 
 
-def test_functions_of_one_name_are_told_apart_by_what_they_are_given():
+def test_nested_functions_of_the_same_name_are_checked_by_their_own_types():
     assert outer(Float[np.ndarray, "m n"], TABLE, np.zeros(5, np.float32)) is not None
     with pytest.raises(TypeCheckError, match="parameters"):
         outer(Float[np.ndarray, "m n"], ROW, ROW)
@@ -44,8 +44,8 @@ def test_a_wrong_shape_is_an_error_in_modules_that_state_shapes(call):
         call()
 
 
-def test_every_function_has_types_that_can_be_checked():
-    """Otherwise only the functions that a test calls would be known to have them."""
+def test_every_functions_types_can_be_checked():
+    """Generates the checks of all functions, because tests call only some."""
     for name in CHECKED:
         import_module(name)
     assert len(defined) > 100

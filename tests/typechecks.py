@@ -1,6 +1,6 @@
-"""Beartype, as jaxtyping asks for it in the tests: functions inside others are checked by what was made for the first.
+"""Beartype for jaxtyping in the tests, with the checks of nested functions cached.
 
-Such a function is defined again at every call of the outer one, and to make its checks takes milliseconds.
+A nested function is defined again at every call of the outer function, and generating its checks takes milliseconds.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import Any
 import jaxtyping
 from beartype import beartype
 
-# Modules that state shapes. Checking more is for pyrefly, and would make many tests twice as long.
+# Modules with jaxtyping annotations. pyrefly checks the others; checking them here would double the time of many tests.
 ROOT = Path(__file__).parents[1]
 SOURCES = [path for package in ("model_port", "paravt_jax", "scripts") for path in (ROOT / package).rglob("*.py")]
 CHECKED = [
@@ -20,11 +20,11 @@ CHECKED = [
 ]
 
 _made: dict[tuple[object, ...], Callable[..., Any]] = {}
-defined: list[Callable[..., Any]] = []  # functions of modules
+defined: list[Callable[..., Any]] = []  # module-level functions
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """jaxtyping gives the signature alone, with a body that does nothing. Its checks are made at the first call."""
+    """Decorates a signature, which jaxtyping passes as an empty function, with checks made at its first call."""
     made = None
     if "<locals>" not in function.__qualname__:
         defined.append(function)
@@ -47,7 +47,7 @@ def checks_of(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_shapes_only() -> None:
-    """Leaves functions and dataclasses without shapes as they are, because jaxtyping makes each call slower."""
+    """Makes jaxtyping skip functions and dataclasses without shapes, because it slows down each call."""
 
     def jaxtyped(*, typechecker: Callable[..., Any]) -> Callable[..., Any]:
         decorate = every(typechecker=typechecker)

@@ -58,21 +58,21 @@ def command_on_disk(module: str, words: list[str], environment: dict[str, str]) 
     several.command(module, words, environment)
 
 
-def train_on_two(folder: Path, url: str, num_steps: int) -> list[several.Ended]:
+def train_on_two(folder: Path, url: str, num_steps: int) -> list[several.HostExit]:
     settings = [f"train.num_steps={num_steps}", "mesh.fsdp=2", "pack.num_rows=2", "train.prompts_per_step=2"]
     disks = [folder / f"disk{host}" for host in range(2)]
     for disk in disks:
         disk.mkdir(parents=True)
     own = [{"DISK": str(disk), "TENSORSTORE_GCS_HTTP_URL": url} for disk in disks]
     words = arguments(ADDRESS, *THREE_STEPS, *settings)
-    return several.start_command(folder / "said", "paravt_jax.train", words, own=own, work=command_on_disk).ended()
+    return several.start_command(folder / "output", "paravt_jax.train", words, own=own, work=command_on_disk).wait()
 
 
 @pytest.mark.nightly
 def test_a_run_on_two_hosts_without_a_shared_disk_resumes_from_the_bucket(gcs, tmp_path):
     for number, steps in enumerate((1, 2)):
         ended = train_on_two(tmp_path / str(number), gcs.url, steps)
-        assert [host.code for host in ended] == [0, 0], "\n\n".join(host.said[-3000:] for host in ended)
-    assert "resuming after step 1 of 2" in ended[0].said
+        assert [host.code for host in ended] == [0, 0], "\n\n".join(host.output[-3000:] for host in ended)
+    assert "resuming after step 1 of 2" in ended[0].output
     assert len(metrics_of(tmp_path / "1" / "disk0" / "runs" / "x")) == 2
     assert {name.split("/")[1] for name in gcs.names(PREFIX) if name.startswith("checkpoints/")} == {"1", "2"}

@@ -54,8 +54,8 @@ def looks_at(second):
 
 
 def ended_well(started, code=0):
-    ended = started.ended(280)
-    assert [host.code for host in ended] == [code] * len(ended), "\n\n".join(host.said[-3000:] for host in ended)
+    ended = started.wait(280)
+    assert [host.code for host in ended] == [code] * len(ended), "\n\n".join(host.output[-3000:] for host in ended)
     return ended
 
 
@@ -79,10 +79,10 @@ def test_other_settings_and_another_user_reward_on_one_host_end_both_before_crea
         (home / "own.py").write_text(f"WEIGHT = {host}\n\n\ndef reward(**context):\n    return []\n")
         own = [f"hosts.index={host}", f"train.max_missing_frac=0.{1 + host}", "reward.plugin=~/own.py:reward"]
         each.append(("paravt_jax.train", arguments(tmp_path / "run", *joint, *own), {"HOME": str(home)}))
-    for ended in several.Started(tmp_path / "output", 2, 1, several.command, each).ended(100):
-        assert ended.code == 1 and ended.said.count("error:") == 1
-        assert "train.max_missing_frac is 0.2, not 0.1; ~/own.py is " in ended.said
-        assert "start all hosts with the same settings and the same code" in ended.said
+    for ended in several.RunningHosts(tmp_path / "output", 2, 1, several.command, each).wait(100):
+        assert ended.code == 1 and ended.output.count("error:") == 1
+        assert "train.max_missing_frac is 0.2, not 0.1; ~/own.py is " in ended.output
+        assert "start all hosts with the same settings and the same code" in ended.output
     assert not (tmp_path / "run").exists()
 
 
@@ -95,9 +95,9 @@ def test_a_different_or_missing_model_on_one_host_ends_all_before_training(their
     models = [{"MODEL": str(tiny_hf)}, {"MODEL": str(tmp_path / theirs)}]
     options = arguments(tmp_path / "run", *STEPS, "model.path=${oc.env:MODEL}")
     for host, ended in enumerate(
-        several.start_command(tmp_path / "output", "paravt_jax.train", options, own=models).ended(100)
+        several.start_command(tmp_path / "output", "paravt_jax.train", options, own=models).wait(100)
     ):
-        assert ended.code not in (0, None) and (message in ended.said or (theirs, host) == ("nowhere", 0))
+        assert ended.code not in (0, None) and (message in ended.output or (theirs, host) == ("nowhere", 0))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -147,7 +147,7 @@ def stopped(tmp_path_factory):
 def kill(started, victim, after):
     """Kills one host once host 0 prints this text; the other one ends too."""
     send(started, victim, signal.SIGKILL, after)
-    ended = started.ended(100)
+    ended = started.wait(100)
     assert ended[victim].code == -signal.SIGKILL and ended[1 - victim].code not in (0, None)
 
 
@@ -156,7 +156,7 @@ def test_sigterm_on_one_host_saves_on_all_and_they_exit_143(stopped):
     run_dir, ended = stopped
     steps = saved(run_dir)
     assert steps and len(metrics_of(run_dir)) == steps[-1] < 3
-    assert all("stopping: saving a checkpoint" in host.said for host in ended)
+    assert all("stopping: saving a checkpoint" in host.output for host in ended)
 
 
 @pytest.mark.nightly

@@ -321,8 +321,8 @@ def test_a_run_on_changing_numbers_of_hosts_trains_like_one_host(nums, world, tm
         settings = [f"sft.rows_per_step={rows}", f"pack.num_rows={rows}", "optim.schedule=constant"]
         settings += ["optim.train_vision=false", "data.validation="]
         command = arguments(world, tmp_path / run, *settings, f"sft.num_steps={steps}", f"mesh.fsdp={num}")
-        ended = several.start_command(tmp_path / f"output {run}{num}", "paravt_jax.sft", command, num).ended()
-        assert [host.code for host in ended] == [0] * num, "\n\n".join(host.said[-3000:] for host in ended)
+        ended = several.start_command(tmp_path / f"output {run}{num}", "paravt_jax.sft", command, num).wait()
+        assert [host.code for host in ended] == [0] * num, "\n\n".join(host.output[-3000:] for host in ended)
     for line, num in zip((tmp_path / "several" / "metrics.jsonl").read_text().splitlines(), nums, strict=True):
         row = json.loads(line)
         assert num == 1 or all(row[f"perf/hosts/{part}_slowest"] in range(num) for part in ("data", "devices"))

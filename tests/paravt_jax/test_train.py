@@ -207,7 +207,7 @@ def test_servers_can_be_replaced_between_steps(tmp_path, monkeypatch):
             url_file.write_text(first.url)
             first.leave = lambda: url_file.write_text(second.url)
             await train_in_loop(run_dir, *QUICK, *settings)
-            return first.version, second.version, second.asked["/generate"]
+            return first.version, second.version, second.requests["/generate"]
 
     *labels, num_requests = asyncio.run(run())
     run_id = directory.run_id(run_dir, ALONE)
@@ -249,7 +249,7 @@ def test_a_run_ends_if_another_run_takes_over_its_server(tmp_path):
             settings = ("engine.kind=sglang", f"engine.urls=[{server.url}]", "mismatch.max_kl=.inf")
             with pytest.raises(RuntimeError, match=r"no server is left: .*taken over by another run, other-run, and"):
                 await train_in_loop(tmp_path / "run", *QUICK, *settings)
-            return server.version, server.asked["/update_weights_from_disk"]
+            return server.version, server.requests["/update_weights_from_disk"]
 
     assert asyncio.run(run()) == ("other-run/5", 2)
     assert len(metrics_of(tmp_path / "run")) == 1

@@ -48,7 +48,7 @@ class FakeFrames:
 
     def __init__(self, duration_s: float = 64.0, size_px: tuple[int, int] = (32, 32)):
         self.duration_s, self.size_px = duration_s, size_px
-        self.asked: list[tuple[str, list[float]]] = []
+        self.requests: list[tuple[str, list[float]]] = []
         self.boxes: list[Box] = []
 
     async def info(self, path: str, deadline_s: float | int) -> VideoInfo:
@@ -64,7 +64,7 @@ class FakeFrames:
             pixels = self.pixels(int(times_s[0])).repeat(2, axis=0).repeat(2, axis=1)
             picture = Picture(f"{path}@{times_s[0]}{tuple(box)}", pixels)
             return [TimedPicture(float(int(times_s[0])), picture, path, box)]
-        self.asked.append((path, list(times_s)))
+        self.requests.append((path, list(times_s)))
         seconds = sorted({min(int(time_s), int(self.duration_s) - 1) for time_s in times_s})
         return [
             TimedPicture(float(second), Picture(f"{path}@{second}", self.pixels(second)), path) for second in seconds

@@ -46,7 +46,7 @@ class FakeServer:
         self.model = 0.0  # another number is another model
         self.fail_paths: set[str] = set()
         self.behind: list[FakeServer] = []
-        self.asked: Counter[str] = Counter()
+        self.requests: Counter[str] = Counter()
         self.bodies: dict[str, list[Any]] = {}
         self.read: list[str] = []  # the tensors that it loaded, by load
         self.running = 0
@@ -67,7 +67,7 @@ class FakeServer:
     async def _answer(self, request: web.Request, passed_on: Any = None) -> web.StreamResponse:
         body = await request.json() if request.can_read_body else passed_on
         path = "/probe" if body and "text" in body else request.path
-        self.asked[path] += 1
+        self.requests[path] += 1
         self.bodies.setdefault(path, []).append(body)
         if self.behind:
             return await self._route(request, body)

@@ -250,7 +250,7 @@ def test_several_videos_share_the_budget_and_have_names(chat):
     asked = call(1, 2).replace("video.mp4", "video_1.mp4")
     called(chat, task, asked, frames=frames)
     shown = [("/data/a.mp4", 3), ("/data/b.mp4", 2), ("/data/b.mp4", 1)]
-    assert [(path, len(times)) for path, times in frames.asked] == shown
+    assert [(path, len(times)) for path, times in frames.requests] == shown
 
 
 def test_a_name_in_the_prompt_is_never_another_videos_file_name(chat):
@@ -351,7 +351,7 @@ def test_of_calls_without_end_as_many_as_can_be_made_and_one_more_are_answered(a
 def test_an_exception_of_any_kind_in_a_call_is_that_calls(problem, chat):
     class Broken(FakeFrames):
         async def frames(self, path, times_s, deadline_s):
-            if len(self.asked) and times_s[0] < 5:
+            if len(self.requests) and times_s[0] < 5:
                 raise problem("broken")
             return await super().frames(path, times_s, deadline_s)
 

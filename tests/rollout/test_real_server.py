@@ -957,8 +957,8 @@ def test_two_hosts_that_share_a_server_learn_what_one_learns_from_their_episodes
     settings = ["--take-over", *QUICK, "engine.kind=sglang", f"engine.urls=[{server.url}]", f"model.path={tiny_hf}"]
     settings += ["train.prompts_per_step=2", "train.num_steps=2", "mesh.fsdp=2", "pack.num_rows=2"]
     command = ("paravt_jax.train", arguments(run_dir, *settings))
-    ended = several.start_command(tmp_path / "said", *command, work=train_and_find_servers_late).ended(280)
-    assert [one.code for one in ended] == [0, 0], "\n\n".join(one.said[-3000:] for one in ended)
+    ended = several.start_command(tmp_path / "output", *command, work=train_and_find_servers_late).wait(280)
+    assert [one.code for one in ended] == [0, 0], "\n\n".join(one.output[-3000:] for one in ended)
     alone = ("hosts.coordinator=", "hosts.num=1", "hosts.index=0", f"run_dir={replay_dir}")
     asyncio.run(train(load_config(run_dir / "config.json", *alone), replay=run_dir))
     for ours, theirs in zip(metrics_of(replay_dir), metrics_of(run_dir), strict=True):

@@ -198,8 +198,8 @@ async def test_behind_a_router_requests_go_through_it_and_weights_to_every_serve
     await engine.publish(NoWeights(), 1)
     assert [server.version for server in router.behind] == ["t/1", "t/1"]
     found = [await engine.generate(request(f"{n // 4}", version=1)) for n in range(32)]
-    assert {one.server for one in found} == {router.url} and router.asked["/generate"] == 32
-    shares = [server.asked["/generate"] for server in router.behind]
+    assert {one.server for one in found} == {router.url} and router.requests["/generate"] == 32
+    shares = [server.requests["/generate"] for server in router.behind]
     assert min(shares) >= 4 and [share % 4 for share in shares] == [0, 0]  # what belongs together stays together
 
 
@@ -209,7 +209,7 @@ async def test_behind_a_router_every_server_is_told_to_end_a_request(engine, rou
         server.delay_s = 30
     with pytest.raises(DeadlineExceeded, match=r"within the 0\.2 s"):
         await engine.generate(request(deadline_s=0.2))
-    await until(lambda: all(server.asked["/abort_request"] == 1 for server in router.behind))
+    await until(lambda: all(server.requests["/abort_request"] == 1 for server in router.behind))
     sent = router.bodies["/generate"][0]["rid"]
     assert [server.bodies["/abort_request"] for server in router.behind] == [[{"rid": sent}]] * 2
 
@@ -333,7 +333,7 @@ async def test_attempts_are_bounded_and_all_problems_are_told(engine, server):
     server.mode = "500"
     with pytest.raises(EngineError, match=r"failed 4 times: .*answered 500: Internal Server Error"):
         await engine.generate(request())
-    assert server.asked["/generate"] == 4
+    assert server.requests["/generate"] == 4
 
 
 @with_servers(2)
@@ -342,7 +342,7 @@ async def test_a_rejected_request_is_not_sent_again(engine, *servers):
         server.mode = "400"
     with pytest.raises(RequestRejected, match="too long"):
         await engine.generate(request())
-    assert sum(server.asked["/generate"] for server in servers) == 1
+    assert sum(server.requests["/generate"] for server in servers) == 1
 
 
 @with_servers(1)
@@ -353,7 +353,7 @@ async def test_a_cancelled_caller_ends_the_request_on_the_server_too(engine, ser
     task.cancel()
     await asyncio.wait([task])
     assert task.cancelled()
-    await until(lambda: server.asked["/abort_request"] == 1)
+    await until(lambda: server.requests["/abort_request"] == 1)
 
 
 @with_servers(2)
@@ -369,7 +369,7 @@ async def test_a_hung_server_is_ejected_and_its_requests_are_answered_elsewhere_
     assert [server.alive for server in health.servers] == [False, True]
     first.mode = "ok"
     await until(lambda: engine.fleet.servers[0].up)
-    assert first.asked["/abort_request"] == 4  # what it was still computing for nobody
+    assert first.requests["/abort_request"] == 4  # what it was still computing for nobody
     ejected, back = capsys.readouterr().err.splitlines()
     assert ejected.startswith(f"{first.url} gets no requests until it recovers: {first.url}/health did not answer")
     assert back.startswith(f"{first.url} gets requests again, after ")
@@ -382,7 +382,7 @@ async def test_more_requests_than_connections_wait_without_the_server_missing_pr
         engine = await SGLangEngine.connect([server.url], QUICK)
         server.delay_s = 0.4
         found = await asyncio.gather(*(engine.generate(request(f"e{n}", deadline_s=30)) for n in range(40)))
-        assert len(found) == server.asked["/generate"] == 40
+        assert len(found) == server.requests["/generate"] == 40
         await engine.close()
 
 
@@ -487,7 +487,7 @@ async def test_publishing_pauses_flushes_labels_and_continues_on_all_servers(eng
     for server in servers:
         assert server.version == "t/3"
         assert server.bodies["/pause_generation"] == [{"mode": "retract"}]
-        assert server.asked["/flush_cache"] == server.asked["/continue_generation"] == 1
+        assert server.requests["/flush_cache"] == server.requests["/continue_generation"] == 1
     (body,) = servers[0].bodies["/update_weights_from_disk"]
     assert list(Path(body["model_path"]).iterdir()) != []  # kept for servers that come back
     assert (await engine.generate(request(version=3))).versions.tolist() == [3] * 4
@@ -501,7 +501,7 @@ async def test_servers_sample_while_the_weights_are_written(engine, server):
     publishing = asyncio.create_task(engine.publish(weights, 3))
     await asyncio.to_thread(weights.began.wait)
     found = await engine.generate(request(version=engine.version, deadline_s=1))
-    assert found.versions.tolist() == [0] * 4 and not server.asked["/pause_generation"]
+    assert found.versions.tolist() == [0] * 4 and not server.requests["/pause_generation"]
     weights.go_on.set()
     await publishing
     assert (await engine.generate(request(version=3))).versions.tolist() == [3] * 4
@@ -518,7 +518,7 @@ async def test_a_server_that_is_restarted_or_lost_while_the_weights_are_written(
     await publishing
     await until(lambda: engine.fleet.servers[1].up and engine.fleet.servers[2].retired)
     assert [server.version for server in (kept, again, taken)] == ["t/3", "t/3", "u/"]
-    assert [server.asked["/update_weights_from_disk"] for server in (kept, again, taken)] == [1, 1, 0]
+    assert [server.requests["/update_weights_from_disk"] for server in (kept, again, taken)] == [1, 1, 0]
 
 
 @with_servers(2, replace(QUICK, probe_every_s=60))
@@ -594,9 +594,9 @@ async def test_a_server_that_loads_for_longer_than_probes_wait_stays_and_so_do_i
     while server.paused:
         assert engine.fleet.servers[0].up
         await asyncio.sleep(0.01)
-    assert server.version == "t/3" and server.asked["/continue_generation"] == 1
+    assert server.version == "t/3" and server.requests["/continue_generation"] == 1
     await publishing
-    assert len((await running).ids) == 4 and server.asked["/generate"] == 1
+    assert len((await running).ids) == 4 and server.requests["/generate"] == 1
 
 
 @with_servers(1)
@@ -696,8 +696,8 @@ async def test_a_reply_with_a_label_that_was_not_given_ejects_its_server_until_i
     server.version = label  # a new process at the same address, or somebody else's word
     found = await engine.generate(request(version=3))
     assert (server.version, found.versions.tolist()) == ("t/3", [3] * 4)
-    assert server.asked["/update_weights_from_disk"] == 2
-    assert server.asked["/generate"] == 2  # no attempt in between
+    assert server.requests["/update_weights_from_disk"] == 2
+    assert server.requests["/generate"] == 2  # no attempt in between
 
 
 @pytest.mark.parametrize("label", ["default", "t/2"])
@@ -705,8 +705,8 @@ async def test_a_reply_with_a_label_that_was_not_given_ejects_its_server_until_i
 async def test_a_label_that_was_not_given_is_seen_without_a_request(engine, first, second, label):
     await engine.publish(NoWeights(), 3)
     first.version = label
-    await until(lambda: first.asked["/update_weights_from_disk"] == 2 and engine.fleet.servers[0].up)
-    assert first.version == "t/3" and second.asked["/update_weights_from_disk"] == 1
+    await until(lambda: first.requests["/update_weights_from_disk"] == 2 and engine.fleet.servers[0].up)
+    assert first.version == "t/3" and second.requests["/update_weights_from_disk"] == 1
 
 
 @pytest.mark.parametrize("label", ["default", "t/2"])
@@ -717,7 +717,7 @@ async def test_behind_a_router_a_server_that_was_restarted_gets_the_weights_befo
     found = await asyncio.gather(*(engine.generate(request(f"e{n}", version=3)) for n in range(16)))
     assert all(one.versions.tolist() == [3] * 4 for one in found)
     assert [server.version for server in router.behind] == ["t/3", "t/3"]
-    assert [server.asked["/update_weights_from_disk"] for server in router.behind] == [2, 1]
+    assert [server.requests["/update_weights_from_disk"] for server in router.behind] == [2, 1]
 
 
 def test_the_oldest_version_of_a_request_is_the_least_of_the_servers_that_may_get_it():
@@ -734,7 +734,7 @@ async def test_a_host_that_does_not_publish_waits_for_the_one_that_does(engine, 
     await other.adopt(3)
     server.version = "default"
     found = await other.generate(request(version=3))
-    assert found.versions.tolist() == [3] * 4 and server.asked["/update_weights_from_disk"] == 2
+    assert found.versions.tolist() == [3] * 4 and server.requests["/update_weights_from_disk"] == 2
     labels = [body["new_version"] for body in server.bodies["/update_weight_version"]]
     assert labels == ["t/0"]  # from the start of the run
     await other.close()
@@ -758,8 +758,8 @@ async def test_a_server_that_another_living_run_publishes_to_is_refused_by_name_
         await connected(server)
     assert "t/?u" in [body["new_version"] for body in server.bodies["/update_weight_version"]]
     assert all(one.versions.tolist() == [3] * 4 for one in await asyncio.gather(*running))
-    assert server.version == "t/3" and server.asked["/generate"] == 4
-    assert server.asked["/update_weights_from_disk"] == 1 and server.asked["/abort_request"] == 0
+    assert server.version == "t/3" and server.requests["/generate"] == 4
+    assert server.requests["/update_weights_from_disk"] == 1 and server.requests["/abort_request"] == 0
 
 
 @with_servers(1)
@@ -810,7 +810,7 @@ async def test_a_server_of_a_run_that_is_gone_is_taken_after_a_while_and_plays_o
 async def test_a_run_takes_its_own_servers_back_at_once(server):
     server.version = "t/12"
     engine = await connected(server, replace(QUICK, owner_answers_s=60))
-    assert engine.version == 12 and server.asked["/update_weight_version"] == 0
+    assert engine.version == 12 and server.requests["/update_weight_version"] == 0
     await engine.publish(NoWeights(), 10)  # its newest checkpoint
     assert (await engine.generate(request(version=10))).versions.tolist() == [10] * 4
     await engine.close()
@@ -827,7 +827,7 @@ async def test_a_run_whose_server_is_taken_over_ends_and_neither_samples_nor_pub
         await engine.generate(request())
     with pytest.raises(EngineError, match=r"no server took the weights of version 4: .*taken over by"):
         await engine.publish(NoWeights(), 4)
-    assert server.version == "u/1" and server.asked["/update_weights_from_disk"] == 2
+    assert server.version == "u/1" and server.requests["/update_weights_from_disk"] == 2
     assert (await other.generate(request(version=1))).versions.tolist() == [1] * 4
     await other.close()
     await engine.close()
@@ -881,7 +881,7 @@ async def test_an_engine_that_only_samples_labels_nothing_and_keeps_to_the_weigh
     server.version = "u/8"
     with pytest.raises(EngineError, match=r"the weights u/8|weights of version 8"):
         await engine.generate(request(deadline_s=0.5))
-    assert server.asked["/update_weight_version"] == 0
+    assert server.requests["/update_weight_version"] == 0
     await engine.close()
 
 

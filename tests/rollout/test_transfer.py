@@ -131,7 +131,7 @@ async def test_servers_sample_while_weights_are_sent(engine, one):
     publishing = asyncio.create_task(engine.publish(trained(1), 1))
     await one.receiver.began.wait()
     found = await engine.generate(request(version=0, deadline_s=1))
-    assert found.versions.tolist() == [0] * 4 and not one.server.asked["/pause_generation"]
+    assert found.versions.tolist() == [0] * 4 and not one.server.requests["/pause_generation"]
     one.receiver.go_on.set()
     await publishing
     assert one.server.version == "t/1"
@@ -144,7 +144,7 @@ async def test_a_server_that_dies_while_it_receives_gets_no_requests_until_it_ha
     await engine.publish(trained(2), 2)
     found = await asyncio.gather(*(engine.generate(request(f"e{n}", version=2)) for n in range(4)))
     assert {one.server for one in found} == {good.server.url} and not bad.left
-    assert bad.server.version == "t/1" and bad.server.asked["/pause_generation"] == 1
+    assert bad.server.version == "t/1" and bad.server.requests["/pause_generation"] == 1
     bad.receiver.dies = False
     await until(lambda: engine.fleet.servers[0].up)
     assert bad.server.read == ["frozen trained"] * 2 and bad.server.version == "t/2"

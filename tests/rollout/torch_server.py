@@ -56,7 +56,7 @@ class TorchServer(FakeServer):
         ids, shown = self.change(body["input_ids"], pictures)
         inputs = self._inputs(self._expanded(ids, shown), shown)
         sampling, num_before = body["sampling_params"], inputs["input_ids"].shape[1]
-        torch.manual_seed(self.asked["/generate"])
+        torch.manual_seed(self.requests["/generate"])
         found = self.policy.generate(
             **inputs,
             do_sample=True,

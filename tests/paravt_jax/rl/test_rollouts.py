@@ -707,10 +707,10 @@ def frames_between_steps(chat, *overrides, prompts=PROMPTS, num_steps=2):
         try:
             first = await rollouts.next_groups(1)
             record = rollouts.cursor.to_record()
-            frames.asked.clear()
+            frames.requests.clear()
             for _ in range(100):
                 await asyncio.sleep(0)
-            ahead = {path: len(times_s) for path, times_s in frames.asked}
+            ahead = {path: len(times_s) for path, times_s in frames.requests}
             assert rollouts.cursor.to_record() == record
             return ahead, first, await rollouts.next_groups(2) if num_steps > 1 else []
         finally:

@@ -80,18 +80,18 @@ def _all(hosts):
 def ended(tmp_path_factory):
     """How two hosts ended after all this work in turn, because starting hosts takes longest."""
     each = [(rank, os.getpid()) for rank in range(2)]  # jax derives the port from the job
-    return several.Started(tmp_path_factory.mktemp("all"), 2, 2, started_by_slurm, each).ended(120)
+    return several.RunningHosts(tmp_path_factory.mktemp("all"), 2, 2, started_by_slurm, each).wait(120)
 
 
 @pytest.mark.parametrize("work", [exchange, share_a_mesh])
 def test_hosts_that_slurm_starts_exchange_values_and_share_a_mesh(work, ended):
-    assert all(f"done: {work.__name__}" in host.said for host in ended), [host.said[-2000:] for host in ended]
+    assert all(f"done: {work.__name__}" in host.output for host in ended), [host.output[-2000:] for host in ended]
 
 
 def test_different_values_end_both_hosts_with_one_error(ended):
     for host in ended:
-        assert host.code == 1 and host.said.count("error:") == 1, host.said
-        assert "host 1 (" in host.said and "train.num_steps is 6, not 5; start all with the same" in host.said
+        assert host.code == 1 and host.output.count("error:") == 1, host.output
+        assert "host 1 (" in host.output and "train.num_steps is 6, not 5; start all with the same" in host.output
 
 
 def test_a_single_host_gets_its_own_values():
@@ -136,19 +136,19 @@ def killed(hosts, victim, signal_number):
 
 
 def test_hosts_at_different_points_of_the_program_end(tmp_path):
-    for ended in several.start_work(tmp_path, in_another_order).ended(100):
-        assert ended.code == 1 and "host 0 at 'first', host 1 at 'second'" in ended.said
+    for ended in several.start_work(tmp_path, in_another_order).wait(100):
+        assert ended.code == 1 and "host 0 at 'first', host 1 at 'second'" in ended.output
 
 
 def test_an_error_of_one_host_ends_all(tmp_path):
-    first, second = several.start_work(tmp_path, fail_alone).ended(100)
-    assert second.code == 1 and "error: model.path=nowhere is not a directory" in second.said
+    first, second = several.start_work(tmp_path, fail_alone).wait(100)
+    assert second.code == 1 and "error: model.path=nowhere is not a directory" in second.output
     assert first.code not in (0, None)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_host_ends_the_other(victim, tmp_path):
-    ended = several.start_work(tmp_path, killed, 2, victim, signal.SIGKILL).ended(100)
+    ended = several.start_work(tmp_path, killed, 2, victim, signal.SIGKILL).wait(100)
     assert ended[victim].code == -signal.SIGKILL and ended[1 - victim].code not in (0, None)
 
 
@@ -168,8 +168,8 @@ def _alone(config, join_s):
 def test_a_missing_host_or_coordinator_and_a_used_port_are_errors(tmp_path):
     with socket.create_server(("", 0)) as server:
         configs = [several.settings(2)[0], several.settings(2)[1], several.settings(2, server.getsockname()[1])[0]]
-        for ended in several.Started(tmp_path, 3, 1, _alone, [(config, 3) for config in configs]).ended(100):
-            assert ended.code not in (0, None), ended.said
+        for ended in several.RunningHosts(tmp_path, 3, 1, _alone, [(config, 3) for config in configs]).wait(100):
+            assert ended.code not in (0, None), ended.output
 
 
 def uneven(hosts):
@@ -179,13 +179,13 @@ def uneven(hosts):
 def test_hosts_with_different_numbers_of_devices_are_rejected(tmp_path):
     each = [(uneven, settings) for settings in several.settings(2)]
     started = [
-        several.Started(tmp_path / f"{count}", 1, count, several._joined, [arguments])
+        several.RunningHosts(tmp_path / f"{count}", 1, count, several._joined, [arguments])
         for count, arguments in zip((2, 1), each, strict=True)
     ]
-    for (ended,) in (hosts.ended(100) for hosts in started):
-        assert ended.code == 1 and "but they have: host 0 2, host 1 1" in ended.said
+    for (ended,) in (hosts.wait(100) for hosts in started):
+        assert ended.code == 1 and "but they have: host 0 2, host 1 1" in ended.output
 
 
 def test_auto_is_rejected_without_a_cluster(tmp_path):
-    (ended,) = several.Started(tmp_path, 1, 1, _alone, [(HostsConfig("auto"), 3)]).ended(100)
-    assert ended.code == 1 and "neither Slurm nor a TPU pod nor Kubernetes describes the hosts" in ended.said
+    (ended,) = several.RunningHosts(tmp_path, 1, 1, _alone, [(HostsConfig("auto"), 3)]).wait(100)
+    assert ended.code == 1 and "neither Slurm nor a TPU pod nor Kubernetes describes the hosts" in ended.output

@@ -135,7 +135,7 @@ def shared(tiny_hf, tmp_path_factory):
     folder = tmp_path_factory.mktemp("shared")
     save(ALONE, folder / "of one", tiny_hf, ONE, (1, 2))
     flip(max((folder / "of one" / "2" / "params" / "text.layers.mlp.up_kernel_fd").glob("[0-9]*")))
-    several.run_work(folder / "said", _all, 2, folder, tiny_hf, devices=2)
+    several.run_work(folder / "output", _all, 2, folder, tiny_hf, devices=2)
     return folder
 
 
@@ -168,8 +168,8 @@ def test_a_full_disk_of_one_host_leaves_no_checkpoint(shared):
 
 def test_a_host_killed_while_writing_leaves_the_earlier_checkpoint(of_two, tiny_hf, tmp_path):
     run = shutil.copytree(of_two, tmp_path / "checkpoints")
-    started = several.start_work(tmp_path / "said", save, 2, run, tiny_hf, {"fsdp": 2}, (3,), 1, devices=1)
-    first, second = started.ended(120)
+    started = several.start_work(tmp_path / "output", save, 2, run, tiny_hf, {"fsdp": 2}, (3,), 1, devices=1)
+    first, second = started.wait(120)
     assert second.code == -signal.SIGKILL and first.code not in (0, None)
     assert any(entry.name.startswith(".3.") for entry in run.iterdir())
     restore(ALONE, run, tiny_hf, ONE, 2)
@@ -210,7 +210,7 @@ def through_a_bucket(hosts, url, folder, tiny_hf):
 
 def test_two_hosts_without_a_shared_disk_checkpoint_to_a_bucket(tmp_path, tiny_hf, monkeypatch):
     with fake_gcs(monkeypatch, tmp_path / "cache") as gcs:
-        several.run_work(tmp_path / "said", through_a_bucket, 2, gcs.url, tmp_path, tiny_hf, devices=2)
+        several.run_work(tmp_path / "output", through_a_bucket, 2, gcs.url, tmp_path, tiny_hf, devices=2)
         assert {path.name for path in (tmp_path / "disk1" / "runs").iterdir()} == {"x.host1"}
         learner, messages = learner_on(tiny_hf, ONE), []
         checkpoints = open_bucket_on(ALONE, tiny_hf, messages)

@@ -99,7 +99,7 @@ def test_a_server_that_is_still_starting_is_reported_and_waited_for(tiny_hf, fre
             engine = await opening
             await report_unreachable(settings)
             await engine.close()
-            return [*server.asked]
+            return [*server.requests]
 
     assert "/model_info" in asyncio.run(run())
     *lines, last = capsys.readouterr().err.splitlines()
