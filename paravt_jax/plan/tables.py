@@ -88,7 +88,7 @@ def _memory_lines(memory: Memory) -> list[str]:
     rows = [
         ["always resident", formatted(sum(memory.resident.values()))],
         *lines(memory.resident),
-        [f"phase with the most: {worst.name}", formatted(worst.num_bytes)],
+        [f"peak phase: {worst.name}", formatted(worst.num_bytes)],
         *lines(worst.parts),
         ["peak", formatted(memory.peak_bytes)],
     ]
@@ -160,7 +160,7 @@ def _step_time_lines(step: StepTime | None) -> list[str]:
         return ["seconds per step", "  not estimated: the device has no data sheet"]
     rows = [["", "low", "high"], *([name, *map(_seconds, part)] for name, part in step.parts.items())]
     rows += [["a step", *map(_seconds, step.seconds)]]
-    return ["seconds per step, at the best and the worst rates", *_aligned(rows), *_wrapped([str(step)])]
+    return ["seconds per step, with the best and worst rates", *_aligned(rows), *_wrapped([str(step)])]
 
 
 def _fit_lines(fit: Fit, batch: BatchShape, memory: Memory, device: DeviceSpec) -> Iterator[str]:

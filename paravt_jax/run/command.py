@@ -77,7 +77,7 @@ def _check_plan_flags(parser: argparse.ArgumentParser, args: argparse.Namespace)
     if not args.plan and args.device is not None:
         parser.error("--device needs --plan")
     if args.plan and args.device is None:
-        print(f"for {PLANNED_DEVICE}, because --device is not given; a recipe's header names its accelerator\n")
+        print(f"planned for {PLANNED_DEVICE}, the default of --device; a recipe's header names its accelerator\n")
     args.device = args.device or PLANNED_DEVICE
 
 
