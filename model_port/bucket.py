@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
@@ -24,8 +24,7 @@ from model_port.terminal import say
 
 ADDRESS = re.compile(r"gs:/{1,2}([a-z0-9][a-z0-9._-]{1,220}[a-z0-9])/(.+)")  # pathlib makes one slash of two
 UPLOADING = ".uploading.json"
-GENERATIONS_FILE, PARTIAL = ".generations.json", ".partial"  # downloaded objects; suffix of partial downloads
-OWN_SUFFIXES = (GENERATIONS_FILE, PARTIAL)
+PARTIAL = ".partial"  # suffix of partial downloads
 DEADLINE_S = 300.0  # for one object, over all attempts
 ATTEMPT_S = 60.0  # for an answer, plus the same for every 60 MiB transferred
 SLOWEST_BYTES_PER_S = 2**20
@@ -104,9 +103,9 @@ class Bucket:
     def names(self) -> list[str]:
         return list(self.sizes())
 
-    def read(self, known: bytes | None = None, part: slice | None = None) -> tuple[bytes | None, bytes]:
-        """The content, or a part of it, and the generation. None if there is no such object, or `known` is current."""
-        ask = lambda: _driver(self.bucket).read(self.path, if_not_equal=known, byte_range=part)  # noqa: E731
+    def read(self, part: slice | None = None) -> tuple[bytes | None, bytes]:
+        """The content, or a part of it, and the generation. None if there is no such object."""
+        ask = lambda: _driver(self.bucket).read(self.path, byte_range=part)  # noqa: E731
         answer = self._answer("read", ask)
         return (answer.value if answer.state == "value" else None), answer.stamp.generation
 
@@ -202,78 +201,63 @@ def downloaded(address: str | Path, include: Callable[[str], bool] = lambda _: T
     bucket = Bucket.of(address)
     listed = bucket.listed()
     if not listed:
-        beside = bucket.parent.sizes(bucket.name) if include(bucket.name) else {}
+        beside = bucket.parent.listed(bucket.name) if include(bucket.name) else {}
         if bucket.name not in beside:
             raise ValueError(f"{bucket} does not exist: there is no such object and none below it")
         return _copied(bucket.parent, {bucket.name: beside[bucket.name]}) / bucket.name
     if UPLOADING in listed:
         raise ValueError(f"{bucket} is incomplete: an upload to it did not finish; write it again")
-    names = {name: num_bytes for name, (num_bytes, _) in listed.items() if include(name)}
-    if not names:
+    included = {name: about for name, about in listed.items() if include(name)}
+    if not included:
         raise ValueError(f"{bucket} has no file of the expected kind")
-    directory = _copied(bucket, names)
+    directory = _copied(bucket, included)
     now = bucket.listed()
     if UPLOADING in now or any(now.get(name) != listed.get(name) for name in filter(include, {*now, *listed})):
         raise ValueError(f"{bucket} changed during the download; start again")
     for path in directory.rglob("*"):
         name = str(path.relative_to(directory))
-        if path.is_file() and include(name) and name not in names and not name.endswith(OWN_SUFFIXES):
+        if path.is_file() and include(name) and name not in included and not name.endswith(PARTIAL):
             path.unlink()  # deleted in the bucket; a loader would mix old and new files
     return directory
 
 
-def _copied(bucket: Bucket, sizes: Mapping[str, int]) -> Path:
+def _copied(bucket: Bucket, objects: Mapping[str, tuple[int, int]]) -> Path:
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     directory = home / "paravt_jax" / "buckets" / bucket.bucket / bucket.path
     directory.mkdir(parents=True, exist_ok=True)
-    download(bucket, sizes, directory)
+    download(bucket, objects, directory)
     return directory
 
 
-def download(bucket: Bucket, sizes: Mapping[str, int], directory: Path) -> None:
-    """Copies objects into a directory, except those it already has in the same generation."""
-    generations: dict[str, str] = {}
-    with suppress(FileNotFoundError, ValueError):
-        generations = json.loads((directory / GENERATIONS_FILE).read_bytes())
+def download(bucket: Bucket, objects: Mapping[str, tuple[int, int]], directory: Path) -> None:
+    """Copies objects, as `listed` has them, into a directory, except those it has with the same size and time."""
 
     def copy(name: str) -> None:
-        path, cached = directory / name, None
+        path, (num_bytes, time_ns) = directory / name, objects[name]
         if any(step in ("", ".", "..") for step in name.split("/")):
             raise ValueError(f"{bucket} has an object {name!r}, which is not a file name; delete it there")
-        if name in generations and path.is_file():
-            cached = bytes.fromhex(generations[name])
+        if path.is_file() and (path.stat().st_size, path.stat().st_mtime_ns) == objects[name]:
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
-        generation = _fetch(bucket / name, path, cached, sizes[name])
-        generations[name] = generation.hex()
+        with _replacing(path) as file:
+            _fetch(bucket / name, num_bytes, file)
+        os.utime(path, ns=(time_ns, time_ns))
 
-    try:
-        _at_once(f"downloading {bucket}", copy, list(sizes))
-    finally:
-        with _replacing(directory / GENERATIONS_FILE) as file:
-            file.write(json.dumps(generations).encode())
+    _at_once(f"downloading {bucket}", copy, list(objects))
 
 
-def _fetch(source: Bucket, path: Path, cached: bytes | None, num_bytes: int) -> bytes:
-    """Reads the object in parts, all of one generation, and returns that; writes nothing if it is the cached one.
-
-    The last part is open, because the object may have grown since it was listed.
-    """
+def _fetch(source: Bucket, num_bytes: int, file: IO[bytes]) -> None:
+    """Reads the object in parts, all of one generation. The last part is open, because the object may have grown."""
     begins = range(0, num_bytes - PART_BYTES, PART_BYTES)
     parts: list[slice | None] = [slice(begin, begin + PART_BYTES) for begin in begins]
     parts.append(slice(PART_BYTES * len(parts), None) if parts else None)
-    content, generation = source.read(cached, parts[0])
-    if content is None and generation == cached:
-        return generation
-    with _replacing(path) as file:
-        for part in parts[1:]:
-            file.write(content or b"")
-            content, now = source.read(part=part)
-            if now != generation:
-                raise ValueError(f"{source} changed during the download; start again")
-        if content is None:
-            raise ValueError(f"{source} was deleted during the download; start again")
+    generations = set()
+    for part in parts:
+        content, generation = source.read(part)
+        generations.add(generation)
+        if content is None or len(generations) > 1:
+            raise ValueError(f"{source} changed during the download; start again")
         file.write(content)
-    return generation
 
 
 def upload(files: Mapping[str, Path], bucket: Bucket) -> None:

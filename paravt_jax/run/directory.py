@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from model_port.bucket import GENERATIONS_FILE, PARTIAL, Bucket, download, is_address, upload
+from model_port.bucket import PARTIAL, Bucket, download, is_address, upload
 from model_port.json_files import flattened
 from model_port.layout import RECORD_FILE, absolute_path
 from model_port.output_dir import check_local
@@ -137,10 +137,9 @@ def locked_for_bucket(bucket: Bucket, hosts: Hosts) -> Iterator[tuple[Path, Leas
             say(f"checkpoints and copies of the logs are in {bucket}, local files in {directory}")
             lease = stack.enter_context(leased(bucket, directory, say))
         hosts.gather("bucket", None)
-        names = bucket.sizes()
+        names = bucket.listed()
         saved = [name.split("/")[1] for name in names if name.endswith(f"/{RECORD_FILE}")]
         if not hosts.leads or last_step(directory) < max(map(int, filter(str.isdecimal, saved)), default=0):
-            (directory / GENERATIONS_FILE).unlink(missing_ok=True)  # download again; the bucket's are authoritative
             needed = [*filter(is_log, names)] if hosts.leads else {METRICS_FILE, SETTINGS_FILE} & names.keys()
             download(bucket, {name: names[name] for name in needed}, directory)
         yield directory, lease
