@@ -320,12 +320,14 @@ class FrameReader:
         entry = ticks.name_of(identity)
         probed = None
         with suppress(VideoTimeout):  # the cache's disk may be another one than the video's
-            probed = await _in_thread(lambda: store.read(entry, ticks.unpack), deadline_s)
+            probed = await _in_thread(
+                lambda: store.read(entry, lambda packed: ticks.unpack(packed, identity)), deadline_s
+            )
         return probed and _video_of(name, probed)
 
     async def _save_probe(self, probed: Message, deadline_s: float | int) -> None:
-        if (store := self._ticks) is not None:
-            entry, packed = ticks.name_of(probed[0]["identity"]), ticks.pack(probed)
+        if (store := self._ticks) is not None and (packed := ticks.pack(probed)) is not None:
+            entry = ticks.name_of(probed[0]["identity"])
             with suppress(VideoTimeout):
                 await _in_thread(lambda: store.write(entry, packed), deadline_s)
 

@@ -2,18 +2,24 @@
 
 An entry is named by the file's identity (its path, size and mtime), so a replaced file has another entry. It is the
 metadata as a line of JSON and the times of the frames, compressed: frame intervals repeat, so their differences take
-about a kilobyte. zlib's checksum detects a damaged or truncated entry, which is removed, and the video is probed again.
+about a kilobyte. Entries are validated on reading: a damaged, truncated or crafted entry is removed, and the video is
+probed again.
 """
 
 import json
+import math
 import zlib
 from typing import Any
 
 import numpy as np
 
+from rollout.video.decode import MAX_FRAME_PIXELS
+
 VERSION = 2  # of the entry's format and of `probe`; part of the name
 SUFFIX = ".tick"
 MAX_BYTES = 64 * 2**20  # of all entries, some 50,000
+MAX_TICKS = 2**24  # per video, 150 hours at 30 frames a second; longer videos are not cached
+INTEGERS = ("num_frames", "duration_ticks", "height", "width", "frame_px")
 
 Probed = tuple[dict[str, Any], bytes | bytearray]
 
@@ -22,16 +28,38 @@ def name_of(identity: str) -> str:
     return f"{identity}-pyav-{VERSION}{SUFFIX}"
 
 
-def pack(probed: Probed) -> bytes:
+def pack(probed: Probed) -> bytes | None:
+    """None for a video with too many frames."""
     metadata, raw = probed
-    steps = np.diff(np.frombuffer(raw, np.int64), prepend=0)
-    return zlib.compress(json.dumps(metadata).encode() + b"\n" + steps.tobytes())
-
-
-def unpack(packed: bytes) -> Probed | None:
-    """The packed probe, or None if it is damaged."""
-    try:
-        text, _, steps = zlib.decompress(packed).partition(b"\n")
-    except zlib.error:
+    ticks = np.frombuffer(raw, np.int64)
+    if len(ticks) > MAX_TICKS:
         return None
-    return json.loads(text), np.cumsum(np.frombuffer(steps, np.int64)).tobytes()
+    return zlib.compress(json.dumps(metadata).encode() + b"\n" + np.diff(ticks, prepend=0).tobytes())
+
+
+def unpack(packed: bytes, identity: str) -> Probed | None:
+    """The packed probe, or None if it cannot be a probe of this video."""
+    decoder = zlib.decompressobj()  # checks a sum of the content at its end
+    try:
+        text, _, steps = decoder.decompress(packed, 9 * MAX_TICKS).partition(b"\n")
+        metadata = json.loads(text)
+        if not decoder.eof or metadata["identity"] != identity or not _sound(metadata):
+            return None
+        ticks = np.cumsum(np.frombuffer(steps, np.int64))
+    except (zlib.error, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    frames, keys = np.split(ticks, [metadata["num_frames"]])
+    if len(keys) < 1 or (np.diff(frames) <= 0).any() or (np.diff(keys) <= 0).any():
+        return None
+    return metadata, ticks.tobytes()
+
+
+def _sound(metadata: dict[str, Any]) -> bool:
+    numbers = [metadata[name] for name in INTEGERS] + metadata["time_base"]
+    return (
+        all(isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 2**62 for number in numbers)
+        and len(metadata["time_base"]) == 2
+        and min(metadata["num_frames"], metadata["height"], metadata["width"], *metadata["time_base"]) >= 1
+        and 1 <= metadata["frame_px"] <= MAX_FRAME_PIXELS
+        and math.isfinite(metadata["duration_ticks"] * metadata["time_base"][0] / metadata["time_base"][1])
+    )

@@ -1,12 +1,16 @@
 """What a probe found comes back from disk as it was, and nothing else does."""
 
+import json
+import zlib
+
 import numpy as np
 import pytest
 
 from rollout.video.ticks import pack, unpack
 
+IDENTITY = "ab" * 16
 KNOWN = {
-    "identity": "ab" * 16,
+    "identity": IDENTITY,
     "num_frames": 36_000,
     "duration_ticks": 36_000 * 512,
     "time_base": [1, 15_360],
@@ -16,14 +20,53 @@ KNOWN = {
 }
 TICKS = np.arange(36_000, dtype=np.int64) * 512 - 1024
 KEYS = TICKS[::250] - 3  # some of which an edit list may have cut off
-PROBED = KNOWN, TICKS.tobytes() + KEYS.tobytes()
-PACKED = pack(PROBED)
+RAW = TICKS.tobytes() + KEYS.tobytes()
+
+
+def crafted(ticks=TICKS, keys=KEYS, **changed) -> bytes:
+    """With a sum that fits."""
+    steps = np.diff(np.concatenate([ticks, keys]), prepend=0).tobytes()
+    return zlib.compress(json.dumps(KNOWN | changed).encode() + b"\n" + steps)
 
 
 def test_twenty_minutes_come_back_from_a_kilobyte_or_two():
-    assert len(PACKED) < 3000 and unpack(PACKED) == PROBED
+    packed = pack((KNOWN, RAW))
+    assert packed is not None and len(packed) < 3000
+    assert unpack(packed, IDENTITY) == (KNOWN, RAW) == unpack(crafted(), IDENTITY)
 
 
-@pytest.mark.parametrize("packed", [b"", PACKED[:-1], PACKED[:100], bytes([PACKED[0] ^ 1]) + PACKED[1:]])
-def test_what_is_damaged_is_none(packed):
-    assert unpack(packed) is None
+@pytest.mark.parametrize(
+    "packed",
+    [
+        b"",
+        crafted()[:-1],
+        crafted()[:100],
+        crafted()[:-1] + bytes([crafted()[-1] ^ 1]),
+        bytes([crafted()[0] ^ 1]) + crafted()[1:],
+        crafted(identity="cd" * 16),
+        crafted(num_frames=35_999),
+        crafted(num_frames=0),
+        crafted(num_frames=-1),
+        crafted(num_frames=10**12),
+        crafted(num_frames=True),
+        crafted(height="1080"),
+        crafted(width=0),
+        crafted(frame_px=2**62),
+        crafted(time_base=[1, 0]),
+        crafted(time_base=[1]),
+        crafted(time_base=None),
+        crafted(duration_ticks=-1),
+        crafted(ticks=TICKS[::-1]),
+        crafted(ticks=np.zeros_like(TICKS)),
+        crafted(keys=KEYS[:0]),
+        crafted(keys=KEYS[::-1]),
+    ],
+)
+def test_what_is_damaged_or_no_probe_of_this_file_is_none(packed):
+    assert unpack(packed, IDENTITY) is None
+
+
+@pytest.mark.slow
+def test_an_entry_that_unpacks_to_more_than_its_frames_is_none():
+    bomb = zlib.compress(json.dumps(KNOWN).encode() + b"\n" + bytes(2**28), 1)  # far more than the times of the frames
+    assert unpack(bomb, IDENTITY) is None
