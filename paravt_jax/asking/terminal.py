@@ -137,4 +137,4 @@ def _times(seconds: Seconds) -> Iterator[str]:
     yield f"{seconds.total:.1f} s: overview {seconds.overview:.1f}"
     yield f"thinking {sum(seconds.turns):.1f}"
     if seconds.calls:
-        yield f"calls {sum(seconds.calls):.1f} (one after the other: {sum(seconds.calls_in_turn):.1f})"
+        yield f"calls {sum(seconds.calls):.1f} (sequentially: {sum(seconds.calls_in_turn):.1f})"
