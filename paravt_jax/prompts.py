@@ -4,10 +4,10 @@ DIR is your copy of the released repository, whose files are parsed but never ex
 all texts of the released evaluation, for eval.release_texts. With --mode, it gets one mode's prompts for
 rollout.prompts_file, so that a published policy gets its own prompts in this project's dialogues:
 
-  --mode agentic_general    the published policy, in its tables
+  --mode agentic_general    the published policy, in the paper's tables
   --mode agentic_minimal    the same policy, on temporal grounding
   --mode reasoning, direct  without a tool
-  --mode training           the sub-agents' text of its training; the other messages are a row's own
+  --mode training           the sub-agents' text in its training; all other messages come from the data rows
 
 DIFFERS: with --mode, the video is named `video.mp4`; the release uses the file's own name.
 """

@@ -1,4 +1,4 @@
-"""Access control: an API key, and at a loopback address only clients on this machine.
+"""Access control: an API key, and only local clients if the server listens at a loopback address.
 
 A web page can make its visitor's browser connect here through a host name that resolves to 127.0.0.1 (DNS rebinding).
 The browser then sends that name in Host or Origin, so requests with other names are rejected.
@@ -24,7 +24,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True)
 class AccessControl:
-    key: str = ""  # empty: no key needed
+    key: str = ""  # empty: clients need no key
     host_names: tuple[str, ...] = ()  # accepted besides loopback names if the server listens at loopback
     loopback_only: bool = True
 
@@ -63,7 +63,7 @@ class AccessControl:
 
 
 def access_control(listener: socket.socket, host: str, key: str, without_key: bool) -> AccessControl:
-    """`host` is the user's name for the address of `listener`."""
+    """Makes the access control of a server. `host` is the user's name for the address of `listener`."""
     if key and without_key:
         raise ValueError(f"an API key (--api-key or {KEY_VARIABLE}) and {WITHOUT_KEY} cannot be combined")
     if not key.isascii() or not key.isprintable() or " " in key:

@@ -1,4 +1,4 @@
-"""Answers one question about videos, images or text alone: the answer, its evidence, and the time of each part."""
+"""Answers one question about videos, images or text alone, with the answer's evidence and timings."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -11,19 +11,19 @@ from rollout.prompter import Overview, Task
 from rollout.prompts import PastTurn
 from rollout.records import Episode, Turn
 
-SEED_NAME = "question"  # in place of the name of a question with a seed
+SEED_NAME = "question"  # replaces the name of a question with a seed
 
 
 class Listener(EpisodeCallbacks):
     """An EpisodeCallbacks that also receives the overview."""
 
     def on_overview(self, overview: Overview) -> None:
-        """Called when the overview frames are read."""
+        """Called after the overview frames are decoded."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """A part of a video that the model looked at, and the tool's report on it."""
+    """A window of a video that the model inspected, and the tool's report on it."""
 
     video: str
     start_s: float | int
@@ -33,12 +33,12 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Seconds:
-    """The time of each part. A turn's calls run in parallel."""
+    """Time spent in each part of an answer. A turn's calls run in parallel."""
 
     overview: float
     turns: tuple[float, ...]
     calls: tuple[float, ...]  # wall time of the calls, per turn with calls
-    calls_in_turn: tuple[float, ...]  # sum over the turn's calls, as if they ran one after the other
+    calls_in_turn: tuple[float, ...]  # sum over the turn's calls, as if they ran sequentially
 
     @property
     def total(self) -> float:
@@ -47,7 +47,7 @@ class Seconds:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    text: str  # empty without an answer
+    text: str  # empty if the model gave no answer
     evidence: tuple[Evidence, ...]
     seconds: Seconds
     episode: Episode
@@ -72,14 +72,14 @@ class Answer:
 
 @dataclass(frozen=True, eq=False)
 class Answerer:
-    """An agent and the number of overview frames it gets."""
+    """Answers questions with an agent that gets a fixed number of overview frames."""
 
     agent: Agent
     num_frames: int
     samples_top_p: bool = True  # SGLang supports top_p, the embedded engine does not
 
     def with_sampling(self, temperature: float | int, top_p: float | int) -> "Answerer":
-        """At temperature 0 `top_p` has no effect, so 1.0 is sent: not every engine supports other values."""
+        """Sets sampling parameters. At temperature 0, top_p has no effect; 1.0 is sent, which all engines support."""
         agent = self.agent.with_settings(temperature=temperature)
         agent.top_p = top_p if temperature else 1.0
         return replace(self, agent=agent)
@@ -95,11 +95,11 @@ class Answerer:
         history: Sequence[PastTurn] = (),
         images: Sequence[str] = (),
     ) -> Answer:
-        """`name` identifies the question among concurrent ones; the engine aborts requests by it.
+        """Answers a question. `name` identifies it among concurrent questions; the engine aborts requests by name.
 
-        Questions that differ only in their name have equal answers with an equal `seed`, and others without one.
-        `history` has the turns before the question; `videos` and `images` are those of all turns, in their order.
-        `max_tokens` limits the tokens of the agent and its sub-agents together. None: no limit beyond their settings.
+        Equal questions with an equal `seed` have equal answers, whatever their names; without a seed answers differ.
+        `history` has the turns before the question; `videos` and `images` belong to all turns, in order.
+        `max_tokens` limits the tokens of the agent and its sub-agents together. None: only their settings limit them.
         """
         listener = listener or Listener()
         num_frames = max(self.num_frames, len(videos)) if videos else 0
@@ -117,7 +117,7 @@ class Answerer:
 
 
 def _text(episode: Episode) -> str:
-    """The text inside the answer tags. Without tags, the last turn without its thinking."""
+    """The text inside the answer tags; without tags, the last turn without its thinking."""
     turns = [turn.text for turn in episode.turns]
     prediction = find_prediction(turns)
     if prediction is None and turns and episode.finish == "done":

@@ -1,4 +1,4 @@
-"""Opens a model for questions, with the prompts and pixel budgets that it was trained with."""
+"""Opens a model to answer questions, with the prompts and pixel budgets of its training."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -32,7 +32,7 @@ MAX_ROWS = 16  # concurrent requests of the embedded engine
 
 
 def recipe_for(source: Path, *, num_frames: int | None, dispatch: Dispatch | None) -> Recipe:
-    """The recipe in the model's files, with the user's overrides."""
+    """Reads the recipe in the model's files and applies the user's overrides."""
     recipe = read_recipe(hf_files_of(source))
     if recipe is None:
         say(f"{source} has no {RECIPE_FILE}: using this project's default prompts, which may differ from its training")
@@ -46,7 +46,7 @@ def _chosen(recipe: Recipe, num_frames: int | None, dispatch: Dispatch | None) -
 
 
 def engine_of(model: str, urls: list[str], endpoints: list[str], key_env: str) -> EngineConfig | None:
-    """The engine that the flags name; None: the model is loaded."""
+    """The engine settings from command-line flags; None if the model is loaded in process."""
     if key_env and not endpoints:
         raise ValueError("--endpoint-key-env has no effect without --endpoint")
     for url in urls:
@@ -65,7 +65,7 @@ async def open_asker(
     dispatch: Dispatch | None,
     num_questions: int = 1,
 ) -> AsyncIterator[Answerer]:
-    """Expects `num_questions` at the same time. Without an engine, it loads the model itself."""
+    """Opens an answerer for `num_questions` concurrent questions. Without an engine, it loads the model in process."""
     async with AsyncExitStack() as stack:
         if engine is not None and engine.kind == "openai":
             yield await _behind_endpoint(engine, stack, num_frames, dispatch)

@@ -1,4 +1,4 @@
-"""Reads and parses the JSON of requests within limits of time and memory.
+"""Reads and parses JSON requests within limits of time and memory.
 
 60 MB of `[],[]…` become gigabytes of Python objects, so values are counted before the text is parsed.
 """
@@ -16,12 +16,12 @@ from aiohttp import web
 from paravt_jax.asking.openai import RETRY_S, RequestError
 
 MAX_BODY_BYTES = 64 * 2**20  # includes videos sent inside the request
-MAX_BODIES_BYTES = 8 * MAX_BODY_BYTES  # limit for all bodies in memory; small ones are always accepted
+MAX_BODIES_BYTES = 8 * MAX_BODY_BYTES  # limit for all bodies in memory; small bodies are always accepted
 SMALL_BODY_BYTES = 2**20
 BODY_DEADLINE_S = 60.0
 MAX_DEPTH = 32
 MAX_ITEMS = 100_000  # values, names and separators
-# Strings match as a whole, an unterminated one up to the end of the text, so the scan takes linear time.
+# Strings match as a whole, and unterminated strings match to the end of the text, so the scan takes linear time.
 TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]|,', re.DOTALL)
 
 
@@ -33,7 +33,7 @@ class Bodies:
 
     @asynccontextmanager
     async def json(self, request: web.Request) -> AsyncIterator[Any]:
-        """The body counts until the context ends, because its question keeps the media in it."""
+        """Reads a body, which counts towards the limit until the context ends, because its question keeps its media."""
         if request.content_type != "application/json":
             raise RequestError(415, "the Content-Type must be application/json")
         sizes: list[int] = []
@@ -43,7 +43,7 @@ class Bodies:
             self.num_bytes -= sum(sizes)
 
     async def _read(self, request: web.Request, sizes: list[int]) -> bytes:
-        """Appends the size of each chunk, so that an incomplete body is counted as well."""
+        """Reads a body. Appends each chunk's size to `sizes`, so that incomplete bodies count too."""
         body = bytearray()
         try:
             async with asyncio.timeout(BODY_DEADLINE_S):

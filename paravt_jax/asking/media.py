@@ -1,7 +1,7 @@
-"""The videos and images of a question: files below one directory, data in the request itself, or, if allowed, the web.
+"""Gets the videos and images of a question: local files in one directory, data in the request, or, if allowed, URLs.
 
-Clients cannot open other files, not even through links, and cannot fetch from this machine or its network: every
-address is checked when its socket is created, after IDNA, DNS and redirects, however the URL spells it.
+Clients cannot open other files, not even through links, and cannot fetch from this machine or its network: each address
+is checked when its socket is created, after IDNA, DNS and redirects, so that the spelling of a URL does not matter.
 """
 
 import asyncio
@@ -27,14 +27,14 @@ FETCH_DEADLINE_S = 300.0
 MAX_REDIRECTS = 3
 MAX_IMAGE_ASPECT = 200  # longer side / shorter side; the model's frame sizes allow no more
 CHUNK_BYTES = 2**20
-MAX_URL_CHARS = 2**14  # unless it has the data itself; libraries keep the last URLs that they have split
+MAX_URL_CHARS = 2**14  # except data: URLs; limits the memory of libraries that cache parsed URLs
 GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
 SIX_TO_FOUR = ipaddress.IPv6Network("2002::/16")
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 class NotPublic(OSError):
-    """The address is not on the public internet."""
+    """Raised for an address that is not on the public internet."""
 
 
 def public_socket(info: aiohttp.AddrInfoType) -> socket.socket:
@@ -46,7 +46,7 @@ def public_socket(info: aiohttp.AddrInfoType) -> socket.socket:
 
 
 def is_public(address: str) -> bool:
-    """IPv6 must be global unicast, or embed an IPv4 address that is public."""
+    """Whether an address is public. IPv6 must be global unicast, or embed a public IPv4 address."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         ipv4 = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF) if ip in NAT64 else ip.ipv4_mapped
@@ -57,7 +57,7 @@ def is_public(address: str) -> bool:
 
 
 def is_own(address: str) -> bool:
-    """Whether the address belongs to this machine: packets to it then have it as their source address as well."""
+    """Whether the address belongs to this machine: then packets to it have the same source address."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as route, suppress(OSError):
         route.connect((address, 9))  # sends no packet
@@ -89,7 +89,7 @@ class Sources:
 
     @asynccontextmanager
     async def files_of(self, media: Sequence[Medium]) -> AsyncIterator[dict[Kind, list[str]]]:
-        """Yields a file per medium, by its kind; they exist while the context is open."""
+        """Yields a file per medium, by kind. The files exist while the context is open."""
         budget = DiskBudget(MAX_FETCHED_BYTES)
         with TemporaryDirectory(prefix="paravt_", dir=self.directory) as directory:
             try:
@@ -102,7 +102,7 @@ class Sources:
                 self.budget.free_bytes += MAX_FETCHED_BYTES - budget.free_bytes
 
     async def _path_of(self, medium: Medium, target: Path, budget: DiskBudget) -> Path:
-        """A file that it has to create is `target`."""
+        """Returns a medium's file; creates it at `target` if it is not a local file."""
         source = target
         try:
             parts = urlsplit(medium.url[:MAX_URL_CHARS])
@@ -125,7 +125,7 @@ class Sources:
     def _file_below_root(self, name: str) -> Path:
         if self.video_root is None:
             raise BadRequest("this server reads no files: it was started without --video-root")
-        # The same message for missing and forbidden files, so that clients learn nothing about other files.
+        # Missing and forbidden files give the same error, so that clients learn nothing about other files.
         with suppress(OSError, ValueError, RuntimeError):  # invalid names, circular links
             path = (self.video_root / name).resolve()
             if path.is_relative_to(self.video_root.resolve()) and path.is_file():
@@ -156,7 +156,7 @@ class Sources:
             raise BadRequest(f"{cut(url)} cannot be fetched: {type(problem).__name__}") from None
 
     async def _download(self, session: aiohttp.ClientSession, url: str, target: Path, budget: DiskBudget) -> None:
-        async with session.get(url, max_redirects=MAX_REDIRECTS + 1) as response:  # the last of which raises
+        async with session.get(url, max_redirects=MAX_REDIRECTS + 1) as response:  # the last redirect raises
             if response.status != 200:
                 raise BadRequest(f"{cut(url)} returned HTTP {response.status}")
             with target.open("wb") as file:
@@ -180,7 +180,7 @@ def _write_data(url: str, target: Path) -> None:
 
 
 def _check_image(path: Path) -> None:
-    """Raises BadRequest unless the image can be read, and a model can see it."""
+    """Raises BadRequest unless the image can be decoded and has a size that models accept."""
     try:
         with Image.open(path, formats=IMAGE_FORMATS) as image:
             short, long = sorted(image.size)
@@ -189,5 +189,5 @@ def _check_image(path: Path) -> None:
             in_rgb(image)
     except (BadRequest, MemoryError):
         raise
-    except Exception:  # Pillow raises anything
+    except Exception:  # Pillow raises undocumented types
         raise BadRequest("an image cannot be read") from None

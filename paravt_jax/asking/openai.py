@@ -1,6 +1,6 @@
 """Parses requests and formats responses of OpenAI's chat completions API.
 
-A question is the last user message, after the earlier turns of its conversation. Every user message may have videos and
+The question is the last user message; earlier messages are its history. Every user message may have videos and
 images. Each of OpenAI's parameters is supported, rejected or ignored; unknown parameters are rejected.
 """
 
@@ -14,7 +14,7 @@ from paravt_jax.config.schema import MAX_FRAMES
 from rollout.prompts import PastTurn
 
 Kind = Literal["video", "image"]
-MAX_QUESTION_CHARS = 100_000  # of all messages
+MAX_QUESTION_CHARS = 100_000  # total of all messages
 MAX_MESSAGES = 256
 MAX_MEDIA = 64
 MAX_TOKENS = 2**31 - 1
@@ -23,7 +23,7 @@ MAX_SHOWN_CHARS = 100  # characters of a client's value in an error
 SUPPORTED = (
     *("messages", "model", "stream", "stream_options", "temperature", "top_p", "seed", "n"),
     *("max_tokens", "max_completion_tokens"),
-    "media_io_kwargs",  # vLLM's, which lmms-eval sends with videos
+    "media_io_kwargs",  # a parameter of vLLM, which lmms-eval sends with videos
 )
 # Parameters that would change the answer but are not supported, with the values that have no effect.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -46,7 +46,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-# The client's bookkeeping, hints about speed, and settings of unsupported calls.
+# Client metadata, performance hints, and settings of unsupported calls.
 IGNORED = (
     *("metadata", "user", "safety_identifier", "service_tier", "prediction", "parallel_tool_calls"),
     *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
@@ -89,15 +89,15 @@ class Medium:
 @dataclass(frozen=True)
 class Question:
     text: str
-    media: tuple[Medium, ...]  # of all turns, in their order
+    media: tuple[Medium, ...]  # media of all turns, in order
     history: tuple[PastTurn, ...] = ()
     stream: bool = False
     usage_in_stream: bool = False
     temperature: float | int = 0.0
     top_p: float | int = 1.0
     seed: int | None = None
-    max_tokens: int | None = None  # for all agents together, as usage counts them; None: no limit beyond the settings
-    num_frames: int | None = None  # of the overview; None: the server's
+    max_tokens: int | None = None  # for all agents together, as in usage; None: only the settings limit it
+    num_frames: int | None = None  # overview frames; None: the server's default
 
 
 def parse_question(body: Any, model: str) -> Question:
@@ -149,7 +149,7 @@ def parse_question(body: Any, model: str) -> Question:
 
 
 def cut(value: Any) -> str:
-    """A client's value, shortened for an error message."""
+    """Shortens a client's value for an error message."""
     if not isinstance(value, str):
         return str(value) if value is None or isinstance(value, bool | int | float) else type(value).__name__
     return repr(value if len(value) <= MAX_SHOWN_CHARS else f"{value[:MAX_SHOWN_CHARS]}…")
@@ -197,7 +197,7 @@ def _parse_message(message: Mapping[str, Any]) -> ParsedMessage:
 
 
 def _turns(messages: Iterable[ParsedMessage]) -> list[PastTurn]:
-    """The user's and the assistant's turns. A system message precedes the text of the next user message."""
+    """The turns of user and assistant. A system message is prepended to the next user message."""
     turns: list[PastTurn] = []
     system_texts: list[str] = []
     for message in messages:
@@ -270,7 +270,7 @@ def _boolean(parameters: Mapping[str, Any], name: str) -> bool:
 
 
 def usage(answer: Answer) -> dict[str, Any]:
-    """Includes all sub-agents."""
+    """Token usage of the agent and all its sub-agents."""
     episode = answer.episode
     return {
         "prompt_tokens": episode.num_prompt_tokens,
@@ -281,7 +281,7 @@ def usage(answer: Answer) -> dict[str, Any]:
 
 
 def completion(answer: Answer, name: str, model: str) -> dict[str, Any]:
-    """`paravt` is our extension: the answer's evidence and the time of each part."""
+    """Formats a response. Our extension `paravt` has the answer's evidence and timings."""
     reasoning = "\n".join(turn.text for turn in answer.episode.turns)
     message = {"role": "assistant", "content": answer.text, "reasoning_content": reasoning}
     record = answer.to_record()

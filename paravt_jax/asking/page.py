@@ -27,13 +27,13 @@ def page_of(answer: Answer, answerer: Answerer, model: str) -> bytes:
 
 
 def _thumbnails(episode: Episode) -> dict[str, str]:
-    """Keyed by the frame strips' keys in the record."""
+    """Thumbnails of the episode's frames, by the keys of frame strips in the record."""
     record: dict[str, Any] = episode.to_record()
     strips = [Strip(video["path"], tuple(video["frames_s"])) for video in record["videos"]]
     pictures: list[tuple[str, Picture]] = []
     overview = [key for strip in strips for key in strip.keys]
     shown = episode.ledger.segments[0].pictures
-    pictures += zip(overview, shown[len(shown) - len(overview) :], strict=True)  # the question's images come first
+    pictures += zip(overview, shown[len(shown) - len(overview) :], strict=True)  # images of the question come first
     for call in episode.calls:
         if call.report is not None:
             pictures += zip(_strip(call.path, call.frames_s, call.box).keys, call.report.pictures, strict=True)

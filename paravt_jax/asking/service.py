@@ -1,8 +1,8 @@
 """Serves an agent over HTTP: OpenAI's chat completions, model list, health and metrics.
 
-A question takes minutes of GPU time, so the number of concurrent questions is limited. A few more wait, and further
-requests get HTTP 429 with Retry-After. A request counts as a question once its body has arrived. Disconnecting cancels
-the request, and every question has a deadline, which includes its wait.
+A question takes minutes of GPU time, so the number of concurrent questions is limited. Some more questions may wait;
+further requests get HTTP 429 with Retry-After. A request counts as a question once its body has arrived. Disconnecting
+cancels the request. Every question has a deadline, which includes its waiting time.
 """
 
 import asyncio
@@ -43,14 +43,14 @@ from rollout.records import Call
 from rollout.server import check_port
 from rollout.video.errors import VideoError, VideoTimeout, VideoUnavailable
 
-HEADERS_DEADLINE_S = 20.0  # for a connection without a complete request, from its start or its last response
+HEADERS_DEADLINE_S = 20.0  # for a connection to send a complete request, from its start or last response
 WRITE_DEADLINE_S = 60.0
-MAX_WAITING = 8  # times `max_questions`
+MAX_WAITING = 8  # waiting questions, as a multiple of `max_questions`
 
 
 @dataclass(eq=False)
 class Service:
-    """Use `service.app()` as an aiohttp application."""
+    """The HTTP service of an agent. Use `service.app()` as an aiohttp application."""
 
     answerer: Answerer
     model: str
@@ -62,11 +62,11 @@ class Service:
     running: int = 0
     stopping: bool = False
     counts: Counter[str] = field(default_factory=Counter)
-    num_answers: int = 0  # also for clients that left before they had it
-    seconds: float = 0.0  # total time of these
+    num_answers: int = 0  # includes answers to clients that had disconnected
+    seconds: float = 0.0  # total time of the answers
     num_tokens: Counter[str] = field(default_factory=Counter)
     bodies: Bodies = field(default_factory=Bodies)
-    deadlines_s: dict[asyncio.BaseTransport | None, float] = field(default_factory=dict)  # of idle connections
+    deadlines_s: dict[asyncio.BaseTransport | None, float] = field(default_factory=dict)  # by idle connection
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
     _places: asyncio.Semaphore = field(init=False)
 
@@ -93,7 +93,7 @@ class Service:
         return web.Response(text=self.metrics(), content_type="text/plain", charset="utf-8")
 
     def metrics(self) -> str:
-        """Prometheus text format."""
+        """Metrics in Prometheus text format."""
         lines = ["# TYPE paravt_questions_running gauge", f"paravt_questions_running {self.running}"]
         lines += ["# TYPE paravt_questions_waiting gauge", f"paravt_questions_waiting {self.accepted - self.running}"]
         lines += ["# TYPE paravt_questions_total counter"]
@@ -105,7 +105,7 @@ class Service:
 
     @web.middleware
     async def _timed(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """A connection handles one request at a time."""
+        """Sets the idle deadline of a connection, which handles one request at a time."""
         transport = request.transport
         self.deadlines_s[transport] = math.inf
         try:
@@ -126,7 +126,7 @@ class Service:
             await asyncio.sleep(HEADERS_DEADLINE_S / 10)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        self._check_free()  # before reading megabytes for nothing
+        self._check_free()  # before reading a large body in vain
         async with self.bodies.json(request) as body:
             question = parse_question(body, self.model)
             del body
@@ -150,9 +150,9 @@ class Service:
             async with self._place(deadline):
                 response, outcome = await self._answer(request, question, deadline)
             return response
-        except (asyncio.CancelledError, ClientConnectionResetError):  # the client left, perhaps during a write
+        except (asyncio.CancelledError, ClientConnectionResetError):  # the client disconnected, perhaps during a write
             outcome = "given up"
-            if request.transport is not None:  # to close it would wait until the client reads
+            if request.transport is not None:  # a regular close would wait until the client reads
                 request.transport.abort()
             raise asyncio.CancelledError from None
         finally:
@@ -161,7 +161,7 @@ class Service:
 
     @asynccontextmanager
     async def _place(self, deadline: float) -> AsyncIterator[None]:
-        """Waits until a question may run; the first one that came is the first one that runs."""
+        """Waits until a question may run, in order of arrival."""
         async with asyncio.timeout_at(deadline):
             await self._places.acquire()
         self.running += 1
@@ -186,7 +186,7 @@ class Service:
     async def _answer(
         self, request: web.Request, question: Question, deadline: float
     ) -> tuple[web.StreamResponse, str]:
-        """The response, and the outcome for the metrics."""
+        """Answers a question. Returns the response, and the outcome for the metrics."""
         name = f"chatcmpl-{next(self._numbers)}"
         started_s = time.monotonic()
         async with AsyncExitStack() as stack:
@@ -265,7 +265,7 @@ class Service:
 
 
 class _StreamListener(Listener):
-    """Turns events into text for the stream."""
+    """Turns episode events into text for the stream."""
 
     wants_tokens = True
 
@@ -287,7 +287,7 @@ async def _send(response: web.StreamResponse, message: Any) -> None:
 
 
 async def _written(writing: Coroutine[Any, Any, None]) -> None:
-    """A client that does not read has left."""
+    """Writes with a deadline. A client that does not read in time counts as disconnected."""
     try:
         async with asyncio.timeout(WRITE_DEADLINE_S):
             await writing
@@ -332,7 +332,7 @@ def _as_request_error(problem: Exception) -> RequestError:
 
 
 def _log_traceback(problem: Exception) -> None:
-    """Logs details for the operator: they contain addresses, paths and code."""
+    """Logs details only for the operator, because they contain addresses, paths and code."""
     say("".join(traceback.format_exception(problem)).rstrip())
 
 

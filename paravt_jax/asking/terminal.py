@@ -1,6 +1,6 @@
-"""Shows a question in a terminal: one line per event, and the windows of a turn as bars of the video.
+"""Prints a question's progress in a terminal: a line per event, and each call's window as a bar.
 
-Nothing is overwritten, so the output also reads well in a log. Control characters in the model's text are escaped.
+Lines are never overwritten, so the output is also readable in a log. Control characters in model text are escaped.
 """
 
 import re
@@ -18,11 +18,11 @@ BAR_COLUMNS, NAME_COLUMNS = 40, 10
 MAX_REPORT_CHARS = 300
 OF_EXPORT = "of an export; a checkpoint with changed files counts as damaged"
 TAG = re.compile(r"</?(?:think|answer)>\n?")
-OPEN_TAG = re.compile(r"</?\w{0,10}$|\ufffd$")  # may become a tag, or a character, with the next token
+OPEN_TAG = re.compile(r"</?\w{0,10}$|\ufffd$")  # the next token may complete it to a tag or a character
 
 
 class TextStream:
-    """Splits the growing text of turns into the parts that are new."""
+    """Returns only the new part of a turn's growing text."""
 
     def __init__(self) -> None:
         self._turn, self._num_chars = -1, 0
@@ -50,7 +50,7 @@ class Live(Listener):
 
     def on_overview(self, overview: Overview) -> None:
         self._overview = overview
-        names = {path: name for name, path in reversed(overview.names.items())}  # the first name of each
+        names = {path: name for name, path in reversed(overview.names.items())}  # the first name of each path
         for path, info in overview.videos.items():
             name = f" (as {names[path]})" if len(overview.videos) > 1 else ""
             self._write_line("video", f"{visible(path)}, {clock(info.duration_s)}{name}")
@@ -90,7 +90,7 @@ class Live(Listener):
 
 
 def displayed_text(text: str) -> str:
-    """The text of a turn without tags and calls, and without an incomplete tag or trailing whitespace at its end."""
+    """The text of a turn without tags, calls, an incomplete tag at its end, and trailing whitespace."""
     return visible(OPEN_TAG.sub("", TAG.sub("", text.partition("<tool_")[0]))).rstrip()
 
 
@@ -102,7 +102,7 @@ def bar(window: Window, duration_s: float | int) -> str:
 
 
 def clock(seconds: float | int) -> str:
-    minutes, seconds = divmod(round(seconds, 1), 60)  # rounded first, so that 59.96 s are 1:00.0
+    minutes, seconds = divmod(round(seconds, 1), 60)  # rounded first, so that 59.96 s becomes 1:00.0
     hours, minutes = divmod(int(minutes), 60)
     return f"{hours}:{minutes:02d}:{seconds:04.1f}" if hours else f"{minutes}:{seconds:04.1f}"
 

@@ -1,4 +1,4 @@
-"""Measurements of this machine, one module each: `python -m paravt_jax.bench NAME [--json OUT]`."""
+"""Benchmarks of this machine, one module each: `python -m paravt_jax.bench NAME [--json OUT]`."""
 
 import os
 import platform
@@ -10,7 +10,7 @@ VERSIONED = ("jax", "flax", "orbax-checkpoint", "tensorstore", "numpy")
 
 
 def machine() -> dict[str, Any]:
-    """The machine and versions that results depend on. Benchmarks that use accelerators report them."""
+    """The hardware and versions that results depend on. Benchmarks that use accelerators report them."""
     return {
         "cpu": _cpu_name(),
         "num_cores": len(os.sched_getaffinity(0)),

@@ -1,7 +1,7 @@
 """python -m paravt_jax.bench NAME [options] [--json OUT]
 
-A benchmark is a module with `add_arguments(parser)`, `run(args)`, which returns its results as JSON types, and
-`table(result)`, which formats them in a few aligned lines.
+A benchmark is a module with three functions: `add_arguments(parser)`, `run(args)`, which returns results as JSON types,
+and `table(result)`, which formats them as a few aligned lines.
 """
 
 import argparse

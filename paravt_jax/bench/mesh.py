@@ -1,8 +1,8 @@
-"""An update of the policy on every mesh: measured on this machine's devices, or compiled for others (`--topology`).
+"""Benchmarks a policy update on every mesh, of this machine's devices or compiled for others (`--topology`).
 
-Rows per data and fsdp part are constant, so the work grows with both. Efficiency compares a device's tokens/s with one
-device alone, if the model fits there; CPU devices share the cores. Memory, FLOPs and collectives come from the compiled
-programs, and estimated seconds follow from them. On this machine's devices steps are also timed.
+Rows per data and fsdp shard are constant, so the work grows with both. Efficiency compares a device's tokens/s with
+a single device, if the model fits there; CPU devices share the cores. Memory, FLOPs and collectives come from the
+compiled programs; the estimated seconds follow from them. On this machine's devices, steps are also timed.
 """
 
 import argparse

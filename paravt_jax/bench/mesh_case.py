@@ -1,4 +1,4 @@
-"""The benchmarked case: a run's config from a few flags, its learner, and a step."""
+"""Builds the benchmarked case: a run's config from a few flags, its learner, and a training step."""
 
 import argparse
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ FRAMES_OF_A_ROW = 4
 
 
 def shapes_of(args: argparse.Namespace, num_devices: int) -> list[tuple[int, int, int]]:
-    """The mesh of --mesh, or all."""
+    """The mesh of --mesh, or all meshes."""
     if args.mesh is None:
         return list(mesh_shapes(num_devices))
     shapes = [shape for shape in mesh_shapes(num_devices) if ",".join(map(str, shape)) == args.mesh]
@@ -47,13 +47,13 @@ def config_of(
     remat: Any = "full",
     **sections: Any,
 ) -> Config:
-    """A run with `rows` rows per data and fsdp part of the mesh."""
+    """The config of a run with `rows` rows per data and fsdp shard of the mesh."""
     mesh = MeshConfig(*shape)
     num_rows = rows * mesh.num_row_parts
     defaults: dict[str, Any] = {
         "model": PolicyConfig(dtype=dtype, remat=remat),
         "mesh": mesh,
-        "engine": EngineConfig(kind="sglang"),  # on other devices
+        "engine": EngineConfig(kind="sglang"),  # the engine is on other devices
         "video": VideoConfig(frame_budgets=[], overview_frames=FRAMES_OF_A_ROW),
         "reward": RewardConfig(tool="none"),
         "rollout": EpisodeConfig(
@@ -61,20 +61,20 @@ def config_of(
         ),
         "loss": LossConfig(kl_coef=0.0),
         "pack": PackConfig(row_tokens, num_rows),
-        "train": TrainConfig(prompts_per_step=rows, group_size=2),  # a part may have the frames of all
+        "train": TrainConfig(prompts_per_step=rows, group_size=2),  # so that a part may have the frames of all episodes
     }
     return Config(**defaults | sections)
 
 
 def make_learner(update: PlannedUpdate, model: ModelConfig, mesh: Mesh | None) -> Learner:
-    """A learner with random weights."""
+    """Makes a learner with random weights."""
     policy = random_model(model, update.compute(update.policy.attention), update.lora, mesh)
     loss = update.loss or LossConfig(kl_coef=0.0)
     return Learner(policy, update.optim, loss, temperature=update.temperature, mesh=mesh)
 
 
 def take_step(learner: Learner, update: PlannedUpdate, batch: TrainBatch, step: Step) -> None:
-    """One step of the run: old log-probs if the run computes them, then its updates."""
+    """Runs a training step: old log-probs if the run computes them, then the updates."""
     batches = [batch] * step.num_batches
     if update.loss is None:
         learner.imitate(batches, float(batch.loss_mask.sum()) * step.num_batches)

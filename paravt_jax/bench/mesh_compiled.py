@@ -1,4 +1,4 @@
-"""An update on every mesh of other devices, compiled ahead of time: memory, estimated time and price."""
+"""Compiles an update ahead of time on every mesh of other devices, for memory, estimated time and price."""
 
 import argparse
 from typing import Any
@@ -22,7 +22,7 @@ from paravt_jax.plan.topology import topology
 
 
 def estimated_meshes(args: argparse.Namespace) -> dict[str, Any]:
-    jax.config.update("jax_platforms", "cpu")  # only compiles, which needs no device
+    jax.config.update("jax_platforms", "cpu")  # compilation needs no device
     target = topology(args.topology)
     run = benched_run(args).calibrated_on(target.device)
     learner = target.without_gpus(run.server_gpus)

@@ -1,7 +1,7 @@
-"""An update on every mesh of this machine's devices: the compiler's figures and measured time.
+"""Measures an update on every mesh of this machine's devices, with the compiler's statistics.
 
-A mesh without enough memory, in the plan, in the compiler or at run time, is rejected, and the next one is measured.
-The largest batch that the config allows runs first; then a typical step is timed.
+A mesh that runs out of memory, in the plan, in the compiler or at run time, is rejected; the benchmark continues with
+the next mesh. The largest batch that the config allows runs first; then a typical step is timed.
 """
 
 import argparse
@@ -104,7 +104,7 @@ def _check_alone(run: BenchedRun) -> None:
 def _prepare(run: BenchedRun, num_cpu_devices: int) -> list[str]:
     """Sets memory, CPU devices and visible GPUs as a run would, before jax starts a backend. Returns remarks."""
     claim_memory()
-    # Only for CPUs; the last flag has precedence.
+    # Affects only CPUs; the last flag has precedence.
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={num_cpu_devices}"
     os.environ["XLA_FLAGS"] = flags
     if not isinstance(run.config, Config) or not run.server_gpus:
@@ -114,13 +114,13 @@ def _prepare(run: BenchedRun, num_cpu_devices: int) -> list[str]:
 
 
 def device_here() -> DeviceSpec:
-    """The plan's entry for this device; unknown devices have no memory check and no estimated seconds."""
+    """The plan's spec of this device. Unknown devices have no memory check and no estimated seconds."""
     kind = jax.devices()[0].device_kind
     return device_of(kind) or DeviceSpec(kind, kind, None, None, None, None, platform=platform())
 
 
 def _rates(dtype: str) -> Rates | None:
-    """This device's rates: from its data sheet, or for a CPU measured on a large product and a large sum."""
+    """This device's rates: from its data sheet; for a CPU, measured on a large matrix product and a large sum."""
     if jax.default_backend() != "cpu":
         return device_here().rates(dtype)
     square, long = jnp.ones((2048, 2048), dtype), jnp.ones(2**26, jnp.float32)
@@ -130,7 +130,7 @@ def _rates(dtype: str) -> Rates | None:
 
 
 def _finite(rates: Rates) -> dict[str, float | None]:
-    """JSON has no infinity, which is the rate to hosts that do not exist."""
+    """Replaces infinite rates, for example to absent hosts, by None, because JSON has no infinity."""
     numbers = {name: rate for name, rate in vars(rates).items() if isinstance(rate, float)}
     return {name: rate if math.isfinite(rate) else None for name, rate in numbers.items()}
 
@@ -173,7 +173,7 @@ def _row(run: BenchedRun, device: DeviceSpec, shape: Shape, rates: Rates | None)
 
 
 def no_room(problem: RuntimeError) -> str:
-    """The message of an out-of-memory error; other errors are raised again."""
+    """The message of an out-of-memory error. Raises other errors again."""
     if NO_ROOM not in str(problem):
         raise problem
     return str(problem).partition("\n")[0][:SHOWN_CHARS]

@@ -25,19 +25,19 @@ from paravt_jax.plan.step_time import step_time
 from paravt_jax.plan.workload import Step, full_step
 
 Row = dict[str, Any]
-SIMILAR_FRAC = 0.01  # of a step
-MEASURED = ("tokens", "update_s", "device_tokens_per_s", "efficiency")  # keys of a row, null if nothing ran
+SIMILAR_FRAC = 0.01  # difference between step times that the plan cannot resolve
+MEASURED = ("tokens", "update_s", "device_tokens_per_s", "efficiency")  # keys of a row that are null if nothing ran
 
 
 @dataclass(frozen=True)
 class BenchedRun:
-    """The run that is benchmarked on every mesh: of a config file, or from a few flags."""
+    """The run to benchmark on every mesh, from a config file or a few flags."""
 
     title: str
     model: ModelConfig
     remarks: tuple[str, ...]
     args: argparse.Namespace
-    config: Config | SftConfig | None  # of the file
+    config: Config | SftConfig | None  # the config file's settings
     rates: StepRates = dataclasses.field(default_factory=lambda: PUBLISHED)
 
     @property
@@ -46,7 +46,7 @@ class BenchedRun:
 
     @property
     def num_steps(self) -> int:
-        """Steps of the config's run; without a config, none."""
+        """Steps of the config's run; 0 without a config."""
         if self.config is None:
             return 0
         return self.config.sft.num_steps if isinstance(self.config, SftConfig) else self.config.train.num_steps
@@ -57,7 +57,7 @@ class BenchedRun:
         return self.config.engine.gpus if isinstance(self.config, Config) else []
 
     def calibrated_on(self, device: DeviceSpec) -> "BenchedRun":
-        """With the rates in another run's log, if `--calibrate` names one."""
+        """Applies the rates in another run's log, if `--calibrate` names one."""
         if not self.args.calibrate:
             return self
         if isinstance(self.config, SftConfig):
@@ -80,7 +80,7 @@ class BenchedRun:
 def estimated_on(
     shape: Shape, run: BenchedRun, device: DeviceSpec, devices: Any | None, rates: Rates | None = None
 ) -> tuple[PlannedRun | None, Step | None, MeshEstimate]:
-    """The run on this mesh, a step, and its estimate; the estimate has a problem if the run rejects the mesh."""
+    """Estimates the run on this mesh. The estimate has a problem if the run rejects the mesh."""
     own, step = None, None
     try:
         own, step = run.on(shape, device)
@@ -108,7 +108,7 @@ def benched_run(args: argparse.Namespace) -> BenchedRun:
 
 
 def servers_remark(gpus: Sequence[int], num_devices: int) -> Iterator[str]:
-    """Reports the devices left by the run's servers; raises if there are none."""
+    """Reports the devices that the run's servers leave free; raises ValueError if none are free."""
     if gpus and not num_devices:
         raise ValueError(f"engine.gpus={list(gpus)} leaves no device for the learner")
     if gpus:
@@ -116,7 +116,7 @@ def servers_remark(gpus: Sequence[int], num_devices: int) -> Iterator[str]:
 
 
 def row_of(estimated: MeshEstimate, own: PlannedRun | None, run: BenchedRun, num_hosts: int) -> Row:
-    """`own` is the run on that mesh, if possible; it has `num_hosts` hosts with servers."""
+    """Makes a mesh's row. `own` is the run on that mesh, if possible; `num_hosts` also counts hosts of servers."""
     price = run.args.price
     return {
         **dataclasses.asdict(estimated),
@@ -129,7 +129,7 @@ def row_of(estimated: MeshEstimate, own: PlannedRun | None, run: BenchedRun, num
 
 
 def _price_of_run(price: float | None, estimated: MeshEstimate, run: BenchedRun, num_hosts: int) -> list[float] | None:
-    """Price of all steps on all devices of learner and servers. A step of SFT is an update."""
+    """The price of all steps on all devices of learner and servers. For SFT, a step is an update."""
     update_s = estimated.est_step_s if isinstance(run.config, SftConfig) and estimated.fits else None
     step_s = (update_s, update_s) if update_s is not None else estimated.run_step_s
     if price is None or step_s is None:
@@ -145,7 +145,7 @@ def _price_of_mtokens(price: float | None, shape: Shape, tokens_per_s: float | N
 
 
 def in_order(rows: Iterable[Row]) -> list[Row]:
-    """Sorts meshes: fitting ones first, then by most devices, then by speed, over the whole step if known."""
+    """Sorts rows: fitting meshes first, then by most devices, then by speed (of the whole step if known)."""
     return sorted(rows, key=lambda row: (not row["fits"], -math.prod(row["mesh"]), _slowness(row)))
 
 
@@ -156,12 +156,12 @@ def _slowness(row: Row) -> float:
 
 
 def _on_all(rows: Iterable[Row], num_devices: int) -> list[Row]:
-    """Fitting meshes of all devices."""
+    """The rows of fitting meshes that use all devices."""
     return [row for row in rows if row["fits"] and math.prod(row["mesh"]) == num_devices]
 
 
 def problem_of(rows: Iterable[Row], run: BenchedRun, device: DeviceSpec, num_devices: int) -> str | None:
-    """If no mesh of all devices fits: what would."""
+    """The problem if no mesh of all devices fits, with changes that would fit."""
     if _on_all(rows, num_devices):
         return None
     resized = on_fitting_mesh(run.on((1, 1, 1), device)[0], device, 2 * num_devices)
@@ -184,7 +184,7 @@ def unknowns(rows: Iterable[Row]) -> list[str]:
 
 
 def summary(row: Row) -> str:
-    """A row in a few words, for progress output."""
+    """Summarizes a row for progress output."""
     if row["problem"]:
         return row["problem"]
     compiled = "" if row["compile_s"] is None else f", compiled in {row['compile_s']:.0f} s"
@@ -194,7 +194,7 @@ def summary(row: Row) -> str:
 
 
 def page(result: dict[str, Any]) -> Iterator[str]:
-    """Meshes that fit, fastest first; rejected meshes with the reason; assumptions; similar meshes; the one to use."""
+    """Yields the report: fitting meshes, fastest first; rejected meshes; assumptions; the recommended mesh."""
     fitting, columns = [row for row in result["rows"] if row["fits"]], _columns(result)
     hosts = f" on {result['num_hosts']} hosts" * (result["num_hosts"] > 1)
     yield f"{result['title']}, {result['num_devices']} x {result['device']}{hosts}"
@@ -245,5 +245,5 @@ def _formatted(value: float | None, digits: int) -> str:
 
 
 def _gib(gib: float) -> str:
-    """With enough digits for the tiny model."""
+    """Formats GiB with enough digits for the tiny model."""
     return f"{gib:.1f}" if gib >= 1 else f"{gib:.3f}"

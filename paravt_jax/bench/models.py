@@ -6,7 +6,7 @@ from model_port.config import ModelConfig, TextConfig
 from model_port.qwen3_vl.config import Qwen3VisionConfig
 from model_port.tiny import tiny_config
 
-# 53M parameters, and 123M: a tenth of the 2B in every dimension that matters.
+# 53M and 123M parameters; the larger has about a tenth of the 2B model in every relevant dimension.
 SMALL = ModelConfig(
     TextConfig(12, 512, 1536, 8, 4, head_dim=64, vocab_size=10_000, mrope_sections=(12, 10, 10)),
     Qwen3VisionConfig(4, 256, 1024, 4, 512, (1, 2, 3), num_positions=576),

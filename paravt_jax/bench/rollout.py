@@ -1,4 +1,4 @@
-"""Episodes on a real SGLang server: parallel and sequential crops, throughput, caches, publishing.
+"""Measures episodes on a real SGLang server: parallel and sequential crops, throughput, caches, publishing.
 
 The main agent's turns are scripted, because a random model calls no tools; decoding, frame store, sub-agents and server
 are real. All reports have the same number of tokens, so that times are comparable.
@@ -139,7 +139,7 @@ async def _measure(args: argparse.Namespace, model: Path, video: str) -> dict[st
 async def _latencies(
     args: argparse.Namespace, engine: Any, frames: Any, chat: Chat, config: EpisodeConfig, video: str, number: int
 ) -> dict[str, float]:
-    """Parallel and one by one in turns, always over windows that are in no cache."""
+    """Measures parallel and sequential calls alternately, always over uncached windows."""
     latencies: dict[str, list[float]] = {"parallel_s": [], "sequential_s": []}
     for repeat in range(args.repeats):
         offset_s = (number + repeat) * 1.37 % 50
@@ -152,7 +152,7 @@ async def _latencies(
 async def _turn(
     engine: Any, frames: Any, chat: Chat, config: EpisodeConfig, video: str, number: int, offset_s: float
 ) -> float:
-    """Seconds from the first call to the last report."""
+    """Runs a turn; returns the seconds from the first call to the last report."""
     calls = [_call(offset_s + n * (VIDEO_S - 70) / max(CROPS)) for n in range(number)]
     turns = [f"I look.</think>{''.join(calls)}<|im_end|>"]
     if config.dispatch == "sequential":
@@ -169,7 +169,7 @@ async def _turn(
 async def _episodes(
     args: argparse.Namespace, engine: Any, frames: Any, chat: Chat, config: EpisodeConfig, video: str
 ) -> tuple[list[Episode], float]:
-    """A group whose rollouts crop the same windows; the engine also prefills the main agents' prompts."""
+    """Runs a group whose rollouts crop the same windows; the engine also prefills the main agents' prompts."""
     calls = "".join(_call(n * 60.0) for n in range(CROPS_OF_AN_EPISODE))
 
     class Rehearsed(_Scripted):

@@ -1,1 +1,1 @@
-"""Shows whether everything works on this machine at a model's size: stages, each in a separate process."""
+"""Checks this machine at a model's size, in stages that each run in a separate process."""

@@ -1,10 +1,10 @@
-"""Checks whether everything works on this machine, at a model's size.
+"""Checks that everything works on this machine at a model's size.
 
 python -m paravt_jax.check --quick
 python -m paravt_jax.check --model 8b --recipe configs/8b_8x80gb_embedded.yaml [--layers N] [--json OUT]
 
-Each stage runs in its own process; a failed one does not stop the others. A size without a directory gets random
-weights. The exit code is 0 only if no stage failed.
+Each stage runs in its own process; a failed stage does not stop the others. A model size without a directory gets
+random weights. The exit code is 0 only if no stage failed.
 """
 
 import argparse
@@ -38,8 +38,8 @@ from rollout.engine.discovery import check_url
 from rollout.owned_directory import owned_directory
 from rollout.supervisor import KILL_NOW, descendants
 
-BESIDE = ("weights", "logits", "gradient")  # these stages of a tiny model run beside the others
-SHOWN_LINES = 40  # of a failed stage's log
+BESIDE = ("weights", "logits", "gradient")  # stages that run concurrently with the others for a tiny model
+SHOWN_LINES = 40  # last lines of a failed stage's log
 
 
 def parser_of() -> argparse.ArgumentParser:
@@ -108,7 +108,7 @@ def run_stage(name: str, target: Target) -> StageReport:
 
 
 def run_stages(names: Sequence[str], target: Target) -> list[StageReport]:
-    """One after the other, because each may need all memory; a tiny model uses two cores."""
+    """Runs stages sequentially, because each may need all memory; for a tiny model, two at a time."""
 
     def run(chosen: Sequence[str]) -> list[StageReport]:
         return [run_stage(name, target) for name in chosen]
@@ -121,7 +121,7 @@ def run_stages(names: Sequence[str], target: Target) -> list[StageReport]:
         try:
             reports += run([name for name in rest if name not in beside])
             reports += [stage.result() for stage in background]
-        except BaseException:  # such as Ctrl-C
+        except BaseException:  # for example Ctrl-C
             pool.shutdown(wait=False, cancel_futures=True)
             for process in descendants(os.getpid()):
                 with suppress(ProcessLookupError):

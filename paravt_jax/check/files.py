@@ -1,4 +1,4 @@
-"""Stage `files`: tokenizer, chat template and processor compute what transformers' do."""
+"""Stage `files`: tokenizer, chat template and processor give the same results as transformers."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -55,7 +55,7 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def template_line(target: Target, tokenizer: Any) -> Measured:
-    """A template that ignores tools gets them as text, so transformers gets the same text."""
+    """Compares chat templates. If a template ignores tools, both sides get the tools as text."""
     messages = main_messages(Prompts(), [("video.mp4", 64.0, [0.0, 12.5])], "What? Größe 你好", 5)
     settings: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
     text = tokenizer.apply_chat_template(messages, tools=[CROP_VIDEO_SCHEMA], **settings)

@@ -1,4 +1,4 @@
-"""Stage `gradient`: the kernels' gradients of three layers of both towers, compared with transformers'."""
+"""Stage `gradient`: compares kernel gradients of three layers of both towers with transformers."""
 
 from collections.abc import Iterator
 
@@ -23,7 +23,7 @@ from paravt_jax.check.report import NO_TORCH, Facts, Measured
 from paravt_jax.check.target import Target
 from paravt_jax.run.compiles import set_up_compilation
 
-MAX_RELATIVE = 1e-4  # of a kernel, in float32
+MAX_RELATIVE = 1e-4  # relative error of a kernel's gradient, in float32
 COMPUTE = Compute("float32", remat="full")
 
 
@@ -52,7 +52,7 @@ def relative_error(ours: np.ndarray, theirs: np.ndarray) -> float:
 
 
 def kernels(config: ModelConfig) -> list[tuple[Rule, int]]:
-    """The compared kernels and layers: the first, the middle and the last."""
+    """The compared kernels, each in the first, middle and last layer."""
     stacked = [rule for rule in rules(config) if rule.count is not None and len(rule.hf_shape) > 1]
     return [(rule, layer) for rule in stacked for layer in compared_layers(rule.count or 0)]
 
@@ -62,12 +62,12 @@ def compared_layers(count: int) -> list[int]:
 
 
 def stack_starts(count: int) -> list[int]:
-    """The first layer of each stack, of which every compared layer is one, and the number of layers."""
+    """The first layer of each stack, and the number of layers. Every compared layer is a separate stack."""
     return sorted({start for layer in compared_layers(count) for start in (layer, layer + 1)})
 
 
 def place(rule: Rule, layer: int) -> tuple[str, int]:
-    """The parameter of a layer's kernel after `apart`, and the layer's index in it."""
+    """The parameter that has a layer's kernel after `apart`, and the layer's index in it."""
     for layers in ("vision.blocks.", "text.layers."):
         if rule.path.startswith(layers):
             stack = stack_starts(rule.count or 0).index(layer)
@@ -84,14 +84,14 @@ def apart(model: VLModel) -> VLModel:
 
 
 def compared(model: VLModel) -> tuple[nnx.GraphDef[VLModel], nnx.State, nnx.State]:
-    """The model's structure, the compared kernels, and all other parameters."""
+    """Splits a model into its structure, the compared kernels, and all other parameters."""
     names = {place(rule, layer)[0] for rule, layer in kernels(model.config)}
     graphdef, chosen, others = nnx.split(model, lambda path, _: param_name(path) in names, ...)
     return graphdef, chosen, others
 
 
 def compiled_gradients(target: Target, prompt: ProcessedPrompt) -> jax.stages.Compiled:
-    """The program for the kernels' gradients, with the kernels in float32 and all other weights as they are stored."""
+    """Compiles the kernels' gradients, with the kernels in float32 and all other weights as they are stored."""
     num_tokens, stored = len(prompt.ids), stored_dtype(target.hf_dir)
     model = abstract_model(target.config, COMPUTE)
     graphdef, chosen, others = compared(nnx.eval_shape(apart, with_params(model, abstract_params(model, stored))))
@@ -112,10 +112,10 @@ def compiled_gradients(target: Target, prompt: ProcessedPrompt) -> jax.stages.Co
 
 
 def our_gradients(program: jax.stages.Compiled, target: Target, prompt: ProcessedPrompt) -> dict[str, np.ndarray]:
-    """The compared kernels' gradients by published names."""
+    """Computes the compared kernels' gradients, by published name."""
     _, chosen, others = compared(apart(load_computing(target.hf_dir, "float32")))
     chosen = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), chosen)
-    jax.block_until_ready(chosen)  # until then, the stored kernels are in memory
+    jax.block_until_ready(chosen)  # until this ends, the stored kernels are in memory too
     found = flat_params(program(chosen, others, *one_sequence(target.config, prompt.ids, **prompt.media)))
     return {
         rule.hf_names[layer]: np.array(found[name][index].reshape(rule.hf_shape))

@@ -1,4 +1,4 @@
-"""Stage `logits`: ours compared with transformers', one model in memory at a time."""
+"""Stage `logits`: compares our logits with transformers', with one model in memory at a time."""
 
 import gc
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ from paravt_jax.check.report import NO_TORCH, Facts, Measured
 from paravt_jax.check.target import Target
 from paravt_jax.run.compiles import set_up_compilation
 
-MAX_ROWS = 256  # tokens whose logits are compared; a vocabulary's take half a megabyte each
+MAX_ROWS = 256  # compared tokens; the logits of a token take half a megabyte
 
 
 def logits(target: Target) -> Iterator[Measured | Facts]:
@@ -70,17 +70,17 @@ def compared(prompt: ProcessedPrompt) -> np.ndarray:
 def our_rows(
     target: Target, prompts: Mapping[str, ProcessedPrompt], dtype: ComputeDtype
 ) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Logits by prompt and form of attention; in float32 a video's with every form."""
+    """Yields logits by prompt and form of attention; every form only for the video prompt in float32."""
     model = load_computing(target.hf_dir, dtype)
     for name, prompt in prompts.items():
         in_forms = forms() if dtype == "float32" and "video" in name else ["auto"]
         for form in in_forms:
             model.compute = replace(model.compute, attention=form)
-            with jax.default_matmul_precision("highest"):  # or accelerators round float32 inputs
+            with jax.default_matmul_precision("highest"):  # by default, accelerators round float32 inputs
                 rows = model_port.logits(model, prompt.ids, **prompt.media, tokens=compared(prompt))
             yield name, form, rows
     del model
-    gc.collect()  # frees it before the next one is loaded
+    gc.collect()  # frees the model before the next one is loaded
 
 
 def reference_rows(target: Target, prompts: Mapping[str, ProcessedPrompt], dtype: str) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Stages `video` and `data`: files of the user, read as a run reads them."""
+"""Stages `video` and `data`: read the user's files as a run reads them."""
 
 import asyncio
 import time
@@ -19,7 +19,7 @@ from rollout.video.reader import FrameReader
 from rollout.video.times import crop_times, overview_times
 
 Result = TypeVar("Result")
-CROP_FRAC = 0.1  # of the video, from its middle
+CROP_FRAC = 0.1  # length of the crop from the video's middle
 
 
 def video(target: Target) -> Iterator[Measured]:
@@ -45,7 +45,7 @@ def made_video(target: Target) -> Path:
 
 
 async def video_lines(reader: FrameReader, path: Path, target: Target) -> AsyncIterator[Measured]:
-    """Seconds against the deadlines of a run."""
+    """Compares decoding times with the deadlines of a run."""
     settings, run = target.run_config.rollout, target.run_config.video
     deadline_s = settings.min_video_deadline_s
     seconds, info = await timed(reader.info(path, deadline_s))
@@ -71,7 +71,7 @@ async def timed(work: Awaitable[Result]) -> tuple[float, Result]:
 
 
 def bytes_read() -> int:
-    """By this process's children, which decode; 0 where the system does not say."""
+    """Bytes read by this process's children, which decode; 0 where the system does not report it."""
     children = [pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
     counts = (Path("/proc", pid, "io").read_text().split() for pid in children)
     return sum(int(words[words.index("rchar:") + 1]) for words in counts)

@@ -1,4 +1,4 @@
-"""Makes the model that is checked: read from a directory, or random at a published size, with all layers or fewer."""
+"""Makes the model to check, from a directory or random at a published size, with all layers or fewer."""
 
 import json
 from dataclasses import replace
@@ -18,11 +18,11 @@ from model_port.weights import open_hf_tensors, rules
 from paravt_jax.config import TINY
 from paravt_jax.plan.plan import model_config
 
-MIN_PIXELS, MAX_PIXELS = 65_536, 16_777_216  # of an image, in the published files
+MIN_PIXELS, MAX_PIXELS = 65_536, 16_777_216  # bounds for images in the published files
 
 
 def make_model(model: str, path: Path, layers: int) -> None:
-    """Writes the Hugging Face directory `path`; a complete directory is linked."""
+    """Writes the Hugging Face directory `path`, or links it if all layers of a directory are used."""
     source = Path(model)
     if source.is_dir() and (is_checkpoint(source) or is_adapter(source)):
         source = path.with_name("whole") if layers else path
@@ -47,12 +47,12 @@ def cut(config: ModelConfig, layers: int) -> ModelConfig:
         raise ValueError(f"--layers {layers} is more than the model's {config.text.num_layers}")
     try:
         return replace(config, text=replace(config.text, num_layers=layers))
-    except ValueError as problem:  # too few
+    except ValueError as problem:  # too few layers
         raise ValueError(f"--layers {layers}: {problem}") from None
 
 
 def make_random(model: str, path: Path, layers: int) -> None:
-    """A published size with random weights, and the published tokenizer and template if the hub's cache has them."""
+    """Makes a model of a published size with random weights; uses published tokenizer and template if cached."""
     config = cut(model_config(model)[0], layers)
     make_tiny(path, config=config, dtype="bfloat16", min_pixels=MIN_PIXELS, max_pixels=MAX_PIXELS)
     if (published := published_files(config, model)) is not None:
@@ -60,7 +60,7 @@ def make_random(model: str, path: Path, layers: int) -> None:
 
 
 def published_files(config: ModelConfig, model: str) -> Path | None:
-    """The files of a published model in the hub's cache, without the network."""
+    """The directory of a published model in the hub's cache; never uses the network."""
     size = model.rpartition("-")[2].upper()
     repo = f"Qwen/{FAMILIES[config.family].title.replace(' ', '-')}-{size}-Instruct"
     try:

@@ -1,4 +1,4 @@
-"""The report of a check as one HTML file, without scripts and without the network."""
+"""Renders the report of a check as one HTML file without scripts or network access."""
 
 import html
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +40,7 @@ $rows
 
 
 def page(record: Mapping[str, Any], reports: Sequence[StageReport]) -> str:
-    """`record` is the JSON's: its machine, command and date."""
+    """Renders the page. `record` is the report's JSON, with machine, command and date."""
     failed = [report.stage for report in reports if report.failed]
     return PAGE.substitute(
         verdict=html.escape(f"{', '.join(failed)} failed" if failed else f"all {len(reports)} stages passed"),

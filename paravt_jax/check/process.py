@@ -1,6 +1,6 @@
-"""Runs a part of a check in a separate process, because only its end frees all memory.
+"""Runs a part of a check in a separate process, because only the end of a process frees all its memory.
 
-It runs under `rollout.supervisor`, so that it ends with this process.
+The process runs under `rollout.supervisor`, so that it ends with this process.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any
 
 from rollout.supervisor import KILL_NOW, supervised
 
-SHOWN_CHARS = 300  # of a failed part's last line
+SHOWN_CHARS = 300  # characters of a failed part's last line
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class PartResult:
     rows: list[dict[str, Any]] = field(default_factory=list)
     problem: str = ""
     seconds: float = 0.0
-    peak_bytes: int = 0  # of its largest process
+    peak_bytes: int = 0  # peak of its largest process
 
 
 def part_of(
     command: Sequence[str], log: Path, deadline_s: float | None = None, env: Mapping[str, str] | None = None
 ) -> PartResult:
-    """Runs a command, given with an absolute path; `log` gets its stderr."""
+    """Runs a command, whose program is an absolute path. `log` gets its stderr."""
     start_s, out = time.monotonic(), log.with_suffix(".out")
     with out.open("wb") as stdout, log.open("wb") as stderr:
         process = subprocess.Popen(supervised(command), stdout=stdout, stderr=stderr, env=env)
@@ -41,7 +41,7 @@ def part_of(
         timer.start()
         try:
             _, status, usage = os.wait4(process.pid, 0)
-        except BaseException:  # such as Ctrl-C
+        except BaseException:  # for example Ctrl-C
             process.send_signal(KILL_NOW)
             process.wait()
             raise
@@ -59,7 +59,7 @@ def part_of(
 
 
 def _rows(text: str) -> Iterator[dict[str, Any]]:
-    """The user's code may print other lines."""
+    """Yields the JSON objects in a text, and skips other lines, which user code may print."""
     for line in text.splitlines():
         with suppress(ValueError):
             if isinstance(row := json.loads(line), dict):

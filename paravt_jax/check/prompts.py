@@ -1,4 +1,4 @@
-"""The prompts that both sides get: text, a video with a crop, and the recipe's own prompt."""
+"""Makes the prompts for both sides: text, a video with a crop, and the recipe's own prompt."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from paravt_jax.check.target import Target
 from rollout.check import TestCard
 from rollout.prompter import Overview, Task
 
-VIDEO_FRAMES, VIDEO_PX = 8, (320, 352)  # 110 tokens a frame for a patch of 16 px
+VIDEO_FRAMES, VIDEO_PX = 8, (320, 352)  # 110 tokens per frame with patches of 16 px
 CARD_PX = (720, 1280)
 
 
@@ -25,7 +25,7 @@ def video_of(target: Target) -> ProcessedPrompt:
 
 
 def overview_of(target: Target, num_frames: int) -> Overview:
-    """The main agent's prompt by the recipe, for a test card."""
+    """The main agent's overview of a test-card video, by the recipe."""
     card = TestCard(settled_size(*CARD_PX, target.contract))
     prompter = target.run_config.rollout.prompter(card, target.chat)
     return asyncio.run(prompter.overview(Task("card", QUESTION, ("card.mp4",), num_frames)))

@@ -1,4 +1,4 @@
-"""What a stage yields, measured lines and facts about its process; and the report of all stages: a table, and JSON."""
+"""The results of a stage, measured lines and facts about its process, and the report of all stages."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -10,18 +10,18 @@ from paravt_jax.check.process import PartResult
 COLUMNS = ("stage", "case", "result", "bound", "s", "peak GiB", "planned", "")
 NO_TORCH = "torch is not installed: pip install torch, or in a clone bash scripts/setup.sh dev"
 
-Facts: TypeAlias = dict[str, Any]  # of a stage, for example planned_gib
+Facts: TypeAlias = dict[str, Any]  # about a stage, for example planned_gib
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A line of a stage. It fails with a problem, or with a value that is not within its bound."""
+    """A measured line of a stage. It fails if it has a problem or its value is out of bounds."""
 
     case: str
     value: float | str = ""
     bound: float | None = None
     problem: str = ""
-    skipped: str = ""  # why it was not measured
+    skipped: str = ""  # reason why it was not measured
 
     @property
     def failed(self) -> bool:
@@ -34,7 +34,7 @@ class StageReport:
     stage: str
     lines: list[Measured]
     facts: Facts
-    problem: str  # of its process
+    problem: str  # error of the stage's process
     seconds: float
     peak_gib: float
 
@@ -61,7 +61,7 @@ class StageReport:
 
 
 def table(reports: Sequence[StageReport]) -> str:
-    """As Markdown, with aligned columns."""
+    """Formats the report as a Markdown table with aligned columns."""
     rows = [list(COLUMNS), *(row for report in reports for row in rows_of(report))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     rows.insert(1, ["-" * width for width in widths])
@@ -70,7 +70,7 @@ def table(reports: Sequence[StageReport]) -> str:
 
 
 def rows_of(report: StageReport) -> Iterator[list[str]]:
-    """A stage's own row, then its lines."""
+    """Yields the row of a stage, then a row per measured line."""
     planned = report.facts.get("planned_gib")
     memory = [f"{report.seconds:.0f}", f"{report.peak_gib:.2f}", "" if planned is None else f"{planned:.2f}"]
     yield [report.stage, report.problem, "", "", *memory, _verdict(report.failed, report.skipped)]

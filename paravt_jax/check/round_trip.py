@@ -58,7 +58,7 @@ def round_trip(target: Target) -> Iterator[Measured]:
 
 
 def newest_checkpoint(target: Target) -> Path | None:
-    """Of the stage `step`, if it ran."""
+    """The newest checkpoint of the stage `step`, if it ran."""
     directory = target.file(RUN) / CHECKPOINTS_DIR
     return next((directory / str(step) for step in reversed(steps_in(directory))), None)
 
@@ -78,7 +78,7 @@ async def server_label(url: str) -> Label:
 
 
 def other_weights(label: Label, source: Path | None) -> str:
-    """Why a server cannot be compared: it has other weights than the model, or than the step's checkpoint `source`."""
+    """The reason why a server has other weights than the model or the checkpoint `source`; empty if equal."""
     if source is None and label.run:
         return f"the server has weights of the run {label.run}, not the model's: start it again"
     if source is not None and (not label.run or label.version != int(source.name)):

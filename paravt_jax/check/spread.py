@@ -1,4 +1,4 @@
-"""The check's reward: it differs between episodes, so that a group of a random model has a signal."""
+"""The check's reward, which differs between episodes, so that a group of a random model has signal."""
 
 import zlib
 from collections.abc import Sequence

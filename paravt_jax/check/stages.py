@@ -1,4 +1,4 @@
-"""One stage in this process: prints each line as JSON as soon as it is measured.
+"""Runs one stage in this process and prints each line as JSON as soon as it is measured.
 
 python -m paravt_jax.check.stages STAGE TARGET
 """
@@ -14,7 +14,7 @@ from model_port.output_dir import GIB
 from paravt_jax.check.report import Measured
 from paravt_jax.check.target import Target
 
-STAGES = {  # name: its module and function, and a description
+STAGES = {  # name: module, function and description
     "files": ("files", "files", "make or read the model; tokenizer, template and processor against transformers'"),
     "weights": ("weights", "weights", "convert and export; the checksum of every tensor"),
     "logits": ("logits", "logits", "against transformers' in float32 and bfloat16, with every form of attention"),
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def device_facts() -> dict[str, Any]:
-    """The device that the stage used, if any, with its peak memory where the runtime knows it."""
+    """The device that the stage used, if any, with its peak memory if the runtime reports it."""
     if (jax := sys.modules.get("jax")) is None:
         return {}
     device = jax.local_devices()[0]

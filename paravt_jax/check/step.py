@@ -1,4 +1,4 @@
-"""Stage `step`: two short steps by the recipe, of RL or SFT, on made videos; the second one compiles nothing."""
+"""Stage `step`: two short RL or SFT steps by the recipe on synthetic videos; the second must not compile."""
 
 import asyncio
 import math
@@ -26,7 +26,7 @@ from paravt_jax.train import train
 from rollout.chat import Chat
 
 NUM_STEPS, GROUP_SIZE, NEW_TOKENS = 2, 4, 64
-PATIENT_S = 6 * 3600.0  # for a turn: a large model on a CPU is slow, not wrong
+PATIENT_S = 6 * 3600.0  # deadline of a turn, because a large model on a CPU is slow
 RUN = "run"
 SHOWN = (
     *("time/rollout_s", "time/update_s", "time/publish_s"),
@@ -55,7 +55,7 @@ def step(target: Target) -> Iterator[Measured | Facts]:
 
 
 def shortened(target: Target, num_devices: int) -> Config | SftConfig:
-    """The recipe with few, short episodes or few traces of made videos, on this machine's devices."""
+    """The recipe with few, short episodes or few traces of synthetic videos, on this machine's devices."""
     settings = [
         *(f"run_dir={target.file(RUN)}", f"model.path={target.hf_dir}", "data.train=synthetic", "data.validation="),
         *("log.wandb_project=", "hosts.coordinator=", "hosts.num=1"),
@@ -95,7 +95,7 @@ def metric_lines(metrics: Mapping[str, float], config: Config | SftConfig) -> It
 
 
 def decoded_line(episodes: Sequence[Mapping[str, Any]], chat: Chat) -> Measured:
-    """The log's ids, decoded again, give its texts."""
+    """Checks that decoding the logged token ids gives the logged texts."""
     turns = other = 0
     for episode in episodes:
         ids = np.concatenate([segment["ids"] for segment in episode["segments"]])

@@ -1,4 +1,4 @@
-"""What is checked: a model, a recipe, and the files that the stages share."""
+"""The target of a check: a model, a recipe, and the files that stages share."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -12,23 +12,23 @@ from paravt_jax.config import TINY, Config, SftConfig, load_config, load_trainin
 from paravt_jax.run.policy import contract_of_run
 from rollout.chat import Chat
 
-# Without a recipe: sizes for any machine.
+# Settings without a recipe, small enough for any machine.
 SMALL = (
     *("model.remat=none", "model.dtype=float32", "video.frame_budgets=[2,4,8]", "video.overview_frames=8"),
     *("rollout.max_turns=2", "rollout.max_parallel=2", "rollout.subagent_new_tokens=16"),
     *("rollout.max_context_tokens=2048", "rollout.subagent_max_frames=4", "pack.row_tokens=2048"),
     *("engine.max_rows=4", "optim.learning_rate=1.0e-3"),
 )
-ADAPTERS = ("lora.rank=8", "model.dtype=bfloat16")  # of a real model, whose optimizer state may not fit
+ADAPTERS = ("lora.rank=8", "model.dtype=bfloat16")  # for a real model, whose full optimizer state may not fit
 
 
 @dataclass(frozen=True)
 class Target:
-    """The arguments of a check, which its processes share, and everything that follows from them."""
+    """The arguments of a check, which its processes share, and all values derived from them."""
 
     folder: str
     model: str  # the name of a size, a directory, or `tiny`
-    layers: int = 0  # of the language tower; 0: all
+    layers: int = 0  # layers of the language tower; 0: all
     recipe: str = ""
     server: str = ""
     videos: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class Target:
 
     @cached_property
     def run_config(self) -> Config | SftConfig:
-        """The recipe's settings."""
+        """The settings of the recipe, or small defaults without one."""
         return self.with_settings()
 
     def with_settings(self, *overrides: str) -> Config | SftConfig:
@@ -73,5 +73,5 @@ class Target:
 
     @cached_property
     def contract(self) -> VisionContract:
-        """The size of pictures in a run of the recipe."""
+        """The vision contract of a run of the recipe, with its picture sizes."""
         return contract_of_run(self.hf_dir, self.run_config.video.max_pixels)

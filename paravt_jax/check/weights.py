@@ -1,4 +1,4 @@
-"""Stage `weights`: converts, exports, and compares the checksum of every tensor."""
+"""Stage `weights`: converts and exports the weights, and compares the checksum of every tensor."""
 
 from collections.abc import Iterator
 from pathlib import Path

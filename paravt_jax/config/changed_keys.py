@@ -1,7 +1,7 @@
 """Renamed and removed settings. A config or a record that sets one gives an error with the new key or the reason."""
 
 RENAMED = {  # old key -> current key, with a hint if its values changed too
-    "engine.urls_file": "engine.urls",  # accepts a file too
+    "engine.urls_file": "engine.urls",  # also accepts a file
     "loss.behavior_cap": "loss.correction_bounds: set loss.correction_bounds.max_weight",
     "loss.behavior_correction": "loss.correction: mask is token_mis, truncate is token_tis, none is none",
     "loss.kind": "loss.name",

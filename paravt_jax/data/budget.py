@@ -23,5 +23,5 @@ def budgets_of(samples: Sequence[PromptSample[Item]], video: VideoConfig, seed: 
 
 
 def shown_frames(budget: int, videos: Sequence[str]) -> int:
-    """The overview's frames of a question: at least one per video; 0 without a video."""
+    """The number of overview frames of a question: at least one per video; 0 without a video."""
     return max(budget, len(videos)) if videos else 0

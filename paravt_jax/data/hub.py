@@ -1,8 +1,8 @@
 """Resolves paths of rows that name a data set on the hub: OWNER/NAME or OWNER/NAME/SUB/DIR, either with @REVISION.
 
-An existing local path always wins. A name is also local if its first folder exists or is called `data`, where the
-configs expect the output of `materialize`. With a revision, for example `data/sft@main`, the name is the hub's. Only
-the parquet and JSON-lines files of the named directory are downloaded, to the cache of huggingface_hub. Videos are not.
+An existing local path has precedence. A name is also local if its first folder exists or is called `data`, where the
+configs expect the output of `materialize`. A name with a revision, for example `data/sft@main`, is always on the hub.
+Only parquet and JSON-lines files of the named directory are downloaded, to huggingface_hub's cache, but no videos.
 """
 
 import glob
@@ -26,7 +26,7 @@ TOKENIZER_FILE = "tokenizer.json"
 @dataclass(frozen=True)
 class HubName:
     repo: str  # OWNER/NAME
-    inside: str  # a directory or file in it; empty: its root
+    inside: str  # a directory or file in the repository; empty: its root
     revision: str | None  # a branch, a tag or a commit
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ def hub_name(path: str) -> HubName | None:
 
 
 def local_source(path: str | Path) -> Path:
-    """The path itself if it exists, otherwise the rows of the data set on the hub, downloaded."""
+    """The path itself if it exists, else the downloaded rows of the data set on the hub."""
     if is_address(path):
         return downloaded(path, lambda name: name.endswith((*ROW_SUFFIXES, ".json")))
     name = hub_name(str(path))
@@ -63,7 +63,7 @@ def local_source(path: str | Path) -> Path:
             f"(docs/training.md has all commands), or give the path of your own rows"
         )
     if name is None:
-        return Path(path)  # the reader of the file reports errors
+        return Path(path)  # reading the file reports errors
     if name.revision is None and (folder == LOCAL_FOLDER or Path(folder).is_dir()):
         raise ValueError(
             f"{name} does not exist here (python -m paravt_jax.data materialize --output-dir {name} creates it from "
@@ -109,9 +109,9 @@ def _snapshot(name: HubName, patterns: list[str], ignored: list[str]) -> Path:
 
 
 def row_files(source: Path) -> list[Path]:
-    """The file itself, or all .parquet files below a directory except in hidden folders.
+    """The file itself, or all .parquet files below a directory, except in hidden folders.
 
-    In the hub's cache, subfolders are skipped: they belong to downloads under other names.
+    In the hub's cache, subfolders are skipped, because they belong to downloads under other names.
     """
     if not source.is_dir():
         return [source]
@@ -121,7 +121,7 @@ def row_files(source: Path) -> list[Path]:
 
 
 def tokenizer_file(source: str) -> Path:
-    """tokenizer.json from a Hugging Face directory or a model on the hub."""
+    """Finds tokenizer.json in a Hugging Face directory, or downloads it from a model on the hub."""
     local = Path(source)
     if local.exists() or not HUB_NAME.fullmatch(source):
         file = local / TOKENIZER_FILE if local.is_dir() else local

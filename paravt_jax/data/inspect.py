@@ -1,8 +1,8 @@
 """Counts the contents of a data file before you train on it: columns, question types or tool calls, bad rows, lengths.
 
-Nothing is rejected. A row that training would drop is counted by its reason. A row with nothing wrong except a missing
-file is counted as such, and its other contents are counted too. Lengths are tokens of text: pictures, videos and the
-chat template are not counted, because frame counts and sizes depend on the run's settings.
+No row is rejected. Rows that training would drop are counted by reason. A row whose only fault is a missing file counts
+as such, and its other contents are counted too. Lengths are text tokens, without pictures, videos and the chat
+template, because frame counts and sizes depend on the run's settings.
 """
 
 import json
@@ -152,7 +152,7 @@ def _read_trace(findings: Findings, row: Any, find: Callable[[str], str]) -> str
 
 
 def columns_of(source: Path) -> dict[str, str]:
-    """Column names and types; for JSON lines how many have the key."""
+    """Column names with their types; for JSON lines, with the number of lines that have the key."""
     if source.is_file() and source.suffix in (".jsonl", ".json"):
         return _keys_of_lines(source)
     types: dict[str, dict[str, None]] = {}
@@ -169,14 +169,14 @@ def _keys_of_lines(source: Path) -> dict[str, str]:
     num_lines, counts = 0, Counter[str]()
     for _, line in rows_of(source, ()):
         num_lines += 1
-        with suppress(ValueError, RecursionError):  # a bad row, which is counted later
+        with suppress(ValueError, RecursionError):  # bad rows are counted later
             row = json.loads(line)
             counts.update(row.keys() if isinstance(row, dict) else ())
     return {name: f"in {count:,} of {num_lines:,} rows" for name, count in counts.items()}
 
 
 def kind_of(source: Path, columns: dict[str, str]) -> tuple[Kind, Sequence[str]]:
-    """The kind of rows and the columns they need."""
+    """The kind of the rows, and the columns that this kind needs."""
     kinds: list[tuple[Kind, Sequence[str]]] = [("SFT", traces.COLUMNS), ("RL", prompts.COLUMNS)]
     for kind, required in kinds:
         if all(name in columns for name in required):
@@ -200,7 +200,7 @@ def _num_rows(source: Path) -> int | None:
 
 def _token_counter(source: str) -> Callable[[list[str]], list[int]]:
     if source == TINY:
-        from model_port.tiny import tiny_tokenizer  # imports jax, which nothing else here needs
+        from model_port.tiny import tiny_tokenizer  # imported late, because it imports jax
 
         tokenizer = tiny_tokenizer()
     else:
@@ -224,7 +224,7 @@ def summary(lengths: Sequence[int]) -> dict[str, float | int]:
 
 
 def ordered(counts: Counter[Any]) -> list[tuple[str, int]]:
-    """Numbers in ascending order, names by descending count."""
+    """Sorts numbers in ascending order, and names by descending count."""
     if all(isinstance(value, int) for value in counts):
         return [(str(value), counts[value]) for value in sorted(counts)]
     return counts.most_common()

@@ -1,9 +1,9 @@
-"""Joins the sentinel paths of the published rows to the directory that has the files.
+"""Replaces the placeholder paths of published rows by paths in the directory that has the files.
 
 `longvt_source/…`, `museg/charades/…`, `museg/et_instruct_164k/…` and `selfqa/…` become `file://ROOT/…`, in every image
-and video URL of `messages`, and in `videos`. Everything else in a row stays the same, including how its JSON is
-spelled. Absolute paths and other paths stay as they are, but their files are checked too. As in the release, the path
-after file:// is not percent-encoded.
+and video URL of `messages`, and in `videos`. The rest of a row is unchanged, including the formatting of its JSON.
+Absolute paths and other paths are unchanged, but their files are checked too. As in the release, the path after file://
+is not percent-encoded.
 """
 
 import json
@@ -33,14 +33,14 @@ MEDIA_KEYS = ("video_url", "image_url", "video", "image")
 LISTS = ("messages", "content")  # keys of lists that contain media
 REMOTE = re.compile(r"(?!file:)[A-Za-z][A-Za-z0-9+.-]*:")  # https://…, data:…
 REPORT_FILE = "report.json"
-LOOKING_THREADS = 8  # look which files exist
+LOOKING_THREADS = 8  # threads that check which files exist
 COUNTS = ("rows", "rewritten_paths", "other_paths", "unreadable_rows", "rows_with_missing_files")  # in the report
 
 Rewrite = Callable[[str], str]
 
 
 class LocalPath(NamedTuple):
-    """A path of a row, interpreted without looking at the file system."""
+    """A path of a row, interpreted without the file system."""
 
     uri: str  # the path in the output
     bucket: str
@@ -50,7 +50,7 @@ class LocalPath(NamedTuple):
 
 @dataclass
 class FileReport:
-    """Counts for one parquet file, or for all. A missing file counts once, however many rows name it."""
+    """Counts for one parquet file, or for all. A missing file counts once, even if many rows name it."""
 
     counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(COUNTS, 0)))
     missing: dict[str, str] = field(default_factory=dict)  # path as written in the rows -> bucket
@@ -67,7 +67,7 @@ class FileReport:
 @dataclass
 class MaterializeReport:
     root: Path
-    files: dict[str, FileReport] = field(default_factory=dict)  # by file name, in order
+    files: dict[str, FileReport] = field(default_factory=dict)  # file name -> report, in order
     written: dict[str, bool] = field(default_factory=dict)  # False: the output was up to date
 
     @property
@@ -80,7 +80,7 @@ class MaterializeReport:
         return total
 
     def to_json(self) -> str:
-        """Depends only on rows and files, so a second run produces the same report."""
+        """The report as JSON. It depends only on rows and files, so a second run produces the same report."""
         files = {
             name: file.to_record() | {"missing_files": sorted(file.missing), "bad_paths": sorted(file.bad)}
             for name, file in self.files.items()
@@ -99,7 +99,7 @@ class MaterializeReport:
 
 
 def local_path(name: str, root: str) -> LocalPath:
-    """Resolves a path of a row by its spelling. `root` is absolute and has no `..`."""
+    """Resolves a path of a row lexically. `root` is absolute and has no `..`."""
     if REMOTE.match(name):
         return LocalPath(name, OTHER, remote=True)
     path = name.removeprefix(FILE_URI)
@@ -107,7 +107,7 @@ def local_path(name: str, root: str) -> LocalPath:
         return LocalPath(name, OTHER, bad=True)
     if path.startswith("/"):
         return LocalPath(name, _bucket(posixpath.normpath(path).removeprefix(f"{root}/")))
-    # Links are not resolved, because a root may have links to other disks. Without `..`, none can be exploited later.
+    # Links are not resolved, because a root may link to other disks. Without `..`, a path cannot escape through them.
     plain = posixpath.normpath(path)
     if plain == ".." or plain.startswith("../"):
         return LocalPath(name, OTHER, bad=True)
@@ -120,9 +120,9 @@ def _bucket(path: str) -> str:
 
 
 def rewritten(value: Any, rewrite: Rewrite, *, names_are_paths: bool = False) -> Any:
-    """Rewrites every image and video URL of `messages` or `videos`: a list, or its JSON.
+    """Rewrites every image and video URL of `messages` or `videos`, given as a list or as JSON.
 
-    In a list, text is a path if `names_are_paths`, and otherwise the JSON of a message or of a part of it.
+    Text in a list is a path if `names_are_paths`, else the JSON of a message or of a part of a message.
     """
     if isinstance(value, str):
         return _rewritten_json(value, lambda parsed: rewritten(parsed, rewrite, names_are_paths=names_are_paths))
@@ -136,7 +136,7 @@ def rewritten(value: Any, rewrite: Rewrite, *, names_are_paths: bool = False) ->
 def _rewritten_item(item: Any, rewrite: Rewrite) -> Any:
     try:
         return rewritten(item, rewrite)
-    except BadRow:  # text that is not JSON holds no path
+    except BadRow:  # text that is not JSON contains no path
         return item
 
 
@@ -155,7 +155,7 @@ def _rewritten_fields(value: Any, rewrite: Rewrite) -> Any:
 
 
 def _rewritten_json(text: str, rewritten: Callable[[Any], Any]) -> str:
-    """Rewrites JSON and keeps its spaces and its escapes; returns the same text if nothing changes."""
+    """Rewrites JSON text and keeps its spacing and escapes; returns the same text if nothing changes."""
     value = from_json(text, "a column")
     result = rewritten(value)
     if result == value:
@@ -169,7 +169,7 @@ def _rewritten_json(text: str, rewritten: Callable[[Any], Any]) -> str:
 def materialize(
     root: str | Path, parquet_dir: str | Path, output_dir: str | Path, *, force: bool = False
 ) -> MaterializeReport:
-    """Writes every parquet file of `parquet_dir` to `output_dir` under the same name, its paths joined to `root`.
+    """Writes every parquet file of `parquet_dir`, with paths joined to `root`, to `output_dir` under the same name.
 
     Files are written atomically, and an unchanged file is not touched. `force` also replaces files that this command
     did not write from the same source.
@@ -205,7 +205,7 @@ def materialize(
 
 
 def _absolute(path: str | Path) -> Path:
-    """Keeps links, unless the path has a `..` that depends on them."""
+    """Makes a path absolute. Keeps links, unless a `..` in the path depends on them."""
     path = Path(path)
     return path.resolve() if ".." in path.parts else path.absolute()
 

@@ -8,11 +8,11 @@ A row of a parquet or JSON-lines file has
     images      [{"image": path}] or [path], optional, in a row without videos; `<image>` in the text is optional too
     extra_info  {answer, question_type}, as an object or as its JSON
 
-reward.plugin may take further columns of the rows, or further keys of extra_info. With it, a question type may be your
+reward.plugin may use further columns of the rows, or further keys of extra_info. With it, a question type may be your
 own; such a row needs no answer.
 
 The question is the text of the last user message, including its `<video>` placeholders, which the agent removes. Other
-messages are ignored, because the agent has its own system prompt, unless rollout.prompts.row_messages is set.
+messages are ignored, because the agent has its own system prompt; rollout.prompts.row_messages uses them.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ from rollout.prompts import IMAGE_PLACEHOLDER, PLACEHOLDER
 
 COLUMNS, OPTIONAL_COLUMNS = ("prompt", "videos", "extra_info"), ("images",)
 ROLES = ("system", "user", "assistant")
-OWN_TYPE = re.compile(r"[a-z][a-z0-9_]{,31}")  # a part of metric names
+OWN_TYPE = re.compile(r"[a-z][a-z0-9_]{,31}")  # becomes a part of metric names
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Prompt:
     answer: str
     question_type: str  # mcq, tvg, oe, or your own
     subtitles: tuple[str, ...] = ()  # an absolute path for each video, or ""
-    messages: tuple[tuple[str, str], ...] = ()  # roles and texts of the row; empty if one is not text
-    columns: tuple[tuple[str, Any], ...] = ()  # that reward.plugin takes, with their names
+    messages: tuple[tuple[str, str], ...] = ()  # roles and texts of the row; empty if a message is not text
+    columns: tuple[tuple[str, Any], ...] = ()  # names and values of the columns that reward.plugin uses
     images: tuple[str, ...] = ()  # absolute paths
 
     @property
@@ -81,8 +81,8 @@ def load_prompts(
     """Loads a .parquet or .jsonl file, or all .parquet files of a directory in path order.
 
     `path` may also be a data set on the hub, OWNER/NAME[/SUB/DIR][@REVISION], if no local path has that name. Relative
-    video paths start from `video_root`, or if that is empty, from the rows' directory. Files outside of a `video_root`
-    are rejected unless `allow_outside`. `columns` are those that reward.plugin takes; None without a plugin.
+    video paths start from `video_root`, or if it is empty, from the rows' directory. Files outside of a `video_root`
+    are rejected unless `allow_outside`. `columns` are the columns that reward.plugin uses; None without a plugin.
     """
     source = local_source(path)
     find = file_finder(source, video_root, allow_outside)
@@ -97,7 +97,7 @@ def load_prompts(
 
 @nesting_checked()
 def read_prompt(row: Any, find: Callable[[str], str], columns: Sequence[str] | None = None) -> Prompt:
-    """Reads one row. `find` resolves a path of the row, or raises BadRow. `columns` as for `load_prompts`."""
+    """Reads one row. `find` resolves a path of the row, or raises BadRow. For `columns` see `load_prompts`."""
     row = object_of(row, "the row")
     if "prompt" not in row and "messages" in row:
         raise BadRow("wrong schema", "a trace with messages, which is for `paravt sft`; RL needs prompt")
@@ -136,7 +136,7 @@ def remarks_on(source: str | Path, prompts: Sequence[Prompt]) -> list[str]:
 
 
 def check_row_messages(prompts: Sequence[Prompt], source: str) -> None:
-    """Raises ValueError if a row has no messages to show."""
+    """Raises ValueError if a row has no usable messages."""
     if without := [prompt.id for prompt in prompts if not prompt.messages]:
         raise ValueError(
             f"{source}: {len(without)} of {len(prompts)} rows, for example {without[0]}, do not end with the "
@@ -145,14 +145,14 @@ def check_row_messages(prompts: Sequence[Prompt], source: str) -> None:
 
 
 def _messages(messages: list[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
-    """The roles and texts of a row's messages; empty if one cannot be shown, or if the last is not the user's."""
+    """The roles and texts of a row's messages; empty if one is unusable, or if the last is not the user's."""
     texts: tuple[Any, ...] = tuple((message.get("role"), message.get("content")) for message in messages)
     shows = texts[-1][0] == "user" and all(role in ROLES and _is_shown(text) for role, text in texts)
     return texts if shows else ()
 
 
 def _is_shown(text: Any) -> bool:
-    """Whether it is text of a bounded length without lone surrogates."""
+    """Whether the value is text of bounded length without lone surrogates."""
     return isinstance(text, str) and len(text) <= MAX_TEXT_CHARS and text.encode(errors="replace").decode() == text
 
 
@@ -201,7 +201,7 @@ def _named_subtitles(video: dict[str, Any], find: Callable[[str], str]) -> str:
 
 
 def _subtitles(prompt: Prompt, find: Callable[[str], str]) -> tuple[str, ...]:
-    """The files that the row names; for other videos the file next to the video, if it exists and may be read."""
+    """Subtitle files: from the row, else the file next to the video, if it exists and is allowed."""
     pairs = zip(prompt.videos, prompt.subtitles, strict=True)
     return tuple(named or _next_to(video, find) for video, named in pairs)
 
@@ -227,7 +227,7 @@ def _column(name: str, row: dict[str, Any], extra_info: dict[str, Any]) -> Any:
 
 
 def _answer(value: Any, question_type: str) -> str:
-    """The ground truth; only a question type of your own may have none."""
+    """Reads the ground truth, which only your own question types may omit."""
     if value is None and question_type not in QUESTION_TYPES:
         return ""
     answer = _answer_text(value)
@@ -240,7 +240,7 @@ def _answer(value: Any, question_type: str) -> str:
 
 
 def _answer_text(value: Any) -> str:
-    if isinstance(value, int | float | list):  # 4, or [2.5, 7]
+    if isinstance(value, int | float | list):  # for example 4 or [2.5, 7]
         value = json.dumps(value)
     if value is not None and not isinstance(value, str):
         raise BadRow("wrong schema", f"answer is {type(value).__name__}, expected text")
@@ -251,6 +251,6 @@ def _answer_text(value: Any) -> str:
 
 
 def _content_id(question: str, videos: list[str], answer: str, question_type: str) -> str:
-    """A hash with the videos' file names only, because their directories differ between hosts."""
+    """A hash of the content, with only file names of videos, because directories differ between hosts."""
     content = json.dumps([question, [Path(video).name for video in videos], answer, question_type])
     return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()

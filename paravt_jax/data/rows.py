@@ -1,6 +1,6 @@
 """Reads published rows from parquet or JSON lines.
 
-Every unusable row is counted by its reason. Too many of them stop the run.
+Unusable rows are counted by reason. Too many of them stop the run.
 """
 
 import json
@@ -26,21 +26,21 @@ Read = TypeVar("Read")
 ID_COLUMNS = ("id", "index")  # optional columns that name a row
 LIST = re.compile(rb"\s*\[\s*(\{.*)?", re.DOTALL)  # the first line of a list of rows
 FILE_URI = "file://"
-BATCH_ROWS = 256  # read from parquet at a time
+BATCH_ROWS = 256  # rows read from parquet at a time
 HUB_SNAPSHOT = re.compile(r"(.*/datasets--[^/]+--[^/]+)/snapshots/")
-# Limits on one row. Text is tokenized in the event loop, where 10 MB take 16 s. All frames of a row are in memory at
+# Limits of one row. Text is tokenized in the event loop, where 10 MB take 16 s. All frames of a row are in memory at
 # the same time, where 1,000 frames of the recipe's size take 150 MB.
 MAX_TEXT_CHARS = 100_000  # a question, an answer, or a message of a dialogue
 MAX_ID_CHARS = 256  # ids appear in logs, pages and file names
 MAX_MESSAGES = 4096  # messages of a dialogue
 MAX_NAME_BYTES = 255  # one component of a path, on every common file system
 MAX_PATH_BYTES = 4000  # below Linux's PATH_MAX of 4096, with room for a suffix
-MAX_SHOWN_CHARS = 60  # of a rejected value, in errors
+MAX_SHOWN_CHARS = 60  # characters of a rejected value in errors
 MAX_FRAMES = 4096  # an image counts as one, and so does a video without a frame count
 
 
 class BadRow(ValueError):
-    """A row that cannot be used. Rows are counted by `reason`."""
+    """Raised for an unusable row. Rows are counted by `reason`."""
 
     def __init__(self, reason: str, detail: str):
         super().__init__(detail)
@@ -49,7 +49,7 @@ class BadRow(ValueError):
 
 @contextmanager
 def nesting_checked() -> Iterator[None]:
-    """Turns nesting too deep to process into a BadRow. Decorates functions that read a row."""
+    """Turns too deep nesting into a BadRow. Decorates functions that read a row."""
     try:
         yield
     except RecursionError:
@@ -59,7 +59,7 @@ def nesting_checked() -> Iterator[None]:
 def read_rows(
     rows: Iterable[tuple[str, Any]], read: Callable[[Any], Read], max_bad_frac: float | int, source: str
 ) -> tuple[list[Read], dict[str, int]]:
-    """Applies `read` to rows, which come with their locations. Returns the results, and the bad rows by reason."""
+    """Applies `read` to (location, row) pairs. Returns the results, and the counts of bad rows by reason."""
     results: list[Read] = []
     bad: Counter[str] = Counter()
     examples: dict[str, str] = {}
@@ -88,15 +88,15 @@ def read_rows(
 
 
 def root_of(source: Path, video_root: str) -> Path:
-    """The directory that relative paths of rows start from: `video_root`, or if that is empty, the rows' directory."""
+    """The directory of relative paths in rows: `video_root`, or if it is empty, the rows' directory."""
     return Path(video_root or (source if source.is_dir() else source.parent)).absolute()
 
 
 def rows_of(source: Path, columns: Sequence[str], optional: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
-    """Yields the location and content of every row; a JSON line as its bytes.
+    """Yields the location and content of every row; a JSON line is yielded as bytes.
 
     `source` is a .parquet or .jsonl file, or a directory with .parquet files, read in path order. Every parquet file
-    must have the `columns`; of the others, only `optional` ones are read.
+    must have the `columns`. Of all other columns, only `optional` columns are read.
     """
     if source.is_dir():
         files = row_files(source)
@@ -145,7 +145,7 @@ def parquet_file(path: Path) -> Iterator[pq.ParquetFile]:
     try:
         with pq.ParquetFile(path) as file:
             yield file
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as problem:  # UnicodeDecodeError: text that is not UTF-8
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as problem:  # UnicodeDecodeError: invalid UTF-8
         raise ValueError(f"{path} cannot be read as parquet: {str(problem).splitlines()[0]}") from None
 
 
@@ -157,7 +157,7 @@ def from_json(text: str | bytes, name: str) -> Any:
 
 
 def object_of(value: Any, name: str) -> dict[str, Any]:
-    """A JSON object, parsed or still as text."""
+    """Checks that a value is a JSON object; parses it if it is text."""
     if isinstance(value, str | bytes):
         value = from_json(value, name)
     if not isinstance(value, dict):
@@ -166,7 +166,7 @@ def object_of(value: Any, name: str) -> dict[str, Any]:
 
 
 def encodable(text: str, name: str) -> str:
-    """The same text, or a BadRow if it has lone surrogates, which JSON can spell and no tokenizer can read."""
+    """Returns the text. Raises BadRow if it has lone surrogates, which JSON allows but no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as problem:
@@ -185,9 +185,9 @@ def check_frames(num_frames: int) -> None:
 
 
 def file_finder(source: Path, video_root: str, allow_outside: bool) -> Callable[[str], str]:
-    """Returns a function from a path in a row to an absolute path, which raises BadRow if there is no such file.
+    """Returns a function that resolves a path in a row to an absolute path, or raises BadRow if the file is missing.
 
-    With a `video_root`, a file outside of it, links resolved, is a BadRow too unless `allow_outside`.
+    With a `video_root`, it also raises for files outside of it (after resolving links), unless `allow_outside`.
     """
     root = root_of(source, video_root)
     inside = _link_root(root.resolve()) if video_root and not allow_outside else None
@@ -209,15 +209,15 @@ def file_finder(source: Path, video_root: str, allow_outside: bool) -> Callable[
 
 
 def _link_root(root: Path) -> Path:
-    """The root itself; for a snapshot in the hub's cache the repository's folder, which has the linked blobs."""
+    """The root itself; for a snapshot in the hub's cache, the repository's folder, because it has the linked blobs."""
     cached = HUB_SNAPSHOT.match(f"{root}/")
     return Path(cached[1]) if cached else root
 
 
 def existing_file(name: str, root: Path, inside: Path | None = None) -> str:
-    """The absolute path. After file:// the name is tried as it is, as the release writes it, then percent-decoded.
+    """The absolute path of a file. Tries a name after file:// unchanged, as the release writes it, then decoded.
 
-    With `inside`, a file outside of that directory is a BadRow.
+    With `inside`, a file outside of that directory raises BadRow.
     """
     path = possible_path(name).removeprefix(FILE_URI)
     for candidate in dict.fromkeys((root / path, root / (unquote(path) if path != name else path))):
@@ -233,7 +233,7 @@ def existing_file(name: str, root: Path, inside: Path | None = None) -> str:
 
 
 def possible_path(name: str) -> str:
-    """The same path, or a BadRow if no file can have it."""
+    """Returns the path. Raises BadRow if no file can have this path."""
     parts = encodable(name, "a path").split("/")
     if (
         "\0" in name
@@ -261,9 +261,9 @@ def own_id(row: dict[str, Any]) -> str | None:
 
 
 def unique_id(name: str, used: dict[str, int]) -> str:
-    """The name, with a number if it is used already; records it in `used`.
+    """Returns the name, with a number if it is already used, and records it in `used`.
 
-    `used` has the last number tried for each name: counting from 1 again would be quadratic in equal names.
+    `used` has the last number of each name, because counting from 1 every time would take quadratic time.
     """
     unique, number = name, used.get(name, 1)
     while unique in used:

@@ -1,6 +1,6 @@
 """The order of prompts or traces, and the samples that remain.
 
-A sample is one prompt or trace in one epoch. Its number determines both, in every process and without history, so a
+A sample is one prompt or trace in one epoch. Its number determines both, in every process and without state, so a
 resume only needs the numbers of unfinished samples.
 """
 
@@ -35,7 +35,7 @@ class PromptSample(Generic[Item]):
 
 
 class SampleOrder(Generic[Item]):
-    """An endless sequence of samples: every epoch has every item once, in a new order."""
+    """An endless sequence of samples. Every epoch has every item once, in a new order."""
 
     def __init__(self, items: Sequence[Item], seed: int):
         if not items:
@@ -43,7 +43,7 @@ class SampleOrder(Generic[Item]):
         self.num_items = len(items)
         # Grain adds the epoch to the seed, so that adjacent seeds would share epochs. A hash separates them.
         order_seed = derived_seed("visits", seed) % 2**32
-        self.fingerprint = f"{derived_seed(seed, [item.id for item in items]):016x}"  # equal: same samples
+        self.fingerprint = f"{derived_seed(seed, [item.id for item in items]):016x}"  # equal for equal samples
         self._items = grain.MapDataset.source(items).shuffle(order_seed).repeat()
 
     def __getitem__(self, number: int) -> PromptSample[Item]:
@@ -53,15 +53,15 @@ class SampleOrder(Generic[Item]):
 
 
 class Cursor:
-    """Hands out sample numbers. Every sample is done once, in any order.
+    """Hands out sample numbers, so that every sample is done once, in any order.
 
-    A sample is open from `take` to `done`. In the record, open samples count as not done, so write the record together
-    with the results of the samples that are done.
+    A sample is open from `take` to `done`. The record counts open samples as not done, so write the record together
+    with the results of finished samples.
     """
 
     def __init__(self) -> None:
         self._next = 0  # the first number that was never taken
-        self._again: list[int] = []  # taken before, and to repeat first
+        self._again: list[int] = []  # numbers that were given back, which come first
         self._open: set[int] = set()
 
     def take(self, num: int) -> list[int]:
@@ -73,12 +73,12 @@ class Cursor:
         return numbers
 
     def peek(self, num: int) -> list[int]:
-        """The numbers that `take` would return, which stay as they are."""
+        """The numbers that `take` would return, without taking them."""
         repeated = self._again[:num]
         return [*repeated, *range(self._next, self._next + num - len(repeated))]
 
     def take_these(self, numbers: Iterable[int]) -> None:
-        """Opens the samples of a log. Samples that the log skips remain to do."""
+        """Opens the samples of a log. Samples that the log skips remain."""
         numbers = set(numbers)
         first_new = max(self._next, *(number + 1 for number in numbers))
         remaining = {*self._again, *range(self._next, first_new)}

@@ -1,9 +1,9 @@
-"""Holds rows out for validation by video: no video is in both files, even if a row has several.
+"""Holds out rows for validation by video: no video is in both files, even if rows have several videos.
 
 Rows that share a video form a cluster, directly or through other rows. Whole clusters are held out, in a random order
 that depends on the seed and their videos, until every kind of row has about its share. Kinds are the question types of
-RL rows, and traces with and without calls. Rows are copied unchanged. Unusable rows stay in the training file, and
-the run counts them; so do rows with a missing file and all rows of their cluster, unless no file of any row is here.
+RL rows, and traces with and without calls. Rows are copied unchanged. Unusable rows stay in the training file, where
+the run counts them. Clusters with a missing file stay there too, unless all files are missing.
 """
 
 from collections import Counter, defaultdict
@@ -91,7 +91,7 @@ def choose(rows: Sequence[Row], num_rows: int, seed: int) -> Split:
 
     clusters.sort(key=lambda cluster: derived_seed("held out", seed, sorted(rows[cluster[0]].videos), cluster[0]))
     too_large: list[tuple[list[int], Counter[str]]] = []
-    for cluster in clusters:  # first clusters within the quotas, then those that reduce the error
+    for cluster in clusters:  # first clusters within the quotas, then clusters that reduce the error
         counts = Counter(rows[number].kind for number in cluster)
         if all(num_held_out[kind] + count <= quotas[kind] for kind, count in counts.items()):
             take(cluster, counts)
@@ -111,7 +111,7 @@ def choose(rows: Sequence[Row], num_rows: int, seed: int) -> Split:
 
 
 def _clusters(rows: Sequence[Row]) -> list[list[int]]:
-    """Row numbers, grouped if they share a video directly or through other rows; only groups of usable rows."""
+    """Groups row numbers that share a video, directly or through other rows. Only groups of usable rows."""
     leader = list(range(len(rows)))
 
     def lead(number: int) -> int:
@@ -130,16 +130,16 @@ def _clusters(rows: Sequence[Row]) -> list[list[int]]:
 
 
 def read(source: Path) -> tuple[list[Row], bool, str]:
-    """Kind and videos of every row, whether any video path is relative, and a remark if no file is here."""
+    """Reads kind and videos of every row, whether any video path is relative, and a remark if all files are missing."""
     kind, columns = kind_of(source, columns_of(source))
     row_of: Callable[[Any, Callable[[str], str]], Row] = _question if kind == "RL" else _trace
     root, find_file = root_of(source, ""), file_finder(source, "", allow_outside=True)
     rows: list[Row] = []
-    paths: dict[str, str] = {}  # by name
+    paths: dict[str, str] = {}  # name -> path
     missing: set[str] = set()  # paths
 
     def normalized(name: str) -> str:
-        """The same for every spelling of a path; the file need not exist."""
+        """Normalizes a path, so that all spellings of it are equal; the file need not exist."""
         paths[name] = name if REMOTE.match(name) else normpath(root / unquote(name.removeprefix(FILE_URI)))
         try:
             find_file(name)
@@ -157,13 +157,13 @@ def read(source: Path) -> tuple[list[Row], bool, str]:
                 rows.append(Row(UNUSABLE, frozenset()))
             meter.update()
     relative = any(not REMOTE.match(name) and not name.removeprefix(FILE_URI).startswith("/") for name in paths)
-    if paths and missing.issuperset(paths.values()):  # to be downloaded, or at another root
+    if paths and missing.issuperset(paths.values()):  # not downloaded yet, or in another root
         return rows, relative, f"not checked: none of the {len(paths):,} files that the rows name is here"
     return [replace(row, kind=MISSING) if row.videos & missing else row for row in rows], relative, ""
 
 
 def _question(row: Any, find: Callable[[str], str]) -> Row:
-    prompt = prompts.read_prompt(row, find, columns=())  # question types of your own too
+    prompt = prompts.read_prompt(row, find, columns=())  # accepts your own question types
     return Row(prompt.question_type, frozenset(prompt.videos + prompt.images))
 
 
@@ -206,7 +206,7 @@ def split(src: str, train: str | Path, validation: str | Path, num_rows: int, se
 
 
 def _write(source: Path, outputs: tuple[Path, Path], held_out: Sequence[bool]) -> None:
-    """Keeps the row order; rows held out go to the second file, which is complete before the first."""
+    """Writes both files in row order. Held-out rows go to the second file, which is complete before the first."""
     write = _write_lines if outputs[0].suffix == ".jsonl" else _write_tables
     for path in outputs:
         path.parent.mkdir(parents=True, exist_ok=True)

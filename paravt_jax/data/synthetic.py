@@ -1,4 +1,4 @@
-"""A small synthetic data set: videos of grey noise in which a coloured square appears once, for two seconds.
+"""Makes a small synthetic data set: videos of grey noise in which a coloured square appears once, for two seconds.
 
 Sparse frames miss the square in a long video; a crop of the right window shows it. Each video has one question of every
 published type, and a trace that answers it. The last quarter of the videos is for validation. Videos, questions and
@@ -22,11 +22,11 @@ from rollout.video.encode import write_video
 
 FPS = 2
 HEIGHT_PX, WIDTH_PX = 64, 96
-CELL_PX = 8  # grain of the noise; a finer one only costs bytes
+CELL_PX = 8  # grain of the noise; finer noise only needs more bytes
 MIN_DURATION_S, MAX_DURATION_S = 8, 64
 EVENT_S = 2
 COLOURS = {"red": (210, 40, 40), "green": (40, 170, 60), "blue": (50, 70, 220), "yellow": (225, 205, 40)}
-MARGIN_S = 3  # that a trace's call shows before and after the square
+MARGIN_S = 3  # a trace's call shows this much before and after the square
 LETTERS = dict(zip(COLOURS, "ABCD", strict=True))
 
 
@@ -44,19 +44,19 @@ class Clip:
 
     @property
     def video(self) -> str:
-        """Path relative to the questions. It has the seed, because videos of different seeds differ."""
+        """Path relative to the questions. It contains the seed, because each seed has its own videos."""
         return f"videos/seed{self.seed}_{self.number:03}.mp4"
 
 
 def held_out_name(validation: str) -> str:
-    """Names synthetic rows, which nobody should take for held-out rows of the training data."""
+    """The name of validation rows in logs. Synthetic rows have another name than held-out training data."""
     return "held out, synthetic" if validation == SYNTHETIC else "held out"
 
 
 def row_sources(data: DataConfig, directory: Path, seed: int, kind: str = "") -> list[tuple[str, str]]:
-    """The path and the video root of the rows for training and for validation; synthetic ones are made first.
+    """Paths and video roots of the training and validation rows. Creates synthetic rows first.
 
-    `kind` is the end of a synthetic file's name: "_traces", or "" for questions.
+    `kind` is the suffix of a synthetic file's name: "_traces", or "" for questions.
     """
     if SYNTHETIC in (data.train, data.validation):
         make_synthetic(directory, seed)
@@ -68,9 +68,9 @@ def row_sources(data: DataConfig, directory: Path, seed: int, kind: str = "") ->
 
 
 def make_synthetic(directory: Path, seed: int = 0, num_videos: int = 8) -> Path:
-    """Writes the videos, at least two, questions and traces (*_traces.jsonl), last train.jsonl, and returns its path.
+    """Writes at least two videos, questions and traces (*_traces.jsonl), train.jsonl last, and returns its path.
 
-    Every file is written atomically, so existing files are kept and an interrupted run creates only missing ones.
+    Files are written atomically, so a later run keeps existing files and creates only missing files.
     """
     clips = [make_clip(seed, number) for number in range(num_videos)]
     (directory / "videos").mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ def make_clip(seed: int, number: int) -> Clip:
     rng = np.random.default_rng((seed, number))
     duration_s = int(rng.integers(MIN_DURATION_S, MAX_DURATION_S, endpoint=True))
     start_s = int(rng.integers(0, duration_s - EVENT_S, endpoint=True))
-    return Clip(seed, number, duration_s, [*COLOURS][(seed + number) % len(COLOURS)], start_s)  # colours are balanced
+    return Clip(seed, number, duration_s, [*COLOURS][(seed + number) % len(COLOURS)], start_s)  # balances the colours
 
 
 def frames(clip: Clip) -> Iterator[UInt8[np.ndarray, "height width 3"]]:
@@ -116,7 +116,7 @@ def questions(clip: Clip) -> Iterator[tuple[str, str, str]]:
 
 
 def traces(clip: Clip) -> Iterator[dict[str, Any]]:
-    """Yields a dialogue per question, which crops the video around the square, and the sub-agent's about the crop."""
+    """Yields a dialogue per question, which crops the video around the square, and the sub-agent's dialogue."""
     start_s, end_s = max(0, clip.start_s - MARGIN_S), min(clip.duration_s, clip.end_s + MARGIN_S)
     report = f"{clip.colour} from {clip.start_s} to {clip.end_s} seconds."
     window = {"video_path": "video.mp4", "start_time": start_s, "end_time": end_s}
@@ -134,7 +134,7 @@ def traces(clip: Clip) -> Iterator[dict[str, Any]]:
 
 
 def _trace(video: dict[str, Any], question: str, *turns: str) -> dict[str, Any]:
-    """`turns` are the policy's, with a tool's response between two."""
+    """Makes a trace. `turns` alternate between the policy's turns and tool responses."""
     asked = [video, {"type": "text", "text": question}] if question else [video]
     roles = itertools.cycle(("assistant", "tool"))
     said = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]

@@ -2,13 +2,12 @@
 
 A row of a parquet or JSON-lines file has
 
-    messages    [{role, content}], as a list or as its JSON; content is text, or parts of it:
-                {"type": "text", "text": …}, {"type": "video_url", "video_url": {"url": path}}, and image_url alike
+    messages    [{role, content}], as a list or as JSON; content is text, or a list of parts:
+                {"type": "text", "text": …}, {"type": "video_url", "video_url": {"url": path}}, or likewise image_url
 
-A video may have, beside its url or in its part, "start_time" and "end_time": the dialogue is then a sub-agent's, about
-that window.
-Or it may have "nframes", the number of overview frames, for a trace that is only correct with that many; it is equal
-for all videos of a message.
+A video may have "start_time" and "end_time", next to its url or in its part; the dialogue is then a sub-agent's about
+that window. Or it may have "nframes", the number of overview frames that the trace needs, which must be equal for all
+videos of a message.
 """
 
 import hashlib
@@ -50,8 +49,8 @@ Role = Literal["system", "user", "assistant", "tool"]
 class Media:
     kind: Literal["video", "image"]
     path: str  # absolute
-    window_s: tuple[float, float] | None = None  # of a video; None: its overview
-    num_frames: int | None = None  # of the overview; None: the run's frame budget
+    window_s: tuple[float, float] | None = None  # window of a video; None: its overview
+    num_frames: int | None = None  # frames of the overview; None: the run's frame budget
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Trace:
-    """One dialogue: an optional system message, a user message, then turns; the last is the assistant's answer."""
+    """One dialogue: an optional system message, a user message, and turns that end with the assistant's answer."""
 
     id: str  # unique, and the same in every run and on every host
     messages: tuple[Message, ...]
@@ -99,7 +98,7 @@ class TraceSet:
 def load_traces(
     path: str | Path, *, video_root: str, max_bad_frac: float | int, allow_outside: bool = False
 ) -> TraceSet:
-    """Takes the same arguments as `load_prompts`."""
+    """Loads traces; for the arguments see `load_prompts`."""
     source = local_source(path)
     find = file_finder(source, video_root, allow_outside)
     traces, bad = read_rows(rows_of(source, COLUMNS), lambda row: read_trace(row, find), max_bad_frac, str(source))
@@ -118,7 +117,7 @@ def read_trace(row: Any, find: Callable[[str], str]) -> Trace:
 
 
 def _without_placeholders(message: Message) -> Message:
-    """Removes `<video>` and `<image>`: the parts already have the places of videos and images."""
+    """Removes `<video>` and `<image>`, because the message's parts already position videos and images."""
     placeholders = "|".join(f"<{kind}>\n?" for kind in {part.kind for part in message.media})
     parts = (re.sub(placeholders, "", part) if isinstance(part, str) else part for part in message.parts)
     return Message(message.role, tuple(parts))
@@ -202,7 +201,7 @@ def _num_frames(reference: dict[str, Any]) -> int | None:
 
 
 def _check_turns(messages: tuple[Message, ...]) -> None:
-    """system? user assistant ((tool+ | user) assistant)*"""
+    """Checks the order of roles: system? user assistant ((tool+ | user) assistant)*"""
     roles = [message.role for message in messages]
     if "assistant" not in roles:
         raise BadRow("no answer", f"there is no assistant message (roles: {', '.join(roles) or 'none'})")
@@ -220,7 +219,7 @@ def _check_turns(messages: tuple[Message, ...]) -> None:
 
 
 def _content_id(messages: tuple[Message, ...]) -> str:
-    """A hash with file names only, because directories differ between hosts."""
+    """A hash of the content, with only file names of media, because directories differ between hosts."""
     content = [
         [
             message.role,

@@ -36,7 +36,7 @@ class Job:
 def jobs_of(
     directory: Path, splits: Sequence[str], run_dir: Path, data_root: Path | None, settings: Sequence[str]
 ) -> list[Job]:
-    """One for every config and split. Every config is checked before the first runs."""
+    """Makes a job for every config and split. Checks every config before the first job runs."""
     files = sorted(config_directory(directory).glob("*.yaml"))
     if not files:
         raise ValueError(f"{directory} has no *.yaml files")
@@ -56,7 +56,7 @@ def _overrides(name: str, split: str, run_dir: Path, data_root: Path | None) -> 
 
 
 def run_jobs(jobs: Sequence[Job], run_eval: RunEval) -> dict[str, str]:
-    """Runs each job; a finished one only reads its records. Returns the problems by job."""
+    """Runs each job; a finished job only reads its records. Returns the problems by job."""
     problems: dict[str, str] = {}
     for job in jobs:
         try:

@@ -1,7 +1,7 @@
 """The certificate of a cell: prompts, frames, sample counts, scores and confidence intervals.
 
-A missing sample is neither wrong nor right. `score` covers the samples that ran, and `missing_as_wrong` all samples. A
-cell has a headline only if every published sample ran.
+A missing sample is neither right nor wrong. `score` covers complete samples, and `missing_as_wrong` covers all samples.
+A cell has a headline score only if every published sample is complete.
 """
 
 import math
@@ -66,7 +66,7 @@ def certificate(
 
 
 def why_refused(counts: Mapping[str, Any]) -> str:
-    """Why there is no headline, or empty: if there is one, or if the number of samples is not published."""
+    """The reason for no headline score; empty if there is one, or if the number of samples is not published."""
     num_complete, expected = counts["answered"] + counts["unanswered"], counts["expected"]
     if expected is None or num_complete == expected == counts["rows"]:
         return ""
@@ -79,7 +79,7 @@ def why_refused(counts: Mapping[str, Any]) -> str:
 def scored(
     split: PublicSplit | None, results: Sequence[SampleResult], counts: Mapping[str, Any], scorer: str, mode: str
 ) -> dict[str, Any]:
-    """One scorer's score with its interval, the score with missing as wrong, and every group."""
+    """A scorer's results: the score and its interval, the score with missing as wrong, and the score of every group."""
     complete = [result for result in results if not result.missing]
     means = [statistics.fmean(result.scores(scorer)) for result in complete]
     name = split.mean_over if split and scorer != RELEASE else ""
@@ -103,9 +103,9 @@ def scored(
 
 
 def as_released(results: Sequence[SampleResult], scores: Mapping[str, Any], mode: str) -> float:
-    """The release's own figure. Errors are wrong, but left out of the mean IoU of temporal grounding.
+    """The score as the release computes it. Errors count as wrong; the mean IoU of temporal grounding excludes them.
 
-    In a dialogue with calls, a request that fails is no error for the release: it reads the error's text as the reply.
+    In a dialogue with calls, the release does not treat a failed request as an error: the error's text is the reply.
     """
     if results[0].question_type != "tvg":
         return scores["missing_as_wrong"]
@@ -117,7 +117,7 @@ def as_released(results: Sequence[SampleResult], scores: Mapping[str, Any], mode
 
 
 def groups(results: Sequence[SampleResult], means: Sequence[float]) -> dict[str, dict[str, dict[str, float | int]]]:
-    """A sample with several labels counts in each."""
+    """Scores by breakdown and label. A sample with several labels counts in each."""
     scores: dict[str, dict[str, list[float]]] = {}
     for result, mean in zip(results, means, strict=True):
         for name, labels in result.groups.items():
@@ -132,7 +132,7 @@ def groups(results: Sequence[SampleResult], means: Sequence[float]) -> dict[str,
 
 
 def pooled(results: Iterable[SampleResult]) -> dict[str, float]:
-    """Pools the metrics of episodes: counts are summed, means are over the episodes that are not missing."""
+    """Pools the metrics of episodes: sums counts, and averages means over episodes that are not missing."""
     each = [episode["metrics"] for result in results for episode in result.episodes]
     complete = [metrics for metrics in each if metrics["num_episodes"]]
     names = dict.fromkeys(name for metrics in (complete or each) for name in metrics)
@@ -154,7 +154,7 @@ def _mean(values: Iterable[float | None]) -> float:
 
 
 def _as_wrong(results: Sequence[SampleResult], scorer: str, name: str, counts: Mapping[str, Any]) -> float:
-    """The score if missing samples, and rows without a record, count 0."""
+    """The score if missing samples and rows without a record count as 0."""
     means = [0.0 if result.missing else statistics.fmean(result.scores(scorer)) for result in results]
     num_all = max(counts["expected"] or counts["rows"], len(results))
     return mean_over(means, _strata(results, name)) * len(results) / num_all

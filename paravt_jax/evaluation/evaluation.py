@@ -61,12 +61,12 @@ from rollout.episode_config import EpisodeConfig
 from rollout.video.reader import FrameReader
 
 PLAYED_FILE = "played_by.json"
-OF_SAMPLES = ("n", "scores", "metrics", "by_type")  # a certificate with other ones is of earlier samples
+OF_SAMPLES = ("n", "scores", "metrics", "by_type")  # certificate fields that change if the samples change
 
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """Use `async with open_evaluation(config) as evaluation`."""
+    """An open evaluation. Use `async with open_evaluation(config) as evaluation`."""
 
     directory: Path
     settings: EvaluationConfig
@@ -142,7 +142,7 @@ class Evaluation:
 
 
 def _undone(keys: Mapping[str, Sample], results: Mapping[str, SampleResult]) -> dict[str, Sample]:
-    """The samples without a record, or with a missing one."""
+    """The samples without a record, or whose record is missing an episode."""
     return {key: sample for key, sample in keys.items() if key not in results or results[key].missing}
 
 
@@ -203,14 +203,14 @@ async def _open_release_agent(
 
 
 def _platform_of_servers(engine: EngineConfig, gpus: Sequence[Gpus]) -> str:
-    """Servers that this evaluation does not start are taken to have GPUs."""
+    """The platform of the servers. Servers that this evaluation does not start are assumed to have GPUs."""
     return "cpu" if engine.starts_servers and not gpus else "cuda"
 
 
 async def _open_worker(
     config: EvalConfig, directory: Path, stack: AsyncExitStack, samples: Sequence[Sample]
 ) -> RolloutWorker:
-    gpus = place_servers(config.engine, 0)  # servers compute everything
+    gpus = place_servers(config.engine, 0)  # all GPUs are for the servers
     own = config.engine.kind == "jax"
     platform = (await in_thread(find_devices))[0].platform if own else _platform_of_servers(config.engine, gpus)
     config = computed_on(config, platform)
@@ -226,7 +226,7 @@ async def _open_worker(
 async def _endpoint(
     config: EvalConfig, directory: Path, stack: AsyncExitStack, samples: Sequence[Sample], gpus: Sequence[Gpus]
 ) -> tuple[EndpointClient, FrameReader]:
-    """No model is loaded, and none needs to be known to this project."""
+    """Opens a client of an endpoint. No model is loaded, so the endpoint may serve any model."""
     name = config.engine.model or config.model.path
     files = await served_files(config.engine, config.model.path)
     model = await in_thread(lambda: model_record(name, files))
@@ -299,7 +299,7 @@ def _directory(run_dir: Path, shard: Shard | None) -> Path:
 
 
 def _check_same(directory: Path, record: Mapping[str, Any]) -> None:
-    """A run directory must not mix cells with different settings."""
+    """Raises ValueError if the directory has cells with other settings."""
     old = settings_of(directory)
     changed = changed_sections(record, old) if old and any(directory.glob("samples_*.jsonl")) else []
     if changed:
@@ -309,7 +309,7 @@ def _check_same(directory: Path, record: Mapping[str, Any]) -> None:
 
 
 def _check_model(directory: Path, model: Mapping[str, Any]) -> None:
-    """A run directory must not mix samples of different models, even with the same path."""
+    """Raises ValueError if the directory has samples of another model, even one with the same path."""
     if any(played["model"]["digest"] != model["digest"] for played in _played_by(directory)):
         raise ValueError(
             f"{directory} has samples of another model: the files of {model['path']} have changed; choose another "
@@ -318,7 +318,7 @@ def _check_model(directory: Path, model: Mapping[str, Any]) -> None:
 
 
 def _played_by(directory: Path) -> list[dict[str, Any]]:
-    """Model and engine of the run and of each shard. All must have the same model."""
+    """Reads model and engine of the run and of each shard. All must have the same model."""
     files = [directory / PLAYED_FILE, *sorted(directory.glob(f"{SHARDS_DIR}/*/{PLAYED_FILE}"))]
     played = [json.loads(file.read_bytes()) for file in files if file.exists()]
     if len({record["model"]["digest"] for record in played}) > 1:

@@ -19,15 +19,15 @@ from rollout.engine.protocol import Engine
 from rollout.episode_config import EpisodeConfig
 
 SCORERS = ("answers", "grammar", "official", "release", "terms")  # modules of `paravt_jax/rewards` that affect a score
-ABOUT_THE_MACHINE = ("run_dir", "engine", "mesh", "eval")  # sections that no answer depends on, except EVAL_KEYS
-TEXTS_DIGEST = "release_texts_digest"  # beside a record's settings: the texts of eval.release_texts
+ABOUT_THE_MACHINE = ("run_dir", "engine", "mesh", "eval")  # sections that do not affect answers, except EVAL_KEYS
+TEXTS_DIGEST = "release_texts_digest"  # extra key of a record: a hash of eval.release_texts
 EVAL_KEYS = ("mode", "num_samples", "protocol", "channel", TEXTS_DIGEST)
 PIECE_BYTES = 2**16
 SERVER_DEADLINE_S = 30.0
 
 
 def settings_key(record: Mapping[str, Any], cell: EvalCell) -> str:
-    """A hash of all settings in `record` that an answer depends on, without paths."""
+    """A hash of all settings in `record` that affect answers, without paths."""
     settings = {name: value for name, value in record.items() if name not in (*ABOUT_THE_MACHINE, "data")}
     return digest([settings, _evaluated(record), *cell, record["data"]["split"], _endpoint(record)])
 
@@ -37,13 +37,13 @@ def _evaluated(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _endpoint(record: Mapping[str, Any]) -> list[str]:
-    """The model that an endpoint serves; the only settings of an engine that an answer depends on."""
+    """The kind and model of an endpoint, the only engine settings that affect answers."""
     engine = record["engine"]
     return [engine["kind"], engine["model"]] if engine["kind"] == "openai" else []
 
 
 def changed_sections(new: Mapping[str, Any], old: Mapping[str, Any]) -> list[str]:
-    """Settings that an answer depends on and that differ from an earlier run's."""
+    """The settings that affect answers and differ from an earlier run's."""
     changed = sorted(key for key in new if key not in ABOUT_THE_MACHINE and old.get(key) != new[key])
     changed += ["engine.model"] if _endpoint(new) != _endpoint(old) else []
     return changed + [name for name, value in _evaluated(new).items() if _evaluated(old)[name] != value]
@@ -77,7 +77,7 @@ def run_provenance(
 def cell_provenance(
     run: Mapping[str, Any], episode: EpisodeConfig, frame_budget: int, played: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """`played` has the model and engine of the run, and of each of its shards."""
+    """The provenance of one cell. `played` has model and engine of the run and of each shard."""
     hashes = {
         "prompt": digest([asdict(episode.prompts), episode.forced_prefix]),
         "schema": digest([tool.spec.schema for tool in episode.toolbox] if episode.calls_per_turn else []),
@@ -101,7 +101,7 @@ def _scorer_digest(reward: RewardConfig, judge: JudgeConfig) -> str:
 
 
 def model_record(path: str, source: Path | None) -> dict[str, Any]:
-    """Identifies a model by the names and sizes of its files, and three pieces of each; without files by its name."""
+    """Identifies a model by its files' names, sizes and three pieces of each; without files by its name."""
     if source is None:
         return {"path": path, "source": None, "digest": digest(path)}
     files = sorted(file for file in source.rglob("*") if file.is_file())
@@ -117,7 +117,7 @@ def digest_of_requests(results: Sequence[SampleResult]) -> str:
 
 
 async def engine_record(settings: EngineConfig, engine: Engine) -> dict[str, Any]:
-    """The kind of engine, and the version and the model of each of its servers."""
+    """Records the kind of engine, and the version and model of each server."""
     record: dict[str, Any] = {"kind": settings.kind}
     if settings.kind != "sglang":
         return record
@@ -135,7 +135,7 @@ async def engine_record(settings: EngineConfig, engine: Engine) -> dict[str, Any
 
 
 def with_other_models(engine: Mapping[str, Any], model: Mapping[str, Any]) -> list[str]:
-    """The servers that read other files than the certificate's model, or the same ones under another name."""
+    """The servers that loaded other files than the certificate's model, or the same files under another name."""
     models = {url: server["model"] for url, server in engine.get("servers", {}).items()}
     return [f"{url} ({read})" for url, read in models.items() if read not in (model["path"], model["source"])]
 

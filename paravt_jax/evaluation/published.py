@@ -1,7 +1,7 @@
 """Tables 1, A, B and C of the paper's page (arXiv 2605.20342, evolvinglmms-lab.github.io/ParaVT), in percent.
 
-None: the number is not published. The ablations' format rewards and calls are measured during training, so they are
-not here.
+None means that the number is not published. The ablations' format rewards and call counts are missing here, because the
+paper measures them during training.
 """
 
 from typing import NamedTuple

@@ -15,7 +15,7 @@ COLUMNS = {
     "tokens": "sampled_tokens_mean",
     "missing": "num_missing",
 }
-TYPES = ("mcq", "tvg", "oe")  # columns with their accuracies
+TYPES = ("mcq", "tvg", "oe")  # question types with a column for their accuracy
 Cell = dict[str, Any]
 Shard = tuple[int, int]  # (k, n): the k-th of n, from 1
 
@@ -49,7 +49,7 @@ def score_table(cells: Sequence[Cell]) -> str:
 
 
 def _axes(cells: Sequence[Cell]) -> dict[str, str]:
-    """The columns that tell the cells apart, with their keys; the temperature only if it differs."""
+    """The columns that distinguish cells, with their keys; the temperature only if it varies."""
     differs = len({cell["temperature"] for cell in cells}) > 1
     return {"dispatch": "dispatch", "frames": "frame_budget"} | ({"temperature": "temperature"} if differs else {})
 
@@ -59,7 +59,7 @@ def _values(cell: Cell, axes: dict[str, str]) -> list[str]:
 
 
 def _breakdown(scores: dict[str, Any]) -> str:
-    """Other means, and the scores of the first grouping."""
+    """Formats other means, and the scores of the first breakdown."""
     means = {name: value for name, value in scores.items() if name == "micro" or "@" in name}
     parts = [f"{name} {100 * value:.1f}" for name, value in means.items() if value != scores["score"] or "@" in name]
     for labels in list(scores["groups"].values())[:1]:
@@ -68,7 +68,7 @@ def _breakdown(scores: dict[str, Any]) -> str:
 
 
 def refusal(cells: Sequence[Cell]) -> str:
-    """Why cells of a public split have no headline, or empty if all have one."""
+    """The reasons why cells of a public split have no headline score; empty if all have one."""
     reasons = [f"{_title(cell, cells)}: {cell['refused']}" for cell in cells if cell["refused"]]
     return f"no headline for {'; '.join(reasons)}" if reasons else ""
 

@@ -24,14 +24,14 @@ MAX_IN_FLIGHT = 32  # prompts whose episodes run at the same time, their frames 
 
 class Recorder(Protocol):
     async def record(self, key: str, sample: Sample) -> Record:
-        """Runs a sample. A failure of an engine, a video or the judge makes it missing and is not raised."""
+        """Runs a sample. If an engine, a video or the judge fails, the record is missing; the error is not raised."""
         ...
 
 
 async def run_samples(
     name: str, recorder: Recorder, todo: Mapping[str, Sample], log: SampleLog, finished: Iterable[SampleResult]
 ) -> None:
-    """Runs the samples of a cell, by key, and logs each as it ends. `finished` counts in the progress.
+    """Runs the samples of a cell and logs each when it ends. `finished` samples only count in the progress.
 
     Raises RuntimeError if the engine keeps failing; a restart runs the remaining samples.
     """
@@ -105,7 +105,7 @@ class EpisodeRecorder:
 
 
 def on_screen(cues: Sequence[Cue], times_s: Sequence[float | int]) -> list[str]:
-    """The distinct texts of cues that cover one of these times, in order."""
+    """The distinct texts of cues that are on screen at one of these times, in order."""
     texts = [cue.text for cue in cues if any(cue.start_s <= time_s < cue.end_s for time_s in times_s)]
     return list(dict.fromkeys(texts))
 

@@ -1,6 +1,6 @@
-"""RUN/samples_CELL.jsonl: one record per sample, written atomically as it ends, identified by sample and settings.
+"""Logs records of samples in RUN/samples_CELL.jsonl, one line per sample, keyed by sample and settings.
 
-A sample is done if no episode is missing. Other samples run again when the evaluation restarts, and the last record of
+A sample is done if no episode is missing. Other samples run again when the evaluation restarts; the last record of
 a sample counts. Shards write to RUN/shards/K_of_N. A run without --shard reads the records of all shards too.
 """
 
@@ -38,11 +38,11 @@ class SampleResult:
     question_type: str
     groups: Mapping[str, Sequence[str]]
     subtitles: str
-    episodes: tuple[Mapping[str, Any], ...]  # metrics, scores and frames, or why it is missing
+    episodes: tuple[Mapping[str, Any], ...]  # metrics, scores and frames, or the reason why the episode is missing
 
     @property
     def missing(self) -> str:
-        """The reason, or empty if no episode is missing."""
+        """The reason for a missing episode; empty if no episode is missing."""
         return next((episode["reason"] for episode in self.episodes if episode["missing"]), "")
 
     @property
@@ -71,7 +71,7 @@ def sample_key(settings: str, sample: Sample) -> str:
     """Identifies a record: a hash of the settings and the sample, except the path of its video."""
     prompt = sample.prompt
     values = [settings, prompt.id, prompt.question, prompt.answer, prompt.question_type]
-    own = [prompt.messages, prompt.columns]  # of your own rows; public splits have none
+    own = [prompt.messages, prompt.columns]  # only your own rows have these
     content = json.dumps([*values, *(own if any(own) else [])], default=repr)
     return hashlib.blake2b(content.encode(), digest_size=12).hexdigest()
 
@@ -105,7 +105,7 @@ def episode_record(rollout: Rollout, sample: Sample, official: Official | None) 
 
 
 def is_answer(prediction: str | None, question_type: str, question: str) -> bool:
-    """Whether the strict rule finds an answer of this type, right or wrong."""
+    """Whether the strict rule can parse an answer of this type, right or wrong."""
     if not prediction:
         return False
     if question_type == "mcq":
@@ -147,7 +147,7 @@ def result_of(record: Record) -> SampleResult:
 
 
 def _cut_incomplete_line(path: Path) -> None:
-    """Removes a last line without a newline, which a killed process left: the next record must not continue it."""
+    """Removes an incomplete last line of a killed process, so that the next record starts a new line."""
     if not path.exists():
         return
     with named(path), path.open("rb+") as file:

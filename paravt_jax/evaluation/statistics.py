@@ -52,7 +52,7 @@ def _sums(
 
 
 def _mean_of_means(sums: Float[np.ndarray, "C S"], counts: Float[np.ndarray, "C S"]) -> Float[np.ndarray, " C"]:
-    """The mean over strata in the draw."""
+    """The mean over the strata that were drawn."""
     drawn = counts > 0
     return (sums / np.maximum(counts, 1)).sum(-1) / drawn.sum(-1)
 

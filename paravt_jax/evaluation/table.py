@@ -22,10 +22,10 @@ ROW_HEIGHT_IN, COLUMN_WIDTH_IN, NAME_WIDTH_IN = 0.28, 1.35, 4.2
 
 @dataclass
 class OwnRow:
-    """One policy with the same settings, or by the release's protocol one policy, on one or more splits."""
+    """A row of a table: a policy on one or more splits, with the same settings unless the protocol is the release's."""
 
     name: str
-    published: str = ""  # the row of the published tables that it reproduces
+    published: str = ""  # the published row that this row reproduces
     cells: dict[str, dict[str, Any]] = field(default_factory=dict)  # by split
 
     def score(self, split: str, scorer: str) -> str:
@@ -57,7 +57,7 @@ def _percent(scores: dict[str, Any]) -> list[float]:
 
 
 def read_rows(runs: Iterable[Path]) -> list[OwnRow]:
-    """Reads the cells of public splits; cells with the same policy and settings make one row."""
+    """Reads the cells of public splits and merges cells with the same policy and settings into a row."""
     rows: dict[str, OwnRow] = {}
     for run in runs:
         for cell in read_results(run):
@@ -77,14 +77,14 @@ def read_rows(runs: Iterable[Path]) -> list[OwnRow]:
 
 def _name(cell: dict[str, Any]) -> str:
     model = cell["model"]["path"]
-    if cell.get("protocol") == RELEASE:  # its mode may depend on the split
+    if cell.get("protocol") == RELEASE:  # the mode may depend on the split
         return f"{model}, release's protocol"
     temperature = f", temperature {cell['temperature']:g}" if cell.get("temperature") else ""
     return f"{model}, {cell['mode']}, {cell['dispatch']}, {cell['frame_budget']} frames{temperature}"
 
 
 def table_rows(table: PublishedTable, rows: Sequence[OwnRow]) -> list[list[str]]:
-    """The header, the published rows, each with yours that reproduce it, then your other rows by each rule."""
+    """The header, each published row with your rows that reproduce it, then your other rows by scoring rule."""
     lines = [["model", *(SPLITS[split].title for split in table.splits)]]
     for name, numbers in table.rows.items():
         lines.append([name, *(NOT_PUBLISHED if number is None else f"{number:.1f}" for number in numbers)])

@@ -1,4 +1,4 @@
-"""Format stability over sampling temperatures: RUN/plots/temperatures.png, a curve per dispatch and frame budget."""
+"""Plots format stability over temperatures, a curve per dispatch and budget, to RUN/plots/temperatures.png."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

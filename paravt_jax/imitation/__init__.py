@@ -1,1 +1,1 @@
-"""The SFT cold start: imitation of traces."""
+"""Supervised fine-tuning on traces, the cold start before RL."""

@@ -1,8 +1,8 @@
-"""The batches of each SFT step: traces are rendered and packed until the rows of the step are full.
+"""Prepares the batches of each SFT step: renders and packs traces until the rows of the step are full.
 
-Batches are prepared ahead, so frames are decoded while the learner is busy. The number of a step's first sample decides
-its traces, so a checkpoint stores only that number, and the sizes of the batches so far: later batches are at least as
-large, and the first have room for more frames than theirs, so that usually one update is compiled.
+Batches are prepared ahead, so that frames are decoded while the learner is busy. The number of a step's first sample
+determines its traces, so a checkpoint stores only that number and the batch sizes so far. Batches never get smaller,
+and the first batches have room for extra frames, so that usually a single update program is compiled.
 """
 
 import asyncio
@@ -26,11 +26,11 @@ from rollout.video.errors import VideoError
 
 STEPS_AHEAD = 2  # steps to prepare while the learner computes
 RENDERED_AHEAD = 32  # traces to decode concurrently
-HEADROOM = 1.75  # of the first step's rows of patches over those used: more rows compile another update
+HEADROOM = 1.75  # patch rows of the first step, relative to its need: more rows later would recompile the update
 
 
 class RenderedTrace(NamedTuple):
-    """A trace's dialogue for the learner, and the rendering that it comes from."""
+    """A trace's dialogue for the learner, with the rendering it was made from."""
 
     dialogue: Dialogue
     rendered: Rendered
@@ -38,11 +38,11 @@ class RenderedTrace(NamedTuple):
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run is: the number of its next sample, and the largest sizes of its batches."""
+    """The position of a run: the number of its next sample, and the largest batch sizes so far."""
 
     next_visit: int = 0
     min_actions: int = 1
-    min_frame_rows: int = 0  # of patches, for all parts of the mesh
+    min_frame_rows: int = 0  # rows of patches, over all parts of the mesh
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,13 +50,13 @@ class TraceBatch:
     """The batches of a step, and the position after it."""
 
     batches: list[TrainBatch]
-    sample: Rendered  # the first of the traces
+    sample: Rendered  # the step's first trace
     num_traces: int
-    num_tokens: int  # of all traces, counting shared prompts every time
+    num_tokens: int  # tokens of all traces, counting shared prompts every time
     num_loss_tokens: int
     after: Position
     num_left_out: int  # traces that could not be rendered or did not fit
-    problems: list[str]  # theirs, without traces of earlier problems: a trace returns in every epoch
+    problems: list[str]  # their problems, except reported ones, because traces return in every epoch
 
 
 class TraceBatches:
@@ -77,22 +77,22 @@ class TraceBatches:
         most_frame_rows: int,
         seed: int,
     ):
-        """Each part of the rows gets at most `most_frame_rows` rows of patches, unless its traces need more."""
+        """Sets up the queue. A mesh part gets at most `most_frame_rows` rows of patches, unless traces need more."""
         self._renderer, self._order, self._seed = renderer, order, seed
         self._pack, self._video, self._rows_per_step = pack, video, imitation.rows_per_step
         self._model, self._contract = model, contract
         self._num_row_parts, self._most_frame_rows = num_row_parts, most_frame_rows
-        self._rendered: deque[asyncio.Task[RenderedTrace | str]] = deque()  # from sample `_next` on
+        self._rendered: deque[asyncio.Task[RenderedTrace | str]] = deque()  # starts at sample `_next`
         self._row_patches = contract.max_patches(video.max_pixels)
         self._next, self._sizes = first.next_visit, first
-        self._num_skipped = 0  # consecutive traces
+        self._num_skipped = 0  # consecutive skipped traces
         self._reported: set[str] = set()  # problems of skipped traces
         self._ready: asyncio.Queue[TraceBatch] = asyncio.Queue(STEPS_AHEAD)
         self._first: asyncio.Future[TraceBatch] | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def first_batch(self) -> TraceBatch:
-        """The batch that the first call of `next_batch`, later or at the same time, returns."""
+        """Waits for the batch that the first call of `next_batch`, later or concurrent, returns."""
         self._first = asyncio.get_running_loop().create_future()
         return await self._once_ready(self._first)
 
@@ -100,19 +100,19 @@ class TraceBatches:
         return await self._once_ready(asyncio.create_task(self._ready.get()))
 
     async def _once_ready(self, batch: asyncio.Future[TraceBatch]) -> TraceBatch:
-        """Prepares batches until this one is ready."""
+        """Prepares batches until `batch` is ready."""
         if self._task is None:
             self._task = asyncio.create_task(self._prepare_all())
         try:
             await asyncio.wait({batch, self._task}, return_when=asyncio.FIRST_COMPLETED)
             if not batch.done():
-                self._task.result()  # raises the reason why it ended
+                self._task.result()  # raises the error that ended it
             return await batch
         finally:
             batch.cancel()
 
     async def batches_of(self, traces: Sequence[Trace], problems: list[str]) -> AsyncIterator[list[TrainBatch]]:
-        """Batches of these traces, a few at a time; adds the problems of traces that are left out."""
+        """Yields batches of these traces, a few at a time; adds problems of left-out traces to `problems`."""
         samples = [PromptSample(number, 0, trace) for number, trace in enumerate(traces)]
         for first in range(0, len(samples), RENDERED_AHEAD):
             rendered = await asyncio.gather(*map(self._render, samples[first : first + RENDERED_AHEAD]))
@@ -135,7 +135,7 @@ class TraceBatches:
             await self._ready.put(batch)
 
     async def _prepare(self) -> TraceBatch:
-        """Takes samples in order while the rows of a step hold them; the next sample starts the next step."""
+        """Takes samples in order while they fit into the step's rows; the next sample starts the next step."""
         traces: list[RenderedTrace] = []
         placed: list[PromptGroup] = []
         first, problems = self._next, list[str]()
@@ -154,13 +154,13 @@ class TraceBatches:
         return await asyncio.to_thread(self._packed, traces, self._next - first - len(traces), problems)
 
     def _skip(self, problems: list[str], problem: str) -> None:
-        """Records a skipped trace. A run without a single usable trace must not search forever."""
+        """Records a skipped trace. Raises if no trace is usable, because the search would never end."""
         if problem not in self._reported:
             self._reported.add(problem)
             problems.append(problem)
         self._advance()
         self._num_skipped += 1
-        if self._num_skipped > 2 * (self._order.num_items - 1):  # all but one, in two epochs
+        if self._num_skipped > 2 * (self._order.num_items - 1):  # two epochs of all traces but one
             raise RuntimeError(f"{self._num_skipped} consecutive traces cannot be used; the last: {problem}")
 
     def _advance(self) -> None:
@@ -172,7 +172,7 @@ class TraceBatches:
             self._rendered.append(asyncio.create_task(self._render(self._order[self._next + len(self._rendered)])))
 
     async def _render(self, sample: PromptSample[Trace]) -> RenderedTrace | str:
-        """The trace for the learner, or why it cannot be used."""
+        """Renders a trace for the learner; returns the reason if the trace is unusable."""
         (budget,) = budgets_of([sample], self._video, self._seed)
         try:
             rendered = await self._renderer.render(sample.item, budget)
@@ -196,7 +196,7 @@ class TraceBatches:
         return TraceBatch(batches, traces[0].rendered, *counts, self._sizes, num_left_out, problems)
 
     def _with_room(self, frames: Sequence[Frame]) -> int:
-        """Rows of patches in each part, with room for the frames of later steps; `frames` are the first step's."""
+        """Patch rows per part with room for later steps; `frames` are the first step's frames."""
         num_parts = self._rows_per_step // self._pack.num_rows * self._num_row_parts
         num_rows = math.ceil(HEADROOM * len(frame_rows(frames, self._row_patches)) / num_parts)
         return min(num_rows, self._most_frame_rows)

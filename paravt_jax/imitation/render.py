@@ -1,8 +1,8 @@
 """Renders traces with the same ids and pictures that a rollout of the same text would have.
 
-A trace about videos gets an episode's prompt, or a sub-agent's if it shows a part of a single video; only the question
-comes from the row. A tool's message that is a part of a video alone is the response of `crop_video` that shows it.
-Other dialogues are rendered unchanged. The assistant's tokens and turn ends are loss tokens.
+A trace about videos gets an episode's prompt, or a sub-agent's prompt if it shows a window of a single video; only the
+question comes from the row. A tool message that consists of a video window becomes the response of `crop_video` with
+that window. Other dialogues are rendered unchanged. The assistant's tokens and turn ends are loss tokens.
 """
 
 import asyncio
@@ -32,12 +32,12 @@ from rollout.video.times import overview_times
 
 @dataclass(frozen=True, eq=False)
 class Rendered:
-    """A trace as the dialogue of an agent."""
+    """A trace rendered as an agent's dialogue."""
 
     trace: Trace
     ledger: Ledger
-    videos: tuple[ShownVideo, ...]  # of the overview
-    responses: tuple[tuple[tuple[Part, ...], ...], ...]  # after every turn but the last
+    videos: tuple[ShownVideo, ...]  # videos of the overview
+    responses: tuple[tuple[tuple[Part, ...], ...], ...]  # responses after every turn but the last
 
     @property
     def pictures(self) -> tuple[Picture, ...]:
@@ -54,7 +54,7 @@ class TraceRenderer:
         self._decoding = asyncio.Semaphore(IMAGES_AT_A_TIME)
 
     async def render(self, trace: Trace, frame_budget: int) -> Rendered:
-        """The dialogue of a trace; `frame_budget` is split over all videos of the overview.
+        """Renders a trace; `frame_budget` is split over all videos of the overview.
 
         Raises VideoError if a video or image cannot be read.
         """
@@ -71,7 +71,7 @@ class TraceRenderer:
         return Rendered(trace, ledger, videos, tuple(responses))
 
     def dialogue(self, ledger: Ledger, number: int) -> Dialogue:
-        advantage = ledger.sampled_mask.astype(np.float32)  # imitation is policy gradient with advantage 1
+        advantage = ledger.sampled_mask.astype(np.float32)  # imitation is a policy gradient with advantage 1
         structural = np.zeros(len(ledger.ids), bool)
         return dialogue_of(ledger, number, advantage, structural, self._chat, self._contract.unit_px)
 
@@ -94,7 +94,7 @@ class TraceRenderer:
         return self._chat.ids(rendered, len(pictures)), pictures, ()
 
     def _add_turn(self, ledger: Ledger, text: str) -> None:
-        """Adds a turn, tokenized as if sampled after the forced prefix. The prefix is a loss token here too."""
+        """Adds a turn, tokenized as if sampled after the forced prefix. Tokens of the prefix are loss tokens too."""
         prefix = self._config.forced_prefix
         ids = [self._chat.encode_turn(text)]
         if prefix and text.startswith(prefix):
@@ -109,7 +109,7 @@ class TraceRenderer:
         return tuple(parts)
 
     async def _rendered(self, messages: list[Message]) -> tuple[list[dict[str, Any]], list[tuple[Part, ...]]]:
-        """Messages for the chat template, and the parts of each."""
+        """Renders messages for the chat template; returns them with the parts of each."""
         parts = [await self._parts(message) for message in messages]
         pairs = zip(messages, parts, strict=True)
         return [

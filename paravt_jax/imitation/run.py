@@ -1,6 +1,6 @@
 """State of an SFT run and the operations of a step; the counterpart of rl/run.py.
 
-Every host renders and packs all traces, because only packing decides which traces fit; then it contributes its rows.
+Every host renders and packs all traces, because only packing decides which traces fit, and then uses its own rows.
 """
 
 import time
@@ -39,7 +39,7 @@ from paravt_jax.sampling.engines import frame_reader
 
 @dataclass(eq=False)
 class SftRun:
-    """Use `async with open_sft_run(config) as run`."""
+    """A running SFT training. Use `async with open_sft_run(config) as run`."""
 
     training: Training
     update_rate: UpdateRate
@@ -49,12 +49,12 @@ class SftRun:
     held_out: Sequence[Trace]
     held_out_path: str
     validation: ValidationConfig
-    num_traces: int  # per epoch
+    num_traces: int  # traces per epoch
     position: Position
-    own_time: OwnTime = field(default_factory=OwnTime)  # this host's time for the last batch
+    own_time: OwnTime = field(default_factory=OwnTime)  # time of this host's own work on the last batch
 
     async def next_batch(self) -> TraceBatch | None:
-        """The next step's traces, or None after the last step."""
+        """Returns the next step's traces; None after the last step."""
         if not self.training.begin_step("data"):
             return None
         return await self.training.directory.unless_stopped(self._timed_batch())
@@ -87,7 +87,7 @@ class SftRun:
         return metrics | await self._host_times()
 
     async def _host_times(self) -> dict[str, float]:
-        """The times of all hosts for their own work, with several hosts."""
+        """Gathers the times that hosts spent on their own work, if there are several hosts."""
         if self.hosts.num == 1:
             return {}
         devices_s = await in_thread(lambda: self.probe.seconds(self.training.learner.state))
@@ -109,7 +109,7 @@ class SftRun:
         self.training.log.step(step, metrics, [sample_record(batch.sample, step)])
 
     async def validate_if_due(self) -> None:
-        """An interrupted validation is not logged; the resumed run repeats it."""
+        """Validates the policy if a validation is due. The resumed run repeats an interrupted validation."""
         training = self.training
         if not self.held_out or not training.validation_due(self.validation):
             return
@@ -123,7 +123,7 @@ class SftRun:
                 num_tokens += int(np.count_nonzero(batch.loss_mask))
         if batches is None:
             return
-        for problem in [] if training.log.validated else problems:  # once, not after every validation
+        for problem in [] if training.log.validated else problems:  # logged once, not after every validation
             training.log.say(f"left out of validation: {problem}")
         of_hosts = self.hosts.gather("validation", (total, num_tokens))
         total, num_tokens = (sum(column) for column in zip(*of_hosts, strict=True))
@@ -143,7 +143,7 @@ class SftRun:
         return rows_of_host(batch, self.hosts.index, self.hosts.num)
 
     def progress(self) -> Progress:
-        """The part of a checkpoint beside the learner."""
+        """The checkpoint's state besides the learner."""
         return asdict(self.position)
 
 
@@ -229,8 +229,8 @@ async def open_sft_run(
 
 
 async def _compile_update(learner: Learner, batches: TraceBatches) -> None:
-    """Compiles the update for the sizes of the first batch. Larger batches compile theirs."""
-    compiler = learner.imitation_compiler()  # before an update donates the state
+    """Compiles the update for the first batch's sizes. Larger batches compile their own programs later."""
+    compiler = learner.imitation_compiler()  # made before an update donates the state
     first = await batches.first_batch()
     await in_thread(lambda: compiler.compile(shapes_of_batch(first.batches[0], learner.mesh)))
 

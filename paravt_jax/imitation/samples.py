@@ -1,4 +1,4 @@
-"""Records a trace for RUN/episodes, in the form of an episode without scores."""
+"""Records a trace for RUN/episodes in the format of an episode without scores."""
 
 import itertools
 import math
@@ -33,7 +33,7 @@ def sample_record(rendered: Rendered, step: int) -> dict[str, Any]:
 
 
 def _turns(trace: Trace) -> Iterator[tuple[str, str]]:
-    """The assistant's turns, each with the messages that follow it."""
+    """Yields the assistant's turns, each with the text that follows it."""
     turns: list[tuple[str, str]] = []
     for message in trace.messages:
         if message.role == "assistant":
@@ -54,7 +54,7 @@ def _spans(ledger: Ledger) -> list[tuple[int, int]]:
 
 
 def _calls(text: str, responses: Sequence[Sequence[Part]]) -> Iterator[dict[str, Any]]:
-    """The calls of a turn as written, each with the pictures of its response."""
+    """Yields the calls of a turn as written, each with the pictures of its response."""
     for number, call in enumerate(find_calls(text)):
         shown = shown_records(responses[number]) if number < len(responses) else []
         times_s = [frame["time_s"] for frame in shown if "time_s" in frame]
@@ -62,7 +62,7 @@ def _calls(text: str, responses: Sequence[Sequence[Part]]) -> Iterator[dict[str,
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
-    """The call as written. Its window is unchecked, because a trace does not have the video's duration."""
+    """Records a call as written. Its window is unchecked, because a trace does not have the video's duration."""
     window = None
     if call.well_formed:
         try:

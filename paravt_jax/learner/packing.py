@@ -54,7 +54,7 @@ class Dialogue:
     behavior_logp: Float[np.ndarray, " n"]
     advantage: Float[np.ndarray, " n"]
     token_class: Int[np.ndarray, " n"]
-    episode: int  # its number in the step
+    episode: int  # the episode's number in the step
     likelihood: Float[np.ndarray, " n"] | None = None  # weight of each token's log-likelihood; None: 0
     experts: Int[np.ndarray, "n L J"] | None = None  # experts that computed each token (MoE); None: unknown
 

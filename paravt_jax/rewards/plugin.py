@@ -76,7 +76,7 @@ class _OwnFunction:
 class Plugin(_OwnFunction):
     """Scores episodes. Use `load_plugin`."""
 
-    columns: tuple[str, ...] = ()  # of the rows that the function takes
+    columns: tuple[str, ...] = ()  # data columns that the function takes
 
     async def terms(self, episode: Episode, answer: str, question_type: str) -> tuple[OwnTerm, ...]:
         """Calls the function for an episode. Raises PluginError."""
@@ -88,9 +88,9 @@ class Plugin(_OwnFunction):
 class GroupPlugin(_OwnFunction):
     """Scores groups. Use `load_plugin`."""
 
-    name: str  # of the term
-    arguments: tuple[str, ...]  # that the function takes
-    columns: tuple[str, ...]  # of the rows that the function takes
+    name: str  # name of the term
+    arguments: tuple[str, ...]  # GROUP_ARGUMENTS that the function takes
+    columns: tuple[str, ...]  # data columns that the function takes
 
     async def terms(
         self, episodes: Sequence[Episode], answer: str, question_type: str, columns: Mapping[str, Any]

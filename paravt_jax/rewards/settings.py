@@ -12,7 +12,7 @@ FormatReward = Literal["published", "strict", "no_suffix"]
 
 
 class ToolPay(NamedTuple):
-    """The numbers of R_tool."""
+    """The amounts of R_tool."""
 
     call: float  # for an executed call
     right: float  # for an executed call with a right answer; with tool=needed, per unit of R_acc that the call gained

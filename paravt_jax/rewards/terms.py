@@ -145,7 +145,7 @@ class RewardTerms:
 
     @property
     def total(self) -> float | None:
-        """R."""
+        """R; None if the judge's score is missing."""
         return None if self.missing else math.fsum(summand.reward for summand in self.summands)
 
     @property

@@ -1,7 +1,7 @@
 """The embedded engine: the learner's model samples in the learner's process.
 
-It needs no second environment, samples from a copy of the weights on this host's devices, and gives the same tokens for
-the same request and seed, independent of other requests. One thread owns the sampler; the event loop only waits.
+The engine needs no second environment and samples from a copy of the weights on this host's devices. A request with the
+same seed gets the same tokens, independent of other requests. One thread owns the sampler; the event loop only waits.
 """
 
 import asyncio
@@ -40,16 +40,16 @@ from rollout.picture import Picture
 
 Result = TypeVar("Result")
 NAME = "embedded"
-FRAME_BYTES = 2**30  # of cached patches: 1.2 MB for a frame at the recipe's largest size
+FRAME_BYTES = 2**30  # cache of patches; a frame at the recipe's largest size takes 1.2 MB
 
 
 @dataclass(eq=False)
 class Running:
-    """A request in the sampler. `versions` covers its tokens before the newest weights, and all tokens at its end."""
+    """A request in the sampler. `versions` lags behind: it covers tokens up to the last publish or the end."""
 
     episode: str
-    done: asyncio.Future[Completion] | None = None  # set by the caller of `generate`
-    number: int | None = None  # the sampler's, once it has the request
+    done: asyncio.Future[Completion] | None = None  # set by `generate`
+    number: int | None = None  # number in the sampler, once the request is submitted
     num_prompt_tokens: int = 0
     on_tokens: Callable[[Sequence[int]], object] | None = None
     sampled: list[int] = field(default_factory=list)  # tokens so far, for `on_tokens`
@@ -60,7 +60,7 @@ class Running:
         if self.on_tokens is not None and not isinstance(ended, Exception):
             try:
                 self.on_tokens(self.sampled if ended is None else ended.ids)
-            except Exception as problem:  # of the caller's, so only this request fails
+            except Exception as problem:  # the caller's error only fails this request
                 ended = problem
         if ended is None or self.done is None or self.done.done():
             return
@@ -71,7 +71,7 @@ class Running:
 
 
 class EmbeddedEngine:
-    """Implements the engine protocol with the sampler: requests go to its thread, completions return to the loop."""
+    """Implements the engine protocol: requests go to the sampler's thread, completions return to the event loop."""
 
     def __init__(
         self,
@@ -83,14 +83,14 @@ class EmbeddedEngine:
         beside_update: bool = False,
         **sampler: Any,
     ):
-        """`mesh` is the model's; `beside_update` means that it samples during updates; `sampler` are model_port's."""
+        """Starts the sampler on the model's `mesh` with its options. `beside_update`: it samples during updates."""
         self._copy, self._model = LocalCopy(model, mesh, beside_update=beside_update), model
         with on_mesh(self._copy.mesh):
             self._sampler = Sampler(self._copy.of(model), **sampler)
         self.kernel_check = self._sampler.kernel_check
         self._contract = contract
         self._version = version
-        self._running: dict[int, Running] = {}  # by the sampler's number; only used in the thread
+        self._running: dict[int, Running] = {}  # by number in the sampler; used only in the thread
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sampler")
         self._submitted = asyncio.Event()
         self._pump: asyncio.Task[None] | None = None
@@ -116,7 +116,7 @@ class EmbeddedEngine:
             async with asyncio.timeout(request.deadline_s):
                 await self._in_thread(lambda: self._submit(request, running))
                 self._submitted.set()
-                if self._failure is not None:  # the sampler failed before it had the request
+                if self._failure is not None:  # the sampler failed before the request was submitted
                     running.notify(self._failure)
                 completion = await done
         except TimeoutError:
@@ -125,7 +125,7 @@ class EmbeddedEngine:
             if not done.done() or done.cancelled() or done.exception() is not None:
                 await asyncio.shield(self._in_thread(lambda: self._stop(running)))
         assert completion.finish != "running"
-        if request.version is not None and (running.versions != request.version).any():  # published since
+        if request.version is not None and (running.versions != request.version).any():  # newly published
             versions = sorted(set(running.versions.tolist()))
             raise VersionMismatch(f"the engine sampled with versions {versions}, expected version {request.version}")
         return Generation(
@@ -139,7 +139,7 @@ class EmbeddedEngine:
         )
 
     async def publish(self, weights: Weights, version: int) -> None:
-        """Running requests continue with the new weights but keep keys and values computed with the old ones."""
+        """Loads new weights. Running requests continue with them, but keep the KV cache of the old weights."""
         if not isinstance(weights, ModelWeights):
             raise EngineError(f"the embedded engine expects ModelWeights, got {type(weights).__name__}")
 
@@ -171,7 +171,7 @@ class EmbeddedEngine:
         self._thread.shutdown()
 
     async def _sample(self) -> None:
-        """Steps the sampler while there are requests."""
+        """Runs the sampler while there are requests."""
         try:
             while True:
                 await self._submitted.wait()
@@ -186,10 +186,10 @@ class EmbeddedEngine:
             for running in [*self._running.values()]:
                 running.notify(problem)
 
-    # In the thread
+    # Methods that run in the sampler's thread
 
     def _step(self) -> Sequence[tuple[Running, Completion | Exception | None]]:
-        """The running requests, each with its completion if it ended in this step."""
+        """Runs a step. Returns the running requests, each with its completion if it ended."""
         was_running = dict(self._running)
         if self._sampler.busy and not self._sampler.params:
             self._sampler.params = nnx.state(self._copy.of(self._model))
@@ -203,7 +203,7 @@ class EmbeddedEngine:
         return [(running, finished.get(number)) for number, running in was_running.items()]
 
     def _stop(self, running: Running) -> Completion | None:
-        """Ends a running request; one that was cancelled before it was submitted has no number."""
+        """Ends a request. A request that was cancelled before it was submitted has no number."""
         if running.number is None or self._running.pop(running.number, None) is None:
             return None
         completion = self._sampler.abort(running.number)
@@ -212,7 +212,7 @@ class EmbeddedEngine:
         return completion
 
     def _delete_if_idle(self) -> None:
-        """Deletes a temporary copy of the weights; an update may follow."""
+        """Deletes a temporary copy of the weights if the sampler is idle, because an update may follow."""
         if self._copy.is_temporary and not self._sampler.busy:
             self._sampler.params = nnx.State({})
 
@@ -245,7 +245,7 @@ class EmbeddedEngine:
         return frame
 
     def _mark_version(self, running: Running, num_sampled: int) -> None:
-        """Its tokens since the last call are of this version: there are new weights, or the request ends."""
+        """Labels tokens since the last call with the current version; called before a publish and at the end."""
         running.versions = np.pad(
             running.versions, (0, num_sampled - len(running.versions)), constant_values=self._version
         )

@@ -1,4 +1,4 @@
-"""Opens a model behind endpoints for an evaluation or a question: starts servers if asked to, and checks them."""
+"""Opens a model behind endpoints for an evaluation or a question: starts servers if configured, and checks them."""
 
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -20,13 +20,13 @@ PATCH_PX = 16
 
 
 def endpoint_contract(max_pixels: int) -> VisionContract:
-    """The sizes of frames for any model: Qwen3-VL's. The endpoint may resize them again."""
+    """The vision contract for any model, with Qwen3-VL's frame sizes. The endpoint may resize frames again."""
     half = (0.5, 0.5, 0.5)
     return VisionContract(PATCH_PX, TOKEN_PX // PATCH_PX, 2, MIN_PIXELS, max_pixels, half, half)
 
 
 async def served_files(settings: EngineConfig, path: str) -> Path | None:
-    """The directory of the model that this process will serve; None if the endpoint is somebody else's."""
+    """The directory of the model that this process will serve; None if it starts no servers."""
     if not settings.serve_with:
         return None
     if path == TINY:
@@ -46,7 +46,7 @@ async def open_endpoint(
     temperature: float,
     as_released: bool = False,
 ) -> EndpointClient:
-    """A checked client, which ends with `stack`, as do servers that it starts for `files`."""
+    """Opens and checks a client. The client, and servers that it starts for `files`, end with `stack`."""
     urls: Sequence[str] = settings.urls
     if settings.serve_with and files is not None:
         servers = endpoint_settings(

@@ -44,7 +44,7 @@ async def open_engine(
     take_over: bool = False,
     beside_update: bool = False,
 ) -> Engine:
-    """Opens the engine. The embedded one samples from `model`, others ignore it. `max_pixels` is the largest picture's.
+    """Opens the engine. Only the embedded engine uses `model`. `max_pixels` is the size of the largest picture.
 
     `gpus` lists the GPUs of each server that this run starts; empty without GPUs. `run` is the id of the run that
     publishes to the servers. `take_over` permits servers that another run publishes to. `beside_update` means that
@@ -104,7 +104,7 @@ async def open_engine(
 
 
 async def report_unreachable(settings: EngineConfig) -> None:
-    """Call it before the model is loaded. A server may still be starting, so only `open_engine` raises."""
+    """Reports unreachable servers before the model is loaded. They may still be starting, so it does not raise."""
     if settings.kind != "sglang" or not settings.connects:
         return
     try:
@@ -120,12 +120,12 @@ async def report_unreachable(settings: EngineConfig) -> None:
 
 
 def own_engine(settings: EngineConfig) -> Callable[..., Any] | None:
-    """The user's function that makes the engine, or None if `engine.kind` names a shipped engine."""
+    """Loads the user's function that makes the engine; None if `engine.kind` names a shipped engine."""
     return load_function("engine.kind", settings.kind) if settings.is_own else None
 
 
 def frame_reader(video: VideoConfig, contract: VisionContract, detail_factor: int = 1) -> FrameReader:
-    """A zoomed detail may have `detail_factor` times the pixels of an overview frame."""
+    """Makes the frame reader. A zoomed detail may have `detail_factor` times the pixels of an overview frame."""
     detail_contract = replace(contract, max_pixels=contract.max_pixels * detail_factor)
     return FrameReader(
         lambda height, width: settled_size(height, width, contract),

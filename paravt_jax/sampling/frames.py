@@ -6,7 +6,7 @@ from rollout.picture import Picture
 
 
 def frame_of(picture: Picture, contract: VisionContract) -> Frame:
-    """The patches of a picture, which must have its final size, so that engine and learner see the same pixels."""
+    """The patches of a picture. It must have its final size, so that engine and learner use the same pixels."""
     patches, grids = process_images([picture.pixels], contract)
     _, down, across = grids[0].tolist()
     if (down * contract.patch_px, across * contract.patch_px) != picture.size_px:

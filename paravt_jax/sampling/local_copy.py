@@ -1,11 +1,11 @@
-"""The weights that a host samples from: in the activations' dtype, split over tensor on all devices of the host.
+"""Copies the weights for sampling: in the activations' dtype, sharded over tensor on all devices of one host.
 
-The learner's float32 masters are split over fsdp, so that every token would gather and cast them. Each host samples its
-own episodes: all hosts would have to start a program on the whole mesh together and in the same order; a host runs
-programs on its own devices independently.
+The learner's float32 masters are sharded over fsdp, so sampling from them would gather and cast them for every token.
+Each host samples its own episodes on its own devices, because hosts would have to start programs on the whole mesh
+together and in the same order.
 
-XLA for GPUs copies a layer that a loop takes from a stack, so there each layer has separate arrays. Without another
-mesh, a copy exists only during rollouts: a device that is not split lacks memory during updates.
+XLA for GPUs copies a layer that a loop takes from a stack, so on GPUs each layer has separate arrays. If the sampling
+mesh is the learner's, the copy exists only during rollouts, because an unsharded device lacks memory during updates.
 """
 
 from operator import itemgetter
@@ -20,25 +20,25 @@ from model_port.layers import split
 from model_port.model import VLModel
 from model_port.sharding import MESH_AXES, flat_params, on_mesh, over_hosts, platform, sampling_axes, sampling_tensor
 
-SPLIT_AXES = ("data_hosts", "data", "fsdp_hosts", "fsdp", "tensor")  # of the mesh, in and between hosts
+SPLIT_AXES = ("data_hosts", "data", "fsdp_hosts", "fsdp", "tensor")  # mesh axes, between and within hosts
 
 
 class LocalCopy:
-    """Makes the copies. A frozen base of adapters moves to another mesh once."""
+    """Makes copies of a model. The frozen base of adapters is copied to another mesh only once."""
 
     def __init__(self, model: VLModel, mesh: Mesh | None, *, beside_update: bool = False):
-        """`beside_update`: sampling continues while updates donate the learner's arrays."""
+        """Chooses how to copy. With `beside_update`, sampling continues while updates donate the learner's arrays."""
         self._learner_mesh, self._beside_update = mesh, beside_update
         self._dtype = jnp.dtype(model.compute.dtype)
         self._axes, self.mesh = ((), None) if mesh is None else _sampling_mesh(model, mesh)
         self._moves = self.mesh != mesh
         differs = _stacked_on_gpu(model, self.mesh) or {leaf.dtype for leaf in jax.tree.leaves(model)} != {self._dtype}
-        self.is_temporary = differs and not self._moves and not beside_update  # deleted before updates
+        self.is_temporary = differs and not self._moves and not beside_update  # the copy is deleted before updates
         self._is_own = not (differs or self._moves or beside_update)
-        self._base: tuple[list[jax.Array], VLModel] | None = None  # frozen arrays, and a copy with adapters
+        self._base: tuple[list[jax.Array], VLModel] | None = None  # the frozen arrays, and a copied model with adapters
 
     def of(self, model: VLModel) -> VLModel:
-        """All hosts must call this."""
+        """Returns the model's copy on this host. All hosts must call it together."""
         if self._is_own:
             return model
         graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam if model.lora.rank else nnx.Param, ...)
@@ -62,7 +62,7 @@ class LocalCopy:
         )
 
     def _copy(self, state: nnx.State, *, donated: bool) -> nnx.State:
-        """`donated` arrays are those that updates overwrite."""
+        """Copies parameters. `donated` means that updates overwrite the arrays."""
         if not self._moves:
             copy = donated and self._beside_update
             return jax.tree.map(lambda leaf: jnp.array(leaf, self._dtype, copy=copy), state)
@@ -70,11 +70,11 @@ class LocalCopy:
         assert mesh is not None
         sizes = [mesh.shape[axis] for axis in MESH_AXES]
         over_data, over_fsdp = over_hosts(*sizes, num_hosts=jax.process_count() if mesh.is_multi_process else 1)
-        # The same devices in the same order, but axes that span hosts are split into two.
+        # The same devices in the same order, with each axis that spans hosts split into two.
         shape = over_data, sizes[0] // over_data, over_fsdp, sizes[1] // over_fsdp, sizes[2]
         by_host = Mesh(mesh.devices.reshape(shape), SPLIT_AXES)
         shardings = jax.tree.map(lambda leaf: NamedSharding(by_host, self._spec(leaf, self._axes)), state)
-        with on_mesh(by_host):  # the caller's mesh has this host's devices only
+        with on_mesh(by_host):  # the caller's mesh has only this host's devices
             copies = jax.jit(_cast, static_argnums=1, out_shardings=shardings)(state, self._dtype)
         return jax.tree.map(self._on_this_host, copies, state)
 
@@ -90,7 +90,7 @@ class LocalCopy:
 
 
 def by_layer(model: VLModel, mesh: Mesh | None = None) -> VLModel:
-    """On GPUs, gives each layer separate arrays; takes the stacked ones out of the model."""
+    """On GPUs, replaces a model's stacked layers by separate arrays for each layer."""
     if _stacked_on_gpu(model, mesh):
         model.text.layers = split(model.text.layers, [1] * model.config.text.num_layers)
     return model
@@ -102,7 +102,7 @@ def _stacked_on_gpu(model: VLModel, mesh: Mesh | None) -> bool:
 
 
 def _sampling_mesh(model: VLModel, mesh: Mesh) -> tuple[tuple[str, ...], Mesh]:
-    """This host's devices, and the axes that become tensor; devices that tensor cannot use have copies."""
+    """The axes that become tensor, and the mesh of this host's devices. The first axis replicates over the rest."""
     local = mesh.local_mesh if mesh.is_multi_process else mesh
     shapes = {path: leaf.shape for path, leaf in flat_params(nnx.state(model)).items()}
     axes = sampling_axes(shapes, local.shape)

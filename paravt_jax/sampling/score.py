@@ -1,4 +1,4 @@
-"""The learner's log-probs of dialogues that an engine served, for the parity gate, and the gate's command.
+"""Computes the learner's log-probs of dialogues for the parity gate, and runs the gate's command.
 
 python -m rollout.check --model CKPT --url URL [--url URL …]
 """
@@ -33,7 +33,7 @@ from rollout.check import check
 from rollout.engine.discovery import check_url
 from rollout.parity import TIMES_NOISE, Scored, ScoreRequest, table
 
-TOKEN_BUCKET = 1024  # few programs: compiling one takes longer than what padding adds
+TOKEN_BUCKET = 1024  # coarse, because compiling another program costs more than padding
 PATCH_BUCKET = 256
 FRAME_BUCKET = 8
 BFLOAT16 = jnp.finfo(jnp.bfloat16)
@@ -42,14 +42,14 @@ BFLOAT16 = jnp.finfo(jnp.bfloat16)
 class LearnerScorer:
     """Scores dialogues, one per row, in float32 and in bfloat16; the difference is the bfloat16 noise.
 
-    Both use the weights that servers get. If float32 masters are published in bfloat16, these are a copy at half their
-    size, less than an update needs. Weights stored in bfloat16 are used directly.
+    Both use the weights that servers get. If float32 masters are published in bfloat16, this takes a copy of half their
+    size, which is less than an update needs. Weights stored in bfloat16 are used directly.
     """
 
     def __init__(self, model: VLModel, contract: VisionContract, mesh: Mesh | None = None):
         self._config, self._contract, self._mesh = model.config, contract, mesh
         self._params = _as_published(model)
-        # Kernels for long rows may round more than necessary; these short rows have memory for square scores.
+        # Kernels for long rows may round more; these rows are short enough for full score matrices.
         self._exact = _program(model, Compute("float32", attention="blocked"))
         self._rounded = _program(model, replace(model.compute, dtype="bfloat16"))
 
@@ -73,16 +73,16 @@ class LearnerScorer:
         text = pack_text([[row]], frames, first_rows, self._config, bucket(len(ids), TOKEN_BUCKET))
         inputs = (self._params, text, vision, np.float32(request.temperature))
         with on_mesh(self._mesh):
-            with jax.default_matmul_precision("highest"):  # by default accelerators multiply float32 in fewer bits
+            with jax.default_matmul_precision("highest"):  # accelerators' default precision is lower
                 exact = self._exact(*inputs)
             logps = (np.asarray(logp)[: len(ids)] for logp in (exact, self._rounded(*inputs)))
         return Scored(ids.astype(np.int32), *logps)
 
 
 def _as_published(model: VLModel) -> nnx.State:
-    """The parameters rounded as published; with adapters they are rounded already.
+    """Rounds the parameters as for publishing; with adapters they are already rounded.
 
-    An adapter's contribution is not rounded: servers get the sum, and its rounding counts as theirs.
+    An adapter's contribution is not rounded: servers get the rounded sum, and this rounding counts as their noise.
     """
     params, dtype = nnx.state(model), model.compute.dtype
     return params if model.lora.rank else jax.tree.map(lambda leaf: leaf.astype(dtype), params)
@@ -101,10 +101,10 @@ def _score(
     vision: VisionBatch | None,
     temperature: Float[Array, ""],
 ) -> Float[Array, " T"]:
-    """Index t is the log-prob of token t; the first token has 0."""
+    """Log-probs of a row: index t has the log-prob of token t, and the first token has 0."""
     model = nnx.merge(graphdef, params)
     logits = model(text, vision)[0].astype(jnp.float32)
-    if model.compute.dtype == "bfloat16":  # servers in bfloat16 round their logits, the learner does not
+    if model.compute.dtype == "bfloat16":  # servers in bfloat16 round their logits, unlike the learner
         logits = jax.lax.reduce_precision(logits, BFLOAT16.nexp, BFLOAT16.nmant)
     logits = logits / temperature
     following: Int[Array, " T"] = jnp.asarray(text.tokens)[0, 1:]

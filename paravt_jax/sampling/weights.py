@@ -1,4 +1,4 @@
-"""The learner's parameters in the engines' format: Hugging Face names, one tensor at a time."""
+"""Converts the learner's parameters for engines: Hugging Face names, one tensor at a time."""
 
 import json
 import math
@@ -45,7 +45,7 @@ class ModelWeights:
 
 @dataclass(frozen=True, eq=False)
 class AdapterWeights:
-    """The model's current adapter alone, for servers that merge it into their own copy of its base."""
+    """Only the model's current adapter, for servers that merge it into their own copy of the base."""
 
     model: VLModel
     info: AdapterInfo
@@ -55,9 +55,10 @@ class AdapterWeights:
         return np.dtype(np.float32).itemsize * sum(math.prod(r.hf_shape) * (r.count or 1) for r in self._rules)
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """The matrices, and what a server needs to merge them, as a tensor with JSON.
+        """Yields the matrices, and a tensor of JSON with the data that servers need to merge them.
 
-        Names are PEFT's, but of the kernels in the model's files: a server has no modules of transformers.
+        Names are like PEFT's, but with the names of kernels in the model's files, because servers have no transformers
+        modules.
         """
         yield ADAPTER_INFO, np.frombuffer(json.dumps(self._merging()).encode(), np.uint8)
         params = self._params()
@@ -66,7 +67,7 @@ class AdapterWeights:
                 yield name, on_host(rule.tensor(params, layer))
 
     def write(self, directory: Path) -> None:
-        """Writes PEFT's files."""
+        """Writes the adapter in PEFT's format."""
         params = {path: on_host(array) for path, array in self._params().items()}
         write_adapter(directory, self.model.config, self.info, params)
 

@@ -1,6 +1,6 @@
 """Converts episode records for the page, without token ids and log-probs.
 
-A turn becomes pieces, each with its reward credits and its advantage. Python cuts them, not the page, because
+A turn is cut into pieces, each with its reward credits and advantage. Python cuts them, not the page, because
 JavaScript counts UTF-16 units while the records count characters.
 """
 
@@ -18,7 +18,7 @@ from paravt_jax.view.pictures import thumbnail
 from rollout.picture import Picture
 from rollout.tools import find_calls
 
-PAGE_BYTES = 3_000_000  # for all episodes, except when there are so many
+PAGE_BYTES = 3_000_000  # for all episodes, unless there are so many
 MIN_EPISODE_BYTES = 6_000  # that each would get less than this
 TEXT_LIMITS = (20_000, 4_000, 800)  # characters per text; the first limit with which an episode fits is used
 MAX_TURNS = 40  # per episode; also the most calls per turn
@@ -233,7 +233,7 @@ def _video(video: Mapping[str, Any]) -> PageDict:
 
 
 def _result(episode: PageDict) -> str:
-    """Empty for episodes without R_acc, for example user questions, SFT traces and question types of your own."""
+    """The result of an episode; empty without R_acc, for example for SFT traces and your own question types."""
     if episode["missing"]:
         return "missing"
     if episode["reward"] is None:

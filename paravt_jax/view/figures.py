@@ -13,7 +13,7 @@ from jaxtyping import Float
 
 from paravt_jax.run.charts import OTHER, SECTIONS, Chart, LoggedRun, flat_config, validation_key
 
-HEADLINE_FRAC = 0.1  # of the steps, at each end
+HEADLINE_FRAC = 0.1  # fraction of steps to average at each end
 HEADLINES = {  # key -> symbol, name, color
     "rollout/format_reward": ("f_τ", "format reward", "red"),
     "rollout/parseable_frac": ("parseable", "episodes", "pink"),
@@ -24,7 +24,7 @@ HEADLINES = {  # key -> symbol, name, color
 }
 MAX_POINTS = 600  # per line; with more steps, points are means
 MAX_OTHER = 80  # charts of metrics without a predefined chart, for example from plugins
-KINDS = {"eval": "evaluation", "sft": "imitation"}  # by the config section that only this kind of run has
+KINDS = {"eval": "evaluation", "sft": "imitation"}  # config section -> the kind of run that has it
 FACTS = {  # label -> config keys, with values joined by a multiplication sign
     "Model": ("model.path",),
     "Activations": ("model.dtype",),
@@ -48,7 +48,7 @@ FACTS = {  # label -> config keys, with values joined by a multiplication sign
     "Mesh: data, fsdp, tensor": ("mesh.data", "mesh.fsdp", "mesh.tensor"),
     "Seed": ("seed",),
 }
-IDLE = {"evaluation": ("rollout.dispatch", "video.frame_budgets"), "imitation": ("rollout.dispatch",)}  # no effect
+IDLE = {"evaluation": ("rollout.dispatch", "video.frame_budgets"), "imitation": ("rollout.dispatch",)}  # unused keys
 
 
 def kind_of(config: Mapping[str, Any]) -> str:
@@ -74,7 +74,7 @@ def about(run: LoggedRun) -> dict[str, Any]:
 
 
 def describe(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings, commit and package versions."""
+    """Describes a run's settings, commit and package versions."""
     config = flat_config(settings)
     idle = IDLE.get(kind_of(settings.get("config", {})), ())
     return {
@@ -88,7 +88,7 @@ def describe(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def headlines(run: LoggedRun) -> list[dict[str, Any]]:
-    """First and last values; losses if the run has no episodes."""
+    """First and last values of the headline metrics; losses if the run has no episodes."""
     named = {key: names for key, names in HEADLINES.items() if run.metrics.has(key)}
     losses = [key for key in run.metrics.keys if key.startswith("loss/")][: len(HEADLINES)]
     named = named or {key: (key.removeprefix("loss/"), key, "neutral") for key in losses}

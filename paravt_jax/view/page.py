@@ -140,7 +140,7 @@ def _num_samples(run: LoggedRun) -> int:
 
 
 def _of_all(run: LoggedRun) -> dict[str, str | None]:
-    """Fields of all episodes: an evaluation's public split, and no frame budget in a cold start without gating."""
+    """Fields to set in all episodes: the public split of an evaluation; no frame budget in SFT without gating."""
     config = run.settings.get("config", {})
     split = (config.get("data") or {}).get("split")
     ungated = kind_of(config) == "imitation" and not (config.get("video") or {}).get("frame_budgets")

@@ -1,4 +1,4 @@
-"""Thumbnails of the frames in the prompts: the overview and every crop, each stored once.
+"""Makes thumbnails of the frames in the prompts, overview and crops, each stored once.
 
 They are decoded again from the videos, at the times in the records. A page has a size limit for thumbnails: complete
 strips are added, shortest first, and the page shows how many frames are left out.
@@ -24,9 +24,9 @@ from rollout.video.errors import VideoError
 from rollout.video.info import TimedPicture
 from rollout.video.reader import FrameReader
 
-MAX_BYTES = 6_000_000  # of all pictures, as base64
+MAX_BYTES = 6_000_000  # total of all pictures in base64
 HEIGHT_PX, WIDTH_PX = 72, 128  # maximum
-QUALITY = 45  # of WebP; a frame has about 2 KB
+QUALITY = 45  # WebP quality; a frame has about 2 KB
 DEADLINE_S = 60.0
 MAX_CONCURRENT = 16  # strips decoded concurrently
 MAX_PROBLEMS = 5  # listed on the page
@@ -106,7 +106,7 @@ def make_album(episodes: Sequence[dict[str, Any]]) -> Album:
 
 
 def thumbnail(pixels: UInt8[np.ndarray, "H W 3"]) -> str:
-    """A thumbnail as base64."""
+    """Encodes a thumbnail as base64."""
     image, content = Image.fromarray(pixels), io.BytesIO()
     image.thumbnail((WIDTH_PX, HEIGHT_PX))
     image.save(content, "WEBP", quality=QUALITY)

@@ -1,6 +1,6 @@
 """Chooses the episodes for the page: one pass indexes the files, then the chosen lines are read one by one.
 
-The files may be larger than memory, so the index only has each line's offset and ids. The choice depends on ids only:
+The files may be larger than memory, so the index only has each line's offset and ids. The choice depends only on ids:
 two runs on the same data show the same episodes.
 """
 
@@ -31,7 +31,7 @@ class Line(NamedTuple):
     """Index entry for a line in a file."""
 
     path: Path
-    number: int  # from 1
+    number: int  # counted from 1
     offset: int
     id: str
     visit: bytes

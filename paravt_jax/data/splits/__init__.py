@@ -1,4 +1,4 @@
-"""The public evaluation splits, one file each; `data.split` names one, or a split in a file of yours."""
+"""The public evaluation splits, one file each. `data.split` names one of them, or a split in your own file."""
 
 from paravt_jax.data.splits import charades, longvideobench, lvbench, mlvu, mmvu, videomme
 from paravt_jax.data.splits.public import PublicSplit, Sample
@@ -21,7 +21,7 @@ SPLITS: dict[str, PublicSplit] = {
 
 
 def split_named(name: str) -> PublicSplit:
-    """The shipped split of this name, or the split at path/to/file.py:NAME."""
+    """Returns the shipped split of this name, or loads the split at path/to/file.py:NAME."""
     if is_location(name):
         split = load_object("data.split", name)
         if not isinstance(split, PublicSplit):

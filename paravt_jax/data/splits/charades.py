@@ -1,7 +1,7 @@
-"""Charades-STA, test: when a sentence is true in a video of half a minute. Times are rounded to 0.1 s.
+"""Charades-STA, test: find when a sentence holds in a video of half a minute. Times are rounded to 0.1 s.
 
-The hub's file stores them in half precision, for example 24.296875 for 24.3. Its rows have no ids and some are equal;
-all count. DIFFERS from lmms-eval, which stores replies by video, sentence and window, so that equal rows become one.
+The hub's file stores times in half precision, for example 24.296875 for 24.3. Rows have no ids, and some are equal;
+all count. DIFFERS from lmms-eval, which keys replies by video, sentence and window, so that equal rows merge.
 """
 
 from collections.abc import Mapping

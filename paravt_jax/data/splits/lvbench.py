@@ -1,4 +1,4 @@
-"""LVBench: videos of an hour and more. The question text includes the options, and may have several types.
+"""LVBench: videos of an hour and more. The question text includes the options; a question may have several types.
 
 `time_reference`, the position of the answer in the video, is not read, so it cannot leak into the prompt.
 """

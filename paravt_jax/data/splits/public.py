@@ -1,6 +1,6 @@
-"""Public splits, and how their rows become samples: a question, its answer, and the groups it is reported in.
+"""Defines public splits and turns their rows into samples: a question, its answer, and groups for breakdowns.
 
-Each split has a small file next to this one: the hub's file with its rows, their columns, a function from a row to a
+Each split has a small module next to this one, which names the hub's files, their columns, a function from a row to a
 sample, the video folders and the number of samples. A file with other columns is an error; a row with other contents
 is a bad row.
 
@@ -31,31 +31,31 @@ Official = Callable[[str, str, Sequence[str]], float]  # (reply, answer, options
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt of an evaluation. `PublicSplit.sample` returns paths in the hub's layout; loading resolves them."""
+    """A sample of an evaluation. `PublicSplit.sample` returns paths in the hub's layout; loading resolves them."""
 
     prompt: Prompt
-    video: str  # the same for samples on the same video
+    video: str  # equal for samples on the same video
     options: tuple[str, ...] = ()
     groups: Groups = field(default_factory=dict)
-    row: Mapping[str, Any] = field(default_factory=dict, repr=False)  # as on the hub
+    row: Mapping[str, Any] = field(default_factory=dict, repr=False)  # the row on the hub
 
 
 @dataclass(frozen=True)
 class PublicSplit:
     """A published evaluation; docs/extend.md has an example."""
 
-    name: str  # data.split
-    title: str  # in tables
-    repo: str  # on the hub
+    name: str  # for data.split
+    title: str  # for tables
+    repo: str  # repository on the hub
     rows: str  # glob pattern of its files with rows
     columns: Mapping[str, Any]  # the columns to read and their Python types: str, list[str] …
     sample: Callable[[Mapping[str, Any]], Sample]
-    num_samples: int  # published
+    num_samples: int  # published number
     official: Official  # the scoring rule of the benchmark's own harness
     folders: tuple[str, ...] = ()  # other folders that may have the unpacked videos
     with_subtitles: bool = False  # the prompt has the lines on screen in the sampled frames
-    mean_over: str = ""  # average over these groups; empty: over samples
-    thresholds: tuple[float, ...] = ()  # report the share of scores above each: R@1 of temporal grounding
+    mean_over: str = ""  # breakdown whose groups weigh the same in the mean; empty: mean over samples
+    thresholds: tuple[float, ...] = ()  # report the fraction of scores above each: R@1 of temporal grounding
 
     @nesting_checked()
     def checked(self, row: Any) -> Sample:
@@ -81,7 +81,7 @@ def holds(value: Any, kind: Any) -> bool:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts in the value of a column, including keys."""
+    """Yields all texts in a column's value, including keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
@@ -92,7 +92,7 @@ def _texts(value: Any) -> Iterator[str]:
 def choice(
     name: str, question: str, options: Sequence[str], answer: str, video: str, groups: Groups, subtitles: str = ""
 ) -> Sample:
-    """A multiple-choice question. `options` have no letters, and an empty one is unused: A, B and D, for example.
+    """Makes a multiple-choice sample. `options` have no letters; empty options are unused, for example A, B and D.
 
     `answer` is an option's letter.
     """
@@ -108,7 +108,7 @@ def choice(
 
 
 def up_to_last_used(options: Sequence[str]) -> list[str]:
-    """Options by letter without the empty ones at the end."""
+    """Drops the empty options at the end."""
     num = max((at for at, text in enumerate(options, 1) if text.strip()), default=0)
     return list(options[:num])
 
@@ -119,7 +119,7 @@ def open_question(name: str, question: str, answer: str, video: str, groups: Gro
 
 
 def grounding(name: str, caption: str, window_s: Sequence[float], video: str) -> Sample:
-    """A question about when something happens."""
+    """Makes a sample that asks when something happens."""
     if len(window_s) != 2 or not 0 <= window_s[0] < window_s[1] < math.inf:
         raise BadRow("wrong window", f"the window of {name} is {list(window_s)}, expected [start, end] in seconds")
     prompt = f"When in the video does this happen: {_stem(caption, name)}\n{ASK_WINDOW}"
@@ -127,7 +127,7 @@ def grounding(name: str, caption: str, window_s: Sequence[float], video: str) ->
 
 
 def options_in(text: str) -> tuple[str, list[str]]:
-    """Separates a question from the options in its last lines, `(A) …`."""
+    """Splits a text into the question and the options in its last lines, `(A) …`."""
     lines = text.rstrip().split("\n")
     first = max((at for at, line in enumerate(lines) if (match := LETTERED.match(line)) and match[1] == "A"), default=0)
     return "\n".join(lines[:first]), unlettered(lines[first:])

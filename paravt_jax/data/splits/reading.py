@@ -1,7 +1,7 @@
 """Loads the samples of a split from a local copy of the hub's repository, or downloads its rows.
 
-Videos are not downloaded, because they are archives of up to 300 GB. Samples on a missing video are missing; only if
-there is not a single video, loading fails.
+Videos are not downloaded, because they are archives of up to 300 GB. Samples whose video is missing count as missing.
+Loading fails only if all videos are missing.
 """
 
 import json
@@ -30,7 +30,7 @@ class SampleSet:
     samples: tuple[Sample, ...]  # in row order
     bad: dict[str, int] = field(default_factory=dict)  # reason -> number of dropped rows
     files: Mapping[str, str] = field(default_factory=dict)  # name -> sha256 of each file with rows
-    revision: str | None = None  # of the hub's repository, if known
+    revision: str | None = None  # revision of the hub's repository, if known
     split: PublicSplit | None = None  # None: your own rows
 
 
@@ -43,9 +43,9 @@ def load_samples(
     allow_outside: bool = False,
     columns: Sequence[str] | None = None,
 ) -> SampleSet:
-    """Loads a split from `source` (empty: the newest revision on the hub), or without a split a file of prompts.
+    """Loads a split from `source` (empty: the newest revision on the hub), or a file of prompts if `split` is None.
 
-    `columns` of prompts are those that reward.plugin takes; None without a plugin.
+    `columns` are the columns of prompts that reward.plugin uses; None without a plugin.
     """
     if split is None:
         own = load_prompts(
@@ -59,7 +59,7 @@ def load_samples(
         taken = ", ".join(columns)
         raise ValueError(f"reward.plugin takes {taken}, which samples of data.split={split.name} do not have")
     files = _row_files(split, source)
-    root = Path(video_root or files[0].parents[split.rows.count("/")]).absolute()  # or the copy's own
+    root = Path(video_root or files[0].parents[split.rows.count("/")]).absolute()  # default: the copy's root
     rows = (row for file in files for row in _rows(split, file))
     find = _finder(split, root, allow_outside)
     loaded, bad = read_rows(
@@ -110,13 +110,13 @@ def _rows(split: PublicSplit, file: Path) -> Iterator[tuple[str, Any]]:
         raise ValueError(f"{file} is not JSON: {problem}") from None
     if not isinstance(rows, list):
         raise ValueError(f"{file} must be a list of rows: [{{…}}, {{…}}]")
-    if rows and isinstance(rows[0], dict):  # another first row is counted as a bad row later
+    if rows and isinstance(rows[0], dict):  # any other first row is later counted as a bad row
         check_columns(file, split.columns, rows[0])
     yield from ((f"{file.name} row {number}", row) for number, row in enumerate(rows))
 
 
 def _finder(split: PublicSplit, root: Path, allow_outside: bool) -> Callable[[str], str]:
-    """Resolves a path of the hub's layout; the expected path if the file is missing."""
+    """Returns a function that resolves a path of the hub's layout; a missing file gets its expected path."""
     find = file_finder(root, str(root), allow_outside)
 
     @cache
@@ -133,7 +133,7 @@ def _finder(split: PublicSplit, root: Path, allow_outside: bool) -> Callable[[st
 
 
 def _candidates(split: PublicSplit, path: PurePosixPath) -> Iterator[str]:
-    """Archives are unpacked in place or into one folder, and a few files have another suffix."""
+    """Yields paths where a video may be: users unpack archives in place or into one folder, and suffixes may differ."""
     if not path.name:
         raise BadRow("impossible path", "the path of a video is empty")
     folders = dict.fromkeys([path.parent, *map(PurePosixPath, split.folders), PurePosixPath(".")])

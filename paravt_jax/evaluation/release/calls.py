@@ -1,6 +1,6 @@
-"""The calls in a reply, as the released driver reads them.
+"""Parses the calls in a reply as the released driver does.
 
-It never checks a call's name, so every call is a crop. `<tool_code>` is a form that Qwen models leak.
+The driver never checks a call's name, so every call is a crop. Qwen models sometimes write `<tool_code>` instead.
 """
 
 import json
@@ -21,7 +21,7 @@ Call = Any  # any JSON value: `window_of` raises if it is not an object
 
 
 class MalformedCall(ValueError):
-    """A call that makes the released driver give up the sample."""
+    """Raised for a call that makes the released driver drop the sample."""
 
 
 def crop_calls(reply: str) -> list[Call]:
@@ -32,7 +32,7 @@ def crop_calls(reply: str) -> list[Call]:
 
 
 def zoom_calls(reply: str) -> list[Call]:
-    """VideoZoomer's calls: JSON arguments, or start=10 end=20."""
+    """Parses VideoZoomer's calls: JSON arguments, or start=10 end=20."""
     calls: list[Call] = []
     for body in filter(None, map(str.strip, VIDEO_ZOOM.findall(reply))):
         objects = [value for value in _json_values(body) if isinstance(value, dict)]
@@ -42,7 +42,7 @@ def zoom_calls(reply: str) -> list[Call]:
 
 
 def sage_calls(reply: str) -> list[Call]:
-    """The calls that SAGE recommends, if they have a window. The release leaves this parser to its users."""
+    """Parses the calls that SAGE recommends, if they have a window. The release does not include this parser."""
     calls: list[Call] = []
     for plan in _sage_plans(reply):
         recommended = plan.get("recommended_tools")
@@ -76,7 +76,7 @@ CALLS_IN: Mapping[str, Callable[[str], list[Call]]] = {
 
 
 def window_of(call: Call) -> tuple[float, float]:
-    """Start and end of a call in seconds."""
+    """Start and end of a call's window in seconds."""
     arguments = call.get("arguments", {}) if isinstance(call, dict) else None
     if not isinstance(arguments, dict):
         raise MalformedCall(f"the call {str(call)[:80]} has no arguments")
@@ -92,7 +92,7 @@ def _first_of(arguments: Mapping[str, Any], names: Iterable[str], default: float
 
 
 def _seconds(value: Any) -> float:
-    """A number, or text with a number, MM:SS or HH:MM:SS; 0 for other values."""
+    """Parses a time: a number, or text with a number, MM:SS or HH:MM:SS; 0 for other values."""
     try:
         return float(value)
     except (TypeError, ValueError):

@@ -1,6 +1,6 @@
-"""A dialogue of the released evaluation: messages to an endpoint, crops as pictures, and a demand for the answer.
+"""Runs a dialogue of the released evaluation: messages to an endpoint, crops as pictures, and a final request.
 
-There is no sub-agent. Every call of a turn gets its own user message. After the last turn with calls, a last user
+There are no sub-agents. Every call of a turn gets its own user message. After the last turn with calls, a last user
 message demands the answer.
 """
 
@@ -23,10 +23,10 @@ from rollout.endpoint.words import video_part
 Channel = Literal["image_url", "video_url"]
 Message = dict[str, Any]
 MAX_TOKENS = 2048
-LAST_CHOICE_TOKENS, LAST_WINDOW_TOKENS = 64, 128  # of the demanded answer
+LAST_CHOICE_TOKENS, LAST_WINDOW_TOKENS = 64, 128  # token limits of the demanded answer
 MAX_TURNS, MAX_CALLS = 3, 5  # turns with calls, calls per turn
 TEMPERATURE = 0.0
-DEADLINE_S = 1800.0  # of a request
+DEADLINE_S = 1800.0  # per request
 
 
 @dataclass
@@ -39,15 +39,15 @@ class ReleaseTurn:
 
 @dataclass
 class ReleaseDialogue:
-    """One sample's dialogue; while it runs, the part so far."""
+    """One sample's dialogue, filled while it runs."""
 
-    num_frames: int = 0  # of the overview
+    num_frames: int = 0  # frames of the overview
     turns: list[ReleaseTurn] = field(default_factory=list)
-    malformed: str = ""  # a call at which the released driver gives up the sample
+    malformed: str = ""  # the call for which the released driver drops the sample
     num_prompt_tokens: int = 0
     num_sampled_tokens: int = 0
     seconds: float = 0.0
-    num_messages: int = 0  # of the last request
+    num_messages: int = 0  # messages of the last request
     sent: str = ""  # hash of all requests
     final: str = ""  # the reply that is scored
 
@@ -67,7 +67,7 @@ class ReleaseAgent:
     channel: Channel
 
     async def run(self, question: ReleaseQuestion, dialogue: ReleaseDialogue) -> None:
-        """Fills `dialogue`. Raises EndpointError."""
+        """Runs the dialogue of a question and fills `dialogue`. Raises EndpointError."""
         started_s = time.monotonic()
         messages = await self._opening(question, dialogue)
         try:
@@ -104,7 +104,7 @@ class ReleaseAgent:
                 dialogue.final = await self._complete(question, messages, num_tokens, dialogue)
 
     async def _response(self, question: ReleaseQuestion, call: Any, dialogue: ReleaseDialogue) -> Message:
-        """The answer to a call, in a user message: pictures and a text, or a text."""
+        """The response to a call as a user message: pictures and text, or only text."""
         start_s, end_s = window_of(call)
         shown = await self.pictures.crop(question.video, start_s, end_s)
         dialogue.turns[-1].crops.append({"window_s": [start_s, end_s], "num_frames": len(shown)})
@@ -136,7 +136,7 @@ def user_message(content: str | list[dict[str, Any]]) -> Message:
 
 
 def _stable(message: Message) -> Message:
-    """A message without the directories of its videos, which differ between machines."""
+    """Removes the directories of videos from a message, because they differ between machines."""
     if isinstance(message["content"], str):
         return message
     parts = [

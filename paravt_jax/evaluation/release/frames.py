@@ -1,4 +1,4 @@
-"""Numbers and sizes of frames, by the arithmetic of qwen_vl_utils 0.0.14 as the release calls it."""
+"""Frame numbers and sizes, computed like qwen_vl_utils 0.0.14 with the release's arguments."""
 
 import math
 
@@ -16,20 +16,20 @@ MAX_ASPECT = 200
 
 
 def overview_numbers(num_frames: int) -> list[int]:
-    """The frames of an overview. Shorter videos are an error, after which the release sends no frame at all."""
+    """The frames of an overview. A shorter video raises an error, because the release then sends no frames."""
     if num_frames < OVERVIEW_FRAMES:
         raise VideoError(f"the video has {num_frames} frames, fewer than {OVERVIEW_FRAMES}")
     return spread(0, num_frames - 1, OVERVIEW_FRAMES)
 
 
 def crop_numbers(num_frames: int, fps: float, start_s: float, end_s: float) -> list[int]:
-    """The frames of a window, one per second, an even number."""
+    """The frames of a window: one per second, and an even number of them."""
     if not fps:
         raise VideoError("the video has no duration")
     first = math.ceil(_clamped(start_s, num_frames, fps) * fps)
     last = min(math.floor(_clamped(end_s, num_frames, fps) * fps), num_frames - 1)
     if first == last and 0 < start_s * fps < first:
-        return [first - 1, first]  # the library falls back to a reader that also returns the frame before a single one
+        return [first - 1, first]  # here the library falls back to a reader that adds the frame before a single frame
     if first >= last:
         raise VideoError("the window has fewer than two frames")
     num_inside = last - first + 1
@@ -43,7 +43,7 @@ def _clamped(time_s: float, num_frames: int, fps: float) -> float:
 
 
 def spread(first: int, last: int, num: int) -> list[int]:
-    """`num` numbers from first to last. torch's linspace computes in float32 with a fused multiply-add."""
+    """`num` evenly spaced frame numbers, rounded like torch's linspace: float32 with a fused multiply-add."""
     step = float((np.float32(last) - np.float32(first)) / np.float32(num - 1))
     at = np.arange(num)
     values = np.where(at < num // 2, first + step * at, last - step * (num - 1 - at))
@@ -51,7 +51,7 @@ def spread(first: int, last: int, num: int) -> list[int]:
 
 
 def fitted_size(height: int, width: int, area_px: tuple[int, int]) -> tuple[int, int]:
-    """The size of a frame: sides that are multiples of PATCH_PX, an area in these bounds, about the same aspect."""
+    """A frame's size: multiples of PATCH_PX, an area within bounds, and about the same aspect ratio."""
     if max(height, width) / min(height, width) > MAX_ASPECT:
         raise VideoError(f"one side of {width} x {height} is more than {MAX_ASPECT} times the other")
     sides = [max(PATCH_PX, round(side / PATCH_PX) * PATCH_PX) for side in (height, width)]

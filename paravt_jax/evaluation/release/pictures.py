@@ -1,4 +1,4 @@
-"""A video's frames as the release sends them: JPEG pictures in base64, without times."""
+"""Encodes a video's frames as in the release: base64 JPEGs without times."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from rollout.video.reader import FrameReader
 
 JPEG_QUALITY = 85
 
-Part = dict[str, Any]  # of a message
+Part = dict[str, Any]  # a part of a message's content
 
 
 @dataclass(frozen=True)
@@ -22,17 +22,17 @@ class ReleasePictures:
     deadline_s: float  # for a decoder job
 
     async def overview(self, path: str) -> list[Part]:
-        """64 frames; none if the video is shorter."""
+        """The 64 frames of the overview; none if the video is shorter."""
         return await self._parts(path, lambda video: overview_numbers(video.num_frames), OVERVIEW_PX)
 
     async def crop(self, path: str, start_s: float, end_s: float) -> list[Part]:
-        """Up to 16 frames of a window."""
+        """The frames of a window, at most 16."""
         return await self._parts(path, lambda video: crop_numbers(video.num_frames, video.fps, start_s, end_s), CROP_PX)
 
     async def _parts(
         self, path: str, numbers_of: Callable[[StoredVideo], Sequence[int]], area_px: tuple[int, int]
     ) -> list[Part]:
-        """No frames if the file has none that can be read, as in the release."""
+        """Encodes frames; none if the file has no readable frames, as in the release."""
         try:
             video = await self.frames.stored(path, self.deadline_s)
             size_px = fitted_size(video.height, video.width, area_px)

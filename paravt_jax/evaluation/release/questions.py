@@ -1,7 +1,7 @@
-"""A row's question and gold answer, by the release's rules.
+"""Builds a row's question and gold answer by the release's rules.
 
-Rows are the hub's, untouched: options keep their letters, so that Video-MME has two on every line; LVBench and MLVU
-have options inside the question; open questions of MMVU are scored as choices.
+Rows are used as on the hub: options keep their letters, so that Video-MME has two letters on every line; LVBench and
+MLVU have options inside the question; open questions of MMVU are scored as multiple choice.
 """
 
 import re
@@ -18,7 +18,7 @@ from paravt_jax.rewards.answers import interval_iou
 from paravt_jax.rewards.release import predicted_letter, predicted_window
 
 LETTERS = "ABCDEFGHIJ"
-NO_LETTER = "?"  # gold of an MLVU row whose answer is not the text of an option
+NO_LETTER = "?"  # gold answer of an MLVU row whose answer is not an option's text
 NAMES_A_VIDEO = "video path"
 MIN_SUBTITLE_LINES = 3  # number, time and text
 TAG = re.compile(r"<[^>]+>")
@@ -28,7 +28,7 @@ TAG = re.compile(r"<[^>]+>")
 class ReleaseQuestion:
     text: str
     video: str
-    gold: str = ""  # a letter, or whatever MMVU's open questions have
+    gold: str = ""  # a letter; for MMVU's open questions, the answer's text
     window_s: tuple[float, float] | None = None  # gold of temporal grounding
 
     @property
@@ -36,7 +36,7 @@ class ReleaseQuestion:
         return self.window_s is None
 
     def prediction(self, reply: str) -> str:
-        """The predicted letter, or the window as text; empty without a window."""
+        """The predicted letter, or the predicted window as text; empty without a window."""
         if self.window_s is None:
             return predicted_letter(reply)
         window = predicted_window(reply)
@@ -95,7 +95,7 @@ RELEASE_SPLITS = (*GOLD_OF, "charades")
 
 
 def subtitle_text(file: str) -> str:
-    """The text of a whole subtitle file without tags; blocks of fewer than three lines are lost."""
+    """The text of a whole subtitle file without tags; blocks of fewer than three lines are dropped."""
     if not file:
         return ""
     content = Path(file).read_text(encoding="utf-8", errors="ignore")

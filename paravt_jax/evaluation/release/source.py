@@ -1,7 +1,7 @@
-"""Reads the texts in a copy of the released repository. Its files are parsed, never executed.
+"""Extracts texts from a copy of the released repository, whose files are parsed but never executed.
 
 The evaluation's texts are in two files: string constants and f-strings of the driver, and f-strings of the loaders. An
-f-string becomes a template, with our placeholder for each expression of theirs.
+f-string becomes a template, in which our placeholders replace its expressions.
 """
 
 import ast
@@ -16,8 +16,8 @@ from paravt_jax.evaluation.release.texts import OWN_TEXTS, PLACEHOLDERS
 COMMIT = "cf55249"
 DRIVER, LOADERS = "paravt/eval/driver.py", "paravt/eval/utils.py"
 MAX_FILE_BYTES = 2**20
-MAX_CHARS = 2**22  # for all strings built while reading a file: a few lines that double a string fill the memory
-SYSTEMS = {  # text: constant of the driver
+MAX_CHARS = 2**22  # for all strings of a file, because a few lines that double a string could fill the memory
+SYSTEMS = {  # our name -> constant of the driver
     "system.direct": "DIRECT_SYSTEM",
     "system.reasoning": "REASONING_SYSTEM",
     "system.agentic_general": "GENERAL_AGENTIC_SYSTEM",
@@ -26,9 +26,9 @@ SYSTEMS = {  # text: constant of the driver
     "system.agentic_sage": "SAGE_AGENTIC_SYSTEM",
     "system.agentic_longvt": "LONGVT_TOOL_PROMPT_SUFFIX",
 }
-UNFILLED = "FILL_FROM_"  # start of a constant that the release leaves to its users
+UNFILLED = "FILL_FROM_"  # prefix of a constant that users of the release must fill in
 SCHEMA, SCHEMA_FIELD = "TOOL_SCHEMA", "tool_schema"
-QUESTIONS = {  # text: name of the data set in the loaders
+QUESTIONS = {  # our name -> name of the data set in the loaders
     "question.videomme": "videomme",
     "question.videomme_subtitles": "videomme_wsub",
     "question.longvideobench": "longvideobench",
@@ -38,7 +38,7 @@ QUESTIONS = {  # text: name of the data set in the loaders
     "question.charades": "charades",
 }
 DRIVER_TEXTS = ("file_name", "response", "response_error", "last.choice", "last.window")
-EXPRESSIONS = {  # in their f-strings: our placeholder
+EXPRESSIONS = {  # expression in the release's f-strings -> our placeholder
     "item['question']": "question",
     "opts_str": "options",
     "mcq_instr": "instruction",
@@ -51,7 +51,7 @@ EXPRESSIONS = {  # in their f-strings: our placeholder
     "st": "start_s",
     "et": "end_s",
 }
-DIGESTS = {  # of the texts at COMMIT
+DIGESTS = {  # hashes of the texts at COMMIT
     "system.direct": "5ebc29666ce3",
     "system.reasoning": "b17c98b728e2",
     "system.agentic_general": "d51e7e18d1aa",
@@ -75,11 +75,11 @@ DIGESTS = {  # of the texts at COMMIT
 
 
 class Unreadable(ValueError):
-    """An expression that only running the file could evaluate."""
+    """Raised for an expression that cannot be evaluated without running the file."""
 
 
 def read_release(directory: Path) -> dict[str, str]:
-    """All texts of the release by name; those that it leaves to its users only if they are filled in."""
+    """Reads all texts of the release by name. Texts that users must fill in are included if they did."""
     driver, loaders = (parsed(directory / name) for name in (DRIVER, LOADERS))
     nodes, strings = text_nodes(driver, loaders), Strings(driver)
     texts = {name: _read_text(directory, name, nodes, strings) for name in (*SYSTEMS, *PLACEHOLDERS)}
@@ -97,7 +97,7 @@ def _read_text(directory: Path, name: str, nodes: Mapping[str, ast.expr], string
 
 
 def check_commit(directory: Path, texts: Mapping[str, str]) -> None:
-    """The protocol is implemented for one commit, so the texts must be its texts."""
+    """Raises ValueError if texts differ from COMMIT's, because the protocol is implemented for that commit."""
     other = [name for name, digest in DIGESTS.items() if text_digest(texts[name]) != digest]
     if other:
         raise ValueError(
@@ -111,7 +111,7 @@ def text_digest(text: str) -> str:
 
 
 def text_nodes(driver: ast.Module, loaders: ast.Module) -> dict[str, ast.expr]:
-    """The expression of each text, as far as it exists."""
+    """Finds the expressions of the texts by name; missing texts have no entry."""
     assigned = dict(_module_assignments(driver))
     constants = {name: assigned[constant] for name, constant in SYSTEMS.items() if constant in assigned}
     schema = {SCHEMA: assigned[SCHEMA]} if SCHEMA in assigned else {}
@@ -170,13 +170,13 @@ def _questions(block: ast.If) -> Iterator[ast.JoinedStr]:
 
 
 def _fields(node: ast.JoinedStr) -> tuple[str, ...]:
-    """The placeholders of an f-string; the source for expressions without one."""
+    """The placeholders of an f-string; an expression without a placeholder gives its source."""
     sources = [ast.unparse(part.value) for part in node.values if isinstance(part, ast.FormattedValue)]
     return tuple(EXPRESSIONS.get(source, source) for source in sources)
 
 
 def _system(name: str, nodes: Mapping[str, ast.expr], strings: "Strings") -> str:
-    """A system text. The two with a tool are templates, which the driver fills with the tool's schema."""
+    """Reads a system text. The two texts with a tool are templates, which the driver fills with the tool's schema."""
     text = strings.read(nodes[name])
     if name in OWN_TEXTS or f"{{{SCHEMA_FIELD}}}" not in text:
         return text
@@ -189,7 +189,7 @@ def _system(name: str, nodes: Mapping[str, ast.expr], strings: "Strings") -> str
 
 
 def _template(node: ast.expr, strings: "Strings") -> str:
-    """A string as a template: braces are doubled, expressions are our placeholders."""
+    """Turns a string into a template: doubles braces and replaces expressions by our placeholders."""
     if not isinstance(node, ast.JoinedStr):
         return escaped(strings.read(node))
     return "".join(map(_template_part, node.values))
@@ -260,7 +260,7 @@ def parsed(path: Path) -> ast.Module:
     if path.stat().st_size > MAX_FILE_BYTES:
         raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes; it is not a file of the release")
     try:
-        with warnings.catch_warnings(action="ignore"):  # about the style of the release's code
+        with warnings.catch_warnings(action="ignore"):  # style warnings about the release's code
             return ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:
         raise ValueError(f"{path} is not a Python file: {problem}") from None

@@ -8,7 +8,7 @@ from string import Formatter
 from paravt_jax.config import RELEASE_MODES
 
 OWN_TEXTS = ("system.agentic_videozoomer", "system.agentic_sage", "system.agentic_longvt")  # not in the release
-PLACEHOLDERS: Mapping[str, tuple[str, ...]] = {  # of each template, in the release's order
+PLACEHOLDERS: Mapping[str, tuple[str, ...]] = {  # template -> its placeholders, in the release's order
     "instruction.direct": (),
     "instruction.other": (),
     "question.videomme": ("question", "options", "instruction"),
@@ -49,8 +49,8 @@ class ReleaseTexts:
 
 
 def read_texts(file: str) -> ReleaseTexts:
-    """Reads eval.release_texts. Every text of the release must be there, with its placeholders."""
-    from yaml import YAMLError, safe_load  # imported late, only if there is a file
+    """Reads eval.release_texts, which must have every text of the release with its placeholders."""
+    from yaml import YAMLError, safe_load  # imported late, because most runs have no such file
 
     label = f"eval.release_texts={file}"
     try:
@@ -67,7 +67,7 @@ def read_texts(file: str) -> ReleaseTexts:
 
 
 def text_problems(texts: Mapping[str, str]) -> list[str]:
-    """Missing and unknown names, and templates with other placeholders than the release's."""
+    """Problems of texts: missing names, unknown names, and templates with wrong placeholders."""
     names = [*(f"system.{mode}" for mode in RELEASE_MODES), *PLACEHOLDERS]
     problems = [f"the text {name} is missing" for name in names if name not in texts and name not in OWN_TEXTS]
     problems += [f"{name} is not a text of the release" for name in texts if name not in names]
