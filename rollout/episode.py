@@ -16,7 +16,7 @@ from typing import Any
 
 from rollout.chat import Chat
 from rollout.dialogue import AgentDialogue, SampledTurn, TokenDialogue, TurnRequest
-from rollout.engine.protocol import DeadlineExceeded, Engine, EngineError, RequestRejected
+from rollout.engine.protocol import DeadlineExceeded, Engine, EngineError, Health, RequestRejected
 from rollout.episode_config import EpisodeConfig
 from rollout.ledger import Ledger
 from rollout.parts import Part, Response, cut, pictures_of, text_of
@@ -55,11 +55,11 @@ class Agent:
     top_p: float | int = 1.0  # another value only answers questions: training needs the whole distribution
 
     def __init__(self, engine: Engine, frames: Frames, chat: Chat, config: EpisodeConfig | None = None):
-        self._set_up(engine, frames, chat, config)
-        self.chat = chat
+        self._set_up(frames, chat, config)
+        self.engine, self.chat = engine, chat
 
-    def _set_up(self, engine: Engine, frames: Frames, texts: Texts, config: EpisodeConfig | None) -> None:
-        self.engine, self.frames = engine, frames
+    def _set_up(self, frames: Frames, texts: Texts, config: EpisodeConfig | None) -> None:
+        self.frames = frames
         self.config = config or EpisodeConfig()
         self.config.check_samples()
         self.config.check_tools()
@@ -70,6 +70,9 @@ class Agent:
     def with_config(self, config: EpisodeConfig) -> "Agent":
         """An agent with the same engine and frames, and other settings."""
         return Agent(self.engine, self.frames, self.chat, config)
+
+    async def health(self) -> Health:
+        return await self.engine.health()
 
     def with_settings(self, **changed: Any) -> "Agent":
         return self.with_config(replace(self.config, **changed))

@@ -20,7 +20,6 @@ from rollout.endpoint.check import check_endpoint
 from rollout.endpoint.client import EndpointClient
 from rollout.endpoint.dialogue import CHARS_PER_TOKEN, MessageDialogue
 from rollout.endpoint.words import JPEG_URL, Words
-from rollout.engine.protocol import EngineError
 from rollout.episode import EpisodeCallbacks
 from rollout.episode_config import EpisodeConfig
 from rollout.ledger import Ledger
@@ -75,7 +74,7 @@ def play(
                 overview = await agent.overview(task)
                 return await agent.run(overview, callbacks=callbacks, max_tokens=max_tokens)
             finally:
-                await agent.engine.close()
+                await agent.client.close()
 
     return asyncio.run(run())
 
@@ -279,15 +278,11 @@ def test_equal_requests_have_equal_hashes_and_others_do_not():
 
 
 @asking()
-async def test_an_endpoint_samples_no_ids_and_takes_no_weights(client, endpoint):
-    engine = EndpointAgent(client, FakeFrames()).engine
-    with pytest.raises(EngineError, match="returns text"):
-        await engine.generate(None)  # type: ignore[arg-type]
-    with pytest.raises(EngineError, match="takes no weights"):
-        await engine.publish(None, 1)  # type: ignore[arg-type]
-    assert (await engine.health()).alive
+async def test_an_agent_is_as_healthy_as_its_endpoint(client, endpoint):
+    agent = EndpointAgent(client, FakeFrames())
+    assert (await agent.health()).alive
     await endpoint.die()
-    assert not (await engine.health()).alive
+    assert not (await agent.health()).alive
 
 
 @pytest.mark.parametrize("mode", ["empty", "filtered", "thinking only"])
