@@ -1,1 +1,1 @@
-"""Memory and step-time estimates before you rent anything."""
+"""Estimates a run's memory and step time before you rent anything."""

@@ -1,6 +1,6 @@
 """Compiles an update's programs ahead of time, without the devices.
 
-The programs take shapes instead of arrays: parameters, optimizer state, a batch. Nothing is loaded or computed.
+The programs get shapes of parameters, optimizer state and batch instead of arrays. Nothing is loaded or computed.
 """
 
 import math
@@ -35,7 +35,7 @@ from paravt_jax.plan.workload import PlannedUpdate
 
 
 class NoRoom(Exception):
-    """The compiler rejects a program that needs more memory than a device has."""
+    """Raised if the compiler rejects a program because a device has too little memory."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Program:
     argument_bytes: int
     output_bytes: int  # without outputs that alias an argument
     temporary_bytes: int
-    beside_bytes: int  # resident on the device, but not an argument
-    flops: float  # of its matrix products, over all devices
+    beside_bytes: int  # arrays on the device that are not arguments
+    flops: float  # FLOPs of its matrix products, over all devices
     collectives: list[Collective] | None  # None: the compiler cannot print this program
 
     @property
@@ -56,14 +56,14 @@ class Program:
 
 
 def compiled_update(update: PlannedUpdate, model: ModelConfig, shape: BatchShape, mesh: Mesh) -> list[Program]:
-    """Compiles the programs of a step with such batches, two at a time."""
+    """Compiles the programs of a step with batches of this shape, two at a time."""
     learner, batch = abstract_learner(update, model, mesh), abstract_batch(shape, model, mesh)
     own, ref, masters = learner.state.params, learner.ref, learner.state.trainable
     moments, unread_ref = ((), ()) if update.optim.offload else (learner.state.opt_state, ref and ref.trainable)
     logp: Any = jax.ShapeDtypeStruct(batch.behavior_logp.shape, "float32", sharding=batch.behavior_logp.sharding)
     old = OldLogProbs(logp if update.scores_before else None, None if ref is None else logp)
-    # Programs that score with these parameters, and resident arrays that are not arguments of these programs.
-    # The gradients, which have the masters' shapes, are those of earlier batches.
+    # Resident arrays that are not arguments, for programs with the policy's or the reference's parameters. In each, one
+    # `masters` stands for the accumulated gradients, which have the same shapes.
     beside_own, beside_ref = (masters, moments, unread_ref), (masters, masters, moments)
     scored = [(own, beside_own)] * update.scores_before + ([] if ref is None else [(ref, beside_ref)])
     encoded = scored if update.optim.train_vision else [(own, beside_own)]
@@ -83,13 +83,13 @@ def compiled_update(update: PlannedUpdate, model: ModelConfig, shape: BatchShape
             jobs.append((start(learner.score, params, batch, frames), beside))
         jobs.append((applying, (own.frozen, unread_ref, batch, visual)))
         programs = [_program(job.result(), update.host_devices, beside=beside) for job, beside in jobs]
-    # The learner encodes the frames of a frozen tower for old log-probs, and again for the gradients.
+    # The learner encodes frames with a frozen tower twice: for old log-probs and for the gradients.
     return programs[:1] * (update.scores_before and not update.optim.train_vision) + programs
 
 
 @contextmanager
 def _nothing_written_to_cache() -> Iterator[None]:
-    """JAX cannot read back programs that it compiled without their devices."""
+    """Disables the compilation cache, because JAX cannot read programs back that were compiled without devices."""
     name = "jax_persistent_cache_min_compile_time_secs"
     min_s = getattr(jax.config, name)
     jax.config.update(name, math.inf)
@@ -100,7 +100,7 @@ def _nothing_written_to_cache() -> Iterator[None]:
 
 
 def abstract_learner(update: PlannedUpdate, model: ModelConfig, mesh: Mesh) -> UpdateCompiler:
-    """A learner's state as sharded shapes."""
+    """Makes the sharded shapes of a learner's state."""
     settings, lora, loss = update.policy, update.lora, update.loss
     policy = abstract_model(model, update.compute(allow_kernel(settings.attention)))
     policy = with_params(policy, abstract_params(policy, settings.dtype if lora.rank else "float32", mesh))
@@ -119,7 +119,7 @@ def abstract_learner(update: PlannedUpdate, model: ModelConfig, mesh: Mesh) -> U
         Params(ref, frozen) if update.reads_reference else None,
         update.temperature,
         numbers,
-        # Statistics per dialogue are a few numbers each, so their count does not matter here.
+        # Statistics per dialogue are small, so their number does not matter here.
         imitation if loss is None else PolicyObjective.of(loss, variant_of(loss), num_dialogues=1),
         None if loss is None else LossCoefs.of(loss),
         train_vision=update.optim.train_vision,
@@ -129,7 +129,7 @@ def abstract_learner(update: PlannedUpdate, model: ModelConfig, mesh: Mesh) -> U
 
 
 def _program(compiled: Compiled, host_devices: int, *, beside: Any) -> Program:
-    """`beside`: arrays resident on the device that are not arguments."""
+    """Measures a compiled program. `beside` has arrays on the device that are not arguments."""
     memory = compiled.executable.memory_analysis()
     return Program(
         name=compiled.name,

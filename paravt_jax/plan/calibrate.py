@@ -1,8 +1,8 @@
-"""Rates of a step from a run's log, in place of the published ones.
+"""Measures the rates of a step from a run's log, to replace published rates in a plan.
 
-Calls, turns and lengths belong to the policy and its data, and hold on any machine. Decoding of videos depends on the
-videos and on the CPU. The rates in OF_DEVICES hold for the run's kind of device only. Rates that a log cannot separate,
-such as prefill, stay published.
+Calls, turns and lengths depend on the policy and its data, so they hold on any machine. Decoding time depends on the
+videos and the CPU. The rates in OF_DEVICES hold only for the run's kind of device. Rates that a log cannot separate,
+for example prefill, keep their published values.
 """
 
 import json
@@ -34,32 +34,32 @@ KEPT = "no logged step determines it"
 KEPT_OF: dict[str, str] = dict.fromkeys(
     ("matmul_frac", "hop_s", "picture_s"), "the log does not separate its time from a rollout's"
 )
-MAX_STEPS = 20  # the newest steps, which predict the next ones best
-LONG_TOKENS = 64  # turns of at least as many tokens show the time of a token
-MAX_BYTES_PER_S = 1e11  # a faster publish sent nothing, as in a replay
+MAX_STEPS = 20  # only the newest steps, which predict the next steps best
+LONG_TOKENS = 64  # turns with at least this many tokens measure the time of a token
+MAX_BYTES_PER_S = 1e11  # faster publishes sent nothing, for example in a replay
 SPREAD = (0.1, 0.9)  # quantiles over steps or turns
 
 
 class LoggedStep(NamedTuple):
     metrics: Mapping[str, float]
-    episodes: Sequence[Mapping[str, Any]]  # that are not missing
+    episodes: Sequence[Mapping[str, Any]]  # without missing episodes
 
 
 @dataclass(frozen=True)
 class Calibration:
     source: str
     rates: StepRates
-    kept: Mapping[str, str]  # why a rate is still the published one
+    kept: Mapping[str, str]  # rate -> reason why it keeps the published value
 
 
 def calibrated(run_dir: Path, device: DeviceSpec) -> Calibration:
-    """The rates for a plan on `device`, from a run's directory or the JSON of `paravt check`."""
+    """Measures rates for a plan on `device` from a run's directory or the JSON of `paravt check`."""
     if run_dir.is_file():
         return _of_check(run_dir, device)
     settings = run_dir / SETTINGS_FILE
     try:
         config = load_training_config(settings) if settings.is_file() else None
-    except ValueError as problem:  # such as a tool whose file has moved; the plan counts the pictures that it shows
+    except ValueError as problem:  # for example a tool whose file has moved; the plan needs its picture count
         raise ValueError(f"--calibrate {settings}: {problem}") from None
     if not isinstance(config, Config):
         absent = f"it has no {SETTINGS_FILE}" if run_dir.exists() else "it does not exist"
@@ -80,7 +80,7 @@ def calibrated(run_dir: Path, device: DeviceSpec) -> Calibration:
 
 
 def _of_check(path: Path, device: DeviceSpec) -> Calibration:
-    """Only the device's rates: a check's episodes are shorter than a run's."""
+    """Reads only the device's rates, because a check's episodes are shorter than a run's."""
     facts = [stage["facts"] for stage in read_object(path).get("stages", []) if stage["stage"] == "step"]
     if not facts:
         raise ValueError(f"--calibrate {path}: it has no stage `step` of `paravt check`; give its --json or a run_dir")
@@ -90,7 +90,7 @@ def _of_check(path: Path, device: DeviceSpec) -> Calibration:
 
 
 def device_rates(run: PlannedRl, run_dir: Path, device: DeviceSpec) -> dict[str, list[float]]:
-    """The device's rates in a run's log, for `_of_check`."""
+    """Measures the device's rates in a run's log; `_of_check` reads them from the report."""
     return LoggedRates(run, list(_steps(run_dir)), device).of_device()
 
 
@@ -103,7 +103,7 @@ def _calibration(
     kept |= {name: other for name in OF_DEVICES if not is_same}
     rates = dict(PUBLISHED)
     for name in values.keys() - kept.keys():
-        rises = rates[name].best <= rates[name].worst  # the worst value is the largest
+        rises = rates[name].best <= rates[name].worst  # whether the worst value is the largest
         ends = np.quantile(values[name], SPREAD if rises else SPREAD[::-1]).tolist()
         rates[name] = rates[name]._replace(best=ends[0], worst=ends[1])
     picture = rates["picture_s"]
@@ -128,14 +128,14 @@ def _steps(run_dir: Path) -> Iterator[LoggedStep]:
 
 @dataclass(frozen=True)
 class LoggedRates:
-    """The rates that a run's steps determine, each as one value per step or turn."""
+    """The rates that a run's steps determine, each with a value per step or turn."""
 
     run: PlannedRl
     steps: Sequence[LoggedStep]
     device: DeviceSpec
 
     def of_policy(self) -> dict[str, list[float]]:
-        """And of its data's videos."""
+        """Rates that depend on the policy and on the videos."""
         values = {
             "calls": self._metric("rollout/tool_calls_mean"),
             "turns": self._metric("rollout/turns_mean"),
@@ -146,14 +146,14 @@ class LoggedRates:
         return {name: of_rate for name, of_rate in values.items() if of_rate}
 
     def of_device(self) -> dict[str, list[float]]:
-        """If the run's devices are of this kind."""
+        """Rates that depend on the device; only valid if the run's devices are of this kind."""
         values = {
             "publish_bytes_per_s": list(self._publish_rates()),
             "update": list(self._updates()),
             "memory_frac": list(self._memory_fracs()),
         }
         if values["memory_frac"]:
-            values["weight_passes"] = [1.0]  # in a token's measured time
+            values["weight_passes"] = [1.0]  # already included in a token's measured time
         return {name: of_rate for name, of_rate in values.items() if of_rate}
 
     def _metric(self, key: str) -> list[float]:
@@ -161,14 +161,14 @@ class LoggedRates:
 
     @cached_property
     def _mean_parts(self) -> StepParts:
-        """The run's parts at the mean calls, turns and lengths, and otherwise at rates of 1."""
+        """The parts of a step at the run's mean calls and turns, with rates to measure set to 1."""
         means = {"calls": self._metric("rollout/tool_calls_mean"), "turns": self._metric("rollout/turns_mean")}
         ones = dict.fromkeys(("memory_frac", "update", "weight_passes"), 1.0)
         measured = {name: float(np.mean(of_rate)) for name, of_rate in means.items() if of_rate}
         return StepParts(self.run, self.device, best(PUBLISHED) | ones | {"hop_s": 0.0} | measured, overlaps=True)
 
     def _lengths(self) -> Iterator[float]:
-        """Sampled tokens over the planned ones with as many calls."""
+        """Yields each step's ratio of sampled tokens to planned tokens for the same number of calls."""
         for step in self.steps:
             if step.episodes:
                 calls = sum(len(turn["calls"]) for episode in step.episodes for turn in episode["turns"])
@@ -177,15 +177,15 @@ class LoggedRates:
                 yield sampled / len(step.episodes) * planned.num_episodes / planned.sampled_tokens
 
     def _tails(self) -> Iterator[float]:
-        """A turn's reports are sampled together, so the longest counts."""
+        """Yields each step's longest episode over the mean. Of a turn's concurrent reports, the longest counts."""
         for step in self.steps:
             lengths = [_sampled(episode) + _longest_reports(episode) for episode in step.episodes]
             if sum(lengths):
                 yield max(lengths) * len(lengths) / sum(lengths)
 
     def _overviews_s(self) -> Iterator[float]:
-        """Decoders' seconds for all frames that a group shows, as if none of them had been in the cache."""
-        first = self.steps[0].metrics["step"] > 1  # its totals include earlier steps
+        """Yields each step's decoding seconds per group, as if no frame had been in the cache."""
+        first = self.steps[0].metrics["step"] > 1  # the first total includes earlier steps
         totals = self._added("perf/video/decode_s"), self._added("perf/video/decoded_frames")
         spent = zip(self.steps, *totals, strict=False)
         for step, seconds, num_decoded in list(spent)[first:]:
@@ -194,11 +194,11 @@ class LoggedRates:
                 yield seconds / num_decoded * _num_frames(step.episodes) / num_groups
 
     def _added(self, key: str) -> list[float]:
-        """To a total, by each step. Totals start again when a run is resumed."""
+        """Each step's increase of a running total. Totals restart at 0 when a run resumes."""
         return [now - before if now >= before else now for before, now in pairwise([0.0, *self._metric(key)])]
 
     def most_picture_s(self) -> float:
-        """As if rollouts waited for nothing but pictures. With the embedded engine a log shows nothing of it."""
+        """Upper bound of the time of a picture, as if rollouts waited only for pictures; no bound without servers."""
         rollouts_s = self._metric("time/step_s" if self.run.train.steps_ahead else "time/rollout_s")
         if not self._mean_parts.on_servers or not rollouts_s or not self._mean_parts.pictures:
             return math.inf
@@ -214,7 +214,7 @@ class LoggedRates:
             )
 
     def _updates(self) -> Iterator[float]:
-        """Steps that compiled a program are left out."""
+        """Yields the ratio of measured to planned update time, except for steps that compiled a program."""
         run = with_remat(self.run, self.device)
         roofline = update_seconds(run.update, run.model, self.device, run.typical_step())
         if roofline is not None:
@@ -224,7 +224,7 @@ class LoggedRates:
                     yield step.metrics["time/update_s"] / planned_s
 
     def _memory_fracs(self) -> Iterator[float]:
-        """Of long turns: the time of a token at full bandwidth, over the measured one with prefill and waiting."""
+        """Yields each long turn's token time at full bandwidth over the measured time with prefill and waiting."""
         if self.device.memory_tb_per_s is None:
             return
         parts = self._mean_parts
@@ -236,12 +236,12 @@ class LoggedRates:
 
 
 def _sampled(record: Mapping[str, Any]) -> int:
-    """Tokens that an agent sampled: an episode's main agent, or a call's sub-agent."""
+    """The number of tokens that an agent sampled: an episode's main agent or a call's sub-agent."""
     return sum(len(segment["ids"]) for segment in record["segments"] or () if segment["kind"] == "sampled")
 
 
 def _num_frames(episodes: Sequence[Mapping[str, Any]]) -> int:
-    """Different frames in overviews and calls."""
+    """The number of distinct frames in overviews and calls."""
     shown = [video for episode in episodes for video in episode["videos"]]
     shown += [call for episode in episodes for turn in episode["turns"] for call in turn["calls"]]
     return len({(seen["path"], time_s, str(seen.get("box"))) for seen in shown for time_s in seen["frames_s"]})

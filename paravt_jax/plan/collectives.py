@@ -1,4 +1,4 @@
-"""The collectives of a compiled program, read from its HLO text, and their time.
+"""Parses the collectives of a compiled program from its HLO text, and estimates their time.
 
 The text has output shapes and device groups for every operation, and trip counts for loops.
 """
@@ -37,27 +37,27 @@ _AXIS = re.compile(r"'([^']+)'=(\d+)")
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective operation, with the bytes of all its runs."""
+    """A collective operation, with its bytes over all loop iterations."""
 
     kind: str
-    num_bytes: int  # of the whole array: input or output, the larger
-    num_devices: int = 1  # that participate
-    num_hosts: int = 1  # that these devices belong to
+    num_bytes: int  # size of the whole array, input or output, whichever is larger
+    num_devices: int = 1  # participating devices
+    num_hosts: int = 1  # hosts of these devices
 
     def seconds(self, rates: Rates) -> float:
-        """Time on a ring: each device receives all but its own part; bytes from other hosts cross network cards.
+        """Time on a ring: each device receives all parts but its own; bytes from other hosts cross network cards.
 
-        An all-reduce does it twice. In a permute, the two devices of a pair have a whole array each.
+        An all-reduce sends everything twice. In a permute, each device of a pair has a whole array.
         """
         num_bytes = (2 if self.kind in ("all-reduce", "collective-permute") else 1) * self.num_bytes
         devices, hosts = self.num_devices, self.num_hosts
         by_links = num_bytes * (devices - 1) / devices / rates.link_bytes_among(devices) if devices > 1 else 0.0
-        by_cards = num_bytes * (hosts - 1) / devices / rates.network_bytes  # a host's devices share the traffic
+        by_cards = num_bytes * (hosts - 1) / devices / rates.network_bytes  # a host's devices share its traffic
         return max(by_links, by_cards)
 
 
 def among(kind: str, num_bytes: int, num_devices: int, stride: int, host_devices: int) -> Collective:
-    """A collective of devices `stride` apart in the order of the mesh."""
+    """Makes a collective over devices that are `stride` apart in the mesh's order."""
     num_hosts = min(num_devices, math.ceil(num_devices * stride / host_devices))
     return Collective(kind, num_bytes if num_devices > 1 else 0, num_devices, num_hosts)
 
@@ -71,13 +71,13 @@ def bytes_by_kind(collectives: list[Collective]) -> dict[str, int]:
 
 
 def collectives_of(text: str, host_devices: int = DEVICES_OF_A_HOST) -> list[Collective]:
-    """The collectives in a program's HLO text. A loop of unknown trip count counts once."""
+    """Parses the collectives in a program's HLO text. A loop with an unknown trip count counts once."""
     computations, entry = _computations(text)
     return list(_walk(computations, entry, 1, host_devices))
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
-    """Lines by computation, and the name of the entry computation."""
+    """Splits HLO text into lines by computation; returns them with the entry computation's name."""
     computations: dict[str, list[str]] = {}
     entry, lines = "", []
     for line in text.splitlines():
@@ -113,7 +113,7 @@ def _walk(computations: Mapping[str, list[str]], name: str, times: int, host_dev
 
 
 def _trip_count(computations: Mapping[str, list[str]], line: str) -> int:
-    """From the compiler's annotation, or the only constant in the loop's condition."""
+    """The trip count, from the compiler's annotation or the only constant in the loop's condition."""
     annotation, condition = _TRIP_COUNT.search(line), _CONDITION.search(line)
     if annotation is not None or condition is None:
         return int(annotation[1]) if annotation else 1
@@ -122,7 +122,7 @@ def _trip_count(computations: Mapping[str, list[str]], line: str) -> int:
 
 
 def _num_bytes(operation: str, result_type: str, num_devices: int) -> int:
-    """Bytes of the whole arrays. An async start returns a pair: inputs and outputs."""
+    """Bytes of the whole arrays. An async start returns a pair of inputs and outputs."""
     sizes = [sum(map(_array_bytes, _ARRAY.findall(element))) for element in _elements(result_type)]
     if operation.endswith("-start") and not operation.startswith("all-reduce"):
         return max(sizes)
@@ -149,7 +149,7 @@ def _elements(result_type: str) -> list[str]:
 
 
 def _members(line: str) -> tuple[int, ...]:
-    """Device numbers of the first group; one device if the program names none."""
+    """Device numbers of the first group; a single device if the operation names no groups."""
     if groups := _GROUP_OF_MESH.search(line):
         axes = {name: int(size) for name, size in _AXIS.findall(groups["mesh"])}
         group_axes = set(re.findall(r"'([^']+)'", groups["axes"]))
@@ -166,7 +166,7 @@ def _members(line: str) -> tuple[int, ...]:
 
 
 def _device_numbers(groups: re.Match[str], num_devices: int) -> np.ndarray:
-    """Numbers of devices, in the program's order."""
+    """Device numbers in the program's order."""
     if groups["source"] is None:
         return np.arange(num_devices)
     numbers = np.arange(num_devices).reshape(_numbers(groups["source"]))

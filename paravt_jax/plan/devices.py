@@ -1,8 +1,8 @@
-"""Accelerators and their data sheet figures.
+"""Accelerators with figures from their data sheets.
 
-For GPUs, from NVIDIA's data sheets of H100, H200, A100, L4 and DGX B200: dense bfloat16, NVLink in one direction (an L4
-has PCIe), and the network card that a box of eight has for each GPU. For TPUs, from Google Cloud's system architecture
-pages of v5e, v5p and v6e: all links of a chip, in one direction. Memory is as the runtime reports it.
+GPUs: NVIDIA's data sheets of H100, H200, A100, L4 and DGX B200, with dense bfloat16, NVLink in one direction (PCIe for
+L4), and one network card per GPU as in machines with eight GPUs. TPUs: Google Cloud's system architecture pages of v5e,
+v5p and v6e, with all links of a chip in one direction. Memory is the value that the runtime reports.
 """
 
 import math
@@ -11,25 +11,25 @@ from dataclasses import dataclass, replace
 from paravt_jax.run.process import RESERVE_FRAC
 
 GIB = 2**30
-NO_ROOM = "RESOURCE_EXHAUSTED"  # in XLA's out-of-memory errors
+NO_ROOM = "RESOURCE_EXHAUSTED"  # part of XLA's out-of-memory errors
 DEVICES_OF_A_HOST = 8  # GPUs
 CHIPS_OF_A_HOST = 4  # TPUs, as their compiler counts hosts
 
-PEAK_FRAC, MEMORY_FRAC, LINK_FRAC = 0.7, 0.8, 0.75  # fractions of the data sheet that large operations reach
+PEAK_FRAC, MEMORY_FRAC, LINK_FRAC = 0.7, 0.8, 0.75  # fractions of the data sheet's figures that large operations reach
 
 
 @dataclass(frozen=True)
 class Links:
-    """A TPU's links: two in each dimension."""
+    """A TPU's interconnect, with two links per dimension."""
 
     dimensions: int
-    ring_side: int  # a slice whose sides are all this long has wraparound links
+    ring_side: int  # slices with all sides at least this long have wraparound links
 
     def used_frac(self, num_devices: int) -> float:
-        """The fraction of a chip's links that lead to another one of these devices, for the chip with the fewest.
+        """The smallest fraction of a chip's links that lead to other devices of the group.
 
-        Without wraparound a corner has one link in each dimension, and none in a dimension of size 1. Devices are
-        assumed as close to a cube (or a square, with links in two dimensions) as powers of two allow.
+        Without wraparound, a corner has one link per dimension, and none in a dimension of size 1. The group is assumed
+        to be as close to a cube (or a square, with two dimensions) as powers of two allow.
         """
         sides = [1] * self.dimensions
         for number in range(round(math.log2(num_devices))):
@@ -49,11 +49,11 @@ class Rates:
     links: Links | None = None  # None: all links reach every device
 
     def link_bytes_among(self, num_devices: int) -> float:
-        """To the others of this many devices, over the links between them."""
+        """Bandwidth from a device to the others in a group of `num_devices`."""
         return self.link_bytes * (1.0 if self.links is None else self.links.used_frac(num_devices))
 
     def shared_by(self, num_devices: int) -> "Rates":
-        """Rates per virtual device, if several share this device, as on a CPU."""
+        """Rates per virtual device if several share this device, for example on a CPU."""
         names = ("flops", "memory_bytes", "link_bytes", "network_bytes")
         return replace(self, **{name: getattr(self, name) / num_devices for name in names})
 
@@ -63,11 +63,11 @@ class DeviceSpec:
     """An accelerator's data sheet, and the rates that follow from it."""
 
     name: str
-    kind: str  # the runtime's name for it
+    kind: str  # the runtime's name of the device
     memory_gib: float | None  # as the runtime reports it; None: unlimited
     peak_tflops: float | None  # dense, in bfloat16
     memory_tb_per_s: float | None
-    link_gb_per_s: float | None  # one way, over all links to the devices of its host or slice
+    link_gb_per_s: float | None  # one way, over all links within its host or slice
     network_gb_per_s: float = math.inf  # one way, to other hosts; TPUs of a slice have links to them
     platform: str = "gpu"
     links: Links | None = None  # a TPU's
@@ -85,12 +85,12 @@ class DeviceSpec:
         )
 
     def peak_frac(self, dtype: str) -> float:
-        """Of the peak in bfloat16. By default, float32 products use TF32 on a GPU and bfloat16 on a TPU."""
+        """Peak relative to bfloat16. By default, float32 products use TF32 on GPUs and bfloat16 on TPUs."""
         return 0.5 if dtype == "float32" and self.platform == "gpu" else 1.0
 
     @property
     def host_devices(self) -> int:
-        """The usual number of devices on a host; 0: all."""
+        """The usual number of devices per host; 0: all devices."""
         return {"gpu": DEVICES_OF_A_HOST, "tpu": CHIPS_OF_A_HOST}.get(self.platform, 0)
 
     def num_hosts(self, num_devices: int) -> int:
@@ -118,7 +118,7 @@ DEVICES = {
 }
 
 
-# Names of slices: a v5p's has its number of cores, of which a chip has two, the others' have the number of chips.
+# Slice names contain the number of cores for v5p, with two cores per chip, and the number of chips for other TPUs.
 V5P_SLICES = {8: "2x2x1", 16: "2x2x2", 32: "2x2x4", 64: "2x4x4", 128: "4x4x4"}
 FLAT_SLICES = {4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 SLICES = {
@@ -129,11 +129,11 @@ SLICES = {
 
 
 def device_of(kind: str) -> DeviceSpec | None:
-    """Matches the runtime's exact name: an H100 with PCIe is not an H100 SXM, and an L40S not an L4."""
+    """Finds a device by the runtime's exact name, because an H100 PCIe is no H100 SXM and an L40S no L4."""
     return next((device for device in DEVICES.values() if device.kind == kind), None)
 
 
 def peak_flops(kind: str) -> float | None:
-    """Dense bfloat16 FLOP/s by the data sheet, if there is one."""
+    """Dense bfloat16 FLOP/s from the data sheet; None if it is unknown."""
     device = device_of(kind)
     return None if device is None or device.peak_tflops is None else 1e12 * device.peak_tflops

@@ -1,7 +1,7 @@
-"""FLOPs of a traced program: all matrix products, in loops times the trip count.
+"""Counts the FLOPs of a traced program: all matrix products, multiplied by the trip counts of loops.
 
-A loop with a data-dependent trip count iterates over the key blocks that a query block attends to. The count is for a
-single causal sequence: of n blocks, each attends to itself and all earlier ones, (n + 1) / 2 on average.
+A loop with a data-dependent trip count iterates over the key blocks that a query block attends to. For a single causal
+sequence of n blocks, each attends to itself and all earlier blocks, which is (n + 1) / 2 on average.
 """
 
 import math
@@ -12,7 +12,7 @@ import jax
 
 
 def product_flops(jaxpr: Any, mean_turns: float = 1.0) -> float:
-    """The product of [a, b] and [b, c] takes 2·a·b·c FLOPs. `mean_turns`: trip count of data-dependent loops."""
+    """FLOPs of all products, 2·a·b·c for [a, b] and [b, c]. `mean_turns`: trip count of data-dependent loops."""
     total = 0.0
     for eqn in jaxpr.eqns:
         name, params = eqn.primitive.name, eqn.params
@@ -28,15 +28,15 @@ def product_flops(jaxpr: Any, mean_turns: float = 1.0) -> float:
         elif name == "cond":
             total += max(product_flops(branch.jaxpr, mean_turns) for branch in params["branches"])
         elif name == "pallas_call":
-            total += params["cost_estimate"].flops  # a kernel's loops run on the chip; it states its cost
-        else:  # shard_map has a single device's shapes
+            total += params["cost_estimate"].flops  # a kernel's loops are not visible, but it states its cost
+        else:  # shard_map has the shapes of a single device
             times = params["mesh"].size if name == "shard_map" else 1
             total += times * sum(product_flops(inner, mean_turns) for inner in _inner(params))
     return total
 
 
 def _inner(params: dict[str, Any]) -> Iterator[Any]:
-    """Subprograms of an operation."""
+    """Yields the subprograms of an operation."""
     for part in jax.tree.leaves(list(params.values()), is_leaf=_is_jaxpr):
         if _is_jaxpr(part):
             yield getattr(part, "jaxpr", part)

@@ -1,4 +1,4 @@
-"""Each host's part of a run: of a step, of a checkpoint, and the bytes it receives from other hosts."""
+"""Computes each host's part of a step and of a checkpoint, and the bytes it receives from other hosts."""
 
 from dataclasses import dataclass
 
@@ -6,13 +6,13 @@ from model_port.sharding import over_hosts
 from paravt_jax.config import MeshConfig
 from paravt_jax.plan.workload import Workload
 
-MASTER_BYTES, TRAINED_BYTES = 4, 12  # per parameter in a checkpoint: frozen; trained, with moments
+MASTER_BYTES, TRAINED_BYTES = 4, 12  # checkpoint bytes per parameter: frozen, or trained with moments
 EPISODE_BYTES = 1000  # upper bound per episode for the numbers that hosts exchange
 
 
 @dataclass(frozen=True)
 class HostPart:
-    """A host's part at most: of the batch, the step's rollouts and a checkpoint."""
+    """The largest part of a host in a batch, a step's rollouts and a checkpoint."""
 
     rows: int  # per batch
     prompts: int  # per step
@@ -22,7 +22,7 @@ class HostPart:
 
 
 def mesh_of_host(mesh: MeshConfig, num_hosts: int) -> MeshConfig:
-    """The learner's mesh in one host; raises if the hosts do not divide the mesh."""
+    """The learner's mesh within one host. Raises if the hosts do not divide the mesh."""
     over_data, over_fsdp = over_hosts(mesh.data, mesh.fsdp, mesh.tensor, num_hosts)
     return MeshConfig(mesh.data // over_data, mesh.fsdp // over_fsdp, mesh.tensor)
 

@@ -1,9 +1,9 @@
-"""One device's memory during training, part by part, before anything is loaded.
+"""Estimates one device's memory during training, part by part, before anything is loaded.
 
 Parameters are counted with the sharding table. Autodiff residuals come from the model's backward pass, traced on shapes
-with a single device's heads, ffn and vocabulary. The rest models the peak of XLA's buffer assignment for updates
-on CPU, GPU and TPU: attention score blocks, gradients in flight, weights gathered over fsdp, the whole head's gradient.
-Scoring is a forward pass, which needs less than a backward pass.
+with a single device's heads, ffn and vocabulary. The rest models the peak of XLA's buffer assignment for updates on
+CPU, GPU and TPU: attention score blocks, gradients in flight, weights gathered over fsdp, the whole head's gradient.
+Scoring needs only a forward pass, so it never sets the peak.
 """
 
 import math
@@ -34,10 +34,10 @@ from paravt_jax.learner.settings import HEAD_CHUNK_TOKENS
 from paravt_jax.plan.workload import PlannedUpdate, row_pairs
 
 FLOAT32_BYTES = 4
-MOMENTS = 2  # Adam's
-LOGITS_AT_ONCE = 2  # arrays per chunk in the head's backward pass: XLA fuses softmax and gradient, and holds 1.0 to 1.5
+MOMENTS = 2  # Adam's moments per parameter
+LOGITS_AT_ONCE = 2  # upper bound of arrays per chunk in the head's backward pass; XLA's fusion holds 1.0 to 1.5
 SCANNED_ARRAYS = 3  # arrays per pair of blocks: scores, weights and their gradient
-BLOCKED_ARRAYS = {"tpu": 1}  # 2 elsewhere: XLA for TPU fuses one away
+BLOCKED_ARRAYS = {"tpu": 1}  # elsewhere 2, because only XLA for TPU fuses one array away
 COPY = "copy for sampling"
 ENGINE_PARTS = ("key/value cache", "encoded frames", COPY)
 PROBE_LAYERS = 5  # layers of the traced model: more than its DeepStack maps
@@ -49,15 +49,15 @@ Parts = dict[str, int]  # bytes by name
 
 @dataclass(frozen=True)
 class SamplerShape:
-    max_rows: int  # on a host
-    cache_tokens: int  # on a host
-    local: MeshConfig  # the learner's mesh in a host
-    beside_update: bool  # it samples during the update
+    max_rows: int  # per host
+    cache_tokens: int  # per host
+    local: MeshConfig  # the learner's mesh within a host
+    beside_update: bool  # the sampler runs during updates
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase of a step and its memory beyond the resident part."""
+    """A phase of a step, with its memory in addition to the resident memory."""
 
     name: str
     parts: Parts
@@ -69,11 +69,11 @@ class Phase:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device."""
+    """The planned memory of one device, in bytes."""
 
     resident: Parts
     phases: tuple[Phase, ...]
-    engine: Parts  # of an engine on the same device, during the update
+    engine: Parts  # memory of an engine on the same device during updates
 
     @property
     def worst(self) -> Phase:
@@ -86,7 +86,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Residuals:
-    """Bytes saved for the backward pass, by layer and outside the layers: per token and per pair of tokens in a row."""
+    """Bytes saved for the backward pass, per token and per pair of tokens in a row, in a layer and outside."""
 
     layer_token: float
     layer_pair: float
@@ -98,7 +98,7 @@ class Residuals:
         return round(rows * row_tokens * (self.layer_token + self.layer_pair * row_tokens))
 
     def other_bytes(self, rows: int, row_tokens: int) -> int:
-        """Outside the layers."""
+        """Bytes saved outside the layers."""
         return round(rows * row_tokens * (self.token + self.pair * row_tokens))
 
 
@@ -130,7 +130,7 @@ def param_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def shard_values(shapes: dict[str, tuple[int, ...]], mesh: MeshConfig) -> int:
-    """Number of parameter values on a device."""
+    """The number of parameter values on a device."""
     sizes = {"data": mesh.data, "fsdp": mesh.fsdp, "tensor": mesh.tensor}
     total = 0
     for path, shape in shapes.items():
@@ -142,7 +142,7 @@ def shard_values(shapes: dict[str, tuple[int, ...]], mesh: MeshConfig) -> int:
 
 @cache
 def values_on(mesh: MeshConfig, model: ModelConfig, prefix: str = "") -> int:
-    """Number of values on a device, for the model's parameters under this path prefix."""
+    """The number of values on a device of the parameters under a path prefix."""
     return shard_values({path: shape for path, shape in param_shapes(model).items() if path.startswith(prefix)}, mesh)
 
 
@@ -153,7 +153,7 @@ def adapter_values_on(mesh: MeshConfig, model: ModelConfig, rank: int) -> int:
 
 @cache
 def sampling_tensor_on(local: MeshConfig, model: ModelConfig) -> int:
-    """The devices of a host over which the sampler splits the heads."""
+    """The number of a host's devices over which the sampler splits heads."""
     return sampling_tensor(param_shapes(model), asdict(local))
 
 
@@ -163,7 +163,7 @@ def share_of(update: PlannedUpdate, model: ModelConfig, batch: BatchShape, platf
 
 @dataclass(frozen=True)
 class Share:
-    """A device's share of a run: resident memory, and the memory that a batch adds in each phase."""
+    """A device's share of a run: its resident memory, and the memory that a batch adds in each phase."""
 
     update: PlannedUpdate
     model: ModelConfig
@@ -202,12 +202,12 @@ class Share:
 
     @property
     def vision_values(self) -> int:
-        """Values of the vision tower in computation: gathered over fsdp."""
+        """Values of the vision tower during computation, gathered over fsdp."""
         return values_on(replace(self.update.mesh, fsdp=1), self.model, "vision.")
 
     @property
     def table_values(self) -> int:
-        """Values of the head in computation: gathered over fsdp."""
+        """Values of the head during computation, gathered over fsdp."""
         return self.local.text.vocab_size * self.model.text.width
 
     @property
@@ -217,7 +217,7 @@ class Share:
 
     @property
     def parts_bytes(self) -> int:
-        """Bytes of the stacked weights, copied when the layers run in two scans."""
+        """Bytes of the stacked weights, which are copied if the layers run in two scans."""
         stored = self.item_bytes if self.adapted else FLOAT32_BYTES
         return stored * self.model.text.num_layers * self.layer_values // self.update.mesh.fsdp
 
@@ -226,12 +226,12 @@ class Share:
         return self.rows_here(self.batch.num_rows)
 
     def rows_here(self, num_rows: int) -> int:
-        """Rows on this device. Rows that do not divide are replicated, as in model_port.sharding.constrain."""
+        """The number of rows on this device. Rows that do not divide are replicated (model_port.sharding.constrain)."""
         parts = self.update.mesh.num_row_parts
         return num_rows // parts if num_rows % parts == 0 else num_rows
 
     def text_residuals(self, compute: Compute) -> Residuals:
-        """Without the experts', whose blocks do not grow with every token."""
+        """The language tower's residuals without the experts', which do not grow with every token."""
         is_split, model = self.batch.row_tokens > LONG_ROW_TOKENS, self.local
         if model.text.num_experts:
             model = replace(model, text=replace(model.text, num_experts=0, token_experts=0, ffn_width=1))
@@ -239,7 +239,7 @@ class Share:
 
     @property
     def expert_bytes(self) -> int:
-        """What a layer's experts save for their backward pass: rows of blocks, and a copy of the weights for each."""
+        """Bytes that a layer's experts save for the backward pass: rows of blocks, and weights copied per block."""
         text, tokens = self.local.text, self.rows * self.batch.row_tokens
         if not text.num_experts:
             return 0
@@ -271,7 +271,7 @@ class Share:
         return {name: num_bytes for name, num_bytes in parts.items() if num_bytes}
 
     def copied_bytes(self, sampler: SamplerShape) -> int:
-        """Bytes of the weights to sample from, without those that are the learner's own."""
+        """Bytes of the weights to sample from, except weights shared with the learner."""
         if not self.samples_in_place(sampler):
             tensor = sampling_tensor_on(sampler.local, self.model)
             return self.item_bytes * values_on(MeshConfig(1, 1, tensor), self.model)
@@ -281,12 +281,12 @@ class Share:
         return self.item_bytes * (layers + (self.num_trainable if self.adapted else 0))
 
     def copy(self, sampler: SamplerShape, *, temporary: bool) -> Parts:
-        """The copy for sampling, if it is one that is deleted before updates, or one that is not (LocalCopy)."""
+        """The sampling copy's bytes if `temporary` matches: deleted before updates, or kept (see LocalCopy)."""
         is_temporary = self.samples_in_place(sampler) and not sampler.beside_update
         return {COPY: self.copied_bytes(sampler)} if temporary == is_temporary else {}
 
     def samples_in_place(self, sampler: SamplerShape) -> bool:
-        """Whether the sampler's weights are where the learner's are: on one host, over the same devices (LocalCopy)."""
+        """Whether the sampler shards weights like the learner, on one host over the same devices (see LocalCopy)."""
         local, tensor = sampler.local, sampling_tensor_on(sampler.local, self.model)
         return self.update.mesh == local == MeshConfig(local.num_devices // tensor, 1, tensor)
 
@@ -295,7 +295,7 @@ class Share:
         return {"Adam moments, float32": MOMENTS * FLOAT32_BYTES * self.num_trainable}
 
     def batch_arrays(self) -> Parts:
-        """Inputs of the update: ids, positions, patches, and the frozen tower's output."""
+        """Bytes of the update's inputs: ids, positions, patches, and the frozen tower's output."""
         vision, batch = self.model.vision, self.batch
         token_bytes, action_bytes = 4 * 7, 4 * 8 + 1
         smallest = empty_vision(vision, 1, vision.merge_unit)
@@ -334,7 +334,7 @@ class Share:
         return parts
 
     def layer(self) -> Parts:
-        """A layer's backward pass: all arrays of its forward pass, and gradients of the widest products."""
+        """Memory of a layer's backward pass: all arrays of its forward pass, and gradients of the widest products."""
         text, residuals = self.local.text, self.text_residuals(replace(self.compute, remat="none"))
         ffn_width = 0 if text.num_experts else text.ffn_width
         in_flight = (3 * ffn_width + 2 * text.width) * self.item_bytes
@@ -347,15 +347,15 @@ class Share:
         }
 
     def score_bytes(self, rows: int, row_tokens: int) -> int:
-        """Scores of a layer. Blocks do not depend on each other, so compilers keep all of them at the same time."""
+        """Bytes of a layer's scores. Compilers keep all blocks at once, because they are independent."""
         heads = rows * self.local.text.num_heads * FLOAT32_BYTES
         form = form_of(self.update.policy.attention, row_tokens, self.platform)
         if form == "xla":
-            return heads * row_tokens**2  # the gradient; saved scores belong to the layer
+            return heads * row_tokens**2  # only the gradient, because residuals of the layer include saved scores
         text = self.local.text
         query_bytes = heads * row_tokens * text.head_dim
         if form == "kernel":
-            return query_bytes  # queries and gradient in the kernel's layout; scores stay on the chip
+            return query_bytes  # queries and gradient in the kernel's layout; scores stay on chip
         if form == "scanned":
             pair = scanned.block_tokens(row_tokens, text.num_heads // text.num_kv_heads) ** 2
             return heads * SCANNED_ARRAYS * pair + query_bytes  # every key block adds to the gradient
@@ -379,16 +379,16 @@ class Share:
         return parts
 
     def vision(self) -> Parts:
-        """The frozen tower: a block at its widest, and the output maps."""
+        """Memory of the frozen vision tower: a block at its widest, and the output maps."""
         vision, patches = self.model.vision, self.rows_here(self.batch.num_frame_rows) * self.batch.row_patches
         values = vision.patch_values + (4 + vision.num_deepstack) * vision.width + vision.ffn_kernels * vision.ffn_width
         scores = self.batch.row_patches * vision.num_heads * FLOAT32_BYTES
         return {"vision tower": patches * (values * self.item_bytes + scores)}
 
     def sampling(self, sampler: SamplerShape) -> Parts:
-        """A chunk of a prompt, and a token for all rows. XLA may copy a layer's weights on their way."""
+        """Memory to prefill a chunk and to sample a token for all rows. XLA may also copy a layer's weights."""
         text, tensor = self.model.text, sampling_tensor_on(sampler.local, self.model)
-        mlps = max(1, text.num_experts)  # few tokens are computed by every expert
+        mlps = max(1, text.num_experts)  # every expert computes a small number of tokens
         token = (3 * mlps * text.ffn_width + 2 * text.num_heads * text.head_dim) // tensor + (3 + mlps) * text.width
         layer = values_on(MeshConfig(1, 1, tensor), self.model, "text.layers.") // text.num_layers
         num_chunk = chunk_tokens(self.platform)
@@ -412,7 +412,7 @@ def _local(model: ModelConfig, tensor: int) -> ModelConfig:
 
 @cache
 def text_residuals(model: ModelConfig, compute: Compute, lora: LoraConfig, tensor: int) -> Residuals:
-    """`model` is a device's share. Full-width arrays are activations between products, split over `tensor`."""
+    """Traces the language tower's residuals. `model` is a device's share; arrays of full width are split too."""
     model = replace(model, text=replace(model.text, num_layers=PROBE_LAYERS))
     ids = _shape(1, PROBE_MERGED)
     text = TextBatch(ids, _shape(1, PROBE_MERGED, 3), ids, ids, ids)
@@ -434,7 +434,7 @@ def vision_residuals(model: ModelConfig, compute: Compute, tensor: int) -> Resid
     frames = jax.tree.map(lambda array: _shape(*array.shape, dtype=array.dtype), empty_vision(vision, *row))
 
     def parts(shape: tuple[int, ...]) -> int:
-        """The config ties width to head count, so a trace cannot use fewer heads; the arrays are divided instead."""
+        """Divides arrays by `tensor` instead of tracing fewer heads, because the config ties width to head count."""
         split = shape[-1:] == (vision.ffn_width,) or shape[-2:] == (vision.num_heads, vision.head_dim)
         return tensor if split else 1
 
@@ -454,7 +454,7 @@ def _residuals(
     parts: Callable[[tuple[int, ...]], int] = lambda shape: 1,
     lora: LoraConfig = NO_ADAPTERS,
 ) -> Residuals:
-    """The residuals of a traced backward pass, by axes: layers, tokens, pairs of tokens."""
+    """Traces a backward pass and sums its residuals by layer, token and pair of tokens."""
     policy = abstract_model(model, compute)
     add_adapter(policy, lora, {p: _shape(*s, dtype="float32") for p, s in adapter_shapes(model, lora.rank).items()})
     graphdef, params, frozen = nnx.split(policy, nnx.LoRAParam if lora.rank else nnx.Param, ...)
@@ -467,7 +467,7 @@ def _residuals(
         in_layers = leaf.shape[:1] == (PROBE_LAYERS,)
         token_axes = sum(axis in (num_tokens, PROBE_MERGED) for axis in leaf.shape)
         if not token_axes and (lora.rank or leaf.dtype == jnp.float32):
-            continue  # masters and frozen parameters, which are resident
+            continue  # master and frozen parameters are resident
         key, num_bytes = (in_layers, token_axes), leaf.size * leaf.dtype.itemsize / parts(leaf.shape)
         share = num_bytes / num_tokens**token_axes / (PROBE_LAYERS if in_layers else 1)
         sums[key] = sums.get(key, 0.0) + share

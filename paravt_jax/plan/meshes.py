@@ -1,7 +1,7 @@
-"""Memory and step time of a run on a mesh, from compiled programs or from the plan alone.
+"""Estimates memory and step time of a run on a mesh, from compiled programs or only from the plan.
 
-Memory is for the largest batch that the config allows; programs are compiled for this batch. Seconds are for a typical
-step: the compiled programs' FLOPs and collectives, scaled to its batches by the ratio of the plan's estimates.
+Memory is for the largest batch that the config allows, and programs are compiled for this batch. Seconds are for a
+typical step: they come from the compiled FLOPs and collectives, scaled to typical batches by ratios from the plan.
 """
 
 import time
@@ -24,7 +24,7 @@ from paravt_jax.plan.workload import Step, needed_flops
 
 UNPRINTED = {"collective_bytes": "the compiler cannot print this program; seconds use the plan's own estimate"}
 UNCOMPILED = dict.fromkeys(("collective_bytes", "compile_s", "compiled_flops"), "nothing is compiled")
-UNTIMED = ("est_step_s", "seconds", "tokens_per_s")  # unknown if a device has no stated rates
+UNTIMED = ("est_step_s", "seconds", "tokens_per_s")  # unknown if the device has no data sheet
 Shape = tuple[int, int, int]  # a mesh: data, fsdp, tensor
 
 
@@ -35,20 +35,20 @@ class MeshEstimate:
     mesh: Shape
     fits: bool = False
     hbm_gib: float | None = None  # peak per device
-    model_flops: float | None = None  # of a step over all devices, required by the mathematics
-    compiled_flops: float | None = None  # of a step over all devices, everything computed
-    collective_bytes: dict[str, int] | None = None  # of a step, per device
+    model_flops: float | None = None  # per step over all devices, only mathematically required FLOPs
+    compiled_flops: float | None = None  # per step over all devices, everything computed
+    collective_bytes: dict[str, int] | None = None  # per step and device
     compile_s: float | None = None
     est_step_s: float | None = None
     seconds: StepSeconds | None = None  # the parts of est_step_s
     tokens_per_s: float | None = None  # over all devices
     run_step_s: Interval | None = None  # the whole step with rollouts, for a run from a config file
-    problem: str | None = None  # the reason if it is rejected
+    problem: str | None = None  # the reason if the mesh is rejected
     unknown: dict[str, str] = field(default_factory=dict)
 
 
 def mesh_shapes(num_devices: int) -> Iterator[Shape]:
-    """All (data, fsdp, tensor) with this number of devices."""
+    """Yields all meshes (data, fsdp, tensor) with this number of devices."""
     for tensor in range(1, num_devices + 1):
         for data in range(1, num_devices // tensor + 1):
             if num_devices % (data * tensor) == 0:
@@ -58,7 +58,7 @@ def mesh_shapes(num_devices: int) -> Iterator[Shape]:
 def estimate(
     run: PlannedRun, step: Step, device: DeviceSpec, devices: Any | None, rates: Rates | None = None
 ) -> MeshEstimate:
-    """The estimate for the run's mesh. Without `devices` nothing is compiled. `rates` override the device's."""
+    """Estimates the run on its mesh. Without `devices` nothing is compiled. `rates` override the device's rates."""
     mesh = run.update.mesh
     shape = (mesh.data, mesh.fsdp, mesh.tensor)
     memory, largest = planned_memory(run, device), run.largest_batch()
@@ -87,7 +87,7 @@ def estimate(
 
 
 def compiled_bytes(programs: Iterable[Program], memory: Memory) -> int:
-    """Peak memory: of a program with an engine beside it, or of the engine's phases."""
+    """Peak memory, either of a program with an engine on the same device, or of the engine's phases."""
     engine, always = sum(memory.engine.values()), sum(memory.resident.values())
     own = [always + phase.num_bytes for phase in memory.phases if phase.name in ("rollout", "publish")]
     return max([engine + program.peak_bytes for program in programs] + own)
@@ -125,7 +125,7 @@ def _timed(
 
 
 def _by_name(programs: Iterable[Program], num_devices: int) -> dict[str, ProgramWork]:
-    """A device's compiled work for a batch, without unknown collectives."""
+    """A device's compiled work for a batch, by program name. Unknown collectives are left out."""
     by_name: dict[str, list[Program]] = {}
     for program in programs:
         by_name.setdefault(program.name, []).append(program)
@@ -140,7 +140,7 @@ def _by_name(programs: Iterable[Program], num_devices: int) -> dict[str, Program
 
 
 def _as_compiled(planned: ProgramWork, of_largest: ProgramWork, compiled: ProgramWork) -> ProgramWork:
-    """The planned work, corrected by the ratio of compiled to planned work on the largest batch."""
+    """Corrects planned work by the ratio of compiled to planned work on the largest batch."""
     flops = planned.flops * compiled.flops / of_largest.flops if of_largest.flops else 0.0
     if not compiled.collectives:
         return ProgramWork(flops, planned.memory_bytes, planned.collectives)

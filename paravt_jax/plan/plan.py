@@ -1,7 +1,7 @@
-"""The plan of a run, before anything is loaded: parameters, memory, tokens, FLOPs, seconds, largest sizes.
+"""Plans a run before anything is loaded: parameters, memory, tokens, FLOPs, seconds, largest sizes.
 
-Memory is for the largest batch that the config allows; tokens and FLOPs are for a typical step, which the output
-describes; seconds are an estimate from these and stated rates (roofline.py), not a measurement.
+Memory is for the largest batch that the config allows. Tokens and FLOPs are for a typical step, which the output
+describes. Seconds are estimated from FLOPs and data sheet rates (roofline.py), not measured.
 """
 
 import math
@@ -45,17 +45,17 @@ MAX_DEVICES = 1024  # largest mesh to suggest
 class ParamCounts:
     text: int
     vision: int
-    active: int  # of the language tower: parameters that compute a token
+    active: int  # parameters of the language tower that compute a token
     trainable: int
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether the peak leaves the reserve free, the largest sizes that do, and changes that help."""
+    """Whether the peak leaves the reserve free, the largest sizes that fit, and changes that make the run fit."""
 
     fits: bool | None
-    row_tokens: int  # the most with the config's pack.num_rows; 0: none fits
-    num_rows: int  # the most with the config's pack.row_tokens; 0: none fits
+    row_tokens: int  # largest value with the config's pack.num_rows; 0: none fits
+    num_rows: int  # largest value with the config's pack.row_tokens; 0: none fits
     advice: tuple[str, ...]
 
 
@@ -70,10 +70,10 @@ class Plan:
     memory: Memory
     workload: Workload | None  # None: SFT
     typical: Step
-    flops: dict[str, float]  # of a step's updates, over all devices, by pass
-    update: StepSeconds | None  # of a typical step
-    step: StepTime | None  # None: SFT, or no data sheet
-    remat: str  # what the backward pass recomputes, and why
+    flops: dict[str, float]  # FLOPs of a step's updates over all devices, by pass
+    update: StepSeconds | None  # seconds of a typical step's updates
+    step: StepTime | None  # None: SFT, or a device without a data sheet
+    remat: str  # text about the backward pass's recomputation
     fit: Fit
     assumptions: tuple[str, ...]
 
@@ -83,10 +83,10 @@ class Plan:
 
 
 def model_config(path: str) -> tuple[ModelConfig, tuple[str, ...]]:
-    """Dimensions of `model.path` without weights or network, with a remark if they come from its name."""
+    """Finds the dimensions of `model.path` without weights or network; with a remark if they come from its name."""
     if path == TINY:
         return tiny_config(), ()
-    hf_dir = hf_files_of(Path(path))  # for an adapter it may be the id of its base
+    hf_dir = hf_files_of(Path(path))  # for an adapter, this may be the id of its base
     if hf_dir.is_dir():
         return read_config(hf_dir), ()
     size = re.search(rf"(?<![0-9.])({'|'.join(map(re.escape, PRESETS))})(?![a-z0-9])", str(hf_dir).lower())
@@ -101,7 +101,7 @@ def model_config(path: str) -> tuple[ModelConfig, tuple[str, ...]]:
 
 
 def make_plan(run: PlannedRl | PlannedSft, device: DeviceSpec = DEVICES["h100"], rates: StepRates = PUBLISHED) -> Plan:
-    """Without rollouts, a step of SFT is only its update."""
+    """Makes the plan of a run. A step of SFT is only an update, because it has no rollouts."""
     given = run.on_device(device)
     remat, run = remat_line(given, device), with_remat(given, device)
     model, update, step = run.model, run.update, run.typical_step()
@@ -165,18 +165,18 @@ def _largest_row_tokens(run: PlannedRun, device: DeviceSpec) -> int:
         return _fits(run.resized(row_tokens=number * TOKEN_STEP), device)
 
     most, long = max(run.pack.row_tokens, run.model.text.max_positions) // TOKEN_STEP, LONG_ROW_TOKENS // TOKEN_STEP + 1
-    # Long rows are split over tensor between products: the shortest of them may fit though shorter rows do not.
+    # Only long rows are split over tensor between products, so a long row may fit although shorter rows do not.
     return TOKEN_STEP * (largest(fits, most, long) if most >= long and fits(long) else largest(fits, min(most, long)))
 
 
 def _largest_rows(run: PlannedRun, device: DeviceSpec) -> int:
-    """Of each part. A token takes more than a byte."""
+    """The largest number of rows per part that fits. The search is bounded by one byte per token."""
     most = int(device.usable_bytes) // run.pack.row_tokens
     return largest(lambda number: _fits(run.resized(num_rows=number * run.num_parts), device), most)
 
 
 def _advice(run: PlannedRun, device: DeviceSpec, row_tokens: int) -> Iterator[str]:
-    """Single changes that make the run fit."""
+    """Yields single changes that make the run fit."""
     policy, optim, mesh = run.update.policy, run.update.optim, run.update.mesh
     recomputed = run.with_update(policy=replace(policy, remat="full"))
     if policy.remat == "none" and _fits(recomputed, device):
@@ -201,7 +201,7 @@ def _advice(run: PlannedRun, device: DeviceSpec, row_tokens: int) -> Iterator[st
 
 
 def on_fitting_mesh(run: PlannedRun, device: DeviceSpec, num_devices: int) -> PlannedRun | None:
-    """The run on the smallest other mesh of at least this many devices that fits, with a row for each part."""
+    """The run on the smallest other mesh with at least `num_devices` that fits, with one row per part."""
     for mesh in _meshes(num_devices):
         resized = run.resized(mesh=mesh, num_rows=mesh.num_row_parts)
         if mesh != run.update.mesh and _fits(resized, device):
@@ -210,14 +210,14 @@ def on_fitting_mesh(run: PlannedRun, device: DeviceSpec, num_devices: int) -> Pl
 
 
 def _more_rows(run: PlannedRun, resized: PlannedRun) -> str:
-    """The setting of SFT that changes with pack.num_rows."""
+    """The SFT setting that must change together with pack.num_rows; empty if it stays the same."""
     if not isinstance(run, PlannedSft) or not isinstance(resized, PlannedSft):
         return ""
     return f" sft.rows_per_step={resized.rows_per_step}" if resized.rows_per_step != run.rows_per_step else ""
 
 
 def _meshes(num_devices: int) -> Iterator[MeshConfig]:
-    """Meshes of at least this many devices. Splitting rows comes before splitting heads, which communicates more."""
+    """Yields meshes with at least `num_devices`; fsdp before tensor, because tensor communicates more."""
     while num_devices <= MAX_DEVICES:
         for tensor in (1, 2, 4, 8):
             if num_devices % tensor == 0:
@@ -226,12 +226,12 @@ def _meshes(num_devices: int) -> Iterator[MeshConfig]:
 
 
 def _fits(run: PlannedRun, device: DeviceSpec) -> bool:
-    """With model.remat=auto, if it fits with the recomputation that needs the least memory."""
+    """Whether the run fits; with model.remat=auto, whether it fits with full recomputation."""
     if (policy := run.update.policy).remat == "auto":
         run = run.with_update(policy=replace(policy, remat="full"))
     try:
         return planned_memory(run, device).peak_bytes <= device.usable_bytes
-    except ValueError:  # a mesh that does not divide the model fits nothing
+    except ValueError:  # the mesh does not divide the model
         return False
 
 

@@ -1,8 +1,8 @@
-"""What the backward pass recomputes with `model.remat=auto`: the least that fits, by the plan of the largest batch.
+"""Chooses the backward pass's recomputation for `model.remat=auto`: the least that fits the largest planned batch.
 
-The choice follows from the settings and the device's data sheet, so all hosts make the same. All layers use one value;
-with memory left, the first of them use the next lighter one. Beside `dots` none do: it repeats no products. `full` is
-the choice if nothing leaves the margin.
+The choice depends on the settings and the device's data sheet, so all hosts make the same choice. All layers use one
+value; if memory is left, the first layers use the next lighter value. `dots` has no lighter value: it repeats no
+products. If nothing leaves the margin, the choice is `full`.
 """
 
 import math
@@ -16,18 +16,18 @@ from paravt_jax.plan.hosts import mesh_of_host
 from paravt_jax.plan.memory import Memory, SamplerShape, memory_of
 from paravt_jax.plan.run import PlannedRl, PlannedRun
 
-MOST_FRAC = 0.95  # of the usable memory, because XLA for GPUs needs up to 4 % more than planned
+MOST_FRAC = 0.95  # fraction of usable memory to plan with, because XLA for GPUs needs up to 4 % more than planned
 LEAST_FIRST: tuple[Remat, ...] = ("none", "dots", "attention", "full")
 AnyRun = TypeVar("AnyRun", bound=PlannedRun)
 
 
 def planned_memory(run: PlannedRun, device: DeviceSpec) -> Memory:
-    """Raises if the mesh does not divide the model, or if the hosts do not divide the mesh."""
+    """Plans a run's memory. Raises if the mesh does not divide the model or the hosts do not divide the mesh."""
     return _memory(with_remat(run, device), device)
 
 
 def with_remat(run: AnyRun, device: DeviceSpec) -> AnyRun:
-    """The run with the chosen recomputation; without model.remat=auto, the same run."""
+    """The run with the chosen recomputation; unchanged without model.remat=auto."""
     if run.update.policy.remat != "auto":
         return run
     if not _is_predicted(device):
@@ -39,7 +39,7 @@ def with_remat(run: AnyRun, device: DeviceSpec) -> AnyRun:
 
 
 def remat_line(run: PlannedRun, device: DeviceSpec | None) -> str:
-    """The choice for a run and its reason, for the log and the plan."""
+    """Describes the choice for a run and its reason, for the log and the plan."""
     if run.update.policy.remat != "auto":
         return f"remat: {run.update.remat}, by model.remat"
     if device is None or not _is_predicted(device):
@@ -55,14 +55,14 @@ def remat_line(run: PlannedRun, device: DeviceSpec | None) -> str:
 
 
 def chosen_for(compute: Compute, run: PlannedRun, devices: Sequence[Any]) -> tuple[Compute, str]:
-    """How a run on these devices computes, and the line for its log."""
+    """The compute settings of a run on these devices, and the log line about the choice."""
     device = device_of(devices[0].device_kind)
     chosen = (run if device is None else with_remat(run, device)).update
     return replace(compute, remat=chosen.remat, lighter_layers=chosen.lighter_layers), remat_line(run, device)
 
 
 def _with_lighter_layers(run: AnyRun, device: DeviceSpec) -> AnyRun:
-    """The run with as many layers that recompute less as fit."""
+    """The run with as many layers with lighter recomputation as fit."""
     if run.update.remat not in LIGHTER:
         return run
 
@@ -86,7 +86,7 @@ def _recomputing(run: AnyRun, remat: Remat) -> AnyRun:
 
 
 def _is_predicted(device: DeviceSpec) -> bool:
-    """XLA for TPUs needs up to 14 % more than planned, and a v5p gains nothing: its update takes 4.2 s either way."""
+    """Whether the plan predicts memory well enough. On TPUs XLA needs up to 14 % more, and a v5p gains no time."""
     return device.platform == "gpu" and not math.isinf(device.usable_bytes)
 
 

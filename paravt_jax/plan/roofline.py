@@ -1,4 +1,4 @@
-"""Seconds of an update by roofline: matrix products, memory traffic, collectives, with no overlap.
+"""Estimates an update's seconds by roofline: matrix products, memory traffic and collectives, without overlap.
 
 Elementwise traffic does not overlap with products. Memory traffic is counted, not measured:
 
@@ -29,9 +29,9 @@ SCORES_IN_MEMORY = ("xla", "blocked", "scanned")
 # From XLA's GPU programs of the scanned form. Forward: scores are written once and read three times in float32, weights
 # written and read in bfloat16. Backward: two arrays are written and read in float32, three in bfloat16.
 SCORE_BYTES = {"forward": 20, "backward": 28}
-LOGIT_PASSES = 3  # written, read for the sum, read for the target; the same in the backward pass
+LOGIT_PASSES = 3  # written, read for the sum, read for the target; as often in the backward pass
 GRADIENT_BYTES = 16  # written, and added to the step's gradients
-OPTIMIZER_BYTES = 32  # gradients twice for their norm; parameters and two moments, read and written
+OPTIMIZER_BYTES = 32  # gradients read twice for the norm; parameters and two moments read and written
 
 PROGRAM_OF = {
     "update, vision": "encode_vision",
@@ -44,7 +44,7 @@ PROGRAM_OF = {
 
 
 class ProgramWork(NamedTuple):
-    """A device's work in a program."""
+    """A device's work in a compiled or planned program."""
 
     flops: float
     memory_bytes: float
@@ -73,14 +73,14 @@ class StepSeconds(NamedTuple):
 
 
 def step_seconds(works: Mapping[str, ProgramWork], step: Step, rates: Rates) -> StepSeconds:
-    """Seconds of a step: the optimizer runs once per update, other programs once per batch."""
+    """Seconds of a step, in which the optimizer runs once per update and other programs once per batch."""
     times = {name: step.num_updates if name == "apply_gradients" else step.num_batches for name in works}
     each = [[times[name] * part for part in work.seconds(rates)] for name, work in works.items()]
     return StepSeconds(*(sum(parts) for parts in zip(*each, strict=True)))
 
 
 def batch_works(update: PlannedUpdate, model: ModelConfig, shape: BatchShape, platform: str) -> dict[str, ProgramWork]:
-    """The work of an update with a single batch, by the learner's programs."""
+    """The work of an update with a single batch, by program of the learner."""
     share = share_of(update, model, shape, platform)
     flops = dict.fromkeys(PROGRAM_OF.values(), 0.0)
     for name, value in batch_flops(update, model, shape, platform).items():
@@ -112,7 +112,7 @@ def update_bytes(share: Share) -> float:
 
 
 def _repeated_frac(share: Share) -> float:
-    """The fraction of the layers whose forward pass is repeated, at least in part."""
+    """The fraction of layers whose forward pass is repeated at least in part."""
     layers = share.model.text.num_layers
     return 1 - share.update.layers_by_remat(layers).get("none", 0) / layers
 
@@ -144,7 +144,7 @@ def _stored_bytes(share: Share) -> int:
 
 
 def _score_bytes(share: Share, way: str) -> float:
-    """Traffic of the scores per row and head."""
+    """Memory traffic of the attention scores per row and head."""
     form = form_of(share.update.policy.attention, share.batch.row_tokens, share.platform)
     pairs = row_pairs(share.update.policy.attention, share.model, share.batch.row_tokens, share.platform)
     return float(SCORE_BYTES[way] * pairs) if form in SCORES_IN_MEMORY else 0.0
@@ -169,7 +169,7 @@ def _update_collectives(share: Share) -> Iterator[Collective]:
     if share.update.optim.train_vision:
         values += share.vision_values
     yield _over_fsdp("all-gather", share, 2 * values + share.table_values)
-    # The head's gradient is float32. With adapters, nothing else has gradients.
+    # The head's gradient is float32. With adapters, no other weights have gradients.
     head = FLOAT32_BYTES // share.item_bytes * share.table_values
     yield _over_fsdp("reduce-scatter", share, share.num_trainable * mesh.fsdp if share.adapted else values + head)
     yield _over_fsdp("all-to-all", share, (1 if share.adapted else 2) * _token_values(share))
@@ -191,5 +191,5 @@ def _among(share: Share, kind: str, num_values: int, num_devices: int, stride: i
 
 
 def _token_values(share: Share) -> int:
-    """Values of a layer's input."""
+    """The number of values in a layer's input."""
     return share.rows * share.batch.row_tokens * share.model.text.width

@@ -1,6 +1,6 @@
-"""A planned run: the settings that its plan depends on, its largest batch and its typical step.
+"""A run to plan: the settings that the plan depends on, the largest batch and a typical step.
 
-The plan varies the sizes of a run to find the largest that fit.
+The plan varies the sizes of a run to find the largest sizes that fit.
 """
 
 import math
@@ -52,7 +52,7 @@ class PlannedRun(ABC):
     @property
     @abstractmethod
     def needed_row_tokens(self) -> int:
-        """The shortest rows that hold every sequence."""
+        """The shortest row length that fits every sequence."""
 
     @abstractmethod
     def largest_batch(self) -> BatchShape:
@@ -71,7 +71,7 @@ class PlannedRun(ABC):
         return 0
 
     def on_device(self, device: DeviceSpec) -> Self:
-        """The run with the usual number of these devices on each host, if the config has no number of hosts."""
+        """The run with the usual number of devices per host, if the config does not set the number of hosts."""
         usual = max(0, device.host_devices - self.num_server_gpus)
         return self.with_update(host_devices=self.update.host_devices or usual)
 
@@ -85,7 +85,7 @@ class PlannedRun(ABC):
 
     @property
     def row_patches(self) -> int:
-        """Of a frame."""
+        """Patches of the largest frame."""
         return row_patches(self.video.max_pixels, self.model.vision)
 
     def with_update(self, **changes: Any) -> Self:
@@ -96,18 +96,18 @@ class PlannedRun(ABC):
         return replace(self.with_update(mesh=mesh or self.update.mesh), pack=pack)
 
     def on_mesh(self, mesh: MeshConfig) -> Self:
-        """The run on another mesh, with the same number of rows in each part."""
+        """The run on another mesh, with the same number of rows per part."""
         return self.resized(mesh=mesh, num_rows=-(-self.pack.num_rows // self.num_parts) * mesh.num_row_parts)
 
 
 @dataclass(frozen=True)
 class PlannedRl(PlannedRun):
-    """A run of RL: a step has rollouts and the packed groups of its prompts."""
+    """An RL run, whose steps have rollouts and packed groups."""
 
     train: TrainConfig
     rollout: EpisodeConfig
     engine: EngineConfig
-    step_frames: int  # the most
+    step_frames: int  # at most
     name_of_needed = "rows of a typical step have"
 
     @classmethod
@@ -152,7 +152,7 @@ class PlannedRl(PlannedRun):
 
     @property
     def row_frames(self) -> int:
-        """Frames of an overview in a row of patches of the update."""
+        """The number of overview frames that fit into a row of patches."""
         return self.rollout.detail_factor
 
     @property
@@ -160,7 +160,7 @@ class PlannedRl(PlannedRun):
         return self.work.row_tokens
 
     def resized(self, *, mesh: MeshConfig | None = None, num_rows: int = 0, row_tokens: int = 0) -> Self:
-        """Contexts shrink to fit their rows."""
+        """The run with other sizes. Contexts shrink to fit the rows."""
         run = super().resized(mesh=mesh, num_rows=num_rows, row_tokens=row_tokens)
         context = min(self.rollout.max_context_tokens, run.pack.row_tokens)
         new_tokens = min(self.rollout.max_new_tokens, context)
@@ -169,7 +169,7 @@ class PlannedRl(PlannedRun):
 
 @dataclass(frozen=True)
 class PlannedSft(PlannedRun):
-    """A cold start: a step has full rows of traces."""
+    """An SFT run, whose steps have full rows of traces."""
 
     rows_per_step: int
     name_of_needed = "a trace has"
@@ -199,7 +199,7 @@ class PlannedSft(PlannedRun):
 
     @property
     def budgets(self) -> list[int]:
-        """The frames that a trace may have, in ascending order."""
+        """The possible numbers of frames of a trace, in ascending order."""
         return sorted(self.video.frame_budgets or [self.video.overview_frames])
 
     def _trace_tokens(self, frames: int) -> int:
@@ -212,8 +212,8 @@ class PlannedSft(PlannedRun):
 
     @property
     def max_frames(self) -> int:
-        """In a batch. Of the traces in a row, the fewest with so many frames must fit."""
-        room, fewest = self.pack.row_tokens, [0.0]  # traces by their frames in total
+        """The most frames of a batch. A row can have n frames if the fewest traces with n frames in total fit."""
+        room, fewest = self.pack.row_tokens, [0.0]  # fewest traces by total number of frames
         for frames in range(1, room // self.frame_tokens + 1):
             fewest.append(1 + min((fewest[frames - each] for each in self.budgets if each <= frames), default=math.inf))
         text_tokens = self._trace_tokens(0)
@@ -222,17 +222,17 @@ class PlannedSft(PlannedRun):
 
     @property
     def max_row_actions(self) -> int:
-        """Scored tokens of a row if it is long enough."""
+        """The most scored tokens of a row, if the row is long enough."""
         return max(1, self.pack.row_tokens // self._trace_tokens(self.budgets[0])) * RESPONSE_TOKENS
 
     def resized(self, *, mesh: MeshConfig | None = None, num_rows: int = 0, row_tokens: int = 0) -> Self:
-        """Rounds rows_per_step up to whole batches."""
+        """The run with other sizes. Rounds rows_per_step up to whole batches."""
         run = super().resized(mesh=mesh, num_rows=num_rows, row_tokens=row_tokens)
         return replace(run, rows_per_step=-(-self.rows_per_step // run.pack.num_rows) * run.pack.num_rows)
 
 
 def host_devices(config: Config | SftConfig) -> int:
-    """The learner's devices on each host; 0 if the config does not have the number of hosts."""
+    """The learner's devices on each host; 0 if the config does not set the number of hosts."""
     num, num_devices = config.hosts.num, config.mesh.num_devices
     if num > 1 and num_devices % num:
         raise ValueError(f"the mesh's {num_devices} devices do not split evenly over hosts.num={num}")

@@ -1,4 +1,4 @@
-"""The parts of a step: each one is its work divided by a rate."""
+"""Computes the seconds of each part of a step as its work divided by a rate."""
 
 import math
 from collections.abc import Mapping
@@ -31,17 +31,17 @@ from rollout.server import ServerSettings
 from rollout.video.reader import MAX_WORKERS
 
 MAX_RUNNING = 256  # a server's decode batch, if memory allows
-SERVER_WEIGHTS_FRAC = 0.6  # of a server's memory, for weights; a larger model gets more devices per server
+SERVER_WEIGHTS_FRAC = 0.6  # largest fraction of a server's memory for weights; larger models get more devices
 TENSOR_SIZES = (1, 2, 4, 8)
 
 
 class Samplers(NamedTuple):
-    """The servers, or the embedded sampler of each host."""
+    """The sampling replicas: servers, or the embedded sampler of each host."""
 
     replicas: int
-    devices: int  # of each
-    rows: float  # requests that fit each
-    weight_passes: float  # per token
+    devices: int  # per replica
+    rows: float  # concurrent requests per replica
+    weight_passes: float  # times that a token reads all weights
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class StepParts:
 
     @property
     def dtype(self) -> str:
-        """Of the sampler's weights and cache."""
+        """The dtype of the sampler's weights and cache."""
         return "bfloat16" if self.on_servers else self.run.update.policy.dtype
 
     @property
@@ -74,13 +74,13 @@ class StepParts:
 
     @property
     def later_turns(self) -> float:
-        """Turns of all main agents after a turn with calls."""
+        """The number of main agents' turns that follow a turn with calls."""
         most = min(self.rates["turns"] - 1, self.run.rollout.tool_turns)
         return self.work.num_episodes * min(most, self.work.calls)
 
     @property
     def pictures(self) -> float:
-        """In the requests to servers; each request of a dialogue repeats its pictures."""
+        """The number of pictures in requests to servers. Each request of a dialogue repeats its pictures."""
         work = self.work
         return (work.num_episodes + self.later_turns) * work.frames + work.num_calls * work.call_frames
 
@@ -89,7 +89,7 @@ class StepParts:
         return (self.work.prompt_tokens + self.work.response_tokens) * cached_bytes(self.run.model, self.item_bytes)
 
     def seconds(self, update_s: float) -> Mapping[str, float]:
-        """Seconds of every part, each as if it ran alone."""
+        """The seconds of every part, as if it ran alone."""
         work, rates, run, sampler, device = self.work, self.rates, self.run, self.sampler, self.device
         assert device.peak_tflops is not None
         groups = -(-work.num_groups // run.num_hosts(device))
@@ -120,7 +120,7 @@ class StepParts:
         return Samplers(hosts, devices, rows, self.rates["weight_passes"])
 
     def decode_s(self, share: float) -> float:
-        """Until the last token of the busiest replica, which samples this share of the episodes."""
+        """Seconds until the last token of the busiest replica, which samples this share of the episodes."""
         work, sampler = self.work, self.sampler
         rows = max(1.0, min(share * work.num_episodes, sampler.rows))
         tokens = max(self.rates["tail"] * work.longest_tokens, share * work.sampled_tokens / rows)
@@ -131,7 +131,7 @@ class StepParts:
 
     @property
     def weights_s(self) -> float:
-        """The weights' way through memory, for a token of all rows or a chunk of a prompt."""
+        """Seconds to read the weights, for a token of all rows or a chunk of a prompt."""
         num_bytes = decoded_bytes(self.run.model, self.item_bytes)
         return self.sampler.weight_passes * num_bytes / self.sampler_bytes_per_s
 
@@ -141,10 +141,10 @@ class StepParts:
         return self.sampler.devices * self.rates["memory_frac"] * 1e12 * self.device.memory_tb_per_s
 
     def prefill_s(self, flops_per_s: float) -> float:
-        """Members of a group share its prompt's cache, and a later turn prefills what is new.
+        """Seconds of prefill. A group shares its prompt's cache, and a later turn only prefills new tokens.
 
-        The embedded sampler prefills from the start of a chunk to the end of one, and moves all weights for each. A
-        server's chunk has many prompts, so that its products hide that.
+        The embedded sampler prefills whole chunks and reads all weights for each. A server's chunk has many prompts, so
+        that matrix products hide the time to read weights.
         """
         work, num_chunk = self.work, chunk_tokens(self.device.platform)
         chunk_s = self.hops_s(num_chunk) + (0.0 if self.on_servers else self.weights_s)
@@ -160,7 +160,7 @@ class StepParts:
         )
 
     def hops_s(self, tokens: float) -> float:
-        """The all-reduces of these tokens' activations over a sampler's devices."""
+        """Seconds of the all-reduces of these tokens' activations over a sampler's devices."""
         text, devices = self.run.model.text, self.sampler.devices
         rates = self.device.rates("bfloat16")
         assert rates is not None
@@ -169,14 +169,14 @@ class StepParts:
 
 
 def num_servers(engine: EngineConfig, hosts: int) -> int:
-    """All hosts share running servers; otherwise each host starts its own."""
+    """The number of servers. All hosts share running servers; otherwise each host starts its own."""
     if engine.urls_file and Path(engine.urls_file).is_file():
         return len(listed_urls(engine.urls_file))
     return len(engine.urls) or engine.num_servers * hosts
 
 
 def server_devices(engine: EngineConfig, model: ModelConfig, device: DeviceSpec) -> int:
-    """Devices of each server: its part of `engine.gpus`, or the fewest that hold the weights and a cache."""
+    """Devices per server: its part of `engine.gpus`, or the fewest that fit the weights and a cache."""
     if engine.gpus:
         return len(engine.gpus) // engine.num_servers
     fits = (size for size in TENSOR_SIZES if weight_bytes(model) <= SERVER_WEIGHTS_FRAC * server_bytes(size, device))
@@ -184,7 +184,7 @@ def server_devices(engine: EngineConfig, model: ModelConfig, device: DeviceSpec)
 
 
 def server_bytes(num_devices: int, device: DeviceSpec) -> float:
-    """For weights and cache."""
+    """A server's memory for weights and cache."""
     return num_devices * ServerSettings.memory_frac * (device.memory_gib or math.inf) * GIB
 
 
@@ -193,6 +193,6 @@ def weight_bytes(model: ModelConfig) -> int:
 
 
 def published_bytes(run: PlannedRl) -> int:
-    """Bytes that servers get for each version: the model, or the adapter alone."""
+    """Bytes that servers receive per publish: the model, or only the adapter."""
     rank = run.update.lora.rank
     return FLOAT32_BYTES * adapter_params(rank, run.model) if rank else weight_bytes(run.model)

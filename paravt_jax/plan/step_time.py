@@ -1,4 +1,4 @@
-"""Step time as an interval, from the parts of a step at the best and at the worst rates."""
+"""Estimates step time as an interval, from the parts of a step at the best and worst rates."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ ON_DEVICES = ("vision tower", "prefill", "decode")
 class StepTime:
     seconds: Interval
     parts: dict[str, Interval]
-    depends_on: tuple[str, ...]  # the rates that change it most, with their ranges
+    depends_on: tuple[str, ...]  # the rates with the largest effect, with their ranges
 
     def __str__(self) -> str:
         return f"{self.seconds} s, bound by {self.bound_by}; depends most on: {', '.join(self.depends_on)}"
@@ -28,7 +28,7 @@ class StepTime:
 def step_time(
     run: PlannedRl, device: DeviceSpec, update_s: float | None, rates: StepRates = PUBLISHED
 ) -> StepTime | None:
-    """None if the device has no data sheet. `update_s` is the update's roofline."""
+    """Estimates the step time; None if the device has no data sheet. `update_s` is the update's roofline time."""
     if update_s is None or device.rates("bfloat16") is None:
         return None
 
@@ -38,7 +38,7 @@ def step_time(
     middle = {name: Interval(rate.best, rate.worst).middle for name, rate in rates.items()}
 
     def change(name: str) -> float:
-        """Of the step, from the best to the worst value of this rate, with the others in the middle."""
+        """The change of step time from a rate's best to worst value, with all other rates in the middle."""
         best_s, worst_s = (sum(parts(middle | {name: end}).values()) for end in (rates[name].best, rates[name].worst))
         return worst_s - best_s
 
@@ -47,7 +47,7 @@ def step_time(
     cpus_s = max(low["frames on CPUs"], low["pictures on servers' CPUs"])
     if not run.train.steps_ahead:
         step_s = max(sampler_s, cpus_s) + low["update"]
-    elif run.engine.kind == "jax":  # on the update's devices
+    elif run.engine.kind == "jax":  # sampler and update share devices
         step_s = max(sampler_s + low["update"], cpus_s)
     else:
         step_s = max(sampler_s, cpus_s, low["update"])

@@ -1,4 +1,4 @@
-"""A plan as text for a terminal, and rows of cells in columns."""
+"""Formats a plan as text for a terminal."""
 
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -23,7 +23,7 @@ COLUMNS = 100
 
 
 def plan_of(config: Config | SftConfig, device: str = "h100", run_dir: Path | None = None) -> str:
-    """The plan of a run as text, for a device by its name, with the rates in another run's log."""
+    """Formats the plan of a run on a device, optionally with the rates in another run's log."""
     spec = _device_named(device)
     used = computed_on(config, spec.platform)
     model, remarks = model_config(used.model.path)
@@ -43,7 +43,7 @@ def _device_named(device: str) -> DeviceSpec:
 
 
 def render(plan: Plan, remarks: Iterable[str] = (), calibration: Calibration | None = None) -> str:
-    """For a terminal of 100 columns."""
+    """Formats a plan for a terminal with 100 columns."""
     blocks = [
         [_title(plan.mesh, plan.device, plan.num_hosts)],
         ["parameters", *_aligned([[name, f"{count:,}"] for name, count in vars(plan.params).items()])],
@@ -80,7 +80,7 @@ def _memory_lines(memory: Memory) -> list[str]:
         return f"{num_bytes / unit:.2f}"
 
     def lines(parts: Parts) -> list[list[str]]:
-        """Largest first, without parts that round to zero."""
+        """Formats parts, largest first, without parts that round to zero."""
         ordered = sorted(parts.items(), key=lambda part: -part[1])
         return [[f"  {part}", formatted(num_bytes)] for part, num_bytes in ordered if num_bytes >= unit / 200]
 

@@ -1,7 +1,7 @@
-"""Descriptions of accelerators for ahead-of-time compilation: h100:8, v5p:2x2x2.
+"""Describes accelerators for ahead-of-time compilation, for example h100:8 or v5p:2x2x2.
 
-XLA compiles for a description of the devices, without the devices. It needs the compiler's package: libtpu for a TPU,
-jax's CUDA plugin (without a driver) for a GPU.
+XLA compiles for a description of devices. It needs the compiler's package: libtpu for TPUs, and for GPUs jax's CUDA
+plugin, which needs no driver.
 """
 
 import math
@@ -20,11 +20,11 @@ KNOWN = (
     "v6e-16 or v6e:4x4 (a slice of TPUs)"
 )
 MIB = 2**20
-COMPILES_ONLY = {  # without a TPU, libtpu needs no lock, and would look for metadata and warn that there are none
+COMPILES_ONLY = {  # without a TPU, libtpu needs no lock, and must not search for metadata, which would log a warning
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5p-8",  # of no effect on the programs for --topology
+    "TPU_ACCELERATOR_TYPE": "v5p-8",  # does not affect programs for --topology
 }
 
 
@@ -40,7 +40,7 @@ class GpuChip:
     shared_bytes_of_a_core: int
 
     def as_text(self, device: DeviceSpec) -> str:
-        """XLA's GpuTargetConfigProto as text."""
+        """Formats XLA's GpuTargetConfigProto as text."""
         assert device.memory_gib is not None and device.memory_tb_per_s is not None
         major, minor = self.capability
         info = {
@@ -81,7 +81,7 @@ GPU_CHIPS = {
 
 @dataclass(frozen=True)
 class Topology:
-    """GPUs in hosts of eight, or a TPU slice."""
+    """A topology of devices: GPUs in hosts of eight, or a TPU slice."""
 
     name: str
     device: DeviceSpec
@@ -92,7 +92,7 @@ class Topology:
         return self.device.num_hosts(self.num_devices)
 
     def without_gpus(self, server_gpus: Sequence[int]) -> list[int]:
-        """The indices of the other devices if servers use these GPUs on every host."""
+        """The indices of devices that remain if servers use these GPUs on every host."""
         of_a_host = self.num_devices // self.num_hosts
         num_gpus = of_a_host if self.device.platform == "gpu" else 0
         if absent := [number for number in server_gpus if number >= num_gpus]:
@@ -103,7 +103,7 @@ class Topology:
         return [number for number in range(self.num_devices) if number % of_a_host not in server_gpus]
 
     def devices(self) -> Any:
-        """Abstract devices for a mesh; programs can be compiled for them, not run."""
+        """Makes abstract devices, for which programs can be compiled but not run."""
         check_compiler(self.device.platform)
         os.environ |= COMPILES_ONLY
         from jax.errors import JaxRuntimeError

@@ -1,4 +1,4 @@
-"""The rate of a run's updates: trained tokens per second and device, and model FLOPs utilization (MFU)."""
+"""Computes trained tokens per second and device, and model FLOPs utilization (MFU)."""
 
 from dataclasses import dataclass
 
@@ -11,18 +11,18 @@ from paravt_jax.plan.workload import active_params
 class UpdateRate:
     num_devices: int
     token_flops: float
-    peak_flops: float | None  # of a device; None: not known
+    peak_flops: float | None  # per device; None: unknown
 
     @classmethod
     def of(cls, run: PlannedRun, device_kind: str) -> "UpdateRate":
-        """Counts the products of the language layers, computed once: no head, attention scores, frames or padding."""
+        """Counts only the language layers' products, once each: no head, attention scores, frames or padding."""
         update = run.update
         frozen = update.lora.rank > 0  # frozen weights have no gradients
-        passes = 3 - frozen + update.num_scores  # forward passes; a gradient costs as much
+        passes = 3 - frozen + update.num_scores  # in forward passes; gradients of inputs and of weights each cost one
         return cls(run.num_devices, 2.0 * passes * active_params(run.model), peak_flops(device_kind))
 
     def metrics(self, num_tokens: float, update_s: float) -> dict[str, float]:
-        """Of an update that computed so many tokens on all devices; empty if there were none."""
+        """Metrics of an update that computed `num_tokens` on all devices; empty without tokens."""
         if not num_tokens:
             return {}
         tokens_per_s = num_tokens / update_s / self.num_devices

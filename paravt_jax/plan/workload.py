@@ -1,7 +1,7 @@
-"""The work of a typical step: tokens, rows of the update, and FLOPs by pass.
+"""Estimates the work of a typical step: tokens, rows of the update, and FLOPs by pass.
 
-FLOPs count everything computed: recomputation, padding, and attention blocks beyond the causal triangle. The product of
-[a, b] and [b, c] takes 2·a·b·c FLOPs.
+FLOPs include recomputation, padding, and attention blocks beyond the causal triangle. The product of [a, b] and [b, c]
+takes 2·a·b·c FLOPs.
 """
 
 import math
@@ -20,16 +20,16 @@ from paravt_jax.learner.packing import PromptGroup, best_row_tokens, num_batches
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from rollout.episode_config import EpisodeConfig
 
-# A typical episode. Most turns end long before the config's bounds.
+# Sizes of a typical episode, because most turns end long before the config's bounds.
 FRAME_TEXT_TOKENS = 11  # a frame's timestamp, and its start and end tokens
 PROMPT_TEXT_TOKENS = 500  # system prompt, tool, question
-RESPONSE_TOKENS = 512  # per main agent: sampled tokens and reports, without frames that calls show it
+RESPONSE_TOKENS = 512  # per main agent: sampled tokens and reports, without frames from calls
 BF16_BYTES = 2
 CALLS = 1  # per episode
 REPORT_TOKENS = 256  # per sub-agent
 
-# Recomputation in each attention form's backward pass, as a fraction of its forward pass: the scores once, and with
-# separate programs for keys and queries, the scores and their gradient once more.
+# Recomputation in the backward pass of each attention form, as a fraction of its forward pass: the scores once; the
+# kernel has separate programs for keys and queries, so it computes scores and their gradient once more.
 SCORES_AGAIN = {"xla": 0.0, "blocked": 0.5, "scanned": 0.5, "kernel": 1.5}
 
 
@@ -44,8 +44,8 @@ class PlannedUpdate:
     loss: LossConfig | None = None  # None: SFT
     temperature: float = 1.0
     scores_before: bool = False  # the policy's log-probs are computed before the update
-    host_devices: int = 0  # the learner's, on each host; 0: not known, for one host
-    lighter_layers: int = 0  # layers that recompute less: chosen with model.remat=auto
+    host_devices: int = 0  # the learner's devices on each host; 0: unknown, assume one host
+    lighter_layers: int = 0  # number of layers that recompute less, chosen for model.remat=auto
 
     @property
     def num_hosts(self) -> int:
@@ -53,14 +53,14 @@ class PlannedUpdate:
 
     @property
     def remat(self) -> Remat:
-        """For model.remat=auto before the plan has chosen: full."""
+        """The recomputation; `full` for model.remat=auto until the plan has chosen."""
         return "full" if self.policy.remat == "auto" else self.policy.remat
 
     def compute(self, attention: Form) -> Compute:
         return Compute(self.policy.dtype, attention, remat=self.remat, lighter_layers=self.lighter_layers)
 
     def layers_by_remat(self, num_layers: int) -> dict[Remat, int]:
-        """The numbers of language layers, by what they recompute."""
+        """The number of language layers by recomputation."""
         numbers: dict[Remat, int] = {self.remat: num_layers - self.lighter_layers}
         if self.lighter_layers:
             numbers[LIGHTER[self.remat]] = self.lighter_layers
@@ -72,33 +72,33 @@ class PlannedUpdate:
 
     @property
     def num_scores(self) -> int:
-        """Forward passes before the gradients: of the reference, and for old log-probs."""
+        """The number of forward passes before the gradients: for the reference and for old log-probs."""
         return self.reads_reference + self.scores_before
 
     @property
     def num_encoded(self) -> int:
-        """How often the vision tower encodes a batch's frames; if it is trained, not counting the gradients."""
+        """How often the vision tower encodes a batch's frames; a trained tower's pass for gradients is not counted."""
         return self.num_scores if self.optim.train_vision else 1 + self.scores_before
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A typical step."""
+    """The workload of a typical step."""
 
-    frames: float  # per overview, the mean
+    frames: float  # mean per overview
     max_frames: int
-    frame_tokens: int  # with the frame's text
-    prompt_tokens: int  # the mean
+    frame_tokens: int  # includes the frame's text
+    prompt_tokens: int  # mean
     response_tokens: int
     num_groups: int
     group_size: int
     calls: float | int  # per episode
     call_frames: int
-    call_prompt_tokens: int  # of a sub-agent
+    call_prompt_tokens: int  # prompt of a sub-agent
     report_tokens: int
-    shown_tokens: int  # of the frames that a call shows to the main agent
+    shown_tokens: int  # tokens of the frames that a call returns to the main agent
     trains_subagents: bool
-    row_tokens: int  # rows of the update, as the learner chooses them
+    row_tokens: int  # row length of the update, as chosen by the learner
     num_batches: int
     batch_rows: int
 
@@ -118,7 +118,7 @@ class Workload:
 
     @property
     def subagent_tokens(self) -> int:
-        """Of the update."""
+        """Tokens of sub-agents in the update."""
         return round(self.num_calls * (self.call_prompt_tokens + self.report_tokens)) * self.trains_subagents
 
     @property
@@ -128,7 +128,7 @@ class Workload:
 
     @property
     def num_call_frames(self) -> float:
-        """Frames of all calls, if the update encodes them."""
+        """The number of frames of all calls, if the update encodes them."""
         return self.num_calls * self.call_frames if self.shown_tokens or self.trains_subagents else 0
 
     @property
@@ -199,11 +199,11 @@ def workload_of(
     )
 
 
-@cache  # a plan asks for every recomputation and every mesh
+@cache  # a plan calls it for every recomputation and mesh
 def _rows(groups: tuple[PromptGroup, ...], pack: PackConfig, num_updates: int, num_hosts: int) -> tuple[int, int]:
-    """Length of the rows and number of the batches that the learner packs these groups into.
+    """The row length and the number of batches that the learner packs these groups into.
 
-    Every host packs its groups of each update by themselves, and the host with the most batches decides.
+    Each host packs its groups of each update separately, and the host with the most batches decides the number.
     """
     lengths = [pack.row_tokens] if pack.one_shape else row_lengths(pack.row_tokens)
     host_rows = max(1, pack.num_rows // num_hosts)
@@ -221,16 +221,16 @@ class Step:
     shape: BatchShape
     num_batches: int
     num_updates: int
-    num_tokens: int  # without padding
+    num_tokens: int  # excludes padding
 
 
 def full_step(shape: BatchShape) -> Step:
-    """One batch without padding."""
+    """A step of one batch without padding."""
     return Step(shape, 1, 1, shape.num_rows * shape.row_tokens)
 
 
 def tokens_per_frame(max_pixels: int, vision: VisionConfig) -> int:
-    """Tokens per frame, with its text."""
+    """The number of tokens per frame, including its text."""
     return max_pixels // (vision.patch_px * vision.merge) ** 2 + FRAME_TEXT_TOKENS
 
 
@@ -244,7 +244,7 @@ def layer_params(model: ModelConfig) -> int:
 
 
 def active_params(model: ModelConfig) -> int:
-    """Those that compute a token: all, or with experts, the router and the token's experts."""
+    """Parameters that compute a token; with experts, only the router and the token's experts."""
     return _layer_params(model.text, max(1, model.text.token_experts))
 
 
@@ -254,7 +254,7 @@ def _layer_params(text: TextConfig, num_mlps: int) -> int:
 
 
 def expert_rows(text: TextConfig, num_tokens: int) -> int:
-    """Rows that a device's experts compute in each layer, with the padding of their blocks."""
+    """The rows that a device's experts compute in each layer, including padding of their blocks."""
     return math.prod(block_shape(num_tokens, text.num_experts, text.token_experts)) if text.num_experts else 0
 
 
@@ -273,7 +273,7 @@ def adapter_params(rank: int, model: ModelConfig) -> int:
 
 
 def batch_flops(update: PlannedUpdate, model: ModelConfig, shape: BatchShape, platform: str) -> dict[str, float]:
-    """FLOPs of an update with a single batch, over all devices, by pass: everything computed."""
+    """FLOPs of an update with a single batch, over all devices, by pass. Includes recomputation and padding."""
     policy, rank, trained = update.policy, update.lora.rank, update.optim.train_vision
     form = form_of(policy.attention, shape.row_tokens, platform)
     tokens, actions = shape.num_rows * shape.row_tokens, shape.num_rows * shape.row_actions
@@ -286,10 +286,10 @@ def batch_flops(update: PlannedUpdate, model: ModelConfig, shape: BatchShape, pl
     backward = 2.0 * forward
     if rank:  # frozen weights have no gradients
         backward -= products + head
-    # The head's logits are always recomputed. The output of a dense layer's last product is not needed again.
+    # The head's logits are always recomputed. A dense layer's last product is never recomputed.
     again = head + SCORES_AGAIN[form] * attention
     last = 0.0 if experts else 2.0 * model.text.num_layers * model.text.width * model.text.ffn_width * tokens
-    scores = attention if form == "xla" else 0.0  # this form's are never saved, unless everything is
+    scores = attention if form == "xla" else 0.0  # this form saves scores only if everything is saved
     by_remat = {"none": 0.0, "dots": scores + experts, "attention": layers - attention - last + scores}
     for remat, number in update.layers_by_remat(model.text.num_layers).items():
         again += number / model.text.num_layers * by_remat.get(remat, layers - last)
@@ -319,7 +319,7 @@ def needed_flops(update: PlannedUpdate, model: ModelConfig, step: Step) -> float
 
 
 def row_pairs(attention: Form, model: ModelConfig, row_tokens: int, platform: str) -> int:
-    """Pairs of tokens with computed scores, for a full causal row and a single head."""
+    """The number of token pairs with computed scores, for a full causal row and a single head."""
     queries_per_key = model.text.num_heads // model.text.num_kv_heads
     return computed_pairs(attention, row_tokens, queries_per_key, platform)
 
@@ -327,7 +327,7 @@ def row_pairs(attention: Form, model: ModelConfig, row_tokens: int, platform: st
 def token_flops(model: ModelConfig, context: float, num_together: int = 0) -> float:
     """FLOPs per prefill token, which attends to half of the context on average.
 
-    `num_together`: the tokens of a chunk of the embedded sampler, whose experts pad their blocks.
+    `num_together` is the chunk size of the embedded sampler, whose experts pad their blocks.
     """
     text = model.text
     padding = expert_rows(text, num_together) / num_together - text.token_experts if num_together else 0
@@ -339,19 +339,19 @@ def _product_flops(model: ModelConfig, num_tokens: float) -> float:
 
 
 def _expert_flops(mesh: MeshConfig, model: ModelConfig, shape: BatchShape) -> tuple[float, float]:
-    """FLOPs of all experts, and the part of them that is padding."""
+    """FLOPs of all experts, and the part of these FLOPs that is padding."""
     text, tokens, parts = model.text, shape.num_rows * shape.row_tokens, mesh.num_row_parts
     rows = parts * expert_rows(text, tokens // parts)
     return _row_flops(text) * rows, _row_flops(text) * (rows - tokens * text.token_experts)
 
 
 def _row_flops(text: TextConfig) -> float:
-    """FLOPs of a row in an expert of every layer."""
+    """FLOPs of one row in one expert, summed over all layers."""
     return 6.0 * text.num_layers * text.width * text.ffn_width
 
 
 def _attention_flops(model: ModelConfig, pairs: float) -> float:
-    """Both attention products, in all layers."""
+    """FLOPs of both attention products in all layers."""
     return 4.0 * model.text.num_layers * model.text.num_heads * model.text.head_dim * pairs
 
 
@@ -360,9 +360,9 @@ def _head_flops(model: ModelConfig, num_tokens: float) -> float:
 
 
 def frame_flops(model: ModelConfig, patches: int, attended: float | int | None = None) -> float:
-    """FLOPs per frame, at most: padding is computed too, and so are scores of other windows.
+    """Upper bound of FLOPs per frame, including padding and scores of other windows.
 
-    `attended`: patches to which a patch attends; None: all.
+    `attended` is the number of patches that a patch attends to; None: all.
     """
     vision, attended = model.vision, patches if attended is None else attended
     block = 4 * vision.width**2 + vision.ffn_kernels * vision.width * vision.ffn_width + 2 * attended * vision.width

@@ -1,1 +1,1 @@
-"""Infrastructure of all runs: directory, log, checkpoints, process, policy. It does not use rl, imitation or data."""
+"""Shared run infrastructure: directory, log, checkpoints, process, policy. Independent of rl, imitation and data."""

@@ -1,7 +1,7 @@
-"""RUN/checkpoints/N in a bucket: one object per file; a checkpoint is complete once N/state.json exists.
+"""Stores RUN/checkpoints/N in a bucket, one object per file; a checkpoint is complete once N/state.json exists.
 
-A bucket has no rename, so the record is written last, only if none exists, and deleted first. Each host uploads its own
-blocks from memory. N without a record was left by a killed process and is removed.
+Buckets cannot rename, so the record N/state.json is written last, only if none exists, and deleted first. Each host
+uploads its own blocks from memory. A checkpoint without a record was left by a killed process and is removed.
 """
 
 from collections.abc import Callable
@@ -19,11 +19,11 @@ from model_port.layout import RECORD_FILE
 from paravt_jax.run.checkpoint import Arrays, Checkpoints, by_folder, common_dtype
 from paravt_jax.run.checkpoint_layout import FileSums, array_folder, file_sums, files_in, record_bytes
 
-BROKEN_RECORD = "broken.json"  # the record of a broken checkpoint, renamed
+BROKEN_RECORD = "broken.json"  # new name of a broken checkpoint's record
 
 
 class BucketCheckpoints(Checkpoints):
-    """Host 0 calls `before_commit` when all blocks are uploaded. If it raises, the checkpoint is not committed."""
+    """Checkpoints in a bucket. After all uploads, host 0 calls `before_commit`; if it raises, nothing is committed."""
 
     _directory: Bucket
 

@@ -1,4 +1,4 @@
-"""The charts of a run: which metrics they show, and how. `plots` draws them as pictures, `view` on the report page.
+"""Defines the charts of a run. `plots` draws them as pictures, and `view` draws them on the report page.
 
 To chart a metric, add it to `CHARTS`. Every other metric gets a chart of its own on the page.
 """
@@ -24,7 +24,7 @@ COLORS = {
     **{"ink": "#222222", "neutral": "#4D4D4D", "blue": "#0072B2", "sky": "#56B4E9"},
     **{"green": "#009E73", "orange": "#E69F00", "red": "#D55E00", "pink": "#CC79A7"},
 }
-SECTIONS = {  # of the page; each is also a file in RUN/plots
+SECTIONS = {  # sections of the page; each is also a file in RUN/plots
     "rewards": "Rewards and tool use",
     "prompts": "By frame budget and question type",
     "rollouts": "Rollouts",
@@ -33,7 +33,7 @@ SECTIONS = {  # of the page; each is also a file in RUN/plots
 }
 OTHER = "other"  # section of metrics without a predefined chart; only the page has it
 MAX_VALUE = 1e30  # larger values are errors, and their sums overflow
-KL_FLOOR = 1e-9  # below it float32 is noise, and a log scale has no 0
+KL_FLOOR = 1e-9  # lower values are float32 noise, and a log scale has no 0
 
 
 class Curve(NamedTuple):
@@ -49,7 +49,7 @@ class Chart:
     lines: tuple[Curve, ...]
     kind: str = "line"  # or `log`, or `stack` (stacked areas)
     from_zero: bool = False
-    sparse: bool = False  # each step has values for some lines only, so lines continue through gaps
+    sparse: bool = False  # each step has values for only some lines, so lines continue through gaps
 
 
 def _quantiles(key: str) -> tuple[Curve, ...]:
@@ -158,7 +158,7 @@ class Table:
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """A run's metrics and settings, and its charts."""
+    """A run's metrics, settings and charts."""
 
     path: Path
     metrics: Table
@@ -167,7 +167,7 @@ class LoggedRun:
 
     @property
     def name(self) -> str:
-        """Includes the parent directory, because many runs are called seed0."""
+        """The run's name with its parent directory, because many runs are called seed0."""
         return "/".join(self.path.resolve().parts[-2:])
 
     @property
@@ -179,7 +179,7 @@ class LoggedRun:
 
     @cached_property
     def charts(self) -> list[Chart]:
-        """The charts and lines with data."""
+        """The charts that have data, with only the lines that have data."""
         keys = self.metrics.keys
         added = {TERMS: _own_terms(keys)}
         charts = [
@@ -199,12 +199,12 @@ class LoggedRun:
         return np.maximum(values, KL_FLOOR) if chart.kind == "log" else values
 
     def validation_values(self, chart: Chart) -> Float[np.ndarray, " n"] | None:
-        """A single line's values on held-out prompts."""
+        """The values on held-out prompts of a chart with a single line."""
         key = validation_key(chart.lines[0].key)
         return self.validation.column(key) if len(chart.lines) == 1 and self.validation.has(key) else None
 
     def is_whole(self, chart: Chart) -> bool:
-        """Whether the chart is of counts: all its values are integers."""
+        """Whether all values of the chart are integers, as for counts."""
         validation = self.validation_values(chart)
         columns = [self.metrics.column(line.key) for line in chart.lines]
         values = np.concatenate([*columns, [] if validation is None else validation])
@@ -227,14 +227,14 @@ def validation_key(key: str) -> str:
 
 
 def _own_terms(keys: Iterable[str]) -> Iterator[Curve]:
-    """Terms of `reward.plugin` and `train.truncated`."""
+    """Yields curves of the terms of `reward.plugin` and `train.truncated`."""
     matches = [match for key in keys if (match := OWN_TERM.fullmatch(key))]
     for number, match in enumerate(matches):
         yield Curve(match[0], match[1], OWN_COLORS[number % len(OWN_COLORS)])
 
 
 def _by_part(keys: Iterable[str]) -> Iterator[Chart]:
-    """Charts by frame budget, smallest first, and by question type."""
+    """Yields charts by frame budget, smallest first, and by question type."""
     for title, prefix in PARTS.items():
         parts = sorted(key.removeprefix(prefix) for key in keys if key.startswith(prefix))
         budgets = sorted(int(match[1]) for part in parts if (match := BUDGET.fullmatch(part)))
@@ -249,7 +249,7 @@ def _by_part(keys: Iterable[str]) -> Iterator[Chart]:
 
 
 def _rest_of_step(row: dict[str, Any]) -> dict[str, float]:
-    """`time/other_s`: the step time that no other part accounts for."""
+    """Computes `time/other_s`, the step time that no other part accounts for."""
     parts = [row[key] for key in STEP_PARTS if _is_drawable(row.get(key))]
     step_s = row.get("time/step_s")
     return {"time/other_s": max(0.0, step_s - sum(parts))} if parts and _is_drawable(step_s) else {}

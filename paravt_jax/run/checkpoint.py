@@ -1,10 +1,10 @@
 """Saves and restores a learner's state in RUN/checkpoints, in the background; a checkpoint is complete or absent.
 
-Each host copies its devices' shards to memory once and writes them to a hidden directory that all hosts share, with
-their checksums. When all hosts have written, host 0 adds the record and renames the directory. Orbax writes per host
-too, but has no checksums and would copy the state once more.
+Each host copies its devices' shards to memory once and writes them with checksums to a hidden directory that all hosts
+share. When all hosts are done, host 0 adds the record and renames the directory. Orbax also writes per host, but has no
+checksums and would copy the state once more.
 
-python -m paravt_jax.run.checkpoint verify DIR      DIR is a checkpoint, or contains some
+python -m paravt_jax.run.checkpoint verify DIR      DIR is a checkpoint, or contains checkpoints
 """
 
 import argparse
@@ -48,14 +48,14 @@ from paravt_jax.run.checkpoint_read import read_checkpoint, stored_part, verify
 from paravt_jax.run.hosts import ALONE, Hosts
 
 BROKEN_SUFFIX = ".broken"
-SUMS_FILE = ".sums{}.json"  # a host's checksums, until they are in the record
+SUMS_FILE = ".sums{}.json"  # a host's checksums, until host 0 adds them to the record
 
 
 @dataclass(frozen=True)
 class LocalArray:
-    """This host's part of an array, in its memory."""
+    """This host's part of an array, in host memory."""
 
-    shape: tuple[int, ...]  # of the whole array
+    shape: tuple[int, ...]  # the shape of the whole array
     shard: tuple[int, ...]  # the shape of each shard
     dtype: np.dtype
     parts: list[ArrayPart]
@@ -76,7 +76,7 @@ Arrays = dict[str, LocalArray]
 
 @dataclass(frozen=True)
 class _Pending:
-    """A checkpoint that several hosts are writing. `written` is this host's error, or an empty string."""
+    """A checkpoint that several hosts are writing. `written` gives this host's error, or an empty string."""
 
     step: int
     directory: Directory
@@ -97,10 +97,10 @@ class Checkpoints:
         adapter: AdapterInfo | None = None,
         hosts: Hosts = ALONE,
     ):
-        """Every checkpoint includes `hf_dir`'s files except weights. With `adapter`, only the adapter trains."""
+        """Every checkpoint includes the files in `hf_dir` except weights. With `adapter`, only the adapter trains."""
         self._directory: Any = directory if isinstance(directory, Bucket) else directory.absolute()
         self._config, self._say, self._hosts = config, say, hosts
-        # Raises now instead of at the first export.
+        # Raises here instead of at the first export.
         self._adapter, self._model = adapter, read_config(hf_dir)
         self._hf_files = read_side_files(hf_dir)
         if hosts.leads:
@@ -111,7 +111,7 @@ class Checkpoints:
 
     @property
     def steps(self) -> list[int]:
-        """The complete checkpoints' steps, in ascending order."""
+        """The steps of complete checkpoints, in ascending order."""
         return steps_in(self._directory)
 
     @property
@@ -119,8 +119,8 @@ class Checkpoints:
         return self._directory / str(self.steps[-1]) if self.steps else None
 
     def save(self, learner: Learner, progress: dict[str, Any]) -> None:
-        """Returns when the state is copied to host memory; then the learner may update it."""
-        self.wait()  # the host holds one copy of the state at a time
+        """Saves in the background. Returns when the state is in host memory, so that the learner may update it."""
+        self.wait()  # a host holds only one copy of the state at a time
         step = int(learner.state.step)
         if self._hosts.gather("saved steps", step in self.steps)[0]:
             return
@@ -130,7 +130,7 @@ class Checkpoints:
             "shapes": {name: leaf.shape for name, leaf in leaves.items()},
             "progress": progress,
         }
-        record = json.loads(json.dumps(record))  # a copy: the trainer changes its progress
+        record = json.loads(json.dumps(record))  # a copy, because the trainer changes its progress
 
         def copied(name: str) -> LocalArray:
             return _copy(leaves[name], complete=self._adapter is not None and location(name)[0] == ".")
@@ -142,14 +142,14 @@ class Checkpoints:
             self._start_together(step, arrays, record)
 
     def commit_if_written(self) -> None:
-        """Host 0 commits a checkpoint if all hosts have written their parts. All hosts must call this together."""
+        """Commits a checkpoint on host 0 if all hosts have written their parts. All hosts must call it together."""
         if self._pending is not None:
             written = self._hosts.gather("checkpoint written", self._pending.written.done())
             if all(written):
                 self._complete()
 
     def wait(self) -> None:
-        """Waits until all checkpoints are on disk or have failed. All hosts must call this together."""
+        """Waits until all checkpoints are on disk or have failed. All hosts must call it together."""
         if self._pending is not None:
             self._complete()
         if self._committing is not None:
@@ -159,7 +159,7 @@ class Checkpoints:
                 self._report(step, problem)
 
     def close(self) -> None:
-        """Completes a single host's last checkpoint. With several hosts, one may close alone after an error."""
+        """Completes the last checkpoint of a single host. With several hosts, a host may close alone after an error."""
         if self._hosts.num == 1:
             self.wait()
         self._pool.shutdown()
@@ -167,7 +167,7 @@ class Checkpoints:
     def restore(self, learner: Learner) -> dict[str, Any] | None:
         """Sets the learner's state from the newest intact checkpoint and returns its progress; None if there is none.
 
-        Broken checkpoints become N.broken. If no intact one is left, an error lists them.
+        Broken checkpoints are renamed to N.broken. If no intact checkpoint is left, an error lists them.
         """
         self.wait()
         old = learner.state
@@ -193,7 +193,7 @@ class Checkpoints:
             directory = self._start(step, arrays, stack)
             self._commit(directory, record, self._write_parts(directory, arrays), stack)
 
-    # Several hosts start and commit a checkpoint together, and write it in the background.
+    # With several hosts: they start and commit a checkpoint together, and write it in the background.
 
     def _start_together(self, step: int, arrays: Arrays, record: dict[str, Any]) -> None:
         address, problem, stack = "", "", ExitStack()
@@ -219,7 +219,7 @@ class Checkpoints:
         file.write(sums) if isinstance(file, Bucket) else file.write_bytes(sums)
 
     def _commit_together(self, pending: _Pending, problem: str) -> None:
-        """Host 0 commits the checkpoint, or removes it if a host failed to write its part."""
+        """Commits the checkpoint on host 0, or removes it if a host failed to write its part."""
         with pending.stack:
             if problem:
                 raise ValueError(problem)
@@ -249,7 +249,7 @@ class Checkpoints:
             f"The checkpoint of step {step} could not be written ({problem}). Training continues; a restart {restart}."
         )
 
-    # For directories; BucketCheckpoints overrides these.
+    # For local directories; BucketCheckpoints overrides these methods.
 
     def _clear(self) -> None:
         """Removes files that a killed process left."""
@@ -275,7 +275,7 @@ class Checkpoints:
         return renamed.name
 
     def _start(self, step: int, arrays: Arrays, stack: ExitStack) -> Directory:
-        """Creates the hidden directory with empty arrays, on host 0."""
+        """Creates the hidden directory with empty arrays on host 0."""
         num_bytes = sum(array.num_bytes for array in arrays.values())
         directory = stack.enter_context(output_directory(self._directory / str(step), needed_bytes=num_bytes))
         self._make_files(directory, arrays)
@@ -299,13 +299,13 @@ class Checkpoints:
         for folder, in_folder in by_folder(arrays).items():
             if folder != "." or self._adapter is None:
                 files += write_shards(directory / folder, {path: array.parts for path, array in in_folder.items()})
-        if not self._hosts.leads:  # host 0 syncs its own files before the rename
+        if not self._hosts.leads:  # host 0 syncs its files before the rename
             for file in files:
                 sync_path(file)
         return file_sums(directory, files)
 
     def _commit(self, directory: Any, record: dict[str, Any], sums: FileSums, stack: ExitStack) -> None:
-        """Writes the record on host 0, and renames the directory by closing `stack`."""
+        """Writes the record on host 0 and closes `stack`, which renames the directory."""
         new = [path for path in files_in(directory) if str(path.relative_to(directory)) not in sums]
         (directory / RECORD_FILE).write_bytes(record_bytes(record, sums | file_sums(directory, new)))
         stack.close()
@@ -314,7 +314,7 @@ class Checkpoints:
 
 
 def by_folder(arrays: Arrays) -> dict[str, Arrays]:
-    """Groups arrays by folder of the checkpoint, with their paths in that folder."""
+    """Groups arrays by folder of the checkpoint, keyed by their paths in that folder."""
     folders: dict[str, Arrays] = {".": {}, OPTIMIZER_DIR: {}}
     for name, array in arrays.items():
         folder, path = location(name)
@@ -323,14 +323,14 @@ def by_folder(arrays: Arrays) -> dict[str, Arrays]:
 
 
 def common_dtype(arrays: Arrays) -> np.dtype:
-    """The dtype that can represent every value of all arrays."""
+    """The smallest dtype that can represent all values of all arrays."""
     return np.result_type(*{array.dtype for array in arrays.values()})
 
 
 def _copy(leaf: jax.Array, complete: bool) -> LocalArray:
-    """Copies to host memory. On CPU the copies are views; updates do not overwrite an array that has one.
+    """Copies an array to host memory. On CPU the copies are views, and updates never overwrite a viewed array.
 
-    `complete` copies the whole array on every host. Otherwise one host copies each replicated shard, so that it is
+    `complete` copies the whole array on every host. Otherwise a single host copies each replicated shard, so that it is
     written once.
     """
     dtype = np.dtype(leaf.dtype)
@@ -342,9 +342,9 @@ def _copy(leaf: jax.Array, complete: bool) -> LocalArray:
 
 
 def _error_of(work: Callable[[], None]) -> str:
-    """Runs a part of a save, and returns its error message, or an empty string: a failure must not end the run.
+    """Runs a part of a save and returns its error message or an empty string, because a failure must not end the run.
 
-    An exception's traceback would keep the arrays alive.
+    It returns no exception, because a traceback would keep the arrays alive.
     """
     try:
         work()
@@ -359,7 +359,7 @@ def _sentence(problem: Exception) -> str:
 
 
 def _remove(directory: Path) -> None:
-    """Renames first, so that a process killed half-way does not leave half a checkpoint."""
+    """Removes a checkpoint. It is renamed first, so that a killed process never leaves a partial checkpoint."""
     hidden = directory.with_name(f".{directory.name}.removed")
     directory.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""The files of a checkpoint, RUN/checkpoints/N: the learner's state after N updates.
+"""Defines the files of a checkpoint RUN/checkpoints/N, the learner's state after N updates.
 
-    N/params/, N/hf/      read by `model_port.load` and `model_port.export`
-    N/adapter_*           instead of N/params when adapters train: read by PEFT, `load` and `export`
+    N/params/, N/hf/      weights for `model_port.load` and `model_port.export`
+    N/adapter_*           instead of N/params if adapters train: weights for PEFT, `load` and `export`
     N/optimizer/params/   every other array of the state, named by its path, in the same format
     N/state.json          scalars, the trainer's progress, array shapes, file checksums; written last
 
@@ -29,23 +29,23 @@ from model_port.sharding import param_name
 from paravt_jax.learner.programs import TrainState
 
 MAX_LENGTH = 2**48  # limit for an axis and for the number of steps
-OWN_SUM = "sum"  # key of the record's checksum, which covers the other keys
+OWN_SUM = "sum"  # key of the record's checksum over all other keys
 RECORD_KEYS = ("scalars", "shapes", "progress", "files", OWN_SUM)
 BLOCK = re.compile(rf"(^|/){PARAMS_DIR}/[^/]+/[\d.]+$")  # matches an array's block
 SUM_THREADS = 16
 SUM_BYTES = 2**20  # bytes hashed at a time
 
 Directory = Path | Bucket
-FileSums = dict[str, list[Any]]  # path: size and checksum; None: not compared
+FileSums = dict[str, list[Any]]  # path -> [size, checksum]; None: not compared
 
 
 class BrokenCheckpoint(Exception):
-    """A checkpoint that no model can read."""
+    """Raised for a checkpoint that cannot be read correctly."""
 
 
 def steps_in(directory: Directory) -> list[int]:
-    """The checkpoints in a directory, in ascending order."""
-    if isinstance(directory, Bucket):  # without its record, a checkpoint is incomplete
+    """The steps of the checkpoints in a directory, in ascending order."""
+    if isinstance(directory, Bucket):  # a checkpoint without a record is incomplete
         parts = [name.split("/") for name in directory.names()]
         return sorted(int(part[0]) for part in parts if part[1:] == [RECORD_FILE] and part[0].isdecimal())
     return sorted(int(entry.name) for entry in directory.glob("*") if entry.name.isdecimal())
@@ -64,12 +64,12 @@ def leaves_by_name(state: TrainState) -> dict[str, Any]:
 
 
 def location(name: str) -> tuple[str, str]:
-    """A leaf's folder in the checkpoint, and its path in model_port's params/ format within that folder."""
+    """A leaf's folder in the checkpoint, and its path within that folder in model_port's params/ format."""
     return (".", name.removeprefix("params.")) if name.startswith("params.") else (OPTIMIZER_DIR, name)
 
 
 def array_folder(folder: str, path: str) -> str:
-    """The directory of an array's blocks."""
+    """The directory with an array's blocks."""
     return f"{folder}/{PARAMS_DIR}/{path}/".removeprefix("./")
 
 
@@ -90,7 +90,7 @@ def file_sum(path: Directory) -> str:
 
 
 def read_summed(path: Directory, parts: Iterable[memoryview], summed: bool = True) -> str:
-    """Reads a file into consecutive buffers and hashes each while it is in the CPU cache."""
+    """Reads a file into consecutive buffers, and hashes each one while it is in the CPU cache."""
     checksum = xxhash.xxh3_128()
     with named(path), _open(path) as file:
         for part in parts:
@@ -113,13 +113,13 @@ def record_sum(record: dict[str, Any]) -> str:
 
 
 def record_bytes(record: dict[str, Any], files: FileSums) -> bytes:
-    """The content of state.json."""
+    """Makes the content of state.json."""
     record = {**record, "files": dict(sorted(files.items()))}
     return json.dumps({**record, OWN_SUM: record_sum(record)}).encode()
 
 
 def read_record(directory: Directory) -> dict[str, Any]:
-    """The content of state.json, with the types checked."""
+    """Reads state.json and checks its types."""
     try:
         record = parse_object((directory / RECORD_FILE).read_bytes(), RECORD_FILE)
         missing = [key for key in RECORD_KEYS if key not in record]

@@ -1,7 +1,7 @@
 """Reads a learner's state from a checkpoint. Each host reads the blocks that its devices need and verifies checksums.
 
-A checkpoint is broken if a file is missing or has another size or checksum. A read error does not prove that: it ends
-the run.
+A checkpoint is broken if a file is missing or has another size or checksum. A read error does not prove this, so it
+ends the run.
 """
 
 import json
@@ -46,7 +46,7 @@ def stored_part(state: TrainState, adapter: AdapterInfo | None) -> TrainState:
 def read_checkpoint(
     directory: Directory, state: TrainState, model: ModelConfig, adapter: AdapterInfo | None
 ) -> tuple[TrainState, dict[str, Any]]:
-    """Returns the state and progress. It deletes `state` array by array, so that devices never hold both."""
+    """Reads state and progress. Deletes the arrays of `state` one by one, so that devices never hold both states."""
     record = read_record(directory)
     stored = stored_part(state, adapter)
     _check_shapes(directory, record, stored)
@@ -56,7 +56,7 @@ def read_checkpoint(
 
 
 def verify(directory: Directory) -> Iterable[tuple[Directory, str]]:
-    """Yields every checkpoint in a directory with its error, or an empty string."""
+    """Verifies every checkpoint in a directory. Yields each with its error or an empty string."""
     for checkpoint in [directory / str(step) for step in steps_in(directory)] or [directory]:
         try:
             files = read_record(checkpoint)["files"]
@@ -110,7 +110,7 @@ def _check_sum(name: str, files: FileSums, checksum: str) -> None:
 def _read_state(
     directory: Directory, record: dict[str, Any], old: TrainState, model: ModelConfig, adapter: AdapterInfo | None
 ) -> TrainState:
-    """Reads every file once and verifies its checksum."""
+    """Reads the state: reads every file once and verifies its checksum."""
     files = record["files"]
     _check_sizes(directory, files)
     with ThreadPoolExecutor(SUM_THREADS, thread_name_prefix="checkpoint") as pool:
@@ -129,7 +129,7 @@ def _read_state(
                 stored = {box: np.array(scalar, leaf.dtype) for box in needed}
             leaf.delete()
             stored = {box: cast(values, np.dtype(leaf.dtype), name) for box, values in stored.items()}
-            # Keep uncommitted arrays uncommitted, so that they work with arrays on any mesh.
+            # Keeps uncommitted arrays uncommitted, so that they work with arrays on any mesh.
             if not leaf.committed:
                 return jax.device_put(*stored.values())
             return jax.make_array_from_callback(
@@ -141,7 +141,7 @@ def _read_state(
 
 
 def _read_adapter(directory: Directory, model: ModelConfig, adapter: AdapterInfo) -> dict[str, np.ndarray]:
-    """Reads the adapter, if this run's settings and base weights match it."""
+    """Reads the adapter. Raises if this run's settings or base weights do not match it."""
     if isinstance(directory, Bucket):
         directory = downloaded(str(directory), lambda name: "/" not in name)
     saved = read_adapter_info(directory)
@@ -159,7 +159,7 @@ def _read_adapter(directory: Directory, model: ModelConfig, adapter: AdapterInfo
 def _read_array(
     directory: Directory, files: FileSums, name: str, boxes: Iterable[Box], pool: Executor
 ) -> dict[Box, np.ndarray]:
-    """Reads parts of an array from the raw blocks that `write_shards` wrote. Each needed block is read once."""
+    """Reads parts of an array from the raw blocks of `write_shards`. Reads each needed block once."""
     folder = array_folder(*location(name))
     layout = json.loads((directory / f"{folder}.zarray").read_bytes())
     shape, chunk, dtype = tuple(layout["shape"]), tuple(layout["chunks"]), np.dtype(layout["dtype"])

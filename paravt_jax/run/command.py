@@ -1,6 +1,6 @@
-"""Command-line interface of the commands that run a config: they read, override and print settings.
+"""The command line of all commands that run a config: reads, overrides and prints settings.
 
-Commands load jax only after reading the settings, so that --help and errors in settings appear at once.
+Commands import jax only after reading the settings, so that --help and invalid settings fail fast.
 """
 
 import argparse
@@ -25,7 +25,7 @@ PLANNED_DEVICE = "h100"
 
 
 class _CallableModule(ModuleType):
-    """A module that Python calls."""
+    """A module that can be called like a function."""
 
     called: Callable[..., Any]
     schema: type[Any]
@@ -39,7 +39,7 @@ class _CallableModule(ModuleType):
 
 
 def make_callable(name: str, function: Callable[..., Any], schema: type[Any]) -> None:
-    """Lets Python call the module: `paravt_jax.train(config)` does the same as `python -m paravt_jax.train`."""
+    """Makes a module callable, so that `paravt_jax.train(config)` does the same as `python -m paravt_jax.train`."""
     module = sys.modules[name]
     module.__class__ = _CallableModule
     vars(module).update(called=function, schema=schema)
@@ -90,7 +90,7 @@ def add_changes_flag(parser: argparse.ArgumentParser) -> None:
 def read_config(
     parser: argparse.ArgumentParser, args: argparse.Namespace, schema: type[Settings], example: str, *needed: str
 ) -> Settings | None:
-    """The settings, or None if --show only printed them. Without a file, `needed` overrides required settings."""
+    """Reads the settings; None if --show only prints them. Without a file, `needed` overrides required settings."""
     if "plan" in args:
         _check_plan_flags(parser, args)
     if args.config is None and not args.show:
@@ -104,7 +104,7 @@ def read_config(
 
 
 def config_lines(section: Any, indent: str = "", written: Any = None) -> Iterator[str]:
-    """The lines of a YAML config with these settings and their comments. Values `written` as ${…} stay unresolved."""
+    """Yields the lines of a YAML config with comments. Values `written` as ${…} stay unresolved."""
     comments = helps_of(type(section))
     written = getattr(section, WRITTEN, {}) if written is None else written
     for field in fields(section):
@@ -132,7 +132,7 @@ def _yaml(name: str, value: Any) -> str:
 
 
 def _commented(lines: list[str], comment: str) -> Iterator[str]:
-    """Puts the comment beside the line, wrapped below, or above if it does not fit."""
+    """Puts the comment next to the line and wraps it below, or puts it above if it does not fit."""
     beside = len(lines) == 1 and len(lines[0]) < COMMENT_COLUMN
     column = COMMENT_COLUMN if beside else len(lines[0]) - len(lines[0].lstrip())
     wrapped = textwrap.wrap(f"# {comment}", LAST_COLUMN - column, subsequent_indent="# ") if comment else []

@@ -14,7 +14,7 @@ from model_port.terminal import say
 from paravt_jax.run.directory import user_cache
 
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # recorded right before a program is compiled
-COMPILED = "/jax/core/compile/backend_compile_duration"  # recorded when it is compiled, or was read from the cache
+COMPILED = "/jax/core/compile/backend_compile_duration"  # recorded when the program is compiled or read from the cache
 SHOWN_AFTER_S = 5.0  # faster compilations are not logged
 AGAIN_EVERY_S = 30.0
 POLL_S = 0.5
@@ -22,10 +22,10 @@ MIN_CACHED_S = 0.1  # programs that compile faster are not cached
 
 
 class Compiles:
-    """Counts, times and names compilations: a run that compiles in every step is slow."""
+    """Counts, times and names compilations, to detect runs that compile in every step."""
 
     def __init__(self, say: Callable[[str], object] | None = None) -> None:
-        """With `say` it logs compilations that take long, while they run and when they end."""
+        """Starts counting. With `say`, slow compilations are logged while they run and when they end."""
         self._number, self._seconds, self._say = 0, 0.0, say
         self._running: dict[threading.Thread, _Compilation] = {}
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
@@ -69,12 +69,12 @@ class Compiles:
 class _Compilation:
     name: str
     start_s: float
-    next_s: float = field(default_factory=lambda: SHOWN_AFTER_S)  # when the next line is due, since the start
+    next_s: float = field(default_factory=lambda: SHOWN_AFTER_S)  # seconds after the start when the next line is due
 
 
 @cache  # a notebook's second run must not log everything twice
 def set_up_compilation() -> None:
-    """Caches compiled programs on disk, so that a resumed run need not compile again, and logs slow compilations."""
+    """Caches compiled programs on disk, so that resumed runs do not compile again, and logs slow compilations."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(user_cache("xla")))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
@@ -83,6 +83,6 @@ def set_up_compilation() -> None:
 
 
 def _name_of(function: str) -> str:
-    """For example `update 3 of 4 (8 x 4096 tokens): gradients`."""
+    """The name of a compilation, for example `update 3 of 4 (8 x 4096 tokens): gradients`."""
     name = function.removeprefix("jit(").removesuffix(")")
     return ": ".join(filter(None, [purpose(), name]))

@@ -1,4 +1,4 @@
-"""A run's directory, which one process locks at a time, and its record of settings."""
+"""Locks a run's directory for one process, and records its settings."""
 
 import fcntl
 import hashlib
@@ -40,11 +40,11 @@ from paravt_jax.run.process import say
 from paravt_jax.run.stderr_log import LOG_FILE
 
 VERSIONED = ("paravt_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "transformers", "numpy")
-TOKEN_FILE = ".hosts"  # shows whether all hosts see the same directory
+TOKEN_FILE = ".hosts"  # checks that all hosts see the same directory
 RUN_ID_FILE = ".run_id"
 MAX_NAME_CHARS = 40  # limit for the directory name in a run's id
 LOCK_FILE, SETTINGS_FILE, SETTINGS_LOG_FILE = ".lock", "config.json", "settings.jsonl"
-BESIDE_BUCKET = "runs"  # in the working directory: local files of runs with checkpoints in a bucket
+BESIDE_BUCKET = "runs"  # folder in the working directory for local files of runs with checkpoints in a bucket
 LOGGED = {
     *(METRICS_FILE, VALIDATION_FILE, EPISODES_DIR, SUPERSEDED_DIR, TENSORBOARD_DIR, WANDB_ID_FILE),
     *(SETTINGS_FILE, SETTINGS_LOG_FILE, PLOTS_DIR, RUN_ID_FILE, LOG_FILE),
@@ -52,13 +52,13 @@ LOGGED = {
 
 
 def user_cache(name: str) -> Path:
-    """The user's cache directory for values that runs can recompute."""
+    """The user's cache directory for values that can be recomputed."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paravt_jax" / name
 
 
 @contextmanager
 def locked(run_dir: str | Path) -> Iterator[Path]:
-    """Creates and locks the directory: two trainers in one would corrupt each other's files."""
+    """Creates and locks a directory, because two trainers in it would corrupt each other's files."""
     check_local(run_dir)
     directory = absolute_path(run_dir)
     try:
@@ -80,7 +80,7 @@ def locked(run_dir: str | Path) -> Iterator[Path]:
 
 
 def check_not_in_a_run(run_dir: str) -> None:
-    """Raises if a new run would be in another run's directory. Replays and evaluations may be."""
+    """Raises if a new run would be inside another run's directory, where only replays and evaluations may be."""
     directory = Path(run_dir).resolve()
     if is_address(run_dir) or (directory / SETTINGS_LOG_FILE).exists():
         return
@@ -91,7 +91,7 @@ def check_not_in_a_run(run_dir: str) -> None:
 
 @contextmanager
 def locked_by_host_0(run_dir: str | Path, hosts: Hosts) -> Iterator[Path]:
-    """The same for several hosts: host 0 locks the directory, and the others must see its lock."""
+    """Locks a directory for several hosts: host 0 locks it, and the others check that they see its lock."""
     directory, token = absolute_path(run_dir), secrets.token_hex(8)
     with locked(run_dir) if hosts.leads else nullcontext():
         if hosts.leads:
@@ -107,10 +107,10 @@ def locked_by_host_0(run_dir: str | Path, hosts: Hosts) -> Iterator[Path]:
 
 
 def run_id(directory: Path, hosts: Hosts) -> str:
-    """The id by which servers identify a run, equal on all hosts and after a restart.
+    """The id by which servers identify a run, equal on all hosts and after restarts.
 
-    It has the directory's name and a hash of its path and of a random token in it, so runs with the same name differ,
-    and so does a copy of the directory.
+    It contains the directory's name and a hash of its path and a random token inside it, so runs of the same name and
+    copies of a directory have different ids.
     """
     file = directory / RUN_ID_FILE
     if hosts.leads and not file.exists():
@@ -126,8 +126,8 @@ def run_id(directory: Path, hosts: Hosts) -> str:
 def locked_for_bucket(bucket: Bucket, hosts: Hosts) -> Iterator[tuple[Path, Lease | None]]:
     """Locks a local directory per host for a run with checkpoints in a bucket; host 0 also holds the bucket's lease.
 
-    Downloads the run's logs if the bucket has a checkpoint beyond the local ones; other hosts need the newest metrics
-    and settings only.
+    Downloads the run's logs if the bucket's newest checkpoint is newer than the local logs; hosts other than 0 need
+    only the newest metrics and settings.
     """
     name = bucket.name if hosts.leads else f"{bucket.name}.host{hosts.index}"
     with locked(Path(BESIDE_BUCKET) / name) as directory, ExitStack() as stack:
@@ -146,15 +146,15 @@ def locked_for_bucket(bucket: Bucket, hosts: Hosts) -> Iterator[tuple[Path, Leas
 
 
 def is_log(name: str) -> bool:
-    """Whether a path in the run's directory is part of its logs, and not an unfinished file or a host's episodes."""
+    """Whether a path in the run's directory is a finished log, not an unfinished file or a host's episodes."""
     return name.partition("/")[0] in LOGGED and not name.endswith((PARTIAL, SUFFIX))
 
 
 class LogCopies:
     """Copies logs to the bucket if they changed since the last copy.
 
-    When a run resumes, episodes that the bucket has with the same size count as copied: a checkpoint waits for the
-    copies, and those of all steps would take longer than a preemptible machine lives.
+    When a run resumes, episodes of the same size in the bucket count as copied, because a checkpoint waits for all
+    copies, and copying all steps again could take longer than a preemptible machine runs.
     """
 
     def __init__(self, directory: Path, bucket: Bucket):
@@ -216,7 +216,7 @@ def settings_of(directory: Path) -> dict[str, Any]:
 
 
 def changed_settings(settings: Mapping[str, Any], directory: Path) -> dict[str, tuple[Any, Any]]:
-    """By key, the value in RUN/config.json and the current one."""
+    """Changed settings: key -> (value in RUN/config.json, current value)."""
     previous, current = flattened(settings_of(directory)), flattened(json.loads(json.dumps(settings)))
     if not previous:
         return {}

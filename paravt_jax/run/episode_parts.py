@@ -1,4 +1,4 @@
-"""Collects a step's episodes into one file: each host writes its own to the run's shared directory or bucket.
+"""Collects a step's episodes in one file: each host writes its own episodes to the run's shared directory or bucket.
 
 Only host 0 reads them and writes RUN/episodes/NNNNNN.jsonl, so no episodes are sent between hosts.
 """
@@ -16,14 +16,14 @@ SUFFIX = ".part"
 
 
 class EpisodeParts:
-    """All hosts must see `directory`."""
+    """Files with the episodes of all hosts. All hosts must see `directory`."""
 
     def __init__(self, directory: Path | Bucket, hosts: Hosts):
         self._directory: Any = directory / EPISODES_DIR
         self._hosts = hosts
 
     def write(self, step: int, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-        """Writes this host's episodes in groups, with the keys that host 0 looks up."""
+        """Writes this host's groups of episodes, by the keys that host 0 looks up."""
         content = json.dumps({key: b"".join(map(json_line, group)).decode() for key, group in rows.items()}).encode()
         file = self._file(step, self._hosts.index)
         if isinstance(file, Bucket):
@@ -34,12 +34,12 @@ class EpisodeParts:
             stream.write(content)
 
     def read(self, step: int) -> dict[str, bytes]:
-        """The other hosts' groups, as lines of the step's file by key. All hosts must have written them."""
+        """Reads the other hosts' groups as lines for the step's file, by key. All hosts must have written them."""
         files = [self._file(step, host) for host in range(1, self._hosts.num)]
         return {key: lines.encode() for file in files for key, lines in json.loads(file.read_bytes()).items()}
 
     def clear(self) -> None:
-        """Removes parts that are already in the step's file, or that a killed run left."""
+        """Removes files that are already in the step's file or were left by a killed run."""
         if isinstance(self._directory, Bucket):
             self._directory.clear([name for name in self._directory.names() if name.endswith(SUFFIX)])
         else:

@@ -1,7 +1,7 @@
-"""Writes scalars for TensorBoard. Libraries that do this load torch or TensorFlow if installed, which takes seconds.
+"""Writes scalars for TensorBoard without a library, because these load torch or TensorFlow, which takes seconds.
 
-The file has records: a length, its checksum, an event, its checksum. Events are in the encoding of protocol buffers and
-have the fields 1: time, 2: step, 3: format's version, 5: values (1) with name (1) and float (2), 7: start of a log.
+A record is a length, its checksum, an event and its checksum. Events are encoded as protocol buffers with the fields
+1: time, 2: step, 3: format version, 5: values (1) with name (1) and float (2), 7: start of a log.
 """
 
 import socket
@@ -15,15 +15,15 @@ CRC32C = 0x82F63B78  # the polynomial, reversed
 
 
 class EventFile:
-    """Writes to disk before a call returns: a kill leaves no gap that a resumed run would not fill."""
+    """A TensorBoard file. Each call writes to disk, so that a killed run leaves no gap after resuming."""
 
     def __init__(self, directory: Path, first_step: int):
         directory.mkdir(exist_ok=True)
-        # A run that restarts within the same second appends.
+        # A run that restarts within the same second appends to the file.
         name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.after_step_{first_step}"
         self._file = (directory / name).open("ab")
         self._add(_part(3, b"brain.Event:2"))
-        self._add(_integer(2, first_step + 1) + _part(7, _integer(1, 1)))  # hides older events from this step on
+        self._add(_integer(2, first_step + 1) + _part(7, _integer(1, 1)))  # hides older events at and after this step
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         values = (_part(1, name.encode()) + b"\x15" + array("f", [value]).tobytes() for name, value in metrics.items())
@@ -48,7 +48,7 @@ def _part(field: int, content: bytes) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    """Seven bits a byte, the lowest first; the eighth bit is set if another byte follows."""
+    """Encodes seven bits per byte, lowest first; the eighth bit is set if another byte follows."""
     *low, last = [value >> shift & 127 for shift in range(0, max(value.bit_length(), 1), 7)]
     return bytes([*(bits | 128 for bits in low), last])
 

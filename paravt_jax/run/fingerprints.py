@@ -1,4 +1,4 @@
-"""Checksums of a run's sources, which hosts compare: code, data rows and their files, the model."""
+"""Computes checksums of a run's code, data rows, their files and the model, which hosts compare."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from paravt_jax.run.policy import Policy
 
 PACKAGES = ("paravt_jax", "model_port", "rollout")
 OWN_CODE = re.compile(r"(.+\.py):\w+")  # a setting that names a user's function
-SUMMED_BYTES, EVERY_BYTES = 2**12, 2**20  # bytes hashed of every so many, and at the end: all weights are too many
+SUMMED_BYTES, EVERY_BYTES = 2**12, 2**20  # bytes to hash of each block of bytes; whole weights take too long
 SHOWN_DIGITS = 12
 
 
@@ -23,7 +23,7 @@ class NamingFiles(Protocol):
 
 
 def check_sources(hosts: Hosts, train: Sequence[NamingFiles], held_out: Sequence[NamingFiles], policy: Policy) -> None:
-    """Raises unless all hosts have the same rows and the same model."""
+    """Raises unless all hosts have the same data rows and the same model."""
 
     def sums() -> dict[str, str]:
         rows = {"data.train": sum_of_rows(train), "data.validation": sum_of_rows(held_out)}
@@ -34,7 +34,7 @@ def check_sources(hosts: Hosts, train: Sequence[NamingFiles], held_out: Sequence
 
 
 def code_sums(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Checksums of all source files and of users' files in settings: a commit misses uncommitted changes."""
+    """Checksums of all source files and of user code in settings. A commit would miss uncommitted changes."""
     root = Path(__file__).parents[2]
     files = {str(path.relative_to(root)): path for name in PACKAGES for path in (root / name).rglob("*.py")}
     files |= dict(_own_files(settings))
@@ -45,12 +45,12 @@ def _own_files(settings: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
     for value in settings.values():
         for item in value if isinstance(value, list) else [value]:
             match = OWN_CODE.fullmatch(item) if isinstance(item, str) else None
-            if match and (path := Path(match[1]).expanduser()).is_file():  # the reader of a missing file raises
+            if match and (path := Path(match[1]).expanduser()).is_file():  # loading a missing file raises later
                 yield match[1], path
 
 
 def sum_of_rows(rows: Sequence[NamingFiles]) -> str:
-    """The rows' checksum. Files count by name and size, because their directories may differ between hosts."""
+    """The checksum of rows. It includes only names and sizes of files, because directories differ between hosts."""
     checksum = xxhash.xxh3_128()
     sizes = {file: Path(file).stat().st_size for file in {file for row in rows for file in row.files}}
     for row in rows:
@@ -62,7 +62,7 @@ def sum_of_rows(rows: Sequence[NamingFiles]) -> str:
 
 
 def model_sums(directory: Path, setting: str) -> dict[str, str]:
-    """Checksums of a model's files, without the hidden folders that downloads leave."""
+    """Checksums of a model's files, except hidden folders, which downloads leave behind."""
     sums = {}
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory)

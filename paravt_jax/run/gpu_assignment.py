@@ -1,8 +1,8 @@
 """Assigns this machine's GPUs to the SGLang servers and the learner, without overlap.
 
-JAX and SGLang both preallocate GPU memory. CUDA_VISIBLE_DEVICES sets each process's GPUs; a process reads it when it
-first uses a GPU, so the learner's is set before jax starts a backend. `engine.gpus` are indices into the GPUs visible
-to this process, under any naming scheme: 0, 5, GPU-4f2c…, a MIG instance.
+JAX and SGLang both preallocate GPU memory. CUDA_VISIBLE_DEVICES sets each process's GPUs. A process reads the variable
+when it first uses a GPU, so the learner's is set before jax starts a backend. `engine.gpus` are indices into the GPUs
+visible to this process, which may have any names: 0, 5, GPU-4f2c…, a MIG instance.
 """
 
 import os
@@ -24,7 +24,7 @@ def place_servers(
 ) -> tuple[Gpus, ...]:
     """Returns the GPUs of each server that the run starts, and hides them from this process.
 
-    `num_learner` is the number of the learner's devices, 0 without a learner. Without visible GPUs there are none.
+    `num_learner` is the number of the learner's devices, 0 without a learner. Without visible GPUs, servers get none.
     """
     if not engine.starts_servers:
         return ()
@@ -40,7 +40,7 @@ def place_servers(
 
 
 def split_gpus(engine: EngineConfig, num_learner: int, visible: Sequence[str]) -> tuple[tuple[Gpus, ...], Gpus]:
-    """The servers' and the learner's GPUs: splits `engine.gpus` evenly over the servers, the learner gets the rest."""
+    """Splits `engine.gpus` evenly over the servers; the learner gets the other visible GPUs. Returns both."""
     if not engine.gpus:
         raise ValueError(
             f"engine.gpus is empty, but the {engine.num_servers} servers that this run starts need GPUs: give the "
@@ -63,7 +63,7 @@ def split_gpus(engine: EngineConfig, num_learner: int, visible: Sequence[str]) -
 
 
 def visible_gpus(environment: Mapping[str, str], num_gpus: int) -> Gpus:
-    """The GPUs' names in CUDA. CUDA reads its variable up to the first invalid name, such as -1."""
+    """The names of visible GPUs. CUDA ignores names after the first invalid name, for example -1."""
     if VISIBLE not in environment:
         return tuple(map(str, range(num_gpus)))
     names = (name.strip() for name in environment[VISIBLE].split(","))
@@ -75,5 +75,5 @@ def num_visible_gpus() -> int:
 
 
 def _num_gpus() -> int:
-    """Number of GPUs of this machine or container, counted without starting CUDA."""
+    """The number of GPUs of this machine or container, counted without starting CUDA."""
     return len(list(Path("/dev").glob("nvidia[0-9]*")))

@@ -1,7 +1,7 @@
-"""Times each host's own work, so that the metrics show the slowest host.
+"""Times each host's own work, so that metrics show which host is slowest.
 
-In a collective, all hosts take as long as the slowest, so it does not show which host that is. These metrics compare
-the time that a host works between two collectives, and the time its devices take for local matrix products.
+A collective takes equally long on all hosts, so its time does not show which host is slowest. These metrics compare the
+time that each host works between collectives, and the time that its devices take for local matrix products.
 """
 
 import time
@@ -16,14 +16,14 @@ from paravt_jax.run.hosts import Hosts
 
 PRODUCT_WIDTH = 512
 PROBE_S = 5e-3  # probe time per step on host 0's devices; longer than launching a program
-TRIED_PRODUCTS = 8  # products in the trial that determines their number
+TRIED_PRODUCTS = 8  # products in the trial that determines the number of products
 
 
 class OwnTime:
-    """Measures a host's working time without its waiting time."""
+    """Measures the time that a host works, without waiting times."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0  # the last measurement
+        self.seconds = 0.0  # result of the last measurement
         self._waited_s = 0.0
 
     @contextmanager
@@ -40,7 +40,7 @@ class OwnTime:
 
 
 class DeviceProbe:
-    """Times a host's devices."""
+    """Times a host's devices with matrix products."""
 
     def __init__(self, hosts: Hosts):
         self._hosts = hosts
@@ -48,7 +48,7 @@ class DeviceProbe:
         self._num_products = 0
 
     def seconds(self, after: Any) -> float:
-        """The slowest local device's time for a fixed number of products, once the arrays in `after` are ready."""
+        """Waits for the arrays in `after`, then times a fixed number of products on the slowest local device."""
         jax.block_until_ready(after)
         if not self._matrices:
             matrix = np.eye(PRODUCT_WIDTH, dtype=np.float32)

@@ -1,12 +1,12 @@
-"""The hosts of a run: `jax.distributed` connects them, and they exchange small values as JSON.
+"""Connects the hosts of a run with `jax.distributed`, and exchanges small values between them as JSON.
 
-Every host runs the same program on its part of the mesh. Values travel as bytes through the devices
-(`multihost_utils.process_allgather`), like gradients, so all hosts must exchange them in the same order as they start
-programs on the shared mesh: on the program's main path, never in a thread beside it. A single host gets its own value
-back, without jax.
+Every host runs the same program on its part of the mesh. Values are sent as bytes through the devices
+(`multihost_utils.process_allgather`), like gradients. So all hosts must exchange values and start programs on the
+shared mesh in the same order: on the program's main path, never in a background thread. A single host gets its own
+value back without jax.
 
-`jax.distributed` detects failures too: when a host ends, jax ends the others within HEARTBEAT_S, with a message and an
-exit code that is not 0. The launcher then restarts all of them.
+`jax.distributed` also detects failures: when a host ends, jax ends the others within HEARTBEAT_S, with a message and a
+nonzero exit code. The launcher then restarts all hosts.
 """
 
 import asyncio
@@ -32,9 +32,9 @@ Value = TypeVar("Value")
 JOIN_S = 300  # timeout for all hosts to connect
 HEARTBEAT_S = 60  # a host without a heartbeat for this long is considered dead
 SHUTDOWN_S = 60  # timeout for all hosts to disconnect at the end
-LAST_WORDS_S = 3.0  # host 0 exits last: jax ends the other hosts at once when its coordinator is gone
-MIN_BYTES = 256  # of a message; longer ones are padded to powers of 2, so that few programs are compiled
-MAX_DIFFERENCES = 3  # shown in an error
+LAST_WORDS_S = 3.0  # host 0 exits this much later, because jax ends the other hosts when the coordinator is gone
+MIN_BYTES = 256  # minimum message size; longer messages are padded to powers of 2, so that few programs are compiled
+MAX_DIFFERENCES = 3  # differences to list in an error
 
 
 class Hosts:
@@ -49,7 +49,7 @@ class Hosts:
         return self.index == 0
 
     def gather(self, name: str, value: Value) -> list[Value]:
-        """Every host's value, in host order. Values must be JSON; tuples and arrays arrive as lists.
+        """Gathers every host's value, in host order. Values must be JSON; tuples and arrays arrive as lists.
 
         All hosts must call this at the same point of the program; `name` identifies that point.
         """
@@ -63,17 +63,17 @@ class Hosts:
         return list(values)
 
     async def gather_async(self, name: str, value: Value) -> list[Value]:
-        """The same without blocking the event loop."""
+        """Gathers values like `gather`, without blocking the event loop."""
         return [value] if self.num == 1 else await asyncio.to_thread(self.gather, name, value)
 
     def host_0_first(self, work: Callable[[], Value]) -> Value:
-        """Runs `work` on host 0, then on the others, which find its files."""
+        """Runs `work` on host 0 first, then on the others, which find the files that it made."""
         results = [work()] if self.leads else []
         self.gather("host 0 first", None)
         return results[0] if results else work()
 
     def check_same(self, values: Callable[[], Mapping[str, Any]], fix: str) -> None:
-        """Raises on every host if two hosts have different values under a name; `fix` is advice for the error."""
+        """Raises on every host if hosts have different values under a name; `fix` is the error's advice."""
         if self.num == 1:
             return
         mine = json.loads(json.dumps(dict(values()), default=as_json))
@@ -94,9 +94,9 @@ ALONE = Hosts()
 
 @contextmanager
 def joined(config: HostsConfig) -> Iterator[Hosts]:
-    """Connects the hosts of a run until the body ends. Call it before anything asks jax for a device.
+    """Connects the hosts of a run until the body ends. Call it before any code asks jax for a device.
 
-    After an error the process exits here: jax would wait for the other hosts first.
+    After an error the process exits here, because jax would first wait for the other hosts.
     """
     if not config.coordinator:
         yield ALONE
@@ -113,9 +113,9 @@ def joined(config: HostsConfig) -> Iterator[Hosts]:
 
 
 def _connect(config: HostsConfig) -> Hosts:
-    import jax  # late: --help and wrong settings need not wait for it
+    import jax  # imported late, so that --help and invalid settings do not load jax
 
-    jax.config.update("jax_enable_preemption_service", False)  # it would replace our SIGTERM handler
+    jax.config.update("jax_enable_preemption_service", False)  # this service would replace our SIGTERM handler
     options: dict[str, Any] = {}
     if config.coordinator != AUTO:
         options = dict(coordinator_address=config.coordinator, num_processes=config.num, process_id=config.index)
@@ -159,7 +159,7 @@ def _allgather_bytes(message: bytes) -> list[bytes]:
 
 
 def as_json(value: Any) -> Any:
-    """A numpy array or scalar as JSON."""
+    """Converts a numpy array or scalar to JSON types."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     raise TypeError(f"a {type(value).__name__} cannot be sent to other hosts")

@@ -1,8 +1,9 @@
 """Locks a run's directory at gs://BUCKET/PATH for one run at a time, like a file lock on a disk.
 
-An object names the run that holds the lease. The run rewrites it every RENEW_S, conditional on the generation that it
-wrote before. Another run waits LEASE_S: if the object changes, a run trains there; otherwise its owner is dead, for
-example after a preemption, and the new run takes over. A run that lost its lease notices before its next checkpoint.
+An object names the run that holds the lease. The run rewrites the object every RENEW_S, conditional on the generation
+of its previous write. Another run waits LEASE_S: if the object changes, its owner is alive; otherwise the owner is
+dead, for example after a preemption, and the new run takes over. A run that lost its lease detects this before its next
+checkpoint.
 """
 
 import json
@@ -18,18 +19,18 @@ from pathlib import Path
 from model_port.bucket import Bucket, Conflict
 
 OWNER = ".owner.json"
-BUCKET_FILE = ".bucket.json"  # in the local directory: its bucket and its token
+BUCKET_FILE = ".bucket.json"  # file in the local directory with its bucket and token
 RENEW_S, LEASE_S, LOOK_S = 20.0, 120.0, 5.0
 
 
 class Lease:
-    """Use `with leased(bucket, directory, say) as lease`."""
+    """A lease on a bucket's directory. Use `with leased(bucket, directory, say) as lease`."""
 
     def __init__(self, bucket: Bucket, token: str):
         self._bucket, self._object, self._token = bucket, bucket / OWNER, token
         self._generation, self._num_renewals = b"", 0
         self._lock, self._ended = threading.Lock(), threading.Event()
-        self.lost = ""  # why this run lost the lease; empty while it holds it
+        self.lost = ""  # reason why this run lost the lease; empty while it holds the lease
 
     def acquire(self, say: Callable[[str], None]) -> None:
         content, generation = self._object.read()
@@ -50,7 +51,7 @@ class Lease:
         threading.Thread(target=self._renew_loop, daemon=True).start()
 
     def renew(self) -> None:
-        """Raises if another run has taken over the directory."""
+        """Renews the lease. Raises if another run has taken over the directory."""
         with self._lock:
             if not self.lost:
                 self._num_renewals += 1
@@ -66,12 +67,12 @@ class Lease:
         self._ended.set()
         with self._lock:
             if not self.lost:
-                with suppress(RuntimeError, Conflict):  # another run can still take it over, as from a dead run
+                with suppress(RuntimeError, Conflict):  # another run can still take over as from a dead run
                     self._object.delete(self._generation)
 
     def _renew_loop(self) -> None:
         while not self._ended.wait(RENEW_S) and not self.lost:
-            with suppress(RuntimeError):  # the next checkpoint renews too, and reports the error
+            with suppress(RuntimeError):  # the next checkpoint also renews, and reports the error
                 self.renew()
 
     def _content(self) -> bytes:
@@ -91,7 +92,7 @@ class Lease:
 
 @contextmanager
 def leased(bucket: Bucket, directory: Path, say: Callable[[str], None]) -> Iterator[Lease]:
-    """For host 0, which must have locked its local directory: a dead run from there is then recognized at once."""
+    """Holds a lease on host 0. Lock the local directory first, so that a dead run from it is recognized at once."""
     lease = Lease(bucket, token_of(directory, bucket))
     lease.acquire(say)
     try:
@@ -101,7 +102,7 @@ def leased(bucket: Bucket, directory: Path, say: Callable[[str], None]) -> Itera
 
 
 def token_of(directory: Path, bucket: Bucket) -> str:
-    """The token in the run's local directory, which must be empty or belong to this bucket."""
+    """Reads or makes the token in the run's local directory, which must be empty or belong to this bucket."""
     file = directory / BUCKET_FILE
     if not file.exists():
         if entries := [entry.name for entry in directory.iterdir() if not entry.name.startswith(".")]:

@@ -1,7 +1,7 @@
-"""A run's log: metrics and episodes of every step, TensorBoard, Weights & Biases and the terminal.
+"""Logs a run: metrics and episodes of every step, TensorBoard, Weights & Biases and the terminal.
 
-The files are the record; the other outputs are for viewing. Log a step before saving its checkpoint: a resumed run then
-finds all steps up to its checkpoint here, moves later ones aside and runs them again.
+The files are authoritative; other outputs are for viewing. Log a step before saving its checkpoint, so that a resumed
+run finds all steps up to its checkpoint in the log. It moves later steps aside and runs them again.
 """
 
 import importlib
@@ -48,16 +48,16 @@ VALIDATION_METRICS = {
     "kappa": "validation/tool_calls_mean",
     "loss": "validation/loss",
 }
-REFRESH_S = 0.5  # of the bar: programs that compile faster hardly show
-ETA_STEPS = 20  # only the newest steps, which predict the next ones best
+REFRESH_S = 0.5  # refresh interval of the bar
+ETA_STEPS = 20  # use only the newest steps, which predict the next steps best
 
 
 class RunLog:
     """Writes RUN/metrics.jsonl, validation.jsonl, episodes/NNNNNN.jsonl and tensorboard/, and shows the progress.
 
     `first_step` is the number of steps in the checkpoint. Later steps in the log will run again, so they are moved to
-    RUN/superseded/ and nothing is counted twice. Weights & Biases shows `settings`. `compiling` names the programs that
-    are being compiled, for the progress.
+    RUN/superseded/ to avoid duplicates. Weights & Biases shows `settings`. `compiling` returns the names of programs
+    that are being compiled, for the progress bar.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class RunLog:
         settings: dict[str, Any],
         compiling: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        wandb = import_wandb(config.wandb_project) if config.wandb_project else None  # fails before any file changes
+        wandb = import_wandb(config.wandb_project) if config.wandb_project else None  # raises before any file changes
         self._run_dir = run_dir
         self._last_step = first_step
         (run_dir / EPISODES_DIR).mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ class RunLog:
         put_aside = _put_aside_later(run_dir, first_step)
         self._tensorboard = EventFile(run_dir / TENSORBOARD_DIR, first_step)
         self._wandb = None if wandb is None else _wandb_run(wandb, run_dir, config.wandb_project, first_step, settings)
-        self.validated = set(rows_by_step(run_dir / VALIDATION_FILE))  # steps with validation, also of earlier starts
+        self.validated = set(rows_by_step(run_dir / VALIDATION_FILE))  # includes steps before a restart
         self._progress = _StepBar(num_steps, first_step, compiling)
         if put_aside is not None:
             self.say(f"the log after step {first_step} was moved to {put_aside}; these steps run again")
@@ -89,7 +89,7 @@ class RunLog:
     def step(
         self, step: int, metrics: Mapping[str, float | int], episodes: Iterable[Mapping[str, Any] | bytes] | None
     ) -> None:
-        """Logs the step just finished; the first is 1. Episodes are written before their step's metrics.
+        """Logs a finished step, counted from 1. Episodes are written before their step's metrics.
 
         An episode is a record, or a line that another host made.
         """
@@ -109,18 +109,18 @@ class RunLog:
         say("  ".join([f"held-out prompts after step {step}:", *_texts_of(VALIDATION_METRICS, metrics)]))
 
     def phase(self, text: str) -> None:
-        """Sets the current activity. A terminal shows it; other outputs repeat it every half a minute."""
+        """Sets the current activity. A terminal shows it at once; other outputs print it every half a minute."""
         self._progress.phase(text)
 
     def where(self) -> str:
-        """The text about the current activity; empty before the first one."""
+        """The text about the current activity; empty before the first phase."""
         return self._progress.where()
 
     def say(self, message: str) -> None:
         say(message)
 
     def end(self) -> None:
-        """Leaves the bar as it is, above the last messages."""
+        """Ends the progress bar, which stays above the last messages."""
         self._progress.close(keep=True)
 
     def close(self, failed: bool = False) -> None:
@@ -146,7 +146,7 @@ class QuietLog(RunLog):
     """The log of a host that does not lead. Host 0 logs for all hosts."""
 
     def __init__(self, validated: Iterable[int]) -> None:
-        """`validated` are host 0's steps with validation; other hosts need not see its files."""
+        """Makes a log without output. `validated` has host 0's steps with validation."""
         self.validated = set(validated)
 
     def validation(self, step: int, metrics: Mapping[str, float | int]) -> None:
@@ -164,7 +164,7 @@ class QuietLog(RunLog):
 @contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
     """Writes or replaces a file atomically."""
-    partial = path.with_name(f".{path.name}.partial")  # the next attempt overwrites one that a kill left
+    partial = path.with_name(f".{path.name}.partial")  # overwrites the partial file of a killed process
     try:
         with named(path):
             with partial.open("wb") as file:
@@ -181,7 +181,7 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def load_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Reads a JSONL file, without an incomplete last line that a kill left."""
+    """Reads a JSONL file, except an incomplete last line that a killed process left."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -196,7 +196,7 @@ def load_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def rows_by_step(path: Path) -> dict[int, dict[str, Any]]:
-    """A metrics file's rows by step; empty if there is no file."""
+    """Reads a metrics file's rows by step; empty if the file does not exist."""
     try:
         return {row["step"]: row for row in load_jsonl(path)} if path.exists() else {}
     except (KeyError, TypeError):
@@ -209,7 +209,7 @@ def last_step(run_dir: Path) -> int:
 
 
 def _put_aside_later(run_dir: Path, first_step: int) -> Path | None:
-    """Moves everything after the first steps to a new directory and returns it; None if there was nothing to move."""
+    """Moves logs after `first_step` to a new directory and returns it; None if there are none."""
     aside = next(
         path for n in count(1) if not (path := run_dir / SUPERSEDED_DIR / f"after_step_{first_step}_{n}").exists()
     )
@@ -234,10 +234,10 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def json_line(record: Mapping[str, Any]) -> bytes:
-    """JSON has no NaN or infinity, so they become null."""
+    """Makes a line of JSON. NaN and infinity become null, because JSON lacks them."""
     try:
         text = json.dumps(record, allow_nan=False)
-    except ValueError:  # rare; checking every number first would take longer than writing
+    except ValueError:  # rare, so checking every number first would be slower
         text = json.dumps(without_nan(record), allow_nan=False)
     return text.encode() + b"\n"
 
@@ -258,7 +258,7 @@ def import_wandb(project: str) -> Any:
 
 
 def _wandb_run(wandb: Any, run_dir: Path, project: str, first_step: int, settings: dict[str, Any]) -> Any:
-    """Resumes the run in Weights & Biases unless this one starts over. It ignores steps that it already has."""
+    """Starts or resumes the run in Weights & Biases, which ignores steps that it already has."""
     id_file = run_dir / WANDB_ID_FILE
     if first_step == 0 or not id_file.exists():
         with whole_file(id_file) as file:
@@ -271,12 +271,12 @@ def _wandb_run(wandb: Any, run_dir: Path, project: str, first_step: int, setting
 def _texts_of(
     keys: Mapping[str, str], metrics: Mapping[str, float | int], spec: str = ".2f", unit: str = ""
 ) -> Iterator[str]:
-    """The metrics that there are, with the names of `keys`."""
+    """Formats the metrics that exist, with the names in `keys`."""
     return (f"{name} {metrics[key]:{spec}}{unit}" for name, key in keys.items() if key in metrics)
 
 
 class _StepBar:
-    """A progress bar on a terminal; otherwise a line per step, and one every half a minute during a long step."""
+    """A progress bar on a terminal; elsewhere a line per step, and a line every half a minute in long steps."""
 
     def __init__(self, num_steps: int, first_step: int, compiling: Callable[[], Collection[str]]) -> None:
         self._num_steps, self._step, self._phase, self._compiling = num_steps, first_step, "", compiling
@@ -302,7 +302,7 @@ class _StepBar:
             self._summary = " ".join([*self._eta(), *texts])
             self._bar.set_description_str(self._summary, refresh=False)
             self._bar.update()
-            self._bar.refresh()  # without it, the bar does not show fast steps
+            self._bar.refresh()  # otherwise the bar would skip fast steps
 
     def phase(self, text: str) -> None:
         self._phase = text
@@ -316,20 +316,20 @@ class _StepBar:
         return f"{self._activity()}, {took} since step {self._step}/{self._num_steps}"
 
     def _activity(self) -> str:
-        """The phase, and the programs that are being compiled."""
+        """The current phase, and the programs that are being compiled."""
         compiling = [f"compiling {name}" for name in self._compiling()]
         return visible(", ".join([self._phase, *compiling] if self._phase else compiling))
 
     def _refresh(self) -> str:
-        """Draws the bar if its text has changed; there is no line to print."""
+        """Redraws the bar if its text has changed. Returns no line to print."""
         assert self._bar is not None
-        text = ", ".join(filter(None, [self._activity(), self._summary]))  # a narrow terminal cuts off the end
+        text = ", ".join(filter(None, [self._activity(), self._summary]))  # a narrow terminal truncates the end
         if text != self._bar.desc:
             self._bar.set_description_str(text)
         return ""
 
     def close(self, keep: bool) -> None:
-        """Ends the line of the bar, or clears it."""
+        """Ends the bar's line, or clears the bar."""
         self._ticker.close()
         if self._bar is not None:
             self._bar.leave = keep
@@ -337,7 +337,7 @@ class _StepBar:
             self._bar.close()
 
     def _eta(self) -> Iterator[str]:
-        """From the newest steps, with their checkpoints and validations; none after the first step, which compiles."""
+        """Estimates the remaining time from the newest steps; not after the first step, which includes compilation."""
         if num_timed := len(self._step_ends_s) - 1:
             seconds = (self._step_ends_s[-1] - self._step_ends_s[0]) / num_timed
             yield f"ETA {tqdm.format_interval((self._num_steps - self._step) * seconds)}"

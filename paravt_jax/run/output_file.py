@@ -1,8 +1,8 @@
-"""An output file of a command, such as --html or --json: written atomically, without overwriting foreign files.
+"""Writes an output file of a command, such as --html or --json, atomically and without overwriting other files.
 
-Make an `OutputFile` before the work and write it at the end, so that conflicts are reported early. A hidden record
-beside the file stores which command wrote it and the file's last two hashes, so that a copied file is recognised. A
-command replaces its own file if it is unchanged. Other files need --force. An input of the command is never replaced.
+Make an `OutputFile` before the work and write it at the end, so that conflicts are reported early. A hidden record next
+to the file stores the command that wrote it and the file's last two hashes, so that a copy is recognized. A command
+replaces its own unchanged file. Other files need --force. A command never replaces its inputs.
 """
 
 import hashlib
@@ -19,15 +19,15 @@ from model_port.json_files import without_nan
 from model_port.output_dir import check_local, lock_file, sync_path
 
 RECORD_SUFFIX = ".written_by_paravt_jax.json"
-MAX_NAME_BYTES = 200  # leaves room for the suffixes of the files beside it
-NEVER_READ = {".html", ".png"}  # what commands write and never read from a directory
+MAX_NAME_BYTES = 200  # leaves room for suffixes of hidden files next to it
+NEVER_READ = {".html", ".png"}  # suffixes that commands write and never read from a directory
 
 
 class OutputFile:
-    """`by` names the command and, if the file took long to make, its source.
+    """An output file. `by` names the command and, if the file is expensive to make, its source.
 
     `inputs` are the files and directories that the command reads; values that are not paths are ignored. In an input
-    directory only pages, pictures and files that `by` wrote are replaced.
+    directory, only pages, pictures and files that `by` wrote can be replaced.
     """
 
     def __init__(self, path: str | Path, by: str, *, inputs: Sequence[str | Path] = (), force: bool = False) -> None:
@@ -47,12 +47,12 @@ class OutputFile:
             partial.write_bytes(content.encode() if isinstance(content, str) else content)
 
     def write_json(self, record: Any) -> None:
-        """Writes null for NaN and infinity, which JSON does not have."""
+        """Writes JSON, with null for NaN and infinity, which JSON lacks."""
         self.write(json.dumps(without_nan(record), indent=2, allow_nan=False) + "\n")
 
     @contextmanager
     def partial(self) -> Iterator[Path]:
-        """Yields a path to write to. It becomes the file when the body ends, and is removed if the body raises."""
+        """Yields a temporary path. When the body ends, it becomes the file; if the body raises, it is removed."""
         if self._stream:
             with TemporaryDirectory() as directory:
                 yield (partial := Path(directory) / "content")
@@ -65,16 +65,16 @@ class OutputFile:
         lock = lock_file(partial, self._file)
         try:
             yield partial
-            self._check()  # a file may have appeared in the meantime
+            self._check()  # a file may have appeared since the first check
             sync_path(partial)
             digests = [sha256_of(file) for file in (partial, self._file) if file.exists()]
-            self._write_record(digests)  # before the file, which is this command's also after a kill between the two
+            self._write_record(digests)  # first, so that a kill between the writes leaves the file replaceable
             self.changed = digests[1:] != digests[:1]
             if self.changed:
                 partial.replace(self._file)
                 sync_path(self._file.parent)
         except OSError as problem:
-            problem.filename = problem.filename or str(self.path)  # an error such as "disk full" has no name
+            problem.filename = problem.filename or str(self.path)  # errors such as "disk full" have no file name
             raise
         finally:
             partial.unlink(missing_ok=True)
@@ -108,7 +108,7 @@ class OutputFile:
         return file.suffix not in NEVER_READ and any(map(file.is_relative_to, directories))
 
     def _not_own(self) -> str:
-        """Why this command may not replace the file, or ""."""
+        """The reason why this command may not replace the file; empty if it may."""
         try:
             record = json.loads(self._record.read_bytes())
             by, digests = record["by"], str(record["sha256"])
@@ -137,7 +137,7 @@ def sha256_of(file: Path) -> str:
 
 
 def _is_stream(path: Path) -> bool:
-    """True for a pipe, a terminal, /dev/null, and files that a shell has opened, such as /dev/stdout."""
+    """Whether the path is a pipe, a terminal, /dev/null, or a file that a shell has opened, such as /dev/stdout."""
     if not _exists(path) or path.is_dir():
         return False
     opened = str(path).startswith(("/dev/std", "/dev/fd/", "/proc/"))

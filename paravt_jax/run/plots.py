@@ -1,8 +1,8 @@
 """python -m paravt_jax.run.plots RUN_DIR
 python -m paravt_jax.run.plots RUN_A RUN_B … --png FILE
 
-Draws RUN/plots/*.png from the metrics of a run, finished or not: one picture per section of `charts`. With several
-runs, draws one picture with their curves over each other.
+Draws RUN/plots/*.png from the metrics of a finished or unfinished run, one picture per section of `charts`. With
+several runs, draws one picture that overlays their curves.
 """
 
 import argparse
@@ -38,7 +38,7 @@ COMPARED = {  # metric -> title; only metrics that a run has logged are drawn
     "loss/imitation": "Imitation loss, nats per token",
 }
 CURVE_COLORS = ("blue", "red", "green", "orange", "pink", "sky", "ink", "neutral")
-DASHES = ("-", "--", ":", "-.")  # for further runs, which repeat the colors
+DASHES = ("-", "--", ":", "-.")  # line styles for further runs, which repeat the colors
 LEGEND_ROW_INCHES = 0.25
 INK, FAINT = COLORS["ink"], "#808080"
 STYLE: Any = {
@@ -76,7 +76,7 @@ def make_plots(run_dir: Path) -> list[Path]:
     """Writes RUN/plots/*.png and returns their paths."""
     run = load_run(run_dir)
     written = []
-    # The style is restored afterwards, because the process may draw others. Another process may draw the same plots.
+    # Restores the style afterwards, for other figures of the process. Another process may draw the same plots.
     with matplotlib.rc_context(STYLE), TemporaryDirectory(prefix=".plots", dir=run_dir) as partial:
         for section, title in SECTIONS.items():
             charts = [chart for chart in run.charts if chart.section == section]
@@ -111,7 +111,7 @@ def draw_section(run: LoggedRun, title: str, charts: Sequence[Chart]) -> Figure:
 
 
 def _draw(axes: Axes, run: LoggedRun, chart: Chart) -> None:
-    drawn: list[tuple[float, Line2D]] = []  # last height and line
+    drawn: list[tuple[float, Line2D]] = []  # last value of each line, and the line
     bottom = np.zeros(len(run.metrics.steps))
     for line in chart.lines:
         color, values = COLORS[line.color], run.values(chart, line)
@@ -152,7 +152,7 @@ def _draw(axes: Axes, run: LoggedRun, chart: Chart) -> None:
 
 
 def draw_runs(runs: Sequence[LoggedRun]) -> Figure:
-    """Raises ValueError if no run has any of the metrics."""
+    """Draws the curves of several runs. Raises ValueError if no run has any of the metrics."""
     panels = {key: title for key, title in COMPARED.items() if any(run.metrics.has(key) for run in runs)}
     if not panels:
         raise ValueError(f"{', '.join(run.name for run in runs)}: none has logged any of {', '.join(COMPARED)} yet")
@@ -195,7 +195,7 @@ def _dash(number: int) -> str:
 
 
 def last_of(values: np.ndarray) -> float:
-    """The last value that is not NaN."""
+    """The last finite value."""
     return float(values[np.isfinite(values)][-1])
 
 

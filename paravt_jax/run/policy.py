@@ -56,14 +56,14 @@ class Policy:
     hf_files: Path  # config, tokenizer, processor and template, with this run's pixel limits
     source: Path  # a Hugging Face directory or a converted checkpoint
     compute: Compute
-    name: str = ""  # the source's name, as others find it
+    name: str = ""  # public name of the source
     adapter: Path | None = None  # a trained adapter that the run starts from
     lora: LoraConfig = NO_ADAPTERS  # the adapter to train
     seed: int = 0  # random seed for new adapters
     kernel_check: KernelCheck | None = None  # check of the accelerator's attention kernel, if model.attention=auto
 
     def load(self, *, is_frozen: bool = False) -> VLModel:
-        """Loads the parameters onto the mesh in float32; if only adapters or none train, in the activations' dtype."""
+        """Loads parameters onto the mesh: in float32, or in the activations' dtype if only adapters or none train."""
         dtype = self.compute.dtype if self.lora.rank or is_frozen else "float32"
         with Meter(f"loading {self.adapter or self.source}"):
             model = model_port.load(self.adapter or self.source, dtype, self.mesh)
@@ -82,7 +82,7 @@ class Policy:
         return f"attention: {form} ({machine}, rows of {row_tokens} tokens)"
 
     def adapter_info(self, model: VLModel) -> AdapterInfo | None:
-        """The adapter's metadata, or None without an adapter. It reads all base weights for their checksum."""
+        """The adapter's metadata, or None without an adapter. Reads all base weights for their checksum."""
         dtype = self.compute.dtype
         if not self.lora.rank:
             return None
@@ -103,7 +103,7 @@ async def policy_of(
         return open_policy(config.model, config.mesh, recipe, lora, seed=config.seed, run_dir=run_dir)
 
     policy = await in_thread(lambda: hosts.host_0_first(work))
-    if lora is not None:  # now that an adapter's base is known
+    if lora is not None:  # only now is an adapter's base known
         check_cpu_size(config.model.path, size_of(policy.hf_files), devices)
     if hosts.leads:
         servers = isinstance(config, EvalConfig) and config.engine.kind == "sglang"
@@ -157,7 +157,7 @@ def with_checked_kernel(policy: Policy, hosts: Hosts = ALONE) -> Policy:
 
 
 def contract_of_run(hf_dir: Path, max_pixels: int) -> VisionContract:
-    """How a run resizes its frames."""
+    """The vision contract of a run, which sets how frames are resized."""
     return replace(VisionContract.from_hf(hf_dir), min_pixels=MIN_PIXELS, max_pixels=max_pixels)
 
 
@@ -170,13 +170,13 @@ def open_policy(
     seed: int,
     run_dir: Path,
 ) -> Policy:
-    """`recipe` has the run's prompts and pixels; `seed` initializes random weights. Without `lora` nothing trains."""
+    """Opens a policy with the prompts and pixels of `recipe`. `seed` is for random weights; None `lora`: frozen."""
     source, name, adapter = _source(model.path, seed, run_dir), model.path, None
     if is_adapter(source):
         adapter, source, name = source, base_directory(source), base_of(source)
         _check_adapter(adapter, lora)
     hf_dir = hf_files_of(source)
-    chat = Chat.from_hf(hf_dir)  # before the copy below, whose path nobody would recognize in an error
+    chat = Chat.from_hf(hf_dir)  # before the copy below, whose path would be confusing in an error
     contract = contract_of_run(hf_dir, recipe.max_pixels)
     hf_files = run_dir / HF_FILES_DIR
     files = with_pixel_bounds(read_side_files(hf_dir), contract.min_pixels, contract.max_pixels)
@@ -202,7 +202,7 @@ def open_policy(
 
 
 def _check_cpu_size(path: str, devices: Sequence[Any]) -> None:
-    """Checks before weights are downloaded. The size of an adapter's base on the hub is not known yet."""
+    """Rejects large models on a CPU before downloading weights. An adapter's base on the hub is checked later."""
     if path == TINY or not fell_back(devices):
         return
     hf_dir = hf_files_of(source_directory(path, MODEL_DIR, weights=False))

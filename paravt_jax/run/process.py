@@ -1,4 +1,4 @@
-"""A run as a process: memory preallocation, signals, and messages before and after it has a log."""
+"""Process-level setup of a run: memory preallocation, signals, notebooks and exit."""
 
 import asyncio
 import os
@@ -12,17 +12,17 @@ from typing import Any, NoReturn, TypeVar
 from model_port.malloc import keep_freed_memory
 from model_port.terminal import say
 
-RESERVE_FRAC = 0.1  # of device memory: layouts, collectives, fragmentation and the runtime, which plans do not count
+RESERVE_FRAC = 0.1  # fraction of device memory for layouts, collectives, fragmentation and the runtime, not in plans
 ACCELERATORS = ("jax_cuda12_plugin", "jax_cuda13_plugin", "libtpu")
 MEMORY_FRAC = "XLA_CLIENT_MEM_FRACTION"
-OLD_MEMORY_FRAC = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # its older name; jax rejects both together
+OLD_MEMORY_FRAC = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # the older name; jax rejects both names together
 
 
 def claim_memory(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Prepares this process's memory for JAX, before it is used.
+    """Prepares this process's memory before JAX is used.
 
-    On a GPU, JAX preallocates as much memory as plans assume, not its default 75 %; a user's setting wins. If JAX can
-    only use a CPU, XLA's temporary buffers reuse freed memory, which must be arranged before a thread allocates.
+    On a GPU, JAX preallocates as much memory as plans assume, not its default 75 %, unless the user has set it. If JAX
+    can only use a CPU, XLA's temporary buffers reuse freed memory, which must be set up before a thread allocates.
     """
     if OLD_MEMORY_FRAC not in environment:
         environment.setdefault(MEMORY_FRAC, f"{1 - RESERVE_FRAC:.2f}")
@@ -31,12 +31,12 @@ def claim_memory(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 Result = TypeVar("Result")
-GRACE_S = 120.0  # for a checkpoint after SIGTERM
-NOTICED_S = 1.0  # by when a notebook notices an interrupt that arrived just before it waited, and so did not wake it
+GRACE_S = 120.0  # time to save a checkpoint after SIGTERM
+NOTICED_S = 1.0  # a notebook polls for interrupts this often, because one just before a wait does not wake it
 
 
 class Stopping(asyncio.Event):
-    """Set when a signal asks the run to stop, on this host or another."""
+    """Set when a signal asks the run to stop, on any host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,12 +60,12 @@ class Stopping(asyncio.Event):
 
 
 def stop_on_signals(stopping: Stopping) -> Callable[[], None]:
-    """SIGTERM and Ctrl-C end a run after its current step; a second one, or the end of the grace period, ends it now.
+    """Handles SIGTERM and Ctrl-C. The first ends a run after its step; a second one, or GRACE_S later, ends it at once.
 
     Returns a function that removes the signal handlers.
     """
     loop = asyncio.get_running_loop()
-    if threading.current_thread() is not threading.main_thread():  # which alone receives signals
+    if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
         return _stop_on_interrupt(stopping, loop)
     received: list[int] = []
 
@@ -86,7 +86,7 @@ def stop_on_signals(stopping: Stopping) -> Callable[[], None]:
     return undo
 
 
-_on_interrupt: list[Callable[[], object]] = []  # what the next interrupts of a notebook do; the next one is last
+_on_interrupt: list[Callable[[], object]] = []  # handlers of notebook interrupts; the last one is used next
 
 
 def _stop_on_interrupt(stopping: Stopping, loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
@@ -108,9 +108,9 @@ def _stop_on_interrupt(stopping: Stopping, loop: asyncio.AbstractEventLoop) -> C
 
 
 def run_here(work: Coroutine[Any, Any, Result]) -> Result:
-    """Like asyncio.run. If an event loop is running, as in a notebook, the work runs in another thread.
+    """Runs a coroutine like asyncio.run. If an event loop is running, as in a notebook, it runs in another thread.
 
-    Interrupting the notebook then ends the work like a signal, and a second time at once.
+    Interrupting the notebook then ends the work like a signal; a second interrupt ends it at once.
     """
     if not _in_loop():
         return asyncio.run(work)
@@ -119,7 +119,7 @@ def run_here(work: Coroutine[Any, Any, Result]) -> Result:
         while True:
             try:
                 return running.result(NOTICED_S)
-            except TimeoutError:  # of the waiting, or of the work
+            except TimeoutError:  # raised by the waiting or by the work
                 if running.done():
                     return running.result()
             except KeyboardInterrupt:

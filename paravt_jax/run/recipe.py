@@ -1,7 +1,7 @@
-"""paravt.json, next to a model's weights: the prompts, pixels and turns that it was trained with.
+"""Reads and writes paravt.json next to a model's weights: the prompts, pixels and turns of its training.
 
-Runs write it, and checkpoints and exports include it, so that the model is used as it was trained. Models can come from
-anywhere, so the file is untrusted: tool code is left out, and prompt files and ${…} are rejected.
+Runs write the file, and checkpoints and exports include it, so that a model is used as it was trained. Models can come
+from anywhere, so the file is untrusted: tool code is left out, and prompt files and ${…} are rejected.
 """
 
 import json
@@ -27,7 +27,7 @@ NOT_COMPARED = ("num_frames", "rollout.dispatch")  # runs vary these on purpose
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings for using a model; the defaults are a run's."""
+    """Settings for using a model. The defaults are those in a run's config."""
 
     num_frames: int = VideoConfig.overview_frames  # overview frames
     max_pixels: int = VideoConfig.max_pixels
@@ -82,7 +82,7 @@ def read_recipe(directory: Path) -> Recipe | None:
 
 
 def differences(directory: Path, recipe: Recipe) -> str:
-    """A line about the settings that differ from the recipe in the model's files; empty if none do."""
+    """Describes the settings that differ from the recipe in the model's files; empty if none differ."""
     trained, current = flattened(_record(directory) or {}), flattened(recipe.to_record())
     changes = [
         change_text(key, trained[key], value)

@@ -1,7 +1,7 @@
-"""The start line of every command: devices, model, data and precision.
+"""Makes the start line of every command: devices, model, data and precision.
 
-A run that computes on a CPU by mistake looks like one that hangs. So if jax cannot use a GPU, the line explains how to
-fix it, and large models train on a CPU only with JAX_PLATFORMS=cpu.
+A run that uses a CPU by mistake seems to hang. So if jax cannot use the GPU, the line explains how to fix it, and large
+models train on a CPU only with JAX_PLATFORMS=cpu.
 """
 
 import os
@@ -21,11 +21,11 @@ from paravt_jax.run.gpu_assignment import VISIBLE
 PLATFORMS = "JAX_PLATFORMS"
 MAX_CPU_PARAMS = 100_000_000  # largest model that trains on a CPU without JAX_PLATFORMS=cpu
 CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-NVIDIA_FILES = ("nvidia[0-9]*", "nvidiactl", "dxg")  # in /dev: a driver's files, also in containers and WSL
+NVIDIA_FILES = ("nvidia[0-9]*", "nvidiactl", "dxg")  # a driver's files in /dev, also in containers and WSL
 
 
 def find_devices() -> Sequence[Any]:
-    """The run's devices. Raises if jax finds none for JAX_PLATFORMS."""
+    """Finds the run's devices. Raises if jax has no devices for JAX_PLATFORMS."""
     try:
         return jax.devices()
     except (AssertionError, RuntimeError) as problem:  # AssertionError: a platform without hardware
@@ -51,7 +51,7 @@ def _cuda_is_installed() -> bool:
 
 
 def _no_gpu() -> str:
-    """Why jax uses no NVIDIA GPU."""
+    """The reason why jax uses no NVIDIA GPU."""
     if not _cuda_is_installed():
         visible = "an NVIDIA GPU is" if _gpu_is_visible() else "no NVIDIA GPU is"
         return f"{visible} visible, and jax's CUDA plugin is not installed (`pip install 'jax[cuda12]'`)"
@@ -66,7 +66,7 @@ def _no_gpu() -> str:
 
 
 def describe_devices(devices: Sequence[Any], num_hosts: int = 1) -> str:
-    """For example `8 x NVIDIA H100 80GB HBM3`. For a CPU also why, if this machine seems to have a GPU."""
+    """Describes devices, for example `8 x NVIDIA H100 80GB HBM3`. Explains why jax does not use a visible GPU."""
     why = _no_gpu() if fell_back(devices) and (_gpu_is_visible() or _cuda_is_installed()) else ""
     on_hosts = f" on {num_hosts} hosts" if num_hosts > 1 else ""
     return f"{len(devices)} x {devices[0].device_kind}{on_hosts}" + f" ({why})" * bool(why)
@@ -90,7 +90,7 @@ def check_cpu_size(model: str, size: int, devices: Sequence[Any]) -> None:
 def start_line(
     devices: str, size: int, dtype: str, written: str, *, mesh: MeshConfig | None = None, **items: object
 ) -> str:
-    """`size` parameters compute in `dtype`; `written` is the dtype in the settings. `items` follow by name."""
+    """Formats the start line. `size` counts parameters, `written` is the dtype in the settings, `items` follow."""
     parts: dict[str, object] = {"devices": devices}
     if mesh is not None:
         axes = " ".join(f"{name}={number}" for name, number in vars(mesh).items())

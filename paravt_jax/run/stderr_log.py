@@ -1,4 +1,4 @@
-"""RUN/log.txt: everything that a run's Python prints to stderr, except the redraws of its progress bar."""
+"""Copies a run's stderr to RUN/log.txt, except redraws of the progress bar."""
 
 import shlex
 import sys
@@ -19,7 +19,7 @@ def log_file(host: int) -> str:
 
 @contextmanager
 def stderr_copied(path: Path) -> Iterator[None]:
-    """Appends stderr to the file, below a line with the time and the command. An error adds its stack trace."""
+    """Appends stderr to a file, after a line with the time and the command. An exception adds its traceback."""
     with path.open("ab", buffering=0) as file:
         copied: Any = _Copied(sys.stderr, file)
         copied.copy(f"{datetime.now(UTC).isoformat(timespec='seconds')}  {shlex.join(sys.argv)}\n")
@@ -32,9 +32,9 @@ def stderr_copied(path: Path) -> Iterator[None]:
 
 
 class _Copied:
-    """Writes to stderr and to the file. A redraw of the bar begins with a carriage return.
+    """Writes to stderr and to the file, except redraws of the bar, which start with a carriage return.
 
-    No error of either ends the run: a full disk, a terminal that is gone, or the `tee` that Ctrl-C has ended.
+    Errors of both are ignored, so that a full disk, a closed terminal or a `tee` ended by Ctrl-C does not end the run.
     """
 
     def __init__(self, stderr: IO[str], file: RawIOBase) -> None:

@@ -1,4 +1,4 @@
-"""Runs work in threads beside the event loop, and cancels it on a stop."""
+"""Runs work in threads next to the event loop, and cancels work when a run stops."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -9,7 +9,7 @@ Result = TypeVar("Result")
 
 
 async def in_thread(work: Callable[[], Result]) -> Result:
-    """Like asyncio.to_thread, but a cancellation waits for the work: an update must not stop half-way."""
+    """Runs work like asyncio.to_thread, but a cancellation waits for the work, because updates must not stop midway."""
     task = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         return await asyncio.shield(task)
@@ -20,7 +20,7 @@ async def in_thread(work: Callable[[], Result]) -> Result:
 
 
 async def unless_stopped(stopping: asyncio.Event, work: Awaitable[Result]) -> Result | None:
-    """Returns the result of `work`, or cancels it and returns None as soon as the run must stop."""
+    """Returns the result of `work`, or cancels it and returns None when the run must stop."""
     working, stopped = asyncio.ensure_future(work), asyncio.create_task(stopping.wait())
     await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()

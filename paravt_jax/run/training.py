@@ -1,7 +1,7 @@
-"""Shared by RL and SFT: steps, the log, checkpoints, resuming and the end of a run.
+"""The parts of a run that RL and SFT share: steps, log, checkpoints, resuming and the end of a run.
 
 A run's directory identifies it: a run with the same directory resumes from its newest checkpoint. Random draws are
-keyed by seed and number, so a checkpoint needs only the learner's state and a few numbers, the progress.
+keyed by seed and number, so a checkpoint needs only the learner's state and a few numbers, called the progress.
 """
 
 import asyncio
@@ -46,22 +46,22 @@ from paravt_jax.run.threads import in_thread, unless_stopped
 
 Result = TypeVar("Result")
 Progress = dict[str, Any]
-OWN_SETTING = "hosts.index"  # differs between hosts
+OWN_SETTING = "hosts.index"  # the only setting that may differ between hosts
 INCOMPARABLE = ("seed", "model.path", "model.dtype", "data.train", "data.validation")
 
 
 @dataclass(frozen=True, eq=False)
 class RunDirectory:
-    """A run's directory, locked before anything loads until everything is closed."""
+    """A run's directory, locked from before anything loads until everything is closed."""
 
     path: Path
     stopping: Stopping  # set when the run must stop
     num_logged: int  # steps logged before this start
     settings: Mapping[str, Any]
-    changes: Mapping[str, tuple[Any, Any]]  # changed settings since the last start
+    changes: Mapping[str, tuple[Any, Any]]  # settings that changed since the last start
     allow_changes: bool
     hosts: Hosts
-    bucket: Bucket | None = None  # for checkpoints and copies of logs; None: local
+    bucket: Bucket | None = None  # for checkpoints and copies of logs; None: they are local
     lease: Lease | None = None  # host 0's lease on the bucket
 
     @classmethod
@@ -75,8 +75,8 @@ class RunDirectory:
     ) -> "RunDirectory":
         """Locks the directory and handles signals until `stack` closes.
 
-        Raises if hosts differ in settings or code or see different directories. Also raises if settings changed that
-        make a resumed run incomparable, unless `allow_changes`.
+        Raises if hosts differ in settings or code or see different directories. Unless `allow_changes`, also raises if
+        settings changed that would make a resumed run incomparable.
         """
         if hosts.leads and (project := settings["log"]["wandb_project"]):
             import_wandb(project)  # before models load
@@ -109,7 +109,7 @@ class RunDirectory:
         return cls(path, stopping, num_logged, settings, changes, allow_changes, hosts, bucket, lease)
 
     def checkpoints(self, copies: "LogCopies | None", *options: Any) -> Checkpoints:
-        """`copies` uploads the logs before a checkpoint in a bucket is committed."""
+        """Makes the run's checkpoints. `copies` uploads logs before a checkpoint in a bucket is committed."""
         if self.bucket is None:
             return Checkpoints(self.path / CHECKPOINTS_DIR, *options)
 
@@ -121,7 +121,7 @@ class RunDirectory:
         return BucketCheckpoints(self.bucket / CHECKPOINTS_DIR, *options, before_commit=before_commit)
 
     async def unless_stopped(self, work: Awaitable[Result]) -> Result | None:
-        """Returns the result of `work`, or None on all hosts if one of them must stop."""
+        """Returns the result of `work`, or None on all hosts if a host must stop."""
         result = await unless_stopped(self.stopping, work)
         signal_number = max(await self.hosts.gather_async("stop", self.stopping.signal))
         if signal_number:
@@ -131,7 +131,7 @@ class RunDirectory:
 
 @dataclass(eq=False)
 class Training:
-    """State of a training run, RL or SFT."""
+    """The state of a training run, either RL or SFT."""
 
     directory: RunDirectory
     learner: Learner
@@ -139,15 +139,15 @@ class Training:
     checkpoints: Checkpoints
     num_steps: int
     save_every_steps: int
-    first_progress: Progress  # the newest checkpoint's progress; for a new run, its beginning
-    step: int  # steps done
-    parts: EpisodeParts  # other hosts' episodes
-    copies: LogCopies | None = None  # host 0's, to a bucket
-    adapter: AdapterInfo | None = None  # the trained adapter's; None: all weights train
+    first_progress: Progress  # progress of the newest checkpoint; for a new run, its initial progress
+    step: int  # number of finished steps
+    parts: EpisodeParts  # episodes of other hosts
+    copies: LogCopies | None = None  # copies to a bucket, on host 0
+    adapter: AdapterInfo | None = None  # metadata of the trained adapter; None: all weights train
     compiles: Compiles = field(default_factory=Compiles)
-    ahead: asyncio.Task[None] | None = None  # compiles the update before the first one
+    ahead: asyncio.Task[None] | None = None  # compiles the update ahead of the first one
     began_step_s: float = 0.0
-    exit_code: int = 0  # of the command: 0 if all steps are done, 128 + n if signal n stopped the run earlier
+    exit_code: int = 0  # the command's exit code: 0 if all steps are done, 128 + n if signal n stopped the run
 
     @classmethod
     async def resume(
@@ -164,9 +164,9 @@ class Training:
         log: LogConfig,
         remarks: Sequence[str],
     ) -> "Training":
-        """Resumes from the newest complete checkpoint, or starts from `beginning`: {"step": 0} and further progress.
+        """Resumes from the newest complete checkpoint, or starts from `beginning`, {"step": 0} and other progress.
 
-        `fingerprint` is the data order's. This writes the settings to the run's directory.
+        `fingerprint` identifies the data order. Writes the settings to the run's directory.
         """
         adapter = await in_thread(lambda: policy.adapter_info(learner.model))
         hosts = directory.hosts
@@ -175,7 +175,7 @@ class Training:
         stack.callback(checkpoints.close)
         beginning = beginning | {"visits": fingerprint}
         progress = await in_thread(lambda: checkpoints.restore(learner))
-        if progress is None and directory.num_logged > 2 * checkpoint.every_steps:  # the first was complete by then
+        if progress is None and directory.num_logged > 2 * checkpoint.every_steps:  # after its first checkpoint
             raise RuntimeError(
                 f"{directory.path} has a log of {directory.num_logged} steps but no checkpoint; restore one, "
                 f"move the directory away to start over, or choose another run_dir"
@@ -232,16 +232,16 @@ class Training:
 
     @property
     def version(self) -> int:
-        """Optimizer steps in the learner's weights."""
+        """The policy version: the number of optimizer steps in the learner's weights."""
         return int(self.learner.state.step)
 
     def compile_ahead(self, work: Coroutine[Any, Any, None], stack: AsyncExitStack) -> None:
-        """Compiles the update's programs in a thread, beside everything before the first update."""
+        """Starts to compile the update's programs in a thread, while the run prepares the first update."""
         task = self.ahead = asyncio.create_task(work)
 
         async def finish() -> None:
-            task.cancel()  # a program that is compiled ends first
-            await asyncio.gather(task, return_exceptions=True)  # an update has raised its error
+            task.cancel()  # waits for the program that is being compiled
+            await asyncio.gather(task, return_exceptions=True)  # errors were already raised by an update
 
         stack.push_async_callback(finish)
 
@@ -251,7 +251,7 @@ class Training:
             await self.ahead
 
     def begin_step(self, phase: str) -> bool:
-        """False if all steps are done."""
+        """Starts a step; returns False if all steps are done."""
         self.began_step_s = time.monotonic()
         if self.step >= self.num_steps:
             return False
@@ -259,7 +259,7 @@ class Training:
         return True
 
     def step_metrics(self, num_tokens: int) -> dict[str, float]:
-        """Metrics of the current step, which ends now."""
+        """Ends the current step and returns its metrics."""
         step_s = time.monotonic() - self.began_step_s
         return {
             "policy_version": float(self.version),
@@ -272,7 +272,7 @@ class Training:
         return self.step % every_steps == 0 or self.step >= self.num_steps
 
     def validation_due(self, validation: ValidationConfig) -> bool:
-        """Before the first step, every `every_steps` and after the last one; never twice, even after a restart."""
+        """Whether to validate: before the first step, every `every_steps`, after the last step; never twice."""
         return self.due(validation.every_steps) and self.step not in self.log.validated
 
     async def save_if_due(self, progress: Callable[[], Progress]) -> None:
@@ -281,7 +281,7 @@ class Training:
             await self.save(progress())
 
     async def save(self, progress: Progress) -> None:
-        """Returns when the state is copied; writing continues in the background."""
+        """Saves a checkpoint. Returns when the state is copied; writing continues in the background."""
         self.log.phase("checkpoint")
         record = {"step": self.step, "visits": self.first_progress["visits"], **progress}
         if self.directory.lease is not None and self.directory.lease.lost:
@@ -289,7 +289,7 @@ class Training:
         await in_thread(lambda: self.checkpoints.save(self.learner, record))
 
     async def finish(self, progress: Progress) -> None:
-        """Saves a checkpoint and waits for it, draws plots, and logs where everything is."""
+        """Saves the last checkpoint, draws plots, and logs the paths of all results."""
         stopped_by = self.directory.stopping.signal
         self.exit_code = 128 + stopped_by if stopped_by and self.step < self.num_steps else 0
         await self.save(progress)
