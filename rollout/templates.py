@@ -14,12 +14,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 import jinja2.sandbox
 from jinja2.ext import loopcontrols
@@ -29,7 +28,6 @@ MAX_MEMORY_BYTES = 2**30
 MAX_TEMPLATE_CHARS = 2**20
 MAX_GROWTH, MIN_CHARS = 16, 2**20  # a text may be this many times longer than its input
 MAX_PROBLEM_CHARS = 300
-LENGTH_BYTES = 8
 
 
 def render(template: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, **settings: Any) -> str:
@@ -50,14 +48,15 @@ class _Renderer:
             child = self._child = self._child or _start()
             assert child.stdin is not None and child.stdout is not None
             try:
-                _send(child.stdin, content)
-                answer = _receive(child.stdout)
+                child.stdin.write(content + b"\n")
+                child.stdin.flush()
+                answer = child.stdout.readline()
             except BrokenPipeError:
-                answer = None
+                answer = b""
             except BaseException:  # such as Ctrl-C: the next request would read this one's answer
                 self._end()
                 raise
-            if answer is None:
+            if not answer.endswith(b"\n"):  # it died
                 code = self._end()
                 raise ValueError(
                     f"it took more than {DEADLINE_S:g} s of CPU"
@@ -105,18 +104,6 @@ os.register_at_fork(after_in_child=_new_renderer)
 atexit.register(lambda: _renderer.close())
 
 
-def _send(file: IO[bytes], content: bytes) -> None:
-    file.write(len(content).to_bytes(LENGTH_BYTES) + content)
-    file.flush()
-
-
-def _receive(file: IO[bytes]) -> bytes | None:
-    """The next message, or None if the other end is closed."""
-    length = file.read(LENGTH_BYTES)
-    content = file.read(int.from_bytes(length)) if len(length) == LENGTH_BYTES else b""
-    return content if len(length) == LENGTH_BYTES and len(content) == int.from_bytes(length) else None
-
-
 @cache
 def _compiled(chat_template: str) -> jinja2.Template:
     """Compiles a chat template as transformers does (utils/chat_template_utils.py)."""
@@ -151,20 +138,17 @@ def _answer(request: dict[str, Any], num_chars: int) -> dict[str, str]:
     return {"text": text}
 
 
-def _serve(requests: IO[bytes], answers: IO[bytes], arm: Callable[[float], object]) -> None:
-    while (content := _receive(requests)) is not None:
-        arm(DEADLINE_S)
-        _send(answers, json.dumps(_answer(json.loads(content), len(content))).encode())
-        arm(0)
-
-
 def _main() -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group; the trainer still saves
         signal.signal(ignored, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process during any operation
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _serve(sys.stdin.buffer, sys.stdout.buffer, lambda seconds: signal.setitimer(signal.ITIMER_PROF, seconds))
+    while (line := sys.stdin.buffer.readline()).endswith(b"\n"):
+        signal.setitimer(signal.ITIMER_PROF, DEADLINE_S)
+        sys.stdout.buffer.write(json.dumps(_answer(json.loads(line), len(line))).encode() + b"\n")
+        sys.stdout.buffer.flush()
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 if __name__ == "__main__":
