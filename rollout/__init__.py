@@ -1,1 +1,1 @@
-"""Engines, episodes, tools and video. Never imports jax, so that it runs beside any learner."""
+"""Engines, episodes, tools and video. This package never imports jax, so it works with any learner."""

@@ -1,9 +1,9 @@
-"""Converts text to ids and back, and builds the parts of a dialogue that no model writes.
+"""Converts text to ids and back, and builds the parts of a dialogue that the model does not write.
 
-The tokenizer's chat template renders a prompt once. The environment's text after a turn is the text that the template
-would put there, so that for an ordinary dialogue the ledger's ids equal the template's output for the whole dialogue.
-Outside text, a question or a report, never encodes to added tokens, because these open and close turns, calls and
-pictures.
+The tokenizer's chat template renders a prompt once. After each turn the environment appends the text that the template
+would put there. For an ordinary dialogue the ledger's ids therefore equal the template's output for the whole dialogue.
+Text from outside, such as a question or a report, never encodes to added tokens, because these open and close turns,
+calls and pictures.
 """
 
 import json
@@ -23,24 +23,24 @@ from rollout.tools_text import with_responses, with_tools
 
 IMAGE = "<|image_pad|>"
 PICTURE = f"<|vision_start|>{IMAGE}<|vision_end|>"
-TOKEN_PX = 32  # side of the square of pixels that becomes one token of Qwen3-VL
+TOKEN_PX = 32  # side of the square of pixels that becomes one token in Qwen3-VL
 VISUAL_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", IMAGE, "<|video_pad|>")
 TURN_END = "<|im_end|>"
-TAGS = ("<think>", "</think>", "<tool_response>", "</tool_response>")  # text for Qwen2.5-VL, tokens for Qwen3-VL
+TAGS = ("<think>", "</think>", "<tool_response>", "</tool_response>")  # plain text in Qwen2.5-VL, tokens in Qwen3-VL
 STOP_TOKENS = (TURN_END, "<|endoftext|>")
 MAX_FILE_BYTES = 64 * 2**20  # six times the published tokenizer.json
-SPOKEN = "\ue000spoken\ue000"  # placeholder for an assistant's turn; it occurs in no template
-PROBE = "\ue000probe\ue000"  # the same for a tool, and for a tool's response
+TURN_PROBE = "\ue000spoken\ue000"  # placeholder for an assistant's turn; occurs in no template
+TOOL_PROBE = "\ue000probe\ue000"  # placeholder for a tool or its response
 
 
 def _characters(data: bytes) -> list[int]:
-    """For every byte, the index of its character; invalid UTF-8 becomes replacement characters."""
+    """Maps every byte to the index of its character in the decoded text, with U+FFFD for invalid UTF-8."""
     numbers: list[int] = []
     at = num_chars = 0
     while at < len(data):
         try:
             valid, wrong = data[at:].decode(), 0
-        except UnicodeDecodeError as problem:  # its range becomes one replacement character
+        except UnicodeDecodeError as problem:  # the invalid range becomes one replacement character
             valid, wrong = data[at : at + problem.start].decode(), problem.end - problem.start
         for character in valid:
             numbers += [num_chars] * len(character.encode())
@@ -52,7 +52,7 @@ def _characters(data: bytes) -> list[int]:
 
 
 def byte_characters() -> dict[int, str]:
-    """The printable character of each byte in a byte-level tokenizer's vocabulary."""
+    """Maps each byte to the printable character that stands for it in a byte-level tokenizer's vocabulary."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     unprintable = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(unprintable)}
@@ -62,12 +62,12 @@ BYTES = {character: byte for byte, character in byte_characters().items()}
 
 
 class Chat:
-    """A tokenizer with its chat template."""
+    """A tokenizer and its chat template."""
 
     def __init__(
         self, tokenizer: Tokenizer, chat_template: str, source: str = "the tokenizer", token_px: int = TOKEN_PX
     ):
-        """`token_px` is the side of the square of pixels that becomes one token."""
+        """`source` names the tokenizer in errors; `token_px` is the side of the square of pixels that is one token."""
         self.tokenizer = tokenizer
         self.source = source
         self.token_px = token_px
@@ -90,11 +90,11 @@ class Chat:
         directory = Path(directory)
         path = directory / "tokenizer.json"
         if not path.is_file():
-            raise ValueError(f"{directory} has no tokenizer.json; save the model's tokenizer there in its fast form")
+            raise ValueError(f"{directory} has no tokenizer.json; save the model's fast tokenizer there")
         return cls(_read_tokenizer(path), _read_template(directory), str(directory), _read_token_px(directory))
 
     def encode(self, text: str) -> np.ndarray:
-        """Encodes trusted text; the names of added tokens become those tokens."""
+        """Encodes trusted text; names of added tokens encode to these tokens."""
         return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -102,18 +102,18 @@ class Chat:
         return self.tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
 
     def spans(self, ids: Sequence[int] | np.ndarray) -> list[tuple[int, int]]:
-        """The character range in `decode(ids)` of each token.
+        """Returns each token's range of characters in `decode(ids)`.
 
-        A character that several tokens spell belongs to each of them.
+        If several tokens spell a character together, the character is in the range of each.
         """
         pieces = [self._bytes_of(int(token)) for token in ids]
         character_of = _characters(b"".join(pieces))
         num_chars = character_of[-1] + 1 if character_of else 0
-        spans, at = [], 0
+        spans, start = [], 0
         for piece in pieces:
-            of_piece = character_of[at : at + len(piece)]
-            at += len(piece)
-            spans.append((of_piece[0], of_piece[-1] + 1) if piece else (num_chars, num_chars))
+            characters = character_of[start : start + len(piece)]
+            start += len(piece)
+            spans.append((characters[0], characters[-1] + 1) if piece else (num_chars, num_chars))
         return spans
 
     def _bytes_of(self, token: int) -> bytes:
@@ -125,54 +125,52 @@ class Chat:
 
     def escape(self, text: str) -> str:
         """Inserts a space into names of added tokens, so that they encode to ordinary tokens."""
-        return self._added.sub(_broken, _encodable(text))
+        return self._added.sub(_spaced, _encodable(text))
 
     def prompt(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> np.ndarray:
-        """The ids of a dialogue up to the assistant's turn. Its texts must be trusted or `escape`d."""
+        """Returns the ids of a dialogue up to the assistant's next turn. Texts must be trusted or `escape`d."""
         return self.encode(self._render(messages, tools, add_generation_prompt=True))
 
     def ids(
         self, messages: list[dict[str, Any]], num_pictures: int, tools: list[dict[str, Any]] | None = None
     ) -> np.ndarray:
-        """Like `prompt`, with exactly one placeholder per picture."""
+        """Like `prompt`, but raises a ValueError unless the ids have exactly `num_pictures` placeholders."""
         ids = self.prompt(messages, tools)
         if (num_shown := np.count_nonzero(ids == self.image_id)) != num_pictures:
-            raise ValueError(
-                f"the chat template of {self.source} shows {num_shown} pictures of a message with {num_pictures}"
-            )
+            raise ValueError(f"the chat template of {self.source} renders {num_shown} of {num_pictures} pictures")
         return ids
 
     def encode_turn(self, text: str) -> np.ndarray:
-        """Encodes an assistant's turn from outside: tags become tokens, but control and vision tokens do not."""
+        """Encodes an assistant's turn from a dataset: tags become tokens, but control and vision tokens do not."""
         return self.encode(self.escape_control(text))
 
     def escape_control(self, text: str) -> str:
         """Like `escape`, but tags such as `<think>` and `<tool_call>` still encode to their tokens."""
-        return self._control.sub(_broken, _encodable(text))
+        return self._control.sub(_spaced, _encodable(text))
 
     def after_turn(self, ids: np.ndarray, responses: Sequence[Response]) -> np.ndarray:
-        """The text after an assistant's turn: its end if it was cut off, tool responses, the assistant's header.
+        """Returns the ids to append after an assistant's turn, with one placeholder per picture of the responses.
 
-        Has one placeholder per picture of the responses.
+        They have the turn's end (if the turn was cut off), the tool responses and the header of the next turn.
         """
         return self.after(
             ids, [{"role": "tool", "content": content_of(response, self.escape)} for response in responses]
         )
 
     def after(self, ids: np.ndarray, messages: list[dict[str, Any]]) -> np.ndarray:
-        """Like `after_turn`, for any messages; their texts must be trusted or `escape`d."""
+        """Like `after_turn`, but for any messages. Their texts must be trusted or `escape`d."""
         has_pictures = any(isinstance(message["content"], list) for message in messages)
         if has_pictures and not self._shows_pictures:
             messages = with_responses(messages)
-        after = self._after_spoken(messages)
+        after = self._after_assistant(messages)
         return self.encode(after.removeprefix(TURN_END) if self.ended(ids) else after)
 
     @cached_property
     def _shows_pictures(self) -> bool:
-        """Whether the template shows pictures in tool responses, as the published one does; others may not."""
-        content = [{"type": "text", "text": PROBE}, {"type": "image"}]
+        """Whether the template renders pictures in tool responses, as Qwen3-VL's does."""
+        content = [{"type": "text", "text": TOOL_PROBE}, {"type": "image"}]
         try:
-            return f"{PROBE}{PICTURE}" in self._after_spoken([{"role": "tool", "content": content}])
+            return f"{TOOL_PROBE}{PICTURE}" in self._after_assistant([{"role": "tool", "content": content}])
         except ValueError:
             return False
 
@@ -180,20 +178,22 @@ class Chat:
     def _shows_tools(self) -> bool:
         """Whether the template describes tools, as Qwen3-VL's does; Qwen2.5-VL's ignores them."""
         try:
-            return PROBE in render(self._template, [{"role": "user", "content": ""}], [make_schema(PROBE, PROBE)])
+            tool = make_schema(TOOL_PROBE, TOOL_PROBE)
+            return TOOL_PROBE in render(self._template, [{"role": "user", "content": ""}], [tool])
         except ValueError:
             return False
 
     def without_stop(self, ids: np.ndarray) -> np.ndarray:
-        """A turn without the token that ended its sampling."""
+        """Returns a turn's ids without the stop token at their end, if there is one."""
         return ids[:-1] if len(ids) and int(ids[-1]) in self.stop_ids else ids
 
     def ended(self, ids: np.ndarray) -> bool:
         return len(ids) > 0 and int(ids[-1]) == self.turn_end_id
 
-    def _after_spoken(self, messages: list[dict[str, Any]]) -> str:
-        spoken = [{"role": "user", "content": ""}, {"role": "assistant", "content": SPOKEN}]
-        return self._render([*spoken, *messages], add_generation_prompt=True).partition(SPOKEN)[2]
+    def _after_assistant(self, messages: list[dict[str, Any]]) -> str:
+        """Renders the text that follows the content of an assistant's turn, with `messages` after the turn."""
+        before = [{"role": "user", "content": ""}, {"role": "assistant", "content": TURN_PROBE}]
+        return self._render([*before, *messages], add_generation_prompt=True).partition(TURN_PROBE)[2]
 
     def _render(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, *, add_generation_prompt: bool
@@ -208,11 +208,11 @@ class Chat:
     def _id(self, token: str) -> int:
         number = self.tokenizer.token_to_id(token)
         if number is None:
-            raise ValueError(f"{self.source} has no token {token}; it is not the tokenizer of a Qwen-VL")
+            raise ValueError(f"{self.source} has no token {token}; it is not the tokenizer of a Qwen-VL model")
         return number
 
     def _check_template(self) -> None:
-        after = self._after_spoken([{"role": "tool", "content": "x"}])
+        after = self._after_assistant([{"role": "tool", "content": "x"}])
         if not after.startswith(TURN_END):
             raise ValueError(
                 f"the chat template of {self.source} ends an assistant's turn with {after[:20]!r}, expected {TURN_END}"
@@ -220,7 +220,7 @@ class Chat:
 
 
 def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
-    """Alternatives in order of length, longest first, as the tokenizer matches them."""
+    """Returns a pattern that matches any of the tokens, longest first, as the tokenizer does."""
     return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=lambda token: (-len(token), token))))
 
 
@@ -229,7 +229,7 @@ def _encodable(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def _broken(token: re.Match[str]) -> str:
+def _spaced(token: re.Match[str]) -> str:
     return token.group()[0] + " " + token.group()[1:]
 
 
@@ -258,7 +258,7 @@ def _read_template(directory: Path) -> str:
 
 
 def _read_token_px(directory: Path) -> int:
-    """From the image processor's settings; Qwen3-VL's if there are none."""
+    """Reads the side of a token's square of pixels from the image processor's settings; defaults to Qwen3-VL's."""
     nested, flat = directory / "processor_config.json", directory / "preprocessor_config.json"
     settings = _read_object(nested).get("image_processor") if nested.is_file() else None
     settings = settings if settings or not flat.is_file() else _read_object(flat)
@@ -279,7 +279,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> str:
     if (num_bytes := path.stat().st_size) > MAX_FILE_BYTES:
-        raise ValueError(f"{path} has {num_bytes} bytes, more than {MAX_FILE_BYTES}; is it a file of the model?")
+        raise ValueError(f"{path} has {num_bytes} bytes, more than {MAX_FILE_BYTES}; is this the right file?")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as problem:

@@ -2,11 +2,14 @@
 
     python -m rollout.check --model CKPT --url URL [--url URL …]   # the same as paravt gate
 
-Each server plays episodes on test pictures of several sizes; dialogues with every structural token and a picture in a
-tool's response are added; the learner scores the same ids and pictures. The gate compares the log-probs of sampled
-tokens, as returned while sampling, the log-probs of all tokens of the dialogues, as the server scores them, and the
-expanded ids, which differ if a server resizes a picture or encodes the text again. A trainer runs the gate before its
-first step. The bounds are in `rollout.parity`.
+Each server runs episodes on test pictures of several sizes. It also scores fixed dialogues that have every structural
+token and a picture in a tool's response. The learner scores the same ids and pictures. The gate compares
+
+- the log-probs that the server returned for tokens while it sampled them,
+- the log-probs that the server computes for all tokens of the fixed dialogues,
+- the expanded ids, which differ if a server resizes a picture or re-encodes the text.
+
+Training runs the gate before its first step. The bounds are in `rollout.parity`.
 """
 
 import asyncio
@@ -33,10 +36,10 @@ from rollout.prompter import Overview, Task
 from rollout.video.box import Box
 from rollout.video.info import TimedPicture, VideoInfo
 
-# Height and width of common videos: 16:9, 4:3, 1:1, portrait, cinema, and a very small one.
+# Height and width of common videos: 16:9, 4:3, 1:1, portrait, cinema, and a very small video.
 VIDEO_SIZES_PX = ((1080, 1920), (480, 640), (512, 512), (1280, 720), (800, 1920), (64, 96))
 STRUCTURAL = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<|im_end|>")
-# Spelled letter by letter, as a policy may: a server that encodes its text again gets other ids.
+# Encoded letter by letter, as a policy may sample it, so that a server that re-encodes the text gets other ids.
 FIRST_TURN = (
     "<think>\n",
     *"I look closer.",
@@ -45,12 +48,12 @@ FIRST_TURN = (
     "</tool_call><|im_end|>",
 )
 LAST_TURN = "<think>\nThe frames show it.</think><answer>A</answer><|im_end|>"
-SHOWN_S = 25.0  # the frame in the response to that call; no other prompt shows it
+SHOWN_S = 25.0  # time of the frame in the response to the call; no prompt shows this frame
 DURATION_S = 60.0
 FRAME_BUDGET = 4
 NEW_TOKENS = 64
 TEMPERATURE = 0.7
-DEADLINE_S = 300.0  # of a server's answer
+DEADLINE_S = 300.0  # for each answer of a server
 
 
 async def check(
@@ -61,7 +64,7 @@ async def check(
     num_episodes: int = 12,
     on_progress: Callable[[str], None] = lambda message: None,
 ) -> list[Parity]:
-    """Checks every server with `num_episodes` episodes, at least one for every picture size."""
+    """Compares every server with the learner, on `num_episodes` episodes and at least one for each picture size."""
     sizes_px = list(dict.fromkeys(await asyncio.to_thread(scorer.settled, VIDEO_SIZES_PX)))
     parities = []
     async with HttpClient() as client:
@@ -71,7 +74,7 @@ async def check(
             for number, size_px in enumerate(sizes_px):
                 on_progress(f"{url}: pictures of {size_px[0]} x {size_px[1]} px ({number + 1} of {len(sizes_px)})")
                 num_each = -(-num_episodes // len(sizes_px))
-                ledgers, dialogue = await _play(url, size_px, chat, num_each, info)
+                ledgers, dialogue = await _run_episodes(url, size_px, chat, num_each, info)
                 for ledger in ledgers:
                     await _compare_sampled(parity, ledger, scorer, chat)
                 ids, logp = await _server_scores(client, url, dialogue)
@@ -82,9 +85,10 @@ async def check(
     return parities
 
 
-async def _play(
+async def _run_episodes(
     url: str, size_px: tuple[int, int], chat: Chat, num_episodes: int, info: dict[str, Any]
 ) -> tuple[list[Ledger], ScoreRequest]:
+    """Runs episodes on a server. Returns their ledgers, and the fixed dialogue with pictures of this size."""
     config = EpisodeConfig(
         max_turns=1,
         max_new_tokens=NEW_TOKENS,
@@ -121,7 +125,7 @@ def _dialogue(overview: Overview, frames: Sequence[TimedPicture], chat: Chat, co
 async def _compare_sampled(parity: Parity, ledger: Ledger, scorer: Scorer, chat: Chat) -> None:
     """Compares the log-probs that the server returned while sampling."""
     if any(not chat.visual_ids.isdisjoint(segment.ids.tolist()) for segment in ledger.sampled):
-        return  # a sampled placeholder has no picture and cannot be scored
+        return  # a sampled picture placeholder has no picture, so the dialogue cannot be scored
     (ours,) = await asyncio.to_thread(scorer.score, [ScoreRequest(ledger.ids, ledger.pictures, TEMPERATURE)])
     sampled = ledger.sampled_mask
     offsets = ours.offsets(ledger.behavior_logp[sampled], sampled_positions(ledger, chat))
@@ -135,9 +139,9 @@ def _compare_dialogue(
     if not np.array_equal(ids, ours.ids):
         resizes = np.count_nonzero(ids == chat.image_id) != np.count_nonzero(ours.ids == chat.image_id)
         parity.wrong_ids.append(
-            f"a dialogue with pictures of {size_px[0]} x {size_px[1]} px has {len(ids)} ids on {parity.url}, and "
-            f"{len(ours.ids)} different ones in the learner; the server "
-            f"{'resizes pictures' if resizes else 'encodes the text again'}; start it with python -m rollout.serve"
+            f"a dialogue with pictures of {size_px[0]} x {size_px[1]} px has {len(ids)} ids on {parity.url}, but "
+            f"{len(ours.ids)} different ids in the learner, so the server "
+            f"{'resizes pictures' if resizes else 're-encodes the text'}; start it with python -m rollout.serve"
         )
         return
     offsets = ours.offsets(logp)[:, 1:]
@@ -148,20 +152,20 @@ def _compare_dialogue(
 
 
 def with_wrong_last(dialogue: ScoreRequest) -> ScoreRequest:
-    """The picture of the response is the one before it, as if a server had left it out."""
+    """Replaces the last picture, in the tool's response, by the previous one, as if a server had ignored it."""
     *others, before, _ = dialogue.pictures
     return replace(dialogue, pictures=(*others, before, before))
 
 
 def _compare_shown(parity: Parity, logp: np.ndarray, ours: Scored, wrong: Scored, chat: Chat) -> None:
-    """Compares the log-probs after the picture of the response, if the server has the learner's ids."""
+    """Compares the log-probs after the picture in the tool's response, if the server's ids match the learner's."""
     if len(logp) == len(ours.ids):
         after = slice(int(np.flatnonzero(ours.ids == chat.image_id)[-1]) + 1, None)
         parity.add(SHOWN, np.stack([*ours.offsets(logp)[:, after], (ours.logp - wrong.logp)[after]]))
 
 
 async def _server_scores(client: HttpClient, url: str, request: ScoreRequest) -> tuple[np.ndarray, np.ndarray]:
-    """The expanded ids and their log-probs."""
+    """Returns a dialogue's expanded ids and their log-probs on a server."""
     body = generate_body(request.ids, request.pictures, Sampling(1, request.temperature))
     body |= {"logprob_start_len": 0, "return_prompt_token_ids": True}
     answer = await client.post(f"{url}/generate", body, DEADLINE_S)
@@ -173,7 +177,7 @@ async def _server_scores(client: HttpClient, url: str, request: ScoreRequest) ->
 
 
 def sampled_positions(ledger: Ledger, chat: Chat) -> np.ndarray:
-    """The positions of the sampled ids after expansion."""
+    """Returns the positions of the sampled ids after the picture placeholders are expanded."""
     counts = ledger.num_tokens_each(chat.image_id, chat.token_px)
     return (np.cumsum(counts) - 1)[ledger.sampled_mask]
 
@@ -185,9 +189,9 @@ def _structural(ids: np.ndarray, chat: Chat) -> np.ndarray:
 
 @dataclass(frozen=True)
 class TestCard:
-    """A video of noise over a gradient, at one size: any resize or lossy encoding changes it.
+    """A source of test frames: noise over a gradient, which any resize or lossy encoding changes.
 
-    Each frame has different colors, so that their order matters.
+    Each frame has different colors, so that the order of frames matters.
     """
 
     size_px: tuple[int, int]
@@ -213,5 +217,5 @@ class TestCard:
 
 
 if __name__ == "__main__":
-    # Another process, because the scorer computes with jax.
+    # Runs another program, because the scorer needs jax, which this package never imports.
     os.execv(sys.executable, [sys.executable, "-m", "paravt_jax.sampling.score", *sys.argv[1:]])

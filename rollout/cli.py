@@ -1,4 +1,4 @@
-"""Runs a command of this package: exit code 0, or one message on stderr; `--debug` adds the stack trace."""
+"""Runs a command: exits with 0 on success, or prints one error message to stderr; `--debug` adds the stack trace."""
 
 import argparse
 import sys
@@ -10,7 +10,7 @@ from rollout.terminal import guard_stdout, say
 
 
 def prog_of(module: str) -> str:
-    """The command's name in usage: `paravt NAME` if it was started so, else `python -m MODULE`."""
+    """Returns the command's name for its usage text: `paravt NAME` if started that way, else `python -m MODULE`."""
     return sys.argv[0] if sys.argv[0].startswith("paravt ") else f"python -m {module}"
 
 
@@ -19,7 +19,7 @@ def add_debug_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def run_cli(main: Callable[[], None]) -> NoReturn:
-    """Runs a command and exits; the code is 0 only if `main` returned and its output could be written."""
+    """Runs a command and exits, with code 0 only if `main` returned and its output could be written."""
     try:
         guard_stdout()
         main()

@@ -1,6 +1,6 @@
-"""An agent's dialogue with its model: what a turn loop needs of it, and its form over ids and a ledger.
+"""An agent's dialogue with its model: the interface that the turn loop uses, and its implementation with token ids.
 
-`rollout.endpoint.dialogue` has the other form, over messages.
+`rollout.endpoint.dialogue` implements the same interface with messages.
 """
 
 import itertools
@@ -25,45 +25,45 @@ class TurnRequest:
     seed: int
     deadline_s: float
     affinity: str  # equal for dialogues that share their prompt
-    ends_after_call: bool = False  # at most one call per turn
-    on_text: Callable[[str], None] | None = None  # gets the whole text so far, whenever there is more
+    ends_after_call: bool = False  # stop after the first call
+    on_text: Callable[[str], None] | None = None  # called with the whole text so far, whenever it has grown
 
 
 @dataclass(frozen=True)
 class SampledTurn:
     text: str  # with the forced prefix, without the stop token
     finish: Literal["stop", "length", "abort"]
-    num_tokens: int  # sampled
+    num_tokens: int  # sampled tokens
     num_prompt_tokens: int  # with pictures expanded
     num_cached_tokens: int = 0
-    token_span: tuple[int, int] | None = None  # in the ledger's ids, from the forced prefix; None: it has no ids
-    can_continue: bool = True  # False: the model cannot read its own turn
+    token_span: tuple[int, int] | None = None  # range in the ledger's ids, with the forced prefix; None without ids
+    can_continue: bool = True  # False if the turn has a picture placeholder, which no engine accepts back
     latency_s: float | int = 0.0
 
 
 class AgentDialogue(Protocol):
-    """Turns of the model alternate with responses."""
+    """A dialogue in which the model's turns alternate with tool responses."""
 
     token_px: int  # side of the square of pixels that becomes one token
 
     @property
     def room(self) -> int:
-        """Tokens of the context that the next turn may have."""
+        """The number of tokens that the context has left for the next turn."""
         ...
 
     async def sample(self, request: TurnRequest) -> SampledTurn: ...
 
     def num_tokens(self, responses: Sequence[Sequence[Part]]) -> int:
-        """Tokens that these responses to the last turn would add, as far as known."""
+        """Returns how many tokens these responses to the last turn would add; an estimate for endpoints."""
         ...
 
     def respond(self, responses: Sequence[Sequence[Part]]) -> bool:
-        """Adds the tools' responses to the last turn; False if the context has no room for them."""
+        """Adds the tool responses to the last turn. Returns False, and adds nothing, if they do not fit."""
         ...
 
 
 class TokenDialogue:
-    """A dialogue whose ids are all in a ledger. `forced` begins each of the model's turns."""
+    """A dialogue whose ids are all recorded in a ledger. Each of the model's turns starts with the text `forced`."""
 
     def __init__(
         self,
@@ -119,7 +119,6 @@ class TokenDialogue:
             num_prompt_tokens=generation.num_prompt_tokens,
             num_cached_tokens=generation.num_cached_tokens,
             token_span=(begin, len(ledger.ids)),
-            # No engine accepts a sampled placeholder back as a token.
             can_continue=chat.visual_ids.isdisjoint(generation.ids.tolist()),
             latency_s=generation.latency_s,
         )
@@ -139,11 +138,11 @@ class TokenDialogue:
         return ids, pictures_of(itertools.chain(*responses))
 
     def _text(self, ids: Any) -> str:
-        """The text of a turn without a final stop token."""
+        """Returns the text of a turn, with the forced prefix and without a final stop token."""
         ids = self._chat.without_stop(ids)
         return self._chat.decode([*self._forced, *ids])
 
 
 def num_expanded(ids: np.ndarray, pictures: Sequence[Picture], token_px: int) -> int:
-    """Tokens, with the pictures' placeholders expanded."""
+    """Returns the number of tokens after the picture placeholders are expanded."""
     return len(ids) - len(pictures) + sum(picture.num_tokens(token_px) for picture in pictures)

@@ -1,8 +1,8 @@
 """Runs an episode: a question about a video, answered in turns with parallel tool calls.
 
-The calls of a turn run concurrently, each by its tool, most with a sub-agent: the same policy in a fresh context with
-the frames that the call asks for. A failed call only affects its own response and outcome, not its siblings. If the
-main agent's own request fails, the episode raises: it is missing, not bad.
+The calls of a turn run concurrently. Most tools run a sub-agent: the same policy in a fresh context, with the frames
+that the call asks for. A failed call only affects its own response and outcome. If a request of the main agent fails,
+the episode raises an error, so that it counts as missing, not as a bad answer.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from rollout.engine.protocol import DeadlineExceeded, Engine, EngineError, Healt
 from rollout.episode_config import EpisodeConfig
 from rollout.ledger import Ledger
 from rollout.parts import Part, Response, cut, pictures_of, text_of
-from rollout.prompter import Closeup, Frames, Overview, Task, Texts
+from rollout.prompter import Closeup, Frames, Overview, Task, PromptEncoder
 from rollout.records import Call, Episode, Turn
 from rollout.responses import checked_response
 from rollout.seeds import derived_seed
@@ -30,35 +30,35 @@ from rollout.tools import BadCall, Outcome, ToolCall, find_calls
 from rollout.user_code import await_user_code
 from rollout.video.errors import VideoError, VideoTimeout
 
-MIN_NEW_TOKENS = 16  # a turn needs at least this much room in the context
-MAX_ANSWER_CHARS = 8_000  # of a tool's response, without reports, which the engine bounds
+MIN_NEW_TOKENS = 16  # a turn needs at least this many tokens of context
+MAX_ANSWER_CHARS = 8_000  # in a tool's response, besides reports, whose length the engine bounds
 
 
 class EpisodeCallbacks:
-    """Override these to follow a running episode, which waits for each of them."""
+    """Callbacks of a running episode. Override them to follow its progress; the episode waits for each call."""
 
     wants_tokens = False  # True: `on_text` is called while a turn is sampled
 
     def on_text(self, turn_number: int, text: str) -> None:
-        """The main agent's text of a turn so far."""
+        """Receives the main agent's text of the current turn so far."""
 
     def on_calls(self, turn: Turn, calls: Sequence[ToolCall]) -> None:
-        """A turn has ended with these calls."""
+        """Receives the calls of a turn when it has ended."""
 
     def on_result(self, turn_number: int, number: int, call: Call) -> None:
-        """A call has ended: with pictures, after all calls of the turn; else while others may still run."""
+        """Receives a finished call: at once, or after all calls of the turn if its response has pictures."""
 
 
 class Agent:
-    """Runs episodes with one engine and one source of frames."""
+    """Runs episodes with an engine and a source of frames."""
 
-    top_p: float | int = 1.0  # another value only answers questions: training needs the whole distribution
+    top_p: float | int = 1.0  # training needs 1, the whole distribution; other values are for answering questions
 
     def __init__(self, engine: Engine, frames: Frames, chat: Chat, config: EpisodeConfig | None = None):
         self._set_up(frames, chat, config)
         self.engine, self.chat = engine, chat
 
-    def _set_up(self, frames: Frames, texts: Texts, config: EpisodeConfig | None) -> None:
+    def _set_up(self, frames: Frames, texts: PromptEncoder, config: EpisodeConfig | None) -> None:
         self.frames = frames
         self.config = config or EpisodeConfig()
         self.config.check_samples()
@@ -68,7 +68,7 @@ class Agent:
         self.signatures = self.config.signatures
 
     def with_config(self, config: EpisodeConfig) -> "Agent":
-        """An agent with the same engine and frames, and other settings."""
+        """Returns an agent with the same engine and frames, but other settings."""
         return Agent(self.engine, self.frames, self.chat, config)
 
     async def health(self) -> Health:
@@ -80,7 +80,7 @@ class Agent:
     def dialogue(
         self, prompt: Overview | Closeup, ledger: Ledger, *, episode: str, version: int | None, forced: str = ""
     ) -> AgentDialogue:
-        """A dialogue that begins with this prompt and is recorded in `ledger`."""
+        """Starts a dialogue with this prompt; `ledger` records it."""
         dialogue = partial(TokenDialogue, self.engine, self.chat, self.config, ledger, prompt)
         return dialogue(episode=episode, version=version, forced=forced, top_p=self.top_p)
 
@@ -98,12 +98,12 @@ class Agent:
         max_tokens: int | None = None,
         seed_name: str | None = None,
     ) -> Episode:
-        """Runs one episode. `number` is its index in the group; `version` is required of all tokens.
+        """Runs an episode. Raises EngineError if the engine cannot continue the main agent.
 
-        Requests derive their seeds from `seed` and `seed_name`, or else the episode's id.
-        At most `max_tokens` are sampled by the agent and its sub-agents together. `on_start` gets the episode before
-        its first turn, so that the caller has the part so far if it fails. Raises EngineError if the engine cannot
-        continue the main agent.
+        `number` is the episode's index in its group. All tokens must have the policy version `version`, if given. The
+        seeds of requests are derived from `seed` and `seed_name` (default: the episode's id). The agent and its
+        sub-agents together sample at most `max_tokens`. `on_start` receives the episode before its first turn, so the
+        caller can read the turns so far if the episode fails.
         """
         started_s = time.monotonic()
         episode = Episode(
@@ -129,11 +129,11 @@ class _EpisodeRun:
     agent: Agent
     overview: Overview
     episode: Episode
-    seeds: tuple[int, str]  # the first parts of each request's seed
+    seeds: tuple[int, str]  # the parts that all request seeds are derived from
     version: int | None
     callbacks: EpisodeCallbacks
     began_s: float
-    tokens_left: int  # that may still be sampled, including sub-agents
+    tokens_left: int  # tokens that the agent and its sub-agents may still sample
     subagent_budget: int = 0  # tokens for each sub-agent of this turn; the same amount remains for later turns
 
     async def run(self) -> None:
@@ -156,7 +156,7 @@ class _EpisodeRun:
                 break
             self.callbacks.on_calls(turn, calls)
             turn.calls = await self.run_calls(calls, turn_number)
-            # The first call beyond the limit gets an error; errors for more would only fill the context.
+            # Only the first call beyond the limit gets an error, because more errors would only fill the context.
             answered = turn.calls[: config.calls_per_turn + 1]
             self.check_room(answered, dialogue, turn_number)
             if turn_number == tool_turns - 1 and config.prompts.last_turn:
@@ -173,7 +173,7 @@ class _EpisodeRun:
         return time.monotonic() - self.began_s
 
     def check_room(self, calls: Sequence[Call], dialogue: AgentDialogue, turn_number: int) -> None:
-        """Pictures of all calls together decide whether each fits, so these calls are reported here."""
+        """Fails calls whose pictures do not fit, then reports all calls with pictures, which had to wait for this."""
         with_pictures = [number for number, call in enumerate(calls) if call.parts]
         if with_pictures:
             self.fail_too_long(calls, dialogue)
@@ -181,7 +181,7 @@ class _EpisodeRun:
             self.callbacks.on_result(turn_number, number, calls[number])
 
     def fail_too_long(self, calls: Sequence[Call], dialogue: AgentDialogue) -> None:
-        """In call order, a call whose pictures leave no room for another turn gets an error; others are unaffected."""
+        """Fails each call, in order, whose pictures would leave no room for another turn. Others are unaffected."""
         room = dialogue.room - self.agent.config.max_new_tokens
         responses = [(text_of(call.content),) if call.parts else call.content for call in calls]
         for number, call in enumerate(calls):
@@ -196,7 +196,7 @@ class _EpisodeRun:
             responses[number] = call.content
 
     async def sample_turn(self, dialogue: AgentDialogue, turn_number: int) -> SampledTurn | None:
-        """The main agent's next turn, or None if its context is full."""
+        """Samples the main agent's next turn. Returns None if its context is full."""
         config, room = self.agent.config, dialogue.room
         if room < min(MIN_NEW_TOKENS, config.max_new_tokens):
             return None
@@ -239,7 +239,7 @@ class _EpisodeRun:
             _fail(result, "timeout", tool.timeout_message, problem)
         except VideoError as problem:
             _fail(result, "error", str(problem), problem)
-        except Exception as problem:  # any failure only affects this call
+        except Exception as problem:  # a failure of a tool only affects its own call
             _fail(result, "error", tool.failure_message, problem)
         result.latency_s = self.now_s() - result.started_s
         if not result.parts:
@@ -268,10 +268,10 @@ class _EpisodeRun:
         return await checked_response(response, tool, config, self.agent.frames, max_chars)
 
     async def _report(self, result: Call, closeup: Closeup, affinity: str, turn_number: int, number: int) -> str:
-        """A sub-agent's report. `affinity` is equal for episodes of a group that look at the same frames."""
+        """Samples a sub-agent's report. `affinity` is equal for episodes of a group that look at the same frames."""
         config = self.agent.config
         if result.report is not None:
-            raise RuntimeError(f"{result.call.name} asked for a second report, a call has one")
+            raise RuntimeError(f"{result.call.name} asked for a second report, but a call may have only one")
         result.report, result.frames_s = (report := Ledger()), closeup.frames_s
         dialogue = self._dialogue(closeup, report)
         if dialogue.room < min(MIN_NEW_TOKENS, config.subagent_new_tokens):
@@ -299,11 +299,11 @@ class _EpisodeRun:
         agent_number: int = 0,
         **request: Any,
     ) -> SampledTurn:
-        """`agent_number` is 0 for the main agent, n for the sub-agent of a turn's n-th call."""
+        """Samples a turn. `agent_number` is 0 for the main agent and n for the sub-agent of a turn's n-th call."""
         num_tokens = min(max_new_tokens, self.tokens_left)
         if num_tokens < 1:
-            raise RequestRejected("the episode has sampled as many tokens as it may")
-        self.tokens_left -= num_tokens  # reserved, because other requests run concurrently
+            raise RequestRejected("the episode has no tokens left to sample")
+        self.tokens_left -= num_tokens  # reserves the tokens, because other requests run concurrently
         seed = derived_seed(*self.seeds, turn_number, agent_number)
         sampled = await dialogue.sample(TurnRequest(num_tokens, seed, deadline_s, **request))
         self.tokens_left += num_tokens - sampled.num_tokens
@@ -318,7 +318,7 @@ def _fail(result: Call, outcome: Outcome, message: str, problem: BaseException) 
 
 
 async def _run_tool(tool: Tool, args: ToolArgs, context: ToolContext) -> Response:
-    """A synchronous tool gets its own thread, so that it cannot block the event loop."""
+    """Runs a tool; a synchronous tool runs in a thread, so that it cannot block the event loop."""
     if inspect.iscoroutinefunction(tool.run):
         response = tool.run(args, context)
     else:

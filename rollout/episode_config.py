@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rollout.prompter import Frames, Prompter, Texts
+from rollout.prompter import Frames, PromptEncoder, Prompter
 from rollout.prompts import MAX_TEXT_CHARS, Prompts
 from rollout.setting import setting
 from rollout.toolbox import CropReturns, Tool, signatures, tools_of
@@ -12,7 +12,7 @@ from rollout.tools import CROP_VIDEO, MAX_CALLS, Signatures
 
 Dispatch = Literal["parallel", "sequential", "none"]
 MAX_TOKENS = 2**20  # four times the context of the published models
-UPPER_BOUNDS = {  # of settings, which may come from a model's files: memory grows with them
+UPPER_BOUNDS = {  # memory grows with these settings, which may come from a model's files
     "max_turns": 1024,
     "max_parallel": MAX_CALLS,
     "max_new_tokens": MAX_TOKENS,
@@ -24,7 +24,7 @@ UPPER_BOUNDS = {  # of settings, which may come from a model's files: memory gro
 
 @dataclass(frozen=True)
 class EpisodeConfig:
-    """Turns, tool calls, sampling, frames, prompts and deadlines."""
+    """Settings of turns, tool calls, sampling, frames, prompts and deadlines."""
 
     dispatch: Dispatch = setting(
         "parallel", "sequential: one call per turn, with as many calls in total; none: no tools"
@@ -78,7 +78,7 @@ class EpisodeConfig:
             )
 
     def check_tools(self) -> None:
-        """Loads the tools, which executes the files of your own. Raises ValueError if a tool cannot be used."""
+        """Loads the tools, which executes the files of user tools. Raises ValueError if a tool cannot be used."""
         unnamed = [tool.spec.name for tool in self.toolbox if tool.spec.name not in self.prompts.system]
         if self.prompts.system_has_tools and unnamed:
             raise ValueError(
@@ -87,7 +87,7 @@ class EpisodeConfig:
             )
 
     def check_samples(self) -> None:
-        """Checks that only matter for sampling: a cold start uses the same settings without sampling."""
+        """Checks settings that only matter for sampling, because a cold start uses the others without sampling."""
         if self.max_context_tokens < self.max_new_tokens:
             raise ValueError(
                 f"rollout.max_context_tokens={self.max_context_tokens} leaves no room for a turn of "
@@ -96,12 +96,12 @@ class EpisodeConfig:
 
     @property
     def call_deadline_s(self) -> float:
-        """For a call: its frames and its report."""
+        """The deadline of a tool call, including its frames and its report."""
         return self.turn_deadline_s / 2
 
     @property
     def min_video_deadline_s(self) -> float:
-        """For a decoder job; many pixels or a large file extend it."""
+        """The deadline of a decoder job, which is extended for many pixels or a large file."""
         return self.turn_deadline_s / 10
 
     @property
@@ -114,18 +114,18 @@ class EpisodeConfig:
 
     @property
     def detail_factor(self) -> int:
-        """How many times a frame's pixels a picture may have: a detail may have as many as all frames of a crop."""
+        """The largest ratio of a picture's pixels to a frame's; an enlarged detail may use all pixels of a crop."""
         return self.subagent_max_frames if any(tool.shows_details for tool in self.toolbox) else 1
 
     @property
     def shown_pictures(self) -> int:
-        """The most pictures that the main agent sees in responses."""
+        """The maximum number of pictures in responses to the main agent."""
         shows = any(tool.shows_pictures for tool in self.toolbox)
         return self.max_calls * self.subagent_max_frames * shows
 
     @property
     def has_subagents(self) -> bool:
-        """Whether a tool may ask one; your own tool may."""
+        """Whether a tool may run a sub-agent; user tools may."""
         return self.crop_returns == "report" or any(":" in name for name in self.tools)
 
     @property
@@ -134,15 +134,15 @@ class EpisodeConfig:
 
     @property
     def tool_turns(self) -> int:
-        """Turns that may have calls; the total number of calls is the same for parallel and sequential."""
+        """The number of turns with calls. Parallel and sequential dispatch allow the same total number of calls."""
         return {"parallel": self.max_turns, "sequential": self.max_turns * self.max_parallel, "none": 0}[self.dispatch]
 
     @property
     def max_calls(self) -> int:
-        """Of an episode."""
+        """The maximum number of calls in an episode."""
         return self.tool_turns * self.calls_per_turn
 
-    def prompter(self, frames: Frames, chat: Texts) -> Prompter:
+    def prompter(self, frames: Frames, chat: PromptEncoder) -> Prompter:
         return Prompter(
             frames,
             chat,

@@ -1,8 +1,8 @@
-"""One agent's dialogue as token ids, shared by the engine and the learner.
+"""An agent's dialogue as token ids, which the engine and the learner share.
 
-Ids are appended and never rebuilt from text. The engine gets all ids so far, the learner trains on all of them, and
-each segment records its source: the prompt, a prefix forced on the assistant, the policy (with log-prob and version) or
-the environment.
+Ids are appended and never rebuilt from text. The engine continues all ids so far, and the learner trains on the same
+ids. Each segment records its source: the prompt, a prefix forced on the assistant, the policy (with log-probs and
+version) or the environment.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,13 +22,13 @@ class Segment:
     kind: Kind
     ids: np.ndarray  # int32; a picture is one placeholder
     pictures: tuple[Picture, ...] = ()
-    behavior_logp: np.ndarray | None = None  # for each sampled id
-    version: int | None = None  # of the policy that sampled the ids
+    behavior_logp: np.ndarray | None = None  # one for each sampled id
+    version: int | None = None  # the policy version that sampled the ids
 
     def __post_init__(self) -> None:
         sampled = self.kind == "sampled"
         if sampled != (self.behavior_logp is not None) or sampled != (self.version is not None):
-            raise ValueError(f"sampled segments, and no others, have log-probs and a version, got {self.kind}")
+            raise ValueError(f"only sampled segments, and all of them, have log-probs and a version, got {self.kind}")
         if self.behavior_logp is not None and len(self.behavior_logp) != len(self.ids):
             raise ValueError(f"{len(self.ids)} sampled ids have {len(self.behavior_logp)} log-probs")
 
@@ -47,16 +47,16 @@ class Ledger:
     """An agent's dialogue as segments, in order."""
 
     segments: list[Segment] = field(default_factory=list)
-    num_reported: int = 0  # sampled tokens without ids, as an endpoint counts them
+    num_reported: int = 0  # sampled tokens as counted by an endpoint, which returns no ids
     sent: str = ""  # a hash of all requests to an endpoint
-    experts: np.ndarray | None = None  # by the last generation, for all tokens before its last
+    experts: np.ndarray | None = None  # from the last generation, for all tokens but its last
 
     def add(self, kind: Kind, ids: np.ndarray, pictures: Sequence[Picture] = ()) -> None:
         if len(ids):
             self.segments.append(Segment(kind, np.asarray(ids, np.int32), tuple(pictures)))
 
     def add_sampled(self, generation: Generation) -> None:
-        """Adds one segment for each run of tokens with the same policy version."""
+        """Adds a segment for each run of consecutive tokens with the same policy version."""
         self.experts = generation.experts
         changes = np.flatnonzero(np.diff(generation.versions)) + 1
         pieces = (
@@ -90,7 +90,7 @@ class Ledger:
 
     @property
     def behavior_logp(self) -> np.ndarray:
-        """For all ids; 0 where the policy did not sample."""
+        """The log-prob of each id; 0 for ids that the policy did not sample."""
         logps = [
             np.zeros(len(segment.ids)) if segment.behavior_logp is None else segment.behavior_logp
             for segment in self.segments
@@ -98,7 +98,7 @@ class Ledger:
         return np.concatenate([np.zeros(0), *logps]).astype(np.float32)
 
     def num_tokens_each(self, image_id: int, token_px: int) -> np.ndarray:
-        """The number of tokens that each id expands to; only a picture's placeholder, unless sampled, has several."""
+        """Returns how many tokens each id expands to: several for a picture's placeholder, unless it was sampled."""
         counts = np.ones(len(self.ids), np.int64)
         is_picture = (self.ids == image_id) & ~self.sampled_mask
         counts[is_picture] = [picture.num_tokens(token_px) for picture in self.pictures]

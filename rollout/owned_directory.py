@@ -1,6 +1,6 @@
-"""A process's own directory, which the next process removes if its owner was killed.
+"""A directory that a process owns. If its owner is killed, the next process removes it.
 
-The lock is of a file in it: on NFS, other hosts do not notice the lock of a directory.
+The owner locks a file in the directory, because on NFS other hosts do not see locks on directories.
 """
 
 import fcntl
@@ -17,7 +17,7 @@ LOCK_FILE = ".lock"
 
 @contextmanager
 def owned_directory(parent: Path, prefix: str) -> Iterator[Path]:
-    """A new directory, removed at the end. First removes what killed processes left."""
+    """Makes a new locked directory, and removes it at the end. First removes directories of killed processes."""
     remove_orphans([parent], prefix)
     hidden = Path(tempfile.mkdtemp(prefix=HIDDEN, dir=parent))
     (hidden / LOCK_FILE).touch()
@@ -34,14 +34,14 @@ def remove_orphans(parents: Sequence[Path], prefix: str) -> None:
     for orphan in orphans(parents, prefix):
         shutil.rmtree(orphan, ignore_errors=True)
     for directory in _directories(parents, prefix):
-        with suppress(OSError):  # not empty: NFS keeps the lock's file, and so its directory, until it is closed
+        with suppress(OSError):  # not empty, for example because NFS keeps the lock's file until it is closed
             directory.rmdir()
 
 
 def orphans(parents: Sequence[Path], prefix: str) -> Iterator[Path]:
-    """Directories of killed processes."""
+    """Yields the directories of killed processes, each locked during its iteration."""
     for directory in _directories(parents, prefix):
-        with suppress(OSError), _locked(directory):  # OSError: in use, another user's, a link, or gone
+        with suppress(OSError), _locked(directory):  # fails if it is in use, another user's, a link, or gone
             yield directory
 
 
@@ -51,7 +51,7 @@ def _directories(parents: Sequence[Path], prefix: str) -> list[Path]:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """The kernel drops the lock when the process ends; it survives a rename of the directory."""
+    """Locks a directory. The kernel drops the lock when the process ends; a rename of the directory keeps it."""
     opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         number = os.open(LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW, dir_fd=opened)

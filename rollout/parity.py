@@ -1,9 +1,9 @@
 """Statistics of the parity gate: how far a server's log-probs are from the learner's.
 
-Rounding errors depend on the model: on the width of its logits, its depth, and how its layers amplify errors. So no
-bound is in nats. From the weights that the servers have, the learner scores every token in float32 and in bfloat16. The
-difference is this token's bfloat16 noise, and a server may be a fixed multiple of the noise away from float32.
-Distances are compared by their quantiles and by their KL.
+Rounding errors depend on the model: on the scale of its logits, its depth, and how its layers amplify errors. That is
+why no bound is in nats. The learner scores every token in float32 and in bfloat16, with the servers' weights. The
+difference is this token's bfloat16 noise. A server's distance from the float32 log-probs may be a fixed multiple of the
+noise. The gate compares quantiles of the distances and their KL.
 """
 
 from collections.abc import Sequence
@@ -19,18 +19,21 @@ SHOWN = "after_response_image"  # tokens after a picture in a tool's response
 
 # A server's allowed distance from the learner's float32, as a multiple of the learner's bfloat16 noise. Measured for
 # correct servers: 0.9 to 1.5 in bfloat16, and 1e-4 in float32, whose rounding is 2^-16 of bfloat16's and accumulates in
-# sums. Measured for wrong ones: 40 for a doubled rope_theta, 10 for swapped pictures, 4 for a layer that is off by 3 %.
-TIMES_NOISE = {"bfloat16": 3.0, "float32": 2.0**-10}
+# sums. Measured for wrong servers: 40 for a doubled rope_theta, 10 for swapped pictures, 4 for a layer off by 3 %.
+NOISE_FACTOR = {"bfloat16": 3.0, "float32": 2.0**-10}
 QUANTILES = {"half within": 0.5, "90 % within": 0.9, "99 % within": 0.99}
-# Statistics of few tokens are noisy on both sides: with n tokens beyond a quantile, or n that dominate a mean, the
-# bound is 1 + FEW / √n times as large. A quantile with fewer than MIN_BEYOND is too close to the maximum to compare.
-FEW, MIN_BEYOND = 2.0, 5
-# Above it the model is unfit for bfloat16, or the learner's bfloat16 is wrong, so the noise cannot judge a server.
+# Statistics of few tokens are noisy, for the server and the learner alike. If n tokens are beyond a quantile, or
+# dominate a mean, the bound is larger by the factor 1 + SMALL_SAMPLE / √n. A quantile with fewer than MIN_BEYOND tokens
+# beyond it is too close to the maximum to compare.
+SMALL_SAMPLE, MIN_BEYOND = 2.0, 5
+# If the noise has a larger KL, the model does not work in bfloat16, or the learner's bfloat16 is wrong. Then the noise
+# says nothing about a server.
 MAX_NOISE_KL = 0.03
-# Measured: 0.01 for correct servers in bfloat16, because rounding cancels, and 0.36 to 1.1 for wrong pictures.
-MAX_PART_OF_WRONG = 0.15
+# The allowed fraction of the change that a wrong picture causes (ResponsePictureDifference). Measured: 0.01 for correct
+# servers in bfloat16, because rounding errors cancel, and 0.36 to 1.1 for wrong pictures.
+MAX_WRONG_PICTURE_FRAC = 0.15
 TINY = 1e-30  # avoids division by zero
-FLOOR = 1e-5  # nats; float32 still rounds where bfloat16 gives a log-prob of exactly 0
+FLOOR = 1e-5  # nats; float32 still has rounding errors where bfloat16 gives a log-prob of exactly 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,19 +45,19 @@ class ScoreRequest:
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """The learner's log-probs, computed from the weights that servers have."""
+    """The learner's log-probs of a request, computed with the servers' weights."""
 
     ids: np.ndarray  # int32, expanded
-    logp: np.ndarray  # computed in float32; index t is the log-prob of token t, the first has none
+    logp: np.ndarray  # computed in float32; index t is the log-prob of token t; index 0 has no meaning
     bfloat16_logp: np.ndarray  # computed in bfloat16
 
     def offsets(self, logp: np.ndarray, where: Any = slice(None)) -> np.ndarray:
-        """The learner's float32 log-probs minus the server's, and minus the learner's bfloat16 ones."""
+        """Subtracts the server's log-probs, and the learner's bfloat16 log-probs, from the learner's float32 ones."""
         return self.logp[where] - np.stack([logp, self.bfloat16_logp[where]])
 
 
 class Scorer(Protocol):
-    """The learner's side: `paravt_jax.sampling.score.LearnerScorer`."""
+    """Computes the learner's log-probs, for example `paravt_jax.sampling.score.LearnerScorer`."""
 
     def settled(self, sizes_px: Sequence[tuple[int, int]]) -> list[tuple[int, int]]: ...
 
@@ -63,12 +66,12 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class Statistic:
-    """One statistic of the distances from the learner's float32."""
+    """A statistic of distances from the learner's float32 log-probs."""
 
     name: str
-    server: float
-    noise: float  # the learner's own, in bfloat16
-    allowed: float
+    server: float  # of the server's distances
+    noise: float  # of the distances of the learner's own bfloat16
+    allowed: float  # bound for `server`
 
     @property
     def problem(self) -> str:
@@ -79,11 +82,11 @@ class Statistic:
 
 @dataclass
 class Difference:
-    """Distances of the log-probs of some tokens."""
+    """The distances of some tokens' log-probs from the learner's float32."""
 
-    times_noise: float
-    sampled: bool = False  # True: the server sampled the tokens, so they estimate its KL from the learner
-    offsets: np.ndarray = field(default_factory=lambda: np.zeros((2, 0)))  # of the server, of the noise
+    noise_factor: float
+    sampled: bool = False  # True if the server sampled the tokens, so that they estimate its KL from the learner
+    offsets: np.ndarray = field(default_factory=lambda: np.zeros((2, 0)))  # rows: the server's, the bfloat16 noise
 
     def add(self, offsets: np.ndarray) -> None:
         self.offsets = np.concatenate([self.offsets, offsets], axis=1)
@@ -94,12 +97,15 @@ class Difference:
 
     @property
     def kl(self) -> Statistic:
-        """KL(server‖learner in float32) per token, by Schulman's k3. A KL is quadratic, so its bound is squared."""
+        """KL(server‖learner in float32) per token, by Schulman's k3 estimator.
+
+        A KL grows with the square of the distances, so the factor in its bound is squared.
+        """
         terms = k3(self.offsets)
         server, noise = terms.mean(axis=1).tolist()
         shares = terms[1] / max(terms[1].sum(), TINY)
         num_decisive = 1 / max(float(np.square(shares).sum()), TINY)
-        return Statistic("KL", server, noise, max(self._times(num_decisive) ** 2 * noise, float(k3(FLOOR))))
+        return Statistic("KL", server, noise, max(self._factor(num_decisive) ** 2 * noise, float(k3(FLOOR))))
 
     @property
     def statistics(self) -> list[Statistic]:
@@ -111,21 +117,22 @@ class Difference:
 
     def _quantile(self, name: str, num_beyond: float) -> Statistic:
         server, noise = np.quantile(np.abs(self.offsets), QUANTILES[name], axis=1).tolist()
-        return Statistic(name, server, noise, max(self._times(num_beyond) * noise, FLOOR))
+        return Statistic(name, server, noise, max(self._factor(num_beyond) * noise, FLOOR))
 
-    def _times(self, num_decisive: float) -> float:
-        return self.times_noise * (1 + FEW / num_decisive**0.5)
+    def _factor(self, num_decisive: float) -> float:
+        return self.noise_factor * (1 + SMALL_SAMPLE / num_decisive**0.5)
 
 
 @dataclass
-class ShownDifference(Difference):
-    """Few tokens follow a picture of a response, so that rounding hides a wrong one in their quantiles.
+class ResponsePictureDifference(Difference):
+    """Distances of the tokens after a picture in a tool's response, compared with the effect of a wrong picture.
 
-    The learner also scores them with a wrong picture. This change has a direction, along which the rounding errors of
-    tokens cancel, and those of another picture do not.
+    These tokens are few, so rounding errors would hide a wrong picture in their quantiles. The learner therefore also
+    scores them with a wrong picture. The server's offsets are projected on this change of the log-probs: rounding
+    errors cancel in the projection, but the effect of a wrong picture does not.
     """
 
-    offsets: np.ndarray = field(default_factory=lambda: np.zeros((3, 0)))  # the third: of the learner's wrong picture
+    offsets: np.ndarray = field(default_factory=lambda: np.zeros((3, 0)))  # third row: the wrong picture's change
 
     @property
     def statistics(self) -> list[Statistic]:
@@ -134,17 +141,18 @@ class ShownDifference(Difference):
         *_, noise, wrong = self.offsets
         size = max(float(wrong @ wrong), TINY)
         server, own = (self.offsets[:2] @ wrong / size).tolist()
-        rounding = self.times_noise * float(np.linalg.norm(noise * wrong)) / size
-        return [Statistic("part of a wrong picture's change", server, own, MAX_PART_OF_WRONG + rounding)]
+        rounding = self.noise_factor * float(np.linalg.norm(noise * wrong)) / size
+        return [Statistic("part of a wrong picture's change", server, own, MAX_WRONG_PICTURE_FRAC + rounding)]
 
 
 def k3(offsets: Any) -> Any:
+    """Schulman's k3, an estimator of a KL from differences of log-probs (http://joschu.net/blog/kl-approx.html)."""
     return np.expm1(offsets) - offsets
 
 
 @dataclass
 class Parity:
-    """The comparison with one server, by kind of token."""
+    """The comparison of a server with the learner, by kind of token."""
 
     url: str
     dtype: str
@@ -152,14 +160,14 @@ class Parity:
     wrong_ids: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.dtype not in TIMES_NOISE:
+        if self.dtype not in NOISE_FACTOR:
             raise ValueError(
-                f"{self.url} computes in {self.dtype}, but the gate supports {' and '.join(TIMES_NOISE)}; restart it "
-                f"in one of them"
+                f"{self.url} computes in {self.dtype}, but the gate supports {' and '.join(NOISE_FACTOR)}; restart the "
+                f"server with one of these types"
             )
-        times_noise = TIMES_NOISE[self.dtype]
-        self.differences = {kind: Difference(times_noise, kind == "sampled") for kind in KINDS}
-        self.differences[SHOWN] = ShownDifference(times_noise)
+        noise_factor = NOISE_FACTOR[self.dtype]
+        self.differences = {kind: Difference(noise_factor, kind == "sampled") for kind in KINDS}
+        self.differences[SHOWN] = ResponsePictureDifference(noise_factor)
 
     def add(self, kind: str, offsets: np.ndarray) -> None:
         self.differences[kind].add(offsets)
@@ -201,6 +209,6 @@ def table(parities: Sequence[Parity]) -> str:
                 numbers = (statistic.server, statistic.noise, statistic.allowed)
                 lines.append(f"{tokens} {statistic.name} | {' | '.join(f'{number:.2e}' for number in numbers)} |")
     dtypes = dict.fromkeys(parity.dtype for parity in parities)
-    times = " or ".join(f"{TIMES_NOISE[dtype]:.3g} ({dtype})" for dtype in dtypes)
+    times = " or ".join(f"{NOISE_FACTOR[dtype]:.3g} ({dtype})" for dtype in dtypes)
     lines += ["", f"Allowed: {times} times the learner's own, squared for the KL, and more with few tokens."]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""A tool's response: a text, or a list of texts, frames and other pictures, in the order that the model sees."""
+"""A tool's response: a text, or a list of texts, frames and other pictures in the order that the model sees."""
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -8,7 +8,7 @@ from rollout.picture import Picture
 from rollout.prompts import Prompts, text_part
 from rollout.video.info import TimedPicture
 
-TIME_DIGITS = 6  # the reader finds the frame that starts at a rounded time
+TIME_DIGITS = 6  # precise enough to find the same frame again
 
 Shown = TimedPicture | Picture
 Part = str | Shown
@@ -16,7 +16,7 @@ Response = str | Sequence[Part]
 
 
 def with_times(response: Response, prompts: Prompts) -> tuple[Part, ...]:
-    """The parts, with its time before every frame, as in prompts."""
+    """Returns the response's parts with each frame's time before the frame, as in prompts."""
     parts: list[Part] = []
     for part in [response] if isinstance(response, str) else response:
         if isinstance(part, TimedPicture):
@@ -30,7 +30,7 @@ def text_of(parts: Iterable[Part]) -> str:
 
 
 def content_of(response: Response, escape: Callable[[str], str]) -> str | list[dict[str, Any]]:
-    """A response as the content of a message. Texts in a row become one, so that they cannot form a token."""
+    """Converts a response into a message's content. Joins consecutive texts before escaping them."""
     if not shown_in(response):
         return escape(text_of(response))
     content: list[dict[str, Any]] = []
@@ -53,7 +53,7 @@ def shown_in(parts: Iterable[Part]) -> tuple[Shown, ...]:
 
 
 def shown_records(parts: Iterable[Part]) -> list[dict[str, Any]]:
-    """For each picture, where the frame can be read again; a picture from elsewhere is stored."""
+    """Returns a record for each picture: how to read the frame again, or the picture itself if it is not a frame."""
     return list(map(_shown_record, shown_in(parts)))
 
 

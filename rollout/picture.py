@@ -1,7 +1,7 @@
-"""An image that a model sees: pixels at their final size, and a key for their content.
+"""An image for a model: pixels at their final size, and a key that identifies their content.
 
-All code that shows, sends or trains on an image shares this object, so that equal frames are stored once, are encoded
-for the wire once, and are recognised as equal by the learner.
+All code that shows, sends or trains on an image shares this object. Equal frames are therefore stored once and encoded
+for the wire once, and the learner recognizes them as equal.
 """
 
 import base64
@@ -16,17 +16,17 @@ from PIL import Image, ImageOps
 
 from rollout.video.errors import VideoError
 
-# An allow-list, because Pillow starts a program for some formats, such as EPS.
+# An allow-list, because Pillow runs an external program for some formats, such as EPS.
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
-MAX_IMAGE_PIXELS = 2**26  # phone photos have 50 million; a decoded pixel takes up to 8 bytes
-IMAGES_AT_A_TIME = 4  # times MAX_IMAGE_PIXELS: at most 2 GiB
-JPEG_QUALITY = 95  # of 100; above it a JPEG grows without a visible difference
-PNG_EFFORT = 1  # of 9, all lossless; over loopback, encoding time matters more than size
+MAX_IMAGE_PIXELS = 2**26  # phone photos have 50 million pixels; a decoded pixel takes up to 8 bytes
+IMAGES_AT_A_TIME = 4  # images of MAX_IMAGE_PIXELS then take at most 2 GiB
+JPEG_QUALITY = 95  # of 100; higher values only make files larger
+PNG_EFFORT = 1  # of 9; on loopback, encoding time matters more than size
 
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """Pixels and their key."""
+    """Pixels and a key that identifies them."""
 
     key: str  # equal keys mean equal pixels
     pixels: np.ndarray  # uint8 [height, width, 3], read-only
@@ -39,7 +39,7 @@ class Picture:
 
     @classmethod
     def of(cls, pixels: np.ndarray) -> "Picture":
-        """A picture named by the hash of its pixels."""
+        """Makes a picture whose key is the hash of its pixels."""
         digest = hashlib.blake2b(np.ascontiguousarray(pixels).data, digest_size=16)
         digest.update(repr(pixels.shape).encode())
         return cls(digest.hexdigest(), pixels)
@@ -59,13 +59,13 @@ class Picture:
         return self.pixels.shape[0], self.pixels.shape[1]
 
     def num_tokens(self, token_px: int) -> int:
-        """The number of tokens that show it, each a square of `token_px`."""
+        """Returns how many tokens the picture takes, one for each square of `token_px`."""
         height, width = self.size_px
         return height * width // token_px**2
 
     @cached_property
     def jpeg_base64(self) -> str:
-        """For endpoints, which may be on other machines: smaller than a PNG."""
+        """A JPEG for endpoints, which may be on other machines, because it is smaller than a PNG."""
         return self.encoded("JPEG", quality=JPEG_QUALITY, subsampling=0)
 
     @cached_property
@@ -73,7 +73,7 @@ class Picture:
         return self.encoded("PNG", compress_level=PNG_EFFORT)
 
     def encoded(self, kind: str, **options: int) -> str:
-        """A file of this kind in base64."""
+        """Encodes the picture as a file in this format, in base64."""
         buffer = io.BytesIO()
         Image.fromarray(self.pixels).save(buffer, kind, **options)
         return base64.b64encode(buffer.getvalue()).decode()
@@ -82,32 +82,32 @@ class Picture:
 def read_image(
     path: str, size_of: Callable[[int, int], tuple[int, int]] = lambda height, width: (height, width)
 ) -> Picture:
-    """An image file. `size_of` maps its height and width to the picture's.
+    """Reads an image file. `size_of` maps the file's height and width to the picture's.
 
     Raises VideoError for any error, so that a bad image only invalidates its row.
     """
     try:
-        with Image.open(path, formats=IMAGE_FORMATS) as image:  # reads only the size
+        with Image.open(path, formats=IMAGE_FORMATS) as image:  # reads only the header
             if image.width * image.height > MAX_IMAGE_PIXELS:
                 raise ValueError(f"{image.width}x{image.height} pixels are more than {MAX_IMAGE_PIXELS}")
             upright = in_rgb(image)
         height, width = size_of(upright.height, upright.width)
         resized = upright.resize((width, height), Image.Resampling.BICUBIC)
-    except Exception as problem:  # Pillow raises anything, even SyntaxError
+    except Exception as problem:  # Pillow may raise any error, even SyntaxError
         raise VideoError(f"{path} cannot be read: {str(problem) or type(problem).__name__}") from None
     return Picture.of(np.array(resized))
 
 
 def is_image(path: str) -> bool:
-    """Whether Pillow can open the file. A GIF is a video, because it may move."""
+    """Returns whether Pillow can open the file. A GIF counts as a video, because it may be animated."""
     try:
         with Image.open(path, formats=[name for name in IMAGE_FORMATS if name != "GIF"]):
             return True
-    except Exception:  # Pillow raises anything
+    except Exception:  # Pillow may raise any error
         return False
 
 
 def in_rgb(image: Image.Image) -> Image.Image:
-    """The image, turned as its EXIF orientation says: transformers turns it too."""
-    ImageOps.exif_transpose(image, in_place=True)  # otherwise it copies also what it need not turn
+    """Converts an image to RGB and rotates it as its EXIF orientation says, as transformers does."""
+    ImageOps.exif_transpose(image, in_place=True)  # avoids a copy of images that need no rotation
     return image.convert("RGB")

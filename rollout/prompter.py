@@ -1,6 +1,6 @@
 """Builds an agent's initial prompt: its ids and pictures.
 
-Rollouts and demonstrations share this code, so that both training stages see the same format.
+Rollouts and demonstrations share this code, so both training stages use the same format.
 """
 
 import asyncio
@@ -30,23 +30,23 @@ from rollout.video.box import Box
 from rollout.video.info import TimedPicture, VideoInfo
 from rollout.video.times import crop_times, num_frames_at, overview_times
 
-TOOLS_TAG = "<tools>"  # a system text with it describes the tools itself
+TOOLS_TAG = "<tools>"  # a system text with this tag already describes the tools
 
 
 @dataclass(frozen=True)
 class Task:
     id: str
     question: str
-    videos: tuple[str, ...]  # paths; without any, no tools are offered
+    videos: tuple[str, ...]  # paths; if empty, the agent gets no tools
     frame_budget: int  # frames of the overview, over all videos
-    subtitles: tuple[str, ...] = ()  # a path per video, or ""
+    subtitles: tuple[str, ...] = ()  # for each video, the path of its subtitles or ""
     messages: tuple[tuple[str, str], ...] = ()  # roles and texts of the row, for rollout.prompts.row_messages
     history: tuple[PastTurn, ...] = ()  # turns before the question
     images: tuple[str, ...] = ()  # paths
 
     def __post_init__(self) -> None:
         if self.frame_budget < len(self.videos):
-            raise ValueError(f"task {self.id}: frame_budget {self.frame_budget} is less than one frame a video")
+            raise ValueError(f"task {self.id}: frame_budget {self.frame_budget} is less than one frame per video")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ShownVideo:
 
 @dataclass(frozen=True, eq=False)
 class Overview:
-    """A group's shared prompt, with its frames decoded once."""
+    """The prompt that a group of episodes shares, with its frames decoded once."""
 
     task: Task
     videos: dict[str, VideoInfo]  # by path
@@ -67,9 +67,9 @@ class Overview:
     ids: np.ndarray
     pictures: tuple[Picture, ...]
     shown_videos: tuple[ShownVideo, ...]
-    seconds: float  # time to make it
-    messages: Sequence[dict[str, Any]] = ()  # that `ids` render, without tools
-    tools: list[dict[str, Any]] | None = None  # that the chat template adds to them
+    seconds: float  # time to build it
+    messages: Sequence[dict[str, Any]] = ()  # the messages that `ids` encode, without tools
+    tools: list[dict[str, Any]] | None = None  # the tools that the chat template adds to the messages
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +79,7 @@ class Closeup:
     ids: np.ndarray
     pictures: tuple[Picture, ...]
     frames_s: tuple[float | int, ...]  # start time of each frame
-    messages: Sequence[dict[str, Any]] = ()  # that `ids` render
+    messages: Sequence[dict[str, Any]] = ()  # the messages that `ids` encode
 
 
 @runtime_checkable
@@ -93,12 +93,12 @@ class Frames(Protocol):
     ) -> list[TimedPicture]: ...
 
     def fitted(self, picture: Picture) -> Picture:
-        """A picture from elsewhere, resized to a size that all processors keep."""
+        """Resizes a picture that is not a frame to a size that no image processor changes."""
         ...
 
 
-class Texts(Protocol):
-    """Turns messages into ids: `rollout.chat.Chat`, or `rollout.endpoint.words.Words`, which has none."""
+class PromptEncoder(Protocol):
+    """Escapes texts and encodes messages: `rollout.chat.Chat`, or `EndpointEncoder`, which returns no ids."""
 
     def escape(self, text: str) -> str: ...
 
@@ -110,12 +110,15 @@ class Texts(Protocol):
 
 
 class Prompter:
-    """`calls_per_turn=0` offers no tool. `deadline_s` bounds the decoding of a video's frames."""
+    """Builds prompts for the main agent and its sub-agents.
+
+    `calls_per_turn=0` offers no tools. `deadline_s` bounds the decoding of a video's frames.
+    """
 
     def __init__(
         self,
         frames: Frames,
-        chat: Texts,
+        chat: PromptEncoder,
         prompts: Prompts,
         *,
         calls_per_turn: int,
@@ -133,7 +136,7 @@ class Prompter:
         self._tools = [tool.schema for tool in tools] if in_template else None
 
     async def overview(self, task: Task) -> Overview:
-        """The prompt with a task's images, and an overview of its videos, their frames spread evenly."""
+        """Builds the main agent's prompt, with a task's images and evenly spaced frames of its videos."""
         began_s = time.monotonic()
         videos = dict(zip(task.videos, await asyncio.gather(*(self.info(path) for path in task.videos)), strict=True))
         images = await asyncio.gather(*map(self._image, task.images))
@@ -146,21 +149,21 @@ class Prompter:
         )
         default_names = ["video.mp4"] if len(task.videos) == 1 else [f"video_{n}.mp4" for n in range(len(task.videos))]
         names = dict(zip(default_names, task.videos, strict=True))
-        of_videos = tuple(
+        shown_videos = tuple(
             ShownVideo(name, path, videos[path].duration_s, tuple(frame.time_s for frame in frames))
             for (name, path), frames in zip(names.items(), clips, strict=True)
         )
-        messages, tools = self._main_messages(task, of_videos)
+        messages, tools = self._main_messages(task, shown_videos)
         pictures = tuple(_in_order(task.history, images, clips))
         ids = self.chat.ids(messages, len(pictures), tools)
-        all_names = names | _own_names(task.videos) | names  # the prompt's names come first, and win
+        all_names = names | _dataset_names(task.videos) | names  # the prompt's names come first and take precedence
         seconds = time.monotonic() - began_s
-        return Overview(task, videos, all_names, ids, pictures, of_videos, seconds, messages, tools)
+        return Overview(task, videos, all_names, ids, pictures, shown_videos, seconds, messages, tools)
 
     def _main_messages(
         self, task: Task, videos: Sequence[ShownVideo]
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        """The main agent's dialogue, and the tools that the chat template adds to it."""
+        """Returns the main agent's messages, and the tools that the chat template adds to them."""
         tools = self._tools if videos else None
         if self.prompts.row_messages and task.messages:
             texts = [(role, self.chat.escape_control(text)) for role, text in task.messages]
@@ -182,13 +185,13 @@ class Prompter:
         return self.chat.escape(text.replace(PLACEHOLDER, "").strip())
 
     async def closeup(self, path: str, window: Window, question: str) -> Closeup:
-        """The prompt of a sub-agent: the frames of a window and the question."""
+        """Builds a sub-agent's prompt with the frames of a window and the question."""
         frames = await self.crop(path, window)
         times_s = [frame.time_s for frame in frames]
         return self._closeup(frames, subagent_messages(self.prompts, window, times_s, self.chat.escape(question)))
 
     def closeup_of(self, frames: Sequence[TimedPicture], intro: str, instruction: str) -> Closeup:
-        """The prompt for any frames, with trusted texts."""
+        """Builds a sub-agent's prompt with the given frames and trusted texts."""
         times_s = [frame.time_s for frame in frames]
         return self._closeup(frames, closeup_messages(self.prompts, intro, times_s, instruction))
 
@@ -208,12 +211,12 @@ class Prompter:
         return await self.frames.info(path, self._deadline_s)
 
     def overview_times(self, info: VideoInfo, max_frames: int) -> list[float]:
-        """The times of an overview's frames."""
+        """Returns the times of the frames in a video's overview."""
         num_frames = num_frames_at(self._overview_fps, info.duration_s, info.num_frames, max_frames)
         return overview_times(info.duration_s, info.num_frames, num_frames)
 
     async def frames_at(self, path: str, times_s: Sequence[float], box: Box | None = None) -> list[TimedPicture]:
-        """The frames at these times, each once, or a part of each, with up to as many pixels as a whole crop."""
+        """Returns the distinct frames at these times. With `box`, that part of each, enlarged to a crop's pixels."""
         boxes = () if box is None else (box,)
         return await self.frames.frames(path, times_s, self._deadline_s, *boxes)
 
@@ -221,7 +224,7 @@ class Prompter:
 def _in_order(
     history: Sequence[PastTurn], images: Sequence[Picture], clips: Sequence[Sequence[TimedPicture]]
 ) -> Iterator[Picture]:
-    """The pictures of every turn: its images, then its videos' frames. The last turn has the rest."""
+    """Yields the pictures turn by turn, images before frames of videos. The last turn has the rest."""
     images_left, clips_left = iter(images), iter(clips)
     for turn in history:
         yield from islice(images_left, turn.num_images)
@@ -229,8 +232,8 @@ def _in_order(
     yield from (*images_left, *(frame.picture for frames in clips_left for frame in frames))
 
 
-def _own_names(paths: Sequence[str]) -> dict[str, str]:
-    """Names from a dataset, which the model may have learned: the path as written, or the file name if unique."""
+def _dataset_names(paths: Sequence[str]) -> dict[str, str]:
+    """Maps names from the dataset, which the model may have learned, to paths: the path, or a unique file name."""
     file_names = [Path(path).name for path in paths]
     unique = {name: path for name, path in zip(file_names, paths, strict=True) if file_names.count(name) == 1}
     return unique | {path: path for path in paths}

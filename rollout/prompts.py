@@ -1,4 +1,4 @@
-"""The prompts of the agents, and how frames are shown: each after its time in seconds."""
+"""The texts of the agents' prompts, and the messages built from them. Each frame follows its time in seconds."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,11 +11,11 @@ from typing import Any, Literal
 from rollout.setting import setting
 from rollout.tools import CROP_VIDEO_SPEC, ToolSpec, Window
 
-PLACEHOLDER = "<video>"  # where a row's message has a video
-IMAGE_PLACEHOLDER = "<image>"  # the same for an image
-# Times of a window in seconds, and as MM:SS.
+PLACEHOLDER = "<video>"  # marks the place of a video in a row's message
+IMAGE_PLACEHOLDER = "<image>"  # marks the place of an image
+# The placeholders of a window: its times in seconds and as MM:SS, its duration and its number of frames.
 WINDOW: Mapping[str, Any] = {"start_s": 0.0, "end_s": 0.0, "start": "", "end": "", "duration_s": 0.0, "num_frames": 0}
-# The placeholders of each text, with values to try them. Other texts may have none.
+# The placeholders that each text may have, with values to try them. Other texts have no placeholders.
 PLACEHOLDERS: Mapping[str, Mapping[str, Any]] = {
     "frame_time": {"time_s": 0.0},
     "overview": {"name": "", "duration_s": 0.0, "num_frames": 0},
@@ -25,9 +25,9 @@ PLACEHOLDERS: Mapping[str, Mapping[str, Any]] = {
     "subagent_instruction": {"question": "", **WINDOW},
 }
 MAX_TEXT_CHARS = 100_000  # as in rows of data
-MAX_PLACEHOLDERS = 64  # per text, since each may expand to a whole question
-MAX_FORMAT_CHARS = 60  # of an invalid format, in an error
-MAX_WIDTH = 100  # in a number format; a model's file could ask for two billion characters
+MAX_PLACEHOLDERS = 64  # per text, because each may expand to a whole question
+MAX_FORMAT_CHARS = 60  # an error quotes at most this much of an invalid format
+MAX_WIDTH = 100  # in a number format, because a model's file could ask for two billion characters
 IMAGE = {"type": "image"}  # a content part of a message
 ShownTimes = tuple[str, float, Sequence[float]]  # a video's name, duration and frame times
 
@@ -38,13 +38,13 @@ class PastTurn:
 
     role: Literal["user", "assistant"]
     text: str
-    num_videos: int = 0  # that it shows, of the task's videos in their order
-    num_images: int = 0
+    num_videos: int = 0  # the turn shows the next so many of the task's videos
+    num_images: int = 0  # and of its images
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """The texts; write a literal brace twice. Use the texts that a model was trained with."""
+    """The texts of prompts. Use the texts that a model was trained with, and write a literal brace twice."""
 
     system: str = setting(
         "You are a helpful assistant who answers questions about long videos.", "the main agent's system message"
@@ -95,7 +95,7 @@ class Prompts:
 
 
 def placeholder_problem(name: str, text: Any) -> str:
-    """The problem with the placeholders of a text, or ""."""
+    """Returns the problem with a text's placeholders, or ""."""
     if not isinstance(text, str):
         return ""
     if len(text) > MAX_TEXT_CHARS:
@@ -127,8 +127,8 @@ def _is_wide(spec: str) -> bool:
 
 
 def read_prompts(path: str | Path) -> Prompts:
-    """Reads a YAML file with keys of Prompts; missing keys have their defaults."""
-    from omegaconf import OmegaConf  # imported late, only if there is a file
+    """Reads a YAML file with keys of Prompts; missing keys get their defaults."""
+    from omegaconf import OmegaConf  # imported only if needed
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
@@ -153,12 +153,12 @@ def read_prompts(path: str | Path) -> Prompts:
     return Prompts(**{str(name): value for name, value in layer.items()})
 
 
-def prompts_of(file: str, beside: Prompts) -> Prompts:
-    """Reads a file of texts. `beside` must be the defaults, or equal the file, as in a run's record."""
+def prompts_of(file: str, inline: Prompts) -> Prompts:
+    """Reads a file of texts. Raises if `inline` sets other texts; equal texts are allowed, as in a run's record."""
     texts = read_prompts(file)
-    if beside in (Prompts(), texts):
+    if inline in (Prompts(), texts):
         return texts
-    set_too = [f"rollout.prompts.{name}" for name, value in asdict(beside).items() if value != getattr(Prompts, name)]
+    set_too = [f"rollout.prompts.{name}" for name, value in asdict(inline).items() if value != getattr(Prompts, name)]
     raise ValueError(
         f"rollout.prompts_file={file} and {', '.join(set_too)} are both set; write the text into the file, or leave "
         f"one of them out"
@@ -166,7 +166,7 @@ def prompts_of(file: str, beside: Prompts) -> Prompts:
 
 
 def frame_parts(prompts: Prompts, times_s: Sequence[float]) -> list[dict[str, Any]]:
-    """Content parts of a message: each frame's time as text, then its picture."""
+    """Returns a message's content parts for frames: each frame's time as text, then its picture."""
     parts = []
     for time_s in times_s:
         parts += [text_part(prompts.frame_time.format(time_s=time_s)), IMAGE]
@@ -186,9 +186,10 @@ def main_messages(
     history: Sequence[PastTurn] = (),
     num_images: int = 0,
 ) -> list[dict[str, Any]]:
-    """The main agent's dialogue. A video is given by its name, duration and frame times.
+    """Returns the main agent's messages. Each video is given by its name, duration and frame times.
 
-    `max_parallel=0` means no tools. What `history` does not show is in the last message, images before videos.
+    `max_parallel=0` means no tools. Pictures that `history` does not show go into the last message, images before
+    videos.
     """
     shown = iter(videos)
     past = [_past_message(prompts, turn, islice(shown, turn.num_videos)) for turn in history]
@@ -223,10 +224,10 @@ def _overview_parts(prompts: Prompts, videos: Iterable[ShownTimes]) -> list[dict
 def row_messages(
     prompts: Prompts, messages: Sequence[tuple[str, str]], times_s: Sequence[Sequence[float]], num_images: int = 0
 ) -> list[dict[str, Any]]:
-    """A row's own messages. Frames come before the text of the message that has their `<video>`, as in the release.
+    """Renders a row's own messages, as in the release.
 
-    Videos without a `<video>` are in the last message. `times_s` has the frame times of each video. The same holds for
-    images and `<image>`.
+    Each message with a `<video>` has the video's frames before its text; videos without a `<video>` go into the last
+    message. The same holds for images and `<image>`. `times_s` has the frame times of each video.
     """
     videos, images, rendered = iter(times_s), iter(num_images * [IMAGE]), []
     for number, (role, text) in enumerate(messages):
@@ -241,7 +242,7 @@ def row_messages(
 
 
 def _with_question(text: str, question: str, **values: Any) -> str:
-    """Fills in the question; unless the text has a place for it, the text follows it after a blank line."""
+    """Fills in the question, or puts it before the text, with a blank line, if the text has no {question}."""
     filled = text.format(question=question, **values)
     has_place = any(name == "question" for _, name, _, _ in Formatter().parse(text))
     return filled if has_place else f"{question}\n\n{filled}"
@@ -266,7 +267,7 @@ def window_values(window: Window, num_frames: int) -> dict[str, Any]:
 
 
 def clock(time_s: float | int) -> str:
-    """Whole seconds as MM:SS; minutes may be more than 59."""
+    """Formats whole seconds as MM:SS; minutes may exceed 59."""
     return f"{int(time_s // 60):02d}:{int(time_s % 60):02d}"
 
 
@@ -275,7 +276,7 @@ def window_intro(prompts: Prompts, window: Window, num_frames: int) -> str:
 
 
 def closeup_messages(prompts: Prompts, intro: str, times_s: Sequence[float], instruction: str) -> list[dict[str, Any]]:
-    """The dialogue of a sub-agent: an introduction, frames and an instruction."""
+    """Returns a sub-agent's messages: an introduction, frames and an instruction."""
     frames = frame_parts(prompts, times_s) if prompts.subagent_intro else len(times_s) * [IMAGE]
     before, after = ([text_part(f"{intro}\n")], f"\n{instruction}") if intro else ([], instruction)
     message = {"role": "user", "content": [*before, *frames, text_part(after)]}

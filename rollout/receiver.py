@@ -1,13 +1,13 @@
-"""Receives weights for an SGLang server of this host from a learner on another host, on a second port.
+"""Receives weights for an SGLang server on this host from a learner on another host, on a second port.
 
-    GET /                          names of the directories of weights that the server can read
-    POST /?owner=RUN/&num_bytes=N  makes a directory with room for weights; answers with its name
-    PUT /?owner=RUN/               single-tensor safetensors files, concatenated; answers with their path
+    GET /                          returns the names of the weight directories that the server can read
+    POST /?owner=RUN/&num_bytes=N  makes a directory with room for weights; returns its name
+    PUT /?owner=RUN/               receives single-tensor safetensors files, concatenated; returns their path
     DELETE /?owner=RUN/            removes the directory
 
 The learner then calls SGLang with this path. No name or path comes from the network: files are numbered. A run can send
-weights only to a server with its label or with no run's label (`rollout.engine.labels`). A transfer that is incomplete,
-invalid or larger than the free memory leaves no file.
+weights only to a server with its own label or with no run's label (`rollout.engine.labels`). A transfer that is
+incomplete, invalid or larger than the free memory leaves no files.
 """
 
 import asyncio
@@ -28,16 +28,16 @@ from rollout.engine.protocol import EngineError
 from rollout.engine.settings import SGLangSettings
 from rollout.engine.weight_root import WeightRoot, fits
 
-LENGTH_BYTES = 8  # of a safetensors file, before its header
+LENGTH_BYTES = 8  # size of the header's length at the start of a safetensors file
 MAX_HEADER_BYTES, MAX_TENSORS = 4096, 100_000
-PART_BYTES = 2**20  # received at a time
-STALL_S = 60.0  # without a byte; a learner whose host is gone leaves its connection open
+PART_BYTES = 2**20  # read size
+STALL_S = 60.0  # timeout without a byte, because a learner whose host is gone leaves its connection open
 NUMBER = re.compile(r"[0-9]{1,18}")
 INVALID = (ValueError, EOFError, RecursionError, ConnectionError, TimeoutError)
 
 
 class Receiver:
-    """Create it with `open`. Set `server_url` when the server is ready."""
+    """An HTTP service that receives weights. Create it with `open`, and set `server_url` when the server is ready."""
 
     def __init__(self, root: WeightRoot, client: HttpClient):
         self._root, self._labels = root, Labels(client, SGLangSettings())
@@ -70,7 +70,7 @@ class Receiver:
         num_bytes = request.query.get("num_bytes", "")
         if not NUMBER.fullmatch(num_bytes):
             raise web.HTTPBadRequest(text="num_bytes must be a number")
-        async with self._alone():
+        async with self._exclusive():
             self._root.remove()
             try:
                 return web.json_response({"name": self._root.make(int(num_bytes)).name})
@@ -82,7 +82,7 @@ class Receiver:
         num_bytes = request.content_length
         if num_bytes is None:
             raise web.HTTPLengthRequired
-        async with self._alone():
+        async with self._exclusive():
             directory = self._empty_directory(num_bytes)
             try:
                 await _write_files(request.content, num_bytes, directory)
@@ -97,19 +97,19 @@ class Receiver:
 
     async def remove(self, request: web.Request) -> web.Response:
         await self._check_owner(request)
-        async with self._alone():
+        async with self._exclusive():
             self._root.remove()
         return web.json_response({})
 
     @asynccontextmanager
-    async def _alone(self) -> AsyncIterator[None]:
+    async def _exclusive(self) -> AsyncIterator[None]:
         if self._receiving.locked():
             raise web.HTTPConflict(text="other weights are being received")
         async with self._receiving:
             yield
 
     async def _check_owner(self, request: web.Request) -> None:
-        """Raises if the server has another run's label."""
+        """Raises an HTTP error if the server has another run's label."""
         if not self.server_url:
             raise web.HTTPServiceUnavailable(text="the server is starting")
         try:
@@ -123,7 +123,7 @@ class Receiver:
         root = self._root.path
         if root is None:
             raise web.HTTPConflict(text="there is no directory for weights; POST makes it")
-        for received in root.glob("[!.]*"):  # not the lock
+        for received in root.glob("[!.]*"):  # all but the lock
             shutil.rmtree(received)
         if not fits(root, num_bytes):
             raise web.HTTPInsufficientStorage(text=f"{num_bytes} bytes of weights do not fit into {root.parent}")
@@ -131,7 +131,7 @@ class Receiver:
 
 
 async def _write_files(content: StreamReader, num_bytes: int, directory: Path) -> None:
-    """Writes each file of a sequence. Raises ValueError if it is not one of `num_bytes`."""
+    """Writes concatenated files of `num_bytes` in total. Raises ValueError if the content is not such a sequence."""
     number = 0
     while num_bytes:
         if number == MAX_TENSORS:
@@ -143,7 +143,7 @@ async def _write_files(content: StreamReader, num_bytes: int, directory: Path) -
         with (directory / f"{number:06}.safetensors").open("xb") as file:
             file.write(header)
             while data_bytes:
-                part = await _in_time(content.read(min(data_bytes, PART_BYTES)))
+                part = await _with_timeout(content.read(min(data_bytes, PART_BYTES)))
                 if not part:
                     raise ValueError("the transfer is incomplete")
                 data_bytes -= file.write(part)
@@ -151,16 +151,16 @@ async def _write_files(content: StreamReader, num_bytes: int, directory: Path) -
 
 
 async def _read_header(content: StreamReader) -> tuple[bytes, int]:
-    """A file's bytes before its tensor, and the tensor's number of bytes."""
-    length = await _in_time(content.readexactly(LENGTH_BYTES))
+    """Reads a file's bytes up to its tensor. Returns them and the tensor's number of bytes."""
+    length = await _with_timeout(content.readexactly(LENGTH_BYTES))
     size = int.from_bytes(length, "little")
     if size > MAX_HEADER_BYTES:
         raise ValueError(f"a header of {size} bytes")
-    header = await _in_time(content.readexactly(size))
+    header = await _with_timeout(content.readexactly(size))
     return length + header, _data_bytes(json.loads(header))
 
 
-async def _in_time(reading: Awaitable[bytes]) -> bytes:
+async def _with_timeout(reading: Awaitable[bytes]) -> bytes:
     async with asyncio.timeout(STALL_S):
         return await reading
 

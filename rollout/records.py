@@ -1,4 +1,4 @@
-"""The record of an episode: its turns, their calls, and all ledgers."""
+"""The record of an episode: its turns, calls and ledgers."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,20 +14,20 @@ from rollout.video.info import TimedPicture
 
 @dataclass(eq=False)
 class Call:
-    """An executed call. Fields that it did not get to keep their defaults."""
+    """An executed call. If it failed early, later fields keep their defaults."""
 
     call: ToolCall
     outcome: Outcome
-    response: str  # text to the main agent
+    response: str  # text for the main agent
     problem: str = ""  # the error in detail, not shown to the model
     window: Window | None = None
     box: Box | None = None
     report: Ledger | None = None  # the sub-agent's ledger
     latency_s: float = 0.0
     path: str = ""  # of the video
-    frames_s: tuple[float | int, ...] = ()  # start times of the sub-agent's frames, or of those in the response
+    frames_s: tuple[float | int, ...] = ()  # start times of the sub-agent's frames, or of the frames in the response
     started_s: float = 0.0  # since the start of the episode
-    parts: tuple[Part, ...] = ()  # the response to the main agent, if it has pictures
+    parts: tuple[Part, ...] = ()  # the response for the main agent, if it has pictures
 
     def respond(self, *parts: Part) -> None:
         self.response, self.parts = text_of(parts), parts if shown_in(parts) else ()
@@ -36,7 +36,7 @@ class Call:
 
     @property
     def content(self) -> tuple[Part, ...]:
-        """The whole response."""
+        """The response for the main agent, with pictures."""
         return self.parts or (self.response,)
 
     def to_record(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class Turn:
     calls: list[Call] = field(default_factory=list)
     latency_s: float = 0.0
     started_s: float = 0.0  # since the start of the episode
-    num_sampled: int | None = None  # tokens that an endpoint reports; None: the ledger has them
+    num_sampled: int | None = None  # tokens that an endpoint reports; None if the ledger has the ids
 
     @property
     def num_tokens(self) -> int:
@@ -86,7 +86,7 @@ class Turn:
 
 @dataclass(eq=False)
 class Episode:
-    """An episode; while it runs, the part so far."""
+    """An episode. While it runs, it has the turns so far."""
 
     id: str
     task: Task
@@ -97,7 +97,7 @@ class Episode:
     num_prompt_tokens: int = 0  # of all requests, with pictures expanded
     num_cached_tokens: int = 0
     videos: tuple[ShownVideo, ...] = ()  # in the overview
-    overview_s: float = 0.0  # time to make the overview, which a group shares
+    overview_s: float = 0.0  # time to build the overview, which a group shares
 
     @property
     def calls(self) -> list[Call]:

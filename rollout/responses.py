@@ -1,4 +1,4 @@
-"""Checks what a tool returned, which may be anything, and prepares it for the model."""
+"""Checks a tool's return value, which may be any object, and prepares it for the model."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ from rollout.video.info import TimedPicture
 async def checked_response(
     response: Any, tool: Tool, config: EpisodeConfig, frames: Frames, max_chars: int
 ) -> tuple[Part, ...]:
-    """The parts for the model: texts are cut, frames get their times, and the tool's own pictures their size."""
+    """Returns the response's parts for the model: cuts texts, adds times to frames, resizes the tool's own pictures."""
     name, parts = tool.spec.name, response if isinstance(response, list | tuple) else [response]
     if wrong := [part for part in parts if not isinstance(part, Part)]:
         raise TypeError(f"{name} returned {type(wrong[0]).__name__}, expected text, or a list of texts and pictures")
@@ -34,7 +34,7 @@ async def checked_response(
 
 
 def _fitted(part: Part, frames: Frames) -> Part:
-    """Frames of a video have their size. Other pictures get one, and are named by their pixels."""
+    """Resizes a picture to a valid size and sets its key, unless it is a frame of a video, which has both."""
     if isinstance(part, str) or (isinstance(part, TimedPicture) and part.path):
         return part
     picture = part if isinstance(part, Picture) else part.picture

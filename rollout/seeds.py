@@ -1,8 +1,8 @@
-"""Named random seeds, independent of the order in which they are used."""
+"""Random seeds derived from names, so that they do not depend on the order of their use."""
 
 import hashlib
 
 
 def derived_seed(*parts: object) -> int:
-    """A seed derived from a name; equal in every process."""
+    """Derives a seed from the parts of a name. It is the same in every process."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest())

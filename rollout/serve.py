@@ -2,8 +2,8 @@
 
     python -m rollout.serve --model HF_DIR [--device cpu|cuda] [--port P] [-- options of sglang.launch_server]
 
-Prints one line on stdout when the server is ready: its URL and the model. Exits with 0 after a requested stop. No
-process of the server survives this one.
+Prints one line to stdout when the server is ready: its URL and the model. Exits with 0 after SIGINT or SIGTERM. All
+processes of the server end with this one.
 """
 
 import argparse
@@ -22,12 +22,12 @@ from rollout.receiver import Receiver
 from rollout.server import DTYPES, PYTHON_VARIABLE, Dtype, Server, ServerSettings, check_port, settled_port
 from rollout.terminal import visible
 
-PROGRESS_EVERY_S = 5  # without a terminal, where each report is a new line
+PROGRESS_EVERY_S = 5  # if stderr is not a terminal, so that each report is a new line
 CLEAR_LINE = "\r\x1b[K"
 
 
 class StartLine:
-    """The server's latest line and the elapsed seconds, redrawn in place on a terminal."""
+    """Shows the server's latest line and the elapsed seconds; on a terminal, redraws them in place."""
 
     def __init__(self) -> None:
         self._started_s = time.monotonic()
@@ -38,7 +38,7 @@ class StartLine:
     def show(self, line: str) -> None:
         line, elapsed_s, self.has_lines = visible(line), time.monotonic() - self._started_s, True
         if self._in_place:
-            room = shutil.get_terminal_size().columns - len("starting, 000 s  ") - 1  # a wrapped line is not redrawn
+            room = shutil.get_terminal_size().columns - len("starting, 000 s  ") - 1  # a wrapped line can't be redrawn
             print(f"{CLEAR_LINE}starting, {elapsed_s:.0f} s  {line[:room]}", end="", file=sys.stderr, flush=True)
         elif elapsed_s >= self._next_s:
             print(f"starting, {elapsed_s:.0f} s  {line}".rstrip(), file=sys.stderr, flush=True)
@@ -50,7 +50,7 @@ class StartLine:
 
 
 async def serve(args: argparse.Namespace, settings: ServerSettings) -> None:
-    """Runs the server and, beside it, a receiver of weights from learners on other hosts."""
+    """Runs the server, and a receiver for weights from learners on other hosts."""
     check_port(f"--weights-port {args.weights_port}", args.weights_port)
     weights_port = settled_port(settings.host, args.weights_port)
     async with Receiver.open(settings.host, weights_port) as receiver:
@@ -74,7 +74,7 @@ async def _serve(args: argparse.Namespace, settings: ServerSettings, receiver: R
     if starting.cancelled():
         progress.finish("stopped while starting")
         return
-    if starting.exception() and progress.has_lines:  # otherwise no server was started
+    if starting.exception() and progress.has_lines:  # without lines, no server was started
         progress.finish("failed")
     server = starting.result()
     progress.finish("ready")

@@ -1,8 +1,8 @@
 """Runs an SGLang server as a managed process.
 
 The server has its own virtual environment (scripts/setup_sglang.sh) and runs under `rollout.supervisor`, which kills
-all of its processes when this one ends, even by SIGKILL. Its output is kept, so that an error can show its last lines.
-The server never resizes images: see `NO_RESIZE`.
+all of its processes when this process ends, even by SIGKILL. The server's latest output is kept, so that an error can
+show its last lines. The server never resizes images; see `NO_RESIZE`.
 """
 
 import asyncio
@@ -40,40 +40,40 @@ Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES: dict[Device, Dtype] = {"cpu": "float32", "cuda": "bfloat16"}  # "auto" would turn float32 files into float16
 
-# Frames arrive at their final size. The published processor files have a lower bound of 65536 pixels and would enlarge
+# Frames arrive at their final size. The published processor files set a minimum of 65536 pixels, which would enlarge
 # every frame below 256 x 256. With this setting, a size that is not a multiple of the patch size is an error instead.
 NO_RESIZE = {"image": {"do_resize": False}}
 
 VISION_CACHE_MIB = 1024  # about 600 frames of 49 tokens for the 8B model with its DeepStack maps in bfloat16
 
-# Below the kernel's range for outgoing connections, which could take the port while the server loads.
+# Below the kernel's range for outgoing connections, because such a connection could take the port during loading.
 FREE_PORTS = range(20_000, 30_000)
 
-# With such a cache, SGLang keeps the ids of every request with pictures. Without one, for Qwen2.5-VL, it counts a
-# picture's tokens by the bounds in the processor files, and if it resized nothing and they would have, it decodes the
-# ids and encodes the text again: to other ids, if a policy sampled some of them.
+# With this cache, SGLang keeps the ids of every request with pictures. Without it, SGLang computes the tokens of a
+# Qwen2.5-VL picture from the size limits in the processor files. If these limits would have resized a picture, SGLang
+# decodes the ids and re-encodes the text, which changes ids that a policy has sampled.
 PICTURE_CACHE_MIB = 256
 
-# Without GPU kernels the vision tower attends over all pictures of a prefill at once, with a mask: eight crops of
-# sixteen frames took minutes. Smaller prefill chunks have fewer pictures.
+# Without GPU kernels the vision tower computes masked attention over all pictures of a prefill at once, which took
+# minutes for eight crops of sixteen frames. Smaller prefill chunks have fewer pictures.
 CPU_PREFILL_TOKENS = 128
 
-INITIAL_LABEL = "default"  # SGLang's label of the weights that a server starts with
+INITIAL_LABEL = "default"  # SGLang's label for the weights that a server starts with
 
 MARK_VARIABLE = "PARAVT_SERVER"
 POLL_S = 0.25
-HEALTH_TIMEOUT_S = 30  # the server generates a token for /health; the first one compiles
-ERROR_LINES = 30  # in an error: a Python traceback and its context
+HEALTH_TIMEOUT_S = 30  # the server generates a token for /health, and compiles kernels for the first token
+ERROR_LINES = 30  # lines of output in an error, enough for a Python traceback and its context
 ERROR_LINE_CHARS = 300
 KEPT_LINES = 2_000
 MAX_LINE_BYTES = 4_096
 MAX_PORT = 65_535
 LISTENING = "0A"  # TCP_LISTEN in /proc/net/tcp
-KILL_TIMEOUT_S = 30  # for the kernel to free a killed process's memory
+KILL_TIMEOUT_S = 30  # the kernel takes time to free a killed process's memory
 
 
 class ServerFailed(RuntimeError):
-    """The server did not start or crashed: one sentence, then the server's last lines."""
+    """The server did not start, or crashed. The message is one sentence, followed by the server's last lines."""
 
     def __init__(self, sentence: str, last_lines: list[str]) -> None:
         shown = "".join(f"\n  | {line[:ERROR_LINE_CHARS]}" for line in last_lines)
@@ -90,7 +90,7 @@ class Startable(Protocol):
     def port(self) -> int: ...
 
     def settled(self) -> Self:
-        """With its program and port. Raises if it cannot be started."""
+        """Returns the settings with their program and port filled in. Raises if the program cannot be started."""
         ...
 
     def command(self) -> list[str]: ...
@@ -115,10 +115,10 @@ class ServerSettings:
     max_running_requests: int | None = None  # None: 16 on cpu, SGLang's default on cuda
     trainable_vision: bool = False  # True: no cache of image embeddings, which would survive a weight update
     tensor_parallel: int = 1
-    gpus: tuple[str, ...] = ()  # cuda: its GPUs, in the form of CUDA_VISIBLE_DEVICES; (): the first visible ones
-    weights_port: int | None = None  # where `rollout.receiver` receives weights for this server
+    gpus: tuple[str, ...] = ()  # cuda: its GPUs, as in CUDA_VISIBLE_DEVICES; (): the first visible GPUs
+    weights_port: int | None = None  # port where `rollout.receiver` receives weights for this server
     python: Path | None = None  # interpreter of SGLang's environment; None: see `sidecar_python`
-    extra_args: tuple[str, ...] = ()  # for sglang.launch_server; they come last and so take precedence
+    extra_args: tuple[str, ...] = ()  # for sglang.launch_server; they come last and therefore take precedence
 
     def __post_init__(self) -> None:
         check_port(f"port={self.port}", self.port)
@@ -135,10 +135,13 @@ class ServerSettings:
         if self.device == "cpu" and self.tensor_parallel > 1:
             raise ValueError(f"tensor_parallel={self.tensor_parallel} needs device=cuda")
         if self.gpus and (self.device == "cpu" or len(self.gpus) != self.tensor_parallel):
-            raise ValueError(f"gpus={self.gpus} must be tensor_parallel={self.tensor_parallel} of them, on device=cuda")
+            raise ValueError(
+                f"gpus={self.gpus} needs device=cuda and tensor_parallel={len(self.gpus)}, got device={self.device} "
+                f"and tensor_parallel={self.tensor_parallel}"
+            )
 
     def settled(self) -> Self:
-        """With its interpreter and port. Raises if the server cannot be started."""
+        """Returns the settings with their interpreter and port filled in. Raises if the server cannot be started."""
         if not (self.model / "config.json").is_file():
             raise ValueError(f"model={self.model} is not a Hugging Face model directory: it has no config.json")
         python = self.python or sidecar_python()
@@ -147,10 +150,10 @@ class ServerSettings:
         return replace(self, python=python, port=settled_port(self.host, self.port))
 
     async def is_ready(self, http: aiohttp.ClientSession) -> bool:
-        """Whether a server is healthy. Raises if its model takes no images."""
+        """Returns whether the server is healthy. Raises if its model does not accept images."""
         info = await _model_info(http)
         if info is not None and not info.get("has_image_understanding"):
-            raise ValueError(f"model={self.model} takes no images: its type is {info.get('model_type')!r}")
+            raise ValueError(f"model={self.model} does not accept images: its type is {info.get('model_type')!r}")
         return info is not None
 
     def command(self) -> list[str]:
@@ -169,12 +172,12 @@ class ServerSettings:
         }
         flags = [
             "--skip-server-warmup",  # the warmup image would have to be resized
-            "--sleep-on-idle",  # else an idle server keeps one core busy, which the learner needs
+            "--sleep-on-idle",  # otherwise an idle server keeps a core busy that the learner needs
         ]
         if is_mixture(self.model):
-            flags.append("--enable-return-routed-experts")  # the learner replays them
+            flags.append("--enable-return-routed-experts")  # the learner replays the routing
         if self.device == "cpu":
-            options["--max-total-tokens"] = self.max_total_tokens or 2 * self.context_length  # default: all memory
+            options["--max-total-tokens"] = self.max_total_tokens or 2 * self.context_length  # SGLang's: all memory
             options["--max-running-requests"] = self.max_running_requests or 16
             options["--attention-backend"] = "torch_native"
             options["--chunked-prefill-size"] = CPU_PREFILL_TOKENS
@@ -189,7 +192,7 @@ class ServerSettings:
         return [str(self.python or sidecar_python()), "-m", "sglang.launch_server", *pairs, *flags, *self.extra_args]
 
     def environment(self) -> dict[str, str]:
-        """SGLang builds kernels with its environment's ninja."""
+        """Returns the server's environment variables. PATH has ninja, with which SGLang builds kernels."""
         environment = environment_of(self.python or sidecar_python(), self.gpus) | {
             "PYTHONPATH": str(PLUGIN),
             "SGLANG_VLM_CACHE_SIZE_MB": "0" if self.trainable_vision else str(VISION_CACHE_MIB),
@@ -211,11 +214,11 @@ def is_mixture(model: Path) -> bool:
 
 
 def environment_of(program: Path, gpus: Sequence[str]) -> dict[str, str]:
-    """This process's environment without the learner's libraries, which a server must not load."""
+    """Returns this process's environment variables without the learner's libraries, which a server must not load."""
     environment = dict(os.environ)
     for name in ("VIRTUAL_ENV", "PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "SGLANG_USE_CPU_ENGINE"):
         environment.pop(name, None)
-    libraries = environment.pop("LD_LIBRARY_PATH", "").split(":")  # it may be needed to find the GPU driver
+    libraries = environment.pop("LD_LIBRARY_PATH", "").split(":")  # other entries may be needed to find the GPU driver
     if libraries := [path for path in libraries if path and not Path(path).is_relative_to(sys.prefix)]:
         environment["LD_LIBRARY_PATH"] = ":".join(libraries)
     environment |= {
@@ -230,11 +233,11 @@ def environment_of(program: Path, gpus: Sequence[str]) -> dict[str, str]:
 
 
 def sidecar_python() -> Path:
-    """The interpreter that has SGLang: from the environment variable, .venv-sglang beside the package, or this one."""
+    """Returns a Python that has SGLang: PYTHON_VARIABLE's, that of .venv-sglang beside the package, or this one."""
     if named := os.environ.get(PYTHON_VARIABLE):
         return Path(named)
     python = SIDECAR / "bin" / "python"
-    if (SIDECAR / ".setup-stamp").exists():  # written last, so a half-finished environment has none
+    if (SIDECAR / ".setup-stamp").exists():  # written last, so an incomplete environment has no stamp
         return python
     if importlib.util.find_spec("sglang"):
         return Path(sys.executable)
@@ -246,15 +249,15 @@ def sidecar_python() -> Path:
 
 
 class Server:
-    """One running server. It is not tied to an event loop: one may start it and another stop it."""
+    """A running server. It is not tied to an event loop: different loops may start and stop it."""
 
     def __init__(self, settings: Startable, log_file: Path | None = None) -> None:
         self.settings = settings  # including the chosen port
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._log = log_file.open("ab", buffering=0) if log_file else None
         self._ended: concurrent.futures.Future[int] = concurrent.futures.Future()
-        self._ended.set_running_or_notify_cancel()  # a cancelled waiter must not cancel it for the others
-        self._mark = uuid.uuid4().hex  # in the environment of every process of the server
+        self._ended.set_running_or_notify_cancel()  # a cancelled waiter must not cancel the future for others
+        self._mark = uuid.uuid4().hex  # an environment variable that identifies all processes of the server
         self._process = subprocess.Popen(
             supervisor.supervised(settings.command()),
             env=settings.environment() | {MARK_VARIABLE: self._mark},
@@ -263,7 +266,7 @@ class Server:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        # Threads, because a server blocks on a full pipe if nobody reads its output, and event loops may be busy.
+        # Threads read the output, because a server blocks on a full pipe, and event loops may be busy.
         reader = threading.Thread(target=self._read_output, name="sglang-output", daemon=True)
         reader.start()
         threading.Thread(target=self._watch, args=(reader,), name="sglang-watch", daemon=True).start()
@@ -277,7 +280,7 @@ class Server:
         on_progress: Callable[[str], None] | None = None,
         log_file: Path | None = None,
     ) -> "Server":
-        """Returns when the server has generated a token; `on_progress` gets its latest line while it starts."""
+        """Starts a server and waits until it has generated a token; `on_progress` gets its latest line meanwhile."""
         server = cls(settings.settled(), log_file)
         try:
             async with asyncio.timeout(deadline_s):
@@ -285,7 +288,7 @@ class Server:
         except TimeoutError:
             await server.stop(grace_s=0)
             raise server._failure(f"the server was not ready within the deadline of {deadline_s:g} s") from None
-        except BaseException:  # including cancellation: nobody else can stop this server
+        except BaseException:  # also on cancellation, because nothing else would stop this server
             await asyncio.shield(server.stop(grace_s=0))
             raise
         return server
@@ -297,7 +300,7 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """The supervisor's pid, which is also the id of its session and process group."""
+        """The supervisor's process id, which is also the id of its session and process group."""
         return self._process.pid
 
     @property
@@ -305,15 +308,15 @@ class Server:
         return not self._ended.done()
 
     def last_lines(self, n: int) -> list[str]:
-        """The server's latest lines, oldest first."""
+        """Returns the server's latest n lines of output, oldest first."""
         return list(self._lines)[-n:]
 
     async def wait(self) -> int:
-        """The exit code, once every process of the server has ended; 128 + n for signal n."""
+        """Waits until every process of the server has ended. Returns the exit code; 128 + n for signal n."""
         return await asyncio.wrap_future(self._ended)
 
     async def stop(self, grace_s: float) -> None:
-        """Returns when all processes have ended: requests get `grace_s` to finish, then the server is killed."""
+        """Stops the server and waits for its processes. Requests get `grace_s` to finish before it is killed."""
         for request, patience_s in (
             (signal.SIGTERM, grace_s),
             (supervisor.KILL_NOW, KILL_TIMEOUT_S),
@@ -321,24 +324,24 @@ class Server:
         ):
             if patience_s <= 0 or not self.running:
                 continue
-            with contextlib.suppress(ProcessLookupError, TimeoutError):  # ended just now; else escalate
+            with contextlib.suppress(ProcessLookupError, TimeoutError):  # it has just ended; on a timeout, escalate
                 os.kill(self.pid, request)
                 async with asyncio.timeout(patience_s):
                     await self.wait()
         if self.running:
-            raise RuntimeError(f"process {self.pid} of the server does not end even when killed; it may hold its GPU")
+            raise RuntimeError(f"process {self.pid} of the server survives SIGKILL; it may still occupy its GPU")
 
     async def _ready(self, on_progress: Callable[[str], None]) -> None:
         timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
         async with aiohttp.ClientSession(self.url, timeout=timeout) as http:
             while not (self._listens() and await self.settings.is_ready(http)):
                 if not self.running:
-                    raise self._failure(f"the server ended with {self._how_it_ended()} before it was ready")
+                    raise self._failure(f"the server ended with {self._exit_reason()} before it was ready")
                 on_progress(next(iter(self.last_lines(1)), ""))
                 await asyncio.sleep(POLL_S)
 
     def _listens(self) -> bool:
-        """True if this server has opened the port; another program there would answer in its place."""
+        """Returns whether this server has opened the port. Raises if another program has taken it."""
         sockets = _listening_sockets(self.settings.host, self.settings.port)
         if not sockets:
             return False
@@ -346,29 +349,29 @@ class Server:
             if process.group == self.pid and sockets & _open_files(process.pid):
                 return True
         if not sockets & _listening_sockets(self.settings.host, self.settings.port):
-            return False  # it was this server's, which just ended
+            return False  # the socket belonged to this server, which has just ended
         raise self._failure(f"another process took port {self.settings.port} while the server was starting")
 
     def _failure(self, sentence: str) -> ServerFailed:
         return ServerFailed(sentence, self.last_lines(ERROR_LINES))
 
-    def _how_it_ended(self) -> str:
+    def _exit_reason(self) -> str:
         code = self._ended.result(timeout=0)
-        number = code - 128 if code >= 0 else -code  # negative: the supervisor itself was killed
+        number = code - 128 if code >= 0 else -code  # negative if the supervisor itself was killed
         return signal.Signals(number).name if number in signal.valid_signals() else f"exit code {code}"
 
     def exit_error(self) -> ServerFailed:
-        """The error for a server that nobody stopped."""
-        return self._failure(f"the server at {self.url} ended with {self._how_it_ended()}")
+        """Returns the error for a server that ended without a call of `stop`."""
+        return self._failure(f"the server at {self.url} ended with {self._exit_reason()}")
 
     def _read_output(self) -> None:
         assert self._process.stdout is not None
         with self._process.stdout as output:
             while raw := output.readline(MAX_LINE_BYTES):
                 if self._log:
-                    with contextlib.suppress(OSError):  # on a full disk: a server whose output nobody reads would end
+                    with contextlib.suppress(OSError):  # on a full disk, keep reading, or the server would block
                         self._log.write(raw)
-                shown = raw.rstrip().rpartition(b"\r")[2]  # a progress bar overwrites itself
+                shown = raw.rstrip().rpartition(b"\r")[2]  # the last state of a progress bar
                 if shown:
                     self._lines.append(shown.decode(errors="replace"))
         if self._log:
@@ -378,9 +381,9 @@ class Server:
         shared = supervisor.SharedFiles(self.pid)
         # WNOWAIT does not reap the process, so its group id stays valid.
         while os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
-            shared.look()
+            shared.scan_if_due()
             time.sleep(POLL_S)
-        # Processes are left only if the supervisor itself was killed.
+        # Processes only survive if the supervisor itself was killed.
         os.killpg(self.pid, signal.SIGKILL)
         give_up_s = time.monotonic() + KILL_TIMEOUT_S
         while (survivors := _marked(self._mark)) and time.monotonic() < give_up_s:
@@ -394,28 +397,28 @@ class Server:
 
 
 def _marked(mark: str) -> list[int]:
-    """Processes that have the mark in their environment, in any session or group."""
+    """Returns the ids of processes that have the mark in their environment, in any session or group."""
     marked, variable = [], f"{MARK_VARIABLE}={mark}".encode()
     for process in supervisor.processes():
-        with contextlib.suppress(OSError):  # it has ended since, or is another user's
+        with contextlib.suppress(OSError):  # the process has ended, or is another user's
             if variable in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
                 marked.append(process.pid)
     return marked
 
 
 def initial_label(weights_port: int) -> str:
-    """The same label with the port that receives weights, see `rollout.engine.labels`."""
+    """Returns the initial label with the port that receives weights; see `rollout.engine.labels`."""
     return f"{INITIAL_LABEL};weights_port={weights_port}"
 
 
 def check_port(setting: str, port: int) -> None:
-    """`setting` names the port in the error. getaddrinfo would take it modulo 65536."""
+    """Raises if a port is invalid, because getaddrinfo would take it modulo 65536. `setting` names it in errors."""
     if not 0 <= port <= MAX_PORT:
-        raise ValueError(f"{setting} must be from 0 (any free one) to {MAX_PORT}")
+        raise ValueError(f"{setting} must be from 0 (any free port) to {MAX_PORT}")
 
 
 def settled_port(host: str, port: int) -> int:
-    """The port, or a free one for 0. Raises if nothing can listen there."""
+    """Returns the port, or a free port for 0. Raises if it is not possible to listen there."""
     candidates = [port] if port else random.sample(FREE_PORTS, 100)
     for candidate in candidates:
         try:
@@ -423,20 +426,20 @@ def settled_port(host: str, port: int) -> int:
         except OSError as problem:
             if port or problem.errno != errno.EADDRINUSE:
                 sentence = f"cannot listen on {host}:{candidate} ({problem.strerror})"
-                raise ValueError(f"{sentence}; name another host or port, or port 0 for any free one") from None
+                raise ValueError(f"{sentence}; use another host or port, or port 0 for any free port") from None
         else:
             return candidate
-    raise RuntimeError(f"none of {len(candidates)} ports tried on {host} is free; name one with port")
+    raise RuntimeError(f"tried {len(candidates)} ports on {host}, and none is free; set a port")
 
 
 def _bind(host: str, port: int) -> None:
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # like the server: ignore closed connections
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignores closed connections, as the server does
         probe.bind((host, port))
 
 
 def _listening_sockets(host: str, port: int) -> set[str]:
-    """The sockets that a connection to host and port can reach, named as the links in /proc/PID/fd are."""
+    """Returns the listening sockets that a connection to host and port can reach, as named in /proc/PID/fd."""
     address = f"{int.from_bytes(socket.inet_aton(socket.gethostbyname(host)), sys.byteorder):08X}"
     sockets = set()
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
@@ -451,7 +454,7 @@ def _listening_sockets(host: str, port: int) -> set[str]:
 
 def _open_files(pid: int) -> set[str]:
     inodes = set()
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended or closed a file since the listing
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process has ended or closed a file
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):
                 inodes.add(str(entry.readlink()))
@@ -459,7 +462,7 @@ def _open_files(pid: int) -> set[str]:
 
 
 async def _model_info(http: aiohttp.ClientSession) -> dict[str, Any] | None:
-    """A healthy server's description of its model, or None while it is not healthy."""
+    """Returns a server's description of its model, or None while the server is not healthy."""
     try:
         async with http.get("/health", raise_for_status=True):
             pass

@@ -8,7 +8,7 @@ Value = TypeVar("Value")
 
 
 def setting(default: Value, help: str, **metadata: Any) -> Value:
-    """A list or dict as default is copied for every instance."""
+    """Declares a setting. A default that is a list or dict is copied for every instance."""
     metadata["help"] = help
     made: Any
     if isinstance(default, list | dict):

@@ -2,12 +2,12 @@
 
     python -I supervisor.py PARENT_PID COMMAND…
 
-All descendants of the command, in any session or group, are killed when the command ends, when the parent is gone (even
-by SIGKILL) or on SIGUSR1. SIGTERM and SIGINT are forwarded to the command as SIGTERM. The exit code is the command's,
-or 128 + n for signal n. It is returned only after the last descendant has ended and the semaphores and segments that
-killed processes leave in /dev/shm are removed.
+The supervisor kills all descendants of the command, in any session or group, when the command ends, when the parent is
+gone (even by SIGKILL) or on SIGUSR1. It forwards SIGTERM and SIGINT to the command as SIGTERM. It exits with the
+command's exit code, or 128 + n for signal n, but only after the last descendant has ended, and after it has removed the
+semaphores and segments that killed processes leave in /dev/shm.
 
-Linux and standard library only, because it runs as a script, outside the package.
+This file only uses Linux and the standard library, because it runs as a script, outside the package.
 """
 
 import ctypes
@@ -24,12 +24,12 @@ from typing import NamedTuple
 
 KILL_NOW = signal.SIGUSR1
 WATCHED = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, KILL_NOW)
-POLL_S = 0.2  # how soon a dead parent is noticed; PDEATHSIG would also fire if only the thread that forked us ends
-LOOK_S = 2.0  # between two scans of the descendants' shared memory, if no file appears there
+POLL_S = 0.2  # a dead parent is detected by polling, because PDEATHSIG also fires if only the forking thread ends
+SCAN_EVERY_S = 2.0  # period of the scans for the descendants' shared memory, if no file appears there
 SHARED_MEMORY = Path("/dev/shm")
 MAPPED = re.compile(rf"^(?:\S+ ){{4}}(\d+) +{SHARED_MEMORY}/[^/\n]+$", re.MULTILINE)  # /proc/PID/maps, see man proc
 
-# Images in transit from SGLang's process with this PID to its scheduler; no process has them mapped or open.
+# Images in transit from an SGLang process, named by its PID, to its scheduler. No process has them mapped or open.
 IN_TRANSIT = re.compile(r"sgl_shm_[a-z_]+_(\d+)_[0-9a-f]+")
 
 NOT_RUN = 127  # a shell's exit code for a command that could not be started
@@ -45,27 +45,27 @@ class Process(NamedTuple):
 
 
 def processes() -> Iterator[Process]:
-    """All living processes, without zombies."""
+    """Yields all living processes, without zombies."""
     for file in Path("/proc").glob("[0-9]*/stat"):
         try:
             content = file.read_text(errors="replace")
-        except (FileNotFoundError, ProcessLookupError):  # it has ended since the listing
+        except (FileNotFoundError, ProcessLookupError):  # the process has ended in the meantime
             continue
-        state, parent, group = content.rpartition(")")[2].split()[:3]  # the name in front may contain anything
+        state, parent, group = content.rpartition(")")[2].split()[:3]  # the name in parentheses may have any characters
         if state not in "ZX":
             yield Process(int(file.parent.name), int(parent), int(group))
 
 
 def supervised(command: Sequence[str]) -> list[str]:
-    """The command line that runs `command`, given with an absolute path, under a supervisor."""
+    """Returns the command line that runs `command`, which has an absolute path, under a supervisor."""
     return [sys.executable, "-I", __file__, str(os.getpid()), *command]
 
 
 class SharedFiles:
-    """The files in /dev/shm that a process's descendants have mapped or open, without directories.
+    """The files in /dev/shm that a process's descendants have mapped or open.
 
-    A killed process cannot report its files, so they are scanned as soon as a file appears, and periodically. They are
-    identified by inode, because a semaphore is renamed after it is mapped.
+    A killed process can no longer be asked for its files, so running processes are scanned periodically, and whenever a
+    file appears. Files are identified by inode, because a semaphore is renamed after it is mapped.
     """
 
     def __init__(self, top: int):
@@ -75,9 +75,9 @@ class SharedFiles:
         self._ours: set[Path] = set()
         self._pids: set[int] = set()
 
-    def look(self) -> None:
-        """Scans if a file has appeared since the last scan, or if that was long ago."""
-        if set(SHARED_MEMORY.glob("*")) - self._scanned or time.monotonic() > self._scanned_s + LOOK_S:
+    def scan_if_due(self) -> None:
+        """Scans if a file has appeared since the last scan, or if the last scan was long ago."""
+        if set(SHARED_MEMORY.glob("*")) - self._scanned or time.monotonic() > self._scanned_s + SCAN_EVERY_S:
             self.scan()
 
     def scan(self) -> None:
@@ -101,10 +101,10 @@ class SharedFiles:
 
 
 def mapped_or_open(pids: Iterable[int]) -> set[int]:
-    """The inodes of these processes' files in /dev/shm."""
+    """Returns the inodes of the files in /dev/shm that these processes have mapped or open."""
     inodes: set[int] = set()
     for process in (Path(f"/proc/{pid}") for pid in pids):
-        with suppress(OSError):  # it has ended, or is another user's
+        with suppress(OSError):  # the process has ended, or is another user's
             inodes |= {int(inode) for inode in MAPPED.findall((process / "maps").read_text(errors="replace"))}
             for file in (process / "fd").iterdir():
                 with suppress(FileNotFoundError):  # closed in the meantime
@@ -113,7 +113,7 @@ def mapped_or_open(pids: Iterable[int]) -> set[int]:
 
 
 def descendants(top: int) -> list[int]:
-    """All direct and indirect children of a process."""
+    """Returns the ids of all direct and indirect children of a process."""
     children: dict[int, list[int]] = {}
     for process in processes():
         children.setdefault(process.parent, []).append(process.pid)
@@ -126,7 +126,7 @@ def descendants(top: int) -> list[int]:
 
 def main(parent: int, command: list[str]) -> int:
     unwatched = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans become children of this process instead of init's, so none can escape
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans become children of this process instead of init, so none can escape
     shared = SharedFiles(os.getpid())
     child = _spawn(command, unwatched)
     status = None
@@ -136,7 +136,7 @@ def main(parent: int, command: list[str]) -> int:
             break
         if received is not None and received.si_signo in (signal.SIGTERM, signal.SIGINT):
             os.kill(child, signal.SIGTERM)
-        shared.look()
+        shared.scan_if_due()
         status = _reap(child)
     shared.scan()
     status = _kill_descendants(child, status)
@@ -168,7 +168,7 @@ def _spawn(command: list[str], signal_mask: Iterable[int]) -> int:
 
 
 def _reap(child: int) -> int | None:
-    """The status of `child` if it has ended; reaps orphans along the way."""
+    """Reaps orphans that have ended. Returns the status of `child` if it has ended too."""
     while True:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in (0, child):
@@ -176,7 +176,10 @@ def _reap(child: int) -> int | None:
 
 
 def _kill_descendants(child: int, status: int | None) -> int:
-    """Kills all descendants: each round turns the children of the killed into our own, for the next round."""
+    """Kills all descendants and returns the status of `child`.
+
+    Each round kills this process's children, whose own children then become this process's for the next round.
+    """
     while True:
         for process in processes():
             if process.parent == os.getpid():
@@ -184,7 +187,7 @@ def _kill_descendants(child: int, status: int | None) -> int:
         try:
             pid, ended = os.waitpid(-1, 0)
         except ChildProcessError:
-            assert status is not None, "the command is reaped before the last child is"
+            assert status is not None, "the command is reaped before the last child"
             return status
         status = ended if pid == child else status
 

@@ -1,9 +1,9 @@
 """Renders chat templates in a child process, because a template comes with a model and is untrusted code.
 
-Jinja's sandbox denies access to files and attributes but limits neither time nor memory: nested loops, `"x" * 10**10`
-and texts that double themselves exhaust the machine, and a timer in the same process cannot interrupt one long
-operation. The kernel limits the child's CPU time and memory; the next request starts a new child. The child exits when
-its standard input closes, and so with its parent.
+Jinja's sandbox denies access to files and attributes, but limits neither time nor memory: nested loops, `"x" * 10**10`
+or a text that doubles itself could exhaust the machine, and a timer in the same process cannot interrupt a single long
+operation. The kernel therefore limits the child's CPU time and memory, and kills it at the limit; the next request
+starts a new child. The child exits when its standard input closes, for example because its parent has died.
 """
 
 import atexit
@@ -26,17 +26,17 @@ from jinja2.ext import loopcontrols
 DEADLINE_S = 10.0  # CPU time per text, independent of other load; the longest rows take a tenth of it
 MAX_MEMORY_BYTES = 2**30
 MAX_TEMPLATE_CHARS = 2**20
-MAX_GROWTH, MIN_CHARS = 16, 2**20  # a text may be this many times longer than its input
+MAX_GROWTH, MIN_CHARS = 16, 2**20  # a rendered text may have MAX_GROWTH times the characters of its input, or MIN_CHARS
 MAX_PROBLEM_CHARS = 300
 
 
 def render(template: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, **settings: Any) -> str:
-    """Renders a dialogue. A ValueError names the template's problem."""
+    """Renders a dialogue. Raises a ValueError that describes the problem if the template fails."""
     return _renderer.render({"template": template, "values": {"messages": messages, "tools": tools, **settings}})
 
 
 class _Renderer:
-    """This process's child, started on first use and after its death."""
+    """This process's child, started on first use and again after its death."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,10 +53,10 @@ class _Renderer:
                 answer = child.stdout.readline()
             except BrokenPipeError:
                 answer = b""
-            except BaseException:  # such as Ctrl-C: the next request would read this one's answer
+            except BaseException:  # for example Ctrl-C; the next request must not read this request's answer
                 self._end()
                 raise
-            if not answer.endswith(b"\n"):  # it died
+            if not answer.endswith(b"\n"):  # the child has died
                 code = self._end()
                 raise ValueError(
                     f"it took more than {DEADLINE_S:g} s of CPU"
@@ -74,7 +74,7 @@ class _Renderer:
             return 0
         assert child.stdin is not None and child.stdout is not None
         child.stdout.close()
-        with suppress(BrokenPipeError):  # it died before it read a request
+        with suppress(BrokenPipeError):  # the child died before it read a request
             child.stdin.close()
         try:
             return child.wait(DEADLINE_S)
@@ -88,13 +88,13 @@ class _Renderer:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    # -P: modules of this folder must not shadow others.
+    # -P keeps this folder out of sys.path, so that its modules do not shadow others.
     command = [sys.executable, "-P", str(Path(__file__).absolute())]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 def _new_renderer() -> None:
-    """After a fork, uses a new child: processes that share one would read each other's answers."""
+    """Starts a new child after a fork, because processes that share a child would read each other's answers."""
     global _renderer
     _renderer = _Renderer()
 
@@ -129,7 +129,7 @@ def _answer(request: dict[str, Any], num_chars: int) -> dict[str, str]:
         text = _compiled(request["template"]).render(**request["values"])
     except MemoryError:
         return {"problem": f"it takes more than {MAX_MEMORY_BYTES / 2**30:g} GiB"}
-    except Exception as problem:  # a template can raise anything
+    except Exception as problem:  # a template may raise any error
         kind = "" if isinstance(problem, jinja2.TemplateError | ValueError) else f"{type(problem).__name__}: "
         return {"problem": f"{kind}{problem}"[:MAX_PROBLEM_CHARS]}
     most = max(MIN_CHARS, MAX_GROWTH * num_chars)
@@ -139,7 +139,7 @@ def _answer(request: dict[str, Any], num_chars: int) -> dict[str, str]:
 
 
 def _main() -> None:
-    for ignored in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group; the trainer still saves
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group, while the trainer still saves
         signal.signal(ignored, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process during any operation
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))

@@ -1,4 +1,4 @@
-"""Runs blocking work beside the event loop in threads that can be abandoned."""
+"""Runs blocking work in threads that can be abandoned, so that it does not block the event loop."""
 
 import asyncio
 import threading
@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 
 async def in_daemon_thread(work: Callable[[], Result]) -> Result:
-    """Like asyncio.to_thread, but work that never ends blocks neither other work nor the end of the process."""
+    """Like asyncio.to_thread, but work that never ends blocks neither other work nor the exit of the process."""
     future: Future[Result] = Future()
     future.set_running_or_notify_cancel()
 

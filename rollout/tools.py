@@ -1,8 +1,8 @@
-"""Parses tool calls in a model's text, and the part of a video that a call asks for. Nothing is executed here.
+"""Parses the tool calls in a model's text and their arguments. `rollout.toolbox` runs the calls.
 
 The trained form is `<tool_call>{"name": …, "arguments": {…}}</tool_call>`. The base model sometimes writes
-`<tool_code>crop_video(…)</tool_code>` instead, a Python call that is read from its syntax tree. Everything here is a
-pure function of untrusted text; errors become sentences for the model. `rollout.toolbox` runs the calls.
+`<tool_code>crop_video(…)</tool_code>` instead, a Python call that is parsed but never executed. All functions here are
+pure functions of untrusted text; errors become sentences for the model.
 """
 
 import ast
@@ -19,8 +19,8 @@ from rollout.video.box import Box
 
 CROP_VIDEO = "crop_video"
 MAX_CALLS = 64  # per turn; further calls are ignored
-MAX_CALL_CHARS = 4_000  # bounds the parsers' stack, which deep nesting uses up
-MIN_BOX_FRAC = 0.02  # of a frame's sides; a thinner box has no valid picture size
+MAX_CALL_CHARS = 4_000  # bounds the nesting depth, and with it the parsers' stack
+MIN_BOX_FRAC = 0.02  # fraction of a frame's side; a thinner box has no valid picture size
 BOX_DIGITS = 4  # finer than a pixel
 CLOCK = re.compile(r"(?:(\d{1,3}):)?(\d{1,3}):(\d{1,2}(?:\.\d+)?)")
 NUMBER = re.compile(r"[+-]?\d+(?:\.\d*)?|[+-]?\.\d+")
@@ -29,16 +29,16 @@ OPENING = re.compile(r"<tool_(call|code)>")
 Outcome = Literal["ok", "invalid", "unknown_tool", "error", "timeout"]
 
 Signatures = Mapping[str, Sequence[str]]  # callable tools: name -> ordered parameters
-_Read = list[tuple[str, dict[str, Any]]]  # names and arguments
+_Parsed = list[tuple[str, dict[str, Any]]]  # names and arguments
 
 
 @dataclass(frozen=True)
 class ToolSpec:
-    """How a tool is presented to the model: its schema, and text that follows the question."""
+    """The description of a tool for the model: its schema, and texts for the prompt."""
 
     schema: dict[str, Any]
-    usage: str  # completes "call …"
-    effect: str  # the result of the call, in the same sentence
+    usage: str  # completes the prompt's "call …"
+    effect: str  # describes the call's result in the same sentence
 
     @property
     def name(self) -> str:
@@ -50,7 +50,7 @@ class ToolSpec:
 
 
 def make_schema(name: str, description: str, **parameters: tuple[str, str]) -> dict[str, Any]:
-    """A tool's schema for the chat template; each parameter has a JSON type and a description."""
+    """Makes a tool's schema for the chat template. Each parameter has a JSON type and a description."""
     properties = {key: {"type": kind, "description": text} for key, (kind, text) in parameters.items()}
     schema = {"type": "object", "properties": properties, "required": list(properties)}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
@@ -82,7 +82,7 @@ CROP_VIDEO_ALONE: Signatures = {CROP_VIDEO: CROP_VIDEO_SPEC.parameters}
 
 
 class BadCall(ValueError):
-    """An invalid call; the model gets the message."""
+    """A call is invalid. The model gets the message."""
 
     def __init__(self, message: str, outcome: Outcome = "invalid"):
         super().__init__(message)
@@ -91,7 +91,7 @@ class BadCall(ValueError):
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One tool block of a turn. `problem` is set if it is not a valid call of an available tool."""
+    """A tool block in a turn. `problem` is set if it is not a valid call of an available tool."""
 
     span: tuple[int, int]  # characters of the turn, including tags
     name: str = ""
@@ -111,7 +111,7 @@ class Window:
 
 
 def find_calls(text: str, tools: Signatures = CROP_VIDEO_ALONE) -> list[ToolCall]:
-    """The calls of a turn, in order: those after its first `</think>`, or all if it has none."""
+    """Returns a turn's calls in order: the calls after its first `</think>`, or all calls if it has none."""
     begin = text.find("</think>") + 1  # 0 without one
     calls: list[ToolCall] = []
     while len(calls) < MAX_CALLS and (opening := OPENING.search(text, begin)) is not None:
@@ -129,7 +129,7 @@ def find_calls(text: str, tools: Signatures = CROP_VIDEO_ALONE) -> list[ToolCall
     return calls[:MAX_CALLS]
 
 
-def _read(body: str, span: tuple[int, int], read: Callable[[str], _Read], tools: Signatures) -> Iterator[ToolCall]:
+def _read(body: str, span: tuple[int, int], read: Callable[[str], _Parsed], tools: Signatures) -> Iterator[ToolCall]:
     try:
         if len(body) > MAX_CALL_CHARS:
             raise BadCall(f"the call is longer than {MAX_CALL_CHARS} characters")
@@ -144,7 +144,7 @@ def _unknown(tools: Signatures) -> BadCall:
     return BadCall(f"there is no tool of this name, {listing} {', '.join(tools)}", "unknown_tool")
 
 
-def _read_json(body: str) -> _Read:
+def _read_json(body: str) -> _Parsed:
     try:
         call = json.loads(body)
     except (ValueError, RecursionError):
@@ -156,11 +156,11 @@ def _read_json(body: str) -> _Read:
     return [(call["name"], call["arguments"])]
 
 
-def _read_python(body: str, tools: Signatures) -> _Read:
-    """Reads one call per statement, optionally inside print(…); arguments must be literals."""
+def _read_python(body: str, tools: Signatures) -> _Parsed:
+    """Reads a call from each statement, optionally inside print(…); arguments must be literals."""
     expected = _signature(next(iter(tools)), tools)
     try:
-        with warnings.catch_warnings(action="ignore"):  # about the style of the model's code
+        with warnings.catch_warnings(action="ignore"):  # syntax warnings about the model's code
             statements = ast.parse(body.strip()).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise BadCall(f"the call cannot be read, expected {expected}") from None
@@ -198,9 +198,9 @@ def _is_named_call(node: Any) -> bool:
 
 
 def video_of(arguments: Mapping[str, Any], names: Mapping[str, str]) -> str:
-    """Looks up the video that a call names, so that no path from the model is opened.
+    """Returns the path of the video that a call names; a path from the model itself is never opened.
 
-    With only one video, a call may omit the name.
+    If there is only one video, a call may omit its name.
     """
     videos = sorted(set(names.values()))
     name = arguments.get("video_path")
@@ -212,7 +212,7 @@ def video_of(arguments: Mapping[str, Any], names: Mapping[str, str]) -> str:
 
 
 def window_of(arguments: Mapping[str, Any], duration_s: float | int) -> Window:
-    """The window of a call, clamped to the end of the video."""
+    """Returns the window that a call asks for, clamped to the end of the video."""
     start_s, end_s = (_seconds(arguments, key) for key in ("start_time", "end_time"))
     if start_s < 0:
         raise BadCall(f"start_time {start_s:.1f} is negative")
@@ -264,7 +264,7 @@ def _seconds(arguments: Mapping[str, Any], key: str) -> float:
 
 
 def parse_seconds(text: str) -> float | None:
-    """Parses a number, `MM:SS` or `HH:MM:SS`; None for anything else."""
+    """Parses a number, `MM:SS` or `HH:MM:SS`. Returns None for other texts."""
     text = text.strip()
     if NUMBER.fullmatch(text):
         return float(text)

@@ -1,4 +1,4 @@
-"""Tools and their responses as text, for models whose chat template does not render them."""
+"""Renders tools and their responses as text, for models whose chat template does not render them."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ To call one, write its name and arguments as a JSON object between <tool_call></
 
 
 def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Describes the tools at the end of the system message, which comes first, or is added."""
+    """Describes the tools at the end of the system message, and adds a system message if there is none."""
     schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     if messages[0]["role"] != "system":
         messages = [{"role": "system", "content": ""}, *messages]
@@ -32,7 +32,7 @@ def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[st
 
 
 def with_responses(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Turns the tools' messages of a turn into one user message, as Qwen's templates do."""
+    """Merges consecutive tool messages into one user message, as Qwen's chat templates do."""
     rendered: list[dict[str, Any]] = []
     for is_tool, run in itertools.groupby(messages, lambda message: message["role"] == "tool"):
         if not is_tool:

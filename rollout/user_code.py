@@ -1,10 +1,10 @@
-"""Loads and calls user code from a file that a setting names. No other code is ever loaded.
+"""Loads and calls user code from files that settings name. No other user code is ever loaded.
 
-A location is path/to/file.py:NAME, and `setting` names it in errors. Loading the same location again returns the same
-object.
+A location has the form path/to/file.py:NAME. Errors name the `setting` that has it. Loading the same location again
+returns the same object.
 
-User code may raise exceptions that end a task or a process: asynchronous HTTP clients raise CancelledError, scripts
-SystemExit. Here they become a RuntimeError, which callers handle like any other error.
+User code may raise exceptions that would end a task or the process: asynchronous HTTP clients raise CancelledError,
+and scripts raise SystemExit. Such exceptions become a RuntimeError, which callers handle like any other error.
 """
 
 import asyncio
@@ -20,12 +20,12 @@ Result = TypeVar("Result")
 
 
 def is_location(name: str) -> bool:
-    """Whether a setting's value names the user's code, and not something shipped."""
+    """Returns whether a setting's value is the location of user code, not the name of a built-in."""
     return ".py:" in name
 
 
 def call_user_code(work: Callable[[], Result]) -> Result:
-    """Calls user code; it can only raise Exceptions."""
+    """Calls user code. Other exceptions than Exception become a RuntimeError."""
     try:
         return work()
     except Exception:
@@ -35,7 +35,7 @@ def call_user_code(work: Callable[[], Result]) -> Result:
 
 
 async def await_user_code(work: Awaitable[Result]) -> Result:
-    """Awaits user code; it can only raise Exceptions. A cancellation of the awaiting task stays a cancellation."""
+    """Like `call_user_code`, for awaitables. A cancellation of the awaiting task stays a cancellation."""
     task = asyncio.current_task()
     num_cancelled = task.cancelling() if task is not None else 0
     try:
@@ -44,7 +44,7 @@ async def await_user_code(work: Awaitable[Result]) -> Result:
         raise
     except BaseException as problem:
         cancelled = isinstance(problem, asyncio.CancelledError) and (task is None or task.cancelling() > num_cancelled)
-        if cancelled or (isinstance(problem, GeneratorExit) and _running() is not task):  # or the coroutine is closed
+        if cancelled or (isinstance(problem, GeneratorExit) and _running() is not task):  # the coroutine was closed
             raise
         raise RuntimeError(f"{type(problem).__name__}: {problem}") from problem
 

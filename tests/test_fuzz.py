@@ -34,12 +34,12 @@ from paravt_jax.rewards.settings import RewardConfig
 from paravt_jax.rewards.terms import QUESTION_TYPES, reward_terms
 from paravt_jax.run.checkpoint import Checkpoints
 from paravt_jax.run.checkpoint_read import verify
-from rollout.chat import SPOKEN, Chat
+from rollout.chat import TURN_PROBE, Chat
 from rollout.engine.answers import Expected, Fingerprint, generation_of
 from rollout.engine.http import ServerUnavailable
 from rollout.engine.protocol import Sampling
 from rollout.engine.settings import Mixture, SGLangSettings
-from rollout.toolbox import SHIPPED, Videos, signatures
+from rollout.toolbox import BUILT_IN, Videos, signatures
 from rollout.toolbox.search_subtitles import search
 from rollout.toolbox.subtitles import parse_srt
 from rollout.tools import MAX_CALLS, BadCall, find_calls, video_of, window_of
@@ -64,7 +64,7 @@ FRAGMENTS = (
         "-",
     ),
     *('{"name": "crop_video", "arguments": {', '"start_time": 1', '"end_time": 2', "}}", "[[", "((", "**", "0x", "\0"),
-    *(SPOKEN, "\ue000", "\ud800", "<|im_end|>", "<|im_start|>assistant", "<tool_response>", "</tool_response>"),
+    *(TURN_PROBE, "\ue000", "\ud800", "<|im_end|>", "<|im_start|>assistant", "<tool_response>", "</tool_response>"),
     *("<|image_pad|>", "<|vision_start|>", "<video>", "\u2028", "９", "½"),
 )
 
@@ -189,13 +189,13 @@ KEYS = ("video_path", "start_time", "end_time", "time", "box", "query")
 @example(text="", arguments={"start_time": 59.5, "end_time": 70})
 def calls_of_any_tool(text, arguments):
     videos = Videos({"/v.mp4": VideoInfo("v", 60.0, 60, 48, 64)}, {"video.mp4": "/v.mp4"}, {"/v.mp4": "/v.srt"})
-    tools = signatures(SHIPPED["report"].values())
+    tools = signatures(BUILT_IN["report"].values())
     found = find_calls(text, tools)
     assert [call.span for call in found] == [call.span for call in find_calls(text)]
     asked = [(call.name, call.arguments) for call in found if call.well_formed] + [(name, arguments) for name in tools]
     for name, asked_for in asked:
         with suppress(BadCall):
-            args = SHIPPED["report"][name].check(asked_for, videos)
+            args = BUILT_IN["report"][name].check(asked_for, videos)
             assert args.path == "/v.mp4"
             assert args.window is None or 0 <= args.window.start_s <= args.window.end_s <= 60.0
             assert args.box is None or min(args.box.size_px(48, 64)) >= 1

@@ -23,7 +23,7 @@ from paravt_jax.data import prompts, traces
 from paravt_jax.data.hub import local_source, row_files, tokenizer_file
 from paravt_jax.data.rows import BATCH_ROWS, BadRow, file_finder, object_of, parquet_file, rows_of
 from paravt_jax.run.output_file import OutputFile
-from rollout.toolbox import SHIPPED, signatures
+from rollout.toolbox import BUILT_IN, signatures
 from rollout.tools import find_calls
 
 COUNTED = "text only: pictures, videos and the chat template are not counted"
@@ -141,7 +141,7 @@ def _read_prompt(findings: Findings, row: Any, find: Callable[[str], str]) -> st
 def _read_trace(findings: Findings, row: Any, find: Callable[[str], str]) -> str:
     trace = traces.read_trace(row, find)
     turns = [message.text for message in trace.messages if message.role == "assistant"]
-    calls = [find_calls(turn, signatures(SHIPPED["report"].values())) for turn in turns]
+    calls = [find_calls(turn, signatures(BUILT_IN["report"].values())) for turn in turns]
     counts = findings.counts
     counts[VIDEOS][len(trace.videos)] += 1
     counts[TURNS][len(turns)] += 1

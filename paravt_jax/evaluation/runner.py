@@ -11,14 +11,14 @@ from paravt_jax.data.splits import PublicSplit, Sample
 from paravt_jax.evaluation.sample_log import Record, SampleLog, SampleResult, episode_record, result_of, sample_record
 from paravt_jax.rl.episodes import RolloutWorker, make_task, missing_group
 from paravt_jax.run.threads import in_thread
-from rollout.endpoint.errors import OF_THE_SAMPLE, REASONS as ENDPOINT_REASONS
+from rollout.endpoint.errors import REASONS as ENDPOINT_REASONS, SAMPLE_REASONS
 from rollout.toolbox.search_subtitles import subtitle_file
 from rollout.toolbox.subtitles import Cue, parse_srt
 from rollout.tools import BadCall
 from rollout.video.errors import VideoError, VideoUnavailable
 
 SUBTITLES = "Subtitles of the video, of the moments that the frames show:\n{lines}\n\n{question}"
-ENGINE_REASONS = {"engine", "deadline", *ENDPOINT_REASONS} - set(OF_THE_SAMPLE)
+ENGINE_REASONS = {"engine", "deadline", *ENDPOINT_REASONS} - set(SAMPLE_REASONS)
 MAX_IN_FLIGHT = 32  # prompts whose episodes run at the same time, their frames in memory
 
 

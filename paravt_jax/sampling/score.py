@@ -31,7 +31,7 @@ from paravt_jax.sampling.frames import frame_of
 from rollout.chat import Chat
 from rollout.check import check
 from rollout.engine.discovery import check_url
-from rollout.parity import TIMES_NOISE, Scored, ScoreRequest, table
+from rollout.parity import NOISE_FACTOR, Scored, ScoreRequest, table
 
 TOKEN_BUCKET = 1024  # coarse, because compiling another program costs more than padding
 PATCH_BUCKET = 256
@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="the learner's model: a Hugging Face directory or checkpoint")
     parser.add_argument("--url", required=True, action="append", help="a server's URL; repeat it for more servers")
     parser.add_argument("--tokenizer", help="directory with tokenizer and chat template (default: the model)")
-    parser.add_argument("--dtype", choices=[*TIMES_NOISE], default="float32", help="the servers' compute type")
+    parser.add_argument("--dtype", choices=[*NOISE_FACTOR], default="float32", help="the servers' compute type")
     parser.add_argument("--episodes", type=int, default=12, help="number of episodes per server (default 12)")
     parser.add_argument("--json", metavar="OUT", help="also write the results to this file")
     parser.add_argument("--force", action="store_true", help="replace OUT even if this command did not write it")

@@ -1,9 +1,9 @@
-"""The agent loop with a model behind an endpoint: the same turns, calls and sub-agents, over messages."""
+"""Runs the agent loop with a model behind an endpoint: the same turns, calls and sub-agents, but over messages."""
 
 from rollout.dialogue import AgentDialogue
 from rollout.endpoint.client import EndpointClient
 from rollout.endpoint.dialogue import MessageDialogue
-from rollout.endpoint.words import Words
+from rollout.endpoint.words import EndpointEncoder
 from rollout.engine.protocol import Health
 from rollout.episode import Agent
 from rollout.episode_config import EpisodeConfig
@@ -13,10 +13,13 @@ from rollout.tools_text import with_tools
 
 
 class EndpointAgent(Agent):
-    """`forced_prefix` has no effect, because an endpoint cannot continue a message."""
+    """An agent whose model is an endpoint.
+
+    `forced_prefix` has no effect, because an endpoint cannot continue a message.
+    """
 
     def __init__(self, client: EndpointClient, frames: Frames, config: EpisodeConfig | None = None):
-        self._set_up(frames, Words(), config)
+        self._set_up(frames, EndpointEncoder(), config)
         self.client = client
 
     def with_config(self, config: EpisodeConfig) -> "EndpointAgent":

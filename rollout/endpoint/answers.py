@@ -1,4 +1,4 @@
-"""Reads a chat completion of an endpoint: the model's text, or why there is none to judge the model by."""
+"""Reads the model's text from an endpoint's chat completion, or raises an error that says why there is none."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,33 +7,33 @@ from typing import Any, Literal
 from rollout.endpoint.errors import ContentFiltered, EmptyChoice, Hide, Rejected, Unreachable, shown
 
 STOPS = ("stop", "eos", "end_turn", "stop_sequence", "")
-MAX_COUNT = 2**31  # tokens of a request
+MAX_COUNT = 2**31  # larger token counts in a reply are ignored
 FILTERS = ("content_filter", "safety", "recitation", "prohibited", "blocklist", "spii", "image_safety", "refusal")
 
 
 @dataclass(frozen=True)
 class Reply:
-    text: str  # with the thinking, if the endpoint separates it
+    text: str  # includes the thinking, even if the endpoint returns it in a separate field
     finish: Literal["stop", "length"]
-    num_prompt_tokens: int  # as the endpoint reports them, 0 if it reports none or an impossible number
+    num_prompt_tokens: int  # as reported by the endpoint; 0 if the count is missing or impossible
     num_sampled_tokens: int
     server: str
     latency_s: float
 
 
 def read_completion(completion: Any, url: str, hide: Hide) -> Reply:
-    """Raises an EndpointError if there is no text to judge the model by."""
+    """Converts a chat completion into a Reply. Raises an EndpointError if it has no text from the model."""
     choices = get(completion, "choices")
     if not isinstance(choices, list):
         raise Unreachable(f"{url} sent no chat completion: {shown(str(completion), hide)!r}")
     if not choices:
-        raise EmptyChoice(f"{url} sent a completion without a choice")
+        raise EmptyChoice(f"{url} sent a completion with no choices")
     message, finish = get(choices[0], "message"), str(get(choices[0], "finish_reason") or "").lower()
     refusal = get(message, "refusal")
     if refusal or finish.startswith(FILTERS):
         raise ContentFiltered(f"{url} withheld the reply: {shown(str(refusal or finish), hide)}")
     if finish in ("tool_calls", "function_call"):
-        raise Rejected(f"{url} parsed the calls in the reply itself; start it without a parser of tool calls")
+        raise Rejected(f"{url} parsed the tool calls in the reply itself; start it without a tool-call parser")
     if finish == "abort":
         raise Unreachable(f"{url} aborted a request")
     is_cut_off = finish in ("length", "max_tokens")
@@ -48,10 +48,10 @@ def read_completion(completion: Any, url: str, hide: Hide) -> Reply:
 
 
 def joined(reasoning: str, content: str) -> str:
-    """The text that the model wrote, if the endpoint has separated its thinking."""
+    """Returns the model's whole text, with the thinking that the endpoint has separated put back in front."""
     if not reasoning:
         return content
-    if "</think>" in reasoning:  # it still has its tags: `paravt serve` sends all turns, and the answer without tags
+    if "</think>" in reasoning:  # from `paravt serve`: all turns with their tags; `content` is the answer without tags
         last_turn = reasoning[max(0, reasoning.rfind("<think>")) :]
         return last_turn if content in last_turn else f"{last_turn}\n{content}"
     return f"<think>\n{reasoning.strip()}\n</think>\n{content}" if content else f"<think>\n{reasoning}"
@@ -62,7 +62,10 @@ def reasoning_of(message: Any) -> str:
 
 
 def text_of(content: Any) -> str:
-    """Some endpoints send a list of parts. Lone surrogates are replaced, because they cannot be sent back or shown."""
+    """Returns a message's text, also from the list of parts that some endpoints send.
+
+    Lone surrogates are replaced, because they cannot be sent back or displayed.
+    """
     if isinstance(content, list):
         content = "".join(str(get(part, "text") or "") for part in content)
     return content.encode(errors="replace").decode() if isinstance(content, str) else ""

@@ -1,11 +1,12 @@
-"""A client of OpenAI-compatible endpoints that serve one model: sends a dialogue, returns the text that follows.
+"""A client of OpenAI-compatible endpoints that serve one model: sends a dialogue and returns the model's next message.
 
-Requests are spread over the servers; requests with the same affinity prefer the same one, for its prefix cache. A
-server that fails gets no more requests until a probe succeeds. Only failures that a retry can help are retried: lost
-connections, HTTP 5xx, and HTTP 429 after the wait that the server asks for, all within the request's deadline.
+Requests are spread over the servers; requests with the same affinity prefer the same server, because its prefix cache
+has their prompt. A server that fails gets no more requests until a probe succeeds. The client retries only failures
+that a retry can fix: lost connections, HTTP 5xx, and HTTP 429 after the wait that the server asks for. All retries
+happen within the request's deadline.
 
-The API key comes from an environment variable. It is only sent to the endpoint: errors never contain it, even if a
-server repeats it.
+The API key comes from an environment variable and is sent only to the endpoint. Errors never contain the key, even if
+a server repeats it.
 """
 
 import asyncio
@@ -21,8 +22,8 @@ from urllib.parse import urlsplit
 from rollout.endpoint.answers import Reply, get, joined, read_completion, reasoning_of, text_of
 from rollout.endpoint.errors import (
     HIDDEN,
-    OF_THE_SAMPLE,
     OTHER_LIMIT_NAME,
+    SAMPLE_REASONS,
     EndpointError,
     RateLimited,
     Rejected,
@@ -40,15 +41,15 @@ if TYPE_CHECKING:
 
 CONNECT_DEADLINE_S = 10.0
 PROBE_DEADLINE_S = 10.0
-PROBE_EVERY_S = 5.0  # of a server that is down
+PROBE_EVERY_S = 5.0  # for servers that are down
 POLL_S = 0.1  # while no server is ready
-GIVE_UP_S = 60.0  # unless this machine starts the servers again, which takes longer
-MAX_ATTEMPTS = 5  # per request, except for waits that a server asks for
-BACKOFF_S, MAX_BACKOFF_S = 1.0, 30.0  # doubles
+GIVE_UP_S = 60.0  # default; restarting servers on this machine takes longer
+MAX_ATTEMPTS = 5  # per request; HTTP 429 does not count
+BACKOFF_S, MAX_BACKOFF_S = 1.0, 30.0  # the wait doubles after each failure
 MAX_DOUBLINGS = 10
 MAX_IN_FLIGHT = 64  # requests per server
-MAX_BODY_BYTES = 2**26  # a stream has some 300 a token
-MAX_IMBALANCE = 8  # with this many more requests than elsewhere, recomputing the prefix is faster than waiting
+MAX_BODY_BYTES = 2**26  # of a response; a stream has about 300 bytes per token
+MAX_IMBALANCE = 8  # with more extra requests than this, recomputing the prefix elsewhere is faster than waiting
 WITHOUT_KEY = "none"  # the client library needs one
 RETRIED = (408, 409, 425)  # besides 5xx and 429
 
@@ -58,26 +59,26 @@ class _Endpoint:
     url: str
     api: "openai.AsyncOpenAI"
     running: int = 0
-    ready_s: float = 0.0  # gets no request, or probe, before this time
-    down_since_s: float | None = None  # gets only probes
-    failed_s: float = 0.0  # the last time that it was found to be down
-    limited: str = ""  # the last HTTP 429
-    num_limited: int = 0  # HTTP 429 in a row that did not name a wait
+    ready_s: float = 0.0  # no request or probe is sent before this time
+    down_since_s: float | None = None  # set while the server is down and gets only probes
+    failed_s: float = 0.0  # the time of the latest failed request or probe
+    limited: str = ""  # the message of the latest HTTP 429
+    num_limited: int = 0  # consecutive HTTP 429 responses that did not name a wait
 
     def limit(self, problem: RateLimited) -> None:
-        """Sends nothing for the time that the server asks for; if that is none, for a time that doubles."""
+        """Sends nothing for as long as the server asks; if it names no wait, for a time that doubles."""
         backoff_s = min(BACKOFF_S * 2 ** min(self.num_limited, MAX_DOUBLINGS), MAX_BACKOFF_S)
         self.limited = str(problem)
         self.num_limited += not problem.retry_after_s
         self.ready_s = max(self.ready_s, time.monotonic() + (problem.retry_after_s or backoff_s))
 
-    def lower(self, problem: EndpointError) -> None:
+    def mark_down(self, problem: EndpointError) -> None:
         self.failed_s = time.monotonic()
         if self.down_since_s is None:
             self.down_since_s, self.ready_s = self.failed_s, 0.0
             say(f"{problem}; it gets no requests until it answers again")
 
-    def raise_again(self) -> None:
+    def mark_up(self) -> None:
         if self.down_since_s is not None:
             say(f"{self.url} answers again")
         self.down_since_s, self.ready_s = None, 0.0
@@ -103,9 +104,10 @@ class _Attempts:
 
 
 class EndpointClient:
-    """`api_key_env` names an environment variable, "" means no key. `close` it at the end.
+    """A client of one or more servers of the same model. Call `close` at the end.
 
-    Requests fail if every server has been down for `give_up_s`.
+    `api_key_env` names an environment variable; "" means no key. Requests fail if every server has been down for
+    `give_up_s`.
     """
 
     def __init__(self, urls: Sequence[str], model: str, api_key_env: str = "", give_up_s: float | None = None) -> None:
@@ -145,16 +147,16 @@ class EndpointClient:
         affinity: str = "",
         on_text: Callable[[str], None] | None = None,
     ) -> Reply:
-        """Samples the assistant's next message. `on_text` gets the whole text so far, whenever there is more.
+        """Samples the assistant's next message. Raises a subclass of EndpointError.
 
-        Raises a subclass of EndpointError.
+        `on_text` is called with the whole text so far, whenever the text has grown.
         """
         options = {"seed": seed, "stop": stop or None}
         request = {
             "model": self.model,
             "messages": messages,
             "temperature": temperature,
-            "top_p": top_p,  # always: without it, vLLM takes the model's own default
+            "top_p": top_p,  # always sent, because vLLM would otherwise use the model's own default
             **{name: value for name, value in options.items() if value is not None},
         }
         started_s = time.monotonic()
@@ -175,7 +177,7 @@ class EndpointClient:
         return Health(tuple(await asyncio.gather(*map(self._health, self._servers))))
 
     async def models(self) -> dict[str, list[str]]:
-        """The models that each reachable server lists; empty if it has no list. Raises EndpointError."""
+        """Maps each reachable server's URL to the models it lists, or to [] if it has no list. Raises EndpointError."""
         lists: dict[str, list[str]] = {}
         problems: list[tuple[_Endpoint, Unreachable]] = []
         for server in self._servers:
@@ -186,7 +188,7 @@ class EndpointClient:
         if not lists:
             raise problems[0][1]
         for server, problem in problems:
-            server.lower(problem)
+            server.mark_down(problem)
         return lists
 
     async def close(self) -> None:
@@ -196,13 +198,13 @@ class EndpointClient:
         await asyncio.gather(*(server.api.close() for server in self._servers))
 
     def _api(self, url: str) -> "openai.AsyncOpenAI":
-        timeout = self._openai.Timeout(None, connect=CONNECT_DEADLINE_S)  # `complete` has the deadline
-        # No redirects: only this server may see the key and the dialogue. No proxy for this machine.
+        timeout = self._openai.Timeout(None, connect=CONNECT_DEADLINE_S)  # `complete` enforces the request's deadline
+        # No redirects: only this server may see the key and the dialogue. No proxy for servers on this machine.
         transport = self._openai.DefaultAsyncHttpxClient(
             timeout=timeout,
             follow_redirects=False,
             trust_env=not is_loopback(urlsplit(url).hostname or ""),
-            headers={"Accept-Encoding": "identity"},  # a small body must stay small in memory
+            headers={"Accept-Encoding": "identity"},  # no compression, so that a small body stays small in memory
             event_hooks={"response": [_bound_body]},
         )
         return self._openai.AsyncOpenAI(
@@ -237,7 +239,7 @@ class EndpointClient:
         call.tried.add(server.url)
         if call.num_failed == MAX_ATTEMPTS:
             raise Unreachable(f"a request failed {MAX_ATTEMPTS} times; {problem}") from None
-        if len(call.tried) == len(self._servers):  # else another server gets it at once
+        if len(call.tried) == len(self._servers):  # otherwise another server gets the request at once
             backoff_s = min(BACKOFF_S * 2 ** (call.num_failed - 1), MAX_BACKOFF_S)
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
 
@@ -272,7 +274,7 @@ class EndpointClient:
         return home if home.running <= idlest.running + MAX_IMBALANCE else idlest
 
     async def _send(self, server: _Endpoint, request: dict[str, Any], on_text: Callable[[str], None] | None) -> Reply:
-        """One attempt. Raises Unreachable or RateLimited if another one can help."""
+        """Sends a request once. Raises Unreachable or RateLimited if a retry can help."""
         openai = self._openai
         try:
             create = server.api.chat.completions.create
@@ -282,17 +284,17 @@ class EndpointClient:
             raise self._response_error(server, problem) from None
         except openai.APIConnectionError as problem:
             lost = Unreachable(self._hidden(f"{server.url} cannot be reached: {_cause(problem)}"))
-            server.lower(lost)
+            server.mark_down(lost)
             raise lost from None
-        except openai.APIError as problem:  # in a stream
+        except openai.APIError as problem:  # an error event in a stream
             raise self._stream_error(server, problem) from None
-        except (ValueError, RecursionError) as problem:  # not the JSON that its header promises
+        except (ValueError, RecursionError) as problem:  # invalid JSON
             raise Unreachable(self._hidden(f"{server.url} sent no chat completion: {problem}")) from None
 
     async def _streamed(
         self, create: Callable[..., Any], request: dict[str, Any], on_text: Callable[[str], None]
     ) -> Mapping[str, Any]:
-        """Reads a stream into the form of a whole completion."""
+        """Reads a stream and returns it in the form of a complete chat completion."""
         content, reasoning, refusal, finish, usage = "", "", "", None, None
         async with await create(**request, stream=True, stream_options={"include_usage": True}) as stream:
             async for chunk in stream:
@@ -305,7 +307,7 @@ class EndpointClient:
                         content, reasoning = content + more, reasoning + more_reasoning
                         on_text(joined(reasoning, content))
         message = {"content": content, "reasoning_content": reasoning, "refusal": refusal}
-        # A stream that ends without a reason was cut off.
+        # A stream that ends without a finish reason was cut off.
         return {"choices": [{"message": message, "finish_reason": finish or "abort"}], "usage": usage}
 
     def _response_error(self, server: _Endpoint, problem: "openai.APIStatusError") -> EndpointError:
@@ -316,28 +318,28 @@ class EndpointClient:
         if status < 500 and status not in RETRIED:
             return status_error(status, text, server.url, self.model, headers, self._hidden)
         problem = Unreachable(f"{server.url} answered HTTP {status}: {shown(text, self._hidden)}")
-        if status in (502, 503, 504):  # nobody is there, or not yet
-            server.lower(problem)
+        if status in (502, 503, 504):  # the server behind a proxy is gone or still starting
+            server.mark_down(problem)
         return problem
 
     def _stream_error(self, server: _Endpoint, problem: "openai.APIError") -> EndpointError:
         code, text = str(problem.code or ""), f"{problem.message} {problem.body or ''}"
-        by_words = status_error(400, text, server.url, self.model, {}, self._hidden)
-        if by_words.reason in OF_THE_SAMPLE:
-            return by_words
+        by_text = status_error(400, text, server.url, self.model, {}, self._hidden)
+        if by_text.reason in SAMPLE_REASONS:
+            return by_text
         return self._status_error(server, int(code) if code.isdecimal() and len(code) == 3 else 500, text, {})
 
     async def _health(self, server: _Endpoint) -> ServerHealth:
         try:
             await self._models(server)
         except Unreachable as problem:
-            server.lower(problem)
+            server.mark_down(problem)
             server.ready_s = time.monotonic() + PROBE_EVERY_S
             return ServerHealth(server.url, False, None, str(problem))
-        except EndpointError as problem:  # it answers, but not this question
-            server.raise_again()
+        except EndpointError as problem:  # the server is up, but rejects this request
+            server.mark_up()
             return ServerHealth(server.url, True, None, str(problem))
-        server.raise_again()
+        server.mark_up()
         return ServerHealth(server.url, True, None)
 
     async def _models(self, server: _Endpoint) -> list[str]:
@@ -347,7 +349,7 @@ class EndpointClient:
                 models = get(await server.api.get("/models", cast_to=object), "data")
             return [str(get(model, "id")) for model in models] if isinstance(models, list) else []
         except openai.APIStatusError as problem:
-            if problem.status_code == 404:  # not every endpoint has a list
+            if problem.status_code == 404:  # some endpoints have no model list
                 return []
             raise self._response_error(server, problem) from None
         except (openai.APIError, TimeoutError, ValueError, RecursionError) as problem:
@@ -358,7 +360,7 @@ class EndpointClient:
 
 
 async def _bound_body(response: Any) -> None:
-    """Bounds what will be read of a response, and reads it as it was sent."""
+    """Bounds the number of bytes that are read from a response, and disables its decompression."""
     response.headers.pop("Content-Encoding", None)
     read = response.aiter_raw
 
@@ -374,6 +376,6 @@ async def _bound_body(response: Any) -> None:
 
 
 def _cause(problem: BaseException) -> str:
-    """The client library's connection errors only have a reason in their cause."""
+    """Describes a connection error by its cause, because the client library's own message has no details."""
     cause = problem.__cause__ or problem
     return str(cause) or type(cause).__name__

@@ -1,4 +1,4 @@
-"""A dialogue with an endpoint: messages instead of ids, which only the endpoint knows."""
+"""A dialogue with an endpoint, in messages instead of token ids, because only the endpoint knows its tokenizer."""
 
 import asyncio
 import hashlib
@@ -12,7 +12,7 @@ import numpy as np
 from rollout.chat import TOKEN_PX
 from rollout.dialogue import SampledTurn, TurnRequest
 from rollout.endpoint.client import EndpointClient
-from rollout.endpoint.words import Words, escape_control, with_pictures
+from rollout.endpoint.words import EndpointEncoder, escape_control, with_pictures
 from rollout.episode_config import EpisodeConfig
 from rollout.ledger import Ledger, Segment
 from rollout.parts import Part, content_of, pictures_of, text_of
@@ -20,14 +20,14 @@ from rollout.picture import Picture
 from rollout.tools_text import with_responses
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
-CHARS_PER_TOKEN = 3  # an underestimate for English, so that responses are not counted too low
-MAX_SEED = 2**31  # endpoints differ in how large a seed may be
+CHARS_PER_TOKEN = 3  # low for English, so that token counts are overestimated rather than underestimated
+MAX_SEED = 2**31  # some endpoints reject larger seeds
 
 
 class MessageDialogue:
-    """The ledger gets pictures and the number of sampled tokens that the endpoint reports."""
+    """A dialogue in messages. Its ledger records pictures and the endpoint's count of sampled tokens, but no ids."""
 
-    token_px = TOKEN_PX  # a guess: the endpoint's model is unknown
+    token_px = TOKEN_PX  # a guess, because the endpoint's model is unknown
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class MessageDialogue:
         self._client, self._config, self._ledger, self._top_p = client, config, ledger, top_p
         self._neutral, self._pictures = messages, pictures  # not yet sent
         self._messages: list[dict[str, Any]] = []
-        self._num_tokens = 0  # of the dialogue so far, as far as known
+        self._num_tokens = 0  # in the dialogue so far, partly estimated
         self._sent = hashlib.blake2b(digest_size=12)
         ledger.segments.append(Segment("prompt", np.zeros(0, np.int32), tuple(pictures)))
 
@@ -72,7 +72,7 @@ class MessageDialogue:
             text += CALL_END  # endpoints leave out the text that stopped them
         self._add({"role": "assistant", "content": escape_control(text)})
         self._ledger.num_reported += reply.num_sampled_tokens
-        num_tokens = reply.num_sampled_tokens or len(text) // CHARS_PER_TOKEN  # if it reports none
+        num_tokens = reply.num_sampled_tokens or len(text) // CHARS_PER_TOKEN  # estimated if not reported
         self._num_tokens = reply.num_prompt_tokens + num_tokens
         return SampledTurn(
             text,
@@ -88,12 +88,12 @@ class MessageDialogue:
         return num_chars // CHARS_PER_TOKEN + sum(picture.num_tokens(self.token_px) for picture in pictures)
 
     def respond(self, responses: Sequence[Sequence[Part]]) -> bool:
-        """One user's message, as Qwen's chat template writes tool responses."""
+        """Adds all tool responses as one user message, as Qwen's chat template does. False if they do not fit."""
         num_tokens = self.num_tokens(responses)
         if num_tokens > self.room:
             return False
         self._pictures = pictures_of(itertools.chain(*responses))
-        contents = (content_of(response, Words().escape) for response in responses)
+        contents = (content_of(response, EndpointEncoder().escape) for response in responses)
         self._neutral = with_responses([{"role": "tool", "content": content} for content in contents])
         if self._pictures:
             self._ledger.segments.append(Segment("environment", np.zeros(0, np.int32), self._pictures))
@@ -101,7 +101,7 @@ class MessageDialogue:
         return True
 
     def _add_pending(self) -> None:
-        """Encodes the pictures, which takes time."""
+        """Adds the pending messages. This encodes their pictures, which takes time."""
         for message in with_pictures(self._neutral, self._pictures):
             self._add(message)
         self._neutral = []

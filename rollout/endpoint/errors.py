@@ -1,8 +1,8 @@
 """The errors of an endpoint, each with a short reason, and the classification of HTTP error responses.
 
-None of them says anything about the model's answer, so the sample is missing, not wrong; a certificate counts it by its
-reason. Endpoints describe the same problem in different words: the patterns are what vLLM, SGLang, OpenAI and Gemini's
-compatible endpoint write.
+No such error says anything about the model's answer, so the sample is missing, not wrong; a certificate counts missing
+samples by reason. Endpoints describe the same problem in different words: the patterns match the messages of vLLM,
+SGLang, OpenAI and Gemini's compatible endpoint.
 """
 
 import json
@@ -16,14 +16,14 @@ from typing import Any, ClassVar
 
 from rollout.engine.protocol import DeadlineExceeded, EngineError, RequestRejected
 
-OF_THE_SAMPLE = ("context", "content_filter", "empty")  # other samples may succeed
-MAX_SHOWN_CHARS = 300  # of an endpoint's response, in an error
+SAMPLE_REASONS = ("context", "content_filter", "empty")  # other samples may succeed
+MAX_SHOWN_CHARS = 300  # an error quotes at most this much of an endpoint's response
 HIDDEN = "***"
 Hide = Callable[[str], str]  # removes the key from a text
 
 
 class EndpointError(EngineError):
-    """Do not raise it; a subclass has the reason."""
+    """The base class of endpoint errors. Raise one of its subclasses, which define `reason`."""
 
     reason: ClassVar[str]
 
@@ -95,12 +95,12 @@ MAX_RETRY_AFTER_S = 86_400.0
 
 
 def status_error(status: int, text: str, url: str, model: str, headers: Mapping[str, str], hide: Hide) -> EndpointError:
-    """The error of a response that no retry helps, or RateLimited."""
+    """Returns the error for an HTTP error response: RateLimited, or an error that a retry cannot fix."""
     answered = f"{url} answered HTTP {status}: {shown(text, hide)}"
     if status == 429:
         return RateLimited(answered, retry_after_s(headers, text), is_final=bool(QUOTA.search(text)))
     if status in (401, 403) or (status == 400 and KEY.search(text)):
-        # Its words may repeat a part of the key.
+        # The response text is left out, because it may repeat a part of the key.
         return WrongKey(f"{url} rejects the API key (HTTP {status}); check the variable that engine.api_key_env names")
     if status == 404 and MODEL.search(text):
         return ModelNotServed(f"{url} does not serve the model {model}: {shown(text, hide)}")
@@ -113,19 +113,19 @@ def status_error(status: int, text: str, url: str, model: str, headers: Mapping[
 
 
 def shown(text: str, hide: Hide) -> str:
-    """The message of an error response, without the key, shortened."""
+    """Returns the message in an error response, shortened and without the API key."""
     try:
         body = json.loads(text)
     except (ValueError, RecursionError):
         body = None
-    body = body[0] if isinstance(body, list) and body else body  # Gemini's is a list of one
+    body = body[0] if isinstance(body, list) and body else body  # Gemini sends a list with one element
     error: Any = body.get("error", body) if isinstance(body, dict) else None
     message = error.get("message") if isinstance(error, dict) else error
     return hide(" ".join((message if isinstance(message, str) and message else text).split()))[:MAX_SHOWN_CHARS]
 
 
 def retry_after_s(headers: Mapping[str, str], text: str = "") -> float | None:
-    """The wait that a response asks for; None if it does not."""
+    """Returns the wait that a response asks for, or None if it names no wait."""
     delay = RETRY_DELAY.search(text)
     given = [(headers.get("retry-after-ms", ""), 1e-3), (headers.get("retry-after", ""), 1.0)]
     for value, unit_s in [*given, (delay[1] if delay else "", 1.0)]:

@@ -1,7 +1,7 @@
-"""Starts vLLM or SGLang as endpoints on this machine, and starts them again if they end.
+"""Starts vLLM or SGLang servers as endpoints on this machine, and restarts servers that exit.
 
-They run like the SGLang servers of training, under `rollout.supervisor`, so that none outlives this process. Pictures
-are resized by the server, as the model's own files say, and sampling has no defaults of the model's own.
+The servers run under `rollout.supervisor`, like the SGLang servers of training, so no server outlives this process. A
+server resizes pictures as the model's own files specify, but ignores the model's own sampling defaults.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ STOP_GRACE_S = 10.0
 MAX_RESTARTS = 5  # per server
 LOOPBACK = "127.0.0.1"
 RELEASED_CONTEXT_TOKENS = 65_536
-RELEASED_OPTIONS = {  # with --generation-config at vLLM's default, a model's own penalties count
+RELEASED_OPTIONS = {  # --generation-config=auto, vLLM's default, applies the model's own penalties
     "--generation-config": "auto",
     "--max-num-batched-tokens": 131_072,
     "--gpu-memory-utilization": "0.85",
@@ -38,14 +38,14 @@ class VllmSettings:
     """A vLLM server's settings."""
 
     model: Path
-    name: str  # that requests use
+    name: str  # the model's name in requests
     dtype: Dtype
     context_length: int
     gpus: tuple[str, ...] = ()
     host: str = LOOPBACK
     port: int = 0  # 0: any free port
     program: Path | None = None
-    options: Mapping[str, str | int] = field(default_factory=dict)  # more, or instead of these
+    options: Mapping[str, str | int] = field(default_factory=dict)  # override or extend the defaults
 
     def settled(self) -> Self:
         settings = replace(self, port=settled_port(self.host, self.port))
@@ -66,7 +66,7 @@ class VllmSettings:
             "--dtype": self.dtype,
             "--max-model-len": self.context_length,
             "--tensor-parallel-size": max(1, len(self.gpus)),
-            "--generation-config": "vllm",  # else the model's own penalties would change the sampling
+            "--generation-config": "vllm",  # otherwise the model's own penalties would change the sampling
             **self.options,
         }
         pairs = [str(part) for option in options.items() for part in option]
@@ -96,15 +96,15 @@ def endpoint_settings(
     num_servers: int,
     as_released: bool = False,
 ) -> list[Startable]:
-    """The settings of the servers, one for each of `gpus`, or `num_servers` without GPUs.
+    """Returns the settings of one server for each element of `gpus`, or of `num_servers` servers without GPUs.
 
-    `as_released`: the released evaluation's context length, and for vLLM its other options.
+    `as_released` selects the released evaluation's context length and, for vLLM, its other options.
     """
-    each = [*gpus] or [()] * num_servers
+    gpus_each = [*gpus] or [()] * num_servers
     context_length = RELEASED_CONTEXT_TOKENS if as_released else context_length
     if program == "vllm":
         options = RELEASED_OPTIONS if as_released else {}
-        return [VllmSettings(model, name, dtype, context_length, gpus=of_server, options=options) for of_server in each]
+        return [VllmSettings(model, name, dtype, context_length, gpus=each, options=options) for each in gpus_each]
     own = ("--served-model-name", name, "--sampling-defaults", "openai", "--mm-process-config", "{}")
     return [
         ServerSettings(
@@ -112,31 +112,31 @@ def endpoint_settings(
             device,
             dtype=dtype,
             context_length=context_length,
-            tensor_parallel=max(1, len(of_server)),
-            gpus=of_server,
+            tensor_parallel=max(1, len(each)),
+            gpus=each,
             extra_args=own,
         )
-        for of_server in each
+        for each in gpus_each
     ]
 
 
 async def start_endpoints(
     settings: Sequence[Startable], stack: AsyncExitStack, on_progress: Callable[[str], None]
 ) -> list[str]:
-    """Starts the servers, and returns their base URLs. They end with `stack`."""
-    settings = [each.settled() for each in settings]  # problems of the installation come before any start
-    keepers: list[asyncio.Task[None]] = []
+    """Starts the servers and returns their base URLs. Closing `stack` stops them."""
+    settings = [each.settled() for each in settings]  # reports installation problems before any server starts
+    supervisors: list[asyncio.Task[None]] = []
 
     async def start(each: Startable) -> Server:
         server = await _start(each, on_progress)
-        keepers.append(asyncio.create_task(_keep(server)))
+        supervisors.append(asyncio.create_task(_supervise(server)))
         return server
 
     async def stop() -> None:
         await asyncio.sleep(0)  # a task that is cancelled before it runs would not stop its server
-        for keeper in keepers:
-            keeper.cancel()
-        await asyncio.gather(*keepers, return_exceptions=True)
+        for supervisor in supervisors:
+            supervisor.cancel()
+        await asyncio.gather(*supervisors, return_exceptions=True)
 
     stack.push_async_callback(stop)
     started = await asyncio.gather(*map(start, settings), return_exceptions=True)
@@ -150,8 +150,8 @@ async def _start(settings: Startable, on_progress: Callable[[str], None]) -> Ser
     return await Server.start(settings, deadline_s=START_DEADLINE_S, on_progress=on_progress)
 
 
-async def _keep(server: Server) -> None:
-    """Starts a server again at the same port if it ends, and stops it when this task is cancelled."""
+async def _supervise(server: Server) -> None:
+    """Restarts a server on the same port if it exits, and stops it when this task is cancelled."""
     try:
         for _ in range(MAX_RESTARTS):
             await server.wait()

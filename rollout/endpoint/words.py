@@ -1,8 +1,8 @@
-"""The texts and pictures of a dialogue as an endpoint gets them.
+"""Prepares the texts and pictures of a dialogue for an endpoint.
 
-The endpoint's tokenizer is unknown, so outside text is changed wherever it may spell a token that opens or closes a
-turn, a call or a picture. Tools are described in the system message, with the tags of Qwen's chat template; no `tools`
-parameter is sent, because servers would parse the calls by rules of their own.
+The endpoint's tokenizer is unknown, so text from outside is escaped wherever it may spell a special token that opens or
+closes a turn, a call or a picture. Tools are described in the system message, with the tags of Qwen's chat template; no
+`tools` parameter is sent, because servers would then parse the calls by their own rules.
 """
 
 import re
@@ -14,7 +14,7 @@ import numpy as np
 
 from rollout.picture import Picture
 
-# Tokens of Qwen, Llama, Gemma, InternVL, LLaVA and Mistral. <answer> is text everywhere.
+# Special tokens of Qwen, Llama, Gemma, InternVL, LLaVA and Mistral. <answer> is plain text in all of them.
 CONTROL = re.compile(
     r"<(?=[|｜])|<(?=/?s>)|<(?=[be]os>)|<(?=(?:start|end)_of_\w+>)|\[(?=/?(?:INST|IMG|SYSTEM_PROMPT)\w*\])"
 )
@@ -25,11 +25,11 @@ TAG = re.compile(
 JPEG_URL = "data:image/jpeg;base64,"
 
 
-class Words:
+class EndpointEncoder:
     """Stands in for a chat template where there is none."""
 
     def escape(self, text: str) -> str:
-        """Inserts a space into texts that may be tokens."""
+        """Inserts a space into every string that may be a special token."""
         return TAG.sub(_spaced, escape_control(text))
 
     def escape_control(self, text: str) -> str:
@@ -38,13 +38,13 @@ class Words:
     def ids(
         self, messages: Sequence[Mapping[str, Any]], num_pictures: int, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> np.ndarray:
-        """None: only the endpoint knows them."""
+        """Returns no ids, because only the endpoint knows its tokenizer."""
         return np.zeros(0, np.int32)
 
 
 def escape_control(text: str) -> str:
-    """For the model's own turns, which may have calls and thinking, but no control tokens."""
-    text = text.encode(errors="replace").decode()  # lone surrogates, which cannot be sent
+    """Escapes control tokens only. For the model's own turns, which may contain calls and thinking."""
+    text = text.encode(errors="replace").decode()  # replaces lone surrogates, which cannot be sent
     return CONTROL.sub(_spaced, text)
 
 
@@ -53,7 +53,7 @@ def _spaced(match: re.Match[str]) -> str:
 
 
 def with_pictures(messages: Sequence[Mapping[str, Any]], pictures: Sequence[Picture]) -> list[dict[str, Any]]:
-    """Fills in the placeholders of pictures, in order. Texts in a row become one part, or the whole content."""
+    """Replaces picture placeholders by the pictures, in order, and merges consecutive texts into one part."""
     left = iter(pictures)
     return [
         {**message, "content": _content(message["content"], left)}
@@ -81,5 +81,5 @@ def image_part(jpeg_base64: str) -> dict[str, Any]:
 
 
 def video_part(path: Path) -> dict[str, Any]:
-    """The server reads the file."""
+    """Returns a message part with the video's path; the server reads the file itself."""
     return {"type": "video_url", "video_url": {"url": f"file://{path.absolute()}"}}

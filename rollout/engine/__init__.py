@@ -1,1 +1,1 @@
-"""Engines that sample from the policy: one protocol, an HTTP client for SGLang servers, a scripted one for tests."""
+"""Engines that sample from the policy: the protocol, an HTTP client for SGLang servers and a scripted test engine."""

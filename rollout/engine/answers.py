@@ -1,7 +1,7 @@
-"""Validation of a server's replies.
+"""Validates the replies of servers.
 
-A server may be another program, another model, or broken. Its log-probs end up in the loss, so a reply that no SGLang
-server with this run's weights could give counts as a failure of that server.
+A server may run another program or another model, or it may be broken. Its log-probs enter the loss, so a reply that no
+SGLang server with this run's weights could give counts as a failure of that server.
 """
 
 import base64
@@ -18,32 +18,36 @@ from rollout.engine.settings import Mixture, SGLangSettings
 
 FINISHES: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
 LOGP_SLACK = 1e-3  # rounding may lift a log-prob this far above 0
-MAX_TOKENS = 2**24  # in a prompt, as counted by the server
-ANSWER_BYTES, TOKEN_BYTES = 2**20, 2**10  # bounds of a reply and of each token in it: ten times what SGLang sends
+MAX_TOKENS = 2**24  # larger token counts in a reply are invalid
+ANSWER_BYTES, TOKEN_BYTES = 2**20, 2**10  # a reply's limit, and the limit per token: ten times the size of SGLang's
 
 # Several scripts, digits, tags and a rare word: two tokenizers or two sets of weights rarely agree on all of it.
 PROBE_TEXT = (
     "<think>\nIn 1987 the pale-green zeppelin hovered 42.5 m above Łódź, снег fell, 雨が降る.</think>"
     '<tool_call>{"name": "crop_video", "arguments": {"start_time": 3}}</tool_call>\n\tπ≈3.14159; def f(x): return x**2'
 )
-# As a fraction of the spread of the text's log-probs, which scales with a model's logits as rounding errors do.
-# Measured: 0.007 to 0.022 for correct bfloat16 servers, 0.16 for another rope_theta, 0.9 for other weights.
+# The largest accepted difference, as a fraction of the standard deviation of the text's log-probs, because both scale
+# with a model's logits. Measured: 0.007 to 0.022 for correct bfloat16 servers, 0.16 for another rope_theta, 0.9 for
+# other weights.
 PROBE_FRAC = 0.07
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The weights that may have sampled a reply: their owner, the version at sending, the newest at its arrival."""
+    """The weights that may have sampled a reply."""
 
     owner: str
-    oldest: int
-    newest: int
+    oldest: int  # version when the request was sent
+    newest: int  # version when the reply arrived
 
 
 def generation_of(
     answer: Any, sampling: Sampling, expected: Expected, settings: SGLangSettings, url: str, latency_s: float
 ) -> Generation:
-    """Raises WrongLabel if weights were used that this engine did not give the server."""
+    """Converts a server's reply into a Generation. Raises ServerUnavailable if the reply is invalid.
+
+    Raises WrongLabel if the server sampled with weights that this engine did not give it.
+    """
     try:
         meta = answer["meta_info"]
         ids = _ids(answer["output_ids"])
@@ -77,7 +81,7 @@ def generation_of(
 
 
 def ids_so_far(message: Any, previous: Sequence[int], url: str) -> list[int]:
-    """The ids of a stream's message, which repeats the ids of the previous messages."""
+    """Returns the ids in a message of a stream; each message repeats the ids of the previous ones."""
     try:
         ids = _ids(message["output_ids"]).tolist()
         _check(ids[: len(previous)] == list(previous), "a message of its stream does not repeat the previous ids")
@@ -87,13 +91,14 @@ def ids_so_far(message: Any, previous: Sequence[int], url: str) -> list[int]:
 
 
 def answer_bytes(sampling: Sampling, settings: SGLangSettings) -> int:
+    """Returns the limit of a reply's size."""
     experts = settings.mixture.token_bytes * settings.max_context_tokens if settings.mixture else 0
     return ANSWER_BYTES + TOKEN_BYTES * sampling.max_new_tokens + experts
 
 
 @dataclass(frozen=True, eq=False)
 class Fingerprint:
-    """Ids and log-probs of a fixed text, which differ between tokenizers, configs and weights."""
+    """Ids and log-probs of a fixed text. They show if two servers have the same tokenizer, config and weights."""
 
     ids: np.ndarray
     logp: np.ndarray
@@ -109,7 +114,7 @@ class Fingerprint:
             raise ServerUnavailable(f"{url} gave an invalid answer: {problem!r}") from None
 
     def problem(self, other: "Fingerprint") -> str:
-        """How it differs from `other`, or ""."""
+        """Describes the difference from `other`; "" if there is none."""
         if not np.array_equal(self.ids, other.ids):
             return "its tokenizer gives other ids"
         difference, allowed = np.median(np.abs(self.logp - other.logp)), PROBE_FRAC * np.std(other.logp)
@@ -134,9 +139,10 @@ def _ids(value: Any) -> np.ndarray:
 
 
 def _versions(spans: Sequence[Any], num_tokens: int, expected: Expected, url: str) -> np.ndarray:
-    """The policy version of each token; the spans must cover all tokens without gaps.
+    """Returns the policy version of each token; the spans must cover all tokens without gaps.
 
-    While another run asks for the server, its label has no version. It is inferred if no publish can have intervened.
+    While another run asks for the server, the server's label has no version. The version is then inferred if no new
+    weights can have been published in between.
     """
     labels = [Label.of(span["version"]) for span in spans]
     versions, end, version = np.full(num_tokens, -1, np.int32), 0, expected.oldest
@@ -158,13 +164,13 @@ def _versions(spans: Sequence[Any], num_tokens: int, expected: Expected, url: st
 
 
 def _experts(encoded: Any, mixture: Mixture, num_tokens: int) -> np.ndarray | None:
-    """None from a server without --enable-return-routed-experts."""
+    """Decodes the experts of each token; None if the server runs without --enable-return-routed-experts."""
     if encoded is None:
         return None
     experts = np.frombuffer(base64.b64decode(encoded, validate=True), np.int32)
     experts = experts.reshape(-1, mixture.num_layers, mixture.token_experts)
-    _check(len(experts) == num_tokens, f"it has experts of {len(experts)} of {num_tokens} tokens")
-    _check(bool(((experts >= 0) & (experts < mixture.num_experts)).all()), "an expert has no such number")
+    _check(len(experts) == num_tokens, f"it has experts for {len(experts)} tokens, expected {num_tokens}")
+    _check(bool(((experts >= 0) & (experts < mixture.num_experts)).all()), "an expert index is out of range")
     return experts.astype(np.int16)
 
 
@@ -173,6 +179,6 @@ def _count(value: Any) -> int:
     return value
 
 
-def _check(true: bool, otherwise: str) -> None:
-    if not true:
-        raise ValueError(otherwise)
+def _check(condition: bool, problem: str) -> None:
+    if not condition:
+        raise ValueError(problem)

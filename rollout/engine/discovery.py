@@ -1,4 +1,4 @@
-"""The list of servers, from a file or from an sglang-router."""
+"""Reads the list of servers from a file or from an sglang-router."""
 
 import asyncio
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ from urllib.parse import urlsplit
 from rollout.engine.http import HttpClient, ServerUnreachable
 from rollout.engine.protocol import DeadlineExceeded, EngineError
 
-LOOK_DEADLINE_S = 5.0
+PROBE_DEADLINE_S = 5.0
 
 
 def listed_urls(file: str | Path) -> list[str]:
-    """The URLs of a file, one a line; empty lines and lines that start with # are skipped."""
+    """Reads URLs from a file with one URL per line; skips empty lines and lines that start with #."""
     lines = [line.strip() for line in Path(file).read_text().splitlines()]
     urls = [line.rstrip("/") for line in lines if line and not line.startswith("#")]
     for number, line in enumerate(lines, 1):
@@ -24,29 +24,32 @@ def listed_urls(file: str | Path) -> list[str]:
 
 
 def check_url(name: str, url: str) -> None:
-    """`name` says where the URL comes from. Errors never repeat the URL, because it may contain a password."""
+    """Raises a ValueError if the URL is invalid or contains a user or password.
+
+    `name` says where the URL comes from. Errors never repeat the URL itself, because it may contain a password.
+    """
     try:
         parts = urlsplit(url)
     except ValueError:
         parts = None
     if parts is not None and "@" in parts.netloc:
         raise ValueError(
-            f"{name} has a user or password in it, which would be written into logs and the run's files; leave it out"
+            f"{name} contains a user or password, which would be written to logs and the run's files; remove it"
         )
     if parts is None or parts.scheme not in ("http", "https") or not parts.netloc:
         raise ValueError(f"{name} is not a URL such as http://10.0.0.2:30000")
 
 
 async def unreachable(urls: Sequence[str]) -> list[str]:
-    """The problems of URLs where nothing answers within a few seconds."""
+    """Returns one problem for each URL where nothing answers within a few seconds."""
 
     async def why_unreachable(url: str) -> str:
         try:
-            await client.get(f"{url}/model_info", LOOK_DEADLINE_S)
+            await client.get(f"{url}/model_info", PROBE_DEADLINE_S)
         except (ServerUnreachable, DeadlineExceeded) as error:
             return str(error)
         except EngineError:
-            """An answer, for example of a router."""
+            """Something answers, for example a router."""
         return ""
 
     async with HttpClient() as client:
@@ -67,7 +70,7 @@ async def urls_behind(client: HttpClient, router: str, deadline_s: float) -> lis
 
 
 async def router_among(urls: Sequence[str], deadline_s: float) -> tuple[str, list[str]]:
-    """A router and the servers behind it, or "" and the servers. A URL that does not answer counts as a server."""
+    """Returns a router's URL and the servers behind it, or "" and `urls`. A URL that does not answer is a server."""
     for number, url in enumerate(urls, 1):
         check_url(f"URL {number} of the engine", url)
     async with HttpClient() as client:

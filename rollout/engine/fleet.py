@@ -1,9 +1,9 @@
-"""Health, ownership and weights of an engine's SGLang servers.
+"""Manages the health, ownership and weights of an engine's SGLang servers.
 
-A health loop per server probes it and compares its weight label. A server that stops answering, or whose weights are
-not the ones it was given, is ejected immediately and returns only with the current weights. Servers that this engine
-started are restarted. One run publishes to a server (`rollout.engine.labels`); a server that another run takes over is
-retired.
+Each server has a health loop that probes it and compares its weight label. A server that stops answering, or that has
+other weights than this engine gave it, is ejected immediately and returns only with the current weights. Servers that
+this engine started are restarted. Only one run publishes to a server (`rollout.engine.labels`); a server that another
+run takes over is retired.
 """
 
 import asyncio
@@ -25,19 +25,19 @@ ANY_VERSION = 2**31 - 1
 
 
 class Fleet:
-    """Call `open` before use and `close` at the end."""
+    """An engine's servers. Call `open` before use and `close` at the end."""
 
     def __init__(self, servers: Sequence[ServerState], settings: SGLangSettings, behind_router: bool):
         self.servers = list(servers)
         self.settings = settings
-        self.client = HttpClient()  # its own connections: probes must not wait for those of requests
+        self.client = HttpClient()  # separate connections, so that probes do not wait for requests
         self.version: int | None = None  # None until the first server reports one
-        self._behind_router = behind_router  # a router also sends requests to servers that are not up
+        self._behind_router = behind_router  # a router also sends requests to servers that are not admitted
         self._labels = Labels(self.client, settings)
         self.owner = f"{settings.run}/" if settings.run else ""  # empty: taken from the first server's label
-        self._published = False  # the files have the weights of this version
+        self._published = False  # `files` has the weights of `version`
         self._adopted = False  # another process publishes for this run
-        self._fingerprint: tuple[int | None, Fingerprint] | None = None  # with its version
+        self._fingerprint: tuple[int | None, Fingerprint] | None = None  # the reference and its version
         self.files = WeightFiles(settings.weights_dir)
         self._publishing = asyncio.Lock()
         self._changed = asyncio.Event()  # a server came up or went down
@@ -45,7 +45,7 @@ class Fleet:
         self._loops: list[asyncio.Task[None]] = []
 
     async def open(self, on_progress: Callable[[str], None]) -> None:
-        """Returns when one server is up or lacks only weights. Raises if another live run owns one."""
+        """Waits until one server is up or lacks only weights. Raises if another live run owns any of them."""
         if self.settings.run:
             await self._claim_all(on_progress)
         self._loops += [asyncio.create_task(self._health_loop(server)) for server in self.servers]
@@ -64,12 +64,12 @@ class Fleet:
 
     @property
     def newest(self) -> int:
-        """The latest version a server may have; unbounded after `adopt`, since the publisher may be ahead."""
+        """The newest version a server may have; unbounded after `adopt`, since the publisher may be ahead."""
         return ANY_VERSION if self._adopted else self.version or 0
 
     @staticmethod
     def oldest(servers: Sequence[ServerState]) -> int:
-        """No server samples a request that is sent now with an older version."""
+        """The oldest version that may sample a request that is sent to these servers now."""
         return min((server.version for server in servers if server.up and server.version is not None), default=0)
 
     async def publish(self, weights: Weights, version: int) -> None:
@@ -110,7 +110,7 @@ class Fleet:
                 ) from None
 
     def eject_stale(self, server: ServerState, problem: str) -> None:
-        """Ejects a server that has other weights than it was given; it reloads them before it samples again."""
+        """Ejects a server with the wrong weights; it must load the current ones before it samples again."""
         server.version = None
         self._eject(server, problem)
         server.probe_now.set()
@@ -137,9 +137,9 @@ class Fleet:
                 problem = ""
                 try:
                     self._apply_list(await list_urls(), source)
-                except Exception as error:  # nothing in a list may end the poll
+                except Exception as error:  # an invalid list must not end the loop
                     problem = str(error)
-                if problem and problem == last != reported:  # twice in a row: not just a write in progress
+                if problem and problem == last != reported:  # twice in a row, so the file is not just being written
                     say(f"the list of servers is not updated: {problem}")
                     reported = problem
                 last = problem
@@ -158,7 +158,7 @@ class Fleet:
     # Ownership
 
     async def _claim_all(self, on_progress: Callable[[str], None]) -> None:
-        """Servers that do not answer are claimed later, by their health loops."""
+        """Claims all servers that answer; the health loops claim the others later."""
         claims = (self._claim(server, self.settings.take_over, on_progress) for server in self.servers)
         results = await asyncio.gather(*claims, return_exceptions=True)
         if owned := [problem for problem in results if isinstance(problem, ServerOwned)]:
@@ -170,13 +170,13 @@ class Fleet:
     async def _claim(
         self, server: ServerState, take_over: bool = False, on_progress: Callable[[str], None] = lambda text: None
     ) -> None:
-        """Raises ServerOwned if another live run owns the server or has taken it over."""
+        """Claims a server for this run. Raises ServerOwned if another live run owns it or has taken it over."""
         first = not self._published and not self._adopted
         await self._labels.claim(server.url, on_progress, was_claimed=server.claimed, first=first, take_over=take_over)
         server.claimed = True
 
     async def _check_label(self, server: ServerState) -> None:
-        """Ejects a server with unexpected weights, and answers another run's ownership question."""
+        """Ejects a server with unexpected weights, and answers another run that asks for the server."""
         version = server.version
         try:
             label = await self._labels.fetch(server.url)
@@ -198,7 +198,10 @@ class Fleet:
                     await self._labels.publish(server.url, Label(self.owner, version))
 
     async def _is_ours(self, server: ServerState) -> bool:
-        """Retires a server that another run has taken over. A server that was restarted must load all tensors."""
+        """Returns whether a server still belongs to this run; retires it if not.
+
+        A server that was restarted must load all tensors again.
+        """
         label = None
         with contextlib.suppress(EngineError):  # loading reports the cause
             label = await self._labels.fetch(server.url)
@@ -215,7 +218,7 @@ class Fleet:
         return self._behind_router and server.claimed and not server.missed_probes and not server.retired
 
     async def _load(self, servers: Sequence[ServerState]) -> None:
-        """Loads the published weights into these servers at once; servers that fail are ejected."""
+        """Loads the published weights into these servers concurrently; servers that fail are ejected."""
         assert self.version is not None
         ours = await asyncio.gather(*map(self._is_ours, servers))
         servers = [server for server, is_ours in zip(servers, ours, strict=True) if is_ours]
@@ -234,12 +237,12 @@ class Fleet:
             self._eject(server, str(problem))
 
     async def _check_fingerprints(self, servers: Sequence[ServerState]) -> None:
-        """The first server sets the reference, then all others are compared to it at once."""
+        """Checks the first server, which sets the reference, and then all others concurrently."""
         for some in (servers[:1], servers[1:]):
             await asyncio.gather(*map(self._check_fingerprint, some))
 
     async def _check_fingerprint(self, server: ServerState) -> None:
-        """Admits a server if it computes the same as the first server that was probed with this version."""
+        """Admits a server if its fingerprint matches the first server's at this version; ejects it otherwise."""
         try:
             answer = await self.client.post(f"{server.url}/generate", probe_body(), self.settings.control_deadline_s)
             fingerprint = Fingerprint.of(answer, server.url)
@@ -258,11 +261,11 @@ class Fleet:
         self._changed.set()
 
     async def _sync_weights(self, server: ServerState) -> None:
-        """Loads the published weights into a server; before the first publish, reads which version it has."""
+        """Loads the published weights into a server; before the first publish, reads the version that it has."""
         label = await self._labels.fetch(server.url)
         self.owner = self.owner or label.owner
         if self._published:
-            # Both must match: a process with the right label may have received only part of the weights.
+            # Both must match, because a server with the right label may have loaded only part of the weights.
             if server.version != self.version or label != Label(self.owner, self.version):
                 await self._load([server])
             return
@@ -283,7 +286,7 @@ class Fleet:
             server.probe_now.clear()
             try:
                 await self._supervise(server)
-            except Exception as problem:  # no answer of a server may end its supervision
+            except Exception as problem:  # a server's answer must not end its health loop
                 self._eject(server, f"{type(problem).__name__}: {problem}")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.settings.probe_every_s):
@@ -311,7 +314,7 @@ class Fleet:
             await self._admit(server)
 
     async def _probe(self, server: ServerState) -> str:
-        """The server's problem, or "". The server generates a token unless it is already generating."""
+        """Probes a server and returns its problem, or "". An idle server generates one token for the probe."""
         if server.managed is not None and not server.managed.running:
             server.missed_probes = self.settings.max_missed_probes
             return str(server.managed.exit_error())
@@ -325,7 +328,7 @@ class Fleet:
         return ""
 
     async def _resume(self, server: ServerState) -> str:
-        """Resumes a paused server, which answers no probes; returns the problem, or ""."""
+        """Resumes a paused server, because it answers no probes while paused. Returns the problem, or ""."""
         try:
             await self.client.post(f"{server.url}/continue_generation", {}, self.settings.control_deadline_s)
         except EngineError as problem:
@@ -365,7 +368,7 @@ class Fleet:
     async def _restart(self, server: ServerState) -> None:
         assert server.managed is not None
         if server.num_restarts == self.settings.max_restarts:
-            return self._retire(server, f"{server.problem} (given up after {server.num_restarts} restarts)")
+            return self._retire(server, f"{server.problem} (gave up after {server.num_restarts} restarts)")
         server.num_restarts += 1
         try:
             await server.managed.stop(grace_s=0)

@@ -1,4 +1,4 @@
-"""JSON calls to SGLang servers. Every call has a deadline, and its error type says if a retry can help."""
+"""Makes JSON calls to SGLang servers. Every call has a deadline, and the error's type says if a retry can help."""
 
 import asyncio
 import ipaddress
@@ -12,12 +12,12 @@ import aiohttp
 from rollout.engine.protocol import DeadlineExceeded, EngineError, RequestRejected
 
 CONNECT_DEADLINE_S = 10.0
-MAX_ERROR_CHARS = 300  # of a server's answer, in an error
-MAX_ANSWER_BYTES = 2**24  # unless the request bounds it
+MAX_ERROR_CHARS = 300  # an error quotes at most this much of a server's answer
+MAX_ANSWER_BYTES = 2**24  # default limit of an answer
 KEEPALIVE_S = 2.0  # SGLang closes idle connections after 5 s; a request sent at that moment would be lost
 EVENT, LAST_EVENT = b"data: ", b"[DONE]"  # server-sent events
 ROUTING_KEY = "X-SMG-Routing-Key"  # an sglang-router sends requests with the same key to the same server
-MAX_CONNECTIONS = 1024  # of a client, to all servers together; every running request holds one
+MAX_CONNECTIONS = 1024  # per client, to all servers together; every running request holds a connection
 
 Body = bytes | AsyncIterator[bytes] | None
 
@@ -35,7 +35,7 @@ class HttpClient(AbstractAsyncContextManager["HttpClient"]):
 
     def __init__(self) -> None:
         connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS, keepalive_timeout=KEEPALIVE_S)
-        # No proxies: servers are addressed directly. No decompression: a small answer must stay small in memory.
+        # No proxies, because servers are addressed directly. No decompression, so that a small answer stays small.
         self._session = aiohttp.ClientSession(connector=connector, trust_env=False, auto_decompress=False)
 
     async def get(self, url: str, deadline_s: float) -> Any:
@@ -44,8 +44,8 @@ class HttpClient(AbstractAsyncContextManager["HttpClient"]):
     async def post(
         self, url: str, body: Any, deadline_s: float, max_bytes: int = MAX_ANSWER_BYTES, routing_key: str = ""
     ) -> Any:
-        """The answer as JSON, or None if it is not JSON."""
-        # In a thread: the pictures of an overview are megabytes of JSON.
+        """Posts a JSON body and returns the parsed answer, or None if it is not JSON."""
+        # Encoded in a thread, because the pictures of an overview are megabytes of JSON.
         data = await asyncio.to_thread(_encoded, body)
         return await self._call("POST", url, data, deadline_s, max_bytes, _json_headers(routing_key))
 
@@ -59,7 +59,10 @@ class HttpClient(AbstractAsyncContextManager["HttpClient"]):
     async def stream(
         self, url: str, body: Any, deadline_s: float, max_bytes: int, routing_key: str = ""
     ) -> AsyncGenerator[Any]:
-        """Yields the messages of a stream, each of at most `max_bytes`, all within the deadline."""
+        """Posts a JSON body and yields the messages of the streamed answer, each of at most `max_bytes`.
+
+        The deadline covers the whole stream.
+        """
         data = await asyncio.to_thread(_encoded, body)
         async with self._answer("POST", url, data, deadline_s, _json_headers(routing_key)) as response:
             async for line in _lines(response, max_bytes):
@@ -76,7 +79,7 @@ class HttpClient(AbstractAsyncContextManager["HttpClient"]):
     async def _answer(
         self, method: str, url: str, data: Body, deadline_s: float, headers: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A successful response. Errors while it is read are mapped to engine errors as well."""
+        """Yields a successful response. Errors of the request, or while the response is read, become engine errors."""
         timeout = aiohttp.ClientTimeout(total=max(deadline_s, 0.001), sock_connect=CONNECT_DEADLINE_S)
         try:
             async with self._session.request(
@@ -127,7 +130,7 @@ async def _lines(response: aiohttp.ClientResponse, max_bytes: int) -> AsyncItera
 
 
 def is_loopback(name: str) -> bool:
-    """Whether a host's name means this machine."""
+    """Returns whether a host name or address is the loopback interface of this machine."""
     try:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:

@@ -1,12 +1,14 @@
 """Weight labels: the run and policy version of a server's weights.
 
 SGLang keeps one string with its weights, `weight_version`, and returns it with every span of sampled tokens. A run
-writes `RUN/12`: its id and the policy version. `RUN/` means that a run has claimed the server but not yet loaded
-weights. `RUN/?OTHER` is a question: the run OTHER wants this server and asks if RUN is alive. A live run sees it at its
-next probe and writes its own label back. No clocks are compared, and nothing is sent unless a run asks.
+writes its id and the policy version as the label `RUN/12`. The label `RUN/` means that a run has claimed the server but
+not yet loaded weights. The label `RUN/?OTHER` is a question: the run OTHER wants this server and asks if RUN is alive.
+If RUN is alive, it sees the question at its next probe and writes its own label back. This protocol compares no clocks,
+and sends nothing unless a run asks.
 
-`rollout.serve` starts SGLang with the label `default;weights_port=24000`, which means the same as `default`. SGLang
-keeps it in /server_info when the label changes. There a run finds the port that receives weights (`rollout.receiver`).
+`rollout.serve` starts SGLang with the label `default;weights_port=24000`, which is treated like `default`. SGLang's
+/server_info keeps this initial label when the label changes, so a run can find the port that receives weights
+(`rollout.receiver`) there.
 """
 
 import asyncio
@@ -23,7 +25,7 @@ from rollout.server import INITIAL_LABEL
 
 MAX_CHARS = 200
 WITH_WEIGHTS_PORT = re.compile(rf"{INITIAL_LABEL};weights_port=(\d{{1,5}})", re.ASCII)  # as `initial_label` writes it
-OF_A_RUN = re.compile(r"(.+/)(?:(\d{1,9})|\?([\w.-]+))?", re.ASCII)
+RUN_LABEL = re.compile(r"(.+/)(?:(\d{1,9})|\?([\w.-]+))?", re.ASCII)
 
 
 class WrongLabel(ServerUnavailable):
@@ -37,14 +39,14 @@ class ServerOwned(EngineError):
 @dataclass(frozen=True)
 class Label:
     owner: str  # `RUN/`, or the whole label if no run wrote it, such as SGLang's "default"
-    version: int | None = None  # None: unknown, because the label is a claim or a question
-    asker: str = ""
+    version: int | None = None  # None if the label is a claim or a question
+    asker: str = ""  # the id of the run that asks for the server
 
     @classmethod
     def of(cls, text: Any) -> "Label":
         if not isinstance(text, str) or len(text) > MAX_CHARS or not text.isprintable():
             raise ValueError(f"{text!r:.60} is not a label of weights")
-        match = OF_A_RUN.fullmatch(text)
+        match = RUN_LABEL.fullmatch(text)
         if match is None:
             return cls(INITIAL_LABEL if WITH_WEIGHTS_PORT.fullmatch(text) else text, 0)
         owner, version, asker = match.groups()
@@ -61,7 +63,7 @@ class Label:
         return self.owner[:-1] if self.owner.endswith("/") else ""
 
     def is_foreign(self, owner: str) -> bool:
-        """True if another run wrote it."""
+        """Returns whether another run than `owner` wrote the label."""
         return bool(self.run) and self.owner != owner
 
 
@@ -84,17 +86,17 @@ class Labels:
             raise ServerUnavailable(f"{url} reports no valid weight label: {problem!r}") from None
 
     async def publish(self, url: str, label: Label) -> None:
-        """Running requests continue; their next tokens have the new label."""
+        """Writes a server's label. Running requests continue, and their next tokens get the new label."""
         body = {"new_version": str(label), "abort_all_requests": False}
         await self._client.post(f"{url}/update_weight_version", body, self._settings.control_deadline_s)
 
     async def claim(
         self, url: str, on_progress: Callable[[str], None], *, was_claimed: bool, first: bool, take_over: bool
     ) -> None:
-        """Makes a server this run's. Raises ServerOwned if another live run has it.
+        """Claims a server for this run. Raises ServerOwned if another live run owns it.
 
-        `was_claimed`: by this run, earlier. `first`: nothing is published yet, so the server's initial weights are
-        version 0. `take_over`: do not ask its owner.
+        `was_claimed` means that this run has claimed the server before. `first` means that this run has published
+        nothing yet, so the server's initial weights are version 0. `take_over` skips asking the owner.
         """
         label = await self.fetch(url)
         while label.is_foreign(self._owner) and not take_over:
@@ -116,7 +118,7 @@ class Labels:
             await self.publish(url, Label(self._owner))
 
     async def _ask(self, url: str, question: Label, on_progress: Callable[[str], None]) -> Label:
-        """The label after the question; it is unchanged if the owner does not answer."""
+        """Writes the question and waits for an answer. Returns the new label, or the question if nobody answers."""
         wait_s = self._settings.owner_answers_s
         await self.publish(url, question)
         on_progress(

@@ -1,7 +1,7 @@
 """The engine protocol: sample from ids and pictures, load new weights, report health, stop.
 
-The ids that an engine returns are the only record of what was sampled; text is never sent or compared. Every token
-carries its policy version: the number of optimizer steps in the weights that sampled it.
+The ids that an engine returns are the only record of the sampled tokens; text is never sent or compared. Every token
+has a policy version: the number of optimizer steps in the weights that sampled it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ class DeadlineExceeded(EngineError):
 
 
 class VersionMismatch(EngineError):
-    """Tokens have another policy version than the request demands."""
+    """Tokens were sampled with another policy version than the request requires."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Sampling:
     max_new_tokens: int
     temperature: float | int = 0.7
     top_p: float | int = 1.0
-    stop_ids: tuple[int, ...] = ()  # sampling stops after the first of these, which is kept
-    seed: int = 0  # makes sampling reproducible where the engine can: the embedded one does
+    stop_ids: tuple[int, ...] = ()  # sampling stops after the first of these ids; that id is kept
+    seed: int = 0  # used by the embedded engine, whose sampling is reproducible; SGLang ignores it
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -49,29 +49,29 @@ class Sampling:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """Sample a continuation of `ids`, which have exactly one placeholder per picture, in the same order."""
+    """A request to continue `ids`, which have exactly one placeholder per picture, in the same order."""
 
     ids: np.ndarray  # int32 [T], placeholders not expanded
     pictures: tuple[Picture, ...]
     sampling: Sampling
     episode: str  # the name for `abort`
     deadline_s: float | int
-    version: int | None = None  # required of every token; None accepts and labels any version
+    version: int | None = None  # the version that must sample every token; None accepts any version
     affinity: str = ""  # requests with equal affinity go to the same server, for its prefix cache; default: episode
-    on_tokens: Callable[[Sequence[int]], object] | None = None  # gets all ids so far, whenever there are more
+    on_tokens: Callable[[Sequence[int]], object] | None = None  # called with all ids so far, whenever there are more
 
 
 @dataclass(frozen=True, eq=False)
 class Generation:
     ids: np.ndarray  # int32 [n]
-    behavior_logp: np.ndarray  # float32 [n], of log_softmax(z / temperature)
+    behavior_logp: np.ndarray  # float32 [n], from log_softmax(logits / temperature)
     versions: np.ndarray  # int32 [n], the policy version of each token
     finish: Literal["stop", "length", "abort"]
     num_prompt_tokens: int = 0  # with placeholders expanded
     num_cached_tokens: int = 0  # prompt tokens served from the prefix cache
     server: str = ""
     latency_s: float | int = 0.0
-    experts: np.ndarray | None = None  # int16 [all tokens but the last, layers, experts of a token], of a mixture
+    experts: np.ndarray | None = None  # int16 [prompt and n - 1 tokens, layers, experts per token], for MoE models
 
     def __post_init__(self) -> None:
         if not len(self.ids) == len(self.behavior_logp) == len(self.versions):
@@ -98,7 +98,7 @@ class Health:
 
 
 class Weights(Protocol):
-    """All parameters of a policy version under their Hugging Face names; can be read repeatedly."""
+    """All parameters of a policy version under their Hugging Face names. They can be read repeatedly."""
 
     @property
     def num_bytes(self) -> int: ...

@@ -1,9 +1,9 @@
 """Publishes new weights to running servers.
 
-Safetensors are written once, to /dev/shm if they fit or to a directory that servers of other hosts can read, and sent
-to hosts that cannot read them, while the servers continue to sample. Then the servers are paused, read them, and
-resume. A server that has the previous weights reads only the tensors that differ from them: not the frozen vision
-tower, for example. The weights get their label in the same step of a server's scheduler.
+While the servers continue to sample, the weights are written once as safetensors, to /dev/shm if they fit or to a
+directory that servers on other hosts can read, and sent to hosts that cannot read them. Then the servers are paused,
+load the weights, and resume. A server that has the previous weights loads only the tensors that have changed, for
+example not the frozen vision tower. A server's scheduler loads the weights and sets their label in the same step.
 """
 
 import asyncio
@@ -25,21 +25,21 @@ from rollout.engine.settings import ServerState, SGLangSettings
 from rollout.engine.transfer import Problems, Transfer, num_bytes
 from rollout.engine.weight_root import WeightRoot
 
-ALL, CHANGED = "all", "changed"  # directories of files, and of links to those that the latest weights changed
-ADAPTER_SCHEME = "adapter:"  # before a directory of an adapter's tensors, which only our plugin in a server can read
-ADAPTER_INFO = "adapter"  # the tensor with the adapter's scale and base, as JSON
+ALL, CHANGED = "all", "changed"  # directories of all tensors' files, and of links to the files that have changed
+ADAPTER_SCHEME = "adapter:"  # prefix of a model path with an adapter's tensors, which only our SGLang plugin can load
+ADAPTER_INFO = "adapter"  # name of the tensor that has the adapter's scale and base as JSON
 DTYPE_NAMES = {"uint8": "U8", "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 REMEDY = "; with lora.rank, start the servers with `python -m rollout.serve --model` and the adapter's base model"
-PART_BYTES = 2**20  # compared at a time; a trained tensor differs in its first part
-WRITERS = 8  # threads, each with a tensor
+PART_BYTES = 2**20  # size of a comparison; a trained tensor already differs in its first part
+WRITERS = 8  # threads; each writes one tensor at a time
 
 
 async def load_weights(
     client: HttpClient, files: "WeightFiles", servers: Sequence[ServerState], label: Label, settings: SGLangSettings
 ) -> Problems:
-    """Sends the written weights to hosts that cannot read them, then pauses all servers, loads the weights, resumes.
+    """Sends the weights to hosts that cannot read the files, then pauses all servers, loads the weights and resumes.
 
-    Running requests wait; their keys and values are recomputed afterwards.
+    Running requests wait; their keys and values are recomputed afterwards. Returns the problems of servers that failed.
     """
     transfer = Transfer(client, files.root, label.owner, settings)
     try:
@@ -59,7 +59,7 @@ async def load_weights(
 async def _load_paused(
     client: HttpClient, paths: Mapping[str, str], servers: Sequence[ServerState], label: Label, settings: SGLangSettings
 ) -> Problems:
-    """Pauses the servers, flushes their caches, loads the weights at `paths`, by URL, and resumes."""
+    """Pauses the servers, flushes their caches, loads the weights and resumes. `paths` maps URLs to weight files."""
     problems: Problems = {}
     refused: list[str] = []
 
@@ -83,7 +83,7 @@ async def _load_paused(
         for server in servers:
             server.loading = server.paused = True
         problems |= await post_all(healthy(), post("/pause_generation", {"mode": "retract"}))
-        # Keys and values of the old weights. SGLang refuses to flush while a request runs, hence the pause.
+        # The cache has keys and values of the old weights. SGLang only flushes it while no request runs.
         problems |= await post_all(healthy(), post("/flush_cache", {}))
         problems |= await post_all(healthy(), load)
     finally:
@@ -98,7 +98,7 @@ async def _load_paused(
 
 
 async def post_all(urls: Sequence[str], call: Callable[[str], Coroutine[Any, Any, Any]]) -> Problems:
-    """Makes the same call to all servers at once."""
+    """Makes the same call to all servers concurrently. Returns the problems of servers that failed."""
     answers = await asyncio.gather(*(call(url) for url in urls), return_exceptions=True)
     problems = {}
     for url, answer in zip(urls, answers, strict=True):
@@ -112,17 +112,17 @@ async def post_all(urls: Sequence[str], call: Callable[[str], Coroutine[Any, Any
 
 
 class WeightFiles:
-    """The latest weights for all servers, a file for each tensor, until this process ends."""
+    """The latest weights for all servers, with one file per tensor. `close` removes the files."""
 
     def __init__(self, directory: str | Path = ""):
         self._root = WeightRoot(directory)
-        self.scheme = ""  # before the paths that servers read
-        self.changed_frac = 1.0  # of the latest weights' bytes, in tensors that differ from the weights before
-        self.loaded: set[ServerState] = set()  # have loaded the latest weights
+        self.scheme = ""  # prefix of the paths that servers get
+        self.changed_frac = 1.0  # fraction of the latest weights' bytes that are in changed tensors
+        self.loaded: set[ServerState] = set()  # servers that have loaded the latest weights
         self._loaded_previous: set[ServerState] = set()
 
     def directory(self, server: ServerState) -> Path:
-        """The files for a server: all, unless it has the previous weights and needs only the tensors that changed."""
+        """Returns the files for a server: the changed tensors if it has the previous weights, otherwise all."""
         has_previous = server in self._loaded_previous - self.loaded and not self.scheme
         return self.root / (CHANGED if has_previous else ALL)
 
@@ -133,11 +133,11 @@ class WeightFiles:
         return self._root.path
 
     def forget(self, server: ServerState) -> None:
-        """It no longer has the weights that it loaded."""
+        """Records that a server has lost the weights that it loaded, for example because it was restarted."""
         self._loaded_previous.discard(server)
 
     async def write(self, weights: Weights) -> None:
-        """Replaces the files whose tensors changed."""
+        """Replaces the files of tensors that have changed."""
         self._loaded_previous, self.loaded = self.loaded, set()
         root = self._root.path or self._root.make(weights.num_bytes)
         try:
@@ -158,7 +158,7 @@ class WeightFiles:
 
 
 def _write_changed(weights: Weights, root: Path) -> set[str]:
-    """Replaces the files whose tensors changed, and links to them. Returns the names of all tensors."""
+    """Replaces the files of tensors that have changed, and links to them. Returns the names of all tensors."""
     shutil.rmtree(root / CHANGED, ignore_errors=True)
     for directory in (root / ALL, root / CHANGED):
         directory.mkdir(exist_ok=True)
@@ -168,14 +168,14 @@ def _write_changed(weights: Weights, root: Path) -> set[str]:
         for name, tensor in weights.tensors():
             names.add(name)
             writes.append(pool.submit(_write, root, name, tensor))
-            if len(writes) > WRITERS:  # no more tensors in memory
+            if len(writes) > WRITERS:  # bounds the number of tensors in memory
                 writes.popleft().result()
         for write in writes:
             write.result()
     if not any((root / CHANGED).iterdir()):
-        _link(root, name)  # SGLang loads no empty directory
+        _link(root, name)  # SGLang cannot load an empty directory
     for path in (root / ALL).iterdir():
-        if path.name.removesuffix(".safetensors") not in names:  # the weights before were not an adapter, or were one
+        if path.name.removesuffix(".safetensors") not in names:  # from before a switch between adapter and model
             path.unlink()
     return names
 
@@ -190,9 +190,9 @@ def _link(root: Path, name: str) -> None:
 
 
 def _replace(path: Path, name: str, tensor: np.ndarray) -> bool:
-    """Writes a tensor's file; False if the file has this content already.
+    """Writes a tensor's file. Returns False if the file already has this content.
 
-    A server that has not noticed its deadline may still read the former file, so that is replaced, never overwritten.
+    The old file is replaced, not overwritten, because a server past its deadline may still read it.
     """
     data = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
     info = {"dtype": DTYPE_NAMES[tensor.dtype.name], "shape": tensor.shape, "data_offsets": [0, data.nbytes]}

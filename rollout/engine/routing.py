@@ -1,7 +1,7 @@
-"""Routing: which server gets a request.
+"""Chooses the server for each request.
 
-Requests with the same affinity go to the server that has their prompt in its prefix cache, unless it has far more to do
-than another. Behind an sglang-router the only target is the router, which routes by the same key.
+Requests with the same affinity go to the server that has their prompt in its prefix cache, unless that server has far
+more running requests than another. With an sglang-router, the router is the only target, and routes by the same key.
 """
 
 import hashlib
@@ -9,8 +9,8 @@ import hashlib
 from rollout.engine.fleet import Fleet
 from rollout.engine.settings import ServerState
 
-MAX_HOMES = 100_000  # remembered affinities
-MAX_IMBALANCE = 8  # with this many more requests than elsewhere, recomputing the prefix is faster than waiting
+MAX_HOMES = 100_000  # affinities to remember
+MAX_IMBALANCE = 8  # with more extra requests than this, recomputing the prefix elsewhere is faster than waiting
 
 
 class Routing:
@@ -24,11 +24,11 @@ class Routing:
         return [self.router] if self.router else self._fleet.servers
 
     def behind(self, target: ServerState) -> list[ServerState]:
-        """The servers that may have got a request to `target`: a router does not report its choice."""
+        """Returns the servers that may have received a request to `target`; a router does not report its choice."""
         return self._fleet.servers if target is self.router else [target]
 
     async def choose(self, affinity: str, deadline_s: float, tried: set[str]) -> ServerState:
-        """The server that has the prefix, else the least busy one; servers that were not tried yet come first."""
+        """Returns the server that has the prefix cached, or the least busy one. Prefers servers not in `tried`."""
         await self._fleet.wait_until_up(deadline_s)
         up = [server for server in self.targets if server.up]
         up = [server for server in up if server.url not in tried] or up
@@ -43,5 +43,5 @@ class Routing:
 
 
 def routing_key(affinity: str) -> str:
-    """The key that a router sees: a hash, because a header cannot hold arbitrary text of a dataset."""
+    """Hashes an affinity into the key for a router, because a header cannot hold arbitrary text from a dataset."""
     return hashlib.blake2s(affinity.encode(), digest_size=8).hexdigest()

@@ -18,11 +18,11 @@ from rollout.engine.protocol import (
 )
 
 Reply = Callable[[Request], Coroutine[Any, Any, Sequence[int]]]
-SCRIPT_LOGP = -0.5  # for every token
+SCRIPT_LOGP = -0.5  # the log-prob of every token
 
 
 class ScriptedEngine:
-    """Replies with the ids from `reply`, cut to max_new_tokens, and records all requests."""
+    """An engine that replies with the ids from `reply`, cut to max_new_tokens, and records all requests."""
 
     def __init__(self, reply: Reply, version: int = 0):
         self._reply, self._version = reply, version
@@ -44,7 +44,7 @@ class ScriptedEngine:
             await asyncio.wait([reply], timeout=request.deadline_s)
         finally:
             del self._running[reply]
-            reply.cancel()  # no effect once it is done
+            reply.cancel()  # no effect if it is done
         if not reply.done():
             raise DeadlineExceeded(f"the script gave no reply in {request.deadline_s} s")
         ids = np.array([] if reply.cancelled() else reply.result(), np.int32)[: request.sampling.max_new_tokens]
@@ -70,8 +70,8 @@ class ScriptedEngine:
         return Health((ServerHealth("script", True, self._version),))
 
     async def abort(self, episode: str | None = None) -> None:
-        for reply, of_episode in list(self._running.items()):
-            if episode in (None, of_episode):
+        for reply, its_episode in list(self._running.items()):
+            if episode in (None, its_episode):
                 reply.cancel()
 
     async def close(self) -> None:

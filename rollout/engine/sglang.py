@@ -1,11 +1,11 @@
-"""SGLang servers as one engine: requests go to servers that are up, and a failed server only costs time.
+"""Combines SGLang servers into one engine: requests go to servers that are up, and a failed server only costs time.
 
-When a server is ejected, its running requests move to other servers. A request is sent again only after its previous
-server is known not to answer it, and its first answer is the only one used, so no sample is lost or counted twice.
+When a server is ejected, its running requests move to other servers. A request is sent again only when its previous
+server can no longer answer it, and only its first answer is used, so no sample is lost or counted twice.
 `rollout.engine.fleet` manages weights, health and ownership; `rollout.engine.routing` chooses servers.
 
-Behind an sglang-router, requests go to the router, everything else goes directly to the servers it lists, because a
-router forwards neither weights nor labels nor aborts.
+With an sglang-router, requests go to the router. Everything else goes directly to the servers that the router lists,
+because a router forwards neither weights nor labels nor aborts.
 """
 
 import asyncio
@@ -47,11 +47,11 @@ Progress = Callable[[str], None]
 
 
 def silent(text: str) -> None:
-    """Progress that nobody reads."""
+    """Discards progress messages."""
 
 
 class SGLangEngine:
-    """Create it with `connect`, `follow` or `launch`, and `close` it at the end."""
+    """An engine of SGLang servers. Create it with `connect`, `follow` or `launch`, and call `close` at the end."""
 
     def __init__(self, servers: Sequence[ServerState], settings: SGLangSettings, router: str = ""):
         self.settings, self._client = settings, HttpClient()
@@ -62,9 +62,9 @@ class SGLangEngine:
     async def connect(
         cls, urls: Sequence[str], settings: SGLangSettings | None = None, on_progress: Progress = silent
     ) -> "SGLangEngine":
-        """Connects to running servers, or to one sglang-router and the servers behind it, which may come and go.
+        """Connects to running servers, or to an sglang-router and the servers behind it, which may come and go.
 
-        The version is the one that the servers have. At least one must answer.
+        At least one server must answer. The engine starts with the policy version that the servers have.
         """
         urls = list(dict.fromkeys(url.rstrip("/") for url in urls))
         if not urls:
@@ -80,7 +80,7 @@ class SGLangEngine:
     async def follow(
         cls, file: str | Path, settings: SGLangSettings | None = None, on_progress: Progress = silent
     ) -> "SGLangEngine":
-        """Connects to the servers that a file lists, one URL a line, and follows its changes."""
+        """Connects to the servers in a file with one URL per line, and follows changes of the file."""
         settings = settings or SGLangSettings()
         router, urls = await router_among(listed_urls(file), settings.probe_deadline_s)
         if router:
@@ -93,7 +93,7 @@ class SGLangEngine:
     async def launch(
         cls, servers: Sequence[ServerSettings], settings: SGLangSettings | None = None, on_progress: Progress = silent
     ) -> "SGLangEngine":
-        """Starts servers; their weights are version 0. They end with the engine, or with this process."""
+        """Starts servers, whose weights are version 0. They stop with the engine or with this process."""
         settings = settings or SGLangSettings()
         starts = [
             asyncio.create_task(Server.start(server, deadline_s=settings.start_deadline_s, on_progress=on_progress))
@@ -101,7 +101,7 @@ class SGLangEngine:
         ]
         try:
             running = await asyncio.gather(*starts)
-        except BaseException:  # also a cancellation: nobody else can stop the servers that are ready
+        except BaseException:  # also on cancellation, because nothing else would stop the servers that are ready
             for start in starts:
                 start.cancel()
             started = await asyncio.gather(*starts, return_exceptions=True)
@@ -135,7 +135,7 @@ class SGLangEngine:
         started_s = time.monotonic()
         deadline_s = started_s + request.deadline_s
         body = await asyncio.to_thread(generate_body, request.ids, request.pictures, request.sampling)
-        if self.settings.mixture and not request.on_tokens:  # each message of a stream would have all
+        if self.settings.mixture and not request.on_tokens:  # each message of a stream would repeat all experts
             body["return_routed_experts"] = True
         problems: list[str] = []
         tried: set[str] = set()
@@ -167,16 +167,16 @@ class SGLangEngine:
         return generation
 
     async def publish(self, weights: Weights, version: int) -> None:
-        """Loads the weights into all servers that are up; a server that fails is ejected and gets them on return.
+        """Loads the weights into all servers that are up. A server that fails is ejected and loads them on its return.
 
-        Servers sample while the weights are written or sent to them, and pause only to load them. Returns when one
-        server has them, and raises if none has in time. Running requests continue with the new weights; their tokens
-        are labelled.
+        Servers continue to sample while the weights are written and sent, and pause only to load them. Returns when at
+        least one server has the weights; raises if none has them in time. Running requests continue with the new
+        weights, and each of their tokens is labelled with its version.
         """
         await self.fleet.publish(weights, version)
 
     async def adopt(self, version: int) -> None:
-        """Uses each server as soon as it has this version, which another process has published."""
+        """Uses each server as soon as it has this version, which another process publishes."""
         await self.fleet.adopt(version)
 
     async def health(self) -> Health:
@@ -204,7 +204,7 @@ class SGLangEngine:
         await self.fleet.close()
 
     async def _attempt(self, server: ServerState, request: Request, body: dict[str, Any], deadline_s: float) -> Any:
-        """Sends the request once. Unless it is answered, the computation on the server is ended as well."""
+        """Sends the request once. If no answer arrives, the request is also aborted on the server."""
         rid = uuid.uuid4().hex[:RID_CHARS]
         remaining_s = deadline_s - time.monotonic()
         call = asyncio.create_task(self._post(server, request, body | {"rid": rid}, remaining_s))
@@ -254,16 +254,16 @@ class SGLangEngine:
 
 
 def generate_body(ids: np.ndarray, pictures: Sequence[Picture], sampling: Sampling) -> dict[str, Any]:
-    """The body of SGLang's /generate. Encoding a picture takes time on its first use."""
+    """Returns the body for SGLang's /generate. The first use of a picture encodes it, which takes time."""
     body: dict[str, Any] = {
         "input_ids": ids.tolist(),
         "sampling_params": {
             "max_new_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "top_k": -1,  # off: a model's own files may set it
+            "top_k": -1,  # disabled, because the model's own files may set it
             "stop_token_ids": list(sampling.stop_ids),
-            "ignore_eos": not sampling.stop_ids,  # else the ids in the model's own files would stop it as well
+            "ignore_eos": not sampling.stop_ids,  # otherwise the stop ids in the model's own files apply
             "no_stop_trim": True,
             "skip_special_tokens": False,
         },

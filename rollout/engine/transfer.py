@@ -1,9 +1,9 @@
-"""Sends weights to servers of other hosts, which cannot read this host's files.
+"""Sends weights to servers on other hosts, which cannot read this host's files.
 
-`rollout.serve` receives them on a second port of its host (`rollout.receiver`). A receiver lists the directories of
-weights that it can read. If the learner's is in the list, the server reads that, and nothing is sent. Receivers that
-can read each other's directories are on one host, which gets the weights once. With `engine.weights_dir` nothing is
-sent, because all servers can read that directory.
+`rollout.serve` receives weights on a second port of its host (`rollout.receiver`). A receiver lists the weight
+directories that it can read. If the list has the learner's directory, the server reads it, and nothing is sent.
+Receivers that can read each other's directories are on the same host, which gets the weights once. With
+`engine.weights_dir` nothing is sent, because all servers can read that directory.
 """
 
 import asyncio
@@ -19,18 +19,18 @@ from rollout.engine.labels import WITH_WEIGHTS_PORT
 from rollout.engine.protocol import EngineError
 from rollout.engine.settings import ServerState, SGLangSettings
 
-PART_BYTES = 2**20  # sent at a time
+PART_BYTES = 2**20  # chunk size of an upload
 
-Problems = dict[str, str]  # by URL, of the servers that failed
+Problems = dict[str, str]  # URL of each server that failed -> its problem
 
 
 @dataclass(frozen=True)
 class Inbox:
-    """Where a server's host receives weights."""
+    """The place where a server's host receives weights."""
 
     server: ServerState
-    address: str
-    name: str  # of the directory that it made for them
+    address: str  # the receiver's URL
+    name: str  # of the directory that the receiver made for the weights
 
 
 class Transfer:
@@ -40,10 +40,13 @@ class Transfer:
         self._client, self._root, self._settings = client, root, settings
         self._owner = urlencode({"owner": owner})
         self._inboxes: list[Inbox] = []
-        self.paths: dict[str, str] = {}  # by URL: where a server reads the weights
+        self.paths: dict[str, str] = {}  # server URL -> the path where the server reads the weights
 
     async def send(self, directories: Mapping[ServerState, Path]) -> Problems:
-        """Sends each server's directory if it cannot read it; servers on the same host share the larger one."""
+        """Sends directories to servers that cannot read them, and sets `paths`.
+
+        Servers on the same host share the largest of their directories.
+        """
         if self._settings.weights_dir:
             self.paths = {server.url: str(directory) for server, directory in directories.items()}
             return {}
@@ -58,13 +61,13 @@ class Transfer:
 
     async def remove(self) -> None:
         async def empty(inbox: Inbox) -> None:
-            with suppress(EngineError):  # its next weights replace these
+            with suppress(EngineError):  # the next weights replace these
                 await self._client.delete(f"{inbox.address}?{self._owner}", self._settings.control_deadline_s)
 
         await asyncio.gather(*map(empty, self._inboxes))
 
     async def _find(self, server: ServerState, directory: Path, room: int, problems: Problems) -> None:
-        """Finds the server's inbox, unless it can read the directory itself."""
+        """Records the server's inbox, or the directory's path if the server can read it."""
         try:
             inbox = await self._inbox(server, room)
         except EngineError as problem:
@@ -76,7 +79,7 @@ class Transfer:
                 self._inboxes.append(inbox)
 
     async def _inbox(self, server: ServerState, room: int) -> Inbox | None:
-        """None if the server reads this host's files."""
+        """Opens an inbox on the server's host. Returns None if the server can read this host's files."""
         if server.managed is not None:
             return None
         deadline_s = self._settings.control_deadline_s
@@ -95,7 +98,7 @@ class Transfer:
             ) from None
 
     async def _host(self, inbox: Inbox) -> str:
-        """Equal for inboxes that can read each other's directories."""
+        """Returns an id of the inbox's host: equal for inboxes that can read each other's directories."""
         names = {other.name for other in self._inboxes}
         try:
             return min(names & await self._readable(inbox.address), default=inbox.name)
@@ -111,8 +114,8 @@ class Transfer:
     async def _send_to_host(
         self, inboxes: Sequence[Inbox], directories: Mapping[ServerState, Path], problems: Problems
     ) -> None:
-        """Sends to the first inbox that receives everything."""
-        directory = max((directories[inbox.server] for inbox in inboxes), key=num_bytes)  # all tensors, or the changed
+        """Sends the directory to a host: tries its inboxes in turn until one receives everything."""
+        directory = max((directories[inbox.server] for inbox in inboxes), key=num_bytes)  # of all or changed tensors
         for inbox in inboxes:
             try:
                 path = await self._send(inbox, directory)
@@ -123,7 +126,7 @@ class Transfer:
                 break
 
     async def _send(self, inbox: Inbox, directory: Path) -> str:
-        """The path of the received files on the server's host."""
+        """Sends the directory to an inbox. Returns the path of the received files on the server's host."""
         url, deadline_s = f"{inbox.address}?{self._owner}", self._settings.load_deadline_s
         answer = await self._client.put(url, _parts(directory), num_bytes(directory), deadline_s)
         return _text(answer, "path", inbox.address)
@@ -141,7 +144,7 @@ def num_bytes(directory: Path) -> int:
 
 
 def _address(url: str, server_info: Any) -> str:
-    """The receiver's address beside a server, or "" if it has none."""
+    """Returns the URL of the receiver on a server's host, or "" if there is none."""
     label = server_info.get("weight_version") if isinstance(server_info, dict) else None
     match = WITH_WEIGHTS_PORT.fullmatch(label) if isinstance(label, str) else None
     host = urlsplit(url).hostname or ""

@@ -1,7 +1,7 @@
-"""A process's directory for weights: in shared memory if they fit, else on disk.
+"""A process's directory for weights: in shared memory if they fit there, otherwise on disk.
 
-It stays locked for as long as its process lives. The directories of killed processes are removed, because they take the
-memory that new weights need.
+The directory stays locked while its process lives. The directories of killed processes are removed, because they occupy
+the memory that new weights need.
 """
 
 import os
@@ -15,14 +15,14 @@ from rollout.owned_directory import owned_directory, remove_orphans
 from rollout.supervisor import SHARED_MEMORY
 
 WEIGHTS_PREFIX = "paravt-weights-"
-SPARE_FRAC = 0.2  # of the weights: the largest tensor is replaced by a second file
+SPARE_FRAC = 0.2  # extra space, because a new tensor's file exists beside the old one until it replaces it
 
 
 class WeightRoot:
-    """Call `make` before use and `remove` at the end."""
+    """A locked directory for weights. Call `make` before use and `remove` at the end."""
 
     def __init__(self, directory: str | Path = ""):
-        """Without a directory the weights go to this host's memory, or to its disk if they do not fit there."""
+        """Uses shared memory, or the disk if the weights do not fit there, unless a parent `directory` is given."""
         self.parents = [Path(directory)] if directory else [SHARED_MEMORY, Path(tempfile.gettempdir())]
         self.path: Path | None = None
         self._owned = ExitStack()
@@ -44,7 +44,7 @@ class WeightRoot:
         self.path = None
 
     def readable(self) -> list[str]:
-        """Names of all processes' directories that this process can read."""
+        """Returns the names of all weight directories, of any process, that this process can read."""
         paths = (path for parent in self.parents for path in parent.glob(f"{WEIGHTS_PREFIX}*"))
         return [path.name for path in paths if os.access(path, os.R_OK | os.X_OK)]
 

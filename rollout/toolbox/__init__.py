@@ -1,4 +1,4 @@
-"""The tools that a model may call: the built-in ones and the user's own."""
+"""The tools that a model may call: built-in tools and the user's own tools."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from rollout.user_code import load_object
 __all__ = ["CropReturns", "ToolContext", "Tool", "Videos", "ToolArgs", "signatures", "tools_of"]
 
 CropReturns = Literal["report", "frames"]
-SHIPPED: dict[CropReturns, dict[str, Tool]] = {
+BUILT_IN: dict[CropReturns, dict[str, Tool]] = {
     "report": {tool.spec.name: tool for tool in (CropVideo(), ZoomFrame(), SearchSubtitles())},
     "frames": {tool.spec.name: tool for tool in (CropFrames(), ZoomPicture(), SearchSubtitles())},
 }
@@ -32,25 +32,25 @@ def tools_of(names: tuple[str, ...], returns: CropReturns = "report") -> tuple[T
     """Loads the tools in `rollout.tools`, given by name or as path/to/file.py:NAME."""
     if not names:
         raise ValueError("rollout.tools=[] leaves nothing to call; set rollout.dispatch=none to disable tools")
-    tools = tuple(_own(name) if ":" in name else _shipped(name, returns) for name in names)
+    tools = tuple(_user_tool(name) if ":" in name else _built_in(name, returns) for name in names)
     called = [tool.spec.name for tool in tools]
     for name in called:
         if called.count(name) > 1:
-            raise ValueError(f"rollout.tools={list(names)} has {called.count(name)} tools of the name {name}")
+            raise ValueError(f"rollout.tools={list(names)} has {called.count(name)} tools named {name}")
     return tools
 
 
-def _shipped(name: str, returns: CropReturns) -> Tool:
-    shipped = SHIPPED[returns]
-    if name not in shipped:
+def _built_in(name: str, returns: CropReturns) -> Tool:
+    tools = BUILT_IN[returns]
+    if name not in tools:
         raise ValueError(
-            f"rollout.tools: there is no tool {name}; there are {', '.join(shipped)}, and those of your own, as "
+            f"rollout.tools: there is no tool {name}; use one of {', '.join(tools)}, or your own tool, as "
             f"path/to/file.py:NAME"
         )
-    return shipped[name]
+    return tools[name]
 
 
-def _own(location: str) -> Tool:
+def _user_tool(location: str) -> Tool:
     loaded = load_object("rollout.tools", location)
     label = f"rollout.tools: {location}"
     try:

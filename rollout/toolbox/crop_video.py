@@ -1,4 +1,4 @@
-"""A close look at one part of a video: a sub-agent sees its frames and reports on them, or the main agent sees them."""
+"""The crop_video tool shows a part of a video in detail, to a sub-agent that reports on it or to the main agent."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +13,8 @@ CLAMPED = "The video ends at {end_s:.1f} seconds, so the part from {start_s:.1f}
 
 
 class CropVideo(Tool):
+    """Returns a sub-agent's report on the part (`rollout.crop_returns=report`)."""
+
     spec = CROP_VIDEO_SPEC
     timeout_message = "looking at this part took too long"
     failure_message = "nobody could look at this part"
@@ -30,7 +32,7 @@ class CropVideo(Tool):
 
 
 class CropFrames(CropVideo):
-    """With `rollout.crop_returns=frames`."""
+    """Returns the part's frames to the main agent (`rollout.crop_returns=frames`)."""
 
     spec = CROP_FRAMES_SPEC
     shows_pictures = True
@@ -42,7 +44,7 @@ class CropFrames(CropVideo):
 
 
 async def crop_parts(prompter: Prompter, path: str, window: Window) -> list[Part]:
-    """The response that shows a window. Traces have the same."""
+    """Returns the response that shows a window's frames. Training traces use the same response."""
     frames = await prompter.crop(path, window)
     return [f"{_remark(window)}{window_intro(prompter.prompts, window, len(frames))}\n", *frames]
 

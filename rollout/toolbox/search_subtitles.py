@@ -48,7 +48,7 @@ class SearchSubtitles(Tool):
 
 
 def search(cues: Sequence[Cue], query: str) -> str:
-    """Lists the lines with the most of these words."""
+    """Lists the lines that contain the most words of the query."""
     words = set(words_of(query))
     counts = [len(words.intersection(words_of(cue.text))) for cue in cues]
     most = max(counts, default=0)
@@ -61,7 +61,7 @@ def search(cues: Sequence[Cue], query: str) -> str:
 
 
 def words_of(text: str) -> list[str]:
-    """Words for comparison: casefolded, with normalized accents."""
+    """Splits a text into words for comparison: casefolded and in Unicode's NFKC form."""
     return WORD.findall(unicodedata.normalize("NFKC", text).casefold())
 
 

@@ -1,4 +1,4 @@
-"""Parses SRT subtitles in any encoding, even damaged ones. Lines that belong to no cue are skipped."""
+"""Parses SRT subtitles in UTF-8, UTF-16 or Windows' cp1252, even if damaged. Skips lines that belong to no cue."""
 
 import re
 from typing import NamedTuple
@@ -15,7 +15,7 @@ class Cue(NamedTuple):
 
 
 def parse_srt(content: bytes) -> list[Cue]:
-    """The cues in file order, each with its text on one line."""
+    """Returns the cues in file order, each with its text on one line."""
     cues: list[tuple[float, float, list[str]]] = []
     in_cue = False
     for line in _decoded(content).splitlines():
@@ -40,5 +40,5 @@ def _decoded(content: bytes) -> str:
         return content.decode("utf-16", errors="replace")
     try:
         return content.decode("utf-8-sig")
-    except UnicodeDecodeError:  # the former default of Windows editors
+    except UnicodeDecodeError:  # older Windows editors wrote cp1252
         return content.decode("cp1252", errors="replace")

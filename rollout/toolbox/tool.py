@@ -1,8 +1,8 @@
 """The interface of a tool: its spec, its check of a call's arguments, and its execution.
 
-Arguments are untrusted. A check is a pure function that looks up videos by name and raises a BadCall with a sentence
-for the model; a tool runs only with the checked arguments. `rollout.episode` handles deadlines and outcomes, and
-isolates calls from each other.
+Arguments are untrusted. A check is a pure function that looks up videos by name, and raises a BadCall with a sentence
+for the model if an argument is invalid. A tool only runs with checked arguments. `rollout.episode` handles deadlines
+and outcomes, and isolates calls from each other.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -18,11 +18,11 @@ from rollout.video.info import VideoInfo
 
 @dataclass(frozen=True)
 class Videos:
-    """The videos of a dialogue, with the names the model may use."""
+    """The videos of a dialogue, with the names that the model may use for them."""
 
     infos: Mapping[str, VideoInfo]  # by path
-    names: Mapping[str, str]  # to paths
-    subtitles: Mapping[str, str]  # SRT files by path of the video; from the dataset, never from a model
+    names: Mapping[str, str]  # name -> path
+    subtitles: Mapping[str, str]  # video path -> SRT file; from the dataset, never from a model
 
     def path_of(self, arguments: Mapping[str, Any]) -> str:
         return video_of(arguments, self.names)
@@ -45,25 +45,25 @@ class ToolContext:
     question: str
     videos: Videos
     prompter: Prompter  # decodes frames and renders prompts
-    ask: Callable[[Closeup, str], Awaitable[str]]  # a sub-agent's report, once per call; the text is its affinity
+    ask: Callable[[Closeup, str], Awaitable[str]]  # runs a sub-agent, once per call; the text is its affinity
 
 
 class Tool:
-    """Base class. Your own tool is a subclass in a file that `rollout.tools` names; see docs/extend.md."""
+    """The base class of tools. To add a tool, subclass it in a file that `rollout.tools` names; see docs/extend.md."""
 
     spec: ToolSpec
-    shows_details = False  # True: shows parts of frames, which may have more pixels than a frame
-    shows_pictures = False  # True: responses may have pictures, so that memory and context are planned for them
+    shows_details = False  # True if it shows parts of frames, which may have more pixels than a frame
+    shows_pictures = False  # True if responses may have pictures; memory and context are then planned for them
     timeout_message = "the call took too long"
     failure_message = "the call could not be carried out"
 
     def check(self, arguments: Mapping[str, Any], videos: Videos) -> ToolArgs:
-        """Checks the arguments; raises a BadCall that explains a problem to the model."""
+        """Checks the arguments. Raises a BadCall that explains the problem to the model."""
         raise NotImplementedError
 
     def run(self, args: ToolArgs, context: ToolContext) -> Response | Awaitable[Response]:
-        """The response for the model: text, or a list of texts, frames (`TimedPicture`) and pictures (`Picture`).
+        """Returns the response for the model: text, or a list of texts, frames (`TimedPicture`) and `Picture`s.
 
-        Make it `async` if it waits; a plain function runs in a thread.
+        Make `run` an async function if it waits; a plain function runs in a thread.
         """
         raise NotImplementedError

@@ -1,6 +1,6 @@
-"""Enlarges a part of a frame; a sub-agent sees that picture and describes it, or the main agent sees it.
+"""The zoom_frame tool enlarges a part of a frame, for a sub-agent that describes it or for the main agent.
 
-The picture may have as many pixels as all frames of a crop, so that a zoom costs no more than a crop.
+The picture has at most as many pixels as all frames of a crop together, so a zoom costs no more than a crop.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ ZOOM_PICTURE_SPEC = _spec("shows it to you", "each detail is enlarged and shown 
 
 @dataclass(frozen=True)
 class ZoomFrame(Tool):
-    """Subclass or instantiate it with other texts to make your own tool."""
+    """Returns a sub-agent's description. To make your own tool, instantiate or subclass it with other texts."""
 
     intro: str = (
         "A part of the frame at {time_s:.1f} seconds of the video, from {left:.0%} to {right:.0%} of its width and "
@@ -55,7 +55,7 @@ class ZoomFrame(Tool):
         return await context.ask(closeup, f"{args.path} {args.window.start_s} {tuple(args.box)}")
 
     async def _look(self, args: ToolArgs, context: ToolContext) -> tuple[str, list[TimedPicture]]:
-        """The introduction of the detail, and the detail."""
+        """Returns a sentence that introduces the enlarged part, and its picture."""
         assert args.window is not None and args.box is not None
         time_s, box = args.window.start_s, args.box
         frames = await context.prompter.frames_at(args.path, [time_s], box)
@@ -64,7 +64,7 @@ class ZoomFrame(Tool):
 
 @dataclass(frozen=True)
 class ZoomPicture(ZoomFrame):
-    """With `rollout.crop_returns=frames`."""
+    """Returns the picture to the main agent (`rollout.crop_returns=frames`)."""
 
     spec = ZOOM_PICTURE_SPEC
     shows_pictures = True

@@ -283,7 +283,7 @@ SERVERS = ["engine.kind=sglang"]
         (["rollout.turn_deadline_s=nan"], r"rollout\.turn_deadline_s=nan must be a finite number above 0"),
         (["rollout.turn_deadline_s=inf"], r"rollout\.turn_deadline_s=inf must be a finite number above 0"),
         (["seed=-1"], r"seed=-1 must be 0 or more"),
-        (["rollout.tools=[zoom]"], r"^rollout\.tools: there is no tool zoom; there are crop_video, zoom_frame, "),
+        (["rollout.tools=[zoom]"], r"^rollout\.tools: there is no tool zoom; use one of crop_video, zoom_frame, "),
         (["rollout.prompts.overview='{nmae}'"], r"^rollout\.prompts\.overview has the placeholder \{nmae\}"),
         (["rollout.dispatch=none"], r"reward\.tool=published has no effect with rollout\.dispatch=none"),
         (["loss.kl=reward", "loss.kl_coef=0"], r"loss\.kl=reward has no effect with loss\.kl_coef=0"),

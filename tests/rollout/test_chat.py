@@ -130,7 +130,7 @@ def test_a_template_of_another_format_is_refused_at_once(template):
 def test_a_prompt_that_shows_other_than_its_pictures_is_refused(chat):
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
     np.testing.assert_array_equal(chat.ids(messages, 1), chat.prompt(messages))
-    with pytest.raises(ValueError, match="shows 1 pictures of a message with 2"):
+    with pytest.raises(ValueError, match="renders 1 of 2 pictures"):
         chat.ids(messages, 2)
 
 

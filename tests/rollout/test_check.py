@@ -31,7 +31,7 @@ from rollout import check as gate
 from rollout.chat import Chat
 from rollout.check import check
 from rollout.engine.answers import PROBE_TEXT, Fingerprint
-from rollout.parity import KINDS, SHOWN, Difference, Parity, Scored, ScoreRequest, ShownDifference, table
+from rollout.parity import KINDS, SHOWN, Difference, Parity, ResponsePictureDifference, Scored, ScoreRequest, table
 
 DTYPES = ("bfloat16", "float32")
 NIGHTLY_FLOAT32 = pytest.param("float32", marks=pytest.mark.nightly)  # bfloat16 has more noise to hide a fault in
@@ -91,7 +91,7 @@ def test_a_right_server_is_accepted_with_logits_as_wide_as_trained_ones(dtype, s
 def test_a_context_without_room_for_the_dialogue_names_the_setting(chat):
     async def body():
         async with FakeServer() as server:
-            await gate._play(server.url, (64, 96), chat, 1, {"context_length": 256})
+            await gate._run_episodes(server.url, (64, 96), chat, 1, {"context_length": 256})
 
     message = r"has a context of 256 tokens, and the parity gate needs \d{3}; raise rollout\.max_context_tokens"
     with pytest.raises(ValueError, match=message):
@@ -219,7 +219,7 @@ def test_the_command_prints_and_writes_the_differences_and_fails_at_a_wrong_serv
     ("change", "problem"),
     [
         (lambda chat, ids: np.append(ids, chat.image_id), "resizes pictures"),
-        (lambda chat, ids: chat.encode(chat.decode(ids)), "encodes the text again"),
+        (lambda chat, ids: chat.encode(chat.decode(ids)), "re-encodes the text"),
     ],
 )
 def test_a_server_with_other_ids_resizes_pictures_or_encodes_the_text_again(tiny_hf, change, problem):
@@ -233,7 +233,7 @@ def test_a_server_with_other_ids_resizes_pictures_or_encodes_the_text_again(tiny
 
 
 def test_the_part_of_a_wrong_pictures_change_by_hand():
-    difference = ShownDifference(3.0)
+    difference = ResponsePictureDifference(3.0)
     difference.add(np.array([[0.0, 1.0], [0.0, 0.5], [3.0, 4.0]]))
     (part,) = difference.statistics
     assert (part.server, part.noise) == (4 / 25, 2 / 25)

@@ -19,7 +19,7 @@ from rollout.endpoint.agent import EndpointAgent
 from rollout.endpoint.check import check_endpoint
 from rollout.endpoint.client import EndpointClient
 from rollout.endpoint.dialogue import CHARS_PER_TOKEN, MessageDialogue
-from rollout.endpoint.words import JPEG_URL, Words
+from rollout.endpoint.words import JPEG_URL, EndpointEncoder
 from rollout.episode import EpisodeCallbacks
 from rollout.episode_config import EpisodeConfig
 from rollout.ledger import Ledger
@@ -221,7 +221,7 @@ def test_a_turn_of_the_model_keeps_its_tags_but_no_control_tokens():
 
 def test_ordinary_text_is_not_changed():
     text = "Is x < 3 or a <b> c? List<int>, [1, 2], 5 > 4 | y"
-    assert Words().escape(text) == text
+    assert EndpointEncoder().escape(text) == text
 
 
 class Heard(EpisodeCallbacks):

@@ -304,7 +304,7 @@ def test_a_record_holds_all_that_training_needs(chat):
 
 
 def test_a_sampled_segment_without_its_log_probs_is_rejected():
-    with pytest.raises(ValueError, match="sampled segments, and no others, have log-probs and a version, got sampled"):
+    with pytest.raises(ValueError, match="only sampled segments, and all of them, have log-probs"):
         Segment("sampled", np.arange(2), version=0)
     with pytest.raises(ValueError, match="2 sampled ids have 1 log-probs"):
         Segment("sampled", np.arange(2), (), np.zeros(1, np.float32), 0)

@@ -606,7 +606,7 @@ def test_a_server_that_encodes_the_text_of_qwen2_5_vl_again_is_refused(sglang_py
     settings = ServerSettings(qwen25_hf, python=sglang_python, extra_args=("--mm-preprocess-cache-size-mb", "0"))
     with served(settings) as server:
         (found,) = asyncio.run(check([server.url], TwoSizes(model, contract), chat, num_episodes=2))
-    assert len(found.wrong_ids) == 2 and all("the server encodes the text again" in one for one in found.wrong_ids)
+    assert len(found.wrong_ids) == 2 and all("the server re-encodes the text" in one for one in found.wrong_ids)
 
 
 @pytest.mark.nightly

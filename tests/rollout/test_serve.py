@@ -19,7 +19,7 @@ from processes import all_gone, ended, family, serve, start
 
 from rollout.engine.sglang import SGLangEngine
 from rollout.server import KEPT_LINES, MAX_LINE_BYTES, PLUGIN, POLL_S, ServerFailed, ServerSettings
-from rollout.supervisor import LOOK_S, supervised
+from rollout.supervisor import SCAN_EVERY_S, supervised
 
 FAKE = Path(__file__).with_name("fake_sglang.py")
 
@@ -44,7 +44,7 @@ def fake(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"port": 70_000}, r"port=70000 must be from 0 \(any free one\) to 65535"),
+        ({"port": 70_000}, r"port=70000 must be from 0 \(any free port\) to 65535"),
         ({"context_length": 0}, "context_length=0 must be at least 1"),
         ({"context_length": 100, "max_total_tokens": 99}, "max_total_tokens=99 must hold one context"),
         ({"memory_frac": 1.5}, "memory_frac=1.5 must be between 0 and 1"),
@@ -96,7 +96,7 @@ def test_a_taken_port_is_refused_before_anything_starts(fake, tmp_path):
     ("mode", "settings", "kind", "problem"),
     [
         ("serve", {"host": "192.0.2.1"}, ValueError, r"cannot listen on 192.0.2.1:\d+ \(Cannot assign"),
-        ("text", {}, ValueError, "takes no images"),
+        ("text", {}, ValueError, "does not accept images"),
         ("crash", {}, ServerFailed, r"(?s)exit code 3 before it was ready.*loading weights.*no such tensor"),
     ],
 )
@@ -231,7 +231,7 @@ def test_a_killed_server_leaves_nothing_in_shared_memory(kill, fake):
     try:
         for path in (image, stranger):  # nobody has them open
             path.write_bytes(b"x")
-        time.sleep(LOOK_S)
+        time.sleep(SCAN_EVERY_S)
         kill(server)
         asyncio.run(asyncio.wait_for(server.wait(), 10))
         assert not semaphore.exists() and not image.exists() and stranger.exists()
@@ -326,7 +326,7 @@ def test_the_command_killed_by_sigkill_leaves_nothing(fake):
 @pytest.mark.slow
 def test_an_impossible_port_for_weights_is_an_error_that_names_it(fake):
     code, _, errors = ended(serve(fake(), "--weights-port", "65536"))
-    assert (code, errors) == (1, "error: --weights-port 65536 must be from 0 (any free one) to 65535\n")
+    assert (code, errors) == (1, "error: --weights-port 65536 must be from 0 (any free port) to 65535\n")
 
 
 @pytest.mark.slow

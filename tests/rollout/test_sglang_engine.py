@@ -411,7 +411,7 @@ async def test_a_server_that_ends_at_every_start_is_given_up_after_some(monkeypa
 
     ended = SimpleNamespace(running=False, settings="s", exit_error=lambda: RuntimeError("it ended"), stop=stop)
     monkeypatch.setattr(fleet.Server, "start", start)
-    with pytest.raises(EngineError, match=r"it ended \(given up after 3 restarts\)"):
+    with pytest.raises(EngineError, match=r"it ended \(gave up after 3 restarts\)"):
         await SGLangEngine.open([ServerState("http://127.0.0.1:9", ended)], replace(QUICK, max_restarts=3))
     assert starts == ["s"] * 3
     *restarts, given_up = capsys.readouterr().err.splitlines()

@@ -1,6 +1,6 @@
 """CPU shim for running the CUDA wheels of torchvision and sglang on a CPU-only torch.
 
-Put this folder on PYTHONPATH: every child python loads it too.
+Put this folder on PYTHONPATH, so that child processes load it too.
 """
 
 import importlib.abc
@@ -29,7 +29,7 @@ class _Hook(importlib.abc.MetaPathFinder):
             import sgl_kernel  # noqa: F401
             import torch
 
-            # The cache of a mixture's experts is pinned with it: CUDA's result 0 is success.
+            # SGLang pins its cache of routed experts with cudart; result 0 means success.
             torch.cuda.cudart = lambda: _Pinned
         return None
 
@@ -51,13 +51,13 @@ sys.meta_path.insert(0, _Hook())
 
 
 def _fork_children():
-    """Forks child processes: SGLang spawns them for CUDA, and each would import torch and sglang, 13 s of CPU."""
+    """Forks child processes. SGLang spawns them, because of CUDA, and each would import torch and sglang, for 13 s."""
     set_start_method = multiprocessing.set_start_method
     multiprocessing.set_start_method = lambda method, force=False: set_start_method("fork", force)
 
 
 def _import_only_qwen():
-    """Imports only Qwen's models: SGLang imports about 200 model files to find the one to serve."""
+    """Hides all models but Qwen's, because SGLang would import about 200 model files to find the one to serve."""
     registries = ("sglang.srt.models.", "sglang.srt.multimodal.processors.")
     iter_modules = pkgutil.iter_modules
 
