@@ -1,11 +1,11 @@
 """Attention in packed rows: one mask (rule.py) and several implementations, which must all agree with `xla`.
 
-    xla      the reference: all scores at once
+    xla      the reference: computes all scores at once
     blocked  independent blocks of queries: the fastest on a CPU for short rows
-    scanned  one pair of query and key blocks after the other: O(T) memory on every platform
-    kernel   the same as a Pallas kernel, for TPU (tpu.py) and NVIDIA GPUs (gpu.py)
+    scanned  loops over pairs of query and key blocks: O(T) memory on every platform
+    kernel   the same as Pallas kernels, for TPU (tpu.py) and NVIDIA GPUs (gpu.py)
 
-`auto` computes short rows with `blocked` and long rows with `scanned`, or with the kernel once it has passed its check
+`auto` computes short rows with `blocked` and long rows with `scanned`, or with the kernel if it has passed its check
 (choice.py, check.py). The vision tower's rows are short in the published recipe: a frame has 196 patches.
 """
 

@@ -1,7 +1,7 @@
-"""Attention by blocks of queries, each against only the keys up to the block's end.
+"""Attention in blocks of queries, each against only the keys up to the block's end.
 
-The blocks are independent, so a CPU computes them in parallel, but the compiler also keeps all their scores at the same
-time. Use it for short rows.
+The blocks are independent, so a CPU computes them in parallel, but the compiler also keeps all their scores in memory
+at the same time. Use this form for short rows.
 """
 
 from collections.abc import Iterator
@@ -24,8 +24,8 @@ from model_port.attention.rule import (
     mean_and_log_sum,
 )
 
-BLOCK_TOKENS = 128  # a multiple of every chip's tile; smaller blocks skip more of the causal triangle …
-MAX_BLOCKS = 16  # … but each block is compiled separately
+BLOCK_TOKENS = 128  # a multiple of every chip's tile; smaller blocks would skip more of the causal triangle
+MAX_BLOCKS = 16  # because each block is compiled separately
 
 
 def blocked_attention(
@@ -51,14 +51,14 @@ def _backward(
 ) -> tuple[Queries, Keys, Keys]:
     d_q, d_k, d_v = [], jnp.zeros_like(k), jnp.zeros_like(v)
     for block, end in score_blocks(q.shape[1], causal):
-        of_queries = log_sum[..., block], shared[..., block], d_out[:, block]
+        block_inputs = log_sum[..., block], shared[..., block], d_out[:, block]
         weights, d_scores = gradient_of_scores(
-            q[:, block], k[:, :end], v[:, :end], _cut(runs, end), block.start, *of_queries
+            q[:, block], k[:, :end], v[:, :end], _cut(runs, end), block.start, *block_inputs
         )
         d_q.append(jnp.einsum("BKRTS,BSKH->BKRTH", d_scores, k[:, :end]))
         d_k = d_k.at[:, :end].add(jnp.einsum("BKRTS,BTKRH->BSKH", d_scores, q[:, block]))
         d_v = d_v.at[:, :end].add(jnp.einsum("BKRTS,BTKRH->BSKH", weights, d_out[:, block]))
-    # Transposed last. In the products, XLA on a CPU would transpose the scores, and so compute them twice.
+    # Transposed at the end, because in the products XLA on a CPU would transpose the scores and compute them twice.
     return jnp.einsum("BKRTH->BTKRH", jnp.concatenate(d_q, axis=3)), d_k, d_v
 
 
@@ -67,7 +67,7 @@ def _cut(runs: QueryRuns, end: int) -> QueryRuns:
 
 
 def score_blocks(num_tokens: int, causal: bool) -> Iterator[tuple[slice, int]]:
-    """(queries, end of the keys they may attend to)."""
+    """Yields each block of queries, and the end of the keys that it may attend to."""
     size = BLOCK_TOKENS * max(1, -(-num_tokens // (BLOCK_TOKENS * MAX_BLOCKS)))
     for first in range(0, num_tokens, size):
         last = min(first + size, num_tokens)

@@ -1,8 +1,8 @@
-"""Checks a Pallas kernel on the device it will run on, before `auto` takes it.
+"""Checks a Pallas kernel on the device that it will run on, before `auto` uses it.
 
-One packed, branched row goes through the kernel and through the scanned form, forward and backward, with the heads of
-the language tower and again with those of the vision tower. The kernel is taken if it agrees with the scanned form and
-is faster in the language tower.
+The kernel and the scanned form compute the same packed, branched row, forward and backward, once with the language
+tower's heads and once with the vision tower's. `auto` uses the kernel if it agrees with the scanned form and is faster
+in the language tower.
 """
 
 import time
@@ -20,10 +20,10 @@ from model_port.attention.rule import Layout
 from model_port.attention.scanned import scanned_attention
 
 ROW_TOKENS = 4096
-MAX_ERROR = 0.03  # correct forms differ by 0.008 in bfloat16; without one of 32 blocks of keys, by 0.28
+MAX_ERROR = 0.03  # correct forms differ by 0.008 in bfloat16; if one of 32 key blocks is left out, by 0.28
 TIMED_CALLS = 3
 
-Timed = tuple[list[np.ndarray], float]  # results as vectors of heads, and the milliseconds of one call
+Timed = tuple[list[np.ndarray], float]  # results as vectors per head, and the milliseconds per call
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Heads:
 
 @dataclass(frozen=True)
 class KernelCheck:
-    """A kernel against a form in plain XLA. As a string, it completes the log line "attention: …"."""
+    """The comparison of a kernel with a form in plain XLA. Its string completes the log line "attention: …"."""
 
-    error: float = 0.0  # of all results, see `max_error`
+    error: float = 0.0  # the largest of all results; see `max_error`
     kernel_ms: float = 0.0
     plain_ms: float = 0.0
     failure: str = ""  # the error that the kernel raised
@@ -52,7 +52,7 @@ class KernelCheck:
         plain, error = self.plain, f"max error {self.error:.1g} of {self.plain}"
         if self.failure:
             return f"{plain}, because the kernel failed ({self.failure})"
-        if not self.error <= MAX_ERROR:  # also if it is NaN
+        if not self.error <= MAX_ERROR:  # or NaN
             return f"{plain}, because the kernel is wrong: {error}, at most {MAX_ERROR:g}"
         times = f"{self.kernel_ms:.3g} against {self.plain_ms:.3g} ms"
         return f"kernel, {error}, {times}" if self.passed else f"{plain}, because the kernel is slower: {times}"
@@ -71,7 +71,7 @@ def check_kernel(
 
 
 def compare(name: str, plain: Callable[[], Timed], kernel: Callable[[], Timed]) -> KernelCheck:
-    """Runs both. A kernel that raises does not pass."""
+    """Runs both forms and compares them. A kernel that raises an error does not pass."""
     expected, plain_ms = plain()
     try:
         results, kernel_ms = kernel()
@@ -83,7 +83,7 @@ def compare(name: str, plain: Callable[[], Timed], kernel: Callable[[], Timed]) 
 
 
 def fastest_ms(work: Callable[[], object]) -> float:
-    """Milliseconds of one call, after a first one that compiles."""
+    """Returns the milliseconds of the fastest call, after a first call that compiles."""
     jax.block_until_ready(work())
     seconds = []
     for _ in range(TIMED_CALLS):
@@ -94,9 +94,10 @@ def fastest_ms(work: Callable[[], object]) -> float:
 
 
 def max_error(ours: Float[np.ndarray, "T N H"], expected: Float[np.ndarray, "T N H"]) -> float:
-    """The largest relative error of a head's vector at a token.
+    """Returns the largest relative error of any head's vector at any token.
 
-    Vectors shorter than the root mean square are compared with that: many gradients are zero but for rounding.
+    The error is relative to the vector's length or to the root mean square of all lengths, whichever is larger, because
+    many gradients are zero except for rounding.
     """
     length = np.linalg.norm(expected, axis=-1)
     floor = np.sqrt(np.mean(np.square(length)))
@@ -104,7 +105,7 @@ def max_error(ours: Float[np.ndarray, "T N H"], expected: Float[np.ndarray, "T N
 
 
 def branched_row(num_tokens: int) -> Layout:
-    """Two sequences, each a trunk with branches of uneven lengths, and padding at the end."""
+    """Returns a row of two sequences, each a trunk with branches of uneven lengths, and padding at the end."""
     ends = [round(num_tokens * part) for part in (0.23, 0.31, 0.37, 0.52, 0.71, 0.83, 0.97, 1)]
     lengths = np.diff([0, *ends])
     segments = np.repeat([1, 1, 1, 1, 2, 2, 2, 0], lengths)
@@ -113,7 +114,7 @@ def branched_row(num_tokens: int) -> Layout:
 
 
 def _run(attend: Attention, heads: Heads, dtype: str, num_tokens: int) -> Timed:
-    """The output and the three gradients of the tokens that are not padding."""
+    """Computes the output and the three gradients, and returns them for tokens that are not padding."""
     row = branched_row(num_tokens)
     real = row.segment_ids[0] != 0
     *inputs, weight = _inputs(heads, dtype, num_tokens)
@@ -129,7 +130,7 @@ def _run(attend: Attention, heads: Heads, dtype: str, num_tokens: int) -> Timed:
 
 
 def _inputs(heads: Heads, dtype: str, num_tokens: int) -> Iterator[Array]:
-    """Queries, keys, values, and a weight for each output."""
+    """Yields random queries, keys and values, and a weight for each output."""
     random = np.random.default_rng(0)
     for num in (heads.num, heads.num_kv, heads.num_kv, heads.num):
         yield jnp.asarray(random.standard_normal((1, num_tokens, num, heads.dim), np.float32), dtype)

@@ -1,4 +1,4 @@
-"""Selects the form of attention: by name, or by platform and row length."""
+"""Selects the form of attention by name, or by platform and row length."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -13,10 +13,10 @@ from model_port.attention.rule import Layout
 from model_port.attention.scanned import scanned_attention
 from model_port.sharding import platform
 
-# auto_kernel is auto with the kernel for long rows: a run asks for it once `check_kernel` has passed on its device.
+# auto_kernel is auto with the kernel for long rows; a run uses it after `check_kernel` has passed on its device.
 Form = Literal["auto", "auto_kernel", "xla", "blocked", "scanned", "kernel"]
 
-# Rows up to this length are `blocked`. On a CPU, measurements showed it to be faster as long as a layer's scores fit in
+# Rows up to this length are `blocked`. On a CPU, measurements showed this form to be faster if a layer's scores fit in
 # memory. On accelerators the limit is not measured; it keeps the scores small relative to a layer's other activations.
 SHORT_ROW_TOKENS = {"cpu": 4096}
 SHORT_ROW_ELSEWHERE = 1024
@@ -25,7 +25,7 @@ KERNEL_PLATFORMS = ("tpu", "gpu")
 
 
 def attention_of(form: Form) -> Attention:
-    """The function that computes attention. `auto` never takes a kernel here, because nothing has checked it."""
+    """Returns the function that computes attention. `auto` never uses a kernel here, because nothing has checked it."""
 
     def attend(q: Array, k: Array, v: Array, layout: Layout, causal: bool) -> Array:
         target = platform()
@@ -37,17 +37,17 @@ def attention_of(form: Form) -> Attention:
 
 
 def allow_kernel(form: Form) -> Form:
-    """The form, with the kernel for long rows if it is `auto`."""
+    """Returns `auto_kernel` for `auto`, and any other form unchanged."""
     return "auto_kernel" if form == "auto" else form
 
 
 def form_of(form: Form, num_tokens: int, platform: str) -> Form:
-    """The form for rows of this many tokens, provided that the platform's kernel passes its check.
+    """Returns the form for rows of this many tokens, assuming that the platform's kernel passes its check.
 
-    For long rows `auto` takes a form whose memory grows with the row's length, not with its square.
+    For long rows `auto` uses a form whose memory grows with the row's length, not with its square.
     """
     if form == "kernel" and platform not in KERNEL_PLATFORMS:
-        raise ValueError(f"model.attention=kernel, but there is none for {platform}; set auto or scanned")
+        raise ValueError(f"model.attention=kernel, but there is no kernel for {platform}; set auto or scanned")
     if form not in ("auto", "auto_kernel"):
         return form
     if num_tokens <= SHORT_ROW_TOKENS.get(platform, SHORT_ROW_ELSEWHERE):
@@ -56,7 +56,7 @@ def form_of(form: Form, num_tokens: int, platform: str) -> Form:
 
 
 def computed_pairs(form: Form, num_tokens: int, queries_per_key: int, platform: str) -> int:
-    """The number of token pairs with computed scores in a full causal row, where blocks are computed entirely."""
+    """Returns how many token pairs' scores are computed in a full causal row. Blocks are computed entirely."""
     form = form_of(form, num_tokens, platform)
     if form == "xla":
         return num_tokens**2
@@ -73,7 +73,7 @@ def kernel_of(platform: str) -> Attention:
 
 
 def _kernel_and_blocks(platform: str) -> tuple[Attention, Callable[[int, int], int]]:
-    """The kernel and its block size. Imported on use, because a CPU needs nothing from Pallas."""
+    """Returns the kernel and its block size. They are imported on use, because a CPU does not need Pallas."""
     if platform == "tpu":
         from model_port.attention.tpu import block_tokens, tpu_attention
 

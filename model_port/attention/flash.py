@@ -17,14 +17,14 @@ from model_port.attention.rule import ATTENTION_OUT, Layout, QueryRuns, query_ru
 from model_port.sharding import per_device
 
 Forward = Callable[[Array, Array, Array, QueryRuns], tuple[Array, Array]]  # q, k, v -> mixed values, log-sum-exp
-Backward = Callable[..., tuple[Array, Array, Array]]  # q, k, v, seen, log-sum-exp, shared, d_out -> d_q, d_k, d_v
+Backward = Callable[..., tuple[Array, Array, Array]]  # q, k, v, runs, log-sum-exp, shared, d_out -> d_q, d_k, d_v
 Attention = Callable[[Array, Array, Array, Layout, bool], Array]
 
 
 def flash_attention(forward: Forward, backward: Backward, block_tokens: Callable[[int, int], int]) -> Attention:
-    """Wraps `forward` and `backward`, which compute on one device and get rows of complete blocks.
+    """Wraps `forward` and `backward`, which run on one device and receive rows of complete blocks.
 
-    `block_tokens` gives the block size for a row length and a number of query heads per key/value head.
+    `block_tokens` returns the block size for a row length and a number of query heads per key/value head.
     """
     place_forward = per_device(forward, ("btkrh", "btkh", "btkh", "bt"), ("btkrh", "bkrt"))
     place_backward = per_device(
@@ -36,7 +36,7 @@ def flash_attention(forward: Forward, backward: Backward, block_tokens: Callable
         return save(q, k, v, runs)[0]
 
     def save(q: Array, k: Array, v: Array, runs: QueryRuns) -> tuple[Array, Any]:
-        # Named here, so that a remat policy can save these two, which the backward pass reads.
+        # Named so that a remat policy can save both, because the backward pass reads them.
         out, log_sum = (checkpoint_name(x, ATTENTION_OUT) for x in place_forward(q, k, v, runs))
         return out, (q, k, v, runs, out, log_sum)
 
@@ -59,12 +59,12 @@ def flash_attention(forward: Forward, backward: Backward, block_tokens: Callable
 
 
 def even_blocks(num_tokens: int, most: int, multiple_of: int) -> int:
-    """The size of equal blocks, as few as possible with at most `most` tokens each, rounded up to a multiple."""
+    """Returns the size of the fewest equal blocks of at most `most` tokens, rounded up to a multiple."""
     return -(-num_tokens // (-(-num_tokens // most) * multiple_of)) * multiple_of
 
 
 def visible_blocks(runs: QueryRuns, query_tokens: int, key_tokens: int) -> Bool[Array, "B n m"]:
-    """True if a query of block i may attend to a key of block j; may also be True for a pair with no such query."""
+    """True if a query in block i may attend to a key in block j. May also be True for a few masked pairs of blocks."""
     rows, num_tokens = runs.first.shape
     lowest = runs.first.reshape(rows, -1, key_tokens).min(axis=2)[:, None]
     highest = runs.last.reshape(rows, -1, key_tokens).max(axis=2)[:, None]
@@ -73,7 +73,7 @@ def visible_blocks(runs: QueryRuns, query_tokens: int, key_tokens: int) -> Bool[
 
 
 def neighbors(needed: Bool[Array, "*b n m"]) -> tuple[Int[Array, "*b n m"], Int[Array, "*b n"]]:
-    """For each block, the block numbers with the needed ones first, in order; and the number of needed ones."""
+    """Returns for each block all block numbers, needed blocks first and in order, and the number of needed blocks."""
     return jnp.argsort(~needed, axis=-1, stable=True).astype(jnp.int32), needed.sum(axis=-1, dtype=jnp.int32)
 
 

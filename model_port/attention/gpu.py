@@ -1,17 +1,17 @@
 """Attention as Pallas kernels for NVIDIA GPUs, lowered through Triton and wrapped by `flash`.
 
-A program owns one block of queries or keys. It loops over the blocks of the other side that it is connected to, from a
-list in memory, so skipped pairs are never loaded. Keys and values are indexed by key/value head, not repeated for each
-query head, and one program sums a key's gradient over all query heads that share it. There are three kernels:
+A program owns one block of queries or keys. It loops over the unmasked blocks of the other side, which are listed in
+memory, so masked pairs are never loaded. Keys and values are indexed by key/value head, not repeated for each query
+head, and one program sums a key's gradient over all query heads that share it. There are three kernels:
 
     kernel    one program per block of        loops over                        accumulates
     forward   queries of a query head         keys, values                      mixed values, peak and sum
     queries   queries of a query head         keys, values                      gradient of the queries
     keys      keys of a key/value head        queries, gradient of the output   gradients of keys and values
 
-A tile is one block of queries against one block of keys. Its size is chosen so that the accumulators and two blocks of
-the other side, one in use and one being loaded, fit into the smallest supported chip: an A100 with 163 KiB of shared
-memory (H100 and B200 have 227). The compilers accept these sizes, in float32 too. No tile has been timed.
+A tile is one block of queries against one block of keys. Tile sizes are chosen so that the accumulators and two blocks
+of the other side, one in use and one being loaded, fit into the smallest supported chip: an A100 with 163 KiB of shared
+memory (H100 and B200 have 227). The compilers accept these sizes, also in float32. No tile size has been timed.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,14 +38,14 @@ class Tile:
     warps: int
 
 
-# By bytes per value: the tiles of programs that own queries, and of those that own keys.
+# Bytes per value -> the tile of programs that own queries, and the tile of programs that own keys.
 TILES = {
     2: (Tile(128, 64, warps=8), Tile(64, 64, warps=4)),
     4: (Tile(64, 32, warps=4), Tile(64, 32, warps=4)),
 }
 BLOCK_TOKENS = 128  # a multiple of every tile
 STAGES = 2
-SMALLEST_HEAD_DIM = 16  # the smallest that Triton's dot accepts; larger ones are powers of two
+SMALLEST_HEAD_DIM = 16  # the smallest head dim that Triton's dot accepts; larger ones must be powers of two
 
 
 def block_tokens(num_tokens: int, queries_per_key: int) -> int:
@@ -61,7 +61,7 @@ def forward(q: Queries, k: Keys, v: Keys, runs: QueryRuns) -> tuple[Queries, Num
 def backward(
     q: Queries, k: Keys, v: Keys, runs: QueryRuns, log_sum: Numbers, shared: Numbers, d_out: Queries
 ) -> tuple[Queries, Keys, Keys]:
-    """dS = P * (dP - sum(dO * O)), with P recomputed from the log-sum-exp, once in each kernel."""
+    """Computes the gradients by dS = P * (dP - sum(dO * O)); each kernel recomputes P from the log-sum-exp."""
     inputs = [("queries", q), ("keys", k), ("keys", v), ("queries", d_out), ("numbers", log_sum), ("numbers", shared)]
     programs = _Programs.of(q, by_keys=False)
     (d_q,) = programs(_by_queries, BY_QUERIES, inputs, runs, [("queries", q.dtype)])
@@ -141,7 +141,7 @@ def _d_scores(
     visible: Bool[Array, "t s"],
     scale: float,
 ) -> tuple[Float[Array, "t s"], Float[Array, "t s"]]:
-    """The attention weights and the gradient of the scores."""
+    """Returns the attention weights and the gradient of the scores."""
     scores = product(q, k, NT, log_sum.dtype) * scale
     weights = jnp.where(visible, jnp.exp(scores - log_sum[:, None]), 0.0)
     return weights, weights * (product(d_out, v, NT, log_sum.dtype) - shared[:, None]) * scale
@@ -154,7 +154,7 @@ def _visible(i: Array, num_queries: int, first: Array, last: Array) -> Bool[Arra
 
 @dataclass(frozen=True)
 class _Programs:
-    """Launches a kernel once per block of a query head's queries, or per block of a key/value head's keys."""
+    """Launches a kernel, with a program for each block of a query head's queries or of a key/value head's keys."""
 
     rows: int
     num_tokens: int
@@ -183,7 +183,7 @@ class _Programs:
         runs: QueryRuns,
         results: Sequence[tuple[str, Any]],
     ) -> Any:
-        """`inputs` are pairs of a kind and an array, `results` pairs of a kind and a dtype."""
+        """Runs the kernel. `inputs` are pairs of a kind and an array, `results` are pairs of a kind and a dtype."""
         needed = visible_blocks(runs, self.tile.queries, self.tile.keys)
         neighbor_ids, num_neighbors = neighbors(needed.swapaxes(1, 2) if self.by_keys else needed)
         specs, shapes = self._specs(neighbor_ids.shape[2]), self._shapes()
@@ -209,7 +209,7 @@ class _Programs:
         }
 
     def _specs(self, most_others: int) -> dict[str, pl.BlockSpec]:
-        """The part of each array that a program gets: its own block, or all blocks of the other side."""
+        """Returns the part of each kind of array that a program receives: its own block, or all of the other side."""
         queries, keys, tokens, values = self.tile.queries, self.tile.keys, self.num_tokens, self.head_dim
         specs = {
             "others": pl.BlockSpec((None, None, most_others), lambda i, r, h, b: (b, i, 0)),

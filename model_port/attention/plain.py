@@ -1,4 +1,4 @@
-"""Attention written out: explicit mask, softmax in float32. The reference for all other forms."""
+"""Attention with an explicit mask and a softmax in float32: the reference for all other forms."""
 
 import jax
 import jax.numpy as jnp

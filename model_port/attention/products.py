@@ -1,4 +1,4 @@
-"""Products of two tiles in a kernel, named by the axes they sum over, and the cost of a kernel."""
+"""Products of two tiles in a kernel, named by the axes that they sum over, and a kernel's cost."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,18 +8,18 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 NN, NT, TN = ((((a,), (b,)), ((), ())) for a, b in ((1, 0), (1, 1), (0, 0)))  # a @ b, a @ b.T, a.T @ b
-FORWARD, BY_QUERIES, BY_KEYS = 2, 3, 4  # products per pair of blocks, in the kernel of that name
+FORWARD, BY_QUERIES, BY_KEYS = 2, 3, 4  # number of products per pair of blocks in the kernel of this name
 
 
 def product(a: Float[Array, "_ _"], b: Float[Array, "_ _"], axes: Any, wide: Any) -> Float[Array, "_ _"]:
-    """Accumulates in the dtype `wide`."""
+    """Multiplies two matrices and accumulates in the dtype `wide`."""
     return lax.dot_general(a, b, axes, preferred_element_type=wide)
 
 
 def causal_cost(num_products: int, arrays: Sequence[Array], block_tokens: int) -> pl.CostEstimate:
-    """The kernel's cost for the compiler, if every row is one causal sequence; rows of several sequences cost less.
+    """Estimates a kernel's cost for the compiler, as if every row were one causal sequence.
 
-    The first array has the queries, grouped by key/value head.
+    Rows of several sequences cost less. The first array has the queries, grouped by key/value head.
     """
     rows, num_tokens, kv_heads, shared, values = arrays[0].shape
     pairs = rows * kv_heads * shared * num_tokens * (num_tokens + block_tokens) // 2

@@ -1,7 +1,7 @@
-"""The attention mask of packed rows, branches, decoding and vision, which every form of attention implements.
+"""The attention mask, which every form of attention implements, for packed rows, branches, decoding and vision.
 
-A row holds several sequences (segments). A sequence may be a trunk followed by branches that share it: a branch token
-attends to the trunk and its own branch, never to another branch.
+A row has several sequences (segments). A sequence may be a trunk followed by branches that share it: a branch token
+attends to the trunk and its own branch, but never to another branch.
 """
 
 from typing import NamedTuple
@@ -10,18 +10,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-ATTENTION_OUT = "attention_out"  # the name by which a remat policy saves what the backward pass reads
-MASKED = -1e30  # finite, so that a padding query with no key gets a meaningless mean instead of NaN
-TINY = 1e-37  # the divisor of a query that attends to no key
+ATTENTION_OUT = "attention_out"  # the name by which a remat policy saves the arrays that the backward pass reads
+MASKED = -1e30  # finite, so that a padding query, which has no key, gets a meaningless mean instead of NaN
+TINY = 1e-37  # the divisor for a query that attends to no key
 
-# Grouped by key/value head: queries and outputs, keys or values, and a number per query.
+# Arrays grouped by key/value head: queries or outputs, keys or values, and one number per query.
 Queries = Float[Array, "B T K R H"]
 Keys = Float[Array, "B S K H"]
 Numbers = Float[Array, "B K R T"]
 
 
 class Layout(NamedTuple):
-    """The mask's inputs for each token of a row."""
+    """The inputs of the mask for each token of a row."""
 
     segment_ids: Int[Array, "B T"]  # 0 = padding
     branch_ids: Int[Array, "B T"]  # 0 = trunk
@@ -29,27 +29,27 @@ class Layout(NamedTuple):
 
 
 class QueryRuns(NamedTuple):
-    """The mask of rows that attend to themselves, as the run of queries that attend to each key."""
+    """The mask in another form: for each key of a row, the first and last of the consecutive queries that see it."""
 
     first: Int[Array, "B T"]
-    last: Int[Array, "B T"]  # less than `first` if no query does
+    last: Int[Array, "B T"]  # less than `first` if no query attends to the key
 
 
 def scores_of(q: Queries, k: Keys) -> Float[Array, "B K R T S"]:
-    """Unmasked scores in at least float32."""
+    """Computes the unmasked scores in at least float32."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
     return jnp.einsum("BTKRH,BSKH->BKRTS", q, k, preferred_element_type=wide) * q.shape[-1] ** -0.5
 
 
 def masked_scores(q: Queries, k: Keys, runs: QueryRuns, begin: Array | int) -> Float[Array, "B K R T S"]:
-    """The scores of consecutive queries from number `begin` on; `runs` are these keys'."""
+    """Computes the scores of consecutive queries that start at number `begin`. `runs` belong to the keys `k`."""
     return jnp.where(_visible(runs, begin, q.shape[1]), scores_of(q, k), MASKED)
 
 
 def gradient_of_scores(
     q: Queries, k: Keys, v: Keys, runs: QueryRuns, begin: Array | int, log_sum: Numbers, shared: Numbers, d_out: Queries
 ) -> tuple[Float[Array, "B K R T S"], Float[Array, "B K R T S"]]:
-    """The weights P, recomputed from the log-sum-exp, and dS = P * (dP - sum(dO * O)), both in the dtype of `q`."""
+    """Returns the weights P, recomputed from the log-sum-exp, and dS = P * (dP - sum(dO * O)), in the dtype of `q`."""
     weights = jnp.exp(scores_of(q, k) - log_sum[..., None])
     weights = jnp.where(_visible(runs, begin, q.shape[1]), weights, 0.0)
     d_weights = jnp.einsum("BTKRH,BSKH->BKRTS", d_out, v, preferred_element_type=log_sum.dtype)
@@ -63,16 +63,16 @@ def _visible(runs: QueryRuns, begin: Array | int, num_queries: int) -> Bool[Arra
     return ((first <= query) & (query <= last))[:, None, None]
 
 
-SoftmaxCarry = tuple[Array, Array, Array]  # highest score, sum of weights, mean of values times that sum
+SoftmaxCarry = tuple[Array, Array, Array]  # highest score, sum of weights, weighted sum of values
 
 
 def empty_softmax(shape: tuple[int, ...], head_dim: int, dtype: jnp.dtype) -> SoftmaxCarry:
-    """For queries in an array of `shape`, before any key."""
+    """Returns the initial state of a running softmax, for queries in an array of `shape`."""
     return jnp.full(shape, MASKED, dtype), jnp.zeros(shape, dtype), jnp.zeros((*shape, head_dim), dtype)
 
 
 def add_to_softmax(carry: SoftmaxCarry, scores: Array, v: Array, equation: str) -> SoftmaxCarry:
-    """Adds a block of keys to a running softmax; `equation` is einsum's, of weights with values."""
+    """Adds a block of keys to a running softmax. `equation` is the einsum of weights and values."""
     peak, total, mixed = carry
     higher = jnp.maximum(peak, scores.max(axis=-1))
     weights, shrink = jnp.exp(scores - higher[..., None]), jnp.exp(peak - higher)
@@ -96,10 +96,10 @@ def attend_mask(layout: Layout, *, causal: bool) -> Bool[Array, "B T S"]:
 
 
 def query_runs(layout: Layout, *, causal: bool) -> QueryRuns:
-    """The runs of rows in causal order in which every segment and every branch is contiguous, as packing lays them out.
+    """Computes the query runs of rows in causal order whose segments and branches are contiguous, as packed rows' are.
 
     Queries attend to a trunk's key until the end of the segment, and to a branch's key until the end of the branch.
-    Without causality, a segment attends to itself.
+    Without `causal`, all queries of a segment attend to all its keys.
     """
     segment, branch = layout.segment_ids, layout.branch_ids
     own = jnp.broadcast_to(jnp.arange(segment.shape[1]), segment.shape)
@@ -114,7 +114,7 @@ def query_runs(layout: Layout, *, causal: bool) -> QueryRuns:
 
 
 def _changes(ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
-    """True where a run starts."""
+    """True where a run of equal ids starts."""
     return jnp.concatenate([jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)
 
 

@@ -1,6 +1,6 @@
-"""Attention by one pair of query and key blocks after the other, in plain XLA: O(T) memory on every platform.
+"""Attention by loops over pairs of query and key blocks, in plain XLA: O(T) memory on every platform.
 
-Skips pairs of blocks that the mask separates: in another segment, on another branch, or later in the row.
+Pairs that the mask separates are skipped: blocks in other segments, on other branches, or later in the row.
 """
 
 import jax.numpy as jnp

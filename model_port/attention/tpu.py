@@ -1,10 +1,10 @@
 """Attention as Pallas kernels for TPU, wrapped by `flash`.
 
-The grid covers rows, key/value heads and the unmasked pairs of blocks (`tpu_walk`). All pairs of one block are
+The grid covers rows, key/value heads and the unmasked pairs of blocks (`tpu_walk`). All pairs of a block are
 consecutive, so the accumulators stay on the chip.
 
 A tile of scores has one line per key and one lane per query. The queries of all heads that share the key are side by
-side, so keys and values are loaded once for these heads, and a number per query, such as the peak of its scores, is one
+side, so keys and values are loaded once for these heads, and one value per query, such as its peak score, takes one
 lane. There are three kernels:
 
     kernel    all pairs of a block of   loads for each pair               accumulates
@@ -118,7 +118,7 @@ def _scores(pair: Pair, q: Any, k: Any, wide: Any) -> Float[Array, "s r"]:
 
 
 def _lanes(of_queries: Any) -> Float[Array, "r H"]:
-    """The queries of all heads in a block, concatenated."""
+    """Concatenates the queries of all heads in a block."""
     return of_queries[...].reshape(-1, of_queries.shape[-1])
 
 

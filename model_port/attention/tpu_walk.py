@@ -1,8 +1,8 @@
-"""The order in which a TPU kernel visits the unmasked pairs of blocks, and the array layout it needs.
+"""The order in which a TPU kernel visits the unmasked pairs of blocks, and the array layout that it needs.
 
-The pairs of a row are a list in scalar memory, with the pairs of one block in a run. A grid step is one pair. Its
-inputs are prefetched during the step before. The grid is as long as the longest list, so a masked pair costs no load
-and, except in rows with shorter lists, no idle step.
+The pairs of a row are a list in scalar memory, in which the pairs of a block are consecutive. A grid step computes one
+pair, whose inputs are prefetched during the previous step. The grid is as long as the longest list, so masked pairs
+cost no loads, and idle steps only occur in rows with shorter lists.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,10 +22,10 @@ from model_port.attention.products import causal_cost
 from model_port.attention.rule import Queries, QueryRuns
 
 LANES = 128  # a head's values are padded to a multiple of this
-BLOCK_TOKENS = 512  # of keys, maximum; with smaller ones the list of a 131,072-token row overflows scalar memory
-BLOCK_STEP = 256  # so that a block of queries can be half as long
-TILE_QUERIES = 2048  # maximum, over all heads that share a key: scores of 4 MiB …
-VMEM_BYTES = 48 * 2**20  # … several of which the backward pass holds; chips have 64 MiB or more
+BLOCK_TOKENS = 512  # maximum for keys; with smaller blocks, the list of a 131,072-token row overflows scalar memory
+BLOCK_STEP = 256  # block sizes are multiples of this, so that a block of queries can be half as long
+TILE_QUERIES = 2048  # maximum over all heads that share a key; the scores of a tile then take 4 MiB
+VMEM_BYTES = 48 * 2**20  # the backward pass holds several tiles of scores; chips have 64 MiB or more
 
 
 def block_tokens(num_tokens: int, queries_per_key: int) -> int:
@@ -37,9 +37,9 @@ class Pair:
     """One pair of blocks: its position in the list, and its mask."""
 
     first_query: Array
-    begins: Array  # this is the first pair of a run
-    works: Array  # this is a pair of this row's list, not padding
-    ends: Array
+    begins: Array  # True for the first pair of a block
+    works: Array  # True for a pair of this row's list, False for padding
+    ends: Array  # True for the last pair of a block
     num_queries: int  # per head
     scale: float
 
@@ -52,7 +52,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Walk:
-    """Launches a kernel over all unmasked pairs of blocks, in runs of one block of queries or of keys."""
+    """Launches a kernel over all unmasked pairs of blocks, grouped by the block of queries or of keys."""
 
     rows: int
     num_tokens: int
@@ -75,7 +75,7 @@ class Walk:
 
     @property
     def keys(self) -> int:
-        """Keys per block."""
+        """The number of keys per block."""
         return block_tokens(self.num_tokens, self.shared)
 
     @property
@@ -88,7 +88,7 @@ class Walk:
 
     @property
     def num_others(self) -> int:
-        """The most pairs that one block's run may have."""
+        """The maximum number of pairs of one block."""
         return self.num_tokens // (self.queries if self.by_keys else self.keys)
 
     @property
@@ -103,7 +103,7 @@ class Walk:
         results: Sequence[tuple[str, Any]],
         keeps: Sequence[tuple[int, ...]],
     ) -> Any:
-        """`inputs` and `results` pair a kind with an array or dtype; `keeps` are the accumulators' shapes."""
+        """Runs the kernel. `inputs` and `results` pair a kind with an array or dtype; `keeps` has scratch shapes."""
         specs, shapes, (pairs, counts) = self._specs(), self._shapes(), self._pairs()
         outputs = pl.pallas_call(
             partial(self._run, kernel),
@@ -123,9 +123,9 @@ class Walk:
         return tuple(self._given_back(name, x) for (name, _), x in zip(results, outputs, strict=True))
 
     def _pairs(self) -> tuple[Int[Array, " pairs"], Int[Array, " B"]]:
-        """The pairs of each row and their number; a pair is one integer, `own * num_others + other`.
+        """Returns the pairs of each row and their number. A pair is one integer, `own * num_others + other`.
 
-        Every block has a run, so that its output is written. A list is padded by repeating its last pair.
+        Every block has at least one pair, so that its output is written. Lists are padded by repeating the last pair.
         """
         needed = visible_blocks(self.runs, self.queries, self.keys)
         needed = needed.swapaxes(1, 2) if self.by_keys else needed
@@ -180,7 +180,7 @@ class Walk:
         }
 
     def _laid_out(self, name: str, x: Array) -> Array:
-        """Moves tokens and values last, where they become a tile's lines and lanes."""
+        """Moves the token and value axes to the end, where they become a tile's lines and lanes."""
         if name == "numbers":
             return jnp.moveaxis(x.reshape(*x.shape[:3], -1, self.queries), 2, 3).reshape(self._shapes()[name])
         return jnp.moveaxis(jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, self.head_dim - self.values)]), 1, -2)

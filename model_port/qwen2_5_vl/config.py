@@ -1,7 +1,7 @@
 """Qwen2.5-VL: its config.json, its published sizes, and the windows of its vision tower.
 
-Three spellings are read: the language tower's keys at the root (the published files), in `text_config`, and with
-`rope_parameters` (transformers 5).
+It reads three formats of config.json: with the language tower's keys at the root (the published files), in
+`text_config`, and with `rope_parameters` (transformers 5).
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ class Qwen25VisionConfig(VisionConfig):
     family: ClassVar[str] = MODEL_TYPE
     ffn_kernels: ClassVar[int] = 3
 
-    full_layers: tuple[int, ...]  # attend to the frame; the others, to a window
+    full_layers: tuple[int, ...]  # layers that attend to the whole frame; the others attend to a window
     window_px: int = 112
     patch_px: int = field(default=14, kw_only=True)
     tokens_per_second: int = field(default=2, kw_only=True)
@@ -48,14 +48,14 @@ class Qwen25VisionConfig(VisionConfig):
 
     @property
     def window_merged(self) -> int:
-        """Merged patches along one side of a window."""
+        """The number of merged patches along one side of a window."""
         return self.window_px // self.merge // self.patch_px
 
     def patch_arrays(self, grid: tuple[int, int]) -> Mapping[str, np.ndarray]:
         return {"window_ids": windows(self._merged(grid), self.window_merged)[1].repeat(self.merge_unit)}
 
     def merged_order(self, grid: tuple[int, int]) -> Int[np.ndarray, " M"] | None:
-        """Window by window, so that each window is contiguous."""
+        """Orders the patches window by window, so that each window is contiguous."""
         return windows(self._merged(grid), self.window_merged)[0]
 
     def attended(self, patches: int) -> float:
@@ -71,9 +71,9 @@ class Qwen25VisionConfig(VisionConfig):
 
 @lru_cache(maxsize=256)
 def windows(grid: tuple[int, int], side: int) -> tuple[Int[np.ndarray, " M"], Int[np.ndarray, " M"]]:
-    """The merged patches, numbered row by row, in the order of their windows; and the window of each in this order.
+    """Returns the numbers of the merged patches, ordered by window, and the window of each in this order.
 
-    Windows at the lower and right edges may be smaller.
+    Patches are numbered row by row. Windows at the lower and right edges may be smaller.
     """
     rows, columns = (np.arange(size, dtype=np.int32) // side for size in grid)
     window_ids = (rows[:, None] * (columns[-1] + 1) + columns).reshape(-1)

@@ -1,8 +1,8 @@
-"""The vision tower: patches to language-width features.
+"""The vision tower of Qwen2.5-VL: encodes patches as features of the language tower's width.
 
 Reference: transformers modeling_qwen2_5_vl.py (Qwen2_5_VisionTransformerPretrainedModel). Most layers attend within a
-window of the frame, the others within the frame. The patches of a frame are in the order of its windows, which the host
-decides (`merged_order`), and the language tower's index into the features undoes it.
+window of the frame, the others within the whole frame. The host orders a frame's patches by window (`merged_order`),
+and the language tower's index into the features restores the original order.
 """
 
 from dataclasses import replace
@@ -23,12 +23,12 @@ from model_port.rope import rotation, vision_frequencies
 from model_port.sharding import constrain
 from model_port.vision import Merger, PatchEmbed, VisionBlocks
 
-MAX_WINDOWS = 2**16  # of a frame
+MAX_WINDOWS = 2**16  # per frame
 NORM_EPS = 1e-6
 
 
 class Qwen25VisionTower(nnx.Module):
-    """Patches, in the order of windows, to language-width features."""
+    """Encodes patches, ordered by window, as features of the language tower's width."""
 
     def __init__(self, config: Qwen25VisionConfig, scale: float, rngs: nnx.Rngs):
         self.config = config

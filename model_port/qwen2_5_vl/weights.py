@@ -1,11 +1,11 @@
-"""Names and shapes of the vision tower's tensors."""
+"""The weight rules of Qwen2.5-VL's vision tower."""
 
 from model_port.qwen2_5_vl.config import Qwen25VisionConfig
 from model_port.rule import Rule, linear_rules, vision_attention_rules
 
 
 def vision_rules(c: Qwen25VisionConfig, names: str) -> list[Rule]:
-    """The vision tower's; `names` starts all names of its tensors."""
+    """Returns the rules of the vision tower's tensors, whose Hugging Face names all start with `names`."""
     hf, ours, count = names + "blocks.{i}.", "vision.blocks.", c.num_layers
     patch_shape, merged = (c.num_channels, c.temporal_patch_frames, c.patch_px, c.patch_px), c.width * c.merge_unit
     return [

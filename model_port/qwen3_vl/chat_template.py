@@ -1,7 +1,7 @@
 """Qwen3-VL-Instruct's chat format as a Jinja template, for the tiny models that this package creates.
 
 A converted checkpoint keeps its own template. DIFFERS: the published template ignores unknown roles and content parts.
-Here they are errors, and a system message after the first is a separate turn.
+In this template they are errors, and a system message after the first message is a separate turn.
 """
 
 CHAT_TEMPLATE = r"""

@@ -44,7 +44,7 @@ class Qwen3VisionConfig(VisionConfig):
 
     @property
     def side(self) -> int:
-        """Positions along one edge of the square learned table."""
+        """The number of positions along one edge of the square learned table."""
         return round(self.num_positions**0.5)
 
     @property
@@ -63,7 +63,7 @@ class Qwen3VisionConfig(VisionConfig):
 def interpolation(
     grid: tuple[int, int], config: Qwen3VisionConfig
 ) -> tuple[Int[np.ndarray, "P 4"], Float[np.ndarray, "P 4"]]:
-    """Corners and weights that stretch the learned side x side table over the grid, edge on edge (align_corners)."""
+    """Returns the corners and weights that interpolate the learned side x side table over the grid (align_corners)."""
     cells = patch_positions(grid, config.merge)
     spans = np.maximum(np.asarray(grid) - 1, 1)
     source = cells.astype(np.float32) * np.float32(config.side - 1) / spans.astype(np.float32)

@@ -1,7 +1,8 @@
-"""The vision tower: patches to language-width features, and the DeepStack maps of intermediate layers.
+"""The vision tower of Qwen3-VL: encodes patches as features, and intermediate layers as DeepStack maps.
 
-Reference: transformers modeling_qwen3_vl.py (Qwen3VLVisionModel). Attention stays within a frame. The blocks' MLP uses
-the tanh GELU, the mergers the exact one. The output merger normalizes before it merges, DeepStack's mergers after.
+Reference: transformers modeling_qwen3_vl.py (Qwen3VLVisionModel). Patches attend within their frame. The blocks' MLPs
+use the tanh GELU, but the mergers use the exact GELU. The output merger normalizes before it merges patches;
+DeepStack's mergers normalize after.
 """
 
 from dataclasses import replace
@@ -38,7 +39,7 @@ class PositionTable(nnx.Module):
         self.table_sd = normal(rngs, (config.num_positions, config.width), scale)
 
     def __call__(self, index: Int[Array, "B P 4"], weight: Float[Array, "B P 4"]) -> Float[Array, "B P D"]:
-        table = constrain(at_least_float32(self.table_sd[...]), "sd")  # replicated: patches gather its full width
+        table = constrain(at_least_float32(self.table_sd[...]), "sd")  # replicated, because patches gather full rows
         weight = weight.astype(table.dtype)
         corners = (table[index[..., corner]] * weight[..., corner, None] for corner in range(4))
         return reduce(jnp.add, corners)
@@ -55,7 +56,7 @@ class Qwen3VisionMlp(nnx.Module):
 
 
 class Qwen3VisionTower(nnx.Module):
-    """Patches to language-width features and DeepStack maps."""
+    """Encodes patches as features of the language tower's width, and as DeepStack maps."""
 
     def __init__(self, config: Qwen3VisionConfig, scale: float, rngs: nnx.Rngs):
         self.config = config

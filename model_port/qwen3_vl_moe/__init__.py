@@ -1,1 +1,1 @@
-"""Qwen3-VL's mixtures (30B-A3B, 235B-A22B): Qwen3-VL with experts in place of the language layers' MLP."""
+"""Qwen3-VL's MoE models (30B-A3B, 235B-A22B): Qwen3-VL with experts instead of the language layers' MLP."""

@@ -1,4 +1,4 @@
-"""Qwen3-VL's mixtures of experts: their config.json and published sizes. All but the experts is Qwen3-VL's."""
+"""Qwen3-VL's mixtures of experts: their config.json and published sizes. Only the experts differ from Qwen3-VL."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -37,7 +37,7 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
     hf |= {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": MODEL_TYPE}
     hf["text_config"] |= {
         "model_type": "qwen3_vl_moe_text",
-        "intermediate_size": text.token_experts * text.ffn_width,  # of dense layers, which there are none of
+        "intermediate_size": text.token_experts * text.ffn_width,  # for dense layers, of which there are none
         "moe_intermediate_size": text.ffn_width,
         "num_experts": text.num_experts,
         "num_experts_per_tok": text.token_experts,

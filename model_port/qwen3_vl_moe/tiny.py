@@ -1,4 +1,4 @@
-"""What a tiny random mixture has of its family: Qwen3-VL's parts, and experts."""
+"""The parts of a tiny random Qwen3-VL-MoE that depend on its family: Qwen3-VL's, and experts."""
 
 from dataclasses import replace
 

@@ -1,11 +1,12 @@
-"""Sampling with a paged key/value cache and continuous batching, in at most five compiled programs.
+"""Samples with a paged key/value cache and continuous batching, in at most five compiled programs.
 
-requests.py     a request and its completion
-pages.py        who uses which page of the cache, and the prompts' beginnings that pages hold
-frames.py       where the encoded frames are
+requests.py     requests and completions
+pages.py        allocates the cache's pages, and finds cached prompt prefixes
+frames.py       allocates the table of encoded frames
 paged.py        attention over pages
 programs.py     the compiled programs: encode frames, prefill, copy a page, decode
 sampler.py      fills rows, decodes, and returns completions
+check.py        checks the decoding kernel
 """
 
 from model_port.sampler.requests import Completion, SamplerPrompt, SamplerRequest, SamplingParams

@@ -1,6 +1,6 @@
-"""Checks the kernel that decodes on the devices it will run on, before the sampler takes it.
+"""Checks the decoding kernel on the devices that it will run on, before the sampler uses it.
 
-Rows of uneven lengths attend to a cache of random pages, with the kernel and with the plain form.
+Rows of uneven lengths attend to a cache of random pages, once with the kernel and once with the plain form.
 """
 
 from functools import partial
@@ -16,17 +16,17 @@ from model_port.sampler.paged import TABLE_PAGES, Decode, decode_attention
 from model_port.sampler.pages import PAGE_TOKENS
 
 ROW_PAGES = 4 * TABLE_PAGES
-ROW_TOKENS = (1, 64, 65, 500, 1500, 2500, 4000, ROW_PAGES * PAGE_TOKENS)  # whole pages, and parts of them
+ROW_TOKENS = (1, 64, 65, 500, 1500, 2500, 4000, ROW_PAGES * PAGE_TOKENS)  # full and partly filled last pages
 
 
 def check_decoding(kernel: Decode, text: TextConfig, dtype: str) -> KernelCheck:
-    """Runs both forms on the current mesh, with the heads split over it."""
+    """Compares both forms on the current mesh, with the heads split over it."""
     inputs = _inputs(text, dtype)
     return compare("plain", *(partial(_run, form, inputs) for form in (None, kernel)))
 
 
 def _run(kernel: Decode | None, inputs: list[Array]) -> Timed:
-    """The rows' outputs."""
+    """Returns the rows' outputs and the time per call."""
     attend = jax.jit(decode_attention(kernel))
     mixed, _, _ = attend(*inputs)
     return [np.asarray(mixed, np.float32)], fastest_ms(lambda: attend(*inputs))

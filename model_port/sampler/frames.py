@@ -1,4 +1,4 @@
-"""Where the features of frames are in the table on the device. Frames that are needed again are not encoded again."""
+"""Allocates the device's table of frame features, so that frames that are needed again are not encoded again."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +8,7 @@ TABLE_TOKENS = 8192
 
 
 class FrameTable:
-    """Fills the table from start to end, and then again from the start, over the oldest frames."""
+    """The frames in the table. It is a ring buffer: at its end, new frames overwrite the oldest from the start."""
 
     def __init__(self, num_tokens: int = TABLE_TOKENS):
         self.num_tokens = num_tokens
@@ -16,14 +16,14 @@ class FrameTable:
         self._next = 0
 
     def __getitem__(self, frame: Frame) -> int:
-        """The frame's first row."""
+        """Returns the frame's first row in the table."""
         return self._rows[frame.digest].start
 
     def place(self, frames: Sequence[tuple[Frame, int]]) -> list[Frame]:
-        """Makes room for frames, given with their numbers of tokens, and returns those that must be encoded."""
+        """Allocates rows for pairs of a frame and its number of tokens. Returns the frames that must be encoded."""
         wanted = {frame.digest: (frame, size) for frame, size in frames}
         missing = self._add(wanted)
-        if wanted.keys() - self._rows.keys():  # one of them was written over
+        if wanted.keys() - self._rows.keys():  # a new frame took the rows of a wanted one
             self.forget()
             missing = self._add(wanted)
         return missing
@@ -33,7 +33,7 @@ class FrameTable:
         self._next = 0
 
     def _add(self, wanted: Mapping[bytes, tuple[Frame, int]]) -> list[Frame]:
-        """Places the frames that are absent, and returns them."""
+        """Allocates rows for frames that are not in the table, and returns these frames."""
         missing = [digest for digest in wanted if digest not in self._rows]
         for digest in missing:
             size = wanted[digest][1]

@@ -1,9 +1,9 @@
-"""Attention of new tokens to a cache in pages.
+"""Attention of new tokens to a paged key/value cache.
 
 A row's token number s is in slot s % S of page table[row, s // S], and a query attends to the tokens up to its own.
-The plain form walks over blocks of pages, up to the longest row. A block that a row does not reach changes nothing,
-exactly: so a row's result depends neither on the other rows nor on the cache's size. On accelerators, jax's kernels
-decode, which read each row's pages only; the sampler checks them first (check.py).
+The plain form loops over blocks of pages, up to the longest row. A block beyond a row's end changes its result by
+exactly nothing, so a row's result depends neither on other rows nor on the cache's size. On accelerators, jax's kernels
+decode and read only each row's own pages; the sampler checks these kernels first (check.py).
 """
 
 from collections.abc import Callable
@@ -17,13 +17,16 @@ from model_port.attention.rule import MASKED, SoftmaxCarry, add_to_softmax, empt
 from model_port.sharding import per_device, platform
 
 TABLE_PAGES = 16  # a table's width is a multiple of this, so that kernels can split it
-KERNEL_HEAD_DIM = 128  # the kernels compute multiples of this
+KERNEL_HEAD_DIM = 128  # the kernels only support multiples of this
 
 Decode = Callable[[Array, Array, Array, Array, Array], Array]
 
 
 def decode_attention(kernel: Decode | None) -> Callable[..., tuple[Array, Array, Array]]:
-    """Takes new queries, keys, values; the cache's keys and values; the page table and the rows' slots."""
+    """Returns a function of new queries, keys and values, the cache's keys and values, the page table and the slots.
+
+    The function returns the attention outputs and the updated cache.
+    """
     return per_device(
         partial(_decode, kernel), ("rnh", "rkh", "rkh", "kpsh", "kpsh", "rm", "r"), ("rnh", "kpsh", "kpsh")
     )
@@ -39,10 +42,10 @@ def _decode(
     table: Int[Array, "B W"],
     slots: Int[Array, " B"],
 ) -> tuple[Float[Array, "B N H"], Array, Array]:
-    """Writes one new token of every row into the cache, and attends from it."""
+    """Writes one new token per row into the cache, and computes its attention."""
     page_tokens = keys.shape[2]
     page = jnp.take_along_axis(table, slots[:, None] // page_tokens, axis=1)[:, 0]
-    # With an index for heads too, TPUs write to the cache as the kernel reads it. Otherwise they transpose all of it.
+    # Also index the heads: then TPUs write the cache in the layout that the kernel reads, and do not transpose it.
     to = jnp.arange(len(keys))[None], page[:, None], (slots % page_tokens)[:, None]
     keys, values = keys.at[to].set(k), values.at[to].set(v)
     if kernel is None:
@@ -68,7 +71,7 @@ KERNELS: dict[str, Decode] = {"gpu": gpu_kernel, "tpu": tpu_kernel}
 
 
 def decode_kernel(head_dim: int) -> Decode | None:
-    """The kernel of this platform, if there is one."""
+    """Returns this platform's decoding kernel, or None if it has none for this head dim."""
     return KERNELS.get(platform()) if head_dim % KERNEL_HEAD_DIM == 0 else None
 
 
@@ -80,7 +83,7 @@ def walked(
     slots: Int[Array, "B T"],
     block_pages: int,
 ) -> Float[Array, "B T N H"]:
-    """One block of pages after the other, with a running softmax."""
+    """Computes attention block by block of pages, with a running softmax."""
     rows, num_queries, heads, head_dim = q.shape
     kv_heads, _, page_tokens, _ = keys.shape
     block_tokens, group = block_pages * page_tokens, heads // kv_heads

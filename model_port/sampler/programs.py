@@ -1,7 +1,7 @@
 """The sampler's compiled programs. Their shapes depend only on the sampler's settings, never on requests.
 
-The cache of all layers is one array of pages: a layer's pages follow the previous layer's. So a page of any layer
-has an index, and no program copies a layer's part of the cache.
+The cache of all layers is one array of pages, in which a layer's pages follow the previous layer's. A page of any layer
+can therefore be indexed directly, and no program copies a layer's part of the cache.
 """
 
 from dataclasses import replace
@@ -36,7 +36,7 @@ class Cache:
 
 @flax.struct.dataclass
 class Chunk:
-    """Tokens of one prompt that are prefilled together. They fill whole pages."""
+    """Tokens of one prompt that are prefilled together, in whole pages."""
 
     tokens: Int[Any, "1 T"]
     positions: Int[Any, "1 T 3"]
@@ -48,7 +48,7 @@ class Chunk:
 
 @flax.struct.dataclass
 class Rows:
-    """The running requests, one per row. `tokens` are the last ones, which are not in the cache yet."""
+    """The running requests, one per row. `tokens` has each row's last token, which is not in the cache yet."""
 
     tokens: Int[Any, " B"]
     slots: Int[Any, " B"]
@@ -63,7 +63,7 @@ class Rows:
 
 
 def no_rows(num_rows: int, table_pages: int, num_stop_ids: int) -> Rows:
-    """Rows without a request, in arrays to write into; they use page 0."""
+    """Returns rows without requests, in writable arrays. They use page 0."""
     tokens, slots, positions, num_sampled, max_new = np.zeros((5, num_rows), np.int32)
     table, seeds = np.zeros((num_rows, table_pages), np.int32), np.zeros((num_rows, 2), np.uint32)
     temperatures, stop_ids = np.zeros(num_rows, np.float32), np.full((num_rows, num_stop_ids), -1, np.int32)
@@ -86,7 +86,7 @@ def empty_frames(config: ModelConfig, dtype: str, num_tokens: int) -> Visual:
 
 @partial(jax.jit, static_argnums=0, donate_argnums=3)
 def encode(graphdef: GraphDef, params: nnx.State, batch: VisionBatch, frames: Visual, to: Int[Array, " M"]) -> Visual:
-    """Adds a batch of frames to the table; `to` has their rows in the table, or one beyond its end."""
+    """Adds a batch of frames to the table. `to` has the table row of each feature, past the end for padding."""
     new = nnx.merge(graphdef, params).encode_vision(batch)
     table = frames.table.at[:, to].set(new.table.astype(frames.table.dtype), mode="drop")
     deepstack = frames.deepstack.at[:, :, to].set(new.deepstack.astype(frames.deepstack.dtype), mode="drop")
@@ -121,7 +121,7 @@ def copy_page(cache: Cache, num_layers: int, source: Int[Array, ""], target: Int
 def decode(
     graphdef: GraphDef, num_steps: int, kernel: Decode | None, params: nnx.State, cache: Cache, rows: Rows
 ) -> tuple[Cache, Int[Array, "B n"], Float[Array, "B n"], Int[Array, " B"]]:
-    """Up to `num_steps` tokens in every running row, and the number of tokens in each row."""
+    """Samples up to `num_steps` tokens in every running row. Also returns the number of new tokens in each row."""
     model = nnx.merge(graphdef, params)
     num_pages = cache.keys.shape[1] // model.config.text.num_layers
     rows = jax.tree.map(jnp.asarray, rows)
@@ -159,7 +159,7 @@ def decode(
 def _sample(
     logits: Float[Array, "B V"], seeds: UInt32[Array, "B 2"], number: Int[Array, " B"], temperatures: Float[Array, " B"]
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """Gumbel-max sampling; each row's noise depends only on its seed and the token's number."""
+    """Samples by the Gumbel-max trick. Each row's noise depends only on its seed and the token's number."""
 
     def noise(seed: UInt32[Array, "2"], number: Int[Array, ""]) -> Float[Array, " V"]:
         key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), number)
@@ -173,6 +173,6 @@ def _sample(
 
 
 def first_of_highest(x: Float[Array, "B V"]) -> Int[Array, " B"]:
-    """Equals argmax, which XLA computes on a CPU one element at a time, fused with the noise."""
+    """Same result as argmax. On a CPU, XLA would compute argmax one element at a time, fused with the noise."""
     highest = x.max(axis=-1, keepdims=True)
     return jnp.where(x < highest, x.shape[1], jnp.arange(x.shape[1])[None]).min(axis=-1)

@@ -18,7 +18,7 @@ MAX_STOP_IDS = 8
 
 @dataclass(frozen=True, eq=False)
 class SamplerPrompt:
-    """Ids with expanded placeholders, and the placeholders' frames in order."""
+    """The ids of a prompt with expanded placeholders, and the frames of these placeholders in order."""
 
     ids: Int[np.ndarray, " T"]
     frames: tuple[Frame, ...] = ()
@@ -29,7 +29,7 @@ class SamplingParams:
     max_new_tokens: int
     seed: int = 0
     temperature: float | int = 1.0  # 0: greedy, with log-probs at temperature 1
-    stop_ids: tuple[int, ...] = ()  # sampling stops after the first of these, and keeps it
+    stop_ids: tuple[int, ...] = ()  # sampling stops after the first of these ids, and keeps it
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -48,7 +48,7 @@ class SamplerRequest:
 
 @dataclass
 class Completion:
-    """Sampled ids and, for each, the log-prob under log_softmax(z / temperature)."""
+    """Sampled ids and the log-prob of each, from log_softmax(logits / temperature)."""
 
     ids: list[int] = field(default_factory=list)
     behavior_logp: list[float] = field(default_factory=list)
@@ -57,13 +57,13 @@ class Completion:
 
 @dataclass(frozen=True, eq=False)
 class PreparedPrompt:
-    """A prompt with everything that the programs need to know about its tokens."""
+    """A prompt with the arrays that the programs need."""
 
     ids: Int[np.ndarray, " T"]
     positions: Int[np.ndarray, "T 3"]
     visual_index: Int[np.ndarray, " T"]  # row among the prompt's own visual tokens, or NOT_VISUAL
     frames: tuple[Frame, ...]
-    frame_starts: tuple[int, ...]  # each frame's first visual row, and the end of the last
+    frame_starts: tuple[int, ...]  # each frame's first visual token, and the end of the last frame
 
     @classmethod
     def of(cls, prompt: SamplerPrompt, config: ModelConfig) -> "PreparedPrompt":
@@ -75,12 +75,12 @@ class PreparedPrompt:
         tokens = Tokens(ids, tuple(range(len(prompt.frames))))
         positions, visual_index, _ = place_tokens(tokens, prompt.frames, starts, config)
         if visual_index[-1] != NOT_VISUAL:
-            raise ValueError("a prompt must end with text, this one ends with a frame")
+            raise ValueError("a prompt must end with text, but this prompt ends with a frame")
         return cls(ids, positions, visual_index, prompt.frames, starts)
 
     @property
     def num_cached(self) -> int:
-        """Tokens to prefill. The last one is decoded, which gives the logits of the first new token."""
+        """The number of tokens to prefill. The last token is decoded, which gives the first new token's logits."""
         return len(self.ids) - 1
 
     @property
@@ -89,8 +89,10 @@ class PreparedPrompt:
 
     @cached_property
     def page_digests(self) -> list[bytes]:
-        """One per page to prefill: equal digests mean equal tokens, frames and positions from the prompt's start to the
-        page's end. The last page may be partly filled."""
+        """A digest for each page to prefill; the last page may be partly filled.
+
+        Equal digests mean equal tokens, frames and positions from the prompt's start to the page's end.
+        """
         starts = np.flatnonzero(self.visual_index != NOT_VISUAL)[list(self.frame_starts[:-1])]  # in tokens
         digests, chain = [], b""
         for begin in range(0, self.num_cached, PAGE_TOKENS):

@@ -1,10 +1,10 @@
 """Fills rows with requests, decodes them together, and returns completions.
 
-Each request has its own random stream, from its seed and the token's number, and its own rows in every program. So its
-tokens depend neither on other requests nor on what the cache holds. Prompts are prefilled in chunks at fixed places.
-A prompt whose beginning is in the cache, with its frames, is prefilled from there on; this is how the members of a
-group, the turns of an episode and sub-agents with the same instructions share work. What a request sampled is prefilled
-again in its next turn, because a prefill and a decode round differently.
+Each request has its own random stream, from its seed and the token's number, and its own rows in every program, so its
+tokens depend neither on other requests nor on the content of the cache. Prompts are prefilled in chunks at fixed
+positions. If the cache has a prompt's prefix, frames included, only the rest is prefilled. This is how the rollouts of
+a group, the turns of an episode and sub-agents with the same instructions share work. A request's sampled tokens are
+prefilled again in the next turn, because prefill and decoding round differently.
 """
 
 from collections import deque
@@ -26,10 +26,11 @@ from model_port.sampler.programs import Chunk, copy_page, decode, empty_cache, e
 from model_port.sampler.requests import MAX_STOP_IDS, Completion, PreparedPrompt, SamplerRequest
 from model_port.sharding import platform
 
-# Prefilled together, in whole pages. For 256 tokens of the 8B an H200 took 25 ms, four times what its products need.
+# Tokens that are prefilled together, in whole pages. A chunk of 256 tokens of the 8B took 25 ms on an H200, four times
+# as long as its matrix products need.
 CHUNK_TOKENS = {"cpu": 128}
 CHUNK_TOKENS_ELSEWHERE = 1024
-FRAME_ROWS = 8  # encoded together
+FRAME_ROWS = 8  # frames that are encoded together
 MIN_ROW_PATCHES = 16
 
 
@@ -42,10 +43,10 @@ class BusyRow:
 
 
 class Sampler:
-    """Owns the cache and its rows. Use `submit` and `step` for continuous batching, or `generate` for a batch.
+    """Owns the cache and the rows. Use `submit` and `step` for continuous batching, or `generate` for a batch.
 
-    `cache_tokens` are shared by all requests, each of which reserves its prompt and `max_new_tokens`. Without it, every
-    row may have a full context.
+    All requests share a cache of `cache_tokens`, in which each reserves its prompt and `max_new_tokens`. By default the
+    cache has a full context for every row.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Sampler:
         self._chunk_tokens = chunk_tokens(platform())
         self._frames = empty_frames(model.config, dtype, self._table.num_tokens)
         self._rows: list[BusyRow | None] = [None] * max_rows
-        self._state = no_rows(max_rows, self._table_pages, MAX_STOP_IDS)  # of the device, kept on the host
+        self._state = no_rows(max_rows, self._table_pages, MAX_STOP_IDS)  # the programs' input, kept on the host
         self._waiting: deque[tuple[int, SamplerRequest, PreparedPrompt]] = deque()
         self._num_submitted = 0
 
@@ -86,23 +87,23 @@ class Sampler:
         self._table.forget()
 
     def submit(self, request: SamplerRequest) -> int:
-        """Queues a request and returns its number; `step` computes it."""
+        """Queues a request for `step` and returns its number."""
         prompt = PreparedPrompt.of(request.prompt, self.config)
         if (needed := _num_tokens(request)) > self.max_context_tokens:
             raise ValueError(
                 f"a prompt of {len(prompt.ids)} tokens with max_new_tokens={request.sampling.max_new_tokens} needs "
-                f"{needed} tokens of context, the sampler has max_context_tokens={self.max_context_tokens}"
+                f"{needed} tokens of context, but the sampler has max_context_tokens={self.max_context_tokens}"
             )
         largest = max((end - start for start, end in prompt.frame_spans), default=0)
         if 2 * largest + self._chunk_tokens > self._table.num_tokens:
             most = (self._table.num_tokens - self._chunk_tokens) // 2
-            raise ValueError(f"a frame has {largest} tokens, the sampler takes frames of up to {most}")
+            raise ValueError(f"a frame has {largest} tokens, but the sampler supports at most {most}")
         number, self._num_submitted = self._num_submitted, self._num_submitted + 1
         self._waiting.append((number, request, prompt))
         return number
 
     def sampled(self, number: int) -> list[int]:
-        """The ids sampled so far for a request; empty once it is finished or aborted."""
+        """Returns the ids sampled so far for a request; empty once it has finished or was aborted."""
         return next((list(row.completion.ids) for row in self._rows if row is not None and row.number == number), [])
 
     @property
@@ -137,7 +138,7 @@ class Sampler:
         return finished
 
     def abort(self, number: int) -> Completion:
-        """Ends a request with the tokens sampled so far; its row is free at the next step."""
+        """Ends a request and returns its tokens so far; its row is free at the next step."""
         for waiting in self._waiting:
             if waiting[0] == number:
                 self._waiting.remove(waiting)
@@ -164,7 +165,7 @@ class Sampler:
         return row.completion
 
     def _fill_rows(self) -> None:
-        """Starts waiting requests in their order, as long as rows and pages are free."""
+        """Starts waiting requests in order, as long as rows and pages are free."""
         for index, row in enumerate(self._rows):
             if row is not None:
                 continue
@@ -184,7 +185,10 @@ class Sampler:
             state.stop_ids[index] = [*sampling.stop_ids, *[-1] * (MAX_STOP_IDS - len(sampling.stop_ids))]
 
     def _cached(self, prompt: PreparedPrompt, num_pages: int) -> list[int] | None:
-        """As many pages for a prompt, with all its tokens but the last; None if there is no room yet."""
+        """Allocates a request's pages and prefills all tokens of its prompt but the last.
+
+        Returns None if there are not enough free pages yet.
+        """
         digests = prompt.page_digests
         held = self._pool.find(digests)
         self._pool.hold(held)
@@ -194,7 +198,7 @@ class Sampler:
             self._pool.release(held)
             return None
         pages = [*shared, *self._pool.take(num_pages - len(shared))]
-        for page in copied:  # the request will write behind the prompt's end, so it gets a page of its own
+        for page in copied:  # a copy, because the request will write after the prompt's end in this page
             self._cache = copy_page(
                 self._cache, self.config.text.num_layers, np.int32(page), np.int32(pages[num_whole])
             )
@@ -206,7 +210,7 @@ class Sampler:
         return pages
 
     def _prefill(self, prompt: PreparedPrompt, pages: list[int], num_shared: int) -> None:
-        """Computes the pages behind the first `num_shared`, from the start of the chunk in which they begin."""
+        """Computes the pages after the first `num_shared`, from the start of the chunk in which they begin."""
         table, chunk_tokens = self._page_table(pages), self._chunk_tokens
         size = chunk_tokens // PAGE_TOKENS
         for first in range(num_shared // size * size, -(-prompt.num_cached // PAGE_TOKENS), size):
@@ -218,14 +222,14 @@ class Sampler:
             tokens[:count], positions[:count] = prompt.ids[part], prompt.positions[part]
             visual_index[:count] = self._table_rows(prompt, prompt.visual_index[part])
             written = table[first : first + size].copy()
-            written[: max(0, num_shared - first)] = 0  # pages that other requests read stay as they are
+            written[: max(0, num_shared - first)] = 0  # do not write pages that other requests read
             written[-(-count // PAGE_TOKENS) :] = 0
             slots = np.minimum(begin + np.arange(chunk_tokens, dtype=np.int32), begin + count - 1)
             chunk = Chunk(tokens[None], positions[None], visual_index[None], slots[None], table[None], written)
             self._cache = prefill(self._graphdef, self.params, self._cache, self._frames, chunk)
 
     def _table_rows(self, prompt: PreparedPrompt, visual_index: Int[np.ndarray, " T"]) -> Int[np.ndarray, " T"]:
-        """Where the features of a chunk's tokens are, once its frames are encoded."""
+        """Encodes the missing frames of a chunk, and returns the table rows of its visual tokens."""
         is_visual = visual_index != NOT_VISUAL
         own = visual_index[is_visual]
         number = np.searchsorted(prompt.frame_starts, own, side="right") - 1  # of the frame
@@ -239,7 +243,7 @@ class Sampler:
         return rows
 
     def _encode(self, frames: list[Frame]) -> None:
-        """Encodes frames of similar size together, so that there are few programs."""
+        """Encodes frames, those of similar size together, so that few programs are compiled."""
         by_size: dict[int, list[Frame]] = {}
         for frame in frames:
             size = max(MIN_ROW_PATCHES, 1 << (len(frame.patches) - 1).bit_length())

@@ -1,1 +1,1 @@
-"""Video frames: decoded in worker processes, resized once, kept in a bounded store."""
+"""Reads video frames: worker processes decode them, each is resized once, and bounded stores cache them."""

@@ -1,8 +1,8 @@
-"""The work of a decoder process: finds the times of a video's frames, and decodes the requested ones.
+"""The work of a decoder process: finds the times of a video's frames, and decodes the requested frames.
 
 A frame is identified by its tick: its presentation time in the container's unit. The decoder returns the tick with the
-pixels, so that no frame rate, seek or damage can label a frame with a wrong time. Frames are turned upright and have
-the video's display aspect ratio. Only the file itself is read, never the files that a playlist in it names.
+pixels, so that no frame rate, seek or damage can label a frame with a wrong time. Frames are rotated upright and have
+the video's display aspect ratio. Only the file itself is read, never files that it refers to, as a playlist does.
 
 DIFFERS: the original shows anamorphic video as stored, squeezed.
 
@@ -33,13 +33,15 @@ from PIL import Image
 from rollout.video.box import Box
 from rollout.video.errors import VideoError
 
-# Containers without references: a playlist in a dataset must not make us read other files. Images are excluded too.
+# Containers that cannot refer to other files, because a playlist in a dataset must not make us read other files. Images
+# are excluded too.
 FORMATS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,mxf,nut,gif"
-# Codecs whose non-reference frames are never needed to decode another frame. Skipping them between the keyframe and the
-# requested frame halves the work and changes no pixel. In H.265 the mark only covers one temporal layer.
+# Codecs in which no other frame needs a frame that is marked as non-reference. Skipping such frames between the
+# keyframe and the requested frame halves the work and changes no pixel. In H.265 the mark covers only one temporal
+# layer.
 SKIPPABLE_CODECS = ("h264",)
 STEPS_BACK_S = (0.0, *(0.5 * 2**doublings for doublings in range(16)))  # up to four and a half hours
-# Accept titles that are not UTF-8: PyAV 18 needs an option for that, 19 does it by default.
+# Accepts titles that are not UTF-8. PyAV 18 needs an option for this; PyAV 19 does it by default.
 ANY_TITLE: dict[str, Any] = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
 DAMAGED = "the video cannot be decoded: the file is damaged or not a video"
 # The highest levels of H.264 and H.265 allow this, more than 8K. A file of 1 MB can contain a frame of a gigabyte.
@@ -49,7 +51,7 @@ SIZE_OPTIONS = {"max_pixels": str(MAX_FRAME_PIXELS)}
 
 
 def probe(path: str) -> tuple[dict[str, Any], bytes]:
-    """Metadata for decoding any frame later, and the ticks of all frames, then of the keyframes, as int64."""
+    """Returns the metadata for decoding any frame later, and the int64 ticks of all frames, then of the keyframes."""
     identity = identity_of(path)
     frame_times: list[tuple[int, int]] = []  # tick and duration
     key_ticks: list[int] = []
@@ -63,10 +65,10 @@ def probe(path: str) -> tuple[dict[str, Any], bytes]:
                 continue
             if packet.is_keyframe:
                 key_ticks.append(tick)
-            if not packet.is_discard:  # cut off by an edit list, but needed to decode later frames
+            if not packet.is_discard:  # frames before a cut in the edit list are only needed to decode later frames
                 frame_times.append((tick, packet.duration or 0))
         first = first or next(_flushed(stream), None)
-        if first is None and not stream.width:  # the size is stored in the frames, and libav rejected it
+        if first is None and not stream.width:  # only the frames have the size, and libav rejected it
             raise VideoError(
                 f"the video cannot be decoded: its frames are damaged, or have more than {MAX_FRAME_PIXELS} pixels"
             )
@@ -77,7 +79,7 @@ def probe(path: str) -> tuple[dict[str, Any], bytes]:
         ticks = np.unique(np.array([tick for tick, _ in frame_times], np.int64))
         keys = np.unique(np.array(key_ticks or ticks[:1], np.int64))
         span_ticks, (_, last_ticks) = int(ticks[-1] - ticks[0]), max(frame_times)
-        if last_ticks <= 0 and span_ticks > 0:  # not every container stores the duration of a frame
+        if last_ticks <= 0 and span_ticks > 0:  # some containers do not store the duration of frames
             last_ticks = round(span_ticks / (len(ticks) - 1))
         elif last_ticks <= 0 and stream.average_rate:
             last_ticks = round(1 / (stream.average_rate * stream.time_base))
@@ -112,7 +114,8 @@ def decode(
     with _open(path) as (container, stream):
         for key_tick, ticks in groups:
             missing = list(ticks)
-            # Also from the keyframe before: after one that is only a recovery point, pictures are incomplete at first.
+            # If frames are missing, also start at the previous keyframe: if this one is only a recovery point, the
+            # pictures after it are incomplete at first.
             for start_tick in (key_tick, key_tick - 1):
                 if missing and (packets := _packets_from(container, stream, start_tick)):
                     for tick, frame in _frames(stream, packets, missing[:]):
@@ -120,7 +123,7 @@ def decode(
                         missing.remove(tick)
                 elif start_tick == key_tick:
                     unreached += missing
-    if unreached:  # seeking fails in an AVI without index, and for WebM frames before the start
+    if unreached:  # seeking fails in an AVI without an index, and for WebM frames before the start
         with _open(path) as (container, stream):
             for tick, frame in _frames(stream, _packets(container, stream), sorted(unreached)):
                 emit(tick, _to_pixels(frame, size_px, box))
@@ -131,7 +134,7 @@ def identity_of(path: str) -> str:
 
 
 def identity_and_bytes(path: str) -> tuple[str, int]:
-    """A hash of the file's path, size and mtime, and its size; reads no content."""
+    """Returns a hash of the file's path, size and mtime, and the file's size. Does not read its content."""
     try:
         path = os.path.realpath(path)
         status, name = Path(path).stat(), path.encode()
@@ -169,7 +172,7 @@ def _open(path: str) -> Iterator[tuple[InputContainer, VideoStream]]:
             stream.codec_context.options = SIZE_OPTIONS
             stream.codec_context.thread_count = 1  # parallelism comes from processes; few requests are consecutive
             yield container, stream
-    except MemoryError:  # also an FFmpegError in PyAV, but not the file's fault
+    except MemoryError:  # in PyAV also an FFmpegError, but not the file's fault
         raise
     except FFmpegError as problem:
         if isinstance(problem, OSError):
@@ -178,7 +181,7 @@ def _open(path: str) -> Iterator[tuple[InputContainer, VideoStream]]:
 
 
 def _to_pixels(frame: VideoFrame, size_px: tuple[int, int], box: Box | None) -> np.ndarray:
-    """The upright picture or its box, resized once."""
+    """Returns the upright picture, or the box's part of it, resized once."""
     pixels = np.rot90(frame.to_ndarray(format="rgb24"), _quarter_turns(frame))
     height, width = size_px
     image = Image.fromarray(np.ascontiguousarray(pixels if box is None else box.of(pixels)))
@@ -190,7 +193,7 @@ def _to_pixels(frame: VideoFrame, size_px: tuple[int, int], box: Box | None) -> 
 def _frames(
     stream: VideoStream, packets: "Iterable[Packet[VideoStream]]", ticks: Sequence[int]
 ) -> Iterator[tuple[int, VideoFrame]]:
-    """The frames with these ascending ticks, as far as the packets can be decoded."""
+    """Yields the frames with these ascending ticks, as far as the packets can be decoded."""
     requested, pending, unread = set(ticks), set(ticks), set(ticks)
     skips = stream.codec_context.codec.name in SKIPPABLE_CODECS
 
@@ -211,16 +214,16 @@ def _frames(
         if tick in pending:
             pending.remove(tick)
             yield tick, frame
-        if not pending or tick > ticks[-1]:  # frames arrive in order of time
+        if not pending or tick > ticks[-1]:  # frames arrive in order of their times
             return
 
 
 def _packets_from(
     container: InputContainer, stream: VideoStream, key_tick: int
 ) -> "Iterator[Packet[VideoStream]] | None":
-    """The packets from a keyframe on, or None if it cannot be reached by seeking.
+    """Returns the packets from a keyframe on, or None if seeking cannot reach the keyframe.
 
-    If a seek lands behind the keyframe, as in MPEG-TS, it is retried from further back.
+    If a seek lands after the keyframe, as in MPEG-TS, it is retried from further back.
     """
     assert stream.time_base
     for step_back_s in STEPS_BACK_S:
@@ -241,7 +244,7 @@ def _packets_from(
 
 
 def _packets(container: InputContainer, stream: VideoStream) -> "Iterator[Packet[VideoStream]]":
-    """The packets up to the end of the file or its first unreadable part."""
+    """Yields the packets up to the end of the file or its first unreadable part."""
     with _up_to_damage():
         for packet in container.demux(stream):
             if packet.size:  # the last, empty packet would only flush the decoder
@@ -249,20 +252,20 @@ def _packets(container: InputContainer, stream: VideoStream) -> "Iterator[Packet
 
 
 def _decoded(packet: "Packet[VideoStream]") -> Iterator[VideoFrame]:
-    """The frames that a packet yields; none for a damaged packet, after which the decoder continues."""
+    """Yields the frames of a packet. A damaged packet has none, and the decoder continues after it."""
     with _up_to_damage():
         yield from packet.decode()
 
 
 def _flushed(stream: VideoStream) -> Iterator[VideoFrame]:
-    """The frames that the decoder buffers until it is flushed."""
+    """Yields the frames that the decoder has buffered."""
     with _up_to_damage():
         yield from stream.decode(None)
 
 
 @contextmanager
 def _up_to_damage() -> Iterator[None]:
-    """Ends quietly where libav cannot continue, unless memory ran out, which is not the file's fault."""
+    """Ends iteration without an error where libav cannot continue, but raises if memory ran out."""
     try:
         yield
     except MemoryError:
@@ -272,7 +275,7 @@ def _up_to_damage() -> Iterator[None]:
 
 
 def _displayed_size_px(stream: VideoStream, frame: VideoFrame) -> tuple[int, int]:
-    """Height and width of an upright frame with square pixels; the sample aspect ratio scales the width."""
+    """Returns height and width of an upright frame with square pixels; the sample aspect ratio scales the width."""
     height, width = frame.height, max(1, round(frame.width * (stream.sample_aspect_ratio or 1)))
     return (width, height) if _quarter_turns(frame) % 2 else (height, width)
 
@@ -282,5 +285,5 @@ def _tick(timed: "Packet[VideoStream] | VideoFrame") -> int | None:
 
 
 def _quarter_turns(frame: VideoFrame) -> int:
-    """Counter-clockwise quarter turns that bring the frame upright."""
+    """Returns the number of counter-clockwise quarter turns that make the frame upright."""
     return round(frame.rotation / 90) % 4

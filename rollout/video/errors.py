@@ -1,4 +1,4 @@
-"""Video errors. Their messages may be shown to the model: short, true, without local paths."""
+"""Video errors. The model may see their messages, so these are short, true and without local paths."""
 
 
 class VideoError(ValueError):
@@ -6,7 +6,7 @@ class VideoError(ValueError):
 
 
 class VideoUnavailable(VideoError):
-    """Not the video's fault; a retry may succeed."""
+    """The failure is not the video's fault; a retry may succeed."""
 
 
 class VideoTimeout(VideoUnavailable):

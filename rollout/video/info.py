@@ -1,4 +1,4 @@
-"""What is known of a video and shown from it. Needs no decoder, so that the learner runs without one."""
+"""A video's metadata and frames. This module needs no decoder, so that the learner runs without one."""
 
 from dataclasses import dataclass
 
@@ -17,10 +17,10 @@ class VideoInfo:
 
 @dataclass(frozen=True)
 class StoredVideo:
-    """A video as its file has it."""
+    """A video's properties as stored in its file."""
 
     num_frames: int
-    fps: float  # on average
+    fps: float  # the average
     height: int
     width: int  # without its sample aspect ratio
 
@@ -30,4 +30,4 @@ class TimedPicture:
     time_s: float | int  # start of this frame, relative to the first
     picture: Picture
     path: str = ""  # of the video
-    box: Box | None = None  # the part of the frame
+    box: Box | None = None  # the part of the frame that the picture shows; None: all of it

@@ -1,11 +1,10 @@
-"""A pool of decoder processes: each does one job at a time, with a deadline per job.
+"""A pool of decoder processes. Each does one job at a time, with a deadline per job.
 
-A worker that misses a deadline is killed, one that died is replaced, and one that has done enough jobs is retired,
-because decoders leak on some files. Each of these fails at most the current job. Threads, one per worker, do all
-waiting.
+A worker that misses a deadline is killed, a worker that dies is replaced, and a worker that has done MAX_JOBS jobs is
+retired, because decoders leak memory on some files. At most the current job fails. One thread per worker waits for it.
 
-A worker's memory limit is the same on every machine, so that the machine does not decide which videos can be read. The
-number of workers is limited to half of the machine's memory.
+A worker's memory limit is the same on every machine, so that all machines can read the same videos. The number of
+workers is limited so that they use at most half of the machine's memory.
 """
 
 import logging
@@ -28,11 +27,11 @@ from rollout.video.wire import Message, receive, send
 
 logger = logging.getLogger(__name__)
 WORKER_BYTES = 2 * 2**30  # 10-bit 8K H.265 takes between 1 and 1.5 GiB
-MAX_JOBS = 256  # of a worker; then it is retired
-WORKERS_FRAC = 0.5  # of the memory, for all workers together
+MAX_JOBS = 256  # per worker, before it is retired
+WORKERS_FRAC = 0.5  # fraction of the memory for all workers together
 # The memory limit of a container, in both cgroup versions; without a limit the value is not a number or is huge.
 CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-KILL_S = 5.0  # for the kernel to remove a killed process
+KILL_S = 5.0  # the kernel takes time to remove a killed process
 SOURCES = str(Path(rollout.__file__).parents[1])
 
 
@@ -44,7 +43,7 @@ class WorkerPool:
             raise ValueError(f"{num_workers=} must be at least 1")
         self.num_workers = workers_within(_memory_bytes(), num_workers)
         if self.num_workers < num_workers:
-            logger.warning("%d of %d decoders: the memory has no room for more", self.num_workers, num_workers)
+            logger.warning("%d of %d decoders: there is not enough memory for more", self.num_workers, num_workers)
         self.totals = dict(jobs=0, timeouts=0, worker_deaths=0, workers_retired=0, waited_s=0.0, worked_s=0.0)
         self._lock = threading.Lock()  # guards the totals and everything below
         self._closed = False
@@ -53,16 +52,16 @@ class WorkerPool:
         self._threads = ThreadPoolExecutor(self.num_workers, thread_name_prefix="video")
 
     def start(self) -> None:
-        """Starts all workers in the background, so that the first jobs need not wait."""
+        """Starts all workers in the background, so that the first jobs do not have to wait for them."""
         for _ in range(self.num_workers):
             self._idle.append(_Worker())
 
     def submit(
         self, job: dict[str, Any], deadline_s: float | int, on_message: Callable[[Message], None]
     ) -> Future[Message]:
-        """The job's last message; earlier ones go to `on_message`, in the thread that receives them.
+        """Queues a job. The future gets its last message; `on_message` gets earlier ones, in the receiving thread.
 
-        The deadline starts when a worker takes the job; since all jobs have deadlines, the queue moves.
+        The deadline starts when a worker takes the job. All jobs have deadlines, so none waits forever.
         """
         with self._lock:
             self._raise_if_closed()
@@ -74,7 +73,7 @@ class WorkerPool:
             self._closed = True
             idle, self._idle = self._idle, []
             for worker in self._busy:
-                worker.process.kill()  # its thread notices and cleans up
+                worker.process.kill()  # its thread then cleans up
         for worker in idle:
             worker.end()
         self._threads.shutdown()
@@ -98,7 +97,7 @@ class WorkerPool:
             self._add(worker_deaths=1)
             if not worker.is_up:
                 raise VideoUnavailable("the video cannot be decoded: no decoder can start") from None
-            if worker.was_killed:  # by the kernel, as memory ran out, or by hand
+            if worker.was_killed:  # by the kernel, because memory ran out, or by a user
                 raise VideoUnavailable("the video cannot be decoded: its decoder was killed") from None
             raise VideoError("the video cannot be decoded: the decoder crashed on it") from None
         finally:
@@ -106,7 +105,7 @@ class WorkerPool:
             self._add(worked_s=time.monotonic() - started_at)
 
     def _acquire(self) -> "_Worker":
-        """A living idle worker, or a new one; there are never more workers than threads."""
+        """Returns a living idle worker, or a new one. There are never more workers than threads."""
         with self._lock:
             self._raise_if_closed()
             while self._idle:
@@ -140,26 +139,26 @@ class WorkerPool:
 
 
 def workers_within(memory_bytes: int, num_workers: int) -> int:
-    """How many workers may run at once; at least one."""
+    """Returns how many workers may run in this much memory, at least one."""
     return max(1, min(num_workers, int(memory_bytes * WORKERS_FRAC) // WORKER_BYTES))
 
 
 def _memory_bytes() -> int:
-    """The memory of the machine or the container."""
+    """Returns the memory of the machine, or of the container if that is less."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [path.read_text().strip() for path in CONTAINER_LIMITS if path.is_file()]
     return min([machine, *(int(limit) for limit in limits if limit.isdigit())])
 
 
 class _Worker:
-    """A decoder process, connected by a socket, that does one job at a time."""
+    """A decoder process that does one job at a time, connected by a socket."""
 
     def __init__(self) -> None:
         paths = [SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])]
         single_threaded = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         self.num_jobs = 0
-        self.is_up = False  # True once it has reported that its decoder is loaded
-        self.reusable = True  # False during a job, and after it ran out of memory
+        self.is_up = False  # True once the worker has reported that its decoder is loaded
+        self.reusable = True  # False during a job, and after the worker ran out of memory
         self.link, its_end = socket.socketpair()
         arguments = its_end.fileno(), WORKER_BYTES, os.getpid()
         with its_end:
@@ -170,7 +169,7 @@ class _Worker:
                     stdout=subprocess.DEVNULL,
                     env={**os.environ, **single_threaded, "PYTHONPATH": os.pathsep.join(paths)},
                     pass_fds=[its_end.fileno()],
-                    start_new_session=True,  # Ctrl-C goes to the parent only, and the worker ends with it
+                    start_new_session=True,  # Ctrl-C only reaches the parent, and the worker ends with its parent
                 )
             except OSError:
                 self.link.close()
@@ -178,7 +177,10 @@ class _Worker:
         self.messages = self.link.makefile("rb")
 
     def ask(self, job: dict[str, Any], deadline_at: float, on_message: Callable[[Message], None]) -> Message:
-        """Raises EOFError if the process dies, VideoError if the video is at fault."""
+        """Runs a job and returns its last message.
+
+        Raises EOFError if the process dies, and VideoError if the video is at fault.
+        """
         self.num_jobs += 1
         self.reusable = False
         try:
@@ -209,14 +211,14 @@ class _Worker:
 
     @property
     def was_killed(self) -> bool:
-        """Whether it has ended by SIGKILL, which no crash causes."""
+        """Whether the process was ended by SIGKILL, which no crash causes."""
         with suppress(subprocess.TimeoutExpired):
             return self.process.wait(KILL_S) == -signal.SIGKILL
         return False
 
     def end(self) -> None:
         self.process.kill()
-        with suppress(subprocess.TimeoutExpired):  # stuck in the kernel on a dead disk; it cannot be helped
+        with suppress(subprocess.TimeoutExpired):  # a process stuck in the kernel on a dead disk cannot be killed
             self.process.wait(KILL_S)
         self.messages.close()
         self.link.close()

@@ -1,14 +1,14 @@
-"""Reads frames of videos: the interface to the decoders and the frame store.
+"""Reads frames of videos, from the frame stores or the decoders.
 
     async with FrameReader(frame_size) as reader:
         info = await reader.info(path, deadline_s=60)
         overview = await reader.frames(path, overview_times(info.duration_s, info.num_frames, 64), deadline_s=60)
 
-A frame is decoded once for all concurrent requests, even if some of them give up. The event loop never blocks: worker
-processes decode, threads hash and access the disk.
+A frame is decoded once for all concurrent requests, even if some of the requests are cancelled. The event loop never
+blocks: worker processes decode, and threads hash pixels and access the disk.
 
-A job's deadline starts when a worker takes it. It is `deadline_s` plus the time for its pixels at a rate below any
-working decoder's, so that a hanging decoder is detected and a large film is not mistaken for one.
+A job's deadline starts when a worker takes the job. It is `deadline_s` plus the time for the job's pixels at a rate
+below any working decoder's. This detects a hanging decoder, but leaves enough time for a large film.
 """
 
 import asyncio
@@ -42,14 +42,14 @@ Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-MAX_WORKERS = 8  # default; more help only if many prompts are decoded at once
-MAX_CACHED_VIDEOS = 1024  # frame times in memory take a few hundred KiB per video
-# A tenth of a thread's slowest H.264 rate (docs/results/video.md): other codecs are slower, and cores are shared.
+MAX_WORKERS = 8  # default; more workers only help if many prompts are decoded concurrently
+MAX_CACHED_VIDEOS = 1024  # a video's frame times take a few hundred KiB of memory
+# A tenth of a thread's slowest H.264 rate (docs/results/video.md), because other codecs are slower and cores shared.
 SLOWEST_PX_PER_S = 20e6
 SLOWEST_BYTES_PER_S = 10e6  # for a network disk
-JOB_PX = 1e9  # a job decodes about this many pixels at most, some seconds
-MIN_JOB_PX = 50e6  # a request is not split into smaller jobs for more workers: each opens the file again
-TIME_TOLERANCE_S = 1e-6  # absorbs rounding, so that a computed time maps to the frame that starts there
+JOB_PX = 1e9  # a job decodes about this many pixels at most, which takes some seconds
+MIN_JOB_PX = 50e6  # a request is not split into smaller jobs, because each job opens the file again
+TIME_TOLERANCE_S = 1e-6  # so that a rounded time still maps to the frame that starts at this time
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,14 +62,14 @@ class _Video:
     key_ticks: np.ndarray
     time_base: Fraction
     frame_px: int  # pixels of a frame as stored
-    fps: float = 0.0  # on average
-    undecodable: set[int] = field(default_factory=set)  # frames that failed before
+    fps: float = 0.0  # the average
+    undecodable: set[int] = field(default_factory=set)  # numbers of frames that could not be decoded
 
     def time_s(self, frame: int) -> float:
         return float(int(self.ticks[frame] - self.ticks[0]) * self.time_base)
 
     def frames_at(self, times_s: Iterable[float | int]) -> list[int]:
-        """The frames shown at these times, each once; times outside the video map to its first or last frame."""
+        """Returns the distinct frames shown at these times. Times outside the video map to its first or last frame."""
         ticks = (np.array(list(times_s), np.float64) + TIME_TOLERANCE_S) / float(self.time_base)
         if not np.isfinite(ticks).all():
             raise ValueError("the times of frames must be finite")
@@ -77,9 +77,9 @@ class _Video:
         return np.unique(frames.clip(0)).tolist()
 
     def parts(self, frames: Sequence[int], num_workers: int = 1) -> list["_Part"]:
-        """Splits ascending frames into about equal parts: one per worker, more if they would exceed JOB_PX.
+        """Splits ascending frames into parts of similar size: one per worker, or more if parts would exceed JOB_PX.
 
-        Frames that are decoded from the same keyframe stay together, so a split decodes exactly the same frames.
+        Frames that are decoded from the same keyframe stay together, so that the split adds no decoding work.
         """
         groups = self._groups(frames)
         total_px = sum(group.pixels for group in groups)
@@ -93,7 +93,7 @@ class _Video:
         return [_joined(part) for part in by_number.values()]
 
     def _groups(self, frames: Sequence[int]) -> list["_Part"]:
-        """A part for each keyframe that any of the frames is decoded from."""
+        """Returns a part for each keyframe from which any of the frames is decoded."""
         groups: list[_Part] = []
         keys = np.searchsorted(self.key_ticks, self.ticks[list(frames)], side="right") - 1
         for key, pairs in groupby(zip(keys.tolist(), frames, strict=True), lambda pair: pair[0]):
@@ -105,10 +105,10 @@ class _Video:
 
 
 class _Part(NamedTuple):
-    """Frames that one job decodes."""
+    """The frames that one job decodes."""
 
     groups: list[tuple[int, list[int]]]  # a keyframe's tick, and the ticks of the frames to decode from it
-    pixels: float  # to decode
+    pixels: float  # number of pixels to decode
 
 
 def _joined(parts: Sequence[_Part]) -> _Part:
@@ -117,16 +117,17 @@ def _joined(parts: Sequence[_Part]) -> _Part:
 
 @dataclass(eq=False)
 class _Shared:
-    """Work that several requests may share; it continues when they stop waiting."""
+    """Work that several requests may share. It continues if they are cancelled."""
 
     task: asyncio.Task[Any] = field(init=False)
-    pictures: dict[FrameKey, Picture] = field(default_factory=dict)  # decoded so far
+    pictures: dict[FrameKey, Picture] = field(default_factory=dict)  # read so far
 
 
 class FrameReader:
-    """`frame_size` maps a video's height and width to its frames' size, `detail_size` a box's.
+    """Reads frames at any times, and caches them in memory and optionally on disk.
 
-    Probe results are cached in `ticks_directory`.
+    `frame_size` maps a video's height and width to the size of its frames, and `detail_size` a box's height and width
+    to the size of its picture. Probe results are cached in `ticks_directory`.
     """
 
     def __init__(
@@ -181,15 +182,15 @@ class FrameReader:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def info(self, path: str | Path, deadline_s: float | int) -> VideoInfo:
-        """Looks at the file again, which may have been replaced."""
-        return (await self._video(path, deadline_s, looks=True)).info
+        """Returns the video's metadata. Checks whether the file was replaced since it was last probed."""
+        return (await self._video(path, deadline_s, recheck=True)).info
 
     async def frames(
         self, path: str | Path, times_s: Iterable[float | int], deadline_s: float | int, box: Box | None = None
     ) -> list[TimedPicture]:
-        """The frames or boxes shown at these times, in order, each once.
+        """Returns the distinct frames shown at these times, in order; with `box`, that part of each frame.
 
-        Undecodable frames are left out; if no frame can be decoded, a VideoError is raised.
+        Undecodable frames are left out. Raises a VideoError if no frame can be decoded.
         """
         video = await self._video(path, deadline_s)
         try:
@@ -201,7 +202,7 @@ class FrameReader:
         return [replace(frame, path=str(path), box=box) for frame in read]
 
     async def stored(self, path: str | Path, deadline_s: float | int) -> StoredVideo:
-        """For protocols that choose frames by number, and their size from the pixels as stored."""
+        """Returns a video's properties as stored, for protocols that choose frames by number and size them."""
         video = await self._video(path, deadline_s)
         info, (width, rest) = video.info, divmod(video.frame_px, video.info.height)
         return StoredVideo(info.num_frames, video.fps, info.height, info.width if rest else width)
@@ -209,7 +210,7 @@ class FrameReader:
     async def numbered(
         self, path: str | Path, numbers: Iterable[int], size_px: tuple[int, int], deadline_s: float | int
     ) -> list[TimedPicture]:
-        """The frames with these ascending numbers, at this height and width."""
+        """Returns the frames with these ascending numbers, at this height and width."""
         video = await self._video(path, deadline_s)
         keys = [FrameKey(video.info.identity, number, *size_px, None) for number in numbers]
         return await self._pictures(video, keys, deadline_s)
@@ -237,13 +238,13 @@ class FrameReader:
             pictures |= shared.pictures
         for shared in shares:
             if not all(key in pictures or key.frame in video.undecodable for key in keys):
-                shared.task.result()  # raises for one of the missing frames
+                shared.task.result()  # raises the error of one of the missing frames
         if keys and not any(key in pictures for key in keys):
             raise VideoError("the video cannot be decoded: it is damaged at the requested times")
         return [TimedPicture(video.time_s(key.frame), pictures[key]) for key in keys if key in pictures]
 
     def fitted(self, picture: Picture) -> Picture:
-        """A picture from elsewhere, at the size of a detail."""
+        """Resizes a picture that is not a frame as `detail_size` says."""
         return picture.resized(*self._detail_size(*picture.size_px))
 
     def _size_px(self, info: VideoInfo, box: Box | None) -> tuple[int, int]:
@@ -252,7 +253,7 @@ class FrameReader:
         return self._detail_size(*box.size_px(info.height, info.width))
 
     def metrics(self) -> dict[str, float]:
-        """Totals since the reader was opened; fractions are relative to all requested frames."""
+        """Returns totals since the reader was opened. Fractions are relative to all requested frames."""
         totals, pool = self._totals, self._pool.totals
         requested = max(totals["asked"], 1)
         metrics = {
@@ -278,7 +279,7 @@ class FrameReader:
             }
         return metrics
 
-    async def _video(self, path: str | Path, deadline_s: float | int, looks: bool = False) -> _Video:
+    async def _video(self, path: str | Path, deadline_s: float | int, recheck: bool = False) -> _Video:
         if not self._open:
             raise RuntimeError("the frame reader is not open; use it inside `async with FrameReader(...)`")
         if not deadline_s > 0:
@@ -286,7 +287,7 @@ class FrameReader:
         name = str(Path(path).absolute())
         if video := self._videos.get(name):
             identity = video.info.identity
-            if looks:
+            if recheck:
                 identity, _ = await _in_thread(lambda: identity_and_bytes(name), deadline_s)
             if identity == video.info.identity:
                 self._videos[name] = video
@@ -314,12 +315,12 @@ class FrameReader:
         return video
 
     async def _load_probe(self, name: str, identity: str, deadline_s: float | int) -> _Video | None:
-        """An earlier probe of the same file, if it is on disk."""
+        """Returns an earlier probe of the same file from disk, or None."""
         if (store := self._ticks) is None:
             return None
         entry = ticks.name_of(identity)
         probed = None
-        with suppress(VideoTimeout):  # the cache's disk may be another one than the video's
+        with suppress(VideoTimeout):  # the cache may be on a slower disk than the video
             probed = await _in_thread(
                 lambda: store.read(entry, lambda packed: ticks.unpack(packed, identity)), deadline_s
             )
@@ -332,7 +333,7 @@ class FrameReader:
                 await _in_thread(lambda: store.write(entry, packed), deadline_s)
 
     async def _read(self, video: _Video, keys: list[FrameKey], shared: _Shared, deadline_s: float | int) -> None:
-        """Gets frames from disk, or decodes them in several jobs, into memory and `shared`."""
+        """Reads frames from the disk store, or decodes them in several jobs, into memory and `shared`."""
         try:
             if (disk := self._disk) is not None:
                 on_disk = await _in_thread(lambda: [(key, disk.get(key)) for key in keys], deadline_s)
@@ -372,7 +373,7 @@ class FrameReader:
         outcomes = await asyncio.gather(*work, return_exceptions=True)  # one failure must not discard the other frames
         problems = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if any(not isinstance(problem, VideoUnavailable) for problem in problems):
-            self._videos.pop(video.path, None)  # probed again, in case it was replaced or repaired
+            self._videos.pop(video.path, None)  # probe it again, in case the file was replaced or repaired
         for problem in problems:
             raise problem
         failed = {key.frame for key in keys if key not in shared.pictures}
@@ -399,17 +400,17 @@ class FrameReader:
     def _shared_done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.remove(task)
         if not task.cancelled():
-            task.exception()  # marks it as retrieved: waiting requests get it, and there may be none
+            task.exception()  # marks the error as retrieved, because no request may be waiting for it
 
 
 async def _ended(shares: Collection[_Shared]) -> None:
-    """Waits without cancelling shared work; results and errors are in the tasks."""
+    """Waits for shared work without cancelling it. Results and errors are in its tasks."""
     if shares:
         await asyncio.wait([shared.task for shared in shares])
 
 
 async def _in_thread(work: Callable[[], Result], deadline_s: float | int) -> Result:
-    """Runs disk access, which may hang, with a deadline."""
+    """Runs work that accesses a disk, and so may hang, with a deadline."""
     try:
         async with asyncio.timeout(deadline_s):
             return await in_daemon_thread(work)
@@ -418,7 +419,7 @@ async def _in_thread(work: Callable[[], Result], deadline_s: float | int) -> Res
 
 
 def _ticks_store(directory: str | Path) -> FileStore | None:
-    """None if the directory is not writable: the cache is optional."""
+    """Opens the cache of probe results. Returns None if the directory is not writable, because it is optional."""
     try:
         return FileStore(directory, ticks.MAX_BYTES, ticks.SUFFIX)
     except OSError as problem:

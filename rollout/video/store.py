@@ -1,8 +1,8 @@
-"""Stores of decoded frames, in memory and on disk, both bounded in bytes, with LRU eviction.
+"""Stores decoded frames in memory and on disk, both bounded in bytes, with LRU eviction.
 
-A frame file is its picture's key, a hash of the pixels, followed by the pixels. Files are written atomically. A file
-that does not match its key is removed and counts as missing. Several processes and hosts may share a directory: each
-bounds the files it has seen, and a file that another process removed is a miss.
+A frame's file has the picture's key, which is a hash of the pixels, followed by the pixels. Files are written
+atomically. A file that does not match its key is removed and counts as missing. Several processes and hosts may share a
+directory: each limits the total size of the files it has seen, and a file that another process removed is a miss.
 """
 
 import logging
@@ -29,7 +29,7 @@ KEY_BYTES = len(Picture.of(np.zeros((1, 1, 3), np.uint8)).key)
 SUFFIX = ".frame"
 PARTIAL_SUFFIX = ".partial"
 ABANDONED_S = 600.0  # older partial files no longer have a writer
-# A picture caches its PNG in base64 once it was sent: for noise, the worst case, four thirds of its pixels.
+# A picture that was sent caches its PNG in base64. In the worst case, noise, this takes 4/3 of the pixels' bytes.
 MEMORY_PER_PIXEL_BYTE = 1 + 4 / 3
 
 
@@ -39,7 +39,7 @@ class FrameKey:
     frame: int
     height: int
     width: int
-    box: Box | None = None  # the visible part of the frame
+    box: Box | None = None  # the part of the frame; None: all of it
 
 
 class MemoryStore:
@@ -65,7 +65,7 @@ class MemoryStore:
 
 
 class FileStore:
-    """Small named files with a bound on their total size. Thread-safe."""
+    """Named files with a bound on their total size. Thread-safe."""
 
     def __init__(self, directory: str | Path, max_bytes: int, suffix: str):
         self.directory, self.max_bytes, self.num_bytes, self._suffix = Path(directory), max_bytes, 0, suffix
@@ -76,7 +76,7 @@ class FileStore:
         self._scan()
 
     def read(self, name: str, unpack: Callable[[bytes], Content | None]) -> Content | None:
-        """The result of `unpack` on a file, or None without the file. A file that unpacks to None is removed."""
+        """Returns `unpack` of a file's content, or None if there is no file. Removes a file that unpacks to None."""
         path = self._path(name)
         try:
             packed = path.read_bytes()
@@ -92,13 +92,13 @@ class FileStore:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
             return None
-        with suppress(OSError):  # removed by another process, or another user's
-            os.utime(path)  # later runs order files by last use
+        with suppress(OSError):  # another process has removed the file, or it is another user's
+            os.utime(path)  # later runs order files by their last use
         self._note(name, len(packed))
         return content
 
     def write(self, name: str, content: bytes) -> None:
-        """A failed write only costs a later miss; it is counted, and the first one is logged."""
+        """Writes a file. A failed write only costs a later miss; failures are counted, and the first is logged."""
         path = self._path(name)
         partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}")
         try:
@@ -117,7 +117,7 @@ class FileStore:
         return self.directory / name[:2] / name
 
     def _scan(self) -> None:
-        """Registers the files of earlier runs in order of last use, and deletes abandoned partial files."""
+        """Registers the files of earlier runs in the order of their last use, and deletes abandoned partial files."""
         entries = []
         for path in self.directory.glob("??/*"):
             with suppress(FileNotFoundError):
@@ -130,7 +130,7 @@ class FileStore:
             self._note(name, num_bytes)
 
     def _note(self, name: str, num_bytes: int) -> None:
-        """Records the use of a file, or its removal with 0 bytes, and evicts the oldest files beyond the bound."""
+        """Records the use of a file, or its removal if `num_bytes` is 0, and evicts the oldest files over the bound."""
         too_many = []
         with self._lock:
             self.num_bytes += num_bytes - self._sizes.pop(name, 0)

@@ -1,9 +1,9 @@
-"""Probe results on disk, because a probe reads the whole file.
+"""Packs probe results for a cache on disk, because a probe reads the whole file.
 
-An entry is named by the file's identity (its path, size and mtime), so a replaced file has another entry. It is the
-metadata as a line of JSON and the times of the frames, compressed: frame intervals repeat, so their differences take
-about a kilobyte. Entries are validated on reading: a damaged, truncated or crafted entry is removed, and the video is
-probed again.
+An entry is named by the video file's identity (its path, size and mtime), so a replaced file has another entry. The
+entry has the metadata as a line of JSON and the frames' times, compressed. Frame intervals repeat, so the differences
+of the times compress to about a kilobyte. Entries are validated when they are read: a damaged, truncated or forged
+entry is removed, and the video is probed again.
 """
 
 import json
@@ -17,8 +17,8 @@ from rollout.video.decode import MAX_FRAME_PIXELS
 
 VERSION = 2  # of the entry's format and of `probe`; part of the name
 SUFFIX = ".tick"
-MAX_BYTES = 64 * 2**20  # of all entries, some 50,000
-MAX_TICKS = 2**24  # per video, 150 hours at 30 frames a second; longer videos are not cached
+MAX_BYTES = 64 * 2**20  # for all entries, about 50,000
+MAX_TICKS = 2**24  # per video, 150 hours at 30 fps; longer videos are not cached
 INTEGERS = ("num_frames", "duration_ticks", "height", "width", "frame_px")
 
 Probed = tuple[dict[str, Any], bytes | bytearray]
@@ -29,7 +29,7 @@ def name_of(identity: str) -> str:
 
 
 def pack(probed: Probed) -> bytes | None:
-    """None for a video with too many frames."""
+    """Packs a probe result. Returns None if the video has too many frames."""
     metadata, raw = probed
     ticks = np.frombuffer(raw, np.int64)
     if len(ticks) > MAX_TICKS:
@@ -38,12 +38,12 @@ def pack(probed: Probed) -> bytes | None:
 
 
 def unpack(packed: bytes, identity: str) -> Probed | None:
-    """The packed probe, or None if it cannot be a probe of this video."""
-    decoder = zlib.decompressobj()  # checks a sum of the content at its end
+    """Unpacks a probe result. Returns None if it cannot be a probe of this video."""
+    decoder = zlib.decompressobj()  # verifies the checksum at the end
     try:
         text, _, steps = decoder.decompress(packed, 9 * MAX_TICKS).partition(b"\n")
         metadata = json.loads(text)
-        if not decoder.eof or metadata["identity"] != identity or not _sound(metadata):
+        if not decoder.eof or metadata["identity"] != identity or not _is_valid(metadata):
             return None
         ticks = np.cumsum(np.frombuffer(steps, np.int64))
     except (zlib.error, ValueError, KeyError, TypeError, RecursionError):
@@ -54,7 +54,7 @@ def unpack(packed: bytes, identity: str) -> Probed | None:
     return metadata, ticks.tobytes()
 
 
-def _sound(metadata: dict[str, Any]) -> bool:
+def _is_valid(metadata: dict[str, Any]) -> bool:
     numbers = [metadata[name] for name in INTEGERS] + metadata["time_base"]
     return (
         all(isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 2**62 for number in numbers)

@@ -1,20 +1,21 @@
-"""The times of the frames to show: an overview of a whole video, and a close look at a window."""
+"""Chooses the times of the frames to show, for an overview of a video or a crop of a window."""
 
 import math
 
 import numpy as np
 
 CROP_FPS = 1.0
-MIN_FPS_FRAMES = 4  # of an overview with a frame rate
+MIN_FPS_FRAMES = 4  # in an overview with a frame rate
 CROP_MAX_FRAMES = 16
 
 
 def overview_times(duration_s: float | int, of_frames: int, num_frames: int) -> list[float]:
-    """Times of `num_frames` frames, spread evenly by frame number from the first to the last frame.
+    """Returns the times of `num_frames` frames, spaced evenly by frame number from the first to the last frame.
 
-    They select the frames that transformers (Qwen3VLVideoProcessor.sample_frames) and qwen_vl_utils, which the original
-    uses, sample. A time is the middle of its frame, so that rounding cannot select a neighbor. DIFFERS: a single frame
-    is the middle one, not the first; with a variable frame rate, frames are spread evenly in time, not by number.
+    These are the frames that transformers (Qwen3VLVideoProcessor.sample_frames) and qwen_vl_utils, which the original
+    uses, select. Each time is in the middle of its frame, so that rounding cannot select a neighbor. DIFFERS: a single
+    frame is the middle frame, not the first; with a variable frame rate, frames are spaced evenly in time, not by
+    number.
     """
     if num_frames == 1:
         return [duration_s / 2]
@@ -23,9 +24,9 @@ def overview_times(duration_s: float | int, of_frames: int, num_frames: int) -> 
 
 
 def num_frames_at(fps: float | int, duration_s: float | int, of_frames: int, max_frames: int) -> int:
-    """The number of frames of an overview at `fps`, up to `max_frames`; with 0, that many whatever the length.
+    """Returns the number of frames in an overview at `fps`, up to `max_frames`; `fps=0` always gives `max_frames`.
 
-    The same even number as qwen_vl_utils (0.0.14, smart_nframes), at least 4 if the video has them.
+    The number is even and the same as in qwen_vl_utils (0.0.14, smart_nframes), at least 4 if the video has as many.
     """
     if not fps:
         return max_frames
@@ -33,7 +34,7 @@ def num_frames_at(fps: float | int, duration_s: float | int, of_frames: int, max
 
 
 def crop_times(start_s: float | int, end_s: float | int, max_frames: int = CROP_MAX_FRAMES) -> list[float]:
-    """One time per second from the start; if that exceeds `max_frames`, that many, evenly from start to end."""
+    """Returns one time per second from the start, or `max_frames` times evenly from start to end if that is fewer."""
     num_frames = math.ceil((end_s - start_s) * CROP_FPS)
     if num_frames <= max_frames:
         return [start_s + number / CROP_FPS for number in range(max(1, num_frames))]

@@ -1,4 +1,4 @@
-"""Messages between the reader and its workers: a line with a JSON object, then raw bytes, over a socket pair."""
+"""Messages between the reader and its workers over a socket pair: a line with a JSON object, then raw bytes."""
 
 import json
 import socket
@@ -13,11 +13,11 @@ def send(link: socket.socket, message: dict[str, Any], raw: bytes = b"") -> None
 
 
 def receive(messages: BinaryIO) -> Message:
-    """The next message; raises EOFError if the other side is gone. `messages` is the link's file."""
+    """Reads the next message from the link's file. Raises EOFError if the other side has ended."""
     line = messages.readline()
     if line.endswith(b"\n"):
         message = json.loads(line)
         raw = messages.read(message["raw_bytes"])
         if len(raw) == message["raw_bytes"]:
             return message, raw
-    raise EOFError("the other side of the link is gone")
+    raise EOFError("the other side of the link has ended")

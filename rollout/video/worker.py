@@ -1,7 +1,7 @@
-"""A decoder process, `python -m rollout.video.worker FD MAX_BYTES PARENT`: does one job at a time, sent over a socket.
+"""A decoder process that does one job at a time: `python -m rollout.video.worker FD MAX_BYTES PARENT`.
 
-It does not use multiprocessing, which would import the trainer's main module, and so jax, into every worker. It ends
-with its parent, however that ends, even while it decodes.
+Jobs arrive over a socket. The process does not use multiprocessing, which would import the trainer's main module, and
+with it jax, into every worker. It ends when its parent ends for any reason, even while it decodes.
 """
 
 import os
@@ -20,7 +20,7 @@ from rollout.video.decode import decode, probe
 from rollout.video.errors import VideoError
 from rollout.video.wire import receive, send
 
-PARENT_CHECK_MS = 2000  # for the case that another child of a dead parent keeps the link open
+PARENT_CHECK_MS = 2000  # another child of a dead parent may keep the link open, so the parent is also polled
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
                 answer, raw = _do(link, job)
             except VideoError as problem:
                 answer, raw = {"error": str(problem)}, b""
-            except MemoryError:  # freed memory is uncertain, so the parent ends this process
+            except MemoryError:  # it is uncertain what was freed, so the parent ends this process
                 answer, raw = {"error": "the video cannot be decoded: it takes too much memory", "spent": True}, b""
             send(link, {**answer, "last": True}, raw)
 
@@ -54,14 +54,14 @@ def _do(link: socket.socket, job: dict[str, Any]) -> tuple[dict[str, Any], bytes
 
 
 def _limit_memory(max_bytes: int) -> None:
-    """Limits writable data, not address space, of which threads and libraries reserve much more than they use."""
+    """Limits writable data, not address space, because threads and libraries reserve more space than they use."""
     _, allowed_bytes = resource.getrlimit(resource.RLIMIT_DATA)
     if allowed_bytes == resource.RLIM_INFINITY or max_bytes < allowed_bytes:
         resource.setrlimit(resource.RLIMIT_DATA, (max_bytes, max_bytes))
 
 
 def _end_with_parent(link: socket.socket, parent: int) -> None:
-    """Runs during decoding too, because the decoder releases the interpreter lock."""
+    """Ends this process with its parent, also during decoding, because the decoder releases the interpreter lock."""
     hang_up = select.poll()
     hang_up.register(link, 0)  # POLLHUP is always reported
     while os.getppid() == parent and not hang_up.poll(PARENT_CHECK_MS):

@@ -168,7 +168,7 @@ def test_long_rows_never_have_quadratic_memory_unasked(platform, num_tokens, for
 
 
 def test_a_kernel_that_is_not_there_is_refused_with_what_is():
-    with pytest.raises(ValueError, match=r"model\.attention=kernel, but there is none for cpu; set auto or scanned"):
+    with pytest.raises(ValueError, match=r"attention=kernel, but there is no kernel for cpu; set auto or scanned"):
         form_of("kernel", 8192, "cpu")
 
 

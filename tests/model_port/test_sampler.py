@@ -303,10 +303,10 @@ LARGE_FRAME = SamplerPrompt(np.array([*[IMAGE] * 4096, 1]), (frame(128, 128),))
         (TEXT, {"max_new_tokens": 0}, "max_new_tokens=0"),
         (TEXT, {"temperature": -1}, "temperature=-1"),
         (TEXT, {"stop_ids": tuple(range(9))}, "9 stop ids"),
-        (TEXT, {"max_new_tokens": 8190}, "needs 8210 tokens of context, the sampler has max_context_tokens=8192"),
+        (TEXT, {"max_new_tokens": 8190}, "needs 8210 tokens of context, but the sampler has max_context_tokens=8192"),
         (SamplerPrompt(np.zeros(0, np.int32)), {}, "at least one token"),
         (ENDS_WITH_A_FRAME, {}, "a prompt must end with text"),
-        (LARGE_FRAME, {}, "a frame has 4096 tokens, the sampler takes frames of up to 4032"),
+        (LARGE_FRAME, {}, "a frame has 4096 tokens, but the sampler supports at most 4032"),
     ],
 )
 def test_impossible_requests_are_refused(prompt, sampling, message):

@@ -228,7 +228,7 @@ def test_a_server_with_other_ids_resizes_pictures_or_encodes_the_text_again(tiny
     logp, other = np.zeros(len(ids), np.float32), change(chat, ids)
     gate._compare_dialogue(parity, other, np.zeros(len(other)), Scored(ids, logp, logp), chat, (32, 64))
     (message,) = parity.wrong_ids
-    assert f"has {len(other)} ids on http://a, and {len(ids)} different ones in" in message
+    assert f"has {len(other)} ids on http://a, but {len(ids)} different ids in" in message
     assert f"the server {problem}; start it with" in message
 
 

@@ -48,7 +48,7 @@ def test_the_attention_line_names_the_form_for_the_row_length(tiny_hf, tmp_path)
     assert policy.attention(4096) == "attention: blocked (cpu, rows of 4096 tokens)"
     assert policy.attention(16_384) == "attention: scanned (cpu, rows of 16384 tokens)"
     kernel = replace(policy, compute=replace(policy.compute, attention="kernel"))
-    with pytest.raises(ValueError, match="there is none for cpu"):
+    with pytest.raises(ValueError, match="there is no kernel for cpu"):
         kernel.attention(4096)
 
 
