@@ -1,9 +1,9 @@
-"""Qwen3-VL (dense and mixtures) and Qwen2.5-VL in Flax NNX: weights, processing, sampling. Knows no learning.
+"""Qwen3-VL (dense and MoE) and Qwen2.5-VL in Flax NNX: weights, processing and sampling, but no training.
 
-Axis letters, used in annotations, einsum strings and parameter names alike:
+Annotations, einsum strings and parameter names use the same axis letters:
 B packed rows · T query tokens · S key tokens · D width · N query heads · K key/value heads · H head dim · F ffn ·
 V vocab · P vision patches · R query heads per kv head (N = K·R) · L layers · Z rank of an adapter · X experts ·
-J experts of a token
+J experts per token
 """
 
 import importlib
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        """Imports the names below on first use, so that a command's --help does not wait for jax."""
+        """Imports the names in HOMES on first use, so that a command's --help does not wait for jax."""
         if name not in HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(importlib.import_module(f"{__name__}.{HOMES[name]}"), name)

@@ -2,10 +2,11 @@
 
     DIR/adapter_config.json         rank, alpha, adapted modules, and the path of the base model
     DIR/adapter_model.safetensors   the A and B matrices
-    DIR/paravt_jax.json             our addition: the base weights' dtype and checksum, the settings in its files
+    DIR/paravt_jax.json             our addition: the base model's dtype, checksum and settings
 
-An adapter is only valid with the weights, rope and tokenizer it was trained with. So we record a checksum of the base
-weights and the settings in its files, and compare both whenever an adapter and a base are loaded together.
+An adapter is only valid with the weights, RoPE and tokenizer that it was trained with. This file therefore has a
+checksum of the base weights and the settings in the base model's files, and both are compared whenever an adapter and a
+base model are loaded together.
 """
 
 import json
@@ -41,15 +42,15 @@ SUPPORTED = {  # PEFT settings that change the computation without changing a te
     "fan_in_fan_out": False,
     "layer_replication": None,
 }
-CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # PEFT's initializations that do
+CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # PEFT's initializations that change the base weights
 
 
 @dataclass(frozen=True)
 class AdapterBase:
     name: str  # a directory or a hub id
-    dtype: str | None = None  # of its weights in training; None: unknown, because another program made the adapter
-    sum: str | None = None  # checksum of the weights in this dtype
-    files: Mapping[str, Any] | None = None  # `files_of_base`; None: the adapter is older than this record
+    dtype: str | None = None  # of the base weights in training; None if another program made the adapter
+    sum: str | None = None  # checksum of the base weights in this dtype
+    files: Mapping[str, Any] | None = None  # from `files_of_base`; None for adapters older than this field
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class AdapterInfo:
 
 
 def new_adapter(config: ModelConfig, lora: LoraConfig, seed: int) -> dict[str, np.ndarray]:
-    """Initial values as in PEFT: A is uniform within 1 / sqrt(inputs), B is zero."""
+    """Initializes an adapter as PEFT does: A is uniform within ±1 / sqrt(inputs), B is zero."""
     random, shapes = np.random.default_rng(seed), adapter_shapes(config, lora.rank)
     params = {}
     for a, b in adapter_rules(config, lora.rank).values():
@@ -78,7 +79,7 @@ def adapter_shapes(config: ModelConfig, rank: int) -> dict[str, tuple[int, ...]]
 
 
 def add_adapter(model: VLModel, lora: LoraConfig, params: Mapping[str, Any], mesh: Mesh | None = None) -> None:
-    """Adds an adapter to every projection of the language layers; `params` are arrays or shapes by path."""
+    """Adds an adapter to every projection of the language layers. `params` maps paths to arrays or shapes."""
     shapes = {path: jax.ShapeDtypeStruct(array.shape, array.dtype) for path, array in params.items()}
     shapes_on_mesh = shapes if mesh is None else shard_abstract(shapes, mesh)
 
@@ -94,7 +95,7 @@ def add_adapter(model: VLModel, lora: LoraConfig, params: Mapping[str, Any], mes
 
 
 def merged_tensors(model: VLModel) -> Iterator[tuple[str, jax.Array]]:
-    """The tensors of a model's files with the adapter merged in, one at a time, never the whole model."""
+    """Yields the tensors of a model's files with its adapter merged in, one at a time."""
     params = flat_params(nnx.state(model, nnx.Param))
     return with_adapter(hf_tensors(model.config, params), model.config, model.lora, params)
 
@@ -102,7 +103,7 @@ def merged_tensors(model: VLModel) -> Iterator[tuple[str, jax.Array]]:
 def with_adapter(
     tensors: Iterable[tuple[str, Any]], config: ModelConfig, lora: LoraConfig, params: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any]]:
-    """A model's tensors with the adapter merged in."""
+    """Yields a model's tensors with an adapter merged in."""
     pairs = adapter_rules(config, lora.rank)
     pair_of_tensor = {
         name: (pairs[rule.path], layer)
@@ -117,29 +118,29 @@ def with_adapter(
         yield name, tensor
 
 
-def sum_of_base(model: VLModel, dtype: str) -> str:
-    """The checksum of a model's base weights in a dtype, tensor by tensor as in the files; ignores adapters."""
+def base_checksum(model: VLModel, dtype: str) -> str:
+    """Computes the checksum of a model's base weights in a dtype, without adapters, in the order of the files."""
     current = xxhash.xxh3_128()
     for _, tensor in hf_tensors(model.config, flat_params(nnx.state(model, nnx.Param))):
-        add_to_sum(current, on_host(tensor.astype(dtype)))
+        update_checksum(current, on_host(tensor.astype(dtype)))
     return current.hexdigest()
 
 
-def add_to_sum(current: xxhash.xxh3_128, tensor: np.ndarray) -> None:
+def update_checksum(current: xxhash.xxh3_128, tensor: np.ndarray) -> None:
     current.update(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
 
 
 def check_base(adapter: str | Path, base: AdapterBase, current: str) -> None:
-    """Raises if `current`, the checksum of the loaded base weights, is not the one from training."""
+    """Raises if `current`, the checksum of the loaded base weights, differs from the one in training."""
     if base.sum not in (None, current):
         raise ValueError(
-            f"{adapter} was trained with other weights than {base.name} has now: restore those weights, or set "
+            f"{adapter} was trained with other weights than {base.name} has now: restore the old weights, or set "
             f"{BASE_KEY} in a copy of the adapter to their path"
         )
 
 
 def files_of_base(hf_dir: Path) -> dict[str, Any]:
-    """Settings beside the weights that change a model's outputs or how text and images become its inputs, by name."""
+    """Returns all settings, besides weights, that change a model's outputs or how text and images become inputs."""
     files = read_side_files(hf_dir)
     config = asdict(read_config(hf_dir))
     del config["initializer_range"], config["text"]["max_positions"]  # these change no output
@@ -147,15 +148,15 @@ def files_of_base(hf_dir: Path) -> dict[str, Any]:
     if any(name in files for name in (PROCESSOR_FILE, FLAT_FILES["image_processor"])):
         current |= flattened({"processor": asdict(VisionContract.from_hf(hf_dir))})
     tokenizer = files.get(TOKENIZER_FILE)
-    if tokenizer is not None:  # its parsed content, because saving it again may change the layout
+    if tokenizer is not None:  # its parsed content, because saving it again may change the file's formatting
         tokenizer = json.dumps(parse_object(tokenizer, hf_dir / TOKENIZER_FILE), sort_keys=True).encode()
     for name, content in ((TOKENIZER_FILE, tokenizer), (TEMPLATE_FILE, files.get(TEMPLATE_FILE))):
         current[name] = None if content is None else f"xxh3 {xxhash.xxh3_128(content).hexdigest()}"
-    return json.loads(json.dumps(current))  # tuples become lists, as in the recorded file
+    return json.loads(json.dumps(current))  # makes lists of tuples, as in the recorded file
 
 
 def check_base_files(adapter: str | Path, base: AdapterBase, current: Mapping[str, Any] | None) -> None:
-    """Raises if `current`, the settings of the loaded base model, are not the ones from training."""
+    """Raises if `current`, the settings of the loaded base model, differ from the settings in training."""
     if base.files is None or current is None:
         return
     differ = [f"{key} is {current.get(key)}, was {was}" for key, was in base.files.items() if current.get(key) != was]
@@ -168,7 +169,7 @@ def check_base_files(adapter: str | Path, base: AdapterBase, current: Mapping[st
 
 
 def write_adapter(directory: Path, config: ModelConfig, info: AdapterInfo, params: Mapping[str, np.ndarray]) -> None:
-    """`params` are arrays by path, in the dtype to write."""
+    """Writes an adapter in PEFT's format. `params` maps paths to arrays in the dtype to write."""
     table = [side for pair in adapter_rules(config, info.lora.rank).values() for side in pair]
     modules = sorted({side.hf.split(".")[-3] for side in table})
     shapes = {name: (params[rule.path].dtype, rule.hf_shape) for rule in table for name in rule.hf_names}
@@ -202,8 +203,8 @@ def read_adapter_info(directory: Path) -> AdapterInfo:
     initial = str(peft.values.get("init_lora_weights"))
     if initial.lower().startswith(CHANGE_BASE):
         raise ValueError(
-            f"{path}: init_lora_weights={initial!r} also changed weights of the base; save the adapter with PEFT's "
-            f"path_initial_model_for_weight_conversion"
+            f"{path}: init_lora_weights={initial!r} also changed weights of the base model; save the adapter with "
+            f"PEFT's path_initial_model_for_weight_conversion"
         )
     recorded = read_object(info_file) if info_file.is_file() else {"base": {}}
     trained = Section(str(info_file), recorded).section("base")
@@ -216,7 +217,10 @@ def read_adapter_info(directory: Path) -> AdapterInfo:
 
 
 def read_adapter(directory: Path, config: ModelConfig, rank: int) -> dict[str, np.ndarray]:
-    """The arrays by path, in float32. Kernels without an adapter in the file get zeros, which stay zero in training."""
+    """Reads an adapter's arrays by path, in float32.
+
+    Kernels that have no adapter in the file get zeros, which stay zero in training.
+    """
     pair_of_tensor = {
         name: (side, layer)
         for pair in adapter_rules(config, rank).values()
@@ -224,7 +228,7 @@ def read_adapter(directory: Path, config: ModelConfig, rank: int) -> dict[str, n
         for layer, name in enumerate(side.hf_names)
     }
     with HfTensors(directory, ADAPTER_FILE) as tensors:
-        published = PEFT_PREFIX + FAMILIES[config.family].text_names  # of adapters from before transformers 4.52
+        published = PEFT_PREFIX + FAMILIES[config.family].text_names  # names in adapters from before transformers 4.52
         tensors.rename(f"{published}layers.", f"{PEFT_PREFIX}{TEXT_MODULE}layers.")
         for name, shape in tensors.shapes.items():
             if name not in pair_of_tensor or pair_of_tensor[name][0].hf_shape != shape:

@@ -1,4 +1,4 @@
-"""A model's dimensions, under our names. The fields that only one family has are in that family's folder."""
+"""A model's dimensions, under our names. Fields that only one family has are in the family's folder."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -13,10 +13,10 @@ from model_port.json_files import Section
 
 @dataclass(frozen=True)
 class VisionConfig(ABC):
-    """The vision tower's dimensions that every family has. A family adds its own in a subclass."""
+    """The dimensions that every family's vision tower has. A family adds its own in a subclass."""
 
     family: ClassVar[str]  # the `model_type` of config.json
-    ffn_kernels: ClassVar[int] = 2  # of a block's MLP
+    ffn_kernels: ClassVar[int] = 2  # number of kernels in a block's MLP
 
     num_layers: int
     width: int
@@ -29,7 +29,7 @@ class VisionConfig(ABC):
     temporal_patch_frames: int = 2
     num_channels: int = 3
     rope_theta: float = 10_000.0
-    tokens_per_second: int = 0  # of the positions of a video's frames; 0: the frames' times are text
+    tokens_per_second: int = 0  # temporal positions per second of video; 0 if prompts write frame times as text
 
     def __post_init__(self) -> None:
         require(
@@ -43,7 +43,7 @@ class VisionConfig(ABC):
 
     @property
     def merge_unit(self) -> int:
-        """Patches that become one language token."""
+        """The number of patches that become one language token."""
         return self.merge**2
 
     @property
@@ -52,31 +52,31 @@ class VisionConfig(ABC):
 
     @property
     def num_deepstack(self) -> int:
-        """Feature maps beside the output, which are added to the first language layers."""
+        """The number of intermediate feature maps, which are added to the first language layers."""
         return 0
 
     @abstractmethod
     def patch_arrays(self, grid: tuple[int, int]) -> Mapping[str, np.ndarray]:
-        """What only this family's tower reads, for each patch of a frame in our order."""
+        """Returns the arrays that only this family's tower reads, for each patch of a frame in our order."""
 
     def merged_order(self, grid: tuple[int, int]) -> Int[np.ndarray, " M"] | None:
-        """Our order of a frame's merged patches, by their numbers in rows; None: as they come."""
+        """Returns our order of a frame's merged patches, as row-major numbers; None for the processor's order."""
         return None
 
     def attended(self, patches: int) -> float:
-        """Patches of a frame of `patches` to which one of them attends, the mean of all layers."""
+        """Returns to how many patches a patch attends in a frame of `patches`, averaged over the layers."""
         return float(patches)
 
     @abstractmethod
     def with_layers(self, num_layers: int) -> "VisionConfig":
-        """The tower with fewer layers, to trace one."""
+        """Returns the config of a tower with fewer layers, for tracing a single layer."""
 
 
 @dataclass(frozen=True)
 class TextConfig:
     num_layers: int
     width: int
-    ffn_width: int  # of each expert, if there are any
+    ffn_width: int  # in MoE models, of each expert
     num_heads: int
     num_kv_heads: int
     head_dim: int = 128
@@ -85,11 +85,11 @@ class TextConfig:
     rope_theta: float = 5_000_000.0
     mrope_sections: tuple[int, int, int] = (24, 20, 20)
     max_positions: int = 262_144
-    interleaved_mrope: bool = True  # False: a chunk of frequencies for each of time, row and column
+    interleaved_mrope: bool = True  # False: time, row and column have one chunk of frequencies each
     qk_norm: bool = True
     qkv_bias: bool = False
-    num_experts: int = 0  # of each layer; 0: a dense MLP
-    token_experts: int = 0  # experts that compute a token
+    num_experts: int = 0  # per layer; 0: a dense MLP
+    token_experts: int = 0  # number of experts per token
 
     def __post_init__(self) -> None:
         require(
@@ -124,7 +124,7 @@ class ModelConfig:
         )
         require(
             self.vision.num_deepstack <= self.text.num_layers,
-            f"{self.vision.num_deepstack} DeepStack maps need as many text layers, there are {self.text.num_layers}",
+            f"{self.vision.num_deepstack} DeepStack maps need as many text layers, not {self.text.num_layers}",
         )
 
     @property
@@ -137,21 +137,21 @@ TOKEN_IDS: dict[str, Any] = {each.name: each.default for each in fields(ModelCon
 
 @dataclass(frozen=True)
 class Family:
-    """The files of a family, as its config.py describes them."""
+    """How to read and write the files of a model family; each family's config.py defines one."""
 
     title: str
-    from_hf: Callable[[Section], ModelConfig]  # of a parsed config.json
-    to_hf: Callable[[ModelConfig, str], dict[str, Any]]  # config and dtype to the published spelling
-    presets: Mapping[str, ModelConfig]  # published sizes, by the name that `--model` takes
-    text_names: str  # how the published names of the language tower's tensors start …
-    vision_names: str  # … and the vision tower's
+    from_hf: Callable[[Section], ModelConfig]  # reads a parsed config.json
+    to_hf: Callable[[ModelConfig, str], dict[str, Any]]  # (config, dtype) -> config.json as published
+    presets: Mapping[str, ModelConfig]  # published sizes, by the name for `--model`
+    text_names: str  # prefix of the published names of the language tower's tensors
+    vision_names: str  # prefix for the vision tower
     processor_class: str  # in transformers
 
 
 TINY_WIDTH = 128  # of the language tower
 TINY_VISION = {
     "num_layers": 4,
-    "width": 32,  # enough for plain patches; the mergers grow with its square
+    "width": 32,  # enough for simple patches; the mergers' size is quadratic in it
     "ffn_width": 64,
     "num_heads": 2,
     "out_width": TINY_WIDTH,
@@ -160,7 +160,7 @@ TINY_VISION = {
 
 @dataclass(frozen=True)
 class Tiny:
-    """What a family's tiny random models have; its tiny.py has it."""
+    """The parts of tiny random models that depend on the family; each family's tiny.py defines one."""
 
     vision: VisionConfig
     mrope_sections: tuple[int, int, int]
@@ -168,8 +168,8 @@ class Tiny:
     video_processor: str  # the class in transformers
     pixel_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     pixel_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    absent_tokens: frozenset[str] = frozenset()  # of Qwen3-VL's special tokens
-    traits: Mapping[str, Any] = field(default_factory=dict)  # of the language tower
+    absent_tokens: frozenset[str] = frozenset()  # Qwen3-VL's special tokens that this family lacks
+    traits: Mapping[str, Any] = field(default_factory=dict)  # fields of the language tower's config
 
 
 def require(condition: bool, message: str) -> None:

@@ -1,8 +1,8 @@
 """Objects in Google Cloud Storage, through tensorstore's and pyarrow's drivers: gs://BUCKET/PATH acts as a directory.
 
-Transient failures (429, 5xx, a lost connection, no answer) are retried until DEADLINE_S; after that, and for all other
-failures, the error is one sentence. A bucket has no rename. So a directory upload writes the object UPLOADING before
-its first file and deletes it after the last, and readers refuse a directory that has it.
+Transient failures (429, 5xx, a lost connection, no answer) are retried until DEADLINE_S. After that, and for all other
+failures, the error is one sentence. Buckets have no atomic rename. A directory upload therefore writes the object
+UPLOADING before its first file and deletes it after the last, and readers reject a directory that has this object.
 """
 
 import json
@@ -22,18 +22,18 @@ from typing import IO, Any
 from model_port.progress import Meter
 from model_port.terminal import say
 
-ADDRESS = re.compile(r"gs:/{1,2}([a-z0-9][a-z0-9._-]{1,220}[a-z0-9])/(.+)")  # pathlib makes one slash of two
+ADDRESS = re.compile(r"gs:/{1,2}([a-z0-9][a-z0-9._-]{1,220}[a-z0-9])/(.+)")  # pathlib merges two slashes into one
 UPLOADING = ".uploading.json"
 PARTIAL = ".partial"  # suffix of partial downloads
-DEADLINE_S = 300.0  # for one object, over all attempts
-ATTEMPT_S = 60.0  # for an answer, plus the same for every 60 MiB transferred
+DEADLINE_S = 300.0  # per object, over all attempts
+ATTEMPT_S = 60.0  # per attempt, plus the time for the transferred bytes at SLOWEST_BYTES_PER_S
 SLOWEST_BYTES_PER_S = 2**20
 PAUSE_S, MOST_PAUSE_S = 0.5, 15.0
-ABSENT = b"\x02"  # tensorstore's generation of a missing object
-REFUSED = b""  # tensorstore's generation after a conditional write that failed
+ABSENT = b"\x02"  # tensorstore's generation for a missing object
+REFUSED = b""  # tensorstore's generation for a failed conditional write
 AT_ONCE = 8  # concurrent transfers
-PART_BYTES = 64 * 2**20  # read at a time from a large object
-PASSING = ("ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "INTERNAL", "RESOURCE_EXHAUSTED", "UNKNOWN", "CANCELLED")
+PART_BYTES = 64 * 2**20  # size of a read from a large object
+TRANSIENT = ("ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "INTERNAL", "RESOURCE_EXHAUSTED", "UNKNOWN", "CANCELLED")
 STATUS = re.compile(r"^(\[Errno \d+\] )?google::cloud::Status\(")
 SERVER_VARIABLE = "TENSORSTORE_GCS_HTTP_URL"  # overrides Google's server
 ACCESS = ("PERMISSION_DENIED", "UNAUTHENTICATED")
@@ -49,18 +49,18 @@ def is_address(path: str | Path) -> bool:
 
 @cache
 def _driver(bucket: str) -> Any:
-    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "60")  # or a stalled connection hangs forever
+    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "60")  # otherwise a stalled connection hangs
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
-    import tensorstore as ts  # imported late: many callers accept a bucket without opening one
+    import tensorstore as ts  # imported late, because most callers never open a bucket
 
-    # `_answer` retries, because it can report the problem.
+    # `_answer` retries instead of tensorstore, because it can report the problem.
     context = ts.Context({"gcs_request_retries": {"max_retries": 1, "initial_delay": "100ms", "max_delay": "1s"}})
     return ts.KvStore.open({"driver": "gcs", "bucket": bucket}, context=context).result()
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """The object gs://BUCKET/PATH, or the objects below it. Reads like a Path."""
+    """The object gs://BUCKET/PATH, or the directory of the objects below it. Its interface is similar to Path's."""
 
     bucket: str
     path: str
@@ -87,11 +87,11 @@ class Bucket:
         return Bucket(self.bucket, self.path.rpartition("/")[0])
 
     def is_below(self, other: "Bucket") -> bool:
-        """Whether this is the other path or below it."""
+        """Returns whether this path equals the other or is below it."""
         return self.bucket == other.bucket and f"{self.path}/".startswith(f"{other.path}/")
 
     def listed(self, name: str | None = None) -> dict[str, tuple[int, int]]:
-        """By name, bytes and time of writing of all objects below this path, or of the one with the given name."""
+        """Maps the names of all objects below this path, or only `name`, to their bytes and modification times."""
         begin = f"{self.bucket}/{self.path}" if self.path else self.bucket
         only = None if name is None else f"{begin}/{name}"
         listed = self._answer("listed", lambda: _in_background(partial(_listed, f"{begin}/", only)))
@@ -116,13 +116,13 @@ class Bucket:
         return content
 
     def write(self, content: bytes, expected: bytes | None = None) -> bytes:
-        """Returns the new generation. Raises Conflict if the object's generation is not `expected`, when given."""
+        """Writes the object and returns its new generation. Raises Conflict if its generation is not `expected`."""
         ask = lambda: _driver(self.bucket).write(self.path, content, if_equal=expected)  # noqa: E731
         stamp = self._answer("written", ask, len(content))
         if stamp.generation != REFUSED:
             return stamp.generation
         current, generation = self.read()
-        if current == content:  # an earlier attempt succeeded and its answer was lost
+        if current == content:  # an earlier attempt succeeded, but its answer was lost
             return generation
         raise Conflict(f"{self} was written by another process at the same time")
 
@@ -132,7 +132,7 @@ class Bucket:
             raise Conflict(f"{self} was written by another process at the same time")
 
     def clear(self, names: Iterable[str] | None = None) -> None:
-        """Deletes the named objects below this path, by default all."""
+        """Deletes the named objects below this path, or all objects."""
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(lambda name: (self / name).delete(), self.names() if names is None else names))
 
@@ -148,7 +148,7 @@ class Bucket:
                 problem = f"no answer in {attempt_s:g} s"
             except (ValueError, OSError) as error:  # from tensorstore, from pyarrow
                 problem = STATUS.sub("", str(error)).partition("\n")[0].partition(" error_info=")[0]
-                if not problem.startswith(PASSING):
+                if not problem.startswith(TRANSIENT):
                     raise self._problem(done, problem) from None
             if pause_s == PAUSE_S:
                 say(f"{self} is not {done} yet ({problem}); retrying for {DEADLINE_S:g} s")
@@ -168,7 +168,7 @@ class Bucket:
 
 
 def _listed(begin: str, only: str | None) -> dict[str, tuple[int, int]]:
-    """Uses pyarrow's driver, because tensorstore's returns an empty list when it is not allowed to list."""
+    """Lists objects. Uses pyarrow's driver, because tensorstore's returns an empty list if listing is not allowed."""
     from pyarrow import fs
 
     server, options = os.environ.get(SERVER_VARIABLE), {}
@@ -182,7 +182,7 @@ def _listed(begin: str, only: str | None) -> dict[str, tuple[int, int]]:
 
 
 def _in_background(work: Callable[[], Any]) -> Future[Any]:
-    """Runs the work in a daemon thread, because its answer may never come and must not delay the exit."""
+    """Runs work in a daemon thread, so that work that never ends does not block the exit of the process."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
 
@@ -197,7 +197,7 @@ def _in_background(work: Callable[[], Any]) -> Future[Any]:
 
 
 def downloaded(address: str | Path, include: Callable[[str], bool] = lambda _: True) -> Path:
-    """Copies the object, or the directory's included objects, to the local cache; unchanged ones are not read again."""
+    """Copies an object, or a directory's included objects, to the local cache, unless it already has them."""
     bucket = Bucket.of(address)
     listed = bucket.listed()
     if not listed:
@@ -217,7 +217,7 @@ def downloaded(address: str | Path, include: Callable[[str], bool] = lambda _: T
     for path in directory.rglob("*"):
         name = str(path.relative_to(directory))
         if path.is_file() and include(name) and name not in included and not name.endswith(PARTIAL):
-            path.unlink()  # deleted in the bucket; a loader would mix old and new files
+            path.unlink()  # was deleted in the bucket, and a loader would mix old and new files
     return directory
 
 
@@ -230,7 +230,7 @@ def _copied(bucket: Bucket, objects: Mapping[str, tuple[int, int]]) -> Path:
 
 
 def download(bucket: Bucket, objects: Mapping[str, tuple[int, int]], directory: Path) -> None:
-    """Copies objects, as `listed` has them, into a directory, except those it has with the same size and time."""
+    """Copies objects, as returned by `listed`, into a directory, unless it has a file of the same size and time."""
 
     def copy(name: str) -> None:
         path, (num_bytes, time_ns) = directory / name, objects[name]
@@ -247,7 +247,7 @@ def download(bucket: Bucket, objects: Mapping[str, tuple[int, int]], directory: 
 
 
 def _fetch(source: Bucket, num_bytes: int, file: IO[bytes]) -> None:
-    """Reads the object in parts, all of one generation. The last part is open, because the object may have grown."""
+    """Reads an object in parts, all of one generation. The last part has no end, because the object may have grown."""
     begins = range(0, num_bytes - PART_BYTES, PART_BYTES)
     parts: list[slice | None] = [slice(begin, begin + PART_BYTES) for begin in begins]
     parts.append(slice(PART_BYTES * len(parts), None) if parts else None)
@@ -261,7 +261,7 @@ def _fetch(source: Bucket, num_bytes: int, file: IO[bytes]) -> None:
 
 
 def upload(files: Mapping[str, Path], bucket: Bucket) -> None:
-    """Large files go one at a time, because an object is sent from memory."""
+    """Uploads small files in parallel, and large files one at a time, because an object is sent from memory."""
     large = [name for name, path in files.items() if path.stat().st_size > PART_BYTES]
 
     def send(name: str) -> None:
@@ -274,9 +274,10 @@ def upload(files: Mapping[str, Path], bucket: Bucket) -> None:
 
 
 def upload_directory(directory: Path, bucket: Bucket) -> None:
-    """Replaces the objects below `bucket` with the directory's files; UPLOADING marks an incomplete upload.
+    """Replaces the objects below `bucket` with the directory's files.
 
-    It lists the new and the replaced objects, so that another upload may replace all of them.
+    The object UPLOADING marks an incomplete upload. It lists the new and the replaced objects, so that another upload
+    may replace all of them.
     """
     files = {str(path.relative_to(directory)): path for path in sorted(directory.rglob("*")) if path.is_file()}
     (bucket / UPLOADING).write(json.dumps({"files": sorted({*files, *bucket.names()})}).encode())

@@ -1,7 +1,7 @@
-"""The model card of an export, written from the run's settings and, if given, the results of an evaluation.
+"""Writes the model card of an export from the run's settings and, if given, an evaluation's results.
 
-A card shows no path of this machine: data and models appear by their names on the hub. It shows only evaluations of the
-exported model, and no headline score that the evaluation's certificate rejects.
+A card has no local paths: data and models appear by their names on the hub. It only shows evaluations of the exported
+model, and no headline score that the evaluation's certificate rejects.
 """
 
 import json
@@ -17,13 +17,13 @@ from model_port.json_files import Section, flattened, read_object
 from model_port.layout import CHECKPOINTS_DIR, read_results
 
 CURVE_FILE = "training.png"
-CURVES = ("rewards.png", "learner.png")  # of RUN/plots; the first that exists is shown
-LICENSES = dict.fromkeys(  # of base models, by the start of their names
+CURVES = ("rewards.png", "learner.png")  # in RUN/plots; the card shows the first that exists
+LICENSES = dict.fromkeys(  # base model's name prefix -> license
     ("Qwen/Qwen3-VL-", "Qwen/Qwen2.5-VL-7B-", "Qwen/Qwen2.5-VL-32B-"), "apache-2.0"
 )
 DATA_LICENSES = {"ParaVT/ParaVT-Parquet": "apache-2.0", "synthetic data": "no license, drawn by the run"}
 DATA_SETTINGS = ("data.train", "data.validation")
-SYNTHETIC = "synthetic"  # as data.train: rows that the run draws
+SYNTHETIC = "synthetic"  # the value of data.train for rows that the run draws
 SHOWN_SETTINGS = (
     *("train.num_steps", "sft.num_steps", "train.prompts_per_step", "train.group_size", "video.frame_budgets"),
     *("optim.learning_rate", "loss.name", "loss.kl_coef", "advantage.credit", "rollout.dispatch", "lora.rank", "seed"),
@@ -138,7 +138,7 @@ Licenses of the data; videos keep the licenses of their sources:
 ```
 {% endif %}"""
 
-Cell = Mapping[str, Any]  # one row of an evaluation's results: a split, a dispatch and a frame budget
+Cell = Mapping[str, Any]  # an evaluation's results for a split, a dispatch and a frame budget
 
 
 def make_card(
@@ -171,7 +171,7 @@ def make_card(
         base_link=_link(base or ""),
         license=license_,
         dtype=dtype,
-        source=f"step {src.name} of a training run" if _is_of_a_run(src) else "a checkpoint",
+        source=f"step {src.name} of a training run" if _is_run_checkpoint(src) else "a checkpoint",
         settings=settings,
         details=[(key, value) for key, value in _details(settings, base, dtype, model_type) if value],
         data_licenses=dict.fromkeys(map(_data_license, data)),
@@ -197,29 +197,29 @@ def _details(settings: Mapping[str, Any], base: str | None, dtype: str, model_ty
 
 
 def run_settings(src: Path) -> Mapping[str, Any]:
-    """The settings of the run that wrote this checkpoint, by dotted key; empty if its record is not there."""
-    if not _is_of_a_run(src) or not (file := src.absolute().parents[1] / "config.json").is_file():
+    """Returns the settings of the run that wrote this checkpoint, by dotted key; empty if they are not on disk."""
+    if not _is_run_checkpoint(src) or not (file := src.absolute().parents[1] / "config.json").is_file():
         return {}
     return flattened(Section(str(file), read_object(file)).section("config").values)
 
 
 def curve_of(src: Path) -> Path | None:
-    """The plot of the run's training, as `paravt_jax.run.plots` drew it."""
-    if not _is_of_a_run(src):
+    """Returns the path of the run's training plot from `paravt_jax.run.plots`, or None."""
+    if not _is_run_checkpoint(src):
         return None
     plots = src.absolute().parents[1] / "plots"
     return next((plots / name for name in CURVES if (plots / name).is_file()), None)
 
 
 def read_cells(run: Path, model_names: Sequence[str]) -> Sequence[Cell]:
-    """The results of an evaluation, which must have evaluated the model with one of these names."""
+    """Reads an evaluation's results. Raises unless it evaluated a model with one of these names."""
     cells = read_results(run)
     names = {str(Path(name).resolve()) for name in model_names} | {*model_names}
     for cell in cells:
         path = str(cell["model"]["path"])
         if not names & {path, str(Path(path).resolve())}:
             raise ValueError(
-                f"{run} evaluated {path}, but you export {model_names[0]}; give an evaluation of that model"
+                f"{run} evaluated {path}, but you export {model_names[0]}; give an evaluation of the exported model"
             )
     return cells
 
@@ -240,7 +240,7 @@ def _split(cell: Cell) -> str:
 
 
 def _certificate(cell: Cell) -> str:
-    """Names data by repository and checksum, never by file name, which would be a path of this machine."""
+    """Describes an evaluation in one line. Data appears by repository and checksum, because file names are local."""
     data = cell["data"]
     is_public = cell["split"] is not None and HUB_ID.fullmatch(str(data["repository"]))
     sums = ", ".join(f"sha256 {text[:DIGEST_CHARS]}" for text in data["sha256"].values())
@@ -255,7 +255,7 @@ def _certificate(cell: Cell) -> str:
 
 
 def _data(setting: Any) -> str:
-    """The name on the hub of a run's data, or a description that contains no path."""
+    """Returns the hub's name for a run's data, or a description without a path."""
     text = str(setting or "")
     name = "/".join(text.partition("@")[0].split("/")[:2])
     if HUB_ID.fullmatch(name) and not Path(text).exists():
@@ -273,17 +273,17 @@ def _data_license(data: str) -> str:
 
 
 def _link(name: str) -> str:
-    """A link to a model on the hub; words for a local one, and nothing for none."""
+    """Returns a link to a model on the hub, a description of a local model, or "" if there is no name."""
     if HUB_ID.fullmatch(name) and not Path(name).exists():
         return f"[{name}](https://huggingface.co/{name})"
     return "an earlier checkpoint" if name else ""
 
 
 def _cell_text(value: Any) -> str:
-    """Of a file with the user's own code, only the name."""
+    """Formats a value for a table cell. A path becomes its file name."""
     text = json.dumps(value) if isinstance(value, list) else str(value).rpartition("/")[2]
     return text.replace("|", " ").replace("\n", " ")
 
 
-def _is_of_a_run(src: Path) -> bool:
+def _is_run_checkpoint(src: Path) -> bool:
     return src.absolute().parent.name == CHECKPOINTS_DIR and src.name.isdecimal()

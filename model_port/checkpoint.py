@@ -4,9 +4,9 @@
     CKPT/hf/              the model's config, tokenizer and processor files
     CKPT/paravt_jax.json  source and dtype of the conversion, written last
 
-Orbax would hold whole arrays in memory. So it only writes the tree, with placeholders of one element, and we then
-replace them by the real arrays, block by block, as raw bytes. `StoredParams.blocks` reads them back for export,
-and `restore_params` onto devices.
+Orbax would hold whole arrays in memory. It therefore only writes the tree, with one-element placeholders, which this
+module then replaces by the real arrays, block by block, as raw bytes. `StoredParams.blocks` reads them for export, and
+`restore_params` reads them onto devices.
 """
 
 import json
@@ -36,18 +36,18 @@ from model_port.weights import check_param_paths
 
 FORMAT_VERSION = 1
 
-BLOCK_BYTES = 64 * 2**20  # in memory at a time, and the size of a chunk on disk
-MIN_LAYER_BYTES = 2**20
-MAX_SPREAD = 8  # the most blocks in memory for rows that span the chunks of several shards
-NUM_WORKERS = max(2, min(4, os.cpu_count() or 1))  # more threads use more memory without more throughput
-MAX_PENDING = 4  # blocks read ahead
+BLOCK_BYTES = 64 * 2**20  # maximum size of a block in memory, and of a chunk on disk
+MIN_LAYER_BYTES = 2**20  # smaller layers share a chunk
+MAX_SPREAD = 8  # maximum number of blocks in memory for rows that span the chunks of several shards
+NUM_WORKERS = max(2, min(4, os.cpu_count() or 1))  # more threads use more memory, but are not faster
+MAX_PENDING = 4  # number of blocks to read ahead
 
 Index = tuple[slice, ...]
-Box = tuple[tuple[int, int], ...]  # start and stop along each axis; unlike slices, it can be a key
+Box = tuple[tuple[int, int], ...]  # start and stop along each axis; hashable, unlike slices
 
 
 def only_dtype(dtypes: Mapping[str, np.dtype], where: str | Path) -> str:
-    """The dtype that all tensors of a model share."""
+    """Returns the dtype that all tensors of a model share. Raises if there are several."""
     examples: dict[str, str] = {}
     for tensor, dtype in dtypes.items():
         examples.setdefault(dtype.name, tensor)
@@ -58,7 +58,7 @@ def only_dtype(dtypes: Mapping[str, np.dtype], where: str | Path) -> str:
 
 
 def cast(block: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
-    """The block in another dtype. Raises, naming the tensor, if a finite value becomes infinite."""
+    """Casts a block to another dtype. Raises an error with the tensor's name if a finite value becomes infinite."""
     if block.dtype == dtype:
         return block
     out = np.empty(block.shape, dtype)
@@ -74,7 +74,7 @@ class ArrayPart(NamedTuple):
 def make_arrays(
     directory: str | Path, shapes: dict[str, tuple[int, ...]], shards: dict[str, tuple[int, ...]], dtype: np.dtype
 ) -> None:
-    """Creates DIRECTORY/params for `write_shards` to fill; `shards` are the shapes of the parts it will write."""
+    """Creates DIRECTORY/params for `write_shards`. `shards` are the shapes of the parts that it will write."""
     params_dir = Path(directory).absolute() / PARAMS_DIR
     _write_structure(params_dir, shapes, dtype)
     for path, shape in shapes.items():
@@ -82,9 +82,9 @@ def make_arrays(
 
 
 def write_shards(directory: str | Path, shards: dict[str, list[ArrayPart]]) -> list[Path]:
-    """Writes parts of arrays that `make_arrays` created and returns their files. Does not sync.
+    """Writes parts of arrays that `make_arrays` has created, and returns their files. Does not sync.
 
-    No file belongs to two shards, so hosts may write theirs at the same time.
+    No file belongs to two shards, so hosts may write their shards concurrently.
     """
     params_dir, contents = Path(directory).absolute() / PARAMS_DIR, {}
     for path, parts in shards.items():
@@ -99,7 +99,7 @@ def write_shards(directory: str | Path, shards: dict[str, list[ArrayPart]]) -> l
 def shard_blocks(
     shape: tuple[int, ...], shard: tuple[int, ...], dtype: np.dtype, parts: Iterable[ArrayPart], name: str
 ) -> Iterator[tuple[str, Callable[[], bytes]]]:
-    """The blocks that `write_shards` would write, by file name in the array's directory; used for buckets."""
+    """Yields the blocks that `write_shards` would write, with their file names. Used for buckets."""
     return _blocks(parts, _chunk_of_shard(shape, shard, dtype.itemsize), dtype, name)
 
 
@@ -117,7 +117,7 @@ def _file_of(block: Box, chunk: tuple[int, ...]) -> str:
 
 def _block_bytes(values: np.ndarray, dtype: np.dtype, name: str, chunk: tuple[int, ...]) -> bytes:
     values = cast(values, dtype, name)
-    if values.shape != chunk:  # at the array's edge, where the block is cut off
+    if values.shape != chunk:  # at the array's edge, blocks are smaller than chunks
         values = np.pad(values, [(0, size - length) for size, length in zip(chunk, values.shape, strict=True)])
     return values.tobytes()
 
@@ -130,10 +130,10 @@ def write_params(
     position: Callable[[str, Index], Any],
     on_bytes: Callable[[int], object],
 ) -> None:
-    """Writes DIRECTORY/params from `read(path, index)`, which several threads call and which may return another dtype.
+    """Writes DIRECTORY/params from `read(path, index)`, which several threads call. Does not sync.
 
-    Blocks are read in the order of `position(path, index)`, so that the source is read from front to back. `on_bytes`
-    is called with the size of every block written. Does not sync.
+    `read` may return another dtype. Blocks are read in the order of `position(path, index)`, so that the source is read
+    from front to back. `on_bytes` is called with the size of every block written.
     """
     make_arrays(directory, shapes, shapes, dtype)
     params_dir = Path(directory).absolute() / PARAMS_DIR
@@ -164,7 +164,7 @@ def _write_structure(params_dir: Path, shapes: dict[str, tuple[int, ...]], dtype
     alone = ocp.options.MultiprocessingOptions(
         primary_host=me, active_processes={me}, barrier_sync_key_prefix="structure"
     )
-    # A directory per array, because the database (ocdbt) buffers two gigabytes before it writes.
+    # One directory per array, because the database format (ocdbt) buffers two gigabytes before it writes.
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=alone)
     with _quiet(), ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
         checkpointer.save(params_dir, placeholders)
@@ -175,7 +175,7 @@ def _create_array(directory: Path, shape: tuple[int, ...], dtype: np.dtype, chun
         {
             "driver": "zarr",
             "kvstore": {"driver": "file", "path": f"{directory}/", "file_io_sync": False},
-            "metadata": {"compressor": None},  # weights hardly compress, and a raw chunk is a block's bytes
+            "metadata": {"compressor": None},  # weights hardly compress, and a raw chunk is just the block's bytes
         },
         dtype=dtype,
         shape=shape,
@@ -186,7 +186,7 @@ def _create_array(directory: Path, shape: tuple[int, ...], dtype: np.dtype, chun
 
 
 class StoredParams:
-    """A checkpoint's parameters, readable in blocks; orbax may have written it."""
+    """The parameters of a checkpoint, which orbax may have written, readable in blocks."""
 
     def __init__(self, checkpoint: str | Path):
         checkpoint = absolute_path(checkpoint)
@@ -228,17 +228,17 @@ class StoredParams:
             kvstore = {"driver": "ocdbt", "base": kvstore, "path": f"{path}/"}
         else:
             kvstore["path"] += f"{path}/"
-        # Without the last option, a missing chunk reads as zeros.
+        # With the default of the last option, a missing chunk would read as zeros.
         spec = {"driver": self._driver, "kvstore": kvstore, "fill_missing_data_reads": False}
         return ts.open(spec, open=True, read=True).result()
 
     def blocks(self, path: str) -> Iterator[np.ndarray]:
-        """The parameter's bytes in C order, in consecutive runs of full rows of a bounded size."""
+        """Yields a parameter in consecutive blocks of full rows, in C order and of bounded size."""
         store = self.open(path)
         return self._read_ahead(path, store, _runs(store.shape, _stored_chunk_shape(store), self.dtypes[path].itemsize))
 
     def read(self, path: str, index: tuple[int, ...]) -> np.ndarray:
-        """The parameter, or one of its layers."""
+        """Reads a parameter, or the layer at `index`."""
         return self._finite(path, self.open(path)[index].read().result())
 
     def _read_ahead(self, path: str, store: ts.TensorStore, indices: Iterable[Index]) -> Iterator[np.ndarray]:
@@ -282,9 +282,9 @@ class StoredParams:
 
 
 def restore_params(checkpoint: str | Path, abstract: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Reads {path: shape, dtype and sharding} from a checkpoint onto devices, cast to the given dtype.
+    """Reads parameters from a checkpoint onto devices, with the shapes, dtypes and shardings in `abstract`.
 
-    Reads each block that this process's devices need once. Host memory holds one parameter at a time.
+    Each process reads every block that its devices need once. Host memory holds one parameter at a time.
     """
     stored = StoredParams(checkpoint)
     stored.check(stored.config, {path: target.shape for path, target in abstract.items()})
@@ -293,7 +293,7 @@ def restore_params(checkpoint: str | Path, abstract: dict[str, jax.ShapeDtypeStr
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences orbax's log, which repeats the exceptions it raises."""
+    """Silences orbax's log, because it repeats the exceptions that orbax raises."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -311,28 +311,29 @@ def _check_is_checkpoint(path: Path) -> None:
         return
     hint = ""
     if (newest := newest_checkpoint(path)) is not None:
-        hint = f"; it looks like a run, give one of its checkpoints: {newest}"
+        hint = f"; it looks like a run: give one of its checkpoints, such as {newest}"
     elif (path / "config.json").is_file():
-        hint = "; it looks like a Hugging Face directory, convert it with `python -m model_port.convert`"
+        hint = "; it looks like a Hugging Face directory: convert it with `python -m model_port.convert`"
     raise ValueError(f"{path} is not a checkpoint: it has no {' and no '.join(missing)}{hint}")
 
 
 def _chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """One layer, or consecutive rows of it, of at most BLOCK_BYTES; without layers, rows of the parameter."""
+    """Returns the chunk shape: a layer or consecutive rows of it, of at most BLOCK_BYTES; without layers, some rows."""
     if _has_layers(shape, itemsize):
         return (1, *_some_rows(shape[1:], itemsize))
     return _some_rows(shape, itemsize)
 
 
 def _chunk_of_shard(shape: tuple[int, ...], shard: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """The chunk shape of a sharded parameter. Chunks divide the shard, so that no chunk is in two shards.
+    """Returns the chunk shape of a sharded parameter. Chunks divide the shard, so that no chunk is in two shards.
 
-    A reader of full rows holds as many chunks as rows are split into, so chunks of widely split rows have fewer rows.
+    A reader of full rows holds as many chunks as rows are split into, so chunks have fewer rows if rows are split into
+    many parts.
     """
-    of_array, chunk = _chunk_shape(shape, itemsize), _chunk_shape(shard, itemsize)
+    unsharded, chunk = _chunk_shape(shape, itemsize), _chunk_shape(shard, itemsize)
     if shard == shape:
-        return of_array
-    most = (min(MAX_SPREAD * rows, own) for rows, own in zip(of_array, chunk, strict=True))
+        return unsharded
+    most = (min(MAX_SPREAD * rows, own) for rows, own in zip(unsharded, chunk, strict=True))
     return tuple(
         next(part for part in range(bound, 0, -1) if size % part == 0) for size, bound in zip(shard, most, strict=True)
     )
@@ -341,15 +342,15 @@ def _chunk_of_shard(shape: tuple[int, ...], shard: tuple[int, ...], itemsize: in
 def _some_rows(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     length, *row_shape = shape
     fewest = -(-length // max(1, BLOCK_BYTES // (math.prod(row_shape) * itemsize)))
-    # The last chunk takes the same space as the others, so choose the number of chunks that leaves it fullest.
+    # The last chunk takes as much space as the others, so choose the number of chunks that fills it best.
     rows = min((-(-length // parts) for parts in range(fewest, 2 * fewest + 1)), key=lambda rows: -length % rows)
     return (rows, *row_shape)
 
 
 def _has_layers(shape: tuple[int, ...], itemsize: int) -> bool:
-    """Whether the first axis counts layers that are worth a chunk each: true for kernels, not for scales and biases.
+    """Returns whether the first axis counts layers that are large enough for separate chunks, as in stacked kernels.
 
-    Decided by the size of the rows, which are far smaller in a vocabulary table or a single kernel.
+    Decided by the size of an element of this axis, which is far smaller in a vocabulary table or a single kernel.
     """
     return len(shape) > 2 and math.prod(shape[1:]) * itemsize >= MIN_LAYER_BYTES
 
@@ -360,7 +361,7 @@ def _stored_chunk_shape(store: ts.TensorStore) -> tuple[int, ...]:
 
 
 def _runs(shape: tuple[int, ...], chunk_shape: tuple[int, ...], itemsize: int) -> Iterator[Index]:
-    """Indices of consecutive full rows, chosen so that each chunk is needed by only one index."""
+    """Yields indices of consecutive full rows, chosen so that no chunk is needed by two indices."""
     length, *row_shape = shape
     chunk_rows, *rest_of_chunk = chunk_shape
     row_bytes = math.prod(row_shape) * itemsize
@@ -375,7 +376,7 @@ def _runs(shape: tuple[int, ...], chunk_shape: tuple[int, ...], itemsize: int) -
 
 
 def grid_of(box: Box, chunk_shape: tuple[int, ...]) -> Iterator[Box]:
-    """The chunks of a box that starts at a chunk boundary."""
+    """Yields the chunks of a box that starts at a chunk boundary."""
     starts = (range(start, stop, step) for (start, stop), step in zip(box, chunk_shape, strict=True))
     for corner in product(*starts):
         yield tuple(
@@ -389,7 +390,7 @@ def box_of(index: Index | None, shape: tuple[int, ...]) -> Box:
 
 
 def index_of(box: Box, origin: Box | None = None) -> Index:
-    """The box as slices, counted from the start of `origin`."""
+    """Converts a box to slices, relative to the start of `origin`."""
     starts = [0] * len(box) if origin is None else [start for start, _ in origin]
     return tuple(slice(start - first, stop - first) for (start, stop), first in zip(box, starts, strict=True))
 

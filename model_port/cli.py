@@ -1,6 +1,6 @@
-"""Error handling for all commands: one readable line on stderr and a failing exit code; `--debug` adds the trace.
+"""Handles errors for all commands: one readable line on stderr and a failing exit code; `--debug` adds the trace.
 
-A command gives its parser the flag with `add_debug_flag` and ends its module with `run_cli(main)`.
+A command's module adds the flag to its parser with `add_debug_flag` and ends with `run_cli(main)`.
 """
 
 import argparse
@@ -19,7 +19,7 @@ EXPECTED_ERRORS = (ValueError, OSError, RuntimeError)  # their messages are writ
 
 
 def prog_of(module: str) -> str:
-    """The command's name in its help: `paravt NAME` if it was started that way, else `python -m MODULE`."""
+    """Returns the command's name for its help: `paravt NAME` if started that way, else `python -m MODULE`."""
     return sys.argv[0] if sys.argv[0].startswith("paravt ") else f"python -m {module}"
 
 
@@ -28,7 +28,7 @@ def add_debug_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def run_cli(main: Callable[[], None]) -> NoReturn:
-    """Runs a command and exits: 0 only when `main` returned and its output could be written."""
+    """Runs a command and exits, with code 0 only if `main` returned and its output could be written."""
     try:
         guard_stdout()
         main()
@@ -36,7 +36,7 @@ def run_cli(main: Callable[[], None]) -> NoReturn:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:  # the reader of our output left, for example `head`; the flush at exit would raise again
+    except BrokenPipeError:  # the reader of our output has ended, for example `head`; the flush at exit would raise too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(FAILED)
     except Exception as problem:
@@ -48,7 +48,7 @@ def run_cli(main: Callable[[], None]) -> NoReturn:
 
 
 def one_line(problem: BaseException) -> str:
-    """An error's message without line breaks; for an exception group, the first error's."""
+    """Returns an error's message without line breaks, or the first error's message of an exception group."""
     if isinstance(problem, BaseExceptionGroup):
         return one_line(problem.exceptions[0])
     if isinstance(problem, OSError) and problem.strerror:

@@ -1,4 +1,4 @@
-"""Names the work that programs are compiled for, so that a log line can show it."""
+"""Names the purpose of programs while they are compiled, so that log lines can show it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,13 +8,13 @@ _purpose: ContextVar[str] = ContextVar("purpose", default="")
 
 
 def purpose() -> str:
-    """The purpose of a program that this thread compiles; empty if none is set."""
+    """Returns the purpose of a program that this thread compiles, or ""."""
     return _purpose.get()
 
 
 @contextmanager
 def compiling(name: str) -> Iterator[None]:
-    """Names the purpose of the programs that the thread compiles in this context, unless an outer context has."""
+    """Sets the purpose of programs that this thread compiles in the context, unless an outer context has set it."""
     token = _purpose.set(_purpose.get() or name)
     try:
         yield

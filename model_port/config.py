@@ -1,6 +1,6 @@
-"""Reads a Hugging Face `config.json`. The value of `model_type` selects the family, each of which is a folder.
+"""Reads a Hugging Face `config.json`. Its `model_type` selects the model family; each family has a folder.
 
-Settings that this port does not implement raise an error here, by name, before any weight is read.
+Settings that this port does not implement raise an error with their name before any weight is read.
 """
 
 import math
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401 (numpy learns bfloat16 from it)
+import ml_dtypes  # noqa: F401 (registers bfloat16 with numpy)
 import numpy as np
 
 from model_port.architecture import Family, ModelConfig, TextConfig, VisionConfig, require
@@ -21,7 +21,7 @@ from model_port.qwen3_vl_moe import config as qwen3_vl_moe
 __all__ = ["ModelConfig", "TextConfig", "VisionConfig"]
 
 DTYPES = ("float32", "bfloat16", "float16")  # of parameters
-QUANTIZATION_KEYS = ("quantization_config", "compression_config")  # the second: in older files of compressed-tensors
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")  # older files of compressed-tensors use the second
 FAMILIES: dict[str, Family] = {  # by model_type
     "qwen3_vl": qwen3_vl.FAMILY,
     "qwen3_vl_moe": qwen3_vl_moe.FAMILY,
@@ -32,7 +32,7 @@ PRESETS = {name: config for family in FAMILIES.values() for name, config in fami
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """LoRA adapters on the projections of the language layers. With adapters, only they are trained."""
+    """LoRA adapters on the projections of the language layers. With adapters, no other weights are trained."""
 
     rank: int = field(default=0, metadata={"help": "rank of every adapter; 0: no adapters, all weights are trained"})
     alpha: float = field(
@@ -52,7 +52,7 @@ NO_ADAPTERS = LoraConfig()
 
 
 def config_from_hf(hf: dict[str, Any], source: str = "config.json") -> ModelConfig:
-    """The config of a parsed Hugging Face `config.json`; `source` names it in errors."""
+    """Converts a parsed Hugging Face `config.json`; `source` names the file in errors."""
     model_type = hf.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         architectures = hf.get("architectures") or "no architectures listed"
@@ -70,17 +70,17 @@ def config_from_hf(hf: dict[str, Any], source: str = "config.json") -> ModelConf
             )
     try:
         return FAMILIES[model_type].from_hf(root)
-    except ValueError as problem:  # of values that are possible alone, and not together
+    except ValueError as problem:  # for example for values that conflict with each other
         raise ValueError(str(problem) if str(problem).startswith(source) else f"{source}: {problem}") from None
 
 
 def config_to_hf(config: ModelConfig, dtype: str = "bfloat16") -> dict[str, Any]:
-    """A `config.json` in the spelling of the published checkpoints, which transformers 4.57 and later read."""
+    """Converts to a `config.json` in the published checkpoints' format, which transformers 4.57 and later read."""
     return FAMILIES[config.family].to_hf(config, dtype)
 
 
 def read_hf_config(directory: str | Path) -> dict[str, Any]:
-    """The parsed `config.json` of a Hugging Face directory, or an error about the directory."""
+    """Reads and parses the `config.json` of a Hugging Face directory. Raises if it is not such a directory."""
     directory = Path(directory)
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a directory")
@@ -99,7 +99,7 @@ def parse_dtype(name: str) -> np.dtype:
 
 
 def preset(name: str) -> ModelConfig:
-    """The published dimensions of a size, by the name that `--model` takes."""
+    """Returns the dimensions of a published size, by its name for `--model`."""
     if name.lower() not in PRESETS:
-        raise ValueError(f"unknown model {name!r}; known are {', '.join(PRESETS)}")
+        raise ValueError(f"unknown model {name!r}; use one of {', '.join(PRESETS)}")
     return PRESETS[name.lower()]

@@ -1,6 +1,6 @@
-"""The parts of a `config.json` that families share, read and written.
+"""Reads and writes the parts of a `config.json` that all families share.
 
-Every size has a bound far above published models, so that nothing is built from a number that is a mistake.
+Every size has a limit far above published models, so that a mistaken number raises an error here.
 """
 
 from dataclasses import replace
@@ -14,9 +14,9 @@ MAX_LAYERS, MAX_WIDTH, MAX_HEAD_DIM, MAX_THETA = 1024, 2**17, 2**13, 1e15
 
 
 def rope_section(text: Section, *, interleaved: bool, other_name: str = "default") -> Section:
-    """The rotary settings: `rope_parameters` (transformers 5), or `rope_scaling` + `rope_theta` (published files).
+    """Reads the RoPE settings: `rope_parameters` (transformers 5), or `rope_scaling` + `rope_theta` (published files).
 
-    Raises unless they are of the default kind, which also has `other_name`, and has no further settings.
+    Raises unless the type is "default" or its synonym `other_name`, without further settings.
     """
     rope = text.section("rope_parameters", {})
     if not rope.values:
@@ -40,7 +40,7 @@ def text_config(
     max_positions: int = 128_000,
     **traits: bool,
 ) -> TextConfig:
-    """The language tower, with transformers' defaults for this family, and the family's traits."""
+    """Reads the language tower's config. The arguments are the family's defaults in transformers, and its traits."""
     text.expect("hidden_act", "silu")
     text.expect("use_sliding_window", False)
     for kind in dict.fromkeys(text.values.get("layer_types") or ()):
@@ -85,7 +85,7 @@ def text_sizes_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def vision_sizes(vision: Section, patch_px: int) -> dict[str, Any]:
-    """The fields that every family's vision tower has; `patch_px` is the family's."""
+    """Reads the fields that every family's vision tower has; `patch_px` is the family's default."""
     rope = vision.section("rope_parameters", {})
     rope.expect("rope_type", "axial")
     return dict(

@@ -1,4 +1,4 @@
-"""Converts a Hugging Face model to a checkpoint that loads onto any mesh; memory does not grow with the model.
+"""Converts a Hugging Face model to a checkpoint that loads onto any mesh, in memory independent of the model's size.
 
     python -m model_port.convert --src HF_DIR_OR_ID --dst CKPT [--dtype bfloat16]
 
@@ -28,14 +28,14 @@ from model_port.progress import BYTES, Meter, in_units
 from model_port.terminal import say
 from model_port.weights import check_hf_tensors, in_words, num_params, open_hf_tensors, read_param, rules
 
-METADATA_BYTES = 2**20  # on disk, in addition to parameters and side files
+METADATA_BYTES = 2**20  # disk space for files besides parameters and side files
 
 
 @dataclass(frozen=True)
 class ConversionReport:
     """The result of a conversion or an export."""
 
-    path: str  # or the bucket address
+    path: str  # a path or a bucket address
     dtype: str
     num_params: int
     num_bytes: int
@@ -49,9 +49,9 @@ class ConversionReport:
 
 
 def convert(src: str | Path, dst: str | Path, dtype: str | None = None, *, force: bool = False) -> ConversionReport:
-    """Writes the checkpoint `dst` from a Hugging Face directory or hub id.
+    """Converts a Hugging Face directory or hub id to the checkpoint `dst`.
 
-    `dtype` defaults to the source's. `force` replaces an existing checkpoint once the new one is complete.
+    `dtype` defaults to the source's. `force` replaces an existing checkpoint once the new checkpoint is complete.
     """
     start_s = time.monotonic()
     if dtype is not None:
@@ -60,7 +60,7 @@ def convert(src: str | Path, dst: str | Path, dtype: str | None = None, *, force
     src_dir = source_directory(src)
     if is_adapter(src_dir) or is_checkpoint(src_dir):
         kind, verb = ("an adapter", "merges") if is_adapter(src_dir) else ("a checkpoint already", "exports")
-        raise ValueError(f"{src} is {kind}; use it as it is, or model_port.export --src {src} {verb} it")
+        raise ValueError(f"{src} is {kind}; use it directly, or model_port.export --src {src} {verb} it")
     config = read_config(src_dir)
     with open_hf_tensors(src_dir, config) as tensors:
         check_hf_tensors(config, tensors)
@@ -71,7 +71,7 @@ def convert(src: str | Path, dst: str | Path, dtype: str | None = None, *, force
         hub_id = base_model(src_dir)
         files = with_base_model(read_side_files(src_dir), hub_id)
         if problem := no_tokenizer(src_dir):
-            say(f"{problem}: its checkpoint can neither train nor sample")
+            say(f"{problem}: you cannot train or sample with its checkpoint")
         shapes = {path: leaf.shape for path, leaf in abstract_params(abstract_model(config), dtype).items()}
 
         def read(path: str, index: Index) -> np.ndarray:

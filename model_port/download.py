@@ -1,4 +1,4 @@
-"""Finds a model by its directory, its bucket address or its hub id, and downloads it if needed."""
+"""Finds a model by its directory, bucket address or hub id, and downloads it if needed."""
 
 from pathlib import Path
 
@@ -22,16 +22,16 @@ WEIGHTS = ("*.safetensors", INDEX_FILE, ADAPTER_CONFIG_FILE)  # downloaded in ad
 
 
 def local_directory(path: str | Path) -> Path:
-    """The model's local directory. Downloads one at gs://…, without the optimizer's state."""
+    """Returns a model's local directory. Downloads a model at gs://…, without the optimizer's state."""
     if is_address(path):
         return downloaded(path, lambda name: not name.startswith(f"{OPTIMIZER_DIR}/"))
     return Path(path)
 
 
 def source_directory(src: str | Path, given_as: str = "--src DIR", *, weights: bool = True) -> Path:
-    """The given directory, or the hub cache's directory after downloading `ORG/NAME`, with or without weights.
+    """Returns a model's local directory. Downloads a hub id `ORG/NAME` or a bucket's model first.
 
-    `given_as` is the error message's hint for naming a directory instead.
+    `weights=False` skips the hub model's weights. `given_as` tells the user in errors how to give a directory instead.
     """
     if Path(src).is_dir() or is_address(src):
         directory = local_directory(src)
@@ -47,6 +47,6 @@ def source_directory(src: str | Path, given_as: str = "--src DIR", *, weights: b
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as problem:
         raise RuntimeError(
             f"{src} is not a directory and could not be downloaded from the hub ({reason_of(problem)}); "
-            f"check the name and the network, or run `hf download {src} --local-dir DIR` on a machine that is online "
-            f"and give {given_as}"
+            f"check the name and the network, or run `hf download {src} --local-dir DIR` on a machine that is online, "
+            f"copy DIR here and give {given_as}"
         ) from problem

@@ -1,11 +1,11 @@
-"""Mixture of experts: each token is computed by the experts that the router gives the highest probabilities.
+"""Mixture of experts: the router selects for each token the experts with the highest probabilities.
 
-No token is dropped. A device sorts the pairs of its tokens and their experts by expert and fills them into blocks of
-rows, each of a single expert, so that one batched product computes all blocks. It computes its own rows with all
-experts, whose weights it gathers over fsdp like a dense layer's; their ffn is split over tensor.
+No token is dropped. Each device sorts its pairs of a token and an expert by expert, and fills them into blocks of rows,
+each for a single expert, so that one batched matrix product computes all blocks. A device computes its own rows with
+all experts, whose weights it gathers over fsdp like a dense layer's. The experts' ffn axis is split over tensor.
 
-DIFFERS: `jax.lax.ragged_dot` would need no blocks, but XLA computes every row with every expert: for GPUs always, for
-TPUs in the gradient of the weights (jax 0.10).
+DIFFERS: `jax.lax.ragged_dot` would need no blocks, but with jax 0.10 XLA computes every row with every expert, always
+on GPUs and in the gradient of the weights on TPUs.
 
 Reference: transformers modeling_qwen3_vl_moe.py (Qwen3VLMoeTextTopKRouter, Qwen3VLMoeTextExperts).
 """
@@ -22,13 +22,13 @@ from model_port.inputs import NOT_REPLAYED
 from model_port.layers import at_least_float32, cast, gated_silu, normal
 from model_port.sharding import constrain, gathered, per_device, sum_over_tensor
 
-FEW_TOKENS = 1024  # up to here every expert computes one block: more products, but weights are read once, not copied
-BLOCKS_OF_EXPERT = 2  # on average: more of them have less padding, and more copies of the weights
-ROWS_STEP = 8  # a block's rows are a multiple of this
+FEW_TOKENS = 1024  # up to here every expert has one block of all tokens: more FLOPs, but no copies of weights
+BLOCKS_OF_EXPERT = 2  # average per expert; more blocks have less padding, but need more copies of weights
+ROWS_STEP = 8  # the number of rows of a block is a multiple of this
 
 
 class Experts(nnx.Module):
-    """The MLP of all layers, stacked: a router, and the experts' kernels in the memory order of published files."""
+    """The stacked MLPs of all layers: routers, and the experts' kernels in the memory order of the published files."""
 
     def __init__(self, config: TextConfig, scale: float, rngs: nnx.Rngs):
         layers, experts, width, ffn = config.num_layers, config.num_experts, config.width, config.ffn_width
@@ -40,7 +40,7 @@ class Experts(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], replayed: Int[Array, "B T J"] | None = None
     ) -> tuple[Float[Array, "B T D"], Int[Array, "B T J"]]:
-        """The output, and the numbers of each token's experts: the replayed ones, where they are not NOT_REPLAYED."""
+        """Returns the output and the indices of each token's experts, replayed where `replayed` is not NOT_REPLAYED."""
         x = constrain(x, "btd")
         logits = jnp.einsum("BTD,XD->BTX", x, cast(self.router_kernel_xm, x))
         weights, chosen = route(logits, self.token_experts, replayed)
@@ -52,7 +52,7 @@ class Experts(nnx.Module):
 def route(
     logits: Float[Array, "B T X"], count: int, replayed: Int[Array, "B T J"] | None = None
 ) -> tuple[Float[Array, "B T J"], Int[Array, "B T J"]]:
-    """The probabilities of the `count` likeliest experts, scaled to a sum of one, and the experts' numbers."""
+    """Returns the probabilities of the `count` likeliest experts, normalized to sum to one, and their indices."""
     probs = jax.nn.softmax(at_least_float32(logits), axis=-1)
     weights, chosen = jax.lax.top_k(probs, count)
     if replayed is not None:
@@ -68,7 +68,7 @@ def mix(
     gate_up: Float[Array, "part D 2 F"],
     down: Float[Array, "part F D"],
 ) -> tuple[Float[Array, "B T D"]]:
-    """The weighted sum of the chosen experts' outputs, on a device's rows and its part of every kernel."""
+    """Computes the weighted sum of the chosen experts' outputs, from a device's rows and its part of every kernel."""
     gate_up, down = gathered(gate_up, "xmcf"), gathered(down, "xfm")
     num_experts, width, _, ffn = gate_up.shape
     blocks = fill_blocks(chosen.reshape(-1, chosen.shape[-1]), num_experts)
@@ -86,24 +86,24 @@ def mix(
 def tokens_of_experts(
     chosen: Int[Array, "L B T J"], segment_ids: Int[Array, "B T"], num_experts: int
 ) -> Int[Array, "L X"]:
-    """The number of tokens of every expert, without padding."""
-    kept = jnp.where((segment_ids > 0)[None, ..., None], chosen, num_experts)
-    return jax.nn.one_hot(kept, num_experts, dtype=jnp.int32).sum(axis=(1, 2, 3))
+    """Counts the tokens of every expert, without padding tokens."""
+    counted = jnp.where((segment_ids > 0)[None, ..., None], chosen, num_experts)
+    return jax.nn.one_hot(counted, num_experts, dtype=jnp.int32).sum(axis=(1, 2, 3))
 
 
 class Blocks(NamedTuple):
-    """The places of pairs, each a token and one of its experts, in blocks of rows of a single expert."""
+    """The assignment of pairs (a token and one of its experts) to the rows of blocks; each block has one expert."""
 
-    experts: Int[Array, " M"] | None  # of each block; None: block i has expert i
-    pairs: Int[Array, "M rows"]  # the pair of each row; a number beyond the last pair for padding
+    experts: Int[Array, " M"] | None  # the expert of each block; None: block i has expert i
+    pairs: Int[Array, "M rows"]  # the pair in each row; past the last pair for padding
     slots: Int[Array, " pairs"]  # the row of each pair, counted over all blocks
 
 
 def block_shape(num_tokens: int, num_experts: int, token_experts: int) -> tuple[int, int]:
-    """The number of blocks, enough for any choice of experts, and the rows of each."""
+    """Returns the number of blocks, enough for any choice of experts, and the number of rows of each block."""
     num_pairs = num_tokens * token_experts
     rows = -(-num_pairs // (BLOCKS_OF_EXPERT * num_experts * ROWS_STEP)) * ROWS_STEP
-    if num_tokens <= max(rows, FEW_TOKENS):  # an expert has a token at most once
+    if num_tokens <= max(rows, FEW_TOKENS):  # no expert has a token twice, so a block can hold all tokens
         return num_experts, num_tokens
     return num_pairs // rows + num_experts, rows
 
@@ -128,5 +128,5 @@ def fill_blocks(chosen: Int[Array, "tokens J"], num_experts: int) -> Blocks:
 def product(
     rows: Float[Array, "M rows D"], kernel: Float[Array, "X D F"], experts: Int[Array, " M"] | None
 ) -> Float[Array, "M rows F"]:
-    """Each block times its expert's kernel."""
+    """Multiplies each block by its expert's kernel."""
     return jnp.einsum("MRD,MDF->MRF", rows, kernel if experts is None else kernel[experts])

@@ -3,9 +3,9 @@
     python -m model_port.export --src CKPT_OR_RUN_CHECKPOINT --dst HF_DIR [--push-to-hub REPO] [--dtype bfloat16]
     python -m model_port.export --src ADAPTER --dst DIR [--adapter]
 
-A parameter's bytes are its tensors' bytes one after the other, so blocks of the checkpoint stream into the output
-shards, and memory does not grow with the model. An adapter is merged into its base model tensor by tensor, or with
---adapter written by itself in PEFT's format.
+A parameter's bytes are the concatenated bytes of its tensors, so blocks of the checkpoint stream into the output shards
+and memory does not grow with the model. An adapter is merged into its base model tensor by tensor, or with --adapter
+written by itself in PEFT's format.
 """
 
 import argparse
@@ -21,12 +21,12 @@ import numpy as np
 import xxhash
 
 from model_port.adapters import (
-    add_to_sum,
     check_base,
     check_base_files,
     files_of_base,
     read_adapter,
     read_adapter_info,
+    update_checksum,
     with_adapter,
     write_adapter,
 )
@@ -61,9 +61,9 @@ def export(
     name: str | None = None,
     evaluation: str | Path | None = None,
 ) -> ConversionReport:
-    """Writes the Hugging Face directory `dst`; `dtype` defaults to the checkpoint's.
+    """Writes the Hugging Face directory `dst`. `dtype` defaults to the checkpoint's.
 
-    `name` and `evaluation`, the run_dir of an evaluation of this model, are for the model card.
+    The model card shows `name` and the results in `evaluation`, the run_dir of an evaluation of this model.
     """
     start_s = time.monotonic()
     if dtype is not None:
@@ -74,7 +74,7 @@ def export(
     address, src = str(src), local_directory(src)
     if is_adapter(src):
         check_replaceable(Path(dst), force, Path(base_of(src)))
-    source = _adapted(src) if is_adapter(src) else _stored(src)
+    source = _adapter_source(src) if is_adapter(src) else _checkpoint_source(src)
     config, hf_dir = source.config, _hf_dir(src)
     dtype = dtype or only_dtype(source.dtypes, src)
     storage = parse_dtype(dtype)
@@ -123,14 +123,14 @@ def export_adapter(
 
 @dataclass(frozen=True, eq=False)
 class _Source:
-    """A model to export: its blocks are the bytes of all tensors in order, each with a name for messages."""
+    """A model to export. Its blocks have the bytes of all tensors in order, each with a tensor's name for errors."""
 
     config: ModelConfig
     dtypes: Mapping[str, np.dtype]
     blocks: Iterator[tuple[str, np.ndarray]]
 
 
-def _stored(src: Path) -> _Source:
+def _checkpoint_source(src: Path) -> _Source:
     stored = _checked(StoredParams(src))
 
     def blocks(rule: Rule) -> Iterator[np.ndarray]:
@@ -147,8 +147,8 @@ def _in_file(rule: Rule, tensor: np.ndarray) -> np.ndarray:
     return tensor.swapaxes(1, 2) if is_swapped(rule) else tensor
 
 
-def _adapted(src: Path) -> _Source:
-    """An adapter merged into its base model, which must be unchanged since training."""
+def _adapter_source(src: Path) -> _Source:
+    """Merges an adapter into its base model. Raises if the base model has changed since training."""
     info, directory = read_adapter_info(src), base_directory(src)
     check_base_files(src, info.base, info.base.files and files_of_base(hf_files_of(directory)))
     base = _whole_tensors(directory)
@@ -158,7 +158,7 @@ def _adapted(src: Path) -> _Source:
     def as_trained() -> Iterator[tuple[str, np.ndarray]]:
         for name, tensor in base.blocks:
             tensor = cast(tensor, trained or tensor.dtype, name)
-            add_to_sum(digest, tensor)
+            update_checksum(digest, tensor)
             yield name, tensor
         check_base(src, info.base, digest.hexdigest())
 
@@ -170,7 +170,7 @@ def _adapted(src: Path) -> _Source:
 
 
 def _whole_tensors(base: Path) -> _Source:
-    """A checkpoint or a Hugging Face directory, with one block per tensor."""
+    """Reads a checkpoint or a Hugging Face directory in blocks of one tensor each."""
     if is_checkpoint(base):
         stored = _checked(StoredParams(base))
         return _Source(stored.config, stored.dtypes, _from_checkpoint(stored))
@@ -199,14 +199,14 @@ def _checked(stored: StoredParams) -> StoredParams:
 
 
 def _hf_dir(src: Path) -> Path:
-    """The directory of config, tokenizer and processor; an adapter without one uses its base model's."""
+    """Returns the directory of config, tokenizer and processor; for an adapter without one, its base model's."""
     alone = is_adapter(src) and not (src / HF_DIR).is_dir()
     return hf_files_of(base_directory(src) if alone else src)
 
 
 @dataclass
 class Shard:
-    """One output file: its tensors in order."""
+    """An output file and its tensors in order."""
 
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     num_bytes: int = 0
@@ -214,7 +214,7 @@ class Shard:
 
 
 def plan_shards(shapes: dict[str, tuple[int, ...]], dtype: np.dtype, max_bytes: float) -> list[Shard]:
-    """Distributes the tensors, in order, over files of at most `max_bytes`; a larger tensor gets its own file."""
+    """Distributes the tensors in order over files of at most `max_bytes`. A larger tensor gets its own file."""
     shards = [Shard()]
     for name, shape in shapes.items():
         tensor_bytes = math.prod(shape) * dtype.itemsize
@@ -235,7 +235,7 @@ def _cast_blocks(source: _Source, dtype: np.dtype, bar: Meter) -> Iterator[np.nd
 
 
 def _write_shards(directory: Path, shards: list[Shard], dtype: np.dtype, blocks: Iterator[np.ndarray]) -> None:
-    """Writes the bytes of all tensors, one stream, into the files one after the other."""
+    """Writes the stream of all tensors' bytes into the files, one file after the other."""
     unwritten = np.empty(0, np.uint8)
     for shard in shards:
         tensors = {name: (dtype, shape) for name, shape in shard.shapes.items()}
@@ -247,7 +247,7 @@ def _write_shards(directory: Path, shards: list[Shard], dtype: np.dtype, blocks:
                 part, unwritten = unwritten[:remaining_bytes], unwritten[remaining_bytes:]
                 write(part)
                 remaining_bytes -= len(part)
-    surplus = next(blocks, None)  # reads the source to its end, where it checks the base of an adapter
+    surplus = next(blocks, None)  # at its end, the source of an adapter checks the base model
     assert not len(unwritten) and surplus is None, "the source has more tensors than the shards"
 
 

@@ -1,8 +1,8 @@
 """A Hugging Face model's files other than weights: config, tokenizer, processor, chat template.
 
-Published checkpoints describe the processors in preprocessor_config.json and video_preprocessor_config.json, which
-older libraries read; transformers 5 writes one processor_config.json and prefers it. The chat template also has three
-possible files. A directory of ours has them all, so that every reader finds the same settings.
+Published checkpoints describe their processors in preprocessor_config.json and video_preprocessor_config.json, which
+older libraries read. Transformers 5 writes, and prefers, a single processor_config.json. The chat template can also be
+in three files. The directories that we write have all these files, so that every reader finds the same settings.
 """
 
 import json
@@ -23,9 +23,9 @@ PROCESSOR_FILE = "processor_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 OLD_TEMPLATE_FILE = "chat_template.json"
 
-RECIPE_FILE = "paravt.json"  # prompts and frame sizes, written by the run that trained the model
+RECIPE_FILE = "paravt.json"  # the prompts and frame sizes of the run that trained the model
 
-# A model's files besides weights and card. An allow-list, because people keep tokens and notes in the same directory.
+# A model's files besides weights and card. An allow-list, because users keep tokens and notes in the same directory.
 SIDE_FILES = (
     *(CONFIG_FILE, "generation_config.json", "configuration.json"),
     *(TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, "vocab.json", "merges.txt", "tokenizer.model"),
@@ -34,7 +34,7 @@ SIDE_FILES = (
     RECIPE_FILE,
     *("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "NOTICE.md"),
 )
-VOCABULARIES = (TOKENIZER_FILE, "vocab.json")  # several megabytes; the tokenizer's library checks them
+VOCABULARIES = (TOKENIZER_FILE, "vocab.json")  # not parsed here, because they are large and the tokenizer checks them
 CARD_FILE = "README.md"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_CACHE = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
@@ -44,7 +44,7 @@ NAME_KEYS = {"processor_class", "image_processor_type", "video_processor_type"}
 
 
 def read_side_files(directory: Path) -> dict[str, bytes]:
-    """The model's files besides weights and card, with the spellings that are missing filled in."""
+    """Reads a model's files besides weights and card, and adds the files that are missing for some readers."""
     files = {name: read_bytes(directory / name) for name in sorted(SIDE_FILES) if (directory / name).is_file()}
     for name in files:
         if name.endswith(".json") and name not in VOCABULARIES:
@@ -53,7 +53,7 @@ def read_side_files(directory: Path) -> dict[str, bytes]:
 
 
 def no_tokenizer(directory: str | Path) -> str:
-    """An error's text, empty if there is a tokenizer."""
+    """Returns an error's text if the directory has no tokenizer, otherwise ""."""
     found = any((Path(directory) / name).is_file() for name in VOCABULARIES)
     return "" if found else f"{directory} has no tokenizer ({' or '.join(VOCABULARIES)})"
 
@@ -65,7 +65,7 @@ def write_side_files(files: dict[str, bytes], directory: Path) -> None:
 
 
 def with_dtype(files: dict[str, bytes], dtype: str) -> dict[str, bytes]:
-    """The files with every dtype in config.json replaced by the given one, or added if there was none."""
+    """Returns the files with every dtype in config.json replaced by `dtype`, or added if there is none."""
     config = parse_object(files[CONFIG_FILE], CONFIG_FILE)
     if not DTYPE_KEYS & set(config):
         config["dtype"] = dtype
@@ -73,7 +73,7 @@ def with_dtype(files: dict[str, bytes], dtype: str) -> dict[str, bytes]:
 
 
 def base_model(directory: Path) -> str | None:
-    """The hub id of the base model, from the directory's path in the hub's cache or from our note in its config."""
+    """Returns the base model's hub id, from the directory's path in the hub's cache or our note in its config."""
     cached = HUB_CACHE.search(f"{directory.absolute()}/")
     if cached is not None:
         return "/".join(cached.groups())
@@ -82,14 +82,14 @@ def base_model(directory: Path) -> str | None:
 
 
 def with_base_model(files: dict[str, bytes], hub_id: str | None) -> dict[str, bytes]:
-    """The files with the hub id noted where transformers puts it."""
+    """Returns the files with the hub id added to config.json under transformers' key."""
     if hub_id is None:
         return files
     return {**files, CONFIG_FILE: _to_json({**parse_object(files[CONFIG_FILE], CONFIG_FILE), BASE_MODEL_KEY: hub_id})}
 
 
 def with_pixel_bounds(files: dict[str, bytes], min_pixels: int, max_pixels: int) -> dict[str, bytes]:
-    """The files with the bounds of an image's area replaced, in every file that has them."""
+    """Returns the files with the bounds of an image's area replaced in every file that has them."""
     name = "image_processor"
     changed = dict(files)
     for file in (FLAT_FILES[name], PROCESSOR_FILE):
@@ -97,14 +97,14 @@ def with_pixel_bounds(files: dict[str, bytes], min_pixels: int, max_pixels: int)
         section = content.get(name) if file == PROCESSOR_FILE else content
         if section:
             section["size"] = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
-            for old in ("min_pixels", "max_pixels"):  # an older spelling, which would contradict the new values
+            for old in ("min_pixels", "max_pixels"):  # older keys, which would contradict the new values
                 section.pop(old, None)
             changed[file] = _to_json(content)
     return changed
 
 
 def _parse(files: dict[str, bytes], name: str, directory: Path) -> dict[str, Any]:
-    """The parsed file, or an empty object if there is none."""
+    """Parses a file; returns an empty object if it does not exist."""
     return parse_object(files.get(name, b"{}"), directory / name)
 
 
@@ -140,7 +140,7 @@ def _with_processor_files(files: dict[str, bytes], directory: Path) -> dict[str,
 
 
 def _check_agreement(nested: dict[str, Any], flat: dict[str, Any], directory: Path, name: str, flat_file: str) -> None:
-    """transformers 5 reads one file, older libraries the other, and both must resize frames alike."""
+    """Raises if the two files differ: transformers 5 and older libraries read different files, and must agree."""
     for key in sorted((set(nested) & set(flat)) - NAME_KEYS):
         values = nested[key], flat[key]
         if None not in values and values[0] != values[1]:  # transformers writes null for unset values
@@ -151,7 +151,7 @@ def _check_agreement(nested: dict[str, Any], flat: dict[str, Any], directory: Pa
 
 
 def _with_chat_template(files: dict[str, bytes], directory: Path) -> dict[str, bytes]:
-    """Adds the template to the files that lack it. A tokenizer's own template stays, for older readers."""
+    """Adds the template to the files that lack it. A template in the tokenizer's config stays, for older readers."""
     tokenizer = _parse(files, TOKENIZER_CONFIG_FILE, directory)
     old = _parse(files, OLD_TEMPLATE_FILE, directory).get("chat_template")
     try:

@@ -1,8 +1,8 @@
-"""Uploads a Hugging Face directory to the hub: only the files of a model, private unless the caller asks otherwise.
+"""Uploads a Hugging Face directory to the hub: only a model's files, and private by default.
 
-The client's `upload_folder` sends the files and commits them together (250 files a commit). Files that a failed upload
-has sent stay on the hub, which finds them by their content, so running the command again sends only the rest. The bytes
-travel by Xet if hf_xet is installed and by LFS if not. A private hub without Xet needs HF_HUB_DISABLE_XET=1.
+The client's `upload_folder` sends the files and commits them together (250 files per commit). Files that a failed
+upload has sent stay on the hub, which finds them by content, so running the command again only sends the rest. The
+client uses Xet if hf_xet is installed, and otherwise LFS. A private hub without Xet needs HF_HUB_DISABLE_XET=1.
 """
 
 import fnmatch
@@ -29,7 +29,7 @@ from model_port.hf_files import CARD_FILE, SIDE_FILES
 from model_port.progress import Meter
 from model_port.safetensors_io import INDEX_FILE, SINGLE_FILE, HfTensors
 
-ANSWER_DEADLINE_S = 120.0  # for one answer of the hub; the client asks up to six times. hf_xet has its own limits
+ANSWER_DEADLINE_S = 120.0  # per request to the hub; the client tries up to six times, and hf_xet has its own limits
 WEIGHT_FILES = (SINGLE_FILE, INDEX_FILE, "model-[0-9]*-of-[0-9]*.safetensors")
 MODEL_FILES = (*WEIGHT_FILES, *SIDE_FILES, CARD_FILE, CURVE_FILE)  # the only files that are ever uploaded
 
@@ -42,11 +42,11 @@ def push_to_hub(
     revision: str | None = None,
     commit_message: str = "Upload model",
 ) -> str:
-    """Makes `directory` the model in `repo_id` and returns the commit's URL. Creates the repository and the branch.
+    """Uploads a model to `repo_id` and returns the commit's URL. Creates the repository and the branch if needed.
 
-    Weight files of an earlier model are deleted, because a loader that globs would mix the two; other files in the
-    repository stay. Only `MODEL_FILES` are sent. A new repository is private unless `public` is set; an existing one
-    must be as `public` says.
+    Only `MODEL_FILES` are sent. Weight files of an earlier model are deleted, because a loader that globs would mix
+    both models; other files in the repository stay. A new repository is private unless `public` is set; the visibility
+    of an existing repository must match `public`.
     """
     names = model_files(Path(directory))
     with _deadline(), transferring(f"pushing to {repo_id}"):
@@ -67,8 +67,8 @@ def push_to_hub(
             absent = sorted({*names} - {*api.list_repo_files(repo_id, revision=commit.oid)})
         except Exception as problem:  # hf_xet raises types that it does not document
             raise RuntimeError(
-                f"the push to {repo_id} stopped: {reason_of(problem)}; run the same command again, it sends only what "
-                f"is missing"
+                f"the push to {repo_id} stopped: {reason_of(problem)}; run the same command again to send the missing "
+                f"files"
             ) from problem
     if absent:
         raise RuntimeError(
@@ -79,9 +79,9 @@ def push_to_hub(
 
 
 def check_hub_access(repo_id: str, *, public: bool = False) -> None:
-    """Raises if a push to `repo_id` would fail; call it before hours of conversion.
+    """Raises if a push to `repo_id` would fail. Call it before a long conversion.
 
-    A malformed id, offline mode and a missing token are found without a request.
+    A malformed id, offline mode and a missing token are detected without a request.
     """
     with _deadline():
         api = _connect(repo_id)
@@ -89,7 +89,7 @@ def check_hub_access(repo_id: str, *, public: bool = False) -> None:
 
 
 def model_files(directory: Path) -> list[str]:
-    """The names of the files to send; raises if the model is incomplete."""
+    """Returns the names of the files to send. Raises if the model is incomplete."""
     try:
         if not (directory / constants.CONFIG_NAME).is_file():
             raise ValueError(f"{directory} has no {constants.CONFIG_NAME}")
@@ -103,7 +103,7 @@ def model_files(directory: Path) -> list[str]:
 
 
 def _connect(repo_id: str) -> HfApi:
-    """The client for `repo_id`, after all checks that need no request."""
+    """Returns a client for `repo_id`, after all checks that need no request."""
     check_repo_id(repo_id)
     if constants.HF_HUB_OFFLINE:
         raise RuntimeError(
@@ -117,7 +117,7 @@ def _connect(repo_id: str) -> HfApi:
     if not api.token:
         raise RuntimeError(f"no Hugging Face token to push to {repo_id}: {_new_token(api)}")
     if not re.fullmatch("[!-~]+", api.token):  # the HTTP library's own error message would print the token
-        raise ValueError(f"the Hugging Face token holds a space or a letter that no token has: {_new_token(api)}")
+        raise ValueError(f"the Hugging Face token has a space or another invalid character: {_new_token(api)}")
     return api
 
 
@@ -165,7 +165,10 @@ def _new_token(api: HfApi) -> str:
 
 
 def _writable_owners(account: dict[str, Any]) -> set[str]:
-    """The owners the token may create for: the user, the user's organizations, and those a fine-grained token lists."""
+    """Returns the owners that the token may create repositories for.
+
+    They are the user, the user's organizations, and the owners that a fine-grained token lists.
+    """
     fine_grained: dict[str, Any] = account.get("auth", {}).get("accessToken", {}).get("fineGrained") or {}
     owners = [account, *(org for org in account.get("orgs", []) if org.get("roleInOrg") != "read")]
     owners += [scope["entity"] for scope in fine_grained.get("scoped", []) if "entity" in scope]
@@ -174,7 +177,7 @@ def _writable_owners(account: dict[str, Any]) -> set[str]:
 
 @contextmanager
 def _deadline() -> Iterator[None]:
-    """Bounds the wait for each answer. By default, and in some calls explicitly, the client waits forever."""
+    """Sets a timeout for each request, because the client has none by default and disables it in some calls."""
     make_client = _http._GLOBAL_CLIENT_FACTORY
 
     def impose(request: Any) -> None:
@@ -199,7 +202,7 @@ def _deadline() -> Iterator[None]:
 
 @contextmanager
 def transferring(task: str) -> Iterator[Meter]:
-    """Shows the client's progress bars on a terminal or if the environment asks for them, else an occasional line."""
+    """Shows the client's progress bars on a terminal, or if the environment enables them; otherwise log lines."""
     asked_for = constants.HF_HUB_DISABLE_PROGRESS_BARS is False
     with Meter(task) as meter:
         if sys.stderr.isatty() or asked_for or are_progress_bars_disabled():
@@ -213,7 +216,7 @@ def transferring(task: str) -> Iterator[Meter]:
 
 
 def _unreachable(api: HfApi, problem: Exception) -> str:
-    return f"{api.endpoint} does not answer like a hub ({reason_of(problem)}): check the network and HF_ENDPOINT"
+    return f"{api.endpoint} does not answer as a hub ({reason_of(problem)}): check the network and HF_ENDPOINT"
 
 
 def _status(problem: Exception) -> int | None:
@@ -221,7 +224,7 @@ def _status(problem: Exception) -> int | None:
 
 
 def reason_of(problem: BaseException) -> str:
-    """One line, without the queries of URLs, because their signatures are credentials."""
+    """Returns an error's reason on one line, without URL queries, because their signatures are credentials."""
     if type(problem) is RuntimeError and problem.__cause__ is not None:  # the client's "Error while uploading"
         problem = problem.__cause__
     if isinstance(problem, HfHubHTTPError):

@@ -1,9 +1,9 @@
-"""Host-side preparation in numpy, where all shapes that depend on the data are decided.
+"""Prepares a model's inputs on the host in numpy, where all data-dependent shapes are decided.
 
-The device gets two records of static shape, `TextBatch` and `VisionBatch`, and compiles once per pair of buckets.
-A frame is one image or one temporal slice of a video, and attention in the vision tower stays within a frame. A visual
-token indexes a row in the table of merged patches. Several tokens may index the same row, so a frame is computed once
-even if several rows contain it.
+The device gets two records of static shape, `TextBatch` and `VisionBatch`, and compiles a program for each pair of
+shapes. A frame is one image or one temporal slice of a video; patches in the vision tower attend within their frame. A
+visual token indexes a row in the table of merged patches. Several tokens may index the same row, so a frame is computed
+once even if several token rows contain it.
 """
 
 import math
@@ -21,56 +21,59 @@ from model_port.architecture import ModelConfig, TextConfig, VisionConfig
 from model_port.patches import patch_positions
 
 NOT_VISUAL = -1
-NOT_REPLAYED = -1  # the router chooses the token's experts
+NOT_REPLAYED = -1  # instead of an expert's index: the router chooses the token's experts
 
 
 @flax.struct.dataclass
 class VisionBatch:
-    """Rows of patches, several frames per row. Part i of the rows has the frames of part i of the token rows."""
+    """Rows of patches, with several frames per row.
+
+    The rows are split into `num_parts`; part i has the frames for part i of the token rows.
+    """
 
     patches: Float[Any, "B P C"]
     segment_ids: Int[Any, "B P"]  # one per frame, 0 = padding
     positions: Int[Any, "B P 2"]  # row and column in the frame's grid
-    extra: dict[str, Shaped[Any, "B P *values"]]  # `patch_arrays` of the family, by name
+    extra: dict[str, Shaped[Any, "B P *values"]]  # the family's `patch_arrays`, by name
     num_parts: int = flax.struct.field(pytree_node=False, default=1)
 
 
 @flax.struct.dataclass
 class TextBatch:
-    """Rows of tokens, several sequences per row; a sequence is a trunk and the branches that share it."""
+    """Rows of tokens, with several sequences per row. A sequence is a trunk and the branches that share it."""
 
     tokens: Int[Any, "B T"]
     positions: Int[Any, "B T 3"]  # time, row, column
     segment_ids: Int[Any, "B T"]  # one per sequence, 0 = padding
     branch_ids: Int[Any, "B T"]  # 0 = trunk
     visual_index: Int[Any, "B T"]  # row in this part's visual table, or NOT_VISUAL
-    experts: Int[Any, "B T L J"] | None = None  # of a mixture: experts to replay, or NOT_REPLAYED
+    experts: Int[Any, "B T L J"] | None = None  # for MoE models: the experts to replay, or NOT_REPLAYED
 
 
 @dataclass(frozen=True)
 class Frame:
     patches: np.ndarray  # [P, C], in merge order, as transformers' processors return them
     grid: tuple[int, int]  # rows and columns of patches
-    clip_time: int | None = None  # of a frame in a clip: positions after the clip's first frame
+    clip_time: int | None = None  # for frames of a clip: the time in positions since the clip's first frame
 
     @cached_property
     def digest(self) -> bytes:
-        """Equal for equal frames."""
+        """A hash that is equal for equal frames."""
         return blake2b(repr(self.grid).encode() + self.patches.tobytes(), digest_size=16).digest()
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Ids with expanded placeholders, and the placeholders' frames, by number in the batch."""
+    """Ids with expanded placeholders, and the numbers in the batch of the placeholders' frames."""
 
     ids: np.ndarray
     frames: tuple[int, ...] = ()
-    experts: np.ndarray | None = None  # to replay; None: the router chooses
+    experts: np.ndarray | None = None  # the experts to replay; None: the router chooses
 
 
 @dataclass(frozen=True)
 class RowSequence:
-    """One sequence of a row: a trunk, and the branches that share it."""
+    """A sequence in a row: a trunk, and the branches that share it."""
 
     trunk: Tokens
     branches: tuple[Tokens, ...] = ()
@@ -85,9 +88,9 @@ def split_frames(
     grid_thw: Int[np.ndarray, "n 3"] | None,
     intervals: Sequence[float] | None = None,
 ) -> list[Frame]:
-    """The frames of a processor's output; a video of t temporal patches gives t frames.
+    """Splits a processor's output into frames; a video of t temporal patches has t frames.
 
-    `intervals` has the positions from frame to frame of each video, if its frames are a clip.
+    `intervals` has each video's number of positions from frame to frame, if its frames are a clip.
     """
     if pixel_values is None or grid_thw is None:
         if pixel_values is not None or grid_thw is not None:
@@ -100,21 +103,21 @@ def split_frames(
             frames.append(Frame(pixel_values[start : start + down * across], (down, across), time))
             start += down * across
     if start != len(pixel_values):
-        raise ValueError(f"grid_thw describes {start} patches, pixel values have {len(pixel_values)}")
+        raise ValueError(f"grid_thw describes {start} patches, but the pixel values have {len(pixel_values)}")
     return frames
 
 
 def order_frames(
     ids: Int[np.ndarray, " T"], images: Sequence[int], videos: Sequence[int], sizes: Sequence[int], config: ModelConfig
 ) -> list[int]:
-    """Merges image and video frame numbers into the order of their placeholders; `sizes` counts tokens by frame."""
+    """Merges the numbers of image and video frames in the order of their placeholders. `sizes` has tokens per frame."""
     queues = {config.image_token_id: list(images), config.video_token_id: list(videos)}
     ordered, at = [], 0
     placeholders = np.flatnonzero(np.isin(ids, list(queues)))
     while at < len(placeholders):
         queue = queues[int(ids[placeholders[at]])]
         if not queue:
-            raise ValueError(f"token {placeholders[at]} shows an image or video frame, but there are no more of them")
+            raise ValueError(f"token {placeholders[at]} is a placeholder, but there are no more images or video frames")
         ordered.append(queue.pop(0))
         at += sizes[ordered[-1]]
     num_unused = sum(len(queue) for queue in queues.values())
@@ -126,11 +129,12 @@ def order_frames(
 def place_tokens(
     tokens: Tokens, frames: Sequence[Frame], first_rows: Sequence[int], config: ModelConfig, start: int = 0
 ) -> tuple[Int[np.ndarray, "T 3"], Int[np.ndarray, " T"], int]:
-    """M-RoPE positions, visual table rows, and the position after the last token.
+    """Returns the M-RoPE positions, the rows in the visual table, and the position after the last token.
 
-    Text advances all three axes by one. A frame has one time, spreads over rows and columns, and advances by its longer
-    side (transformers Qwen3VLModel.get_rope_index; timestamps separate the frames of a video). The frames of a clip
-    have one start, different times, and advance by the longer side together (Qwen2_5_VLModel.get_rope_index).
+    A text token advances all three axes by one. A frame has a single time, spans rows and columns, and advances by its
+    longer side (transformers Qwen3VLModel.get_rope_index; timestamps separate the frames of a video). The frames of a
+    clip have the same start but different times, and together advance by the longer side
+    (Qwen2_5_VLModel.get_rope_index).
     """
     num_tokens, merge = len(tokens.ids), config.vision.merge
     positions = np.empty((num_tokens, 3), np.int32)
@@ -143,8 +147,8 @@ def place_tokens(
         run = placeholders[num_placed : num_placed + down * across]
         if len(run) < down * across or run[-1] - run[0] != len(run) - 1:
             raise ValueError(
-                f"frame {number} needs {down * across} placeholder tokens in a row, "
-                f"the ids have {len(placeholders) - num_placed} left; expand placeholders to token counts first"
+                f"frame {number} needs {down * across} consecutive placeholder tokens, but the ids have "
+                f"{len(placeholders) - num_placed} left; expand placeholders to token counts first"
             )
         first, last = int(run[0]), int(run[-1]) + 1
         positions[at:first] = np.arange(position, position + first - at)[:, None]
@@ -182,7 +186,7 @@ def pack_text(
         at = 0
         for segment, sequence in enumerate(sequences, start=1):
             if at + sequence.num_tokens > num_tokens:
-                raise ValueError(f"row {b} needs {at + sequence.num_tokens} tokens or more, it has {num_tokens}")
+                raise ValueError(f"row {b} needs {at + sequence.num_tokens} tokens or more, but has {num_tokens}")
             follow = 0
             for branch, part in enumerate((sequence.trunk, *sequence.branches)):
                 where = np.s_[b, at : at + len(part.ids)]
@@ -196,20 +200,20 @@ def pack_text(
 
 
 def no_experts(shape: tuple[int, ...], config: TextConfig) -> Int[np.ndarray, "*tokens L J"] | None:
-    """Nothing to replay, in the form of `TextBatch.experts`."""
+    """Returns `TextBatch.experts` with nothing to replay, or None for dense models."""
     if not config.num_experts:
         return None
     return np.full((*shape, config.num_layers, config.token_experts), NOT_REPLAYED, np.int16)
 
 
 def frame_rows(frames: Sequence[Frame], row_patches: int) -> list[list[int]]:
-    """The numbers of the frames in each row of patches, first fit."""
+    """Distributes frames over rows of patches, first fit. Returns the numbers of the frames in each row."""
     rows: list[list[int]] = []
     used: list[int] = []
     for number, frame in enumerate(frames):
         size = len(frame.patches)
         if size > row_patches:
-            raise ValueError(f"frame {number} has {size} patches, a row holds {row_patches}")
+            raise ValueError(f"frame {number} has {size} patches, but a row holds {row_patches}")
         row = next((b for b, num_used in enumerate(used) if num_used + size <= row_patches), len(rows))
         if row == len(rows):
             rows.append([])
@@ -222,11 +226,11 @@ def frame_rows(frames: Sequence[Frame], row_patches: int) -> list[list[int]]:
 def pack_vision(
     frames: Sequence[Frame], config: VisionConfig, row_patches: int, num_rows: int | None = None
 ) -> tuple[VisionBatch, list[int]]:
-    """Packs frames into rows of `row_patches`; also returns each frame's first row in the visual table."""
+    """Packs frames into rows of `row_patches`. Also returns each frame's first row in the visual table."""
     rows = frame_rows(frames, row_patches)
     num_rows = max(len(rows), 1) if num_rows is None else num_rows
     if len(rows) > num_rows:
-        raise ValueError(f"{len(frames)} frames need {len(rows)} rows of {row_patches} patches, there are {num_rows}")
+        raise ValueError(f"{len(frames)} frames need {len(rows)} rows of {row_patches} patches, not {num_rows}")
 
     batch = empty_vision(config, num_rows, row_patches)
     first_rows = [0] * len(frames)
@@ -247,7 +251,7 @@ def pack_vision(
 
 
 def patch_order(grid: tuple[int, int], config: VisionConfig) -> slice | Int[np.ndarray, " P"]:
-    """Our order of a frame's patches: an index into them as processors return them."""
+    """Returns our order of a frame's patches, as an index into the processor's patches."""
     merged = config.merged_order(grid)
     if merged is None:
         return slice(None)
@@ -255,7 +259,7 @@ def patch_order(grid: tuple[int, int], config: VisionConfig) -> slice | Int[np.n
 
 
 def table_rows(grid: tuple[int, int], config: VisionConfig) -> Int[np.ndarray, " M"]:
-    """The row of each of a frame's tokens among its rows in the visual table."""
+    """Returns the row of each token of a frame, relative to the frame's first row in the visual table."""
     merged = config.merged_order(grid)
     return np.arange(math.prod(grid) // config.merge_unit) if merged is None else np.argsort(merged)
 
@@ -272,5 +276,5 @@ def empty_vision(config: VisionConfig, num_rows: int, row_patches: int) -> Visio
 
 
 def bucket(count: int, step: int) -> int:
-    """`count` rounded up to a multiple of `step`, so that similar lengths share one compiled program."""
+    """Rounds `count` up to a multiple of `step`, so that similar lengths share a compiled program."""
     return max(1, -(-count // step)) * step

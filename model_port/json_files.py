@@ -1,6 +1,6 @@
-"""Reads a model's JSON files, which are untrusted: sizes are bounded, and errors name the file and the key.
+"""Reads a model's JSON files. They are untrusted, so sizes are bounded, and errors name the file and the key.
 
-transformers writes null for unset values, so null counts as absent.
+Transformers writes null for unset values, so null counts as absent.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 MAX_FILE_BYTES = 64 * 2**20  # six times the published tokenizer.json, the largest of these files
 MAX_DEPTH = 64
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-MAX_SHOWN = 60  # characters of a wrong value in an error
+MAX_SHOWN = 60  # an error quotes at most this many characters of a wrong value
 
 
 def read_bytes(path: Path) -> bytes:
@@ -26,9 +26,9 @@ def read_bytes(path: Path) -> bytes:
 
 
 def check_not_pointer(path: Path, start: bytes) -> None:
-    """Raises for the text that `git clone` without Git LFS leaves in place of a large file."""
+    """Raises if a file is the pointer that `git clone` without Git LFS leaves in place of a large file."""
     if start.startswith(LFS_POINTER):
-        raise ValueError(f"{path} is a pointer of Git LFS, not the file: run `git lfs pull` there, or `hf download`")
+        raise ValueError(f"{path} is a Git LFS pointer, not the file: run `git lfs pull` there, or `hf download`")
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def parse_object(content: bytes, source: str | Path) -> dict[str, Any]:
-    """`source` names the content in errors."""
+    """Parses a JSON object of limited depth. `source` names the content in errors."""
     try:
         parsed = json.loads(content)
     except (ValueError, RecursionError) as problem:
@@ -51,7 +51,7 @@ def parse_object(content: bytes, source: str | Path) -> dict[str, Any]:
 
 
 def flattened(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": x}} as {"a.b": x}."""
+    """Flattens nested dicts: {"a": {"b": x}} becomes {"a.b": x}."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         flat |= flattened(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
@@ -59,7 +59,7 @@ def flattened(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def without_nan(value: Any) -> Any:
-    """The value with None for NaN and infinity, which JSON does not have."""
+    """Replaces NaN and infinity by None, because JSON has neither."""
     if isinstance(value, Mapping):
         return {key: without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -73,17 +73,17 @@ def _values(outer: Any) -> Any:
 
 @dataclass(frozen=True)
 class Section:
-    """An object in such a file. Its values are checked when they are read; without a default, they are required."""
+    """A JSON object whose values are checked when they are read. Values without a default are required."""
 
     source: str  # the file
     values: Mapping[str, Any]
-    prefix: str = ""  # of its keys, for example "text_config."
+    prefix: str = ""  # of the keys in errors, for example "text_config."
 
     def wrong(self, key: str, expected: str) -> ValueError:
         return ValueError(f"{self.source}: {self.prefix}{key}={repr(self.values[key])[:MAX_SHOWN]} must be {expected}")
 
     def expect(self, key: str, supported: Any) -> None:
-        """Raises unless the value is absent or the only one that is implemented."""
+        """Raises unless the value is absent or equals `supported`, the only value that is implemented."""
         if self.has(key) and self.values[key] != supported:
             raise ValueError(
                 f"{self.source}: {self.prefix}{key}={repr(self.values[key])[:MAX_SHOWN]} is not supported; "
@@ -108,7 +108,7 @@ class Section:
 
     def number(self, key: str, least: float | int, most: float | int, default: float | int | None = None) -> float:
         value = self._value(key, default)
-        if type(value) not in (int, float) or not least <= value <= most:  # NaN is neither
+        if type(value) not in (int, float) or not least <= value <= most:  # also rejects NaN
             raise self.wrong(key, f"a number from {least:g} to {most:g}")
         return float(value)
 

@@ -1,7 +1,7 @@
 """Parts that both towers share: norms, initialization, and running a stack of layers.
 
-A stack is one module whose parameters have a leading layer axis. `lax.scan` runs over it, so only one layer is
-compiled. Parameters keep their own dtype (float32 masters in training) and are cast where they are used.
+A stack is one module whose parameters have a leading layer axis. `lax.scan` runs over this axis, so only one layer is
+compiled. Parameters keep their dtype (float32 masters in training) and are cast where they are used.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,17 +43,17 @@ REMAT_POLICIES: dict[Remat, Callable[..., Any] | None] = {
         offload_dst="pinned_host",
     ),
 }
-LIGHTER: dict[Remat, Remat] = {"full": "attention", "attention": "dots"}  # the next that repeats fewer products
+LIGHTER: dict[Remat, Remat] = {"full": "attention", "attention": "dots"}  # the next policy that recomputes less
 
 
 @dataclass(frozen=True)
 class Compute:
-    """How the model is computed. None of these fields changes a result beyond rounding."""
+    """How to compute the model. These fields only change results by rounding."""
 
-    dtype: ComputeDtype = "float32"  # of activations; parameters keep their own
+    dtype: ComputeDtype = "float32"  # of activations; parameters keep their dtype
     attention: Form = "auto"
     remat: Remat = "none"
-    lighter_layers: int = 0  # of the first language layers, which recompute less: as LIGHTER[remat]
+    lighter_layers: int = 0  # this many of the first language layers use LIGHTER[remat] instead
 
 
 DEFAULT_COMPUTE = Compute()
@@ -76,7 +76,7 @@ def cast(param: nnx.Param, like: Array) -> Array:
 
 
 def along_last(param: nnx.Param, like: Array) -> Array:
-    """A vector, cast, with the rank of `like`, because implicit rank promotion is an error in this project."""
+    """Casts a vector and gives it the rank of `like`, because implicit rank promotion is an error in this project."""
     return cast(param, like).reshape((1,) * (like.ndim - 1) + (-1,))
 
 
@@ -105,7 +105,7 @@ class LayerNorm(nnx.Module):
 
 @jax.custom_vjp
 def gated_silu(gate: Float[Array, "B T F"], up: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
-    """silu(gate) * up, with only the two inputs saved for the backward pass."""
+    """Computes silu(gate) * up, and saves only the two inputs for the backward pass."""
     return jax.nn.silu(gate) * up
 
 
@@ -115,8 +115,8 @@ def _gated_silu_forward(gate: Array, up: Array) -> tuple[Array, tuple[Array, Arr
 
 def _gated_silu_backward(saved: tuple[Array, Array], d_out: Array) -> tuple[Array, Array]:
     gate, up = saved
-    opened = jax.nn.sigmoid(gate)
-    return d_out * up * opened * (1 + gate * (1 - opened)), d_out * gate * opened
+    sigmoid = jax.nn.sigmoid(gate)
+    return d_out * up * sigmoid * (1 + gate * (1 - sigmoid)), d_out * gate * sigmoid
 
 
 gated_silu.defvjp(_gated_silu_forward, _gated_silu_backward)
@@ -128,9 +128,9 @@ def run_layers(
     carry: Carry,
     compute: Compute,
 ) -> tuple[Carry, Any]:
-    """Applies `carry, out = step(layer, index, carry)` to all layers; the outputs are returned stacked.
+    """Applies `carry, out = step(layer, index, carry)` to all layers, and returns the carry and the stacked outputs.
 
-    `layers` is a stack, or several after `split`.
+    `layers` is a stack, or the list of stacks from `split`.
     """
     if not isinstance(layers, nnx.List):
         return _run_stack(layers, 0, step, carry, compute)
@@ -149,7 +149,7 @@ def num_layers(stack: nnx.Module) -> int:
 def _run_layer(
     stack: nnx.Module, index: int, step: Callable[..., Any], carry: Any, compute: Compute
 ) -> tuple[Any, Any]:
-    """A single layer, without a loop. Conditions on the Python index are resolved while tracing."""
+    """Runs a single layer without a loop. Conditions on the Python index are resolved while tracing."""
     graphdef, params = nnx.split(stack)
 
     def body(carry: Any, params: Any) -> tuple[Any, Any]:
@@ -162,7 +162,7 @@ def _run_layer(
 def _run_stack(
     stack: nnx.Module, first: int, step: Callable[..., Any], carry: Any, compute: Compute
 ) -> tuple[Any, Any]:
-    """A scan over the layers, of which the first has the index `first`; or two, if some layers recompute less."""
+    """Scans over the layers, whose indices start at `first`; with `lighter_layers`, in two scans."""
     graphdef, params = nnx.split(stack)
 
     def body(carry: Any, layer: tuple[Any, jax.Array]) -> tuple[Any, Any]:
@@ -179,10 +179,10 @@ def _run_stack(
 
 
 def split(stack: nnx.Module, sizes: Sequence[int]) -> nnx.List:
-    """Stacks of these numbers of layers, with separate arrays; takes the parameters out of `stack`.
+    """Splits a stack into stacks of `sizes` layers with separate arrays. Removes the parameters from `stack`.
 
-    A program on a GPU copies each layer that a loop or an index takes from a stack, but no stack with a single layer.
-    One parameter at a time is in memory twice.
+    On a GPU, a program copies each layer that a loop or an index takes from a stack, but it does not copy a stack of a
+    single layer. One parameter at a time is in memory twice.
     """
     graphdef, taken = nnx.graphdef(stack), nnx.pop(stack, nnx.Param)
     leaves, structure = jax.tree.flatten(taken)
@@ -190,9 +190,7 @@ def split(stack: nnx.Module, sizes: Sequence[int]) -> nnx.List:
     parts = []
     while leaves:
         parts.append(_slices(leaves.pop(0), tuple(sizes)))
-    return nnx.List(
-        nnx.merge(graphdef, jax.tree.unflatten(structure, of_stack)) for of_stack in zip(*parts, strict=True)
-    )
+    return nnx.List(nnx.merge(graphdef, jax.tree.unflatten(structure, leaves)) for leaves in zip(*parts, strict=True))
 
 
 @partial(jax.jit, static_argnums=1)
@@ -201,7 +199,7 @@ def _slices(stacked: Array, sizes: tuple[int, ...]) -> list[Array]:
 
 
 def only_if(condition: bool | jax.Array, change: Callable[[Carry], Carry], value: Carry) -> Carry:
-    """`change(value)` if the condition holds, else `value`; skips the change even if the condition is traced."""
+    """Returns `change(value)` if the condition holds, otherwise `value`. A traced condition also skips the change."""
     if isinstance(condition, jax.Array):
         return jax.lax.cond(condition, change, lambda same: same, value)
     return change(value) if condition else value
@@ -214,5 +212,5 @@ def _remat(body: Callable[..., Any], name: Remat) -> Callable[..., Any]:
 
 
 def at_least_float32(x: Array) -> Array:
-    """Casts 16-bit floats to float32 for sums and exponentials; wider dtypes stay."""
+    """Casts 16-bit floats to float32 for sums and exponentials; wider dtypes stay unchanged."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))

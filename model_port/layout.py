@@ -1,4 +1,4 @@
-"""File and directory names in a run and its checkpoints, and tests for their kind. Imports nothing heavy."""
+"""Names of files and directories in a run and its checkpoints, and checks of a directory's kind. Cheap to import."""
 
 import json
 from pathlib import Path
@@ -7,44 +7,44 @@ from typing import Any
 from model_port.json_files import Section, read_object
 
 PARAMS_DIR, HF_DIR, INFO_FILE = "params", "hf", "paravt_jax.json"
-CHECKPOINTS_DIR, OPTIMIZER_DIR, RECORD_FILE = ("checkpoints", "optimizer", "state.json")  # of a run
+CHECKPOINTS_DIR, OPTIMIZER_DIR, RECORD_FILE = ("checkpoints", "optimizer", "state.json")  # in a run
 RESULTS_FILE = "eval.json"  # in the run_dir of an evaluation
 ADAPTER_CONFIG_FILE, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 BASE_KEY = "base_model_name_or_path"
 
 
 def absolute_path(path: str | Path) -> Path:
-    """Without "..", which tensorstore rejects. Links stay in a path without it."""
+    """Makes a path absolute and removes "..", which tensorstore rejects. Links are only resolved if there is a ".."."""
     path = Path(path).absolute()
     return path.resolve() if ".." in path.parts else path
 
 
 def is_checkpoint(path: Path) -> bool:
-    """A converted checkpoint, or a run's."""
+    """Returns whether the path is a converted checkpoint or a run's checkpoint."""
     return (path / PARAMS_DIR).is_dir()
 
 
 def newest_checkpoint(run: Path) -> Path | None:
-    """By number, whether or not it is complete."""
+    """Returns a run's checkpoint with the highest number, whether or not it is complete."""
     steps = [int(step.name) for step in (run / CHECKPOINTS_DIR).glob("*") if step.name.isdecimal()]
     return run / CHECKPOINTS_DIR / str(max(steps)) if steps else None
 
 
 def is_adapter(path: Path) -> bool:
-    """An adapter in PEFT's format, or a checkpoint of a run that trains an adapter."""
+    """Returns whether the path is an adapter in PEFT's format, or a checkpoint of a run that trains an adapter."""
     return (path / ADAPTER_CONFIG_FILE).is_file()
 
 
 def check_has_config(directory: Path) -> None:
     newest = newest_checkpoint(directory)
     if newest is not None and (is_checkpoint(newest) or is_adapter(newest)):
-        raise ValueError(f"{directory} is a run and not a model; give one of its checkpoints: {newest}")
+        raise ValueError(f"{directory} is a run and not a model; give one of its checkpoints, such as {newest}")
     if not (directory / "config.json").is_file():
         raise ValueError(f"{directory} has no config.json, so it is not a Hugging Face model directory")
 
 
 def base_of(adapter: Path) -> str:
-    """The directory or hub id of an adapter's base model."""
+    """Returns the directory or hub id of an adapter's base model."""
     file = adapter / ADAPTER_CONFIG_FILE
     config = Section(str(file), read_object(file))
     base = config.text(BASE_KEY, "")
@@ -54,18 +54,18 @@ def base_of(adapter: Path) -> str:
 
 
 def hf_files_of(path: Path) -> Path:
-    """The directory of config, tokenizer and processor; an adapter without one uses its base model's."""
+    """Returns the directory of config, tokenizer and processor; for an adapter without one, its base model's."""
     if is_checkpoint(path) or (is_adapter(path) and (path / HF_DIR).is_dir()):
         return path / HF_DIR
     return hf_files_of(Path(base_of(path))) if is_adapter(path) else path
 
 
 def read_results(run: Path) -> list[dict[str, Any]]:
-    """The cells of a finished evaluation."""
+    """Reads the results of a finished evaluation."""
     file = run / RESULTS_FILE
     try:
         return json.loads(file.read_bytes())["cells"]
     except FileNotFoundError:
         raise ValueError(f"{run} has no {RESULTS_FILE}; give the run_dir of a finished evaluation") from None
     except (ValueError, KeyError, TypeError) as problem:
-        raise ValueError(f"{file} is not an evaluation's ({problem}); run paravt_jax.eval again") from None
+        raise ValueError(f"{file} has no evaluation results ({problem}); run paravt_jax.eval again") from None

@@ -15,12 +15,12 @@ from jaxtyping import Float, Int
 
 from model_port.adapters import (
     add_adapter,
+    base_checksum,
     check_base,
     check_base_files,
     files_of_base,
     read_adapter,
     read_adapter_info,
-    sum_of_base,
 )
 from model_port.bucket import is_address
 from model_port.config import DTYPES, ModelConfig, VisionConfig, read_config
@@ -39,32 +39,32 @@ from model_port.inputs import (
 from model_port.layers import DEFAULT_COMPUTE, Compute, ComputeDtype
 from model_port.layout import ADAPTER_CONFIG_FILE, BASE_KEY, base_of, hf_files_of, is_adapter, is_checkpoint
 from model_port.model import VLModel
-from model_port.sharding import as_made_here, flat_params, param_name, platform, shard_abstract
+from model_port.sharding import flat_params, param_name, platform, shard_abstract, with_all_axes
 from model_port.weights import check_param_paths, load_hf_params, open_hf_tensors, stored_dtype
 
 TOKEN_BUCKET = 64  # lengths are rounded up to a multiple of this, to share compiled programs
 
 
 def abstract_model(config: ModelConfig, compute: Compute = DEFAULT_COMPUTE) -> VLModel:
-    """A model of shapes only, which needs no memory."""
+    """Returns a model that has shapes instead of arrays, and so needs no memory."""
     return nnx.merge(*_abstract(config, compute))
 
 
 @cache
 def _abstract(config: ModelConfig, compute: Compute) -> tuple[nnx.GraphDef[VLModel], nnx.State]:
-    """The cached parts of abstract models, because tracing the initialization takes a while."""
+    """Returns the parts of an abstract model. They are cached, because tracing the initialization takes a while."""
     return nnx.split(nnx.eval_shape(lambda: VLModel(config, compute=compute, rngs=nnx.Rngs(0))))
 
 
 def abstract_params(model: VLModel, dtype: str, mesh: Mesh | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-    """{path: shape, dtype and sharding} of every parameter to load."""
+    """Returns the shape, dtype and sharding of every parameter to load, by path."""
     shapes = flat_params(nnx.state(model, nnx.Param))
     typed = {path: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)) for path, leaf in shapes.items()}
     return typed if mesh is None else shard_abstract(typed, mesh)
 
 
 def with_params(model: VLModel, params: Mapping[str, jax.Array | jax.ShapeDtypeStruct]) -> VLModel:
-    """The model with the given arrays or shapes as its parameters, which must be complete."""
+    """Returns the model with the given arrays or shapes as its parameters. Raises if any are missing."""
     graphdef, state = nnx.split(model)
     check_param_paths(model.config, set(params))
     flat = [(path, leaf.replace(params[param_name(path)])) for path, leaf in nnx.to_flat_state(state)]
@@ -75,13 +75,13 @@ def load(path: str | Path, dtype: str = "float32", mesh: Mesh | None = None) -> 
     """Loads a Hugging Face directory, a converted checkpoint or an adapter, with parameters in `dtype`, over `mesh`.
 
     Activations have the same dtype, unless you replace `model.compute`. An adapter is loaded together with its base
-    model and stays in float32. `mesh` is `make_mesh`'s, or any mesh with some of its axes.
+    model and stays in float32. Make `mesh` with `make_mesh`, or pass any mesh with some of its axes.
     """
-    mesh = None if mesh is None else as_made_here(mesh)
+    mesh = None if mesh is None else with_all_axes(mesh)
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if is_address(path):
-        from model_port.download import local_directory  # imported late: imports the hub's client
+        from model_port.download import local_directory  # imported late, because it imports the hub's client
 
         path = local_directory(path)
     path = Path(path)
@@ -93,7 +93,7 @@ def load(path: str | Path, dtype: str = "float32", mesh: Mesh | None = None) -> 
     model = abstract_model(config, Compute(dtype=dtype))
     abstract = abstract_params(model, dtype, mesh)
     if is_checkpoint(path):
-        from model_port.checkpoint import restore_params  # imported late: orbax takes a second
+        from model_port.checkpoint import restore_params  # imported late, because orbax takes a second
 
         return with_params(model, restore_params(path, abstract))
     with open_hf_tensors(path, config) as tensors:
@@ -101,7 +101,7 @@ def load(path: str | Path, dtype: str = "float32", mesh: Mesh | None = None) -> 
 
 
 def load_computing(path: str | Path, dtype: ComputeDtype) -> VLModel:
-    """A model that computes in `dtype`; in float32, a Hugging Face directory's weights stay as narrow as stored."""
+    """Loads a model that computes in `dtype`. For float32, a Hugging Face model's weights keep their stored dtype."""
     path = Path(path)
     as_stored = dtype == "float32" and not (is_adapter(path) or is_checkpoint(path))
     model = load(path, stored_dtype(path) if as_stored else dtype)
@@ -113,16 +113,16 @@ def _load_adapted(path: Path, dtype: str, mesh: Mesh | None) -> VLModel:
     info, base = read_adapter_info(path), base_directory(path)
     check_base_files(path, info.base, info.base.files and files_of_base(hf_files_of(base)))
     model = load(base, dtype, mesh)
-    # Weights in a narrower dtype than in training cannot be compared.
+    # If the dtype is narrower than in training, the weights cannot be compared.
     if info.base.dtype is not None and jnp.promote_types(dtype, info.base.dtype) == jnp.dtype(dtype):
-        check_base(path, info.base, sum_of_base(model, info.base.dtype))
+        check_base(path, info.base, base_checksum(model, info.base.dtype))
     add_adapter(model, info.lora, read_adapter(path, model.config, info.lora.rank), mesh)
     return model
 
 
 def base_directory(adapter: Path) -> Path:
-    """The directory of an adapter's base model, downloaded if it is a hub id."""
-    from model_port.download import source_directory  # imported late: imports the hub's client
+    """Returns the directory of an adapter's base model; downloads the model if it is a hub id."""
+    from model_port.download import source_directory  # imported late, because it imports the hub's client
 
     base, file = base_of(adapter), adapter / ADAPTER_CONFIG_FILE
     try:
@@ -145,7 +145,7 @@ def logits(
     *,
     tokens: Int[np.ndarray, " rows"] | None = None,
 ) -> Float[np.ndarray, "rows V"]:
-    """The logits of one sequence, with the inputs that Hugging Face's processor returns (placeholders expanded).
+    """Computes the logits of one sequence from the outputs of Hugging Face's processor (placeholders expanded).
 
     `tokens` are the positions whose logits are computed (default: all).
     """
@@ -155,7 +155,7 @@ def logits(
     dtypes = {jnp.dtype(model.compute.dtype), *(leaf.dtype for leaf in jax.tree.leaves(params))}
     widened = platform() == "cpu" and min(dtype.itemsize for dtype in dtypes) < 4
     computed = (_logits_by_layer if widened else _logits)(graphdef, params, text, vision, tokens)[0]
-    # A copy: on a CPU, asarray returns a view that keeps the device's array.
+    # A copy, because on a CPU asarray returns a view that keeps the device's array alive.
     return np.array(computed[: np.size(input_ids)] if tokens is None else computed)
 
 
@@ -168,7 +168,7 @@ def one_sequence(
     video_grid_thw: Int[np.ndarray, "n2 3"] | None = None,
     second_per_grid_ts: Sequence[float] | Float[np.ndarray, " n2"] | None = None,
 ) -> tuple[TextBatch, VisionBatch | None]:
-    """The arrays for one sequence, alone in its row, as a model is called with."""
+    """Returns a model's inputs for a single sequence, which is alone in its row."""
     ids = _checked_ids(config, input_ids)
     media = pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw, second_per_grid_ts
     frames = frames_of(config, ids, *media)
@@ -190,7 +190,7 @@ def frames_of(
     video_grid_thw: Int[np.ndarray, "n2 3"] | None = None,
     second_per_grid_ts: Sequence[float] | Float[np.ndarray, " n2"] | None = None,
 ) -> tuple[Frame, ...]:
-    """The frames of a processor's output in the order of their placeholders, as a `SamplerPrompt` has them."""
+    """Returns the frames of a processor's output in the order of their placeholders, for a `SamplerPrompt`."""
     for patches in (pixel_values, pixel_values_videos):
         if patches is not None and np.shape(patches)[1:] != (config.vision.patch_values,):
             raise ValueError(f"pixel values of shape {np.shape(patches)}, expected [P, {config.vision.patch_values}]")
@@ -215,11 +215,11 @@ def _checked_ids(config: ModelConfig, input_ids: Int[np.ndarray, "*batch T"]) ->
 def _intervals(
     config: VisionConfig, num_videos: int, seconds: Sequence[float] | Float[np.ndarray, " n"] | None
 ) -> list[float] | None:
-    """The positions from frame to frame of each video; None if the frames' times are text."""
+    """Returns each video's number of positions from frame to frame; None if prompts write frame times as text."""
     if seconds is not None and (not config.tokens_per_second or len(seconds) != num_videos):
         raise ValueError(
-            f"second_per_grid_ts has {len(seconds)} values, expected one for each of {num_videos} videos, and none for "
-            f"a model whose prompts write the times of frames as text"
+            f"second_per_grid_ts has {len(seconds)} values, expected one for each of {num_videos} videos, and none "
+            f"for a model whose prompts write the times of frames as text"
         )
     if not config.tokens_per_second:
         return None
@@ -239,6 +239,6 @@ def _logits_of(
 
 
 _logits = jax.jit(_logits_of, static_argnums=0)
-# A CPU widens 16-bit kernels to float32. Without this, XLA does so for all layers before the loop over them.
+# A CPU casts 16-bit kernels to float32. Without this option, XLA casts all layers before the loop over layers.
 PER_LAYER: dict[str, str | bool] = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
 _logits_by_layer = jax.jit(_logits_of, static_argnums=0, compiler_options=PER_LAYER)

@@ -1,8 +1,9 @@
-"""Projections of both towers, in the language layers with optional low-rank adapters (LoRA, arXiv 2106.09685).
+"""Projections of both towers. Those in the language layers may have low-rank adapters (LoRA, arXiv 2106.09685).
 
-A projection computes W x, and its adapter adds alpha / rank · B (A x); B A is never formed. A is initialized at random
-and B with zeros, so a new adapter does not change the model's output. A and B are stacked over layers like the kernel
-and named by their axes: for the kernel `q_kernel_nhd`, A is `q_lora.kernel_zd` and B is `q_lora.kernel_nhz`.
+A projection computes W x, and its adapter adds alpha / rank · B (A x); the product B A is never computed. A is
+initialized randomly and B with zeros, so a new adapter does not change the model's output. A and B are stacked over
+layers like the kernel and named by their axes: for the kernel `q_kernel_nhd`, A is `q_lora.kernel_zd` and B is
+`q_lora.kernel_nhz`.
 """
 
 from typing import Any
@@ -21,7 +22,7 @@ class LowRank(nnx.Module):
     """The matrices A and B of one stacked kernel."""
 
     def __init__(self, layout: str, a: Any, b: Any, scale: float):
-        """`layout` is the kernel's, for example "nhd"."""
+        """`layout` has the kernel's axes, for example "nhd"."""
         self.written, self.read = layout_sides(layout)
         self.scale = scale
         setattr(self, f"kernel_z{self.read}", nnx.LoRAParam(a))
@@ -35,12 +36,12 @@ class LowRank(nnx.Module):
 
 
 def layout_sides(layout: str) -> tuple[str, str]:
-    """A kernel's output axes and its input axes; one of the two is always the width."""
+    """Splits a kernel's layout into its output axes and its input axes. One side is always the width."""
     return ("d", layout[1:]) if layout.startswith("d") else (layout[:-1], layout[-1])
 
 
 class Projection(nnx.Module):
-    """One stacked kernel, its bias and its adapter, if any."""
+    """A stacked kernel with an optional bias and an optional adapter."""
 
     lora: LowRank | None = None
 
@@ -54,7 +55,7 @@ class Projection(nnx.Module):
     def __call__(self, x: Float[Array, "B T *inputs"]) -> Float[Array, "B T *outputs"]:
         outputs, inputs = (side.upper() for side in layout_sides(self.layout))
         kernel = cast(getattr(self, f"kernel_{self.layout}"), x)
-        # The gradient of `project` keeps x, which a frozen kernel does not need.
+        # `project` saves x for the kernel's gradient, which a frozen kernel does not need.
         product = (project if self.lora is None else _product)(inputs, outputs, x, kernel)
         if hasattr(self, "bias"):
             product = product + cast(self.bias, x)[None, None]
@@ -62,7 +63,7 @@ class Projection(nnx.Module):
 
 
 class GatedMlp(nnx.Module):
-    """The dense MLP of a stack's layers: down(silu(gate) * up)."""
+    """The dense MLPs of a stack's layers: down(silu(gate) * up)."""
 
     def __init__(self, config: TextConfig | VisionConfig, scale: float, rngs: nnx.Rngs, *, bias: bool = False):
         layers, width, ffn = config.num_layers, config.width, config.ffn_width
@@ -90,7 +91,7 @@ def _project_forward(inputs: str, outputs: str, x: Array, kernel: Array) -> tupl
 def _project_backward(inputs: str, outputs: str, saved: tuple[Array, Array], d_out: Array) -> tuple[Array, Array]:
     x, kernel = saved
     d_x = jnp.einsum(f"BT{outputs},{outputs}{inputs}->BT{inputs}", d_out, kernel)
-    # In this order XLA transposes x on a CPU, which is stored, and not d_out, which it would compute column by column.
+    # In this order, XLA on a CPU transposes x, which is in memory. Otherwise it would compute d_out column by column.
     d_kernel = jnp.einsum(f"BT{inputs},BT{outputs}->{inputs}{outputs}", x, d_out)
     order = range(d_kernel.ndim)
     return d_x, jnp.transpose(d_kernel, (*order[len(inputs) :], *order[: len(inputs)]))
@@ -103,6 +104,6 @@ project.defvjp(_project_forward, _project_backward)
 def merged(
     kernel: Float[Array, "out in"], a: Float[Array, "z in"], b: Float[Array, "out z"], scale: Float[Array, ""] | float
 ) -> Float[Array, "out in"]:
-    """W + scale · B A for one tensor, in at least float32."""
+    """Computes W + scale · B A for one tensor, in at least float32."""
     wide = jnp.promote_types(kernel.dtype, jnp.float32)
     return kernel.astype(wide) + scale * jnp.matmul(b, a, precision="highest").astype(wide)

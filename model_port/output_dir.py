@@ -1,10 +1,10 @@
 """Writes a directory atomically: it is complete or absent, even if the process is killed.
 
-Everything is written into a hidden sibling, synced, and renamed at the end. The sibling has one fixed name per
-destination and is locked while its writer is alive, so the next run can recognize and remove a dead run's leftovers.
+Everything is written into a hidden sibling directory, synced, and renamed at the end. The sibling has a fixed name for
+each destination and is locked while its writer lives, so the next run can recognize and remove a dead run's files.
 
-The directory holds a list of its files, and only a directory without other or changed files is ever replaced. So
-neither a mistyped path nor a user's own file in one of our directories loses data.
+The directory has a list of its files, and a directory is only replaced if it has no other or changed files. Neither a
+mistyped path nor a user's own file in one of our directories can therefore lose data.
 """
 
 import fcntl
@@ -26,20 +26,20 @@ from model_port.layout import absolute_path
 from model_port.progress import BYTES, in_units
 
 LOCK_FILE = ".lock"
-LIST_FILE = ".written_by_paravt_jax.json"  # the directory's name, and every file with its size and modification time
+LIST_FILE = ".written_by_paravt_jax.json"  # the directory's name, and each file's size and modification time
 GIB = 2**30
-SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # pathlib makes one slash of two
+SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # pathlib merges two slashes into one
 
 
 def check_local(path: str | Path) -> None:
-    """Refuses an address such as s3://bucket/x, which pathlib would treat as local folders."""
+    """Raises for an address such as s3://bucket/x, which pathlib would treat as local folders."""
     if scheme := SCHEME.match(str(path)):
-        raise ValueError(f"{path} is not a local path: {scheme[1]}:// is not supported here, give a local path")
+        raise ValueError(f"{path} is not a local path: {scheme[1]}:// is not supported here; give a local path")
 
 
 @contextmanager
 def named(path: object) -> Iterator[None]:
-    """Adds the file name to OS errors without one, for example when the disk is full."""
+    """Adds a file name to OS errors that have none, for example if the disk is full."""
     try:
         yield
     except OSError as problem:
@@ -54,7 +54,7 @@ def output_directory(
 ) -> Iterator[Path]:
     """Yields an empty directory that is renamed to `dst` when the body ends, and removed if the body raises.
 
-    `force` replaces an existing `dst` at the end, if this function wrote it and it is unchanged. `source` is the
+    `force` replaces an existing `dst` at the end, if this function wrote `dst` and it is unchanged. `source` is the
     directory that the body reads.
     """
     if is_address(dst):
@@ -75,7 +75,7 @@ def output_directory(
     try:
         try:
             _clear(partial)
-            if replaced.exists() and not dst.exists():  # a run died between the two renames below
+            if replaced.exists() and not dst.exists():  # another run died between the two renames below
                 replaced.rename(dst)
             _remove(replaced)
             check_replaceable(dst, force, source)
@@ -94,7 +94,7 @@ def output_directory(
                 problem.filename = str(dst)  # a full disk raises an error without a file name
             raise
         sync_path(dst.parent)
-        (dst / LOCK_FILE).unlink()  # after the rename: without its lock, another run could take the directory
+        (dst / LOCK_FILE).unlink()  # only after the rename, because another run could take an unlocked directory
         _remove(replaced)
     finally:
         os.close(lock)
@@ -102,7 +102,7 @@ def output_directory(
 
 @contextmanager
 def _into_bucket(bucket: Bucket, force: bool, needed_bytes: int) -> Iterator[Path]:
-    """Writes to a local directory in TMPDIR first, then uploads it."""
+    """Yields a local directory in TMPDIR, and uploads it when the body ends."""
     _check_bucket_replaceable(bucket, force)
     with TemporaryDirectory() as temporary:
         directory = Path(temporary) / bucket.name
@@ -124,12 +124,12 @@ def check_replaceable(dst: Path, force: bool, source: Path | None = None) -> Non
         raise ValueError(f"{dst} already exists; choose another directory, or replace it with --force")
     if source is not None and source.resolve().is_relative_to(dst.resolve()):
         raise ValueError(f"{source} is in {dst}, which would be replaced; choose another directory")
-    if problem := _not_ours(dst):
+    if problem := _why_not_ours(dst):
         raise ValueError(f"{dst} {problem}, so it is not replaced; move it away, or choose another directory")
 
 
 def _check_bucket_replaceable(bucket: Bucket, force: bool) -> None:
-    """Raises unless the bucket directory may be replaced. An unfinished upload of ours needs no `force`."""
+    """Raises unless the bucket's directory may be replaced. Our own unfinished uploads need no `force`."""
     names, listed = set(bucket.names()), set[str]()
     if not names:
         return
@@ -139,13 +139,13 @@ def _check_bucket_replaceable(bucket: Bucket, force: bool) -> None:
         listed |= {name, *json.loads((bucket / name).read_bytes())["files"]}
     if foreign := sorted(names - listed):
         raise ValueError(
-            f"{bucket} holds {foreign[0]}, which this program did not write, so it is not replaced; choose another "
+            f"{bucket} has {foreign[0]}, which this program did not write, so it is not replaced; choose another "
             f"directory"
         )
 
 
-def _not_ours(directory: Path) -> str:
-    """Why this directory is not one that we wrote and that is unchanged; empty if it is."""
+def _why_not_ours(directory: Path) -> str:
+    """Returns "" if this program wrote the directory and it is unchanged; otherwise the reason for an error."""
     if not directory.is_dir():
         return "is not a directory"
     files, listed = _files(directory), directory / LIST_FILE
@@ -155,11 +155,11 @@ def _not_ours(directory: Path) -> str:
         written = Section(str(listed), read_object(listed))
         name, sizes = written.text("name"), written.section("files").values
     except ValueError as problem:
-        return f"holds a list of files that this program did not write ({problem})"
+        return f"has a list of files that this program did not write ({problem})"
     if name != directory.name:
         return f"was written as {name} and moved here"
     changed = sorted(name for name, status in files.items() if sizes.get(name) != status)
-    return f"holds {changed[0]}, which was added or changed after it was written" if changed else ""
+    return f"has {changed[0]}, which was added or changed after it was written" if changed else ""
 
 
 def _files(directory: Path) -> dict[str, list[int]]:
@@ -176,13 +176,13 @@ def check_free_disk(dst: Path, needed_bytes: int) -> None:
     free_bytes = shutil.disk_usage(dst.parent).free
     if free_bytes < needed_bytes:
         raise ValueError(
-            f"{dst.parent} has {in_units([free_bytes], BYTES)} free, {in_units([needed_bytes], BYTES)} are needed; "
+            f"{dst.parent} has {in_units([free_bytes], BYTES)} free, but {in_units([needed_bytes], BYTES)} are needed; "
             f"free some space or choose another disk"
         )
 
 
 def exit_on_sigterm() -> None:
-    """Makes SIGTERM run the same clean-up as Ctrl-C."""
+    """Makes SIGTERM run the same cleanup as Ctrl-C."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
@@ -190,13 +190,13 @@ def exit_on_sigterm() -> None:
 def _lock(partial: Path, dst: Path) -> int:
     """Creates `partial` and locks it for this process."""
     while True:
-        partial.mkdir(exist_ok=True)  # outside of the context: in /proc, for example, it raises FileNotFoundError
-        with suppress(FileNotFoundError):  # the previous owner has just renamed or removed it
+        partial.mkdir(exist_ok=True)  # outside of the context, because it may raise FileNotFoundError, as in /proc
+        with suppress(FileNotFoundError):  # the previous owner has just renamed or removed the directory
             return lock_file(partial / LOCK_FILE, dst)
 
 
 def lock_file(file: Path, output: Path) -> int:
-    """Creates and locks a file for the process that writes `output`; the kernel releases it if the process dies."""
+    """Creates and locks a file for the process that writes `output`. The kernel releases the lock if it dies."""
     while True:
         lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
@@ -208,7 +208,7 @@ def lock_file(file: Path, output: Path) -> int:
             raise ValueError(f"another process is writing {output}; wait for it, or choose another path") from None
         except FileNotFoundError:
             pass
-        os.close(lock)  # renamed or removed between open and lock
+        os.close(lock)  # the file was renamed or removed between open and lock
 
 
 def _clear(partial: Path) -> None:
@@ -222,7 +222,7 @@ def _discard(partial: Path) -> None:
         return
     _clear(partial)
     (partial / LOCK_FILE).unlink()
-    with suppress(OSError):  # not empty: another run has already taken it
+    with suppress(OSError):  # not empty, because another run has already taken the directory
         partial.rmdir()
 
 

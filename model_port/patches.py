@@ -1,4 +1,4 @@
-"""The order of a frame's patches. Processors return blocks of merge x merge patches, one block after the other."""
+"""The order of a frame's patches: processors return them in blocks of merge x merge patches."""
 
 from functools import lru_cache
 
@@ -8,7 +8,7 @@ from jaxtyping import Int
 
 @lru_cache(maxsize=256)  # videos have few sizes and many frames
 def patch_positions(grid: tuple[int, int], merge: int) -> Int[np.ndarray, "P 2"]:
-    """Row and column of each patch, in merge order: one block of merge x merge patches after the other."""
+    """Returns the row and column of each patch in merge order: block by block of merge x merge patches."""
     down, across = grid
     cells = np.stack(np.meshgrid(np.arange(down), np.arange(across), indexing="ij"), axis=-1)
     blocks = cells.reshape(down // merge, merge, across // merge, merge, 2).transpose(0, 2, 1, 3, 4)

@@ -1,9 +1,9 @@
-"""Images to patches, and placeholders to as many tokens, in numpy and Pillow. A video frame is an image.
+"""Converts images to patches and expands their placeholders, in numpy and Pillow. A video frame is an image.
 
-`VisionContract` alone decides frame sizes. Its bounds are areas in pixels, although the published files call them
-`shortest_edge` and `longest_edge`. A frame resized to its settled size is not resized again by later passes under the
-same bounds, so several processors can share it. The results equal transformers' Qwen2VLImageProcessorPil bit for bit;
-deliberate exceptions are tagged DIFFERS.
+Only `VisionContract` decides frame sizes. Its bounds are areas in pixels, although the published files call them
+`shortest_edge` and `longest_edge`. Further passes under the same bounds do not resize a frame that has its settled
+size, so several processors can use the same frame. The results equal transformers' Qwen2VLImageProcessorPil bit for
+bit; deliberate exceptions are tagged DIFFERS.
 """
 
 import math
@@ -19,7 +19,7 @@ from PIL import Image
 
 from model_port.json_files import Section, read_object
 
-MAX_PIXELS = 2**32  # the largest accepted bound: hundreds of frames of the largest accepted picture
+MAX_PIXELS = 2**32  # larger bounds are rejected; this is hundreds of frames of the largest accepted picture
 MAX_ASPECT_RATIO = 200
 NUM_CHANNELS = 3
 RESCALE_FACTOR = 1 / 255  # absent from the published files
@@ -37,20 +37,20 @@ SUPPORTED_SETTINGS = {
 
 
 def max_patches(max_pixels: int, patch_px: int, merge: int) -> int:
-    """Patches of the largest image with at most this area: whole language tokens."""
+    """Returns the number of patches of the largest image with at most this area, in whole language tokens."""
     return max_pixels // (patch_px * merge) ** 2 * merge**2
 
 
 @dataclass(frozen=True)
 class VisionContract:
-    """How pixels become patches: sizes, area bounds and scaling, the same for engine and learner."""
+    """How pixels become patches: sizes, area bounds and scaling. Engine and learner use the same contract."""
 
     patch_px: int
     merge: int
     temporal_patch_frames: int
-    min_pixels: int  # of one image, height x width, after resizing
+    min_pixels: int  # bound on height x width of one image after resizing
     max_pixels: int
-    mean: tuple[float, float, float]  # of values multiplied by rescale_factor
+    mean: tuple[float, float, float]  # subtracted after multiplication by rescale_factor
     std: tuple[float, float, float]
     rescale_factor: float = RESCALE_FACTOR
 
@@ -67,7 +67,7 @@ class VisionContract:
 
     @classmethod
     def from_hf(cls, directory: str | Path) -> "VisionContract":
-        """The image contract of a Hugging Face directory; if it has both files, they must agree."""
+        """Reads the image contract of a Hugging Face directory. If it has both files, they must agree."""
         contracts = {source: _contract(section, source) for source, section in _sections(Path(directory))}
         (source, contract), *duplicates = contracts.items()
         for other_source, other in duplicates:
@@ -78,7 +78,7 @@ class VisionContract:
 
     @property
     def unit_px(self) -> int:
-        """Side of the square that becomes one language token; all sides of resized images are multiples of it."""
+        """The side of the square that becomes one language token; sides of resized images are multiples of it."""
         return self.patch_px * self.merge
 
     def max_patches(self, max_pixels: int) -> int:
@@ -90,17 +90,17 @@ class VisionContract:
 
     @cached_property
     def normalised(self) -> Float32[np.ndarray, "channels 256"]:
-        """Every byte's normalized value per channel, with the same rounding as transformers' rescale and normalize."""
+        """The normalized value of every byte per channel, with the same rounding as transformers."""
         rescaled = (np.arange(256, dtype=np.float64) * self.rescale_factor).astype(np.float32)
         mean, std = (np.asarray(values, np.float32)[:, None] for values in (self.mean, self.std))
         return (rescaled[None, :] - mean) / std
 
 
 def frame_size(height: int, width: int, contract: VisionContract) -> tuple[int, int]:
-    """Height and width of an image after one pass (transformers image_processing_pil_qwen2_vl.py, smart_resize).
+    """Returns an image's height and width after one pass (transformers image_processing_pil_qwen2_vl.py, smart_resize).
 
-    Both are multiples of the unit. Rounds halves to even and multiplies and divides in the reference's order. Another
-    order gives other multiples for some sizes.
+    Both are multiples of the unit. The function rounds halves to even, and multiplies and divides in the reference's
+    order, because another order would give other multiples for some sizes.
     """
     if height < 1 or width < 1:
         raise ValueError(f"an image must have at least one pixel, got height {height}, width {width}")
@@ -124,17 +124,17 @@ def frame_size(height: int, width: int, contract: VisionContract) -> tuple[int, 
 
 
 def settled_size(height: int, width: int, contract: VisionContract) -> tuple[int, int]:
-    """The size that further passes do not change, so that every processor under the contract gets the same pixels.
+    """Returns a size that further passes do not change, so that every processor gets the same pixels.
 
-    One pass is enough for ordinary images. More are needed if rounding crosses a bound: with aspect ratios above about
-    50 under the recipe's bounds, or with bounds so close together that no size fits between them.
+    One pass is enough for ordinary images. More passes are needed if rounding crosses a bound: for aspect ratios above
+    about 50 with the recipe's bounds, or for bounds that are so close together that no size fits between them.
     """
     passes = [frame_size(height, width, contract)]
     while (following := frame_size(*passes[-1], contract)) != passes[-1]:
         if following in passes:
             raise ValueError(
                 f"an image of {height} x {width} px has no stable size between min_pixels={contract.min_pixels} and "
-                f"max_pixels={contract.max_pixels}, resizing alternates between {passes[-1]} and {following}; "
+                f"max_pixels={contract.max_pixels}: resizing alternates between {passes[-1]} and {following}; "
                 f"move the bounds further apart"
             )
         passes.append(following)
@@ -142,7 +142,7 @@ def settled_size(height: int, width: int, contract: VisionContract) -> tuple[int
 
 
 def resize(image: np.ndarray, contract: VisionContract) -> UInt8[np.ndarray, "height width 3"]:
-    """The image, bicubic, at its `frame_size`. An array of this size is returned as the same object."""
+    """Resizes an image to its `frame_size`, bicubic. An array that has this size is returned unchanged."""
     rgb = np.asarray(image)
     if rgb.dtype != np.uint8 or rgb.ndim != 3 or rgb.shape[2] != NUM_CHANNELS:
         raise ValueError(
@@ -158,13 +158,13 @@ def resize(image: np.ndarray, contract: VisionContract) -> UInt8[np.ndarray, "he
 def process_images(
     images: Sequence[np.ndarray], contract: VisionContract
 ) -> tuple[Float32[np.ndarray, "P values"], Int64[np.ndarray, "images 3"]]:
-    """`pixel_values` and `image_grid_thw`, as transformers' image processor returns them."""
+    """Returns `pixel_values` and `image_grid_thw`, as transformers' image processor does."""
     if len(images) == 0:
         raise ValueError("expected at least one image, got an empty list; omit pixel_values for text only")
     resized = [resize(image, contract) for image in images]
     patch_px = contract.patch_px
     grids = [(1, frame.shape[0] // patch_px, frame.shape[1] // patch_px) for frame in resized]
-    # An image fills all frames of its temporal patch: normalized once, then broadcast.
+    # An image fills all frames of its temporal patch, so it is normalized once and then broadcast.
     shape = (NUM_CHANNELS, contract.temporal_patch_frames, patch_px**2)
     patches = np.empty((sum(map(math.prod, grids)), *shape), np.float32)
     start = 0
@@ -178,7 +178,7 @@ def process_images(
 
 
 def _cut(frame: np.ndarray, contract: VisionContract) -> np.ndarray:
-    """[height, width, 3] to [P, 3, patch_px * patch_px], in merge order."""
+    """Cuts [height, width, 3] into patches [P, 3, patch_px * patch_px], in merge order."""
     height, width, _ = frame.shape
     patch_px, merge, unit_px = contract.patch_px, contract.merge, contract.unit_px
     split = frame.reshape(height // unit_px, merge, patch_px, width // unit_px, merge, patch_px, NUM_CHANNELS)
@@ -193,12 +193,12 @@ def token_counts(grid_thw: Int[np.ndarray, "images 3"], merge: int) -> list[int]
 def expand_placeholders(
     ids: Int[np.ndarray, " T"], num_tokens: Sequence[int], image_token_id: int
 ) -> Int[np.ndarray, " expanded"]:
-    """Repeats each image's placeholder once per token of the image; images are in the order of the ids."""
+    """Repeats each image's placeholder once per token of the image. Images are in the order of their placeholders."""
     at = np.flatnonzero(ids == image_token_id)
     if len(at) != len(num_tokens):
         raise ValueError(
-            f"the ids have {len(at)} placeholders (token {image_token_id}), got {len(num_tokens)} images; write one "
-            f"placeholder for each, not yet expanded"
+            f"the ids have {len(at)} placeholders (token {image_token_id}), but there are {len(num_tokens)} images; "
+            f"write one placeholder per image, not expanded"
         )
     repeats = np.ones(len(ids), np.int64)
     repeats[at] = num_tokens
@@ -206,7 +206,7 @@ def expand_placeholders(
 
 
 def _sections(directory: Path) -> list[tuple[str, Mapping[str, Any]]]:
-    """The image processor's settings: (source for errors, parsed keys), processor_config.json first."""
+    """Reads the image processor's settings: pairs of a source for errors and its keys, processor_config.json first."""
     name, nested_path = "image_processor", directory / "processor_config.json"
     flat_path = directory / FLAT_FILES[name]
     sections = []
@@ -245,7 +245,7 @@ def _contract(values: Mapping[str, Any], source: str) -> VisionContract:
 
 
 def _bound(section: Section, old_key: str, key: str) -> int:
-    """One bound under its three spellings; real files have several of them, some null."""
+    """Reads a bound, which has three possible keys. Published files have several of them, and some are null."""
     size = section.section("size", {})
     spellings = [(size, key), (size, old_key), (section, old_key)]
     found = {f"{at.prefix}{name}": at.count(name, MAX_PIXELS) for at, name in spellings if at.has(name)}
@@ -253,5 +253,5 @@ def _bound(section: Section, old_key: str, key: str) -> int:
         raise ValueError(f"{section.source}: size.{key} (or {old_key}) is missing; set it, in pixels of area")
     if len(set(found.values())) > 1:
         values = " and ".join(f"{name}={value}" for name, value in found.items())
-        raise ValueError(f"{section.source}: {values} contradict each other, and readers disagree; keep one")
+        raise ValueError(f"{section.source}: {values} contradict each other; keep one of them")
     return next(iter(found.values()))

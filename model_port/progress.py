@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, and elsewhere a log line every half minute."""
+"""Shows the progress of long work: a bar on a terminal, otherwise a log line every half minute."""
 
 import os
 import shutil
@@ -21,9 +21,9 @@ Item = TypeVar("Item")
 
 
 class Ticker:
-    """Prints `line()` to stderr every so many seconds until closed, unless it is empty.
+    """Prints `line()` to stderr every `every_s` seconds until closed, unless the line is empty.
 
-    Uses a thread, because the work may be one long call.
+    It uses a thread, because the work may be a single long call.
     """
 
     def __init__(self, line: Callable[[], str], every_s: float | None = None):
@@ -42,7 +42,7 @@ class Ticker:
 
 
 class Meter:
-    """A context around the work, which calls `update` for every completed part.
+    """A context manager that shows the progress of its body, which calls `update` for every completed part.
 
     `total` is the number of `unit`s, if known. Work without a unit has no bar, and its log lines only show the time.
     """
@@ -64,7 +64,7 @@ class Meter:
             self._bar.update(done - previous)
 
     def line(self) -> str:
-        """The log line if there is no terminal."""
+        """Returns the log line that is printed if there is no terminal."""
         elapsed_s = time.monotonic() - self._began_s
         so_far = f"{tqdm.format_interval(elapsed_s)} so far"
         if not self._unit:
@@ -98,7 +98,7 @@ class Meter:
 
 
 def counted(items: Collection[Item], task: str, unit: str) -> Iterator[Item]:
-    """Yields the items and shows the progress."""
+    """Yields the items and shows progress."""
     with Meter(task, len(items), unit) as meter:
         for item in items:
             yield item
@@ -106,7 +106,7 @@ def counted(items: Collection[Item], task: str, unit: str) -> Iterator[Item]:
 
 
 def make_bar(**settings: Any) -> tqdm:
-    """A bar on stderr, which is a terminal. In a container, its size may be 0, which would hide the bar."""
+    """Makes a bar on stderr, which must be a terminal. A container's terminal may have size 0, which would hide it."""
     usual = None if all(os.get_terminal_size(sys.stderr.fileno())) else shutil.get_terminal_size()
     return tqdm(
         file=sys.stderr,
@@ -118,7 +118,7 @@ def make_bar(**settings: Any) -> tqdm:
 
 
 def in_units(numbers: list[int], unit: str) -> str:
-    """The numbers with their unit; the last one, the largest, decides the scale of bytes."""
+    """Formats numbers with their unit. The last number, which is the largest, decides the scale of bytes."""
     if unit != BYTES:
         return f"{' of '.join(f'{number:,}' for number in numbers)} {unit}{'s' * (numbers[-1] != 1)}"
     name, size = next(((name, size) for name, size in SIZES.items() if numbers[-1] >= size), ("kB", 1000))

@@ -22,7 +22,7 @@ def push(directory: Path, repo: str, args: argparse.Namespace) -> str:
 
 
 def dry_run(directory: Path, repo: str, args: argparse.Namespace) -> str:
-    """What a push would send, without a request."""
+    """Describes what a push would send. Makes no request."""
     check_repo_id(repo)
     sizes = {name: (directory / name).stat().st_size for name in model_files(directory)}
     total = f"{len(sizes)} files", in_units([sum(sizes.values())], BYTES)

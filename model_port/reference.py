@@ -1,6 +1,6 @@
-"""transformers as the reference: logits, gradients and greedy ids of a Hugging Face directory.
+"""Runs transformers as the reference: logits, gradients and greedy ids of a Hugging Face directory.
 
-The only module that imports torch, and only on use, because a learner has none.
+Only this module imports torch, and only on use, because a learner's environment has no torch.
 """
 
 import gc
@@ -17,12 +17,12 @@ from jaxtyping import Float, Int
 from model_port.config import ModelConfig, read_config
 from model_port.weights import module_name, stored_dtype
 
-SHARED_GPU = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # of a process in which jax leaves memory for torch
+SHARED_GPU = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # environment in which jax leaves GPU memory for torch
 
 
 @dataclass(frozen=True)
 class ProcessedPrompt:
-    """A prompt as a processor returns it; without pictures, `pixels` and `grids` are empty."""
+    """A processor's output for a prompt. Without pictures, `pixels` and `grids` are empty."""
 
     ids: Int[np.ndarray, " T"]  # placeholders expanded
     pixels: Float[np.ndarray, "P C"]
@@ -34,12 +34,12 @@ class ProcessedPrompt:
 
     @property
     def media(self) -> dict[str, np.ndarray]:
-        """The pictures under the names of transformers' arguments."""
+        """The pictures, by the names of transformers' arguments."""
         return {"pixel_values": self.pixels, "image_grid_thw": self.grids} if len(self.grids) else {}
 
 
 def missing_torch() -> str:
-    """Why there is no reference on this machine, or an empty string."""
+    """Returns why this environment cannot run the reference, or ""."""
     try:
         import torch  # noqa: F401
         from transformers.models.auto.modeling_auto import AutoModelForImageTextToText  # noqa: F401
@@ -49,14 +49,14 @@ def missing_torch() -> str:
 
 
 def as_published(name: str, tensor: np.ndarray) -> np.ndarray:
-    """Experts are stored as inputs x outputs in published files, and as outputs x inputs by transformers 5."""
+    """Transposes experts from transformers 5's outputs x inputs to the published files' inputs x outputs."""
     return tensor.swapaxes(1, 2) if ".experts." in name else tensor
 
 
 def run_by_layer(model: Any) -> None:
-    """Makes a model compute in float32, with only the running layer's 16-bit weights widened and activations kept.
+    """Makes a model compute in float32, with 16-bit weights cast layer by layer and activations recomputed.
 
-    Embedding and head are layers too.
+    Embedding and head count as layers.
     """
     from torch import nn
     from torch.func import functional_call
@@ -85,9 +85,9 @@ def run_by_layer(model: Any) -> None:
 
 
 class Reference(AbstractContextManager["Reference"]):
-    """A model in transformers, on the GPU if torch sees one. Its memory is free after the `with` block.
+    """A model in transformers, on the GPU if torch has one. The `with` block frees its memory at its end.
 
-    In float32, 16-bit weights stay as they are stored.
+    In float32, 16-bit weights keep their stored dtype.
     """
 
     def __init__(self, hf_dir: str | Path, dtype: str = "float32"):
@@ -95,8 +95,8 @@ class Reference(AbstractContextManager["Reference"]):
         from transformers.models.auto.modeling_auto import AutoModelForImageTextToText
         from transformers.utils import logging
 
-        logging.disable_progress_bar()  # it shows one even without a terminal; ours shows the time
-        torch.backends.cudnn.allow_tf32 = False  # or a GPU rounds the inputs of float32 convolutions
+        logging.disable_progress_bar()  # shown even without a terminal; our own progress shows the time
+        torch.backends.cudnn.allow_tf32 = False  # otherwise a GPU rounds the inputs of float32 convolutions
         self._config = read_config(hf_dir)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         loaded = stored_dtype(Path(hf_dir)) if dtype == "float32" else dtype
@@ -110,12 +110,12 @@ class Reference(AbstractContextManager["Reference"]):
 
         del self._model
         gc.collect()
-        torch.cuda.empty_cache()  # which jax could not use; does nothing without a GPU
+        torch.cuda.empty_cache()  # because jax cannot use torch's cache; does nothing without a GPU
 
     def logits(
         self, prompt: ProcessedPrompt, tokens: Int[np.ndarray, " rows"] | None = None
     ) -> Float[np.ndarray, "rows V"]:
-        """Of the tokens at these positions (default: all)."""
+        """Computes the logits of the tokens at these positions (default: all)."""
         import torch
 
         kept = 0 if tokens is None else torch.from_numpy(tokens).to(self._device)
@@ -123,7 +123,7 @@ class Reference(AbstractContextManager["Reference"]):
             return self._model(**self._inputs(prompt), logits_to_keep=kept).logits[0].float().cpu().numpy()
 
     def gradients(self, prompt: ProcessedPrompt, names: Iterable[str]) -> dict[str, np.ndarray]:
-        """Gradients of the prompt's mean negative log-prob, for tensors by their published names."""
+        """Computes the gradients of the prompt's mean negative log-prob, for tensors with these published names."""
         import torch
 
         parameters = dict(self._model.named_parameters())
@@ -138,7 +138,7 @@ class Reference(AbstractContextManager["Reference"]):
         return {name: as_published(name, parameter.grad.cpu().numpy()) for name, parameter in chosen.items()}
 
     def greedy_ids(self, prompt: ProcessedPrompt, num_new: int) -> list[int]:
-        """The likeliest continuation; the ids that end a turn do not stop it."""
+        """Samples `num_new` ids greedily; stop ids do not end the sampling."""
         self._model.generation_config.eos_token_id = None
         inputs = self._inputs(prompt)
         ids = self._model.generate(**inputs, do_sample=False, repetition_penalty=1.0, max_new_tokens=num_new)

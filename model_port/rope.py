@@ -1,8 +1,8 @@
 """Rotary positions. Every frequency rotates with one axis of the position: time, row or column.
 
-Text, M-RoPE: each axis has a chunk of the frequencies, or they interleave: t h w t h w … from the fastest frequency on,
-until the row and column sections are used up, and the remaining frequencies rotate with time. Vision: the first half of
-the frequencies rotates with rows, the second half with columns.
+Text (M-RoPE): each axis has a chunk of the frequencies, or the axes interleave as t h w t h w …, starting at the
+fastest frequency, until the row and column sections are used up; the remaining frequencies rotate with time. Vision:
+the first half of the frequencies rotates with rows, the second half with columns.
 """
 
 import jax.numpy as jnp
@@ -12,11 +12,11 @@ from jaxtyping import Array, Float, Int
 from model_port.architecture import TextConfig, VisionConfig
 from model_port.layers import at_least_float32
 
-Rotation = tuple[Float[Array, "B T F"], Float[Array, "B T F"]]  # cos and sin of every frequency
+Rotation = tuple[Float[Array, "B T F"], Float[Array, "B T F"]]  # cos and sin for every frequency
 
 
 def text_frequencies(config: TextConfig) -> tuple[np.ndarray, np.ndarray]:
-    """(radians per position, position axis) of each of the head_dim / 2 frequencies."""
+    """Returns the radians per position and the position axis of each of the head_dim / 2 frequencies."""
     count = config.head_dim // 2
     axis = np.repeat(np.arange(3, dtype=np.int32), config.mrope_sections)
     if config.interleaved_mrope:
@@ -33,7 +33,7 @@ def vision_frequencies(config: VisionConfig) -> tuple[np.ndarray, np.ndarray]:
 
 
 def rotation(positions: Int[Array, "B T A"], frequencies: tuple[np.ndarray, np.ndarray]) -> Rotation:
-    """Angles are always float32, because bf16 cannot represent all positions above 256."""
+    """Computes cos and sin of the angles, always in float32, because bf16 cannot represent all positions above 256."""
     radians, axis = frequencies
     angles = positions[..., axis].astype(jnp.float32) * radians.astype(np.float32)[None, None]
     return jnp.cos(angles), jnp.sin(angles)

@@ -1,4 +1,4 @@
-"""How one parameter of ours is made of Hugging Face tensors."""
+"""Rules that map Hugging Face tensors to our parameters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ LAYER = "{i}"
 
 @dataclass(frozen=True)
 class Rule:
-    """HF tensors `hf` (one, or `count` with {i} = 0, 1, …) of shape `hf_shape` make up our parameter `path`."""
+    """Maps the HF tensor `hf`, or `count` tensors with {i} = 0, 1, …, of shape `hf_shape` to our parameter `path`."""
 
     hf: str
     path: str
@@ -26,13 +26,16 @@ class Rule:
         return [self.hf] if self.count is None else [self.hf.replace(LAYER, str(i)) for i in range(self.count)]
 
     def tensor(self, params: Mapping[str, Any], layer: int) -> Any:
-        """A layer's tensor, from parameters by path."""
+        """Returns a layer's HF tensor from our parameters by path."""
         ours = params[self.path] if self.count is None else params[self.path][layer]
         return ours.reshape(self.hf_shape)
 
 
 def linear_rules(hf: str, ours: str, axes: str, shape: tuple[int, ...], count: int | None = None) -> list[Rule]:
-    """A projection's kernel and bias. Its kernel's axes, such as "fd", are the end of our name, and `shape` is HF's."""
+    """Returns the rules of a projection's kernel and bias.
+
+    Our kernel's name ends in its `axes`, such as "fd". `shape` is the HF tensor's.
+    """
     kernel = Rule(f"{hf}.weight", f"{ours}_kernel_{axes}", shape, count)
     return [kernel, Rule(f"{hf}.bias", f"{ours}_bias", shape[:1], count)]
 
@@ -45,7 +48,7 @@ def layer_norm_rules(hf: str, ours: str, width: int, count: int | None = None) -
 
 
 def vision_attention_rules(c: VisionConfig, hf: str, ours: str) -> list[Rule]:
-    """The attention of a vision tower's blocks; `hf` and `ours` start their names."""
+    """Returns the rules of the attention in a vision tower's blocks. `hf` and `ours` are prefixes of their names."""
     return [
         *linear_rules(hf + "attn.qkv", ours + "attn.qkv", "cnhd", (3 * c.width, c.width), c.num_layers),
         *linear_rules(hf + "attn.proj", ours + "attn.o", "dnh", (c.width, c.width), c.num_layers),

@@ -1,8 +1,8 @@
 """Reads Hugging Face safetensors by byte range and writes them as a stream.
 
-The safetensors package maps whole files and saves whole shards, so its resident memory grows with the checkpoint. Here,
-a read touches only the requested rows and a write holds one block at a time. The format is a little-endian u64 header
-length, a JSON header of {name: {dtype, shape, data_offsets}}, and the tensors' bytes.
+The safetensors package maps whole files and saves whole shards, so its resident memory grows with the checkpoint. In
+this module, a read touches only the requested rows, and a write holds one block at a time. The format is a
+little-endian u64 header length, a JSON header of {name: {dtype, shape, data_offsets}}, and the tensors' bytes.
 """
 
 import json
@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from model_port.json_files import LFS_POINTER, Section, check_not_pointer, read_object
 
-PART_BYTES = 2**20  # read at a time, and checked while in the CPU's cache
+PART_BYTES = 2**20  # size of a read, so that values are checked while they are in the CPU's cache
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
@@ -39,7 +39,7 @@ class TensorInfo:
     dtype: np.dtype
     shape: tuple[int, ...]
     start_byte: int  # in the file
-    swapped: bool = False  # the file has the last two axes in the other order
+    swapped: bool = False  # True if the last two axes are swapped in the file
 
     @property
     def num_bytes(self) -> int:
@@ -49,11 +49,11 @@ class TensorInfo:
 class HfTensors(ExitStack):
     """All tensors of a Hugging Face directory, readable by rows. Opening it checks that all shards are complete.
 
-    Several threads may read at once.
+    Several threads may read concurrently.
     """
 
     def __init__(self, directory: str | Path, single_file: str = SINGLE_FILE):
-        """`single_file` is the file to read if there is no index of several."""
+        """`single_file` is the file to read if there is no index."""
         super().__init__()
         self.directory = Path(directory)
         self.infos: dict[str, TensorInfo] = {}
@@ -80,15 +80,15 @@ class HfTensors(ExitStack):
         return {name: info.shape for name, info in self.infos.items()}
 
     def rename(self, old: str, new: str) -> None:
-        """Replaces the beginning of all names that start with `old`."""
+        """Replaces the prefix `old` of tensor names by `new`."""
         for name in [name for name in self.infos if name.startswith(old) and old != new]:
             renamed = new + name.removeprefix(old)
             if renamed in self.infos:
-                raise ValueError(f"{self.directory} has the tensor {renamed} twice, also as {name}")
+                raise ValueError(f"{self.directory} has the tensor {renamed} twice, the second time as {name}")
             self.infos[renamed] = self.infos.pop(name)
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        """Rows of the first axis (or a scalar), as a new array in the file's dtype. Raises if a value is not finite."""
+        """Reads rows of the first axis into a new array of the file's dtype. Raises if a value is not finite."""
         info = self.infos[name]
         first, last, _ = rows.indices(info.shape[0] if info.shape else 1)
         shape = (last - first, *info.shape[1:]) if info.shape else ()
@@ -111,11 +111,11 @@ def _shards(directory: Path, single_file: str) -> tuple[list[Path], dict[str, st
         weight_map = {name: index.text(name) for name in index.values}
         for name, shard in weight_map.items():
             if Path(shard).name != shard or shard in ("", ".."):
-                raise index.wrong(name, "the name of a file beside the index")
+                raise index.wrong(name, "the name of a file in the index's directory")
         shards = [directory / name for name in sorted(set(weight_map.values()))]
         if (directory / single_file).is_file() and directory / single_file not in shards:
             raise ValueError(
-                f"{directory} holds {single_file} and a {INDEX_FILE} of other files; remove the one that is outdated"
+                f"{directory} has {single_file} and a {INDEX_FILE} of other files; remove the one that is outdated"
             )
         missing = [shard.name for shard in shards if not shard.is_file()]
         if missing:
@@ -131,7 +131,7 @@ def _shards(directory: Path, single_file: str) -> tuple[list[Path], dict[str, st
 
 
 def _read_header(path: Path) -> dict[str, TensorInfo]:
-    """The library checks that the tensors are contiguous, share no bytes and fill the file."""
+    """Reads a file's header. The library checks that the tensors are contiguous, do not overlap and fill the file."""
     with path.open("rb") as file:
         start = file.read(len(LFS_POINTER))
     check_not_pointer(path, start)
@@ -154,12 +154,12 @@ def _check_index(index_path: Path, weight_map: dict[str, str], infos: dict[str, 
     wrong = [name for name, shard in weight_map.items() if name not in infos or infos[name].path.name != shard]
     if wrong:
         raise ValueError(
-            f"{index_path} names {len(wrong)} tensors that their shards do not hold: {', '.join(wrong[:5])}"
+            f"{index_path} names {len(wrong)} tensors that are not in their shards: {', '.join(wrong[:5])}"
         )
 
 
 def copy_cast(out: np.ndarray, values: np.ndarray, name: str) -> None:
-    """Copies to an array of any dtype. Raises if a finite value becomes infinite in a dtype of smaller range."""
+    """Copies values into an array of any dtype. Raises if a finite value becomes infinite in a smaller range."""
     with np.errstate(over="ignore"):
         out[...] = values
     if ml_dtypes.finfo(out.dtype).maxexp < ml_dtypes.finfo(values.dtype).maxexp:
@@ -167,14 +167,14 @@ def copy_cast(out: np.ndarray, values: np.ndarray, name: str) -> None:
         if overflow.any():
             worst = np.abs(values[overflow].astype(np.float64)).max()
             advice = "; use bfloat16 or float32" if out.dtype == np.float16 else ""
-            raise ValueError(f"{name} has the value {worst:g}, which {out.dtype} cannot hold{advice}")
+            raise ValueError(f"{name} has the value {worst:g}, which {out.dtype} cannot represent{advice}")
 
 
 def check_finite(values: np.ndarray, name: str) -> None:
-    """Raises if a weight is NaN or infinite: the file is damaged, or the run diverged.
+    """Raises if a weight is NaN or infinite, because the file is damaged or the run diverged.
 
-    Such values have the largest exponent. Compared as integers, positive ones are at least infinity, and negative ones
-    at least minus infinity. So two maxima are enough, which is 20 times as fast as numpy's isfinite on bfloat16.
+    Such values have the largest exponent. As integers, positive ones are at least infinity, and negative ones at least
+    minus infinity. Two maxima are therefore enough, which is 20 times as fast as numpy's isfinite on bfloat16.
     """
     if values.dtype not in DTYPE_NAMES or not values.size:
         return
@@ -193,7 +193,7 @@ def _read_exactly(descriptor: int, out: np.ndarray, offset: int, path: Path) -> 
     while done < len(view):
         count = os.preadv(descriptor, [view[done:]], offset + done)
         if count == 0:
-            raise ValueError(f"{path} ended at byte {offset + done} during reading; did another process change it?")
+            raise ValueError(f"{path} ended at byte {offset + done} while it was read; did another process change it?")
         done += count
 
 
@@ -201,8 +201,8 @@ def _read_exactly(descriptor: int, out: np.ndarray, offset: int, path: Path) -> 
 def safetensors_writer(
     path: str | Path, tensors: dict[str, tuple[np.dtype, tuple[int, ...]]]
 ) -> Iterator[Callable[[np.ndarray], None]]:
-    """Yields a function that appends a block; the blocks of the tensors, in row order, together make up the file."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
+    """Yields a function that appends a block. The blocks together must have all tensors in order."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers rejects a file without it
     end, written = 0, 0
     for name, (dtype, shape) in tensors.items():
         start, end = end, end + math.prod(shape) * dtype.itemsize
@@ -218,6 +218,6 @@ def safetensors_writer(
 
         yield write
         if written != end:
-            raise RuntimeError(f"{path}: {written} bytes of tensors were written, the header declares {end}")
+            raise RuntimeError(f"{path}: {written} bytes of tensors were written, but the header declares {end}")
         file.flush()
         os.fsync(file.fileno())

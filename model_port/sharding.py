@@ -1,10 +1,10 @@
 """Shardings of parameters and activations on a mesh with the axes data, fsdp and tensor.
 
-A parameter's name ends in its axis letters (`q_kernel_nhd`) and each letter maps to one mesh axis, so the name defines
-the sharding. Batches are split over data and fsdp together. fsdp also splits every kernel along the model width, or
-along experts, and tensor along heads, ffn and vocabulary. Scales and biases are small and replicated.
+A parameter's name ends in its axis letters (`q_kernel_nhd`), and each letter maps to one mesh axis, so the name defines
+the sharding. Batches are split over data and fsdp together. fsdp also splits every kernel along the model width or
+along experts, and tensor splits kernels along heads, ffn and vocabulary. Scales and biases are small and replicated.
 
-With several hosts, each host has neighboring devices and its own rows, and tensor stays within a host.
+With several hosts, each host has neighboring devices and its own rows, and the tensor axis never spans hosts.
 """
 
 import math
@@ -46,51 +46,51 @@ ACTIVATION_AXES: dict[str, tuple[str, ...] | str | None] = {
     "f": "tensor",
     "v": "tensor",
     "o": "tensor",  # tokens of a long row in the residual stream, where tokens are independent
-    "e": "data",  # rows replicated over fsdp …
-    "w": "fsdp",  # … with the width split
+    "e": "data",  # rows that are replicated over fsdp, because fsdp splits the width (w)
+    "w": "fsdp",  # width, together with e
 }
 _PROJECTION = re.compile(r"(\b(?:attn|mlp)\.[a-z]+|mergers?\.(?:up|down))\.(?=kernel_|bias$|lora\.)")
 _LAYOUT = re.compile(r"(?:kernel|table)_([a-z]+)$")
 
 
 def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Any = None) -> Mesh:
-    """A mesh with Auto axes: XLA propagates shardings, and we constrain only where it would choose badly."""
+    """Makes a mesh with Auto axes: XLA propagates shardings, and we only constrain where it would choose badly."""
     devices = jax.devices() if devices is None else devices
-    arrange = _places if len({device.process_index for device in devices}) == 1 else _places_on_hosts
+    arrange = _arrange if len({device.process_index for device in devices}) == 1 else _arrange_on_hosts
     try:
-        placed = arrange(data, fsdp, tensor, devices)
+        arranged = arrange(data, fsdp, tensor, devices)
     except NotImplementedError:  # jax raises this if the devices lack the links
         raise ValueError(
             f"mesh.data={data} x mesh.fsdp={fsdp} x mesh.tensor={tensor} does not fit the links between these "
             f"{len(devices)} {devices[0].device_kind}: each host's part of each axis must be a side of its part of the "
             f"slice, or a product of sides"
         ) from None
-    return Mesh(placed, MESH_AXES, axis_types=AXIS_TYPES)
+    return Mesh(arranged, MESH_AXES, axis_types=AXIS_TYPES)
 
 
-def as_made_here(mesh: Mesh) -> Mesh:
-    """The devices of a mesh with some of our axes, of any types and order, as a mesh with all of them."""
+def with_all_axes(mesh: Mesh) -> Mesh:
+    """Converts a mesh with some of our axes, of any types and order, to a mesh with all axes, like `make_mesh`'s."""
     if unknown := [name for name in mesh.axis_names if name not in MESH_AXES]:
         raise ValueError(
-            f"the mesh has an axis {unknown[0]!r}, expected some of {', '.join(MESH_AXES)}; "
-            f"model_port.make_mesh(fsdp={mesh.size}) makes one"
+            f"the mesh has an axis {unknown[0]!r}, expected some of {', '.join(MESH_AXES)}; use "
+            f"model_port.make_mesh(fsdp={mesh.size})"
         )
     own = [name for name in MESH_AXES if name in mesh.axis_names]
     devices = mesh.devices.transpose([mesh.axis_names.index(name) for name in own])
     return Mesh(devices.reshape([mesh.shape.get(name, 1) for name in MESH_AXES]), MESH_AXES, axis_types=AXIS_TYPES)
 
 
-def _places(data: int, fsdp: int, tensor: int, devices: Any) -> np.ndarray:
+def _arrange(data: int, fsdp: int, tensor: int, devices: Any) -> np.ndarray:
     num_wanted = data * fsdp * tensor
     if num_wanted > len(devices):
         raise ValueError(
-            f"mesh data={data} x fsdp={fsdp} x tensor={tensor} needs {num_wanted} devices, there are {len(devices)}"
+            f"mesh data={data} x fsdp={fsdp} x tensor={tensor} needs {num_wanted} devices, but there are {len(devices)}"
         )
     return jax.make_mesh((data, fsdp, tensor), MESH_AXES, devices=devices[:num_wanted]).devices
 
 
-def _places_on_hosts(data: int, fsdp: int, tensor: int, devices: Any) -> np.ndarray:
-    """The mesh over all devices of all hosts; the outer axes span hosts."""
+def _arrange_on_hosts(data: int, fsdp: int, tensor: int, devices: Any) -> np.ndarray:
+    """Arranges all devices of all hosts, so that the outer axes span hosts."""
     each = Counter(device.process_index for device in devices)
     num_hosts = len(each)
     if data * fsdp * tensor != len(devices):
@@ -107,32 +107,32 @@ def _places_on_hosts(data: int, fsdp: int, tensor: int, devices: Any) -> np.ndar
 
 
 def over_hosts(data: int, fsdp: int, tensor: int, num_hosts: int) -> tuple[int, int]:
-    """The parts into which hosts split data and fsdp; raises if the hosts do not divide the mesh."""
+    """Returns the number of parts into which hosts split data and fsdp. Raises if the mesh does not split evenly."""
     over_data = math.gcd(data, num_hosts)
     over_fsdp = num_hosts // over_data
     if fsdp % over_fsdp:
         raise ValueError(
             f"mesh data={data} x fsdp={fsdp} does not split over {num_hosts} hosts: each host has its own rows, and "
-            f"tensor={tensor} stays within a host"
+            f"tensor={tensor} must stay within a host"
         )
     return over_data, over_fsdp
 
 
-def add_up_once(mesh: Mesh) -> None:
-    """Runs one sum along every combination of mesh axes, which connects all groups of devices."""
+def warm_up_collectives(mesh: Mesh) -> None:
+    """Runs one all-reduce along every combination of mesh axes, which connects all groups of devices."""
     axes = [axis for axis in MESH_AXES if mesh.shape[axis] > 1]
     for group in chain.from_iterable(combinations(axes, number) for number in range(1, len(axes) + 1)):
-        sum_of_places = partial(_sum_of_places, group)
-        summed = jax.shard_map(sum_of_places, mesh=mesh, in_specs=(), out_specs=PartitionSpec(), check_vma=False)
+        sum_indices = partial(_sum_indices, group)
+        summed = jax.shard_map(sum_indices, mesh=mesh, in_specs=(), out_specs=PartitionSpec(), check_vma=False)
         jax.block_until_ready(jax.jit(summed)())
 
 
-def _sum_of_places(axes: tuple[str, ...]) -> jax.Array:
+def _sum_indices(axes: tuple[str, ...]) -> jax.Array:
     return jax.lax.psum(jax.lax.axis_index(axes), axes)
 
 
 def own_rows(array: jax.Array) -> np.ndarray:
-    """This host's rows of an array that is split only along its first axis."""
+    """Returns this host's rows of an array that is split only along its first axis."""
     if array.is_fully_addressable:
         return np.asarray(array)
     shards = {shard.index[0].start or 0: shard for shard in array.addressable_shards}
@@ -140,7 +140,7 @@ def own_rows(array: jax.Array) -> np.ndarray:
 
 
 def on_host(array: jax.Array) -> np.ndarray:
-    """The complete array in this host's memory. If several hosts hold parts of it, all must call this."""
+    """Copies the complete array to this host's memory. If several hosts hold parts of it, all must call this."""
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     return multihost_utils.process_allgather(array, tiled=True)
@@ -152,14 +152,14 @@ def num_row_parts(mesh: Mesh | None) -> int:
 
 
 def on_mesh(mesh: Mesh | None) -> AbstractContextManager[Any]:
-    """Sets the mesh for this thread; does nothing for None."""
+    """Sets the current mesh of this thread; does nothing for None."""
     return nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def platform() -> str:
-    """The platform of the program being traced: cpu, tpu, gpu (NVIDIA) or another.
+    """Returns the platform of the program that is being traced: cpu, tpu, gpu (NVIDIA) or another.
 
-    The current mesh may have another machine's devices; without a mesh, the program is for this machine.
+    The current mesh may have devices of another machine. Without a mesh, the program is for this machine.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
     nvidia = device.device_kind.startswith("NVIDIA")
@@ -167,7 +167,7 @@ def platform() -> str:
 
 
 def param_spec(path: str, num_axes: int) -> PartitionSpec:
-    """The spec of a parameter by its path; leading axes without a letter (stacked layers) are not split."""
+    """Returns the spec of a parameter from its path. Leading axes without a letter (stacked layers) are not split."""
     layout = _LAYOUT.search(path)
     if layout is None:
         return PartitionSpec()
@@ -186,9 +186,10 @@ def check_divisible(path: str, shape: tuple[int, ...], spec: PartitionSpec, axis
 
 
 def sampling_axes(shapes: dict[str, tuple[int, ...]], local: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes over whose devices in a host heads, ffn and vocabulary are split: as many as divide all of them.
+    """Returns the mesh axes over which the sampler splits heads, ffn and vocabulary within a host.
 
-    `local` has the sizes of the learner's mesh in one host.
+    These are as many axes as possible whose size divides all split dimensions. `local` has the sizes of the learner's
+    mesh within one host.
     """
     placed = (zip(shape, param_spec(path, len(shape)), strict=False) for path, shape in shapes.items())
     split_sizes = [size for axes in placed for size, axis in axes if axis == "tensor"]
@@ -200,12 +201,12 @@ def sampling_axes(shapes: dict[str, tuple[int, ...]], local: Mapping[str, int]) 
 
 
 def sampling_tensor(shapes: dict[str, tuple[int, ...]], local: Mapping[str, int]) -> int:
-    """The number of devices in a host over which the sampler splits the heads."""
+    """Returns over how many devices of a host the sampler splits the heads."""
     return math.prod(local[axis] for axis in sampling_axes(shapes, local))
 
 
 def shard_abstract(abstract: dict[str, jax.ShapeDtypeStruct], mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """The same shapes with the sharding each parameter gets on `mesh`; an indivisible one is named."""
+    """Adds each parameter's sharding on `mesh` to the shapes. Raises if a parameter does not split evenly."""
     sizes = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
     placed = {}
     for path, leaf in abstract.items():
@@ -216,13 +217,13 @@ def shard_abstract(abstract: dict[str, jax.ShapeDtypeStruct], mesh: Mesh) -> dic
 
 
 def constrain(x: jax.Array, letters: str) -> jax.Array:
-    """Constrains an activation's sharding, e.g. "btd", on the current mesh (`jax.set_mesh`), if there is one."""
+    """Constrains an activation's sharding, for example "btd", on the current mesh (`jax.set_mesh`), if any."""
     mesh = jax.sharding.get_abstract_mesh()
     return x if mesh.empty else jax.lax.with_sharding_constraint(x, _spec(mesh, letters, x.shape))
 
 
 def constrain_params(state: nnx.State) -> nnx.State:
-    """Shards arrays like the parameters at their paths, on the current mesh if there is one."""
+    """Shards arrays like the parameters at their paths, on the current mesh, if any."""
     mesh = jax.sharding.get_abstract_mesh()
 
     def placed(path: tuple[Any, ...], leaf: nnx.Variable[jax.Array]) -> nnx.Variable[jax.Array]:
@@ -232,17 +233,17 @@ def constrain_params(state: nnx.State) -> nnx.State:
     return state if mesh.empty else nnx.map_state(placed, state)
 
 
-def everywhere(x: jax.Array) -> jax.Array:
+def replicate(x: jax.Array) -> jax.Array:
     """Replicates a small result, so that every host can read it."""
     mesh = jax.sharding.get_abstract_mesh()
     return x if mesh.empty else jax.lax.with_sharding_constraint(x, PartitionSpec())
 
 
 def per_device(work: Callable[..., Any], takes: Sequence[str], gives: Sequence[str]) -> Callable[..., Any]:
-    """Runs `work` on each device's part of the arguments, for work that is independent across rows and heads.
+    """Wraps `work` to run on each device's part of its arguments. The work must be independent across rows and heads.
 
     A layout such as "btd" applies to all arrays of an argument; results use the same letters. A layout such as
-    "kernel_vd" is a parameter's: `work` gets its shard, and returns its gradient from `sum_of_rows`.
+    "kernel_vd" belongs to a parameter: `work` gets its shard, and returns its gradient from `sum_of_rows`.
     """
 
     def placed(*arguments: Any) -> Any:
@@ -266,38 +267,38 @@ def per_device(work: Callable[..., Any], takes: Sequence[str], gives: Sequence[s
 
 
 def gathered(shard: jax.Array, letters: str) -> jax.Array:
-    """Gathers a parameter over fsdp, inside `per_device`; axes split over tensor stay split."""
-    return jax.lax.all_gather(shard, "fsdp", axis=_over_fsdp(letters), tiled=True) if _placed() else shard
+    """All-gathers a parameter over fsdp, inside `per_device`. Axes that are split over tensor stay split."""
+    return jax.lax.all_gather(shard, "fsdp", axis=_over_fsdp(letters), tiled=True) if _is_per_device() else shard
 
 
 def sum_of_rows(gradient: jax.Array, letters: str) -> jax.Array:
     """Reduce-scatters a parameter's gradient over the devices' rows, inside `per_device`."""
-    if not _placed():
+    if not _is_per_device():
         return gradient
     shard = jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=_over_fsdp(letters), tiled=True)
     return jax.lax.psum(shard, "data")
 
 
 def _over_fsdp(letters: str) -> int:
-    """The axis of a parameter that is split over fsdp."""
+    """Returns the axis of a parameter that is split over fsdp."""
     return [PARAM_AXES[letter] for letter in letters].index("fsdp")
 
 
 def sum_over_tensor(x: jax.Array) -> jax.Array:
-    return jax.lax.psum(x, "tensor") if _placed() else x
+    return jax.lax.psum(x, "tensor") if _is_per_device() else x
 
 
 def max_over_tensor(x: jax.Array) -> jax.Array:
-    return jax.lax.pmax(x, "tensor") if _placed() else x
+    return jax.lax.pmax(x, "tensor") if _is_per_device() else x
 
 
 def tensor_part() -> Int[Array, ""] | int:
-    """This device's index along tensor, inside `per_device`."""
-    return jax.lax.axis_index("tensor") if _placed() else 0
+    """Returns this device's index along the tensor axis, inside `per_device`."""
+    return jax.lax.axis_index("tensor") if _is_per_device() else 0
 
 
-def _placed() -> bool:
-    """Whether this is traced inside `per_device` on a mesh."""
+def _is_per_device() -> bool:
+    """Returns whether the current code is traced inside `per_device` on a mesh."""
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
@@ -307,7 +308,7 @@ def _letters(layout: str) -> str:
 
 
 def _spec(mesh: AbstractMesh, letters: str, shape: Sequence[int]) -> PartitionSpec:
-    """An axis that its mesh axes do not divide is not split, for example a prefill's single row."""
+    """Returns an activation's spec. An axis that its mesh axes do not divide, such as a single row, is not split."""
     axes = [ACTIVATION_AXES.get(letter) for letter in letters]
     parts = [math.prod(mesh.shape[name] for name in _names(names)) for names in axes]
     return PartitionSpec(
@@ -316,14 +317,14 @@ def _spec(mesh: AbstractMesh, letters: str, shape: Sequence[int]) -> PartitionSp
 
 
 def flat_params(state: nnx.State) -> dict[str, Any]:
-    """A model's parameters by their names in the weight table and in checkpoints."""
+    """Returns a model's parameters by their names in the weight table and in checkpoints."""
     return {param_name(path): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
 
 
 def param_name(path: Iterable[Any]) -> str:
-    """The dotted name of a parameter at this path of a state.
+    """Returns the dotted name of a parameter at this path in a state.
 
-    Checkpoints keep the names from before `Projection` and `VocabTable`: `attn.q.kernel_nhd` is stored as
+    Checkpoints keep the names from before `Projection` and `VocabTable` existed: `attn.q.kernel_nhd` is stored as
     `attn.q_kernel_nhd`, `attn.q.lora.kernel_zd` as `attn.q_lora.kernel_zd`, and the head's table as its kernel.
     """
     name = _PROJECTION.sub(r"\1_", ".".join(map(str, path)))

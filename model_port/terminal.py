@@ -1,7 +1,7 @@
-"""Makes untrusted text, from a model, a data set or a server, safe to print on a terminal.
+"""Makes untrusted text, from a model, a dataset or a server, safe to print on a terminal.
 
 Escape sequences can set a terminal's title and clipboard, clear it, or overwrite earlier output. Direction overrides
-show text in another order.
+display text in another order.
 """
 
 import os
@@ -25,13 +25,13 @@ def _sign(code: int) -> str:
 
 def say(message: str) -> None:
     """Prints a line to stderr, above a progress bar if there is one."""
-    from tqdm import tqdm  # imported late: a command that prints nothing does not wait for it
+    from tqdm import tqdm  # imported late, so that commands that print nothing do not wait for it
 
     tqdm.write(visible(message), file=sys.stderr)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """A text table: the first column flush left, the others flush right."""
+    """Formats a text table: the first column flush left, the others flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows
@@ -44,8 +44,8 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str
 
 
 def guard_stdout() -> None:
-    """Makes all further output visible if stdout is a terminal; a pipe gets it unchanged."""
+    """Applies `visible` to all further output if stdout is a terminal; a pipe gets it unchanged."""
     if sys.stdout.isatty():
-        os.environ.setdefault("NO_COLOR", "1")  # argparse of Python 3.14 would write escape sequences
+        os.environ.setdefault("NO_COLOR", "1")  # Python 3.14's argparse would write escape sequences
         write = sys.stdout.write
         sys.stdout.write = lambda text, /: write(visible(text))  # type: ignore[missing-attribute]

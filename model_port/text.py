@@ -1,6 +1,6 @@
 """The language tower of all families: grouped-query attention, M-RoPE, gated MLP or experts, DeepStack.
 
-In long rows, the residual stream is sharded over tensor by tokens; projections all-gather and reduce-scatter it.
+In long rows, the tokens of the residual stream are sharded over tensor; projections all-gather and reduce-scatter it.
 
 Reference: transformers modeling_qwen3_vl.py (Qwen3VLTextModel). KV caching is the caller's responsibility: `attend`
 gets a layer's queries, keys and values, and may read and write a cache.
@@ -24,7 +24,8 @@ from model_port.lora import GatedMlp, Projection
 from model_port.rope import Rotation, rotate, rotation, text_frequencies
 from model_port.sharding import constrain
 
-# The residual stream of longer rows is sharded over tensor: 1 / tensor of the memory for a tenth more communication.
+# The residual stream of longer rows is sharded over tensor, which divides its memory by the size of the tensor axis and
+# adds a tenth of communication.
 LONG_ROW_TOKENS = 32_768
 
 # (q, k, v, layer index, cache) -> (mixed values, cache)
@@ -32,9 +33,9 @@ Attend = Callable[[Array, Array, Array, Index, Any], tuple[Array, Any]]
 
 
 class Visual(NamedTuple):
-    """The vision tower's output for the language tower: one table row per merged patch.
+    """The vision tower's output for the language tower, with one table row per merged patch.
 
-    The rows of tokens are split into as many parts as there are tables, and index the table of their part.
+    The rows of tokens are split into as many parts as there are tables, and each part indexes its own table.
     """
 
     table: Float[Array, "parts M D"]
@@ -42,7 +43,7 @@ class Visual(NamedTuple):
 
 
 class VocabTable(nnx.Module):
-    """One row of the model's width per token: the embedding, or the head."""
+    """A table with one row per token of the vocabulary: the embedding or the head."""
 
     def __init__(self, config: TextConfig, scale: float, rngs: nnx.Rngs):
         self.table_vd = normal(rngs, (config.vocab_size, config.width), scale)
@@ -84,7 +85,7 @@ class TextLayers(nnx.Module):
 
 
 class TextTower(nnx.Module):
-    """The embedding, the language layers, stacked along each parameter's first axis, and the head."""
+    """The embedding, the stacked language layers, and the head."""
 
     def __init__(self, config: TextConfig, tie_embeddings: bool, scale: float, rngs: nnx.Rngs):
         self.config = config
@@ -109,9 +110,9 @@ class TextTower(nnx.Module):
         compute: Compute,
         experts: Int[Array, "B T L J"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Any, Int[Array, "L B T J"] | None]:
-        """Hidden states after the final norm, the cache, and each token's experts, if there are any.
+        """Returns the hidden states after the final norm, the cache, and each token's experts (None for dense models).
 
-        `experts` are to be replayed.
+        `experts` has the experts to replay.
         """
         replayed = None if experts is None else jnp.moveaxis(jnp.asarray(experts, jnp.int32), 2, 0)
         x = embed_tokens(self.embed.table_vd[...], tokens, compute)
@@ -139,16 +140,16 @@ class TextTower(nnx.Module):
         return self.final_norm(x), cache, chosen
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Logits in at least float32."""
+        """Computes the logits in at least float32."""
         wide = jnp.promote_types(hidden.dtype, jnp.float32)
         kernel = cast(self.head_kernel_vd, hidden)
         return constrain(jnp.einsum("BTD,VD->BTV", hidden, kernel, preferred_element_type=wide), "btv")
 
 
 def embed_tokens(table: Float[Array, "V D"], tokens: Int[Array, "B T"], compute: Compute) -> Float[Array, "B T D"]:
-    """The tokens' rows of the table. Each device gathers its part of the width, and the devices exchange the results.
+    """Looks up the tokens' rows of the table. Each device gathers its part of the width, then devices exchange results.
 
-    So no device holds the complete table or its gradient, which is summed in the table's dtype.
+    No device therefore holds the complete table or its gradient. The gradient is summed in the table's dtype.
     """
     rows = constrain(table[constrain(tokens, "et")].astype(compute.dtype), "etw")
     return shard_residual(rows)
@@ -161,7 +162,7 @@ def shard_residual(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
 def gather_rows(
     tables: Float[Array, "parts M D"], visual_index: Int[Array, "B T"], like: Array
 ) -> Float[Array, "B T D"]:
-    """Each token's row in the table of its part; an arbitrary row for tokens without an image."""
+    """Looks up each token's row in the table of its part; an arbitrary row for tokens that are not visual."""
     index = jnp.maximum(visual_index, 0).reshape(len(tables), -1, visual_index.shape[1])
     rows = jax.vmap(lambda table, index: table[index])(tables.astype(like.dtype), index)
     return rows.reshape(*visual_index.shape, -1)
@@ -170,6 +171,6 @@ def gather_rows(
 def add_deepstack(
     x: Float[Array, "B T D"], index: Index, visual: Visual, visual_index: Int[Array, "B T"]
 ) -> Float[Array, "B T D"]:
-    """Adds the layer's feature map at visual tokens."""
+    """Adds a layer's DeepStack feature map at the visual tokens."""
     features = gather_rows(visual.deepstack[index], visual_index, x)
     return x + jnp.where((visual_index != NOT_VISUAL)[..., None], features, 0)

@@ -1,11 +1,12 @@
-"""A tiny random model as a Hugging Face directory.
+"""Writes a tiny random model as a Hugging Face directory.
 
-Architecture, file formats and special tokens are the real ones; the size is for tests and training on two CPU cores.
+Architecture, file formats and special tokens equal the published ones. The size suits tests and training on two CPU
+cores.
 
     python -m model_port.tiny --dst DIR [--seed 0] [--family qwen3_vl]
 
-The same seed gives the same bytes. Each tensor is drawn from the seed and its own name, so an additional tensor does
-not change the others.
+The same seed gives the same bytes. Each tensor is drawn from the seed and its name, so an additional tensor does not
+change the others.
 """
 
 import argparse
@@ -38,11 +39,11 @@ TINY: dict[str, Tiny] = {
     "qwen2_5_vl": qwen2_5_vl.TINY,
 }
 
-# The training recipe's bounds. The published minimum of 65536 would silently enlarge every frame below 256 x 256.
+# The training recipe's bounds. The published minimum of 65536 would enlarge every frame below 256 x 256.
 MIN_PIXELS = 784
 MAX_PIXELS = 50_176
 
-# All tokens that the published tokenizer adds to its base vocabulary, in the same order: ids differ by a constant.
+# All tokens that the published tokenizer adds to its base vocabulary, in the same order, so ids differ by a constant.
 SPECIAL_TOKENS = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>"),
     *("<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>"),
@@ -51,10 +52,10 @@ SPECIAL_TOKENS = (
     *("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"),
     *("<tool_response>", "</tool_response>", "<think>", "</think>"),
 )
-FIRST_SHOWN_TOKEN = "<tool_call>"  # from here on `special` is false, so that decoding without special tokens keeps them
+FIRST_SHOWN_TOKEN = "<tool_call>"  # from this token on, `special` is false, so decoding without special tokens keeps it
 
-# Qwen2's pre-tokenizer. DIFFERS: it splits digits; here up to three stay together, because a model of this size learns
-# to copy a time only if the time is one token.
+# Qwen2's pre-tokenizer. DIFFERS: Qwen2 splits digits, but here up to three digits stay together, because a model of
+# this size only learns to copy a time if the time is one token.
 PRETOKENIZE_REGEX = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -62,7 +63,7 @@ PRETOKENIZE_REGEX = (
 SINGLE_TOKEN_NUMBERS = (*map(str, range(1000)), *(f"{n:02d}" for n in range(10)))  # two digits for MM:SS
 
 # Every word of this text becomes one token. Special tokens are absent, because they are never split. `<answer` is also
-# absent, so that the answer tags are spelled as in the real vocabulary: `<`, `answer`, `>`, with a closing tag that
+# absent, so that the answer tags are tokenized as in the real vocabulary: `<`, `answer`, `>`, with a closing tag that
 # shares tokens with its neighbors (`.</`, `>\n`).
 TEXT = """\
 You are a helpful assistant. You watch a long video and answer a question about it. The video lasts 64 seconds.
@@ -102,20 +103,20 @@ tool
 answer
 """
 
-MAX_BASE_TOKENS = 2_000  # with the special tokens, at most 2048
-VOCAB_MULTIPLE = 64  # divides over small meshes; the published vocabulary also has unused rows at its end
+MAX_BASE_TOKENS = 2_000  # at most 2048 with the special tokens
+VOCAB_MULTIPLE = 64  # splits evenly over small meshes; the published vocabulary also has unused rows at its end
 
 
 @cache
 def _tokenizer_json(family: str) -> str:
     trainer = trainers.BpeTrainer(
-        vocab_size=MAX_BASE_TOKENS,  # more than there are, so training continues until every word is one token
+        vocab_size=MAX_BASE_TOKENS,  # more than needed, so training continues until every word is one token
         min_frequency=1,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer = Tokenizer(models.BPE())
-    # DIFFERS: Qwen2 normalizes to NFC first, which changes decomposed text; here any text decodes to the same bytes.
+    # DIFFERS: Qwen2 first normalizes to NFC, which changes decomposed text; here any text decodes to the same bytes.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated"),
@@ -131,12 +132,12 @@ def _tokenizer_json(family: str) -> str:
 
 
 def tiny_tokenizer(family: str = DEFAULT_FAMILY) -> Tokenizer:
-    """The tokenizer of a family's tiny models; it does not depend on the seed."""
+    """Returns the tokenizer of a family's tiny models, which does not depend on the seed."""
     return Tokenizer.from_str(_tokenizer_json(family))
 
 
 def tiny_config(family: str = DEFAULT_FAMILY) -> ModelConfig:
-    """About a million parameters, half of them in the text layers."""
+    """Returns the config of a tiny model: about a million parameters, half of them in the text layers."""
     vocab_size = -(-tiny_tokenizer(family).get_vocab_size() // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     parts = TINY[family]
     text = TextConfig(
@@ -147,17 +148,17 @@ def tiny_config(family: str = DEFAULT_FAMILY) -> ModelConfig:
         num_kv_heads=2,
         head_dim=32,
         vocab_size=vocab_size,
-        rope_theta=10_000.0,  # contexts are short; the published ones would leave most frequencies unused
+        rope_theta=10_000.0,  # contexts are short, so the published theta would leave most frequencies unused
         mrope_sections=parts.mrope_sections,
         max_positions=32_768,
     )
     text = replace(text, **parts.traits)
-    # 0.02 is for widths in the thousands and trains slowly at this one
+    # The published 0.02 is for widths in the thousands, and trains slowly at this width.
     return with_tokenizer_ids(ModelConfig(text, parts.vision, tie_embeddings=True, initializer_range=0.05))
 
 
 def with_tokenizer_ids(config: ModelConfig) -> ModelConfig:
-    """The config with the tiny tokenizer's token ids; raises if its vocabulary is too small."""
+    """Returns the config with the tiny tokenizer's token ids. Raises if its vocabulary is too small."""
     ids = tiny_tokenizer(config.family).get_vocab()
     if config.text.vocab_size < len(ids):
         raise ValueError(f"text.vocab_size {config.text.vocab_size} is smaller than the tiny tokenizer's {len(ids)}")
@@ -180,9 +181,9 @@ def make_tiny(
     max_pixels: int = MAX_PIXELS,
     force: bool = False,
 ) -> ModelConfig:
-    """Writes the model to `dst` atomically and returns its config: `config` with the tokenizer's ids.
+    """Writes a tiny model to `dst` atomically. Returns its config, which is `config` with the tokenizer's ids.
 
-    `min_pixels` and `max_pixels` bound the area to which the processor resizes a frame. `force` replaces an existing
+    `min_pixels` and `max_pixels` bound the area of a frame that the processor resizes. `force` replaces an existing
     model.
     """
     storage = parse_dtype(dtype)
@@ -217,13 +218,13 @@ def _write_weights(path: Path, config: ModelConfig, seed: int, storage: np.dtype
         ThreadPoolExecutor(num_threads) as pool,
         safetensors_writer(path, {name: (storage, shape) for name, shape in shapes.items()}) as write,
     ):
-        for start in range(0, len(names), num_threads):  # the whole model may not fit in memory
+        for start in range(0, len(names), num_threads):  # in parts, because the whole model may not fit in memory
             for tensor in pool.map(draw, names[start : start + num_threads]):
                 write(tensor)
 
 
 def _initial(name: str, shape: tuple[int, ...], seed: int, std: float) -> np.ndarray:
-    """As in transformers (modeling_utils.py, PreTrainedModel._init_weights)."""
+    """Draws a tensor's initial values, as in transformers (modeling_utils.py, PreTrainedModel._init_weights)."""
     if name.endswith(".bias"):
         return np.zeros(shape, np.float32)
     if len(shape) == 1:  # the scale of a norm
@@ -233,7 +234,7 @@ def _initial(name: str, shape: tuple[int, ...], seed: int, std: float) -> np.nda
 
 
 def _generation_config(family: str) -> dict[str, Any]:
-    """The published Instruct models' sampling defaults."""
+    """Returns the sampling defaults of the published Instruct models."""
     token_id = tiny_tokenizer(family).token_to_id
     return {
         "bos_token_id": token_id("<|endoftext|>"),
@@ -248,7 +249,7 @@ def _generation_config(family: str) -> dict[str, Any]:
 
 
 def _tokenizer_config(config: ModelConfig) -> dict[str, Any]:
-    """The added tokens are in tokenizer.json."""
+    """Returns the tokenizer's config, without the added tokens, which are in tokenizer.json."""
     return {
         "clean_up_tokenization_spaces": False,
         "eos_token": "<|im_end|>",
@@ -275,7 +276,7 @@ def _image_processor(config: ModelConfig, min_pixels: int, max_pixels: int) -> d
 
 
 def _video_processor(config: ModelConfig, min_pixels: int, max_pixels: int) -> dict[str, Any]:
-    """The bounds are areas of all frames together, here of the fewest and the most frames of a video."""
+    """Returns the video processor's config. Its bounds are areas of all frames of a video together."""
     min_frames, max_frames = 4, 768  # the processor class's defaults
     settings = _image_processor(config, min_frames * min_pixels, max_frames * max_pixels)
     del settings["image_processor_type"]

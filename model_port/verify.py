@@ -1,10 +1,10 @@
-"""Compares our logits with transformers' for the same files and one prompt with video frames.
+"""Compares our logits with transformers' for the same files and a prompt with video frames.
 
 python -m model_port.verify --hf HF_DIR [--src CKPT] [--dtype float32|bfloat16]
 
-Errors are relative to the standard deviation of the logits, because rounding errors grow with the logits and trained
-models have large ones. In bfloat16, our error may be twice transformers' own bfloat16 error, both against its float32.
-Only one model is in memory at a time.
+Errors are relative to the standard deviation of the logits, because rounding errors grow with the logits, and trained
+models have large logits. In bfloat16, our error may be up to twice transformers' own bfloat16 error; both are relative
+to transformers' float32. Only one model is in memory at a time.
 """
 
 import argparse
@@ -34,16 +34,16 @@ from model_port.progress import Meter
 from model_port.reference import SHARED_GPU, ProcessedPrompt, Reference, missing_torch
 
 DTYPES = ("float32", "bfloat16")
-MAX_RELATIVE = 1e-4  # in float32: rounding gives 1e-6 to 1e-5 at any depth, a different model more than 1e-2
-TIMES_THEIRS = 2  # in bfloat16
+MAX_RELATIVE = 1e-4  # in float32: rounding gives 1e-6 to 1e-5 at any depth, and a different model more than 1e-2
+TIMES_THEIRS = 2  # in bfloat16: the maximum ratio of our error to transformers'
 VIDEO_PX = 192, 320
-NUM_FRAMES = 6  # one a second
+NUM_FRAMES = 6  # one per second
 QUESTION = "What moves from left to right, and when does it pass the middle?"
 
 
 @dataclass(frozen=True)
 class LogitsDifference:
-    """The difference between logits and transformers' in float32."""
+    """The difference of logits from transformers' float32 logits."""
 
     relative_error: float  # root mean square error, in standard deviations of the expected logits
     top1_agreement: float
@@ -62,7 +62,7 @@ class LogitsDifference:
 
 
 def log_softmax(row: Float[np.ndarray, " V"]) -> Float[np.ndarray, " V"]:
-    """With a large vocabulary four times as fast as by np.logaddexp.reduce."""
+    """Computes a log-softmax, four times as fast as np.logaddexp.reduce for a large vocabulary."""
     shifted = row - row.max()
     return shifted - np.log(np.exp(shifted).sum())
 
@@ -70,16 +70,16 @@ def log_softmax(row: Float[np.ndarray, " V"]) -> Float[np.ndarray, " V"]:
 def video_prompt(
     hf_dir: str | Path, num_frames: int = NUM_FRAMES, size_px: tuple[int, int] = VIDEO_PX
 ) -> ProcessedPrompt:
-    """Video frames with their times and a crop of one, as in a run, in the checkpoint's chat format.
+    """Returns a prompt in the checkpoint's chat format with video frames, their times, and a crop of a frame.
 
-    The crop has another size, so that positions matter.
+    The crop has another size than the frames, so that positions matter.
     """
     from transformers.models.auto.tokenization_auto import AutoTokenizer
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     config = read_config(hf_dir)
-    if problem := no_tokenizer(hf_dir):  # AutoTokenizer makes an empty one
-        raise ValueError(f"{problem}, which writes the prompt of the comparison")
+    if problem := no_tokenizer(hf_dir):  # without this check, AutoTokenizer makes an empty tokenizer
+        raise ValueError(f"{problem}, which the comparison needs for its prompt")
     tokenizer: Any = AutoTokenizer.from_pretrained(hf_dir)
     height, width = size_px
     frames = [(float(number), _frame(number, num_frames, size_px)) for number in range(num_frames)]
@@ -98,7 +98,7 @@ def video_prompt(
 
 
 def _frame(number: int, num_frames: int, size_px: tuple[int, int]) -> np.ndarray:
-    """A bright square that moves across colored bands."""
+    """Draws a frame of a bright square that moves across colored bands."""
     height, width = size_px
     pixels = np.linspace(0, 255, 3 * height).astype(np.uint8).reshape(height, 1, 3).repeat(width, axis=1)
     start = number * (width - 64) // num_frames
@@ -107,7 +107,7 @@ def _frame(number: int, num_frames: int, size_px: tuple[int, int]) -> np.ndarray
 
 
 def our_logits(src: str | Path, prompt: ProcessedPrompt, dtype: ComputeDtype) -> Float[np.ndarray, "T V"]:
-    with jax.default_matmul_precision("highest"):  # or accelerators round float32 inputs
+    with jax.default_matmul_precision("highest"):  # otherwise accelerators round float32 inputs
         return model_port.logits(load_computing(src, dtype), prompt.ids, **prompt.media)
 
 
@@ -117,7 +117,7 @@ def their_logits(hf_dir: str | Path, prompt: ProcessedPrompt, dtype: ComputeDtyp
 
 
 def verify(hf_dir: str | Path, src: str | Path, dtype: ComputeDtype) -> tuple[dict[str, Any], bool]:
-    """The report, in JSON types, and whether the logits agree."""
+    """Compares the logits. Returns the report, in JSON types, and whether the logits agree."""
     prompt = video_prompt(hf_dir)
     sides: list[tuple[str, Callable, str | Path, ComputeDtype]] = [
         ("ours", our_logits, src, dtype),
@@ -126,19 +126,19 @@ def verify(hf_dir: str | Path, src: str | Path, dtype: ComputeDtype) -> tuple[di
     if dtype != "float32":
         sides.append(("transformers", their_logits, hf_dir, dtype))
     logits = []
-    for number, (name, work, path, of_side) in enumerate(sides, 1):
-        with Meter(f"{name} in {of_side}, {path} ({number} of {len(sides)})"):
-            logits.append(work(path, prompt, of_side))
-            gc.collect()  # frees this model before the next one is loaded
+    for number, (name, compute_logits, path, side_dtype) in enumerate(sides, 1):
+        with Meter(f"{name} in {side_dtype}, {path} ({number} of {len(sides)})"):
+            logits.append(compute_logits(path, prompt, side_dtype))
+            gc.collect()  # frees this model before the next model is loaded
     ours, expected, *theirs = logits
     difference = LogitsDifference.between(ours, expected)
     bound = MAX_RELATIVE
     report: dict[str, Any] = {"dtype": dtype, "tokens": len(prompt.ids), "pictures": len(prompt.grids)}
     report |= asdict(difference)
     for rounded in theirs:
-        of_theirs = LogitsDifference.between(rounded, expected)
-        bound = TIMES_THEIRS * of_theirs.relative_error
-        report["transformers"] = asdict(of_theirs)
+        rounding = LogitsDifference.between(rounded, expected)
+        bound = TIMES_THEIRS * rounding.relative_error
+        report["transformers"] = asdict(rounding)
     return report | {"bound": bound}, difference.relative_error <= bound
 
 

@@ -1,4 +1,4 @@
-"""Parts that the families' vision towers share. A tower maps patches to language-width features and feature maps."""
+"""Parts that the families' vision towers share. A tower encodes patches as features and DeepStack feature maps."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ class Tower(Protocol):
     blocks: "VisionBlocks | nnx.List"  # or after `split`
 
     def __call__(self, batch: VisionBatch, compute: Compute) -> tuple[Float[Array, "B M D"], Float[Array, "n B M D"]]:
-        """Merged features, and the maps that are added to the first language layers, for each row of the batch."""
+        """Returns each row's merged features, and the maps that are added to the first language layers."""
         ...
 
 
@@ -32,7 +32,7 @@ class PatchEmbed(nnx.Module):
             self.bias = zeros((config.width,))
 
     def __call__(self, patches: Float[Array, "B P C"]) -> Float[Array, "B P D"]:
-        """The reference's convolution has stride = kernel size, so it equals a product with flattened patches."""
+        """Multiplies flattened patches by the kernel, like the reference's convolution with stride = kernel size."""
         embedded = jnp.einsum("BPC,DC->BPD", patches, cast(self.kernel_dc, patches))
         return embedded + along_last(self.bias, patches) if hasattr(self, "bias") else embedded
 
@@ -51,7 +51,7 @@ class VisionAttention(nnx.Module):
 
 
 class VisionBlocks(nnx.Module):
-    """All blocks, stacked along a leading layer axis. `norm` makes a norm of a shape, and `mlp` is the family's."""
+    """All blocks, stacked along a leading layer axis. `norm` and `mlp` make the family's norm and MLP."""
 
     def __init__(
         self,
@@ -75,9 +75,9 @@ class VisionBlocks(nnx.Module):
 
 
 class Merger(nnx.Module):
-    """Merges merge x merge patches to one language token; with `count`, a stack of mergers.
+    """Merges merge x merge patches into one language token. With `count`, it is a stack of mergers.
 
-    `norm` is applied before patches are merged; without it, a LayerNorm, which a stack applies after.
+    `norm` is applied before patches are merged. The default is a LayerNorm, which a stack applies after merging.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """The table of Hugging Face tensor names and our parameters, used in both directions.
 
 Our kernels keep the Hugging Face files' memory order, output axes first (`q_kernel_nhd` is `q_proj.weight` with its
-rows split into heads). So a parameter is its tensor reshaped, or its layers' tensors stacked and reshaped. Nothing is
-transposed, conversion copies bytes, and the inverse needs no second table.
+rows split into heads). A parameter is therefore its tensor reshaped, or its layers' tensors stacked and reshaped.
+Nothing is transposed, conversion copies bytes, and the inverse needs no second table.
 """
 
 import math
@@ -30,23 +30,23 @@ VISION_RULES: dict[str, Callable[[Any, str], list[Rule]]] = {
 }
 HEAD = "lm_head.weight"
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
-# How the names of the language and the vision tower's tensors start in the modules of transformers, and in its files.
+# Prefixes of the language and the vision tower's tensor names in transformers' modules and in the files that it writes.
 TEXT_MODULE, VISION_MODULE = "model.language_model.", "model.visual."
-PEFT_PREFIX = "base_model.model."  # before the name of the adapted tensor
+PEFT_PREFIX = "base_model.model."  # precedes the name of the adapted tensor
 ADAPTED = re.compile(r"(text\.layers\..*)_kernel_([a-z]+)")
-ALIGNMENT_BYTES = 64  # of an array that jax uses on a CPU without a copy
+ALIGNMENT_BYTES = 64  # jax on a CPU uses arrays with this alignment without a copy
 MAX_LISTED = 10  # tensors in an error message
-READ_BLOCK_BYTES = 64 * 2**20  # in memory at a time if only some columns of a tensor are needed
+READ_BLOCK_BYTES = 64 * 2**20  # block size if only some columns of a tensor are needed
 
 
 def rules(config: ModelConfig) -> list[Rule]:
-    """The table for an architecture, with the published names."""
+    """Returns the weight table of an architecture, with the published names."""
     tower = VISION_RULES[config.family](config.vision, FAMILIES[config.family].vision_names)
     return [*tower, *_text_rules(config)]
 
 
 def module_name(config: ModelConfig, name: str) -> str:
-    """A tensor's name in transformers' modules, from its published name."""
+    """Converts a tensor's published name to its name in transformers' modules."""
     family = FAMILIES[config.family]
     for prefix, module in ((family.vision_names, VISION_MODULE), (family.text_names, TEXT_MODULE)):
         if name.startswith(prefix):
@@ -106,10 +106,10 @@ def _mlp_rules(c: TextConfig, hf: str, ours: str) -> list[Rule]:
 
 
 def adapter_rules(config: ModelConfig, rank: int, module: str = TEXT_MODULE) -> dict[str, tuple[Rule, Rule]]:
-    """The table for adapters, with PEFT's names: the rules of A and B by the path of their kernel.
+    """Returns the weight table of adapters, with PEFT's names: each kernel's path -> the rules of its A and B.
 
-    PEFT names transformers' modules; `module` starts the language tower's names. Router and experts have none, because
-    PEFT adapts linear modules, and they are parameters of larger ones.
+    PEFT uses the names of transformers' modules; `module` is the language tower's prefix. Router and experts have no
+    adapters, because PEFT adapts linear modules, and these are parameters of larger modules.
     """
     pairs, published = {}, FAMILIES[config.family].text_names
     for rule in _text_rules(config):
@@ -125,14 +125,17 @@ def adapter_rules(config: ModelConfig, rank: int, module: str = TEXT_MODULE) -> 
 
 
 def hf_tensors(config: ModelConfig, params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields parameters by path as the files' tensors, one at a time."""
+    """Converts parameters by path to the files' tensors, and yields them one at a time."""
     for rule in rules(config):
         for layer, name in enumerate(rule.hf_names):
             yield name, rule.tensor(params, layer)
 
 
 def open_hf_tensors(directory: Path, config: ModelConfig) -> HfTensors:
-    """The tensors as published; files may also have the names of transformers' modules, and their experts' shapes."""
+    """Opens a model's tensors under their published names and shapes.
+
+    The files may also have the names of transformers' modules, and the shapes of their experts.
+    """
     tensors, family = HfTensors(directory), FAMILIES[config.family]
     tensors.rename(TEXT_MODULE, family.text_names)
     tensors.rename(VISION_MODULE, family.vision_names)
@@ -144,7 +147,7 @@ def open_hf_tensors(directory: Path, config: ModelConfig) -> HfTensors:
 
 
 def stored_dtype(hf_dir: Path) -> str:
-    """The dtype of all tensors if it has 16 bits, otherwise float32."""
+    """Returns the dtype of all tensors if they share a 16-bit dtype, otherwise float32."""
     names = {info.dtype.name for info in HfTensors(hf_dir).infos.values()}
     return names.pop() if names in ({"bfloat16"}, {"float16"}) else "float32"
 
@@ -154,22 +157,22 @@ def _is_of_experts(rule: Rule) -> bool:
 
 
 def in_modules(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of an expert's tensor in transformers' modules, and in the files that transformers 5 writes."""
+    """Returns the shape of an expert's tensor in transformers' modules and in the files that transformers 5 writes."""
     return (shape[0], *shape[:0:-1])
 
 
 def is_swapped(rule: Rule) -> bool:
-    """Whether an export stores the tensor as transformers' modules have it.
+    """Returns whether an export stores the tensor in the axis order of transformers' modules.
 
-    The shape of a square one does not show its order, and transformers 5 then expects its modules'.
+    It does so for square tensors, whose shape does not show their order, because transformers 5 then expects its own.
     """
     return _is_of_experts(rule) and in_modules(rule.hf_shape) == rule.hf_shape
 
 
 def check_hf_tensors(config: ModelConfig, tensors: HfTensors) -> None:
-    """Raises one error that lists all tensors that are missing, unknown or of another shape.
+    """Raises an error that lists all tensors that are missing, unknown or of another shape.
 
-    ZeRO-3 and FSDP also store a tied head, which must then equal the embedding.
+    ZeRO-3 and FSDP also store a tied head; it must then equal the embedding.
     """
     expected = {name: rule.hf_shape for rule in rules(config) for name in rule.hf_names}
     shapes, source, embedding = tensors.shapes, tensors.directory, embedding_name(config)
@@ -193,7 +196,7 @@ def check_hf_tensors(config: ModelConfig, tensors: HfTensors) -> None:
 
 
 def _equal(tensors: HfTensors, name: str, other: str) -> bool:
-    """Whether two tensors have the same values, compared block by block."""
+    """Compares two tensors block by block, and returns whether their values are equal."""
     info = tensors.infos[name]
     if info.shape != tensors.infos[other].shape:
         return False
@@ -204,7 +207,7 @@ def _equal(tensors: HfTensors, name: str, other: str) -> bool:
 
 
 def check_param_paths(config: ModelConfig, paths: set[str]) -> None:
-    """Raises unless the parameters are exactly those in the table."""
+    """Raises unless the parameters are exactly the weight table's."""
     table = [rule.path for rule in rules(config)]
     assert len(table) == len(set(table)), "a parameter is named twice in the table"
     problems = [*_listing("missing", sorted(set(table) - paths)), *_listing("unknown", sorted(paths - set(table)))]
@@ -222,9 +225,9 @@ def _listing(problem: str, names: list[str]) -> list[str]:
 def read_param(
     tensors: HfTensors, rule: Rule, shape: tuple[int, ...], index: tuple[slice, ...], dtype: Any = None
 ) -> np.ndarray:
-    """`param[index]` of a parameter with the full `shape`, reading only the necessary rows of the files.
+    """Reads `param[index]` of a parameter with the full `shape`; reads only the necessary rows of the files.
 
-    The result has `dtype` (default: the file's). Only one tensor at a time exists in the file's dtype too.
+    The result has `dtype` (default: the file's). Only one tensor at a time is also in memory in the file's dtype.
     """
     index = tuple(slice(*s.indices(n)) for s, n in zip(index, shape, strict=True))
     if rule.count is None:
@@ -234,7 +237,7 @@ def read_param(
 
 
 def _in_dtype(layers: Iterable[np.ndarray], names: Sequence[str], dtype: Any) -> np.ndarray:
-    """The layers, tensors of these names, stacked, with a start that lets a CPU's jax use the array without a copy."""
+    """Stacks layers, whose tensors have these names, in an array that jax on a CPU can use without a copy."""
     layers = iter(layers)
     first = next(layers)
     if len(names) == 1 and dtype in (None, first.dtype):  # avoids a second copy
@@ -255,7 +258,7 @@ def _read_tensor(tensors: HfTensors, name: str, shape: tuple[int, ...], index: t
     if not shape:
         return tensors.read(name)
     hf_rows = tensors.infos[name].shape[0]
-    # Our leading axes may split one HF axis, e.g. [N, H, D] from [N*H, D]: one of our rows is a run of HF rows.
+    # Our leading axes may split one HF axis, for example [N, H, D] from [N*H, D]; our row is then several HF rows.
     rows_per_ours = hf_rows // shape[0] if hf_rows % shape[0] == 0 else 1
     whole_rows = all(s == slice(0, n, 1) for s, n in zip(index[1:], shape[1:], strict=True))
     row_bytes = tensors.infos[name].num_bytes // max(shape[0], 1)
@@ -271,7 +274,7 @@ def _read_tensor(tensors: HfTensors, name: str, shape: tuple[int, ...], index: t
 def load_hf_params(
     tensors: HfTensors, config: ModelConfig, abstract: dict[str, Any], dtype: Any
 ) -> dict[str, jax.Array]:
-    """Reads {path: ShapeDtypeStruct with sharding} from HF files; each device gets only its shard's rows."""
+    """Reads the parameters in `abstract`, which has their shardings, from HF files. Devices get only their shards."""
     check_hf_tensors(config, tensors)
     check_param_paths(config, set(abstract))
 

@@ -153,8 +153,8 @@ def _compare_dialogue(
 
 def with_wrong_last(dialogue: ScoreRequest) -> ScoreRequest:
     """Replaces the last picture, in the tool's response, by the previous one, as if a server had ignored it."""
-    *others, before, _ = dialogue.pictures
-    return replace(dialogue, pictures=(*others, before, before))
+    *earlier, previous, _ = dialogue.pictures
+    return replace(dialogue, pictures=(*earlier, previous, previous))
 
 
 def _compare_shown(parity: Parity, logp: np.ndarray, ours: Scored, wrong: Scored, chat: Chat) -> None:

@@ -20,7 +20,7 @@ from rollout.engine.protocol import DeadlineExceeded, Engine, EngineError, Healt
 from rollout.episode_config import EpisodeConfig
 from rollout.ledger import Ledger
 from rollout.parts import Part, Response, cut, pictures_of, text_of
-from rollout.prompter import Closeup, Frames, Overview, Task, PromptEncoder
+from rollout.prompter import Closeup, Frames, Overview, PromptEncoder, Task
 from rollout.records import Call, Episode, Turn
 from rollout.responses import checked_response
 from rollout.seeds import derived_seed

@@ -76,8 +76,8 @@ class ServerFailed(RuntimeError):
     """The server did not start, or crashed. The message is one sentence, followed by the server's last lines."""
 
     def __init__(self, sentence: str, last_lines: list[str]) -> None:
-        shown = "".join(f"\n  | {line[:ERROR_LINE_CHARS]}" for line in last_lines)
-        super().__init__(f"{sentence}; its last lines:{shown}" if shown else f"{sentence}; it wrote nothing")
+        lines = "".join(f"\n  | {line[:ERROR_LINE_CHARS]}" for line in last_lines)
+        super().__init__(f"{sentence}; its last lines:{lines}" if lines else f"{sentence}; it wrote nothing")
 
 
 class Startable(Protocol):
@@ -371,9 +371,9 @@ class Server:
                 if self._log:
                     with contextlib.suppress(OSError):  # on a full disk, keep reading, or the server would block
                         self._log.write(raw)
-                shown = raw.rstrip().rpartition(b"\r")[2]  # the last state of a progress bar
-                if shown:
-                    self._lines.append(shown.decode(errors="replace"))
+                line = raw.rstrip().rpartition(b"\r")[2]  # the last state of a progress bar
+                if line:
+                    self._lines.append(line.decode(errors="replace"))
         if self._log:
             self._log.close()
 

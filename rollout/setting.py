@@ -10,9 +10,9 @@ Value = TypeVar("Value")
 def setting(default: Value, help: str, **metadata: Any) -> Value:
     """Declares a setting. A default that is a list or dict is copied for every instance."""
     metadata["help"] = help
-    made: Any
+    declared: Any
     if isinstance(default, list | dict):
-        made = field(default_factory=lambda: copy(default), hash=False, metadata=metadata)
+        declared = field(default_factory=lambda: copy(default), hash=False, metadata=metadata)
     else:
-        made = field(default=default, metadata=metadata)
-    return made
+        declared = field(default=default, metadata=metadata)
+    return declared

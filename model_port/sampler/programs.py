@@ -20,7 +20,7 @@ from model_port.inputs import VisionBatch
 from model_port.layers import Index
 from model_port.model import VLModel
 from model_port.sampler.paged import Decode, decode_attention, walked
-from model_port.sharding import constrain, everywhere
+from model_port.sharding import constrain, replicate
 from model_port.text import Visual
 
 GraphDef = nnx.GraphDef[VLModel]
@@ -90,7 +90,7 @@ def encode(graphdef: GraphDef, params: nnx.State, batch: VisionBatch, frames: Vi
     new = nnx.merge(graphdef, params).encode_vision(batch)
     table = frames.table.at[:, to].set(new.table.astype(frames.table.dtype), mode="drop")
     deepstack = frames.deepstack.at[:, :, to].set(new.deepstack.astype(frames.deepstack.dtype), mode="drop")
-    return Visual(everywhere(table), everywhere(deepstack))
+    return Visual(replicate(table), replicate(deepstack))
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -153,7 +153,7 @@ def decode(
         return (cache, rows), (token, logp)
 
     (cache, after), (tokens, logp) = jax.lax.scan(one_token, (cache, rows), None, length=num_steps)
-    return cache, everywhere(tokens.T), everywhere(logp.T), everywhere(after.num_sampled - rows.num_sampled)
+    return cache, replicate(tokens.T), replicate(logp.T), replicate(after.num_sampled - rows.num_sampled)
 
 
 def _sample(

@@ -14,10 +14,10 @@ from model_port.adapters import (
     AdapterBase,
     AdapterInfo,
     add_adapter,
+    base_checksum,
     files_of_base,
     new_adapter,
     read_adapter_info,
-    sum_of_base,
 )
 from model_port.attention import allow_kernel, form_of
 from model_port.attention.check import Heads, KernelCheck, check_kernel
@@ -32,7 +32,7 @@ from model_port.model import VLModel
 from model_port.output_dir import output_directory
 from model_port.processing import VisionContract
 from model_port.progress import Meter
-from model_port.sharding import add_up_once, make_mesh, on_mesh, platform
+from model_port.sharding import make_mesh, on_mesh, platform, warm_up_collectives
 from model_port.terminal import say
 from model_port.tiny import make_tiny
 from paravt_jax.config import MIN_PIXELS, TINY, Config, EvalConfig, MeshConfig, PolicyConfig, SftConfig, written_dtype
@@ -86,7 +86,7 @@ class Policy:
         dtype = self.compute.dtype
         if not self.lora.rank:
             return None
-        base = AdapterBase(self.name, dtype, sum_of_base(model, dtype), files_of_base(hf_files_of(self.source)))
+        base = AdapterBase(self.name, dtype, base_checksum(model, dtype), files_of_base(hf_files_of(self.source)))
         return AdapterInfo(self.lora, base)
 
 
@@ -134,7 +134,7 @@ def meet(hosts: Hosts, mesh: Mesh) -> None:
     """Runs a first collective together: CPU collectives time out if hosts reach it half a minute apart."""
     if hosts.num > 1:
         hosts.gather("mesh", None)
-        add_up_once(mesh)
+        warm_up_collectives(mesh)
 
 
 def with_checked_kernel(policy: Policy, hosts: Hosts = ALONE) -> Policy:

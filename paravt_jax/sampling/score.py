@@ -24,7 +24,7 @@ from model_port.layers import Compute
 from model_port.layout import hf_files_of
 from model_port.model import VLModel
 from model_port.processing import VisionContract, expand_placeholders, settled_size
-from model_port.sharding import everywhere, on_mesh
+from model_port.sharding import on_mesh, replicate
 from model_port.terminal import say
 from paravt_jax.run.output_file import OutputFile
 from paravt_jax.sampling.frames import frame_of
@@ -109,7 +109,7 @@ def _score(
     logits = logits / temperature
     following: Int[Array, " T"] = jnp.asarray(text.tokens)[0, 1:]
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits[:-1], axis=-1), following[:, None], axis=1)[:, 0]
-    return everywhere(jnp.concatenate([jnp.zeros(1), chosen]))
+    return replicate(jnp.concatenate([jnp.zeros(1), chosen]))
 
 
 def main() -> None:

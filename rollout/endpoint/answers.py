@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rollout.endpoint.errors import ContentFiltered, EmptyChoice, Hide, Rejected, Unreachable, shown
+from rollout.endpoint.errors import ContentFiltered, EmptyChoice, Hide, Rejected, Unreachable, quoted
 
 STOPS = ("stop", "eos", "end_turn", "stop_sequence", "")
 MAX_COUNT = 2**31  # larger token counts in a reply are ignored
@@ -25,20 +25,20 @@ def read_completion(completion: Any, url: str, hide: Hide) -> Reply:
     """Converts a chat completion into a Reply. Raises an EndpointError if it has no text from the model."""
     choices = get(completion, "choices")
     if not isinstance(choices, list):
-        raise Unreachable(f"{url} sent no chat completion: {shown(str(completion), hide)!r}")
+        raise Unreachable(f"{url} sent no chat completion: {quoted(str(completion), hide)!r}")
     if not choices:
         raise EmptyChoice(f"{url} sent a completion with no choices")
     message, finish = get(choices[0], "message"), str(get(choices[0], "finish_reason") or "").lower()
     refusal = get(message, "refusal")
     if refusal or finish.startswith(FILTERS):
-        raise ContentFiltered(f"{url} withheld the reply: {shown(str(refusal or finish), hide)}")
+        raise ContentFiltered(f"{url} withheld the reply: {quoted(str(refusal or finish), hide)}")
     if finish in ("tool_calls", "function_call"):
         raise Rejected(f"{url} parsed the tool calls in the reply itself; start it without a tool-call parser")
     if finish == "abort":
         raise Unreachable(f"{url} aborted a request")
     is_cut_off = finish in ("length", "max_tokens")
     if not is_cut_off and finish not in STOPS:
-        raise EmptyChoice(f"{url} ended a reply with finish_reason {shown(finish, hide)!r}")
+        raise EmptyChoice(f"{url} ended a reply with finish_reason {quoted(finish, hide)!r}")
     text = joined(reasoning_of(message), text_of(get(message, "content")))
     if not text and not is_cut_off:
         raise EmptyChoice(f"{url} sent an empty reply")

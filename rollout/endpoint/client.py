@@ -29,7 +29,7 @@ from rollout.endpoint.errors import (
     Rejected,
     TooLate,
     Unreachable,
-    shown,
+    quoted,
     status_error,
 )
 from rollout.engine.http import is_loopback
@@ -168,8 +168,8 @@ class EndpointClient:
         except TimeoutError:
             if not timeout.expired():
                 raise
-            late = TooLate(f"{', '.join(self.urls)} did not answer within the {deadline_s:g} s of a request")
-            raise call.last or late from None
+            too_late = TooLate(f"{', '.join(self.urls)} did not answer within the {deadline_s:g} s of a request")
+            raise call.last or too_late from None
         return replace(reply, latency_s=time.monotonic() - started_s)
 
     async def health(self) -> Health:
@@ -317,7 +317,7 @@ class EndpointClient:
     def _status_error(self, server: _Endpoint, status: int, text: str, headers: Mapping[str, str]) -> EndpointError:
         if status < 500 and status not in RETRIED:
             return status_error(status, text, server.url, self.model, headers, self._hidden)
-        problem = Unreachable(f"{server.url} answered HTTP {status}: {shown(text, self._hidden)}")
+        problem = Unreachable(f"{server.url} answered HTTP {status}: {quoted(text, self._hidden)}")
         if status in (502, 503, 504):  # the server behind a proxy is gone or still starting
             server.mark_down(problem)
         return problem

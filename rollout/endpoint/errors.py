@@ -96,14 +96,14 @@ MAX_RETRY_AFTER_S = 86_400.0
 
 def status_error(status: int, text: str, url: str, model: str, headers: Mapping[str, str], hide: Hide) -> EndpointError:
     """Returns the error for an HTTP error response: RateLimited, or an error that a retry cannot fix."""
-    answered = f"{url} answered HTTP {status}: {shown(text, hide)}"
+    answered = f"{url} answered HTTP {status}: {quoted(text, hide)}"
     if status == 429:
         return RateLimited(answered, retry_after_s(headers, text), is_final=bool(QUOTA.search(text)))
     if status in (401, 403) or (status == 400 and KEY.search(text)):
         # The response text is left out, because it may repeat a part of the key.
         return WrongKey(f"{url} rejects the API key (HTTP {status}); check the variable that engine.api_key_env names")
     if status == 404 and MODEL.search(text):
-        return ModelNotServed(f"{url} does not serve the model {model}: {shown(text, hide)}")
+        return ModelNotServed(f"{url} does not serve the model {model}: {quoted(text, hide)}")
     if status == 404:
         return Rejected(f"{answered}; the address of an OpenAI-compatible endpoint usually ends in /v1")
     for pattern, error in ((PICTURES, NoPictures), (CONTEXT, ContextOverflow), (FILTER, ContentFiltered)):
@@ -112,7 +112,7 @@ def status_error(status: int, text: str, url: str, model: str, headers: Mapping[
     return Rejected(answered)
 
 
-def shown(text: str, hide: Hide) -> str:
+def quoted(text: str, hide: Hide) -> str:
     """Returns the message in an error response, shortened and without the API key."""
     try:
         body = json.loads(text)
@@ -127,8 +127,8 @@ def shown(text: str, hide: Hide) -> str:
 def retry_after_s(headers: Mapping[str, str], text: str = "") -> float | None:
     """Returns the wait that a response asks for, or None if it names no wait."""
     delay = RETRY_DELAY.search(text)
-    given = [(headers.get("retry-after-ms", ""), 1e-3), (headers.get("retry-after", ""), 1.0)]
-    for value, unit_s in [*given, (delay[1] if delay else "", 1.0)]:
+    values = [(headers.get("retry-after-ms", ""), 1e-3), (headers.get("retry-after", ""), 1.0)]
+    for value, unit_s in [*values, (delay[1] if delay else "", 1.0)]:
         if (seconds := _seconds(value, unit_s)) is not None:
             return min(max(seconds, 0.0), MAX_RETRY_AFTER_S)
     return None

@@ -29,7 +29,7 @@ import numpy as np
 from flax import nnx
 
 import model_port
-from model_port.adapters import AdapterBase, AdapterInfo, add_adapter, new_adapter, sum_of_base
+from model_port.adapters import AdapterBase, AdapterInfo, add_adapter, base_checksum, new_adapter
 from model_port.config import LoraConfig, ModelConfig
 from model_port.layout import HF_DIR
 from model_port.model import VLModel
@@ -211,7 +211,7 @@ def two_versions(weights: str, model: VLModel) -> list[Weights]:
         add_adapter(version, lora, {path: random.random(pair.shape, np.float32) for path, pair in pairs.items()})
     if weights == "merged":
         return [ModelWeights(version, FLOAT32) for version in adapted]
-    info = AdapterInfo(lora, AdapterBase("large", "float32", sum_of_base(model, "float32")))
+    info = AdapterInfo(lora, AdapterBase("large", "float32", base_checksum(model, "float32")))
     return [AdapterWeights(version, info) for version in adapted]
 
 

@@ -145,7 +145,7 @@ def test_only_what_was_written_so_is_replaced(gcs):
     write("two", force=True)
     assert gcs.objects["bkt/dir/deep/file"][1] == b"two"
     put(notes=b"mine")
-    with pytest.raises(ValueError, match=r"gs://bkt/dir holds notes, which this program did not write"):
+    with pytest.raises(ValueError, match=r"gs://bkt/dir has notes, which this program did not write"):
         write("three", force=True)
     assert gcs.objects["bkt/dir/deep/file"][1] == b"two" and gcs.objects["bkt/dir/notes"][1] == b"mine"
 

@@ -133,7 +133,7 @@ def test_a_refused_headline_is_told_as_one(trained, tmp_path):
 
 
 def test_an_evaluation_of_another_model_or_none_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="evaluated 54, but you export other; give an evaluation of that model"):
+    with pytest.raises(ValueError, match="evaluated 54, but you export other; give an evaluation of the exported"):
         read_cells(evaluated(tmp_path / "eval"), ["other"])
     with pytest.raises(ValueError, match=r"has no eval\.json; give the run_dir of a finished evaluation"):
         read_cells(tmp_path, ["54"])

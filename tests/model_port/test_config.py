@@ -139,5 +139,5 @@ def test_a_place_that_is_no_model_is_named(tmp_path, make, message):
 
 
 def test_an_unknown_preset_lists_the_known_ones():
-    with pytest.raises(ValueError, match="unknown model '7b'; known are 2b, 4b, 8b, 32b"):
+    with pytest.raises(ValueError, match="unknown model '7b'; use one of 2b, 4b, 8b, 32b"):
         preset("7b")

@@ -86,8 +86,8 @@ def test_a_source_whose_dtype_cannot_be_kept_asks_for_one(dtypes, listed, tiny_h
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        ("params/name", r"ckpt is a checkpoint already; use it as it is, or model_port\.export"),
-        ("adapter_config.json", r"ckpt is an adapter; use it as it is, or model_port\.export .* merges it"),
+        ("params/name", r"ckpt is a checkpoint already; use it directly, or model_port\.export"),
+        ("adapter_config.json", r"ckpt is an adapter; use it directly, or model_port\.export .* merges it"),
     ],
 )
 def test_a_directory_that_needs_no_conversion_says_so(file, message, tmp_path):

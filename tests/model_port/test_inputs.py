@@ -101,7 +101,7 @@ def test_frames_are_ordered_as_the_ids_show_them():
         (lambda: order_frames(np.array([5]), [0], [], [1], CONFIG), "1 image or video frames have no placeholder"),
         (lambda: split_frames(np.ones((5, 3), np.float32), np.array([[1, 2, 2]])), "describes 4 patches.* have 5"),
         (lambda: split_frames(np.ones((5, 3), np.float32), None), "must be given together"),
-        (lambda: pack_vision([frame(4, 4)], CONFIG.vision, 8), "frame 0 has 16 patches, a row holds 8"),
+        (lambda: pack_vision([frame(4, 4)], CONFIG.vision, 8), "frame 0 has 16 patches, but a row holds 8"),
         (lambda: pack_vision([frame(4, 4)] * 3, CONFIG.vision, 16, num_rows=2), "need 3 rows of 16 patches"),
         (lambda: pack_text([[RowSequence(Tokens(np.arange(9)))]], [], [], CONFIG, 8), "row 0 needs 9 tokens"),
         (lambda: pack_text([[], []], [], [], CONFIG, 8, num_rows=1), "2 rows of sequences do not fit into 1"),

@@ -20,11 +20,11 @@ from model_port.adapters import (
     AdapterInfo,
     adapter_shapes,
     add_adapter,
+    base_checksum,
     files_of_base,
     merged_tensors,
     new_adapter,
     read_adapter_info,
-    sum_of_base,
     write_adapter,
 )
 from model_port.config import PRESETS, LoraConfig, ModelConfig, TextConfig
@@ -173,7 +173,7 @@ def on_disk(tiny_hf, tmp_path_factory) -> Path:
 
 def write_trained(hf: Path, directory: Path) -> Path:
     model = model_port.load(hf)
-    base = AdapterBase(str(hf), "float32", sum_of_base(model, "float32"), files_of_base(hf))
+    base = AdapterBase(str(hf), "float32", base_checksum(model, "float32"), files_of_base(hf))
     write_adapter(directory, model.config, AdapterInfo(LORA, base), trained(model.config))
     return directory
 

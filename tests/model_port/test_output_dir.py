@@ -25,13 +25,13 @@ def files(directory):
 @pytest.mark.parametrize(
     ("touch", "problem"),
     [
-        (lambda dst: (dst / "notes.txt").write_text("mine"), "holds notes.txt, which was added or changed"),
-        (lambda dst: os.utime(dst / "deep" / "file", ns=(1, 1)), "holds deep/file, which was added or changed"),
-        (lambda dst: (dst / "deep" / "gone").symlink_to(dst.parent), "holds deep/gone, which was added or changed"),
+        (lambda dst: (dst / "notes.txt").write_text("mine"), "has notes.txt, which was added or changed"),
+        (lambda dst: os.utime(dst / "deep" / "file", ns=(1, 1)), "has deep/file, which was added or changed"),
+        (lambda dst: (dst / "deep" / "gone").symlink_to(dst.parent), "has deep/gone, which was added or changed"),
         (lambda dst: (dst / LIST_FILE).unlink(), "was not written by this program"),
         (
             lambda dst: (dst / LIST_FILE).write_text('{"name": "dst", "files": ["deep/file"]}'),
-            "holds a list of files that this program did not write",
+            "has a list of files that this program did not write",
         ),
     ],
 )

@@ -269,7 +269,7 @@ def test_a_contract_that_cannot_be_kept_is_refused(change, message):
     ("ids", "counts", "message"),
     [
         ([5, IMAGE], [3, 4], r"have 1 placeholders \(token 151655\), got 2 images"),
-        ([IMAGE, IMAGE], [2], "have 2 placeholders .* not yet expanded"),
+        ([IMAGE, IMAGE], [2], "have 2 placeholders .* not expanded"),
     ],
 )
 def test_placeholders_that_do_not_match_the_images_are_refused(ids, counts, message):

@@ -168,11 +168,11 @@ BAD_SOURCES = {
     ),
     "weights not fetched": (
         lambda p: (p / "model.safetensors").write_text(LFS_POINTER),
-        "model.safetensors is a pointer of Git LFS",
+        "model.safetensors is a Git LFS pointer",
     ),
     "tokenizer not fetched": (
         lambda p: (p / "tokenizer.json").write_text(LFS_POINTER),
-        "tokenizer.json is a pointer of Git LFS, not the file: run `git lfs pull`",
+        "tokenizer.json is a Git LFS pointer, not the file: run `git lfs pull`",
     ),
     "no weights": (lambda p: (p / "model.safetensors").unlink(), r"has neither model.safetensors nor .*\(.bin"),
     "missing key": (rewrite(lambda t: t.pop(HEAD)), f"1 missing: {HEAD}"),
@@ -234,7 +234,7 @@ def test_a_checkpoint_that_is_not_finite_is_neither_loaded_nor_exported(tiny_hf,
 def test_a_full_disk_is_noticed_before_anything_is_written(tiny_hf, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9 - 1000, 1000))
-    with pytest.raises(ValueError, match=r"has 1.0 kB free, \d\.\d MB are needed; "):
+    with pytest.raises(ValueError, match=r"has 1.0 kB free, but \d\.\d MB are needed; "):
         convert(tiny_hf, tmp_path / "ckpt")
     assert list(tmp_path.iterdir()) == []
 
@@ -297,6 +297,6 @@ def test_files_we_write_are_read_by_the_safetensors_package(tmp_path):
 def test_writing_less_or_more_than_declared_is_an_error(tmp_path):
     declared = {"a": (np.dtype(np.float32), (3,))}
     for num_values in (2, 4):
-        expected = f"{4 * num_values} bytes of tensors were written, the header declares 12"
+        expected = f"{4 * num_values} bytes of tensors were written, but the header declares 12"
         with pytest.raises(RuntimeError, match=expected), safetensors_writer(tmp_path / "x", declared) as write:
             write(np.zeros(num_values, np.float32))

@@ -13,13 +13,13 @@ import model_port
 from model_port.config import PRESETS
 from model_port.loading import abstract_model, abstract_params
 from model_port.sharding import (
-    _places_on_hosts,
-    as_made_here,
+    _arrange_on_hosts,
     check_divisible,
     make_mesh,
     over_hosts,
     param_name,
     param_spec,
+    with_all_axes,
 )
 from model_port.weights import check_param_paths, rules
 
@@ -76,7 +76,7 @@ def test_an_indivisible_parameter_is_named_with_its_axis():
 
 
 def test_a_mesh_larger_than_the_machine_is_refused():
-    with pytest.raises(ValueError, match="data=3 x fsdp=2 x tensor=2 needs 12 devices, there are 8"):
+    with pytest.raises(ValueError, match="data=3 x fsdp=2 x tensor=2 needs 12 devices, but there are 8"):
         make_mesh(data=3, fsdp=2, tensor=2)
 
 
@@ -114,7 +114,7 @@ def test_every_mesh_that_hosts_of_four_chips_split_lies_on_them(sides):
     splitting = [shape for shape in shapes if splits(shape, num_chips // 4)]
     assert splitting
     for shape in splitting:
-        placed = _places_on_hosts(*shape, slice_of_hosts)
+        placed = _arrange_on_hosts(*shape, slice_of_hosts)
         assert placed.shape == shape and set(placed.flat) == set(slice_of_hosts)
         assert all(len({chip.process_index for chip in row}) == 1 for row in placed.reshape(-1, shape[-1]))
 
@@ -145,8 +145,8 @@ def test_any_mesh_with_some_of_our_axes_computes_the_same_logits(tiny_hf, sizes)
 
 def test_a_mesh_keeps_the_place_of_its_devices_and_another_axis_is_rejected():
     mesh = jax.make_mesh((2, 4), ("tensor", "data"))
-    ours = as_made_here(mesh)
+    ours = with_all_axes(mesh)
     assert dict(ours.shape) == {"data": 4, "fsdp": 1, "tensor": 2}
     assert (ours.devices[:, 0] == mesh.devices.T).all()
     with pytest.raises(ValueError, match=r"axis 'model'.*make_mesh\(fsdp=8\)"):
-        as_made_here(jax.make_mesh((8,), ("model",)))
+        with_all_axes(jax.make_mesh((8,), ("model",)))

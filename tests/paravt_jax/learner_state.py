@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 import model_port
-from model_port.adapters import AdapterBase, AdapterInfo, add_adapter, new_adapter, sum_of_base
+from model_port.adapters import AdapterBase, AdapterInfo, add_adapter, base_checksum, new_adapter
 from model_port.config import LoraConfig
 from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.settings import LossConfig, OptimConfig
@@ -21,7 +21,7 @@ def make_learner(tiny_hf, mesh=None, **optim) -> Learner:
 
 def adapted(tiny_hf, seed) -> tuple[Learner, AdapterInfo]:
     model, lora = model_port.load(tiny_hf), LoraConfig(rank=3, alpha=6.0)
-    info = AdapterInfo(lora, AdapterBase(str(tiny_hf), "float32", sum_of_base(model, "float32")))
+    info = AdapterInfo(lora, AdapterBase(str(tiny_hf), "float32", base_checksum(model, "float32")))
     add_adapter(model, lora, new_adapter(model.config, lora, seed))
     return Learner(model, OptimConfig(learning_rate=1e-3), LossConfig(kl_coef=0.0), temperature=0.7), info
 

@@ -92,7 +92,7 @@ def test_every_token_has_the_version_of_its_label_and_a_question_hides_none(labe
         (EXPERTS, EXPERTS),
         (None, None),  # a server without the flag
         (EXPERTS[1:], "experts for 5 tokens, expected 6"),
-        (EXPERTS + 1, "an expert has no such number"),
+        (EXPERTS + 1, "an expert index is out of range"),
         (EXPERTS[:, :, :1][:5], "invalid answer"),
     ],
 )

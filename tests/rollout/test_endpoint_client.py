@@ -18,7 +18,7 @@ from fake_endpoint import CHOICES, ERRORS, MODEL, ODD, asking
 from rollout.endpoint import client as client_module
 from rollout.endpoint.answers import read_completion
 from rollout.endpoint.client import EndpointClient
-from rollout.endpoint.errors import EndpointError, RateLimited, retry_after_s, shown
+from rollout.endpoint.errors import EndpointError, RateLimited, quoted, retry_after_s
 from rollout.engine.protocol import DeadlineExceeded
 
 MESSAGES = [{"role": "user", "content": "What colour is it?"}]
@@ -365,4 +365,4 @@ def test_a_key_that_is_not_set_is_one_clear_error(monkeypatch):
 
 def test_a_key_is_removed_before_an_error_is_shortened():
     text = f"{'x' * 290} {KEY} {'y' * 300}"
-    assert "sk-" not in shown(text, lambda text: text.replace(KEY, "***"))
+    assert "sk-" not in quoted(text, lambda text: text.replace(KEY, "***"))

@@ -40,7 +40,7 @@ from wide_model import make_wide, with_layer_of
 
 import model_port
 from model_port import one_sequence
-from model_port.adapters import AdapterBase, AdapterInfo, add_adapter, new_adapter, sum_of_base
+from model_port.adapters import AdapterBase, AdapterInfo, add_adapter, base_checksum, new_adapter
 from model_port.config import LoraConfig
 from model_port.inputs import NOT_REPLAYED
 from model_port.model import VLModel
@@ -544,7 +544,7 @@ def adapter_of(model: VLModel, base: Path, seed: int) -> AdapterWeights:
         for path, array in new_adapter(model.config, lora, seed=0).items()
     }
     add_adapter(copy, lora, pairs)
-    return AdapterWeights(copy, AdapterInfo(lora, AdapterBase(str(base), "float32", sum_of_base(model, "float32"))))
+    return AdapterWeights(copy, AdapterInfo(lora, AdapterBase(str(base), "float32", base_checksum(model, "float32"))))
 
 
 @pytest.fixture(scope="module")

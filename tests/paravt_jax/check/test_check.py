@@ -296,7 +296,7 @@ def test_fewer_layers_keep_their_weights(source, tiny_hf, tmp_path):
     ("options", "problem"),
     [
         (["--quick", "--layers", "5"], "--layers 5 is more than the model's 4"),
-        (["--model", "2b", "--layers", "2"], "--layers 2: 3 DeepStack maps need as many text layers, there are 2"),
+        (["--model", "2b", "--layers", "2"], "--layers 2: 3 DeepStack maps need as many text layers, not 2"),
         (["--model", "3x"], "^model 3x is not a local directory"),
         (["--quick", "--recipe", "gone"], "^gone is neither a file nor a config of the package"),
         (["--quick", "--video", __file__, "gone.mp4"], r"^--video gone\.mp4 is not a file$"),

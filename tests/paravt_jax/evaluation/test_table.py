@@ -70,7 +70,7 @@ def test_contradictory_runs_are_rejected(tmp_path):
         read_rows([tmp_path])
     for text in ('{"cells": ', "[]"):
         (tmp_path / "eval.json").write_text(text)
-        with pytest.raises(ValueError, match=r"eval\.json is not an evaluation's .*; run paravt_jax\.eval again"):
+        with pytest.raises(ValueError, match=r"eval\.json has no evaluation results .*; run paravt_jax\.eval again"):
             read_rows([tmp_path])
     with pytest.raises(ValueError, match="no cells of public splits"):
         read_rows([make_run(tmp_path / "c", split=None)])

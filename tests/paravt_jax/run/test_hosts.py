@@ -40,7 +40,7 @@ def share_a_mesh(hosts):
     assert jax.process_count() == hosts.num and jax.device_count() == 2 * hosts.num
     own = make_mesh(data=1, fsdp=2, tensor=2).devices[0, hosts.index]
     assert {device.process_index for device in own} == {hosts.index}
-    with pytest.raises(ValueError, match="tensor=4 stays within a host"):
+    with pytest.raises(ValueError, match="tensor=4 must stay within a host"):
         make_mesh(tensor=4)
     with pytest.raises(ValueError, match="must equal the 4 devices of all 2 hosts"):
         make_mesh(fsdp=2)
