@@ -104,7 +104,7 @@ class Bucket:
         return list(self.sizes())
 
     def read(self, part: slice | None = None) -> tuple[bytes | None, bytes]:
-        """The content, or a part of it, and the generation. None if there is no such object."""
+        """Returns the content, or a part of it, and the generation. Content None: the object does not exist."""
         ask = lambda: _driver(self.bucket).read(self.path, byte_range=part)  # noqa: E731
         answer = self._answer("read", ask)
         return (answer.value if answer.state == "value" else None), answer.stamp.generation

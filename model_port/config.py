@@ -20,7 +20,7 @@ from model_port.qwen3_vl_moe import config as qwen3_vl_moe
 
 __all__ = ["ModelConfig", "TextConfig", "VisionConfig"]
 
-DTYPES = ("float32", "bfloat16", "float16")  # of parameters
+DTYPES = ("float32", "bfloat16", "float16")  # supported dtypes of parameters
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")  # older files of compressed-tensors use the second
 FAMILIES: dict[str, Family] = {  # by model_type
     "qwen3_vl": qwen3_vl.FAMILY,

@@ -98,8 +98,8 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*shape D"]) -> Float[Array, "*shape D"]:
         wide = at_least_float32(x)
-        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        normed = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + LAYER_NORM_EPS)
+        centered = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        normed = centered * jax.lax.rsqrt(jnp.mean(jnp.square(centered), axis=-1, keepdims=True) + LAYER_NORM_EPS)
         return (normed * along_last(self.scale, wide) + along_last(self.bias, wide)).astype(x.dtype)
 
 

@@ -89,7 +89,7 @@ class VisionContract:
         return NUM_CHANNELS * self.temporal_patch_frames * self.patch_px**2
 
     @cached_property
-    def normalised(self) -> Float32[np.ndarray, "channels 256"]:
+    def normalized(self) -> Float32[np.ndarray, "channels 256"]:
         """The normalized value of every byte per channel, with the same rounding as transformers."""
         rescaled = (np.arange(256, dtype=np.float64) * self.rescale_factor).astype(np.float32)
         mean, std = (np.asarray(values, np.float32)[:, None] for values in (self.mean, self.std))
@@ -171,7 +171,7 @@ def process_images(
     for frame, grid in zip(resized, grids, strict=True):
         end = start + math.prod(grid)
         cut = _cut(frame, contract)
-        for channel, table in enumerate(contract.normalised):
+        for channel, table in enumerate(contract.normalized):
             patches[start:end, channel] = np.take(table, cut[:, channel, None])
         start = end
     return patches.reshape(len(patches), contract.patch_values), np.array(grids, np.int64)

@@ -39,7 +39,7 @@ class PastTurn:
     role: Literal["user", "assistant"]
     text: str
     num_videos: int = 0  # the turn shows the next so many of the task's videos
-    num_images: int = 0  # and of its images
+    num_images: int = 0  # and the next so many of its images
 
 
 @dataclass(frozen=True)

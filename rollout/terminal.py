@@ -1,6 +1,6 @@
-"""Shows untrusted text of models and servers on a terminal, with control characters replaced by visible signs.
+"""Prints untrusted text from models and servers, with control characters replaced by visible signs.
 
-A copy of model_port.terminal, because neither package may import the other; a test keeps them equal.
+This is a copy of model_port.terminal, because neither package may import the other; a test compares both.
 """
 
 import os
@@ -11,7 +11,7 @@ UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e
 
 
 def visible(text: str) -> str:
-    """The text with signs for characters that have no glyph or change the text direction. Lines and tabs stay."""
+    """Replaces control characters and direction overrides by visible signs, except newlines and tabs."""
     return UNSEEN.sub(lambda match: _sign(ord(match[0])), text)
 
 
@@ -23,14 +23,14 @@ def _sign(code: int) -> str:
 
 def say(message: str) -> None:
     """Prints a line to stderr, above a progress bar if there is one."""
-    from tqdm import tqdm  # imported late: a command that prints nothing does not wait for it
+    from tqdm import tqdm  # imported late, so that commands that print nothing do not wait for it
 
     tqdm.write(visible(message), file=sys.stderr)
 
 
 def guard_stdout() -> None:
-    """From now on, printed text is made visible if stdout is a terminal; a pipe gets it unchanged."""
+    """Applies `visible` to all further output if stdout is a terminal; a pipe gets it unchanged."""
     if sys.stdout.isatty():
-        os.environ.setdefault("NO_COLOR", "1")  # argparse of Python 3.14 would write escape sequences
+        os.environ.setdefault("NO_COLOR", "1")  # Python 3.14's argparse would write escape sequences
         write = sys.stdout.write
         sys.stdout.write = lambda text, /: write(visible(text))  # type: ignore[missing-attribute]

@@ -52,7 +52,7 @@ class KernelCheck:
         plain, error = self.plain, f"max error {self.error:.1g} of {self.plain}"
         if self.failure:
             return f"{plain}, because the kernel failed ({self.failure})"
-        if not self.error <= MAX_ERROR:  # or NaN
+        if not self.error <= MAX_ERROR:  # also true for NaN
             return f"{plain}, because the kernel is wrong: {error}, at most {MAX_ERROR:g}"
         times = f"{self.kernel_ms:.3g} against {self.plain_ms:.3g} ms"
         return f"kernel, {error}, {times}" if self.passed else f"{plain}, because the kernel is slower: {times}"

@@ -64,7 +64,7 @@ def even_blocks(num_tokens: int, most: int, multiple_of: int) -> int:
 
 
 def visible_blocks(runs: QueryRuns, query_tokens: int, key_tokens: int) -> Bool[Array, "B n m"]:
-    """True if a query in block i may attend to a key in block j. May also be True for a few masked pairs of blocks."""
+    """True if a query in block i may attend to a key in block j. May also be True for some masked pairs of blocks."""
     rows, num_tokens = runs.first.shape
     lowest = runs.first.reshape(rows, -1, key_tokens).min(axis=2)[:, None]
     highest = runs.last.reshape(rows, -1, key_tokens).max(axis=2)[:, None]

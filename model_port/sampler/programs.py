@@ -28,7 +28,7 @@ GraphDef = nnx.GraphDef[VLModel]
 
 @flax.struct.dataclass
 class Cache:
-    """Keys and values in the pages of all layers; LP counts the pages of each layer."""
+    """Keys and values in pages. LP is the number of pages of all layers together."""
 
     keys: Float[Any, "K LP S H"]
     values: Float[Any, "K LP S H"]
@@ -173,6 +173,6 @@ def _sample(
 
 
 def first_of_highest(x: Float[Array, "B V"]) -> Int[Array, " B"]:
-    """Same result as argmax. On a CPU, XLA would compute argmax one element at a time, fused with the noise."""
+    """Computes argmax faster on a CPU, where XLA computes jnp.argmax one element at a time, fused with the noise."""
     highest = x.max(axis=-1, keepdims=True)
     return jnp.where(x < highest, x.shape[1], jnp.arange(x.shape[1])[None]).min(axis=-1)

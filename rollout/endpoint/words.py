@@ -26,7 +26,7 @@ JPEG_URL = "data:image/jpeg;base64,"
 
 
 class EndpointEncoder:
-    """Stands in for a chat template where there is none."""
+    """Replaces `rollout.chat.Chat` for endpoints: escapes texts, but returns no ids."""
 
     def escape(self, text: str) -> str:
         """Inserts a space into every string that may be a special token."""

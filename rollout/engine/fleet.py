@@ -193,7 +193,7 @@ class Fleet:
 
     async def _answer(self, server: ServerState, version: int | None) -> None:
         if self.settings.run and not self._adopted:
-            async with server.labelling:
+            async with server.labeling:
                 if server.version == version:
                     await self._labels.publish(server.url, Label(self.owner, version))
 
@@ -214,7 +214,7 @@ class Fleet:
     # Weights
 
     def _gets_routed_requests(self, server: ServerState) -> bool:
-        """A router may already send requests to a server that this engine has not admitted."""
+        """Returns whether a router may already send requests to a server that this engine has not admitted."""
         return self._behind_router and server.claimed and not server.missed_probes and not server.retired
 
     async def _load(self, servers: Sequence[ServerState]) -> None:

@@ -48,7 +48,7 @@ async def load_weights(
         paths = {url: f"{files.scheme}{path}" for url, path in transfer.paths.items()}
         async with AsyncExitStack() as stack:
             for server in ready:
-                await stack.enter_async_context(server.labelling)
+                await stack.enter_async_context(server.labeling)
             problems |= await _load_paused(client, paths, ready, label, settings)
     finally:
         await transfer.remove()

@@ -75,4 +75,4 @@ class ScriptedEngine:
                 reply.cancel()
 
     async def close(self) -> None:
-        """Nothing to close."""
+        """Does nothing."""

@@ -62,4 +62,4 @@ class ServerState:
     calls: set[asyncio.Task[Any]] = field(default_factory=set)  # cancelled when the server is ejected
     rids_to_abort: list[str] = field(default_factory=list)  # request ids to abort once it answers again
     probe_now: asyncio.Event = field(default_factory=asyncio.Event)
-    labelling: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while its label changes
+    labeling: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while its label changes

@@ -171,7 +171,7 @@ class SGLangEngine:
 
         Servers continue to sample while the weights are written and sent, and pause only to load them. Returns when at
         least one server has the weights; raises if none has them in time. Running requests continue with the new
-        weights, and each of their tokens is labelled with its version.
+        weights, and each of their tokens is labeled with its version.
         """
         await self.fleet.publish(weights, version)
 

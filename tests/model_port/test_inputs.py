@@ -94,10 +94,10 @@ def test_frames_are_ordered_as_the_ids_show_them():
     [
         (
             lambda: place_tokens(Tokens(np.array([IMAGE] * 3), (0,)), [frame(4, 4)], [0], CONFIG),
-            "needs 4 placeholder tokens",
+            "needs 4 consecutive placeholder tokens",
         ),
         (lambda: place_tokens(Tokens(np.array([IMAGE, 5]), ()), [], [], CONFIG), "1 placeholder tokens have no frame"),
-        (lambda: order_frames(np.array([IMAGE]), [], [], [], CONFIG), "no more of them"),
+        (lambda: order_frames(np.array([IMAGE]), [], [], [], CONFIG), "no more images"),
         (lambda: order_frames(np.array([5]), [0], [], [1], CONFIG), "1 image or video frames have no placeholder"),
         (lambda: split_frames(np.ones((5, 3), np.float32), np.array([[1, 2, 2]])), "describes 4 patches.* have 5"),
         (lambda: split_frames(np.ones((5, 3), np.float32), None), "must be given together"),

@@ -268,7 +268,7 @@ def test_a_contract_that_cannot_be_kept_is_refused(change, message):
 @pytest.mark.parametrize(
     ("ids", "counts", "message"),
     [
-        ([5, IMAGE], [3, 4], r"have 1 placeholders \(token 151655\), got 2 images"),
+        ([5, IMAGE], [3, 4], r"have 1 placeholders \(token 151655\), but there are 2 images"),
         ([IMAGE, IMAGE], [2], "have 2 placeholders .* not expanded"),
     ],
 )

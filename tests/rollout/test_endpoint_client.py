@@ -302,7 +302,7 @@ async def test_requests_to_servers_that_hang_fail_although_a_probe_of_one_of_the
         listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
         client = EndpointClient([f"http://127.0.0.1:{each.getsockname()[1]}/v1" for each in listeners], MODEL)
         for number, server in enumerate(client._servers):
-            server.lower(EndpointError("it hangs"))
+            server.mark_down(EndpointError("it hangs"))
             server.ready_s = time.monotonic() + number * 0.2
         assert (await failure(client, deadline_s=10.0)).reason == "unreachable"
         await client.close()
