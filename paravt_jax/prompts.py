@@ -76,13 +76,13 @@ def _subagent_text(path: Path) -> str:
         for node in ast.walk(function) if getattr(function, "name", "") == BUILD_PROMPT else ():
             match node:
                 case ast.Assign(targets=[ast.Name(id=name)], value=ast.JoinedStr(values=parts)) if name == PROMPT:
-                    return "".join(_of_window(path, part) for part in parts)
+                    return "".join(_window_text(path, part) for part in parts)
     raise ValueError(
         f"{path} has no f-string {PROMPT} in {BUILD_PROMPT}; give the released repository, commit {COMMIT}"
     )
 
 
-def _of_window(path: Path, part: ast.expr) -> str:
+def _window_text(path: Path, part: ast.expr) -> str:
     match part:
         case ast.Constant(value=text):
             return escaped(str(text))

@@ -27,7 +27,7 @@ def video(target: Target) -> Iterator[Measured]:
 
 
 async def _lines(target: Target) -> list[Measured]:
-    paths = [Path(path) for path in target.videos] or [made_video(target)]
+    paths = [Path(path) for path in target.videos] or [synthetic_video(target)]
     async with frame_reader(target.run_config.video, target.contract) as reader:
         lines = []
         for path in paths:
@@ -38,7 +38,7 @@ async def _lines(target: Target) -> list[Measured]:
         return sorted(lines, key=lambda line: bool(line.problem))  # broken files last, where a terminal shows them
 
 
-def made_video(target: Target) -> Path:
+def synthetic_video(target: Target) -> Path:
     path = target.file("made.mp4")
     write_video(path, frames(make_clip(0, 0)), FPS)
     return path

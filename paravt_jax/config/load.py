@@ -41,8 +41,10 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
         if "=" not in override[1:]:
             raise ValueError(f"{override!r} is not a setting; write it as train.num_steps=10")
     path = None if path is None else config_file(path)
-    layers = [] if path is None else [(str(path), _in_one_line(str(path), lambda: _read(path)))]
-    layers += [(text, _in_one_line(text, partial(OmegaConf.from_dotlist, [_with_value(text)]))) for text in overrides]
+    layers = [] if path is None else [(str(path), _one_line_errors(str(path), lambda: _read(path)))]
+    layers += [
+        (text, _one_line_errors(text, partial(OmegaConf.from_dotlist, [_with_value(text)]))) for text in overrides
+    ]
     problems = [list(_unknown_keys(source, layer, schema)) for source, layer in layers]
     if path is not None and problems[0] and (command := _command_of(layers[0][1])):
         raise ValueError(f"{path} is for {command}: {problems[0][0].removeprefix(f'{path}, ')}")
@@ -57,9 +59,9 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
         _keep_text(config, source, layer)
         _expand_homes(layer)
     for source, layer in layers:
-        config = _in_one_line(source, partial(OmegaConf.unsafe_merge, config, layer))
+        config = _one_line_errors(source, partial(OmegaConf.unsafe_merge, config, layer))
     config = _with_prompts_file(config)
-    settings: Any = _in_one_line("", partial(OmegaConf.to_object, config))
+    settings: Any = _one_line_errors("", partial(OmegaConf.to_object, config))
     if schema is Config:
         object.__setattr__(settings, "loss", settings.loss.filled())
     if schema in (Config, SftConfig, EvalConfig):
@@ -72,7 +74,7 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
 def load_training_config(path: str | Path, *overrides: str) -> Config | SftConfig:
     """Loads an RL config, or an SFT config if the file has an `sft` section."""
     file = config_file(path)
-    keys = _in_one_line(str(file), lambda: _read(file))
+    keys = _one_line_errors(str(file), lambda: _read(file))
     return load_config(file, *overrides, schema=SftConfig if "sft" in keys else Config)
 
 
@@ -99,7 +101,7 @@ def _read(path: Path) -> Any:
     return OmegaConf.create(record["config"] if isinstance(record, dict) and "config" in record else record)
 
 
-def _in_one_line(source: str, work: Callable[[], Any]) -> Any:
+def _one_line_errors(source: str, work: Callable[[], Any]) -> Any:
     """Runs `work` and turns errors of OmegaConf and YAML into one line. `source` is a file or an override."""
     try:
         return work()
@@ -216,5 +218,5 @@ def computed_on(config: Schema, platform: str) -> Schema:
 
 
 def written_dtype(config: Config | SftConfig | EvalConfig) -> str:
-    """`model.dtype` before `computed_on`."""
+    """The value of `model.dtype` before `computed_on`."""
     return getattr(config, WRITTEN, {}).get("model", {}).get("dtype", config.model.dtype)

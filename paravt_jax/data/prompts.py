@@ -30,7 +30,7 @@ from paravt_jax.data.rows import (
     BadRow,
     check_frames,
     check_text,
-    encodable,
+    checked_encodable,
     file_finder,
     nesting_checked,
     object_of,
@@ -165,7 +165,7 @@ def _question(messages: Any) -> str:
     check_text(texts[-1], "the question")
     if not texts[-1].replace(PLACEHOLDER, "").strip():
         raise BadRow("empty question", repr(texts[-1]))
-    return encodable(texts[-1], "prompt")
+    return checked_encodable(texts[-1], "prompt")
 
 
 def _video_names(videos: Any, question: str) -> list[str]:

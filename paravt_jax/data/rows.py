@@ -165,7 +165,7 @@ def object_of(value: Any, name: str) -> dict[str, Any]:
     return value
 
 
-def encodable(text: str, name: str) -> str:
+def checked_encodable(text: str, name: str) -> str:
     """Returns the text. Raises BadRow if it has lone surrogates, which JSON allows but no tokenizer accepts."""
     try:
         text.encode()
@@ -219,7 +219,7 @@ def existing_file(name: str, root: Path, inside: Path | None = None) -> str:
 
     With `inside`, a file outside of that directory raises BadRow.
     """
-    path = possible_path(name).removeprefix(FILE_URI)
+    path = checked_path(name).removeprefix(FILE_URI)
     for candidate in dict.fromkeys((root / path, root / (unquote(path) if path != name else path))):
         if not is_file(candidate):
             continue
@@ -232,9 +232,9 @@ def existing_file(name: str, root: Path, inside: Path | None = None) -> str:
     raise BadRow("missing file", str(root / path))
 
 
-def possible_path(name: str) -> str:
+def checked_path(name: str) -> str:
     """Returns the path. Raises BadRow if no file can have this path."""
-    parts = encodable(name, "a path").split("/")
+    parts = checked_encodable(name, "a path").split("/")
     if (
         "\0" in name
         or len(name.encode()) > MAX_PATH_BYTES

@@ -26,7 +26,7 @@ from paravt_jax.data.rows import (
     BadRow,
     check_frames,
     check_text,
-    encodable,
+    checked_encodable,
     file_finder,
     from_json,
     nesting_checked,
@@ -169,7 +169,7 @@ def _parts(parts: list[Any], find: Callable[[str], str]) -> Iterator[str | Media
         part_type = str(part.get("type"))
         kind, value = part_type.removesuffix("_url"), part.get(part_type)
         if part_type == "text" and isinstance(value, str):
-            yield encodable(value, "a part of a message")
+            yield checked_encodable(value, "a part of a message")
         elif kind in MEDIA:
             reference = part | object_of({"url": value} if isinstance(value, str) else value or {}, part_type)
             if not isinstance(reference.get("url"), str) or not reference["url"]:

@@ -88,7 +88,7 @@ def scored(
         "score": mean_over(means, strata),
         "interval_95": interval(means, [result.video for result in complete], strata),
         "micro": statistics.fmean(means),
-        "missing_as_wrong": _as_wrong(results, scorer, name, counts),
+        "missing_as_wrong": _score_with_missing(results, scorer, name, counts),
         "groups": groups(complete, means),
     }
     if split is not None and split.thresholds:
@@ -153,7 +153,7 @@ def _mean(values: Iterable[float | None]) -> float:
     return statistics.fmean(numbers) if numbers else 0.0
 
 
-def _as_wrong(results: Sequence[SampleResult], scorer: str, name: str, counts: Mapping[str, Any]) -> float:
+def _score_with_missing(results: Sequence[SampleResult], scorer: str, name: str, counts: Mapping[str, Any]) -> float:
     """The score if missing samples and rows without a record count as 0."""
     means = [0.0 if result.missing else statistics.fmean(result.scores(scorer)) for result in results]
     num_all = max(counts["expected"] or counts["rows"], len(results))

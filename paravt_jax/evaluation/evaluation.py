@@ -81,7 +81,7 @@ class Evaluation:
         """Runs the remaining samples of a cell, then writes its certificate. A finished cell is not changed."""
         keys, log = self._keys(spec), self._log(spec)
         finished = log.read(keys)
-        todo = _undone(keys, finished)
+        todo = _remaining(keys, finished)
         file = self._cell_file(spec)
         if todo:
             assert self.worker is not None
@@ -101,7 +101,7 @@ class Evaluation:
 
     def is_done(self) -> bool:
         cells = [(self._keys(spec), self._log(spec)) for spec in self.settings.cells]
-        return not any(_undone(keys, log.read(keys)) for keys, log in cells)
+        return not any(_remaining(keys, log.read(keys)) for keys, log in cells)
 
     def _keys(self, spec: EvalCell) -> dict[str, Sample]:
         settings = settings_key(self.record, spec)
@@ -141,7 +141,7 @@ class Evaluation:
         return certificate(self.loaded.split, self._num_rows, self.loaded.bad, results, about)
 
 
-def _undone(keys: Mapping[str, Sample], results: Mapping[str, SampleResult]) -> dict[str, Sample]:
+def _remaining(keys: Mapping[str, Sample], results: Mapping[str, SampleResult]) -> dict[str, Sample]:
     """The samples without a record, or whose record is missing an episode."""
     return {key: sample for key, sample in keys.items() if key not in results or results[key].missing}
 

@@ -86,7 +86,7 @@ class Learner:
         dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(trainable)} - {"float32", "float64"}
         if dtypes:
             raise ValueError(f"the masters must be float32, got {', '.join(sorted(dtypes))}; load the model in float32")
-        step, num_bad = (self._zero() for _ in range(2))  # two buffers: both are donated
+        step, num_bad = (self._new_counter() for _ in range(2))  # two buffers: both are donated
         self.state = TrainState(trainable, frozen, self._make_opt_state(trainable), step, num_bad)
         self._move_moments(HOST_MEMORY)
         # The reference is the initial policy, in the compute dtype because it never changes; without a KL term: None.
@@ -249,7 +249,7 @@ class Learner:
         return programs.score(self._structure, params, batch, visual, self._temperature)
 
     def _ref_logp(self, batch: TrainBatch, visual: Visual | None) -> Float[Array, "B A"] | None:
-        """`visual` is the policy's vision output, which the reference shares if the vision tower is frozen."""
+        """Reference log-probs. `visual` is the policy's vision output, shared if the tower is frozen."""
         if self._ref is None:
             return None
         weights = in_memory(self._ref, DEVICE_MEMORY) if self.optim.offload else self._ref
@@ -272,7 +272,7 @@ class Learner:
             "optim/num_bad_steps": float(self.state.num_bad),
         }
 
-    def _zero(self) -> Int[Array, ""]:
+    def _new_counter(self) -> Int[Array, ""]:
         """A counter with the sharding of later steps; any other would make the second step recompile its programs."""
         zero = jnp.zeros((), jnp.int32)
         return zero if self.mesh is None else jax.device_put(zero, NamedSharding(self.mesh, PartitionSpec()))

@@ -42,11 +42,11 @@ def variant_of(loss: LossConfig) -> Variant:
     for parameter in parameters:
         if parameter.default is parameter.empty and parameter.name not in loss.params:
             raise ValueError(f"loss.name={loss.name} needs loss.params.{parameter.name}: it has no default there")
-    return _contained(function)
+    return _guarded(function)
 
 
 @cache  # so that equal losses share a compiled program
-def _contained(function: Variant) -> Variant:
+def _guarded(function: Variant) -> Variant:
     """Turns exceptions such as SystemExit into errors, because they would end the run with exit code 0."""
     return wraps(function)(lambda *arguments, **numbers: call_user_code(lambda: function(*arguments, **numbers)))
 

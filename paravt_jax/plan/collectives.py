@@ -97,7 +97,7 @@ def _walk(computations: Mapping[str, list[str]], name: str, times: int, host_dev
             continue
         operation = instruction["operation"].removesuffix("-start")
         if operation in KINDS:
-            members = _members(line)
+            members = _first_group(line)
             hosts = {member // host_devices for member in members}
             num_bytes = times * _num_bytes(instruction["operation"], instruction["type"], len(members))
             yield Collective(operation, num_bytes, len(members), len(hosts))
@@ -148,7 +148,7 @@ def _elements(result_type: str) -> list[str]:
     return elements
 
 
-def _members(line: str) -> tuple[int, ...]:
+def _first_group(line: str) -> tuple[int, ...]:
     """Device numbers of the first group; a single device if the operation names no groups."""
     if groups := _GROUP_OF_MESH.search(line):
         axes = {name: int(size) for name, size in _AXIS.findall(groups["mesh"])}

@@ -129,7 +129,7 @@ class ParsedTurn:
         """The first character of a tag, because only the token that starts a wrong tag is at fault."""
         return self.place_at(tag.place.start, tag.place.start + 1)
 
-    def in_place_of_closing(self, opening: Tag) -> Place:
+    def missing_closing_place(self, opening: Tag) -> Place:
         """The place where a closing tag is missing: at the next tag, or at the end of the turn."""
         following = next((tag for tag in self.tags if tag.place.start >= opening.place.end), None)
         return self.end if following is None else self.first_of(following)

@@ -81,7 +81,7 @@ class Plugin(_OwnFunction):
     async def terms(self, episode: Episode, answer: str, question_type: str) -> tuple[OwnTerm, ...]:
         """Calls the function for an episode. Raises PluginError."""
         arguments = _arguments(episode, answer, question_type)
-        return await self._call(arguments, lambda terms: _checked(terms, arguments["turns"]))
+        return await self._call(arguments, lambda terms: _checked_terms(terms, arguments["turns"]))
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def executed_calls(episode: Episode) -> list[ExecutedCall]:
     ]
 
 
-def _checked(terms: Any, turns: Sequence[str]) -> tuple[OwnTerm, ...]:
+def _checked_terms(terms: Any, turns: Sequence[str]) -> tuple[OwnTerm, ...]:
     if not isinstance(terms, list | tuple) or not all(isinstance(term, OwnTerm) for term in terms):
         raise PluginError(f"expected a list of paravt_jax.rewards.OwnTerm, got {terms!r:.{MAX_SHOWN_CHARS}}")
     repeated = [name for name, count in Counter([LENGTH, *(term.name for term in terms)]).items() if count > 1]

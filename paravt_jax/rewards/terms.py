@@ -250,10 +250,10 @@ def with_needed_calls(group: Sequence[RewardTerms | None], config: RewardConfig)
     if config.tool != "needed" or not alone:
         return list(group)
     expected = math.fsum(alone) / len(alone)
-    return [terms and _paid(terms, expected, config) for terms in group]
+    return [terms and _with_call_gain(terms, expected, config) for terms in group]
 
 
-def _paid(terms: RewardTerms, expected: float, config: RewardConfig) -> RewardTerms:
+def _with_call_gain(terms: RewardTerms, expected: float, config: RewardConfig) -> RewardTerms:
     if terms.executed is None or not terms.prediction or terms.accuracy is None:
         return terms
     gain = terms.accuracy - expected
@@ -391,9 +391,9 @@ def _anchor_properties(turns: Sequence[ParsedTurn], config: RewardConfig) -> Ite
     Choice: γ applies once per episode, so R_fmt is at least −λγ.
     """
     closings = tuple(tag.place for turn in turns for tag in turn.tags if tag.name == "think" and tag.closing)
-    unclosed = tuple(turn.in_place_of_closing(tag) for turn in turns for tag in turn.unclosed)
-    not_closed = tuple(span for turn in turns for span in _in_place_of_thinking(turn))
-    astray = tuple(span for turn in turns for span in _in_place_of_flow(turn, turn is turns[-1]))
+    unclosed = tuple(turn.missing_closing_place(tag) for turn in turns for tag in turn.unclosed)
+    not_closed = tuple(span for turn in turns for span in _thinking_fault(turn))
+    astray = tuple(span for turn in turns for span in _flow_fault(turn, turn is turns[-1]))
     all_places = tuple(span for turn in turns for span in (turn.full, turn.end))
     for name, value, lost, places in (
         ("think_closing", THINK_CLOSING, not_closed, closings),
@@ -405,7 +405,7 @@ def _anchor_properties(turns: Sequence[ParsedTurn], config: RewardConfig) -> Ite
     yield AnchorProperty("think_unclosed", penalty, not unclosed, unclosed or closings)
 
 
-def _in_place_of_thinking(turn: ParsedTurn) -> Iterator[Place]:
+def _thinking_fault(turn: ParsedTurn) -> Iterator[Place]:
     """The place at fault if a turn does not close a substantive thinking block."""
     if turn.think is None:
         yield turn.fault_place
@@ -413,7 +413,7 @@ def _in_place_of_thinking(turn: ParsedTurn) -> Iterator[Place]:
         yield turn.first_of(turn.tags[1])
 
 
-def _in_place_of_flow(turn: ParsedTurn, is_last: bool) -> Iterator[Place]:
+def _flow_fault(turn: ParsedTurn, is_last: bool) -> Iterator[Place]:
     """The place at fault if a turn breaks the flow of thinking, calls and a final answer."""
     if not turn.kind:
         yield turn.fault_place

@@ -161,7 +161,7 @@ class RolloutWorker:
             rollouts = await self._with_scores(self.plugin, rollouts, prompt)
         if prompt.question_type not in QUESTION_TYPES:
             problem = f"reward.plugin: no score, and a question of type {prompt.question_type} has no other"
-            rollouts = [_unless_unscored(rollout, problem) for rollout in rollouts]
+            rollouts = [_missing_without_term(rollout, problem) for rollout in rollouts]
         terms = with_needed_calls([rollout.terms for rollout in rollouts], self.reward)
         return [replace(rollout, terms=own) for rollout, own in zip(rollouts, terms, strict=True)]
 
@@ -173,7 +173,7 @@ class RolloutWorker:
             scores = iter(await plugin.terms(episodes, *row) if episodes else ())
         except PluginError as error:
             problem = f"reward.plugin: {error}"
-            return [each if each.missing else _without_score(each, problem) for each in rollouts]
+            return [each if each.missing else _as_missing(each, problem) for each in rollouts]
         return [each if each.missing else _scored(each, next(scores)) for each in rollouts]
 
 
@@ -195,14 +195,14 @@ def _scored(rollout: Rollout, score: OwnTerm | None) -> Rollout:
     return replace(rollout, terms=with_own_terms(rollout.terms, () if score is None else (score,)))
 
 
-def _unless_unscored(rollout: Rollout, problem: str) -> Rollout:
+def _missing_without_term(rollout: Rollout, problem: str) -> Rollout:
     """Marks the rollout as missing if the plugin gave it no term."""
     own = () if rollout.terms is None else rollout.terms.own
     is_scored = rollout.missing or any(term.name != LENGTH for term in own)
-    return rollout if is_scored else _without_score(rollout, problem)
+    return rollout if is_scored else _as_missing(rollout, problem)
 
 
-def _without_score(rollout: Rollout, problem: str) -> Rollout:
+def _as_missing(rollout: Rollout, problem: str) -> Rollout:
     return replace(rollout, terms=None, problem=problem, reason="plugin")
 
 

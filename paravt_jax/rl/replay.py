@@ -97,7 +97,7 @@ class LoggedSteps:
             return
         partial = checkpoints / f".{self.checkpoint.name}.partial"
         shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(self.checkpoint, partial, copy_function=_linked)
+        shutil.copytree(self.checkpoint, partial, copy_function=_link_or_copy)
         partial.rename(checkpoints / self.checkpoint.name)
 
     def compared(self, replay_dir: Path) -> str:
@@ -227,7 +227,7 @@ class Replay:
         times = {name: record[name] for name in ("latency_s", "started_s")}
         done = Call(call, *result, window, box, path=record["path"], **times)
         if shown := record["shown"]:
-            done.parts = (done.response, *await self._shown(shown, paths))
+            done.parts = (done.response, *await self._pictures(shown, paths))
             done.frames_s = tuple(record["frames_s"])
         if record["segments"] is not None:
             assert window is not None
@@ -240,7 +240,7 @@ class Replay:
             done.report = _ledger(record["segments"], [frame.picture for frame in decoded])
         return done
 
-    async def _shown(self, records: Sequence[Mapping[str, Any]], paths: Mapping[str, str]) -> list[Shown]:
+    async def _pictures(self, records: Sequence[Mapping[str, Any]], paths: Mapping[str, str]) -> list[Shown]:
         """Loads the pictures of a response: decodes frames again, reads stored pictures. `paths` maps moved videos."""
         shown: dict[str, Shown] = {}
         times_s: dict[tuple[str, Box | None], list[float]] = {}
@@ -293,7 +293,7 @@ def _checkpoint_of(run_dir: Path, step: int) -> Path:
     )
 
 
-def _linked(source: str, target: str) -> None:
+def _link_or_copy(source: str, target: str) -> None:
     """Hard-links a file, or copies it. Checkpoints are large and their files never change."""
     try:
         os.link(source, target)

@@ -21,7 +21,7 @@ from model_port.layout import RECORD_FILE, absolute_path
 from model_port.output_dir import check_local
 from paravt_jax.run.episode_parts import SUFFIX
 from paravt_jax.run.hosts import Hosts
-from paravt_jax.run.lease import Lease, leased, token_of
+from paravt_jax.run.lease import Lease, hold_lease, token_of
 from paravt_jax.run.log import (
     EPISODES_DIR,
     METRICS_FILE,
@@ -135,7 +135,7 @@ def locked_for_bucket(bucket: Bucket, hosts: Hosts) -> Iterator[tuple[Path, Leas
         token_of(directory, bucket)
         if hosts.leads:
             say(f"checkpoints and copies of the logs are in {bucket}, local files in {directory}")
-            lease = stack.enter_context(leased(bucket, directory, say))
+            lease = stack.enter_context(hold_lease(bucket, directory, say))
         hosts.gather("bucket", None)
         names = bucket.listed()
         saved = [name.split("/")[1] for name in names if name.endswith(f"/{RECORD_FILE}")]
@@ -162,17 +162,17 @@ class LogCopies:
         sizes = bucket.sizes()
         self._copied = {
             name: status
-            for name, status in self._now().items()
+            for name, status in self._current_files().items()
             if name.startswith((EPISODES_DIR, SUPERSEDED_DIR)) and sizes.get(name) == status[0]
         }
 
     def copy(self) -> None:
-        now = self._now()
+        now = self._current_files()
         changed = {name: status for name, status in now.items() if self._copied.get(name) != status}
         upload({name: self._directory / name for name in changed}, self._bucket)
         self._copied |= changed
 
-    def _now(self) -> dict[str, tuple[int, int]]:
+    def _current_files(self) -> dict[str, tuple[int, int]]:
         """Size and modification time of each log."""
         paths = {str(path.relative_to(self._directory)): path for path in self._directory.rglob("*") if path.is_file()}
         return {name: (path.stat().st_size, path.stat().st_mtime_ns) for name, path in paths.items() if is_log(name)}

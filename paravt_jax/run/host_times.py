@@ -53,12 +53,12 @@ class DeviceProbe:
         if not self._matrices:
             matrix = np.eye(PRODUCT_WIDTH, dtype=np.float32)
             self._matrices = [jax.device_put(matrix, device) for device in jax.local_devices()]
-            self._took_s(TRIED_PRODUCTS)  # compile first
-            num = round(TRIED_PRODUCTS * PROBE_S / self._took_s(TRIED_PRODUCTS))
+            self._time_products(TRIED_PRODUCTS)  # compile first
+            num = round(TRIED_PRODUCTS * PROBE_S / self._time_products(TRIED_PRODUCTS))
             self._num_products = max(1, self._hosts.gather("probe", num)[0])
-        return self._took_s(self._num_products)
+        return self._time_products(self._num_products)
 
-    def _took_s(self, num: int) -> float:
+    def _time_products(self, num: int) -> float:
         start_s = time.monotonic()
         jax.block_until_ready([products(matrix, num) for matrix in self._matrices])
         return time.monotonic() - start_s

@@ -42,12 +42,12 @@ class Lease:
                 time.sleep(LOOK_S)
                 content, now = self._object.read()
                 if content is not None and now != generation:
-                    raise self._held_by(content)
+                    raise self._held_error(content)
                 generation = now
         try:
             self._generation = self._object.write(self._content(), generation)
         except Conflict:
-            raise self._held_by(self._object.read()[0] or b"{}") from None
+            raise self._held_error(self._object.read()[0] or b"{}") from None
         threading.Thread(target=self._renew_loop, daemon=True).start()
 
     def renew(self) -> None:
@@ -85,13 +85,13 @@ class Lease:
             return owner if isinstance(owner, dict) else {}
         return {}
 
-    def _held_by(self, content: bytes) -> RuntimeError:
+    def _held_error(self, content: bytes) -> RuntimeError:
         who = self._owner(content).get("who", "another process")
         return RuntimeError(f"{who} uses {self._bucket}; wait for it, or choose another run_dir")
 
 
 @contextmanager
-def leased(bucket: Bucket, directory: Path, say: Callable[[str], None]) -> Iterator[Lease]:
+def hold_lease(bucket: Bucket, directory: Path, say: Callable[[str], None]) -> Iterator[Lease]:
     """Holds a lease on host 0. Lock the local directory first, so that a dead run from it is recognized at once."""
     lease = Lease(bucket, token_of(directory, bucket))
     lease.acquire(say)

@@ -75,7 +75,7 @@ class RunLog:
         self._last_step = first_step
         (run_dir / EPISODES_DIR).mkdir(parents=True, exist_ok=True)
         logged = last_step(run_dir)
-        put_aside = _put_aside_later(run_dir, first_step)
+        put_aside = _supersede_later(run_dir, first_step)
         self._tensorboard = EventFile(run_dir / TENSORBOARD_DIR, first_step)
         self._wandb = None if wandb is None else _wandb_run(wandb, run_dir, config.wandb_project, first_step, settings)
         self.validated = set(rows_by_step(run_dir / VALIDATION_FILE))  # includes steps before a restart
@@ -208,7 +208,7 @@ def last_step(run_dir: Path) -> int:
     return max(rows_by_step(run_dir / METRICS_FILE), default=0)
 
 
-def _put_aside_later(run_dir: Path, first_step: int) -> Path | None:
+def _supersede_later(run_dir: Path, first_step: int) -> Path | None:
     """Moves logs after `first_step` to a new directory and returns it; None if there are none."""
     aside = next(
         path for n in count(1) if not (path := run_dir / SUPERSEDED_DIR / f"after_step_{first_step}_{n}").exists()

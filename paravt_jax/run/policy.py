@@ -103,7 +103,7 @@ async def policy_of(
         return open_policy(config.model, config.mesh, recipe, lora, seed=config.seed, run_dir=run_dir)
 
     policy = await in_thread(lambda: hosts.host_0_first(work))
-    if lora is not None:  # only now is an adapter's base known
+    if lora is not None:  # an adapter's base is known only now
         check_cpu_size(config.model.path, size_of(policy.hf_files), devices)
     if hosts.leads:
         servers = isinstance(config, EvalConfig) and config.engine.kind == "sglang"
@@ -120,7 +120,7 @@ async def policy_of(
             )
         )
     if policy.mesh is not None:
-        await in_thread(partial(meet, hosts, policy.mesh))
+        await in_thread(partial(first_collective, hosts, policy.mesh))
     if not (isinstance(config, EvalConfig) and config.engine.kind != "jax"):
         policy = await in_thread(partial(with_checked_kernel, policy, hosts))
     if isinstance(config, EvalConfig) and policy.kernel_check is not None:
@@ -130,7 +130,7 @@ async def policy_of(
     return policy
 
 
-def meet(hosts: Hosts, mesh: Mesh) -> None:
+def first_collective(hosts: Hosts, mesh: Mesh) -> None:
     """Runs a first collective together: CPU collectives time out if hosts reach it half a minute apart."""
     if hosts.num > 1:
         hosts.gather("mesh", None)

@@ -18,10 +18,10 @@ def log_file(host: int) -> str:
 
 
 @contextmanager
-def stderr_copied(path: Path) -> Iterator[None]:
+def tee_stderr(path: Path) -> Iterator[None]:
     """Appends stderr to a file, after a line with the time and the command. An exception adds its traceback."""
     with path.open("ab", buffering=0) as file:
-        copied: Any = _Copied(sys.stderr, file)
+        copied: Any = _Tee(sys.stderr, file)
         copied.copy(f"{datetime.now(UTC).isoformat(timespec='seconds')}  {shlex.join(sys.argv)}\n")
         with redirect_stderr(copied):
             try:
@@ -31,7 +31,7 @@ def stderr_copied(path: Path) -> Iterator[None]:
                 raise
 
 
-class _Copied:
+class _Tee:
     """Writes to stderr and to the file, except redraws of the bar, which start with a carriage return.
 
     Errors of both are ignored, so that a full disk, a closed terminal or a `tee` ended by Ctrl-C does not end the run.

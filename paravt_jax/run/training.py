@@ -41,7 +41,7 @@ from paravt_jax.run.lease import Lease
 from paravt_jax.run.log import PLOTS_DIR, QuietLog, RunLog, import_wandb, last_step
 from paravt_jax.run.policy import Policy
 from paravt_jax.run.process import Stopping, stop_on_signals
-from paravt_jax.run.stderr_log import log_file, stderr_copied
+from paravt_jax.run.stderr_log import log_file, tee_stderr
 from paravt_jax.run.threads import in_thread, unless_stopped
 
 Result = TypeVar("Result")
@@ -91,7 +91,7 @@ class RunDirectory:
             path, lease = stack.enter_context(locked_for_bucket(bucket, hosts))
         else:
             path = stack.enter_context(locked(run_dir) if hosts.num == 1 else locked_by_host_0(run_dir, hosts))
-        stack.enter_context(stderr_copied(path / log_file(hosts.index)))
+        stack.enter_context(tee_stderr(path / log_file(hosts.index)))
         stopping = Stopping()
         stack.callback(stop_on_signals(stopping))
         num_logged = last_step(path)

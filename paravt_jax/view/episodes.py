@@ -18,8 +18,8 @@ from paravt_jax.view.pictures import thumbnail
 from rollout.picture import Picture
 from rollout.tools import find_calls
 
-PAGE_BYTES = 3_000_000  # for all episodes, unless there are so many
-MIN_EPISODE_BYTES = 6_000  # that each would get less than this
+PAGE_BYTES = 3_000_000  # for all episodes together
+MIN_EPISODE_BYTES = 6_000  # per episode; many episodes exceed PAGE_BYTES
 TEXT_LIMITS = (20_000, 4_000, 800)  # characters per text; the first limit with which an episode fits is used
 MAX_TURNS = 40  # per episode; also the most calls per turn
 TERMS = ("total", "accuracy", "format", "base", "anchor", "think_first", "balanced", "tool", "prediction")
@@ -66,7 +66,7 @@ def row_of(episode: PageDict, run: int) -> PageDict:
     row = {
         "run": run,
         "prompt": PROMPT.fullmatch(episode["id"])[1],  # type: ignore[index]
-        "question": (episode["question"] or episode["id"])[: TEXT_LIMITS[-1]],  # to search in
+        "question": (episode["question"] or episode["id"])[: TEXT_LIMITS[-1]],  # text for the search
         "result": _result(episode),
         "total": reward.get("total"),
         "calls": len(calls),

@@ -36,7 +36,10 @@ def make_page(run_dirs: Sequence[Path], max_episodes: int, *, frames: bool = Fal
     chosen = _choose(runs, max_episodes)
     num_bytes = share_bytes(sum(len(lines_of_run.lines) for lines_of_run in chosen))
     episodes_of_runs = [
-        [convert_within(num_bytes, record | _of_all(run), _forced(run.settings)) for record in lines_of_run.records()]
+        [
+            convert_within(num_bytes, record | _shared_fields(run), _forced(run.settings))
+            for record in lines_of_run.records()
+        ]
         for run, lines_of_run in zip(runs, chosen, strict=True)
     ]
     records = [
@@ -139,7 +142,7 @@ def _num_samples(run: LoggedRun) -> int:
     return (run.settings.get("config", {}).get("eval") or {}).get("num_samples", 1)
 
 
-def _of_all(run: LoggedRun) -> dict[str, str | None]:
+def _shared_fields(run: LoggedRun) -> dict[str, str | None]:
     """Fields to set in all episodes: the public split of an evaluation; no frame budget in SFT without gating."""
     config = run.settings.get("config", {})
     split = (config.get("data") or {}).get("split")

@@ -94,7 +94,7 @@ def chosen_of_steps(paths: Sequence[Path], max_episodes: int) -> Chosen:
     for number, path in counted(list(enumerate(chosen_paths)), "finding episodes", "step"):
         lines_of_step = list(lines_of(path))
         quota = max_episodes // num_shown + (number < max_episodes % num_shown)
-        lines += _picked(lines_of_step, quota, path.stem)
+        lines += _pick(lines_of_step, quota, path.stem)
         questions |= {(path, line.visit): line for line in lines_of_step if line.has_question and line.visit}
     return Chosen(lines, num_shown, len(paths), questions)
 
@@ -106,7 +106,7 @@ def chosen_of_cells(cells: dict[str, list[Path]], max_episodes: int) -> Chosen:
     chosen_paths = [list(cells.values())[number] for number in evenly(len(cells), num_shown)]
     for number, paths in counted(list(enumerate(chosen_paths)), "finding samples", "cell"):
         quota = max_episodes // num_shown + (number < max_episodes % num_shown)
-        lines += _picked(samples_of(paths), quota, "")
+        lines += _pick(samples_of(paths), quota, "")
     return Chosen(lines, num_shown, len(cells))
 
 
@@ -158,7 +158,7 @@ def _is_whole(line: bytes) -> bool:
     return True
 
 
-def _picked(lines: Sequence[Line], quota: int, salt: str) -> list[Line]:
+def _pick(lines: Sequence[Line], quota: int, salt: str) -> list[Line]:
     """Picks `quota` lines in file order. `salt` varies the choice, so that steps show different rollout numbers."""
 
     def rank(line: Line) -> bytes:

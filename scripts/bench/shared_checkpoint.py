@@ -23,7 +23,7 @@ from paravt_jax.config import CheckpointConfig, HostsConfig
 from paravt_jax.plan.run import PlannedRl
 from paravt_jax.run.checkpoint import Checkpoints
 from paravt_jax.run.hosts import Hosts, joined
-from paravt_jax.run.policy import meet
+from paravt_jax.run.policy import first_collective
 from scripts.bench.checkpoint import sized_model
 from scripts.bench.convert import peak_rss_bytes
 
@@ -39,7 +39,7 @@ def main() -> None:
 
 def saved_and_restored(folder: Path, mib: int, num_devices: int, hosts: Hosts) -> dict[str, float]:
     mesh = make_mesh(fsdp=num_devices)
-    meet(hosts, mesh)
+    first_collective(hosts, mesh)
     before_mib, _ = peak_mib(lambda: None)
     model = sized_model(mib * MIB / BYTES_PER_WEIGHT)
     config = config_of((1, num_devices, 1), rows=1, row_tokens=256)

@@ -16,7 +16,7 @@ from numbers import Real
 from typing import Any, get_args, get_origin
 
 from paravt_jax.data.prompts import PLACEHOLDER, Prompt
-from paravt_jax.data.rows import MAX_SHOWN_CHARS, BadRow, check_text, encodable, nesting_checked, object_of
+from paravt_jax.data.rows import MAX_SHOWN_CHARS, BadRow, check_text, checked_encodable, nesting_checked, object_of
 from paravt_jax.rewards.terms import check_ground_truth
 
 LETTERS = "ABCDEFGHIJ"
@@ -66,7 +66,7 @@ class PublicSplit:
                 value = repr(row[name])[:MAX_SHOWN_CHARS] if name in row else "missing"
                 raise BadRow("wrong schema", f"{name} is {value}, expected {kind if get_args(kind) else kind.__name__}")
             for text in _texts(row[name]):
-                check_text(encodable(text, name), name)
+                check_text(checked_encodable(text, name), name)
         return replace(self.sample(row), row=row)
 
 
@@ -143,7 +143,7 @@ def unlettered(options: Sequence[str]) -> list[str]:
 
 
 def _stem(text: str, name: str) -> str:
-    stem = encodable(text.replace(PLACEHOLDER, ""), "a question").strip()
+    stem = checked_encodable(text.replace(PLACEHOLDER, ""), "a question").strip()
     if not stem:
         raise BadRow("empty question", f"the question of {name}")
     check_text(stem, "a question")

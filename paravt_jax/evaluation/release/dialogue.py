@@ -116,7 +116,7 @@ class ReleaseAgent:
     async def _complete(
         self, question: ReleaseQuestion, messages: Sequence[Message], num_tokens: int, dialogue: ReleaseDialogue
     ) -> str:
-        dialogue.sent = _chained(dialogue.sent, messages[dialogue.num_messages :], num_tokens)
+        dialogue.sent = _chain_hash(dialogue.sent, messages[dialogue.num_messages :], num_tokens)
         dialogue.num_messages = len(messages)
         reply = await self.client.complete(
             list(messages),
@@ -135,7 +135,7 @@ def user_message(content: str | list[dict[str, Any]]) -> Message:
     return {"role": "user", "content": content}
 
 
-def _stable(message: Message) -> Message:
+def _without_directories(message: Message) -> Message:
     """Removes the directories of videos from a message, because they differ between machines."""
     if isinstance(message["content"], str):
         return message
@@ -146,6 +146,6 @@ def _stable(message: Message) -> Message:
     return message | {"content": parts}
 
 
-def _chained(before: str, messages: Sequence[Message], num_tokens: int) -> str:
-    content = json.dumps([before, list(map(_stable, messages)), num_tokens])
+def _chain_hash(before: str, messages: Sequence[Message], num_tokens: int) -> str:
+    content = json.dumps([before, list(map(_without_directories, messages)), num_tokens])
     return hashlib.blake2b(content.encode(), digest_size=12).hexdigest()

@@ -267,7 +267,7 @@ def test_a_cold_start_takes_its_step(tmp_path):
 def test_every_video_that_cannot_be_read_is_named(target, tmp_path):
     paths = [str(tmp_path / name) for name in ("cut.mp4", "gone.mp4")]
     Path(paths[0]).write_text("no video")
-    whole = str(media.made_video(target))
+    whole = str(media.synthetic_video(target))
     *read, cut, gone = lines_of(media.video, replace(target, videos=(paths[0], whole, paths[1])))
     assert [cut.case, gone.case] == paths and cut.failed and gone.failed
     assert len(read) == 5 and not any(line.failed for line in read)  # the others are last, where a user looks

@@ -104,7 +104,7 @@ def late_at_a_sum(hosts):
     import jax
 
     mesh = make_mesh(fsdp=2, tensor=2)
-    policy.meet(hosts, mesh)
+    policy.first_collective(hosts, mesh)
     time.sleep(32 * hosts.index)
     ones = jax.make_array_from_callback((4,), NamedSharding(mesh, PartitionSpec(("fsdp", "tensor"))), lambda _: UNIT)
     print(jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, PartitionSpec()))(ones).addressable_data(0))

@@ -10,14 +10,14 @@ from terminals import a_terminal
 from tqdm import tqdm
 
 from model_port.terminal import say
-from paravt_jax.run.stderr_log import log_file, stderr_copied
+from paravt_jax.run.stderr_log import log_file, tee_stderr
 
 
 @pytest.mark.parametrize("problem", [None, RuntimeError("the disk is full"), SystemExit(1)])
 def test_messages_and_errors_of_every_start_are_in_the_file(problem, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["paravt train", "seed=1"])
     for start in (1, 2):
-        with pytest.raises(type(problem)) if problem else nullcontext(), stderr_copied(tmp_path / "log.txt"):
+        with pytest.raises(type(problem)) if problem else nullcontext(), tee_stderr(tmp_path / "log.txt"):
             say(f"start {start}")
             sys.stderr.write("a library warns\n")
             if problem:
@@ -35,7 +35,7 @@ def test_messages_and_errors_of_every_start_are_in_the_file(problem, tmp_path, m
 
 def test_a_bar_is_on_the_terminal_alone_and_messages_stay_whole(tmp_path, monkeypatch):
     with a_terminal(monkeypatch, "stderr", rows_and_columns=(30, 100)) as read_screen:
-        with stderr_copied(tmp_path / "log.txt"):
+        with tee_stderr(tmp_path / "log.txt"):
             assert sys.stderr.isatty()
             bar = tqdm(total=3, file=sys.stderr)
             for step in range(3):
@@ -49,7 +49,7 @@ def test_a_bar_is_on_the_terminal_alone_and_messages_stay_whole(tmp_path, monkey
 
 
 def test_a_full_disk_loses_lines_of_the_file_and_not_the_run(capsys):
-    with stderr_copied(Path("/dev/full")):
+    with tee_stderr(Path("/dev/full")):
         say("step 1")
     assert capsys.readouterr().err == "step 1\n"
 
@@ -60,7 +60,7 @@ def test_a_run_outlives_the_reader_of_its_stderr(tmp_path, monkeypatch):
     with suppress(BrokenPipeError), os.fdopen(writer, "w", buffering=1) as stderr:  # closing it writes again
         monkeypatch.setattr(sys, "stderr", stderr)
         os.close(reader)
-        with stderr_copied(tmp_path / "log.txt"):
+        with tee_stderr(tmp_path / "log.txt"):
             say("stopping: saving a checkpoint")
             sys.stderr.flush()
             say("stopped")
