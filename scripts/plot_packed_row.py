@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from model_port.tiny import tiny_config
-from paravt_jax.learner.packing import Dialogue, PackShape, TrainBatch, pack
+from paravt_jax.learner.packing import BatchShape, Dialogue, TrainBatch, pack
 
 ROW_TOKENS = 24
 COLORS = ["#9aa5b1", "#2f6db3", "#d9822b", "#3a9a5b"]  # the prompt, then its branches
@@ -28,7 +28,7 @@ def example_batch() -> TrainBatch:
         return Dialogue(ids, (), num_prompt, 0, mask, zeros, zeros, zeros.astype(np.int32), episode)
 
     dialogues = [dialogue(0, 0, 7, 4), dialogue(1, 0, 7, 3), dialogue(2, 0, 7, 3), dialogue(3, 1, 3, 2)]
-    (batch,) = pack(dialogues, {}, tiny_config(), PackShape(num_rows=1, row_tokens=ROW_TOKENS, row_patches=16))
+    (batch,) = pack(dialogues, {}, tiny_config(), BatchShape(num_rows=1, row_tokens=ROW_TOKENS, row_patches=16))
     return batch
 
 

@@ -20,7 +20,7 @@ from paravt_jax.data.budget import budgets_of
 from paravt_jax.data.sample_order import PromptSample, SampleOrder
 from paravt_jax.data.traces import Trace
 from paravt_jax.imitation.render import Rendered, TraceRenderer
-from paravt_jax.learner.packing import Dialogue, PackShape, PromptGroup, TrainBatch, num_batches, pack
+from paravt_jax.learner.packing import BatchShape, Dialogue, PromptGroup, TrainBatch, num_batches, pack
 from paravt_jax.sampling.frames import frame_of
 from rollout.video.errors import VideoError
 
@@ -208,6 +208,12 @@ class TraceBatches:
         settings = self._pack
         of_part = -(-sizes.min_frame_rows // self._num_row_parts)
         frame_rows = self._with_room([*frames.values()]) if is_first else of_part
-        least = min(sizes.min_actions, settings.row_tokens), frame_rows  # earlier rows may have been longer
-        shape = PackShape(settings.num_rows, settings.row_tokens, self._row_patches, self._num_row_parts, *least)
+        shape = BatchShape(
+            settings.num_rows,
+            settings.row_tokens,
+            self._row_patches,
+            self._num_row_parts,
+            min(sizes.min_actions, settings.row_tokens),  # earlier rows may have been longer
+            self._num_row_parts * frame_rows,
+        )
         return pack(dialogues, frames, self._model, shape)

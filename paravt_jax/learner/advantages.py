@@ -121,7 +121,7 @@ def group_advantages(
         properties={name: of_anchor(values) for name, values in group.anchors.items()} if by_property else {},
         keep=group.present & (has_spread or not config.filter_zero_variance or bool(likelihood)),
         has_spread=has_spread,
-        unit=_further(group.present, config) / scale,
+        unit=_leave_one_out(group.present, config) / scale,
         likelihood=likelihood,
     )
 
@@ -219,10 +219,10 @@ def _relative(
     """Values minus the group's mean, scaled. Exactly zero without spread, where only rounding errors would remain."""
     if not _spread(values, present):
         return np.zeros(values.shape)
-    return np.where(present, _further(present, config) * (values - values[present].mean()) / scale, 0.0)
+    return np.where(present, _leave_one_out(present, config) * (values - values[present].mean()) / scale, 0.0)
 
 
-def _further(present: Bool[np.ndarray, " G"], config: AdvantageConfig) -> float:
+def _leave_one_out(present: Bool[np.ndarray, " G"], config: AdvantageConfig) -> float:
     """The factor that turns distances from the group's mean into distances from the mean of the other episodes."""
     num_present = np.count_nonzero(present)
     return num_present / (num_present - 1) if config.normalise == "loo" and num_present > 1 else 1.0

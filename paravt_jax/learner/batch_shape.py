@@ -1,6 +1,6 @@
 """Random models and batches of a given shape, to measure, trace and compile an update."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,32 +17,7 @@ from model_port.loading import abstract_model, abstract_params, with_params
 from model_port.model import VLModel
 from model_port.sharding import flat_params
 from paravt_jax.learner.learner import row_sharding
-from paravt_jax.learner.packing import PackShape, TrainBatch
-
-
-@dataclass(frozen=True)
-class BatchShape:
-    """The shape of an update's batch over all devices."""
-
-    num_rows: int
-    row_tokens: int
-    row_actions: int  # scored tokens per row
-    num_frame_rows: int
-    row_patches: int
-    num_parts: int = 1  # the mesh splits the rows into this many parts, each with its own frames
-
-
-def batch_of(shape: PackShape, num_hosts: int = 1) -> BatchShape:
-    """The shape of the batch of all hosts, from one host's `largest_shape`."""
-    num_parts = num_hosts * shape.num_parts
-    return BatchShape(
-        num_rows=num_hosts * shape.num_rows,
-        row_tokens=shape.row_tokens,
-        row_actions=shape.min_actions,
-        num_frame_rows=num_parts * shape.min_frame_rows,
-        row_patches=shape.row_patches,
-        num_parts=num_parts,
-    )
+from paravt_jax.learner.packing import BatchShape, TrainBatch
 
 
 def random_model(

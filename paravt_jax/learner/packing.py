@@ -99,32 +99,39 @@ ENTRIES = {
 
 
 @dataclass(frozen=True)
-class PackShape:
-    """The static sizes of a step's batches, equal for all so that they share one compiled program."""
+class BatchShape:
+    """A batch's static sizes. All batches of a step have the same, so that they share one compiled program."""
 
     num_rows: int
     row_tokens: int
     row_patches: int  # patches per row of frames; the largest frame fits
     num_parts: int = 1  # the mesh splits the rows into this many equal parts; each part has only its rows' frames
-    min_actions: int = 1  # every row has room for at least this many scored tokens
-    min_frame_rows: int = 0  # every part has at least this many rows of patches
+    row_actions: int = 1  # scored tokens per row; `pack` raises it to what its dialogues need
+    num_frame_rows: int = 0  # rows of frames, of all parts; `pack` raises this too
+
+    def of_hosts(self, num: int) -> "BatchShape":
+        """The batch of all hosts together, from the shape of each."""
+        return replace(
+            self,
+            num_rows=num * self.num_rows,
+            num_parts=num * self.num_parts,
+            num_frame_rows=num * self.num_frame_rows,
+        )
 
 
 def largest_shape(
     num_rows: int, row_tokens: int, row_patches: int, merge_unit: int, num_parts: int, max_frames: int
-) -> PackShape:
+) -> BatchShape:
     """The shape that fits any batch with at most `max_frames` frames, even if as many as fit are in the same part.
 
     Small frames share a row of patches.
     """
     frame_tokens = row_patches // merge_unit + FRAME_TEXT_TOKENS
-    frame_rows = min(max_frames, num_rows // num_parts * row_tokens // frame_tokens)
-    min_frame_rows = stepped(frame_rows, FRAME_ROW_STEP, 1)
-    return PackShape(num_rows, row_tokens, row_patches, num_parts, row_tokens, min_frame_rows)
+    frame_rows = stepped(min(max_frames, num_rows // num_parts * row_tokens // frame_tokens), FRAME_ROW_STEP, 1)
+    return BatchShape(num_rows, row_tokens, row_patches, num_parts, row_tokens, num_parts * frame_rows)
 
 
-@dataclass(frozen=True)
-class PackSizes:
+class PackSizes(NamedTuple):
     """The sizes that depend on the dialogues. All hosts use the maximum of each, so that their batches combine."""
 
     num_batches: int
@@ -139,7 +146,7 @@ def pack(
     dialogues: Sequence[Dialogue],
     frames: Mapping[str, Frame],
     config: ModelConfig,
-    shape: PackShape,
+    shape: BatchShape,
     *,
     first_number: int = 0,
     agree: Callable[[PackSizes], PackSizes] = lambda sizes: sizes,
@@ -259,7 +266,7 @@ def fill(
     dialogues: Sequence[Dialogue],
     frames: Mapping[str, Frame],
     config: ModelConfig,
-    shape: PackShape,
+    shape: BatchShape,
     sizes: PackSizes,
     first_number: int = 0,
 ) -> list[TrainBatch]:
@@ -267,8 +274,8 @@ def fill(
     keys = _frame_keys(dialogues)
     parts = _parts(rows, shape)
     parts += [[] for _ in range(sizes.num_batches * shape.num_parts - len(parts))]
-    num_actions = halved(shape.row_tokens, max(sizes.num_actions, shape.min_actions))
-    num_frame_rows = shape.min_frame_rows
+    num_actions = halved(shape.row_tokens, max(sizes.num_actions, shape.row_actions))
+    num_frame_rows = shape.num_frame_rows // shape.num_parts
     if sizes.num_frame_rows > num_frame_rows:
         num_frame_rows = stepped(sizes.num_frame_rows, FRAME_ROW_STEP, 1)
 
@@ -343,7 +350,7 @@ def _prompt_group(group: Sequence[int], dialogues: Sequence[Dialogue]) -> Prompt
 
 
 def _needed_sizes(
-    rows: Sequence[Row], dialogues: Sequence[Dialogue], frames: Mapping[str, Frame], shape: PackShape
+    rows: Sequence[Row], dialogues: Sequence[Dialogue], frames: Mapping[str, Frame], shape: BatchShape
 ) -> PackSizes:
     num_actions = [
         sum(int(_scored(sequence, dialogues[number]).sum()) for sequence in row for number in sequence) for row in rows
@@ -356,7 +363,7 @@ def _needed_sizes(
     return PackSizes(num_batches, max(num_actions, default=1), max(num_frame_rows, default=0))
 
 
-def _parts(rows: Sequence[Row], shape: PackShape) -> list[list[Row]]:
+def _parts(rows: Sequence[Row], shape: BatchShape) -> list[list[Row]]:
     """Splits every batch into parts. Long rows come first, so each part gets every `num_parts`th row."""
     batches = [rows[first : first + shape.num_rows] for first in range(0, len(rows), shape.num_rows)]
     return [list(batch[part :: shape.num_parts]) for batch in batches for part in range(shape.num_parts)]

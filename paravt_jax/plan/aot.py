@@ -22,11 +22,12 @@ from model_port.attention import allow_kernel
 from model_port.config import ModelConfig
 from model_port.loading import abstract_model, abstract_params, with_params
 from paravt_jax.learner.ahead import Compiled, UpdateCompiler, placed
-from paravt_jax.learner.batch_shape import BatchShape, abstract_batch
+from paravt_jax.learner.batch_shape import abstract_batch
 from paravt_jax.learner.learner import opt_shardings, trained_filter
 from paravt_jax.learner.losses import LossCoefs
 from paravt_jax.learner.objectives import OldLogProbs, PolicyObjective, imitation, variant_of
 from paravt_jax.learner.optim import numbers_at, optimizer
+from paravt_jax.learner.packing import BatchShape
 from paravt_jax.learner.programs import Params, TrainState
 from paravt_jax.plan.collectives import Collective, collectives_of
 from paravt_jax.plan.devices import DEVICES_OF_A_HOST

@@ -29,7 +29,7 @@ from model_port.sampler.sampler import chunk_tokens
 from model_port.sharding import check_divisible, param_spec, sampling_tensor
 from model_port.text import LONG_ROW_TOKENS, Visual
 from paravt_jax.config import MeshConfig
-from paravt_jax.learner.batch_shape import BatchShape
+from paravt_jax.learner.packing import BatchShape
 from paravt_jax.learner.settings import HEAD_CHUNK_TOKENS
 from paravt_jax.plan.workload import PlannedUpdate, row_pairs
 

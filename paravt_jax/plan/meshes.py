@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any
 
 from model_port.sharding import make_mesh
-from paravt_jax.learner.batch_shape import BatchShape
+from paravt_jax.learner.packing import BatchShape
 from paravt_jax.plan.aot import NoRoom, Program, compiled_update
 from paravt_jax.plan.collectives import bytes_by_kind
 from paravt_jax.plan.devices import GIB, DeviceSpec, Rates

@@ -15,8 +15,7 @@ from model_port.layout import hf_files_of
 from model_port.text import LONG_ROW_TOKENS
 from model_port.tiny import tiny_config
 from paravt_jax.config import TINY, MeshConfig
-from paravt_jax.learner.batch_shape import BatchShape
-from paravt_jax.learner.packing import TOKEN_STEP
+from paravt_jax.learner.packing import TOKEN_STEP, BatchShape
 from paravt_jax.plan.devices import DEVICES, GIB, LINK_FRAC, MEMORY_FRAC, PEAK_FRAC, DeviceSpec
 from paravt_jax.plan.hosts import HostPart, host_part
 from paravt_jax.plan.memory import Memory, param_shapes

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from model_port.attention import form_of
 from model_port.config import ModelConfig
-from paravt_jax.learner.batch_shape import BatchShape
+from paravt_jax.learner.packing import BatchShape
 from paravt_jax.learner.settings import HEAD_CHUNK_TOKENS
 from paravt_jax.plan.collectives import Collective, among
 from paravt_jax.plan.devices import DEVICES_OF_A_HOST, Rates

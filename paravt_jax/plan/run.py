@@ -19,8 +19,7 @@ from paravt_jax.config import (
     TrainConfig,
     VideoConfig,
 )
-from paravt_jax.learner.batch_shape import BatchShape, batch_of
-from paravt_jax.learner.packing import FRAME_ROW_STEP, halved, largest_shape, stepped
+from paravt_jax.learner.packing import FRAME_ROW_STEP, BatchShape, halved, largest_shape, stepped
 from paravt_jax.plan.devices import DeviceSpec
 from paravt_jax.plan.workload import (
     PROMPT_TEXT_TOKENS,
@@ -130,7 +129,7 @@ class PlannedRl(PlannedRun):
     def largest_batch(self) -> BatchShape:
         rows, tokens, unit = self.pack.num_rows, self.pack.row_tokens, self.model.vision.merge_unit
         patches = self.row_frames * self.row_patches
-        return batch_of(largest_shape(rows, tokens, patches, unit, self.num_parts, self.step_frames))
+        return largest_shape(rows, tokens, patches, unit, self.num_parts, self.step_frames)
 
     def typical_step(self) -> Step:
         work = self.work

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from model_port.terminal import aligned
 from paravt_jax.config import Config, MeshConfig, SftConfig, computed_on
-from paravt_jax.learner.batch_shape import BatchShape
+from paravt_jax.learner.packing import BatchShape
 from paravt_jax.plan.calibrate import Calibration, calibrated
 from paravt_jax.plan.devices import DEVICES, SLICES, DeviceSpec
 from paravt_jax.plan.hosts import HostPart

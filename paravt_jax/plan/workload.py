@@ -15,8 +15,7 @@ from model_port.experts import block_shape
 from model_port.layers import LIGHTER, Compute, Remat
 from model_port.processing import max_patches
 from paravt_jax.config import MeshConfig, PackConfig, PolicyConfig, TrainConfig, VideoConfig
-from paravt_jax.learner.batch_shape import BatchShape
-from paravt_jax.learner.packing import PromptGroup, best_row_tokens, num_batches, row_lengths
+from paravt_jax.learner.packing import BatchShape, PromptGroup, best_row_tokens, num_batches, row_lengths
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from rollout.episode_config import EpisodeConfig
 

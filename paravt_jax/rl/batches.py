@@ -4,7 +4,7 @@ Each host packs the groups that it sampled. Batch shapes and denominators are gl
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -14,14 +14,13 @@ from model_port.processing import VisionContract
 from model_port.sharding import num_row_parts
 from paravt_jax.config import PackConfig, TrainConfig
 from paravt_jax.learner.advantages import Moments, relative_penalties, with_kl_penalty
-from paravt_jax.learner.batch_shape import abstract_batch, batch_of
+from paravt_jax.learner.batch_shape import abstract_batch
 from paravt_jax.learner.credit import dialogues_of
 from paravt_jax.learner.learner import Learner, StepPart
 from paravt_jax.learner.packing import (
+    BatchShape,
     Dialogue,
-    PackShape,
     PackSizes,
-    TrainBatch,
     best_row_tokens,
     largest_shape,
     num_batches,
@@ -52,33 +51,15 @@ def assign_parts(num_groups: int, num_parts: int, seed: int, version: int) -> np
 
 
 @dataclass(frozen=True, eq=False)
-class _Packed:
+class PackedPart(StepPart):
     """A part of the step with this host's dialogues, which are numbered from `first`."""
 
-    part: StepPart
-    dialogues: Sequence[Dialogue]
-    first: int
+    dialogues: Sequence[Dialogue] = ()
+    first: int = 0
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens with each prompt counted once."""
-        return sum(group.num_tokens for group in prompt_groups(self.dialogues))
-
-    def with_old_log_probs(self, learner: Learner) -> "_Packed":
-        return replace(self, part=replace(self.part, old=list(map(learner.old_log_probs, self.part.batches))))
-
-    def with_advantages(self, advantages: Iterable[np.ndarray]) -> "_Packed":
-        pairs = zip(self.part.batches, advantages, strict=True)
-        batches = [replace(batch, advantage=advantage) for batch, advantage in pairs]
-        return replace(self, part=replace(self.part, batches=batches))
-
-    def with_kl_in_returns(self, learner: Learner) -> "_Packed":
-        """Subtracts from each token's advantage the KL summed from this token to the end of its dialogue."""
-        assert self.part.old is not None
-        pairs = zip(self.part.batches, self.part.old, strict=True)
-        return self.with_advantages(
-            with_kl_penalty(batch.advantage, batch.loss_mask, learner.kl_to_go(batch, old)) for batch, old in pairs
-        )
+    def with_advantages(self, advantages: Iterable[np.ndarray]) -> "PackedPart":
+        pairs = zip(self.batches, advantages, strict=True)
+        return replace(self, batches=[replace(batch, advantage=advantage) for batch, advantage in pairs])
 
 
 class PolicyUpdate:
@@ -121,10 +102,9 @@ class PolicyUpdate:
             return self._run(groups)
 
     def _run(self, groups: Sequence[Group]) -> dict[str, float]:
-        packed_parts = self._parts(groups)
-        parts = [packed.part for packed in packed_parts]
+        parts = self.parts(groups)
         batches = [batch for part in parts for batch in part.batches]
-        distinct = sum(packed.num_tokens for packed in packed_parts)
+        distinct = sum(group.num_tokens for part in parts for group in prompt_groups(part.dialogues))
         slots = sum(batch.text.tokens.size for batch in batches)
         of_hosts = np.array(self._gather("used", (num_packed(batches), distinct, slots)))
         num_tokens, num_distinct, num_slots = map(float, of_hosts.sum(axis=0))
@@ -144,34 +124,31 @@ class PolicyUpdate:
         with self.own_time.waiting():
             return self._learner.update(parts, self._max_dialogues) | packed
 
-    def parts(self, groups: Sequence[Group]) -> list[StepPart]:
-        return [packed.part for packed in self._parts(groups)]
-
-    def _parts(self, groups: Sequence[Group]) -> list[_Packed]:
-        learner, loss = self._learner, self._learner.loss
+    def parts(self, groups: Sequence[Group]) -> list[PackedPart]:
+        loss = self._learner.loss
         groups = [group for group in groups if group.has_signal]
         parts = self._packed(groups)
         if self._scores_before:
             with self.own_time.waiting():
-                parts = [packed.with_old_log_probs(learner) for packed in parts]
+                parts = [replace(part, old=list(map(self._learner.old_log_probs, part.batches))) for part in parts]
         if loss.penalizes_reward:
-            parts = [self._penalized(packed, groups) for packed in parts]
+            parts = [self._with_kl_in_reward(part, groups) for part in parts]
         if loss.penalizes_returns:
             with self.own_time.waiting():  # all hosts compute the log-probs together
-                parts = [packed.with_kl_in_returns(learner) for packed in parts]
+                parts = list(map(self._with_kl_in_returns, parts))
         return self._normalised(parts) if self._over_tokens else parts
 
-    def _normalised(self, parts: Sequence[_Packed]) -> list[_Packed]:
+    def _normalised(self, parts: Sequence[PackedPart]) -> list[PackedPart]:
         """Normalizes advantages to mean 0 and std 1 over the loss tokens of all parts and hosts."""
-        batches = [batch for packed in parts for batch in packed.part.batches]
+        batches = [batch for part in parts for batch in part.batches]
         values = np.concatenate([np.zeros(0), *(batch.advantage[batch.loss_mask] for batch in batches)])
         step = Moments.of_all([Moments(*of_host) for of_host in self._gather("moments", Moments.of(values))])
         return [
-            packed.with_advantages(step.normalised(batch.advantage, batch.loss_mask) for batch in packed.part.batches)
-            for packed in parts
+            part.with_advantages(step.normalised(batch.advantage, batch.loss_mask) for batch in part.batches)
+            for part in parts
         ]
 
-    def _packed(self, groups: Sequence[Group]) -> list[_Packed]:
+    def _packed(self, groups: Sequence[Group]) -> list[PackedPart]:
         train, rollout = self._train, self._rollout
         max_tokens = train.prompts_per_step * train.group_size * rollout.max_new_tokens * (rollout.tool_turns + 1)
         dialogues, frames, model = self._dialogues(groups), self._frames(groups), self._learner.model.config
@@ -189,7 +166,7 @@ class PolicyUpdate:
             counts = StepCounts(all_tokens, all_episodes, max_tokens / train.updates_per_step)
             first = int(of_hosts[: self._hosts.index, 0].sum())
             batches = pack(own, frames, model, shape, first_number=first, agree=self._agree)
-            parts.append(_Packed(StepPart(batches, counts), own, first))
+            parts.append(PackedPart(batches, counts, dialogues=own, first=first))
         return parts
 
     def _gather(self, stream: str, value: Value) -> list[Value]:
@@ -197,7 +174,7 @@ class PolicyUpdate:
             return self._hosts.gather(stream, value)
 
     def _agree(self, sizes: PackSizes) -> PackSizes:
-        of_hosts = self._gather("sizes", astuple(sizes))
+        of_hosts = self._gather("sizes", sizes)
         return PackSizes(*(max(each) for each in zip(*of_hosts, strict=True)))
 
     @property
@@ -230,26 +207,32 @@ class PolicyUpdate:
                 )
         return dialogues
 
-    def _penalized(self, packed: _Packed, groups: Sequence[Group]) -> _Packed:
+    def _with_kl_in_returns(self, part: PackedPart) -> PackedPart:
+        """Subtracts from each token's advantage the KL summed from this token to the end of its dialogue."""
+        assert part.old is not None
+        to_go = map(self._learner.kl_to_go, part.batches, part.old)
+        return part.with_advantages(
+            with_kl_penalty(batch.advantage, batch.loss_mask, kl) for batch, kl in zip(part.batches, to_go, strict=True)
+        )
+
+    def _with_kl_in_reward(self, part: PackedPart, groups: Sequence[Group]) -> PackedPart:
         """Subtracts each episode's KL penalty, relative to its group, from the advantages of the episode's tokens."""
-        if not packed.dialogues:
-            return packed
-        part, last = packed.part, packed.first + len(packed.dialogues)
+        if not part.dialogues:
+            return part
+        last = part.first + len(part.dialogues)
         with self.own_time.waiting():
-            penalties = self._learner.kl_penalties(part, last)[packed.first :]
-        of_dialogues = np.array([dialogue.episode for dialogue in packed.dialogues])
+            penalties = self._learner.kl_penalties(part, last)[part.first :]
+        of_dialogues = np.array([dialogue.episode for dialogue in part.dialogues])
         episodes, places = np.unique(of_dialogues, return_inverse=True)
         units = np.array([group.advantages.unit for group in groups])
         relative = relative_penalties(np.bincount(places, penalties), episodes // self._train.group_size, units)
         of_dialogue = np.zeros(last, np.float32)
-        of_dialogue[packed.first :] = relative[places]
+        of_dialogue[part.first :] = relative[places]
+        return part.with_advantages(
+            with_kl_penalty(batch.advantage, batch.loss_mask, of_dialogue[batch.dialogue]) for batch in part.batches
+        )
 
-        def penalized(batch: TrainBatch) -> np.ndarray:
-            return with_kl_penalty(batch.advantage, batch.loss_mask, of_dialogue[batch.dialogue])
-
-        return packed.with_advantages(map(penalized, part.batches))
-
-    def _shape(self, dialogues_of_parts: Sequence[Sequence[Dialogue]]) -> PackShape:
+    def _shape(self, dialogues_of_parts: Sequence[Sequence[Dialogue]]) -> BatchShape:
         """Chooses the shape of this host's rows, which is the same for all parts of the step."""
         if self._pack_settings.one_shape:
             return self._largest_shape
@@ -258,14 +241,14 @@ class PolicyUpdate:
         own = [[num_batches(groups, length, self._num_rows) for length in lengths] for groups in groups_of_parts]
         of_hosts = np.array(self._gather("batches", own))  # by host, part and length
         row_tokens = best_row_tokens(lengths, of_hosts.max(axis=0).sum(axis=0).tolist())
-        return PackShape(self._num_rows, row_tokens, self._row_patches, self._num_parts)
+        return BatchShape(self._num_rows, row_tokens, self._row_patches, self._num_parts)
 
     def compile_ahead(self) -> Callable[[], None]:
         """Returns a function, for another thread, that compiles all update programs if their shapes are fixed."""
         if not self._pack_settings.one_shape:
             return lambda: None
         learner = self._learner
-        batch = abstract_batch(batch_of(self._largest_shape, self._hosts.num), learner.model.config, learner.mesh)
+        batch = abstract_batch(self._largest_shape.of_hosts(self._hosts.num), learner.model.config, learner.mesh)
         compiler = learner.update_compiler(self._max_dialogues, scores_before=self._scores_before)
         return lambda: compiler.compile(batch)
 

@@ -181,8 +181,9 @@ def update(check: Check) -> Iterator[Row]:
 
     from model_port.attention import allow_kernel
     from model_port.layers import Compute
-    from paravt_jax.learner.batch_shape import BatchShape, make_batch, random_model
+    from paravt_jax.learner.batch_shape import make_batch, random_model
     from paravt_jax.learner.learner import Learner, StepPart
+    from paravt_jax.learner.packing import BatchShape
     from paravt_jax.learner.settings import LossConfig, OptimConfig
     from paravt_jax.learner.variants import StepCounts
     from paravt_jax.plan.devices import peak_flops
@@ -197,7 +198,7 @@ def update(check: Check) -> Iterator[Row]:
     unrated = {"note": f"no MFU: the peak FLOP/s of {kind} are unknown"} if peak is None else {}
     for num_tokens in check.sizes.update_tokens:
         num_scored = num_tokens // 8
-        shape = BatchShape(1, num_tokens, num_scored, check.sizes.frames, FRAME_PATCHES)
+        shape = BatchShape(1, num_tokens, FRAME_PATCHES, 1, num_scored, check.sizes.frames)
         part = StepPart([make_batch(shape, model)], StepCounts(1.0, 1.0, 1.0))
         try:
             update_s = timed(lambda part=part: learner.update([part], 1))

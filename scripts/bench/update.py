@@ -104,7 +104,7 @@ def our_update(way: str, folder: Path, dtype: ComputeDtype, group: EpisodeGroup)
     import model_port
     from model_port.attention import allow_kernel
     from paravt_jax.learner.learner import Learner, StepPart
-    from paravt_jax.learner.packing import PackShape, pack
+    from paravt_jax.learner.packing import BatchShape, pack
     from paravt_jax.learner.settings import OptimConfig
     from paravt_jax.learner.variants import StepCounts
 
@@ -116,9 +116,9 @@ def our_update(way: str, folder: Path, dtype: ComputeDtype, group: EpisodeGroup)
     own_tokens = [len(dialogue.ids) - dialogue.num_shared for dialogue in dialogues]
     row_patches = max(len(frame.patches) for frame in group.frames)
     if way.startswith("branches"):
-        shape = PackShape(1, len(group.prompt) + sum(own_tokens), row_patches)
+        shape = BatchShape(1, len(group.prompt) + sum(own_tokens), row_patches)
     else:
-        shape = PackShape(len(dialogues), max(own_tokens), row_patches)
+        shape = BatchShape(len(dialogues), max(own_tokens), row_patches)
 
     def update() -> dict[str, float]:
         batches = pack(dialogues, frames, group.config, shape)

@@ -20,7 +20,7 @@ from paravt_jax.data.synthetic import make_synthetic
 from paravt_jax.learner.advantages import group_advantages, group_rewards
 from paravt_jax.learner.credit import dialogues_of
 from paravt_jax.learner.learner import Learner, StepPart
-from paravt_jax.learner.packing import PackShape, pack
+from paravt_jax.learner.packing import BatchShape, pack
 from paravt_jax.learner.settings import AdvantageConfig, LossConfig, OptimConfig
 from paravt_jax.learner.variants import StepCounts
 from paravt_jax.rewards import RewardConfig, reward_terms
@@ -81,7 +81,7 @@ def update(learner: Learner, chat: Chat, contract: VisionContract, prompts, grou
             dialogues += dialogues_of(episode, index, advantages.of(number), terms[number], chat, contract.unit_px)
     pictures = {picture.key: picture for episodes in groups for e in episodes for picture in e.ledger.pictures}
     frames = {key: frame_of(picture, contract) for key, picture in pictures.items()}
-    batches = pack(dialogues, frames, learner.model.config, PackShape(num_rows=2, row_tokens=1024, row_patches=64))
+    batches = pack(dialogues, frames, learner.model.config, BatchShape(num_rows=2, row_tokens=1024, row_patches=64))
     num_tokens = float(sum(dialogue.loss_mask.sum() for dialogue in dialogues))
     counts = StepCounts(num_tokens, float(len(dialogues)), float(len(dialogues) * EPISODE.max_new_tokens))
     metrics = learner.update([StepPart(batches, counts)], num_dialogues=len(dialogues))

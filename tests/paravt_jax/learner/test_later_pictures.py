@@ -19,7 +19,7 @@ from model_port.tiny import make_tiny
 from paravt_jax.learner.advantages import EpisodeAdvantage
 from paravt_jax.learner.credit import dialogues_of
 from paravt_jax.learner.learner import Learner
-from paravt_jax.learner.packing import PackShape, pack
+from paravt_jax.learner.packing import BatchShape, pack
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.rewards.terms import reward_terms
 from paravt_jax.sampling.frames import frame_of
@@ -37,7 +37,7 @@ TURNS = (  # of three members of a group: two look at the same second, one at tw
     [f"I look closely.</think>{call(5, 7)}{call(40, 41)}<|im_end|>", ANSWER],
     [f"Hm.</think>{call(20, 21)}<|im_end|>", f"Again.</think>{call(30, 31)}<|im_end|>", ANSWER],
 )
-SHAPE = PackShape(num_rows=1, row_tokens=1024, row_patches=8)
+SHAPE = BatchShape(num_rows=1, row_tokens=1024, row_patches=8)
 
 
 class Case:

@@ -16,7 +16,7 @@ from model_port.sharding import flat_params, make_mesh, num_row_parts
 from model_port.tiny import make_tiny, tiny_config
 from paravt_jax.learner.batch_shape import shapes_of_batch
 from paravt_jax.learner.learner import Learner, StepPart
-from paravt_jax.learner.packing import Dialogue, PackShape, pack
+from paravt_jax.learner.packing import BatchShape, Dialogue, pack
 from paravt_jax.learner.programs import apply_gradients, encode_vision, gradients, score
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.learner.variants import StepCounts
@@ -27,7 +27,7 @@ LOSS = LossConfig(kl_coef=0.0)
 LOSS_KL = LossConfig(kl_coef=0.1)
 PROGRAMS = (encode_vision, score, gradients, apply_gradients)
 LORA = LoraConfig(rank=3)
-ONE_ROW = PackShape(num_rows=1, row_tokens=96, row_patches=16)
+ONE_ROW = BatchShape(num_rows=1, row_tokens=96, row_patches=16)
 NUM_TOKENS = 36.0
 COUNTS = StepCounts(NUM_TOKENS, 3.0, 96.0)
 
@@ -163,9 +163,9 @@ def subagents_of(dialogues, config) -> list[Dialogue]:
 def test_packing_does_not_change_an_update(subagents, loss, tiny_hf, dialogues, unshared, frames, config):
     """Whole groups in one row, a group cut over two rows, and a row per dialogue."""
     own = subagents_of(dialogues, config) if subagents else []
-    shapes = (PackShape(1, 96, 16), PackShape(1, 48, 16), PackShape(2, 48, 16))
+    shapes = (BatchShape(1, 96, 16), BatchShape(1, 48, 16), BatchShape(2, 48, 16))
     packed = [pack([*dialogues, *own], frames, config, shape) for shape in shapes]
-    packed.append(pack([*unshared, *own], frames, config, PackShape(1, 40, 16)))
+    packed.append(pack([*unshared, *own], frames, config, BatchShape(1, 40, 16)))
     assert [len(batches) for batches in packed] == ([1, 3, 2, 4] if subagents else [1, 2, 1, 3])
     learners = [make_learner(tiny_hf, loss=loss) for _ in packed]
     for learner in learners:  # away from the reference, so that its KL has a gradient
@@ -337,7 +337,7 @@ def test_masters_in_half_precision_are_rejected(tiny_hf):
 
 @pytest.mark.slow
 def test_eight_devices_make_the_same_update_as_one(tiny_hf, unshared, frames, config):
-    batches = pack(unshared, frames, config, PackShape(num_rows=8, row_tokens=40, row_patches=16))
+    batches = pack(unshared, frames, config, BatchShape(num_rows=8, row_tokens=40, row_patches=16))
     single = make_learner(tiny_hf)
     update(single, batches)
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
@@ -374,7 +374,7 @@ def test_only_adapters_change_and_the_reference_is_the_model_without_them(tiny_h
 
 @pytest.mark.nightly
 def test_adapters_have_the_same_update_on_a_mesh_as_on_one_device(tiny_hf, unshared, frames, config):
-    batches = pack(unshared, frames, config, PackShape(num_rows=4, row_tokens=40, row_patches=16))
+    batches = pack(unshared, frames, config, BatchShape(num_rows=4, row_tokens=40, row_patches=16))
     random, shapes = np.random.default_rng(4), adapter_shapes(config, LORA.rank)
     weights = {path: (0.05 * random.standard_normal(shape)).astype(np.float32) for path, shape in shapes.items()}
     single, mesh = learner_with_adapters(tiny_hf, params=weights), make_mesh(data=1, fsdp=2, tensor=2)

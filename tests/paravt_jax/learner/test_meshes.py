@@ -12,8 +12,9 @@ from model_port.qwen3_vl.config import Qwen3VisionConfig
 from model_port.sharding import make_mesh, on_mesh
 from paravt_jax.bench.mesh_case import config_of, make_learner
 from paravt_jax.learner import programs
-from paravt_jax.learner.batch_shape import BatchShape, make_batch
+from paravt_jax.learner.batch_shape import make_batch
 from paravt_jax.learner.objectives import imitation
+from paravt_jax.learner.packing import BatchShape
 from paravt_jax.plan.run import PlannedRl
 
 # Sizes that identify an array in a program.
@@ -49,7 +50,7 @@ def programs_on(shape: tuple[int, int, int]) -> dict[str, str]:
     """The compiled programs of an update whose head has four chunks."""
     config = config_of(shape, rows=1, row_tokens=ROW_TOKENS)
     parts = config.mesh.num_row_parts
-    batch = make_batch(BatchShape(parts, ROW_TOKENS, 96, 3 * parts, 4 * TABLE_ROWS // 3, parts), CONFIG)
+    batch = make_batch(BatchShape(parts, ROW_TOKENS, 4 * TABLE_ROWS // 3, parts, 96, 3 * parts), CONFIG)
     learner = make_learner(PlannedRl.of(config, CONFIG).update, CONFIG, make_mesh(*shape))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("paravt_jax.learner.programs.HEAD_CHUNK_TOKENS", 24)
@@ -99,7 +100,7 @@ def test_gradients_are_sharded_like_their_parameters():
 @pytest.mark.slow
 def test_batches_of_a_step_share_programs_and_add_up_in_place():
     learner = make_learner(PlannedRl.of(config_of((1, 1, 1), rows=1, row_tokens=64), CONFIG).update, CONFIG, None)
-    batch = make_batch(BatchShape(1, 64, 16, 2, 16, 1), CONFIG)
+    batch = make_batch(BatchShape(1, 64, 16, 1, 16, 2), CONFIG)
     sizes = [program._cache_size() for program in (programs.gradients, programs.add)]
     learner.imitate([batch, batch, batch], 48.0)
     assert [program._cache_size() for program in (programs.gradients, programs.add)] == [size + 1 for size in sizes]

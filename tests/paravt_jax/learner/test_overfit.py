@@ -15,7 +15,7 @@ from paravt_jax.data.sample_order import Cursor, SampleOrder
 from paravt_jax.learner.advantages import EpisodeAdvantage
 from paravt_jax.learner.credit import dialogues_of
 from paravt_jax.learner.learner import Learner, StepPart
-from paravt_jax.learner.packing import PackShape, pack
+from paravt_jax.learner.packing import BatchShape, pack
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.learner.variants import StepCounts
 from paravt_jax.rewards.terms import reward_terms
@@ -96,7 +96,7 @@ def cold_start(tiny_hf):
             d for n, e in enumerate(played) for d in dialogues_of(e, n, EpisodeAdvantage(1.0), terms, chat, 32)
         ]
         frames_of_step = {p.key: frame_of(p, contract) for episode in played for p in episode.ledger.pictures}
-        batches += pack(dialogues, frames_of_step, model.config, PackShape(1, 256, 16))
+        batches += pack(dialogues, frames_of_step, model.config, BatchShape(1, 256, 16))
     num_tokens = float(sum(int(batch.loss_mask.sum()) for batch in batches))
     for _ in range(SFT_STEPS):
         learner.update([StepPart(batches, StepCounts(num_tokens, 8.0, num_tokens))], 8)

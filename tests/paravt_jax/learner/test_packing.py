@@ -19,8 +19,8 @@ from paravt_jax.learner.advantages import with_kl_penalty
 from paravt_jax.learner.head import token_scores
 from paravt_jax.learner.learner import on_devices
 from paravt_jax.learner.packing import (
+    BatchShape,
     Dialogue,
-    PackShape,
     PackSizes,
     PromptGroup,
     TrainBatch,
@@ -38,7 +38,7 @@ from paravt_jax.learner.packing import (
 )
 from paravt_jax.learner.programs import action_scores
 
-SHAPE = PackShape(num_rows=2, row_tokens=160, row_patches=48)
+SHAPE = BatchShape(num_rows=2, row_tokens=160, row_patches=48)
 SMALL = replace(SHAPE, num_rows=1, row_tokens=80)
 TEMPERATURE = 0.7
 
@@ -111,9 +111,9 @@ def objective_and_gradient(model, batches, mesh=None):
     return total, np.concatenate([np.asarray(leaf).ravel() for leaf in jax.tree.leaves(grads)])
 
 
-def packed(dialogues, frames, config: ModelConfig, shape: PackShape) -> list[TrainBatch]:
+def packed(dialogues, frames, config: ModelConfig, shape: BatchShape) -> list[TrainBatch]:
     """With fixed sizes, so that a shape compiles one program."""
-    return pack(dialogues, frames, config, shape, agree=lambda sizes: replace(sizes, num_actions=64, num_frame_rows=1))
+    return pack(dialogues, frames, config, shape, agree=lambda sizes: sizes._replace(num_actions=64, num_frame_rows=1))
 
 
 def test_the_experts_of_a_mixture_are_where_their_tokens_are(model, frames):
@@ -178,7 +178,7 @@ def test_a_shared_prompt_is_exact_in_double_precision(model, group, frames, floa
 def test_any_order_split_and_padding_give_the_same_gradient(num_rows, row_tokens, model, group, frames):
     more = [dialogue(model, 7, frames=("c",), prompt_seed=1), dialogue(model, 9, frames=(), own=29, prompt_seed=2)]
     expected = objective_and_gradient(model, packed([*group, *more], frames, model.config, SHAPE))
-    shape = PackShape(num_rows, row_tokens, 48)
+    shape = BatchShape(num_rows, row_tokens, 48)
     repacked = packed([*more, *reversed(group)], frames, model.config, shape)
     assert_same(expected, objective_and_gradient(model, repacked), 1e-5)
 
@@ -202,7 +202,7 @@ def in_parts(model, frames, num_parts):
     """A row with a group of two, and three rows with a dialogue each. Rows share frames."""
     group = [dialogue(model, n, own=13 + 2 * n) for n in range(2)]
     more = [dialogue(model, n, frames=tuple("bca"[: n - 4]), own=20 + n, prompt_seed=n) for n in range(5, 8)]
-    return pack([*group, *more], frames, model.config, PackShape(4, 80, 24, num_parts=num_parts))
+    return pack([*group, *more], frames, model.config, BatchShape(4, 80, 24, num_parts=num_parts))
 
 
 @pytest.mark.slow
@@ -246,10 +246,10 @@ def test_a_host_with_fewer_dialogues_adds_empty_batches_of_the_agreed_sizes(mode
         return PackSizes(sizes.num_batches + 2, 2 * sizes.num_actions, sizes.num_frame_rows + 3)
 
     dialogues = [dialogue(model, 0, own=20)]
-    (own, *empty) = pack(dialogues, frames, model.config, PackShape(2, 80, 24), first_number=5, agree=agree)
+    (own, *empty) = pack(dialogues, frames, model.config, BatchShape(2, 80, 24), first_number=5, agree=agree)
     assert len(empty) == 2 and set(own.dialogue[own.loss_mask]) == {5}
     assert not any(batch.loss_mask.any() or batch.text.segment_ids.any() for batch in empty)
-    nothing = pack([], frames, model.config, PackShape(2, 80, 24), agree=lambda _: PackSizes(3, 40, 7))
+    nothing = pack([], frames, model.config, BatchShape(2, 80, 24), agree=lambda _: PackSizes(3, 40, 7))
     assert len(nothing) == 3 and nothing[0].target.shape[1] >= 40 and len(nothing[0].vision.patches) >= 7
     shapes = [[leaf.shape for leaf in jax.tree.leaves(batch)] for batch in (own, *empty)]
     assert shapes[0] == shapes[1] == shapes[2]

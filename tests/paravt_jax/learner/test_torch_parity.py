@@ -13,7 +13,7 @@ import model_port
 from model_port.inputs import Frame
 from model_port.tiny import make_tiny, tiny_config
 from paravt_jax.learner.learner import LANGUAGE, Learner, StepPart
-from paravt_jax.learner.packing import Dialogue, PackShape, pack
+from paravt_jax.learner.packing import BatchShape, Dialogue, pack
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.learner.variants import StepCounts
 from scripts.bench.torch_update import TorchLearner, load_reference
@@ -24,7 +24,7 @@ OPTIM = OptimConfig(max_grad_norm=1e9)  # no gradient is clipped
 LOSS = LossConfig(kl_coef=0.01)
 TEMPERATURE = 0.7
 GRIDS = {"a": (4, 6), "b": (2, 4), "c": (6, 2), "d": (4, 4)}
-SHAPE = PackShape(num_rows=1, row_tokens=128, row_patches=24)
+SHAPE = BatchShape(num_rows=1, row_tokens=128, row_patches=24)
 TYPICAL_LOGP = -7.6  # of a vocabulary of this size
 
 

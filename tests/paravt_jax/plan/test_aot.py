@@ -9,7 +9,8 @@ from model_port.sharding import make_mesh
 from model_port.tiny import tiny_config
 from paravt_jax.bench.mesh_case import config_of, make_learner
 from paravt_jax.config import DataConfig, SftConfig, TrainConfig
-from paravt_jax.learner.batch_shape import BatchShape, abstract_batch, make_batch
+from paravt_jax.learner.batch_shape import abstract_batch, make_batch
+from paravt_jax.learner.packing import BatchShape
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.plan import aot
 from paravt_jax.plan.aot import NoRoom, compiled_update

@@ -26,7 +26,15 @@ from paravt_jax.config import Config, EngineConfig, MeshConfig, PackConfig, Poli
 from paravt_jax.learner import programs
 from paravt_jax.learner.batch_shape import make_batch
 from paravt_jax.learner.learner import Learner, StepPart
-from paravt_jax.learner.packing import Dialogue, PackShape, PromptGroup, best_row_tokens, num_batches, pack, row_lengths
+from paravt_jax.learner.packing import (
+    BatchShape,
+    Dialogue,
+    PromptGroup,
+    best_row_tokens,
+    num_batches,
+    pack,
+    row_lengths,
+)
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.learner.variants import StepCounts
 from paravt_jax.plan.devices import DEVICES, DeviceSpec
@@ -190,7 +198,7 @@ def test_the_largest_batch_has_room_for_all_frames_of_a_step_in_one_part():
     planned, dialogues = run.largest_batch(), [dialogue_with_frames(group, 8) for group in range(2)]
     frame = Frame(np.zeros((4, MID.vision.patch_values), np.float32), (2, 2))
     frames = {key: frame for each in dialogues for key in each.frames}
-    (packed,) = pack(dialogues, frames, MID, PackShape(2, 8192, planned.row_patches, num_parts=2))
+    (packed,) = pack(dialogues, frames, MID, BatchShape(2, 8192, planned.row_patches, num_parts=2))
     assert packed.vision.patches.shape[:2] == (planned.num_frame_rows, planned.row_patches) == (2 * 16, 4)
     assert not packed.loss_mask[1].any()
 

@@ -8,7 +8,7 @@ from model_port.config import LoraConfig, preset
 from model_port.tiny import tiny_config
 from paravt_jax.bench.mesh_case import config_of
 from paravt_jax.config import DataConfig, PackConfig, PolicyConfig, SftConfig, TrainConfig
-from paravt_jax.learner.batch_shape import BatchShape
+from paravt_jax.learner.packing import BatchShape
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.plan.collectives import Collective, among
 from paravt_jax.plan.devices import DEVICES, Rates
@@ -71,7 +71,7 @@ def test_an_h200s_update_is_inside_the_planned_interval_of_the_roofline(layers, 
     """docs/benchmarks: the 8B's width, one row with an eighth of its tokens scored and 64 frames."""
     dims = replace(EIGHT_B, text=replace(EIGHT_B.text, num_layers=layers))
     update = planned((1, 1, 1), row_tokens=row_tokens, dims=dims).update
-    shape = BatchShape(1, row_tokens, row_tokens // 8, 64, 196)
+    shape = BatchShape(1, row_tokens, 196, 1, row_tokens // 8, 64)
     roofline = step_seconds(
         batch_works(update, dims, shape, "gpu"), full_step(shape), DEVICES["h200"].rates("bfloat16")
     )

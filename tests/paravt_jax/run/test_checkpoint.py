@@ -28,7 +28,7 @@ from model_port.sharding import flat_params, make_mesh
 from model_port.tiny import make_tiny, tiny_config
 from paravt_jax.config import CheckpointConfig
 from paravt_jax.learner.learner import Learner, StepPart
-from paravt_jax.learner.packing import Dialogue, PackShape, pack
+from paravt_jax.learner.packing import BatchShape, Dialogue, pack
 from paravt_jax.learner.variants import StepCounts
 from paravt_jax.run.checkpoint import Checkpoints, main
 from paravt_jax.run.checkpoint_layout import record_sum
@@ -78,7 +78,7 @@ def make_batches(tiny_hf, num_rows=8):
         logp = np.full(32, -6.0, np.float32)
         dialogues.append(Dialogue(ids, (), 0, 0, mask, logp, advantage, np.zeros(32, np.int32), number))
     return pack(
-        dialogues, {}, model_port.load(tiny_hf).config, PackShape(num_rows=num_rows, row_tokens=32, row_patches=16)
+        dialogues, {}, model_port.load(tiny_hf).config, BatchShape(num_rows=num_rows, row_tokens=32, row_patches=16)
     )
 
 
