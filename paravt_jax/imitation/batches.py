@@ -87,29 +87,19 @@ class TraceBatches:
         self._next, self._sizes = first.next_visit, first
         self._num_skipped = 0  # consecutive skipped traces
         self._reported: set[str] = set()  # problems of skipped traces
-        self._ready: asyncio.Queue[TraceBatch] = asyncio.Queue(STEPS_AHEAD)
-        self._first: asyncio.Future[TraceBatch] | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._steps: deque[asyncio.Task[TraceBatch]] = deque()  # the next ones, prepared in order
+        self._preparing = asyncio.Lock()
 
-    async def first_batch(self) -> TraceBatch:
-        """Waits for the batch that the first call of `next_batch`, later or concurrent, returns."""
-        self._first = asyncio.get_running_loop().create_future()
-        return await self._once_ready(self._first)
+    async def peek_batch(self) -> TraceBatch:
+        """Waits for the batch that the next call of `next_batch` returns."""
+        self._prepare_ahead()
+        return await asyncio.shield(self._steps[0])
 
     async def next_batch(self) -> TraceBatch:
-        return await self._once_ready(asyncio.create_task(self._ready.get()))
-
-    async def _once_ready(self, batch: asyncio.Future[TraceBatch]) -> TraceBatch:
-        """Prepares batches until `batch` is ready."""
-        if self._task is None:
-            self._task = asyncio.create_task(self._prepare_all())
-        try:
-            await asyncio.wait({batch, self._task}, return_when=asyncio.FIRST_COMPLETED)
-            if not batch.done():
-                self._task.result()  # raises the error that ended it
-            return await batch
-        finally:
-            batch.cancel()
+        batch = await self.peek_batch()
+        self._steps.popleft()
+        self._prepare_ahead()
+        return batch
 
     async def batches_of(self, traces: Sequence[Trace], problems: list[str]) -> AsyncIterator[list[TrainBatch]]:
         """Yields batches of these traces, a few at a time; adds problems of left-out traces to `problems`."""
@@ -121,20 +111,20 @@ class TraceBatches:
                 yield await asyncio.to_thread(self._batches, usable, Position())
 
     async def close(self) -> None:
-        tasks = [*self._rendered, *([self._task] if self._task is not None else [])]
+        tasks = [*self._rendered, *self._steps]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _prepare_all(self) -> None:
-        while True:
-            batch = await self._prepare()
-            if self._first is not None and not self._first.done():
-                self._first.set_result(batch)
-            self._first = None
-            await self._ready.put(batch)
+    def _prepare_ahead(self) -> None:
+        while len(self._steps) <= STEPS_AHEAD:
+            self._steps.append(asyncio.create_task(self._prepare()))
 
     async def _prepare(self) -> TraceBatch:
+        async with self._preparing:
+            return await self._next_step()
+
+    async def _next_step(self) -> TraceBatch:
         """Takes samples in order while they fit into the step's rows; the next sample starts the next step."""
         traces: list[RenderedTrace] = []
         placed: list[PromptGroup] = []

@@ -231,7 +231,7 @@ async def open_sft_run(
 async def _compile_update(learner: Learner, batches: TraceBatches) -> None:
     """Compiles the update for the first batch's sizes. Larger batches compile their own programs later."""
     compiler = learner.imitation_compiler()  # made before an update donates the state
-    first = await batches.first_batch()
+    first = await batches.peek_batch()
     await in_thread(lambda: compiler.compile(shapes_of_batch(first.batches[0], learner.mesh)))
 
 

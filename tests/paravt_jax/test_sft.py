@@ -244,7 +244,7 @@ def test_the_first_batch_is_known_before_the_first_step(tiny_hf):
     async def body() -> tuple[TraceBatch, TraceBatch]:
         batches = batches_of(tiny_hf, [trace(number) for number in range(7)], row_tokens=1024)
         try:
-            return await batches.first_batch(), await batches.next_batch()
+            return await batches.peek_batch(), await batches.next_batch()
         finally:
             await batches.close()
 
