@@ -20,8 +20,7 @@ from paravt_jax.plan.plan import MAX_DEVICES, model_config, on_fitting_mesh
 from paravt_jax.plan.remat import with_remat
 from paravt_jax.plan.roofline import StepSeconds
 from paravt_jax.plan.run import PlannedRl, PlannedRun, planned_run
-from paravt_jax.plan.step_rates import PUBLISHED, Interval, StepRates
-from paravt_jax.plan.step_time import step_time
+from paravt_jax.plan.step_time import PUBLISHED, Interval, StepRates, step_time
 from paravt_jax.plan.workload import Step, full_step
 
 Row = dict[str, Any]

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
+import jax
 import numpy as np
 
 from model_port.config import read_config
@@ -25,7 +26,6 @@ from paravt_jax.learner.packing import TrainBatch, num_packed, rows_of_host, use
 from paravt_jax.learner.settings import LossConfig
 from paravt_jax.plan.remat import chosen_for
 from paravt_jax.plan.run import PlannedSft
-from paravt_jax.plan.update_rate import UpdateRate
 from paravt_jax.run.directory import check_not_in_a_run
 from paravt_jax.run.fingerprints import check_sources
 from paravt_jax.run.host_times import DeviceProbe, OwnTime, by_host
@@ -42,7 +42,7 @@ class SftRun:
     """A running SFT training. Use `async with open_sft_run(config) as run`."""
 
     training: Training
-    update_rate: UpdateRate
+    planned: PlannedSft
     hosts: Hosts
     probe: DeviceProbe
     batches: TraceBatches
@@ -103,7 +103,7 @@ class SftRun:
             "perf/num_batches": float(len(batch.batches)),
             "perf/num_trained_tokens": float(num_trained),
             **self.training.step_metrics(batch.num_tokens),
-            **self.update_rate.metrics(num_trained, metrics["time/update_s"]),
+            **self.planned.update_rates(num_trained, metrics["time/update_s"], jax.devices()[0].device_kind),
         }
         step = self.training.step
         self.training.log.step(step, metrics, [sample_record(batch.sample, step)])
@@ -214,7 +214,7 @@ async def open_sft_run(
             training.compile_ahead(_compile_update(learner, batches), stack)
         run = SftRun(
             training=training,
-            update_rate=UpdateRate.of(planned, devices[0].device_kind),
+            planned=planned,
             hosts=hosts,
             probe=DeviceProbe(hosts),
             batches=batches,

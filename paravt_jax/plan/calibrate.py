@@ -22,8 +22,7 @@ from paravt_jax.plan.devices import DeviceSpec
 from paravt_jax.plan.plan import model_config, update_seconds
 from paravt_jax.plan.remat import with_remat
 from paravt_jax.plan.run import PlannedRl
-from paravt_jax.plan.step_parts import StepParts, published_bytes
-from paravt_jax.plan.step_rates import PUBLISHED, StepRates, best
+from paravt_jax.plan.step_time import PUBLISHED, StepParts, StepRates, best, published_bytes
 from paravt_jax.run.directory import SETTINGS_FILE
 from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, load_jsonl
 from paravt_jax.run.policy import HF_FILES_DIR

@@ -56,32 +56,20 @@ class SamplerShape:
 
 
 @dataclass(frozen=True)
-class Phase:
-    """A phase of a step, with its memory in addition to the resident memory."""
-
-    name: str
-    parts: Parts
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(self.parts.values())
-
-
-@dataclass(frozen=True)
 class Memory:
     """The planned memory of one device, in bytes."""
 
     resident: Parts
-    phases: tuple[Phase, ...]
+    phases: dict[str, Parts]  # memory of each phase of a step, in addition to the resident memory
     engine: Parts  # memory of an engine on the same device during updates
 
     @property
-    def worst(self) -> Phase:
-        return max(self.phases, key=lambda phase: phase.num_bytes)
+    def phase_bytes(self) -> dict[str, int]:
+        return {name: sum(parts.values()) for name, parts in self.phases.items()}
 
     @property
     def peak_bytes(self) -> int:
-        return sum(self.resident.values()) + self.worst.num_bytes
+        return sum(self.resident.values()) + max(self.phase_bytes.values())
 
 
 @dataclass(frozen=True)
@@ -109,19 +97,19 @@ def memory_of(
     beside = device.sampling(sampler) if sampler is not None and sampler.beside_update else {}
     accumulators = {"gradients of the step": FLOAT32_BYTES * device.num_trainable}
     learning = accumulators | device.batch_arrays()
-    phases = [
-        Phase("backward pass, a layer", learning | device.backward() | device.layer() | beside),
-        Phase("backward pass, the head", learning | device.backward() | device.head() | beside),
-        Phase("frames", learning | device.vision() | beside),
-        Phase("optimizer", accumulators | beside | (device.moments if update.optim.offload else {})),
-    ]
+    phases = {
+        "backward pass, a layer": learning | device.backward() | device.layer() | beside,
+        "backward pass, the head": learning | device.backward() | device.head() | beside,
+        "frames": learning | device.vision() | beside,
+        "optimizer": accumulators | beside | (device.moments if update.optim.offload else {}),
+    }
     if sampler is not None:
-        phases.append(Phase("rollout", device.sampling(sampler) | device.copy(sampler, temporary=True)))
+        phases["rollout"] = device.sampling(sampler) | device.copy(sampler, temporary=True)
         if sampler.beside_update:
-            phases.append(Phase("publish", {"next copy for sampling": device.copied_bytes(sampler)}))
+            phases["publish"] = {"next copy for sampling": device.copied_bytes(sampler)}
     resident = device.resident(sampler)
     engine = {name: size for name, size in resident.items() if name in ENGINE_PARTS} | beside
-    return Memory(resident, tuple(phases), engine)
+    return Memory(resident, phases, engine)
 
 
 @cache

@@ -5,9 +5,8 @@ typical step: they come from the compiled FLOPs and collectives, scaled to typic
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 from model_port.sharding import make_mesh
@@ -19,7 +18,7 @@ from paravt_jax.plan.memory import Memory
 from paravt_jax.plan.remat import planned_memory
 from paravt_jax.plan.roofline import ProgramWork, StepSeconds, batch_works, step_seconds
 from paravt_jax.plan.run import PlannedRun
-from paravt_jax.plan.step_rates import Interval
+from paravt_jax.plan.step_time import Interval
 from paravt_jax.plan.workload import Step, needed_flops
 
 UNPRINTED = {"collective_bytes": "the compiler cannot print this program; seconds use the plan's own estimate"}
@@ -59,101 +58,87 @@ def estimate(
     run: PlannedRun, step: Step, device: DeviceSpec, devices: Any | None, rates: Rates | None = None
 ) -> MeshEstimate:
     """Estimates the run on its mesh. Without `devices` nothing is compiled. `rates` override the device's rates."""
-    mesh = run.update.mesh
+    update, model, mesh = run.update, run.model, run.update.mesh
     shape = (mesh.data, mesh.fsdp, mesh.tensor)
     memory, largest = planned_memory(run, device), run.largest_batch()
-    resident, programs = sum(memory.resident.values()), []
+    resident = sum(memory.resident.values())
     if resident > device.usable_bytes:
         problem = f"{resident / GIB:.1f} GiB are always resident, of {device.usable_bytes / GIB:.1f} usable"
         return MeshEstimate(shape, hbm_gib=resident / GIB, problem=problem)
-    start_s = time.perf_counter()
+    programs, compile_s = list[Program](), None
     if devices is not None:
+        start_s = time.perf_counter()
         try:
-            programs = compiled_update(run.update, run.model, largest, make_mesh(*shape, devices))
+            programs = compiled_update(update, model, largest, make_mesh(*shape, devices))
         except NoRoom as problem:
             return MeshEstimate(shape, problem=str(problem))
-    compile_s = time.perf_counter() - start_s
+        compile_s = time.perf_counter() - start_s
     num_bytes = compiled_bytes(programs, memory) if programs else memory.peak_bytes
     fits = num_bytes <= device.usable_bytes
-    untimed = MeshEstimate(
+    works = _works(run, step, largest, device.platform, programs)
+    is_printed = bool(programs) and all(program.collectives is not None for program in programs)
+    unknown = {} if is_printed else UNPRINTED if programs else UNCOMPILED
+    rates = device.rates(update.policy.dtype) if rates is None else rates
+    seconds = None if rates is None else step_seconds(works, step, rates)
+    if seconds is None:
+        unknown = unknown | dict.fromkeys(UNTIMED, f"{device.name} has no data sheet")
+    flops = step.num_batches * mesh.num_devices * sum(work.flops for work in works.values())
+    return MeshEstimate(
         shape,
         fits=fits,
         hbm_gib=num_bytes / GIB,
-        compile_s=compile_s if programs else None,
+        model_flops=needed_flops(update, model, step),
+        compiled_flops=flops if programs else None,
+        collective_bytes=_sent(works, step) if is_printed else None,
+        compile_s=compile_s,
+        est_step_s=None if seconds is None else seconds.total,
+        seconds=seconds,
+        tokens_per_s=None if seconds is None else step.num_tokens / seconds.total,
         problem=None if fits else f"{num_bytes / GIB:.1f} GiB of {device.usable_bytes / GIB:.1f} usable",
+        unknown=unknown,
     )
-    rates = device.rates(run.update.policy.dtype) if rates is None else rates
-    return _timed(untimed, run, step, largest, device, programs, rates)
 
 
 def compiled_bytes(programs: Iterable[Program], memory: Memory) -> int:
     """Peak memory, either of a program with an engine on the same device, or of the engine's phases."""
     engine, always = sum(memory.engine.values()), sum(memory.resident.values())
-    own = [always + phase.num_bytes for phase in memory.phases if phase.name in ("rollout", "publish")]
+    own = [always + size for name, size in memory.phase_bytes.items() if name in ("rollout", "publish")]
     return max([engine + program.peak_bytes for program in programs] + own)
 
 
-def _timed(
-    untimed: MeshEstimate,
-    run: PlannedRun,
-    step: Step,
-    largest: BatchShape,
-    device: DeviceSpec,
-    programs: list[Program],
-    rates: Rates | None,
-) -> MeshEstimate:
-    update, model, num_devices = run.update, run.model, run.update.mesh.num_devices
-    works = batch_works(update, model, step.shape, device.platform)
-    if programs:
-        of_largest = batch_works(update, model, largest, device.platform)
-        compiled = _by_name(programs, num_devices)
-        works = {name: _as_compiled(works[name], of_largest[name], own) for name, own in compiled.items()}
-    printed = bool(programs) and all(program.collectives is not None for program in programs)
-    unknown = {} if printed else UNPRINTED if programs else UNCOMPILED
-    flops = step.num_batches * num_devices * sum(work.flops for work in works.values())
-    estimated = replace(
-        untimed,
-        model_flops=needed_flops(update, model, step),
-        compiled_flops=flops if programs else None,
-        collective_bytes=_sent(works, step) if printed else None,
-        unknown=unknown,
-    )
-    if rates is None:
-        return replace(estimated, unknown=unknown | dict.fromkeys(UNTIMED, f"{device.name} has no data sheet"))
-    seconds = step_seconds(works, step, rates)
-    return replace(estimated, est_step_s=seconds.total, seconds=seconds, tokens_per_s=step.num_tokens / seconds.total)
+def _works(
+    run: PlannedRun, step: Step, largest: BatchShape, platform: str, programs: Sequence[Program]
+) -> dict[str, ProgramWork]:
+    """A device's planned work for a batch of the step, by program.
 
-
-def _by_name(programs: Iterable[Program], num_devices: int) -> dict[str, ProgramWork]:
-    """A device's compiled work for a batch, by program name. Unknown collectives are left out."""
+    With compiled programs, it is corrected by the ratio of compiled to planned work on the largest batch.
+    """
+    planned, of_largest = (batch_works(run.update, run.model, shape, platform) for shape in (step.shape, largest))
     by_name: dict[str, list[Program]] = {}
     for program in programs:
         by_name.setdefault(program.name, []).append(program)
-    return {
-        name: ProgramWork(
-            sum(program.flops for program in same) / num_devices,
-            0.0,
-            tuple(chain.from_iterable(program.collectives or () for program in same)),
-        )
-        for name, same in by_name.items()
-    }
+    compiled = {name: _as_compiled(planned[name], of_largest[name], same, run) for name, same in by_name.items()}
+    return compiled or planned
 
 
-def _as_compiled(planned: ProgramWork, of_largest: ProgramWork, compiled: ProgramWork) -> ProgramWork:
-    """Corrects planned work by the ratio of compiled to planned work on the largest batch."""
-    flops = planned.flops * compiled.flops / of_largest.flops if of_largest.flops else 0.0
-    if not compiled.collectives:
-        return ProgramWork(flops, planned.memory_bytes, planned.collectives)
+def _as_compiled(
+    planned: ProgramWork, of_largest: ProgramWork, programs: Sequence[Program], run: PlannedRun
+) -> ProgramWork:
+    compiled_flops = sum(program.flops for program in programs) / run.num_devices
+    flops = planned.flops * compiled_flops / of_largest.flops if of_largest.flops else 0.0
     ratio = planned.sent_bytes / of_largest.sent_bytes if of_largest.sent_bytes else 1.0
-    collectives = tuple(replace(each, num_bytes=round(each.num_bytes * ratio)) for each in compiled.collectives)
-    return ProgramWork(flops, planned.memory_bytes, collectives)
+    collectives = tuple(
+        replace(each, num_bytes=round(each.num_bytes * ratio))
+        for program in programs
+        for each in program.collectives or ()
+    )
+    return ProgramWork(flops, planned.memory_bytes, collectives or planned.collectives)
 
 
 def _sent(works: Mapping[str, ProgramWork], step: Step) -> dict[str, int]:
-    times = {name: step.num_updates if name == "apply_gradients" else step.num_batches for name in works}
     return bytes_by_kind(
         [
-            replace(each, num_bytes=times[name] * each.num_bytes)
+            replace(each, num_bytes=step.num_runs(name) * each.num_bytes)
             for name, work in works.items()
             for each in work.collectives
         ]

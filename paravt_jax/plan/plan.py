@@ -17,14 +17,19 @@ from model_port.tiny import tiny_config
 from paravt_jax.config import TINY, MeshConfig
 from paravt_jax.learner.packing import TOKEN_STEP, BatchShape
 from paravt_jax.plan.devices import DEVICES, GIB, LINK_FRAC, MEMORY_FRAC, PEAK_FRAC, DeviceSpec
-from paravt_jax.plan.hosts import HostPart, host_part
 from paravt_jax.plan.memory import Memory, param_shapes
 from paravt_jax.plan.remat import largest, planned_memory, remat_line, with_remat
 from paravt_jax.plan.roofline import StepSeconds, batch_works, step_seconds
 from paravt_jax.plan.run import PlannedRl, PlannedRun, PlannedSft
-from paravt_jax.plan.step_parts import server_bytes, server_devices, weight_bytes
-from paravt_jax.plan.step_rates import PUBLISHED, StepRates
-from paravt_jax.plan.step_time import StepTime, step_time
+from paravt_jax.plan.step_time import (
+    PUBLISHED,
+    StepRates,
+    StepTime,
+    server_bytes,
+    server_devices,
+    step_time,
+    weight_bytes,
+)
 from paravt_jax.plan.workload import (
     RESPONSE_TOKENS,
     PlannedUpdate,
@@ -38,6 +43,7 @@ from paravt_jax.plan.workload import (
 from paravt_jax.run.process import RESERVE_FRAC
 
 MAX_DEVICES = 1024  # largest mesh to suggest
+MASTER_BYTES, TRAINED_BYTES = 4, 12  # checkpoint bytes per parameter: frozen, or trained with moments
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ class Plan:
     mesh: MeshConfig
     device: DeviceSpec
     num_hosts: int
-    host: HostPart | None  # None: SFT
+    host_work: dict[str, int]  # of a host, at most; empty: SFT
     params: ParamCounts
     batch: BatchShape
     memory: Memory
@@ -104,21 +110,19 @@ def make_plan(run: PlannedRl | PlannedSft, device: DeviceSpec = DEVICES["h100"],
     given = run.on_device(device)
     remat, run = remat_line(given, device), with_remat(given, device)
     model, update, step = run.model, run.update, run.typical_step()
-    memory, params = planned_memory(run, device), param_counts(update, model)
+    memory = planned_memory(run, device)
     seconds = update_seconds(update, model, device, step)
-    hosts = run.num_hosts(device)
     passes = batch_flops(update, model, step.shape, device.platform)
-    work = host = step_s = None
+    params, work, step_s, host_work = param_counts(update, model), None, None, dict[str, int]()
     if isinstance(run, PlannedRl):
         work = run.work
-        num_masters = params.trainable if update.lora.rank else params.text + params.vision
-        host = host_part(work, hosts, num_masters=num_masters, num_trainable=params.trainable)
+        host_work = _host_work(work, run.num_hosts(device), params, adapted=update.lora.rank > 0)
         step_s = step_time(run, device, None if seconds is None else seconds.total, rates)
     return Plan(
         mesh=update.mesh,
         device=device,
-        num_hosts=hosts,
-        host=host,
+        num_hosts=run.num_hosts(device),
+        host_work=host_work,
         params=params,
         batch=run.largest_batch(),
         memory=memory,
@@ -142,6 +146,18 @@ def param_counts(update: PlannedUpdate, model: ModelConfig) -> ParamCounts:
     active = text - layer_params(model) + active_params(model)
     trained = adapter_params(update.lora.rank, model) or (text + vision if update.optim.train_vision else text)
     return ParamCounts(text, vision, active, trained)
+
+
+def _host_work(work: Workload, num_hosts: int, params: ParamCounts, *, adapted: bool) -> dict[str, int]:
+    """Frames are decoded for an overview per group and for the windows of calls."""
+    prompts = -(-work.num_groups // num_hosts)
+    num_frozen = 0 if adapted else params.text + params.vision - params.trainable
+    return {
+        "rows per batch": work.batch_rows // num_hosts,
+        "prompts per step, at most": prompts,
+        "frames decoded per step": round(prompts * (work.frames + work.group_size * work.calls * work.call_frames)),
+        "bytes of a checkpoint": (MASTER_BYTES * num_frozen + TRAINED_BYTES * params.trainable) // num_hosts,
+    }
 
 
 def update_seconds(update: PlannedUpdate, model: ModelConfig, device: DeviceSpec, step: Step) -> StepSeconds | None:

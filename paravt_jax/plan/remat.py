@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from model_port.layers import LIGHTER, Compute, Remat
 from paravt_jax.plan.devices import GIB, DeviceSpec, device_of
-from paravt_jax.plan.hosts import mesh_of_host
 from paravt_jax.plan.memory import Memory, SamplerShape, memory_of
 from paravt_jax.plan.run import PlannedRl, PlannedRun
 
@@ -96,9 +95,8 @@ def _leaves_margin(run: PlannedRun, device: DeviceSpec) -> bool:
 
 def _memory(run: PlannedRun, device: DeviceSpec) -> Memory:
     hosts, sampler = run.num_hosts(device), None
-    mesh = mesh_of_host(run.update.mesh, hosts)
+    local = run.mesh_of_host(device)
     if isinstance(run, PlannedRl) and run.engine.kind == "jax":
         sizes = run.engine.sampler_sizes(run.rollout.max_context_tokens, hosts)
-        beside = run.train.max_staleness > 0
-        sampler = SamplerShape(sizes["max_rows"], sizes["cache_tokens"], mesh, beside)
+        sampler = SamplerShape(sizes["max_rows"], sizes["cache_tokens"], local, run.train.max_staleness > 0)
     return memory_of(run.update, run.model, run.largest_batch(), sampler, device.platform)

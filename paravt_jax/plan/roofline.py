@@ -73,9 +73,7 @@ class StepSeconds(NamedTuple):
 
 
 def step_seconds(works: Mapping[str, ProgramWork], step: Step, rates: Rates) -> StepSeconds:
-    """Seconds of a step, in which the optimizer runs once per update and other programs once per batch."""
-    times = {name: step.num_updates if name == "apply_gradients" else step.num_batches for name in works}
-    each = [[times[name] * part for part in work.seconds(rates)] for name, work in works.items()]
+    each = [[step.num_runs(name) * part for part in work.seconds(rates)] for name, work in works.items()]
     return StepSeconds(*(sum(parts) for parts in zip(*each, strict=True)))
 
 

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Self
 
 from model_port.config import ModelConfig
+from model_port.sharding import over_hosts
 from paravt_jax.config import (
     Config,
     EngineConfig,
@@ -20,13 +21,14 @@ from paravt_jax.config import (
     VideoConfig,
 )
 from paravt_jax.learner.packing import FRAME_ROW_STEP, BatchShape, halved, largest_shape, stepped
-from paravt_jax.plan.devices import DeviceSpec
+from paravt_jax.plan.devices import DeviceSpec, peak_flops
 from paravt_jax.plan.workload import (
     PROMPT_TEXT_TOKENS,
     RESPONSE_TOKENS,
     PlannedUpdate,
     Step,
     Workload,
+    active_params,
     row_patches,
     tokens_per_frame,
     workload_of,
@@ -69,6 +71,12 @@ class PlannedRun(ABC):
         """GPUs that the learner leaves to servers on each of its hosts."""
         return 0
 
+    def mesh_of_host(self, device: DeviceSpec) -> MeshConfig:
+        """The learner's mesh within one host. Raises if the hosts do not divide the mesh."""
+        mesh = self.update.mesh
+        over_data, over_fsdp = over_hosts(mesh.data, mesh.fsdp, mesh.tensor, self.num_hosts(device))
+        return MeshConfig(mesh.data // over_data, mesh.fsdp // over_fsdp, mesh.tensor)
+
     def on_device(self, device: DeviceSpec) -> Self:
         """The run with the usual number of devices per host, if the config does not set the number of hosts."""
         usual = max(0, device.host_devices - self.num_server_gpus)
@@ -86,6 +94,22 @@ class PlannedRun(ABC):
     def row_patches(self) -> int:
         """Patches of the largest frame."""
         return row_patches(self.video.max_pixels, self.model.vision)
+
+    @property
+    def trained_token_flops(self) -> float:
+        """Only the language layers' products, once each: no head, attention scores, frames or padding."""
+        frozen = self.update.lora.rank > 0  # frozen weights have no gradients
+        # In forward passes: the gradients of inputs and of weights each cost as much as one.
+        passes = 3 - frozen + self.update.num_scores
+        return 2.0 * passes * active_params(self.model)
+
+    def update_rates(self, num_tokens: float, update_s: float, device_kind: str) -> dict[str, float]:
+        """Metrics of an update that computed `num_tokens` on all devices; empty without tokens."""
+        if not num_tokens:
+            return {}
+        tokens_per_s, peak = num_tokens / update_s / self.num_devices, peak_flops(device_kind)
+        mfu = {} if peak is None else {"perf/mfu": tokens_per_s * self.trained_token_flops / peak}
+        return {"perf/trained_tokens_per_s_device": tokens_per_s, **mfu}
 
     def with_update(self, **changes: Any) -> Self:
         return replace(self, update=replace(self.update, **changes))

@@ -10,12 +10,10 @@ from paravt_jax.config import Config, MeshConfig, SftConfig, computed_on
 from paravt_jax.learner.packing import BatchShape
 from paravt_jax.plan.calibrate import Calibration, calibrated
 from paravt_jax.plan.devices import DEVICES, SLICES, DeviceSpec
-from paravt_jax.plan.hosts import HostPart
 from paravt_jax.plan.memory import Memory, Parts
 from paravt_jax.plan.plan import Fit, Plan, make_plan, model_config
 from paravt_jax.plan.run import planned_run
-from paravt_jax.plan.step_rates import PUBLISHED
-from paravt_jax.plan.step_time import StepTime
+from paravt_jax.plan.step_time import PUBLISHED, StepTime
 from paravt_jax.plan.workload import Step, Workload
 
 MIB, GIB = 2**20, 2**30
@@ -49,7 +47,7 @@ def render(plan: Plan, remarks: Iterable[str] = (), calibration: Calibration | N
         ["parameters", *_aligned([[name, f"{count:,}"] for name, count in vars(plan.params).items()])],
         _memory_lines(plan.memory),
         _step_lines(plan),
-        *([_host_lines(plan.host, plan.num_hosts)] if plan.host is not None and plan.num_hosts > 1 else []),
+        *([_host_lines(plan)] if plan.host_work and plan.num_hosts > 1 else []),
         *([] if calibration is None else [_calibration_lines(calibration)]),
         *([] if plan.workload is None else [_step_time_lines(plan.step)]),
         ["what fits", *_wrapped([plan.remat, *_fit_lines(plan.fit, plan.batch, plan.memory, plan.device)])],
@@ -84,17 +82,16 @@ def _memory_lines(memory: Memory) -> list[str]:
         ordered = sorted(parts.items(), key=lambda part: -part[1])
         return [[f"  {part}", formatted(num_bytes)] for part, num_bytes in ordered if num_bytes >= unit / 200]
 
-    worst = memory.worst
+    phase_bytes = memory.phase_bytes
+    worst = max(phase_bytes, key=phase_bytes.__getitem__)
     rows = [
         ["always resident", formatted(sum(memory.resident.values()))],
         *lines(memory.resident),
-        [f"peak phase: {worst.name}", formatted(worst.num_bytes)],
-        *lines(worst.parts),
+        [f"peak phase: {worst}", formatted(phase_bytes[worst])],
+        *lines(memory.phases[worst]),
         ["peak", formatted(memory.peak_bytes)],
     ]
-    other_phases = ", ".join(
-        f"{phase.name} {formatted(phase.num_bytes)}" for phase in memory.phases if phase is not worst
-    )
+    other_phases = ", ".join(f"{name} {formatted(phase_bytes[name])}" for name in phase_bytes if name != worst)
     return [f"memory per device, {name}", *_aligned(rows), *_wrapped([f"other phases: {other_phases}"])]
 
 
@@ -127,15 +124,9 @@ def _token_rows(work: Workload | None, step: Step) -> list[list[str]]:
     ]
 
 
-def _host_lines(host: HostPart, num_hosts: int) -> list[str]:
-    rows = [
-        ["rows per batch", f"{host.rows:,}"],
-        ["prompts per step, at most", f"{host.prompts:,}"],
-        ["frames decoded per step", f"{host.frames:,}"],
-        ["checkpoint size, GiB", f"{host.checkpoint_bytes / GIB:.1f}"],
-        ["MB about episodes from other hosts per step", f"{host.received_bytes / 1e6:.1f}"],
-    ]
-    return [f"per host, of {num_hosts}", *_aligned(rows)]
+def _host_lines(plan: Plan) -> list[str]:
+    rows = [[name, f"{number:,}"] for name, number in plan.host_work.items()]
+    return [f"per host, of {plan.num_hosts}", *_aligned(rows)]
 
 
 def _calibration_lines(calibration: Calibration) -> list[str]:

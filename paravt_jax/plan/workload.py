@@ -222,6 +222,10 @@ class Step:
     num_updates: int
     num_tokens: int  # excludes padding
 
+    def num_runs(self, program: str) -> int:
+        """The optimizer runs once per update, other programs once per batch."""
+        return self.num_updates if program == "apply_gradients" else self.num_batches
+
 
 def full_step(shape: BatchShape) -> Step:
     """A step of one batch without padding."""

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from paravt_jax.config import EngineConfig, ValidationConfig
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.learner.settings import MismatchConfig
-from paravt_jax.plan.update_rate import UpdateRate
+from paravt_jax.plan.run import PlannedRl
 from paravt_jax.rl.batches import PolicyUpdate
 from paravt_jax.rl.episodes import Rollout, RolloutWorker, evaluate
 from paravt_jax.rl.groups import Group
@@ -47,7 +48,7 @@ class Run:
     training: Training
     policy: Policy
     policy_update: PolicyUpdate
-    update_rate: UpdateRate
+    planned: PlannedRl
     engine: Engine
     engine_settings: EngineConfig
     rollouts: RolloutScheduler | Replay
@@ -119,11 +120,12 @@ class Run:
             await self.engine.adopt(version)
 
     def record(self, groups: Sequence[Group], metrics: dict[str, float], publish_s: float) -> None:
+        device_kind = jax.devices()[0].device_kind
         metrics |= {
             "time/publish_s": publish_s,
             **self.of_hosts,
             **self.training.step_metrics(self.num_tokens),
-            **self.update_rate.metrics(metrics["perf/num_trained_tokens"], metrics["time/update_s"]),
+            **self.planned.update_rates(metrics["perf/num_trained_tokens"], metrics["time/update_s"], device_kind),
             **{f"perf/{name}": value for name, value in self.frames.metrics().items()},
         }
         if isinstance(self.rollouts, RolloutScheduler):  # a replay samples nothing

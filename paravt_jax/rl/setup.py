@@ -28,7 +28,6 @@ from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.objectives import variant_of
 from paravt_jax.plan.remat import chosen_for
 from paravt_jax.plan.run import PlannedRl
-from paravt_jax.plan.update_rate import UpdateRate
 from paravt_jax.rewards.judge import Judge
 from paravt_jax.rewards.plugin import GroupPlugin, Plugin, load_plugin
 from paravt_jax.rl.batches import PolicyUpdate
@@ -128,7 +127,7 @@ async def open_run(
             training=training,
             policy=policy,
             policy_update=policy_update,
-            update_rate=UpdateRate.of(planned, devices[0].device_kind),
+            planned=planned,
             engine=worker.agent.engine,
             engine_settings=config.engine,
             rollouts=rollouts,

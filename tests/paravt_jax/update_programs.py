@@ -45,10 +45,7 @@ def program_bytes(program: Any) -> int:
 
 def planned_program_bytes(plan: Plan) -> int:
     """The plan's estimate of the same for the largest program: without moments and gradients of earlier batches."""
-    phases = [
-        phase.num_bytes - phase.parts["gradients of the step"]
-        for phase in plan.memory.phases
-        if phase.name in PROGRAM_PHASES
-    ]
+    sizes, parts = plan.memory.phase_bytes, plan.memory.phases
+    phases = [sizes[name] - parts[name]["gradients of the step"] for name in parts if name in PROGRAM_PHASES]
     resident = plan.memory.resident
     return resident["masters, float32"] + resident.get("frozen weights", 0) + max(phases)

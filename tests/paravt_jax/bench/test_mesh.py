@@ -20,7 +20,7 @@ from paravt_jax.bench.mesh_rows import MEASURED, benched_run
 from paravt_jax.plan.devices import DEVICES
 from paravt_jax.plan.meshes import UNTIMED, estimate, mesh_shapes
 from paravt_jax.plan.run import PlannedRl
-from paravt_jax.plan.step_rates import Interval
+from paravt_jax.plan.step_time import Interval
 from paravt_jax.plan.topology import check_compiler, topology
 from paravt_jax.plan.workload import full_step
 from paravt_jax.run.process import MEMORY_FRAC

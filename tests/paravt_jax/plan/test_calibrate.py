@@ -14,7 +14,7 @@ from paravt_jax.plan.calibrate import OF_DEVICES, Calibration, calibrated, devic
 from paravt_jax.plan.devices import DEVICES
 from paravt_jax.plan.plan import make_plan, model_config
 from paravt_jax.plan.run import PlannedRl
-from paravt_jax.plan.step_rates import PUBLISHED
+from paravt_jax.plan.step_time import PUBLISHED
 from paravt_jax.plan.tables import plan_of
 from paravt_jax.run.directory import write_settings
 

@@ -68,7 +68,7 @@ def test_the_planned_memory_of_the_sampler_is_within_5_percent_of_the_compilers(
     program = compiled("compiled_sampler.py", name, "8b", tensor, *sizes.values(), stacking)
     memory = planned_memory(PlannedRl.of(config, model), topology(name).device)
     held = memory.engine | {part: memory.resident[part] for part in memory.resident if part == "frozen weights"}
-    rollout = next(phase for phase in memory.phases if phase.name == "rollout")
+    rollout = memory.phases["rollout"]
     planned = sum(held.values()) + rollout.num_bytes
     if "frozen weights" in held:  # of which the copy repeats the layers
         planned -= rollout.parts["copy for sampling"]

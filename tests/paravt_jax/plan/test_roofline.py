@@ -15,7 +15,7 @@ from paravt_jax.plan.devices import DEVICES, Rates
 from paravt_jax.plan.memory import share_of
 from paravt_jax.plan.roofline import ProgramWork, StepSeconds, batch_works, step_seconds, vision_bytes
 from paravt_jax.plan.run import PlannedRl, PlannedRun, PlannedSft
-from paravt_jax.plan.step_rates import PUBLISHED, best, worst
+from paravt_jax.plan.step_time import PUBLISHED, best, worst
 from paravt_jax.plan.workload import Step, batch_flops, frame_flops, full_step, layer_params, needed_flops
 
 RATES = Rates(flops=100.0, memory_bytes=10.0, link_bytes=5.0)

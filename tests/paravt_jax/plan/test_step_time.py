@@ -14,9 +14,17 @@ from paravt_jax.plan.memory import values_on
 from paravt_jax.plan.plan import make_plan, model_config
 from paravt_jax.plan.remat import planned_memory
 from paravt_jax.plan.run import PlannedRl
-from paravt_jax.plan.step_parts import Samplers, StepParts, server_devices
-from paravt_jax.plan.step_rates import PUBLISHED, StepRates, best, worst
-from paravt_jax.plan.step_time import StepTime, step_time
+from paravt_jax.plan.step_time import (
+    PUBLISHED,
+    Samplers,
+    StepParts,
+    StepRates,
+    StepTime,
+    best,
+    server_devices,
+    step_time,
+    worst,
+)
 from paravt_jax.plan.workload import token_flops
 
 H100, LOW, HIGH = DEVICES["h100"], best(PUBLISHED), worst(PUBLISHED)
@@ -173,7 +181,7 @@ def test_a_device_without_a_mesh_copies_what_differs_for_rollouts_only(device, n
 def copies_of(run, device=H100):
     """Bytes of the sampler's copy by phase."""
     memory = planned_memory(run, device)
-    parts = {"resident": memory.resident} | {phase.name: phase.parts for phase in memory.phases}
+    parts = {"resident": memory.resident} | memory.phases
     return {name: part["copy for sampling"] for name, part in parts.items() if "copy for sampling" in part}
 
 
