@@ -1,4 +1,4 @@
-"""Rows to compare forms of attention on: packed, branched and padded, of a length that is no multiple of anything."""
+"""Rows for comparing attention implementations: packed, branched and padded, with a prime length."""
 
 from contextlib import contextmanager
 from functools import cache
@@ -19,14 +19,14 @@ def layout(segments: str, branches: str) -> Layout:
 
 #                two segments, the first a trunk of 9 with branches of 4 and 7; padding
 PACKED = layout("1" * 20 + "2" * 11 + "0" * 6, "0" * 9 + "1" * 4 + "2" * 7 + "0" * 17)
-#                the same tokens otherwise: one segment whose branches begin at once, a short one, one to the very end
+#                a segment with a short trunk, a short segment, and a segment up to the end with a late branch
 OTHER = layout("1" * 5 + "2" * 3 + "3" * 29, "1" * 2 + "2" * 3 + "0" * 3 + "0" * 13 + "1" * 16)
 ROWS = Layout(*(jnp.concatenate(pair) for pair in zip(PACKED, OTHER, strict=True)))
 NUM_TOKENS = 37
 
 
 def value_and_gradients(attend, q, k, v, weight, row=ROWS, causal=True):
-    """Of a weighted sum over all tokens that are no padding."""
+    """Returns the output, and the gradients of its weighted sum over all tokens except padding."""
 
     def objective(q, k, v):
         out = jnp.where((row.segment_ids != 0)[..., None, None], attend(q, k, v, row, causal), 0)
@@ -37,7 +37,7 @@ def value_and_gradients(attend, q, k, v, weight, row=ROWS, causal=True):
 
 
 def random_inputs(num_rows=2, heads=6, kv_heads=3, head_dim=5, dtype="float32"):
-    """Queries, keys, values, and a weight for each output in no less than float32."""
+    """Returns queries, keys, values, and output weights in at least float32."""
     random = np.random.default_rng(3)
     inputs = [
         jnp.asarray(random.standard_normal((num_rows, NUM_TOKENS, n, head_dim)))
@@ -49,7 +49,7 @@ def random_inputs(num_rows=2, heads=6, kv_heads=3, head_dim=5, dtype="float32"):
 
 @contextmanager
 def interpreted():
-    """Runs Pallas kernels without their chip."""
+    """Runs Pallas kernels in interpret mode, on any device."""
     call = pl.pallas_call
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pl, "pallas_call", lambda *args, **settings: call(*args, **settings | {"interpret": True}))
@@ -58,12 +58,12 @@ def interpreted():
 
 @cache
 def oracles(causal=True, **inputs):
-    """What every form is compared with."""
+    """Returns the reference output and gradients."""
     return [np.asarray(x) for x in value_and_gradients(attention_of("xla"), *random_inputs(**inputs), causal=causal)]
 
 
 def bfloat16_errors(attend, causal=True, **shape):
-    """Of the output and each gradient, against the oracle in float32: of `attend` and of the oracle in bfloat16."""
+    """Yields, for the output and each gradient, the bfloat16 errors of `attend` and of the oracle to float32."""
     exact = oracles(causal, **shape)
 
     def errors(found):

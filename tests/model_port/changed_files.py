@@ -1,4 +1,4 @@
-"""Changes to the files of a model or an adapter, for tests that need others."""
+"""Edits files of a model or an adapter."""
 
 import json
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 
 def edit(path: Path, changes: dict[str, Any]) -> None:
-    """Sets dotted keys of a JSON file, which need not exist."""
+    """Sets dotted keys of a JSON file, and creates the file if it is missing."""
     content = json.loads(path.read_text()) if path.exists() else {}
     for dotted, value in changes.items():
         *parents, last = dotted.split(".")
@@ -22,7 +22,7 @@ def edit(path: Path, changes: dict[str, Any]) -> None:
 
 
 def change_tensors(directory: Path, change: Callable[[dict[str, np.ndarray]], object]) -> None:
-    """Does `change` to the tensors by name."""
+    """Applies `change` to a model's tensors, given by name."""
     file = directory / "model.safetensors"
     tensors = load_file(file)
     change(tensors)

@@ -1,4 +1,4 @@
-"""model_port.convert that dies by a signal as soon as a function of a module has been called so often."""
+"""Runs model_port.convert, and kills it with a signal at the n-th call of a function."""
 
 import importlib
 import os
@@ -8,7 +8,7 @@ from model_port import convert
 
 
 def main() -> None:
-    """Of the arguments the first four are the module, its function, how often, and the signal."""
+    """The first four arguments are the module, its function, the number of calls, and the signal."""
     module, name, num_calls, number = sys.argv[1:5]
     del sys.argv[1:5]
     owner, left = importlib.import_module(module), int(num_calls)

@@ -1,7 +1,7 @@
-"""A bucket on loopback that can be made to fail: what tensorstore and pyarrow use of Google Cloud Storage's JSON API.
+"""A fake bucket on loopback with fault injection: the part of Google Cloud Storage's JSON API that clients use.
 
-`trouble(method, name)` decides of every request: None answers it, a number is the status it fails with, "stall" leaves
-it without an answer, and "lost" carries it out and then answers 503, as a network does that loses the answer.
+`fault(method, name)` is called for every request. None: answer it. A number: fail with this status. "stall": never
+answer. "lost": execute it, then answer 503, as if the network lost the answer.
 """
 
 import json
@@ -19,7 +19,7 @@ import pytest
 from model_port import bucket
 
 STALL_S = 30.0
-Trouble = Callable[[str, str], int | str | None]
+Fault = Callable[[str, str], int | str | None]
 
 
 class FakeGcs(ThreadingHTTPServer):
@@ -29,7 +29,7 @@ class FakeGcs(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.objects: dict[str, tuple[int, bytes]] = {}  # "BUCKET/NAME" -> generation, content
-        self.trouble: Trouble = lambda method, name: None
+        self.fault: Fault = lambda method, name: None
         self.requests: list[tuple[str, str]] = []
         self.lock = threading.Lock()
         self.last = 0
@@ -42,12 +42,12 @@ class FakeGcs(ThreadingHTTPServer):
         return {name.removeprefix(prefix) for name in self.objects if name.startswith(prefix)}
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that gave up is no error of the bucket's."""
+        """Ignores clients that disconnect."""
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    wbufsize = 65536  # head and body of an answer in one packet
+    wbufsize = 65536  # sends headers and body in one packet
     server: FakeGcs
 
     def handle_any(self) -> None:
@@ -58,22 +58,22 @@ class _Handler(BaseHTTPRequestHandler):
         holder, _, name = url.path.partition("/b/")[2].partition("/o")
         name = f"{holder}/{query['name'] if upload else unquote(name.removeprefix('/'))}"
         self.server.requests.append((self.command, name))
-        trouble = self.server.trouble(self.command, name)
-        if trouble == "stall":
+        fault = self.server.fault(self.command, name)
+        if fault == "stall":
             time.sleep(STALL_S)
             self.close_connection = True
             return
-        if isinstance(trouble, int):
-            return self.answer(trouble)
+        if isinstance(fault, int):
+            return self.answer(fault)
         with self.server.lock:
-            status, body, generation = self.carry_out(name, query, content, upload)
-        self.answer(503) if trouble == "lost" else self.answer(status, body, generation)
+            status, body, generation = self.execute(name, query, content, upload)
+        self.answer(503) if fault == "lost" else self.answer(status, body, generation)
 
     do_GET = do_POST = do_DELETE = handle_any
 
-    def carry_out(self, name: str, query: dict[str, str], content: bytes, upload: bool) -> tuple[int, bytes, int]:
+    def execute(self, name: str, query: dict[str, str], content: bytes, upload: bool) -> tuple[int, bytes, int]:
         objects = self.server.objects
-        generation, held = objects.get(name, (0, b""))
+        generation, stored = objects.get(name, (0, b""))
         if upload or self.command == "DELETE":
             if int(query.get("ifGenerationMatch", generation)) != generation:
                 return 412, b"", 0
@@ -83,26 +83,26 @@ class _Handler(BaseHTTPRequestHandler):
             objects[name] = self.server.last, content
             return 200, json.dumps(self.metadata(name)).encode(), self.server.last
         if query.get("alt") == "media":
-            return self.media(generation, held, query)
+            return self.media(generation, stored, query)
         if not name.endswith("/"):
             return (200, json.dumps(self.metadata(name)).encode(), 0) if generation else (404, b"", 0)
         names = sorted(one for one in objects if one.startswith(name + query.get("prefix", "")))
         return 200, json.dumps({"items": [self.metadata(one) for one in names]}).encode(), 0
 
-    def media(self, generation: int, held: bytes, query: dict[str, str]) -> tuple[int, bytes, int]:
+    def media(self, generation: int, content: bytes, query: dict[str, str]) -> tuple[int, bytes, int]:
         if not generation:
             return 404, b"", 0
         if query.get("ifGenerationNotMatch") == str(generation):
             return 304, b"", generation
         span = self.headers.get("range")
         if not span:
-            return 200, held, generation
+            return 200, content, generation
         first, last = span.removeprefix("bytes=").split("-")
-        if int(first) >= len(held):
+        if int(first) >= len(content):
             return 416, b"", 0
-        last = min(int(last or len(held)), len(held) - 1)
-        self.range = f"bytes {first}-{last}/{len(held)}"
-        return 206, held[int(first) : last + 1], generation
+        last = min(int(last or len(content)), len(content) - 1)
+        self.range = f"bytes {first}-{last}/{len(content)}"
+        return 206, content[int(first) : last + 1], generation
 
     def metadata(self, name: str) -> dict[str, str]:
         generation, content = self.server.objects[name]
@@ -134,7 +134,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def fake_gcs(patch: pytest.MonkeyPatch, cache: Path) -> Iterator[FakeGcs]:
-    """In the place of Google's, for this process and those that it starts; whoever waits gives up soon."""
+    """Redirects this process and its children to a fake bucket, with short timeouts."""
     server = FakeGcs()
     patch.setenv("TENSORSTORE_GCS_HTTP_URL", server.url)
     patch.setenv("XDG_CACHE_HOME", str(cache))

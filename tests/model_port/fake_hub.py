@@ -1,4 +1,4 @@
-"""A small hub on loopback: the part of the hub's HTTP interface that huggingface_hub uses to push and to download.
+"""A fake Hugging Face hub on loopback, with the part of the HTTP API that huggingface_hub uses to push and download.
 
 Weights are LFS objects, checked against their sha256 on receipt as the hub's storage does. It speaks no Xet, so the
 client must run with HF_HUB_DISABLE_XET. `fail` makes chosen requests go wrong. The routes and the shapes of the answers
@@ -26,7 +26,7 @@ from huggingface_hub import constants
 
 WRITE_TOKEN, READ_TOKEN, FINE_GRAINED_TOKEN = "hf_write", "hf_read", "hf_fine"
 
-# a status to answer with; to end without an answer; to never answer; to damage the body
+# answer with a status; close the connection without an answer; never answer; corrupt the body
 Action = int | Literal["close", "hang", "corrupt"]
 
 
@@ -37,7 +37,7 @@ def account(role: str, **token: Any) -> dict[str, Any]:
 
 @dataclass
 class Fault:
-    """Requests `METHOD /path` that match `pattern` go wrong, after `num_good` of them."""
+    """A fault of requests whose `METHOD /path` matches `pattern`, after the first `num_good` of them."""
 
     pattern: str
     action: Action
@@ -52,7 +52,7 @@ def is_lfs(path: str) -> bool:
 
 
 def object_id(path: str, content: bytes) -> str:
-    """What the client compares files by: the sha256 of LFS objects, git's sha1 of regular files."""
+    """Returns the hash by which the client compares files: sha256 for LFS objects, git's sha1 for regular files."""
     if is_lfs(path):
         return hashlib.sha256(content).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
@@ -106,7 +106,7 @@ class FakeHub(ThreadingHTTPServer):
         self.lock = threading.RLock()
 
     def environment(self, home: Path) -> dict[str, str]:
-        """The environment of a program that pushes here."""
+        """Returns the environment variables of a program that pushes to this hub."""
         switches = {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "0"}
         return {"HF_ENDPOINT": self.url, "HF_TOKEN": WRITE_TOKEN, "HF_HOME": str(home), **switches}
 
@@ -133,7 +133,7 @@ class FakeHub(ThreadingHTTPServer):
         return None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that the client or a fault cut; bugs of the fake are kept in `bugs`."""
+        """Ignores connections that the client or a fault closed; `bugs` has the errors of this fake."""
 
 
 @contextmanager
@@ -153,7 +153,7 @@ def serve_hub() -> Iterator[FakeHub]:
 
 @contextmanager
 def fresh_client(patch: pytest.MonkeyPatch, home: Path) -> Iterator[FakeHub]:
-    """A hub, and its client as after a fresh install without a login, which connects only to loopback."""
+    """Yields a hub with a client that has no login and connects only to loopback."""
     resolve = socket.getaddrinfo
 
     def resolve_loopback(host: str, *args: Any, **kwargs: Any) -> Any:
@@ -165,7 +165,7 @@ def fresh_client(patch: pytest.MonkeyPatch, home: Path) -> Iterator[FakeHub]:
         patch.delenv(name, raising=False)
     settings = {"HF_TOKEN_PATH": str(home / "token"), "HF_STORED_TOKENS_PATH": str(home / "stored_tokens")}
     switches = {"HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True, "HF_HUB_DISABLE_TELEMETRY": True}
-    for name, value in (settings | switches).items():  # the client read its environment when it was imported
+    for name, value in (settings | switches).items():  # the client read its environment at import
         patch.setattr(constants, name, value)
     with serve_hub() as hub:
         patch.setattr(constants, "ENDPOINT", hub.url)
@@ -176,7 +176,7 @@ def fresh_client(patch: pytest.MonkeyPatch, home: Path) -> Iterator[FakeHub]:
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    wbufsize = -1  # headers and body in one packet: with two, each answer waits 40 ms for an acknowledgement
+    wbufsize = -1  # sends headers and body in one packet; with two packets each answer waits 40 ms for an ACK
 
     @property
     def hub(self) -> FakeHub:
@@ -352,7 +352,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 REPO = r"(?P<repo_id>[^/]+/[^/]+)"
-KIND = "(?:models|datasets)"  # one name is one repository here, whatever its kind
+KIND = "(?:models|datasets)"  # repositories of all types share one namespace here
 OID = r"(?P<oid>[0-9a-f]{64})"
 ROUTES = [
     ("GET", "/api/whoami-v2", "whoami"),

@@ -21,7 +21,7 @@ from model_port.reference import as_published
 IMAGE, VIDEO, START, END = 120, 121, 122, 123
 SPECIAL = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END)
 
-# Odd layers and heads, DeepStack at unusual places, tied and untied, grouped heads 1:1, 2:1 and 7:1.
+# Odd numbers of layers and heads, unusual DeepStack layers, tied and untied, 1, 2 and 7 query heads per KV head.
 CONFIGS = {
     "tied": ModelConfig(
         TextConfig(5, 48, 56, 6, 3, head_dim=16, vocab_size=131, mrope_sections=(4, 2, 2), rope_theta=1e4),
@@ -43,7 +43,7 @@ CONFIGS = {
     ),
 }
 
-# Grouped heads 2:1 and 5:1; windows of 2 x 2 and 3 x 3 tokens, which do not divide the grids.
+# 2 and 5 query heads per KV head; windows of 2 x 2 and 3 x 3 tokens, which do not divide the grids.
 CONFIGS |= {
     "windows": ModelConfig(
         TextConfig(2, 48, 56, 6, 3, 8, vocab_size=131, mrope_sections=(2, 1, 1), rope_theta=1e4, **TRAITS),
@@ -58,7 +58,7 @@ CONFIGS |= {
         **SPECIAL,
     ),
 }
-# Three of seven experts, and all but one of three, whose tensors of gate and up are square.
+# Top 3 of 7 experts, and top 2 of 3 with square gate and up tensors.
 CONFIGS |= {
     "experts": ModelConfig(
         TextConfig(2, 48, 20, 6, 3, 16, 131, mrope_sections=(4, 2, 2), rope_theta=1e4, num_experts=7, token_experts=3),
@@ -98,14 +98,14 @@ NORMS = re.compile(r"(norm|ln_q).*weight$")
 
 @dataclass
 class Inputs:
-    """One sequence as a processor gives it."""
+    """One sequence as a processor returns it."""
 
     ids: np.ndarray
-    media: dict[str, np.ndarray]  # by the names of transformers' arguments
+    media: dict[str, np.ndarray]  # keyed by transformers' argument names
 
     @property
     def arguments(self) -> "dict[str, torch.Tensor]":
-        """Of a model in transformers."""
+        """The arguments of a transformers model."""
         ids = torch.from_numpy(self.ids)[None]
         kinds = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
         media = {name: torch.from_numpy(value) for name, value in self.media.items()}
@@ -134,7 +134,7 @@ class Prompt:
         return self
 
     def video(self, num_frames: int, down: int, across: int) -> "Prompt":
-        """Frames with their times between them, or all together if the model has times in their positions."""
+        """Adds frames separated by their times, or in one block if the model encodes times in positions."""
         in_positions = self.config.vision.tokens_per_second > 0
         for _ in range(1 if in_positions else num_frames):
             count = (num_frames if in_positions else 1) * down * across // 4
@@ -158,7 +158,7 @@ class Prompt:
 
 
 def prompts(config: ModelConfig) -> dict[str, Inputs]:
-    """Inputs of every kind, with unequal grids, odd token counts and content that is never constant."""
+    """Returns inputs of every kind, with unequal grids, odd token counts and non-constant content."""
     return {
         "text": Prompt(config, 1).text(23).build(),
         "image": Prompt(config, 2).text(3).image(4, 6).text(5).build(),
@@ -178,7 +178,7 @@ def prompts(config: ModelConfig) -> dict[str, Inputs]:
 
 
 def make_reference(config: ModelConfig, seed: int = 0, dtype: str = "float32") -> "transformers.PreTrainedModel":
-    """A transformers model in which no parameter is at its trivial initial value."""
+    """Returns a transformers model in which every parameter is random, including norms and biases."""
     torch.manual_seed(seed)
     hf = config_to_hf(config, "float32")
     hf_config = transformers.AutoConfig.for_model(hf.pop("model_type"), **hf)
@@ -198,7 +198,7 @@ def make_reference(config: ModelConfig, seed: int = 0, dtype: str = "float32") -
 def save_reference(
     model: "transformers.PreTrainedModel", path: Path, max_shard_size: str = "50KB"
 ) -> dict[str, np.ndarray]:
-    """Writes it as transformers does, in several shards, and gives its tensors back."""
+    """Saves a model with transformers in several shards. Returns its tensors."""
     model.save_pretrained(path, max_shard_size=max_shard_size)
     tensors = {}
     for shard in sorted(path.glob("*.safetensors")):
@@ -208,7 +208,7 @@ def save_reference(
 
 
 def save_by_orbax(directory: Path, params: dict[str, jax.Array]) -> None:
-    """Writes DIRECTORY/params as a program with plain orbax does."""
+    """Writes DIRECTORY/params with plain orbax."""
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(directory.absolute() / "params", unflatten_dict(params, sep="."))
 
@@ -216,7 +216,7 @@ def save_by_orbax(directory: Path, params: dict[str, jax.Array]) -> None:
 def reference_gradients(
     model: "transformers.PreTrainedModel", inputs: Inputs, weights: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Gradients of sum(logits * weights), every one present."""
+    """Returns the gradients of sum(logits * weights) that transformers computes."""
     model.zero_grad()
     (reference_logits(model, inputs) * torch.from_numpy(weights)).sum().backward()
     return {name: as_published(name, p.grad.numpy()) for name, p in model.named_parameters() if p.grad is not None}

@@ -1,4 +1,4 @@
-"""Who may attend to whom, spelled out."""
+"""The attention mask in examples, and all forms of attention against the oracle."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ from model_port.layers import REMAT_POLICIES
 from model_port.sharding import MESH_AXES, make_mesh, on_mesh, platform
 
 
-def test_a_branch_sees_the_trunk_and_itself_but_no_sibling_and_no_neighbour():
+def test_a_branch_attends_to_its_trunk_and_itself_only():
     #               one sequence: trunk of 2, branches of 2 and 1; another of 1; padding
     row = layout("111112" + "0", "001120" + "0")
     expected = [
@@ -27,13 +27,13 @@ def test_a_branch_sees_the_trunk_and_itself_but_no_sibling_and_no_neighbour():
         "1111...",
         "11..1..",  # the second branch skips the first
         ".....1.",
-        ".......",  # padding sees nothing
+        ".......",  # padding attends to nothing
     ]
     mask = np.asarray(attend_mask(row, causal=True)[0])
     assert ["".join("1" if runs else "." for runs in line) for line in mask] == expected
 
 
-def test_vision_sees_its_whole_frame_and_nothing_else():
+def test_vision_tokens_attend_to_their_own_frame_only():
     row = layout("11220", "00000")
     mask = np.asarray(attend_mask(row, causal=False)[0]).astype(int).tolist()
     assert mask == [[1, 1, 0, 0, 0]] * 2 + [[0, 0, 1, 1, 0]] * 2 + [[0, 0, 0, 0, 0]]
@@ -82,14 +82,14 @@ def test_every_form_equals_the_oracle_on_packed_and_branched_rows(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "kv_heads"), [(72, 6), (128, 2)])
-def test_in_bfloat16_a_form_is_as_near_to_float32_as_the_oracle(monkeypatch, head_dim, kv_heads):
+def test_a_bfloat16_form_is_as_accurate_as_the_oracle(monkeypatch, head_dim, kv_heads):
     attend = with_blocks(monkeypatch, "scanned", 8)
     for ours, of_oracle in bfloat16_errors(attend, head_dim=head_dim, kv_heads=kv_heads):
         assert ours <= 2 * of_oracle
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_who_sees_a_key_is_one_run_of_queries(causal):
+def test_the_queries_that_attend_to_a_key_are_contiguous(causal):
     queries = jnp.arange(NUM_TOKENS)[None, :, None]
     runs = query_runs(ROWS, causal=causal)
     mask = (runs.first[:, None] <= queries) & (queries <= runs.last[:, None])
@@ -97,7 +97,7 @@ def test_who_sees_a_key_is_one_run_of_queries(causal):
 
 
 @pytest.mark.slow
-def test_blocks_that_cannot_see_each_other_are_not_visited():
+def test_masked_blocks_are_skipped():
     row = layout("1" * 4 + "1" * 4 + "1" * 4 + "2" * 4 + "0" * 4, "0" * 4 + "1" * 4 + "2" * 4 + "0" * 8)
     blocks, numbers = neighbors(visible_blocks(query_runs(row, causal=True), 4, 4))
     visited = [line[:number].tolist() for line, number in zip(blocks[0], numbers[0], strict=True)]
@@ -120,7 +120,7 @@ def test_blocks_are_even():
 
 @pytest.fixture(scope="module")
 def four_rows():
-    """Inputs of two key/value heads in four rows, and what the oracle makes of them on one device."""
+    """Inputs with two key/value heads in four rows, and the oracle's output on one device."""
     inputs = random_inputs(4, 4, 2)
     rows = Layout(*(jnp.concatenate([part, part]) for part in ROWS))
     return (*inputs, rows), value_and_gradients(attention_of("xla"), *inputs, rows)
@@ -129,8 +129,8 @@ def four_rows():
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["blocked", "scanned"])
 @pytest.mark.parametrize("mesh", [(1, 2, 2), (1, 1, 4)])
-def test_on_a_mesh_it_is_the_same(monkeypatch, four_rows, mesh, form):
-    """Four rows over data and fsdp, two key/value heads over tensor, which four do not divide."""
+def test_attention_on_a_mesh_equals_one_device(monkeypatch, four_rows, mesh, form):
+    """Shards four rows over data and fsdp, and two key/value heads over tensor, also where they do not divide."""
     attend = with_blocks(monkeypatch, form, 8)
     inputs, expected = four_rows
     with on_mesh(make_mesh(*mesh)):
@@ -140,7 +140,7 @@ def test_on_a_mesh_it_is_the_same(monkeypatch, four_rows, mesh, form):
 
 @pytest.mark.parametrize("form", ["blocked", "scanned"])
 def test_a_remat_policy_can_save_what_the_backward_pass_reads(monkeypatch, form):
-    """Queries with keys and weights with values, twice forward: the second time only where nothing was saved."""
+    """The forward pass has two products. The backward pass repeats those whose results were not saved."""
     attend, (q, k, v, _) = with_blocks(monkeypatch, form, 128), random_inputs()
 
     def num_products(policy):
@@ -163,7 +163,7 @@ def test_a_remat_policy_can_save_what_the_backward_pass_reads(monkeypatch, form)
         ("rocm", 1025, "scanned"),
     ],
 )
-def test_long_rows_never_have_quadratic_memory_unasked(platform, num_tokens, form):
+def test_auto_never_uses_quadratic_memory_for_long_rows(platform, num_tokens, form):
     assert form_of("auto", num_tokens, platform) == form
 
 
@@ -182,7 +182,7 @@ def test_a_kernel_that_is_not_there_is_refused_with_what_is():
         ("cpu", "cpu", "cpu"),
     ],
 )
-def test_a_program_is_for_the_devices_of_its_mesh_not_of_this_machine(kind, of, expected):
+def test_the_kernel_is_chosen_for_the_mesh_not_for_this_machine(kind, of, expected):
     device = AbstractDevice(device_kind=kind, num_cores=None, platform=of)
     with jax.sharding.use_abstract_mesh(AbstractMesh((1, 1, 1), MESH_AXES, abstract_device=device)):
         assert platform() == expected

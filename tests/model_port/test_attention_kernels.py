@@ -1,4 +1,4 @@
-"""The kernels against the oracle, in interpret mode: what they compute, not what a chip makes of them."""
+"""The attention kernels equal the oracle in interpret mode, without the accelerator."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ TEXT, VISION = (128, 2, True), (72, 6, False)  # head dim, key/value heads of si
 
 @pytest.fixture(params=KERNELS)
 def kernel(request, monkeypatch):
-    """With tiles so small that the rows have several."""
+    """Makes tiles small enough for a row to have several."""
     monkeypatch.setattr(tpu_walk, "BLOCK_TOKENS", 16)
     monkeypatch.setattr(tpu_walk, "BLOCK_STEP", 8)
     monkeypatch.setattr(tpu_walk, "TILE_QUERIES", 32)
@@ -38,7 +38,7 @@ def attention(kernel):
 
 
 def outputs(attend, row=ROWS, values=None):
-    """Of all tokens that are no padding."""
+    """Returns the output of all tokens except padding."""
     q, k, v, _ = random_inputs(head_dim=16)
     mixed = jax.jit(partial(attend, layout=row, causal=True))(q, k, v if values is None else values(v))
     return np.asarray(mixed)[np.asarray(row.segment_ids) != 0]
@@ -56,13 +56,13 @@ def test_a_kernel_equals_the_oracle_on_packed_and_branched_rows(kernel, head_dim
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize(("head_dim", "kv_heads", "causal"), [TEXT, VISION])
-def test_in_bfloat16_a_kernel_is_as_near_to_float32_as_the_oracle(kernel, head_dim, kv_heads, causal):
+def test_a_bfloat16_kernel_is_as_accurate_as_the_oracle(kernel, head_dim, kv_heads, causal):
     for ours, of_oracle in bfloat16_errors(attention(kernel), causal, head_dim=head_dim, kv_heads=kv_heads):
         assert ours <= 2 * of_oracle
 
 
 @pytest.mark.slow
-def test_a_branch_that_is_none_and_a_pair_of_blocks_left_out_are_noticed(kernel, monkeypatch):
+def test_an_ignored_branch_and_a_skipped_block_are_detected(kernel, monkeypatch):
     """Token 19 is in a branch, and the first block of keys is its trunk."""
 
     def one_too_few(runs, query_tokens, key_tokens):
@@ -76,8 +76,8 @@ def test_a_branch_that_is_none_and_a_pair_of_blocks_left_out_are_noticed(kernel,
     assert np.abs(outputs(attention(kernel)) - expected).max() > 0.1
 
 
-def test_blocks_that_nobody_sees_are_not_loaded(kernel):
-    """Infinite values of padding that fills whole blocks would make no number of every mean that they are in."""
+def test_fully_masked_blocks_are_not_loaded(kernel):
+    """Padding with infinite values fills whole blocks, and would turn every output that reads it into NaN."""
     row = ROWS._replace(segment_ids=ROWS.segment_ids.at[:, 16:].set(0))
     poisoned = outputs(attention(kernel), row, lambda v: v.at[:, 16:].set(jnp.nan))
     np.testing.assert_allclose(poisoned, outputs(attention_of("xla"), row), atol=1e-5)
@@ -88,7 +88,7 @@ HEADS = Heads(4, 2, 16, causal=True), Heads(2, 2, 8, causal=False)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.nightly)])
-def test_the_check_finds_the_kernels_right(kernel, dtype):
+def test_the_check_accepts_correct_kernels(kernel, dtype):
     check = check_kernel(attention(kernel), *HEADS, dtype, num_tokens=64)
     assert not check.failure and 0 < check.error < MAX_ERROR / 2
     assert min(check.kernel_ms, check.plain_ms) > 0
@@ -101,7 +101,7 @@ def without_a_block(runs, query_tokens, key_tokens):
 
 
 @pytest.mark.slow
-def test_the_check_rejects_a_kernel_that_leaves_a_block_out(monkeypatch):
+def test_the_check_rejects_a_kernel_that_skips_a_block(monkeypatch):
     monkeypatch.setattr(gpu, "TILES", {2: [gpu.Tile(16, 16, 1)] * 2})
     monkeypatch.setattr(gpu, "BLOCK_TOKENS", 16)
     monkeypatch.setattr(gpu, "visible_blocks", without_a_block)
@@ -142,13 +142,13 @@ def test_a_vector_is_compared_with_its_own_length_or_the_root_mean_square():
         (KernelCheck(np.nan, 3.1, 9.8), "scanned, because the kernel is wrong: max error nan of scanned, at most 0.03"),
     ],
 )
-def test_auto_takes_the_faster_form_that_agrees_and_says_so(check, line):
+def test_auto_chooses_the_faster_correct_form_and_logs_it(check, line):
     assert str(check) == line
     assert check.passed == line.startswith("kernel")
 
 
 @pytest.mark.slow
-def test_auto_takes_a_kernel_only_after_its_check(monkeypatch):
+def test_auto_uses_a_kernel_only_if_its_check_passes(monkeypatch):
     monkeypatch.setattr(choice, "platform", lambda: "gpu")
     monkeypatch.setattr(choice, "kernel_of", lambda _: lambda q, k, v, layout, causal: jnp.zeros_like(q) - 1)
     (q, k, v, _), row = random_inputs(), ROWS

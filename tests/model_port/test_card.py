@@ -1,4 +1,4 @@
-"""The card says what a run wrote down of itself, how to ask the model, and nothing of the machine."""
+"""A model card has the run's record and how to use the model, but nothing about the machine."""
 
 import json
 import re
@@ -32,19 +32,19 @@ def trained(tmp_path):
     return checkpoint
 
 
-def test_of_a_run_it_tells_data_stage_and_hyper_parameters(trained):
+def test_the_card_of_a_run_has_data_stage_and_hyper_parameters(trained):
     card = make_card(trained, "me/policy", BASE, "bfloat16", has_recipe=True)
     data = ModelCard(card).data
     assert (data.license, data.base_model, data.datasets) == ("apache-2.0", BASE, ["ParaVT/ParaVT-Parquet"])
     assert "step 54 of a training run" in card and "trained by reinforcement learning" in card
     assert "| train.num_steps | 54 |" in card and "| video.frame_budgets | [4, 64] |" in card
-    assert "| loss.name | para_grpo x |" in card  # no value ends a cell
+    assert "| loss.name | para_grpo x |" in card  # no value can end a table cell
     assert f"![training]({CURVE_FILE})" in card and curve_of(trained).read_bytes() == b"picture"
     assert 'paravt_jax.ask VIDEO "QUESTION" --model me/policy' in card and "paravt.json" in card
     assert "eprint = {2605.20342}" in card
 
 
-def test_it_has_the_license_of_the_weights_and_of_each_data_set(trained):
+def test_the_card_has_the_licenses_of_weights_and_data_sets(trained):
     card = make_card(trained, "me/policy", BASE, "bfloat16", has_recipe=True)
     page = "[ParaVT/ParaVT-Parquet](https://huggingface.co/datasets/ParaVT/ParaVT-Parquet)"
     assert f"| training data | {page} |\n| validation data | own data |" in card
@@ -60,8 +60,8 @@ def card_with(checkpoint, settings):
 
 
 @pytest.mark.slow
-def test_it_loads_the_model_as_it_describes(tiny_hf):
-    """Without torchvision, transformers has no processor of videos, so its block runs up to there."""
+def test_the_cards_code_loads_the_model(tiny_hf):
+    """Runs the card's code up to the video processor, which transformers lacks without torchvision."""
     card = make_card(tiny_hf, str(tiny_hf), BASE, "float32", has_recipe=False)
     in_jax, in_transformers = re.findall(r"^```python\n(.*?)^```$", card, re.MULTILINE | re.DOTALL)
     namespace: dict[str, Any] = {}
@@ -72,11 +72,11 @@ def test_it_loads_the_model_as_it_describes(tiny_hf):
     assert namespace["model"].config.model_type == "qwen3_vl"
 
 
-def test_a_cold_start_is_called_one(trained):
+def test_the_card_of_a_cold_start_names_its_stage(trained):
     assert "trained by supervised fine-tuning on traces" in card_with(trained, {**RL, "sft": {"num_steps": 500}})
 
 
-def test_without_the_settings_there_is_a_card_all_the_same(trained):
+def test_a_card_needs_no_settings(trained):
     (trained.parents[1] / "config.json").unlink()
     card = make_card(trained, "me/policy", None, "bfloat16", has_recipe=False)
     assert "## Training" not in card and "## How to use" in card and "Not evaluated" in card
@@ -110,7 +110,7 @@ def evaluated(directory, **changed):
     return directory
 
 
-def test_it_tells_what_an_evaluation_scored_and_the_certificate_without_a_path(trained, tmp_path):
+def test_the_card_has_evaluation_scores_and_certificates_without_paths(trained, tmp_path):
     own = {"split": None, "refused": "", "data": {"repository": "/secret/own.jsonl", "revision": None, "sha256": {}}}
     cells = read_cells(evaluated(tmp_path / "eval"), ["54"]) + read_cells(evaluated(tmp_path / "eval", **own), ["54"])
     card = make_card(trained, "me/policy", BASE, "bfloat16", has_recipe=True, cells=cells)
@@ -119,14 +119,14 @@ def test_it_tells_what_an_evaluation_scored_and_the_certificate_without_a_path(t
     assert "mode `agentic`, seed 3" in card and "No headline" not in card and "secret" not in card
 
 
-def test_code_of_the_users_own_is_named_without_its_directory(trained, tmp_path):
+def test_user_code_is_named_without_its_directory(trained, tmp_path):
     (trained.parents[1] / "config.json").write_text(json.dumps({"config": {"loss": {"name": "/secret/own.py:loss"}}}))
     cells = read_cells(evaluated(tmp_path / "eval", engines=[{"kind": "/secret/engine.py:make"}]), ["54"])
     card = make_card(trained, "me/policy", BASE, "bfloat16", has_recipe=True, cells=cells)
     assert "| loss.name | own.py:loss |" in card and "engine engine.py:make;" in card and "secret" not in card
 
 
-def test_a_refused_headline_is_told_as_one(trained, tmp_path):
+def test_a_refused_headline_is_reported_as_refused(trained, tmp_path):
     cells = read_cells(evaluated(tmp_path / "eval", refused="12 of 1549 samples: 12 rows"), ["54"])
     card = make_card(trained, "me/policy", BASE, "bfloat16", has_recipe=True, cells=cells)
     assert "No headline score for lvbench: 12 of 1549 samples: 12 rows." in card
@@ -139,7 +139,7 @@ def test_an_evaluation_of_another_model_or_none_is_refused(tmp_path):
         read_cells(tmp_path, ["54"])
 
 
-def test_a_checkpoint_of_no_run_has_no_training(tmp_path):
+def test_the_card_of_a_checkpoint_without_a_run_has_no_training_section(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"config": RL}))
     card = make_card(tmp_path / "8b.ckpt", "8b.hf", "some/base", "bfloat16", has_recipe=False)
     assert "a checkpoint with" in card and "## Training" not in card and curve_of(tmp_path / "8b.ckpt") is None

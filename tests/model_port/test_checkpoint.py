@@ -1,4 +1,4 @@
-"""Blocks on disk: they cover a parameter exactly once, are bounded at every size, and a lost one is noticed."""
+"""A checkpoint's blocks on disk cover each parameter once, have bounded sizes, and a missing block is detected."""
 
 import math
 import shutil
@@ -25,7 +25,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory):
-    """A checkpoint whose kernels lie in many chunks, and its parameters."""
+    """A checkpoint whose kernels have many chunks, and its parameters."""
     folder = tmp_path_factory.mktemp("converted")
     make_tiny(folder / "hf")
     with pytest.MonkeyPatch.context() as patch:
@@ -43,7 +43,7 @@ shapes = st.lists(st.integers(1, 13), min_size=1, max_size=4).map(tuple)
 
 
 @given(shape=shapes, block_bytes=st.integers(1, 300), layer_bytes=st.integers(1, 300))
-def test_chunks_cover_every_element_once_and_waste_little(shape, block_bytes, layer_bytes):
+def test_chunks_cover_every_element_once_with_little_padding(shape, block_bytes, layer_bytes):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "BLOCK_BYTES", block_bytes)
         patch.setattr(checkpoint, "MIN_LAYER_BYTES", layer_bytes)
@@ -53,7 +53,7 @@ def test_chunks_cover_every_element_once_and_waste_little(shape, block_bytes, la
         times_covered[checkpoint.index_of(box)] += 1
     assert (times_covered == 1).all()
     for length, step in zip(shape, chunk_shape, strict=True):
-        assert -length % step < -(-length // step)  # less than one row a chunk
+        assert -length % step < -(-length // step)  # less than one row per chunk
 
 
 @given(shape=shapes, data=st.data())
@@ -69,8 +69,8 @@ def test_runs_are_the_bytes_in_order_whatever_the_chunks(shape, data):
     assert sum(map(len, chunks)) == len(set().union(*chunks))  # no chunk is read twice
 
 
-def test_a_block_that_the_edge_of_an_array_cuts_off_is_read_as_written(tmp_path, monkeypatch):
-    """Seven rows in blocks of two."""
+def test_a_partial_block_at_the_edge_is_read_as_written(tmp_path, monkeypatch):
+    """The array has seven rows in blocks of two."""
     monkeypatch.setattr(checkpoint, "BLOCK_BYTES", 60)
     (tmp_path / "hf").mkdir()
     values, sizes = np.arange(35, dtype=np.float32).reshape(7, 5), []
@@ -81,7 +81,7 @@ def test_a_block_that_the_edge_of_an_array_cuts_off_is_read_as_written(tmp_path,
 
 @pytest.mark.parametrize("name", ["2b", "4b", "8b", "32b"])
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_no_published_size_has_a_large_block_or_many_files(name, itemsize):
+def test_every_published_size_has_small_blocks_and_few_files(name, itemsize):
     abstract = abstract_params(abstract_model(preset(name)), "float32")
     chunks = {path: checkpoint._chunk_shape(leaf.shape, itemsize) for path, leaf in abstract.items()}
     assert max(map(math.prod, chunks.values())) * itemsize <= checkpoint.BLOCK_BYTES
@@ -105,7 +105,7 @@ def test_any_dtype_and_mesh_restores_the_same_values_and_can_be_donated(converte
 
 
 @pytest.mark.slow
-def test_only_the_blocks_of_the_wanted_rows_are_read(converted, tmp_path):
+def test_only_the_blocks_of_the_requested_rows_are_read(converted, tmp_path):
     shutil.copytree(converted[0], tmp_path / "ckpt")
     stored, path = StoredParams(tmp_path / "ckpt"), "text.layers.mlp.gate_kernel_fd"
     layers, rows, width = stored.shapes[path]
@@ -115,7 +115,7 @@ def test_only_the_blocks_of_the_wanted_rows_are_read(converted, tmp_path):
     box = ((0, layers), (chunk_rows, rows), (0, width))
     found = stored._read_boxes(path, {box}, np.dtype(np.float32))[box]
     np.testing.assert_array_equal(found, converted[1][path][:, chunk_rows:])
-    with pytest.raises(ValueError, match=r"NOT_FOUND.*missing"):  # and not zeros
+    with pytest.raises(ValueError, match=r"NOT_FOUND.*missing"):  # otherwise the comparison would prove nothing
         restore_params(tmp_path / "ckpt", wanted())
 
 
@@ -138,17 +138,17 @@ def test_parameters_of_another_model_are_listed(converted):
         (lambda ckpt: (ckpt / "params" / "_METADATA").unlink(), "is not a complete orbax checkpoint"),
     ],
 )
-def test_half_a_checkpoint_is_named(damage, message, converted, tmp_path):
+def test_an_incomplete_checkpoint_is_named(damage, message, converted, tmp_path):
     shutil.copytree(converted[0], tmp_path / "ckpt")
     damage(tmp_path / "ckpt")
     with pytest.raises(ValueError, match=message):
         StoredParams(tmp_path / "ckpt")
 
 
-def test_a_run_and_a_hugging_face_directory_are_named_as_such(tiny_hf, tmp_path):
+def test_errors_identify_run_and_hugging_face_directories(tiny_hf, tmp_path):
     for step in (9, 10):
         (tmp_path / "run" / "checkpoints" / str(step) / "params").mkdir(parents=True)
-    (tmp_path / "run" / "config.json").write_text("{}")  # its settings
+    (tmp_path / "run" / "config.json").write_text("{}")  # the settings file of a run
     for read in (StoredParams, source_directory, model_port.load):
         with pytest.raises(ValueError, match=r"give one of its checkpoints, such as .*/checkpoints/10$"):
             read(tmp_path / "run")
@@ -158,7 +158,7 @@ def test_a_run_and_a_hugging_face_directory_are_named_as_such(tiny_hf, tmp_path)
         StoredParams(tiny_hf)
 
 
-def test_infinities_that_were_there_before_survive_a_cast():
+def test_infinities_survive_a_cast():
     block = np.array([np.inf, -np.inf, 65_504.0, np.nan], np.float32)
     np.testing.assert_array_equal(cast(block, np.dtype(np.float16), "x"), block.astype(np.float16))
     with pytest.raises(ValueError, match="x has the value 65520, which float16 cannot represent"):
@@ -167,7 +167,7 @@ def test_infinities_that_were_there_before_survive_a_cast():
 
 @pytest.mark.parametrize(("value", "stored", "dtype"), [(1e5, "float32", "float16"), (1e300, "float64", "bfloat16")])
 @pytest.mark.parametrize("name", ["norm.weight", "layers.1.input_layernorm.weight"])
-def test_a_value_that_a_dtype_cannot_hold_is_neither_loaded_nor_converted(name, value, stored, dtype, tmp_path):
+def test_values_that_overflow_a_dtype_are_rejected(name, value, stored, dtype, tmp_path):
     def change(tensors):
         for each in tensors:
             tensors[each] = tensors[each].astype(stored)

@@ -1,4 +1,4 @@
-"""A command's exit code, and what it says when it fails."""
+"""Exit codes and error messages of commands."""
 
 import errno
 import os
@@ -27,7 +27,7 @@ def raiser(problem):
         (KeyError("key"), "KeyError 'key' (unexpected; --debug shows the stack trace)"),
     ],
 )
-def test_an_error_is_one_line_that_says_why_unless_debugging(monkeypatch, capsys, problem, said):
+def test_an_error_is_one_line_without_debug(monkeypatch, capsys, problem, said):
     for flags in ([], ["--debug"]):
         monkeypatch.setattr(sys, "argv", ["command", *flags])
         with pytest.raises(SystemExit) as ended:
@@ -40,7 +40,7 @@ def test_an_error_is_one_line_that_says_why_unless_debugging(monkeypatch, capsys
 @pytest.mark.parametrize(
     ("command", "code"), [(lambda: None, 0), (raiser(KeyboardInterrupt()), 130), (raiser(SystemExit(2)), 2)]
 )
-def test_success_and_interruption_have_their_exit_codes(command, code, capsys):
+def test_exit_codes_of_success_and_interrupts(command, code, capsys):
     with pytest.raises(SystemExit) as ended:
         run_cli(command)
     assert ended.value.code == code and "Traceback" not in capsys.readouterr().err

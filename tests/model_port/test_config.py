@@ -1,4 +1,4 @@
-"""Configs of Hugging Face are read in both spellings, written back, and refused by name when they cannot run."""
+"""Hugging Face configs are read in both formats and written back; unsupported settings are rejected by name."""
 
 import copy
 import json
@@ -13,7 +13,7 @@ MIXTURE = config_to_hf(PRESETS["30b-a3b"])
 
 
 def edited(published=PUBLISHED, **changes):
-    """The published 8B file, or another, with dotted keys changed (None removes)."""
+    """Returns a published config with dotted keys changed; None removes a key."""
     hf = copy.deepcopy(published)
     for dotted, value in changes.items():
         *path, key = dotted.split(".")
@@ -35,7 +35,7 @@ def test_transformers_reads_a_preset_as_we_do(name):
 
     hf = config_to_hf(PRESETS[name])
     theirs = AutoConfig.for_model(hf.pop("model_type"), **hf).to_dict()
-    assert "rope_parameters" in theirs["text_config"]  # the new spelling, written by transformers itself
+    assert "rope_parameters" in theirs["text_config"]  # the new format, written by transformers
     assert config_from_hf(theirs) == PRESETS[name]
 
 
@@ -77,7 +77,7 @@ def test_presets_have_the_published_number_of_parameters(name, billions):
         ({"compression_config": {"format": "dense"}}, "compression_config: quantized weights are not supported"),
     ],
 )  # fmt: skip
-def test_what_cannot_run_is_refused_by_name(changes, message):
+def test_unsupported_settings_are_rejected_by_name(changes, message):
     with pytest.raises(ValueError, match=message):
         config_from_hf(edited(**changes))
 
@@ -99,7 +99,7 @@ def test_what_cannot_run_is_refused_by_name(changes, message):
         ({"vision_config": None}, "key 'vision_config' is missing"),
     ],
 )  # fmt: skip
-def test_what_cannot_run_of_qwen2_5_is_refused_by_name(changes, message):
+def test_unsupported_settings_of_qwen2_5_are_rejected_by_name(changes, message):
     with pytest.raises(ValueError, match=message):
         config_from_hf(edited(QWEN25, **changes))
 
@@ -114,7 +114,7 @@ def test_what_cannot_run_of_qwen2_5_is_refused_by_name(changes, message):
         ({"num_experts_per_tok": 129}, "num_experts_per_tok 129 is more than num_experts 128"),
     ],
 )
-def test_what_cannot_run_of_the_mixtures_is_refused_by_name(changes, message):
+def test_unsupported_settings_of_mixtures_are_rejected_by_name(changes, message):
     with pytest.raises(ValueError, match=message):
         config_from_hf(edited(MIXTURE, **{f"text_config.{key}": value for key, value in changes.items()}))
 
@@ -133,7 +133,7 @@ def test_the_text_keys_of_qwen2_5_may_be_in_a_section():
         (lambda path: (path / "config.json").write_text("{") and path, "is not valid JSON"),
     ],
 )
-def test_a_place_that_is_no_model_is_named(tmp_path, make, message):
+def test_a_path_without_a_model_is_named(tmp_path, make, message):
     with pytest.raises(ValueError, match=message):
         read_hf_config(make(tmp_path))
 

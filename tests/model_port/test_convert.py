@@ -1,4 +1,4 @@
-"""A conversion is whole or absent, keeps the source's values, and names what it cannot convert."""
+"""A conversion is atomic, keeps the source's values, and names tensors and files that it cannot convert."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ def run_and_die(moment: str, number: int, src: Path, dst: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_killed_conversion_leaves_all_or_nothing_and_the_next_one_cleans_up(moment, tiny_hf, tmp_path):
+def test_a_killed_conversion_is_atomic_and_the_next_one_cleans_up(moment, tiny_hf, tmp_path):
     dst = tmp_path / "ckpt"
     assert run_and_die(moment, signal.SIGKILL, tiny_hf, dst) == -signal.SIGKILL
     assert dst.exists() == (moment == "renamed")
@@ -42,13 +42,13 @@ def test_a_killed_conversion_leaves_all_or_nothing_and_the_next_one_cleans_up(mo
 
 
 @pytest.mark.slow
-def test_a_politely_killed_conversion_removes_what_it_wrote(tiny_hf, tmp_path):
+def test_a_terminated_conversion_removes_its_files(tiny_hf, tmp_path):
     assert run_and_die("half of the blocks", signal.SIGTERM, tiny_hf, tmp_path / "ckpt") == 128 + signal.SIGTERM
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_nothing_is_cast_unasked_and_the_record_says_what_was_converted(dtype, tmp_path):
+def test_conversion_keeps_the_dtype_and_records_its_source(dtype, tmp_path):
     make_tiny(tmp_path / "hf", dtype=dtype)
     report = convert(tmp_path / "hf", tmp_path / "ckpt")
     assert {found.name for found in StoredParams(tmp_path / "ckpt").dtypes.values()} == {dtype}
@@ -68,9 +68,9 @@ def test_nothing_is_cast_unasked_and_the_record_says_what_was_converted(dtype, t
         ),
         ({"weight": "float64", "bias": "float64"}, r"float64 \(such as .*\)"),
     ],
-    ids=["two", "of no checkpoint"],
+    ids=["two dtypes", "unsupported dtype"],
 )
-def test_a_source_whose_dtype_cannot_be_kept_asks_for_one(dtypes, listed, tiny_hf, tmp_path):
+def test_a_source_with_an_unsupported_dtype_needs_a_flag(dtypes, listed, tiny_hf, tmp_path):
     shutil.copytree(tiny_hf, tmp_path / "hf")
     change_tensors(
         tmp_path / "hf",
@@ -90,14 +90,14 @@ def test_a_source_whose_dtype_cannot_be_kept_asks_for_one(dtypes, listed, tiny_h
         ("adapter_config.json", r"ckpt is an adapter; use it directly, or model_port\.export .* merges it"),
     ],
 )
-def test_a_directory_that_needs_no_conversion_says_so(file, message, tmp_path):
+def test_a_converted_directory_is_reported(file, message, tmp_path):
     (tmp_path / "ckpt" / file).parent.mkdir(parents=True)
     (tmp_path / "ckpt" / file).write_text("{}")
     with pytest.raises(ValueError, match=message):
         convert(tmp_path / "ckpt", tmp_path / "again")
 
 
-def test_a_download_that_is_impossible_says_what_to_do(tmp_path, monkeypatch):
+def test_a_failed_download_has_advice(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Experts compute what a loop over tokens does, however uneven the choice is and however rows are split."""
+"""Experts equal a loop over tokens for any routing and any split of rows."""
 
 from dataclasses import replace
 
@@ -42,7 +42,7 @@ def test_experts_compute_what_a_loop_over_tokens_computes(few_tokens, monkeypatc
         random.standard_normal(shape).astype(np.float32)
         for shape in ((TOKENS, WIDTH), (NUM_EXPERTS, WIDTH, 2, FFN), (NUM_EXPERTS, FFN, WIDTH))
     )
-    mixed = jax.jit(lambda *inputs: mix(*inputs))  # another function, which is traced anew
+    mixed = jax.jit(lambda *inputs: mix(*inputs))  # a new function object is traced again
     for name, choose in CHOICES.items():
         chosen = choose(random)
         weights = random.random(chosen.shape).astype(np.float32)
@@ -56,17 +56,17 @@ def test_experts_compute_what_a_loop_over_tokens_computes(few_tokens, monkeypatc
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "token_experts", "expected"),
     [
-        (16_384, 128, 8, (384, 512)),  # 131072 pairs in 256 blocks, and 128 for each expert's last one
-        (32, 128, 8, (128, 32)),  # one block an expert
+        (16_384, 128, 8, (384, 512)),  # 131072 pairs in 256 blocks, plus each expert's partial block
+        (32, 128, 8, (128, 32)),  # one block per expert
         (2000, 8, 1, (23, 128)),  # 15 whole blocks of 128, and 8
     ],
 )
-def test_blocks_have_room_for_any_choice(num_tokens, num_experts, token_experts, expected):
+def test_blocks_have_room_for_any_routing(num_tokens, num_experts, token_experts, expected):
     num_blocks, rows = block_shape(num_tokens, num_experts, token_experts)
     assert (num_blocks, rows) == expected
 
 
-def test_a_replayed_token_has_those_experts_with_the_routers_probabilities():
+def test_a_replayed_token_uses_the_given_experts_with_router_probabilities():
     logits = jnp.log(jnp.array([[[0.5, 0.3, 0.1, 0.1], [0.5, 0.3, 0.1, 0.1]]]))
     weights, chosen = route(logits, 2, jnp.array([[[3, 0], [NOT_REPLAYED, NOT_REPLAYED]]]))
     np.testing.assert_array_equal(chosen[0], [[3, 0], [0, 1]])
@@ -75,7 +75,7 @@ def test_a_replayed_token_has_those_experts_with_the_routers_probabilities():
 
 @pytest.mark.slow
 def test_a_model_replays_the_experts_of_its_tokens(tmp_path):
-    """The router prefers none, so every token goes to experts 0 and 1 in equal parts."""
+    """The router has no preference, so every token goes to experts 0 and 1 with equal weights."""
     make_tiny(tmp_path / "hf", config=tiny_config("qwen3_vl_moe"))
     model, num_tokens = model_port.load(tmp_path / "hf"), 9
     router = model.text.layers.mlp.router_kernel_xm
@@ -96,6 +96,6 @@ def test_a_model_replays_the_experts_of_its_tokens(tmp_path):
     assert (np.abs(late[5:] - plain[5:]).max(axis=1) > 1e-3).all()
 
 
-def test_padding_is_no_load():
-    chosen = jnp.array([[[[0, 2], [0, 1], [3, 0]]]])  # one layer, one row of three tokens, the last of them padding
+def test_padding_does_not_count_as_load():
+    chosen = jnp.array([[[[0, 2], [0, 1], [3, 0]]]])  # one layer and one row of three tokens; the last token is padding
     np.testing.assert_array_equal(tokens_of_experts(chosen, jnp.array([[1, 2, 0]]), 4), [[2, 1, 1, 0]])

@@ -1,4 +1,4 @@
-"""What an export holds besides the tensors: shards and index, both processor spellings, chat template, model card."""
+"""An export's shards and index, both processor formats, chat template and model card."""
 
 import json
 import math
@@ -27,7 +27,7 @@ PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json")
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    """Laid out like the hub's cache, whose files are links."""
+    """A model laid out like the hub's cache, whose files are links."""
     folder = tmp_path_factory.mktemp("cache")
     make_tiny(folder / "blobs")
     snapshot = folder / "models--Qwen--Qwen3-VL-2B-Instruct" / "snapshots" / "0a1b"
@@ -44,7 +44,7 @@ def ckpt(source, tmp_path_factory) -> Path:
     return path
 
 
-def test_shards_are_no_larger_than_asked_and_the_index_tells_where_each_tensor_is(ckpt, tmp_path):
+def test_shards_respect_the_size_limit_and_the_index_locates_each_tensor(ckpt, tmp_path):
     max_bytes = 300_000
     report = export(ckpt, tmp_path / "out", max_shard_gib=max_bytes / 2**30)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -63,14 +63,14 @@ def test_without_a_limit_there_is_one_file(ckpt, tmp_path):
     assert [path.name for path in (tmp_path / "out").glob("*.safetensors*")] == ["model.safetensors"]
 
 
-def test_a_tensor_larger_than_a_shard_gets_one_of_its_own():
+def test_a_tensor_larger_than_a_shard_gets_its_own_shard():
     shards = plan_shards({"a": (3,), "b": (11,), "c": (2,), "d": (1,)}, np.dtype(np.float32), 20)
     assert [list(shard.shapes) for shard in shards] == [["a"], ["b"], ["c", "d"]]
     assert [shard.num_bytes for shard in shards] == [12, 44, 12]
 
 
 @pytest.mark.slow
-def test_a_trained_float32_checkpoint_is_cast_and_its_card_says_the_step(ckpt, tmp_path):
+def test_a_trained_float32_checkpoint_is_cast_and_its_card_has_the_step(ckpt, tmp_path):
     params = restore_params(ckpt, abstract_params(abstract_model(tiny_config()), "float32"))
     trained = {path: value * 1.001 for path, value in params.items()}
     save_by_orbax(tmp_path / "checkpoints" / "7", trained)
@@ -90,17 +90,17 @@ def test_the_card_is_valid_and_names_the_base_model(source, ckpt, tmp_path):
     export(ckpt, tmp_path / "out")
     metadata = ModelCard.load(tmp_path / "out" / "README.md").data
     assert (metadata.base_model, metadata.library_name) == (HUB_ID, "transformers")
-    convert(tmp_path / "out", tmp_path / "again")  # what was exported still knows
+    convert(tmp_path / "out", tmp_path / "again")  # the exported files keep the base model's name
     assert base_model(tmp_path / "again" / "hf") == HUB_ID
 
 
 @pytest.mark.parametrize("shard_gib", [0.0, -1.0, float("nan")])
-def test_shards_need_a_size(shard_gib, ckpt, tmp_path):
+def test_a_shard_size_must_be_positive(shard_gib, ckpt, tmp_path):
     with pytest.raises(ValueError, match="must be greater than 0"):
         export(ckpt, tmp_path / "out", max_shard_gib=shard_gib)
 
 
-# The files beside the weights
+# The files next to the weights
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def written(hf: Path) -> dict:
     return {name: json.loads(content) for name, content in read_side_files(hf).items() if name.endswith(".json")}
 
 
-def test_either_processor_spelling_gives_the_other(hf):
+def test_each_processor_format_yields_the_other(hf):
     flat = [json.loads((hf / name).read_text()) for name in PROCESSORS]
     nested = written(hf)["processor_config.json"]
     assert [nested["image_processor"], nested["video_processor"]] == flat
@@ -122,14 +122,14 @@ def test_either_processor_spelling_gives_the_other(hf):
     assert [written(hf)[name] for name in PROCESSORS] == flat
 
 
-def test_a_processor_file_with_other_settings_only_is_completed(hf):
+def test_an_incomplete_processor_file_is_completed(hf):
     (hf / "processor_config.json").write_text(json.dumps({"processor_class": "Other", "num_crops": 3}))
     nested = written(hf)["processor_config.json"]
     assert (nested["processor_class"], nested["num_crops"]) == ("Other", 3)
     assert nested["image_processor"] == json.loads((hf / PROCESSORS[0]).read_text())
 
 
-def test_spellings_that_disagree_are_refused_and_nulls_and_class_names_are_not_disagreement(hf):
+def test_conflicting_processor_files_are_rejected(hf):
     nested = written(hf)["processor_config.json"]
     nested["image_processor"] |= {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": None}
     (hf / "processor_config.json").write_text(json.dumps(nested))
@@ -140,7 +140,7 @@ def test_spellings_that_disagree_are_refused_and_nulls_and_class_names_are_not_d
 
 
 @pytest.mark.parametrize("place", ["chat_template.jinja", "chat_template.json", "tokenizer_config.json"])
-def test_a_chat_template_in_any_place_gets_into_all(place, hf):
+def test_a_chat_template_is_exported_to_all_locations(place, hf):
     template = "{{ messages[0].content }} \N{SNOWMAN}"
     (hf / "chat_template.jinja").unlink()
     if place.endswith(".jinja"):
@@ -157,13 +157,13 @@ def test_a_chat_template_in_any_place_gets_into_all(place, hf):
     assert transformers.AutoTokenizer.from_pretrained(hf).chat_template == template
 
 
-def test_two_chat_templates_are_refused(hf):
+def test_conflicting_chat_templates_are_rejected(hf):
     (hf / "chat_template.json").write_text(json.dumps({"chat_template": "another"}))
     with pytest.raises(ValueError, match=r"chat_template.json and chat_template.jinja hold different chat templates"):
         read_side_files(hf)
 
 
-def test_the_model_card_and_weights_of_the_source_stay_behind(hf):
+def test_the_sources_model_card_and_weights_are_not_copied(hf):
     for name in ("README.md", "model.safetensors", "model.safetensors.index.json", "LICENSE"):
         (hf / name).touch()
     assert {"LICENSE", "config.json"} <= set(read_side_files(hf))

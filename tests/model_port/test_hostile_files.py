@@ -1,4 +1,4 @@
-"""Files of a model or adapter with values of any type: each is one sentence with the file and the key."""
+"""Model and adapter files with invalid values give a one-line error with the file and the key."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ WRONG = ([], {}, "x", -1, 10**30, True, float("nan"), float("inf"), 1e999, [None
 
 
 def readable(directory):
-    """Everything of a model's files that is read before its weights."""
+    """Reads all of a model's files that are read before its weights."""
     config_from_hf(read_hf_config(directory), str(directory / CONFIG))
     base_model(directory)
     VisionContract.from_hf(directory)
@@ -55,7 +55,7 @@ NUMBERS = ("text_config.rope_theta", "text_config.rms_norm_eps", "text_config.in
 
 
 @pytest.mark.parametrize("key", [*SIZES, *NUMBERS])
-def test_a_number_of_config_json_is_one_within_bounds(key, model):
+def test_numbers_in_config_json_are_validated(key, model):
     edits = [*WRONG, 10**9, "4"] if key in SIZES else [*WRONG, "4"]
     before = (model / CONFIG).read_text()
     for value in edits:
@@ -96,7 +96,7 @@ def test_a_number_of_config_json_is_one_within_bounds(key, model):
         ("tokenizer_config.json", "chat_template", 5, None),
     ],
 )  # fmt: skip
-def test_a_value_of_another_type_is_named_with_its_file(file, key, value, said, model):
+def test_a_value_of_the_wrong_type_is_named_with_its_file(file, key, value, said, model):
     edit(model / file, {key: value})
     if said is None:
         readable(model)
@@ -114,7 +114,7 @@ FILES = (
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("content", [b"[]", b"{", b"\xff\xfe", b"[" * 10**5], ids=range(4))
-def test_a_file_that_is_no_json_object_is_named(file, content, model):
+def test_a_file_that_is_not_a_json_object_is_named(file, content, model):
     (model / file).write_bytes(content)
     if file == "chat_template.jinja" and content != b"\xff\xfe":
         return
@@ -124,10 +124,10 @@ def test_a_file_that_is_no_json_object_is_named(file, content, model):
     assert len(str(refused.value)) < 500
 
 
-def test_a_file_of_gigabytes_is_not_read(model):
+def test_a_huge_file_is_not_read(model):
     for name in ("tokenizer.json", "chat_template.jinja"):
         with (model / name).open("wb") as file:
-            file.truncate(2**32)  # without a block on disk
+            file.truncate(2**32)  # a sparse file that takes no disk space
         with pytest.raises(ValueError, match=rf"{name} has 4294967296 bytes, more than"):
             read_side_files(model)
         with pytest.raises(ValueError, match=r"has 4294967296 bytes, more than"):
@@ -151,7 +151,7 @@ def test_a_file_of_gigabytes_is_not_read(model):
         ("paravt_jax.json", "base.sum", 5, "base.sum=5 must be text"),
     ],
 )
-def test_a_value_of_an_adapter_is_named_with_its_file(file, key, value, said, adapter, tmp_path):
+def test_an_invalid_adapter_value_is_named_with_its_file(file, key, value, said, adapter, tmp_path):
     adapter = shutil.copytree(adapter, tmp_path / "adapter")
     edit(adapter / file, {key: value})
     with pytest.raises(ValueError, match=said) as refused:
@@ -169,8 +169,8 @@ values = st.recursive(
 @pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_whatever_a_file_holds_it_is_read_or_refused(data, tiny_hf, adapter, tmp_path_factory):
-    """No other error than one with a sentence for the user."""
+def test_any_file_content_is_read_or_rejected(data, tiny_hf, adapter, tmp_path_factory):
+    """Only errors with a message for the user may be raised."""
     directory = tmp_path_factory.mktemp("fuzzed")
     names = [*FILES[:7], ADAPTER, "paravt_jax.json"]
     for source, name in ((tiny_hf, one) for one in FILES):

@@ -1,4 +1,4 @@
-"""Pushing to the hub, against a fake hub on loopback. No test can reach any other host."""
+"""Pushing to a fake hub on loopback. No test can reach any other host."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from model_port import hub as module, push
 from model_port.hub import check_hub_access, push_to_hub
 
-# the client sends objects through an argument that its HTTP library deprecates
+# the client uses a deprecated argument of its HTTP library
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
 REPO = "ada/tiny-vl"
@@ -25,7 +25,7 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture
 def waits_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Runs the client's pauses between tries in no time, and lists them."""
+    """Skips the client's pauses between attempts, and records them."""
     waits: list[float] = []
     monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=waits.append))
     return waits
@@ -33,7 +33,7 @@ def waits_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
-    """The hub of a client with a token that may write."""
+    """A hub whose client has a write token."""
     with fresh_client(monkeypatch, tmp_path / "home") as served:
         monkeypatch.setenv("HF_TOKEN", WRITE_TOKEN)
         yield served
@@ -41,7 +41,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Three shards of unequal size and the small files of an export."""
+    """An export with three shards of unequal size and small files."""
     directory = tmp_path / "model"
     write_model(directory, {shard: 1009 * (n + 2) for n, shard in enumerate(SHARDS)})
     return directory
@@ -74,7 +74,7 @@ def message(error: type[Exception], call: Callable[[], object]) -> str:
     return text
 
 
-# What arrives
+# Successful pushes
 
 
 def test_a_download_after_a_push_has_the_same_bytes_from_one_commit(tmp_path: Path, hub: FakeHub, model: Path):
@@ -88,7 +88,7 @@ def test_a_download_after_a_push_has_the_same_bytes_from_one_commit(tmp_path: Pa
     assert len(hub.repos[REPO].commits) == 2  # the first created the repository
 
 
-def test_weights_of_an_earlier_model_are_removed_and_other_files_kept(hub: FakeHub, model: Path, tmp_path: Path):
+def test_a_push_removes_earlier_weights_and_keeps_other_files(hub: FakeHub, model: Path, tmp_path: Path):
     push_to_hub(model, REPO)
     write_model(tmp_path / "smaller", {"model-00001-of-00001.safetensors": 1009})
     (tmp_path / "smaller" / "README.md").unlink()
@@ -96,15 +96,15 @@ def test_weights_of_an_earlier_model_are_removed_and_other_files_kept(hub: FakeH
     assert set(hub.files(REPO)) == {*contents(tmp_path / "smaller"), "README.md", ".gitattributes"}
 
 
-def test_revision_goes_to_its_own_branch(hub: FakeHub, model: Path):
+def test_a_revision_is_pushed_to_its_own_branch(hub: FakeHub, model: Path):
     push_to_hub(model, REPO, revision="step/40")
     assert set(SHARDS) <= set(hub.files(REPO, "step/40"))
     assert set(hub.files(REPO)) == {".gitattributes"}
-    push_to_hub(model, REPO, revision="step/40")  # the branch exists now
+    push_to_hub(model, REPO, revision="step/40")  # the branch exists at the second push
 
 
 @pytest.mark.parametrize("public", [False, True])
-def test_a_repository_is_made_private_unless_told_otherwise(hub: FakeHub, model: Path, public: bool):
+def test_a_repository_is_private_by_default(hub: FakeHub, model: Path, public: bool):
     push_to_hub(model, REPO, public=public)
     assert hub.repos[REPO].private is not public
     push_to_hub(model, REPO, public=public)
@@ -117,13 +117,13 @@ def test_a_repository_is_made_private_unless_told_otherwise(hub: FakeHub, model:
         (True, "is private: push there without --public"),
     ],
 )
-def test_a_push_does_not_land_in_a_repository_that_others_see_or_do_not_see(hub: FakeHub, model: Path, public, refusal):
+def test_a_push_to_a_repository_of_other_visibility_is_rejected(hub: FakeHub, model: Path, public, refusal):
     hub.add_repo(REPO, private=public)
     assert refusal in message(ValueError, lambda: push_to_hub(model, REPO, public=public))
     assert set(hub.files(REPO)) == {".gitattributes"} and hub.count(PUT) == 0
 
 
-def test_what_lies_beside_a_model_is_not_sent(hub: FakeHub, model: Path):
+def test_unrelated_files_are_not_pushed(hub: FakeHub, model: Path):
     for name in ("hf_token.txt", "credentials.json", ".secrets.json", "notes.md", "optimizer.safetensors"):
         (model / name).write_text("secret")
     (model / "private").mkdir()
@@ -151,24 +151,24 @@ def test_a_dry_run_lists_exactly_the_files_of_a_push_and_sends_nothing(hub: Fake
 
 
 @pytest.mark.parametrize(("name", "repo"), [("config.json", REPO), ("", "tiny-vl")])
-def test_a_dry_run_refuses_what_a_push_would_without_a_request(hub: FakeHub, model: Path, monkeypatch, name, repo):
+def test_a_dry_run_makes_the_same_checks_without_a_request(hub: FakeHub, model: Path, monkeypatch, name, repo):
     (model / name).unlink() if name else None
     monkeypatch.setattr("sys.argv", ["push", str(model), repo, "--dry-run"])
     assert (name or "lacks an owner") in message(ValueError, push.main)
     assert hub.requests == []
 
 
-def test_files_that_the_repository_ignores_are_not_lost_silently(hub: FakeHub, model: Path):
+def test_gitignored_files_are_an_error(hub: FakeHub, model: Path):
     hub.add_repo(REPO, files={".gitignore": b"*.safetensors"})
     text = message(RuntimeError, lambda: push_to_hub(model, REPO))
     assert ".gitignore" in text and SHARDS[0] in text
 
 
-# What goes wrong on the way
+# Failures during a push
 
 
 @pytest.mark.parametrize("action", [500, 403, "close", "corrupt"])
-def test_after_a_failed_push_a_second_one_sends_only_the_rest(
+def test_a_push_after_a_failure_sends_only_the_missing_files(
     hub: FakeHub, model: Path, waits_s: list[float], action: Action
 ):
     hub.fail(PUT, action, num_good=1)
@@ -185,15 +185,15 @@ def test_after_a_failed_push_a_second_one_sends_only_the_rest(
 
 
 @pytest.mark.parametrize("request_", [r"POST /api/repos/create", PUT, r"POST .*/commit/"])
-def test_a_hanging_hub_ends_a_push_by_a_deadline(
+def test_a_push_to_a_hanging_hub_ends_at_its_deadline(
     hub: FakeHub, model: Path, waits_s: list[float], monkeypatch: pytest.MonkeyPatch, request_: str
 ):
-    monkeypatch.setattr(module, "ANSWER_DEADLINE_S", 0.5)  # the other requests meet it
+    monkeypatch.setattr(module, "ANSWER_DEADLINE_S", 0.5)  # all other requests hang
     hub.fail(request_, "hang")
     assert "Timeout" in message(RuntimeError, lambda: push_to_hub(model, REPO))
 
 
-def test_deadline_is_lifted_from_the_client_afterwards(hub: FakeHub, model: Path):
+def test_the_clients_timeout_is_restored_after_a_push(hub: FakeHub, model: Path):
     push_to_hub(model, REPO)
     hub.fail("GET /api/models/", "close")
     message(RuntimeError, lambda: check_hub_access(REPO))
@@ -201,11 +201,11 @@ def test_deadline_is_lifted_from_the_client_afterwards(hub: FakeHub, model: Path
     assert len(huggingface_hub.get_session().event_hooks["request"]) == 1
 
 
-# What is noticed before any work
+# Errors before any work
 
 
 def refusals(hub: FakeHub, model: Path, error: type[Exception], repo_id: str = REPO):
-    """What the check and the push itself say; neither may skip anything."""
+    """Returns the errors of the check and of the push itself; both must make all checks."""
     check = message(error, lambda: check_hub_access(repo_id))
     assert message(error, lambda: push_to_hub(model, repo_id)) == check
     assert hub.count("POST|PUT") == 0
@@ -218,13 +218,13 @@ def test_malformed_repo_id_is_named_before_any_request(hub: FakeHub, model: Path
     assert hub.requests == []
 
 
-def test_a_damaged_token_is_refused_without_being_printed(hub: FakeHub, model: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_invalid_token_is_rejected_and_not_printed(hub: FakeHub, model: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_TOKEN", f"{WRITE_TOKEN} oops")
     text = refusals(hub, model, ValueError)
     assert "oops" not in text and "/settings/tokens" in text and hub.requests == []
 
 
-def test_the_token_of_a_login_is_found(hub: FakeHub, monkeypatch: pytest.MonkeyPatch):
+def test_the_token_of_a_login_is_used(hub: FakeHub, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("HF_TOKEN")
     Path(constants.HF_TOKEN_PATH).parent.mkdir()
     Path(constants.HF_TOKEN_PATH).write_text(f"{WRITE_TOKEN}\n")
@@ -232,7 +232,7 @@ def test_the_token_of_a_login_is_found(hub: FakeHub, monkeypatch: pytest.MonkeyP
     assert hub.count("GET /api/whoami-v2") == 1
 
 
-def test_a_missing_token_and_offline_mode_are_noticed_before_any_request(
+def test_a_missing_token_and_offline_mode_fail_before_any_request(
     hub: FakeHub, model: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv("HF_TOKEN")
@@ -245,7 +245,7 @@ def test_a_missing_token_and_offline_mode_are_noticed_before_any_request(
 
 
 @pytest.mark.parametrize(("token", "complaint"), [("hf_revoked", "401"), (READ_TOKEN, "is read-only")])
-def test_token_that_cannot_write_is_refused(
+def test_a_read_only_token_is_rejected(
     hub: FakeHub, model: Path, monkeypatch: pytest.MonkeyPatch, token: str, complaint: str
 ):
     monkeypatch.setenv("HF_TOKEN", token)
@@ -254,14 +254,14 @@ def test_token_that_cannot_write_is_refused(
 
 
 @pytest.mark.parametrize("repo_id", ["eve/hers", "eve/new", "their-lab/new"])
-def test_repository_of_somebody_else_is_refused(hub: FakeHub, model: Path, repo_id: str):
+def test_a_repository_without_write_access_is_rejected(hub: FakeHub, model: Path, repo_id: str):
     hub.add_repo("eve/hers")
     text = refusals(hub, model, RuntimeError, repo_id)
     assert repo_id in text and "ada/" in text
 
 
 @pytest.mark.parametrize("repo_id", [REPO, "Ada/new", "our-lab/new", "guest-lab/new"])
-def test_repository_that_can_be_made_or_written_passes_and_nothing_is_changed(
+def test_the_check_passes_for_writable_repositories_and_changes_nothing(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch, repo_id: str
 ):
     hub.add_repo(REPO)
@@ -271,7 +271,7 @@ def test_repository_that_can_be_made_or_written_passes_and_nothing_is_changed(
 
 
 @pytest.mark.parametrize("action", [500, 429, "close", "hang"])
-def test_hub_in_trouble_is_named(hub: FakeHub, action: Action, monkeypatch: pytest.MonkeyPatch):
+def test_a_failing_hub_is_named(hub: FakeHub, action: Action, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "ANSWER_DEADLINE_S", 0.2)
     for request in ("GET /api/whoami", "GET .*/auth-check"):
         hub.faults.clear()
@@ -287,8 +287,8 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_incomplete_directory_is_refused_before_any_request(hub: FakeHub, model: Path, name: str):
+def test_an_incomplete_directory_is_rejected_before_any_request(hub: FakeHub, model: Path, name: str):
     DAMAGES[name](model)
     problem = message(ValueError, lambda: push_to_hub(model, REPO))
-    assert name in problem and "python -m model_port.export" in problem  # DIR may be a run's checkpoint
+    assert name in problem and "python -m model_port.export" in problem  # also if DIR is a run's checkpoint
     assert hub.requests == []

@@ -1,4 +1,4 @@
-"""Host-side preparation: positions and tables by hand, and one sentence for every impossible input."""
+"""Host-side preparation: positions and tables by hand, and one-line errors for invalid inputs."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def frame(down: int, across: int) -> Frame:
 
 
 def test_positions_of_an_image_by_hand():
-    """Text 0, start 1, a 2 x 3 block at 2: rows 2-3, columns 2-4; it advances by 3, so the end is at 5."""
+    """Text at 0, start at 1, a 2 x 3 block at 2 (rows 2-3, columns 2-4), which advances by 3, so the end is at 5."""
     tokens = Tokens(np.array([7, START, *[IMAGE] * 6, END]), (0,))
     positions, index, following = place_tokens(tokens, [frame(4, 6)], [10], CONFIG)
     expected = [[0, 0, 0], [1, 1, 1], [2, 2, 2], [2, 2, 3], [2, 2, 4], [2, 3, 2], [2, 3, 3], [2, 3, 4], [5, 5, 5]]
@@ -45,12 +45,12 @@ def test_merge_order_by_hand():
 
 
 def test_interpolation_by_hand():
-    """4 rows over a 7-row table lie at 0, 2, 4, 6; 2 columns at 0 and 6: every patch sits on one table entry."""
+    """4 rows map to rows 0, 2, 4, 6 of a 7-row table, 2 columns to 0 and 6: every patch uses one table entry."""
     index, weight = interpolation((4, 2), CONFIG.vision)
     on = (index * (weight > 0)).sum(axis=1)
     assert np.sort(on).tolist() == [0, 6, 14, 20, 28, 34, 42, 48]
     np.testing.assert_allclose(weight.sum(axis=1), 1)
-    index, weight = interpolation((6, 2), CONFIG.vision)  # row 1 of 6 lies at 6/5 = 1.2: 0.8 of row 1, 0.2 of row 2
+    index, weight = interpolation((6, 2), CONFIG.vision)  # row 1 of 6 maps to 6/5 = 1.2: 0.8 of row 1, 0.2 of row 2
     assert index[2].tolist()[::2] == [7, 14] and np.allclose(weight[2][::2], [0.8, 0.2])
 
 
@@ -107,7 +107,7 @@ def test_frames_are_ordered_as_the_ids_show_them():
         (lambda: pack_text([[], []], [], [], CONFIG, 8, num_rows=1), "2 rows of sequences do not fit into 1"),
     ],
 )
-def test_impossible_inputs_are_named(attempt, message):
+def test_invalid_inputs_are_named(attempt, message):
     with pytest.raises(ValueError, match=message):
         attempt()
 
@@ -121,6 +121,6 @@ def test_impossible_inputs_are_named(attempt, message):
         ([1], {"pixel_values": np.ones((4, 7), np.float32)}, r"shape \(4, 7\), expected \[P, \d+\]"),
     ],
 )
-def test_ids_and_pixels_that_no_model_has_are_rejected(ids, media, message):
+def test_ids_and_pixels_out_of_range_are_rejected(ids, media, message):
     with pytest.raises(ValueError, match=message):
         one_sequence(CONFIG, np.array(ids), **media)

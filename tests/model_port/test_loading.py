@@ -1,4 +1,4 @@
-"""The memory that loading a model and computing its logits need, and logits of some tokens only."""
+"""Peak memory of loading a model and of its logits, and logits of selected tokens."""
 
 import shutil
 import tracemalloc
@@ -32,7 +32,7 @@ def deep_config():
 
 
 @pytest.mark.slow
-def test_a_stack_is_read_with_one_tensor_beside_it_and_a_cpu_uses_it_in_place(tmp_path):
+def test_reading_a_stack_needs_one_extra_tensor_and_a_cpu_uses_it_in_place(tmp_path):
     config = deep_config()
     make_tiny(tmp_path / "hf", config=config, dtype="bfloat16")
     (rule,) = (rule for rule in rules(config) if rule.path == KERNEL)
@@ -44,13 +44,13 @@ def test_a_stack_is_read_with_one_tensor_beside_it_and_a_cpu_uses_it_in_place(tm
         tracemalloc.stop()
         stored = np.stack([tensors.read(name) for name in rule.hf_names])
     assert np.array_equal(read, stored.astype(np.float32))
-    assert peak_bytes < 1.1 * read.nbytes  # a tensor in bfloat16 is a 48th
+    assert peak_bytes < 1.1 * read.nbytes  # a bfloat16 tensor has 1/48 of its size
     assert jax.device_put(read, jax.devices("cpu")[0]).unsafe_buffer_pointer() == read.ctypes.data
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_no_stack_of_16_bit_weights_is_converted_as_a_whole_for_logits(dtype):
+def test_logits_never_widen_a_whole_stack_of_16_bit_weights(dtype):
     config = deep_config()
     model = abstract_model(config, Compute(dtype))
     graphdef, params = nnx.split(with_params(model, abstract_params(model, "bfloat16")))
@@ -80,7 +80,7 @@ def test_logits_of_some_tokens_are_rows_of_all(side, tiny_hf):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_16_bit_files_compute_in_float32_what_widened_files_do(family, tmp_path):
+def test_16_bit_files_give_the_float32_results_of_widened_files(family, tmp_path):
     narrow = tmp_path / "narrow"
     make_tiny(narrow, config=tiny_config(family), dtype="bfloat16")
     wide = shutil.copytree(narrow, tmp_path / "wide")

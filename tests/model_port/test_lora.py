@@ -1,4 +1,4 @@
-"""Adapters: what they add, what trains, how they lie on disk, and that PEFT reads and writes the same."""
+"""Adapters: their effect, gradients, files and export, and compatibility with PEFT."""
 
 import json
 import math
@@ -54,7 +54,7 @@ COMPUTES = {
 
 
 def trained(config: ModelConfig, lora: LoraConfig = LORA, seed: int = 1) -> dict[str, np.ndarray]:
-    """An adapter in which nothing is zero."""
+    """Returns an adapter without zeros."""
     random = np.random.default_rng(seed)
     shapes = adapter_shapes(config, lora.rank)
     return {path: (0.1 * random.standard_normal(shape)).astype(np.float32) for path, shape in shapes.items()}
@@ -66,7 +66,7 @@ def adapted(model: VLModel, params=None, lora: LoraConfig = LORA) -> VLModel:
 
 
 def merged_model(model: VLModel) -> VLModel:
-    """A model without adapters, from the tensors that an adapted one is exported as."""
+    """Returns a model without adapters, made from an adapted model's exported tensors."""
     tensors = {name: np.asarray(tensor) for name, tensor in merged_tensors(model)}
     plain = VLModel(model.config, rngs=nnx.Rngs(0))
     shapes = {path: leaf.shape for path, leaf in flat_params(nnx.state(plain)).items()}
@@ -76,7 +76,7 @@ def merged_model(model: VLModel) -> VLModel:
 
 @pytest.fixture(scope="module")
 def packed():
-    """A row of two prompts, of which one has branches."""
+    """Returns a row with two prompts, one of which has branches."""
     random = np.random.default_rng(3)
     one, two, *branches = (Tokens(random.integers(0, 119, length).astype(np.int32)) for length in (7, 11, 5, 3, 4))
     return jax.tree.map(
@@ -103,8 +103,8 @@ def by_merging(packed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMPUTES)
-def test_an_adapter_has_value_and_chain_rule_of_the_merged_kernels(name, packed, by_merging):
-    """dA = scale · Bᵀ dW and dB = scale · dW Aᵀ, whatever way it is computed."""
+def test_an_adapter_has_the_values_and_gradients_of_merged_kernels(name, packed, by_merging):
+    """dA = scale · Bᵀ dW and dB = scale · dW Aᵀ, with every compute option."""
     model = adapted(VLModel(CONFIG, compute=COMPUTES[name], rngs=nnx.Rngs(2)))
     value, gradient = value_and_gradient(model, nnx.LoRAParam, packed)
     expected_value, of_kernels = by_merging
@@ -122,7 +122,7 @@ def test_an_adapter_has_value_and_chain_rule_of_the_merged_kernels(name, packed,
 
 
 @pytest.mark.slow
-def test_a_new_adapter_changes_no_bit_of_what_a_model_computes(tiny_hf):
+def test_a_new_adapter_changes_no_output_bit(tiny_hf):
     ids = np.arange(5, 44)
     model = model_port.load(tiny_hf)
     before = model_port.logits(model, ids)
@@ -134,7 +134,7 @@ def test_a_new_adapter_changes_no_bit_of_what_a_model_computes(tiny_hf):
     assert np.abs(model_port.logits(adapted(model, changed), ids) - before).max() > 0.1
 
 
-def test_a_model_without_adapters_has_no_sign_of_them(packed):
+def test_a_model_without_adapters_has_no_adapter_parameters(packed):
     graphdef, params = nnx.split(abstract_model(CONFIG))
     assert not [path for path in flat_params(params) if "lora" in path]
     program = jax.make_jaxpr(lambda params: nnx.merge(graphdef, params).hidden(packed))(params)
@@ -146,7 +146,7 @@ def test_a_model_without_adapters_has_no_sign_of_them(packed):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_pair_lies_beside_every_kernel_of_a_layer_and_is_split_like_it(name):
+def test_every_kernel_of_a_layer_has_an_adapter_with_the_same_sharding(name):
     config, rank = PRESETS[name], 64
     shapes = adapter_shapes(config, rank)
     for kernel, (a, b) in adapter_rules(config, rank).items():
@@ -167,7 +167,7 @@ def test_a_pair_lies_beside_every_kernel_of_a_layer_and_is_split_like_it(name):
 
 @pytest.fixture(scope="module")
 def on_disk(tiny_hf, tmp_path_factory) -> Path:
-    """A trained adapter beside the tiny model, as a run's checkpoint has it."""
+    """A trained adapter next to the tiny model, as in a run's checkpoint."""
     return write_trained(tiny_hf, tmp_path_factory.mktemp("adapter"))
 
 
@@ -183,7 +183,7 @@ IDS = np.random.default_rng(7).integers(5, 900, 37)
 
 
 @pytest.mark.slow
-def test_what_is_read_is_what_was_written(tiny_hf, on_disk):
+def test_an_adapter_is_read_as_written(tiny_hf, on_disk):
     model, loaded = adapted(model_port.load(tiny_hf)), model_port.load(on_disk)
     assert loaded.lora == LORA
     np.testing.assert_array_equal(model_port.logits(loaded, IDS), model_port.logits(model, IDS))
@@ -193,7 +193,7 @@ def test_what_is_read_is_what_was_written(tiny_hf, on_disk):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["hf", "checkpoint"])
-def test_an_export_is_the_model_with_its_adapter_in_it(form, tiny_hf, on_disk, tmp_path):
+def test_an_export_merges_the_adapter(form, tiny_hf, on_disk, tmp_path):
     adapter = on_disk
     if form == "checkpoint":
         convert(tiny_hf, tmp_path / "ckpt")
@@ -230,7 +230,7 @@ def rebased(adapter: Path, base: Path, **changes) -> None:
 
 
 @pytest.mark.slow
-def test_other_weights_than_those_it_was_trained_with_are_refused(tiny_hf, on_disk, tmp_path):
+def test_an_adapter_rejects_another_bases_weights(tiny_hf, on_disk, tmp_path):
     other, adapter = shutil.copytree(tiny_hf, tmp_path / "other"), shutil.copytree(on_disk, tmp_path / "adapter")
     change_tensors(other, lambda tensors: np.multiply(tensors[NORM], 1.001, out=tensors[NORM]))
     rebased(adapter, other)
@@ -258,7 +258,7 @@ def test_other_weights_than_those_it_was_trained_with_are_refused(tiny_hf, on_di
         (("preprocessor_config.json", "size.longest_edge", 10**5), r"processor\.max_pixels is 100000, was \d+"),
     ],
 )
-def test_other_files_than_those_it_was_trained_with_are_refused(change, said, tiny_hf, on_disk, tmp_path):
+def test_an_adapter_rejects_another_bases_files(change, said, tiny_hf, on_disk, tmp_path):
     base, adapter = shutil.copytree(tiny_hf, tmp_path / "base"), shutil.copytree(on_disk, tmp_path / "adapter")
     rebased(adapter, base)
     file, key, value = change
@@ -268,12 +268,12 @@ def test_other_files_than_those_it_was_trained_with_are_refused(change, said, ti
     for use in (model_port.load, lambda path: export(path, tmp_path / "hf")):
         with pytest.raises(ValueError, match=f"was trained when 1 values in the files of .* were different: {said}"):
             use(adapter)
-    edit(adapter / "paravt_jax.json", {"base.files": None})  # those written before have none
+    edit(adapter / "paravt_jax.json", {"base.files": None})  # adapters of earlier versions have none
     assert model_port.load(adapter).lora == LORA
 
 
 @pytest.mark.slow
-def test_a_base_that_was_converted_or_saved_again_is_the_same(tiny_hf, tmp_path):
+def test_a_converted_or_resaved_base_is_accepted(tiny_hf, tmp_path):
     convert(tiny_hf, tmp_path / "ckpt")
     base = shutil.copytree(tiny_hf, tmp_path / "base")
     for name in ("config.json", "tokenizer.json"):
@@ -294,14 +294,14 @@ def test_a_base_that_was_converted_or_saved_again_is_the_same(tiny_hf, tmp_path)
         ({"r": 5}, r"lora_A.weight \(3, 128\) is not a rank-5 adapter"),
     ],
 )
-def test_an_adapter_that_means_something_else_is_refused(changes, said, on_disk, tmp_path):
+def test_an_unsupported_adapter_is_rejected(changes, said, on_disk, tmp_path):
     adapter = shutil.copytree(on_disk, tmp_path / "adapter")
     rebased(adapter, json.loads((on_disk / "adapter_config.json").read_text())["base_model_name_or_path"], **changes)
     with pytest.raises(ValueError, match=said):
         model_port.load(adapter)
 
 
-def test_a_model_is_no_adapter(tiny_hf, tmp_path):
+def test_a_model_is_rejected_as_an_adapter(tiny_hf, tmp_path):
     with pytest.raises(ValueError, match=r"is not an adapter: it has no adapter_config\.json"):
         export_adapter(tiny_hf, tmp_path / "out")
 
@@ -314,7 +314,7 @@ def peft():
 
 
 def reference_logits(hf_dir: Path, wrapped) -> np.ndarray:
-    """Of transformers' model with what `wrapped` makes of it."""
+    """Returns the logits of transformers' model after `wrapped` has modified it."""
     import torch
     from transformers import AutoModelForImageTextToText
 
@@ -352,7 +352,7 @@ def test_an_adapter_of_qwen2_5_vl_may_have_published_names(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_adapter_of_peft_is_read_and_what_it_leaves_out_adds_nothing(peft, tiny_hf, tmp_path):
+def test_a_peft_adapter_may_omit_kernels(peft, tiny_hf, tmp_path):
     import torch
 
     def with_some(model):

@@ -1,4 +1,4 @@
-"""Freed memory is used again."""
+"""Freed memory is reused."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import pytest
 
 from model_port import malloc
 
-# In a process of its own, whose malloc is still as the system has it.
+# Runs in a separate process with the system's default malloc settings.
 PAGES_OF_A_SECOND_BLOCK = f"""
 import resource, runpy, sys
 if sys.argv[1] == "kept":
@@ -21,7 +21,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")
-def test_a_block_needs_new_pages_only_without_kept_memory():
+def test_freed_memory_is_reused_if_kept():
     without, kept = [
         int(
             subprocess.run(

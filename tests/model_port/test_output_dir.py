@@ -1,4 +1,4 @@
-"""A directory that we write replaces what we wrote, and nothing else."""
+"""Writing a directory replaces only our own files."""
 
 import os
 from pathlib import Path
@@ -35,7 +35,7 @@ def files(directory):
         ),
     ],
 )
-def test_what_somebody_else_put_there_is_never_replaced(touch, problem, tmp_path):
+def test_other_programs_files_are_never_replaced(touch, problem, tmp_path):
     dst = tmp_path / "dst"
     write(dst, text="old")
     touch(dst)
@@ -45,7 +45,7 @@ def test_what_somebody_else_put_there_is_never_replaced(touch, problem, tmp_path
     assert files(dst) == before
 
 
-def test_what_we_wrote_and_what_is_empty_is_replaced(tmp_path):
+def test_our_own_and_empty_directories_are_replaced(tmp_path):
     dst = tmp_path / "dst"
     dst.mkdir()
     for text in ("old", "new"):
@@ -86,7 +86,7 @@ def test_a_death_between_the_two_renames_loses_nothing(tmp_path):
     assert files(dst) == {"deep/file": "old"} and [path.name for path in tmp_path.iterdir()] == ["dst"]
 
 
-def test_a_source_inside_of_what_would_be_replaced_is_refused(tmp_path):
+def test_an_output_that_contains_its_source_is_rejected(tmp_path):
     dst = tmp_path / "dst"
     write(dst, text="old")
     (tmp_path / "link").symlink_to(dst)
@@ -99,14 +99,14 @@ def test_a_source_inside_of_what_would_be_replaced_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("place", "reason"),
     [
-        ("/proc/new", "/proc/.new.partial: No such file or directory"),  # nothing can be made there, though it is there
+        ("/proc/new", "/proc/.new.partial: No such file or directory"),  # exists, but nothing can be created in it
         ("{tmp}/file/new", "{tmp}/file: File exists"),
         ("{tmp}/file/deep/new", "{tmp}/file/deep: Not a directory"),
         ("{tmp}/{long}", "{tmp}/.{long}.partial: File name too long"),
         ("{tmp}/taken", "{tmp}/.taken.partial/.lock: Too many levels of symbolic links"),
     ],
 )
-def test_a_place_that_cannot_be_written_is_said_at_once(place, reason, tmp_path):
+def test_an_unwritable_path_is_reported_immediately(place, reason, tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / ".taken.partial").mkdir()
     (tmp_path / ".taken.partial" / ".lock").symlink_to(tmp_path / "gone" / "away")

@@ -1,4 +1,4 @@
-"""Packing is bookkeeping: rows, branches, padding and meshes change where a token is computed, never what comes out."""
+"""Packing into rows, branches, padding and meshes does not change any result."""
 
 from functools import partial
 from itertools import pairwise
@@ -30,7 +30,7 @@ def model(tmp_path_factory) -> VLModel:
 
 @pytest.fixture(scope="module", params=CONFIGS, ids=lambda config: config.family)
 def each_model(request, tmp_path_factory) -> VLModel:
-    """One of each family."""
+    """A model of each family."""
     return load(request.param, tmp_path_factory)
 
 
@@ -62,7 +62,7 @@ def frames() -> list[Frame]:
 
 @pytest.fixture(scope="module")
 def dialogues(frames) -> list[tuple[Tokens, list[Tokens]]]:
-    """(prompt, responses): three prompts with pictures, one of them in a response, and one of text alone."""
+    """(prompt, responses): three prompts with pictures, one with a picture in a response, and one with text only."""
     random = np.random.default_rng(12)
 
     def tokens(num_text: int, *numbers: int) -> Tokens:
@@ -100,7 +100,7 @@ def responses_of(sequence: RowSequence) -> list[slice]:
 
 
 def collect(model, rows, frames, num_tokens, **options):
-    """Logits of every response by (dialogue, branch), and the gradient of a sum of them, weighted by the token."""
+    """Returns the logits of every response by (dialogue, branch), and the gradient of their token-weighted sum."""
     text, vision = batch_of(model.config, [[s for _, s in row] for row in rows], frames, num_tokens, **options)
     weight = np.zeros((*text.tokens.shape, 1), model.compute.dtype)
     spans = {}
@@ -118,7 +118,7 @@ def collect(model, rows, frames, num_tokens, **options):
 
 
 def separate_rows(dialogues):
-    """Every response alone in a row behind its own copy of the prompt."""
+    """Puts every response into its own row with a copy of the prompt."""
     return [
         [((d, g), RowSequence(prompt, (response,)))]
         for d, (prompt, responses) in enumerate(dialogues)
@@ -136,7 +136,7 @@ def assert_same(ours, reference, bound):
 
 
 def renamed(result):
-    """Separate rows name a response (dialogue, g, 0); branches name it (dialogue, 0, g)."""
+    """Renames (dialogue, g, 0), the keys of separate rows, to (dialogue, 0, g), the keys of branches."""
     logits, gradient = result
     return {(d, 0, g): value for (d, g, _), value in logits.items()}, gradient
 

@@ -35,13 +35,13 @@ from model_port.sharding import flat_params
 from model_port.weights import hf_tensors, module_name
 
 KINDS = [
-    "mixed",  # pictures and videos of unequal sizes, in text
+    "mixed",  # text with pictures and videos of unequal sizes
     pytest.param("text", marks=pytest.mark.slow),
     *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("image", "images", "video")),
 ]
-# The quick part has the smallest of each family.
+# The quick tests use the smallest model of each family.
 QUICK = ("one_map", "windows", "experts")
-NIGHTLY = ("few_experts", "windows_untied")  # whose parts are in the others
+NIGHTLY = ("few_experts", "windows_untied")  # its parts are covered by the other prompts
 SHOWN = [
     pytest.param(name, marks=[] if name in QUICK else pytest.mark.nightly if name in NIGHTLY else pytest.mark.slow)
     for name in CONFIGS
@@ -50,7 +50,7 @@ SHOWN = [
 
 @pytest.fixture(scope="module", autouse=True)
 def blocks_of_experts():
-    """As for rows of many tokens."""
+    """Uses the blocked experts, as for rows with many tokens."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("model_port.experts.FEW_TOKENS", 0)
         yield
@@ -80,7 +80,7 @@ def assert_parity(pair, kind: str, atol: float = 1e-4) -> None:
     inputs = prompts(config)[kind]
     with torch.no_grad():
         expected = reference_logits(reference, inputs).numpy()
-    assert expected.std() > 0.1  # a parity of zeros would prove nothing
+    assert expected.std() > 0.1  # comparing zeros would prove nothing
     np.testing.assert_allclose(model_port.logits(ours, inputs.ids, **inputs.media), expected, atol=atol, rtol=0)
 
 
@@ -109,13 +109,13 @@ def test_gradients_equal_transformers(pair, kind):
     got = {module_name(config, name): value for name, value in our_gradients(ours, inputs, weights).items()}
     assert len(expected) == (len(got) if kind == "mixed" else sum("visual" not in name for name in got))
     for name, gradient in expected.items():
-        # A gradient that is zero in exact arithmetic (a key bias shifts all scores alike) is only noise in both.
+        # Gradients that are zero in exact arithmetic, such as a key bias's, are rounding noise on both sides.
         scale = max(np.linalg.norm(gradient), 1e-3)
         assert np.linalg.norm(got[name] - gradient) / scale < 1e-4, name
 
 
 class TestStages:
-    """Each stage gets the reference's own input and must give its output to 1e-5."""
+    """Each stage, given the reference's input, must return its output to 1e-5."""
 
     def test_vision_tower_and_every_deepstack_map(self, pair):
         reference, ours, config = pair
@@ -151,14 +151,14 @@ class TestStages:
 
 
 def reference_order(config: ModelConfig, inputs: Inputs) -> np.ndarray:
-    """Rows of our visual table (packed first fit) in the order of the reference's concatenation."""
+    """Returns the rows of our visual table (packed first-fit) in the order of the reference's concatenation."""
     text, frames = one_sequence(config, inputs.ids, **inputs.media)
     rows = text.visual_index[text.visual_index >= 0]
     real = np.flatnonzero(np.asarray(frames.segment_ids).reshape(-1)[:: config.vision.merge_unit])
     return np.searchsorted(real, rows)
 
 
-# With a feature switched off, parity must fail: the tolerance and the inputs are able to see it.
+# With a feature switched off parity must fail, which shows that tolerance and inputs can detect it.
 
 
 def assert_noticed(pair, kind="mixed"):
@@ -197,7 +197,7 @@ def not_normalised(logits, count, replayed):
 
 
 def one_fewer(logits, count, replayed):
-    """The last one has no weight."""
+    """Gives the last of the chosen experts no weight."""
     weights, _ = route(logits, count - 1)
     return jnp.pad(weights, ((0, 0), (0, 0), (0, 1))), route(logits, count)[1]
 
@@ -210,7 +210,7 @@ def tanh_gelu(x, approximate=True):
     return GELU(x, approximate=True)
 
 
-FEATURES = {  # the model that has it, and the function without it
+FEATURES = {  # the model with the feature, and the function that lacks it
     "DeepStack": ("tied", "model_port.text.add_deepstack", lambda x, **_: x),
     "interleaved M-RoPE": ("tied", "model_port.text.text_frequencies", chunked),
     "attention within a frame": ("tied", "model_port.attention.flash.query_runs", whole_row),
@@ -241,7 +241,9 @@ FEATURES = {  # the model that has it, and the function without it
 def test_parity_needs_each_feature(feature, load_pair, monkeypatch):
     name, target, change = FEATURES[feature]
     forward = inspect.unwrap(loading._logits)
-    monkeypatch.setattr(loading, "_logits", jax.jit(lambda *inputs: forward(*inputs), static_argnums=0))  # traced anew
+    monkeypatch.setattr(
+        loading, "_logits", jax.jit(lambda *inputs: forward(*inputs), static_argnums=0)
+    )  # forces a new trace
     monkeypatch.setattr(target, change)
     assert_noticed(load_pair(name), "video" if feature == "one time per video frame" else "mixed")
 
@@ -250,7 +252,7 @@ def no_bias(bias: nnx.Param) -> nnx.Param:
     return nnx.Param(jnp.zeros_like(bias[...]))
 
 
-WITHOUT = {  # a feature of Qwen2.5-VL: what is changed to switch it off, and where
+WITHOUT = {  # a feature of Qwen2.5-VL, and the change that switches it off
     "windows": ("vision.config", lambda c: replace(c, full_layers=(0, 1, 2))),
     "full attention in some layers": ("vision.config", lambda c: replace(c, full_layers=())),
     "chunked M-RoPE": ("text.config", lambda c: replace(c, interleaved_mrope=True)),
@@ -275,7 +277,7 @@ def test_parity_needs_each_setting_of_qwen2_5(feature, load_pair, monkeypatch):
 
 @pytest.fixture(scope="module")
 def gradients(load_pair):
-    """Of the model with this way to compute."""
+    """Returns a function that computes the model's gradients with compute options."""
     _, ours, config = load_pair("tied")
     inputs = prompts(config)["mixed"]
     weights = np.random.default_rng(7).standard_normal((len(inputs.ids), config.text.vocab_size)).astype(np.float32)
@@ -299,7 +301,7 @@ def plain(gradients):
         pytest.param("full", 1, marks=pytest.mark.nightly),
     ],
 )
-def test_how_it_is_computed_changes_no_gradient_beyond_rounding(gradients, plain, remat, lighter_layers):
+def test_compute_options_change_gradients_only_by_rounding(gradients, plain, remat, lighter_layers):
     other = gradients(Compute(remat=remat, lighter_layers=lighter_layers))
     for name, gradient in plain.items():
         assert relative_error(other[name], gradient) < 1e-4 or np.linalg.norm(gradient) < 1e-3, name

@@ -1,4 +1,4 @@
-"""The vision contract against transformers' PIL image processor, bit for bit."""
+"""The vision contract equals transformers' PIL image processor bit for bit."""
 
 import dataclasses
 import json
@@ -23,9 +23,9 @@ from model_port.processing import (
 HALF = (0.5, 0.5, 0.5)
 PUBLISHED = VisionContract(16, 2, 2, 65536, 16777216, HALF, HALF)
 RECIPE = VisionContract(16, 2, 2, 784, 50176, HALF, HALF)
-# Every number unlike the others, so that none can stand in for another.
+# All values differ, so that no value can be confused with another.
 ODD = VisionContract(6, 3, 5, 700, 9000, (0.11, 0.47, 0.83), (0.23, 0.31, 0.59), 1 / 127)
-# Sides in multiples of 2, so that cases can be written out by hand; the normalised value is the byte itself.
+# Sides are multiples of 2, so that cases can be written by hand; normalized values equal the bytes.
 BYTES = VisionContract(1, 2, 2, 4, 4096, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), 1.0)
 CONTRACTS = {"published": PUBLISHED, "recipe": RECIPE, "odd": ODD}
 START, END, IMAGE = 151_652, 151_653, 151_655
@@ -36,7 +36,7 @@ def noise(height: int, width: int, seed: int = 0) -> np.ndarray:
 
 
 def to_hf(contract: VisionContract) -> dict:
-    """A preprocessor_config.json with every value."""
+    """Returns a preprocessor_config.json with every key."""
     return {
         "size": {"shortest_edge": contract.min_pixels, "longest_edge": contract.max_pixels},
         "patch_size": contract.patch_px,
@@ -50,7 +50,7 @@ def to_hf(contract: VisionContract) -> dict:
 
 
 def assert_equals_reference(images: list[np.ndarray], contract: VisionContract) -> None:
-    # As PIL images: of an array with sides of 1 or 3 transformers cannot tell which axis is the channels.
+    # PIL images, because transformers cannot infer the channel axis of an array with a side of 1 or 3.
     pictures = [Image.fromarray(image) for image in images]
     out = pil_processing.Qwen2VLImageProcessorPil(**to_hf(contract))(images=pictures, return_tensors="np")
     for ours, name in zip(process_images(images, contract), ("pixel_values", "image_grid_thw"), strict=True):
@@ -92,13 +92,13 @@ def test_every_frame_size_equals_transformers(height, width, name):
 
 @settings(max_examples=500, deadline=None)
 @given(height=st.integers(1, 5000), width=st.integers(1, 5000), name=st.sampled_from(["published", "recipe"]))
-def test_one_pass_settles_ordinary_images(height, width, name):
+def test_one_resize_is_stable_for_ordinary_images(height, width, name):
     assume(max(height, width) <= 40 * min(height, width))
     assert settled_size(height, width, CONTRACTS[name]) == frame_size(height, width, CONTRACTS[name])
 
 
 @pytest.mark.parametrize(("height", "width"), [(720, 1280), (480, 640), (1, 1), (20, 3900), (2245, 44)])
-def test_both_sides_of_a_settled_frame_see_the_same_pixels(height, width):
+def test_a_settled_frame_has_the_same_pixels_on_both_sides(height, width):
     frame = noise(*settled_size(height, width, RECIPE))
     assert resize(frame, RECIPE) is frame
     assert_equals_reference([frame], RECIPE)
@@ -113,13 +113,13 @@ def test_the_largest_image_is_made_of_whole_tokens(patch_px, max_pixels):
     assert contract.max_patches(max_pixels) % contract.merge**2 == 0
 
 
-def test_one_pass_does_not_settle_a_ribbon():
+def test_one_resize_is_not_stable_for_a_narrow_image():
     # 44 x 2245 exceeds 50176: / sqrt(98780 / 50176) = 31 x 1600, and 32 x 1600 = 51200 exceeds it again.
     assert frame_size(44, 2245, RECIPE) == (32, 1600)
     assert settled_size(44, 2245, RECIPE) == (32, 1568)
 
 
-def test_bounds_too_close_to_settle_are_refused():
+def test_pixel_bounds_without_a_stable_size_are_rejected():
     contract = dataclasses.replace(RECIPE, min_pixels=50176)
     with pytest.raises(ValueError, match=r"360 x 640 px has no stable size between min_pixels=50176 and max_pixels=50"):
         settled_size(360, 640, contract)
@@ -213,7 +213,7 @@ def test_a_bad_processor_file_is_named_with_its_key(tmp_path, change, message):
     ],
     ids=["none", "broken", "contradiction"],
 )
-def test_processor_files_that_cannot_be_used_are_refused(tmp_path, files, message):
+def test_unusable_processor_files_are_rejected(tmp_path, files, message):
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
@@ -248,7 +248,7 @@ def test_token_counts_are_merged_patches():
         ([np.zeros((5, 7), np.uint8)], r"got uint8 \[5, 7\].* convert to RGB"),
     ],
 )
-def test_an_unusable_image_is_refused_in_one_sentence(images, message):
+def test_an_unusable_image_is_a_one_line_error(images, message):
     with pytest.raises(ValueError, match=message):
         process_images(images, RECIPE)
 
@@ -260,7 +260,7 @@ def test_an_unusable_image_is_refused_in_one_sentence(images, message):
         ({"max_pixels": 1023}, "max_pixels=1023 is less than the smallest image, 32 x 32 px; raise it to 1024"),
     ],
 )
-def test_a_contract_that_cannot_be_kept_is_refused(change, message):
+def test_an_impossible_contract_is_rejected(change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(RECIPE, **change)
 
@@ -272,6 +272,6 @@ def test_a_contract_that_cannot_be_kept_is_refused(change, message):
         ([IMAGE, IMAGE], [2], "have 2 placeholders .* not expanded"),
     ],
 )
-def test_placeholders_that_do_not_match_the_images_are_refused(ids, counts, message):
+def test_placeholders_that_do_not_match_the_images_are_rejected(ids, counts, message):
     with pytest.raises(ValueError, match=message):
         expand_placeholders(np.array(ids), counts, IMAGE)

@@ -1,4 +1,4 @@
-"""Long work says where it is: a bar on a terminal, lines elsewhere, and nothing once it is over."""
+"""Long work shows its progress: a bar on a terminal, lines elsewhere, and nothing after it ends."""
 
 import io
 import sys
@@ -23,7 +23,7 @@ def clock(monkeypatch) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("total", "unit", "done", "elapsed_s", "line"),
     [
-        (16_400_000_000, BYTES, 3_280_000_000, 30, "work: 3.3 of 16.4 GB, 20 %, 02:00 left"),  # 4/5 at 30 s for each
+        (16_400_000_000, BYTES, 3_280_000_000, 30, "work: 3.3 of 16.4 GB, 20 %, 02:00 left"),  # 4/5 done, 30 s each
         (2_500_000, BYTES, 2_500_000, 30, "work: 2.5 of 2.5 MB, 100 %, 00:00 left"),
         (700, BYTES, 0, 30, "work: 0.0 of 0.7 kB, 00:30 so far"),
         (5_000, "row", 1_250, 60, "work: 1,250 of 5,000 rows, 25 %, 03:00 left"),
@@ -32,7 +32,7 @@ def clock(monkeypatch) -> SimpleNamespace:
         (None, "", 0, 3_700, "work: 1:01:40 so far"),
     ],
 )
-def test_a_line_says_how_far_the_work_is_and_how_long_it_takes(total, unit, done, elapsed_s, line, clock):
+def test_a_progress_line_has_the_fraction_and_the_remaining_time(total, unit, done, elapsed_s, line, clock):
     work = Meter("work", total, unit)
     work.update(done)
     clock.now_s += elapsed_s
@@ -40,7 +40,7 @@ def test_a_line_says_how_far_the_work_is_and_how_long_it_takes(total, unit, done
 
 
 class Listener(io.StringIO):
-    """A stderr that is no terminal, and lets a test wait for a word."""
+    """A non-terminal stderr on which a test can wait for a word."""
 
     def __init__(self, word: str):
         super().__init__()
@@ -57,18 +57,18 @@ def progress_threads() -> list[threading.Thread]:
 
 
 @pytest.mark.parametrize("problem", [None, OSError("disk full")], ids=["done", "failed"])
-def test_a_log_hears_of_work_that_is_one_long_call_and_of_nothing_after_it(problem, monkeypatch):
+def test_one_long_call_is_logged_until_it_returns(problem, monkeypatch):
     monkeypatch.setattr(progress, "EVERY_S", 0.001)
     monkeypatch.setattr(sys, "stderr", Listener("copying: 3 of 4 files"))
     with pytest.raises(OSError, match="disk full") if problem else nullcontext(), Meter("copying", 4, "file") as work:
         work.update(3)
-        assert sys.stderr.heard.wait(60)  # no call of ours in between
+        assert sys.stderr.heard.wait(60)  # one call without progress updates
         if problem:
             raise problem
     assert progress_threads() == [] and "\r" not in sys.stderr.getvalue()
 
 
-def test_an_empty_line_is_not_said(monkeypatch):
+def test_an_empty_line_is_not_logged(monkeypatch):
     monkeypatch.setattr(progress, "EVERY_S", 0.001)
     monkeypatch.setattr(sys, "stderr", Listener("something"))
     lines = iter(["", "", "something"])
@@ -78,7 +78,7 @@ def test_an_empty_line_is_not_said(monkeypatch):
     assert sys.stderr.getvalue() == "something\n"
 
 
-def test_a_terminal_shows_a_bar_that_is_gone_when_the_work_is_done(monkeypatch):
+def test_a_terminal_shows_a_bar_until_the_work_is_done(monkeypatch):
     monkeypatch.setattr(progress, "BAR_DELAY_S", 0)
     with a_terminal(monkeypatch, "stderr") as read_screen:
         with Meter("copying", 4_000_000, BYTES) as work:

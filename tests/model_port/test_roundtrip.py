@@ -1,4 +1,4 @@
-"""Hugging Face -> checkpoint -> Hugging Face: no bit changes, and what goes wrong leaves nothing half-written."""
+"""Hugging Face -> checkpoint -> Hugging Face changes no bit, and failures leave no partial output."""
 
 import json
 import os
@@ -54,13 +54,13 @@ def assert_same_bytes(first: dict[str, np.ndarray], second: dict[str, np.ndarray
 
 
 def is_square(tensor: np.ndarray) -> bool:
-    """Then transformers takes the order of its modules, which is not that of published files."""
+    """Whether gate and up tensors are square: then transformers uses its module order, not the published order."""
     return tensor.ndim == 3 and tensor.shape[1] == tensor.shape[2]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), [*((name, "float32") for name in CONFIGS), ("experts", "bfloat16")])
-def test_no_bit_changes_there_and_back_and_transformers_computes_the_same(name, dtype, tmp_path):
+def test_a_roundtrip_changes_no_bit_and_transformers_agrees(name, dtype, tmp_path):
     reference = make_reference(CONFIGS[name], dtype=dtype)
     before = save_reference(reference, tmp_path / "hf")
     make_tiny(tmp_path / "side", config=tiny_config(CONFIGS[name].family))
@@ -133,7 +133,7 @@ def test_export_takes_what_orbax_saved_from_sharded_arrays(tiny_hf, ckpt, tmp_pa
     assert_same_bytes(tensors_of(tmp_path / "out"), tensors_of(tiny_hf))
 
 
-def test_everything_a_reader_looks_for_is_there(tiny_hf, tmp_path):
+def test_an_export_has_every_file_that_readers_need(tiny_hf, tmp_path):
     convert(tiny_hf, tmp_path / "ckpt", "bfloat16")
     export(tmp_path / "ckpt", tmp_path / "out")
     names = {path.name for path in (tmp_path / "out").iterdir()}
@@ -201,7 +201,7 @@ def test_a_bad_source_is_one_error_and_nothing_is_written(kind, tiny_hf, tmp_pat
     assert {path.name for path in tmp_path.iterdir()} <= {"hf"}
 
 
-def test_a_conversion_without_a_tokenizer_says_so(tiny_hf, tmp_path, capsys):
+def test_a_conversion_without_a_tokenizer_warns(tiny_hf, tmp_path, capsys):
     shutil.copytree(tiny_hf, tmp_path / "hf")
     (tmp_path / "hf" / "tokenizer.json").unlink()
     report = convert(tmp_path / "hf", tmp_path / "ckpt")
@@ -210,7 +210,7 @@ def test_a_conversion_without_a_tokenizer_says_so(tiny_hf, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_tied_head_that_is_stored_too_is_its_embedding(dtype, tiny_hf, tmp_path, monkeypatch):
+def test_a_stored_tied_head_must_equal_the_embedding(dtype, tiny_hf, tmp_path, monkeypatch):
     monkeypatch.setattr("model_port.weights.READ_BLOCK_BYTES", 2**16)  # so that it is compared in several blocks
     hf = shutil.copytree(tiny_hf, tmp_path / "hf")
     change_tensors(hf, lambda tensors: tensors.update({"lm_head.weight": tensors[EMBEDDING].astype(dtype)}))
@@ -220,7 +220,7 @@ def test_a_tied_head_that_is_stored_too_is_its_embedding(dtype, tiny_hf, tmp_pat
     assert_same_bytes(tensors_of(tmp_path / "again"), tensors_of(tiny_hf))
 
 
-def test_a_checkpoint_that_is_not_finite_is_neither_loaded_nor_exported(tiny_hf, tmp_path):
+def test_a_non_finite_checkpoint_is_neither_loaded_nor_exported(tiny_hf, tmp_path):
     convert(tiny_hf, tmp_path / "ckpt")
     chunk = next((tmp_path / "ckpt" / "params" / "text.final_norm.scale").glob("[0-9]*"))
     chunk.write_bytes(np.full(128, np.nan, np.float32).tobytes())
@@ -231,7 +231,7 @@ def test_a_checkpoint_that_is_not_finite_is_neither_loaded_nor_exported(tiny_hf,
             read(tmp_path / "ckpt")
 
 
-def test_a_full_disk_is_noticed_before_anything_is_written(tiny_hf, tmp_path, monkeypatch):
+def test_a_full_disk_is_detected_before_writing(tiny_hf, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9 - 1000, 1000))
     with pytest.raises(ValueError, match=r"has 1.0 kB free, but \d\.\d MB are needed; "):
@@ -242,7 +242,7 @@ def test_a_full_disk_is_noticed_before_anything_is_written(tiny_hf, tmp_path, mo
 def command(module: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     if not environment:
         return forked.run(f"model_port.{module}", *arguments)
-    command = [sys.executable, "-m", f"model_port.{module}", *map(str, arguments)]  # some is read at the first import
+    command = [sys.executable, "-m", f"model_port.{module}", *map(str, arguments)]  # parts are read at the first import
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | environment)
 
 
@@ -257,7 +257,7 @@ def test_commands_fail_with_one_line_and_succeed_with_a_summary(tiny_hf, tmp_pat
 
 
 @pytest.mark.slow
-def test_export_pushes_what_it_wrote_and_without_a_token_does_no_work(tiny_hf, tmp_path):
+def test_export_pushes_its_files_and_fails_early_without_a_token(tiny_hf, tmp_path):
     convert(tiny_hf, tmp_path / "ckpt")
     arguments = ("--src", tmp_path / "ckpt", "--dst", tmp_path / "out", "--push-to-hub", "ada/policy")
     with serve_hub() as hub:
@@ -280,7 +280,7 @@ def test_export_pushes_what_it_wrote_and_without_a_token_does_no_work(tiny_hf, t
 # The files themselves
 
 
-def test_files_we_write_are_read_by_the_safetensors_package(tmp_path):
+def test_the_safetensors_package_reads_our_files(tmp_path):
     random = np.random.default_rng(0)
     tensors = {
         "a": random.standard_normal((5, 7)).astype(ml_dtypes.bfloat16),

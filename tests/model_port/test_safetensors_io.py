@@ -1,4 +1,4 @@
-"""Reading by rows gives what the safetensors package reads, and a damaged file is named before anything is read."""
+"""Reading rows equals the safetensors package, and a damaged file is named before any read."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def sharded(tmp_path):
     return tmp_path
 
 
-def test_rows_are_the_rows_of_the_whole(sharded):
+def test_reading_rows_equals_slicing_the_tensor(sharded):
     with HfTensors(sharded) as tensors:
         assert tensors.shapes == {name: value.shape for name, value in TENSORS.items()}
         assert tensors.num_bytes == sum(value.nbytes for value in TENSORS.values())
@@ -69,13 +69,13 @@ def test_index_and_shards_must_agree(sharded):
         ('{"weight_map": {"a": ""}}', r"weight_map\.a='' must be the name of a file"),
     ],
 )
-def test_an_index_that_is_none_is_named(sharded, text, said):
+def test_an_invalid_index_is_named(sharded, text, said):
     (sharded / INDEX_FILE).write_text(text)
     with pytest.raises(ValueError, match=f"{INDEX_FILE}:? {said}"):
         HfTensors(sharded)
 
 
-def test_a_single_file_beside_shards_is_refused_because_programs_differ_in_which_they_read(sharded):
+def test_a_single_file_next_to_shards_is_rejected_as_ambiguous(sharded):
     save_file(TENSORS, sharded / "model.safetensors")
     with pytest.raises(ValueError, match=f"has model.safetensors and a {INDEX_FILE} of other files; remove the"):
         HfTensors(sharded)
@@ -83,7 +83,7 @@ def test_a_single_file_beside_shards_is_refused_because_programs_differ_in_which
     assert HfTensors(sharded).shapes == {name: value.shape for name, value in TENSORS.items()}
 
 
-def test_a_tensor_that_two_shards_hold_is_refused(sharded):
+def test_a_tensor_in_two_shards_is_rejected(sharded):
     save_file({"a": TENSORS["a"], "b": TENSORS["b"], "d": TENSORS["d"]}, sharded / "y.safetensors")
     with pytest.raises(ValueError, match=r"tensor a is in x\.safetensors and in y\.safetensors"):
         HfTensors(sharded)
@@ -91,8 +91,8 @@ def test_a_tensor_that_two_shards_hold_is_refused(sharded):
 
 @pytest.mark.parametrize("name", ["a", "b", "c", "d"])
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
-def test_a_value_that_is_not_finite_is_found_in_the_rows_that_are_read(name, value, tmp_path, monkeypatch):
-    monkeypatch.setattr("model_port.safetensors_io.PART_BYTES", 16)  # so that there are several parts
+def test_a_non_finite_value_is_detected_in_the_rows_that_are_read(name, value, tmp_path, monkeypatch):
+    monkeypatch.setattr("model_port.safetensors_io.PART_BYTES", 16)  # makes several parts
     spoilt = {**TENSORS, name: TENSORS[name].copy()}
     spoilt[name][(-1,) * spoilt[name].ndim] = value
     save_file(spoilt, tmp_path / "model.safetensors")
@@ -120,25 +120,25 @@ DAMAGED = r"model\.safetensors is not a complete safetensors file \(Error while"
 @pytest.mark.parametrize(
     ("header", "problem"),
     [
-        *((b"{nonsense", DAMAGED), (json.dumps(HOLE).encode(), DAMAGED)),  # two of all that the library finds
+        *((b"{nonsense", DAMAGED), (json.dumps(HOLE).encode(), DAMAGED)),  # two of the errors that the library detects
         (json.dumps({"a": entry(dtype="I32")}).encode(), "tensor a has dtype I32; supported are F64, F32, F16, BF16"),
     ],
 )
-def test_a_wrong_header_is_one_clear_error(header, problem, tmp_path):
+def test_an_invalid_header_is_a_clear_error(header, problem, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(12))
     with pytest.raises(ValueError, match=problem):
         HfTensors(tmp_path)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 5, 9])
-def test_the_beginning_of_a_file_is_not_a_file(num_bytes, tmp_path):
+def test_a_truncated_file_is_rejected(num_bytes, tmp_path):
     save_file(TENSORS, tmp_path / "whole")
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "whole").read_bytes()[:num_bytes])
     with pytest.raises(ValueError, match="is not a complete safetensors file"):
         HfTensors(tmp_path)
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_noticed(tmp_path):
+def test_a_file_that_shrinks_while_it_is_read_is_detected(tmp_path):
     save_file(TENSORS, tmp_path / "model.safetensors")
     with HfTensors(tmp_path) as tensors:
         os.truncate(tmp_path / "model.safetensors", 200)
@@ -147,7 +147,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_noticed(tmp_path):
             tensors.read(last)
 
 
-def test_reading_does_not_change_what_another_reader_sees(sharded):
+def test_readers_do_not_share_a_file_position(sharded):
     with HfTensors(sharded) as tensors:
         tensors.read("a")[:] = 0
     assert load_file(sharded / "x.safetensors")["a"].tobytes() == TENSORS["a"].tobytes()

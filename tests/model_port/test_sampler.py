@@ -1,4 +1,4 @@
-"""The sampler gives what the model says: greedy is transformers' generate, and no request notices its neighbours."""
+"""The sampler samples from the model: greedy equals transformers' generate, and requests are independent."""
 
 import random
 from collections import Counter
@@ -54,7 +54,7 @@ def as_prompt(inputs: Inputs, config: ModelConfig = CONFIG) -> SamplerPrompt:
 
 @pytest.fixture(scope="module")
 def requests() -> list[SamplerRequest]:
-    """More requests than rows, of all kinds and lengths, two of them on one prompt."""
+    """Returns more requests than rows, of all kinds and lengths, two with the same prompt."""
     made = {kind: as_prompt(inputs) for kind, inputs in prompts(CONFIG).items()}
     lengths = {"mixed": 7, "text": 23, "image": 1, "video": 11, "images": 17}
     requests = [
@@ -98,7 +98,7 @@ def assert_greedy(reference, sampler, inputs: Inputs) -> None:
 
 
 @pytest.mark.slow
-def test_the_time_between_a_videos_frames_counts_although_their_pixels_are_known(tmp_path_factory):
+def test_frame_intervals_are_part_of_the_cache_key(tmp_path_factory):
     _, ours = load_pair(CONFIGS["windows"], tmp_path_factory)
     sampler, inputs = Sampler(ours, **SETTINGS), prompts(ours.config)["mixed"]
     for seconds in ([0.5, 2.0], [3.0, 0.5]):
@@ -107,12 +107,12 @@ def test_the_time_between_a_videos_frames_counts_although_their_pixels_are_known
 
 
 @pytest.mark.slow
-def test_log_probs_are_of_the_tempered_distribution(pair, sampler):
+def test_log_probs_include_the_temperature(pair, sampler):
     assert_scored(pair[1], sampler, prompts(CONFIG)["mixed"], temperature=0.6)
 
 
 def assert_scored(ours, sampler, inputs: Inputs, temperature: float) -> None:
-    """The log-probs are those of the model's logits for the prompt and the sampled tokens."""
+    """Compares log-probs with the model's logits for the prompt and the sampled tokens."""
     sampling = SamplingParams(9, seed=4, temperature=temperature)
     [got] = sampler.generate([SamplerRequest(as_prompt(inputs, sampler.config), sampling)])
     scored = model_port.logits(ours, np.concatenate([inputs.ids, got.ids]), **inputs.media)
@@ -122,8 +122,8 @@ def assert_scored(ours, sampler, inputs: Inputs, temperature: float) -> None:
 
 
 @pytest.mark.slow
-def test_a_request_of_a_mixture_gives_the_same_tokens_in_any_company(tmp_path_factory):
-    """Its rows share blocks of experts with the others'."""
+def test_a_mixtures_tokens_do_not_depend_on_other_requests(tmp_path_factory):
+    """Its rows share expert blocks with other requests' rows."""
     _, ours = load_pair(CONFIGS["experts"], tmp_path_factory)
     requests = [
         SamplerRequest(SamplerPrompt(np.arange(start, start + 20)), SamplingParams(9 + start, seed=start))
@@ -134,7 +134,7 @@ def test_a_request_of_a_mixture_gives_the_same_tokens_in_any_company(tmp_path_fa
 
 
 @pytest.mark.slow
-def test_another_seed_gives_other_tokens(sampler, requests):
+def test_seeds_give_different_tokens(sampler, requests):
     prompt = requests[0].prompt
     one, *others = (
         sampler.generate([SamplerRequest(prompt, SamplingParams(23, seed=seed))]) for seed in (1, 2, 2**32 + 1)
@@ -144,7 +144,7 @@ def test_another_seed_gives_other_tokens(sampler, requests):
 
 @pytest.mark.slow
 def test_sampled_frequencies_follow_the_tempered_distribution(pair):
-    """Chi-square of the first token over 1000 seeds against log_softmax(z / T), pooled to expected counts above 5."""
+    """Chi-square test of the first token over 1000 seeds against log_softmax(z / T); rare tokens are pooled."""
     _, ours = pair
     inputs = prompts(CONFIG)["text"]
     sampler = Sampler(ours, **{**SETTINGS, "max_rows": 8, "tokens_per_step": 1})
@@ -176,8 +176,8 @@ def test_sampling_stops_with_a_stop_token_and_keeps_it(sampler, requests):
 
 
 @pytest.mark.slow
-def test_equal_programs_serve_all_lengths_and_every_sampler_of_a_model(pair, requests):
-    settings = {**SETTINGS, "max_context_tokens": 200}  # nobody else's
+def test_compiled_programs_are_shared_by_lengths_and_samplers(pair, requests):
+    settings = {**SETTINGS, "max_context_tokens": 200}  # a model that no other test uses
     before = [program._cache_size() for program in PROGRAMS]
     for length in (1, 64, 65, 129):
         request = SamplerRequest(SamplerPrompt(np.arange(length) % 100), SamplingParams(200 - length))
@@ -187,18 +187,18 @@ def test_equal_programs_serve_all_lengths_and_every_sampler_of_a_model(pair, req
 
 
 @pytest.mark.slow
-def test_tokens_are_bit_for_bit_equal_at_any_limit_beside_any_row_and_from_any_cache(pair, requests):
+def test_tokens_do_not_depend_on_limits_other_rows_or_the_cache(pair, requests):
     long = SamplerRequest(SamplerPrompt(np.arange(5, 2005) % 100), SamplingParams(40, seed=2))
     expected = [Sampler(pair[1], **SETTINGS).generate([request])[0] for request in requests]
     wide = Sampler(pair[1], **{**SETTINGS, "max_context_tokens": 4096})
     first = wide.generate([long, *requests])[1:]
-    again = wide.generate([*requests[::-1], long])[:-1][::-1]  # their prompts are in the cache
+    again = wide.generate([*requests[::-1], long])[:-1][::-1]  # with their prompts in the cache
     assert first == expected == again
     assert len({tuple(completion.ids) for completion in expected}) == len(expected)
 
 
 @pytest.mark.slow
-def test_equal_beginnings_and_frames_are_computed_once(pair, requests, monkeypatch):
+def test_shared_prefixes_and_frames_are_computed_once(pair, requests, monkeypatch):
     calls = Counter()
     for name in ("encode", "prefill", "copy_page"):
         program = getattr(sampler_module, name)
@@ -214,17 +214,17 @@ def test_equal_beginnings_and_frames_are_computed_once(pair, requests, monkeypat
         return dict(calls)
 
     assert work(SamplerPrompt(text)) == {"prefill": 5}  # chunks of 128 tokens
-    assert work(*[SamplerPrompt(text)] * 3) == {"copy_page": 3}  # the page that is not full
+    assert work(*[SamplerPrompt(text)] * 3) == {"copy_page": 3}  # the partial page
     assert work(SamplerPrompt(np.concatenate([text, text]))) == {"prefill": 6}  # from token 512 on
     assert work(SamplerPrompt(text[1:])) == {"prefill": 5}
     assert work(mixed) == {"encode": 3, "prefill": 1}  # frames of three sizes
-    assert work(SamplerPrompt(np.concatenate([mixed.ids, [7]]), mixed.frames)) == {"prefill": 1}  # frames are there
+    assert work(SamplerPrompt(np.concatenate([mixed.ids, [7]]), mixed.frames)) == {"prefill": 1}  # frames are cached
     changed = replace(mixed.frames[0], patches=mixed.frames[0].patches + 1)
     assert work(SamplerPrompt(mixed.ids, (changed, *mixed.frames[1:]))) == {"encode": 1, "prefill": 1}
 
 
 @pytest.mark.slow
-def test_requests_wait_for_pages_and_lose_nothing(pair):
+def test_requests_wait_for_free_pages(pair):
     prompts = [SamplerPrompt(np.arange(start, start + 60)) for start in range(5)]
     requests = [SamplerRequest(prompt, SamplingParams(100, seed=1)) for prompt in prompts]  # three pages each
     expected = [completion.ids for completion in Sampler(pair[1], **SETTINGS).generate(requests)]
@@ -236,7 +236,7 @@ def test_requests_wait_for_pages_and_lose_nothing(pair):
         most = max(most, sum(row is not None for row in scarce._rows))
         assert scarce._pool.num_available >= 0
     assert [done[number].ids for number in numbers] == expected and most == 2  # of three rows
-    assert scarce._pool.num_available == scarce._pool.num_pages - 1  # all but the page that nobody reads
+    assert scarce._pool.num_available == scarce._pool.num_pages - 1  # all except the reserved page
 
 
 @pytest.mark.slow
@@ -255,7 +255,7 @@ def test_abort_frees_the_row_and_leaves_the_others_alone(sampler, requests):
     expected = [sampler.generate([request])[0].ids for request in requests]
     numbers = [sampler.submit(request) for request in requests]
     finished = sampler.step()
-    assert numbers[1] not in finished  # 23 tokens cannot be done in one step of 5
+    assert numbers[1] not in finished  # 23 tokens need more than one step of 5
     aborted = sampler.abort(numbers[1])
     waiting = sampler.abort(numbers[5])
     assert aborted.finish == "abort" and aborted.ids == expected[1][: len(aborted.ids)] and waiting.ids == []
@@ -309,13 +309,13 @@ LARGE_FRAME = SamplerPrompt(np.array([*[IMAGE] * 4096, 1]), (frame(128, 128),))
         (LARGE_FRAME, {}, "a frame has 4096 tokens, but the sampler supports at most 4032"),
     ],
 )
-def test_impossible_requests_are_refused(prompt, sampling, message):
+def test_invalid_requests_are_rejected(prompt, sampling, message):
     sampler = Sampler(abstract_model(CONFIG), max_rows=1, max_context_tokens=8192)
     with pytest.raises(ValueError, match=message):
         sampler.submit(SamplerRequest(prompt, SamplingParams(**{"max_new_tokens": 3, **sampling})))
 
 
-def test_a_cache_smaller_than_a_row_is_refused():
+def test_a_cache_smaller_than_a_row_is_rejected():
     with pytest.raises(ValueError, match="cache_tokens=64 is less than max_context_tokens=128"):
         Sampler(abstract_model(CONFIG), max_context_tokens=128, cache_tokens=64)
 
@@ -326,7 +326,7 @@ def test_the_first_of_the_highest_logits_is_chosen():
 
 
 def random_request(chance: random.Random) -> SamplerRequest:
-    """Many prompts begin with another's tokens, up to or around the end of a page."""
+    """Draws a request; many prompts share a prefix that ends at or near a page boundary."""
     ids = np.arange(5, 5 + chance.choice([63, 64, 65, 128, 129])) % 100
     prompt = SamplerPrompt(ids[: chance.choice([len(ids), len(ids), chance.randint(1, 60)])])
     if chance.random() < 0.2:
@@ -337,12 +337,12 @@ def random_request(chance: random.Random) -> SamplerRequest:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(3))
-def test_no_order_of_requests_aborts_and_updates_changes_tokens_or_loses_a_page(seed, pair, tmp_path):
+def test_any_order_of_requests_aborts_and_updates_keeps_tokens_and_pages(seed, pair, tmp_path):
     save_reference(make_reference(CONFIG, seed=8), tmp_path)
     models, chance = [pair[1], model_port.load(tmp_path)], random.Random(seed)
     sampler = Sampler(pair[1], **SETTINGS, cache_tokens=chance.choice([192, 320, 640]))
     running: dict[int, SamplerRequest] = {}
-    first: dict[int, tuple[int, int]] = {}  # the model of a request's tokens before an update, and their number
+    first: dict[int, tuple[int, int]] = {}  # model -> number of a request's tokens sampled from it
     ended: list[tuple[int, int, SamplerRequest, Completion]] = []
     newest = 0
     for _ in range(60):

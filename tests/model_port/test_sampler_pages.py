@@ -1,4 +1,4 @@
-"""The bookkeeping of the sampler: pages, frames, and attention over pages in all its forms."""
+"""The sampler's pages and frames, and all forms of attention over pages."""
 
 import random
 from collections import Counter
@@ -24,8 +24,8 @@ from model_port.sampler.pages import PagePool
 
 
 @given(st.integers(0, 2**32), st.integers(4, 12))
-def test_pages_are_never_given_twice_and_all_come_back(seed, num_pages):
-    """Random prompts over a small alphabet of pages, of which each holds some others."""
+def test_pages_are_never_allocated_twice_and_all_are_freed(seed, num_pages):
+    """Random prompts over a small alphabet of pages often share prefixes."""
     chance, pool, running = random.Random(seed), PagePool(num_pages), []
     content = {}  # of labelled pages
     for _ in range(60):
@@ -57,19 +57,19 @@ def test_pages_are_never_given_twice_and_all_come_back(seed, num_pages):
     assert pool.num_available == num_pages - 1
 
 
-def test_pages_of_the_longest_idle_prompt_are_given_first_and_its_end_before_its_start():
+def test_the_least_recently_used_prompts_pages_are_evicted_from_its_end():
     pool = PagePool(6)
     first, second = pool.take(2), pool.take(2)
     for pages, name in ((first, b"f"), (second, b"s")):
         for number, page in enumerate(pages):
             pool.label(page, name + bytes([number]))
         pool.release(pages)
-    assert pool.take(2)[1] == first[1]  # after the page that nobody had used
+    assert pool.take(2)[1] == first[1]  # after the unused page
     assert pool.find([b"f\0", b"f\1"]) == first[:1] and pool.find([b"s\0", b"s\1"]) == second
 
 
 @given(st.lists(st.lists(st.integers(0, 8), min_size=1, max_size=4), max_size=30))
-def test_frames_that_are_needed_together_are_in_the_table_without_overlap(batches):
+def test_frames_in_use_have_disjoint_rows_in_the_table(batches):
     frames = [Frame(np.full((size, 1), size, np.float32), (size, 1)) for size in range(1, 10)]
     table, content = FrameTable(24), {}
     for batch in batches:
@@ -89,11 +89,11 @@ def test_frames_that_are_needed_together_are_in_the_table_without_overlap(batche
     ("kernel", "context", "atol"),
     [
         (gpu_kernel, interpreted, 2e-6),
-        (tpu_kernel, pltpu.force_tpu_interpret_mode, 2e-2),  # it multiplies in bfloat16
+        (tpu_kernel, pltpu.force_tpu_interpret_mode, 2e-2),  # the kernel multiplies in bfloat16
     ],
     ids=["gpu", "tpu"],
 )
-def test_a_kernel_attends_like_the_plain_form(kernel, context, atol):
+def test_a_decode_kernel_equals_the_plain_form(kernel, context, atol):
     rng = np.random.default_rng(0)
     rows, heads, kv_heads, head_dim, page_tokens, num_pages, width = 3, 8, 2, 128, 64, 40, 16
     q = jnp.asarray(rng.normal(size=(rows, heads, head_dim)), jnp.float32)
@@ -123,7 +123,7 @@ def without_a_page(q, keys, values, table, lengths):
 
 
 @pytest.mark.slow
-def test_a_kernel_that_agrees_passes_its_check():
+def test_a_correct_decode_kernel_passes_its_check():
     check = check_decoding(plain_kernel, TEXT, "bfloat16")
     assert check.error < 0.01 and min(check.kernel_ms, check.plain_ms) > 0
     faster = replace(check, kernel_ms=1.0, plain_ms=2.0)

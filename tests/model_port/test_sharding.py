@@ -1,4 +1,4 @@
-"""Every parameter of the full-size models has a place on every mesh we promise, checked on shapes alone."""
+"""Every parameter of the full-size models can be sharded on every supported mesh, checked on shapes."""
 
 import math
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ def test_the_weight_table_and_the_model_name_the_same_parameters(name):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_parameter_divides_on_meshes_up_to_64_by_the_key_value_heads(name):
+def test_every_parameter_divides_on_meshes_up_to_64_and_the_key_value_heads(name):
     params = abstract_params(abstract_model(PRESETS[name]), "bfloat16")
     for fsdp, tensor in ((1, 4), (8, 8), (64, 8)):
         sizes = dict(data=1, fsdp=fsdp, tensor=min(tensor, PRESETS[name].text.num_kv_heads))
@@ -42,8 +42,8 @@ def test_every_parameter_divides_on_meshes_up_to_64_by_the_key_value_heads(name)
             check_divisible(path, leaf.shape, param_spec(path, len(leaf.shape)), sizes)
 
 
-def test_all_but_small_vectors_are_split():
-    """Replicated parameters of the 8B are under a thousandth of it."""
+def test_only_small_vectors_are_replicated():
+    """Replicated parameters are less than a thousandth of the 8B."""
     params = abstract_params(abstract_model(PRESETS["8b"]), "bfloat16")
     whole = {
         path: math.prod(p.shape) for path, p in params.items() if param_spec(path, len(p.shape)) == PartitionSpec()
@@ -82,7 +82,7 @@ def test_a_mesh_larger_than_the_machine_is_refused():
 
 @dataclass(frozen=True)
 class Chip:
-    """What jax asks of a TPU to lay a mesh on it."""
+    """The TPU attributes that jax reads to arrange a mesh."""
 
     process_index: int
     coords: tuple[int, int, int]
@@ -92,7 +92,7 @@ class Chip:
 
 
 def chips(x: int, y: int, z: int = 1, *, host_sides: tuple[int, int]) -> list[Chip]:
-    """Of a slice whose hosts have so many chips each; host after host."""
+    """Returns the chips of a slice, ordered by host; `host_sides` is the shape of a host."""
     wide, high = host_sides
     found = [
         Chip((c * (y // high) + b // high) * (x // wide) + a // wide, (a, b, c))
@@ -101,14 +101,14 @@ def chips(x: int, y: int, z: int = 1, *, host_sides: tuple[int, int]) -> list[Ch
     return sorted(found, key=lambda chip: chip.process_index)
 
 
-def test_a_mesh_that_does_not_lie_along_the_links_is_refused_with_its_settings():
+def test_a_mesh_that_does_not_match_the_links_is_rejected():
     expected = r"^mesh.data=1 x mesh.fsdp=8 x mesh.tensor=2 does not fit the links between .* 16 TPU v6 lite: .* sides$"
     with pytest.raises(ValueError, match=expected):
         make_mesh(1, 8, 2, chips(4, 4, host_sides=(4, 4)))
 
 
 @pytest.mark.parametrize("sides", [(2, 2), (4, 4), (2, 2, 2), (4, 8), (2, 2, 4), (4, 4, 4)])
-def test_every_mesh_that_hosts_of_four_chips_split_lies_on_them(sides):
+def test_every_mesh_that_divides_hosts_of_four_chips_matches_them(sides):
     slice_of_hosts, num_chips = chips(*sides, host_sides=(2, 2)), math.prod(sides)
     shapes = [shape for shape in product(range(1, num_chips + 1), repeat=3) if math.prod(shape) == num_chips]
     splitting = [shape for shape in shapes if splits(shape, num_chips // 4)]
@@ -119,7 +119,7 @@ def test_every_mesh_that_hosts_of_four_chips_split_lies_on_them(sides):
         assert all(len({chip.process_index for chip in row}) == 1 for row in placed.reshape(-1, shape[-1]))
 
 
-def test_hosts_with_other_numbers_of_devices_are_refused_wherever_the_mesh_is():
+def test_hosts_with_unequal_numbers_of_devices_are_rejected():
     slice_of_hosts = chips(4, 2, host_sides=(2, 2))
     uneven = [chip for chip in slice_of_hosts if chip.process_index == 0 or chip.coords[1] == 0]
     with pytest.raises(ValueError, match="must have the same number of devices, but they have: host 0 4, host 1 2"):
@@ -143,7 +143,7 @@ def test_any_mesh_with_some_of_our_axes_computes_the_same_logits(tiny_hf, sizes)
     np.testing.assert_allclose(logits, expected, atol=1e-4)
 
 
-def test_a_mesh_keeps_the_place_of_its_devices_and_another_axis_is_rejected():
+def test_a_users_mesh_keeps_its_devices_and_rejects_unknown_axes():
     mesh = jax.make_mesh((2, 4), ("tensor", "data"))
     ours = with_all_axes(mesh)
     assert dict(ours.shape) == {"data": 4, "fsdp": 1, "tensor": 2}

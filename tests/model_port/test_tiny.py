@@ -1,4 +1,4 @@
-"""The tiny model opens wherever a published one does, and its tokenizer and chat format behave like the real ones."""
+"""The tiny model loads like a published one, and its tokenizer and chat format behave like the real ones."""
 
 import hashlib
 import json
@@ -76,14 +76,14 @@ def test_default_model_is_small_and_its_files_agree_with_its_config(tiny_hf, tok
         ("qwen3_vl_moe", "Qwen3VLProcessor"),
     ],
 )
-def test_a_tiny_model_opens_in_transformers_and_is_exported_bit_for_bit(family, processor, tmp_path):
+def test_a_tiny_model_loads_in_transformers_and_is_exported_bit_for_bit(family, processor, tmp_path):
     hf, out = tmp_path / "hf", tmp_path / "out"
     config = make_tiny(hf, config=tiny_config(family))
     assert 500_000 < num_params(config) < 1_300_000
     model, info = transformers.AutoModelForImageTextToText.from_pretrained(
         hf, dtype=torch.float32, output_loading_info=True
     )
-    assert not any(info.values()), info  # nothing missing, unexpected or of another shape
+    assert not any(info.values()), info  # no missing, unexpected or misshapen tensors
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (200, 140, 3), np.uint8))
     inputs = hf_inputs(hf, transformers.AutoTokenizer.from_pretrained(hf), image)
     with torch.no_grad():
@@ -106,7 +106,7 @@ def test_the_tiny_qwen2_5_has_its_familys_tokens_template_and_patches(tmp_path):
 
 
 def test_the_tiny_qwen3_and_the_names_in_its_checkpoints_are_those_of_version_0_2(tiny_hf):
-    """Files and checkpoints from before there were families."""
+    """Files and checkpoints of versions without model families still load."""
     tensors = load_file(tiny_hf / "model.safetensors")
     parts = [f"{name} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}" for name, value in tensors.items()]
     assert hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest() == TINY_TENSORS
@@ -134,7 +134,7 @@ def test_decoding_without_special_tokens_shows_tool_calls_and_thinking(tokenizer
 @pytest.mark.slow
 @settings(deadline=None, max_examples=300, database=None)
 @given(st.lists(st.text() | st.sampled_from(SPECIAL_TOKENS) | st.integers(0, 10**6).map(str)).map("".join))
-def test_any_text_comes_back_byte_for_byte(tokenizer, text):
+def test_any_text_survives_tokenization(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
 
 
@@ -145,11 +145,11 @@ def test_words_of_the_miniature_world_and_numbers_below_a_thousand_are_single_to
     assert [piece for piece, _ in pieces if piece not in tokenizer.get_vocab()] == []
     assert all(len(tokenizer.encode(number)) == 1 for number in SINGLE_TOKEN_NUMBERS)
     assert tokenizer.tokenize("123456") == ["123", "456"]
-    for text in ("<0 seconds>", "start_time: 999", "12.5", "01:05", "(7)"):  # wherever they stand
+    for text in ("<0 seconds>", "start_time: 999", "12.5", "01:05", "(7)"):  # at any position in the text
         assert [token for token in tokenizer.tokenize(text) if token.isdigit()] == re.findall(r"\d+", text)
 
 
-def test_answer_tags_are_ordinary_tokens_that_touch_their_neighbours(tokenizer):
+def test_answer_tags_are_ordinary_tokens_that_merge_with_neighbors(tokenizer):
     assert tokenizer.tokenize("<answer>B</answer>") == ["<", "answer", ">", "B", "</", "answer", ">"]
     assert ".</" in tokenizer.tokenize("B.</answer>")
     assert ">Ċ" in tokenizer.tokenize("</answer>\n")
@@ -216,7 +216,7 @@ def test_template_merges_consecutive_tool_messages_into_one_user_turn(tokenizer)
     ("message", "complaint"),
     [({"role": "critic", "content": "x"}, "critic"), ({"role": "user", "content": [{"type": "audio"}]}, "audio")],
 )
-def test_template_refuses_what_it_cannot_render(tokenizer, message, complaint):
+def test_the_template_rejects_unsupported_content(tokenizer, message, complaint):
     with pytest.raises(TemplateError, match=complaint):
         render(tokenizer, [message])
 
@@ -245,7 +245,7 @@ def test_config_dtype_and_pixel_bounds_can_be_chosen(tmp_path):
         text=replace(config.text, num_layers=3, width=40, vocab_size=1801),
         vision=replace(config.vision, num_layers=5, out_width=40, deepstack_layers=(1, 4), patch_px=14),
         tie_embeddings=False,
-        image_token_id=7,  # the tokenizer decides
+        image_token_id=7,  # the tokenizer determines it
     )
     written = make_tiny(tmp_path / "odd", config=odd, dtype="bfloat16", min_pixels=28 * 28, max_pixels=56 * 56)
     assert written == replace(odd, image_token_id=config.image_token_id)
@@ -255,7 +255,7 @@ def test_config_dtype_and_pixel_bounds_can_be_chosen(tmp_path):
     assert (contract.patch_px, contract.min_pixels, contract.max_pixels) == (14, 28 * 28, 56 * 56)
 
 
-def test_video_bounds_leave_frames_within_the_image_bounds_alone(tiny_hf):
+def test_video_bounds_do_not_resize_frames_within_the_image_bounds(tiny_hf):
     image = json.loads((tiny_hf / "preprocessor_config.json").read_text())
     video = json.loads((tiny_hf / "video_preprocessor_config.json").read_text())
     assert image["size"]["longest_edge"] == MAX_PIXELS
@@ -274,7 +274,7 @@ def test_video_bounds_leave_frames_within_the_image_bounds_alone(tiny_hf):
         )), "vocab_size 131 is smaller than"),
     ],
 )  # fmt: skip
-def test_impossible_options_are_refused_before_anything_is_written(tmp_path, options, complaint):
+def test_invalid_options_are_rejected_before_writing(tmp_path, options, complaint):
     with pytest.raises(ValueError, match=complaint):
         make_tiny(tmp_path / "model", **options)
     assert list(tmp_path.iterdir()) == []

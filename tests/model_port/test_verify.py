@@ -1,4 +1,4 @@
-"""The command that shows that transformers computes what we do."""
+"""The command that verifies our model against transformers."""
 
 import json
 import shutil
@@ -18,8 +18,8 @@ from model_port.safetensors_io import SINGLE_FILE
 from model_port.tiny import make_tiny, tiny_config
 from model_port.verify import MAX_RELATIVE, TIMES_THEIRS, LogitsDifference, main, our_logits, their_logits, video_prompt
 
-NUM_LAYERS = 28  # as the 2B has
-WIDER = 30  # times: its logits are then as far apart as those of a trained model, and more
+NUM_LAYERS = 28  # as in the 2B
+WIDER = 30  # factor that makes the logits at least as wide as a trained model's
 
 
 def with_weights(source: Path, dst: Path, change) -> Path:
@@ -59,7 +59,7 @@ def allowed_bf16(hf, prompt, expected):
     return TIMES_THEIRS * LogitsDifference.between(their_logits(hf, prompt, "bfloat16"), expected).relative_error
 
 
-def test_the_prompt_shows_frames_with_their_times_and_a_detail_of_another_size(tiny_hf):
+def test_the_prompt_has_frames_with_times_and_a_detail_of_another_size(tiny_hf):
     prompt = video_prompt(tiny_hf)
     assert len(prompt.grids) == 7 and len(np.unique(prompt.grids, axis=0)) == 2
     frames = np.split(prompt.pixels, np.cumsum(prompt.grids.prod(axis=1))[:-1])
@@ -69,7 +69,7 @@ def test_the_prompt_shows_frames_with_their_times_and_a_detail_of_another_size(t
 
 
 @pytest.mark.slow
-def test_wide_logits_of_a_right_model_pass_where_an_absolute_bound_fails(hf, prompt, expected, allowed_bf16):
+def test_a_correct_model_with_wide_logits_passes_where_an_absolute_bound_fails(hf, prompt, expected, allowed_bf16):
     ours = our_logits(hf, prompt, "float32")
     found = LogitsDifference.between(ours, expected)
     assert np.abs(ours - expected).max() > 1e-4
@@ -93,7 +93,7 @@ def test_a_wrong_model_fails_in_both_dtypes(wrong, hf, prompt, expected, allowed
         assert found.relative_error > bound, (wrong, dtype, found)
 
 
-def test_one_difference_by_hand():
+def test_the_relative_difference_by_hand():
     expected = np.array([[1.0, -1.0], [2.0, -2.0]])
     other = np.array([[1.0, -1.0], [-2.0, 2.0]])
     found = LogitsDifference.between(other, expected)
@@ -105,7 +105,7 @@ def test_one_difference_by_hand():
 
 @pytest.fixture
 def command(monkeypatch):
-    """The command, in this process, which has imported torch already."""
+    """Runs the command in this process, which has already imported torch."""
 
     def run(*arguments: str) -> None:
         monkeypatch.setattr(sys, "argv", ["verify", *arguments])
@@ -159,7 +159,7 @@ def without_tokenizer(model, monkeypatch):
         (lambda model, _: model.parent, "has no config.json, so it is not a Hugging Face model directory"),
     ],
 )
-def test_what_is_missing_is_said_in_one_line(given, problem, tiny_hf, command, monkeypatch, tmp_path):
+def test_a_missing_dependency_is_a_one_line_error(given, problem, tiny_hf, command, monkeypatch, tmp_path):
     model = given(shutil.copytree(tiny_hf, tmp_path / "model"), monkeypatch)
     with pytest.raises((ValueError, RuntimeError), match=problem):
         command("--hf", str(model))

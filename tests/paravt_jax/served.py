@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from agents import ANSWER, FakeFrames, call, script
-from async_tests import as_test, until
+from async_tests import make_test, until
 
 from paravt_jax.asking import service as service_module
 from paravt_jax.asking.access import AccessControl
@@ -70,7 +70,7 @@ def serving(*turns, **settings):
     def run(work, chat, videos):
         with_service(chat, videos, work, *turns, **settings)
 
-    return lambda work: as_test(work, 1, run)
+    return lambda work: make_test(work, 1, run)
 
 
 async def served_by(service, work):

@@ -1,4 +1,4 @@
-"""Episodes without videos and without a model: frames made of numbers, and engines that say what a test writes."""
+"""Episodes without videos and models: fake frames, and engines with scripted replies."""
 
 import asyncio
 import json
@@ -44,7 +44,7 @@ def call_of(name: str, **arguments: object) -> str:
 
 
 class FakeFrames:
-    """A video of one frame a second for every path that does not say what is wrong with it."""
+    """Fake videos with one frame per second. A path that contains "missing" cannot be opened."""
 
     def __init__(self, duration_s: float = 64.0, size_px: tuple[int, int] = (32, 32)):
         self.duration_s, self.size_px = duration_s, size_px
@@ -87,16 +87,16 @@ def script(
     report: Callable[[str], str] | str = "A report.<|im_end|>",
     report_after_s: float = 0,
 ) -> ScriptedEngine:
-    """Says `turns` one after the other to each main agent, and `report` (of its prompt) to each sub-agent."""
-    said: dict[str, int] = {}
+    """Returns an engine that replies `turns` in order to each main agent, and `report` to each sub-agent."""
+    num_turns: dict[str, int] = {}
 
     async def reply(request: Request) -> Sequence[int]:
         if is_subagent(chat, request):
             await asyncio.sleep(report_after_s)
             text = report if isinstance(report, str) else report(chat.decode(request.ids))
         else:
-            number = said.get(request.episode, 0)
-            said[request.episode] = number + 1
+            number = num_turns.get(request.episode, 0)
+            num_turns[request.episode] = number + 1
             text = turns[number]
         return chat.encode(text).tolist()
 
@@ -128,7 +128,7 @@ def called(
     report: str = "A report.<|im_end|>",
     **config: Any,
 ) -> tuple[ScriptedEngine, Episode]:
-    """An episode whose first turn has these calls, and whose second one answers. Its ledgers are checked."""
+    """Runs an episode whose first turn makes these calls and whose second turn answers, and checks its ledgers."""
     engine = script(chat, [f"I look.</think>{''.join(calls)}<|im_end|>", ANSWER], report)
     episode = play(engine, chat, task, frames, callbacks, **config)
     check_ledger(chat, engine, episode)
@@ -136,7 +136,7 @@ def called(
 
 
 def check_ledger(chat: Chat, engine: ScriptedEngine, episode: Episode) -> None:
-    """Every request was a prefix of its ledger up to a sampled segment, and what came back follows it."""
+    """Checks that every sampled segment follows a request with exactly the ledger's earlier ids and pictures."""
     for ledger in episode.ledgers:
         ids, begin = ledger.ids, 0
         assert np.count_nonzero(
@@ -145,7 +145,7 @@ def check_ledger(chat: Chat, engine: ScriptedEngine, episode: Episode) -> None:
         for number, segment in enumerate(ledger.segments):
             if segment.kind == "sampled":
                 asked = [r for r in engine.requests if np.array_equal(r.ids, ids[:begin])]
-                assert asked, "an engine saw other ids than the ledger has"
+                assert asked, "the engine received other ids than the ledger has"
                 shown = [p.key for s in ledger.segments[:number] for p in s.pictures]
                 assert [p.key for p in asked[0].pictures] == shown
             begin += len(segment.ids)

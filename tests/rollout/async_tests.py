@@ -1,4 +1,4 @@
-"""Tests that are coroutines: what they need is started around them, in their event loop."""
+"""Decorators for tests that are coroutines, with resources opened in the same event loop."""
 
 import asyncio
 import inspect
@@ -11,8 +11,8 @@ Work = Callable[..., Coroutine[Any, Any, Any]]
 Decorator = Callable[[Work], Callable[..., None]]
 
 
-def as_test(work: Work, num_given: int, run: Callable[..., object]) -> Callable[..., None]:
-    """A test that runs a coroutine; its first arguments are `run`'s, the others are fixtures, as are `run`'s others."""
+def make_test(work: Work, num_given: int, run: Callable[..., object]) -> Callable[..., None]:
+    """Makes a test of a coroutine. `run` passes its first `num_given` arguments; the others are fixtures."""
 
     def test(**fixtures: Any) -> None:
         run(partial(work, **{name: fixtures[name] for name in own}), *(fixtures[name] for name in needed))
@@ -25,19 +25,19 @@ def as_test(work: Work, num_given: int, run: Callable[..., object]) -> Callable[
     return test
 
 
-def asynchronous(work: Work) -> Callable[..., None]:
-    """A test that is a coroutine and needs fixtures alone."""
-    return as_test(work, 0, lambda work: asyncio.run(work()))
+def async_test(work: Work) -> Callable[..., None]:
+    """Makes a test of a coroutine whose arguments are all fixtures."""
+    return make_test(work, 0, lambda work: asyncio.run(work()))
 
 
 def given(num_given: int, start: Callable[[AsyncExitStack], Awaitable[Sequence[Any]]]) -> Decorator:
-    """A decorator for tests whose first arguments are what `start` makes; it ends with the stack."""
+    """Returns a decorator for tests whose first arguments `start` creates, and which the stack closes."""
 
     async def run(work: Work) -> None:
         async with AsyncExitStack() as stack:
             await work(*await start(stack))
 
-    return lambda work: as_test(work, num_given, lambda work: asyncio.run(run(work)))
+    return lambda work: make_test(work, num_given, lambda work: asyncio.run(run(work)))
 
 
 async def until(condition: Callable[[], object], deadline_s: float = 60.0) -> None:

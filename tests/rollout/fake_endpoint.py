@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint at a loopback port that says what a test writes, and misbehaves on demand."""
+"""A fake OpenAI-compatible endpoint on loopback, with scripted replies and fault injection."""
 
 import asyncio
 import gzip
@@ -22,7 +22,7 @@ def _error(message: str, code: str | int | None = None) -> dict[str, Any]:
     return {"error": {"message": message, "type": "invalid_request_error", "code": code}}
 
 
-# What endpoints answer: status and body. The words are those of vLLM, SGLang, OpenAI and Gemini's compatible endpoint.
+# Error responses (status, body) with the messages of vLLM, SGLang, OpenAI and Gemini's compatible endpoint.
 ERRORS: dict[str, tuple[int, Any]] = {
     "vllm context": (
         400,
@@ -52,7 +52,7 @@ ERRORS: dict[str, tuple[int, Any]] = {
     "500": (500, _error("KEY crashed")),
     "503": (503, "no server"),
 }
-# What is in a completion instead of a reply: the choice, or the whole body.
+# Completions without a usable reply: the choice, or the whole body.
 CHOICES: dict[str, dict[str, Any]] = {
     "refusal": {"message": {"content": None, "refusal": "I can't help with KEY."}, "finish_reason": "stop"},
     "filtered": {"message": {"content": ""}, "finish_reason": "content_filter"},
@@ -67,7 +67,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 }
 
 
-# JSON that is neither a completion, a message of a stream nor a list of models.
+# Malformed JSON bodies: neither a completion, nor a stream message, nor a list of models.
 _ODD: tuple[Any, ...] = (
     *(5, None, "x", [], [1], {}),
     *({"error": value} for value in (5, "x", [5], {}, {"code": "9" * 5000}, {"code": 9}, {"message": 5, "code": []})),
@@ -84,12 +84,12 @@ BOMB = gzip.compress(b" " * 2**24)
 
 
 class FakeEndpoint:
-    """`modes` are used up one after the other, the last one stays; "ok" replies with `say` of the request's body."""
+    """A fake endpoint. Each request uses the next of `modes`, the last one repeatedly; "ok" replies `say(body)`."""
 
     def __init__(self, say: Say | str = "It is red.", *modes: str, port: int = 0):
         self.say, self.modes = say, list(modes) or ["ok"]
-        self.key = ""  # other keys are refused
-        self.models: list[str] | None = [MODEL]  # None: no such path
+        self.key = ""  # the accepted key
+        self.models: list[str] | None = [MODEL]  # None: /models does not exist
         self.retry_after = "0.05"
         self.delay_s = 0.0
         self.bodies: list[dict[str, Any]] = []
@@ -116,10 +116,10 @@ class FakeEndpoint:
         return self._listener
 
     async def die(self) -> None:
-        """Breaks all connections. `__aenter__` starts it again at the same port.
+        """Closes all connections; `__aenter__` restarts the endpoint at the same port.
 
-        First stops accepting, and lets the event loop finish the connections that it has accepted: asyncio never closes
-        a connection that is half made when its server closes, and the client waits for its whole deadline.
+        It first stops accepting and lets the event loop complete accepted connections. Otherwise asyncio never closes
+        a connection that is incomplete when the server closes, and the client waits until its deadline.
         """
         if self._listener.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._listener)
@@ -230,7 +230,7 @@ class FakeEndpoint:
 
 
 def asking(num_endpoints: int = 1, key: str = "") -> Decorator:
-    """A test of a client with so many endpoints. `key` names the environment variable with its key."""
+    """Makes a test of a client with `num_endpoints` endpoints; `key` is the environment variable with its key."""
 
     async def start(stack: AsyncExitStack) -> list[Any]:
         endpoints = [await stack.enter_async_context(FakeEndpoint()) for _ in range(num_endpoints)]

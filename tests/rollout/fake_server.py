@@ -1,4 +1,4 @@
-"""A server that speaks as much of SGLang's HTTP as the engine uses, and misbehaves on demand."""
+"""A fake server with fault injection and the part of SGLang's HTTP API that the engine uses."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ from rollout.engine.publishing import ADAPTER_SCHEME
 
 
 def good_answer(ids: Sequence[Any], version: str = "t/0", logp: Any = -0.5, **meta: Any) -> dict[str, Any]:
-    """What /generate answers; `logp` is of the first token."""
+    """Returns a response of /generate; `logp` is the first token's."""
     logps = [[-0.5 if number else logp, token, None] for number, token in enumerate(ids)]
     answer = {
         "finish_reason": {"type": "length", "length": len(ids)},
@@ -27,28 +27,28 @@ def good_answer(ids: Sequence[Any], version: str = "t/0", logp: Any = -0.5, **me
 
 
 def _tensor(path: Path) -> str:
-    """The name of the only tensor of a file."""
+    """Returns the name of a file's only tensor."""
     content = path.read_bytes()
     ((name, _),) = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).items()
     return name
 
 
 class FakeServer:
-    """`mode` is how /generate behaves; every path that was asked for is counted. With some `behind` it is a router."""
+    """A fake server whose `mode` selects the behavior of /generate; with servers in `behind` it is a router."""
 
     def __init__(self, port: int | None = None) -> None:
         self.port = port
         self.mode = "ok"
         self.healthy = True
         self.version = self.first_label = "default"
-        self.delay_s = self.load_s = 0.0  # of a sample, and of new weights
+        self.delay_s = self.load_s = 0.0  # duration of sampling, and of loading weights
         self.paused = False
-        self.model = 0.0  # another number is another model
+        self.model = 0.0  # identifies the model
         self.fail_paths: set[str] = set()
         self.behind: list[FakeServer] = []
         self.requests: Counter[str] = Counter()
         self.bodies: dict[str, list[Any]] = {}
-        self.read: list[str] = []  # the tensors that it loaded, by load
+        self.read: list[str] = []  # names of the tensors of each load
         self.running = 0
         self.sent_bytes = 0
         self.url = ""
@@ -104,7 +104,7 @@ class FakeServer:
             self.running -= 1
 
     async def _route(self, request: web.Request, body: Any) -> web.StreamResponse:
-        """As an sglang-router: it lists its servers and passes requests on, by their key, and nothing else."""
+        """Behaves like an sglang-router: only lists its servers and forwards requests by their routing key."""
         if request.path == "/workers":
             return web.json_response({"workers": [{"url": server.url} for server in self.behind]})
         if request.path != "/generate":
@@ -139,7 +139,7 @@ class FakeServer:
         return web.json_response(answer)
 
     async def _stream(self, request: web.Request, answer: dict[str, Any]) -> web.StreamResponse:
-        """A message for each token."""
+        """Streams one message per token."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         ids = answer["output_ids"]

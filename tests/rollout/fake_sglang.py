@@ -1,8 +1,8 @@
-"""Stands in for SGLang's interpreter, or for vLLM, where the real server would take too long.
+"""A fake SGLang or vLLM process, where the real server would take too long.
 
-`--fake` says how it behaves: serve, text, stubborn (ignores SIGTERM), hang (never listens), crash, chatty. Like the
-real one it has a process of its own below it; that one ignores SIGTERM, and is in a session of its own unless
-`--same-group`. With `--semaphore` it has one as SGLang has many: a file in /dev/shm.
+`--fake` selects the behavior: serve, text, stubborn (ignores SIGTERM), hang (never listens), crash, chatty. Like the
+real server it has a child process, which ignores SIGTERM and has its own session unless `--same-group` is given. With
+`--semaphore` it creates a file in /dev/shm like SGLang's semaphores.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Videos for tests, written with PyAV: every frame shows its own number, so that it is known when it comes back."""
+"""Writes test videos with PyAV; every frame encodes its number, so that tests can identify decoded frames."""
 
 import struct
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ BITS_ACROSS = 4
 
 
 def numbered_frame(number: int, height: int = HEIGHT, width: int = WIDTH) -> np.ndarray:
-    """The number as white and black cells, on a ground whose colours and corners are all unlike each other."""
+    """Draws the number as white and black cells on a background whose colors and corners all differ."""
     rows = NUM_BITS // BITS_ACROSS
     cells = np.zeros((rows + 1, BITS_ACROSS, 3), np.uint8)
     for bit in range(NUM_BITS):
@@ -47,7 +47,7 @@ def write_video(
     title: str = "",
     pixel_ratio: Fraction | None = None,
 ) -> Path:
-    """Frame n is shown from `times_s[n]` on."""
+    """Writes a video whose frame n is shown from `times_s[n]`."""
     height, width = size_px
     always = X264 if codec == "libx264" else {}
     unnamed = {"fflags": "+bitexact"}  # a Matroska file would have a random id
@@ -82,7 +82,7 @@ def write_sound(path: Path) -> Path:
 
 
 def trim_without_encoding(source: Path, path: Path, num_frames: int, fps: float) -> Path:
-    """Drops the first frames as `ffmpeg -ss -c copy` does: they stay in the file, behind an edit list."""
+    """Drops the first frames as `ffmpeg -ss -c copy` does: they stay in the file, but an edit list hides them."""
     with av.open(str(source)) as old, av.open(str(path), "w") as new:
         stream = new.add_stream_from_template(old.streams.video[0])
         for packet in old.demux(video=0):
@@ -94,7 +94,7 @@ def trim_without_encoding(source: Path, path: Path, num_frames: int, fps: float)
 
 
 def turn(path: Path, degrees: int) -> Path:
-    """Writes into an mp4 that it is to be shown turned clockwise: the matrix of its track header."""
+    """Sets the rotation matrix in an mp4's track header, so that it is shown turned clockwise."""
     content = bytearray(path.read_bytes())
     matrix = content.index(b"tkhd") + 4 + 40
     a, b, c, d = {90: (0, 1, -1, 0), 180: (-1, 0, 0, -1), 270: (0, -1, 1, 0)}[degrees]
@@ -104,7 +104,7 @@ def turn(path: Path, degrees: int) -> Path:
 
 
 def damage(path: Path, start_frac: float, end_frac: float) -> Path:
-    """Overwrites a part of the file with zeros."""
+    """Overwrites a part of a file with zeros."""
     content = bytearray(path.read_bytes())
     start, end = round(len(content) * start_frac), round(len(content) * end_frac)
     content[start:end] = bytes(end - start)

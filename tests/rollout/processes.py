@@ -1,4 +1,4 @@
-"""Servers as processes: started, asked for all that belongs to them, ended."""
+"""Starts and stops servers as processes, and finds their descendants."""
 
 import asyncio
 import json
@@ -24,13 +24,13 @@ def start(settings, **kwargs):
 
 
 def family(pid):
-    """A process and all its descendants."""
+    """Returns a process and all its descendants."""
     top = psutil.Process(pid)
     return [top, *top.children(recursive=True)]
 
 
 def all_gone(processes, within_s=10.0):
-    """Whether none of them runs; a zombie waits only for whoever started it."""
+    """Whether all processes have exited within a time; zombies count as exited."""
     deadline = time.monotonic() + within_s
     while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
         if time.monotonic() > deadline:
@@ -40,14 +40,14 @@ def all_gone(processes, within_s=10.0):
 
 
 def serve(settings, *options):
-    """The command, running."""
+    """Starts the command."""
     args = ["--model", str(settings.model), "--python", str(settings.python), *options, "--", *settings.extra_args]
     return subprocess.Popen([*SERVE, *args], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 @dataclass(frozen=True)
 class Served:
-    """A server that the command serves."""
+    """A server that the command started."""
 
     command: subprocess.Popen[str]
     url: str
@@ -56,7 +56,7 @@ class Served:
 
 @contextmanager
 def served(settings, *options) -> Iterator[Served]:
-    """A real server; options may give it other sizes."""
+    """Runs a real server; `options` may change its sizes."""
     command = serve(settings, *SMALL, "--json", *options)
     try:
         shown = json.loads(command.stdout.readline())
@@ -67,6 +67,6 @@ def served(settings, *options) -> Iterator[Served]:
 
 
 def ended(command, within_s=30):
-    """Exit code, the rest of stdout, and stderr."""
+    """Waits for a command. Returns its exit code, the rest of stdout, and stderr."""
     output, errors = command.communicate(timeout=within_s)
     return command.returncode, output, errors

@@ -1,7 +1,6 @@
-"""The published Qwen tokenizer, rebuilt from the ranks that the package dashscope ships as data.
+"""The published Qwen tokenizer, rebuilt from the ranks in the package dashscope.
 
-Token boundaries of the real vocabulary are where a ledger can go wrong: `</answer>` shares tokens with its neighbours,
-`<tool_call>` does not.
+Tests need the real vocabulary's token boundaries: `</answer>` shares tokens with its neighbors, `<tool_call>` does not.
 """
 
 import base64
@@ -62,7 +61,7 @@ def chat_of(name: str) -> Chat:
 
 
 def ids_of_template(chat: Chat, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> np.ndarray:
-    """A whole dialogue, as transformers renders it."""
+    """Returns the ids of a whole dialogue that transformers renders."""
     render = transformers.utils.chat_template_utils.render_jinja_template
     (text,), _ = render([messages], tools, chat_template=CHAT_TEMPLATE)
     return chat.encode(text)
@@ -77,7 +76,7 @@ def _ranks() -> dict[bytes, int]:
 
 
 def _merges(ranks: dict[bytes, int], text: dict[bytes, str]) -> list[tuple[str, str]]:
-    """Every way to put a token together from two others, in the order of the token's rank, then of its parts'."""
+    """Lists every pair of tokens that forms another token, ordered by its rank, then by the ranks of its parts."""
     merges = []
     for token, rank in ranks.items():
         for cut in range(1, len(token)):

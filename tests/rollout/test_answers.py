@@ -1,4 +1,4 @@
-"""An answer of a server counts only if an SGLang server with this run's weights could have given it."""
+"""A response is accepted only if an SGLang server with this run's weights could have sent it."""
 
 import base64
 from dataclasses import replace
@@ -15,7 +15,7 @@ from rollout.engine.settings import Mixture, SGLangSettings
 IDS = [5, 6, 7, 8]
 SETTINGS = SGLangSettings(vocab_size=1000)
 WITH_EXPERTS = replace(SETTINGS, mixture=Mixture(2, 8, 2))
-EXPERTS = np.arange(6 * 2 * 2, dtype=np.int32).reshape(6, 2, 2) % 8  # of 3 + 4 - 1 tokens
+EXPERTS = np.arange(6 * 2 * 2, dtype=np.int32).reshape(6, 2, 2) % 8  # 3 + 4 - 1 tokens
 
 
 def read(answer: object, oldest: int = 0, newest: int = 0, settings: SGLangSettings = SETTINGS) -> Generation:
@@ -57,7 +57,7 @@ def spans(*spans: tuple[str, int, int]) -> list[dict[str, object]]:
         (None, "invalid answer"),
     ],
 )
-def test_an_answer_that_no_sglang_gives_is_a_failure_of_its_server(answer, problem):
+def test_an_invalid_response_is_a_server_failure(answer, problem):
     with pytest.raises(ServerUnavailable, match=problem):
         read(answer)
 
@@ -66,7 +66,7 @@ def test_an_answer_that_no_sglang_gives_is_a_failure_of_its_server(answer, probl
     ("labels", "versions"),
     [
         (["t/3", "t/?u", "t/3", "t/4"], [3, 3, 3, 4]),
-        (["t/?u", "t/3", "t/3", "t/?u"], "new weights came"),  # perhaps of version 4
+        (["t/?u", "t/3", "t/3", "t/?u"], "new weights came"),  # may be of version 4
         (["t/4", "t/?u", "t/4", "t/?u"], [4, 4, 4, 4]),
         (["t/3", "t/?u", "t/?v", "t/4"], "new weights came"),
         (["t/?u", "t/?u", "t/?u", "t/?u"], "new weights came"),
@@ -74,10 +74,10 @@ def test_an_answer_that_no_sglang_gives_is_a_failure_of_its_server(answer, probl
         (["t/2", "t/2", "t/3", "t/3"], "sampled with the weights t/2"),  # published before it was sent
         (["t/3", "t/3", "t/3", "u/3"], "sampled with the weights u/3"),
         (["t/3", "t/3", "t/3", "default"], "sampled with the weights default"),
-        (["t/3", "t/3", "t/3", "t/"], "sampled with the weights t/, and"),  # claimed, not published
+        (["t/3", "t/3", "t/3", "t/"], "sampled with the weights t/, and"),  # claimed but not yet published
     ],
 )
-def test_every_token_has_the_version_of_its_label_and_a_question_hides_none(labels, versions):
+def test_every_token_has_the_version_of_its_label(labels, versions):
     answer = good_answer(IDS, weight_versions=spans(*((label, n, n + 1) for n, label in enumerate(labels))))
     if isinstance(versions, list):
         assert read(answer, 3, 4).versions.tolist() == versions
@@ -96,7 +96,7 @@ def test_every_token_has_the_version_of_its_label_and_a_question_hides_none(labe
         (EXPERTS[:, :, :1][:5], "invalid answer"),
     ],
 )
-def test_the_experts_of_all_tokens_but_the_last_come_with_an_answer(experts, found):
+def test_a_response_has_the_experts_of_all_tokens_except_the_last(experts, found):
     meta = {} if experts is None else {"routed_experts": base64.b64encode(experts.tobytes()).decode()}
     answer = good_answer(IDS, **meta)
     if isinstance(found, str):

@@ -1,4 +1,4 @@
-"""Ids of a dialogue put together piece by piece are those of the chat template applied to the whole."""
+"""The ids of an incrementally rendered dialogue equal the chat template applied to the whole dialogue."""
 
 import json
 
@@ -28,7 +28,7 @@ calls = st.lists(st.integers(0, 60), min_size=1, max_size=3)
 
 @given(turns=st.lists(st.tuples(prose, calls, prose), max_size=3), answer=prose)
 @settings(max_examples=20, deadline=None)
-def test_the_pieces_of_a_canonical_dialogue_are_the_template_of_the_whole(chat, turns, answer):
+def test_incremental_rendering_equals_the_chat_template(chat, turns, answer):
     messages = [{"role": "system", "content": "Watch."}, {"role": "user", "content": "What?"}]
     ids = chat.prompt(messages, [CROP_VIDEO_SCHEMA])
     for thought, starts, report in turns:
@@ -49,7 +49,7 @@ def _call(start: int) -> str:
     return f'<tool_call>\n{{"name": "crop_video", "arguments": {arguments}}}\n</tool_call>'
 
 
-def test_a_turn_that_was_cut_off_is_closed_once(chat):
+def test_a_truncated_turn_is_closed_once(chat):
     cut, ended = chat.encode("<think>\nThe"), chat.encode("<think>\nThe<|im_end|>")
     for responses in (["one"], ["one", "two"]):
         after_cut, after_ended = chat.after_turn(cut, responses), chat.after_turn(ended, responses)
@@ -62,7 +62,7 @@ names = ["<|im_end|>", "<tool_call>", "</tool_response>", "<|image_pad|>", "</th
 
 @given(st.lists(st.one_of(st.sampled_from(names), st.text(max_size=5)), max_size=12).map("".join))
 @settings(deadline=None)
-def test_text_from_outside_never_becomes_an_added_token(chat, text):
+def test_untrusted_text_never_encodes_to_special_tokens(chat, text):
     added = set(chat.tokenizer.get_added_tokens_decoder())
     assert added.isdisjoint(chat.encode(chat.escape(text)).tolist())
     if not any(name in text for name in names[:5]) and not any(
@@ -73,7 +73,7 @@ def test_text_from_outside_never_becomes_an_added_token(chat, text):
 
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
-def test_spans_cover_the_text_and_every_character_is_spelled_by_its_tokens(chat, data):
+def test_spans_cover_the_text_and_match_its_tokens(chat, data):
     ids = data.draw(st.lists(st.integers(0, chat.tokenizer.get_vocab_size() - 1), max_size=12))
     text, spans = chat.decode(ids), chat.spans(ids)
     covered = set()
@@ -87,7 +87,7 @@ def test_spans_cover_the_text_and_every_character_is_spelled_by_its_tokens(chat,
 
 @given(text=st.text(max_size=30))
 @settings(max_examples=100, deadline=None)
-def test_spans_of_ordinary_text_spell_it(chat, text):
+def test_spans_of_ordinary_text_are_its_tokens(chat, text):
     ids = chat.encode(chat.escape(text)).tolist()
     text = chat.decode(ids)
     for token, (start, end) in zip(ids, chat.spans(ids), strict=True):
@@ -96,7 +96,7 @@ def test_spans_of_ordinary_text_spell_it(chat, text):
             assert text[start:end] == piece
 
 
-def test_every_place_of_the_template_is_read(tmp_path):
+def test_the_template_is_read_from_every_location(tmp_path):
     make_tiny(tmp_path / "hf")
     chat = Chat.from_hf(tmp_path / "hf")
     prompt = chat.prompt([{"role": "user", "content": "x"}])
@@ -122,19 +122,19 @@ def test_a_directory_without_tokenizer_or_template_is_named(tmp_path):
 @pytest.mark.parametrize(
     "template", ["{{ raise_exception('no tools') }}", "{% for m in messages %}{{ m.content }}{% endfor %}"]
 )
-def test_a_template_of_another_format_is_refused_at_once(template):
+def test_an_unsupported_template_is_rejected_at_loading(template):
     with pytest.raises(ValueError, match=r"the chat template of the tokenizer (ends|cannot render .*: no tools)"):
         Chat(tiny_tokenizer(), template)
 
 
-def test_a_prompt_that_shows_other_than_its_pictures_is_refused(chat):
+def test_a_prompt_with_mismatched_pictures_is_rejected(chat):
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
     np.testing.assert_array_equal(chat.ids(messages, 1), chat.prompt(messages))
     with pytest.raises(ValueError, match="renders 1 of 2 pictures"):
         chat.ids(messages, 2)
 
 
-IGNORES_TOOLS = (  # as the published template of Qwen2.5-VL
+IGNORES_TOOLS = (  # like the published template of Qwen2.5-VL
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.content is string %}"
     "{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' %}"
     "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
@@ -142,7 +142,7 @@ IGNORES_TOOLS = (  # as the published template of Qwen2.5-VL
 )
 
 
-def test_a_template_that_ignores_tools_gets_them_and_their_responses_as_text(tmp_path):
+def test_a_template_without_tools_gets_tools_and_responses_as_text(tmp_path):
     make_tiny(tmp_path / "hf", config=tiny_config("qwen2_5_vl"))
     (tmp_path / "hf" / "chat_template.jinja").write_text(IGNORES_TOOLS)
     chat = Chat.from_hf(tmp_path / "hf")

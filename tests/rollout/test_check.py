@@ -1,6 +1,6 @@
-"""The gate accepts servers that are right however wide a model's logits are, and refuses wrong ones.
+"""The parity gate accepts correct servers for logits of any width, and rejects wrong servers.
 
-The server's part is played by transformers: other programs than the learner's, with roundings of their own.
+transformers simulates the server, so that its programs and roundings differ from the learner's.
 """
 
 import asyncio
@@ -34,13 +34,13 @@ from rollout.engine.answers import PROBE_TEXT, Fingerprint
 from rollout.parity import KINDS, SHOWN, Difference, Parity, ResponsePictureDifference, Scored, ScoreRequest, table
 
 DTYPES = ("bfloat16", "float32")
-NIGHTLY_FLOAT32 = pytest.param("float32", marks=pytest.mark.nightly)  # bfloat16 has more noise to hide a fault in
+NIGHTLY_FLOAT32 = pytest.param("float32", marks=pytest.mark.nightly)  # bfloat16 noise hides faults more easily
 NEW_TOKENS = 24
 
 
 class OneSize(LearnerScorer):
     def settled(self, sizes_px):
-        return super().settled(sizes_px)[2:3]  # square, and large enough that a frame has many tokens
+        return super().settled(sizes_px)[2:3]  # square, and large enough for a frame to have many tokens
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def chat(right):
 
 @pytest.fixture(scope="module")
 def scorers(right):
-    """By dtype; every dialogue has one bucket, so that each compiles once."""
+    """Scorers by dtype; all dialogues share one length bucket, so that each scorer compiles once."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(score, "TOKEN_BUCKET", 1024)
         patched.setattr(gate, "NEW_TOKENS", NEW_TOKENS)
@@ -75,14 +75,14 @@ def judged(scorers, chat, dtype, model, change=None, num_episodes=1) -> Parity:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", NIGHTLY_FLOAT32])
-def test_a_right_server_is_accepted_with_logits_as_wide_as_trained_ones(dtype, scorers, chat, right):
+def test_a_correct_server_is_accepted_with_realistic_logits(dtype, scorers, chat, right):
     found = judged(scorers, chat, dtype, right, num_episodes=5)
     assert found.problems == []
     dialogue = found.differences["dialogue"]
     assert found.differences["sampled"].num_tokens >= 4 * NEW_TOKENS
-    if dtype == "bfloat16":  # further off than any bound in nats allowed that refused the wrong ones of a tiny model
+    if dtype == "bfloat16":  # larger than any absolute bound in nats that rejects wrong tiny models
         assert np.abs(dialogue.offsets[0]).mean() > 0.04
-    else:  # and ten times nearer than it has to be
+    else:  # a tenth of what is allowed
         assert all(one.server < one.allowed / 4 for one in dialogue.statistics)
     (shown,) = found.differences[SHOWN].statistics
     assert abs(shown.server) < shown.allowed / 2
@@ -110,12 +110,12 @@ def another_rope(right: Path, wrong: Path) -> None:
 
 
 def another_template(ids, pictures):
-    """Another token after the name of each role, where a line ends."""
+    """Inserts a token after each role name."""
     return [ids[1] if before == ids[0] else token for before, token in zip([0, 0, *ids], ids, strict=False)], pictures
 
 
 def shifted(ids, pictures):
-    """As if the server began with a token of its own."""
+    """Prepends a token, as servers that add a BOS token do."""
     return [ids[1], *ids], pictures
 
 
@@ -124,7 +124,7 @@ def in_another_order(ids, pictures):
 
 
 def with_the_first_last(ids, pictures):
-    """The picture of the tool's response is not the one that the learner has."""
+    """Replaces the picture of the tool response."""
     return ids, [*pictures[:-1], pictures[0]]
 
 
@@ -147,7 +147,7 @@ NIGHTLY_WRONG = ("one layer's weights", "template")
     "wrong", [pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY_WRONG)) for name in WRONG]
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", NIGHTLY_FLOAT32])
-def test_a_wrong_server_is_refused(wrong, dtype, scorers, chat, right, tmp_path):
+def test_a_wrong_server_is_rejected(wrong, dtype, scorers, chat, right, tmp_path):
     model, change = right, WRONG[wrong]
     if change in (another_layer, another_rope):
         model = shutil.copytree(right, tmp_path / "wrong")
@@ -160,7 +160,7 @@ def test_a_wrong_server_is_refused(wrong, dtype, scorers, chat, right, tmp_path)
 @pytest.mark.slow
 @pytest.mark.parametrize("change", [with_the_first_last, pytest.param(black_at_the_end, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("dtype", ["bfloat16", NIGHTLY_FLOAT32])
-def test_a_server_with_a_wrong_picture_in_a_tools_response_is_refused(change, dtype, scorers, chat, right):
+def test_a_server_with_a_wrong_picture_in_a_tool_response_is_rejected(change, dtype, scorers, chat, right):
     found = judged(scorers, chat, dtype, right, change)
     assert any("'after_response_image' tokens differ" in one for one in found.problems)
     (statistic,) = found.differences[SHOWN].statistics
@@ -197,7 +197,7 @@ def test_the_command_prints_and_writes_the_differences_and_fails_at_a_wrong_serv
     right, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(gate, "NEW_TOKENS", 8)
-    monkeypatch.setattr(score, "TOKEN_BUCKET", 1024)  # compiles once
+    monkeypatch.setattr(score, "TOKEN_BUCKET", 1024)  # so that it compiles once
     monkeypatch.setattr(score, "LearnerScorer", OneSize)
     out = tmp_path / "gate.json"
     command = ["gate", "--model", str(right), "--episodes", "1", "--json", str(out)]
@@ -222,7 +222,7 @@ def test_the_command_prints_and_writes_the_differences_and_fails_at_a_wrong_serv
         (lambda chat, ids: chat.encode(chat.decode(ids)), "re-encodes the text"),
     ],
 )
-def test_a_server_with_other_ids_resizes_pictures_or_encodes_the_text_again(tiny_hf, change, problem):
+def test_changed_ids_are_explained_by_resizing_or_retokenization(tiny_hf, change, problem):
     chat, parity = Chat.from_hf(tiny_hf), Parity("http://a", "float32")
     ids = np.concatenate([[chat.image_id], *map(chat.encode, gate.FIRST_TURN)])
     logp, other = np.zeros(len(ids), np.float32), change(chat, ids)
@@ -237,10 +237,10 @@ def test_the_part_of_a_wrong_pictures_change_by_hand():
     difference.add(np.array([[0.0, 1.0], [0.0, 0.5], [3.0, 4.0]]))
     (part,) = difference.statistics
     assert (part.server, part.noise) == (4 / 25, 2 / 25)
-    assert part.allowed == pytest.approx(0.15 + 3 * 2 / 25)  # the rounding of the second token
+    assert part.allowed == pytest.approx(0.15 + 3 * 2 / 25)  # rounding noise of the second token
 
 
-def test_one_value_far_off_among_many_refuses_no_server():
+def test_one_outlier_does_not_reject_a_server():
     random = np.random.default_rng(0)
     offsets = 0.02 * random.standard_normal((2, 1000))
     offsets[0, 17] = 0.5
@@ -258,17 +258,17 @@ def test_the_kl_by_hand_and_its_bound_is_the_square_of_the_others():
     # k3(x) = e^x - 1 - x: of log 2 it is 1 - log 2, of log 1/2 it is log 2 - 1/2, of 0 it is 0
     assert difference.kl.server == pytest.approx(0.5 / 2)
     assert difference.kl.noise == pytest.approx((1 - np.log(2)) / 2)
-    # one token alone makes up the noise, so that it may be 3 (1 + 2 / √1) times as far
+    # a single token determines the noise, so that the bound is 3 (1 + 2 / √1) times as large
     assert difference.kl.allowed == pytest.approx(81 * difference.kl.noise)
     difference.add(np.full((2, 10_000), 0.5))
     assert difference.kl.allowed == pytest.approx(9 * (1 + 2 / 100) ** 2 * difference.kl.noise, rel=1e-3)
 
 
-def test_quantiles_with_few_tokens_beyond_them_may_be_further_off_or_are_not_judged():
+def test_quantiles_of_few_tokens_have_wider_bounds_or_none():
     difference = Difference(3.0)
     difference.add(np.ones((2, 60)))
     assert [one.name for one in difference.statistics] == ["half within", "90 % within"]
-    # 30 and 6 are beyond
+    # 30 and 6 tokens are beyond the quantiles
     expected = [3 * (1 + 2 / 30**0.5), 3 * (1 + 2 / 6**0.5)]
     assert [one.allowed for one in difference.statistics] == pytest.approx(expected)
 
@@ -279,7 +279,7 @@ def add_to_all(parity, server, noise):
     parity.add(SHOWN, np.stack([server, noise, np.full(len(server), 10.0)]))
 
 
-def test_values_that_are_no_numbers_refuse_a_server():
+def test_nan_values_reject_a_server():
     parity = Parity("a", "bfloat16")
     add_to_all(parity, np.full(40, 0.01), np.full(40, 0.01))
     assert parity.problems == []
@@ -287,19 +287,19 @@ def test_values_that_are_no_numbers_refuse_a_server():
     assert len(parity.problems) == 1 and "half within nan, the limit is 0.0434" in parity.problems[0]
 
 
-def test_a_log_prob_that_bfloat16_leaves_at_zero_may_be_rounded_in_float32():
+def test_log_probs_that_round_to_zero_in_bfloat16_are_allowed():
     parity = Parity("a", "float32")
     add_to_all(parity, np.full(40, 3e-7), np.zeros(40))
     assert parity.problems == []
 
 
-def test_by_a_learner_that_is_far_off_itself_no_server_is_judged():
+def test_an_inaccurate_learner_judges_no_server():
     parity = Parity("a", "bfloat16")
     add_to_all(parity, np.full(40, 0.5), np.full(40, 0.5))
     assert ["the learner's own bfloat16 has a KL of 0.149" in one for one in parity.problems] == [True]
 
 
-def test_the_table_says_what_was_measured_the_noise_and_what_is_allowed():
+def test_the_table_has_measurements_noise_and_bounds():
     parity = Parity("http://a", "bfloat16")
     parity.add("dialogue", np.stack([np.full(36, 0.02), np.full(36, 0.01)]))
     head, _, row, _, words = table([parity]).splitlines()
@@ -309,8 +309,8 @@ def test_the_table_says_what_was_measured_the_noise_and_what_is_allowed():
 
 
 @pytest.mark.nightly
-def test_rounding_weights_for_servers_is_no_noise_also_on_a_mesh(right, chat):
-    """The learner has masters in float32, servers get them in bfloat16: the gate's learner computes from the latter."""
+def test_weights_rounded_for_servers_add_no_noise(right, chat):
+    """The learner has float32 masters, but the gate computes from their bfloat16 copies, which servers get."""
     contract = VisionContract.from_hf(right)
     request = ScoreRequest(chat.encode("The patch is red. The event is green."), ())
 
@@ -327,8 +327,8 @@ def test_rounding_weights_for_servers_is_no_noise_also_on_a_mesh(right, chat):
 
 
 @pytest.mark.nightly
-def test_a_server_with_an_adapter_merged_into_its_weights_is_right(right, chat, scorers, tmp_path):
-    """The learner keeps the pair beside weights in bfloat16; the server has their sum, rounded once more."""
+def test_a_server_with_a_merged_adapter_is_accepted(right, chat, scorers, tmp_path):
+    """The learner applies the adapter separately; the server has it merged into bfloat16 weights, rounded again."""
     model, lora = model_port.load(right, "bfloat16"), LoraConfig(rank=4, alpha=8.0)
     random = np.random.default_rng(0)
     pairs = new_adapter(model.config, lora, seed=0)
@@ -341,11 +341,11 @@ def test_a_server_with_an_adapter_merged_into_its_weights_is_right(right, chat, 
     write_weights(model, served, "bfloat16")
     with_adapter = {"bfloat16": OneSize(model, VisionContract.from_hf(right))}
     assert judged(with_adapter, chat, "bfloat16", served, num_episodes=3).problems == []
-    assert judged(scorers, chat, "bfloat16", served).problems != []  # without the adapter it is another model
+    assert judged(scorers, chat, "bfloat16", served).problems != []  # without the adapter the models differ
 
 
 def fingerprint(model: Path, chat: Chat, attention: str) -> Fingerprint:
-    """As a server in bfloat16 would give it."""
+    """Returns the fingerprint that a bfloat16 server would send."""
     policy = transformers.Qwen3VLForConditionalGeneration.from_pretrained(
         model, dtype=torch.bfloat16, attn_implementation=attention
     ).eval()
@@ -356,9 +356,9 @@ def fingerprint(model: Path, chat: Chat, attention: str) -> Fingerprint:
 
 
 @pytest.mark.slow
-def test_right_servers_in_bfloat16_are_one_model_to_each_other_and_wrong_ones_are_another(right, chat, tmp_path):
+def test_fingerprints_match_between_correct_bfloat16_servers_only(right, chat, tmp_path):
     expected, found = fingerprint(right, chat, "sdpa"), fingerprint(right, chat, "eager")
-    assert np.abs(found.logp - expected.logp).mean() > 0.05  # another sum of the same products, and nothing else
+    assert np.abs(found.logp - expected.logp).mean() > 0.05  # only the summation order differs
     assert found.problem(expected) == ""
     wrong = shutil.copytree(right, tmp_path / "wrong")
     another_rope(right, wrong)

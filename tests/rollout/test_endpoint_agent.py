@@ -1,4 +1,4 @@
-"""The agent loop over messages: the same turns, calls and sub-agents as over ids, and nothing outside gets in."""
+"""The agent loop over messages has the same turns, calls and sub-agents as over ids, and blocks injection."""
 
 import asyncio
 import base64
@@ -34,7 +34,7 @@ LOOK = f"<think>\nWhere?</think>{call(10, 20)}{call(30, 40)}"
 ANSWER = "<think>\nIt is red.</think><answer>A</answer>"
 
 
-def test_responses_fit_if_the_context_holds_their_last_token():
+def test_responses_may_fill_the_context_exactly():
     client: Any = None
     config = EpisodeConfig(max_context_tokens=1000, max_new_tokens=100)
     dialogue = MessageDialogue(client, config, Ledger(), [], ())
@@ -50,7 +50,7 @@ def is_subagent(body: dict[str, Any]) -> bool:
 
 
 def says(*turns: str, report: str = "A report.") -> Callable[[dict[str, Any]], str]:
-    """The main agent's turns, by the number of earlier ones in the dialogue, and the sub-agents' report."""
+    """Returns replies: the main agent's next turn, or a sub-agent's `report`."""
 
     def say(body: dict[str, Any]) -> str:
         number = sum(message["role"] == "assistant" for message in body["messages"])
@@ -92,7 +92,7 @@ def texts_of(message: dict[str, Any]) -> str:
     return content if isinstance(content, str) else "".join(part.get("text", "<picture>") for part in content)
 
 
-def test_two_turns_with_parallel_calls_are_one_dialogue_of_messages():
+def test_parallel_calls_over_two_turns_form_one_dialogue():
     endpoint = FakeEndpoint(says(LOOK, ANSWER))
     episode = play(endpoint)
     assert [turn.text for turn in episode.turns] == [LOOK, ANSWER] and episode.finish == "done"
@@ -109,7 +109,7 @@ def test_two_turns_with_parallel_calls_are_one_dialogue_of_messages():
         assert asked.count("<picture>") == len(look.frames_s) == 10
 
 
-def test_frames_are_jpegs_of_the_budgets_size_after_their_times():
+def test_frames_are_sent_as_jpegs_after_their_times():
     endpoint = FakeEndpoint(says(ANSWER))
     play(endpoint)
     (body,) = endpoint.bodies
@@ -119,11 +119,11 @@ def test_frames_are_jpegs_of_the_budgets_size_after_their_times():
     assert kinds == ["text", "image_url"] * 4 + ["text"]
     url = body["messages"][1]["content"][3]["image_url"]["url"]
     picture = Image.open(io.BytesIO(base64.b64decode(url.removeprefix("data:image/jpeg;base64,"))))
-    error = np.abs(np.asarray(picture, int) - FakeFrames().pixels(21)).mean()  # noise, the worst case of a JPEG
+    error = np.abs(np.asarray(picture, int) - FakeFrames().pixels(21)).mean()  # noise is the worst case for JPEG
     assert picture.format == "JPEG" and picture.size == (32, 32) and error < 6
 
 
-def test_with_frames_the_answer_to_calls_has_their_pictures_in_order_and_no_sub_agent_is_asked():
+def test_frame_responses_have_pictures_in_order_and_no_sub_agent():
     endpoint = FakeEndpoint(says(f"x</think>{call(5, 7)}{call(90, 99)}{call(60, 63)}", ANSWER))
     episode = play(endpoint, crop_returns="frames")
     assert episode.outcomes == ["ok", "invalid", "ok"] and len(endpoint.bodies) == 2
@@ -138,14 +138,14 @@ def test_with_frames_the_answer_to_calls_has_their_pictures_in_order_and_no_sub_
 
 
 def test_pictures_beyond_the_context_of_an_endpoint_fail_their_call():
-    """The endpoint reports 77 tokens after the first turn, and a picture has one."""
+    """The endpoint reports 77 tokens after the first turn, and a picture has one token."""
     endpoint = FakeEndpoint(says(f"x</think>{call(5, 7)}{call(10, 20)}", ANSWER))
     episode = play(endpoint, crop_returns="frames", max_context_tokens=272, max_new_tokens=90)
     assert episode.outcomes == ["ok", "error"] and episode.finish == "done"
     assert "Error: the pictures of this call need 10 tokens of the context" in episode.calls[1].response
 
 
-def test_tools_are_described_in_the_system_message_and_by_no_parameter():
+def test_tools_are_described_only_in_the_system_message():
     endpoint = FakeEndpoint(says(ANSWER))
     play(endpoint)
     (body,) = endpoint.bodies
@@ -157,15 +157,15 @@ def test_tools_are_described_in_the_system_message_and_by_no_parameter():
 
 
 @pytest.mark.parametrize("settings", [{"dispatch": "none"}, {"prompts": Prompts("Use crop_video.", True)}])
-def test_tools_are_not_described_where_there_are_none_or_the_system_text_has_them(settings):
+def test_tools_are_not_described_twice_or_without_tools(settings):
     endpoint = FakeEndpoint(says(LOOK, ANSWER))
     episode = play(endpoint, **settings)
     assert "<tools>" not in endpoint.bodies[0]["messages"][0]["content"]
     assert len(episode.calls) == (0 if "dispatch" in settings else 2)
 
 
-def test_sequential_dispatch_makes_one_call_a_turn():
-    cut = f"<think>\nWhere?</think>{call(10, 20)}".removesuffix("</tool_call>")  # as endpoints leave out a stop text
+def test_sequential_dispatch_makes_one_call_per_turn():
+    cut = f"<think>\nWhere?</think>{call(10, 20)}".removesuffix("</tool_call>")  # endpoints omit the stop text
     endpoint = FakeEndpoint(says(cut, cut, ANSWER))
     episode = play(endpoint, dispatch="sequential")
     assert [len(turn.calls) for turn in episode.turns] == [1, 1, 0] and episode.outcomes == ["ok", "ok"]
@@ -174,7 +174,7 @@ def test_sequential_dispatch_makes_one_call_a_turn():
     assert not any("stop" in body for body in subagent_bodies(endpoint))
 
 
-def test_sampling_is_that_of_the_settings_and_seeds_differ():
+def test_requests_have_the_sampling_settings_and_distinct_seeds():
     endpoint = FakeEndpoint(says(LOOK, ANSWER))
     play(endpoint, temperature=0.7, max_new_tokens=100, subagent_new_tokens=50)
     assert [body["max_tokens"] for body in main_bodies(endpoint)] == [100, 100]
@@ -192,7 +192,7 @@ OUTSIDE = [
 ]
 
 
-def test_reports_and_questions_cannot_open_or_close_anything():
+def test_reports_and_questions_cannot_inject_tags():
     text = " x ".join(OUTSIDE)
     endpoint = FakeEndpoint(says(LOOK, ANSWER, report=f"Seen {text} x"))
     play(endpoint, Task("t", f"Say {text} now", ("/a.mp4",), 2), prompts=Prompts(subagent_instruction="{question}"))
@@ -203,7 +203,7 @@ def test_reports_and_questions_cannot_open_or_close_anything():
         assert not any(text in sent_text.partition("Think first")[0] for sent_text in plain), text
 
 
-def test_a_limit_of_tokens_also_holds_for_an_endpoint_that_counts_none(monkeypatch):
+def test_the_token_limit_holds_without_token_counts(monkeypatch):
     monkeypatch.setattr(fake_endpoint, "_completion", lambda choices: {"choices": choices})
     endpoint = FakeEndpoint(says(LOOK, ANSWER, report="seen " * 60))
     play(endpoint, max_tokens=400)
@@ -211,7 +211,7 @@ def test_a_limit_of_tokens_also_holds_for_an_endpoint_that_counts_none(monkeypat
     assert limits[0] == 400 and limits[-1] < 400 - (len(LOOK) + 300) // (2 * CHARS_PER_TOKEN)
 
 
-def test_a_turn_of_the_model_keeps_its_tags_but_no_control_tokens():
+def test_a_model_turn_keeps_tags_and_loses_control_tokens():
     turn = f"<think>\n<|im_start|>system</think>{call(1, 2)}"
     endpoint = FakeEndpoint(says(turn, ANSWER))
     play(endpoint)
@@ -234,14 +234,14 @@ class Heard(EpisodeCallbacks):
         self.texts.append((turn_number, text))
 
 
-def test_callbacks_hear_the_text_while_it_is_sampled():
+def test_callbacks_receive_streamed_text():
     heard = Heard()
     episode = play(FakeEndpoint(says(LOOK, ANSWER)), callbacks=heard)
     assert heard.texts[-1] == (1, episode.turns[1].text)
     assert heard.texts[0] == (0, LOOK.split()[0] + " ") and len(heard.texts) > 5
 
 
-def test_a_turn_that_is_cut_off_ends_as_such():
+def test_a_truncated_turn_is_marked_as_truncated():
     episode = play(FakeEndpoint("", "thinking only"))
     assert (episode.finish, episode.turns[0].finish, episode.turns[0].text) == ("length", "length", "")
 
@@ -252,7 +252,7 @@ def test_a_dialogue_that_fills_the_context_ends_before_the_next_turn():
     assert episode.finish == "context" and len(episode.turns) == 1 and episode.outcomes == ["ok", "ok"]
 
 
-def test_a_record_has_texts_calls_and_the_endpoints_token_counts_but_no_ids():
+def test_a_record_has_texts_calls_and_token_counts_without_ids():
     episode = play(FakeEndpoint(says(LOOK, ANSWER)))
     record = json.loads(json.dumps(episode.to_record()))
     assert [turn["num_sampled"] for turn in record["turns"]] == [7, 7]
@@ -287,7 +287,7 @@ async def test_an_agent_is_as_healthy_as_its_endpoint(client, endpoint):
 
 @pytest.mark.parametrize("mode", ["empty", "filtered", "thinking only"])
 @asking()
-async def test_an_endpoint_may_say_anything_about_the_picture(client, endpoint, mode):
+async def test_the_picture_check_accepts_any_reply(client, endpoint, mode):
     endpoint.modes = [mode]
     await check_endpoint(client, 0.0)
 
@@ -296,7 +296,7 @@ async def test_an_endpoint_may_say_anything_about_the_picture(client, endpoint, 
     ("listed", "model"), [(["models/gemini"], "gemini"), (["gemini"], "gemini"), ([], "x"), (None, "x")]
 )
 @asking()
-async def test_a_listed_model_or_an_empty_list_is_accepted_and_asked_about_one_picture(client, endpoint, listed, model):
+async def test_a_listed_model_or_an_empty_list_passes_and_gets_one_picture_check(client, endpoint, listed, model):
     endpoint.models, client.model = listed, model
     await check_endpoint(client, 0.0)
     (body,) = endpoint.bodies

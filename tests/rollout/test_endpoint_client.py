@@ -1,5 +1,5 @@
-"""The client of OpenAI-compatible endpoints: every failure has its reason, only what a retry helps is retried, and the
-key goes nowhere but to the endpoint.
+"""The client of OpenAI-compatible endpoints: failures have reasons, only transient errors are retried, and the key is
+sent only to the endpoint.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
-from async_tests import asynchronous, until
+from async_tests import async_test, until
 from fake_endpoint import CHOICES, ERRORS, MODEL, ODD, asking
 
 from rollout.endpoint import client as client_module
@@ -58,12 +58,12 @@ REASON_OF = {
 
 
 RETRIED = ("500", "503", "abort", "html", "broken json", "drop")
-OUTAGES = ("503", "drop")  # probes decide when the next attempt is
+OUTAGES = ("503", "drop")  # probes determine the time of the next attempt
 
 
 @pytest.mark.parametrize("mode", [*REASON_OF, *RETRIED])
 @asking(key="ENDPOINT_KEY")
-async def test_a_failure_has_its_reason_and_no_key_and_is_retried_if_that_can_help(client, endpoint, caplog, mode):
+async def test_a_failure_has_its_reason_without_the_key_and_is_retried_if_transient(client, endpoint, caplog, mode):
     endpoint.modes = [mode]
     with caplog.at_level(logging.DEBUG):
         problem = await failure(client)
@@ -71,12 +71,14 @@ async def test_a_failure_has_its_reason_and_no_key_and_is_retried_if_that_can_he
     if mode not in OUTAGES:
         assert len(endpoint.bodies) == (client_module.MAX_ATTEMPTS if mode in RETRIED else 1)
     shown_to_the_user = "".join(traceback.format_exception(problem)) + repr(problem) + caplog.text
-    assert KEY not in shown_to_the_user and KEY[:12] not in shown_to_the_user  # even if the server repeats it
+    assert (
+        KEY not in shown_to_the_user and KEY[:12] not in shown_to_the_user
+    )  # even if the server's error contains the key
 
 
 @pytest.mark.parametrize("on_text", [None, lambda text: None])
 @asking()
-async def test_an_odd_body_is_a_failure_of_the_endpoint_or_a_text(client, endpoint, monkeypatch, on_text):
+async def test_a_malformed_body_is_a_failure_or_text(client, endpoint, monkeypatch, on_text):
     monkeypatch.setattr(client_module, "MAX_ATTEMPTS", 1)
     for mode in ODD:
         endpoint.modes = [mode]
@@ -87,7 +89,7 @@ async def test_an_odd_body_is_a_failure_of_the_endpoint_or_a_text(client, endpoi
 @pytest.mark.parametrize("on_text", [None, lambda text: None])
 @pytest.mark.parametrize("mode", ["endless", "bomb"])
 @asking()
-async def test_a_body_without_an_end_or_of_zeros_takes_no_memory(client, endpoint, monkeypatch, mode, on_text):
+async def test_endless_and_compressed_bodies_use_bounded_memory(client, endpoint, monkeypatch, mode, on_text):
     monkeypatch.setattr(client_module, "MAX_BODY_BYTES", 2**20)
     endpoint.modes = [mode]
     tracemalloc.start()
@@ -98,7 +100,7 @@ async def test_a_body_without_an_end_or_of_zeros_takes_no_memory(client, endpoin
 
 
 @asking()
-async def test_an_odd_list_of_models_is_a_failure_of_the_endpoint_or_has_names(client, endpoint):
+async def test_a_malformed_model_list_is_a_failure_or_has_names(client, endpoint):
     for mode in ODD:
         endpoint.modes = [mode]
         await client.health()
@@ -108,7 +110,7 @@ async def test_an_odd_list_of_models_is_a_failure_of_the_endpoint_or_has_names(c
 
 @pytest.mark.parametrize("mode", ["500", "503", "drop", "html", "abort", "429", "408", "409", "425"])
 @asking()
-async def test_a_failure_that_passes_costs_no_sample(client, endpoint, mode):
+async def test_a_transient_failure_loses_no_sample(client, endpoint, mode):
     endpoint.modes = [mode, mode, "ok"]
     assert (await ask(client)).text == "It is red." and len(endpoint.bodies) == 3
 
@@ -119,13 +121,13 @@ async def test_a_reply_has_text_finish_and_the_token_counts_of_the_endpoint(clie
     assert (reply.text, reply.finish) == ("It is red.", "stop")
     assert (reply.num_prompt_tokens, reply.num_sampled_tokens) == (70, 7)
     assert reply.latency_s > 0 and reply.server == endpoint.url
-    endpoint.modes = ["thinking only"]  # hidden thinking that was cut off is no failure
+    endpoint.modes = ["thinking only"]  # truncated hidden thinking is not a failure
     reply = await ask(client)
     assert (reply.text, reply.finish) == ("", "length")
 
 
 @pytest.mark.parametrize("count", [-1, 10**400, 7.0, True, "7", None])
-def test_an_impossible_number_of_tokens_is_not_counted(count):
+def test_invalid_token_counts_are_ignored(count):
     usage = {"prompt_tokens": count, "completion_tokens": count}
     completion = {"choices": [{"message": {"content": "x"}}], "usage": usage}
     reply = read_completion(completion, "http://a/v1", str)
@@ -133,7 +135,7 @@ def test_an_impossible_number_of_tokens_is_not_counted(count):
 
 
 @asking()
-async def test_a_reply_can_be_sent_back_whatever_characters_it_has(client, endpoint):
+async def test_a_reply_with_any_characters_can_be_sent_back(client, endpoint):
     endpoint.say = "red \ud800 \0 😀"
     texts: list[str] = []
     reply = (await ask(client)).text
@@ -150,14 +152,14 @@ async def test_separated_thinking_is_put_back_before_the_reply(client, endpoint)
 
 
 @asking()
-async def test_a_request_says_how_to_sample_and_nothing_about_tools(client, endpoint):
+async def test_a_request_has_sampling_parameters_and_no_tools(client, endpoint):
     sampling = {"temperature": 0.3, "top_p": 0.9, "seed": 5, "stop": ["x"]}
     await ask(client, **sampling)
     assert endpoint.bodies == [{"model": MODEL, "messages": MESSAGES, "max_tokens": 9} | sampling]
 
 
 @asking()
-async def test_the_newer_name_of_the_token_limit_is_used_where_the_older_one_is_refused(client, endpoint):
+async def test_the_new_token_limit_parameter_is_used_if_the_old_one_is_rejected(client, endpoint):
     endpoint.modes = ["other limit"]
     await ask(client)
     await ask(client)
@@ -167,9 +169,7 @@ async def test_the_newer_name_of_the_token_limit_is_used_where_the_older_one_is_
 
 @pytest.mark.parametrize("modes", [["ok"], ["broken off", "ok"], ["no end", "ok"], ["failing stream", "ok"]])
 @asking()
-async def test_a_stream_gives_the_text_so_far_and_the_same_reply_and_is_sent_again_if_it_breaks_off(
-    client, endpoint, modes
-):
+async def test_a_stream_reports_partial_text_and_is_retried_if_it_breaks(client, endpoint, modes):
     texts: list[str] = []
     endpoint.modes = [*modes]
     reply = await ask(client, on_text=texts.append)
@@ -184,7 +184,7 @@ async def test_an_error_in_a_stream_has_its_reason(client, endpoint):
 
 
 @asking()
-async def test_a_wait_that_the_server_asks_for_is_kept_by_every_request(client, endpoint):
+async def test_every_request_respects_retry_after(client, endpoint):
     endpoint.modes, endpoint.retry_after, started_s = ["429", "ok"], "0.4", time.monotonic()
     first = asyncio.create_task(ask(client))
     await asyncio.sleep(0.1)
@@ -193,14 +193,14 @@ async def test_a_wait_that_the_server_asks_for_is_kept_by_every_request(client, 
 
 
 @asking()
-async def test_a_wait_beyond_the_deadline_fails_at_once(client, endpoint):
+async def test_a_retry_after_beyond_the_deadline_fails_at_once(client, endpoint):
     endpoint.modes, endpoint.retry_after, started_s = ["429"], "3600", time.monotonic()
-    for _ in range(2):  # also of a request that the server has not seen
+    for _ in range(2):  # also for a request that has not been sent yet
         assert (await failure(client, deadline_s=10.0)).reason == "rate_limit"
     assert time.monotonic() - started_s < 5 and len(endpoint.bodies) == 1
 
 
-def test_a_server_that_never_says_how_long_to_wait_is_asked_again_however_often_it_refuses():
+def test_rate_limits_without_retry_after_are_retried_until_the_deadline():
     endpoint = client_module._Endpoint("http://127.0.0.1:9/v1", None)
     for _ in range(2000):
         endpoint.limit(RateLimited("slow down"))
@@ -208,21 +208,21 @@ def test_a_server_that_never_says_how_long_to_wait_is_asked_again_however_often_
 
 
 @asking()
-async def test_requests_in_flight_together_are_all_sent_again_with_the_other_name_of_the_limit(client, endpoint):
+async def test_all_concurrent_requests_are_resent_with_the_new_limit_parameter(client, endpoint):
     endpoint.modes, endpoint.delay_s = ["other limit"], 0.05
     replies = await asyncio.gather(*(ask(client) for _ in range(3)))
     assert [reply.text for reply in replies] == ["It is red."] * 3 and len(endpoint.bodies) == 6
 
 
 @asking()
-async def test_a_server_that_asks_for_no_wait_is_not_flooded(client, endpoint):
-    """A gateway, or a clock that is behind."""
+async def test_a_retry_after_of_zero_still_backs_off(client, endpoint):
+    """Gateways and servers with a slow clock send such values."""
     endpoint.modes, endpoint.retry_after = ["429"], "0"
     assert (await failure(client, deadline_s=0.5)).reason == "rate_limit" and len(endpoint.bodies) < 10
 
 
 @asking(2)
-async def test_another_server_gets_the_request_while_one_asks_to_wait(client, busy, free):
+async def test_requests_move_to_another_server_during_retry_after(client, busy, free):
     busy.modes, busy.retry_after = ["429"], "3600"
     assert {(await ask(client)).server for _ in range(4)} == {free.url}
     assert len(busy.bodies) <= 1
@@ -236,7 +236,7 @@ async def test_another_server_gets_the_request_while_one_asks_to_wait(client, bu
         ({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}, "", 0.0),
         ({}, '[{"error": {"details": [{"retryDelay": "34s"}]}}]', 34.0),
         ({"retry-after": "soon"}, "", None),
-        ({"retry-after": "nan"}, "", None),  # as a wait it would be none at all
+        ({"retry-after": "nan"}, "", None),  # would otherwise mean no wait
         ({"retry-after-ms": "nan", "retry-after": "7"}, "", 7.0),
         ({"retry-after": "1 Jan 99999 9999999999907:28:00"}, "", None),
         ({"retry-after": "inf"}, "", 86_400.0),
@@ -244,7 +244,7 @@ async def test_another_server_gets_the_request_while_one_asks_to_wait(client, bu
         ({}, "slow down", None),
     ],
 )
-def test_waits_are_read_from_headers_and_from_geminis_body(headers, text, seconds):
+def test_retry_after_is_read_from_headers_and_geminis_body(headers, text, seconds):
     assert retry_after_s(headers, text) == seconds
 
 
@@ -256,7 +256,7 @@ async def test_a_request_without_an_answer_ends_at_its_deadline(client, endpoint
 
 
 @asking(2)
-async def test_the_death_of_one_of_two_servers_loses_no_request_and_it_is_used_again_when_it_is_back(client, one, two):
+async def test_a_dead_server_loses_no_request_and_is_used_again_after_its_return(client, one, two):
     one.delay_s = two.delay_s = 0.2
     asked = [asyncio.create_task(ask(client, affinity=str(number))) for number in range(20)]
     await until(lambda: one.running and two.running)
@@ -274,10 +274,10 @@ async def test_the_death_of_one_of_two_servers_loses_no_request_and_it_is_used_a
 
 @pytest.mark.parametrize("num_turns", range(4))
 @asking()
-async def test_a_fake_endpoint_that_dies_also_closes_the_connections_that_it_is_accepting(client, endpoint, num_turns):
+async def test_a_dying_fake_endpoint_closes_pending_connections(client, endpoint, num_turns):
     with socket.create_connection(("127.0.0.1", endpoint._port)) as connection:
         connection.setblocking(False)
-        for _ in range(num_turns):  # of the event loop, which accepts in one and makes the connection in the next
+        for _ in range(num_turns):  # iterations of the event loop: accept, then create the connection
             await asyncio.sleep(0)
         await endpoint.die()
         async with asyncio.timeout(10):
@@ -286,7 +286,7 @@ async def test_a_fake_endpoint_that_dies_also_closes_the_connections_that_it_is_
 
 
 @asking()
-async def test_requests_to_servers_that_stay_away_fail_before_the_deadline(client, endpoint):
+async def test_requests_to_dead_servers_fail_before_the_deadline(client, endpoint):
     await endpoint.die()
     started_s = time.monotonic()
     for _ in range(2):
@@ -295,8 +295,8 @@ async def test_requests_to_servers_that_stay_away_fail_before_the_deadline(clien
     assert time.monotonic() - started_s < 10
 
 
-@asynchronous
-async def test_requests_to_servers_that_hang_fail_although_a_probe_of_one_of_them_is_always_running(monkeypatch):
+@async_test
+async def test_requests_to_hung_servers_fail_despite_running_probes(monkeypatch):
     monkeypatch.setattr(client_module, "PROBE_DEADLINE_S", 0.3)
     with ExitStack() as stack:
         listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
@@ -309,7 +309,7 @@ async def test_requests_to_servers_that_hang_fail_although_a_probe_of_one_of_the
 
 
 @asking()
-async def test_a_request_after_an_outage_is_answered_although_nobody_has_asked_in_the_meantime(client, endpoint):
+async def test_a_request_after_an_idle_outage_is_answered(client, endpoint):
     await endpoint.die()
     assert (await failure(client)).reason == "unreachable"
     await endpoint.__aenter__()
@@ -318,7 +318,7 @@ async def test_a_request_after_an_outage_is_answered_although_nobody_has_asked_i
 
 
 @asking()
-async def test_requests_wait_for_a_server_that_is_started_again(client, endpoint):
+async def test_requests_wait_for_a_restarting_server(client, endpoint):
     patient = EndpointClient(client.urls, MODEL, give_up_s=30.0)
     await endpoint.die()
     asked = asyncio.create_task(ask(patient, deadline_s=30.0))
@@ -336,7 +336,7 @@ async def test_requests_with_the_same_affinity_go_to_the_same_server_and_others_
 
 
 @asking()
-async def test_at_most_so_many_requests_are_in_flight(client, endpoint):
+async def test_the_number_of_requests_in_flight_is_bounded(client, endpoint):
     endpoint.delay_s = 0.3
     await asyncio.gather(*(ask(client) for _ in range(client_module.MAX_IN_FLIGHT + 8)))
     assert endpoint.most_running == client_module.MAX_IN_FLIGHT
@@ -351,13 +351,13 @@ async def test_a_server_gets_no_more_requests_while_another_one_is_down(client, 
 
 
 @asking(key="ENDPOINT_KEY")
-async def test_the_key_reaches_the_endpoint_and_is_not_shown(client, endpoint):
+async def test_the_key_is_sent_and_never_shown(client, endpoint):
     endpoint.key = KEY
     assert (await ask(client)).text == "It is red."
     assert KEY not in repr(client) and KEY not in str(client)
 
 
-def test_a_key_that_is_not_set_is_one_clear_error(monkeypatch):
+def test_a_missing_key_is_a_clear_error(monkeypatch):
     monkeypatch.delenv("ENDPOINT_KEY")
     with pytest.raises(ValueError, match=r"engine\.api_key_env=ENDPOINT_KEY names an environment variable"):
         EndpointClient(["http://127.0.0.1:9/v1"], MODEL, "ENDPOINT_KEY")

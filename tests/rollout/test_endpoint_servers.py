@@ -1,4 +1,4 @@
-"""Servers that this machine starts as endpoints: they are one a GPU, end with their owner, and start again."""
+"""Endpoint servers that run on this machine: they use separate GPUs, exit with their owner, and restart."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from async_tests import asynchronous, until
+from async_tests import async_test, until
 
 from rollout.endpoint import servers
 from rollout.endpoint.client import EndpointClient
@@ -36,7 +36,7 @@ def settings_of(program, **changed):
     return endpoint_settings(program, Path("/models/m"), "org/m", **options)
 
 
-def test_there_is_one_server_for_each_part_of_the_gpus_and_it_resizes_pictures_and_adds_nothing_to_the_sampling():
+def test_servers_split_the_gpus_and_keep_default_sampling():
     one, two = settings_of("vllm", gpus=[("0",), ("1",)])
     command = " ".join(one.command())
     assert "--generation-config vllm" in command and "--max-model-len 4096" in command
@@ -53,7 +53,7 @@ def test_servers_for_the_released_protocol_have_its_context(program):
     assert isinstance(settings, VllmSettings | ServerSettings) and settings.context_length == 65_536
 
 
-def test_a_program_that_is_not_installed_is_one_error_with_the_command_that_would_start_it(monkeypatch):
+def test_a_missing_program_is_an_error_with_the_command(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(RuntimeError, match="vllm is not on the PATH") as caught:
         settings_of("vllm")[0].settled()
@@ -61,8 +61,8 @@ def test_a_program_that_is_not_installed_is_one_error_with_the_command_that_woul
     assert command[:3] == ["vllm", "serve", "/models/m"] and "org/m" in command
 
 
-@asynchronous
-async def test_nothing_is_started_if_one_server_cannot_be(monkeypatch):
+@async_test
+async def test_no_server_starts_if_one_is_invalid(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(servers, "_start", lambda *_: pytest.fail("started"))
     with pytest.raises(RuntimeError, match="vllm is not on the PATH"):
@@ -74,8 +74,8 @@ def pid_of(url: str) -> int:
     return json.loads(urllib.request.urlopen(f"{url}/models").read())["pid"]
 
 
-@asynchronous
-async def test_a_server_that_ends_starts_again_and_none_outlives_its_owner(vllm):
+@async_test
+async def test_a_server_restarts_and_never_outlives_its_owner(vllm):
     async with AsyncExitStack() as stack:
         (url,) = await start_endpoints(settings_of("vllm", gpus=[("5",)]), stack, lambda line: None)
         client = EndpointClient([url], "org/m")
@@ -91,8 +91,8 @@ async def test_a_server_that_ends_starts_again_and_none_outlives_its_owner(vllm)
     assert not any(Path(f"/proc/{pid}").exists() for pid in (first, second))
 
 
-@asynchronous
-async def test_a_server_that_cannot_start_again_is_reported(vllm, monkeypatch, capsys):
+@async_test
+async def test_a_failed_restart_is_reported(vllm, monkeypatch, capsys):
     async with AsyncExitStack() as stack:
         (url,) = await start_endpoints(settings_of("vllm"), stack, lambda line: None)
         vllm.unlink()
@@ -102,8 +102,8 @@ async def test_a_server_that_cannot_start_again_is_reported(vllm, monkeypatch, c
         assert "vllm is not on the PATH" in "".join(reported)
 
 
-@asynchronous
-async def test_a_server_that_cannot_start_says_its_last_lines(vllm):
+@async_test
+async def test_a_failed_start_shows_the_last_log_lines(vllm):
     vllm.write_text("#!/bin/sh\necho no such model >&2\nexit 3\n")
     with pytest.raises(RuntimeError, match=r"exit code 3 before it was ready; its last lines:\n  \| no such model"):
         async with AsyncExitStack() as stack:
@@ -111,8 +111,8 @@ async def test_a_server_that_cannot_start_says_its_last_lines(vllm):
 
 
 @pytest.mark.parametrize("end", ["failure", "cancellation"])
-@asynchronous
-async def test_servers_that_are_ready_end_if_another_one_does_not_start(vllm, monkeypatch, end):
+@async_test
+async def test_ready_servers_stop_if_another_fails_to_start(vllm, monkeypatch, end):
     start, ready, this = servers._start, [], asyncio.current_task()
 
     async def start_one(settings, on_progress):

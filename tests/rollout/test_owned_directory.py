@@ -5,8 +5,8 @@ import stat
 from rollout.owned_directory import orphans, owned_directory
 
 
-def test_a_directory_of_another_host_stays_where_only_locks_of_files_are_shared(tmp_path, monkeypatch):
-    """As on NFS, where a lock of a directory counts on its host alone."""
+def test_another_hosts_directory_stays_if_only_file_locks_are_shared(tmp_path, monkeypatch):
+    """Simulates NFS, where locks of directories are local to a host."""
     lock = fcntl.flock
     monkeypatch.setattr(fcntl, "flock", lambda fd, how: None if stat.S_ISDIR(os.fstat(fd).st_mode) else lock(fd, how))
     with owned_directory(tmp_path, "weights-") as theirs:
@@ -17,8 +17,8 @@ def test_a_directory_of_another_host_stays_where_only_locks_of_files_are_shared(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_left_after_a_removal_is_removed_later(tmp_path):
-    """NFS keeps an open file under another name, so its directory can only be removed once it is closed."""
+def test_files_left_by_a_removal_are_removed_later(tmp_path):
+    """NFS renames an open file on deletion, so its directory can be removed only after it is closed."""
     (tmp_path / "weights-x").mkdir()
     with owned_directory(tmp_path, "weights-") as ours:
         assert list(tmp_path.iterdir()) == [ours]

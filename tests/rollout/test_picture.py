@@ -4,7 +4,7 @@ from PIL import Image
 
 from rollout.picture import read_image
 
-ORIENTATION = 0x0112  # of EXIF
+ORIENTATION = 0x0112  # EXIF tag
 UPRIGHT = {
     1: lambda pixels: pixels,
     2: np.fliplr,

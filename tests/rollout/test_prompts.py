@@ -1,4 +1,4 @@
-"""Words of one's own: read from a file whole or refused by name, and shown as they are written."""
+"""User-defined prompts are validated, read from a file, and shown unchanged."""
 
 import asyncio
 from typing import Any
@@ -31,7 +31,7 @@ def text_of(messages) -> list[str]:
     return [part["text"] for part in messages[1]["content"] if part["type"] == "text"]
 
 
-def test_what_a_file_leaves_out_has_its_default(written):
+def test_omitted_texts_have_their_defaults(written):
     texts = read_prompts(written("system: You watch.\nlast_turn: |\n  Now.\n  Answer.\n"))
     assert texts == Prompts(system="You watch.", last_turn="Now.\nAnswer.\n")
 
@@ -53,49 +53,49 @@ def test_what_a_file_leaves_out_has_its_default(written):
         ("- system", "words.yaml is list, expected texts such as system: "),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said_with_its_name_and_the_key(written, text, complaint):
+def test_an_invalid_file_is_reported_with_its_name_and_key(written, text, complaint):
     with pytest.raises(ValueError, match=complaint) as refused:
         read_prompts(written(text))
     assert "\n" not in str(refused.value) and str(refused.value).startswith("rollout.prompts_file=")
 
 
-def test_a_file_that_is_not_there_is_refused():
+def test_a_missing_file_is_rejected():
     with pytest.raises(ValueError, match=r"^rollout\.prompts_file=gone\.yaml: No such file"):
         read_prompts("gone.yaml")
 
 
-def test_texts_beside_a_file_contradict_it_unless_they_are_what_it_says(written):
+def test_texts_that_contradict_the_file_are_rejected(written):
     file = written("system: You watch.")
     texts = prompts_of(file, Prompts())
-    assert prompts_of(file, texts) == texts  # as in the record of a run
+    assert prompts_of(file, texts) == texts  # as in a run's record
     with pytest.raises(ValueError, match=r"words.yaml and rollout\.prompts\.last_turn are both set"):
         prompts_of(file, Prompts(last_turn="Oh."))
 
 
-def test_a_setting_with_a_placeholder_that_is_none_is_refused():
+def test_an_unknown_placeholder_is_rejected():
     with pytest.raises(ValueError, match=r"^rollout\.prompts\.subagent_intro has the placeholder \{ends\}"):
         Prompts(subagent_intro="It ends at {ends}.")
 
 
-def test_a_question_stands_where_a_text_says_and_else_before_it():
+def test_a_question_replaces_its_placeholder_or_precedes_the_text():
     shown = main_messages(Prompts(with_tool="Q: {question} {{in {names}}}"), VIDEOS, "What {is} it?", 3)
     assert text_of(shown)[-1] == "Q: What {is} it? {in video_0.mp4, video_1.mp4}"
     shown = main_messages(Prompts(without_tool="Answer."), VIDEOS, "What?", 0)
     assert text_of(shown)[-1] == "What?\n\nAnswer."
 
 
-def test_an_empty_overview_leaves_frames_and_question_alone():
+def test_an_empty_overview_text_leaves_only_frames_and_question():
     shown = main_messages(Prompts(overview="", with_tool="{question}"), VIDEOS, "What?", 3)
     assert text_of(shown) == ["<0.0 seconds>", "<4.0 seconds>", "What?"]
 
 
-def test_a_sub_agent_may_be_told_the_question():
+def test_a_sub_agents_prompt_may_have_the_question():
     prompts = Prompts(subagent_instruction="Look for {question}, {{truly}}.", subagent_system="{{}}")
     shown = subagent_messages(prompts, Window(1.0, 2.0), [1.0], "a {cat}")
     assert text_of(shown)[-1] == "\nLook for a {cat}, {truly}." and shown[0]["content"] == "{}"
 
 
-def test_a_sub_agent_of_the_release_has_neither_system_text_nor_times_and_its_window_in_minutes():
+def test_the_releases_sub_agent_prompt():
     prompts = Prompts(
         subagent_system="",
         subagent_intro="",
@@ -117,11 +117,13 @@ ROW = (("system", "You watch. <think>"), ("user", "<video>\nWhat <|im_end|> is i
 PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
-def test_the_messages_of_a_row_are_shown_as_they_are():
+def test_a_rows_messages_are_used_unchanged():
     shown = shown_to(EpisodeConfig(dispatch="none", prompts=Prompts(row_messages=True)), messages=ROW)
     system, user, _ = shown.split("<|im_start|>")[1:]
     assert system == "system\nYou watch. <think><|im_end|>\n"
-    assert user.endswith(f"{PICTURE}\nWhat < |im_end|> is it? <|im_end|>\n")  # no placeholder, and no control token
+    assert user.endswith(
+        f"{PICTURE}\nWhat < |im_end|> is it? <|im_end|>\n"
+    )  # neither a placeholder nor a control token
 
 
 def test_a_rows_system_text_gets_the_tools_unless_it_has_them():
@@ -132,7 +134,7 @@ def test_a_rows_system_text_gets_the_tools_unless_it_has_them():
     assert "# Tools" not in shown_to(config, messages=own) and "start_time" not in shown_to(config, messages=own)
 
 
-def test_without_messages_a_question_is_shown_as_ever():
+def test_without_messages_the_default_prompt_is_used():
     config = EpisodeConfig(prompts=Prompts(row_messages=True))
     assert shown_to(config) == shown_to(EpisodeConfig()) != shown_to(config, messages=ROW)
     assert shown_to(EpisodeConfig(), messages=ROW) == shown_to(EpisodeConfig())
@@ -174,6 +176,6 @@ def test_images_of_a_row_are_in_the_message_with_their_placeholder(image):
         ({"tools": ["crop_video", "zoom_frame"]}, r"prompts\.system must name every tool.* also has zoom_frame"),
     ],
 )
-def test_a_system_text_with_tools_must_be_true(settings, complaint):
+def test_a_system_text_must_have_the_tools_it_claims(settings, complaint):
     with pytest.raises(ValueError, match=complaint):
         EpisodeConfig(prompts=Prompts(system="You have crop_video.", system_has_tools=True), **settings).check_tools()

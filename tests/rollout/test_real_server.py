@@ -1,6 +1,6 @@
-"""The real SGLang server: it samples what the learner computes, loses nothing when killed, and leaves nothing behind.
+"""The real SGLang server agrees with the learner, loses no episode when killed, and leaves nothing behind.
 
-Each start takes ten seconds and more, so one server serves all tests that are not marked nightly; the last one ends it.
+A start takes at least ten seconds, so all tests except nightly ones share one server, which the last test stops.
 """
 
 import asyncio
@@ -76,13 +76,13 @@ from rollout.video.encode import write_video
 CONFIGS = Path(__file__).parents[2] / "configs"
 pytestmark = pytest.mark.slow
 FLOAT32 = np.dtype(np.float32)
-RUN = "tests-1"  # to which the servers belong
+RUN = "tests-1"  # the run that owns the servers
 CONFIG = EpisodeConfig(max_new_tokens=48, subagent_new_tokens=48, max_context_tokens=4096, turn_deadline_s=120)
 RECIPE_SIZES = ((224, 224), (160, 288), (192, 256), (32, 1024), (32, 32))
 PUBLISHED_BOUNDS = dict(min_pixels=65_536, max_pixels=16_777_216)
 BFLOAT16 = ("--dtype", "bfloat16")
-START_DEADLINE_S = 180  # alone it takes 20; the machine may be busy
-# So that it keeps what belongs together on one server, as we do, and soon sees that one is gone.
+START_DEADLINE_S = 180  # it takes 20 s on an idle machine
+# Routes related requests to one server, as our engine does, and soon detects a dead server.
 ROUTING = ("--policy", "manual", "--assignment-mode", "min_load", "--health-check-interval-secs", "5")
 BOUND = 1e-4  # nats, in float32 with the logits of the tiny model
 
@@ -99,7 +99,7 @@ def model(tiny_hf):
 
 @pytest.fixture(scope="module")
 def new_vision(tmp_path_factory):
-    """A model with other weights throughout."""
+    """A model in which all weights differ."""
     directory = tmp_path_factory.mktemp("other") / "hf"
     make_tiny(directory, seed=1)
     return model_port.load(directory)
@@ -107,7 +107,7 @@ def new_vision(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def other(model, new_vision):
-    """A model with other language weights, as training with a frozen vision tower makes them."""
+    """A model with other language weights, as after training with a frozen vision tower."""
     merged = nnx.clone(new_vision)
     merged.vision = nnx.clone(model.vision)
     return merged
@@ -117,13 +117,13 @@ def other(model, new_vision):
 def sglang_python() -> Path:
     try:
         return sidecar_python()
-    except RuntimeError as problem:  # its message names the command to run
+    except RuntimeError as problem:  # the skip message names the command to run
         pytest.fail(str(problem))
 
 
 @pytest.fixture(scope="module")
 def tiny_hf_published(tmp_path_factory) -> Path:
-    """The same weights with the published bounds in the processor files: they enlarge every frame of the recipe."""
+    """The same weights with the published pixel bounds, which enlarge every frame of the recipe."""
     directory = tmp_path_factory.mktemp("hf") / "tiny"
     make_tiny(directory, **PUBLISHED_BOUNDS)
     return directory
@@ -139,7 +139,7 @@ def qwen25_hf(tmp_path_factory) -> Path:
 
 @dataclass(frozen=True)
 class Routed:
-    """A router, and the servers behind it."""
+    """A router and its servers."""
 
     url: str
     process: subprocess.Popen[bytes]
@@ -147,21 +147,21 @@ class Routed:
 
 @pytest.fixture(scope="module")
 def server(sglang_python, tiny_hf_published):
-    """Has the weights of `tiny_hf`, and every test leaves it so, with nothing running."""
+    """A server with the weights of `tiny_hf`; every test must restore them and leave no request running."""
     with served(ServerSettings(tiny_hf_published, python=sglang_python)) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
 def second(sglang_python, tiny_hf):
-    """A server for a vision tower that trains: it does not remember pictures."""
+    """A server for training the vision tower, without an image cache."""
     with served(ServerSettings(tiny_hf, python=sglang_python), "--trainable-vision") as started:
         yield started
 
 
 @pytest.fixture(scope="module")
 def qwen25_server(sglang_python, qwen25_hf):
-    """Also for a vision tower that trains."""
+    """A server of Qwen2.5-VL for training the vision tower."""
     with served(ServerSettings(qwen25_hf, python=sglang_python), "--trainable-vision") as started:
         yield started
 
@@ -183,7 +183,7 @@ def routed(server, second, tmp_path_factory):
 
 
 def fetch(url: str, body: dict[str, Any] | None = None) -> Any:
-    """The JSON of an answer; posts the body if there is one."""
+    """Returns the JSON response; posts `body` if given."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as reply:
@@ -191,7 +191,7 @@ def fetch(url: str, body: dict[str, Any] | None = None) -> Any:
 
 
 def num_behind(router: str) -> int:
-    """So far."""
+    """Returns the number of servers that the router knows."""
     try:
         return fetch(f"{router}/workers")["total"]
     except OSError:
@@ -200,7 +200,7 @@ def num_behind(router: str) -> int:
 
 @pytest.fixture
 def router(routed, model):
-    """Once it has both servers, and these have the same weights by the same name."""
+    """The router with both servers registered and their weights and labels equal."""
 
     async def ready(engine):
         await all_up(engine, model)
@@ -215,12 +215,12 @@ def router(routed, model):
 
 @pytest.fixture(params=["server", pytest.param("router", marks=pytest.mark.nightly)])
 def front(request):
-    """What a run may be given: a server, or an sglang-router before two."""
+    """A URL for a run: a server, or an sglang-router with two servers."""
     return request.getfixturevalue(request.param)
 
 
 def generate(url, model, height, width):
-    """One token after a picture; the answer's meta_info."""
+    """Samples one token after a picture. Returns the response's meta_info."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     ids = tokenizer.encode("system<|vision_start|><|image_pad|><|vision_end|>user").ids
     buffer = io.BytesIO()
@@ -235,9 +235,9 @@ def generate(url, model, height, width):
 
 
 class Guided:
-    """Lets the real engine answer everything, and then puts the calls of a script into the main agent's mouth.
+    """Samples every request with the real engine, then replaces the main agent's turns by scripted calls.
 
-    A random model calls no tool by itself; this way sub-agents and long dialogues run on the real server all the same.
+    A random model calls no tools, so this gives sub-agents and long dialogues on the real server.
     """
 
     def __init__(self, engine: SGLangEngine, chat: Chat, turns: list[str]):
@@ -281,7 +281,7 @@ async def publish(engine: SGLangEngine, model: VLModel) -> None:
 
 
 def take_back(server: Served, model: VLModel) -> None:
-    """From a run with another name."""
+    """Takes a server over from a run with another name."""
     on(server, lambda engine: engine.publish(ModelWeights(model, FLOAT32), 8), take_over=True)
 
 
@@ -291,19 +291,21 @@ async def play(engine, chat, frames, num_episodes) -> list[Episode]:
     return await asyncio.gather(*(agent.run(overview, number) for number in range(num_episodes)))
 
 
-def test_images_keep_their_size_under_the_published_bounds(server, tiny_hf_published):
+def test_images_keep_their_size_with_the_published_bounds(server, tiny_hf_published):
     processor = pil_processing.Qwen2VLImageProcessorPil.from_pretrained(tiny_hf_published)
     for height, width in RECIPE_SIZES:
         answer, num_ids = generate(server.url, tiny_hf_published, height, width)
         assert answer["prompt_tokens"] == num_ids - 1 + (height // 32) * (width // 32)
         enlarged = processor(images=[np.zeros((height, width, 3), np.uint8)])["image_grid_thw"][0]
-        assert enlarged.prod() // 4 > (height // 32) * (width // 32)  # what the model's own files ask for
+        assert enlarged.prod() // 4 > (height // 32) * (width // 32)  # the size that the model's files request
     with pytest.raises(urllib.error.HTTPError):  # the patches do not divide it: an error, not a resize
         generate(server.url, tiny_hf_published, 100, 90)
-    assert generate(server.url, tiny_hf_published, 64, 64)[0]["completion_tokens"] == 1  # and the server survives it
+    assert (
+        generate(server.url, tiny_hf_published, 64, 64)[0]["completion_tokens"] == 1
+    )  # the server survives this error
 
 
-def test_the_gate_notices_other_weights_and_other_pictures(server, model, other, contract, chat):
+def test_the_gate_detects_other_weights_and_pictures(server, model, other, contract, chat):
     class OneSize(LearnerScorer):
         def settled(self, sizes_px):
             return super().settled(sizes_px)[-1:]
@@ -336,7 +338,7 @@ class TwoSizes(LearnerScorer):
 
 
 @pytest.mark.nightly
-def test_servers_and_learner_agree_on_sizes_of_pictures(server, model, contract, chat):
+def test_servers_and_learner_agree_on_picture_sizes(server, model, contract, chat):
     scorer = LearnerScorer(model, contract)
     (found,) = asyncio.run(check([server.url], scorer, chat))
     assert found.problems == []
@@ -345,15 +347,15 @@ def test_servers_and_learner_agree_on_sizes_of_pictures(server, model, contract,
 
 
 def first_shown(request):
-    """Leaves prompts alone, and the gate's own wrong dialogue, which shows the picture before the last twice."""
+    """Changes only responses; prompts and the gate's own wrong dialogue, with a repeated picture, stay."""
     pictures = request.pictures
     has_response = len(pictures) > gate.FRAME_BUDGET and pictures[-1] is not pictures[-2]
     return replace(request, pictures=(*pictures[:-1], pictures[0])) if has_response else request
 
 
 @pytest.mark.nightly
-def test_a_mixture_of_experts_is_served_as_the_learner_computes_it_also_after_a_publish(sglang_python, tmp_path):
-    """Of all weights, and of an adapter, which the server merges into its own."""
+def test_a_mixture_of_experts_agrees_with_the_learner_also_after_a_publish(sglang_python, tmp_path):
+    """Publishes all weights, then an adapter, which the server merges into its weights."""
     models = []
     for seed in range(2):
         make_tiny(tmp_path / str(seed), seed, tiny_config("qwen3_vl_moe"))
@@ -381,8 +383,8 @@ def test_a_mixture_of_experts_is_served_as_the_learner_computes_it_also_after_a_
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("computed_in", ["float32", "bfloat16"])
-def test_replayed_experts_bring_a_learner_closer_to_a_server_in_bfloat16(computed_in, sglang_python, tmp_path):
-    """Where two experts are nearly equal, rounding decides, and then a token has another expert's output."""
+def test_replaying_experts_reduces_the_kl_to_a_bfloat16_server(computed_in, sglang_python, tmp_path):
+    """If two experts score nearly equal, rounding decides which expert a token gets."""
     make_tiny(tmp_path / "hf", config=tiny_config("qwen3_vl_moe"))
     model, prompt = model_port.load(tmp_path / "hf", computed_in), np.arange(100, 124, dtype=np.int32)
     text = model.config.text
@@ -398,7 +400,7 @@ def test_replayed_experts_bring_a_learner_closer_to_a_server_in_bfloat16(compute
             await engine.close()
 
     def kl(pairs, *, replays):
-        """The behaviour KL of the sampled tokens."""
+        """Returns the behavior KL of the sampled tokens."""
         terms = []
         for prompt, generation in pairs:
             ids = np.concatenate([prompt, generation.ids[:-1]])
@@ -418,14 +420,14 @@ def test_replayed_experts_bring_a_learner_closer_to_a_server_in_bfloat16(compute
 
 
 @pytest.mark.nightly
-def test_a_right_server_in_bfloat16_is_accepted_and_another_picture_or_layer_is_refused(sglang_python, tmp_path):
-    """With logits as wide as trained ones; the learner has masters in float32, as when it trains."""
+def test_a_correct_bfloat16_server_is_accepted_and_another_picture_or_layer_rejected(sglang_python, tmp_path):
+    """The logits are as wide as a trained model's, and the learner has float32 masters as in training."""
     right, contract = make_wide(tmp_path / "right"), VisionContract.from_hf(tmp_path / "right")
     model, another = model_port.load(right), model_port.load(make_wide(tmp_path / "other", seed=1))
     model.compute = replace(model.compute, dtype="bfloat16")
 
     class AnotherShown(TwoSizes):
-        """The learner has another picture in the tool's response than the server."""
+        """Gives the learner another picture in the tool response than the server."""
 
         def score(self, requests):
             return super().score([first_shown(request) for request in requests])
@@ -446,11 +448,11 @@ def test_a_right_server_in_bfloat16_is_accepted_and_another_picture_or_layer_is_
     (shown,) = before.differences[SHOWN].statistics
     assert before.problems == [] and abs(shown.server) < shown.allowed / 2
     assert any(f"'{SHOWN}' tokens differ" in problem for problem in another_shown.problems)
-    assert np.abs(before.differences["dialogue"].offsets[0]).mean() > 0.04  # nats, by bfloat16 alone
+    assert np.abs(before.differences["dialogue"].offsets[0]).mean() > 0.04  # nats, from bfloat16 rounding only
     assert any("log-probs of 'dialogue' tokens differ" in problem for problem in after.problems)
 
 
-def test_sixteen_episodes_with_sub_agents_at_once_are_exactly_what_the_server_saw(front, chat):
+def test_sixteen_concurrent_episodes_record_exactly_what_the_server_sampled(front, chat):
     async def work(engine):
         guided = Guided(engine, chat, TURNS)
         return guided, await play(guided, chat, FakeFrames(size_px=(64, 96)), 16)
@@ -467,7 +469,7 @@ def test_sixteen_episodes_with_sub_agents_at_once_are_exactly_what_the_server_sa
 
 
 async def sampled_against_learner(engine, chat, model, contract) -> tuple[float, list[Episode]]:
-    """The largest difference between the log-probs of fresh samples and the learner's."""
+    """Returns the largest difference between the server's log-probs of new samples and the learner's."""
     frames = FakeFrames(size_px=(2 * chat.token_px, 3 * chat.token_px))
     episodes = await play(engine, chat, frames, 4)
     scorer, worst = LearnerScorer(model, contract), 0.0
@@ -493,20 +495,20 @@ def test_after_publishing_the_server_samples_from_the_learners_weights(front, mo
         return before, worst, back
 
     before, worst, back = on(front, work, weights_dir=str(tmp_path))
-    assert before > 100 * BOUND  # the two models can be told apart
+    assert before > 100 * BOUND  # the two models differ measurably
     assert worst < BOUND
     assert back < BOUND
 
 
 @pytest.mark.nightly
-def test_a_server_that_cannot_read_the_learners_files_gets_them_over_the_network(
+def test_a_server_without_the_learners_files_gets_weights_over_the_network(
     server, model, other, contract, chat, tmp_path
 ):
     def loaded_from():
         return Path(fetch(f"{server.url}/model_info")["model_path"])
 
     async def work(engine):
-        engine.fleet.files = WeightFiles(tmp_path)  # where the server's command does not look
+        engine.fleet.files = WeightFiles(tmp_path)  # a directory that the server's command does not know
         await publish(engine, other)
         received = [await asyncio.to_thread(loaded_from)]
         worst, _ = await sampled_against_learner(engine, chat, other, contract)
@@ -518,12 +520,12 @@ def test_a_server_that_cannot_read_the_learners_files_gets_them_over_the_network
 
     received, worst, back = on(server, work)
     assert worst < BOUND and back < BOUND
-    assert not any(path.exists() or path.is_relative_to(tmp_path) for path in received)  # removed once they are loaded
+    assert not any(path.exists() or path.is_relative_to(tmp_path) for path in received)  # removed after loading
     assert len(set(received)) == 2 and all(path.parent.name.startswith(WEIGHTS_PREFIX) for path in received)
 
 
 @pytest.mark.nightly
-def test_a_vision_tower_that_trains_needs_a_server_that_does_not_remember_pictures(
+def test_training_the_vision_tower_needs_a_server_without_an_image_cache(
     server, second, model, new_vision, contract, chat
 ):
     async def work(engine):
@@ -534,7 +536,7 @@ def test_a_vision_tower_that_trains_needs_a_server_that_does_not_remember_pictur
         return worst
 
     assert on(second, work) < BOUND
-    assert on(server, work) > BOUND  # if this fails, SGLang has learnt to forget, and the rule can go
+    assert on(server, work) > BOUND  # if this fails, SGLang invalidates its cache now, and the rule can be removed
 
 
 def adapter_of(model: VLModel, base: Path, seed: int) -> AdapterWeights:
@@ -555,14 +557,14 @@ def adapted(model, tiny_hf):
 
 @pytest.fixture(scope="module")
 def qwen25(qwen25_hf):
-    """The learner's side: the model, a contract that enlarges nothing, and the chat."""
+    """The learner's model, a contract that does not resize, and the chat."""
     contract = replace(VisionContract.from_hf(qwen25_hf), min_pixels=1, max_pixels=50_176)
     return model_port.load(qwen25_hf), contract, Chat.from_hf(qwen25_hf)
 
 
 @pytest.mark.nightly
 def test_a_server_of_qwen2_5_vl_agrees_with_the_learner(qwen25_server, qwen25, qwen25_hf):
-    """Frames keep their size, and ids that no text encodes to stay as they are."""
+    """Frames keep their size, and ids that no text encodes to are unchanged."""
     model, contract, chat = qwen25
     answer, num_ids = generate(qwen25_server.url, qwen25_hf, 56, 84)
     assert answer["prompt_tokens"] == num_ids - 1 + 2 * 3
@@ -591,7 +593,7 @@ def test_a_server_of_qwen2_5_vl_takes_weights_of_both_towers_and_adapters(qwen25
 
 
 @pytest.mark.nightly
-def test_a_step_of_qwen2_5_vl_samples_from_its_policy_before_and_after_it(qwen25_server, qwen25_hf, tmp_path):
+def test_a_step_of_qwen2_5_vl_samples_from_the_policy_before_and_after(qwen25_server, qwen25_hf, tmp_path):
     settings = [*QUICK, "engine.kind=sglang", f"engine.urls=[{qwen25_server.url}]", f"model.path={qwen25_hf}"]
     settings += ["train.num_steps=2", "optim.learning_rate=0.01"]
     asyncio.run(train(load_config(SMOKE, f"run_dir={tmp_path / 'run'}", *settings), take_over=True))
@@ -600,8 +602,8 @@ def test_a_step_of_qwen2_5_vl_samples_from_its_policy_before_and_after_it(qwen25
 
 
 @pytest.mark.nightly
-def test_a_server_that_encodes_the_text_of_qwen2_5_vl_again_is_refused(sglang_python, qwen25_hf, qwen25):
-    """SGLang's default, if frames keep a size that the processor files would change."""
+def test_a_server_that_retokenizes_qwen2_5_vl_is_rejected(sglang_python, qwen25_hf, qwen25):
+    """SGLang retokenizes by default if frames keep a size that the processor files would change."""
     model, contract, chat = qwen25
     settings = ServerSettings(qwen25_hf, python=sglang_python, extra_args=("--mm-preprocess-cache-size-mb", "0"))
     with served(settings) as server:
@@ -611,13 +613,13 @@ def test_a_server_that_encodes_the_text_of_qwen2_5_vl_again_is_refused(sglang_py
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("by", ["files", "network"])
-def test_a_server_merges_every_adapter_it_gets_into_its_own_model(server, model, adapted, contract, chat, tmp_path, by):
-    """Also after a restart, which is played: it leaves the weights of other files, and SGLang's own label."""
+def test_a_server_merges_every_published_adapter_into_its_base(server, model, adapted, contract, chat, tmp_path, by):
+    """Also after a simulated restart, which leaves other weights and SGLang's default label."""
     (tmp_path / "other").mkdir()
 
     async def work(engine):
         if by == "network":
-            engine.fleet.files = WeightFiles(tmp_path / "other")  # where the server's command does not look
+            engine.fleet.files = WeightFiles(tmp_path / "other")  # a directory that the server's command does not know
         differences, logps = [], []
         for weights in adapted:
             await engine.publish(weights, engine.version + 1)
@@ -627,7 +629,7 @@ def test_a_server_merges_every_adapter_it_gets_into_its_own_model(server, model,
             sent = sum(path.stat().st_size for path in tmp_path.rglob("all/*.safetensors"))
             assert weights.num_bytes < sent < 2 * weights.num_bytes < 0.1 * ModelWeights(model, FLOAT32).num_bytes
         logps.append(await asyncio.to_thread(scored, server.url))
-        # No flush, which fails while the scheduler still has a request; publishing flushes.
+        # No flush, because it fails while the scheduler has a request; publishing flushes.
         restarted = {"model_path": str(new_files), "flush_cache": False, "weight_version": "default"}
         await asyncio.to_thread(fetch, f"{server.url}/update_weights_from_disk", restarted)
         again, _ = await sampled_against_learner(engine, chat, adapted[1].model, contract)
@@ -644,14 +646,14 @@ def test_a_server_merges_every_adapter_it_gets_into_its_own_model(server, model,
 
 
 def scored(url: str) -> list[float]:
-    """The log-probs of a fixed prompt."""
+    """Returns the log-probs of a fixed prompt."""
     body = {"input_ids": list(range(5, 60)), "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
     answer = fetch(f"{url}/generate", body | {"logprob_start_len": 0})
     return [logp for logp, *_ in answer["meta_info"]["input_token_logprobs"][1:]]
 
 
 def refuses(server: Served, weights: AdapterWeights, message: str) -> None:
-    """A publish, and keeps its weights."""
+    """Checks that the server rejects a publish and keeps its weights."""
 
     async def work(engine):
         with pytest.raises(EngineError, match=message):
@@ -662,23 +664,21 @@ def refuses(server: Served, weights: AdapterWeights, message: str) -> None:
     assert scored(server.url) == before
 
 
-def test_a_server_of_another_model_than_the_adapters_base_keeps_its_weights_and_is_named(server, adapted):
+def test_a_server_with_another_base_rejects_the_adapter(server, adapted):
     base = replace(adapted[0].info.base, name="the/base", sum="0")
     weights = AdapterWeights(adapted[0].model, replace(adapted[0].info, base=base))
     refuses(server, weights, r"has other weights than the adapter's base, the/base.*rollout\.serve")
 
 
 @pytest.mark.nightly
-def test_a_server_without_the_plugin_keeps_its_weights_and_is_named(sglang_python, tiny_hf, adapted, monkeypatch):
+def test_a_server_without_the_plugin_rejects_adapters(sglang_python, tiny_hf, adapted, monkeypatch):
     monkeypatch.setenv("SGLANG_PLUGINS", "none")
     with served(ServerSettings(tiny_hf, python=sglang_python)) as server:
         refuses(server, adapted[0], r"rollout\.serve --model")
 
 
 @pytest.mark.nightly
-def test_a_run_with_adapters_sends_them_alone_and_samples_from_its_policy(
-    server, model, tiny_hf, tmp_path, monkeypatch
-):
+def test_a_run_with_adapters_publishes_only_adapters(server, model, tiny_hf, tmp_path, monkeypatch):
     sent, write = [], WeightFiles.write
 
     async def counted(files, weights):
@@ -700,7 +700,7 @@ def long_request(chat, episode, num_tokens=2000) -> Request:
     return Request(ids, (), Sampling(num_tokens, temperature=1.0), episode, 120)
 
 
-def test_tokens_before_and_after_a_publish_in_the_middle_have_their_own_versions(front, model, other, chat):
+def test_tokens_before_and_after_a_mid_turn_publish_have_their_versions(front, model, other, chat):
     async def work(engine):
         begin = engine.version
         task = asyncio.create_task(engine.generate(long_request(chat, "e")))
@@ -718,10 +718,8 @@ def test_tokens_before_and_after_a_publish_in_the_middle_have_their_own_versions
     assert found.finish == "abort"
 
 
-def test_a_second_run_and_a_restart_behind_its_address_leave_a_server_with_the_weights_of_its_run(
-    server, tiny_hf, model, other, contract, chat
-):
-    """The restart is played: what it leaves are the weights of the model's files, and SGLang's own label."""
+def test_a_servers_weights_survive_a_second_run_and_a_restart(server, tiny_hf, model, other, contract, chat):
+    """The simulated restart leaves the weights of the model's files and SGLang's default label."""
 
     async def body():
         engine = await SGLangEngine.connect([server.url], SGLangSettings(RUN, probe_every_s=1))
@@ -758,7 +756,7 @@ def test_a_second_run_and_a_restart_behind_its_address_leave_a_server_with_the_w
     assert versions == {version} and worst < BOUND
 
 
-def test_abort_ends_one_episode_and_leaves_the_others(front, chat):
+def test_abort_ends_only_one_episode(front, chat):
     async def work(engine):
         kept = asyncio.create_task(engine.generate(long_request(chat, "kept", 400)))
         ended = asyncio.create_task(engine.generate(long_request(chat, "ended")))
@@ -773,12 +771,12 @@ def test_abort_ends_one_episode_and_leaves_the_others(front, chat):
 
 
 def scheduler_of(server) -> psutil.Process:
-    """The process that computes."""
+    """Returns the server's scheduler process."""
     return max(psutil.Process(server.pid).children(recursive=True), key=lambda process: process.memory_info().rss)
 
 
 async def all_up(engine, model) -> None:
-    """Until all servers are up with the weights of `model`, whatever versions they came with."""
+    """Waits until all servers are up with the weights of `model`."""
     async with asyncio.timeout(60):
         while not all(one.up for one in engine.fleet.servers):
             if any("another server" in one.problem for one in engine.fleet.servers):
@@ -787,7 +785,7 @@ async def all_up(engine, model) -> None:
 
 
 @pytest.mark.nightly
-def test_a_server_killed_in_the_middle_loses_and_doubles_no_episode_and_comes_back_with_the_weights(
+def test_a_killed_server_loses_no_episode_and_returns_with_current_weights(
     server, sglang_python, tiny_hf, model, other, contract, chat
 ):
     async def body():
@@ -822,7 +820,7 @@ def test_a_server_killed_in_the_middle_loses_and_doubles_no_episode_and_comes_ba
 
 
 @pytest.mark.nightly
-def test_a_stopped_server_is_ejected_and_comes_back_with_the_weights(server, second, model, other, chat):
+def test_a_stopped_server_is_ejected_and_returns_with_current_weights(server, second, model, other, chat):
     settings = SGLangSettings(RUN, probe_every_s=0.5, probe_deadline_s=4, control_deadline_s=5)
 
     async def body():
@@ -855,7 +853,7 @@ def test_a_stopped_server_is_ejected_and_comes_back_with_the_weights(server, sec
 
 
 @pytest.mark.nightly
-def test_every_public_split_has_the_same_greedy_answers_from_the_server_and_in_process(server, tiny_hf, tmp_path):
+def test_greedy_answers_of_every_split_equal_the_embedded_engines(server, tiny_hf, tmp_path):
     pictures = [np.full((32, 64, 3), 40 * second, np.uint8) for second in range(6)]
     write_video(tmp_path / "video.mp4", pictures, 1)
     for split in SPLITS:
@@ -871,7 +869,7 @@ def engines(url: str) -> list[list[str]]:
 
 
 def greedy(split: str, copy: Path, model: Path, *engine: str) -> dict[str, list[str]]:
-    """What a policy says to every sample of a split, turn by turn."""
+    """Returns a policy's greedy turns for every sample of a split."""
     run_dir = copy / engine[0].partition("=")[2]
     settings = [f"data.split={split}", f"data.validation={copy}", f"run_dir={run_dir}", f"model.path={model}"]
     settings += ["model.dtype=float32", "video.max_pixels=2048", "video.num_workers=1", "rollout.max_new_tokens=16"]
@@ -883,7 +881,7 @@ def greedy(split: str, copy: Path, model: Path, *engine: str) -> dict[str, list[
 
 
 def endpoint_config(copy: Path, run_dir: Path, *engine: str) -> EvalConfig:
-    """An evaluation that takes seconds; the tiny model says anything."""
+    """Returns the config of an evaluation that takes seconds."""
     settings = [f"data.validation={copy}", "data.split=longvideobench", f"run_dir={run_dir}", "model.dtype=float32"]
     settings += ["video.max_pixels=2048", "video.num_workers=1", "rollout.max_new_tokens=16", "engine.kind=openai"]
     settings += ["rollout.max_context_tokens=4096", "eval.frame_budgets=[2]", "eval.dispatches=[parallel]"]
@@ -899,7 +897,7 @@ def lids(tmp_path_factory):
 
 
 def served_name(url: str) -> str:
-    """Publishing from files changes it."""
+    """Returns the served model's name, which a publish from files changes."""
     return fetch(f"{url}/v1/models")["data"][0]["id"]
 
 
@@ -913,7 +911,7 @@ def test_a_real_server_is_an_endpoint(server, lids, tmp_path):
         asyncio.run(run_eval(endpoint_config(lids, tmp_path, f"engine.urls=[{server.url}/v1]", "engine.model=other")))
 
 
-def test_a_real_server_streams_and_has_known_words_for_what_it_refuses(server):
+def test_a_real_server_streams_and_its_errors_are_recognized(server):
     async def run() -> tuple[list[str], str, str]:
         client, texts = EndpointClient([f"{server.url}/v1"], served_name(server.url)), []
         request: dict[str, Any] = dict(temperature=0.0, deadline_s=60.0)
@@ -931,7 +929,7 @@ def test_a_real_server_streams_and_has_known_words_for_what_it_refuses(server):
 
 
 @pytest.mark.nightly
-def test_an_evaluation_starts_and_ends_its_own_endpoints(tiny_hf, lids, tmp_path, sglang_python):
+def test_an_evaluation_starts_and_stops_its_own_endpoints(tiny_hf, lids, tmp_path, sglang_python):
     engine = ("engine.serve_with=sglang", f"model.path={tiny_hf}", "engine.model=tiny/model")
     (cell,) = asyncio.run(run_eval(endpoint_config(lids, tmp_path / "run", *engine)))
     assert cell["n"]["missing"] == {} and cell["model"]["path"] == "tiny/model"
@@ -951,8 +949,8 @@ def train_and_find_servers_late(module: str, arguments: list[str], environment: 
 
 
 @pytest.mark.nightly
-def test_two_hosts_that_share_a_server_learn_what_one_learns_from_their_episodes(server, model, tiny_hf, tmp_path):
-    """Also where one finds the server later than the other, which must not pause it before."""
+def test_two_hosts_that_share_a_server_train_like_one_host(server, model, tiny_hf, tmp_path):
+    """One host connects to the server later; the other must not pause the server before."""
     run_dir, replay_dir = tmp_path / "run", tmp_path / "replay"
     settings = ["--take-over", *QUICK, "engine.kind=sglang", f"engine.urls=[{server.url}]", f"model.path={tiny_hf}"]
     settings += ["train.prompts_per_step=2", "train.num_steps=2", "mesh.fsdp=2", "pack.num_rows=2"]
@@ -962,14 +960,14 @@ def test_two_hosts_that_share_a_server_learn_what_one_learns_from_their_episodes
     alone = ("hosts.coordinator=", "hosts.num=1", "hosts.index=0", f"run_dir={replay_dir}")
     asyncio.run(train(load_config(run_dir / "config.json", *alone), replay=run_dir))
     for ours, theirs in zip(metrics_of(replay_dir), metrics_of(run_dir), strict=True):
-        assert theirs == pytest.approx(ours, rel=2e-3, abs=1e-5)  # sums of floats are added up in another order
+        assert theirs == pytest.approx(ours, rel=2e-3, abs=1e-5)  # float sums have another order
     for episode in episodes_of(run_dir):
         sampled = [segment for segment in episode["segments"] if segment["kind"] == "sampled"]
         assert {segment["version"] for segment in sampled} == {episode["step"] - 1}
     take_back(server, model)
 
 
-def test_a_server_that_a_killed_run_left_paused_is_let_go_on(server):
+def test_a_server_left_paused_by_a_killed_run_is_resumed(server):
     fetch(f"{server.url}/pause_generation", {"mode": "retract"})
 
     async def answers(engine):
@@ -978,7 +976,7 @@ def test_a_server_that_a_killed_run_left_paused_is_let_go_on(server):
     assert len(on(server, answers, probe_deadline_s=2.0).ids) == 2
 
 
-def test_the_real_server_stops_with_nothing_left(server):
+def test_the_real_server_stops_without_leftovers(server):
     processes = family(server.pid)
     server.command.send_signal(signal.SIGTERM)
     code, _, errors = ended(server.command)
@@ -998,7 +996,7 @@ def test_the_real_server_dies_with_a_killed_parent(second):
 @pytest.mark.nightly
 def test_the_real_server_dies_with_a_parent_killed_while_it_loads(sglang_python, tiny_hf):
     command = serve(ServerSettings(tiny_hf, python=sglang_python), "--context-length", "4096")
-    while len(processes := family(command.pid)) < 4:  # the scheduler has only just begun: it guards itself later
+    while len(processes := family(command.pid)) < 4:  # the scheduler has just started and does not watch its parent yet
         time.sleep(0.05)
         assert command.poll() is None
     command.kill()
@@ -1007,7 +1005,7 @@ def test_the_real_server_dies_with_a_parent_killed_while_it_loads(sglang_python,
 
 
 @pytest.mark.nightly
-def test_the_real_server_says_what_is_wrong_with_a_model(sglang_python, tiny_hf, tmp_path):
+def test_the_real_server_reports_an_invalid_model(sglang_python, tiny_hf, tmp_path):
     model = shutil.copytree(tiny_hf, tmp_path / "broken")
     (model / "model.safetensors").write_bytes(b"no tensors")
     settings = ServerSettings(model=model, python=sglang_python, context_length=4_096)
@@ -1016,11 +1014,11 @@ def test_the_real_server_says_what_is_wrong_with_a_model(sglang_python, tiny_hf,
 
 
 @pytest.mark.nightly
-def test_the_real_server_knows_the_flags_for_cuda(sglang_python, tiny_hf):
+def test_the_real_server_accepts_the_flags_for_cuda(sglang_python, tiny_hf):
     cuda = ServerSettings(model=tiny_hf, python=sglang_python, device="cuda", max_total_tokens=100_000)
     code = (
         "import sys; from sglang.srt.server_args import prepare_server_args as parse; print(parse(sys.argv[1:]).device)"
     )
     parse = [str(sglang_python), "-W", "ignore", "-c", code, *cuda.command()[3:]]
-    environment = replace(cuda, device="cpu").environment()  # only to import it on this machine
+    environment = replace(cuda, device="cpu").environment()  # only needed to import it on this machine
     assert subprocess.run(parse, env=environment, capture_output=True, text=True, check=True).stdout == "cuda\n"

@@ -1,4 +1,4 @@
-"""The sidecar starts, answers, fails in its own words, and leaves no process, however it or its parent ends."""
+"""The sidecar starts, serves, reports its errors, and leaves no process however it or its parent ends."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ FAKE = Path(__file__).with_name("fake_sglang.py")
 
 @pytest.fixture
 def fake(tmp_path):
-    """Settings of a server that is not SGLang, by the name of how it behaves."""
+    """Returns settings of a fake SGLang with the given behavior."""
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\ntouch {tmp_path}/was_started\nexec {sys.executable} {FAKE} "$@"\n')
     python.chmod(0o755)
@@ -51,12 +51,12 @@ def fake(tmp_path):
         ({"tensor_parallel": 2}, "tensor_parallel=2 needs device=cuda"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(wrong, message):
+def test_invalid_settings_are_rejected(wrong, message):
     with pytest.raises(ValueError, match=message):
         ServerSettings(model=Path("m"), **wrong)
 
 
-def test_neither_device_lets_the_server_choose_dtype_or_pool(fake):
+def test_dtype_and_pool_are_explicit_on_every_device(fake):
     for device, dtype, bound in [
         ("cpu", "float32", "--max-total-tokens"),
         ("cuda", "bfloat16", "--mem-fraction-static"),
@@ -64,10 +64,10 @@ def test_neither_device_lets_the_server_choose_dtype_or_pool(fake):
         command = fake(device=device).command()
         assert command[command.index("--dtype") + 1] == dtype
         assert bound in command
-        assert int(command[command.index("--mm-preprocess-cache-size-mb") + 1]) > 0  # else ids of pictures may change
+        assert int(command[command.index("--mm-preprocess-cache-size-mb") + 1]) > 0  # otherwise image ids may change
 
 
-def test_the_learners_environment_stays_out(fake, monkeypatch):
+def test_the_learners_environment_is_not_inherited(fake, monkeypatch):
     for name in ("VIRTUAL_ENV", "PYTHONPATH", "SGLANG_USE_CPU_ENGINE"):
         monkeypatch.setenv(name, "the learner's")
     monkeypatch.setenv("LD_LIBRARY_PATH", f"{sys.prefix}/lib/cudnn:/driver")
@@ -84,7 +84,7 @@ def test_image_embeddings_are_cached_only_for_a_frozen_tower(fake):
 # --- starting and failing
 
 
-def test_a_taken_port_is_refused_before_anything_starts(fake, tmp_path):
+def test_a_port_in_use_is_rejected_before_anything_starts(fake, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=rf"cannot listen on 127.0.0.1:{port} \(Address already in use\)"):
@@ -105,28 +105,28 @@ def test_a_server_that_cannot_serve_is_an_error(mode, settings, kind, problem, f
         start(fake(mode, **settings))
 
 
-def test_a_port_lost_while_starting_is_noticed(fake):
+def test_losing_the_port_during_a_start_is_detected(fake):
     with socket.socket() as thief:
         thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         thief.bind(("127.0.0.1", 0))
-        port = thief.getsockname()[1]  # bound, not listening: still free in the eyes of a server that may reuse it
+        port = thief.getsockname()[1]  # bound but not listening, so SO_REUSEADDR would still succeed
         with pytest.raises(ServerFailed, match=f"another process took port {port} while the server was starting"):
             start(fake("hang", port=port), on_progress=lambda line: thief.listen())
 
 
-def test_a_directory_without_a_model_is_refused(fake, tmp_path):
+def test_a_directory_without_a_model_is_rejected(fake, tmp_path):
     (tmp_path / "config.json").unlink()
     with pytest.raises(ValueError, match="is not a Hugging Face model directory"):
         start(fake())
 
 
 def descendants():
-    """Processes below this one; other tests may share a server that is one of them."""
+    """Returns this process's descendants; a server shared with other tests may be among them."""
     return psutil.Process().children(recursive=True)
 
 
 @pytest.mark.slow
-def test_a_missed_deadline_shows_the_last_lines_and_leaves_nothing(fake):
+def test_a_start_timeout_shows_the_last_lines_and_leaves_no_process(fake):
     before, seen = descendants(), []
 
     def progress(line):
@@ -139,14 +139,16 @@ def test_a_missed_deadline_shows_the_last_lines_and_leaves_nothing(fake):
 
 
 @pytest.mark.parametrize("modes", [["hang"], ["serve", "hang"]])
-def test_a_cancelled_launch_leaves_nothing(modes, fake):
+def test_a_cancelled_launch_leaves_no_process(modes, fake):
     before = descendants()
 
     async def give_up():
         launching = asyncio.create_task(SGLangEngine.launch(list(map(fake, modes))))
         async with asyncio.timeout(20):
             started = []
-            while len(started) < 3 * len(modes) or len(asyncio.all_tasks()) > 3:  # this, the launch, and the hung start
+            while (
+                len(started) < 3 * len(modes) or len(asyncio.all_tasks()) > 3
+            ):  # this task, the launch, and the hung start
                 await asyncio.sleep(0.1)
                 started = [p for p in descendants() if p not in before]
         launching.cancel()
@@ -164,13 +166,13 @@ def test_a_server_that_crashes_ends_a_launch_at_once(fake):
     assert [p for p in descendants() if p not in before] == []
 
 
-def test_a_full_disk_costs_lines_of_the_log_and_not_the_server(fake):
+def test_a_full_disk_loses_log_lines_but_not_the_server(fake):
     server = start(fake("chatty"), log_file=Path("/dev/full"))
     asyncio.run(server.stop(5))
     assert "line 9999" in server.last_lines(KEPT_LINES)
 
 
-def test_output_is_kept_within_bounds_and_written_whole_to_the_file(fake, tmp_path):
+def test_output_is_bounded_in_memory_and_complete_in_the_file(fake, tmp_path):
     log_file = tmp_path / "server.log"
     server = start(fake("chatty"), log_file=log_file)
     asyncio.run(server.stop(5))
@@ -184,7 +186,7 @@ def test_output_is_kept_within_bounds_and_written_whole_to_the_file(fake, tmp_pa
 
 
 def line_of(server, start, within_s=10.0):
-    """A line that begins with `start`; a server can answer before its lines are read."""
+    """Waits for a log line that begins with `start`; a server may answer before its lines are read."""
     deadline = time.monotonic() + within_s
     while not (lines := [line for line in server.last_lines(9) if line.startswith(start)]):
         assert time.monotonic() < deadline
@@ -193,7 +195,7 @@ def line_of(server, start, within_s=10.0):
 
 
 @pytest.mark.slow
-def test_a_server_that_ignores_sigterm_is_killed_after_its_grace(fake):
+def test_a_server_that_ignores_sigterm_is_killed_after_the_grace_period(fake):
     server = start(fake("stubborn"))
     processes = family(server.pid)
     asyncio.run(server.stop(grace_s=1))
@@ -201,7 +203,7 @@ def test_a_server_that_ignores_sigterm_is_killed_after_its_grace(fake):
     assert not server.running
 
 
-def test_a_server_outlives_the_loop_and_the_thread_that_started_it(fake):
+def test_a_server_outlives_the_loop_and_thread_that_started_it(fake):
     with ThreadPoolExecutor() as pool:
         server = pool.submit(start, fake()).result()
     time.sleep(2 * POLL_S)
@@ -211,7 +213,7 @@ def test_a_server_outlives_the_loop_and_the_thread_that_started_it(fake):
 
 
 @pytest.mark.parametrize("options", [["--same-group"], []])
-def test_a_killed_supervisor_takes_the_server_along(options, fake):
+def test_a_killed_supervisor_also_kills_the_server(options, fake):
     server = start(fake("serve", *options))
     processes = family(server.pid)
     os.kill(server.pid, signal.SIGKILL)
@@ -229,7 +231,7 @@ def test_a_killed_server_leaves_nothing_in_shared_memory(kill, fake):
         Path("/dev/shm") / f"sgl_shm_mm_{pid}_{os.urandom(4).hex()}" for pid in (family(server.pid)[1].pid, os.getpid())
     )
     try:
-        for path in (image, stranger):  # nobody has them open
+        for path in (image, stranger):  # no process has them open
             path.write_bytes(b"x")
         time.sleep(SCAN_EVERY_S)
         kill(server)
@@ -269,7 +271,7 @@ def test_shared_memory_of_a_process_that_is_killed_soon_after_it_starts_is_remov
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_command_prints_the_url_and_stops_on_request(fake, number):
+def test_the_command_prints_the_url_and_stops_on_signals(fake, number):
     settings = fake()
     command = serve(settings)
     url, model = command.stdout.readline().split()
@@ -295,13 +297,13 @@ def test_the_command_can_be_stopped_while_it_starts(fake):
 
 
 @pytest.mark.slow
-def test_the_command_shows_how_long_a_server_took_to_fail(fake):
+def test_the_command_prints_the_time_to_failure(fake):
     code, _, errors = ended(serve(fake("crash")))
     assert code == 1 and errors.index("starting, ") < errors.index("failed after ") < errors.index("error: ")
 
 
 @pytest.mark.slow
-def test_the_command_fails_when_its_server_dies(fake):
+def test_the_command_fails_if_its_server_dies(fake):
     command = serve(fake(), "--json")
     shown = json.loads(command.stdout.readline())
     processes = family(shown["pid"])
@@ -314,7 +316,7 @@ def test_the_command_fails_when_its_server_dies(fake):
 
 
 @pytest.mark.slow
-def test_the_command_killed_by_sigkill_leaves_nothing(fake):
+def test_a_sigkilled_command_leaves_no_process(fake):
     command = serve(fake("stubborn"))
     command.stdout.readline()
     processes = family(command.pid)
@@ -324,13 +326,13 @@ def test_the_command_killed_by_sigkill_leaves_nothing(fake):
 
 
 @pytest.mark.slow
-def test_an_impossible_port_for_weights_is_an_error_that_names_it(fake):
+def test_an_invalid_weights_port_is_named(fake):
     code, _, errors = ended(serve(fake(), "--weights-port", "65536"))
     assert (code, errors) == (1, "error: --weights-port 65536 must be from 0 (any free port) to 65535\n")
 
 
 @pytest.mark.slow
-def test_the_command_shows_a_stack_trace_only_when_asked(fake, tmp_path):
+def test_the_command_prints_a_stack_trace_only_with_debug(fake, tmp_path):
     (tmp_path / "config.json").unlink()
     code, _, errors = ended(serve(fake()))
     (line,) = errors.splitlines()  # not "failed after 0.0 s" before it

@@ -1,4 +1,4 @@
-"""Servers fail in many ways; a request is answered once all the same, or ends in one clear error in time."""
+"""However servers fail, each request is answered exactly once, or fails in time with a clear error."""
 
 import asyncio
 import http.server
@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-from async_tests import asynchronous, given, until
+from async_tests import async_test, given, until
 from fake_server import FakeServer
 
 from model_port.safetensors_io import HfTensors
@@ -44,7 +44,7 @@ QUICK = SGLangSettings(
 )
 
 
-SHAPES = {"scalar": (), "row": (3,), "last": (700, 1031)}  # its last value is in its second part, not its first
+SHAPES = {"scalar": (), "row": (3,), "last": (700, 1031)}  # written in two parts
 
 
 class Tensors:
@@ -61,22 +61,22 @@ class Tensors:
 
 
 class NoWeights(Tensors):
-    """As many bytes as it takes to see that they are written and removed."""
+    """Minimal weights, to test that files are written and removed."""
 
     def __init__(self):
         super().__init__(x=np.zeros(2, np.float32))
 
 
-class HeldWeights(NoWeights):
-    """They are being written until `go_on` is set."""
+class BlockedWeights(NoWeights):
+    """Weights whose write blocks until `unblock` is set."""
 
     def __init__(self):
         super().__init__()
-        self.began, self.go_on = threading.Event(), threading.Event()
+        self.began, self.unblock = threading.Event(), threading.Event()
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         self.began.set()
-        assert self.go_on.wait(5)
+        assert self.unblock.wait(5)
         yield from super().tensors()
 
 
@@ -106,13 +106,13 @@ async def engine_of(stack, urls, settings=QUICK):
     return engine
 
 
-def with_fakes(num_servers):
-    """A test of an engine that it connects itself; its first arguments are fake servers."""
+def with_fake_servers(num_servers):
+    """Makes a test whose first arguments are fake servers, and which connects the engine itself."""
     return given(num_servers, partial(fakes, num_servers=num_servers))
 
 
 def with_servers(num_servers, settings=QUICK):
-    """A test of an engine with so many fake servers."""
+    """Makes a test whose first arguments are an engine and its fake servers."""
 
     async def start(stack):
         servers = await fakes(stack, num_servers)
@@ -122,30 +122,30 @@ def with_servers(num_servers, settings=QUICK):
 
 
 @pytest.mark.parametrize("stop_ids", [(99,), ()])
-def test_nothing_in_a_models_own_files_changes_how_it_samples(stop_ids):
+def test_requests_override_the_models_sampling_defaults(stop_ids):
     sent = generate_body(np.arange(3), (), Sampling(4, 0.7, 0.9, stop_ids))["sampling_params"]
     assert (sent["temperature"], sent["top_p"], sent["top_k"]) == (0.7, 0.9, -1)
     assert (sent["stop_token_ids"], sent["ignore_eos"]) == ([*stop_ids], not stop_ids)
-    assert sent["no_stop_trim"] and not sent["skip_special_tokens"]  # every sampled id is in the answer
+    assert sent["no_stop_trim"] and not sent["skip_special_tokens"]  # the response has every sampled id
 
 
 @with_servers(1)
-async def test_an_answer_becomes_a_generation(engine, server):
+async def test_a_response_becomes_a_generation(engine, server):
     found = await engine.generate(request())
     assert found.ids.tolist() == [5, 6, 7, 8]
     assert found.behavior_logp.tolist() == [-0.5] * 4
     assert (found.versions.tolist(), found.finish, found.num_cached_tokens) == ([0] * 4, "length", 1)
-    assert server.version == "t/0"  # a fresh server got its label
+    assert server.version == "t/0"  # a new server got its label
     assert engine.version == 0
 
 
-@with_fakes(2)
-async def test_servers_come_and_go_with_the_lines_of_a_file(first, second, tmp_path, capsys):
+@with_fake_servers(2)
+async def test_servers_join_and_leave_with_the_lines_of_a_file(first, second, tmp_path, capsys):
     file = tmp_path / "servers"
     file.write_text(f"# of today\n{first.url}/\n")
     engine = await SGLangEngine.follow(file, QUICK)
     await engine.publish(NoWeights(), 1)
-    file.write_text("")  # while somebody writes it
+    file.write_text("")  # a partially written file
     await asyncio.sleep(3 * QUICK.probe_every_s)
     assert engine.urls == [first.url]
     file.write_text(f"{second.url}\n")
@@ -156,8 +156,8 @@ async def test_servers_come_and_go_with_the_lines_of_a_file(first, second, tmp_p
     await engine.close()
 
 
-@with_fakes(1)
-async def test_a_list_of_servers_that_stays_wrong_is_reported_once_and_changes_nothing(server, tmp_path, capsys):
+@with_fake_servers(1)
+async def test_an_invalid_server_list_is_reported_once_and_ignored(server, tmp_path, capsys):
     file = tmp_path / "servers"
     file.write_text(f"{server.url}\n")
     engine = await SGLangEngine.follow(file, QUICK)
@@ -170,41 +170,41 @@ async def test_a_list_of_servers_that_stays_wrong_is_reported_once_and_changes_n
 
 
 @with_servers(2)
-async def test_an_engine_adopts_what_another_one_has_published(engine, first, second):
+async def test_an_engine_adopts_a_version_that_another_engine_published(engine, first, second):
     other = await SGLangEngine.connect(engine.urls, QUICK)
     await until(lambda: all(server.up for server in other.fleet.servers))
     await engine.publish(NoWeights(), 1)
-    second.version = "t/0"  # as a server that was started again in between
+    second.version = "t/0"  # simulates a server restart
     await other.adopt(1)
     await until(lambda: "weights of version 0" in other.fleet.servers[1].problem)
     assert [server.up for server in other.fleet.servers] == [True, False]
     found = await other.generate(request(version=1))
     assert found.server == first.url and set(found.versions.tolist()) == {1}
-    second.version = "t/1"  # the engine that publishes has given it the weights
+    second.version = "t/1"  # the publishing engine has updated it
     await until(lambda: other.fleet.servers[1].up)
     await other.close()
 
 
 async def behind_a_router(stack):
-    """An engine that is given the URL of a router, and this router, before two servers."""
+    """Yields an engine with a router's URL, and this router with two servers."""
     router, *behind = await fakes(stack, 3)
     router.behind = behind
     return await engine_of(stack, [router.url]), router
 
 
 @given(2, behind_a_router)
-async def test_behind_a_router_requests_go_through_it_and_weights_to_every_server(engine, router):
+async def test_with_a_router_requests_use_it_and_weights_go_to_every_server(engine, router):
     assert engine.urls == [server.url for server in router.behind]
     await engine.publish(NoWeights(), 1)
     assert [server.version for server in router.behind] == ["t/1", "t/1"]
     found = [await engine.generate(request(f"{n // 4}", version=1)) for n in range(32)]
     assert {one.server for one in found} == {router.url} and router.requests["/generate"] == 32
     shares = [server.requests["/generate"] for server in router.behind]
-    assert min(shares) >= 4 and [share % 4 for share in shares] == [0, 0]  # what belongs together stays together
+    assert min(shares) >= 4 and [share % 4 for share in shares] == [0, 0]  # related requests use one server
 
 
 @given(2, behind_a_router)
-async def test_behind_a_router_every_server_is_told_to_end_a_request(engine, router):
+async def test_with_a_router_aborts_go_to_every_server(engine, router):
     for server in router.behind:
         server.delay_s = 30
     with pytest.raises(DeadlineExceeded, match=r"within the 0\.2 s"):
@@ -215,7 +215,7 @@ async def test_behind_a_router_every_server_is_told_to_end_a_request(engine, rou
 
 
 @given(2, behind_a_router)
-async def test_servers_come_and_go_behind_a_router(engine, router):
+async def test_servers_join_and_leave_behind_a_router(engine, router):
     await engine.publish(NoWeights(), 1)
     gone = router.behind[0]
     async with FakeServer() as new:
@@ -224,7 +224,7 @@ async def test_servers_come_and_go_behind_a_router(engine, router):
 
 
 @given(2, behind_a_router)
-async def test_a_router_that_is_not_named_alone_in_urls_is_refused(engine, router, tmp_path):
+async def test_a_router_must_be_the_only_url(engine, router, tmp_path):
     (tmp_path / "servers").write_text(router.url)
     with pytest.raises(ValueError, match=f"{router.url} is an sglang-router"):
         await SGLangEngine.connect([router.url, *engine.urls], QUICK)
@@ -235,7 +235,7 @@ async def test_a_router_that_is_not_named_alone_in_urls_is_refused(engine, route
 @pytest.mark.parametrize(
     ("text", "said"), [("# none\n", "lists no server"), ("10.0.0.2:30000\n", "line 1 of .* is not a URL")]
 )
-def test_a_file_that_lists_no_servers_is_refused(text, said, tmp_path):
+def test_a_file_without_servers_is_rejected(text, said, tmp_path):
     (tmp_path / "servers").write_text(text)
     with pytest.raises(ValueError, match=said):
         asyncio.run(SGLangEngine.follow(tmp_path / "servers", QUICK))
@@ -245,8 +245,8 @@ SECRETS = ("http://me:hunter2@10.0.0.2:1", "https://hunter2@host", "me:hunter2@1
 
 
 @pytest.mark.parametrize("url", SECRETS)
-@with_fakes(2)
-async def test_a_password_in_a_url_is_refused_wherever_it_is_listed_and_not_repeated(router, server, url, tmp_path):
+@with_fake_servers(2)
+async def test_a_password_in_a_url_is_rejected_and_not_printed(router, server, url, tmp_path):
     file = tmp_path / "servers"
     file.write_text(f"# mine\nhttp://10.0.0.1:30000\n{url}\n")
     router.behind = [server, SimpleNamespace(url=url)]
@@ -261,7 +261,7 @@ async def test_a_password_in_a_url_is_refused_wherever_it_is_listed_and_not_repe
 
 
 @with_servers(1)
-async def test_who_wants_to_hears_of_every_token(engine, server):
+async def test_on_tokens_receives_every_token(engine, server):
     chunks = []
     streamed = await engine.generate(request(on_tokens=chunks.append))
     assert chunks == [[5], [5, 6], [5, 6, 7], [5, 6, 7, 8]]
@@ -276,7 +276,7 @@ WHOLE, STREAMED = ([*BAD, "redirect", "nested"], None), ([*BAD, "broken off", "p
 
 @pytest.mark.parametrize(("mode", "on_tokens"), [(mode, call) for modes, call in (WHOLE, STREAMED) for mode in modes])
 @with_servers(2)
-async def test_a_server_that_answers_badly_costs_only_another_attempt(engine, bad, good, mode, on_tokens):
+async def test_a_bad_response_costs_only_a_retry(engine, bad, good, mode, on_tokens):
     bad.mode = mode
     found = await asyncio.gather(*(engine.generate(request(f"e{n}", on_tokens=on_tokens)) for n in range(8)))
     assert all(len(one.ids) == 4 and one.server == good.url for one in found)
@@ -285,8 +285,8 @@ async def test_a_server_that_answers_badly_costs_only_another_attempt(engine, ba
 
 
 @with_servers(2, replace(QUICK, probe_every_s=60))
-async def test_a_server_whose_host_is_gone_costs_only_another_attempt(engine, gone, good):
-    """No packet is answered, not even with a refusal."""
+async def test_an_unreachable_host_costs_only_a_retry(engine, gone, good):
+    """The host drops all packets, so connections are not even refused."""
     port = int(gone.url.rpartition(":")[2])
     await gone.__aexit__()
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
@@ -295,7 +295,7 @@ async def test_a_server_whose_host_is_gone_costs_only_another_attempt(engine, go
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
         listener.listen(0)
-        for filler in fillers:  # beyond its queue, Linux drops what asks for a connection
+        for filler in fillers:  # Linux drops connection requests beyond the backlog
             filler.setblocking(False)
             filler.connect_ex(("127.0.0.1", port))
         found = await asyncio.gather(*(engine.generate(request(f"e{n}")) for n in range(4)))
@@ -307,9 +307,7 @@ async def test_a_server_whose_host_is_gone_costs_only_another_attempt(engine, go
     [("version", "9" * 5000, "ValueError"), ("model", 1.0, "another model than version 0")],
 )
 @with_servers(2)
-async def test_a_server_that_comes_back_as_another_gets_nothing_to_do_until_it_is_right(
-    engine, swapped, good, name, value, problem
-):
+async def test_a_server_that_returns_with_another_model_gets_no_requests(engine, swapped, good, name, value, problem):
     before, swapped.healthy = getattr(swapped, name), False
     await until(lambda: not engine.fleet.servers[0].up)
     setattr(swapped, name, value)
@@ -322,14 +320,14 @@ async def test_a_server_that_comes_back_as_another_gets_nothing_to_do_until_it_i
 
 
 @with_servers(2)
-async def test_a_server_that_became_another_model_with_new_weights_is_ejected_by_the_publish(engine, first, second):
+async def test_a_publish_ejects_a_server_whose_model_differs_afterwards(engine, first, second):
     second.model = 1.0
     await engine.publish(NoWeights(), 1)
     assert [server.up for server in engine.fleet.servers] == [True, False]
 
 
 @with_servers(1)
-async def test_attempts_are_bounded_and_all_problems_are_told(engine, server):
+async def test_attempts_are_bounded_and_all_errors_are_reported(engine, server):
     server.mode = "500"
     with pytest.raises(EngineError, match=r"failed 4 times: .*answered 500: Internal Server Error"):
         await engine.generate(request())
@@ -337,7 +335,7 @@ async def test_attempts_are_bounded_and_all_problems_are_told(engine, server):
 
 
 @with_servers(2)
-async def test_a_rejected_request_is_not_sent_again(engine, *servers):
+async def test_a_rejected_request_is_not_retried(engine, *servers):
     for server in servers:
         server.mode = "400"
     with pytest.raises(RequestRejected, match="too long"):
@@ -346,7 +344,7 @@ async def test_a_rejected_request_is_not_sent_again(engine, *servers):
 
 
 @with_servers(1)
-async def test_a_cancelled_caller_ends_the_request_on_the_server_too(engine, server):
+async def test_cancelling_a_caller_aborts_its_request_on_the_server(engine, server):
     server.delay_s = 30
     task = asyncio.create_task(engine.generate(request()))
     await until(lambda: server.running == 1)
@@ -357,7 +355,7 @@ async def test_a_cancelled_caller_ends_the_request_on_the_server_too(engine, ser
 
 
 @with_servers(2)
-async def test_a_hung_server_is_ejected_and_its_requests_are_answered_elsewhere_once(engine, first, second, capsys):
+async def test_a_hung_servers_requests_are_answered_once_by_another(engine, first, second, capsys):
     for server in (first, second):
         server.delay_s = 0.2
     tasks = [asyncio.create_task(engine.generate(request(f"e{n}"))) for n in range(8)]
@@ -369,14 +367,14 @@ async def test_a_hung_server_is_ejected_and_its_requests_are_answered_elsewhere_
     assert [server.alive for server in health.servers] == [False, True]
     first.mode = "ok"
     await until(lambda: engine.fleet.servers[0].up)
-    assert first.requests["/abort_request"] == 4  # what it was still computing for nobody
+    assert first.requests["/abort_request"] == 4  # aborts of requests that were retried elsewhere
     ejected, back = capsys.readouterr().err.splitlines()
     assert ejected.startswith(f"{first.url} gets no requests until it recovers: {first.url}/health did not answer")
     assert back.startswith(f"{first.url} gets requests again, after ")
 
 
-@with_fakes(1)
-async def test_more_requests_than_connections_wait_without_the_server_missing_probes(server):
+@with_fake_servers(1)
+async def test_excess_requests_wait_without_blocking_probes(server):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(http_module, "MAX_CONNECTIONS", 4)
         engine = await SGLangEngine.connect([server.url], QUICK)
@@ -387,7 +385,7 @@ async def test_more_requests_than_connections_wait_without_the_server_missing_pr
 
 
 @with_servers(1, replace(QUICK, probe_every_s=0.3))
-async def test_a_server_that_misses_one_probe_stays(engine, server):
+async def test_one_missed_probe_does_not_eject_a_server(engine, server):
     state = engine.fleet.servers[0]
     server.fail_paths.add("/health")
     await until(lambda: state.missed_probes)
@@ -396,8 +394,8 @@ async def test_a_server_that_misses_one_probe_stays(engine, server):
     assert state.missed_probes == 2
 
 
-@asynchronous
-async def test_a_server_that_ends_at_every_start_is_given_up_after_some(monkeypatch, capsys):
+@async_test
+async def test_restarts_of_a_crashing_server_are_bounded(monkeypatch, capsys):
     starts = []
 
     async def start(settings: object, deadline_s: float) -> SimpleNamespace:
@@ -420,8 +418,8 @@ async def test_a_server_that_ends_at_every_start_is_given_up_after_some(monkeypa
 
 
 @with_servers(1)
-async def test_a_server_reads_an_adapter_whole_and_nothing_else(engine, server):
-    """It merges them into its own model, so it needs both matrices of a pair, also if only one has changed."""
+async def test_a_server_loads_a_complete_adapter_and_nothing_else(engine, server):
+    """The server merges adapters into its weights, so it needs both matrices even if only one has changed."""
     for version, weights in enumerate([trained(1), adapter(2), adapter(3), trained(4)], 1):
         await engine.publish(weights, version)
     assert server.read == ["frozen trained", "a adapter b", "a adapter b", "frozen trained"]
@@ -430,7 +428,7 @@ async def test_a_server_reads_an_adapter_whole_and_nothing_else(engine, server):
 
 
 @with_servers(2)
-async def test_a_server_that_cannot_merge_an_adapter_resumes_as_it_was_and_is_named_with_the_way_out(engine, good, bad):
+async def test_a_failed_adapter_merge_is_reported_and_keeps_the_servers_weights(engine, good, bad):
     bad.fail_paths = {"/update_weights_from_disk"}
     await engine.publish(adapter(1), 1)
     refused = engine.fleet.servers[1]
@@ -438,11 +436,11 @@ async def test_a_server_that_cannot_merge_an_adapter_resumes_as_it_was_and_is_na
     assert (bad.version, bad.paused) == ("t/0", False) and good.version == "t/1"
     good.fail_paths = {"/update_weights_from_disk"}
     with pytest.raises(EngineError, match=r"no server is left|rollout\.serve --model"):
-        await asyncio.wait_for(engine.publish(adapter(2), 2), 5)  # at once: a retry cannot help
+        await asyncio.wait_for(engine.publish(adapter(2), 2), 5)  # fails at once, because a retry cannot help
 
 
 @with_servers(3)
-async def test_an_episode_stays_on_its_server_and_episodes_spread(engine, *servers):
+async def test_episodes_are_spread_and_each_stays_on_its_server(engine, *servers):
     for server in servers:
         server.delay_s = 0.05
     found = await asyncio.gather(*(engine.generate(request(f"e{n}")) for n in range(6)))
@@ -453,7 +451,7 @@ async def test_an_episode_stays_on_its_server_and_episodes_spread(engine, *serve
 
 
 @with_servers(2)
-async def test_a_shared_prefix_stays_on_its_server_until_that_has_far_more_to_do(engine, first, second):
+async def test_a_shared_prefix_stays_on_its_server_until_it_is_overloaded(engine, first, second):
     first.delay_s = second.delay_s = 0.2
     asked = [replace(request(f"e{n}"), affinity="group") for n in range(20)]
     found = await asyncio.gather(*(engine.generate(one) for one in asked))
@@ -463,16 +461,16 @@ async def test_a_shared_prefix_stays_on_its_server_until_that_has_far_more_to_do
 
 
 @with_servers(1)
-async def test_without_any_server_a_request_ends_with_the_reasons(engine, server):
+async def test_without_servers_a_request_fails_with_the_reasons(engine, server):
     server.healthy = False
     await until(lambda: not engine.fleet.servers[0].up)
     with pytest.raises(EngineError, match=r"no server answers: .*answered 503"):
         await engine.generate(request(deadline_s=0.2))
     server.healthy = True
-    assert len((await engine.generate(request())).ids) == 4  # waits until it is back
+    assert len((await engine.generate(request())).ids) == 4  # waits for its return
 
 
-def test_nobody_there_is_one_error():
+def test_connecting_without_servers_is_one_error():
     with pytest.raises(EngineError, match=r"no server answers: http://127\.0\.0\.1:9: .*cannot be reached"):
         asyncio.run(SGLangEngine.connect(["http://127.0.0.1:9"], QUICK))
     with pytest.raises(ValueError, match=r"engine\.urls is empty"):
@@ -480,41 +478,41 @@ def test_nobody_there_is_one_error():
 
 
 @with_servers(2)
-async def test_publishing_pauses_flushes_labels_and_continues_on_all_servers(engine, *servers):
+async def test_a_publish_pauses_loads_labels_and_resumes_all_servers(engine, *servers):
     engine.fleet.servers[0].num_restarts = 2
     await engine.publish(NoWeights(), 3)
-    assert engine.fleet.servers[0].num_restarts == 0  # or weeks would use them up
+    assert engine.fleet.servers[0].num_restarts == 0  # otherwise weeks of training would use them up
     for server in servers:
         assert server.version == "t/3"
         assert server.bodies["/pause_generation"] == [{"mode": "retract"}]
         assert server.requests["/flush_cache"] == server.requests["/continue_generation"] == 1
     (body,) = servers[0].bodies["/update_weights_from_disk"]
-    assert list(Path(body["model_path"]).iterdir()) != []  # kept for servers that come back
+    assert list(Path(body["model_path"]).iterdir()) != []  # kept for returning servers
     assert (await engine.generate(request(version=3))).versions.tolist() == [3] * 4
     await engine.close()
     assert not Path(body["model_path"]).exists()
 
 
 @with_servers(1)
-async def test_servers_sample_while_the_weights_are_written(engine, server):
-    weights = HeldWeights()
+async def test_servers_sample_while_weights_are_written(engine, server):
+    weights = BlockedWeights()
     publishing = asyncio.create_task(engine.publish(weights, 3))
     await asyncio.to_thread(weights.began.wait)
     found = await engine.generate(request(version=engine.version, deadline_s=1))
     assert found.versions.tolist() == [0] * 4 and not server.requests["/pause_generation"]
-    weights.go_on.set()
+    weights.unblock.set()
     await publishing
     assert (await engine.generate(request(version=3))).versions.tolist() == [3] * 4
 
 
 @with_servers(3)
-async def test_a_server_that_is_restarted_or_lost_while_the_weights_are_written(engine, kept, again, taken):
-    weights = HeldWeights()
+async def test_a_server_may_restart_or_disappear_while_weights_are_written(engine, kept, again, taken):
+    weights = BlockedWeights()
     publishing = asyncio.create_task(engine.publish(weights, 3))
     await asyncio.to_thread(weights.began.wait)
     again.version, taken.version = "default", "u/"
     await until(lambda: not any(server.up for server in engine.fleet.servers[1:]))
-    weights.go_on.set()
+    weights.unblock.set()
     await publishing
     await until(lambda: engine.fleet.servers[1].up and engine.fleet.servers[2].retired)
     assert [server.version for server in (kept, again, taken)] == ["t/3", "t/3", "u/"]
@@ -522,10 +520,10 @@ async def test_a_server_that_is_restarted_or_lost_while_the_weights_are_written(
 
 
 @with_servers(2, replace(QUICK, probe_every_s=60))
-async def test_a_server_reads_only_the_tensors_that_changed_unless_it_was_restarted(engine, kept, restarted):
+async def test_a_server_loads_only_changed_tensors_unless_it_was_restarted(engine, kept, restarted):
     await engine.publish(trained(1), 1)
     await engine.publish(trained(2), 2)
-    restarted.version = "default"  # nobody has noticed
+    restarted.version = "default"  # not yet detected by a probe
     await engine.publish(trained(3), 3)
     await engine.publish(trained(3), 4)
     assert kept.read == ["frozen trained", "trained", "trained", "trained"]  # SGLang cannot load no tensor
@@ -534,7 +532,7 @@ async def test_a_server_reads_only_the_tensors_that_changed_unless_it_was_restar
 
 
 @with_servers(3)
-async def test_a_server_that_missed_weights_reads_all_tensors(engine, kept, late, failing):
+async def test_a_server_that_missed_a_publish_loads_all_tensors(engine, kept, late, failing):
     await engine.publish(trained(1), 1)
     late.healthy, failing.fail_paths = False, {"/update_weights_from_disk"}
     await until(lambda: not engine.fleet.servers[1].up)
@@ -547,7 +545,7 @@ async def test_a_server_that_missed_weights_reads_all_tensors(engine, kept, late
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-@asynchronous
+@async_test
 async def test_the_files_have_the_bits_of_the_latest_tensors(tmp_path, dtype):
     random = np.random.default_rng(0)
     first = {name: random.standard_normal(shape).astype(dtype) for name, shape in SHAPES.items()}
@@ -576,8 +574,8 @@ async def test_a_server_that_fails_a_publish_is_ejected_until_it_has_the_weights
     assert bad.version == "t/3"
 
 
-@with_fakes(1)
-async def test_a_server_that_was_left_paused_by_a_run_that_was_killed_is_let_go_on(server):
+@with_fake_servers(1)
+async def test_a_fake_server_left_paused_by_a_killed_run_is_resumed(server):
     server.paused = True
     engine = await SGLangEngine.connect([server.url], QUICK)
     assert len((await engine.generate(request())).ids) == 4
@@ -585,7 +583,7 @@ async def test_a_server_that_was_left_paused_by_a_run_that_was_killed_is_let_go_
 
 
 @with_servers(1, replace(QUICK, load_deadline_s=10.0))
-async def test_a_server_that_loads_for_longer_than_probes_wait_stays_and_so_do_its_requests(engine, server):
+async def test_a_load_longer_than_the_probe_timeout_does_not_eject_a_server(engine, server):
     server.load_s, server.delay_s = 5 * QUICK.probe_deadline_s, 0.1
     running = asyncio.create_task(engine.generate(request()))
     await until(lambda: server.running)
@@ -600,7 +598,7 @@ async def test_a_server_that_loads_for_longer_than_probes_wait_stays_and_so_do_i
 
 
 @with_servers(1)
-async def test_a_publish_waits_for_a_server_that_comes_back(engine, server):
+async def test_a_publish_waits_for_a_returning_server(engine, server):
     server.healthy, server.fail_paths = False, {"/pause_generation"}
     publishing = asyncio.create_task(engine.publish(NoWeights(), 3))
     await until(lambda: not engine.fleet.servers[0].up)
@@ -610,8 +608,8 @@ async def test_a_publish_waits_for_a_server_that_comes_back(engine, server):
 
 
 @pytest.mark.slow
-@asynchronous
-async def test_weights_that_a_killed_process_left_are_removed(tmp_path):
+@async_test
+async def test_weights_of_a_killed_process_are_removed(tmp_path):
     writer = (
         "import asyncio, os, signal, sys; sys.path[:0] = sys.argv[2:]\n"
         "from test_sglang_engine import NoWeights, ServerState, WeightFiles\n"
@@ -631,14 +629,14 @@ async def test_weights_that_a_killed_process_left_are_removed(tmp_path):
     await second.close()
 
 
-@asynchronous
-async def test_weights_without_room_in_the_given_directory_are_one_error(tmp_path):
+@async_test
+async def test_a_weights_directory_without_space_is_one_error(tmp_path):
     with pytest.raises(EngineError, match=r"do not fit into .*gone \(no directory\); .* engine\.weights_dir"):
         await WeightFiles(tmp_path / "gone").write(NoWeights())
 
 
-@asynchronous
-async def test_a_few_tensors_are_in_memory_and_written_at_a_time(tmp_path, monkeypatch):
+@async_test
+async def test_few_tensors_are_in_memory_at_a_time(tmp_path, monkeypatch):
     written, in_memory = [], []
 
     class Many(NoWeights):
@@ -658,8 +656,8 @@ async def test_a_few_tensors_are_in_memory_and_written_at_a_time(tmp_path, monke
     assert set(written) == set(map(str, range(5 * WRITERS))) and 2 <= max(in_memory) <= WRITERS
 
 
-@asynchronous
-async def test_weights_of_which_a_tensor_cannot_be_written_leave_nothing(tmp_path, monkeypatch):
+@async_test
+async def test_a_failed_write_of_weights_leaves_no_files(tmp_path, monkeypatch):
     files = WeightFiles(tmp_path)
     with pytest.raises(KeyError, match="int64"):
         await files.write(Tensors(first=np.zeros(3, np.float32), second=np.zeros(3, np.int64)))
@@ -671,38 +669,36 @@ async def test_weights_of_which_a_tensor_cannot_be_written_leave_nothing(tmp_pat
 
 
 @pytest.mark.parametrize(("num_bytes", "fit"), [(8, True), (8 * 10**9, True), (9 * 10**9, False)])
-def test_weights_fit_where_most_of_a_large_disk_is_used(num_bytes, fit, tmp_path, monkeypatch):
+def test_weights_fit_on_a_large_nearly_full_disk(num_bytes, fit, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=10**15, free=10**10))
     assert fits(tmp_path, num_bytes) == fit
 
 
 @with_servers(1)
-async def test_tokens_of_another_version_are_never_taken_for_the_one_asked_for(engine, server):
+async def test_tokens_of_another_version_are_never_accepted(engine, server):
     await engine.publish(NoWeights(), 3)
     with pytest.raises(VersionMismatch, match=r"versions \[3\], expected version 2"):
         await engine.generate(request(version=2))
 
 
-NOT_GIVEN = ["default", "v1.5 (final)", "t/2", "t/4", "t/"]  # to a server that was given version 3 by the run t
+NOT_GIVEN = ["default", "v1.5 (final)", "t/2", "t/4", "t/"]  # the run t gave the server version 3
 NO_PROBES = replace(QUICK, probe_every_s=60)
 
 
 @pytest.mark.parametrize("label", NOT_GIVEN)
 @with_servers(1, NO_PROBES)
-async def test_a_reply_with_a_label_that_was_not_given_ejects_its_server_until_it_has_the_weights_again(
-    engine, server, label
-):
+async def test_a_response_with_an_unknown_label_ejects_its_server_until_a_publish(engine, server, label):
     await engine.publish(NoWeights(), 3)
-    server.version = label  # a new process at the same address, or somebody else's word
+    server.version = label  # a new process at the same address, or another run's label
     found = await engine.generate(request(version=3))
     assert (server.version, found.versions.tolist()) == ("t/3", [3] * 4)
     assert server.requests["/update_weights_from_disk"] == 2
-    assert server.requests["/generate"] == 2  # no attempt in between
+    assert server.requests["/generate"] == 2  # no request in between
 
 
 @pytest.mark.parametrize("label", ["default", "t/2"])
 @with_servers(2)
-async def test_a_label_that_was_not_given_is_seen_without_a_request(engine, first, second, label):
+async def test_an_unknown_label_is_detected_by_probes(engine, first, second, label):
     await engine.publish(NoWeights(), 3)
     first.version = label
     await until(lambda: first.requests["/update_weights_from_disk"] == 2 and engine.fleet.servers[0].up)
@@ -711,7 +707,7 @@ async def test_a_label_that_was_not_given_is_seen_without_a_request(engine, firs
 
 @pytest.mark.parametrize("label", ["default", "t/2"])
 @given(2, behind_a_router)
-async def test_behind_a_router_a_server_that_was_restarted_gets_the_weights_before_its_requests(engine, router, label):
+async def test_with_a_router_a_restarted_server_gets_weights_before_requests(engine, router, label):
     await engine.publish(NoWeights(), 3)
     router.behind[0].version = label
     found = await asyncio.gather(*(engine.generate(request(f"e{n}", version=3)) for n in range(16)))
@@ -720,15 +716,15 @@ async def test_behind_a_router_a_server_that_was_restarted_gets_the_weights_befo
     assert [server.requests["/update_weights_from_disk"] for server in router.behind] == [2, 1]
 
 
-def test_the_oldest_version_of_a_request_is_the_least_of_the_servers_that_may_get_it():
+def test_a_requests_oldest_version_is_the_minimum_over_servers():
     versions = {3: True, 5: True, 2: False, None: True}
     servers = [ServerState(f"http://{version}", up=up, version=version) for version, up in versions.items()]
     assert Fleet.oldest(servers) == 3 and Fleet.oldest(servers[1:]) == 5 and Fleet.oldest(servers[3:]) == 0
 
 
 @with_servers(1)
-async def test_a_host_that_does_not_publish_waits_for_the_one_that_does(engine, server):
-    """Where a server was restarted, and it sees that first."""
+async def test_a_non_publishing_host_waits_for_the_publisher(engine, server):
+    """A non-publishing host may detect a server's restart first."""
     await engine.publish(NoWeights(), 3)
     other = await SGLangEngine.connect(engine.urls, QUICK)
     await other.adopt(3)
@@ -736,7 +732,7 @@ async def test_a_host_that_does_not_publish_waits_for_the_one_that_does(engine, 
     found = await other.generate(request(version=3))
     assert found.versions.tolist() == [3] * 4 and server.requests["/update_weights_from_disk"] == 2
     labels = [body["new_version"] for body in server.bodies["/update_weight_version"]]
-    assert labels == ["t/0"]  # from the start of the run
+    assert labels == ["t/0"]  # since the start of the run
     await other.close()
 
 
@@ -748,7 +744,7 @@ def connected(server, settings=OTHER, progress=None):
 
 
 @with_servers(1)
-async def test_a_server_that_another_living_run_publishes_to_is_refused_by_name_and_left_alone(engine, server):
+async def test_a_server_of_another_live_run_is_rejected_and_unchanged(engine, server):
     await engine.publish(NoWeights(), 3)
     server.delay_s = 0.3
     running = [asyncio.create_task(engine.generate(request(f"e{n}", version=3))) for n in range(4)]
@@ -763,13 +759,13 @@ async def test_a_server_that_another_living_run_publishes_to_is_refused_by_name_
 
 
 @with_servers(1)
-async def test_a_run_that_writes_weights_for_longer_than_another_run_waits_is_alive_too(engine, server):
-    weights = HeldWeights()
+async def test_a_run_is_alive_while_it_writes_weights(engine, server):
+    weights = BlockedWeights()
     publishing = asyncio.create_task(engine.publish(weights, 3))
     await asyncio.to_thread(weights.began.wait)
     with pytest.raises(EngineError, match="t, publishes to it"):
         await connected(server)
-    weights.go_on.set()
+    weights.unblock.set()
     await publishing
     assert server.version == "t/3" and engine.fleet.servers[0].up
 
@@ -784,9 +780,9 @@ async def test_a_run_is_alive_while_one_of_its_servers_loads_weights(engine, res
     assert restarted.paused and server.version == "t/3"
 
 
-@with_fakes(1)
-async def test_a_run_that_has_claimed_its_servers_and_not_yet_published_is_alive_too(server):
-    server.version = "v/8"  # of a run that is gone
+@with_fake_servers(1)
+async def test_a_run_is_alive_between_claim_and_first_publish(server):
+    server.version = "v/8"  # left by a dead run
     engine = await connected(server, QUICK)
     with pytest.raises(EngineError, match="t, publishes to it"):
         await connected(server)
@@ -795,8 +791,8 @@ async def test_a_run_that_has_claimed_its_servers_and_not_yet_published_is_alive
     await engine.close()
 
 
-@with_fakes(1)
-async def test_a_server_of_a_run_that_is_gone_is_taken_after_a_while_and_plays_only_after_a_publish(server):
+@with_fake_servers(1)
+async def test_a_dead_runs_server_is_taken_over_and_samples_after_a_publish(server):
     server.version, progress = "t/12", []
     engine = await connected(server, OTHER, progress)
     assert "has weights of another run, t: waiting up to" in progress[0]
@@ -806,19 +802,19 @@ async def test_a_server_of_a_run_that_is_gone_is_taken_after_a_while_and_plays_o
     await engine.close()
 
 
-@with_fakes(1)
-async def test_a_run_takes_its_own_servers_back_at_once(server):
+@with_fake_servers(1)
+async def test_a_run_reclaims_its_own_servers_at_once(server):
     server.version = "t/12"
     engine = await connected(server, replace(QUICK, owner_answers_s=60))
     assert engine.version == 12 and server.requests["/update_weight_version"] == 0
-    await engine.publish(NoWeights(), 10)  # its newest checkpoint
+    await engine.publish(NoWeights(), 10)  # the version of its newest checkpoint
     assert (await engine.generate(request(version=10))).versions.tolist() == [10] * 4
     await engine.close()
 
 
 @pytest.mark.parametrize("settings", [QUICK, NO_PROBES])
-@with_fakes(1)
-async def test_a_run_whose_server_is_taken_over_ends_and_neither_samples_nor_publishes_there(server, settings):
+@with_fake_servers(1)
+async def test_a_run_ends_if_its_server_is_taken_over(server, settings):
     engine = await connected(server, settings)
     await engine.publish(NoWeights(), 3)
     other = await connected(server, replace(OTHER, take_over=True))
@@ -834,7 +830,7 @@ async def test_a_run_whose_server_is_taken_over_ends_and_neither_samples_nor_pub
 
 
 @with_servers(2, NO_PROBES)
-async def test_a_publish_does_not_undo_a_take_over_that_nobody_has_seen_yet(engine, server, kept):
+async def test_a_publish_does_not_undo_an_unnoticed_takeover(engine, server, kept):
     await engine.publish(NoWeights(), 3)
     server.version = "u/"
     await engine.publish(NoWeights(), 4)
@@ -843,8 +839,8 @@ async def test_a_publish_does_not_undo_a_take_over_that_nobody_has_seen_yet(engi
     assert {one.server for one in found} == {kept.url}
 
 
-@with_fakes(1)
-async def test_of_two_runs_that_want_a_server_whose_run_is_gone_one_gets_it(server):
+@with_fake_servers(1)
+async def test_only_one_of_two_runs_takes_over_a_dead_runs_server(server):
     server.version = "gone/12"
     started = await asyncio.gather(connected(server, QUICK), connected(server), return_exceptions=True)
     engines = [one for one in started if isinstance(one, SGLangEngine)]
@@ -856,7 +852,7 @@ async def test_of_two_runs_that_want_a_server_whose_run_is_gone_one_gets_it(serv
 
 
 @with_servers(1)
-async def test_a_server_of_another_living_run_that_a_list_gains_gets_nothing(engine, theirs, tmp_path):
+async def test_a_newly_listed_server_of_another_live_run_is_unchanged(engine, theirs, tmp_path):
     file = tmp_path / "servers"
     await engine.publish(NoWeights(), 3)
     async with FakeServer() as own:
@@ -872,8 +868,8 @@ async def test_a_server_of_another_living_run_that_a_list_gains_gets_nothing(eng
 
 
 @pytest.mark.parametrize("label", ["default", "v1.5", "u/7"])
-@with_fakes(1)
-async def test_an_engine_that_only_samples_labels_nothing_and_keeps_to_the_weights_that_it_found(server, label):
+@with_fake_servers(1)
+async def test_a_sampling_only_engine_sets_no_label_and_keeps_its_version(server, label):
     server.version = label
     engine = await connected(server, replace(QUICK, run=""))
     versions = (await engine.generate(request())).versions.tolist()
@@ -886,14 +882,14 @@ async def test_an_engine_that_only_samples_labels_nothing_and_keeps_to_the_weigh
 
 
 @with_servers(1, replace(QUICK, mixture=Mixture(2, 8, 2)))
-async def test_experts_are_asked_for_unless_the_answer_comes_in_pieces(engine, server):
+async def test_experts_are_requested_unless_the_response_is_streamed(engine, server):
     await engine.generate(request())
     await engine.generate(request(on_tokens=lambda ids: None))
     assert [body.get("return_routed_experts") for body in server.bodies["/generate"]] == [True, None]
 
 
 @pytest.mark.slow
-def test_a_connection_that_the_server_may_be_closing_is_not_used_again():
+def test_a_connection_close_to_its_keepalive_timeout_is_not_reused():
     class Server(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"  # connections are kept
         answered_s = math.inf
@@ -901,7 +897,7 @@ def test_a_connection_that_the_server_may_be_closing_is_not_used_again():
         def do_POST(self):
             self.rfile.read(int(self.headers["Content-Length"]))
             if time.monotonic() > self.answered_s + KEEPALIVE_S:
-                self.close_connection = True  # it did so already when this came
+                self.close_connection = True  # already closed when the request arrived
                 return
             self.answered_s = time.monotonic()
             self.send_response(200)
@@ -921,7 +917,7 @@ def test_a_connection_that_the_server_may_be_closing_is_not_used_again():
         server.shutdown()
 
 
-@with_fakes(2)
+@with_fake_servers(2)
 async def test_servers_of_different_versions_are_not_mixed(first, second):
     first.version, second.version = "t/4", "t/5"
     engine = await SGLangEngine.connect([first.url, second.url], QUICK)

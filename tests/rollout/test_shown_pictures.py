@@ -1,4 +1,4 @@
-"""A tool can show pictures to the main agent. They are in its dialogue, in order; an overflow fails only its call."""
+"""Tools can return pictures to the main agent; they are in its dialogue in order, and overflow fails only one call."""
 
 import json
 from dataclasses import replace
@@ -79,7 +79,7 @@ def keys(pictures) -> list[str]:
 
 
 @pytest.mark.slow
-def test_frames_of_calls_are_in_the_dialogue_that_the_template_renders_and_no_sub_agent_is_asked(chat):
+def test_frames_of_calls_are_in_the_rendered_dialogue_without_sub_agents(chat):
     engine, episode = played(chat, call(5, 8), call(60, 90))
     assert [len(request.pictures) for request in engine.requests] == [2, 9]  # the main agent's two turns
     shown = ["/data/a.mp4@0", "/data/a.mp4@63", *(f"/data/a.mp4@{n}" for n in (5, 6, 7, 60, 61, 62, 63))]
@@ -103,7 +103,7 @@ def test_frames_of_calls_are_in_the_dialogue_that_the_template_renders_and_no_su
     assert episode.outcomes == ["ok", "ok"] and episode.calls[0].frames_s == (5.0, 6.0, 7.0)
 
 
-def test_a_zoom_shows_its_region_and_a_subtitle_search_text(chat):
+def test_a_zoom_returns_its_region_and_a_subtitle_search_returns_text(chat):
     frames = FakeFrames()
     zoom = call_of("zoom_frame", video_path="video.mp4", time=12, box=BOX)
     _, episode = played(chat, zoom, call(3, 4), tools=["crop_video", "zoom_frame"], frames=frames)
@@ -119,16 +119,16 @@ def test_a_zoom_shows_its_region_and_a_subtitle_search_text(chat):
     assert shown == {"key": detail.key, "time_s": 12.0, "path": "/data/a.mp4", "box": tuple(BOX)}
 
 
-def test_own_tools_return_texts_frames_and_pictures_of_their_own(chat, own):
+def test_user_tools_return_texts_frames_and_pictures(chat, own):
     calls = [call_of(name, video_path="video.mp4") for name in ("ends", "draws")]
     _, episode = played(chat, *calls, tools=[own("Ends"), own("Draws")])
     ends, draws = episode.calls
     assert ends.response == "Its first and last second: <0.0 seconds><63.0 seconds> <|im_end|>"
     ids = episode.ledger.segments[-3].ids
-    assert chat.turn_end_id not in ids[:-8]  # a tool's text ends no turn
+    assert chat.turn_end_id not in ids[:-8]  # a tool's text cannot end a turn
     assert keys(episode.ledger.pictures)[2:4] == ["/data/a.mp4@0", "/data/a.mp4@63"]
     drawn = episode.ledger.pictures[4]
-    assert drawn.size_px == (32, 32) and drawn.key != "own name"  # at a size that no processor changes
+    assert drawn.size_px == (32, 32) and drawn.key != "own name"  # a size that the processor does not change
     (stored,) = draws.to_record()["shown"]
     assert stored["key"] == drawn.key and "png" in stored
     json.dumps(episode.to_record())
@@ -142,14 +142,14 @@ def test_own_tools_return_texts_frames_and_pictures_of_their_own(chat, own):
         ("Many", "many returned 9 pictures, more than rollout.subagent_max_frames=4"),
     ],
 )
-def test_what_a_tool_may_not_return_fails_its_call_alone(chat, own, name, problem):
+def test_an_invalid_tool_result_fails_only_its_call(chat, own, name, problem):
     bad = call_of(name.lower(), video_path="video.mp4")
     _, episode = played(chat, bad, call(5, 7), tools=["crop_video", own(name)], subagent_max_frames=4)
     assert episode.outcomes == ["error", "ok"] and problem in episode.calls[0].problem
     assert keys(episode.ledger.pictures)[2:] == ["/data/a.mp4@5", "/data/a.mp4@6"]
 
 
-def test_pictures_beyond_the_context_fail_their_call_and_leave_siblings_and_the_answer_room(chat):
+def test_pictures_that_exceed_the_context_fail_only_their_call(chat):
     calls = [call(5, 7), call(10, 26), call(30, 31)]
     unbounded, _ = played(chat, *calls)
     last = unbounded.requests[-1]
@@ -164,7 +164,7 @@ def test_pictures_beyond_the_context_fail_their_call_and_leave_siblings_and_the_
     assert episode.calls[1].frames_s == () and episode.calls[1].to_record()["shown"] == []
 
 
-def test_the_last_turns_remark_follows_pictures(chat):
+def test_the_last_turn_message_follows_the_pictures(chat):
     _, episode = played(chat, call(5, 6), max_turns=1)
     assert episode.calls[0].response.endswith("<5.0 seconds>\nThis was the last call. Answer now.")
     text = chat.decode(episode.ledger.segments[-3].ids)
@@ -172,7 +172,7 @@ def test_the_last_turns_remark_follows_pictures(chat):
 
 
 class Plain(Chat):
-    """With a template that shows no pictures in tool messages."""
+    """A tokenizer whose template ignores pictures in tool messages."""
 
     def __init__(self, tokenizer):
         text = CHAT_TEMPLATE.replace(
@@ -182,7 +182,7 @@ class Plain(Chat):
         super().__init__(tokenizer, text)
 
 
-def test_a_template_without_pictures_in_tool_messages_gets_placeholders_as_in_user_messages(chat):
+def test_a_template_without_tool_pictures_uses_user_placeholders(chat):
     pictures = [Picture.of(np.full((32, 32, 3), n, np.uint8)) for n in (1, 2)]
     ids, responses = chat.encode("x<|im_end|>"), [["Here: ", *pictures], "plain"]
     expected = chat.decode(chat.after_turn(ids, responses))
@@ -190,12 +190,12 @@ def test_a_template_without_pictures_in_tool_messages_gets_placeholders_as_in_us
     assert expected.count("<|vision_start|><|image_pad|><|vision_end|>") == 2
 
 
-def test_a_template_keeps_its_own_form_of_responses_of_text(chat):
+def test_a_template_keeps_its_format_of_text_responses(chat):
     own = Chat(chat.tokenizer, CHAT_TEMPLATE.replace("tool_response>", "tool_result>"))
     assert "<tool_result>\nred\n</tool_result>" in chat.decode(own.after_turn(chat.encode("x"), ["red"]))
 
 
-def test_with_reports_no_prompt_changes_and_the_tools_of_frames_have_the_same_arguments():
+def test_report_prompts_are_unchanged_and_frame_tools_have_the_same_arguments():
     reports = EpisodeConfig(tools=["crop_video", "zoom_frame"])
     frames = replace(reports, crop_returns="frames")
     assert reports.signatures == frames.signatures

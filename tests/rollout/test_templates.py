@@ -1,4 +1,4 @@
-"""A chat template is a stranger's program: it can take neither the machine nor the run."""
+"""A chat template is untrusted code: it can harm neither the machine nor the run."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ DOUBLED = "{% set ns = namespace(x='x' * 1000) %}" + "{% set ns.x = ns.x ~ ns.x 
 
 
 def short_deadline(monkeypatch):
-    """For the child that is started next."""
+    """Shortens the deadline of the next child process."""
     code = "from rollout import templates\ntemplates.DEADLINE_S = 0.3\ntemplates._main()"
 
     def start() -> subprocess.Popen[bytes]:
@@ -28,11 +28,9 @@ def short_deadline(monkeypatch):
     monkeypatch.setattr(templates, "_start", start)
 
 
-def test_a_template_that_never_ends_is_stopped_and_the_next_one_is_rendered(monkeypatch):
+def test_an_endless_template_is_stopped_and_the_next_one_renders(monkeypatch):
     short_deadline(monkeypatch)
-    template = (
-        "{{ 9 ** (9 ** 9) }}"  # one operation of the interpreter, in which no thread or signal handler gets a turn
-    )
+    template = "{{ 9 ** (9 ** 9) }}"  # a single interpreter operation that threads and signal handlers cannot interrupt
     with pytest.raises(ValueError, match="it took more than"):
         render(template, MESSAGES, None)
     assert render("{{ messages[0].content }}", MESSAGES, None) == "x"
@@ -54,17 +52,17 @@ def test_a_template_that_never_ends_is_stopped_and_the_next_one_is_rendered(monk
         ("{{ raise_exception('y' * 1000) }}", "^y{300}$"),
     ],
 )
-def test_what_is_wrong_with_a_template_is_said(template, problem):
+def test_template_errors_are_reported(template, problem):
     with pytest.raises(ValueError, match=problem):
         render(template, MESSAGES, None)
 
 
-def test_a_long_text_may_be_as_long_as_it_is():
+def test_a_long_text_has_no_size_limit():
     text = "y" * 3_000_000
     assert text in render(CHAT_TEMPLATE, [{"role": "user", "content": text}], None)
 
 
-def test_threads_and_forks_get_their_own_answers():
+def test_threads_and_forks_get_their_own_results():
     found = {}
 
     def ask(name: str) -> None:
@@ -104,7 +102,7 @@ def test_the_child_ends_with_its_parent(how):
     assert not psutil.pid_exists(int(done.stdout)) or psutil.Process(int(done.stdout)).status() == psutil.STATUS_ZOMBIE
 
 
-def test_signals_to_the_whole_group_leave_the_child():
+def test_signals_to_the_process_group_do_not_kill_the_child():
     render("x", [], None)
     child = templates._renderer._child
     for number in (2, 15):

@@ -1,4 +1,4 @@
-"""Several tools in one turn: each keeps the promises of the first, and with the first alone nothing has changed."""
+"""Several tools in one turn behave like crop_video, and prompts with only crop_video are unchanged."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from agents import ANSWER, FakeFrames, call, call_of, called, play, script
-from async_tests import asynchronous
+from async_tests import async_test
 from make_video import number_of, numbered_frame, write_video
 
 from rollout.episode import MAX_ANSWER_CHARS
@@ -40,15 +40,15 @@ def answers(chat, task, *calls: str, **options) -> list[tuple[str, str]]:
     return [(made.outcome, made.response) for made in episode.calls]
 
 
-def test_with_the_first_tool_alone_every_prompt_is_what_it_was():
-    """The digest is of the text and schema before there was another tool."""
+def test_prompts_with_only_crop_video_are_unchanged():
+    """The digest is of the text and schema before other tools were added."""
     assert EpisodeConfig().signatures == CROP_VIDEO_ALONE
     messages = main_messages(Prompts(), [("video.mp4", 64.0, [0.0, 12.5])], "What?", 5)
     said = json.dumps([messages, CROP_VIDEO_SCHEMA], ensure_ascii=False)
     assert hashlib.sha256(said.encode()).hexdigest() == DIGEST
 
 
-def test_calls_of_different_tools_in_one_turn_are_each_answered_in_their_place(chat, task):
+def test_calls_of_different_tools_in_one_turn_are_answered_in_order(chat, task):
     frames = FakeFrames()
     crop, zoom = call(5, 9), call_of("zoom_frame", video_path="video.mp4", time="00:12", box=BOX)
     found = answers(chat, task, crop, zoom, call_of("search_subtitles", query="RED cat"), frames=frames)
@@ -68,13 +68,13 @@ def test_calls_of_different_tools_in_one_turn_are_each_answered_in_their_place(c
         f"<tool_code>print(zoom_frame(time=12, box={tuple(BOX)}, video_path='video.mp4'))</tool_code>",
     ],
 )
-def test_every_spelling_of_a_call_is_read_with_the_parameters_of_its_own_tool(text):
+def test_every_call_format_is_parsed_with_its_tools_parameters(text):
     (found,) = find_calls(text, signatures(tools_of(tuple(ALL))))
     assert found.well_formed and found.name == "zoom_frame"
     assert (found.arguments["time"], list(found.arguments["box"])) == (12, BOX)
 
 
-def test_a_tool_that_the_run_does_not_have_is_unknown_and_those_it_has_are_named(chat, task):
+def test_an_unknown_tool_gets_an_error_with_the_available_tools(chat, task):
     zoom = call_of("zoom_frame", time=1, box=BOX)
     assert answers(chat, task, zoom, tools=["crop_video"])[0][0] == "unknown_tool"
     outcome, told = answers(chat, task, call_of("cut"), tools=ALL[:2])[0]
@@ -98,7 +98,7 @@ def test_a_tool_that_the_run_does_not_have_is_unknown_and_those_it_has_are_named
         ({"time": 1, "box": BOX, "video_path": "/etc/passwd"}, "not one of the videos"),
     ],
 )
-def test_a_zoom_that_cannot_be_made_says_why_and_harms_no_other(chat, task, asked, complaint):
+def test_an_invalid_zoom_fails_with_a_reason_and_affects_no_sibling(chat, task, asked, complaint):
     (outcome, told), sibling = answers(chat, task, call_of("zoom_frame", **asked), call(5, 9))
     assert outcome == "invalid" and complaint in told
     assert sibling[0] == "ok"
@@ -117,11 +117,11 @@ def test_a_zoom_that_cannot_be_made_says_why_and_harms_no_other(chat, task, aske
 )
 def test_subtitles_are_searched_for_words_without_a_model(chat, task, query, outcome, told):
     engine, episode = called(chat, task, call_of("search_subtitles", query=query), tools=ALL)
-    assert len(engine.requests) == 2  # of the main agent
+    assert len(engine.requests) == 2  # the main agent's requests
     assert episode.outcomes == [outcome] and told in episode.calls[0].response
 
 
-def test_a_path_of_subtitles_comes_from_the_data_alone(chat, task, tmp_path):
+def test_a_subtitle_path_comes_only_from_the_data(chat, task, tmp_path):
     (tmp_path / "secret.srt").write_text(SRT.replace("dog", "key"))
     named = {"subtitles": str(tmp_path / "secret.srt"), "path": str(tmp_path / "secret.srt")}
     ((_, told),) = answers(chat, task, call_of("search_subtitles", query="key", **named))
@@ -131,7 +131,7 @@ def test_a_path_of_subtitles_comes_from_the_data_alone(chat, task, tmp_path):
 
 
 @pytest.mark.parametrize("subtitles", [(), ("",), ("/gone.srt",), ("/dev/zero",), ("large",)])
-def test_subtitles_that_cannot_be_had_are_an_error_of_the_call(chat, tmp_path, subtitles):
+def test_missing_subtitles_fail_the_call(chat, tmp_path, subtitles):
     if subtitles == ("large",):
         subtitles = (str(tmp_path / "large.srt"),)
         Path(subtitles[0]).write_bytes(b"\0" * (MAX_FILE_BYTES + 1))
@@ -140,7 +140,7 @@ def test_subtitles_that_cannot_be_had_are_an_error_of_the_call(chat, tmp_path, s
     assert [outcome for outcome, _ in found] == ["error", "ok"]
 
 
-def test_what_is_found_is_bounded():
+def test_search_results_are_bounded():
     told = search([Cue(0.0, 1.0, "word " * 99)] * 500, "word")
     assert told.splitlines()[0].endswith("500 of 500:") and told.endswith(f"The first {MAX_HITS} are listed.")
     assert len(told) < MAX_HITS * (MAX_LINE_CHARS + 30) + 120 < MAX_ANSWER_CHARS
@@ -153,12 +153,12 @@ def test_words_are_compared_without_case_and_in_one_form():
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "cp1252"])
 @pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
-def test_an_srt_is_read_in_whatever_encoding_it_is(encoding, newline):
+def test_an_srt_is_read_in_any_encoding(encoding, newline):
     text = SRT.replace("sits", "sitzt früh").replace("\n", newline)
     assert parse_srt(text.encode(encoding)) == [Cue(1.5, 3.0, "The red cat sitzt früh."), Cue(65.0, 67.25, "A dog.")]
 
 
-def test_cues_without_blank_lines_between_them_are_told_apart():
+def test_cues_without_blank_lines_between_them_are_separated():
     found = parse_srt(SRT.replace("\n\n", "\n").encode())
     assert [cue.text for cue in found] == ["The red cat sits.", "A dog."]
 
@@ -204,7 +204,7 @@ def own(tmp_path):
     return lambda name: f"{tmp_path / 'own.py'}:{name}"
 
 
-def test_a_tool_of_ones_own_keeps_all_promises_whatever_it_does(chat, task, own):
+def test_a_user_tool_can_only_fail_its_own_call(chat, task, own):
     names = ("Says", "Quits", "Hangs", "Wrong", "Long", "Cancels", "Exits", "Interrupts", "Closes")
     started_s = time.monotonic()
     found = answers(
@@ -222,7 +222,7 @@ def test_a_tool_of_ones_own_keeps_all_promises_whatever_it_does(chat, task, own)
     assert time.monotonic() - started_s < 30
 
 
-def test_every_tool_is_offered_in_the_template_and_in_the_words_after_the_question(chat, task, own):
+def test_every_tool_is_in_the_template_and_in_the_instructions(chat, task, own):
     engine = script(chat, [ANSWER])
     play(engine, chat, task, tools=["search_subtitles", own("Says")])
     shown = chat.decode(engine.requests[0].ids)
@@ -247,7 +247,7 @@ def test_every_tool_is_offered_in_the_template_and_in_the_words_after_the_questi
         (["{text}:Tool"], "is not a Python file"),
     ],
 )
-def test_a_list_of_tools_that_cannot_be_is_refused_by_name(own, tmp_path, tools, complaint):
+def test_an_invalid_list_of_tools_is_rejected_by_name(own, tmp_path, tools, complaint):
     (tmp_path / "broken.py").write_text("def")
     (tmp_path / "text.txt").write_text("")
     places = {"own": tmp_path / "own.py", "broken": tmp_path / "broken.py", "text": tmp_path / "text.txt"}
@@ -262,7 +262,7 @@ def test_settings_execute_no_file_until_their_tools_are_loaded(tmp_path):
         config.check_tools()
 
 
-def test_a_tool_that_is_here_can_have_other_words(chat, task, tmp_path):
+def test_a_built_in_tools_texts_can_be_replaced(chat, task, tmp_path):
     (tmp_path / "words.py").write_text(
         "from __future__ import annotations\n"
         "from dataclasses import dataclass\n"
@@ -290,9 +290,9 @@ def test_a_call_has_one_report(chat, task, tmp_path):
     assert answers(chat, task, call(5, 9), tools=[f"{tmp_path / 'greedy.py'}:Greedy"])[0][0] == "error"
 
 
-@asynchronous
-async def test_a_detail_is_read_from_the_frame_itself_with_pixels_of_its_own(tmp_path):
-    """Of a frame shown at a quarter of its sides, a quarter of it comes with all the pixels that it has."""
+@async_test
+async def test_a_detail_is_cropped_from_the_full_resolution_frame(tmp_path):
+    """A quarter of a frame that was shown at a quarter of its size is returned at full resolution."""
     video = write_video(tmp_path / "a.mp4", [0.0, 1.0, 2.0], size_px=(192, 256))
     seen = []
 
@@ -311,7 +311,7 @@ async def test_a_detail_is_read_from_the_frame_itself_with_pixels_of_its_own(tmp
     assert np.abs(other.picture.pixels - expected).mean() < 12
 
 
-def test_the_tool_that_the_page_shows_is_called(chat, task, tmp_path):
+def test_the_tool_example_in_the_docs_is_called(chat, task, tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "extend.md").read_text()
     (block,) = re.findall(r"^```python\n# own_tool.py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (tmp_path / "own_tool.py").write_text(block)

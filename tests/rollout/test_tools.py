@@ -1,4 +1,4 @@
-"""Calls are found in whatever a model writes, and what is wrong with one is a sentence, never an exception."""
+"""Calls are parsed from any model output, and an invalid call has a reason and never raises."""
 
 import math
 
@@ -24,20 +24,20 @@ def call(body: str, kind: str = "call") -> str:
         call("\nprint(crop_video('video.mp4', 20, end_time=30.5))\n", "code"),
     ],
 )
-def test_every_accepted_spelling_gives_the_same_call(text):
+def test_all_accepted_formats_give_the_same_call(text):
     (found,) = find_calls(f"<think>\nlook</think>{text} and more")
     assert (found.name, dict(found.arguments), found.well_formed) == ("crop_video", ARGUMENTS, True)
     assert f"<think>\nlook</think>{text}"[slice(*found.span)] == text
 
 
-def test_several_calls_keep_their_order_and_a_bad_one_its_place():
+def test_calls_keep_their_order_including_invalid_ones():
     text = f"</think>{call(JSON)}\n{call('{')}\n{call(JSON.replace('20', '5'))}"
     found = find_calls(text)
     assert [c.well_formed for c in found] == [True, False, True]
     assert [c.arguments.get("start_time") for c in found] == [20, None, 5]
 
 
-def test_a_call_inside_closed_thinking_is_only_a_thought():
+def test_a_call_inside_thinking_is_ignored():
     assert find_calls(f"<think>{call(JSON)}</think><answer>B</answer>") == []
     assert len(find_calls(f"<think>{call(JSON)}")) == 1
 
@@ -64,7 +64,7 @@ def test_a_call_inside_closed_thinking_is_only_a_thought():
         (call("x = crop_video('a', 1, 2)", "code"), "only calls"),
     ],
 )
-def test_a_call_that_cannot_be_read_says_why(text, complaint):
+def test_an_unparsable_call_has_a_reason(text, complaint):
     (found,) = find_calls(text)
     assert found.problem is not None
     assert complaint in str(found.problem)
@@ -72,7 +72,7 @@ def test_a_call_that_cannot_be_read_says_why(text, complaint):
 
 
 @pytest.mark.parametrize("text", [call(JSON.replace("crop", "cut")), call("exec('1')", "code")])
-def test_an_unknown_tool_has_an_outcome_of_its_own(text):
+def test_an_unknown_tool_has_its_own_outcome(text):
     (found,) = find_calls(text)
     assert found.problem is not None
     assert found.problem.outcome == "unknown_tool"
@@ -90,12 +90,12 @@ def test_several_statements_are_several_calls():
     assert len(find_calls(call("\n".join((MAX_CALLS + 1) * ["crop_video('a', 1, 2)"]), "code"))) == MAX_CALLS
 
 
-def test_an_end_beyond_the_video_is_clamped_and_says_so():
+def test_an_end_beyond_the_video_is_clamped_with_a_note():
     assert window_of({"start_time": "00:50", "end_time": "1:30"}, 64.0) == Window(50.0, 64.0, clamped=True)
     assert window_of({"start_time": 50, "end_time": 64}, 64.0) == Window(50.0, 64.0, clamped=False)
 
 
-def test_the_last_moment_is_the_duration_as_the_prompt_shows_it():
+def test_a_rounded_duration_counts_as_the_end():
     assert moment_of({"time": 12.3}, 12.26) == 12.3  # the prompt says 12.3 seconds
     with pytest.raises(BadCall, match=r"time 12\.4 lies beyond the end of the video, which lasts 12\.3 seconds"):
         moment_of({"time": 12.4}, 12.26)
@@ -116,7 +116,7 @@ def test_the_last_moment_is_the_duration_as_the_prompt_shows_it():
         (10**400, 5, "start_time is not a time"),
     ],
 )
-def test_a_bad_window_says_what_is_wrong(start, end, complaint):
+def test_an_invalid_window_has_a_reason(start, end, complaint):
     with pytest.raises(BadCall, match=complaint):
         window_of({"start_time": start, "end_time": end}, 64.0)
 
@@ -141,7 +141,7 @@ def test_times_as_text(text, seconds):
     assert parse_seconds(text) == seconds
 
 
-def test_a_video_is_looked_up_and_never_opened():
+def test_a_video_name_is_looked_up_and_never_opened_as_a_path():
     names = {"video_0.mp4": "/data/a.mp4", "video_1.mp4": "/data/b.mp4", "/data/b.mp4": "/data/b.mp4"}
     assert video_of({"video_path": "video_1.mp4"}, names) == "/data/b.mp4"
     assert video_of({}, {"video.mp4": "/data/a.mp4", "a.mp4": "/data/a.mp4"}) == "/data/a.mp4"

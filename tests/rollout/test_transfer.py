@@ -1,4 +1,4 @@
-"""Weights reach servers of other hosts, which cannot read the learner's files, whole or not at all."""
+"""Weights are transferred atomically to servers of other hosts, which cannot read the learner's files."""
 
 import asyncio
 import json
@@ -26,16 +26,16 @@ RARE_PROBES = replace(QUICK, probe_every_s=60)
 
 
 class Held(Receiver):
-    """Takes weights only once `go_on` is set, and breaks the connection if the server is to die."""
+    """A receiver that blocks until `unblock` is set, and drops the connection if `dies` is set."""
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.began, self.go_on, self.dies, self.num_received = asyncio.Event(), asyncio.Event(), False, 0
-        self.go_on.set()
+        self.began, self.unblock, self.dies, self.num_received = asyncio.Event(), asyncio.Event(), False, 0
+        self.unblock.set()
 
     async def receive(self, request):
         self.began.set()
-        await self.go_on.wait()
+        await self.unblock.wait()
         if self.dies:
             await request.content.read(20)
             assert request.transport is not None
@@ -45,7 +45,7 @@ class Held(Receiver):
 
 
 class Served:
-    """A fake server and its receiver, on a host whose only directory of weights is `directory`."""
+    """A fake server and its receiver on a host whose only weights directory is `directory`."""
 
     def __init__(self, server: FakeServer, receiver: Held, port: int, directory: Path | None):
         self.server, self.receiver, self.directory = server, receiver, directory
@@ -72,7 +72,7 @@ class Served:
 
 
 def on_hosts(*hosts, settings=QUICK):
-    """A test of an engine whose servers are on other hosts, by number; None is the learner's own."""
+    """Makes a test of an engine with servers on the given hosts; None is the learner's host."""
 
     async def start(stack):
         root = Path(stack.enter_context(TemporaryDirectory()))
@@ -88,12 +88,12 @@ def on_hosts(*hosts, settings=QUICK):
     ("make", "read"), [(trained, ["frozen trained", "trained"]), (adapter, ["a adapter b", "a adapter b"])]
 )
 @on_hosts(1, 1, 2)
-async def test_each_host_gets_once_the_tensors_that_its_servers_lack_and_keeps_none(engine, *each, make, read):
+async def test_each_host_gets_missing_tensors_once_and_deletes_them(engine, *each, make, read):
     for version in (1, 2):
         await engine.publish(make(version), version)
     assert [one.server.read for one in each] == [read] * 3
     assert [one.server.version for one in each] == ["t/2"] * 3
-    received = [one.receiver.num_received for one in each]  # either server of a host may receive a version
+    received = [one.receiver.num_received for one in each]  # any server of a host may receive a version
     assert [received[0] + received[1], received[2]] == [2, 2]
     assert each[0].loaded_from() == each[1].loaded_from() != each[2].loaded_from()
     assert not any(list(one.directory.glob("[!.]*")) for one in each)
@@ -101,7 +101,7 @@ async def test_each_host_gets_once_the_tensors_that_its_servers_lack_and_keeps_n
 
 
 @on_hosts(1, 1, settings=RARE_PROBES)
-async def test_a_host_with_a_server_that_was_restarted_gets_all_tensors(engine, kept, restarted):
+async def test_a_host_with_a_restarted_server_gets_all_tensors(engine, kept, restarted):
     await engine.publish(trained(1), 1)
     restarted.server.version = restarted.server.first_label  # nobody has noticed
     await engine.publish(trained(2), 2)
@@ -116,7 +116,7 @@ async def test_a_server_of_the_learners_own_host_reads_its_files(engine, own, ot
     assert (own.receiver.num_received, other.receiver.num_received) == (0, 1)
 
 
-def test_nothing_is_sent_where_all_servers_read_one_directory(tmp_path):
+def test_nothing_is_sent_to_hosts_that_share_the_directory(tmp_path):
     @on_hosts(1, settings=replace(QUICK, weights_dir=str(tmp_path)))
     async def work(engine, one):
         await engine.publish(trained(1), 1)
@@ -127,18 +127,18 @@ def test_nothing_is_sent_where_all_servers_read_one_directory(tmp_path):
 
 @on_hosts(1)
 async def test_servers_sample_while_weights_are_sent(engine, one):
-    one.receiver.go_on.clear()
+    one.receiver.unblock.clear()
     publishing = asyncio.create_task(engine.publish(trained(1), 1))
     await one.receiver.began.wait()
     found = await engine.generate(request(version=0, deadline_s=1))
     assert found.versions.tolist() == [0] * 4 and not one.server.requests["/pause_generation"]
-    one.receiver.go_on.set()
+    one.receiver.unblock.set()
     await publishing
     assert one.server.version == "t/1"
 
 
 @on_hosts(1, 2)
-async def test_a_server_that_dies_while_it_receives_gets_no_requests_until_it_has_all_weights(engine, bad, good):
+async def test_a_server_that_dies_during_a_transfer_gets_no_requests_until_it_has_weights(engine, bad, good):
     await engine.publish(trained(1), 1)
     bad.receiver.dies = True
     await engine.publish(trained(2), 2)
@@ -151,21 +151,21 @@ async def test_a_server_that_dies_while_it_receives_gets_no_requests_until_it_ha
 
 
 @on_hosts(1, 1, settings=RARE_PROBES)
-async def test_when_a_server_of_a_host_dies_the_next_one_receives(engine, first, second):
+async def test_if_a_receiver_dies_the_next_server_of_its_host_receives(engine, first, second):
     first.receiver.dies = True
     await engine.publish(trained(1), 1)
     assert [one.up for one in engine.fleet.servers] == [False, True] and second.server.version == "t/1"
 
 
 @on_hosts(1)
-async def test_a_port_that_cannot_be_reached_is_named_with_the_ways_out(engine, one):
+async def test_an_unreachable_port_is_named_with_advice(engine, one):
     one.server.first_label = f"default;weights_port={settled_port('127.0.0.1', 0)}"
     with pytest.raises(EngineError, match=r"cannot receive weights: .*--weights-port.*engine\.weights_dir"):
         await engine.publish(trained(1), 1)
 
 
 async def one_host(stack):
-    """A receiver alone, whose server has the run t's label, and a client's session."""
+    """Yields a single receiver, whose server has the run t's label, and a client session."""
     directory = Path(stack.enter_context(TemporaryDirectory()))
     one = await Served.open(stack, directory)
     one.server.version = "t/3"
@@ -187,7 +187,7 @@ async def put(session, one, body, owner=OURS, headers=None):
 
 
 @given(2, one_host)
-async def test_a_transfer_that_breaks_off_leaves_nothing(one, session):
+async def test_an_interrupted_transfer_leaves_no_files(one, session):
     head = f"PUT /?owner=t/ HTTP/1.1\r\nHost: x\r\nContent-Length: {2 * len(tensor())}\r\n\r\n".encode()
     for body in (b"", tensor()[:4], tensor()[:-1], tensor()):
         _, writer = await asyncio.open_connection("127.0.0.1", int(one.inbox[:-1].rpartition(":")[2]))
@@ -216,13 +216,13 @@ async def test_a_transfer_that_breaks_off_leaves_nothing(one, session):
     ids=["short", "long", "larger", "negative", "text", "two", "a large header", "nested", "no text"],
 )
 @given(2, one_host)
-async def test_what_is_no_sequence_of_tensors_is_refused_and_leaves_nothing(one, session, body):
+async def test_an_invalid_tensor_stream_is_rejected_and_leaves_no_files(one, session, body):
     status, text = await put(session, one, body)
     assert (status, one.left) == (400, []) and "not complete safetensors files" in text
 
 
 @given(2, one_host)
-async def test_names_of_tensors_are_no_names_of_files(one, session):
+async def test_tensor_names_are_not_used_as_file_names(one, session):
     assert (await put(session, one, tensor("../../../escaped") + tensor("/escaped")))[0] == 200
     (directory,) = one.left
     assert sorted(path.name for path in directory.iterdir()) == ["000000.safetensors", "000001.safetensors"]
@@ -244,7 +244,7 @@ async def test_another_run_can_neither_send_to_a_server_nor_remove_what_it_recei
 
 
 @given(2, one_host)
-async def test_more_than_fits_and_unknown_sizes_are_refused_before_anything_is_read(one, session):
+async def test_too_large_and_unknown_sizes_are_rejected_before_reading(one, session):
     async def endless():
         yield tensor()
 
@@ -268,8 +268,8 @@ async def test_only_one_transfer_is_received_at_a_time(one, session):
 
 
 @given(2, one_host)
-async def test_a_learner_whose_host_is_gone_does_not_block_the_next_one(one, session):
-    """Its connection stays open: no packet says that it has ended."""
+async def test_an_unreachable_learner_does_not_block_the_next_one(one, session):
+    """Its connection stays open, because no packet closes it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(receiver_module, "STALL_S", 0.2)
         head = f"PUT /?owner=t/ HTTP/1.1\r\nHost: x\r\nContent-Length: {len(tensor())}\r\n\r\n".encode()
@@ -282,13 +282,13 @@ async def test_a_learner_whose_host_is_gone_does_not_block_the_next_one(one, ses
 
 
 @on_hosts(1, settings=RARE_PROBES)
-async def test_a_host_without_room_gets_no_weights_and_says_so(engine, one):
+async def test_a_host_without_space_gets_no_weights_and_reports_it(engine, one):
     one.directory.rmdir()
     with pytest.raises(EngineError, match=r"cannot receive weights: .* answered 507: .* do not fit into"):
         await engine.publish(trained(1), 1)
 
 
-def test_the_label_that_names_the_port_means_no_run(tmp_path):
+def test_a_label_with_only_a_port_belongs_to_no_run(tmp_path):
     command = ServerSettings(tmp_path, python=tmp_path, weights_port=24_000).command()
     label = command[command.index("--weight-version") + 1]
     match = WITH_WEIGHTS_PORT.fullmatch(label)

@@ -1,4 +1,4 @@
-"""What a worker makes of a file: the frame that was asked for, at its own time, upright, in the learner's own size."""
+"""A worker decodes the requested frames with their times, upright, and in the learner's size."""
 
 import os
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ CONTAINERS = {
     "refresh.mp4": dict(options={"x264-params": "intra-refresh=1:keyint=30:bframes=0"}),
     "one_keyframe.mp4": dict(gop_frames=1000),
     "all_keyframes.mp4": dict(gop_frames=1),
-}  # file endings, and how such a file is written
+}  # file extensions and how to write such files
 
 
 class Probed:
@@ -60,7 +60,7 @@ class Probed:
         return (self.ticks - self.ticks[0]) * float(self.time_base)
 
     def decoded(self, frames: Sequence[int], size_px: tuple[int, int] | None = None) -> dict[int, np.ndarray]:
-        """Each in a group of its own, so that every one needs its own seek."""
+        """Decodes each frame in a separate group, so that each needs a seek."""
         found = {}
         keys = [int(self.key_ticks[self.key_ticks <= self.ticks[frame]][-1]) for frame in frames]
         groups = [(key, [int(self.ticks[frame])]) for key, frame in zip(keys, frames, strict=True)]
@@ -69,16 +69,18 @@ class Probed:
 
 
 @pytest.mark.parametrize("ending", CONTAINERS)
-def test_every_frame_is_the_one_that_was_asked_for(tmp_path, ending):
+def test_every_requested_frame_is_correct(tmp_path, ending):
     video = Probed(write_video(tmp_path / f"video.{ending}", at_fps(30, 120), **CONTAINERS[ending]))
     frames = [0, 1, 2, 27, 28, 29, 30, 31, 32, 59, 60, 61, 88, 89, 90, 118, 119]
     found = {frame: number_of(pixels) for frame, pixels in video.decoded(frames).items()}
     assert found == {frame: frame for frame in frames}
     assert len(video.ticks) == 120 and video.duration_s == pytest.approx(4, abs=0.002)
-    np.testing.assert_allclose(video.times_s, at_fps(30, 120), atol=0.001)  # some containers count milliseconds
+    np.testing.assert_allclose(
+        video.times_s, at_fps(30, 120), atol=0.001
+    )  # some containers have millisecond timestamps
 
 
-def test_leaving_out_pictures_on_the_way_changes_no_pixel(tmp_path):
+def test_skipping_intermediate_frames_changes_no_pixel(tmp_path):
     path = write_video(tmp_path / "video.mp4", at_fps(30, 60), options={"bf": "5", "b_strategy": "0"})
     with av.open(str(path)) as container:
         plain = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
@@ -86,21 +88,21 @@ def test_leaving_out_pictures_on_the_way_changes_no_pixel(tmp_path):
         np.testing.assert_array_equal(pixels, plain[frame])
 
 
-def test_times_of_a_variable_frame_rate_are_those_of_the_frames(tmp_path):
+def test_times_of_a_variable_frame_rate_are_the_frames_times(tmp_path):
     times_s = np.cumsum(np.random.default_rng(0).uniform(0.01, 0.3, 90)).tolist()
     video = Probed(write_video(tmp_path / "video.mp4", times_s))
     np.testing.assert_allclose(video.times_s, np.array(times_s) - times_s[0], atol=1e-4)
     assert {frame: number_of(pixels) for frame, pixels in video.decoded([3, 50]).items()} == {3: 3, 50: 50}
 
 
-def test_frames_cut_off_by_an_edit_list_are_not_there(tmp_path):
+def test_frames_removed_by_an_edit_list_are_excluded(tmp_path):
     whole = write_video(tmp_path / "whole.mp4", at_fps(30, 90))
     video = Probed(trim_without_encoding(whole, tmp_path / "video.mp4", 13, 30))
     assert len(video.ticks) == 90 - 13 and video.duration_s == pytest.approx(77 / 30)
     assert [number_of(pixels) for pixels in video.decoded([0, 5, 40, 76]).values()] == [13, 18, 53, 89]
 
 
-def test_where_no_seeking_leads_frames_are_decoded_from_the_start(tmp_path):
+def test_without_seeking_frames_are_decoded_from_the_start(tmp_path):
     avi = write_video(tmp_path / "video.avi", at_fps(30, 90), time_base=Fraction(1, 30), options={"bf": "0"})
     avi.write_bytes(avi.read_bytes()[: avi.read_bytes().rindex(b"idx1")])
     vp9 = CONTAINERS["webm"] | {"container_options": {"avoid_negative_ts": "disabled"}}
@@ -111,14 +113,14 @@ def test_where_no_seeking_leads_frames_are_decoded_from_the_start(tmp_path):
         assert {frame: number_of(pixels) for frame, pixels in found.items()} == {n: n for n in (1, 31, 32, 62, 89)}
 
 
-def test_a_title_in_another_encoding_does_not_keep_a_video_from_being_read(tmp_path):
+def test_a_title_in_another_encoding_is_ignored(tmp_path):
     path = write_video(tmp_path / "video.mp4", at_fps(30, 2), title="Cafe in May")
     path.write_bytes(path.read_bytes().replace(b"Cafe in May", "Café in May".encode("latin-1")))
     assert len(Probed(path).ticks) == 2
 
 
 @pytest.mark.parametrize("degrees", [90, 180, 270])
-def test_a_video_filmed_sideways_is_shown_upright(tmp_path, degrees):
+def test_a_rotated_video_is_shown_upright(tmp_path, degrees):
     path = write_video(tmp_path / "video.mp4", at_fps(30, 10))
     flat = Probed(path).decoded([7])[7]
     video = Probed(turn(path, degrees))
@@ -132,7 +134,7 @@ def test_frames_are_resized_as_the_learner_resizes_them(tmp_path, size_px):
     settled = settled_size(*size_px, RECIPE)
     (original,), (resized,) = (video.decoded([1], size).values() for size in (size_px, settled))
     np.testing.assert_array_equal(resized, resize(original, RECIPE))
-    np.testing.assert_array_equal(resized, resize(resized, RECIPE))  # every later pass leaves it alone
+    np.testing.assert_array_equal(resized, resize(resized, RECIPE))  # resizing again changes nothing
 
 
 def test_a_single_frame_lasts_one_frame(tmp_path):
@@ -152,7 +154,7 @@ def test_8k_is_read(tmp_path):
     ("ending", "codec", "message"),
     [("mp4", "libx264", "its frames of 8200x4400 have more than"), ("ts", "mpeg2video", "damaged, or have more than")],
 )
-def test_frames_larger_than_8k_are_refused_wherever_their_size_stands(tmp_path, ending, codec, message):
+def test_frames_larger_than_8k_are_rejected_wherever_the_size_is_declared(tmp_path, ending, codec, message):
     path = tmp_path / f"video.{ending}"
     write_video(path, [0.0], size_px=(4400, 8200), codec=codec, time_base=Fraction(1, 30))
     with pytest.raises(VideoError, match=message):
@@ -160,7 +162,7 @@ def test_frames_larger_than_8k_are_refused_wherever_their_size_stands(tmp_path, 
 
 
 @pytest.mark.slow
-def test_a_frame_larger_than_8k_is_left_out_where_the_file_begins_with_small_ones(tmp_path):
+def test_a_later_frame_larger_than_8k_is_skipped(tmp_path):
     path = write_video(tmp_path / "video.ts", [0.0])
     large = write_video(tmp_path / "large.ts", [10.0], size_px=(4400, 8200))
     path.write_bytes(path.read_bytes() + large.read_bytes())
@@ -197,7 +199,7 @@ def unknown_codec(path: Path) -> None:
         (os.mkfifo, "not a regular file"),
     ],
 )
-def test_what_is_no_video_is_said_in_one_sentence_without_its_place(tmp_path, make, message):
+def test_an_unreadable_video_is_a_one_line_error_without_its_path(tmp_path, make, message):
     path = tmp_path / "video.mp4"
     make(path)
     with pytest.raises(VideoError, match=message) as caught:
@@ -206,12 +208,12 @@ def test_what_is_no_video_is_said_in_one_sentence_without_its_place(tmp_path, ma
 
 
 @pytest.mark.parametrize("name", ["nul\0.mp4", "half\ud800.mp4", "byte\udcff.mp4"])
-def test_a_path_that_no_file_can_have_is_an_error_of_the_video(tmp_path, name):
+def test_an_invalid_path_is_a_video_error(tmp_path, name):
     with pytest.raises(VideoError, match="cannot be opened"):
         probe(str(tmp_path / name))
 
 
-def test_the_identity_is_of_the_file_and_not_of_the_name_it_was_called_by(tmp_path):
+def test_the_identity_depends_on_the_file_not_on_its_name(tmp_path):
     path = write_video(tmp_path / "video.mp4", at_fps(30, 3))
     (tmp_path / "link.mp4").symlink_to(path)
     first = identity_of(str(path))
@@ -220,7 +222,7 @@ def test_the_identity_is_of_the_file_and_not_of_the_name_it_was_called_by(tmp_pa
     assert identity_of(str(path)) != first
 
 
-def test_frames_of_a_file_that_was_replaced_are_refused(tmp_path):
+def test_frames_of_a_replaced_file_are_rejected(tmp_path):
     path = write_video(tmp_path / "video.mp4", at_fps(30, 3))
     video = Probed(path)
     write_video(path, at_fps(30, 9))

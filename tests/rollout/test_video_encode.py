@@ -1,4 +1,4 @@
-"""Whatever is made on the spot is the same file in every process, so that a run made again has seen the same videos."""
+"""Generated videos are byte-identical in every process, so that repeated runs see the same videos."""
 
 import os
 import subprocess
@@ -30,7 +30,7 @@ for path in sorted(Path().rglob("*.m*")):
 
 
 def files_written(directory: Path, memory: int, first: str = "") -> list[str]:
-    """Names and hashes. glibc fills memory that is given out or back with bytes that follow from this number."""
+    """Returns names and hashes; glibc fills allocated and freed memory with bytes derived from `memory`."""
     directory.mkdir()
     return subprocess.run(
         [sys.executable, "-c", f"{first}\n{WRITE_ALL}"],
@@ -49,7 +49,7 @@ def files(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", [85, pytest.param(255, marks=pytest.mark.nightly)])
-def test_a_file_does_not_depend_on_what_was_in_memory(files, tmp_path, memory):
+def test_a_file_does_not_depend_on_uninitialized_memory(files, tmp_path, memory):
     assert len(files) == 8 + 8 + 4
     assert files_written(tmp_path / "made", memory) == files
 

@@ -1,4 +1,4 @@
-"""Frames for many at once: decoded once each, from memory or disk where they are, and no fault spreads."""
+"""Concurrent reads of frames: each is decoded once or comes from memory or disk, and faults stay isolated."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from async_tests import Decorator, as_test, until
+from async_tests import Decorator, make_test, until
 from make_video import HEIGHT, WIDTH, at_fps, damage, number_of, truncate, turn, write_video
 
 from rollout.video import pool as pool_module, reader as reader_module
@@ -29,8 +29,8 @@ from rollout.video.pool import WorkerPool, workers_within
 from rollout.video.reader import FrameReader, _Video
 from rollout.video.times import crop_times, overview_times
 
-PATIENCE_S = 60.0  # far more than anything takes: the machine may be busy
-INDEX_FIRST = {"movflags": "faststart"}  # an mp4 with its index at the beginning, as on the web
+PATIENCE_S = 60.0  # generous, because the machine may be busy
+INDEX_FIRST = {"movflags": "faststart"}  # an mp4 with its index at the start, as on the web
 
 
 def same_size(height: int, width: int) -> tuple[int, int]:
@@ -52,19 +52,19 @@ def with_reader(test: Callable[[FrameReader], Awaitable[Any]], **options: Any) -
 
 
 def reading(**options: Any) -> Decorator:
-    """A test whose first argument is an open reader; the others are fixtures."""
-    return lambda work: as_test(work, 1, partial(with_reader, **options))
+    """Makes a test whose first argument is an open reader; the others are fixtures."""
+    return lambda work: make_test(work, 1, partial(with_reader, **options))
 
 
 @pytest.mark.slow
 @reading()
-async def test_a_disk_that_hangs_delays_no_other_work_in_threads(reader, monkeypatch):
+async def test_a_hanging_disk_does_not_block_other_threads(reader, monkeypatch):
     released = threading.Event()
     monkeypatch.setattr(reader_module, "identity_and_bytes", lambda name: released.wait())
     try:
         reads = (reader.info(f"{number}.mp4", 0.2) for number in range(64))
         assert {type(each) for each in await asyncio.gather(*reads, return_exceptions=True)} == {VideoTimeout}
-        await asyncio.wait_for(asyncio.to_thread(int), 5)  # as the client of the servers encodes a request
+        await asyncio.wait_for(asyncio.to_thread(int), 5)  # like the engine's client when it encodes a request
     finally:
         released.set()
 
@@ -84,7 +84,7 @@ def shown(frames: list[TimedPicture]) -> list[tuple[float, int]]:
 
 
 async def fails_with(kind: type[VideoError], message: str, awaitable: Awaitable[Any]) -> float:
-    """The seconds until it failed, as it should."""
+    """Checks that an awaitable fails. Returns the seconds until then."""
     start = time.monotonic()
     with pytest.raises(kind, match=message):
         await awaitable
@@ -99,14 +99,14 @@ def video(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def long_video(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twenty seconds, all of which take a decoder a second or more."""
+    """A video of twenty seconds, which takes at least a second to decode."""
     path = tmp_path_factory.mktemp("video") / "long.mp4"
     return write_video(path, at_fps(30, 600), size_px=(480, 640), options={"preset": "ultrafast"}, gop_frames=300)
 
 
 @pytest.mark.slow
 @reading()
-async def test_frames_are_those_shown_at_the_times_and_labelled_with_their_own(reader: FrameReader, video):
+async def test_frames_are_those_shown_at_the_requested_times(reader: FrameReader, video):
     info = await reader.info(video, PATIENCE_S)
     assert (info.duration_s, info.num_frames, info.height, info.width) == (10.0, 300, HEIGHT, WIDTH)
     frames = await reader.frames(video, [9.99, 0.0, 5.01, 5.02, 99.0, -1.0], PATIENCE_S)
@@ -122,9 +122,7 @@ async def test_frames_are_those_shown_at_the_times_and_labelled_with_their_own(r
 
 @pytest.mark.slow
 @reading()
-async def test_a_frame_asked_for_again_is_the_same_object_and_only_missing_ones_are_decoded_in_one_job(
-    reader: FrameReader, video
-):
+async def test_repeated_frames_come_from_memory_and_missing_ones_are_decoded_in_one_job(reader: FrameReader, video):
     first = await reader.frames(video, [1, 2, 3], PATIENCE_S)
     jobs = reader.metrics()["video/jobs"]
     second = await reader.frames(video, [2, 3, 4, 5, 6], PATIENCE_S)
@@ -136,7 +134,7 @@ async def test_a_frame_asked_for_again_is_the_same_object_and_only_missing_ones_
 
 @pytest.mark.slow
 @reading()
-async def test_what_many_ask_for_at_once_is_decoded_once(reader: FrameReader, video):
+async def test_concurrent_requests_decode_a_frame_once(reader: FrameReader, video):
     asked = [reader.frames(video, range(number, 5 + number), PATIENCE_S) for number in range(4)]
     found = await asyncio.gather(*asked)
     assert [[number for _, number in shown(frames)] for frames in found] == [
@@ -148,7 +146,7 @@ async def test_what_many_ask_for_at_once_is_decoded_once(reader: FrameReader, vi
 
 @pytest.mark.slow
 @reading()
-async def test_the_first_who_asked_may_give_up_and_the_others_still_get_it(reader: FrameReader, video):
+async def test_cancelling_the_first_request_does_not_affect_the_others(reader: FrameReader, video):
     first = asyncio.create_task(reader.frames(video, [1, 2], PATIENCE_S))
     second = asyncio.create_task(reader.frames(video, [1, 2], PATIENCE_S))
     await asyncio.sleep(0)  # the probe is under way
@@ -164,7 +162,7 @@ async def test_the_first_who_asked_may_give_up_and_the_others_still_get_it(reade
 
 @pytest.mark.slow
 @reading(num_workers=1)
-async def test_the_wait_for_a_busy_decoder_is_no_part_of_a_deadline(reader: FrameReader, video):
+async def test_waiting_for_a_busy_decoder_does_not_count_toward_the_deadline(reader: FrameReader, video):
     await reader.info(video, PATIENCE_S)
     (worker,) = workers()
     worker.suspend()
@@ -178,7 +176,7 @@ async def test_the_wait_for_a_busy_decoder_is_no_part_of_a_deadline(reader: Fram
 
 @pytest.mark.slow
 @reading()
-async def test_a_worker_that_hangs_is_killed_at_the_deadline_and_its_siblings_go_on(reader: FrameReader, video):
+async def test_a_hung_worker_is_killed_at_the_deadline_and_the_others_continue(reader: FrameReader, video):
     await all_up(reader, video)
     stuck, _ = workers()
     stuck.suspend()
@@ -193,24 +191,24 @@ async def test_a_worker_that_hangs_is_killed_at_the_deadline_and_its_siblings_go
 
 @pytest.mark.slow
 @reading()
-async def test_a_worker_that_is_killed_fails_only_the_job_it_had(reader: FrameReader, video):
+async def test_a_killed_worker_fails_only_its_job(reader: FrameReader, video):
     await all_up(reader, video)
     victim, _ = workers()
     victim.suspend()
     asked = [asyncio.create_task(reader.frames(video, [second], PATIENCE_S)) for second in range(4, 10)]
-    while sum(task.done() for task in asked) < 5:  # the last one waits for the victim
+    while sum(task.done() for task in asked) < 5:  # the last request waits for the victim
         await asyncio.sleep(0.01)
     victim.kill()
     outcomes = await asyncio.gather(*asked, return_exceptions=True)
     assert sorted(type(outcome).__name__ for outcome in outcomes) == ["VideoUnavailable", *["list"] * 5]
-    assert "its decoder was killed" in str(outcomes)  # as the kernel does when memory runs out: not the video's fault
+    assert "its decoder was killed" in str(outcomes)  # like the kernel's OOM killer, so not the video's fault
     assert len(await reader.frames(video, range(10), PATIENCE_S)) == 10
     assert reader.metrics()["video/worker_deaths"] == 1
 
 
 @pytest.mark.slow
 @reading()
-async def test_a_worker_that_crashes_is_blamed_on_the_video_it_had(reader: FrameReader, video):
+async def test_a_crashing_worker_blames_its_video(reader: FrameReader, video):
     await all_up(reader, video)
     for worker in workers():
         worker.suspend()
@@ -226,7 +224,7 @@ async def test_a_worker_that_crashes_is_blamed_on_the_video_it_had(reader: Frame
 
 @pytest.mark.slow
 @reading()
-async def test_a_worker_that_dies_while_idle_fails_nothing(reader: FrameReader, video):
+async def test_an_idle_worker_that_dies_fails_no_job(reader: FrameReader, video):
     await all_up(reader, video)
     for worker in workers():
         worker.kill()
@@ -234,7 +232,7 @@ async def test_a_worker_that_dies_while_idle_fails_nothing(reader: FrameReader, 
     assert len(await reader.frames(video, range(10), PATIENCE_S)) == 10
 
 
-def test_a_decoder_that_cannot_start_is_not_blamed_on_the_video(video, monkeypatch):
+def test_a_decoder_that_cannot_start_does_not_blame_the_video(video, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
 
     async def test(reader: FrameReader) -> None:
@@ -248,9 +246,7 @@ def test_a_decoder_that_cannot_start_is_not_blamed_on_the_video(video, monkeypat
 
 @pytest.mark.slow
 @reading(num_workers=1, frame_size=small)
-async def test_decoding_that_takes_too_long_is_cut_off_and_what_it_had_is_kept(
-    reader: FrameReader, long_video, monkeypatch
-):
+async def test_a_decoding_timeout_keeps_the_frames_decoded_so_far(reader: FrameReader, long_video, monkeypatch):
     monkeypatch.setattr(reader_module, "SLOWEST_PX_PER_S", 1e12)
     await reader.info(long_video, PATIENCE_S)
     took_s = await fails_with(VideoTimeout, "in time", reader.frames(long_video, at_fps(30, 300), 0.2))
@@ -259,7 +255,7 @@ async def test_decoding_that_takes_too_long_is_cut_off_and_what_it_had_is_kept(
     assert len(await reader.frames(long_video, at_fps(30, 300), PATIENCE_S)) == 300
     metrics = reader.metrics()
     assert metrics["video/timeouts"] == 1
-    assert metrics["video/decoded_frames"] in (300, 301)  # one may have been on its way
+    assert metrics["video/decoded_frames"] in (300, 301)  # one frame may have been in transit
 
 
 @pytest.mark.slow
@@ -291,7 +287,7 @@ def test_a_part_decodes_from_its_keyframes_on_and_its_pixels_are_counted(monkeyp
 
 
 def overview_pixels(path: Path, **options: Any) -> tuple[list[np.ndarray], float]:
-    """The frames of an overview, and the number of jobs that decoded them."""
+    """Returns an overview's frames, and the number of jobs that decoded them."""
 
     async def test(reader: FrameReader) -> tuple[list[np.ndarray], float]:
         info = await reader.info(path, PATIENCE_S)
@@ -338,7 +334,7 @@ async def test_a_failed_part_of_an_overview_is_one_error_and_the_next_request_de
 
 
 @pytest.mark.slow
-def test_what_a_probe_found_is_kept_for_later_runs(video, tmp_path):
+def test_probe_results_are_cached_for_later_runs(video, tmp_path):
     async def test(reader: FrameReader) -> tuple[VideoInfo, list[tuple[float, int]], float]:
         info = await reader.info(video, PATIENCE_S)
         jobs = reader.metrics()["video/jobs"]
@@ -354,7 +350,7 @@ def test_what_a_probe_found_is_kept_for_later_runs(video, tmp_path):
         assert with_reader(test, **options) == first  # probed again
 
 
-def test_a_cache_that_cannot_be_written_ends_nothing(video, tmp_path, caplog):
+def test_an_unwritable_cache_is_not_an_error(video, tmp_path, caplog):
     (tmp_path / "file").touch()
 
     async def test(reader: FrameReader) -> None:
@@ -378,16 +374,14 @@ async def test_an_anamorphic_video_is_shown_in_its_display_aspect_ratio(reader: 
 
 
 @reading()
-async def test_an_anamorphic_video_that_was_filmed_sideways_is_turned_after_its_width_was_scaled(
-    reader: FrameReader, tmp_path
-):
+async def test_a_rotated_anamorphic_video_is_scaled_before_rotation(reader: FrameReader, tmp_path):
     path = turn(write_video(tmp_path / "video.mp4", at_fps(30, 60), pixel_ratio=Fraction(2, 1)), 90)
     info = await reader.info(path, PATIENCE_S)
     assert (info.height, info.width) == (256, 96)
 
 
 @pytest.mark.slow
-def test_the_event_loop_does_none_of_the_work(long_video, tmp_path):
+def test_the_event_loop_is_never_blocked(long_video, tmp_path):
     async def test(reader: FrameReader) -> None:
         start_s = time.thread_time()
         frames = await reader.frames(long_video, at_fps(3, 60), PATIENCE_S)
@@ -398,7 +392,7 @@ def test_the_event_loop_does_none_of_the_work(long_video, tmp_path):
 
 
 @reading(num_workers=1)
-async def test_closing_ends_whoever_still_waits(reader: FrameReader, video):
+async def test_closing_fails_waiting_requests(reader: FrameReader, video):
     await all_up(reader, video)
     workers()[0].suspend()
     waiting = [asyncio.create_task(reader.frames(video, [second], PATIENCE_S)) for second in (7, 8)]
@@ -432,7 +426,7 @@ asyncio.run(main())
 
 @pytest.mark.slow
 @pytest.mark.parametrize("survivor", [[], ["a forked child holds the link open"]], ids=["alone", "with a forked child"])
-def test_workers_end_with_a_parent_that_was_killed(long_video, survivor):
+def test_workers_exit_with_a_killed_parent(long_video, survivor):
     command = [sys.executable, "-c", KILLED_PARENT, str(long_video), *survivor]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert run.returncode == -signal.SIGKILL, run.stderr
@@ -443,17 +437,17 @@ def test_workers_end_with_a_parent_that_was_killed(long_video, survivor):
     assert time.monotonic() - start < 15
 
 
-def test_a_worker_that_starts_after_its_parent_was_killed_ends():
+def test_a_worker_that_starts_after_its_parents_death_exits():
     parent = subprocess.Popen(["true"])
     parent.wait()
-    link, its_end = socket.socketpair()  # which a forked child of the parent may hold open
+    link, its_end = socket.socketpair()  # a forked child of the parent may keep it open
     with link, its_end:
         command = [sys.executable, "-m", "rollout.video.worker", str(its_end.fileno()), str(2**31), str(parent.pid)]
         assert subprocess.run(command, pass_fds=[its_end.fileno()], timeout=PATIENCE_S).returncode == 0
 
 
 @pytest.mark.slow
-def test_a_video_that_takes_more_memory_than_a_worker_may_costs_only_its_own_job(video, tmp_path, monkeypatch):
+def test_exceeding_a_workers_memory_fails_only_its_job(video, tmp_path, monkeypatch):
     monkeypatch.setattr(pool_module, "WORKER_BYTES", 300 * 2**20)
     large = write_video(tmp_path / "large.mp4", [0.0], size_px=(4320, 7680))
     with contextlib.closing(WorkerPool(1)) as pool:
@@ -465,7 +459,7 @@ def test_a_video_that_takes_more_memory_than_a_worker_may_costs_only_its_own_job
         assert len(emitted) == 2 and pool.totals["worker_deaths"] == 0
 
 
-def test_all_workers_together_may_take_half_of_the_memory_however_many_were_asked_for():
+def test_all_workers_together_use_at_most_half_of_the_memory():
     assert workers_within(32 * 2**30, num_workers=3) == 3
     assert workers_within(32 * 2**30, num_workers=64) == 8  # of 2 GiB each
     assert workers_within(2**30, num_workers=8) == 1
@@ -473,7 +467,7 @@ def test_all_workers_together_may_take_half_of_the_memory_however_many_were_aske
 
 @pytest.mark.slow
 @reading(num_workers=1)
-async def test_a_worker_is_retired_after_its_number_of_jobs(reader: FrameReader, video, monkeypatch):
+async def test_a_worker_is_replaced_after_its_number_of_jobs(reader: FrameReader, video, monkeypatch):
     monkeypatch.setattr(pool_module, "MAX_JOBS", 2)
     before = workers()
     for second in range(4):  # with the probe, five jobs
@@ -489,7 +483,7 @@ def test_workers_import_only_what_they_need():
 
 
 @pytest.mark.slow
-def test_a_later_run_finds_the_frames_on_disk(video, tmp_path):
+def test_a_later_run_reads_frames_from_disk(video, tmp_path):
     async def test(reader: FrameReader) -> tuple[list[bytes], dict[str, float]]:
         frames = await reader.frames(video, range(10), PATIENCE_S)
         return [frame.picture.pixels.tobytes() for frame in frames], reader.metrics()
@@ -506,20 +500,20 @@ def test_a_later_run_finds_the_frames_on_disk(video, tmp_path):
 
 @pytest.mark.slow
 @reading(memory_bytes=100_000)
-async def test_frames_that_memory_has_no_room_for_are_still_delivered(reader: FrameReader, video):
+async def test_frames_beyond_the_memory_bound_are_still_delivered(reader: FrameReader, video):
     assert len(await reader.frames(video, range(10), PATIENCE_S)) == 10
     assert reader.metrics()["video/memory_bytes"] <= 100_000
 
 
 @pytest.mark.slow
 @reading(frame_size=lambda height, width: int("too narrow"))
-async def test_a_shape_that_cannot_be_shown_is_an_error_of_the_video(reader: FrameReader, video):
+async def test_an_unsupported_frame_shape_is_a_video_error(reader: FrameReader, video):
     await fails_with(VideoError, "cannot be shown: .*'too narrow'", reader.frames(video, [0], PATIENCE_S))
 
 
 @pytest.mark.slow
 @reading()
-async def test_a_replaced_file_is_noticed_and_read_anew(reader: FrameReader, tmp_path):
+async def test_a_replaced_file_is_detected_and_read_again(reader: FrameReader, tmp_path):
     path = write_video(tmp_path / "video.mp4", at_fps(30, 60))
     await reader.info(path, PATIENCE_S)
     write_video(path, at_fps(10, 90))
@@ -529,7 +523,7 @@ async def test_a_replaced_file_is_noticed_and_read_anew(reader: FrameReader, tmp
 
 @pytest.mark.slow
 @reading()
-async def test_a_replaced_file_is_noticed_even_if_all_its_frames_are_in_memory(reader: FrameReader, tmp_path):
+async def test_a_replaced_file_is_detected_even_if_its_frames_are_in_memory(reader: FrameReader, tmp_path):
     path = tmp_path / "video.mp4"
     write_video(path, at_fps(30, 10))
     old = await reader.frames(path, [0.0], PATIENCE_S)
@@ -543,7 +537,7 @@ async def test_a_replaced_file_is_noticed_even_if_all_its_frames_are_in_memory(r
 
 @pytest.mark.slow
 @reading()
-async def test_one_tried_in_vain_is_tried_again_when_the_file_has_come(reader: FrameReader, tmp_path):
+async def test_a_missing_file_is_read_once_it_exists(reader: FrameReader, tmp_path):
     path = tmp_path / "video.mp4"
     await fails_with(VideoError, "No such file", reader.info(path, PATIENCE_S))
     write_video(path, at_fps(30, 30))
@@ -585,7 +579,7 @@ async def test_unusual_lengths_give_frames(reader: FrameReader, tmp_path, times_
 
 @pytest.mark.slow
 @reading()
-async def test_a_cut_off_video_is_as_long_as_what_is_left(reader: FrameReader, tmp_path):
+async def test_a_truncated_video_has_its_remaining_duration(reader: FrameReader, tmp_path):
     path = write_video(tmp_path / "video.mp4", at_fps(30, 300), container_options=INDEX_FIRST)
     truncate(path, 0.6)
     info = await reader.info(path, PATIENCE_S)
@@ -596,7 +590,7 @@ async def test_a_cut_off_video_is_as_long_as_what_is_left(reader: FrameReader, t
 
 @pytest.mark.slow
 @reading()
-async def test_frames_beyond_the_last_decodable_one_are_left_out_or_an_error(reader: FrameReader, tmp_path):
+async def test_frames_beyond_the_last_decodable_one_are_skipped_or_an_error(reader: FrameReader, tmp_path):
     path = write_video(tmp_path / "video.mp4", at_fps(30, 300), container_options=INDEX_FIRST)
     damage(path, 0.6, 1.0)
     info = await reader.info(path, PATIENCE_S)
@@ -606,12 +600,12 @@ async def test_frames_beyond_the_last_decodable_one_are_left_out_or_an_error(rea
     await fails_with(VideoError, "damaged at the requested times", reader.frames(path, [9.0, 9.5], PATIENCE_S))
     jobs = reader.metrics()["video/jobs"]
     await fails_with(VideoError, "damaged at the requested times", reader.frames(path, [9.0, 9.5], PATIENCE_S))
-    assert reader.metrics()["video/jobs"] == jobs  # not tried in vain again
+    assert reader.metrics()["video/jobs"] == jobs  # not attempted again
 
 
 @pytest.mark.slow
 @reading()
-async def test_damage_in_the_middle_costs_no_frame_elsewhere(reader: FrameReader, tmp_path):
+async def test_damage_in_the_middle_loses_only_nearby_frames(reader: FrameReader, tmp_path):
     path = write_video(tmp_path / "video.mp4", at_fps(30, 300), container_options=INDEX_FIRST)
     damage(path, 0.5, 0.6)
     frames = dict(shown(await reader.frames(path, range(10), PATIENCE_S)))
@@ -620,6 +614,6 @@ async def test_damage_in_the_middle_costs_no_frame_elsewhere(reader: FrameReader
 
 
 async def all_up(reader: FrameReader, video: Path) -> None:
-    """Workers take turns, so that after a job each all of them have started."""
+    """Starts all workers: they take turns, so one job each suffices."""
     for second in range(4):
         await reader.frames(video, [second], PATIENCE_S)

@@ -1,4 +1,4 @@
-"""Frames are kept within the bounds, the last used the longest, and nothing wrong ever comes back from disk."""
+"""Stored frames stay within their bounds with LRU eviction, and damaged files are never returned."""
 
 import os
 import time
@@ -32,7 +32,7 @@ def kept(store, frames: int = 10) -> list[int]:
     return [frame for frame in range(frames) if store.get(key(frame)) is not None]
 
 
-def test_memory_forgets_what_was_not_used_for_longest():
+def test_memory_evicts_the_least_recently_used_frames():
     store = MemoryStore(round(3.5 * MEMORY_BYTES))
     for frame in range(3):
         store.put(key(frame), picture(frame))
@@ -41,7 +41,7 @@ def test_memory_forgets_what_was_not_used_for_longest():
     assert kept(store) == [0, 2, 3] and store.num_bytes <= store.max_bytes
 
 
-def test_memory_counts_a_picture_once_and_takes_none_that_is_too_large():
+def test_memory_counts_a_picture_once_and_skips_too_large_ones():
     store = MemoryStore(round(1.5 * MEMORY_BYTES))
     for _ in range(3):
         store.put(key(0), picture(0))
@@ -51,30 +51,30 @@ def test_memory_counts_a_picture_once_and_takes_none_that_is_too_large():
     assert kept(store) == [] and store.num_bytes == 0
 
 
-def test_memory_has_room_for_the_encoded_picture_of_noise():
+def test_memory_accounts_for_incompressible_pictures():
     noise = Picture.of(np.random.default_rng(0).integers(0, 256, (224, 224, 3), np.uint8))
     assert noise.pixels.nbytes + len(noise.png_base64) <= noise.pixels.nbytes * MEMORY_PER_PIXEL_BYTE * 1.01
 
 
-def test_a_picture_comes_back_from_disk_as_it_was_in_a_later_run(tmp_path):
+def test_a_picture_on_disk_is_unchanged_in_a_later_run(tmp_path):
     DiskStore(tmp_path, ROOM_FOR_3).put(key(1), picture(1))
     found = DiskStore(tmp_path, ROOM_FOR_3).get(key(1))
     assert found is not None and found.key == picture(1).key
     np.testing.assert_array_equal(found.pixels, picture(1).pixels)
 
 
-def test_disk_forgets_what_was_not_used_for_longest_also_in_a_later_run(tmp_path):
+def test_disk_evicts_the_least_recently_used_frames_also_in_a_later_run(tmp_path):
     store = DiskStore(tmp_path, ROOM_FOR_3)
     for frame in range(3):
         store.put(key(frame), picture(frame))
         os.utime(files(tmp_path)[frame], (frame, frame))
-    assert store.get(key(0)) is not None  # the oldest of them, used just now
+    assert store.get(key(0)) is not None  # the oldest frame, just used
     later = DiskStore(tmp_path, ROOM_FOR_3)
     later.put(key(3), picture(3))
     assert kept(later) == [0, 2, 3] and later.num_bytes == ROOM_FOR_3 and len(files(tmp_path)) == 3
 
 
-def test_a_lower_bound_makes_room_at_once(tmp_path):
+def test_a_smaller_bound_evicts_immediately(tmp_path):
     store = DiskStore(tmp_path, ROOM_FOR_3)
     for frame in range(3):
         store.put(key(frame), picture(frame))
@@ -103,14 +103,14 @@ def test_a_damaged_file_is_counted_and_removed(tmp_path, spoil):
     assert kept(store) == [0]
 
 
-def test_a_file_that_another_process_removed_is_a_miss_and_no_damage(tmp_path):
+def test_a_file_removed_by_another_process_is_a_miss(tmp_path):
     store = DiskStore(tmp_path, ROOM_FOR_3)
     store.put(key(0), picture(0))
     files(tmp_path)[0].unlink()
     assert store.get(key(0)) is None and store.totals["damaged"] == 0 and store.num_bytes == 0
 
 
-def test_what_a_killed_writer_left_is_cleared_away_later(tmp_path):
+def test_files_of_a_killed_writer_are_removed_later(tmp_path):
     store = DiskStore(tmp_path, ROOM_FOR_3)
     store.put(key(0), picture(0))
     old, fresh = (files(tmp_path)[0].with_name(f"{name}.partial") for name in ("old", "fresh"))
@@ -121,7 +121,7 @@ def test_what_a_killed_writer_left_is_cleared_away_later(tmp_path):
     assert not old.exists() and fresh.exists()
 
 
-def test_a_disk_that_cannot_be_written_to_is_counted_and_said_once(tmp_path, caplog):
+def test_an_unwritable_disk_is_counted_and_reported_once(tmp_path, caplog):
     store = DiskStore(tmp_path, ROOM_FOR_3)
     (tmp_path / "ab").write_text("in the way")
     for frame in range(2):
@@ -130,8 +130,8 @@ def test_a_disk_that_cannot_be_written_to_is_counted_and_said_once(tmp_path, cap
     assert "frames cannot be kept in" in caplog.text
 
 
-def test_processes_that_write_one_file_at_once_never_leave_a_half(tmp_path):
-    """Each has a store of its own, as processes and hosts have."""
+def test_concurrent_writers_never_leave_a_partial_file(tmp_path):
+    """Each writer has its own store, like separate processes and hosts."""
     halves: list[bytes] = []
 
     def whole(content: bytes) -> bytes | None:

@@ -1,4 +1,4 @@
-"""A server whose answers transformers computes: right, by other programs than the learner's, or wrong in some way."""
+"""A fake server whose responses transformers computes, independently of the learner, correctly or with a fault."""
 
 import asyncio
 import base64
@@ -20,7 +20,7 @@ CONTEXT_TOKENS = 4096
 
 
 class TorchServer(FakeServer):
-    """`change` is what is wrong with the ids and pictures that it computes from."""
+    """A server that samples with transformers; `change` injects a fault into the ids and pictures."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class TorchServer(FakeServer):
         return answer
 
     def _without_picture(self, logits: "torch.Tensor") -> "torch.Tensor":
-        """A placeholder that shows nothing could be scored by nobody, and the gate leaves out whoever sampled one."""
+        """Prevents sampling of image placeholders, which cannot be scored without an image."""
         logits[:, self._visual_ids] = -torch.inf
         return logits
 

@@ -1,7 +1,7 @@
-"""A tiny model whose logits are as wide as those of trained ones, which its drawn weights alone never are.
+"""A tiny model with logits as wide as a trained model's.
 
-Its largest logit is about 17 and its entropy 1.7 nats, where the plain tiny model has 2 and 7.6. Attention is sharper
-too, so that it matters what is looked at; branches of layers are small beside what they add to, as in trained ones.
+Its largest logit is about 17 and its entropy 1.7 nats; the plain tiny model has 2 and 7.6. Attention is also sharper,
+so that its inputs matter, and layers add little to the residual stream, as in trained models.
 """
 
 from dataclasses import replace
@@ -17,11 +17,11 @@ from model_port.model import VLModel
 from model_port.tiny import make_tiny, tiny_config
 from paravt_jax.sampling.weights import ModelWeights
 
-LOGITS, ATTENTION = 15.0, 1.4  # what the scales of norms are multiplied with
+LOGITS, ATTENTION = 15.0, 1.4  # factors of the norms' scales
 
 
 def make_wide(directory: Path, seed: int = 0, dtype: str = "float32", **shape: int) -> Path:
-    """`shape` is what the language tower has otherwise than the tiny model."""
+    """Writes the model; `shape` overrides sizes of the tiny model's language tower."""
     config = tiny_config()
     text = replace(config.text, **shape)
     vision = replace(config.vision, out_width=text.width)
@@ -37,7 +37,7 @@ def make_wide(directory: Path, seed: int = 0, dtype: str = "float32", **shape: i
 
 
 def with_layer_of(model: VLModel, other: VLModel) -> VLModel:
-    """The model, but for one layer whose kernels have three parts in a hundred of the other's added."""
+    """Returns the model with 3 % of the other model's kernels added to those of one layer."""
 
     def mixed(kernel: jax.Array, of_other: jax.Array) -> jax.Array:
         return kernel if kernel.ndim == 2 else kernel.at[2].set(kernel[2] + 0.03 * of_other[2])

@@ -192,8 +192,8 @@ ENDING = (asyncio.CancelledError, SystemExit, KeyboardInterrupt, GeneratorExit)
 
 
 @pytest.mark.parametrize("kind", ENDING)
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_exceptions_that_end_tasks_or_processes_only_fail_their_episode(kind, asynchronous):
+@pytest.mark.parametrize("async_test", [True, False])
+def test_exceptions_that_end_tasks_or_processes_only_fail_their_episode(kind, async_test):
     def function(**_):
         raise kind("out")
 
@@ -206,7 +206,7 @@ def test_exceptions_that_end_tasks_or_processes_only_fail_their_episode(kind, as
         with suppress(asyncio.CancelledError):  # as some libraries do
             await asyncio.sleep(0)
         with pytest.raises(PluginError, match=f"{kind.__name__}: out$"):
-            await Plugin(later if asynchronous else function, 5.0).terms(episode(ANSWERED), "B", "mcq")
+            await Plugin(later if async_test else function, 5.0).terms(episode(ANSWERED), "B", "mcq")
         return "continues"
 
     assert asyncio.run(scored()) == "continues"

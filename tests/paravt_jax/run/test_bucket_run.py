@@ -84,14 +84,14 @@ def test_an_incomplete_checkpoint_is_never_read_and_is_removed(failure, gcs, tin
         if failure == "commit":
             raise ValueError("refused")
 
-    gcs.trouble = lambda method, name: 403 if method == "POST" and f"{CHECKPOINTS}{object_name}" in name else None
+    gcs.fault = lambda method, name: 403 if method == "POST" and f"{CHECKPOINTS}{object_name}" in name else None
     saved(tiny_hf, subject, 2, messages=messages, before_commit=fail)
     assert (
         len(messages) == 1
         and "The checkpoint of step 2 could not be written" in messages[0]
         and "step 1" in messages[0]
     )
-    gcs.trouble = lambda method, name: None
+    gcs.fault = lambda method, name: None
     assert [name for name in gcs.names(CHECKPOINTS) if name.startswith("2/")]
     with pytest.raises(ValueError, match="is incomplete"):
         model_port.load(f"{ADDRESS}/checkpoints/2")
@@ -108,7 +108,7 @@ def test_transient_errors_cost_no_checkpoint(gcs, tiny_hf, subject):
         with lock:
             return next(failures, None) if method == "POST" else None
 
-    gcs.trouble = fail_five_times
+    gcs.fault = fail_five_times
     expected = saved(tiny_hf, subject, 1, messages=messages)
     assert not messages and restored(tiny_hf, subject) == {"step": 1} and bits(subject) == expected[1]
 
@@ -134,7 +134,7 @@ def test_a_damaged_checkpoint_is_set_aside_for_an_earlier_one(damage, gcs, tiny_
 def test_a_read_error_does_not_prove_damage(gcs, tiny_hf, subject):
     saved(tiny_hf, subject, 1)
     objects = dict(gcs.objects)
-    gcs.trouble = lambda method, name: 403 if method == "GET" and "/params/" in name else None
+    gcs.fault = lambda method, name: 403 if method == "GET" and "/params/" in name else None
     with pytest.raises(RuntimeError, match="could not be read"):
         restored(tiny_hf, subject)
     assert gcs.objects == objects

@@ -9,7 +9,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from async_tests import as_test, until
+from async_tests import make_test, until
 from flax import nnx
 
 import model_port
@@ -75,7 +75,7 @@ def run(work, model, contract):
 
 def sampling(work):
     """A test whose first argument is an engine of the tiny model; the others are fixtures."""
-    return as_test(work, 1, run)
+    return make_test(work, 1, run)
 
 
 @pytest.fixture(params=["cpu", "gpu"])
