@@ -16,7 +16,7 @@ from scripts.bench import __main__ as bench_main, learner, sampler, update, ways
 
 @pytest.fixture
 def bench(monkeypatch):
-    """The command, in this process."""
+    """Runs the command in this process."""
 
     def run(*arguments: str) -> None:
         monkeypatch.setattr(sys, "argv", ["bench", *arguments])
@@ -35,11 +35,11 @@ def small(monkeypatch):
     monkeypatch.setattr(learner, "PROMPT", (2, 11))
     monkeypatch.setattr(learner, "RESPONSE", (0, 7))
     monkeypatch.setattr(learner, "NUM_EPISODES", 3)
-    # Each of the four ways once, because each process compiles.
+    # Runs each of the four ways once, because each process compiles.
     pairs = {("own frames", "branches"): ("update_s", "vision_s"), ("torch", "rows"): ("update_s",)}
     compared = {pair: {measure: f"{pair} {measure}" for measure in measures} for pair, measures in pairs.items()}
     monkeypatch.setattr(ways, "COMPARED", compared)
-    monkeypatch.setattr(ways, "get_context", lambda _: forked.forks)  # they need not import everything first
+    monkeypatch.setattr(ways, "get_context", lambda _: forked.forks)  # forked processes save the import time
 
 
 @pytest.mark.slow

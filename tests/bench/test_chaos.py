@@ -83,7 +83,7 @@ def test_a_seed_determines_the_faults_and_many_seeds_cover_all():
     assert {(2, 1, False), (2, 0, True), (1, 0, False), (1, 1, False), (1, 0, True), (1, 1, True)} <= mixed
 
 
-def test_shared_memory_left_by_killed_processes_is_told_from_memory_in_use():
+def test_leftover_shared_memory_is_distinguished_from_memory_in_use():
     at_start = set(SHARED_MEMORY.iterdir())
     with tempfile.NamedTemporaryFile(prefix="psm_", dir=SHARED_MEMORY) as file:
         file.write(b"x")
@@ -98,7 +98,7 @@ def test_shared_memory_left_by_killed_processes_is_told_from_memory_in_use():
 
 
 class LeakingStage:
-    """A stage whose trainer, this process, leaves something open after every step."""
+    """A stage whose trainer, this process, leaks a file or connection in every step."""
 
     def __init__(self, keep):
         self.keep = keep
@@ -128,7 +128,7 @@ def test_files_and_connections_left_open_are_detected(many, message):
 
 @pytest.fixture(scope="module")
 def step(tiny_hf):
-    """A step's groups, their log lines, and the update."""
+    """A step's groups, their log lines, and the update's inputs."""
     config = load_config(None, *ACCOUNT)
     chat, contract = Chat.from_hf(tiny_hf), VisionContract.from_hf(tiny_hf)
     learner = Learner(model_port.load(tiny_hf), config.optim, config.loss, temperature=0.7)
@@ -181,7 +181,7 @@ def test_weights_one_version_behind_their_label_are_detected(tmp_path, monkeypat
     published = []
 
     def weights(self):
-        """The weights of step 1, after steps 1 and 2."""
+        """Returns the weights of step 1, in step 1 and again in step 2."""
         model = self.training.learner.model
         copy = LocalCopy(model, None, beside_update=True).of(model)
         published.append(ModelWeights(copy, np.dtype(np.float32)))
@@ -214,21 +214,21 @@ def test_an_exit_without_a_fault_or_a_message_is_detected(host, problem):
 
 
 class NotSupervisingYet:
-    """A supervisor before it has started its command."""
+    """A supervisor that has not started its command yet."""
 
     pid = -1
     returncode = None
 
 
 @pytest.mark.parametrize("role", ["server", "trainer", "decoder"])
-def test_a_process_that_has_just_started_is_no_target(role, tmp_path):
+def test_a_process_that_has_just_started_is_not_a_target(role, tmp_path):
     started = TrainerStage(tmp_path, [])
     started._servers, started._hosts = {0: NotSupervisingYet()}, [NotSupervisingYet()]
     assert started.targets(role) == []
 
 
 def hosts_ending(tmp_path, monkeypatch, first, second, steps):
-    """Two hosts that are shell scripts; `steps` are logged before the first one ends."""
+    """Runs two hosts that are shell scripts; `steps` are logged before the first host exits."""
     monkeypatch.setattr(stage, "LAST_HOST_S", 0.5)
 
     async def body():
@@ -244,7 +244,7 @@ def hosts_ending(tmp_path, monkeypatch, first, second, steps):
     return asyncio.run(body())
 
 
-def test_hosts_that_end_together_are_no_violation(tmp_path, monkeypatch):
+def test_hosts_that_exit_together_are_not_a_violation(tmp_path, monkeypatch):
     ended = hosts_ending(tmp_path, monkeypatch, "echo 'error: lost' >&2; exit 1", "sleep 0.2; exit 134", 1)
     assert ended.violations == []
     assert ended.exits == [Exit(1, "error: lost", follows=False), Exit(134, "", follows=True)]
@@ -340,7 +340,7 @@ def test_a_roll_back_loads_the_previous_weights_with_their_own_label_or_a_false_
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_servers_with_older_weights_and_the_current_label_are_detected(tmp_path):
-    """The trainer cannot notice this; the KL of the step shows it."""
+    """The trainer cannot detect this, but the step's KL shows it."""
     settings = stage.settings_of(0)
 
     async def body():
@@ -363,7 +363,7 @@ def test_servers_with_older_weights_and_the_current_label_are_detected(tmp_path)
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_under_faults_loses_repeats_and_leaves_nothing(tmp_path):
+def test_a_run_under_faults_loses_and_repeats_no_episode_and_leaves_no_files(tmp_path):
     result = chaos.run(argparse.Namespace(minutes=MINUTES, seed=SEED, serve=False, out=tmp_path / "out"))
     assert result["violations"] == [], chaos.table(result)
     assert sum(result["faults"].values()) >= 2 and result["steps"] >= 3
@@ -384,7 +384,7 @@ def lost_episode(run: Path) -> None:
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
 
 
-def doubled_visit(run: Path) -> None:
+def doubled_sample(run: Path) -> None:
     shutil.copy(run / "episodes" / "000001.jsonl", run / "episodes" / "000002.jsonl")
 
 
@@ -426,7 +426,7 @@ def edit(run: Path, change) -> None:
     ("fault", "message"),
     [
         (lost_episode, "step 2: prompt samples and rollouts are"),
-        (doubled_visit, "step 2: prompt samples and rollouts are"),
+        (doubled_sample, "step 2: prompt samples and rollouts are"),
         (lost_step, "the log has metrics of steps"),
         (future_version, ", the newest is"),
         (lost_checkpoint, "has no checkpoint"),

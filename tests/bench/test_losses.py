@@ -1,4 +1,4 @@
-"""The comparison of losses covers every case, and sees a fault in any of them."""
+"""The comparison of losses covers every case, and detects a fault in each."""
 
 import json
 from dataclasses import replace
@@ -20,8 +20,8 @@ def exact(float64):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", VARIANTS)
-def test_a_loss_equals_the_reference_and_not_another_ones(kind):
-    """A sample of the settings; `python -m scripts.bench losses` compares all."""
+def test_a_loss_equals_its_own_reference_only(kind):
+    """Tests a sample of the settings; `python -m scripts.bench losses` compares all."""
     for case in [*cases(kind)][::7]:
         ours, theirs = learners(case), in_numpy(case)
         assert ours.loss == pytest.approx(theirs.loss, abs=1e-14)
@@ -32,14 +32,14 @@ def test_a_loss_equals_the_reference_and_not_another_ones(kind):
 
 
 def change(case, **without) -> float:
-    """The largest change of a gradient without an option of the loss."""
+    """Returns the largest gradient change when an option of the loss is removed."""
     changed = replace(case, loss=replace(case.loss, **without))
     return float(np.abs(in_numpy(case).gradient - in_numpy(changed).gradient).max())
 
 
 @pytest.mark.slow
 def test_the_settings_reach_every_bound():
-    """Each correction cuts some weights, and the dual clip some ratios."""
+    """Each correction limits some weights, and the dual clip limits some ratios."""
     wide = {"correction": "token_tis", "correction_bounds": {"max_weight": 1e9}}
     for correction in CORRECTIONS:
         assert max(change(case, **wide) for case in cases("para_grpo") if case.loss.correction == correction) > 1e-3

@@ -1,4 +1,4 @@
-"""The packing benchmark, which is arithmetic, so that its page can be computed again."""
+"""The packing benchmark, which is pure arithmetic, reproduces its page."""
 
 from argparse import Namespace
 from pathlib import Path

@@ -14,7 +14,7 @@ QUIET = "trap 'exit 143' TERM; while :; do sleep 0.05; done"
         ("memory, MiB, trainer", 1000, 1180, 1190),
         ("open files, servers", 300, 308, 309),
         ("threads, decoders", 3, 11, 12),
-        ("seconds of a step", 5, 50, None),  # depends on other load
+        ("seconds of a step", 5, 50, None),  # step time depends on other load
     ],
 )
 def test_growth_beyond_a_bound_is_a_violation(of, begin, allowed, grew):
@@ -26,7 +26,7 @@ def test_growth_beyond_a_bound_is_a_violation(of, begin, allowed, grew):
 def violations_of(script, tmp_path, monkeypatch):
     monkeypatch.setattr(soak, "SAMPLE_EVERY_S", 0.1)
     monkeypatch.setattr(soak, "GONE_S", 0.5)
-    (tmp_path / "shm").mkdir()  # servers that other tests kill leave segments in the real one
+    (tmp_path / "shm").mkdir()  # servers killed by other tests leave segments in the real directory
     for module in (soak, chaos):
         monkeypatch.setattr(module, "SHARED_MEMORY", tmp_path / "shm")
     samples, violations = soak.soak(["sh", "-c", script], tmp_path, 0.5, lambda: 1)

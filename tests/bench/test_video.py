@@ -20,7 +20,7 @@ def test_our_side_reads_the_frames_of_every_window(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_split_overview_is_compared_with_one_in_one_piece_without_the_packages_of_the_original(tmp_path):
+def test_split_and_whole_overviews_are_compared_without_the_originals_packages(tmp_path):
     write_video(tmp_path / "video.mp4", bench.camera(96, 160, 3), bench.FPS)
     row = {"video": "tiny", **bench._split_row(tmp_path / "video.mp4", 90, 1, 2)}
     assert (row["frames"], row["decoders"]) == (bench.OVERVIEW_FRAMES, 2) and row["whole_s"] > 0 < row["split_s"]

@@ -20,7 +20,7 @@ STRONG, WEAK = (Policy("qwen2_5_vl", prior) for prior in PRIORS)
 
 
 def traces_of(policy: Policy) -> list[list[str]]:
-    """The assistant's turns in the pretraining's dialogues about a question."""
+    """Returns the assistant's turns in the pretraining's dialogues about a question."""
     world = policy.pretraining
     scenes = [world.scene(0, number) for number in range(200)]
     rows = rows_of(scenes, world.trace_budgets, world.mixture(scenes, "tool"), 0, world.questions)

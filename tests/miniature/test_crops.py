@@ -39,7 +39,7 @@ def renderer_of(crops: Crops, config) -> TraceRenderer:
 
 
 def open_player(crops: Crops) -> tuple[Player, ScriptedEngine]:
-    """A player whose engine reads windows and limit in the prompt, calls for each window, and answers red."""
+    """Opens a player whose engine calls for each window in the prompt within the limit, and answers red."""
     *_, job = crops.experiment.jobs()
     config, chat = load_config(job.config, *job.settings, schema=EvalConfig), Chat.from_hf(crops.model)
 

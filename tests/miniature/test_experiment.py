@@ -29,7 +29,7 @@ def job(directory: Path, name: str = "it") -> Job:
 
 
 def play(monkeypatch, run) -> None:
-    """Evaluations call `run` with the directory of the run."""
+    """Replaces evaluations by `run`, which gets the run's directory."""
 
     async def run_eval(config):
         run(Path(config.run_dir))
@@ -69,7 +69,7 @@ def test_a_failed_job_ends_the_experiment_and_the_same_command_resumes_it(tmp_pa
 
 
 def test_a_directory_that_has_another_world_is_an_error(tmp_path):
-    """Its finished runs would count as runs of this world."""
+    """Otherwise its finished runs would count as runs of this world."""
     worlds = (load_world(name, "num_videos=4", "num_held_out=2") for name in ("default", "wrong_reports"))
     first, second = (Experiment(tmp_path, ["grpo"], [0], world) for world in worlds)
     for _ in range(2):

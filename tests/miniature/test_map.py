@@ -55,7 +55,7 @@ def evaluated(runs: Runs, name: str, accuracy: float) -> None:
     (directory / RESULTS_FILE).write_text(json.dumps({"cells": cells}))
 
 
-def test_the_numbers_of_finished_runs_are_gathered_with_their_intervals_and_cost(tmp_path):
+def test_finished_runs_have_rows_with_intervals_and_costs(tmp_path):
     runs = Runs.of(tmp_path, CELL, 0, ["grpo", "para_grpo"])
     evaluated(runs, "grpo/seed0", 0.5)
     trained = runs.own.directory / "grpo" / "seed0"
@@ -75,7 +75,7 @@ def test_the_numbers_of_finished_runs_are_gathered_with_their_intervals_and_cost
     assert costs([job])["train"] == {"runs": 1, "cpu_s": 3.0, "wall_s": 4.0}
 
 
-def test_an_arm_that_a_cell_does_not_have_by_itself_is_among_the_finished_runs(tmp_path):
+def test_an_extra_arm_of_a_cell_is_among_the_finished_runs(tmp_path):
     runs = Runs.of(tmp_path, Cell(0.5, 0.03), 0, ["grpo_tool_reward"])
     (runs.own.directory / "grpo_tool_reward").mkdir(parents=True)
     evaluated(runs, "grpo_tool_reward/seed0", 0.5)
@@ -100,7 +100,7 @@ def reward(**settings):
     return replace(load_config(CONFIGS / "miniature" / "para_grpo.yaml").reward, **settings)
 
 
-def test_an_episode_of_the_table_is_scored_by_the_landed_reward():
+def test_an_episode_of_the_table_model_is_scored_by_the_real_reward():
     call = (("open", True), ("close_think", True), ("call", True), ("close_call", True))
     answer = (("open", True), ("close_think", True), ("close_answer", True))
     whole = scored((*call, *answer), True, reward())
@@ -110,12 +110,12 @@ def test_an_episode_of_the_table_is_scored_by_the_landed_reward():
     assert not unclosed.terms.parseable and unclosed.terms.tool == 0
 
 
-def test_only_tokens_of_the_structure_get_the_anchors_credit():
+def test_only_structural_tokens_get_the_anchors_credit():
     coins = (("open", True), ("close_think", True), ("call", False), ("close_answer", True))
     assert scored(coins, True, reward()).structural.tolist() == [False, True, True, True]
 
 
-def test_coins_start_as_the_dials_sharpened_by_the_temperature():
+def test_initial_probabilities_are_the_dials_with_the_temperature_applied():
     start = Table.of(CELL.world, "sft").start()
     fragility = CELL.world.traces.unclosed_frac
     odds = ((1 - fragility) / fragility) ** (1 / 0.7)
@@ -124,7 +124,7 @@ def test_coins_start_as_the_dials_sharpened_by_the_temperature():
 
 
 @pytest.mark.slow
-def test_training_mends_the_format_with_the_prefix_and_not_without():
+def test_training_improves_the_format_only_with_the_prefix():
     f_tau = {}
     for arm in ("grpo", "prefix"):
         table = Table.of(CELL.world, arm)

@@ -37,7 +37,7 @@ def replies(row: dict) -> list[str]:
 
 
 def is_main(row: dict) -> bool:
-    """Whether the row is a main agent's, and not a caption."""
+    """Whether the row is a main agent's trace and not a caption."""
     content = row["messages"][0]["content"]
     return "nframes" in content[0]["video_url"] and content[1]["text"] != "Describe the video."
 
@@ -95,7 +95,7 @@ def test_distractors_last_as_long_and_never_overlap_the_event():
         assert len(scene.distractors) == 3 and not set(differ) & set(coloured(scene))
 
 
-def test_a_question_names_the_right_window_and_maybe_another():
+def test_a_question_names_the_right_window_and_sometimes_another():
     for scene in SCENES:
         prompts = questions(scene)
         assert {question.type for question in prompts} == {"mcq", "tvg", "oe"}
@@ -104,7 +104,7 @@ def test_a_question_names_the_right_window_and_maybe_another():
         assert all(f"between {start} and {end}" in q.text for q in prompts for start, end in q.windows_s)
     assert all(question.text.startswith("Question: ") == question.curated for s in SCENES for question in questions(s))
     first = [question.windows_s[0] == question.scene.window_s for s in SCENES for question in questions(s)[3:]]
-    assert 0.3 < np.mean(first) < 0.7  # the order does not reveal the right one
+    assert 0.3 < np.mean(first) < 0.7  # the order does not reveal the right window
 
 
 def test_a_question_may_name_no_window_and_then_its_calls_cover_the_video():
@@ -182,7 +182,7 @@ def test_sequential_traces_look_at_one_window_a_turn():
 
 
 @pytest.mark.slow
-def test_the_cold_start_is_malformed_and_believes_its_reports():
+def test_the_cold_start_is_malformed_and_trusts_its_reports():
     prompts = [question for scene in SCENES for question in questions(scene)]
     rows = main_rows(Mixture())
     terms = [
@@ -199,7 +199,7 @@ def test_the_cold_start_is_malformed_and_believes_its_reports():
     assert 0.4 < np.mean(misled) < 0.6
 
 
-def test_every_closing_is_missing_as_often_as_the_mixture_says():
+def test_closing_tags_are_missing_at_the_mixtures_rates():
     fragile = Mixture(thinking="always", noise_frac=0.3, unclosed_frac=0.4, unclosed_call_frac=0.2)
     turns = [turn for row in main_rows(fragile) for turn in replies(row)]
     calling = [turn for turn in turns if "<tool_call>" in turn]
@@ -218,7 +218,7 @@ def test_thinking_tags_follow_the_source_or_chance():
 
 
 @pytest.mark.parametrize("calls_frac", [0.03, 0.2, 0.6, 0.9])
-def test_the_share_of_calling_traces_is_a_dial_and_calls_come_first_where_the_overview_shows_nothing(calls_frac):
+def test_calls_frac_sets_the_share_of_calls_first_where_the_overview_lacks_the_event(calls_frac):
     mixture = with_calls(Mixture(), SCENES, BUDGETS, calls_frac)
     rows = [row for seed in range(4) for row in rows_of(SCENES, BUDGETS, mixture, seed) if is_main(row)]
     assert abs(np.mean([len(replies(row)) > 1 for row in rows]) - calls_frac) < 0.03
@@ -242,7 +242,7 @@ def test_captions_have_overviews_with_the_event_and_name_no_window():
 
 
 @pytest.mark.parametrize("wrong_frac", [0.05, 0.5])
-def test_reports_are_wrong_as_often_as_the_mixture_says_and_only_in_colour(wrong_frac):
+def test_reports_are_wrong_at_the_mixtures_rate_and_only_in_color(wrong_frac):
     wrong = []
     for scene in SCENES:
         rows = rows_of([scene], (4,), Mixture(wrong_frac=wrong_frac), 0)
@@ -294,7 +294,7 @@ def test_a_wrong_dial_is_an_error(name, dial, error):
         load_world(name, dial)
 
 
-def test_the_loaders_read_all_rows_and_existing_files_stay(tmp_path):
+def test_the_loaders_read_all_rows_and_existing_files_are_kept(tmp_path):
     scenes = make_world(tmp_path, 0, 2)
     write_rows(tmp_path / "rl.jsonl", [rl_row(question) for scene in scenes for question in questions(scene)])
     write_rows(tmp_path / "sft.jsonl", rows_of(scenes, (4, 8), Mixture(), 0))

@@ -17,7 +17,7 @@ def raiser(problem):
 
 
 @pytest.mark.parametrize(
-    ("problem", "said"),
+    ("problem", "message"),
     [
         (ValueError("bad\n  key"), "bad key"),
         (RuntimeError("no token"), "no token"),
@@ -27,13 +27,13 @@ def raiser(problem):
         (KeyError("key"), "KeyError 'key' (unexpected; --debug shows the stack trace)"),
     ],
 )
-def test_an_error_is_one_line_without_debug(monkeypatch, capsys, problem, said):
+def test_an_error_is_one_line_without_debug(monkeypatch, capsys, problem, message):
     for flags in ([], ["--debug"]):
         monkeypatch.setattr(sys, "argv", ["command", *flags])
         with pytest.raises(SystemExit) as ended:
             run_cli(raiser(problem))
         err = capsys.readouterr().err
-        assert ended.value.code == 1 and err.splitlines()[-1] == f"error: {said}"
+        assert ended.value.code == 1 and err.splitlines()[-1] == f"error: {message}"
         assert ("Traceback" in err) == bool(flags) and (flags or err.count("\n") == 1)
 
 

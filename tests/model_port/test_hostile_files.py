@@ -63,13 +63,13 @@ def test_numbers_in_config_json_are_validated(key, model):
         edit(model / CONFIG, {key: value})
         if key.endswith("max_position_embeddings") and value == 10**9:
             continue
-        with pytest.raises(ValueError, match=rf"^{model / CONFIG}: {key}=.* must be a (whole )?number from") as refused:
+        with pytest.raises(ValueError, match=rf"^{model / CONFIG}: {key}=.* must be a (whole )?number from") as raised:
             model_port.load(model)
-        assert len(str(refused.value)) < 400
+        assert len(str(raised.value)) < 400
 
 
 @pytest.mark.parametrize(
-    ("file", "key", "value", "said"),
+    ("file", "key", "value", "message"),
     [
         (CONFIG, "text_config", None, "key 'text_config' is missing"),
         (CONFIG, "vision_config", [1], r"vision_config=\[1\] must be an object"),
@@ -96,14 +96,14 @@ def test_numbers_in_config_json_are_validated(key, model):
         ("tokenizer_config.json", "chat_template", 5, None),
     ],
 )  # fmt: skip
-def test_a_value_of_the_wrong_type_is_named_with_its_file(file, key, value, said, model):
+def test_a_value_of_the_wrong_type_is_named_with_its_file(file, key, value, message, model):
     edit(model / file, {key: value})
-    if said is None:
+    if message is None:
         readable(model)
         return
-    with pytest.raises(ValueError, match=said) as refused:
+    with pytest.raises(ValueError, match=message) as raised:
         readable(model)
-    assert str(refused.value).startswith(str(model / file)) and len(str(refused.value)) < 500
+    assert str(raised.value).startswith(str(model / file)) and len(str(raised.value)) < 500
 
 
 FILES = (
@@ -119,9 +119,9 @@ def test_a_file_that_is_not_a_json_object_is_named(file, content, model):
     if file == "chat_template.jinja" and content != b"\xff\xfe":
         return
     read = Chat.from_hf if file == "tokenizer.json" else readable
-    with pytest.raises(ValueError, match=rf"^{model / file}:? (is|must hold|has) ") as refused:
+    with pytest.raises(ValueError, match=rf"^{model / file}:? (is|must hold|has) ") as raised:
         read(model)
-    assert len(str(refused.value)) < 500
+    assert len(str(raised.value)) < 500
 
 
 def test_a_huge_file_is_not_read(model):
@@ -135,7 +135,7 @@ def test_a_huge_file_is_not_read(model):
 
 
 @pytest.mark.parametrize(
-    ("file", "key", "value", "said"),
+    ("file", "key", "value", "message"),
     [
         (ADAPTER, "r", "8", "r='8' must be a whole number from 1 to 4096"),
         (ADAPTER, "r", None, "key 'r' is missing"),
@@ -151,12 +151,12 @@ def test_a_huge_file_is_not_read(model):
         ("paravt_jax.json", "base.sum", 5, "base.sum=5 must be text"),
     ],
 )
-def test_an_invalid_adapter_value_is_named_with_its_file(file, key, value, said, adapter, tmp_path):
+def test_an_invalid_adapter_value_is_named_with_its_file(file, key, value, message, adapter, tmp_path):
     adapter = shutil.copytree(adapter, tmp_path / "adapter")
     edit(adapter / file, {key: value})
-    with pytest.raises(ValueError, match=said) as refused:
+    with pytest.raises(ValueError, match=message) as raised:
         model_port.load(adapter)
-    assert str(refused.value).startswith(str(adapter / file))
+    assert str(raised.value).startswith(str(adapter / file))
 
 
 values = st.recursive(

@@ -249,7 +249,7 @@ def test_an_adapter_rejects_another_bases_weights(tiny_hf, on_disk, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (("config.json", "text_config.rope_theta", 5e5), r"config\.text\.rope_theta is 500000\.0, was 10000\.0"),
         (("config.json", "text_config.rms_norm_eps", 1e-5), r"config\.text\.norm_eps is 1e-05, was 1e-06"),
@@ -258,7 +258,7 @@ def test_an_adapter_rejects_another_bases_weights(tiny_hf, on_disk, tmp_path):
         (("preprocessor_config.json", "size.longest_edge", 10**5), r"processor\.max_pixels is 100000, was \d+"),
     ],
 )
-def test_an_adapter_rejects_another_bases_files(change, said, tiny_hf, on_disk, tmp_path):
+def test_an_adapter_rejects_another_bases_files(change, message, tiny_hf, on_disk, tmp_path):
     base, adapter = shutil.copytree(tiny_hf, tmp_path / "base"), shutil.copytree(on_disk, tmp_path / "adapter")
     rebased(adapter, base)
     file, key, value = change
@@ -266,7 +266,7 @@ def test_an_adapter_rejects_another_bases_files(change, said, tiny_hf, on_disk, 
     if key == "chat_template":
         (base / "chat_template.jinja").unlink()
     for use in (model_port.load, lambda path: export(path, tmp_path / "hf")):
-        with pytest.raises(ValueError, match=f"was trained when 1 values in the files of .* were different: {said}"):
+        with pytest.raises(ValueError, match=f"was trained when 1 values in the files of .* were different: {message}"):
             use(adapter)
     edit(adapter / "paravt_jax.json", {"base.files": None})  # adapters of earlier versions have none
     assert model_port.load(adapter).lora == LORA
@@ -283,7 +283,7 @@ def test_a_converted_or_resaved_base_is_accepted(tiny_hf, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"use_rslora": True}, "use_rslora=True is not supported"),
         ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern="),
@@ -294,10 +294,10 @@ def test_a_converted_or_resaved_base_is_accepted(tiny_hf, tmp_path):
         ({"r": 5}, r"lora_A.weight \(3, 128\) is not a rank-5 adapter"),
     ],
 )
-def test_an_unsupported_adapter_is_rejected(changes, said, on_disk, tmp_path):
+def test_an_unsupported_adapter_is_rejected(changes, message, on_disk, tmp_path):
     adapter = shutil.copytree(on_disk, tmp_path / "adapter")
     rebased(adapter, json.loads((on_disk / "adapter_config.json").read_text())["base_model_name_or_path"], **changes)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         model_port.load(adapter)
 
 

@@ -84,8 +84,8 @@ def test_a_terminal_shows_a_bar_until_the_work_is_done(monkeypatch):
         with Meter("copying", 4_000_000, BYTES) as work:
             work.at(1_000_000, "still copying")
             assert progress_threads() == []
-        said = read_screen()
-    assert "copying:   0%" in said and "/4.00M" in said and said.endswith(" \r")
+        screen = read_screen()
+    assert "copying:   0%" in screen and "/4.00M" in screen and screen.endswith(" \r")
 
 
 def test_items_are_counted_as_they_are_done(monkeypatch):

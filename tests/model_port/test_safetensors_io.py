@@ -57,7 +57,7 @@ def test_index_and_shards_must_agree(sharded):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{", "is not valid JSON"),
         ("{}", "key 'weight_map' is missing"),
@@ -69,9 +69,9 @@ def test_index_and_shards_must_agree(sharded):
         ('{"weight_map": {"a": ""}}', r"weight_map\.a='' must be the name of a file"),
     ],
 )
-def test_an_invalid_index_is_named(sharded, text, said):
+def test_an_invalid_index_is_named(sharded, text, message):
     (sharded / INDEX_FILE).write_text(text)
-    with pytest.raises(ValueError, match=f"{INDEX_FILE}:? {said}"):
+    with pytest.raises(ValueError, match=f"{INDEX_FILE}:? {message}"):
         HfTensors(sharded)
 
 

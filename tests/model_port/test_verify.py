@@ -130,11 +130,11 @@ def test_only_one_model_is_in_memory_at_a_time(hf, command, monkeypatch):
 @pytest.mark.slow
 def test_the_verdict_is_one_line(hf, command, tmp_path, capsys):
     command("--hf", str(hf), "--dtype", "bfloat16")
-    said = capsys.readouterr()
-    report = json.loads(said.out)
+    output = capsys.readouterr()
+    report = json.loads(output.out)
     assert report["relative_error"] <= report["bound"] == TIMES_THEIRS * report["transformers"]["relative_error"]
     assert report["top1_agreement"] > 0.9 and report["kl"] > 0 and report["pictures"] == 7
-    assert said.err.startswith("THE SAME in bfloat16: relative error ") and said.err.count("\n") == 1
+    assert output.err.startswith("THE SAME in bfloat16: relative error ") and output.err.count("\n") == 1
     wrong = with_weights(hf, tmp_path / "wrong", change_a_layer)
     with pytest.raises(RuntimeError, match=r"^DIFFERENT in float32: relative error .*; .* with --dtype bfloat16$"):
         command("--hf", str(wrong), "--src", str(hf))

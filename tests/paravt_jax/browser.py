@@ -31,11 +31,11 @@ TIMES = """(() => {
   const paint = performance.getEntriesByName('first-contentful-paint')[0];
   return `drawn after ${Math.round(paint.startTime)} ms, filtered in ${took.join(', ')} ms`;
 })()"""
-MESSAGES = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")  # a page must not cause any
+MESSAGES = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")  # errors that pages must not cause
 
 
 class Tab:
-    """One page at a time."""
+    """A browser tab, which shows one page at a time."""
 
     def __init__(self, to_browser: int, from_browser: int):
         self._to, self._from, self._buffer = to_browser, from_browser, b""
@@ -65,7 +65,7 @@ class Tab:
             pass
 
     def run(self, script: str) -> Any:
-        """The value of a script, once the page is settled."""
+        """Returns a script's value after the page has settled."""
         settled = f"new Promise(done => requestAnimationFrame(() => setTimeout(() => done({script}), 60)))"
         answer = self("Runtime.evaluate", expression=settled, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:

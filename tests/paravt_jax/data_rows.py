@@ -1,4 +1,4 @@
-"""Rows as they are published: questions for RL, dialogues for SFT, and files with them."""
+"""Rows in the published layout (questions for RL, dialogues for SFT), and functions that write them to files."""
 
 import json
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def messages(*pairs: tuple[str, object]) -> list[dict]:
 
 
 def dialogue(*contents: object) -> list[dict]:
-    """A question, a turn, and then a tool's response and a turn as often as there are contents."""
+    """Returns a question and a turn, followed by a tool response and a turn for each content."""
     roles = ["user", "assistant", *["tool", "assistant"] * len(contents)]
     return messages(*zip(roles, contents, strict=False))
 

@@ -1,4 +1,4 @@
-"""Evaluations without a model: a copy of a split, fake frames and a scripted engine."""
+"""Evaluations without a model, with a copy of a split, fake frames and a scripted engine."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ from rollout.engine.protocol import Request
 from rollout.engine.scripted import ScriptedEngine
 from rollout.episode import Agent
 
-Reply = Callable[[str, Request], str]  # (episode name, request) -> a main agent's turn; it may raise
+Reply = Callable[[str, Request], str]  # (episode name, request) -> the main agent's turn; may raise
 
 
 def answer(text: str) -> str:
@@ -27,7 +27,7 @@ def answer(text: str) -> str:
 
 
 def config_of(split: str, root: Path, *overrides: str, num_rows: int = 3) -> EvalConfig:
-    """An evaluation of a copy of this split, which is made at `root` if it does not exist."""
+    """Returns the config of an evaluation of a split's copy, which it writes to `root` if it is missing."""
     if not root.exists():
         make_copy(split, root, num_rows)
     settings = {
@@ -46,7 +46,7 @@ class Evaluator:
 
     def __init__(self, chat: Chat, say: Reply, monkeypatch: Any):
         self.chat, self.say = chat, say
-        self.episodes: list[str] = []  # names, one per request
+        self.episodes: list[str] = []  # episode names, one per request
         self.prompts: list[str] = []
         self.frames: Any = FakeFrames(duration_s=32)
         monkeypatch.setattr(evaluation, "_open_worker", self.open_worker)

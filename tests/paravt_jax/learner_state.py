@@ -1,4 +1,4 @@
-"""Learners with random states, for tests of checkpoints."""
+"""Learners with random states, for checkpoint tests."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,14 +27,14 @@ def adapted(tiny_hf, seed) -> tuple[Learner, AdapterInfo]:
 
 
 def flip(path: Path, at: int = -1) -> None:
-    """Flips one bit."""
+    """Flips a bit of a file."""
     content = bytearray(path.read_bytes())
     content[at] ^= 1
     path.write_bytes(content)
 
 
 def set_state(learner: Learner, step: int, *, finite: bool = True) -> Learner:
-    """Sets random bits, the same on every mesh; if not `finite`, with NaNs of every kind."""
+    """Sets a random state, equal on every mesh; if not `finite`, with all kinds of NaNs."""
     leaves, tree = jax.tree.flatten(learner.state)
 
     def draw(number, leaf):

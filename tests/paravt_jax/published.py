@@ -1,6 +1,6 @@
-"""Small copies of the public splits as the hub has them: file names, columns and types, three questions each.
+"""Small copies of the public splits with the hub's file names, columns and types, and three questions each.
 
-Videos are empty files unless a test writes others there.
+Videos are empty files unless a test replaces them.
 """
 
 import json
@@ -71,7 +71,7 @@ def mlvu_row(number: int, **changed: Any) -> dict[str, Any]:
     candidates = ["Yellow", "Red", "Green", "Blue"]
     listed = "\n".join(f"({letter}) {text}" for letter, text in zip("ABCD", candidates, strict=True))
     row = {
-        "video_name": ("movie101.mp4", "needle_32")[number % 2],  # some names lack their ending
+        "video_name": ("movie101.mp4", "needle_32")[number % 2],  # some names lack the file extension
         "duration": 480.0,
         "question": f"Which colour?\n{listed}",
         "candidates": candidates,
@@ -131,14 +131,14 @@ VIDEOS = {
 
 
 def write_rows(name: str, root: Path, rows: list[dict[str, Any]]) -> Path:
-    """Writes the file with rows at its path in the hub's layout."""
+    """Writes rows to the split's file in the hub's layout."""
     file = root / FILES[name]
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.suffix == ".json":
         file.write_text(json.dumps(rows))
         return file
     table = pa.Table.from_pylist(rows)
-    if name == "charades":  # the hub has half precision
+    if name == "charades":  # half precision, as on the hub
         column = table.schema.get_field_index("timestamp")
         times_s = pa.array([row["timestamp"] for row in rows], pa.list_(pa.float16()))
         table = table.set_column(column, "timestamp", times_s)
@@ -147,7 +147,7 @@ def write_rows(name: str, root: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def make_copy(name: str, root: Path, num_rows: int = 3, **changed: Any) -> Path:
-    """A directory like after `hf download`, with unpacked archives; `changed` columns are the same in every row."""
+    """Makes a directory as after `hf download`, with unpacked archives; `changed` overrides columns in every row."""
     write_rows(name, root, [ROWS[name](number, **changed) for number in range(num_rows)])
     for video in VIDEOS[name]:
         (root / video).parent.mkdir(parents=True, exist_ok=True)
@@ -159,13 +159,13 @@ def make_copy(name: str, root: Path, num_rows: int = 3, **changed: Any) -> Path:
 
 
 def write_film(path: Path) -> Path:
-    """66 frames, so that an overview of the release has 64."""
+    """Writes a video of 66 frames, so that the release's overview has 64."""
     write_video(path, (np.full((48, 64, 3), number, np.uint8) for number in range(66)), 25)
     return path
 
 
 def make_copy_with(film: Path, name: str, root: Path, num_rows: int = 3) -> Path:
-    """The same with a real video for each."""
+    """Makes a copy whose videos are real."""
     make_copy(name, root, num_rows)
     for video in [*root.rglob("*.mp4"), *root.rglob("*.MP4")]:
         shutil.copy(film, video)

@@ -1,4 +1,4 @@
-"""A service with a scripted agent at a loopback port, and OpenAI's client for it."""
+"""A service with a scripted agent on a loopback port, and OpenAI's client for it."""
 
 import asyncio
 
@@ -65,7 +65,7 @@ def with_service(
 
 
 def serving(*turns, **settings):
-    """A decorator for tests whose first argument is an agent behind the service; the others are fixtures."""
+    """Returns a decorator for tests whose first argument is the served agent; the others are fixtures."""
 
     def run(work, chat, videos):
         with_service(chat, videos, work, *turns, **settings)

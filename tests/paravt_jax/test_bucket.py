@@ -17,7 +17,7 @@ THREE_STEPS = [*QUICK, "train.num_steps=3", "checkpoint.every_steps=1", "checkpo
 
 
 def arrays_in(gcs, step) -> dict[str, bytes]:
-    """Like `arrays_of`, from the bucket."""
+    """Returns the bytes of a checkpoint's array files in the bucket."""
     names = gcs.names(f"{PREFIX}checkpoints/{step}/")
     return {
         name: gcs.objects[f"{PREFIX}checkpoints/{step}/{name}"][1]
@@ -40,7 +40,7 @@ def test_a_killed_run_resumes_from_the_bucket_on_a_fresh_disk(gcs, tmp_path):
     forked.wait_until(lambda: f"{PREFIX}checkpoints/1/state.json" in gcs.objects, first, tmp_path / "first" / "output")
     first.kill()
     first.join()
-    del gcs.objects[f"{PREFIX}{OWNER}"]  # as if its lease had run out
+    del gcs.objects[f"{PREFIX}{OWNER}"]  # simulates an expired lease
     second = start(tmp_path / "second", gcs.url)
     second.join(200)
     log = (tmp_path / "second" / "output").read_text()

@@ -157,7 +157,7 @@ def test_the_stages_of_the_miniature_have_the_same_prompts_and_pixels():
     assert {c.video.max_pixels for c in (sft, rl, held_out)} == {1024}
 
 
-def test_the_published_cold_start_is_in_its_file():
+def test_the_config_has_the_published_cold_start():
     config = load_config(CONFIGS / "sft_8b.yaml", schema=SftConfig)
     assert (config.optim.learning_rate, config.optim.schedule) == (2e-5, "cosine")
     assert (config.optim.weight_decay, config.pack.row_tokens, config.sft.num_steps) == (0.01, 8192, 500)
@@ -373,7 +373,7 @@ def test_a_text_setting_keeps_a_text_that_yaml_reads_as_a_number(text):
     assert load_config(None, f"run_dir={text}", "seed=3").run_dir == text.strip("'").replace("${seed}", "3")
 
 
-def test_a_path_in_the_home_directory_may_start_with_a_tilde(tmp_path, monkeypatch):
+def test_a_path_setting_expands_a_tilde(tmp_path, monkeypatch):
     """Shells expand it in `--flag ~/a`, but not in `data.video_root=~/a`."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (file := tmp_path / "own.yaml").write_text("run_dir: ~/runs/a\n")

@@ -43,7 +43,7 @@ def start(folder, run_dir, num=2):
 
 
 def train_with_calls(*command):
-    """A random model makes no call by itself."""
+    """Trains with forced calls, because a random model makes none."""
     episode.find_calls = lambda text, signatures: [looks_at(len(text) % 3)]
     several.command(*command)
 
@@ -102,7 +102,7 @@ def test_a_different_or_missing_model_on_one_host_ends_all_before_training(their
 
 
 def ids_in(run_dir):
-    """Every episode's token ids and pictures, in the order of the data."""
+    """Returns every episode's token ids and pictures, in the order of the data."""
     parts = ("ids", "pictures")
     return [
         (e["id"], e["visit"], [[piece.get(name) for name in parts] for piece in e["segments"]])
@@ -112,7 +112,7 @@ def ids_in(run_dir):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """On two hosts."""
+    """An undisturbed run on two hosts."""
     folder = tmp_path_factory.mktemp("undisturbed")
     ended_well(start(folder / "output", folder / "run"))
     return folder / "run"

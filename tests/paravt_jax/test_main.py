@@ -13,10 +13,10 @@ from paravt_jax.__main__ import COMMANDS, main, overview, run
 from paravt_jax.config import Config
 
 ROOT = Path(__file__).parents[2]
-INTERNAL = {  # started by our own processes
+INTERNAL = {  # modules that only our own processes start
     "paravt_jax",
     "paravt_jax.check.stages",
-    "rollout.check",  # becomes the gate
+    "rollout.check",  # runs as `gate`
     "rollout.supervisor",
     "rollout.templates",
     "rollout.video.worker",

@@ -57,7 +57,7 @@ def test_a_file_comes_before_a_config_of_the_same_name(elsewhere):
 
 
 @pytest.mark.parametrize(("name", "hint"), [("paragrpo_8", "did you mean paragrpo_8b"), ("xyz", "`paravt configs`")])
-def test_an_unknown_name_is_one_sentence(name, hint, elsewhere):
+def test_an_unknown_name_is_a_one_line_error(name, hint, elsewhere):
     with pytest.raises(FileNotFoundError, match=hint):
         load_config(name)
 
@@ -82,7 +82,7 @@ def test_a_copy_never_replaces_a_file(elsewhere, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_the_wheel_has_the_configs_and_every_file_of_the_packages(tmp_path):
-    """Built as pip does, without its environment for the build, which takes the network and most of the time."""
+    """Builds the wheel without pip's build isolation, which needs the network and most of the time."""
     unused = shutil.ignore_patterns(".*", "__pycache__", "tests", "docs", "runs")
     source = shutil.copytree(ROOT, tmp_path / "source", ignore=unused, symlinks=True)
     build = f"from setuptools.build_meta import build_wheel; build_wheel({str(tmp_path)!r})"

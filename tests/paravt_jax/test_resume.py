@@ -61,7 +61,7 @@ def kill_when(run_dir: Path, moment: str, after_s: float, deadline_s: float = 12
             if select.select([terminal], [], [], 0.05)[0]:
                 output += os.read(terminal, 2**16)
             is_written = moment == "checkpoint" and any((run_dir / "checkpoints").glob(".*"))
-            if is_written or f"| {moment}".encode() in output:  # the phase is the bar's first word
+            if is_written or f"| {moment}".encode() in output:  # the bar begins with the phase
                 time.sleep(after_s)
                 break
             if not process.is_alive():

@@ -34,7 +34,7 @@ def world(tmp_path_factory) -> Path:
 
 
 def usage_of(url: str, model: str, video: Path) -> dict[str, int]:
-    """Of an answer of at most eight tokens."""
+    """Returns the usage of an answer of at most eight tokens."""
     parts = [{"type": "video_url", "video_url": {"url": str(video)}}, {"type": "text", "text": "What colour is it?"}]
     body = json.dumps({"model": model, "max_tokens": 8, "messages": [{"role": "user", "content": parts}]})
     request = urllib.request.Request(f"{url}/chat/completions", body.encode(), {"Content-Type": "application/json"})
@@ -43,7 +43,7 @@ def usage_of(url: str, model: str, video: Path) -> dict[str, int]:
 
 
 @pytest.mark.nightly
-def test_it_is_served(world, tmp_path):
+def test_qwen2_5_vl_is_served(world, tmp_path):
     port, output = several.free_port(), tmp_path / "output"
     arguments = ["--model", str(world / "tiny.hf"), "--port", str(port), "--video-root", str(world), "--frames", "2"]
     process = forked.start("paravt_jax.serve", arguments, str(output))

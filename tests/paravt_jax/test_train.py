@@ -44,13 +44,13 @@ PROMISED_METRICS = {
 
 
 def sampled_versions(episodes: list[dict]) -> list[tuple[int, int]]:
-    """The step and the policy version of every sampled segment."""
+    """Returns the step and policy version of every sampled segment."""
     segments = [(episode["step"], segment) for episode in episodes for segment in episode["segments"]]
     return [(step, segment["version"]) for step, segment in segments if segment["kind"] == "sampled"]
 
 
 def num_sampled(episodes: list[dict]) -> int:
-    """By main agents and sub-agents."""
+    """Counts the tokens sampled by main agents and by sub-agents."""
     ledgers = [ledger for episode in episodes for ledger in (episode, *calls_of(episode))]
     return sum(len(s["ids"]) for ledger in ledgers for s in ledger["segments"] or () if s["kind"] == "sampled")
 
@@ -185,7 +185,7 @@ def without_gate(monkeypatch):
 
 
 class LeavingServer(FakeServer):
-    """Stops answering once it has the weights of the first step, and calls `leave`."""
+    """A server that stops answering after the first step's weights, and calls `leave`."""
 
     def leave(self) -> None: ...
 
@@ -234,7 +234,7 @@ def test_servers_that_do_not_answer_end_a_run_before_it_compiles(tmp_path, monke
 
 
 class TakenServer(FakeServer):
-    """Another run publishes to it once it has the weights of the first step."""
+    """A server that another run takes over after the first step's weights."""
 
     async def _generate(self, request, body):
         if self.version.endswith("/1"):

@@ -1,4 +1,4 @@
-"""Gradients of an update under the names of transformers' parameters, and their distance."""
+"""An update's gradients with transformers' parameter names, and their error."""
 
 import numpy as np
 import optax
@@ -11,7 +11,7 @@ from paravt_jax.learner.optim import BETAS
 
 
 def first_moments(learner: Learner) -> dict[str, np.ndarray]:
-    """The gradient of the first update, under the names of transformers' parameters."""
+    """Returns the first update's gradient with transformers' parameter names."""
     moments = flat_params(optax.tree.get(learner.state.opt_state, "mu"))
     gradients = {}
     for rule in rules(learner.model.config):

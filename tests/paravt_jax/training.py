@@ -1,4 +1,4 @@
-"""Runs of the trainer as a user starts them, and parts of the trainer made from a config."""
+"""Runs the trainer as a user does, and builds parts of the trainer from a config."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ from rollout.episode import Agent
 
 ROOT = Path(__file__).parents[2]
 SMOKE = ROOT / "configs" / "smoke_cpu.yaml"
-SHORT_PROMPT = [  # without the schema, which is long
+SHORT_PROMPT = [  # without the long tool schema
     "rollout.prompts.system=Call crop_video or zoom_frame.",
     "rollout.prompts.system_has_tools=true",
     "rollout.prompts.with_tool=Look, or answer.",
@@ -32,11 +32,11 @@ QUICK = [  # a smaller smoke run
     *SHORT_PROMPT,
     "train.prompts_per_step=1",
     "train.group_size=4",
-    "rollout.max_new_tokens=16",  # rows of one size in every step, also with a tool response
-    "rollout.max_context_tokens=512",  # an update takes as long as its rows, and a group has 200 tokens
+    "rollout.max_new_tokens=16",  # the same row length in every step, also with a tool response
+    "rollout.max_context_tokens=512",  # short rows for fast updates; a group has 200 tokens
     "pack.row_tokens=512",
     "video.frame_budgets=[3,4]",
-    "video.max_pixels=6144",  # of the synthetic videos; a larger limit adds padding
+    "video.max_pixels=6144",  # the size of the synthetic videos; more would add padding
     "advantage.filter_zero_variance=false",  # a random model's rewards rarely differ
     "loss.kl_coef=0.01",
     "data.validation=",
@@ -66,7 +66,7 @@ def command(run_dir: Path | str, *overrides: str) -> list[str]:
 
 
 def train(run_dir: Path, *overrides: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The command itself."""
+    """Runs the command in a subprocess."""
     environment = os.environ | forked.ENVIRONMENT | variables
     return subprocess.run(
         command(run_dir, *overrides), capture_output=True, text=True, timeout=540, cwd=ROOT, env=environment
@@ -74,17 +74,17 @@ def train(run_dir: Path, *overrides: str, **variables: str) -> subprocess.Comple
 
 
 def train_here(run_dir: Path, *overrides: str) -> None:
-    """The same in this process, which is faster and checks types."""
+    """Runs the command in this process, which is faster and checks types."""
     asyncio.run(train_in_loop(run_dir, *overrides))
 
 
 async def train_in_loop(run_dir: Path, *overrides: str) -> None:
-    """The same in the running event loop."""
+    """Runs the command in the running event loop."""
     await trainer.train(load_config(SMOKE, f"run_dir={run_dir}", *overrides))
 
 
 def train_forked(run_dir: Path, *overrides: str) -> str:
-    """The command in a forked process, which has imported everything. Returns its log."""
+    """Runs the command in a forked process, which has imported everything. Returns its log."""
     done = forked.run("paravt_jax.train", *arguments(run_dir, *overrides))
     assert done.returncode == 0, done.stderr
     return done.stderr
@@ -98,7 +98,7 @@ def metrics_of(run_dir: Path) -> list[dict[str, float]]:
 
 
 def episodes_of(run_dir: Path) -> list[dict]:
-    """With paths relative to the run, so that two runs compare."""
+    """Returns the logged episodes with paths relative to the run, so that runs can be compared."""
     return [
         json.loads(line.replace(str(run_dir), "RUN"))
         for path in sorted((run_dir / "episodes").glob("*.jsonl"))
@@ -107,7 +107,7 @@ def episodes_of(run_dir: Path) -> list[dict]:
 
 
 def arrays_of(run_dir: Path, step: int) -> dict[str, bytes]:
-    """Every byte of a checkpoint's arrays, by file."""
+    """Returns the bytes of a checkpoint's array files."""
     checkpoint = run_dir / "checkpoints" / str(step)
     return {
         str(path.relative_to(checkpoint)): path.read_bytes()

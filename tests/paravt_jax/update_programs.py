@@ -1,4 +1,4 @@
-"""The programs of an update as a learner runs them, their compiled memory, and the plan's estimate of the largest."""
+"""The compiled programs of an update, their memory, and the plan's estimate of the largest."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +37,7 @@ def compiled_programs(learner: Learner, batch: TrainBatch) -> dict[str, Any]:
 
 
 def program_bytes(program: Any) -> int:
-    """Peak bytes of a compiled program on a device, including its arguments."""
+    """Returns a compiled program's peak bytes on a device, including its arguments."""
     memory = program.memory_analysis()
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes

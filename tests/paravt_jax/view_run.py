@@ -1,7 +1,4 @@
-"""Makes the directory of a run without training: real records and files of scripted episodes.
-
-Answers improve over the steps.
-"""
+"""Makes a run directory without training, with real records of scripted episodes that improve over the steps."""
 
 import asyncio
 import json
@@ -60,7 +57,7 @@ PLUGIN = load_plugin(RewardConfig(plugin=f"{EXAMPLE}:reward"))
 assert PLUGIN is not None
 CHAT = Chat(tiny_tokenizer(), CHAT_TEMPLATE)
 VIDEO = "/videos/studio.mp4"
-MAX_CHARS = 4_000  # to tokenize; more would only take time
+MAX_CHARS = 4_000  # number of tokenized texts; more would only take time
 PICTURE = Picture.of(np.zeros((2, 2, 3), np.uint8))
 
 
@@ -79,7 +76,7 @@ def looked(*windows: tuple[float, float]) -> str:
     )
 
 
-STORIES = {  # name -> the turns, for an answer
+STORIES = {  # name -> turns for an answer
     "parallel": lambda answer: [looked((240, 300), (500, 565), (700, 760)), answered(answer)],
     "two calls": lambda answer: [looked((480, 540), (530, 590)), answered(answer)],
     "bad window": lambda answer: [looked((565, 500), (500, 565)), answered(answer)],
@@ -97,7 +94,7 @@ STORIES = {  # name -> the turns, for an answer
 def make_run(
     run_dir: Path, num_steps: int = 3, *, num_planned: int = 5, texts: Sequence[str] = (), luck: int = 0
 ) -> Path:
-    """Writes a run directory. Each of `texts` is the only turn of a further episode of the first step."""
+    """Writes a run directory. Each of `texts` is the only turn of an extra episode in the first step."""
     config = Config(run_dir=str(run_dir))
     run_dir.mkdir(parents=True, exist_ok=True)
     write_settings(to_record(config), run_dir)
@@ -123,7 +120,7 @@ def make_run(
 
 
 def _write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """As a run's log does; it would also import what it needs for TensorBoard."""
+    """Writes lines like a run's log, which would also import TensorBoard's dependencies."""
     path.write_bytes(b"".join(map(json_line, rows)))
 
 

@@ -110,7 +110,7 @@ def another_rope(right: Path, wrong: Path) -> None:
 
 
 def another_template(ids, pictures):
-    """Inserts a token after each role name."""
+    """Replaces the line break after each role name by another token."""
     return [ids[1] if before == ids[0] else token for before, token in zip([0, 0, *ids], ids, strict=False)], pictures
 
 

@@ -62,10 +62,10 @@ def test_the_ledger_equals_the_engines_input_for_any_model_output(chat, data):
     loose = st.lists(st.integers(0, vocab - 1), max_size=6).filter(lambda ids: chat.visual_ids.isdisjoint(ids))
     written = st.lists(st.sampled_from(ODD), max_size=4).map("".join).map(lambda text: chat.encode(text).tolist())
     pieces = st.lists(st.one_of(loose, written), max_size=5).map(lambda parts: [*itertools.chain(*parts)])
-    said = iter(data.draw(st.lists(pieces, min_size=12, max_size=12)))
+    replies = iter(data.draw(st.lists(pieces, min_size=12, max_size=12)))
 
     async def reply(request: Request):
-        return [*next(said, []), chat.turn_end_id][: data.draw(st.integers(1, 40))]
+        return [*next(replies, []), chat.turn_end_id][: data.draw(st.integers(1, 40))]
 
     engine = ScriptedEngine(reply)
     episode = play(engine, chat, TASK)
@@ -76,7 +76,7 @@ def test_the_ledger_equals_the_engines_input_for_any_model_output(chat, data):
 
 
 @pytest.mark.parametrize(
-    ("asked", "outcome", "told"),
+    ("asked", "outcome", "response"),
     [
         (call(5, 9), "ok", "A report."),
         (call(60, 90), "ok", "The video ends at 64.0 seconds"),
@@ -89,10 +89,10 @@ def test_the_ledger_equals_the_engines_input_for_any_model_output(chat, data):
         ("<tool_code>crop_video('video.mp4', '00:05', '00:09')</tool_code>", "ok", "A report."),
     ],
 )
-def test_every_call_has_its_outcome_and_a_truthful_response(chat, asked, outcome, told):
+def test_every_call_has_its_outcome_and_a_truthful_response(chat, asked, outcome, response):
     _, episode = called(chat, TASK, asked, call(20, 22))
     assert episode.outcomes == [outcome, "ok"]
-    assert told in episode.calls[0].response
+    assert response in episode.calls[0].response
     assert episode.calls[1].response == "A report."  # the sibling call is unaffected
 
 
@@ -152,8 +152,8 @@ def test_without_tools_no_tool_is_offered_or_called(chat):
 
 
 def test_complete_calls_of_a_truncated_turn_are_executed(chat):
-    said = chat.encode(f"I look.</think>{call(1, 2)}{call(3, 4)}")
-    _, episode = called(chat, TASK, call(1, 2), call(3, 4), max_new_tokens=len(said) - 2)
+    turn = chat.encode(f"I look.</think>{call(1, 2)}{call(3, 4)}")
+    _, episode = called(chat, TASK, call(1, 2), call(3, 4), max_new_tokens=len(turn) - 2)
     assert episode.turns[0].finish == "length"
     assert episode.outcomes == ["ok", "invalid"]
     assert "not closed with </tool_call>" in episode.calls[1].response
@@ -343,8 +343,8 @@ def test_a_window_too_large_for_the_context_fails_its_call(chat):
 def test_the_number_of_answered_calls_is_bounded(asked, chat):
     _, episode = called(chat, TASK, asked, max_new_tokens=8192)
     assert episode.finish == "done" and len(episode.calls) == MAX_CALLS
-    told = chat.decode(next(part.ids for part in episode.ledger.segments if part.kind == "environment"))
-    assert told.count("<tool_response>") == EpisodeConfig().max_parallel + 1
+    response = chat.decode(next(part.ids for part in episode.ledger.segments if part.kind == "environment"))
+    assert response.count("<tool_response>") == EpisodeConfig().max_parallel + 1
 
 
 @pytest.mark.parametrize("problem", [KeyError, MemoryError])

@@ -860,8 +860,8 @@ def test_greedy_answers_of_every_split_equal_the_embedded_engines(server, tiny_h
         copy = make_copy(split, tmp_path / split, 2)
         for video in VIDEOS[split]:
             shutil.copy(tmp_path / "video.mp4", copy / video)
-        said = [greedy(split, copy, tiny_hf, *engine) for engine in engines(server.url)]
-        assert len(said[0]) == 2 and said[0] == said[1], split
+        turns = [greedy(split, copy, tiny_hf, *engine) for engine in engines(server.url)]
+        assert len(turns[0]) == 2 and turns[0] == turns[1], split
 
 
 def engines(url: str) -> list[list[str]]:

@@ -233,11 +233,11 @@ async def test_a_router_must_be_the_only_url(engine, router, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("# none\n", "lists no server"), ("10.0.0.2:30000\n", "line 1 of .* is not a URL")]
+    ("text", "message"), [("# none\n", "lists no server"), ("10.0.0.2:30000\n", "line 1 of .* is not a URL")]
 )
-def test_a_file_without_servers_is_rejected(text, said, tmp_path):
+def test_a_file_without_servers_is_rejected(text, message, tmp_path):
     (tmp_path / "servers").write_text(text)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         asyncio.run(SGLangEngine.follow(tmp_path / "servers", QUICK))
 
 

@@ -200,5 +200,5 @@ def test_report_prompts_are_unchanged_and_frame_tools_have_the_same_arguments():
     frames = replace(reports, crop_returns="frames")
     assert reports.signatures == frames.signatures
     assert reports.shown_pictures == 0 and frames.shown_pictures == 3 * 5 * 16
-    told = [json.dumps([tool.spec.schema for tool in config.toolbox]) for config in (reports, frames)]
-    assert told[0].count("reports") == 2 and "report" not in told[1]
+    schemas = [json.dumps([tool.spec.schema for tool in config.toolbox]) for config in (reports, frames)]
+    assert schemas[0].count("reports") == 2 and "report" not in schemas[1]

@@ -44,8 +44,8 @@ def test_prompts_with_only_crop_video_are_unchanged():
     """The digest is of the text and schema before other tools were added."""
     assert EpisodeConfig().signatures == CROP_VIDEO_ALONE
     messages = main_messages(Prompts(), [("video.mp4", 64.0, [0.0, 12.5])], "What?", 5)
-    said = json.dumps([messages, CROP_VIDEO_SCHEMA], ensure_ascii=False)
-    assert hashlib.sha256(said.encode()).hexdigest() == DIGEST
+    text = json.dumps([messages, CROP_VIDEO_SCHEMA], ensure_ascii=False)
+    assert hashlib.sha256(text.encode()).hexdigest() == DIGEST
 
 
 def test_calls_of_different_tools_in_one_turn_are_answered_in_order(chat, task):
@@ -77,8 +77,8 @@ def test_every_call_format_is_parsed_with_its_tools_parameters(text):
 def test_an_unknown_tool_gets_an_error_with_the_available_tools(chat, task):
     zoom = call_of("zoom_frame", time=1, box=BOX)
     assert answers(chat, task, zoom, tools=["crop_video"])[0][0] == "unknown_tool"
-    outcome, told = answers(chat, task, call_of("cut"), tools=ALL[:2])[0]
-    assert outcome == "unknown_tool" and "the tools are crop_video, zoom_frame" in told
+    outcome, response = answers(chat, task, call_of("cut"), tools=ALL[:2])[0]
+    assert outcome == "unknown_tool" and "the tools are crop_video, zoom_frame" in response
 
 
 @pytest.mark.parametrize(
@@ -99,13 +99,13 @@ def test_an_unknown_tool_gets_an_error_with_the_available_tools(chat, task):
     ],
 )
 def test_an_invalid_zoom_fails_with_a_reason_and_affects_no_sibling(chat, task, asked, complaint):
-    (outcome, told), sibling = answers(chat, task, call_of("zoom_frame", **asked), call(5, 9))
-    assert outcome == "invalid" and complaint in told
+    (outcome, response), sibling = answers(chat, task, call_of("zoom_frame", **asked), call(5, 9))
+    assert outcome == "invalid" and complaint in response
     assert sibling[0] == "ok"
 
 
 @pytest.mark.parametrize(
-    ("query", "outcome", "told"),
+    ("query", "outcome", "response"),
     [
         ("dog", "ok", "65.0 to 67.2 seconds: A dog."),
         ("dog cat red", "ok", "with 2 of these 3 words, 1 of 2:\n1.5 to 3.0 seconds"),
@@ -115,17 +115,17 @@ def test_an_invalid_zoom_fails_with_a_reason_and_affects_no_sibling(chat, task, 
         ("dog " * 60, "invalid", "query has more than 200 characters"),
     ],
 )
-def test_subtitles_are_searched_for_words_without_a_model(chat, task, query, outcome, told):
+def test_subtitles_are_searched_for_words_without_a_model(chat, task, query, outcome, response):
     engine, episode = called(chat, task, call_of("search_subtitles", query=query), tools=ALL)
     assert len(engine.requests) == 2  # the main agent's requests
-    assert episode.outcomes == [outcome] and told in episode.calls[0].response
+    assert episode.outcomes == [outcome] and response in episode.calls[0].response
 
 
 def test_a_subtitle_path_comes_only_from_the_data(chat, task, tmp_path):
     (tmp_path / "secret.srt").write_text(SRT.replace("dog", "key"))
     named = {"subtitles": str(tmp_path / "secret.srt"), "path": str(tmp_path / "secret.srt")}
-    ((_, told),) = answers(chat, task, call_of("search_subtitles", query="key", **named))
-    assert "None of the 2 lines" in told
+    ((_, response),) = answers(chat, task, call_of("search_subtitles", query="key", **named))
+    assert "None of the 2 lines" in response
     wrong = call_of("search_subtitles", query="key", video_path=str(tmp_path / "secret.mp4"))
     assert answers(chat, task, wrong)[0][0] == "invalid"
 
@@ -141,9 +141,9 @@ def test_missing_subtitles_fail_the_call(chat, tmp_path, subtitles):
 
 
 def test_search_results_are_bounded():
-    told = search([Cue(0.0, 1.0, "word " * 99)] * 500, "word")
-    assert told.splitlines()[0].endswith("500 of 500:") and told.endswith(f"The first {MAX_HITS} are listed.")
-    assert len(told) < MAX_HITS * (MAX_LINE_CHARS + 30) + 120 < MAX_ANSWER_CHARS
+    response = search([Cue(0.0, 1.0, "word " * 99)] * 500, "word")
+    assert response.splitlines()[0].endswith("500 of 500:") and response.endswith(f"The first {MAX_HITS} are listed.")
+    assert len(response) < MAX_HITS * (MAX_LINE_CHARS + 30) + 120 < MAX_ANSWER_CHARS
 
 
 def test_words_are_compared_without_case_and_in_one_form():

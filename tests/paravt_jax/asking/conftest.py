@@ -1,4 +1,4 @@
-"""Shared by the tests of asking."""
+"""Fixtures of the tests of ask and serve."""
 
 import pytest
 

@@ -42,7 +42,7 @@ def test_the_evidence_names_one_of_several_videos(chat):
     assert "/data/b.mp4, 1:04.0 (as video_1.mp4)" in output
 
 
-def test_failed_calls_are_no_evidence(chat):
+def test_failed_calls_are_not_evidence(chat):
     answer, output = answer_of(chat, [f"Hm.</think>{call(40, 32)}<|im_end|>", ANSWER])
     assert not answer.evidence and "report 1  (0.0 s) invalid: Error: start_time" in output
     assert "only the prompt" in "\n".join(summary(answer))
@@ -64,7 +64,7 @@ def test_without_tags_the_last_turn_is_the_answer_unless_it_was_cut_off(chat):
         ([ANSWER], {}, ""),
     ],
 )
-def test_a_question_without_an_answer_names_the_limit_that_was_reached(turns, config, reason, chat):
+def test_a_missing_answer_names_the_limit_that_was_reached(turns, config, reason, chat):
     config = EpisodeConfig(**{"max_new_tokens": 256} | config)
     answer, _ = answer_of(chat, turns, config=config)
     shown = why_no_answer(answer, config)
@@ -72,7 +72,7 @@ def test_a_question_without_an_answer_names_the_limit_that_was_reached(turns, co
     assert ("paravt.json" in shown) == ("paravt.json of an export; a checkpoint" in shown)
 
 
-def test_parallel_calls_take_as_long_as_the_longest(chat):
+def test_parallel_calls_take_the_maximum_of_their_times(chat):
     answer, _ = answer_of(chat, [LOOK, ANSWER], report_after_s=0.2)
     seconds = answer.seconds
     assert 0.2 <= seconds.calls[0] < seconds.calls_in_turn[0] and seconds.calls_in_turn[0] >= 0.4

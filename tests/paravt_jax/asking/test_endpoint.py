@@ -40,13 +40,13 @@ def video(tmp_path_factory):
     return str(path)
 
 
-def test_an_address_of_a_server_that_is_none_names_the_flag():
+def test_an_invalid_endpoint_url_names_the_flag():
     with pytest.raises(ValueError, match=r"^--url is not a URL such as http://10\.0\.0\.2:30000$"):
         engine_of("any", ["nonsense"], [], "")
 
 
 @pytest.mark.slow
-def test_a_question_is_answered_and_shown_on_a_page_by_a_model_behind_an_endpoint(video, capsys, tmp_path):
+def test_an_endpoint_answers_a_question_and_its_page_is_written(video, capsys, tmp_path):
     page = tmp_path / "page.html"
 
     async def run():
@@ -85,7 +85,7 @@ def test_a_question_about_an_image_or_text_alone_has_no_tools(shown, tmp_path, c
     assert json.dumps(body).count("data:image/") == len(files) and "crop_video" not in json.dumps(body)
 
 
-def test_questions_about_a_model_that_is_not_served_are_refused_at_once():
+def test_a_model_that_is_not_served_is_rejected_at_once():
     async def run():
         async with FakeEndpoint(says) as endpoint:
             opened = open_asker("other", engine_of("other", [], [endpoint.url], ""), num_frames=3, dispatch=None)

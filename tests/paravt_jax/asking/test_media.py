@@ -18,7 +18,7 @@ from paravt_jax.asking.openai import BadRequest, Medium, RequestError
 
 
 def read_all(sources, *media, read=lambda path: path):
-    """`read` of each medium's file while it exists."""
+    """Applies `read` to each source's file while it exists."""
 
     async def files():
         async with sources.files_of(media) as files:
@@ -55,15 +55,15 @@ def test_only_files_below_the_directory_are_read(videos, tmp_path):
         path_of("a.mp4", tmp_path)
 
 
-def test_a_video_in_a_request_leaves_memory_with_it(tmp_path):
-    """urllib keeps the last URLs that it has split."""
+def test_a_requests_video_is_freed_with_the_request(tmp_path):
+    """urllib caches the last URLs that it has split."""
     tracemalloc.start()
     try:
         for number in range(4):
             path_of(f"DATA:video/mp4;base64,{base64.b64encode(bytes([number]) * 2**20).decode()}", tmp_path)
             with pytest.raises(BadRequest, match="has more than 16384 characters"):
                 path_of(f"{number}{'a' * 2**20}", tmp_path)
-        gc.collect()  # of the errors
+        gc.collect()  # maximum length of errors
         assert tracemalloc.get_traced_memory()[0] < 2**20
     finally:
         tracemalloc.stop()
@@ -80,7 +80,7 @@ def test_an_image_that_no_model_supports_is_rejected(size, tmp_path):
         path_of(data_url(Image.new("1", size)), tmp_path, "image")
 
 
-# Turned by a quarter; its width is a text.
+# Rotated by EXIF; the width is text.
 EXIF = b"Exif\0\0MM\0*\0\0\0\x08\0\x02\x01\0\0\x02\0\0\0\x02a\0\0\0\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"
 INVALID = [
     *(("video", url, "data URL") for url in ("data:,x", "data:video/mp4;base64,a", "data:video/mp4;base64,a?==")),
@@ -114,7 +114,7 @@ PRIVATE = [
 
 
 @pytest.mark.parametrize("host", PRIVATE)
-def test_no_address_of_this_machine_or_network_is_fetched(host, tmp_path):
+def test_private_addresses_are_never_fetched(host, tmp_path):
     with pytest.raises(BadRequest, match=r"not on the public internet|is not a URL"):
         path_of(f"http://{host}:9/a.mp4", tmp_path, allow_fetch=True)
 
@@ -128,11 +128,11 @@ def test_fetching_needs_the_flag_and_http(tmp_path):
 
 def test_public_addresses_are_public():
     assert is_public("93.184.215.14") and is_public("2606:2800:21f:cb07:6820:80da:af6b:8b2c")
-    assert is_public("64:ff9b::5db8:d70e") and is_public("::ffff:93.184.215.14")  # as hosts with only IPv6 see it
+    assert is_public("64:ff9b::5db8:d70e") and is_public("::ffff:93.184.215.14")  # in the form that IPv6-only hosts use
     assert not is_public("224.0.0.1") and not is_public("100.64.0.1")
 
 
-def test_a_public_address_of_this_machine_itself_is_not_public(monkeypatch):
+def test_this_machines_public_address_is_treated_as_private(monkeypatch):
     assert is_own("127.0.0.1") and not is_own("93.184.215.14")
     monkeypatch.setattr(media_module, "is_own", lambda address: address == "93.184.215.14")
     assert not is_public("93.184.215.14") and not is_public("64:ff9b::5db8:d70e") and is_public("93.184.215.15")

@@ -56,7 +56,7 @@ async def test_frames_that_calls_show_are_in_the_dialogue_and_their_windows_are_
     stream = await served.ask(stream=True)
     chunks = [chunk async for chunk in stream]
     answer, requests = await served.ask(), served.engine.requests
-    assert [len(request.pictures) for request in requests] == [8, 8 + 8 + 8] * 2  # no sub-agent
+    assert [len(request.pictures) for request in requests] == [8, 8 + 8 + 8] * 2  # without sub-agents
     assert [(part["start_s"], part["end_s"]) for part in answer.paravt["evidence"]] == [(16, 24), (32, 40)]
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
     reasoning = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
@@ -221,8 +221,8 @@ async def test_disconnecting_cancels_the_question(served, stream):
 
 @pytest.mark.parametrize("last_part", [b'"reasoning_content"', b'"finish_reason": "stop"'])
 @serving()
-async def test_a_client_that_leaves_during_a_write_is_no_error_of_the_server(served, last_part, monkeypatch, capsys):
-    """The write can fail before aiohttp notices that the connection is lost and cancels the question."""
+async def test_a_disconnect_during_a_write_is_not_a_server_error(served, last_part, monkeypatch, capsys):
+    """The write can fail before aiohttp detects the lost connection and cancels the question."""
     write = aiohttp.web.StreamResponse.write
 
     async def failing(self, data):
@@ -242,7 +242,7 @@ async def test_a_client_that_leaves_during_a_write_is_no_error_of_the_server(ser
 
 @pytest.mark.parametrize("name", ["write", "write_eof"])
 @serving()
-async def test_a_client_that_does_not_read_gives_its_place_up(served, name, monkeypatch):
+async def test_a_client_that_does_not_read_frees_its_slot(served, name, monkeypatch):
     monkeypatch.setattr(service_module, "WRITE_DEADLINE_S", 0.2)
 
     async def waiting(self, data=b""):
@@ -298,7 +298,7 @@ HEADERS = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Typ
 
 
 @serving()
-async def test_clients_that_send_one_byte_of_a_body_block_nobody(served, monkeypatch):
+async def test_slow_request_bodies_block_no_other_client(served, monkeypatch):
     monkeypatch.setattr(body_module, "BODY_DEADLINE_S", 0.5)
     waiting = [await served.raw(HEADERS + b"Content-Length: 100\r\n\r\n{") for _ in range(8)]
     await until(lambda: [*served.service.deadlines_s.values()].count(math.inf) == 8)
@@ -315,14 +315,14 @@ async def test_clients_that_send_one_byte_of_a_body_block_nobody(served, monkeyp
 async def test_a_connection_without_a_complete_request_is_closed(served, sent, monkeypatch):
     monkeypatch.setattr(service_module, "HEADERS_DEADLINE_S", 0.3)
     reader, writer = await served.raw(sent)
-    request_task = asyncio.create_task(served.ask())  # takes longer, and is not closed
+    request_task = asyncio.create_task(served.ask())  # takes longer but is not closed
     response = await reader.read()
     writer.close()
     assert (response, (await request_task).choices[0].message.content) == (b"", "A")
 
 
 @serving()
-async def test_a_connection_with_a_request_every_now_and_then_stays_open(served, monkeypatch):
+async def test_a_connection_with_occasional_requests_stays_open(served, monkeypatch):
     monkeypatch.setattr(service_module, "HEADERS_DEADLINE_S", 0.3)
     reader, writer = await served.raw(b"")
     for _ in range(15):

@@ -70,7 +70,7 @@ def test_output_is_escaped_on_a_terminal_and_raw_in_a_pipe(run_cli, monkeypatch,
 
 @pytest.fixture
 def ask_of(chat, tmp_path, monkeypatch):
-    """Runs `paravt ask` about a video with this name, whose model answers with this text; returns the exit status."""
+    """Runs `paravt ask` on a video with the given name and a scripted answer. Returns the exit status."""
 
     def run(answer: str, *flags: str, name: str = "a", question: str = "What?") -> int:
         agent = Agent(script(chat, [answer] * 2), FakeFrames(), chat, EpisodeConfig())
@@ -115,7 +115,7 @@ def test_the_overview_has_at_least_one_frame(command, capsys):
     assert "argument --frames: 0 must be at least 1" in capsys.readouterr().err
 
 
-def test_ask_fails_without_an_answer_but_goes_on_if_it_is_interactive(ask_of, tmp_path, monkeypatch, capsys):
+def test_ask_fails_without_an_answer_unless_interactive(ask_of, tmp_path, monkeypatch, capsys):
     page = tmp_path / "page.html"
     assert ask_of("Red or", "--html", str(page)) == 1 and page.is_file()
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: no answer: the context of 32,768")

@@ -30,7 +30,7 @@ MESHES = ((1, 1, 1), (1, 8, 1), (2, 2, 2))
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    # Without the eight devices of the tests: the command makes its own.
+    # The command sets its own number of devices instead of the tests' eight.
     flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
     return forked.run("paravt_jax.bench.__main__", "mesh", *arguments, deadline_s=280, XLA_FLAGS=" ".join(flags))
 
@@ -57,7 +57,7 @@ def test_every_mesh_is_measured_and_compared_with_one_device(tmp_path):
     keys = {*estimated_rows("--mesh", "1,8,1")[1, 8, 1], *MEASURED}
     for row in rows.values():
         unknown = [name for name, value in row.items() if value is None]
-        assert set(row) == keys and unknown == ["run_step_s", "problem", "run_price"]  # a config's
+        assert set(row) == keys and unknown == ["run_step_s", "problem", "run_price"]  # the config's mesh
     assert rows[1, 1, 1]["efficiency"] == 1 and list(rows)[-1] == (1, 1, 1)
     assert run.stdout.count("|\n") == len(rows) + 2 and run.stderr.count(" s measured\n") == 4
     lines = run.stderr.splitlines()
@@ -90,7 +90,7 @@ def own_environment(monkeypatch):
 
 
 def estimated_rows(*arguments: str) -> dict[tuple[int, int, int], dict]:
-    """Rows by mesh, in their order."""
+    """Returns estimated rows by mesh, in their order."""
     return {tuple(row["mesh"]): row for row in result_of("--topology", "h100:8", "--plan-only", *arguments)["rows"]}
 
 
@@ -128,7 +128,7 @@ def test_meshes_that_fit_come_first_and_the_fastest_is_recommended():
 
 
 @pytest.mark.slow
-def test_devices_that_no_mesh_fits_have_reasons_and_no_empty_table():
+def test_devices_too_small_for_any_mesh_have_reasons():
     result = result_of("--topology", "h100:1", "--plan-only", "--model", "8b")
     lines = mesh.table(result).splitlines()
     assert lines[2].startswith("rejected: 1 x 1 x 1, ") and not any(line.startswith(("|", "recomm")) for line in lines)
@@ -139,7 +139,7 @@ def test_devices_that_no_mesh_fits_have_reasons_and_no_empty_table():
 
 
 @pytest.mark.slow
-def test_the_command_fails_if_no_mesh_fits_and_says_how_one_would(tmp_path):
+def test_the_command_fails_with_advice_if_no_mesh_fits(tmp_path):
     out = tmp_path / "mesh.json"
     run = bench(
         "--topology", "h100:1", "--plan-only", "--config", str(CONFIGS / "paragrpo_8b.yaml"), "--json", str(out)
@@ -213,7 +213,7 @@ def test_a_device_without_a_data_sheet_has_no_estimated_seconds():
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [f"{CONFIGS}/8b_8x80gb.yaml", "8b_8x80gb", "configs/8b_8x80gb.yaml"])
 def test_a_mesh_excludes_the_gpus_of_servers(config, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # a recipe is found by name
+    monkeypatch.chdir(tmp_path)  # recipes are also found by name
     config = ("--config", config, "model.path=2b")
     result = result_of("--topology", "h100:8", "--plan-only", "--mesh", "1,4,1", *config)
     assert result["num_devices"] == 4 and mesh.table(result).splitlines()[-1] == "recommended: 1 x 4 x 1"
@@ -277,7 +277,7 @@ def test_the_price_of_a_cold_start_has_all_updates():
 
 
 @pytest.mark.slow
-def test_meshes_whose_steps_the_plan_cannot_tell_apart_are_listed():
+def test_meshes_with_indistinguishable_step_times_are_listed():
     arguments = ("--topology", "h100:8", "--plan-only", "--config", f"{CONFIGS}/8b_8x80gb_embedded.yaml")
     result = result_of(*arguments)
     fitting = [row for row in result["rows"] if row["fits"]]

@@ -1,4 +1,4 @@
-"""The command that shows whether everything works on a machine, and that each of its stages notices a fault."""
+"""`paravt check` passes on a working setup, and each of its stages detects a fault."""
 
 import json
 import math
@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def run_check(*arguments: str, deadline_s: float) -> tuple[subprocess.CompletedProcess[str], dict]:
-    """Without the eight devices of the tests."""
+    """Runs the command without the tests' eight devices."""
     flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
     command = ["timeout", str(deadline_s), sys.executable, "-m", "paravt_jax.check", *arguments]
     environment = os.environ | {"XLA_FLAGS": " ".join(flags)}
@@ -54,7 +54,7 @@ def target(tiny_hf, tmp_path) -> Target:
 
 @pytest.fixture
 def wrong_rows(tmp_path) -> str:
-    """A data file that no run can read."""
+    """An unreadable data file."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "q"}\n')
     return str(rows)
@@ -88,7 +88,7 @@ def test_the_tiny_model_passes_every_stage(wrong_rows, tmp_path):
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("stages", [["files", "weights", "logits"], ["gradient"]], ids=" ".join)
-def test_four_layers_of_the_2b_compute_what_transformers_does(stages, tmp_path):
+def test_four_layers_of_the_2b_equal_transformers(stages, tmp_path):
     arguments = ["--model", "2b", "--layers", "4", "--json", str(tmp_path / "check.json"), "--stage", *stages]
     done, report = run_check(*arguments, deadline_s=1700)
     assert done.returncode == 0, done.stdout
@@ -101,7 +101,7 @@ def lines_of(stage, target: Target) -> list[Measured]:
 
 
 def copied(source: Path, dst: Path, name: str, old: str, new: str) -> Path:
-    """A model with a change in one of its text files."""
+    """Copies a model and changes one of its text files."""
     shutil.copytree(source, dst)
     text = (dst / name).read_text()
     assert old in text
@@ -124,8 +124,8 @@ def test_files_of_every_family_equal_transformers(family, tmp_path):
         ("chat_template.jinja", "# Tools", "# Tool", "template"),
     ],
 )
-def test_a_file_that_only_one_side_reads_is_noticed(name, old, new, noticed, target, tiny_hf, tmp_path, monkeypatch):
-    """Ours reads the model's directory, transformers another one."""
+def test_a_file_that_only_one_side_reads_is_detected(name, old, new, noticed, target, tiny_hf, tmp_path, monkeypatch):
+    """Our model reads one directory, transformers another."""
     from transformers import AutoTokenizer
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -137,7 +137,7 @@ def test_a_file_that_only_one_side_reads_is_noticed(name, old, new, noticed, tar
 
 
 @pytest.mark.slow
-def test_a_tensor_that_changes_on_the_way_is_noticed(target, monkeypatch):
+def test_a_tensor_that_changes_during_conversion_is_detected(target, monkeypatch):
     kept = weights.checksums
 
     def changed(directory: Path, config) -> dict[str, str]:
@@ -152,7 +152,7 @@ def test_a_tensor_that_changes_on_the_way_is_noticed(target, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["logits", "gradient"])
-def test_another_model_in_transformers_is_noticed(stage, target, tmp_path, monkeypatch):
+def test_another_model_in_transformers_is_detected(stage, target, tmp_path, monkeypatch):
     make_tiny(tmp_path / "other", seed=1)
     module = {"logits": logits, "gradient": gradient}[stage]
     reference = module.Reference
@@ -172,7 +172,7 @@ def test_without_torch_a_comparison_is_skipped_and_does_not_fail(module, stage, 
     assert line.skipped == NO_TORCH and not line.failed
 
 
-def test_a_text_that_its_ids_do_not_spell_is_noticed(chat):
+def test_a_text_that_does_not_match_its_ids_is_detected(chat):
     ids = chat.encode("<think>\nIt is red.</think><answer>A</answer><|im_end|>").tolist()
     turn = {"token_span": [0, len(ids)], "text": "<think>\nIt is red.</think><answer>A</answer>"}
     episode = {"segments": [{"ids": ids}], "turns": [turn], "missing": False}
@@ -185,7 +185,7 @@ def test_a_text_that_its_ids_do_not_spell_is_noticed(chat):
         assert step.decoded_line([wrong], chat).failed
 
 
-def test_other_greedy_ids_are_counted_up_to_the_first():
+def test_matching_greedy_ids_are_counted_up_to_the_first_difference():
     assert not round_trip.ids_line("SGLang's", [1, 2, 3], [1, 2, 3]).failed
     line = round_trip.ids_line("SGLang's", [1, 2, 3], [1, 5, 3])
     assert line.failed and line.value == "1 of 3" and line.problem == "id 2 differs"
@@ -207,7 +207,7 @@ def test_a_server_with_other_weights_is_skipped_with_the_reason(label, step, rea
     assert reason in found and bool(reason) == bool(found)
 
 
-def test_the_step_is_the_recipe_shortened_on_the_devices_that_are_here(target):
+def test_the_step_is_a_shortened_recipe_on_the_available_devices(target):
     recipe = replace(target, recipe=str(ROOT / "configs" / "8b_8x80gb.yaml"))
     config = step.shortened(recipe, 2)
     assert (config.train.group_size, config.mesh.num_devices, config.pack.num_rows % 2) == (4, 2, 0)
@@ -225,7 +225,7 @@ def test_the_step_of_a_cold_start_keeps_the_size_of_its_rows(target):
 
 
 def test_the_stored_kernels_are_free_before_their_gradients_are_computed(target, monkeypatch):
-    """A conversion that still runs keeps them."""
+    """A running conversion would keep them."""
     monkeypatch.setattr(gradient, "compared", lambda _: (None, {"kernel": jnp.zeros(2**26, jnp.bfloat16)}, {}))
 
     def program(chosen, *_):
@@ -236,7 +236,7 @@ def test_the_stored_kernels_are_free_before_their_gradients_are_computed(target,
     assert started.value.value
 
 
-def test_every_compared_layer_is_a_stack_of_its_own():
+def test_every_compared_layer_is_a_separate_stack():
     for num_layers in (*range(1, 8), 27, 36):
         starts = gradient.stack_starts(num_layers)
         sizes = dict(zip(starts, np.diff(starts), strict=False))
@@ -261,7 +261,7 @@ def test_a_cold_start_takes_its_step(tmp_path):
     (stage,) = report["stages"]
     assert done.returncode == 0 and stage["facts"]["planned_gib"] > 0, done.stdout + done.stderr
     (loss,) = [line["value"] for line in stage["lines"] if line["case"].startswith("loss")]
-    assert 5 < loss < 10  # near the logarithm of a random model's vocabulary
+    assert 5 < loss < 10  # close to the log of the vocabulary size, because the model is random
 
 
 def test_every_video_that_cannot_be_read_is_named(target, tmp_path):
@@ -270,7 +270,9 @@ def test_every_video_that_cannot_be_read_is_named(target, tmp_path):
     whole = str(media.synthetic_video(target))
     *read, cut, gone = lines_of(media.video, replace(target, videos=(paths[0], whole, paths[1])))
     assert [cut.case, gone.case] == paths and cut.failed and gone.failed
-    assert len(read) == 5 and not any(line.failed for line in read)  # the others are last, where a user looks
+    assert len(read) == 5 and not any(
+        line.failed for line in read
+    )  # the unreadable videos come last, where a user looks
     assert cut.problem.startswith("the video cannot be decoded: ")
 
 
@@ -303,7 +305,7 @@ def test_fewer_layers_keep_their_weights(source, tiny_hf, tmp_path):
         (["--quick", "--data", "gone.jsonl"], r"^--data gone\.jsonl does not exist$"),
     ],
 )
-def test_what_cannot_be_made_or_read_fails_before_any_stage(options, problem, tmp_path):
+def test_invalid_arguments_fail_before_any_stage(options, problem, tmp_path):
     parser = parser_of()
     with pytest.raises((ValueError, FileNotFoundError), match=problem):
         target_of(parser, parser.parse_args(options), str(tmp_path))
@@ -389,7 +391,7 @@ def test_the_page_has_every_cell_and_no_markup_of_its_values():
         ("echo '{\"a\": 1}'; exec sleep 60", 0.5, "timed out after 0.5 s"),
     ],
 )
-def test_a_part_keeps_its_rows_however_it_ends(script, deadline_s, problem, tmp_path):
+def test_a_part_keeps_its_rows_if_it_fails(script, deadline_s, problem, tmp_path):
     part = part_of(["/bin/sh", "-c", script], tmp_path / "part.log", deadline_s)
     assert part.rows == [{"a": 1}] and part.problem == problem
     assert part.seconds > 0 and part.peak_bytes > 2**17

@@ -29,7 +29,7 @@ def line(answer: str) -> bytes:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """The hub of a client without cache and token, in an empty working directory."""
+    """A hub whose client has neither cache nor token, in an empty working directory."""
     with fresh_client(monkeypatch, tmp_path / "home") as server:
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         (tmp_path / "work").mkdir()
@@ -179,7 +179,7 @@ def test_a_tokenizer_is_downloaded_without_the_model(hub):
 
 
 @given(st.text(st.sampled_from("ab/@.-_ \\:"), max_size=16))
-def test_no_name_on_the_hub_leads_out_of_its_download(path):
+def test_hub_file_names_cannot_leave_the_download_directory(path):
     name = hub_name(path)
     if name is not None:
         assert ".." not in name.inside.split("/") and not name.inside.startswith("/")

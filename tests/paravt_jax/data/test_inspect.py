@@ -14,7 +14,7 @@ from paravt_jax.data.prompts import load_prompts
 
 
 def calling(*num_calls: int, question="Which one?") -> dict:
-    """A dialogue with this many calls in each turn before the answer."""
+    """Returns a dialogue with the given number of calls in each turn before the answer."""
     contents = [question]
     for number in num_calls:
         contents += [f"<think>\nLook.\n</think>\n{CALL * number}", "It is red."]

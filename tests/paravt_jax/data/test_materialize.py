@@ -19,7 +19,7 @@ FILES = ("longvt_source/v_1/a.mp4", "museg/charades/b.mp4", "museg/et_instruct_1
 
 
 def sft(*paths: str) -> list[dict]:
-    """As parquet has them: every part has every key."""
+    """Returns messages as read from parquet, where every part has every key."""
     parts = [media("image" if path.endswith("png") else "video", path) for path in paths]
     parts += [text(f"Not a path: {FILES[0]}")]
     keys = dict.fromkeys(("type", "text", "video_url", "image_url"))

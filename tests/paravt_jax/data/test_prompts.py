@@ -73,7 +73,7 @@ def test_relative_videos_start_from_the_root_or_from_the_rows(video_dir, monkeyp
 
 @pytest.fixture
 def root(video_dir):
-    """A video root that is a link, with a video and with a link to a video outside of it."""
+    """A video root that is a symlink, with a video and a link to a video outside."""
     (video_dir / "real").mkdir()
     (video_dir / "real" / "in.mp4").write_bytes(b"frames")
     (video_dir / "real" / "link.mp4").symlink_to(video_dir / "a.mp4")
@@ -157,7 +157,7 @@ def test_the_id_depends_on_the_content_and_not_on_the_host(video_dir):
     assert len(set(ids)) == 3 and ids[0] == "d06b8cb53017f690"
 
 
-def test_an_own_id_is_used_and_made_unique(video_dir):
+def test_a_rows_id_is_used_and_made_unique(video_dir):
     columns = [{"id": "x"}, {"id": "x-2"}, {"id": "x"}, {"id": ""}, {}, {"index": 0}, {"id": 0}]
     ids = [prompt.id for prompt in load_rows(video_dir, *(rl_row(**each) for each in columns)).prompts]
     assert ids[:3] == ["x", "x-2", "x-3"] and ids[5:] == ["0", "0-2"]
@@ -165,7 +165,7 @@ def test_an_own_id_is_used_and_made_unique(video_dir):
 
 
 def deep_rows() -> list[str]:
-    """Values nested so deep that Python cannot process them."""
+    """Returns values nested too deeply for Python to process."""
     columns = [{"prompt": "DEEP"}, {"videos": "DEEP"}, {"extra_info": "DEEP"}]
     columns += [{"extra_info": {"answer": "DEEP", "question_type": "mcq"}}]
     rows = [(json.dumps(rl_row(**each)), depth) for each in columns for depth in (500, 980, 100_000)]
@@ -198,7 +198,7 @@ BAD_ROWS = {
 }
 
 
-def test_a_file_of_traces_is_an_error_that_names_their_command(video_dir):
+def test_a_file_of_traces_names_the_sft_command(video_dir):
     with pytest.raises(ValueError, match=r"rl\.jsonl line 1: a trace with messages, .* `paravt sft`; RL needs prompt"):
         load_rows(video_dir, sft_row())
 
@@ -255,7 +255,7 @@ def test_a_row_may_have_images_or_text_alone_instead_of_videos(video_dir):
     assert load(parquet).prompts[0].images == (f"{video_dir}/a.png",)
 
 
-def test_a_row_that_is_nested_too_deep_is_a_bad_row(video_dir):
+def test_a_deeply_nested_row_is_a_bad_row(video_dir):
     loaded = load_rows(video_dir, rl_row("A"), *deep_rows(), max_bad_frac=0.99)
     assert [prompt.answer for prompt in loaded.prompts] == ["A"] and sum(loaded.bad.values()) == 13
 
@@ -323,7 +323,7 @@ def test_the_lookups_for_unique_ids_grow_linearly_with_the_rows():
 
 
 @pytest.mark.parametrize("video", ["a.mp4", "gone.mp4"])
-def test_a_file_is_looked_up_once_however_many_rows_name_it(video_dir, monkeypatch, video):
+def test_a_file_is_looked_up_once_for_all_rows(video_dir, monkeypatch, video):
     path = write_lines(video_dir / "rl.jsonl", [rl_row(question=f"Which of {n}?", video=video) for n in range(50)])
     lookups: Counter[str] = Counter()
     stat = os.stat
@@ -333,7 +333,7 @@ def test_a_file_is_looked_up_once_however_many_rows_name_it(video_dir, monkeypat
         return stat(path, **options)
 
     monkeypatch.setattr(os, "stat", counted)
-    with contextlib.suppress(ValueError):  # no row has its video
+    with contextlib.suppress(ValueError):  # no row's video exists
         load(path, max_bad_frac=1.0)
     assert {name: count for name, count in lookups.items() if "rl" not in name and count > 2} == {}
     assert sum(lookups.values()) < 20

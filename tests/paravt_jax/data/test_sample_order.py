@@ -17,7 +17,7 @@ from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.sample_order import Cursor, PromptSample, SampleOrder
 
 PUBLISHED = [4, 8, 16, 32, 64]
-# With probability 0.001, chi-square is above these; the draws are fixed by their keys, so no test fails by chance.
+# Chi-square exceeds these with probability 0.001; the draws have fixed keys, so no test fails by chance.
 CRITICAL = {4: 18.5, 24: 51.2}
 
 
@@ -56,7 +56,7 @@ def test_a_sample_depends_only_on_its_number():
     in_order, samples = order(13, 5, range(40)), SampleOrder(prompts(13), seed=5)
     shuffled = random.Random(0).sample(range(40), 40)
     random.seed(1)
-    list(grain.MapDataset.range(13).seed(9).shuffle().batch(3).to_iter_dataset())  # another use of grain in between
+    list(grain.MapDataset.range(13).seed(9).shuffle().batch(3).to_iter_dataset())  # another grain loader in between
     assert {number: samples[number].item.id for number in shuffled} == dict(enumerate(in_order))
 
 
@@ -91,7 +91,7 @@ def test_after_a_kill_open_samples_come_first():
     resumed = Cursor.from_record(json.loads(json.dumps(cursor.to_record())))
     assert resumed.take(3) == [0, 2, 5]
     assert Cursor.from_record(resumed.to_record()).take(7) == [0, 2, 5, 6, 7, 8, 9]
-    assert cursor.take(1) == [7]  # the record does not share state with its cursor
+    assert cursor.take(1) == [7]  # the record shares no state with its cursor
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.sampled_from(["continue", "record", "kill"]))))

@@ -69,7 +69,7 @@ def test_every_row_is_unchanged_in_one_file_and_no_video_is_in_both(source, tmp_
 
 
 def test_the_same_share_of_every_question_type_is_held_out(tmp_path):
-    kinds = ["mcq"] * 500 + ["tvg"] * 300 + ["caption"] * 200  # the last is the user's own
+    kinds = ["mcq"] * 500 + ["tvg"] * 300 + ["caption"] * 200  # the last type is user-defined
     source = write_lines(tmp_path / "rows.jsonl", [row(kind, f"{n}.mp4", number=n) for n, kind in enumerate(kinds)])
     _, validation, summary = split_into(tmp_path / "out", source, 50)
     held_out = Counter(json.loads(each["extra_info"])["question_type"] for each in rows_in(validation))

@@ -32,7 +32,7 @@ def load(path: Path):
 
 @cache
 def event_in(path: str) -> tuple[str, tuple[float, float]]:
-    """The color of the square and its window, from the pixels of the file alone."""
+    """Returns the square's color and window, read from the file's pixels."""
     with av.open(path) as container:
         pictures = [(float(frame.time), frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)]
     colored = [(time_s, pixels) for time_s, pixels in pictures if np.ptp(pixels.astype(int), axis=2).max() > 60]
@@ -84,7 +84,7 @@ def test_every_trace_is_usable_and_crops_around_the_square(train_rows):
 
 
 @pytest.mark.parametrize("kind", ["", "_traces"])
-def test_synthetic_rows_are_made_where_they_are_asked_for_and_have_their_own_root(kind, train_rows):
+def test_synthetic_rows_are_written_to_their_directory_and_have_its_root(kind, train_rows):
     folder = train_rows.parent
     mixed = row_sources(DataConfig(train="synthetic", validation="own.jsonl", video_root="films"), folder, 0, kind)
     assert mixed == [(str(folder / f"train{kind}.jsonl"), ""), ("own.jsonl", "films")]

@@ -176,7 +176,7 @@ BAD_ROWS = {
 }
 
 
-def test_a_file_of_questions_is_an_error_that_names_their_command(video_dir):
+def test_a_file_of_questions_names_the_train_command(video_dir):
     with pytest.raises(ValueError, match=r"sft\.jsonl line 1: a question with a prompt, .* `paravt train`; SFT needs"):
         load(write_lines(video_dir / "sft.jsonl", [rl_row("A")]))
 
@@ -188,7 +188,7 @@ def test_a_file_that_is_one_list_is_an_error_that_names_the_format(video_dir):
 
 
 def test_a_part_without_a_path_is_named(video_dir):
-    """As in rows whose images are in another column."""
+    """Some published rows have their images in another column."""
     with pytest.raises(ValueError, match=r"sft\.jsonl line 1: a part of type image has no path"):
         load(write_lines(video_dir / "sft.jsonl", [shows({"type": "image"})]))
 

@@ -87,10 +87,10 @@ def test_a_certificate_names_the_model_and_hashes_all_requests_and_has_no_addres
     assert cell["headline"] == pytest.approx(1 / 3) and not refusal([cell])
     assert set(cell["hashes"]) == {"prompt", "schema", "scorer", "requests"}
     assert cell["metrics"]["tool_calls_mean"] == 1 and cell["crop_frames"]["min"] > 0
-    assert cell["metrics"]["sampled_tokens_mean"] == 14  # as the endpoint counts them
+    assert cell["metrics"]["sampled_tokens_mean"] == 14  # as counted by the endpoint
     certificate = (tmp_path / "run" / "cell_parallel_2.json").read_text() + (tmp_path / "run" / "eval.json").read_text()
     assert "127.0.0.1" not in certificate
-    assert len(endpoint.bodies) == 1 + 3 * 3  # one to check it
+    assert len(endpoint.bodies) == 1 + 3 * 3  # one request checks the endpoint
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ def test_equal_evaluations_have_equal_hashes_of_their_requests_and_others_do_not
 
 
 @pytest.mark.slow
-def test_a_sample_that_the_endpoint_refuses_is_missing_by_its_reason_and_repeated(copy, tmp_path):
+def test_a_sample_that_the_endpoint_rejects_is_missing_with_its_reason_and_retried(copy, tmp_path):
     cell = evaluated(copy, tmp_path / "run", FakeEndpoint(ANSWER, "ok", "filtered", "vllm context", "ok"))
     assert cell["n"]["missing"] == {"content_filter": 1, "context": 1} and cell["n"]["answered"] == 1
     assert cell["metrics"]["missing_engine"] == 2 and cell["headline"] is None
@@ -122,10 +122,10 @@ def test_a_sample_that_the_endpoint_refuses_is_missing_by_its_reason_and_repeate
 def test_another_address_resumes_and_another_model_does_not(copy, tmp_path):
     whole = evaluated(copy, tmp_path / "run", FakeEndpoint(ANSWER))
     samples = tmp_path / "run" / "samples_parallel_2.jsonl"
-    samples.write_bytes(samples.read_bytes()[:-10])  # as if killed in the last line
+    samples.write_bytes(samples.read_bytes()[:-10])  # simulates a kill while the last line is written
     again = FakeEndpoint(ANSWER)
     assert evaluated(copy, tmp_path / "run", again) == whole
-    assert len(again.bodies) == 1 + 1  # the check, and the sample that was not done
+    assert len(again.bodies) == 1 + 1  # the check, and the unfinished sample
     evaluated(copy, tmp_path / "run", again)
     assert len(again.bodies) == 1 + 1
     with pytest.raises(ValueError, match=r"other settings \(engine\.model\)"):
@@ -150,7 +150,7 @@ def test_the_key_is_in_no_file_of_a_run(copy, tmp_path, monkeypatch):
         ("openai key", [MODEL], "rejects the API key .* check the variable that engine.api_key_env names"),
     ],
 )
-def test_an_endpoint_that_cannot_be_used_is_one_sentence_before_the_first_sample(mode, models, message, copy, tmp_path):
+def test_an_unusable_endpoint_is_a_one_line_error_before_the_first_sample(mode, models, message, copy, tmp_path):
     endpoint = FakeEndpoint(ANSWER, mode)
     endpoint.models = models
     with pytest.raises(EndpointError) as caught:
@@ -159,7 +159,7 @@ def test_an_endpoint_that_cannot_be_used_is_one_sentence_before_the_first_sample
     assert not list((tmp_path / "run").glob("samples_*"))
 
 
-def test_an_endpoint_that_is_down_is_one_sentence_before_the_first_sample(copy, tmp_path):
+def test_an_endpoint_that_is_down_is_a_one_line_error_before_the_first_sample(copy, tmp_path):
     with pytest.raises(EndpointError, match=r"^http://127\.0\.0\.1:9/v1 cannot be reached"):
         asyncio.run(run_eval(config_of(copy, tmp_path / "run")))
 
@@ -172,8 +172,8 @@ def test_an_endpoint_that_dies_stops_the_evaluation_and_a_restart_resumes_it(cop
     assert evaluated(copy, tmp_path / "run", FakeEndpoint(ANSWER))["n"]["answered"] == 3
 
 
-def test_requests_wait_for_servers_that_this_machine_starts_again(tmp_path, monkeypatch):
-    """vLLM needs minutes to start; only the start is replaced here."""
+def test_requests_wait_for_local_servers_that_restart(tmp_path, monkeypatch):
+    """vLLM takes minutes to start; only its start is replaced here."""
 
     async def reply() -> str:
         async with AsyncExitStack() as stack:
@@ -193,7 +193,7 @@ def test_requests_wait_for_servers_that_this_machine_starts_again(tmp_path, monk
     assert asyncio.run(reply()) == ANSWER
 
 
-def test_training_refuses_an_endpoint_in_one_sentence():
+def test_training_with_an_endpoint_is_a_one_line_error():
     with pytest.raises(ValueError, match=r"^engine\.kind=openai is for evaluation only: an endpoint returns text"):
         load_config(None, "engine.kind=openai", "engine.urls=[http://h/v1]", "engine.model=m", schema=Config)
 
@@ -209,7 +209,7 @@ def test_training_refuses_an_endpoint_in_one_sentence():
         ({"urls": ["http://me:secret@h/v1"], "model": "m"}, "contains a user name or password"),
     ],
 )
-def test_settings_of_an_endpoint_that_cannot_work_are_refused(settings, message):
+def test_invalid_endpoint_settings_are_rejected(settings, message):
     with pytest.raises(ValueError, match=message) as caught:
         EngineConfig("openai", **settings)
     assert "secret" not in str(caught.value)
@@ -221,7 +221,7 @@ def test_settings_of_an_endpoint_have_no_effect_elsewhere(name):
         EngineConfig("jax", **{name: "vllm"})
 
 
-def test_of_an_engine_only_an_endpoints_model_changes_an_answer():
+def test_only_an_endpoints_model_name_is_part_of_the_settings_hash():
     record = {"eval": {"mode": "agentic", "num_samples": 1}, "data": {"split": ""}, "seed": 0}
     jax, sglang, first, second = (
         record | {"engine": {"kind": kind, "model": model}}

@@ -33,7 +33,7 @@ from rollout.engine.sglang import SGLangEngine, SGLangSettings
 from rollout.toolbox.subtitles import Cue
 from rollout.video.errors import VideoTimeout
 
-RIGHT = {  # split -> the reply to every row of published.py, and the scores of each row by both rules
+RIGHT = {  # split -> the reply to every row of published.py, and each row's scores by both rules
     "videomme": ("A", [1, 1, 1], [1, 1, 1]),
     "videomme_subtitles": ("A", [1, 1, 1], [1, 1, 1]),
     "longvideobench": ("The answer is B", [0, 1, 0], [0, 1, 0]),
@@ -46,7 +46,7 @@ RIGHT = {  # split -> the reply to every row of published.py, and the scores of 
 
 @pytest.fixture
 def evaluator(chat, monkeypatch):
-    """An engine with a fixed reply, or with a function from an episode to its reply."""
+    """Makes an evaluator whose engine has a fixed reply, or a function from an episode to its reply."""
 
     def make(say) -> Evaluator:
         return Evaluator(chat, say if callable(say) else lambda episode, request: answer(say), monkeypatch)
@@ -56,7 +56,7 @@ def evaluator(chat, monkeypatch):
 
 @pytest.fixture
 def complete(monkeypatch):
-    """LongVideoBench as if it had three samples."""
+    """Makes LongVideoBench's published size three samples."""
     monkeypatch.setitem(SPLITS, "longvideobench", replace(SPLITS["longvideobench"], num_samples=3))
 
 
@@ -73,7 +73,7 @@ def lines_of(config):
 def test_your_own_reward_scores_rows_of_your_own_question_types(evaluator, tmp_path):
     of_word = [{"question": word, "extra_info": {"question_type": "caption", "word": word}} for word in ("dog", "cat")]
     (tmp_path / "a.mp4").touch()
-    rows = [rl_row(**of_word[0]), rl_row(**of_word[1], videos=[])]  # the second is text alone
+    rows = [rl_row(**of_word[0]), rl_row(**of_word[1], videos=[])]  # the second row has text only
     write_lines(tmp_path / "rl.jsonl", rows)
     (tmp_path / "mine.py").write_text("def seen(completions, word): return [float(word[0] in completions[0])]")
     settings = [f"data.validation={tmp_path}/rl.jsonl", f"reward.plugin={tmp_path}/mine.py:seen", "data.split="]
@@ -163,7 +163,7 @@ def test_a_sample_with_an_unreadable_video_is_missing(evaluator, tmp_path, compl
 def test_a_reply_without_an_answer_is_unanswered_and_wrong(evaluator, tmp_path, complete):
     (cell,) = evaluator("none of them").run(config_of("longvideobench", tmp_path / "copy"))
     assert (cell["n"]["answered"], cell["n"]["unanswered"]) == (0, 3) and cell["headline"] == 0
-    assert cell["scores"]["official"]["score"] == 0.25  # a guess
+    assert cell["scores"]["official"]["score"] == 0.25  # the chance level
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_a_dead_engine_stops_the_evaluation_and_a_restart_resumes_it(evaluator, 
 
 
 def dies_at(number):
-    """Replies so many times, then exits."""
+    """Returns an engine that exits after `number` replies."""
     remaining = iter(range(number))
 
     def say(episode, request):
@@ -225,10 +225,10 @@ def test_an_evaluation_killed_at_any_moment_resumes_to_the_same_cells(moment, ev
             patch.setattr(evaluation, "certificate", lambda *_: sys.exit())
         if moment == "before the results":
             patch.setattr(evaluation.Evaluation, "cell", lambda *_: sys.exit())
-        num_said = {"before a line": 0, "after a line": 1, "in a line": 2}.get(moment, 3)
+        num_replies = {"before a line": 0, "after a line": 1, "in a line": 2}.get(moment, 3)
         with pytest.raises(SystemExit):
-            evaluator(dies_at(num_said)).run(config)
-    num_done = num_said
+            evaluator(dies_at(num_replies)).run(config)
+    num_done = num_replies
     if moment == "in a line":
         path = Path(config.run_dir) / "samples_none_3.jsonl"
         path.write_bytes(path.read_bytes()[:-10])

@@ -1,7 +1,7 @@
-"""The released evaluation's protocol, against what the release's own driver sent to a recording endpoint.
+"""The released evaluation's protocol equals the requests that the release's own driver sent to an endpoint.
 
-scripts/release_goldens.py recorded it, once with stand-in texts, which are in the golden, and once with the release's
-own, of which the golden only has hashes. The stand-in variant always runs; the other one runs if PARAVT_RELEASE names a
+scripts/release_goldens.py recorded them, once with stand-in texts, which are in the golden, and once with the release's
+texts, of which the golden has only hashes. The stand-in variant always runs; the other runs if PARAVT_RELEASE names a
 copy of the release.
 """
 
@@ -37,7 +37,7 @@ from rollout.video.errors import VideoError
 from rollout.video.reader import FrameReader
 
 GOLDEN = json.loads((Path(__file__).parent / "release_golden.json").read_text())
-FOLDERS = {  # of a split's videos in the golden's files
+FOLDERS = {  # properties of each split's videos in the golden
     "videomme": "videomme/data",
     "videomme_subtitles": "videomme/data",
     "longvideobench": "datasets/longvideobench/videos",
@@ -80,7 +80,7 @@ def question_for(case, videos, texts):
 
 
 def parts_of(content):
-    """A message as the golden has it."""
+    """Returns a message in the golden's format."""
     if isinstance(content, str):
         return [f"={text_digest(content)}"]
     parts = []
@@ -102,7 +102,7 @@ def parts_of(content):
 
 
 def golden_parts(parts, number):
-    """The golden's parts with the hash of the stand-in text (0), or of the release's (1)."""
+    """Returns the golden's parts with the hashes of the stand-in texts (0) or of the release's texts (1)."""
     chosen = []
     for part in parts:
         kind, pair = (part[:1], part[1:]) if part.startswith("=") else ("text ", part[5:])
@@ -112,7 +112,7 @@ def golden_parts(parts, number):
 
 
 async def dialogue_of(case, videos, texts, frames):
-    """The requests of a dialogue as the golden has them, and the score of its last reply."""
+    """Returns a dialogue's requests in the golden's format, and the score of its last reply."""
     recorder, dialogue = Recorder(GOLDEN["replies"][case["script"]]), ReleaseDialogue()
     agent = ReleaseAgent(recorder, ReleasePictures(frames, 60.0), texts, case["mode"], case["channel"])
     question = question_for(case, videos, texts)
@@ -138,7 +138,7 @@ def cases_of(split):
 
 
 RELEASE = os.environ.get("PARAVT_RELEASE")
-TEXTS = ["stand-in", *(["its own"] if RELEASE else [])]  # the hashes of its own texts need a copy of the release
+TEXTS = ["stand-in", *(["its own"] if RELEASE else [])]  # hashes of the release's texts need a copy of the release
 
 
 @pytest.mark.slow
@@ -188,7 +188,7 @@ def test_sizes_and_numbers_of_frames_are_qwen_vl_utils_own_where_it_is_installed
         assert overview_numbers(num_frames) == theirs_of(library, {"nframes": 64}, num_frames, fps)
         window = {"video_start": (start_s := random.uniform(-1, num_frames / fps)), "video_end": start_s + 40}
         crop = {"fps": 1, "min_frames": 1, "max_frames": 16} | window
-        with contextlib.suppress(ValueError):  # both readers are tried then
+        with contextlib.suppress(ValueError):  # also when both readers are tried
             theirs = theirs_of(library, crop, num_frames, fps)
             assert crop_numbers(num_frames, fps, *window.values()) == theirs
 
@@ -199,7 +199,7 @@ def theirs_of(library, options, num_frames, fps):
 
 
 @pytest.mark.parametrize("size", [(2, 402), (28, 5600)])
-def test_a_frame_that_is_too_narrow_cannot_be_shown(size):
+def test_a_frame_that_is_too_narrow_is_rejected(size):
     with pytest.raises(VideoError):
         fitted_size(*size, CROP_PX)
 
@@ -270,8 +270,8 @@ def test_the_predicted_window(reply, window):
 
 @pytest.mark.parametrize("begin", ["", "start", "<tool_call>", "<tool_code>", "<video_zoom>"])
 @pytest.mark.parametrize("repeated", ["000", "\n", "<tool_call>"])
-def test_a_reply_that_repeats_itself_to_its_limit_is_read_at_once(begin, repeated):
-    """The release's expressions take minutes for it, in which no other sample continues."""
+def test_a_repetitive_reply_is_parsed_in_linear_time(begin, repeated):
+    """The release's regular expressions take minutes for it, during which all other samples wait."""
     reply, began_s = f"{begin}{repeated * MAX_TOKENS}", time.process_time()
     for read in (predicted_window, predicted_letter, crop_calls, zoom_calls, sage_calls):
         read(reply)

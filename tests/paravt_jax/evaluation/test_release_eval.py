@@ -35,7 +35,7 @@ RIGHT = {  # the reply to every row of published.py; scores by the release's rul
     "longvideobench": ("answer: B", [0, 1, 0], [0, 1, 0]),
     "lvbench": ("D", [1, 1, 1], [1, 1, 1]),
     "mlvu": ("B", [0, 0, 0], [1, 1, 1]),  # the gold is a letter, and the release expects an option's text
-    "mmvu": ("A", [1, 0, 1], [1, 1, 1]),  # the harness takes a part of an open answer
+    "mmvu": ("A", [1, 0, 1], [1, 1, 1]),  # the harness accepts a part of an open answer
     "charades": ("24.3 - 30.4", [1, 1, 1], [1, 1, 1]),
 }
 
@@ -47,7 +47,7 @@ def film(tmp_path_factory):
 
 @pytest.fixture
 def copy_of(film, tmp_path):
-    """A copy of a split with real videos; every row of Charades has the same window."""
+    """Makes copies of splits with real videos; all rows of Charades have the same window."""
 
     def make(split, root=None):
         root = make_copy_with(film, split, root or tmp_path / split)
@@ -68,7 +68,7 @@ def config_of(split, root, url, *overrides):
 
 
 def run(split, root, say, *overrides, modes=()):
-    """The cell, and the requests after the checks of the endpoint."""
+    """Runs an evaluation. Returns its cell, and the requests after the endpoint's checks."""
     endpoint = FakeEndpoint(say, "ok", *modes)
     cell = run_on([endpoint], split, root, *overrides)
     return cell, [body for body in endpoint.bodies if body["max_tokens"] != PROBE_TOKENS]
@@ -90,7 +90,7 @@ def lines_of(root):
 
 
 def in_row_order(split, root):
-    """Samples are logged as they end."""
+    """Returns samples in row order; they are logged in the order in which they finish."""
     loaded = load_samples(SPLITS[split], str(root), video_root="", max_bad_frac=0.0)
     ids = [sample.prompt.id for sample in loaded.samples]
     return sorted(lines_of(root), key=lambda line: ids.index(line["id"]))
@@ -118,7 +118,7 @@ def parts_of(message):
     return [part["type"] for part in message["content"]] if isinstance(message["content"], list) else message["content"]
 
 
-def test_crops_come_back_as_pictures_and_the_last_answer_is_demanded(copy_of):
+def test_crops_return_pictures_and_the_last_turn_demands_an_answer(copy_of):
     cell, bodies = run("lvbench", copy_of("lvbench"), CALL, "eval.max_prompts=1")
     assert [body["max_tokens"] for body in bodies] == [2048, 2048, 2048, 64]
     messages = bodies[-1]["messages"]
@@ -136,7 +136,7 @@ def test_the_published_policys_mode_and_channel_for_charades(copy_of):
     assert user["content"][0]["video_url"]["url"].startswith("file:///")
 
 
-def test_an_endpoint_that_takes_no_videos_is_one_sentence_before_the_first_sample(copy_of):
+def test_an_endpoint_without_video_input_is_a_one_line_error_before_the_first_sample(copy_of):
     message = "HTTP 422: .*; eval.channel=video_url needs a server that can read /.* set eval.channel=image_url to send"
     root = copy_of("charades")
     with pytest.raises(EndpointError, match=message):
@@ -160,9 +160,9 @@ def test_a_failed_request_is_missing_here_and_wrong_in_the_releases_figure(copy_
 @pytest.mark.parametrize(
     ("mode", "failure", "released"),
     [
-        ("agentic_general", "vllm context", 1 / 3),  # the driver takes the error's text for the reply
+        ("agentic_general", "vllm context", 1 / 3),  # the driver uses the error's text as the reply
         ("agentic_general", "empty", 1 / 3),
-        ("direct", "vllm context", 1),  # an error that it leaves out
+        ("direct", "vllm context", 1),  # an error that the driver omits
         ("direct", "empty", 1 / 3),
     ],
 )
@@ -174,7 +174,7 @@ def test_an_error_counts_in_the_releases_mean_iou_where_its_driver_does_not_noti
     assert (scores["score"], scores["as_released"]) == pytest.approx((1, released), abs=2e-3)
 
 
-def test_a_missing_video_is_missing_and_one_of_fewer_than_64_frames_is_asked_about_without_frames(copy_of):
+def test_a_missing_video_is_missing_and_a_video_below_64_frames_has_no_frames(copy_of):
     root = copy_of("longvideobench")
     (root / "videos" / "v0.mp4").unlink()
     write_video(root / "videos" / "v1.mp4", (np.zeros((48, 64, 3), np.uint8) for _ in range(63)), 25)
@@ -184,8 +184,8 @@ def test_a_missing_video_is_missing_and_one_of_fewer_than_64_frames_is_asked_abo
 
 
 @pytest.mark.parametrize("read", ["stored", "numbered"])
-def test_a_video_that_this_machine_could_not_read_in_time_is_missing(read, copy_of, monkeypatch):
-    """A guess without frames is no measurement, and the release has no such deadline."""
+def test_a_video_that_times_out_is_missing(read, copy_of, monkeypatch):
+    """A guess without frames is not a measurement, and the release has no such deadline."""
 
     async def late(*args):
         raise VideoTimeout("the video could not be read in time")
@@ -205,12 +205,12 @@ def test_a_call_that_stops_the_released_driver_is_wrong(copy_of):
 
 
 @pytest.mark.slow
-def test_samples_go_on_at_the_other_server_when_one_dies_and_the_reason_is_logged(copy_of, capsys):
-    """All samples are about one video, so one server has them, and dies at their second turn."""
+def test_samples_continue_on_the_other_server_if_one_dies(copy_of, capsys):
+    """All samples use one video, so one server gets them, and dies at their second turn."""
     root, endpoints = copy_of("lvbench"), [FakeEndpoint(), FakeEndpoint()]
 
     def says(number, body):
-        if len(body["messages"]) < 3:  # the check of the endpoint has one
+        if len(body["messages"]) < 3:  # the endpoint's check is the first request
             return CALL
         if not died:
             died.append(number)
@@ -253,7 +253,7 @@ def test_samples_of_other_texts_are_not_mixed(copy_of):
         (["eval.protocol=paravt", "eval.mode=agentic"], "eval.release_texts=.* has no effect without eval.protocol"),
     ],
 )
-def test_bad_settings_are_one_sentence_before_the_first_sample(overrides, complaint, copy_of, monkeypatch):
+def test_invalid_settings_are_a_one_line_error_before_the_first_sample(overrides, complaint, copy_of, monkeypatch):
     root = copy_of("lvbench")
     texts = {name: text for name, text in TEXTS.items() if name != "system.agentic_sage"}
     (root.parent / "release.yaml").write_text(to_yaml(texts, "Stand-ins."))
@@ -269,7 +269,7 @@ eval: {{protocol: release, mode: reasoning, release_texts: {texts}, published_ro
 """
 
 
-def test_a_batch_in_a_file_is_refused_before_its_first_evaluation(tmp_path):
+def test_a_batch_whose_output_is_a_file_is_rejected_before_its_first_evaluation(tmp_path):
     (file := tmp_path / "file").write_text("any")
     with pytest.raises(ValueError, match=r"^--run-dir \S+ is not a directory$"):
         batch.main([str(tmp_path), "--run-dir", str(file)], run_eval, lambda: None)
@@ -298,7 +298,7 @@ def test_a_batch_runs_what_is_left_continues_after_a_failure_and_draws_the_table
     models, bodies = [MODEL], []
 
     async def evaluate(config):
-        """Each evaluation of a batch has its own event loop, and here its own endpoint."""
+        """Each evaluation of a batch has its own event loop and, in this test, its own endpoint."""
         async with FakeEndpoint("D") as endpoint:
             endpoint.models, endpoint.bodies = models, bodies
             return await run_eval(replace(config, engine=replace(config.engine, urls=[endpoint.url])))

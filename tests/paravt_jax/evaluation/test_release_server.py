@@ -38,7 +38,7 @@ video: {{num_workers: 1}}
 
 @contextmanager
 def endpoint(model: Path) -> Iterator[Served]:
-    """A server as engine.serve_with starts it, with room for overviews."""
+    """Starts a server like engine.serve_with, with a context large enough for overviews."""
     (settings,) = endpoint_settings(
         "sglang", model, MODEL, device="cpu", dtype="float32", context_length=4096, gpus=[], num_servers=1
     )
@@ -64,7 +64,7 @@ def data(tmp_path_factory) -> Path:
 
 
 async def call_first(client: EndpointClient, messages: list[dict[str, Any]], *, max_tokens: int, **request: Any) -> Any:
-    """The model says anything, which takes long, and makes no call by itself."""
+    """Replaces the first turn by a call, because the random model makes none."""
     reply = await COMPLETE(client, messages, max_tokens=min(max_tokens, 8), **request)
     return replace(reply, text=CALL, finish="stop") if len(messages) == 2 else reply
 
@@ -122,12 +122,12 @@ def config_of(data: Path, run_dir: Path, urls: str, *overrides: str) -> EvalConf
     return load_config(file, *settings, schema=EvalConfig)
 
 
-def test_a_model_that_a_real_server_does_not_have_is_one_sentence_before_the_first_sample(server, data, tmp_path):
+def test_a_model_missing_on_a_real_server_is_a_one_line_error_before_the_first_sample(server, data, tmp_path):
     with pytest.raises(EndpointError, match=rf"does not serve engine\.model=other; it serves {MODEL}$"):
         asyncio.run(run_eval(config_of(data, tmp_path / "run", server.url, "engine.model=other")))
 
 
-def test_a_real_server_without_a_decoder_of_videos_is_one_sentence_before_the_first_sample(server, data, tmp_path):
+def test_a_real_server_without_a_video_decoder_is_a_one_line_error_before_the_first_sample(server, data, tmp_path):
     charades = ["data.split=charades", f"data.validation={data / 'charades'}", "eval.channel=video_url"]
     with pytest.raises(EndpointError, match=r"eval\.channel=video_url needs a server that can read .* and decode it"):
         asyncio.run(run_eval(config_of(data, tmp_path / "run", server.url, *charades)))

@@ -5,7 +5,7 @@ import pytest
 from paravt_jax.evaluation.statistics import interval, mean_over, pass_at
 
 
-def test_a_stratum_weighs_as_much_as_another_however_large():
+def test_strata_have_equal_weight():
     assert mean_over([1, 1, 1, 0], ["a", "a", "a", "b"]) == 0.5  # (3/3 + 0/1) / 2
     assert mean_over([1, 1, 1, 0], [""] * 4) == 0.75
 
@@ -13,7 +13,7 @@ def test_a_stratum_weighs_as_much_as_another_however_large():
 def test_an_interval_is_over_videos_and_not_over_questions():
     scores = [1.0, 1.0, 0.0, 0.0] * 50
     alone = interval(scores, range(200), [""] * 200)
-    together = interval(scores, [n // 50 for n in range(200)], [""] * 200)  # every video is half right
+    together = interval(scores, [n // 50 for n in range(200)], [""] * 200)  # half of each video's questions are right
     one_sided = interval(sorted(scores), [n // 50 for n in range(200)], [""] * 200)  # videos all right or all wrong
     assert alone == pytest.approx((0.43, 0.57), abs=0.01)  # 1.96 · sqrt(0.25 / 200) = 0.069
     assert together[1] - together[0] < alone[1] - alone[0] < one_sided[1] - one_sided[0]
@@ -22,7 +22,7 @@ def test_an_interval_is_over_videos_and_not_over_questions():
 
 def test_an_interval_of_strata_keeps_the_mean_of_means():
     low, high = interval([1.0] * 90 + [0.0] * 10, range(100), ["large"] * 90 + ["small"] * 10)
-    assert low == high == 0.5  # no draw changes 1 and 0; a draw without the small stratum would be 1, but is rare
+    assert low == high == 0.5  # resampling keeps 1 and 0; resamples without the small stratum give 1 but are rare
 
 
 def test_the_same_scores_have_the_same_interval():

@@ -23,7 +23,9 @@ from rollout.video.errors import VideoError
 
 CONFIG = EpisodeConfig(max_new_tokens=128, max_context_tokens=2048)
 QUESTION = "What is shown? <|im_end|>"
-CALLING = f"\nI look.</think>\n{call(8, 16)}\n{call(20, 30)}"  # Qwen merges the first line break with the forced one
+CALLING = (
+    f"\nI look.</think>\n{call(8, 16)}\n{call(20, 30)}"  # Qwen merges the first line break with the forced prefix's
+)
 
 
 def rendered(tiny_hf, chat, trace: Trace, frame_budget: int = 4, config: EpisodeConfig = CONFIG) -> Ledger:
@@ -44,7 +46,7 @@ def trace_of(*messages: tuple[str, tuple[str | Media, ...]]) -> Trace:
     ],
 )
 def test_a_rendered_trace_has_the_ids_of_its_episode(tokenizer, crop_returns, responses, num_pictures, tiny_hf):
-    """A tool message that is a part of a video is the response of an episode whose calls show frames."""
+    """A tool message with a part of a video equals the response of an episode whose calls return frames."""
     config, chat = replace(CONFIG, crop_returns=crop_returns), chat_of(tokenizer)
     engine, task = script(chat, [f"{CALLING}<|im_end|>", ANSWER]), Task("t", QUESTION, ("/a.mp4",), 4)
     episode = play(engine, chat, task, **vars(config))
@@ -133,7 +135,7 @@ def test_unreadable_media_are_a_video_error(tiny_hf, chat, tmp_path):
 
 
 def png(path: Path, width: int, height: int) -> Path:
-    """Writes a PNG with a size in its header and no pixels."""
+    """Writes a PNG that has only a header with a size."""
     chunks = ((b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)), (b"IDAT", b""), (b"IEND", b""))
     content = [struct.pack(">I", len(d)) + name + d + struct.pack(">I", zlib.crc32(name + d)) for name, d in chunks]
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(content))

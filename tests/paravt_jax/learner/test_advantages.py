@@ -30,12 +30,12 @@ SCALE = 0.5  # λ · w_fmt
 
 @pytest.fixture(autouse=True)
 def negligible_epsilon(monkeypatch):
-    """So that values computed by hand are exact."""
+    """Makes values computed by hand exact."""
     monkeypatch.setattr("paravt_jax.learner.advantages.EPSILON", 1e-12)
 
 
 def of_rewards(total, present=None, anchors=(), scale=SCALE):
-    """A group's rewards."""
+    """Returns a group's rewards."""
     present = np.ones(len(total), bool) if present is None else np.array(present)
     return GroupRewards(
         present, np.array(total, float), {n: np.array(row, float) for n, row in dict(anchors).items()}, scale
@@ -43,7 +43,7 @@ def of_rewards(total, present=None, anchors=(), scale=SCALE):
 
 
 def advantages(rewards, anchors, config=EXACT, *, scale=SCALE, without=None):
-    """NaN marks a missing episode."""
+    """Computes a group's advantages; a NaN reward marks a missing episode."""
     rewards, anchors = np.array(rewards, float), np.array(anchors, float)
     without = rewards - scale * anchors if without is None else np.array(without, float)
     base, scale = (rewards, 0.0) if config.credit == "sequence" else (without, scale)
@@ -67,7 +67,7 @@ def test_sequence_credit_by_hand():
     assert not group.anchor.any()
 
 
-def test_likelihood_credit_is_alive_in_every_group_whatever_its_rewards():
+def test_likelihood_credit_is_nonzero_in_every_group():
     config = replace(EXACT, credit="likelihood")
     group, by_token = advantages(REWARDS, ANCHORS, config), advantages(REWARDS, ANCHORS)
     np.testing.assert_array_equal(group.sequence, by_token.sequence)
@@ -106,7 +106,7 @@ def test_a_group_of_one_or_none_has_no_advantage(rewards, filter_zero_variance):
 
 
 def test_equal_rewards_keep_a_group_only_without_the_filter():
-    rewards, anchors = [0.8, 0.5 + 0.3, 0.1 * 8], [0.7, 0.3 + 0.4, 0.7]  # equal but for rounding
+    rewards, anchors = [0.8, 0.5 + 0.3, 0.1 * 8], [0.7, 0.3 + 0.4, 0.7]  # equal up to rounding
     filtered = advantages(rewards, anchors)
     unfiltered = advantages(rewards, anchors, replace(EXACT, filter_zero_variance=False))
     assert (filtered.keep.tolist(), unfiltered.keep.tolist()) == ([False] * 3, [True] * 3)
@@ -135,7 +135,7 @@ def test_the_bound_of_the_format_reward_does_not_enter_the_sequence_part():
         ([1.0, 0.0], "std", 2.0),  # the std is 0.5
         ([1.0, 0.0], "none", 1.0),
         ([1.0, 0.0], "loo", 2.0),  # the mean of the others is twice as far as the mean of all
-        ([0.3, 0.1 * 3], "std", 1.0),  # no spread but rounding, no std
+        ([0.3, 0.1 * 3], "std", 1.0),  # no spread except rounding, so no std
     ],
 )
 def test_the_unit_is_the_advantage_per_unit_of_reward(rewards, normalise, unit):
@@ -169,7 +169,7 @@ def test_a_kl_penalty_is_scaled_by_the_spread_of_the_rewards_without_it():
 
 
 @pytest.mark.parametrize(("name", "value"), [("R", np.inf), ("anchor", NAN)])
-def test_a_reward_that_is_not_finite_is_rejected(name, value):
+def test_a_non_finite_reward_is_rejected(name, value):
     values = {"R": [1.0, 2.0], "anchor": [0.0, 0.1]}
     values[name][1] = value
     with pytest.raises(ValueError, match=f"^{name} must be finite in every episode with a reward"):
@@ -251,7 +251,7 @@ RELEASE = AdvantageConfig(credit="sequence", normalise="tokens", filter_zero_var
 
 
 def of_total(total, config):
-    """A group's advantages from whole rewards."""
+    """Computes a group's advantages from total rewards."""
     terms = [
         reward_terms([], [], "A", "mcq", RewardConfig(anchor_weight=0), own=[OwnTerm("whole", value)])
         for value in total

@@ -35,13 +35,13 @@ def play(chat, turns=TURNS):
 
 
 def dialogue(chat, turns=TURNS, advantage=1.0):
-    """The episode of these turns, and its main agent's dialogue."""
+    """Returns the episode of these turns, and its main agent's dialogue."""
     episode, terms = play(chat, turns)
     return episode, dialogues_of(episode, 0, EpisodeAdvantage(advantage), terms, chat, TOKEN_PX)[0]
 
 
 def spelled(chat, episode, mask) -> list[str]:
-    """The text of each run of masked tokens."""
+    """Returns the text of each run of masked tokens."""
     ids = episode.ledger.ids
     runs = np.split(np.flatnonzero(mask), np.flatnonzero(np.diff(np.flatnonzero(mask)) > 1) + 1)
     return [chat.decode(ids[run]) for run in runs if len(run)]
@@ -49,7 +49,7 @@ def spelled(chat, episode, mask) -> list[str]:
 
 @pytest.mark.slow
 def test_the_experts_of_a_mixture_stay_with_their_tokens(chat):
-    """The last token was never computed; a picture's placeholder has as many as it has tokens."""
+    """The last sampled token has no experts, and a picture's placeholder has those of all its tokens."""
     episode, terms = play(chat)
     (plain,) = dialogues_of(episode, 0, EpisodeAdvantage(1.0), terms, chat, TOKEN_PX)
     num_tokens = len(plain.ids)
@@ -152,7 +152,7 @@ UNCLOSED = GOOD.replace("</think>", "")
 
 
 def token_credits(chat, turns, credit):
-    """The spelling and the advantage of every sampled token, for each episode of a group."""
+    """Returns the text and the advantage of every sampled token, for each episode of a group."""
     episodes = [play(chat, [text]) for text in turns]
     config = AdvantageConfig(credit=credit)
     group = group_advantages(group_rewards([terms for _, terms in episodes], anchor_scale=0.5, config=config), config)
@@ -163,7 +163,7 @@ def token_credits(chat, turns, credit):
 
 
 def spelling(tokens, text):
-    """The advantages of the tokens that spell the last occurrence of a text."""
+    """Returns the advantages of the tokens in the last occurrence of a text."""
     joined = "".join(piece for piece, _ in tokens)
     start, at = joined.rindex(text), 0
     for piece, advantage in tokens:

@@ -32,7 +32,7 @@ from scripts.bench.torch_update import load_reference
 pytestmark = pytest.mark.slow
 
 SIZE_PX = (64, 32)
-TURNS = (  # of three members of a group: two look at the same second, one at two others in two turns
+TURNS = (  # three rollouts of a group: two look at the same second, one at two other seconds in two turns
     [f"I look.</think>{call(5, 6)}<|im_end|>", ANSWER],
     [f"I look closely.</think>{call(5, 7)}{call(40, 41)}<|im_end|>", ANSWER],
     [f"Hm.</think>{call(20, 21)}<|im_end|>", f"Again.</think>{call(30, 31)}<|im_end|>", ANSWER],
@@ -88,7 +88,7 @@ def forward(graphdef, state, text, vision):
 
 
 def our_logits(case: Case, dialogue) -> np.ndarray:
-    """Of rows and frames of one shape for all dialogues."""
+    """Returns our logits, with rows and frames padded to one shape for all dialogues."""
     config, frames = case.model.config, [case.frames[key] for key in dialogue.frames]
     vision, first_rows = pack_vision(frames, config.vision, SHAPE.row_patches, num_rows=8)
     row = RowSequence(Tokens(dialogue.ids, tuple(range(len(frames)))))
@@ -110,7 +110,7 @@ def test_logits_equal_those_of_transformers(case):
 
 
 def imitated(case: Case, dialogues) -> np.ndarray:
-    """The gradient of a batch in which the group shares its prompt."""
+    """Returns the SFT gradient of a batch in which the group shares its prompt."""
     learner = Learner(
         model_port.load(case.folder), OptimConfig(max_grad_norm=1e9), LossConfig(kl_coef=0.0), temperature=1.0
     )
@@ -129,4 +129,4 @@ def test_vision_computes_a_frame_that_two_members_show_once(case):
     shown = [key for dialogue in case.dialogues for key in dialogue.frames[dialogue.num_shared_frames :]]
     assert len(shown) == 6 and len({*shown}) == 5
     num_computed = sum(len({*row} - {0}) for row in np.asarray(batch.vision.segment_ids).tolist())
-    assert num_computed == 2 + 5  # the overview's and these
+    assert num_computed == 2 + 5  # the overview's frames and the rollouts'

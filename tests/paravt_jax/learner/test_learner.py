@@ -34,7 +34,7 @@ COUNTS = StepCounts(NUM_TOKENS, 3.0, 96.0)
 
 @pytest.fixture(autouse=True)
 def several_chunks(monkeypatch):
-    """Of logits, also in rows as short as these."""
+    """Computes logits in several chunks even for short rows."""
     monkeypatch.setattr("paravt_jax.learner.programs.HEAD_CHUNK_TOKENS", 8)
 
 
@@ -65,7 +65,7 @@ def dialogues(config):
 
 @pytest.fixture(scope="module")
 def unshared(dialogues):
-    """The same dialogues without a shared prompt."""
+    """Returns the same dialogues without a shared prompt."""
     return [replace(d, num_shared=0, num_shared_frames=0) for d in dialogues]
 
 
@@ -138,7 +138,7 @@ def test_an_update_of_a_mixture_reports_the_load_of_its_experts(way, batches, tm
 
 
 def subagents_of(dialogues, config) -> list[Dialogue]:
-    """A dialogue of each episode's sub-agent, without a prompt that it shares."""
+    """Returns one sub-agent dialogue per episode, without a shared prompt."""
     random = np.random.default_rng(2)
 
     def dialogue(d: Dialogue, n: int) -> Dialogue:
@@ -185,7 +185,9 @@ def test_the_vision_tower_changes_only_if_it_is_trained(train_vision, tiny_hf, b
     first_params, (batch,) = params(learner), batches
     first_logp = learner.log_probs(batch)
     update(learner, batches)
-    np.testing.assert_allclose(learner.old_log_probs(batch).ref_logp, first_logp, atol=1e-5)  # with its own vision
+    np.testing.assert_allclose(
+        learner.old_log_probs(batch).ref_logp, first_logp, atol=1e-5
+    )  # with its own vision tower
     moved = changed(first_params, params(learner))
     assert any(path.startswith("vision") for path in moved) == train_vision
     assert {path for path in first_params if path.startswith("text")} <= moved | {"text.embed.table_vd"}
@@ -194,7 +196,7 @@ def test_the_vision_tower_changes_only_if_it_is_trained(train_vision, tiny_hf, b
 
 
 @pytest.mark.slow
-def test_an_imitation_that_was_compiled_ahead_compiles_nothing(tiny_hf, batches):
+def test_an_sft_update_compiled_ahead_compiles_nothing_later(tiny_hf, batches):
     names: list[str] = []
 
     def on_event(event, duration_secs, **kwargs):
@@ -257,7 +259,7 @@ def test_the_metrics_of_a_step_in_parts_cover_all_its_tokens(tiny_hf, dialogues,
     parts = [StepPart([batch], counts, [learner.old_log_probs(batch)]) for batch in batches]
     logp = np.concatenate([learner.log_probs(batch)[batch.loss_mask] for batch in batches])
     metrics, of_parts = learner.update([*parts, StepPart([], counts)], 1), [other.update([part], 1) for part in parts]
-    assert int(learner.state.step) == 4  # a part without batches is a version too
+    assert int(learner.state.step) == 4  # a part without batches is also a version
     assert metrics["loss/num_tokens"] == NUM_TOKENS
     behavior = np.concatenate([batch.behavior_logp[batch.loss_mask] for batch in batches])
     k3 = np.exp(logp - behavior) - 1 - (logp - behavior)
@@ -298,7 +300,7 @@ def test_a_skipped_step_is_a_version_with_the_same_weights(tiny_hf):
 
 
 @pytest.mark.slow
-def test_new_numbers_compile_nothing_and_clipping_does_not_change_the_reported_norm(tiny_hf, batches):
+def test_new_numeric_settings_compile_nothing_and_clipping_keeps_the_reported_norm(tiny_hf, batches):
     (first,) = update(make_learner(tiny_hf, replace(OPTIM, max_grad_norm=1e-3), LOSS_KL), batches)
     sizes = [program._cache_size() for program in PROGRAMS]
     (second,) = update(make_learner(tiny_hf, replace(OPTIM, max_grad_norm=1e3), LOSS_KL), batches)

@@ -23,7 +23,7 @@ from paravt_jax.learner.settings import LossConfig
 from paravt_jax.learner.variants import VARIANTS, SampledTokens, StepCounts
 
 PLAIN = LossConfig(kl_coef=0.0)
-SUMS = StepCounts(1.0, 1.0, 1.0)  # a loss is then the sum over its tokens
+SUMS = StepCounts(1.0, 1.0, 1.0)  # makes a loss the sum over its tokens
 LOGPS = ("policy_logp", "prox_logp", "behavior_logp", "ref_logp")
 BAD = (math.nan, math.inf, -math.inf)
 
@@ -35,7 +35,7 @@ def strict_dtypes():
 
 
 def make_tokens(ratio=(1.0,), weight=None, advantage=None, ref_ratio=None, mask=None, ids=None):
-    """Tokens with these ratios policy/prox, prox/behavior and ref/policy."""
+    """Makes tokens with the given ratios policy/prox, prox/behavior and ref/policy."""
     n = len(ratio)
     prox = -1.0 - 0.1 * np.arange(n)
     policy = prox + np.log(ratio)
@@ -51,7 +51,7 @@ def make_tokens(ratio=(1.0,), weight=None, advantage=None, ref_ratio=None, mask=
 
 
 def random_tokens(rows=3, width=7, seed=0, dtype=np.float32):
-    """Rows of tokens with three sequences each, a mask with gaps, and garbage outside of the mask."""
+    """Makes random rows with three sequences each, a mask with gaps, and garbage outside of the mask."""
     random = np.random.default_rng(seed)
     shape = (rows, width)
     policy = -2 * random.random(shape)
@@ -87,7 +87,7 @@ def loss_of(config, tokens, num_sequences=0, counts=SUMS):
 
 
 def sums_and_gradient(config, tokens, num_sequences=None, counts=SUMS):
-    """The sums, and the gradient at each token's log-prob."""
+    """Returns the sums, and the gradient with respect to each token's log-prob."""
     num_sequences = tokens["policy_logp"].size if num_sequences is None else num_sequences
     (_, sums), gradient = jitted(config, tokens, num_sequences, counts)
     return sums, np.asarray(gradient)
@@ -321,12 +321,12 @@ def test_extreme_log_ratios_give_finite_sums_and_gradients(config, advantage):
     assert np.isfinite(np.square(gradient).sum())  # the norm that clipping divides by
 
 
-def test_a_ratio_that_is_far_too_high_is_still_lowered():
+def test_a_ratio_far_above_the_clip_still_has_a_gradient():
     _, gradient = sums_and_gradient(PLAIN, make_tokens(ratio=[math.exp(20)], advantage=[-1.0]))
     assert gradient[0] > 0  # descent lowers the log-prob
 
 
-def test_the_kl_pulls_towards_a_reference_that_is_far_away():
+def test_the_kl_gradient_points_to_a_distant_reference():
     tokens = make_tokens(ratio=[1.0, 1.0], advantage=[0, 0])
     for config in (LossConfig(), LossConfig(kl="k2")):
         far = tokens | {"ref_logp": tokens["policy_logp"] + jnp.asarray([80.0, -80.0])}
@@ -335,7 +335,7 @@ def test_the_kl_pulls_towards_a_reference_that_is_far_away():
 
 
 @pytest.mark.parametrize("name", LOGPS)
-def test_a_nan_at_a_token_that_counts_is_not_hidden(name):
+def test_a_nan_at_an_unmasked_token_is_not_hidden(name):
     tokens = make_tokens(ratio=[1.0, 1.0, 1.0], ref_ratio=[1.0, 2.0, 1.0])
     tokens[name] = tokens[name].at[1].set(jnp.nan)
     assert math.isnan(sums_and_gradient(LossConfig(), tokens)[0].loss)

@@ -62,7 +62,7 @@ MAX_REWARD = {"grpo": 1.8, "para_grpo": 2.0}
 
 
 def is_right(rewards: list[float], arm: str) -> bool:
-    """For three steps of sixteen episodes, almost all answers are right."""
+    """Whether almost all answers of the last three steps of sixteen episodes are right."""
     return len(rewards) >= 3 and min(rewards[-3:]) > 0.9 * MAX_REWARD[arm]
 
 
@@ -72,7 +72,7 @@ def learner_of(model, optim, loss) -> Learner:
 
 @pytest.fixture(scope="module")
 def cold_start(tiny_hf):
-    """Weights that answer in the right format, with any of the letters: maximum likelihood is an advantage of 1."""
+    """Weights that answer in the right format with any letter, trained by maximum likelihood (an advantage of 1)."""
     chat, contract, frames = Chat.from_hf(tiny_hf), VisionContract.from_hf(tiny_hf), FakeFrames()
     model = model_port.load(tiny_hf)
     loss = LossConfig(kl_coef=0.0, correction="none")
@@ -131,5 +131,5 @@ def test_the_policy_learns_the_right_answer(arm, cold_start, tiny_hf):
         return rewards
 
     rewards = asyncio.run(train())
-    assert rewards[0] < 0.8 * MAX_REWARD[arm]  # there is something to learn
+    assert rewards[0] < 0.8 * MAX_REWARD[arm]  # the untrained policy is not already right
     assert is_right(rewards, arm), rewards

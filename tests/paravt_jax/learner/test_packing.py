@@ -67,7 +67,7 @@ def frames(model):
 
 
 def dialogue(model, episode, frames=("a", "b"), shared=31, own=17, prompt_seed=0) -> Dialogue:
-    """A prompt with frames, then a forced token and tokens of the policy."""
+    """Makes a prompt with frames, followed by a forced token and sampled tokens."""
     config = model.config
     counts = {"a": 2, "b": 4, "c": 6}
     prompt = np.random.default_rng(prompt_seed).integers(5, 900, shared)
@@ -116,7 +116,7 @@ def packed(dialogues, frames, config: ModelConfig, shape: BatchShape) -> list[Tr
     return pack(dialogues, frames, config, shape, agree=lambda sizes: sizes._replace(num_actions=64, num_frame_rows=1))
 
 
-def test_the_experts_of_a_mixture_are_where_their_tokens_are(model, frames):
+def test_the_experts_of_a_mixture_are_packed_with_their_tokens(model, frames):
     config = replace(model.config, text=replace(model.config.text, num_experts=8, token_experts=2))
     group = [dialogue(model, n, own=13 + 2 * n) for n in range(3)]
     shape = (config.text.num_layers, config.text.token_experts)
@@ -185,21 +185,21 @@ def test_any_order_split_and_padding_give_the_same_gradient(num_rows, row_tokens
 
 @cache
 def divisible(tied: bool, config: ModelConfig) -> VLModel:
-    """Random weights whose sharded axes are divisible by four."""
+    """Makes a random model whose sharded axes are divisible by four."""
     text = replace(config.text, num_kv_heads=4, vocab_size=4 * -(-config.text.vocab_size // 4))
     vision = replace(config.vision, num_heads=4)
     return VLModel(replace(config, text=text, vision=vision, tie_embeddings=tied), rngs=nnx.Rngs(0))
 
 
 def spread(model, mesh):
-    """The same model with its parameters sharded over the mesh."""
+    """Returns the model with its parameters sharded over the mesh."""
     sharded = abstract_params(model, "float32", mesh)
     params = flat_params(nnx.state(model))
     return with_params(model, {path: jax.device_put(leaf, sharded[path].sharding) for path, leaf in params.items()})
 
 
 def in_parts(model, frames, num_parts):
-    """A row with a group of two, and three rows with a dialogue each. Rows share frames."""
+    """Packs one row with a group of two and three rows with one dialogue each; rows share frames."""
     group = [dialogue(model, n, own=13 + 2 * n) for n in range(2)]
     more = [dialogue(model, n, frames=tuple("bca"[: n - 4]), own=20 + n, prompt_seed=n) for n in range(5, 8)]
     return pack([*group, *more], frames, model.config, BatchShape(4, 80, 24, num_parts=num_parts))
@@ -324,7 +324,7 @@ def test_a_dialogue_longer_than_a_row_and_loss_tokens_in_a_shared_prompt_are_rej
 
 
 def random_groups(seed: int) -> list[PromptGroup]:
-    """Prompts of 4 to 64 frames as published, and responses of very different lengths."""
+    """Makes prompts of 4 to 64 frames as published, and responses of very different lengths."""
     random = np.random.default_rng(seed)
     lengths = random.lognormal(6.1, 0.5, (7, 8)).clip(32, 6144).astype(int).tolist()
     return [PromptGroup(500 + 60 * int(random.choice([4, 8, 16, 32, 64])), own) for own in lengths]

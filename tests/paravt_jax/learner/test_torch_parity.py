@@ -56,7 +56,7 @@ def case(tmp_path_factory) -> Case:
     }
 
     def tokens(*parts: int | str) -> np.ndarray:
-        """A number of text tokens, or the name of a frame."""
+        """Makes ids; each part is a number of text tokens, or the name of a frame."""
         ids = []
         for part in parts:
             if isinstance(part, str):
@@ -70,7 +70,7 @@ def case(tmp_path_factory) -> Case:
     def dialogue(prompt: np.ndarray, own: np.ndarray, visible: str, shared: int) -> Dialogue:
         ids = np.r_[prompt, own]
         sampled = (np.arange(len(ids)) >= len(prompt)) & (ids < 900)
-        sampled[len(prompt) + 5 : len(prompt) + 8] = False  # the environment's
+        sampled[len(prompt) + 5 : len(prompt) + 8] = False  # environment tokens
         structural = np.arange(len(ids)) % 4 == 0
         advantage = random.choice([-1.0, 1.0]) * random.uniform(0.3, 1.5) + structural * random.normal()
         return Dialogue(
@@ -175,7 +175,7 @@ def imitated(case: Case) -> tuple[float, dict[str, np.ndarray]]:
 
 
 def imitated_by_torch(case: Case) -> tuple[float, dict[str, np.ndarray]]:
-    """The mean cross-entropy that transformers computes from labels, one dialogue at a time."""
+    """Computes transformers' mean cross-entropy from labels, one dialogue at a time."""
     model = load_reference(case.policy)
     model.model.visual.requires_grad_(False)
     total = 0.0

@@ -30,7 +30,7 @@ LOG_RATIO = np.array([[0.05, -0.30, 0, 0], [0.28, -0.10, 0.02, -0.45], [0.21, -0
 TO_REF = np.array([[0.3, -0.2, 0, 0], [0.1, 0.0, -0.4, 0.2], [-0.1, 0.5, 0.05, 0]])
 WEIGHT = np.array([[1.2, 0.7, 1, 1], [1.0, 3.0, 0.5, 1.1], [0.9, 1.3, 0.8, 1]])
 ADVANTAGE = np.repeat([[-1.0], [0.5], [2.0]], 4, axis=1)
-SCALE = {"gspo": 0.004}  # of the log-ratios, so that a clip of 3e-4 clips only some of them
+SCALE = {"gspo": 0.004}  # scale of the log-ratios, so that a clip of 3e-4 clips only some of them
 
 
 def tokens_of(name, advantage=ADVANTAGE):
@@ -57,7 +57,7 @@ def loss_and_gradient(config, arrays):
 
 
 def in_numpy(name, config, arrays):
-    """Loss and gradient token by token, as the papers write them."""
+    """Computes loss and gradient token by token as in the papers."""
     params, array = config.all_params, {name: np.asarray(values) for name, values in arrays.items()}
     loss, gradient = 0.0, np.zeros(MASK.shape)
     for row, length in enumerate(MASK.sum(1)):

@@ -1,4 +1,4 @@
-"""Rates from a run's log: hand arithmetic on a written log, a real run's log, and logs that are not a run's."""
+"""Rates from a run's log: hand arithmetic on a synthetic log, a real run's log, and invalid logs."""
 
 import argparse
 import json
@@ -46,7 +46,7 @@ def segments(*sampled: int) -> list[dict]:
 
 
 def turn(num_tokens: int, latency_s: float, *reports: int) -> dict:
-    """Every call shows the first frame of the overview and the 18th, once as a detail."""
+    """Makes a turn whose calls show the first frame of the overview and the 18th, once as a detail."""
     boxes = [None, (0.0, 0.0, 0.5, 0.5)]
     seen = [{"path": "a.mp4", "frames_s": [0.0, 17.0], "box": box} for box in boxes[: len(reports)]]
     calls = [{"segments": segments(number)} | frames for number, frames in zip(reports, seen, strict=True)]
@@ -54,7 +54,7 @@ def turn(num_tokens: int, latency_s: float, *reports: int) -> dict:
 
 
 VIDEOS = {"videos": [{"path": "a.mp4", "frames_s": [0.0, 8.0, 16.0, 24.0]}, {"path": "b.mp4", "frames_s": [0.0]}]}
-NUM_FRAMES = 4 + 1 + 1 + 2  # of both videos' overviews, and of two calls, without the first frame again
+NUM_FRAMES = 4 + 1 + 1 + 2  # frames of both overviews and of two calls, without the repeated first frame
 EPISODES = [
     {"missing": False, "segments": segments(100), "turns": [turn(100, 1.0)]} | VIDEOS,
     {"missing": False, "segments": segments(150, 50), "turns": [turn(150, 1.5, 100, 50), turn(50, 9.0)]} | VIDEOS,
@@ -79,7 +79,7 @@ def log(tmp_path):
 
 
 def spread(first: float, second: float) -> tuple:
-    """From a tenth of the way between the values of two steps to nine tenths."""
+    """Returns the interval from 10 % to 90 % of the way between two steps' values."""
     return pytest.approx(first + 0.1 * (second - first)), pytest.approx(second - 0.1 * (second - first))
 
 
@@ -196,7 +196,7 @@ def test_measured_rates_narrow_the_interval(log):
         ("sft", "it is a cold start; give the run_dir of train, or --json of `paravt check`"),
     ],
 )
-def test_another_directory_is_one_clear_sentence(broken, message, log, tmp_path):
+def test_a_directory_without_a_log_is_a_one_line_error(broken, message, log, tmp_path):
     if broken not in ("none", "nowhere"):
         log(metrics(1), episodes=[{"missing": False, "segments": []}] if broken == "episode" else EPISODES)
     texts = {"empty": "", "list": "[1]\n", "step": json.dumps(metrics(1) | {"step": "one"}) + "\n"}
@@ -211,7 +211,7 @@ def test_another_directory_is_one_clear_sentence(broken, message, log, tmp_path)
 
 
 def test_a_log_needs_its_run_directory_and_no_path_of_its_settings(log):
-    """As if the run was copied from another machine, or is read from another directory."""
+    """The run may be copied from another machine, or read from another directory."""
     config = load_config("configs/smoke_cpu.yaml", "model.path=runs/gone/checkpoints/8")
     run_dir = log(metrics(1), config=config)
     with pytest.raises(ValueError, match="runs/gone/checkpoints/8 is not a local directory"):

@@ -68,7 +68,7 @@ MACHINE_SETTINGS = ("run_dir", "model.path", "model.remat", "mesh.", "engine.", 
 
 
 def named(names: Iterable[str]):
-    """The plans of the largest models take longest; test_plan.py has a small mixture."""
+    """Marks the largest models, whose plans take longest, as nightly; test_plan.py has a small mixture."""
     return [pytest.param(each, marks=[pytest.mark.nightly] * each.startswith(("32b", "30ba3b"))) for each in names]
 
 
@@ -98,13 +98,13 @@ def start_of(name: str, *settings: str) -> SftConfig:
 
 
 def header_of(name: str) -> str:
-    """A file's text before its settings, on one line; a bar ends each command."""
+    """Returns a file's header on one line; a bar ends each command."""
     lines = (CONFIGS / f"{name}.yaml").read_text().partition("\nrun_dir:")[0].splitlines()
     return "".join(f"{line[4:]} | " if line.startswith("#   ") else f"{line[2:]} " for line in lines)
 
 
 def same_figures(written: Sequence[str], estimated: Sequence[float | StepTime]) -> bool:
-    """Compares with the number of digits that is written."""
+    """Compares figures with the number of digits in the text."""
     rounded = [
         str(value.seconds) if isinstance(value, StepTime) else f"{value:.{len(text.partition('.')[2])}f}"
         for text, value in zip(written, estimated, strict=True)
@@ -113,20 +113,20 @@ def same_figures(written: Sequence[str], estimated: Sequence[float | StepTime]) 
 
 
 def figures_of(plan: Plan) -> list[float | StepTime]:
-    """Seconds of an update and, for RL, a step; GiB of a device and usable."""
+    """Returns seconds of an update and, for RL, of a step; GiB needed per device, and usable GiB."""
     assert plan.update_s is not None
     steps = [] if plan.step is None else [plan.step]
     return [plan.update_s, *steps, plan.memory.peak_bytes / GIB, plan.device.usable_bytes / GIB]
 
 
 def differing_keys(published: Config | SftConfig, own: Config | SftConfig) -> set[str]:
-    """The settings that differ, except those of the machine."""
+    """Returns the settings that differ, except those of the machine."""
     old, new = flattened(to_record(published)), flattened(to_record(own))
     return {key for key in old if old[key] != new[key] and not key.startswith(MACHINE_SETTINGS)}
 
 
 def other_settings(name: str) -> set[str]:
-    """The settings that differ from the published recipe. The embedded engine needs train.max_staleness=0."""
+    """Returns the settings that differ from the published recipe, except the embedded engine's staleness of 0."""
     config = config_of(name)
     alternates = config.engine.kind == "jax" and config.train.max_staleness == 0
     differ = differing_keys(load_config(CONFIGS / "paragrpo_8b.yaml"), config)

@@ -123,7 +123,7 @@ def test_planned_memory_matches_the_compiler(name, monkeypatch):
     batch = make_batch(plan.batch, model)
     programs = compiled_programs(learner_of(config, model, mesh), batch)
     num_bytes = {name: program_bytes(program) for name, program in programs.items()}
-    if not config.optim.train_vision:  # then the frames are no argument of the gradients, but stay on the device
+    if not config.optim.train_vision:  # the frames are then not an argument of the gradients, but stay on the device
         frames = sum(array.nbytes for array in jax.tree.leaves(batch.vision))
         num_bytes["gradients"] += frames // config.mesh.num_row_parts
     assert planned_program_bytes(plan) == pytest.approx(max(num_bytes.values()), rel=0.2)
@@ -139,7 +139,7 @@ def test_the_comparison_detects_the_wrong_remat():
 def test_frames_in_responses_are_planned_in_the_main_agents_context_and_the_update():
     reports = PlannedRl.of(load_config(None), EIGHT_B)
     frames = replace(reports, rollout=replace(reports.rollout, crop_returns="frames"))
-    shown = 16 * reports.frame_tokens  # of a call
+    shown = 16 * reports.frame_tokens  # frames of a call
     assert frames.work.shown_tokens == shown and frames.work.response_tokens == reports.work.response_tokens + shown
     assert frames.work.own_tokens == reports.work.own_tokens + reports.work.report_tokens  # no sub-agent samples
     assert (frames.work.report_tokens, frames.work.call_prompt_tokens) == (0, 0)

@@ -31,7 +31,7 @@ def memory(remat: str, lighter_layers: int = 0) -> Memory:
 
 
 def device_for(run_memory: Memory, more_bytes: int = 0, most_frac: float = MOST_FRAC):
-    """A device with just this memory beside the reserve and the margin."""
+    """Returns a device whose memory fits exactly `run_memory` plus reserve and margin."""
     usable_gib = (run_memory.peak_bytes + more_bytes + 1000) / most_frac / GIB
     return replace(H100, memory_gib=usable_gib / (1 - RESERVE_FRAC))
 
@@ -67,7 +67,7 @@ def test_a_device_that_is_too_small_recomputes_everything():
     assert chosen_on(device_for(memory("full"), -GIB)) == ("full", 0)
 
 
-def test_a_value_that_is_set_stays():
+def test_an_explicit_value_is_kept():
     run = recomputing("offload")
     assert with_remat(run, DEVICES["b200"]) is run
     assert remat_line(run, H100) == "remat: offload, by model.remat"
@@ -83,7 +83,7 @@ def test_less_recomputation_takes_fewer_flops_and_more_memory():
     assert peaks == sorted(peaks) and again == sorted(again, reverse=True) and again[0] > again[3] > again[4]
 
 
-def test_the_log_tells_the_choice_and_what_full_would_need():
+def test_the_log_has_the_choice_and_the_memory_of_full():
     device = device_for(memory("attention", 7))
     usable, peak, full = (
         each / GIB for each in (device.usable_bytes, memory("attention", 7).peak_bytes, memory("full").peak_bytes)
@@ -93,7 +93,7 @@ def test_the_log_tells_the_choice_and_what_full_would_need():
 
 
 @pytest.mark.parametrize("kind", ["cpu", "NVIDIA GeForce RTX 4090", "TPU v5"])
-def test_a_device_of_unpredicted_memory_recomputes_everything(kind):
+def test_a_device_of_unknown_memory_recomputes_everything(kind):
     compute, line = chosen_for(Compute("bfloat16"), RUN, [SimpleNamespace(device_kind=kind)])
     assert (compute.remat, compute.lighter_layers) == ("full", 0)
     assert line == "remat: full, because the plan does not predict this device's memory closely enough"

@@ -91,7 +91,7 @@ def test_full_recomputation_takes_eight_flops_per_parameter_and_token():
     assert floor < seconds().products < 1.4 * floor  # and attention, and the head
 
 
-def test_twice_the_devices_halve_the_products():
+def test_doubling_the_devices_halves_the_time_of_products():
     one, two = seconds((1, 4, 1), rows=2), seconds((1, 8, 1), rows=1)
     assert two.products == pytest.approx(one.products / 2) and two.memory < one.memory
 
@@ -158,7 +158,7 @@ def test_the_devices_of_a_mesh_axis_span_hosts_of_eight(num_devices, stride, num
 
 
 @pytest.mark.slow
-def test_one_device_sends_nothing():
+def test_one_device_has_no_communication():
     programs = works(planned((1, 1, 1), row_tokens=1024, dims=tiny_config()))
     assert sum(work.sent_bytes for work in programs.values()) == 0
 

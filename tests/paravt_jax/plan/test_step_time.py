@@ -46,7 +46,7 @@ def between(low: Mapping[str, float], high: Mapping[str, float]) -> StepRates:
 
 
 def fixed(**values: float) -> StepRates:
-    """The published rates, but these have one value."""
+    """Returns the published rates with fixed values for some."""
     return between(LOW | values, HIGH | values)
 
 
@@ -126,7 +126,7 @@ def test_an_update_grows_with_the_tokens_of_the_calls():
     )
 
 
-def test_more_servers_slow_no_part_down():
+def test_more_servers_never_increase_a_times_part():
     few, many = step_of("8b_8x80gb"), step_of("8b_8x80gb", "engine.num_servers=7", "engine.gpus=[]")
     assert all(many.parts[name] <= few.parts[name] for name in few.parts) and many.seconds < few.seconds
 

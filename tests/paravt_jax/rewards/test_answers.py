@@ -95,7 +95,7 @@ WORDS = [
 
 @settings(max_examples=50)
 @given(st.lists(st.one_of(st.sampled_from(WORDS), st.text(max_size=6)), max_size=20).map("".join))
-def test_no_text_raises(text):
+def test_any_text_can_be_parsed_without_an_error(text):
     letter, seconds = option_letter(text), interval(text)
     assert letter is None or letter in "ABCDEFGHIJ"
     assert seconds is None or 0.0 <= interval_iou(seconds, (0.0, 10.0)) <= 1.0

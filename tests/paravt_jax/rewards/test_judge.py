@@ -15,7 +15,7 @@ KEY = "sk-secret-7f3a"
 
 
 def verdict(score):
-    """A judge with this verdict."""
+    """Returns a judge's reply with this score."""
     return lambda body: f"They say the same.\nVERDICT {code_of(body)}: {score}"
 
 
@@ -30,7 +30,7 @@ def echo(body):
 
 @pytest.fixture
 def ask(monkeypatch):
-    """Judges an answer; returns the scores, the last problem and the endpoint."""
+    """Judges an answer. Returns the scores, the last error and the endpoint."""
     for name in ("BACKOFF_S", "PROBE_EVERY_S", "POLL_S", "GIVE_UP_S"):
         monkeypatch.setattr(client_module, name, 0.01)
 

@@ -183,7 +183,7 @@ def test_an_invalid_result_is_an_error_and_never_zero(function, complaint):
         terms_from(Plugin(function, 0.2))
 
 
-def test_numbers_of_numpy_become_pythons_which_json_can_write():
+def test_numpy_numbers_become_python_numbers_for_json():
     (term,) = terms_from(Plugin(returning(OwnTerm("brief", np.float32(0.5), weight=np.float32(2))), 5.0))
     assert (type(term.value), type(term.weight)) == (float, float)
 
@@ -237,7 +237,7 @@ def test_a_function_does_not_block_closing_its_coroutine():
     assert running.cr_frame is None
 
 
-def test_episodes_do_not_wait_for_each_other():
+def test_user_functions_of_episodes_run_concurrently():
     """Each function returns only after all have been called."""
     threads = threading.Barrier(4, timeout=20)
 

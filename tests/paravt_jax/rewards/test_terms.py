@@ -29,7 +29,7 @@ def terms(*turns, outcomes=(), answer="B", question_type="mcq", judged=None, **c
 
 
 def without_anchor(reward):
-    """The total without the anchor."""
+    """Returns the total without the anchor."""
     return math.fsum(summand.reward for summand in reward.summands_without_anchor)
 
 
@@ -111,7 +111,7 @@ def test_an_episode_is_tool_turns_and_then_an_answer(turns):
 
 
 def test_without_the_answer_suffix_thinking_and_answer_weigh_the_same():
-    """R_base: 0.3 thinking, 0.2 + 0.1 the answer's tags; with it 0.2 and 0.3 + 0.2."""
+    """R_base gives 0.3 for thinking and 0.2 + 0.1 for the answer's tags; with the suffix 0.2 and 0.3 + 0.2."""
     for rules, think, answered, opened in (("published", 0.2, 0.7, 0.3), ("no_suffix", 0.3, 0.6, 0.2)):
         assert terms("<think>\nI look closely.</think>", format=rules).base == pytest.approx(think)
         assert terms(ANSWER_TURN, format=rules).base == pytest.approx(answered)
@@ -135,7 +135,7 @@ def test_tool_reward_by_hand(outcomes, right, tool):
     assert reward.total == pytest.approx(right + 1.0 + tool)
 
 
-def test_an_unreadable_or_unknown_call_earns_nothing_even_with_a_right_answer():
+def test_an_invalid_or_unknown_call_earns_nothing_even_with_a_right_answer():
     bad, unknown = TOOL_TURN.replace(CALL, "{"), TOOL_TURN.replace("crop_video", "cut_video")
     assert terms(ANSWER_TURN).tool == 0.0
     assert terms(bad, ANSWER_TURN, outcomes=["invalid"]).tool == 0.0
@@ -153,7 +153,7 @@ def answered(reply, true, question_type="tvg", turns=(), outcomes=()):
 
 def test_a_tiny_overlap_earns_all_of_r_tool_with_the_published_formula_and_its_gain_as_needed():
     sliver = "[9.997, 10]"  # an IoU of 0.0003
-    for reply, gain in ((sliver, 0.0003 - 0.5), ("[0, 10]", 0.5)):  # no threshold: the other answers have 0.5
+    for reply, gain in ((sliver, 0.0003 - 0.5), ("[0, 10]", 0.5)):  # no threshold, because the other answers have 0.5
         turns = TOOL_TURN, ANSWER_TURN.replace(">B<", f">{reply}<")
         assert terms(*turns, outcomes=["ok"], answer="[0, 10]", question_type="tvg").tool == pytest.approx(0.8)
         looked = answered(reply, "[0, 10]", turns=[TOOL_TURN], outcomes=["ok"])
@@ -175,8 +175,8 @@ CALLED_UNANSWERED = terms(TOOL_TURN, THINK, outcomes=["ok"], tool="needed")
     [
         ([ALONE_WRONG, ALONE_WRONG], 0.0),
         ([ALONE_WRONG, ALONE_RIGHT, ALONE_WRONG, None, ALONE_RIGHT], 0.5),
-        ([ALONE_RIGHT, ALONE_RIGHT, ALONE_WRONG, REFUSED_RIGHT], 0.75),  # a refused call is no look at the video
-        ([ALONE_RIGHT, ALONE_UNANSWERED], 1.0),  # an answer that was not given is not a wrong one
+        ([ALONE_RIGHT, ALONE_RIGHT, ALONE_WRONG, REFUSED_RIGHT], 0.75),  # a rejected call does not look at the video
+        ([ALONE_RIGHT, ALONE_UNANSWERED], 1.0),  # a missing answer is not a wrong answer
     ],
 )
 def test_a_needed_call_earns_the_accuracy_beyond_the_answers_without_one(rest_of_group, expected):
@@ -201,7 +201,9 @@ def test_a_needed_call_earns_the_accuracy_beyond_the_answers_without_one(rest_of
 )
 def test_a_group_without_a_comparison_earns_nothing_as_needed(group):
     assert with_needed_calls(group, NEEDED) == group
-    assert REFUSED_RIGHT.tool == CALLED_RIGHT.tool == pytest.approx(-0.03)  # the price of a call, executed or not
+    assert (
+        REFUSED_RIGHT.tool == CALLED_RIGHT.tool == pytest.approx(-0.03)
+    )  # a call has its price whether executed or not
 
 
 DUTY = {"format": "strict"}
@@ -247,7 +249,7 @@ def test_a_call_of_any_tool_of_the_run_is_well_formed():
     assert earned == pytest.approx([0.1, 0.0])
 
 
-def test_a_leaked_call_earns_only_if_executed():
+def test_a_tool_code_call_earns_only_if_executed():
     executed = terms(LEAK, ANSWER_TURN, outcomes=["ok"])
     assert executed.tool == pytest.approx(0.8)
     assert {tag.name for tag in executed.tags} == {"think", "answer"}  # `</tool_code>` gets no credit of the anchor
@@ -297,7 +299,7 @@ def test_without_a_judge_an_open_answer_has_all_words_and_no_others():
     assert terms(turn, answer="red car", question_type="oe").accuracy == 0.0
 
 
-def test_the_last_answer_block_is_the_answer_and_text_outside_is_none():
+def test_the_answer_is_the_last_answer_block():
     assert find_prediction([f"{THINK}<answer>A</answer><answer>B</answer>"]) == "B"
     assert find_prediction([f"{THINK}<answer>A<answer>B</answer>"]) == "B"
     assert find_prediction([ANSWER_TURN, THINK]) == "B"
@@ -312,7 +314,7 @@ def test_the_last_answer_block_is_the_answer_and_text_outside_is_none():
         assert terms(text).accuracy == 0.0
 
 
-def test_an_answer_without_its_judge_is_missing_and_not_zero():
+def test_an_answer_without_a_verdict_has_a_missing_score_not_zero():
     open_question = dict(question_type="oe", answer="red", oe_mode="llm")
     own = (OwnTerm("brief", 0.5),)
     missing = reward_terms([ANSWER_TURN], [], "red", "oe", RewardConfig(oe_mode="llm"), own=own)
@@ -415,7 +417,7 @@ def test_a_well_formed_call_is_worth_a_well_formed_answer_with_and_without_the_a
     assert [without_anchor(reward) for reward in alone] == [reward.total for reward in alone]
 
 
-def test_credits_add_up_to_their_terms_and_name_the_characters_that_earned_them():
+def test_credits_sum_to_their_terms_and_locate_their_characters():
     turns = [f"{TOOL_TURN}\n<tool_call>{CALL}</tool_call>", ANSWER_TURN]
     reward = reward_terms(turns, ["timeout", "ok"], "B", "mcq")
     for term in ("accuracy", "base", "anchor", "think_first", "balanced", "tool"):
@@ -442,7 +444,7 @@ def test_credits_add_up_to_their_terms_and_name_the_characters_that_earned_them(
 @pytest.mark.parametrize(
     ("turns", "closing", "flow", "unclosed"),
     [
-        # text at the place of each missing property; None: it is met; "": the end of the turn
+        # text at the fault of each missing property; None: the property holds; "": the end of the turn
         ([ANSWER_TURN], None, None, None),
         ([TOOL_TURN, ANSWER_TURN], None, None, None),
         (["<think>\nlet me look<answer>B</answer>"], "<answer>", "<answer>", "<answer>"),
@@ -458,7 +460,7 @@ def test_credits_add_up_to_their_terms_and_name_the_characters_that_earned_them(
         ([""], "", "", None),
     ],
 )
-def test_a_missing_property_has_the_place_at_fault(turns, closing, flow, unclosed):
+def test_a_missing_property_has_the_position_of_its_fault(turns, closing, flow, unclosed):
     for anchor, expected in zip(terms(*turns).anchors, (closing, flow, unclosed), strict=True):
         assert anchor.met == (expected is None)
         if expected is not None:
@@ -467,7 +469,7 @@ def test_a_missing_property_has_the_place_at_fault(turns, closing, flow, unclose
             assert expected or start == len(turns[turn])
 
 
-def test_own_terms_are_added_to_r_with_their_weight():
+def test_user_terms_are_added_to_r_with_their_weight():
     own = (OwnTerm("brief", 0.5, weight=0.2), OwnTerm("polite", -1, (Place(0, 1, 4),)))
     reward = reward_terms([ANSWER_TURN], [], "B", "mcq", own=own)
     assert reward.total == pytest.approx(2.0 + 0.1 - 1) and without_anchor(reward) == pytest.approx(1.65 + 0.1 - 1)
@@ -478,7 +480,7 @@ def test_own_terms_are_added_to_r_with_their_weight():
 
 
 @pytest.mark.parametrize("name", ["accuracy", "total", "tool_right", "", "Brief", "a b", "1st", "x-y"])
-def test_a_reserved_or_invalid_name_of_an_own_term_is_an_error(name):
+def test_a_reserved_or_invalid_user_term_name_is_an_error(name):
     with pytest.raises(ValueError, match=r"^invalid term name"):
         OwnTerm(name, 1.0)
     for value, weight in ((math.nan, 1.0), (10.0, 1e15)):
@@ -512,7 +514,7 @@ configs = st.builds(
 
 
 def with_tags(text, tags):
-    """Replaces the tags of a text; "" deletes one, two in a string double it."""
+    """Replaces the tags of a text; "" deletes a tag, and a repeated tag doubles it."""
     pieces = TAG.split(text)[:: TAG.groups + 1]
     return "".join(piece + tag for piece, tag in zip(pieces, [*tags, ""], strict=True))
 
@@ -523,14 +525,14 @@ def tags_of(text):
 
 @st.composite
 def edited(draw, turns, edits=("delete", "double", "reorder", "insert")):
-    """An episode, and the same with tags of one turn deleted, doubled, reordered or inserted."""
+    """Draws an episode, and a copy with tags of one turn deleted, doubled, reordered or inserted."""
     turns = draw(turns)
     turn = draw(st.integers(0, len(turns) - 1))
     text, tags = turns[turn], tags_of(turns[turn])
     edit = draw(st.sampled_from(edits))
     if edit == "insert":
         inside = {at for match in TAG.finditer(text) for at in range(match.start() + 1, match.end())}
-        # A tag that is cut in two would be text, which makes the thinking longer.
+        # A split tag would become text, which makes the thinking longer.
         at = draw(st.sampled_from([at for at in range(len(text) + 1) if at not in inside]))
         changed = text[:at] + draw(st.sampled_from(TAGS)) + text[at:]
     elif edit == "reorder":
@@ -566,7 +568,7 @@ def test_no_text_raises_and_every_total_is_within_its_bounds(turns, outcomes, tr
 @pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(edited(episodes), outcome_lists, configs)
-def test_no_change_of_the_tags_of_a_valid_episode_raises_its_total(pair, outcomes, config):
+def test_changing_the_tags_of_a_valid_episode_never_raises_its_total(pair, outcomes, config):
     original, changed = (reward_terms(turns, outcomes, "B", "mcq", config) for turns in pair)
     assert original.parseable
     assert changed.total <= original.total + SLACK
@@ -585,7 +587,7 @@ FULL_TURN = f"{TOOL_TURN}\n<tool_call>{CALL}</tool_call>"
 
 
 @pytest.mark.parametrize("turns", [[ANSWER_TURN], [TOOL_TURN, ANSWER_TURN], [FULL_TURN, TOOL_TURN, ANSWER_TURN]])
-def test_every_deleted_doubled_or_exchanged_tag_of_a_right_episode_costs_something(turns):
+def test_deleting_doubling_or_swapping_a_tag_of_a_right_episode_lowers_its_total(turns):
     outcomes = ["ok"] * sum(turn.count("<tool_call>") for turn in turns)
     full = terms(*turns, outcomes=outcomes).total
     for number, text in enumerate(turns):

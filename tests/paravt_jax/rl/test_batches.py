@@ -37,7 +37,7 @@ COMMON = [
     "train.max_resamples=0",
     "video.frame_budgets=[]",
     "video.overview_frames=3",
-    "rollout.max_context_tokens=512",  # an update takes as long as its rows
+    "rollout.max_context_tokens=512",  # short rows make updates fast
     "rollout.max_new_tokens=64",
     "pack.row_tokens=512",
     "loss.correction=none",
@@ -58,7 +58,7 @@ def updated(update, groups):
 
 
 def trained(tiny_hf, *overrides, say=half_right, steps=1, do=updated, mesh=None):
-    """The learner and the metrics of every step."""
+    """Trains for some steps. Returns the learner and the metrics of every step."""
     config = load_config(None, *COMMON, *overrides)
     chat, contract = Chat.from_hf(tiny_hf), VisionContract.from_hf(tiny_hf)
     model = model_port.load(tiny_hf, mesh=mesh)
@@ -97,7 +97,7 @@ def test_every_sampled_token_of_an_episode_that_is_not_missing_counts_once(tiny_
 
 
 @pytest.mark.slow
-def test_a_step_without_spread_only_changes_the_version(tiny_hf):
+def test_a_step_without_signal_only_changes_the_version(tiny_hf):
     learner, metrics = trained(tiny_hf, "train.updates_per_step=2", say=lambda episode: half_right("1"), steps=2)
     assert int(learner.state.step) == 4
     assert all("loss/policy" not in of_step for of_step in metrics)
@@ -161,7 +161,7 @@ def test_the_kl_penalty_is_not_divided_by_its_own_std(tiny_hf):
 
 
 class FirstOfTwo(Hosts):
-    """Host 0 of two, where only the other one has dialogues."""
+    """Host 0 of two hosts, of which only the other has dialogues."""
 
     def __init__(self):
         super().__init__(0, 2)
@@ -172,7 +172,7 @@ class FirstOfTwo(Hosts):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kl", ["reward", "returns"])
-def test_a_host_without_dialogues_takes_part_in_an_update_with_a_kl_penalty(tiny_hf, kl):
+def test_a_host_without_dialogues_participates_in_an_update_with_a_kl_penalty(tiny_hf, kl):
     def parts_without_own(update, groups):
         update._hosts = FirstOfTwo()
         return update.parts([replace(group, is_remote=True) for group in groups])
@@ -192,7 +192,7 @@ RELEASE = [
 
 
 def tokens_of(tiny_hf, *overrides):
-    """The scored tokens of a step: dialogue, log-probs of sampler and reference, advantage."""
+    """Returns a step's scored tokens: dialogue, sampler's and reference's log-probs, advantage."""
 
     def moved(update, groups):
         learner = update._learner
@@ -252,7 +252,7 @@ def test_the_weight_of_a_dr_grpo_token_does_not_depend_on_lengths(tiny_hf):
 
 
 def parts_of(tiny_hf, *overrides, **options):
-    """The data of a step's updates."""
+    """Returns the data of a step's updates."""
     return trained(tiny_hf, *overrides, do=lambda update, groups: update.parts(groups), **options)[1][0]
 
 
@@ -373,7 +373,7 @@ def parts_and_metrics(update, groups):
     ],
     ids=" ".join,
 )
-def test_updates_that_were_compiled_ahead_compile_nothing(tiny_hf, overrides, mesh_sizes):
+def test_updates_compiled_ahead_compile_nothing_later(tiny_hf, overrides, mesh_sizes):
     names: list[str] = []
 
     def on_event(event, duration_secs, **kwargs):

@@ -10,7 +10,7 @@ from rollout.records import Episode, Turn
 
 
 def episode(*lengths, finish="done") -> Episode:
-    """Turns with these numbers of sampled tokens, each after three forced ones and from two policy versions."""
+    """Makes turns with the given numbers of sampled tokens, each after three forced tokens, from two versions."""
     ledger, turns = Ledger([]), []
     for length in lengths:
         begin = len(ledger.ids)

@@ -34,7 +34,7 @@ LOOK = f"I look.</think>{call(3, 5)}<|im_end|>".replace("video.mp4", "video_1.mp
 
 
 class Counting(Judge):
-    """Verdicts that differ; one is missing."""
+    """A judge whose scores differ and one of which is missing."""
 
     def __init__(self):
         super().__init__(JudgeConfig("http://judge/v1", "m"))
@@ -46,7 +46,7 @@ class Counting(Judge):
 
 @pytest.fixture(scope="module")
 def played(chat):
-    """Groups with calls in one of two videos, a missing verdict, a timeout in the second turn, a missing video."""
+    """Plays groups with calls, two videos, a missing verdict, a timeout in the second turn, and a missing video."""
     config = load_config(None, *SETTINGS)
     turns = {}
 
@@ -138,7 +138,7 @@ def test_a_log_of_other_data_videos_or_versions_is_rejected(played, chat, tmp_pa
         replayed(run_dir, chat)
 
 
-def test_a_directory_that_is_no_run_is_one_sentence(tmp_path, monkeypatch):
+def test_a_directory_without_a_run_is_a_one_line_error(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["train", "--replay", str(tmp_path)])
     with pytest.raises(ValueError, match=r"^--replay \S+: it has no config.json; give the run_dir of train$"):
         train.main()
@@ -245,7 +245,7 @@ def test_pictures_in_responses_are_replayed(chat, tmp_path, moved):
 
 
 class Shifted(FakeFrames):
-    """Another second of the second video where a call looks at it."""
+    """Frames that differ from the logged ones where a call looks at the second video."""
 
     async def frames(self, path, times_s, deadline_s, box=None):
         later = [time_s + 1 for time_s in times_s] if (path, len(times_s)) == ("/b.mp4", 2) else times_s

@@ -49,7 +49,7 @@ CALL = f"I look closer.</think>{call(3, 5)}<|im_end|>"
 
 
 class GivenScores(Judge):
-    """Returns these scores; None is a missing verdict."""
+    """A judge with given scores; None is a missing verdict."""
 
     def __init__(self, *scores):
         super().__init__(JudgeConfig("http://judge/v1", "m"))
@@ -60,7 +60,7 @@ class GivenScores(Judge):
 
 
 def collect(chat, say, *overrides, judge=None, prompts=PROMPTS, steps=1, cursor=None):
-    """The groups of each step. `say(episode, request)` gives the text of a main agent's turn, or raises."""
+    """Collects the groups of each step. `say(episode, request)` returns the main agent's turn, or raises."""
     config = load_config(None, *COMMON, *overrides)
 
     async def reply(request):
@@ -201,7 +201,7 @@ def test_too_many_missing_episodes_end_the_run(chat):
 
 def test_an_answer_without_a_verdict_is_missing(chat):
     judge = GivenScores(1.0, None, 0.5, 0.0)
-    prompts = [OPEN_QUESTIONS[0], PROMPTS[0]]  # the judge does not see the second one
+    prompts = [OPEN_QUESTIONS[0], PROMPTS[0]]  # the second episode is not judged
     (groups,) = collect(chat, half_right, *JUDGED, judge=judge, prompts=prompts)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     assert sorted(m.terms.accuracy for m in rollouts if not m.missing) == [0.0, 0.0, 0.0, 0.5, 1.0, 1.0, 1.0]
@@ -221,7 +221,7 @@ def test_groups_without_spread_are_replaced_up_to_max_resamples(chat):
 
 
 def oversampled(chat, say, *overrides, steps=1):
-    """The groups and metrics of each step, and the cursor. `say` may wait."""
+    """Collects with oversampling. Returns each step's groups and metrics, and the cursor. `say` may wait."""
     config = load_config(None, *COMMON, "train.oversample=2", *overrides)
     cursor, collected = Cursor(), []
 
@@ -401,7 +401,7 @@ def test_sampled_tokens_include_sub_agents_and_missing_episodes(chat):
 
     (groups,) = collect(chat, say, "train.prompts_per_step=1", "train.max_missing_frac=0.5")
     call, report, answer = (len(chat.encode(text)) for text in (CALL, "A report.<|im_end|>", RIGHT))
-    assert num_sampled(groups) == 3 * (call + report + answer) + call  # the lost agent had made its call
+    assert num_sampled(groups) == 3 * (call + report + answer) + call  # the failed agent had already made its call
 
 
 def test_calls_that_were_not_executed_do_not_count_as_tool_calls(chat):
@@ -429,7 +429,7 @@ def test_metrics_by_frame_budget_and_question_type(chat):
     assert not {"rollout/accuracy_mean_tvg", "rollout/accuracy_mean_k64"} & set(metrics)
 
 
-def test_the_taught_fraction_and_quantiles_by_hand(chat):
+def test_the_signal_fraction_and_quantiles_by_hand(chat):
     def say(episode, request):
         return RIGHT if "p0" in episode else half_right(episode, request)
 
@@ -639,7 +639,7 @@ LONG = "I have looked. " * 40 + "</think><answer>A</answer><|im_end|>"
 
 
 def one_cut_off(episode, request):
-    """Rollouts 0 and 1 are wrong and right; rollout 3 is cut off before its right answer."""
+    """Rollouts 0 and 1 are wrong and right; rollout 3 is truncated before its right answer."""
     return LONG if episode.endswith("/3") else half_right(episode, request)
 
 
@@ -694,7 +694,7 @@ def test_episodes_search_the_subtitles_of_their_row(chat, tmp_path):
 
 
 def frames_between_steps(chat, *overrides, prompts=PROMPTS, num_steps=2):
-    """The overviews that are decoded after step 1 is collected and before step 2 starts, and both steps' groups."""
+    """Returns the overviews decoded between collecting step 1 and starting step 2, and both steps' groups."""
     settings = [*COMMON, "video.frame_budgets=[2,3,5]", f"train.num_steps={num_steps}", *overrides]
     config, frames = load_config(None, *settings), FakeFrames()
 
@@ -719,12 +719,12 @@ def frames_between_steps(chat, *overrides, prompts=PROMPTS, num_steps=2):
     return asyncio.run(work())
 
 
-def test_the_next_steps_overviews_are_decoded_while_the_learner_updates(chat):
+def test_the_next_steps_overviews_are_prefetched_during_the_update(chat):
     ahead, _, second = frames_between_steps(chat)
     assert ahead == {group.sample.item.videos[0]: group.frame_budget for group in second} and len(ahead) == 2
 
 
-def test_nothing_is_decoded_ahead_of_the_end_beyond_the_memory_or_beside_rollouts_that_run_ahead(chat, monkeypatch):
+def test_prefetching_frames_stops_at_the_end_the_memory_bound_and_with_staleness(chat, monkeypatch):
     assert frames_between_steps(chat, num_steps=1)[0] == {}
     assert frames_between_steps(chat, "train.max_staleness=1", num_steps=4)[0] == {}
     frame_bytes = 3 * 50_176 * MEMORY_PER_PIXEL_BYTE
@@ -733,7 +733,7 @@ def test_nothing_is_decoded_ahead_of_the_end_beyond_the_memory_or_beside_rollout
     assert list(frames_between_steps(chat)[0].values()) == budgets[:1]
 
 
-def test_a_video_that_cannot_be_decoded_ahead_is_reported_by_its_own_step(chat):
+def test_a_video_that_fails_to_prefetch_is_reported_by_its_own_step(chat):
     broken = SampleOrder(PROMPTS, 0)[2].item  # the first prompt of the second step
     prompts = [replace(prompt, videos=("/missing.mp4",)) if prompt == broken else prompt for prompt in PROMPTS]
     ahead, _, second = frames_between_steps(chat, prompts=prompts)

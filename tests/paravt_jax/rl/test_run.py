@@ -32,7 +32,7 @@ HELD_OUT = [
 
 
 def validated(tiny_hf, run_dir, stopping: Stopping, reply_s: float = 0.0, prompts=HELD_OUT) -> list[dict]:
-    """The log of a validation before the first step."""
+    """Returns the log of a validation before the first step."""
     config, chat = load_config(None), Chat.from_hf(tiny_hf)
 
     async def reply(request):
@@ -79,7 +79,7 @@ def test_a_validation_without_a_single_score_ends_the_run(tiny_hf, tmp_path):
     assert not (tmp_path / "validation.jsonl").exists()
 
 
-def test_a_validation_queues_no_more_episodes_than_end_within_their_deadlines(chat):
+def test_a_validation_queues_only_episodes_that_finish_within_their_deadlines(chat):
     config, running, most = load_config(None), 0, 0
 
     async def reply(request):

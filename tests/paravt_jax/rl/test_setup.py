@@ -31,7 +31,7 @@ def test_a_missing_wandb_ends_a_run_before_it_has_a_directory(tmp_path, monkeypa
 
 
 def gate(monkeypatch, servers):
-    """Runs the gate with these servers and their results; returns the log."""
+    """Runs the gate with the given servers and results. Returns the log."""
     messages, requested = [], set()
 
     async def check(urls, scorer, chat, on_progress):

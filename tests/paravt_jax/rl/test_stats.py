@@ -41,7 +41,7 @@ SETTINGS = [
     "model.dtype=float32",
     "rollout.prompts.system=Call crop_video.",
     "rollout.prompts.system_has_tools=true",
-    "train.prompts_per_step=3",  # two for one host, one for the other
+    "train.prompts_per_step=3",  # two prompts for one host, one for the other
     "train.group_size=4",
     "train.updates_per_step=2",
     "train.max_resamples=1",
@@ -134,7 +134,7 @@ def two_steps(hosts, tiny_hf, file, overrides):
 
 
 def difference(leaves, reference):
-    """Relative to the reference's norm."""
+    """Returns the difference relative to the reference's norm."""
     first, second = (np.concatenate([np.asarray(leaf).ravel() for leaf in each]) for each in (leaves, reference))
     return np.linalg.norm(first - second) / np.linalg.norm(second)
 
@@ -170,7 +170,7 @@ def test_host_times_have_maximum_minimum_and_the_slowest_host():
 
 
 def test_groups_reach_another_host_with_all_their_numbers(tiny_hf):
-    """An episode of each is missing, and calls have arguments that are not JSON."""
+    """Each group has a missing episode and calls whose arguments are not JSON."""
     odd = "</think>\n\n<tool_code>crop_video({1, 2}, b'3', ...)</tool_code>\n" + call(3, 9)
     larger = ("rollout.max_context_tokens=1024", "rollout.max_new_tokens=256", "pack.row_tokens=1024")
     config, chat = load_config(None, *SETTINGS[1:], *larger), Chat.from_hf(tiny_hf)

@@ -45,7 +45,7 @@ def open_checkpoints(tiny_hf, messages=None, before_commit=lambda: None, keep=2,
 
 
 def saved(tiny_hf, subject, *steps, **options):
-    """The bits of each step."""
+    """Saves checkpoints. Returns the bits of each step."""
     checkpoints, expected = open_checkpoints(tiny_hf, **options), {}
     for step in steps:
         expected[step] = bits(set_state(subject, step))
@@ -66,7 +66,7 @@ def restored(tiny_hf, subject, messages=None):
 def test_a_checkpoint_restores_bit_for_bit_loads_and_verifies(gcs, tiny_hf, subject):
     expected = saved(tiny_hf, subject, 1, 2, 3)
     assert restored(tiny_hf, subject) == {"step": 3} and bits(subject) == expected[3]
-    assert {name.split("/")[0] for name in gcs.names(CHECKPOINTS)} == {"2", "3"}  # the newest two are kept
+    assert {name.split("/")[0] for name in gcs.names(CHECKPOINTS)} == {"2", "3"}  # only the newest two are kept
     assert not [name for name in gcs.objects if name.endswith(UPLOADING)]
     assert [problem for _, problem in verify(Bucket.of(ADDRESS) / "checkpoints")] == ["", ""]
     loaded = model_port.load(f"{ADDRESS}/checkpoints/3")

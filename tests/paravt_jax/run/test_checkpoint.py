@@ -39,7 +39,7 @@ PROGRESS = {"cursor": {"epoch": 1, "position": 17}, "seen": [0.1, 1e-300], "name
 
 @pytest.fixture(scope="module")
 def subject(tiny_hf):
-    """One learner for all tests that only move states."""
+    """A learner shared by all tests that only save and restore states."""
     return make_learner(tiny_hf)
 
 
@@ -257,7 +257,7 @@ def test_a_flipped_bit_is_detected(name, tiny_hf, tmp_path, two_steps, subject):
 def test_a_read_error_does_not_prove_damage(name, tiny_hf, tmp_path, two_steps, subject):
     run = shutil.copytree(two_steps[0], tmp_path / "checkpoints")
     (run / "2" / name).unlink()
-    (run / "2" / name).symlink_to(name.rpartition("/")[2])  # to itself, so opening it is a system error
+    (run / "2" / name).symlink_to(name.rpartition("/")[2])  # a link to itself, so that opening it fails
     with open_checkpoints(run, tiny_hf) as checkpoints:
         with pytest.raises(OSError, match="symbolic links") as stopped:
             checkpoints.restore(subject)
@@ -433,7 +433,7 @@ def test_a_kill_at_any_moment_leaves_only_complete_checkpoints(tiny_hf, subject,
                 newest = max(steps(tmp_path / "run"))
                 while moment % 2 and max(steps(tmp_path / "run")) == newest:
                     assert process.poll() is None
-                time.sleep(0.0005 * moment if moment % 2 else 0.037)  # half of them right after a rename
+                time.sleep(0.0005 * moment if moment % 2 else 0.037)  # half of the kills come right after a rename
                 process.send_signal(signal.SIGSTOP)  # the disk is now as after a SIGKILL
                 os.waitpid(process.pid, os.WUNTRACED)
                 shutil.copytree(tmp_path / "run", tmp_path / str(moment))

@@ -75,7 +75,7 @@ def test_without_visible_gpus_servers_start_on_the_cpu_unless_their_gpus_are_lis
         place_servers(engine(1), 0, environment)
 
 
-def test_jax_preallocates_the_planned_memory_unless_the_user_sets_it():
+def test_jax_preallocates_the_planned_memory_unless_the_user_sets_a_fraction():
     environments: list[dict[str, str]] = [
         {},
         {"XLA_CLIENT_MEM_FRACTION": "0.5"},
@@ -98,7 +98,7 @@ def test_servers_without_gpus_are_rejected_before_anything_starts(tmp_path, monk
     assert not (tmp_path / "run").exists()
 
 
-def test_servers_of_an_evaluated_model_have_a_gpu_each_unless_it_is_said_which():
+def test_evaluation_servers_get_a_gpu_each_unless_gpus_are_listed():
     visible = {"CUDA_VISIBLE_DEVICES": "3,5,7"}
     engine = EngineConfig("openai", serve_with="vllm", num_servers=2)
     assert place_servers(engine, 0, dict(visible)) == (("3",), ("5",))

@@ -70,7 +70,7 @@ def started_by_slurm(rank, job):
 
 
 def _all(hosts):
-    """The last one ends the hosts with an error."""
+    """Runs all checks; the last check ends the hosts with an error."""
     for work in (exchange, share_a_mesh, differ):
         work(hosts)
         print(f"done: {work.__name__}", flush=True)
@@ -78,7 +78,7 @@ def _all(hosts):
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """How two hosts ended after all this work in turn, because starting hosts takes longest."""
+    """Runs all checks on the same two hosts, because starting hosts takes longest. Returns their exits."""
     each = [(rank, os.getpid()) for rank in range(2)]  # jax derives the port from the job
     return several.RunningHosts(tmp_path_factory.mktemp("all"), 2, 2, started_by_slurm, each).wait(120)
 
@@ -114,7 +114,7 @@ def late_at_a_sum(hosts):
 
 @pytest.mark.nightly
 def test_a_host_may_be_half_a_minute_late(tmp_path):
-    """Gloo connects the CPUs of several hosts, and waits 30 s for a host's first connection."""
+    """Gloo, which connects CPUs of several hosts, waits 30 s for a host's first connection."""
     assert [output.split()[-1] for output in several.run_work(tmp_path, late_at_a_sum, devices=2)] == ["4.0", "4.0"]
 
 
@@ -135,12 +135,12 @@ def killed(hosts, victim, signal_number):
     hosts.gather("never", None)
 
 
-def test_hosts_at_different_points_of_the_program_end(tmp_path):
+def test_hosts_at_different_points_of_the_program_exit_with_an_error(tmp_path):
     for ended in several.start_work(tmp_path, in_another_order).wait(100):
         assert ended.code == 1 and "host 0 at 'first', host 1 at 'second'" in ended.output
 
 
-def test_an_error_of_one_host_ends_all(tmp_path):
+def test_an_error_of_one_host_ends_all_hosts(tmp_path):
     first, second = several.start_work(tmp_path, fail_alone).wait(100)
     assert second.code == 1 and "error: model.path=nowhere is not a directory" in second.output
     assert first.code not in (0, None)
@@ -152,8 +152,8 @@ def test_a_killed_host_ends_the_other(victim, tmp_path):
     assert ended[victim].code == -signal.SIGKILL and ended[1 - victim].code not in (0, None)
 
 
-def test_a_host_that_hangs_ends_the_other(tmp_path):
-    """A disconnected machine sends no heartbeats."""
+def test_a_hung_host_ends_the_other(tmp_path):
+    """A hung host sends no heartbeats, like a disconnected machine."""
     started = several.start_work(tmp_path, killed, 2, 0, signal.SIGSTOP)
     started.processes[1].join(100)
     assert started.processes[1].exitcode not in (0, None)

@@ -295,7 +295,7 @@ def test_a_run_that_fails_clears_the_bar(tmp_path, monkeypatch):
 
 
 def events_of(run_dir: Path) -> list:
-    """All events in the order in which TensorBoard reads them."""
+    """Returns all events in the order in which TensorBoard reads them."""
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.record_writer import masked_crc32c
 
@@ -356,7 +356,7 @@ def test_wandb_resumes_its_run_unless_the_run_starts_over(tmp_path, monkeypatch)
     assert inits[0] == own | {"id": first, "config": {"seed": 0}}  # entity and tags are the environment's
     assert logged[0] == (1, {**METRICS, "loss/policy": 1 / 3})
     open_log(tmp_path, first_step=1, wandb_project="video").close(failed=True)
-    assert exit_codes == [0, 0, 0, 1]  # or it shows a crashed run as finished
+    assert exit_codes == [0, 0, 0, 1]  # otherwise W&B shows a crashed run as finished
 
 
 def test_a_full_disk_is_an_error_with_the_file(tmp_path):

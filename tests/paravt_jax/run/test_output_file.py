@@ -19,7 +19,7 @@ def write(path, text="new", by="a command", **options):
     return output
 
 
-def test_a_command_replaces_its_own_file_as_long_as_nobody_changed_it(tmp_path):
+def test_a_command_replaces_its_own_unchanged_file(tmp_path):
     path = tmp_path / "made" / "out.json"
     assert write(path, "one").changed and write(path, "two").changed and not write(path, "two").changed
     path.write_text("by hand")
@@ -38,7 +38,7 @@ def test_a_command_replaces_its_own_file_in_a_copied_directory(tmp_path):
     assert (copy / "report.html").read_text() == "two"
 
 
-def test_json_has_null_for_a_number_that_json_does_not_have(tmp_path):
+def test_non_finite_numbers_are_null_in_json(tmp_path):
     OutputFile(tmp_path / "out.json", "a command").write_json({"kl": [float("nan"), 0.5], "bound": float("inf")})
     assert json.loads((tmp_path / "out.json").read_text(), parse_constant=pytest.fail) == {
         "kl": [None, 0.5],
@@ -47,7 +47,7 @@ def test_json_has_null_for_a_number_that_json_does_not_have(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["itself", "hard", "symbolic", "spelled"])
-def test_an_input_is_never_replaced_whatever_it_is_called(kind, tmp_path):
+def test_an_input_is_never_replaced_under_any_name(kind, tmp_path):
     source, path = tmp_path / "in", tmp_path / "out"
     source.write_text("hours of work")
     if kind == "hard":
@@ -76,7 +76,7 @@ def test_in_a_directory_that_a_command_reads_force_replaces_only_pages_and_pictu
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_a_command_that_was_killed_while_it_replaced_its_file_may_do_so_again(number, tmp_path, monkeypatch):
+def test_a_command_killed_while_it_replaced_its_file_may_replace_it_again(number, tmp_path, monkeypatch):
     path = tmp_path / "out"
     write(path, "old")
     with monkeypatch.context() as patch:
@@ -96,7 +96,7 @@ def test_a_command_that_was_killed_while_it_replaced_its_file_may_do_so_again(nu
     assert path.read_text() == "newer"
 
 
-def test_a_file_appears_whole_or_not_at_all(tmp_path):
+def test_a_file_is_written_atomically(tmp_path):
     path = tmp_path / "out"
     write(path, "old")
 
@@ -110,7 +110,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
     assert path.read_text() == "old" and not [entry for entry in tmp_path.iterdir() if "partial" in entry.name]
 
 
-def test_a_file_that_appears_during_the_work_is_kept(tmp_path):
+def test_a_file_created_by_others_during_the_work_is_kept(tmp_path):
     output = OutputFile(tmp_path / "out", "a command")
 
     def work():
@@ -123,7 +123,7 @@ def test_a_file_that_appears_during_the_work_is_kept(tmp_path):
     assert output.path.read_text() == "of somebody else"
 
 
-def test_a_link_stays_and_its_target_is_what_is_judged_and_replaced(tmp_path):
+def test_the_target_of_a_link_is_checked_and_replaced(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "target")
     write(tmp_path / "link", "one")
     write(tmp_path / "link", "two")
@@ -133,7 +133,7 @@ def test_a_link_stays_and_its_target_is_what_is_judged_and_replaced(tmp_path):
         OutputFile(tmp_path / "link", "a command")
 
 
-def test_what_cannot_be_written_is_refused_at_once(tmp_path):
+def test_an_unwritable_path_is_rejected_at_once(tmp_path):
     (tmp_path / "file").touch()
     for path, problem in [
         (tmp_path / "file" / "deep" / "out", "file is not a writable directory"),
@@ -144,12 +144,12 @@ def test_what_cannot_be_written_is_refused_at_once(tmp_path):
             OutputFile(path, "a command", force=True)
 
 
-def test_an_empty_file_holds_nothing_to_lose(tmp_path):
+def test_an_empty_file_is_replaced(tmp_path):
     (tmp_path / "made by mktemp").touch()
     write(tmp_path / "made by mktemp")
 
 
-def test_two_at_once_do_not_mix(tmp_path):
+def test_concurrent_writes_do_not_mix(tmp_path):
     with OutputFile(tmp_path / "out", "a command").partial() as partial:
         partial.write_text("first")
         with pytest.raises(ValueError, match="another process is writing"):

@@ -128,7 +128,7 @@ def test_steps_without_a_value_leave_a_gap(make_run):
 
 
 @pytest.mark.slow
-def test_numbers_too_large_to_draw_are_gaps(make_run):
+def test_values_too_large_to_draw_are_gaps(make_run):
     run_dir = make_run(4)
     rows = [{"step": step} | dict.fromkeys(KEYS, value) for step, value in ((5, 1e308), (6, -1e308), (7, 10**400))]
     with (run_dir / "metrics.jsonl").open("a") as file:

@@ -35,12 +35,12 @@ async def interrupt() -> None:
 
 
 def main_thread() -> list[str]:
-    """The functions that the main thread is in."""
+    """Returns the names of the functions on the main thread's stack."""
     return [frame.name for frame in traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])]
 
 
 def in_a_cell(work):
-    """Runs the work as a notebook's kernel does: in its loop, with Python's own handler of interrupts."""
+    """Runs `work` like a notebook's kernel: in its event loop, with Python's own interrupt handler."""
 
     async def cell():
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -54,7 +54,7 @@ def test_an_interrupt_of_a_notebook_ends_a_run_like_a_signal(capsys):
     assert "stopping: saving a checkpoint; interrupt again to stop without it" in capsys.readouterr().err
 
 
-def test_an_interrupt_that_does_not_wake_a_waiting_notebook_is_noticed():
+def test_an_interrupt_just_before_a_notebook_waits_is_handled():
     async def work():
         stopping = Stopping()
         undo = stop_on_signals(stopping)

@@ -35,7 +35,7 @@ def check_state(learner, step):
     """Compares this host's part of the state with the random state of the step."""
     restored = jax.tree.leaves(learner.state)
     for ours, expected in zip(restored, jax.tree.leaves(set_state(learner, step).state), strict=True):
-        # A number is on one device or on all of them.
+        # A scalar is on one device or on all devices.
         for shard, other in zip(ours.addressable_shards, expected.addressable_shards, strict=ours.ndim > 0):
             assert np.asarray(shard.data).tobytes() == np.asarray(other.data).tobytes()
 
@@ -70,7 +70,7 @@ ONE, TWO = {"fsdp": 4}, {"data": 2, "fsdp": 1, "tensor": 2}
 
 
 def failing(hosts, directory, tiny_hf):
-    """Host 1's disk is full."""
+    """Saves while host 1's disk is full."""
     learner, messages = learner_on(tiny_hf, {"fsdp": 2, "tensor": 2}), []
     checkpoints = open_on(hosts, directory, tiny_hf, messages)
 
@@ -90,7 +90,7 @@ def failing(hosts, directory, tiny_hf):
 
 
 def check_shares(hosts, directory, tiny_hf):
-    """A host writes and reads only its devices' shards."""
+    """Checks that a host writes and reads only its devices' shards."""
     learner, messages = learner_on(tiny_hf, {"fsdp": 2, "tensor": 2}), []
     checkpoints = open_on(hosts, directory, tiny_hf, messages)
     write, read, written, num_read = checkpoint.write_shards, checkpoint_read.read_summed, [], []
@@ -187,7 +187,7 @@ def open_bucket_on(hosts, tiny_hf, messages):
 
 
 def through_a_bucket(hosts, url, folder, tiny_hf):
-    """Each host has its own disk."""
+    """Saves to and restores from a bucket, with a separate disk for each host."""
     os.environ["TENSORSTORE_GCS_HTTP_URL"] = url
     disk = folder / f"disk{hosts.index}"
     disk.mkdir()

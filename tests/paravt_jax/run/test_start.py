@@ -21,13 +21,13 @@ from paravt_jax.run.policy import policy_of
 
 @pytest.fixture
 def cpu_by_mistake(monkeypatch):
-    """Only a CPU is available, and JAX_PLATFORMS does not ask for it."""
+    """Simulates a machine with only a CPU, which JAX_PLATFORMS does not request."""
     monkeypatch.delenv("JAX_PLATFORMS")
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """A 2B model by its config.json, without weights, so that loading them fails."""
+    """A 2B model with only a config.json, so that loading its weights fails."""
     directory = tmp_path_factory.mktemp("large") / "hf"
     make_tiny(directory)
     (directory / "config.json").write_text(json.dumps(config_to_hf(preset("2b"))))

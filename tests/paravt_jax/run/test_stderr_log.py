@@ -57,7 +57,7 @@ def test_a_full_disk_loses_lines_of_the_file_and_not_the_run(capsys):
 def test_a_run_outlives_the_reader_of_its_stderr(tmp_path, monkeypatch):
     """After Ctrl-C, which also ends the `tee` of `train 2>&1 | tee FILE`, the run saves a checkpoint."""
     reader, writer = os.pipe()
-    with suppress(BrokenPipeError), os.fdopen(writer, "w", buffering=1) as stderr:  # closing it writes again
+    with suppress(BrokenPipeError), os.fdopen(writer, "w", buffering=1) as stderr:  # closing the file writes again
         monkeypatch.setattr(sys, "stderr", stderr)
         os.close(reader)
         with tee_stderr(tmp_path / "log.txt"):

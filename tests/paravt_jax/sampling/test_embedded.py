@@ -74,7 +74,7 @@ def run(work, model, contract):
 
 
 def sampling(work):
-    """A test whose first argument is an engine of the tiny model; the others are fixtures."""
+    """Makes a test whose first argument is an engine of the tiny model; the others are fixtures."""
     return make_test(work, 1, run)
 
 
@@ -87,7 +87,7 @@ def machine(request, monkeypatch):
 @pytest.mark.slow
 @sampling
 async def test_tokens_are_the_samplers_alone_or_with_other_requests(engine, chat, model, contract, machine):
-    """On a GPU it samples from a copy, which is deleted when all requests have ended."""
+    """On a GPU the engine samples from a copy, which is deleted after the last request."""
     alone = await engine.generate(request(chat, "a", seed=5))
     assert bool(engine._sampler.params) == (machine == "cpu")
     _, _, with_others, *_ = await asyncio.gather(*(engine.generate(request(chat, e, seed=5)) for e in "xyazwv"))
@@ -111,7 +111,7 @@ async def test_tokens_are_the_samplers_alone_or_with_other_requests(engine, chat
 @pytest.mark.slow
 @sampling
 async def test_a_picture_in_a_tools_response_has_the_learners_log_probs(engine, chat, model, contract):
-    """Also if the turns before it are in the cache; the same picture at another place gives others."""
+    """This also holds with cached earlier turns; the same picture at another position has other log-probs."""
     first = request(chat, "t", seed=5)
     turn = np.concatenate([first.ids, chat.encode("I look.</think><|im_end|>")])
     ids = np.concatenate([turn, chat.after_turn(turn, [["Here: ", PICTURES[1]], ["And: ", PICTURES[0]]])])
@@ -130,7 +130,7 @@ async def test_a_picture_in_a_tools_response_has_the_learners_log_probs(engine, 
 
 @pytest.mark.slow
 @sampling
-async def test_members_of_a_group_share_one_prefill(engine, chat):
+async def test_rollouts_of_a_group_share_one_prefill(engine, chat):
     prefills = []
     prefill = engine._sampler._prefill
     engine._sampler._prefill = lambda *arguments: prefills.append(arguments) or prefill(*arguments)
@@ -222,7 +222,7 @@ async def test_abort_returns_the_tokens_so_far_and_frees_the_row(engine, chat):
 
 
 @sampling
-async def test_a_deadline_or_a_cancelled_caller_leaves_nothing_running(engine, chat):
+async def test_timeouts_and_cancelled_callers_leave_no_request_running(engine, chat):
     with pytest.raises(DeadlineExceeded, match=r"did not finish a request in 0\.05 s"):
         await engine.generate(request(chat, max_new_tokens=450, deadline_s=0.05))
     task = asyncio.create_task(engine.generate(request(chat, max_new_tokens=450)))
@@ -242,7 +242,7 @@ async def test_a_deadline_or_a_cancelled_caller_leaves_nothing_running(engine, c
     ],
 )
 @sampling
-async def test_a_wrong_request_is_rejected_with_a_reason_and_the_next_one_works(engine, change, complaint, chat):
+async def test_an_invalid_request_is_rejected_and_the_next_one_works(engine, change, complaint, chat):
     right = request(chat)
     sampling = Sampling(
         change.get("max_new_tokens", 8), stop_ids=chat.stop_ids, top_p=change.get("top_p", 1.0), temperature=0.7
@@ -300,7 +300,7 @@ async def test_a_callback_that_raises_ends_only_its_own_request(engine, chat):
 
 
 def test_cached_frames_are_bounded_in_bytes(model, contract, chat, monkeypatch):
-    """A zoomed detail has the bytes of sixteen frames."""
+    """A zoomed detail takes as much memory as sixteen frames."""
     frame_bytes = frame_of(PICTURES[0], contract).patches.nbytes
     monkeypatch.setattr("paravt_jax.sampling.embedded.FRAME_BYTES", 20 * frame_bytes)
     sizes = [(64, 32)] * 3 + [(256, 128)] + [(64, 32)] * 2 + [(256, 128)]

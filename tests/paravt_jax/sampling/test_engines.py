@@ -21,7 +21,7 @@ from rollout.server import ServerFailed
 
 
 def test_every_server_gets_its_own_gpus(tiny_hf, tmp_path, monkeypatch):
-    python = tmp_path / "python"  # a server that logs its GPUs and arguments, and exits
+    python = tmp_path / "python"  # a fake server that logs its GPUs and arguments, and exits
     python.write_text(f'#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES $*" >{tmp_path}/$$.seen\nexit 1\n')
     python.chmod(0o755)
     monkeypatch.setenv("PARAVT_SGLANG_PYTHON", str(python))
@@ -45,7 +45,7 @@ def free_port() -> int:
 
 @pytest.fixture
 def unloaded(monkeypatch):
-    """The model is not loaded: an error takes its place."""
+    """Replaces loading the model by an error."""
 
     async def policy_of(*_, **__):
         raise ValueError("now the model would be loaded")
@@ -83,13 +83,13 @@ def test_an_evaluation_reports_an_unreachable_server_before_it_loads_its_model(t
     assert is_reported(url, capsys.readouterr().err)
 
 
-def test_a_server_that_is_still_starting_is_reported_and_waited_for(tiny_hf, free_port, tmp_path, capsys):
+def test_a_starting_server_is_reported_and_awaited(tiny_hf, free_port, tmp_path, capsys):
     policy = Policy(None, VisionContract.from_hf(tiny_hf), Chat.from_hf(tiny_hf), tiny_hf, tiny_hf, Compute())
     url, listed = f"http://127.0.0.1:{free_port}", tmp_path / "servers"
     settings = EngineConfig("sglang", [str(listed)])
 
     async def run() -> list[str]:
-        await report_unreachable(settings)  # of a list that does not exist yet
+        await report_unreachable(settings)  # a server list that does not exist yet
         listed.write_text(url)
         await report_unreachable(settings)
         options = {"dtype": "bfloat16", "max_context_tokens": 1024, "max_pixels": 50_176}

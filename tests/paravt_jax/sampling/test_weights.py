@@ -30,7 +30,7 @@ def weights(model_dir):
     return AdapterWeights(model, INFO)
 
 
-def test_an_adapter_is_sent_as_its_matrices_and_how_to_merge_them(weights, model_dir):
+def test_an_adapter_is_sent_as_matrices_with_merge_information(weights, model_dir):
     tensors = dict(weights.tensors())
     merging = json.loads(tensors.pop(ADAPTER_INFO).tobytes())
     assert {key: merging[key] for key in ("scale", "base", "dtype", "sum")} == {
@@ -52,7 +52,7 @@ def test_an_adapter_has_the_bytes_of_its_matrices_not_of_its_model(weights):
     assert weights.num_bytes == sent < 0.05 * ModelWeights(weights.model, np.dtype(np.float32)).num_bytes
 
 
-def test_a_written_adapter_is_one_of_peft(weights, tmp_path):
+def test_a_written_adapter_loads_in_peft(weights, tmp_path):
     weights.write(tmp_path)
     written = read_adapter(tmp_path, weights.model.config, INFO.lora.rank)
     assert read_adapter_info(tmp_path) == INFO

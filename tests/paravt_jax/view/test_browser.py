@@ -125,7 +125,7 @@ def open_page(
 
 
 def with_text(page: Path, text: str) -> str:
-    """The fragment of the first episode with this text."""
+    """Returns the URL fragment of the first episode with this text."""
     records = page.read_text().split('id="records">')[1].splitlines()
     return f"#episode-{next(number for number, record in enumerate(records) if text in record)}"
 
@@ -149,7 +149,7 @@ def test_hostile_texts_are_shown_as_text(tab, pages):
     assert tab.messages == []
 
 
-def test_names_that_objects_inherit_are_shown_like_others(tab, pages):
+def test_names_of_inherited_properties_are_shown_normally(tab, pages):
     open_page(tab, pages["names"])
     titles = tab.run("[...document.querySelectorAll('.chart')].map(chart => chart.ariaLabel)")
     assert set(INHERITED) < set(titles)
@@ -321,7 +321,7 @@ def test_single_values_are_numbers_and_constants_are_folded(tab, pages):
     assert "perf/dummy_frac" in tab.run(constants)
 
 
-TICK_LABELS = {  # of metrics at even and odd steps -> the labels of the vertical axis
+TICK_LABELS = {  # metric values at even and odd steps -> labels of the vertical axis
     "count": ((0, 1), ["0", "1"]),
     "large count": ((1200, 1201), ["1,200", "1,201"]),
     "fraction": ((0, 0.5), ["0", "0.2", "0.4"]),
@@ -387,7 +387,7 @@ def test_labels_are_inside_their_chart_and_apart(name, tab, pages):
 
 
 @pytest.mark.nightly
-def test_only_visible_rows_of_ten_thousand_episodes_are_built(tab, pages, tmp_path):
+def test_only_visible_rows_of_ten_thousand_episodes_are_rendered(tab, pages, tmp_path):
     run_dir = tmp_path / "many"
     (run_dir / "episodes").mkdir(parents=True)
     lines = [json.dumps({"id": f"{n:06d}-p{n}/0", "step": 1, "question": f"Number {n}?"}) + "\n" for n in range(10_000)]

@@ -16,7 +16,7 @@ from rollout.engine.protocol import EngineError
 
 @pytest.fixture
 def evaluated(tmp_path, monkeypatch) -> Path:
-    """Two cells of three samples; one calls, one sample is missing in it."""
+    """Two cells of three samples; one cell has calls and a missing sample."""
 
     def say(episode, request):
         looks = "A report" not in CHAT.decode(request.ids) and "crop_video" in CHAT.decode(request.ids)

@@ -24,7 +24,7 @@ from paravt_jax.view.page import make_page
 
 
 class Page(HTMLParser):
-    """A page as the standard library parses it."""
+    """A page parsed with the standard library."""
 
     def __init__(self, page: bytes) -> None:
         super().__init__()
