@@ -181,7 +181,7 @@ def test_weights_one_version_behind_their_label_are_detected(tmp_path, monkeypat
     published = []
 
     def weights(self):
-        """Returns the weights of step 1, in step 1 and again in step 2."""
+        """Returns the weights of step 1 in every step."""
         model = self.training.learner.model
         copy = LocalCopy(model, None, beside_update=True).of(model)
         published.append(ModelWeights(copy, np.dtype(np.float32)))

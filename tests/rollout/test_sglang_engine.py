@@ -280,8 +280,8 @@ async def test_a_bad_response_costs_only_a_retry(engine, bad, good, mode, on_tok
     bad.mode = mode
     found = await asyncio.gather(*(engine.generate(request(f"e{n}", on_tokens=on_tokens)) for n in range(8)))
     assert all(len(one.ids) == 4 and one.server == good.url for one in found)
-    assert bad.asked["/generate"] >= 1
-    assert bad.sent_bytes < 2**26 and bad.asked["/elsewhere"] == 0
+    assert bad.requests["/generate"] >= 1
+    assert bad.sent_bytes < 2**26 and bad.requests["/elsewhere"] == 0
 
 
 @with_servers(2, replace(QUICK, probe_every_s=60))
