@@ -48,21 +48,8 @@ from rollout.video.info import VideoInfo
 LONG_EXAMPLES = 2_000  # per round
 FRAGMENTS = (
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_code>", "</tool_code>", "<answer>", "</answer>"),
-    *(
-        "crop_video(",
-        "start_time=",
-        "end_time=",
-        "video_path=",
-        "print(",
-        ")",
-        ",",
-        "'",
-        '"',
-        "\n",
-        "1:30",
-        "1e999",
-        "-",
-    ),
+    *("crop_video(", "start_time=", "end_time=", "video_path=", "print(", "1:30", "1e999"),
+    *(")", ",", "'", '"', "\n", "-"),
     *('{"name": "crop_video", "arguments": {', '"start_time": 1', '"end_time": 2', "}}", "[[", "((", "**", "0x", "\0"),
     *(TURN_PROBE, "\ue000", "\ud800", "<|im_end|>", "<|im_start|>assistant", "<tool_response>", "</tool_response>"),
     *("<|image_pad|>", "<|vision_start|>", "<video>", "\u2028", "９", "½"),

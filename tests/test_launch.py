@@ -18,6 +18,7 @@ from paravt_jax.config import load_config
 
 ROOT = Path(__file__).parents[1]
 LAUNCH = ROOT / "configs" / "launch"
+LAUNCH_SLURM = ("bash", str(ROOT / "scripts" / "launch_slurm.sh"))
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do echo "$1" >> options; shift; done
 echo "${*: -2}" >> srun
@@ -85,7 +86,7 @@ def until(condition, deadline_s=60):
 
 @pytest.mark.slow
 def test_a_slurm_job_restarts_after_a_failure_and_forwards_sigterm(job, tmp_path):
-    command = ["bash", str(ROOT / "scripts" / "launch_slurm.sh"), "train", "--config", "run.yaml", "seed=3"]
+    command = [*LAUNCH_SLURM, "train", "--config", "run.yaml", "seed=3"]
     script = subprocess.Popen(command, env=job, stderr=subprocess.PIPE, text=True)
     until(lambda: all((tmp_path / f"joined{rank}").exists() for rank in range(2)) or script.poll() is not None)
     script.send_signal(signal.SIGTERM)  # as sbatch --signal=B:TERM does before the time limit
@@ -101,16 +102,15 @@ def test_a_slurm_job_restarts_after_a_failure_and_forwards_sigterm(job, tmp_path
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["--config", "run.yaml"]])
 def test_a_slurm_job_without_a_command_prints_its_usage(words, job):
-    command = ["bash", str(ROOT / "scripts" / "launch_slurm.sh"), *words]
-    done = subprocess.run(command, env=job, stderr=subprocess.PIPE, text=True, timeout=60)
+    done = subprocess.run([*LAUNCH_SLURM, *words], env=job, stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 2 and "sbatch --nodes 2" in done.stderr
 
 
 @pytest.mark.parametrize(("code", "starts"), [(0, 1), (130, 1), (143, 1), pytest.param(7, 3, marks=pytest.mark.slow)])
 def test_a_slurm_job_restarts_unless_its_run_finished_or_was_stopped(code, starts, job, tmp_path):
     program(tmp_path / ".venv" / "bin" / "python", f"#!/bin/sh\nexit {code}\n")
-    command = ["bash", str(ROOT / "scripts" / "launch_slurm.sh"), "train"]
-    done = subprocess.run(command, env=job | {"RESTARTS": "2"}, stderr=subprocess.PIPE, text=True, timeout=60)
+    env = job | {"RESTARTS": "2"}
+    done = subprocess.run([*LAUNCH_SLURM, "train"], env=env, stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == code and ("attempt" in done.stderr) == (starts > 1)
     assert len((tmp_path / "srun").read_text().splitlines()) == starts
 
@@ -119,9 +119,9 @@ def test_a_slurm_job_restarts_unless_its_run_finished_or_was_stopped(code, start
 def test_a_requeued_slurm_job_connects_on_its_new_nodes(job, tmp_path):
     """With `--requeue`, Slurm runs the script again on other nodes after it loses a node."""
     program(tmp_path / ".venv" / "bin" / "python", '#!/bin/sh\necho "$@" >> "task$SLURM_PROCID"\n')
-    command = ["bash", str(ROOT / "scripts" / "launch_slurm.sh"), "train", "seed=3"]
     for nodes in ("node001,node002", "node003,node001"):
-        subprocess.run(command, env=job | {"SLURM_JOB_NODELIST": nodes}, check=True, timeout=60)
+        env = job | {"SLURM_JOB_NODELIST": nodes}
+        subprocess.run([*LAUNCH_SLURM, "train", "seed=3"], env=env, check=True, timeout=60)
     port = 20000 + os.getpid() % 10000
     for rank in range(2):
         assert (tmp_path / f"task{rank}").read_text().splitlines() == [
@@ -129,11 +129,8 @@ def test_a_requeued_slurm_job_connects_on_its_new_nodes(job, tmp_path):
             for first in ("node001", "node003")
         ]
     # each task gets all CPUs of its node, and a task that exits does not kill the others before they log
-    assert set((tmp_path / "options").read_text().split()) == {
-        "--ntasks-per-node=1",
-        "--cpu-bind=none",
-        "--kill-on-bad-exit=0",
-    }
+    options = (tmp_path / "options").read_text().split()
+    assert set(options) == {"--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0"}
 
 
 def test_a_slurm_job_requests_whole_nodes_and_requeueing():

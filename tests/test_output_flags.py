@@ -54,31 +54,10 @@ READ_FROM = {  # settings, flags and arguments that name an input or a run direc
     "train run_dir": ["train", "--config", "c.yaml", "run_dir=FILE"],
 }
 READ = {  # flags that name an input, no path at all, or a log that is appended to
-    *(
-        "--api-key",
-        "--calibrate",
-        "--config",
-        "--data",
-        "--device",
-        "--dtype",
-        "--engine",
-        "--evaluation",
-        "--hf",
-    ),
-    *(
-        "--host",
-        "--log-file",
-        "--mesh",
-        "--message",
-        "--model",
-        "--parquet-dir",
-        "--push-to-hub",
-        "--python",
-        "--qwen-vl-utils",
-        "--replay",
-    ),
-    *("--recipe", "--revision", "--root", "--server", "--shard", "--src", "--text", "--tokenizer"),
-    *("--endpoint", "--endpoint-key-env", "--topology", "--url", "--video", "--video-root"),
+    *("--api-key", "--calibrate", "--config", "--data", "--device", "--dtype", "--engine", "--evaluation", "--hf"),
+    *("--host", "--log-file", "--mesh", "--message", "--model", "--parquet-dir", "--push-to-hub", "--python"),
+    *("--qwen-vl-utils", "--replay", "--recipe", "--revision", "--root", "--server", "--shard", "--src", "--text"),
+    *("--tokenizer", "--endpoint", "--endpoint-key-env", "--topology", "--url", "--video", "--video-root"),
 }
 
 
