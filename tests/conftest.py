@@ -61,10 +61,7 @@ kept_bytes = MAX_IDLE_BYTES  # memory after compiled programs were last dropped
 
 # Timings never fail a test. In CI the examples are fixed, so that only the change under test can fail.
 hypothesis.settings.register_profile(
-    "tests",
-    deadline=None,
-    derandomize="CI" in os.environ,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    "tests", deadline=None, derandomize="CI" in os.environ, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("tests")
 

@@ -22,7 +22,7 @@ FORBIDDEN = {  # package -> modules that none of its files may import, at any de
     "paravt_jax": {"scripts", "tests"},
 }
 TORCH_ALLOWED = {  # modules that compare with torch, and import it lazily
-    "model_port/reference.py",
+    "model_port/reference.py"
 }
 PARTS = {  # parts of paravt_jax, lowest first, with the parts that each may import; these are listed above it
     "rewards": "",

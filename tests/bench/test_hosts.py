@@ -53,7 +53,7 @@ def test_the_times_of_a_run_are_medians_without_compilation(tmp_path):
             "publish_s": 3.0,
             "paused_s": 1.0,
             "copy_s": 2.0,
-        },
+        }
     ]
     saved = {"share_mib": 512.0, "saving_mib": 600.4, "restoring_mib": 700.6, "save_s": 8.12, "restore_s": 2.7}
     checkpoints = [{"processes": 2, **saved}]

@@ -11,14 +11,7 @@ from paravt_jax.config import load_config
 from paravt_jax.run.log import METRICS_FILE
 from scripts.miniature import map_page
 from scripts.miniature.arms import CONFIGS
-from scripts.miniature.cells import (
-    BUDGETS,
-    CELLS,
-    PREDICTIONS,
-    Cell,
-    read_rows,
-    write_rows_of_map,
-)
+from scripts.miniature.cells import BUDGETS, CELLS, PREDICTIONS, Cell, read_rows, write_rows_of_map
 from scripts.miniature.experiment import COST_FILE
 from scripts.miniature.map import Runs, costs, finished_in, main
 from scripts.miniature.table_model import Table, predicted, scored

@@ -63,13 +63,7 @@ def with_blocks(monkeypatch, form, block_tokens, max_blocks=16):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
     ("form", "block_tokens", "max_blocks"),
-    [
-        ("blocked", 128, 16),
-        ("blocked", 8, 16),
-        ("blocked", 8, 2),
-        ("scanned", 128, 16),
-        ("scanned", 8, 16),
-    ],
+    [("blocked", 128, 16), ("blocked", 8, 16), ("blocked", 8, 2), ("scanned", 128, 16), ("scanned", 8, 16)],
 )
 def test_every_form_equals_the_oracle_on_packed_and_branched_rows(
     monkeypatch, float64, causal, form, block_tokens, max_blocks

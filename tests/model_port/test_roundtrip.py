@@ -19,14 +19,7 @@ from fake_hub import serve_hub
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 from on_use import torch, transformers
-from reference import (
-    CONFIGS,
-    make_reference,
-    prompts,
-    reference_logits,
-    save_by_orbax,
-    save_reference,
-)
+from reference import CONFIGS, make_reference, prompts, reference_logits, save_by_orbax, save_reference
 from safetensors.numpy import load_file
 
 import model_port

@@ -22,14 +22,7 @@ from model_port.convert import convert
 from model_port.export import export
 from model_port.output_dir import LIST_FILE
 from model_port.processing import VisionContract
-from model_port.tiny import (
-    MAX_PIXELS,
-    SINGLE_TOKEN_NUMBERS,
-    SPECIAL_TOKENS,
-    TEXT,
-    make_tiny,
-    tiny_config,
-)
+from model_port.tiny import MAX_PIXELS, SINGLE_TOKEN_NUMBERS, SPECIAL_TOKENS, TEXT, make_tiny, tiny_config
 from model_port.weights import num_params, rules
 
 PUBLISHED_FIRST_ID, PUBLISHED_IDS = 151_643, {"<|im_end|>": 151_645, "<|image_pad|>": 151_655, "</think>": 151_668}
@@ -70,11 +63,7 @@ def test_default_model_is_small_and_its_files_agree_with_its_config(tiny_hf, tok
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "processor"),
-    [
-        ("qwen3_vl", "Qwen3VLProcessor"),
-        ("qwen2_5_vl", "Qwen2_5_VLProcessor"),
-        ("qwen3_vl_moe", "Qwen3VLProcessor"),
-    ],
+    [("qwen3_vl", "Qwen3VLProcessor"), ("qwen2_5_vl", "Qwen2_5_VLProcessor"), ("qwen3_vl_moe", "Qwen3VLProcessor")],
 )
 def test_a_tiny_model_loads_in_transformers_and_is_exported_bit_for_bit(family, processor, tmp_path):
     hf, out = tmp_path / "hf", tmp_path / "out"

@@ -344,10 +344,7 @@ def test_an_invalid_setting_is_rejected_with_its_key(overrides, message):
             r"run\.yaml, line 1: train\.num_step is not a setting \(did you mean train\.num_steps\?\)",
         ),
         ("train:\n  num_steps: many", r"run\.yaml, line 2: train\.num_steps: Value 'many'"),
-        (
-            "sft: {num_steps: 1}\n",
-            r"run\.yaml is for python -m paravt_jax\.sft: line 1: sft\.num_steps is not ",
-        ),
+        ("sft: {num_steps: 1}\n", r"run\.yaml is for python -m paravt_jax\.sft: line 1: sft\.num_steps is not "),
     ],
 )
 def test_an_invalid_file_gives_a_one_line_error_with_its_line_number(tmp_path, monkeypatch, text, message):

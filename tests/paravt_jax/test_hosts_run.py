@@ -87,8 +87,7 @@ def test_other_settings_and_another_user_reward_on_one_host_end_both_before_crea
 
 
 @pytest.mark.parametrize(
-    ("theirs", "message"),
-    [("nowhere", "nowhere"), ("other", "; give all hosts the same data and the same model")],
+    ("theirs", "message"), [("nowhere", "nowhere"), ("other", "; give all hosts the same data and the same model")]
 )
 def test_a_different_or_missing_model_on_one_host_ends_all_before_training(theirs, message, tiny_hf, tmp_path):
     make_tiny(tmp_path / "other", 1)

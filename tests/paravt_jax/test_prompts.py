@@ -154,11 +154,7 @@ def test_every_dispatch_of_an_evaluation_is_checked_at_loading(release):
             LOADERS,
             "driver.py has no text system.direct; give the release's commit",
         ),
-        (
-            DRIVER.replace("</tools>", "{video}"),
-            LOADERS,
-            "not a template",
-        ),
+        (DRIVER.replace("</tools>", "{video}"), LOADERS, "not a template"),
         (DRIVER.replace("force", "other"), LOADERS, "driver.py has no text last.choice"),
         (DRIVER, LOADERS.replace('"mlvu"', '"other"'), "utils.py has no text question.mlvu"),
         (

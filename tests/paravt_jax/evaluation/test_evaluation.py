@@ -112,9 +112,7 @@ def test_every_split_is_scored_by_both_rules_from_the_same_replies(split, evalua
 def test_a_certificate_has_counts_frames_data_hashes_and_scores(evaluator, tmp_path, complete):
     config = config_of("longvideobench", tmp_path / "copy")
     (cell,) = evaluator("B").run(config)
-    assert cell["n"] == {
-        **{"expected": 3, "rows": 3, "answered": 3, "unanswered": 0, "missing": {}, "not_played": 0},
-    }
+    assert cell["n"] == {"expected": 3, "rows": 3, "answered": 3, "unanswered": 0, "missing": {}, "not_played": 0}
     assert (cell["headline"], cell["refused"]) == (pytest.approx(1 / 3), "") and not refusal([cell])
     low, high = cell["scores"]["strict"]["interval_95"]
     assert low <= cell["headline"] <= high

@@ -53,10 +53,7 @@ COMMON = [
     "optim.learning_rate=5e-4",
     "loss.kl_coef=0.001",
 ]
-ARMS = {
-    "grpo": ["reward.anchor_weight=0", "reward.unclosed_penalty=0", "video.frame_budgets=[]"],
-    "para_grpo": [],
-}
+ARMS = {"grpo": ["reward.anchor_weight=0", "reward.unclosed_penalty=0", "video.frame_budgets=[]"], "para_grpo": []}
 # 1 for the letter; R_fmt of 0.7 + 0.1 without the anchor, its bound of 1 with it.
 MAX_REWARD = {"grpo": 1.8, "para_grpo": 2.0}
 

@@ -68,11 +68,7 @@ def test_the_interval_of_four_learners_and_four_servers_contains_the_sum_of_meas
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "device", "compiled_ms"),
-    [
-        ("8b_8x80gb_embedded", "h100", 2.4),
-        ("8b_v5p8", "v5p", 4.6),
-    ],
+    ("name", "device", "compiled_ms"), [("8b_8x80gb_embedded", "h100", 2.4), ("8b_v5p8", "v5p", 4.6)]
 )
 def test_the_decode_interval_contains_the_time_of_the_compiled_sampler(name, device, compiled_ms):
     """512 tokens for each of 56 episodes, all together, at both ends of the interval."""

@@ -316,10 +316,7 @@ def test_a_zoomed_detail_can_be_larger_than_a_frame(tiny_hf):
     assert {int(size) for row in rows for size in np.bincount(row)[1:]} == {4, 16}  # patches: frames, details
 
 
-TWO_ROWS = [
-    "pack.num_rows=2",
-    "optim.learning_rate=1e-3",
-]
+TWO_ROWS = ["pack.num_rows=2", "optim.learning_rate=1e-3"]
 
 
 @pytest.mark.slow
@@ -358,9 +355,7 @@ def parts_and_metrics(update, groups):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mesh_sizes",
-    [None, pytest.param({"fsdp": 2}, marks=pytest.mark.nightly)],
-    ids=["one device", "fsdp=2"],
+    "mesh_sizes", [None, pytest.param({"fsdp": 2}, marks=pytest.mark.nightly)], ids=["one device", "fsdp=2"]
 )
 @pytest.mark.parametrize(
     "overrides",

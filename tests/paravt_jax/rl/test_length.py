@@ -23,8 +23,7 @@ def episode(*lengths, finish="done") -> Episode:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "penalty"),
-    [((10,), 0), ((80,), 0), ((90,), -0.5), ((100,), -1), ((70, 95, 30), -0.75), ((60, 60), 0)],
+    ("lengths", "penalty"), [((10,), 0), ((80,), 0), ((90,), -0.5), ((100,), -1), ((70, 95, 30), -0.75), ((60, 60), 0)]
 )
 def test_the_last_fifth_of_a_turns_tokens_costs_up_to_1(lengths, penalty):
     assert length_penalty(episode(*lengths), 100) == pytest.approx(penalty)

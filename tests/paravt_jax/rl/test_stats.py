@@ -88,11 +88,7 @@ def find_slow_hosts(hosts, rollouts, update, groups, learner):
     else:
         host_times.products = slow(host_times.products)
     update.run(groups)
-    own = {
-        "rollout": rollouts.rollout_s,
-        "update": update.own_time.seconds,
-        "devices": probe.seconds(learner.state),
-    }
+    own = {"rollout": rollouts.rollout_s, "update": update.own_time.seconds, "devices": probe.seconds(learner.state)}
     times = by_host(hosts.gather("times", own))
     assert (times["perf/hosts/update_slowest"], times["perf/hosts/devices_slowest"]) == (0, 1)
     for name in ("update", "devices"):

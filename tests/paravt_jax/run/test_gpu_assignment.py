@@ -28,11 +28,7 @@ def test_servers_get_the_listed_gpus_and_the_learner_all_others():
     [
         (engine(), 8, r"engine\.gpus is empty, but the 1 servers .* some of the 8 visible GPUs"),
         (engine(7, 8, num_servers=2), 6, r"engine\.gpus=\[7, 8\]: there is no GPU 8; 8 GPUs are visible"),
-        (
-            engine(4, 5, 6, 7),
-            8,
-            r"mesh\.data x mesh\.fsdp x mesh\.tensor = 8, and .* leaves 4 of 8 GPUs to the",
-        ),
+        (engine(4, 5, 6, 7), 8, r"mesh\.data x mesh\.fsdp x mesh\.tensor = 8, and .* leaves 4 of 8 GPUs to the"),
         (engine(7), 1, r" = 1, and engine\.gpus=\[7\] leaves 7 of 8 GPUs"),
     ],
 )
