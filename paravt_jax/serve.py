@@ -63,7 +63,6 @@ async def run(args: argparse.Namespace) -> None:
     listener = bind_port(args.host, args.port)
     access = access_control(listener, args.host, args.api_key, args.no_api_key)
     with owned_directory(Path(tempfile.gettempdir()), CLIENT_FILES) as directory:
-        stop = stop_on_signals(directory)
         async with open_asker(
             args.model,
             engine_of(args.model, args.url, args.endpoint, args.endpoint_key_env),
@@ -71,6 +70,7 @@ async def run(args: argparse.Namespace) -> None:
             dispatch=args.dispatch,
             num_questions=args.max_questions,
         ) as answerer:
+            stop = stop_on_signals(directory)
             sources = Sources(args.video_root, args.allow_fetch, directory)
             service = Service(answerer, args.model, sources, args.max_questions, args.deadline_s, access)
             host = f"[{args.host}]" if ":" in args.host else args.host

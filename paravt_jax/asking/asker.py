@@ -16,6 +16,7 @@ from model_port.terminal import say
 from paravt_jax.asking.answerer import Answerer
 from paravt_jax.config import EngineConfig, VideoConfig
 from paravt_jax.run.policy import Policy, contract_of_run
+from paravt_jax.run.process import ended_by_interrupt
 from paravt_jax.run.recipe import Recipe, read_recipe
 from paravt_jax.run.start import describe_devices, find_devices, size_of, start_line
 from paravt_jax.run.threads import in_thread
@@ -67,10 +68,12 @@ async def open_asker(
 ) -> AsyncIterator[Answerer]:
     """Opens an answerer for `num_questions` concurrent questions. Without an engine, it loads the model in process."""
     async with AsyncExitStack() as stack:
-        if engine is not None and engine.kind == "openai":
-            yield await _behind_endpoint(engine, stack, num_frames, dispatch)
-        else:
-            yield await _of_model(model, engine, stack, num_frames, dispatch, num_questions)
+        with ended_by_interrupt():
+            if engine is not None and engine.kind == "openai":
+                answerer = await _behind_endpoint(engine, stack, num_frames, dispatch)
+            else:
+                answerer = await _of_model(model, engine, stack, num_frames, dispatch, num_questions)
+        yield answerer
 
 
 async def _behind_endpoint(

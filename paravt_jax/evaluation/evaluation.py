@@ -48,6 +48,7 @@ from paravt_jax.run.directory import locked, settings_of, write_settings
 from paravt_jax.run.gpu_assignment import Gpus, place_servers
 from paravt_jax.run.log import write_json
 from paravt_jax.run.policy import Policy, policy_of
+from paravt_jax.run.process import ended_by_interrupt
 from paravt_jax.run.start import find_devices
 from paravt_jax.run.threads import in_thread
 from paravt_jax.sampling.endpoint import endpoint_contract, open_endpoint, served_files
@@ -183,7 +184,8 @@ async def open_evaluation(config: EvalConfig, shard: Shard | None = None) -> Asy
             raise ValueError(f"--shard {number}/{num_shards} has none of {len(samples)} samples")
         if not evaluation.is_done():
             opening = config, directory, stack, evaluation.samples
-            worker = await (_open_worker(*opening) if texts is None else _open_release_agent(*opening, texts))
+            with ended_by_interrupt():
+                worker = await (_open_worker(*opening) if texts is None else _open_release_agent(*opening, texts))
             evaluation = replace(evaluation, worker=worker)
         yield evaluation
 

@@ -4,11 +4,13 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable, Coroutine, MutableMapping
+from collections.abc import Callable, Coroutine, Iterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, NoReturn, TypeVar
 
+from model_port.cli import FAILED, INTERRUPTED
 from model_port.malloc import keep_freed_memory
 from model_port.terminal import say
 
@@ -41,6 +43,7 @@ class Stopping(asyncio.Event):
     def __init__(self) -> None:
         super().__init__()
         self.signal = 0  # signal number
+        self.saves = False  # from the first step on
         self._timer: threading.Timer | None = None
 
     def stop(self, number: int) -> None:
@@ -62,6 +65,7 @@ class Stopping(asyncio.Event):
 def stop_on_signals(stopping: Stopping) -> Callable[[], None]:
     """Handles SIGTERM and Ctrl-C. The first ends a run after its step; a second one, or GRACE_S later, ends it at once.
 
+    Before the first step, the first one ends it now: a thread that loads a model cannot be stopped.
     Returns a function that removes the signal handlers.
     """
     loop = asyncio.get_running_loop()
@@ -72,6 +76,8 @@ def stop_on_signals(stopping: Stopping) -> Callable[[], None]:
     def on_signal(number: int) -> None:
         if received:
             _exit("stopped again")
+        if not stopping.saves:
+            _exit("stopped before the first step", 128 + number)
         received.append(number)
         stopping.stop(int(number))
 
@@ -146,6 +152,19 @@ async def _interruptible(work: Coroutine[Any, Any, Result]) -> Result:
         _on_interrupt.clear()
 
 
-def _exit(reason: str) -> NoReturn:
+def _exit(reason: str, code: int = FAILED) -> NoReturn:
     say(f"{reason}; a restart resumes from the newest checkpoint on disk")
-    os._exit(1)
+    os._exit(code)
+
+
+@contextmanager
+def ended_by_interrupt() -> Iterator[None]:
+    """Ctrl-C ends the process at once: a thread that loads a model cannot be stopped, and nothing would be lost."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)

@@ -253,6 +253,7 @@ class Training:
     def begin_step(self, phase: str) -> bool:
         """Starts a step; returns False if all steps are done."""
         self.began_step_s = time.monotonic()
+        self.directory.stopping.saves = True
         if self.step >= self.num_steps:
             return False
         self.log.phase(phase)

@@ -1,7 +1,8 @@
-"""Runs in a notebook: beside a running event loop, ended by interrupts."""
+"""Runs that are interrupted: in a notebook, beside its event loop, and while a model loads."""
 
 import asyncio
 import signal
+import subprocess
 import sys
 import threading
 import traceback
@@ -93,3 +94,28 @@ def test_without_a_loop_the_work_runs_in_this_thread():
 
 def test_only_the_commands_that_train_are_imported_by_name():
     assert paravt_jax.train.main and paravt_jax.sft.main and not hasattr(paravt_jax, "trian")
+
+
+LOADS = """
+import asyncio, time
+from paravt_jax.run.process import Stopping, ended_by_interrupt, stop_on_signals
+
+async def load():
+    {handler}
+    print("loading", flush=True)
+    await asyncio.to_thread(time.sleep, 60)
+
+asyncio.run(load())
+"""
+
+
+@pytest.mark.parametrize("handler", ["stop_on_signals(Stopping())", "(interrupt := ended_by_interrupt()).__enter__()"])
+def test_ctrl_c_ends_a_command_while_its_model_loads(handler):
+    command = [sys.executable, "-c", LOADS.format(handler=handler)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "loading\n"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 130
+        finally:
+            process.kill()
