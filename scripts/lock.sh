@@ -7,6 +7,7 @@
 # requirements under the same version. The setup scripts install its pinned version separately.
 set -euo pipefail
 CDPATH= cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
+case " $* " in *" -h "* | *" --help "*) sed -n '2,4s/^# //p' scripts/lock.sh; exit 0 ;; esac
 PATH="$(pwd)/.venv/bin:$PATH"
 lock() { # NAME arguments…: their requirements, and those on stdin, into requirements/NAME.txt
   local file=requirements/$1.txt

@@ -223,3 +223,9 @@ def test_setup_takes_a_lock_that_works_on_nfs(tmp_path):
     script = ROOT / "scripts/setup_sglang.sh"
     done = subprocess.run(["bash", script], env=env, capture_output=True, text=True, timeout=60)
     assert int(done.stdout.split()[-1], 8) & os.O_RDWR, done.stderr
+
+
+@pytest.mark.parametrize("name", ["gpu_check", "lock", "quickstart", "setup", "setup_sglang", "test"])
+def test_the_help_of_a_script_has_its_usage(name):
+    command = ["bash", ROOT / f"scripts/{name}.sh", "--help"]
+    assert f"bash scripts/{name}.sh" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
