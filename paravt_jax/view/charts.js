@@ -41,7 +41,7 @@ const linesOf = ({ title }) => runs.flatMap(({ figures }, run) => {
   const own = figures?.charts.find((chart) => chart.title === title);
   const pointsOf = (steps, values) => steps.map((step, n) => [step, values[n]]).filter(([, value]) => known(value) || !own.sparse);
   return (own?.lines ?? []).map((line, n) => ({
-    ...line, run, whole: own.whole, color: byColor ? runColor(run) : line.color, dash: byColor ? Math.min(n, 3) : run, points: pointsOf(figures.steps, line.values),
+    ...line, run, whole: own.whole, color: byColor ? runColor(run) : line.color, dash: byColor ? n % 6 : run, points: pointsOf(figures.steps, line.values),
     validation: own.validation ? pointsOf(figures.validation_steps, own.validation).filter(([, value]) => known(value)) : [],
   }));
 });

@@ -302,12 +302,18 @@ def test_each_of_four_runs_has_a_color_and_a_letter(tab, pages):
         f"[...{accuracy}.querySelectorAll('svg > g')].map(line => line.getAttribute('class').split(' ')[0])"
     )
     assert sorted(colors) == ["c-blue", "c-green", "c-orange", "c-red"]
-    marks = tab.run(
-        "[...document.querySelectorAll('figure')].find(one => one.textContent.startsWith('Terms'))"
-        ".querySelectorAll('.legend i').values().take(4).map(mark => getComputedStyle(mark).background).toArray()"
-    )
-    assert len(set(marks)) == 4  # as the lines
     assert tab.run("[...document.querySelectorAll('h1 .run')].map(mark => mark.textContent)") == ["A", "B", "C", "D"]
+
+
+def test_six_lines_of_each_of_three_runs_have_different_dashes(tab, tmp_path):
+    terms = ("accuracy_mean", "format_reward", "tool_reward_mean", "anchor_mean", "reward_a_mean", "reward_b_mean")
+    run = write_metrics(tmp_path, [{"step": step, **{f"rollout/{term}": step for term in terms}} for step in (1, 2)])
+    (tmp_path / "page.html").write_bytes(make_page([run] * 3, 20))
+    open_page(tab, tmp_path / "page.html")
+    chart = "[...document.querySelectorAll('figure')].find(one => one.textContent.startsWith('Terms'))"
+    for drawn, style in ((".line", "strokeDasharray"), (".legend i", "background")):
+        of_run = f"{chart}.querySelectorAll('{drawn}').values().take(6)"  # lines are drawn from the last to the first
+        assert len(set(tab.run(f"{of_run}.map(one => getComputedStyle(one).{style}).toArray()"))) == 6
 
 
 def test_single_values_are_numbers_and_constants_are_folded(tab, pages):
