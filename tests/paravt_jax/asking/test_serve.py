@@ -536,6 +536,12 @@ WRONG_BODIES = [
     ("a part", body(messages=[{"role": "user", "content": [{"type": "input_audio"}]}]), "not 'input_audio'"),
     ("a part that is no object", body(messages=[{"role": "user", "content": [7]}]), "not None"),
     ("no url", body(messages=[{"role": "user", "content": [{"type": "video_url", "video_url": {}}]}]), "needs {url"),
+    ("fps of a video", body(messages=[message("user", VIDEO | {"fps": 1}, "Q")]), "'fps' of a part of type video_url"),
+    (
+        "a field of a video's address",
+        body(messages=[message("user", {"type": "video_url", "video_url": {"url": "a.mp4", "video_start": 3.0}})]),
+        "'video_start' of a part of type video_url is not supported",
+    ),
     ("content", body(messages=[{"role": "user", "content": 7}]), "a string or a list"),
     ("long", body(messages=[{"role": "user", "content": "a" * 100_001}]), "longer than"),
     ("n", body(n=3), "n must be 1"),
