@@ -372,7 +372,7 @@ class ValidationConfig:
     every_steps: int = setting(
         50, "steps between validations; the first is before step 1, the last after the last step"
     )
-    max_prompts: int = setting(256, "number of prompts to use, from the start of the file")
+    max_prompts: int = setting(256, "number of prompts to use, spread evenly over the file")
 
     def __post_init__(self) -> None:
         _at_least_1("validation", self, "every_steps", "max_prompts")

@@ -52,6 +52,11 @@ class SampleOrder(Generic[Item]):
         return PromptSample(number, number // self.num_items, item)
 
 
+def spread(items: Sequence[Item], num: int) -> Sequence[Item]:
+    """At most `num` items, spread evenly: a file may be sorted by question type or source."""
+    return [items[number * len(items) // num] for number in range(num)] if num < len(items) else items
+
+
 class Cursor:
     """Hands out sample numbers, so that every sample is done once, in any order.
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from model_port.config import read_config
 from paravt_jax.config import SYNTHETIC, DataConfig, SftConfig, ValidationConfig, computed_on, to_record
-from paravt_jax.data.sample_order import SampleOrder
+from paravt_jax.data.sample_order import SampleOrder, spread
 from paravt_jax.data.synthetic import held_out_name, row_sources
 from paravt_jax.data.traces import Trace, load_traces
 from paravt_jax.imitation.batches import Position, TraceBatch, TraceBatches
@@ -164,7 +164,7 @@ async def open_sft_run(
             lambda: row_sources(config.data, directory.path / SYNTHETIC, config.seed, "_traces")
         )
         train, held_out = (_traces(config.data, *source) for source in sources)
-        held_out = held_out[: config.validation.max_prompts]
+        held_out = spread(held_out, config.validation.max_prompts)
         data = f"{len(train):,} traces, {len(held_out):,} {held_out_name(config.data.validation)}"
         policy = await policy_of(config, directory.path, hosts, data)
         check_sources(hosts, train, held_out, policy)

@@ -22,7 +22,7 @@ from paravt_jax.config import (
     to_record,
 )
 from paravt_jax.data.prompts import Prompt, check_row_messages, load_prompts, remarks_on
-from paravt_jax.data.sample_order import Cursor, SampleOrder
+from paravt_jax.data.sample_order import Cursor, SampleOrder, spread
 from paravt_jax.data.synthetic import held_out_name, row_sources
 from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.objectives import variant_of
@@ -360,4 +360,4 @@ def _prompts(
         return loaded.prompts
 
     train, held_out = (load(*source) for source in row_sources(data, directory / SYNTHETIC, seed))
-    return train, held_out[:max_held_out], remarks
+    return train, spread(held_out, max_held_out), remarks

@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 from paravt_jax.config import VideoConfig
 from paravt_jax.data.budget import budgets_of, frame_budget
 from paravt_jax.data.prompts import Prompt
-from paravt_jax.data.sample_order import Cursor, PromptSample, SampleOrder
+from paravt_jax.data.sample_order import Cursor, PromptSample, SampleOrder, spread
 
 PUBLISHED = [4, 8, 16, 32, 64]
 # Chi-square exceeds these with probability 0.001; the draws have fixed keys, so no test fails by chance.
@@ -77,6 +77,11 @@ print(json.dumps([ids[::-1], threading.active_count(), len(multiprocessing.activ
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
     assert json.loads(done.stdout) == [order(13, 5, range(40)), 1, 0, True]
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(("num", "chosen"), [(1, "0"), (2, "02"), (3, "013"), (5, "01234"), (9, "01234")])
+def test_a_validation_takes_prompts_from_the_whole_file(num, chosen):
+    assert [item.id for item in spread(prompts(5), num)] == [f"p{number}" for number in chosen]
 
 
 def test_an_order_without_samples_is_an_error():
