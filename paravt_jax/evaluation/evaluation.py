@@ -31,6 +31,7 @@ from paravt_jax.evaluation.provenance import (
     engine_record,
     model_record,
     run_provenance,
+    scorer_digest,
     settings_key,
     with_other_models,
 )
@@ -103,6 +104,17 @@ class Evaluation:
     def is_done(self) -> bool:
         cells = [(self._keys(spec), self._log(spec)) for spec in self.settings.cells]
         return not any(_remaining(keys, log.read(keys)) for keys, log in cells)
+
+    def check_scorer(self) -> None:
+        """Raises if the code that scores has changed since a sample was scored."""
+        scorer = self.provenance["hashes"]["scorer"]
+        results = (result for spec in self.settings.cells for result in self._log(spec).read(self._keys(spec)).values())
+        changed = any(played.get("scorer", scorer) != scorer for played in _played_by(self.directory))
+        if changed and not all(result.missing for result in results):
+            raise ValueError(
+                f"{self.directory} has samples with scores of another scorer: the code of reward.plugin or of this "
+                f"package has changed; choose another run_dir"
+            )
 
     def _keys(self, spec: EvalCell) -> dict[str, Sample]:
         settings = settings_key(self.record, spec)
@@ -183,6 +195,7 @@ async def open_evaluation(config: EvalConfig, shard: Shard | None = None) -> Asy
         if not evaluation.samples:
             raise ValueError(f"--shard {number}/{num_shards} has none of {len(samples)} samples")
         if not evaluation.is_done():
+            evaluation.check_scorer()
             opening = config, directory, stack, evaluation.samples
             with ended_by_interrupt():
                 worker = await (_open_worker(*opening) if texts is None else _open_release_agent(*opening, texts))
@@ -248,7 +261,7 @@ async def _endpoint(
     contract = endpoint_contract(config.video.max_pixels)
     frames = await _frames(config, contract, stack)
     engine = {"kind": config.engine.kind, "serve_with": config.engine.serve_with}
-    write_json(directory / PLAYED_FILE, {"model": model, "engine": engine})
+    _write_played(config, directory, model, engine)
     return client, frames
 
 
@@ -287,7 +300,7 @@ async def _agent(
             f"the certificate records the files of {config.model.path}, but these servers read other paths: "
             f"{', '.join(others)}; paravt gate --model {config.model.path} --url URL compares the weights"
         )
-    write_json(directory / PLAYED_FILE, {"model": model, "engine": record})
+    _write_played(config, directory, model, record)
     return Agent(engine, frames, policy.chat, config.rollout)
 
 
@@ -317,6 +330,11 @@ def _check_model(directory: Path, model: Mapping[str, Any]) -> None:
             f"{directory} has samples of another model: the files of {model['path']} have changed; choose another "
             f"run_dir"
         )
+
+
+def _write_played(config: EvalConfig, directory: Path, model: Mapping[str, Any], engine: Mapping[str, Any]) -> None:
+    scorer = scorer_digest(config.reward, config.judge)
+    write_json(directory / PLAYED_FILE, {"model": model, "engine": engine, "scorer": scorer})
 
 
 def _played_by(directory: Path) -> list[dict[str, Any]]:

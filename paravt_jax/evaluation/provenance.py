@@ -14,6 +14,7 @@ from paravt_jax.evaluation.sample_log import SampleResult
 from paravt_jax.rewards.judge import JudgeConfig
 from paravt_jax.rewards.settings import RewardConfig
 from paravt_jax.run.directory import versions
+from paravt_jax.run.fingerprints import own_files
 from rollout.engine.http import HttpClient
 from rollout.engine.protocol import Engine
 from rollout.episode_config import EpisodeConfig
@@ -68,7 +69,7 @@ def run_provenance(
         "num_samples": settings.num_samples,
         "seed": seed,
         "data": {"repository": repository, "revision": loaded.revision, "sha256": dict(loaded.files)},
-        "hashes": {"scorer": _scorer_digest(reward, judge)},
+        "hashes": {"scorer": scorer_digest(reward, judge)},
         "model": {"path": model_path},
         **versions(),
     }
@@ -93,10 +94,11 @@ def cell_provenance(
     }
 
 
-def _scorer_digest(reward: RewardConfig, judge: JudgeConfig) -> str:
-    """A hash of the scorers' source code and settings."""
+def scorer_digest(reward: RewardConfig, judge: JudgeConfig) -> str:
+    """A hash of the scorers' source code and settings, with the file of a plugin."""
     folder = Path(rewards.__file__).parent
-    sources = [(folder / f"{name}.py").read_text() for name in SCORERS]
+    sources = [(folder / f"{name}.py").read_text() for name in (*SCORERS, *["judge"] * judge.is_set)]
+    sources += [path.read_text() for _, path in own_files(asdict(reward))]
     return digest([sources, asdict(reward), judge.model or None])
 
 

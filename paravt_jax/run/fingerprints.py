@@ -37,11 +37,11 @@ def code_sums(settings: Mapping[str, Any]) -> dict[str, str]:
     """Checksums of all source files and of user code in settings. A commit would miss uncommitted changes."""
     root = Path(__file__).parents[2]
     files = {str(path.relative_to(root)): path for name in PACKAGES for path in (root / name).rglob("*.py")}
-    files |= dict(_own_files(settings))
+    files |= dict(own_files(settings))
     return {name: _sum(path.read_bytes()) for name, path in sorted(files.items())}
 
 
-def _own_files(settings: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
+def own_files(settings: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
     for value in settings.values():
         for item in value if isinstance(value, list) else [value]:
             match = OWN_CODE.fullmatch(item) if isinstance(item, str) else None

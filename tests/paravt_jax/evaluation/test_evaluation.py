@@ -83,6 +83,12 @@ def test_your_own_reward_scores_rows_of_your_own_question_types(evaluator, tmp_p
     assert "accuracy_mean" not in cell["by_type"]["caption"]
     digest = hashlib.sha256((tmp_path / "rl.jsonl").read_bytes()).hexdigest()
     assert cell["data"] == {"repository": f"{tmp_path}/rl.jsonl", "revision": None, "sha256": {"rl.jsonl": digest}}
+    (samples,) = Path(config.run_dir).glob("samples_*.jsonl")
+    samples.write_text(samples.read_text().splitlines(keepends=True)[0])
+    evaluation._write_played(config, Path(config.run_dir), {"digest": ""}, {})
+    (tmp_path / "mine.py").write_text("def seen(completions, word): return [1.0]")
+    with pytest.raises(ValueError, match=r"scores of another scorer: the code of reward\.plugin or"):
+        evaluator("a dog").run(config)
 
 
 def test_every_file_of_your_own_rows_is_hashed(tmp_path):
