@@ -173,8 +173,8 @@ def _with_value(override: str) -> str:
 
 
 def to_record(config: Config | SftConfig | EvalConfig) -> dict[str, Any]:
-    """Every setting for RUN/config.json, with ${…} unresolved so that no secret is written."""
-    return as_written(asdict(config), getattr(config, WRITTEN, {}))
+    """Every setting for RUN/config.json, with ${…} unresolved so that no secret is written, and infinity as text."""
+    return json.loads(json.dumps(as_written(asdict(config), getattr(config, WRITTEN, {}))), parse_constant=str)
 
 
 def _keep_text(config: Any, source: str, layer: Any) -> None:

@@ -174,7 +174,7 @@ class LoggedRun:
     def kl_levels(self) -> dict[float, str]:
         """The warning and stop levels of `mismatch.max_kl`, with their labels."""
         settings = self.settings.get("config", {}).get("mismatch", {})
-        mismatch = MismatchConfig(settings.get("max_kl", math.inf))
+        mismatch = MismatchConfig(float(settings.get("max_kl", math.inf)))
         return {mismatch.warn_kl: "warn", mismatch.max_kl: "stop"} if math.isfinite(mismatch.max_kl) else {}
 
     @cached_property

@@ -205,7 +205,7 @@ def load_settings(directory: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        record = json.loads(path.read_bytes())
+        record = json.loads(path.read_bytes(), parse_constant=str)  # older files have Infinity, which is not JSON
     except ValueError as problem:
         raise ValueError(f"{path} is not valid JSON ({problem}); restore the file, or remove it") from None
     return record if isinstance(record, dict) and isinstance(record.get("config"), dict) else {}

@@ -12,6 +12,7 @@ from paravt_jax.config import Config, EvalConfig, SftConfig, keys, load_config, 
 from paravt_jax.config.changed_keys import FIXED, REMOVED, RENAMED
 from paravt_jax.learner import advantages
 from paravt_jax.rewards import judge, terms
+from paravt_jax.run.directory import changed_settings
 from paravt_jax.run.recipe import recipe_of
 from rollout.endpoint import client
 from scripts.miniature import arms
@@ -42,7 +43,7 @@ def test_a_record_has_what_omegaconf_makes_of_the_settings():
     for path in RUNS:
         config = load_config(path, schema=schema_of(path))
         used = OmegaConf.to_container(OmegaConf.structured(config))
-        assert json.dumps(to_record(config)) == json.dumps(used), path
+        assert to_record(config) == json.loads(json.dumps(used), parse_constant=str), path
 
 
 def test_the_readme_of_the_configs_lists_every_file():
@@ -165,11 +166,14 @@ def test_the_config_has_the_published_cold_start():
 
 
 def test_the_record_of_a_run_loads_as_a_config(tmp_path):
-    config = load_config(
-        CONFIGS / "smoke_cpu.yaml", "rollout.forced_prefix='<think>\U0001f600\n'", "optim.learning_rate=2e-6"
-    )
-    (tmp_path / "config.json").write_text(json.dumps({"config": to_record(config), "git_commit": None}))
-    assert load_config(tmp_path / "config.json") == config
+    unusual = ("rollout.forced_prefix='<think>\U0001f600\n'", "optim.learning_rate=2e-6")
+    infinite = ("optim.max_grad_norm=inf", "mismatch.max_kl=inf", "loss.correction_bounds.max_weight=inf")
+    config = load_config(CONFIGS / "smoke_cpu.yaml", *unusual, *infinite)
+    content = json.dumps({"config": to_record(config), "git_commit": None}, allow_nan=False)
+    for text in (content.replace('"Infinity"', "Infinity"), content):  # as older versions wrote it
+        (tmp_path / "config.json").write_text(text)
+        assert load_config(tmp_path / "config.json") == config
+        assert changed_settings(to_record(config), tmp_path) == {}
     assert load_config(tmp_path / "config.json", "seed=3").seed == 3
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json: invalid YAML: "):
