@@ -13,7 +13,7 @@ from paravt_jax.run.threads import in_thread
 from rollout.chat import TOKEN_PX
 from rollout.endpoint.check import check_endpoint
 from rollout.endpoint.client import EndpointClient
-from rollout.endpoint.servers import START_DEADLINE_S, endpoint_settings, start_endpoints
+from rollout.endpoint.servers import endpoint_settings, start_endpoints
 from rollout.server import Dtype
 
 PATCH_PX = 16
@@ -47,7 +47,6 @@ async def open_endpoint(
     as_released: bool = False,
 ) -> EndpointClient:
     """Opens and checks a client. The client, and servers that it starts for `files`, end with `stack`."""
-    urls: Sequence[str] = settings.urls
     if settings.serve_with and files is not None:
         servers = endpoint_settings(
             settings.serve_with,
@@ -61,9 +60,10 @@ async def open_endpoint(
             as_released=as_released,
         )
         with Meter(f"starting {len(servers)} x {settings.serve_with}"):
-            urls = await start_endpoints(servers, stack, lambda line: None)
-    give_up_s = START_DEADLINE_S if settings.serve_with else None
-    client = EndpointClient(urls, model, settings.api_key_env, give_up_s)
+            started = await start_endpoints(servers, stack, lambda line: None)
+        client = EndpointClient(started[0], model, settings.api_key_env, started[1])
+    else:
+        client = EndpointClient(settings.urls, model, settings.api_key_env)
     stack.push_async_callback(client.close)
     await check_endpoint(client, temperature)
     return client

@@ -107,10 +107,12 @@ class EndpointClient:
     """A client of one or more servers of the same model. Call `close` at the end.
 
     `api_key_env` names an environment variable; "" means no key. Requests fail if every server has been down for
-    `give_up_s`.
+    `give_up_s()`.
     """
 
-    def __init__(self, urls: Sequence[str], model: str, api_key_env: str = "", give_up_s: float | None = None) -> None:
+    def __init__(
+        self, urls: Sequence[str], model: str, api_key_env: str = "", give_up_s: Callable[[], float] = lambda: GIVE_UP_S
+    ) -> None:
         import openai  # imported late: it takes as long as the rest of this package
 
         self.model = model
@@ -123,7 +125,7 @@ class EndpointClient:
         self._openai = openai
         self._servers = [_Endpoint(url, self._api(url)) for url in dict.fromkeys(url.rstrip("/") for url in urls)]
         self._slots = asyncio.Semaphore(MAX_IN_FLIGHT * len(self._servers))
-        self._give_up_s = GIVE_UP_S if give_up_s is None else give_up_s
+        self._give_up_s = give_up_s
         self._limit_name = "max_tokens"
         self._probes: set[asyncio.Task[Any]] = set()
 
@@ -251,7 +253,7 @@ class EndpointClient:
             up = [server for server in self._servers if server.down_since_s is None]
             if ready := [server for server in up if server.ready_s <= now_s and server.running < MAX_IN_FLIGHT]:
                 return self._preferred([s for s in ready if s.url not in call.tried] or ready, call.affinity)
-            if all(s.down_s > self._give_up_s and s.failed_s > call.began_s for s in self._servers):
+            if all(s.down_s > self._give_up_s() and s.failed_s > call.began_s for s in self._servers):
                 raise call.last or Unreachable(f"{', '.join(self.urls)} cannot be reached")
             first = min(up, key=lambda server: server.ready_s, default=None)
             if first is not None and first.ready_s > call.deadline_s:

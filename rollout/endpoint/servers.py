@@ -122,8 +122,11 @@ def endpoint_settings(
 
 async def start_endpoints(
     settings: Sequence[Startable], stack: AsyncExitStack, on_progress: Callable[[str], None]
-) -> list[str]:
-    """Starts the servers and returns their base URLs. Closing `stack` stops them."""
+) -> tuple[list[str], Callable[[], float]]:
+    """Starts the servers. Returns their base URLs, and how long to wait for a restart: 0 s if none is restarted.
+
+    Closing `stack` stops them.
+    """
     settings = [each.settled() for each in settings]  # reports installation problems before any server starts
     supervisors: list[asyncio.Task[None]] = []
 
@@ -143,7 +146,8 @@ async def start_endpoints(
     for problem in started:
         if isinstance(problem, BaseException):
             raise problem
-    return [f"{server.url}/v1" for server in started if isinstance(server, Server)]
+    urls = [f"{server.url}/v1" for server in started if isinstance(server, Server)]
+    return urls, lambda: 0.0 if all(supervisor.done() for supervisor in supervisors) else START_DEADLINE_S
 
 
 async def _start(settings: Startable, on_progress: Callable[[str], None]) -> Server:

@@ -319,7 +319,7 @@ async def test_a_request_after_an_idle_outage_is_answered(client, endpoint):
 
 @asking()
 async def test_requests_wait_for_a_restarting_server(client, endpoint):
-    patient = EndpointClient(client.urls, MODEL, give_up_s=30.0)
+    patient = EndpointClient(client.urls, MODEL, give_up_s=lambda: 30.0)
     await endpoint.die()
     asked = asyncio.create_task(ask(patient, deadline_s=30.0))
     await asyncio.sleep(2 * client_module.GIVE_UP_S)

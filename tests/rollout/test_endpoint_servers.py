@@ -77,7 +77,7 @@ def pid_of(url: str) -> int:
 @async_test
 async def test_a_server_restarts_and_never_outlives_its_owner(vllm):
     async with AsyncExitStack() as stack:
-        (url,) = await start_endpoints(settings_of("vllm", gpus=[("5",)]), stack, lambda line: None)
+        (url,), _ = await start_endpoints(settings_of("vllm", gpus=[("5",)]), stack, lambda line: None)
         client = EndpointClient([url], "org/m")
         stack.push_async_callback(client.close)
         assert await client.models() == {url: ["org/m"]}
@@ -94,12 +94,14 @@ async def test_a_server_restarts_and_never_outlives_its_owner(vllm):
 @async_test
 async def test_a_failed_restart_is_reported(vllm, monkeypatch, capsys):
     async with AsyncExitStack() as stack:
-        (url,) = await start_endpoints(settings_of("vllm"), stack, lambda line: None)
+        (url,), give_up_s = await start_endpoints(settings_of("vllm"), stack, lambda line: None)
+        assert give_up_s() == servers.START_DEADLINE_S
         vllm.unlink()
         os.kill(await asyncio.to_thread(pid_of, url), signal.SIGKILL)
         reported = []
         await until(lambda: reported.append(capsys.readouterr().err) or "is not restarted" in "".join(reported), 20)
         assert "vllm is not on the PATH" in "".join(reported)
+        await until(lambda: give_up_s() == 0, 20)
 
 
 @async_test

@@ -178,7 +178,7 @@ def test_requests_wait_for_local_servers_that_restart(tmp_path, monkeypatch):
     async def reply() -> str:
         async with AsyncExitStack() as stack:
             endpoint = await stack.enter_async_context(FakeEndpoint(ANSWER))
-            started = asyncio.sleep(0, [endpoint.url])
+            started = asyncio.sleep(0, ([endpoint.url], lambda: 1800.0))
             monkeypatch.setattr("paravt_jax.sampling.endpoint.start_endpoints", lambda *_: started)
             settings = EngineConfig("openai", serve_with="vllm")
             options: dict[str, Any] = {"gpus": [], "dtype": "bfloat16", "max_context_tokens": 4096, "temperature": 0.0}
