@@ -26,6 +26,7 @@ from rollout.video.errors import VideoError
 
 STEPS_AHEAD = 2  # steps to prepare while the learner computes
 RENDERED_AHEAD = 32  # traces to decode concurrently
+RECENT = 64  # traces; as in RL, the run ends if more than half of them cannot be read
 HEADROOM = 1.75  # patch rows of the first step, relative to its need: more rows later would recompile the update
 
 
@@ -34,6 +35,11 @@ class RenderedTrace(NamedTuple):
 
     dialogue: Dialogue
     rendered: Rendered
+
+
+class LeftOut(NamedTuple):
+    problem: str
+    is_unreadable: bool  # else it is too long
 
 
 @dataclass(frozen=True)
@@ -82,10 +88,11 @@ class TraceBatches:
         self._pack, self._video, self._rows_per_step = pack, video, imitation.rows_per_step
         self._model, self._contract = model, contract
         self._num_row_parts, self._most_frame_rows = num_row_parts, most_frame_rows
-        self._rendered: deque[asyncio.Task[RenderedTrace | str]] = deque()  # starts at sample `_next`
+        self._rendered: deque[asyncio.Task[RenderedTrace | LeftOut]] = deque()  # starts at sample `_next`
         self._row_patches = contract.max_patches(video.max_pixels)
         self._next, self._sizes = first.next_visit, first
         self._num_skipped = 0  # consecutive skipped traces
+        self._unreadable = deque[bool](maxlen=RECENT)
         self._reported: set[str] = set()  # problems of skipped traces
         self._steps: deque[asyncio.Task[TraceBatch]] = deque()  # the next ones, prepared in order
         self._preparing = asyncio.Lock()
@@ -106,7 +113,7 @@ class TraceBatches:
         samples = [PromptSample(number, 0, trace) for number, trace in enumerate(traces)]
         for first in range(0, len(samples), RENDERED_AHEAD):
             rendered = await asyncio.gather(*map(self._render, samples[first : first + RENDERED_AHEAD]))
-            problems += [problem for problem in rendered if isinstance(problem, str)]
+            problems += [trace.problem for trace in rendered if isinstance(trace, LeftOut)]
             if usable := [trace for trace in rendered if isinstance(trace, RenderedTrace)]:
                 yield await asyncio.to_thread(self._batches, usable, Position())
 
@@ -132,7 +139,7 @@ class TraceBatches:
         while True:
             self._render_ahead()
             trace = await asyncio.shield(self._rendered[0])
-            if isinstance(trace, str):
+            if isinstance(trace, LeftOut):
                 self._skip(problems, trace)
                 continue
             placed.append(PromptGroup(0, [len(trace.dialogue.ids)]))
@@ -143,17 +150,22 @@ class TraceBatches:
             self._num_skipped = 0
         return await asyncio.to_thread(self._packed, traces, self._next - first - len(traces), problems)
 
-    def _skip(self, problems: list[str], problem: str) -> None:
-        """Records a skipped trace. Raises if no trace is usable, because the search would never end."""
+    def _skip(self, problems: list[str], trace: LeftOut) -> None:
+        """Records a skipped trace. Raises if no trace is usable, because the search would never end, or few are."""
+        problem = trace.problem
         if problem not in self._reported:
             self._reported.add(problem)
             problems.append(problem)
-        self._advance()
+        self._advance(trace.is_unreadable)
         self._num_skipped += 1
+        if sum(self._unreadable) > RECENT / 2:
+            frac = f"{sum(self._unreadable)} of the last {len(self._unreadable)}"
+            raise RuntimeError(f"{frac} traces cannot be read; the last: {problem}")
         if self._num_skipped > 2 * (self._order.num_items - 1):  # two epochs of all traces but one
             raise RuntimeError(f"{self._num_skipped} consecutive traces cannot be used; the last: {problem}")
 
-    def _advance(self) -> None:
+    def _advance(self, is_unreadable: bool = False) -> None:
+        self._unreadable.append(is_unreadable)
         self._rendered.popleft()
         self._next += 1
 
@@ -161,19 +173,20 @@ class TraceBatches:
         while len(self._rendered) < RENDERED_AHEAD:
             self._rendered.append(asyncio.create_task(self._render(self._order[self._next + len(self._rendered)])))
 
-    async def _render(self, sample: PromptSample[Trace]) -> RenderedTrace | str:
+    async def _render(self, sample: PromptSample[Trace]) -> RenderedTrace | LeftOut:
         """Renders a trace for the learner; returns the reason if the trace is unusable."""
         (budget,) = budgets_of([sample], self._video, self._seed)
         try:
             rendered = await self._renderer.render(sample.item, budget)
         except VideoError as error:
-            problem = str(error)
+            problem, is_unreadable = str(error), True
         else:
             dialogue = self._renderer.dialogue(rendered.ledger, sample.number)
             if len(dialogue.ids) <= self._pack.row_tokens:
                 return RenderedTrace(dialogue, rendered)
             problem = f"{len(dialogue.ids)} tokens are more than pack.row_tokens={self._pack.row_tokens}"
-        return f"{', '.join([sample.item.id, *sample.item.files])}: {problem}"
+            is_unreadable = False
+        return LeftOut(f"{', '.join([sample.item.id, *sample.item.files])}: {problem}", is_unreadable)
 
     def _packed(self, traces: list[RenderedTrace], num_left_out: int, problems: list[str]) -> TraceBatch:
         batches = self._batches(traces, self._sizes, is_first=self._sizes == Position())

@@ -275,11 +275,17 @@ def test_bad_traces_at_the_end_of_an_epoch_and_the_start_of_the_next_do_not_end_
     assert all(step.num_traces for step in steps)
 
 
-def test_a_corpus_without_a_readable_trace_ends_the_run(tiny_hf):
-    with pytest.raises(RuntimeError, match="3 consecutive traces cannot be used"):
-        next_batches(
-            batches_of(tiny_hf, [trace(0, path="/missing.mp4"), trace(1, path="/missing.mp4")], row_tokens=1024), 1
-        )
+@pytest.mark.parametrize(
+    ("num_bad", "num_good", "message"),
+    [
+        (2, 0, "3 consecutive traces cannot be used"),
+        (2, 1, "33 of the last .* traces cannot be read; the last: "),
+    ],
+)
+def test_a_corpus_without_enough_readable_traces_ends_the_run(tiny_hf, num_bad, num_good, message):
+    traces = [*(trace(n, path="/missing.mp4") for n in range(num_bad)), *(trace(2 + n) for n in range(num_good))]
+    with pytest.raises(RuntimeError, match=message):
+        next_batches(batches_of(tiny_hf, traces, row_tokens=1024), 20)
 
 
 def test_a_signal_ends_a_validation_at_its_next_traces(tiny_hf, tmp_path):
