@@ -97,7 +97,7 @@ class Answerer:
     ) -> Answer:
         """Answers a question. `name` identifies it among concurrent questions; the engine aborts requests by name.
 
-        Equal questions with an equal `seed` have equal answers, whatever their names; without a seed answers differ.
+        Equal questions with an equal `seed` have equal answers under any name; without a seed, answers differ.
         `history` has the turns before the question; `videos` and `images` belong to all turns, in order.
         `max_tokens` limits the tokens of the agent and its sub-agents together. None: only their settings limit them.
         """

@@ -34,7 +34,7 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
     """Loads settings: defaults, then YAML or RUN/config.json, then `a.b=c`. Raises ValueError for invalid settings.
 
     `path` can be the name of a config of the package. If the command line sets another `loss.name`, the file's
-    `loss.params` are dropped for that loss's defaults; likewise `loss.correction_bounds` for another `loss.correction`.
+    `loss.params` give way to that loss's defaults, as do `loss.correction_bounds` for another `loss.correction`.
     A `rollout.prompts_file` on the command line replaces the `rollout.prompts` of a file.
     """
     for override in overrides:

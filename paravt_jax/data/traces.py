@@ -3,7 +3,7 @@
 A row of a parquet or JSON-lines file has
 
     messages    [{role, content}], as a list or as JSON; content is text, or a list of parts:
-                {"type": "text", "text": …}, {"type": "video_url", "video_url": {"url": path}}, or likewise image_url
+                {"type": "text", "text": …}, {"type": "video_url", "video_url": {"url": path}}, or with image_url
 
 A video may have "start_time" and "end_time", next to its url or in its part; the dialogue is then a sub-agent's about
 that window. Or it may have "nframes", the number of overview frames that the trace needs, which must be equal for all

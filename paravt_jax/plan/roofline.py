@@ -137,7 +137,7 @@ def _layers_bytes(share: Share, way: str = "forward") -> float:
 
 
 def _stored_bytes(share: Share) -> int:
-    """Bytes per stored weight: a float32 master, or a frozen weight beside adapters."""
+    """Bytes per stored weight: a float32 master, or a frozen weight under adapters."""
     return share.item_bytes if share.adapted else FLOAT32_BYTES
 
 

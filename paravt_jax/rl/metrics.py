@@ -65,7 +65,7 @@ def missing_remark(rollouts: Sequence[Rollout], bound: str = "") -> str | None:
 
 
 def deadline_remark(metrics: Mapping[str, float], turn_deadline_s: float) -> str | None:
-    """A warning if the deadline cuts too many episodes, which biases training towards short ones."""
+    """A warning if the deadline cuts too many episodes, which biases training towards short episodes."""
     num_cut = metrics["rollout/missing_deadline"]
     num_started = metrics["rollout/num_episodes"] + metrics["rollout/num_missing"]
     if num_cut <= MAX_DEADLINE_FRAC * num_started:
