@@ -94,7 +94,7 @@ class TraceBatches:
         self._num_skipped = 0  # consecutive skipped traces
         self._unreadable = deque[bool](maxlen=RECENT)
         self._reported: set[str] = set()  # problems of skipped traces
-        self._steps: deque[asyncio.Task[TraceBatch]] = deque()  # the next ones, prepared in order
+        self._steps: deque[asyncio.Task[TraceBatch]] = deque()  # the next steps, prepared in order
         self._preparing = asyncio.Lock()
 
     async def peek_batch(self) -> TraceBatch:

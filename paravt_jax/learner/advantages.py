@@ -106,14 +106,14 @@ def group_advantages(
     has_spread, peers = _has_spread(group, config), [group]
     if config.normalise == "batch" and step:
         peers = [peer for peer in step if _has_spread(peer, config) or not config.filter_zero_variance]
-    scale = _scale([(peer.present, peer.total) for peer in peers], config)
-    sequence = _relative(group.total, group.present, scale, config)
+    scale = _divisor([(peer.present, peer.total) for peer in peers], config)
+    sequence = _group_relative(group.total, group.present, scale, config)
     by_property, by_likelihood = config.credit == "span", config.credit == "likelihood"
     likelihood = group.anchor_scale if by_likelihood else 0.0
-    anchor_unit = _scale([(peer.present, peer.anchor) for peer in peers], config)
+    anchor_unit = _divisor([(peer.present, peer.anchor) for peer in peers], config)
 
     def of_anchor(values: np.ndarray) -> np.ndarray:
-        return group.anchor_scale * _relative(values, group.present, anchor_unit, config)
+        return group.anchor_scale * _group_relative(values, group.present, anchor_unit, config)
 
     return GroupAdvantages(
         sequence=sequence,
@@ -213,7 +213,7 @@ def _spread(values: Float[np.ndarray, " G"], present: Bool[np.ndarray, " G"]) ->
     return bool(present.any() and np.ptp(values[present]) > ROUNDING)
 
 
-def _relative(
+def _group_relative(
     values: Float[np.ndarray, " G"], present: Bool[np.ndarray, " G"], scale: float, config: AdvantageConfig
 ) -> Float[np.ndarray, " G"]:
     """Values minus the group's mean, scaled. Exactly zero without spread, where only rounding errors would remain."""
@@ -228,7 +228,7 @@ def _leave_one_out(present: Bool[np.ndarray, " G"], config: AdvantageConfig) -> 
     return num_present / (num_present - 1) if config.normalise == "loo" and num_present > 1 else 1.0
 
 
-def _scale(groups: Sequence[tuple[np.ndarray, np.ndarray]], config: AdvantageConfig) -> float:
+def _divisor(groups: Sequence[tuple[np.ndarray, np.ndarray]], config: AdvantageConfig) -> float:
     """The divisor of advantages: the std of distances from the group mean over these groups, or 1 if not normalized."""
     if config.normalise in ("none", "loo"):
         return 1.0

@@ -127,7 +127,7 @@ def largest_shape(
     Small frames share a row of patches.
     """
     frame_tokens = row_patches // merge_unit + FRAME_TEXT_TOKENS
-    frame_rows = stepped(min(max_frames, num_rows // num_parts * row_tokens // frame_tokens), FRAME_ROW_STEP, 1)
+    frame_rows = round_up(min(max_frames, num_rows // num_parts * row_tokens // frame_tokens), FRAME_ROW_STEP, 1)
     return BatchShape(num_rows, row_tokens, row_patches, num_parts, row_tokens, num_parts * frame_rows)
 
 
@@ -195,12 +195,12 @@ class Piece(NamedTuple):
 def place(groups: Sequence[PromptGroup], row_tokens: int, batch_rows: int) -> list[list[Piece]]:
     """Places groups by best fit into few batches of `batch_rows` rows. The longest dialogue must fit into a row."""
     num_batches = max(1, -(-sum(group.num_tokens for group in groups) // (row_tokens * batch_rows)))
-    while (rows := _placed(groups, row_tokens, num_batches * batch_rows)) is None:
+    while (rows := _best_fit(groups, row_tokens, num_batches * batch_rows)) is None:
         num_batches += 1
     return rows
 
 
-def _placed(groups: Sequence[PromptGroup], row_tokens: int, num_rows: int) -> list[list[Piece]] | None:
+def _best_fit(groups: Sequence[PromptGroup], row_tokens: int, num_rows: int) -> list[list[Piece]] | None:
     """Places groups from longest to shortest into the fullest row with enough room, else into a new row.
 
     If no rows are left, the group is split: as many branches as fit go into the emptiest row. None if it cannot fit.
@@ -236,7 +236,7 @@ def row_lengths(max_row_tokens: int, sizes_per_doubling: int = SIZES_PER_DOUBLIN
     """The row lengths to choose from. They are few, because each needs its own compiled programs."""
     lengths = [TOKEN_STEP]
     while lengths[-1] < max_row_tokens:
-        lengths.append(min(stepped(lengths[-1] + 1, TOKEN_STEP, sizes_per_doubling), max_row_tokens))
+        lengths.append(min(round_up(lengths[-1] + 1, TOKEN_STEP, sizes_per_doubling), max_row_tokens))
     return lengths
 
 
@@ -274,10 +274,10 @@ def fill(
     keys = _frame_keys(dialogues)
     parts = _parts(rows, shape)
     parts += [[] for _ in range(sizes.num_batches * shape.num_parts - len(parts))]
-    num_actions = halved(shape.row_tokens, max(sizes.num_actions, shape.row_actions))
+    num_actions = halve_while_fits(shape.row_tokens, max(sizes.num_actions, shape.row_actions))
     num_frame_rows = shape.num_frame_rows // shape.num_parts
     if sizes.num_frame_rows > num_frame_rows:
-        num_frame_rows = stepped(sizes.num_frame_rows, FRAME_ROW_STEP, 1)
+        num_frame_rows = round_up(sizes.num_frame_rows, FRAME_ROW_STEP, 1)
 
     def filled(part: Sequence[Row]) -> TrainBatch:
         visible = _visible_frames(part, dialogues)
@@ -292,7 +292,7 @@ def fill(
         return TrainBatch(text=text, vision=vision, **_entries(part, dialogues, num_rows, num_actions, first_number))
 
     starts = range(0, len(parts), shape.num_parts)
-    return [_joined([filled(part) for part in parts[start : start + shape.num_parts]]) for start in starts]
+    return [_concatenate_parts([filled(part) for part in parts[start : start + shape.num_parts]]) for start in starts]
 
 
 def rows_of_host(batch: TrainBatch, host: int, num_hosts: int) -> TrainBatch:
@@ -325,12 +325,12 @@ def replayed_frac(batches: Sequence[TrainBatch]) -> float:
     return known / max(num_packed(batches), 1)
 
 
-def halved(most: int, count: int) -> int:
-    """`most`, halved while `count` fits, a few times at most."""
+def halve_while_fits(most: int, count: int) -> int:
+    """Halves `most` while `count` fits, at most MAX_HALVINGS times."""
     return next(size for n in range(MAX_HALVINGS, -1, -1) if (size := -(-most // 2**n)) >= count)
 
 
-def stepped(count: int, step: int, sizes_per_doubling: int) -> int:
+def round_up(count: int, step: int, sizes_per_doubling: int) -> int:
     """Rounds `count` up to a multiple of a step that grows with the count."""
     while count > 2 * sizes_per_doubling * step:
         step *= 2
@@ -353,7 +353,8 @@ def _needed_sizes(
     rows: Sequence[Row], dialogues: Sequence[Dialogue], frames: Mapping[str, Frame], shape: BatchShape
 ) -> PackSizes:
     num_actions = [
-        sum(int(_scored(sequence, dialogues[number]).sum()) for sequence in row for number in sequence) for row in rows
+        sum(int(_loss_mask(sequence, dialogues[number]).sum()) for sequence in row for number in sequence)
+        for row in rows
     ]
     num_frame_rows = [
         len(frame_rows([frames[key] for key in _visible_frames(part, dialogues)], shape.row_patches))
@@ -378,7 +379,7 @@ def _visible_frames(rows: Sequence[Row], dialogues: Sequence[Dialogue]) -> list[
     return list(_frame_keys(dialogues[number] for row in rows for sequence in row for number in sequence))
 
 
-def _scored(sequence: Sequence[int], dialogue: Dialogue) -> np.ndarray:
+def _loss_mask(sequence: Sequence[int], dialogue: Dialogue) -> np.ndarray:
     """The mask of a dialogue's loss tokens, which must not be in a shared prompt."""
     if len(sequence) > 1 and dialogue.loss_mask[: dialogue.num_shared].any():
         raise ValueError(f"episode {dialogue.episode} has loss tokens in the prompt that its group shares")
@@ -419,7 +420,7 @@ def _entries(
             branch = trunk + dialogues[sequence[0]].num_shared
             for number in sequence:
                 dialogue = dialogues[number]
-                scored = np.flatnonzero(_scored(sequence, dialogue))
+                scored = np.flatnonzero(_loss_mask(sequence, dialogue))
                 where = np.s_[b, entry : entry + len(scored)]
                 index = np.arange(len(dialogue.ids))
                 in_row = np.where(index < dialogue.num_shared, trunk + index, branch + index - dialogue.num_shared)
@@ -439,7 +440,7 @@ def _entries(
     return entries
 
 
-def _joined(parts: Sequence[TrainBatch]) -> TrainBatch:
+def _concatenate_parts(parts: Sequence[TrainBatch]) -> TrainBatch:
     if len(parts) == 1:
         return parts[0]
     batch = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)

@@ -68,7 +68,7 @@ def compiled_update(update: PlannedUpdate, model: ModelConfig, shape: BatchShape
     beside_own, beside_ref = (masters, moments, unread_ref), (masters, masters, moments)
     scored = [(own, beside_own)] * update.scores_before + ([] if ref is None else [(ref, beside_ref)])
     encoded = scored if update.optim.train_vision else [(own, beside_own)]
-    with _nothing_written_to_cache(), ThreadPoolExecutor(max_workers=2) as pool:
+    with _cache_disabled(), ThreadPoolExecutor(max_workers=2) as pool:
 
         def start(function: Callable[..., Compiled], *arguments: Any) -> Future[Compiled]:
             return pool.submit(_with_room, function.__name__, lambda: function(*arguments))
@@ -89,7 +89,7 @@ def compiled_update(update: PlannedUpdate, model: ModelConfig, shape: BatchShape
 
 
 @contextmanager
-def _nothing_written_to_cache() -> Iterator[None]:
+def _cache_disabled() -> Iterator[None]:
     """Disables the compilation cache, because JAX cannot read programs back that were compiled without devices."""
     name = "jax_persistent_cache_min_compile_time_secs"
     min_s = getattr(jax.config, name)

@@ -54,7 +54,7 @@ class Calibration:
 def calibrated(run_dir: Path, device: DeviceSpec) -> Calibration:
     """Measures rates for a plan on `device` from a run's directory or the JSON of `paravt check`."""
     if run_dir.is_file():
-        return _of_check(run_dir, device)
+        return _calibration_of_check(run_dir, device)
     settings = run_dir / SETTINGS_FILE
     try:
         config = load_training_config(settings) if settings.is_file() else None
@@ -78,7 +78,7 @@ def calibrated(run_dir: Path, device: DeviceSpec) -> Calibration:
     return _calibration(source, values, most_picture_s, kind, device)
 
 
-def _of_check(path: Path, device: DeviceSpec) -> Calibration:
+def _calibration_of_check(path: Path, device: DeviceSpec) -> Calibration:
     """Reads only the device's rates, because a check's episodes are shorter than a run's."""
     facts = [stage["facts"] for stage in read_object(path).get("stages", []) if stage["stage"] == "step"]
     if not facts:
@@ -89,7 +89,7 @@ def _of_check(path: Path, device: DeviceSpec) -> Calibration:
 
 
 def device_rates(run: PlannedRl, run_dir: Path, device: DeviceSpec) -> dict[str, list[float]]:
-    """Measures the device's rates in a run's log; `_of_check` reads them from the report."""
+    """Measures the device's rates in a run's log; the JSON of `paravt check` has them."""
     return LoggedRates(run, list(_steps(run_dir)), device).of_device()
 
 
@@ -185,14 +185,14 @@ class LoggedRates:
     def _overviews_s(self) -> Iterator[float]:
         """Yields each step's decoding seconds per group, as if no frame had been in the cache."""
         first = self.steps[0].metrics["step"] > 1  # the first total includes earlier steps
-        totals = self._added("perf/video/decode_s"), self._added("perf/video/decoded_frames")
+        totals = self._increments("perf/video/decode_s"), self._increments("perf/video/decoded_frames")
         spent = zip(self.steps, *totals, strict=False)
         for step, seconds, num_decoded in list(spent)[first:]:
             num_groups = step.metrics.get("rollout/num_groups", 0.0)
             if num_decoded and num_groups:
                 yield seconds / num_decoded * _num_frames(step.episodes) / num_groups
 
-    def _added(self, key: str) -> list[float]:
+    def _increments(self, key: str) -> list[float]:
         """Each step's increase of a running total. Totals restart at 0 when a run resumes."""
         return [now - before if now >= before else now for before, now in pairwise([0.0, *self._metric(key)])]
 

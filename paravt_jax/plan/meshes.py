@@ -89,7 +89,7 @@ def estimate(
         hbm_gib=num_bytes / GIB,
         model_flops=needed_flops(update, model, step),
         compiled_flops=flops if programs else None,
-        collective_bytes=_sent(works, step) if is_printed else None,
+        collective_bytes=_collective_bytes(works, step) if is_printed else None,
         compile_s=compile_s,
         est_step_s=None if seconds is None else seconds.total,
         seconds=seconds,
@@ -117,11 +117,11 @@ def _works(
     by_name: dict[str, list[Program]] = {}
     for program in programs:
         by_name.setdefault(program.name, []).append(program)
-    compiled = {name: _as_compiled(planned[name], of_largest[name], same, run) for name, same in by_name.items()}
+    compiled = {name: _corrected(planned[name], of_largest[name], same, run) for name, same in by_name.items()}
     return compiled or planned
 
 
-def _as_compiled(
+def _corrected(
     planned: ProgramWork, of_largest: ProgramWork, programs: Sequence[Program], run: PlannedRun
 ) -> ProgramWork:
     compiled_flops = sum(program.flops for program in programs) / run.num_devices
@@ -135,7 +135,7 @@ def _as_compiled(
     return ProgramWork(flops, planned.memory_bytes, collectives or planned.collectives)
 
 
-def _sent(works: Mapping[str, ProgramWork], step: Step) -> dict[str, int]:
+def _collective_bytes(works: Mapping[str, ProgramWork], step: Step) -> dict[str, int]:
     return bytes_by_kind(
         [
             replace(each, num_bytes=step.num_runs(name) * each.num_bytes)

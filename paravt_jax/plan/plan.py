@@ -69,7 +69,7 @@ class Plan:
     mesh: MeshConfig
     device: DeviceSpec
     num_hosts: int
-    host_work: dict[str, int]  # of a host, at most; empty: SFT
+    host_work: dict[str, int]  # largest part of a host in a step; empty: SFT
     params: ParamCounts
     batch: BatchShape
     memory: Memory
@@ -149,7 +149,7 @@ def param_counts(update: PlannedUpdate, model: ModelConfig) -> ParamCounts:
 
 
 def _host_work(work: Workload, num_hosts: int, params: ParamCounts, *, adapted: bool) -> dict[str, int]:
-    """Frames are decoded for an overview per group and for the windows of calls."""
+    """A host's largest work. Frames are decoded for an overview per group and for the windows of calls."""
     prompts = -(-work.num_groups // num_hosts)
     num_frozen = 0 if adapted else params.text + params.vision - params.trainable
     return {

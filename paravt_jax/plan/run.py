@@ -20,7 +20,7 @@ from paravt_jax.config import (
     TrainConfig,
     VideoConfig,
 )
-from paravt_jax.learner.packing import FRAME_ROW_STEP, BatchShape, halved, largest_shape, stepped
+from paravt_jax.learner.packing import FRAME_ROW_STEP, BatchShape, halve_while_fits, largest_shape, round_up
 from paravt_jax.plan.devices import DeviceSpec, peak_flops
 from paravt_jax.plan.workload import (
     PROMPT_TEXT_TOKENS,
@@ -209,8 +209,8 @@ class PlannedSft(PlannedRun):
         return BatchShape(
             num_rows=rows,
             row_tokens=tokens,
-            row_actions=halved(tokens, min(tokens, self.max_row_actions)),
-            num_frame_rows=self.num_parts * stepped(-(-frames // self.num_parts), FRAME_ROW_STEP, 1),
+            row_actions=halve_while_fits(tokens, min(tokens, self.max_row_actions)),
+            num_frame_rows=self.num_parts * round_up(-(-frames // self.num_parts), FRAME_ROW_STEP, 1),
             row_patches=self.row_patches,
             num_parts=self.num_parts,
         )

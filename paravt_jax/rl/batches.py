@@ -94,7 +94,7 @@ class PolicyUpdate:
         self._largest_shape = largest_shape(
             self._num_rows, pack.row_tokens, self._row_patches, merge_unit, self._num_parts, max_frames
         )
-        self.own_time = OwnTime()  # of this host in the last update, without waiting for other hosts or devices
+        self.own_time = OwnTime()  # time of the last update without waiting for other hosts or devices
 
     def run(self, groups: Sequence[Group]) -> dict[str, float]:
         """Updates the learner once per part of the step. Without loss tokens, only the version changes."""
@@ -165,7 +165,7 @@ class PolicyUpdate:
             all_tokens, all_episodes = map(float, of_hosts.sum(axis=0)[1:])
             counts = StepCounts(all_tokens, all_episodes, max_tokens / train.updates_per_step)
             first = int(of_hosts[: self._hosts.index, 0].sum())
-            batches = pack(own, frames, model, shape, first_number=first, agree=self._agree)
+            batches = pack(own, frames, model, shape, first_number=first, agree=self._max_over_hosts)
             parts.append(PackedPart(batches, counts, dialogues=own, first=first))
         return parts
 
@@ -173,7 +173,7 @@ class PolicyUpdate:
         with self.own_time.waiting():
             return self._hosts.gather(stream, value)
 
-    def _agree(self, sizes: PackSizes) -> PackSizes:
+    def _max_over_hosts(self, sizes: PackSizes) -> PackSizes:
         of_hosts = self._gather("sizes", sizes)
         return PackSizes(*(max(each) for each in zip(*of_hosts, strict=True)))
 

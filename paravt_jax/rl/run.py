@@ -62,7 +62,7 @@ class Run:
     probe: DeviceProbe
     own_s: dict[str, float] = field(default_factory=dict)  # this host's times in the step, with several hosts
     of_hosts: dict[str, float] = field(default_factory=dict)  # the times of all hosts
-    num_tokens: int = 0  # of all dialogues of the step, on all hosts
+    num_tokens: int = 0  # tokens of all dialogues of the step, on all hosts
 
     async def collect(self) -> list[Group] | None:
         """Collects the next step's groups; None after the last step."""
@@ -192,7 +192,7 @@ class Run:
         if behavior_kl is None:
             return
         step = self.training.step + 1
-        if not behavior_kl < self.mismatch.max_kl:  # also NaN
+        if not behavior_kl < self.mismatch.max_kl:  # also true for NaN
             raise RuntimeError(
                 f"engine and learner differ by a mean KL of {behavior_kl:.3g} over the tokens of step {step}, more "
                 f"than mismatch.max_kl={self.mismatch.max_kl}: the engine samples from another policy. Compare the two "

@@ -89,7 +89,7 @@ async def open_run(
         if replay is None:
             check_not_in_a_run(config.run_dir)
         directory = RunDirectory.acquire(config.run_dir, stack, to_record(config), allow_changes, hosts)
-        hosts.host_0_first(lambda: _keep_apart(directory, log))
+        hosts.host_0_first(lambda: _check_same_kind(directory, log))
         train, held_out, remarks = hosts.host_0_first(
             lambda: _prompts(config.data, directory.path, config.seed, config.validation.max_prompts, plugin)
         )
@@ -293,7 +293,7 @@ def _check_num_images(prompts: Sequence[Prompt], source: str, most_frames: int) 
         )
 
 
-def _keep_apart(directory: RunDirectory, log: LoggedSteps | None) -> None:
+def _check_same_kind(directory: RunDirectory, log: LoggedSteps | None) -> None:
     """Rejects a directory whose steps come from another kind of run: a normal run, or a replay of another run."""
     path, source = directory.path / REPLAY_OF_FILE, "" if log is None else str(log.run_dir)
     old_source = path.read_text() if path.exists() else ""

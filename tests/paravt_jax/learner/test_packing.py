@@ -25,15 +25,15 @@ from paravt_jax.learner.packing import (
     PromptGroup,
     TrainBatch,
     best_row_tokens,
-    halved,
+    halve_while_fits,
     num_batches,
     num_packed,
     pack,
     place,
     replayed_frac,
+    round_up,
     row_lengths,
     rows_of_host,
-    stepped,
     used_frac,
 )
 from paravt_jax.learner.programs import action_scores
@@ -377,11 +377,11 @@ def test_the_published_lengths_fill_their_rows(batch_rows, least):
 
 
 def test_sizes_waste_little_and_are_few():
-    sizes = {stepped(count, 4, 4) for count in range(1, 4097)}
-    assert all(count <= stepped(count, 4, 4) <= max(count + 3, 1.25 * count) for count in range(1, 4097))
+    sizes = {round_up(count, 4, 4) for count in range(1, 4097)}
+    assert all(count <= round_up(count, 4, 4) <= max(count + 3, 1.25 * count) for count in range(1, 4097))
     assert len(sizes) < 50
-    assert all(stepped(size, 4, 4) == size for size in sizes)
-    assert [halved(100, count) for count in (1, 13, 14, 51, 100)] == [13, 13, 25, 100, 100]
+    assert all(round_up(size, 4, 4) == size for size in sizes)
+    assert [halve_while_fits(100, count) for count in (1, 13, 14, 51, 100)] == [13, 13, 25, 100, 100]
 
 
 def test_tokens_know_the_length_of_their_episode_wherever_its_sub_agents_are_packed(model, group, frames):
