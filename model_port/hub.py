@@ -72,7 +72,7 @@ def push_to_hub(
             ) from problem
     if absent:
         raise RuntimeError(
-            f"{commit.commit_url} lacks {', '.join(absent[:5])}: the .gitignore in {repo_id} excludes "
+            f"{commit.commit_url} does not have {', '.join(absent[:5])}: the .gitignore in {repo_id} excludes "
             f"{len(absent)} of {len(names)} files; remove it there and run the same command again"
         )
     return commit.commit_url
@@ -127,7 +127,7 @@ def check_repo_id(repo_id: str) -> None:
     except HFValidationError as problem:
         raise ValueError(f"repo id {repo_id!r} is malformed: {problem}") from problem
     if "/" not in repo_id:
-        raise ValueError(f"repo id {repo_id!r} lacks an owner: write OWNER/NAME, for example your-name/{repo_id}")
+        raise ValueError(f"repo id {repo_id!r} has no owner: write OWNER/NAME, for example your-name/{repo_id}")
 
 
 def _check_write_access(api: HfApi, repo_id: str, public: bool) -> None:

@@ -49,7 +49,7 @@ def base_of(adapter: Path) -> str:
     config = Section(str(file), read_object(file))
     base = config.text(BASE_KEY, "")
     if not base or "\0" in base:
-        raise ValueError(f"{config.source} lacks {BASE_KEY}, the base model")
+        raise ValueError(f"{config.source} has no {BASE_KEY}, the base model")
     return base
 
 

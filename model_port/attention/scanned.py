@@ -32,7 +32,7 @@ def _forward(q: Queries, k: Keys, v: Keys, runs: QueryRuns) -> tuple[Queries, Nu
     size, wide = block_tokens(q.shape[1], q.shape[3]), jnp.promote_types(q.dtype, jnp.float32)
     keys_of, num_keys_of = neighbors(visible_blocks(runs, size, size).any(axis=0))
 
-    def of_queries(i: Array) -> tuple[Array, Array]:
+    def mix_block(i: Array) -> tuple[Array, Array]:
         q_block = _block(q, i, size)
 
         def add(n: Array, carry: SoftmaxCarry) -> SoftmaxCarry:
@@ -45,7 +45,7 @@ def _forward(q: Queries, k: Keys, v: Keys, runs: QueryRuns) -> tuple[Queries, Nu
         mean, log_sum = mean_and_log_sum(lax.fori_loop(0, num_keys_of[i], add, start))
         return mean.astype(v.dtype), log_sum
 
-    mixed, log_sum = lax.map(of_queries, jnp.arange(q.shape[1] // size))
+    mixed, log_sum = lax.map(mix_block, jnp.arange(q.shape[1] // size))
     return jnp.einsum("nBKRtH->BntKRH", mixed).reshape(q.shape), _joined(log_sum)
 
 
@@ -55,7 +55,7 @@ def _backward(
     size, wide = block_tokens(q.shape[1], q.shape[3]), log_sum.dtype
     queries_of, num_queries_of = neighbors(visible_blocks(runs, size, size).any(axis=0).T)
 
-    def of_keys(d_q: Array, j: Array) -> tuple[Array, tuple[Array, Array]]:
+    def block_gradients(d_q: Array, j: Array) -> tuple[Array, tuple[Array, Array]]:
         k_block, v_block = _block(k, j, size), _block(v, j, size)
 
         def add(n: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -76,8 +76,8 @@ def _backward(
         d_q, d_k, d_v = lax.fori_loop(0, num_queries_of[j], add, (d_q, nothing, nothing))
         return d_q, (d_k.astype(k.dtype), d_v.astype(v.dtype))
 
-    d_q, of_blocks = lax.scan(of_keys, jnp.zeros(q.shape, wide), jnp.arange(k.shape[1] // size))
-    d_k, d_v = (jnp.moveaxis(d, 0, 1).reshape(k.shape) for d in of_blocks)
+    d_q, gradients = lax.scan(block_gradients, jnp.zeros(q.shape, wide), jnp.arange(k.shape[1] // size))
+    d_k, d_v = (jnp.moveaxis(d, 0, 1).reshape(k.shape) for d in gradients)
     return d_q.astype(q.dtype), d_k, d_v
 
 

@@ -117,9 +117,9 @@ def _scores(pair: Pair, q: Any, k: Any, wide: Any) -> Float[Array, "s r"]:
     return product(k[...], _lanes(q), NT, wide) * pair.scale
 
 
-def _lanes(of_queries: Any) -> Float[Array, "r H"]:
+def _lanes(queries: Any) -> Float[Array, "r H"]:
     """Concatenates the queries of all heads in a block."""
-    return of_queries[...].reshape(-1, of_queries.shape[-1])
+    return queries[...].reshape(-1, queries.shape[-1])
 
 
 def _zero(*sums: Any) -> None:

@@ -45,8 +45,8 @@ class Pair:
 
     def visible(self, runs: Any, lanes: int) -> Bool[Array, "s r"]:
         first, last = (runs[...].T[:, side : side + 1] for side in (0, 1))
-        of_head = self.first_query + lax.broadcasted_iota(jnp.int32, (1, self.num_queries), 1)
-        query = jnp.tile(of_head, (1, lanes // self.num_queries))
+        head_queries = self.first_query + lax.broadcasted_iota(jnp.int32, (1, self.num_queries), 1)
+        query = jnp.tile(head_queries, (1, lanes // self.num_queries))
         return (first <= query) & (query <= last)
 
 

@@ -9,7 +9,7 @@ MIN_FPS_FRAMES = 4  # in an overview with a frame rate
 CROP_MAX_FRAMES = 16
 
 
-def overview_times(duration_s: float | int, of_frames: int, num_frames: int) -> list[float]:
+def overview_times(duration_s: float | int, total_frames: int, num_frames: int) -> list[float]:
     """Returns the times of `num_frames` frames, spaced evenly by frame number from the first to the last frame.
 
     These are the frames that transformers (Qwen3VLVideoProcessor.sample_frames) and qwen_vl_utils, which the original
@@ -19,18 +19,18 @@ def overview_times(duration_s: float | int, of_frames: int, num_frames: int) -> 
     """
     if num_frames == 1:
         return [duration_s / 2]
-    numbers = np.linspace(0, of_frames - 1, num_frames).round()
-    return ((numbers + 0.5) / of_frames * duration_s).tolist()
+    numbers = np.linspace(0, total_frames - 1, num_frames).round()
+    return ((numbers + 0.5) / total_frames * duration_s).tolist()
 
 
-def num_frames_at(fps: float | int, duration_s: float | int, of_frames: int, max_frames: int) -> int:
+def num_frames_at(fps: float | int, duration_s: float | int, total_frames: int, max_frames: int) -> int:
     """Returns the number of frames in an overview at `fps`, up to `max_frames`; `fps=0` always gives `max_frames`.
 
     The number is even and the same as in qwen_vl_utils (0.0.14, smart_nframes), at least 4 if the video has as many.
     """
     if not fps:
         return max_frames
-    return max(1, int(min(max(duration_s * fps, MIN_FPS_FRAMES), max_frames, of_frames)) // 2 * 2)
+    return max(1, int(min(max(duration_s * fps, MIN_FPS_FRAMES), max_frames, total_frames)) // 2 * 2)
 
 
 def crop_times(start_s: float | int, end_s: float | int, max_frames: int = CROP_MAX_FRAMES) -> list[float]:

@@ -143,7 +143,7 @@ def test_a_huge_file_is_not_read(model):
         (ADAPTER, "lora_alpha", float("nan"), "lora_alpha=nan must be a number"),
         (ADAPTER, "lora_alpha", 0, "lora_alpha=0 must be a number"),
         (ADAPTER, "base_model_name_or_path", 5, "base_model_name_or_path=5 must be text"),
-        (ADAPTER, "base_model_name_or_path", "", "lacks base_model_name_or_path"),
+        (ADAPTER, "base_model_name_or_path", "", "has no base_model_name_or_path"),
         (ADAPTER, "alpha_pattern", [1], r"alpha_pattern=\[1\] is not supported"),
         ("paravt_jax.json", "base", 3, "base=3 must be an object"),
         ("paravt_jax.json", "base.dtype", "int8", "base.dtype='int8' must be one of float32"),

@@ -154,7 +154,7 @@ def test_a_dry_run_lists_exactly_the_files_of_a_push_and_sends_nothing(hub: Fake
 def test_a_dry_run_makes_the_same_checks_without_a_request(hub: FakeHub, model: Path, monkeypatch, name, repo):
     (model / name).unlink() if name else None
     monkeypatch.setattr("sys.argv", ["push", str(model), repo, "--dry-run"])
-    assert (name or "lacks an owner") in message(ValueError, push.main)
+    assert (name or "has no owner") in message(ValueError, push.main)
     assert hub.requests == []
 
 

@@ -61,10 +61,10 @@ def _import_only_qwen():
     registries = ("sglang.srt.models.", "sglang.srt.multimodal.processors.")
     iter_modules = pkgutil.iter_modules
 
-    def of_qwen(path=None, prefix=""):
+    def qwen_modules(path=None, prefix=""):
         return (m for m in iter_modules(path, prefix) if prefix not in registries or "qwen" in m.name)
 
-    pkgutil.iter_modules = of_qwen
+    pkgutil.iter_modules = qwen_modules
 
 
 _fork_children()
