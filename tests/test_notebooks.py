@@ -34,7 +34,7 @@ def test_a_notebook_runs(notebook, tmp_path, monkeypatch):
     asyncio.run(run_cells(notebook))
 
 
-def test_a_notebook_that_fails_is_noticed(tmp_path):
+def test_a_failing_notebook_is_detected(tmp_path):
     path = tmp_path / "wrong.ipynb"
     cells = [{"cell_type": "code", "source": ["import asyncio\n", "await asyncio.sleep(0)\n", "assert 1 == 2"]}]
     path.write_text(json.dumps({"cells": cells}))

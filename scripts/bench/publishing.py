@@ -120,7 +120,7 @@ async def _publish_times(engine: SGLangEngine, weights: Weights) -> dict[str, fl
 
 
 def _num_bytes(files: WeightFiles) -> int:
-    """Of the files that servers read in the latest publish."""
+    """Counts the bytes of the files that servers read in the latest publish."""
     return sum(path.stat().st_size for path in (files.root / (ALL if files.scheme else CHANGED)).iterdir())
 
 

@@ -185,7 +185,7 @@ def soak(
         with (out / "samples.jsonl").open("w") as file, Meter("soaking", int(seconds), "second") as meter:
             while (now_s := time.monotonic() - start_s) < seconds:
                 if process.poll() is not None:
-                    raise RuntimeError(f"{_called(command)} ended with {process.returncode}: {_last_lines(log)}")
+                    raise RuntimeError(f"{_name_of(command)} ended with {process.returncode}: {_last_lines(log)}")
                 if steps := count():
                     usage = {role: used._asdict() for role, used in usage_by_role(process.pid).items()}
                     samples.append({"seconds": now_s, "steps": steps, **usage})
@@ -193,7 +193,7 @@ def soak(
                     file.flush()
                 meter.at(int(now_s))
                 time.sleep(SAMPLE_EVERY_S)
-        violations = _stop(process, _called(command), log)
+        violations = _stop(process, _name_of(command), log)
     finally:
         process.kill()  # stops its servers and decoders
         process.wait()
@@ -216,7 +216,7 @@ def _stop(process: subprocess.Popen[bytes], name: str, log: Path) -> list[str]:
     return violations
 
 
-def _called(command: Sequence[str]) -> str:
+def _name_of(command: Sequence[str]) -> str:
     return command[command.index("-m") + 1] if "-m" in command else command[0]
 
 

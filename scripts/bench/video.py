@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as a Markdown table."""
+    """Formats the result as a Markdown table."""
     head = "| video | read | frames | original s | ours s | original frames/s | ours frames/s | original / ours |"
     if "whole_s" in result["rows"][0]:
         head = "| video | read | frames | decoders | in one piece s | split s | in one piece / split |"

@@ -56,7 +56,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Player:
+class EpisodeRunner:
     """Runs episodes in each mode with an open engine."""
 
     worker: RolloutWorker
@@ -143,8 +143,8 @@ class Crops:
             assert isinstance(evaluation.worker, RolloutWorker)
             agent, (budget,) = evaluation.worker.agent, evaluation.settings.frame_budgets
             renderer = TraceRenderer(agent.frames, agent.chat, VisionContract.from_hf(self.model), agent.config)
-            player = Player(evaluation.worker, renderer, self.directory / "world", budget)
-            rows = await (self.accuracy(player) if stage == "accuracy" else self.times(player, kind))
+            runner = EpisodeRunner(evaluation.worker, renderer, self.directory / "world", budget)
+            rows = await (self.accuracy(runner) if stage == "accuracy" else self.times(runner, kind))
         with whole_file(self.file(stage, kind)) as content:
             content.write(json.dumps(rows).encode())
 
@@ -156,21 +156,21 @@ class Crops:
         scenes = (self.world.scene(self.experiment.world_seed, number) for number in numbers)
         return [questions(scene, self.world.questions)[num_windows - 1] for scene in scenes]
 
-    async def accuracy(self, player: Player) -> list[Row]:
+    async def accuracy(self, runner: EpisodeRunner) -> list[Row]:
         """Measures accuracy on all held-out videos."""
         held_out = range(self.world.num_videos)[-self.world.num_held_out :]
-        return [summary(await player.episodes(play, self.questions(held_out, n))) for n, play in CELLS]
+        return [summary(await runner.episodes(play, self.questions(held_out, n))) for n, play in CELLS]
 
-    async def times(self, player: Player, kind: str) -> list[Row]:
+    async def times(self, runner: EpisodeRunner, kind: str) -> list[Row]:
         """Times episodes. Every cell has its own videos, because engines cache prompts that they have seen."""
         rows, others = [], range(len(CELLS) * NUM_TIMED, self.world.num_videos)[:MAX_IN_FLIGHT]
         for play in PLAYS:
-            await player.episodes(play, self.questions(others, MAX_WINDOWS))  # compiles
+            await runner.episodes(play, self.questions(others, MAX_WINDOWS))  # compiles
         for number, (n, play) in enumerate(CELLS):
             chosen = self.questions(range(number * NUM_TIMED, (number + 1) * NUM_TIMED), n)
-            alone = [await player.episode(play, question) for question in chosen[:NUM_ALONE]]
+            alone = [await runner.episode(play, question) for question in chosen[:NUM_ALONE]]
             began_s = time.perf_counter()
-            await player.episodes(play, chosen[NUM_ALONE:])
+            await runner.episodes(play, chosen[NUM_ALONE:])
             together_s = (time.perf_counter() - began_s) / MAX_IN_FLIGHT
             alone_s = statistics.median(row["seconds"] for row in alone)
             rows.append({f"{kind}_alone_s": alone_s, f"{kind}_together_s": together_s})

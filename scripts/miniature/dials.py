@@ -83,7 +83,7 @@ class World:
 
 
 def load_world(name: str, *overrides: str) -> World:
-    """`name` is a file in `worlds/`, or a path. `overrides` are a.b=c."""
+    """Loads a world by its name in `worlds/` or its path; `overrides` are a.b=c."""
     path = WORLDS / f"{name}.yaml" if "/" not in name and not name.endswith(".yaml") else Path(name)
     if not path.exists():
         raise ValueError(f"--world {name} is none of {', '.join(sorted(p.stem for p in WORLDS.glob('*.yaml')))}")

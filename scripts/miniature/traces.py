@@ -39,7 +39,7 @@ PLAYS = ("parallel", "sequential", "one context", "frames")  # of a question abo
 
 @dataclass(frozen=True)
 class Mixture:
-    """Composition of a corpus. With `tools` off it is the weak prior, without any calls."""
+    """The composition of a corpus. `tools=False` is the weak prior without any calls."""
 
     tools: bool = True
     direct_frac: float = 0.5  # share answered without a call if the overview shows the event

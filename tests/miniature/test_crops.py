@@ -17,7 +17,7 @@ from rollout.engine.scripted import ScriptedEngine
 from rollout.episode import Agent
 from scripts.miniature import crops_page
 from scripts.miniature.cells import read_rows
-from scripts.miniature.crops import CELLS, MAX_IN_FLIGHT, NUM_TIMED, Crops, Player, summary
+from scripts.miniature.crops import CELLS, MAX_IN_FLIGHT, NUM_TIMED, Crops, EpisodeRunner, summary
 from scripts.miniature.dials import load_world
 from scripts.miniature.model import make_model
 from scripts.miniature.traces import PLAYS, rows_of
@@ -38,8 +38,8 @@ def renderer_of(crops: Crops, config) -> TraceRenderer:
     return TraceRenderer(FakeFrames(), Chat.from_hf(crops.model), VisionContract.from_hf(crops.model), config)
 
 
-def open_player(crops: Crops) -> tuple[Player, ScriptedEngine]:
-    """Opens a player whose engine calls for each window in the prompt within the limit, and answers red."""
+def open_runner(crops: Crops) -> tuple[EpisodeRunner, ScriptedEngine]:
+    """Opens a runner whose engine calls for each window in the prompt within the limit, and answers red."""
     *_, job = crops.experiment.jobs()
     config, chat = load_config(job.config, *job.settings, schema=EvalConfig), Chat.from_hf(crops.model)
 
@@ -61,12 +61,12 @@ def open_player(crops: Crops) -> tuple[Player, ScriptedEngine]:
 
     engine = ScriptedEngine(reply)
     worker = RolloutWorker(Agent(engine, FakeFrames(), chat, config.rollout), config.reward, None, 0)
-    return Player(worker, renderer_of(crops, config.rollout), crops.directory, BUDGET), engine
+    return EpisodeRunner(worker, renderer_of(crops, config.rollout), crops.directory, BUDGET), engine
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_rows_count_turns_calls_and_the_visual_tokens_of_the_contexts(crops, n):
-    player, _ = open_player(crops)
+    runner, _ = open_runner(crops)
     (question,) = crops.questions([3], n)
     expected = {
         "parallel": (2, n, 8, 8 + 8 * n),
@@ -76,7 +76,7 @@ def test_rows_count_turns_calls_and_the_visual_tokens_of_the_contexts(crops, n):
     }
     main_tokens = {}
     for play in PLAYS:
-        (row,) = asyncio.run(player.episodes(play, [replace(question, answer="red")]))
+        (row,) = asyncio.run(runner.episodes(play, [replace(question, answer="red")]))
         assert (row["turns"], row["calls"], row["context_tokens"], row["visual_tokens"]) == expected[play]
         assert row["accuracy"] == 1 and row["seconds"] > 0
         main_tokens[play] = row["main_tokens"]
@@ -88,9 +88,9 @@ def test_an_episode_starts_with_the_prompt_of_the_cold_starts_traces(crops, play
     fracs = {f"{kind.replace(' ', '_')}_frac": float(play == kind) for kind in PLAYS[1:]}
     scene, sft = WORLD.scene(0, 0), crops.experiment.cold_start("sft")
     row = rows_of([scene], [BUDGET], replace(WORLD.traces, **fracs), 0, WORLD.questions)[2]
-    player, engine = open_player(crops)
-    asyncio.run(player.episode(play, questions(scene, WORLD.questions)[2]))
-    trace = read_trace(row, lambda _: str(player.videos / scene.video))
+    runner, engine = open_runner(crops)
+    asyncio.run(runner.episode(play, questions(scene, WORLD.questions)[2]))
+    trace = read_trace(row, lambda _: str(runner.videos / scene.video))
     config = load_config(sft.config, *sft.settings, schema=SftConfig).rollout
     prompt = asyncio.run(renderer_of(crops, config).render(trace, BUDGET)).ledger.segments[0]
     assert engine.requests[0].ids[: len(prompt.ids)].tolist() == prompt.ids.tolist()
@@ -101,9 +101,9 @@ def test_calls_that_return_frames_have_the_dialogue_of_their_traces(crops):
     scene, sft = WORLD.scene(0, 0), crops.experiment.cold_start("sft")
     fracs = {"sequential_frac": 0.0, "one_context_frac": 0.0, "frames_frac": 1.0}
     row = rows_of([scene], [BUDGET], replace(WORLD.traces, **fracs), 0, WORLD.questions)[4]
-    player, engine = open_player(crops)
-    asyncio.run(player.episode("frames", questions(scene, WORLD.questions)[4]))
-    trace = read_trace(row, lambda _: str(player.videos / scene.video))
+    runner, engine = open_runner(crops)
+    asyncio.run(runner.episode("frames", questions(scene, WORLD.questions)[4]))
+    trace = read_trace(row, lambda _: str(runner.videos / scene.video))
     config = load_config(sft.config, *sft.settings, schema=SftConfig)
     ledger = asyncio.run(renderer_of(crops, config.rollout).render(trace, BUDGET)).ledger
     assert len(engine.requests) == 2 and len(engine.requests[1].pictures) == 6 * BUDGET
@@ -112,7 +112,7 @@ def test_calls_that_return_frames_have_the_dialogue_of_their_traces(crops):
         engine.requests[1].ids[: -len(forced)].tolist()[-len(ledger.segments[2].ids) :]
         == ledger.segments[2].ids.tolist()
     )
-    assert ledger.num_tokens_each(player.worker.agent.chat.image_id, 32).sum() <= config.pack.row_tokens
+    assert ledger.num_tokens_each(runner.worker.agent.chat.image_id, 32).sum() <= config.pack.row_tokens
 
 
 def test_a_summary_has_means_and_an_interval_over_videos():

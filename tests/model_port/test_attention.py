@@ -161,7 +161,7 @@ def test_auto_never_uses_quadratic_memory_for_long_rows(platform, num_tokens, fo
     assert form_of("auto", num_tokens, platform) == form
 
 
-def test_a_kernel_that_is_not_there_is_refused_with_what_is():
+def test_an_unavailable_kernel_is_rejected_with_the_available_ones():
     with pytest.raises(ValueError, match=r"attention=kernel, but there is no kernel for cpu; set auto or scanned"):
         form_of("kernel", 8192, "cpu")
 

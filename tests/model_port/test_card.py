@@ -132,7 +132,7 @@ def test_a_refused_headline_is_reported_as_refused(trained, tmp_path):
     assert "No headline score for lvbench: 12 of 1549 samples: 12 rows." in card
 
 
-def test_an_evaluation_of_another_model_or_none_is_refused(tmp_path):
+def test_an_evaluation_of_another_or_no_model_is_rejected(tmp_path):
     with pytest.raises(ValueError, match="evaluated 54, but you export other; give an evaluation of the exported"):
         read_cells(evaluated(tmp_path / "eval"), ["other"])
     with pytest.raises(ValueError, match=r"has no eval\.json; give the run_dir of a finished evaluation"):

@@ -161,7 +161,7 @@ def reference_order(config: ModelConfig, inputs: Inputs) -> np.ndarray:
 # With a feature switched off parity must fail, which shows that tolerance and inputs can detect it.
 
 
-def assert_noticed(pair, kind="mixed"):
+def assert_detected(pair, kind="mixed"):
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         assert_parity(pair, kind)
 
@@ -245,7 +245,7 @@ def test_parity_needs_each_feature(feature, load_pair, monkeypatch):
         loading, "_logits", jax.jit(lambda *inputs: forward(*inputs), static_argnums=0)
     )  # forces a new trace
     monkeypatch.setattr(target, change)
-    assert_noticed(load_pair(name), "video" if feature == "one time per video frame" else "mixed")
+    assert_detected(load_pair(name), "video" if feature == "one time per video frame" else "mixed")
 
 
 def no_bias(bias: nnx.Param) -> nnx.Param:
@@ -272,7 +272,7 @@ def test_parity_needs_each_setting_of_qwen2_5(feature, load_pair, monkeypatch):
     for part in path:
         owner = getattr(owner, part)
     monkeypatch.setattr(owner, name, change(getattr(owner, name)))
-    assert_noticed(pair)
+    assert_detected(pair)
 
 
 @pytest.fixture(scope="module")

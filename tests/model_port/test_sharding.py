@@ -75,7 +75,7 @@ def test_an_indivisible_parameter_is_named_with_its_axis():
         check_divisible("q_kernel_nhd", (3, 7, 5, 11), spec, dict(data=1, fsdp=1, tensor=2))
 
 
-def test_a_mesh_larger_than_the_machine_is_refused():
+def test_a_mesh_larger_than_the_machine_is_rejected():
     with pytest.raises(ValueError, match="data=3 x fsdp=2 x tensor=2 needs 12 devices, but there are 8"):
         make_mesh(data=3, fsdp=2, tensor=2)
 

@@ -39,7 +39,7 @@ def test_every_config_loads_and_its_header_has_command_hardware_time_and_result(
 
 
 @pytest.mark.slow
-def test_a_record_has_what_omegaconf_makes_of_the_settings():
+def test_a_record_equals_omegaconfs_settings():
     for path in RUNS:
         config = load_config(path, schema=schema_of(path))
         used = OmegaConf.to_container(OmegaConf.structured(config))
@@ -360,7 +360,7 @@ def test_an_invalid_file_gives_a_one_line_error_with_its_line_number(tmp_path, m
         assert "\n" not in str(raised.value)
 
 
-def test_a_number_of_a_file_for_a_text_setting_is_refused(tmp_path):
+def test_a_number_in_a_file_for_a_text_setting_is_rejected(tmp_path):
     file = tmp_path / "own.yaml"
     file.write_text("seed: 3\nrun_dir: 20261128_1030\n")
     with pytest.raises(ValueError, match=r"own.yaml, line 2: run_dir is text, but YAML reads 202611281030; put it in"):

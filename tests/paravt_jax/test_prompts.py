@@ -97,7 +97,7 @@ def overview_text(config) -> str:
         ("reasoning", "Think of {it}, then answer."),
     ],
 )
-def test_a_policy_gets_the_prompts_of_the_release_with_one_tool_schema(release, mode, system):
+def test_a_policy_gets_the_releases_prompts_with_one_tool_schema(release, mode, system):
     (release / "words.yaml").write_text(to_yaml(rollout_prompts(import_release(release), mode), "From there."))
     dispatch = "none" if mode == "reasoning" else "parallel"
     config = load_config(None, "rollout.prompts_file=words.yaml", f"rollout.dispatch={dispatch}", "reward.tool=none")

@@ -62,7 +62,7 @@ def test_an_unknown_name_is_a_one_line_error(name, hint, elsewhere):
         load_config(name)
 
 
-def test_a_named_config_of_another_command_says_so_once(elsewhere):
+def test_a_config_of_another_command_is_one_error(elsewhere):
     with pytest.raises(ValueError, match=r"sft_8b.yaml is for python -m paravt_jax.sft: line \d+: ") as raised:
         load_config("sft_8b")
     assert str(raised.value).count("sft_8b.yaml") == 1

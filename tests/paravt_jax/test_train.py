@@ -177,7 +177,7 @@ def test_sglang_servers_sample_with_every_version(tmp_path):
 
 @pytest.fixture
 def without_gate(monkeypatch):
-    """Fake servers would not pass the parity gate."""
+    """Skips the parity gate, which fake servers would not pass."""
 
     async def check_parity(*_): ...
 

@@ -44,7 +44,7 @@ def program_bytes(program: Any) -> int:
 
 
 def planned_program_bytes(plan: Plan) -> int:
-    """The plan's estimate of the same for the largest program: without moments and gradients of earlier batches."""
+    """Returns the plan's estimate for the largest program, without moments and gradients of earlier batches."""
     sizes, parts = plan.memory.phase_bytes, plan.memory.phases
     phases = [sizes[name] - parts[name]["gradients of the step"] for name in parts if name in PROGRAM_PHASES]
     resident = plan.memory.resident

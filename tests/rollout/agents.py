@@ -119,7 +119,7 @@ def play(
     return asyncio.run(run())
 
 
-def called(
+def play_calls(
     chat: Chat,
     task: Task,
     *calls: str,

@@ -232,7 +232,7 @@ def test_changed_ids_are_explained_by_resizing_or_retokenization(tiny_hf, change
     assert f"the server {problem}; start it with" in message
 
 
-def test_the_part_of_a_wrong_pictures_change_by_hand():
+def test_the_picture_effect_by_hand():
     difference = ResponsePictureDifference(3.0)
     difference.add(np.array([[0.0, 1.0], [0.0, 0.5], [3.0, 4.0]]))
     (part,) = difference.statistics

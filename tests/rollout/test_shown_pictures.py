@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from agents import ANSWER, FakeFrames, call, call_of, called
+from agents import ANSWER, FakeFrames, call, call_of, play_calls
 from qwen_tokenizer import TOKENIZERS, chat_of, ids_of_template
 
 from model_port.qwen3_vl.chat_template import CHAT_TEMPLATE
@@ -63,7 +63,7 @@ def own(tmp_path):
 
 
 def played(chat, *calls: str, **options):
-    return called(chat, TASK, *calls, **{"crop_returns": "frames", **options})
+    return play_calls(chat, TASK, *calls, **{"crop_returns": "frames", **options})
 
 
 class Results(EpisodeCallbacks):

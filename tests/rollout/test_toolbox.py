@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from agents import ANSWER, FakeFrames, call, call_of, called, play, script
+from agents import ANSWER, FakeFrames, call, call_of, play, play_calls, script
 from async_tests import async_test
 from make_video import number_of, numbered_frame, write_video
 
@@ -36,7 +36,7 @@ def task(tmp_path):
 
 
 def answers(chat, task, *calls: str, **options) -> list[tuple[str, str]]:
-    _, episode = called(chat, task, *calls, **{"tools": ALL, **options})
+    _, episode = play_calls(chat, task, *calls, **{"tools": ALL, **options})
     return [(made.outcome, made.response) for made in episode.calls]
 
 
@@ -116,7 +116,7 @@ def test_an_invalid_zoom_fails_with_a_reason_and_affects_no_sibling(chat, task, 
     ],
 )
 def test_subtitles_are_searched_for_words_without_a_model(chat, task, query, outcome, response):
-    engine, episode = called(chat, task, call_of("search_subtitles", query=query), tools=ALL)
+    engine, episode = play_calls(chat, task, call_of("search_subtitles", query=query), tools=ALL)
     assert len(engine.requests) == 2  # the main agent's requests
     assert episode.outcomes == [outcome] and response in episode.calls[0].response
 
@@ -272,7 +272,7 @@ def test_a_built_in_tools_texts_can_be_replaced(chat, task, tmp_path):
         "    instruction: str = 'Read the {sign}.'\n"
     )
     tools = [f"{tmp_path / 'words.py'}:Reads"]
-    engine, _ = called(chat, task, call_of("zoom_frame", time=1, box=BOX), tools=tools)
+    engine, _ = play_calls(chat, task, call_of("zoom_frame", time=1, box=BOX), tools=tools)
     shown = chat.decode(engine.requests[1].ids)
     assert (
         "frame at 1.0 seconds of the video, from 50% to 100% of its width and from 25% to 75% of its height:" in shown

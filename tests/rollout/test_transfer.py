@@ -103,7 +103,7 @@ async def test_each_host_gets_missing_tensors_once_and_deletes_them(engine, *eac
 @on_hosts(1, 1, settings=RARE_PROBES)
 async def test_a_host_with_a_restarted_server_gets_all_tensors(engine, kept, restarted):
     await engine.publish(trained(1), 1)
-    restarted.server.version = restarted.server.first_label  # nobody has noticed
+    restarted.server.version = restarted.server.first_label  # not yet detected by a probe
     await engine.publish(trained(2), 2)
     assert kept.server.read == restarted.server.read == ["frozen trained"] * 2
     assert kept.receiver.num_received + restarted.receiver.num_received == 2

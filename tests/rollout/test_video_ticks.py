@@ -1,4 +1,4 @@
-"""What a probe found comes back from disk as it was, and nothing else does."""
+"""Cached probe results are read back unchanged, and damaged or foreign entries are ignored."""
 
 import json
 import zlib
@@ -24,12 +24,12 @@ RAW = TICKS.tobytes() + KEYS.tobytes()
 
 
 def crafted(ticks=TICKS, keys=KEYS, **changed) -> bytes:
-    """With a sum that fits."""
+    """Makes a cache entry of ticks, keys and changed header fields."""
     steps = np.diff(np.concatenate([ticks, keys]), prepend=0).tobytes()
     return zlib.compress(json.dumps(KNOWN | changed).encode() + b"\n" + steps)
 
 
-def test_twenty_minutes_come_back_from_a_kilobyte_or_two():
+def test_probe_results_of_twenty_minutes_take_about_a_kilobyte():
     packed = pack((KNOWN, RAW))
     assert packed is not None and len(packed) < 3000
     assert unpack(packed, IDENTITY) == (KNOWN, RAW) == unpack(crafted(), IDENTITY)
@@ -62,11 +62,11 @@ def test_twenty_minutes_come_back_from_a_kilobyte_or_two():
         crafted(keys=KEYS[::-1]),
     ],
 )
-def test_what_is_damaged_or_no_probe_of_this_file_is_none(packed):
+def test_a_damaged_or_foreign_entry_is_ignored(packed):
     assert unpack(packed, IDENTITY) is None
 
 
 @pytest.mark.slow
-def test_an_entry_that_unpacks_to_more_than_its_frames_is_none():
+def test_an_entry_that_unpacks_too_large_is_ignored():
     bomb = zlib.compress(json.dumps(KNOWN).encode() + b"\n" + bytes(2**28), 1)  # far more than the times of the frames
     assert unpack(bomb, IDENTITY) is None

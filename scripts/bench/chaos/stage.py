@@ -83,7 +83,7 @@ class Stage:
         self._keepers: list[asyncio.Task[None]] = []
 
     def record(self, sent: dict[str, Any], answer: dict[str, Any]) -> None:
-        """Is called with every generation of a server."""
+        """Handles each generation of a server."""
 
     @property
     def urls(self) -> list[str]:

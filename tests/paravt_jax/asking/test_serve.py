@@ -586,7 +586,7 @@ def test_a_port_in_use_is_an_error_before_loading():
 
 
 @pytest.mark.parametrize("port", [-1, 65536])
-def test_an_impossible_port_is_an_error_and_not_another_port(port):
+def test_an_invalid_port_is_an_error(port):
     with pytest.raises(ValueError, match=rf"^--port {port} must be from 0 \(any free port\) to 65535$"):
         bind_port("127.0.0.1", port)
 

@@ -100,7 +100,7 @@ def test_an_open_question_of_mmvu_has_no_options_and_a_stripped_answer(tmp_path)
     assert (sample.prompt.question, sample.prompt.answer) == (f"Which algorithm?\n{ASK_WORDS}", "depth-first search")
 
 
-def test_an_unused_letter_of_mmvu_is_left_out_and_the_others_keep_theirs(tmp_path):
+def test_an_unused_letter_of_mmvu_is_dropped_without_renaming_the_others(tmp_path):
     sample = load_row("mmvu", tmp_path, mmvu_row(0, choices={"A": "DFS", "B": "", "D": "Hash"}, answer="D"))
     assert sample.prompt.question == f"Which algorithm?\nA. DFS\nD. Hash\n{ASK_LETTER}"
     assert sample.prompt.answer == "D" and SPLITS["mmvu"].official("hash", "D", sample.options) == 1

@@ -166,7 +166,7 @@ def test_a_failed_request_is_missing_here_and_wrong_in_the_releases_figure(copy_
         ("direct", "empty", 1 / 3),
     ],
 )
-def test_an_error_counts_in_the_releases_mean_iou_where_its_driver_does_not_notice_it(mode, failure, released, copy_of):
+def test_an_error_that_the_driver_misses_counts_in_the_releases_mean_iou(mode, failure, released, copy_of):
     (say, *_) = RIGHT["charades"]
     overrides = f"eval.mode={mode}", "eval.channel=image_url"
     cell, _ = run("charades", copy_of("charades"), say, *overrides, modes=("ok", failure))
@@ -285,9 +285,7 @@ def test_a_batch_continues_after_any_failure():
 
 
 @pytest.mark.slow
-def test_a_batch_runs_what_is_left_continues_after_a_failure_and_draws_the_table(
-    copy_of, tmp_path, capsys, monkeypatch
-):
+def test_a_batch_resumes_continues_after_a_failure_and_draws_the_table(copy_of, tmp_path, capsys, monkeypatch):
     for name in ("lvbench", "mlvu"):
         monkeypatch.setitem(SPLITS, name, replace(SPLITS[name], num_samples=3))
     copy_of("lvbench", tmp_path / "data" / "lvbench")

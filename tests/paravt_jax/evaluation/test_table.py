@@ -48,7 +48,7 @@ def test_runs_on_several_splits_make_one_row_with_not_measured_for_the_rest(tmp_
     assert "| GPT-4o | 71.9 | 77.2 | 66.7 | 34.7 | 64.6 | 66.7 | — |" in lines
 
 
-def test_a_run_of_a_row_that_no_table_has_is_shown_below_the_others(tmp_path):
+def test_a_run_that_no_table_has_is_shown_in_a_last_row(tmp_path):
     (row,) = read_rows([make_run(tmp_path / "a")])
     row.published = "Video-R1"  # the published row is Video-R1-7B
     assert markdown([row]).count(f"| ours: {row.name}, strict |") == len(TABLES)

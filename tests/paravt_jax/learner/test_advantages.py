@@ -98,7 +98,7 @@ def test_a_missing_episode_does_not_change_the_advantages_of_the_others():
 
 @pytest.mark.parametrize("rewards", [[NAN, NAN, NAN], [NAN, 1.0, NAN]])
 @pytest.mark.parametrize("filter_zero_variance", [True, False])
-def test_a_group_of_one_or_none_has_no_advantage(rewards, filter_zero_variance):
+def test_a_group_with_at_most_one_episode_has_no_advantage(rewards, filter_zero_variance):
     config = replace(EXACT, filter_zero_variance=filter_zero_variance)
     group = advantages(rewards, [0.7, 0.4, 0.1], config)
     assert not (group.sequence.any() or group.anchor.any() or group.has_spread)
@@ -196,7 +196,7 @@ def test_the_unit_of_a_step_is_the_spread_within_its_groups():
 
 
 @pytest.mark.parametrize(("normalise", "worth"), [("std", 1.0), ("batch", 0.3)])
-def test_a_small_bonus_in_a_group_that_is_otherwise_equal_keeps_its_weight_in_the_unit_of_the_step(normalise, worth):
+def test_batch_normalization_keeps_the_weight_of_a_small_bonus(normalise, worth):
     """By its group's std, 0.3 · R_tool has the advantages of R_tool: the std cancels every weight."""
     config, other = replace(EXACT, normalise=normalise), of_rewards(100 * [1.0, -1.0])
     small, full = (

@@ -283,7 +283,7 @@ def test_an_uneven_split_into_micro_batches_changes_nothing(config, float64):
 
 
 @pytest.mark.parametrize("config", ALL_LOSSES)
-def test_the_order_of_tokens_and_the_shape_of_their_array_change_nothing(config):
+def test_token_order_and_array_shape_change_nothing(config):
     tokens = random_tokens()
     sums, gradient = sums_and_gradient(config, tokens)
     order = np.random.default_rng(2).permutation(21)

@@ -112,7 +112,7 @@ def objective_and_gradient(model, batches, mesh=None):
 
 
 def packed(dialogues, frames, config: ModelConfig, shape: BatchShape) -> list[TrainBatch]:
-    """With fixed sizes, so that a shape compiles one program."""
+    """Packs with fixed sizes, so that each shape compiles one program."""
     return pack(dialogues, frames, config, shape, agree=lambda sizes: sizes._replace(num_actions=64, num_frame_rows=1))
 
 
@@ -136,7 +136,7 @@ def count_tokens(batches) -> int:
 
 
 def unshared(dialogues) -> list[Dialogue]:
-    """The same dialogues without a shared prompt."""
+    """Returns the same dialogues without a shared prompt."""
     return [replace(d, num_shared=0, num_shared_frames=0) for d in dialogues]
 
 

@@ -19,7 +19,7 @@ from paravt_jax.plan.topology import topology
 
 
 def lowered(mesh, heads, kv_heads, head_dim, causal, num_tokens):
-    """One row per fsdp part, heads over tensor, with the kernel that `auto` uses after its check."""
+    """Lowers one row per fsdp part, heads over tensor, with the kernel that `auto` uses after its check."""
 
     def abstract(*shape, dtype, spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))

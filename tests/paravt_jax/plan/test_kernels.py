@@ -21,7 +21,7 @@ KERNELS = 3  # forward, gradient of the queries, gradients of keys and values
 
 
 def compiled(script, *arguments):
-    """What a script prints. Skips the test without the compiler."""
+    """Returns a script's output. Skips the test if the compiler is missing."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     command = [sys.executable, FOLDER / script, *map(str, arguments)]
     process = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)

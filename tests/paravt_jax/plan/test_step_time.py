@@ -143,7 +143,7 @@ def samplers_of(run: PlannedRl) -> Samplers:
 
 
 @pytest.mark.slow
-def test_the_sampler_splits_heads_over_a_hosts_devices_whatever_the_learners_mesh():
+def test_the_sampler_splits_heads_over_a_hosts_devices_for_any_learner_mesh():
     split = step_of("8b_8x80gb_embedded").parts["decode"]
     assert split == step_of("8b_8x80gb_embedded", "mesh.data=8", "mesh.fsdp=1").parts["decode"]
 
@@ -167,7 +167,7 @@ def test_replicas_without_fsdp_copy_the_weights_for_rollouts_only():
         ("v5p", "8b_lora_1x80gb", (), 0.02),  # adapters
     ],
 )
-def test_a_device_without_a_mesh_copies_what_differs_for_rollouts_only(device, name, settings, share):
+def test_a_device_without_a_mesh_copies_only_changed_tensors_for_rollouts(device, name, settings, share):
     run = run_of(name, *settings)
     copies = copies_of(run, DEVICES[device])
     assert copies.get("rollout", 0) == pytest.approx(2 * share * values_on(run.update.mesh, run.model), rel=0.05)
@@ -175,7 +175,7 @@ def test_a_device_without_a_mesh_copies_what_differs_for_rollouts_only(device, n
 
 
 def copies_of(run, device=H100):
-    """Bytes of the sampler's copy by phase."""
+    """Returns the bytes of the sampler's copy by phase."""
     memory = planned_memory(run, device)
     parts = {"resident": memory.resident} | memory.phases
     return {name: part["copy for sampling"] for name, part in parts.items() if "copy for sampling" in part}

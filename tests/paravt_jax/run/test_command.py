@@ -56,7 +56,7 @@ def test_a_flag_without_its_condition_is_rejected(name, flags, message, output_o
 
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("flag", ["--train.num_steps=3", "--num-steps"])
-def test_a_setting_as_a_flag_is_an_error_that_says_how_to_write_it(name, flag, output_of, capsys):
+def test_a_setting_written_as_a_flag_is_an_error_with_advice(name, flag, output_of, capsys):
     with pytest.raises(SystemExit):
         output_of(name, "--config", str(CONFIGS / COMMANDS[name]), flag)
     last = capsys.readouterr().err.splitlines()[-1]

@@ -111,7 +111,7 @@ def test_a_runs_id_is_stable_and_unique(tmp_path):
 
 
 @pytest.mark.parametrize(("open_", "schema"), [(open_run, Config), (open_sft_run, SftConfig)])
-def test_a_new_run_in_the_directory_of_another_is_refused(open_, schema, tmp_path):
+def test_a_new_run_in_another_runs_directory_is_rejected(open_, schema, tmp_path):
     with locked(tmp_path / "outer") as outer:
         write_settings({}, outer)
     inner = tmp_path / "outer" / "plots" / "inner"

@@ -130,7 +130,7 @@ def test_a_kill_while_writing_episodes_leaves_no_partial_file(tmp_path):
     assert not list((killed / "episodes").glob(".*"))
 
 
-def test_a_file_is_replaced_whole_or_stays_as_it_was(tmp_path):
+def test_a_file_is_replaced_atomically(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"before")
     with pytest.raises(TypeError), whole_file(path) as file:

@@ -14,7 +14,7 @@ from paravt_jax.run.process import Stopping, run_here, stop_on_signals
 
 
 async def until_stopped(num_steps_more: int) -> str:
-    """Interrupts the main thread, and stops like a run: after `num_steps_more` further interrupts, which end it."""
+    """Interrupts the main thread and stops like a run; `num_steps_more` further interrupts end it at once."""
     stopping = Stopping()
     undo = stop_on_signals(stopping)
     try:

@@ -33,7 +33,7 @@ def test_messages_and_errors_of_every_start_are_in_the_file(problem, tmp_path, m
     assert printed.count("a library warns\n") == 2 and "Traceback" not in printed
 
 
-def test_a_bar_is_on_the_terminal_alone_and_messages_stay_whole(tmp_path, monkeypatch):
+def test_a_bar_goes_only_to_the_terminal_and_messages_are_complete(tmp_path, monkeypatch):
     with a_terminal(monkeypatch, "stderr", rows_and_columns=(30, 100)) as read_screen:
         with tee_stderr(tmp_path / "log.txt"):
             assert sys.stderr.isatty()

@@ -195,7 +195,7 @@ def test_validation_before_the_first_step_is_drawn(tab, tmp_path):
     assert tab.run(f"({TICKS})('Imitation loss, nats per token', 'middle')") == [*"0123"]
 
 
-def test_a_comparison_says_for_each_run_how_many_steps_its_values_cover(tab, tmp_path):
+def test_a_comparison_has_the_number_of_steps_of_each_runs_values(tab, tmp_path):
     runs = []
     for name, num_steps in (("a", 40), ("b", 10)):
         (tmp_path / name).mkdir()
