@@ -44,6 +44,7 @@ from paravt_jax.run.process import RESERVE_FRAC
 
 MAX_DEVICES = 1024  # largest mesh to suggest
 MASTER_BYTES, TRAINED_BYTES = 4, 12  # checkpoint bytes per parameter: frozen, or trained with moments
+EPISODE_BYTES = 1000  # upper bound per episode for the numbers that hosts exchange
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Plan:
     mesh: MeshConfig
     device: DeviceSpec
     num_hosts: int
-    host_work: dict[str, int]  # largest part of a host in a step; empty: SFT
+    host_work: dict[str, int | float]  # largest part of a host in a step; empty: SFT
     params: ParamCounts
     batch: BatchShape
     memory: Memory
@@ -113,7 +114,7 @@ def make_plan(run: PlannedRl | PlannedSft, device: DeviceSpec = DEVICES["h100"],
     memory = planned_memory(run, device)
     seconds = update_seconds(update, model, device, step)
     passes = batch_flops(update, model, step.shape, device.platform)
-    params, work, step_s, host_work = param_counts(update, model), None, None, dict[str, int]()
+    params, work, step_s, host_work = param_counts(update, model), None, None, dict[str, int | float]()
     if isinstance(run, PlannedRl):
         work = run.work
         host_work = _host_work(work, run.num_hosts(device), params, adapted=update.lora.rank > 0)
@@ -148,15 +149,18 @@ def param_counts(update: PlannedUpdate, model: ModelConfig) -> ParamCounts:
     return ParamCounts(text, vision, active, trained)
 
 
-def _host_work(work: Workload, num_hosts: int, params: ParamCounts, *, adapted: bool) -> dict[str, int]:
+def _host_work(work: Workload, num_hosts: int, params: ParamCounts, *, adapted: bool) -> dict[str, int | float]:
     """A host's largest work. Frames are decoded for an overview per group and for the windows of calls."""
     prompts = -(-work.num_groups // num_hosts)
     num_frozen = 0 if adapted else params.text + params.vision - params.trainable
+    checkpoint_bytes = (MASTER_BYTES * num_frozen + TRAINED_BYTES * params.trainable) // num_hosts
+    num_remote = work.num_groups - work.num_groups // num_hosts
     return {
         "rows per batch": work.batch_rows // num_hosts,
         "prompts per step, at most": prompts,
         "frames decoded per step": round(prompts * (work.frames + work.group_size * work.calls * work.call_frames)),
-        "bytes of a checkpoint": (MASTER_BYTES * num_frozen + TRAINED_BYTES * params.trainable) // num_hosts,
+        "checkpoint size, GiB": checkpoint_bytes / GIB,
+        "MB about episodes from other hosts per step": num_remote * work.group_size * EPISODE_BYTES / 1e6,
     }
 
 

@@ -125,7 +125,7 @@ def _token_rows(work: Workload | None, step: Step) -> list[list[str]]:
 
 
 def _host_lines(plan: Plan) -> list[str]:
-    rows = [[name, f"{number:,}"] for name, number in plan.host_work.items()]
+    rows = [[name, f"{n:,}" if isinstance(n, int) else f"{n:.1f}"] for name, n in plan.host_work.items()]
     return [f"per host, of {plan.num_hosts}", *_aligned(rows)]
 
 

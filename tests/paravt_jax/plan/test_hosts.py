@@ -10,9 +10,9 @@ from model_port.config import preset
 from model_port.sharding import make_mesh
 from model_port.tiny import tiny_config
 from paravt_jax.bench.mesh_case import config_of
-from paravt_jax.config import HostsConfig, SftConfig, load_config
+from paravt_jax.config import HostsConfig, MeshConfig, SftConfig, load_config
 from paravt_jax.plan.aot import abstract_learner
-from paravt_jax.plan.devices import DEVICES
+from paravt_jax.plan.devices import DEVICES, GIB
 from paravt_jax.plan.plan import make_plan
 from paravt_jax.plan.run import PlannedRl
 from paravt_jax.plan.tables import plan_of
@@ -34,7 +34,8 @@ def test_the_number_of_hosts_follows_from_the_number_of_devices(device, num_devi
 def test_a_plan_has_the_number_of_hosts_and_the_work_of_each():
     text = plan_of(load_config("configs/paragrpo_8b.yaml", *TWO_HOSTS))
     assert text.startswith("16 x h100 of 79.1 GiB on 2 hosts, mesh data 2 x fsdp 8 x tensor 1\n")
-    assert re.search(r"per host, of 2\n  rows per batch +8\n  prompts per step, at most +4\n", text)  # of 16 and of 7
+    work = r"rows per batch +8\n  prompts per step, at most +4\n  frames decoded per step +611\n"  # 4 · (24.8 + 8 · 16)
+    assert re.search(rf"per host, of 2\n  {work}", text)  # of 16 rows and of 7 prompts
     alone = plan_of(load_config("configs/paragrpo_8b.yaml", *TWO_HOSTS, "mesh.data=1", "pack.num_rows=8"))
     assert alone.startswith("8 x h100 of 79.1 GiB, mesh") and "per host" not in alone
 
@@ -78,7 +79,7 @@ def test_a_mesh_that_hosts_cannot_split_is_rejected():
     config = load_config("configs/paragrpo_8b.yaml", *TWO_HOSTS, "mesh.data=1", "mesh.fsdp=2", "mesh.tensor=8")
     run = PlannedRl.of(config, EIGHT_B)
     make_plan(run, H100)
-    with pytest.raises(ValueError, match=r"mesh data=1 x fsdp=2 does not split over 4 hosts: .* tensor=8 stays within"):
+    with pytest.raises(ValueError, match=r"mesh data=1 x fsdp=2 does not split over 4 hosts: .* tensor=8 must stay"):
         make_plan(run, V5P)
 
 
@@ -87,5 +88,15 @@ def test_the_planned_checkpoint_has_the_size_of_the_state():
     config, model = config_of((2, 2, 1), rows=1, row_tokens=128, hosts=HostsConfig("a:1", 2, 0)), tiny_config()
     run = PlannedRl.of(config, model)
     arrays = jax.tree.leaves(abstract_learner(run.update, model, make_mesh(2, 2, 1)).state)
-    planned_bytes = make_plan(run, DEVICES["cpu"]).host_work["bytes of a checkpoint"]
+    planned_bytes = make_plan(run, DEVICES["cpu"]).host_work["checkpoint size, GiB"] * GIB
     assert planned_bytes == pytest.approx(sum(leaf.size * 4 for leaf in arrays) / 2, rel=0.01)
+
+
+@pytest.mark.slow
+def test_received_bytes_grow_with_the_number_of_hosts_and_one_host_receives_none():
+    config, received = load_config("configs/paragrpo_8b.yaml", *TWO_HOSTS), []
+    for num in (1, 2, 4):
+        hosts, mesh = HostsConfig("a:1" * (num > 1), num, 0), MeshConfig(num, 8 // num, 1)
+        plan = make_plan(PlannedRl.of(replace(config, hosts=hosts, mesh=mesh), EIGHT_B), H100)
+        received.append(plan.host_work["MB about episodes from other hosts per step"])
+    assert 0 == received[0] < received[1] < received[2]
