@@ -56,7 +56,7 @@ fi
 
 cat <<END
 
-Ask it about your own video (it only knows colours in its small world; a trained 8B works the same way):
+Ask it about your own video (it only knows colors in its small world; a trained 8B works the same way):
   $python -m paravt_jax.ask VIDEO "$question" --model $run/trained.hf
 
 Look at

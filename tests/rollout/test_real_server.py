@@ -354,6 +354,7 @@ def first_shown(request):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(900)
 def test_a_mixture_of_experts_agrees_with_the_learner_also_after_a_publish(sglang_python, tmp_path):
     """Publishes all weights, then an adapter, which the server merges into its weights."""
     models = []
