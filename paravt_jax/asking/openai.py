@@ -51,7 +51,7 @@ IGNORED = (
     *("metadata", "user", "safety_identifier", "service_tier", "prediction", "parallel_tool_calls"),
     *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
 )
-OF_MEDIA = ("url", "detail")  # fields of a video or image; the second is ignored
+MEDIA_FIELDS = ("url", "detail")  # fields of a video or image; the second is ignored
 RETRY_S = 10  # before any question has been timed
 FINISHES = {"done": "stop", "length": "length", "context": "length", "abort": "stop"}
 
@@ -233,7 +233,7 @@ def _parts(content: Any) -> Iterator[str | Medium]:
             url = medium.get("url") if isinstance(medium, dict) else medium
             if not isinstance(url, str) or not url:
                 raise BadRequest(f"a part of type {kind} needs {{url: …}}")
-            names = {*part, *(medium if isinstance(medium, dict) else ())} - {"type", kind, *OF_MEDIA}
+            names = {*part, *(medium if isinstance(medium, dict) else ())} - {"type", kind, *MEDIA_FIELDS}
             if unknown := sorted(names):
                 raise BadRequest(f"{cut(unknown[0])} of a part of type {kind} is not supported; leave it out")
             yield Medium("video" if kind == "video_url" else "image", url)

@@ -18,7 +18,7 @@ from paravt_jax.config import TINY, MeshConfig
 from paravt_jax.learner.packing import TOKEN_STEP, BatchShape
 from paravt_jax.plan.devices import DEVICES, GIB, LINK_FRAC, MEMORY_FRAC, PEAK_FRAC, DeviceSpec
 from paravt_jax.plan.memory import Memory, param_shapes
-from paravt_jax.plan.remat import largest, planned_memory, remat_line, with_remat
+from paravt_jax.plan.remat import largest, planned_memory, recomputing, remat_line, with_remat
 from paravt_jax.plan.roofline import StepSeconds, batch_works, step_seconds
 from paravt_jax.plan.run import PlannedRl, PlannedRun, PlannedSft
 from paravt_jax.plan.step_time import (
@@ -197,8 +197,7 @@ def _largest_rows(run: PlannedRun, device: DeviceSpec) -> int:
 def _advice(run: PlannedRun, device: DeviceSpec, row_tokens: int) -> Iterator[str]:
     """Yields single changes that make the run fit."""
     policy, optim, mesh = run.update.policy, run.update.optim, run.update.mesh
-    recomputed = run.with_update(policy=replace(policy, remat="full"))
-    if policy.remat == "none" and _fits(recomputed, device):
+    if policy.remat == "none" and _fits(recomputing(run, "full"), device):
         yield "model.remat=full"
     offloaded = run.with_update(optim=replace(optim, offload=True))
     if not optim.offload and _fits(offloaded, device):
@@ -246,8 +245,8 @@ def _meshes(num_devices: int) -> Iterator[MeshConfig]:
 
 def _fits(run: PlannedRun, device: DeviceSpec) -> bool:
     """Whether the run fits; with model.remat=auto, whether it fits with full recomputation."""
-    if (policy := run.update.policy).remat == "auto":
-        run = run.with_update(policy=replace(policy, remat="full"))
+    if run.update.policy.remat == "auto":
+        run = recomputing(run, "full")
     try:
         return planned_memory(run, device).peak_bytes <= device.usable_bytes
     except ValueError:  # the mesh does not divide the model

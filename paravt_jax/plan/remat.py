@@ -30,10 +30,10 @@ def with_remat(run: AnyRun, device: DeviceSpec) -> AnyRun:
     if run.update.policy.remat != "auto":
         return run
     if not _is_predicted(device):
-        return _recomputing(run, "full")
-    uniform = (_recomputing(run, remat) for remat in LEAST_FIRST)
+        return recomputing(run, "full")
+    uniform = (recomputing(run, remat) for remat in LEAST_FIRST)
     return _with_lighter_layers(
-        next((each for each in uniform if _leaves_margin(each, device)), _recomputing(run, "full")), device
+        next((each for each in uniform if _leaves_margin(each, device)), recomputing(run, "full")), device
     )
 
 
@@ -49,7 +49,7 @@ def remat_line(run: PlannedRun, device: DeviceSpec | None) -> str:
     if update.lighter_layers:
         name = f"{LIGHTER[update.remat]} in {update.lighter_layers} of {layers} layers, {name} in the others"
     line = f"remat: {name}, {peak_gib:.1f} of {device.usable_bytes / GIB:.1f} GiB planned"
-    full_gib = _memory(_recomputing(run, "full"), device).peak_bytes / GIB
+    full_gib = _memory(recomputing(run, "full"), device).peak_bytes / GIB
     return line if update.layers_by_remat(layers) == {"full": layers} else f"{line}; full would need {full_gib:.1f}"
 
 
@@ -80,7 +80,8 @@ def largest(fits: Callable[[int], bool], most: int, low: int = 0) -> int:
     return low
 
 
-def _recomputing(run: AnyRun, remat: Remat) -> AnyRun:
+def recomputing(run: AnyRun, remat: Remat) -> AnyRun:
+    """The run with one recomputation in all layers."""
     return run.with_update(policy=replace(run.update.policy, remat=remat), lighter_layers=0)
 
 

@@ -49,7 +49,7 @@ def unpack(packed: bytes, identity: str) -> Probed | None:
     except (zlib.error, ValueError, KeyError, TypeError, RecursionError):
         return None
     frames, keys = np.split(ticks, [metadata["num_frames"]])
-    if len(keys) < 1 or (np.diff(frames) <= 0).any() or (np.diff(keys) <= 0).any():
+    if len(ticks) > MAX_TICKS or len(keys) < 1 or (np.diff(frames) <= 0).any() or (np.diff(keys) <= 0).any():
         return None
     return metadata, ticks.tobytes()
 
