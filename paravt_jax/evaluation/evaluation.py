@@ -338,9 +338,12 @@ def _write_played(config: EvalConfig, directory: Path, model: Mapping[str, Any],
 
 
 def _played_by(directory: Path) -> list[dict[str, Any]]:
-    """Reads model and engine of the run and of each shard. All must have the same model."""
+    """Reads model, engine and scorer of the run and of each shard. All must have the same model and scorer."""
     files = [directory / PLAYED_FILE, *sorted(directory.glob(f"{SHARDS_DIR}/*/{PLAYED_FILE}"))]
     played = [json.loads(file.read_bytes()) for file in files if file.exists()]
-    if len({record["model"]["digest"] for record in played}) > 1:
-        raise ValueError(f"{directory}: its shards have different models (see their {PLAYED_FILE})")
+    models = {record["model"]["digest"] for record in played}
+    scorers = {record["scorer"] for record in played if "scorer" in record}
+    for name, digests in (("models", models), ("scorers", scorers)):
+        if len(digests) > 1:
+            raise ValueError(f"{directory}: its shards have different {name} (see their {PLAYED_FILE})")
     return played

@@ -78,17 +78,19 @@ def run_provenance(
 def cell_provenance(
     run: Mapping[str, Any], episode: EpisodeConfig, frame_budget: int, played: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The provenance of one cell. `played` has model and engine of the run and of each shard."""
+    """The provenance of one cell. `played` has model, engine and scorer of the run and of each shard."""
     hashes = {
         "prompt": digest([asdict(episode.prompts), episode.forced_prefix]),
         "schema": digest([tool.spec.schema for tool in episode.toolbox] if episode.calls_per_turn else []),
     }
+    if played and "scorer" in played[0]:
+        hashes["scorer"] = played[0]["scorer"]
     return {
         "dispatch": episode.dispatch,
         "frame_budget": frame_budget,
         "temperature": episode.temperature,
         **run,
-        "hashes": hashes | run["hashes"],
+        "hashes": run["hashes"] | hashes,
         "model": played[0]["model"] if played else run["model"],
         "engines": [record["engine"] for record in played],
     }

@@ -321,6 +321,21 @@ def test_samples_of_another_model_at_the_same_path_are_not_mixed(tmp_path):
         evaluation._played_by(tmp_path)
 
 
+def test_shards_of_another_scorer_are_not_merged_and_the_certificate_names_the_scorer_that_was_used(
+    evaluator, tmp_path
+):
+    config = config_of("longvideobench", tmp_path / "copy")
+    for number in (1, 2):
+        evaluator("A").run(config, (number, 2))
+        file = Path(config.run_dir) / "shards" / f"{number}_of_2" / "played_by.json"
+        file.write_text(json.dumps({"model": {"digest": ""}, "engine": {}, "scorer": "old"}))
+    (cell,) = evaluator("A").run(config)
+    assert cell["hashes"]["scorer"] == "old"
+    file.write_text(file.read_text().replace("old", "new"))
+    with pytest.raises(ValueError, match="its shards have different scorers"):
+        evaluator("A").run(config)
+
+
 def test_the_model_digest_depends_on_the_middle_of_files(tmp_path):
     digests = []
     for middle in (b"0", b"1", b"0"):
