@@ -86,7 +86,7 @@ class Service:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _health(self, request: web.Request) -> web.Response:
-        alive = not self.stopping and (await self.answerer.agent.engine.health()).alive
+        alive = not self.stopping and (await self.answerer.agent.health()).alive
         return web.json_response({"status": "ok" if alive else "unavailable"}, status=200 if alive else 503)
 
     async def _metrics(self, request: web.Request) -> web.Response:

@@ -8,13 +8,17 @@ import re
 import numpy as np
 import pytest
 from agents import FakeFrames, call
-from fake_endpoint import MODEL as FAKE_MODEL, FakeEndpoint
+from aiohttp.test_utils import TestClient, TestServer
+from fake_endpoint import MODEL as FAKE_MODEL, FakeEndpoint, asking
 from PIL import Image
 from served import ACCESS, LOOK, MODEL, with_service
 
 from paravt_jax import ask
 from paravt_jax.asking.access import AccessControl
+from paravt_jax.asking.answerer import Answerer
 from paravt_jax.asking.asker import engine_of, open_asker
+from paravt_jax.asking.media import Sources
+from paravt_jax.asking.service import Service
 from paravt_jax.rewards.terms import find_prediction
 from rollout.endpoint.agent import EndpointAgent
 from rollout.endpoint.check import check_endpoint
@@ -93,6 +97,15 @@ def test_a_model_that_is_not_served_is_rejected_at_once():
 
     with pytest.raises(EndpointError, match=rf"does not serve engine\.model=other; it serves {FAKE_MODEL}"):
         asyncio.run(run())
+
+
+@asking()
+async def test_a_service_is_as_healthy_as_its_endpoint(client, endpoint):
+    service = Service(Answerer(EndpointAgent(client, FakeFrames()), 4), FAKE_MODEL, Sources(None, False), 1, 20.0)
+    async with TestClient(TestServer(service.app())) as visitor:
+        assert (await visitor.get("/health")).status == 200
+        await endpoint.die()
+        assert (await visitor.get("/health")).status == 503
 
 
 def test_sglang_servers_and_endpoints_exclude_each_other(capsys):
