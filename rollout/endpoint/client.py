@@ -63,14 +63,16 @@ class _Endpoint:
     down_since_s: float | None = None  # set while the server is down and gets only probes
     failed_s: float = 0.0  # the time of the latest failed request or probe
     limited: str = ""  # the message of the latest HTTP 429
-    num_limited: int = 0  # consecutive HTTP 429 responses that did not name a wait
+    num_limited: int = 0  # consecutive waits after HTTP 429 responses that did not name one
 
     def limit(self, problem: RateLimited) -> None:
         """Sends nothing for as long as the server asks; if it names no wait, for a time that doubles."""
-        backoff_s = min(BACKOFF_S * 2 ** min(self.num_limited, MAX_DOUBLINGS), MAX_BACKOFF_S)
-        self.limited = str(problem)
-        self.num_limited += not problem.retry_after_s
-        self.ready_s = max(self.ready_s, time.monotonic() + (problem.retry_after_s or backoff_s))
+        now_s, self.limited = time.monotonic(), str(problem)
+        if problem.retry_after_s:
+            self.ready_s = max(self.ready_s, now_s + problem.retry_after_s)
+        elif self.ready_s <= now_s:  # otherwise this request was sent before the wait, which it must not double
+            self.ready_s = now_s + min(BACKOFF_S * 2 ** min(self.num_limited, MAX_DOUBLINGS), MAX_BACKOFF_S)
+            self.num_limited += 1
 
     def mark_down(self, problem: EndpointError) -> None:
         self.failed_s = time.monotonic()

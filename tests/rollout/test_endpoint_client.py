@@ -203,6 +203,7 @@ async def test_a_retry_after_beyond_the_deadline_fails_at_once(client, endpoint)
 def test_rate_limits_without_retry_after_are_retried_until_the_deadline():
     endpoint = client_module._Endpoint("http://127.0.0.1:9/v1", None)
     for _ in range(2000):
+        endpoint.ready_s = 0.0  # the wait is over
         endpoint.limit(RateLimited("slow down"))
     assert endpoint.ready_s - time.monotonic() <= client_module.MAX_BACKOFF_S
 
@@ -219,6 +220,14 @@ async def test_a_retry_after_of_zero_still_backs_off(client, endpoint):
     """Gateways and servers with a slow clock send such values."""
     endpoint.modes, endpoint.retry_after = ["429"], "0"
     assert (await failure(client, deadline_s=0.5)).reason == "rate_limit" and len(endpoint.bodies) < 10
+
+
+@asking()
+async def test_rate_limits_of_concurrent_requests_double_the_wait_once(client, endpoint):
+    endpoint.modes, endpoint.retry_after, endpoint.delay_s = [*["429"] * 40, "ok"], "0", 0.1
+    started_s = time.monotonic()
+    await asyncio.gather(*(ask(client) for _ in range(40)))
+    assert time.monotonic() - started_s < 5 and len(endpoint.bodies) == 80
 
 
 @asking(2)
