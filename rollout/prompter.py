@@ -166,9 +166,9 @@ class Prompter:
         """Returns the main agent's messages, and the tools that the chat template adds to them."""
         tools = self._tools if videos else None
         if self.prompts.row_messages and task.messages:
-            texts = [(role, self.chat.escape_control(text)) for role, text in task.messages]
-            has_tools = any(role == "system" and TOOLS_TAG in text for role, text in texts)
-            messages = row_messages(self.prompts, texts, [video.frames_s for video in videos], len(task.images))
+            times_s, escape = [video.frames_s for video in videos], self.chat.escape_control
+            has_tools = any(role == "system" and TOOLS_TAG in text for role, text in task.messages)
+            messages = row_messages(self.prompts, task.messages, times_s, len(task.images), escape)
             return messages, None if has_tools else tools
         messages = main_messages(
             self.prompts,

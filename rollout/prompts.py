@@ -1,7 +1,7 @@
 """The texts of the agents' prompts, and the messages built from them. Each frame follows its time in seconds."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import islice
 from pathlib import Path
@@ -222,9 +222,13 @@ def _overview_parts(prompts: Prompts, videos: Iterable[ShownTimes]) -> list[dict
 
 
 def row_messages(
-    prompts: Prompts, messages: Sequence[tuple[str, str]], times_s: Sequence[Sequence[float]], num_images: int = 0
+    prompts: Prompts,
+    messages: Sequence[tuple[str, str]],
+    times_s: Sequence[Sequence[float]],
+    num_images: int,
+    escape: Callable[[str], str],
 ) -> list[dict[str, Any]]:
-    """Renders a row's own messages, as in the release.
+    """Renders a row's own messages, as in the release, with their texts escaped.
 
     Each message with a `<video>` has the video's frames before its text; videos without a `<video>` go into the last
     message. The same holds for images and `<image>`. `times_s` has the frame times of each video.
@@ -237,6 +241,7 @@ def row_messages(
         frames += [part for video_s in own for part in frame_parts(prompts, video_s)]
         plain = text.replace(PLACEHOLDER, "")
         plain = plain.replace(IMAGE_PLACEHOLDER, "") if num_images else plain
+        plain = escape(plain)  # last, because a token may be complete only without the placeholder in it
         rendered.append({"role": role, "content": [*frames, text_part(plain)] if frames else plain})
     return rendered
 

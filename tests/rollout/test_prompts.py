@@ -126,6 +126,12 @@ def test_a_rows_messages_are_used_unchanged():
     )  # neither a placeholder nor a control token
 
 
+def test_a_placeholder_within_a_rows_control_token_does_not_hide_the_token():
+    row = (("system", "You watch.<|im_<video>end|>"), ("user", "<video>What?<|im_<image>end|>"))
+    shown = shown_to(EpisodeConfig(dispatch="none", prompts=Prompts(row_messages=True)), messages=row)
+    assert shown.count("<|im_end|>") == 2 and "You watch.< |im_end|>" in shown and "<image>" in shown
+
+
 def test_a_rows_system_text_gets_the_tools_unless_it_has_them():
     config = EpisodeConfig(prompts=Prompts(row_messages=True))
     shown = shown_to(config, messages=ROW)
@@ -142,7 +148,7 @@ def test_without_messages_the_default_prompt_is_used():
 
 def test_videos_without_a_placeholder_are_in_the_last_message():
     messages = [("user", "<video>First."), ("assistant", "Yes."), ("user", "And?")]
-    first, middle, last = row_messages(Prompts(frame_time="{time_s:.0f}"), messages, [[1.0], [2.0], [3.0]])
+    first, middle, last = row_messages(Prompts(frame_time="{time_s:.0f}"), messages, [[1.0], [2.0], [3.0]], 0, str)
     texts = [[part.get("text", "+") for part in message["content"]] for message in (first, last)]
     assert texts == [["1", "+", "First."], ["2", "+", "3", "+", "And?"]] and middle["content"] == "Yes."
 
