@@ -188,9 +188,11 @@ def _read_statement(statement: ast.stmt, tools: Signatures) -> tuple[str, dict[s
             raise BadCall(f"the argument {keyword.arg} is given twice")
         named[keyword.arg] = keyword.value
     try:
-        return call.func.id, {name: ast.literal_eval(value) for name, value in named.items()}
+        arguments = {name: ast.literal_eval(value) for name, value in named.items()}
+        repr(arguments)  # a number in base 16 may have more digits than Python prints in base 10
     except (ValueError, TypeError, RecursionError, MemoryError):
         raise BadCall("the arguments must be plain numbers or strings") from None
+    return call.func.id, arguments
 
 
 def _is_named_call(node: Any) -> bool:

@@ -62,6 +62,7 @@ def test_a_call_inside_thinking_is_ignored():
         (call("crop_video('a', 1, 2, 3)", "code"), "cannot be read"),
         (call("crop_video('a', video_path='b')", "code"), "given twice"),
         (call("x = crop_video('a', 1, 2)", "code"), "only calls"),
+        (call(f"crop_video(0x{'f' * 3900}, 1, 2)", "code"), "plain numbers"),
     ],
 )
 def test_an_unparsable_call_has_a_reason(text, complaint):
