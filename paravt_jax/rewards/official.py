@@ -16,7 +16,7 @@ STRICT, OFFICIAL = "strict", "official"
 LETTERS = "ABCDEFGHIJ"
 ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 THINK_END = "</think>"
-LEAD_IN = re.compile(r"Best (?:answer|option):")  # its capital letter is not an option
+LEAD_IN = re.compile(r"Best (?:answer|option):")  # LongVideoBench's harness leaves it out
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 RANGE = re.compile(rf"(?<!\d)({NUMBER.pattern})\s*(?:-|–|—|\bto\b)\s*({NUMBER.pattern})")
 NUMBER_TOLERANCE = 0.01
@@ -32,13 +32,13 @@ def reply_of(turns: Sequence[str]) -> str:
 
 
 def first_capital(reply: str, answer: str, options: Sequence[str]) -> float:
-    """Scores the first capital that is an option's letter, even inside a word: "Because" means B."""
+    """Scores the first capital that is an option's letter, even inside a word: "Best answer: D" means B."""
     return float(_capital(reply, LETTERS[: len(options)]) == answer)
 
 
 def first_capital_or_guess(reply: str, answer: str, options: Sequence[str]) -> float:
     """Scores the first capital A to E. DIFFERS: without one the harness guesses; this returns the expected score."""
-    letter = _capital(reply, LETTERS[:5])
+    letter = _capital(LEAD_IN.sub("", reply), LETTERS[:5])
     return 1 / len(options) if letter is None else float(letter == answer)
 
 
@@ -61,7 +61,8 @@ def mmvu(reply: str, answer: str, options: Sequence[str]) -> float:
 def window_iou(reply: str, answer: str, options: Sequence[str]) -> float:
     """IoU of the window of the first two numbers joined by a dash or "to", else of the first two; swapped if reversed.
 
-    DIFFERS: the harness only reads sentences with a word such as "happens" or "start", so a bare window is wrong there.
+    DIFFERS: without a dash or "to", the harness reads one number per line, and only in lines with a word such as
+    "start", so "[20, 30]" is wrong there.
     """
     ranges = RANGE.findall(reply)
     times_s = [float(text) for text in (ranges[0] if ranges else NUMBER.findall(reply)[:2])]
@@ -72,7 +73,7 @@ def window_iou(reply: str, answer: str, options: Sequence[str]) -> float:
 
 
 def _capital(reply: str, letters: str) -> str | None:
-    match = re.search(f"[{letters}]", LEAD_IN.sub("", reply))
+    match = re.search(f"[{letters}]", reply)
     return match[0] if match else None
 
 

@@ -16,7 +16,7 @@ OPTIONS = ("Milk", "Tea", "Oil", "Ink")
         ("(c) oil", None, "C"),  # no capital
         ("Because it is white, A", "B", None),
         ("Answer: D", "A", "D"),
-        ("Best answer: D", "D", "D"),
+        ("Best answer: D", "B", "D"),
         ("Either B or C", "B", None),
         ("I do not know", None, None),
     ],
@@ -32,6 +32,10 @@ def test_without_a_letter_the_score_is_the_mean_of_a_guess():
     assert first_capital_or_guess("no", "A", OPTIONS) == 0.25
     assert first_capital_or_guess("B", "A", OPTIONS) == 0 and first_capital_or_guess("A", "A", OPTIONS) == 1
     assert first_capital_or_guess("Either B", "B", OPTIONS) == 0  # E, also where there are four options
+
+
+def test_the_harness_of_longvideobench_leaves_out_a_lead_in():
+    assert first_capital_or_guess("Best option: (D)", "D", OPTIONS) == 1
 
 
 @pytest.mark.parametrize(
