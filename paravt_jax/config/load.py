@@ -27,6 +27,7 @@ from paravt_jax.learner.settings import LossConfig
 from rollout.prompts import Prompts, prompts_of
 
 Schema = TypeVar("Schema", bound=Any)
+NULLS = ("null", "~")
 WRITTEN = "_written"  # attribute of loaded settings with the values as written, ${…} unresolved
 
 
@@ -42,9 +43,7 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
             raise ValueError(f"{override!r} is not a setting; write it as train.num_steps=10")
     path = None if path is None else config_file(path)
     layers = [] if path is None else [(str(path), _one_line_errors(str(path), lambda: _read(path)))]
-    layers += [
-        (text, _one_line_errors(text, partial(OmegaConf.from_dotlist, [_with_value(text)]))) for text in overrides
-    ]
+    layers += [(text, _one_line_errors(text, partial(_override, text, schema))) for text in overrides]
     problems = [list(_unknown_keys(source, layer, schema)) for source, layer in layers]
     if path is not None and problems[0] and (command := _command_of(layers[0][1])):
         raise ValueError(f"{path} is for {command}: {problems[0][0].removeprefix(f'{path}, ')}")
@@ -56,9 +55,8 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
             OmegaConf.update(layers[0][1], "rollout.prompts", {}, merge=False)
     config = pickle.loads(_defaults(schema))
     for source, layer in layers:
-        _keep_text(config, source, layer)
+        _check_text(source, layer, schema)
         _expand_homes(layer)
-    for source, layer in layers:
         config = _one_line_errors(source, partial(OmegaConf.unsafe_merge, config, layer))
     config = _with_prompts_file(config)
     settings: Any = _one_line_errors("", partial(OmegaConf.to_object, config))
@@ -135,9 +133,26 @@ def _unknown_keys(source: str, layer: Any, schema: type) -> Iterable[str]:
     settings = cast(dict[Any, Any], OmegaConf.to_container(layer))
     keys, mappings = _keys(schema)
     for key in flattened(settings):
-        if key not in keys and key.rpartition(".")[0] not in mappings:
+        error = ""
+        if key in mappings:
+            error = f"{key} must be a mapping, written as {{name: value}}"
+        elif key not in keys and key.rpartition(".")[0] not in mappings:
             error = change_of(key) or unknown_key(key, [*keys, *chain.from_iterable(mappings.values())])
+        elif not _is_nested(settings, key):
+            error = f"{key} has dots, which only the command line allows; write {_nested(key)}"
+        if error:
             yield ("" if source.startswith(f"{key}=") else f"{source}{_line_of(source, key)}: ") + error
+
+
+def _is_nested(tree: Any, key: str) -> bool:
+    """Whether a tree has a dotted key as nested names. A name in a file may have dots itself."""
+    name, _, rest = key.partition(".")
+    return name in tree and (not rest or _is_nested(tree[name], rest))
+
+
+def _nested(key: str) -> str:
+    name, _, rest = key.partition(".")
+    return f"{name}: {{{_nested(rest)}}}" if rest else f"{name}: …"
 
 
 def _command_of(layer: Any) -> str:
@@ -167,9 +182,20 @@ def _keys(schema: type) -> tuple[list[str], dict[str, list[str]]]:
     return list(keys_of(schema)), mappings_of(schema)
 
 
-def _with_value(override: str) -> str:
-    """Makes `a.b=` an empty string; OmegaConf would read null."""
-    return f"{override}''" if override.endswith("=") else override
+@cache
+def _text_keys(schema: type) -> set[str]:
+    defaults = pickle.loads(_defaults(schema))
+    return {key for key in keys_of(schema) if isinstance(OmegaConf.select(defaults, key), str)}
+
+
+def _override(text: str, schema: type) -> Any:
+    """Parses `a.b=c`. A text setting gets c unchanged unless it is quoted; YAML would read `run_dir=a #2` as a."""
+    key, _, value = text.partition("=")
+    if key not in _text_keys(schema) or value.startswith(("'", '"')) or value in NULLS:
+        return OmegaConf.from_dotlist([text if value else f"{text}''"])  # OmegaConf reads no value as null
+    layer = OmegaConf.create({})
+    OmegaConf.update(layer, key, value)
+    return layer
 
 
 def to_record(config: Config | SftConfig | EvalConfig) -> dict[str, Any]:
@@ -177,17 +203,12 @@ def to_record(config: Config | SftConfig | EvalConfig) -> dict[str, Any]:
     return json.loads(json.dumps(as_written(asdict(config), getattr(config, WRITTEN, {}))), parse_constant=str)
 
 
-def _keep_text(config: Any, source: str, layer: Any) -> None:
-    """Keeps the text of an override that YAML parses as a number: run_dir=20261128_1030 would become 202611281030.
-
-    Raises for a file, because its original text is not available here.
-    """
+def _check_text(source: str, layer: Any, schema: type) -> None:
+    """Raises for a text setting that YAML reads as a number, for example 20261128_1030 as 202611281030."""
     for key, value in flattened(cast(dict[Any, Any], OmegaConf.to_container(layer))).items():
-        if isinstance(value, int | float) and isinstance(OmegaConf.select(config, key), str):
-            if not source.startswith(f"{key}="):
-                where = f"{source}{_line_of(source, key)}"
-                raise ValueError(f"{where}: {key} is text, but YAML reads {value}; put it in quotes")
-            OmegaConf.update(layer, key, source.partition("=")[2])
+        if isinstance(value, int | float) and key in _text_keys(schema):
+            where = f"{source}{_line_of(source, key)}"
+            raise ValueError(f"{where}: {key} is text, but YAML reads {value}; put it in quotes")
 
 
 def _expand_homes(layer: Any) -> None:

@@ -312,6 +312,7 @@ SERVERS = ["engine.kind=sglang"]
         (["loss.name=cispo", "loss.params.clip_high=0.2"], r"is not a .* of loss\.name=cispo, which has max_ratio$"),
         (["loss.name=cispo", "loss.params.max_ratio=0.5"], r"loss\.params\.max_ratio=0\.5 must be .* at least 1"),
         (["loss.params.dual_clip=1"], r"loss\.params\.dual_clip=1\.0 must be above 1"),
+        (["loss.params=[1]"], r"^loss\.params must be a mapping, written as \{name: value\}$"),
         (["loss.correction_bounds.max_weight=0.5"], r"correction_bounds\.max_weight=0\.5 must be at least 1"),
         (["loss.correction=icepop", "loss.correction_bounds.min_weight=2"], r"min_weight=2\.0 must be from 0 to 1"),
         (["loss.correction_bounds.min_weight=0.5"], r"is not a bound of .*token_mis, which has max_weight$"),
@@ -348,6 +349,7 @@ def test_an_invalid_setting_is_rejected_with_its_key(overrides, message):
             r"run\.yaml, line 1: train\.num_step is not a setting \(did you mean train\.num_steps\?\)",
         ),
         ("train:\n  num_steps: many", r"run\.yaml, line 2: train\.num_steps: Value 'many'"),
+        ("train.num_steps: 3", r"run\.yaml: train\.num_steps has dots, .*; write train: \{num_steps: …\}$"),
         ("sft: {num_steps: 1}\n", r"run\.yaml is for python -m paravt_jax\.sft: line 1: sft\.num_steps is not "),
     ],
 )
@@ -369,9 +371,13 @@ def test_a_number_in_a_file_for_a_text_setting_is_rejected(tmp_path):
     assert load_config(file).run_dir == "20261128_1030"
 
 
-@pytest.mark.parametrize("text", ["20261128_1030", "007", "1e3", "4.10", "12:30", "on", "a=b", "'007'", "${seed}"])
-def test_a_text_setting_keeps_a_text_that_yaml_reads_as_a_number(text):
-    assert load_config(None, f"run_dir={text}", "seed=3").run_dir == text.strip("'").replace("${seed}", "3")
+NUMBERS = ("20261128_1030", "007", "1e3", "4.10", "12:30", "on")  # as YAML reads them
+SYNTAX = ("runs/run #2", "runs/a: b", "[a]/b", "@a", "a:", "<think>\n", "a=b", "a # b", "- a", "a, b")
+
+
+@pytest.mark.parametrize("text", [*NUMBERS, *SYNTAX, "'007'", '"a #b"', "${seed}"])
+def test_a_text_setting_keeps_a_text_that_yaml_reads_differently(text):
+    assert load_config(None, f"run_dir={text}", "seed=3").run_dir == text.strip("'\"").replace("${seed}", "3")
 
 
 def test_a_path_setting_expands_a_tilde(tmp_path, monkeypatch):
