@@ -42,6 +42,7 @@ SUPPORTED = {  # PEFT settings that change the computation without changing a te
     "fan_in_fan_out": False,
     "layer_replication": None,
 }
+VISION_MODULES = r"(.*\.)?visual\..*"  # in Qwen2.5-VL, their MLPs have the names of the language layers' MLPs
 CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # PEFT's initializations that change the base weights
 
 
@@ -189,6 +190,7 @@ def write_adapter(directory: Path, config: ModelConfig, info: AdapterInfo, param
             "lora_dropout": 0.0,
             "bias": "none",
             "target_modules": modules,
+            "exclude_modules": VISION_MODULES,
             "inference_mode": True,
         },
     )

@@ -325,12 +325,19 @@ def reference_logits(hf_dir: Path, wrapped) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"])
 def test_peft_computes_the_same_from_our_files(peft, family, tmp_path):
     hf = tmp_path / "hf"
     make_tiny(hf, config=tiny_config(family))
     adapter = write_trained(hf, tmp_path)
-    expected = reference_logits(hf, lambda model: peft.PeftModel.from_pretrained(model, adapter))
+
+    def with_ours(model):
+        model = peft.PeftModel.from_pretrained(model, adapter)
+        names = {name.replace(".default", "") for name, _ in model.named_parameters() if "lora_" in name}
+        assert names == load_file(adapter / "adapter_model.safetensors").keys()  # PEFT adds no others
+        return model
+
+    expected = reference_logits(hf, with_ours)
     got = model_port.logits(model_port.load(adapter), IDS)
     assert np.abs(got - expected).max() <= 1e-5
     assert np.abs(got - model_port.logits(model_port.load(hf), IDS)).max() > 0.1
