@@ -134,11 +134,14 @@ def hf_tensors(config: ModelConfig, params: Mapping[str, Any]) -> Iterator[tuple
 def open_hf_tensors(directory: Path, config: ModelConfig) -> HfTensors:
     """Opens a model's tensors under their published names and shapes.
 
-    The files may also have the names of transformers' modules, and the shapes of their experts.
+    The files may also have the names of transformers' modules, and the shapes of their experts. Of a tied head and
+    embedding, they may have only the head, as `safetensors.torch.save_model` writes it.
     """
     tensors, family = HfTensors(directory), FAMILIES[config.family]
     tensors.rename(TEXT_MODULE, family.text_names)
     tensors.rename(VISION_MODULE, family.vision_names)
+    if config.tie_embeddings and embedding_name(config) not in tensors.infos:
+        tensors.rename(HEAD, embedding_name(config))
     for rule in filter(_is_of_experts, rules(config)):
         for name in rule.hf_names:
             if (info := tensors.infos.get(name)) and info.shape == in_modules(rule.hf_shape):
@@ -148,7 +151,8 @@ def open_hf_tensors(directory: Path, config: ModelConfig) -> HfTensors:
 
 def stored_dtype(hf_dir: Path) -> str:
     """Returns the dtype of all tensors if they share a 16-bit dtype, otherwise float32."""
-    names = {info.dtype.name for info in HfTensors(hf_dir).infos.values()}
+    with HfTensors(hf_dir) as tensors:
+        names = {info.dtype.name for info in tensors.infos.values()}
     return names.pop() if names in ({"bfloat16"}, {"float16"}) else "float32"
 
 

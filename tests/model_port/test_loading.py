@@ -7,6 +7,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
 import pytest
 from changed_files import change_tensors
 from flax import nnx
@@ -20,7 +21,7 @@ from model_port.loading import abstract_model, abstract_params, load_computing, 
 from model_port.reference import Reference
 from model_port.tiny import make_tiny, tiny_config
 from model_port.verify import LogitsDifference, video_prompt
-from model_port.weights import num_params, open_hf_tensors, read_param, rules
+from model_port.weights import num_params, open_hf_tensors, read_param, rules, stored_dtype
 
 KERNEL = "text.layers.mlp.up_kernel_fd"
 WHOLE = (slice(None),) * 3
@@ -46,6 +47,12 @@ def test_reading_a_stack_needs_one_extra_tensor_and_a_cpu_uses_it_in_place(tmp_p
     assert np.array_equal(read, stored.astype(np.float32))
     assert peak_bytes < 1.1 * read.nbytes  # a bfloat16 tensor has 1/48 of its size
     assert jax.device_put(read, jax.devices("cpu")[0]).unsafe_buffer_pointer() == read.ctypes.data
+
+
+def test_finding_the_dtype_of_files_leaves_none_open(tiny_hf, tmp_path):
+    hf = shutil.copytree(tiny_hf, tmp_path / "hf")
+    assert stored_dtype(hf) == "float32"
+    assert not [file for file in psutil.Process().open_files() if str(hf) in file.path]
 
 
 @pytest.mark.slow

@@ -213,6 +213,15 @@ def test_a_stored_tied_head_must_equal_the_embedding(dtype, tiny_hf, tmp_path, m
     assert_same_bytes(tensors_of(tmp_path / "again"), tensors_of(tiny_hf))
 
 
+def test_of_a_tied_head_and_embedding_one_is_enough(tiny_hf, tmp_path):
+    hf = shutil.copytree(tiny_hf, tmp_path / "hf")
+    change_tensors(hf, lambda tensors: tensors.update({"lm_head.weight": tensors.pop(EMBEDDING)}))
+    model_port.load(hf)
+    convert(hf, tmp_path / "ckpt")
+    export(tmp_path / "ckpt", tmp_path / "again")
+    assert_same_bytes(tensors_of(tmp_path / "again"), tensors_of(tiny_hf))
+
+
 def test_a_non_finite_checkpoint_is_neither_loaded_nor_exported(tiny_hf, tmp_path):
     convert(tiny_hf, tmp_path / "ckpt")
     chunk = next((tmp_path / "ckpt" / "params" / "text.final_norm.scale").glob("[0-9]*"))
