@@ -365,6 +365,15 @@ def _remove(directory: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
 
 
+def _has_checkpoints(directory: Directory) -> bool:
+    """Whether a directory has checkpoints or is one."""
+    if steps_in(directory):
+        return True
+    if isinstance(directory, Bucket):
+        return RECORD_FILE in directory.listed(RECORD_FILE)
+    return (directory / RECORD_FILE).exists()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog=prog_of("paravt_jax.run.checkpoint"), description="Compares a run's checkpoints with their checksums."
@@ -373,13 +382,11 @@ def main() -> None:
     parser.add_argument("directory", metavar="DIR", help="RUN, or RUN/checkpoints or a single checkpoint, also gs://…")
     add_debug_flag(parser)
     args = parser.parse_args()
-    directory = Bucket.of(args.directory) if is_address(args.directory) else Path(args.directory)
-    if isinstance(directory, Path) and not directory.is_dir():
-        raise ValueError(f"{directory} is not a directory")
-    if isinstance(directory, Path) and (directory / CHECKPOINTS_DIR).is_dir():
-        directory /= CHECKPOINTS_DIR
-    if isinstance(directory, Path) and not (steps_in(directory) or (directory / RECORD_FILE).exists()):
-        raise ValueError(f"{directory} is neither a run with checkpoints nor one of them")
+    given: Directory = Bucket.of(args.directory) if is_address(args.directory) else Path(args.directory)
+    if isinstance(given, Path) and not given.is_dir():
+        raise ValueError(f"{given} is not a directory")
+    if not (directory := next((part for part in (given / CHECKPOINTS_DIR, given) if _has_checkpoints(part)), None)):
+        raise ValueError(f"{given} is neither a run with checkpoints nor one of them")
     results = list(verify(directory))
     for checkpoint, problem in results:
         print(f"{checkpoint}: {f'broken, {problem}' if problem else 'intact'}")

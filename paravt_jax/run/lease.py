@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from model_port.bucket import Bucket, Conflict
+from paravt_jax.run.log import whole_file
 
 OWNER = ".owner.json"
 BUCKET_FILE = ".bucket.json"  # file in the local directory with its bucket and token
@@ -54,9 +55,9 @@ class Lease:
         """Renews the lease. Raises if another run has taken over the directory."""
         with self._lock:
             if not self.lost:
-                self._num_renewals += 1
                 try:
                     self._generation = self._object.write(self._content(), self._generation)
+                    self._num_renewals += 1  # only now: `write` recognizes its content if an answer was lost
                 except Conflict:
                     who = self._owner(self._object.read()[0] or b"{}").get("who", "another process")
                     self.lost = f"{self._bucket} was taken over by {who}, which trains there now"
@@ -110,7 +111,8 @@ def token_of(directory: Path, bucket: Bucket) -> str:
                 f"{directory} would hold the local files of {bucket}, but has other files, such as {entries[0]}; move "
                 f"them away, start in another directory, or choose another run_dir"
             )
-        file.write_text(json.dumps({"bucket": str(bucket), "token": secrets.token_hex(8)}))
+        with whole_file(file) as content:
+            content.write(json.dumps({"bucket": str(bucket), "token": secrets.token_hex(8)}).encode())
     record = json.loads(file.read_bytes())
     if record["bucket"] != str(bucket):
         raise ValueError(

@@ -1,6 +1,9 @@
 """A run in a bucket: checkpoints are exact and atomic, logs are copied, and only one run uses it at a time."""
 
+import errno
 import json
+import os
+import sys
 import threading
 from dataclasses import replace
 
@@ -9,9 +12,10 @@ import pytest
 from learner_state import adapted, bits, make_learner, set_state
 
 import model_port
+from model_port import bucket as bucket_module
 from model_port.bucket import UPLOADING, Bucket
 from paravt_jax.config import CheckpointConfig
-from paravt_jax.run import lease as lease_module, training
+from paravt_jax.run import checkpoint, lease as lease_module, training
 from paravt_jax.run.bucket_checkpoint import BucketCheckpoints
 from paravt_jax.run.checkpoint_read import verify
 from paravt_jax.run.directory import LogCopies, locked_for_bucket
@@ -180,6 +184,41 @@ def test_a_run_that_lost_its_lease_cannot_commit_a_checkpoint(gcs, monkeypatch):
         with pytest.raises(RuntimeError, match="was taken over by process 9 on tpu-9"):
             before_commit()
     assert json.loads(gcs.objects[f"bkt/runs/x/{OWNER}"][1])["token"] == "other"
+
+
+def test_a_renewal_whose_answer_was_lost_keeps_the_lease(gcs, monkeypatch):
+    monkeypatch.setattr(bucket_module, "DEADLINE_S", 0.0)
+    with locked_for_bucket(Bucket.of(ADDRESS), ALONE) as (_, lease):
+        faults = iter(["lost"])  # executed, but the run learns neither this nor the generation
+        gcs.fault = lambda method, _: next(faults, 503) if method == "POST" else None
+        with pytest.raises(RuntimeError, match="could not be written"):
+            lease.renew()
+        gcs.fault = lambda *_: None
+        lease.renew()
+        assert not lease.lost
+
+
+def test_the_verify_command_takes_the_address_of_a_run(gcs, tiny_hf, subject, monkeypatch, capsys):
+    saved(tiny_hf, subject, 1)
+    for address in (ADDRESS, f"{ADDRESS}/checkpoints", f"{ADDRESS}/checkpoints/1"):
+        monkeypatch.setattr(sys, "argv", ["checkpoint", "verify", address])
+        checkpoint.main()
+        assert capsys.readouterr().out == f"{ADDRESS}/checkpoints/1: intact\n"
+    monkeypatch.setattr(sys, "argv", ["checkpoint", "verify", "gs://bkt/runs/typo"])
+    with pytest.raises(ValueError, match="gs://bkt/runs/typo is neither a run with checkpoints nor one of them"):
+        checkpoint.main()
+
+
+def test_a_first_start_on_a_full_disk_leaves_no_partial_token(gcs, monkeypatch):
+    def fail(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", fail)
+        with pytest.raises(OSError, match="No space left"):
+            locked_for_bucket(Bucket.of(ADDRESS), ALONE).__enter__()
+    with locked_for_bucket(Bucket.of(ADDRESS), ALONE):
+        pass
 
 
 def uploads(gcs):
