@@ -14,21 +14,23 @@ MAX_LAYERS, MAX_WIDTH, MAX_HEAD_DIM, MAX_THETA = 1024, 2**17, 2**13, 1e15
 
 
 def rope_section(text: Section, *, interleaved: bool, other_name: str = "default") -> Section:
-    """Reads the RoPE settings: `rope_parameters` (transformers 5), or `rope_scaling` + `rope_theta` (published files).
+    """Reads the RoPE settings: `rope_scaling` (published files), or else `rope_parameters` (transformers 5).
 
-    Raises unless the type is "default" or its synonym `other_name`, without further settings.
+    `rope_theta` may be beside them. Raises unless the type is "default" or its synonym `other_name`, without further
+    settings.
     """
-    rope = text.section("rope_parameters", {})
-    if not rope.values:
-        rope = text.section("rope_scaling", {})
-        rope = replace(rope, values={"rope_theta": text.values.get("rope_theta"), **rope.values}, prefix=text.prefix)
-    for key in ("rope_type", "type"):
-        if rope.values.get(key) != other_name:
-            rope.expect(key, "default")
-    for key in rope.values.keys() - ROPE_KEYS:
-        rope.expect(key, None)
-    rope.expect("mrope_interleaved", interleaved)
-    return rope
+    sections = [text.section(name, {}) for name in ("rope_scaling", "rope_parameters")]
+    for rope in sections:
+        for key in ("rope_type", "type"):
+            if rope.values.get(key) != other_name:
+                rope.expect(key, "default")
+        for key in rope.values.keys() - ROPE_KEYS:
+            rope.expect(key, None)
+        rope.expect("mrope_interleaved", interleaved)
+    used = next(filter(lambda rope: rope.values, sections), text)
+    if used.has("rope_theta"):
+        return used
+    return replace(used, values={**used.values, "rope_theta": text.values.get("rope_theta")}, prefix=text.prefix)
 
 
 def text_config(

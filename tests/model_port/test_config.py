@@ -39,6 +39,19 @@ def test_transformers_reads_a_preset_as_we_do(name):
     assert config_from_hf(theirs) == PRESETS[name]
 
 
+@pytest.mark.parametrize("name", ["8b", "qwen2.5-vl-7b"])
+def test_rope_theta_may_be_beside_rope_parameters(name):
+    from transformers import AutoConfig
+
+    hf = config_to_hf(PRESETS[name])
+    theirs = AutoConfig.for_model(hf.pop("model_type"), **hf).to_dict()
+    theirs["text_config"]["rope_parameters"].pop("rope_theta")
+    theirs["text_config"]["rope_theta"] = 7e5
+    assert config_from_hf(theirs).text.rope_theta == 7e5
+    again = AutoConfig.for_model(theirs.pop("model_type"), **theirs)
+    assert again.text_config.rope_parameters["rope_theta"] == 7e5
+
+
 @pytest.mark.parametrize(
     ("name", "billions"),
     [
@@ -71,6 +84,8 @@ def test_presets_have_the_published_number_of_parameters(name, billions):
         ({"text_config.layer_types": ["full_attention", "sliding_attention"]}, "layer_types='sliding_attention' is"),
         ({"text_config.rope_scaling": {"rope_type": "default", "type": "yarn"}}, "type='yarn' is not supported"),
         ({"text_config.rope_scaling": {"factor": 4.0}}, "factor=4.0 is not supported"),
+        ({"text_config.rope_parameters": {"rope_theta": 5e6}, "text_config.rope_scaling": {"rope_type": "yarn"}},
+         r"text_config\.rope_scaling\.rope_type='yarn' is not supported"),
         ({"text_config.rope_parameters": {"rope_theta": 5e6, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: quantized weights are not supported"),
         ({"text_config.quantization_config": {"bits": 4}}, "text_config.quantization_config: quantized weights are"),

@@ -80,7 +80,7 @@ def test_numbers_in_config_json_are_validated(key, model):
         (CONFIG, "text_config.rope_scaling.mrope_section", "abc", "mrope_section='abc' must be a list of whole"),
         (CONFIG, "text_config.rope_scaling.mrope_section", [6, 5], r"mrope_section=\[6, 5\] must be three numbers"),
         (CONFIG, "text_config.rope_theta", None, "key 'text_config.rope_theta' is missing"),
-        (CONFIG, "text_config.rope_parameters", {"rope_theta": float("nan")}, r"rope_parameters.rope_theta=nan must"),
+        (CONFIG, "text_config.rope_scaling", {"rope_theta": float("nan")}, r"rope_scaling.rope_theta=nan must"),
         (CONFIG, "vision_config.rope_parameters", {"rope_theta": -1}, "rope_theta=-1 must be a number from 1"),
         (CONFIG, "vision_config.deepstack_visual_indexes", 3, "deepstack_visual_indexes=3 must be a list"),
         (CONFIG, "text_config.hidden_act", {}, r"text_config.hidden_act=\{\} is not supported"),
