@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from model_port.bucket import PARTIAL, Bucket, download, is_address, upload
@@ -30,8 +31,8 @@ from paravt_jax.run.log import (
     TENSORBOARD_DIR,
     VALIDATION_FILE,
     WANDB_ID_FILE,
-    last_step,
     load_jsonl,
+    rows_by_step,
     whole_file,
     write_json,
     write_rows,
@@ -126,8 +127,8 @@ def run_id(directory: Path, hosts: Hosts) -> str:
 def locked_for_bucket(bucket: Bucket, hosts: Hosts) -> Iterator[tuple[Path, Lease | None]]:
     """Locks a local directory per host for a run with checkpoints in a bucket; host 0 also holds the bucket's lease.
 
-    Downloads the run's logs if the bucket's newest checkpoint is newer than the local logs; hosts other than 0 need
-    only the newest metrics and settings.
+    Downloads the run's logs unless the local ones continue the bucket's; hosts other than 0 need only the metrics and
+    settings.
     """
     name = bucket.name if hosts.leads else f"{bucket.name}.host{hosts.index}"
     with locked(Path(BESIDE_BUCKET) / name) as directory, ExitStack() as stack:
@@ -137,12 +138,21 @@ def locked_for_bucket(bucket: Bucket, hosts: Hosts) -> Iterator[tuple[Path, Leas
             say(f"checkpoints and copies of the logs are in {bucket}, local files in {directory}")
             lease = stack.enter_context(hold_lease(bucket, directory, say))
         hosts.gather("bucket", None)
-        names = bucket.listed()
-        saved = [name.split("/")[1] for name in names if name.endswith(f"/{RECORD_FILE}")]
-        if not hosts.leads or last_step(directory) < max(map(int, filter(str.isdecimal, saved)), default=0):
-            needed = [*filter(is_log, names)] if hosts.leads else {METRICS_FILE, SETTINGS_FILE} & names.keys()
-            download(bucket, {name: names[name] for name in needed}, directory)
+        objects = bucket.listed()
+        has_checkpoint = any(name.endswith(f"/{RECORD_FILE}") for name in objects)
+        if not hosts.leads or (has_checkpoint and not _has_metrics(directory, bucket, objects)):
+            needed = [*filter(is_log, objects)] if hosts.leads else {METRICS_FILE, SETTINGS_FILE} & objects.keys()
+            download(bucket, {name: objects[name] for name in needed}, directory)
         yield directory, lease
+
+
+def _has_metrics(directory: Path, bucket: Bucket, objects: Mapping[str, tuple[int, int]]) -> bool:
+    """Whether the local metrics have the bucket's last step: not on a fresh disk, or after another machine trained."""
+    with TemporaryDirectory() as copy:
+        download(bucket, {name: objects[name] for name in {METRICS_FILE} & objects.keys()}, Path(copy))
+        ours, theirs = (rows_by_step(path / METRICS_FILE) for path in (directory, Path(copy)))
+    last = max(theirs, default=0)
+    return last in ours and ours[last] == theirs[last]
 
 
 def is_log(name: str) -> bool:

@@ -249,10 +249,22 @@ def test_logs_are_copied_and_downloaded_to_an_empty_disk(gcs, tmp_path, monkeypa
         assert (directory / "episodes" / "000001.jsonl").is_file() and not (directory / "checkpoints").exists()
 
 
+@pytest.mark.parametrize(("metric", "version", "kept"), [(b"kappa", 1, False), (b"reward", 4, True)])
+def test_a_disk_keeps_its_log_unless_another_machine_trained_the_newest_checkpoint(gcs, metric, version, kept):
+    """With several updates per step, a checkpoint's version is larger than its step."""
+    bucket, own = Bucket.of(ADDRESS), '{"step": 1, "reward": 0.5}\n{"step": 2}\n'
+    with locked_for_bucket(bucket, ALONE) as (directory, _):
+        (directory / "metrics.jsonl").write_text(own)
+    (bucket / "metrics.jsonl").write(b'{"step": 1, "%s": 0.5}\n' % metric)
+    (bucket / f"checkpoints/{version}/state.json").write(b"{}")
+    with locked_for_bucket(bucket, ALONE) as (directory, _):
+        assert ((directory / "metrics.jsonl").read_text() == own) == kept
+
+
 def test_other_hosts_download_what_they_read_and_no_host_the_parts_of_a_killed_run(gcs):
     bucket = Bucket.of(ADDRESS)
     for name in ("metrics.jsonl", "config.json", "episodes/000001.jsonl", "episodes/.000002.host1.part"):
-        (bucket / name).write(b"{}\n")
+        (bucket / name).write(b'{"step": 1}\n')
     (bucket / "checkpoints/1/state.json").write(b"{}")
     for host, episodes in ((0, ["000001.jsonl"]), (1, [])):
         with locked_for_bucket(bucket, Hosts(host)) as (directory, _):
