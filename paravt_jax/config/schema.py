@@ -405,6 +405,8 @@ class RunConfig:
     rollout: EpisodeConfig = field(default_factory=EpisodeConfig)
 
     def __post_init__(self) -> None:
+        if not self.run_dir:
+            raise ValueError("run_dir is empty; name a directory, for example runs/first")
         if self.seed < 0:
             raise ValueError(f"seed={self.seed} must be 0 or more")
 

@@ -286,6 +286,7 @@ SERVERS = ["engine.kind=sglang"]
         (["rollout.turn_deadline_s=0"], r"rollout\.turn_deadline_s=0\.0 must be a finite number above 0"),
         (["rollout.turn_deadline_s=nan"], r"rollout\.turn_deadline_s=nan must be a finite number above 0"),
         (["rollout.turn_deadline_s=inf"], r"rollout\.turn_deadline_s=inf must be a finite number above 0"),
+        (["run_dir="], r"^run_dir is empty; name a directory, for example runs/first$"),
         (["seed=-1"], r"seed=-1 must be 0 or more"),
         (["rollout.tools=[zoom]"], r"^rollout\.tools: there is no tool zoom; use one of crop_video, zoom_frame, "),
         (["rollout.prompts.overview='{nmae}'"], r"^rollout\.prompts\.overview has the placeholder \{nmae\}"),
