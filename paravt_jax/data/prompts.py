@@ -17,6 +17,7 @@ messages are ignored, because the agent has its own system prompt; rollout.promp
 
 import hashlib
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -227,7 +228,9 @@ def _column(name: str, row: dict[str, Any], extra_info: dict[str, Any]) -> Any:
 
 
 def _answer(value: Any, question_type: str) -> str:
-    """Reads the ground truth, which only your own question types may omit."""
+    """Reads the ground truth, which only your own question types may omit. pandas writes NaN for a missing value."""
+    if isinstance(value, float) and math.isnan(value):
+        value = None
     if value is None and question_type not in QUESTION_TYPES:
         return ""
     answer = _answer_text(value)

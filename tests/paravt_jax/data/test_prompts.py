@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import logging
 import os
 from collections import Counter
@@ -178,7 +179,7 @@ BAD_ROWS = {
     "impossible path": [rl_row(video=name) for name in ("x" * 5000, "a/" * 3000, "a.mp4\0")],
     "no video": [rl_row(videos=[]), rl_row(videos=None)],
     "more <video> than videos": [rl_row(question="<video><video> Which?")],
-    "empty answer": [rl_row(" "), rl_row(None), rl_row(extra_info={"question_type": "mcq"})],
+    "empty answer": [rl_row(" "), rl_row(None), rl_row(extra_info={"question_type": "mcq"}), rl_row(math.nan, "oe")],
     "id too long": [rl_row(id="x" * 257), rl_row(index="x" * 10**6)],
     "text too long": [rl_row(question="Which? " * 15_000), rl_row("red " * 30_000, "oe")],
     "too many frames": [rl_row(videos=[{"video": "a.mp4"}] * 4097)],
@@ -212,7 +213,7 @@ def test_a_bad_row_is_counted_by_its_reason_and_dropped(video_dir, reason):
 
 def test_with_a_plugin_a_row_may_have_its_own_question_type_and_has_the_columns_that_the_plugin_takes(video_dir):
     rows = [
-        rl_row(extra_info={"question_type": "caption", "keywords": ["pan"]}),
+        rl_row(extra_info={"question_type": "caption", "answer": math.nan, "keywords": ["pan"]}),
         rl_row("A", keywords=["lid"]),
         *(rl_row("A", name, keywords=[]) for name in ("Caption", "a" * 33, None)),
         rl_row("A"),
