@@ -2,8 +2,8 @@
 
 import contextlib
 import json
-import math
 import logging
+import math
 import os
 from collections import Counter
 from pathlib import Path
