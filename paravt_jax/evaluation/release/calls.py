@@ -47,7 +47,8 @@ def sage_calls(reply: str) -> list[Call]:
     for plan in _sage_plans(reply):
         recommended = plan.get("recommended_tools")
         listed = recommended.get("tool_calls") if isinstance(recommended, dict) else None
-        calls += [call for call in listed or [] if isinstance(call, dict) and _has_window(call.get("arguments"))]
+        listed = listed if isinstance(listed, list) else []
+        calls += [call for call in listed if isinstance(call, dict) and _has_window(call.get("arguments"))]
     return calls
 
 

@@ -17,11 +17,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import example, given, strategies as st
 from on_use import torch
 from PIL import Image
 
 from paravt_jax.data.splits import SPLITS
-from paravt_jax.evaluation.release.calls import crop_calls, sage_answer, sage_calls, window_of, zoom_calls
+from paravt_jax.evaluation.release.calls import (
+    CALLS_IN,
+    MalformedCall,
+    crop_calls,
+    sage_answer,
+    sage_calls,
+    window_of,
+    zoom_calls,
+)
 from paravt_jax.evaluation.release.dialogue import MAX_TOKENS, ReleaseAgent, ReleaseDialogue
 from paravt_jax.evaluation.release.frames import CROP_PX, OVERVIEW_PX, crop_numbers, fitted_size, overview_numbers
 from paravt_jax.evaluation.release.pictures import ReleasePictures
@@ -297,3 +306,20 @@ def test_sages_calls_with_a_window_are_crops_and_its_final_answer_is_scored():
 def test_longvts_calls_are_crop_calls():
     call = '<tool_call>{"name": "crop_video", "arguments": {"start_time": "1:02:03", "end_time": null}}</tool_call>'
     assert [window_of(call) for call in crop_calls(call)] == [(3723, 0)]
+
+
+names = st.sampled_from(["arguments", "recommended_tools", "tool_calls", "final_answer", "start", "end_time"])
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(names, inner, max_size=3),
+)
+
+
+@given(st.sampled_from(["tool_call", "tool_code", "video_zoom", "json"]), values)
+@example("json", {"recommended_tools": {"tool_calls": 5}})
+def test_any_reply_has_calls_with_a_window_or_malformed_ones(tag, value):
+    reply = f"<{tag}>{json.dumps(value)}</{tag}>"
+    for call in (call for calls_in in CALLS_IN.values() for call in calls_in(reply)):
+        with contextlib.suppress(MalformedCall):
+            assert all(isinstance(time_s, float) for time_s in window_of(call))
+    assert isinstance(sage_answer(reply), str)
