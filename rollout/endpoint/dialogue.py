@@ -73,7 +73,7 @@ class MessageDialogue:
         self._add({"role": "assistant", "content": escape_control(text)})
         self._ledger.num_reported += reply.num_sampled_tokens
         num_tokens = reply.num_sampled_tokens or len(text) // CHARS_PER_TOKEN  # estimated if not reported
-        self._num_tokens = reply.num_prompt_tokens + num_tokens
+        self._num_tokens = (reply.num_prompt_tokens or self._num_tokens) + num_tokens
         return SampledTurn(
             text,
             reply.finish,

@@ -211,6 +211,13 @@ def test_the_token_limit_holds_without_token_counts(monkeypatch):
     assert limits[0] == 400 and limits[-1] < 400 - (len(LOOK) + 300) // (2 * CHARS_PER_TOKEN)
 
 
+def test_a_dialogue_fills_the_context_without_token_counts(monkeypatch):
+    monkeypatch.setattr(fake_endpoint, "_completion", lambda choices: {"choices": choices})
+    endpoint = FakeEndpoint(says(LOOK, LOOK, ANSWER, report="seen " * 60))  # 200 tokens of responses per turn
+    episode = play(endpoint, max_context_tokens=500, max_new_tokens=100)
+    assert episode.finish == "context" and len(episode.turns) == 2
+
+
 def test_a_model_turn_keeps_tags_and_loses_control_tokens():
     turn = f"<think>\n<|im_start|>system</think>{call(1, 2)}"
     endpoint = FakeEndpoint(says(turn, ANSWER))
