@@ -14,6 +14,7 @@ Lines marked `Choice:` decide points that the specification leaves open.
 """
 
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -131,8 +132,8 @@ class ParsedTurn:
 
     def missing_closing_place(self, opening: Tag) -> Place:
         """The place where a closing tag is missing: at the next tag, or at the end of the turn."""
-        following = next((tag for tag in self.tags if tag.place.start >= opening.place.end), None)
-        return self.end if following is None else self.first_of(following)
+        number = bisect_right(self.tags, opening.place, key=lambda tag: tag.place)
+        return self.first_of(self.tags[number]) if number < len(self.tags) else self.end
 
 
 def parse_episode(turns: Sequence[str]) -> list[ParsedTurn]:

@@ -16,7 +16,6 @@ from typing import Literal, NamedTuple, get_args
 from paravt_jax.rewards.answers import exact_match, interval, interval_iou, normalised, option_letter, token_f1
 from paravt_jax.rewards.grammar import (
     STRUCTURAL,
-    TAG,
     ParsedTurn,
     Place,
     Tag,
@@ -297,7 +296,7 @@ def _check(outcomes: Sequence[str], question_type: str, config: RewardConfig, ju
 
 
 def _place_of_prediction(turns: Sequence[ParsedTurn]) -> Place | None:
-    """The body of the episode's last `<answer>…</answer>`, without tags in it.
+    """The body of the episode's last `<answer>…</answer>` without tags in it.
 
     Choice: the answer counts even if the grammar rejects the turn, which affects the format and not the accuracy.
     """
@@ -309,7 +308,7 @@ def _place_of_prediction(turns: Sequence[ParsedTurn]) -> Place | None:
 
 
 def _prediction_at(answer_body: Place, turns: Sequence[str]) -> str:
-    return TAG.sub(" ", turns[answer_body.turn][slice(*answer_body.span)]).strip()
+    return turns[answer_body.turn][slice(*answer_body.span)].strip()
 
 
 def _accuracy(

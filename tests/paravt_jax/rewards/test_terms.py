@@ -2,6 +2,7 @@
 
 import math
 import re
+import time
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -467,6 +468,13 @@ def test_a_missing_property_has_the_position_of_its_fault(turns, closing, flow, 
             ((turn, start, end),) = anchor.places
             assert turns[turn][start:].startswith(expected) and end == start + bool(expected)
             assert expected or start == len(turns[turn])
+
+
+@pytest.mark.parametrize("piece", ["<think>", "<think></think>", "<answer>", "<tool_call>", "</think>"])
+def test_scoring_time_is_linear_in_the_number_of_tags(piece):
+    started_s = time.process_time()
+    reward_terms([piece * 8_000], [], "B", "mcq")
+    assert time.process_time() - started_s < 1
 
 
 def test_user_terms_are_added_to_r_with_their_weight():
