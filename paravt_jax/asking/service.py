@@ -38,6 +38,7 @@ from paravt_jax.asking.openai import (
     parse_question,
 )
 from paravt_jax.asking.terminal import TextStream, clock
+from rollout.endpoint.errors import ContentFiltered
 from rollout.engine.protocol import DeadlineExceeded, EngineError, RequestRejected
 from rollout.records import Call
 from rollout.server import check_port
@@ -320,6 +321,8 @@ def _as_request_error(problem: Exception) -> RequestError:
             return RequestError(503, "the server lacks memory, disk or open files", "unavailable", RETRY_S)
         case VideoError():
             return BadRequest(str(problem))
+        case ContentFiltered():
+            return RequestError(400, "the endpoint withheld the answer", param="messages", code="content_filter")
         case RequestRejected():
             _log_traceback(problem)
             return BadRequest("the model rejects the question; send fewer videos or a shorter text")

@@ -21,6 +21,7 @@ from paravt_jax.asking.asker import open_asker
 from paravt_jax.asking.media import Sources
 from paravt_jax.asking.openai import BadRequest, RequestError, parse_question
 from paravt_jax.asking.service import Service, bind_port
+from rollout.endpoint.errors import ContentFiltered
 from rollout.engine.protocol import EngineError, RequestRejected
 from rollout.picture import Picture
 from rollout.video.encode import write_video
@@ -391,6 +392,7 @@ async def test_a_server_without_files_or_memory_returns_503_and_retry_after(serv
         (KeyError(), "internal error"),
         (RequestRejected("http://10.0.0.1 rejects it"), "the model rejects the question"),
         (EngineError("http://10.0.0.1 does not answer"), "the engine is not available"),
+        (ContentFiltered("http://10.0.0.1 withheld the reply"), "the endpoint withheld the answer"),
     ],
 )
 @serving()
