@@ -36,6 +36,7 @@ from model_port.inputs import (
     pack_vision,
     split_frames,
 )
+from model_port.json_files import Section, read_object
 from model_port.layers import DEFAULT_COMPUTE, Compute, ComputeDtype
 from model_port.layout import ADAPTER_CONFIG_FILE, BASE_KEY, base_of, hf_files_of, is_adapter, is_checkpoint
 from model_port.model import VLModel
@@ -125,6 +126,12 @@ def base_directory(adapter: Path) -> Path:
     from model_port.download import source_directory  # imported late, because it imports the hub's client
 
     base, file = base_of(adapter), adapter / ADAPTER_CONFIG_FILE
+    revision = Section(str(file), read_object(file)).text("revision", "main")
+    if revision != "main" and not Path(base).is_dir():
+        raise ValueError(
+            f"{file}: revision={revision!r} of {base} is not downloaded; run `hf download {base} --revision {revision} "
+            f"--local-dir DIR` and set {BASE_KEY} to DIR"
+        )
     try:
         directory = source_directory(base, f"{BASE_KEY}=DIR in {file}")
     except ValueError as problem:

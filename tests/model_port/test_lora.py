@@ -301,6 +301,15 @@ def test_an_unsupported_adapter_is_rejected(changes, message, on_disk, tmp_path)
         model_port.load(adapter)
 
 
+def test_an_adapter_with_another_revision_of_its_base_needs_a_directory(tiny_hf, on_disk, tmp_path):
+    adapter = shutil.copytree(on_disk, tmp_path / "adapter")
+    rebased(adapter, "Qwen/Qwen3-VL-2B-Instruct", revision="v2")
+    with pytest.raises(ValueError, match="run `hf download Qwen/Qwen3-VL-2B-Instruct --revision v2 --local-dir DIR`"):
+        model_port.load(adapter)
+    rebased(adapter, tiny_hf, revision="v2")
+    assert model_port.load(adapter).lora == LORA
+
+
 def test_a_model_is_rejected_as_an_adapter(tiny_hf, tmp_path):
     with pytest.raises(ValueError, match=r"is not an adapter: it has no adapter_config\.json"):
         export_adapter(tiny_hf, tmp_path / "out")
