@@ -272,7 +272,7 @@ class _EpisodeRun:
         config = self.agent.config
         if result.report is not None:
             raise RuntimeError(f"{result.call.name} asked for a second report, but a call may have only one")
-        result.report, result.frames_s = (report := Ledger()), closeup.frames_s
+        result.report, result.seen, result.frames_s = (report := Ledger()), closeup.frames, closeup.frames_s
         dialogue = self._dialogue(closeup, report)
         if dialogue.room < min(MIN_NEW_TOKENS, config.subagent_new_tokens):
             raise RequestRejected(

@@ -77,9 +77,17 @@ class Closeup:
     """A sub-agent's initial prompt."""
 
     ids: np.ndarray
-    pictures: tuple[Picture, ...]
-    frames_s: tuple[float | int, ...]  # start time of each frame
+    frames: tuple[TimedPicture, ...]
     messages: Sequence[dict[str, Any]] = ()  # the messages that `ids` encode
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        return tuple(frame.picture for frame in self.frames)
+
+    @property
+    def frames_s(self) -> tuple[float | int, ...]:
+        """The start time of each frame."""
+        return tuple(frame.time_s for frame in self.frames)
 
 
 @runtime_checkable
@@ -196,9 +204,7 @@ class Prompter:
         return self._closeup(frames, closeup_messages(self.prompts, intro, times_s, instruction))
 
     def _closeup(self, frames: Sequence[TimedPicture], messages: list[dict[str, Any]]) -> Closeup:
-        pictures = tuple(frame.picture for frame in frames)
-        times_s = tuple(frame.time_s for frame in frames)
-        return Closeup(self.chat.ids(messages, len(pictures)), pictures, times_s, messages)
+        return Closeup(self.chat.ids(messages, len(frames)), tuple(frames), messages)
 
     async def crop(self, path: str, window: Window) -> list[TimedPicture]:
         return await self.frames_at(path, crop_times(window.start_s, window.end_s, self._subagent_max_frames))

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from rollout.ledger import Ledger
-from rollout.parts import TIME_DIGITS, Part, shown_in, shown_records, text_of
+from rollout.parts import TIME_DIGITS, Part, Shown, shown_in, shown_records, text_of
 from rollout.prompter import ShownVideo, Task
 from rollout.tools import Outcome, ToolCall, Window
 from rollout.video.box import Box
@@ -23,6 +23,7 @@ class Call:
     window: Window | None = None
     box: Box | None = None
     report: Ledger | None = None  # the sub-agent's ledger
+    seen: tuple[Shown, ...] = ()  # the sub-agent's frames
     latency_s: float = 0.0
     path: str = ""  # of the video
     frames_s: tuple[float | int, ...] = ()  # start times of the sub-agent's frames, or of the frames in the response
@@ -54,6 +55,7 @@ class Call:
             "latency_s": round(self.latency_s, 4),
             "segments": None if self.report is None else self.report.to_record(),
             **({"num_sampled": self.report.num_reported} if self.report and self.report.num_reported else {}),
+            "seen": shown_records(self.seen),
             "shown": shown_records(self.parts),
         }
 

@@ -35,7 +35,7 @@ from rollout.parts import Shown, pictures_of
 from rollout.picture import Picture
 from rollout.prompter import Overview
 from rollout.records import Call, Episode, Turn
-from rollout.tools import ToolCall, Window, find_calls, video_of
+from rollout.tools import ToolCall, Window, find_calls
 from rollout.video.box import Box
 from rollout.video.errors import VideoError
 
@@ -207,7 +207,7 @@ class Replay:
         for turn in record["turns"]:
             written = find_calls(turn["text"], self.worker.agent.signatures)[: len(turn["calls"])]
             logged = zip(written, turn["calls"], strict=True)
-            calls = [await self._call(call, of_call, overview, paths) for call, of_call in logged]
+            calls = [await self._call(call, of_call, paths) for call, of_call in logged]
             text = turn["text"], turn["finish"], tuple(turn["token_span"])
             turns.append(Turn(*text, calls, turn["latency_s"], turn["started_s"]))
         shown = [picture for turn in turns for call in turn.calls for picture in pictures_of(call.parts)]
@@ -218,30 +218,22 @@ class Replay:
             record["id"], overview.task, ledger, turns, *ended, videos=overview.shown_videos, overview_s=overview_s
         )
 
-    async def _call(
-        self, call: ToolCall, record: Mapping[str, Any], overview: Overview, paths: Mapping[str, str]
-    ) -> Call:
+    async def _call(self, call: ToolCall, record: Mapping[str, Any], paths: Mapping[str, str]) -> Call:
         window = None if record["window_s"] is None else Window(*record["window_s"])
         box = None if record["box"] is None else Box(*record["box"])
         result = record["outcome"], record["response"], record["problem"]
         times = {name: record[name] for name in ("latency_s", "started_s")}
-        done = Call(call, *result, window, box, path=record["path"], **times)
+        path, frames_s = paths.get(record["path"], record["path"]), tuple(record["frames_s"])
+        done = Call(call, *result, window, box, path=path, frames_s=frames_s, **times)
         if shown := record["shown"]:
             done.parts = (done.response, *await self._pictures(shown, paths))
-            done.frames_s = tuple(record["frames_s"])
         if record["segments"] is not None:
-            assert window is not None
-            done.path, prompter = video_of(call.arguments, overview.names), self.worker.agent.prompter
-            if box is None:
-                decoded = await prompter.crop(done.path, window)
-            else:
-                decoded = await prompter.frames_at(done.path, [window.start_s], box)
-            done.frames_s = tuple(frame.time_s for frame in decoded)
-            done.report = _ledger(record["segments"], [frame.picture for frame in decoded])
+            done.seen = await self._pictures(record["seen"], paths)
+            done.report = _ledger(record["segments"], pictures_of(done.seen))
         return done
 
-    async def _pictures(self, records: Sequence[Mapping[str, Any]], paths: Mapping[str, str]) -> list[Shown]:
-        """Loads the pictures of a response: decodes frames again, reads stored pictures. `paths` maps moved videos."""
+    async def _pictures(self, records: Sequence[Mapping[str, Any]], paths: Mapping[str, str]) -> tuple[Shown, ...]:
+        """Loads a call's pictures: decodes frames again, reads stored pictures. `paths` maps moved videos."""
         shown: dict[str, Shown] = {}
         times_s: dict[tuple[str, Box | None], list[float]] = {}
         for record in records:
@@ -253,7 +245,7 @@ class Replay:
         for (path, box), of_path in times_s.items():
             frames = await self.worker.agent.prompter.frames_at(path, of_path, box)
             shown |= {frame.picture.key: frame for frame in frames}
-        return [shown[record["key"]] for record in records if record["key"] in shown]
+        return tuple(shown[record["key"]] for record in records if record["key"] in shown)
 
 
 def differing(logged: Mapping[str, Any], replayed: Mapping[str, Any]) -> list[str]:

@@ -30,6 +30,22 @@ SETTINGS = [
     *("train.prompts_per_step=3", "train.group_size=6", "train.max_resamples=0", "train.max_missing_frac=0.9"),
     *("video.frame_budgets=[3]", "reward.oe_mode=llm", "judge.url=http://judge/v1", "judge.model=m"),
 ]
+ASKS = """
+import numpy as np
+from rollout.picture import Picture
+from rollout.toolbox import Tool, ToolArgs
+from rollout.tools import ToolSpec, make_schema
+from rollout.video.info import TimedPicture
+
+class Compares(Tool):
+    spec = ToolSpec(make_schema("compares", "Compares."), usage="compares", effect="done")
+    def check(self, arguments, videos): return ToolArgs()
+    async def run(self, args, context):
+        frames = [await context.prompter.frames_at(path, [5.0, 9.0]) for path in sorted(context.videos.infos)]
+        drawn = TimedPicture(1.0, Picture.of(np.full((32, 32, 3), (9, 90, 200), np.uint8)))
+        closeup = context.prompter.closeup_of([*frames[0], *frames[1], drawn], "They:", "This looks closely.")
+        return await context.ask(closeup, "all")
+"""
 LOOK = f"I look.</think>{call(3, 5)}<|im_end|>".replace("video.mp4", "video_1.mp4")
 
 
@@ -209,6 +225,23 @@ def test_the_first_step_with_different_metrics_is_reported(tmp_path):
     assert message.endswith("first step 2: loss/total is 2.5 and was 2.0")
 
 
+async def play(chat, config, reply):
+    """Plays the group of the first prompt."""
+    agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
+    return await rollouts_of(agent, SampleOrder(PROMPTS[:1], 0), Cursor(), config, Counting()).next_groups(1)
+
+
+def move_videos(run_dir):
+    """Changes the log as if the videos had been in another directory."""
+    path = run_dir / "episodes" / "000001.jsonl"
+    path.write_text(path.read_text().replace('"/a.mp4"', '"/old/a.mp4"').replace('"/b.mp4"', '"/old/b.mp4"'))
+
+
+def all_pictures(groups):
+    ledgers = [ledger for group in groups for rollout in group.rollouts for ledger in rollout.episode.ledgers]
+    return [picture for ledger in ledgers for picture in ledger.pictures]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("moved", [False, True])
 def test_pictures_in_responses_are_replayed(chat, tmp_path, moved):
@@ -223,25 +256,44 @@ def test_pictures_in_responses_are_replayed(chat, tmp_path, moved):
         letter = "AB"[int(request.episode[-1]) % 2]
         return chat.encode(calls if looks else f"So.</think><answer>{letter}</answer><|im_end|>").tolist()
 
-    async def work():
-        agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
-        return await rollouts_of(agent, SampleOrder(PROMPTS[:1], 0), Cursor(), config, Counting()).next_groups(1)
-
-    groups = asyncio.run(work())
+    groups = asyncio.run(play(chat, config, reply))
     run_dir = write_log(tmp_path / "run", groups, chat)
-    path = run_dir / "episodes" / "000001.jsonl"
     if moved:
-        path.write_text(path.read_text().replace('"/a.mp4"', '"/old/a.mp4"').replace('"/b.mp4"', '"/old/b.mp4"'))
+        move_videos(run_dir)
     again, _ = replayed(run_dir, chat, *settings, prompts=PROMPTS[:1])
-    ledgers = [[r.episode.ledger for group in of for r in group.rollouts] for of in (groups, again)]
-    for first, second in zip(*ledgers, strict=True):
-        assert len(first.pictures) == 3 + 2 + 1
-        for one, other in zip(first.pictures, second.pictures, strict=True):
-            assert one.key == other.key and (one.pixels == other.pixels).all()
-    if not moved:
-        assert records(again, 1, chat) == records(groups, 1, chat)
+    assert len(groups[0].rollouts[0].episode.ledger.pictures) == 3 + 2 + 1
+    for one, other in zip(*(all_pictures(of) for of in (groups, again)), strict=True):
+        assert one.key == other.key and (one.pixels == other.pixels).all()
+    assert records(again, 1, chat) == records(groups, 1, chat)
     with pytest.raises(ValueError, match="frames differ from the run"):
         replayed(run_dir, chat, *settings, prompts=PROMPTS[:1], frames=Shifted())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_sub_agent_of_a_users_tool_is_replayed_with_any_pictures(chat, tmp_path, moved):
+    """The tool shows frames of several videos, without a window, and a drawing."""
+    (tmp_path / "own.py").write_text(ASKS)
+    settings = (f"rollout.tools=[crop_video,{tmp_path / 'own.py'}:Compares]", "train.subagent_loss=true")
+    config = load_config(None, *SETTINGS, *settings)
+
+    async def reply(request):
+        if is_subagent(chat, request):
+            return chat.encode("A report.<|im_end|>").tolist()
+        looks = "<tool_response>" not in chat.decode(request.ids)
+        letter = "AB"[int(request.episode[-1]) % 2]
+        calls = LOOK.replace("<|im_end|>", call_of("compares") + "<|im_end|>")
+        return chat.encode(calls if looks else f"So.</think><answer>{letter}</answer><|im_end|>").tolist()
+
+    groups = asyncio.run(play(chat, config, reply))
+    assert [len(ledger.pictures) for ledger in groups[0].rollouts[0].episode.ledgers] == [3, 2, 5]
+    run_dir = write_log(tmp_path / "run", groups, chat)
+    if moved:
+        move_videos(run_dir)
+    again, _ = replayed(run_dir, chat, *settings, prompts=PROMPTS[:1])
+    for one, other in zip(*(all_pictures(of) for of in (groups, again)), strict=True):
+        assert one.key == other.key and (one.pixels == other.pixels).all()
+    assert records(again, 1, chat) == records(groups, 1, chat)
 
 
 class Shifted(FakeFrames):
