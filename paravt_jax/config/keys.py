@@ -90,4 +90,4 @@ def helps_of(schema: type) -> dict[str, str]:
 
 def _choices(kind: Any) -> str:
     literals = [part for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
-    return " | ".join(str(choice) for literal in literals for choice in get_args(literal))
+    return " | ".join(choice or "''" for literal in literals for choice in get_args(literal))

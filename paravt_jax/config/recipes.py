@@ -1,6 +1,6 @@
 """Lists or copies the configs that come with the package: paravt configs [NAME … --to DIR]
 
-Every command accepts a name instead of a file: `--config paragrpo_8b`, `--config contrast/qwen25vl_7b_sft`.
+Commands accept a name instead of a file: `--config paragrpo_8b`, `--config contrast/qwen25vl_7b_sft`.
 """
 
 import argparse
@@ -14,8 +14,8 @@ from paravt_jax.config.shipped import config_file, recipes
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog=prog_of("paravt_jax.config.recipes"),
-        description="List the configs that come with the package, or copy some. Every command takes such a name as "
-        "--config NAME.",
+        description="List the configs that come with the package, or copy some. train, sft, eval and bench mesh take "
+        "such a name as --config NAME; launch/ has files for clusters.",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="configs to copy (default: list all)")
     parser.add_argument("--to", type=Path, default=Path(), metavar="DIR", help="directory of the copies (default .)")

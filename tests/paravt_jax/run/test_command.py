@@ -100,6 +100,7 @@ def test_a_comment_is_beside_its_setting_or_above_a_long_one(output_of):
     for line in (
         "\n  group_size: 5                         # episodes per prompt; the published value\n",
         "\n  attention: auto                       # auto | xla | blocked | scanned | kernel; attention ",
+        "\n  serve_with: ''                        # '' | vllm | sglang; openai: start num_servers of this program ",
         "\n\nmesh:                                   # Devices along each axis. ",
         "\n  video_root: ''                        # base directory of relative video paths; ",
         f"\n{' ' * 40}# files, a dataset on the hub as OWNER/NAME[/SUB/DIR][@REVISION], or synthetic\n",
