@@ -7,7 +7,7 @@ the first half of the frequencies rotates with rows, the second half with column
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from model_port.architecture import TextConfig, VisionConfig
 from model_port.layers import at_least_float32
@@ -23,19 +23,24 @@ def text_frequencies(config: TextConfig) -> tuple[np.ndarray, np.ndarray]:
         axis = np.zeros(count, np.int32)
         for which in (1, 2):
             axis[which : 3 * config.mrope_sections[which] : 3] = which
-    return config.rope_theta ** (-np.arange(count) / count), axis
+    return _radians(config.rope_theta, count), axis
 
 
 def vision_frequencies(config: VisionConfig) -> tuple[np.ndarray, np.ndarray]:
     count = config.head_dim // 4
-    per_axis = config.rope_theta ** (-np.arange(count) / count)
-    return np.concatenate([per_axis, per_axis]), np.repeat(np.arange(2, dtype=np.int32), count)
+    return np.tile(_radians(config.rope_theta, count), 2), np.repeat(np.arange(2, dtype=np.int32), count)
+
+
+def _radians(theta: float, count: int) -> Float32[np.ndarray, " count"]:
+    """Rounds to float32 as often as transformers and SGLang, because one bit turns distant tokens by 0.02 radians."""
+    exponents = np.arange(count, dtype=np.float32) / np.float32(count)
+    return 1 / (theta ** exponents.astype(np.float64)).astype(np.float32)
 
 
 def rotation(positions: Int[Array, "B T A"], frequencies: tuple[np.ndarray, np.ndarray]) -> Rotation:
     """Computes cos and sin of the angles, always in float32, because bf16 cannot represent all positions above 256."""
     radians, axis = frequencies
-    angles = positions[..., axis].astype(jnp.float32) * radians.astype(np.float32)[None, None]
+    angles = positions[..., axis].astype(jnp.float32) * radians[None, None]
     return jnp.cos(angles), jnp.sin(angles)
 
 

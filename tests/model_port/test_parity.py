@@ -25,12 +25,12 @@ from reference import (
 import model_port
 from model_port import loading, one_sequence
 from model_port.attention.rule import query_runs
-from model_port.config import ModelConfig
+from model_port.config import PRESETS, ModelConfig, config_to_hf
 from model_port.experts import route
 from model_port.inputs import place_tokens, split_frames
 from model_port.layers import Compute, gated_silu
 from model_port.qwen3_vl.config import interpolation
-from model_port.rope import text_frequencies
+from model_port.rope import rotation, text_frequencies
 from model_port.sharding import flat_params
 from model_port.weights import hf_tensors, module_name
 
@@ -148,6 +148,19 @@ class TestStages:
             expected, _ = reference.model.get_rope_index(**given)
             text, _ = one_sequence(config, inputs.ids, **inputs.media)
             np.testing.assert_array_equal(text.positions[0, : len(inputs.ids)], expected[:, 0].numpy().T)
+
+
+@pytest.mark.parametrize("name", ["8b", "qwen2.5-vl-7b"])
+def test_distant_tokens_are_rotated_like_transformers(name):
+    from transformers.models.auto.configuration_auto import AutoConfig
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
+
+    hf, positions = config_to_hf(PRESETS[name]), np.repeat([[100], [32_767], [262_143]], 3, axis=1)
+    theirs = Qwen3VLTextRotaryEmbedding(AutoConfig.for_model(hf.pop("model_type"), **hf).text_config)
+    given = torch.from_numpy(positions.T)[:, None]
+    expected = [turn[0, :, :64].numpy() for turn in theirs(torch.zeros(1), given)]
+    got = rotation(jnp.asarray(positions)[None], text_frequencies(PRESETS[name].text))
+    np.testing.assert_allclose(np.concatenate(got), expected, atol=5e-4)  # a float32 angle of 262,143 has 0.016 steps
 
 
 def reference_order(config: ModelConfig, inputs: Inputs) -> np.ndarray:
