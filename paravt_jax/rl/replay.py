@@ -28,6 +28,7 @@ from paravt_jax.rl.episodes import Rollout, RolloutWorker, task_of
 from paravt_jax.rl.groups import Group, advantages_of, for_step, over_step
 from paravt_jax.rl.scheduler import UnlessStopped, always
 from paravt_jax.run.directory import SETTINGS_FILE, SETTINGS_LOG_FILE, changed_settings, settings_of
+from paravt_jax.run.fingerprints import own_sums
 from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, last_step, load_jsonl, rows_by_step
 from rollout.engine.protocol import EngineError, Request
 from rollout.ledger import Ledger, Segment
@@ -83,7 +84,7 @@ class LoggedSteps:
         """Log lines for a replay with these settings; the first line lists the settings that differ from the run's."""
         path = self.run_dir / SETTINGS_LOG_FILE
         later = [row["after_step"] for row in load_jsonl(path) if row["after_step"]] if path.exists() else []
-        changes = changed_settings(settings, self.run_dir).items()
+        changes = changed_settings(settings, self.run_dir, own_sums(settings)).items()
         changed = [change_text(key, *values) for key, values in changes if key != "run_dir"]
         return [
             "; ".join([f"replaying steps {self.first} to {self.last} of {self.run_dir}", *changed]),

@@ -44,6 +44,7 @@ VERSIONED = ("paravt_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint",
 TOKEN_FILE = ".hosts"  # checks that all hosts see the same directory
 RUN_ID_FILE = ".run_id"
 MAX_NAME_CHARS = 40  # limit for the directory name in a run's id
+OWN_CODE = "own_code"  # key of RUN/config.json: checksums of the user's files
 LOCK_FILE, SETTINGS_FILE, SETTINGS_LOG_FILE = ".lock", "config.json", "settings.jsonl"
 BESIDE_BUCKET = "runs"  # folder in the working directory for local files of runs with checkpoints in a bucket
 LOGGED = {
@@ -189,7 +190,7 @@ class LogCopies:
 
 
 def write_settings(settings: Mapping[str, Any], directory: Path, step: int = 0, **facts: Any) -> None:
-    """Writes RUN/config.json: every setting in use, the commit, package versions, and other facts of the run.
+    """Writes RUN/config.json: every setting in use, the commit, package versions, and facts such as `OWN_CODE`.
 
     Each change adds a line to RUN/settings.jsonl, with the number of steps done before it.
     """
@@ -225,13 +226,20 @@ def settings_of(directory: Path) -> dict[str, Any]:
     return load_settings(directory).get("config", {})
 
 
-def changed_settings(settings: Mapping[str, Any], directory: Path) -> dict[str, tuple[Any, Any]]:
-    """Changed settings: key -> (value in RUN/config.json, current value)."""
-    previous, current = flattened(settings_of(directory)), flattened(json.loads(json.dumps(settings)))
+def changed_settings(
+    settings: Mapping[str, Any], directory: Path, own_code: Mapping[str, str]
+) -> dict[str, tuple[Any, Any]]:
+    """Changed settings: key -> (value in RUN/config.json, current value); also changed checksums of `own_code`."""
+    record = load_settings(directory)
+    previous, current = flattened(record.get("config", {})), flattened(json.loads(json.dumps(settings)))
     if not previous:
         return {}
     keys = [key for key in {**current, **previous} if previous.get(key) != current.get(key)]
-    return {key: (previous.get(key), current.get(key)) for key in keys}
+    sums = record.get(OWN_CODE, {})
+    files = [name for name in sums.keys() & own_code.keys() if sums[name] != own_code[name]]
+    return {key: (previous.get(key), current.get(key)) for key in keys} | {
+        f"checksum of {name}": (sums[name], own_code[name]) for name in sorted(files)
+    }
 
 
 def _commit(file: Path) -> str | None:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import xxhash
 
+from model_port.json_files import flattened
 from model_port.output_dir import LIST_FILE
 from paravt_jax.run.hosts import Hosts
 from paravt_jax.run.policy import Policy
@@ -37,8 +38,12 @@ def code_sums(settings: Mapping[str, Any]) -> dict[str, str]:
     """Checksums of all source files and of user code in settings. A commit would miss uncommitted changes."""
     root = Path(__file__).parents[2]
     files = {str(path.relative_to(root)): path for name in PACKAGES for path in (root / name).rglob("*.py")}
-    files |= dict(own_files(settings))
-    return {name: _sum(path.read_bytes()) for name, path in sorted(files.items())}
+    return {name: _sum(path.read_bytes()) for name, path in sorted(files.items())} | own_sums(settings)
+
+
+def own_sums(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Checksums of the user code in settings."""
+    return {name: _sum(path.read_bytes()) for name, path in sorted(own_files(flattened(settings)))}
 
 
 def own_files(settings: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:

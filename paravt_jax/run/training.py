@@ -26,6 +26,7 @@ from paravt_jax.run.bucket_checkpoint import BucketCheckpoints
 from paravt_jax.run.checkpoint import Checkpoints
 from paravt_jax.run.compiles import Compiles
 from paravt_jax.run.directory import (
+    OWN_CODE,
     LogCopies,
     changed_settings,
     locked,
@@ -35,7 +36,7 @@ from paravt_jax.run.directory import (
     write_settings,
 )
 from paravt_jax.run.episode_parts import EpisodeParts
-from paravt_jax.run.fingerprints import code_sums
+from paravt_jax.run.fingerprints import code_sums, own_sums
 from paravt_jax.run.hosts import Hosts
 from paravt_jax.run.lease import Lease
 from paravt_jax.run.log import PLOTS_DIR, QuietLog, RunLog, import_wandb, last_step
@@ -95,7 +96,7 @@ class RunDirectory:
         stopping = Stopping()
         stack.callback(stop_on_signals(stopping))
         num_logged = last_step(path)
-        changes = changed_settings(settings, path) if num_logged else {}
+        changes = changed_settings(settings, path, own_sums(settings)) if num_logged else {}
         differ = [
             f"{key}={new}, but was {old if old != '' else 'empty'}"
             for key, (old, new) in changes.items()
@@ -195,7 +196,8 @@ class Training:
         step, compiles = int(progress["step"]), Compiles()
         settings = dict(directory.settings)
         if hosts.leads and step < num_steps:
-            write_settings(settings, directory.path, step, device_kind=jax.devices()[0].device_kind)
+            facts = {OWN_CODE: own_sums(settings), "device_kind": jax.devices()[0].device_kind}
+            write_settings(settings, directory.path, step, **facts)
         own_log = None
         if hosts.leads:
             own_log = RunLog(

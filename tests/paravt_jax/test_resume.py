@@ -183,6 +183,23 @@ def test_changed_settings_are_one_line_and_another_seed_needs_allow_changes(undi
     assert first != last
 
 
+def test_a_resumed_run_reports_a_changed_reward(undisturbed, tmp_path, capsys):
+    run_dir, own = shutil.copytree(undisturbed, tmp_path / "changed"), tmp_path / "own.py"
+    config = load_config(SMOKE, f"run_dir={run_dir}", *FIVE_STEPS, "train.num_steps=9", f"reward.plugin={own}:reward")
+
+    async def open_run() -> None:
+        async with setup.open_run(config):
+            pass
+
+    for weight in (1, 2):
+        own.write_text(f"def reward(**episode):\n    return {weight} * []\n")
+        asyncio.run(open_run())
+    assert len(settings_log(run_dir)) == 3
+    resumed = [line for line in capsys.readouterr().err.splitlines() if f"resuming after step {NUM_STEPS} of 9" in line]
+    assert ["checksum of" in line for line in resumed] == [False, True]
+    assert f"; checksum of {own}: '" in resumed[1]
+
+
 def test_other_rows_of_the_same_file_need_allow_changes(undisturbed, tmp_path):
     run_dir = shutil.copytree(undisturbed, tmp_path / "rows")
     rows = run_dir / "synthetic" / "fewer.jsonl"

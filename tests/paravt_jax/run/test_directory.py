@@ -15,6 +15,7 @@ from paravt_jax.imitation.run import open_sft_run
 from paravt_jax.rl.setup import open_run
 from paravt_jax.run import directory as module
 from paravt_jax.run.directory import (
+    OWN_CODE,
     _commit,
     changed_settings,
     check_not_in_a_run,
@@ -23,6 +24,7 @@ from paravt_jax.run.directory import (
     run_id,
     write_settings,
 )
+from paravt_jax.run.fingerprints import own_sums
 from paravt_jax.run.hosts import ALONE
 from paravt_jax.run.log import load_jsonl
 from paravt_jax.run.training import RunDirectory
@@ -79,7 +81,7 @@ def test_every_version_of_the_settings_is_recorded_with_its_first_step(tmp_path)
         (5, {"a": {"b": 2}, "c": [1]}),
     ]
     assert json.loads((tmp_path / "config.json").read_text())["config"] == versions[-1]["config"]
-    assert changed_settings({"a": {"b": 2, "d": None}}, tmp_path) == {"c": ([1], None)}
+    assert changed_settings({"a": {"b": 2, "d": None}}, tmp_path, {}) == {"c": ([1], None)}
 
 
 @pytest.mark.parametrize(
@@ -97,6 +99,17 @@ def test_another_model_or_data_needs_allow_changes(change, tmp_path):
     with pytest.raises(ValueError, match=rf"^{re.escape(change)}, but was \S+ in the earlier .* --allow"):
         asyncio.run(acquire(allow_changes=False))
     assert asyncio.run(acquire(allow_changes=True)) == [change.partition("=")[0]]
+
+
+def test_a_changed_file_of_the_user_is_a_change(tmp_path):
+    own, other = tmp_path / "own.py", tmp_path / "new.py"
+    settings = to_record(load_config(None, f"reward.plugin={own}:reward"))
+    own.write_text("x = 1\n")
+    write_settings(settings, tmp_path, **{OWN_CODE: (first := own_sums(settings))})
+    assert changed_settings(settings, tmp_path, first) == {}
+    own.write_text("x = 2\n")
+    second = own_sums(settings) | {str(other): "a"}
+    assert changed_settings(settings, tmp_path, second) == {f"checksum of {own}": (first[str(own)], second[str(own)])}
 
 
 def test_a_runs_id_is_stable_and_unique(tmp_path):
