@@ -19,11 +19,14 @@ DEFAULT_MODEL = "ParaVT/ParaVT-8B"
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=prog_of("paravt_jax.ask"),
+        prog=(prog := prog_of("paravt_jax.ask")),
+        usage=f"{prog} [-h] [options] [VIDEO …] QUESTION",
         description="Ask a policy a question about videos, images or neither, and follow its thinking and calls.",
         epilog="Progress goes to stderr, the answer to stdout.",
     )
-    parser.add_argument("arguments", nargs="+", metavar="VIDEO… QUESTION", help="videos or images, then the question")
+    parser.add_argument(
+        "arguments", nargs="+", metavar="[VIDEO …] QUESTION", help="videos or images, then the question"
+    )
     add_model_arguments(parser)
     parser.add_argument(
         "--interactive", action="store_true", help="then read questions about the same videos, one per line"
@@ -62,9 +65,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def num_frames(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return number
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 1")
+    return int(text)
 
 
 async def run(args: argparse.Namespace, files: list[str], question: str | None) -> None:

@@ -109,10 +109,15 @@ def test_a_time_is_rounded_before_it_becomes_minutes(seconds, shown):
 
 
 @pytest.mark.parametrize("command", [ask, serve])
-def test_the_overview_has_at_least_one_frame(command, capsys):
+@pytest.mark.parametrize("number", ["0", "many"])
+def test_the_overview_has_at_least_one_frame(command, number, capsys):
     with pytest.raises(SystemExit, match="2"):
-        command.make_parser().parse_args(["--frames", "0", "a.mp4", "What?"])
-    assert "argument --frames: 0 must be at least 1" in capsys.readouterr().err
+        command.make_parser().parse_args(["--frames", number, "a.mp4", "What?"])
+    assert f"argument --frames: {number} is not a number of at least 1" in capsys.readouterr().err
+
+
+def test_the_usage_of_ask_has_the_videos_before_the_question():
+    assert ask.make_parser().format_usage().endswith("ask [-h] [options] [VIDEO …] QUESTION\n")
 
 
 def test_ask_fails_without_an_answer_unless_interactive(ask_of, tmp_path, monkeypatch, capsys):
