@@ -7,6 +7,7 @@ for the wire once, and the learner recognizes them as equal.
 import base64
 import hashlib
 import io
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,7 @@ from rollout.video.errors import VideoError
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 MAX_IMAGE_PIXELS = 2**26  # phone photos have 50 million pixels; a decoded pixel takes up to 8 bytes
 IMAGES_AT_A_TIME = 4  # images of MAX_IMAGE_PIXELS then take at most 2 GiB
+IMAGE_SLOTS = threading.BoundedSemaphore(IMAGES_AT_A_TIME)  # held by each thread of this process that decodes an image
 JPEG_QUALITY = 95  # of 100; higher values only make files larger
 PNG_EFFORT = 1  # of 9; on loopback, encoding time matters more than size
 
@@ -87,12 +89,13 @@ def read_image(
     Raises VideoError for any error, so that a bad image only invalidates its row.
     """
     try:
-        with Image.open(path, formats=IMAGE_FORMATS) as image:  # reads only the header
-            if image.width * image.height > MAX_IMAGE_PIXELS:
-                raise ValueError(f"{image.width}x{image.height} pixels are more than {MAX_IMAGE_PIXELS}")
-            upright = in_rgb(image)
-        height, width = size_of(upright.height, upright.width)
-        resized = upright.resize((width, height), Image.Resampling.BICUBIC)
+        with IMAGE_SLOTS:
+            with Image.open(path, formats=IMAGE_FORMATS) as image:  # reads only the header
+                if image.width * image.height > MAX_IMAGE_PIXELS:
+                    raise ValueError(f"{image.width}x{image.height} pixels are more than {MAX_IMAGE_PIXELS}")
+                upright = in_rgb(image)
+            height, width = size_of(upright.height, upright.width)
+            resized = upright.resize((width, height), Image.Resampling.BICUBIC)
     except Exception as problem:  # Pillow may raise any error, even SyntaxError
         raise VideoError(f"{path} cannot be read: {str(problem) or type(problem).__name__}") from None
     return Picture.of(np.array(resized))

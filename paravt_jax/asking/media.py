@@ -19,7 +19,8 @@ import aiohttp
 from PIL import Image
 
 from paravt_jax.asking.openai import RETRY_S, BadRequest, Kind, Medium, RequestError, cut
-from rollout.picture import IMAGE_FORMATS, MAX_IMAGE_PIXELS, in_rgb
+from rollout.picture import IMAGE_FORMATS, IMAGE_SLOTS, MAX_IMAGE_PIXELS, in_rgb
+from rollout.threads import in_daemon_thread
 
 MAX_FETCHED_BYTES = 2 * 2**30  # per request
 MAX_ALL_FETCHED_BYTES = 8 * 2**30  # over all requests in progress
@@ -119,7 +120,7 @@ class Sources:
         else:
             raise BadRequest(f"unknown URL scheme {cut(parts.scheme)}; use data, file, http or https")
         if medium.kind == "image":
-            await asyncio.to_thread(_check_image, source)
+            await in_daemon_thread(lambda: _check_image(source))
         return source
 
     def _file_below_root(self, name: str) -> Path:
@@ -182,7 +183,7 @@ def _write_data(url: str, target: Path) -> None:
 def _check_image(path: Path) -> None:
     """Raises BadRequest unless the image can be decoded and has a size that models accept."""
     try:
-        with Image.open(path, formats=IMAGE_FORMATS) as image:
+        with IMAGE_SLOTS, Image.open(path, formats=IMAGE_FORMATS) as image:
             short, long = sorted(image.size)
             if short * long > MAX_IMAGE_PIXELS or long > MAX_IMAGE_ASPECT * short:
                 raise BadRequest(f"an image of {image.width} x {image.height} pixels is too large or too narrow")

@@ -1,6 +1,8 @@
 """User-defined prompts are validated, read from a file, and shown unchanged."""
 
 import asyncio
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from PIL import Image
 
 from model_port.qwen3_vl.chat_template import CHAT_TEMPLATE
 from model_port.tiny import tiny_tokenizer
+from rollout import picture
 from rollout.chat import Chat
 from rollout.episode_config import EpisodeConfig
 from rollout.prompter import Task
@@ -165,6 +168,30 @@ def test_a_question_without_a_video_has_its_images_and_no_tools(image):
     assert "# Tools" not in shown and "# Tools" in shown_to(EpisodeConfig())
     text = shown_to(EpisodeConfig(), videos=(), question="What is an <image>?", frame_budget=0)
     assert PICTURE not in text and "What is an" in text and "image" in text.split("What is an")[1]
+
+
+def test_all_prompters_together_decode_a_few_images_at_a_time(image, monkeypatch):
+    """A server has a prompter for each question."""
+    running: set[int] = set()
+    most = 0
+
+    def slow(opened: Image.Image) -> Image.Image:
+        nonlocal most
+        running.add(threading.get_ident())
+        most = max(most, len(running))
+        time.sleep(0.02)
+        running.discard(threading.get_ident())
+        return opened.convert("RGB")
+
+    async def run() -> None:
+        chat = Chat(tiny_tokenizer(), CHAT_TEMPLATE)
+        prompters = [EpisodeConfig().prompter(FakeFrames(), chat) for _ in range(3)]
+        task = Task("t", "What?", (), 0, images=(image,) * 8)
+        await asyncio.gather(*(prompter.overview(task) for prompter in prompters))
+
+    monkeypatch.setattr(picture, "in_rgb", slow)
+    asyncio.run(run())
+    assert most == picture.IMAGES_AT_A_TIME
 
 
 def test_images_of_a_row_are_in_the_message_with_their_placeholder(image):
