@@ -57,18 +57,18 @@ class _OwnFunction:
 
     async def _call(self, arguments: Mapping[str, Any], read: Callable[[Any], Result]) -> Result:
         """Calls the function and reads its result. Raises PluginError."""
-        work = partial(self.function, **arguments)
+        work, timeout = partial(self.function, **arguments), asyncio.timeout(self.deadline_s)
         try:
-            async with asyncio.timeout(self.deadline_s):
+            async with timeout:
                 result = await await_user_code(
                     work() if inspect.iscoroutinefunction(self.function) else in_daemon_thread(work)
                 )
             return read(result)
         except PluginError:
             raise
-        except TimeoutError:
-            raise PluginError(f"reward.plugin returned nothing within {self.deadline_s:g} s") from None
         except Exception as problem:
+            if timeout.expired():
+                raise PluginError(f"reward.plugin returned nothing within {self.deadline_s:g} s") from None
             raise PluginError(f"{type(problem).__name__}: {problem}") from problem
 
 

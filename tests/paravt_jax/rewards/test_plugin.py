@@ -141,6 +141,10 @@ def raising(**_):
     raise KeyError("colour")
 
 
+async def timing_out(**_):
+    raise TimeoutError("my judge")
+
+
 async def raising_later(**_):
     await asyncio.sleep(0)
     raise StopIteration
@@ -163,6 +167,7 @@ BRIEF = OwnTerm("brief", 0.5)
         (slowly, r"reward\.plugin returned nothing within 0\.2 s$"),
         (blocking, r"reward\.plugin returned nothing within 0\.2 s$"),
         (raising, r"KeyError: 'colour'$"),
+        (timing_out, r"TimeoutError: my judge$"),
         (raising_later, r"RuntimeError: .*StopIteration"),
         (exiting, r"SystemExit: 3$"),
         (lambda **_: None, r"expected a list of paravt_jax\.rewards\.OwnTerm, got None$"),
