@@ -118,8 +118,10 @@ def test_times_are_formatted_as_a_clock():
     assert [clock(seconds) for seconds in (5.04, 65, 3661.5)] == ["0:05.0", "1:05.0", "1:01:01.5"]
 
 
-def test_the_page_shows_the_turns_and_escapes_markup_of_the_model(chat):
-    agent = Agent(script(chat, [LOOK, f"<img src=x onerror=alert(1)>{ANSWER}"]), FakeFrames(), chat, EpisodeConfig())
+@pytest.mark.parametrize("returns", ["report", "frames"])
+def test_the_page_shows_the_turns_and_escapes_markup_of_the_model(chat, returns):
+    turns, config = [LOOK, f"<img src=x onerror=alert(1)>{ANSWER}"], EpisodeConfig(crop_returns=returns)
+    agent = Agent(script(chat, turns), FakeFrames(), chat, config)
     answerer = Answerer(agent, 8)
     page = page_of(asyncio.run(answerer.answer(["/data/a.mp4"], "What colour?")), answerer, "m").decode()
     assert "What colour?" in page and "onerror" in page and "<img" not in page
