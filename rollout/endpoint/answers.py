@@ -34,8 +34,8 @@ def read_completion(completion: Any, url: str, hide: Hide) -> Reply:
         raise ContentFiltered(f"{url} withheld the reply: {quoted(str(refusal or finish), hide)}")
     if finish in ("tool_calls", "function_call"):
         raise Rejected(f"{url} parsed the tool calls in the reply itself; start it without a tool-call parser")
-    if finish == "abort":
-        raise Unreachable(f"{url} aborted a request")
+    if finish in ("abort", "error"):  # "error" from a gateway whose server failed
+        raise Unreachable(f"{url} ended a reply with finish_reason {finish}")
     is_cut_off = finish in ("length", "max_tokens")
     if not is_cut_off and finish not in STOPS:
         raise EmptyChoice(f"{url} ended a reply with finish_reason {quoted(finish, hide)!r}")

@@ -2,7 +2,7 @@
 
 No such error says anything about the model's answer, so the sample is missing, not wrong; a certificate counts missing
 samples by reason. Endpoints describe the same problem in different words: the patterns match the messages of vLLM,
-SGLang, OpenAI and Gemini's compatible endpoint.
+SGLang, OpenAI, Gemini's compatible endpoint and OpenRouter.
 """
 
 import json
@@ -85,9 +85,9 @@ PICTURES = re.compile(
     r"no endpoints found that support image|(unknown|unsupported|invalid) (part|content) type",
     re.IGNORECASE,
 )
-FILTER = re.compile(r"content_filter|content.?(management.?)?policy|content_policy_violation|prohibited_content", re.I)
+FILTER = re.compile(r"content_filter|content.?(management.?)?policy|prohibited_content|input was flagged", re.I)
 KEY = re.compile(r"api.?key.{0,20}(not valid|invalid|expired)|invalid.api.key|api_key_invalid", re.IGNORECASE)
-MODEL = re.compile(r"model", re.IGNORECASE)
+MODEL = re.compile(r"model|no endpoints found for", re.IGNORECASE)
 QUOTA = re.compile(r"insufficient_quota", re.IGNORECASE)
 RETRY_DELAY = re.compile(r'"retryDelay"\s*:\s*"([\d.]+)s"')  # Gemini's, in the body
 OTHER_LIMIT_NAME = re.compile(r"max_completion_tokens")
@@ -99,16 +99,16 @@ def status_error(status: int, text: str, url: str, model: str, headers: Mapping[
     answered = f"{url} answered HTTP {status}: {quoted(text, hide)}"
     if status == 429:
         return RateLimited(answered, retry_after_s(headers, text), is_final=bool(QUOTA.search(text)))
-    if status in (401, 403) or (status == 400 and KEY.search(text)):
+    if status == 401 or (status == 403 and not FILTER.search(text)) or (status == 400 and KEY.search(text)):
         # The response text is left out, because it may repeat a part of the key.
         return WrongKey(f"{url} rejects the API key (HTTP {status}); check the variable that engine.api_key_env names")
+    for pattern, error in ((PICTURES, NoPictures), (CONTEXT, ContextOverflow), (FILTER, ContentFiltered)):
+        if pattern.search(text):
+            return error(answered)
     if status == 404 and MODEL.search(text):
         return ModelNotServed(f"{url} does not serve the model {model}: {quoted(text, hide)}")
     if status == 404:
         return Rejected(f"{answered}; the address of an OpenAI-compatible endpoint usually ends in /v1")
-    for pattern, error in ((PICTURES, NoPictures), (CONTEXT, ContextOverflow), (FILTER, ContentFiltered)):
-        if pattern.search(text):
-            return error(answered)
     return Rejected(answered)
 
 

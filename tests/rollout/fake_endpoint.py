@@ -22,7 +22,7 @@ def _error(message: str, code: str | int | None = None) -> dict[str, Any]:
     return {"error": {"message": message, "type": "invalid_request_error", "code": code}}
 
 
-# Error responses (status, body) with the messages of vLLM, SGLang, OpenAI and Gemini's compatible endpoint.
+# Error responses (status, body) with the messages of vLLM, SGLang, OpenAI, Gemini's compatible endpoint and OpenRouter.
 ERRORS: dict[str, tuple[int, Any]] = {
     "vllm context": (
         400,
@@ -38,6 +38,9 @@ ERRORS: dict[str, tuple[int, Any]] = {
     "vllm pictures": (400, _error("fake/model is not a multimodal model", 400)),
     "vllm few pictures": (400, _error("At most 0 image(s) may be provided in one prompt.", 400)),
     "sglang pictures": (400, {"message": "image input is not supported for this model"}),
+    "openrouter filter": (403, _error("It requires moderation. Your input was flagged for violence.", 403)),
+    "openrouter model": (404, _error("No endpoints found for fake/one.", 404)),
+    "openrouter pictures": (404, _error("No endpoints found that support image input", 404)),
     "openai pictures": (400, _error("Invalid content type. image_url is only supported by certain models.")),
     "openai key": (401, _error("Incorrect API key provided: KEY.", "invalid_api_key")),
     "gemini key": (400, [_error("API key not valid. Please pass a valid API key.", 400)]),
@@ -63,6 +66,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "other finish": {"message": {"content": "x"}, "finish_reason": "malformed"},
     "parsed calls": {"message": {"content": None, "tool_calls": []}, "finish_reason": "tool_calls"},
     "abort": {"message": {"content": "half"}, "finish_reason": "abort"},
+    "error": {"message": {"content": "half"}, "finish_reason": "error"},
     "thinking only": {"message": {"content": ""}, "finish_reason": "length"},
 }
 

@@ -57,7 +57,7 @@ REASON_OF = {
 }
 
 
-RETRIED = ("500", "503", "abort", "html", "broken json", "drop")
+RETRIED = ("500", "503", "abort", "error", "html", "broken json", "drop")
 OUTAGES = ("503", "drop")  # probes determine the time of the next attempt
 
 
