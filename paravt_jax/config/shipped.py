@@ -13,7 +13,7 @@ def recipes() -> dict[str, Path]:
 
 def config_file(path: str | Path) -> Path:
     """Finds a config: an existing file, or one of the package by name or as `configs/NAME.yaml`."""
-    if Path(path).exists():
+    if Path(path).exists() and not Path(path).is_dir():
         return Path(path)
     name, files = str(path).removeprefix("configs/").removesuffix(".yaml"), recipes()
     if name in files:

@@ -56,6 +56,11 @@ def test_a_file_comes_before_a_config_of_the_same_name(elsewhere):
     assert config_file("sft_8b") == Path("sft_8b")
 
 
+def test_a_directory_does_not_hide_the_config_of_the_same_name(elsewhere):
+    (elsewhere / "smoke_cpu").mkdir()  # for example a run's
+    assert config_file("smoke_cpu") == recipes()["smoke_cpu"]
+
+
 @pytest.mark.parametrize(("name", "hint"), [("paragrpo_8", "did you mean paragrpo_8b"), ("xyz", "`paravt configs`")])
 def test_an_unknown_name_is_a_one_line_error(name, hint, elsewhere):
     with pytest.raises(FileNotFoundError, match=hint):
