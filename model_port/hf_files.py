@@ -89,16 +89,18 @@ def with_base_model(files: dict[str, bytes], hub_id: str | None) -> dict[str, by
 
 
 def with_pixel_bounds(files: dict[str, bytes], min_pixels: int, max_pixels: int) -> dict[str, bytes]:
-    """Returns the files with the bounds of an image's area replaced in every file that has them."""
+    """Returns the files with the bounds of an image's area replaced in every file that has them.
+
+    Under two names, because transformers 4 ignores `size` if torchvision is not installed.
+    """
     name = "image_processor"
+    bounds = {"min_pixels": min_pixels, "max_pixels": max_pixels}
     changed = dict(files)
     for file in (FLAT_FILES[name], PROCESSOR_FILE):
         content = parse_object(files.get(file, b"{}"), file)
         section = content.get(name) if file == PROCESSOR_FILE else content
         if section:
-            section["size"] = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
-            for old in ("min_pixels", "max_pixels"):  # older keys, which would contradict the new values
-                section.pop(old, None)
+            section |= {"size": {"shortest_edge": min_pixels, "longest_edge": max_pixels}, **bounds}
             changed[file] = _to_json(content)
     return changed
 

@@ -110,6 +110,7 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
             "model_type": "qwen3_vl_text",
             "dtype": dtype,
             "attention_bias": False,
+            "tie_word_embeddings": config.tie_embeddings,  # transformers 4 reads it here
             **text_sizes_to_hf(config),
             "head_dim": text.head_dim,
             "rope_scaling": {

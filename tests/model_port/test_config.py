@@ -39,6 +39,11 @@ def test_transformers_reads_a_preset_as_we_do(name):
     assert config_from_hf(theirs) == PRESETS[name]
 
 
+@pytest.mark.parametrize("name", ["4b", "8b", "30b-a3b"])
+def test_embeddings_are_tied_where_transformers_4_reads_it(name):
+    assert config_to_hf(PRESETS[name])["text_config"]["tie_word_embeddings"] == (name == "4b")
+
+
 @pytest.mark.parametrize("name", ["8b", "qwen2.5-vl-7b"])
 def test_rope_theta_may_be_beside_rope_parameters(name):
     from transformers import AutoConfig

@@ -1,6 +1,7 @@
 """Packing groups into an update: the tokens that count, their advantages and denominators."""
 
 import asyncio
+import json
 from dataclasses import replace
 
 import jax
@@ -291,6 +292,10 @@ def test_pixel_bounds_can_differ_from_the_models(tiny_hf, tmp_path):
     bounded = replace(contract, min_pixels=1024, max_pixels=2048)
     assert VisionContract.from_hf(tmp_path) == bounded
     assert VisionContract.from_hf(tiny_hf) == contract
+    for section in (json.loads(files["preprocessor_config.json"]), json.loads(files["processor_config.json"])):
+        section = section.get("image_processor", section)
+        # Without torchvision, transformers 4.57 reads only the first two.
+        assert [section["min_pixels"], section["max_pixels"], *section["size"].values()] == [1024, 2048, 1024, 2048]
 
 
 @pytest.mark.slow
