@@ -24,6 +24,7 @@ from paravt_jax.config.keys import change_text
 from paravt_jax.learner.learner import Learner
 from paravt_jax.run.bucket_checkpoint import BucketCheckpoints
 from paravt_jax.run.checkpoint import Checkpoints
+from paravt_jax.run.checkpoint_layout import steps_in
 from paravt_jax.run.compiles import Compiles
 from paravt_jax.run.directory import (
     OWN_CODE,
@@ -96,7 +97,8 @@ class RunDirectory:
         stopping = Stopping()
         stack.callback(stop_on_signals(stopping))
         num_logged = last_step(path)
-        changes = changed_settings(settings, path, own_sums(settings)) if num_logged else {}
+        has_steps = num_logged or steps_in((bucket or path) / CHECKPOINTS_DIR)  # the log may be lost
+        changes = changed_settings(settings, path, own_sums(settings)) if has_steps else {}
         differ = [
             f"{key}={new}, but was {old if old != '' else 'empty'}"
             for key, (old, new) in changes.items()
@@ -292,11 +294,15 @@ class Training:
         await in_thread(lambda: self.checkpoints.save(self.learner, record))
 
     async def finish(self, progress: Progress) -> None:
-        """Saves the last checkpoint, draws plots, and logs the paths of all results."""
+        """Saves the last checkpoint, draws plots, and logs the paths of all results.
+
+        Before the end of the first step it saves nothing: the next start could have another model.
+        """
         stopped_by = self.directory.stopping.signal
         self.exit_code = 128 + stopped_by if stopped_by and self.step < self.num_steps else 0
-        await self.save(progress)
-        await in_thread(self.checkpoints.wait)
+        if self.step:
+            await self.save(progress)
+            await in_thread(self.checkpoints.wait)
         self.directory.stopping.cancel_grace()
         directory = self.directory.path
         self.log.end()
@@ -304,12 +310,11 @@ class Training:
             self.log.say(f"plots: {directory / PLOTS_DIR}")
         if self.copies is not None:
             await in_thread(self.copies.copy)
-        if self.directory.hosts.leads and self.version not in self.checkpoints.steps:
+        if self.directory.hosts.leads and self.step and self.version not in self.checkpoints.steps:
             raise RuntimeError("the last checkpoint could not be written, see above; fix that and start again")
+        saved = f", {self.checkpoints.latest}" if self.step else ""
         resume = "" if self.step >= self.num_steps else "; the same command resumes the run"
-        self.log.say(
-            f"{self.step} of {max(self.step, self.num_steps)} steps are done, {self.checkpoints.latest}{resume}"
-        )
+        self.log.say(f"{self.step} of {max(self.step, self.num_steps)} steps are done{saved}{resume}")
 
 
 def make_plots(run_dir: Path) -> list[Path]:

@@ -29,6 +29,7 @@ from training import (
     train_here,
 )
 
+from model_port.tiny import make_tiny
 from paravt_jax import train as trainer
 from paravt_jax.config import load_config
 from paravt_jax.rl import setup
@@ -135,6 +136,20 @@ def test_a_signal_before_the_last_step_is_in_the_exit_code(undisturbed, tmp_path
     monkeypatch.setattr("threading.Timer.start", lambda _: None)
     assert asyncio.run(stopped()) == 128 + signal.SIGTERM
     assert order[:2] == ["the grace period ends", "plots"]  # with the checkpoint: servers may take longer to end
+
+
+def test_a_run_that_stops_in_its_first_step_starts_again_with_any_model(tmp_path, capsys):
+    """A checkpoint would give a run with another model.path the weights of the first one."""
+
+    async def first_weights(name: str) -> float:
+        make_tiny(tmp_path / name, seed=len(name))
+        config = load_config(SMOKE, f"run_dir={tmp_path / 'run'}", *QUICK, f"model.path={tmp_path / name}")
+        async with setup.open_run(config) as run:
+            return float(run.training.learner.model.text.embed.table_vd[...].sum())
+
+    assert asyncio.run(first_weights("a")) != asyncio.run(first_weights("other"))
+    assert not [*(tmp_path / "run" / "checkpoints").iterdir()]
+    assert capsys.readouterr().err.count("0 of 4 steps are done; the same command resumes the run") == 2
 
 
 @pytest.mark.parametrize("num_steps", [NUM_STEPS, pytest.param(NUM_STEPS - 2, marks=pytest.mark.nightly)])

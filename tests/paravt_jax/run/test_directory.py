@@ -87,9 +87,13 @@ def test_every_version_of_the_settings_is_recorded_with_its_first_step(tmp_path)
 @pytest.mark.parametrize(
     "change", ["seed=1", "model.path=o", "model.dtype=float32", "data.train=o.jsonl", "data.validation=o.jsonl"]
 )
-def test_another_model_or_data_needs_allow_changes(change, tmp_path):
+@pytest.mark.parametrize("has_log", [True, False])
+def test_another_model_or_data_needs_allow_changes(change, has_log, tmp_path):
     write_settings(to_record(load_config(None)), tmp_path)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    if has_log:
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    else:
+        (tmp_path / "checkpoints" / "1").mkdir(parents=True)
 
     async def acquire(allow_changes: bool) -> list[str]:  # in a loop, which handles signals
         with ExitStack() as stack:
