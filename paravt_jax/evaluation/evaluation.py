@@ -45,7 +45,7 @@ from paravt_jax.evaluation.sample_log import SHARDS_DIR, SampleLog, SampleResult
 from paravt_jax.rewards.judge import Judge
 from paravt_jax.rewards.plugin import load_plugin
 from paravt_jax.rl.episodes import RolloutWorker
-from paravt_jax.run.directory import locked, settings_of, write_settings
+from paravt_jax.run.directory import check_kind, locked, settings_of, write_settings
 from paravt_jax.run.gpu_assignment import Gpus, place_servers
 from paravt_jax.run.log import write_json
 from paravt_jax.run.policy import Policy, policy_of
@@ -166,6 +166,7 @@ async def open_evaluation(config: EvalConfig, shard: Shard | None = None) -> Asy
         directory = stack.enter_context(locked(_directory(Path(config.run_dir), shard)))
         texts = release_texts(config.eval, config.data.split) if config.eval.protocol == "release" else None
         plugin, data, record = load_plugin(config.reward), config.data, to_record(config)
+        check_kind(record, Path(config.run_dir))
         loaded = load_samples(
             split_named(data.split) if data.split else None,
             data.validation,

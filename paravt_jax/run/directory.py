@@ -46,6 +46,7 @@ RUN_ID_FILE = ".run_id"
 MAX_NAME_CHARS = 40  # limit for the directory name in a run's id
 OWN_CODE = "own_code"  # key of RUN/config.json: checksums of the user's files
 LOCK_FILE, SETTINGS_FILE, SETTINGS_LOG_FILE = ".lock", "config.json", "settings.jsonl"
+KINDS = {"eval": "an evaluation", "sft": "an SFT run", "train": "an RL run"}  # by the config section that only it has
 BESIDE_BUCKET = "runs"  # folder in the working directory for local files of runs with checkpoints in a bucket
 LOGGED = {
     *(METRICS_FILE, VALIDATION_FILE, EPISODES_DIR, SUPERSEDED_DIR, TENSORBOARD_DIR, WANDB_ID_FILE),
@@ -89,6 +90,15 @@ def check_not_in_a_run(run_dir: str) -> None:
     for outer in directory.parents:
         if all((outer / name).exists() for name in (LOCK_FILE, SETTINGS_LOG_FILE)):
             raise ValueError(f"run_dir={run_dir} is in the directory of another run, {outer}; choose another run_dir")
+
+
+def check_kind(settings: Mapping[str, Any], directory: Path) -> None:
+    """Raises if the directory has results of another kind of run, whose RUN/config.json this run would replace."""
+    configs = settings_of(directory), settings
+    old, new = (next((kind for section, kind in KINDS.items() if section in config), "") for config in configs)
+    has_results = (directory / METRICS_FILE).exists() or any(directory.glob("samples_*.jsonl"))
+    if has_results and old and old != new:
+        raise ValueError(f"run_dir={directory} has the results of {old}; choose another run_dir for {new}")
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from paravt_jax.run.directory import (
     OWN_CODE,
     LogCopies,
     changed_settings,
+    check_kind,
     locked,
     locked_by_host_0,
     locked_for_bucket,
@@ -96,6 +97,7 @@ class RunDirectory:
         stack.enter_context(tee_stderr(path / log_file(hosts.index)))
         stopping = Stopping()
         stack.callback(stop_on_signals(stopping))
+        check_kind(settings, path)
         num_logged = last_step(path)
         has_steps = num_logged or steps_in((bucket or path) / CHECKPOINTS_DIR)  # the log may be lost
         changes = changed_settings(settings, path, own_sums(settings)) if has_steps else {}

@@ -5,12 +5,13 @@ import json
 import re
 import shutil
 import subprocess
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
 
-from paravt_jax.config import Config, SftConfig, load_config, to_record
+from paravt_jax.config import Config, EvalConfig, EvalDataConfig, SftConfig, load_config, to_record
+from paravt_jax.evaluation.evaluation import open_evaluation
 from paravt_jax.imitation.run import open_sft_run
 from paravt_jax.rl.setup import open_run
 from paravt_jax.run import directory as module
@@ -18,6 +19,7 @@ from paravt_jax.run.directory import (
     OWN_CODE,
     _commit,
     changed_settings,
+    check_kind,
     check_not_in_a_run,
     locked,
     locked_by_host_0,
@@ -46,6 +48,36 @@ def test_only_the_repository_that_tracks_the_code_is_recorded(tmp_path):
     git(tmp_path, "commit", "-q", "-m", "ours")
     assert _commit(file) == git(tmp_path, "rev-parse", "HEAD")
     assert _commit(Path("/") / file.name) is None
+
+
+OF_KIND = {
+    "an RL run": to_record(Config()),
+    "an SFT run": to_record(SftConfig()),
+    "an evaluation": to_record(EvalConfig(data=EvalDataConfig(validation="rows.jsonl"))),
+}
+
+
+@pytest.mark.parametrize(("old", "results"), [*zip(OF_KIND, ["metrics", "metrics", "samples_none_4"], strict=True)])
+def test_a_run_does_not_replace_the_settings_of_another_kind_of_run(tmp_path, old, results):
+    write_settings(OF_KIND[old], tmp_path)
+    for settings in OF_KIND.values():
+        check_kind(settings, tmp_path)  # without results, nothing is lost
+    (tmp_path / f"{results}.jsonl").touch()
+    for new, settings in OF_KIND.items():
+        message = f"run_dir={tmp_path} has the results of {old}; choose another run_dir for {new}$"
+        with nullcontext() if new == old else pytest.raises(ValueError, match=message):
+            check_kind(settings, tmp_path)
+
+
+@pytest.mark.parametrize("shard", [None, (1, 2)])
+def test_an_evaluation_in_the_directory_of_a_training_is_an_error(tmp_path, shard):
+    write_settings(OF_KIND["an RL run"], tmp_path)
+    (tmp_path / "metrics.jsonl").touch()
+    config = EvalConfig(run_dir=str(tmp_path), data=EvalDataConfig(validation="rows.jsonl"))
+    with pytest.raises(ValueError, match="has the results of an RL run"):
+        asyncio.run(open_evaluation(config, shard).__aenter__())
+    with pytest.raises(ValueError, match="has the results of an RL run"):
+        asyncio.run(open_sft_run(SftConfig(run_dir=str(tmp_path))).__aenter__())
 
 
 def test_without_git_there_is_no_commit(tmp_path, monkeypatch):
