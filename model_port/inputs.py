@@ -140,7 +140,7 @@ def place_tokens(
     positions = np.empty((num_tokens, 3), np.int32)
     visual_index = np.full(num_tokens, NOT_VISUAL, np.int32)
     placeholders = np.flatnonzero((tokens.ids == config.image_token_id) | (tokens.ids == config.video_token_id))
-    at, position, num_placed, clip_start = 0, start, 0, start
+    at, position, num_placed, clip_start, last_time = 0, start, 0, start, None
     for number in tokens.frames:
         down, across = (side // merge for side in frames[number].grid)
         time = frames[number].clip_time
@@ -153,13 +153,13 @@ def place_tokens(
         first, last = int(run[0]), int(run[-1]) + 1
         positions[at:first] = np.arange(position, position + first - at)[:, None]
         position += first - at
-        if time is None or first > at or num_placed == 0:
+        if time is None or last_time is None or first > at:
             clip_start = position
         row, column = np.divmod(np.arange(down * across), across)
         positions[first:last] = clip_start + np.stack([np.full_like(row, time or 0), row, column], axis=1)
         visual_index[first:last] = first_rows[number] + table_rows(frames[number].grid, config.vision)
         position = clip_start + max(down, across)
-        at, num_placed = last, num_placed + len(run)
+        at, num_placed, last_time = last, num_placed + len(run), time
     if num_placed != len(placeholders):
         raise ValueError(f"{len(placeholders) - num_placed} placeholder tokens have no frame")
     positions[at:] = np.arange(position, position + num_tokens - at)[:, None]

@@ -68,6 +68,16 @@ def test_windows_and_the_positions_of_a_clip_by_hand():
     assert positions[14].tolist() == [5, 5, 5] and following == 6
 
 
+def test_a_clip_starts_after_an_image_that_no_text_separates():
+    """The image's 2 x 2 block at 1 advances by 2, so the clip starts at 3; its frames are 4 positions apart."""
+    config = CONFIGS["windows"]
+    clip = split_frames(np.ones((8, config.vision.patch_values), np.float32), np.array([[2, 2, 2]]), [4.0])
+    tokens = Tokens(np.array([7, *[IMAGE] * 4, VIDEO, VIDEO]), (0, 1, 2))
+    positions, _, following = place_tokens(tokens, [frame(4, 4), *clip], [0, 4, 5], config)
+    assert positions[1:].tolist() == [[1, 1, 1], [1, 1, 2], [1, 2, 1], [1, 2, 2], [3, 3, 3], [7, 3, 3]]
+    assert following == 4
+
+
 def test_branches_continue_from_the_trunk():
     sequence = RowSequence(Tokens(np.array([5, IMAGE, 6]), (0,)), (Tokens(np.array([1, 2])), Tokens(np.array([3]))))
     batch = pack_text([[sequence, RowSequence(Tokens(np.array([9])))]], [frame(2, 2)], [4], CONFIG, 8, num_rows=2)
