@@ -256,7 +256,7 @@ class Checkpoints:
         self._directory.mkdir(parents=True, exist_ok=True)
         for pattern in (".*.partial", ".*.removed"):
             for leftover in self._directory.glob(pattern):
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+                _delete(leftover)
 
     def _broken(self) -> list[str]:
         return sorted(entry.name for entry in self._directory.glob(f"*{BROKEN_SUFFIX}"))
@@ -362,7 +362,15 @@ def _remove(directory: Path) -> None:
     """Removes a checkpoint. It is renamed first, so that a killed process never leaves a partial checkpoint."""
     hidden = directory.with_name(f".{directory.name}.removed")
     directory.rename(hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
+    _delete(hidden, ignore_errors=True)
+
+
+def _delete(path: Path, ignore_errors: bool = False) -> None:
+    """Deletes a file or directory. Of a link, for example to another disk, only the link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors)
+    else:
+        path.unlink()
 
 
 def _has_checkpoints(directory: Directory) -> bool:

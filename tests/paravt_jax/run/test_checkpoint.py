@@ -181,6 +181,19 @@ def test_only_the_newest_checkpoints_are_kept(tiny_hf, subject, tmp_path):
     assert {entry.name for entry in tmp_path.iterdir()} == {"10", "11"}
 
 
+def test_of_a_checkpoint_on_another_disk_only_the_link_is_removed(tiny_hf, subject, two_steps, tmp_path):
+    run = shutil.copytree(two_steps[0], tmp_path / "checkpoints")
+    (run / "1").symlink_to((run / "1").rename(tmp_path / "moved"))
+    with open_checkpoints(run, tiny_hf, keep=2) as checkpoints:
+        at_step(subject, 3)
+        checkpoints.save(subject, {"step": 3})
+        checkpoints.wait()
+        assert checkpoints.steps == [2, 3]
+    with open_checkpoints(run, tiny_hf):  # the next start
+        assert sorted(path.name for path in run.iterdir()) == ["2", "3"]
+    assert dict(verify(tmp_path / "moved")) == {tmp_path / "moved": ""}
+
+
 def test_a_step_is_saved_once_with_its_progress_at_that_time(tiny_hf, subject, tmp_path):
     with open_checkpoints(tmp_path, tiny_hf, messages=(messages := [])) as checkpoints:
         assert checkpoints.restore(subject) is None
