@@ -76,7 +76,8 @@ REASONS = frozenset(error.reason for error in EndpointError.__subclasses__())
 
 CONTEXT = re.compile(
     r"context.?length|maximum number of tokens|too many tokens|longer than the (maximum )?model|too long|"
-    r"token count exceeds|max_(completion_)?tokens must be at least 1|reduce the length",
+    r"token count exceeds|exceeds the maximum allowed length|reduce the length|"
+    r"max_(completion_)?tokens must be at least 1",
     re.IGNORECASE,
 )
 PICTURES = re.compile(

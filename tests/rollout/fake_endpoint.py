@@ -30,6 +30,7 @@ ERRORS: dict[str, tuple[int, Any]] = {
     ),
     "vllm long prompt": (400, {"message": "The prompt (total length 25938) is too long to fit into the model"}),
     "sglang input": (400, {"message": "The input (9 tokens) is longer than the model's context length (4 tokens)."}),
+    "sglang pool": (400, {"message": "Input length (9 tokens) exceeds the maximum allowed length (4 tokens)."}),
     "sglang total": (400, {"message": "Requested token count exceeds the model's maximum context length of 4 tokens."}),
     "openai context": (400, _error("too many", "context_length_exceeded")),
     "gemini context": (400, [_error("The input token count (9) exceeds the maximum number of tokens allowed.", 400)]),
