@@ -87,7 +87,8 @@ class Evaluation:
         file = self._cell_file(spec)
         if todo:
             assert self.worker is not None
-            await run_samples(self._name(spec), self._recorder(self.worker, spec), todo, log, finished.values())
+            done = [result for key, result in finished.items() if key not in todo]
+            await run_samples(self._name(spec), self._recorder(self.worker, spec), todo, log, done)
         results = log.read(keys)
         cell = json.loads(json.dumps(self._certified(spec, [results[key] for key in keys if key in results])))
         if not todo and file.exists() and all(self.cell(spec).get(name) == cell[name] for name in OF_SAMPLES):

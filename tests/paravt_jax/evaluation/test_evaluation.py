@@ -18,6 +18,7 @@ from evaluator import Evaluator, answer, config_of
 from fake_server import FakeServer
 from published import longvideobench_row, make_copy, write_rows
 
+from model_port.progress import Meter
 from paravt_jax import eval as command
 from paravt_jax.config import DIRECT, EngineConfig
 from paravt_jax.data.prompts import Prompt
@@ -487,6 +488,20 @@ def test_progress_has_the_accuracy(evaluator, tmp_path):
     tally = Tally("longvideobench", results[:1])
     tally.add(results[1])
     assert tally.summary() == "longvideobench · 50.0 % of 2 right"
+
+
+def test_a_repeated_sample_counts_once_in_the_progress(evaluator, tmp_path, monkeypatch):
+    config = config_of("longvideobench", tmp_path / "copy")
+
+    def dead(episode, request):
+        raise EngineError("no server is alive")
+
+    with pytest.raises(RuntimeError):
+        evaluator(dead).run(config)
+    shown = []
+    monkeypatch.setattr(Meter, "at", lambda meter, done, text="": shown.append(text))
+    evaluator("A").run(config)
+    assert shown[-1].endswith(" · 33.3 % of 3 right")
 
 
 def test_the_command_fails_without_a_headline(evaluator, tmp_path, monkeypatch, capsys):
