@@ -39,8 +39,13 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    head, *lines = [f"| {' | '.join(cells)} |" for cells in (columns, *rows)]
+    """Formats a Markdown table. A cell, for example a label from a dataset, cannot end its cell or row."""
+    head, *lines = [f"| {' | '.join(map(_escaped_cell, cells))} |" for cells in (columns, *rows)]
     return "\n".join([head, "|---" * len(columns) + "|", *lines])
+
+
+def _escaped_cell(text: str) -> str:
+    return " ".join(text.splitlines()).replace("|", "\\|")
 
 
 def guard_stdout() -> None:

@@ -33,6 +33,11 @@ HOSTILE = "\x1b]0;title\x07\x1b[2J\x1b]52;c;aGk=\x07\u202edlrow\u2066\x9b31m\rov
 CONTROL = set("\x1b\x07\x9b\r\u202e\u2066")
 
 
+def test_a_cell_of_a_table_cannot_end_its_cell_or_row():
+    table = model_port.terminal.markdown_table(["label", "score"], [["a | 99\n| b", "1"]])
+    assert table.splitlines()[2:] == [r"| a \| 99 \| b | 1 |"]
+
+
 def test_both_packages_escape_the_same_characters():
     every = "".join(map(chr, range(0x110000)))
     assert model_port.terminal.visible(every) == rollout.terminal.visible(every)
