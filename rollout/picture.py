@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 from PIL import Image, ImageOps
 
-from rollout.video.errors import VideoError
+from rollout.video.errors import ImageError
 
 # An allow-list, because Pillow runs an external program for some formats, such as EPS.
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
@@ -86,7 +86,7 @@ def read_image(
 ) -> Picture:
     """Reads an image file. `size_of` maps the file's height and width to the picture's.
 
-    Raises VideoError for any error, so that a bad image only invalidates its row.
+    Raises ImageError for any error, so that a bad image only invalidates its row.
     """
     try:
         with IMAGE_SLOTS:
@@ -97,7 +97,7 @@ def read_image(
             height, width = size_of(upright.height, upright.width)
             resized = upright.resize((width, height), Image.Resampling.BICUBIC)
     except Exception as problem:  # Pillow may raise any error, even SyntaxError
-        raise VideoError(f"{path} cannot be read: {str(problem) or type(problem).__name__}") from None
+        raise ImageError(f"{path} cannot be read: {str(problem) or type(problem).__name__}") from None
     return Picture.of(np.array(resized))
 
 

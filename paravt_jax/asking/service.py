@@ -42,7 +42,7 @@ from rollout.endpoint.errors import ContentFiltered
 from rollout.engine.protocol import DeadlineExceeded, EngineError, RequestRejected
 from rollout.records import Call
 from rollout.server import check_port
-from rollout.video.errors import VideoError, VideoTimeout, VideoUnavailable
+from rollout.video.errors import ImageError, VideoError, VideoTimeout, VideoUnavailable
 
 HEADERS_DEADLINE_S = 20.0  # for a connection to send a complete request, from its start or last response
 WRITE_DEADLINE_S = 60.0
@@ -319,6 +319,9 @@ def _as_request_error(problem: Exception) -> RequestError:
         ):
             _log_traceback(problem)
             return RequestError(503, "the server lacks memory, disk or open files", "unavailable", RETRY_S)
+        case ImageError():
+            _log_traceback(problem)
+            return BadRequest("an image cannot be read")
         case VideoError():
             return BadRequest(str(problem))
         case ContentFiltered():

@@ -1,4 +1,4 @@
-"""Video errors. The model may see their messages, so these are short, true and without local paths."""
+"""Video errors. Models and clients may see their messages, so these are short, true and without local paths."""
 
 
 class VideoError(ValueError):
@@ -11,3 +11,7 @@ class VideoUnavailable(VideoError):
 
 class VideoTimeout(VideoUnavailable):
     """The deadline passed."""
+
+
+class ImageError(VideoError):
+    """An image cannot be read. The message has its path, for a run's log, so no client may see it."""

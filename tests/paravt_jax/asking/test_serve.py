@@ -16,7 +16,12 @@ from async_tests import until
 from PIL import Image
 from served import LOOK, MODEL, question, served_by, serving, with_service
 
-from paravt_jax.asking import body as body_module, openai as openai_module, service as service_module
+from paravt_jax.asking import (
+    body as body_module,
+    media as media_module,
+    openai as openai_module,
+    service as service_module,
+)
 from paravt_jax.asking.asker import open_asker
 from paravt_jax.asking.media import Sources
 from paravt_jax.asking.openai import BadRequest, RequestError, parse_question
@@ -419,6 +424,16 @@ async def test_an_internal_error_reveals_nothing_to_the_client(served, capsys):
     log = capsys.readouterr().err
     assert "internal error" in message and "secret" not in message and "OSError" not in message
     assert "/srv/secret" in log and "\x1b" not in log
+
+
+@serving([ANSWER])
+async def test_an_image_that_vanishes_reveals_no_path_to_the_client(served, videos, monkeypatch, capsys):
+    Image.new("RGB", (40, 30)).save(videos / "photo.png")
+    monkeypatch.setattr(media_module, "_check_image", lambda path: path.unlink())
+    photo = {"type": "image_url", "image_url": {"url": "photo.png"}}
+    with pytest.raises(openai.BadRequestError, match="an image cannot be read") as raised:
+        await served.ask(messages=[message("user", photo, "What?")])
+    assert str(videos) not in raised.value.message and str(videos) in capsys.readouterr().err
 
 
 async def post(served, text, **headers):
