@@ -46,7 +46,8 @@ MAX_SHOWN_CHARS = 300  # characters of a reply in an error
 def check_no_password(setting: str, url: str) -> None:
     """Rejects a URL with a password, because settings appear in logs and pages. The error does not repeat the URL."""
     try:
-        netloc = urlsplit(url).netloc
+        parts = urlsplit(url)
+        netloc, _ = parts.netloc, parts.port  # a port that is not a number up to 65535 raises a ValueError
     except ValueError:
         raise ValueError(f"{setting} is not a URL") from None
     if "@" in netloc:

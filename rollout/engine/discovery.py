@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from rollout.engine.http import HttpClient, ServerUnreachable
 from rollout.engine.protocol import DeadlineExceeded, EngineError
@@ -36,8 +36,15 @@ def check_url(name: str, url: str) -> None:
         raise ValueError(
             f"{name} contains a user or password, which would be written to logs and the run's files; remove it"
         )
-    if parts is None or parts.scheme not in ("http", "https") or not parts.netloc:
+    if parts is None or parts.scheme not in ("http", "https") or not _names_host(parts):
         raise ValueError(f"{name} is not a URL such as http://10.0.0.2:30000")
+
+
+def _names_host(parts: SplitResult) -> bool:
+    try:
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is not a number up to 65535
+        return False
 
 
 async def unreachable(urls: Sequence[str]) -> list[str]:

@@ -233,7 +233,14 @@ async def test_a_router_must_be_the_only_url(engine, router, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("# none\n", "lists no server"), ("10.0.0.2:30000\n", "line 1 of .* is not a URL")]
+    ("text", "message"),
+    [
+        ("# none\n", "lists no server"),
+        *(
+            (f"{url}\n", "line 1 of .* is not a URL")
+            for url in ("10.0.0.2:30000", "http://a:b", "http://:1", "http://a:99999")
+        ),
+    ],
 )
 def test_a_file_without_servers_is_rejected(text, message, tmp_path):
     (tmp_path / "servers").write_text(text)

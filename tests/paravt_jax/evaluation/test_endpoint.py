@@ -205,6 +205,8 @@ def test_training_with_an_endpoint_is_a_one_line_error():
         ({"urls": ["http://h/v1"]}, "needs either engine.urls and engine.model"),
         ({"urls": ["http://h/v1"], "model": "m", "serve_with": "vllm"}, "needs either"),
         ({"urls": ["h:8000"], "model": "m"}, "h:8000, which is not a URL; write http://h:8000"),
+        ({"urls": ["http://h:99999/v1"], "model": "m"}, "engine.urls is not a URL"),
+        ({"urls": ["http://h:port/v1"], "model": "m"}, "engine.urls is not a URL"),
         ({"urls": ["http://h/v1?key=secret"], "model": "m"}, "without a query"),
         ({"urls": ["http://me:secret@h/v1"], "model": "m"}, "contains a user name or password"),
     ],
