@@ -124,6 +124,11 @@ class EndpointClient:
                 f"engine.api_key_env={api_key_env} names an environment variable that is not set; set it to the key, "
                 "or leave engine.api_key_env empty for an endpoint without keys"
             )
+        if not (self._key.isascii() and self._key.isprintable()):  # an error about the header would repeat it
+            raise ValueError(
+                f"the environment variable that engine.api_key_env={api_key_env} names holds no key, which is one line "
+                "of printable ASCII"
+            )
         self._openai = openai
         self._servers = [_Endpoint(url, self._api(url)) for url in dict.fromkeys(url.rstrip("/") for url in urls)]
         self._slots = asyncio.Semaphore(MAX_IN_FLIGHT * len(self._servers))

@@ -372,6 +372,14 @@ def test_a_missing_key_is_a_clear_error(monkeypatch):
         EndpointClient(["http://127.0.0.1:9/v1"], MODEL, "ENDPOINT_KEY")
 
 
+@pytest.mark.parametrize("key", [f"{KEY}\nsecond", f"{KEY}é"])
+def test_a_key_that_no_header_can_have_is_an_error_without_the_key(monkeypatch, key):
+    monkeypatch.setenv("ENDPOINT_KEY", key)
+    with pytest.raises(ValueError, match=r"engine\.api_key_env=ENDPOINT_KEY names holds no key") as refused:
+        EndpointClient(["http://127.0.0.1:9/v1"], MODEL, "ENDPOINT_KEY")
+    assert KEY not in str(refused.value)
+
+
 def test_a_key_is_removed_before_an_error_is_shortened():
     text = f"{'x' * 290} {KEY} {'y' * 300}"
     assert "sk-" not in quoted(text, lambda text: text.replace(KEY, "***"))
