@@ -306,10 +306,9 @@ class Training:
             await self.save(progress)
             await in_thread(self.checkpoints.wait)
         self.directory.stopping.cancel_grace()
-        directory = self.directory.path
         self.log.end()
-        if self.directory.hosts.leads and await in_thread(lambda: make_plots(directory)):
-            self.log.say(f"plots: {directory / PLOTS_DIR}")
+        if self.directory.hosts.leads:
+            await in_thread(self._draw_plots)
         if self.copies is not None:
             await in_thread(self.copies.copy)
         if self.directory.hosts.leads and self.step and self.version not in self.checkpoints.steps:
@@ -317,6 +316,15 @@ class Training:
         saved = f", {self.checkpoints.latest}" if self.step else ""
         resume = "" if self.step >= self.num_steps else "; the same command resumes the run"
         self.log.say(f"{self.step} of {max(self.step, self.num_steps)} steps are done{saved}{resume}")
+
+    def _draw_plots(self) -> None:
+        """Draws the plots. If the disk is full, the run is still finished: only its checkpoint counts."""
+        directory = self.directory.path
+        try:
+            if make_plots(directory):
+                self.log.say(f"plots: {directory / PLOTS_DIR}")
+        except OSError as problem:
+            self.log.say(f"no plots: {problem}; draw them later with python -m paravt_jax.run.plots {directory}")
 
 
 def make_plots(run_dir: Path) -> list[Path]:

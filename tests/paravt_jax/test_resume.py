@@ -1,6 +1,7 @@
 """A run that is killed, stopped, restarted or replayed has the same results as an undisturbed run."""
 
 import asyncio
+import errno
 import fcntl
 import json
 import os
@@ -163,6 +164,19 @@ def test_restarting_a_finished_run_does_nothing(num_steps, undisturbed, tmp_path
     assert f"no step is left of {num_steps} in " in (run_dir / "log.txt").read_text()
     assert {path: path.stat().st_mtime_ns for path in (run_dir / "episodes").iterdir()} == times
     assert len(metrics_of(run_dir)) == NUM_STEPS
+
+
+def test_a_run_without_room_for_plots_is_finished(undisturbed, tmp_path, monkeypatch, capsys):
+    run_dir = shutil.copytree(undisturbed, tmp_path / "finished")
+
+    def make_plots(run_dir: Path) -> list[Path]:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run_dir / "plots"))
+
+    monkeypatch.setattr(training, "make_plots", make_plots)
+    run = asyncio.run(trainer.train(load_config(SMOKE, f"run_dir={run_dir}", *FIVE_STEPS)))
+    assert run.training.exit_code == 0
+    *_, plots, last = capsys.readouterr().err.splitlines()
+    assert plots.startswith("no plots: [Errno 28] No space left on device: ") and "5 of 5 steps are done" in last
 
 
 def test_a_finished_run_compiles_no_update(undisturbed, tmp_path):
