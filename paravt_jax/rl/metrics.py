@@ -64,6 +64,18 @@ def missing_remark(rollouts: Sequence[Rollout], bound: str = "") -> str | None:
     return f"{len(missing)} of {len(rollouts)} episodes are missing{more}; for example {example}"
 
 
+def no_room_remark(rollouts: Sequence[Rollout], max_context_tokens: int) -> str | None:
+    """A warning about episodes without a turn, because their prompts are too long; None if there are none."""
+    full = [rollout for rollout in rollouts if not rollout.missing and rollout.stats and not rollout.stats.num_turns]
+    if not full:
+        return None
+    return (
+        f"{len(full)} of {len(rollouts)} episodes have no turn, because their prompts leave no room in "
+        f"rollout.max_context_tokens={max_context_tokens}; for example {full[0].id}. Raise it, or show fewer or "
+        f"smaller frames (video.frame_budgets, video.overview_frames, video.max_pixels)"
+    )
+
+
 def deadline_remark(metrics: Mapping[str, float], turn_deadline_s: float) -> str | None:
     """A warning if the deadline cuts too many episodes, which biases training towards short episodes."""
     num_cut = metrics["rollout/missing_deadline"]

@@ -22,6 +22,7 @@ from paravt_jax.rl.metrics import (
     group_metrics,
     metrics_in_parts,
     missing_remark,
+    no_room_remark,
     num_sampled,
     num_tokens,
     rollout_metrics,
@@ -76,9 +77,9 @@ class Run:
         rollout_s = time.monotonic() - training.began_step_s
         metrics = group_metrics(groups) | self.rollouts.metrics()
         metrics["staleness_mean"] = staleness_mean(groups, training.version)
-        if remark := deadline_remark(metrics, self.greedy.agent.config.turn_deadline_s):
-            training.log.say(f"step {training.step + 1}: {remark}")
-        if remark := missing_remark([rollout for group in groups for rollout in group.rollouts]):
+        rollouts, limits = [rollout for group in groups for rollout in group.rollouts], self.greedy.agent.config
+        remarks = missing_remark(rollouts), no_room_remark(rollouts, limits.max_context_tokens)
+        for remark in filter(None, (deadline_remark(metrics, limits.turn_deadline_s), *remarks)):
             training.log.say(f"step {training.step + 1}: {remark}")
         training.log.phase("update")
         start_s = time.monotonic()
@@ -168,10 +169,10 @@ class Run:
         if self.hosts.num > 1:
             messages = await self.hosts.gather_async("validation", [rollout.to_message() for rollout in rollouts])
             rollouts = list(map(Rollout.from_message, interleave(messages)))
-        remark = missing_remark(rollouts)
         if all(rollout.missing for rollout in rollouts):
-            raise RuntimeError(f"validation: {remark}")
-        if remark:
+            raise RuntimeError(f"validation: {missing_remark(rollouts)}")
+        max_context_tokens = self.greedy.agent.config.max_context_tokens
+        for remark in filter(None, (missing_remark(rollouts), no_room_remark(rollouts, max_context_tokens))):
             training.log.say(f"validation: {remark}")
         types = [prompt.question_type for prompt in self.held_out]
         values = rollout_metrics(rollouts) | metrics_in_parts(zip(types, rollouts, strict=True))

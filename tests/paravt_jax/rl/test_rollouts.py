@@ -25,6 +25,7 @@ from paravt_jax.rl.metrics import (
     group_metrics,
     metrics_in_parts,
     missing_remark,
+    no_room_remark,
     num_sampled,
     num_tokens,
     rollout_metrics,
@@ -465,6 +466,18 @@ def test_episodes_that_time_out_are_counted_and_reported(chat):
     )
     assert deadline_remark(metrics | {"rollout/num_episodes": 38.0}, 600.0) is None  # 5 % are not reported
     assert deadline_remark(metrics | {"rollout/num_episodes": 37.0}, 600.0) is not None
+
+
+def test_prompts_longer_than_the_context_are_reported(chat):
+    groups = collect(chat, half_right, "rollout.max_context_tokens=64", "rollout.max_new_tokens=16")[0]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    assert no_room_remark(rollouts, 64) == (
+        f"8 of 8 episodes have no turn, because their prompts leave no room in rollout.max_context_tokens=64; for "
+        f"example {rollouts[0].id}. Raise it, or show fewer or smaller frames (video.frame_budgets, "
+        f"video.overview_frames, video.max_pixels)"
+    )
+    (group, *_), *_ = collect(chat, half_right)
+    assert no_room_remark([*group.rollouts, Rollout("p/0", problem="429", reason="refused")], 64) is None
 
 
 @pytest.mark.slow
