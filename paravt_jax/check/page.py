@@ -1,6 +1,7 @@
 """Renders the report of a check as one HTML file without scripts or network access."""
 
 import html
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from string import Template
 from typing import Any
@@ -45,7 +46,7 @@ def page(record: Mapping[str, Any], reports: Sequence[StageReport]) -> str:
     return PAGE.substitute(
         verdict=html.escape(f"{', '.join(failed)} failed" if failed else f"all {len(reports)} stages passed"),
         machine=html.escape(", ".join(_words(record["machine"]))),
-        command=html.escape(" ".join(["paravt check", *record["command"]])),
+        command=html.escape(f"paravt check {shlex.join(record['command'])}"),
         date=html.escape(record["date"]),
         columns="".join(f"<th>{html.escape(name)}</th>" for name in COLUMNS),
         rows="\n".join(_row(cells) for report in reports for cells in rows_of(report)),

@@ -22,7 +22,7 @@ def tee_stderr(path: Path) -> Iterator[None]:
     """Appends stderr to a file, after a line with the time and the command. An exception adds its traceback."""
     with path.open("ab", buffering=0) as file:
         copied: Any = _Tee(sys.stderr, file)
-        copied.copy(f"{datetime.now(UTC).isoformat(timespec='seconds')}  {shlex.join(sys.argv)}\n")
+        copied.copy(f"{datetime.now(UTC).isoformat(timespec='seconds')}  {shlex.join(sys.orig_argv)}\n")
         with redirect_stderr(copied):
             try:
                 yield

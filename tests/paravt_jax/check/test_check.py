@@ -375,7 +375,7 @@ def test_the_page_has_every_cell_and_no_markup_of_its_values():
     shown = page(record, reports)
     assert (
         "<h1>logits failed</h1>" in shown
-        and "<p>cpu a &amp; b, jax 0.1<br><code>paravt check --model &lt;x&gt;" in shown
+        and "<p>cpu a &amp; b, jax 0.1<br><code>paravt check --model &#x27;&lt;x&gt;&#x27;</code>" in shown
     )
     assert '<tr class="failed"><td></td><td>error &lt;b&gt;</td><td>0.001</td><td>0.0001</td>' in shown
     assert shown.count('<tr class="stage') == 2 and "<b>" not in shown and "<script" not in shown

@@ -15,7 +15,7 @@ from paravt_jax.run.stderr_log import log_file, tee_stderr
 
 @pytest.mark.parametrize("problem", [None, RuntimeError("the disk is full"), SystemExit(1)])
 def test_messages_and_errors_of_every_start_are_in_the_file(problem, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["paravt train", "seed=1"])
+    monkeypatch.setattr(sys, "orig_argv", ["paravt", "train", "run_dir=a b"])
     for start in (1, 2):
         with pytest.raises(type(problem)) if problem else nullcontext(), tee_stderr(tmp_path / "log.txt"):
             say(f"start {start}")
@@ -24,7 +24,7 @@ def test_messages_and_errors_of_every_start_are_in_the_file(problem, tmp_path, m
                 raise problem
         say("after the run")
     text = (tmp_path / "log.txt").read_text()
-    assert text.count("  'paravt train' seed=1\nstart ") == 2 and text.index("start 1") < text.index("start 2")
+    assert text.count("  paravt train 'run_dir=a b'\nstart ") == 2 and text.index("start 1") < text.index("start 2")
     assert text.count("a library warns\n") == 2 and "after the run" not in text
     assert (
         text.count("RuntimeError: the disk is full") == text.count("Traceback") == 2 * isinstance(problem, RuntimeError)
