@@ -83,7 +83,7 @@ class _Endpoint:
     def mark_up(self) -> None:
         if self.down_since_s is not None:
             say(f"{self.url} answers again")
-        self.down_since_s, self.ready_s = None, 0.0
+            self.down_since_s, self.ready_s = None, 0.0
 
     @property
     def down_s(self) -> float:

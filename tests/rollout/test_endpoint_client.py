@@ -200,6 +200,15 @@ async def test_a_retry_after_beyond_the_deadline_fails_at_once(client, endpoint)
     assert time.monotonic() - started_s < 5 and len(endpoint.bodies) == 1
 
 
+@asking()
+async def test_a_health_check_does_not_end_retry_after(client, endpoint):
+    endpoint.modes, endpoint.retry_after = ["429"], "3600"
+    for _ in range(2):
+        assert (await failure(client)).reason == "rate_limit"
+        assert (await client.health()).alive
+    assert len(endpoint.bodies) == 1
+
+
 def test_rate_limits_without_retry_after_are_retried_until_the_deadline():
     endpoint = client_module._Endpoint("http://127.0.0.1:9/v1", None)
     for _ in range(2000):
