@@ -67,6 +67,7 @@ class _Endpoint:
 
     def limit(self, problem: RateLimited) -> None:
         """Sends nothing for as long as the server asks; if it names no wait, for a time that doubles."""
+        self.mark_up()  # a server that asks for a wait is not down
         now_s, self.limited = time.monotonic(), str(problem)
         if problem.retry_after_s:
             self.ready_s = max(self.ready_s, now_s + problem.retry_after_s)

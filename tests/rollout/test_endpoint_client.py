@@ -201,6 +201,16 @@ async def test_a_retry_after_beyond_the_deadline_fails_at_once(client, endpoint)
 
 
 @asking()
+async def test_a_server_that_asks_for_a_wait_is_not_down(client, endpoint):
+    """Of concurrent requests, one may lose its connection and the next one get HTTP 429."""
+    (server,) = client._servers
+    server.mark_down(EndpointError("the connection is lost"))
+    server.limit(RateLimited("slow down", 3600.0))
+    started_s = time.monotonic()
+    assert (await failure(client)).reason == "rate_limit" and time.monotonic() - started_s < 5
+
+
+@asking()
 async def test_a_health_check_does_not_end_retry_after(client, endpoint):
     endpoint.modes, endpoint.retry_after = ["429"], "3600"
     for _ in range(2):
