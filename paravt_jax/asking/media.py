@@ -153,7 +153,7 @@ class Sources:
             raise BadRequest(f"{cut(url)} is not an http or https URL") from None
         except ValueError:
             raise BadRequest(f"{cut(url)} is not a URL") from None
-        except (aiohttp.ClientError, OSError) as problem:
+        except aiohttp.ClientError as problem:  # other OSErrors are about the file
             raise BadRequest(f"{cut(url)} cannot be fetched: {type(problem).__name__}") from None
 
     async def _download(self, session: aiohttp.ClientSession, url: str, target: Path, budget: DiskBudget) -> None:

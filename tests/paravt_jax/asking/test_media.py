@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import errno
 import gc
 import io
 import tracemalloc
@@ -212,6 +213,15 @@ def test_the_downloads_of_one_request_are_limited_in_total(tmp_path, fetching):
     with pytest.raises(BadRequest, match="the videos of this request are larger than"):
         fetched(sources, "/video", "/video", "/video")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_not_an_error_of_the_url(tmp_path, fetching, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(OSError, match="No space left"):  # HTTP 503
+        fetched(Sources(None, True, tmp_path), "/video")
 
 
 def test_the_downloads_of_concurrent_requests_are_limited_in_total(tmp_path, fetching):
