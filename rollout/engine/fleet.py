@@ -139,8 +139,9 @@ class Fleet:
                     self._apply_list(await list_urls(), source)
                 except Exception as error:  # an invalid list must not end the loop
                     problem = str(error)
-                if problem and problem == last != reported:  # twice in a row, so the file is not just being written
-                    say(f"the list of servers is not updated: {problem}")
+                if problem == last != reported:  # twice in a row, so the file is not just being written
+                    if problem:
+                        say(f"the list of servers is not updated: {problem}")
                     reported = problem
                 last = problem
 
