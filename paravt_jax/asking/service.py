@@ -39,13 +39,14 @@ from paravt_jax.asking.openai import (
 )
 from paravt_jax.asking.terminal import TextStream, clock
 from rollout.endpoint.errors import ContentFiltered
-from rollout.engine.protocol import DeadlineExceeded, EngineError, RequestRejected
+from rollout.engine.protocol import DeadlineExceeded, EngineError, Health, RequestRejected
 from rollout.records import Call
 from rollout.server import check_port
 from rollout.video.errors import ImageError, VideoError, VideoTimeout, VideoUnavailable
 
 HEADERS_DEADLINE_S = 20.0  # for a connection to send a complete request, from its start or last response
 WRITE_DEADLINE_S = 60.0
+HEALTH_S = 1.0  # requests to /health within this time share a check
 MAX_WAITING = 8  # waiting questions, as a multiple of `max_questions`
 
 
@@ -69,6 +70,8 @@ class Service:
     bodies: Bodies = field(default_factory=Bodies)
     deadlines_s: dict[asyncio.BaseTransport | None, float] = field(default_factory=dict)  # by idle connection
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
+    _checking: asyncio.Task[Health] | None = None  # the latest check of the agent's health
+    _checked_s: float = 0.0
     _places: asyncio.Semaphore = field(init=False)
 
     def __post_init__(self) -> None:
@@ -87,8 +90,15 @@ class Service:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _health(self, request: web.Request) -> web.Response:
-        alive = not self.stopping and (await self.answerer.agent.health()).alive
+        alive = not self.stopping and (await self._latest_health()).alive
         return web.json_response({"status": "ok" if alive else "unavailable"}, status=200 if alive else 503)
+
+    async def _latest_health(self) -> Health:
+        """Checks the agent at most every HEALTH_S, because clients need no key and an endpoint gets a request each."""
+        now_s = time.monotonic()
+        if self._checking is None or now_s >= self._checked_s + HEALTH_S:
+            self._checking, self._checked_s = asyncio.create_task(self.answerer.agent.health()), now_s
+        return await asyncio.shield(self._checking)
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(text=self.metrics(), content_type="text/plain", charset="utf-8")

@@ -14,6 +14,7 @@ from PIL import Image
 from served import ACCESS, LOOK, MODEL, with_service
 
 from paravt_jax import ask
+from paravt_jax.asking import service as service_module
 from paravt_jax.asking.access import AccessControl
 from paravt_jax.asking.answerer import Answerer
 from paravt_jax.asking.asker import engine_of, open_asker
@@ -100,10 +101,15 @@ def test_a_model_that_is_not_served_is_rejected_at_once():
 
 
 @asking()
-async def test_a_service_is_as_healthy_as_its_endpoint(client, endpoint):
+async def test_a_service_is_as_healthy_as_its_endpoint_which_it_checks_once_for_many_requests(
+    client, endpoint, monkeypatch
+):
     service = Service(Answerer(EndpointAgent(client, FakeFrames()), 4), FAKE_MODEL, Sources(None, False), 1, 20.0)
     async with TestClient(TestServer(service.app())) as visitor:
-        assert (await visitor.get("/health")).status == 200
+        monkeypatch.setattr(service_module, "HEALTH_S", 60.0)
+        answers = await asyncio.gather(*(visitor.get("/health") for _ in range(20)))
+        assert {answer.status for answer in answers} == {200} and endpoint.num_probes == 1
+        monkeypatch.setattr(service_module, "HEALTH_S", 0.0)
         await endpoint.die()
         assert (await visitor.get("/health")).status == 503
 
