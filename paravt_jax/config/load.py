@@ -214,8 +214,15 @@ def _check_text(source: str, layer: Any, schema: type) -> None:
 def _expand_homes(layer: Any) -> None:
     """Expands `~/` in values such as a.b=~/videos, except in locations of code, which hosts compare as written."""
     for key, value in flattened(cast(dict[Any, Any], OmegaConf.to_container(layer))).items():
-        if isinstance(value, str) and value.startswith("~/") and ".py:" not in value:
-            OmegaConf.update(layer, key, str(Path(value).expanduser()))
+        if (expanded := _expanded(value)) != value:
+            OmegaConf.update(layer, key, expanded)
+
+
+def _expanded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [*map(_expanded, value)]
+    is_path = isinstance(value, str) and value.startswith("~/") and ".py:" not in value
+    return str(Path(value).expanduser()) if is_path else value
 
 
 def as_written(used: Any, written: Any) -> Any:

@@ -173,7 +173,7 @@ def test_the_record_of_a_run_loads_as_a_config(tmp_path):
     for text in (content.replace('"Infinity"', "Infinity"), content):  # as older versions wrote it
         (tmp_path / "config.json").write_text(text)
         assert load_config(tmp_path / "config.json") == config
-        assert changed_settings(to_record(config), tmp_path) == {}
+        assert changed_settings(to_record(config), tmp_path, {}) == {}
     assert load_config(tmp_path / "config.json", "seed=3").seed == 3
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json: invalid YAML: "):
@@ -385,8 +385,9 @@ def test_a_path_setting_expands_a_tilde(tmp_path, monkeypatch):
     """Shells expand it in `--flag ~/a`, but not in `data.video_root=~/a`."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (file := tmp_path / "own.yaml").write_text("run_dir: ~/runs/a\n")
-    config = load_config(file, "data.video_root=~/videos")
+    config = load_config(file, "data.video_root=~/videos", "engine.kind=sglang", "engine.urls=[~/servers.txt]")
     assert (config.run_dir, config.data.video_root) == (f"{tmp_path}/runs/a", f"{tmp_path}/videos")
+    assert config.engine.urls == [f"{tmp_path}/servers.txt"]
 
 
 def test_suggestions_are_settings_of_the_command():
