@@ -16,7 +16,7 @@ from paravt_jax.config import Config, MeshConfig, SftConfig, load_training_confi
 from paravt_jax.plan.calibrate import calibrated
 from paravt_jax.plan.devices import DeviceSpec, Rates
 from paravt_jax.plan.meshes import MeshEstimate, Shape, estimate
-from paravt_jax.plan.plan import MAX_DEVICES, model_config, on_fitting_mesh
+from paravt_jax.plan.plan import MAX_DEVICES, model_config, next_power_of_two, on_fitting_mesh
 from paravt_jax.plan.remat import with_remat
 from paravt_jax.plan.roofline import StepSeconds
 from paravt_jax.plan.run import PlannedRl, PlannedRun, planned_run
@@ -163,7 +163,7 @@ def problem_of(rows: Iterable[Row], run: BenchedRun, device: DeviceSpec, num_dev
     """The problem if no mesh of all devices fits, with changes that would fit."""
     if _on_all(rows, num_devices):
         return None
-    resized = on_fitting_mesh(run.on((1, 1, 1), device)[0], device, 2 * num_devices)
+    resized = on_fitting_mesh(run.on((1, 1, 1), device)[0], device, next_power_of_two(num_devices))
     if resized is None:
         more = f"neither does one of up to {MAX_DEVICES}; use devices with more memory"
     else:

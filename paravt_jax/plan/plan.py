@@ -235,12 +235,19 @@ def _more_rows(run: PlannedRun, resized: PlannedRun) -> str:
 
 
 def _meshes(num_devices: int) -> Iterator[MeshConfig]:
-    """Yields meshes with at least `num_devices`; fsdp before tensor, because tensor communicates more."""
+    """Yields meshes of `num_devices`, then of larger powers of two, which divide most models.
+
+    Of a number of devices, fsdp comes before tensor, because tensor communicates more.
+    """
     while num_devices <= MAX_DEVICES:
         for tensor in (1, 2, 4, 8):
             if num_devices % tensor == 0:
                 yield MeshConfig(1, num_devices // tensor, tensor)
-        num_devices *= 2
+        num_devices = next_power_of_two(num_devices)
+
+
+def next_power_of_two(number: int) -> int:
+    return 1 << number.bit_length()
 
 
 def _fits(run: PlannedRun, device: DeviceSpec) -> bool:

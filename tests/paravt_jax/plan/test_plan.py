@@ -40,7 +40,7 @@ from paravt_jax.learner.variants import StepCounts
 from paravt_jax.plan.devices import DEVICES, DeviceSpec
 from paravt_jax.plan.flops import product_flops
 from paravt_jax.plan.memory import param_shapes, shard_values
-from paravt_jax.plan.plan import Plan, make_plan, model_config
+from paravt_jax.plan.plan import Plan, make_plan, model_config, next_power_of_two, on_fitting_mesh
 from paravt_jax.plan.remat import planned_memory
 from paravt_jax.plan.run import PlannedRl, PlannedSft
 from paravt_jax.plan.tables import plan_of
@@ -470,6 +470,16 @@ def sft_plan_text(capsys, monkeypatch, *arguments: str) -> str:
     monkeypatch.setattr("sys.argv", ["sft", "--plan", "--config", "configs/sft_8b.yaml", *arguments])
     sft.main()
     return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("num_devices", "least"), [(3, 4), (6, 8), (8, 16), (12, 16)])
+def test_advice_is_a_mesh_of_more_devices_that_divides_the_model(num_devices, least):
+    config = load_config("configs/sft_8b.yaml", "mesh.fsdp=1", "pack.num_rows=1", schema=SftConfig)
+    run = PlannedSft.of(config, EIGHT_B)
+    larger = on_fitting_mesh(run, DEVICES["b200"], next_power_of_two(num_devices))
+    assert larger is not None and larger.update.mesh == MeshConfig(1, least, 1)
+    advised = on_fitting_mesh(run, DEVICES["b200"], num_devices)
+    assert advised is not None and num_devices <= advised.num_devices <= least
 
 
 def test_a_cold_start_with_several_frame_budgets_is_planned_for_the_most_frames_and_traces_of_a_row():
