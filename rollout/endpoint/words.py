@@ -82,4 +82,4 @@ def image_part(jpeg_base64: str) -> dict[str, Any]:
 
 def video_part(path: Path) -> dict[str, Any]:
     """Returns a message part with the video's path; the server reads the file itself."""
-    return {"type": "video_url", "video_url": {"url": f"file://{path.absolute()}"}}
+    return {"type": "video_url", "video_url": {"url": path.absolute().as_uri()}}

@@ -6,7 +6,9 @@ import io
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import fake_endpoint
 import numpy as np
@@ -19,7 +21,7 @@ from rollout.endpoint.agent import EndpointAgent
 from rollout.endpoint.check import check_endpoint
 from rollout.endpoint.client import EndpointClient
 from rollout.endpoint.dialogue import CHARS_PER_TOKEN, MessageDialogue
-from rollout.endpoint.words import JPEG_URL, EndpointEncoder
+from rollout.endpoint.words import JPEG_URL, EndpointEncoder, video_part
 from rollout.episode import EpisodeCallbacks
 from rollout.episode_config import EpisodeConfig
 from rollout.ledger import Ledger
@@ -229,6 +231,12 @@ def test_a_model_turn_keeps_tags_and_loses_control_tokens():
 def test_ordinary_text_is_not_changed():
     text = "Is x < 3 or a <b> c? List<int>, [1, 2], 5 > 4 | y"
     assert EndpointEncoder().escape(text) == text
+
+
+def test_servers_find_a_video_of_any_name_by_its_url():
+    path = Path("/data/50% #1?/ä b.mp4")
+    parts = urlsplit(video_part(path)["video_url"]["url"])
+    assert (parts.scheme, unquote(parts.path)) == ("file", str(path))  # vLLM and SGLang read the path like this
 
 
 class Heard(EpisodeCallbacks):
