@@ -10,11 +10,13 @@ from typing import Any
 from paravt_jax import rewards
 from paravt_jax.config import EngineConfig, EvalCell, EvaluationConfig
 from paravt_jax.data.splits.reading import SampleSet
+from paravt_jax.evaluation.release import questions
 from paravt_jax.evaluation.sample_log import SampleResult
 from paravt_jax.rewards.judge import JudgeConfig
 from paravt_jax.rewards.settings import RewardConfig
 from paravt_jax.run.directory import versions
 from paravt_jax.run.fingerprints import own_files
+from rollout import tools
 from rollout.engine.http import HttpClient
 from rollout.engine.protocol import Engine
 from rollout.episode_config import EpisodeConfig
@@ -99,7 +101,9 @@ def cell_provenance(
 def scorer_digest(reward: RewardConfig, judge: JudgeConfig) -> str:
     """A hash of the scorers' source code and settings, with the file of a plugin."""
     folder = Path(rewards.__file__).parent
-    sources = [(folder / f"{name}.py").read_text() for name in (*SCORERS, *["judge"] * judge.is_set)]
+    files = [folder / f"{name}.py" for name in (*SCORERS, *["judge"] * judge.is_set)]
+    files += [Path(tools.__file__), Path(questions.__file__)]  # these parse times and the release's ground truths
+    sources = [file.read_text() for file in files]
     sources += [path.read_text() for _, path in own_files(asdict(reward))]
     return digest([sources, asdict(reward), judge.model or None])
 

@@ -26,9 +26,13 @@ from paravt_jax.data.splits import SPLITS, Sample
 from paravt_jax.data.splits.reading import load_samples
 from paravt_jax.eval import shard_of
 from paravt_jax.evaluation import evaluation, provenance
+from paravt_jax.evaluation.release import questions
 from paravt_jax.evaluation.results import refusal, score_table
 from paravt_jax.evaluation.runner import Tally, on_screen
 from paravt_jax.evaluation.sample_log import result_of, sample_key
+from paravt_jax.rewards.judge import JudgeConfig
+from paravt_jax.rewards.settings import RewardConfig
+from rollout import tools
 from rollout.engine.protocol import EngineError
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
 from rollout.toolbox.subtitles import Cue
@@ -335,6 +339,14 @@ def test_shards_of_another_scorer_are_not_merged_and_the_certificate_names_the_s
     file.write_text(file.read_text().replace("old", "new"))
     with pytest.raises(ValueError, match="its shards have different scorers"):
         evaluator("A").run(config)
+
+
+@pytest.mark.parametrize("module", [tools, questions])
+def test_the_scorer_digest_depends_on_the_parsers_outside_of_the_rewards(module, tmp_path, monkeypatch):
+    before = provenance.scorer_digest(RewardConfig(), JudgeConfig())
+    (tmp_path / "changed.py").write_text("changed")
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "changed.py"))
+    assert provenance.scorer_digest(RewardConfig(), JudgeConfig()) != before
 
 
 def test_the_model_digest_depends_on_the_middle_of_files(tmp_path):
