@@ -113,8 +113,8 @@ class Evaluation:
         changed = any(played.get("scorer", scorer) != scorer for played in _played_by(self.directory))
         if changed and not all(result.missing for result in results):
             raise ValueError(
-                f"{self.directory} has samples with scores of another scorer: the code of reward.plugin or of this "
-                f"package has changed; choose another run_dir"
+                f"{self.directory} has samples with scores of another scorer: the code of reward.plugin, data.split or "
+                f"this package has changed; choose another run_dir"
             )
 
     def _keys(self, spec: EvalCell) -> dict[str, Sample]:
@@ -188,6 +188,7 @@ async def open_evaluation(config: EvalConfig, shard: Shard | None = None) -> Asy
             config.reward,
             config.judge,
             seed=config.seed,
+            split=data.split,
             validation=data.validation,
             model_path=config.model.path,
         )
@@ -335,7 +336,7 @@ def _check_model(directory: Path, model: Mapping[str, Any]) -> None:
 
 
 def _write_played(config: EvalConfig, directory: Path, model: Mapping[str, Any], engine: Mapping[str, Any]) -> None:
-    scorer = scorer_digest(config.reward, config.judge)
+    scorer = scorer_digest(config.reward, config.judge, config.data.split)
     write_json(directory / PLAYED_FILE, {"model": model, "engine": engine, "scorer": scorer})
 
 

@@ -59,6 +59,7 @@ def run_provenance(
     judge: JudgeConfig,
     *,
     seed: int,
+    split: str,
     validation: str,
     model_path: str,
 ) -> dict[str, Any]:
@@ -71,7 +72,7 @@ def run_provenance(
         "num_samples": settings.num_samples,
         "seed": seed,
         "data": {"repository": repository, "revision": loaded.revision, "sha256": dict(loaded.files)},
-        "hashes": {"scorer": scorer_digest(reward, judge)},
+        "hashes": {"scorer": scorer_digest(reward, judge, split)},
         "model": {"path": model_path},
         **versions(),
     }
@@ -98,13 +99,13 @@ def cell_provenance(
     }
 
 
-def scorer_digest(reward: RewardConfig, judge: JudgeConfig) -> str:
-    """A hash of the scorers' source code and settings, with the file of a plugin."""
+def scorer_digest(reward: RewardConfig, judge: JudgeConfig, split: str) -> str:
+    """A hash of the scorers' source code and settings, with the files of a plugin and of your own split."""
     folder = Path(rewards.__file__).parent
     files = [folder / f"{name}.py" for name in (*SCORERS, *["judge"] * judge.is_set)]
     files += [Path(tools.__file__), Path(questions.__file__)]  # these parse times and the release's ground truths
     sources = [file.read_text() for file in files]
-    sources += [path.read_text() for _, path in own_files(asdict(reward))]
+    sources += [path.read_text() for _, path in own_files(asdict(reward) | {"split": split})]
     return digest([sources, asdict(reward), judge.model or None])
 
 

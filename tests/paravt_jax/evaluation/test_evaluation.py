@@ -343,10 +343,18 @@ def test_shards_of_another_scorer_are_not_merged_and_the_certificate_names_the_s
 
 @pytest.mark.parametrize("module", [tools, questions])
 def test_the_scorer_digest_depends_on_the_parsers_outside_of_the_rewards(module, tmp_path, monkeypatch):
-    before = provenance.scorer_digest(RewardConfig(), JudgeConfig())
+    before = provenance.scorer_digest(RewardConfig(), JudgeConfig(), "mlvu")
     (tmp_path / "changed.py").write_text("changed")
     monkeypatch.setattr(module, "__file__", str(tmp_path / "changed.py"))
-    assert provenance.scorer_digest(RewardConfig(), JudgeConfig()) != before
+    assert provenance.scorer_digest(RewardConfig(), JudgeConfig(), "mlvu") != before
+
+
+def test_the_scorer_digest_depends_on_the_file_of_your_own_split(tmp_path):
+    digests = []
+    for text in ("a", "b"):
+        (tmp_path / "own.py").write_text(text)
+        digests.append(provenance.scorer_digest(RewardConfig(), JudgeConfig(), f"{tmp_path}/own.py:SPLIT"))
+    assert digests[0] != digests[1]
 
 
 def test_the_model_digest_depends_on_the_middle_of_files(tmp_path):
