@@ -76,7 +76,7 @@ EXPERTS = replace(
     vision=Qwen3MoeVisionConfig(**vars(MID.vision)),
 )
 EIGHT_B = preset("8b")
-LARGE_VOCAB = replace(MID, text=replace(MID.text, num_layers=3, vocab_size=32_768))
+LARGE_VOCAB = replace(MID, text=replace(MID.text, num_layers=3, vocab_size=16_384))
 CASES = {
     "full": (MID, (1, 2, 2), 512, "full", "blocked"),
     "none": (MID, (1, 2, 2), 512, "none", "blocked"),
@@ -86,8 +86,8 @@ CASES = {
     "head": (LARGE_VOCAB, (2, 2, 1), 256, "full", "blocked"),
     "trainable vision": (MID, (1, 4, 1), 256, "full", "blocked"),
     "windows": (WINDOWS, (1, 2, 2), 512, "full", "blocked"),
-    "experts": (EXPERTS, (1, 2, 2), 2048, "full", "blocked"),
-    "experts, dots": (EXPERTS, (1, 2, 2), 2048, "dots", "blocked"),
+    "experts": (EXPERTS, (1, 2, 2), 1024, "full", "blocked"),
+    "experts, dots": (EXPERTS, (1, 2, 2), 1024, "dots", "blocked"),
     "adapters": (MID, (1, 2, 2), 512, "full", "scanned"),
     "adapters, none": (MID, (1, 2, 2), 512, "none", "blocked"),
 }
