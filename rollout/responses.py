@@ -20,6 +20,8 @@ async def checked_response(
     name, parts = tool.spec.name, response if isinstance(response, list | tuple) else [response]
     if wrong := [part for part in parts if not isinstance(part, Part)]:
         raise TypeError(f"{name} returned {type(wrong[0]).__name__}, expected text, or a list of texts and pictures")
+    if wrong := [part.path for part in parts if isinstance(part, TimedPicture) and not isinstance(part.path, str)]:
+        raise TypeError(f"{name} returned a frame whose path is {type(wrong[0]).__name__}, expected str")
     num_pictures = len(shown_in(parts))
     if num_pictures and not tool.shows_pictures:
         raise TypeError(f"{name} returned pictures; set its shows_pictures = True")

@@ -37,6 +37,13 @@ class ToolArgs:
     box: Box | None = None  # part of that frame
     query: str = ""
 
+    def __post_init__(self) -> None:
+        """Raises here, where it fails only a call, because a run's log cannot have other types."""
+        kinds = {"path": str, "window": Window | None, "box": Box | None, "query": str}
+        for name, kind in kinds.items():
+            if not isinstance(value := getattr(self, name), kind):
+                raise TypeError(f"ToolArgs.{name} is {type(value).__name__}, expected {kind}")
+
 
 @dataclass(frozen=True, eq=False)
 class ToolContext:

@@ -22,6 +22,7 @@ BOX = [0.5, 0.25, 1.0, 0.75]
 OWN = """
 import numpy as np
 from dataclasses import replace
+from pathlib import Path
 from rollout.picture import Picture
 from rollout.toolbox import Tool, ToolArgs
 from rollout.tools import VIDEO_PATH, ToolSpec, make_schema
@@ -46,6 +47,11 @@ async def many(self, args, context):
 
 def odd(self, args, context): return ["text", 3]
 
+async def moved(self, args, context):
+    return [replace(frame, path=Path(frame.path)) for frame in await context.prompter.frames_at(args.path, [0])]
+
+Moved, Windowed = tool("moved", moved), tool("windowed", draws)
+Windowed.check = lambda self, arguments, videos: ToolArgs(videos.path_of(arguments), (1, 2))
 Ends, Draws, Many, Odd = tool("ends", ends), tool("draws", draws), tool("many", many), tool("odd", odd)
 Hidden = tool("hidden", draws, shows=False)
 """
@@ -140,6 +146,8 @@ def test_user_tools_return_texts_frames_and_pictures(chat, own):
         ("Odd", "odd returned int, expected text, or a list of texts and pictures"),
         ("Hidden", "hidden returned pictures; set its shows_pictures = True"),
         ("Many", "many returned 9 pictures, more than rollout.subagent_max_frames=4"),
+        ("Moved", "moved returned a frame whose path is PosixPath, expected str"),
+        ("Windowed", "ToolArgs.window is tuple, expected rollout.tools.Window | None"),
     ],
 )
 def test_an_invalid_tool_result_fails_only_its_call(chat, own, name, problem):
@@ -147,6 +155,7 @@ def test_an_invalid_tool_result_fails_only_its_call(chat, own, name, problem):
     _, episode = played(chat, bad, call(5, 7), tools=["crop_video", own(name)], subagent_max_frames=4)
     assert episode.outcomes == ["error", "ok"] and problem in episode.calls[0].problem
     assert keys(episode.ledger.pictures)[2:] == ["/data/a.mp4@5", "/data/a.mp4@6"]
+    json.dumps(episode.to_record())
 
 
 def test_pictures_that_exceed_the_context_fail_only_their_call(chat):
