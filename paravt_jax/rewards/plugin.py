@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
+from operator import index
 from typing import Any, TypeVar
 
 from paravt_jax.rewards.grammar import Place
@@ -180,7 +181,7 @@ def _checked_terms(terms: Any, turns: Sequence[str]) -> tuple[OwnTerm, ...]:
             term,
             value=float(term.value),
             weight=float(term.weight),
-            places=tuple(Place(*span) for span in term.places),
+            places=tuple(Place(*map(index, span)) for span in term.places),
         )
         for term in terms
     )

@@ -1,9 +1,11 @@
 """Reward plugins: their arguments, their results, and that a failure only invalidates one episode."""
 
 import asyncio
+import json
 import threading
 import time
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -180,6 +182,7 @@ BRIEF = OwnTerm("brief", 0.5)
             r"the term brief has the place \(2, 0, 1\), which is not in",
         ),
         (returning(OwnTerm("brief", 0.5, (Place(1, 5, 5),))), r"has the place \(1, 5, 5\)"),
+        (returning(OwnTerm("brief", 0.5, (Place(1, 0, 4.5),))), r"TypeError: 'float' object cannot be interpreted as"),
         (returning(OwnTerm("brief", 0.5, (Place(1, 0, 10_000),))), r"has the place \(1, 0, 10000\)"),
     ],
 )
@@ -189,8 +192,9 @@ def test_an_invalid_result_is_an_error_and_never_zero(function, complaint):
 
 
 def test_numpy_numbers_become_python_numbers_for_json():
-    (term,) = terms_from(Plugin(returning(OwnTerm("brief", np.float32(0.5), weight=np.float32(2))), 5.0))
-    assert (type(term.value), type(term.weight)) == (float, float)
+    places = (tuple(np.array([1, 0, 4])),)
+    (term,) = terms_from(Plugin(returning(OwnTerm("brief", np.float32(0.5), places, weight=np.float32(2))), 5.0))
+    assert json.loads(json.dumps(asdict(term))) == {"name": "brief", "value": 0.5, "places": [[1, 0, 4]], "weight": 2.0}
 
 
 ENDING = (asyncio.CancelledError, SystemExit, KeyboardInterrupt, GeneratorExit)
