@@ -113,8 +113,8 @@ class Evaluation:
         changed = any(played.get("scorer", scorer) != scorer for played in _played_by(self.directory))
         if changed and not all(result.missing for result in results):
             raise ValueError(
-                f"{self.directory} has samples with scores of another scorer: the code of reward.plugin, data.split or "
-                f"this package has changed; choose another run_dir"
+                f"{self.directory} has samples with scores of another scorer: the code of reward.plugin or data.split, "
+                f"or of this package, has changed; choose another run_dir"
             )
 
     def _keys(self, spec: EvalCell) -> dict[str, Sample]:

@@ -97,7 +97,7 @@ def episode_record(rollout: Rollout, sample: Sample, official: Official | None) 
     turns, prompt = [turn.text for turn in rollout.episode.turns], sample.prompt
     scores = {STRICT: rollout.terms.score}
     if official is not None:
-        scores[OFFICIAL] = official(reply_of(turns), prompt.answer, sample.options)
+        scores[OFFICIAL] = float(official(reply_of(turns), prompt.answer, sample.options))
     overview = len(rollout.episode.ledger.segments[0].pictures)
     crops = sum(len(ledger.pictures) for ledger in rollout.episode.ledgers) - overview
     answered = is_answer(rollout.terms.prediction, prompt.question_type, prompt.question)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -92,7 +93,7 @@ def test_your_own_reward_scores_rows_of_your_own_question_types(evaluator, tmp_p
     samples.write_text(samples.read_text().splitlines(keepends=True)[0])
     evaluation._write_played(config, Path(config.run_dir), {"digest": ""}, {})
     (tmp_path / "mine.py").write_text("def seen(completions, word): return [1.0]")
-    with pytest.raises(ValueError, match=r"scores of another scorer: the code of reward\.plugin or"):
+    with pytest.raises(ValueError, match=r"scores of another scorer: the code of reward\.plugin or data\.split"):
         evaluator("a dog").run(config)
 
 
@@ -118,6 +119,13 @@ def test_every_split_is_scored_by_both_rules_from_the_same_replies(split, evalua
     assert f"3 of {SPLITS[split].num_samples} samples" in cell["refused"] and cell["headline"] is None
     assert f"3 of {SPLITS[split].num_samples} |" in score_table([cell])
     assert refusal([cell]).startswith("no headline for none, 3 frames: 3 of")
+
+
+def test_a_rule_of_your_own_may_return_a_number_of_numpy(evaluator, tmp_path, monkeypatch):
+    split = replace(SPLITS["longvideobench"], official=lambda reply, answer, options: np.float32(0.5))
+    monkeypatch.setitem(SPLITS, "longvideobench", split)
+    (cell,) = evaluator("A").run(config_of("longvideobench", tmp_path / "copy"))
+    assert cell["scores"]["official"]["score"] == 0.5
 
 
 def test_a_certificate_has_counts_frames_data_hashes_and_scores(evaluator, tmp_path, complete):
