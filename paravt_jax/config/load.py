@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MappingNode, MarkedYAMLError, YAMLError, compose
@@ -28,6 +29,7 @@ from rollout.prompts import Prompts, prompts_of
 
 Schema = TypeVar("Schema", bound=Any)
 NULLS = ("null", "~")
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # as OmegaConf; only libyaml's accepts a tab after a colon
 WRITTEN = "_written"  # attribute of loaded settings with the values as written, ${…} unresolved
 
 
@@ -51,14 +53,14 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
         raise ValueError("; ".join(chain.from_iterable(problems)))
     if path is not None:
         _drop_params_of_another_loss(layers)
-        if any(OmegaConf.select(layer, "rollout.prompts_file") for _, layer in layers[1:]):
+        if any(_by_key(layer).get("rollout.prompts_file") for _, layer in layers[1:]):
             OmegaConf.update(layers[0][1], "rollout.prompts", {}, merge=False)
     config = pickle.loads(_defaults(schema))
     for source, layer in layers:
         _check_text(source, layer, schema)
         _expand_homes(layer)
         config = _one_line_errors(source, partial(OmegaConf.unsafe_merge, config, layer))
-    config = _with_prompts_file(config)
+    config = _one_line_errors("", partial(_with_prompts_file, config))
     settings: Any = _one_line_errors("", partial(OmegaConf.to_object, config))
     if schema is Config:
         object.__setattr__(settings, "loss", settings.loss.filled())
@@ -109,6 +111,10 @@ def _one_line_errors(source: str, work: Callable[[], Any]) -> Any:
             message = "expected a list, written as [a, b]"
         names = [f"{source}{_line_of(source, key)}", "" if key in source or key in message else key]
         raise ValueError(": ".join([*filter(None, names), message])) from None
+    except TypeError as problem:
+        if "incompatible container types" not in str(problem):
+            raise
+        raise ValueError(f"{source}: a mapping, expected a list, written as [a, b]") from None
     except MarkedYAMLError as problem:
         mark = problem.problem_mark
         line = f", line {mark.line + 1}, column {mark.column + 1}" if mark and Path(mark.name).is_file() else ""
@@ -121,10 +127,20 @@ def _one_line_errors(source: str, work: Callable[[], Any]) -> Any:
 def _drop_params_of_another_loss(layers: list[tuple[str, Any]]) -> None:
     (_, file), *overrides = layers
     for key, params in (("name", "params"), ("correction", "correction_bounds")):
-        names = [OmegaConf.select(layer, f"loss.{key}") for _, layer in overrides]
-        file_name = OmegaConf.select(file, f"loss.{key}", default=getattr(LossConfig, key))
+        names = [_selected(layer, f"loss.{key}") for _, layer in overrides]
+        file_name = _selected(file, f"loss.{key}", getattr(LossConfig, key))
         if OmegaConf.select(file, f"loss.{params}") and any(name not in (None, file_name) for name in names):
             file.loss[params] = {}
+
+
+def _by_key(layer: Any) -> dict[str, Any]:
+    """A layer's values by dotted key, with ${…} unresolved."""
+    return flattened(cast(dict[Any, Any], OmegaConf.to_container(layer)))
+
+
+def _selected(layer: Any, key: str, default: Any = None) -> Any:
+    """A value of a layer; None for a ${…} that needs other layers."""
+    return OmegaConf.select(layer, key, default=default, throw_on_resolution_failure=False)
 
 
 def _unknown_keys(source: str, layer: Any, schema: type) -> Iterable[str]:
@@ -132,9 +148,11 @@ def _unknown_keys(source: str, layer: Any, schema: type) -> Iterable[str]:
         raise ValueError(f"{source} is a list, expected settings such as train: {{num_steps: 10}}")
     settings = cast(dict[Any, Any], OmegaConf.to_container(layer))
     keys, mappings = _keys(schema)
-    for key in flattened(settings):
+    for key, value in flattened(settings).items():
         error = ""
-        if key in mappings:
+        if isinstance(value, list) and any(isinstance(item, list | dict) for item in value):
+            error = f"{key} must be a list, written as [a, b]"
+        elif key in mappings:
             error = f"{key} must be a mapping, written as {{name: value}}"
         elif key not in keys and key.rpartition(".")[0] not in mappings:
             error = change_of(key) or unknown_key(key, [*keys, *chain.from_iterable(mappings.values())])
@@ -166,7 +184,7 @@ def _line_of(source: str, key: str) -> str:
     """A key's line in a YAML file, as a suffix of the file name; empty for an override."""
     if Path(source).suffix not in (".yaml", ".yml") or not Path(source).is_file():
         return ""
-    node, line = compose(Path(source).read_text()), ""
+    node, line = compose(Path(source).read_text(), LOADER), ""
     for name in key.split("."):
         pairs = node.value if isinstance(node, MappingNode) else []
         nodes = {key_node.value: (key_node, value_node) for key_node, value_node in pairs}
@@ -205,7 +223,7 @@ def to_record(config: Config | SftConfig | EvalConfig) -> dict[str, Any]:
 
 def _check_text(source: str, layer: Any, schema: type) -> None:
     """Raises for a text setting that YAML reads as a number, for example 20261128_1030 as 202611281030."""
-    for key, value in flattened(cast(dict[Any, Any], OmegaConf.to_container(layer))).items():
+    for key, value in _by_key(layer).items():
         if isinstance(value, int | float) and key in _text_keys(schema):
             where = f"{source}{_line_of(source, key)}"
             raise ValueError(f"{where}: {key} is text, but YAML reads {value}; put it in quotes")
@@ -213,7 +231,7 @@ def _check_text(source: str, layer: Any, schema: type) -> None:
 
 def _expand_homes(layer: Any) -> None:
     """Expands `~/` in values such as a.b=~/videos, except in locations of code, which hosts compare as written."""
-    for key, value in flattened(cast(dict[Any, Any], OmegaConf.to_container(layer))).items():
+    for key, value in _by_key(layer).items():
         if (expanded := _expanded(value)) != value:
             OmegaConf.update(layer, key, expanded)
 

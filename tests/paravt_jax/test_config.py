@@ -286,6 +286,8 @@ SERVERS = ["engine.kind=sglang"]
         (["rollout.turn_deadline_s=0"], r"rollout\.turn_deadline_s=0\.0 must be a finite number above 0"),
         (["rollout.turn_deadline_s=nan"], r"rollout\.turn_deadline_s=nan must be a finite number above 0"),
         (["rollout.turn_deadline_s=inf"], r"rollout\.turn_deadline_s=inf must be a finite number above 0"),
+        (["model.path=${oc.env:ABSENT}"], r"^model\.path: KeyError .*'ABSENT' not found\"$"),
+        (["rollout.prompts_file=${oc.env:ABSENT}"], r"^rollout\.prompts_file: KeyError .*'ABSENT' not found\"$"),
         (["run_dir="], r"^run_dir is empty; name a directory, for example runs/first$"),
         (["seed=-1"], r"seed=-1 must be 0 or more"),
         (["rollout.tools=[zoom]"], r"^rollout\.tools: there is no tool zoom; use one of crop_video, zoom_frame, "),
@@ -313,6 +315,8 @@ SERVERS = ["engine.kind=sglang"]
         (["loss.name=cispo", "loss.params.clip_high=0.2"], r"is not a .* of loss\.name=cispo, which has max_ratio$"),
         (["loss.name=cispo", "loss.params.max_ratio=0.5"], r"loss\.params\.max_ratio=0\.5 must be .* at least 1"),
         (["loss.params.dual_clip=1"], r"loss\.params\.dual_clip=1\.0 must be above 1"),
+        (["rollout.tools=[{a: b}]"], r"^rollout\.tools must be a list, written as \[a, b\]$"),
+        (["rollout.tools={}"], r"^rollout\.tools=\{\}: a mapping, expected a list, written as \[a, b\]$"),
         (["loss.params=[1]"], r"^loss\.params must be a mapping, written as \{name: value\}$"),
         (["loss.correction_bounds.max_weight=0.5"], r"correction_bounds\.max_weight=0\.5 must be at least 1"),
         (["loss.correction=icepop", "loss.correction_bounds.min_weight=2"], r"min_weight=2\.0 must be from 0 to 1"),
@@ -350,6 +354,10 @@ def test_an_invalid_setting_is_rejected_with_its_key(overrides, message):
             r"run\.yaml, line 1: train\.num_step is not a setting \(did you mean train\.num_steps\?\)",
         ),
         ("train:\n  num_steps: many", r"run\.yaml, line 2: train\.num_steps: Value 'many'"),
+        ("seed:\tmany", r"run\.yaml, line 1: seed: Value 'many'"),
+        ("rollout: {tools: {}}", r"run\.yaml: a mapping, expected a list, written as \[a, b\]$"),
+        ("engine: {urls: [[a]]}", r"run\.yaml, line 1: engine\.urls must be a list, written as \[a, b\]$"),
+        ("loss: {name: '${oc.env:ABSENT}'}", r"^loss\.name: KeyError .*'ABSENT' not found\"$"),
         ("train.num_steps: 3", r"run\.yaml: train\.num_steps has dots, .*; write train: \{num_steps: …\}$"),
         ("sft: {num_steps: 1}\n", r"run\.yaml is for python -m paravt_jax\.sft: line 1: sft\.num_steps is not "),
     ],
@@ -420,6 +428,8 @@ def test_environment_variables_are_used_and_not_recorded(monkeypatch, tmp_path):
     monkeypatch.setenv("WHERE", "/secret/place")
     (tmp_path / "run.yaml").write_text("data: {train: '${oc.env:WHERE}/rows.jsonl'}\nrun_dir: runs/${seed}\n")
     urls = "engine.urls=['http://${oc.env:WHERE}']"
+    with pytest.raises(ValueError, match=r"^rollout\.prompts_file=runs/0/prompts\.yaml: No such file"):
+        load_config(tmp_path / "run.yaml", "rollout.prompts_file=${run_dir}/prompts.yaml")
     config = load_config(tmp_path / "run.yaml", "model.path=${oc.env:WHERE}", "engine.kind=sglang", urls)
     used = (config.model.path, config.data.train, config.run_dir)
     assert used == ("/secret/place", "/secret/place/rows.jsonl", "runs/0")
