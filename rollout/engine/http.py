@@ -17,6 +17,7 @@ MAX_ANSWER_BYTES = 2**24  # default limit of an answer
 KEEPALIVE_S = 2.0  # SGLang closes idle connections after 5 s; a request sent at that moment would be lost
 EVENT, LAST_EVENT = b"data: ", b"[DONE]"  # server-sent events
 ROUTING_KEY = "X-SMG-Routing-Key"  # an sglang-router sends requests with the same key to the same server
+RETRIED = (408, 425, 429)  # an sglang-router answers 429 if its queue is full, and 408 if a request waited too long
 MAX_CONNECTIONS = 1024  # per client, to all servers together; every running request holds a connection
 
 Body = bytes | AsyncIterator[bytes] | None
@@ -104,7 +105,7 @@ class HttpClient(AbstractAsyncContextManager["HttpClient"]):
 
 async def _refuse(response: aiohttp.ClientResponse, url: str) -> NoReturn:
     text = (await _read(response, MAX_ANSWER_BYTES)).decode(errors="replace")[:MAX_ERROR_CHARS]
-    if 400 <= response.status < 500:
+    if 400 <= response.status < 500 and response.status not in RETRIED:
         raise RequestRejected(f"{url} answered {response.status}: {text}")
     response.close()  # SGLang closes the connection after an error; do not reuse it
     raise ServerUnavailable(f"{url} answered {response.status}: {text}")

@@ -118,6 +118,8 @@ class FakeServer:
             await asyncio.sleep(60)
         if self.mode == "500":
             return web.Response(status=500, text="Internal Server Error")
+        if self.mode == "429":
+            return web.Response(status=429, text="Too Many Requests")
         if self.mode == "400":
             return web.json_response({"error": {"message": "too long"}}, status=400)
         if self.mode == "drop":

@@ -279,7 +279,7 @@ async def test_on_tokens_receives_every_token(engine, server):
     assert streamed.behavior_logp.tolist() == whole.behavior_logp.tolist()
 
 
-BAD = ["500", "drop", "garbage", "endless", "wrong"]
+BAD = ["500", "429", "drop", "garbage", "endless", "wrong"]
 WHOLE, STREAMED = ([*BAD, "redirect", "nested"], None), ([*BAD, "broken off", "pieces"], len)
 
 
