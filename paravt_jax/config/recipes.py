@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 
 from model_port.cli import add_debug_flag, prog_of, run_cli
-from model_port.output_dir import check_local
+from model_port.output_dir import check_local, named
 from paravt_jax.config.shipped import config_file, recipes
 
 
@@ -32,7 +32,12 @@ def main() -> None:
         if copy.exists():
             raise ValueError(f"{copy} exists; choose another --to, or remove it")
         args.to.mkdir(parents=True, exist_ok=True)
-        copy.write_text(source.read_text())
+        try:
+            with named(copy):
+                copy.write_bytes(source.read_bytes())
+        except OSError:  # a full disk
+            copy.unlink(missing_ok=True)
+            raise
         print(copy)
 
 

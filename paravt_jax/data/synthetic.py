@@ -158,6 +158,9 @@ def _write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with named(partial):
-        write(partial)
-    partial.replace(path)
+    try:
+        with named(partial):
+            write(partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,5 +1,6 @@
 """The configs of the package are found by name from any directory, listed and copied."""
 
+import resource
 import shutil
 import subprocess
 import sys
@@ -83,6 +84,18 @@ def test_a_copy_never_replaces_a_file(elsewhere, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["paravt configs", "smoke_cpu", "--to", str(copy)])
     with pytest.raises(ValueError, match=r"^--to .*/own/qwen25vl_7b_sft.yaml is not a directory$"):
         main()
+
+
+def test_a_full_disk_leaves_no_empty_copy(elsewhere, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["paravt configs", "smoke_cpu"])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large: .*smoke_cpu\.yaml"):
+            main()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(elsewhere.iterdir())
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 """Every answer is visible in its synthetic video, and existing files are reused."""
 
+import errno
 import hashlib
+import os
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from paravt_jax.data.synthetic import (
     questions,
     row_sources,
     traces,
+    write_atomic,
 )
 from paravt_jax.data.traces import load_traces
 from paravt_jax.rewards.answers import interval, interval_iou
@@ -160,3 +163,13 @@ def test_pixels_and_questions_depend_only_on_the_seed_and_the_number():
     assert hashlib.sha256(content).hexdigest() == "100e3b257bc8a1a55933031ff8d54821013c72d18783360d1ae820ece1d8b4be"
     first, second = (next(frames(make_clip(3, number))) for number in (5, 6))
     assert (first != second).any()
+
+
+def test_a_failed_write_leaves_no_partial_file(tmp_path):
+    def write(partial):
+        partial.write_text("half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError, match=r"No space left on device: .*train\.jsonl"):
+        write_atomic(tmp_path / "train.jsonl", write)
+    assert not list(tmp_path.iterdir())
