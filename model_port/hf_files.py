@@ -1,8 +1,9 @@
 """A Hugging Face model's files other than weights: config, tokenizer, processor, chat template.
 
 Published checkpoints describe their processors in preprocessor_config.json and video_preprocessor_config.json, which
-older libraries read. Transformers 5 writes, and prefers, a single processor_config.json. The chat template can also be
-in three files. The directories that we write have all these files, so that every reader finds the same settings.
+all libraries read. Transformers 5 writes, and prefers, a single processor_config.json, from which the directories that
+we write get the other two; but they never get that file, because transformers before 4.56 cannot load a directory that
+has it. The chat template can also be in three files, and is written to all of them.
 """
 
 import json
@@ -122,22 +123,16 @@ def _replace_dtypes(section: dict[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def _with_processor_files(files: dict[str, bytes], directory: Path) -> dict[str, bytes]:
-    nested = _parse(files, PROCESSOR_FILE, directory)
+    nested, added = _parse(files, PROCESSOR_FILE, directory), {}
     family = FAMILIES.get(str(_parse(files, CONFIG_FILE, directory).get("model_type")))
-    usual = {} if family is None else {"processor_class": family.processor_class}
-    completed = usual | nested
-    added = {}
-    for name, flat_file in FLAT_FILES.items():
-        flat = _parse(files, flat_file, directory)
-        if name in nested:
-            Section(str(directory / PROCESSOR_FILE), nested).section(name)
-        if name in nested and flat:
-            _check_agreement(nested[name], flat, directory, name, flat_file)
-        elif name in nested:
-            added[flat_file] = _to_json({key: completed[key] for key in usual} | nested[name])
-        elif flat:
-            completed[name] = flat
-            added[PROCESSOR_FILE] = _to_json(completed)
+    usual = {} if family is None else {"processor_class": nested.get("processor_class", family.processor_class)}
+    for name in filter(nested.__contains__, FLAT_FILES):
+        flat = _parse(files, FLAT_FILES[name], directory)
+        Section(str(directory / PROCESSOR_FILE), nested).section(name)
+        if flat:
+            _check_agreement(nested[name], flat, directory, name, FLAT_FILES[name])
+        else:
+            added[FLAT_FILES[name]] = _to_json(usual | nested[name])
     return {**files, **added}
 
 

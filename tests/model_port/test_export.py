@@ -112,25 +112,30 @@ def written(hf: Path) -> dict:
     return {name: json.loads(content) for name, content in read_side_files(hf).items() if name.endswith(".json")}
 
 
-def test_each_processor_format_yields_the_other(hf):
+def nest_processors(hf: Path) -> dict:
+    """Adds the processor file of transformers 5, and returns its content."""
+    image, video = (json.loads((hf / name).read_text()) for name in PROCESSORS)
+    edit(hf / "processor_config.json", {"image_processor": image, "video_processor": video})
+    return json.loads((hf / "processor_config.json").read_text())
+
+
+def test_transformers_5_processor_file_yields_the_published_ones(hf):
     flat = [json.loads((hf / name).read_text()) for name in PROCESSORS]
-    nested = written(hf)["processor_config.json"]
-    assert [nested["image_processor"], nested["video_processor"]] == flat
+    nest_processors(hf)
     for name in PROCESSORS:
         (hf / name).unlink()
-    (hf / "processor_config.json").write_text(json.dumps(nested))
     assert [written(hf)[name] for name in PROCESSORS] == flat
 
 
-def test_an_incomplete_processor_file_is_completed(hf):
+def test_published_processor_files_stay_alone(hf):
+    """Transformers before 4.56 cannot load a directory with the file of transformers 5."""
+    assert "processor_config.json" not in written(hf)
     (hf / "processor_config.json").write_text(json.dumps({"processor_class": "Other", "num_crops": 3}))
-    nested = written(hf)["processor_config.json"]
-    assert (nested["processor_class"], nested["num_crops"]) == ("Other", 3)
-    assert nested["image_processor"] == json.loads((hf / PROCESSORS[0]).read_text())
+    assert written(hf)["processor_config.json"] == {"processor_class": "Other", "num_crops": 3}
 
 
 def test_conflicting_processor_files_are_rejected(hf):
-    nested = written(hf)["processor_config.json"]
+    nested = nest_processors(hf)
     nested["image_processor"] |= {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": None}
     (hf / "processor_config.json").write_text(json.dumps(nested))
     read_side_files(hf)

@@ -132,8 +132,7 @@ def test_an_export_has_every_file_that_readers_need(tiny_hf, tmp_path):
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names >= {
         "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "preprocessor_config.json",
-        "video_preprocessor_config.json", "processor_config.json", "chat_template.jinja", "README.md",
-        "model.safetensors",
+        "video_preprocessor_config.json", "chat_template.jinja", "README.md", "model.safetensors",
     }  # fmt: skip
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {config.get("dtype"), config["text_config"].get("dtype")} == {"bfloat16"}

@@ -82,7 +82,7 @@ def test_a_tiny_model_loads_in_transformers_and_is_exported_bit_for_bit(family, 
     np.testing.assert_allclose(model_port.logits(model_port.load(tmp_path / "ckpt"), ids, *media), expected, atol=1e-4)
     export(tmp_path / "ckpt", out)
     assert (out / "model.safetensors").read_bytes() == (hf / "model.safetensors").read_bytes()
-    assert json.loads((out / "processor_config.json").read_text())["processor_class"] == processor
+    assert json.loads((out / "preprocessor_config.json").read_text())["processor_class"] == processor
 
 
 def test_the_tiny_qwen2_5_has_its_familys_tokens_template_and_patches(tmp_path):

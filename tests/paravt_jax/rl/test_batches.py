@@ -287,7 +287,10 @@ def test_pixel_bounds_can_differ_from_the_models(tiny_hf, tmp_path):
     from model_port.hf_files import read_side_files, with_pixel_bounds, write_side_files
 
     contract = VisionContract.from_hf(tiny_hf)
-    files = with_pixel_bounds(read_side_files(tiny_hf), 1024, 2048)
+    files = read_side_files(tiny_hf)
+    flat = json.loads(files["preprocessor_config.json"])
+    files["processor_config.json"] = json.dumps({"image_processor": flat}).encode()  # as transformers 5 writes it
+    files = with_pixel_bounds(files, 1024, 2048)
     write_side_files(files, tmp_path)
     bounded = replace(contract, min_pixels=1024, max_pixels=2048)
     assert VisionContract.from_hf(tmp_path) == bounded
