@@ -2,8 +2,8 @@
 
 Requests are spread over the servers; requests with the same affinity prefer the same server, because its prefix cache
 has their prompt. A server that fails gets no more requests until a probe succeeds. The client retries only failures
-that a retry can fix: lost connections, HTTP 5xx, and HTTP 429 after the wait that the server asks for. All retries
-happen within the request's deadline.
+that a retry can fix: lost connections, HTTP 5xx, and HTTP 429, or 503 with Retry-After, after the wait that the server
+asks for. All retries happen within the request's deadline.
 
 The API key comes from an environment variable and is sent only to the endpoint. Errors never contain the key, even if
 a server repeats it.
@@ -30,6 +30,7 @@ from rollout.endpoint.errors import (
     TooLate,
     Unreachable,
     quoted,
+    retry_after_s,
     status_error,
 )
 from rollout.engine.http import is_loopback
@@ -291,6 +292,8 @@ class EndpointClient:
             completion = await (self._streamed(create, request, on_text) if on_text else create(**request))
             return read_completion(completion, server.url, self._hidden)
         except openai.APIStatusError as problem:
+            if problem.status_code == 503 and (wait_s := retry_after_s(problem.response.headers)):
+                raise RateLimited(f"{server.url} answered HTTP 503 and asks for a wait", wait_s) from None
             raise self._response_error(server, problem) from None
         except openai.APIConnectionError as problem:
             lost = Unreachable(self._hidden(f"{server.url} cannot be reached: {_cause(problem)}"))

@@ -167,8 +167,9 @@ class FakeEndpoint:
             status, error = ERRORS[mode]
             headers = {"Location": "http://127.0.0.1:9/v1"} if status == 307 else {}
             return web.Response(status=status, text=json.dumps(error).replace("KEY", key), headers=headers)
-        if mode == "429":
-            return web.json_response({"error": "slow"}, status=429, headers={"Retry-After": self.retry_after})
+        if mode in ("429", "overloaded"):
+            status = 429 if mode == "429" else 503
+            return web.json_response({"error": "slow"}, status=status, headers={"Retry-After": self.retry_after})
         if mode == "other limit" and "max_tokens" in body:
             message = "'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
             return web.json_response({"error": {"message": message}}, status=400)

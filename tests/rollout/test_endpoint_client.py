@@ -183,9 +183,10 @@ async def test_an_error_in_a_stream_has_its_reason(client, endpoint):
     assert (await failure(client, on_text=lambda text: None)).reason == "context"
 
 
+@pytest.mark.parametrize("mode", ["429", "overloaded"])
 @asking()
-async def test_every_request_respects_retry_after(client, endpoint):
-    endpoint.modes, endpoint.retry_after, started_s = ["429", "ok"], "0.4", time.monotonic()
+async def test_every_request_respects_retry_after(client, endpoint, mode):
+    endpoint.modes, endpoint.retry_after, started_s = [mode, "ok"], "0.4", time.monotonic()
     first = asyncio.create_task(ask(client))
     await asyncio.sleep(0.1)
     await asyncio.gather(first, ask(client))
