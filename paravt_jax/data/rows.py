@@ -229,7 +229,7 @@ def existing_file(name: str, root: Path, inside: Path | None = None) -> str:
                 f"{candidate}, while data.video_root={root}; to read it, set data.allow_outside=true",
             )
         return str(candidate)
-    raise BadRow("missing file", str(root / path))
+    raise BadRow("missing file", f"{path} is not a local file; download it" if "://" in path else str(root / path))
 
 
 def checked_path(name: str) -> str:

@@ -271,6 +271,8 @@ def test_too_many_bad_rows_are_an_error_with_counts_and_examples(video_dir):
     assert "unknown question type: 1, for example rl.jsonl line 3: 'quiz', expected mcq, tvg, oe" in message
     with pytest.raises(ValueError, match="none of 2 rows can be used"):
         load_rows(video_dir, rl_row(""), rl_row(""), max_bad_frac=1.0)
+    with pytest.raises(ValueError, match=r"missing file: 1, for example .*: https://a\.b/c\.mp4 is not a local file"):
+        load_rows(video_dir, rl_row(video="https://a.b/c.mp4"))
 
 
 def test_as_many_bad_rows_as_allowed_are_logged_and_dropped(video_dir, caplog):
