@@ -24,7 +24,7 @@ from paravt_jax.data.hub import row_files
 logger = logging.getLogger(__name__)
 Read = TypeVar("Read")
 ID_COLUMNS = ("id", "index")  # optional columns that name a row
-LIST = re.compile(rb"\s*\[\s*(\{.*)?", re.DOTALL)  # the first line of a list of rows
+LIST = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*(\{.*)?", re.DOTALL)  # the first line of a list of rows; may have a BOM
 FILE_URI = "file://"
 BATCH_ROWS = 256  # rows read from parquet at a time
 HUB_SNAPSHOT = re.compile(r"(.*/datasets--[^/]+--[^/]+)/snapshots/")
