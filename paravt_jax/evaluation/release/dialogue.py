@@ -6,6 +6,7 @@ message demands the answer.
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -107,7 +108,8 @@ class ReleaseAgent:
         """The response to a call as a user message: pictures and text, or only text."""
         start_s, end_s = window_of(call)
         shown = await self.pictures.crop(question.video, start_s, end_s)
-        dialogue.turns[-1].crops.append({"window_s": [start_s, end_s], "num_frames": len(shown)})
+        window_s = [time_s if math.isfinite(time_s) else None for time_s in (start_s, end_s)]  # JSON has no others
+        dialogue.turns[-1].crops.append({"window_s": window_s, "num_frames": len(shown)})
         if not shown:
             return user_message(self.texts.fill("response_error", start_s=start_s, end_s=end_s))
         text = self.texts.fill("response", num_frames=len(shown), start_s=start_s, end_s=end_s)

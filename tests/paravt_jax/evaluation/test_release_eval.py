@@ -197,6 +197,13 @@ def test_a_video_that_times_out_is_missing(read, copy_of, monkeypatch):
     assert {line["episodes"][0]["reason"] for line in lines_of(root)} == {"video"}
 
 
+def test_a_window_without_finite_times_is_logged_as_json(copy_of):
+    root = copy_of("lvbench")
+    run("lvbench", root, CALL.replace("0", '"nan"', 1), "eval.max_prompts=1")
+    (path,) = (root.parent / "run").glob("samples_*.jsonl")
+    assert '"window_s": [null, ' in path.read_text()
+
+
 def test_a_call_that_stops_the_released_driver_is_wrong(copy_of):
     root = copy_of("charades")
     cell, _ = run("charades", root, "<tool_call>[1, 2]</tool_call> 24.3 - 30.4")
