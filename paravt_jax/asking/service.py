@@ -356,6 +356,8 @@ def _error(problem: RequestError) -> web.Response:
     headers = {} if problem.retry_s is None else {"Retry-After": str(problem.retry_s)}
     if problem.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if problem.status == 504:
+        headers["X-Should-Retry"] = "false"  # OpenAI's clients would run the question two more times
     return web.json_response(problem.to_json(), status=problem.status, headers=headers)
 
 
