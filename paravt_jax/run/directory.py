@@ -150,19 +150,23 @@ def locked_for_bucket(bucket: Bucket, hosts: Hosts) -> Iterator[tuple[Path, Leas
             lease = stack.enter_context(hold_lease(bucket, directory, say))
         hosts.gather("bucket", None)
         objects = bucket.listed()
-        has_checkpoint = any(name.endswith(f"/{RECORD_FILE}") for name in objects)
-        if not hosts.leads or (has_checkpoint and not _has_metrics(directory, bucket, objects)):
+        saved = [name.split("/")[1] for name in objects if name.endswith(f"/{RECORD_FILE}")]
+        newest = max(map(int, filter(str.isdecimal, saved)), default=None)
+        if not hosts.leads or (newest is not None and not _has_metrics(directory, bucket, objects, newest)):
             needed = [*filter(is_log, objects)] if hosts.leads else {METRICS_FILE, SETTINGS_FILE} & objects.keys()
             download(bucket, {name: objects[name] for name in needed}, directory)
         yield directory, lease
 
 
-def _has_metrics(directory: Path, bucket: Bucket, objects: Mapping[str, tuple[int, int]]) -> bool:
-    """Whether the local metrics have the bucket's last step: not on a fresh disk, or after another machine trained."""
+def _has_metrics(directory: Path, bucket: Bucket, objects: Mapping[str, tuple[int, int]], version: int) -> bool:
+    """Whether the local metrics and the bucket's are equal at a checkpoint's step; later ones were not committed.
+
+    They are not on a fresh disk, or if another machine has trained since.
+    """
     with TemporaryDirectory() as copy:
         download(bucket, {name: objects[name] for name in {METRICS_FILE} & objects.keys()}, Path(copy))
         ours, theirs = (rows_by_step(path / METRICS_FILE) for path in (directory, Path(copy)))
-    last = max(theirs, default=0)
+    last = max((step for step, row in theirs.items() if row.get("policy_version", 0) <= version), default=0)
     return last in ours and ours[last] == theirs[last]
 
 
