@@ -46,7 +46,7 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
     path = None if path is None else config_file(path)
     layers = [] if path is None else [(str(path), _one_line_errors(str(path), lambda: _read(path)))]
     layers += [(text, _one_line_errors(text, partial(_override, text, schema))) for text in overrides]
-    problems = [list(_unknown_keys(source, layer, schema)) for source, layer in layers]
+    problems = [list(_key_problems(source, layer, schema)) for source, layer in layers]
     if path is not None and problems[0] and (command := _command_of(layers[0][1])):
         raise ValueError(f"{path} is for {command}: {problems[0][0].removeprefix(f'{path}, ')}")
     if any(problems):
@@ -143,23 +143,27 @@ def _selected(layer: Any, key: str, default: Any = None) -> Any:
     return OmegaConf.select(layer, key, default=default, throw_on_resolution_failure=False)
 
 
-def _unknown_keys(source: str, layer: Any, schema: type) -> Iterable[str]:
+def _key_problems(source: str, layer: Any, schema: type) -> Iterable[str]:
+    """Yields an error for every key that is unknown or has another kind of value than its setting."""
     if not isinstance(layer, DictConfig):
         raise ValueError(f"{source} is a list, expected settings such as train: {{num_steps: 10}}")
     settings = cast(dict[Any, Any], OmegaConf.to_container(layer))
-    keys, mappings = _keys(schema)
     for key, value in flattened(settings).items():
-        error = ""
-        if isinstance(value, list) and any(isinstance(item, list | dict) for item in value):
-            error = f"{key} must be a list, written as [a, b]"
-        elif key in mappings:
-            error = f"{key} must be a mapping, written as {{name: value}}"
-        elif key not in keys and key.rpartition(".")[0] not in mappings:
-            error = change_of(key) or unknown_key(key, [*keys, *chain.from_iterable(mappings.values())])
-        elif not _is_nested(settings, key):
-            error = f"{key} has dots, which only the command line allows; write {_nested(key)}"
-        if error:
-            yield ("" if source.startswith(f"{key}=") else f"{source}{_line_of(source, key)}: ") + error
+        if problem := _key_problem(key, value, settings, schema):
+            yield ("" if source.startswith(f"{key}=") else f"{source}{_line_of(source, key)}: ") + problem
+
+
+def _key_problem(key: str, value: Any, settings: dict[Any, Any], schema: type) -> str:
+    keys, mappings = _keys(schema)
+    if isinstance(value, list) and any(isinstance(item, list | dict) for item in value):
+        return f"{key} must be a list, written as [a, b]"
+    if key in mappings:
+        return f"{key} must be a mapping, written as {{name: value}}"
+    if key not in keys and key.rpartition(".")[0] not in mappings:
+        return change_of(key) or unknown_key(key, [*keys, *chain.from_iterable(mappings.values())])
+    if not _is_nested(settings, key):
+        return f"{key} has dots, which only the command line allows; write {_nested(key)}"
+    return ""
 
 
 def _is_nested(tree: Any, key: str) -> bool:
@@ -176,7 +180,7 @@ def _nested(key: str) -> str:
 def _command_of(layer: Any) -> str:
     """The only command whose schema has every key of a file; empty if no or several commands match."""
     schemas = {"train": Config, "sft": SftConfig, "eval": EvalConfig}
-    commands = [command for command, schema in schemas.items() if not list(_unknown_keys("", layer, schema))]
+    commands = [command for command, schema in schemas.items() if not list(_key_problems("", layer, schema))]
     return f"python -m paravt_jax.{commands[0]}" if len(commands) == 1 else ""
 
 
