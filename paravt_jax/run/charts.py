@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from model_port.json_files import flattened
+from model_port.terminal import visible
 from paravt_jax.learner.settings import MismatchConfig
 from paravt_jax.run.directory import load_settings
 from paravt_jax.run.log import METRICS_FILE, VALIDATION_FILE, rows_by_step
@@ -168,7 +169,7 @@ class LoggedRun:
     @property
     def name(self) -> str:
         """The run's name with its parent directory, because many runs are called seed0."""
-        return "/".join(self.path.resolve().parts[-2:])
+        return visible("/".join(self.path.resolve().parts[-2:]))
 
     @property
     def kl_levels(self) -> dict[float, str]:

@@ -1,6 +1,7 @@
 """Charts and plots of runs with one step, with many, and with missing values."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -141,8 +142,9 @@ def test_a_kl_of_zero_is_drawn_on_a_log_scale(tmp_path):
     assert [path.stem for path in make_plots(tmp_path)] == ["learner"]
 
 
-def test_names_with_dollar_signs_are_not_read_as_formulas(tmp_path):
-    run_dir = tmp_path / "a$b_{c$"
+@pytest.mark.parametrize("name", ["a$b_{c$", os.fsdecode(b"\xff")])
+def test_names_with_dollar_signs_or_invalid_utf_8_are_shown_as_text(name, tmp_path):
+    run_dir = tmp_path / name
     write_lines(run_dir / "metrics.jsonl", [{"step": 1, "rollout/accuracy_mean_$x_{$": 1.0, "loss/a$b_{c$": 1.0}])
     assert [path.stem for path in make_plots(run_dir)] == ["prompts", "learner"]
 
