@@ -45,7 +45,7 @@ from rollout.prompts import IMAGE_PLACEHOLDER, PLACEHOLDER
 
 COLUMNS, OPTIONAL_COLUMNS = ("prompt", "videos", "extra_info"), ("images",)
 ROLES = ("system", "user", "assistant")
-OWN_TYPE = re.compile(r"[a-z][a-z0-9_]{,31}")  # becomes a part of metric names
+OWN_TYPE = re.compile(r"(?!k\d+$)[a-z][a-z0-9_]{,31}")  # a part of metric names, where k16 is a frame budget
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,8 @@ def _next_to(video: str, find: Callable[[str], str]) -> str:
 def _question_type(value: Any, own: bool) -> str:
     if value in QUESTION_TYPES or (own and isinstance(value, str) and OWN_TYPE.fullmatch(value)):
         return value
-    others = "a name of your own (lower-case letters, digits and _)" if own else "with reward.plugin one of your own"
+    named = "a name of your own (lower-case letters, digits and _, not k16)"
+    others = named if own else "with reward.plugin one of your own"
     raise BadRow("unknown question type", f"{value!r}, expected {', '.join(QUESTION_TYPES)}, or {others}")
 
 

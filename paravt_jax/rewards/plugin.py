@@ -69,7 +69,7 @@ class _OwnFunction:
             raise
         except Exception as problem:
             if timeout.expired():
-                raise PluginError(f"reward.plugin returned nothing within {self.deadline_s:g} s") from None
+                raise PluginError(f"it returned nothing within {self.deadline_s:g} s") from None
             raise PluginError(f"{type(problem).__name__}: {problem}") from problem
 
 

@@ -191,9 +191,9 @@ class Training:
             if not directory.allow_changes:
                 data, seed = directory.settings["data"]["train"], directory.settings["seed"]
                 raise ValueError(
-                    f"data.train={data} or seed={seed} changed since the run in {directory.path} started, so its "
-                    f"position in the data is invalid; set them back, choose another run_dir, or restart the data with "
-                    f"--allow-changes"
+                    f"data.train={data} or seed={seed} changed since the run in {directory.path} started, or files of "
+                    f"its rows are missing, so its position in the data is invalid; set them back, choose another "
+                    f"run_dir, or restart the data with --allow-changes"
                 )
             changes.append("the data changed and start from the beginning")
             progress = beginning | {"step": progress["step"]}

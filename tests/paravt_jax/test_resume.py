@@ -239,6 +239,18 @@ def test_other_rows_of_the_same_file_need_allow_changes(undisturbed, tmp_path):
         train_here(run_dir, *FIVE_STEPS, f"data.train={rows}", f"train.num_steps={NUM_STEPS + 1}")
 
 
+def test_a_lost_video_is_named_when_a_run_resumes(undisturbed, tmp_path, monkeypatch, caplog):
+    run_dir = shutil.copytree(undisturbed, tmp_path / "lost")
+    video = run_dir / "synthetic" / "videos" / "seed0_000.mp4"
+    monkeypatch.setattr("paravt_jax.data.synthetic.write_atomic", lambda *_: None)  # else it is made again
+    video.unlink()
+    with pytest.raises(
+        ValueError, match=r"^data\.train=synthetic or seed=0 changed since .* or files of its rows are missing"
+    ):
+        train_here(run_dir, *FIVE_STEPS, "data.max_bad_frac=0.5", f"train.num_steps={NUM_STEPS + 1}")
+    assert "rows are dropped (missing file: 3, for example" in caplog.text and video.name in caplog.text
+
+
 def test_a_log_without_its_checkpoints_is_not_started_over(undisturbed, tmp_path):
     run_dir = shutil.copytree(undisturbed, tmp_path / "lost")
     shutil.rmtree(run_dir / "checkpoints")

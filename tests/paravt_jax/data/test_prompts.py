@@ -215,7 +215,7 @@ def test_with_a_plugin_a_row_may_have_its_own_question_type_and_has_the_columns_
     rows = [
         rl_row(extra_info={"question_type": "caption", "answer": math.nan, "keywords": ["pan"]}),
         rl_row("A", keywords=["lid"]),
-        *(rl_row("A", name, keywords=[]) for name in ("Caption", "a" * 33, None)),
+        *(rl_row("A", name, keywords=[]) for name in ("Caption", "a" * 33, "k4", None)),
         rl_row("A"),
         rl_row(None, keywords=[]),  # a question type with R_acc needs an answer
     ]
@@ -225,7 +225,7 @@ def test_with_a_plugin_a_row_may_have_its_own_question_type_and_has_the_columns_
         ("caption", "", (("keywords", ["pan"]),)),
         ("mcq", "A", (("keywords", ["lid"]),)),
     ]
-    assert loaded.bad == {"unknown question type": 3, "missing column": 1, "empty answer": 1}
+    assert loaded.bad == {"unknown question type": 4, "missing column": 1, "empty answer": 1}
     assert remarks_on("rl.jsonl", loaded.prompts) == ["rl.jsonl: only reward.plugin scores caption (1 rows)"]
     parquet = write_parquet(video_dir / "rl.parquet", [rl_row("A", keywords=["lid"], more=1)])
     (prompt,) = load_prompts(parquet, video_root="", max_bad_frac=0.0, columns=["keywords"]).prompts
