@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from model_port.terminal import guard_stdout, say
+from model_port.terminal import guard_stdout, open_closed_streams, say
 
 DEBUG_FLAG = "--debug"
 FAILED = 1
@@ -30,6 +30,7 @@ def add_debug_flag(parser: argparse.ArgumentParser) -> None:
 def run_cli(main: Callable[[], None]) -> NoReturn:
     """Runs a command and exits, with code 0 only if `main` returned and its output could be written."""
     try:
+        open_closed_streams()
         guard_stdout()
         main()
         sys.stdout.flush()

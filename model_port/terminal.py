@@ -48,6 +48,16 @@ def _escaped_cell(text: str) -> str:
     return " ".join(text.splitlines()).replace("|", "\\|")
 
 
+def open_closed_streams() -> None:
+    """Opens closed standard streams as /dev/null, because the next opened file would get their number and output."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if name == "stdin" else "w"))
+
+
 def guard_stdout() -> None:
     """Applies `visible` to all further output if stdout is a terminal; a pipe gets it unchanged."""
     if sys.stdout.isatty():

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from rollout.terminal import guard_stdout, say
+from rollout.terminal import guard_stdout, open_closed_streams, say
 
 
 def prog_of(module: str) -> str:
@@ -21,6 +21,7 @@ def add_debug_flag(parser: argparse.ArgumentParser) -> None:
 def run_cli(main: Callable[[], None]) -> NoReturn:
     """Runs a command and exits, with code 0 only if `main` returned and its output could be written."""
     try:
+        open_closed_streams()
         guard_stdout()
         main()
         sys.stdout.flush()

@@ -2,7 +2,9 @@
 
 import errno
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -44,3 +46,24 @@ def test_exit_codes_of_success_and_interrupts(command, code, capsys):
     with pytest.raises(SystemExit) as ended:
         run_cli(command)
     assert ended.value.code == code and "Traceback" not in capsys.readouterr().err
+
+
+WRITE = """
+import os, sys
+from {package}.cli import run_cli
+
+def main():
+    with open(sys.argv[1], "w") as file:
+        print("printed")
+        os.system("echo by a child >&2")
+        file.write("content")
+
+run_cli(main)
+"""
+
+
+@pytest.mark.parametrize("package", ["model_port", "rollout"])
+def test_a_command_starts_with_closed_streams_and_its_output_gets_into_no_file(package, tmp_path):
+    words = [sys.executable, "-c", WRITE.format(package=package), str(tmp_path / "file")]
+    done = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *words], cwd=Path(__file__).parents[2])
+    assert done.returncode == 0 and (tmp_path / "file").read_text() == "content"
