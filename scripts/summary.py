@@ -45,8 +45,9 @@ class Line:
     digits: int = 2
 
     def __str__(self) -> str:
-        shown = [f"{value:,.{self.digits}f}" for value in self.values]
-        result = "; ".join(shown) if len(shown) < 4 else f"{min(shown)} to {max(shown)}"
+        is_range = len(self.values) > 3
+        chosen = (min(self.values), max(self.values)) if is_range else self.values
+        result = (" to " if is_range else "; ").join(f"{value:,.{self.digits}f}" for value in chosen)
         target = f"{self.target} {self.unit}" if self.target else "–"
         return f"| {self.quantity} | {result} {self.unit} | {target} | {met(self.values, self.target)} |"
 

@@ -32,6 +32,10 @@ def test_a_line_meets_its_target_only_if_all_values_do():
     assert str(Line("speed", [1.234, 0.5], "≥ 1.2")) == "| speed | 1.23; 0.50 × | ≥ 1.2 × | 1 of 2 |"
 
 
+def test_a_line_of_many_values_has_their_range():
+    assert str(Line("speed", [9.5, 10.25, 2000, 11])) == "| speed | 9.50 to 2,000.00 × | – | – |"
+
+
 @pytest.mark.parametrize("file", DATA, ids=lambda file: file.stem)
 def test_every_figure_has_its_command_date_and_machine(file):
     record = json.loads(file.read_bytes())
