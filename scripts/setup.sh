@@ -52,6 +52,7 @@ pip() { .venv/bin/python -m pip install --quiet --disable-pip-version-check --no
 if [ ! -x .venv/bin/python ]; then
   "$python" -m venv .venv
 fi
+echo "$have" >"$stamp" # without the rest, so that an interrupted installation is not up to date
 echo "setup: installing paravt_jax ($kind) into .venv (a few minutes the first time)"
 (while sleep 30 >/dev/null 2>&1; do echo "setup: installing, $SECONDS s so far" >&2; done) &
 trap "kill $!" EXIT

@@ -2,7 +2,8 @@
 # Creates .venv-sglang, the environment of the SGLang server, with Python 3.11+.
 #   bash scripts/setup_sglang.sh [cpu|cuda]
 # Re-running it does nothing until the pins, the variant, the Python or the directory changes.
-# PYTHON=/path/to/python3 sets the interpreter. cpu takes about a minute and 2.3 GB.
+# PYTHON=/path/to/python3 sets the interpreter; the default is the environment's, or python3 for a new one.
+# cpu takes about a minute and 2.3 GB.
 set -euo pipefail
 torch=torch==2.13.0
 sglang=sglang==0.5.23
@@ -15,7 +16,9 @@ case "$variant" in
 esac
 CDPATH= cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 
+venv=.venv-sglang
 python=${PYTHON:-python3}
+if [ -z "${PYTHON:-}" ] && [ -x $venv/bin/python ]; then python=$(readlink -f $venv/bin/python); fi
 command -v "$python" >/dev/null || { echo "setup_sglang: no '$python' found; install Python 3.11 or newer, or set PYTHON" >&2; exit 1; }
 version=$("$python" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])')
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
@@ -24,7 +27,6 @@ version=$("$python" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])')
 exec 9<>scripts/setup_sglang.sh # for writing too, because NFS locks nothing else
 flock 9 # a second run waits for the first, and then has nothing to do
 
-venv=.venv-sglang
 stamp=$venv/.setup-stamp
 lock=requirements/sglang-$variant.txt
 want="$variant $version $(pwd) $torch $sglang $(cksum <$lock)"

@@ -215,6 +215,37 @@ def test_an_environment_that_was_interrupted_before_pip_is_rebuilt(setup_sh, tmp
     assert not (tmp_path / "clone/.venv").exists()
 
 
+def test_an_interrupted_installation_is_repeated_with_the_files_from_before(setup_sh, tmp_path):
+    setup_sh("cpu")
+    pip, lock = tmp_path / "pip.py", tmp_path / "clone/requirements/cpu.txt"
+    working, locked_before = pip.read_text(), lock.read_text()
+    pip.write_text("raise SystemExit(1)")
+    lock.write_text(f"{locked_before}# changed\n")
+    with pytest.raises(RuntimeError):
+        setup_sh("cpu")
+    pip.write_text(working)
+    lock.write_text(locked_before)
+    assert setup_sh("cpu") == [UV, "requirements/cpu.txt", "."]
+
+
+def test_the_sidecar_keeps_its_python_when_another_is_first_in_path(tmp_path):
+    clone, program = tmp_path / "clone", tmp_path / "program"
+    shutil.copytree(LOCKS, clone / "requirements")
+    (clone / "scripts").mkdir()
+    for name in ("setup_sglang.sh", "install_locked.sh"):
+        shutil.copy(ROOT / "scripts" / name, clone / "scripts")
+    (tmp_path / "pip.py").touch()
+    makes = f'{sys.executable} -m venv --without-pip "$3" && ln -s /bin/true "$3/bin/uv"'
+    program.write_text(f'#!/bin/sh\nif [ "$2" = venv ]; then {makes}; exit; fi\nexec {sys.executable} "$@"\n')
+    program.chmod(0o755)
+    (tmp_path / "python3").symlink_to("/bin/false")
+    env = os.environ | {"PYTHONPATH": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for python, says in ((program, "installing"), ("", "is up to date")):
+        command, env["PYTHON"] = ["bash", "scripts/setup_sglang.sh"], str(python)
+        done = subprocess.run(command, cwd=clone, env=env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 and says in done.stdout, done.stderr
+
+
 def test_setup_takes_a_lock_that_works_on_nfs(tmp_path):
     """On NFS an exclusive lock needs a descriptor that is open for writing."""
     (tmp_path / "flock").write_text('#!/bin/sh\ngrep flags "/proc/self/fdinfo/$1"\nexit 1\n')
