@@ -6,6 +6,7 @@ This is a copy of model_port.terminal, because neither package may import the ot
 import os
 import re
 import sys
+from io import TextIOWrapper
 
 UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -39,7 +40,12 @@ def open_closed_streams() -> None:
 
 
 def guard_stdout() -> None:
-    """Applies `visible` to all further output if stdout is a terminal; a pipe gets it unchanged."""
+    """Applies `visible` to all further output if stdout is a terminal; a pipe gets it unchanged.
+
+    Text that stdout's encoding lacks is printed as escapes instead of raising.
+    """
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
     if sys.stdout.isatty():
         os.environ.setdefault("NO_COLOR", "1")  # Python 3.14's argparse would write escape sequences
         write = sys.stdout.write

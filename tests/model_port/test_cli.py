@@ -10,6 +10,8 @@ import pytest
 
 from model_port.cli import run_cli
 
+ROOT = Path(__file__).parents[2]
+
 
 def raiser(problem):
     def main():
@@ -65,5 +67,14 @@ run_cli(main)
 @pytest.mark.parametrize("package", ["model_port", "rollout"])
 def test_a_command_starts_with_closed_streams_and_its_output_gets_into_no_file(package, tmp_path):
     words = [sys.executable, "-c", WRITE.format(package=package), str(tmp_path / "file")]
-    done = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *words], cwd=Path(__file__).parents[2])
+    done = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *words], cwd=ROOT)
     assert done.returncode == 0 and (tmp_path / "file").read_text() == "content"
+
+
+@pytest.mark.parametrize(("encoding", "printed"), [("ascii", b"\\u2026 \\udcff"), ("utf-8", "… \\udcff".encode())])
+@pytest.mark.parametrize("package", ["model_port", "rollout"])
+def test_text_that_stdout_cannot_encode_is_printed_as_escapes(package, encoding, printed):
+    code = f"from {package}.cli import run_cli; run_cli(lambda: print('\\u2026 \\udcff'))"
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, check=True)
+    assert done.stdout.strip() == printed
