@@ -81,7 +81,7 @@ class Learner:
         """
         self.optim, self.loss, self.mesh = optim, loss, mesh
         self._variant, self._coefs = variant_of(loss), LossCoefs.of(loss)
-        self._temperature, self._num_steps = temperature, num_steps
+        self._temperature, self.num_steps = temperature, num_steps
         self._structure, trainable, frozen = nnx.split(model, trained_filter(model, optim), ...)
         dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(trainable)} - {"float32", "float64"}
         if dtypes:
@@ -118,7 +118,7 @@ class Learner:
             state,
             None if self._ref is None else Params(shapes_of(self._ref, memory), state.frozen),
             self._temperature,
-            numbers_at(self.optim, 0, self._num_steps),
+            numbers_at(self.optim, 0, self.num_steps),
             objective,
             coefs,
             train_vision=self.optim.train_vision,
@@ -214,7 +214,7 @@ class Learner:
             step, frozen = int(self.state.step), self.state.frozen
             self._move_moments(DEVICE_MEMORY)
             state, grad_norm = programs.apply_gradients(
-                replace(self.state, frozen=nnx.State({})), grads, numbers_at(self.optim, step, self._num_steps)
+                replace(self.state, frozen=nnx.State({})), grads, numbers_at(self.optim, step, self.num_steps)
             )
             self.state = replace(state, frozen=frozen)  # keeps the same arrays, because other code may refer to them
             self._move_moments(HOST_MEMORY)
@@ -265,7 +265,7 @@ class Learner:
             )
 
     def _optim_metrics(self, grad_norm: float) -> dict[str, float]:
-        last = numbers_at(self.optim, int(self.state.step) - 1, self._num_steps)
+        last = numbers_at(self.optim, int(self.state.step) - 1, self.num_steps)
         return {
             "optim/grad_norm": grad_norm,
             "optim/learning_rate": float(last.learning_rate),
@@ -279,7 +279,7 @@ class Learner:
 
     def _make_opt_state(self, trainable: nnx.State) -> Any:
         """Makes the optimizer state; moments have the sharding of their parameters."""
-        adam = optimizer(numbers_at(self.optim, 0, self._num_steps))
+        adam = optimizer(numbers_at(self.optim, 0, self.num_steps))
         if self.mesh is None:
             return adam.init(trainable)
         return jax.jit(adam.init, out_shardings=opt_shardings(adam, trainable, self.mesh))(trainable)

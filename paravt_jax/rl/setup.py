@@ -191,7 +191,7 @@ async def _resume(
         num_steps=num_steps * config.train.updates_per_step,
         mesh=policy.mesh,
     )
-    return await Training.resume(
+    training = await Training.resume(
         directory,
         policy,
         learner,
@@ -203,6 +203,10 @@ async def _resume(
         log=config.log,
         remarks=remarks,
     )
+    # Earlier steps may have had another number of updates, which would shift the schedule of the learning rate.
+    num_left = max(0, num_steps - training.step) * config.train.updates_per_step
+    learner.num_steps = training.version + num_left
+    return training
 
 
 async def _rollouts(

@@ -212,6 +212,19 @@ def test_changed_settings_are_one_line_and_another_seed_needs_allow_changes(undi
     assert first != last
 
 
+@pytest.mark.parametrize("updates", [1, 2])
+def test_the_learning_rates_schedule_ends_with_the_run_after_another_number_of_updates(updates, undisturbed, tmp_path):
+    run_dir = shutil.copytree(undisturbed, tmp_path / "changed")
+    changed = ("train.num_steps=10", "train.prompts_per_step=2", f"train.updates_per_step={updates}")
+    config = load_config(SMOKE, f"run_dir={run_dir}", *FIVE_STEPS, *changed)
+
+    async def planned() -> tuple[int, int]:
+        async with setup.open_run(config) as run:
+            return run.training.version, run.training.learner.num_steps
+
+    assert asyncio.run(planned()) == (NUM_STEPS, NUM_STEPS + (10 - NUM_STEPS) * updates)
+
+
 def test_a_resumed_run_reports_a_changed_reward(undisturbed, tmp_path, capsys):
     run_dir, own = shutil.copytree(undisturbed, tmp_path / "changed"), tmp_path / "own.py"
     config = load_config(SMOKE, f"run_dir={run_dir}", *FIVE_STEPS, "train.num_steps=9", f"reward.plugin={own}:reward")
