@@ -7,7 +7,9 @@ several runs, draws one picture that overlays their curves.
 
 import argparse
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -72,12 +74,20 @@ STYLE: Any = {
 }
 
 
+@contextmanager
+def own_style() -> Iterator[None]:
+    """Sets the style until the body ends. Characters that the font lacks, as in 视频, are boxes without a warning."""
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font")
+        yield
+
+
 def make_plots(run_dir: Path) -> list[Path]:
     """Writes RUN/plots/*.png and returns their paths."""
     run = load_run(run_dir)
     written = []
-    # Restores the style afterwards, for other figures of the process. Another process may draw the same plots.
-    with matplotlib.rc_context(STYLE), TemporaryDirectory(prefix=".plots", dir=run_dir) as partial:
+    # Another process may draw the same plots.
+    with own_style(), TemporaryDirectory(prefix=".plots", dir=run_dir) as partial:
         for section, title in SECTIONS.items():
             charts = [chart for chart in run.charts if chart.section == section]
             if not charts:
@@ -238,7 +248,7 @@ def main() -> None:
 
 
 def _compare(run_dirs: Sequence[Path], png: OutputFile) -> None:
-    with matplotlib.rc_context(STYLE):
+    with own_style():
         figure = draw_runs([load_run(run_dir) for run_dir in run_dirs])
         with png.partial() as partial:
             figure.savefig(partial, format="png")

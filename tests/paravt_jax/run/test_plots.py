@@ -142,8 +142,8 @@ def test_a_kl_of_zero_is_drawn_on_a_log_scale(tmp_path):
     assert [path.stem for path in make_plots(tmp_path)] == ["learner"]
 
 
-@pytest.mark.parametrize("name", ["a$b_{c$", os.fsdecode(b"\xff")])
-def test_names_with_dollar_signs_or_invalid_utf_8_are_shown_as_text(name, tmp_path):
+@pytest.mark.parametrize("name", ["a$b_{c$", os.fsdecode(b"\xff"), "视频"])
+def test_any_name_of_a_run_is_shown_as_text_without_a_warning(name, tmp_path):
     run_dir = tmp_path / name
     write_lines(run_dir / "metrics.jsonl", [{"step": 1, "rollout/accuracy_mean_$x_{$": 1.0, "loss/a$b_{c$": 1.0}])
     assert [path.stem for path in make_plots(run_dir)] == ["prompts", "learner"]
