@@ -15,7 +15,7 @@ from paravt_jax.evaluation.sample_log import SampleResult
 from paravt_jax.rewards.judge import JudgeConfig
 from paravt_jax.rewards.settings import RewardConfig
 from paravt_jax.run.directory import versions
-from paravt_jax.run.fingerprints import own_files
+from paravt_jax.run.fingerprints import fingerprint_of, own_files
 from rollout import tools
 from rollout.engine.http import HttpClient
 from rollout.engine.protocol import Engine
@@ -25,7 +25,6 @@ SCORERS = ("answers", "grammar", "official", "release", "terms")  # modules of `
 ABOUT_THE_MACHINE = ("run_dir", "engine", "mesh", "eval")  # sections that do not affect answers, except EVAL_KEYS
 TEXTS_DIGEST = "release_texts_digest"  # extra key of a record: a hash of eval.release_texts
 EVAL_KEYS = ("mode", "num_samples", "protocol", "channel", TEXTS_DIGEST)
-PIECE_BYTES = 2**16
 SERVER_DEADLINE_S = 30.0
 
 
@@ -114,7 +113,7 @@ def model_record(path: str, source: Path | None) -> dict[str, Any]:
     if source is None:
         return {"path": path, "source": None, "digest": digest(path)}
     files = sorted(file for file in source.rglob("*") if file.is_file())
-    fingerprints = [[file.relative_to(source).as_posix(), *_fingerprint(file)] for file in files]
+    fingerprints = [[file.relative_to(source).as_posix(), *fingerprint_of(file)] for file in files]
     return {"path": path, "source": str(source), "digest": digest(fingerprints)}
 
 
@@ -147,16 +146,6 @@ def with_other_models(engine: Mapping[str, Any], model: Mapping[str, Any]) -> li
     """The servers that loaded other files than the certificate's model, or the same files under another name."""
     models = {url: server["model"] for url, server in engine.get("servers", {}).items()}
     return [f"{url} ({read})" for url, read in models.items() if read not in (model["path"], model["source"])]
-
-
-def _fingerprint(file: Path) -> tuple[int, str]:
-    """The size of a file and a hash of its start, middle and end, because hashing 16 GB of weights takes too long."""
-    num_bytes, pieces = file.stat().st_size, hashlib.blake2b(digest_size=12)
-    with file.open("rb") as content:
-        for start in (0, num_bytes // 2, max(0, num_bytes - PIECE_BYTES)):
-            content.seek(start)
-            pieces.update(content.read(PIECE_BYTES))
-    return num_bytes, pieces.hexdigest()
 
 
 def digest(content: Any) -> str:

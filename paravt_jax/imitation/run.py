@@ -167,6 +167,7 @@ async def open_sft_run(
         held_out = spread(held_out, config.validation.max_prompts)
         data = f"{len(train):,} traces, {len(held_out):,} {held_out_name(config.data.validation)}"
         policy = await policy_of(config, directory.path, hosts, data)
+        await in_thread(lambda: directory.check_weights(policy))
         check_sources(hosts, train, held_out, policy)
         planned = PlannedSft.of(config, read_config(policy.hf_files))
         compute, line = chosen_for(policy.compute, planned, devices)

@@ -101,6 +101,7 @@ async def open_run(
         if replay is None:
             await report_unreachable(config.engine)
         policy = await policy_of(config, directory.path, hosts, data)
+        await in_thread(lambda: directory.check_weights(policy))
         check_sources(hosts, train, held_out, policy)
         planned = PlannedRl.of(config, read_config(policy.hf_files))
         compute, line = chosen_for(policy.compute, planned, devices)

@@ -45,6 +45,7 @@ TOKEN_FILE = ".hosts"  # checks that all hosts see the same directory
 RUN_ID_FILE = ".run_id"
 MAX_NAME_CHARS = 40  # limit for the directory name in a run's id
 OWN_CODE = "own_code"  # key of RUN/config.json: checksums of the user's files
+WEIGHTS = "weights"  # key of RUN/config.json: checksum of the weights in model.path
 LOCK_FILE, SETTINGS_FILE, SETTINGS_LOG_FILE = ".lock", "config.json", "settings.jsonl"
 KINDS = {"eval": "an evaluation", "sft": "an SFT run", "train": "an RL run"}  # by the config section that only it has
 BESIDE_BUCKET = "runs"  # folder in the working directory for local files of runs with checkpoints in a bucket

@@ -1,5 +1,6 @@
 """Computes checksums of a run's code, data rows, their files and the model, which hosts compare."""
 
+import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from paravt_jax.run.policy import Policy
 PACKAGES = ("paravt_jax", "model_port", "rollout")
 OWN_CODE = re.compile(r"(.+\.py):\w+")  # a setting that names a user's function
 SUMMED_BYTES, EVERY_BYTES = 2**12, 2**20  # bytes to hash of each block of bytes; whole weights take too long
+PIECE_BYTES = 2**16
 SHOWN_DIGITS = 12
 
 
@@ -74,6 +76,22 @@ def model_sums(directory: Path, setting: str) -> dict[str, str]:
         if path.is_file() and path.name != LIST_FILE and not any(part.startswith(".") for part in name.parts):
             sums[f"{name} of {setting}"] = _sampled_sum(path)
     return sums
+
+
+def weights_sum(directory: Path) -> str:
+    """A quick checksum of a Hugging Face model's weights, or of all files of a converted checkpoint."""
+    files = sorted(directory.glob("*.safetensors")) or sorted(filter(Path.is_file, directory.rglob("*")))
+    return _sum(repr([(str(file.relative_to(directory)), *fingerprint_of(file)) for file in files]).encode())
+
+
+def fingerprint_of(file: Path) -> tuple[int, str]:
+    """The size of a file and a hash of its start, middle and end, because hashing 16 GB of weights takes too long."""
+    num_bytes, pieces = file.stat().st_size, hashlib.blake2b(digest_size=12)
+    with file.open("rb") as content:
+        for start in (0, num_bytes // 2, max(0, num_bytes - PIECE_BYTES)):
+            content.seek(start)
+            pieces.update(content.read(PIECE_BYTES))
+    return num_bytes, pieces.hexdigest()
 
 
 def _sampled_sum(path: Path) -> str:

@@ -28,9 +28,11 @@ from paravt_jax.run.checkpoint_layout import steps_in
 from paravt_jax.run.compiles import Compiles
 from paravt_jax.run.directory import (
     OWN_CODE,
+    WEIGHTS,
     LogCopies,
     changed_settings,
     check_kind,
+    load_settings,
     locked,
     locked_by_host_0,
     locked_for_bucket,
@@ -38,7 +40,7 @@ from paravt_jax.run.directory import (
     write_settings,
 )
 from paravt_jax.run.episode_parts import EpisodeParts
-from paravt_jax.run.fingerprints import code_sums, own_sums
+from paravt_jax.run.fingerprints import code_sums, own_sums, weights_sum
 from paravt_jax.run.hosts import Hosts
 from paravt_jax.run.lease import Lease
 from paravt_jax.run.log import PLOTS_DIR, QuietLog, RunLog, import_wandb, last_step
@@ -66,6 +68,7 @@ class RunDirectory:
     hosts: Hosts
     bucket: Bucket | None = None  # for checkpoints and copies of logs; None: they are local
     lease: Lease | None = None  # host 0's lease on the bucket
+    old_weights: str = ""  # checksum of the weights in model.path at the last start; empty if there was none
 
     @classmethod
     def acquire(
@@ -100,6 +103,7 @@ class RunDirectory:
         check_kind(settings, path)
         num_logged = last_step(path)
         has_steps = num_logged or steps_in((bucket or path) / CHECKPOINTS_DIR)  # the log may be lost
+        old_weights = load_settings(path).get(WEIGHTS, "") if has_steps else ""
         changes = changed_settings(settings, path, own_sums(settings)) if has_steps else {}
         differ = [
             f"{key}={new}, but was {old if old != '' else 'empty'}"
@@ -111,7 +115,15 @@ class RunDirectory:
                 f"{'; '.join(differ)} in the earlier steps of {path}: set it back, choose another run_dir, or add "
                 f"--allow-changes to resume with the change"
             )
-        return cls(path, stopping, num_logged, settings, changes, allow_changes, hosts, bucket, lease)
+        return cls(path, stopping, num_logged, settings, changes, allow_changes, hosts, bucket, lease, old_weights)
+
+    def check_weights(self, policy: Policy) -> None:
+        """Raises if the weights in model.path have changed since the last start, because the KL would refer to them."""
+        if self.old_weights and not self.allow_changes and weights_sum(policy.source) != self.old_weights:
+            raise ValueError(
+                f"the weights of model.path={self.settings['model']['path']} have changed since the earlier steps of "
+                f"{self.path}: restore them, choose another run_dir, or add --allow-changes to resume with the change"
+            )
 
     def checkpoints(self, copies: "LogCopies | None", *options: Any) -> Checkpoints:
         """Makes the run's checkpoints. `copies` uploads logs before a checkpoint in a bucket is committed."""
@@ -200,8 +212,8 @@ class Training:
         step, compiles = int(progress["step"]), Compiles()
         settings = dict(directory.settings)
         if hosts.leads and step < num_steps:
-            facts = {OWN_CODE: own_sums(settings), "device_kind": jax.devices()[0].device_kind}
-            write_settings(settings, directory.path, step, **facts)
+            sums = {OWN_CODE: own_sums(settings), WEIGHTS: weights_sum(policy.source)}
+            write_settings(settings, directory.path, step, **sums, device_kind=jax.devices()[0].device_kind)
         own_log = None
         if hosts.leads:
             own_log = RunLog(

@@ -252,6 +252,18 @@ def test_other_rows_of_the_same_file_need_allow_changes(undisturbed, tmp_path):
         train_here(run_dir, *FIVE_STEPS, f"data.train={rows}", f"train.num_steps={NUM_STEPS + 1}")
 
 
+def test_other_weights_under_the_same_path_need_allow_changes(undisturbed, tmp_path):
+    """With all weights trained, the checkpoint has the policy, but the reference would be another model."""
+    run_dir = shutil.copytree(undisturbed, tmp_path / "other")
+    shutil.rmtree(run_dir / "tiny")
+    make_tiny(run_dir / "tiny", seed=1)
+    more = (*FIVE_STEPS, f"train.num_steps={NUM_STEPS + 1}")
+    with pytest.raises(ValueError, match=r"^the weights of model\.path=tiny have changed since .* --allow-changes to"):
+        train_here(run_dir, *more)
+    train_forked(run_dir, *more, "--allow-changes")
+    assert len(metrics_of(run_dir)) == NUM_STEPS + 1
+
+
 def test_a_lost_video_is_named_when_a_run_resumes(undisturbed, tmp_path, monkeypatch, caplog):
     run_dir = shutil.copytree(undisturbed, tmp_path / "lost")
     video = run_dir / "synthetic" / "videos" / "seed0_000.mp4"

@@ -132,7 +132,7 @@ def test_every_host_starts_servers_of_its_own(tmp_path):
     one_high, two_high = (step_of("8b_8x80gb", *hosts).parts["decode"].high for hosts in ((), two))
     assert two_high < one_high
     servers = tmp_path / "servers.txt"
-    servers.write_text("# eight\n" + "".join(f"http://servers:{n}\n" for n in range(8)))
+    servers.write_text("# eight\n" + "".join(f"http://servers:{30_000 + n}\n" for n in range(8)))
     listed = run_of("8b_2nodes", f"engine.urls=[{servers}]")
     assert samplers_of(listed).replicas == 8 == samplers_of(run_of("8b_2nodes")).replicas
     assert samplers_of(run_of("8b_2nodes", "engine.urls=[absent.txt]")).replicas == 1
