@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: apt-get install chromium"),
 ]
 LOOK = f"Where?</think>{call(16, 24)}{call(32, 40)}<|im_end|>"
+LONG_NAME = "Donaudampfschiff" * 15
 INHERITED = ["constructor", "__proto__", "toString"]
 FILTER = "(name, value) => { const c = [...document.querySelectorAll('.filters label')].find(l => \
 l.textContent.startsWith(name)).querySelector('select, input'); c.value = value; \
@@ -183,6 +184,44 @@ def test_questions_are_searched_to_their_end(tab, tmp_path):
     tab.run(f"({FILTER})('Question contains', 'b. everything')")
     assert tab.run("document.querySelector('.count').textContent") == "1 of 2 episodes"
     assert "everything" not in tab.run("document.querySelector('.row .q').textContent")
+
+
+def with_long_names(run_dir: Path) -> Path:
+    """A run in which all names from outside are long and have no space."""
+    make_run(run_dir, 1)
+    records = run_dir / "episodes" / "000001.jsonl"
+    episodes = [json.loads(line) for line in records.read_text().splitlines()]
+    episode = next(episode for episode in episodes if any(turn["calls"] for turn in episode["turns"]))
+    episode |= dict.fromkeys(("id", "question", "question_type", "answer", "finish", "split"), LONG_NAME)
+    episode |= {"scores": {LONG_NAME: 0.5}, "groups": {LONG_NAME: [LONG_NAME]}}
+    episode["reward"] |= {"own": [{"name": LONG_NAME, "value": 1.0, "weight": 1.0}]}
+    episode["reward"]["credits"] = [{"name": LONG_NAME, "term": LONG_NAME, "value": 1.0, "places": [[0, 0, 5]]}]
+    episode["advantage"] |= {"properties": {LONG_NAME: 0.5}}
+    for video in episode["videos"]:
+        video |= {"name": LONG_NAME, "path": f"/videos/{LONG_NAME}.mp4"}
+    for made_call in [each for turn in episode["turns"] for each in turn["calls"]]:
+        made_call |= dict.fromkeys(("name", "outcome", "response", "problem"), LONG_NAME)
+    records.write_text(json.dumps(episode) + "\n")
+    return run_dir
+
+
+@pytest.mark.parametrize("size_px", [DESKTOP, PHONE])
+def test_long_names_fit_the_screen(size_px, tab, tmp_path):
+    (tmp_path / "page.html").write_bytes(make_page([with_long_names(tmp_path / "run")], 20))
+    open_page(tab, tmp_path / "page.html", size_px=size_px)
+    assert tab.run("document.querySelector('.timeline .about').textContent").count(LONG_NAME) == 2
+    assert tab.run("document.documentElement.scrollWidth") <= size_px[0]
+    assert tab.messages == []
+
+
+def test_the_table_of_cells_with_a_long_split_fits_the_screen(tab, tmp_path):
+    run = make_evaluation(tmp_path / "copy")
+    for path in run.glob("cell_*.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"split": LONG_NAME}))
+    (tmp_path / "page.html").write_bytes(make_page([run], 20))
+    open_page(tab, tmp_path / "page.html")
+    width_px, room_px = tab.run("['scrollWidth', 'clientWidth'].map(of => document.querySelector('.table')[of])")
+    assert width_px <= room_px
 
 
 def test_validation_before_the_first_step_is_drawn(tab, tmp_path):
