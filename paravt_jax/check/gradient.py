@@ -42,9 +42,9 @@ def gradient(target: Target) -> Iterator[Measured | Facts]:
         theirs = reference.gradients(prompt, ours)
     for tower in ("vision", "text"):
         names = [rule.hf_names[layer] for rule, layer in kernels(target.config) if rule.path.startswith(tower)]
-        errors = {name: relative_error(ours[name], theirs[name]) for name in names}
-        worst = max(errors, key=lambda name: errors[name])
-        yield Measured(f"{tower} tower, worst of {len(errors)} kernels: {worst}", errors[worst], MAX_RELATIVE)
+        errors = [relative_error(ours[name], theirs[name]) for name in names]
+        worst = int(np.argmax(errors))  # NaN is the worst
+        yield Measured(f"{tower} tower, worst of {len(errors)} kernels: {names[worst]}", errors[worst], MAX_RELATIVE)
 
 
 def relative_error(ours: np.ndarray, theirs: np.ndarray) -> float:

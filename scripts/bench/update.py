@@ -93,7 +93,8 @@ def loss_of(way: str) -> LossConfig:
 def check_agreement(turn: dict[str, dict[str, float]], tolerance: float) -> None:
     for name in AGREED:
         values = {way: done[name] for way, done in turn.items()}
-        if max(values.values()) - min(values.values()) > tolerance * max(1.0, *values.values()):
+        spread = max(values.values()) - min(values.values())
+        if not np.isfinite([*values.values()]).all() or spread > tolerance * max(1.0, *values.values()):
             raise RuntimeError(f"the ways disagree on {name}: {values}")
 
 

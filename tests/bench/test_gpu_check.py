@@ -1,6 +1,7 @@
 """The GPU check without a GPU: failures of parts, the page, and the FLOP counts."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 
 from model_port.config import preset
 from paravt_jax.plan.devices import peak_flops
-from scripts.bench import gpu_check
+from scripts.bench import gpu_check, gpu_parts
 from scripts.bench.gpu_parts import PARTS, at_depth, attention_time, model_flops
 from scripts.bench.gpu_sizes import Check, failure
 
@@ -66,6 +67,28 @@ def test_ways_with_different_results_are_a_violation():
     assert gpu_check._disagreement(ways) == []
     (problem,) = gpu_check._disagreement([*ways, {"way": "rows", "loss": 0.35, "grad_norm": 1.0}])
     assert "the ways disagree on loss/total" in problem
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_a_way_without_a_finite_result_disagrees(wrong):
+    ways = [{"way": way, "loss": 0.25, "grad_norm": norm} for way, norm in (("branches", 1.0), ("rows", wrong))]
+    (problem,) = gpu_check._disagreement(ways)
+    assert "the ways disagree on optim/grad_norm" in problem
+
+
+def test_a_form_with_nan_gradients_is_a_problem(monkeypatch, tmp_path):
+    with_gradients = gpu_parts.with_gradients
+
+    def broken(form):
+        call = with_gradients(form)
+        return lambda *inputs: (out := call(*inputs)) and (*out[:2], out[2] * math.nan, *out[3:])
+
+    monkeypatch.setattr(gpu_parts, "forms", lambda: ["blocked"])
+    monkeypatch.setattr(
+        gpu_parts, "with_gradients", lambda form: (broken if form == "blocked" else with_gradients)(form)
+    )
+    (row,) = gpu_parts.attention(Check(tiny=True, folder=tmp_path))
+    assert math.isnan(row["fp32_error"]) and "above 1e-05" in row["problem"]
 
 
 def test_only_an_optional_size_without_memory_is_a_note():

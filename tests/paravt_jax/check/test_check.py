@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -163,6 +165,19 @@ def test_another_model_in_transformers_is_detected(stage, target, tmp_path, monk
     (planned_gib,) = [report["planned_gib"] for report in reports if not isinstance(report, Measured)]
     weights_gib = 4 * num_params(target.config) / GIB
     assert planned_gib == pytest.approx(weights_gib) if stage == "logits" else planned_gib > 3 * weights_gib
+
+
+def test_a_kernel_whose_gradient_is_nan_is_the_worst(target, monkeypatch):
+    names = [rule.hf_names[layer] for rule, layer in gradient.kernels(target.config)]
+    ours = {name: np.full(2, math.nan if "blocks.2.attn.proj" in name else 1.0) for name in names}
+    theirs = SimpleNamespace(gradients=lambda *_: {name: np.ones(2) for name in names})
+    program = SimpleNamespace(memory_analysis=lambda: None)
+    monkeypatch.setattr(gradient, "Reference", lambda _: nullcontext(theirs))
+    monkeypatch.setattr(gradient, "compiled_gradients", lambda *_: program)
+    monkeypatch.setattr(gradient, "our_gradients", lambda *_: ours)
+    vision, text = lines_of(gradient.gradient, target)
+    assert vision.failed and math.isnan(vision.value) and "blocks.2.attn.proj" in vision.case
+    assert not text.failed
 
 
 @pytest.mark.parametrize(("module", "stage"), [(logits, "logits"), (gradient, "gradient")])
