@@ -36,6 +36,7 @@ from rollout.supervisor import SHARED_MEMORY
 from scripts.bench.chaos import left_in_memory
 from scripts.bench.smoke_run import ROOT, family, num_steps, trainer_command, usage_by_role
 
+LOG_FILE, OUTSIDE = "soak.log", "outside"
 SAMPLE_EVERY_S = 5.0
 WARM_FRAC, WINDOW_FRAC = 0.1, 0.2  # fractions of all samples: dropped at the start; compared at both ends of the rest
 STOP_S = 180.0  # time to finish the step and write its checkpoint
@@ -67,12 +68,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"--minutes {args.minutes} must be greater than 0")
     check_local(args.out)
     out, run_dir = args.out.absolute(), args.out.absolute() / "run"
-    if run_dir.exists():
-        raise ValueError(f"{run_dir} already exists; move it away, or choose another --out")
+    if run_dir.exists() or (out / OUTSIDE).exists():
+        raise ValueError(f"{args.out} has an earlier soak; move it away, or choose another --out")
     out.mkdir(parents=True, exist_ok=True)
     if args.serve and args.engine != "jax":
         raise ValueError(f"--serve needs --engine jax, got --engine {args.engine}")
     samples, violations = _serving(args, out, run_dir) if args.serve else _training(args, out, run_dir)
+    if not samples:
+        raise RuntimeError(f"no step in {args.minutes:g} minutes, see {out / LOG_FILE}; use more --minutes")
     rows = load_jsonl(run_dir / METRICS_FILE)
     series = _series(samples, _seconds_each(samples) if args.serve else [step["time/step_s"] for step in rows])
     _draw(samples, series, args, out / "soak.png")
@@ -81,7 +84,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "engine": args.engine,
         "serve": args.serve,
         "minutes": args.minutes,
-        "steps": samples[-1]["steps"] if samples else 0,
+        "steps": samples[-1]["steps"],
         "rows": rows,
         "violations": [*violations, *grown(rows)],
     }
@@ -173,7 +176,7 @@ def soak(
 
     Its working directory and temporary directory are empty, and must stay so.
     """
-    log, samples, outside, in_memory = out / "soak.log", [], out / "outside", set(SHARED_MEMORY.iterdir())
+    log, samples, outside, in_memory = out / LOG_FILE, [], out / OUTSIDE, set(SHARED_MEMORY.iterdir())
     (outside / "tmp").mkdir(parents=True)
     environment = os.environ | {"TMPDIR": str(outside / "tmp")}
     with log.open("ab") as output:
@@ -242,7 +245,7 @@ def _seconds_each(samples: Sequence[dict[str, Any]]) -> list[float]:
 
 def _cpu_s(samples: Sequence[dict[str, Any]]) -> list[float]:
     """Returns CPU seconds per step over all processes; unlike seconds, they hardly depend on other load."""
-    per_step, begin = [], samples[0] if samples else {}
+    per_step, begin = [], samples[0]
     for sample in samples:
         if (steps := sample["steps"] - begin["steps"]) >= STEPS_TOGETHER:
             cpu_s = [sum(at[role]["cpu_s"] for role in ROLE_COLORS if role in at) for at in (begin, sample)]
@@ -271,7 +274,7 @@ def _draw(
                     panel.plot(minutes, [sample[role][name] for sample in present], color=color, label=role)
             panel.set(title=label, xlabel="minutes", ylim=(0, None))
         panels[0].legend(frameon=False)
-        panels[-1].plot(series[STEP_S], color=COLORS["neutral"], linewidth=0.6)
+        panels[-1].plot(series.get(STEP_S, []), color=COLORS["neutral"], linewidth=0.6)
         panels[-1].set(title=STEP_S, xlabel="step", ylim=(0, None))
         name = "A service of the smoke run's model" if args.serve else "The smoke run"
         figure.suptitle(f"{name} with the {args.engine} engine for {args.minutes:g} minutes", x=0.01, ha="left")

@@ -1,5 +1,7 @@
 """A soak test fails if a resource grows beyond its bound or something is left behind."""
 
+from argparse import ArgumentParser
+
 import pytest
 
 from scripts.bench import chaos, soak
@@ -51,6 +53,32 @@ def test_a_command_without_leftovers_passes(tmp_path, monkeypatch):
 def test_anything_that_a_command_leaves_is_a_violation(script, message, tmp_path, monkeypatch):
     (violation,) = violations_of(script, tmp_path, monkeypatch)
     assert message in violation
+
+
+def arguments(out, *more):
+    parser = ArgumentParser()
+    soak.add_arguments(parser)
+    return parser.parse_args(["--out", str(out), *more])
+
+
+@pytest.mark.parametrize("left", ["run", "outside"])
+def test_a_directory_of_an_earlier_soak_is_refused(left, tmp_path):
+    (tmp_path / left).mkdir()
+    with pytest.raises(ValueError, match=rf"{tmp_path} has an earlier soak; move it away"):
+        soak.run(arguments(tmp_path))
+
+
+def test_a_soak_without_a_step_names_its_log(tmp_path, monkeypatch):
+    monkeypatch.setattr(soak, "_training", lambda *_: ([], []))
+    with pytest.raises(RuntimeError, match=r"no step in 0.1 minutes, .*soak.log"):
+        soak.run(arguments(tmp_path, "--minutes", "0.1"))
+
+
+def test_a_service_with_a_single_answer_has_no_seconds_each(tmp_path, monkeypatch):
+    samples = [{"seconds": 1.0, "steps": 1, "trainer": dict(memory_mib=5.0, files=3, threads=2, cpu_s=1.0)}]
+    monkeypatch.setattr(soak, "_serving", lambda *_: (samples, []))
+    result = soak.run(arguments(tmp_path, "--serve"))
+    assert result["steps"] == 1 and (tmp_path / "soak.png").is_file()
 
 
 def test_a_command_that_exits_early_fails_the_soak(tmp_path, monkeypatch):
