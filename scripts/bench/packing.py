@@ -47,6 +47,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"--steps {args.steps} must be at least 1")
     if not 0 <= args.signal <= 1:
         raise ValueError(f"--signal {args.signal:g} must be between 0 and 1")
+    if args.rows < 0:
+        raise ValueError(f"--rows {args.rows} must be at least 0")
     config = load_config(args.config)
     rows = args.rows or config.pack.num_rows
     steps = list(_steps(config, args.signal, args.steps))
@@ -100,6 +102,10 @@ def _chosen(groups: Sequence[PromptGroup], lengths: Sequence[int], batch_rows: i
 def _of_largest(groups: Sequence[PromptGroup], max_row_tokens: int) -> tuple[list[PromptGroup], int]:
     """Returns rows that hold the largest group, as the learner packed until version 0.3.0: no group is cut."""
     largest = max(group.num_tokens for group in groups)
+    if largest > max_row_tokens:
+        raise ValueError(
+            f"a group has {largest} tokens, more than pack.row_tokens={max_row_tokens}; use another --config"
+        )
     lengths = row_lengths(max_row_tokens, SIZES_PER_DOUBLING_BEFORE)
     return [PromptGroup(0, [group.num_tokens]) for group in groups], min(n for n in lengths if n >= largest)
 

@@ -22,6 +22,18 @@ def test_the_page_has_what_the_bench_computes(rows, signal):
     assert f"| {rows} | {signal:g} {largest}\n| | {chosen}" in page
 
 
+@pytest.mark.parametrize(
+    ("config", "rows", "message"),
+    [
+        ("paragrpo_8b.yaml", -1, "--rows -1 must be at least 0"),
+        ("smoke_cpu.yaml", 0, "more than pack.row_tokens=2048"),
+    ],
+)
+def test_rows_that_hold_no_group_are_refused(config, rows, message):
+    with pytest.raises(ValueError, match=message):
+        lines(config, rows, 1.0, 1)
+
+
 def test_a_recipe_without_gating_has_the_overview_of_every_prompt():
     _, chosen = lines("grpo_8b.yaml", 8, 1.0, 2)
     slots = float(chosen.split(" | ")[3].replace(",", ""))
