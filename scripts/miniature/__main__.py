@@ -91,7 +91,7 @@ def arms_of(text: str) -> list[str]:
 
 def numbers_of(flag: str, text: str, kind: type = int) -> list:
     try:
-        return [kind(part) for part in text.split(",")]
+        return list(dict.fromkeys(kind(part) for part in text.split(",")))
     except ValueError:
         raise ValueError(f"{flag} {text}: expected comma-separated numbers, for example 0,1,2") from None
 

@@ -13,7 +13,7 @@ from model_port.layout import RESULTS_FILE
 from paravt_jax.config import load_config, to_record
 from paravt_jax.run.log import METRICS_FILE
 from scripts.miniature import experiment
-from scripts.miniature.__main__ import arms_of, main
+from scripts.miniature.__main__ import arms_of, main, numbers_of
 from scripts.miniature.arms import ARMS, COLD_STARTS, CONFIGS, VARIANTS, forces_prefix, settings_of
 from scripts.miniature.dials import load_world
 from scripts.miniature.experiment import COST_FILE, Experiment, Job, run_jobs
@@ -171,6 +171,10 @@ def test_arms_come_from_one_cold_start_and_are_evaluated_with_both_prefixes(tmp_
 def test_the_quickstart_evaluates_an_arm_only_as_it_was_trained(tmp_path):
     names = [job.name for job in Experiment(tmp_path, ["grpo", "para_grpo"], [0], QUICK).jobs() if job.kind == "eval"]
     assert names == ["eval sft", "eval sft/forced", "eval grpo/seed0", "eval para_grpo/seed0/forced"]
+
+
+def test_a_repeated_seed_counts_once():
+    assert numbers_of("--seeds", "1,0,1") == [1, 0]
 
 
 @pytest.mark.slow
