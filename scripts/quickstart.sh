@@ -17,7 +17,8 @@ python=.venv/bin/python
 "$python" -m scripts.miniature --dir "$run" --arms para_grpo --seeds 0 --quick
 
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -f "${compared:-}"' EXIT   # Ctrl-C does not reach jobs in the background
-checkpoint=$(ls -d "$run"/para_grpo/seed0/checkpoints/[0-9]* | sort -V | tail -1)
+checkpoints=$run/para_grpo/seed0/checkpoints
+checkpoint=$checkpoints/$(ls "$checkpoints" | grep -x '[0-9]*' | sort -n | tail -1) # not N.broken
 "$python" -m paravt_jax.view "$run/para_grpo/seed0" --out "$run/report.html" --force &
 view=$!
 "$python" -m model_port.export --src "$checkpoint" --dst "$run/trained.hf" --force

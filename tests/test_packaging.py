@@ -246,6 +246,25 @@ def test_the_sidecar_keeps_its_python_when_another_is_first_in_path(tmp_path):
         assert done.returncode == 0 and says in done.stdout, done.stderr
 
 
+def test_the_quickstart_exports_the_newest_intact_checkpoint(tmp_path):
+    clone, run = tmp_path / "a clone", tmp_path / "a clone/runs/my run"
+    prompt = 'if [ "$1" = - ]; then printf "video\\nquestion\\nanswer\\n"; fi'
+    python = f'#!/bin/sh\necho "$*" >> calls\n{prompt}\n[ "$1" != -c ]\n'  # -c asks for torch
+    quickstart = (ROOT / "scripts/quickstart.sh").read_text()
+    fakes = {"scripts/quickstart.sh": quickstart, "scripts/setup.sh": "", ".venv/bin/python": python}
+    for name, text in fakes.items():
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        (clone / name).write_text(text)
+        (clone / name).chmod(0o755)
+    for name in ("8", "10", "10.broken", "9.broken"):
+        (run / "para_grpo/seed0/checkpoints" / name).mkdir(parents=True)
+    command, env = ["bash", clone / "scripts/quickstart.sh"], os.environ | {"RUN": "runs/my run"}
+    done = subprocess.run(command, cwd="/", env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    (exported,) = (line for line in (clone / "calls").read_text().splitlines() if "model_port.export" in line)
+    assert " --src runs/my run/para_grpo/seed0/checkpoints/10 --dst " in exported
+
+
 def test_setup_takes_a_lock_that_works_on_nfs(tmp_path):
     """On NFS an exclusive lock needs a descriptor that is open for writing."""
     (tmp_path / "flock").write_text('#!/bin/sh\ngrep flags "/proc/self/fdinfo/$1"\nexit 1\n')
