@@ -310,7 +310,8 @@ def largest_difference(steps: Sequence[Mapping[str, Any]], reference: Sequence[M
 def difference(ours: float | None, theirs: float | None) -> float:
     if ours is None or theirs is None:
         return 0.0 if ours is theirs else math.inf
-    return abs(ours - theirs) / max(abs(ours), abs(theirs), SMALL)
+    relative = abs(ours - theirs) / max(abs(ours), abs(theirs), SMALL)
+    return math.inf if math.isnan(relative) else relative
 
 
 def with_devices(flags: str, num: int) -> str:

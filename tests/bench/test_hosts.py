@@ -32,6 +32,8 @@ def test_the_largest_difference_is_relative_over_shared_metrics():
     assert hosts.largest_difference(steps, other_steps) == (0.25, "loss/policy")
     del other_steps[1]["loss/policy"]
     assert hosts.largest_difference(steps, other_steps) == (math.inf, "loss/policy")
+    other_steps[1]["loss/policy"] = math.nan
+    assert hosts.largest_difference(steps, other_steps) == (math.inf, "loss/policy")
 
 
 def test_the_times_of_a_run_are_medians_without_compilation(tmp_path):
