@@ -52,6 +52,10 @@ class Chart:
     from_zero: bool = False
     sparse: bool = False  # each step has values for only some lines, so lines continue through gaps
 
+    def repeat_of(self, line: Curve) -> int:
+        """Number of earlier lines with the same color."""
+        return [other.color for other in self.lines[: self.lines.index(line)]].count(line.color)
+
 
 def _quantiles(key: str) -> tuple[Curve, ...]:
     labels = {"90": ("90 %", "orange"), "50": ("median", "ink"), "10": ("10 %", "sky")}

@@ -40,8 +40,11 @@ COMPARED = {  # metric -> title; only metrics that a run has logged are drawn
     "loss/imitation": "Imitation loss, nats per token",
 }
 CURVE_COLORS = ("blue", "red", "green", "orange", "pink", "sky", "ink", "neutral")
-DASHES = ("-", "--", ":", "-.")  # line styles for further runs, which repeat the colors
+DASHES = ("-", "--", ":", "-.")  # line styles for further runs or lines, which repeat the colors
+DASHED_LEGEND: Any = {"handlelength": 2, "handletextpad": 0.6}  # a legend that shows the line styles
 LEGEND_ROW_INCHES = 0.25
+MAX_LABEL_CHARS = 24
+MAX_WRITTEN_OUT = 1e9  # larger values have an exponent
 INK, FAINT = COLORS["ink"], "#808080"
 STYLE: Any = {
     "figure.constrained_layout.use": True,
@@ -130,16 +133,16 @@ def _draw(axes: Axes, run: LoggedRun, chart: Chart) -> None:
         marked = len(run.metrics.steps) <= MAX_MARKED_STEPS
         heights = values if marked else running_mean(values, max(3, round(MEAN_FRAC * len(values))))
         last = last_of(heights)
-        label = f"{line.label} {last:,.0f}" if last >= 1000 else f"{line.label} {last:.3g}"
+        label = f"{_shortened(line.label)} {_number(last)}".strip()
         if chart.kind == "stack":
             heights = bottom + np.nan_to_num(heights)
             axes.fill_between(steps, bottom, heights, color=color, alpha=0.8, linewidth=0)
             bottom = heights
         else:
             axes.plot(steps, values, color=color, linewidth=0.7, alpha=0.2)
-        drawn += [
-            (last_of(heights), axes.plot(steps, heights, "o-" if marked else "", color=color, label=label.strip())[0])
-        ]
+        dash = DASHES[chart.repeat_of(line) % len(DASHES)]
+        curve = axes.plot(steps, heights, f"o{dash}" if marked else dash, color=color, label=label)[0]
+        drawn.append((last_of(heights), curve))
     if (validation := run.validation_values(chart)) is not None:
         axes.plot(run.validation.steps, validation, "D:", color=drawn[0][1].get_color(), markerfacecolor="white")
     axes.set_title(chart.title, parse_math=False)
@@ -148,17 +151,33 @@ def _draw(axes: Axes, run: LoggedRun, chart: Chart) -> None:
         axes.locator_params(axis="y", integer=True, min_n_ticks=1)
     if chart.kind == "log":
         axes.set_yscale("log")
-        for level, name in run.kl_levels.items():
+        for (level, name), shift in zip(
+            run.kl_levels.items(), (-12, 4), strict=False
+        ):  # below the lower, above the upper
             axes.axhline(level, color=FAINT, linestyle="--", linewidth=1)
             axes.annotate(
-                f"{name} {level:g}", (0, level), (4, -12), ("axes fraction", "data"), "offset points", color=FAINT
+                f"{name} {level:g}", (0, level), (4, shift), ("axes fraction", "data"), "offset points", color=FAINT
             )
     elif chart.from_zero and axes.dataLim.y0 >= 0:
         axes.set_ylim(0, 1.08 * axes.dataLim.y1 or 1)
     lines = [line for _, line in sorted(drawn, key=lambda end: -end[0])]
-    legend = axes.legend(handles=lines, loc="center left", bbox_to_anchor=(1, 0.5), prop={"weight": "bold"})
+    legend = axes.legend(
+        handles=lines,
+        loc="center left",
+        bbox_to_anchor=(1, 0.5),
+        prop={"weight": "bold"},
+        **(DASHED_LEGEND if any(map(chart.repeat_of, chart.lines)) else {}),
+    )
     for text in legend.get_texts():
         text.set_parse_math(False)  # a question type may contain $
+
+
+def _shortened(label: str) -> str:
+    return label if len(label) <= MAX_LABEL_CHARS else f"{label[:MAX_LABEL_CHARS]}…"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if 1000 <= value < MAX_WRITTEN_OUT else f"{value:.3g}"
 
 
 def draw_runs(runs: Sequence[LoggedRun]) -> Figure:
@@ -179,9 +198,7 @@ def draw_runs(runs: Sequence[LoggedRun]) -> Figure:
     for axes in grid[len(panels) :]:
         axes.remove()
     handles = [grid[0].plot([], [], _dash(number), color=curve_color(number))[0] for number in range(len(runs))]
-    legend = figure.legend(
-        handles, [run.name for run in runs], loc="outside lower left", handlelength=2, handletextpad=0.6
-    )
+    legend = figure.legend(handles, [run.name for run in runs], loc="outside lower left", **DASHED_LEGEND)
     for text in legend.get_texts():
         text.set_parse_math(False)  # a name may contain $
     return figure

@@ -41,7 +41,7 @@ const linesOf = ({ title }) => runs.flatMap(({ figures }, run) => {
   const own = figures?.charts.find((chart) => chart.title === title);
   const pointsOf = (steps, values) => steps.map((step, n) => [step, values[n]]).filter(([, value]) => known(value) || !own.sparse);
   return (own?.lines ?? []).map((line, n) => ({
-    ...line, run, whole: own.whole, color: byColor ? runColor(run) : line.color, dash: byColor ? n % 6 : run, points: pointsOf(figures.steps, line.values),
+    ...line, run, whole: own.whole, color: byColor ? runColor(run) : line.color, dash: (byColor ? n : run + runs.length * line.repeat) % 6, points: pointsOf(figures.steps, line.values),
     validation: own.validation ? pointsOf(figures.validation_steps, own.validation).filter(([, value]) => known(value)) : [],
   }));
 });
@@ -104,7 +104,7 @@ class Chart {
     let low = Math.min(...values), high = Math.max(...values);
     if (spec.from_zero) { low = Math.min(0, low); high = Math.max(0, high); }
     if (spec.kind === "log") {
-      low = 10 ** Math.floor(Math.log10(low)); high = 10 ** Math.ceil(Math.log10(Math.max(high, low * 10, ...spec.levels.map(([level]) => 1.5 * level))));
+      low = 10 ** Math.floor(Math.log10(Math.min(low, ...spec.levels.map(([level]) => level / 1.5)))); high = 10 ** Math.ceil(Math.log10(Math.max(high, low * 10, ...spec.levels.map(([level]) => 1.5 * level))));
       const decades = Math.round(Math.log10(high / low)), every = Math.ceil(decades / 4);
       return { low, high, ticks: Array.from({ length: Math.floor(decades / every) + 1 }, (_, n) => low * 10 ** (n * every)) };
     }
@@ -142,7 +142,9 @@ class Chart {
     return [
       ...ticks.flatMap((tick) => [horizontal(tick === 0 ? "zero" : "grid", tick), s("text", { x: left - 8, y: y(tick) + 4, "text-anchor": "end" }, this.tickText(tick, ticks))]),
       ...niceTicks(first, last, Math.min(width / 60, (width - left - right) / (CHAR_PX * last.toLocaleString("en").length + 12)), true).map((step) => s("text", { x: x(step), y: height - 5, "text-anchor": "middle" }, step.toLocaleString("en"))),
-      ...this.spec.levels.flatMap(([level, name]) => [horizontal("level", level), s("text", { class: "name", x: width - right, y: y(level) - 4, "text-anchor": "end" }, `${name} ${number(level)}`)]),
+      ...this.spec.levels.flatMap(([level, name], n) => [ // the lower level has its label below its line
+        horizontal("level", level), s("text", { class: "name", x: width - right, y: y(level) + (n ? -4 : 13), "text-anchor": "end" }, `${name} ${number(level)}`),
+      ]),
     ];
   }
 
@@ -220,5 +222,6 @@ const figuresLede = () => {
   const steps = Math.max(...runs.map((run) => run.figures?.steps_per_point ?? 1));
   return h("p", { class: "lede" }, "Point at a chart, or use the arrow keys in it, to select a step in all charts.",
     allSteps.length > MARKED ? " Bold lines are running means." : "", steps > 1 ? ` A point is the mean of up to ${steps} steps.` : "",
-    byColor ? " Every run has a color." : comparing ? " Lines of run A are solid, those of run B dashed." : "");
+    byColor ? " Every run has a color." : comparing ? " Lines of run A are solid, those of run B dashed." : "",
+    comparing && charts.some(({ lines }) => lines.some(({ dash }) => !byColor && dash > 1)) ? " More lines of a color have other dashes." : "");
 };

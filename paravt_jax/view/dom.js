@@ -35,7 +35,7 @@ const number = (value) => {
   if (!known(value)) return "–";
   const size = Math.abs(value);
   if (size === 0) return "0";
-  if (size < 1e-3) return value.toExponential(1).replaceAll("-", "−");
+  if (size < 1e-3 || size >= 1e9) return value.toExponential(1).replace("+", "").replaceAll("-", "−");
   const digits = size >= 1000 ? 0 : size >= 100 ? 1 : size >= 10 ? 2 : 3;
   const text = size >= 1000 ? Math.round(value).toLocaleString("en") : String(+value.toFixed(digits));
   return text.replace("-", "−");

@@ -137,7 +137,8 @@ def _chart(run: LoggedRun, chart: Chart, bins: list[np.ndarray]) -> dict[str, An
         "levels": list(run.kl_levels.items()) if chart.kind == "log" else [],
         "validation": None if validation is None else _numbers(validation),
         "lines": [
-            {"label": line.label, "color": line.color, "values": _numbers(_means(run.values(chart, line), bins))}
+            {"label": line.label, "color": line.color, "repeat": chart.repeat_of(line)}
+            | {"values": _numbers(_means(run.values(chart, line), bins))}
             for line in chart.lines
         ],
     }

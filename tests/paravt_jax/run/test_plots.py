@@ -149,6 +149,35 @@ def test_any_name_of_a_run_is_shown_as_text_without_a_warning(name, tmp_path):
     assert [path.stem for path in make_plots(run_dir)] == ["prompts", "learner"]
 
 
+def test_long_labels_and_large_values_leave_room_for_the_curves(tmp_path):
+    keys = ("reward_mean", "accuracy_mean", "format_reward", f"reward_{'x' * 80}_mean")
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, **{f"rollout/{key}": 1e25 for key in keys}}])
+    assert [path.stem for path in make_plots(tmp_path)] == ["rewards"]  # without a warning
+    run = load_run(tmp_path)
+    labels = [text.get_text() for text in draw_section(run, "", run.charts).axes[1].get_legend().get_texts()]
+    assert labels == ["accuracy 1e+25", "format 1e+25", f"{'x' * 24}… 1e+25"]
+
+
+def test_lines_with_the_same_color_have_different_dashes_in_the_legend(tmp_path):
+    keys = [f"rollout/accuracy_mean_type{number}" for number in range(12)]
+    write_lines(tmp_path / "metrics.jsonl", [{"step": step, **dict.fromkeys(keys, step)} for step in (1, 2)])
+    run = load_run(tmp_path)
+    lines = draw_section(run, "", run.charts).axes[0].get_legend().get_lines()
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(keys)
+    assert all(line.get_xdata()[-1] > 0 for line in lines)
+
+
+def test_the_labels_of_the_kl_levels_are_apart(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"config": {"mismatch": {"max_kl": 0.1}}, "git_commit": None}))
+    rows = [{"step": step, "mismatch/behavior_kl": value} for step, value in enumerate((1e-9, 1e20), 1)]
+    write_lines(tmp_path / "metrics.jsonl", rows)
+    run = load_run(tmp_path)
+    figure = draw_section(run, "", run.charts)
+    figure.draw_without_rendering()
+    warn, stop = (text.get_window_extent() for text in figure.axes[0].texts)
+    assert stop.y0 > warn.y1
+
+
 def test_the_kl_levels_come_from_the_settings(tmp_path):
     assert load_run(tmp_path).kl_levels == {}
     (tmp_path / "config.json").write_text(json.dumps({"config": {"mismatch": {"max_kl": 0.1}}, "git_commit": None}))

@@ -13,7 +13,7 @@ from view_run import CHAT, NASTY, make_run, write_metrics
 
 from paravt_jax.asking.answerer import Answerer
 from paravt_jax.asking.page import page_of
-from paravt_jax.config import SftConfig, VideoConfig, to_record
+from paravt_jax.config import Config, SftConfig, VideoConfig, to_record
 from paravt_jax.run.directory import write_settings
 from paravt_jax.view.page import make_page
 from rollout.episode import Agent
@@ -355,6 +355,18 @@ def test_six_lines_of_each_of_three_runs_have_different_dashes(tab, tmp_path):
         assert len(set(tab.run(f"{of_run}.map(one => getComputedStyle(one).{style}).toArray()"))) == 6
 
 
+@pytest.mark.parametrize("num_runs", [1, 2])
+def test_lines_with_the_same_color_have_different_dashes(num_runs, tab, tmp_path):
+    types = [f"type{number}" for number in range(12)]
+    rows = [{"step": step, **{f"rollout/accuracy_mean_{name}": step for name in types}} for step in (1, 2)]
+    (tmp_path / "page.html").write_bytes(make_page([write_metrics(tmp_path, rows)] * num_runs, 20))
+    open_page(tab, tmp_path / "page.html")
+    for drawn, style in ((".line", "strokeDasharray"), (".legend i", "background")):
+        look = f"(of => of.getPropertyValue('--c') + of.{style})(getComputedStyle(one))"
+        looks = tab.run(f"[...document.querySelectorAll('{drawn}')].map(one => {look})")
+        assert len(set(looks)) == len(looks) == num_runs * len(types)
+
+
 def test_single_values_are_numbers_and_constants_are_folded(tab, pages):
     open_page(tab, pages["single"])
     assert tab.run("document.querySelectorAll('.chart').length") == 0
@@ -364,6 +376,25 @@ def test_single_values_are_numbers_and_constants_are_folded(tab, pages):
         "[...document.querySelectorAll('details')].find(one => one.textContent.startsWith('Constant')).textContent"
     )
     assert "perf/dummy_frac" in tab.run(constants)
+
+
+@pytest.mark.parametrize("values", [(1e-9, 1e6), (0.5, 0.6)])
+def test_the_kl_levels_are_inside_their_chart_with_labels_apart(values, tab, tmp_path):
+    rows = [{"step": step, "mismatch/behavior_kl": value} for step, value in enumerate(values, 1)]
+    write_settings(to_record(Config()), write_metrics(tmp_path, rows))
+    (tmp_path / "page.html").write_bytes(make_page([tmp_path], 20))
+    open_page(tab, tmp_path / "page.html")
+    assert tab.run(BAD_LABELS) == []
+    assert tab.run("[...document.querySelectorAll('.level')].every(line => line.getAttribute('y1') <= 190 - 22)")
+    assert tab.run("document.querySelectorAll('.level').length") == 2
+
+
+def test_large_values_have_an_exponent(tab, tmp_path):
+    rows = [{"step": step, "rollout/reward_mean": -step * 1e24} for step in (1, 2)]
+    (tmp_path / "page.html").write_bytes(make_page([write_metrics(tmp_path, rows)], 20))
+    open_page(tab, tmp_path / "page.html")
+    assert tab.run("document.querySelector('.headline .value').textContent") == "−2.0e24"
+    assert tab.run("document.querySelector('.legend b').textContent") == "−2.0e24"
 
 
 TICK_LABELS = {  # metric values at even and odd steps -> labels of the vertical axis
