@@ -19,9 +19,11 @@ PAGE = Template("""<!doctype html>
   body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem }
   h1 { font-size: 1.5rem; margin-bottom: 0 }
   p { color: GrayText; margin-top: .3rem }
-  code { overflow-wrap: anywhere }
+  h1, p, td:nth-child(2) { overflow-wrap: anywhere }
+  .scroll { overflow-x: auto }
   table { border-collapse: collapse; width: 100% }
   th, td { text-align: left; vertical-align: top; padding: .25rem .8rem .25rem 0; font-variant-numeric: tabular-nums }
+  td:nth-child(2) { min-width: 12rem }
   th { font-weight: 600; border-bottom: 2px solid }
   .stage td { font-weight: 600; border-top: 1px solid GrayText; padding-top: .6rem }
   .ok td:last-child { color: light-dark(#187a2f, #6c6) }
@@ -30,12 +32,14 @@ PAGE = Template("""<!doctype html>
 </style>
 <h1>$verdict</h1>
 <p>$machine<br><code>$command</code><br>$date</p>
+<div class="scroll">
 <table>
 <thead><tr>$columns</tr></thead>
 <tbody>
 $rows
 </tbody>
 </table>
+</div>
 </html>
 """)
 

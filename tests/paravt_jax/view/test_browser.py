@@ -13,6 +13,8 @@ from view_run import CHAT, NASTY, make_run, write_metrics
 
 from paravt_jax.asking.answerer import Answerer
 from paravt_jax.asking.page import page_of
+from paravt_jax.check.page import page as page_of_check
+from paravt_jax.check.report import Measured, StageReport
 from paravt_jax.config import Config, SftConfig, VideoConfig, to_record
 from paravt_jax.run.directory import write_settings
 from paravt_jax.view.page import make_page
@@ -212,6 +214,15 @@ def test_long_names_fit_the_screen(size_px, tab, tmp_path):
     assert tab.run("document.querySelector('.timeline .about').textContent").count(LONG_NAME) == 2
     assert tab.run("document.documentElement.scrollWidth") <= size_px[0]
     assert tab.messages == []
+
+
+@pytest.mark.parametrize("size_px", [DESKTOP, PHONE])
+def test_the_page_of_a_check_with_a_long_path_fits_the_screen(size_px, tab, tmp_path):
+    report = StageReport("weights", [Measured(LONG_NAME, 0.5, 0.25)], {}, LONG_NAME, 1.5, 2.5)
+    record = {"machine": {"model": LONG_NAME}, "command": ["--model", LONG_NAME], "date": "2026-01-01"}
+    (tmp_path / "check.html").write_text(page_of_check(record, [report]))
+    open_page(tab, tmp_path / "check.html", size_px=size_px)
+    assert tab.run("document.documentElement.scrollWidth") <= size_px[0]
 
 
 def test_the_table_of_cells_with_a_long_split_fits_the_screen(tab, tmp_path):
