@@ -53,7 +53,8 @@ def convert_within(num_bytes: int, record: Mapping[str, Any], forced: str) -> Pa
         episode = convert(record, forced, limit_chars)
         if len(json.dumps(episode)) <= num_bytes:
             return episode
-    episode = convert({**record, "turns": [], "segments": [], "reward": None, "videos": []}, forced, TEXT_LIMITS[-1])
+    left_out = {"turns": [], "segments": [], "reward": None, "advantage": None, "videos": []}
+    episode = convert({**record, **left_out}, forced, TEXT_LIMITS[-1])
     return episode | {"problem": "too large for this page"}
 
 
@@ -90,9 +91,9 @@ def convert(record: Mapping[str, Any], forced: str, limit_chars: int) -> PageDic
     return {
         "step": record.get("step"),
         "cell": record.get("cell"),
-        "split": record.get("split"),
+        "split": visible(record["split"]) if record.get("split") else None,
         "id": visible(str(record.get("id", ""))),
-        "type": str(record.get("question_type", "")),
+        "type": visible(str(record.get("question_type", ""))),
         "question": _cut(str(record.get("question", "")).replace("<video>", "").strip(), limit_chars),
         "answer": _cut(answer, limit_chars),
         "truth_s": interval(answer) if timed else None,
@@ -104,7 +105,9 @@ def convert(record: Mapping[str, Any], forced: str, limit_chars: int) -> PageDic
         "missing": bool(record.get("missing")),
         "reason": record.get("reason"),
         "problem": _cut(str(record.get("problem", "")), limit_chars),
-        "groups": {name: [visible(str(label)) for label in of] for name, of in (record.get("groups") or {}).items()},
+        "groups": {
+            visible(name): [visible(str(label)) for label in of] for name, of in (record.get("groups") or {}).items()
+        },
         "scores": record.get("scores"),
         "reward": None
         if reward is None

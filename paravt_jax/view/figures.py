@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from model_port.terminal import visible
 from paravt_jax.run.charts import OTHER, SECTIONS, Chart, LoggedRun, flat_config, validation_key
 
 HEADLINE_FRAC = 0.1  # fraction of steps to average at each end
@@ -101,9 +102,9 @@ def _headline(run: LoggedRun, key: str, symbol: str, name: str, color: str) -> d
     validation = run.validation.column(validation_key(key))
     validation = validation[np.isfinite(validation)]
     return {
-        "key": key,
-        "symbol": symbol,
-        "name": name,
+        "key": visible(key),
+        "symbol": visible(symbol),
+        "name": visible(name),
         "color": color,
         "first": _number(_mean(values[:size])),
         "last": _number(_mean(values[-size:])),
@@ -128,7 +129,7 @@ def charts(run: LoggedRun) -> dict[str, Any]:
 def _chart(run: LoggedRun, chart: Chart, bins: list[np.ndarray]) -> dict[str, Any]:
     validation = run.validation_values(chart)
     return {
-        "title": chart.title,
+        "title": visible(chart.title),
         "section": SECTIONS.get(chart.section),
         "kind": chart.kind,
         "from_zero": chart.from_zero,
@@ -137,7 +138,7 @@ def _chart(run: LoggedRun, chart: Chart, bins: list[np.ndarray]) -> dict[str, An
         "levels": list(run.kl_levels.items()) if chart.kind == "log" else [],
         "validation": None if validation is None else _numbers(validation),
         "lines": [
-            {"label": line.label, "color": line.color, "repeat": chart.repeat_of(line)}
+            {"label": visible(line.label), "color": line.color, "repeat": chart.repeat_of(line)}
             | {"values": _numbers(_means(run.values(chart, line), bins))}
             for line in chart.lines
         ],
@@ -176,4 +177,4 @@ def _fact(config: Mapping[str, Any], keys: tuple[str, ...]) -> str:
 def _text(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(_text, value))
-    return value if isinstance(value, str) else json.dumps(value)
+    return visible(value) if isinstance(value, str) else json.dumps(value)

@@ -13,4 +13,4 @@ drawCells();
 drawFigures();
 drawEpisodes();
 document.getElementById("foot").append(h("p", {}, FOOT[runs[0].about.kind],
-  "Model output is shown unchanged, except that invisible characters and characters that change the text direction are spelled out."));
+  "Model output and data are shown unchanged, except that invisible characters and characters that change the text direction are spelled out."));

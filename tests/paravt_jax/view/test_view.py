@@ -289,6 +289,24 @@ def test_headlines_are_means_of_the_first_and_last_tenth(tmp_path):
     assert (item["symbol"], item["first"], item["last"]) == ("f_τ", 1.5, 19.5)  # (1 + 2) / 2, (19 + 20) / 2
 
 
+def test_labels_of_the_data_are_spelled_out_like_model_output(tmp_path):
+    turned = "a\u202eb"
+    run_dir = make_run(tmp_path / "run", 1)
+    write_metrics(run_dir, [{"step": 1, f"rollout/accuracy_mean_{turned}": 0.5, f"loss/{turned}": 0.5}])
+    records = run_dir / "episodes" / "000001.jsonl"
+    (run_dir / "config.json").write_text(json.dumps({"config": {"model": {"path": turned}}, "git_commit": None}))
+    episode = {"id": "1", "question_type": turned, "split": turned, "groups": {turned: [turned]}}
+    records.write_text(json.dumps(episode) + "\n")
+    content = make_page([run_dir], 20).decode()
+    assert "\\u202e" not in content and "U+202E" in content
+
+
+def test_an_episode_too_large_for_the_page_has_no_colors_of_its_text(run_dir, monkeypatch):
+    monkeypatch.setattr(episodes, "PAGE_BYTES", 1)
+    monkeypatch.setattr(episodes, "MIN_EPISODE_BYTES", 1)
+    assert {str(episode["advantages"]) for episode in view(run_dir).episodes} == {"[]"}
+
+
 def test_points_of_long_runs_are_means_of_neighboring_steps(tmp_path):
     rows = [{"step": n, "loss/policy": float(n % 2)} for n in range(1, 2 * MAX_POINTS + 1)]
     page = view(write_metrics(tmp_path, rows))
