@@ -151,13 +151,12 @@ def _draw(axes: Axes, run: LoggedRun, chart: Chart) -> None:
         axes.locator_params(axis="y", integer=True, min_n_ticks=1)
     if chart.kind == "log":
         axes.set_yscale("log")
-        for (level, name), shift in zip(
-            run.kl_levels.items(), (-12, 4), strict=False
-        ):  # below the lower, above the upper
+        for (level, name), shift in zip(run.kl_levels.items(), (-12, 4), strict=False):  # below and above its line
             axes.axhline(level, color=FAINT, linestyle="--", linewidth=1)
-            axes.annotate(
-                f"{name} {level:g}", (0, level), (4, shift), ("axes fraction", "data"), "offset points", color=FAINT
-            )
+            place = (0, level), (4, shift), ("axes fraction", "data"), "offset points"
+            axes.annotate(f"{name} {level:g}", *place, color=FAINT)
+            low, high = axes.get_ylim()
+            axes.set_ylim(low, max(high, level * (level / low) ** 0.2))  # room for the label
     elif chart.from_zero and axes.dataLim.y0 >= 0:
         axes.set_ylim(0, 1.08 * axes.dataLim.y1 or 1)
     lines = [line for _, line in sorted(drawn, key=lambda end: -end[0])]

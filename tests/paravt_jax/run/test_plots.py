@@ -167,15 +167,16 @@ def test_lines_with_the_same_color_have_different_dashes_in_the_legend(tmp_path)
     assert all(line.get_xdata()[-1] > 0 for line in lines)
 
 
-def test_the_labels_of_the_kl_levels_are_apart(tmp_path):
+@pytest.mark.parametrize("largest", [1e-9, 0.05, 1e20])
+def test_the_labels_of_the_kl_levels_are_apart_and_below_the_title(largest, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"config": {"mismatch": {"max_kl": 0.1}}, "git_commit": None}))
-    rows = [{"step": step, "mismatch/behavior_kl": value} for step, value in enumerate((1e-9, 1e20), 1)]
+    rows = [{"step": step, "mismatch/behavior_kl": value} for step, value in enumerate((1e-9, largest), 1)]
     write_lines(tmp_path / "metrics.jsonl", rows)
     run = load_run(tmp_path)
     figure = draw_section(run, "", run.charts)
     figure.draw_without_rendering()
     warn, stop = (text.get_window_extent() for text in figure.axes[0].texts)
-    assert stop.y0 > warn.y1
+    assert stop.y0 > warn.y1 and stop.y1 < figure.axes[0].get_window_extent().y1
 
 
 def test_the_kl_levels_come_from_the_settings(tmp_path):
