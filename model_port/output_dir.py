@@ -77,7 +77,7 @@ def output_directory(
             _clear(partial)
             if replaced.exists() and not dst.exists():  # another run died between the two renames below
                 replaced.rename(dst)
-            _remove(replaced)
+            delete(replaced)
             check_replaceable(dst, force, source)
             check_free_disk(dst, needed_bytes)
             yield partial
@@ -95,7 +95,7 @@ def output_directory(
             raise
         sync_path(dst.parent)
         (dst / LOCK_FILE).unlink()  # only after the rename, because another run could take an unlocked directory
-        _remove(replaced)
+        delete(replaced)
     finally:
         os.close(lock)
 
@@ -214,7 +214,7 @@ def lock_file(file: Path, output: Path) -> int:
 def _clear(partial: Path) -> None:
     for entry in partial.iterdir():
         if entry.name != LOCK_FILE:
-            _remove(entry)
+            delete(entry)
 
 
 def _discard(partial: Path) -> None:
@@ -226,9 +226,10 @@ def _discard(partial: Path) -> None:
         partial.rmdir()
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
+def delete(path: Path, ignore_errors: bool = False) -> None:
+    """Deletes a file or directory, if it exists. Of a link, for example to another disk, only the link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors)
     else:
         path.unlink(missing_ok=True)
 

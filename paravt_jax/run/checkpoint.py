@@ -10,7 +10,6 @@ python -m paravt_jax.run.checkpoint verify DIR      DIR is a checkpoint, or cont
 import argparse
 import json
 import math
-import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -29,7 +28,7 @@ from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.config import read_config
 from model_port.hf_files import read_side_files, write_side_files
 from model_port.layout import CHECKPOINTS_DIR, HF_DIR, OPTIMIZER_DIR, RECORD_FILE
-from model_port.output_dir import output_directory, sync_path
+from model_port.output_dir import delete, output_directory, sync_path
 from model_port.sharding import on_host
 from paravt_jax.config import CheckpointConfig
 from paravt_jax.learner.learner import Learner
@@ -256,7 +255,7 @@ class Checkpoints:
         self._directory.mkdir(parents=True, exist_ok=True)
         for pattern in (".*.partial", ".*.removed"):
             for leftover in self._directory.glob(pattern):
-                _delete(leftover)
+                delete(leftover)
 
     def _broken(self) -> list[str]:
         return sorted(entry.name for entry in self._directory.glob(f"*{BROKEN_SUFFIX}"))
@@ -362,15 +361,7 @@ def _remove(directory: Path) -> None:
     """Removes a checkpoint. It is renamed first, so that a killed process never leaves a partial checkpoint."""
     hidden = directory.with_name(f".{directory.name}.removed")
     directory.rename(hidden)
-    _delete(hidden, ignore_errors=True)
-
-
-def _delete(path: Path, ignore_errors: bool = False) -> None:
-    """Deletes a file or directory. Of a link, for example to another disk, only the link."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors)
-    else:
-        path.unlink()
+    delete(hidden, ignore_errors=True)
 
 
 def _has_checkpoints(directory: Directory) -> bool:
