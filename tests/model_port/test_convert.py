@@ -21,7 +21,7 @@ MOMENTS = {
     "arrays created": ("model_port.checkpoint", "_create_array", 13),
     "half of the blocks": ("model_port.convert", "read_param", 20),
     "all but the rename": ("model_port.output_dir", "_sync", 1),
-    "renamed": ("model_port.output_dir", "_remove", 2),
+    "renamed": ("model_port.output_dir", "delete", 2),
 }
 
 
