@@ -130,7 +130,8 @@ class Run:
             **{f"perf/{name}": value for name, value in self.frames.metrics().items()},
         }
         if isinstance(self.rollouts, RolloutScheduler):  # a replay samples nothing
-            seconds = metrics["time/step_s" if self.rollouts.runs_ahead else "time/rollout_s"]
+            since_last_step_s = self.training.between_steps_s + metrics["time/step_s"]
+            seconds = since_last_step_s if self.rollouts.runs_ahead else metrics["time/rollout_s"]
             metrics["perf/sampled_tokens_per_s"] = num_sampled(groups) / seconds
         if isinstance(self.engine, SGLangEngine):
             metrics["perf/changed_weights_frac"] = self.engine.fleet.files.changed_frac
