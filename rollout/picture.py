@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 from PIL import Image, ImageOps
 
-from rollout.video.errors import ImageError
+from rollout.video.errors import ImageError, VideoUnavailable
 
 # An allow-list, because Pillow runs an external program for some formats, such as EPS.
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
@@ -86,7 +86,8 @@ def read_image(
 ) -> Picture:
     """Reads an image file. `size_of` maps the file's height and width to the picture's.
 
-    Raises ImageError for any error, so that a bad image only invalidates its row.
+    Raises VideoUnavailable if memory runs out, and ImageError for any other error, so that a bad image only invalidates
+    its row.
     """
     try:
         with IMAGE_SLOTS:
@@ -96,6 +97,8 @@ def read_image(
                 upright = in_rgb(image)
             height, width = size_of(upright.height, upright.width)
             resized = upright.resize((width, height), Image.Resampling.BICUBIC)
+    except MemoryError:
+        raise VideoUnavailable("an image cannot be decoded: too little memory") from None
     except Exception as problem:  # Pillow may raise any error, even SyntaxError
         raise ImageError(f"{path} cannot be read: {str(problem) or type(problem).__name__}") from None
     return Picture.of(np.array(resized))

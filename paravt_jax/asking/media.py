@@ -19,7 +19,7 @@ import aiohttp
 from PIL import Image
 
 from paravt_jax.asking.openai import RETRY_S, BadRequest, Kind, Medium, RequestError, cut
-from rollout.picture import IMAGE_FORMATS, IMAGE_SLOTS, MAX_IMAGE_PIXELS, in_rgb
+from rollout.picture import IMAGE_FORMATS, IMAGE_SLOTS, MAX_IMAGE_PIXELS
 from rollout.threads import in_daemon_thread
 
 MAX_FETCHED_BYTES = 2 * 2**30  # per request
@@ -181,14 +181,14 @@ def _write_data(url: str, target: Path) -> None:
 
 
 def _check_image(path: Path) -> None:
-    """Raises BadRequest unless the image can be decoded and has a size that models accept."""
+    """Raises BadRequest unless the image's header is readable and has a size that models accept."""
     try:
         with IMAGE_SLOTS, Image.open(path, formats=IMAGE_FORMATS) as image:
-            short, long = sorted(image.size)
-            if short * long > MAX_IMAGE_PIXELS or long > MAX_IMAGE_ASPECT * short:
-                raise BadRequest(f"an image of {image.width} x {image.height} pixels is too large or too narrow")
-            in_rgb(image)
-    except (BadRequest, MemoryError):
+            width, height = image.size
+    except MemoryError:
         raise
     except Exception:  # Pillow raises undocumented types
         raise BadRequest("an image cannot be read") from None
+    short, long = sorted((width, height))
+    if short * long > MAX_IMAGE_PIXELS or long > MAX_IMAGE_ASPECT * short:
+        raise BadRequest(f"an image of {width} x {height} pixels is too large or too narrow")

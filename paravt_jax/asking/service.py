@@ -330,7 +330,7 @@ def _as_request_error(problem: Exception) -> RequestError:
             _log_traceback(problem)
             return RequestError(503, "the server lacks memory, disk or open files", "unavailable", RETRY_S)
         case ImageError():
-            _log_traceback(problem)
+            say(str(problem))
             return BadRequest("an image cannot be read")
         case VideoError():
             return BadRequest(str(problem))

@@ -79,11 +79,15 @@ def message(role, *parts):
     }
 
 
-def image():
+def image(cut_bytes=0, **options):
     buffer = io.BytesIO()
-    Image.new("RGB", (40, 30)).save(buffer, "PNG")
-    data = base64.b64encode(buffer.getvalue()).decode()
+    Image.new("RGB", (40, 30)).save(buffer, "PNG", **options)
+    data = base64.b64encode(buffer.getvalue()[: buffer.tell() - cut_bytes]).decode()
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
+def photo():
+    return {"type": "image_url", "image_url": {"url": "photo.png"}}
 
 
 CONVERSATION = [
@@ -431,10 +435,42 @@ async def test_an_internal_error_reveals_nothing_to_the_client(served, capsys):
 async def test_an_image_that_vanishes_reveals_no_path_to_the_client(served, videos, monkeypatch, capsys):
     Image.new("RGB", (40, 30)).save(videos / "photo.png")
     monkeypatch.setattr(media_module, "_check_image", lambda path: path.unlink())
-    photo = {"type": "image_url", "image_url": {"url": "photo.png"}}
     with pytest.raises(openai.BadRequestError, match="an image cannot be read") as raised:
-        await served.ask(messages=[message("user", photo, "What?")])
+        await served.ask(messages=[message("user", photo(), "What?")])
     assert str(videos) not in raised.value.message and str(videos) in capsys.readouterr().err
+
+
+@serving([ANSWER])
+async def test_an_image_is_decoded_once(served, videos, monkeypatch):
+    decoders, get_decoder = [], Image._getdecoder
+    monkeypatch.setattr(Image, "_getdecoder", lambda *args: decoders.append(args) or get_decoder(*args))
+    Image.new("RGB", (40, 30)).save(videos / "photo.png")
+    await served.ask(messages=[message("user", image(), photo(), "What?")])
+    assert [decoder[1] for decoder in decoders].count("zip") == 2
+
+
+# Rotated by EXIF; the width is text.
+EXIF = b"Exif\0\0MM\0*\0\0\0\x08\0\x02\x01\0\0\x02\0\0\0\x02a\0\0\0\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"
+
+
+@pytest.mark.parametrize("damage", [{"exif": EXIF}, {"cut_bytes": 60}], ids=["exif", "truncated"])
+@serving([ANSWER])
+async def test_an_image_that_cannot_be_decoded_is_rejected(served, damage):
+    messages = [message("user", image(**damage), "What?")]
+    with pytest.raises(openai.BadRequestError, match="an image cannot be read"):
+        await served.ask(messages=messages)
+    with pytest.raises(openai.APIError, match="an image cannot be read"):
+        [chunk async for chunk in await served.ask(messages=messages, stream=True)]
+
+
+@serving([ANSWER])
+async def test_an_image_for_which_memory_is_missing_is_a_503(served, monkeypatch):
+    def fail(*args):
+        raise MemoryError
+
+    monkeypatch.setattr(Image, "_getdecoder", fail)
+    with pytest.raises(openai.InternalServerError, match="lacks memory"):
+        await served.ask(messages=[message("user", image(), "What?")])
 
 
 async def post(served, text, **headers):
