@@ -1,23 +1,10 @@
-"""The public evaluation splits, one file each. `data.split` names one of them, or a split in your own file."""
+"""The public evaluation splits. `data.split` names one of them, or a split in your own file."""
 
-from paravt_jax.data.splits import charades, longvideobench, lvbench, mlvu, mmvu, videomme
 from paravt_jax.data.splits.public import PublicSplit, Sample
+from paravt_jax.data.splits.shipped import SPLITS
 from rollout.user_code import is_location, load_object
 
 __all__ = ["SPLITS", "PublicSplit", "Sample", "split_named"]
-
-SPLITS: dict[str, PublicSplit] = {
-    split.name: split
-    for split in (
-        videomme.WITHOUT_SUBTITLES,
-        videomme.WITH_SUBTITLES,
-        longvideobench.VALIDATION,
-        lvbench.ALL,
-        mlvu.DEV,
-        mmvu.VALIDATION,
-        charades.TEST,
-    )
-}
 
 
 def split_named(name: str) -> PublicSplit:

@@ -1,8 +1,7 @@
 """Defines public splits and turns their rows into samples: a question, its answer, and groups for breakdowns.
 
-Each split has a small module next to this one, which names the hub's files, their columns, a function from a row to a
-sample, the video folders and the number of samples. A file with other columns is an error; a row with other contents
-is a bad row.
+A split (shipped.py has ours) names the hub's files, their columns, a function from a row to a sample, the video folders
+and the number of samples. A file with other columns is an error; a row with other contents is a bad row.
 
 All splits have the same question format: the stem, its options as lines `A. …`, and the form of the answer. DIFFERS
 from lmms-eval and the release, which format every split differently.

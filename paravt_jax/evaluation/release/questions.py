@@ -12,7 +12,7 @@ from typing import Any
 
 from paravt_jax.config import SINGLE_TURN_MODES
 from paravt_jax.data.splits import Sample
-from paravt_jax.data.splits.longvideobench import OPTIONS, UNUSED
+from paravt_jax.data.splits.shipped import longvideobench_options
 from paravt_jax.evaluation.release.texts import ReleaseTexts
 from paravt_jax.rewards.answers import interval_iou
 from paravt_jax.rewards.release import predicted_letter, predicted_window
@@ -79,7 +79,7 @@ def _mlvu_gold(row: Mapping[str, Any]) -> str:
 OPTIONS_OF: Mapping[str, Callable[[Mapping[str, Any]], Sequence[tuple[str, str]]]] = {
     "videomme": lambda row: _lettered(row["options"]),
     "videomme_subtitles": lambda row: _lettered(row["options"]),
-    "longvideobench": lambda row: _lettered([row[name] for name in OPTIONS if row[name] not in ("", UNUSED)]),
+    "longvideobench": lambda row: _lettered(list(filter(None, longvideobench_options(row)))),
     "mlvu": lambda row: _lettered(row["candidates"]),
     "mmvu": lambda row: [(letter, text) for letter, text in sorted(row["choices"].items()) if text],
 }
