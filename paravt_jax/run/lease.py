@@ -22,6 +22,7 @@ from paravt_jax.run.log import whole_file
 OWNER = ".owner.json"
 BUCKET_FILE = ".bucket.json"  # file in the local directory with its bucket and token
 RENEW_S, LEASE_S, LOOK_S = 20.0, 120.0, 5.0
+RELEASE_S = 5.0  # time to release the lease before the process exits
 
 
 class Lease:
@@ -70,6 +71,12 @@ class Lease:
             if not self.lost:
                 with suppress(RuntimeError, Conflict):  # another run can still take over as from a dead run
                     self._object.delete(self._generation)
+
+    def release_before_exit(self) -> None:
+        """Releases the lease, but waits at most RELEASE_S for the bucket's answer."""
+        releasing = threading.Thread(target=self.release, daemon=True)
+        releasing.start()
+        releasing.join(RELEASE_S)
 
     def _renew_loop(self) -> None:
         while not self._ended.wait(RENEW_S) and not self.lost:

@@ -62,10 +62,11 @@ class Stopping(asyncio.Event):
             self._timer.cancel()
 
 
-def stop_on_signals(stopping: Stopping) -> Callable[[], None]:
+def stop_on_signals(stopping: Stopping, before_exit: Callable[[], object] = lambda: None) -> Callable[[], None]:
     """Handles SIGTERM and Ctrl-C. The first ends a run after its step; a second one, or GRACE_S later, ends it at once.
 
-    Before the first step, the first one ends it now: a thread that loads a model cannot be stopped.
+    Before the first step, the first one calls `before_exit` and ends the process: a thread that loads a model cannot be
+    stopped.
     Returns a function that removes the signal handlers.
     """
     loop = asyncio.get_running_loop()
@@ -77,6 +78,7 @@ def stop_on_signals(stopping: Stopping) -> Callable[[], None]:
         if received:
             _exit("stopped again")
         if not stopping.saves:
+            before_exit()
             _exit("stopped before the first step", 128 + number)
         received.append(number)
         stopping.stop(int(number))

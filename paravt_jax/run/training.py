@@ -100,7 +100,8 @@ class RunDirectory:
             path = stack.enter_context(locked(run_dir) if hosts.num == 1 else locked_by_host_0(run_dir, hosts))
         stack.enter_context(tee_stderr(path / log_file(hosts.index)))
         stopping = Stopping()
-        stack.callback(stop_on_signals(stopping))
+        before_exit = (lambda: None) if lease is None else lease.release_before_exit
+        stack.callback(stop_on_signals(stopping, before_exit))
         check_kind(settings, path)
         num_logged = last_step(path)
         has_steps = num_logged or steps_in((bucket or path) / CHECKPOINTS_DIR)  # the log may be lost

@@ -1,10 +1,13 @@
 """A run in a bucket: checkpoints are exact and atomic, logs are copied, and only one run uses it at a time."""
 
+import asyncio
 import errno
 import json
 import os
+import signal
 import sys
 import threading
+from contextlib import ExitStack
 from dataclasses import replace
 
 import jax
@@ -14,7 +17,7 @@ from learner_state import adapted, bits, make_learner, set_state
 import model_port
 from model_port import bucket as bucket_module
 from model_port.bucket import UPLOADING, Bucket
-from paravt_jax.config import CheckpointConfig
+from paravt_jax.config import CheckpointConfig, load_config, to_record
 from paravt_jax.run import checkpoint, lease as lease_module, training
 from paravt_jax.run.bucket_checkpoint import BucketCheckpoints
 from paravt_jax.run.checkpoint_read import verify
@@ -169,6 +172,31 @@ def test_a_second_run_is_rejected_and_a_dead_runs_lease_is_taken_over(gcs, tmp_p
     )
     with locked_for_bucket(bucket, ALONE):
         assert "was last locked by process 1 on tpu-0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("answer", [None, "stall"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_first_step_releases_the_lease(number, answer, gcs, monkeypatch):
+    monkeypatch.setattr(lease_module, "RELEASE_S", 0.5 if answer else 20.0)
+    has_lease_at_exit = []
+
+    def exit_process(code: int) -> None:
+        has_lease_at_exit.append(f"bkt/runs/x/{OWNER}" in gcs.objects)
+        gcs.fault = lambda *_: None
+        raise SystemExit(code)
+
+    async def stopped() -> None:
+        with ExitStack() as stack:
+            training.RunDirectory.acquire(ADDRESS, stack, to_record(load_config(None)), False, ALONE)
+            gcs.fault = lambda method, _: answer if method == "DELETE" else None
+            os.kill(os.getpid(), number)
+            await asyncio.sleep(60)
+
+    monkeypatch.setattr("os._exit", exit_process)
+    with pytest.raises(SystemExit) as ended:
+        asyncio.run(stopped())
+    assert ended.value.code == 128 + number
+    assert has_lease_at_exit == [answer == "stall"]
 
 
 def test_a_run_that_lost_its_lease_cannot_commit_a_checkpoint(gcs, monkeypatch):
