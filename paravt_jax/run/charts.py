@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from model_port.json_files import flattened
 from model_port.terminal import visible
 from paravt_jax.learner.settings import MismatchConfig
-from paravt_jax.run.directory import load_settings
+from paravt_jax.run.directory import load_settings, load_settings_log
 from paravt_jax.run.log import METRICS_FILE, VALIDATION_FILE, rows_by_step
 
 # The Okabe-Ito palette, which is safe for color blindness. The page has its own shades of these colors.
@@ -169,11 +169,17 @@ class LoggedRun:
     metrics: Table
     validation: Table
     settings: dict[str, Any]  # empty if there is no config.json of a run
+    settings_log: list[dict[str, Any]]  # all versions of the settings, with the number of steps done before each
 
     @property
     def name(self) -> str:
         """The run's name with its parent directory, because many runs are called seed0."""
         return visible("/".join(self.path.resolve().parts[-2:]))
+
+    def settings_at(self, step: int | None) -> dict[str, Any]:
+        """The settings that a step ran with; the current ones without a step, as in an evaluation."""
+        versions = [version for version in self.settings_log if step is not None and version["after_step"] < step]
+        return versions[-1] if versions else self.settings
 
     @property
     def kl_levels(self) -> dict[float, str]:
@@ -219,7 +225,8 @@ class LoggedRun:
 def load_run(run_dir: Path) -> LoggedRun:
     metrics, validation = (sorted(rows_by_step(run_dir / name).items()) for name in (METRICS_FILE, VALIDATION_FILE))
     metrics = {step: row | _rest_of_step(row) for step, row in metrics}
-    return LoggedRun(run_dir, Table(metrics), Table(dict(validation)), load_settings(run_dir))
+    settings = load_settings(run_dir), load_settings_log(run_dir)
+    return LoggedRun(run_dir, Table(metrics), Table(dict(validation)), *settings)
 
 
 def flat_config(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -213,9 +213,7 @@ def write_settings(settings: Mapping[str, Any], directory: Path, step: int = 0, 
     path = directory / SETTINGS_FILE
     if load_settings(directory) == json.loads(json.dumps(record)):
         return
-    log = directory / SETTINGS_LOG_FILE
-    earlier = load_jsonl(log) if log.exists() else ()
-    write_rows(log, [*earlier, {"after_step": step, **record}])
+    write_rows(directory / SETTINGS_LOG_FILE, [*load_settings_log(directory), {"after_step": step, **record}])
     write_json(path, record)
 
 
@@ -235,6 +233,12 @@ def load_settings(directory: Path) -> dict[str, Any]:
     except ValueError as problem:
         raise ValueError(f"{path} is not valid JSON ({problem}); restore the file, or remove it") from None
     return record if isinstance(record, dict) and isinstance(record.get("config"), dict) else {}
+
+
+def load_settings_log(directory: Path) -> list[dict[str, Any]]:
+    """Reads RUN/settings.jsonl; empty if it does not exist."""
+    log = directory / SETTINGS_LOG_FILE
+    return list(load_jsonl(log)) if log.exists() else []
 
 
 def settings_of(directory: Path) -> dict[str, Any]:

@@ -78,14 +78,14 @@ def row_of(episode: PageDict, run: int) -> PageDict:
 
 
 def convert(record: Mapping[str, Any], forced: str, limit_chars: int) -> PageDict:
-    """Converts one record. `forced` is the prefix forced on every turn of the run."""
+    """Converts one record. `forced` is the setting `rollout.forced_prefix` of its step."""
     reward, answer = record.get("reward"), str(record.get("answer", ""))
     credits = [] if reward is None else reward.get("credits", [])
     advantage = record.get("advantage") or {}
     values = sorted({round(value, ADVANTAGE_DIGITS) for *_, value in advantage.get("places", [])})
     videos = [_video(video) for video in record.get("videos") or []]
     turns = (record.get("turns") or [])[:MAX_TURNS]
-    sampling = _sampling(record.get("segments") or [], turns)
+    segments = _segments_by_turn(record.get("segments") or [], turns)
     timed = record.get("question_type") == "tvg"
     prediction = None if reward is None else reward.get("prediction")
     return {
@@ -113,14 +113,21 @@ def convert(record: Mapping[str, Any], forced: str, limit_chars: int) -> PageDic
         if reward is None
         else {name: reward.get(name) for name in TERMS}
         | {"prediction": None if prediction is None else _cut(prediction, TEXT_LIMITS[-1])},
+        "weights": record.get("weights", {}),
         "own": [] if reward is None else [{name: term[name] for name in OWN} for term in reward.get("own", [])],
         "credits": [{name: credit[name] for name in ("name", "term", "value")} for credit in credits],
         "advantage": {name: value for name, value in advantage.items() if name != "places"} or None,
         "advantages": values,
         "videos": videos,
         "turns": [
-            _turn(turn, _marks(turn, number, forced, credits, advantage, values), videos, limit_chars) | tokens
-            for number, (turn, tokens) in enumerate(zip(turns, sampling, strict=True))
+            _turn(
+                turn,
+                _marks(turn, number, _prefix(turn, of_turn, forced), credits, advantage, values),
+                videos,
+                limit_chars,
+            )
+            | _sampling(turn, of_turn)
+            for number, (turn, of_turn) in enumerate(zip(turns, segments, strict=True))
         ],
     }
 
@@ -158,15 +165,15 @@ def _piece(text: str, marks: Sequence[Mark]) -> PageDict:
 def _marks(
     turn: Mapping[str, Any],
     number: int,
-    forced: str,
+    prefix: str,
     credits: Sequence[Mapping[str, Any]],
     advantage: Mapping[str, Any],
     values: Sequence[float],
 ) -> list[Mark]:
     text, calls = turn["text"], (turn.get("calls") or [])[:MAX_TURNS]
     marks = [Mark(*match.span(), "tag") for match in TAG.finditer(text)]
-    if forced and text.startswith(forced):
-        marks.append(Mark(0, len(forced), "forced"))
+    if prefix:
+        marks.append(Mark(0, len(prefix), "forced"))
     marks += [Mark(start, end, "call", index) for index, call in enumerate(calls) for start, end in [call["span"]]]
     marks += [
         Mark(start, end, "credit", index)
@@ -245,26 +252,32 @@ def _result(episode: PageDict) -> str:
     return "" if accuracy is None else "right" if accuracy >= 1 else "partly" if accuracy > 0 else "wrong"
 
 
-def _sampling(segments: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, Any]]) -> list[PageDict]:
-    """Counts each turn's sampled tokens, with their mean log-prob and policy versions."""
+def _segments_by_turn(
+    segments: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, Any]]
+) -> list[list[Mapping[str, Any]]]:
     starts = list(itertools.accumulate((len(segment["ids"]) for segment in segments), initial=0))
-    sampling = []
-    for turn in turns:
-        begin, end = turn.get("token_span") or (0, 0)
-        sampled = [
-            segment
-            for start, segment in zip(starts, segments, strict=False)
-            if segment["kind"] == "sampled" and begin <= start < end
-        ]
-        logps = [logp for segment in sampled for logp in segment["behavior_logp"] if logp is not None]
-        sampling.append(
-            {
-                "num_sampled": turn.get("num_sampled", sum(len(segment["ids"]) for segment in sampled)),
-                "mean_logp": round(sum(logps) / len(logps), 4) if logps else None,
-                "versions": sorted({segment["version"] for segment in sampled}),
-            }
-        )
-    return sampling
+    spans = [turn.get("token_span") or (0, 0) for turn in turns]
+    return [
+        [segment for start, segment in zip(starts, segments, strict=False) if begin <= start < end]
+        for begin, end in spans
+    ]
+
+
+def _prefix(turn: Mapping[str, Any], segments: Sequence[Mapping[str, Any]], forced: str) -> str:
+    """The forced prefix of a turn; empty if its tokens were imitated, or sampled by an endpoint."""
+    is_forced = any(segment["kind"] == "forced" for segment in segments)
+    return forced if is_forced and turn["text"].startswith(forced) else ""
+
+
+def _sampling(turn: Mapping[str, Any], segments: Sequence[Mapping[str, Any]]) -> PageDict:
+    """The number of a turn's sampled tokens, with their mean log-prob and policy versions."""
+    sampled = [segment for segment in segments if segment["kind"] == "sampled"]
+    logps = [logp for segment in sampled for logp in segment["behavior_logp"] if logp is not None]
+    return {
+        "num_sampled": turn.get("num_sampled", sum(len(segment["ids"]) for segment in sampled)),
+        "mean_logp": round(sum(logps) / len(logps), 4) if logps else None,
+        "versions": sorted({segment["version"] for segment in sampled}),
+    }
 
 
 def _cut(text: str, limit_chars: int) -> str:

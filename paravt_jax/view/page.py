@@ -27,6 +27,7 @@ from paravt_jax.view.figures import about, charts, describe, headlines, kind_of
 from paravt_jax.view.pictures import Album, make_album
 from paravt_jax.view.records import Chosen, cells_of, chosen_of_cells, chosen_of_steps, steps_of
 
+WEIGHTED = ("accuracy", "format", "anchor")  # terms of the reward with a weight in the settings
 SCRIPTS = ("dom", "charts", "head", "film", "reader", "list", "page")  # concatenated into one script, in this order
 
 
@@ -36,10 +37,7 @@ def make_page(run_dirs: Sequence[Path], max_episodes: int, *, frames: bool = Fal
     chosen = _choose(runs, max_episodes)
     num_bytes = share_bytes(sum(len(lines_of_run.lines) for lines_of_run in chosen))
     episodes_of_runs = [
-        [
-            convert_within(num_bytes, record | _shared_fields(run), _forced(run.settings))
-            for record in lines_of_run.records()
-        ]
+        [_episode_of(run, record, num_bytes) for record in lines_of_run.records()]
         for run, lines_of_run in zip(runs, chosen, strict=True)
     ]
     records = [
@@ -142,12 +140,19 @@ def _num_samples(run: LoggedRun) -> int:
     return (run.settings.get("config", {}).get("eval") or {}).get("num_samples", 1)
 
 
-def _shared_fields(run: LoggedRun) -> dict[str, str | None]:
-    """Fields to set in all episodes: the public split of an evaluation; no frame budget in SFT without gating."""
-    config = run.settings.get("config", {})
-    split = (config.get("data") or {}).get("split")
+def _episode_of(run: LoggedRun, record: Mapping[str, Any], num_bytes: int) -> PageDict:
+    settings = run.settings_at(record.get("step"))
+    return convert_within(num_bytes, {**record, **_fields_of(settings)}, _forced(settings))
+
+
+def _fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields that settings add to an episode: the weights of its reward, the public split of an evaluation, and no
+    frame budget in SFT without gating."""
+    config = settings.get("config", {})
+    split, rewards = (config.get("data") or {}).get("split"), config.get("reward") or {}
     ungated = kind_of(config) == "imitation" and not (config.get("video") or {}).get("frame_budgets")
-    return ({"split": split} if split else {}) | ({"frame_budget": None} if ungated else {})
+    weights = {term: rewards[key] for term in WEIGHTED if (key := f"{term}_weight") in rewards}
+    return {"weights": weights} | ({"split": split} if split else {}) | ({"frame_budget": None} if ungated else {})
 
 
 def _forced(settings: Mapping[str, Any]) -> str:

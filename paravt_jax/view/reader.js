@@ -141,9 +141,10 @@ const rewardTerms = (root, episode) => {
     const own = episode.credits.map((credit, n) => [credit, n]).filter(([credit]) => credit.term === term);
     return own.length ? h("div", { class: `credits c-${colorOf(term)}` }, own.map((one) => chip(...one))) : null;
   };
-  const row = (name, value, kind, term) => [h("div", { class: `term ${kind} ${term ? `c-${colorOf(term)}` : ""}` }, h("span", {}, term ? h("i") : null, name), h("span", { class: "num" }, fixed(value))), term ? chips(term) : null];
+  const weighted = (name, value) => [fixed(value), ...((episode.weights[name] ?? 1) === 1 ? [] : [number(episode.weights[name])])].join(" × ");
+  const row = (name, value, kind, term, bound = "") => [h("div", { class: `term ${kind} ${term ? `c-${colorOf(term)}` : ""}` }, h("span", {}, term ? h("i") : null, name, bound), h("span", { class: "num" }, weighted(name, value))), term ? chips(term) : null];
   return fill(host, {}, [h("h4", {}, "Reward"),
-    row("accuracy", reward.accuracy, "", "accuracy"), row("format", reward.format, "", null), row("base", reward.base, "sub", "base"), row("anchor", reward.anchor, "sub", "anchor"),
+    row("accuracy", reward.accuracy, "", "accuracy"), row("format", reward.format, "", null, ", at most 1"), row("base", reward.base, "sub", "base"), row("anchor", reward.anchor, "sub", "anchor"),
     row("think first", reward.think_first, "sub", "think_first"), row("balanced", reward.balanced, "sub", "balanced"), row("tool", reward.tool, "", "tool"),
     episode.own.map((term) => row(spelled(term.name), term.weight * term.value, "", term.name)), row("total", reward.total, "total", null),
     episode.credits.length ? h("p", { class: "hint" }, "Point at a credit to highlight its characters; click to keep the highlight.") : null]);

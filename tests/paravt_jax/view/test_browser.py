@@ -16,7 +16,7 @@ from paravt_jax.asking.page import page_of
 from paravt_jax.check.page import page as page_of_check
 from paravt_jax.check.report import Measured, StageReport
 from paravt_jax.config import Config, SftConfig, VideoConfig, to_record
-from paravt_jax.run.directory import write_settings
+from paravt_jax.run.directory import settings_of, write_settings
 from paravt_jax.view.page import make_page
 from rollout.episode import Agent
 from rollout.episode_config import EpisodeConfig
@@ -34,6 +34,9 @@ c.dispatchEvent(new Event(c.tagName === 'SELECT' ? 'change' : 'input')); }"
 
 TICKS = "(title, anchor) => [...[...document.querySelectorAll('.chart')].find(chart => chart.ariaLabel === title)\
 .querySelectorAll(`text[text-anchor=${anchor}]`)].map(tick => tick.textContent)"
+
+PRODUCTS = "(names) => [...document.querySelectorAll(names)].reduce((sum, term) => sum + \
+term.querySelector('.num').textContent.replaceAll('−', '-').split(' × ').reduce((one, other) => one * other, 1), 0)"
 
 BAD_LABELS = """[...document.querySelectorAll('figure, .timeline, .waterfall')].flatMap(chart => {
   const range = document.createRange(), edge = chart.getBoundingClientRect();
@@ -306,6 +309,25 @@ def test_keys_move_between_episodes(tab, pages):
     for number in (1, 2):
         tab.run("document.activeElement.click()")  # as Enter does; the button keeps the focus
         assert tab.run("location.hash") == f"#episode-{number}"
+
+
+@pytest.mark.parametrize("weight", [1, 0.5])
+def test_the_terms_of_a_reward_add_up(weight, tab, tmp_path):
+    run_dir = make_run(tmp_path, 1)
+    records = run_dir / "episodes" / "000001.jsonl"
+    episodes = [json.loads(line) for line in records.read_text().splitlines()]
+    number, episode = next((n, e) for n, e in enumerate(episodes) if not e["missing"] and e["reward"]["anchor"] > 0)
+    episode["reward"]["total"] -= (1 - weight) * episode["reward"]["format"]
+    records.write_text("".join(json.dumps(each) + "\n" for each in episodes))
+    config = settings_of(run_dir)
+    write_settings(config | {"reward": config["reward"] | {"format_weight": weight}}, run_dir)
+    (tmp_path / "page.html").write_bytes(make_page([run_dir], 200))
+    open_page(tab, tmp_path / "page.html", f"#episode-{number}")
+    terms = ".aside .terms:first-child .term"
+    parts, total = (tab.run(f"({PRODUCTS})('{terms}{kind}')") for kind in (":not(.sub, .total)", ".total"))
+    assert parts == pytest.approx(total, abs=0.02) == pytest.approx(episode["reward"]["total"], abs=0.01)
+    of_format = min(1, tab.run(f"({PRODUCTS})('{terms}.sub')"))
+    assert of_format == pytest.approx(episode["reward"]["format"], abs=0.02)
 
 
 def test_text_can_be_colored_by_advantage(tab, pages):

@@ -15,6 +15,7 @@ from view_run import CHAT, DURATION_S, NASTY, QUESTIONS, make_run, write_metrics
 
 from model_port.cli import run_cli
 from model_port.terminal import visible
+from paravt_jax.run.directory import settings_of, write_settings
 from paravt_jax.run.log import load_jsonl
 from paravt_jax.view import episodes
 from paravt_jax.view.__main__ import main
@@ -133,6 +134,24 @@ def test_the_forced_prefix_is_separate_from_sampled_text(page):
     forced = [piece for piece in first if "forced" in piece]
     assert len(forced) > 50 and {piece["text"] for piece in forced} == {"<think>"}  # its line break is the next piece
     assert not any("forced" in turn["pieces"][-1] for episode in page.episodes for turn in episode["turns"])
+
+
+def test_episodes_before_a_change_of_settings_have_the_settings_of_their_step(tmp_path):
+    run_dir = make_run(tmp_path / "run", 2)
+    config = settings_of(run_dir)
+    rollout, reward = config["rollout"] | {"forced_prefix": ""}, config["reward"] | {"format_weight": 0.5}
+    write_settings(config | {"rollout": rollout, "reward": reward}, run_dir, step=1)
+    page = view(run_dir)
+    forced = [e["step"] for e in page.episodes for turn in e["turns"] if "forced" in turn["pieces"][0]]
+    assert set(forced) == {1}
+    assert {(e["step"], e["weights"]["format"]) for e in page.episodes} == {(1, 1.0), (2, 0.5)}
+
+
+def test_a_prefix_that_was_imitated_or_sampled_is_not_marked_as_forced(tmp_path):
+    run_dir = make_run(tmp_path / "run", 1)
+    records = run_dir / "episodes" / "000001.jsonl"
+    records.write_text(records.read_text().replace('"kind": "forced"', '"kind": "prompt"'))
+    assert not any("forced" in piece for e in view(run_dir).episodes for turn in e["turns"] for piece in turn["pieces"])
 
 
 def test_ids_and_log_probs_of_tokens_stay_out(page):
