@@ -81,6 +81,7 @@ async def run(args: argparse.Namespace, files: list[str], question: str | None) 
         page = OutputFile(args.html, "ask --html", inputs=[*files, args.model], force=args.force)
     images = list(filter(is_image, files))
     videos = [file for file in files if file not in images]
+    subtitles = list(map(_subtitles_of, videos))
     engine = engine_of(args.model, args.url, args.endpoint, args.endpoint_key_env)
     async with open_asker(args.model, engine, num_frames=args.frames, dispatch=args.dispatch) as answerer:
         for number in range(sys.maxsize):
@@ -88,7 +89,8 @@ async def run(args: argparse.Namespace, files: list[str], question: str | None) 
             if not question:
                 break
             try:
-                answer = await answerer.answer(videos, question, Live(_write), f"question {number}", images=images)
+                name = f"question {number}"
+                answer = await answerer.answer(videos, question, Live(_write), name, images=images, subtitles=subtitles)
             except VideoError as unreadable:
                 raise ValueError(f"{' or '.join(files)}: {unreadable}") from None
             _write("\n")
@@ -105,6 +107,11 @@ async def run(args: argparse.Namespace, files: list[str], question: str | None) 
             print(args.html, file=sys.stderr)
     if problem and not args.interactive:
         raise RuntimeError(f"no answer: {problem}")
+
+
+def _subtitles_of(video: str) -> str:
+    path = Path(video).with_suffix(".srt")
+    return str(path) if path.is_file() else ""
 
 
 def _write(text: str) -> None:

@@ -94,16 +94,18 @@ class Answerer:
         max_tokens: int | None = None,
         history: Sequence[PastTurn] = (),
         images: Sequence[str] = (),
+        subtitles: Sequence[str] = (),
     ) -> Answer:
         """Answers a question. `name` identifies it among concurrent questions; the engine aborts requests by name.
 
         Equal questions with an equal `seed` have equal answers under any name; without a seed, answers differ.
-        `history` has the turns before the question; `videos` and `images` belong to all turns, in order.
+        `history` has the turns before the question; `videos` and `images` belong to all turns, in order. `subtitles` has
+        each video's subtitle file or "".
         `max_tokens` limits the tokens of the agent and its sub-agents together. None: only their settings limit them.
         """
         listener = listener or Listener()
         num_frames = max(self.num_frames, len(videos)) if videos else 0
-        task = Task(name, question, tuple(videos), num_frames, history=tuple(history), images=tuple(images))
+        task = Task(name, question, tuple(videos), num_frames, tuple(subtitles), (), tuple(history), tuple(images))
         overview = await self.agent.overview(task)
         listener.on_overview(overview)
         episode = await self.agent.run(

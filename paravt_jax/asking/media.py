@@ -133,6 +133,12 @@ class Sources:
                 return path
         raise BadRequest(f"no file {cut(name)} in the video directory")
 
+    def subtitles_of(self, video: str) -> str:
+        """The subtitle file beside a video, within the video directory; "" without one."""
+        with suppress(BadRequest):
+            return str(self._file_below_root(str(Path(video).with_suffix(".srt"))))
+        return ""
+
     async def _fetch(self, url: str, target: Path, budget: DiskBudget) -> None:
         if not self.allow_fetch:
             raise BadRequest("this server fetches nothing from the web: it was started without --allow-fetch")

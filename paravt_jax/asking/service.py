@@ -207,11 +207,17 @@ class Service:
             answerer = replace(answerer, num_frames=question.num_frames or answerer.num_frames)
 
             async def answer(listener: Listener | None = None) -> Answer:
-                text, history = question.text, question.history
-                limits = question.seed, question.max_tokens
                 async with asyncio.timeout_at(deadline):
                     reply = await answerer.answer(
-                        files["video"], text, listener, name, *limits, history, files["image"]
+                        files["video"],
+                        question.text,
+                        listener,
+                        name,
+                        question.seed,
+                        question.max_tokens,
+                        question.history,
+                        files["image"],
+                        list(map(self.sources.subtitles_of, files["video"])),
                     )
                 self._check_fits(reply)
                 self._count(reply, started_s)

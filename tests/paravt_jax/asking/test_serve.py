@@ -11,7 +11,7 @@ from dataclasses import replace
 import aiohttp
 import numpy as np
 import pytest
-from agents import ANSWER
+from agents import ANSWER, call_of
 from async_tests import until
 from PIL import Image
 from served import LOOK, MODEL, question, served_by, serving, with_service
@@ -438,6 +438,22 @@ async def test_an_image_that_vanishes_reveals_no_path_to_the_client(served, vide
     with pytest.raises(openai.BadRequestError, match="an image cannot be read") as raised:
         await served.ask(messages=[message("user", photo(), "What?")])
     assert str(videos) not in raised.value.message and str(videos) in capsys.readouterr().err
+
+
+HERON = "1\n00:00:05,000 --> 00:00:07,000\nA heron.\n"
+SEARCH = f"I search.</think>{call_of('search_subtitles', video_path='video.mp4', query='heron')}<|im_end|>"
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@serving([SEARCH, ANSWER], tools=["search_subtitles"])
+async def test_the_model_can_search_subtitles_beside_a_video_within_the_directory(served, videos, inside):
+    subtitles = videos / "a.srt" if inside else videos.parent / "a.srt"
+    subtitles.write_text(HERON)
+    if not inside:
+        (videos / "a.srt").symlink_to(subtitles)
+    stream = await served.ask(stream=True)
+    reasoning = "".join([getattr(chunk.choices[0].delta, "reasoning_content", None) or "" async for chunk in stream])
+    assert ("A heron." in reasoning) == inside and ("has no subtitles" in reasoning) != inside
 
 
 @serving([ANSWER])

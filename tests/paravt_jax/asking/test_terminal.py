@@ -9,7 +9,7 @@ import time
 from contextlib import asynccontextmanager
 
 import pytest
-from agents import FakeFrames, script
+from agents import ANSWER, FakeFrames, call_of, script
 from terminals import a_terminal
 
 import model_port.cli
@@ -77,8 +77,8 @@ def test_output_is_escaped_on_a_terminal_and_raw_in_a_pipe(run_cli, monkeypatch,
 def ask_of(chat, tmp_path, monkeypatch):
     """Runs `paravt ask` on a video with the given name and a scripted answer. Returns the exit status."""
 
-    def run(answer: str, *flags: str, name: str = "a", question: str = "What?") -> int:
-        agent = Agent(script(chat, [answer] * 2), FakeFrames(), chat, EpisodeConfig())
+    def run(answer: str, *flags: str, name: str = "a", question: str = "What?", first: str = "", **config) -> int:
+        agent = Agent(script(chat, [first or answer, answer]), FakeFrames(), chat, EpisodeConfig(**config))
 
         @asynccontextmanager
         async def open_asker(*args, **settings):
@@ -104,6 +104,13 @@ def test_answers_and_progress_of_ask_are_escaped_on_a_terminal(ask_of, monkeypat
 def test_a_question_may_be_longer_than_a_file_name(ask_of, capsys):
     assert ask_of("Long.</think><answer>B</answer><|im_end|>", question="Which one is it? " * 40) == 0
     assert capsys.readouterr().out == "B\n"
+
+
+def test_ask_searches_subtitles_beside_the_video(ask_of, tmp_path, capsys):
+    (tmp_path / "a.srt").write_text("1\n00:00:05,000 --> 00:00:07,000\nA heron.\n")
+    search = f"I search.</think>{call_of('search_subtitles', video_path='video.mp4', query='heron')}<|im_end|>"
+    assert ask_of(ANSWER, first=search, tools=["search_subtitles"]) == 0
+    assert "5.0 to 7.0 seconds: A heron." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
