@@ -99,8 +99,8 @@ class Answerer:
         """Answers a question. `name` identifies it among concurrent questions; the engine aborts requests by name.
 
         Equal questions with an equal `seed` have equal answers under any name; without a seed, answers differ.
-        `history` has the turns before the question; `videos` and `images` belong to all turns, in order. `subtitles` has
-        each video's subtitle file or "".
+        `history` has the turns before the question; `videos` and `images` belong to all turns, in order. `subtitles`
+        has each video's subtitle file or "".
         `max_tokens` limits the tokens of the agent and its sub-agents together. None: only their settings limit them.
         """
         listener = listener or Listener()
