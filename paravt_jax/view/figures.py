@@ -4,6 +4,7 @@
 their own metrics.
 """
 
+import itertools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -70,8 +71,21 @@ def about(run: LoggedRun) -> dict[str, Any]:
         "name": run.name,
         "steps_done": max(run.metrics.rows, default=0),
         "steps_planned": planned[0] if planned else None,
+        "changes": _changes(run),
         **describe(run.settings),
     }
+
+
+def _changes(run: LoggedRun) -> list[tuple[int, list[list[str]]]]:
+    """Settings that changed after the first step, with the number of steps done before and both values."""
+    changes = []
+    for version, following in itertools.pairwise(run.settings_log):
+        old, new = flat_config(version), flat_config(following)
+        keys = [key for key in new | old if new.get(key) != old.get(key)]
+        if keys and following["after_step"]:
+            texts = [[key, f"{_value(old, key)} → {_value(new, key)}"] for key in keys]
+            changes.append((following["after_step"], texts))
+    return changes
 
 
 def describe(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,6 +186,10 @@ def _number(value: float) -> float | None:
 
 def _fact(config: Mapping[str, Any], keys: tuple[str, ...]) -> str:
     return " × ".join(_text(config[key]) for key in keys) if all(key in config for key in keys) else ""
+
+
+def _value(config: Mapping[str, Any], key: str) -> str:
+    return (_text(config[key]) or "empty") if key in config else "–"
 
 
 def _text(value: Any) -> str:

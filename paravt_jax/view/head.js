@@ -30,6 +30,7 @@ const headOf = (run, place) => {
     h("h1", { class: about.name.length > 60 ? "long" : null, dir: "auto" }, comparing ? [runMark(place), " "] : null, about.name),
     h("div", { class: "progress" }, progressOf(run), h("span", {}, `as of ${data.made_at}`)),
     facts.length ? h("dl", { class: "facts" }, facts.map(([label, text]) => h("div", {}, h("dt", {}, label), h("dd", {}, text)))) : null,
+    (about.changes ?? []).map(([step, changed]) => folded(`${plural(changed.length, "setting")} changed after step ${step.toLocaleString("en")}`, pairs(changed))),
     about.settings.length ? folded(`All ${about.settings.length} settings`, pairs(about.settings)) : null,
     versions.length ? folded("Versions", pairs(versions)) : null);
 };

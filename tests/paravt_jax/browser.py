@@ -76,7 +76,11 @@ class Tab:
         width, height = size_px
         self("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self("Emulation.setEmulatedMedia", features=[scheme, {"name": "prefers-reduced-motion", "value": "reduce"}])
+        self(
+            "Emulation.setEmulatedMedia",
+            media="",
+            features=[scheme, {"name": "prefers-reduced-motion", "value": "reduce"}],
+        )
 
     def picture(self, out: Path, *, full: bool = False) -> None:
         self.run("0")

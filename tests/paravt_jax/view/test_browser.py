@@ -495,6 +495,18 @@ def test_labels_are_inside_their_chart_and_apart(name, tab, pages):
         assert tab.run(BAD_LABELS) == []
 
 
+def test_a_printed_page_is_light_with_the_marks_of_its_legends_and_whole_charts(tab, pages):
+    open_page(tab, pages["one"], dark=True)
+    dark = tab.run("getComputedStyle(document.body).backgroundColor")
+    tab("Emulation.setEmulatedMedia", media="print", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    style = "(name, key) => getComputedStyle(document.querySelector(name))[key]"
+    assert [dark, tab.run(f"({style})('body', 'backgroundColor')")] == ["rgb(18, 19, 22)", "rgb(255, 255, 255)"]
+    assert {tab.run(f"({style})('{name}', 'printColorAdjust')") for name in (".legend i", ".when i")} == {"exact"}
+    assert tab.run(f"({style})('figure', 'breakInside')") == "avoid"
+    assert tab.run(f"({style})('.callcard p', 'maxHeight')") == "none"
+    assert tab.messages == []
+
+
 @pytest.mark.nightly
 def test_only_visible_rows_of_ten_thousand_episodes_are_rendered(tab, pages, tmp_path):
     run_dir = tmp_path / "many"

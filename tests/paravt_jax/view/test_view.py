@@ -15,7 +15,7 @@ from view_run import CHAT, DURATION_S, NASTY, QUESTIONS, make_run, write_metrics
 
 from model_port.cli import run_cli
 from model_port.terminal import visible
-from paravt_jax.run.directory import settings_of, write_settings
+from paravt_jax.run.directory import load_settings_log, write_settings
 from paravt_jax.run.log import load_jsonl
 from paravt_jax.view import episodes
 from paravt_jax.view.__main__ import main
@@ -138,13 +138,15 @@ def test_the_forced_prefix_is_separate_from_sampled_text(page):
 
 def test_episodes_before_a_change_of_settings_have_the_settings_of_their_step(tmp_path):
     run_dir = make_run(tmp_path / "run", 2)
-    config = settings_of(run_dir)
+    config = load_settings_log(run_dir)[0]["config"]
     rollout, reward = config["rollout"] | {"forced_prefix": ""}, config["reward"] | {"format_weight": 0.5}
     write_settings(config | {"rollout": rollout, "reward": reward}, run_dir, step=1)
     page = view(run_dir)
     forced = [e["step"] for e in page.episodes for turn in e["turns"] if "forced" in turn["pieces"][0]]
     assert set(forced) == {1}
     assert {(e["step"], e["weights"]["format"]) for e in page.episodes} == {(1, 1.0), (2, 0.5)}
+    changes = [["rollout.forced_prefix", "<think>\n → empty"], ["reward.format_weight", "1.0 → 0.5"]]
+    assert page.data["about"]["changes"] == [[1, changes]]
 
 
 def test_a_prefix_that_was_imitated_or_sampled_is_not_marked_as_forced(tmp_path):
