@@ -15,12 +15,12 @@ from model_port.layout import hf_files_of
 from model_port.text import LONG_ROW_TOKENS
 from model_port.tiny import tiny_config
 from paravt_jax.config import TINY, MeshConfig
-from paravt_jax.learner.packing import TOKEN_STEP, BatchShape
+from paravt_jax.learner.packing import TOKEN_STEP
 from paravt_jax.plan.devices import DEVICES, GIB, LINK_FRAC, MEMORY_FRAC, PEAK_FRAC, DeviceSpec
 from paravt_jax.plan.memory import Memory, param_shapes
 from paravt_jax.plan.remat import largest, planned_memory, recomputing, remat_line, with_remat
 from paravt_jax.plan.roofline import StepSeconds, batch_works, step_seconds
-from paravt_jax.plan.run import PlannedRl, PlannedRun, PlannedSft
+from paravt_jax.plan.run import RESPONSE_TOKENS, PlannedRl, PlannedRun, PlannedSft
 from paravt_jax.plan.step_time import (
     PUBLISHED,
     StepRates,
@@ -31,10 +31,8 @@ from paravt_jax.plan.step_time import (
     weight_bytes,
 )
 from paravt_jax.plan.workload import (
-    RESPONSE_TOKENS,
     PlannedUpdate,
     Step,
-    Workload,
     active_params,
     adapter_params,
     batch_flops,
@@ -67,15 +65,11 @@ class Fit:
 
 @dataclass(frozen=True)
 class Plan:
-    mesh: MeshConfig
+    run: PlannedRl | PlannedSft  # with the chosen recomputation
     device: DeviceSpec
-    num_hosts: int
     host_work: dict[str, int | float]  # largest part of a host in a step; empty: SFT
     params: ParamCounts
-    batch: BatchShape
     memory: Memory
-    workload: Workload | None  # None: SFT
-    typical: Step
     flops: dict[str, float]  # FLOPs of a step's updates over all devices, by pass
     update: StepSeconds | None  # seconds of a typical step's updates
     step: StepTime | None  # None: SFT, or a device without a data sheet
@@ -109,30 +103,22 @@ def model_config(path: str) -> tuple[ModelConfig, tuple[str, ...]]:
 def make_plan(run: PlannedRl | PlannedSft, device: DeviceSpec = DEVICES["h100"], rates: StepRates = PUBLISHED) -> Plan:
     """Makes the plan of a run. A step of SFT is only an update, because it has no rollouts."""
     given = run.on_device(device)
-    remat, run = remat_line(given, device), with_remat(given, device)
-    model, update, step = run.model, run.update, run.typical_step()
-    memory = planned_memory(run, device)
+    run = with_remat(given, device)
+    model, update, step, memory = run.model, run.update, run.typical_step(), planned_memory(run, device)
     seconds = update_seconds(update, model, device, step)
+    update_s = None if seconds is None else seconds.total
     passes = batch_flops(update, model, step.shape, device.platform)
-    params, work, step_s, host_work = param_counts(update, model), None, None, dict[str, int | float]()
-    if isinstance(run, PlannedRl):
-        work = run.work
-        host_work = _host_work(work, run.num_hosts(device), params, adapted=update.lora.rank > 0)
-        step_s = step_time(run, device, None if seconds is None else seconds.total, rates)
+    params = param_counts(update, model)
     return Plan(
-        mesh=update.mesh,
-        device=device,
-        num_hosts=run.num_hosts(device),
-        host_work=host_work,
+        run,
+        device,
+        host_work=_host_work(run, params) if isinstance(run, PlannedRl) else {},
         params=params,
-        batch=run.largest_batch(),
         memory=memory,
-        workload=work,
-        typical=step,
         flops={name: step.num_batches * value for name, value in passes.items()},
         update=seconds,
-        step=step_s,
-        remat=remat,
+        step=step_time(run, device, update_s, rates) if isinstance(run, PlannedRl) else None,
+        remat=remat_line(given, device),
         fit=fit_of(given, memory, device),
         assumptions=tuple(_assumptions(run, device)),
     )
@@ -149,14 +135,15 @@ def param_counts(update: PlannedUpdate, model: ModelConfig) -> ParamCounts:
     return ParamCounts(text, vision, active, trained)
 
 
-def _host_work(work: Workload, num_hosts: int, params: ParamCounts, *, adapted: bool) -> dict[str, int | float]:
+def _host_work(run: PlannedRl, params: ParamCounts) -> dict[str, int | float]:
     """A host's largest work. Frames are decoded for an overview per group and for the windows of calls."""
+    work, num_hosts = run.work, run.update.num_hosts
     prompts = -(-work.num_groups // num_hosts)
-    num_frozen = 0 if adapted else params.text + params.vision - params.trainable
+    num_frozen = 0 if run.update.lora.rank else params.text + params.vision - params.trainable
     checkpoint_bytes = (MASTER_BYTES * num_frozen + TRAINED_BYTES * params.trainable) // num_hosts
     num_remote = work.num_groups - work.num_groups // num_hosts
     return {
-        "rows per batch": work.batch_rows // num_hosts,
+        "rows per batch": run.pack.num_rows // num_hosts,
         "prompts per step, at most": prompts,
         "frames decoded per step": round(prompts * (work.frames + work.group_size * work.calls * work.call_frames)),
         "checkpoint size, GiB": checkpoint_bytes / GIB,
@@ -281,13 +268,13 @@ def _assumed_of_rl(run: PlannedRl, device: DeviceSpec) -> Iterator[str]:
             )
     source = "mean of video.frame_budgets" if run.video.frame_budgets else "video.overview_frames"
     yield (
-        f"a prompt has {work.frames:.1f} frames ({source}) of {work.frame_tokens} tokens (video.max_pixels, timestamp) "
+        f"a prompt has {work.frames:.1f} frames ({source}) of {run.frame_tokens} tokens (video.max_pixels, timestamp) "
         f"and text: {work.prompt_tokens:,} tokens in total"
     )
     context = run.rollout.max_context_tokens
-    if work.max_frames * work.frame_tokens >= context:
+    if (most := run.budgets[-1]) * run.frame_tokens >= context:
         yield (
-            f"{work.max_frames} frames of {work.frame_tokens} tokens do not fit rollout.max_context_tokens={context}; "
+            f"{most} frames of {run.frame_tokens} tokens do not fit rollout.max_context_tokens={context}; "
             f"such an episode has no answer"
         )
     yield (

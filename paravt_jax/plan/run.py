@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Self
 
 from model_port.config import ModelConfig
+from model_port.processing import max_patches
 from model_port.sharding import over_hosts
 from paravt_jax.config import (
     Config,
@@ -20,20 +21,24 @@ from paravt_jax.config import (
     TrainConfig,
     VideoConfig,
 )
-from paravt_jax.learner.packing import FRAME_ROW_STEP, BatchShape, halve_while_fits, largest_shape, round_up
-from paravt_jax.plan.devices import DeviceSpec, peak_flops
-from paravt_jax.plan.workload import (
-    PROMPT_TEXT_TOKENS,
-    RESPONSE_TOKENS,
-    PlannedUpdate,
-    Step,
-    Workload,
-    active_params,
-    row_patches,
-    tokens_per_frame,
-    workload_of,
+from paravt_jax.learner.packing import (
+    FRAME_ROW_STEP,
+    BatchShape,
+    PromptGroup,
+    halve_while_fits,
+    largest_shape,
+    round_up,
 )
+from paravt_jax.plan.devices import DeviceSpec, peak_flops
+from paravt_jax.plan.workload import PlannedUpdate, Step, Workload, active_params, packed_rows
 from rollout.episode_config import EpisodeConfig
+
+# Sizes of a typical episode, because most turns end long before the config's bounds.
+FRAME_TEXT_TOKENS = 11  # a frame's timestamp, and its start and end tokens
+PROMPT_TEXT_TOKENS = 500  # system prompt, tool, question
+RESPONSE_TOKENS = 512  # per main agent: sampled tokens and reports, without frames from calls
+CALLS = 1  # per episode
+REPORT_TOKENS = 256  # per sub-agent
 
 
 @dataclass(frozen=True)
@@ -87,13 +92,21 @@ class PlannedRun(ABC):
         return self.update.mesh.num_row_parts
 
     @property
+    def budgets(self) -> list[int]:
+        """The possible numbers of frames of an overview, in ascending order."""
+        return sorted(self.video.frame_budgets or [self.video.overview_frames])
+
+    @property
     def frame_tokens(self) -> int:
-        return tokens_per_frame(self.video.max_pixels, self.model.vision)
+        """The number of tokens per frame, including its text."""
+        vision = self.model.vision
+        return self.video.max_pixels // (vision.patch_px * vision.merge) ** 2 + FRAME_TEXT_TOKENS
 
     @property
     def row_patches(self) -> int:
         """Patches of the largest frame."""
-        return row_patches(self.video.max_pixels, self.model.vision)
+        vision = self.model.vision
+        return max(vision.merge_unit, max_patches(self.video.max_pixels, vision.patch_px, vision.merge))
 
     @property
     def trained_token_flops(self) -> float:
@@ -148,7 +161,42 @@ class PlannedRl(PlannedRun):
 
     @cached_property
     def work(self) -> Workload:
-        return workload_of(self.train, self.rollout, self.video, self.pack, self.model, self.update.num_hosts)
+        train, rollout, budgets, frame_tokens = self.train, self.rollout, self.budgets, self.frame_tokens
+        num_groups, frames = train.prompts_per_step, sum(budgets) / len(budgets)
+        room = rollout.max_context_tokens - 1
+        response = min(RESPONSE_TOKENS, rollout.max_new_tokens * (rollout.tool_turns + 1), room)
+        calls = min(CALLS, rollout.max_calls)
+        call_frame_tokens = rollout.subagent_max_frames * frame_tokens
+        call_prompt = report = shown = 0
+        if rollout.crop_returns == "report":
+            call_prompt = min(call_frame_tokens + PROMPT_TEXT_TOKENS, room)
+            report = min(REPORT_TOKENS, rollout.subagent_new_tokens)
+        else:
+            shown = max(0, min(call_frame_tokens, room - response - PROMPT_TEXT_TOKENS))
+            response += calls * shown
+        drawn = [budgets[(2 * n + 1) * len(budgets) // (2 * num_groups)] for n in range(num_groups)]
+        prompts = [min(n * frame_tokens + PROMPT_TEXT_TOKENS, room - response) for n in drawn]
+        groups = [PromptGroup(tokens, train.group_size * (response,)) for tokens in prompts]
+        trains_subagents = train.subagent_loss and call_prompt > 0
+        if trains_subagents:
+            num_calls = num_groups * train.group_size * calls
+            groups += num_calls * [PromptGroup(0, (min(call_prompt + report, room),))]
+        row_tokens, num_batches = packed_rows(tuple(groups), self.pack, train.updates_per_step, self.update.num_hosts)
+        return Workload(
+            frames=frames,
+            prompt_tokens=min(round(frames * frame_tokens) + PROMPT_TEXT_TOKENS, room),
+            response_tokens=response,
+            num_groups=num_groups,
+            group_size=train.group_size,
+            calls=calls,
+            call_frames=rollout.subagent_max_frames,
+            call_prompt_tokens=call_prompt,
+            report_tokens=report,
+            shown_tokens=shown,
+            trains_subagents=trains_subagents,
+            row_tokens=row_tokens,
+            num_batches=num_batches,
+        )
 
     def largest_batch(self) -> BatchShape:
         rows, tokens, unit = self.pack.num_rows, self.pack.row_tokens, self.model.vision.merge_unit
@@ -163,9 +211,9 @@ class PlannedRl(PlannedRun):
         actions = work.num_episodes * response_tokens + work.num_calls * work.report_tokens * work.trains_subagents
         frames = work.num_groups * work.frames + work.num_call_frames
         shape = BatchShape(
-            num_rows=work.batch_rows,
+            num_rows=self.pack.num_rows,
             row_tokens=work.row_tokens,
-            row_actions=max(1, math.ceil(actions / (work.num_batches * work.batch_rows))),
+            row_actions=max(1, math.ceil(actions / (work.num_batches * self.pack.num_rows))),
             num_frame_rows=self.num_parts
             * math.ceil(round(frames / work.num_batches) / (self.num_parts * self.row_frames)),
             row_patches=self.row_frames * self.row_patches,
@@ -219,11 +267,6 @@ class PlannedSft(PlannedRun):
         shape = self.largest_batch()
         num_batches = self.rows_per_step // shape.num_rows
         return Step(shape, num_batches, 1, num_batches * shape.num_rows * shape.row_tokens)
-
-    @property
-    def budgets(self) -> list[int]:
-        """The possible numbers of frames of a trace, in ascending order."""
-        return sorted(self.video.frame_budgets or [self.video.overview_frames])
 
     def _trace_tokens(self, frames: int) -> int:
         return frames * self.frame_tokens + PROMPT_TEXT_TOKENS + RESPONSE_TOKENS

@@ -6,15 +6,13 @@ from functools import partial
 from pathlib import Path
 
 from model_port.terminal import aligned
-from paravt_jax.config import Config, MeshConfig, SftConfig, computed_on
-from paravt_jax.learner.packing import BatchShape
+from paravt_jax.config import Config, MeshConfig, PackConfig, SftConfig, computed_on
 from paravt_jax.plan.calibrate import Calibration, calibrated
 from paravt_jax.plan.devices import DEVICES, SLICES, DeviceSpec
 from paravt_jax.plan.memory import Memory, Parts
 from paravt_jax.plan.plan import Fit, Plan, make_plan, model_config
-from paravt_jax.plan.run import planned_run
+from paravt_jax.plan.run import PlannedRl, PlannedRun, planned_run
 from paravt_jax.plan.step_time import PUBLISHED, StepTime
-from paravt_jax.plan.workload import Step, Workload
 
 MIB, GIB = 2**20, 2**30
 COLUMNS = 100
@@ -43,14 +41,14 @@ def _device_named(device: str) -> DeviceSpec:
 def render(plan: Plan, remarks: Iterable[str] = (), calibration: Calibration | None = None) -> str:
     """Formats a plan for a terminal with 100 columns."""
     blocks = [
-        [_title(plan.mesh, plan.device, plan.num_hosts)],
+        [_title(plan.run.update.mesh, plan.device, plan.run.update.num_hosts)],
         ["parameters", *_aligned([[name, f"{count:,}"] for name, count in vars(plan.params).items()])],
         _memory_lines(plan.memory),
         _step_lines(plan),
-        *([_host_lines(plan)] if plan.host_work and plan.num_hosts > 1 else []),
+        *([_host_lines(plan)] if plan.host_work and plan.run.update.num_hosts > 1 else []),
         *([] if calibration is None else [_calibration_lines(calibration)]),
-        *([] if plan.workload is None else [_step_time_lines(plan.step)]),
-        ["what fits", *_wrapped([plan.remat, *_fit_lines(plan.fit, plan.batch, plan.memory, plan.device)])],
+        *([_step_time_lines(plan.step)] if isinstance(plan.run, PlannedRl) else []),
+        ["what fits", *_wrapped([plan.remat, *_fit_lines(plan.fit, plan.run.pack, plan.memory, plan.device)])],
         ["assumptions", *_wrapped([*remarks, *plan.assumptions])],
     ]
     return "\n\n".join("\n".join(lines) for lines in blocks)
@@ -101,7 +99,7 @@ def _step_lines(plan: Plan) -> list[str]:
         ((unit, name) for unit, name in ((1e15, "PFLOP"), (1e12, "TFLOP")) if total >= unit), (1e9, "GFLOP")
     )
     rows = [
-        *_token_rows(plan.workload, plan.typical),
+        *_token_rows(plan.run),
         [name, f"{total / unit:,.2f}"],
         *([f"  {part}", f"{value / unit:,.2f}"] for part, value in plan.flops.items()),
         ["update seconds", _seconds(plan.update_s)],
@@ -110,11 +108,13 @@ def _step_lines(plan: Plan) -> list[str]:
     return ["a typical step", *_aligned(rows)]
 
 
-def _token_rows(work: Workload | None, step: Step) -> list[list[str]]:
+def _token_rows(run: PlannedRun) -> list[list[str]]:
+    step = run.typical_step()
     num_rows, row_tokens = step.num_batches * step.shape.num_rows, step.shape.row_tokens
     computed = [f"computed, in {num_rows} rows of {row_tokens:,}", f"{num_rows * row_tokens:,}"]
-    if work is None:
+    if not isinstance(run, PlannedRl):
         return [["tokens " + computed[0], computed[1]]]
+    work = run.work
     separate_tokens = work.num_episodes * (work.prompt_tokens + work.response_tokens) + work.subagent_tokens
     return [
         ["tokens of the update, each group's prompt once", f"{work.shared_tokens:,}"],
@@ -126,7 +126,7 @@ def _token_rows(work: Workload | None, step: Step) -> list[list[str]]:
 
 def _host_lines(plan: Plan) -> list[str]:
     rows = [[name, f"{n:,}" if isinstance(n, int) else f"{n:.1f}"] for name, n in plan.host_work.items()]
-    return [f"per host, of {plan.num_hosts}", *_aligned(rows)]
+    return [f"per host, of {plan.run.update.num_hosts}", *_aligned(rows)]
 
 
 def _calibration_lines(calibration: Calibration) -> list[str]:
@@ -154,15 +154,15 @@ def _step_time_lines(step: StepTime | None) -> list[str]:
     return ["seconds per step, with the best and worst rates", *_aligned(rows), *_wrapped([str(step)])]
 
 
-def _fit_lines(fit: Fit, batch: BatchShape, memory: Memory, device: DeviceSpec) -> Iterator[str]:
+def _fit_lines(fit: Fit, pack: PackConfig, memory: Memory, device: DeviceSpec) -> Iterator[str]:
     if fit.fits is None:
         yield f"not checked: the memory of {device.name} is unknown"
         return
     peak_gib, usable_gib = memory.peak_bytes / GIB, device.usable_bytes / GIB
     verdict = "fits" if fit.fits else "DOES NOT FIT"
-    yield f"{batch.num_rows} x {batch.row_tokens:,} tokens {verdict}: {peak_gib:.2f} of {usable_gib:.1f} GiB"
-    yield f"largest pack.row_tokens with pack.num_rows={batch.num_rows}: {fit.row_tokens or 'none'}"
-    yield f"largest pack.num_rows with pack.row_tokens={batch.row_tokens}: {fit.num_rows or 'none'}"
+    yield f"{pack.num_rows} x {pack.row_tokens:,} tokens {verdict}: {peak_gib:.2f} of {usable_gib:.1f} GiB"
+    yield f"largest pack.row_tokens with pack.num_rows={pack.num_rows}: {fit.row_tokens or 'none'}"
+    yield f"largest pack.num_rows with pack.row_tokens={pack.row_tokens}: {fit.num_rows or 'none'}"
     for advice in fit.advice:
         yield f"would fit: {advice}"
 

@@ -10,23 +10,14 @@ from functools import cache
 
 from model_port.adapters import adapter_shapes
 from model_port.attention import Form, computed_pairs, form_of
-from model_port.config import LoraConfig, ModelConfig, TextConfig, VisionConfig
+from model_port.config import LoraConfig, ModelConfig, TextConfig
 from model_port.experts import block_shape
 from model_port.layers import LIGHTER, Compute, Remat
-from model_port.processing import max_patches
-from paravt_jax.config import MeshConfig, PackConfig, PolicyConfig, TrainConfig, VideoConfig
+from paravt_jax.config import MeshConfig, PackConfig, PolicyConfig
 from paravt_jax.learner.packing import BatchShape, PromptGroup, best_row_tokens, num_batches, row_lengths
 from paravt_jax.learner.settings import LossConfig, OptimConfig
-from rollout.episode_config import EpisodeConfig
 
-# Sizes of a typical episode, because most turns end long before the config's bounds.
-FRAME_TEXT_TOKENS = 11  # a frame's timestamp, and its start and end tokens
-PROMPT_TEXT_TOKENS = 500  # system prompt, tool, question
-RESPONSE_TOKENS = 512  # per main agent: sampled tokens and reports, without frames from calls
 BF16_BYTES = 2
-CALLS = 1  # per episode
-REPORT_TOKENS = 256  # per sub-agent
-
 # Recomputation in the backward pass of each attention form, as a fraction of its forward pass: the scores once; the
 # kernel has separate programs for keys and queries, so it computes scores and their gradient once more.
 SCORES_AGAIN = {"xla": 0.0, "blocked": 0.5, "scanned": 0.5, "kernel": 1.5}
@@ -85,8 +76,6 @@ class Workload:
     """The workload of a typical step."""
 
     frames: float  # mean per overview
-    max_frames: int
-    frame_tokens: int  # includes the frame's text
     prompt_tokens: int  # mean
     response_tokens: int
     num_groups: int
@@ -99,7 +88,6 @@ class Workload:
     trains_subagents: bool
     row_tokens: int  # row length of the update, as chosen by the learner
     num_batches: int
-    batch_rows: int
 
     @property
     def num_episodes(self) -> int:
@@ -146,60 +134,8 @@ class Workload:
         return replace(self, calls=calls, report_tokens=report_tokens, response_tokens=response_tokens)
 
 
-def workload_of(
-    train: TrainConfig,
-    rollout: EpisodeConfig,
-    video: VideoConfig,
-    pack: PackConfig,
-    model: ModelConfig,
-    num_hosts: int = 1,
-) -> Workload:
-    budgets = sorted(video.frame_budgets or [video.overview_frames])
-    most, frames = budgets[-1], sum(budgets) / len(budgets)
-    frame_tokens = tokens_per_frame(video.max_pixels, model.vision)
-    room = rollout.max_context_tokens - 1
-    response = min(RESPONSE_TOKENS, rollout.max_new_tokens * (rollout.tool_turns + 1), room)
-    prompt = min(round(frames * frame_tokens) + PROMPT_TEXT_TOKENS, room)
-    calls = min(CALLS, rollout.max_calls)
-    call_frame_tokens = rollout.subagent_max_frames * frame_tokens
-    call_prompt = report = shown = 0
-    if rollout.crop_returns == "report":
-        call_prompt = min(call_frame_tokens + PROMPT_TEXT_TOKENS, room)
-        report = min(REPORT_TOKENS, rollout.subagent_new_tokens)
-    else:
-        shown = max(0, min(call_frame_tokens, room - response - PROMPT_TEXT_TOKENS))
-        response += calls * shown
-    num_groups = train.prompts_per_step
-    budgets = [budgets[(2 * n + 1) * len(budgets) // (2 * num_groups)] for n in range(num_groups)]
-    prompts = [min(n * frame_tokens + PROMPT_TEXT_TOKENS, room - response) for n in budgets]
-    groups = [PromptGroup(tokens, train.group_size * (response,)) for tokens in prompts]
-    trains_subagents = train.subagent_loss and call_prompt > 0
-    if trains_subagents:
-        num_calls = num_groups * train.group_size * calls
-        groups += num_calls * [PromptGroup(0, (min(call_prompt + report, room),))]
-    row_tokens, num_batches = _rows(tuple(groups), pack, train.updates_per_step, num_hosts)
-    return Workload(
-        frames=frames,
-        max_frames=most,
-        frame_tokens=frame_tokens,
-        prompt_tokens=prompt,
-        response_tokens=response,
-        num_groups=num_groups,
-        group_size=train.group_size,
-        calls=calls,
-        call_frames=rollout.subagent_max_frames,
-        call_prompt_tokens=call_prompt,
-        report_tokens=report,
-        shown_tokens=shown,
-        trains_subagents=trains_subagents,
-        row_tokens=row_tokens,
-        num_batches=num_batches,
-        batch_rows=pack.num_rows,
-    )
-
-
 @cache  # a plan calls it for every recomputation and mesh
-def _rows(groups: tuple[PromptGroup, ...], pack: PackConfig, num_updates: int, num_hosts: int) -> tuple[int, int]:
+def packed_rows(groups: tuple[PromptGroup, ...], pack: PackConfig, num_updates: int, num_hosts: int) -> tuple[int, int]:
     """The row length and the number of batches that the learner packs these groups into.
 
     Each host packs its groups of each update separately, and the host with the most batches decides the number.
@@ -230,15 +166,6 @@ class Step:
 def full_step(shape: BatchShape) -> Step:
     """A step of one batch without padding."""
     return Step(shape, 1, 1, shape.num_rows * shape.row_tokens)
-
-
-def tokens_per_frame(max_pixels: int, vision: VisionConfig) -> int:
-    """The number of tokens per frame, including its text."""
-    return max_pixels // (vision.patch_px * vision.merge) ** 2 + FRAME_TEXT_TOKENS
-
-
-def row_patches(max_pixels: int, vision: VisionConfig) -> int:
-    return max(vision.merge_unit, max_patches(max_pixels, vision.patch_px, vision.merge))
 
 
 def layer_params(model: ModelConfig) -> int:

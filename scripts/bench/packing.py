@@ -21,7 +21,7 @@ from paravt_jax.learner.packing import (
     row_lengths,
 )
 from paravt_jax.plan.plan import model_config
-from paravt_jax.plan.workload import PROMPT_TEXT_TOKENS, RESPONSE_TOKENS, tokens_per_frame
+from paravt_jax.plan.run import PROMPT_TEXT_TOKENS, RESPONSE_TOKENS, PlannedRl
 
 SIGMA = 0.5  # standard deviation of a response's log-length
 MIN_TOKENS = 32
@@ -83,7 +83,7 @@ def _row(name: str, packed: Sequence[Packed], tokens: int) -> dict[str, Any]:
 
 def _steps(config: Config, signal: float, num_steps: int) -> Iterator[list[PromptGroup]]:
     random, train = np.random.default_rng(config.seed), config.train
-    frame_tokens = tokens_per_frame(config.video.max_pixels, model_config(config.model.path)[0].vision)
+    frame_tokens = PlannedRl.of(config, model_config(config.model.path)[0]).frame_tokens
     most = config.rollout.max_new_tokens * (config.rollout.tool_turns + 1)
     for _ in range(num_steps):
         num_groups = max(1, random.binomial(train.prompts_per_step, signal))

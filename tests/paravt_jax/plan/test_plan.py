@@ -44,7 +44,7 @@ from paravt_jax.plan.plan import Plan, make_plan, model_config, next_power_of_tw
 from paravt_jax.plan.remat import planned_memory
 from paravt_jax.plan.run import PlannedRl, PlannedSft
 from paravt_jax.plan.tables import plan_of
-from paravt_jax.plan.workload import _rows, batch_flops
+from paravt_jax.plan.workload import batch_flops, packed_rows
 
 # RL configs whose model is a name. Recipes for machines are in test_machines.py.
 CONFIGS = [
@@ -120,7 +120,7 @@ def test_planned_memory_matches_the_compiler(name, monkeypatch):
     model, config = case(name)
     plan = plan_of_config(config, model)
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    batch = make_batch(plan.batch, model)
+    batch = make_batch(plan.run.largest_batch(), model)
     programs = compiled_programs(learner_of(config, model, mesh), batch)
     num_bytes = {name: program_bytes(program) for name, program in programs.items()}
     if not config.optim.train_vision:  # the frames are then not an argument of the gradients, but stay on the device
@@ -224,7 +224,7 @@ def test_planned_rows_are_those_of_the_busiest_host(num_hosts, busiest):
     """Seven groups are two on the busiest of four hosts, or of three updates three, two and two."""
     group, lengths = PromptGroup(1000, 8 * (512,)), row_lengths(32_768)
     needed = [sum(num_batches(number * [group], length, 16 // num_hosts) for number in busiest) for length in lengths]
-    row_tokens, batches = _rows(7 * (group,), PackConfig(32_768, 16), len(busiest), num_hosts)
+    row_tokens, batches = packed_rows(7 * (group,), PackConfig(32_768, 16), len(busiest), num_hosts)
     assert row_tokens == best_row_tokens(lengths, needed) and batches == needed[lengths.index(row_tokens)]
 
 
@@ -259,7 +259,7 @@ def device_bytes(array: jax.Array) -> int:
 def test_planned_inputs_have_the_size_of_a_batch(model):
     plan = plan_of_config(config_of((1, 1, 1), rows=2, row_tokens=256), model)
     (inputs,) = {parts["batch"] for parts in plan.memory.phases.values() if "batch" in parts}
-    assert inputs == sum(array.nbytes for array in jax.tree.leaves(make_batch(plan.batch, model)))
+    assert inputs == sum(array.nbytes for array in jax.tree.leaves(make_batch(plan.run.largest_batch(), model)))
 
 
 @pytest.mark.slow
