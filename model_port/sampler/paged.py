@@ -2,8 +2,9 @@
 
 A row's token number s is in slot s % S of page table[row, s // S], and a query attends to the tokens up to its own.
 The plain form loops over blocks of pages, up to the longest row. A block beyond a row's end changes its result by
-exactly nothing, so a row's result depends neither on other rows nor on the cache's size. On accelerators, jax's kernels
-decode and read only each row's own pages; the sampler checks these kernels first (check.py).
+exactly nothing, so a row's result depends neither on other rows nor on the cache's size. A CPU decodes one row after
+another, and accelerators decode with jax's kernels, which the sampler checks first (check.py): both read only each
+row's own pages.
 """
 
 from collections.abc import Callable
@@ -48,10 +49,13 @@ def _decode(
     # Also index the heads: then TPUs write the cache in the layout that the kernel reads, and do not transpose it.
     to = jnp.arange(len(keys))[None], page[:, None], (slots % page_tokens)[:, None]
     keys, values = keys.at[to].set(k), values.at[to].set(v)
-    if kernel is None:
-        mixed = walked(q[:, None], keys, values, table, slots[:, None], block_pages=1)[:, 0]
-    else:
+    if kernel is not None:
         mixed = kernel(q * q.shape[2] ** -0.5, keys, values, table, slots + 1)
+    elif platform() == "cpu":  # row by row, so that no row costs as much as the longest
+        rows = q[:, None, None], table[:, None], slots[:, None, None]
+        mixed = lax.map(lambda row: walked(row[0], keys, values, *row[1:], block_pages=1), rows)[:, 0, 0]
+    else:
+        mixed = walked(q[:, None], keys, values, table, slots[:, None], block_pages=1)[:, 0]
     return mixed, keys, values
 
 
