@@ -226,7 +226,9 @@ def _parts(content: Any) -> Iterator[str | Medium]:
         raise BadRequest("content must be a string or a list of parts")
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind == "text" and isinstance(part.get("text"), str):
+        if kind == "text":
+            if not isinstance(part.get("text"), str):
+                raise BadRequest("the text of a part must be a string")
             yield part["text"]
         elif kind in ("video_url", "image_url"):
             medium = part.get(kind)

@@ -605,6 +605,7 @@ WRONG_BODIES = [
     ),
     ("a part", body(messages=[{"role": "user", "content": [{"type": "input_audio"}]}]), "not 'input_audio'"),
     ("a part that is no object", body(messages=[{"role": "user", "content": [7]}]), "not None"),
+    ("no text", body(messages=[{"role": "user", "content": [{"type": "text"}]}]), "text of a part must be a string"),
     ("no url", body(messages=[{"role": "user", "content": [{"type": "video_url", "video_url": {}}]}]), "needs {url"),
     ("fps of a video", body(messages=[message("user", VIDEO | {"fps": 1}, "Q")]), "'fps' of a part of type video_url"),
     (
