@@ -12,7 +12,7 @@ from model_port.terminal import say, visible
 from paravt_jax.run.output_file import OutputFile
 from rollout.episode_config import Dispatch
 from rollout.threads import in_daemon_thread
-from rollout.video.errors import VideoError
+from rollout.video.errors import ImageError, VideoError
 
 DEFAULT_MODEL = "ParaVT/ParaVT-8B"
 
@@ -91,6 +91,8 @@ async def run(args: argparse.Namespace, files: list[str], question: str | None) 
             try:
                 name = f"question {number}"
                 answer = await answerer.answer(videos, question, Live(_write), name, images=images, subtitles=subtitles)
+            except ImageError:  # names its file
+                raise
             except VideoError as unreadable:
                 raise ValueError(f"{' or '.join(files)}: {unreadable}") from None
             _write("\n")

@@ -27,6 +27,7 @@ from rollout.prompts import (
 from rollout.threads import in_daemon_thread
 from rollout.tools import CROP_VIDEO_SPEC, ToolSpec, Window
 from rollout.video.box import Box
+from rollout.video.errors import ImageError
 from rollout.video.info import TimedPicture, VideoInfo
 from rollout.video.times import crop_times, num_frames_at, overview_times
 
@@ -211,7 +212,14 @@ class Prompter:
 
     async def _image(self, path: str) -> Picture:
         async with self._reading:
-            return await in_daemon_thread(lambda: self.frames.fitted(read_image(path)))
+            return await in_daemon_thread(lambda: self._fitted(path))
+
+    def _fitted(self, path: str) -> Picture:
+        picture = read_image(path)
+        try:
+            return self.frames.fitted(picture)
+        except ValueError as problem:
+            raise ImageError(f"{path} cannot be shown: {problem}") from None
 
     async def info(self, path: str) -> VideoInfo:
         return await self.frames.info(path, self._deadline_s)

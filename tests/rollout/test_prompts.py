@@ -17,6 +17,7 @@ from rollout.episode_config import EpisodeConfig
 from rollout.prompter import Task
 from rollout.prompts import Prompts, main_messages, prompts_of, read_prompts, row_messages, subagent_messages
 from rollout.tools import Window
+from rollout.video.errors import ImageError
 
 VIDEOS = [("video_0.mp4", 64.0, [0.0]), ("video_1.mp4", 8.0, [4.0])]
 
@@ -192,6 +193,15 @@ def test_all_prompters_together_decode_a_few_images_at_a_time(image, monkeypatch
     monkeypatch.setattr(picture, "in_rgb", slow)
     asyncio.run(run())
     assert most == picture.IMAGES_AT_A_TIME
+
+
+def test_an_image_whose_size_is_refused_is_named(image, monkeypatch):
+    def refuse(self, picture):
+        raise ValueError("it is too narrow")
+
+    monkeypatch.setattr(FakeFrames, "fitted", refuse)
+    with pytest.raises(ImageError, match=f"^{image} cannot be shown: it is too narrow$"):
+        shown_to(EpisodeConfig(), videos=(), images=(image,), frame_budget=0)
 
 
 def test_images_of_a_row_are_in_the_message_with_their_placeholder(image):

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from agents import ANSWER, FakeFrames, call_of, script
+from PIL import Image
 from terminals import a_terminal
 
 import model_port.cli
@@ -77,7 +78,15 @@ def test_output_is_escaped_on_a_terminal_and_raw_in_a_pipe(run_cli, monkeypatch,
 def ask_of(chat, tmp_path, monkeypatch):
     """Runs `paravt ask` on a video with the given name and a scripted answer. Returns the exit status."""
 
-    def run(answer: str, *flags: str, name: str = "a", question: str = "What?", first: str = "", **config) -> int:
+    def run(
+        answer: str,
+        *flags: str,
+        name: str = "a",
+        content: bytes = b"any",
+        question: str = "What?",
+        first: str = "",
+        **config,
+    ) -> int:
         agent = Agent(script(chat, [first or answer, answer]), FakeFrames(), chat, EpisodeConfig(**config))
 
         @asynccontextmanager
@@ -85,7 +94,7 @@ def ask_of(chat, tmp_path, monkeypatch):
             yield Answerer(agent, 8)
 
         monkeypatch.setattr(asker, "open_asker", open_asker)
-        (video := tmp_path / f"{name}.mp4").write_bytes(b"any")
+        (video := tmp_path / f"{name}.mp4").write_bytes(content)
         monkeypatch.setattr(sys, "argv", ["ask", str(video), question, *flags])
         with pytest.raises(SystemExit) as end:
             model_port.cli.run_cli(ask.main)
@@ -161,6 +170,12 @@ def test_ctrl_c_ends_ask_while_it_waits_for_a_question():
 def test_a_video_that_ask_cannot_read_is_named(ask_of, tmp_path, capsys):
     assert ask_of("Red", name="missing") == 1
     assert capsys.readouterr().err == f"error: {tmp_path / 'missing.mp4'}: the video cannot be opened\n"
+
+
+def test_an_image_that_ask_cannot_read_is_named_once(ask_of, tmp_path, capsys):
+    Image.new("RGB", (40, 24)).save(buffer := io.BytesIO(), "PNG")
+    assert ask_of("Red", content=buffer.getvalue()[:60]) == 1
+    assert capsys.readouterr().err == f"error: {tmp_path / 'a.mp4'} cannot be read: image file is truncated\n"
 
 
 def test_inspected_rows_are_escaped_on_a_terminal(tmp_path, monkeypatch):
