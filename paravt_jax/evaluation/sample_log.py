@@ -20,7 +20,6 @@ from paravt_jax.rewards.answers import interval, option_letter
 from paravt_jax.rewards.official import OFFICIAL, STRICT, reply_of
 from paravt_jax.rl.episodes import Rollout
 from paravt_jax.rl.metrics import rollout_metrics
-from paravt_jax.rl.records import rollout_record
 from paravt_jax.run.log import load_jsonl
 
 SHARDS_DIR = "shards"
@@ -91,7 +90,7 @@ def sample_record(key: str, sample: Sample, subtitles: str, episodes: Sequence[R
 
 
 def episode_record(rollout: Rollout, sample: Sample, official: Official | None) -> Record:
-    record = rollout_record(rollout) | {"metrics": rollout_metrics([rollout])}
+    record = rollout.to_record() | {"metrics": rollout_metrics([rollout])}
     if rollout.missing or rollout.episode is None or rollout.terms is None:
         return record
     turns, prompt = [turn.text for turn in rollout.episode.turns], sample.prompt

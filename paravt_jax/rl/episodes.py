@@ -1,10 +1,14 @@
-"""Runs episodes and scores them.
+"""Runs episodes and scores them, and makes their records for the log and for other hosts.
 
 If an engine, a video, a plugin or the judge fails, the episode is *missing*: it is counted as missing, gets no reward
 (not a reward of 0), and does not end the run.
+
+Hosts exchange only the statistics of their episodes; tokens, texts and frames stay on the host that sampled them. With
+these, every host knows all groups of a step, so it normalizes, decides and logs as a single host would.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -27,7 +31,6 @@ from paravt_jax.rewards.terms import (
     with_needed_calls,
     with_own_terms,
 )
-from paravt_jax.rl.stats import EpisodeStats
 from rollout.endpoint.errors import EndpointError
 from rollout.engine.protocol import DeadlineExceeded, EngineError
 from rollout.episode import Agent
@@ -39,7 +42,47 @@ from rollout.video.errors import VideoError
 Reason = Literal["deadline", "engine", "video", "judge", "plugin", "aborted", "other"]  # why an episode is missing
 REASONS = get_args(Reason)
 MAX_IN_FLIGHT = 64  # concurrent validation episodes; more would wait in the engine's queue past their deadlines
+REWARD_TERMS = ("total", "accuracy", "format", "base", "anchor", "think_first", "balanced", "tool", "prediction")
 SOFT_FRAC = 0.2  # fraction of a turn's tokens, at its end, with a penalty; DAPO: 4096 of 20480 (arXiv 2503.14476)
+
+
+@dataclass(frozen=True)
+class EpisodeStats:
+    """An episode's statistics for metrics, as JSON values. Reward terms are None without a score."""
+
+    num_turns: int
+    num_sampled: int
+    cut_off: bool
+    outcomes: Mapping[str, int]  # number of calls
+    versions: Mapping[str, int]  # sampled tokens, sub-agents' included, by policy version
+    total: float | None = None
+    accuracy: float | None = None
+    anchor: float | None = None
+    tool: float | None = None
+    parseable: bool | None = None
+    own: tuple[tuple[str, float], ...] = ()  # plugin terms and the length penalty
+
+    @property
+    def num_executed(self) -> int:
+        return self.outcomes.get("ok", 0)
+
+    @classmethod
+    def of(cls, episode: Episode, terms: RewardTerms | None) -> "EpisodeStats":
+        versions = Counter[str]()
+        for segment in (segment for ledger in episode.ledgers for segment in ledger.sampled):
+            if segment.version is not None:
+                versions[str(segment.version)] += len(segment.ids)
+        stats: dict[str, Any] = {
+            "num_turns": len(episode.turns),
+            "num_sampled": episode.ledger.num_sampled,
+            "cut_off": episode.finish != "done",
+            "outcomes": dict(Counter(episode.outcomes)),
+            "versions": dict(versions),
+        }
+        if terms is not None:
+            stats |= {name: getattr(terms, name) for name in ("total", "accuracy", "anchor", "tool", "parseable")}
+            stats["own"] = tuple((term.name, term.value) for term in terms.own)
+        return cls(**stats)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,16 +107,30 @@ class Rollout:
     def stats(self) -> EpisodeStats | None:
         return self.remote_stats if self.episode is None else EpisodeStats.of(self.episode, self.terms)
 
+    def without_episode(self) -> "Rollout":
+        """The rollout as other hosts know it."""
+        return replace(self, episode=None, terms=None, remote_stats=self.stats)
+
     def to_message(self) -> dict[str, Any]:
         """Makes the message for the other hosts."""
-        names = ("id", "format_reward", "problem", "reason", "num_lost", "left_out")
-        stats = self.stats and asdict(self.stats)
-        return {name: getattr(self, name) for name in names} | {"remote_stats": stats}
+        return asdict(self.without_episode())
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> "Rollout":
         stats = message["remote_stats"]
         return replace(cls(**message), remote_stats=EpisodeStats(**stats) if stats else None)
+
+    def to_record(self) -> dict[str, Any]:
+        """Makes the record for RUN/episodes."""
+        record: dict[str, Any] = {"id": self.id} if self.episode is None else self.episode.to_record()
+        record |= {"missing": self.missing, "problem": self.problem}
+        if self.missing:
+            record |= {"reason": self.reason, "num_lost": self.num_lost}
+        if self.terms is not None:
+            record["reward"] = {name: getattr(self.terms, name) for name in REWARD_TERMS}
+            record["reward"]["credits"] = [asdict(credit) for credit in self.terms.credits]
+            record["reward"]["own"] = [asdict(term) for term in self.terms.own]
+        return record
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +242,7 @@ async def evaluate(worker: RolloutWorker, prompts: Sequence[Prompt], frame_budge
         async with slots:
             task = make_task(f"validation-{prompt.id}", prompt, frame_budget)
             (rollout,) = await worker.run_group(task, prompt, 1)
-        return replace(rollout, episode=None, remote_stats=rollout.stats)  # its frames would stay in memory
+        return rollout.without_episode()  # its frames would stay in memory
 
     return await asyncio.gather(*map(run_one, prompts))
 

@@ -1,7 +1,7 @@
-"""Groups: the rollouts of a prompt and their advantages."""
+"""Groups: the rollouts of a prompt and their advantages; their records for the log and for other hosts."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -10,10 +10,11 @@ from jaxtyping import Bool
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.sample_order import PromptSample
 from paravt_jax.learner.advantages import GroupAdvantages, GroupRewards, group_advantages, group_rewards
+from paravt_jax.learner.credit import advantage_places, main_advantages, struct_mask
 from paravt_jax.learner.settings import AdvantageConfig
 from paravt_jax.rewards.settings import RewardConfig
 from paravt_jax.rl.episodes import Rollout
-from paravt_jax.rl.stats import with_arrays
+from rollout.chat import Chat
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +49,8 @@ class Group:
     @classmethod
     def from_message(cls, message: Mapping[str, Any], sample: PromptSample[Prompt]) -> "Group":
         rollouts = list(map(Rollout.from_message, message["rollouts"]))
-        advantages = GroupAdvantages(**with_arrays(message["advantages"]))
-        rewards = GroupRewards(**with_arrays(message["rewards"]))
+        advantages = GroupAdvantages(**_with_arrays(message["advantages"]))
+        rewards = GroupRewards(**_with_arrays(message["rewards"]))
         return cls(sample, message["frame_budget"], rollouts, advantages, is_remote=True, remote_rewards=rewards)
 
 
@@ -82,3 +83,39 @@ def over_step(groups: list[Group], reward: RewardConfig, advantage: AdvantageCon
 def rewards_of(rollouts: Sequence[Rollout], reward: RewardConfig, advantage: AdvantageConfig) -> GroupRewards:
     terms = [rollout.terms for rollout in rollouts]  # a missing rollout has no terms, or terms without a score
     return group_rewards(terms, anchor_scale=reward.anchor_weight * reward.format_weight, config=advantage)
+
+
+def records(groups: Sequence[Group], step: int, chat: Chat) -> list[dict[str, Any]]:
+    """Makes the records of a step's episodes, as logged in RUN/episodes."""
+    return [
+        {
+            "step": step,
+            "visit": group.sample.number,
+            "epoch": group.sample.epoch,
+            "frame_budget": group.frame_budget,
+            "answer": group.sample.item.answer,
+            "question_type": group.sample.item.question_type,
+            **rollout.to_record(),
+            "advantage": asdict(group.advantages.of(number))
+            | {"keep": bool(group.keep[number]), "places": _advantage_spans(group, number, chat)},
+        }
+        for group in groups
+        for number, rollout in enumerate(group.rollouts)
+    ]
+
+
+def _advantage_spans(group: Group, number: int, chat: Chat) -> list[list[float | int]]:
+    """Spans of loss tokens as [turn, first character, last character, advantage], before any KL penalty."""
+    rollout = group.rollouts[number]
+    if not group.keep[number] or rollout.episode is None or rollout.terms is None:
+        return []
+    structural = struct_mask(rollout.episode, rollout.terms.tags, chat)
+    advantage = main_advantages(rollout.episode, group.advantages.of(number), rollout.terms, structural, chat)
+    return [[*span, value] for span, value in advantage_places(rollout.episode, advantage, chat)]
+
+
+def _with_arrays(message: Any) -> Any:
+    """Turns the lists in a message into arrays."""
+    if isinstance(message, Mapping):
+        return {name: _with_arrays(value) for name, value in message.items()}
+    return np.array(message) if isinstance(message, list) else message

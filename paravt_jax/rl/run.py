@@ -16,7 +16,7 @@ from paravt_jax.learner.settings import MismatchConfig
 from paravt_jax.plan.run import PlannedRl
 from paravt_jax.rl.batches import PolicyUpdate
 from paravt_jax.rl.episodes import Rollout, RolloutWorker, evaluate
-from paravt_jax.rl.groups import Group
+from paravt_jax.rl.groups import Group, records
 from paravt_jax.rl.metrics import (
     deadline_remark,
     group_metrics,
@@ -28,7 +28,6 @@ from paravt_jax.rl.metrics import (
     rollout_metrics,
     staleness_mean,
 )
-from paravt_jax.rl.records import records
 from paravt_jax.rl.replay import Replay
 from paravt_jax.rl.scheduler import RolloutScheduler, interleave, scatter
 from paravt_jax.run.host_times import DeviceProbe, by_host

@@ -10,7 +10,7 @@ group comes first in the next step, which waits for it, so slow prompts are not 
 
 If no groups start early, the overviews of the next step are still decoded early, while the learner updates.
 
-With several hosts, each host runs its share of the groups and receives the others' statistics (`rl/stats.py`).
+With several hosts, each host runs its share of the groups and receives the others' statistics.
 """
 
 import asyncio

@@ -28,7 +28,7 @@ from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.sample_order import Cursor, SampleOrder
 from paravt_jax.learner.learner import Learner
 from paravt_jax.rl.batches import PolicyUpdate
-from paravt_jax.rl.records import records
+from paravt_jax.rl.groups import records
 from paravt_jax.rl.run import Run
 from paravt_jax.rl.setup import update_of
 from paravt_jax.sampling.local_copy import LocalCopy

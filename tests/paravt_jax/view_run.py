@@ -18,9 +18,8 @@ from paravt_jax.rewards.plugin import load_plugin
 from paravt_jax.rewards.settings import RewardConfig
 from paravt_jax.rewards.terms import reward_terms
 from paravt_jax.rl.episodes import Rollout
-from paravt_jax.rl.groups import Group, advantages_of
+from paravt_jax.rl.groups import Group, advantages_of, records
 from paravt_jax.rl.metrics import group_metrics, rollout_metrics
-from paravt_jax.rl.records import records
 from paravt_jax.run.directory import write_settings
 from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, VALIDATION_FILE, json_line
 from rollout.chat import Chat

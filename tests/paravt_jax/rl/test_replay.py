@@ -14,8 +14,8 @@ from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.sample_order import Cursor, SampleOrder
 from paravt_jax.rewards.judge import Judge, JudgeConfig
 from paravt_jax.rl.episodes import RolloutWorker
+from paravt_jax.rl.groups import records
 from paravt_jax.rl.metrics import group_metrics, num_tokens, staleness_mean
-from paravt_jax.rl.records import records
 from paravt_jax.rl.replay import LoggedSteps, Replay, differing, no_reply
 from rollout.engine.protocol import DeadlineExceeded, EngineError
 from rollout.engine.scripted import ScriptedEngine

@@ -19,7 +19,7 @@ from paravt_jax.rewards.judge import Judge, JudgeConfig
 from paravt_jax.rewards.settings import RewardConfig
 from paravt_jax.rl import scheduler
 from paravt_jax.rl.episodes import Rollout
-from paravt_jax.rl.groups import rewards_of
+from paravt_jax.rl.groups import records, rewards_of
 from paravt_jax.rl.metrics import (
     deadline_remark,
     group_metrics,
@@ -31,7 +31,6 @@ from paravt_jax.rl.metrics import (
     rollout_metrics,
     staleness_mean,
 )
-from paravt_jax.rl.records import records
 from rollout.engine.protocol import DeadlineExceeded, EngineError
 from rollout.engine.scripted import ScriptedEngine
 from rollout.episode import Agent
