@@ -16,6 +16,7 @@ from paravt_jax.rewards.answers import interval
 from paravt_jax.rewards.grammar import TAG
 from paravt_jax.view.pictures import thumbnail
 from rollout.picture import Picture
+from rollout.prompts import IMAGE_PLACEHOLDER, PLACEHOLDER
 from rollout.tools import find_calls
 
 PAGE_BYTES = 3_000_000  # for all episodes together
@@ -24,6 +25,7 @@ TEXT_LIMITS = (20_000, 4_000, 800)  # characters per text; the first limit with 
 MAX_TURNS = 40  # per episode; also the most calls per turn
 TERMS = ("total", "accuracy", "format", "base", "anchor", "think_first", "balanced", "tool", "prediction")
 OWN = ("name", "value", "weight")  # fields of a plugin's reward term
+PLACEHOLDERS = re.compile(f"{PLACEHOLDER}|{IMAGE_PLACEHOLDER}")
 PROMPT = re.compile(r"(?:\d{6}-|validation-)?(.*?)(?:/\d+)?", re.DOTALL)  # prompt part of an episode id
 ADVANTAGE_DIGITS = 4
 
@@ -53,7 +55,7 @@ def convert_within(num_bytes: int, record: Mapping[str, Any], forced: str) -> Pa
         episode = convert(record, forced, limit_chars)
         if len(json.dumps(episode)) <= num_bytes:
             return episode
-    left_out = {"turns": [], "segments": [], "reward": None, "advantage": None, "videos": []}
+    left_out = {"turns": [], "segments": [], "reward": None, "advantage": None, "videos": None}
     episode = convert({**record, **left_out}, forced, TEXT_LIMITS[-1])
     return episode | {"problem": "too large for this page"}
 
@@ -94,11 +96,11 @@ def convert(record: Mapping[str, Any], forced: str, limit_chars: int) -> PageDic
         "split": visible(record["split"]) if record.get("split") else None,
         "id": visible(str(record.get("id", ""))),
         "type": visible(str(record.get("question_type", ""))),
-        "question": _cut(str(record.get("question", "")).replace("<video>", "").strip(), limit_chars),
+        "question": _cut(PLACEHOLDERS.sub("", str(record.get("question", ""))).strip(), limit_chars),
         "answer": _cut(answer, limit_chars),
         "truth_s": interval(answer) if timed else None,
         "prediction_s": interval(prediction) if timed and prediction else None,
-        "frame_budget": record.get("frame_budget"),
+        "frame_budget": None if record.get("videos") == [] else record.get("frame_budget") or None,  # 0 without a video
         "finish": record.get("finish"),
         "seconds": record.get("seconds"),
         "overview_s": record.get("overview_s"),

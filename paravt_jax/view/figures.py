@@ -123,7 +123,7 @@ def _headline(run: LoggedRun, key: str, symbol: str, name: str, color: str) -> d
         "first": _number(_mean(values[:size])),
         "last": _number(_mean(values[-size:])),
         "num_steps": size,
-        "validation": _numbers(validation[[0, -1]]) if len(validation) else None,
+        "validation": _numbers(validation[sorted({0, len(validation) - 1})]) if len(validation) else None,
         "line": _numbers(_means(values, _bins(len(values), max_bins=80))),
     }
 

@@ -59,7 +59,7 @@ const headlineOf = (item, place, moved) => {
     h("p", { class: "value" }, short(item.last)),
     moved ? h("p", { class: "from" }, "from ", h("b", {}, short(item.first)), change === null ? null : change === 0 ? ", unchanged" : `, ${change > 0 ? "+" : ""}${short(change)}`) : null,
     sparkline(item.line),
-    item.validation ? h("p", { class: "held" }, `validation ${short(item.validation[0])} → ${short(item.validation[1])}`) : null);
+    item.validation ? h("p", { class: "held" }, `validation ${item.validation.map(short).join(" → ")}`) : null);
 };
 const drawHeadlines = () => {
   const host = document.getElementById("headlines");
@@ -105,7 +105,7 @@ const cellRows = (cell, place) => {
   if (!scorers.length) return [h("tr", {}, head(1), h("td", { colspan: 4, class: "soft" }, "scores appear when all samples are done"), tail(1))];
   return scorers.map(([scorer, scores], n) => h("tr", { class: n ? "again" : null }, n ? null : head(scorers.length),
     h("td", {}, SCORERS[scorer] ?? scorer), h("td", { class: "num" }, h("b", {}, percent(scores.score)), Object.entries(scores).filter(([name]) => name.includes("@")).map(([name, value]) => h("small", {}, `${name} ${percent(value)}`))),
-    h("td", {}, whisker(scores)), h("td", { class: "num", "data-name": "missing as wrong" }, percent(scores.missing_as_wrong)), n ? null : tail(scorers.length)));
+    h("td", {}, whisker(scores)), h("td", { class: "num", "data-name": "missing as wrong, %" }, percent(scores.missing_as_wrong)), n ? null : tail(scorers.length)));
 };
 const cellDetails = (cell, place) => {
   const scorer = Object.keys(cell.scores)[0];
@@ -123,7 +123,7 @@ const drawCells = () => {
     if (runs.some((run) => run.about.kind === "evaluation")) host.append(h("p", { class: "notice" }, "This evaluation has no samples yet. Write the page again later."));
     return;
   }
-  const columns = ["", "samples", "rule", "score, %", "95 % interval, scale from 0 to 100", "missing as wrong", "κ", "f_τ", "parseable"];
+  const columns = ["", "samples", "rule", "score, %", "95 % interval, scale from 0 to 100", "missing as wrong, %", "κ", "f_τ", "parseable"];
   host.append(h("h2", {}, "Cells"), h("p", { class: "lede" }, "The score excludes missing samples; the column “missing as wrong” counts them as wrong."),
     h("div", { class: "card table" }, h("table", {}, h("thead", {}, h("tr", {}, columns.map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, all.map((one) => cellRows(...one))))),
     ...all.map((one) => cellDetails(...one)).filter(known));

@@ -151,9 +151,11 @@ const nameOf = (place) => {
 };
 
 const lede = () => {
-  const run = runs.find(({ num_parts_shown: num }) => num), shown = runs.reduce((sum, { num_episodes: num }) => sum + num, 0), part = known(rows[0].cell) ? "cell" : "step";
-  const of = run.num_parts_shown === run.num_parts ? `${run.num_parts > 1 ? "all " : ""}${plural(run.num_parts, part)}` : `${run.num_parts_shown} of ${plural(run.num_parts, part)}`;
-  return `${plural(shown, NOUN)} of ${of}, spread evenly; the page shows at most ${run.max_episodes.toLocaleString("en")}.${pictured()}`;
+  const part = known(rows[0].cell) ? "cell" : "step", holders = runs.filter(({ num_parts_shown: num }) => num);
+  const sum = (of, name) => of.reduce((total, run) => total + run[name], 0), counted = part === "cell" ? holders : holders.slice(0, 1); // runs share their steps
+  const [some, all] = [sum(counted, "num_parts_shown"), sum(counted, "num_parts")];
+  const of = some === all ? `${all > 1 ? "all " : ""}${plural(all, part)}` : `${some} of ${plural(all, part)}`;
+  return `${plural(sum(runs, "num_episodes"), NOUN)} of ${of}, spread evenly; the page shows at most ${runs[0].max_episodes.toLocaleString("en")}.${pictured()}`;
 };
 const pictured = () => {
   if (!data.pictures) return "";

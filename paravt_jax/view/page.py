@@ -11,6 +11,7 @@ import html
 import itertools
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -20,12 +21,13 @@ from typing import Any
 from model_port.terminal import visible
 from paravt_jax import view
 from paravt_jax.run.charts import LoggedRun, load_run
+from paravt_jax.run.directory import load_settings
 from paravt_jax.run.log import METRICS_FILE
 from paravt_jax.view.cells import load_cells
 from paravt_jax.view.episodes import PageDict, convert_within, row_of, share_bytes
 from paravt_jax.view.figures import about, charts, describe, headlines, kind_of
 from paravt_jax.view.pictures import Album, make_album
-from paravt_jax.view.records import Chosen, cells_of, chosen_of_cells, chosen_of_steps, steps_of
+from paravt_jax.view.records import SHARDS, Chosen, cells_of, chosen_of_cells, chosen_of_steps, steps_of
 
 WEIGHTED = ("accuracy", "format", "anchor")  # terms of the reward with a weight in the settings
 SCRIPTS = ("dom", "charts", "head", "film", "reader", "list", "page")  # concatenated into one script, in this order
@@ -101,6 +103,9 @@ def embedded(data: Any) -> str:
 
 def _load_run(run_dir: Path) -> LoggedRun:
     run = load_run(run_dir)
+    if not run.settings:  # as before the shards of an evaluation are merged
+        of_shards = map(load_settings, sorted(run_dir.glob(SHARDS)))
+        run = replace(run, settings=next(filter(None, of_shards), {}))
     if not run.settings and not run.metrics.rows and not steps_of(run_dir) and not cells_of(run_dir):
         raise ValueError(
             f"{run_dir} is not a run: it has no {METRICS_FILE}, no episodes or samples and no config.json of a run; "

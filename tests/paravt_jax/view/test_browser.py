@@ -269,6 +269,13 @@ def test_an_evaluation_has_a_row_per_score_and_episodes_by_cell(tab, pages):
     assert "<img src=x" in tab.run("document.querySelector('.said-text').textContent") and tab.messages == []
 
 
+def test_a_comparison_of_evaluations_counts_the_cells_of_all(tab, pages, tmp_path):
+    evaluation = pages["evaluation"].parent / "copy" / "run"
+    (tmp_path / "page.html").write_bytes(make_page([evaluation] * 2, 20))
+    open_page(tab, tmp_path / "page.html")
+    assert tab.run("document.querySelector('#episodes .lede').textContent").startswith("12 episodes of all 4 cells,")
+
+
 def test_a_question_has_its_answer_windows_and_pictures(tab, pages):
     open_page(tab, pages["question"])
     assert tab.run("document.querySelector('h1').textContent") == "What <b>colour</b>?"

@@ -226,6 +226,15 @@ def test_an_evaluation_has_its_cells_with_the_results_of_their_certificates(tmp_
     assert ["Dispatches", "none"] in page.data["about"]["facts"]
 
 
+def test_an_evaluation_in_shards_that_are_not_merged_is_an_evaluation(tmp_path):
+    shard = tmp_path / "shards" / "1_of_2"
+    write_settings({"eval": {}, "data": {"split": "mlvu"}}, write_metrics(shard, []))
+    (shard / "samples_none_3.jsonl").write_text(json.dumps({"key": "a", "id": "1", "episodes": [{"id": "1"}]}))
+    page = view(tmp_path)
+    assert (page.data["about"]["kind"], page.data["about"]["facts"]) == ("evaluation", [["Split", "mlvu"]])
+    assert [row["split"] for row in page.rows] == ["mlvu"]
+
+
 def test_a_curve_has_a_gap_where_a_step_has_no_finite_number(tmp_path):
     rows = [{"step": n} | value for n, value in enumerate([{"loss/policy": 0.5}, {}, {"loss/policy": None}], 1)]
     rows.append({"step": 4, "loss/policy": 1e300})  # too large to draw
@@ -348,6 +357,26 @@ def test_validation_values_are_drawn_over_the_training_curve(tmp_path):
     rows = [{"step": step, "rollout/accuracy_mean": 0.5, "rollout/anchor_mean": 0.0} for step in (1, 2)]
     charts = charts_of(view(write_metrics(tmp_path, rows)))
     assert [charts[title]["validation"] for title in ("Accuracy", "Terms of the reward")] == [[0.25], None]
+
+
+@pytest.mark.parametrize(("num_rows", "shown"), [(1, [0.0]), (2, [0.0, 0.25]), (3, [0.0, 0.5])])
+def test_a_headline_has_the_first_and_the_last_validation(num_rows, shown, tmp_path):
+    rows = [{"step": n, "validation/accuracy_mean": n / 4} for n in range(num_rows)]
+    (tmp_path / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (item,) = view(write_metrics(tmp_path, [{"step": 1, "rollout/accuracy_mean": 0.5}])).data["headlines"]
+    assert item["validation"] == shown
+
+
+def test_questions_about_images_and_text_have_no_placeholder_and_no_frame_budget(tmp_path):
+    run_dir = make_run(tmp_path / "run", 1)
+    records = run_dir / "episodes" / "000001.jsonl"
+    shared = {"step": 1, "turns": []}
+    image = {**shared, "id": "1", "question": "<image>\nWhat is this?", "videos": [], "frame_budget": 1}  # as SFT logs
+    missing = {**shared, "id": "2", "question": "What <image> is this?", "frame_budget": 0}
+    records.write_text("".join(json.dumps(record) + "\n" for record in (image, missing)))
+    page = view(run_dir)
+    assert [row["question"] for row in page.rows] == ["What is this?", "What  is this?"]
+    assert [row["frame_budget"] for row in page.rows] == [None, None]
 
 
 def test_parts_of_a_steps_time_add_up_to_its_total(tmp_path):
