@@ -78,17 +78,20 @@ def load_prompts(
     max_bad_frac: float | int,
     allow_outside: bool = False,
     columns: Sequence[str] | None = None,
+    with_lost: bool = False,
 ) -> PromptSet:
     """Loads a .parquet or .jsonl file, or all .parquet files of a directory in path order.
 
     `path` may also be a data set on the hub, OWNER/NAME[/SUB/DIR][@REVISION], if no local path has that name. Relative
     video paths start from `video_root`, or if it is empty, from the rows' directory. Files outside of a `video_root`
     are rejected unless `allow_outside`. `columns` are the columns that reward.plugin uses; None without a plugin.
+    `with_lost` keeps rows whose files are missing.
     """
     source = local_source(path)
     find = file_finder(source, video_root, allow_outside)
+    find_named = file_finder(source, video_root, allow_outside, must_exist=not with_lost)
     rows = rows_of(source, COLUMNS, (*OPTIONAL_COLUMNS, *(columns or ())))
-    prompts, bad = read_rows(rows, lambda row: read_prompt(row, find, columns), max_bad_frac, str(source))
+    prompts, bad = read_rows(rows, lambda row: read_prompt(row, find_named, columns), max_bad_frac, str(source))
     ids: dict[str, int] = {}
     return PromptSet(
         tuple(replace(prompt, id=unique_id(prompt.id, ids), subtitles=_subtitles(prompt, find)) for prompt in prompts),

@@ -23,6 +23,7 @@ from paravt_jax.data.hub import row_files
 
 logger = logging.getLogger(__name__)
 Read = TypeVar("Read")
+MISSING_FILE = "missing file"  # reason of a bad row
 ID_COLUMNS = ("id", "index")  # optional columns that name a row
 LIST = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*(\{.*)?", re.DOTALL)  # the first line of a list of rows; may have a BOM
 FILE_URI = "file://"
@@ -184,10 +185,11 @@ def check_frames(num_frames: int) -> None:
         raise BadRow("too many frames", f"the row shows at least {num_frames} frames, more than {MAX_FRAMES}")
 
 
-def file_finder(source: Path, video_root: str, allow_outside: bool) -> Callable[[str], str]:
-    """Returns a function that resolves a path in a row to an absolute path, or raises BadRow if the file is missing.
+def file_finder(source: Path, video_root: str, allow_outside: bool, must_exist: bool = True) -> Callable[[str], str]:
+    """Returns a function that resolves a path in a row to an absolute path.
 
-    With a `video_root`, it also raises for files outside of it (after resolving links), unless `allow_outside`.
+    It raises BadRow if the file is missing, unless `must_exist` is false. With a `video_root`, it also raises for
+    files outside of it (after resolving links), unless `allow_outside`.
     """
     root = root_of(source, video_root)
     inside = _link_root(root.resolve()) if video_root and not allow_outside else None
@@ -197,7 +199,8 @@ def file_finder(source: Path, video_root: str, allow_outside: bool) -> Callable[
         try:
             return existing_file(name, root, inside)
         except BadRow as problem:
-            return problem
+            is_lost = problem.reason == MISSING_FILE and not must_exist
+            return str(root / name.removeprefix(FILE_URI)) if is_lost else problem
 
     def find(name: str) -> str:
         result = lookup(name)
@@ -229,7 +232,7 @@ def existing_file(name: str, root: Path, inside: Path | None = None) -> str:
                 f"{candidate}, while data.video_root={root}; to read it, set data.allow_outside=true",
             )
         return str(candidate)
-    raise BadRow("missing file", f"{path} is not a local file; download it" if "://" in path else str(root / path))
+    raise BadRow(MISSING_FILE, f"{path} is not a local file; download it" if "://" in path else str(root / path))
 
 
 def checked_path(name: str) -> str:

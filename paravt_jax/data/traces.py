@@ -96,11 +96,16 @@ class TraceSet:
 
 
 def load_traces(
-    path: str | Path, *, video_root: str, max_bad_frac: float | int, allow_outside: bool = False
+    path: str | Path,
+    *,
+    video_root: str,
+    max_bad_frac: float | int,
+    allow_outside: bool = False,
+    with_lost: bool = False,
 ) -> TraceSet:
     """Loads traces; for the arguments see `load_prompts`."""
     source = local_source(path)
-    find = file_finder(source, video_root, allow_outside)
+    find = file_finder(source, video_root, allow_outside, must_exist=not with_lost)
     traces, bad = read_rows(rows_of(source, COLUMNS), lambda row: read_trace(row, find), max_bad_frac, str(source))
     ids: dict[str, int] = {}
     return TraceSet(tuple(replace(trace, id=unique_id(trace.id, ids)) for trace in traces), bad)

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 
 import jax
 import numpy as np
@@ -182,6 +182,7 @@ async def open_sft_run(
             mesh=policy.mesh,
         )
         order = SampleOrder(train, config.seed)
+        order_with_lost = cache(lambda: SampleOrder(_traces(config.data, *sources[0], with_lost=True), config.seed))
         training = await Training.resume(
             directory,
             policy,
@@ -190,12 +191,15 @@ async def open_sft_run(
             num_steps=config.sft.num_steps,
             beginning={"step": 0, **asdict(Position())},
             fingerprint=order.fingerprint,
+            fingerprint_with_lost=lambda: order_with_lost().fingerprint,
             checkpoint=config.checkpoint,
             log=config.log,
             remarks=remarks,
         )
         frames = await stack.enter_async_context(frame_reader(config.video, policy.contract))
         saved = training.first_progress
+        if saved["visits"] != order.fingerprint:
+            order = order_with_lost()
         position = Position(**{name: saved.get(name, least) for name, least in asdict(Position()).items()})
         batches = TraceBatches(
             TraceRenderer(frames, policy.chat, policy.contract, config.rollout),
@@ -236,8 +240,13 @@ async def _compile_update(learner: Learner, batches: TraceBatches) -> None:
     await in_thread(lambda: compiler.compile(shapes_of_batch(first.batches[0], learner.mesh)))
 
 
-def _traces(data: DataConfig, path: str, video_root: str) -> Sequence[Trace]:
+def _traces(data: DataConfig, path: str, video_root: str, with_lost: bool = False) -> Sequence[Trace]:
     if not path:
         return ()
-    loaded = load_traces(path, video_root=video_root, max_bad_frac=data.max_bad_frac, allow_outside=data.allow_outside)
-    return loaded.traces
+    return load_traces(
+        path,
+        video_root=video_root,
+        max_bad_frac=data.max_bad_frac,
+        allow_outside=data.allow_outside,
+        with_lost=with_lost,
+    ).traces

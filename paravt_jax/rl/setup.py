@@ -1,9 +1,10 @@
 """Opens an RL run: cheap checks, then model, checkpoint, engine, and the parity gate before the first step."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import cache
 from itertools import chain
 from pathlib import Path
 
@@ -108,7 +109,15 @@ async def open_run(
         policy = replace(policy, compute=compute)
         remarks += [policy.attention(config.pack.row_tokens), line]
         order = SampleOrder(train, config.seed)
-        training = await _resume(config, directory, policy, order, log, remarks, stack)
+
+        @cache
+        def order_with_lost() -> SampleOrder[Prompt]:
+            source, _ = row_sources(config.data, directory.path / SYNTHETIC, config.seed)
+            return SampleOrder(_load(config.data, *source, plugin, with_lost=True), config.seed)
+
+        training = await _resume(config, directory, policy, order, order_with_lost, log, remarks, stack)
+        if training.first_progress["visits"] != order.fingerprint:
+            order = order_with_lost()
         frames = await stack.enter_async_context(
             frame_reader(config.video, policy.contract, config.rollout.detail_factor)
         )
@@ -175,6 +184,7 @@ async def _resume(
     directory: RunDirectory,
     policy: Policy,
     order: SampleOrder[Prompt],
+    order_with_lost: Callable[[], SampleOrder[Prompt]],
     log: LoggedSteps | None,
     remarks: list[str],
     stack: AsyncExitStack,
@@ -200,6 +210,7 @@ async def _resume(
         num_steps=num_steps if log is None else min(num_steps, log.last),
         beginning={"step": 0, "cursor": Cursor().to_record()},
         fingerprint=order.fingerprint,
+        fingerprint_with_lost=lambda: order_with_lost().fingerprint,
         checkpoint=config.checkpoint,
         log=config.log,
         remarks=remarks,
@@ -354,15 +365,22 @@ def _prompts(
     def load(path: str, video_root: str) -> Sequence[Prompt]:
         if not path:
             return ()
-        loaded = load_prompts(
-            path,
-            video_root=video_root,
-            max_bad_frac=data.max_bad_frac,
-            allow_outside=data.allow_outside,
-            columns=plugin.columns if plugin else None,
-        )
-        remarks.extend(remarks_on(path, loaded.prompts))
-        return loaded.prompts
+        prompts = _load(data, path, video_root, plugin)
+        remarks.extend(remarks_on(path, prompts))
+        return prompts
 
     train, held_out = (load(*source) for source in row_sources(data, directory / SYNTHETIC, seed))
     return train, spread(held_out, max_held_out), remarks
+
+
+def _load(
+    data: DataConfig, path: str, video_root: str, plugin: Plugin | GroupPlugin | None, with_lost: bool = False
+) -> Sequence[Prompt]:
+    return load_prompts(
+        path,
+        video_root=video_root,
+        max_bad_frac=data.max_bad_frac,
+        allow_outside=data.allow_outside,
+        columns=plugin.columns if plugin else None,
+        with_lost=with_lost,
+    ).prompts

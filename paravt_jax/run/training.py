@@ -181,13 +181,15 @@ class Training:
         num_steps: int,
         beginning: Progress,
         fingerprint: str,
+        fingerprint_with_lost: Callable[[], str],
         checkpoint: CheckpointConfig,
         log: LogConfig,
         remarks: Sequence[str],
     ) -> "Training":
         """Resumes from the newest complete checkpoint, or starts from `beginning`, {"step": 0} and other progress.
 
-        `fingerprint` identifies the data order. Writes the settings to the run's directory.
+        `fingerprint` identifies the data order. If files of rows were lost since the run started, it keeps its position
+        in the order of `fingerprint_with_lost`, which includes these rows. Writes the settings to the run's directory.
         """
         adapter = await in_thread(lambda: policy.adapter_info(learner.model))
         hosts = directory.hosts
@@ -203,7 +205,9 @@ class Training:
             )
         progress = progress or beginning
         changes = [change_text(key, *values) for key, values in directory.changes.items()]
-        if progress["visits"] != fingerprint:
+        if progress["visits"] != fingerprint and progress["visits"] == fingerprint_with_lost():
+            changes.append("rows with lost files keep their place in the data, and their samples fail")
+        elif progress["visits"] != fingerprint:
             if not directory.allow_changes:
                 data, seed = directory.settings["data"]["train"], directory.settings["seed"]
                 raise ValueError(

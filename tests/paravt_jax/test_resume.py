@@ -33,6 +33,8 @@ from training import (
 from model_port.tiny import make_tiny
 from paravt_jax import train as trainer
 from paravt_jax.config import load_config
+from paravt_jax.data.prompts import load_prompts
+from paravt_jax.data.sample_order import SampleOrder
 from paravt_jax.rl import setup
 from paravt_jax.run import training
 from paravt_jax.run.process import Stopping
@@ -248,7 +250,9 @@ def test_other_rows_of_the_same_file_need_allow_changes(undisturbed, tmp_path):
     rows.write_text("".join((rows.parent / "train.jsonl").read_text().splitlines(keepends=True)[1:]))
     record = run_dir / "config.json"
     record.write_text(record.read_text().replace('"train": "synthetic"', f'"train": "{rows}"'))
-    with pytest.raises(ValueError, match=rf"^data\.train={rows} or seed=0 changed since .* --allow-changes$"):
+    with pytest.raises(
+        ValueError, match=rf"^data\.train={rows} or seed=0 changed since .* files of .* --allow-changes$"
+    ):
         train_here(run_dir, *FIVE_STEPS, f"data.train={rows}", f"train.num_steps={NUM_STEPS + 1}")
 
 
@@ -264,16 +268,24 @@ def test_other_weights_under_the_same_path_need_allow_changes(undisturbed, tmp_p
     assert len(metrics_of(run_dir)) == NUM_STEPS + 1
 
 
-def test_a_lost_video_is_named_when_a_run_resumes(undisturbed, tmp_path, monkeypatch, caplog):
+def test_a_run_that_lost_a_video_resumes_at_its_position(undisturbed, tmp_path, monkeypatch, caplog):
     run_dir = shutil.copytree(undisturbed, tmp_path / "lost")
-    video = run_dir / "synthetic" / "videos" / "seed0_000.mp4"
+    rows = run_dir / "synthetic" / "train.jsonl"
+    order = SampleOrder(load_prompts(rows, video_root="", max_bad_frac=0.0).prompts, seed=0)
+    (kept,), (lost,) = order[NUM_STEPS].item.videos, order[NUM_STEPS + 1].item.videos
+    assert kept != lost
     monkeypatch.setattr("paravt_jax.data.synthetic.write_atomic", lambda *_: None)  # else it is made again
-    video.unlink()
-    with pytest.raises(
-        ValueError, match=r"^data\.train=synthetic or seed=0 changed since .* or files of its rows are missing"
-    ):
-        train_here(run_dir, *FIVE_STEPS, "data.max_bad_frac=0.5", f"train.num_steps={NUM_STEPS + 1}")
-    assert "rows are dropped (missing file: 3, for example" in caplog.text and video.name in caplog.text
+    Path(lost).unlink()
+    train_here(
+        *(run_dir, *FIVE_STEPS, "data.max_bad_frac=0.5", "train.prompts_per_step=2", f"train.num_steps={NUM_STEPS + 1}")
+    )
+    assert "rows are dropped (missing file: 3, for example" in caplog.text and Path(lost).name in caplog.text
+    assert "; rows with lost files keep their place" in (run_dir / "log.txt").read_text()
+    episodes = [episode for episode in episodes_of(run_dir) if episode["step"] == NUM_STEPS + 1]
+    samples = [order[NUM_STEPS], order[NUM_STEPS + 1]]
+    names = [f"{sample.number:06d}-{sample.item.id}" for sample in samples for _ in range(4)]
+    assert [episode["id"].partition("/")[0] for episode in episodes] == names
+    assert [episode.get("reason") for episode in episodes] == 4 * [None] + 4 * ["video"]
 
 
 def test_a_log_without_its_checkpoints_is_not_started_over(undisturbed, tmp_path):

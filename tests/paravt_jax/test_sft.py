@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -117,6 +118,22 @@ def test_a_killed_run_resumes_and_ends_like_an_uninterrupted_one(finished_run, w
     assert forked.run("paravt_jax.sft", *arguments(world, tmp_path)).returncode == 0
     assert metrics_of(tmp_path) == metrics_of(finished_run)
     assert arrays_of(tmp_path, STEPS) == arrays_of(finished_run, STEPS)
+
+
+@pytest.mark.nightly
+def test_a_run_that_lost_a_video_resumes_at_its_position(finished_run, world, tmp_path):
+    run_dir = shutil.copytree(finished_run, tmp_path / "run")
+    video = min(world.glob("videos/*.mp4"))
+    more = arguments(world, run_dir, f"sft.num_steps={STEPS + 1}", "data.max_bad_frac=0.9")
+    video.rename(tmp_path / video.name)
+    try:
+        done = forked.run("paravt_jax.sft", *more)
+    finally:
+        (tmp_path / video.name).rename(video)
+    assert done.returncode == 0, done.stderr
+    assert "(missing file: " in done.stderr and "; rows with lost files keep their place" in done.stderr
+    before, after = (json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()[-2:])
+    assert before["data/epoch"] < after["data/epoch"]
 
 
 @pytest.mark.nightly
