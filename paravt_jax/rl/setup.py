@@ -132,16 +132,13 @@ async def open_run(
             compile_ahead()
         worker = rollouts.worker
         run = Run(
+            config=config,
             training=training,
             policy=policy,
             policy_update=policy_update,
             planned=planned,
             engine=worker.agent.engine,
-            engine_settings=config.engine,
             rollouts=rollouts,
-            mismatch=config.mismatch,
-            validation=config.validation,
-            validation_frames=config.video.overview_frames,
             greedy=replace(worker, agent=worker.agent.with_settings(temperature=0.0)),
             held_out=() if log else held_out,
             frames=frames,
@@ -218,7 +215,7 @@ async def _rollouts(
     if log is not None:
         agent = Agent(ScriptedEngine(no_reply), frames, policy.chat, config.rollout)
         worker = RolloutWorker(agent, config.reward, None, config.seed, plugin, config.train.truncated)
-        return Replay(log, worker, order, cursor, config.train, config.advantage)
+        return Replay(log, worker, order, cursor, config)
     judge = await stack.enter_async_context(Judge(config.judge)) if config.judge.is_set else None
     own, on_servers = config.engine.kind == "jax", config.engine.kind == "sglang"
     engine = await open_engine(
@@ -240,16 +237,8 @@ async def _rollouts(
     stack.push_async_callback(engine.close)
     agent = Agent(engine, frames, policy.chat, config.rollout)
     worker = RolloutWorker(agent, config.reward, judge, config.seed, plugin, config.train.truncated)
-    rollouts = RolloutScheduler(
-        worker,
-        order,
-        cursor,
-        config.train,
-        config.video,
-        config.advantage,
-        on_progress=training.log.phase,
-        hosts=training.directory.hosts,
-    )
+    hosts, on_progress = training.directory.hosts, training.log.phase
+    rollouts = RolloutScheduler(worker, order, cursor, config, on_progress=on_progress, hosts=hosts)
     stack.push_async_callback(rollouts.close)
     if training.step < training.num_steps:
         rollouts.decode_ahead()
@@ -309,7 +298,7 @@ async def _check_parity(engine: SGLangEngine, run: Run) -> None:
     model = run.training.learner.model
     copy = LocalCopy(model, run.policy.mesh)
     scorer = LearnerScorer(await in_thread(lambda: copy.of(model)), run.policy.contract, copy.mesh)
-    checks = run.hosts.leads or not run.engine_settings.connects
+    checks = run.hosts.leads or not run.config.engine.connects
     problem = await _parity_problem(engine, scorer, run) if checks else ""
     if problem := next(filter(None, await run.hosts.gather_async("parity", problem)), ""):
         raise RuntimeError(problem)
