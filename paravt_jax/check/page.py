@@ -46,15 +46,23 @@ $rows
 
 def page(record: Mapping[str, Any], reports: Sequence[StageReport]) -> str:
     """Renders the page. `record` is the report's JSON, with machine, command and date."""
-    failed = [report.stage for report in reports if report.failed]
     return PAGE.substitute(
-        verdict=html.escape(f"{', '.join(failed)} failed" if failed else f"all {len(reports)} stages passed"),
+        verdict=html.escape(_verdict(reports)),
         machine=html.escape(", ".join(_words(record["machine"]))),
         command=html.escape(f"paravt check {shlex.join(record['command'])}"),
         date=html.escape(record["date"]),
         columns="".join(f"<th>{html.escape(name)}</th>" for name in COLUMNS),
         rows="\n".join(_row(cells) for report in reports for cells in rows_of(report)),
     )
+
+
+def _verdict(reports: Sequence[StageReport]) -> str:
+    if failed := [report.stage for report in reports if report.failed]:
+        return f"{', '.join(failed)} failed"
+    num_skipped = sum(report.skipped for report in reports)
+    num_passed = len(reports) - num_skipped
+    passed = f"{num_passed} stage{'' if num_passed == 1 else 's'} passed"
+    return f"{passed}, {num_skipped} skipped" if num_skipped else passed
 
 
 def _words(machine: Mapping[str, Any]) -> Iterator[str]:

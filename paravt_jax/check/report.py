@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 from model_port.output_dir import GIB
 from paravt_jax.check.process import PartResult
 
-COLUMNS = ("stage", "case", "result", "bound", "s", "peak GiB", "planned", "")
+COLUMNS = ("stage", "case", "result", "bound", "s", "peak GiB", "planned GiB", "")
 NO_TORCH = "torch is not installed: pip install torch, or in a clone bash scripts/setup.sh dev"
 
 Facts: TypeAlias = dict[str, Any]  # about a stage, for example planned_gib

@@ -104,7 +104,7 @@ const cellRows = (cell, place) => {
   const tail = (rowspan) => [h("td", { class: "num", rowspan, "data-name": "κ" }, short(cell.metrics?.tool_calls_mean)), h("td", { class: "num", rowspan, "data-name": "f_τ" }, short(cell.metrics?.format_reward)), h("td", { class: "num", rowspan, "data-name": "parseable" }, short(cell.metrics?.parseable_frac))];
   if (!scorers.length) return [h("tr", {}, head(1), h("td", { colspan: 4, class: "soft" }, "scores appear when all samples are done"), tail(1))];
   return scorers.map(([scorer, scores], n) => h("tr", { class: n ? "again" : null }, n ? null : head(scorers.length),
-    h("td", {}, SCORERS[scorer] ?? scorer), h("td", { class: "num" }, h("b", {}, percent(scores.score)), Object.entries(scores).filter(([name]) => name.includes("@")).map(([name, value]) => h("small", {}, `${name} ${percent(value)}`))),
+    h("td", {}, SCORERS[scorer] ?? scorer), h("td", { class: "num", "data-name": "score, %" }, h("b", {}, percent(scores.score)), Object.entries(scores).filter(([name]) => name.includes("@")).map(([name, value]) => h("small", {}, `${name} ${percent(value)}`))),
     h("td", {}, whisker(scores)), h("td", { class: "num", "data-name": "missing as wrong, %" }, percent(scores.missing_as_wrong)), n ? null : tail(scorers.length)));
 };
 const cellDetails = (cell, place) => {

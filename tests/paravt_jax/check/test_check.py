@@ -394,7 +394,9 @@ def test_the_page_has_every_cell_and_no_markup_of_its_values():
     )
     assert '<tr class="failed"><td></td><td>error &lt;b&gt;</td><td>0.001</td><td>0.0001</td>' in shown
     assert shown.count('<tr class="stage') == 2 and "<b>" not in shown and "<script" not in shown
-    assert "<h1>all 1 stages passed</h1>" in page(record, reports[1:])
+    assert "<h1>1 stage passed</h1>" in page(record, reports[1:])
+    skipped = StageReport("gradient", [Measured("gradient", skipped="no torch")], {}, "", 1.0, 2.0)
+    assert "<h1>1 stage passed, 1 skipped</h1>" in page(record, [*reports[1:], skipped])
 
 
 @pytest.mark.parametrize(
