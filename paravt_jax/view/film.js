@@ -75,7 +75,7 @@ const lane = (root, call, n, at) => {
     onfocus: () => light(root, name, true), onblur: () => light(root, name, false),
     onclick: () => root.querySelector(`.callcard${name}`).scrollIntoView({ block: "nearest" }),
   }, String(n));
-  return h("div", { class: "lane" }, styled(button, { left: `min(${at(start)}, calc(100% - 20px))`, width: `calc(${at(end)} - ${at(start)})` }));
+  return h("div", { class: "lane" }, styled(button, { left: `min(${at(start)}, calc(100% - ${13 + 7 * String(n).length}px))`, width: `calc(${at(end)} - ${at(start)})` }));
 };
 
 /* When each part happened; parallel calls of a turn are below each other. */

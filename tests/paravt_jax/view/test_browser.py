@@ -353,6 +353,28 @@ def test_parallel_calls_start_at_the_same_time(tab, pages):
     assert "3 calls in parallel" in tab.run("document.querySelector('.waterfall').textContent")
 
 
+def test_numbers_of_many_short_calls_fit_their_marks(tab, tmp_path):
+    spans = [
+        {"name": "crop_video", "span": [0, 1], "outcome": "ok", "window_s": [12.0 * n, 12.0 * n + 1]} for n in range(40)
+    ]
+    video = {"name": "video.mp4", "path": "/a.mp4", "duration_s": 469.0, "frames_s": []}
+    episode = {
+        "id": "1",
+        "step": 1,
+        "question": "Where?",
+        "videos": [video],
+        "turns": [{"text": "Look.", "calls": spans}],
+    }
+    (tmp_path / "episodes").mkdir()
+    (tmp_path / "episodes" / "000001.jsonl").write_text(json.dumps(episode) + "\n")
+    (tmp_path / "page.html").write_bytes(make_page([tmp_path], 1))
+    open_page(tab, tmp_path / "page.html")
+    marks = "[...document.querySelectorAll('.lane button')]"
+    assert tab.run(f"{marks}.map(mark => mark.scrollWidth - mark.clientWidth)") == [0] * 40
+    film = "document.querySelector('.film').getBoundingClientRect().right"
+    assert tab.run(f"{marks}.every(mark => mark.getBoundingClientRect().right <= {film})")
+
+
 def test_episodes_of_the_same_prompt_are_side_by_side(tab, pages):
     open_page(tab, pages["two"], "#episode-5")
     names = tab.run(
