@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path, PurePath
 from typing import get_args
 
@@ -74,6 +75,7 @@ async def run(args: argparse.Namespace, files: list[str], question: str | None) 
     from paravt_jax.asking.asker import engine_of, open_asker  # imported late, so that --help does not load jax
     from paravt_jax.asking.page import page_of
     from paravt_jax.asking.terminal import Live, summary, why_no_answer
+    from paravt_jax.run.process import ended_by_interrupt
     from rollout.picture import is_image
 
     answer, page, problem = None, None, ""
@@ -90,7 +92,10 @@ async def run(args: argparse.Namespace, files: list[str], question: str | None) 
                 break
             try:
                 name = f"question {number}"
-                answer = await answerer.answer(videos, question, Live(_write), name, images=images, subtitles=subtitles)
+                with nullcontext() if engine else ended_by_interrupt():  # a compilation cannot be stopped
+                    answer = await answerer.answer(
+                        videos, question, Live(_write), name, images=images, subtitles=subtitles
+                    )
             except ImageError:  # names its file
                 raise
             except VideoError as unreadable:

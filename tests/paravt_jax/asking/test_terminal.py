@@ -167,6 +167,38 @@ def test_ctrl_c_ends_ask_while_it_waits_for_a_question():
             process.kill()
 
 
+COMPILES = """
+import asyncio, contextlib, sys, time
+import model_port.cli
+from paravt_jax import ask
+from paravt_jax.asking import asker
+
+class Compiling:
+    async def answer(self, *args, **settings):
+        await asyncio.to_thread(lambda: print("compiling", file=sys.stderr, flush=True) or time.sleep(60))
+
+@contextlib.asynccontextmanager
+async def open_asker(*args, **settings):
+    yield Compiling()
+
+asker.open_asker = open_asker
+args = ask.make_parser().parse_args(["Why?"])
+model_port.cli.run_cli(lambda: asyncio.run(ask.run(args, [], "Why?")))
+"""
+
+
+def test_ctrl_c_ends_ask_during_a_compilation():
+    pipes = {"stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", COMPILES], **pipes) as process:
+        assert process.stderr is not None
+        try:
+            assert process.stderr.readline() == "compiling\n"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 130
+        finally:
+            process.kill()
+
+
 def test_a_video_that_ask_cannot_read_is_named(ask_of, tmp_path, capsys):
     assert ask_of("Red", name="missing") == 1
     assert capsys.readouterr().err == f"error: {tmp_path / 'missing.mp4'}: the video cannot be opened\n"
