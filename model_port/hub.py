@@ -26,6 +26,7 @@ from huggingface_hub.utils import (
 
 from model_port.card import CURVE_FILE
 from model_port.hf_files import CARD_FILE, SIDE_FILES
+from model_port.layout import is_adapter
 from model_port.progress import Meter
 from model_port.safetensors_io import INDEX_FILE, SINGLE_FILE, HfTensors
 
@@ -89,7 +90,12 @@ def check_hub_access(repo_id: str, *, public: bool = False) -> None:
 
 
 def model_files(directory: Path) -> list[str]:
-    """Returns the names of the files to send. Raises if the model is incomplete."""
+    """Returns the names of the files to send. Raises if the model is incomplete or an adapter."""
+    if is_adapter(directory):
+        raise ValueError(
+            f"{directory} is an adapter, not a complete model: merge it with `python -m model_port.export`; "
+            f"or export it with --adapter and upload that directory with `hf upload OWNER/NAME DIR --private`"
+        )
     try:
         if not (directory / constants.CONFIG_NAME).is_file():
             raise ValueError(f"{directory} has no {constants.CONFIG_NAME}")

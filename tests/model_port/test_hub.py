@@ -292,3 +292,10 @@ def test_an_incomplete_directory_is_rejected_before_any_request(hub: FakeHub, mo
     problem = message(ValueError, lambda: push_to_hub(model, REPO))
     assert name in problem and "python -m model_port.export" in problem  # also if DIR is a run's checkpoint
     assert hub.requests == []
+
+
+def test_an_adapter_is_not_called_an_incomplete_model(hub: FakeHub, tmp_path: Path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    problem = message(ValueError, lambda: push_to_hub(tmp_path, REPO))
+    assert "is an adapter" in problem and "hf upload" in problem and "incomplete" not in problem
+    assert hub.requests == []
