@@ -536,6 +536,17 @@ def test_a_printed_page_is_light_with_the_marks_of_its_legends_and_whole_charts(
     assert tab.messages == []
 
 
+A4_PX = 718  # width of a sheet without its margins
+
+
+def test_the_table_of_cells_fits_a_sheet_of_paper(tab, pages):
+    open_page(tab, pages["evaluation"], size_px=(A4_PX, 1000))
+    tab("Emulation.setEmulatedMedia", media="print")
+    right = "[...document.querySelectorAll('.table td, .table th')].map(cell => cell.getBoundingClientRect().right)"
+    assert tab.run(f"Math.max(...{right})") <= A4_PX
+    assert tab.run("document.documentElement.scrollWidth") <= A4_PX
+
+
 @pytest.mark.nightly
 def test_only_visible_rows_of_ten_thousand_episodes_are_rendered(tab, pages, tmp_path):
     run_dir = tmp_path / "many"
