@@ -150,12 +150,15 @@ const nameOf = (place) => {
   return [row.cell ? spelled(row.cell) : known(row.step) ? `step ${row.step}` : null, row.prompt, `no. ${members[place] + 1}`].filter(Boolean).join(" · ");
 };
 
+const partsOf = (part, of) => { // the steps or cells whose episodes the page shows
+  const [shown, all] = ["num_parts_shown", "num_parts"].map((name) => of.reduce((sum, run) => sum + run[name], 0));
+  return all ? shown === all ? `${all > 1 ? "all " : ""}${plural(all, part)}` : `${shown} of ${plural(all, part)}` : null;
+};
 const lede = () => {
-  const part = known(rows[0].cell) ? "cell" : "step", holders = runs.filter(({ num_parts_shown: num }) => num);
-  const sum = (of, name) => of.reduce((total, run) => total + run[name], 0), counted = part === "cell" ? holders : holders.slice(0, 1); // runs share their steps
-  const [some, all] = [sum(counted, "num_parts_shown"), sum(counted, "num_parts")];
-  const of = some === all ? `${all > 1 ? "all " : ""}${plural(all, part)}` : `${some} of ${plural(all, part)}`;
-  return `${plural(sum(runs, "num_episodes"), NOUN)} of ${of}, spread evenly; the page shows at most ${runs[0].max_episodes.toLocaleString("en")}.${pictured()}`;
+  const withSteps = runs.filter(({ cells, num_parts: num }) => num && !cells.length).slice(0, 1); // runs share their steps
+  const parts = [partsOf("step", withSteps), partsOf("cell", runs.filter(({ cells }) => cells.length))].filter(known).join(" and ");
+  const shown = runs.reduce((sum, { num_episodes: num }) => sum + num, 0);
+  return `${plural(shown, NOUN)} of ${parts}, spread evenly; the page shows at most ${runs[0].max_episodes.toLocaleString("en")}.${pictured()}`;
 };
 const pictured = () => {
   if (!data.pictures) return "";

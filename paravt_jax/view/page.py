@@ -115,10 +115,11 @@ def _load_run(run_dir: Path) -> LoggedRun:
 
 
 def _choose(runs: Sequence[LoggedRun], max_episodes: int) -> list[Chosen]:
-    """Chooses an equal share of episodes per run. Training runs use the steps they have in common, if any."""
+    """Chooses an equal share of episodes per run. Training runs with episodes use their common steps, if any."""
     share = max_episodes // len(runs)
     steps = [steps_of(run.path) for run in runs]
-    common = set.intersection(*map(set, steps)) or set().union(*steps)
+    with_episodes = [set(steps_of_run) for steps_of_run in steps if steps_of_run] or [set()]
+    common = set.intersection(*with_episodes) or set().union(*with_episodes)
     return [
         chosen_of_steps([path for step, path in steps_of_run.items() if step in common], share)
         if steps_of_run

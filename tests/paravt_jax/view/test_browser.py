@@ -273,7 +273,11 @@ def test_a_comparison_of_evaluations_counts_the_cells_of_all(tab, pages, tmp_pat
     evaluation = pages["evaluation"].parent / "copy" / "run"
     (tmp_path / "page.html").write_bytes(make_page([evaluation] * 2, 20))
     open_page(tab, tmp_path / "page.html")
-    assert tab.run("document.querySelector('#episodes .lede').textContent").startswith("12 episodes of all 4 cells,")
+    lede = "document.querySelector('#episodes .lede').textContent"
+    assert tab.run(lede).startswith("12 episodes of all 4 cells,")
+    (tmp_path / "page.html").write_bytes(make_page([pages["one"].with_name("a"), evaluation], 20))
+    open_page(tab, tmp_path / "page.html")
+    assert tab.run(lede).startswith("16 episodes of all 2 steps and all 2 cells,")
 
 
 def test_a_question_has_its_answer_windows_and_pictures(tab, pages):

@@ -210,6 +210,12 @@ def test_a_page_of_two_runs_has_the_episodes_of_both(run_dir, tmp_path):
     assert prompts[0] == prompts[1]  # of the common steps
 
 
+def test_runs_share_their_steps_also_beside_a_run_without_episodes(run_dir, tmp_path):
+    others = [make_run(tmp_path / "other", 2, luck=1), write_metrics(tmp_path, [{"step": 1, "loss/policy": 0.5}])]
+    page = view(run_dir, *others)
+    assert [{row["step"] for row in page.rows if row["run"] == run} for run in range(3)] == [{1, 2}, {1, 2}, set()]
+
+
 def test_an_evaluation_has_its_cells_with_the_results_of_their_certificates(tmp_path, monkeypatch):
     settings = ["eval.dispatches=[none]", "eval.frame_budgets=[3,5]", "eval.num_samples=2", "rollout.temperature=1"]
     config = config_of("longvideobench", tmp_path / "copy", *settings)
