@@ -116,7 +116,8 @@ class Sources:
         elif parts.scheme in ("http", "https"):
             await self._fetch(medium.url, target, budget)
         elif parts.scheme in ("", "file"):
-            source = self._file_below_root(unquote(parts.path) if parts.scheme else medium.url)
+            name = unquote(parts.path) if parts.scheme else medium.url
+            source = await in_daemon_thread(lambda: self._file_below_root(name))  # a network disk can hang
         else:
             raise BadRequest(f"unknown URL scheme {cut(parts.scheme)}; use data, file, http or https")
         if medium.kind == "image":
@@ -133,8 +134,11 @@ class Sources:
                 return path
         raise BadRequest(f"no file {cut(name)} in the video directory")
 
-    def subtitles_of(self, video: str) -> str:
-        """The subtitle file beside a video, within the video directory; "" without one."""
+    async def subtitles_of(self, videos: Sequence[str]) -> list[str]:
+        """The subtitle file beside each video, within the video directory; "" for a video without one."""
+        return await in_daemon_thread(lambda: list(map(self._subtitles_beside, videos)))
+
+    def _subtitles_beside(self, video: str) -> str:
         with suppress(BadRequest):
             return str(self._file_below_root(str(Path(video).with_suffix(".srt"))))
         return ""

@@ -203,6 +203,7 @@ class Service:
         async with AsyncExitStack() as stack:
             async with asyncio.timeout_at(deadline):
                 files = await stack.enter_async_context(self.sources.files_of(question.media))
+                subtitles = await self.sources.subtitles_of(files["video"])
             answerer = self.answerer.with_sampling(question.temperature, question.top_p)
             answerer = replace(answerer, num_frames=question.num_frames or answerer.num_frames)
 
@@ -217,7 +218,7 @@ class Service:
                         question.max_tokens,
                         question.history,
                         files["image"],
-                        list(map(self.sources.subtitles_of, files["video"])),
+                        subtitles,
                     )
                 self._check_fits(reply)
                 self._count(reply, started_s)

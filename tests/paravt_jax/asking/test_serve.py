@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import math
+import threading
 from dataclasses import replace
 
 import aiohttp
@@ -441,6 +442,22 @@ async def test_an_image_that_vanishes_reveals_no_path_to_the_client(served, vide
 
 
 HERON = "1\n00:00:05,000 --> 00:00:07,000\nA heron.\n"
+@serving()
+async def test_a_disk_that_hangs_delays_only_its_question(served, videos, monkeypatch):
+    answered = threading.Event()
+
+    def hang(self, name):
+        assert answered.wait(5), "the event loop is blocked"
+        return videos / "a.mp4"
+
+    monkeypatch.setattr(Sources, "_file_below_root", hang)
+    asking = asyncio.create_task(served.ask())
+    await until(lambda: served.service.running)
+    await served.client.models.list()
+    answered.set()
+    assert (await asking).choices[0].message.content == "A"
+
+
 SEARCH = f"I search.</think>{call_of('search_subtitles', video_path='video.mp4', query='heron')}<|im_end|>"
 
 
