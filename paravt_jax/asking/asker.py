@@ -114,16 +114,8 @@ async def _of_model(
 
     rollout, max_rows = recipe.rollout, min(MAX_ROWS, num_questions * max(1, recipe.rollout.calls_per_turn))
     frames = await stack.enter_async_context(frame_reader(VideoConfig(), contract, rollout.detail_factor))
-    sampling_engine = await open_engine(
-        engine or EngineConfig("jax", max_rows=max_rows),
-        policy,
-        None if engine else await in_thread(load),
-        0,
-        say,
-        dtype=dtype,
-        max_context_tokens=rollout.max_context_tokens,
-        max_pixels=recipe.max_pixels * rollout.detail_factor,
-    )
+    settings, loaded = engine or EngineConfig("jax", max_rows=max_rows), None if engine else await in_thread(load)
+    sampling_engine = await open_engine(settings, policy, rollout, loaded, 0, say)
     stack.push_async_callback(sampling_engine.close)
     agent = Agent(sampling_engine, frames, policy.chat, rollout)
     return Answerer(agent, recipe.num_frames, samples_top_p=engine is not None)

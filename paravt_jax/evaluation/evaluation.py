@@ -285,17 +285,8 @@ async def _agent(
     model = model_record(config.model.path, policy.adapter or policy.source)
     _check_model(directory, model)
     frames = await _frames(config, policy.contract, stack)
-    engine = await open_engine(
-        config.engine,
-        policy,
-        await in_thread(lambda: _frozen_model(policy)) if config.engine.kind == "jax" else None,
-        0,
-        say,
-        dtype=config.model.dtype,
-        max_context_tokens=config.rollout.max_context_tokens,
-        max_pixels=config.video.max_pixels * config.rollout.detail_factor,
-        gpus=gpus,
-    )
+    frozen = await in_thread(lambda: _frozen_model(policy)) if config.engine.kind == "jax" else None
+    engine = await open_engine(config.engine, policy, config.rollout, frozen, 0, say, gpus=gpus)
     stack.push_async_callback(engine.close)
     record = await engine_record(config.engine, engine)
     if others := with_other_models(record, model):

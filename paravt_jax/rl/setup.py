@@ -221,12 +221,10 @@ async def _rollouts(
     engine = await open_engine(
         config.engine,
         policy,
+        config.rollout,
         training.learner.model if own else None,
         training.version,
         training.log.phase,
-        dtype=config.model.dtype,
-        max_context_tokens=config.rollout.max_context_tokens,
-        max_pixels=config.video.max_pixels * config.rollout.detail_factor,
         trainable_vision=config.optim.train_vision,
         gpus=gpus,
         num_hosts=training.directory.hosts.num,

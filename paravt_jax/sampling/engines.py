@@ -19,7 +19,8 @@ from rollout.engine.discovery import listed_urls, unreachable
 from rollout.engine.protocol import Engine
 from rollout.engine.settings import Mixture
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
-from rollout.server import Dtype, ServerSettings
+from rollout.episode_config import EpisodeConfig
+from rollout.server import ServerSettings
 from rollout.user_code import call_user_code, load_function
 from rollout.video.reader import FrameReader
 
@@ -30,13 +31,11 @@ MEMORY_BYTES, DISK_BYTES = 2 * 2**30, 64 * 2**30  # cache of decoded frames
 async def open_engine(
     settings: EngineConfig,
     policy: Policy,
+    rollout: EpisodeConfig,
     model: VLModel | None,
     version: int,
     phase: Callable[[str], None],
     *,
-    dtype: Dtype,
-    max_context_tokens: int,
-    max_pixels: int,
     trainable_vision: bool = False,
     gpus: Sequence[Gpus] = (),
     num_hosts: int = 1,
@@ -44,7 +43,7 @@ async def open_engine(
     take_over: bool = False,
     beside_update: bool = False,
 ) -> Engine:
-    """Opens the engine. Only the embedded engine uses `model`. `max_pixels` is the size of the largest picture.
+    """Opens the engine. Only the embedded engine uses `model`.
 
     `gpus` lists the GPUs of each server that this run starts; empty without GPUs. `run` is the id of the run that
     publishes to the servers. `take_over` permits servers that another run publishes to. `beside_update` means that
@@ -54,11 +53,11 @@ async def open_engine(
         assert model is not None
         embedded = EmbeddedEngine(
             model,
-            replace(policy.contract, max_pixels=max_pixels),
+            replace(policy.contract, max_pixels=policy.contract.max_pixels * rollout.detail_factor),
             version,
             mesh=policy.mesh,
             beside_update=beside_update,
-            **settings.sampler_sizes(max_context_tokens, num_hosts),
+            **settings.sampler_sizes(rollout.max_context_tokens, num_hosts),
         )
         if embedded.kernel_check is not None:
             say(f"decoding: {embedded.kernel_check}")
@@ -75,7 +74,7 @@ async def open_engine(
         take_over=take_over,
         weights_dir=settings.weights_dir,
         vocab_size=text.vocab_size,
-        max_context_tokens=max_context_tokens,
+        max_context_tokens=rollout.max_context_tokens,
         mixture=Mixture(text.num_layers, text.num_experts, text.token_experts) if text.num_experts else None,
     )
     if settings.urls_file:
@@ -87,12 +86,13 @@ async def open_engine(
             f"engine.kind=sglang starts servers from Hugging Face files, but {policy.source} is a checkpoint; "
             "set model.path to a Hugging Face directory or id, or engine.urls to running servers"
         )
+    dtype: Any = policy.compute.dtype  # float64 is only for tests
     servers = [
         ServerSettings(
             policy.source,
             "cuda" if gpus else "cpu",
             dtype=dtype,
-            context_length=max_context_tokens,
+            context_length=rollout.max_context_tokens,
             trainable_vision=trainable_vision,
             tensor_parallel=max(1, len(server_gpus)),
             gpus=server_gpus,

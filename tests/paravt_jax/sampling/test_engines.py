@@ -17,7 +17,10 @@ from paravt_jax.run.policy import Policy
 from paravt_jax.sampling.engines import open_engine, report_unreachable
 from paravt_jax.train import train
 from rollout.chat import Chat
+from rollout.episode_config import EpisodeConfig
 from rollout.server import ServerFailed
+
+EPISODES = EpisodeConfig(max_new_tokens=512, max_context_tokens=1024)
 
 
 def test_every_server_gets_its_own_gpus(tiny_hf, tmp_path, monkeypatch):
@@ -26,14 +29,13 @@ def test_every_server_gets_its_own_gpus(tiny_hf, tmp_path, monkeypatch):
     python.chmod(0o755)
     monkeypatch.setenv("PARAVT_SGLANG_PYTHON", str(python))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "the learner's")
-    policy = Policy(None, VisionContract.from_hf(tiny_hf), Chat.from_hf(tiny_hf), tiny_hf, tiny_hf, Compute())
+    policy = Policy(None, VisionContract.from_hf(tiny_hf), Chat.from_hf(tiny_hf), tiny_hf, tiny_hf, Compute("bfloat16"))
     engine, gpus = EngineConfig("sglang", num_servers=2, gpus=[1, 2, 4, 5]), [("1", "GPU-x"), ("4", "5")]
-    sizes = {"max_context_tokens": 1024, "max_pixels": 50_176}
     with pytest.raises(ServerFailed, match="ended with exit code 1 before it was ready"):
-        asyncio.run(open_engine(engine, policy, None, 0, lambda phase: None, dtype="bfloat16", gpus=gpus, **sizes))
+        asyncio.run(open_engine(engine, policy, EPISODES, None, 0, lambda phase: None, gpus=gpus))
     logs = [path.read_text() for path in tmp_path.glob("*.seen")]
     assert {line.split()[0] for line in logs} <= {"1,GPU-x", "4,5"} and len(logs) == 2
-    assert all("--tensor-parallel-size 2" in line for line in logs)
+    assert all("--tensor-parallel-size 2" in line and "--dtype bfloat16" in line for line in logs)
 
 
 @pytest.fixture
@@ -92,8 +94,7 @@ def test_a_starting_server_is_reported_and_awaited(tiny_hf, free_port, tmp_path,
         await report_unreachable(settings)  # a server list that does not exist yet
         listed.write_text(url)
         await report_unreachable(settings)
-        options = {"dtype": "bfloat16", "max_context_tokens": 1024, "max_pixels": 50_176}
-        opening = asyncio.create_task(open_engine(settings, policy, None, 0, lambda phase: None, **options))
+        opening = asyncio.create_task(open_engine(settings, policy, EPISODES, None, 0, lambda phase: None))
         await asyncio.sleep(0.5)
         async with FakeServer(free_port) as server:
             engine = await opening
