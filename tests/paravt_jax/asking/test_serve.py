@@ -442,6 +442,8 @@ async def test_an_image_that_vanishes_reveals_no_path_to_the_client(served, vide
 
 
 HERON = "1\n00:00:05,000 --> 00:00:07,000\nA heron.\n"
+
+
 @serving()
 async def test_a_disk_that_hangs_delays_only_its_question(served, videos, monkeypatch):
     answered = threading.Event()
