@@ -308,6 +308,7 @@ async def _parity_problem(engine: SGLangEngine, scorer: LearnerScorer, run: Run)
 
     async def compare(url: str) -> list[Parity]:
         try:
+            await engine.wait_for(url)  # else a server that is late would be compared with old weights
             async with slots:
                 return await check([url], scorer, run.policy.chat, on_progress=log.phase)
         except EngineError as problem:

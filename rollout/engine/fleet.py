@@ -49,8 +49,7 @@ class Fleet:
         if self.settings.run:
             await self._claim_all(on_progress)
         self._loops += [asyncio.create_task(self._health_loop(server)) for server in self.servers]
-        give_up_s = time.monotonic() + self.settings.probe_deadline_s + self.settings.control_deadline_s
-        await self.wait_until_up(give_up_s, or_without_weights=True)
+        await self.wait_until_up(time.monotonic() + self.settings.answer_s, or_without_weights=True)
 
     async def close(self) -> None:
         for task in self._loops:
@@ -85,7 +84,9 @@ class Fleet:
         try:
             await self.wait_until_up(time.monotonic() + self.settings.load_deadline_s)
         except EngineError:
-            raise EngineError(f"no server took the weights of version {version}: {self._problems()}") from None
+            raise EngineError(
+                f"no server took the weights of version {version}: {self._problems(self.servers)}"
+            ) from None
 
     async def adopt(self, version: int) -> None:
         async with self._publishing:
@@ -96,17 +97,22 @@ class Fleet:
             server.probe_now.set()
         await self.wait_until_up(time.monotonic() + self.settings.load_deadline_s)
 
-    async def wait_until_up(self, deadline_s: float, *, or_without_weights: bool = False) -> None:
-        while not any(server.up or (or_without_weights and server.awaits_weights) for server in self.servers):
-            if all(server.retired for server in self.servers):
-                raise EngineError(f"no server is left: {self._problems()}")
+    async def wait_until_up(self, deadline_s: float, *, url: str = "", or_without_weights: bool = False) -> None:
+        """Waits until the server at `url`, or any server, is up."""
+
+        def waited() -> list[ServerState]:
+            return [server for server in self.servers if url in ("", server.url)]
+
+        while not any(server.up or (or_without_weights and server.awaits_weights) for server in waited()):
+            if all(server.retired for server in waited()):
+                raise EngineError(f"no server is left: {self._problems(waited())}")
             self._changed.clear()
             try:
                 async with asyncio.timeout(max(0.0, deadline_s - time.monotonic())):
                     await self._changed.wait()
             except TimeoutError:
                 raise EngineError(
-                    f"no server answers: {self._problems()}; start one: python -m rollout.serve --model MODEL"
+                    f"no server answers: {self._problems(waited())}; start one: python -m rollout.serve --model MODEL"
                 ) from None
 
     def eject_stale(self, server: ServerState, problem: str) -> None:
@@ -381,5 +387,5 @@ class Fleet:
             server.problem = str(problem)
             say(f"{server.url} could not be restarted: {problem}")
 
-    def _problems(self) -> str:
-        return "; ".join(f"{server.url}: {server.problem or 'up'}" for server in self.servers)
+    def _problems(self, servers: Sequence[ServerState]) -> str:
+        return "; ".join(f"{server.url}: {server.problem or 'up'}" for server in servers)

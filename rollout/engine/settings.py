@@ -41,6 +41,11 @@ class SGLangSettings:
     max_restarts: int = 5  # of a managed server, between two publishes
     stop_grace_s: float = 10.0
 
+    @property
+    def answer_s(self) -> float:
+        """A healthy server is ready within this time after it starts to answer."""
+        return self.probe_deadline_s + self.control_deadline_s
+
 
 @dataclass(eq=False)
 class ServerState:

@@ -179,6 +179,10 @@ class SGLangEngine:
         """Uses each server as soon as it has this version, which another process publishes."""
         await self.fleet.adopt(version)
 
+    async def wait_for(self, url: str) -> None:
+        """Waits until this server has the current weights. Raises if that takes too long."""
+        await self.fleet.wait_until_up(time.monotonic() + self.settings.answer_s, url=url)
+
     async def health(self) -> Health:
         return Health(
             tuple(ServerHealth(server.url, server.up, server.version, server.problem) for server in self.fleet.servers)

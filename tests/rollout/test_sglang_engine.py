@@ -553,6 +553,19 @@ async def test_a_server_that_missed_a_publish_loads_all_tensors(engine, kept, la
     assert late.read == failing.read == ["frozen trained"] * 2
 
 
+@with_servers(2)
+async def test_a_server_can_be_awaited_until_it_has_the_current_weights(engine, kept, late):
+    late.healthy = False
+    await until(lambda: not engine.fleet.servers[1].up)
+    await engine.publish(trained(1), 1)
+    assert (kept.version, late.version) == ("t/1", "t/0")
+    with pytest.raises(EngineError, match=rf"^no server answers: {late.url}: {late.url}/health answered 503"):
+        await engine.wait_for(late.url)
+    late.healthy, late.load_s = True, 0.2
+    await engine.wait_for(late.url)
+    assert late.version == "t/1"
+
+
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @async_test
 async def test_the_files_have_the_bits_of_the_latest_tensors(tmp_path, dtype):

@@ -32,10 +32,15 @@ def test_a_missing_wandb_ends_a_run_before_it_has_a_directory(tmp_path, monkeypa
 
 def gate(monkeypatch, servers):
     """Runs the gate with the given servers and results. Returns the log."""
-    messages, requested = [], set()
+    messages, requested, ready = [], set(), set()
+
+    async def wait_for(url):
+        await asyncio.sleep(0)
+        ready.add(url)
 
     async def check(urls, scorer, chat, on_progress):
         (url,) = urls
+        assert url in ready  # it has the learner's weights
         requested.add(url)
         async with asyncio.timeout(5):
             while requested != set(servers):  # servers are compared concurrently
@@ -53,7 +58,7 @@ def gate(monkeypatch, servers):
     training, urls = SimpleNamespace(log=log, learner=SimpleNamespace(model=None)), list(servers)
     config = SimpleNamespace(engine=EngineConfig(kind="sglang", urls=["http://127.0.0.1:1"]))
     run: Any = SimpleNamespace(config=config, training=training, policy=policy, hosts=ALONE)
-    engine: Any = SimpleNamespace(urls=urls)
+    engine: Any = SimpleNamespace(urls=urls, wait_for=wait_for)
     asyncio.run(setup._check_parity(engine, run))
     return messages
 
