@@ -1,30 +1,23 @@
-"""The order of prompts or traces, and the samples that remain.
+"""The order of prompts or traces, their frame budgets, and the samples that remain.
 
 A sample is one prompt or trace in one epoch. Its number determines both, in every process and without state, so a
-resume only needs the numbers of unfinished samples.
+resume only needs the numbers of unfinished samples. Its frame budget, nFrames gating with K ~ Uniform(frame_budgets),
+is a hash of the seed, the epoch and the prompt. With 64 bits of hash, the modulus favors no budget by more than one
+part in 2^61.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, TypeVar
 
 import grain
 
+from paravt_jax.config import VideoConfig
+from paravt_jax.data.prompts import Prompt
+from paravt_jax.data.traces import Trace
 from rollout.seeds import derived_seed
 
-
-@runtime_checkable
-class DataItem(Protocol):
-    """A prompt or a trace."""
-
-    @property
-    def id(self) -> str: ...
-
-    @property
-    def videos(self) -> tuple[str, ...]: ...
-
-
-Item = TypeVar("Item", bound=DataItem)
+Item = TypeVar("Item", bound=Prompt | Trace)
 
 
 @dataclass(frozen=True)
@@ -55,6 +48,22 @@ class SampleOrder(Generic[Item]):
 def spread(items: Sequence[Item], num: int) -> Sequence[Item]:
     """At most `num` items, spread evenly: a file may be sorted by question type or source."""
     return [items[number * len(items) // num] for number in range(num)] if num < len(items) else items
+
+
+def frame_budget(seed: int, epoch: int, prompt_id: str, budgets: Sequence[int]) -> int:
+    return budgets[derived_seed("frame budget", seed, epoch, prompt_id) % len(budgets)]
+
+
+def budgets_of(samples: Sequence[PromptSample[Item]], video: VideoConfig, seed: int) -> list[int]:
+    budgets = [video.overview_frames] * len(samples)
+    if video.frame_budgets:
+        budgets = [frame_budget(seed, sample.epoch, sample.item.id, video.frame_budgets) for sample in samples]
+    return [shown_frames(budget, sample.item.videos) for budget, sample in zip(budgets, samples, strict=True)]
+
+
+def shown_frames(budget: int, videos: Sequence[str]) -> int:
+    """The number of overview frames of a question: at least one per video; 0 without a video."""
+    return max(budget, len(videos)) if videos else 0
 
 
 class Cursor:

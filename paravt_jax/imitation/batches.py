@@ -16,8 +16,7 @@ from model_port.config import ModelConfig
 from model_port.inputs import Frame, frame_rows
 from model_port.processing import VisionContract
 from paravt_jax.config import SftConfig
-from paravt_jax.data.budget import budgets_of
-from paravt_jax.data.sample_order import PromptSample, SampleOrder
+from paravt_jax.data.sample_order import PromptSample, SampleOrder, budgets_of
 from paravt_jax.data.traces import Trace
 from paravt_jax.imitation.render import Rendered, TraceRenderer
 from paravt_jax.learner.packing import BatchShape, Dialogue, PromptGroup, TrainBatch, num_batches, pack

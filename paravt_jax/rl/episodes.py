@@ -15,9 +15,8 @@ from functools import cached_property
 from typing import Any, Literal, get_args
 
 from paravt_jax.config import Truncated
-from paravt_jax.data.budget import shown_frames
 from paravt_jax.data.prompts import Prompt
-from paravt_jax.data.sample_order import PromptSample
+from paravt_jax.data.sample_order import PromptSample, shown_frames
 from paravt_jax.rewards.judge import Judge
 from paravt_jax.rewards.plugin import GroupPlugin, Plugin, PluginError
 from paravt_jax.rewards.settings import RewardConfig

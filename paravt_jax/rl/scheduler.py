@@ -23,9 +23,8 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from paravt_jax.config import Config
-from paravt_jax.data.budget import budgets_of
 from paravt_jax.data.prompts import Prompt
-from paravt_jax.data.sample_order import Cursor, PromptSample, SampleOrder
+from paravt_jax.data.sample_order import Cursor, PromptSample, SampleOrder, budgets_of
 from paravt_jax.rl.episodes import RolloutWorker, task_of
 from paravt_jax.rl.groups import Group, advantages_of, for_step, over_step, rewards_of
 from paravt_jax.rl.metrics import missing_remark

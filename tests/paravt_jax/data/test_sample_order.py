@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from paravt_jax.config import VideoConfig
-from paravt_jax.data.budget import budgets_of, frame_budget
 from paravt_jax.data.prompts import Prompt
-from paravt_jax.data.sample_order import Cursor, PromptSample, SampleOrder, spread
+from paravt_jax.data.sample_order import Cursor, PromptSample, SampleOrder, budgets_of, frame_budget, spread
 
 PUBLISHED = [4, 8, 16, 32, 64]
 # Chi-square exceeds these with probability 0.001; the draws have fixed keys, so no test fails by chance.
