@@ -78,7 +78,7 @@ const drawHeadlines = () => {
 
 const answerOf = (answer) => h("div", { class: "card answer" },
   h("h2", {}, "Answer"),
-  h("p", { class: answer.text ? "text" : "text missing", dir: "auto" }, answer.text || "No answer"),
+  h("p", { class: `text ${!answer.text ? "missing" : answer.text.length > 200 ? "long" : ""}`, dir: "auto" }, answer.text || "No answer"),
   h("dl", { class: "verdict" },
     h("div", {}, h("dt", {}, "Evidence"), h("dd", {}, answer.evidence.length ? answer.evidence.map(([video, start, end]) => h("span", { class: "window" }, `${video} ${clock(start)}–${clock(end)}`)) : "only the prompt")),
     Object.entries(answer.seconds).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, seconds(value))))));

@@ -18,7 +18,7 @@ const read = (episode, bar) => {
   root.append(...[
     asked ? null : bar,
     asked ? null : h("h3", {}, stem || h("span", { class: "missing" }, "Question not recorded")),
-    options.length ? h("p", { class: "options" }, options.join("\n")) : null,
+    options.length && !asked ? h("p", { class: "options" }, options.join("\n")) : null,
     verdict(episode), missing(episode), film(root, episode, numbers), waterfall(episode, numbers), coloring(root, episode),
     episode.turns.length || episode.reward ? h("div", { class: episode.reward || episode.advantage ? "reading" : "reading alone" }, h("div", {}, episode.turns.map((turn, n) => readTurn(root, episode, turn, n, numbers))), aside(root, episode)) : null,
   ].filter(known));

@@ -40,14 +40,17 @@ class Line(NamedTuple):
     missing: bool
 
     def read(self) -> Record:
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            try:
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
                 return json.loads(file.readline())
-            except ValueError:
-                raise ValueError(
-                    f"{self.path}: line {self.number} is not valid JSON; restore the file, or remove the line"
-                ) from None
+        except FileNotFoundError:
+            raise ValueError(f"{self.path} was moved while it was read; if the run has resumed, try again") from None
+        except ValueError:
+            raise ValueError(
+                f"{self.path}: line {self.number} is not valid JSON; if the run is running, try again, else restore "
+                f"the file, or remove the line"
+            ) from None
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,12 @@ def make_question() -> bytes:
     return page_of(asyncio.run(answerer.answer(["/data/a.mp4"], "What <b>colour</b>?")), answerer, "tiny")
 
 
+def make_asked(question: str, text: str) -> bytes:
+    agent = Agent(script(CHAT, [ANSWER.replace("A<", f"{text}<")]), FakeFrames(), CHAT, EpisodeConfig())
+    answerer = Answerer(agent, 8)
+    return page_of(asyncio.run(answerer.answer(["/data/a.mp4"], question)), answerer, "tiny")
+
+
 def make_shown(directory: Path) -> bytes:
     """A question whose calls show frames and a drawing to the main agent."""
     (directory / "own.py").write_text(DRAWS)
@@ -287,6 +293,17 @@ def test_a_question_has_its_answer_windows_and_pictures(tab, pages):
     assert tab.run("document.querySelectorAll('.answer .window').length") == 2
     assert tab.run("[...document.querySelectorAll('.album')].map(one => one.childElementCount)") == [8, 8]
     assert tab.run("[...document.images].every(one => one.naturalWidth == 32)") and tab.messages == []
+
+
+def test_the_lines_of_a_question_are_shown_once_and_a_long_answer_is_smaller(tab, tmp_path):
+    sizes_px = []
+    for text in ("A", "A because " * 40):
+        (tmp_path / "page.html").write_bytes(make_asked("Which?\nA. red\nB. blue", text))
+        open_page(tab, tmp_path / "page.html")
+        assert tab.run("document.querySelector('main').innerText").count("B. blue") == 0
+        assert tab.run("document.querySelector('h1').innerText") == "Which?\nA. red\nB. blue"
+        sizes_px.append(tab.run("parseFloat(getComputedStyle(document.querySelector('.answer .text')).fontSize)"))
+    assert sizes_px == [34, 18]
 
 
 @pytest.mark.parametrize(("budgets", "shown"), [([], False), ([4, 8], True)])

@@ -69,8 +69,15 @@ def test_two_runs_on_the_same_data_show_the_same_episodes(tmp_path):
 def test_invalid_json_is_reported_with_its_line(tmp_path):
     path = write_lines(tmp_path / "000001.jsonl", [{"id": "a"}, {"id": "b"}])
     path.write_text(path.read_text().replace('"b"}', '"b"'))
-    with pytest.raises(ValueError, match=r"000001\.jsonl: line 2 is not valid JSON; restore the file"):
+    with pytest.raises(ValueError, match=r"000001\.jsonl: line 2 is not valid JSON; .*restore the file"):
         list(chosen_of_steps([path], 5).records())
+
+
+def test_episodes_that_a_resumed_run_moved_are_reported_with_what_to_do(tmp_path):
+    chosen = chosen_of_steps([path := write_lines(tmp_path / "000001.jsonl", [{"id": "a"}])], 5)
+    path.rename(tmp_path / "aside.jsonl")
+    with pytest.raises(ValueError, match=r"000001\.jsonl was moved while it was read; .*try again"):
+        list(chosen.records())
 
 
 @pytest.mark.parametrize("text", ['{"n": ', "[]"])
