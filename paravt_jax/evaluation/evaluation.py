@@ -182,19 +182,8 @@ async def open_evaluation(config: EvalConfig, shard: Shard | None = None) -> Asy
         write_settings(record, directory)
         samples = loaded.samples[: config.eval.max_prompts]
         number, num_shards = shard or (1, 1)
-        provenance = run_provenance(
-            config.eval,
-            loaded,
-            config.reward,
-            config.judge,
-            seed=config.seed,
-            split=data.split,
-            validation=data.validation,
-            model_path=config.model.path,
-        )
-        evaluation = Evaluation(
-            directory, config.eval, config.rollout, record, provenance, loaded, samples[number - 1 :: num_shards]
-        )
+        provenance, own = run_provenance(config, loaded), samples[number - 1 :: num_shards]
+        evaluation = Evaluation(directory, config.eval, config.rollout, record, provenance, loaded, own)
         if not evaluation.samples:
             raise ValueError(f"--shard {number}/{num_shards} has none of {len(samples)} samples")
         if not evaluation.is_done():

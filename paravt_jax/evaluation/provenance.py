@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paravt_jax import rewards
-from paravt_jax.config import EngineConfig, EvalCell, EvaluationConfig
+from paravt_jax.config import EngineConfig, EvalCell, EvalConfig
 from paravt_jax.data.splits.reading import SampleSet
 from paravt_jax.evaluation.release import questions
 from paravt_jax.evaluation.sample_log import SampleResult
@@ -51,28 +51,19 @@ def changed_sections(new: Mapping[str, Any], old: Mapping[str, Any]) -> list[str
     return changed + [name for name, value in _evaluated(new).items() if _evaluated(old)[name] != value]
 
 
-def run_provenance(
-    settings: EvaluationConfig,
-    loaded: SampleSet,
-    reward: RewardConfig,
-    judge: JudgeConfig,
-    *,
-    seed: int,
-    split: str,
-    validation: str,
-    model_path: str,
-) -> dict[str, Any]:
+def run_provenance(config: EvalConfig, loaded: SampleSet) -> dict[str, Any]:
     """The provenance that all cells of an evaluation share."""
-    repository = loaded.split.repo if loaded.split else validation
+    settings, data = config.eval, config.data
+    repository = loaded.split.repo if loaded.split else data.validation
     return {
         "protocol": settings.protocol,
         "mode": settings.mode_of(loaded.split.name if loaded.split else ""),
         "published_row": settings.published_row,
         "num_samples": settings.num_samples,
-        "seed": seed,
+        "seed": config.seed,
         "data": {"repository": repository, "revision": loaded.revision, "sha256": dict(loaded.files)},
-        "hashes": {"scorer": scorer_digest(reward, judge, split)},
-        "model": {"path": model_path},
+        "hashes": {"scorer": scorer_digest(config.reward, config.judge, data.split)},
+        "model": {"path": config.model.path},
         **versions(),
     }
 
