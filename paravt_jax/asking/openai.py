@@ -53,7 +53,7 @@ IGNORED = (
 )
 MEDIA_FIELDS = ("url", "detail")  # fields of a video or image; the second is ignored
 RETRY_S = 10  # before any question has been timed
-FINISHES = {"done": "stop", "length": "length", "context": "length", "abort": "stop"}
+FINISHES = {"done": "stop", "length": "length", "context": "length"}
 
 
 class RequestError(Exception):

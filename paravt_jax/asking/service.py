@@ -220,7 +220,7 @@ class Service:
                         files["image"],
                         subtitles,
                     )
-                self._check_fits(reply)
+                self._check_complete(reply)
                 self._count(reply, started_s)
                 return reply
 
@@ -259,7 +259,9 @@ class Service:
         await _written(response.write_eof(b"data: [DONE]\n\n"))
         return response, outcome
 
-    def _check_fits(self, answer: Answer) -> None:
+    def _check_complete(self, answer: Answer) -> None:
+        if answer.finish == "abort":
+            raise EngineError("the engine aborted the question")
         if answer.finish == "context" and not answer.episode.turns:
             max_tokens = self.answerer.agent.config.max_context_tokens
             raise RequestError(

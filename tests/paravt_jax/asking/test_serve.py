@@ -418,6 +418,25 @@ async def test_any_error_in_a_stream_is_an_error_in_openais_form(served, problem
     assert dict(served.service.counts) == {"failed while streaming": 1}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@serving(["<think>"])
+async def test_a_question_that_the_engine_aborts_is_an_error(served, stream):
+    async def hang(request):
+        await asyncio.Event().wait()
+
+    served.engine._reply = hang
+
+    async def ask():
+        answer = await served.ask(stream=stream)
+        return [chunk async for chunk in answer] if stream else answer
+
+    asking = asyncio.create_task(ask())
+    await until(lambda: served.engine._running)
+    await served.engine.abort()
+    with pytest.raises(openai.APIError, match="the engine is not available"):
+        await asking
+
+
 @serving()
 async def test_an_internal_error_reveals_nothing_to_the_client(served, capsys):
     async def fail(path, deadline_s):
@@ -441,9 +460,6 @@ async def test_an_image_that_vanishes_reveals_no_path_to_the_client(served, vide
     assert str(videos) not in raised.value.message and str(videos) in capsys.readouterr().err
 
 
-HERON = "1\n00:00:05,000 --> 00:00:07,000\nA heron.\n"
-
-
 @serving()
 async def test_a_disk_that_hangs_delays_only_its_question(served, videos, monkeypatch):
     answered = threading.Event()
@@ -460,6 +476,7 @@ async def test_a_disk_that_hangs_delays_only_its_question(served, videos, monkey
     assert (await asking).choices[0].message.content == "A"
 
 
+HERON = "1\n00:00:05,000 --> 00:00:07,000\nA heron.\n"
 SEARCH = f"I search.</think>{call_of('search_subtitles', video_path='video.mp4', query='heron')}<|im_end|>"
 
 
