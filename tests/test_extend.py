@@ -66,6 +66,6 @@ def test_an_invalid_extension_is_a_one_line_error(tmp_path, monkeypatch):
         EngineConfig(kind="vllm")
     with pytest.raises(ValueError, match=r"data\.split=own\.py:SPLIT is not a PublicSplit"):
         split_named("own.py:SPLIT")
-    own, sizes = EngineConfig(kind="own.py:open_engine"), {"max_context_tokens": 1, "max_pixels": 1}
+    own = EngineConfig(kind="own.py:open_engine")
     with pytest.raises(ValueError, match=r"engine\.kind=own\.py:open_engine returned int, expected an Engine"):
-        asyncio.run(open_engine(own, None, None, 0, print, dtype="float32", **sizes))
+        asyncio.run(open_engine(own, None, None, None, 0, print))

@@ -86,7 +86,7 @@ def test_a_question_about_an_image_or_text_alone_has_no_tools(shown, tmp_path, c
     *_, body = asyncio.run(run())
     printed = capsys.readouterr()
     assert printed.out == "A\n" and "evidence  only the prompt\n" in printed.err
-    assert "Red." in page.read_text() and '"frame_budget":0' in page.read_text().replace(" ", "")
+    assert "Red." in page.read_text() and '"frame_budget":null' in page.read_text().replace(" ", "")
     assert json.dumps(body).count("data:image/") == len(files) and "crop_video" not in json.dumps(body)
 
 
