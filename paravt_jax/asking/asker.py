@@ -80,10 +80,7 @@ async def _behind_endpoint(
     engine: EngineConfig, stack: AsyncExitStack, num_frames: int | None, dispatch: Dispatch | None
 ) -> Answerer:
     recipe = _chosen(Recipe(), num_frames, dispatch)
-    tokens, temperature = recipe.rollout.max_context_tokens, recipe.rollout.temperature
-    client = await open_endpoint(
-        engine, engine.model, None, stack, gpus=(), dtype="bfloat16", max_context_tokens=tokens, temperature=temperature
-    )
+    client = await open_endpoint(engine, engine.model, None, stack, recipe.rollout, gpus=(), dtype="bfloat16")
     contract = endpoint_contract(recipe.max_pixels)
     frames = await stack.enter_async_context(frame_reader(VideoConfig(), contract, recipe.rollout.detail_factor))
     say(f"model: {engine.model}, behind an endpoint")

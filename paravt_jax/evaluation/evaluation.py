@@ -239,16 +239,9 @@ async def _endpoint(
     model = await in_thread(lambda: model_record(name, files))
     _check_model(directory, model)
     say(f"model: {name}, behind an endpoint | data: {in_units([len(samples)], 'sample')} | run_dir: {directory}")
+    dtype, as_released = config.model.dtype, config.eval.protocol == "release"
     client = await open_endpoint(
-        config.engine,
-        name,
-        files,
-        stack,
-        gpus=gpus,
-        dtype=config.model.dtype,
-        max_context_tokens=config.rollout.max_context_tokens,
-        temperature=config.rollout.temperature,
-        as_released=config.eval.protocol == "release",
+        config.engine, name, files, stack, config.rollout, gpus=gpus, dtype=dtype, as_released=as_released
     )
     contract = endpoint_contract(config.video.max_pixels)
     frames = await _frames(config, contract, stack)

@@ -14,6 +14,7 @@ from rollout.chat import TOKEN_PX
 from rollout.endpoint.check import check_endpoint
 from rollout.endpoint.client import EndpointClient
 from rollout.endpoint.servers import endpoint_settings, start_endpoints
+from rollout.episode_config import EpisodeConfig
 from rollout.server import Dtype
 
 PATCH_PX = 16
@@ -39,11 +40,10 @@ async def open_endpoint(
     model: str,
     files: Path | None,
     stack: AsyncExitStack,
+    rollout: EpisodeConfig,
     *,
     gpus: Sequence[Gpus],
     dtype: Dtype,
-    max_context_tokens: int,
-    temperature: float,
     as_released: bool = False,
 ) -> EndpointClient:
     """Opens and checks a client. The client, and servers that it starts for `files`, end with `stack`."""
@@ -54,7 +54,7 @@ async def open_endpoint(
             model,
             device="cuda" if gpus else "cpu",
             dtype=dtype,
-            context_length=max_context_tokens,
+            context_length=rollout.max_context_tokens,
             gpus=gpus,
             num_servers=settings.num_servers,
             as_released=as_released,
@@ -65,5 +65,5 @@ async def open_endpoint(
     else:
         client = EndpointClient(settings.urls, model, settings.api_key_env)
     stack.push_async_callback(client.close)
-    await check_endpoint(client, temperature)
+    await check_endpoint(client, rollout.temperature)
     return client

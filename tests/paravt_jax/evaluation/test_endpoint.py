@@ -24,6 +24,7 @@ from paravt_jax.view.episodes import convert
 from paravt_jax.view.page import make_page
 from rollout.endpoint import client as client_module
 from rollout.endpoint.errors import EndpointError
+from rollout.episode_config import EpisodeConfig
 from rollout.video.encode import write_video
 
 KEY = "sk-secret-0123456789"
@@ -181,8 +182,8 @@ def test_requests_wait_for_local_servers_that_restart(tmp_path, monkeypatch):
             started = asyncio.sleep(0, ([endpoint.url], lambda: 1800.0))
             monkeypatch.setattr("paravt_jax.sampling.endpoint.start_endpoints", lambda *_: started)
             settings = EngineConfig("openai", serve_with="vllm")
-            options: dict[str, Any] = {"gpus": [], "dtype": "bfloat16", "max_context_tokens": 4096, "temperature": 0.0}
-            client = await open_endpoint(settings, MODEL, tmp_path, stack, **options)
+            rollout = EpisodeConfig(max_context_tokens=4096, temperature=0.0)
+            client = await open_endpoint(settings, MODEL, tmp_path, stack, rollout, gpus=[], dtype="bfloat16")
             await endpoint.die()
             message = {"role": "user", "content": "Who?"}
             asked = asyncio.create_task(client.complete([message], max_tokens=9, temperature=0.0, deadline_s=30.0))
