@@ -290,13 +290,16 @@ def _directory(run_dir: Path, shard: Shard | None) -> Path:
 
 
 def _check_same(directory: Path, record: Mapping[str, Any]) -> None:
-    """Raises ValueError if the directory has cells with other settings."""
-    old = settings_of(directory)
-    changed = changed_sections(record, old) if old and any(directory.glob("samples_*.jsonl")) else []
-    if changed:
-        raise ValueError(
-            f"{directory} has cells of an evaluation with other settings ({', '.join(changed)}); choose another run_dir"
-        )
+    """Raises ValueError if the directory or one of its shards has cells with other settings."""
+    for part in (directory, *sorted(directory.glob(f"{SHARDS_DIR}/*"))):
+        old = settings_of(part)
+        changed = changed_sections(record, old) if old and any(part.glob("samples_*.jsonl")) else []
+        if part != directory and record["data"]["split"] == old.get("data", {}).get("split"):
+            changed = [name for name in changed if name != "data"]  # its machine may have the rows elsewhere
+        if changed:
+            raise ValueError(
+                f"{part} has cells of an evaluation with other settings ({', '.join(changed)}); choose another run_dir"
+            )
 
 
 def _check_model(directory: Path, model: Mapping[str, Any]) -> None:

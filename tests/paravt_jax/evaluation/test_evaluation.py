@@ -313,12 +313,16 @@ def test_samples_are_identified_by_all_that_the_policy_and_the_reward_get_but_no
     assert keys[0] == keys[1] and len(set(keys)) == len(keys) - 1
 
 
-def test_shards_of_other_settings_are_not_merged(evaluator, tmp_path):
-    config = config_of("longvideobench", tmp_path / "copy")
-    evaluator("A").run(config, (1, 1))
+def test_shards_of_other_settings_are_not_merged_but_their_rows_may_have_been_elsewhere(evaluator, tmp_path):
+    copy, here = tmp_path / "copy", f"run_dir={tmp_path / 'run'}"
+    evaluator("A").run(config_of("longvideobench", copy, here), (1, 1))
     other = evaluator("B")
-    other.run(config_of("longvideobench", tmp_path / "copy", "rollout.temperature=0.5"))
-    assert len(other.episodes) == 3
+    with pytest.raises(ValueError, match=r"shards/1_of_1 has cells .* other settings \(rollout\)"):
+        other.run(config_of("longvideobench", copy, here, "rollout.temperature=0.5"))
+    other.run(config_of("longvideobench", copy.rename(tmp_path / "moved"), here))
+    with pytest.raises(ValueError, match=r"shards/1_of_1 has cells .* other settings \(eval\.mode\)"):  # merged before
+        other.run(config_of("longvideobench", tmp_path / "moved", here, "eval.mode=direct"))
+    assert not other.episodes
 
 
 def test_samples_of_another_model_at_the_same_path_are_not_mixed(tmp_path):
