@@ -59,6 +59,8 @@ class Run:
     own_s: dict[str, float] = field(default_factory=dict)  # this host's times in the step, with several hosts
     of_hosts: dict[str, float] = field(default_factory=dict)  # the times of all hosts
     num_tokens: int = 0  # tokens of all dialogues of the step, on all hosts
+    num_sampled: int = 0  # tokens sampled on all hosts in `sampling_s`
+    sampling_s: float = 0.0
 
     async def collect(self) -> list[Group] | None:
         """Collects the next step's groups; None after the last step."""
@@ -82,9 +84,11 @@ class Run:
         update_metrics = await in_thread(lambda: self.policy_update.run(groups))
         tokens = num_tokens(groups, self.policy.chat, self.policy.contract.unit_px)
         await in_thread(lambda: self._share_episodes(groups))
-        updates = await self.hosts.gather_async("update", (update_metrics, tokens))
+        sampled, self.sampling_s = self._own_sampled(groups, rollout_s)
+        updates = await self.hosts.gather_async("update", (update_metrics, tokens, sampled))
         metrics |= updates[0][0]  # all hosts decide on the same numbers
-        self.num_tokens = sum(tokens for _, tokens in updates)
+        self.num_tokens = sum(tokens for _, tokens, _ in updates)
+        self.num_sampled = sum(sampled for *_, sampled in updates)
         metrics |= {"time/rollout_s": rollout_s, "time/update_s": time.monotonic() - start_s}
         if self.hosts.num > 1:
             devices_s = await in_thread(lambda: self.probe.seconds(training.learner.state))
@@ -94,6 +98,12 @@ class Run:
         training.step += 1
         self.rollouts.cursor.done([group.sample.number for group in groups])
         return metrics
+
+    def _own_sampled(self, groups: Sequence[Group], rollout_s: float) -> tuple[int, float]:
+        """Tokens that this host sampled, and the seconds: since the last update if rollouts continue during updates."""
+        if isinstance(self.rollouts, RolloutScheduler) and self.rollouts.runs_ahead:
+            return self.rollouts.pop_sampled()
+        return num_sampled([group for group in groups if not group.is_remote]), rollout_s
 
     async def publish(self) -> float:
         """Publishes the learner's weights to the engine; returns the seconds that took."""
@@ -125,9 +135,7 @@ class Run:
             **{f"perf/{name}": value for name, value in self.frames.metrics().items()},
         }
         if isinstance(self.rollouts, RolloutScheduler):  # a replay samples nothing
-            since_last_step_s = self.training.between_steps_s + metrics["time/step_s"]
-            seconds = since_last_step_s if self.rollouts.runs_ahead else metrics["time/rollout_s"]
-            metrics["perf/sampled_tokens_per_s"] = num_sampled(groups) / seconds
+            metrics["perf/sampled_tokens_per_s"] = self.num_sampled / self.sampling_s
         if isinstance(self.engine, SGLangEngine):
             metrics["perf/changed_weights_frac"] = self.engine.fleet.files.changed_frac
         if self.hosts.leads:

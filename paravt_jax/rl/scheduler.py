@@ -103,6 +103,9 @@ class RolloutScheduler:
         self._train, self._video, self._advantage = config.train, config.video, config.advantage
         self._on_progress = on_progress
         self._running: dict[int, asyncio.Task[tuple[list[Group], StepCost]]] = {}  # by step
+        self._sampling: set[PendingGroup] = set()
+        self._num_sampled = 0  # tokens of groups that are no longer in `_sampling`
+        self._popped = 0, 0.0  # tokens and time at the last `pop_sampled`
         self._num_started = self._num_done = 0
         self._cost: dict[str, float] = {}
         self._decoding: asyncio.Task[None] | None = None  # overviews of the next step
@@ -119,6 +122,8 @@ class RolloutScheduler:
         Hosts exchange groups only here; rollouts that run ahead of the learner need no other host.
         """
         train = self._train
+        if not self._running:
+            self._popped = self._popped[0], time.monotonic()
         for ahead in range(step, min(step + train.steps_ahead, train.num_steps) + 1):
             if ahead not in self._running:
                 self._running[ahead] = asyncio.create_task(self._collect())
@@ -163,6 +168,13 @@ class RolloutScheduler:
             await await_user_code(self.worker.agent.overview(task))
 
         await asyncio.gather(*map(decode, tasks), return_exceptions=True)
+
+    def pop_sampled(self) -> tuple[int, float]:
+        """Tokens sampled on this host, and the seconds, since the last call or the start of the first rollout."""
+        (num_before, before_s), now_s = self._popped, time.monotonic()
+        num = self._num_sampled + sum(group.num_sampled for group in self._sampling)
+        self._popped = num, now_s
+        return num - num_before, now_s - before_s
 
     def metrics(self) -> dict[str, float]:
         """The cost of oversampling in the last returned step."""
@@ -234,7 +246,12 @@ class RolloutScheduler:
         version = None if self._train.max_staleness else self.worker.agent.engine.version
         sample, size = pending.sample, self._train.group_size
         task = task_of(sample, pending.frame_budget)
-        rollouts = await self.worker.run_group(task, sample.item, size, version, self._count_done, pending.episodes)
+        self._sampling.add(pending)
+        try:
+            rollouts = await self.worker.run_group(task, sample.item, size, version, self._count_done, pending.episodes)
+        finally:
+            self._sampling.discard(pending)
+            self._num_sampled += pending.num_sampled
         return Group(sample, task.frame_budget, rollouts, advantages_of(rollouts, self.worker.reward, self._advantage))
 
     async def _abort(self, pending: Sequence[PendingGroup]) -> None:

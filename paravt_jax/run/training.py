@@ -5,7 +5,6 @@ keyed by seed and number, so a checkpoint needs only the learner's state and a f
 """
 
 import asyncio
-import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -166,8 +165,6 @@ class Training:
     compiles: Compiles = field(default_factory=Compiles)
     ahead: asyncio.Task[None] | None = None  # compiles the update ahead of the first one
     began_step_s: float = 0.0
-    ended_step_s: float = math.inf  # end of the previous step
-    between_steps_s: float = 0.0  # validation and checkpoint before the current step
     exit_code: int = 0  # the command's exit code: 0 if all steps are done, 128 + n if signal n stopped the run
 
     @classmethod
@@ -279,7 +276,6 @@ class Training:
     def begin_step(self, phase: str) -> bool:
         """Starts a step; returns False if all steps are done."""
         self.began_step_s = time.monotonic()
-        self.between_steps_s = max(0.0, self.began_step_s - self.ended_step_s)
         self.directory.stopping.saves = True
         if self.step >= self.num_steps:
             return False
@@ -288,8 +284,7 @@ class Training:
 
     def step_metrics(self, num_tokens: int) -> dict[str, float]:
         """Ends the current step and returns its metrics."""
-        self.ended_step_s = time.monotonic()
-        step_s = self.ended_step_s - self.began_step_s
+        step_s = time.monotonic() - self.began_step_s
         return {
             "policy_version": float(self.version),
             "time/step_s": step_s,

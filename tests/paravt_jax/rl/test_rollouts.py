@@ -332,6 +332,29 @@ def test_no_trained_token_is_older_than_max_staleness(updates, stale, chat):
     assert allowed - updates < max(ages) <= allowed
 
 
+def test_tokens_count_when_they_are_sampled(chat):
+    """With staleness, a step trains on tokens that were sampled during earlier ones."""
+    config = load_config(None, *COMMON, "train.num_steps=4", "train.max_staleness=1")
+
+    async def reply(request):
+        return chat.encode(half_right(request.episode, request)).tolist()
+
+    async def work():
+        agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
+        rollouts = rollouts_of(agent, SampleOrder(PROMPTS, 0), Cursor(), config)
+        steps = []
+        for step in range(1, 5):
+            groups = await rollouts.next_groups(step)
+            await asyncio.gather(asyncio.sleep(0.05), *rollouts._running.values())  # during the update
+            steps.append((num_sampled(groups), *rollouts.pop_sampled()))
+        await rollouts.close()
+        return steps
+
+    trained, sampled, seconds = zip(*asyncio.run(work()), strict=True)
+    assert sampled == (trained[0] + trained[1], trained[2], trained[3], 0)
+    assert min(seconds) >= 0.05
+
+
 def test_rollouts_start_ahead_only_as_far_as_staleness_allows(chat):
     cursor = Cursor()
     collect(chat, half_right, "train.num_steps=9", "train.max_staleness=2", cursor=cursor)
