@@ -65,10 +65,9 @@ def local_source(path: str | Path) -> Path:
     if name is None:
         return Path(path)  # reading the file reports errors
     if name.revision is None and (folder == LOCAL_FOLDER or Path(folder).is_dir()):
-        raise ValueError(
-            f"{name} does not exist here (python -m paravt_jax.data materialize --output-dir {name} creates it from "
-            f"published rows); for the data set {name.repo} on the hub, write {path}@main"
-        )
+        made = f" (python -m paravt_jax.data materialize --output-dir {name} creates it from published rows)"
+        here = "does not exist here" + ("" if name.inside.endswith(ROW_SUFFIXES) else made)
+        raise ValueError(f"{name} {here}; for the data set {name.repo} on the hub, write {path}@main")
     inside = glob.escape(f"{name.inside}/") if name.inside else ""
     patterns = [f"{inside}*{suffix}" for suffix in ROW_SUFFIXES]
     if name.inside.endswith(ROW_SUFFIXES):

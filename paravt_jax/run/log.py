@@ -166,11 +166,14 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
     """Writes or replaces a file atomically."""
     partial = path.with_name(f".{path.name}.partial")  # overwrites the partial file of a killed process
     try:
-        with named(path):
-            with partial.open("wb") as file:
-                yield file
-                _sync(file)
-            partial.replace(path)
+        with partial.open("wb") as file:
+            yield file
+            _sync(file)
+        partial.replace(path)
+    except OSError as problem:
+        if problem.filename in (None, str(partial)):
+            problem.filename = str(path)
+        raise
     finally:
         partial.unlink(missing_ok=True)
 

@@ -84,10 +84,10 @@ class OutputFile:
         file, path = self._file, self.path
         if len(os.fsencode(file.name)) > MAX_NAME_BYTES:
             raise ValueError(f"the name of {path} is longer than {MAX_NAME_BYTES} bytes; choose a shorter one")
+        parent = next(parent for parent in file.parents if _exists(parent))
+        if not self._stream and not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
+            raise ValueError(f"{path} cannot be written: {parent} is not a writable directory")
         if not file.exists():
-            parent = next(parent for parent in file.parents if _exists(parent))
-            if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-                raise ValueError(f"{path} cannot be written: {parent} is not a writable directory")
             return
         for read in self._inputs:
             if file.samefile(read):

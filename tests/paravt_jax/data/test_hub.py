@@ -125,6 +125,12 @@ def test_a_name_in_a_local_folder_is_local_unless_it_has_a_revision(questions, n
     assert answer_of(f"{REPO}@main") == "A"
 
 
+def test_a_missing_file_in_a_local_folder_is_not_said_to_come_from_materialize(questions):
+    Path("ada").mkdir()
+    name = f"{REPO}/rows.jsonl"
+    assert message(name) == f"{name} does not exist here; for the data set {REPO} on the hub, write {name}@main"
+
+
 ONLY_LOCAL = ("ada/gone.jsonl", "gone.parquet", "./ada/questions", "/ada/questions", "../ada/q")
 RECIPES = "data/rl.parquet", r"^data/rl\.parquet does not exist; make .*materialize and split"
 

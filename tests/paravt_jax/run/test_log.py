@@ -142,6 +142,12 @@ def test_a_file_is_replaced_atomically(tmp_path):
         assert (reader.read(), path.read_bytes()) == (b"before", b"after")
 
 
+def test_the_error_of_a_file_that_cannot_be_written_names_the_file(tmp_path):
+    with pytest.raises(OSError, match="No such file") as problem, whole_file(tmp_path / "gone" / "file"):
+        pass
+    assert problem.value.filename == str(tmp_path / "gone" / "file")
+
+
 def test_episodes_are_written_before_their_metrics(tmp_path):
     log = open_log(tmp_path)
     with pytest.raises(ValueError, match="metric loss/policy is a ndarray, expected a number"):

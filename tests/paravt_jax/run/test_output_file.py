@@ -133,6 +133,13 @@ def test_the_target_of_a_link_is_checked_and_replaced(tmp_path):
         OutputFile(tmp_path / "link", "a command")
 
 
+def test_an_own_file_in_an_unwritable_directory_is_rejected_at_once(tmp_path, monkeypatch):
+    write(tmp_path / "page.html", "one")
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(ValueError, match=r"page\.html cannot be written: \S+ is not a writable directory$"):
+        OutputFile(tmp_path / "page.html", "a command")
+
+
 def test_an_unwritable_path_is_rejected_at_once(tmp_path):
     (tmp_path / "file").touch()
     for path, problem in [
