@@ -20,7 +20,7 @@ from training import ROOT, arrays_of, episodes_of, metrics_of
 from model_port.config import ModelConfig
 from model_port.processing import VisionContract
 from model_port.tiny import tiny_config
-from paravt_jax.config import MeshConfig, SftConfig, load_config
+from paravt_jax.config import SftConfig, load_config
 from paravt_jax.data.sample_order import SampleOrder
 from paravt_jax.data.traces import Media, Message, Trace
 from paravt_jax.imitation.batches import RENDERED_AHEAD, Position, TraceBatch, TraceBatches
@@ -173,12 +173,13 @@ def batches_of(
 ) -> TraceBatches:
     config = load_config(None, "data.train=traces.jsonl", "sft.rows_per_step=2", "pack.num_rows=2", schema=SftConfig)
     video = replace(config.video, overview_frames=4, max_pixels=32**2)
-    mesh = MeshConfig(data=num_row_parts)
-    config = replace(config, pack=replace(config.pack, **pack), video=video, mesh=mesh)
+    config = replace(config, pack=replace(config.pack, **pack), video=video)
     contract, model = VisionContract.from_hf(tiny_hf), tiny_config()
     assert isinstance(model, ModelConfig)
     renderer = TraceRenderer(FakeFrames(), Chat.from_hf(tiny_hf), contract, config.rollout)
-    return TraceBatches(renderer, SampleOrder(traces, 0), first, model, contract, config, most_frame_rows)
+    parts = {"num_row_parts": num_row_parts, "most_frame_rows": most_frame_rows}
+    settings = {"pack": config.pack, "video": config.video, "imitation": config.sft, "seed": 0, **parts}
+    return TraceBatches(renderer, SampleOrder(traces, 0), first, model, contract, **settings)
 
 
 def next_batches(batches: TraceBatches, num: int) -> list[TraceBatch]:
@@ -321,7 +322,7 @@ def test_a_signal_ends_a_validation_at_its_next_traces(tiny_hf, tmp_path):
     training.directory = RunDirectory(tmp_path, stopping, 0, {}, {}, False, ALONE)
     training.learner = SimpleNamespace(log_probs=log_probs)
     run: Any = object.__new__(SftRun)
-    run.training, run.hosts, run.config = training, ALONE, load_config(None)
+    run.training, run.hosts, run.validation = training, ALONE, load_config(None).validation
     run.held_out = [trace(number) for number in range(RENDERED_AHEAD + 8)]
 
     async def body() -> None:
