@@ -247,10 +247,11 @@ def _certificate(cell: Cell) -> str:
     source = f"{data['repository']} at {data['revision'] or 'an unknown revision'}" if is_public else "own data"
     digests = ", ".join(f"{name} {text[:DIGEST_CHARS]}" for name, text in cell["hashes"].items())
     engines = ", ".join(dict.fromkeys(_cell_text(engine["kind"]) for engine in cell["engines"])) or "an unknown engine"
-    commit = str(cell.get("git_commit") or "an unknown commit")[:DIGEST_CHARS]
+    version = _cell_text(cell.get("packages", {}).get("paravt_jax", "of an unknown version"))
+    code = f"at {cell['git_commit'][:DIGEST_CHARS]}" if cell.get("git_commit") else version  # a wheel has no commit
     return (
         f"- {_split(cell)}: {source} ({sums}), mode `{cell['mode']}`, seed {cell['seed']}, "
-        f"samples per question {cell['num_samples']}; {digests}; engine {engines}; paravt_jax at {commit}."
+        f"samples per question {cell['num_samples']}; {digests}; engine {engines}; paravt_jax {code}."
     )
 
 

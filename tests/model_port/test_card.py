@@ -110,6 +110,20 @@ def evaluated(directory, **changed):
     return directory
 
 
+@pytest.mark.parametrize(
+    ("changed", "code"),
+    [
+        ({}, "at cccccccccccc."),
+        ({"git_commit": None, "packages": {"paravt_jax": "0.3.0"}}, "0.3.0."),
+        ({"git_commit": None}, "of an unknown version."),
+    ],
+)
+def test_a_certificate_names_the_commit_or_without_a_clone_the_version(tmp_path, changed, code):
+    cells = read_cells(evaluated(tmp_path / "eval", **changed), ["54"])
+    card = make_card(tmp_path, "me/policy", None, "bfloat16", has_recipe=False, cells=cells)
+    assert f"; paravt_jax {code}\n" in card
+
+
 def test_the_card_has_evaluation_scores_and_certificates_without_paths(trained, tmp_path):
     own = {"split": None, "refused": "", "data": {"repository": "/secret/own.jsonl", "revision": None, "sha256": {}}}
     cells = read_cells(evaluated(tmp_path / "eval"), ["54"]) + read_cells(evaluated(tmp_path / "eval", **own), ["54"])
