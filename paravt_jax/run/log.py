@@ -167,15 +167,16 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
     partial = path.with_name(f".{path.name}.partial")  # overwrites the partial file of a killed process
     try:
         with partial.open("wb") as file:
-            yield file
-            _sync(file)
-        partial.replace(path)
+            try:
+                yield file
+                _sync(file)
+                partial.replace(path)
+            finally:
+                partial.unlink(missing_ok=True)
     except OSError as problem:
         if problem.filename in (None, str(partial)):
             problem.filename = str(path)
         raise
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:

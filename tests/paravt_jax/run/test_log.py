@@ -1,5 +1,6 @@
 """A run's log through kills and resumes, on the terminal, and in TensorBoard and Weights & Biases."""
 
+import errno
 import math
 import shutil
 import struct
@@ -142,7 +143,11 @@ def test_a_file_is_replaced_atomically(tmp_path):
         assert (reader.read(), path.read_bytes()) == (b"before", b"after")
 
 
-def test_the_error_of_a_file_that_cannot_be_written_names_the_file(tmp_path):
+def test_the_error_of_a_file_that_cannot_be_written_names_the_file(tmp_path, monkeypatch):
+    def refused(path: Path, **options: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))  # there, also of a file that does not exist
+
+    monkeypatch.setattr(Path, "unlink", refused)
     with pytest.raises(OSError, match="No such file") as problem, whole_file(tmp_path / "gone" / "file"):
         pass
     assert problem.value.filename == str(tmp_path / "gone" / "file")
