@@ -13,8 +13,9 @@ from typing import Any, Literal, NamedTuple
 from model_port.config import LoraConfig
 from model_port.output_dir import check_local
 from paravt_jax.learner.settings import AdvantageConfig, LossConfig, MismatchConfig, OptimConfig
-from paravt_jax.rewards.judge import JudgeConfig, check_no_password
+from paravt_jax.rewards.judge import JudgeConfig
 from paravt_jax.rewards.settings import RewardConfig
+from rollout.engine.discovery import check_no_password
 from rollout.episode_config import Dispatch, EpisodeConfig
 from rollout.prompts import Prompts
 from rollout.setting import setting
@@ -213,7 +214,8 @@ class EngineConfig:
                 f"engine.urls={self.urls} has no effect with engine.kind=jax; set engine.urls=[], or engine.kind=sglang"
             )
         for url in self.urls:
-            check_no_password("engine.urls", url)
+            remedy = ", and put a key in the environment variable that engine.api_key_env names"
+            check_no_password("engine.urls", url, remedy)
             if re.fullmatch(r"[\w.-]+:\d+", url):
                 raise ValueError(f"engine.urls has {url}, which is not a URL; write http://{url}")
         self._check_endpoint()

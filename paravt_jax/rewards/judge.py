@@ -14,10 +14,10 @@ import secrets
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 from rollout.endpoint.client import EndpointClient
 from rollout.endpoint.errors import EndpointError, ModelNotServed, Unreachable, WrongKey
+from rollout.engine.discovery import check_no_password
 from rollout.engine.protocol import RequestRejected
 from rollout.setting import setting
 
@@ -43,21 +43,6 @@ MAX_REPLY_TOKENS = 1_024  # room for a model that reasons first
 MAX_SHOWN_CHARS = 300  # characters of a reply in an error
 
 
-def check_no_password(setting: str, url: str) -> None:
-    """Rejects a URL with a password, because settings appear in logs and pages. The error does not repeat the URL."""
-    try:
-        parts = urlsplit(url)
-        netloc, _ = parts.netloc, parts.port  # a port that is not a number up to 65535 raises a ValueError
-    except ValueError:
-        raise ValueError(f"{setting} is not a URL") from None
-    if "@" in netloc:
-        variable = KEY_VARIABLE if setting == "judge.url" else "that engine.api_key_env names"
-        raise ValueError(
-            f"{setting} contains a user name or password, which would be written to the run's files; remove it, and "
-            f"put a key in the environment variable {variable}"
-        )
-
-
 @dataclass(frozen=True)
 class JudgeConfig:
     """The model that scores open answers with reward.oe_mode=llm. Its API key is in the variable JUDGE_API_KEY."""
@@ -68,9 +53,9 @@ class JudgeConfig:
     def __post_init__(self) -> None:
         if not self.is_set:
             return
+        check_no_password("judge.url", self.url, f", and put a key in the environment variable {KEY_VARIABLE}")
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"judge.url={self.url!r} must begin with http:// or https://")
-        check_no_password("judge.url", self.url)
         if not self.model:
             raise ValueError(f"judge.model must be the name of a model that {self.url} serves")
 

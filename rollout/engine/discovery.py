@@ -9,6 +9,7 @@ from rollout.engine.http import HttpClient, ServerUnreachable
 from rollout.engine.protocol import DeadlineExceeded, EngineError
 
 PROBE_DEADLINE_S = 5.0
+NO_URL = "is not a URL such as http://10.0.0.2:30000"
 
 
 def listed_urls(file: str | Path) -> list[str]:
@@ -24,27 +25,28 @@ def listed_urls(file: str | Path) -> list[str]:
 
 
 def check_url(name: str, url: str) -> None:
-    """Raises a ValueError if the URL is invalid or contains a user or password.
+    """Raises a ValueError unless it is the URL of an HTTP server without a user or password."""
+    parts = check_no_password(name, url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+        raise ValueError(f"{name} {NO_URL}")
+
+
+def check_no_password(name: str, url: str, remedy: str = "") -> SplitResult:
+    """Splits a URL. Raises a ValueError if it is invalid or contains a user or password.
 
     `name` says where the URL comes from. Errors never repeat the URL itself, because it may contain a password.
     """
     try:
         parts = urlsplit(url)
+        _ = parts.port  # raises if it is not a number up to 65535
     except ValueError:
-        parts = None
-    if parts is not None and "@" in parts.netloc:
+        raise ValueError(f"{name} {NO_URL}") from None
+    if "@" in parts.netloc:
         raise ValueError(
-            f"{name} contains a user or password, which would be written to logs and the run's files; remove it"
+            f"{name} contains a user name or password, which would be written to logs and the run's files; remove it"
+            f"{remedy}"
         )
-    if parts is None or parts.scheme not in ("http", "https") or not _names_host(parts):
-        raise ValueError(f"{name} is not a URL such as http://10.0.0.2:30000")
-
-
-def _names_host(parts: SplitResult) -> bool:
-    try:
-        return bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port is not a number up to 65535
-        return False
+    return parts
 
 
 async def unreachable(urls: Sequence[str]) -> list[str]:

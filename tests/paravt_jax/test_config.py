@@ -443,6 +443,7 @@ def test_environment_variables_are_used_and_not_recorded(monkeypatch, tmp_path):
     [
         ["engine.kind=sglang", "engine.urls=['http://me:hunter2@host:1']"],
         ["reward.oe_mode=llm", "judge.url=https://hunter2@host/v1", "judge.model=m"],
+        ["reward.oe_mode=llm", "judge.url=ftp://hunter2@host/v1", "judge.model=m"],
     ],
 )
 def test_a_password_in_a_url_is_rejected_and_not_printed(overrides):
