@@ -13,16 +13,8 @@ class VideoInfo:
     num_frames: int
     height: int  # upright, before any resizing
     width: int
-
-
-@dataclass(frozen=True)
-class StoredVideo:
-    """A video's properties as stored in its file."""
-
-    num_frames: int
-    fps: float  # the average
-    height: int
-    width: int  # without its sample aspect ratio
+    stored_width: int = 0  # the width without its sample aspect ratio
+    fps: float = 0.0  # the average
 
 
 @dataclass(frozen=True, eq=False)

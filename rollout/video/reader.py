@@ -32,7 +32,7 @@ from rollout.video import ticks
 from rollout.video.box import Box
 from rollout.video.decode import identity_and_bytes
 from rollout.video.errors import VideoError, VideoTimeout, VideoUnavailable
-from rollout.video.info import StoredVideo, TimedPicture, VideoInfo
+from rollout.video.info import TimedPicture, VideoInfo
 from rollout.video.pool import WorkerPool
 from rollout.video.store import DiskStore, FileStore, FrameKey, MemoryStore
 from rollout.video.wire import Message
@@ -62,7 +62,6 @@ class _Video:
     key_ticks: np.ndarray
     time_base: Fraction
     frame_px: int  # pixels of a frame as stored
-    fps: float = 0.0  # the average
     undecodable: set[int] = field(default_factory=set)  # numbers of frames that could not be decoded
 
     def time_s(self, frame: int) -> float:
@@ -200,12 +199,6 @@ class FrameReader:
         keys = [FrameKey(video.info.identity, frame, *size_px, box) for frame in video.frames_at(times_s)]
         read = await self._pictures(video, keys, deadline_s)
         return [replace(frame, path=str(path), box=box) for frame in read]
-
-    async def stored(self, path: str | Path, deadline_s: float | int) -> StoredVideo:
-        """Returns a video's properties as stored, for protocols that choose frames by number and size them."""
-        video = await self._video(path, deadline_s)
-        info, (width, rest) = video.info, divmod(video.frame_px, video.info.height)
-        return StoredVideo(info.num_frames, video.fps, info.height, info.width if rest else width)
 
     async def numbered(
         self, path: str | Path, numbers: Iterable[int], size_px: tuple[int, int], deadline_s: float | int
@@ -431,9 +424,9 @@ def _video_of(name: str, probed: ticks.Probed) -> _Video:
     metadata, raw = probed
     time_base = Fraction(*metadata["time_base"])
     duration = metadata["duration_ticks"] * time_base
-    fps = float(metadata["num_frames"] / duration) if duration else 0.0
-    info = VideoInfo(
-        metadata["identity"], float(duration), metadata["num_frames"], metadata["height"], metadata["width"]
-    )
+    identity, num_frames, height, width = (metadata[key] for key in ("identity", "num_frames", "height", "width"))
+    stored_width, rest = divmod(metadata["frame_px"], height)
+    fps = float(num_frames / duration) if duration else 0.0
+    info = VideoInfo(identity, float(duration), num_frames, height, width, width if rest else stored_width, fps)
     frames, keys = np.split(np.frombuffer(raw, np.int64), [info.num_frames])
-    return _Video(name, info, frames, keys, time_base, metadata["frame_px"], fps)
+    return _Video(name, info, frames, keys, time_base, metadata["frame_px"])

@@ -8,7 +8,7 @@ from typing import Any
 from paravt_jax.evaluation.release.frames import CROP_PX, OVERVIEW_PX, crop_numbers, fitted_size, overview_numbers
 from rollout.endpoint.words import image_part
 from rollout.video.errors import VideoError, VideoUnavailable
-from rollout.video.info import StoredVideo
+from rollout.video.info import VideoInfo
 from rollout.video.reader import FrameReader
 
 JPEG_QUALITY = 85
@@ -30,12 +30,12 @@ class ReleasePictures:
         return await self._parts(path, lambda video: crop_numbers(video.num_frames, video.fps, start_s, end_s), CROP_PX)
 
     async def _parts(
-        self, path: str, numbers_of: Callable[[StoredVideo], Sequence[int]], area_px: tuple[int, int]
+        self, path: str, numbers_of: Callable[[VideoInfo], Sequence[int]], area_px: tuple[int, int]
     ) -> list[Part]:
         """Encodes frames; none if the file has no readable frames, as in the release."""
         try:
-            video = await self.frames.stored(path, self.deadline_s)
-            size_px = fitted_size(video.height, video.width, area_px)
+            video = await self.frames.info(path, self.deadline_s)
+            size_px = fitted_size(video.height, video.stored_width, area_px)
             shown = await self.frames.numbered(path, numbers_of(video), size_px, self.deadline_s)
         except VideoUnavailable:
             raise
