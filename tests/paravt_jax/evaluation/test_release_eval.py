@@ -183,7 +183,7 @@ def test_a_missing_video_is_missing_and_a_video_below_64_frames_has_no_frames(co
     assert sorted(len(body["messages"][1]["content"]) for body in bodies) == [1, 65]
 
 
-@pytest.mark.parametrize("read", ["stored", "numbered"])
+@pytest.mark.parametrize("read", ["info", "numbered"])
 def test_a_video_that_times_out_is_missing(read, copy_of, monkeypatch):
     """A guess without frames is not a measurement, and the release has no such deadline."""
 
