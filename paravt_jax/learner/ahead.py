@@ -3,7 +3,10 @@
 The programs get the shapes of the update's arguments, so that the update finds them in the compilation cache.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any, NamedTuple
 
 import jax
@@ -55,20 +58,22 @@ class UpdateCompiler:
     train_vision: bool
     scores_before: bool  # the policy's log-probs are computed before the update
     mesh: Mesh | None
-    _num_done: int = 0
+    _numbers: Iterator[int] = field(default_factory=lambda: count(1))  # of the programs
 
     def compile(self, batch: TrainBatch) -> None:
-        """Compiles the programs of an update for batches of this shape."""
-        own, ref = self.state.params, self.ref
+        """Compiles the programs of an update for batches of this shape, several at a time."""
+        own, ref, logp = self.state.params, self.ref, batch.behavior_logp  # all log-probs have this shape
+        old = OldLogProbs(logp if self.scores_before else None, None if ref is None else logp)
+        scoring = [own] * self.scores_before + ([] if ref is None else [ref])
         frozen = batch.vision is not None and not self.train_vision
-        visual = self.outputs(self.encode_vision(own, batch)) if frozen else None
-        old = OldLogProbs(
-            self._logp(own, batch, visual) if self.scores_before else None,
-            None if ref is None else self._logp(ref, batch, visual),
-        )
-        total = self.outputs(self.gradients(batch, visual, old))
-        self._compiled(batch, programs.add, total, total)
-        self.apply_gradients(batch, total[0])
+        with ThreadPoolExecutor() as pool:
+            applied = pool.submit(self.apply_gradients, batch, self.state.trainable)  # shaped as the gradients are
+            visual = self.outputs(self.encode_vision(own, batch)) if frozen else None
+            summed = pool.submit(self._sum_of_gradients, batch, visual, old)
+            for params in scoring:
+                self._logp(params, batch, visual)
+        summed.result()
+        applied.result()
 
     @property
     def num_programs(self) -> int:
@@ -100,16 +105,19 @@ class UpdateCompiler:
             return compiled.traced.out_info
         return jax.tree.map(placed, compiled.traced.out_info, compiled.executable.output_shardings)
 
-    def _logp(self, params: Params, batch: TrainBatch, visual: Any) -> Any:
-        """The shapes of log-probs. If the vision tower is trained, it encodes the frames here, outside the gradient."""
+    def _sum_of_gradients(self, batch: TrainBatch, visual: Any, old: OldLogProbs) -> Compiled:
+        total = self.outputs(self.gradients(batch, visual, old))
+        return self._compiled(batch, programs.add, total, total)
+
+    def _logp(self, params: Params, batch: TrainBatch, visual: Any) -> Compiled:
+        """Compiles scoring. If the vision tower is trained, it encodes the frames here, outside the gradient."""
         if self.train_vision:
             visual = self.outputs(self.encode_vision(params, batch))
-        return self.outputs(self.score(params, batch, visual))
+        return self.score(params, batch, visual)
 
     def _compiled(self, batch: TrainBatch, function: Any, *arguments: Any, **options: Any) -> Compiled:
-        self._num_done += 1
         rows, tokens = batch.text.tokens.shape
-        purpose = f"update {self._num_done} of {self.num_programs} ({rows} x {tokens} tokens)"
+        purpose = f"update {next(self._numbers)} of {self.num_programs} ({rows} x {tokens} tokens)"
         with on_mesh(self.mesh), compiling(purpose):
             traced = function.trace(*arguments, **options)
             return Compiled(function.__name__, traced, traced.lower().compile())
