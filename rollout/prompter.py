@@ -25,7 +25,7 @@ from rollout.prompts import (
     subagent_messages,
 )
 from rollout.threads import in_daemon_thread
-from rollout.tools import CROP_VIDEO_SPEC, ToolSpec, Window
+from rollout.tools import ToolSpec, Window
 from rollout.video.box import Box
 from rollout.video.errors import ImageError
 from rollout.video.info import TimedPicture, VideoInfo
@@ -118,31 +118,21 @@ class PromptEncoder(Protocol):
     ) -> np.ndarray: ...
 
 
+@dataclass(eq=False)
 class Prompter:
-    """Builds prompts for the main agent and its sub-agents.
+    """Builds prompts for the main agent and its sub-agents."""
 
-    `calls_per_turn=0` offers no tools. `deadline_s` bounds the decoding of a video's frames.
-    """
+    frames: Frames
+    chat: PromptEncoder
+    prompts: Prompts
+    calls_per_turn: int  # 0: no tools are offered
+    subagent_max_frames: int
+    deadline_s: float  # bounds the decoding of a video's frames
+    overview_fps: float
+    tools: Sequence[ToolSpec]
 
-    def __init__(
-        self,
-        frames: Frames,
-        chat: PromptEncoder,
-        prompts: Prompts,
-        *,
-        calls_per_turn: int,
-        subagent_max_frames: int,
-        deadline_s: float,
-        overview_fps: float = 0.0,
-        tools: Sequence[ToolSpec] = (CROP_VIDEO_SPEC,),
-    ):
-        self.frames, self.chat, self.prompts = frames, chat, prompts
-        self._calls_per_turn, self._subagent_max_frames = calls_per_turn, subagent_max_frames
-        self._deadline_s, self._overview_fps = deadline_s, overview_fps
-        self._specs = tools
+    def __post_init__(self) -> None:
         self._reading = asyncio.Semaphore(IMAGES_AT_A_TIME)
-        in_template = calls_per_turn > 0 and not prompts.system_has_tools
-        self._tools = [tool.schema for tool in tools] if in_template else None
 
     async def overview(self, task: Task) -> Overview:
         """Builds the main agent's prompt, with a task's images and evenly spaced frames of its videos."""
@@ -173,7 +163,8 @@ class Prompter:
         self, task: Task, videos: Sequence[ShownVideo]
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
         """Returns the main agent's messages, and the tools that the chat template adds to them."""
-        tools = self._tools if videos else None
+        in_template = videos and self.calls_per_turn and not self.prompts.system_has_tools
+        tools = [tool.schema for tool in self.tools] if in_template else None
         if self.prompts.row_messages and task.messages:
             times_s, escape = [video.frames_s for video in videos], self.chat.escape_control
             has_tools = any(role == "system" and TOOLS_TAG in text for role, text in task.messages)
@@ -183,8 +174,8 @@ class Prompter:
             self.prompts,
             [(video.name, video.duration_s, video.frames_s) for video in videos],
             self._escaped(task.question.replace(IMAGE_PLACEHOLDER, "") if task.images else task.question),
-            self._calls_per_turn if videos else 0,
-            self._specs,
+            self.calls_per_turn if videos else 0,
+            self.tools,
             [replace(turn, text=self._escaped(turn.text)) for turn in task.history],
             len(task.images),
         )
@@ -208,7 +199,7 @@ class Prompter:
         return Closeup(self.chat.ids(messages, len(frames)), tuple(frames), messages)
 
     async def crop(self, path: str, window: Window) -> list[TimedPicture]:
-        return await self.frames_at(path, crop_times(window.start_s, window.end_s, self._subagent_max_frames))
+        return await self.frames_at(path, crop_times(window.start_s, window.end_s, self.subagent_max_frames))
 
     async def _image(self, path: str) -> Picture:
         async with self._reading:
@@ -222,17 +213,17 @@ class Prompter:
             raise ImageError(f"{path} cannot be shown: {problem}") from None
 
     async def info(self, path: str) -> VideoInfo:
-        return await self.frames.info(path, self._deadline_s)
+        return await self.frames.info(path, self.deadline_s)
 
     def overview_times(self, info: VideoInfo, max_frames: int) -> list[float]:
         """Returns the times of the frames in a video's overview."""
-        num_frames = num_frames_at(self._overview_fps, info.duration_s, info.num_frames, max_frames)
+        num_frames = num_frames_at(self.overview_fps, info.duration_s, info.num_frames, max_frames)
         return overview_times(info.duration_s, info.num_frames, num_frames)
 
     async def frames_at(self, path: str, times_s: Sequence[float], box: Box | None = None) -> list[TimedPicture]:
         """Returns the distinct frames at these times. With `box`, that part of each, enlarged to a crop's pixels."""
         boxes = () if box is None else (box,)
-        return await self.frames.frames(path, times_s, self._deadline_s, *boxes)
+        return await self.frames.frames(path, times_s, self.deadline_s, *boxes)
 
 
 def _in_order(
