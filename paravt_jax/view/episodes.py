@@ -25,6 +25,10 @@ TEXT_LIMITS = (20_000, 4_000, 800)  # characters per text; the first limit with 
 MAX_TURNS = 40  # per episode; also the most calls per turn
 TERMS = ("total", "accuracy", "format", "base", "anchor", "think_first", "balanced", "tool", "prediction")
 OWN = ("name", "value", "weight")  # fields of a plugin's reward term
+# Fields that the page gets as they are in a record, of an episode, its turns and its calls
+COPIED = ("step", "cell", "finish", "seconds", "overview_s", "reason", "scores")
+COPIED_OF_TURN = ("finish", "started_s", "latency_s")
+COPIED_OF_CALL = ("outcome", "window_s", "box", "started_s", "latency_s")
 PLACEHOLDERS = re.compile(f"{PLACEHOLDER}|{IMAGE_PLACEHOLDER}")
 PROMPT = re.compile(r"(?:\d{6}-|validation-)?(.*?)(?:/\d+)?", re.DOTALL)  # prompt part of an episode id
 ADVANTAGE_DIGITS = 4
@@ -91,8 +95,7 @@ def convert(record: Mapping[str, Any], forced: str, limit_chars: int) -> PageDic
     timed = record.get("question_type") == "tvg"
     prediction = None if reward is None else reward.get("prediction")
     return {
-        "step": record.get("step"),
-        "cell": record.get("cell"),
+        **{name: record.get(name) for name in COPIED},
         "split": visible(record["split"]) if record.get("split") else None,
         "id": visible(str(record.get("id", ""))),
         "type": visible(str(record.get("question_type", ""))),
@@ -101,16 +104,11 @@ def convert(record: Mapping[str, Any], forced: str, limit_chars: int) -> PageDic
         "truth_s": interval(answer) if timed else None,
         "prediction_s": interval(prediction) if timed and prediction else None,
         "frame_budget": None if record.get("videos") == [] else record.get("frame_budget") or None,  # 0 without a video
-        "finish": record.get("finish"),
-        "seconds": record.get("seconds"),
-        "overview_s": record.get("overview_s"),
         "missing": bool(record.get("missing")),
-        "reason": record.get("reason"),
         "problem": _cut(str(record.get("problem", "")), limit_chars),
         "groups": {
             visible(name): [visible(str(label)) for label in of] for name, of in (record.get("groups") or {}).items()
         },
-        "scores": record.get("scores"),
         "reward": None
         if reward is None
         else {name: reward.get(name) for name in TERMS}
@@ -197,9 +195,7 @@ def _turn(turn: Mapping[str, Any], marks: list[Mark], videos: Sequence[PageDict]
     return {
         "pieces": pieces(text, marks, limit_chars),
         "end_advantage": ends[0] if ends else None,  # advantage of the end-of-turn token
-        "finish": turn.get("finish"),
-        "started_s": turn.get("started_s"),
-        "latency_s": turn.get("latency_s"),
+        **{name: turn.get(name) for name in COPIED_OF_TURN},
         "told": _cut(str(turn.get("told", "")), limit_chars),
         "calls": [_call(call, names.get(tuple(call["span"])), videos, limit_chars) for call in calls],
     }
@@ -209,17 +205,13 @@ def _call(call: Mapping[str, Any], video_name: Any, videos: Sequence[PageDict], 
     report, shown = call.get("segments") or [], call.get("shown") or []
     return {
         "name": visible(str(call.get("name", "")))[:80],
-        "outcome": call.get("outcome"),
+        **{name: call.get(name) for name in COPIED_OF_CALL},
         "response": _cut(str(call.get("response", "")), limit_chars),
         "problem": _cut(str(call.get("problem", "")), limit_chars),
-        "window_s": call.get("window_s"),
-        "box": call.get("box"),
         "video": _video_index(call.get("path"), video_name, videos),
         "frames_s": call.get("frames_s") or [],
         "shown": [[*source, [frame["time_s"] for frame in frames]] for source, frames in _by_source(shown)],
         "drawn": [thumbnail(Picture.of_png(picture["png"]).pixels) for picture in shown if "png" in picture],
-        "started_s": call.get("started_s"),
-        "latency_s": call.get("latency_s"),
         "num_frames": len(shown) + sum(len(segment.get("pictures", ())) for segment in report),
         "num_tokens": call.get("num_sampled", sum(len(s["ids"]) for s in report if s["kind"] == "sampled")),
     }
