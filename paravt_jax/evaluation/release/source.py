@@ -28,15 +28,7 @@ SYSTEMS = {  # our name -> constant of the driver
 }
 UNFILLED = "FILL_FROM_"  # prefix of a constant that users of the release must fill in
 SCHEMA, SCHEMA_FIELD = "TOOL_SCHEMA", "tool_schema"
-QUESTIONS = {  # our name -> name of the data set in the loaders
-    "question.videomme": "videomme",
-    "question.videomme_subtitles": "videomme_wsub",
-    "question.longvideobench": "longvideobench",
-    "question.lvbench": "lvbench",
-    "question.mlvu": "mlvu",
-    "question.mmvu": "mmvu",
-    "question.charades": "charades",
-}
+SPLIT_NAMES = {"videomme_wsub": "videomme_subtitles"}  # name in the loaders -> our name, where they differ
 DRIVER_TEXTS = ("file_name", "response", "response_error", "last.choice", "last.window")
 EXPRESSIONS = {  # expression in the release's f-strings -> our placeholder
     "item['question']": "question",
@@ -144,7 +136,6 @@ def _driver_nodes(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _loader_nodes(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
-    names = {data_set: name for name, data_set in QUESTIONS.items()}
     for node in ast.walk(tree):
         match node:
             case ast.Assign(targets=[ast.Name(id="mcq_instr")], value=ast.IfExp(body=direct, orelse=other)):
@@ -153,8 +144,8 @@ def _loader_nodes(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
                 yield "subtitles", value
             case ast.If(
                 test=ast.Compare(left=ast.Name(id="dataset_name"), comparators=[ast.Constant(value=str(data_set))])
-            ) if data_set in names:
-                yield from ((names[data_set], value) for value in _questions(node))
+            ) if (name := f"question.{SPLIT_NAMES.get(data_set, data_set)}") in PLACEHOLDERS:
+                yield from ((name, value) for value in _questions(node))
 
 
 def _questions(block: ast.If) -> Iterator[ast.JoinedStr]:
