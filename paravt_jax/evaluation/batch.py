@@ -2,8 +2,7 @@
 
 import argparse
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,29 +22,20 @@ FOLDERS = {"videomme_subtitles": "videomme"}  # splits that share a repository
 RunEval = Callable[[EvalConfig], Coroutine[Any, Any, list[Cell]]]
 
 
-@dataclass(frozen=True)
-class Job:
-    name: str
-    config: EvalConfig
-
-    @property
-    def directory(self) -> Path:
-        return Path(self.config.run_dir)
-
-
 def jobs_of(
     directory: Path, splits: Sequence[str], run_dir: Path, data_root: Path | None, settings: Sequence[str]
-) -> list[Job]:
-    """Makes a job for every config and split. Checks every config before the first job runs."""
+) -> dict[str, EvalConfig]:
+    """Returns the settings of a job for every config and split, by name. Checks all before the first job runs."""
     files = sorted(config_directory(directory).glob("*.yaml"))
     if not files:
         raise ValueError(f"{directory} has no *.yaml files")
-    return [
-        Job(f"{file.stem}, {split}", load_config(file, *overrides, *settings, schema=EvalConfig))
+    return {
+        f"{file.stem}, {split}": load_config(
+            file, *_overrides(file.stem, split, run_dir, data_root), *settings, schema=EvalConfig
+        )
         for file in files
         for split in splits
-        for overrides in [list(_overrides(file.stem, split, run_dir, data_root))]
-    ]
+    }
 
 
 def _overrides(name: str, split: str, run_dir: Path, data_root: Path | None) -> Iterator[str]:
@@ -55,18 +45,18 @@ def _overrides(name: str, split: str, run_dir: Path, data_root: Path | None) -> 
         yield f"data.validation={data_root / FOLDERS.get(split, split)}"
 
 
-def run_jobs(jobs: Sequence[Job], run_eval: RunEval) -> dict[str, str]:
+def run_jobs(jobs: Mapping[str, EvalConfig], run_eval: RunEval) -> dict[str, str]:
     """Runs each job; a finished job only reads its records. Returns the problems by job."""
     problems: dict[str, str] = {}
-    for job in jobs:
+    for name, config in jobs.items():
         try:
-            cells = asyncio.run(run_eval(job.config))
+            cells = asyncio.run(run_eval(config))
             problem = refusal(cells)
         except Exception as error:  # any failure only affects this job
             problem = str(error) if isinstance(error, (ValueError, RuntimeError, OSError)) else repr(error)
         if problem:
-            say(f"{job.name}: {problem}")
-            problems[job.name] = problem
+            say(f"{name}: {problem}")
+            problems[name] = problem
     return problems
 
 
@@ -103,7 +93,8 @@ def main(arguments: list[str], run_eval: RunEval, set_up: Callable[[], None]) ->
     jobs = jobs_of(args.directory, args.splits, args.run_dir, args.data_root, args.settings)
     set_up()
     problems = run_jobs(jobs, run_eval)
-    if finished := [job.directory for job in jobs if (job.directory / RESULTS_FILE).is_file()]:
+    run_dirs = [Path(config.run_dir) for config in jobs.values()]
+    if finished := [run_dir for run_dir in run_dirs if (run_dir / RESULTS_FILE).is_file()]:
         show(finished, png)
     if problems:
         listing = "; ".join(f"{name}: {problem}" for name, problem in problems.items())

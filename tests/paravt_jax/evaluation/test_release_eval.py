@@ -283,7 +283,7 @@ def test_a_batch_whose_output_is_a_file_is_rejected_before_its_first_evaluation(
 
 
 def test_a_batch_continues_after_any_failure():
-    jobs = [batch.Job(name, None) for name in "ab"]
+    jobs = dict.fromkeys("ab", None)
 
     async def fails(config):
         raise KeyError("column")
