@@ -1,6 +1,6 @@
 """An agent's dialogue with its model: the interface that the turn loop uses, and its implementation with token ids.
 
-`rollout.endpoint.dialogue` implements the same interface with messages.
+`rollout.endpoint.agent` implements the same interface with messages.
 """
 
 import itertools

@@ -17,10 +17,9 @@ from agents import FakeFrames, call
 from fake_endpoint import MODEL, FakeEndpoint, asking
 from PIL import Image
 
-from rollout.endpoint.agent import EndpointAgent
+from rollout.endpoint.agent import CHARS_PER_TOKEN, EndpointAgent, MessageDialogue
 from rollout.endpoint.check import check_endpoint
 from rollout.endpoint.client import EndpointClient
-from rollout.endpoint.dialogue import CHARS_PER_TOKEN, MessageDialogue
 from rollout.endpoint.words import JPEG_URL, EndpointEncoder, video_part
 from rollout.episode import EpisodeCallbacks
 from rollout.episode_config import EpisodeConfig
