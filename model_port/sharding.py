@@ -156,6 +156,20 @@ def on_mesh(mesh: Mesh | None) -> AbstractContextManager[Any]:
     return nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
+def shapes_of(tree: Any, memory: str | None = None) -> Any:
+    """Replaces the arrays of a tree by their shapes, in the memory kind `memory` if given."""
+
+    def shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
+        sharding = array.sharding if memory is None else array.sharding.with_memory_kind(memory)
+        return placed(array, sharding if array.committed else None)
+
+    return jax.tree.map(shape_of, tree)
+
+
+def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
 def platform() -> str:
     """Returns the platform of the program that is being traced: cpu, tpu, gpu (NVIDIA) or another.
 

@@ -9,7 +9,9 @@ prefilled again in the next turn, because prefill and decoding round differently
 
 from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,7 +26,7 @@ from model_port.sampler.paged import TABLE_PAGES, decode_kernel
 from model_port.sampler.pages import PAGE_TOKENS, PagePool
 from model_port.sampler.programs import Chunk, copy_page, decode, empty_cache, empty_frames, encode, no_rows, prefill
 from model_port.sampler.requests import MAX_STOP_IDS, Completion, PreparedPrompt, SamplerRequest
-from model_port.sharding import platform
+from model_port.sharding import on_mesh, platform, shapes_of
 
 # Tokens that are prefilled together, in whole pages. A chunk of 256 tokens of the 8B took 25 ms on an H200, four times
 # as long as its matrix products need.
@@ -79,6 +81,7 @@ class Sampler:
         self._state = no_rows(max_rows, self._table_pages, MAX_STOP_IDS)  # the programs' input, kept on the host
         self._waiting: deque[tuple[int, SamplerRequest, PreparedPrompt]] = deque()
         self._num_submitted = 0
+        self._compiled: Future[Any] | None = None  # of decoding
 
     def update(self, model: VLModel) -> None:
         """Uses a model's parameters for all further tokens; running requests keep their old keys and values."""
@@ -112,9 +115,12 @@ class Sampler:
 
     def step(self) -> dict[int, Completion]:
         """Fills free rows, decodes a few tokens in all rows, and returns the finished completions."""
+        if self._compiled is None:
+            self._compiled = self._compile_decoding()
         self._fill_rows()
         if not any(row is not None for row in self._rows):
             return {}
+        self._compiled.result()
         self._cache, *results = decode(
             self._graphdef, self._tokens_per_step, self._kernel, self.params, self._cache, self._state
         )
@@ -156,6 +162,17 @@ class Sampler:
         while self.busy:
             done |= self.step()
         return [done[number] for number in numbers]
+
+    def _compile_decoding(self) -> Future[Any]:
+        """Compiles decoding in a thread, while this one compiles encoding and prefill."""
+        statics, mesh = (self._graphdef, self._tokens_per_step, self._kernel), jax.sharding.get_mesh()
+        shapes = shapes_of((self.params, self._cache))
+
+        def compile() -> Any:
+            with on_mesh(None if mesh.empty else mesh):
+                return decode.lower(*statics, *shapes, self._state).compile()
+
+        return ThreadPoolExecutor(1, thread_name_prefix="compile").submit(compile)
 
     def _free(self, index: int, row: BusyRow) -> Completion:
         self._rows[index] = None

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from model_port.compiling import compiling
-from model_port.sharding import on_mesh
+from model_port.sharding import on_mesh, placed
 from paravt_jax.learner import programs
 from paravt_jax.learner.losses import LossCoefs
 from paravt_jax.learner.objectives import Objective, OldLogProbs, PolicyInputs
@@ -24,16 +24,6 @@ from paravt_jax.learner.programs import Params, Structure, TrainState
 from paravt_jax.learner.variants import StepCounts
 
 COUNTS = StepCounts(1.0, 1.0, 1.0)  # any values: counts are traced, so they do not change the programs
-
-
-def shapes_of(tree: Any, memory: str | None = None) -> Any:
-    """Replaces the arrays of a tree by their shapes, in the memory kind `memory` if given."""
-
-    def shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
-        sharding = array.sharding if memory is None else array.sharding.with_memory_kind(memory)
-        return placed(array, sharding if array.committed else None)
-
-    return jax.tree.map(shape_of, tree)
 
 
 class Compiled(NamedTuple):
@@ -121,7 +111,3 @@ class UpdateCompiler:
         with on_mesh(self.mesh), compiling(purpose):
             traced = function.trace(*arguments, **options)
             return Compiled(function.__name__, traced, traced.lower().compile())
-
-
-def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -22,11 +22,11 @@ from jaxtyping import Array, Float, Int
 
 from model_port.compiling import compiling
 from model_port.model import VLModel
-from model_port.sharding import ACTIVATION_AXES, num_row_parts, on_mesh, own_rows
+from model_port.sharding import ACTIVATION_AXES, num_row_parts, on_mesh, own_rows, shapes_of
 from model_port.text import Visual
 from paravt_jax.learner import programs
 from paravt_jax.learner.advantages import kl_sums, kl_to_go
-from paravt_jax.learner.ahead import UpdateCompiler, shapes_of
+from paravt_jax.learner.ahead import UpdateCompiler
 from paravt_jax.learner.credit import CLASSES
 from paravt_jax.learner.losses import LossCoefs, ratio_quantile
 from paravt_jax.learner.objectives import (

@@ -21,7 +21,8 @@ from model_port.adapters import adapter_shapes, add_adapter
 from model_port.attention import allow_kernel
 from model_port.config import ModelConfig
 from model_port.loading import abstract_model, abstract_params, with_params
-from paravt_jax.learner.ahead import Compiled, UpdateCompiler, placed
+from model_port.sharding import placed
+from paravt_jax.learner.ahead import Compiled, UpdateCompiler
 from paravt_jax.learner.batch_shape import abstract_batch
 from paravt_jax.learner.learner import opt_shardings, trained_filter
 from paravt_jax.learner.losses import LossCoefs

@@ -1,6 +1,7 @@
 """The sampler samples from the model: greedy equals transformers' generate, and requests are independent."""
 
 import random
+import threading
 from collections import Counter
 from dataclasses import replace
 
@@ -20,7 +21,9 @@ from model_port.layers import split
 from model_port.loading import abstract_model, frames_of
 from model_port.sampler import Completion, Sampler, SamplerPrompt, SamplerRequest, SamplingParams
 from model_port.sampler.programs import copy_page, decode, encode, first_of_highest, prefill
-from model_port.sharding import make_mesh
+from model_port.sharding import make_mesh, on_mesh
+from model_port.tiny import make_tiny
+from paravt_jax.run.compiles import COMPILED
 
 CONFIG = CONFIGS["tied"]
 PROGRAMS = (encode, prefill, copy_page, decode)
@@ -184,6 +187,25 @@ def test_compiled_programs_are_shared_by_lengths_and_samplers(pair, requests):
         Sampler(pair[1], **settings).generate([request, request, *requests])
     more = [program._cache_size() - size for program, size in zip(PROGRAMS, before, strict=True)]
     assert more[1:] == [1, 1, 1] and more[0] <= 2 and sum(more) <= 6  # frames of two sizes
+
+
+@pytest.mark.parametrize("mesh", [None, {"fsdp": 2}], ids=["one device", "fsdp=2"])
+def test_decoding_is_compiled_once_beside_the_programs_that_run_before_it(mesh, tmp_path):
+    compiled: list[tuple[str, str]] = []
+
+    def on_event(event, duration_secs, **kwargs):
+        if event == COMPILED:
+            compiled.append((str(kwargs["fun_name"]), threading.current_thread().name))
+
+    make_tiny(tmp_path / "hf")
+    mesh = None if mesh is None else make_mesh(**mesh)
+    jax.monitoring.register_event_duration_secs_listener(on_event)
+    with on_mesh(mesh):
+        sampler = Sampler(model_port.load(tmp_path / "hf", mesh=mesh), max_rows=3, max_context_tokens=100)
+        sampler.generate([SamplerRequest(TEXT, SamplingParams(20))])
+    threads = {name: thread for name, thread in compiled if name in ("jit(decode)", "jit(prefill)")}
+    assert threads["jit(decode)"] != threads["jit(prefill)"]
+    assert [name for name, _ in compiled].count("jit(decode)") == 1
 
 
 @pytest.mark.slow
