@@ -369,7 +369,7 @@ def test_8b_on_one_h100_does_not_fit_and_the_advice_does():
     *_, mesh_advice = plan_of_config(load_config(None, *replicas), device=H100).fit.advice
     settings, _, remark = mesh_advice.partition(", on ")
     advised = plan_of_config(load_config(None, *replicas, *settings.split()), device=H100)
-    assert advised.fit.fits and remark == f"{advised.run.mesh.num_devices} devices"
+    assert advised.fit.fits and remark == f"{advised.run.num_devices} devices"
 
 
 @pytest.mark.slow
