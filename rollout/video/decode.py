@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import av
 import numpy as np
@@ -32,6 +32,8 @@ from PIL import Image
 
 from rollout.video.box import Box
 from rollout.video.errors import VideoError
+
+Item = TypeVar("Item")
 
 # Containers that cannot refer to other files, because a playlist in a dataset must not make us read other files. Images
 # are excluded too.
@@ -59,7 +61,7 @@ def probe(path: str) -> tuple[dict[str, Any], bytes]:
     with _open(path) as (container, stream):
         for packet in _packets(container, stream):
             if first is None:
-                first = next(_decoded(packet), None)
+                first = next(_up_to_damage(packet.decode), None)
             tick = _tick(packet)
             if tick is None or packet.is_corrupt:
                 continue
@@ -67,7 +69,7 @@ def probe(path: str) -> tuple[dict[str, Any], bytes]:
                 key_ticks.append(tick)
             if not packet.is_discard:  # frames before a cut in the edit list are only needed to decode later frames
                 frame_times.append((tick, packet.duration or 0))
-        first = first or next(_flushed(stream), None)
+        first = first or next(_up_to_damage(lambda: stream.decode(None)), None)  # a frame in its buffer
         if first is None and not stream.width:  # only the frames have the size, and libav rejected it
             raise VideoError(
                 f"the video cannot be decoded: its frames are damaged, or have more than {MAX_FRAME_PIXELS} pixels"
@@ -201,11 +203,11 @@ def _frames(
         for packet in packets:
             tick = _tick(packet)
             stream.codec_context.skip_frame = "NONREF" if skips and tick not in requested else "DEFAULT"
-            yield from _decoded(packet)
+            yield from _up_to_damage(packet.decode)  # a damaged packet has no frames
             unread.discard(tick)
             if not unread:
                 break
-        yield from _flushed(stream)
+        yield from _up_to_damage(lambda: stream.decode(None))  # the frames that the decoder has buffered
 
     for frame in decoded():
         tick = _tick(frame)
@@ -245,29 +247,14 @@ def _packets_from(
 
 def _packets(container: InputContainer, stream: VideoStream) -> "Iterator[Packet[VideoStream]]":
     """Yields the packets up to the end of the file or its first unreadable part."""
-    with _up_to_damage():
-        for packet in container.demux(stream):
-            if packet.size:  # the last, empty packet would only flush the decoder
-                yield packet
+    packets = _up_to_damage(lambda: container.demux(stream))
+    return (packet for packet in packets if packet.size)  # the last, empty packet would only flush the decoder
 
 
-def _decoded(packet: "Packet[VideoStream]") -> Iterator[VideoFrame]:
-    """Yields the frames of a packet. A damaged packet has none, and the decoder continues after it."""
-    with _up_to_damage():
-        yield from packet.decode()
-
-
-def _flushed(stream: VideoStream) -> Iterator[VideoFrame]:
-    """Yields the frames that the decoder has buffered."""
-    with _up_to_damage():
-        yield from stream.decode(None)
-
-
-@contextmanager
-def _up_to_damage() -> Iterator[None]:
-    """Ends iteration without an error where libav cannot continue, but raises if memory ran out."""
+def _up_to_damage(read: Callable[[], Iterable[Item]]) -> Iterator[Item]:
+    """Yields what `read` returns, up to where libav cannot continue, but raises if memory ran out."""
     try:
-        yield
+        yield from read()
     except MemoryError:
         raise
     except FFmpegError:
