@@ -1,8 +1,8 @@
-"""Runs an SGLang server as a managed process.
+"""Runs an SGLang or vLLM server as a managed process.
 
-The server has its own virtual environment (scripts/setup_sglang.sh) and runs under `rollout.supervisor`, which kills
+The server has its own environment (SGLang's: scripts/setup_sglang.sh) and runs under `rollout.supervisor`, which kills
 all of its processes when this process ends, even by SIGKILL. The server's latest output is kept, so that an error can
-show its last lines. The server never resizes images; see `NO_RESIZE`.
+show its last lines. An SGLang server never resizes images; see `NO_RESIZE`.
 """
 
 import asyncio
@@ -13,6 +13,8 @@ import importlib.util
 import json
 import os
 import random
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,10 +23,10 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
 import aiohttp
 
@@ -78,26 +80,6 @@ class ServerFailed(RuntimeError):
     def __init__(self, sentence: str, last_lines: list[str]) -> None:
         lines = "".join(f"\n  | {line[:ERROR_LINE_CHARS]}" for line in last_lines)
         super().__init__(f"{sentence}; its last lines:{lines}" if lines else f"{sentence}; it wrote nothing")
-
-
-class Startable(Protocol):
-    """A program that serves a model over HTTP."""
-
-    @property
-    def host(self) -> str: ...
-
-    @property
-    def port(self) -> int: ...
-
-    def settled(self) -> Self:
-        """Returns the settings with their program and port filled in. Raises if the program cannot be started."""
-        ...
-
-    def command(self) -> list[str]: ...
-
-    def environment(self) -> dict[str, str]: ...
-
-    async def is_ready(self, http: aiohttp.ClientSession) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -205,6 +187,60 @@ class ServerSettings:
                 "OMP_NUM_THREADS": "1",
             }
         return environment
+
+
+@dataclass(frozen=True)
+class VllmSettings:
+    """A vLLM server's settings."""
+
+    model: Path
+    name: str  # the model's name in requests
+    dtype: Dtype
+    context_length: int
+    gpus: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: any free port
+    program: Path | None = None
+    options: Mapping[str, str | int] = field(default_factory=dict)  # override or extend the defaults
+
+    def settled(self) -> Self:
+        settings = replace(self, port=settled_port(self.host, self.port))
+        program = shutil.which("vllm")
+        if program is None:
+            raise RuntimeError(
+                f"engine.serve_with=vllm: vllm is not on the PATH; install vLLM in a separate environment "
+                f"and put its bin directory on the PATH, or start it elsewhere and set engine.urls=[URL/v1] and "
+                f"engine.model={self.name}: {shlex.join(settings.command())}"
+            )
+        return replace(settings, program=Path(program).absolute())
+
+    def command(self) -> list[str]:
+        options = {
+            "--served-model-name": self.name,
+            "--host": self.host,
+            "--port": self.port,
+            "--dtype": self.dtype,
+            "--max-model-len": self.context_length,
+            "--tensor-parallel-size": max(1, len(self.gpus)),
+            "--generation-config": "vllm",  # otherwise the model's own penalties would change the sampling
+            **self.options,
+        }
+        pairs = [str(part) for option in options.items() for part in option]
+        return [str(self.program or "vllm"), "serve", str(self.model), *pairs]
+
+    def environment(self) -> dict[str, str]:
+        assert self.program is not None
+        return environment_of(self.program, self.gpus)
+
+    async def is_ready(self, http: aiohttp.ClientSession) -> bool:
+        try:
+            async with http.get("/health") as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+
+Startable = ServerSettings | VllmSettings
 
 
 def is_mixture(model: Path) -> bool:

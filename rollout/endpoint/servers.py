@@ -5,24 +5,18 @@ server resizes pictures as the model's own files specify, but ignores the model'
 """
 
 import asyncio
-import shlex
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
-import aiohttp
-
-from rollout.server import Device, Dtype, Server, ServerSettings, Startable, environment_of, settled_port
+from rollout.server import Device, Dtype, Server, ServerSettings, Startable, VllmSettings
 from rollout.terminal import say
 
 Program = Literal["vllm", "sglang"]
 START_DEADLINE_S = 1800.0  # vLLM compiles for minutes
 STOP_GRACE_S = 10.0
 MAX_RESTARTS = 5  # per server
-LOOPBACK = "127.0.0.1"
 RELEASED_CONTEXT_TOKENS = 65_536
 RELEASED_OPTIONS = {  # --generation-config=auto, vLLM's default, applies the model's own penalties
     "--generation-config": "auto",
@@ -31,57 +25,6 @@ RELEASED_OPTIONS = {  # --generation-config=auto, vLLM's default, applies the mo
     "--limit-mm-per-prompt": '{"video":1,"image":1024}',
     "--allowed-local-media-path": "/",
 }
-
-
-@dataclass(frozen=True)
-class VllmSettings:
-    """A vLLM server's settings."""
-
-    model: Path
-    name: str  # the model's name in requests
-    dtype: Dtype
-    context_length: int
-    gpus: tuple[str, ...] = ()
-    host: str = LOOPBACK
-    port: int = 0  # 0: any free port
-    program: Path | None = None
-    options: Mapping[str, str | int] = field(default_factory=dict)  # override or extend the defaults
-
-    def settled(self) -> Self:
-        settings = replace(self, port=settled_port(self.host, self.port))
-        program = shutil.which("vllm")
-        if program is None:
-            raise RuntimeError(
-                f"engine.serve_with=vllm: vllm is not on the PATH; install vLLM in a separate environment "
-                f"and put its bin directory on the PATH, or start it elsewhere and set engine.urls=[URL/v1] and "
-                f"engine.model={self.name}: {shlex.join(settings.command())}"
-            )
-        return replace(settings, program=Path(program).absolute())
-
-    def command(self) -> list[str]:
-        options = {
-            "--served-model-name": self.name,
-            "--host": self.host,
-            "--port": self.port,
-            "--dtype": self.dtype,
-            "--max-model-len": self.context_length,
-            "--tensor-parallel-size": max(1, len(self.gpus)),
-            "--generation-config": "vllm",  # otherwise the model's own penalties would change the sampling
-            **self.options,
-        }
-        pairs = [str(part) for option in options.items() for part in option]
-        return [str(self.program or "vllm"), "serve", str(self.model), *pairs]
-
-    def environment(self) -> dict[str, str]:
-        assert self.program is not None
-        return environment_of(self.program, self.gpus)
-
-    async def is_ready(self, http: aiohttp.ClientSession) -> bool:
-        try:
-            async with http.get("/health") as response:
-                return response.status == 200
-        except (aiohttp.ClientError, TimeoutError):
-            return False
 
 
 def endpoint_settings(

@@ -15,8 +15,8 @@ from async_tests import async_test, until
 
 from rollout.endpoint import servers
 from rollout.endpoint.client import EndpointClient
-from rollout.endpoint.servers import VllmSettings, endpoint_settings, start_endpoints
-from rollout.server import ServerSettings
+from rollout.endpoint.servers import endpoint_settings, start_endpoints
+from rollout.server import ServerSettings, VllmSettings
 
 FAKE = Path(__file__).with_name("fake_sglang.py")
 
