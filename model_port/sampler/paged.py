@@ -2,9 +2,8 @@
 
 A row's token number s is in slot s % S of page table[row, s // S], and a query attends to the tokens up to its own.
 The plain form loops over blocks of pages, up to the longest row. A block beyond a row's end changes its result by
-exactly nothing, so a row's result depends neither on other rows nor on the cache's size. A CPU decodes one row after
-another, and accelerators decode with jax's kernels, which the sampler checks first (check.py): both read only each
-row's own pages.
+exactly nothing, so a row's result depends neither on other rows nor on the cache's size. On accelerators, jax's kernels
+decode and read only each row's own pages; the sampler checks these kernels first (check.py).
 """
 
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from model_port.attention.rule import MASKED, SoftmaxCarry, add_to_softmax, empt
 from model_port.sharding import per_device, platform
 
 TABLE_PAGES = 16  # a table's width is a multiple of this, so that kernels can split it
+BLOCK_PAGES = 4  # pages that the plain form decodes at once; divides TABLE_PAGES
 KERNEL_HEAD_DIM = 128  # the kernels only support multiples of this
 
 Decode = Callable[[Array, Array, Array, Array, Array], Array]
@@ -49,13 +49,10 @@ def _decode(
     # Also index the heads: then TPUs write the cache in the layout that the kernel reads, and do not transpose it.
     to = jnp.arange(len(keys))[None], page[:, None], (slots % page_tokens)[:, None]
     keys, values = keys.at[to].set(k), values.at[to].set(v)
-    if kernel is not None:
-        mixed = kernel(q * q.shape[2] ** -0.5, keys, values, table, slots + 1)
-    elif platform() == "cpu":  # row by row, so that no row costs as much as the longest
-        rows = q[:, None, None], table[:, None], slots[:, None, None]
-        mixed = lax.map(lambda row: walked(row[0], keys, values, *row[1:], block_pages=1), rows)[:, 0, 0]
+    if kernel is None:
+        mixed = walked(q[:, None], keys, values, table, slots[:, None], BLOCK_PAGES)[:, 0]
     else:
-        mixed = walked(q[:, None], keys, values, table, slots[:, None], block_pages=1)[:, 0]
+        mixed = kernel(q * q.shape[2] ** -0.5, keys, values, table, slots + 1)
     return mixed, keys, values
 
 
