@@ -97,6 +97,7 @@ def summary() -> Iterator[Line]:
     yield Line("[report page](page.md) of 10,080 episodes: first render", drawing_s, unit="s", digits=1)
     seeds = [sum(row["violations"] == 0 for row in data("chaos")["rows"])]
     yield Line("[fault injection](faults.md#faults): seeds without a violation", seeds, "≥ 10", "seeds", 0)
+    yield Line("[`ask` with the tiny model](rollouts.md#sampling), nothing compiled", suite["ask_s"], "≤ 20", "s", 1)
     for name, values, target in (
         ("[all tests](tests.md) from a fresh clone", [suite["all_s"]], "≤ 12"),
         ("[quick tests](tests.md) from a fresh clone", [suite["quick_s"]], "≤ 2.5"),
