@@ -186,7 +186,7 @@ def test_compiled_programs_are_shared_by_lengths_and_samplers(pair, requests):
         request = SamplerRequest(SamplerPrompt(np.arange(length) % 100), SamplingParams(200 - length))
         Sampler(pair[1], **settings).generate([request, request, *requests])
     more = [program._cache_size() - size for program, size in zip(PROGRAMS, before, strict=True)]
-    assert more[1:] == [1, 1, 1] and more[0] <= 2 and sum(more) <= 6  # frames of two sizes
+    assert more[1:] == [1, 1, 1] and more[0] <= 3  # frames of three sizes
 
 
 @pytest.mark.parametrize("mesh", [None, {"fsdp": 2}], ids=["one device", "fsdp=2"])
