@@ -13,6 +13,7 @@ from model_port.terminal import say, visible
 from paravt_jax.run.output_file import OutputFile
 from rollout.episode_config import Dispatch
 from rollout.threads import in_daemon_thread
+from rollout.toolbox.subtitles import subtitles_beside
 from rollout.video.errors import ImageError, VideoError
 
 DEFAULT_MODEL = "ParaVT/ParaVT-8B"
@@ -117,7 +118,7 @@ async def run(args: argparse.Namespace, files: list[str], question: str | None) 
 
 
 def _subtitles_of(video: str) -> str:
-    path = Path(video).with_suffix(".srt")
+    path = subtitles_beside(video)
     return str(path) if path.is_file() else ""
 
 

@@ -21,6 +21,7 @@ from PIL import Image
 from paravt_jax.asking.openai import RETRY_S, BadRequest, Kind, Medium, RequestError, cut
 from rollout.picture import IMAGE_FORMATS, IMAGE_SLOTS, MAX_IMAGE_PIXELS
 from rollout.threads import in_daemon_thread
+from rollout.toolbox.subtitles import subtitles_beside
 
 MAX_FETCHED_BYTES = 2 * 2**30  # per request
 MAX_ALL_FETCHED_BYTES = 8 * 2**30  # over all requests in progress
@@ -140,7 +141,7 @@ class Sources:
 
     def _subtitles_beside(self, video: str) -> str:
         with suppress(BadRequest):
-            return str(self._file_below_root(str(Path(video).with_suffix(".srt"))))
+            return str(self._file_below_root(str(subtitles_beside(video))))
         return ""
 
     async def _fetch(self, url: str, target: Path, budget: DiskBudget) -> None:

@@ -42,6 +42,7 @@ from paravt_jax.data.rows import (
 )
 from paravt_jax.rewards.terms import QUESTION_TYPES, check_ground_truth
 from rollout.prompts import IMAGE_PLACEHOLDER, PLACEHOLDER
+from rollout.toolbox.subtitles import subtitles_beside
 
 COLUMNS, OPTIONAL_COLUMNS = ("prompt", "videos", "extra_info"), ("images",)
 ROLES = ("system", "user", "assistant")
@@ -212,7 +213,7 @@ def _subtitles(prompt: Prompt, find: Callable[[str], str]) -> tuple[str, ...]:
 
 def _next_to(video: str, find: Callable[[str], str]) -> str:
     try:
-        return find(str(Path(video).with_suffix(".srt")))
+        return find(str(subtitles_beside(video)))
     except BadRow:
         return ""
 

@@ -1,6 +1,7 @@
 """Parses SRT subtitles in UTF-8, UTF-16 or Windows' cp1252, even if damaged. Skips lines that belong to no cue."""
 
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 CLOCK = r"(\d{1,3}):(\d{1,2}):(\d{1,2})[,.](\d{1,3})"
@@ -12,6 +13,11 @@ class Cue(NamedTuple):
     start_s: float
     end_s: float
     text: str
+
+
+def subtitles_beside(video: str) -> Path:
+    """The path of a video's subtitle file, unless another is named. The file may not exist."""
+    return Path(video).with_suffix(".srt")
 
 
 def parse_srt(content: bytes) -> list[Cue]:
