@@ -136,21 +136,15 @@ def pooled(results: Iterable[SampleResult]) -> dict[str, float]:
     each = [episode["metrics"] for result in results for episode in result.episodes]
     complete = [metrics for metrics in each if metrics["num_episodes"]]
     names = dict.fromkeys(name for metrics in (complete or each) for name in metrics)
+    values = {name: [metrics[name] for metrics in complete if name in metrics] for name in names}
+    values["deadline_tokens_mean"] = [m["deadline_tokens_mean"] for m in each if "deadline_tokens_mean" in m]
     rewards, lengths = [[metrics[name] for metrics in complete] for name in ("reward_mean", "sampled_tokens_mean")]
-    cut = [metrics["deadline_tokens_mean"] for metrics in each if "deadline_tokens_mean" in metrics]
     return {
         **{name: math.fsum(metrics[name] for metrics in each) for name in names if name.startswith(SUMMED)},
-        **{name: _mean(metrics.get(name) for metrics in complete) for name in names if name.endswith(AVERAGED)},
-        "reward_std": float(np.std(rewards)) if rewards else 0.0,
+        **{name: statistics.fmean(of) for name, of in values.items() if of and name.endswith(AVERAGED)},
+        **({"reward_std": float(np.std(rewards))} if rewards else {}),
         **{f"sampled_tokens_{key}": float(np.quantile(lengths, at)) for key, at in QUANTILES.items() if lengths},
-        **({"deadline_tokens_mean": _mean(cut)} if cut else {}),
     }
-
-
-def _mean(values: Iterable[float | None]) -> float:
-    """The mean without None, or 0 if there are no values."""
-    numbers = [value for value in values if value is not None]
-    return statistics.fmean(numbers) if numbers else 0.0
 
 
 def _score_with_missing(results: Sequence[SampleResult], scorer: str, name: str, counts: Mapping[str, Any]) -> float:

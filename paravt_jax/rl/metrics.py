@@ -31,20 +31,15 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "frame_budget_mean": float(np.mean([group.frame_budget for group in groups])),
         "num_groups": float(len(groups)),
         "num_groups_without_spread": float(sum(not group.advantages.has_spread for group in groups)),
-        "taught_frac": _mean(group.has_signal for group in groups),
+        "taught_frac": float(np.mean([group.has_signal for group in groups])),
     }
     return {f"rollout/{name}": value for name, value in metrics.items()}
 
 
 def metrics_in_parts(rollouts: Iterable[tuple[str, Rollout]]) -> dict[str, float]:
     """Accuracy and kappa by question type or frame budget, for example `accuracy_mean_mcq`, `tool_calls_mean_k16`."""
-    return {
-        f"{name}_{part}": metrics[name]
-        for part, of_part in by_part(rollouts).items()
-        if (metrics := rollout_metrics(of_part))["num_episodes"]
-        for name in IN_PARTS
-        if name in metrics
-    }
+    parts = {part: rollout_metrics(of_part) for part, of_part in by_part(rollouts).items()}
+    return {f"{name}_{part}": metrics[name] for part, metrics in parts.items() for name in IN_PARTS if name in metrics}
 
 
 def by_part(items: Iterable[tuple[str, Item]]) -> dict[str, list[Item]]:
@@ -80,7 +75,7 @@ def deadline_remark(metrics: Mapping[str, float], turn_deadline_s: float) -> str
     """A warning if the deadline cuts too many episodes, which biases training towards short episodes."""
     num_cut = metrics["rollout/missing_deadline"]
     num_started = metrics["rollout/num_episodes"] + metrics["rollout/num_missing"]
-    if num_cut <= MAX_DEADLINE_FRAC * num_started:
+    if not metrics["rollout/num_episodes"] or num_cut <= MAX_DEADLINE_FRAC * num_started:
         return None
     return (
         f"{num_cut:.0f} of {num_started:.0f} episodes are missing because of rollout.turn_deadline_s="
@@ -93,46 +88,40 @@ def deadline_remark(metrics: Mapping[str, float], turn_deadline_s: float) -> str
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Metrics of rollouts: the paper's f_tau is `format_reward`, its kappa `tool_calls_mean`.
 
-    Missing episodes count only in `num_missing`.
+    Missing episodes count only in `num_missing`. A mean without values is left out.
     """
     scored = [rollout for rollout in rollouts if not rollout.missing]
     stats = [rollout.stats for rollout in scored if rollout.stats is not None]
-    totals = [each.total for each in stats if each.total is not None]
 
-    def mean_of(name: str) -> float:
-        return _mean(value for each in stats if (value := getattr(each, name)) is not None)
+    def values_of(name: str) -> list[float]:
+        return [value for each in stats if (value := getattr(each, name)) is not None]
 
-    metrics = {
-        "num_episodes": float(len(scored)),
-        "num_missing": float(len(rollouts) - len(scored)),
-        "reward_mean": mean_of("total"),
-        "reward_std": float(np.std(totals)) if totals else 0.0,
-        "accuracy_mean": mean_of("accuracy"),
-        "anchor_mean": mean_of("anchor"),
-        "tool_reward_mean": mean_of("tool"),
-        "format_reward": _mean(rollout.format_reward for rollout in scored),
-        "parseable_frac": mean_of("parseable"),
-        "tool_calls_mean": _mean(each.num_executed for each in stats),
-        "failed_calls_mean": _mean(sum(each.outcomes.values()) - each.num_executed for each in stats),
-        "tool_use_frac": _mean(each.num_executed > 0 for each in stats),
-        "turns_mean": mean_of("num_turns"),
-        "sampled_tokens_mean": mean_of("num_sampled"),
-        "cut_off_frac": mean_of("cut_off"),
+    means: dict[str, list[float]] = {
+        "reward_mean": values_of("total"),
+        "accuracy_mean": values_of("accuracy"),  # none with only question types that a plugin defines
+        "anchor_mean": values_of("anchor"),
+        "tool_reward_mean": values_of("tool"),
+        "format_reward": [rollout.format_reward for rollout in scored],
+        "parseable_frac": values_of("parseable"),
+        "tool_calls_mean": values_of("num_executed"),
+        "failed_calls_mean": [sum(each.outcomes.values()) - each.num_executed for each in stats],
+        "tool_use_frac": [each.num_executed > 0 for each in stats],
+        "turns_mean": values_of("num_turns"),
+        "sampled_tokens_mean": values_of("num_sampled"),
+        "cut_off_frac": values_of("cut_off"),
+        "deadline_tokens_mean": [rollout.num_lost for rollout in rollouts if rollout.reason == "deadline"],
     }
-    if stats and all(each.accuracy is None for each in stats):  # only question types that a plugin defines
-        del metrics["accuracy_mean"]
-    own: dict[str, list[float]] = {}  # terms of a plugin, and the length penalty
-    for name, value in (term for each in stats for term in each.own):
-        own.setdefault(f"reward_{name}_mean", []).append(value)
-    metrics |= {name: _mean(values) for name, values in own.items()}
+    for name, value in (term for each in stats for term in each.own):  # terms of a plugin, and the length penalty
+        means.setdefault(f"reward_{name}_mean", []).append(value)
     outcomes = sum((Counter(each.outcomes) for each in stats), Counter[str]())
     reasons = (rollout.reason for rollout in rollouts if rollout.missing)
     missing = Counter(reason if reason in REASONS else "engine" for reason in reasons)  # an endpoint has other reasons
-    cut = [float(rollout.num_lost) for rollout in rollouts if rollout.reason == "deadline"]
     return {
-        **metrics,
-        **_quantiles("sampled_tokens", np.array([each.num_sampled for each in stats])),
-        **({"deadline_tokens_mean": _mean(cut)} if cut else {}),
+        "num_episodes": float(len(scored)),
+        "num_missing": float(len(rollouts) - len(scored)),
+        **{name: float(np.mean(values)) for name, values in means.items() if values},
+        **({"reward_std": float(np.std(totals))} if (totals := means["reward_mean"]) else {}),
+        **_quantiles("sampled_tokens", np.array(means["sampled_tokens_mean"])),
         **{f"calls_{outcome}": float(outcomes[outcome]) for outcome in OUTCOMES},
         **{f"missing_{reason}": float(missing[reason]) for reason in REASONS},
     }
@@ -169,8 +158,3 @@ def _ledgers(groups: Sequence[Group]) -> Iterable[Ledger]:
 def _quantiles(name: str, values: np.ndarray) -> dict[str, float]:
     """Quantiles of the values, as metrics; empty without values."""
     return {f"{name}_{key}": float(np.quantile(values, at)) for key, at in QUANTILES.items()} if len(values) else {}
-
-
-def _mean(values: Iterable[float]) -> float:
-    numbers = list(values)
-    return float(np.mean(numbers)) if numbers else 0.0

@@ -28,13 +28,13 @@ from paravt_jax.data.splits.reading import load_samples
 from paravt_jax.eval import shard_of
 from paravt_jax.evaluation import evaluation, provenance
 from paravt_jax.evaluation.release import questions
-from paravt_jax.evaluation.results import refusal, score_table
+from paravt_jax.evaluation.results import cell_table, refusal, score_table
 from paravt_jax.evaluation.runner import Tally, on_screen
 from paravt_jax.evaluation.sample_log import result_of, sample_key
 from paravt_jax.rewards.judge import JudgeConfig
 from paravt_jax.rewards.settings import RewardConfig
 from rollout import tools
-from rollout.engine.protocol import EngineError
+from rollout.engine.protocol import DeadlineExceeded, EngineError
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
 from rollout.toolbox.subtitles import Cue
 from rollout.video.errors import VideoTimeout
@@ -175,6 +175,21 @@ def test_a_sample_with_an_unreadable_video_is_missing(evaluator, tmp_path, compl
     assert cell["scores"]["strict"]["score"] == 1
     assert cell["scores"]["strict"]["missing_as_wrong"] == pytest.approx(2 / 3)
     assert cell["headline"] is None and cell["refused"] == "2 of 3 samples: 1 missing (video)"
+
+
+def test_a_question_type_whose_samples_are_all_missing_has_no_metrics(evaluator, tmp_path):
+    def say(episode, request):
+        if "open" in episode:
+            raise DeadlineExceeded("no answer within 600 s")
+        return answer("A")
+
+    (tmp_path / "a.mp4").touch()
+    write_lines(tmp_path / "rl.jsonl", [rl_row("A", id="choice"), rl_row("a dog", "oe", id="open")])
+    (cell,) = evaluator(say).run(config_of("own", tmp_path, f"data.validation={tmp_path}/rl.jsonl", "data.split="))
+    assert cell["by_type"]["oe"]["num_missing"] == 1 and "accuracy_mean" not in cell["by_type"]["oe"]
+    header, _, values = (line.split("|") for line in cell_table([cell]).splitlines())
+    shown = {name.strip(): value.strip() for name, value in zip(header, values, strict=True)}
+    assert (shown["mcq"], shown["oe"]) == ("1", "")
 
 
 def test_a_reply_without_an_answer_is_unanswered_and_wrong(evaluator, tmp_path, complete):

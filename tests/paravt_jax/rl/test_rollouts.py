@@ -480,13 +480,16 @@ def test_episodes_that_time_out_are_counted_and_reported(chat):
     record = records(groups, 1, chat)[1]
     assert (record["reason"], record["num_lost"]) == ("deadline", len(chat.encode(CALL)))
     of_endpoint = Rollout("p/0", problem="429", reason="refused")
-    assert rollout_metrics([of_endpoint])["missing_engine"] == 1
+    without_episode = rollout_metrics([of_endpoint])
+    assert without_episode["missing_engine"] == 1
+    assert not [name for name in without_episode if not name.startswith(("num_", "calls_", "missing_"))]
     assert metrics_in_parts([("k4", of_endpoint)]) == {}  # without an episode there is no mean
     remark = deadline_remark(metrics, 600.0)
     assert remark is not None and remark.startswith(
         "2 of 8 episodes are missing because of rollout.turn_deadline_s=600: they had"
     )
     assert deadline_remark(metrics | {"rollout/num_episodes": 38.0}, 600.0) is None  # 5 % are not reported
+    assert deadline_remark(metrics | {"rollout/num_episodes": 0.0}, 600.0) is None  # none is left to compare with
     assert deadline_remark(metrics | {"rollout/num_episodes": 37.0}, 600.0) is not None
 
 
