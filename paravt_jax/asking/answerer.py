@@ -1,5 +1,6 @@
 """Answers one question about videos, images or text alone, with the answer's evidence and timings."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 from paravt_jax.rewards.terms import find_prediction
 from rollout.episode import Agent, EpisodeCallbacks
-from rollout.prompter import Overview, Task
+from rollout.prompter import Overview, ShownVideo, Task
 from rollout.prompts import PastTurn
 from rollout.records import Episode, Turn
 
@@ -128,9 +129,17 @@ def _text(episode: Episode) -> str:
 
 
 def _evidence(episode: Episode) -> Iterator[Evidence]:
+    names = _names_of(episode.videos)
     for call in episode.calls:
         if call.outcome == "ok" and call.window is not None:
-            yield Evidence(Path(call.path).name, call.window.start_s, call.window.end_s, call.response)
+            yield Evidence(names[call.path], call.window.start_s, call.window.end_s, call.response)
+
+
+def _names_of(videos: Sequence[ShownVideo]) -> dict[str, str]:
+    """Maps paths to file names, or to the prompt's names if several files have the same name."""
+    prompt_names = {video.path: video.name for video in reversed(videos)}  # the first name of each path
+    num_files = Counter(Path(path).name for path in prompt_names)
+    return {path: file if num_files[file := Path(path).name] == 1 else name for path, name in prompt_names.items()}
 
 
 def _seconds(overview_s: float, turns: Sequence[Turn]) -> Seconds:

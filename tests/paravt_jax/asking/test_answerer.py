@@ -42,6 +42,12 @@ def test_the_evidence_names_one_of_several_videos(chat):
     assert "/data/b.mp4, 1:04.0 (as video_1.mp4)" in output
 
 
+def test_the_evidence_names_videos_with_the_same_file_name_as_in_the_prompt(chat):
+    turn = LOOK.replace("video.mp4", "video_1.mp4", 1).replace("video.mp4", "video_2.mp4")
+    answer, _ = answer_of(chat, [turn, ANSWER], ("/data/b.mp4", "/data/1/a.mp4", "/data/2/a.mp4"))
+    assert [part.video for part in answer.evidence] == ["video_1.mp4", "video_2.mp4"]
+
+
 def test_failed_calls_are_not_evidence(chat):
     answer, output = answer_of(chat, [f"Hm.</think>{call(40, 32)}<|im_end|>", ANSWER])
     assert not answer.evidence and "report 1  (0.0 s) invalid: Error: start_time" in output
