@@ -95,12 +95,12 @@ def test_frames_in_use_have_disjoint_rows_in_the_table(batches):
 )
 def test_a_decode_kernel_equals_the_plain_form(kernel, context, atol):
     rng = np.random.default_rng(0)
-    rows, heads, kv_heads, head_dim, page_tokens, num_pages, width = 3, 8, 2, 128, 64, 40, 16
+    rows, heads, kv_heads, head_dim, page_tokens, num_pages, width = 4, 8, 2, 128, 64, 53, 16
     q = jnp.asarray(rng.normal(size=(rows, heads, head_dim)), jnp.float32)
     keys, values = jnp.asarray(rng.normal(size=(2, kv_heads, num_pages, page_tokens, head_dim)), jnp.float32)
     table = jnp.asarray(rng.permutation(num_pages)[: rows * 13].reshape(rows, 13), jnp.int32)
     table = jnp.pad(table, ((0, 0), (0, width - 13)))
-    slots = jnp.array([0, 70, 831], jnp.int32)
+    slots = jnp.array([0, 70, 767, 768], jnp.int32)  # the last two end a page and start one
     expected = walked(q[:, None], keys, values, table, slots[:, None], block_pages=1)[:, 0]
     with context():
         got = jax.jit(kernel)(q * head_dim**-0.5, keys, values, table, slots + 1)

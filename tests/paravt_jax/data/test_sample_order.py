@@ -49,6 +49,9 @@ def test_every_epoch_has_every_prompt_once(num):
 def test_every_epoch_of_every_seed_has_another_order():
     orders = [tuple(order(23, seed, range(epoch * 23, epoch * 23 + 23))) for seed in (0, 1, 2) for epoch in range(4)]
     assert len(set(orders)) == 12  # seed 0's second epoch also differs from seed 1's first
+    rows = prompts(3)
+    fingerprints = {SampleOrder(items, seed).fingerprint for items in (rows, rows[::-1], rows[:2]) for seed in (0, 1)}
+    assert len(fingerprints) == 6
 
 
 def test_a_sample_depends_only_on_its_number():
@@ -91,10 +94,10 @@ def test_an_order_without_samples_is_an_error():
 def test_after_a_kill_open_samples_come_first():
     cursor = Cursor()
     assert cursor.take(3) == [0, 1, 2] and cursor.take(4) == [3, 4, 5, 6]
-    cursor.done([1, 3, 4])
+    cursor.done([1, 3, 5])
     resumed = Cursor.from_record(json.loads(json.dumps(cursor.to_record())))
-    assert resumed.take(3) == [0, 2, 5]
-    assert Cursor.from_record(resumed.to_record()).take(7) == [0, 2, 5, 6, 7, 8, 9]
+    assert resumed.take(2) == [0, 2]
+    assert Cursor.from_record(resumed.to_record()).take(7) == [0, 2, 4, 6, 7, 8, 9]
     assert cursor.take(1) == [7]  # the record shares no state with its cursor
 
 
@@ -118,7 +121,8 @@ def test_no_kill_skips_or_repeats_a_sample(steps):
 def test_samples_given_back_come_first_and_once():
     cursor = Cursor()
     cursor.take(4)
-    cursor.give_back([3, 1])
+    cursor.give_back([3])
+    cursor.give_back([1])
     assert (cursor.num_again, cursor.to_record()) == (2, {"next": 4, "again": [0, 1, 2, 3]})
     assert cursor.take(3) == [1, 3, 4]
     with pytest.raises(ValueError, match=r"samples \[5\] are not open"):
@@ -129,6 +133,7 @@ def test_samples_that_a_log_skips_remain():
     cursor = Cursor.from_record({"next": 3, "again": [1]})
     cursor.take_these([5, 3])
     cursor.done([3, 5])
+    cursor.take_these([1])
     assert cursor.to_record() == {"next": 6, "again": [1, 4]}
     with pytest.raises(ValueError, match=r"samples \[5\] are already done or open"):
         cursor.take_these([5, 6])

@@ -24,8 +24,11 @@ EPISODES = EpisodeConfig(max_new_tokens=512, max_context_tokens=1024)
 
 
 def test_every_server_gets_its_own_gpus(tiny_hf, tmp_path, monkeypatch):
-    python = tmp_path / "python"  # a fake server that logs its GPUs and arguments, and exits
-    python.write_text(f'#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES $*" >{tmp_path}/$$.seen\nexit 1\n')
+    python = tmp_path / "python"  # a fake server that logs its GPUs and arguments, and exits when both have
+    python.write_text(
+        f'#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES $*" >{tmp_path}/$$.seen\n'
+        f"while set -- {tmp_path}/*.seen; [ $# -lt 2 ]; do sleep 0.1; done\nexit 1\n"
+    )
     python.chmod(0o755)
     monkeypatch.setenv("PARAVT_SGLANG_PYTHON", str(python))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "the learner's")
