@@ -97,7 +97,12 @@ def main(arguments: list[str], run_eval: RunEval, set_up: Callable[[], None]) ->
     if finished := [run_dir for run_dir in run_dirs if (run_dir / RESULTS_FILE).is_file()]:
         show(finished, png)
     if problems:
-        listing = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
+        names_of = {problem: [name for name in problems if problems[name] == problem] for problem in problems.values()}
+        listing = "; ".join(f"{_shortened(names)}: {problem}" for problem, names in names_of.items())
         raise RuntimeError(
             f"{len(problems)} of {len(jobs)} evaluations are not complete; run the same command to resume. {listing}"
         )
+
+
+def _shortened(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

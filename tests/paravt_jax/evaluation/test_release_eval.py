@@ -291,6 +291,15 @@ def test_a_batch_continues_after_any_failure():
     assert batch.run_jobs(jobs, fails) == {"a": "KeyError('column')", "b": "KeyError('column')"}
 
 
+def test_a_batch_ends_with_each_reason_once(tmp_path):
+    for row in "abc":
+        (tmp_path / f"{row}.yaml").write_text(ROW.format(model=MODEL, texts="gone.yaml", row="Video-R1-7B"))
+
+    ends = r"resume\. a, lvbench and 2 more: eval\.release_texts=gone\.yaml: No such file [^;]*; make it with [^;]*$"
+    with pytest.raises(RuntimeError, match=ends):
+        batch.main([str(tmp_path), "--splits", "lvbench", "--run-dir", str(tmp_path / "runs")], run_eval, lambda: None)
+
+
 @pytest.mark.slow
 def test_a_batch_resumes_continues_after_a_failure_and_draws_the_table(copy_of, tmp_path, capsys, monkeypatch):
     for name in ("lvbench", "mlvu"):
@@ -313,7 +322,8 @@ def test_a_batch_resumes_continues_after_a_failure_and_draws_the_table(copy_of, 
         arguments += ["--data-root", str(tmp_path / "data"), "video.num_workers=1", *more]
         batch.main(arguments, evaluate, lambda: None)
 
-    with pytest.raises(RuntimeError, match=r"3 of 4 evaluations are not complete; .*a, mlvu: .*b, lvbench: .*gone"):
+    ends = r"3 of 4 evaluations are not complete; .*a, mlvu and 1 more: .*b, lvbench: .*gone"
+    with pytest.raises(RuntimeError, match=ends):
         start()
     num_requests = len(bodies)
     assert "| ours minus published, release | — | — | — | +63.1 (+63.1 to +63.1) |" in capsys.readouterr().out
