@@ -60,7 +60,7 @@ def local_source(path: str | Path) -> Path:
     if name is None and folder == LOCAL_FOLDER:
         raise ValueError(
             f"{path} does not exist; make it from published rows with python -m paravt_jax.data materialize and split "
-            f"(docs/training.md has all commands), or give the path of your own rows"
+            f"(docs/data.md has all commands), or give the path of your own rows"
         )
     if name is None:
         return Path(path)  # reading the file reports errors

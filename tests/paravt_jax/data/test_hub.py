@@ -132,7 +132,7 @@ def test_a_missing_file_in_a_local_folder_is_not_said_to_come_from_materialize(q
 
 
 ONLY_LOCAL = ("ada/gone.jsonl", "gone.parquet", "./ada/questions", "/ada/questions", "../ada/q")
-RECIPES = "data/rl.parquet", r"^data/rl\.parquet does not exist; make .*materialize and split"
+RECIPES = "data/rl.parquet", r"^data/rl\.parquet does not exist; make .*materialize and split \(docs/data\.md"
 
 
 @pytest.mark.parametrize(("path", "problem"), [RECIPES, *((path, "does not exist") for path in ONLY_LOCAL)])
