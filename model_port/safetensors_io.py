@@ -153,9 +153,8 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
 def _check_index(index_path: Path, weight_map: dict[str, str], infos: dict[str, TensorInfo]) -> None:
     wrong = [name for name, shard in weight_map.items() if name not in infos or infos[name].path.name != shard]
     if wrong:
-        raise ValueError(
-            f"{index_path} names {len(wrong)} tensors that are not in their shards: {', '.join(wrong[:5])}"
-        )
+        places = ", ".join(f"{name} ({weight_map[name]})" for name in wrong[:5])
+        raise ValueError(f"{index_path} names {len(wrong)} tensors that are not in their shards: {places}")
 
 
 def copy_cast(out: np.ndarray, values: np.ndarray, name: str) -> None:
