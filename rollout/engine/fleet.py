@@ -205,14 +205,17 @@ class Fleet:
                     await self._labels.publish(server.url, Label(self.owner, version))
 
     async def _is_ours(self, server: ServerState) -> bool:
-        """Returns whether a server still belongs to this run; retires it if not.
+        """Returns whether a server still belongs to this run; retires it if not, and ejects it if it does not answer.
 
         A server that was restarted must load all tensors again.
         """
-        label = None
-        with contextlib.suppress(EngineError):  # loading reports the cause
+        try:
             label = await self._labels.fetch(server.url)
-        if label is not None and label.is_foreign(self.owner):
+        except EngineError as problem:  # the other servers would be paused until its next call fails too
+            server.version = None
+            self._eject(server, str(problem))
+            return False
+        if label.is_foreign(self.owner):
             self._retire(server, taken_over(label))
         elif server.version is None or label != Label(self.owner, server.version):
             self.files.forget(server)

@@ -596,6 +596,17 @@ async def test_a_server_that_fails_a_publish_is_ejected_until_it_has_the_weights
     assert bad.version == "t/3"
 
 
+@with_servers(2)
+async def test_a_publish_does_not_pause_the_others_for_a_server_that_does_not_answer(engine, hung, good):
+    hung.fail_paths = {"/model_info"}
+    await engine.publish(NoWeights(), 3)
+    assert (hung.requests["/pause_generation"], good.version) == (0, "t/3")
+    assert [server.up for server in engine.fleet.servers] == [False, True]
+    hung.fail_paths = set()
+    await until(lambda: engine.fleet.servers[0].up)
+    assert hung.version == "t/3"
+
+
 @with_fake_servers(1)
 async def test_a_fake_server_left_paused_by_a_killed_run_is_resumed(server):
     server.paused = True
