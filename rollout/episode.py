@@ -10,9 +10,10 @@ import inspect
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from rollout.chat import Chat
 from rollout.dialogue import AgentDialogue, SampledTurn, TokenDialogue, TurnRequest
@@ -25,7 +26,7 @@ from rollout.records import Call, Episode, Turn
 from rollout.responses import checked_response
 from rollout.seeds import derived_seed
 from rollout.threads import in_daemon_thread
-from rollout.toolbox import Tool, ToolArgs, ToolContext, Videos
+from rollout.toolbox import Tool, ToolArgs, ToolContext, Videos, forget_tools
 from rollout.tools import BadCall, Outcome, ToolCall, find_calls
 from rollout.user_code import await_user_code
 from rollout.video.errors import VideoError, VideoTimeout
@@ -59,22 +60,28 @@ class Agent:
         self.engine, self.chat = engine, chat
 
     def _set_up(self, frames: Frames, texts: PromptEncoder, config: EpisodeConfig | None) -> None:
-        self.frames = frames
-        self.config = config or EpisodeConfig()
-        self.config.check_samples()
-        self.config.check_tools()
-        self.prompter = self.config.prompter(frames, texts)
-        self.tools = {tool.spec.name: tool for tool in self.config.toolbox}
-        self.signatures = self.config.signatures
+        forget_tools()
+        self.frames, self._texts = frames, texts
+        self._use(config or EpisodeConfig())
 
-    def with_config(self, config: EpisodeConfig) -> "Agent":
+    def _use(self, config: EpisodeConfig) -> None:
+        config.check_samples()
+        config.check_tools()
+        self.config = config
+        self.prompter = config.prompter(self.frames, self._texts)
+        self.tools = {tool.spec.name: tool for tool in config.toolbox}
+        self.signatures = config.signatures
+
+    def with_config(self, config: EpisodeConfig) -> Self:
         """Returns an agent with the same engine and frames, but other settings."""
-        return Agent(self.engine, self.frames, self.chat, config)
+        agent = copy(self)
+        agent._use(config)
+        return agent
 
     async def health(self) -> Health:
         return await self.engine.health()
 
-    def with_settings(self, **changed: Any) -> "Agent":
+    def with_settings(self, **changed: Any) -> Self:
         return self.with_config(replace(self.config, **changed))
 
     def dialogue(

@@ -1,17 +1,18 @@
 """Loads and calls user code from files that settings name. No other user code is ever loaded.
 
 A location has the form path/to/file.py:NAME. Errors name the `setting` that has it. Loading the same location again
-returns the same object.
+returns the same object, unless the file was edited, for example between two runs of a notebook.
 
 User code may raise exceptions that would end a task or the process: asynchronous HTTP clients raise CancelledError,
 and scripts raise SystemExit. Such exceptions become a RuntimeError, which callers handle like any other error.
 """
 
 import asyncio
-import importlib.util
 import sys
 from collections.abc import Awaitable, Callable
 from functools import cache
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -58,9 +59,17 @@ def _running() -> asyncio.Task[Any] | None:
 
 def load_object(setting: str, location: str) -> Any:
     path, _, name = location.rpartition(":")
-    module = _module_at(f"{setting}={location}", Path(path).expanduser().absolute())
+    label, file = f"{setting}={location}", Path(path).expanduser().absolute()
+    if not file.is_file():
+        raise ValueError(f"{label}: there is no file {file}")
+    if file.suffix != ".py":
+        raise ValueError(f"{label}: {file} is not a Python file, its name must end in .py")
+    try:
+        module = _module_of(label, file, file.read_bytes())
+    except (Exception, SystemExit) as problem:
+        raise ValueError(f"{label} cannot be loaded: {type(problem).__name__}: {problem}") from problem
     if not hasattr(module, name):
-        raise ValueError(f"{setting}={location}: the file has no {name}")
+        raise ValueError(f"{label}: the file has no {name}")
     return getattr(module, name)
 
 
@@ -72,15 +81,11 @@ def load_function(setting: str, location: str) -> Callable[..., Any]:
 
 
 @cache
-def _module_at(label: str, file: Path) -> ModuleType:
-    if not file.is_file():
-        raise ValueError(f"{label}: there is no file {file}")
-    spec = importlib.util.spec_from_file_location(str(file.resolve()), file)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{label}: {file} is not a Python file, its name must end in .py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look up their module there
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as problem:
-        raise ValueError(f"{label} cannot be loaded: {type(problem).__name__}: {problem}") from problem
+def _module_of(label: str, file: Path, source: bytes) -> ModuleType:
+    """Executes the source of a file. `label` keeps apart the modules of different settings."""
+    loader = SourceFileLoader(str(file.resolve()), str(file))
+    spec = spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = sys.modules[loader.name] = module_from_spec(spec)  # dataclasses look up their module there
+    exec(loader.source_to_code(source, str(file)), vars(module))  # bytecode on disk may be older than an edit
     return module

@@ -35,6 +35,7 @@ from paravt_jax.run.start import find_devices
 from paravt_jax.run.threads import in_thread
 from paravt_jax.run.training import Progress, RunDirectory, Training
 from paravt_jax.sampling.engines import frame_reader
+from rollout.toolbox import forget_tools
 
 
 @dataclass(eq=False)
@@ -155,6 +156,7 @@ async def open_sft_run(
 
     `allow_changes` permits another model, seed or data than the run started with.
     """
+    forget_tools()
     devices = await in_thread(find_devices)
     config = computed_on(config, devices[0].platform)
     async with AsyncExitStack() as stack:

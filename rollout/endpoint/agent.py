@@ -40,9 +40,6 @@ class EndpointAgent(Agent):
         self._set_up(frames, EndpointEncoder(), config)
         self.client = client
 
-    def with_config(self, config: EpisodeConfig) -> "EndpointAgent":
-        return EndpointAgent(self.client, self.frames, config)
-
     async def health(self) -> Health:
         return await self.client.health()
 

@@ -13,7 +13,7 @@ from rollout.toolbox.zoom_frame import ZoomFrame, ZoomPicture
 from rollout.tools import Signatures, ToolSpec
 from rollout.user_code import load_object
 
-__all__ = ["CropReturns", "ToolContext", "Tool", "Videos", "ToolArgs", "signatures", "tools_of"]
+__all__ = ["CropReturns", "ToolContext", "Tool", "Videos", "ToolArgs", "signatures", "tools_of", "forget_tools"]
 
 CropReturns = Literal["report", "frames"]
 BUILT_IN: dict[CropReturns, dict[str, Tool]] = {
@@ -38,6 +38,11 @@ def tools_of(names: tuple[str, ...], returns: CropReturns = "report") -> tuple[T
         if called.count(name) > 1:
             raise ValueError(f"rollout.tools={list(names)} has {called.count(name)} tools named {name}")
     return tools
+
+
+def forget_tools() -> None:
+    """Lets a new run or agent load the user's tools again. Running ones keep theirs, even if a file is edited."""
+    tools_of.cache_clear()
 
 
 def _built_in(name: str, returns: CropReturns) -> Tool:

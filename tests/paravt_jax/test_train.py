@@ -159,6 +159,31 @@ def test_python_trains_in_a_notebook_and_gets_the_run(tmp_path):
     np.testing.assert_array_equal(model_port.logits(trained, ids), model_port.logits(saved, ids))
 
 
+OWN = """
+from paravt_jax.rewards import OwnTerm
+from rollout.toolbox import Tool
+from rollout.tools import ToolSpec, make_schema
+
+def reward(**_):
+    return [OwnTerm("mine", VALUE, weight=1.0)]
+
+class Look(Tool):
+    spec = ToolSpec(make_schema("look", "Looks."), usage="look VALUE times", effect="you see more")
+"""
+
+
+def test_the_next_run_of_a_notebook_uses_the_edited_files(tmp_path):
+    own = tmp_path / "own.py"
+    files = [f"reward.plugin={own}:reward", f"rollout.tools=[{own}:Look]", "rollout.prompts.system_has_tools=false"]
+    for value in ("0.25", "0.75"):
+        own.write_text(OWN.replace("VALUE", value))
+        run_dir = tmp_path / value
+        config = load_config(SMOKE, *QUICK, *files, f"run_dir={run_dir}", "train.num_steps=1")
+        run = asyncio.run(paravt_jax.train.train(config))
+        assert metrics_of(run_dir)[0]["rollout/reward_mine_mean"] == float(value)
+        assert run.greedy.agent.tools["look"].spec.usage == f"look {value} times"
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -12,7 +12,8 @@ from agents import ANSWER, FakeFrames, call, call_of, play, play_calls, script
 from async_tests import async_test
 from make_video import number_of, numbered_frame, write_video
 
-from rollout.episode import MAX_ANSWER_CHARS
+from rollout.engine.scripted import ScriptedEngine
+from rollout.episode import MAX_ANSWER_CHARS, Agent
 from rollout.episode_config import EpisodeConfig
 from rollout.prompter import Task
 from rollout.prompts import Prompts, main_messages
@@ -220,6 +221,14 @@ def test_a_user_tool_can_only_fail_its_own_call(chat, task, own):
     assert found[0][1] == "gently {} <|im_end|>" and len(found[4][1]) == MAX_ANSWER_CHARS
     assert found[2][1] == "Error: the call took too long." and found[9][1] == "A report."
     assert time.monotonic() - started_s < 30
+
+
+def test_an_edited_tool_is_used_by_the_next_agent_but_not_by_a_running_one(chat, tmp_path, own):
+    config = EpisodeConfig(tools=[own("Says")])
+    agent = Agent(ScriptedEngine(None), FakeFrames(), chat, config)
+    (tmp_path / "own.py").write_text(OWN.replace('"says"', '"tells"'))
+    assert list(agent.with_settings(temperature=0.5).tools) == ["says"]
+    assert list(Agent(ScriptedEngine(None), FakeFrames(), chat, config).tools) == ["tells"]
 
 
 def test_every_tool_is_in_the_template_and_in_the_instructions(chat, task, own):

@@ -305,3 +305,13 @@ def test_a_relative_path_is_a_file_of_the_current_directory(tmp_path, monkeypatc
         (tmp_path / name / "mine.py").write_text(f"NAME = {name!r}")
         monkeypatch.chdir(tmp_path / name)
         assert load_object("data.split", "mine.py:NAME") == name
+
+
+def test_a_file_is_loaded_again_only_after_an_edit(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("NUMBER = [1]")
+    location = f"{file}:NUMBER"
+    first = load_object("data.split", location)
+    assert load_object("data.split", location) is first == [1]
+    file.write_text("NUMBER = [2]")  # same size, and possibly the same second
+    assert load_object("data.split", location) == [2] and first == [1]
