@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
@@ -57,6 +58,12 @@ class Stopping(asyncio.Event):
         self._timer.daemon = True
         self._timer.start()
 
+    def interrupt(self) -> None:
+        """Stops without a deadline, because the process goes on after an interrupt at a prompt or in a notebook."""
+        self.signal = signal.SIGINT
+        self.set()
+        say("stopping: saving a checkpoint; interrupt again to stop without it")
+
     def cancel_grace(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -66,7 +73,7 @@ def stop_on_signals(stopping: Stopping, before_exit: Callable[[], object] = lamb
     """Handles SIGTERM and Ctrl-C. The first ends a run after its step; a second one, or GRACE_S later, ends it at once.
 
     Before the first step, the first one calls `before_exit` and ends the process: a thread that loads a model cannot be
-    stopped.
+    stopped. At a prompt or in a notebook, Ctrl-C never ends the process, because the user's variables would be lost.
     Returns a function that removes the signal handlers.
     """
     loop = asyncio.get_running_loop()
@@ -83,14 +90,38 @@ def stop_on_signals(stopping: Stopping, before_exit: Callable[[], object] = lamb
         received.append(number)
         stopping.stop(int(number))
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    numbers = [signal.SIGTERM] if is_interactive() else [signal.SIGTERM, signal.SIGINT]
+    for number in numbers:
         loop.add_signal_handler(number, on_signal, number)
+    undo_interrupt = _stop_on_first_interrupt(stopping, loop) if is_interactive() else lambda: None
 
     def undo() -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in numbers:
             loop.remove_signal_handler(number)
+        undo_interrupt()
         stopping.cancel_grace()
 
+    return undo
+
+
+def is_interactive() -> bool:
+    """Whether this process is a Python prompt or a notebook's kernel."""
+    return hasattr(sys, "ps1")
+
+
+def _stop_on_first_interrupt(stopping: Stopping, loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
+    """Stops the run at the first interrupt, and leaves further ones to the previous handler."""
+    previous = signal.getsignal(signal.SIGINT)
+
+    def interrupt(*_: object) -> None:
+        undo()
+        loop.call_soon_threadsafe(stopping.interrupt)
+
+    def undo() -> None:
+        if signal.getsignal(signal.SIGINT) is interrupt:  # a notebook sets its own handler for every cell
+            signal.signal(signal.SIGINT, previous)
+
+    signal.signal(signal.SIGINT, interrupt)
     return undo
 
 
@@ -98,13 +129,8 @@ _on_interrupt: list[Callable[[], object]] = []  # handlers of notebook interrupt
 
 
 def _stop_on_interrupt(stopping: Stopping, loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
-    def stop() -> None:
-        stopping.signal = signal.SIGINT
-        stopping.set()
-        say("stopping: saving a checkpoint; interrupt again to stop without it")
-
     def interrupt() -> None:
-        loop.call_soon_threadsafe(stop)
+        loop.call_soon_threadsafe(stopping.interrupt)
 
     _on_interrupt.append(interrupt)
 
@@ -161,8 +187,11 @@ def _exit(reason: str, code: int = FAILED) -> NoReturn:
 
 @contextmanager
 def ended_by_interrupt() -> Iterator[None]:
-    """Ctrl-C ends the process at once: a thread that loads a model cannot be stopped, and nothing would be lost."""
-    if threading.current_thread() is not threading.main_thread():
+    """Ctrl-C ends the process at once: a thread that loads a model cannot be stopped, and nothing would be lost.
+
+    It does not at a prompt or in a notebook, where the user's variables would be lost.
+    """
+    if threading.current_thread() is not threading.main_thread() or is_interactive():
         yield
         return
     handler = signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))

@@ -119,3 +119,44 @@ def test_ctrl_c_ends_a_command_while_its_model_loads(handler):
             assert process.wait(20) == 130
         finally:
             process.kill()
+
+
+AT_A_PROMPT = """
+import asyncio, signal, sys
+from paravt_jax.run import process
+
+sys.ps1 = "In : "
+process.GRACE_S = 0.2
+
+async def step():
+    stopping = process.Stopping()
+    stopping.saves = {saves}
+    undo = process.stop_on_signals(stopping)
+    signal.raise_signal(signal.SIGINT)
+    await asyncio.wait_for(stopping.wait(), 20)
+    await asyncio.sleep(0.5)
+    print("saving", flush=True)
+    signal.raise_signal(signal.SIGINT)
+    try:
+        await asyncio.sleep(20)
+    finally:
+        undo()
+
+async def load():
+    with process.ended_by_interrupt():
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(20)
+
+for work in (step, load):
+    try:
+        asyncio.run(work())
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+"""
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_interrupts_at_a_prompt_never_end_the_process(saves):
+    command = [sys.executable, "-c", AT_A_PROMPT.format(saves=saves)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "saving\ninterrupted\ninterrupted\n"), done.stderr
