@@ -214,7 +214,7 @@ def _subtitles(prompt: Prompt, find: Callable[[str], str]) -> tuple[str, ...]:
 def _next_to(video: str, find: Callable[[str], str]) -> str:
     try:
         return find(str(subtitles_beside(video)))
-    except BadRow:
+    except ValueError:  # a BadRow, or a lost path without a name
         return ""
 
 

@@ -210,12 +210,14 @@ def test_decoding_is_compiled_once_beside_the_programs_that_run_before_it(mesh, 
 
 @pytest.mark.slow
 def test_tokens_do_not_depend_on_limits_other_rows_or_the_cache(pair, requests):
-    long = SamplerRequest(SamplerPrompt(np.arange(5, 2005) % 100), SamplingParams(40, seed=2))
+    text = np.arange(5, 2005) % 100
+    prompts = [text, np.append(1, text[1:])]  # equal pages after different ones
+    all_requests = [*requests, *(SamplerRequest(SamplerPrompt(ids), SamplingParams(40, seed=2)) for ids in prompts)]
     expected = [Sampler(pair[1], **SETTINGS).generate([request])[0] for request in requests]
     wide = Sampler(pair[1], **{**SETTINGS, "max_context_tokens": 4096})
-    first = wide.generate([long, *requests])[1:]
-    again = wide.generate([*requests[::-1], long])[:-1][::-1]  # with their prompts in the cache
-    assert first == expected == again
+    first = wide.generate(all_requests)
+    again = wide.generate(all_requests[::-1])[::-1]  # with their prompts in the cache
+    assert first == again and first[: len(requests)] == expected
     assert len({tuple(completion.ids) for completion in expected}) == len(expected)
 
 
@@ -227,7 +229,8 @@ def test_shared_prefixes_and_frames_are_computed_once(pair, requests, monkeypatc
         monkeypatch.setattr(
             sampler_module, name, lambda *a, name=name, program=program: calls.update([name]) or program(*a)
         )
-    sampler = Sampler(pair[1], **{**SETTINGS, "max_context_tokens": 2048})
+    settings = {**SETTINGS, "max_context_tokens": 1280}
+    sampler = Sampler(pair[1], **settings, cache_tokens=1280)  # two long prompts fit only because they share pages
     text, mixed = np.arange(5, 605) % 100, requests[0].prompt
 
     def work(*prompts: SamplerPrompt) -> dict[str, int]:
@@ -243,6 +246,9 @@ def test_shared_prefixes_and_frames_are_computed_once(pair, requests, monkeypatc
     assert work(SamplerPrompt(np.concatenate([mixed.ids, [7]]), mixed.frames)) == {"prefill": 1}  # frames are cached
     changed = replace(mixed.frames[0], patches=mixed.frames[0].patches + 1)
     assert work(SamplerPrompt(mixed.ids, (changed, *mixed.frames[1:]))) == {"encode": 1, "prefill": 1}
+    at_the_start_of_a_page, zeros = np.array([*text[:64], *[IMAGE] * 4, 1]), frame(4, 4)
+    for picture in (zeros, replace(zeros, patches=zeros.patches + 1)):
+        assert work(SamplerPrompt(at_the_start_of_a_page, (picture,))) == {"encode": 1, "prefill": 1}
 
 
 @pytest.mark.slow

@@ -106,8 +106,8 @@ def test_temperatures_are_an_axis_of_the_cells(world):
 
 @pytest.mark.slow
 def test_cells_of_other_settings_are_not_mixed(cells, world):
-    with pytest.raises(ValueError, match=r"other settings \(rollout\); choose another run_dir"):
-        asyncio.run(run_eval(config_of(world, "rollout.temperature=0.5")))
+    with pytest.raises(ValueError, match=r"other settings \(data, rollout\); choose another run_dir"):
+        asyncio.run(run_eval(config_of(world, "rollout.temperature=0.5", "data.max_bad_frac=0.5")))
 
 
 def test_conflicting_settings_are_rejected(world):

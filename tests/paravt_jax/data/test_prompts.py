@@ -19,8 +19,8 @@ from paravt_jax.data.prompts import check_row_messages, load_prompts, remarks_on
 from paravt_jax.data.rows import unique_id
 
 
-def load(path: Path, video_root: str = "", max_bad_frac: float = 0.0, allow_outside: bool = False):
-    return load_prompts(str(path), video_root=video_root, max_bad_frac=max_bad_frac, allow_outside=allow_outside)
+def load(path: Path, video_root: str = "", max_bad_frac: float = 0.0, **options):
+    return load_prompts(str(path), video_root=video_root, max_bad_frac=max_bad_frac, **options)
 
 
 def load_rows(directory: Path, *rows: object, **options):
@@ -175,7 +175,7 @@ def deep_rows() -> list[str]:
 
 
 BAD_ROWS = {
-    "missing file": [rl_row(video=name) for name in ("c.mp4", "/nowhere/a.mp4", ".")],
+    "missing file": [rl_row(video=name) for name in ("c.mp4", "/nowhere/a.mp4", ".", "/")],
     "impossible path": [rl_row(video=name) for name in ("x" * 5000, "a/" * 3000, "a.mp4\0")],
     "no video": [rl_row(videos=[]), rl_row(videos=None)],
     "more <video> than videos": [rl_row(question="<video><video> Which?")],
@@ -206,9 +206,12 @@ def test_a_file_of_traces_names_the_sft_command(video_dir):
 
 @pytest.mark.parametrize("reason", BAD_ROWS)
 def test_a_bad_row_is_counted_by_its_reason_and_dropped(video_dir, reason):
-    loaded = load_rows(video_dir, rl_row("A"), *BAD_ROWS[reason], rl_row("C"), max_bad_frac=0.99)
+    rows = [rl_row("A"), *BAD_ROWS[reason], rl_row("C")]
+    loaded = load_rows(video_dir, *rows, max_bad_frac=0.99)
     assert loaded.bad == {reason: len(BAD_ROWS[reason])}
     assert [prompt.answer for prompt in loaded.prompts] == ["A", "C"]
+    with_lost = load_rows(video_dir, *rows, max_bad_frac=0.99, with_lost=True)
+    assert len(with_lost.prompts) == (len(rows) if reason == "missing file" else 2)
 
 
 def test_with_a_plugin_a_row_may_have_its_own_question_type_and_has_the_columns_that_the_plugin_takes(video_dir):

@@ -3,11 +3,13 @@
 import asyncio
 import math
 import random
+import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from agents import FakeFrames, call, call_of, is_subagent
+from async_tests import until
 from PIL import Image
 from training import rollouts_of
 
@@ -240,7 +242,10 @@ def oversampled(chat, say, *overrides, steps=1):
     return collected, cursor
 
 
-def test_groups_are_aborted_and_given_back_once_enough_have_signal(chat):
+@pytest.mark.parametrize("engine_aborts", [True, False])
+def test_groups_are_aborted_and_given_back_once_enough_have_signal(chat, monkeypatch, engine_aborts):
+    if not engine_aborts:
+        monkeypatch.setattr(ScriptedEngine, "abort", lambda *_: asyncio.sleep(0))
     slow = {"000000", "000002"}  # samples
 
     async def say(episode):
@@ -337,22 +342,30 @@ def test_tokens_count_when_they_are_sampled(chat):
     config = load_config(None, *COMMON, "train.num_steps=4", "train.max_staleness=1")
 
     async def reply(request):
+        if request.episode > "000002" and request.episode.endswith("/3"):  # after the first step
+            await released.wait()
         return chat.encode(half_right(request.episode, request)).tolist()
 
     async def work():
         agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
         rollouts = rollouts_of(agent, SampleOrder(PROMPTS, 0), Cursor(), config)
-        steps = []
         for step in range(1, 5):
-            groups = await rollouts.next_groups(step)
-            await asyncio.gather(asyncio.sleep(0.05), *rollouts._running.values())  # during the update
-            steps.append((num_sampled(groups), *rollouts.pop_sampled()))
+            trained.append(num_sampled(await rollouts.next_groups(step)))
+            if step == 1:
+                await until(lambda: any(group.num_sampled for group in rollouts._sampling))
+                popped.append(rollouts.pop_sampled())
+                released.set()
+            await asyncio.gather(*rollouts._running.values())  # during the update
+            popped.append(rollouts.pop_sampled())
+            await asyncio.sleep(0.05)  # validates
         await rollouts.close()
-        return steps
 
-    trained, sampled, seconds = zip(*asyncio.run(work()), strict=True)
-    assert sampled == (trained[0] + trained[1], trained[2], trained[3], 0)
-    assert min(seconds) >= 0.05
+    released, trained, popped, start_s = asyncio.Event(), [], [], time.monotonic()
+    asyncio.run(work())
+    (early, *sampled), seconds = zip(*popped, strict=True)
+    assert trained[0] < early
+    assert (early + sampled[0], *sampled[1:]) == (trained[0] + trained[1], trained[2], trained[3], 0)
+    assert min(seconds[2:]) >= 0.05 and sum(seconds) <= time.monotonic() - start_s
 
 
 def test_rollouts_start_ahead_only_as_far_as_staleness_allows(chat):

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -23,7 +24,7 @@ from paravt_jax.run.bucket_checkpoint import BucketCheckpoints
 from paravt_jax.run.checkpoint_read import verify
 from paravt_jax.run.directory import LogCopies, locked_for_bucket
 from paravt_jax.run.hosts import ALONE, Hosts
-from paravt_jax.run.lease import OWNER
+from paravt_jax.run.lease import OWNER, token_of
 from paravt_jax.run.process import Stopping
 
 ADDRESS = "gs://bkt/runs/x"
@@ -165,13 +166,23 @@ def test_a_second_run_is_rejected_and_a_dead_runs_lease_is_taken_over(gcs, tmp_p
         monkeypatch.chdir(tmp_path / "elsewhere")
         with pytest.raises(RuntimeError, match=rf"process \d+ on .* uses {ADDRESS}; wait for it"):
             locked_for_bucket(bucket, ALONE).__enter__()
-    assert f"bkt/runs/x/{OWNER}" not in gcs.objects
-    gcs.objects[f"bkt/runs/x/{OWNER}"] = (
-        77,
-        b'{"token": "of a machine that was deleted", "who": "process 1 on tpu-0"}',
-    )
-    with locked_for_bucket(bucket, ALONE):
+    owner, other = f"bkt/runs/x/{OWNER}", b'{"token": "of a machine that was deleted", "who": "process 1 on tpu-0"}'
+    assert owner not in gcs.objects
+    gcs.objects[owner] = 77, other
+    with locked_for_bucket(bucket, ALONE) as (directory, _):
         assert "was last locked by process 1 on tpu-0" in capsys.readouterr().err
+    monkeypatch.setattr(lease_module, "LEASE_S", 10.0)
+    start_s = time.monotonic()
+    gcs.objects[owner] = 78, json.dumps({"token": token_of(directory, bucket)}).encode()  # a dead run from here
+    with locked_for_bucket(bucket, ALONE):
+        pass
+    gcs.objects[owner] = 79, other
+    threading.Timer(0.5, gcs.objects.pop, [owner]).start()  # the other run ends
+    monkeypatch.setattr(lease_module, "RENEW_S", 60.0)
+    with locked_for_bucket(bucket, ALONE):
+        assert time.monotonic() - start_s < 10
+        gcs.objects[owner] = 80, other
+    assert gcs.objects[owner] == (80, other)  # the release deletes no other run's lease
 
 
 @pytest.mark.parametrize("answer", [None, "stall"])
@@ -224,6 +235,10 @@ def test_a_renewal_whose_answer_was_lost_keeps_the_lease(gcs, monkeypatch):
         gcs.fault = lambda *_: None
         lease.renew()
         assert not lease.lost
+        gcs.fault = lambda *_: 403  # renewals are tried again, and the run ends without an error
+        gcs.requests.clear()
+        while len(gcs.requests) < 3:
+            time.sleep(0.01)
 
 
 def test_the_verify_command_takes_the_address_of_a_run(gcs, tiny_hf, subject, monkeypatch, capsys):
