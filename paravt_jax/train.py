@@ -44,7 +44,7 @@ async def train(
 
 
 def run_training(
-    config: Config, *, replay: Path | None = None, allow_changes: bool = False, take_over: bool = False
+    config: Config, *, replay: Path | str | None = None, allow_changes: bool = False, take_over: bool = False
 ) -> "Run":
     """Runs the command from Python and returns the closed run. It also works in a notebook's running event loop."""
     from paravt_jax.run.compiles import set_up_compilation
@@ -52,7 +52,8 @@ def run_training(
     claim_memory()
     set_up_compilation()
     with joined(config.hosts) as hosts:
-        options = {"replay": replay, "allow_changes": allow_changes, "take_over": take_over}
+        replay_dir = None if replay is None else Path(replay)
+        options = {"replay": replay_dir, "allow_changes": allow_changes, "take_over": take_over}
         return run_here(train(config, **options, hosts=hosts))
 
 

@@ -54,6 +54,9 @@ class SftRun:
     position: Position
     own_time: OwnTime = field(default_factory=OwnTime)  # time of this host's own work on the last batch
 
+    def __repr__(self) -> str:
+        return f"SftRun({self.training!r})"
+
     async def next_batch(self) -> TraceBatch | None:
         """Returns the next step's traces; None after the last step."""
         if not self.training.begin_step("data"):

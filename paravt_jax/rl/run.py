@@ -66,6 +66,9 @@ class Run:
     num_sampled: int = 0  # tokens sampled on all hosts in `sampling_s`
     sampling_s: float = 0.0
 
+    def __repr__(self) -> str:
+        return f"Run({self.training!r})"
+
     async def collect(self) -> list[Group] | None:
         """Collects the next step's groups; None after the last step."""
         if not self.training.begin_step("rollout"):

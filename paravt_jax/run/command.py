@@ -4,6 +4,7 @@ Commands import jax only after reading the settings, so that --help and invalid 
 """
 
 import argparse
+import inspect
 import json
 import reprlib
 import sys
@@ -42,7 +43,7 @@ def make_callable(name: str, function: Callable[..., Any], schema: type[Any]) ->
     """Makes a module callable, so that `paravt_jax.train(config)` does the same as `python -m paravt_jax.train`."""
     module = sys.modules[name]
     module.__class__ = _CallableModule
-    vars(module).update(called=function, schema=schema)
+    vars(module).update(called=function, schema=schema, __signature__=inspect.signature(function))
 
 
 class _ConfigParser(argparse.ArgumentParser):

@@ -253,6 +253,10 @@ class Training:
             compiles,
         )
 
+    def __repr__(self) -> str:
+        """Omits settings and parts, which would fill pages as the value of a notebook's cell."""
+        return f"Training(step={self.step}, num_steps={self.num_steps}, path={str(self.directory.path)!r})"
+
     @property
     def version(self) -> int:
         """The policy version: the number of optimizer steps in the learner's weights."""

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,17 @@ def test_python_calls_train_and_sft_with_the_settings_of_a_file():
         paravt_jax.train("smoke_cpu")
     with pytest.raises(TypeError, match=r"sft needs load_config\(FILE, schema=SftConfig\) of .*, got Config"):
         paravt_jax.sft(Config())
+
+
+def test_a_notebook_shows_the_arguments_of_train_and_sft():
+    assert [*signature(paravt_jax.train).parameters] == ["config", "replay", "allow_changes", "take_over"]
+    assert [*signature(paravt_jax.sft).parameters] == ["config", "allow_changes"]
+
+
+def test_python_names_the_run_to_replay_as_text_or_path(tmp_path):
+    for run_dir in (tmp_path, str(tmp_path)):
+        with pytest.raises(ValueError, match=r"is not a run, because it has no metrics\.jsonl"):
+            paravt_jax.train(Config(run_dir=str(tmp_path / "replay")), replay=run_dir)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

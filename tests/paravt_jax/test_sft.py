@@ -331,6 +331,7 @@ def test_a_signal_ends_a_validation_at_its_next_traces(tiny_hf, tmp_path):
 
     asyncio.run(body())
     assert num_scored == 1
+    assert repr(run) == f"SftRun(Training(step=0, num_steps=5, path='{tmp_path}'))"
 
 
 @pytest.mark.nightly

@@ -154,6 +154,7 @@ def test_python_trains_in_a_notebook_and_gets_the_run(tmp_path):
 
     run = asyncio.run(cell())
     assert run.training.step == 1 and metrics_of(tmp_path)[0]["policy_version"] == 1
+    assert repr(run) == f"Run(Training(step=1, num_steps=1, path='{tmp_path}'))"  # as the value of a cell
     ids = np.array([1, 2, 3])
     trained, saved = run.training.learner.model, model_port.load(tmp_path / "checkpoints" / "1", dtype="float32")
     np.testing.assert_array_equal(model_port.logits(trained, ids), model_port.logits(saved, ids))
