@@ -20,7 +20,7 @@ from paravt_jax.config import EvalConfig
 from paravt_jax.evaluation.results import Cell, Shard, cell_table, refusal, score_table
 from paravt_jax.run.command import config_parser, read_config
 from paravt_jax.run.log import write_json
-from paravt_jax.run.process import claim_memory
+from paravt_jax.run.process import claim_resources
 
 
 async def run_eval(config: EvalConfig, shard: Shard | None = None) -> list[Cell]:
@@ -49,7 +49,7 @@ def shard_of(text: str) -> Shard:
 def _set_up() -> None:
     from paravt_jax.run.compiles import set_up_compilation
 
-    claim_memory()
+    claim_resources()
     set_up_compilation()
 
 

@@ -12,7 +12,7 @@ from model_port.cli import run_cli
 from paravt_jax.config import SftConfig
 from paravt_jax.run.command import add_changes_flag, add_plan_flags, config_parser, make_callable, read_config
 from paravt_jax.run.hosts import ALONE, Hosts, joined
-from paravt_jax.run.process import claim_memory, run_here
+from paravt_jax.run.process import claim_resources, run_here
 
 if TYPE_CHECKING:
     from paravt_jax.imitation.run import SftRun
@@ -36,7 +36,7 @@ def run_sft(config: SftConfig, *, allow_changes: bool = False) -> "SftRun":
     """Runs the command from Python and returns the closed run. It also works in a notebook's running event loop."""
     from paravt_jax.run.compiles import set_up_compilation
 
-    claim_memory()
+    claim_resources()
     set_up_compilation()
     with joined(config.hosts) as hosts:
         return run_here(sft(config, allow_changes=allow_changes, hosts=hosts))

@@ -15,7 +15,7 @@ from paravt_jax.config import Config
 from paravt_jax.run.command import add_changes_flag, add_plan_flags, config_parser, make_callable, read_config
 from paravt_jax.run.directory import SETTINGS_FILE
 from paravt_jax.run.hosts import ALONE, Hosts, joined
-from paravt_jax.run.process import claim_memory, run_here
+from paravt_jax.run.process import claim_resources, run_here
 
 if TYPE_CHECKING:
     from paravt_jax.rl.run import Run
@@ -49,7 +49,7 @@ def run_training(
     """Runs the command from Python and returns the closed run. It also works in a notebook's running event loop."""
     from paravt_jax.run.compiles import set_up_compilation
 
-    claim_memory()
+    claim_resources()
     set_up_compilation()
     with joined(config.hosts) as hosts:
         replay_dir = None if replay is None else Path(replay)

@@ -43,6 +43,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
 from model_port.tiny import make_tiny
+from paravt_jax.run.process import claim_threads
 from rollout.chat import Chat
 
 # Memory of a test process.
@@ -51,6 +52,7 @@ MAX_GROWTH_BYTES = 0.4 * 2**30  # growth within a module since compiled programs
 MAX_IDLE_GROWTH_BYTES = 0.15 * 2**30  # the same growth between modules
 MAX_BYTES = 3 * 2**30  # at any time: four processes and their servers must fit in 16 GB
 
+claim_threads()
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # With Python's own handler, asyncio.run installs another one, which formats the task's whole result.
 signal.signal(signal.SIGINT, lambda number, frame: signal.default_int_handler(number, frame))

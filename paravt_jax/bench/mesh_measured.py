@@ -43,7 +43,7 @@ from paravt_jax.plan.plan import assumed_of_seconds
 from paravt_jax.plan.run import PlannedRun
 from paravt_jax.plan.workload import Step, full_step
 from paravt_jax.run.gpu_assignment import place_servers, visible_gpus
-from paravt_jax.run.process import claim_memory
+from paravt_jax.run.process import claim_resources
 from paravt_jax.run.start import describe_devices, find_devices, start_line
 
 CPU_DEVICES = 8  # default without an accelerator
@@ -103,10 +103,10 @@ def _check_alone(run: BenchedRun) -> None:
 
 def _prepare(run: BenchedRun, num_cpu_devices: int) -> list[str]:
     """Sets memory, CPU devices and visible GPUs as a run would, before jax starts a backend. Returns remarks."""
-    claim_memory()
     # Affects only CPUs; the last flag has precedence.
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={num_cpu_devices}"
     os.environ["XLA_FLAGS"] = flags
+    claim_resources()
     if not isinstance(run.config, Config) or not run.server_gpus:
         return []
     place_servers(run.config.engine, 0)

@@ -20,7 +20,7 @@ from paravt_jax.plan.remat import planned_memory
 from paravt_jax.plan.run import PlannedRl, planned_run
 from paravt_jax.run.compiles import set_up_compilation
 from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, load_jsonl
-from paravt_jax.run.process import claim_memory
+from paravt_jax.run.process import claim_resources
 from paravt_jax.sft import sft
 from paravt_jax.train import train
 from rollout.chat import Chat
@@ -35,7 +35,7 @@ SHOWN = (
 
 
 def step(target: Target) -> Iterator[Measured | Facts]:
-    claim_memory()
+    claim_resources()
     set_up_compilation()
     config = shortened(target, len(jax.devices()))
     device = device_of(jax.devices()[0].device_kind) or DEVICES["cpu"]

@@ -1,7 +1,8 @@
-"""Process-level setup of a run: memory preallocation, signals, notebooks and exit."""
+"""Process-level setup of a run: memory preallocation, threads, signals, notebooks and exit."""
 
 import asyncio
 import os
+import re
 import signal
 import sys
 import threading
@@ -18,7 +19,15 @@ from model_port.terminal import say
 RESERVE_FRAC = 0.1  # fraction of device memory for layouts, collectives, fragmentation and the runtime, not in plans
 ACCELERATORS = ("jax_cuda12_plugin", "jax_cuda13_plugin", "libtpu")
 MEMORY_FRAC = "XLA_CLIENT_MEM_FRACTION"
+VIRTUAL_DEVICES = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
+THREADS_PER_DEVICE = 4  # a program that runs and one that waits for it, for each of two threads that start programs
 OLD_MEMORY_FRAC = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # the older name; jax rejects both names together
+
+
+def claim_resources() -> None:
+    """Prepares this process's memory and threads before JAX is used."""
+    claim_memory()
+    claim_threads()
 
 
 def claim_memory(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -31,6 +40,19 @@ def claim_memory(environment: MutableMapping[str, str] = os.environ) -> None:
         environment.setdefault(MEMORY_FRAC, f"{1 - RESERVE_FRAC:.2f}")
     if environment.get("JAX_PLATFORMS") == "cpu" or not any(map(find_spec, ACCELERATORS)):
         keep_freed_memory()
+
+
+def claim_threads(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Gives XLA enough threads for virtual CPU devices, unless the user has set their number.
+
+    XLA has a thread per core, but at least one per device. When 32 programs are in flight, the start of another one
+    blocks a thread of each device. If the running program's collectives need those threads, both wait forever, and XLA
+    aborts the process.
+    """
+    devices = VIRTUAL_DEVICES.findall(environment.get("XLA_FLAGS", ""))
+    if devices and (num := int(devices[-1])) > 1:  # the last flag has precedence
+        threads = max(THREADS_PER_DEVICE * num, len(os.sched_getaffinity(0)))
+        environment.setdefault("PJRT_NPROC", str(threads))
 
 
 Result = TypeVar("Result")

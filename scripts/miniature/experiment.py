@@ -24,7 +24,7 @@ from model_port.tiny import DEFAULT_FAMILY
 from paravt_jax.config import Config, EvalConfig, SftConfig, load_config
 from paravt_jax.eval import run_eval
 from paravt_jax.run.log import load_jsonl
-from paravt_jax.run.process import claim_memory
+from paravt_jax.run.process import claim_resources
 from paravt_jax.sft import sft
 from paravt_jax.train import train
 from scripts.miniature.arms import COLD_STARTS, CONFIGS, FORCED, NAMES, NO_PREFIX, forces_prefix, settings_of
@@ -194,7 +194,7 @@ def share_programs() -> None:
     """Prepares this process as the runs' own commands do, so that runs share compiled programs."""
     from paravt_jax.run.compiles import set_up_compilation  # imports jax, which a report does not need
 
-    claim_memory()
+    claim_resources()
     set_up_compilation()
 
 
