@@ -82,6 +82,10 @@ def test_an_interrupted_evaluation_runs_only_the_missing_samples(cells, world):
     path = world / "eval" / "samples_none_2.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[1:]) + lines[0][:50])
+    (added := world / "tiny.hf" / "added").touch()
+    with pytest.raises(ValueError, match=r"has samples of another model: the files of \S*tiny\.hf have changed"):
+        asyncio.run(run_eval(config_of(world)))
+    added.unlink()
     assert asyncio.run(run_eval(config_of(world))) == cells  # sampling depends only on the seed
 
 
