@@ -63,17 +63,17 @@ OUTAGES = ("503", "drop")  # probes determine the time of the next attempt
 
 @pytest.mark.parametrize("mode", [*REASON_OF, *RETRIED])
 @asking(key="ENDPOINT_KEY")
-async def test_a_failure_has_its_reason_without_the_key_and_is_retried_if_transient(client, endpoint, caplog, mode):
+async def test_a_failure_has_its_reason_not_the_key_and_is_retried_if_transient(client, endpoint, caplog, capsys, mode):
     endpoint.modes = [mode]
     with caplog.at_level(logging.DEBUG):
         problem = await failure(client)
     assert problem.reason == REASON_OF.get(mode, "unreachable")
     if mode not in OUTAGES:
         assert len(endpoint.bodies) == (client_module.MAX_ATTEMPTS if mode in RETRIED else 1)
-    shown_to_the_user = "".join(traceback.format_exception(problem)) + repr(problem) + caplog.text
-    assert (
-        KEY not in shown_to_the_user and KEY[:12] not in shown_to_the_user
-    )  # even if the server's error contains the key
+    said = capsys.readouterr().err
+    assert ("it gets no requests until it answers again" in said) == (mode in OUTAGES)
+    shown = "".join(traceback.format_exception(problem)) + repr(problem) + caplog.text + said
+    assert KEY not in shown and KEY[:12] not in shown  # even if the server's error contains the key
 
 
 @pytest.mark.parametrize("on_text", [None, lambda text: None])
@@ -179,8 +179,13 @@ async def test_a_stream_reports_partial_text_and_is_retried_if_it_breaks(client,
 
 @asking()
 async def test_an_error_in_a_stream_has_its_reason(client, endpoint):
-    endpoint.modes = ["stream error"]
+    def fail(text):
+        raise TimeoutError("my display")
+
+    endpoint.modes = ["stream error", "ok"]
     assert (await failure(client, on_text=lambda text: None)).reason == "context"
+    with pytest.raises(TimeoutError, match="my display"):  # not the request's deadline
+        await ask(client, on_text=fail)
 
 
 @pytest.mark.parametrize("mode", ["429", "overloaded"])
@@ -220,12 +225,17 @@ async def test_a_health_check_does_not_end_retry_after(client, endpoint):
     assert len(endpoint.bodies) == 1
 
 
-def test_rate_limits_without_retry_after_are_retried_until_the_deadline():
+def test_waits_after_rate_limits_are_bounded_and_never_shortened():
     endpoint = client_module._Endpoint("http://127.0.0.1:9/v1", None)
     for _ in range(2000):
         endpoint.ready_s = 0.0  # the wait is over
         endpoint.limit(RateLimited("slow down"))
     assert endpoint.ready_s - time.monotonic() <= client_module.MAX_BACKOFF_S
+    for wait_s in (3600.0, 1.0):
+        endpoint.limit(RateLimited("slow down", wait_s))
+    assert endpoint.ready_s - time.monotonic() > 3000
+    endpoint.mark_down(EndpointError("the connection is lost"))
+    assert endpoint.ready_s == 0.0  # it is probed now
 
 
 @asking()
@@ -248,13 +258,15 @@ async def test_rate_limits_of_concurrent_requests_double_the_wait_once(client, e
     started_s = time.monotonic()
     await asyncio.gather(*(ask(client) for _ in range(40)))
     assert time.monotonic() - started_s < 5 and len(endpoint.bodies) == 80
+    assert client._servers[0].num_limited == 0  # the next wait is short again
 
 
+@pytest.mark.parametrize(("mode", "most"), [("429", 1), ("500", 4)])
 @asking(2)
-async def test_requests_move_to_another_server_during_retry_after(client, busy, free):
-    busy.modes, busy.retry_after = ["429"], "3600"
+async def test_requests_move_to_another_server_after_a_failure(client, busy, free, mode, most):
+    busy.modes, busy.retry_after = [mode], "3600"
     assert {(await ask(client)).server for _ in range(4)} == {free.url}
-    assert len(busy.bodies) <= 1
+    assert len(busy.bodies) <= most
 
 
 @pytest.mark.parametrize(
@@ -282,6 +294,8 @@ async def test_a_request_without_an_answer_ends_at_its_deadline(client, endpoint
     endpoint.modes = ["hung"]
     problem = await failure(client, deadline_s=0.3)
     assert problem.reason == "deadline" and isinstance(problem, DeadlineExceeded)
+    endpoint.modes = ["500", "hung"]
+    assert (await failure(client, deadline_s=1.0)).reason == "unreachable"  # names the failure before the deadline
 
 
 @asking(2)
@@ -334,6 +348,7 @@ async def test_requests_to_hung_servers_fail_despite_running_probes(monkeypatch)
             server.mark_down(EndpointError("it hangs"))
             server.ready_s = time.monotonic() + number * 0.2
         assert (await failure(client, deadline_s=10.0)).reason == "unreachable"
+        assert len(client._probes) <= 2  # one per server
         await client.close()
 
 
@@ -359,9 +374,12 @@ async def test_requests_wait_for_a_restarting_server(client, endpoint):
 
 
 @asking(2)
-async def test_requests_with_the_same_affinity_go_to_the_same_server_and_others_are_spread(client, *_):
+async def test_requests_with_the_same_affinity_go_to_the_same_server_and_others_are_spread(client, *both):
     servers = [{(await ask(client, affinity=str(name))).server for _ in range(3)} for name in range(16)]
     assert all(len(of_one) == 1 for of_one in servers) and len(set.union(*servers)) == 2
+    for server in both:
+        server.delay_s = 0.5
+    assert len({reply.server for reply in await asyncio.gather(*(ask(client, affinity="x") for _ in range(20)))}) == 2
 
 
 @asking()

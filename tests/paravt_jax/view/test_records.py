@@ -54,9 +54,10 @@ def test_the_newest_line_of_a_sample_counts_unless_it_is_missing(tmp_path):
 
     shard = write_lines(tmp_path / "shards" / "1_of_2" / "samples_none_8.jsonl", [line("a", "1", True)])
     lines = [line("a", "2", False), line("b", "3", False), line("b", "4", False), line("b", "5", True)]
+    lines += [line("c", "6", True), line("c", "7", True)]
     own = write_lines(tmp_path / "samples_none_8.jsonl", lines)
     assert cells_of(tmp_path) == {"none_8": [shard, own]}
-    assert sorted(line.id for line in samples_of([shard, own])) == ["2", "4"]
+    assert sorted(line.id for line in samples_of([shard, own])) == ["2", "4", "7"]
 
 
 @pytest.mark.slow
