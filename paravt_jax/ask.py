@@ -17,6 +17,7 @@ from rollout.toolbox.subtitles import subtitles_beside
 from rollout.video.errors import ImageError, VideoError
 
 DEFAULT_MODEL = "ParaVT/ParaVT-8B"
+AS_TRAINED = "default: as in the model's paravt.json; without that file or with --endpoint,"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -60,10 +61,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "model that accepts images",
     )
     parser.add_argument("--endpoint-key-env", default="", metavar="NAME", help="environment variable with its API key")
-    parser.add_argument(
-        "--frames", type=num_frames, metavar="N", help="frames of the overview (default: as in training)"
-    )
-    parser.add_argument("--dispatch", choices=get_args(Dispatch), help="how calls are run (default: as in training)")
+    parser.add_argument("--frames", type=num_frames, metavar="N", help=f"frames of the overview ({AS_TRAINED} 64)")
+    parser.add_argument("--dispatch", choices=get_args(Dispatch), help=f"how calls are run ({AS_TRAINED} parallel)")
 
 
 def num_frames(text: str) -> int:
@@ -104,7 +103,7 @@ async def run(args: argparse.Namespace, files: list[str], question: str | None) 
             _write("\n")
             print(json.dumps(answer.to_record()) if args.json else answer.text, flush=True)
             say("\n".join(summary(answer)))
-            problem = why_no_answer(answer, answerer.agent.config)
+            problem = why_no_answer(answer, answerer.agent.config, has_recipe=not args.endpoint)
             if not args.interactive:
                 break
             if problem:

@@ -39,8 +39,12 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="with a --host that other machines can reach: serve everyone without a key",
     )
-    parser.add_argument("--video-root", type=Path, metavar="DIR", help="clients may use the video files in it")
-    parser.add_argument("--allow-fetch", action="store_true", help="clients may use videos on the public internet")
+    parser.add_argument(
+        "--video-root", type=Path, metavar="DIR", help="clients may use the videos, images and subtitles in it"
+    )
+    parser.add_argument(
+        "--allow-fetch", action="store_true", help="clients may use videos and images on the public internet"
+    )
     parser.add_argument(
         "--max-questions",
         type=int,

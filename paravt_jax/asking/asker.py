@@ -1,7 +1,7 @@
 """Opens a model to answer questions, with the prompts and pixel budgets of its training."""
 
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,11 +25,13 @@ from paravt_jax.sampling.engines import frame_reader, open_engine
 from paravt_jax.sampling.local_copy import by_layer
 from rollout.chat import Chat
 from rollout.endpoint.agent import EndpointAgent
+from rollout.endpoint.errors import EndpointError
 from rollout.engine.discovery import check_url
 from rollout.episode import Agent
 from rollout.episode_config import Dispatch
 
 MAX_ROWS = 16  # concurrent requests of the embedded engine
+FLAGS = {"engine.urls": "--endpoint", "engine.model": "--model", "engine.api_key_env": "--endpoint-key-env"}
 
 
 def recipe_for(source: Path, *, num_frames: int | None, dispatch: Dispatch | None) -> Recipe:
@@ -53,8 +55,22 @@ def engine_of(model: str, urls: list[str], endpoints: list[str], key_env: str) -
     for url in urls:
         check_url("--url", url)
     if endpoints:
-        return EngineConfig("openai", endpoints, model, key_env)
+        with flags_in_errors():
+            return EngineConfig("openai", endpoints, model, key_env)
     return EngineConfig("sglang", urls) if urls else None
+
+
+@contextmanager
+def flags_in_errors() -> Iterator[None]:
+    """Replaces settings in the errors of an endpoint by the command's flags."""
+    try:
+        yield
+    except (ValueError, EndpointError) as problem:
+        message = str(problem)
+        for setting, flag in FLAGS.items():
+            message = message.replace(setting, flag)
+        problem.args = (message,)
+        raise
 
 
 @asynccontextmanager
@@ -70,6 +86,7 @@ async def open_asker(
     async with AsyncExitStack() as stack:
         with ended_by_interrupt():
             if engine is not None and engine.kind == "openai":
+                stack.enter_context(flags_in_errors())
                 answerer = await _behind_endpoint(engine, stack, num_frames, dispatch)
             else:
                 answerer = await _of_model(model, engine, stack, num_frames, dispatch, num_questions)

@@ -174,7 +174,7 @@ class Sources:
             with target.open("wb") as file:
                 async for part in response.content.iter_chunked(CHUNK_BYTES):
                     if not budget.take(len(part)):
-                        raise BadRequest(f"the videos of this request are larger than {MAX_FETCHED_BYTES >> 30} GiB")
+                        raise BadRequest(f"the files of this request are larger than {MAX_FETCHED_BYTES >> 30} GiB")
                     if not self.budget.take(len(part)):
                         budget.free_bytes += len(part)
                         raise RequestError(503, "other requests are fetching too much", "unavailable", RETRY_S)

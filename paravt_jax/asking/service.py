@@ -147,7 +147,7 @@ class Service:
 
     def _check_supported(self, question: Question) -> None:
         if question.temperature and question.top_p != 1 and not self.answerer.samples_top_p:
-            raise BadRequest("top_p needs SGLang servers (--url); the embedded engine samples from all tokens", "top_p")
+            raise BadRequest("top_p needs --url or --endpoint; the embedded engine samples from all tokens", "top_p")
         if (question.num_frames or 0) > self.answerer.num_frames:
             raise BadRequest(
                 f"num_frames must be at most {self.answerer.num_frames}, the server's --frames", "media_io_kwargs"

@@ -16,7 +16,10 @@ from rollout.tools import BadCall, ToolCall, Window, video_of, window_of
 
 BAR_COLUMNS, NAME_COLUMNS = 40, 10
 MAX_REPORT_CHARS = 300
-OF_EXPORT = "of an export; a checkpoint with changed files counts as damaged"
+IN_RECIPE = (
+    f"{RECIPE_FILE} of the model's Hugging Face directory, which may not have that file yet; a checkpoint with changed "
+    f"files counts as damaged"
+)
 TAG = re.compile(r"</?(?:think|answer)>\n?")
 OPEN_TAG = re.compile(r"</?\w{0,10}$|\ufffd$")  # the next token may complete it to a tag or a character
 
@@ -107,8 +110,11 @@ def clock(seconds: float | int) -> str:
     return f"{hours}:{minutes:02d}:{seconds:04.1f}" if hours else f"{minutes}:{seconds:04.1f}"
 
 
-def why_no_answer(answer: Answer, config: EpisodeConfig) -> str:
-    """The limit that the episode reached, with a way to raise it; empty if there is an answer."""
+def why_no_answer(answer: Answer, config: EpisodeConfig, *, has_recipe: bool = True) -> str:
+    """The limit that the episode reached, with a way to raise it; empty if there is an answer.
+
+    A model behind an endpoint has no recipe, so its limits are the defaults.
+    """
     if answer.text:
         return ""
     if answer.finish == "done":
@@ -116,14 +122,19 @@ def why_no_answer(answer: Answer, config: EpisodeConfig) -> str:
     if answer.finish == "abort":
         return "the episode was aborted"
     if answer.finish == "length" and answer.episode.turns[-1].num_tokens >= config.max_new_tokens:
+        reached = f"the turn reached its limit of {config.max_new_tokens:,} tokens"
         return (
-            f"the turn reached its limit of {config.max_new_tokens:,} tokens; raise rollout.max_new_tokens in "
-            f"{RECIPE_FILE} {OF_EXPORT}"
+            f"{reached}; raise rollout.max_new_tokens in {IN_RECIPE}"
+            if has_recipe
+            else f"{reached}, which --endpoint cannot raise"
         )
-    return (
-        f"the context of {config.max_context_tokens:,} tokens is full; pass a smaller --frames, or raise "
-        f"rollout.max_context_tokens in {RECIPE_FILE} {OF_EXPORT}"
-    )
+    if answer.finish == "length" and not has_recipe:
+        num_tokens = answer.episode.turns[-1].num_tokens
+        return (
+            f"the endpoint cut the turn off after {num_tokens:,} tokens; raise its limits, or pass a smaller --frames"
+        )
+    full = f"the context of {config.max_context_tokens:,} tokens is full; pass a smaller --frames"
+    return f"{full}, or raise rollout.max_context_tokens in {IN_RECIPE}" if has_recipe else full
 
 
 def summary(answer: Answer) -> Iterator[str]:

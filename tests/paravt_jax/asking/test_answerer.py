@@ -75,7 +75,8 @@ def test_a_missing_answer_names_the_limit_that_was_reached(turns, config, reason
     answer, _ = answer_of(chat, turns, config=config)
     shown = why_no_answer(answer, config)
     assert shown.startswith(reason) and bool(reason) != bool(answer.text)
-    assert ("paravt.json" in shown) == ("paravt.json of an export; a checkpoint" in shown)
+    assert ("paravt.json" in shown) == ("paravt.json of the model's Hugging Face directory" in shown)
+    assert "paravt.json" not in why_no_answer(answer, config, has_recipe=False)
 
 
 def test_parallel_calls_take_the_maximum_of_their_times(chat):

@@ -14,13 +14,14 @@ from PIL import Image
 from served import ACCESS, LOOK, MODEL, with_service
 
 from paravt_jax import ask
-from paravt_jax.asking import service as service_module
+from paravt_jax.asking import asker, service as service_module
 from paravt_jax.asking.access import AccessControl
 from paravt_jax.asking.answerer import Answerer
 from paravt_jax.asking.asker import engine_of, open_asker
 from paravt_jax.asking.media import Sources
 from paravt_jax.asking.service import Service
 from paravt_jax.rewards.terms import find_prediction
+from paravt_jax.run.recipe import Recipe
 from rollout.endpoint.agent import EndpointAgent
 from rollout.endpoint.check import check_endpoint
 from rollout.endpoint.client import EndpointClient
@@ -96,7 +97,47 @@ def test_a_model_that_is_not_served_is_rejected_at_once():
             opened = open_asker("other", engine_of("other", [], [endpoint.url], ""), num_frames=3, dispatch=None)
             await opened.__aenter__()
 
-    with pytest.raises(EndpointError, match=rf"does not serve engine\.model=other; it serves {FAKE_MODEL}"):
+    with pytest.raises(EndpointError, match=rf"does not serve --model=other; it serves {FAKE_MODEL}"):
+        asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("url", "key_env", "problem"),
+    [
+        ("http://10.0.0.2/v1?key=1", "", r"^--endpoint has http://10\.0\.0\.2/v1, expected a base URL"),
+        ("http://10.0.0.2/v1", "NO_KEY", r"^--endpoint-key-env=NO_KEY names an environment variable that is not set"),
+        (None, "", r"rejects the API key .* check the variable that --endpoint-key-env names"),
+    ],
+)
+def test_the_errors_of_an_endpoint_name_the_flags(url, key_env, problem, monkeypatch):
+    monkeypatch.delenv("NO_KEY", raising=False)
+
+    async def run():
+        async with FakeEndpoint(says) as endpoint:
+            endpoint.key = "sk-right"
+            engine = engine_of(FAKE_MODEL, [], [url or endpoint.url], key_env)
+            await open_asker(FAKE_MODEL, engine, num_frames=3, dispatch=None).__aenter__()
+
+    with pytest.raises((ValueError, EndpointError), match=problem):
+        asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("limit", "problem"),
+    [
+        ({}, "^no answer: the endpoint cut the turn off after 7 tokens; raise its limits, or pass a smaller --frames$"),
+        ({"max_new_tokens": 7}, "^no answer: the turn reached its limit of 7 tokens, which --endpoint cannot raise$"),
+    ],
+)
+def test_an_answer_that_an_endpoint_cut_off_names_the_limit_that_was_reached(limit, problem, monkeypatch):
+    monkeypatch.setattr(asker, "Recipe", lambda: Recipe(rollout=EpisodeConfig(**limit)))
+
+    async def run():
+        async with FakeEndpoint("Red or blue?", "ok", "cut off") as endpoint:
+            flags = ["--endpoint", endpoint.url, "--model", FAKE_MODEL]
+            await ask.run(ask.make_parser().parse_args(["What colour?", *flags]), [], "What colour?")
+
+    with pytest.raises(RuntimeError, match=problem):
         asyncio.run(run())
 
 

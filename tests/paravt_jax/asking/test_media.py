@@ -207,7 +207,7 @@ def fetching(monkeypatch):
 def test_the_downloads_of_one_request_are_limited_in_total(tmp_path, fetching):
     sources = Sources(None, True, tmp_path)
     assert fetched(sources, "/video", "/video") == [b"v" * 5000] * 2
-    with pytest.raises(BadRequest, match="the videos of this request are larger than"):
+    with pytest.raises(BadRequest, match="the files of this request are larger than"):
         fetched(sources, "/video", "/video", "/video")
     assert not list(tmp_path.iterdir())
 
