@@ -39,15 +39,17 @@ class EpisodeConfig:
         "result of crop_video and zoom_frame. report: a sub-agent's report; frames: the frames, in the main agent's "
         "dialogue",
     )
-    forced_prefix: str = setting("<think>\n", "prefix of every turn of the main agent, forced instead of sampled")
+    forced_prefix: str = setting(
+        "<think>\n", "prefix of every turn of the main agent, forced instead of sampled; an endpoint does not get it"
+    )
     max_new_tokens: int = setting(2048, "sampled tokens per turn")
     max_context_tokens: int = setting(32_768, "tokens per dialogue, including frames")
     subagent_new_tokens: int = setting(512, "sampled tokens per report of a sub-agent")
     subagent_max_frames: int = setting(16, "frames that a call shows to a sub-agent or the main agent")
     overview_fps: float = setting(
         0.0,
-        "frames per second of an overview, up to its frame budget; 1 matches the release. 0: the whole budget for any "
-        "length",
+        "frames per second of an overview, at least 4 frames and at most its frame budget; 1 matches the release. 0: "
+        "the whole budget for any length",
     )
     temperature: float = setting(0.7, "sampling temperature; 0: greedy")
     turn_deadline_s: float = setting(

@@ -12,7 +12,11 @@ RENAMED = {  # old key -> current key, with a hint if its values changed too
     "video.gating": "video.frame_budgets: [] for false",
     **dict.fromkeys(("loss.kl_in", "loss.kl_estimator"), "loss.kl: k3, k2, reward, returns, see --show"),
     **dict.fromkeys(
-        ("reward.think_first_bonus", "reward.answer_suffix"), "reward.format: published, strict, no_suffix, see --show"
+        (
+            *("reward.think_first_bonus", "reward.answer_suffix", "reward.parts.think"),
+            *("reward.parts.answer_opening", "reward.parts.answer_closing"),
+        ),
+        "reward.format: published, strict, no_suffix, see --show",
     ),
     **dict.fromkeys(
         (
@@ -38,10 +42,7 @@ FIXED = {  # key -> the value that every run uses
     "optim.eps": 1e-8,
     "optim.head_chunk_tokens": 256,
     "optim.max_bad_steps": 5,
-    "reward.parts.answer_closing": 0.2,
-    "reward.parts.answer_opening": 0.3,
     "reward.parts.flow": 0.3,
-    "reward.parts.think": 0.2,
     "reward.parts.think_closing": 0.4,
     "reward.plugin_deadline_s": 60.0,
     "sft.steps_ahead": 2,
@@ -73,7 +74,8 @@ REMOVED = {  # key -> reason
     "rollout.prompts.subagent_frame_times": "a sub-agent's frames have times if rollout.prompts.subagent_intro is not "
     "empty",
     "rollout.token_px": "it is 32 in every Qwen3-VL",
-    "rollout.top_p": "runs sample from all tokens; a client of python -m paravt_jax.serve can send top_p",
+    "rollout.top_p": "runs sample from all tokens; a client of python -m paravt_jax.serve with --url or "
+    "--endpoint can send top_p",
     "train.anchor_tokens": "the anchor always includes all three",
     "validation.at_start": "a run with data.validation validates before its first step too",
     "video.decoder": "PyAV always decodes; decord gives wrong frames for some files",

@@ -45,7 +45,7 @@ class PolicyConfig:
     remat: Literal["auto", "none", "full", "dots", "attention", "offload"] = setting(
         "auto",
         "activations to recompute in the backward pass. auto: as few as fit in memory according to --plan; none: the "
-        "fastest; full: the least memory; offload: full, with the layers' inputs in host memory",
+        "fastest; full: the least memory except offload, which also keeps the layers' inputs in host memory",
     )
 
 
@@ -105,10 +105,10 @@ class HostsConfig:
 class DataConfig:
     train: str = setting(
         SYNTHETIC,
-        "training prompts: a parquet or JSON-lines file, a directory with parquet files, a dataset on the hub as "
-        "OWNER/NAME[/SUB/DIR][@REVISION], or synthetic",
+        "training prompts, for sft traces: a parquet or JSON-lines file, a directory with parquet files, a dataset on "
+        "the hub as OWNER/NAME[/SUB/DIR][@REVISION], or synthetic",
     )
-    validation: str = setting("", "held-out prompts, in the same forms as data.train; empty: no validation")
+    validation: str = setting("", "held-out prompts or traces, in the same forms as data.train; empty: no validation")
     video_root: str = setting("", "base directory of relative video paths; empty: the prompt file's directory")
     allow_outside: bool = setting(
         False, "accept rows with files outside data.video_root, also through links; set it if you trust the rows"
@@ -135,7 +135,9 @@ class VideoConfig:
         [4, 8, 16, 32, 64],
         "gating: each prompt's number of frames is drawn from these; published. Empty: always overview_frames",
     )
-    overview_frames: int = setting(64, "frames per prompt without gating, and in validation")
+    overview_frames: int = setting(
+        64, "frames per prompt without gating, and in validation of train; eval has eval.frame_budgets instead"
+    )
     max_pixels: int = setting(
         50_176, "largest area of a frame, in pixels; the published value. Lower it to save context and memory"
     )
@@ -291,7 +293,8 @@ SHORT_ROW_TOKENS = 4096
 class PackConfig:
     row_tokens: int = setting(
         32_768,
-        "tokens per packed row, at least rollout.max_context_tokens; RL uses shorter rows if that saves work",
+        "tokens per packed row. RL: at least rollout.max_context_tokens, and rows are shorter if that saves work; SFT "
+        "leaves out longer traces",
     )
     num_rows: int = setting(
         1, "rows per micro-batch, a multiple of mesh.data x mesh.fsdp; lower it if the update does not fit"
@@ -318,13 +321,18 @@ class TrainConfig:
     updates_per_step: int = setting(1, "optimizer steps per training step, each on its own part of the groups")
     max_staleness: int = setting(
         0,
-        "maximum age of a trained token in policy versions; 0: rollouts and updates alternate; higher: they overlap",
+        "maximum age of a trained token in policy versions; higher than 0: rollouts and updates overlap. 0: they "
+        "alternate, and tokens age only by the step's earlier updates",
     )
     max_resamples: int = setting(
-        2, "rounds of new prompts to replace zero-variance groups (DAPO); 0: train on fewer groups"
+        2,
+        "rounds of new prompts to replace groups without a signal, those that advantage.filter_zero_variance leaves "
+        "out and those without a reward (DAPO); 0: train on fewer groups",
     )
     oversample: int = setting(
-        0, "extra groups to start, so that the slowest can be aborted; their prompts return in the next step"
+        0,
+        "extra groups to start, so that the slowest can be aborted; their prompts return in the next step. Single-host "
+        "only",
     )
     max_missing_frac: float = setting(
         0.5,
@@ -333,8 +341,8 @@ class TrainConfig:
     subagent_loss: bool = setting(False, "also train on sub-agents' tokens, with their episode's advantage")
     truncated: Truncated = setting(
         "learn",
-        "episodes at the token limit. learn: train on them; leave_out: use them only in their group's statistics; "
-        "soft: subtract up to 1 from the reward",
+        "episodes at a token limit. learn: train on them; leave_out: use them only in their group's statistics; soft: "
+        "subtract 1 from their reward, and less from an episode with a turn near rollout.max_new_tokens",
     )
 
     def __post_init__(self) -> None:
@@ -374,7 +382,7 @@ class ValidationConfig:
     every_steps: int = setting(
         50, "steps between validations; the first is before step 1, the last after the last step"
     )
-    max_prompts: int = setting(256, "number of prompts to use, spread evenly over the file")
+    max_prompts: int = setting(256, "number of prompts or traces to use, spread evenly over the file")
 
     def __post_init__(self) -> None:
         _at_least_1("validation", self, "every_steps", "max_prompts")

@@ -31,7 +31,11 @@ class AdvantageConfig:
         "and std over all loss tokens of the step, with rewards of at most 2.2, as in the release; none: no division, "
         "as in Dr. GRPO; loo: no division, and the mean is over the group's other episodes",
     )
-    filter_zero_variance: bool = setting(True, "leave out groups whose rewards are all equal; they only contribute KL")
+    filter_zero_variance: bool = setting(
+        True,
+        "leave out groups whose rewards are all equal, which only contribute KL; no effect with credit=likelihood, "
+        "where they train the structure",
+    )
 
     @property
     def max_reward(self) -> float:
@@ -217,13 +221,15 @@ class MismatchConfig:
 class OptimConfig:
     learning_rate: float = setting(2e-6, "peak learning rate; published")
     schedule: Schedule = setting(
-        "constant", "cosine: the learning rate rises from 0 over 5 % of the steps, then falls to 0 at the last one"
+        "constant",
+        "cosine: the learning rate rises from 0 over 5 % of the steps, then falls and is almost 0 at the last one",
     )
     weight_decay: float = setting(0.01, "AdamW's decoupled weight decay; published")
     max_grad_norm: float = setting(1.0, "gradients with a larger norm are scaled down to it; published")
     offload: bool = setting(
         False,
-        "keep optimizer moments and reference in host memory during the backward pass; saves 10 bytes per parameter",
+        "keep optimizer moments and reference in host memory during the backward pass; saves 8 bytes per trained "
+        "parameter for the moments and 2 for a reference, which loss.kl_coef above 0 needs",
     )
     train_vision: bool = setting(False, "train the vision tower too; the published recipe does not")
 

@@ -38,12 +38,15 @@ class RewardConfig:
     )
     format_weight: float = setting(1.0, "weight of the format reward, w_fmt")
     anchor_weight: float = setting(0.5, "weight of the anchor reward, lambda; 0: no anchoring")
-    unclosed_penalty: float = setting(0.3, "penalty for a <think> that is never closed, gamma; 0: none")
+    unclosed_penalty: float = setting(
+        0.3, "penalty for a <think> that is never closed, gamma, inside the anchor reward; 0: none"
+    )
     tool: ToolReward = setting(
         "published",
-        "R_tool. published: 0.3 for an executed call and 0.5 more if R_acc is above 0; needed: R_acc minus the "
-        "mean R_acc of the group's answers without an executed call, which is negative for a call that made an answer "
-        "worse, and 0.03 less for every call; none: no R_tool",
+        "R_tool. published: 0.3 if a call was executed, 0.1 if calls are well-formed but none was executed, and 0.5 "
+        "more for either if R_acc is above 0; needed: for an answer after an executed call, R_acc minus the mean R_acc "
+        "of the group's answers without one, which is negative for a call that made an answer worse, and 0.03 less for "
+        "every call; none: no R_tool",
     )
     format: FormatReward = setting(
         "published",

@@ -243,6 +243,7 @@ SERVERS = ["engine.kind=sglang"]
         (["trian.num_steps=3"], r"\(did you mean train\.num_steps\?\)$"),
         (["rollout.deadline_s=3"], r"\(did you mean rollout\.turn_deadline_s\?\)$"),
         (["seed.x=1"], r"seed\.x is not a setting \(did you mean seed\?\)$"),
+        (["reward.parts.answer_closing=0.1"], r"answer_closing is now reward\.format"),
         (["train.bs=1"], r"train\.bs is not a setting \(--show lists all\)$"),
         (["model=3"], r"model is a section; set model\.path, model\.dtype, model\.attention and so on$"),
         (["train.num_steps=6.5"], r"train\.num_steps=6\.5: .*Integer"),
