@@ -32,6 +32,7 @@ def _fast(monkeypatch):
     monkeypatch.setattr(client_module, "POLL_S", 0.01)
     monkeypatch.setattr(client_module, "GIVE_UP_S", 0.5)
     monkeypatch.setenv("ENDPOINT_KEY", KEY)
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # not for servers on this machine
 
 
 async def ask(client: EndpointClient, **changed: Any) -> Any:
