@@ -175,9 +175,12 @@ def test_sequential_dispatch_makes_one_call_per_turn():
     assert not any("stop" in body for body in subagent_bodies(endpoint))
 
 
-def test_requests_have_the_sampling_settings_and_distinct_seeds():
-    endpoint = FakeEndpoint(says(LOOK, ANSWER))
+def test_requests_have_the_sampling_settings_and_distinct_seeds(monkeypatch):
+    endpoint, complete, asked = FakeEndpoint(says(LOOK, ANSWER)), EndpointClient.complete, []
+    monkeypatch.setattr(EndpointClient, "complete", lambda *args, **rest: asked.append(rest) or complete(*args, **rest))
     play(endpoint, temperature=0.7, max_new_tokens=100, subagent_new_tokens=50)
+    assert len({rest["affinity"] for rest in asked}) == 3  # of the agent and of two windows
+    assert {rest["deadline_s"] <= EpisodeConfig().turn_deadline_s for rest in asked} == {True}
     assert [body["max_tokens"] for body in main_bodies(endpoint)] == [100, 100]
     assert [body["max_tokens"] for body in subagent_bodies(endpoint)] == [50, 50]
     assert all((body["temperature"], body["top_p"]) == (0.7, 1.0) for body in endpoint.bodies)

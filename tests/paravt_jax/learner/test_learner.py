@@ -14,6 +14,7 @@ from model_port.config import LoraConfig
 from model_port.inputs import Frame
 from model_port.sharding import flat_params, make_mesh, num_row_parts
 from model_port.tiny import make_tiny, tiny_config
+from paravt_jax.learner.ahead import UpdateCompiler
 from paravt_jax.learner.batch_shape import shapes_of_batch
 from paravt_jax.learner.learner import Learner, StepPart
 from paravt_jax.learner.packing import BatchShape, Dialogue, pack
@@ -196,12 +197,15 @@ def test_the_vision_tower_changes_only_if_it_is_trained(train_vision, tiny_hf, b
 
 
 @pytest.mark.slow
-def test_an_sft_update_compiled_ahead_compiles_nothing_later(tiny_hf, batches):
+def test_an_sft_update_compiled_ahead_compiles_nothing_later(tiny_hf, batches, monkeypatch):
     names: list[str] = []
 
     def on_event(event, duration_secs, **kwargs):
         if event == COMPILED:
             names.append(str(kwargs["fun_name"]))
+
+    def lack_memory(*_):
+        raise MemoryError
 
     jax.clear_caches()
     learner = make_learner(tiny_hf)
@@ -211,6 +215,11 @@ def test_an_sft_update_compiled_ahead_compiles_nothing_later(tiny_hf, batches):
     names.clear()
     learner.imitate(batches, NUM_TOKENS)
     assert names == []
+    for part in ("gradients", "apply_gradients"):  # compiled in threads
+        monkeypatch.setattr(UpdateCompiler, part, lack_memory)
+        with pytest.raises(MemoryError):
+            learner.imitation_compiler().compile(shapes_of_batch(batches[0], None))
+        monkeypatch.undo()
 
 
 @pytest.mark.slow
