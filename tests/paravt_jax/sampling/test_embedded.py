@@ -213,6 +213,7 @@ async def test_abort_returns_the_tokens_so_far_and_frees_the_row(engine, chat):
     while len(engine._running) < 2 or not all(engine._sampler.sampled(n) for n in list(engine._running)):
         await asyncio.sleep(0.01)
     await engine.abort("a")
+    assert len(engine._running) == 1
     first = await tasks[0]
     await engine.abort()
     second, third = await tasks[1], await engine.generate(request(chat, "c"))
