@@ -127,13 +127,14 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     }
 
 
-def staleness_mean(groups: Sequence[Group], version: int) -> float:
-    """Mean number of policy versions by which the sampled tokens lag the learner."""
+def staleness_mean(groups: Sequence[Group], version: int) -> float | None:
+    """Mean number of policy versions by which the sampled tokens lag the learner; None without tokens."""
     num_by_age = Counter[int]()
     for rollout in (rollout for group in groups for rollout in group.rollouts):
         if rollout.stats is not None:
             num_by_age.update({version - int(older): number for older, number in rollout.stats.versions.items()})
-    return sum(age * number for age, number in num_by_age.items()) / max(1, num_by_age.total())
+    total = num_by_age.total()
+    return sum(age * number for age, number in num_by_age.items()) / total if total else None
 
 
 def num_sampled(groups: Sequence[Group]) -> int:

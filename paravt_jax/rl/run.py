@@ -80,7 +80,8 @@ class Run:
         training = self.training
         rollout_s = time.monotonic() - training.began_step_s
         metrics = group_metrics(groups) | self.rollouts.metrics()
-        metrics["staleness_mean"] = staleness_mean(groups, training.version)
+        if (staleness := staleness_mean(groups, training.version)) is not None:
+            metrics["staleness_mean"] = staleness
         rollouts, limits = [rollout for group in groups for rollout in group.rollouts], self.greedy.agent.config
         remarks = missing_remark(rollouts), no_room_remark(rollouts, limits.max_context_tokens)
         for remark in filter(None, (deadline_remark(metrics, limits.turn_deadline_s), *remarks)):

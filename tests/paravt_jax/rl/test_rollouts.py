@@ -422,6 +422,7 @@ def test_the_metrics_of_a_step_by_hand(chat):
     assert metrics["rollout/frame_budget_mean"] == 3
     assert metrics["rollout/turns_mean"] == 1.25
     assert staleness_mean(groups, 7) == 2
+    assert staleness_mean([], 7) is None
     ledgers = [ledger for group in groups for rollout in group.rollouts for ledger in rollout.episode.ledgers]
     assert num_tokens(groups, chat, 32) == sum(len(ledger.ids) for ledger in ledgers)  # a frame is one token here
     assert rollout_metrics([])["num_episodes"] == 0
