@@ -35,7 +35,7 @@ async def run_eval(config: EvalConfig, shard: Shard | None = None) -> list[Cell]
     if len(config.eval.temperatures) > 1:
         from paravt_jax.evaluation.temperatures import draw_temperatures  # imported late: loads matplotlib
 
-        draw_temperatures(config.run_dir, cells)
+        draw_temperatures(evaluation.directory, cells)
     return cells
 
 

@@ -1,4 +1,4 @@
-"""Plots format stability over temperatures, a curve per dispatch and budget, to RUN/plots/temperatures.png."""
+"""Plots format stability over temperatures, a curve per dispatch and budget, to plots/temperatures.png."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,8 +14,8 @@ PANELS = {"Format reward f_τ": "format_reward", "Fraction of parseable episodes
 MARKERS = "osD^vPX*"
 
 
-def draw_temperatures(run_dir: str | Path, cells: Sequence[Cell]) -> Path:
-    path = Path(run_dir) / PLOTS_DIR / "temperatures.png"
+def draw_temperatures(directory: Path, cells: Sequence[Cell]) -> Path:
+    path = directory / PLOTS_DIR / "temperatures.png"
     path.parent.mkdir(exist_ok=True)
     with matplotlib.rc_context(STYLE), whole_file(path) as file:
         _figure(_curves(cells)).savefig(file, format="png")

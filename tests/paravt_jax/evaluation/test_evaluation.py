@@ -320,6 +320,13 @@ def test_merged_shards_equal_an_evaluation_without_shards(evaluator, tmp_path):
     assert merged.run(config) == unsharded and not merged.episodes
 
 
+def test_a_shard_does_not_replace_the_plot_of_the_whole_evaluation(evaluator, tmp_path):
+    config = config_of("longvideobench", tmp_path / "copy", "eval.temperatures=[0,0.5]")
+    evaluator("A").run(config, (1, 2))
+    run_dir = Path(config.run_dir)
+    assert [*run_dir.rglob("temperatures.png")] == [run_dir / "shards" / "1_of_2" / "plots" / "temperatures.png"]
+
+
 def test_samples_are_identified_by_all_that_the_policy_and_the_reward_get_but_not_by_paths():
     prompt = Prompt("1", "What?", ("a.mp4",), "A", "mcq")
     changed: list[dict[str, Any]] = [{}, {"videos": ("/elsewhere/a.mp4",)}, {"question": "Where?"}, {"answer": "B"}]
