@@ -112,7 +112,7 @@ async def _of_model(
     dispatch: Dispatch | None,
     num_questions: int,
 ) -> Answerer:
-    source = await in_thread(lambda: source_directory(model, "--model DIR"))
+    source = await in_thread(lambda: source_directory(model, "--model DIR", weights=engine is None))
     recipe = recipe_for(source, num_frames=num_frames, dispatch=dispatch)
     hf_files = hf_files_of(source)
     contract = contract_of_run(hf_files, recipe.max_pixels)

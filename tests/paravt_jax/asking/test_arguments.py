@@ -1,6 +1,9 @@
+import asyncio
+
 import pytest
 
 from paravt_jax.ask import _files_and_question
+from paravt_jax.asking.asker import engine_of, open_asker
 
 
 @pytest.mark.parametrize(
@@ -31,3 +34,18 @@ def test_a_mistyped_file_is_not_a_question(tmp_path, monkeypatch, words, problem
     (tmp_path / "film.mp4").touch()
     with pytest.raises(ValueError, match=problem):
         _files_and_question(words, False)
+
+
+@pytest.mark.parametrize("urls", [[], ["http://127.0.0.1:1"]])
+def test_weights_are_only_downloaded_to_sample_in_this_process(urls, monkeypatch):
+    patterns = []
+
+    def download(repo, allow_patterns):
+        patterns.extend(allow_patterns)
+        raise OSError("no network")
+
+    monkeypatch.setattr("model_port.download.snapshot_download", download)
+    asker = open_asker("you/model", engine_of("you/model", urls, [], ""), num_frames=None, dispatch=None)
+    with pytest.raises(RuntimeError, match="could not be downloaded"):
+        asyncio.run(asker.__aenter__())
+    assert "tokenizer.json" in patterns and ("*.safetensors" in patterns) == (not urls)
