@@ -268,7 +268,9 @@ def main() -> None:
         metavar="HF_DIR",
         help="where to write it, a directory or gs://BUCKET/PATH; must not exist",
     )
-    parser.add_argument("--adapter", action="store_true", help="the adapter alone, in the format of PEFT")
+    parser.add_argument(
+        "--adapter", action="store_true", help="the adapter alone, in the format of PEFT, without a card"
+    )
     parser.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default: as in the checkpoint)")
     parser.add_argument("--push-to-hub", metavar="REPO", help="then upload it to REPO, as OWNER/NAME")
     add_push_flags(parser, "with --push-to-hub: ")
@@ -287,6 +289,8 @@ def main() -> None:
         parser.error("--push-to-hub takes complete models; upload an adapter with hf upload REPO HF_DIR")
     if args.push_to_hub and is_address(args.dst):
         parser.error("--push-to-hub needs a local directory as --dst")
+    if args.adapter and args.evaluation:
+        parser.error("--evaluation has no effect with --adapter, which writes no card")
     exit_on_sigterm()
     keep_freed_memory()
     jax.config.update("jax_platforms", "cpu")  # leaves accelerators and their memory to other processes

@@ -296,7 +296,7 @@ def main() -> None:
     parser.add_argument("--dst", required=True, metavar="DIR", help="output directory; must not exist")
     parser.add_argument("--family", choices=TINY, default=DEFAULT_FAMILY, help="model_type (default qwen3_vl)")
     parser.add_argument("--seed", type=int, default=0, help="same seed, same bytes (default 0)")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the weights")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the weights (default float32)")
     parser.add_argument("--force", action="store_true", help="replace an existing model directory")
     add_debug_flag(parser)
     args = parser.parse_args()

@@ -122,7 +122,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, ServerSettings]:
     add(
         "--max-total-tokens", type=int, metavar="N", help="KV pool's tokens (default two contexts on cpu, auto on cuda)"
     )
-    add("--memory-frac", type=float, default=default.memory_frac, help="fraction of GPU memory for weights and KV pool")
+    add(
+        "--memory-frac",
+        type=float,
+        default=default.memory_frac,
+        help=f"on cuda: fraction of GPU memory for weights and KV pool (default {default.memory_frac})",
+    )
     add(
         "--max-running-requests",
         type=int,

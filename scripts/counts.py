@@ -137,7 +137,9 @@ AIMS |= {f"vague names in {package}": MAX_VAGUE for package in PACKAGES}
 
 
 def main() -> None:
-    argparse.ArgumentParser(prog="python -m scripts.counts", description=__doc__).parse_args()
+    argparse.ArgumentParser(
+        prog="python -m scripts.counts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     size = json.loads(SIZE_FILE.read_bytes())
     size |= {"date": datetime.date.today().isoformat(), "now": counts(ROOT)}
     SIZE_FILE.write_text(json.dumps(size, indent=2) + "\n")

@@ -1,6 +1,6 @@
 """Draws a row that the learner's `pack` made: python scripts/plot_packed_row.py docs/img/packed_row.svg"""
 
-import sys
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -69,4 +69,6 @@ def draw(batch: TrainBatch, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    draw(example_batch(), Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("path", type=Path, metavar="FILE", help="the figure to write")
+    draw(example_batch(), parser.parse_args().path)

@@ -153,7 +153,9 @@ def with_tables(page: str) -> str:
 
 
 def main() -> None:
-    argparse.ArgumentParser(prog="python -m scripts.results", description=__doc__).parse_args()
+    argparse.ArgumentParser(
+        prog="python -m scripts.results", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     for name, panels in PICTURES.items():
         draw(panels(), RESULTS / "img" / f"{name}.png")
     page = RESULTS / "README.md"

@@ -58,7 +58,9 @@ def parser_of() -> argparse.ArgumentParser:
     model.add_argument("--quick", action="store_true", help="a tiny model, about a minute")
     parser.add_argument("--recipe", metavar="FILE", help="config of train or sft, for prompts, pictures and the step")
     parser.add_argument("--stage", nargs="+", choices=STAGES, default=[*STAGES], metavar="STAGE", help="only these")
-    parser.add_argument("--layers", type=int, default=0, metavar="N", help="only the first N language layers")
+    parser.add_argument(
+        "--layers", type=int, default=0, metavar="N", help="only the first N language layers (default 0: all)"
+    )
     parser.add_argument("--server", default="", metavar="URL", help="an SGLang server of the model, for step and gate")
     parser.add_argument(
         "--video", nargs="+", default=[], metavar="FILE", help="videos to read (default: a generated one)"
@@ -81,7 +83,7 @@ def target_of(parser: argparse.ArgumentParser, args: argparse.Namespace, folder:
     if model is None:
         parser.error("give --quick, --model or --recipe")
     if args.layers < 0:
-        parser.error(f"--layers {args.layers} must be positive")
+        parser.error(f"--layers {args.layers} must be 0, for all layers, or more")
     cut(model_config(model)[0], args.layers)  # raises before any stage does
     for video in args.video:
         if not Path(video).is_file():

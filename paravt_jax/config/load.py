@@ -48,7 +48,7 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
     layers += [(text, _one_line_errors(text, partial(_override, text, schema))) for text in overrides]
     problems = [list(_key_problems(source, layer, schema)) for source, layer in layers]
     if path is not None and problems[0] and (command := _command_of(layers[0][1])):
-        raise ValueError(f"{path} is for {command}: {problems[0][0].removeprefix(f'{path}, ')}")
+        raise ValueError(f"{path} is for {command}: {problems[0][0].removeprefix(str(path)).lstrip(',: ')}")
     if any(problems):
         raise ValueError("; ".join(chain.from_iterable(problems)))
     if path is not None:

@@ -259,8 +259,8 @@ class EngineConfig:
             return
         if bool(self.urls) == bool(self.serve_with) or (self.urls and not self.model):
             raise ValueError(
-                "engine.kind=openai needs either engine.urls and engine.model, or engine.serve_with=vllm or sglang to "
-                "start servers of model.path"
+                "engine.kind=openai, which is for evaluation only, needs either engine.urls and engine.model, or "
+                "engine.serve_with=vllm or sglang to start servers of model.path"
             )
         for url in self.urls:
             if not url.startswith(("http://", "https://")) or "?" in url:

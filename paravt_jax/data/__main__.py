@@ -63,9 +63,10 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
 
 
 def _split(parser: argparse.ArgumentParser) -> None:
+    like_source = ", .jsonl or .parquet as S; must not exist"
     parser.add_argument("--src", required=True, metavar="S", help="rows: a file, a directory, or OWNER/NAME on the hub")
-    parser.add_argument("--train", required=True, metavar="T", help="output for training; must not exist")
-    parser.add_argument("--validation", required=True, metavar="V", help="output for validation; must not exist")
+    parser.add_argument("--train", required=True, metavar="T", help=f"output for training{like_source}")
+    parser.add_argument("--validation", required=True, metavar="V", help=f"output for validation{like_source}")
     parser.add_argument(
         "--num-rows", type=int, default=256, metavar="N", help="about how many rows to hold out (default 256)"
     )

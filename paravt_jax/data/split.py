@@ -198,7 +198,7 @@ def split(src: str, train: str | Path, validation: str | Path, num_rows: int, se
     if num_missing := sum(row.kind == MISSING for row in rows):
         summary.append(
             f"rows with a missing file ({num_missing:,}) and those that share a video with them are not held out; "
-            f"`paravt data inspect {src}` lists the files"
+            f"`paravt data inspect {src} --json FILE` lists the files"
         )
     if relative and any(path.absolute().parent != root for path in outputs):
         summary.append(f"video paths are relative to {root}; set data.video_root={root} in a run")

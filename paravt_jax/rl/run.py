@@ -208,8 +208,8 @@ class Run:
         if not behavior_kl < self.mismatch.max_kl:  # also true for NaN
             raise RuntimeError(
                 f"engine and learner differ by a mean KL of {behavior_kl:.3g} over the tokens of step {step}, more "
-                f"than mismatch.max_kl={self.mismatch.max_kl}: the engine samples from another policy. Compare the two "
-                f"with python -m rollout.check, or lower train.max_staleness"
+                f"than mismatch.max_kl={self.mismatch.max_kl}: the engine samples from another policy. Compare SGLang "
+                f"servers with the learner by python -m rollout.check, or lower train.max_staleness if it is above 0"
             )
         if behavior_kl >= self.mismatch.warn_kl:
             self.training.log.say(f"step {step}: engine and learner differ by a KL of {behavior_kl:.3g}")

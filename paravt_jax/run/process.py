@@ -203,7 +203,7 @@ async def _interruptible(work: Coroutine[Any, Any, Result]) -> Result:
 
 
 def _exit(reason: str, code: int = FAILED) -> NoReturn:
-    say(f"{reason}; a restart resumes from the newest checkpoint on disk")
+    say(f"{reason}; a restart resumes from the newest checkpoint, if there is one")
     os._exit(code)
 
 

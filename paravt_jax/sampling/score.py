@@ -120,7 +120,9 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="the learner's model: a Hugging Face directory or checkpoint")
     parser.add_argument("--url", required=True, action="append", help="a server's URL; repeat it for more servers")
     parser.add_argument("--tokenizer", help="directory with tokenizer and chat template (default: the model)")
-    parser.add_argument("--dtype", choices=[*NOISE_FACTOR], default="float32", help="the servers' compute type")
+    parser.add_argument(
+        "--dtype", choices=[*NOISE_FACTOR], default="float32", help="the servers' compute type (default float32)"
+    )
     parser.add_argument("--episodes", type=int, default=12, help="number of episodes per server (default 12)")
     parser.add_argument("--json", metavar="OUT", help="also write the results to this file")
     parser.add_argument("--force", action="store_true", help="replace OUT even if this command did not write it")

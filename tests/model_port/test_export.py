@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 
 import ml_dtypes
@@ -16,7 +17,7 @@ from safetensors.numpy import load_file
 
 from model_port.checkpoint import restore_params
 from model_port.convert import convert
-from model_port.export import export, plan_shards
+from model_port.export import export, main, plan_shards
 from model_port.hf_files import base_model, read_side_files
 from model_port.loading import abstract_model, abstract_params
 from model_port.tiny import make_tiny, tiny_config
@@ -173,3 +174,11 @@ def test_the_sources_model_card_and_weights_are_not_copied(hf):
         (hf / name).touch()
     assert {"LICENSE", "config.json"} <= set(read_side_files(hf))
     assert not {"README.md", "model.safetensors", "model.safetensors.index.json"} & set(read_side_files(hf))
+
+
+def test_an_adapter_alone_has_no_card_for_an_evaluation(monkeypatch, capsys):
+    command = ["export", "--adapter", "--evaluation", "runs/eval", "--src", "runs/rl/checkpoints/1", "--dst", "adapter"]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit):
+        main()
+    assert "--evaluation has no effect with --adapter" in capsys.readouterr().err

@@ -175,6 +175,9 @@ def test_the_record_of_a_run_loads_as_a_config(tmp_path):
         assert load_config(tmp_path / "config.json") == config
         assert changed_settings(to_record(config), tmp_path, {}) == {}
     assert load_config(tmp_path / "config.json", "seed=3").seed == 3
+    (tmp_path / "config.json").write_text('{"sft": {"num_steps": 1}}')
+    with pytest.raises(ValueError, match=r"config\.json is for python -m paravt_jax\.sft: sft\.num_steps is not a "):
+        load_config(tmp_path / "config.json")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json: invalid YAML: "):
         load_config(tmp_path / "config.json")
