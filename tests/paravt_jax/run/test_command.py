@@ -103,7 +103,7 @@ def test_a_comment_is_beside_its_setting_or_above_a_long_one(output_of):
         "\n  serve_with: ''                        # '' | vllm | sglang; openai: start num_servers of this program ",
         "\n\nmesh:                                   # Devices along each axis. ",
         "\n  video_root: ''                        # base directory of relative video paths; ",
-        f"\n{' ' * 40}# files, a dataset on the hub as OWNER/NAME[/SUB/DIR][@REVISION], or synthetic\n",
+        f"\n{' ' * 40}# with parquet files, a dataset on the hub as OWNER/NAME[/SUB/DIR][@REVISION],\n",
     ):
         assert line in text
     assert max(map(len, text.splitlines())) <= 120
