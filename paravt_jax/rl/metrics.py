@@ -137,13 +137,6 @@ def staleness_mean(groups: Sequence[Group], version: int) -> float | None:
     return sum(age * number for age, number in num_by_age.items()) / total if total else None
 
 
-def num_sampled(groups: Sequence[Group]) -> int:
-    """Tokens sampled on all hosts, including sub-agents; failed episodes count only their main agent's tokens."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    sampled = sum(sum(rollout.stats.versions.values()) for rollout in rollouts if rollout.stats is not None)
-    return sampled + sum(rollout.num_lost for rollout in rollouts)
-
-
 def num_tokens(groups: Sequence[Group], chat: Chat, token_px: int) -> int:
     """Tokens of this host's dialogues including sub-agents, counting shared prompts every time."""
     return sum(int(ledger.num_tokens_each(chat.image_id, token_px).sum()) for ledger in _ledgers(groups))

@@ -23,7 +23,6 @@ from paravt_jax.rl.metrics import (
     metrics_in_parts,
     missing_remark,
     no_room_remark,
-    num_sampled,
     num_tokens,
     rollout_metrics,
     staleness_mean,
@@ -92,7 +91,7 @@ class Run:
         update_metrics = await in_thread(lambda: self.policy_update.run(groups))
         tokens = num_tokens(groups, self.policy.chat, self.policy.contract.unit_px)
         await in_thread(lambda: self._share_episodes(groups))
-        sampled, self.sampling_s = self._own_sampled(groups, rollout_s)
+        sampled, self.sampling_s = self._own_sampled(rollout_s)
         updates = await self.hosts.gather_async("update", (update_metrics, tokens, sampled))
         metrics |= updates[0][0]  # all hosts decide on the same numbers
         self.num_tokens = sum(tokens for _, tokens, _ in updates)
@@ -107,11 +106,12 @@ class Run:
         self.rollouts.cursor.done([group.sample.number for group in groups])
         return metrics
 
-    def _own_sampled(self, groups: Sequence[Group], rollout_s: float) -> tuple[int, float]:
+    def _own_sampled(self, rollout_s: float) -> tuple[int, float]:
         """Tokens that this host sampled, and the seconds: since the last update if rollouts continue during updates."""
-        if isinstance(self.rollouts, RolloutScheduler) and self.rollouts.runs_ahead:
-            return self.rollouts.pop_sampled()
-        return num_sampled([group for group in groups if not group.is_remote]), rollout_s
+        if isinstance(self.rollouts, Replay):
+            return 0, rollout_s
+        num, seconds = self.rollouts.pop_sampled()
+        return num, seconds if self.rollouts.runs_ahead else rollout_s
 
     async def publish(self) -> float:
         """Publishes the learner's weights to the engine; returns the seconds that took."""

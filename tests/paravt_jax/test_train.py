@@ -117,6 +117,14 @@ def test_staleness_stays_within_its_maximum(tmp_path, monkeypatch):
     assert 0 < max(ages) <= 2
 
 
+def test_the_throughput_includes_aborted_groups(tmp_path):
+    plugin = f"reward.plugin={ROOT}/docs/examples/own_reward.py:reward"
+    train_here(tmp_path / "run", *QUICK, "train.num_steps=1", "train.oversample=1", plugin)
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    num, used_frac = line["perf/sampled_tokens_per_s"] * line["time/rollout_s"], 1 - line["rollout/aborted_tokens_frac"]
+    assert used_frac < 1 and num * used_frac == pytest.approx(num_sampled(episodes_of(tmp_path / "run")))
+
+
 @pytest.mark.nightly
 def test_every_option_of_the_update_runs(tmp_path):
     train_here(

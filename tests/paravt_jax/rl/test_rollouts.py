@@ -28,7 +28,6 @@ from paravt_jax.rl.metrics import (
     metrics_in_parts,
     missing_remark,
     no_room_remark,
-    num_sampled,
     num_tokens,
     rollout_metrics,
     staleness_mean,
@@ -61,8 +60,11 @@ class GivenScores(Judge):
         return self.scores.pop(0)
 
 
-def collect(chat, say, *overrides, judge=None, prompts=PROMPTS, steps=1, cursor=None):
-    """Collects the groups of each step. `say(episode, request)` returns the main agent's turn, or raises."""
+def collect(chat, say, *overrides, judge=None, prompts=PROMPTS, steps=1, cursor=None, popped=None):
+    """Collects the groups of each step. `say(episode, request)` returns the main agent's turn, or raises.
+
+    The numbers of sampled tokens and the seconds are added to `popped`.
+    """
     config = load_config(None, *COMMON, *overrides)
 
     async def reply(request):
@@ -75,6 +77,8 @@ def collect(chat, say, *overrides, judge=None, prompts=PROMPTS, steps=1, cursor=
         try:
             return [await rollouts.next_groups(step) for step in range(1, steps + 1)]
         finally:
+            if popped is not None:
+                popped.append(rollouts.pop_sampled())
             await rollouts.close()
 
     return asyncio.run(work())
@@ -350,7 +354,8 @@ def test_tokens_count_when_they_are_sampled(chat):
         agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
         rollouts = rollouts_of(agent, SampleOrder(PROMPTS, 0), Cursor(), config)
         for step in range(1, 5):
-            trained.append(num_sampled(await rollouts.next_groups(step)))
+            groups = await rollouts.next_groups(step)
+            trained.append(sum(rollout.episode.num_sampled for group in groups for rollout in group.rollouts))
             if step == 1:
                 await until(lambda: any(group.num_sampled for group in rollouts._sampling))
                 popped.append(rollouts.pop_sampled())
@@ -436,9 +441,10 @@ def test_sampled_tokens_include_sub_agents_and_missing_episodes(chat):
             raise EngineError("gone")
         return RIGHT
 
-    (groups,) = collect(chat, say, "train.prompts_per_step=1", "train.max_missing_frac=0.5")
+    collect(chat, say, "train.prompts_per_step=1", "train.max_missing_frac=0.5", popped=(popped := []))
     call, report, answer = (len(chat.encode(text)) for text in (CALL, "A report.<|im_end|>", RIGHT))
-    assert num_sampled(groups) == 3 * (call + report + answer) + call  # the failed agent had already made its call
+    ((num, _),) = popped
+    assert num == 4 * (call + report) + 3 * answer  # an agent fails before its answer
 
 
 def test_calls_that_were_not_executed_do_not_count_as_tool_calls(chat):
