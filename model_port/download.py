@@ -18,7 +18,7 @@ from model_port.layout import (
 from model_port.output_dir import check_local
 from model_port.safetensors_io import INDEX_FILE
 
-WEIGHTS = ("*.safetensors", INDEX_FILE, ADAPTER_CONFIG_FILE)  # downloaded in addition to the side files
+WEIGHTS = ("*.safetensors", INDEX_FILE)
 
 
 def local_directory(path: str | Path) -> Path:
@@ -43,7 +43,8 @@ def source_directory(src: str | Path, given_as: str = "--src DIR", *, weights: b
         raise ValueError(f"{src} is neither a directory nor a hub id like Qwen/Qwen3-VL-8B-Instruct")
     try:
         with transferring(f"downloading {src}"):
-            return Path(snapshot_download(str(src), allow_patterns=[*(WEIGHTS if weights else ()), *SIDE_FILES]))
+            patterns = [*(WEIGHTS if weights else ()), ADAPTER_CONFIG_FILE, *SIDE_FILES]
+            return Path(snapshot_download(str(src), allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as problem:
         raise RuntimeError(
             f"{src} is not a directory and could not be downloaded from the hub ({reason_of(problem)}); "

@@ -48,4 +48,4 @@ def test_weights_are_only_downloaded_to_sample_in_this_process(urls, monkeypatch
     asker = open_asker("you/model", engine_of("you/model", urls, [], ""), num_frames=None, dispatch=None)
     with pytest.raises(RuntimeError, match="could not be downloaded"):
         asyncio.run(asker.__aenter__())
-    assert "tokenizer.json" in patterns and ("*.safetensors" in patterns) == (not urls)
+    assert {"tokenizer.json", "adapter_config.json"} <= {*patterns} and ("*.safetensors" in patterns) == (not urls)
