@@ -44,8 +44,9 @@ class PolicyConfig:
     )
     remat: Literal["auto", "none", "full", "dots", "attention", "offload"] = setting(
         "auto",
-        "activations to recompute in the backward pass. auto: as few as fit in memory according to --plan; none: the "
-        "fastest; full: the least memory except offload, which also keeps the layers' inputs in host memory",
+        "activations to recompute in the backward pass. auto: on GPUs, as few as fit in memory according to --plan; "
+        "elsewhere, full; none: the fastest; full: the least memory except offload, which also keeps the layers' "
+        "inputs in host memory",
     )
 
 
@@ -95,7 +96,7 @@ class HostsConfig:
             if self.num > 1:
                 raise ValueError(
                     f"hosts.num={self.num} has no effect with hosts.coordinator={self.coordinator!r}; set it to the "
-                    f"ADDRESS:PORT of host 0, or leave hosts.num out, because auto detects it"
+                    f"ADDRESS:PORT of host 0, or set hosts.coordinator=auto without hosts.num, which it detects"
                 )
         elif not self.coordinator.rpartition(":")[0] or not self.coordinator.rpartition(":")[2].isdecimal():
             raise ValueError(f"hosts.coordinator={self.coordinator} is not ADDRESS:PORT, for example 10.0.0.1:8476")
@@ -407,7 +408,7 @@ class RunConfig:
     """The settings that every run has."""
 
     run_dir: str = setting("runs/default", "output directory; a run resumes if it exists")
-    seed: int = setting(0, "random seed for data order, frame budgets and sampling")
+    seed: int = setting(0, "random seed for data order, frame budgets and sampling, except SGLang's")
     model: PolicyConfig = field(default_factory=PolicyConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -61,7 +61,10 @@ class OwnTerm:
                 f"{', '.join(RESERVED_NAMES)}"
             )
         if not abs(self.value * self.weight) < MAX_REWARD:
-            raise ValueError(f"the term {self.name} has value {self.value} and weight {self.weight}, expected numbers")
+            raise ValueError(
+                f"the term {self.name} has value {self.value} and weight {self.weight}, expected numbers with a "
+                f"product below {MAX_REWARD:g}"
+            )
 
 
 @dataclass(frozen=True)

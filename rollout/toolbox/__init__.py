@@ -31,7 +31,9 @@ def signatures(tools: Iterable[Tool]) -> Signatures:
 def tools_of(names: tuple[str, ...], returns: CropReturns = "report") -> tuple[Tool, ...]:
     """Loads the tools in `rollout.tools`, given by name or as path/to/file.py:NAME."""
     if not names:
-        raise ValueError("rollout.tools=[] leaves nothing to call; set rollout.dispatch=none to disable tools")
+        raise ValueError(
+            "rollout.tools=[] leaves nothing to call; leave it out, and set rollout.dispatch=none to disable tools"
+        )
     tools = tuple(_user_tool(name) if ":" in name else _built_in(name, returns) for name in names)
     called = [tool.spec.name for tool in tools]
     for name in called:

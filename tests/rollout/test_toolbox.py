@@ -242,7 +242,7 @@ def test_every_tool_is_in_the_template_and_in_the_instructions(chat, task, own):
 @pytest.mark.parametrize(
     ("tools", "complaint"),
     [
-        ([], r"rollout\.tools=\[\] leaves nothing to call; set rollout\.dispatch=none"),
+        ([], r"rollout\.tools=\[\] leaves nothing to call; leave it out, and set rollout\.dispatch=none"),
         (["zoom"], r"there is no tool zoom; use one of crop_video, zoom_frame, search_subtitles, or your own tool"),
         (["crop_video", "crop_video"], "has 2 tools named crop_video"),
         (["gone.py:Tool"], "rollout.tools=gone.py:Tool: there is no file"),
