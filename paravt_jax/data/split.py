@@ -39,6 +39,7 @@ LEFT_OUT = (UNUSABLE, MISSING)  # kinds that are never held out
 class Row:
     kind: str
     videos: frozenset[str]  # normalized paths: the same file has the same path
+    subtitles: frozenset[str] = frozenset()  # normalized paths; "" for a video without them
 
 
 @dataclass(frozen=True)
@@ -159,12 +160,12 @@ def read(source: Path) -> tuple[list[Row], bool, str]:
     relative = any(not REMOTE.match(name) and not name.removeprefix(FILE_URI).startswith("/") for name in paths)
     if paths and missing.issuperset(paths.values()):  # not downloaded yet, or in another root
         return rows, relative, f"not checked: none of the {len(paths):,} files that the rows name is here"
-    return [replace(row, kind=MISSING) if row.videos & missing else row for row in rows], relative, ""
+    return [replace(row, kind=MISSING) if (row.videos | row.subtitles) & missing else row for row in rows], relative, ""
 
 
 def _question(row: Any, find: Callable[[str], str]) -> Row:
     prompt = prompts.read_prompt(row, find, columns=())  # accepts your own question types
-    return Row(prompt.question_type, frozenset(prompt.videos + prompt.images))
+    return Row(prompt.question_type, frozenset(prompt.videos + prompt.images), frozenset(prompt.subtitles))
 
 
 def _trace(row: Any, find: Callable[[str], str]) -> Row:

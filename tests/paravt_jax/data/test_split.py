@@ -125,6 +125,17 @@ def test_rows_without_their_video_are_not_held_out_and_are_counted(tmp_path, suf
     assert "rows with a missing file (6) and those that share a video with them are not held out; " in summary
 
 
+def test_rows_without_their_subtitles_are_not_held_out(tmp_path):
+    (tmp_path / "a.srt").touch()
+    subtitles = ["a.srt", "a.srt", *["lost.srt"] * 6]
+    rows = [row("mcq", f"v{n}.mp4", number=n) for n in range(8)]
+    for n, (each, name) in enumerate(zip(rows, subtitles, strict=True)):
+        (tmp_path / f"v{n}.mp4").touch()
+        each["videos"][0]["subtitles"] = name
+    _, validation, summary = split_into(tmp_path / "out", write_lines(tmp_path / "rows.jsonl", rows), 1)
+    assert [each["index"] < 2 for each in rows_in(validation)] == [True] and "missing file (6)" in summary
+
+
 def test_without_any_video_rows_are_held_out_and_the_summary_warns(source, tmp_path):
     _, validation, summary = split_into(tmp_path / "out", source, 42)
     assert len(rows_in(validation)) == 42
