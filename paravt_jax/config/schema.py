@@ -554,7 +554,8 @@ class EvalDataConfig(DataConfig):
     split: str = setting(
         "",
         "a public split (docs/evaluation.md), or path/to/file.py:NAME for your own (docs/extend.md); data.validation "
-        "is then your copy of its repository, or its name on the hub, or empty to download the rows",
+        "is then your copy of its repository, or its name on the hub, or empty to download the rows; the copy is the "
+        "default data.video_root",
     )
 
 

@@ -47,7 +47,11 @@ def _materialize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parquet-dir", required=True, metavar="P", help="directory of the published *.parquet files")
     parser.add_argument("--output-dir", required=True, metavar="O", help="directory for the output, same file names")
     parser.add_argument("--report", metavar="FILE", help="JSON report of rewritten and missing paths (O/report.json)")
-    parser.add_argument("--strict", action="store_true", help="write everything, but exit with 1 if a file is missing")
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="write everything, but exit with 1 if a file is missing, a path is invalid or a row is unreadable",
+    )
 
 
 def _inspect(parser: argparse.ArgumentParser) -> None:
