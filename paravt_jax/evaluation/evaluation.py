@@ -45,7 +45,8 @@ from paravt_jax.evaluation.sample_log import SHARDS_DIR, SampleLog, SampleResult
 from paravt_jax.rewards.judge import Judge
 from paravt_jax.rewards.plugin import load_plugin
 from paravt_jax.rl.episodes import RolloutWorker
-from paravt_jax.run.directory import check_kind, locked, settings_of, write_settings
+from paravt_jax.run.directory import OWN_CODE, check_kind, locked, settings_of, write_settings
+from paravt_jax.run.fingerprints import own_sums
 from paravt_jax.run.gpu_assignment import Gpus, place_servers
 from paravt_jax.run.log import write_json
 from paravt_jax.run.policy import Policy, policy_of
@@ -53,7 +54,7 @@ from paravt_jax.run.process import ended_by_interrupt
 from paravt_jax.run.start import find_devices
 from paravt_jax.run.threads import in_thread
 from paravt_jax.sampling.endpoint import endpoint_contract, open_endpoint, served_files
-from paravt_jax.sampling.engines import frame_reader, open_engine, report_unreachable
+from paravt_jax.sampling.engines import frame_reader, open_engine, own_engine, report_unreachable
 from paravt_jax.sampling.local_copy import by_layer
 from rollout.endpoint.agent import EndpointAgent
 from rollout.endpoint.check import check_video
@@ -169,6 +170,7 @@ async def open_evaluation(config: EvalConfig, shard: Shard | None = None) -> Asy
         directory = stack.enter_context(locked(_directory(Path(config.run_dir), shard)))
         texts = release_texts(config.eval, config.data.split) if config.eval.protocol == "release" else None
         plugin, data, record = load_plugin(config.reward), config.data, to_record(config)
+        own_engine(config.engine)  # fail early if the user's file does not load
         check_kind(record, Path(config.run_dir))
         loaded = load_samples(
             split_named(data.split) if data.split else None,
@@ -181,7 +183,7 @@ async def open_evaluation(config: EvalConfig, shard: Shard | None = None) -> Asy
         if texts is not None:
             record["eval"][TEXTS_DIGEST] = digest(dict(texts.texts))
         _check_same(directory, record)
-        write_settings(record, directory)
+        write_settings(record, directory, **{OWN_CODE: own_sums(record)})
         samples = loaded.samples[: config.eval.max_prompts]
         number, num_shards = shard or (1, 1)
         provenance, own = run_provenance(config, loaded), samples[number - 1 :: num_shards]

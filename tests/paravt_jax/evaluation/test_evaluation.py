@@ -33,6 +33,7 @@ from paravt_jax.evaluation.runner import Tally, on_screen
 from paravt_jax.evaluation.sample_log import result_of, sample_key
 from paravt_jax.rewards.judge import JudgeConfig
 from paravt_jax.rewards.settings import RewardConfig
+from paravt_jax.run.directory import OWN_CODE, load_settings
 from rollout import tools
 from rollout.engine.protocol import DeadlineExceeded, EngineError
 from rollout.engine.sglang import SGLangEngine, SGLangSettings
@@ -87,6 +88,7 @@ def test_your_own_reward_scores_rows_of_your_own_question_types(evaluator, tmp_p
     (cell,) = evaluator("a dog").run(config)
     assert cell["scores"]["strict"]["score"] == 0.5 and cell["n"]["answered"] == 2
     assert "accuracy_mean" not in cell["by_type"]["caption"]
+    assert list(load_settings(Path(config.run_dir))[OWN_CODE]) == [f"{tmp_path}/mine.py"]
     digest = hashlib.sha256((tmp_path / "rl.jsonl").read_bytes()).hexdigest()
     assert cell["data"] == {"repository": f"{tmp_path}/rl.jsonl", "revision": None, "sha256": {"rl.jsonl": digest}}
     (samples,) = Path(config.run_dir).glob("samples_*.jsonl")
@@ -95,6 +97,12 @@ def test_your_own_reward_scores_rows_of_your_own_question_types(evaluator, tmp_p
     (tmp_path / "mine.py").write_text("def seen(completions, word): return [1.0]")
     with pytest.raises(ValueError, match=r"scores of another scorer: the code of reward\.plugin or data\.split"):
         evaluator("a dog").run(config)
+
+
+def test_an_engine_of_your_own_is_loaded_before_the_model(evaluator, tmp_path):
+    config = config_of("longvideobench", tmp_path / "copy", f"engine.kind={tmp_path}/absent.py:open_engine")
+    with pytest.raises(ValueError, match=r"engine\.kind=.*absent\.py:open_engine: there is no file"):
+        evaluator("A").run(config)
 
 
 def test_every_file_of_your_own_rows_is_hashed(tmp_path):
