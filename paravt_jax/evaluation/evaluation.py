@@ -45,7 +45,7 @@ from paravt_jax.evaluation.sample_log import SHARDS_DIR, SampleLog, SampleResult
 from paravt_jax.rewards.judge import Judge
 from paravt_jax.rewards.plugin import load_plugin
 from paravt_jax.rl.episodes import RolloutWorker
-from paravt_jax.run.directory import OWN_CODE, check_kind, locked, settings_of, write_settings
+from paravt_jax.run.directory import check_kind, locked, settings_of, write_settings
 from paravt_jax.run.fingerprints import own_sums
 from paravt_jax.run.gpu_assignment import Gpus, place_servers
 from paravt_jax.run.log import write_json
@@ -183,7 +183,7 @@ async def open_evaluation(config: EvalConfig, shard: Shard | None = None) -> Asy
         if texts is not None:
             record["eval"][TEXTS_DIGEST] = digest(dict(texts.texts))
         _check_same(directory, record)
-        write_settings(record, directory, **{OWN_CODE: own_sums(record)})
+        write_settings(record, directory, own_code=own_sums(record))
         samples = loaded.samples[: config.eval.max_prompts]
         number, num_shards = shard or (1, 1)
         provenance, own = run_provenance(config, loaded), samples[number - 1 :: num_shards]
