@@ -26,7 +26,7 @@ from rollout.records import Call, Episode, Turn
 from rollout.responses import checked_response
 from rollout.seeds import derived_seed
 from rollout.threads import in_daemon_thread
-from rollout.toolbox import Tool, ToolArgs, ToolContext, Videos, forget_tools
+from rollout.toolbox import Tool, ToolArgs, ToolContext, Videos, forget_tools, signatures
 from rollout.tools import BadCall, Outcome, ToolCall, find_calls
 from rollout.user_code import await_user_code
 from rollout.video.errors import VideoError, VideoTimeout
@@ -62,20 +62,22 @@ class Agent:
     def _set_up(self, frames: Frames, texts: PromptEncoder, config: EpisodeConfig | None) -> None:
         forget_tools()
         self.frames, self._texts = frames, texts
-        self._use(config or EpisodeConfig())
+        config = config or EpisodeConfig()
+        self._use(config, config.toolbox)
 
-    def _use(self, config: EpisodeConfig) -> None:
+    def _use(self, config: EpisodeConfig, tools: Sequence[Tool]) -> None:
         config.check_samples()
-        config.check_tools()
+        config.check_tools(tools)
         self.config = config
-        self.prompter = config.prompter(self.frames, self._texts)
-        self.tools = {tool.spec.name: tool for tool in config.toolbox}
-        self.signatures = config.signatures
+        self.prompter = config.prompter(self.frames, self._texts, tools)
+        self.tools = {tool.spec.name: tool for tool in tools}
+        self.signatures = signatures(tools)
 
     def with_config(self, config: EpisodeConfig) -> Self:
-        """Returns an agent with the same engine and frames, but other settings."""
-        agent = copy(self)
-        agent._use(config)
+        """Returns an agent with the same engine and frames, but other settings. Equal tools are not loaded again."""
+        agent, own = copy(self), self.config
+        keeps_tools = (config.tools, config.crop_returns) == (own.tools, own.crop_returns)
+        agent._use(config, [*self.tools.values()] if keeps_tools else config.toolbox)
         return agent
 
     async def health(self) -> Health:

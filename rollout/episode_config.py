@@ -1,14 +1,15 @@
 """Settings of an episode."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from rollout.prompter import Frames, PromptEncoder, Prompter
 from rollout.prompts import MAX_TEXT_CHARS, Prompts
 from rollout.setting import setting
-from rollout.toolbox import CropReturns, Tool, signatures, tools_of
-from rollout.tools import CROP_VIDEO, MAX_CALLS, Signatures
+from rollout.toolbox import CropReturns, Tool, tools_of
+from rollout.tools import CROP_VIDEO, MAX_CALLS
 
 Dispatch = Literal["parallel", "sequential", "none"]
 MAX_TOKENS = 2**20  # four times the context of the published models
@@ -79,9 +80,9 @@ class EpisodeConfig:
                 "does; use a text without tools, or set system_has_tools=false"
             )
 
-    def check_tools(self) -> None:
-        """Loads the tools, which executes the files of user tools. Raises ValueError if a tool cannot be used."""
-        unnamed = [tool.spec.name for tool in self.toolbox if tool.spec.name not in self.prompts.system]
+    def check_tools(self, loaded: Sequence[Tool] = ()) -> None:
+        """Raises ValueError if a tool cannot be used. Without `loaded` ones, executes the files of user tools."""
+        unnamed = [tool.spec.name for tool in loaded or self.toolbox if tool.spec.name not in self.prompts.system]
         if self.prompts.system_has_tools and unnamed:
             raise ValueError(
                 f"rollout.prompts.system must name every tool, because rollout.prompts.system_has_tools=true; "
@@ -109,10 +110,6 @@ class EpisodeConfig:
     @property
     def toolbox(self) -> tuple[Tool, ...]:
         return tools_of(tuple(self.tools), self.crop_returns)
-
-    @property
-    def signatures(self) -> Signatures:
-        return signatures(self.toolbox)
 
     @property
     def detail_factor(self) -> int:
@@ -144,7 +141,7 @@ class EpisodeConfig:
         """The maximum number of calls in an episode."""
         return self.tool_turns * self.calls_per_turn
 
-    def prompter(self, frames: Frames, chat: PromptEncoder) -> Prompter:
+    def prompter(self, frames: Frames, chat: PromptEncoder, loaded: Sequence[Tool] = ()) -> Prompter:
         return Prompter(
             frames,
             chat,
@@ -153,5 +150,5 @@ class EpisodeConfig:
             subagent_max_frames=self.subagent_max_frames,
             deadline_s=self.min_video_deadline_s,
             overview_fps=self.overview_fps,
-            tools=[tool.spec for tool in self.toolbox],
+            tools=[tool.spec for tool in loaded or self.toolbox],
         )

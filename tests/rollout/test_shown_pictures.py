@@ -15,7 +15,7 @@ from rollout.episode_config import EpisodeConfig
 from rollout.picture import Picture
 from rollout.prompter import Task
 from rollout.prompts import Prompts, frame_parts, main_messages, text_part
-from rollout.toolbox import tools_of
+from rollout.toolbox import signatures, tools_of
 
 TASK = Task("t", "What is it?", ("/data/a.mp4",), frame_budget=2)
 BOX = [0.5, 0.25, 1.0, 0.75]
@@ -207,7 +207,7 @@ def test_a_template_keeps_its_format_of_text_responses(chat):
 def test_report_prompts_are_unchanged_and_frame_tools_have_the_same_arguments():
     reports = EpisodeConfig(tools=["crop_video", "zoom_frame"])
     frames = replace(reports, crop_returns="frames")
-    assert reports.signatures == frames.signatures
+    assert signatures(reports.toolbox) == signatures(frames.toolbox)
     assert reports.shown_pictures == 0 and frames.shown_pictures == 3 * 5 * 16
     schemas = [json.dumps([tool.spec.schema for tool in config.toolbox]) for config in (reports, frames)]
     assert schemas[0].count("reports") == 2 and "report" not in schemas[1]

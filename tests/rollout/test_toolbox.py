@@ -43,7 +43,7 @@ def answers(chat, task, *calls: str, **options) -> list[tuple[str, str]]:
 
 def test_prompts_with_only_crop_video_are_unchanged():
     """The digest is of the text and schema before other tools were added."""
-    assert EpisodeConfig().signatures == CROP_VIDEO_ALONE
+    assert signatures(EpisodeConfig().toolbox) == CROP_VIDEO_ALONE
     messages = main_messages(Prompts(), [("video.mp4", 64.0, [0.0, 12.5])], "What?", 5)
     text = json.dumps([messages, CROP_VIDEO_SCHEMA], ensure_ascii=False)
     assert hashlib.sha256(text.encode()).hexdigest() == DIGEST
@@ -227,8 +227,10 @@ def test_an_edited_tool_is_used_by_the_next_agent_but_not_by_a_running_one(chat,
     config = EpisodeConfig(tools=[own("Says")])
     agent = Agent(ScriptedEngine(None), FakeFrames(), chat, config)
     (tmp_path / "own.py").write_text(OWN.replace('"says"', '"tells"'))
-    assert list(agent.with_settings(temperature=0.5).tools) == ["says"]
     assert list(Agent(ScriptedEngine(None), FakeFrames(), chat, config).tools) == ["tells"]
+    changed = agent.with_settings(temperature=0.5)
+    assert list(changed.tools) == list(changed.signatures) == [spec.name for spec in changed.prompter.tools] == ["says"]
+    assert list(agent.with_settings(max_turns=1, tools=["crop_video"]).tools) == ["crop_video"]
 
 
 def test_every_tool_is_in_the_template_and_in_the_instructions(chat, task, own):
