@@ -70,8 +70,8 @@ class Stopping(asyncio.Event):
         self._timer: threading.Timer | None = None
 
     def stop(self, number: int) -> None:
-        """Starts the grace period, in which the run saves a checkpoint."""
-        if self.is_set():
+        """Starts the grace period, in which the run saves a checkpoint, unless it has started or an interrupt came."""
+        if self._timer is not None or number == self.signal:
             return
         self.signal = number
         self.set()
@@ -127,8 +127,8 @@ def stop_on_signals(stopping: Stopping, before_exit: Callable[[], object] = lamb
 
 
 def is_interactive() -> bool:
-    """Whether this process is a Python prompt or a notebook's kernel."""
-    return hasattr(sys, "ps1")
+    """Whether this process is a Python prompt or a notebook's kernel, or becomes a prompt (`python -i`)."""
+    return hasattr(sys, "ps1") or bool(sys.flags.inspect)
 
 
 def _stop_on_first_interrupt(stopping: Stopping, loop: asyncio.AbstractEventLoop) -> Callable[[], None]:

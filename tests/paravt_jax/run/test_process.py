@@ -1,6 +1,7 @@
 """Runs that are interrupted: in a notebook, beside its event loop, and while a model loads."""
 
 import asyncio
+import queue
 import signal
 import subprocess
 import sys
@@ -125,7 +126,7 @@ AT_A_PROMPT = """
 import asyncio, signal, sys
 from paravt_jax.run import process
 
-sys.ps1 = "In : "
+{prompt}
 process.GRACE_S = 0.2
 
 async def step():
@@ -155,8 +156,24 @@ for work in (step, load):
 """
 
 
-@pytest.mark.parametrize("saves", [True, False])
-def test_interrupts_at_a_prompt_never_end_the_process(saves):
-    command = [sys.executable, "-c", AT_A_PROMPT.format(saves=saves)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize(
+    ("saves", "prompt", "flags"),
+    [(True, "sys.ps1 = 'In : '", []), (False, "sys.ps1 = 'In : '", []), (True, "", ["-i"])],
+)
+def test_interrupts_at_a_prompt_never_end_the_process(saves, prompt, flags):
+    command = [sys.executable, *flags, "-c", AT_A_PROMPT.format(saves=saves, prompt=prompt)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
     assert (done.returncode, done.stdout) == (0, "saving\ninterrupted\ninterrupted\n"), done.stderr
+
+
+def test_sigterm_after_an_interrupt_at_a_prompt_has_a_deadline(monkeypatch):
+    exits = queue.Queue[str]()
+    monkeypatch.setattr("paravt_jax.run.process.GRACE_S", 0.01)
+    monkeypatch.setattr("paravt_jax.run.process._exit", exits.put)
+    stopping = Stopping()
+    stopping.interrupt()
+    stopping.stop(signal.SIGINT)  # as all hosts do when they agree to stop
+    with pytest.raises(queue.Empty):
+        exits.get(timeout=0.1)
+    stopping.stop(signal.SIGTERM)
+    assert exits.get(timeout=20) == "no checkpoint within 0.01 s"
