@@ -329,8 +329,8 @@ def _policy_metrics(sums: PolicySums, num_updates: int) -> dict[str, float]:
     for name, count, kl, entropy in zip(
         CLASSES, by_class.num_tokens, by_class.behavior_kl, by_class.entropy, strict=True
     ):
+        metrics[f"mismatch/behavior_kl_{name}"] = float(kl) / max(float(count), 1.0)
         if count:
-            metrics[f"mismatch/behavior_kl_{name}"] = float(kl) / float(count)
             metrics[f"loss/entropy_{name}"] = float(entropy) / float(count)
     return metrics
 

@@ -103,7 +103,6 @@ CHARTS = (
             Curve("mismatch/behavior_kl_first_of_turn", "first of turn", "orange"),
         ),
         "log",
-        sparse=True,  # a step may have no token of a class
     ),
     Chart(
         "Time per step, seconds",

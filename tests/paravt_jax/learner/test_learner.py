@@ -279,7 +279,8 @@ def test_the_metrics_of_a_step_in_parts_cover_all_its_tokens(tiny_hf, dialogues,
     assert 0 < metrics["loss/entropy"] < np.log(config.text.vocab_size)
     of_classes = [metrics["loss/entropy_plain"], metrics["loss/entropy_structural"]]
     assert metrics["loss/entropy"] == pytest.approx(np.average(of_classes, weights=[12, 24]), rel=1e-4)
-    assert not any(name.endswith("_first_of_turn") for name in metrics)  # no token of this class, so no mean
+    assert metrics["mismatch/behavior_kl_first_of_turn"] == 0  # no token of this class
+    assert "loss/entropy_first_of_turn" not in metrics
     both = metrics["loss/clip_low_frac"] + metrics["loss/clip_high_frac"]
     assert metrics["loss/clip_frac"] == pytest.approx(both)
     fracs = [f"loss/{name}_frac" for name in ("clip_low", "clip_high", "capped")]
