@@ -26,6 +26,7 @@ from paravt_jax.config.schema import Config, EvalConfig, SftConfig
 from paravt_jax.config.shipped import config_file
 from paravt_jax.learner.settings import LossConfig
 from rollout.prompts import Prompts, prompts_of
+from rollout.toolbox import forget_tools
 
 Schema = TypeVar("Schema", bound=Any)
 NULLS = ("null", "~")
@@ -61,6 +62,7 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
         _expand_homes(layer)
         config = _one_line_errors(source, partial(OmegaConf.unsafe_merge, config, layer))
     config = _one_line_errors("", partial(_with_prompts_file, config))
+    forget_tools()
     settings: Any = _one_line_errors("", partial(OmegaConf.to_object, config))
     if schema is Config:
         object.__setattr__(settings, "loss", settings.loss.filled())

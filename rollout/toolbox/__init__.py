@@ -43,7 +43,7 @@ def tools_of(names: tuple[str, ...], returns: CropReturns = "report") -> tuple[T
 
 
 def forget_tools() -> None:
-    """Lets a new run or agent load the user's tools again. Running ones keep theirs, even if a file is edited."""
+    """Lets new settings, runs and agents load the user's tools again. Running agents keep theirs."""
     tools_of.cache_clear()
 
 

@@ -464,3 +464,20 @@ def test_a_cold_start_ignores_checks_that_only_sampling_needs():
     assert (recipe.max_context_tokens, recipe.max_new_tokens) == (1024, 1024)
     with pytest.raises(ValueError, match="leaves no room"):
         load_config(None, "data.validation=a", "rollout.max_context_tokens=1024", schema=EvalConfig)
+
+
+OWN_TOOL = """
+from rollout.toolbox import Tool
+from rollout.tools import ToolSpec, make_schema
+
+class Look(Tool):
+    spec = ToolSpec(make_schema("look", "Looks."), usage="look", effect="you see more")
+"""
+
+
+def test_settings_are_checked_against_the_edited_tool(tmp_path):
+    own = tmp_path / "own.py"
+    for name in ("look", "peek"):
+        own.write_text(OWN_TOOL.replace('"look"', f'"{name}"'))
+        system = f"rollout.prompts.system=You can {name}."
+        load_config(None, f"rollout.tools=[{own}:Look]", system, "rollout.prompts.system_has_tools=true")
