@@ -26,7 +26,7 @@ from rollout.records import Call, Episode, Turn
 from rollout.responses import checked_response
 from rollout.seeds import derived_seed
 from rollout.threads import in_daemon_thread
-from rollout.toolbox import Tool, ToolArgs, ToolContext, Videos, forget_tools, signatures
+from rollout.toolbox import Tool, ToolArgs, ToolContext, Videos, signatures
 from rollout.tools import BadCall, Outcome, ToolCall, find_calls
 from rollout.user_code import await_user_code
 from rollout.video.errors import VideoError, VideoTimeout
@@ -60,7 +60,6 @@ class Agent:
         self.engine, self.chat = engine, chat
 
     def _set_up(self, frames: Frames, texts: PromptEncoder, config: EpisodeConfig | None) -> None:
-        forget_tools()
         self.frames, self._texts = frames, texts
         config = config or EpisodeConfig()
         self._use(config, config.toolbox)

@@ -1,7 +1,7 @@
 """Loads and calls user code from files that settings name. No other user code is ever loaded.
 
 A location has the form path/to/file.py:NAME. Errors name the `setting` that has it. Loading the same location again
-returns the same object, unless the file was edited, for example between two runs of a notebook.
+returns the same object, unless `forget_files` was called and the file was edited, as between two runs of a notebook.
 
 User code may raise exceptions that would end a task or the process: asynchronous HTTP clients raise CancelledError,
 and scripts raise SystemExit. Such exceptions become a RuntimeError, which callers handle like any other error.
@@ -59,15 +59,8 @@ def _running() -> asyncio.Task[Any] | None:
 
 def load_object(setting: str, location: str) -> Any:
     path, _, name = location.rpartition(":")
-    label, file = f"{setting}={location}", Path(path).expanduser().absolute()
-    if not file.is_file():
-        raise ValueError(f"{label}: there is no file {file}")
-    if file.suffix != ".py":
-        raise ValueError(f"{label}: {file} is not a Python file, its name must end in .py")
-    try:
-        module = _module_of(label, file, file.read_bytes())
-    except (Exception, SystemExit) as problem:
-        raise ValueError(f"{label} cannot be loaded: {type(problem).__name__}: {problem}") from problem
+    label = f"{setting}={location}"
+    module = _module_at(label, Path(path).expanduser().absolute())
     if not hasattr(module, name):
         raise ValueError(f"{label}: the file has no {name}")
     return getattr(module, name)
@@ -80,7 +73,24 @@ def load_function(setting: str, location: str) -> Callable[..., Any]:
     return function
 
 
-@cache
+def forget_files() -> None:
+    """Lets the next run load edited files again."""
+    _module_at.cache_clear()
+
+
+@cache  # so that a run keeps its code if a file is edited while its model loads
+def _module_at(label: str, file: Path) -> ModuleType:
+    if not file.is_file():
+        raise ValueError(f"{label}: there is no file {file}")
+    if file.suffix != ".py":
+        raise ValueError(f"{label}: {file} is not a Python file, its name must end in .py")
+    try:
+        return _module_of(label, file, file.read_bytes())
+    except (Exception, SystemExit) as problem:
+        raise ValueError(f"{label} cannot be loaded: {type(problem).__name__}: {problem}") from problem
+
+
+@cache  # so that equal losses of several runs share a compiled program
 def _module_of(label: str, file: Path, source: bytes) -> ModuleType:
     """Executes the source of a file. `label` keeps apart the modules of different settings."""
     loader = SourceFileLoader(str(file.resolve()), str(file))

@@ -26,7 +26,7 @@ from paravt_jax.config.schema import Config, EvalConfig, SftConfig
 from paravt_jax.config.shipped import config_file
 from paravt_jax.learner.settings import LossConfig
 from rollout.prompts import Prompts, prompts_of
-from rollout.toolbox import forget_tools
+from rollout.toolbox import forget_user_code
 
 Schema = TypeVar("Schema", bound=Any)
 NULLS = ("null", "~")
@@ -62,7 +62,7 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
         _expand_homes(layer)
         config = _one_line_errors(source, partial(OmegaConf.unsafe_merge, config, layer))
     config = _one_line_errors("", partial(_with_prompts_file, config))
-    forget_tools()
+    forget_user_code()
     settings: Any = _one_line_errors("", partial(OmegaConf.to_object, config))
     if schema is Config:
         object.__setattr__(settings, "loss", settings.loss.filled())

@@ -61,7 +61,7 @@ from rollout.endpoint.check import check_video
 from rollout.endpoint.client import EndpointClient
 from rollout.episode import Agent
 from rollout.episode_config import EpisodeConfig
-from rollout.toolbox import forget_tools
+from rollout.toolbox import forget_user_code
 from rollout.video.reader import FrameReader
 
 PLAYED_FILE = "played_by.json"
@@ -165,7 +165,7 @@ def _remaining(keys: Mapping[str, Sample], results: Mapping[str, SampleResult]) 
 @asynccontextmanager
 async def open_evaluation(config: EvalConfig, shard: Shard | None = None) -> AsyncIterator[Evaluation]:
     """Opens an evaluation or one shard of it. The model is loaded only if samples remain."""
-    forget_tools()
+    forget_user_code()
     async with AsyncExitStack() as stack:
         directory = stack.enter_context(locked(_directory(Path(config.run_dir), shard)))
         texts = release_texts(config.eval, config.data.split) if config.eval.protocol == "release" else None

@@ -35,7 +35,7 @@ from paravt_jax.run.start import find_devices
 from paravt_jax.run.threads import in_thread
 from paravt_jax.run.training import Progress, RunDirectory, Training
 from paravt_jax.sampling.engines import frame_reader
-from rollout.toolbox import forget_tools
+from rollout.toolbox import forget_user_code
 
 
 @dataclass(eq=False)
@@ -159,7 +159,7 @@ async def open_sft_run(
 
     `allow_changes` permits another model, seed or data than the run started with.
     """
-    forget_tools()
+    forget_user_code()
     devices = await in_thread(find_devices)
     config = computed_on(config, devices[0].platform)
     async with AsyncExitStack() as stack:

@@ -55,7 +55,7 @@ from rollout.engine.scripted import ScriptedEngine
 from rollout.engine.sglang import SGLangEngine
 from rollout.episode import Agent
 from rollout.parity import Parity, table
-from rollout.toolbox import forget_tools
+from rollout.toolbox import forget_user_code
 from rollout.video.reader import FrameReader
 
 REPLAY_OF_FILE = "replay_of"  # file in a replay's directory with the path of the replayed run
@@ -76,7 +76,7 @@ async def open_run(
     A `replay` run's log replaces rollouts and engine. `allow_changes` permits another model, seed or data than at the
     run's start. `take_over` permits servers that another run publishes to.
     """
-    forget_tools()
+    forget_user_code()
     variant_of(config.loss)  # fail early if the user's own files do not load
     own_engine(config.engine)
     plugin = load_plugin(config.reward)

@@ -11,9 +11,9 @@ from rollout.toolbox.search_subtitles import SearchSubtitles
 from rollout.toolbox.tool import Tool, ToolArgs, ToolContext, Videos
 from rollout.toolbox.zoom_frame import ZoomFrame, ZoomPicture
 from rollout.tools import Signatures, ToolSpec
-from rollout.user_code import load_object
+from rollout.user_code import forget_files, load_object
 
-__all__ = ["CropReturns", "ToolContext", "Tool", "Videos", "ToolArgs", "signatures", "tools_of", "forget_tools"]
+__all__ = ["CropReturns", "ToolContext", "Tool", "Videos", "ToolArgs", "signatures", "tools_of", "forget_user_code"]
 
 CropReturns = Literal["report", "frames"]
 BUILT_IN: dict[CropReturns, dict[str, Tool]] = {
@@ -42,8 +42,9 @@ def tools_of(names: tuple[str, ...], returns: CropReturns = "report") -> tuple[T
     return tools
 
 
-def forget_tools() -> None:
-    """Lets new settings, runs and agents load the user's tools again. Running agents keep theirs."""
+def forget_user_code() -> None:
+    """Lets new settings and runs load the user's edited files. Agents keep their tools."""
+    forget_files()
     tools_of.cache_clear()
 
 

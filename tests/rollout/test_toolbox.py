@@ -17,7 +17,7 @@ from rollout.episode import MAX_ANSWER_CHARS, Agent
 from rollout.episode_config import EpisodeConfig
 from rollout.prompter import Task
 from rollout.prompts import Prompts, main_messages
-from rollout.toolbox import signatures, tools_of
+from rollout.toolbox import forget_user_code, signatures, tools_of
 from rollout.toolbox.search_subtitles import MAX_FILE_BYTES, MAX_HITS, MAX_LINE_CHARS, search
 from rollout.toolbox.subtitles import Cue, parse_srt
 from rollout.tools import CROP_VIDEO_ALONE, CROP_VIDEO_SCHEMA, find_calls
@@ -223,10 +223,12 @@ def test_a_user_tool_can_only_fail_its_own_call(chat, task, own):
     assert time.monotonic() - started_s < 30
 
 
-def test_an_edited_tool_is_used_by_the_next_agent_but_not_by_a_running_one(chat, tmp_path, own):
+def test_the_next_run_uses_an_edited_tool_but_a_running_one_does_not(chat, tmp_path, own):
     config = EpisodeConfig(tools=[own("Says")])
     agent = Agent(ScriptedEngine(None), FakeFrames(), chat, config)
     (tmp_path / "own.py").write_text(OWN.replace('"says"', '"tells"'))
+    assert list(Agent(ScriptedEngine(None), FakeFrames(), chat, config).tools) == ["says"]
+    forget_user_code()
     assert list(Agent(ScriptedEngine(None), FakeFrames(), chat, config).tools) == ["tells"]
     changed = agent.with_settings(temperature=0.5)
     assert list(changed.tools) == list(changed.signatures) == [spec.name for spec in changed.prompter.tools] == ["says"]
