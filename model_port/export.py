@@ -39,8 +39,8 @@ from model_port.convert import METADATA_BYTES, ConversionReport
 from model_port.download import local_directory
 from model_port.hf_files import CARD_FILE, RECIPE_FILE, base_model, read_side_files, with_dtype, write_side_files
 from model_port.hub import check_hub_access
-from model_port.layout import ADAPTER_CONFIG_FILE, BASE_KEY, HF_DIR, base_of, hf_files_of, is_adapter, is_checkpoint
-from model_port.loading import abstract_model, abstract_params, base_directory
+from model_port.layout import ADAPTER_CONFIG_FILE, BASE_KEY, base_of, hf_files_of, is_adapter, is_checkpoint
+from model_port.loading import abstract_model, abstract_params, base_directory, files_directory
 from model_port.malloc import keep_freed_memory
 from model_port.output_dir import GIB, check_replaceable, exit_on_sigterm, output_directory
 from model_port.progress import BYTES, Meter
@@ -75,7 +75,7 @@ def export(
     if is_adapter(src):
         check_replaceable(Path(dst), force, Path(base_of(src)))
     source = _adapter_source(src) if is_adapter(src) else _checkpoint_source(src)
-    config, hf_dir = source.config, _hf_dir(src)
+    config, hf_dir = source.config, files_directory(src)
     dtype = dtype or only_dtype(source.dtypes, src)
     storage = parse_dtype(dtype)
     files = with_dtype(read_side_files(hf_dir), dtype)
@@ -112,7 +112,7 @@ def export_adapter(
     if not is_adapter(src):
         raise ValueError(f"{src} is not an adapter: it has no {ADAPTER_CONFIG_FILE}; omit --adapter to export a model")
     check_replaceable(Path(dst), force, Path(base_of(src)))
-    info, config = read_adapter_info(src), read_config(_hf_dir(src))
+    info, config = read_adapter_info(src), read_config(files_directory(src))
     params = read_adapter(src, config, info.lora.rank)
     params = {path: cast(array, storage, path) for path, array in params.items()}
     num_bytes = sum(array.nbytes for array in params.values())
@@ -196,12 +196,6 @@ def _checked(stored: StoredParams) -> StoredParams:
     expected = abstract_params(abstract_model(stored.config), "float32")
     stored.check(stored.config, {path: leaf.shape for path, leaf in expected.items()})
     return stored
-
-
-def _hf_dir(src: Path) -> Path:
-    """Returns the directory of config, tokenizer and processor; for an adapter without one, its base model's."""
-    alone = is_adapter(src) and not (src / HF_DIR).is_dir()
-    return hf_files_of(base_directory(src) if alone else src)
 
 
 @dataclass

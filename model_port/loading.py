@@ -38,7 +38,7 @@ from model_port.inputs import (
 )
 from model_port.json_files import Section, read_object
 from model_port.layers import DEFAULT_COMPUTE, Compute, ComputeDtype
-from model_port.layout import ADAPTER_CONFIG_FILE, BASE_KEY, base_of, hf_files_of, is_adapter, is_checkpoint
+from model_port.layout import ADAPTER_CONFIG_FILE, BASE_KEY, HF_DIR, base_of, hf_files_of, is_adapter, is_checkpoint
 from model_port.model import VLModel
 from model_port.sharding import flat_params, param_name, platform, shard_abstract, with_all_axes
 from model_port.weights import check_param_paths, load_hf_params, open_hf_tensors, stored_dtype
@@ -121,7 +121,13 @@ def _load_adapted(path: Path, dtype: str, mesh: Mesh | None) -> VLModel:
     return model
 
 
-def base_directory(adapter: Path) -> Path:
+def files_directory(path: Path, *, weights: bool = True) -> Path:
+    """Returns the directory of config, tokenizer and processor; for an adapter without one, its base model's."""
+    alone = is_adapter(path) and not (path / HF_DIR).is_dir()
+    return hf_files_of(base_directory(path, weights=weights) if alone else path)
+
+
+def base_directory(adapter: Path, *, weights: bool = True) -> Path:
     """Returns the directory of an adapter's base model; downloads the model if it is a hub id."""
     from model_port.download import source_directory  # imported late, because it imports the hub's client
 
@@ -133,7 +139,7 @@ def base_directory(adapter: Path) -> Path:
             f"--local-dir DIR` and set {BASE_KEY} to DIR"
         )
     try:
-        directory = source_directory(base, f"{BASE_KEY}=DIR in {file}")
+        directory = source_directory(base, f"{BASE_KEY}=DIR in {file}", weights=weights)
     except ValueError as problem:
         raise ValueError(f"{BASE_KEY} of {file}: {problem}; put the model there, or correct the path") from None
     if is_adapter(directory):

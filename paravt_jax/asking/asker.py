@@ -9,7 +9,7 @@ import model_port
 from model_port.download import source_directory
 from model_port.hf_files import RECIPE_FILE
 from model_port.layers import Compute
-from model_port.layout import hf_files_of
+from model_port.loading import files_directory
 from model_port.model import VLModel
 from model_port.progress import Meter
 from model_port.terminal import say
@@ -34,11 +34,13 @@ MAX_ROWS = 16  # concurrent requests of the embedded engine
 FLAGS = {"engine.urls": "--endpoint", "engine.model": "--model", "engine.api_key_env": "--endpoint-key-env"}
 
 
-def recipe_for(source: Path, *, num_frames: int | None, dispatch: Dispatch | None) -> Recipe:
+def recipe_in(hf_files: Path, *, num_frames: int | None, dispatch: Dispatch | None) -> Recipe:
     """Reads the recipe in the model's files and applies the user's overrides."""
-    recipe = read_recipe(hf_files_of(source))
+    recipe = read_recipe(hf_files)
     if recipe is None:
-        say(f"{source} has no {RECIPE_FILE}: using this project's default prompts, which may differ from its training")
+        say(
+            f"{hf_files} has no {RECIPE_FILE}: using this project's default prompts, which may differ from its training"
+        )
         recipe = Recipe()
     return _chosen(recipe, num_frames, dispatch)
 
@@ -113,8 +115,8 @@ async def _of_model(
     num_questions: int,
 ) -> Answerer:
     source = await in_thread(lambda: source_directory(model, "--model DIR", weights=engine is None))
-    recipe = recipe_for(source, num_frames=num_frames, dispatch=dispatch)
-    hf_files = hf_files_of(source)
+    hf_files = await in_thread(lambda: files_directory(source, weights=engine is None))
+    recipe = recipe_in(hf_files, num_frames=num_frames, dispatch=dispatch)
     contract = contract_of_run(hf_files, recipe.max_pixels)
     devices = [] if engine else await in_thread(find_devices)
     dtype = "float32" if devices and devices[0].platform == "cpu" else "bfloat16"

@@ -21,7 +21,7 @@ from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.download import source_directory
 from model_port.inputs import RowSequence, TextBatch, Tokens, VisionBatch, bucket, pack_text, pack_vision
 from model_port.layers import Compute
-from model_port.layout import hf_files_of
+from model_port.loading import files_directory
 from model_port.model import VLModel
 from model_port.processing import VisionContract, expand_placeholders, settled_size
 from model_port.sharding import on_mesh, replicate
@@ -136,7 +136,7 @@ def main() -> None:
     if args.episodes < 1:
         raise ValueError(f"--episodes {args.episodes} must be at least 1")
     source = source_directory(args.model, "--model DIR")
-    files = hf_files_of(source)
+    files = files_directory(source)
     chat = Chat.from_hf(args.tokenizer or files)
     scorer = LearnerScorer(model_port.load(source, args.dtype), VisionContract.from_hf(files))
     parities = asyncio.run(check(urls, scorer, chat, num_episodes=args.episodes, on_progress=say))
