@@ -11,8 +11,6 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable
 from functools import cache
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -93,9 +91,8 @@ def _module_at(label: str, file: Path) -> ModuleType:
 @cache  # so that equal losses of several runs share a compiled program
 def _module_of(label: str, file: Path, source: bytes) -> ModuleType:
     """Executes the source of a file. `label` keeps apart the modules of different settings."""
-    loader = SourceFileLoader(str(file.resolve()), str(file))
-    spec = spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = sys.modules[loader.name] = module_from_spec(spec)  # dataclasses look up their module there
-    exec(loader.source_to_code(source, str(file)), vars(module))  # bytecode on disk may be older than an edit
+    name = str(file.resolve())
+    module = sys.modules[name] = ModuleType(name)  # dataclasses look up their module there
+    module.__file__ = str(file)
+    exec(compile(source, str(file), "exec"), vars(module))  # bytecode on disk may be older than an edit
     return module
