@@ -138,7 +138,7 @@ def pooled(results: Iterable[SampleResult]) -> dict[str, float]:
     names = dict.fromkeys(name for metrics in (complete or each) for name in metrics)
     values = {name: [metrics[name] for metrics in complete if name in metrics] for name in names}
     values["deadline_tokens_mean"] = [m["deadline_tokens_mean"] for m in each if "deadline_tokens_mean" in m]
-    rewards, lengths = [[metrics[name] for metrics in complete] for name in ("reward_mean", "sampled_tokens_mean")]
+    rewards, lengths = (values.get(name, []) for name in ("reward_mean", "sampled_tokens_mean"))
     return {
         **{name: math.fsum(metrics[name] for metrics in each) for name in names if name.startswith(SUMMED)},
         **{name: statistics.fmean(of) for name, of in values.items() if of and name.endswith(AVERAGED)},

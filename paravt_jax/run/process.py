@@ -19,9 +19,9 @@ from model_port.terminal import say
 RESERVE_FRAC = 0.1  # fraction of device memory for layouts, collectives, fragmentation and the runtime, not in plans
 ACCELERATORS = ("jax_cuda12_plugin", "jax_cuda13_plugin", "libtpu")
 MEMORY_FRAC = "XLA_CLIENT_MEM_FRACTION"
+OLD_MEMORY_FRAC = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # the older name; jax rejects both names together
 VIRTUAL_DEVICES = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 THREADS_PER_DEVICE = 4  # a program that runs and one that waits for it, for each of two threads that start programs
-OLD_MEMORY_FRAC = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # the older name; jax rejects both names together
 
 
 def claim_resources() -> None:
