@@ -133,10 +133,16 @@ class ServerSettings:
 
     async def is_ready(self, http: aiohttp.ClientSession) -> bool:
         """Returns whether the server is healthy. Raises if its model does not accept images."""
-        info = await _model_info(http)
-        if info is not None and not info.get("has_image_understanding"):
+        try:
+            async with http.get("/health", raise_for_status=True):
+                pass
+            async with http.get("/model_info", raise_for_status=True) as reply:
+                info = await reply.json()
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+        if not info.get("has_image_understanding"):
             raise ValueError(f"model={self.model} does not accept images: its type is {info.get('model_type')!r}")
-        return info is not None
+        return True
 
     def command(self) -> list[str]:
         options: dict[str, Any] = {
@@ -458,20 +464,16 @@ def settled_port(host: str, port: int) -> int:
     candidates = [port] if port else random.sample(FREE_PORTS, 100)
     for candidate in candidates:
         try:
-            _bind(host, candidate)
+            with socket.socket() as probe:
+                # Ignores closed connections, as the server does.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((host, candidate))
+                return candidate
         except OSError as problem:
             if port or problem.errno != errno.EADDRINUSE:
                 sentence = f"cannot listen on {host}:{candidate} ({problem.strerror})"
                 raise ValueError(f"{sentence}; use another host or port, or port 0 for any free port") from None
-        else:
-            return candidate
     raise RuntimeError(f"tried {len(candidates)} ports on {host}, and none is free; set a port")
-
-
-def _bind(host: str, port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignores closed connections, as the server does
-        probe.bind((host, port))
 
 
 def _listening_sockets(host: str, port: int) -> set[str]:
@@ -495,14 +497,3 @@ def _open_files(pid: int) -> set[str]:
             with contextlib.suppress(FileNotFoundError):
                 inodes.add(str(entry.readlink()))
     return inodes
-
-
-async def _model_info(http: aiohttp.ClientSession) -> dict[str, Any] | None:
-    """Returns a server's description of its model, or None while the server is not healthy."""
-    try:
-        async with http.get("/health", raise_for_status=True):
-            pass
-        async with http.get("/model_info", raise_for_status=True) as reply:
-            return await reply.json()
-    except (aiohttp.ClientError, TimeoutError):
-        return None
