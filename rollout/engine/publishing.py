@@ -181,31 +181,27 @@ def _write_changed(weights: Weights, root: Path) -> set[str]:
 
 
 def _write(root: Path, name: str, tensor: np.ndarray) -> None:
-    if _replace(root / ALL / f"{name}.safetensors", name, tensor):
-        _link(root, name)
-
-
-def _link(root: Path, name: str) -> None:
-    (root / CHANGED / f"{name}.safetensors").symlink_to(f"../{ALL}/{name}.safetensors")
-
-
-def _replace(path: Path, name: str, tensor: np.ndarray) -> bool:
-    """Writes a tensor's file. Returns False if the file already has this content.
+    """Writes a tensor's file and a link to it, unless the file already has this content.
 
     The old file is replaced, not overwritten, because a server past its deadline may still read it.
     """
+    path = root / ALL / f"{name}.safetensors"
     data = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
     info = {"dtype": DTYPE_NAMES[tensor.dtype.name], "shape": tensor.shape, "data_offsets": [0, data.nbytes]}
     header = json.dumps({name: info}).encode()
     header = len(header).to_bytes(8, "little") + header
     if path.exists() and _same(np.memmap(path, np.uint8, "r"), header, data):
-        return False
+        return
     new = path.with_suffix(".new")
     with new.open("wb") as file:
         file.write(header)
         file.write(data.data)
     new.replace(path)
-    return True
+    _link(root, name)
+
+
+def _link(root: Path, name: str) -> None:
+    (root / CHANGED / f"{name}.safetensors").symlink_to(f"../{ALL}/{name}.safetensors")
 
 
 def _same(old: np.ndarray, header: bytes, data: np.ndarray) -> bool:

@@ -678,12 +678,11 @@ async def test_few_tensors_are_in_memory_at_a_time(tmp_path, monkeypatch):
                 in_memory.append(index - len(written))
                 yield f"{index}", np.full(3, index)
 
-    def replace(path, *args):
+    def write(root, name, tensor):
         time.sleep(0.01)
-        written.append(path.stem)
-        return True
+        written.append(name)
 
-    monkeypatch.setattr(publishing, "_replace", replace)
+    monkeypatch.setattr(publishing, "_write", write)
     monkeypatch.setattr(publishing, "num_bytes", lambda _: 1)
     await WeightFiles(tmp_path).write(Many())
     assert set(written) == set(map(str, range(5 * WRITERS))) and 2 <= max(in_memory) <= WRITERS
@@ -695,7 +694,7 @@ async def test_a_failed_write_of_weights_leaves_no_files(tmp_path, monkeypatch):
     with pytest.raises(KeyError, match="int64"):
         await files.write(Tensors(first=np.zeros(3, np.float32), second=np.zeros(3, np.int64)))
     assert not list(tmp_path.iterdir())
-    monkeypatch.setattr(publishing, "_replace", lambda *_: Path("/dev/full").write_text("a tensor"))
+    monkeypatch.setattr(publishing, "_write", lambda *_: Path("/dev/full").write_text("a tensor"))
     with pytest.raises(EngineError, match=rf"into {tmp_path}/\S+ \(No space left on device\); .* engine\.weights_dir$"):
         await files.write(NoWeights())
     assert not list(tmp_path.iterdir())
