@@ -76,13 +76,15 @@ class Chat:
         self.turn_end_id, self.image_id = self._id(TURN_END), self._id(IMAGE)
         self.call_end_id = self._id("</tool_call>")
         self.visual_ids = frozenset(self._id(token) for token in VISUAL_TOKENS)
-        self._added_text = {
-            token: added.content.encode() for token, added in tokenizer.get_added_tokens_decoder().items()
-        }
-        added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
-        self._added = _any_of({*added, *TAGS})
-        self._control = _any_of([token for token in added if token.startswith("<|")])
-        self._check_template()
+        added = {token: added.content for token, added in tokenizer.get_added_tokens_decoder().items()}
+        self._added_bytes = {token: text.encode() for token, text in added.items()}
+        self._added = _any_of({*added.values(), *TAGS})
+        self._control = _any_of([text for text in added.values() if text.startswith("<|")])
+        after = self._after_assistant([{"role": "tool", "content": "x"}])
+        if not after.startswith(TURN_END):
+            raise ValueError(
+                f"the chat template of {self.source} ends an assistant's turn with {after[:20]!r}, expected {TURN_END}"
+            )
 
     @classmethod
     def from_hf(cls, directory: str | Path) -> "Chat":
@@ -117,9 +119,8 @@ class Chat:
         return spans
 
     def _bytes_of(self, token: int) -> bytes:
-        added = self._added_text.get(token)
-        if added is not None:
-            return added
+        if token in self._added_bytes:
+            return self._added_bytes[token]
         piece = self.tokenizer.id_to_token(token)  # None for unused rows at the end of a vocabulary
         return b"" if piece is None else bytes(BYTES[character] for character in piece)
 
@@ -210,13 +211,6 @@ class Chat:
         if number is None:
             raise ValueError(f"{self.source} has no token {token}; it is not the tokenizer of a Qwen-VL model")
         return number
-
-    def _check_template(self) -> None:
-        after = self._after_assistant([{"role": "tool", "content": "x"}])
-        if not after.startswith(TURN_END):
-            raise ValueError(
-                f"the chat template of {self.source} ends an assistant's turn with {after[:20]!r}, expected {TURN_END}"
-            )
 
 
 def _any_of(tokens: Collection[str]) -> re.Pattern[str]:

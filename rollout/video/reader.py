@@ -193,7 +193,8 @@ class FrameReader:
         """
         video = await self._video(path, deadline_s)
         try:
-            size_px = self._size_px(video.info, box)
+            full_px = video.info.height, video.info.width
+            size_px = self._frame_size(*full_px) if box is None else self._detail_size(*box.size_px(*full_px))
         except ValueError as problem:
             raise VideoError(f"the video cannot be shown: {problem}") from None
         keys = [FrameKey(video.info.identity, frame, *size_px, box) for frame in video.frames_at(times_s)]
@@ -239,11 +240,6 @@ class FrameReader:
     def fitted(self, picture: Picture) -> Picture:
         """Resizes a picture that is not a frame as `detail_size` says."""
         return picture.resized(*self._detail_size(*picture.size_px))
-
-    def _size_px(self, info: VideoInfo, box: Box | None) -> tuple[int, int]:
-        if box is None:
-            return self._frame_size(info.height, info.width)
-        return self._detail_size(*box.size_px(info.height, info.width))
 
     def metrics(self) -> dict[str, float]:
         """Returns totals since the reader was opened. Fractions are relative to all requested frames."""
