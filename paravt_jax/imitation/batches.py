@@ -19,7 +19,7 @@ from paravt_jax.config import ImitationConfig, PackConfig, VideoConfig
 from paravt_jax.data.sample_order import PromptSample, SampleOrder, budgets_of
 from paravt_jax.data.traces import Trace
 from paravt_jax.imitation.render import Rendered, TraceRenderer
-from paravt_jax.learner.packing import BatchShape, Dialogue, PromptGroup, TrainBatch, num_batches, pack
+from paravt_jax.learner.packing import BatchShape, PromptGroup, TrainBatch, num_batches, pack
 from paravt_jax.sampling.frames import frame_of
 from rollout.video.errors import VideoError
 
@@ -27,13 +27,6 @@ STEPS_AHEAD = 2  # steps to prepare while the learner computes
 RENDERED_AHEAD = 32  # traces to decode concurrently
 RECENT = 64  # traces; as in RL, the run ends if more than half of them cannot be read
 HEADROOM = 1.75  # patch rows of the first step, relative to its need: more rows later would recompile the update
-
-
-class RenderedTrace(NamedTuple):
-    """A trace's dialogue for the learner, with the rendering it was made from."""
-
-    dialogue: Dialogue
-    rendered: Rendered
 
 
 class LeftOut(NamedTuple):
@@ -87,7 +80,7 @@ class TraceBatches:
         self._pack, self._video, self._rows_per_step = pack, video, imitation.rows_per_step
         self._model, self._contract = model, contract
         self._num_row_parts, self._most_frame_rows = num_row_parts, most_frame_rows
-        self._rendered: deque[asyncio.Task[RenderedTrace | LeftOut]] = deque()  # starts at sample `_next`
+        self._rendered: deque[asyncio.Task[Rendered | LeftOut]] = deque()  # starts at sample `_next`
         self._row_patches = contract.max_patches(video.max_pixels)
         self._next, self._sizes = first.next_visit, first
         self._num_skipped = 0  # consecutive skipped traces
@@ -113,7 +106,7 @@ class TraceBatches:
         for first in range(0, len(samples), RENDERED_AHEAD):
             rendered = await asyncio.gather(*map(self._render, samples[first : first + RENDERED_AHEAD]))
             problems += [trace.problem for trace in rendered if isinstance(trace, LeftOut)]
-            if usable := [trace for trace in rendered if isinstance(trace, RenderedTrace)]:
+            if usable := [trace for trace in rendered if isinstance(trace, Rendered)]:
                 yield await asyncio.to_thread(self._batches, usable, Position())
 
     async def close(self) -> None:
@@ -132,7 +125,7 @@ class TraceBatches:
 
     async def _next_step(self) -> TraceBatch:
         """Takes samples in order while they fit into the step's rows; the next sample starts the next step."""
-        traces: list[RenderedTrace] = []
+        traces: list[Rendered] = []
         placed: list[PromptGroup] = []
         first, problems = self._next, list[str]()
         while True:
@@ -172,22 +165,22 @@ class TraceBatches:
         while len(self._rendered) < RENDERED_AHEAD:
             self._rendered.append(asyncio.create_task(self._render(self._order[self._next + len(self._rendered)])))
 
-    async def _render(self, sample: PromptSample[Trace]) -> RenderedTrace | LeftOut:
+    async def _render(self, sample: PromptSample[Trace]) -> Rendered | LeftOut:
         """Renders a trace for the learner; returns the reason if the trace is unusable."""
         (budget,) = budgets_of([sample], self._video, self._seed)
         try:
-            rendered = await self._renderer.render(sample.item, budget)
+            rendered = await self._renderer.render(sample.item, budget, sample.number)
         except VideoError as error:
             problem, is_unreadable = str(error), True
         else:
-            dialogue = self._renderer.dialogue(rendered.ledger, sample.number)
-            if len(dialogue.ids) <= self._pack.row_tokens:
-                return RenderedTrace(dialogue, rendered)
-            problem = f"{len(dialogue.ids)} tokens are more than pack.row_tokens={self._pack.row_tokens}"
+            num_tokens = len(rendered.dialogue.ids)
+            if num_tokens <= self._pack.row_tokens:
+                return rendered
+            problem = f"{num_tokens} tokens are more than pack.row_tokens={self._pack.row_tokens}"
             is_unreadable = False
         return LeftOut(f"{', '.join([sample.item.id, *sample.item.files])}: {problem}", is_unreadable)
 
-    def _packed(self, traces: list[RenderedTrace], num_left_out: int, problems: list[str]) -> TraceBatch:
+    def _packed(self, traces: list[Rendered], num_left_out: int, problems: list[str]) -> TraceBatch:
         batches = self._batches(traces, self._sizes, is_first=self._sizes == Position())
         first = batches[0]
         num_frame_rows = 0 if first.vision is None else len(first.vision.patches)
@@ -195,7 +188,7 @@ class TraceBatches:
         num_tokens = sum(len(trace.dialogue.ids) for trace in traces)
         num_loss_tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
         counts = len(traces), num_tokens, num_loss_tokens
-        return TraceBatch(batches, traces[0].rendered, *counts, self._sizes, num_left_out, problems)
+        return TraceBatch(batches, traces[0], *counts, self._sizes, num_left_out, problems)
 
     def _with_room(self, frames: Sequence[Frame]) -> int:
         """Patch rows per part with room for later steps; `frames` are the first step's frames."""
@@ -203,9 +196,9 @@ class TraceBatches:
         num_rows = math.ceil(HEADROOM * len(frame_rows(frames, self._row_patches)) / num_parts)
         return min(num_rows, self._most_frame_rows)
 
-    def _batches(self, traces: list[RenderedTrace], sizes: Position, is_first: bool = False) -> list[TrainBatch]:
+    def _batches(self, traces: list[Rendered], sizes: Position, is_first: bool = False) -> list[TrainBatch]:
         dialogues = [trace.dialogue for trace in traces]
-        pictures = {picture.key: picture for trace in traces for picture in trace.rendered.pictures}
+        pictures = {picture.key: picture for trace in traces for picture in trace.ledger.pictures}
         frames = {key: frame_of(picture, self._contract) for key, picture in pictures.items()}
         settings = self._pack
         of_part = -(-sizes.min_frame_rows // self._num_row_parts)

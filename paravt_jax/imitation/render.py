@@ -36,12 +36,9 @@ class Rendered:
 
     trace: Trace
     ledger: Ledger
+    dialogue: Dialogue  # the ledger for the learner
     videos: tuple[ShownVideo, ...]  # videos of the overview
     responses: tuple[tuple[tuple[Part, ...], ...], ...]  # responses after every turn but the last
-
-    @property
-    def pictures(self) -> tuple[Picture, ...]:
-        return self.ledger.pictures
 
 
 class TraceRenderer:
@@ -53,8 +50,8 @@ class TraceRenderer:
         self._forced = chat.encode(config.forced_prefix)
         self._decoding = asyncio.Semaphore(IMAGES_AT_A_TIME)
 
-    async def render(self, trace: Trace, frame_budget: int) -> Rendered:
-        """Renders a trace; `frame_budget` is split over all videos of the overview.
+    async def render(self, trace: Trace, frame_budget: int, number: int = 0) -> Rendered:
+        """Renders a trace; `frame_budget` is split over all videos of the overview, `number` is the dialogue's.
 
         Raises VideoError if a video or image cannot be read.
         """
@@ -68,12 +65,10 @@ class TraceRenderer:
         for before, turn in itertools.pairwise(turns):
             responses.append(await self._add_environment(ledger, messages[before + 1 : turn]))
             self._add_turn(ledger, messages[turn].text)
-        return Rendered(trace, ledger, videos, tuple(responses))
-
-    def dialogue(self, ledger: Ledger, number: int) -> Dialogue:
         advantage = ledger.sampled_mask.astype(np.float32)  # imitation is a policy gradient with advantage 1
         structural = np.zeros(len(ledger.ids), bool)
-        return dialogue_of(ledger, number, advantage, structural, self._chat, self._contract.unit_px)
+        dialogue = dialogue_of(ledger, number, advantage, structural, self._chat, self._contract.unit_px)
+        return Rendered(trace, ledger, dialogue, videos, tuple(responses))
 
     async def _prompt(
         self, trace: Trace, messages: list[Message], frame_budget: int
