@@ -75,6 +75,7 @@ class MeshConfig:
         return self.data * self.fsdp
 
 
+ADDRESS_AND_PORT = re.compile(r"(?:[^\s/:@\[\]]+|\[[^\s/@\[\]]+\]):([0-9]{1,5})")
 AUTO = "auto"  # value of hosts.coordinator: detect from Slurm, a TPU pod or Kubernetes
 
 
@@ -98,8 +99,10 @@ class HostsConfig:
                     f"hosts.num={self.num} has no effect with hosts.coordinator={self.coordinator!r}; set it to the "
                     f"ADDRESS:PORT of host 0, or set hosts.coordinator=auto without hosts.num, which it detects"
                 )
-        elif not self.coordinator.rpartition(":")[0] or not self.coordinator.rpartition(":")[2].isdecimal():
-            raise ValueError(f"hosts.coordinator={self.coordinator} is not ADDRESS:PORT, for example 10.0.0.1:8476")
+        elif not (match := ADDRESS_AND_PORT.fullmatch(self.coordinator)) or not 0 < int(match[1]) < 2**16:
+            raise ValueError(
+                f"hosts.coordinator={self.coordinator} is not ADDRESS:PORT, for example 10.0.0.1:8476 or [fd00::1]:8476"
+            )
 
 
 @dataclass(frozen=True)

@@ -10,31 +10,40 @@ nonzero exit code. The launcher then restarts all hosts.
 """
 
 import asyncio
+import errno
+import hashlib
 import json
 import os
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from model_port.cli import DEBUG_FLAG, FAILED, one_line
+from model_port.cli import DEBUG_FLAG, FAILED, INTERRUPTED, one_line
 from model_port.terminal import say
 from paravt_jax.config import AUTO, HostsConfig
 from paravt_jax.run.gpu_assignment import num_visible_gpus
 
 Value = TypeVar("Value")
 JOIN_S = 300  # timeout for all hosts to connect
+ABORT_S = 60  # jax gets this much more, because its timeout aborts the process with a C++ stack trace
+REPORT_S = 10  # a host that waits for longer reports it
+REACH_S = 5  # timeout for reaching the coordinator's port, to explain a failure
 HEARTBEAT_S = 60  # a host without a heartbeat for this long is considered dead
 SHUTDOWN_S = 60  # timeout for all hosts to disconnect at the end
 LAST_WORDS_S = 3.0  # host 0 exits this much later, because jax ends the other hosts when the coordinator is gone
 MIN_BYTES = 256  # minimum message size; longer messages are padded to powers of 2, so that few programs are compiled
 MAX_DIFFERENCES = 3  # differences to list in an error
+RANKS = ("SLURM_JOB_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")  # distinguish a machine's processes
 
 
 class Hosts:
@@ -102,6 +111,7 @@ def joined(config: HostsConfig) -> Iterator[Hosts]:
         yield ALONE
         return
     try:
+        lock = _lock(config)
         hosts = _connect(config)
         yield hosts
         hosts.gather("end", None)
@@ -110,11 +120,64 @@ def joined(config: HostsConfig) -> Iterator[Hosts]:
     import jax
 
     jax.distributed.shutdown()
+    lock.close()
+
+
+def _lock(config: HostsConfig) -> socket.socket:
+    """Locks this host's place in the run until this process ends. Raises if another process here has it.
+
+    A second process with the same index that connects to a live coordinator would end the first one's run.
+    """
+    is_auto = config.coordinator == AUTO
+    place = [AUTO, *map(os.environ.get, RANKS)] if is_auto else [config.coordinator, config.index]
+    lock = socket.socket(socket.AF_UNIX)
+    try:
+        # An abstract name, which the kernel frees when the process ends. Like ports, it belongs to a network namespace.
+        lock.bind(f"\0paravt_jax.{hashlib.blake2s(json.dumps(place).encode()).hexdigest()}")
+    except OSError:
+        lock.close()
+        index = "" if is_auto else f" with hosts.index={config.index}"
+        raise RuntimeError(
+            f"another process on this machine already runs with hosts.coordinator={config.coordinator}{index}: wait "
+            f"for it, or end it"
+        ) from None
+    return lock
+
+
+def _check_port(config: HostsConfig) -> None:
+    """Raises if another program uses host 0's port. gRPC would share it (SO_REUSEPORT) and get the other's hosts."""
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    port = int(config.coordinator.rpartition(":")[2])
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignores closed connections, as gRPC does
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        try:
+            probe.bind(("", port))
+        except OSError as problem:
+            if problem.errno not in (errno.EADDRINUSE, errno.EACCES):
+                return
+            raise RuntimeError(
+                f"hosts.coordinator={config.coordinator}: host 0 cannot listen on port {port} ({problem.strerror}): "
+                f"end the program that uses it, or choose another port"
+            ) from None
+
+
+@contextmanager
+def _without_proxies() -> Iterator[None]:
+    """Hides proxies: gRPC would use http_proxy even for the coordinator, and hosts connect directly."""
+    proxies = {name: os.environ.pop(name) for name in list(os.environ) if name.lower().endswith("_proxy")}
+    try:
+        yield
+    finally:
+        os.environ.update(proxies)
 
 
 def _connect(config: HostsConfig) -> Hosts:
     import jax  # imported late, so that --help and invalid settings do not load jax
 
+    if config.index == 0 and config.coordinator != AUTO:
+        _check_port(config)
     jax.config.update("jax_enable_preemption_service", False)  # this service would replace our SIGTERM handler
     options: dict[str, Any] = {}
     if config.coordinator != AUTO:
@@ -122,13 +185,16 @@ def _connect(config: HostsConfig) -> Hosts:
         options["cluster_detection_method"] = "deactivate"
     elif gpus := num_visible_gpus():
         options["local_device_ids"] = range(gpus)  # under Slurm jax would take one GPU per process
+    initialize = partial(
+        jax.distributed.initialize,
+        **options,
+        initialization_timeout=JOIN_S + ABORT_S,
+        heartbeat_timeout_seconds=HEARTBEAT_S,
+        shutdown_timeout_seconds=SHUTDOWN_S,
+    )
     try:
-        jax.distributed.initialize(
-            **options,
-            initialization_timeout=JOIN_S,
-            heartbeat_timeout_seconds=HEARTBEAT_S,
-            shutdown_timeout_seconds=SHUTDOWN_S,
-        )
+        with _without_proxies():
+            _wait_for_hosts(initialize, config)
     except ValueError as problem:
         raise ValueError(
             f"hosts.coordinator={config.coordinator}: neither Slurm nor a TPU pod nor Kubernetes describes the hosts "
@@ -137,11 +203,42 @@ def _connect(config: HostsConfig) -> Hosts:
     except RuntimeError as problem:
         raise RuntimeError(
             f"the hosts did not connect at hosts.coordinator={config.coordinator} ({one_line(problem)}): start all "
-            f"hosts.num={config.num} within {JOIN_S} s, each with its own hosts.index, and choose a free port"
+            f"hosts.num={config.num} within {JOIN_S} s, each with its own hosts.index, and choose a free port that all "
+            f"of them can reach"
         ) from None
     if config.coordinator == AUTO:
         return Hosts(jax.process_index(), jax.process_count())
     return Hosts(config.index, config.num)
+
+
+def _wait_for_hosts(initialize: Callable[[], object], config: HostsConfig) -> None:
+    """Connects in a thread, because jax's own wait ignores Ctrl-C and ends in an abort."""
+    connected: Future[object] = Future()
+
+    def connect() -> None:
+        try:
+            connected.set_result(initialize())
+        except Exception as problem:
+            connected.set_exception(problem)
+
+    threading.Thread(target=connect, daemon=True).start()
+    if wait([connected], min(REPORT_S, JOIN_S)).not_done:
+        where = "" if config.coordinator == AUTO else f": this is host {config.index} of hosts.num={config.num}"
+        say(f"waiting up to {JOIN_S} s for all hosts to connect at hosts.coordinator={config.coordinator}{where}")
+        if wait([connected], JOIN_S - REPORT_S).not_done:
+            raise RuntimeError(_missing(config))
+    connected.result()
+
+
+def _missing(config: HostsConfig) -> str:
+    """Returns the reason why the hosts did not connect."""
+    if config.index and config.coordinator != AUTO:
+        host, _, port = config.coordinator.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
+        except OSError as problem:
+            return f"this host cannot reach host 0 there: {one_line(problem)}"
+    return "another host is missing"
 
 
 def _allgather_bytes(message: bytes) -> list[bytes]:
@@ -170,6 +267,9 @@ def _exit(problem: BaseException, leads: bool) -> NoReturn:
         traceback.print_exception(problem)
     while isinstance(problem, BaseExceptionGroup):
         problem = problem.exceptions[0]
+    if isinstance(problem, KeyboardInterrupt):
+        say("interrupted")
+        os._exit(INTERRUPTED)
     lost = "; another host may have failed, see its log" if type(problem).__name__ == "JaxRuntimeError" else ""
     say(f"error: {one_line(problem)}{lost}")
     if leads:

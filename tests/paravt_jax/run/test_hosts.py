@@ -6,6 +6,7 @@ import signal
 import socket
 import time
 
+import forked
 import hosts as several
 import numpy as np
 import pytest
@@ -166,10 +167,59 @@ def _alone(config, join_s):
 
 
 def test_a_missing_host_or_coordinator_and_a_used_port_are_errors(tmp_path):
-    with socket.create_server(("", 0)) as server:
+    with socket.create_server(("127.0.0.1", 0)) as server:
         configs = [several.settings(2)[0], several.settings(2)[1], several.settings(2, server.getsockname()[1])[0]]
-        for ended in several.RunningHosts(tmp_path, 3, 1, _alone, [(config, 3) for config in configs]).wait(100):
-            assert ended.code not in (0, None), ended.output
+        exits = several.RunningHosts(tmp_path, 3, 1, _alone, [(config, 3) for config in configs]).wait(100)
+    reasons = ("(another host is missing)", "(this host cannot reach host 0 there: Connection refused)", "not listen")
+    for ended, reason in zip(exits, reasons, strict=True):
+        assert ended.code == 1 and reason in ended.last_line and ended.output.count("error:") == 1, ended.output
+
+
+def test_a_second_start_ends_with_an_error_and_leaves_the_run_alone(tmp_path):
+    """gRPC would let both coordinators listen on the port, and jax would end all hosts that have a double."""
+    configs = several.settings(2)
+    each = [(wait_for_file, config, tmp_path / "go") for config in configs]
+    run = several.RunningHosts(tmp_path / "run", 2, 1, several._joined, each)
+    forked.wait_until(lambda: all("there" in file.read_text() for file in run.files), run.processes[0], run.files[0])
+    by_name = HostsConfig(configs[0].coordinator.replace("127.0.0.1", "localhost"), 2, 0)
+    second = several.RunningHosts(tmp_path / "second", 3, 1, _alone, [(config, 5) for config in (*configs, by_name)])
+    reasons = ("already runs with hosts", "already runs with hosts", "cannot listen on port")
+    for ended, reason in zip(second.wait(60), reasons, strict=True):
+        assert ended.code == 1 and reason in ended.last_line, ended.output
+    (tmp_path / "go").touch()
+    assert [ended.code for ended in run.wait(60)] == [0, 0]
+
+
+def wait_for_file(hosts, file):
+    print("there", flush=True)
+    while not all(hosts.gather("go", file.exists())):
+        time.sleep(0.2)
+
+
+def _behind_a_proxy(config):
+    os.environ |= {"http_proxy": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}
+    several._joined(exchange, config)
+    assert os.environ["http_proxy"] and os.environ["HTTPS_PROXY"]
+
+
+def test_hosts_connect_without_the_proxies_of_the_environment(tmp_path):
+    each = [(config,) for config in several.settings(2)]
+    for ended in several.RunningHosts(tmp_path, 2, 1, _behind_a_proxy, each).wait(60):
+        assert ended.code == 0, ended.output
+
+
+def test_ctrl_c_ends_a_host_that_waits_for_others(tmp_path):
+    started = several.RunningHosts(tmp_path, 1, 1, _reports_soon, [(several.settings(2)[0],)])
+    output = started.files[0]
+    forked.wait_until(lambda: "waiting up to" in output.read_text(), started.processes[0], output)
+    os.kill(started.processes[0].pid, signal.SIGINT)
+    (ended,) = started.wait(20)
+    assert ended.code == 130 and "this is host 0 of hosts.num=2" in ended.output
+
+
+def _reports_soon(config):
+    several.hosts.REPORT_S = 0.1
+    _alone(config, 60)
 
 
 def uneven(hosts):
