@@ -33,7 +33,7 @@ from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.rewards.settings import RewardConfig
 from paravt_jax.rewards.terms import QUESTION_TYPES, reward_terms
 from paravt_jax.run.checkpoint import Checkpoints
-from paravt_jax.run.checkpoint_read import verify
+from paravt_jax.run.checkpoint_files import verify
 from rollout.chat import TURN_PROBE, Chat
 from rollout.engine.answers import Expected, Fingerprint, generation_of
 from rollout.engine.http import ServerUnavailable

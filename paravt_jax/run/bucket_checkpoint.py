@@ -17,7 +17,7 @@ from model_port.bucket import ABSENT, AT_ONCE, UPLOADING, Bucket, upload
 from model_port.checkpoint import shard_blocks
 from model_port.layout import RECORD_FILE
 from paravt_jax.run.checkpoint import Arrays, Checkpoints, by_folder, common_dtype
-from paravt_jax.run.checkpoint_layout import FileSums, array_folder, file_sums, files_in, record_bytes
+from paravt_jax.run.checkpoint_files import FileSums, array_folder, file_sums, files_in, record_bytes
 
 BROKEN_RECORD = "broken.json"  # new name of a broken checkpoint's record
 

@@ -32,7 +32,7 @@ from model_port.output_dir import delete, output_directory, sync_path
 from model_port.sharding import on_host
 from paravt_jax.config import CheckpointConfig
 from paravt_jax.learner.learner import Learner
-from paravt_jax.run.checkpoint_layout import (
+from paravt_jax.run.checkpoint_files import (
     BrokenCheckpoint,
     Directory,
     FileSums,
@@ -40,10 +40,12 @@ from paravt_jax.run.checkpoint_layout import (
     files_in,
     leaves_by_name,
     location,
+    read_checkpoint,
     record_bytes,
     steps_in,
+    stored_part,
+    verify,
 )
-from paravt_jax.run.checkpoint_read import read_checkpoint, stored_part, verify
 from paravt_jax.run.hosts import ALONE, Hosts
 
 BROKEN_SUFFIX = ".broken"
@@ -58,16 +60,6 @@ class LocalArray:
     shard: tuple[int, ...]  # the shape of each shard
     dtype: np.dtype
     parts: list[ArrayPart]
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the whole array."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def single_part(self) -> np.ndarray:
-        ((_, values),) = self.parts
-        return values
 
 
 Arrays = dict[str, LocalArray]
@@ -275,7 +267,7 @@ class Checkpoints:
 
     def _start(self, step: int, arrays: Arrays, stack: ExitStack) -> Directory:
         """Creates the hidden directory with empty arrays on host 0."""
-        num_bytes = sum(array.num_bytes for array in arrays.values())
+        num_bytes = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays.values())
         directory = stack.enter_context(output_directory(self._directory / str(step), needed_bytes=num_bytes))
         self._make_files(directory, arrays)
         return directory
@@ -285,8 +277,8 @@ class Checkpoints:
         for folder, in_folder in by_folder(arrays).items():
             (directory / folder).mkdir(exist_ok=True)
             if folder == "." and self._adapter is not None:
-                parts = {path: array.single_part for path, array in in_folder.items()}
-                write_adapter(directory, self._model, self._adapter, parts)
+                adapter = {path: array.parts[0].values for path, array in in_folder.items()}  # each is complete here
+                write_adapter(directory, self._model, self._adapter, adapter)
             else:
                 shapes = {path: array.shape for path, array in in_folder.items()}
                 shards = {path: array.shard for path, array in in_folder.items()}

@@ -24,7 +24,7 @@ from paravt_jax.config.keys import change_text
 from paravt_jax.learner.learner import Learner
 from paravt_jax.run.bucket_checkpoint import BucketCheckpoints
 from paravt_jax.run.checkpoint import Checkpoints
-from paravt_jax.run.checkpoint_layout import steps_in
+from paravt_jax.run.checkpoint_files import steps_in
 from paravt_jax.run.compiles import Compiles
 from paravt_jax.run.directory import (
     OWN_CODE,

@@ -27,7 +27,7 @@ from paravt_jax.config import CheckpointConfig
 from paravt_jax.learner.learner import Learner
 from paravt_jax.plan.run import PlannedRl
 from paravt_jax.run.checkpoint import Checkpoints
-from paravt_jax.run.checkpoint_layout import OWN_SUM, record_bytes
+from paravt_jax.run.checkpoint_files import OWN_SUM, record_bytes
 
 WIDTH, HEADS, HEAD_DIM, FFN_WIDTH, VOCABULARY = 1024, 8, 128, 3072, 32_768
 LAYER_PARAMS = 12_600_000  # approximate

@@ -15,7 +15,7 @@ import model_port
 from model_port.layout import CHECKPOINTS_DIR, HF_DIR
 from model_port.tiny import tiny_config
 from paravt_jax.learner.learner import LANGUAGE
-from paravt_jax.run.checkpoint_read import verify
+from paravt_jax.run.checkpoint_files import verify
 from paravt_jax.run.hosts import ALONE
 from scripts.bench import hosts, shared_checkpoint
 from scripts.bench.publishing import By, copied_s, publish_times, receivers

@@ -7,7 +7,7 @@ from typing import Any
 
 from model_port.layout import CHECKPOINTS_DIR, RECORD_FILE
 from paravt_jax.config import TrainConfig
-from paravt_jax.run.checkpoint_read import verify
+from paravt_jax.run.checkpoint_files import verify
 from paravt_jax.run.log import EPISODES_DIR, METRICS_FILE, load_jsonl
 
 # Engine and learner both compute in float32, so the right version is far below this bound; at the stage's learning

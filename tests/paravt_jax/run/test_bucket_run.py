@@ -21,7 +21,7 @@ from model_port.bucket import UPLOADING, Bucket
 from paravt_jax.config import CheckpointConfig, load_config, to_record
 from paravt_jax.run import checkpoint, lease as lease_module, training
 from paravt_jax.run.bucket_checkpoint import BucketCheckpoints
-from paravt_jax.run.checkpoint_read import verify
+from paravt_jax.run.checkpoint_files import verify
 from paravt_jax.run.directory import LogCopies, locked_for_bucket
 from paravt_jax.run.hosts import ALONE, Hosts
 from paravt_jax.run.lease import OWNER, token_of

@@ -31,8 +31,7 @@ from paravt_jax.learner.learner import Learner, StepPart
 from paravt_jax.learner.packing import BatchShape, Dialogue, pack
 from paravt_jax.learner.variants import StepCounts
 from paravt_jax.run.checkpoint import Checkpoints, main
-from paravt_jax.run.checkpoint_layout import record_sum
-from paravt_jax.run.checkpoint_read import verify
+from paravt_jax.run.checkpoint_files import record_sum, verify
 
 PROGRESS = {"cursor": {"epoch": 1, "position": 17}, "seen": [0.1, 1e-300], "name": "a run"}
 

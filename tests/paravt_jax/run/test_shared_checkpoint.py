@@ -17,10 +17,10 @@ from model_port.export import export
 from model_port.sharding import make_mesh
 from paravt_jax.config import CheckpointConfig
 from paravt_jax.learner.learner import Learner
-from paravt_jax.run import checkpoint, checkpoint_read
+from paravt_jax.run import checkpoint, checkpoint_files
 from paravt_jax.run.bucket_checkpoint import BucketCheckpoints
 from paravt_jax.run.checkpoint import Checkpoints
-from paravt_jax.run.checkpoint_read import verify
+from paravt_jax.run.checkpoint_files import verify
 from paravt_jax.run.directory import locked_for_bucket
 from paravt_jax.run.hosts import ALONE
 
@@ -93,18 +93,18 @@ def check_shares(hosts, directory, tiny_hf):
     """Checks that a host writes and reads only its devices' shards."""
     learner, messages = learner_on(tiny_hf, {"fsdp": 2, "tensor": 2}), []
     checkpoints = open_on(hosts, directory, tiny_hf, messages)
-    write, read, written, num_read = checkpoint.write_shards, checkpoint_read.read_summed, [], []
+    write, read, written, num_read = checkpoint.write_shards, checkpoint_files.read_summed, [], []
 
     def watched_write(folder, shards):
         written.extend(part.values.nbytes for parts in shards.values() for part in parts)
         return write(folder, shards)
 
     def watched_read(path, parts, summed=True):
-        if checkpoint_read.BLOCK.search(str(path)):
+        if checkpoint_files.BLOCK.search(str(path)):
             num_read.append(path.stat().st_size)
         return read(path, parts, summed)
 
-    checkpoint.write_shards, checkpoint_read.read_summed = watched_write, watched_read
+    checkpoint.write_shards, checkpoint_files.read_summed = watched_write, watched_read
     arrays = [leaf for leaf in jax.tree.leaves(learner.state) if leaf.ndim]
     on_host = [{str(shard.index): shard.data.nbytes for shard in leaf.addressable_shards} for leaf in arrays]
     share, total = sum(sum(sizes.values()) for sizes in on_host), sum(leaf.nbytes for leaf in arrays)
@@ -115,7 +115,7 @@ def check_shares(hosts, directory, tiny_hf):
     assert checkpoints.restore(learner) == {"step": 0}
     checkpoints.close()
     assert sum(written) <= share < 0.6 * total and sum(num_read) == share
-    checkpoint.write_shards, checkpoint_read.read_summed = write, read
+    checkpoint.write_shards, checkpoint_files.read_summed = write, read
 
 
 def _all(hosts, folder, tiny_hf):
