@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         from paravt_jax.bench.mesh_measured import measured_meshes
 
         return measured_meshes(args)
-    from paravt_jax.bench.mesh_compiled import estimated_meshes
+    from paravt_jax.bench.mesh_rows import estimated_meshes
 
     return estimated_meshes(args)
 

@@ -28,12 +28,10 @@ from paravt_jax.bench.mesh_rows import (
     Row,
     benched_run,
     estimated_on,
-    in_order,
-    problem_of,
+    result_of,
     row_of,
     servers_remark,
     summary,
-    unknowns,
 )
 from paravt_jax.config import Config, computed_on, written_dtype
 from paravt_jax.learner.batch_shape import make_batch
@@ -73,24 +71,10 @@ def measured_meshes(args: argparse.Namespace) -> dict[str, Any]:
             alone = rows[ONE_DEVICE]["device_tokens_per_s"]
             rows[shape]["efficiency"] = rows[shape]["device_tokens_per_s"] / alone
         say(f"{name_of(shape)}: {summary(rows[shape])}")
-    return {
-        "title": run.title,
-        "topology": None,
-        "device": devices[0].device_kind,
-        "num_devices": num_devices,
-        "num_hosts": 1,
-        "price": args.price,
-        "num_steps": run.num_steps,
-        "rates": None if rates is None else _finite(rates),
-        "assumed": [
-            *run.remarks,
-            *of_servers,
-            *_assumed(device, run.dtype, rates, num_devices),
-            *unknowns(rows.values()),
-        ],
-        "rows": in_order(rows.values()),
-        "problem": problem_of(rows.values(), run, device, num_devices),
-    }
+    about = {"device": devices[0].device_kind, "num_devices": num_devices, "num_hosts": 1}
+    assumed = [*run.remarks, *of_servers, *_assumed(device, run.dtype, rates, num_devices)]
+    measured_rates = {"rates": None if rates is None else _finite(rates)}
+    return result_of(run, [*rows.values()], about | measured_rates, assumed, device)
 
 
 def _check_alone(run: BenchedRun) -> None:

@@ -1,4 +1,7 @@
-"""Compares meshes, measured or estimated: the run on each mesh, its row, and the table of all rows."""
+"""Compares meshes, measured or estimated: the run on each mesh, its row, and the table of all rows.
+
+Estimates compile the update ahead of time for other devices, without having them.
+"""
 
 import argparse
 import dataclasses
@@ -8,19 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from model_port.config import ModelConfig, preset
-from model_port.terminal import markdown_table
-from paravt_jax.bench.mesh_case import config_of, name_of
+from model_port.terminal import markdown_table, say
+from paravt_jax.bench.mesh_case import config_of, name_of, shapes_of
 from paravt_jax.bench.models import MODELS
 from paravt_jax.config import Config, MeshConfig, SftConfig, load_training_config
 from paravt_jax.plan.calibrate import calibrated
 from paravt_jax.plan.devices import DeviceSpec, Rates
 from paravt_jax.plan.meshes import MeshEstimate, Shape, estimate
-from paravt_jax.plan.plan import MAX_DEVICES, model_config, next_power_of_two, on_fitting_mesh
+from paravt_jax.plan.plan import MAX_DEVICES, assumed_of_seconds, model_config, next_power_of_two, on_fitting_mesh
 from paravt_jax.plan.remat import with_remat
 from paravt_jax.plan.roofline import StepSeconds
 from paravt_jax.plan.run import PlannedRl, PlannedRun, planned_run
 from paravt_jax.plan.step_time import PUBLISHED, Interval, StepRates, step_time
+from paravt_jax.plan.topology import topology
 from paravt_jax.plan.workload import Step, full_step
 
 Row = dict[str, Any]
@@ -106,6 +112,43 @@ def benched_run(args: argparse.Namespace) -> BenchedRun:
     return BenchedRun(" ".join(map(str, [args.config, *args.overrides])), model, remarks, args, config)
 
 
+def estimated_meshes(args: argparse.Namespace) -> dict[str, Any]:
+    """Estimates memory, time and price on every mesh of other devices."""
+    jax.config.update("jax_platforms", "cpu")  # compilation needs no device
+    target = topology(args.topology)
+    run = benched_run(args).calibrated_on(target.device)
+    learner = target.without_gpus(run.server_gpus)
+    remarks = [*run.remarks, *servers_remark(run.server_gpus, len(learner))]
+    remarks += assumed_of_seconds(target.device, run.dtype, len(learner))
+    everything = None if args.plan_only else target.devices()
+    devices = None if everything is None else [everything[number] for number in learner]
+    rows = []
+    for shape in shapes_of(args, len(learner)):
+        if devices is not None:
+            say(f"{name_of(shape)}: compiling")
+        own, _, mesh_estimate = estimated_on(shape, run, target.device, devices)
+        rows.append(row_of(mesh_estimate, own, run, target.num_hosts))
+        say(f"{name_of(shape)}: {summary(rows[-1])}")
+    about = {"device": target.device.name, "num_devices": len(learner), "num_hosts": target.num_hosts}
+    return result_of(run, rows, about, remarks, target.device)
+
+
+def result_of(
+    run: BenchedRun, rows: Sequence[Row], about: dict[str, Any], assumed: Sequence[str], device: DeviceSpec
+) -> dict[str, Any]:
+    """The benchmark's result. `about` names the devices."""
+    return {
+        "title": run.title,
+        "topology": run.args.topology,
+        **about,
+        "price": run.args.price,
+        "num_steps": run.num_steps,
+        "assumed": [*assumed, *unknowns(rows)],
+        "rows": in_order(rows),
+        "problem": problem_of(rows, run, device, about["num_devices"]),
+    }
+
+
 def servers_remark(gpus: Sequence[int], num_devices: int) -> Iterator[str]:
     """Reports the devices that the run's servers leave free; raises ValueError if none are free."""
     if gpus and not num_devices:
@@ -173,11 +216,6 @@ def problem_of(rows: Iterable[Row], run: BenchedRun, device: DeviceSpec, num_dev
     return f"no mesh of {num_devices} x {device.name} fits; {more}, or {other}"
 
 
-def is_similar(row: Row, fastest: Row) -> bool:
-    """Whether the plan cannot tell these two steps apart."""
-    return _slowness(row) <= (1 + SIMILAR_FRAC) * _slowness(fastest)
-
-
 def unknowns(rows: Iterable[Row]) -> list[str]:
     return sorted({f"{name} is unknown: {why}" for row in rows for name, why in row["unknown"].items()})
 
@@ -206,11 +244,12 @@ def page(result: dict[str, Any]) -> Iterator[str]:
             yield f"rejected: {name_of(row['mesh'])}, {row['problem']}"
     yield from (f"assumed: {assumed}" for assumed in result["assumed"])
     full = _on_all(fitting, result["num_devices"])
-    similar = [name_of(row["mesh"]) for row in full[1:] if row["run_step_s"] and is_similar(row, full[0])]
-    if similar:
+    if not full:
+        return
+    most = (1 + SIMILAR_FRAC) * _slowness(full[0])
+    if similar := [name_of(row["mesh"]) for row in full[1:] if row["run_step_s"] and _slowness(row) <= most]:
         yield f"within {SIMILAR_FRAC:.0%} of the fastest step: {', '.join(similar)}"
-    if full:
-        yield f"recommended: {name_of(full[0]['mesh'])}"
+    yield f"recommended: {name_of(full[0]['mesh'])}"
 
 
 def _columns(result: dict[str, Any]) -> dict[str, Callable[[Row], str]]:
