@@ -9,7 +9,7 @@ import jax
 import model_port
 from model_port.export import export
 from model_port.inputs import split_frames
-from model_port.layout import CHECKPOINTS_DIR
+from model_port.layout import newest_checkpoint
 from model_port.reference import ProcessedPrompt, Reference, missing_torch
 from model_port.sampler import Sampler, SamplerPrompt, SamplerRequest, SamplingParams
 from paravt_jax.check.prompts import overview_of, processed
@@ -17,7 +17,6 @@ from paravt_jax.check.report import NO_TORCH, Measured
 from paravt_jax.check.step import RUN
 from paravt_jax.check.target import Target
 from paravt_jax.config import computed_on
-from paravt_jax.run.checkpoint_layout import steps_in
 from paravt_jax.run.compiles import set_up_compilation
 from paravt_jax.sampling.score import LearnerScorer
 from rollout.check import DEADLINE_S, check
@@ -35,7 +34,7 @@ def round_trip(target: Target) -> Iterator[Measured]:
     set_up_compilation()
     path = target.file("trained")
     dtype = computed_on(target.run_config, jax.default_backend()).model.dtype
-    source = newest_checkpoint(target)
+    source = newest_checkpoint(target.file(RUN))  # of the stage `step`, if it ran
     if source is not None:
         yield Measured("export of the step's weights", str(export(source, path, dtype, force=True).dtype))
     model_dir = target.hf_dir if source is None else path
@@ -55,12 +54,6 @@ def round_trip(target: Target) -> Iterator[Measured]:
     else:
         yield ids_line("SGLang's", ours, asyncio.run(server_ids(target.server, overview)))
         yield gate_line(target, model_dir, dtype)
-
-
-def newest_checkpoint(target: Target) -> Path | None:
-    """The newest checkpoint of the stage `step`, if it ran."""
-    directory = target.file(RUN) / CHECKPOINTS_DIR
-    return next((directory / str(step) for step in reversed(steps_in(directory))), None)
 
 
 def our_ids(model_dir: Path, prompt: ProcessedPrompt) -> list[int]:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from model_port.layout import absolute_path
 from model_port.output_dir import check_local
 from model_port.progress import Meter
 from model_port.terminal import aligned
@@ -176,7 +177,7 @@ def materialize(
     """
     for path in (root, parquet_dir, output_dir):
         check_local(path)
-    root, parquet_dir, output_dir = (_absolute(path) for path in (root, parquet_dir, output_dir))
+    root, parquet_dir, output_dir = map(absolute_path, (root, parquet_dir, output_dir))
     for name, path in (("--root", root), ("--parquet-dir", parquet_dir)):
         if not path.is_dir():
             raise ValueError(f"{name} {path} is not a directory")
@@ -202,12 +203,6 @@ def materialize(
             report.files[name] = _materialize_file(source, output, root, pool, meter)
             report.written[name] = output.changed
     return report
-
-
-def _absolute(path: str | Path) -> Path:
-    """Makes a path absolute. Keeps links, unless a `..` in the path depends on them."""
-    path = Path(path)
-    return path.resolve() if ".." in path.parts else path.absolute()
 
 
 def _num_rows(source: Path) -> int:

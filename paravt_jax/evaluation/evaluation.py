@@ -11,14 +11,7 @@ from model_port.model import VLModel
 from model_port.processing import VisionContract
 from model_port.progress import in_units
 from model_port.terminal import say
-from paravt_jax.config import (
-    EngineConfig,
-    EvalCell,
-    EvalConfig,
-    EvaluationConfig,
-    computed_on,
-    to_record,
-)
+from paravt_jax.config import EngineConfig, EvalCell, EvalConfig, EvaluationConfig, computed_on, to_record
 from paravt_jax.data.splits import Sample, split_named
 from paravt_jax.data.splits.reading import SampleSet, load_samples
 from paravt_jax.evaluation.certificate import certificate

@@ -204,10 +204,9 @@ class Share:
         return sum(map(math.prod, stacked.values())) // self.model.text.num_layers
 
     @property
-    def parts_bytes(self) -> int:
-        """Bytes of the stacked weights, which are copied if the layers run in two scans."""
-        stored = self.item_bytes if self.adapted else FLOAT32_BYTES
-        return stored * self.model.text.num_layers * self.layer_values // self.update.mesh.fsdp
+    def stored_bytes(self) -> int:
+        """Bytes per stored weight: a float32 master, or a frozen weight under adapters."""
+        return self.item_bytes if self.adapted else FLOAT32_BYTES
 
     @property
     def rows(self) -> int:
@@ -298,8 +297,8 @@ class Share:
 
     def backward(self) -> Parts:
         """Memory held during the whole backward pass."""
-        saved, casts = 0, 0.0
-        for remat, layers in self.update.layers_by_remat(self.model.text.num_layers).items():
+        saved, casts, num_layers = 0, 0.0, self.model.text.num_layers
+        for remat, layers in self.update.layers_by_remat(num_layers).items():
             residuals = self.text_residuals(replace(self.compute, remat=remat))
             if remat == "offload":
                 residuals = replace(residuals, layer_token=0.0)  # layer inputs are in host memory
@@ -312,8 +311,9 @@ class Share:
         }
         if casts:
             parts["casts of the layers' weights"] = round(casts) // self.update.mesh.fsdp
-        if self.update.lighter_layers:
-            parts["the layers' weights, in two parts"] = self.parts_bytes
+        if self.update.lighter_layers:  # the stacked weights are copied, because the layers run in two scans
+            copied = self.stored_bytes * num_layers * self.layer_values // self.update.mesh.fsdp
+            parts["the layers' weights, in two parts"] = copied
         if self.update.optim.train_vision:
             residuals = vision_residuals(self.model, self.compute, self.update.mesh.tensor)
             batch = self.rows_here(self.batch.num_frame_rows), self.batch.row_patches

@@ -30,14 +30,7 @@ from paravt_jax.plan.step_time import (
     step_time,
     weight_bytes,
 )
-from paravt_jax.plan.workload import (
-    PlannedUpdate,
-    Step,
-    active_params,
-    adapter_params,
-    batch_flops,
-    layer_params,
-)
+from paravt_jax.plan.workload import PlannedUpdate, Step, active_params, adapter_params, batch_flops, layer_params
 from paravt_jax.run.process import RESERVE_FRAC
 
 MAX_DEVICES = 1024  # largest mesh to suggest

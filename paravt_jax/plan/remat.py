@@ -6,6 +6,7 @@ products. If nothing leaves the margin, the choice is `full`.
 """
 
 import math
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -73,11 +74,7 @@ def _with_lighter_layers(run: AnyRun, device: DeviceSpec) -> AnyRun:
 
 def largest(fits: Callable[[int], bool], most: int, low: int = 0) -> int:
     """The largest number up to `most` that fits, if all between it and `low` fit too; `low` if none fits."""
-    high = most + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return low + bisect(range(low + 1, most + 1), False, key=lambda number: not fits(number))
 
 
 def recomputing(run: AnyRun, remat: Remat) -> AnyRun:

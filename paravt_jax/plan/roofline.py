@@ -121,7 +121,7 @@ def vision_bytes(share: Share) -> float:
     residuals = vision_residuals(share.model, replace(share.compute, remat="none"), share.update.mesh.tensor)
     patches = share.rows_here(shape.num_frame_rows) * shape.row_patches
     pairs = patches * shape.row_patches * vision.num_heads * vision.num_layers // share.update.mesh.tensor
-    weights = (share.num_params - share.num_text) * _stored_bytes(share) + 2 * share.vision_values * share.item_bytes
+    weights = (share.num_params - share.num_text) * share.stored_bytes + 2 * share.vision_values * share.item_bytes
     return weights + 2 * vision.num_layers * residuals.layer_token * patches + SCORE_BYTES["forward"] * pairs
 
 
@@ -129,16 +129,11 @@ def _layers_bytes(share: Share, way: str = "forward") -> float:
     """Traffic of a pass over the language layers."""
     shape, text, layers = share.batch, share.local.text, share.model.text.num_layers
     values = layers * share.layer_values
-    weights = values // share.update.mesh.fsdp * _stored_bytes(share) + 2 * values * share.item_bytes
+    weights = values // share.update.mesh.fsdp * share.stored_bytes + 2 * values * share.item_bytes
     token_bytes = share.text_residuals(replace(share.compute, remat="none")).layer_token
     saved = token_bytes * share.rows * shape.row_tokens + share.expert_bytes
     activations = {"forward": 2, "backward": 3}[way] * layers * saved
     return weights + activations + _score_bytes(share, way) * layers * text.num_heads * share.rows
-
-
-def _stored_bytes(share: Share) -> int:
-    """Bytes per stored weight: a float32 master, or a frozen weight under adapters."""
-    return share.item_bytes if share.adapted else FLOAT32_BYTES
 
 
 def _score_bytes(share: Share, way: str) -> float:

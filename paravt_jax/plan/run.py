@@ -12,15 +12,7 @@ from typing import Any, ClassVar, Self
 from model_port.config import ModelConfig
 from model_port.processing import max_patches
 from model_port.sharding import over_hosts
-from paravt_jax.config import (
-    Config,
-    EngineConfig,
-    MeshConfig,
-    PackConfig,
-    SftConfig,
-    TrainConfig,
-    VideoConfig,
-)
+from paravt_jax.config import Config, EngineConfig, MeshConfig, PackConfig, SftConfig, TrainConfig, VideoConfig
 from paravt_jax.learner.packing import (
     FRAME_ROW_STEP,
     BatchShape,
