@@ -9,7 +9,7 @@ import asyncio
 import statistics
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +83,13 @@ def table(result: dict[str, Any]) -> str:
 
 
 class _Scripted:
-    """Scripts the main agent's turns; the engine samples the sub-agents' reports at a fixed length."""
+    """Scripts the main agent's turns; the engine samples the sub-agents' reports at a fixed length.
 
-    def __init__(self, engine: SGLangEngine, chat: Chat, turns: list[str]):
-        self._engine, self._chat, self._turns = engine, chat, turns
+    If `num_sampled` is not 0, the engine also prefills the main agent's prompts, and samples this number of tokens.
+    """
+
+    def __init__(self, engine: SGLangEngine, chat: Chat, turns: list[str], num_sampled: int = 0):
+        self._engine, self._chat, self._turns, self._num_sampled = engine, chat, turns, num_sampled
         self._num_turns: dict[str, int] = {}
 
     async def generate(self, request: Request) -> Generation:
@@ -95,7 +98,12 @@ class _Scripted:
         number = self._num_turns.get(request.episode, 0)
         self._num_turns[request.episode] = number + 1
         ids = self._chat.encode(self._turns[number])
-        return Generation(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), "stop")
+        scripted = Generation(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), "stop")
+        if not self._num_sampled:
+            return scripted
+        sampling = replace(request.sampling, stop_ids=(), max_new_tokens=self._num_sampled)
+        real = await self._engine.generate(replace(request, sampling=sampling))
+        return replace(scripted, num_prompt_tokens=real.num_prompt_tokens, num_cached_tokens=real.num_cached_tokens)
 
 
 async def _measure(args: argparse.Namespace, model: Path, video: str) -> dict[str, Any]:
@@ -109,20 +117,17 @@ async def _measure(args: argparse.Namespace, model: Path, video: str) -> dict[st
     data = f"{args.episodes} episodes"
     say(start_line(engine_name, size_of(model), dtype, dtype, model=args.model or TINY, data=data))
     engine = await SGLangEngine.launch(servers, SGLangSettings("bench"))
+    config = EpisodeConfig(
+        max_parallel=max(CROPS), max_turns=1, subagent_new_tokens=args.report_tokens, max_context_tokens=8192
+    )
     try:
         async with FrameReader(lambda height, width: settled_size(height, width, contract)) as frames:
-            config = EpisodeConfig(
-                max_parallel=max(CROPS),
-                max_turns=1,
-                subagent_new_tokens=args.report_tokens,
-                max_context_tokens=8192,
-            )
-            crops = []
-            await _turn(engine, frames, chat, config, video, 1, 0)  # the first turn compiles
+            bench, crops = _Bench(args, engine, frames, chat, config, video), []
+            await bench.turn(1, 0)  # the first turn compiles
             for number in CROPS:
-                crops.append({"crops": number, **await _latencies(args, engine, frames, chat, config, video, number)})
+                crops.append({"crops": number, **await bench.latencies(number)})
                 say(f"{number} crops: {crops[-1]}")
-            episodes, seconds = await _episodes(args, engine, frames, chat, config, video)
+            episodes, seconds = await bench.episodes()
             publish_s = await _publish_times(args, engine, model)
             summary = {
                 "concurrent episodes": args.episodes,
@@ -136,60 +141,56 @@ async def _measure(args: argparse.Namespace, model: Path, video: str) -> dict[st
         await engine.close()
 
 
-async def _latencies(
-    args: argparse.Namespace, engine: Any, frames: Any, chat: Chat, config: EpisodeConfig, video: str, number: int
-) -> dict[str, float]:
-    """Measures parallel and sequential calls alternately, always over uncached windows."""
-    latencies: dict[str, list[float]] = {"parallel_s": [], "sequential_s": []}
-    for repeat in range(args.repeats):
-        offset_s = (number + repeat) * 1.37 % 50
-        latencies["parallel_s"].append(await _turn(engine, frames, chat, config, video, number, offset_s))
-        one_by_one = replace(config, dispatch="sequential")
-        latencies["sequential_s"].append(await _turn(engine, frames, chat, one_by_one, video, number, offset_s + 0.5))
-    return {name: statistics.median(values) for name, values in latencies.items()}
+@dataclass(frozen=True)
+class _Bench:
+    """Times episodes about a video."""
 
+    args: argparse.Namespace
+    engine: SGLangEngine
+    frames: FrameReader
+    chat: Chat
+    config: EpisodeConfig
+    video: str
 
-async def _turn(
-    engine: Any, frames: Any, chat: Chat, config: EpisodeConfig, video: str, number: int, offset_s: float
-) -> float:
-    """Runs a turn; returns the seconds from the first call to the last report."""
-    calls = [_call(offset_s + n * (VIDEO_S - 70) / max(CROPS)) for n in range(number)]
-    turns = [f"I look.</think>{''.join(calls)}<|im_end|>"]
-    if config.dispatch == "sequential":
-        turns = [f"I look.</think>{call}" for call in calls]
-    agent = Agent(_Scripted(engine, chat, [*turns, ANSWER]), frames, chat, config)  # type: ignore[arg-type]
-    overview = await agent.overview(Task(f"turn-{number}-{offset_s}", "What happens?", (video,), FRAME_BUDGET))
-    started_s = time.perf_counter()
-    episode = await agent.run(overview)
-    seconds = time.perf_counter() - started_s
-    _require_ok([episode], number)
-    return seconds
+    async def latencies(self, number: int) -> dict[str, float]:
+        """Measures parallel and sequential calls alternately, always over uncached windows."""
+        latencies: dict[str, list[float]] = {"parallel_s": [], "sequential_s": []}
+        one_by_one = replace(self, config=replace(self.config, dispatch="sequential"))
+        for repeat in range(self.args.repeats):
+            offset_s = (number + repeat) * 1.37 % 50
+            latencies["parallel_s"].append(await self.turn(number, offset_s))
+            latencies["sequential_s"].append(await one_by_one.turn(number, offset_s + 0.5))
+        return {name: statistics.median(values) for name, values in latencies.items()}
 
+    async def turn(self, number: int, offset_s: float) -> float:
+        """Runs a turn; returns the seconds from the first call to the last report."""
+        calls = [_call(offset_s + n * (VIDEO_S - 70) / max(CROPS)) for n in range(number)]
+        turns = [f"I look.</think>{''.join(calls)}<|im_end|>"]
+        if self.config.dispatch == "sequential":
+            turns = [f"I look.</think>{call}" for call in calls]
+        written = _Scripted(self.engine, self.chat, [*turns, ANSWER])
+        _, seconds = await self._timed(written, f"turn-{number}-{offset_s}", num_calls=number)
+        return seconds
 
-async def _episodes(
-    args: argparse.Namespace, engine: Any, frames: Any, chat: Chat, config: EpisodeConfig, video: str
-) -> tuple[list[Episode], float]:
-    """Runs a group whose rollouts crop the same windows; the engine also prefills the main agents' prompts."""
-    calls = "".join(_call(n * 60.0) for n in range(CROPS_OF_AN_EPISODE))
+    async def episodes(self) -> tuple[list[Episode], float]:
+        """Runs a group whose rollouts crop the same windows."""
+        calls = "".join(_call(n * 60.0) for n in range(CROPS_OF_AN_EPISODE))
+        turns = [f"I look.</think>{calls}<|im_end|>", ANSWER]
+        written = _Scripted(self.engine, self.chat, turns, num_sampled=self.args.report_tokens)
+        return await self._timed(written, "group", CROPS_OF_AN_EPISODE, self.args.episodes)
 
-    class Rehearsed(_Scripted):
-        async def generate(self, request: Request) -> Generation:
-            scripted = await super().generate(request)
-            if scripted.server:
-                return scripted
-            real = await self._engine.generate(
-                replace(request, sampling=replace(request.sampling, stop_ids=(), max_new_tokens=args.report_tokens))
-            )
-            return replace(scripted, num_prompt_tokens=real.num_prompt_tokens, num_cached_tokens=real.num_cached_tokens)
-
-    written = Rehearsed(engine, chat, [f"I look.</think>{calls}<|im_end|>", ANSWER])
-    agent = Agent(written, frames, chat, config)  # type: ignore[arg-type]
-    overview = await agent.overview(Task("group", "What happens?", (video,), FRAME_BUDGET))
-    started_s = time.perf_counter()
-    episodes = await asyncio.gather(*(agent.run(overview, number) for number in range(args.episodes)))
-    seconds = time.perf_counter() - started_s
-    _require_ok(episodes, CROPS_OF_AN_EPISODE)
-    return episodes, seconds
+    async def _timed(
+        self, written: _Scripted, name: str, num_calls: int, num_episodes: int = 1
+    ) -> tuple[list[Episode], float]:
+        agent = Agent(written, self.frames, self.chat, self.config)  # type: ignore[arg-type]
+        overview = await agent.overview(Task(name, "What happens?", (self.video,), FRAME_BUDGET))
+        started_s = time.perf_counter()
+        episodes = await asyncio.gather(*(agent.run(overview, number) for number in range(num_episodes)))
+        seconds = time.perf_counter() - started_s
+        for episode in episodes:
+            if episode.outcomes != ["ok"] * num_calls:
+                raise RuntimeError(f"calls failed: {[(call.outcome, call.problem) for call in episode.calls]}")
+        return episodes, seconds
 
 
 async def _publish_times(args: argparse.Namespace, engine: SGLangEngine, model: Path) -> dict[str, float]:
@@ -209,12 +210,6 @@ async def _publish_times(args: argparse.Namespace, engine: SGLangEngine, model: 
 
 def _call(start_s: float) -> str:
     return f"<tool_code>crop_video(start_time={start_s:.2f}, end_time={start_s + WINDOW_S:.2f})</tool_code>"
-
-
-def _require_ok(episodes: list[Episode], number: int) -> None:
-    for episode in episodes:
-        if episode.outcomes != ["ok"] * number:
-            raise RuntimeError(f"calls failed: {[(call.outcome, call.problem) for call in episode.calls]}")
 
 
 def _cached_frac(episodes: list[Episode]) -> float:
