@@ -5,6 +5,7 @@ A command's module adds the flag to its parser with `add_debug_flag` and ends wi
 
 import argparse
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -29,6 +30,8 @@ def add_debug_flag(parser: argparse.ArgumentParser) -> None:
 
 def run_cli(main: Callable[[], None]) -> NoReturn:
     """Runs a command and exits, with code 0 only if `main` returned and its output could be written."""
+    if os.getpid() == 1:  # in a container, where the kernel ignores a SIGTERM without a handler
+        signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     try:
         open_closed_streams()
         guard_stdout()

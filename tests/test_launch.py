@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -106,8 +107,40 @@ def test_a_slurm_job_without_a_command_prints_its_usage(words, job):
     assert done.returncode == 2 and "sbatch --nodes 2" in done.stderr
 
 
-@pytest.mark.parametrize(("code", "starts"), [(0, 1), (130, 1), (143, 1), pytest.param(7, 3, marks=pytest.mark.slow)])
-def test_a_slurm_job_restarts_unless_its_run_finished_or_was_stopped(code, starts, job, tmp_path):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"SLURM_JOB_NODELIST": ""}, "this is not a Slurm job; start it with sbatch"),
+        ({"SLURM_JOB_ID": ""}, "this is not a Slurm job; start it with sbatch"),
+        ({"RESTARTS": "-1"}, "RESTARTS=-1 is not a number of restarts"),
+        ({"SLURM_SUBMIT_DIR": "/"}, "/ has no .venv/bin/python; run sbatch in a clone, after scripts/setup.sh cuda12"),
+    ],
+)
+def test_a_slurm_job_that_cannot_start_has_one_error(changes, message, job, tmp_path):
+    done = subprocess.run([*LAUNCH_SLURM, "train"], env=job | changes, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr == f"launch_slurm: {message}\n"
+    assert not (tmp_path / "srun").exists()
+
+
+def test_a_slurm_job_without_nodes_has_one_error(job, tmp_path):
+    program(tmp_path / "bin" / "scontrol", "#!/bin/sh\n")
+    done = subprocess.run([*LAUNCH_SLURM, "train"], env=job, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 2 and "lists no node of SLURM_JOB_NODELIST=localhost,node002" in done.stderr
+
+
+def test_a_slurm_job_may_have_thousands_of_nodes(job, tmp_path):
+    """A pipe to `head` would kill scontrol while it still writes, and with it the job."""
+    program(tmp_path / "bin" / "scontrol", "#!/bin/sh\nseq -f a-node-with-a-long-name-%g 100000\n")
+    program(tmp_path / ".venv" / "bin" / "python", '#!/bin/sh\necho "$@" > "task$SLURM_PROCID"\n')
+    subprocess.run([*LAUNCH_SLURM, "train"], env=job, check=True, timeout=60)
+    assert "hosts.coordinator=a-node-with-a-long-name-1:" in (tmp_path / "task1").read_text()
+
+
+STARTS = [*((code, 1) for code in (0, 2, 127, 130, 143)), pytest.param(7, 3, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("code", "starts"), STARTS)
+def test_a_slurm_job_restarts_unless_its_run_finished_was_stopped_or_cannot_start(code, starts, job, tmp_path):
     program(tmp_path / ".venv" / "bin" / "python", f"#!/bin/sh\nexit {code}\n")
     env = job | {"RESTARTS": "2"}
     done = subprocess.run([*LAUNCH_SLURM, "train"], env=env, stderr=subprocess.PIPE, text=True, timeout=60)
@@ -159,7 +192,9 @@ def two_gpu_nodes():
     (service,) = yaml.safe_load((LAUNCH / "two_gpu_nodes.yaml").read_text())["services"].values()
     (devices,) = service["deploy"]["resources"]["reservations"]["devices"]
     assert service["volumes"] == [f"/runs:{service['working_dir']}"]
-    return service["command"], 2, devices["count"], "FIRST:8476"
+    command, num_required = re.subn(r":\?[^}]*}", "}", service["command"])
+    assert num_required == 1  # without HOST, compose stops with a message, not each of 40 restarts
+    return command, 2, devices["count"], "FIRST:8476"
 
 
 @pytest.mark.parametrize("read", [gke_tpu, two_gpu_nodes])

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -78,3 +79,17 @@ def test_text_that_stdout_cannot_encode_is_printed_as_escapes(package, encoding,
     environment = os.environ | {"PYTHONIOENCODING": encoding}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, check=True)
     assert done.stdout.strip() == printed
+
+
+CONTAINER = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child")
+
+
+@pytest.mark.skipif(subprocess.run([*CONTAINER, "true"], capture_output=True).returncode != 0, reason="no namespaces")
+def test_sigterm_ends_the_first_process_of_a_container():
+    code = "import time; from model_port.cli import run_cli; run_cli(lambda: (print(flush=True), time.sleep(60)))"
+    words = [*CONTAINER, sys.executable, "-c", code]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as container:
+        assert container.stdout is not None and container.stdout.readline() == "\n"
+        (first,) = Path(f"/proc/{container.pid}/task/{container.pid}/children").read_text().split()
+        os.kill(int(first), signal.SIGTERM)
+        assert container.wait(30) == 128 + signal.SIGTERM
