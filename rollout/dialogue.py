@@ -6,7 +6,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from rollout.ledger import Ledger
 from rollout.parts import Part, pictures_of
 from rollout.picture import Picture
 from rollout.prompter import Closeup, Overview
+from rollout.records import Turn
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,11 @@ class TurnRequest:
 
 @dataclass(frozen=True)
 class SampledTurn:
-    text: str  # with the forced prefix, without the stop token
-    finish: Literal["stop", "length", "abort"]
+    turn: Turn
     num_tokens: int  # sampled tokens
     num_prompt_tokens: int  # with pictures expanded
     num_cached_tokens: int = 0
-    token_span: tuple[int, int] | None = None  # range in the ledger's ids, with the forced prefix; None without ids
     can_continue: bool = True  # False if the turn has a picture placeholder, which no engine accepts back
-    latency_s: float | int = 0.0
 
 
 class AgentDialogue(Protocol):
@@ -112,15 +110,13 @@ class TokenDialogue:
             )
         )
         ledger.add_sampled(generation)
+        span = begin, len(ledger.ids)
         return SampledTurn(
-            self._text(generation.ids),
-            generation.finish,
+            Turn(self._text(generation.ids), generation.finish, span, latency_s=generation.latency_s),
             num_tokens=len(generation.ids),
             num_prompt_tokens=generation.num_prompt_tokens,
             num_cached_tokens=generation.num_cached_tokens,
-            token_span=(begin, len(ledger.ids)),
             can_continue=chat.visual_ids.isdisjoint(generation.ids.tolist()),
-            latency_s=generation.latency_s,
         )
 
     def num_tokens(self, responses: Sequence[Sequence[Part]]) -> int:

@@ -157,7 +157,8 @@ class _EpisodeRun:
             if sampled is None:
                 self.episode.finish = "context"
                 break
-            turn, ends = self.episode.turns[-1], is_last or sampled.finish == "abort" or not sampled.can_continue
+            turn = sampled.turn
+            ends = is_last or turn.finish == "abort" or not sampled.can_continue
             calls = [] if ends else find_calls(turn.text, self.agent.signatures)
             if not calls:
                 self.episode.finish = "done" if turn.finish == "stop" else turn.finish
@@ -218,15 +219,8 @@ class _EpisodeRun:
             ends_after_call=config.dispatch == "sequential",
             on_text=partial(self.callbacks.on_text, turn_number) if self.callbacks.wants_tokens else None,
         )
-        turn = Turn(
-            sampled.text,
-            sampled.finish,
-            sampled.token_span or (0, 0),
-            latency_s=sampled.latency_s,
-            started_s=started_s,
-            num_sampled=sampled.num_tokens if sampled.token_span is None else None,
-        )
-        self.episode.turns.append(turn)
+        sampled.turn.started_s = started_s
+        self.episode.turns.append(sampled.turn)
         return sampled
 
     async def run_calls(self, calls: list[ToolCall], turn_number: int) -> list[Call]:
@@ -294,9 +288,9 @@ class _EpisodeRun:
             number + 1,
             affinity=affinity,
         )
-        if sampled.finish == "abort":
+        if sampled.turn.finish == "abort":
             raise EngineError(f"the request of call {number} was aborted")
-        return sampled.text.strip()
+        return sampled.turn.text.strip()
 
     async def _sample(
         self,

@@ -64,7 +64,7 @@ class Call:
 class Turn:
     text: str  # with the forced prefix, without the stop token
     finish: Literal["stop", "length", "abort"]
-    token_span: tuple[int, int]  # in the ledger's ids, from the forced prefix to the last sampled token
+    token_span: tuple[int, int] = (0, 0)  # in the ledger's ids, from the forced prefix to the last sampled token
     calls: list[Call] = field(default_factory=list)
     latency_s: float = 0.0
     started_s: float = 0.0  # since the start of the episode

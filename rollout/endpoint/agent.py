@@ -23,6 +23,7 @@ from rollout.ledger import Ledger, Segment
 from rollout.parts import Part, content_of, pictures_of, text_of
 from rollout.picture import Picture
 from rollout.prompter import Closeup, Frames, Overview
+from rollout.records import Turn
 from rollout.tools_text import with_responses, with_tools
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
@@ -102,13 +103,8 @@ class MessageDialogue:
         self._ledger.num_reported += reply.num_sampled_tokens
         num_tokens = reply.num_sampled_tokens or len(text) // CHARS_PER_TOKEN  # estimated if not reported
         self._num_tokens = (reply.num_prompt_tokens or self._num_tokens) + num_tokens
-        return SampledTurn(
-            text,
-            reply.finish,
-            num_tokens=num_tokens,
-            num_prompt_tokens=reply.num_prompt_tokens,
-            latency_s=reply.latency_s,
-        )
+        turn = Turn(text, reply.finish, latency_s=reply.latency_s, num_sampled=num_tokens)
+        return SampledTurn(turn, num_tokens, reply.num_prompt_tokens)
 
     def num_tokens(self, responses: Sequence[Sequence[Part]]) -> int:
         pictures = pictures_of(itertools.chain(*responses))
