@@ -83,7 +83,7 @@ async def run(args: argparse.Namespace, files: list[str], question: str | None) 
         page = OutputFile(args.html, "ask --html", inputs=[*files, args.model], force=args.force)
     images = list(filter(is_image, files))
     videos = [file for file in files if file not in images]
-    subtitles = list(map(_subtitles_of, videos))
+    subtitles = [str(path) if (path := subtitles_beside(video)).is_file() else "" for video in videos]
     engine = engine_of(args.model, args.url, args.endpoint, args.endpoint_key_env)
     async with open_asker(args.model, engine, num_frames=args.frames, dispatch=args.dispatch) as answerer:
         for number in range(sys.maxsize):
@@ -114,11 +114,6 @@ async def run(args: argparse.Namespace, files: list[str], question: str | None) 
             print(args.html, file=sys.stderr)
     if problem and not args.interactive:
         raise RuntimeError(f"no answer: {problem}")
-
-
-def _subtitles_of(video: str) -> str:
-    path = subtitles_beside(video)
-    return str(path) if path.is_file() else ""
 
 
 def _write(text: str) -> None:

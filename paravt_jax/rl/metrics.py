@@ -10,7 +10,6 @@ from paravt_jax.rewards.terms import OUTCOMES
 from paravt_jax.rl.episodes import REASONS, Rollout
 from paravt_jax.rl.groups import Group
 from rollout.chat import Chat
-from rollout.ledger import Ledger
 
 Item = TypeVar("Item")
 IN_PARTS = ("accuracy_mean", "tool_calls_mean")  # also reported by question type and by frame budget
@@ -139,14 +138,9 @@ def staleness_mean(groups: Sequence[Group], version: int) -> float | None:
 
 def num_tokens(groups: Sequence[Group], chat: Chat, token_px: int) -> int:
     """Tokens of this host's dialogues including sub-agents, counting shared prompts every time."""
-    return sum(int(ledger.num_tokens_each(chat.image_id, token_px).sum()) for ledger in _ledgers(groups))
-
-
-def _ledgers(groups: Sequence[Group]) -> Iterable[Ledger]:
-    for group in groups:
-        for rollout in group.rollouts:
-            if rollout.episode is not None:
-                yield from rollout.episode.ledgers
+    episodes = [rollout.episode for group in groups for rollout in group.rollouts if rollout.episode is not None]
+    ledgers = (ledger for episode in episodes for ledger in episode.ledgers)
+    return sum(int(ledger.num_tokens_each(chat.image_id, token_px).sum()) for ledger in ledgers)
 
 
 def _quantiles(name: str, values: np.ndarray) -> dict[str, float]:
