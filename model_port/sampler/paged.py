@@ -2,8 +2,8 @@
 
 A row's token number s is in slot s % S of page table[row, s // S], and a query attends to the tokens up to its own.
 The plain form loops over blocks of pages, up to the longest row. A block beyond a row's end changes its result by
-exactly nothing, so a row's result depends neither on other rows nor on the cache's size. On accelerators, jax's kernels
-decode and read only each row's own pages; the sampler checks these kernels first (check.py).
+exactly nothing, so a row's result depends neither on other rows nor on the cache's size. On accelerators, kernels
+decode and read only each row's own pages: gpu.py, and jax's for TPUs. The sampler checks them first (check.py).
 """
 
 from collections.abc import Callable
@@ -57,9 +57,9 @@ def _decode(
 
 
 def gpu_kernel(q: Array, keys: Array, values: Array, table: Array, lengths: Array) -> Array:
-    from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+    from model_port.sampler.gpu import gpu_decode  # imported late, because Pallas takes a while
 
-    return paged_attention(q, keys, values, table, lengths, k_splits=8, pages_per_compute_block=1, num_warps=4)
+    return gpu_decode(q, keys, values, table, lengths)
 
 
 def tpu_kernel(q: Array, keys: Array, values: Array, table: Array, lengths: Array) -> Array:

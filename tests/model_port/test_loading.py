@@ -68,7 +68,9 @@ def test_logits_never_widen_a_whole_stack_of_16_bit_weights(dtype):
         memory = program.lower(graphdef, params, text, None, None).compile().memory_analysis()
         return memory.temp_size_in_bytes
 
-    assert temporary_bytes(loading._logits_by_layer) < num_params(config) < temporary_bytes(loading._logits)
+    assert temporary_bytes(loading._logits_by_layer) < num_params(config)
+    if jax.__version_info__ < (0, 12):  # later compilers never widen a stack on a CPU
+        assert num_params(config) < temporary_bytes(loading._logits)
 
 
 @pytest.mark.slow

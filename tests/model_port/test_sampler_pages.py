@@ -86,16 +86,17 @@ def test_frames_in_use_have_disjoint_rows_in_the_table(batches):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kernel", "context", "atol"),
+    ("kernel", "context", "heads", "atol"),
     [
-        (gpu_kernel, interpreted, 2e-6),
-        (tpu_kernel, pltpu.force_tpu_interpret_mode, 2e-2),  # the kernel multiplies in bfloat16
+        (gpu_kernel, interpreted, 10, 2e-6),
+        (gpu_kernel, interpreted, 34, 2e-6),  # 17 per key/value head, more than the smallest tile
+        (tpu_kernel, pltpu.force_tpu_interpret_mode, 8, 2e-2),  # the kernel multiplies in bfloat16
     ],
-    ids=["gpu", "tpu"],
+    ids=["gpu", "gpu-wide", "tpu"],
 )
-def test_a_decode_kernel_equals_the_plain_form(kernel, context, atol):
+def test_a_decode_kernel_equals_the_plain_form(kernel, context, heads, atol):
     rng = np.random.default_rng(0)
-    rows, heads, kv_heads, head_dim, page_tokens, num_pages, width = 4, 8, 2, 128, 64, 53, 16
+    rows, kv_heads, head_dim, page_tokens, num_pages, width = 4, 2, 128, 64, 53, 16
     q = jnp.asarray(rng.normal(size=(rows, heads, head_dim)), jnp.float32)
     keys, values = jnp.asarray(rng.normal(size=(2, kv_heads, num_pages, page_tokens, head_dim)), jnp.float32)
     table = jnp.asarray(rng.permutation(num_pages)[: rows * 13].reshape(rows, 13), jnp.int32)
