@@ -17,8 +17,9 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hosts as several
@@ -28,7 +29,7 @@ import numpy as np
 import psutil
 import pytest
 from agents import ANSWER, FakeFrames, call, is_subagent
-from async_tests import until
+from async_tests import make_test, until
 from flax import nnx
 from on_use import pil_processing
 from PIL import Image
@@ -137,14 +138,6 @@ def qwen25_hf(tmp_path_factory) -> Path:
     return directory
 
 
-@dataclass(frozen=True)
-class Routed:
-    """A router and its servers."""
-
-    url: str
-    process: subprocess.Popen[bytes]
-
-
 @pytest.fixture(scope="module")
 def server(sglang_python, tiny_hf_published):
     """A server with the weights of `tiny_hf`; every test must restore them and leave no request running."""
@@ -176,7 +169,7 @@ def routed(server, second, tmp_path_factory):
     with (tmp_path_factory.mktemp("router") / "log").open("w") as log:
         process = subprocess.Popen([*map(str, command)], stdout=log, stderr=log)
     try:
-        yield Routed(f"http://127.0.0.1:{port}", process)
+        yield SimpleNamespace(url=f"http://127.0.0.1:{port}", process=process)
     finally:
         process.kill()
         process.wait()
@@ -265,15 +258,23 @@ class Guided:
 TURNS = [f"Look.</think>{call(3, 9)}{call(20, 34)}{call(50, 60)}<|im_end|>", ANSWER]
 
 
-def on(server, work, **settings):
+def on(server, work, *others, **settings):
+    """Runs `work` with an engine of one or more servers."""
+
     async def body():
-        engine = await SGLangEngine.connect([server.url], SGLangSettings(RUN, **settings))
+        urls = [each.url for each in (server, *others)]
+        engine = await SGLangEngine.connect(urls, SGLangSettings(RUN, **settings))
         try:
             return await work(engine)
         finally:
             await engine.close()
 
     return asyncio.run(body())
+
+
+def on_front(work):
+    """Makes a test whose first argument is an engine of `front`; the others are fixtures."""
+    return make_test(work, 1, lambda work, front: on(front, work))
 
 
 async def publish(engine: SGLangEngine, model: VLModel) -> None:
@@ -300,9 +301,8 @@ def test_images_keep_their_size_with_the_published_bounds(server, tiny_hf_publis
         assert enlarged.prod() // 4 > (height // 32) * (width // 32)  # the size that the model's files request
     with pytest.raises(urllib.error.HTTPError):  # the patches do not divide it: an error, not a resize
         generate(server.url, tiny_hf_published, 100, 90)
-    assert (
-        generate(server.url, tiny_hf_published, 64, 64)[0]["completion_tokens"] == 1
-    )  # the server survives this error
+    answer, _ = generate(server.url, tiny_hf_published, 64, 64)
+    assert answer["completion_tokens"] == 1  # the server survives this error
 
 
 def test_the_gate_detects_other_weights_and_pictures(server, model, other, contract, chat):
@@ -332,11 +332,6 @@ def test_the_check_compares_a_server_with_the_model(server, tiny_hf_published, t
     assert not [line for line in lines if line.failed or line.skipped]
 
 
-class TwoSizes(LearnerScorer):
-    def settled(self, sizes_px):
-        return super().settled(sizes_px)[-2:]
-
-
 @pytest.mark.nightly
 def test_servers_and_learner_agree_on_picture_sizes(server, model, contract, chat):
     scorer = LearnerScorer(model, contract)
@@ -346,11 +341,22 @@ def test_servers_and_learner_agree_on_picture_sizes(server, model, contract, cha
     assert {name for name, d in found.differences.items() if d.num_tokens > 20} == {*KINDS, SHOWN}
 
 
-def first_shown(request):
-    """Changes only responses; prompts and the gate's own wrong dialogue, with a repeated picture, stay."""
-    pictures = request.pictures
-    has_response = len(pictures) > gate.FRAME_BUDGET and pictures[-1] is not pictures[-2]
-    return replace(request, pictures=(*pictures[:-1], pictures[0])) if has_response else request
+class TwoSizes(LearnerScorer):
+    def settled(self, sizes_px):
+        return super().settled(sizes_px)[-2:]
+
+
+class AnotherShown(TwoSizes):
+    """Gives the learner another picture in the tool response than the server."""
+
+    def score(self, requests):
+        return super().score([self.first_shown(request) for request in requests])
+
+    def first_shown(self, request):
+        """Changes only responses; prompts and the gate's own wrong dialogue, with a repeated picture, stay."""
+        pictures = request.pictures
+        has_response = len(pictures) > gate.FRAME_BUDGET and pictures[-1] is not pictures[-2]
+        return replace(request, pictures=(*pictures[:-1], pictures[0])) if has_response else request
 
 
 @pytest.mark.nightly
@@ -389,16 +395,12 @@ def test_replaying_experts_reduces_the_kl_to_a_bfloat16_server(computed_in, sgla
     make_tiny(tmp_path / "hf", config=tiny_config("qwen3_vl_moe"))
     model, prompt = model_port.load(tmp_path / "hf", computed_in), np.arange(100, 124, dtype=np.int32)
     text = model.config.text
-    settings = SGLangSettings(mixture=Mixture(text.num_layers, text.num_experts, text.token_experts))
+    mixture = Mixture(text.num_layers, text.num_experts, text.token_experts)
 
-    async def sampled(url):
-        engine = await SGLangEngine.connect([url], settings)
+    async def sampled(engine):
         sampling = Sampling(96, temperature=1.0, stop_ids=(model.config.image_token_id, model.config.video_token_id))
         requests = [Request(prompt + n, (), sampling, str(n), 300.0) for n in range(12)]
-        try:
-            return [(request.ids, await engine.generate(request)) for request in requests]
-        finally:
-            await engine.close()
+        return [(request.ids, await engine.generate(request)) for request in requests]
 
     def kl(pairs, *, replays):
         """Returns the behavior KL of the sampled tokens."""
@@ -415,7 +417,7 @@ def test_replaying_experts_reduces_the_kl_to_a_bfloat16_server(computed_in, sgla
         return float(np.concatenate(terms).mean())
 
     with served(ServerSettings(tmp_path / "hf", python=sglang_python), *BFLOAT16) as server:
-        pairs = asyncio.run(sampled(server.url))
+        pairs = on(server, sampled, mixture=mixture)
         assert all(len(generation.experts) == len(prompt) + len(generation.ids) - 1 for _, generation in pairs)
         assert kl(pairs, replays=True) < kl(pairs, replays=False) / 4
 
@@ -426,12 +428,6 @@ def test_a_correct_bfloat16_server_is_accepted_and_another_picture_or_layer_reje
     right, contract = make_wide(tmp_path / "right"), VisionContract.from_hf(tmp_path / "right")
     model, another = model_port.load(right), model_port.load(make_wide(tmp_path / "other", seed=1))
     model.compute = replace(model.compute, dtype="bfloat16")
-
-    class AnotherShown(TwoSizes):
-        """Gives the learner another picture in the tool response than the server."""
-
-        def score(self, requests):
-            return super().score([first_shown(request) for request in requests])
 
     async def judged(url, kind=TwoSizes):
         (found,) = await check([url], kind(model, contract), Chat.from_hf(right), num_episodes=8)
@@ -453,12 +449,10 @@ def test_a_correct_bfloat16_server_is_accepted_and_another_picture_or_layer_reje
     assert any("log-probs of 'dialogue' tokens differ" in problem for problem in after.problems)
 
 
-def test_sixteen_concurrent_episodes_record_exactly_what_the_server_sampled(front, chat):
-    async def work(engine):
-        guided = Guided(engine, chat, TURNS)
-        return guided, await play(guided, chat, FakeFrames(size_px=(64, 96)), 16)
-
-    guided, episodes = on(front, work)
+@on_front
+async def test_sixteen_concurrent_episodes_record_exactly_what_the_server_sampled(engine, chat):
+    guided = Guided(engine, chat, TURNS)
+    episodes = await play(guided, chat, FakeFrames(size_px=(64, 96)), 16)
     assert [episode.outcomes for episode in episodes] == [["ok"] * 3] * 16
     assert len(guided.requests) == 16 * 5
     for episode in episodes:
@@ -502,25 +496,21 @@ def test_after_publishing_the_server_samples_from_the_learners_weights(front, mo
 
 
 @pytest.mark.nightly
-def test_a_server_without_the_learners_files_gets_weights_over_the_network(
-    server, model, other, contract, chat, tmp_path
-):
-    def loaded_from():
-        return Path(fetch(f"{server.url}/model_info")["model_path"])
-
+def test_a_server_without_the_learners_files_gets_weights_by_network(server, model, other, contract, chat, tmp_path):
     async def work(engine):
         engine.fleet.files = WeightFiles(tmp_path)  # a directory that the server's command does not know
-        await publish(engine, other)
-        received = [await asyncio.to_thread(loaded_from)]
-        worst, _ = await sampled_against_learner(engine, chat, other, contract)
-        await publish(engine, model)
+        received, differences = [], []
+        for weights in (other, model):
+            await publish(engine, weights)
+            info = await asyncio.to_thread(fetch, f"{server.url}/model_info")
+            received.append(Path(info["model_path"]))
+            worst, _ = await sampled_against_learner(engine, chat, weights, contract)
+            differences.append(worst)
         assert not list(tmp_path.glob("*/changed/*visual*")) and list(tmp_path.glob("*/changed/*"))
-        received.append(await asyncio.to_thread(loaded_from))
-        back, _ = await sampled_against_learner(engine, chat, model, contract)
-        return received, worst, back
+        return received, differences
 
-    received, worst, back = on(server, work)
-    assert worst < BOUND and back < BOUND
+    received, differences = on(server, work)
+    assert max(differences) < BOUND
     assert not any(path.exists() or path.is_relative_to(tmp_path) for path in received)  # removed after loading
     assert len(set(received)) == 2 and all(path.parent.name.startswith(WEIGHTS_PREFIX) for path in received)
 
@@ -701,19 +691,16 @@ def long_request(chat, episode, num_tokens=2000) -> Request:
     return Request(ids, (), Sampling(num_tokens, temperature=1.0), episode, 120)
 
 
-def test_tokens_before_and_after_a_mid_turn_publish_have_their_versions(front, model, other, chat):
-    async def work(engine):
-        begin = engine.version
-        task = asyncio.create_task(engine.generate(long_request(chat, "e")))
-        await asyncio.sleep(1.0)
-        await publish(engine, other)
-        await asyncio.sleep(1.0)
-        await engine.abort("e")
-        found = await task
-        await publish(engine, model)
-        return begin, found
-
-    begin, found = on(front, work)
+@on_front
+async def test_tokens_before_and_after_a_mid_turn_publish_have_their_versions(engine, model, other, chat):
+    begin = engine.version
+    task = asyncio.create_task(engine.generate(long_request(chat, "e")))
+    await asyncio.sleep(1.0)
+    await publish(engine, other)
+    await asyncio.sleep(1.0)
+    await engine.abort("e")
+    found = await task
+    await publish(engine, model)
     assert sorted(set(found.versions.tolist())) == [begin, begin + 1]
     assert (np.diff(found.versions) >= 0).all()
     assert found.finish == "abort"
@@ -722,34 +709,30 @@ def test_tokens_before_and_after_a_mid_turn_publish_have_their_versions(front, m
 def test_a_servers_weights_survive_a_second_run_and_a_restart(server, tiny_hf, model, other, contract, chat):
     """The simulated restart leaves the weights of the model's files and SGLang's default label."""
 
-    async def body():
-        engine = await SGLangEngine.connect([server.url], SGLangSettings(RUN, probe_every_s=1))
+    async def work(engine):
+        await publish(engine, other)
+        version = engine.version
+        running = asyncio.create_task(engine.generate(long_request(chat, "e")))
+        await asyncio.sleep(1)
+        with pytest.raises(EngineError, match=f"another live run, {RUN}, publishes to it"):
+            await SGLangEngine.connect([server.url], SGLangSettings("tests-2"))
+        await engine.abort("e")
+        undisturbed = await running
+        restarted = {"model_path": str(tiny_hf), "flush_cache": True, "weight_version": "default"}
+        await asyncio.to_thread(fetch, f"{server.url}/update_weights_from_disk", restarted)
+        worst, episodes = await sampled_against_learner(engine, chat, other, contract)
+        thief = await SGLangEngine.connect([server.url], SGLangSettings("tests-2", take_over=True))
         try:
-            version = engine.version + 1
-            await engine.publish(ModelWeights(other, FLOAT32), version)
-            running = asyncio.create_task(engine.generate(long_request(chat, "e")))
-            await asyncio.sleep(1)
-            with pytest.raises(EngineError, match=f"another live run, {RUN}, publishes to it"):
-                await SGLangEngine.connect([server.url], SGLangSettings("tests-2"))
-            await engine.abort("e")
-            undisturbed = await running
-            restarted = {"model_path": str(tiny_hf), "flush_cache": True, "weight_version": "default"}
-            await asyncio.to_thread(fetch, f"{server.url}/update_weights_from_disk", restarted)
-            worst, episodes = await sampled_against_learner(engine, chat, other, contract)
-            thief = await SGLangEngine.connect([server.url], SGLangSettings("tests-2", take_over=True))
-            try:
-                await thief.publish(ModelWeights(model, FLOAT32), 7)
-                with pytest.raises(EngineError, match="taken over by another run, tests-2"):
-                    await engine.generate(long_request(chat, "late", 8))
-            finally:
-                await thief.close()
-            versions = {int(s.version) for episode in episodes for s in episode.ledger.sampled}
-            return version, undisturbed, worst, versions
+            await thief.publish(ModelWeights(model, FLOAT32), 7)
+            with pytest.raises(EngineError, match="taken over by another run, tests-2"):
+                await engine.generate(long_request(chat, "late", 8))
         finally:
-            await engine.close()
+            await thief.close()
+        versions = {int(s.version) for episode in episodes for s in episode.ledger.sampled}
+        return version, undisturbed, worst, versions
 
     try:
-        version, undisturbed, worst, versions = asyncio.run(body())
+        version, undisturbed, worst, versions = on(server, work, probe_every_s=1)
     finally:
         take_back(server, model)
     assert undisturbed.finish == "abort" and len(undisturbed.ids) > 10
@@ -757,23 +740,16 @@ def test_a_servers_weights_survive_a_second_run_and_a_restart(server, tiny_hf, m
     assert versions == {version} and worst < BOUND
 
 
-def test_abort_ends_only_one_episode(front, chat):
-    async def work(engine):
-        kept = asyncio.create_task(engine.generate(long_request(chat, "kept", 400)))
-        ended = asyncio.create_task(engine.generate(long_request(chat, "ended")))
-        await asyncio.sleep(0.7)
-        await engine.abort("ended")
-        return await ended, await kept
-
-    ended, kept = on(front, work)
+@on_front
+async def test_abort_ends_only_one_episode(engine, chat):
+    requests = (long_request(chat, "kept", 400), long_request(chat, "ended"))
+    tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
+    await asyncio.sleep(0.7)
+    await engine.abort("ended")
+    kept, ended = await asyncio.gather(*tasks)
     assert (ended.finish, kept.finish) == ("abort", "length")
     assert 0 < len(ended.ids) < 2000
     assert len(kept.ids) == 400
-
-
-def scheduler_of(server) -> psutil.Process:
-    """Returns the server's scheduler process."""
-    return max(psutil.Process(server.pid).children(recursive=True), key=lambda process: process.memory_info().rss)
 
 
 async def all_up(engine, model) -> None:
@@ -789,11 +765,10 @@ async def all_up(engine, model) -> None:
 def test_a_killed_server_loses_no_episode_and_returns_with_current_weights(
     server, sglang_python, tiny_hf, model, other, contract, chat
 ):
+    settings = ServerSettings(tiny_hf, python=sglang_python, context_length=4096, max_total_tokens=16_384)
+
     async def body():
-        managed = await Server.start(
-            ServerSettings(tiny_hf, python=sglang_python, context_length=4096, max_total_tokens=16_384),
-            deadline_s=START_DEADLINE_S,
-        )
+        managed = await Server.start(settings, deadline_s=START_DEADLINE_S)
         servers = [ServerState(managed.url, managed), ServerState(server.url)]
         engine = await SGLangEngine.open(servers, SGLangSettings(RUN, probe_every_s=1))
         try:
@@ -802,8 +777,8 @@ def test_a_killed_server_loses_no_episode_and_returns_with_current_weights(
             guided = Guided(engine, chat, TURNS)
             playing = asyncio.create_task(play(guided, chat, FakeFrames(size_px=(64, 96)), 16))
             await until(lambda: guided.answered.total() >= 8)
-            victim = engine.fleet.servers[0]
-            os.kill(scheduler_of(managed).pid, signal.SIGKILL)
+            victim, processes = engine.fleet.servers[0], psutil.Process(managed.pid).children(recursive=True)
+            max(processes, key=lambda process: process.memory_info().rss).kill()  # the scheduler
             episodes = await playing
             await until(lambda: victim.up and victim.num_restarts == 1, 150)
             worst, _ = await sampled_against_learner(engine, chat, other, contract)
@@ -822,31 +797,26 @@ def test_a_killed_server_loses_no_episode_and_returns_with_current_weights(
 
 @pytest.mark.nightly
 def test_a_stopped_server_is_ejected_and_returns_with_current_weights(server, second, model, other, chat):
-    settings = SGLangSettings(RUN, probe_every_s=0.5, probe_deadline_s=4, control_deadline_s=5)
-
-    async def body():
-        engine = await SGLangEngine.connect([second.url, server.url], settings)
+    async def work(engine):
+        await all_up(engine, model)
+        guided = Guided(engine, chat, TURNS)
+        playing = asyncio.create_task(play(guided, chat, FakeFrames(size_px=(64, 96)), 16))
+        await until(lambda: guided.answered.total() >= 8)
+        os.killpg(second.pid, signal.SIGSTOP)
         try:
-            await all_up(engine, model)
-            guided = Guided(engine, chat, TURNS)
-            playing = asyncio.create_task(play(guided, chat, FakeFrames(size_px=(64, 96)), 16))
-            await until(lambda: guided.answered.total() >= 8)
-            os.killpg(second.pid, signal.SIGSTOP)
-            try:
-                started_s = time.monotonic()
-                episodes = await playing
-                lasted_s = time.monotonic() - started_s
-                await publish(engine, other)
-            finally:
-                os.killpg(second.pid, signal.SIGCONT)
-            await until(lambda: engine.fleet.servers[0].up)
-            versions = [one.version for one in engine.fleet.servers]
-            await publish(engine, model)
-            return guided, episodes, lasted_s, versions, engine.version
+            started_s = time.monotonic()
+            episodes = await playing
+            lasted_s = time.monotonic() - started_s
+            await publish(engine, other)
         finally:
-            await engine.close()
+            os.killpg(second.pid, signal.SIGCONT)
+        await until(lambda: engine.fleet.servers[0].up)
+        versions = [one.version for one in engine.fleet.servers]
+        await publish(engine, model)
+        return guided, episodes, lasted_s, versions, engine.version
 
-    guided, episodes, lasted_s, versions, version = asyncio.run(body())
+    settings = dict(probe_every_s=0.5, probe_deadline_s=4, control_deadline_s=5)
+    guided, episodes, lasted_s, versions, version = on(second, work, server, **settings)
     assert [episode.outcomes for episode in episodes] == [["ok"] * 3] * 16
     assert len(guided.requests) == guided.answered.total() == 16 * 5
     assert lasted_s < 60

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from async_tests import Decorator, make_test, until
+from async_tests import Decorator, Work, make_test, until
 from make_video import HEIGHT, WIDTH, at_fps, damage, number_of, truncate, turn, write_video
 
 from rollout.video import pool as pool_module, reader as reader_module
@@ -51,12 +51,16 @@ def with_reader(test: Callable[[FrameReader], Awaitable[Any]], **options: Any) -
     return result
 
 
-def reading(**options: Any) -> Decorator:
+def reading(*, slow: bool = True, **options: Any) -> Decorator:
     """Makes a test whose first argument is an open reader; the others are fixtures."""
-    return lambda work: make_test(work, 1, partial(with_reader, **options))
+
+    def decorate(work: Work) -> Callable[..., None]:
+        test = make_test(work, 1, partial(with_reader, **options))
+        return pytest.mark.slow(test) if slow else test
+
+    return decorate
 
 
-@pytest.mark.slow
 @reading()
 async def test_a_hanging_disk_does_not_block_other_threads(reader, monkeypatch):
     released = threading.Event()
@@ -83,12 +87,9 @@ def shown(frames: list[TimedPicture]) -> list[tuple[float, int]]:
     return [(round(frame.time_s, 3), number_of(frame.picture.pixels)) for frame in frames]
 
 
-async def fails_with(kind: type[VideoError], message: str, awaitable: Awaitable[Any]) -> float:
-    """Checks that an awaitable fails. Returns the seconds until then."""
-    start = time.monotonic()
+async def fails_with(kind: type[VideoError], message: str, awaitable: Awaitable[Any]) -> None:
     with pytest.raises(kind, match=message):
         await awaitable
-    return time.monotonic() - start
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +105,6 @@ def long_video(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_video(path, at_fps(30, 600), size_px=(480, 640), options={"preset": "ultrafast"}, gop_frames=300)
 
 
-@pytest.mark.slow
 @reading()
 async def test_frames_are_those_shown_at_the_requested_times(reader: FrameReader, video):
     info = await reader.info(video, PATIENCE_S)
@@ -120,7 +120,6 @@ async def test_frames_are_those_shown_at_the_requested_times(reader: FrameReader
         await reader.frames(video, [1.0], 0)
 
 
-@pytest.mark.slow
 @reading()
 async def test_repeated_frames_come_from_memory_and_missing_ones_are_decoded_in_one_job(reader: FrameReader, video):
     first = await reader.frames(video, [1, 2, 3], PATIENCE_S)
@@ -132,19 +131,15 @@ async def test_repeated_frames_come_from_memory_and_missing_ones_are_decoded_in_
     assert metrics["video/memory_hit_frac"] == 2 / 8 and metrics["video/memory_bytes"] > 0
 
 
-@pytest.mark.slow
 @reading()
 async def test_concurrent_requests_decode_a_frame_once(reader: FrameReader, video):
-    asked = [reader.frames(video, range(number, 5 + number), PATIENCE_S) for number in range(4)]
-    found = await asyncio.gather(*asked)
-    assert [[number for _, number in shown(frames)] for frames in found] == [
-        [30 * second for second in range(number, 5 + number)] for number in range(4)
-    ]
+    asked = [range(number, 5 + number) for number in range(4)]
+    found = await asyncio.gather(*(reader.frames(video, seconds, PATIENCE_S) for seconds in asked))
+    assert [shown(frames) for frames in found] == [[(second, 30 * second) for second in seconds] for seconds in asked]
     metrics = reader.metrics()
     assert metrics["video/decoded_frames"] == 8 and metrics["video/shared_frac"] == 12 / 20
 
 
-@pytest.mark.slow
 @reading()
 async def test_cancelling_the_first_request_does_not_affect_the_others(reader: FrameReader, video):
     first = asyncio.create_task(reader.frames(video, [1, 2], PATIENCE_S))
@@ -160,7 +155,6 @@ async def test_cancelling_the_first_request_does_not_affect_the_others(reader: F
     assert reader.metrics()["video/decoded_frames"] == 3
 
 
-@pytest.mark.slow
 @reading(num_workers=1)
 async def test_waiting_for_a_busy_decoder_does_not_count_toward_the_deadline(reader: FrameReader, video):
     await reader.info(video, PATIENCE_S)
@@ -174,7 +168,6 @@ async def test_waiting_for_a_busy_decoder_does_not_count_toward_the_deadline(rea
     assert reader.metrics()["video/timeouts"] == 0 and reader.metrics()["video/queue_s"] > 2
 
 
-@pytest.mark.slow
 @reading()
 async def test_a_hung_worker_is_killed_at_the_deadline_and_the_others_continue(reader: FrameReader, video):
     await all_up(reader, video)
@@ -189,7 +182,6 @@ async def test_a_hung_worker_is_killed_at_the_deadline_and_the_others_continue(r
     assert not is_worker(stuck) and reader.metrics()["video/timeouts"] == 1
 
 
-@pytest.mark.slow
 @reading()
 async def test_a_killed_worker_fails_only_its_job(reader: FrameReader, video):
     await all_up(reader, video)
@@ -206,7 +198,6 @@ async def test_a_killed_worker_fails_only_its_job(reader: FrameReader, video):
     assert reader.metrics()["video/worker_deaths"] == 1
 
 
-@pytest.mark.slow
 @reading()
 async def test_a_crashing_worker_blames_its_video(reader: FrameReader, video):
     await all_up(reader, video)
@@ -222,7 +213,6 @@ async def test_a_crashing_worker_blames_its_video(reader: FrameReader, video):
     assert not isinstance(caught.value, VideoUnavailable)
 
 
-@pytest.mark.slow
 @reading()
 async def test_an_idle_worker_that_dies_fails_no_job(reader: FrameReader, video):
     await all_up(reader, video)
@@ -244,13 +234,13 @@ def test_a_decoder_that_cannot_start_does_not_blame_the_video(video, monkeypatch
         with_reader(test)
 
 
-@pytest.mark.slow
 @reading(num_workers=1, frame_size=small)
 async def test_a_decoding_timeout_keeps_the_frames_decoded_so_far(reader: FrameReader, long_video, monkeypatch):
     monkeypatch.setattr(reader_module, "SLOWEST_PX_PER_S", 1e12)
     await reader.info(long_video, PATIENCE_S)
-    took_s = await fails_with(VideoTimeout, "in time", reader.frames(long_video, at_fps(30, 300), 0.2))
-    assert took_s < 5
+    start_s = time.monotonic()
+    await fails_with(VideoTimeout, "in time", reader.frames(long_video, at_fps(30, 300), 0.2))
+    assert time.monotonic() - start_s < 5
     monkeypatch.undo()
     assert len(await reader.frames(long_video, at_fps(30, 300), PATIENCE_S)) == 300
     metrics = reader.metrics()
@@ -258,7 +248,6 @@ async def test_a_decoding_timeout_keeps_the_frames_decoded_so_far(reader: FrameR
     assert metrics["video/decoded_frames"] in (300, 301)  # one frame may have been in transit
 
 
-@pytest.mark.slow
 @reading(num_workers=1, frame_size=small)
 async def test_many_pixels_extend_a_deadline(reader: FrameReader, long_video):
     await reader.info(long_video, PATIENCE_S)
@@ -304,9 +293,7 @@ def overview_pixels(path: Path, **options: Any) -> tuple[list[np.ndarray], float
     [(30, {}, 3), (30, {"bf": "3", "x264-params": "open-gop=1"}, 3), (10_000, {"sc_threshold": "0"}, 1)],
     ids=["ten keyframes", "open groups with B-frames", "one keyframe"],
 )
-def test_an_overview_that_is_split_over_the_workers_equals_the_undivided_one(
-    tmp_path, monkeypatch, gop_frames, options, num_jobs
-):
+def test_an_overview_split_over_workers_equals_the_whole_one(tmp_path, monkeypatch, gop_frames, options, num_jobs):
     path = write_video(tmp_path / "video.mp4", at_fps(30, 300), gop_frames=gop_frames, options=options)
     monkeypatch.setattr(reader_module, "MIN_JOB_PX", 1)
     whole, one = overview_pixels(path, num_workers=1)
@@ -315,11 +302,8 @@ def test_an_overview_that_is_split_over_the_workers_equals_the_undivided_one(
     np.testing.assert_array_equal(split, whole)
 
 
-@pytest.mark.slow
 @reading()
-async def test_a_failed_part_of_an_overview_is_one_error_and_the_next_request_decodes_only_its_frames(
-    reader: FrameReader, long_video, monkeypatch
-):
+async def test_after_a_failed_part_of_an_overview_only_its_frames_are_decoded_again(reader, long_video, monkeypatch):
     monkeypatch.setattr(reader_module, "MIN_JOB_PX", 1)
     times_s = overview_times(20, 600, 40)
     await all_up(reader, long_video)  # decodes one frame of the overview, and three others
@@ -360,7 +344,6 @@ def test_an_unwritable_cache_is_not_an_error(video, tmp_path, caplog):
     assert "cannot be kept in" in caplog.text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("ratio", "size_px"), [((2, 1), (96, 256)), ((1, 2), (96, 64)), ((4, 3), (96, 171))])
 @reading()
 async def test_an_anamorphic_video_is_shown_in_its_display_aspect_ratio(reader: FrameReader, tmp_path, ratio, size_px):
@@ -373,7 +356,7 @@ async def test_an_anamorphic_video_is_shown_in_its_display_aspect_ratio(reader: 
     np.testing.assert_allclose(right.picture.pixels, frame.picture.pixels[:, -right.picture.size_px[1] :], atol=90)
 
 
-@reading()
+@reading(slow=False)
 async def test_a_rotated_anamorphic_video_is_scaled_before_rotation(reader: FrameReader, tmp_path):
     path = turn(write_video(tmp_path / "video.mp4", at_fps(30, 60), pixel_ratio=Fraction(2, 1)), 90)
     info = await reader.info(path, PATIENCE_S)
@@ -391,7 +374,7 @@ def test_the_event_loop_is_never_blocked(long_video, tmp_path):
     with_reader(test, disk_directory=tmp_path)
 
 
-@reading(num_workers=1)
+@reading(slow=False, num_workers=1)
 async def test_closing_fails_waiting_requests(reader: FrameReader, video):
     await all_up(reader, video)
     workers()[0].suspend()
@@ -465,7 +448,6 @@ def test_all_workers_together_use_at_most_half_of_the_memory():
     assert workers_within(2**30, num_workers=8) == 1
 
 
-@pytest.mark.slow
 @reading(num_workers=1)
 async def test_a_worker_is_replaced_after_its_number_of_jobs(reader: FrameReader, video, monkeypatch):
     monkeypatch.setattr(pool_module, "MAX_JOBS", 2)
@@ -498,20 +480,17 @@ def test_a_later_run_reads_frames_from_disk(video, tmp_path):
     assert (metrics["video/decoded_frames"], metrics["video/disk_damaged_files"]) == (3, 3) and first == third
 
 
-@pytest.mark.slow
 @reading(memory_bytes=100_000)
 async def test_frames_beyond_the_memory_bound_are_still_delivered(reader: FrameReader, video):
     assert len(await reader.frames(video, range(10), PATIENCE_S)) == 10
     assert reader.metrics()["video/memory_bytes"] <= 100_000
 
 
-@pytest.mark.slow
 @reading(frame_size=lambda height, width: int("too narrow"))
 async def test_an_unsupported_frame_shape_is_a_video_error(reader: FrameReader, video):
     await fails_with(VideoError, "cannot be shown: .*'too narrow'", reader.frames(video, [0], PATIENCE_S))
 
 
-@pytest.mark.slow
 @reading()
 async def test_a_replaced_file_is_detected_and_read_again(reader: FrameReader, tmp_path):
     path = write_video(tmp_path / "video.mp4", at_fps(30, 60))
@@ -521,7 +500,6 @@ async def test_a_replaced_file_is_detected_and_read_again(reader: FrameReader, t
     assert shown(await reader.frames(path, [1], PATIENCE_S)) == [(1.0, 10)]
 
 
-@pytest.mark.slow
 @reading()
 async def test_a_replaced_file_is_detected_even_if_its_frames_are_in_memory(reader: FrameReader, tmp_path):
     path = tmp_path / "video.mp4"
@@ -535,7 +513,6 @@ async def test_a_replaced_file_is_detected_even_if_its_frames_are_in_memory(read
     await fails_with(VideoError, "No such file", reader.info(path, PATIENCE_S))
 
 
-@pytest.mark.slow
 @reading()
 async def test_a_missing_file_is_read_once_it_exists(reader: FrameReader, tmp_path):
     path = tmp_path / "video.mp4"
@@ -544,14 +521,11 @@ async def test_a_missing_file_is_read_once_it_exists(reader: FrameReader, tmp_pa
     assert (await reader.info(path, PATIENCE_S)).num_frames == 30
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ending", "fps", "num_frames"), [("mp4", 30, 271), ("mkv", 24000 / 1001, 200), ("ts", 25, 97)]
 )
 @reading()
-async def test_the_frames_of_an_overview_are_those_of_transformers(
-    reader: FrameReader, tmp_path, ending, fps, num_frames
-):
+async def test_the_frames_of_an_overview_are_those_of_transformers(reader, tmp_path, ending, fps, num_frames):
     path = write_video(tmp_path / f"video.{ending}", at_fps(fps, num_frames), options={"preset": "ultrafast"})
     info = await reader.info(path, PATIENCE_S)
     for budget in (2, 7, 64):
@@ -560,7 +534,6 @@ async def test_the_frames_of_an_overview_are_those_of_transformers(
         assert [n for _, n in shown(frames)] == np.linspace(0, num_frames - 1, budget).round().astype(int).tolist()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("times_s", "num_overview", "num_crop"),
     [(at_fps(30, 15), 8, 1), ([0.0], 1, 1), (at_fps(0.2, 2160), 8, 16)],
@@ -577,7 +550,6 @@ async def test_unusual_lengths_give_frames(reader: FrameReader, tmp_path, times_
         assert time_s == pytest.approx(times_s[number], abs=0.001)
 
 
-@pytest.mark.slow
 @reading()
 async def test_a_truncated_video_has_its_remaining_duration(reader: FrameReader, tmp_path):
     path = write_video(tmp_path / "video.mp4", at_fps(30, 300), container_options=INDEX_FIRST)
@@ -588,7 +560,6 @@ async def test_a_truncated_video_has_its_remaining_duration(reader: FrameReader,
     assert len(frames) >= 7 and all(number == round(30 * time_s) for time_s, number in frames)
 
 
-@pytest.mark.slow
 @reading()
 async def test_frames_beyond_the_last_decodable_one_are_skipped_or_an_error(reader: FrameReader, tmp_path):
     path = write_video(tmp_path / "video.mp4", at_fps(30, 300), container_options=INDEX_FIRST)
@@ -603,7 +574,6 @@ async def test_frames_beyond_the_last_decodable_one_are_skipped_or_an_error(read
     assert reader.metrics()["video/jobs"] == jobs  # not attempted again
 
 
-@pytest.mark.slow
 @reading()
 async def test_damage_in_the_middle_loses_only_nearby_frames(reader: FrameReader, tmp_path):
     path = write_video(tmp_path / "video.mp4", at_fps(30, 300), container_options=INDEX_FIRST)
