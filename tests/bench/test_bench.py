@@ -55,7 +55,6 @@ def test_learner_bench_compares_both_sides_and_writes_json(small, bench, tmp_pat
     assert f"{result['rows'][0]['jax_s']:.3f}" in capsys.readouterr().out and result["machine"]["num_cores"] >= 1
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_learner_bench_compares_whole_updates(small):
     result = learner.run(Namespace(model="tiny", dtype="float32", repeats=1, workload="update"))

@@ -62,31 +62,28 @@ def test_a_rejected_command_keeps_the_measured_page(tmp_path, arguments, code):
     assert list(page.parent.iterdir()) == [page] and page.read_text() == "measured"
 
 
-def test_ways_with_different_results_are_a_violation():
+@pytest.mark.parametrize(
+    ("loss", "grad_norm", "name"),
+    [(0.35, 1.0, "loss/total"), (0.25, math.nan, "optim/grad_norm"), (0.25, math.inf, "optim/grad_norm")],
+)
+def test_ways_with_different_or_infinite_results_are_a_violation(loss, grad_norm, name):
     ways = [{"way": "branches", "loss": 0.25, "grad_norm": 1.0}, {"way": "torch", "note": "no torch"}]
     assert gpu_check._disagreement(ways) == []
-    (problem,) = gpu_check._disagreement([*ways, {"way": "rows", "loss": 0.35, "grad_norm": 1.0}])
-    assert "the ways disagree on loss/total" in problem
-
-
-@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_a_way_without_a_finite_result_disagrees(wrong):
-    ways = [{"way": way, "loss": 0.25, "grad_norm": norm} for way, norm in (("branches", 1.0), ("rows", wrong))]
-    (problem,) = gpu_check._disagreement(ways)
-    assert "the ways disagree on optim/grad_norm" in problem
+    (problem,) = gpu_check._disagreement([*ways, {"way": "rows", "loss": loss, "grad_norm": grad_norm}])
+    assert f"the ways disagree on {name}" in problem
 
 
 def test_a_form_with_nan_gradients_is_a_problem(monkeypatch, tmp_path):
     with_gradients = gpu_parts.with_gradients
 
-    def broken(form):
+    def with_nan(form):
         call = with_gradients(form)
+        if form != "blocked":
+            return call
         return lambda *inputs: (out := call(*inputs)) and (*out[:2], out[2] * math.nan, *out[3:])
 
     monkeypatch.setattr(gpu_parts, "forms", lambda: ["blocked"])
-    monkeypatch.setattr(
-        gpu_parts, "with_gradients", lambda form: (broken if form == "blocked" else with_gradients)(form)
-    )
+    monkeypatch.setattr(gpu_parts, "with_gradients", with_nan)
     (row,) = gpu_parts.attention(Check(tiny=True, folder=tmp_path))
     assert math.isnan(row["fp32_error"]) and "above 1e-05" in row["problem"]
 
@@ -135,7 +132,6 @@ def test_the_peak_of_an_unlisted_device_is_none():
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_whole_check_runs_on_tiny_models_without_a_gpu(tmp_path):
     out = tmp_path / "result.json"

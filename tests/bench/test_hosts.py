@@ -23,17 +23,14 @@ from scripts.bench.publishing import By, copied_s, publish_times, receivers
 
 def test_the_largest_difference_is_relative_over_shared_metrics():
     steps = [{"step": 1, "loss/policy": 2.0, "loss/kl": 1e-7, "time/step_s": 3.0}, {"step": 2, "loss/policy": 4.0}]
-    other_steps = [
-        {"step": 1, "loss/policy": 2.0, "loss/kl": 2e-7, "time/step_s": 9.0},
-        {"step": 2, "loss/policy": 3.0},
-    ]
+    others = [{"step": 1, "loss/policy": 2.0, "loss/kl": 2e-7, "time/step_s": 9.0}, {"step": 2, "loss/policy": 3.0}]
     assert hosts.largest_difference(steps, steps) == (0.0, "none")
-    assert hosts.largest_difference(steps[:1], other_steps[:1]) == (pytest.approx(1e-4), "loss/kl")
-    assert hosts.largest_difference(steps, other_steps) == (0.25, "loss/policy")
-    del other_steps[1]["loss/policy"]
-    assert hosts.largest_difference(steps, other_steps) == (math.inf, "loss/policy")
-    other_steps[1]["loss/policy"] = math.nan
-    assert hosts.largest_difference(steps, other_steps) == (math.inf, "loss/policy")
+    assert hosts.largest_difference(steps[:1], others[:1]) == (pytest.approx(1e-4), "loss/kl")
+    assert hosts.largest_difference(steps, others) == (0.25, "loss/policy")
+    del others[1]["loss/policy"]
+    assert hosts.largest_difference(steps, others) == (math.inf, "loss/policy")
+    others[1]["loss/policy"] = math.nan
+    assert hosts.largest_difference(steps, others) == (math.inf, "loss/policy")
 
 
 def test_the_times_of_a_run_are_medians_without_compilation(tmp_path):
@@ -45,18 +42,8 @@ def test_the_times_of_a_run_are_medians_without_compilation(tmp_path):
     row = hosts.measured_in(tmp_path / "run", tmp_path / "other")
     assert row == {**dict.fromkeys(hosts.TIMES, 2.0), "differ_by": 0.0, "differ_in": "none"}
     runs = [{"processes": 2, "peaks_mib": [512.0, 640.0], **row}]
-    publishes = [
-        {
-            "weights": "adapter",
-            "servers": 4,
-            "by": "network",
-            "mib": 320,
-            "sent_mib": 256.2,
-            "publish_s": 3.0,
-            "paused_s": 1.0,
-            "copy_s": 2.0,
-        }
-    ]
+    publish = {"weights": "adapter", "servers": 4, "by": "network", "mib": 320, "sent_mib": 256.2}
+    publishes = [publish | {"publish_s": 3.0, "paused_s": 1.0, "copy_s": 2.0}]
     saved = {"share_mib": 512.0, "saving_mib": 600.4, "restoring_mib": 700.6, "save_s": 8.12, "restore_s": 2.7}
     checkpoints = [{"processes": 2, **saved}]
     lines = hosts.table({"runs": runs, "checkpoints": checkpoints, "publishes": publishes}).splitlines()
@@ -111,6 +98,5 @@ def test_every_target_of_a_copy_is_complete():
 
 
 def test_an_invalid_number_is_rejected_before_starting():
-    numbers = dict(engine="jax", processes=[1, 0], steps=1, servers=[1], mib=1, repeats=1)
     with pytest.raises(ValueError, match=r"^--processes \[1, 0\] must be at least 1$"):
-        hosts.run(Namespace(**numbers))
+        hosts.run(Namespace(engine="jax", processes=[1, 0], steps=1, servers=[1], mib=1, repeats=1))

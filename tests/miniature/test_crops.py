@@ -15,6 +15,7 @@ from paravt_jax.rl.episodes import RolloutWorker
 from rollout.chat import Chat
 from rollout.engine.scripted import ScriptedEngine
 from rollout.episode import Agent
+from rollout.ledger import Ledger
 from scripts.miniature import crops_page
 from scripts.miniature.cells import read_rows
 from scripts.miniature.crops import CELLS, MAX_IN_FLIGHT, NUM_TIMED, Crops, EpisodeRunner, summary
@@ -83,36 +84,33 @@ def test_rows_count_turns_calls_and_the_visual_tokens_of_the_contexts(crops, n):
     assert main_tokens["frames"] >= main_tokens["parallel"] + 3 * 8 * n  # a frame has its time, start and end
 
 
-@pytest.mark.parametrize("play", PLAYS)
-def test_an_episode_starts_with_the_prompt_of_the_cold_starts_traces(crops, play):
+def asked_and_rendered(crops, play, number) -> tuple[ScriptedEngine, Ledger, SftConfig]:
+    """Plays an episode about a question of a scene, and renders the cold start's trace of the same question."""
     fracs = {f"{kind.replace(' ', '_')}_frac": float(play == kind) for kind in PLAYS[1:]}
     scene, sft = WORLD.scene(0, 0), crops.experiment.cold_start("sft")
-    row = rows_of([scene], [BUDGET], replace(WORLD.traces, **fracs), 0, WORLD.questions)[2]
+    row = rows_of([scene], [BUDGET], replace(WORLD.traces, **fracs), 0, WORLD.questions)[number]
     runner, engine = open_runner(crops)
-    asyncio.run(runner.episode(play, questions(scene, WORLD.questions)[2]))
+    asyncio.run(runner.episode(play, questions(scene, WORLD.questions)[number]))
     trace = read_trace(row, lambda _: str(runner.videos / scene.video))
-    config = load_config(sft.config, *sft.settings, schema=SftConfig).rollout
-    prompt = asyncio.run(renderer_of(crops, config).render(trace, BUDGET)).ledger.segments[0]
+    config = load_config(sft.config, *sft.settings, schema=SftConfig)
+    return engine, asyncio.run(renderer_of(crops, config.rollout).render(trace, BUDGET)).ledger, config
+
+
+@pytest.mark.parametrize("play", PLAYS)
+def test_an_episode_starts_with_the_prompt_of_the_cold_starts_traces(crops, play):
+    engine, ledger, _ = asked_and_rendered(crops, play, 2)
+    prompt = ledger.segments[0]
     assert engine.requests[0].ids[: len(prompt.ids)].tolist() == prompt.ids.tolist()
     assert [p.key for p in engine.requests[0].pictures] == [p.key for p in prompt.pictures]
 
 
 def test_calls_that_return_frames_have_the_dialogue_of_their_traces(crops):
-    scene, sft = WORLD.scene(0, 0), crops.experiment.cold_start("sft")
-    fracs = {"sequential_frac": 0.0, "one_context_frac": 0.0, "frames_frac": 1.0}
-    row = rows_of([scene], [BUDGET], replace(WORLD.traces, **fracs), 0, WORLD.questions)[4]
-    runner, engine = open_runner(crops)
-    asyncio.run(runner.episode("frames", questions(scene, WORLD.questions)[4]))
-    trace = read_trace(row, lambda _: str(runner.videos / scene.video))
-    config = load_config(sft.config, *sft.settings, schema=SftConfig)
-    ledger = asyncio.run(renderer_of(crops, config.rollout).render(trace, BUDGET)).ledger
+    engine, ledger, config = asked_and_rendered(crops, "frames", 4)
     assert len(engine.requests) == 2 and len(engine.requests[1].pictures) == 6 * BUDGET
-    forced = Chat.from_hf(crops.model).encode(config.rollout.forced_prefix)
-    assert (
-        engine.requests[1].ids[: -len(forced)].tolist()[-len(ledger.segments[2].ids) :]
-        == ledger.segments[2].ids.tolist()
-    )
-    assert ledger.num_tokens_each(runner.worker.agent.chat.image_id, 32).sum() <= config.pack.row_tokens
+    chat, response = Chat.from_hf(crops.model), ledger.segments[2].ids.tolist()
+    forced = chat.encode(config.rollout.forced_prefix)
+    assert engine.requests[1].ids[: -len(forced)].tolist()[-len(response) :] == response
+    assert ledger.num_tokens_each(chat.image_id, 32).sum() <= config.pack.row_tokens
 
 
 def test_a_summary_has_means_and_an_interval_over_videos():

@@ -192,13 +192,8 @@ def test_a_variant_differs_from_para_grpo_only_in_its_settings(tmp_path):
 
 
 def test_a_setting_of_the_command_overrides_the_world_and_the_arm(tmp_path):
-    (job,) = (
-        job
-        for job in Experiment(
-            tmp_path, ["grpo"], [0], QUICK, train=["train.num_steps=3", "video.frame_budgets=[5]"]
-        ).jobs()
-        if job.kind == "train"
-    )
+    jobs = Experiment(tmp_path, ["grpo"], [0], QUICK, train=["train.num_steps=3", "video.frame_budgets=[5]"]).jobs()
+    (job,) = (job for job in jobs if job.kind == "train")
     assert job.num_steps == 3 and load_config(job.config, *job.settings).video.frame_budgets == [5]
 
 

@@ -126,18 +126,15 @@ def test_training_improves_the_format_only_with_the_prefix():
     assert f_tau["prefix"][1] > f_tau["prefix"][0] + 0.2
 
 
+class NoArms(Cell):
+    arms = ()
+
+
 def test_predictions_and_measurements_have_the_same_rows():
-    (row, *_) = predicted(replace_arms(), 1)
+    (row, *_) = predicted(NoArms(CELL.reports, CELL.calls), 1)
     assert row.keys() == {*CELL.row("grpo", False, "parallel", 4), "accuracy", "kappa", "f_tau", "parseable"}
     stored = {(row["reports"], row["calls"], row["arm"]) for row in read_rows(PREDICTIONS)}
     assert stored == {(cell.reports, cell.calls, arm) for cell in CELLS for arm in ("sft", *cell.arms)}
-
-
-def replace_arms() -> Cell:
-    class NoArms(Cell):
-        arms = ()
-
-    return NoArms(CELL.reports, CELL.calls)
 
 
 def numbers(**accuracies: float) -> map_page.Numbers:
@@ -165,9 +162,8 @@ def test_agreement_counts_measured_cells_only(tmp_path, monkeypatch):
     predictions, measured = tmp_path / "predicted.json", tmp_path / "measured.json"
     monkeypatch.setattr(map_page, "PREDICTIONS", predictions)
     monkeypatch.setattr(map_page, "MEASURED", measured)
-    for metric in ("f_tau", "parseable"):
-        assert metric in map_page.METRICS
     full = {"f_tau": 1.0, "parseable": 1.0}
+    assert full.keys() <= {*map_page.METRICS}
     guess = [row | full for row in numbers(grpo=0.6, para_grpo=0.8, no_tool_reward=0.7).rows]
     write_rows_of_map(predictions, guess, command="")
     assert map_page.agreement() == "No arm is measured yet."

@@ -87,10 +87,8 @@ def test_two_events_are_in_different_windows_and_both_visible():
 
 def test_distractors_last_as_long_and_never_overlap_the_event():
     for scene in SCENES[:8]:
-        without = frames(make_scene(0, scene.number, 0))
-        differ = [
-            second for second, pair in enumerate(zip(frames(scene), without, strict=True)) if np.any(np.subtract(*pair))
-        ]
+        pairs = zip(frames(scene), frames(make_scene(0, scene.number, 0)), strict=True)
+        differ = [second for second, pair in enumerate(pairs) if np.any(np.subtract(*pair))]
         assert differ == [second + offset for second in sorted(scene.distractors) for offset in (0, 1)]
         assert len(scene.distractors) == 3 and not set(differ) & set(coloured(scene))
 
@@ -272,9 +270,8 @@ def test_short_looks_are_windows_of_any_length_with_the_event(short, lengths_s):
 @pytest.mark.parametrize("name", sorted(path.stem for path in WORLDS.glob("*.yaml")))
 def test_every_world_loads_and_its_crops_hold_its_windows(name):
     world = load_world(name)
-    longest = max(
-        end_s - start_s for q in questions(world.scene(0, 0), world.questions) for start_s, end_s in q.windows_s
-    )
+    asked = questions(world.scene(0, 0), world.questions)
+    longest = max(end_s - start_s for question in asked for start_s, end_s in question.windows_s)
     limits = [setting for setting in world.train if setting.startswith("rollout.subagent_max_frames=")]
     assert longest <= (int(limits[0].partition("=")[2]) if limits else WINDOW_S)
 
