@@ -250,8 +250,6 @@ class Handler(BaseHTTPRequestHandler):
             raise Refusal(403, "You don't have the rights to write to this repository")
         return repo
 
-    # Accounts and repositories
-
     def whoami(self, body: bytes) -> None:
         self.reply(self.user())
 
@@ -302,8 +300,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def validate_yaml(self, body: bytes) -> None:
         self.reply({"errors": [], "warnings": []})
-
-    # Uploads
 
     def preupload(self, body: bytes, repo_id: str, revision: str) -> None:
         repo = self.repo(repo_id, write=True)

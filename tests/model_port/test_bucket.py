@@ -29,12 +29,10 @@ def fails_first(times, fault, methods=("GET", "POST", "DELETE")):
     return lambda method, name: fault if method in methods and next(left, None) is not None else None
 
 
-@pytest.mark.parametrize(
-    "address", ["gs://bkt", "gs://bkt/", "gs://b/x", "gs://bkt/a/../b", "gs://bkt//x", "gs://BKT/x"]
-)
-def test_an_invalid_url_is_rejected(address):
+@pytest.mark.parametrize("url", ["gs://bkt", "gs://bkt/", "gs://b/x", "gs://bkt/a/../b", "gs://bkt//x", "gs://BKT/x"])
+def test_an_invalid_url_is_rejected(url):
     with pytest.raises(ValueError, match="does not name a directory in a bucket"):
-        Bucket.of(address)
+        Bucket.of(url)
 
 
 @pytest.mark.slow
@@ -113,9 +111,7 @@ def set_object(gcs, name, content):
 
 
 @pytest.mark.parametrize("part_bytes", [2, 64])
-def test_an_object_that_changes_during_a_download_is_rejected_and_the_next_download_succeeds(
-    gcs, part_bytes, monkeypatch
-):
+def test_an_object_that_changes_during_a_download_is_rejected_and_the_next_one_succeeds(gcs, part_bytes, monkeypatch):
     monkeypatch.setattr(module, "PART_BYTES", part_bytes)
     put(a=b"123")
     after_listing(gcs, "bkt/dir/a", lambda: set_object(gcs, "bkt/dir/a", b"1234567"))
@@ -124,9 +120,7 @@ def test_an_object_that_changes_during_a_download_is_rejected_and_the_next_downl
     assert (downloaded("gs://bkt/dir") / "a").read_bytes() == b"1234567"
 
 
-@pytest.mark.parametrize(
-    "new", [{UPLOADING: b"{}"}, {"a": b"new", "b": b"new"}]
-)  # an upload has begun; a model with other weights
+@pytest.mark.parametrize("new", [{UPLOADING: b"{}"}, {"a": b"new", "b": b"new"}], ids=["an upload", "other weights"])
 def test_a_directory_that_is_replaced_during_a_download_is_rejected(new, gcs):
     put(a=b"old", b=b"old")
     after_listing(gcs, "bkt/dir/b", lambda: [set_object(gcs, f"bkt/dir/{name}", new[name]) for name in new])
@@ -181,9 +175,7 @@ def test_a_large_object_is_downloaded_in_parts_of_one_generation(gcs, monkeypatc
 
     def change(method, name):
         if name == "bkt/dir/a" and method == "GET":
-            gcs.last += 1
-            gcs.objects[name] = gcs.last, b"and yet another!"
-        return None
+            set_object(gcs, name, b"and yet another!")
 
     gcs.fault = change
     with pytest.raises(ValueError, match="gs://bkt/dir/a changed during the download"):

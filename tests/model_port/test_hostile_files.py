@@ -16,9 +16,8 @@ from model_port.processing import VisionContract
 from model_port.tiny import tiny_config
 from rollout.chat import Chat
 
-CONFIG, PROCESSOR, FLAT, VIDEO = (
-    *("config.json", "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
-)
+CONFIG, PROCESSOR = "config.json", "processor_config.json"
+FLAT, VIDEO = "preprocessor_config.json", "video_preprocessor_config.json"
 ADAPTER = "adapter_config.json"
 WRONG = ([], {}, "x", -1, 10**30, True, float("nan"), float("inf"), 1e999, [None], {"a": 1})
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import huggingface_hub
 import numpy as np
 import pytest
-from fake_hub import FINE_GRAINED_TOKEN, READ_TOKEN, WRITE_TOKEN, Action, FakeHub, fresh_client
+from fake_hub import FINE_GRAINED_TOKEN, READ_TOKEN, WRITE_TOKEN, FakeHub, fresh_client
 from huggingface_hub import constants
 from safetensors.numpy import save_file
 
@@ -24,7 +24,7 @@ INDEX = "model.safetensors.index.json"
 
 
 @pytest.fixture
-def waits_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def waits_s(monkeypatch) -> list[float]:
     """Skips the client's pauses between attempts, and records them."""
     waits: list[float] = []
     monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=waits.append))
@@ -32,7 +32,7 @@ def waits_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
+def hub(monkeypatch, tmp_path) -> Iterator[FakeHub]:
     """A hub whose client has a write token."""
     with fresh_client(monkeypatch, tmp_path / "home") as served:
         monkeypatch.setenv("HF_TOKEN", WRITE_TOKEN)
@@ -40,7 +40,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path) -> Path:
     """An export with three shards of unequal size and small files."""
     directory = tmp_path / "model"
     write_model(directory, {shard: 1009 * (n + 2) for n, shard in enumerate(SHARDS)})
@@ -65,7 +65,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
 
 
-def message(error: type[Exception], call: Callable[[], object]) -> str:
+def message(error, call: Callable[[], object]) -> str:
     with pytest.raises(error) as caught:
         call()
     text = str(caught.value)
@@ -74,10 +74,7 @@ def message(error: type[Exception], call: Callable[[], object]) -> str:
     return text
 
 
-# Successful pushes
-
-
-def test_a_download_after_a_push_has_the_same_bytes_from_one_commit(tmp_path: Path, hub: FakeHub, model: Path):
+def test_a_download_after_a_push_has_the_same_bytes_from_one_commit(tmp_path, hub, model):
     url = push_to_hub(model, REPO, commit_message="Step 40")
     assert url.startswith(f"{hub.url}/{REPO}/commit/")
     got, revision = tmp_path / "got", url.rsplit("/", 1)[1]
@@ -88,7 +85,7 @@ def test_a_download_after_a_push_has_the_same_bytes_from_one_commit(tmp_path: Pa
     assert len(hub.repos[REPO].commits) == 2  # the first created the repository
 
 
-def test_a_push_removes_earlier_weights_and_keeps_other_files(hub: FakeHub, model: Path, tmp_path: Path):
+def test_a_push_removes_earlier_weights_and_keeps_other_files(hub, model, tmp_path):
     push_to_hub(model, REPO)
     write_model(tmp_path / "smaller", {"model-00001-of-00001.safetensors": 1009})
     (tmp_path / "smaller" / "README.md").unlink()
@@ -96,7 +93,7 @@ def test_a_push_removes_earlier_weights_and_keeps_other_files(hub: FakeHub, mode
     assert set(hub.files(REPO)) == {*contents(tmp_path / "smaller"), "README.md", ".gitattributes"}
 
 
-def test_a_revision_is_pushed_to_its_own_branch(hub: FakeHub, model: Path):
+def test_a_revision_is_pushed_to_its_own_branch(hub, model):
     push_to_hub(model, REPO, revision="step/40")
     assert set(SHARDS) <= set(hub.files(REPO, "step/40"))
     assert set(hub.files(REPO)) == {".gitattributes"}
@@ -104,7 +101,7 @@ def test_a_revision_is_pushed_to_its_own_branch(hub: FakeHub, model: Path):
 
 
 @pytest.mark.parametrize("public", [False, True])
-def test_a_repository_is_private_by_default(hub: FakeHub, model: Path, public: bool):
+def test_a_repository_is_private_by_default(hub, model, public):
     push_to_hub(model, REPO, public=public)
     assert hub.repos[REPO].private is not public
     push_to_hub(model, REPO, public=public)
@@ -117,13 +114,13 @@ def test_a_repository_is_private_by_default(hub: FakeHub, model: Path, public: b
         (True, "is private: push there without --public"),
     ],
 )
-def test_a_push_to_a_repository_of_other_visibility_is_rejected(hub: FakeHub, model: Path, public, refusal):
+def test_a_push_to_a_repository_of_other_visibility_is_rejected(hub, model, public, refusal):
     hub.add_repo(REPO, private=public)
     assert refusal in message(ValueError, lambda: push_to_hub(model, REPO, public=public))
     assert set(hub.files(REPO)) == {".gitattributes"} and hub.count(PUT) == 0
 
 
-def test_unrelated_files_are_not_pushed(hub: FakeHub, model: Path):
+def test_unrelated_files_are_not_pushed(hub, model):
     for name in ("hf_token.txt", "credentials.json", ".secrets.json", "notes.md", "optimizer.safetensors"):
         (model / name).write_text("secret")
     (model / "private").mkdir()
@@ -134,7 +131,7 @@ def test_unrelated_files_are_not_pushed(hub: FakeHub, model: Path):
     assert b"secret" not in sent.values()
 
 
-def test_a_dry_run_lists_exactly_the_files_of_a_push_and_sends_nothing(hub: FakeHub, model: Path, monkeypatch, capsys):
+def test_a_dry_run_lists_exactly_the_files_of_a_push_and_sends_nothing(hub, model, monkeypatch, capsys):
     (model / "notes.md").write_text("secret")
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("sys.argv", ["push", str(model), REPO, "--public", "--revision", "v2", "--dry-run"])
@@ -151,26 +148,21 @@ def test_a_dry_run_lists_exactly_the_files_of_a_push_and_sends_nothing(hub: Fake
 
 
 @pytest.mark.parametrize(("name", "repo"), [("config.json", REPO), ("", "tiny-vl")])
-def test_a_dry_run_makes_the_same_checks_without_a_request(hub: FakeHub, model: Path, monkeypatch, name, repo):
+def test_a_dry_run_makes_the_same_checks_without_a_request(hub, model, monkeypatch, name, repo):
     (model / name).unlink() if name else None
     monkeypatch.setattr("sys.argv", ["push", str(model), repo, "--dry-run"])
     assert (name or "has no owner") in message(ValueError, push.main)
     assert hub.requests == []
 
 
-def test_gitignored_files_are_an_error(hub: FakeHub, model: Path):
+def test_gitignored_files_are_an_error(hub, model):
     hub.add_repo(REPO, files={".gitignore": b"*.safetensors"})
     text = message(RuntimeError, lambda: push_to_hub(model, REPO))
     assert ".gitignore" in text and SHARDS[0] in text
 
 
-# Failures during a push
-
-
 @pytest.mark.parametrize("action", [500, 403, "close", "corrupt"])
-def test_a_push_after_a_failure_sends_only_the_missing_files(
-    hub: FakeHub, model: Path, waits_s: list[float], action: Action
-):
+def test_a_push_after_a_failure_sends_only_the_missing_files(hub, model, waits_s, action):
     hub.fail(PUT, action, num_good=1)
     text = message(RuntimeError, lambda: push_to_hub(model, REPO))
     assert REPO in text and "run the same command again" in text
@@ -185,15 +177,13 @@ def test_a_push_after_a_failure_sends_only_the_missing_files(
 
 
 @pytest.mark.parametrize("request_", [r"POST /api/repos/create", PUT, r"POST .*/commit/"])
-def test_a_push_to_a_hanging_hub_ends_at_its_deadline(
-    hub: FakeHub, model: Path, waits_s: list[float], monkeypatch: pytest.MonkeyPatch, request_: str
-):
+def test_a_push_to_a_hanging_hub_ends_at_its_deadline(hub, model, waits_s, monkeypatch, request_):
     monkeypatch.setattr(module, "ANSWER_DEADLINE_S", 0.5)  # all other requests hang
     hub.fail(request_, "hang")
     assert "Timeout" in message(RuntimeError, lambda: push_to_hub(model, REPO))
 
 
-def test_the_clients_timeout_is_restored_after_a_push(hub: FakeHub, model: Path):
+def test_the_clients_timeout_is_restored_after_a_push(hub, model):
     push_to_hub(model, REPO)
     hub.fail("GET /api/models/", "close")
     message(RuntimeError, lambda: check_hub_access(REPO))
@@ -201,10 +191,7 @@ def test_the_clients_timeout_is_restored_after_a_push(hub: FakeHub, model: Path)
     assert len(huggingface_hub.get_session().event_hooks["request"]) == 1
 
 
-# Errors before any work
-
-
-def refusals(hub: FakeHub, model: Path, error: type[Exception], repo_id: str = REPO):
+def refusals(hub, model, error, repo_id=REPO):
     """Returns the errors of the check and of the push itself; both must make all checks."""
     check = message(error, lambda: check_hub_access(repo_id))
     assert message(error, lambda: push_to_hub(model, repo_id)) == check
@@ -213,18 +200,18 @@ def refusals(hub: FakeHub, model: Path, error: type[Exception], repo_id: str = R
 
 
 @pytest.mark.parametrize("repo_id", ["", "a/b/c", "ada/.x", "ada/a--b", "ada/x.git", "ada/a b", "datasets/ada/x", "vl"])
-def test_malformed_repo_id_is_named_before_any_request(hub: FakeHub, model: Path, repo_id: str):
+def test_malformed_repo_id_is_named_before_any_request(hub, model, repo_id):
     assert repr(repo_id) in refusals(hub, model, ValueError, repo_id)
     assert hub.requests == []
 
 
-def test_an_invalid_token_is_rejected_and_not_printed(hub: FakeHub, model: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_invalid_token_is_rejected_and_not_printed(hub, model, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", f"{WRITE_TOKEN} oops")
     text = refusals(hub, model, ValueError)
     assert "oops" not in text and "/settings/tokens" in text and hub.requests == []
 
 
-def test_the_token_of_a_login_is_used(hub: FakeHub, monkeypatch: pytest.MonkeyPatch):
+def test_the_token_of_a_login_is_used(hub, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     Path(constants.HF_TOKEN_PATH).parent.mkdir()
     Path(constants.HF_TOKEN_PATH).write_text(f"{WRITE_TOKEN}\n")
@@ -232,9 +219,7 @@ def test_the_token_of_a_login_is_used(hub: FakeHub, monkeypatch: pytest.MonkeyPa
     assert hub.count("GET /api/whoami-v2") == 1
 
 
-def test_a_missing_token_and_offline_mode_fail_before_any_request(
-    hub: FakeHub, model: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_missing_token_and_offline_mode_fail_before_any_request(hub, model, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     text = refusals(hub, model, RuntimeError)
     assert "HF_TOKEN" in text and "hf auth login" in text
@@ -245,25 +230,21 @@ def test_a_missing_token_and_offline_mode_fail_before_any_request(
 
 
 @pytest.mark.parametrize(("token", "complaint"), [("hf_revoked", "401"), (READ_TOKEN, "is read-only")])
-def test_a_read_only_token_is_rejected(
-    hub: FakeHub, model: Path, monkeypatch: pytest.MonkeyPatch, token: str, complaint: str
-):
+def test_a_read_only_token_is_rejected(hub, model, monkeypatch, token, complaint):
     monkeypatch.setenv("HF_TOKEN", token)
     text = refusals(hub, model, RuntimeError)
     assert complaint in text and "/settings/tokens" in text and token not in text
 
 
 @pytest.mark.parametrize("repo_id", ["eve/hers", "eve/new", "their-lab/new"])
-def test_a_repository_without_write_access_is_rejected(hub: FakeHub, model: Path, repo_id: str):
+def test_a_repository_without_write_access_is_rejected(hub, model, repo_id):
     hub.add_repo("eve/hers")
     text = refusals(hub, model, RuntimeError, repo_id)
     assert repo_id in text and "ada/" in text
 
 
 @pytest.mark.parametrize("repo_id", [REPO, "Ada/new", "our-lab/new", "guest-lab/new"])
-def test_the_check_passes_for_writable_repositories_and_changes_nothing(
-    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, repo_id: str
-):
+def test_the_check_passes_for_writable_repositories_and_changes_nothing(hub, monkeypatch, repo_id):
     hub.add_repo(REPO)
     monkeypatch.setenv("HF_TOKEN", FINE_GRAINED_TOKEN if "guest" in repo_id else WRITE_TOKEN)
     check_hub_access(repo_id)
@@ -271,7 +252,7 @@ def test_the_check_passes_for_writable_repositories_and_changes_nothing(
 
 
 @pytest.mark.parametrize("action", [500, 429, "close", "hang"])
-def test_a_failing_hub_is_named(hub: FakeHub, action: Action, monkeypatch: pytest.MonkeyPatch):
+def test_a_failing_hub_is_named(hub, action, monkeypatch):
     monkeypatch.setattr(module, "ANSWER_DEADLINE_S", 0.2)
     for request in ("GET /api/whoami", "GET .*/auth-check"):
         hub.faults.clear()
@@ -287,14 +268,14 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_an_incomplete_directory_is_rejected_before_any_request(hub: FakeHub, model: Path, name: str):
+def test_an_incomplete_directory_is_rejected_before_any_request(hub, model, name):
     DAMAGES[name](model)
     problem = message(ValueError, lambda: push_to_hub(model, REPO))
     assert name in problem and "python -m model_port.export" in problem  # also if DIR is a run's checkpoint
     assert hub.requests == []
 
 
-def test_an_adapter_is_not_called_an_incomplete_model(hub: FakeHub, tmp_path: Path):
+def test_an_adapter_is_not_called_an_incomplete_model(hub, tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     problem = message(ValueError, lambda: push_to_hub(tmp_path, REPO))
     assert "is an adapter" in problem and "hf upload" in problem and "incomplete" not in problem

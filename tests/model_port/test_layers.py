@@ -21,9 +21,7 @@ def outputs(layers, x, **compute):
     """The last carry, the layers' indices, and the gradient of x."""
 
     def run(x):
-        last, indices = run_layers(
-            layers, lambda layer, index, x: (layer(x), jnp.asarray(index)), x, Compute(**compute)
-        )
+        last, indices = run_layers(layers, lambda layer, n, x: (layer(x), jnp.asarray(n)), x, Compute(**compute))
         return last.sum(), (last, indices)
 
     gradient, (last, indices) = jax.grad(run, has_aux=True)(x)

@@ -22,12 +22,6 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")
 def test_freed_memory_is_reused_if_kept():
-    without, kept = [
-        int(
-            subprocess.run(
-                [sys.executable, "-c", PAGES_OF_A_SECOND_BLOCK, mode], check=True, capture_output=True
-            ).stdout
-        )
-        for mode in ("", "kept")
-    ]
+    commands = ([sys.executable, "-c", PAGES_OF_A_SECOND_BLOCK, mode] for mode in ("", "kept"))
+    without, kept = (int(subprocess.run(command, check=True, capture_output=True).stdout) for command in commands)
     assert kept < 100 < without  # the block has 16,384 pages of 4 KiB
