@@ -24,10 +24,7 @@ def _error(message: str, code: str | int | None = None) -> dict[str, Any]:
 
 # Error responses (status, body) with the messages of vLLM, SGLang, OpenAI, Gemini's compatible endpoint and OpenRouter.
 ERRORS: dict[str, tuple[int, Any]] = {
-    "vllm context": (
-        400,
-        _error("This model's maximum context length is 4096 tokens. However, you requested 9000", 400),
-    ),
+    "vllm context": (400, _error("This model's maximum context length is 40 tokens. However, you requested 90", 400)),
     "vllm long prompt": (400, {"message": "The prompt (total length 25938) is too long to fit into the model"}),
     "sglang input": (400, {"message": "The input (9 tokens) is longer than the model's context length (4 tokens)."}),
     "sglang pool": (400, {"message": "Input length (9 tokens) exceeds the maximum allowed length (4 tokens)."}),

@@ -199,11 +199,13 @@ async def test_every_request_respects_retry_after(client, endpoint, mode):
     assert time.monotonic() - started_s >= 0.4 and len(endpoint.bodies) == 3
 
 
+@pytest.mark.parametrize("check", [None, EndpointClient.health])
 @asking()
-async def test_a_retry_after_beyond_the_deadline_fails_at_once(client, endpoint):
+async def test_a_retry_after_beyond_the_deadline_fails_at_once_also_after_a_health_check(client, endpoint, check):
     endpoint.modes, endpoint.retry_after, started_s = ["429"], "3600", time.monotonic()
     for _ in range(2):  # also for a request that has not been sent yet
         assert (await failure(client, deadline_s=10.0)).reason == "rate_limit"
+        assert check is None or (await check(client)).alive
     assert time.monotonic() - started_s < 5 and len(endpoint.bodies) == 1
 
 
@@ -215,15 +217,6 @@ async def test_a_server_that_asks_for_a_wait_is_not_down(client, endpoint):
     server.limit(RateLimited("slow down", 3600.0))
     started_s = time.monotonic()
     assert (await failure(client)).reason == "rate_limit" and time.monotonic() - started_s < 5
-
-
-@asking()
-async def test_a_health_check_does_not_end_retry_after(client, endpoint):
-    endpoint.modes, endpoint.retry_after = ["429"], "3600"
-    for _ in range(2):
-        assert (await failure(client)).reason == "rate_limit"
-        assert (await client.health()).alive
-    assert len(endpoint.bodies) == 1
 
 
 def test_waits_after_rate_limits_are_bounded_and_never_shortened():
@@ -405,16 +398,17 @@ async def test_the_key_is_sent_and_never_shown(client, endpoint):
     assert KEY not in repr(client) and KEY not in str(client)
 
 
-def test_a_missing_key_is_a_clear_error(monkeypatch):
-    monkeypatch.delenv("ENDPOINT_KEY")
-    with pytest.raises(ValueError, match=r"engine\.api_key_env=ENDPOINT_KEY names an environment variable"):
-        EndpointClient(["http://127.0.0.1:9/v1"], MODEL, "ENDPOINT_KEY")
-
-
-@pytest.mark.parametrize("key", [f"{KEY}\nsecond", f"{KEY}é"])
-def test_a_key_that_no_header_can_have_is_an_error_without_the_key(monkeypatch, key):
-    monkeypatch.setenv("ENDPOINT_KEY", key)
-    with pytest.raises(ValueError, match=r"engine\.api_key_env=ENDPOINT_KEY names holds no key") as refused:
+@pytest.mark.parametrize(
+    ("key", "problem"),
+    [
+        ("", "names an environment variable"),
+        (f"{KEY}\nsecond", "names holds no key"),
+        (f"{KEY}é", "names holds no key"),
+    ],
+)
+def test_a_missing_key_or_one_that_no_header_can_have_is_an_error_without_the_key(monkeypatch, key, problem):
+    monkeypatch.setenv("ENDPOINT_KEY", key) if key else monkeypatch.delenv("ENDPOINT_KEY")
+    with pytest.raises(ValueError, match=rf"engine\.api_key_env=ENDPOINT_KEY {problem}") as refused:
         EndpointClient(["http://127.0.0.1:9/v1"], MODEL, "ENDPOINT_KEY")
     assert KEY not in str(refused.value)
 

@@ -9,8 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,18 +32,8 @@ from rollout.engine.settings import Mixture, ServerState
 from rollout.engine.sglang import SGLangEngine, SGLangSettings, generate_body
 from rollout.engine.weight_root import fits
 
-QUICK = SGLangSettings(
-    run="t",
-    vocab_size=1000,
-    backoff_s=0.01,
-    owner_answers_s=0.5,
-    probe_every_s=0.05,
-    probe_deadline_s=0.3,
-    control_deadline_s=1.0,
-    load_deadline_s=1.0,
-)
-
-
+DEADLINES = dict(probe_deadline_s=0.3, control_deadline_s=1.0, load_deadline_s=1.0)
+QUICK = SGLangSettings("t", vocab_size=1000, backoff_s=0.01, owner_answers_s=0.5, probe_every_s=0.05, **DEADLINES)
 SHAPES = {"scalar": (), "row": (3,), "last": (700, 1031)}  # written in two parts
 
 
@@ -67,17 +57,22 @@ class NoWeights(Tensors):
         super().__init__(x=np.zeros(2, np.float32))
 
 
-class BlockedWeights(NoWeights):
-    """Weights whose write blocks until `unblock` is set."""
+@asynccontextmanager
+async def writing_weights(engine: SGLangEngine, version: int) -> AsyncIterator[None]:
+    """Publishes weights; their write lasts until the block ends."""
+    began, unblock = threading.Event(), threading.Event()
 
-    def __init__(self):
-        super().__init__()
-        self.began, self.unblock = threading.Event(), threading.Event()
+    class Blocked(NoWeights):
+        def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+            began.set()
+            assert unblock.wait(5)
+            yield from super().tensors()
 
-    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        self.began.set()
-        assert self.unblock.wait(5)
-        yield from super().tensors()
+    publishing = asyncio.create_task(engine.publish(Blocked(), version))
+    await asyncio.to_thread(began.wait)
+    yield
+    unblock.set()
+    await publishing
 
 
 def trained(value: float) -> Tensors:
@@ -85,9 +80,8 @@ def trained(value: float) -> Tensors:
 
 
 def adapter(value: float) -> Tensors:
-    return Tensors(
-        **{ADAPTER_INFO: np.zeros(2, np.uint8), "a": np.zeros(2, np.float32), "b": trained(value).by_name["trained"]}
-    )
+    matrices = {"a": np.zeros(2, np.float32), "b": np.full(2, value, np.float32)}
+    return Tensors(**{ADAPTER_INFO: np.zeros(2, np.uint8)}, **matrices)
 
 
 def request(episode="e", deadline_s=5.0, version=None, num_tokens=4, on_tokens=None) -> Request:
@@ -99,16 +93,26 @@ async def fakes(stack, num_servers):
     return [await stack.enter_async_context(FakeServer()) for _ in range(num_servers)]
 
 
-async def engine_of(stack, urls, settings=QUICK):
-    engine = await SGLangEngine.connect(urls, settings)
+async def opened(stack, opening: Awaitable[SGLangEngine]) -> SGLangEngine:
+    """Opens an engine that the test's stack closes."""
+    engine = await opening
     stack.push_async_callback(engine.close)
+    return engine
+
+
+async def engine_of(stack, urls, settings=QUICK):
+    engine = await opened(stack, SGLangEngine.connect(urls, settings))
     await until(lambda: all(server.up for server in engine.fleet.servers))
     return engine
 
 
 def with_fake_servers(num_servers):
-    """Makes a test whose first arguments are fake servers, and which connects the engine itself."""
-    return given(num_servers, partial(fakes, num_servers=num_servers))
+    """Makes a test whose first arguments are a function that opens engines, and fake servers."""
+
+    async def start(stack):
+        return partial(opened, stack), *await fakes(stack, num_servers)
+
+    return given(num_servers + 1, start)
 
 
 def with_servers(num_servers, settings=QUICK):
@@ -140,10 +144,10 @@ async def test_a_response_becomes_a_generation(engine, server):
 
 
 @with_fake_servers(2)
-async def test_servers_join_and_leave_with_the_lines_of_a_file(first, second, tmp_path, capsys):
+async def test_servers_join_and_leave_with_the_lines_of_a_file(open_engine, first, second, tmp_path, capsys):
     file = tmp_path / "servers"
     file.write_text(f"# of today\n{first.url}/\n")
-    engine = await SGLangEngine.follow(file, QUICK)
+    engine = await open_engine(SGLangEngine.follow(file, QUICK))
     await engine.publish(NoWeights(), 1)
     file.write_text("")  # a partially written file
     await asyncio.sleep(3 * QUICK.probe_every_s)
@@ -153,20 +157,18 @@ async def test_servers_join_and_leave_with_the_lines_of_a_file(first, second, tm
     found = await engine.generate(request(version=1))
     assert found.server == second.url and second.version == "t/1"
     assert f"{first.url} gets no more requests: {file} no longer lists it" in capsys.readouterr().err
-    await engine.close()
 
 
 @with_fake_servers(1)
-async def test_an_invalid_server_list_is_reported_once_until_it_is_valid_again_and_ignored(server, tmp_path, capsys):
+async def test_an_invalid_server_list_is_ignored_and_reported_once(open_engine, server, tmp_path, capsys):
     file = tmp_path / "servers"
     file.write_text(f"{server.url}\n")
-    engine, printed = await SGLangEngine.follow(file, QUICK), []
+    engine, printed = await open_engine(SGLangEngine.follow(file, QUICK)), []
     for line in ("http://me:secret@10.0.0.2:30000", "", "http://me:secret@10.0.0.2:30000"):
         file.write_text(f"{server.url}\n{line}\n")
         await asyncio.sleep(6 * QUICK.probe_every_s)
         assert engine.urls == [server.url]
         printed.append(capsys.readouterr().err)
-    await engine.close()
     assert [text.count("the list of servers is not updated: line 2 of ") for text in printed] == [1, 0, 1]
     assert "secret" not in "".join(printed)
 
@@ -238,10 +240,8 @@ async def test_a_router_must_be_the_only_url(engine, router, tmp_path):
     ("text", "message"),
     [
         ("# none\n", "lists no server"),
-        *(
-            (f"{url}\n", "line 1 of .* is not a URL")
-            for url in ("10.0.0.2:30000", "http://a:b", "http://:1", "http://a:99999")
-        ),
+        ("10.0.0.2:30000\n", "line 1 of .* is not a URL"),
+        *((f"http://{host}\n", "line 1 of .* is not a URL") for host in ("a:b", ":1", "a:99999")),
     ],
 )
 def test_a_file_without_servers_is_rejected(text, message, tmp_path):
@@ -255,7 +255,7 @@ SECRETS = ("http://me:hunter2@10.0.0.2:1", "https://hunter2@host", "me:hunter2@1
 
 @pytest.mark.parametrize("url", SECRETS)
 @with_fake_servers(2)
-async def test_a_password_in_a_url_is_rejected_and_not_printed(router, server, url, tmp_path):
+async def test_a_password_in_a_url_is_rejected_and_not_printed(open_engine, router, server, url, tmp_path):
     file = tmp_path / "servers"
     file.write_text(f"# mine\nhttp://10.0.0.1:30000\n{url}\n")
     router.behind = [server, SimpleNamespace(url=url)]
@@ -344,12 +344,11 @@ async def test_attempts_are_bounded_and_all_errors_are_reported(engine, server):
 
 
 @with_servers(2)
-async def test_a_rejected_request_is_not_retried(engine, *servers):
-    for server in servers:
-        server.mode = "400"
+async def test_a_rejected_request_is_not_retried(engine, first, second):
+    first.mode = second.mode = "400"
     with pytest.raises(RequestRejected, match="too long"):
         await engine.generate(request())
-    assert sum(server.requests["/generate"] for server in servers) == 1
+    assert first.requests["/generate"] + second.requests["/generate"] == 1
 
 
 @with_servers(1)
@@ -383,14 +382,13 @@ async def test_a_hung_servers_requests_are_answered_once_by_another(engine, firs
 
 
 @with_fake_servers(1)
-async def test_excess_requests_wait_without_blocking_probes(server):
+async def test_excess_requests_wait_without_blocking_probes(open_engine, server):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(http_module, "MAX_CONNECTIONS", 4)
-        engine = await SGLangEngine.connect([server.url], QUICK)
+        engine = await open_engine(SGLangEngine.connect([server.url], QUICK))
         server.delay_s = 0.4
         found = await asyncio.gather(*(engine.generate(request(f"e{n}", deadline_s=30)) for n in range(40)))
         assert len(found) == server.requests["/generate"] == 40
-        await engine.close()
 
 
 @with_servers(1, replace(QUICK, probe_every_s=0.3))
@@ -504,25 +502,17 @@ async def test_a_publish_pauses_loads_labels_and_resumes_all_servers(engine, *se
 
 @with_servers(1)
 async def test_servers_sample_while_weights_are_written(engine, server):
-    weights = BlockedWeights()
-    publishing = asyncio.create_task(engine.publish(weights, 3))
-    await asyncio.to_thread(weights.began.wait)
-    found = await engine.generate(request(version=engine.version, deadline_s=1))
-    assert found.versions.tolist() == [0] * 4 and not server.requests["/pause_generation"]
-    weights.unblock.set()
-    await publishing
+    async with writing_weights(engine, 3):
+        found = await engine.generate(request(version=engine.version, deadline_s=1))
+        assert found.versions.tolist() == [0] * 4 and not server.requests["/pause_generation"]
     assert (await engine.generate(request(version=3))).versions.tolist() == [3] * 4
 
 
 @with_servers(3)
 async def test_a_server_may_restart_or_disappear_while_weights_are_written(engine, kept, again, taken):
-    weights = BlockedWeights()
-    publishing = asyncio.create_task(engine.publish(weights, 3))
-    await asyncio.to_thread(weights.began.wait)
-    again.version, taken.version = "default", "u/"
-    await until(lambda: not any(server.up for server in engine.fleet.servers[1:]))
-    weights.unblock.set()
-    await publishing
+    async with writing_weights(engine, 3):
+        again.version, taken.version = "default", "u/"
+        await until(lambda: not any(server.up for server in engine.fleet.servers[1:]))
     await until(lambda: engine.fleet.servers[1].up and engine.fleet.servers[2].retired)
     assert [server.version for server in (kept, again, taken)] == ["t/3", "t/3", "u/"]
     assert [server.requests["/update_weights_from_disk"] for server in (kept, again, taken)] == [1, 1, 0]
@@ -608,11 +598,10 @@ async def test_a_publish_does_not_pause_the_others_for_a_server_that_does_not_an
 
 
 @with_fake_servers(1)
-async def test_a_fake_server_left_paused_by_a_killed_run_is_resumed(server):
+async def test_a_fake_server_left_paused_by_a_killed_run_is_resumed(open_engine, server):
     server.paused = True
-    engine = await SGLangEngine.connect([server.url], QUICK)
+    engine = await open_engine(SGLangEngine.connect([server.url], QUICK))
     assert len((await engine.generate(request())).ids) == 4
-    await engine.close()
 
 
 @with_servers(1, replace(QUICK, load_deadline_s=10.0))
@@ -792,13 +781,9 @@ async def test_a_server_of_another_live_run_is_rejected_and_unchanged(engine, se
 
 @with_servers(1)
 async def test_a_run_is_alive_while_it_writes_weights(engine, server):
-    weights = BlockedWeights()
-    publishing = asyncio.create_task(engine.publish(weights, 3))
-    await asyncio.to_thread(weights.began.wait)
-    with pytest.raises(EngineError, match="t, publishes to it"):
-        await connected(server)
-    weights.unblock.set()
-    await publishing
+    async with writing_weights(engine, 3):
+        with pytest.raises(EngineError, match="t, publishes to it"):
+            await connected(server)
     assert server.version == "t/3" and engine.fleet.servers[0].up
 
 
@@ -813,43 +798,40 @@ async def test_a_run_is_alive_while_one_of_its_servers_loads_weights(engine, res
 
 
 @with_fake_servers(1)
-async def test_a_run_is_alive_between_claim_and_first_publish(server):
+async def test_a_run_is_alive_between_claim_and_first_publish(open_engine, server):
     server.version = "v/8"  # left by a dead run
-    engine = await connected(server, QUICK)
+    engine = await open_engine(connected(server, QUICK))
     with pytest.raises(EngineError, match="t, publishes to it"):
         await connected(server)
     await engine.publish(NoWeights(), 3)
     assert server.version == "t/3"
-    await engine.close()
 
 
 @with_fake_servers(1)
-async def test_a_dead_runs_server_is_taken_over_and_samples_after_a_publish(server):
+async def test_a_dead_runs_server_is_taken_over_and_samples_after_a_publish(open_engine, server):
     server.version, progress = "t/12", []
-    engine = await connected(server, OTHER, progress)
+    engine = await open_engine(connected(server, OTHER, progress))
     assert "has weights of another run, t: waiting up to" in progress[0]
     assert server.version == "u/" and not engine.fleet.servers[0].up
     await engine.publish(NoWeights(), 1)
     assert (await engine.generate(request(version=1))).versions.tolist() == [1] * 4
-    await engine.close()
 
 
 @with_fake_servers(1)
-async def test_a_run_reclaims_its_own_servers_at_once(server):
+async def test_a_run_reclaims_its_own_servers_at_once(open_engine, server):
     server.version = "t/12"
-    engine = await connected(server, replace(QUICK, owner_answers_s=60))
+    engine = await open_engine(connected(server, replace(QUICK, owner_answers_s=60)))
     assert engine.version == 12 and server.requests["/update_weight_version"] == 0
     await engine.publish(NoWeights(), 10)  # the version of its newest checkpoint
     assert (await engine.generate(request(version=10))).versions.tolist() == [10] * 4
-    await engine.close()
 
 
 @pytest.mark.parametrize("settings", [QUICK, NO_PROBES])
 @with_fake_servers(1)
-async def test_a_run_ends_if_its_server_is_taken_over(server, settings):
-    engine = await connected(server, settings)
+async def test_a_run_ends_if_its_server_is_taken_over(open_engine, server, settings):
+    engine = await open_engine(connected(server, settings))
     await engine.publish(NoWeights(), 3)
-    other = await connected(server, replace(OTHER, take_over=True))
+    other = await open_engine(connected(server, replace(OTHER, take_over=True)))
     await other.publish(NoWeights(), 1)
     with pytest.raises(EngineError, match=r"no server is left: .*taken over by another run, u, and"):
         await engine.generate(request())
@@ -857,8 +839,6 @@ async def test_a_run_ends_if_its_server_is_taken_over(server, settings):
         await engine.publish(NoWeights(), 4)
     assert server.version == "u/1" and server.requests["/update_weights_from_disk"] == 2
     assert (await other.generate(request(version=1))).versions.tolist() == [1] * 4
-    await other.close()
-    await engine.close()
 
 
 @with_servers(2, NO_PROBES)
@@ -872,7 +852,7 @@ async def test_a_publish_does_not_undo_an_unnoticed_takeover(engine, server, kep
 
 
 @with_fake_servers(1)
-async def test_only_one_of_two_runs_takes_over_a_dead_runs_server(server):
+async def test_only_one_of_two_runs_takes_over_a_dead_runs_server(open_engine, server):
     server.version = "gone/12"
     started = await asyncio.gather(connected(server, QUICK), connected(server), return_exceptions=True)
     engines = [one for one in started if isinstance(one, SGLangEngine)]
@@ -901,16 +881,15 @@ async def test_a_newly_listed_server_of_another_live_run_is_unchanged(engine, th
 
 @pytest.mark.parametrize("label", ["default", "v1.5", "u/7"])
 @with_fake_servers(1)
-async def test_a_sampling_only_engine_sets_no_label_and_keeps_its_version(server, label):
+async def test_a_sampling_only_engine_sets_no_label_and_keeps_its_version(open_engine, server, label):
     server.version = label
-    engine = await connected(server, replace(QUICK, run=""))
+    engine = await open_engine(connected(server, replace(QUICK, run="")))
     versions = (await engine.generate(request())).versions.tolist()
     assert versions == [7 if label == "u/7" else 0] * 4 and server.version == label
     server.version = "u/8"
     with pytest.raises(EngineError, match=r"the weights u/8|weights of version 8"):
         await engine.generate(request(deadline_s=0.5))
     assert server.requests["/update_weight_version"] == 0
-    await engine.close()
 
 
 @with_servers(1, replace(QUICK, mixture=Mixture(2, 8, 2)))
@@ -950,9 +929,8 @@ def test_a_connection_close_to_its_keepalive_timeout_is_not_reused():
 
 
 @with_fake_servers(2)
-async def test_servers_of_different_versions_are_not_mixed(first, second):
+async def test_servers_of_different_versions_are_not_mixed(open_engine, first, second):
     first.version, second.version = "t/4", "t/5"
-    engine = await SGLangEngine.connect([first.url, second.url], QUICK)
+    engine = await open_engine(SGLangEngine.connect([first.url, second.url], QUICK))
     await until(lambda: any("another server" in s.problem for s in engine.fleet.servers))
     assert sum(server.up for server in engine.fleet.servers) == 1
-    await engine.close()

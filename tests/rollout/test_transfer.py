@@ -181,6 +181,14 @@ def tensor(name: str = "x", num_bytes: object = 8, **header: object) -> bytes:
     return len(encoded).to_bytes(8, "little") + encoded + bytes(8)
 
 
+async def start_putting(one, body):
+    """Sends a part of a request with two tensors, and returns the connection's writer."""
+    head = f"PUT /?owner=t/ HTTP/1.1\r\nHost: x\r\nContent-Length: {2 * len(tensor())}\r\n\r\n".encode()
+    _, writer = await asyncio.open_connection("127.0.0.1", int(one.inbox[:-1].rpartition(":")[2]))
+    writer.write(head + body)
+    return writer
+
+
 async def put(session, one, body, owner=OURS, headers=None):
     async with session.put(one.inbox, data=body, params=owner, headers=headers) as reply:
         return reply.status, await reply.text()
@@ -188,10 +196,8 @@ async def put(session, one, body, owner=OURS, headers=None):
 
 @given(2, one_host)
 async def test_an_interrupted_transfer_leaves_no_files(one, session):
-    head = f"PUT /?owner=t/ HTTP/1.1\r\nHost: x\r\nContent-Length: {2 * len(tensor())}\r\n\r\n".encode()
     for body in (b"", tensor()[:4], tensor()[:-1], tensor()):
-        _, writer = await asyncio.open_connection("127.0.0.1", int(one.inbox[:-1].rpartition(":")[2]))
-        writer.write(head + body)
+        writer = await start_putting(one, body)
         await writer.drain()
         if len(body) > 8:
             await until(lambda: one.left)
@@ -272,9 +278,7 @@ async def test_an_unreachable_learner_does_not_block_the_next_one(one, session):
     """Its connection stays open, because no packet closes it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(receiver_module, "STALL_S", 0.2)
-        head = f"PUT /?owner=t/ HTTP/1.1\r\nHost: x\r\nContent-Length: {len(tensor())}\r\n\r\n".encode()
-        _, writer = await asyncio.open_connection("127.0.0.1", int(one.inbox[:-1].rpartition(":")[2]))
-        writer.write(head + tensor()[:-1])
+        writer = await start_putting(one, tensor()[:-1])
         await until(lambda: one.left)
         await until(lambda: not one.receiver._receiving.locked(), 5)
         assert (await put(session, one, tensor()))[0] == 200 and len(one.left) == 1
