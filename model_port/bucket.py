@@ -94,7 +94,7 @@ class Bucket:
         """Maps the names of all objects below this path, or only `name`, to their bytes and modification times."""
         begin = f"{self.bucket}/{self.path}" if self.path else self.bucket
         only = None if name is None else f"{begin}/{name}"
-        listed = self._answer("listed", lambda: _in_background(partial(_listed, f"{begin}/", only)))
+        listed = self._answer("listed", lambda: in_background(partial(_listed, f"{begin}/", only)))
         return dict(sorted(listed.items()))
 
     def sizes(self, name: str | None = None) -> dict[str, int]:
@@ -181,7 +181,7 @@ def _listed(begin: str, only: str | None) -> dict[str, tuple[int, int]]:
     return {each.path.removeprefix(begin): (each.size, each.mtime_ns) for each in entries if each.is_file}
 
 
-def _in_background(work: Callable[[], Any]) -> Future[Any]:
+def in_background(work: Callable[[], Any]) -> Future[Any]:
     """Runs work in a daemon thread, so that work that never ends does not block the exit of the process."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
 from model_port.progress import Meter
 from paravt_jax.data import prompts, traces
 from paravt_jax.data.hub import local_source, row_files, tokenizer_file
-from paravt_jax.data.rows import BATCH_ROWS, BadRow, file_finder, object_of, parquet_file, rows_of
+from paravt_jax.data.rows import BATCH_ROWS, BadRow, file_finder, num_rows, object_of, parquet_file, rows_of
 from paravt_jax.run.output_file import OutputFile
 from rollout.toolbox import BUILT_IN, signatures
 from rollout.tools import find_calls
@@ -92,7 +91,8 @@ def inspect(path: str, *, video_root: str = "", tokenizer: str = TINY) -> Findin
         rows_of(source, required, prompts.OPTIONAL_COLUMNS),
         file_finder(source, video_root, allow_outside=False),
     )
-    with Meter("inspecting", _num_rows(source), "row") as meter:
+    total = None if source.suffix in (".jsonl", ".json") else sum(map(num_rows, row_files(source)))
+    with Meter("inspecting", total, "row") as meter:
         while batch := list(islice(texts, BATCH_ROWS)):
             findings.lengths += count_tokens([text for text in batch if text is not None])
             meter.update(len(batch))
@@ -190,12 +190,6 @@ def kind_of(source: Path, columns: dict[str, str]) -> tuple[Kind, Sequence[str]]
         f"{source} has neither RL rows ({', '.join(prompts.COLUMNS)}) nor SFT rows ({', '.join(traces.COLUMNS)}); "
         f"its columns are {', '.join(columns) or 'none'}"
     )
-
-
-def _num_rows(source: Path) -> int | None:
-    if source.suffix in (".jsonl", ".json"):
-        return None
-    return sum(pq.read_metadata(file).num_rows for file in row_files(source))
 
 
 def _token_counter(source: str) -> Callable[[list[str]], list[int]]:

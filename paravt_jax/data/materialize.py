@@ -25,7 +25,7 @@ from model_port.output_dir import check_local
 from model_port.progress import Meter
 from model_port.terminal import aligned
 from paravt_jax.data.hub import row_files
-from paravt_jax.data.rows import BATCH_ROWS, FILE_URI, BadRow, existing_file, from_json, parquet_file
+from paravt_jax.data.rows import BATCH_ROWS, FILE_URI, BadRow, existing_file, from_json, num_rows, parquet_file
 from paravt_jax.run.output_file import OutputFile
 
 SENTINELS = ("longvt_source", "museg/charades", "museg/et_instruct_164k", "selfqa")
@@ -195,19 +195,13 @@ def materialize(
         )
         for source in sources
     }
-    num_rows = sum(map(_num_rows, sources))
-    report = MaterializeReport(root)
-    with ThreadPoolExecutor(LOOKING_THREADS) as pool, Meter("materializing", num_rows, "row") as meter:
+    report, total = MaterializeReport(root), sum(map(num_rows, sources))
+    with ThreadPoolExecutor(LOOKING_THREADS) as pool, Meter("materializing", total, "row") as meter:
         for source, output in outputs.items():
             name = source.relative_to(parquet_dir).as_posix()
             report.files[name] = _materialize_file(source, output, root, pool, meter)
             report.written[name] = output.changed
     return report
-
-
-def _num_rows(source: Path) -> int:
-    with parquet_file(source) as table:
-        return table.metadata.num_rows
 
 
 def _materialize_file(

@@ -150,6 +150,11 @@ def parquet_file(path: Path) -> Iterator[pq.ParquetFile]:
         raise ValueError(f"{path} cannot be read as parquet: {str(problem).splitlines()[0]}") from None
 
 
+def num_rows(file: Path) -> int:
+    with parquet_file(file) as table:
+        return table.metadata.num_rows
+
+
 def from_json(text: str | bytes, name: str) -> Any:
     try:
         return json.loads(text)

@@ -118,7 +118,9 @@ class SampleLog:
     def __init__(self, directory: Path, cell: str):
         self._path = directory / f"samples_{cell}.jsonl"
         self._shards = sorted(directory.glob(f"{SHARDS_DIR}/*/{self._path.name}"))
-        _cut_incomplete_line(self._path)
+        if self._path.exists():  # removes an incomplete line of a killed process, because the next record adds to it
+            with named(self._path), self._path.open("rb+") as file:
+                file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
 
     def read(self, keys: Container[str]) -> dict[str, SampleResult]:
         """The newest result for each key. A missing result never replaces a complete one."""
@@ -143,11 +145,3 @@ def result_of(record: Record) -> SampleResult:
     episodes = tuple({name: episode[name] for name in fields if name in episode} for episode in record["episodes"])
     names = ("id", "key", "video", "question_type", "groups", "subtitles")
     return SampleResult(**{name: record[name] for name in names}, episodes=episodes)
-
-
-def _cut_incomplete_line(path: Path) -> None:
-    """Removes an incomplete last line of a killed process, so that the next record starts a new line."""
-    if not path.exists():
-        return
-    with named(path), path.open("rb+") as file:
-        file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))

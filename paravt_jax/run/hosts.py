@@ -16,18 +16,18 @@ import json
 import os
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
+from model_port.bucket import in_background
 from model_port.cli import DEBUG_FLAG, FAILED, INTERRUPTED, one_line
 from model_port.terminal import say
 from paravt_jax.config import AUTO, HostsConfig
@@ -213,15 +213,7 @@ def _connect(config: HostsConfig) -> Hosts:
 
 def _wait_for_hosts(initialize: Callable[[], object], config: HostsConfig) -> None:
     """Connects in a thread, because jax's own wait ignores Ctrl-C and ends in an abort."""
-    connected: Future[object] = Future()
-
-    def connect() -> None:
-        try:
-            connected.set_result(initialize())
-        except Exception as problem:
-            connected.set_exception(problem)
-
-    threading.Thread(target=connect, daemon=True).start()
+    connected = in_background(initialize)
     if wait([connected], min(REPORT_S, JOIN_S)).not_done:
         where = "" if config.coordinator == AUTO else f": this is host {config.index} of hosts.num={config.num}"
         say(f"waiting up to {JOIN_S} s for all hosts to connect at hosts.coordinator={config.coordinator}{where}")
