@@ -162,13 +162,7 @@ def contract_of_run(hf_dir: Path, max_pixels: int) -> VisionContract:
 
 
 def open_policy(
-    model: PolicyConfig,
-    mesh: MeshConfig,
-    recipe: Recipe,
-    lora: LoraConfig | None = None,
-    *,
-    seed: int,
-    run_dir: Path,
+    model: PolicyConfig, mesh: MeshConfig, recipe: Recipe, lora: LoraConfig | None = None, *, seed: int, run_dir: Path
 ) -> Policy:
     """Opens a policy with the prompts and pixels of `recipe`. `seed` is for random weights; None `lora`: frozen."""
     source, name, adapter = _source(model.path, seed, run_dir), model.path, None

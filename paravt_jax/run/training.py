@@ -72,12 +72,7 @@ class RunDirectory:
 
     @classmethod
     def acquire(
-        cls,
-        run_dir: str,
-        stack: AsyncExitStack,
-        settings: Mapping[str, Any],
-        allow_changes: bool,
-        hosts: Hosts,
+        cls, run_dir: str, stack: AsyncExitStack, settings: Mapping[str, Any], allow_changes: bool, hosts: Hosts
     ) -> "RunDirectory":
         """Locks the directory and handles signals until `stack` closes.
 
@@ -222,12 +217,7 @@ class Training:
         own_log = None
         if hosts.leads:
             own_log = RunLog(
-                directory.path,
-                log,
-                num_steps=num_steps,
-                first_step=step,
-                settings=settings,
-                compiling=compiles.running,
+                directory.path, log, num_steps=num_steps, first_step=step, settings=settings, compiling=compiles.running
             )
         validated, *_ = await hosts.gather_async("log", [] if own_log is None else sorted(own_log.validated))
         run_log = own_log or QuietLog(validated)
