@@ -2,7 +2,8 @@
 
 import argparse
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +30,13 @@ def jobs_of(
     files = sorted(config_directory(directory).glob("*.yaml"))
     if not files:
         raise ValueError(f"{directory} has no *.yaml files")
-    return {
-        f"{file.stem}, {split}": load_config(
-            file, *_overrides(file.stem, split, run_dir, data_root), *settings, schema=EvalConfig
-        )
-        for file in files
-        for split in splits
-    }
-
-
-def _overrides(name: str, split: str, run_dir: Path, data_root: Path | None) -> Iterator[str]:
-    yield f"data.split={split}"
-    yield f"run_dir={run_dir / name / split}"
-    if data_root is not None:
-        yield f"data.validation={data_root / FOLDERS.get(split, split)}"
+    jobs = {}
+    for file, split in itertools.product(files, splits):
+        given = [f"data.split={split}", f"run_dir={run_dir / file.stem / split}"]
+        if data_root is not None:
+            given.append(f"data.validation={data_root / FOLDERS.get(split, split)}")
+        jobs[f"{file.stem}, {split}"] = load_config(file, *given, *settings, schema=EvalConfig)
+    return jobs
 
 
 def run_jobs(jobs: Mapping[str, EvalConfig], run_eval: RunEval) -> dict[str, str]:
@@ -98,11 +92,10 @@ def main(arguments: list[str], run_eval: RunEval, set_up: Callable[[], None]) ->
         show(finished, png)
     if problems:
         names_of = {problem: [name for name in problems if problems[name] == problem] for problem in problems.values()}
-        listing = "; ".join(f"{_shortened(names)}: {problem}" for problem, names in names_of.items())
+        listing = "; ".join(
+            f"{name}{f' and {len(others)} more' if others else ''}: {problem}"
+            for problem, (name, *others) in names_of.items()
+        )
         raise RuntimeError(
             f"{len(problems)} of {len(jobs)} evaluations are not complete; run the same command to resume. {listing}"
         )
-
-
-def _shortened(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
