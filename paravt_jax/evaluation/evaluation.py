@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from model_port.model import VLModel
-from model_port.processing import VisionContract
 from model_port.progress import in_units
 from model_port.terminal import say
 from paravt_jax.config import EngineConfig, EvalCell, EvalConfig, EvaluationConfig, computed_on, to_record
@@ -241,14 +240,10 @@ async def _endpoint(
         config.engine, name, files, stack, config.rollout, gpus=gpus, dtype=dtype, as_released=as_released
     )
     contract = endpoint_contract(config.video.max_pixels)
-    frames = await _frames(config, contract, stack)
+    frames = await stack.enter_async_context(frame_reader(config.video, contract, config.rollout.detail_factor))
     engine = {"kind": config.engine.kind, "serve_with": config.engine.serve_with}
     _write_played(config, directory, model, engine)
     return client, frames
-
-
-async def _frames(config: EvalConfig, contract: VisionContract, stack: AsyncExitStack) -> FrameReader:
-    return await stack.enter_async_context(frame_reader(config.video, contract, config.rollout.detail_factor))
 
 
 async def _agent(
@@ -263,7 +258,7 @@ async def _agent(
         )
     model = model_record(config.model.path, policy.adapter or policy.source)
     _check_model(directory, model)
-    frames = await _frames(config, policy.contract, stack)
+    frames = await stack.enter_async_context(frame_reader(config.video, policy.contract, config.rollout.detail_factor))
     frozen = await in_thread(lambda: _frozen_model(policy)) if config.engine.kind == "jax" else None
     engine = await open_engine(config.engine, policy, config.rollout, frozen, 0, say, gpus=gpus)
     stack.push_async_callback(engine.close)

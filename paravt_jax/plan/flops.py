@@ -5,7 +5,6 @@ sequence of n blocks, each attends to itself and all earlier blocks, which is (n
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -31,15 +30,9 @@ def product_flops(jaxpr: Any, mean_turns: float = 1.0) -> float:
             total += params["cost_estimate"].flops  # a kernel's loops are not visible, but it states its cost
         else:  # shard_map has the shapes of a single device
             times = params["mesh"].size if name == "shard_map" else 1
-            total += times * sum(product_flops(inner, mean_turns) for inner in _inner(params))
+            inner = filter(_is_jaxpr, jax.tree.leaves(list(params.values()), is_leaf=_is_jaxpr))
+            total += times * sum(product_flops(getattr(part, "jaxpr", part), mean_turns) for part in inner)
     return total
-
-
-def _inner(params: dict[str, Any]) -> Iterator[Any]:
-    """Yields the subprograms of an operation."""
-    for part in jax.tree.leaves(list(params.values()), is_leaf=_is_jaxpr):
-        if _is_jaxpr(part):
-            yield getattr(part, "jaxpr", part)
 
 
 def _is_jaxpr(value: Any) -> bool:
