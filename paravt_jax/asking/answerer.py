@@ -8,7 +8,7 @@ from typing import Any
 
 from paravt_jax.rewards.terms import find_prediction
 from rollout.episode import Agent, EpisodeCallbacks
-from rollout.prompter import Overview, ShownVideo, Task
+from rollout.prompter import Overview, Task
 from rollout.prompts import PastTurn
 from rollout.records import Episode, Turn
 
@@ -129,17 +129,14 @@ def _text(episode: Episode) -> str:
 
 
 def _evidence(episode: Episode) -> Iterator[Evidence]:
-    names = _names_of(episode.videos)
+    """The inspected windows. A video has its file's name, or the prompt's if several files have the same name."""
+    prompt_names = {video.path: video.name for video in reversed(episode.videos)}  # the first name of each path
+    num_files = Counter(Path(path).name for path in prompt_names)
     for call in episode.calls:
         if call.outcome == "ok" and call.window is not None:
-            yield Evidence(names[call.path], call.window.start_s, call.window.end_s, call.response)
-
-
-def _names_of(videos: Sequence[ShownVideo]) -> dict[str, str]:
-    """Maps paths to file names, or to the prompt's names if several files have the same name."""
-    prompt_names = {video.path: video.name for video in reversed(videos)}  # the first name of each path
-    num_files = Counter(Path(path).name for path in prompt_names)
-    return {path: file if num_files[file := Path(path).name] == 1 else name for path, name in prompt_names.items()}
+            file = Path(call.path).name
+            name = file if num_files[file] == 1 else prompt_names[call.path]
+            yield Evidence(name, call.window.start_s, call.window.end_s, call.response)
 
 
 def _seconds(overview_s: float, turns: Sequence[Turn]) -> Seconds:

@@ -1,9 +1,8 @@
 """Opens a model to answer questions, with the prompts and pixel budgets of its training."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import model_port
 from model_port.download import source_directory
@@ -32,22 +31,6 @@ from rollout.episode_config import Dispatch
 
 MAX_ROWS = 16  # concurrent requests of the embedded engine
 FLAGS = {"engine.urls": "--endpoint", "engine.model": "--model", "engine.api_key_env": "--endpoint-key-env"}
-
-
-def recipe_in(hf_files: Path, *, num_frames: int | None, dispatch: Dispatch | None) -> Recipe:
-    """Reads the recipe in the model's files and applies the user's overrides."""
-    recipe = read_recipe(hf_files)
-    if recipe is None:
-        say(
-            f"{hf_files} has no {RECIPE_FILE}: using this project's default prompts, which may differ from its training"
-        )
-        recipe = Recipe()
-    return _chosen(recipe, num_frames, dispatch)
-
-
-def _chosen(recipe: Recipe, num_frames: int | None, dispatch: Dispatch | None) -> Recipe:
-    rollout = replace(recipe.rollout, temperature=0.0, dispatch=dispatch or recipe.rollout.dispatch)
-    return replace(recipe, num_frames=num_frames or recipe.num_frames, rollout=rollout)
 
 
 def engine_of(model: str, urls: list[str], endpoints: list[str], key_env: str) -> EngineConfig | None:
@@ -84,21 +67,26 @@ async def open_asker(
     dispatch: Dispatch | None,
     num_questions: int = 1,
 ) -> AsyncIterator[Answerer]:
-    """Opens an answerer for `num_questions` concurrent questions. Without an engine, it loads the model in process."""
+    """Opens an answerer for `num_questions` concurrent questions. Without an engine, it loads the model in process.
+
+    `num_frames` and `dispatch` override the recipe in the model's files.
+    """
+
+    def overridden(recipe: Recipe) -> Recipe:
+        rollout = replace(recipe.rollout, temperature=0.0, dispatch=dispatch or recipe.rollout.dispatch)
+        return replace(recipe, num_frames=num_frames or recipe.num_frames, rollout=rollout)
+
     async with AsyncExitStack() as stack:
         with ended_by_interrupt():
             if engine is not None and engine.kind == "openai":
                 stack.enter_context(flags_in_errors())
-                answerer = await _behind_endpoint(engine, stack, num_frames, dispatch)
+                answerer = await _behind_endpoint(engine, overridden(Recipe()), stack)
             else:
-                answerer = await _of_model(model, engine, stack, num_frames, dispatch, num_questions)
+                answerer = await _of_model(model, engine, overridden, num_questions, stack)
         yield answerer
 
 
-async def _behind_endpoint(
-    engine: EngineConfig, stack: AsyncExitStack, num_frames: int | None, dispatch: Dispatch | None
-) -> Answerer:
-    recipe = _chosen(Recipe(), num_frames, dispatch)
+async def _behind_endpoint(engine: EngineConfig, recipe: Recipe, stack: AsyncExitStack) -> Answerer:
     client = await open_endpoint(engine, engine.model, None, stack, recipe.rollout, gpus=(), dtype="bfloat16")
     contract = endpoint_contract(recipe.max_pixels)
     frames = await stack.enter_async_context(frame_reader(VideoConfig(), contract, recipe.rollout.detail_factor))
@@ -109,14 +97,17 @@ async def _behind_endpoint(
 async def _of_model(
     model: str,
     engine: EngineConfig | None,
-    stack: AsyncExitStack,
-    num_frames: int | None,
-    dispatch: Dispatch | None,
+    overridden: Callable[[Recipe], Recipe],
     num_questions: int,
+    stack: AsyncExitStack,
 ) -> Answerer:
     source = await in_thread(lambda: source_directory(model, "--model DIR", weights=engine is None))
     hf_files = await in_thread(lambda: files_directory(source, weights=engine is None))
-    recipe = recipe_in(hf_files, num_frames=num_frames, dispatch=dispatch)
+    if (stored := read_recipe(hf_files)) is None:
+        say(
+            f"{hf_files} has no {RECIPE_FILE}: using this project's default prompts, which may differ from its training"
+        )
+    recipe = overridden(stored or Recipe())
     contract = contract_of_run(hf_files, recipe.max_pixels)
     devices = [] if engine else await in_thread(find_devices)
     dtype = "float32" if devices and devices[0].platform == "cpu" else "bfloat16"
