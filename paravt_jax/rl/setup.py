@@ -10,7 +10,6 @@ from pathlib import Path
 
 from model_port.bucket import is_address
 from model_port.config import read_config
-from model_port.processing import VisionContract
 from paravt_jax.config import (
     AUTO,
     SYNTHETIC,
@@ -48,7 +47,6 @@ from paravt_jax.run.training import RunDirectory, Training
 from paravt_jax.sampling.engines import frame_reader, open_engine, own_engine, report_unreachable
 from paravt_jax.sampling.local_copy import LocalCopy
 from paravt_jax.sampling.score import LearnerScorer
-from rollout.chat import Chat
 from rollout.check import check
 from rollout.engine.protocol import EngineError
 from rollout.engine.scripted import ScriptedEngine
@@ -123,7 +121,7 @@ async def open_run(
         frames = await stack.enter_async_context(
             frame_reader(config.video, policy.contract, config.rollout.detail_factor)
         )
-        policy_update = update_of(training.learner, policy.chat, policy.contract, config, hosts)
+        policy_update = PolicyUpdate(training.learner, policy.chat, policy.contract, config, hosts)
 
         def compile_ahead() -> None:
             if training.step < training.num_steps:
@@ -161,24 +159,6 @@ async def open_run(
         if log is not None:
             training.log.say(log.compared(directory.path))
         await training.finish(run.progress())
-
-
-def update_of(
-    learner: Learner, chat: Chat, contract: VisionContract, config: Config, hosts: Hosts = ALONE
-) -> PolicyUpdate:
-    return PolicyUpdate(
-        learner,
-        chat,
-        contract,
-        train=config.train,
-        rollout=config.rollout,
-        pack=config.pack,
-        max_pixels=config.video.max_pixels * config.rollout.detail_factor,
-        max_frames=config.step_frames,
-        over_tokens=config.advantage.normalise == "tokens",
-        seed=config.seed,
-        hosts=hosts,
-    )
 
 
 async def _resume(
