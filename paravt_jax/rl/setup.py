@@ -91,9 +91,7 @@ async def open_run(
             check_not_in_a_run(config.run_dir)
         directory = RunDirectory.acquire(config.run_dir, stack, to_record(config), allow_changes, hosts)
         hosts.host_0_first(lambda: _check_same_kind(directory, log))
-        train, held_out, remarks = hosts.host_0_first(
-            lambda: _prompts(config.data, directory.path, config.seed, config.validation.max_prompts, plugin)
-        )
+        train, held_out, remarks = hosts.host_0_first(lambda: _prompts(config, directory.path, plugin))
         for source, prompts in ((config.data.train, train), (config.data.validation, held_out)):
             _check_num_images(prompts, source, config.video.most_frames)
             if config.rollout.prompts.row_messages:
@@ -134,16 +132,13 @@ async def open_run(
             compile_ahead()
         worker = rollouts.worker
         run = Run(
+            config=config,
             training=training,
             policy=policy,
             policy_update=policy_update,
             planned=planned,
             engine=worker.agent.engine,
-            engine_settings=config.engine,
             rollouts=rollouts,
-            mismatch=config.mismatch,
-            validation=config.validation,
-            validation_frames=config.video.overview_frames,
             greedy=replace(worker, agent=worker.agent.with_settings(temperature=0.0)),
             held_out=() if log else held_out,
             frames=frames,
@@ -309,7 +304,7 @@ async def _check_parity(engine: SGLangEngine, run: Run) -> None:
     model = run.training.learner.model
     copy = LocalCopy(model, run.policy.mesh)
     scorer = LearnerScorer(await in_thread(lambda: copy.of(model)), run.policy.contract, copy.mesh)
-    checks = run.hosts.leads or not run.engine_settings.connects
+    checks = run.hosts.leads or not run.config.engine.connects
     problem = await _parity_problem(engine, scorer, run) if checks else ""
     if problem := next(filter(None, await run.hosts.gather_async("parity", problem)), ""):
         raise RuntimeError(problem)
@@ -338,7 +333,7 @@ async def _parity_problem(engine: SGLangEngine, scorer: LearnerScorer, run: Run)
 
 
 def _prompts(
-    data: DataConfig, directory: Path, seed: int, max_held_out: int, plugin: Plugin | GroupPlugin | None
+    config: Config, directory: Path, plugin: Plugin | GroupPlugin | None
 ) -> tuple[Sequence[Prompt], Sequence[Prompt], list[str]]:
     """Loads training prompts and held-out prompts, and returns them with log messages about rows."""
     remarks: list[str] = []
@@ -346,12 +341,12 @@ def _prompts(
     def load(path: str, video_root: str) -> Sequence[Prompt]:
         if not path:
             return ()
-        prompts = _load(data, path, video_root, plugin)
+        prompts = _load(config.data, path, video_root, plugin)
         remarks.extend(remarks_on(path, prompts))
         return prompts
 
-    train, held_out = (load(*source) for source in row_sources(data, directory / SYNTHETIC, seed))
-    return train, spread(held_out, max_held_out), remarks
+    train, held_out = (load(*source) for source in row_sources(config.data, directory / SYNTHETIC, config.seed))
+    return train, spread(held_out, config.validation.max_prompts), remarks
 
 
 def _load(
