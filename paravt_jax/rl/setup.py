@@ -215,7 +215,7 @@ async def _rollouts(
     if log is not None:
         agent = Agent(ScriptedEngine(no_reply), frames, policy.chat, config.rollout)
         worker = RolloutWorker(agent, config.reward, None, config.seed, plugin, config.train.truncated)
-        return Replay(log, worker, order, cursor, config.train, config.advantage)
+        return Replay(log, worker, order, cursor, config)
     judge = await stack.enter_async_context(Judge(config.judge)) if config.judge.is_set else None
     own, on_servers = config.engine.kind == "jax", config.engine.kind == "sglang"
     engine = await open_engine(
@@ -239,9 +239,7 @@ async def _rollouts(
         worker,
         order,
         cursor,
-        config.train,
-        config.video,
-        config.advantage,
+        config,
         on_progress=training.log.phase,
         hosts=training.directory.hosts,
     )
