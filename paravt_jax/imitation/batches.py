@@ -15,7 +15,7 @@ from typing import NamedTuple
 from model_port.config import ModelConfig
 from model_port.inputs import Frame, frame_rows
 from model_port.processing import VisionContract
-from paravt_jax.config import SftConfig
+from paravt_jax.config import ImitationConfig, PackConfig, VideoConfig
 from paravt_jax.data.sample_order import PromptSample, SampleOrder, budgets_of
 from paravt_jax.data.traces import Trace
 from paravt_jax.imitation.render import Rendered, TraceRenderer
@@ -67,18 +67,21 @@ class TraceBatches:
         first: Position,
         model: ModelConfig,
         contract: VisionContract,
-        config: SftConfig,
         *,
+        pack: PackConfig,
+        video: VideoConfig,
+        imitation: ImitationConfig,
         num_row_parts: int,
         most_frame_rows: int,
+        seed: int,
     ):
         """Sets up the queue. A mesh part gets at most `most_frame_rows` rows of patches, unless traces need more."""
-        self._renderer, self._order, self._seed = renderer, order, config.seed
-        self._pack, self._video, self._rows_per_step = config.pack, config.video, config.sft.rows_per_step
+        self._renderer, self._order, self._seed = renderer, order, seed
+        self._pack, self._video, self._rows_per_step = pack, video, imitation.rows_per_step
         self._model, self._contract = model, contract
         self._num_row_parts, self._most_frame_rows = num_row_parts, most_frame_rows
         self._rendered: deque[asyncio.Task[Rendered | LeftOut]] = deque()  # starts at sample `_next`
-        self._row_patches = contract.max_patches(config.video.max_pixels)
+        self._row_patches = contract.max_patches(video.max_pixels)
         self._next, self._sizes = first.next_visit, first
         self._num_skipped = 0  # consecutive skipped traces
         self._unreadable = deque[bool](maxlen=RECENT)

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from model_port.config import read_config
-from paravt_jax.config import SYNTHETIC, DataConfig, SftConfig, computed_on, to_record
+from paravt_jax.config import SYNTHETIC, DataConfig, SftConfig, ValidationConfig, computed_on, to_record
 from paravt_jax.data.sample_order import SampleOrder, spread
 from paravt_jax.data.synthetic import held_out_name, row_sources
 from paravt_jax.data.traces import Trace, load_traces
@@ -42,13 +42,14 @@ from rollout.toolbox import forget_user_code
 class SftRun:
     """A running SFT training. Use `async with open_sft_run(config) as run`."""
 
-    config: SftConfig
     training: Training
     planned: PlannedSft
     hosts: Hosts
     probe: DeviceProbe
     batches: TraceBatches
     held_out: Sequence[Trace]
+    held_out_path: str
+    validation: ValidationConfig
     num_traces: int  # traces per epoch
     position: Position
     own_time: OwnTime = field(default_factory=OwnTime)  # time of this host's own work on the last batch
@@ -114,7 +115,7 @@ class SftRun:
     async def validate_if_due(self) -> None:
         """Validates the policy if a validation is due. The resumed run repeats an interrupted validation."""
         training = self.training
-        if not self.held_out or not training.validation_due(self.config.validation):
+        if not self.held_out or not training.validation_due(self.validation):
             return
         training.log.phase("validation")
         total, num_tokens, problems = 0.0, 0, list[str]()
@@ -131,7 +132,7 @@ class SftRun:
         of_hosts = self.hosts.gather("validation", (total, num_tokens))
         total, num_tokens = (sum(column) for column in zip(*of_hosts, strict=True))
         if not num_tokens:
-            raise RuntimeError(f"no trace of data.validation={self.config.data.validation} can be rendered")
+            raise RuntimeError(f"no trace of data.validation={self.held_out_path} can be rendered")
         metrics = {
             "validation/loss": total / num_tokens,
             "validation/num_left_out": float(len(problems)),
@@ -211,21 +212,25 @@ async def open_sft_run(
             position,
             learner.model.config,
             policy.contract,
-            config,
+            pack=config.pack,
+            video=config.video,
+            imitation=config.sft,
             num_row_parts=planned.num_parts,
             most_frame_rows=planned.max_frames // planned.num_parts,
+            seed=config.seed,
         )
         stack.push_async_callback(batches.close)
         if training.step < training.num_steps:
             training.compile_ahead(_compile_update(learner, batches), stack)
         run = SftRun(
-            config=config,
             training=training,
             planned=planned,
             hosts=hosts,
             probe=DeviceProbe(hosts),
             batches=batches,
             held_out=held_out,
+            held_out_path=config.data.validation,
+            validation=config.validation,
             num_traces=order.num_items,
             position=position,
         )

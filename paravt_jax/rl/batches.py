@@ -12,7 +12,7 @@ import numpy as np
 from model_port.inputs import Frame
 from model_port.processing import VisionContract
 from model_port.sharding import num_row_parts
-from paravt_jax.config import Config
+from paravt_jax.config import PackConfig, TrainConfig
 from paravt_jax.learner.advantages import Moments, relative_penalties, with_kl_penalty
 from paravt_jax.learner.batch_shape import abstract_batch
 from paravt_jax.learner.credit import dialogues_of
@@ -36,6 +36,7 @@ from paravt_jax.run.host_times import OwnTime
 from paravt_jax.run.hosts import ALONE, Hosts
 from paravt_jax.sampling.frames import frame_of
 from rollout.chat import Chat
+from rollout.episode_config import EpisodeConfig
 from rollout.seeds import derived_seed
 
 Value = TypeVar("Value")
@@ -64,16 +65,34 @@ class PackedPart(StepPart):
 class PolicyUpdate:
     """Updates the learner from the groups of a step."""
 
-    def __init__(self, learner: Learner, chat: Chat, contract: VisionContract, config: Config, hosts: Hosts = ALONE):
+    def __init__(
+        self,
+        learner: Learner,
+        chat: Chat,
+        contract: VisionContract,
+        *,
+        train: TrainConfig,
+        rollout: EpisodeConfig,
+        pack: PackConfig,
+        max_pixels: int,
+        max_frames: int,
+        over_tokens: bool = False,
+        seed: int,
+        hosts: Hosts = ALONE,
+    ):
+        """Sets up updates for pictures of at most `max_pixels` and steps of at most `max_frames` frames.
+
+        With `over_tokens`, advantages are normalized over all loss tokens of the step.
+        """
         self._learner, self._chat, self._hosts = learner, chat, hosts
-        self._train, self._rollout, self._pack_settings = config.train, config.rollout, config.pack
-        self._over_tokens, self._seed = config.advantage.normalise == "tokens", config.seed
-        max_pixels = config.video.max_pixels * config.rollout.detail_factor
         self._contract = replace(contract, max_pixels=max(contract.max_pixels, max_pixels))
-        self._row_patches, merge_unit = contract.max_patches(max_pixels), learner.model.config.vision.merge_unit
-        self._num_rows, self._num_parts = config.pack.num_rows // hosts.num, num_row_parts(learner.mesh) // hosts.num
+        self._train, self._rollout, self._pack_settings = train, rollout, pack
+        self._row_patches, self._seed = contract.max_patches(max_pixels), seed
+        self._over_tokens = over_tokens
+        self._num_rows, self._num_parts = pack.num_rows // hosts.num, num_row_parts(learner.mesh) // hosts.num
+        merge_unit = learner.model.config.vision.merge_unit
         self._largest_shape = largest_shape(
-            self._num_rows, config.pack.row_tokens, self._row_patches, merge_unit, self._num_parts, config.step_frames
+            self._num_rows, pack.row_tokens, self._row_patches, merge_unit, self._num_parts, max_frames
         )
         self.own_time = OwnTime()  # time of the last update without waiting for other hosts or devices
 

@@ -18,10 +18,11 @@ from typing import Any, NoReturn
 import numpy as np
 
 from model_port.layout import CHECKPOINTS_DIR, RECORD_FILE
-from paravt_jax.config import Config
+from paravt_jax.config import TrainConfig
 from paravt_jax.config.keys import change_text
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.sample_order import Cursor, PromptSample, SampleOrder
+from paravt_jax.learner.settings import AdvantageConfig
 from paravt_jax.rewards.judge import Judge
 from paravt_jax.rl.episodes import Rollout, RolloutWorker, task_of
 from paravt_jax.rl.groups import Group, advantages_of, for_step, over_step
@@ -139,10 +140,16 @@ class Replay:
     rollout_s = 0.0
 
     def __init__(
-        self, log: LoggedSteps, worker: RolloutWorker, order: SampleOrder[Prompt], cursor: Cursor, config: Config
+        self,
+        log: LoggedSteps,
+        worker: RolloutWorker,
+        order: SampleOrder[Prompt],
+        cursor: Cursor,
+        train: TrainConfig,
+        advantage: AdvantageConfig,
     ):
         self.log, self.worker, self.order, self.cursor = log, worker, order, cursor
-        self._train, self._advantage = config.train, config.advantage
+        self._train, self._advantage = train, advantage
 
     async def next_groups(self, step: int, unless_stopped: UnlessStopped = always) -> list[Group] | None:
         return await unless_stopped(self._groups(step))

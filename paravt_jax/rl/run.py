@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paravt_jax.config import Config
+from paravt_jax.config import EngineConfig, ValidationConfig
 from paravt_jax.data.prompts import Prompt
+from paravt_jax.learner.settings import MismatchConfig
 from paravt_jax.plan.run import PlannedRl
 from paravt_jax.rl.batches import PolicyUpdate
 from paravt_jax.rl.episodes import Rollout, RolloutWorker, evaluate
@@ -43,13 +44,16 @@ from rollout.video.reader import FrameReader
 class Run:
     """A running RL training. Use `async with open_run(config) as run`."""
 
-    config: Config
     training: Training
     policy: Policy
     policy_update: PolicyUpdate
     planned: PlannedRl
     engine: Engine
+    engine_settings: EngineConfig
     rollouts: RolloutScheduler | Replay
+    mismatch: MismatchConfig
+    validation: ValidationConfig
+    validation_frames: int  # per prompt
     greedy: RolloutWorker  # for validation
     held_out: Sequence[Prompt]  # empty in a replay
     frames: FrameReader
@@ -119,7 +123,7 @@ class Run:
 
     async def _publish(self, weights: Weights, version: int) -> None:
         """Publishes weights. If hosts share servers, they all-gather each tensor, and only host 0 publishes."""
-        shares, leads, start_s = self.config.engine.connects, self.hosts.leads, time.monotonic()
+        shares, leads, start_s = self.engine_settings.connects, self.hosts.leads, time.monotonic()
         if leads or not shares:
             await self.engine.publish(weights, version)
         else:
@@ -166,11 +170,11 @@ class Run:
     async def validate_if_due(self) -> None:
         """Validates the policy if a validation is due. The resumed run repeats an interrupted validation."""
         training = self.training
-        if not self.held_out or not training.validation_due(self.config.validation):
+        if not self.held_out or not training.validation_due(self.validation):
             return
         training.log.phase("validation")
         prompts = scatter(self.held_out, self.hosts)
-        running = evaluate(self.greedy, prompts, self.config.video.overview_frames)
+        running = evaluate(self.greedy, prompts, self.validation_frames)
         rollouts = await training.directory.unless_stopped(running)
         if rollouts is None:
             return
@@ -200,14 +204,14 @@ class Run:
         behavior_kl = metrics.get("mismatch/behavior_kl")
         if behavior_kl is None:
             return
-        step, mismatch = self.training.step + 1, self.config.mismatch
-        if not behavior_kl < mismatch.max_kl:  # also true for NaN
+        step = self.training.step + 1
+        if not behavior_kl < self.mismatch.max_kl:  # also true for NaN
             raise RuntimeError(
                 f"engine and learner differ by a mean KL of {behavior_kl:.3g} over the tokens of step {step}, more "
-                f"than mismatch.max_kl={mismatch.max_kl}: the engine samples from another policy. Compare SGLang "
+                f"than mismatch.max_kl={self.mismatch.max_kl}: the engine samples from another policy. Compare SGLang "
                 f"servers with the learner by python -m rollout.check, or lower train.max_staleness if it is above 0"
             )
-        if behavior_kl >= mismatch.warn_kl:
+        if behavior_kl >= self.mismatch.warn_kl:
             self.training.log.say(f"step {step}: engine and learner differ by a KL of {behavior_kl:.3g}")
 
     def _weights(self) -> ModelWeights | AdapterWeights:

@@ -22,9 +22,10 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from paravt_jax.config import Config
+from paravt_jax.config import TrainConfig, VideoConfig
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.data.sample_order import Cursor, PromptSample, SampleOrder, budgets_of
+from paravt_jax.learner.settings import AdvantageConfig
 from paravt_jax.rl.episodes import RolloutWorker, task_of
 from paravt_jax.rl.groups import Group, advantages_of, for_step, over_step, rewards_of
 from paravt_jax.rl.metrics import missing_remark
@@ -94,13 +95,15 @@ class RolloutScheduler:
         worker: RolloutWorker,
         order: SampleOrder[Prompt],
         cursor: Cursor,
-        config: Config,
+        train: TrainConfig,
+        video: VideoConfig,
+        advantage: AdvantageConfig,
         on_progress: Callable[[str], None] = lambda text: None,
         hosts: Hosts = ALONE,
     ):
         self.worker, self.order, self.cursor = worker, order, cursor
         self._hosts = hosts
-        self._train, self._video, self._advantage = config.train, config.video, config.advantage
+        self._train, self._video, self._advantage = train, video, advantage
         self._on_progress = on_progress
         self._running: dict[int, asyncio.Task[tuple[list[Group], StepCost]]] = {}  # by step
         self._sampling: set[PendingGroup] = set()

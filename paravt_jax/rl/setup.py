@@ -10,6 +10,7 @@ from pathlib import Path
 
 from model_port.bucket import is_address
 from model_port.config import read_config
+from model_port.processing import VisionContract
 from paravt_jax.config import (
     AUTO,
     SYNTHETIC,
@@ -47,6 +48,7 @@ from paravt_jax.run.training import RunDirectory, Training
 from paravt_jax.sampling.engines import frame_reader, open_engine, own_engine, report_unreachable
 from paravt_jax.sampling.local_copy import LocalCopy
 from paravt_jax.sampling.score import LearnerScorer
+from rollout.chat import Chat
 from rollout.check import check
 from rollout.engine.protocol import EngineError
 from rollout.engine.scripted import ScriptedEngine
@@ -91,7 +93,9 @@ async def open_run(
             check_not_in_a_run(config.run_dir)
         directory = RunDirectory.acquire(config.run_dir, stack, to_record(config), allow_changes, hosts)
         hosts.host_0_first(lambda: _check_same_kind(directory, log))
-        train, held_out, remarks = hosts.host_0_first(lambda: _prompts(config, directory.path, plugin))
+        train, held_out, remarks = hosts.host_0_first(
+            lambda: _prompts(config.data, directory.path, config.seed, config.validation.max_prompts, plugin)
+        )
         for source, prompts in ((config.data.train, train), (config.data.validation, held_out)):
             _check_num_images(prompts, source, config.video.most_frames)
             if config.rollout.prompts.row_messages:
@@ -119,7 +123,7 @@ async def open_run(
         frames = await stack.enter_async_context(
             frame_reader(config.video, policy.contract, config.rollout.detail_factor)
         )
-        policy_update = PolicyUpdate(training.learner, policy.chat, policy.contract, config, hosts)
+        policy_update = update_of(training.learner, policy.chat, policy.contract, config, hosts)
 
         def compile_ahead() -> None:
             if training.step < training.num_steps:
@@ -132,13 +136,16 @@ async def open_run(
             compile_ahead()
         worker = rollouts.worker
         run = Run(
-            config=config,
             training=training,
             policy=policy,
             policy_update=policy_update,
             planned=planned,
             engine=worker.agent.engine,
+            engine_settings=config.engine,
             rollouts=rollouts,
+            mismatch=config.mismatch,
+            validation=config.validation,
+            validation_frames=config.video.overview_frames,
             greedy=replace(worker, agent=worker.agent.with_settings(temperature=0.0)),
             held_out=() if log else held_out,
             frames=frames,
@@ -154,6 +161,24 @@ async def open_run(
         if log is not None:
             training.log.say(log.compared(directory.path))
         await training.finish(run.progress())
+
+
+def update_of(
+    learner: Learner, chat: Chat, contract: VisionContract, config: Config, hosts: Hosts = ALONE
+) -> PolicyUpdate:
+    return PolicyUpdate(
+        learner,
+        chat,
+        contract,
+        train=config.train,
+        rollout=config.rollout,
+        pack=config.pack,
+        max_pixels=config.video.max_pixels * config.rollout.detail_factor,
+        max_frames=config.step_frames,
+        over_tokens=config.advantage.normalise == "tokens",
+        seed=config.seed,
+        hosts=hosts,
+    )
 
 
 async def _resume(
@@ -215,7 +240,7 @@ async def _rollouts(
     if log is not None:
         agent = Agent(ScriptedEngine(no_reply), frames, policy.chat, config.rollout)
         worker = RolloutWorker(agent, config.reward, None, config.seed, plugin, config.train.truncated)
-        return Replay(log, worker, order, cursor, config)
+        return Replay(log, worker, order, cursor, config.train, config.advantage)
     judge = await stack.enter_async_context(Judge(config.judge)) if config.judge.is_set else None
     own, on_servers = config.engine.kind == "jax", config.engine.kind == "sglang"
     engine = await open_engine(
@@ -239,7 +264,9 @@ async def _rollouts(
         worker,
         order,
         cursor,
-        config,
+        config.train,
+        config.video,
+        config.advantage,
         on_progress=training.log.phase,
         hosts=training.directory.hosts,
     )
@@ -302,7 +329,7 @@ async def _check_parity(engine: SGLangEngine, run: Run) -> None:
     model = run.training.learner.model
     copy = LocalCopy(model, run.policy.mesh)
     scorer = LearnerScorer(await in_thread(lambda: copy.of(model)), run.policy.contract, copy.mesh)
-    checks = run.hosts.leads or not run.config.engine.connects
+    checks = run.hosts.leads or not run.engine_settings.connects
     problem = await _parity_problem(engine, scorer, run) if checks else ""
     if problem := next(filter(None, await run.hosts.gather_async("parity", problem)), ""):
         raise RuntimeError(problem)
@@ -331,7 +358,7 @@ async def _parity_problem(engine: SGLangEngine, scorer: LearnerScorer, run: Run)
 
 
 def _prompts(
-    config: Config, directory: Path, plugin: Plugin | GroupPlugin | None
+    data: DataConfig, directory: Path, seed: int, max_held_out: int, plugin: Plugin | GroupPlugin | None
 ) -> tuple[Sequence[Prompt], Sequence[Prompt], list[str]]:
     """Loads training prompts and held-out prompts, and returns them with log messages about rows."""
     remarks: list[str] = []
@@ -339,12 +366,12 @@ def _prompts(
     def load(path: str, video_root: str) -> Sequence[Prompt]:
         if not path:
             return ()
-        prompts = _load(config.data, path, video_root, plugin)
+        prompts = _load(data, path, video_root, plugin)
         remarks.extend(remarks_on(path, prompts))
         return prompts
 
-    train, held_out = (load(*source) for source in row_sources(config.data, directory / SYNTHETIC, config.seed))
-    return train, spread(held_out, config.validation.max_prompts), remarks
+    train, held_out = (load(*source) for source in row_sources(data, directory / SYNTHETIC, seed))
+    return train, spread(held_out, max_held_out), remarks
 
 
 def _load(

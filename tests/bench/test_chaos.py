@@ -30,6 +30,7 @@ from paravt_jax.learner.learner import Learner
 from paravt_jax.rl.batches import PolicyUpdate
 from paravt_jax.rl.groups import records
 from paravt_jax.rl.run import Run
+from paravt_jax.rl.setup import update_of
 from paravt_jax.sampling.local_copy import LocalCopy
 from paravt_jax.sampling.weights import ModelWeights
 from rollout.chat import Chat
@@ -146,7 +147,7 @@ def step(tiny_hf):
     groups = asyncio.run(run_step())
     lines = json.loads(json.dumps(records(groups, 1, chat)))
     assert any(turn["calls"] for line in lines for turn in line["turns"])
-    return groups, lines, PolicyUpdate(learner, chat, contract, config), chat
+    return groups, lines, update_of(learner, chat, contract, config), chat
 
 
 @pytest.mark.slow

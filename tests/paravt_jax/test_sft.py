@@ -178,7 +178,8 @@ def batches_of(
     assert isinstance(model, ModelConfig)
     renderer = TraceRenderer(FakeFrames(), Chat.from_hf(tiny_hf), contract, config.rollout)
     parts = {"num_row_parts": num_row_parts, "most_frame_rows": most_frame_rows}
-    return TraceBatches(renderer, SampleOrder(traces, 0), first, model, contract, config, **parts)
+    settings = {"pack": config.pack, "video": config.video, "imitation": config.sft, "seed": 0, **parts}
+    return TraceBatches(renderer, SampleOrder(traces, 0), first, model, contract, **settings)
 
 
 def next_batches(batches: TraceBatches, num: int) -> list[TraceBatch]:
@@ -321,7 +322,7 @@ def test_a_signal_ends_a_validation_at_its_next_traces(tiny_hf, tmp_path):
     training.directory = RunDirectory(tmp_path, stopping, 0, {}, {}, False, ALONE)
     training.learner = SimpleNamespace(log_probs=log_probs)
     run: Any = object.__new__(SftRun)
-    run.training, run.hosts, run.config = training, ALONE, load_config(None)
+    run.training, run.hosts, run.validation = training, ALONE, load_config(None).validation
     run.held_out = [trace(number) for number in range(RENDERED_AHEAD + 8)]
 
     async def body() -> None:

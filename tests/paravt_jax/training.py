@@ -54,7 +54,7 @@ def rollouts_of(
 ) -> RolloutScheduler:
     plugin = load_plugin(config.reward)
     worker = RolloutWorker(agent, config.reward, judge, config.seed, plugin, config.train.truncated)
-    return RolloutScheduler(worker, order, cursor, config, hosts=hosts)
+    return RolloutScheduler(worker, order, cursor, config.train, config.video, config.advantage, hosts=hosts)
 
 
 def arguments(run_dir: Path | str, *overrides: str) -> list[str]:

@@ -19,8 +19,8 @@ from paravt_jax.learner.packing import BatchShape, pack
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.learner.variants import StepCounts
 from paravt_jax.rewards.terms import reward_terms
-from paravt_jax.rl.batches import PolicyUpdate
 from paravt_jax.rl.metrics import group_metrics
+from paravt_jax.rl.setup import update_of
 from paravt_jax.sampling.embedded import EmbeddedEngine
 from paravt_jax.sampling.frames import frame_of
 from paravt_jax.sampling.local_copy import LocalCopy
@@ -107,7 +107,7 @@ def test_the_policy_learns_the_right_answer(arm, cold_start, tiny_hf):
     chat, contract = Chat.from_hf(tiny_hf), VisionContract.from_hf(tiny_hf)
     copy = LocalCopy(cold_start, None, beside_update=True).of(cold_start)  # updates overwrite it
     learner = learner_of(copy, config.optim, config.loss)
-    update = PolicyUpdate(learner, chat, contract, config)
+    update = update_of(learner, chat, contract, config)
 
     async def train() -> list[float]:
         engine = EmbeddedEngine(learner.model, contract, max_rows=16, max_context_tokens=256)

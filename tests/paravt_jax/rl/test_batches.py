@@ -20,7 +20,8 @@ from paravt_jax.data.sample_order import Cursor, SampleOrder
 from paravt_jax.learner.credit import CLASSES
 from paravt_jax.learner.learner import Learner
 from paravt_jax.plan.run import PlannedRl
-from paravt_jax.rl.batches import PolicyUpdate, assign_parts
+from paravt_jax.rl.batches import assign_parts
+from paravt_jax.rl.setup import update_of
 from paravt_jax.run.compiles import COMPILED
 from paravt_jax.run.hosts import Hosts
 from rollout.chat import Chat
@@ -63,7 +64,7 @@ def trained(tiny_hf, *overrides, say=half_right, steps=1, do=updated, mesh=None)
     chat, contract = Chat.from_hf(tiny_hf), VisionContract.from_hf(tiny_hf)
     model = model_port.load(tiny_hf, mesh=mesh)
     learner = Learner(model, config.optim, config.loss, temperature=0.7, mesh=mesh)
-    update = PolicyUpdate(learner, chat, contract, config)
+    update = update_of(learner, chat, contract, config)
 
     async def reply(request):
         return chat.encode(say(request.episode)).tolist()
@@ -307,7 +308,7 @@ def test_a_zoomed_detail_can_be_larger_than_a_frame(tiny_hf):
     config = load_config(None, *COMMON, *settings, "train.subagent_loss=true")
     chat, contract = Chat.from_hf(tiny_hf), VisionContract.from_hf(tiny_hf)
     learner = Learner(model_port.load(tiny_hf), config.optim, config.loss, temperature=0.7)
-    update = PolicyUpdate(learner, chat, replace(contract, max_pixels=1024), config)
+    update = update_of(learner, chat, replace(contract, max_pixels=1024), config)
 
     async def reply(request):
         begins = len(request.pictures) == 3 and "tool_response" not in chat.decode(request.ids)

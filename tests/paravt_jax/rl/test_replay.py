@@ -103,7 +103,7 @@ def replayed(run_dir, chat, *overrides, frames=None, prompts=PROMPTS):
     agent = Agent(ScriptedEngine(no_reply), frames or FakeFrames(), chat, config.rollout)
     worker = RolloutWorker(agent, config.reward, None, config.seed)
     log, order = logged_steps(run_dir, config), SampleOrder(prompts, 0)
-    replay = Replay(log, worker, order, Cursor(), config)
+    replay = Replay(log, worker, order, Cursor(), config.train, config.advantage)
     return asyncio.run(replay.next_groups(1)), replay
 
 

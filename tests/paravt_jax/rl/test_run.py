@@ -33,7 +33,7 @@ HELD_OUT = [
 
 def validated(tiny_hf, run_dir, stopping: Stopping, reply_s: float = 0.0, prompts=HELD_OUT) -> list[dict]:
     """Returns the log of a validation before the first step."""
-    config, chat = load_config(None, "video.overview_frames=3"), Chat.from_hf(tiny_hf)
+    config, chat = load_config(None), Chat.from_hf(tiny_hf)
 
     async def reply(request):
         asyncio.get_running_loop().call_soon(lambda: stopping.stop(15) if reply_s else None)
@@ -46,7 +46,8 @@ def validated(tiny_hf, run_dir, stopping: Stopping, reply_s: float = 0.0, prompt
     training.directory = RunDirectory(run_dir, stopping, 0, {}, {}, False, ALONE)
     training.learner = SimpleNamespace(state=SimpleNamespace(step=0))
     run: Any = object.__new__(Run)
-    run.config, run.held_out, run.training, run.hosts = config, prompts, training, ALONE
+    run.held_out, run.training, run.hosts = prompts, training, ALONE
+    run.validation, run.validation_frames = config.validation, 3
     agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
     run.greedy = RolloutWorker(agent, config.reward, None, 0)
     try:
@@ -117,6 +118,6 @@ def warnings_at(kl: float, max_kl: float) -> list[str]:
     run: Any = object.__new__(Run)
     warnings: list[str] = []
     run.training = SimpleNamespace(step=0, log=SimpleNamespace(say=warnings.append))
-    run.config = SimpleNamespace(mismatch=MismatchConfig(max_kl))
+    run.mismatch = MismatchConfig(max_kl)
     run._check_mismatch({"mismatch/behavior_kl": kl})
     return warnings

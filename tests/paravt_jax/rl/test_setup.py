@@ -56,8 +56,8 @@ def gate(monkeypatch, servers):
     log = SimpleNamespace(say=messages.append, phase=lambda text: None)
     policy = SimpleNamespace(contract=None, chat=None, mesh=None, compute=SimpleNamespace(dtype="float32"))
     training, urls = SimpleNamespace(log=log, learner=SimpleNamespace(model=None)), list(servers)
-    config = SimpleNamespace(engine=EngineConfig(kind="sglang", urls=["http://127.0.0.1:1"]))
-    run: Any = SimpleNamespace(config=config, training=training, policy=policy, hosts=ALONE)
+    engine_settings = EngineConfig(kind="sglang", urls=["http://127.0.0.1:1"])
+    run: Any = SimpleNamespace(training=training, policy=policy, hosts=ALONE, engine_settings=engine_settings)
     engine: Any = SimpleNamespace(urls=urls, wait_for=wait_for)
     asyncio.run(setup._check_parity(engine, run))
     return messages

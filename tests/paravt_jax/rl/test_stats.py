@@ -23,10 +23,10 @@ from paravt_jax.data.sample_order import Cursor, SampleOrder
 from paravt_jax.learner.learner import LANGUAGE, Learner
 from paravt_jax.rewards.settings import RewardConfig
 from paravt_jax.rl import batches
-from paravt_jax.rl.batches import PolicyUpdate
 from paravt_jax.rl.groups import Group, over_step, rewards_of
 from paravt_jax.rl.metrics import group_metrics, num_tokens, staleness_mean
 from paravt_jax.rl.scheduler import interleave, scatter
+from paravt_jax.rl.setup import update_of
 from paravt_jax.run import host_times
 from paravt_jax.run.host_times import DeviceProbe, by_host
 from paravt_jax.run.hosts import Hosts, as_json
@@ -101,7 +101,7 @@ def two_steps(hosts, tiny_hf, file, overrides):
     config = load_config(None, *SETTINGS, *overrides)
     chat, contract, mesh = Chat.from_hf(tiny_hf), VisionContract.from_hf(tiny_hf), make_mesh(fsdp=2)
     learner = Learner(model_port.load(tiny_hf, mesh=mesh), config.optim, config.loss, temperature=0.7, mesh=mesh)
-    update = PolicyUpdate(learner, chat, contract, config, hosts)
+    update = update_of(learner, chat, contract, config, hosts)
 
     async def reply(request):
         return chat.encode(reply_text(request.episode)).tolist()
