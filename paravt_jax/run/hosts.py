@@ -43,7 +43,8 @@ SHUTDOWN_S = 60  # timeout for all hosts to disconnect at the end
 LAST_WORDS_S = 3.0  # host 0 exits this much later, because jax ends the other hosts when the coordinator is gone
 MIN_BYTES = 256  # minimum message size; longer messages are padded to powers of 2, so that few programs are compiled
 MAX_DIFFERENCES = 3  # differences to list in an error
-RANKS = ("SLURM_JOB_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")  # distinguish a machine's processes
+# Environment variables that distinguish the processes of a machine, by the kind of its launcher: job and rank.
+RANKS = ("SLURM_JOB_ID", "SLURM_PROCID", "OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_RANK")
 
 
 class Hosts:
