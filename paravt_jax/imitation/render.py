@@ -67,7 +67,7 @@ class TraceRenderer:
             self._add_turn(ledger, messages[turn].text)
         advantage = ledger.sampled_mask.astype(np.float32)  # imitation is a policy gradient with advantage 1
         structural = np.zeros(len(ledger.ids), bool)
-        dialogue = dialogue_of(ledger, number, advantage, structural, self._chat, self._contract.unit_px)
+        dialogue = dialogue_of(ledger, number, advantage, structural, self._chat)
         return Rendered(trace, ledger, dialogue, videos, tuple(responses))
 
     async def _prompt(

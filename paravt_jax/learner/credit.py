@@ -32,18 +32,17 @@ def dialogues_of(
     earned: EpisodeAdvantage,
     terms: RewardTerms,
     chat: Chat,
-    token_px: int,
     *,
     subagent_loss: bool = False,
 ) -> list[Dialogue]:
     """Makes the main agent's dialogue and, with `subagent_loss`, its sub-agents'; only dialogues with loss tokens."""
     structural = struct_mask(episode, terms.tags, chat)
     main = main_advantages(episode, earned, terms, structural, chat)
-    dialogues = [dialogue_of(episode.ledger, number, main, structural, chat, token_px, earned.likelihood)]
+    dialogues = [dialogue_of(episode.ledger, number, main, structural, chat, earned.likelihood)]
     for ledger in episode.ledgers[1:] if subagent_loss else []:
         zeros = np.zeros(len(ledger.ids))
         advantage = token_advantages(earned.sequence, zeros, ledger.sampled_mask)
-        dialogues.append(dialogue_of(ledger, number, advantage, zeros > 0, chat, token_px))
+        dialogues.append(dialogue_of(ledger, number, advantage, zeros > 0, chat))
     return [dialogue for dialogue in dialogues if dialogue.loss_mask.any()]
 
 
@@ -112,7 +111,6 @@ def dialogue_of(
     advantage: Float[np.ndarray, " n"],
     structural: Bool[np.ndarray, " n"],
     chat: Chat,
-    token_px: int,
     likelihood: float = 0.0,
 ) -> Dialogue:
     """Makes one agent's dialogue with expanded placeholders; sampled tokens are loss tokens.
@@ -125,7 +123,7 @@ def dialogue_of(
     wrong = np.flatnonzero(sampled & np.isin(ids, list(chat.visual_ids)))
     end = int((*wrong[:1], *np.flatnonzero(sampled)[-1:], -1)[0]) + 1
     frames = (ids == chat.image_id) & ~sampled
-    repeats = ledger.num_tokens_each(chat.image_id, token_px)
+    repeats = ledger.num_tokens_each(chat.image_id, chat.token_px)
     prompt = ledger.segments[0]
     return Dialogue(
         ids=np.repeat(ids[:end], repeats[:end]),

@@ -202,7 +202,6 @@ class PolicyUpdate:
                     earned.of(number),
                     rollout.terms,
                     self._chat,
-                    self._contract.unit_px,
                     subagent_loss=train.subagent_loss,
                 )
         return dialogues

@@ -136,11 +136,11 @@ def staleness_mean(groups: Sequence[Group], version: int) -> float | None:
     return sum(age * number for age, number in num_by_age.items()) / total if total else None
 
 
-def num_tokens(groups: Sequence[Group], chat: Chat, token_px: int) -> int:
+def num_tokens(groups: Sequence[Group], chat: Chat) -> int:
     """Tokens of this host's dialogues including sub-agents, counting shared prompts every time."""
     episodes = [rollout.episode for group in groups for rollout in group.rollouts if rollout.episode is not None]
     ledgers = (ledger for episode in episodes for ledger in episode.ledgers)
-    return sum(int(ledger.num_tokens_each(chat.image_id, token_px).sum()) for ledger in ledgers)
+    return sum(int(ledger.num_tokens_each(chat.image_id, chat.token_px).sum()) for ledger in ledgers)
 
 
 def _quantiles(name: str, values: np.ndarray) -> dict[str, float]:

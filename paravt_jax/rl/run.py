@@ -89,7 +89,7 @@ class Run:
         start_s = time.monotonic()
         await training.compiled()
         update_metrics = await in_thread(lambda: self.policy_update.run(groups))
-        tokens = num_tokens(groups, self.policy.chat, self.policy.contract.unit_px)
+        tokens = num_tokens(groups, self.policy.chat)
         await in_thread(lambda: self._share_episodes(groups))
         sampled, self.sampling_s = self._own_sampled(rollout_s)
         updates = await self.hosts.gather_async("update", (update_metrics, tokens, sampled))

@@ -78,7 +78,7 @@ def update(learner: Learner, chat: Chat, contract: VisionContract, prompts, grou
         advantages = group_advantages(group_rewards(terms, anchor_scale=scale, config=ADVANTAGE), ADVANTAGE)
         for number, episode in enumerate(episodes):
             index = first * GROUP_SIZE + number
-            dialogues += dialogues_of(episode, index, advantages.of(number), terms[number], chat, contract.unit_px)
+            dialogues += dialogues_of(episode, index, advantages.of(number), terms[number], chat)
     pictures = {picture.key: picture for episodes in groups for e in episodes for picture in e.ledger.pictures}
     frames = {key: frame_of(picture, contract) for key, picture in pictures.items()}
     batches = pack(dialogues, frames, learner.model.config, BatchShape(num_rows=2, row_tokens=1024, row_patches=64))

@@ -19,7 +19,6 @@ from rollout.ledger import Segment
 from rollout.prompter import Task
 
 TURNS = [f"I look at it.</think>\n\n{call(3, 9)}<|im_end|>", "It is red.</think><answer>A</answer><|im_end|>"]
-TOKEN_PX = 32
 
 
 @pytest.fixture(scope="module", params=["tiny", "qwen"])
@@ -37,7 +36,7 @@ def play(chat, turns=TURNS):
 def dialogue(chat, turns=TURNS, advantage=1.0):
     """Returns the episode of these turns, and its main agent's dialogue."""
     episode, terms = play(chat, turns)
-    return episode, dialogues_of(episode, 0, EpisodeAdvantage(advantage), terms, chat, TOKEN_PX)[0]
+    return episode, dialogues_of(episode, 0, EpisodeAdvantage(advantage), terms, chat)[0]
 
 
 def spelled(chat, episode, mask) -> list[str]:
@@ -51,10 +50,10 @@ def spelled(chat, episode, mask) -> list[str]:
 def test_the_experts_of_a_mixture_stay_with_their_tokens(chat):
     """The last sampled token has no experts, and a picture's placeholder has those of all its tokens."""
     episode, terms = play(chat)
-    (plain,) = dialogues_of(episode, 0, EpisodeAdvantage(1.0), terms, chat, TOKEN_PX)
+    (plain,) = dialogues_of(episode, 0, EpisodeAdvantage(1.0), terms, chat)
     num_tokens = len(plain.ids)
     episode.ledger.experts = np.arange((num_tokens - 1) * 6, dtype=np.int16).reshape(-1, 3, 2)
-    (main,) = dialogues_of(episode, 0, EpisodeAdvantage(1.0), terms, chat, TOKEN_PX)
+    (main,) = dialogues_of(episode, 0, EpisodeAdvantage(1.0), terms, chat)
     assert plain.experts is None and main.experts.shape == (num_tokens, 3, 2)
     np.testing.assert_array_equal(main.experts[:-1], episode.ledger.experts)
     assert (main.experts[-1] == NOT_REPLAYED).all()
@@ -73,7 +72,7 @@ def test_structural_tokens_spell_the_tags_and_are_sampled(chat):
 
 def test_every_sampled_token_has_its_episodes_credit_and_structural_tokens_have_more(chat):
     episode, terms = play(chat)
-    (main,) = dialogues_of(episode, 3, EpisodeAdvantage(0.5, 0.25), terms, chat, TOKEN_PX)
+    (main,) = dialogues_of(episode, 3, EpisodeAdvantage(0.5, 0.25), terms, chat)
     sampled = episode.ledger.sampled_mask
     structural = struct_mask(episode, terms.tags, chat)[sampled]
     np.testing.assert_allclose(main.advantage[main.loss_mask], 0.5 + 0.25 * structural)
@@ -85,7 +84,7 @@ def test_every_sampled_token_has_its_episodes_credit_and_structural_tokens_have_
 def test_the_likelihood_is_of_structural_tokens_of_the_main_agent(chat):
     episode, terms = play(chat)
     earned = EpisodeAdvantage(0.5, likelihood=0.25)
-    main, report = dialogues_of(episode, 3, earned, terms, chat, TOKEN_PX, subagent_loss=True)
+    main, report = dialogues_of(episode, 3, earned, terms, chat, subagent_loss=True)
     structural = struct_mask(episode, terms.tags, chat)[episode.ledger.sampled_mask]
     np.testing.assert_array_equal(main.likelihood[main.loss_mask], 0.25 * structural)
     assert not main.likelihood[~main.loss_mask].any() and not report.likelihood.any()
@@ -112,15 +111,15 @@ def test_a_dialogue_ends_with_a_sampled_placeholder(chat):
 def test_a_dialogue_ends_with_the_last_sampled_token(chat):
     episode, terms = play(chat, [TURNS[0], "I was cut off"])
     episode.ledger.add("environment", chat.encode("A very long response. " * 100))
-    (main,) = dialogues_of(episode, 0, EpisodeAdvantage(1.0), terms, chat, TOKEN_PX)
+    (main,) = dialogues_of(episode, 0, EpisodeAdvantage(1.0), terms, chat)
     assert main.loss_mask[-1] and main.loss_mask.sum() == episode.ledger.num_sampled
     del episode.ledger.segments[1:], episode.turns[:]  # without room for a turn there is nothing to train
-    assert dialogues_of(episode, 0, EpisodeAdvantage(1.0), terms, chat, TOKEN_PX) == []
+    assert dialogues_of(episode, 0, EpisodeAdvantage(1.0), terms, chat) == []
 
 
 def test_sub_agents_are_trained_only_with_subagent_loss(chat):
     episode, terms = play(chat)
-    arguments = (episode, 0, EpisodeAdvantage(0.5, 0.25), terms, chat, TOKEN_PX)
+    arguments = (episode, 0, EpisodeAdvantage(0.5, 0.25), terms, chat)
     assert len(dialogues_of(*arguments)) == 1
     _, report = dialogues_of(*arguments, subagent_loss=True)
     assert chat.decode(report.ids[report.loss_mask]) == "A report.<|im_end|>"
@@ -129,7 +128,7 @@ def test_sub_agents_are_trained_only_with_subagent_loss(chat):
 
 def test_token_classes_do_not_depend_on_a_change_of_weights_within_a_turn(chat):
     episode, terms = play(chat)
-    arguments = (episode, 0, EpisodeAdvantage(1.0), terms, chat, TOKEN_PX)
+    arguments = (episode, 0, EpisodeAdvantage(1.0), terms, chat)
     (main,) = dialogues_of(*arguments)
     classes = main.token_class[main.loss_mask]
     assert np.count_nonzero(classes == FIRST_OF_TURN) == 2
@@ -157,7 +156,7 @@ def token_credits(chat, turns, credit):
     config = AdvantageConfig(credit=credit)
     group = group_advantages(group_rewards([terms for _, terms in episodes], anchor_scale=0.5, config=config), config)
     for number, (episode, terms) in enumerate(episodes):
-        (main,) = dialogues_of(episode, number, group.of(number), terms, chat, TOKEN_PX)
+        (main,) = dialogues_of(episode, number, group.of(number), terms, chat)
         ids, advantages = main.ids[main.loss_mask], main.advantage[main.loss_mask]
         yield [(chat.decode([token]), advantage) for token, advantage in zip(ids, advantages, strict=True)]
 

@@ -60,8 +60,8 @@ class Case:
 
     def _dialogue(self, number, episode):
         terms = reward_terms([turn.text for turn in episode.turns], episode.outcomes, "A", "mcq")
-        earned, unit_px = EpisodeAdvantage(1.0), self.contract.unit_px
-        (dialogue,) = dialogues_of(episode, number, earned, terms, self.chat, unit_px)
+        earned = EpisodeAdvantage(1.0)
+        (dialogue,) = dialogues_of(episode, number, earned, terms, self.chat)
         return replace(dialogue, advantage=dialogue.loss_mask.astype(np.float32))
 
     @property

@@ -89,9 +89,7 @@ def cold_start(tiny_hf):
     for number_of_frames in (2, 4):
         played = asyncio.run(episodes(number_of_frames))
         terms = reward_terms([], [], "A", "mcq")  # without effect, because every token has the same advantage
-        dialogues = [
-            d for n, e in enumerate(played) for d in dialogues_of(e, n, EpisodeAdvantage(1.0), terms, chat, 32)
-        ]
+        dialogues = [d for n, e in enumerate(played) for d in dialogues_of(e, n, EpisodeAdvantage(1.0), terms, chat)]
         frames_of_step = {p.key: frame_of(p, contract) for episode in played for p in episode.ledger.pictures}
         batches += pack(dialogues, frames_of_step, model.config, BatchShape(1, 256, 16))
     num_tokens = float(sum(int(batch.loss_mask.sum()) for batch in batches))

@@ -429,7 +429,7 @@ def test_the_metrics_of_a_step_by_hand(chat):
     assert staleness_mean(groups, 7) == 2
     assert staleness_mean([], 7) is None
     ledgers = [ledger for group in groups for rollout in group.rollouts for ledger in rollout.episode.ledgers]
-    assert num_tokens(groups, chat, 32) == sum(len(ledger.ids) for ledger in ledgers)  # a frame is one token here
+    assert num_tokens(groups, chat) == sum(len(ledger.ids) for ledger in ledgers)  # a frame is one token here
     assert rollout_metrics([])["num_episodes"] == 0
 
 

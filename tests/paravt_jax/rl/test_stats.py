@@ -113,7 +113,7 @@ def two_steps(hosts, tiny_hf, file, overrides):
         for step in (1, 2):
             groups = await rollouts.next_groups(step)
             rollouts.cursor.done([group.sample.number for group in groups])
-            tokens = sum(hosts.gather("tokens", num_tokens(groups, chat, contract.unit_px)))
+            tokens = sum(hosts.gather("tokens", num_tokens(groups, chat)))
             metrics.append(group_metrics(groups) | update.run(groups) | {"tokens": tokens})
         return metrics, rollouts, groups
 
