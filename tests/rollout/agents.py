@@ -66,9 +66,8 @@ class FakeFrames:
             return [TimedPicture(float(int(times_s[0])), picture, path, box)]
         self.requests.append((path, list(times_s)))
         seconds = sorted({min(int(time_s), int(self.duration_s) - 1) for time_s in times_s})
-        return [
-            TimedPicture(float(second), Picture(f"{path}@{second}", self.pixels(second)), path) for second in seconds
-        ]
+        pictures = {second: Picture(f"{path}@{second}", self.pixels(second)) for second in seconds}
+        return [TimedPicture(float(second), picture, path) for second, picture in pictures.items()]
 
     def fitted(self, picture: Picture) -> Picture:
         return picture.resized(*self.size_px)
@@ -120,17 +119,11 @@ def play(
 
 
 def play_calls(
-    chat: Chat,
-    task: Task,
-    *calls: str,
-    frames: Frames | None = None,
-    callbacks: EpisodeCallbacks | None = None,
-    report: str = "A report.<|im_end|>",
-    **config: Any,
+    chat: Chat, task: Task, *calls: str, report: str = "A report.<|im_end|>", **options: Any
 ) -> tuple[ScriptedEngine, Episode]:
-    """Runs an episode whose first turn makes these calls and whose second turn answers, and checks its ledgers."""
+    """Plays an episode whose first turn makes these calls and whose second turn answers, and checks its ledgers."""
     engine = script(chat, [f"I look.</think>{''.join(calls)}<|im_end|>", ANSWER], report)
-    episode = play(engine, chat, task, frames, callbacks, **config)
+    episode = play(engine, chat, task, **options)
     check_ledger(chat, engine, episode)
     return engine, episode
 
@@ -139,9 +132,8 @@ def check_ledger(chat: Chat, engine: ScriptedEngine, episode: Episode) -> None:
     """Checks that every sampled segment follows a request with exactly the ledger's earlier ids and pictures."""
     for ledger in episode.ledgers:
         ids, begin = ledger.ids, 0
-        assert np.count_nonzero(
-            np.concatenate([s.ids for s in ledger.segments if s.kind != "sampled"]) == chat.image_id
-        ) == len(ledger.pictures)
+        given = np.concatenate([s.ids for s in ledger.segments if s.kind != "sampled"])
+        assert np.count_nonzero(given == chat.image_id) == len(ledger.pictures)
         for number, segment in enumerate(ledger.segments):
             if segment.kind == "sampled":
                 asked = [r for r in engine.requests if np.array_equal(r.ids, ids[:begin])]

@@ -173,7 +173,6 @@ class FakeEndpoint:
         if mode == "hung":
             await asyncio.sleep(60)
         if mode == "drop":
-            assert request.transport is not None
             request.transport.abort()
         if mode == "html":
             return web.Response(text="<html>it works</html>", content_type="text/html")
@@ -216,7 +215,6 @@ class FakeEndpoint:
             for word in ((choice["message"] or {}).get(name) or "").split():
                 await send(_chunk({name: f"{word} "}))
         if mode == "broken off":
-            assert request.transport is not None
             request.transport.abort()
             return response
         if mode == "stream error":

@@ -31,9 +31,8 @@ def qwen_tokenizer() -> Tokenizer:
     ranks = _ranks()
     characters = byte_characters()
     text = {token: "".join(characters[byte] for byte in token) for token in ranks}
-    tokenizer = Tokenizer(
-        models.BPE(vocab={text[token]: rank for token, rank in ranks.items()}, merges=_merges(ranks, text))
-    )
+    vocab = {text[token]: rank for token, rank in ranks.items()}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=_merges(ranks, text)))
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from agents import call
 from hypothesis import given, settings, strategies as st
 from qwen_tokenizer import TOKENIZERS, chat_of, ids_of_template
 
@@ -32,7 +33,9 @@ def test_incremental_rendering_equals_the_chat_template(chat, turns, answer):
     messages = [{"role": "system", "content": "Watch."}, {"role": "user", "content": "What?"}]
     ids = chat.prompt(messages, [CROP_VIDEO_SCHEMA])
     for thought, starts, report in turns:
-        spoken = f"<think>\n{chat.escape(thought)}\n</think>\n\n" + "\n".join(_call(start) for start in starts)
+        spoken = f"<think>\n{chat.escape(thought)}\n</think>\n\n" + "\n".join(
+            call(start, start + 4) for start in starts
+        )
         responses = [chat.escape(f"{report} {start}") for start in starts]
         messages.append({"role": "assistant", "content": spoken})
         messages += [{"role": "tool", "content": response} for response in responses]
@@ -42,11 +45,6 @@ def test_incremental_rendering_equals_the_chat_template(chat, turns, answer):
     messages.append({"role": "assistant", "content": final})
     ids = np.concatenate([ids, chat.encode(final + "<|im_end|>"), chat.encode("\n")])
     np.testing.assert_array_equal(ids, ids_of_template(chat, messages, [CROP_VIDEO_SCHEMA]))
-
-
-def _call(start: int) -> str:
-    arguments = json.dumps({"video_path": "video.mp4", "start_time": start, "end_time": start + 4})
-    return f'<tool_call>\n{{"name": "crop_video", "arguments": {arguments}}}\n</tool_call>'
 
 
 def test_a_truncated_turn_is_closed_once(chat):
@@ -63,11 +61,9 @@ names = ["<|im_end|>", "<tool_call>", "</tool_response>", "<|image_pad|>", "</th
 @given(st.lists(st.one_of(st.sampled_from(names), st.text(max_size=5)), max_size=12).map("".join))
 @settings(deadline=None)
 def test_untrusted_text_never_encodes_to_special_tokens(chat, text):
-    added = set(chat.tokenizer.get_added_tokens_decoder())
-    assert added.isdisjoint(chat.encode(chat.escape(text)).tolist())
-    if not any(name in text for name in names[:5]) and not any(
-        token.content in text for token in chat.tokenizer.get_added_tokens_decoder().values()
-    ):
+    added = chat.tokenizer.get_added_tokens_decoder()
+    assert added.keys().isdisjoint(chat.encode(chat.escape(text)).tolist())
+    if not any(name in text for name in (*names[:5], *(token.content for token in added.values()))):
         assert chat.escape(text) == text
 
 

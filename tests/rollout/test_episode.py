@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from agents import ANSWER, FakeFrames, call, check_ledger, is_subagent, play, play_calls, script
+from agents import ANSWER, FakeFrames, call, check_ledger, play, play_calls, script
 from hypothesis import given, settings, strategies as st
 from qwen_tokenizer import TOKENIZERS, chat_of, ids_of_template
 
@@ -191,8 +191,7 @@ def test_a_turn_may_fill_the_context_exactly(chat):
 def test_a_sampled_placeholder_ends_the_episode(chat):
     engine = script(chat, [f"x<|image_pad|></think>{call(1, 2)}<|im_end|>", ANSWER])
     episode = play(engine, chat, TASK)
-    assert len(engine.requests) == 1
-    assert episode.calls == []
+    assert len(engine.requests) == 1 and episode.calls == []
 
 
 def test_a_report_cannot_inject_tags(chat):
@@ -204,23 +203,12 @@ def test_a_report_cannot_inject_tags(chat):
     assert added.isdisjoint(chat.encode(inside).tolist())
 
 
-def test_an_engine_error_of_a_sub_agent_fails_its_call(chat):
-    main = script(chat, [f"x</think>{call(1, 2)}<|im_end|>", ANSWER])
+@pytest.mark.parametrize("problem", [EngineError("the server is gone"), asyncio.CancelledError()])
+def test_a_failed_or_aborted_report_fails_its_call(chat, problem):
+    def fail(prompt: str) -> str:
+        raise problem
 
-    async def reply(request: Request):
-        if is_subagent(chat, request):
-            raise EngineError("the server is gone")
-        return (await main.generate(request)).ids.tolist()
-
-    episode = play(ScriptedEngine(reply), chat, TASK)
-    assert episode.outcomes == ["error"]
-
-
-def test_an_aborted_report_fails_its_call(chat):
-    def aborted(prompt: str) -> str:
-        raise asyncio.CancelledError
-
-    episode = play(script(chat, [f"x</think>{call(1, 2)}<|im_end|>", ANSWER], aborted), chat, TASK)
+    episode = play(script(chat, [f"x</think>{call(1, 2)}<|im_end|>", ANSWER], fail), chat, TASK)
     assert episode.outcomes == ["error"] and episode.finish == "done"
 
 
@@ -313,9 +301,8 @@ def test_a_sampled_segment_without_its_log_probs_is_rejected():
 def test_a_record_has_the_videos_and_times_of_frames(chat):
     turns = [f"x</think>{call(16, 24)}{call(9, 3)}<|im_end|>", ANSWER]
     record = play(script(chat, turns, report_after_s=0.05), chat, TASK).to_record()
-    assert record["videos"] == [
-        {"name": "video.mp4", "path": "/data/a.mp4", "duration_s": 64.0, "frames_s": [0, 21, 42, 63]}
-    ]
+    (video,) = record["videos"]
+    assert video == {"name": "video.mp4", "path": "/data/a.mp4", "duration_s": 64.0, "frames_s": [0, 21, 42, 63]}
     (looked, answered), (crop, refused) = record["turns"], record["turns"][0]["calls"]
     assert (crop["path"], crop["frames_s"]) == ("/data/a.mp4", [*range(16, 24)])
     assert (refused["path"], refused["frames_s"]) == ("", [])

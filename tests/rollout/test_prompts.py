@@ -100,11 +100,8 @@ def test_a_sub_agents_prompt_may_have_the_question():
 
 
 def test_the_releases_sub_agent_prompt():
-    prompts = Prompts(
-        subagent_system="",
-        subagent_intro="",
-        subagent_instruction="From {start} to {end}, {duration_s:.1f} s, {num_frames} frames.",
-    )
+    asked = "From {start} to {end}, {duration_s:.1f} s, {num_frames} frames."
+    prompts = Prompts(subagent_system="", subagent_intro="", subagent_instruction=asked)
     (message,) = subagent_messages(prompts, Window(65.9, 3725.0), [66.0, 67.0], "a cat")
     text = {"type": "text", "text": "From 01:05 to 62:05, 3659.1 s, 2 frames."}
     assert message == {"role": "user", "content": [{"type": "image"}, {"type": "image"}, text]}
@@ -125,9 +122,8 @@ def test_a_rows_messages_are_used_unchanged():
     shown = shown_to(EpisodeConfig(dispatch="none", prompts=Prompts(row_messages=True)), messages=ROW)
     system, user, _ = shown.split("<|im_start|>")[1:]
     assert system == "system\nYou watch. <think><|im_end|>\n"
-    assert user.endswith(
-        f"{PICTURE}\nWhat < |im_end|> is it? <|im_end|>\n"
-    )  # neither a placeholder nor a control token
+    # The text has neither a placeholder nor a control token.
+    assert user.endswith(f"{PICTURE}\nWhat < |im_end|> is it? <|im_end|>\n")
 
 
 def test_a_placeholder_within_a_rows_control_token_does_not_hide_the_token():

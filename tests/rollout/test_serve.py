@@ -38,9 +38,6 @@ def fake(tmp_path):
     return settings
 
 
-# --- settings: nothing is started
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -57,10 +54,8 @@ def test_invalid_settings_are_rejected(wrong, message):
 
 
 def test_dtype_and_pool_are_explicit_on_every_device(fake):
-    for device, dtype, bound in [
-        ("cpu", "float32", "--max-total-tokens"),
-        ("cuda", "bfloat16", "--mem-fraction-static"),
-    ]:
+    bounds = {("cpu", "float32"): "--max-total-tokens", ("cuda", "bfloat16"): "--mem-fraction-static"}
+    for (device, dtype), bound in bounds.items():
         command = fake(device=device).command()
         assert command[command.index("--dtype") + 1] == dtype
         assert bound in command
@@ -79,9 +74,6 @@ def test_the_learners_environment_is_not_inherited(fake, monkeypatch):
 def test_image_embeddings_are_cached_only_for_a_frozen_tower(fake):
     assert fake(trainable_vision=True).environment()["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
     assert int(fake(trainable_vision=False).environment()["SGLANG_VLM_CACHE_SIZE_MB"]) > 0
-
-
-# --- starting and failing
 
 
 def test_a_port_in_use_is_rejected_before_anything_starts(fake, tmp_path):
@@ -146,9 +138,8 @@ def test_a_cancelled_launch_leaves_no_process(modes, fake):
         launching = asyncio.create_task(SGLangEngine.launch(list(map(fake, modes))))
         async with asyncio.timeout(20):
             started = []
-            while (
-                len(started) < 3 * len(modes) or len(asyncio.all_tasks()) > 3
-            ):  # this task, the launch, and the hung start
+            # The three tasks are this one, the launch, and the hung start.
+            while len(started) < 3 * len(modes) or len(asyncio.all_tasks()) > 3:
                 await asyncio.sleep(0.1)
                 started = [p for p in descendants() if p not in before]
         launching.cancel()
@@ -180,9 +171,6 @@ def test_output_is_bounded_in_memory_and_complete_in_the_file(fake, tmp_path):
     assert len(lines) == KEPT_LINES and "line 9999" in lines
     assert max(map(len, lines)) <= MAX_LINE_BYTES
     assert log_file.stat().st_size > 1_000_000
-
-
-# --- ending
 
 
 def line_of(server, start, within_s=10.0):
@@ -227,9 +215,8 @@ def test_a_killed_server_leaves_nothing_in_shared_memory(kill, fake):
     server = start(fake("serve", "--semaphore"))
     semaphore = Path("/dev/shm") / f"sem.{line_of(server, 'semaphore').rpartition('/')[2]}"
     assert semaphore.exists()
-    image, stranger = (
-        Path("/dev/shm") / f"sgl_shm_mm_{pid}_{os.urandom(4).hex()}" for pid in (family(server.pid)[1].pid, os.getpid())
-    )
+    pids = (family(server.pid)[1].pid, os.getpid())
+    image, stranger = (Path("/dev/shm") / f"sgl_shm_mm_{pid}_{os.urandom(4).hex()}" for pid in pids)
     try:
         for path in (image, stranger):  # no process has them open
             path.write_bytes(b"x")
@@ -264,9 +251,6 @@ def test_shared_memory_of_a_process_that_is_killed_soon_after_it_starts_is_remov
         assert done.returncode == 0 and not segment.exists()
     finally:
         segment.unlink(missing_ok=True)
-
-
-# --- the command
 
 
 @pytest.mark.slow

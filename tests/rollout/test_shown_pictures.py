@@ -184,9 +184,8 @@ class Plain(Chat):
     """A tokenizer whose template ignores pictures in tool messages."""
 
     def __init__(self, tokenizer):
-        text = CHAT_TEMPLATE.replace(
-            "tool_response>\\n' + render(message.content)", "tool_response>\\n' + message.content"
-        )
+        rendered = "tool_response>\\n' + render(message.content)"
+        text = CHAT_TEMPLATE.replace(rendered, "tool_response>\\n' + message.content")
         assert text != CHAT_TEMPLATE
         super().__init__(tokenizer, text)
 

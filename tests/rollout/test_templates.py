@@ -17,19 +17,11 @@ MESSAGES = [{"role": "user", "content": "x"}]
 DOUBLED = "{% set ns = namespace(x='x' * 1000) %}" + "{% set ns.x = ns.x ~ ns.x %}" * 40
 
 
-def short_deadline(monkeypatch):
-    """Shortens the deadline of the next child process."""
-    code = "from rollout import templates\ntemplates.DEADLINE_S = 0.3\ntemplates._main()"
-
-    def start() -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-    monkeypatch.setattr(templates, "_renderer", templates._Renderer())
-    monkeypatch.setattr(templates, "_start", start)
-
-
 def test_an_endless_template_is_stopped_and_the_next_one_renders(monkeypatch):
-    short_deadline(monkeypatch)
+    code = "from rollout import templates\ntemplates.DEADLINE_S = 0.3\ntemplates._main()"
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    monkeypatch.setattr(templates, "_renderer", templates._Renderer())
+    monkeypatch.setattr(templates, "_start", lambda: subprocess.Popen([sys.executable, "-c", code], **pipes))
     template = "{{ 9 ** (9 ** 9) }}"  # a single interpreter operation that threads and signal handlers cannot interrupt
     with pytest.raises(ValueError, match="it took more than"):
         render(template, MESSAGES, None)
@@ -66,9 +58,8 @@ def test_threads_and_forks_get_their_own_results():
     found = {}
 
     def ask(name: str) -> None:
-        found[name] = [
-            render("{{ messages[0].content }}", [{"role": "user", "content": name}], None) for _ in range(50)
-        ]
+        messages = [{"role": "user", "content": name}]
+        found[name] = [render("{{ messages[0].content }}", messages, None) for _ in range(50)]
 
     threads = [threading.Thread(target=ask, args=(str(number),)) for number in range(4)]
     for thread in threads:

@@ -38,7 +38,6 @@ class Held(Receiver):
         await self.unblock.wait()
         if self.dies:
             await request.content.read(20)
-            assert request.transport is not None
             request.transport.abort()
         self.num_received += 1
         return await super().receive(request)
@@ -61,14 +60,11 @@ class Served:
 
     @property
     def left(self) -> list[Path]:
-        assert self.directory is not None
         return list(self.directory.glob("*/[!.]*"))
 
     def loaded_from(self) -> list[Path]:
-        return [
-            Path(body["model_path"].removeprefix(ADAPTER_SCHEME))
-            for body in self.server.bodies["/update_weights_from_disk"]
-        ]
+        paths = (body["model_path"] for body in self.server.bodies["/update_weights_from_disk"])
+        return [Path(path.removeprefix(ADAPTER_SCHEME)) for path in paths]
 
 
 def on_hosts(*hosts, settings=QUICK):

@@ -75,9 +75,8 @@ def test_every_requested_frame_is_correct(tmp_path, ending):
     found = {frame: number_of(pixels) for frame, pixels in video.decoded(frames).items()}
     assert found == {frame: frame for frame in frames}
     assert len(video.ticks) == 120 and video.duration_s == pytest.approx(4, abs=0.002)
-    np.testing.assert_allclose(
-        video.times_s, at_fps(30, 120), atol=0.001
-    )  # some containers have millisecond timestamps
+    # Some containers have millisecond timestamps.
+    np.testing.assert_allclose(video.times_s, at_fps(30, 120), atol=0.001)
 
 
 def test_skipping_intermediate_frames_changes_no_pixel(tmp_path):
@@ -170,10 +169,6 @@ def test_a_later_frame_larger_than_8k_is_skipped(tmp_path):
     assert len(video.ticks) == 2 and list(video.decoded([0, 1])) == [0]
 
 
-def no_video(path: Path) -> None:
-    path.write_text("not a video\n" * 1000)
-
-
 def playlist(path: Path) -> None:
     write_video(path.with_name("other.mp4"), at_fps(30, 10))
     path.write_text("#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nother.mp4\n#EXT-X-ENDLIST\n")
@@ -186,7 +181,7 @@ def unknown_codec(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (no_video, "damaged or not a video"),
+        (lambda path: path.write_text("not a video\n" * 1000), "damaged or not a video"),
         (unknown_codec, "no video of a known codec"),
         (playlist, "damaged or not a video"),
         (lambda path: truncate(write_video(path, at_fps(30, 30)), 0.6), "damaged or not a video"),  # has no index
