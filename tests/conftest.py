@@ -56,9 +56,8 @@ claim_threads()
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # With Python's own handler, asyncio.run installs another one, which formats the task's whole result.
 signal.signal(signal.SIGINT, lambda number, frame: signal.default_int_handler(number, frame))
-httpcore2.default_ssl_context = cache(
-    httpcore2.default_ssl_context
-)  # otherwise each client reads all system certificates
+# Otherwise each client reads all system certificates.
+httpcore2.default_ssl_context = cache(httpcore2.default_ssl_context)
 kept_bytes = MAX_IDLE_BYTES  # memory after compiled programs were last dropped
 
 # Timings never fail a test. In CI the examples are fixed, so that only the change under test can fail.

@@ -205,9 +205,8 @@ def test_a_skipped_block_names_a_requirement_that_the_tests_lack(page):
 
 
 def test_an_invalid_reason_to_skip_is_detected(tmp_path):
-    (tmp_path / "page.md").write_text(
-        "```bash\n# needs a minute\ntrue\n```\n```bash\n# needs a GPU\ntrue\n```\n```py\n1\n```\n"
-    )
+    text = "```bash\n# needs a minute\ntrue\n```\n```bash\n# needs a GPU\ntrue\n```\n```py\n1\n```\n"
+    (tmp_path / "page.md").write_text(text)
     assert unexcused(tmp_path / "page.md") == ["# needs a minute", "py"]
 
 

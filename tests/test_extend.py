@@ -31,9 +31,8 @@ def test_an_example_prints_the_output_below_it(name, tmp_path, monkeypatch, caps
 
 
 def test_every_section_has_an_example():
-    assert list(EXAMPLES) == [
-        f"own_{name}.py" for name in ("loss", "reward", "score", "tool", "split", "size", "engine")
-    ]
+    names = ("loss", "reward", "score", "tool", "split", "size", "engine")
+    assert list(EXAMPLES) == [f"own_{name}.py" for name in names]
 
 
 RECORDS_PUBLISHES = """
@@ -60,9 +59,8 @@ def test_a_run_trains_with_a_user_engine_and_publishes_every_version_to_it(tmp_p
 def test_an_invalid_extension_is_a_one_line_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text("SPLIT = 5\n\ndef open_engine(settings, policy):\n    return 5\n")
-    with pytest.raises(
-        ValueError, match=r"engine\.kind=vllm is unknown; expected jax, sglang, openai or path/to/file\.py:"
-    ):
+    message = r"engine\.kind=vllm is unknown; expected jax, sglang, openai or path/to/file\.py:"
+    with pytest.raises(ValueError, match=message):
         EngineConfig(kind="vllm")
     with pytest.raises(ValueError, match=r"data\.split=own\.py:SPLIT is not a PublicSplit"):
         split_named("own.py:SPLIT")

@@ -75,9 +75,7 @@ def rounds(request):
 texts = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=8) | st.integers().map(str), max_size=40).map("".join)
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | texts,
-    lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(texts | st.sampled_from(["a", "text"]), inner, max_size=4)
-    ),
+    lambda part: st.lists(part, max_size=4) | st.dictionaries(texts | st.sampled_from(["a", "text"]), part, max_size=4),
     max_leaves=12,
 )
 
@@ -123,7 +121,7 @@ def fuzz_chat():
 @given(text=texts, duration_s=st.floats(0.01, 1e6))
 @example(text="<tool_call>" * 200, duration_s=1.0)
 @example(text="<tool_code>crop_video(" + "(" * 500 + "</tool_code>", duration_s=1.0)
-def calls_of_any_text(text, duration_s):
+def any_text_can_be_parsed_for_calls_and_scored(text, duration_s):
     end = 0
     calls = find_calls(text)
     assert len(calls) <= MAX_CALLS
@@ -143,14 +141,9 @@ def calls_of_any_text(text, duration_s):
         assert all(0 <= tag.place.start < tag.place.end <= len(text) for tag in terms.tags)
 
 
-@pytest.mark.slow
-def test_any_text_can_be_parsed_for_calls_and_scored(rounds):
-    rounds(calls_of_any_text)
-
-
 @given(turn=texts, responses=st.lists(texts, min_size=1, max_size=4), question=texts)
 @example(turn="\ud800", responses=[""], question="")
-def ledger_of_any_text(turn, responses, question):
+def any_text_keeps_the_structure_of_its_ledger(turn, responses, question):
     chat = fuzz_chat()
     ids = np.concatenate([chat.prompt([{"role": "user", "content": chat.escape(question)}]), chat.encode_turn(turn)])
     after = chat.after_turn(ids, responses)
@@ -164,17 +157,12 @@ def ledger_of_any_text(turn, responses, question):
         assert len(spans) == len(whole) and spans[-1][1] == len(chat.decode(whole))
 
 
-@pytest.mark.slow
-def test_any_text_keeps_the_structure_of_its_ledger(rounds):
-    rounds(ledger_of_any_text)
-
-
 KEYS = ("video_path", "start_time", "end_time", "time", "box", "query")
 
 
 @given(text=texts, arguments=st.dictionaries(st.sampled_from(KEYS), json_values))
 @example(text="", arguments={"start_time": 59.5, "end_time": 70})
-def calls_of_any_tool(text, arguments):
+def any_arguments_of_any_tool_are_validated(text, arguments):
     videos = Videos({"/v.mp4": VideoInfo("v", 60.0, 60, 48, 64)}, {"video.mp4": "/v.mp4"}, {"/v.mp4": "/v.srt"})
     tools = signatures(BUILT_IN["report"].values())
     found = find_calls(text, tools)
@@ -186,11 +174,6 @@ def calls_of_any_tool(text, arguments):
             assert args.path == "/v.mp4"
             assert args.window is None or 0 <= args.window.start_s <= args.window.end_s <= 60.0
             assert args.box is None or min(args.box.size_px(48, 64)) >= 1
-
-
-@pytest.mark.slow
-def test_any_arguments_of_any_tool_are_validated(rounds):
-    rounds(calls_of_any_tool)
 
 
 SRT_PARTS = ("1\n", "\n\n", "\r", "00:00:01,5 --> 00:00:02,000\n", "999:99:99.999-->", "<i>", "{\\an8}", "\ufeff", "９")
@@ -205,14 +188,10 @@ SRT_PARTS = ("1\n", "\n\n", "\r", "00:00:01,5 --> 00:00:02,000\n", "999:99:99.99
 )
 @example(content=b"\xff\xfe\x00", query="")
 @example(content=b"00:00:01,000 --> 00:00:02,000\n" + b"<" * 10_000, query="a")
-def any_subtitles(content, query):
+def any_bytes_can_be_parsed_as_subtitles(content, query):
     cues = parse_srt(content)
     assert all(cue.text and "\n" not in cue.text and math.isfinite(cue.start_s + cue.end_s) for cue in cues)
     search(cues, query).encode()
-
-
-def test_any_bytes_can_be_parsed_as_subtitles(rounds):
-    rounds(any_subtitles)
 
 
 PROMPT_ROW = {
@@ -231,16 +210,11 @@ TRACE_ROW = {
 
 
 @given(prompt=mutated(PROMPT_ROW), trace=mutated(TRACE_ROW))
-def any_row(prompt, trace):
+def any_row_is_parsed_or_reported_as_bad(prompt, trace):
     for row, read in ((prompt, read_prompt), (trace, read_trace)):
         for one in (row, json.dumps(row)):
             with suppress(BadRow):
                 read(one, lambda name: f"/{name}").id.encode()
-
-
-@pytest.mark.slow
-def test_any_row_is_parsed_or_reported_as_bad(rounds):
-    rounds(any_row)
 
 
 @given(rows=st.lists(mutated(PROMPT_ROW), min_size=1, max_size=5), damage=st.data())
@@ -290,7 +264,7 @@ GOOD_ANSWER = {
 
 
 @given(answer=mutated(GOOD_ANSWER))
-def any_answer(answer):
+def any_server_response_is_valid_or_a_server_failure(answer):
     try:
         settings = SGLangSettings(vocab_size=100, mixture=Mixture(1, 8, 1))
         found = generation_of(answer, Sampling(4, stop_ids=(7,)), Expected("t/", 2, 3), settings, "http://server", 0.1)
@@ -306,9 +280,19 @@ def any_answer(answer):
         assert Fingerprint.of(answer, "http://server").problem(Fingerprint(np.zeros(1, int), np.zeros(0)))
 
 
-@pytest.mark.slow
-def test_any_server_response_is_valid_or_a_server_failure(rounds):
-    rounds(any_answer)
+@pytest.mark.parametrize(
+    "target",
+    [
+        any_bytes_can_be_parsed_as_subtitles,
+        pytest.param(any_text_can_be_parsed_for_calls_and_scored, marks=pytest.mark.slow),
+        pytest.param(any_text_keeps_the_structure_of_its_ledger, marks=pytest.mark.slow),
+        pytest.param(any_arguments_of_any_tool_are_validated, marks=pytest.mark.slow),
+        pytest.param(any_row_is_parsed_or_reported_as_bad, marks=pytest.mark.slow),
+        pytest.param(any_server_response_is_valid_or_a_server_failure, marks=pytest.mark.slow),
+    ],
+)
+def test_any_input_is_handled_or_rejected(target, rounds):
+    rounds(target)
 
 
 @pytest.fixture(scope="module")

@@ -181,9 +181,8 @@ def gke_tpu():
     assert job["spec"]["completions"] == job["spec"]["parallelism"]
     assert spec["subdomain"] == service["metadata"]["name"]
     called = f"{job['metadata']['name']}-0.{spec['subdomain']}:{container['ports'][0]['containerPort']}"
-    assert (
-        container["workingDir"] == container["volumeMounts"][0]["mountPath"]
-    )  # the disk with the recipe's model and data
+    # The disk has the recipe's model and data.
+    assert container["workingDir"] == container["volumeMounts"][0]["mountPath"]
     devices = container["resources"]["limits"]["google.com/tpu"]
     return container["args"][0].removeprefix("exec "), job["spec"]["completions"], devices, called
 

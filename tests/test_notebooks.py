@@ -1,9 +1,10 @@
-"""Every notebook of docs/ runs from start to end."""
+"""Every notebook of docs/ and every example of scripts/examples runs from start to end."""
 
 import ast
 import asyncio
 import inspect
 import json
+import runpy
 import tempfile
 import types
 from pathlib import Path
@@ -40,3 +41,13 @@ def test_a_failing_notebook_is_detected(tmp_path):
     path.write_text(json.dumps({"cells": cells}))
     with pytest.raises(AssertionError):
         asyncio.run(run_cells(path))
+
+
+@pytest.mark.slow
+def test_the_loop_from_its_parts_runs_and_fits_on_a_screen(capsys):
+    path = ROOT / "scripts" / "examples" / "rl_loop.py"
+    assert len(path.read_text().splitlines()) <= 100
+    runpy.run_path(str(path), run_name="__main__")
+    steps = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in steps] == ["step 1", "step 2"]
+    assert all("mismatch/behavior_kl" in line for line in steps)

@@ -86,12 +86,11 @@ def text_flags(start, monkeypatch, name: str, *rest: str) -> set[str]:
 
     def flags(parser: argparse.ArgumentParser, of: str) -> None:
         for action in parser._actions:
+            is_text = action.nargs != 0 and action.type in (None, str, Path) and not action.choices
             if isinstance(action, argparse._SubParsersAction):
                 for sub, inner in action.choices.items():
                     flags(inner, of if of == "bench" else f"{of} {sub}")
-            elif (
-                action.option_strings and action.nargs != 0 and action.type in (None, str, Path) and not action.choices
-            ):
+            elif action.option_strings and is_text:
                 found.add((of, action.option_strings[-1]))
 
     def parse(parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
@@ -111,9 +110,7 @@ def test_every_output_flag_is_in_the_table(start, monkeypatch):
     found = set().union(*(text_flags(start, monkeypatch, *one) for one in [*started, ("eval", "table")]))
     assert FILES.keys() <= found
     unknown = {f"{command} {flag}" for command, flag in found - FILES.keys() if flag not in READ} - DIRECTORIES.keys()
-    assert not unknown, (
-        f"{unknown}: if these flags name an output file, use OutputFile and add them to FILES; else to READ"
-    )
+    assert not unknown, "if these flags name an output file, use OutputFile and add them to FILES; else to READ"
 
 
 @pytest.fixture
@@ -187,8 +184,7 @@ def test_materialize_replaces_only_its_own_output_of_the_same_source(start, inpu
     (tmp_path / "in2").mkdir()
     (tmp_path / "older" / "x.parquet").rename(tmp_path / "in2" / "x.parquet")
     other = ["in2" if one == "in" else one for one in made]
-    with pytest.raises(
-        ValueError, match=r"o/x\.parquet exists and was written by data materialize of .*/in/x\.parquet"
-    ):
+    message = r"o/x\.parquet exists and was written by data materialize of .*/in/x\.parquet"
+    with pytest.raises(ValueError, match=message):
         start(*other)
     start(*other, "--force")
