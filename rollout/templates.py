@@ -142,6 +142,7 @@ def _main() -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group, while the trainer still saves
         signal.signal(ignored, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process during any operation
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # no stack trace if the parent has died before the answer
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     while (line := sys.stdin.buffer.readline()).endswith(b"\n"):

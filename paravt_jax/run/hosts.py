@@ -14,6 +14,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -21,7 +22,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -43,6 +44,7 @@ SHUTDOWN_S = 60  # timeout for all hosts to disconnect at the end
 LAST_WORDS_S = 3.0  # host 0 exits this much later, because jax ends the other hosts when the coordinator is gone
 MIN_BYTES = 256  # minimum message size; longer messages are padded to powers of 2, so that few programs are compiled
 MAX_DIFFERENCES = 3  # differences to list in an error
+JAX_STATUS = re.compile("(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|DEADLINE_EXCEEDED|CANCELLED): ")  # ValueErrors with gloo
 # Environment variables that distinguish the processes of a machine, by the kind of its launcher: job and rank.
 RANKS = ("SLURM_JOB_ID", "SLURM_PROCID", "OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_RANK")
 
@@ -164,6 +166,17 @@ def _check_port(config: HostsConfig) -> None:
             ) from None
 
 
+def _is_local(coordinator: str) -> bool:
+    """Returns whether this machine has the address; also if its name cannot be resolved."""
+    with suppress(OSError):
+        for family, _, _, _, address in socket.getaddrinfo(coordinator.rpartition(":")[0].strip("[]"), 0):
+            with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):
+                probe.bind(address)
+                return True
+        return False
+    return True
+
+
 @contextmanager
 def _without_proxies() -> Iterator[None]:
     """Hides proxies: gRPC would use http_proxy even for the coordinator, and hosts connect directly."""
@@ -179,6 +192,11 @@ def _connect(config: HostsConfig) -> Hosts:
 
     if config.index == 0 and config.coordinator != AUTO:
         _check_port(config)
+        if not _is_local(config.coordinator):
+            say(
+                f"hosts.coordinator={config.coordinator} is not an address of this machine, but hosts.index=0: on the "
+                f"other machines, set hosts.index=1, 2, …"
+            )
     jax.config.update("jax_enable_preemption_service", False)  # this service would replace our SIGTERM handler
     options: dict[str, Any] = {}
     if config.coordinator != AUTO:
@@ -263,7 +281,8 @@ def _exit(problem: BaseException, leads: bool) -> NoReturn:
     if isinstance(problem, KeyboardInterrupt):
         say("interrupted")
         os._exit(INTERRUPTED)
-    lost = "; another host may have failed, see its log" if type(problem).__name__ == "JaxRuntimeError" else ""
+    of_jax = type(problem).__name__ == "JaxRuntimeError" or JAX_STATUS.match(str(problem))
+    lost = "; another host may have failed, see its log" if of_jax else ""
     say(f"error: {one_line(problem)}{lost}")
     if leads:
         time.sleep(LAST_WORDS_S)

@@ -1,6 +1,8 @@
 """A chat template is untrusted code: it can harm neither the machine nor the run."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -99,3 +101,12 @@ def test_signals_to_the_process_group_do_not_kill_the_child():
     for number in (2, 15):
         os.kill(child.pid, number)
     assert render("x", [], None) == "x" and templates._renderer._child is child
+
+
+def test_a_child_whose_parent_has_died_says_nothing():
+    command = [sys.executable, "-P", templates.__file__]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    child.stdout.close()
+    request = {"template": "x", "values": {}}
+    _, errors = child.communicate(json.dumps(request).encode() + b"\n", timeout=60)
+    assert child.returncode == -signal.SIGPIPE and errors == b""

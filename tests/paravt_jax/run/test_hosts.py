@@ -147,6 +147,16 @@ def test_an_error_of_one_host_ends_all_hosts(tmp_path):
     assert first.code not in (0, None)
 
 
+def fail_like_gloo(hosts):
+    raise ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer [10.0.0.2]:46218")
+
+
+def test_an_error_of_a_collective_refers_to_the_other_hosts(tmp_path):
+    """A collective fails where another host has failed, or jax aborts the process first."""
+    (ended,) = several.start_work(tmp_path, fail_like_gloo, 1).wait(60)
+    assert ended.code == 1 and ended.last_line.endswith(":46218; another host may have failed, see its log")
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_host_ends_the_other(victim, tmp_path):
     ended = several.start_work(tmp_path, killed, 2, victim, signal.SIGKILL).wait(100)
@@ -169,7 +179,9 @@ def _alone(config, join_s):
 def test_a_missing_host_or_coordinator_and_a_used_port_are_errors(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         configs = [several.settings(2)[0], several.settings(2)[1], several.settings(2, server.getsockname()[1])[0]]
-        exits = several.RunningHosts(tmp_path, 3, 1, _alone, [(config, 3) for config in configs]).wait(100)
+        configs.append(HostsConfig("192.0.2.1:8476", 2, 0))  # an address of no machine
+        exits = several.RunningHosts(tmp_path, 4, 1, _alone, [(config, 3) for config in configs]).wait(100)
+    assert "is not an address of this machine, but hosts.index=0" in exits.pop().output
     reasons = ("(another host is missing)", "(this host cannot reach host 0 there: Connection refused)", "not listen")
     for ended, reason in zip(exits, reasons, strict=True):
         assert ended.code == 1 and reason in ended.last_line and ended.output.count("error:") == 1, ended.output
