@@ -51,7 +51,11 @@ ONE_DEVICE = (1, 1, 1)
 
 def measured_meshes(args: argparse.Namespace) -> dict[str, Any]:
     run = benched_run(args)
-    _check_alone(run)
+    if run.config is not None and run.config.hosts.coordinator:
+        raise ValueError(
+            f"hosts.coordinator={run.config.hosts.coordinator} needs several hosts; use --topology to estimate "
+            "them, or add hosts.coordinator= to measure on this host"
+        )
     of_servers = _prepare(run, args.devices or CPU_DEVICES)
     devices, device = find_devices(), device_here()
     run = run.calibrated_on(device)
@@ -75,14 +79,6 @@ def measured_meshes(args: argparse.Namespace) -> dict[str, Any]:
     assumed = [*run.remarks, *of_servers, *_assumed(device, run.dtype, rates, num_devices)]
     measured_rates = {"rates": None if rates is None else _finite(rates)}
     return result_of(run, [*rows.values()], about | measured_rates, assumed, device)
-
-
-def _check_alone(run: BenchedRun) -> None:
-    if run.config is not None and run.config.hosts.coordinator:
-        raise ValueError(
-            f"hosts.coordinator={run.config.hosts.coordinator} needs several hosts; use --topology to estimate "
-            "them, or add hosts.coordinator= to measure on this host"
-        )
 
 
 def _prepare(run: BenchedRun, num_cpu_devices: int) -> list[str]:

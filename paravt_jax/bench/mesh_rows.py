@@ -137,13 +137,14 @@ def result_of(
     run: BenchedRun, rows: Sequence[Row], about: dict[str, Any], assumed: Sequence[str], device: DeviceSpec
 ) -> dict[str, Any]:
     """The benchmark's result. `about` names the devices."""
+    unknown = {f"{name} is unknown: {why}" for row in rows for name, why in row["unknown"].items()}
     return {
         "title": run.title,
         "topology": run.args.topology,
         **about,
         "price": run.args.price,
         "num_steps": run.num_steps,
-        "assumed": [*assumed, *unknowns(rows)],
+        "assumed": [*assumed, *sorted(unknown)],
         "rows": in_order(rows),
         "problem": problem_of(rows, run, device, about["num_devices"]),
     }
@@ -159,13 +160,15 @@ def servers_remark(gpus: Sequence[int], num_devices: int) -> Iterator[str]:
 
 def row_of(estimated: MeshEstimate, own: PlannedRun | None, run: BenchedRun, num_hosts: int) -> Row:
     """Makes a mesh's row. `own` is the run on that mesh, if possible; `num_hosts` also counts hosts of servers."""
-    price = run.args.price
+    price, tokens_per_s, price_of_mtokens = run.args.price, estimated.tokens_per_s, None
+    if price is not None and tokens_per_s is not None:
+        price_of_mtokens = price * math.prod(estimated.mesh) / 3600 / tokens_per_s * 1e6
     return {
         **dataclasses.asdict(estimated),
         "run_step_s": estimated.run_step_s and list(estimated.run_step_s),
         "seconds": None if estimated.seconds is None else estimated.seconds._asdict(),
         "num_rows": None if own is None else own.pack.num_rows,
-        "price_per_mtokens": _price_of_mtokens(price, estimated.mesh, estimated.tokens_per_s),
+        "price_per_mtokens": price_of_mtokens,
         "run_price": _price_of_run(price, estimated, run, num_hosts),
     }
 
@@ -178,12 +181,6 @@ def _price_of_run(price: float | None, estimated: MeshEstimate, run: BenchedRun,
         return None
     rented = math.prod(estimated.mesh) + num_hosts * len(run.server_gpus)
     return [price * rented * run.num_steps * seconds / 3600 for seconds in step_s]
-
-
-def _price_of_mtokens(price: float | None, shape: Shape, tokens_per_s: float | None) -> float | None:
-    if price is None or tokens_per_s is None:
-        return None
-    return price * math.prod(shape) / 3600 / tokens_per_s * 1e6
 
 
 def in_order(rows: Iterable[Row]) -> list[Row]:
@@ -214,10 +211,6 @@ def problem_of(rows: Iterable[Row], run: BenchedRun, device: DeviceSpec, num_dev
         more = f"{name_of((mesh.data, mesh.fsdp, mesh.tensor))} with {resized.pack.num_rows} rows would"
     other = "set a smaller --row-tokens" if run.config is None else "see the changes that --plan of the run lists"
     return f"no mesh of {num_devices} x {device.name} fits; {more}, or {other}"
-
-
-def unknowns(rows: Iterable[Row]) -> list[str]:
-    return sorted({f"{name} is unknown: {why}" for row in rows for name, why in row["unknown"].items()})
 
 
 def summary(row: Row) -> str:

@@ -36,20 +36,16 @@ def logits(target: Target) -> Iterator[Measured | Facts]:
     prompts = prompts_of(target)
     exact = reference_rows(target, prompts, "float32")
     for prompt, form, rows in our_rows(target, prompts, "float32"):
-        yield from float32_lines(f"{prompt}, {form}", rows, exact[prompt])
+        difference = LogitsDifference.between(rows, exact[prompt])
+        same = round(difference.top1_agreement * len(rows))
+        case = f"{prompt}, {form}, float32: relative error (top-1 {same} of {len(rows)}, KL {difference.kl:.1e})"
+        yield Measured(case, difference.relative_error, MAX_RELATIVE)
     del prompts["text"]
     rounded = reference_rows(target, prompts, "bfloat16")
     for prompt, _, rows in our_rows(target, prompts, "bfloat16"):
         errors = [LogitsDifference.between(side, exact[prompt]).relative_error for side in (rows, rounded[prompt])]
         case = f"{prompt}, bfloat16 error over transformers' own of {errors[1]:.1e}"
         yield Measured(case, errors[0] / errors[1], float(TIMES_THEIRS))
-
-
-def float32_lines(case: str, ours: np.ndarray, exact: np.ndarray) -> Iterator[Measured]:
-    difference = LogitsDifference.between(ours, exact)
-    same = round(difference.top1_agreement * len(exact))
-    case = f"{case}, float32: relative error (top-1 {same} of {len(exact)}, KL {difference.kl:.1e})"
-    yield Measured(case, difference.relative_error, MAX_RELATIVE)
 
 
 def forms() -> list[Form]:

@@ -67,19 +67,15 @@ def shortened(target: Target, num_devices: int) -> Config | SftConfig:
     if isinstance(target.run_config, SftConfig):
         settings += [f"sft.num_steps={NUM_STEPS}", f"sft.rows_per_step={rows}"]
     else:
-        settings += short_episodes(target.server)
+        settings += [
+            *(f"train.num_steps={NUM_STEPS}", "train.prompts_per_step=1", f"train.group_size={GROUP_SIZE}"),
+            *("train.max_resamples=0", "train.updates_per_step=1", "train.max_staleness=0", "train.oversample=0"),
+            f"rollout.turn_deadline_s={PATIENT_S:g}",
+            *(f"rollout.max_new_tokens={NEW_TOKENS}", f"reward.plugin={spread.__file__}:reward"),
+            *("reward.oe_mode=exact", "judge.url=", "judge.model=", "engine.gpus=[]"),
+            *(f"engine.kind={'sglang' if target.server else 'jax'}", f"engine.urls=[{target.server}]"),
+        ]
     return target.with_settings(*settings)
-
-
-def short_episodes(server: str) -> list[str]:
-    return [
-        *(f"train.num_steps={NUM_STEPS}", "train.prompts_per_step=1", f"train.group_size={GROUP_SIZE}"),
-        *("train.max_resamples=0", "train.updates_per_step=1", "train.max_staleness=0", "train.oversample=0"),
-        f"rollout.turn_deadline_s={PATIENT_S:g}",
-        *(f"rollout.max_new_tokens={NEW_TOKENS}", f"reward.plugin={spread.__file__}:reward"),
-        *("reward.oe_mode=exact", "judge.url=", "judge.model="),
-        *("engine.gpus=[]", f"engine.kind={'sglang' if server else 'jax'}", f"engine.urls=[{server}]"),
-    ]
 
 
 def metric_lines(metrics: Mapping[str, float], config: Config | SftConfig) -> Iterator[Measured]:

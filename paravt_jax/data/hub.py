@@ -104,7 +104,18 @@ def _snapshot(name: HubName, patterns: list[str], ignored: list[str]) -> Path:
                 )
             )
     except Exception as problem:  # hf_xet raises undocumented types
-        raise RuntimeError(_not_downloaded(name, problem)) from problem
+        flag = f" --revision {name.revision}" if name.revision else ""
+        by_hand = (
+            f"run `hf download --repo-type dataset {name.repo}{flag} --local-dir DIR` on a machine with network access "
+            f"and name {f'DIR/{name.inside}' if name.inside else 'DIR'} instead"
+        )
+        advice = f"check the name, the revision, your access and the network, or {by_hand}"
+        if constants.HF_HUB_OFFLINE:
+            advice = f"unset HF_HUB_OFFLINE, or {by_hand}"
+        raise RuntimeError(
+            f"{name} does not exist here, and the data set {name.repo} could not be downloaded from the hub "
+            f"({reason_of(problem)}); {advice}"
+        ) from problem
 
 
 def row_files(source: Path) -> list[Path]:
@@ -135,22 +146,6 @@ def tokenizer_file(source: str) -> Path:
             f"{source} is not a directory here, and its {TOKENIZER_FILE} could not be downloaded from the hub "
             f"({reason_of(problem)}); check the name and the network, or name the directory of a model"
         ) from problem
-
-
-def _not_downloaded(name: HubName, problem: Exception) -> str:
-    revision = f" --revision {name.revision}" if name.revision else ""
-    by_hand = (
-        f"run `hf download --repo-type dataset {name.repo}{revision} --local-dir DIR` on a machine with network access "
-        f"and name {f'DIR/{name.inside}' if name.inside else 'DIR'} instead"
-    )
-    if constants.HF_HUB_OFFLINE:
-        advice = f"unset HF_HUB_OFFLINE, or {by_hand}"
-    else:
-        advice = f"check the name, the revision, your access and the network, or {by_hand}"
-    return (
-        f"{name} does not exist here, and the data set {name.repo} could not be downloaded from the hub "
-        f"({reason_of(problem)}); {advice}"
-    )
 
 
 def _no_rows(name: HubName, lines: list[str]) -> str:

@@ -154,7 +154,13 @@ def _read_trace(findings: Findings, row: Any, find: Callable[[str], str]) -> str
 def columns_of(source: Path) -> dict[str, str]:
     """Column names with their types; for JSON lines, with the number of lines that have the key."""
     if source.is_file() and source.suffix in (".jsonl", ".json"):
-        return _keys_of_lines(source)
+        num_lines, counts = 0, Counter[str]()
+        for _, line in rows_of(source, ()):
+            num_lines += 1
+            with suppress(ValueError, RecursionError):  # bad rows are counted later
+                row = json.loads(line)
+                counts.update(row.keys() if isinstance(row, dict) else ())
+        return {name: f"in {count:,} of {num_lines:,} rows" for name, count in counts.items()}
     types: dict[str, dict[str, None]] = {}
     for file in row_files(source):
         if not file.is_file() or file.suffix != ".parquet":
@@ -163,16 +169,6 @@ def columns_of(source: Path) -> dict[str, str]:
             for column in table.schema_arrow:
                 types.setdefault(column.name, {})[str(column.type)] = None
     return {name: " or ".join(of_column) for name, of_column in types.items()}
-
-
-def _keys_of_lines(source: Path) -> dict[str, str]:
-    num_lines, counts = 0, Counter[str]()
-    for _, line in rows_of(source, ()):
-        num_lines += 1
-        with suppress(ValueError, RecursionError):  # bad rows are counted later
-            row = json.loads(line)
-            counts.update(row.keys() if isinstance(row, dict) else ())
-    return {name: f"in {count:,} of {num_lines:,} rows" for name, count in counts.items()}
 
 
 def kind_of(source: Path, columns: dict[str, str]) -> tuple[Kind, Sequence[str]]:

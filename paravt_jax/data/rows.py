@@ -196,8 +196,11 @@ def file_finder(source: Path, video_root: str, allow_outside: bool, must_exist: 
     It raises BadRow if the file is missing, unless `must_exist` is false. With a `video_root`, it also raises for
     files outside of it (after resolving links), unless `allow_outside`.
     """
-    root = root_of(source, video_root)
-    inside = _link_root(root.resolve()) if video_root and not allow_outside else None
+    root, inside = root_of(source, video_root), None
+    if video_root and not allow_outside:
+        inside = root.resolve()
+        if cached := HUB_SNAPSHOT.match(f"{inside}/"):
+            inside = Path(cached[1])  # the repository's folder in the hub's cache, which has the linked blobs
 
     @cache  # thousands of rows name the same few hundred videos
     def lookup(name: str) -> str | BadRow:
@@ -214,12 +217,6 @@ def file_finder(source: Path, video_root: str, allow_outside: bool, must_exist: 
         return result
 
     return find
-
-
-def _link_root(root: Path) -> Path:
-    """The root itself; for a snapshot in the hub's cache, the repository's folder, because it has the linked blobs."""
-    cached = HUB_SNAPSHOT.match(f"{root}/")
-    return Path(cached[1]) if cached else root
 
 
 def existing_file(name: str, root: Path, inside: Path | None = None) -> str:

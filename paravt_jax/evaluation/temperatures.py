@@ -1,7 +1,8 @@
 """Plots format stability over temperatures, a curve per dispatch and budget, to plots/temperatures.png."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -15,31 +16,22 @@ MARKERS = "osD^vPX*"
 
 
 def draw_temperatures(directory: Path, cells: Sequence[Cell]) -> Path:
-    path = directory / PLOTS_DIR / "temperatures.png"
-    path.parent.mkdir(exist_ok=True)
-    with matplotlib.rc_context(STYLE), whole_file(path) as file:
-        _figure(_curves(cells)).savefig(file, format="png")
-    return path
-
-
-def _curves(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
-    """The cells of each dispatch and frame budget, by temperature."""
     curves: dict[str, list[Cell]] = {}
     for cell in sorted(cells, key=lambda cell: cell["temperature"]):
         curves.setdefault(f"{cell['dispatch']}, {cell['frame_budget']} frames", []).append(cell)
-    return curves
-
-
-def _figure(curves: Mapping[str, Sequence[Cell]]) -> Figure:
-    figure = Figure(figsize=(10.5, 3.6))
-    panels = figure.subplots(1, len(PANELS))
-    for axes, (title, metric) in zip(panels, PANELS.items(), strict=True):
-        for number, (name, cells) in enumerate(curves.items()):
-            color, marker = curve_color(number), MARKERS[number % len(MARKERS)]
-            heights = [cell["metrics"][metric] for cell in cells]
-            axes.plot([cell["temperature"] for cell in cells], heights, marker=marker, color=color, label=name)
-        axes.set_title(title)
-        axes.set_xlabel("temperature")
-        axes.set_ylim(-0.02, 1.02)
-    figure.legend(handles=panels[0].get_lines(), loc="outside right center", handlelength=1.5, handletextpad=0.6)
-    return figure
+    path = directory / PLOTS_DIR / "temperatures.png"
+    path.parent.mkdir(exist_ok=True)
+    with matplotlib.rc_context(STYLE), whole_file(path) as file:
+        figure = Figure(figsize=(10.5, 3.6))
+        panels = figure.subplots(1, len(PANELS))
+        for axes, (title, metric) in zip(panels, PANELS.items(), strict=True):
+            for number, (name, of_curve) in enumerate(curves.items()):
+                heights = [cell["metrics"][metric] for cell in of_curve]
+                style: Any = {"marker": MARKERS[number % len(MARKERS)], "color": curve_color(number), "label": name}
+                axes.plot([cell["temperature"] for cell in of_curve], heights, **style)
+            axes.set_title(title)
+            axes.set_xlabel("temperature")
+            axes.set_ylim(-0.02, 1.02)
+        figure.legend(handles=panels[0].get_lines(), loc="outside right center", handlelength=1.5, handletextpad=0.6)
+        figure.savefig(file, format="png")
+    return path

@@ -170,9 +170,9 @@ class LoggedRates:
         """Yields each step's ratio of sampled tokens to planned tokens for the same number of calls."""
         for step in self.steps:
             if step.episodes:
-                calls = sum(len(turn["calls"]) for episode in step.episodes for turn in episode["turns"])
-                planned = self.run.work.with_calls(calls / len(step.episodes))
-                sampled = sum(_sampled(episode) + sum(_reports(episode)) for episode in step.episodes)
+                calls = [call for episode in step.episodes for turn in episode["turns"] for call in turn["calls"]]
+                planned = self.run.work.with_calls(len(calls) / len(step.episodes))
+                sampled = sum(map(_sampled, [*step.episodes, *calls]))
                 yield sampled / len(step.episodes) * planned.num_episodes / planned.sampled_tokens
 
     def _tails(self) -> Iterator[float]:
@@ -244,10 +244,6 @@ def _num_frames(episodes: Sequence[Mapping[str, Any]]) -> int:
     shown = [video for episode in episodes for video in episode["videos"]]
     shown += [call for episode in episodes for turn in episode["turns"] for call in turn["calls"]]
     return len({(seen["path"], time_s, str(seen.get("box"))) for seen in shown for time_s in seen["frames_s"]})
-
-
-def _reports(episode: Mapping[str, Any]) -> list[int]:
-    return [_sampled(call) for turn in episode["turns"] for call in turn["calls"]]
 
 
 def _longest_reports(episode: Mapping[str, Any]) -> int:

@@ -33,9 +33,15 @@ def with_remat(run: AnyRun, device: DeviceSpec) -> AnyRun:
     if not _is_predicted(device):
         return recomputing(run, "full")
     uniform = (recomputing(run, remat) for remat in LEAST_FIRST)
-    return _with_lighter_layers(
-        next((each for each in uniform if _leaves_margin(each, device)), recomputing(run, "full")), device
-    )
+    run = next((each for each in uniform if _leaves_margin(each, device)), recomputing(run, "full"))
+    if run.update.remat not in LIGHTER:
+        return run
+
+    def with_lighter(number: int) -> AnyRun:
+        return run.with_update(lighter_layers=number)
+
+    most = run.model.text.num_layers - 1
+    return with_lighter(largest(lambda number: _leaves_margin(with_lighter(number), device), most))
 
 
 def remat_line(run: PlannedRun, device: DeviceSpec | None) -> str:
@@ -59,17 +65,6 @@ def chosen_for(compute: Compute, run: PlannedRun, devices: Sequence[Any]) -> tup
     device = device_of(devices[0].device_kind)
     chosen = (run if device is None else with_remat(run, device)).update
     return replace(compute, remat=chosen.remat, lighter_layers=chosen.lighter_layers), remat_line(run, device)
-
-
-def _with_lighter_layers(run: AnyRun, device: DeviceSpec) -> AnyRun:
-    """The run with as many layers with lighter recomputation as fit."""
-    if run.update.remat not in LIGHTER:
-        return run
-
-    def lighter(number: int) -> AnyRun:
-        return run.with_update(lighter_layers=number)
-
-    return lighter(largest(lambda number: _leaves_margin(lighter(number), device), run.model.text.num_layers - 1))
 
 
 def largest(fits: Callable[[int], bool], most: int, low: int = 0) -> int:

@@ -133,14 +133,11 @@ def _layers_bytes(share: Share, way: str = "forward") -> float:
     token_bytes = share.text_residuals(replace(share.compute, remat="none")).layer_token
     saved = token_bytes * share.rows * shape.row_tokens + share.expert_bytes
     activations = {"forward": 2, "backward": 3}[way] * layers * saved
-    return weights + activations + _score_bytes(share, way) * layers * text.num_heads * share.rows
-
-
-def _score_bytes(share: Share, way: str) -> float:
-    """Memory traffic of the attention scores per row and head."""
-    form = form_of(share.update.policy.attention, share.batch.row_tokens, share.platform)
-    pairs = row_pairs(share.update.policy.attention, share.model, share.batch.row_tokens, share.platform)
-    return float(SCORE_BYTES[way] * pairs) if form in SCORES_IN_MEMORY else 0.0
+    attention = share.update.policy.attention
+    pairs = row_pairs(attention, share.model, shape.row_tokens, share.platform)
+    in_memory = form_of(attention, shape.row_tokens, share.platform) in SCORES_IN_MEMORY
+    scores = SCORE_BYTES[way] * pairs * layers * text.num_heads * share.rows * in_memory
+    return weights + activations + scores
 
 
 def _head_bytes(share: Share) -> float:

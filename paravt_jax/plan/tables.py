@@ -20,7 +20,10 @@ COLUMNS = 100
 
 def plan_of(config: Config | SftConfig, device: str = "h100", run_dir: Path | None = None) -> str:
     """Formats the plan of a run on a device, optionally with the rates in another run's log."""
-    spec = _device_named(device)
+    name = SLICES.get(device, device).partition(":")[0]
+    if name not in DEVICES:
+        raise ValueError(f"--device {device} is unknown; choose one of {', '.join(DEVICES)}")
+    spec = DEVICES[name]
     used = computed_on(config, spec.platform)
     model, remarks = model_config(used.model.path)
     if used is not config:
@@ -29,13 +32,6 @@ def plan_of(config: Config | SftConfig, device: str = "h100", run_dir: Path | No
     calibration = None if run_dir is None else calibrated(run_dir, spec)
     rates = PUBLISHED if calibration is None else calibration.rates
     return render(make_plan(planned_run(used, model), spec, rates), remarks, calibration)
-
-
-def _device_named(device: str) -> DeviceSpec:
-    name = SLICES.get(device, device).partition(":")[0]
-    if name not in DEVICES:
-        raise ValueError(f"--device {device} is unknown; choose one of {', '.join(DEVICES)}")
-    return DEVICES[name]
 
 
 def render(plan: Plan, remarks: Iterable[str] = (), calibration: Calibration | None = None) -> str:

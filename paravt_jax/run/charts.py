@@ -224,9 +224,12 @@ class LoggedRun:
 
 def load_run(run_dir: Path) -> LoggedRun:
     metrics, validation = (sorted(rows_by_step(run_dir / name).items()) for name in (METRICS_FILE, VALIDATION_FILE))
-    metrics = {step: row | _rest_of_step(row) for step, row in metrics}
+    for _, row in metrics:
+        parts = [row[key] for key in STEP_PARTS if _is_drawable(row.get(key))]
+        if parts and _is_drawable(step_s := row.get("time/step_s")):
+            row["time/other_s"] = max(0.0, step_s - sum(parts))  # the step time that no other part accounts for
     settings = load_settings(run_dir), load_settings_log(run_dir)
-    return LoggedRun(run_dir, Table(metrics), Table(dict(validation)), *settings)
+    return LoggedRun(run_dir, Table(dict(metrics)), Table(dict(validation)), *settings)
 
 
 def flat_config(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,13 +261,6 @@ def _by_part(keys: Iterable[str]) -> Iterator[Chart]:
                 for number, (part, label) in enumerate(labels.items())
             ]
             yield Chart(f"{title} by {name}", "prompts", tuple(lines), from_zero=True, sparse=True)
-
-
-def _rest_of_step(row: dict[str, Any]) -> dict[str, float]:
-    """Computes `time/other_s`, the step time that no other part accounts for."""
-    parts = [row[key] for key in STEP_PARTS if _is_drawable(row.get(key))]
-    step_s = row.get("time/step_s")
-    return {"time/other_s": max(0.0, step_s - sum(parts))} if parts and _is_drawable(step_s) else {}
 
 
 def _is_drawable(value: Any) -> TypeGuard[float]:

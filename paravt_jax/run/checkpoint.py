@@ -171,7 +171,10 @@ class Checkpoints:
             problem = next(filter(None, self._hosts.gather("restored", problem)), "")
             if not problem:
                 return progress
-            self._set_aside(directory, problem)
+            renamed = self._rename_broken(directory) if self._hosts.leads else ""
+            renamed = self._hosts.gather("set aside", renamed)[0]
+            following = f"trying step {self.steps[-1]} next" if self.steps else "there is no earlier one"
+            self._say(f"The checkpoint {directory} is broken ({problem}). It is kept as {renamed}; {following}.")
         if broken := self._broken():
             raise RuntimeError(
                 f"{self._directory} has no intact checkpoint left ({', '.join(broken)}); restore one, move the run's "
@@ -251,12 +254,6 @@ class Checkpoints:
 
     def _broken(self) -> list[str]:
         return sorted(entry.name for entry in self._directory.glob(f"*{BROKEN_SUFFIX}"))
-
-    def _set_aside(self, directory: Directory, problem: str) -> None:
-        renamed = self._rename_broken(directory) if self._hosts.leads else ""
-        renamed = self._hosts.gather("set aside", renamed)[0]
-        following = f"trying step {self.steps[-1]} next" if self.steps else "there is no earlier one"
-        self._say(f"The checkpoint {directory} is broken ({problem}). It is kept as {renamed}; {following}.")
 
     def _rename_broken(self, directory: Any) -> str:
         renamed = directory.with_name(f"{directory.name}{BROKEN_SUFFIX}")

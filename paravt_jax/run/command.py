@@ -74,14 +74,6 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help=f"for --plan: the accelerator (default {PLANNED_DEVICE})")
 
 
-def _check_plan_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    if not args.plan and args.device is not None:
-        parser.error("--device needs --plan")
-    if args.plan and args.device is None:
-        print(f"planned for {PLANNED_DEVICE}, the default of --device; a recipe's header names its accelerator\n")
-    args.device = args.device or PLANNED_DEVICE
-
-
 def add_changes_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-changes", action="store_true", help="resume with another model, seed or data than before"
@@ -93,7 +85,11 @@ def read_config(
 ) -> Settings | None:
     """Reads the settings; None if --show only prints them. Without a file, `needed` overrides required settings."""
     if "plan" in args:
-        _check_plan_flags(parser, args)
+        if not args.plan and args.device is not None:
+            parser.error("--device needs --plan")
+        if args.plan and args.device is None:
+            print(f"planned for {PLANNED_DEVICE}, the default of --device; a recipe's header names its accelerator\n")
+        args.device = args.device or PLANNED_DEVICE
     if args.config is None and not args.show:
         file = next((argument for argument in args.overrides if "=" not in argument), None)
         parser.error(f"--config FILE is needed; {f'write it as --config {file}' if file else example}")

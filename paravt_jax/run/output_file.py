@@ -96,16 +96,12 @@ class OutputFile:
             raise ValueError(f"{path} is a directory; give the name of a file")
         if self._stream or not file.stat().st_size:
             return
-        problem = self._not_own()
-        if problem and self._may_be_read():
+        problem, resolved = self._not_own(), file.resolve()
+        is_read = any(resolved.is_relative_to(read.resolve()) for read in self._inputs if read.is_dir())
+        if problem and is_read and resolved.suffix not in NEVER_READ:
             raise ValueError(f"{path} {problem} and is inside a directory that this command reads; choose another path")
         if problem and not self._force:
             raise ValueError(f"{path} exists and {problem}; choose another path, or replace it with --force")
-
-    def _may_be_read(self) -> bool:
-        file = self._file.resolve()
-        directories = [read.resolve() for read in self._inputs if read.is_dir()]
-        return file.suffix not in NEVER_READ and any(map(file.is_relative_to, directories))
 
     def _not_own(self) -> str:
         """The reason why this command may not replace the file; empty if it may."""

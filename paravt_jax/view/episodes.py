@@ -7,7 +7,7 @@ JavaScript counts UTF-16 units while the records count characters.
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -203,6 +203,8 @@ def _turn(turn: Mapping[str, Any], marks: list[Mark], videos: Sequence[PageDict]
 
 def _call(call: Mapping[str, Any], video_name: Any, videos: Sequence[PageDict], limit_chars: int) -> PageDict:
     report, shown = call.get("segments") or [], call.get("shown") or []
+    frames = (frame for frame in shown if "path" in frame)
+    by_source = itertools.groupby(frames, lambda frame: (frame["path"], frame["box"]))
     return {
         "name": visible(str(call.get("name", "")))[:80],
         **{name: call.get(name) for name in COPIED_OF_CALL},
@@ -210,17 +212,11 @@ def _call(call: Mapping[str, Any], video_name: Any, videos: Sequence[PageDict], 
         "problem": _cut(str(call.get("problem", "")), limit_chars),
         "video": _video_index(call.get("path"), video_name, videos),
         "frames_s": call.get("frames_s") or [],
-        "shown": [[*source, [frame["time_s"] for frame in frames]] for source, frames in _by_source(shown)],
+        "shown": [[*source, [frame["time_s"] for frame in of_source]] for source, of_source in by_source],
         "drawn": [thumbnail(Picture.of_png(picture["png"]).pixels) for picture in shown if "png" in picture],
         "num_frames": len(shown) + sum(len(segment.get("pictures", ())) for segment in report),
         "num_tokens": call.get("num_sampled", sum(len(s["ids"]) for s in report if s["kind"] == "sampled")),
     }
-
-
-def _by_source(shown: Sequence[Mapping[str, Any]]) -> Iterator[tuple[tuple[str, Any], Iterator[Mapping[str, Any]]]]:
-    """The frames of a response, in runs with the same video and box."""
-    frames = (frame for frame in shown if "path" in frame)
-    return itertools.groupby(frames, lambda frame: (frame["path"], frame["box"]))
 
 
 def _video_index(path: Any, name: Any, videos: Sequence[PageDict]) -> int | None:

@@ -43,7 +43,16 @@ def make_page(run_dirs: Sequence[Path], max_episodes: int, *, frames: bool = Fal
         for run, lines_of_run in zip(runs, chosen, strict=True)
     ]
     records = [
-        _run_record(run, lines_of_run, len(episodes), max_episodes)
+        {
+            "about": about(run),
+            "headlines": headlines(run),
+            "figures": charts(run),
+            "cells": load_cells(run.path, cells_of(run.path)),
+            "num_episodes": len(episodes),
+            "num_parts_shown": lines_of_run.num_parts_shown,
+            "num_parts": lines_of_run.num_parts,
+            "max_episodes": max_episodes,
+        }
         for run, lines_of_run, episodes in zip(runs, chosen, episodes_of_runs, strict=True)
     ]
     rows = [row_of(episode, number) for number, episodes in enumerate(episodes_of_runs) for episode in episodes]
@@ -128,37 +137,21 @@ def _choose(runs: Sequence[LoggedRun], max_episodes: int) -> list[Chosen]:
     ]
 
 
-def _run_record(run: LoggedRun, chosen: Chosen, num_episodes: int, max_episodes: int) -> dict[str, Any]:
-    return {
-        "about": about(run),
-        "headlines": headlines(run),
-        "figures": charts(run),
-        "cells": load_cells(run.path, cells_of(run.path)),
-        "num_episodes": num_episodes,
-        "num_parts_shown": chosen.num_parts_shown,
-        "num_parts": chosen.num_parts,
-        "max_episodes": max_episodes,
-    }
-
-
 def _num_samples(run: LoggedRun) -> int:
     """Episodes per sample of an evaluation."""
     return (run.settings.get("config", {}).get("eval") or {}).get("num_samples", 1)
 
 
 def _episode_of(run: LoggedRun, record: Mapping[str, Any], num_bytes: int) -> PageDict:
+    """Adds an episode's settings: reward weights, the public split, and no frame budget in SFT without gating."""
     settings = run.settings_at(record.get("step"))
-    return convert_within(num_bytes, {**record, **_fields_of(settings)}, _forced(settings))
-
-
-def _fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields that settings add to an episode: the weights of its reward, the public split of an evaluation, and no
-    frame budget in SFT without gating."""
     config = settings.get("config", {})
     split, rewards = (config.get("data") or {}).get("split"), config.get("reward") or {}
-    ungated = kind_of(config) == "imitation" and not (config.get("video") or {}).get("frame_budgets")
-    weights = {term: rewards[key] for term in WEIGHTED if (key := f"{term}_weight") in rewards}
-    return {"weights": weights} | ({"split": split} if split else {}) | ({"frame_budget": None} if ungated else {})
+    fields = {"weights": {term: rewards[key] for term in WEIGHTED if (key := f"{term}_weight") in rewards}}
+    fields |= {"split": split} if split else {}
+    if kind_of(config) == "imitation" and not (config.get("video") or {}).get("frame_budgets"):
+        fields |= {"frame_budget": None}
+    return convert_within(num_bytes, {**record, **fields}, _forced(settings))
 
 
 def _forced(settings: Mapping[str, Any]) -> str:

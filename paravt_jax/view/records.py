@@ -67,7 +67,10 @@ class Chosen:
         for line in counted(self.lines, "reading episodes", "episode"):
             record = line.read()
             if "episodes" in record:
-                yield from _of_sample(record, line.path.stem.removeprefix(SAMPLES))
+                shared = {name: value for name, value in record.items() if name not in ("episodes", "key", "id")}
+                shared["cell"] = line.path.stem.removeprefix(SAMPLES)
+                for number, episode in enumerate(record["episodes"]):
+                    yield {**shared, **episode, "id": f"{record['id']}/{number}"}
             else:
                 sibling = None if line.has_question else self.questions.get((line.path, line.visit))
                 yield {"question": sibling.read()["question"] if sibling else "", **record}
@@ -169,9 +172,3 @@ def _pick(lines: Sequence[Line], quota: int, salt: str) -> list[Line]:
 
     picked = set(islice(sorted(lines, key=rank), quota))
     return [line for line in lines if line in picked]
-
-
-def _of_sample(line: Record, cell: str) -> Iterator[Record]:
-    shared = {name: value for name, value in line.items() if name not in ("episodes", "key", "id")}
-    for number, episode in enumerate(line["episodes"]):
-        yield {**shared, **episode, "id": f"{line['id']}/{number}", "cell": cell}

@@ -4,6 +4,7 @@ Videos are not downloaded, because they are archives of up to 300 GB. Samples wh
 Loading fails only if all videos are missing.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -121,25 +122,21 @@ def _finder(split: PublicSplit, root: Path, allow_outside: bool) -> Callable[[st
 
     @cache
     def resolve(name: str) -> str:
-        for candidate in _candidates(split, PurePosixPath(name)):
+        path = PurePosixPath(name)
+        if not path.name:
+            raise BadRow("impossible path", "the path of a video is empty")
+        # Users unpack archives in place or into one folder, and suffixes may differ.
+        folders = dict.fromkeys([path.parent, *map(PurePosixPath, split.folders), PurePosixPath(".")])
+        suffixes = SUFFIXES if path.suffix in SUFFIXES else (path.suffix,)
+        for folder, suffix in itertools.product(folders, suffixes):
             try:
-                return find(candidate)
+                return find(str(folder / path.with_suffix(suffix).name))
             except BadRow as problem:
                 if problem.reason != "missing file":
                     raise
         return str(root / name)
 
     return resolve
-
-
-def _candidates(split: PublicSplit, path: PurePosixPath) -> Iterator[str]:
-    """Yields paths where a video may be: users unpack archives in place or into one folder, and suffixes may differ."""
-    if not path.name:
-        raise BadRow("impossible path", "the path of a video is empty")
-    folders = dict.fromkeys([path.parent, *map(PurePosixPath, split.folders), PurePosixPath(".")])
-    for folder in folders:
-        for suffix in SUFFIXES if path.suffix in SUFFIXES else (path.suffix,):
-            yield str(folder / path.with_suffix(suffix).name)
 
 
 def _resolved(split: PublicSplit, sample: Sample, find: Callable[[str], str]) -> Sample:

@@ -70,22 +70,19 @@ class ReleaseAgent:
     async def run(self, question: ReleaseQuestion, dialogue: ReleaseDialogue) -> None:
         """Runs the dialogue of a question and fills `dialogue`. Raises EndpointError."""
         started_s = time.monotonic()
-        messages = await self._opening(question, dialogue)
+        if self.channel == "video_url":
+            parts = [video_part(Path(question.video))]
+        else:
+            parts = await self.pictures.overview(question.video)
+            dialogue.num_frames = len(parts)
+        asked = user_message([*parts, {"type": "text", "text": question.text}])
+        messages = [{"role": "system", "content": self.texts.system(self.mode)}, asked]
         try:
             await self._turns(question, messages, dialogue)
         except MalformedCall as problem:
             dialogue.malformed, dialogue.final = str(problem), ""
         finally:
             dialogue.seconds = time.monotonic() - started_s
-
-    async def _opening(self, question: ReleaseQuestion, dialogue: ReleaseDialogue) -> list[Message]:
-        text = {"type": "text", "text": question.text}
-        if self.channel == "video_url":
-            parts = [video_part(Path(question.video))]
-        else:
-            parts = await self.pictures.overview(question.video)
-            dialogue.num_frames = len(parts)
-        return [{"role": "system", "content": self.texts.system(self.mode)}, user_message([*parts, text])]
 
     async def _turns(self, question: ReleaseQuestion, messages: list[Message], dialogue: ReleaseDialogue) -> None:
         for number in range(MAX_TURNS):
@@ -118,7 +115,9 @@ class ReleaseAgent:
     async def _complete(
         self, question: ReleaseQuestion, messages: Sequence[Message], num_tokens: int, dialogue: ReleaseDialogue
     ) -> str:
-        dialogue.sent = _chain_hash(dialogue.sent, messages[dialogue.num_messages :], num_tokens)
+        new = list(map(_without_directories, messages[dialogue.num_messages :]))
+        content = json.dumps([dialogue.sent, new, num_tokens])
+        dialogue.sent = hashlib.blake2b(content.encode(), digest_size=12).hexdigest()
         dialogue.num_messages = len(messages)
         reply = await self.client.complete(
             list(messages),
@@ -146,8 +145,3 @@ def _without_directories(message: Message) -> Message:
         for part in message["content"]
     ]
     return message | {"content": parts}
-
-
-def _chain_hash(before: str, messages: Sequence[Message], num_tokens: int) -> str:
-    content = json.dumps([before, list(map(_without_directories, messages)), num_tokens])
-    return hashlib.blake2b(content.encode(), digest_size=12).hexdigest()
