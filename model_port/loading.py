@@ -160,16 +160,18 @@ def logits(
 ) -> Float[np.ndarray, "rows V"]:
     """Computes the logits of one sequence from the outputs of Hugging Face's processor (placeholders expanded).
 
-    `tokens` are the positions whose logits are computed (default: all).
+    `tokens` are the positions whose logits are computed, negative ones counted from the end (default: all). Raises
+    IndexError if the sequence does not have them.
     """
+    rows = None if tokens is None else np.arange(np.size(input_ids))[tokens]
     media = pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw, second_per_grid_ts
     text, vision = one_sequence(model.config, input_ids, *media)
     graphdef, params = nnx.split(model)
     dtypes = {jnp.dtype(model.compute.dtype), *(leaf.dtype for leaf in jax.tree.leaves(params))}
     widened = platform() == "cpu" and min(dtype.itemsize for dtype in dtypes) < 4
-    computed = (_logits_by_layer if widened else _logits)(graphdef, params, text, vision, tokens)[0]
+    computed = (_logits_by_layer if widened else _logits)(graphdef, params, text, vision, rows)[0]
     # A copy, because on a CPU asarray returns a view that keeps the device's array alive.
-    return np.array(computed[: np.size(input_ids)] if tokens is None else computed)
+    return np.array(computed[: np.size(input_ids)] if rows is None else computed)
 
 
 def one_sequence(

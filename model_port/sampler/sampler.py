@@ -156,8 +156,18 @@ class Sampler:
         raise ValueError(f"request {number} is not running")
 
     def generate(self, requests: Iterable[SamplerRequest]) -> list[Completion]:
-        """Samples all requests to the end and returns the completions in the order of the requests."""
-        numbers = [self.submit(request) for request in requests]
+        """Samples all requests to the end and returns the completions in the order of the requests.
+
+        If a request is invalid, none is sampled. Completions of requests from `submit` are lost; use `step` for them.
+        """
+        numbers: list[int] = []
+        try:
+            for request in requests:
+                numbers.append(self.submit(request))
+        except BaseException:
+            for number in numbers:
+                self.abort(number)
+            raise
         done: dict[int, Completion] = {}
         while self.busy:
             done |= self.step()

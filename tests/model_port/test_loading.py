@@ -76,7 +76,7 @@ def test_logits_never_widen_a_whole_stack_of_16_bit_weights(dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("side", ["ours", "transformers"])
 def test_logits_of_some_tokens_are_rows_of_all(side, tiny_hf):
-    prompt, tokens = video_prompt(tiny_hf), np.array([1, 40, 250])
+    prompt, tokens = video_prompt(tiny_hf), np.array([1, 40, 250, -1])
     if side == "ours":
         model = model_port.load(tiny_hf)
         every = model_port.logits(model, prompt.ids, **prompt.media)
@@ -85,6 +85,13 @@ def test_logits_of_some_tokens_are_rows_of_all(side, tiny_hf):
         with Reference(tiny_hf) as reference:
             every, some = reference.logits(prompt), reference.logits(prompt, tokens)
     assert len(every) == len(prompt.ids) and np.abs(some - every[tokens]).max() < 1e-5
+
+
+@pytest.mark.slow
+def test_logits_of_a_token_after_the_end_are_an_error(tiny_hf):
+    model = model_port.load(tiny_hf)
+    with pytest.raises(IndexError, match="index 4 is out of bounds"):
+        model_port.logits(model, np.array([5, 6, 7, 8]), tokens=np.array([0, 4]))
 
 
 @pytest.mark.slow

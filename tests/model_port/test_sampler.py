@@ -343,6 +343,16 @@ def test_invalid_requests_are_rejected(prompt, sampling, message):
         sampler.submit(SamplerRequest(prompt, SamplingParams(**{"max_new_tokens": 3, **sampling})))
 
 
+def test_a_rejected_request_leaves_no_others_of_its_call_in_the_queue():
+    sampler = Sampler(abstract_model(CONFIG), max_rows=1, max_context_tokens=64)
+    valid = SamplerRequest(TEXT, SamplingParams(3))
+    number = sampler.submit(valid)
+    with pytest.raises(ValueError, match="at least one token"):
+        sampler.generate([valid, SamplerRequest(SamplerPrompt(np.zeros(0, np.int32)), SamplingParams(3))])
+    sampler.abort(number)
+    assert not sampler.busy
+
+
 def test_a_cache_smaller_than_a_row_is_rejected():
     with pytest.raises(ValueError, match="cache_tokens=64 is less than max_context_tokens=128"):
         Sampler(abstract_model(CONFIG), max_context_tokens=128, cache_tokens=64)
