@@ -28,7 +28,7 @@ PNG_EFFORT = 1  # of 9; on loopback, encoding time matters more than size
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """Pixels and a key that identifies them."""
+    """Pixels and a key that identifies them. A writable array is copied, so you can go on drawing in it."""
 
     key: str  # equal keys mean equal pixels
     pixels: np.ndarray  # uint8 [height, width, 3], read-only
@@ -37,7 +37,9 @@ class Picture:
         shape = self.pixels.shape
         if self.pixels.dtype != np.uint8 or len(shape) != 3 or shape[2] != 3 or 0 in shape:
             raise ValueError(f"a picture must be uint8 [height, width, 3], got {self.pixels.dtype} {list(shape)}")
-        self.pixels.flags.writeable = False
+        if self.pixels.flags.writeable:
+            object.__setattr__(self, "pixels", self.pixels.copy())
+            self.pixels.flags.writeable = False
 
     @classmethod
     def of(cls, pixels: np.ndarray) -> "Picture":
@@ -48,12 +50,12 @@ class Picture:
 
     @classmethod
     def of_png(cls, png_base64: str) -> "Picture":
-        return cls.of(np.array(Image.open(io.BytesIO(base64.b64decode(png_base64))).convert("RGB")))
+        return cls.of(np.asarray(Image.open(io.BytesIO(base64.b64decode(png_base64))).convert("RGB")))
 
     def resized(self, height: int, width: int) -> "Picture":
         if self.size_px == (height, width):
             return self
-        return Picture.of(np.array(Image.fromarray(self.pixels).resize((width, height), Image.Resampling.BICUBIC)))
+        return Picture.of(np.asarray(Image.fromarray(self.pixels).resize((width, height), Image.Resampling.BICUBIC)))
 
     @property
     def size_px(self) -> tuple[int, int]:
@@ -101,7 +103,7 @@ def read_image(
         raise VideoUnavailable("an image cannot be decoded: too little memory") from None
     except Exception as problem:  # Pillow may raise any error, even SyntaxError
         raise ImageError(f"{path} cannot be read: {str(problem) or type(problem).__name__}") from None
-    return Picture.of(np.array(resized))
+    return Picture.of(np.asarray(resized))
 
 
 def is_image(path: str) -> bool:
