@@ -6,10 +6,12 @@ are real. All reports have the same number of tokens, so that times are comparab
 
 import argparse
 import asyncio
+import itertools
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,9 @@ from rollout.video.reader import FrameReader
 CROPS = (1, 2, 4, 8)
 VIDEO_S = 240
 VIDEO_PX = (360, 640)
-WINDOW_S = 16.0
+WINDOW_FRAMES = 16
+WINDOW_S = WINDOW_FRAMES - 0.1  # a frame per second
+MAX_REPEATS = 13  # with more, windows would have frames of earlier ones
 FRAME_BUDGET = 16
 CROPS_OF_AN_EPISODE = 3
 ANSWER = "The reports say it.</think><answer>A</answer><|im_end|>"
@@ -60,6 +64,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for name in ("servers", "episodes", "report_tokens", "repeats"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    if args.repeats > MAX_REPEATS:
+        raise ValueError(f"--repeats {args.repeats} must be at most {MAX_REPEATS}, so that no frame is in the cache")
     if args.model:
         check_has_config(Path(args.model))
     with tempfile.TemporaryDirectory() as folder:
@@ -123,7 +129,7 @@ async def _measure(args: argparse.Namespace, model: Path, video: str) -> dict[st
     try:
         async with FrameReader(lambda height, width: settled_size(height, width, contract)) as frames:
             bench, crops = _Bench(args, engine, frames, chat, config, video), []
-            await bench.turn(1, 0)  # the first turn compiles
+            await bench.turn(1)  # the first turn compiles
             for number in CROPS:
                 crops.append({"crops": number, **await bench.latencies(number)})
                 say(f"{number} crops: {crops[-1]}")
@@ -141,6 +147,13 @@ async def _measure(args: argparse.Namespace, model: Path, video: str) -> dict[st
         await engine.close()
 
 
+def window_starts_s() -> Iterator[float]:
+    """Yields the starts of windows that share no frames with each other or with those of `_Bench.episodes`."""
+    for number in range(1, FPS):
+        for start_s in range(0, VIDEO_S - WINDOW_FRAMES, WINDOW_FRAMES):
+            yield start_s + (number + 0.25) / FPS  # a call's time has two decimals
+
+
 @dataclass(frozen=True)
 class _Bench:
     """Times episodes about a video."""
@@ -151,25 +164,26 @@ class _Bench:
     chat: Chat
     config: EpisodeConfig
     video: str
+    starts_s: Iterator[float] = field(default_factory=window_starts_s)
 
     async def latencies(self, number: int) -> dict[str, float]:
-        """Measures parallel and sequential calls alternately, always over uncached windows."""
+        """Measures parallel and sequential calls alternately, always over windows that no earlier call has decoded."""
         latencies: dict[str, list[float]] = {"parallel_s": [], "sequential_s": []}
         one_by_one = replace(self, config=replace(self.config, dispatch="sequential"))
-        for repeat in range(self.args.repeats):
-            offset_s = (number + repeat) * 1.37 % 50
-            latencies["parallel_s"].append(await self.turn(number, offset_s))
-            latencies["sequential_s"].append(await one_by_one.turn(number, offset_s + 0.5))
+        for _ in range(self.args.repeats):
+            latencies["parallel_s"].append(await self.turn(number))
+            latencies["sequential_s"].append(await one_by_one.turn(number))
         return {name: statistics.median(values) for name, values in latencies.items()}
 
-    async def turn(self, number: int, offset_s: float) -> float:
-        """Runs a turn; returns the seconds from the first call to the last report."""
-        calls = [_call(offset_s + n * (VIDEO_S - 70) / max(CROPS)) for n in range(number)]
+    async def turn(self, number: int) -> float:
+        """Runs a turn with this number of calls; returns the seconds from the first call to the last report."""
+        starts_s = list(itertools.islice(self.starts_s, number))
+        calls = list(map(_call, starts_s))
         turns = [f"I look.</think>{''.join(calls)}<|im_end|>"]
         if self.config.dispatch == "sequential":
             turns = [f"I look.</think>{call}" for call in calls]
         written = _Scripted(self.engine, self.chat, [*turns, ANSWER])
-        _, seconds = await self._timed(written, f"turn-{number}-{offset_s}", num_calls=number)
+        _, seconds = await self._timed(written, f"turn-{starts_s[0]}", num_calls=number)
         return seconds
 
     async def episodes(self) -> tuple[list[Episode], float]:
