@@ -5,8 +5,9 @@
     DIR/paravt_jax.json             our addition: the base model's dtype, checksum and settings
 
 An adapter is only valid with the weights, RoPE and tokenizer that it was trained with. This file therefore has a
-checksum of the base weights and the settings in the base model's files, and both are compared whenever an adapter and a
-base model are loaded together.
+checksum of the base weights and the settings in the base model's files. Both are compared when an adapter and a base
+model are loaded together; the weights only if they are not loaded in a narrower dtype than in training. Adapters of
+other programs have neither.
 """
 
 import json
@@ -51,7 +52,9 @@ class AdapterBase:
     name: str  # a directory or a hub id
     dtype: str | None = None  # of the base weights in training; None if another program made the adapter
     sum: str | None = None  # checksum of the base weights in this dtype
-    files: Mapping[str, Any] | None = None  # from `files_of_base`; None for adapters older than this field
+    files: Mapping[str, Any] | None = (
+        None  # from `files_of_base`; None in older adapters and in those of other programs
+    )
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ def adapter_shapes(config: ModelConfig, rank: int) -> dict[str, tuple[int, ...]]
 
 
 def add_adapter(model: VLModel, lora: LoraConfig, params: Mapping[str, Any], mesh: Mesh | None = None) -> None:
-    """Adds an adapter to every projection of the language layers. `params` maps paths to arrays or shapes."""
+    """Adds an adapter to the model's language layers, in place. `params` maps paths to arrays or shapes."""
     shapes = {path: jax.ShapeDtypeStruct(array.shape, array.dtype) for path, array in params.items()}
     shapes_on_mesh = shapes if mesh is None else shard_abstract(shapes, mesh)
 

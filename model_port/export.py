@@ -63,7 +63,8 @@ def export(
 ) -> ConversionReport:
     """Writes the Hugging Face directory `dst`. `dtype` defaults to the checkpoint's.
 
-    The model card shows `name` and the results in `evaluation`, the run_dir of an evaluation of this model.
+    `force` replaces a `dst` that an earlier export wrote. Weights are split into files of `max_shard_gib`. The model
+    card shows `name` and the results in `evaluation`, the run_dir of an evaluation of this model.
     """
     start_s = time.monotonic()
     if dtype is not None:

@@ -75,8 +75,9 @@ def with_params(model: VLModel, params: Mapping[str, jax.Array | jax.ShapeDtypeS
 def load(path: str | Path, dtype: str = "float32", mesh: Mesh | None = None) -> VLModel:
     """Loads a Hugging Face directory, a converted checkpoint or an adapter, with parameters in `dtype`, over `mesh`.
 
-    Activations have the same dtype, unless you replace `model.compute`. An adapter is loaded together with its base
-    model and stays in float32. Make `mesh` with `make_mesh`, or pass any mesh with some of its axes.
+    `path` may be in a bucket (gs://…). Activations have the same dtype, unless you replace `model.compute`. An adapter
+    is loaded together with its base model and stays in float32. Make `mesh` with `make_mesh`, or pass any mesh with
+    some of its axes. Raises ValueError if there is no valid model.
     """
     mesh = None if mesh is None else with_all_axes(mesh)
     if dtype not in DTYPES:

@@ -9,7 +9,7 @@ Unusual features of this model, and the files that implement them:
   within their frame.
 - Qwen3-VL's queries and keys are normalized per head before rotation (text.py).
 - In MoE models, a router sends each token to a few of a layer's experts (experts.py).
-- A patch covers two frames of a video, or one image twice; its time precedes it as text (processing.py).
+- A patch covers two frames of a video, or one image twice (processing.py). In Qwen3-VL, its time precedes it as text.
 - The mergers use the exact GELU. The output merger normalizes before it merges; DeepStack's do so after (vision.py).
 - Kernels keep the memory order of the Hugging Face files, so conversion copies bytes (weights.py).
 - A tower's layers are stacked parameters and one scan; you can choose the saved activations (layers.py).

@@ -64,7 +64,7 @@ async def check(
     num_episodes: int = 12,
     on_progress: Callable[[str], None] = lambda message: None,
 ) -> list[Parity]:
-    """Compares every server with the learner, on `num_episodes` episodes and at least one for each picture size."""
+    """Compares every server with the learner, on at least `num_episodes` episodes, as many for each picture size."""
     sizes_px = list(dict.fromkeys(await asyncio.to_thread(scorer.settled, VIDEO_SIZES_PX)))
     parities = []
     async with HttpClient() as client:

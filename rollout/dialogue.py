@@ -27,7 +27,8 @@ class TurnRequest:
     deadline_s: float
     affinity: str  # equal for dialogues that share their prompt
     ends_after_call: bool = False  # stop after the first call
-    on_text: Callable[[str], None] | None = None  # called with the whole text so far, whenever it has grown
+    # Called with the whole text so far, whenever it has grown. If a server fails, the text starts again.
+    on_text: Callable[[str], None] | None = None
 
 
 @dataclass(frozen=True)

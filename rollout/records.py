@@ -14,7 +14,7 @@ from rollout.video.info import TimedPicture
 
 @dataclass(eq=False)
 class Call:
-    """An executed call. If it failed early, later fields keep their defaults."""
+    """A call and its result. If it failed early, later fields keep their defaults."""
 
     call: ToolCall
     outcome: Outcome

@@ -322,7 +322,7 @@ class Server:
         on_progress: Callable[[str], None] | None = None,
         log_file: Path | None = None,
     ) -> "Server":
-        """Starts a server and waits until it has generated a token; `on_progress` gets its latest line meanwhile."""
+        """Starts a server and waits until it is ready; `on_progress` gets its latest line meanwhile."""
         server = cls(settings.settled(), log_file)
         try:
             async with asyncio.timeout(deadline_s):

@@ -1,8 +1,8 @@
 """Parses the tool calls in a model's text and their arguments. `rollout.toolbox` runs the calls.
 
 The trained form is `<tool_call>{"name": …, "arguments": {…}}</tool_call>`. The base model sometimes writes
-`<tool_code>crop_video(…)</tool_code>` instead, a Python call that is parsed but never executed. All functions here are
-pure functions of untrusted text; errors become sentences for the model.
+`<tool_code>crop_video(…)</tool_code>` instead, a Python call that is parsed as data and never run as Python. All
+functions here are pure functions of untrusted text; errors become sentences for the model.
 """
 
 import ast
@@ -50,7 +50,7 @@ class ToolSpec:
 
 
 def make_schema(name: str, description: str, **parameters: tuple[str, str]) -> dict[str, Any]:
-    """Makes a tool's schema for the chat template. Each parameter has a JSON type and a description."""
+    """Makes a tool's schema for the chat template. A parameter has a JSON type and a description; all are required."""
     properties = {key: {"type": kind, "description": text} for key, (kind, text) in parameters.items()}
     schema = {"type": "object", "properties": properties, "required": list(properties)}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
@@ -91,7 +91,7 @@ class BadCall(ValueError):
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool block in a turn. `problem` is set if it is not a valid call of an available tool."""
+    """A call in a turn. `problem` is set if it is not a valid call of an available tool."""
 
     span: tuple[int, int]  # characters of the turn, including tags
     name: str = ""
@@ -111,7 +111,7 @@ class Window:
 
 
 def find_calls(text: str, tools: Signatures = CROP_VIDEO_ALONE) -> list[ToolCall]:
-    """Returns a turn's calls in order: the calls after its first `</think>`, or all calls if it has none."""
+    """Returns a turn's calls in order, up to MAX_CALLS: those after its first `</think>`; without one, all."""
     begin = text.find("</think>") + 1  # 0 without one
     calls: list[ToolCall] = []
     while len(calls) < MAX_CALLS and (opening := OPENING.search(text, begin)) is not None:

@@ -1,4 +1,4 @@
-"""Samples with a paged key/value cache and continuous batching, in at most five compiled programs.
+"""Samples with a paged key/value cache and continuous batching, in a few compiled programs.
 
 requests.py     requests and completions
 pages.py        allocates the cache's pages, and finds cached prompt prefixes

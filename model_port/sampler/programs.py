@@ -1,4 +1,6 @@
-"""The sampler's compiled programs. Their shapes depend only on the sampler's settings, never on requests.
+"""The sampler's compiled programs. Their shapes depend only on the sampler's settings, not on requests.
+
+Only encoding also depends on the size of the frames, which is rounded up to a power of two.
 
 The cache of all layers is one array of pages, in which a layer's pages follow the previous layer's. A page of any layer
 can therefore be indexed directly, and no program copies a layer's part of the cache.

@@ -48,7 +48,7 @@ class SamplerRequest:
 
 @dataclass
 class Completion:
-    """Sampled ids and the log-prob of each, from log_softmax(logits / temperature)."""
+    """Sampled ids and the log-prob of each, from log_softmax(logits / temperature); at temperature 0, of the logits."""
 
     ids: list[int] = field(default_factory=list)
     behavior_logp: list[float] = field(default_factory=list)

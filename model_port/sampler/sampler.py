@@ -47,8 +47,9 @@ class BusyRow:
 class Sampler:
     """Owns the cache and the rows. Use `submit` and `step` for continuous batching, or `generate` for a batch.
 
-    All requests share a cache of `cache_tokens`, in which each reserves its prompt and `max_new_tokens`. By default the
-    cache has a full context for every row.
+    At most `max_rows` requests run at a time; a step decodes up to `tokens_per_step` tokens of each. Prompt and
+    `max_new_tokens` of a request may have `max_context_tokens` together. All requests share a cache of `cache_tokens`,
+    in which each reserves this number. By default the cache has a full context for every row.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Sampler:
         self._table.forget()
 
     def submit(self, request: SamplerRequest) -> int:
-        """Queues a request for `step` and returns its number."""
+        """Queues a request for `step` and returns its number. Raises ValueError if the request is invalid."""
         prompt = PreparedPrompt.of(request.prompt, self.config)
         if (needed := _num_tokens(request)) > self.max_context_tokens:
             raise ValueError(
@@ -144,7 +145,7 @@ class Sampler:
         return finished
 
     def abort(self, number: int) -> Completion:
-        """Ends a request and returns its tokens so far; its row is free at the next step."""
+        """Ends a request that has not finished and returns its tokens so far; its row is free at the next step."""
         for waiting in self._waiting:
             if waiting[0] == number:
                 self._waiting.remove(waiting)

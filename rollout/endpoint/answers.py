@@ -22,7 +22,7 @@ class Reply:
 
 
 def read_completion(completion: Any, url: str, hide: Hide) -> Reply:
-    """Converts a chat completion into a Reply. Raises an EndpointError if it has no text from the model."""
+    """Converts a chat completion into a Reply. Raises an EndpointError if it is none; a cut-off one may be empty."""
     choices = get(completion, "choices")
     if not isinstance(choices, list):
         raise Unreachable(f"{url} sent no chat completion: {quoted(str(completion), hide)!r}")

@@ -160,7 +160,7 @@ class EndpointClient:
     ) -> Reply:
         """Samples the assistant's next message. Raises a subclass of EndpointError.
 
-        `on_text` is called with the whole text so far, whenever the text has grown.
+        `on_text` is called with the whole text so far, whenever the text has grown. A retry starts with a new text.
         """
         options = {"seed": seed, "stop": stop or None}
         request = {

@@ -1,9 +1,9 @@
 """Manages the health, ownership and weights of an engine's SGLang servers.
 
-Each server has a health loop that probes it and compares its weight label. A server that stops answering, or that has
-other weights than this engine gave it, is ejected immediately and returns only with the current weights. Servers that
-this engine started are restarted. Only one run publishes to a server (`rollout.engine.labels`); a server that another
-run takes over is retired.
+Each server has a health loop that probes it and compares its weight label. A server that refuses connections, misses
+several probes, or has other weights than this engine gave it is ejected, and returns only with the current weights.
+Servers that this engine started are restarted. Only one run publishes to a server (`rollout.engine.labels`); a server
+that another run takes over is retired.
 """
 
 import asyncio

@@ -15,7 +15,7 @@ from rollout.picture import Picture
 
 
 class EngineError(RuntimeError):
-    """The engine failed; the message names the server and the remedy."""
+    """The engine failed. The message goes to the log and names the server, if one failed."""
 
 
 class RequestRejected(EngineError):
@@ -58,7 +58,8 @@ class Request:
     deadline_s: float | int
     version: int | None = None  # the version that must sample every token; None accepts any version
     affinity: str = ""  # requests with equal affinity go to the same server, for its prefix cache; default: episode
-    on_tokens: Callable[[Sequence[int]], object] | None = None  # called with all ids so far, whenever there are more
+    # Called with all ids so far, whenever there are more. After a failed server, sampling starts again with fewer ids.
+    on_tokens: Callable[[Sequence[int]], object] | None = None
 
 
 @dataclass(frozen=True, eq=False)

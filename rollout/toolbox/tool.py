@@ -61,8 +61,8 @@ class Tool:
     spec: ToolSpec
     shows_details = False  # True if it shows parts of frames, which may have more pixels than a frame
     shows_pictures = False  # True if responses may have pictures; memory and context are then planned for them
-    timeout_message = "the call took too long"
-    failure_message = "the call could not be carried out"
+    timeout_message = "the call took too long"  # for the model, if `run` misses the deadline
+    failure_message = "the call could not be carried out"  # for the model, if `run` raises any other error
 
     def check(self, arguments: Mapping[str, Any], videos: Videos) -> ToolArgs:
         """Checks the arguments. Raises a BadCall that explains the problem to the model."""

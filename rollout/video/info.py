@@ -8,7 +8,7 @@ from rollout.video.box import Box
 
 @dataclass(frozen=True)
 class VideoInfo:
-    identity: str  # equal for equal content
+    identity: str  # of the file: from its path, size and time of change
     duration_s: float | int  # from the start of the first frame to the end of the last
     num_frames: int
     height: int  # upright, before any resizing

@@ -187,7 +187,7 @@ class FrameReader:
     async def frames(
         self, path: str | Path, times_s: Iterable[float | int], deadline_s: float | int, box: Box | None = None
     ) -> list[TimedPicture]:
-        """Returns the distinct frames shown at these times, in order; with `box`, that part of each frame.
+        """Returns the distinct frames shown at these times, in the video's order; with `box`, that part of each frame.
 
         Undecodable frames are left out. Raises a VideoError if no frame can be decoded.
         """

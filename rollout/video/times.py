@@ -26,7 +26,8 @@ def overview_times(duration_s: float | int, total_frames: int, num_frames: int) 
 def num_frames_at(fps: float | int, duration_s: float | int, total_frames: int, max_frames: int) -> int:
     """Returns the number of frames in an overview at `fps`, up to `max_frames`; `fps=0` always gives `max_frames`.
 
-    The number is even and the same as in qwen_vl_utils (0.0.14, smart_nframes), at least 4 if the video has as many.
+    The number is that of qwen_vl_utils (0.0.14, smart_nframes): even, and at least 4 if the video and `max_frames`
+    allow it. If they allow only one frame, it is 1.
     """
     if not fps:
         return max_frames
