@@ -24,7 +24,7 @@ from paravt_jax.run.process import claim_resources
 
 
 async def run_eval(config: EvalConfig, shard: Shard | None = None) -> list[Cell]:
-    """Runs all cells, or one shard of them, and returns them in the order of dispatches and budgets."""
+    """Runs all cells, or one shard of them, and returns them in the order of `config.eval.cells`."""
     from paravt_jax.evaluation.evaluation import open_evaluation  # imported late, so that --help does not load jax
 
     async with open_evaluation(config, shard) as evaluation:

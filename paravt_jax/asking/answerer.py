@@ -73,7 +73,7 @@ class Answer:
 
 @dataclass(frozen=True, eq=False)
 class Answerer:
-    """Answers questions with an agent that gets a fixed number of overview frames."""
+    """Answers questions with an agent that gets a fixed number of overview frames, but at least one per video."""
 
     agent: Agent
     num_frames: int
@@ -99,7 +99,8 @@ class Answerer:
     ) -> Answer:
         """Answers a question. `name` identifies it among concurrent questions; the engine aborts requests by name.
 
-        Equal questions with an equal `seed` have equal answers under any name; without a seed, answers differ.
+        With the embedded engine, equal questions with an equal `seed` have equal answers under any name. Without a
+        seed, `name` takes its place.
         `history` has the turns before the question; `videos` and `images` belong to all turns, in order. `subtitles`
         has each video's subtitle file or "".
         `max_tokens` limits the tokens of the agent and its sub-agents together. None: only their settings limit them.

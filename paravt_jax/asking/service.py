@@ -44,7 +44,7 @@ from rollout.records import Call
 from rollout.server import check_port
 from rollout.video.errors import ImageError, VideoError, VideoTimeout, VideoUnavailable
 
-HEADERS_DEADLINE_S = 20.0  # for a connection to send a complete request, from its start or last response
+HEADERS_DEADLINE_S = 20.0  # for a connection to send the headers of a request, from its start or last response
 WRITE_DEADLINE_S = 60.0
 HEALTH_S = 1.0  # requests to /health within this time share a check
 MAX_WAITING = 8  # waiting questions, as a multiple of `max_questions`
@@ -125,7 +125,7 @@ class Service:
             self.deadlines_s[transport] = time.monotonic() + HEADERS_DEADLINE_S
 
     async def close_idle(self, server: web.Server) -> None:
-        """Closes connections that have had no complete request for HEADERS_DEADLINE_S."""
+        """Closes connections that have sent no request for HEADERS_DEADLINE_S."""
         while True:
             now_s = time.monotonic()
             new_s = now_s + HEADERS_DEADLINE_S
@@ -387,7 +387,7 @@ def bind_port(host: str, port: int) -> socket.socket:
 
 
 async def serve(service: Service, listener: socket.socket, stop: asyncio.Event) -> None:
-    """Serves until `stop` is set, then gives running questions one deadline to finish."""
+    """Serves until `stop` is set, then gives running and waiting questions one deadline to finish."""
     runner = web.AppRunner(service.app(), handler_cancellation=True, shutdown_timeout=1.0, access_log=None)
     await runner.setup()
     assert runner.server is not None, "set up above"

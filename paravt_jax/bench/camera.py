@@ -1,4 +1,4 @@
-"""Generates a synthetic film: a camera that moves over coloured clouds, with cuts."""
+"""Generates a synthetic film: a camera that moves over colored clouds, with cuts."""
 
 import functools
 from collections.abc import Iterator

@@ -1,4 +1,7 @@
-"""Stage `step`: two short RL or SFT steps by the recipe on synthetic videos; the second must not compile."""
+"""Stage `step`: two short RL or SFT steps by the recipe on synthetic videos. Results are of the second.
+
+The first step compiles most programs, so the second's times are closer to those of a run.
+"""
 
 import asyncio
 import math

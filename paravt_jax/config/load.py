@@ -35,9 +35,10 @@ WRITTEN = "_written"  # attribute of loaded settings with the values as written,
 
 
 def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] = Config) -> Schema:
-    """Loads settings: defaults, then YAML or RUN/config.json, then `a.b=c`. Raises ValueError for invalid settings.
+    """Loads settings: defaults, then YAML or RUN/config.json, then `a.b=c`.
 
-    `path` can be the name of a config of the package. If the command line sets another `loss.name`, the file's
+    Raises ValueError for invalid settings, and FileNotFoundError without the file. `path` can be the name of a config
+    of the package. If the command line sets another `loss.name`, the file's
     `loss.params` give way to that loss's defaults, as do `loss.correction_bounds` for another `loss.correction`.
     A `rollout.prompts_file` on the command line replaces the `rollout.prompts` of a file.
     """

@@ -143,7 +143,7 @@ class TraceBatches:
         return await asyncio.to_thread(self._packed, traces, self._next - first - len(traces), problems)
 
     def _skip(self, problems: list[str], trace: LeftOut) -> None:
-        """Records a skipped trace. Raises if no trace is usable, because the search would never end, or few are."""
+        """Records a skipped trace. Raises if few can be read, or if none is usable and the search would never end."""
         problem = trace.problem
         if problem not in self._reported:
             self._reported.add(problem)

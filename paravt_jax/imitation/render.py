@@ -1,8 +1,9 @@
 """Renders traces with the same ids and pictures that a rollout of the same text would have.
 
 A trace about videos gets an episode's prompt, or a sub-agent's prompt if it shows a window of a single video; only the
-question comes from the row. A tool message that consists of a video window becomes the response of `crop_video` with
-that window. Other dialogues are rendered unchanged. The assistant's tokens and turn ends are loss tokens.
+question comes from the row, unless rollout.prompts.row_messages is set. A tool message that consists of a video window
+becomes the response of `crop_video` with that window. Other dialogues are rendered unchanged. The assistant's tokens
+and turn ends are loss tokens.
 """
 
 import asyncio
@@ -51,8 +52,9 @@ class TraceRenderer:
         self._decoding = asyncio.Semaphore(IMAGES_AT_A_TIME)
 
     async def render(self, trace: Trace, frame_budget: int, number: int = 0) -> Rendered:
-        """Renders a trace; `frame_budget` is split over all videos of the overview, `number` is the dialogue's.
+        """Renders a trace; `number` is the dialogue's.
 
+        `frame_budget` is split over all videos of the overview, unless the trace sets the number of their frames.
         Raises VideoError if a video or image cannot be read.
         """
         ledger = Ledger()

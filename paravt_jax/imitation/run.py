@@ -58,7 +58,7 @@ class SftRun:
         return f"SftRun({self.training!r})"
 
     async def next_batch(self) -> TraceBatch | None:
-        """Returns the next step's traces; None after the last step."""
+        """Returns the next step's traces; None after the last step, or if the run has to stop."""
         if not self.training.begin_step("data"):
             return None
         return await self.training.directory.unless_stopped(self._timed_batch())

@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 from paravt_jax.learner.settings import AdvantageConfig
 from paravt_jax.rewards.terms import RewardTerms
 
-EPSILON = 1e-6  # added to the std, far below the std of any group with spread
+EPSILON = 1e-6  # added to the std
 TOKENS_EPSILON = 1e-5  # added to the std over all tokens, as in the release
 MAX_TOKEN_KL = 10.0  # bound of each token's KL in the returns, as in the release
 ROUNDING = 1e-8  # smaller differences between rewards are rounding
@@ -229,7 +229,10 @@ def _leave_one_out(present: Bool[np.ndarray, " G"], config: AdvantageConfig) -> 
 
 
 def _divisor(groups: Sequence[tuple[np.ndarray, np.ndarray]], config: AdvantageConfig) -> float:
-    """The divisor of advantages: the std of distances from the group mean over these groups, or 1 if not normalized."""
+    """The divisor of advantages: the std of distances from the group mean over these groups.
+
+    It is 1 without normalization, and if no group has a spread.
+    """
     if config.normalise in ("none", "loo"):
         return 1.0
     distances = [values[present] - values[present].mean() for present, values in groups if present.any()]

@@ -19,7 +19,7 @@ from rollout.chat import Chat
 from rollout.ledger import Ledger
 from rollout.records import Episode
 
-OPENED_BY_MODEL = ("tool_call", "answer")  # `<think>` is forced, never sampled
+OPENED_BY_MODEL = ("tool_call", "answer")  # `<think>` is usually rollout.forced_prefix
 
 # Token classes of the mismatch metrics.
 PLAIN, STRUCTURAL, FIRST_OF_TURN = range(3)
@@ -74,7 +74,7 @@ def advantage_places(episode: Episode, advantage: Float[np.ndarray, " n"], chat:
 
 
 def struct_mask(episode: Episode, tags: Sequence[Tag], chat: Chat) -> Bool[np.ndarray, " n"]:
-    """struct(o): the main agent's sampled tokens that spell a closing tag, an opening tag or the end of a turn."""
+    """struct(o): the main agent's sampled tokens of closing tags, of opening tags but `<think>`, and of turn ends."""
     places = [tag.place for tag in tags if tag.closing or tag.name in OPENED_BY_MODEL]
     places += [Place(number, len(turn.text), len(turn.text)) for number, turn in enumerate(episode.turns)]
     return token_mask(episode, places, chat)
@@ -85,7 +85,7 @@ def property_mask(
 ) -> Bool[np.ndarray, " n"]:
     """The tokens that a property credits: the structural tokens at its places if the property is met.
 
-    If it is not met, the token at the position of the missing tag; no token if the turn was cut off there.
+    If it is not met, the tokens at its faults; none for a turn that was cut off there.
     """
     mask = token_mask(episode, earned.places, chat)
     return mask & structural if earned.met else mask

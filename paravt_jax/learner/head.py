@@ -26,7 +26,7 @@ def token_scores(
 ) -> tuple[Float[Array, "B A"], Float[Array, "B A"]]:
     """The log-prob of each target, and the entropy of its distribution (without a gradient).
 
-    A chunk has `chunk_tokens` of every row.
+    A chunk has at most `chunk_tokens` of every row.
     """
     num_chunks = -(-hidden.shape[1] // chunk_tokens)
     return _scores(hidden, head, target, jnp.asarray(temperature), num_chunks)

@@ -75,8 +75,9 @@ class Learner:
         num_steps: int = 1,
         mesh: Mesh | None = None,
     ):
-        """Sets up the state. `temperature` is the sampler's, because its log-probs include the temperature.
+        """Sets up the state from the model's arrays, which the first update invalidates (donation).
 
+        Trained weights must be float32. `temperature` is the sampler's, because its log-probs include the temperature.
         `num_steps` is the number of optimizer steps of the whole run, for the learning-rate schedule.
         """
         self.optim, self.loss, self.mesh = optim, loss, mesh
@@ -129,7 +130,8 @@ class Learner:
     def update(self, parts: Sequence[StepPart], num_dialogues: int) -> dict[str, float]:
         """Takes an RL step: one optimizer step per part. Returns the metrics of all parts.
 
-        `num_dialogues` bounds the dialogues of a part.
+        At least one part has batches. `num_dialogues` bounds the dialogues of a part. Raises RuntimeError after
+        MAX_BAD_STEPS updates in a row with gradients that are not finite.
         """
         objective = PolicyObjective.of(self.loss, self._variant, num_dialogues)
         reports = []
@@ -303,7 +305,7 @@ def opt_shardings(adam: optax.GradientTransformation, trainable: nnx.State, mesh
 
 
 def trained_filter(model: VLModel, optim: OptimConfig) -> Any:
-    """The filter of trained parameters: the adapters if there are any, else the weights."""
+    """The filter of trained parameters: the adapters if there are any, else the weights, by default of the text."""
     if model.lora.rank:
         return nnx.LoRAParam
     return nnx.Param if optim.train_vision else LANGUAGE

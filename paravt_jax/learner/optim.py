@@ -1,4 +1,4 @@
-"""The optimizer: gradient-norm clipping, then AdamW. All hyperparameters are traced."""
+"""The optimizer: gradient-norm clipping, then AdamW. `OptimNumbers` are traced."""
 
 import math
 from typing import NamedTuple

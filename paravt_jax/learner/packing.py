@@ -43,7 +43,8 @@ BATCH_TOKENS = 256  # cost of reading all weights, which every batch does, as a 
 class Dialogue:
     """One agent's dialogue with expanded placeholders. Its first `num_shared` tokens are its group's prompt.
 
-    `frames` has keys. Arrays after `num_shared_frames` have one value per token, used where `loss_mask` is True.
+    `frames` has keys. Arrays after `num_shared_frames` have one value per token; all but `experts` are only used where
+    `loss_mask` is True.
     """
 
     ids: Int[np.ndarray, " n"]
@@ -151,10 +152,10 @@ def pack(
     first_number: int = 0,
     agree: Callable[[PackSizes], PackSizes] = lambda sizes: sizes,
 ) -> list[TrainBatch]:
-    """Packs each dialogue exactly once, by best fit into as few batches of `num_rows` rows as possible.
+    """Packs each dialogue exactly once, by best fit, into batches of `num_rows` rows.
 
     Dialogues are numbered from `first_number`. `agree` turns the sizes that this host needs into the maximum over
-    hosts; a host that needs fewer batches adds empty batches.
+    hosts; a host that needs fewer batches adds empty batches. Raises ValueError if a dialogue is longer than a row.
     """
     rows = plan_rows(dialogues, shape.row_tokens, shape.num_rows)
     sizes = agree(_needed_sizes(rows, dialogues, frames, shape))

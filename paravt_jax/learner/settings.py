@@ -33,8 +33,8 @@ class AdvantageConfig:
     )
     filter_zero_variance: bool = setting(
         True,
-        "leave out groups whose rewards are all equal, which only contribute KL; no effect with credit=likelihood, "
-        "where they train the structure",
+        "leave out groups whose rewards are all equal, which only contribute KL; with credit=likelihood they stay and "
+        "train the structure",
     )
 
     @property

@@ -35,8 +35,8 @@ class SampledTokens:
     """The tokens of a call, in any shape. Only `policy_logp` is differentiated.
 
     Where `loss_mask` is False, a variant's inputs are zero and its output is ignored. A sequence is one agent's
-    dialogue and never split over two calls; an episode with trained sub-agents has several sequences. A sequence id
-    that is out of range makes the loss NaN.
+    dialogue and never split over two calls; an episode with trained sub-agents has several sequences. In losses that
+    use sequences, a sequence id that is out of range makes the loss NaN.
     """
 
     policy_logp: Float[Array, "*t"]

@@ -1,8 +1,9 @@
-"""The reward of an episode, R = R_acc + w_fmt · R_fmt + R_tool. Every credit records the characters that earned it.
+"""The reward of an episode: R = w_acc · R_acc + w_fmt · R_fmt + R_tool, and your own terms.
 
-All credits come from one parse of the turns (`paravt_jax/rewards/grammar.py`). Text after the first fault earns
-nothing, and neither does an answer or a turn that the grammar does not fully accept. A leaked `<tool_code>` breaks the
-format and earns only R_tool, if its call was executed.
+Every credit records the characters that earned it. All credits come from one parse of the turns
+(`paravt_jax/rewards/grammar.py`). Text after the first fault has no part in R_fmt, and neither has an answer or a turn
+that the grammar does not fully accept. A leaked `<tool_code>` breaks the format and earns only R_tool, if its call was
+executed.
 
 Lines marked `Choice:` decide points that the specification leaves open.
 """
@@ -69,10 +70,10 @@ class OwnTerm:
 
 @dataclass(frozen=True)
 class Credit:
-    """One reason for a reward. The credits of a term sum to the term.
+    """One reason for a reward. The credits of a built-in term sum to the term; that of an `OwnTerm` is weight · value.
 
-    A property of all turns has a place in every turn. `places` is empty only if the dispatcher reports an outcome for
-    a call that is not in the turns. `term` is a built-in term, or the name of an `OwnTerm`.
+    `places` is empty for an own term without places, and for a call whose outcome the dispatcher reports but which is
+    not in the turns. `term` is a built-in term, or the name of an `OwnTerm`.
     """
 
     name: str
@@ -85,8 +86,8 @@ class Credit:
 class AnchorProperty:
     """One property of R_anchor, its value for this episode, and the characters responsible for it.
 
-    If the property is met, `places` are the structural tags that met it. If not, each place is one token at fault: the
-    first token of a wrong tag, or the end of the turn.
+    If the property is met, `places` are the tags that met it; of the flow, all turns. If not, each place is a fault:
+    the first character of a wrong tag or of text outside of the parts, or the end of a turn.
     """
 
     name: str
@@ -390,7 +391,7 @@ def _think_first_credits(turns: Sequence[ParsedTurn], calls: "_Calls", config: R
 def _anchor_properties(turns: Sequence[ParsedTurn], config: RewardConfig) -> Iterator[AnchorProperty]:
     """The properties of R_anchor. Choice: a flow ends in a non-empty answer; enough thinking is a separate property.
 
-    Choice: γ applies once per episode, so R_fmt is at least −λγ.
+    Choice: γ applies once per episode, so R_anchor is at least −γ.
     """
     closings = tuple(tag.place for turn in turns for tag in turn.tags if tag.name == "think" and tag.closing)
     unclosed = tuple(turn.missing_closing_place(tag) for turn in turns for tag in turn.unclosed)

@@ -86,7 +86,7 @@ class EpisodeStats:
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """An episode and its reward. A missing rollout may lack the episode (None) or only its score (`terms` is None)."""
+    """An episode and its reward. A missing rollout may lack both, or have `terms` without the judge's score."""
 
     id: str
     episode: Episode | None = None

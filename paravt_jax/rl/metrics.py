@@ -87,7 +87,7 @@ def deadline_remark(metrics: Mapping[str, float], turn_deadline_s: float) -> str
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Metrics of rollouts: the paper's f_tau is `format_reward`, its kappa `tool_calls_mean`.
 
-    Missing episodes count only in `num_missing`. A mean without values is left out.
+    Missing episodes count only in the metrics about them. A mean without values is left out.
     """
     scored = [rollout for rollout in rollouts if not rollout.missing]
     stats = [rollout.stats for rollout in scored if rollout.stats is not None]

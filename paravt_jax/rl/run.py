@@ -69,7 +69,7 @@ class Run:
         return f"Run({self.training!r})"
 
     async def collect(self) -> list[Group] | None:
-        """Collects the next step's groups; None after the last step."""
+        """Collects the next step's groups; None after the last step, or if the run has to stop."""
         if not self.training.begin_step("rollout"):
             return None
         return await self.rollouts.next_groups(self.training.step + 1, self.training.directory.unless_stopped)

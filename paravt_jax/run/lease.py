@@ -26,7 +26,7 @@ RELEASE_S = 5.0  # time to release the lease before the process exits
 
 
 class Lease:
-    """A lease on a bucket's directory. Use `with leased(bucket, directory, say) as lease`."""
+    """A lease on a bucket's directory. Use `with hold_lease(bucket, directory, say) as lease`."""
 
     def __init__(self, bucket: Bucket, token: str):
         self._bucket, self._object, self._token = bucket, bucket / OWNER, token

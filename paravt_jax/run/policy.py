@@ -56,7 +56,7 @@ class Policy:
     hf_files: Path  # config, tokenizer, processor and template, with this run's pixel limits
     source: Path  # a Hugging Face directory or a converted checkpoint
     compute: Compute
-    name: str = ""  # public name of the source
+    name: str = ""  # of the source: a hub id or an absolute path
     adapter: Path | None = None  # a trained adapter that the run starts from
     lora: LoraConfig = NO_ADAPTERS  # the adapter to train
     seed: int = 0  # random seed for new adapters

@@ -70,7 +70,7 @@ class Stopping(asyncio.Event):
         self._timer: threading.Timer | None = None
 
     def stop(self, number: int) -> None:
-        """Starts the grace period, in which the run saves a checkpoint, unless it has started or an interrupt came."""
+        """Starts the grace period, in which the run saves a checkpoint, unless it runs or this signal came before."""
         if self._timer is not None or number == self.signal:
             return
         self.signal = number
@@ -92,7 +92,7 @@ class Stopping(asyncio.Event):
 
 
 def stop_on_signals(stopping: Stopping, before_exit: Callable[[], object] = lambda: None) -> Callable[[], None]:
-    """Handles SIGTERM and Ctrl-C. The first ends a run after its step; a second one, or GRACE_S later, ends it at once.
+    """Handles SIGTERM and Ctrl-C. The first ends a run, which saves a checkpoint within GRACE_S; a second one kills it.
 
     Before the first step, the first one calls `before_exit` and ends the process: a thread that loads a model cannot be
     stopped. At a prompt or in a notebook, Ctrl-C never ends the process, because the user's variables would be lost.

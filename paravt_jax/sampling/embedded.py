@@ -1,7 +1,8 @@
 """The embedded engine: the learner's model samples in the learner's process.
 
-The engine needs no second environment and samples from a copy of the weights on this host's devices. A request with the
-same seed gets the same tokens, independent of other requests. One thread owns the sampler; the event loop only waits.
+The engine needs no second environment and samples on this host's devices, from the weights or a copy of them. A request
+with the same seed gets the same tokens, independent of other requests. One thread owns the sampler; the event loop only
+waits.
 """
 
 import asyncio

@@ -5,7 +5,8 @@ Each host samples its own episodes on its own devices, because hosts would have 
 together and in the same order.
 
 XLA for GPUs copies a layer that a loop takes from a stack, so on GPUs each layer has separate arrays. If the sampling
-mesh is the learner's, the copy exists only during rollouts, because an unsharded device lacks memory during updates.
+mesh is the learner's, the copy exists only during rollouts, because an unsharded device lacks memory during updates. If
+rollouts continue during updates, it stays. If the weights need no change, they are not copied.
 """
 
 from operator import itemgetter
@@ -38,7 +39,7 @@ class LocalCopy:
         self._base: tuple[list[jax.Array], VLModel] | None = None  # the frozen arrays, and a copied model with adapters
 
     def of(self, model: VLModel) -> VLModel:
-        """Returns the model's copy on this host. All hosts must call it together."""
+        """Returns the model's copy on this host, or the model if it needs none. All hosts must call it together."""
         if self._is_own:
             return model
         graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam if model.lora.rank else nnx.Param, ...)

@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument(
         "--dtype", choices=[*NOISE_FACTOR], default="float32", help="the servers' compute type (default float32)"
     )
-    parser.add_argument("--episodes", type=int, default=12, help="number of episodes per server (default 12)")
+    parser.add_argument("--episodes", type=int, default=12, help="episodes per server, at least (default 12)")
     parser.add_argument("--json", metavar="OUT", help="also write the results to this file")
     parser.add_argument("--force", action="store_true", help="replace OUT even if this command did not write it")
     add_debug_flag(parser)

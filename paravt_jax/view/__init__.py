@@ -1,4 +1,4 @@
-"""Writes one offline HTML page about one or two runs: `python -m paravt_jax.view RUN_DIR [OTHER]`.
+"""Writes one offline HTML page about one or more runs: `python -m paravt_jax.view RUN_DIR…`.
 
 `figures` reads metrics, `cells` reads an evaluation's certificates, `records` finds episodes, `episodes` converts them
 for the page, `pictures` decodes the frames they used, and `page` writes everything into one file with the scripts that
