@@ -49,6 +49,8 @@ CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # PEFT's initiali
 
 @dataclass(frozen=True)
 class AdapterBase:
+    """The base model of an adapter, as it was in training."""
+
     name: str  # a directory or a hub id
     dtype: str | None = None  # of the base weights in training; None if another program made the adapter
     sum: str | None = None  # checksum of the base weights in this dtype
@@ -59,6 +61,8 @@ class AdapterBase:
 
 @dataclass(frozen=True)
 class AdapterInfo:
+    """An adapter's rank and scale, and its base model."""
+
     lora: LoraConfig
     base: AdapterBase
 

@@ -74,6 +74,8 @@ class VisionConfig(ABC):
 
 @dataclass(frozen=True)
 class TextConfig:
+    """The dimensions of the language tower, and how it differs between families."""
+
     num_layers: int
     width: int
     ffn_width: int  # in MoE models, of each expert
@@ -108,6 +110,8 @@ class TextConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
+    """The dimensions of both towers, and the ids of the tokens that surround and replace frames."""
+
     text: TextConfig
     vision: VisionConfig
     tie_embeddings: bool

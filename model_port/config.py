@@ -32,7 +32,7 @@ PRESETS = {name: config for family in FAMILIES.values() for name, config in fami
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """LoRA adapters on the projections of the language layers. With adapters, no other weights are trained."""
+    """LoRA adapters on the projections of the language layers, but not on experts. No other weights are trained."""
 
     rank: int = field(default=0, metadata={"help": "rank of every adapter; 0: no adapters, all weights are trained"})
     alpha: float = field(
@@ -89,6 +89,7 @@ def read_hf_config(directory: str | Path) -> dict[str, Any]:
 
 
 def read_config(directory: str | Path) -> ModelConfig:
+    """Reads the `config.json` of a Hugging Face directory. Raises ValueError if this port cannot compute the model."""
     return config_from_hf(read_hf_config(directory), source=f"{directory}/config.json")
 
 

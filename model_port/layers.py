@@ -48,7 +48,10 @@ LIGHTER: dict[Remat, Remat] = {"full": "attention", "attention": "dots"}  # the 
 
 @dataclass(frozen=True)
 class Compute:
-    """How to compute the model. These fields only change results by rounding."""
+    """How to compute the model. These fields only change results by rounding.
+
+    `dtype` is that of activations; parameters keep theirs. docs/model.md describes the forms of attention and `remat`.
+    """
 
     dtype: ComputeDtype = "float32"  # of activations; parameters keep their dtype
     attention: Form = "auto"

@@ -1,6 +1,7 @@
 """The policy: vision tower, language tower, and their connection.
 
 Unusual features of this model, and the files that implement them:
+
 - Rows are packed: a row has several sequences; a sequence may be a trunk with branches that share it (inputs.py).
 - M-RoPE: time, row and column rotate different frequencies of a head; all three are equal for text (rope.py).
 - DeepStack in Qwen3-VL: features from three layers of the vision tower are added to the first layers of the language

@@ -54,7 +54,10 @@ _LAYOUT = re.compile(r"(?:kernel|table)_([a-z]+)$")
 
 
 def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Any = None) -> Mesh:
-    """Makes a mesh with Auto axes: XLA propagates shardings, and we only constrain where it would choose badly."""
+    """Makes a mesh of the first of `devices` (default: all devices); over several hosts, it must have all of them.
+
+    Its axes are Auto: XLA propagates shardings, and we only constrain where it would choose badly.
+    """
     devices = jax.devices() if devices is None else devices
     arrange = _arrange if len({device.process_index for device in devices}) == 1 else _arrange_on_hosts
     try:

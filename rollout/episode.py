@@ -51,7 +51,7 @@ class EpisodeCallbacks:
 
 
 class Agent:
-    """Runs episodes with an engine and a source of frames."""
+    """Runs episodes with an engine and a source of frames, for example a `FrameReader`."""
 
     top_p: float | int = 1.0  # training needs 1, the whole distribution; other values are for answering questions
 
@@ -83,6 +83,7 @@ class Agent:
         return await self.engine.health()
 
     def with_settings(self, **changed: Any) -> Self:
+        """Like `with_config`, but changes only these settings."""
         return self.with_config(replace(self.config, **changed))
 
     def dialogue(
@@ -93,6 +94,7 @@ class Agent:
         return dialogue(episode=episode, version=version, forced=forced, top_p=self.top_p)
 
     async def overview(self, task: Task) -> Overview:
+        """Decodes a task's frames and renders its prompt. Raises a VideoError if a video cannot be read."""
         return await self.prompter.overview(task)
 
     async def run(

@@ -19,6 +19,8 @@ Kind = Literal["prompt", "forced", "sampled", "environment"]
 
 @dataclass(frozen=True, eq=False)
 class Segment:
+    """Ids from one source. Sampled ids have log-probs and a policy version, others do not."""
+
     kind: Kind
     ids: np.ndarray  # int32; a picture is one placeholder
     pictures: tuple[Picture, ...] = ()
@@ -52,6 +54,7 @@ class Ledger:
     experts: np.ndarray | None = None  # from the last generation, for all tokens but its last
 
     def add(self, kind: Kind, ids: np.ndarray, pictures: Sequence[Picture] = ()) -> None:
+        """Adds a segment, unless it has no ids."""
         if len(ids):
             self.segments.append(Segment(kind, np.asarray(ids, np.int32), tuple(pictures)))
 
@@ -68,10 +71,12 @@ class Ledger:
 
     @property
     def ids(self) -> np.ndarray:
+        """All ids of the dialogue, int32."""
         return np.concatenate([np.zeros(0, np.int32), *(segment.ids for segment in self.segments)])
 
     @property
     def pictures(self) -> tuple[Picture, ...]:
+        """The pictures of all placeholders, in order."""
         return tuple(picture for segment in self.segments for picture in segment.pictures)
 
     @property
@@ -80,6 +85,7 @@ class Ledger:
 
     @property
     def num_sampled(self) -> int:
+        """The number of sampled tokens, also of those that an endpoint only reported."""
         return self.num_reported + sum(len(segment.ids) for segment in self.sampled)
 
     @property

@@ -105,6 +105,8 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Window:
+    """A part of a video, which a call asks for."""
+
     start_s: float
     end_s: float
     clamped: bool = False  # the requested end is beyond the end of the video

@@ -331,6 +331,19 @@ def tree_of_the_readme() -> dict[str, str]:
     return clauses
 
 
+def test_the_reference_lists_only_names_that_exist():
+    listed = [
+        (module, name)
+        for page in (ROOT / "docs" / "reference").glob("*.md")
+        for module, names in re.findall(
+            r"^::: (\S+)\n    options: {members: \[(.*)\]}$", page.read_text(), re.MULTILINE
+        )
+        for name in names.split(", ")
+    ]
+    assert len(listed) > 50
+    assert [entry for entry in listed if not hasattr(importlib.import_module(entry[0]), entry[1])] == []
+
+
 def test_the_readme_lists_the_folders_that_exist():
     clauses = tree_of_the_readme()
     assert [name for name in clauses if not (ROOT / name).is_dir()] == []

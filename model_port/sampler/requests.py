@@ -26,6 +26,8 @@ class SamplerPrompt:
 
 @dataclass(frozen=True)
 class SamplingParams:
+    """How to sample the tokens of a request. Temperature 0 is greedy."""
+
     max_new_tokens: int
     seed: int = 0
     temperature: float | int = 1.0  # 0: greedy, with log-probs at temperature 1
@@ -42,6 +44,8 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class SamplerRequest:
+    """A prompt, and how to sample its continuation."""
+
     prompt: SamplerPrompt
     sampling: SamplingParams
 

@@ -50,6 +50,8 @@ class GroupRewards:
 
 @dataclass(frozen=True)
 class EpisodeAdvantage:
+    """The advantages of one episode's tokens."""
+
     sequence: float  # for every sampled token
     anchor: float = 0.0  # added at structural tokens
     properties: Mapping[str, float] = field(default_factory=dict)  # added at the tokens of each property

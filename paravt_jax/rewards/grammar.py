@@ -28,7 +28,10 @@ WORD = re.compile(r"[^\W_]+")
 
 
 class Place(NamedTuple):
-    """Characters `start` to `end` (exclusive) of a turn. An empty place at the end is the token that ended the turn."""
+    """Characters `start` to `end` (exclusive) of a turn, whose number `turn` counts from 0.
+
+    An empty place at the end of the text is the token that ended the turn.
+    """
 
     turn: int
     start: int

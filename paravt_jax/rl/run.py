@@ -134,6 +134,7 @@ class Run:
             await self.engine.adopt(version)
 
     def record(self, groups: Sequence[Group], metrics: dict[str, float], publish_s: float) -> None:
+        """Logs the step with its episodes."""
         device_kind = jax.devices()[0].device_kind
         metrics |= {
             "time/publish_s": publish_s,

@@ -32,6 +32,8 @@ class VersionMismatch(EngineError):
 
 @dataclass(frozen=True)
 class Sampling:
+    """How to sample the tokens of a request."""
+
     max_new_tokens: int
     temperature: float | int = 0.7
     top_p: float | int = 1.0
@@ -64,6 +66,8 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Generation:
+    """The tokens that a request sampled, each with its log-prob and policy version."""
+
     ids: np.ndarray  # int32 [n]
     behavior_logp: np.ndarray  # float32 [n], from log_softmax(logits / temperature)
     versions: np.ndarray  # int32 [n], the policy version of each token
@@ -83,6 +87,8 @@ class Generation:
 
 @dataclass(frozen=True)
 class ServerHealth:
+    """The state of a server. `version` is that of its weights; None if it is unknown."""
+
     url: str
     alive: bool
     version: int | None
@@ -91,6 +97,8 @@ class ServerHealth:
 
 @dataclass(frozen=True)
 class Health:
+    """The state of an engine's servers. The engine is alive if one of them is."""
+
     servers: tuple[ServerHealth, ...] = field(default=())
 
     @property
@@ -115,21 +123,29 @@ class Weights(Protocol):
 
 @runtime_checkable
 class Engine(Protocol):
+    """Samples for agents. Your own engine needs these methods; docs/extend.md has an example."""
+
     @property
     def version(self) -> int:
         """The policy version that samples new requests."""
         ...
 
-    async def generate(self, request: Request) -> Generation: ...
+    async def generate(self, request: Request) -> Generation:
+        """Samples a continuation. Raises an EngineError if it cannot."""
+        ...
 
     async def publish(self, weights: Weights, version: int) -> None:
         """Returns when every server that gets further requests has these weights."""
         ...
 
-    async def health(self) -> Health: ...
+    async def health(self) -> Health:
+        """Returns the state of every server."""
+        ...
 
     async def abort(self, episode: str | None = None) -> None:
         """Ends an episode's running requests (None: all); each returns its tokens so far, with finish "abort"."""
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Ends running requests, and the servers that this engine started."""
+        ...

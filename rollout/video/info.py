@@ -8,6 +8,8 @@ from rollout.video.box import Box
 
 @dataclass(frozen=True)
 class VideoInfo:
+    """A video's length and size."""
+
     identity: str  # of the file: from its path, size and time of change
     duration_s: float | int  # from the start of the first frame to the end of the last
     num_frames: int
@@ -19,6 +21,8 @@ class VideoInfo:
 
 @dataclass(frozen=True, eq=False)
 class TimedPicture:
+    """A frame of a video, or a part of one, with its time."""
+
     time_s: float | int  # start of this frame, relative to the first
     picture: Picture
     path: str = ""  # of the video

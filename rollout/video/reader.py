@@ -126,7 +126,8 @@ class FrameReader:
     """Reads frames at any times, and caches them in memory and optionally on disk.
 
     `frame_size` maps a video's height and width to the size of its frames, and `detail_size` a box's height and width
-    to the size of its picture. Probe results are cached in `ticks_directory`.
+    to the size of its picture. `num_workers` processes decode, by default one per core, but at most MAX_WORKERS. Probe
+    results are cached in `ticks_directory`.
     """
 
     def __init__(

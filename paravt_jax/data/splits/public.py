@@ -93,7 +93,7 @@ def choice(
 ) -> Sample:
     """Makes a multiple-choice sample. `options` have no letters; empty options are unused, for example A, B and D.
 
-    `answer` is an option's letter.
+    `answer` is an option's letter. Raises BadRow if a row does not have such a question.
     """
     lettered = [(letter, text) for letter, text in zip(LETTERS, options, strict=False) if text.strip()]
     letters = "".join(letter for letter, _ in lettered)
@@ -113,6 +113,7 @@ def up_to_last_used(options: Sequence[str]) -> list[str]:
 
 
 def open_question(name: str, question: str, answer: str, video: str, groups: Groups) -> Sample:
+    """Makes a sample that asks for an answer in words."""
     prompt = f"{_stem(question, name)}\n{ASK_WORDS}"
     return Sample(_prompt(name, prompt, video, answer.strip(), "oe"), video, groups=groups)
 
