@@ -28,7 +28,7 @@ PNG_EFFORT = 1  # of 9; on loopback, encoding time matters more than size
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """Pixels and a key that identifies them. A writable array is copied, so you can go on drawing in it."""
+    """Pixels and a key that identifies them. A writable array is copied, so you can still draw in it."""
 
     key: str  # equal keys mean equal pixels
     pixels: np.ndarray  # uint8 [height, width, 3], read-only

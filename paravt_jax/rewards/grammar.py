@@ -28,7 +28,7 @@ WORD = re.compile(r"[^\W_]+")
 
 
 class Place(NamedTuple):
-    """Characters `start` to `end` (exclusive) of a turn, whose number `turn` counts from 0.
+    """Characters `start` to `end` (exclusive) of a turn. `turn` is its number, from 0.
 
     An empty place at the end of the text is the token that ended the turn.
     """

@@ -72,8 +72,8 @@ class OwnTerm:
 class Credit:
     """One reason for a reward. The credits of a built-in term sum to the term; that of an `OwnTerm` is weight · value.
 
-    `places` is empty for an own term without places, and for a call whose outcome the dispatcher reports but which is
-    not in the turns. `term` is a built-in term, or the name of an `OwnTerm`.
+    `places` is empty for an own term without places, and for a call that is not in the turns although the dispatcher
+    reports its outcome. `term` is a built-in term, or the name of an `OwnTerm`.
     """
 
     name: str
