@@ -112,17 +112,13 @@ def gated_silu(gate: Float[Array, "B T F"], up: Float[Array, "B T F"]) -> Float[
     return jax.nn.silu(gate) * up
 
 
-def _gated_silu_forward(gate: Array, up: Array) -> tuple[Array, tuple[Array, Array]]:
-    return gated_silu(gate, up), (gate, up)
-
-
 def _gated_silu_backward(saved: tuple[Array, Array], d_out: Array) -> tuple[Array, Array]:
     gate, up = saved
     sigmoid = jax.nn.sigmoid(gate)
     return d_out * up * sigmoid * (1 + gate * (1 - sigmoid)), d_out * gate * sigmoid
 
 
-gated_silu.defvjp(_gated_silu_forward, _gated_silu_backward)
+gated_silu.defvjp(lambda gate, up: (gated_silu(gate, up), (gate, up)), _gated_silu_backward)
 
 
 def run_layers(

@@ -151,17 +151,13 @@ def _arguments(episode: Episode, answer: str, question_type: str) -> dict[str, A
         "answer": answer,
         "question_type": question_type,
         "turns": [turn.text for turn in episode.turns],
-        "calls": executed_calls(episode),
+        "calls": [
+            ExecutedCall(number, call.call.span, call.call.name, call.call.arguments, call.outcome, call.response)
+            for number, turn in enumerate(episode.turns)
+            for call in turn.calls
+        ],
         "outcomes": episode.outcomes,
     }
-
-
-def executed_calls(episode: Episode) -> list[ExecutedCall]:
-    return [
-        ExecutedCall(number, call.call.span, call.call.name, call.call.arguments, call.outcome, call.response)
-        for number, turn in enumerate(episode.turns)
-        for call in turn.calls
-    ]
 
 
 def _checked_terms(terms: Any, turns: Sequence[str]) -> tuple[OwnTerm, ...]:
