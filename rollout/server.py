@@ -337,8 +337,8 @@ class Server:
 
     @property
     def url(self) -> str:
-        host = {"0.0.0.0": "127.0.0.1"}.get(self.settings.host, self.settings.host)
-        return f"http://{host}:{self.settings.port}"
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.settings.host, self.settings.host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.settings.port}"
 
     @property
     def pid(self) -> int:
@@ -464,7 +464,7 @@ def settled_port(host: str, port: int) -> int:
     candidates = [port] if port else random.sample(FREE_PORTS, 100)
     for candidate in candidates:
         try:
-            with socket.socket() as probe:
+            with socket.socket(_family(host)) as probe:
                 # Ignores closed connections, as the server does.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((host, candidate))
@@ -476,9 +476,21 @@ def settled_port(host: str, port: int) -> int:
     raise RuntimeError(f"tried {len(candidates)} ports on {host}, and none is free; set a port")
 
 
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _hex_address(host: str) -> str:
+    """Returns a host's address as in /proc/net/tcp and tcp6: words of four bytes, in the byte order of the machine."""
+    *_, (address, *_) = socket.getaddrinfo(host, 0, _family(host), socket.SOCK_STREAM)[0]
+    packed = socket.inet_pton(_family(host), str(address).partition("%")[0])
+    words = (packed[start : start + 4] for start in range(0, len(packed), 4))
+    return "".join(f"{int.from_bytes(word, sys.byteorder):08X}" for word in words)
+
+
 def _listening_sockets(host: str, port: int) -> set[str]:
     """Returns the listening sockets that a connection to host and port can reach, as named in /proc/PID/fd."""
-    address = f"{int.from_bytes(socket.inet_aton(socket.gethostbyname(host)), sys.byteorder):08X}"
+    address = _hex_address(host)
     sockets = set()
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         for line in table.read_text().splitlines()[1:] if table.exists() else ():

@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -50,4 +51,6 @@ if "--semaphore" in sys.argv:
     print(f"semaphore {held._semlock.name}", flush=True)
 if mode == "hang":
     time.sleep(600)
-HTTPServer(("127.0.0.1", int(option("--port", ""))), Handler).serve_forever()
+host = option("--host", "")
+HTTPServer.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+HTTPServer((host, int(option("--port", ""))), Handler).serve_forever()

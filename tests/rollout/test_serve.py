@@ -97,6 +97,20 @@ def test_a_server_that_cannot_serve_is_an_error(mode, settings, kind, problem, f
         start(fake(mode, **settings))
 
 
+@pytest.mark.parametrize(
+    ("host", "reached"),
+    [("localhost", "localhost"), ("0.0.0.0", "127.0.0.1"), ("::1", "[::1]"), ("::", "[::1]")],
+)
+def test_a_server_listens_on_names_and_on_all_addresses_of_both_families(host, reached, fake):
+    server = start(fake(host=host))
+    try:
+        assert server.url == f"http://{reached}:{server.settings.port}"
+        with pytest.raises(ValueError, match="Address already in use"):
+            start(fake(host=host, port=server.settings.port))
+    finally:
+        asyncio.run(server.stop(grace_s=1))
+
+
 def test_losing_the_port_during_a_start_is_detected(fake):
     with socket.socket() as thief:
         thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
