@@ -108,7 +108,7 @@ def summary() -> Iterator[Line]:
 
 
 def tables() -> dict[str, list[str]]:
-    """Yields the first cell of each table's header, and all its lines."""
+    """Returns all lines of each table, by the first cell of its header."""
     size = data("size")
     lines = ["| count | before | now | aim | met |", "|---|---|---|---|---|"]
     for name, aim in AIMS.items():

@@ -1,4 +1,4 @@
-"""Makes a small synthetic data set: videos of grey noise in which a coloured square appears once, for two seconds.
+"""Makes a small synthetic data set: videos of gray noise in which a colored square appears once, for two seconds.
 
 Sparse frames miss the square in a long video; a crop of the right window shows it. Each video has one question of every
 published type, and a trace that answers it. The last quarter of the videos is for validation. Videos, questions and
@@ -88,7 +88,7 @@ def make_clip(seed: int, number: int) -> Clip:
     rng = np.random.default_rng((seed, number))
     duration_s = int(rng.integers(MIN_DURATION_S, MAX_DURATION_S, endpoint=True))
     start_s = int(rng.integers(0, duration_s - EVENT_S, endpoint=True))
-    return Clip(seed, number, duration_s, [*COLOURS][(seed + number) % len(COLOURS)], start_s)  # balances the colours
+    return Clip(seed, number, duration_s, [*COLOURS][(seed + number) % len(COLOURS)], start_s)  # balances the colors
 
 
 def frames(clip: Clip) -> Iterator[UInt8[np.ndarray, "height width 3"]]:

@@ -192,7 +192,7 @@ def normalised(text: str) -> str:
 
 
 def token_f1(prediction: str, truth: str) -> float:
-    """Multiset F1 of the normalised words. DIFFERS from SQuAD: two empty texts do not match."""
+    """Multiset F1 of the normalized words. DIFFERS from SQuAD: two empty texts do not match."""
     predicted, true = Counter(normalised(prediction).split()), Counter(normalised(truth).split())
     num_shared = (predicted & true).total()
     return 2 * num_shared / (predicted.total() + true.total()) if num_shared else 0.0

@@ -42,7 +42,7 @@ def random_example(config: ModelConfig, seed: int, num_frames: int, num_text: in
 
 class Update(NamedTuple):
     run: Callable[[], dict[str, float]]
-    encode_vision: Callable[[], object] | None = None  # seconds of the vision tower alone
+    encode_vision: Callable[[], object] | None = None  # runs the vision tower alone
 
 
 @dataclass(frozen=True, eq=False)

@@ -145,7 +145,7 @@ def run_plan(plan: Sequence[Runs]) -> None:
 
 
 def finished_in(directory: Path) -> Iterator[Runs]:
-    """Returns the runs of every cell and seed with all arms that were started, including those of `--arms`."""
+    """Yields the runs of every cell and seed with all arms that were started, including those of `--arms`."""
     for seed in seeds_in(directory):
         for cell in CELLS:
             own = Runs.of(directory, cell, seed, ()).own.directory

@@ -249,7 +249,7 @@ class Table:
 
 
 def predicted(cell: Cell, num_seeds: int) -> list[dict[str, Any]]:
-    """Yields means over seeds for each arm, prefix and number of frames; `sft` is the cold start."""
+    """Returns means over seeds for each arm, prefix and number of frames; `sft` is the cold start."""
     rows = []
     for arm in (COLD_START, *cell.arms):
         table = Table.of(cell.world, arm)

@@ -52,7 +52,7 @@ class Mixture:
     one_context_frac: float = 0.0  # share of traces about a range whose prompt has the frames of all windows
     frames_frac: float = 0.0  # share of traces about a range whose parallel calls return frames
     num_captions: int = 4  # captions per video, from overviews that show the event; they teach times
-    wrong_frac: float = 0.5  # share of reports with a wrong colour
+    wrong_frac: float = 0.5  # share of reports with a wrong color
     num_looks: int = 6  # sub-agent traces per event, with windows at random seconds, which teach times
     short_looks: bool = False  # give these windows any length up to the usual one, which teaches colors
 
@@ -72,7 +72,7 @@ def rows_of(
     seed: int,
     kinds: Sequence[Kind] = ("window", "either"),
 ) -> list[dict[str, Any]]:
-    """Yields a corpus: every question once with a random budget, captions, and sub-agent traces."""
+    """Returns a corpus: every question once with a random budget, captions, and sub-agent traces."""
     rows_of_scene = _rows_of_ranges if "range" in kinds and mixture.tools else _rows_of_scene
     return [row for scene in scenes for row in rows_of_scene(scene, frame_budgets, mixture, seed, kinds)]
 
@@ -136,7 +136,7 @@ def _rows_of_ranges(
 
 
 def _looks(event: Event, longest_s: int, mixture: Mixture, rng: np.random.Generator) -> list[Window]:
-    """Yields windows with the event."""
+    """Returns windows with the event."""
     lengths_s = range(event.length_s if mixture.short_looks else longest_s, longest_s + 1, STEP_S)
     windows_s = []
     for _ in range(mixture.num_looks):

@@ -1,9 +1,9 @@
-"""A synthetic world in which crops help: long grey videos that show a colour for two seconds.
+"""A synthetic world in which crops help: long gray videos that show a color for two seconds.
 
 White and black distractors appear for as long at other times, and no question asks for them. An overview of 64 frames
-always shows the colour, one of 4 frames rarely; a crop of the right window always does. A clock in the border, as in
+always shows the color, one of 4 frames rarely; a crop of the right window always does. A clock in the border, as in
 much real footage, makes times readable, which a small model learns in minutes. Questions have the three published types
-and two sources with different beginnings. There are four kinds:
+and two sources with different beginnings. There are five kinds:
 
     window    names the window with the color
     either    names two windows, one of which has it, so that two parallel calls help
@@ -68,7 +68,7 @@ class Scene(Event):
 
     seed: int
     number: int
-    decoy_s: Window  # the start of a window without a colour
+    decoy_s: Window  # a window without a color
     distractors: dict[int, int]  # second -> shade
     other: Event | None = None  # for questions of kind `both`
 
@@ -97,7 +97,7 @@ class Question:
 def make_scene(
     seed: int, number: int, num_distractors: int = NUM_DISTRACTORS, two_events: bool = False, event_s: int = EVENT_S
 ) -> Scene:
-    """Makes a scene with balanced colours: each event within one window, distractors elsewhere, all at even seconds."""
+    """Makes a scene with balanced colors: each event within one window, distractors elsewhere, all at even seconds."""
     rng = np.random.default_rng((seed, number))
     window, decoy, second = (int(number) * WINDOW_S for number in rng.permutation(NUM_WINDOWS)[:3])
     starts_s = range(0, WINDOW_S - event_s + 1, STEP_S)  # relative to the window's start
@@ -112,7 +112,7 @@ def make_scene(
 
 
 def frames(scene: Scene) -> Iterator[UInt8[np.ndarray, "height width 3"]]:
-    """Yields the frames, at n / FPS seconds: flickering grey, a colour, white or black, between clock bars."""
+    """Yields the frames, at n / FPS seconds: flickering gray, a color, white or black, between clock bars."""
     rng = np.random.default_rng((scene.seed, scene.number, 1))
     shown = [(second, second + EVENT_S, shade) for second, shade in scene.distractors.items()]
     shown += [(event.start_s, event.end_s, COLOURS[event.colour]) for event in scene.events]

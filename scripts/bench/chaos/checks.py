@@ -55,7 +55,7 @@ def _in_step(step: int, episodes: Sequence[Mapping[str, Any]], train: TrainConfi
 
 
 def _of_weights(row: Mapping[str, Any], episodes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Checks version labels by log-probs: tokens labelled with the newest weights must match the learner's."""
+    """Checks version labels by log-probs: tokens labeled with the newest weights must match the learner's."""
     segments = (segment for episode in episodes for ledger in _ledgers(episode) for segment in ledger)
     versions = {segment["version"] for segment in segments if segment["kind"] == "sampled"}
     kl = row.get("mismatch/behavior_kl", 0.0)
