@@ -134,11 +134,13 @@ async def _measure(args: argparse.Namespace, model: Path, video: str) -> dict[st
                 crops.append({"crops": number, **await bench.latencies(number)})
                 say(f"{number} crops: {crops[-1]}")
             episodes, seconds = await bench.episodes()
+            num_cached = sum(episode.num_cached_tokens for episode in episodes)
+            num_prompt = max(sum(episode.num_prompt_tokens for episode in episodes), 1)
             publish_s = await _publish_times(args, engine, model)
             summary = {
                 "concurrent episodes": args.episodes,
                 "episodes per second": round(len(episodes) / seconds, 2),
-                "prompt tokens found in the prefix cache": f"{_cached_frac(episodes):.0%}",
+                "prompt tokens found in the prefix cache": f"{num_cached / num_prompt:.0%}",
                 "frames found in memory": f"{frames.metrics()['video/memory_hit_frac']:.0%}",
                 **{name: f"{value:.3f}" for name, value in publish_s.items()},
             }
@@ -224,7 +226,3 @@ async def _publish_times(args: argparse.Namespace, engine: SGLangEngine, model: 
 
 def _call(start_s: float) -> str:
     return f"<tool_code>crop_video(start_time={start_s:.2f}, end_time={start_s + WINDOW_S:.2f})</tool_code>"
-
-
-def _cached_frac(episodes: list[Episode]) -> float:
-    return sum(e.num_cached_tokens for e in episodes) / max(sum(e.num_prompt_tokens for e in episodes), 1)

@@ -53,7 +53,10 @@ def round_trip(target: Target) -> Iterator[Measured]:
         yield Measured("parity gate", skipped=reason)
     else:
         yield ids_line("SGLang's", ours, asyncio.run(server_ids(target.server, overview)))
-        yield gate_line(target, model_dir, dtype)
+        scorer = LearnerScorer(model_port.load(model_dir, dtype), target.contract)
+        (parity,) = asyncio.run(check([target.server], scorer, target.chat))
+        compared = sum(difference.num_tokens for difference in parity.differences.values())
+        yield Measured("parity gate", f"{compared} tokens", problem="; ".join(parity.problems))
 
 
 def our_ids(model_dir: Path, prompt: ProcessedPrompt) -> list[int]:
@@ -89,10 +92,3 @@ def ids_line(side: str, ours: list[int], theirs: list[int]) -> Measured:
     same = next((n for n, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(ours))
     problem = "" if ours == theirs else f"id {same + 1} differs"
     return Measured(f"{NUM_IDS} greedy ids = {side}", f"{same} of {len(ours)}", problem=problem)
-
-
-def gate_line(target: Target, model_dir: Path, dtype: str) -> Measured:
-    scorer = LearnerScorer(model_port.load(model_dir, dtype), target.contract)
-    (parity,) = asyncio.run(check([target.server], scorer, target.chat))
-    compared = sum(difference.num_tokens for difference in parity.differences.values())
-    return Measured("parity gate", f"{compared} tokens", problem="; ".join(parity.problems))

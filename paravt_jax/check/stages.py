@@ -32,16 +32,11 @@ def main() -> None:
     run: Any = getattr(importlib.import_module(f"paravt_jax.check.{module}"), function)
     for line in run(Target.from_json(target)):
         print(json.dumps(asdict(line) if isinstance(line, Measured) else line), flush=True)
-    print(json.dumps(device_facts()), flush=True)
-
-
-def device_facts() -> dict[str, Any]:
-    """The device that the stage used, if any, with its peak memory if the runtime reports it."""
-    if (jax := sys.modules.get("jax")) is None:
-        return {}
-    device = jax.local_devices()[0]
-    peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
-    return {"device": device.device_kind} | ({} if peak is None else {"peak_gib": peak / GIB})
+    if (jax := sys.modules.get("jax")) is not None:
+        device = jax.local_devices()[0]
+        peak = (device.memory_stats() or {}).get("peak_bytes_in_use")  # not every runtime reports it
+        facts = {"device": device.device_kind} | ({} if peak is None else {"peak_gib": peak / GIB})
+        print(json.dumps(facts), flush=True)
 
 
 if __name__ == "__main__":

@@ -120,7 +120,10 @@ def read_prompt(row: Any, find: Callable[[str], str], columns: Sequence[str] | N
     subtitles = tuple(_named_subtitles(video, find) for video in row.get("videos") or ())
     content_id = _content_id(question, [*names, *images], answer, question_type)
     prompt = Prompt(own_id(row) or content_id, question, videos, answer, question_type, subtitles)
-    own = tuple((name, _column(name, row, extra_info)) for name in columns or ())
+    fields = extra_info | row
+    if absent := [name for name in columns or () if name not in fields]:
+        raise BadRow("missing column", f"reward.plugin takes {absent[0]}, which is neither a column nor in extra_info")
+    own = tuple((name, fields[name]) for name in columns or ())
     return replace(prompt, messages=_messages(row["prompt"]), columns=own, images=tuple(map(find, images)))
 
 
@@ -224,12 +227,6 @@ def _question_type(value: Any, own: bool) -> str:
     named = "a name of your own (lower-case letters, digits and _, not k16)"
     others = named if own else "with reward.plugin one of your own"
     raise BadRow("unknown question type", f"{value!r}, expected {', '.join(QUESTION_TYPES)}, or {others}")
-
-
-def _column(name: str, row: dict[str, Any], extra_info: dict[str, Any]) -> Any:
-    if name not in row and name not in extra_info:
-        raise BadRow("missing column", f"reward.plugin takes {name}, which is neither a column nor in extra_info")
-    return row[name] if name in row else extra_info[name]
 
 
 def _answer(value: Any, question_type: str) -> str:

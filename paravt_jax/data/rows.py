@@ -224,7 +224,10 @@ def existing_file(name: str, root: Path, inside: Path | None = None) -> str:
 
     With `inside`, a file outside of that directory raises BadRow.
     """
-    path = checked_path(name).removeprefix(FILE_URI)
+    longest = max(len(part.encode()) for part in checked_encodable(name, "a path").split("/"))
+    if "\0" in name or len(name.encode()) > MAX_PATH_BYTES or longest > MAX_NAME_BYTES:
+        raise BadRow("impossible path", f"invalid file name {name[:MAX_SHOWN_CHARS]!r}…, of {len(name)} characters")
+    path = name.removeprefix(FILE_URI)
     for candidate in dict.fromkeys((root / path, root / (unquote(path) if path != name else path))):
         if not is_file(candidate):
             continue
@@ -235,18 +238,6 @@ def existing_file(name: str, root: Path, inside: Path | None = None) -> str:
             )
         return str(candidate)
     raise BadRow(MISSING_FILE, f"{path} is not a local file; download it" if "://" in path else str(root / path))
-
-
-def checked_path(name: str) -> str:
-    """Returns the path. Raises BadRow if no file can have this path."""
-    parts = checked_encodable(name, "a path").split("/")
-    if (
-        "\0" in name
-        or len(name.encode()) > MAX_PATH_BYTES
-        or max(len(part.encode()) for part in parts) > MAX_NAME_BYTES
-    ):
-        raise BadRow("impossible path", f"invalid file name {name[:MAX_SHOWN_CHARS]!r}…, of {len(name)} characters")
-    return name
 
 
 def is_file(path: Path) -> bool:

@@ -154,7 +154,9 @@ def update_seconds(update: PlannedUpdate, model: ModelConfig, device: DeviceSpec
 def fit_of(run: PlannedRun, memory: Memory, device: DeviceSpec) -> Fit:
     if device.memory_gib is None:
         return Fit(None, 0, 0, ())
-    row_tokens, num_rows = _largest_row_tokens(run, device), run.num_parts * _largest_rows(run, device)
+    row_tokens, num_parts = _largest_row_tokens(run, device), run.num_parts
+    most = int(device.usable_bytes) // run.pack.row_tokens  # one byte per token
+    num_rows = num_parts * largest(lambda number: _fits(run.resized(num_rows=number * num_parts), device), most)
     fits = memory.peak_bytes <= device.usable_bytes
     return Fit(fits, row_tokens, num_rows, () if fits else tuple(_advice(run, device, row_tokens)))
 
@@ -166,12 +168,6 @@ def _largest_row_tokens(run: PlannedRun, device: DeviceSpec) -> int:
     most, long = max(run.pack.row_tokens, run.model.text.max_positions) // TOKEN_STEP, LONG_ROW_TOKENS // TOKEN_STEP + 1
     # Only long rows are split over tensor between products, so a long row may fit although shorter rows do not.
     return TOKEN_STEP * (largest(fits, most, long) if most >= long and fits(long) else largest(fits, min(most, long)))
-
-
-def _largest_rows(run: PlannedRun, device: DeviceSpec) -> int:
-    """The largest number of rows per part that fits. The search is bounded by one byte per token."""
-    most = int(device.usable_bytes) // run.pack.row_tokens
-    return largest(lambda number: _fits(run.resized(num_rows=number * run.num_parts), device), most)
 
 
 def _advice(run: PlannedRun, device: DeviceSpec, row_tokens: int) -> Iterator[str]:

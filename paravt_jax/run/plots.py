@@ -190,7 +190,13 @@ def draw_runs(runs: Sequence[LoggedRun]) -> Figure:
     grid = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
     for axes, (key, title) in zip(grid, panels.items(), strict=False):
         for number, run in enumerate(runs):
-            _draw_run(axes, run, key, number)
+            steps, values, color = run.metrics.steps, run.metrics.column(key), curve_color(number)
+            if len(steps) <= MAX_MARKED_STEPS:
+                axes.plot(steps, values, f"o{_dash(number)}", color=color, markersize=3)
+                continue
+            means = running_mean(values, max(3, round(MEAN_FRAC * len(values))))
+            axes.plot(steps, values, color=color, linewidth=0.7, alpha=0.2)
+            axes.plot(steps, means, _dash(number), color=color)
         axes.set_title(title)
         axes.set_ylim(bottom=min(0, axes.dataLim.y0))
         axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
@@ -201,15 +207,6 @@ def draw_runs(runs: Sequence[LoggedRun]) -> Figure:
     for text in legend.get_texts():
         text.set_parse_math(False)  # a name may contain $
     return figure
-
-
-def _draw_run(axes: Axes, run: LoggedRun, key: str, number: int) -> None:
-    steps, values, color = run.metrics.steps, run.metrics.column(key), curve_color(number)
-    if len(steps) <= MAX_MARKED_STEPS:
-        axes.plot(steps, values, f"o{_dash(number)}", color=color, markersize=3)
-        return
-    axes.plot(steps, values, color=color, linewidth=0.7, alpha=0.2)
-    axes.plot(steps, running_mean(values, max(3, round(MEAN_FRAC * len(values)))), _dash(number), color=color)
 
 
 def curve_color(number: int) -> str:

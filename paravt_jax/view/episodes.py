@@ -147,19 +147,15 @@ def pieces(text: str, marks: Sequence[Mark], limit_chars: int) -> list[PageDict]
             active.append(waiting.pop())
         active = [mark for mark in active if mark.end > start]
         if any(first <= start and end <= last for first, last in ranges):
-            parts.append(_piece(text[start:end], active))
+            piece: PageDict = {"text": visible(text[start:end])}
+            piece |= {mark.kind: mark.number for mark in active if mark.kind != "credit"}
+            credits = sorted(mark.number for mark in active if mark.kind == "credit")
+            parts.append(piece | {"credits": credits} if credits else piece)
         elif parts and "left_out" in parts[-1]:
             parts[-1]["left_out"] += end - start
         else:
             parts.append({"text": "", "left_out": end - start})
     return parts
-
-
-def _piece(text: str, marks: Sequence[Mark]) -> PageDict:
-    piece: PageDict = {"text": visible(text)}
-    piece |= {mark.kind: mark.number for mark in marks if mark.kind != "credit"}
-    credits = sorted(mark.number for mark in marks if mark.kind == "credit")
-    return piece | {"credits": credits} if credits else piece
 
 
 def _marks(
