@@ -39,10 +39,8 @@ def value_and_gradients(attend, q, k, v, weight, row=ROWS, causal=True):
 def random_inputs(num_rows=2, heads=6, kv_heads=3, head_dim=5, dtype="float32"):
     """Returns queries, keys, values, and output weights in at least float32."""
     random = np.random.default_rng(3)
-    inputs = [
-        jnp.asarray(random.standard_normal((num_rows, NUM_TOKENS, n, head_dim)))
-        for n in (heads, kv_heads, kv_heads, heads)
-    ]
+    shapes = [(num_rows, NUM_TOKENS, num_heads, head_dim) for num_heads in (heads, kv_heads, kv_heads, heads)]
+    inputs = [jnp.asarray(random.standard_normal(shape)) for shape in shapes]
     of_weight = jnp.promote_types(dtype, "float32")
     return [x.astype(of) for x, of in zip(inputs, (dtype, dtype, dtype, of_weight), strict=True)]
 

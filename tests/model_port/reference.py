@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -20,73 +21,51 @@ from model_port.reference import as_published
 
 IMAGE, VIDEO, START, END = 120, 121, 122, 123
 SPECIAL = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END)
+tied, untied = (partial(ModelConfig, tie_embeddings=tie, **SPECIAL) for tie in (True, False))
 
 # Odd numbers of layers and heads, unusual DeepStack layers, tied and untied, 1, 2 and 7 query heads per KV head.
 CONFIGS = {
-    "tied": ModelConfig(
+    "tied": tied(
         TextConfig(5, 48, 56, 6, 3, head_dim=16, vocab_size=131, mrope_sections=(4, 2, 2), rope_theta=1e4),
         Qwen3VisionConfig(3, 36, 44, 3, 48, (0, 2), num_positions=49, patch_px=4),
-        tie_embeddings=True,
-        **SPECIAL,
     ),
-    "untied": ModelConfig(
+    "untied": untied(
         TextConfig(3, 40, 72, 7, 1, head_dim=24, vocab_size=127, mrope_sections=(5, 4, 3)),
         Qwen3VisionConfig(5, 40, 36, 5, 40, (1, 3, 4), num_positions=25, patch_px=4),
-        tie_embeddings=False,
-        **SPECIAL,
     ),
-    "one_map": ModelConfig(
+    "one_map": tied(
         TextConfig(1, 24, 40, 2, 2, head_dim=12, vocab_size=124, mrope_sections=(2, 2, 2), norm_eps=1e-5),
         Qwen3VisionConfig(2, 24, 20, 1, 24, (1,), num_positions=36, patch_px=2, temporal_patch_frames=1),
-        tie_embeddings=True,
-        **SPECIAL,
     ),
-}
-
-# 2 and 5 query heads per KV head; windows of 2 x 2 and 3 x 3 tokens, which do not divide the grids.
-CONFIGS |= {
-    "windows": ModelConfig(
+    # 2 and 5 query heads per KV head; windows of 2 x 2 and 3 x 3 tokens, which do not divide the grids.
+    "windows": tied(
         TextConfig(2, 48, 56, 6, 3, 8, vocab_size=131, mrope_sections=(2, 1, 1), rope_theta=1e4, **TRAITS),
         Qwen25VisionConfig(3, 36, 44, 3, 48, (1,), window_px=16, patch_px=4),
-        tie_embeddings=True,
-        **SPECIAL,
     ),
-    "windows_untied": ModelConfig(
+    "windows_untied": untied(
         TextConfig(3, 40, 72, 5, 1, 8, vocab_size=127, mrope_sections=(1, 2, 1), norm_eps=1e-5, **TRAITS),
         Qwen25VisionConfig(4, 40, 36, 5, 40, (0, 3), window_px=24, patch_px=4, tokens_per_second=3),
-        tie_embeddings=False,
-        **SPECIAL,
     ),
-}
-# Top 3 of 7 experts, and top 2 of 3 with square gate and up tensors.
-CONFIGS |= {
-    "experts": ModelConfig(
+    # Top 3 of 7 experts, and top 2 of 3 with square gate and up tensors.
+    "experts": untied(
         TextConfig(2, 48, 20, 6, 3, 16, 131, mrope_sections=(4, 2, 2), rope_theta=1e4, num_experts=7, token_experts=3),
         Qwen3MoeVisionConfig(3, 36, 44, 3, 48, (0, 2), num_positions=49, patch_px=4),
-        tie_embeddings=False,
-        **SPECIAL,
     ),
-    "few_experts": ModelConfig(
+    "few_experts": tied(
         TextConfig(3, 40, 20, 5, 1, 12, 127, mrope_sections=(2, 2, 2), num_experts=3, token_experts=2),
         Qwen3MoeVisionConfig(2, 24, 20, 1, 40, (1,), num_positions=36, patch_px=2),
-        tie_embeddings=True,
-        **SPECIAL,
     ),
 }
 QWEN3 = ("tied", "untied", "one_map")
 
 # Every sharded axis splits in four along fsdp and in two along tensor.
-DIVISIBLE = ModelConfig(
+DIVISIBLE = untied(
     TextConfig(3, 48, 56, 4, 2, head_dim=16, vocab_size=132, mrope_sections=(4, 2, 2), rope_theta=1e4),
     Qwen3VisionConfig(3, 32, 44, 4, 48, (0, 2), num_positions=49, patch_px=4),
-    tie_embeddings=False,
-    **SPECIAL,
 )
-WINDOWS_DIVISIBLE = ModelConfig(
+WINDOWS_DIVISIBLE = untied(
     TextConfig(3, 48, 56, 6, 2, 8, vocab_size=132, mrope_sections=(2, 1, 1), rope_theta=1e4, **TRAITS),
     Qwen25VisionConfig(3, 32, 44, 4, 48, (1,), window_px=16, patch_px=4),
-    tie_embeddings=False,
-    **SPECIAL,
 )
 EXPERTS_DIVISIBLE = replace(
     DIVISIBLE,
@@ -159,21 +138,14 @@ class Prompt:
 
 def prompts(config: ModelConfig) -> dict[str, Inputs]:
     """Returns inputs of every kind, with unequal grids, odd token counts and non-constant content."""
+    mixed = Prompt(config, 5).text(2).image(10, 2).video(4, 4, 6)
+    mixed.text(3).image(2, 2).video(3, 2, 8).image(6, 6).text(13)
     return {
         "text": Prompt(config, 1).text(23).build(),
         "image": Prompt(config, 2).text(3).image(4, 6).text(5).build(),
         "images": Prompt(config, 3).image(6, 4).text(7).image(2, 10).image(8, 8).text(11).build(),
         "video": Prompt(config, 4).text(5).video(5, 6, 10).text(9).build(),
-        "mixed": Prompt(config, 5)
-        .text(2)
-        .image(10, 2)
-        .video(4, 4, 6)
-        .text(3)
-        .image(2, 2)
-        .video(3, 2, 8)
-        .image(6, 6)
-        .text(13)
-        .build(),
+        "mixed": mixed.build(),
     }
 
 

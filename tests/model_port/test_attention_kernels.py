@@ -53,7 +53,6 @@ def test_a_kernel_equals_the_oracle_on_packed_and_branched_rows(kernel, head_dim
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize(("head_dim", "kv_heads", "causal"), [TEXT, VISION])
 def test_a_bfloat16_kernel_is_as_accurate_as_the_oracle(kernel, head_dim, kv_heads, causal):
@@ -61,18 +60,19 @@ def test_a_bfloat16_kernel_is_as_accurate_as_the_oracle(kernel, head_dim, kv_hea
         assert ours <= 2 * of_oracle
 
 
+def without_first_keys(token):
+    """Returns a function that also hides the first block of keys from a token's block of queries."""
+    return lambda runs, queries, keys: visible_blocks(runs, queries, keys).at[0, token // queries, 0].set(False)
+
+
 @pytest.mark.slow
 def test_an_ignored_branch_and_a_skipped_block_are_detected(kernel, monkeypatch):
     """Token 19 is in a branch, and the first block of keys is its trunk."""
-
-    def one_too_few(runs, query_tokens, key_tokens):
-        return visible_blocks(runs, query_tokens, key_tokens).at[0, 19 // query_tokens, 0].set(False)
-
     expected, whole = outputs(attention_of("xla")), ROWS._replace(branch_ids=jnp.zeros_like(ROWS.branch_ids))
     np.testing.assert_allclose(outputs(attention(kernel)), expected, atol=1e-5)
     assert np.abs(outputs(attention(kernel), whole) - expected).max() > 0.1
     for module in (tpu_walk, gpu):
-        monkeypatch.setattr(module, "visible_blocks", one_too_few)
+        monkeypatch.setattr(module, "visible_blocks", without_first_keys(19))
     assert np.abs(outputs(attention(kernel)) - expected).max() > 0.1
 
 
@@ -94,17 +94,11 @@ def test_the_check_accepts_correct_kernels(kernel, dtype):
     assert min(check.kernel_ms, check.plain_ms) > 0
 
 
-def without_a_block(runs, query_tokens, key_tokens):
-    """Hides the first keys from the last queries of the first sequence."""
-    wanted = visible_blocks(runs, query_tokens, key_tokens)
-    return wanted.at[0, 32 // query_tokens, 0].set(False)
-
-
 @pytest.mark.slow
 def test_the_check_rejects_a_kernel_that_skips_a_block(monkeypatch):
     monkeypatch.setattr(gpu, "TILES", {2: [gpu.Tile(16, 16, 1)] * 2})
     monkeypatch.setattr(gpu, "BLOCK_TOKENS", 16)
-    monkeypatch.setattr(gpu, "visible_blocks", without_a_block)
+    monkeypatch.setattr(gpu, "visible_blocks", without_first_keys(32))  # the last queries of the first sequence
     check = check_kernel(attention(gpu), *HEADS, "bfloat16", num_tokens=64)
     assert not check.passed and str(check).startswith("scanned, because the kernel is wrong: max error ")
 

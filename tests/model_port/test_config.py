@@ -1,6 +1,5 @@
 """Hugging Face configs are read in both formats and written back; unsupported settings are rejected by name."""
 
-import copy
 import json
 
 import pytest
@@ -8,18 +7,15 @@ import pytest
 from model_port.config import PRESETS, config_from_hf, config_to_hf, preset, read_hf_config
 from model_port.weights import num_params
 
-PUBLISHED, QWEN25 = config_to_hf(PRESETS["8b"]), config_to_hf(PRESETS["qwen2.5-vl-7b"])
-MIXTURE = config_to_hf(PRESETS["30b-a3b"])
 
-
-def edited(published=PUBLISHED, **changes):
+def edited(name, **changes):
     """Returns a published config with dotted keys changed; None removes a key."""
-    hf = copy.deepcopy(published)
+    hf = config_to_hf(PRESETS[name])
     for dotted, value in changes.items():
         *path, key = dotted.split(".")
         section = hf
-        for name in path:
-            section = section[name]
+        for part in path:
+            section = section[part]
         section.pop(key, None) if value is None else section.__setitem__(key, value)
     return hf
 
@@ -69,9 +65,8 @@ def test_presets_have_the_published_number_of_parameters(name, billions):
     assert num_params(preset(name.upper())) == round(billions * 1e9)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+UNSUPPORTED = {  # changes of a preset's config, and the error
+    "8b": [
         ({"model_type": "qwen3_omni_moe", "architectures": ["Qwen3OmniMoeForConditionalGeneration"]},
          "'qwen3_omni_moe' .Qwen3OmniMoeForConditionalGeneration. is not supported; supported are "
          r"'qwen3_vl' \(Qwen3-VL\), 'qwen3_vl_moe' \(Qwen3-VL-MoE\) and 'qwen2_5_vl' \(Qwen2.5-VL\)"),
@@ -95,15 +90,7 @@ def test_presets_have_the_published_number_of_parameters(name, billions):
         ({"text_config.quantization_config": {"bits": 4}}, "text_config.quantization_config: quantized weights are"),
         ({"compression_config": {"format": "dense"}}, "compression_config: quantized weights are not supported"),
     ],
-)  # fmt: skip
-def test_unsupported_settings_are_rejected_by_name(changes, message):
-    with pytest.raises(ValueError, match=message):
-        config_from_hf(edited(**changes))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+    "qwen2.5-vl-7b": [
         ({"rope_scaling": {"type": "yarn", "mrope_section": [16, 24, 24], "factor": 4.0}}, "type='yarn'"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic' is not supported"),
         ({"rope_scaling": {"type": "mrope", "mrope_interleaved": True}}, "mrope_interleaved=True is not supported"),
@@ -117,31 +104,29 @@ def test_unsupported_settings_are_rejected_by_name(changes, message):
         ({"vision_config.window_size": 14}, "window_size 14 is smaller than a token's 28 px"),
         ({"vision_config": None}, "key 'vision_config' is missing"),
     ],
-)  # fmt: skip
-def test_unsupported_settings_of_qwen2_5_are_rejected_by_name(changes, message):
-    with pytest.raises(ValueError, match=message):
-        config_from_hf(edited(QWEN25, **changes))
+    "30b-a3b": [
+        ({"text_config.decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported; expected 1"),
+        ({"text_config.mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported"),
+        ({"text_config.norm_topk_prob": False}, "norm_topk_prob=False"),
+        ({"text_config.num_experts": None}, "key 'text_config.num_experts' is missing"),
+        ({"text_config.num_experts_per_tok": 129}, "num_experts_per_tok 129 is more than num_experts 128"),
+    ],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported; expected 1"),
-        ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported"),
-        ({"norm_topk_prob": False}, "norm_topk_prob=False"),
-        ({"num_experts": None}, "key 'text_config.num_experts' is missing"),
-        ({"num_experts_per_tok": 129}, "num_experts_per_tok 129 is more than num_experts 128"),
-    ],
+    ("name", "changes", "message"), [(n, *case) for n, cases in UNSUPPORTED.items() for case in cases]
 )
-def test_unsupported_settings_of_mixtures_are_rejected_by_name(changes, message):
+def test_unsupported_settings_are_rejected_by_name(name, changes, message):
     with pytest.raises(ValueError, match=message):
-        config_from_hf(edited(MIXTURE, **{f"text_config.{key}": value for key, value in changes.items()}))
+        config_from_hf(edited(name, **changes))
 
 
 def test_the_text_keys_of_qwen2_5_may_be_in_a_section():
-    moved = {key: QWEN25[key] for key in QWEN25 if "token_id" not in key and key not in ("model_type", "vision_config")}
-    nested = {key: value for key, value in QWEN25.items() if key not in moved} | {"text_config": moved}
-    assert config_from_hf(nested) == config_from_hf(QWEN25) == PRESETS["qwen2.5-vl-7b"]
+    hf = config_to_hf(PRESETS["qwen2.5-vl-7b"])
+    moved = {key: hf[key] for key in hf if "token_id" not in key and key not in ("model_type", "vision_config")}
+    nested = {key: value for key, value in hf.items() if key not in moved} | {"text_config": moved}
+    assert config_from_hf(nested) == config_from_hf(hf) == PRESETS["qwen2.5-vl-7b"]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from changed_files import change_tensors, edit
 from flax import nnx
+from reference import tied
 from safetensors.numpy import load_file, save_file
 
 import model_port
@@ -39,11 +40,9 @@ from model_port.sharding import check_divisible, flat_params, param_spec
 from model_port.tiny import make_tiny, tiny_config
 from model_port.weights import adapter_rules, rules
 
-CONFIG = ModelConfig(
+CONFIG = tied(
     TextConfig(3, 24, 28, 6, 2, head_dim=8, vocab_size=131, mrope_sections=(2, 1, 1)),
     Qwen3VisionConfig(2, 16, 20, 2, 24, (0,), num_positions=25, patch_px=4),
-    tie_embeddings=True,
-    **dict(image_token_id=120, video_token_id=121, vision_start_token_id=122, vision_end_token_id=123),
 )
 LORA = LoraConfig(rank=3, alpha=7.0)
 COMPUTES = {
@@ -65,23 +64,13 @@ def adapted(model: VLModel, params=None, lora: LoraConfig = LORA) -> VLModel:
     return model
 
 
-def merged_model(model: VLModel) -> VLModel:
-    """Returns a model without adapters, made from an adapted model's exported tensors."""
-    tensors = {name: np.asarray(tensor) for name, tensor in merged_tensors(model)}
-    plain = VLModel(model.config, rngs=nnx.Rngs(0))
-    shapes = {path: leaf.shape for path, leaf in flat_params(nnx.state(plain)).items()}
-    params = {r.path: np.stack([tensors[name] for name in r.hf_names]) for r in rules(model.config)}
-    return with_params(plain, {path: jnp.asarray(params[path].reshape(shape)) for path, shape in shapes.items()})
-
-
 @pytest.fixture(scope="module")
 def packed():
     """Returns a row with two prompts, one of which has branches."""
     random = np.random.default_rng(3)
     one, two, *branches = (Tokens(random.integers(0, 119, length).astype(np.int32)) for length in (7, 11, 5, 3, 4))
-    return jax.tree.map(
-        jnp.asarray, pack_text([[RowSequence(one, tuple(branches)), RowSequence(two)]], [], [], CONFIG, 32)
-    )
+    rows = [[RowSequence(one, tuple(branches)), RowSequence(two)]]
+    return jax.tree.map(jnp.asarray, pack_text(rows, [], [], CONFIG, 32))
 
 
 def value_and_gradient(model: VLModel, kind, text):
@@ -98,7 +87,14 @@ def value_and_gradient(model: VLModel, kind, text):
 
 @pytest.fixture(scope="module")
 def by_merging(packed):
-    return value_and_gradient(merged_model(adapted(VLModel(CONFIG, rngs=nnx.Rngs(2)))), nnx.Param, packed)
+    """The value and gradient of a model without adapters, made from an adapted model's exported tensors."""
+    merged = merged_tensors(adapted(VLModel(CONFIG, rngs=nnx.Rngs(2))))
+    tensors = {name: np.asarray(tensor) for name, tensor in merged}
+    plain = VLModel(CONFIG, rngs=nnx.Rngs(0))
+    shapes = {path: leaf.shape for path, leaf in flat_params(nnx.state(plain)).items()}
+    params = {r.path: np.stack([tensors[name] for name in r.hf_names]) for r in rules(CONFIG)}
+    params = {path: jnp.asarray(params[path].reshape(shape)) for path, shape in shapes.items()}
+    return value_and_gradient(with_params(plain, params), nnx.Param, packed)
 
 
 @pytest.mark.slow
@@ -126,11 +122,10 @@ def test_a_new_adapter_changes_no_output_bit(tiny_hf):
     ids = np.arange(5, 44)
     model = model_port.load(tiny_hf)
     before = model_port.logits(model, ids)
-    add_adapter(model, LORA, new_adapter(model.config, LORA, seed=0))
+    new = new_adapter(model.config, LORA, seed=0)
+    add_adapter(model, LORA, new)
     np.testing.assert_array_equal(model_port.logits(model, ids), before)
-    changed = {
-        path: array + np.float32(path.endswith("z")) for path, array in new_adapter(model.config, LORA, 0).items()
-    }
+    changed = {path: array + np.float32(path.endswith("z")) for path, array in new.items()}
     assert np.abs(model_port.logits(adapted(model, changed), ids) - before).max() > 0.1
 
 
@@ -216,9 +211,8 @@ def test_an_export_never_replaces_the_base_of_its_adapter(write, tmp_path):
 def test_an_adapter_is_exported_alone_in_any_dtype(on_disk, tmp_path):
     export_adapter(on_disk, tmp_path / "same")
     export_adapter(on_disk, tmp_path / "half", "bfloat16")
-    own, same, half = (
-        load_file(path / "adapter_model.safetensors") for path in (on_disk, tmp_path / "same", tmp_path / "half")
-    )
+    paths = (on_disk, tmp_path / "same", tmp_path / "half")
+    own, same, half = (load_file(path / "adapter_model.safetensors") for path in paths)
     for name, array in own.items():
         np.testing.assert_array_equal(same[name], array)
         np.testing.assert_array_equal(half[name], array.astype("bfloat16"))

@@ -17,6 +17,7 @@ from model_port.layers import Compute
 from model_port.model import VLModel
 from model_port.sharding import flat_params, make_mesh
 
+pytestmark = pytest.mark.slow
 CONFIG = DIVISIBLE
 NIGHTLY = (DIVISIBLE, WINDOWS_DIVISIBLE)
 CONFIGS = [EXPERTS_DIVISIBLE, *(pytest.param(each, marks=pytest.mark.nightly) for each in NIGHTLY)]
@@ -54,10 +55,8 @@ def double(model: VLModel) -> VLModel:
 
 @pytest.fixture(scope="module")
 def frames() -> list[Frame]:
-    random = np.random.default_rng(11)
-    return [
-        Frame(random.standard_normal((r * c, CONFIG.vision.patch_values)).astype(np.float32), (r, c)) for r, c in GRIDS
-    ]
+    random, num_values = np.random.default_rng(11), CONFIG.vision.patch_values
+    return [Frame(random.standard_normal((r * c, num_values)).astype(np.float32), (r, c)) for r, c in GRIDS]
 
 
 @pytest.fixture(scope="module")
@@ -89,41 +88,25 @@ def gradient_and_logits(graphdef, params, text, vision, weight):
     return jax.grad(objective, has_aux=True)(params)
 
 
-def batch_of(config, rows, frames, num_tokens, row_patches=24, num_rows=None, mesh=None):
-    vision, first_rows = pack_vision(frames, config.vision, row_patches, num_rows=None if mesh is None else 8)
-    return pack_text(rows, frames, first_rows, config, num_tokens, num_rows), vision
-
-
-def responses_of(sequence: RowSequence) -> list[slice]:
-    ends = np.cumsum([len(part.ids) for part in (sequence.trunk, *sequence.branches)])
-    return [slice(first, last) for first, last in pairwise(ends)]
-
-
-def collect(model, rows, frames, num_tokens, **options):
+def collect(model, rows, frames, num_tokens, row_patches=24, num_rows=None, mesh=None):
     """Returns the logits of every response by (dialogue, branch), and the gradient of their token-weighted sum."""
-    text, vision = batch_of(model.config, [[s for _, s in row] for row in rows], frames, num_tokens, **options)
+    vision, first_rows = pack_vision(frames, model.config.vision, row_patches, num_rows=None if mesh is None else 8)
+    sequences = [[sequence for _, sequence in row] for row in rows]
+    text = pack_text(sequences, frames, first_rows, model.config, num_tokens, num_rows)
     weight = np.zeros((*text.tokens.shape, 1), model.compute.dtype)
     spans = {}
     for b, row in enumerate(rows):
         at = 0
         for key, sequence in row:
-            for branch, span in enumerate(responses_of(sequence)):
-                spans[(*key, branch)] = (b, slice(at + span.start, at + span.stop))
+            ends = np.cumsum([len(part.ids) for part in (sequence.trunk, *sequence.branches)])
+            for branch, (first, last) in enumerate(pairwise(at + ends)):
+                spans[(*key, branch)] = (b, slice(first, last))
                 weight[spans[(*key, branch)]] = 1
             at += sequence.num_tokens
     of_token = np.random.default_rng(5).standard_normal(CONFIG.text.vocab_size).astype(model.compute.dtype)
     graphdef, params = nnx.split(model)
     gradient, logits = gradient_and_logits(graphdef, params, text, vision, weight * of_token)
     return {key: np.asarray(logits[where]) for key, where in spans.items()}, flat_params(gradient)
-
-
-def separate_rows(dialogues):
-    """Puts every response into its own row with a copy of the prompt."""
-    return [
-        [((d, g), RowSequence(prompt, (response,)))]
-        for d, (prompt, responses) in enumerate(dialogues)
-        for g, response in enumerate(responses)
-    ]
 
 
 def assert_same(ours, reference, bound):
@@ -135,39 +118,36 @@ def assert_same(ours, reference, bound):
         assert relative_error(value, expected_gradient[path]) < bound, path
 
 
-def renamed(result):
-    """Renames (dialogue, g, 0), the keys of separate rows, to (dialogue, 0, g), the keys of branches."""
-    logits, gradient = result
-    return {(d, 0, g): value for (d, g, _), value in logits.items()}, gradient
-
-
 def branched(dialogues):
     return [((d, 0), RowSequence(prompt, tuple(responses))) for d, (prompt, responses) in enumerate(dialogues)]
 
 
-@pytest.mark.slow
 def test_branches_behind_one_prompt_equal_separate_rows_to_ten_digits(each_model, float64, frames, dialogues):
     double_model = double(each_model)
     together = collect(double_model, [[item] for item in branched(dialogues)], frames, 97)
-    apart = collect(double_model, separate_rows(dialogues), frames, 61)
-    assert_same(together, renamed(apart), 1e-10)
+    rows = [
+        [((d, g), RowSequence(prompt, (response,)))]  # each response with a copy of its prompt
+        for d, (prompt, responses) in enumerate(dialogues)
+        for g, response in enumerate(responses)
+    ]
+    logits, gradient = collect(double_model, rows, frames, 61)
+    # (dialogue, g, 0), the keys of separate rows, become (dialogue, 0, g), the keys of branches.
+    apart = {(d, 0, g): value for (d, g, _), value in logits.items()}
+    assert_same(together, (apart, gradient), 1e-10)
 
 
-@pytest.mark.slow
 def test_several_sequences_in_a_row_equal_one_each(double_model, frames, dialogues):
     items = branched(dialogues)
     packed = collect(double_model, [[items[2], items[0]], [items[3], items[1]]], frames, 173)
     assert_same(packed, collect(double_model, [[item] for item in items], frames, 97), 1e-10)
 
 
-@pytest.mark.slow
 def test_padding_rows_tokens_and_patches_change_nothing(double_model, frames, dialogues):
     rows = [[item] for item in branched(dialogues)]
     padded = collect(double_model, rows, frames, 149, row_patches=76, num_rows=7)
     assert_same(padded, collect(double_model, rows, frames, 97), 1e-10)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [

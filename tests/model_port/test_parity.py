@@ -215,26 +215,22 @@ def one_fewer(logits, count, replayed):
     return jnp.pad(weights, ((0, 0), (0, 0), (0, 1))), route(logits, count)[1]
 
 
-def exact_gelu(x, approximate=True):
-    return GELU(x, approximate=False)
-
-
-def tanh_gelu(x, approximate=True):
-    return GELU(x, approximate=True)
+def every_gelu(approximate):
+    return lambda x, **_: GELU(x, approximate=approximate)
 
 
 FEATURES = {  # the model with the feature, and the function that lacks it
     "DeepStack": ("tied", "model_port.text.add_deepstack", lambda x, **_: x),
     "interleaved M-RoPE": ("tied", "model_port.text.text_frequencies", chunked),
     "attention within a frame": ("tied", "model_port.attention.flash.query_runs", whole_row),
-    "exact GELU in the merger": ("tied", "jax.nn.gelu", tanh_gelu),
-    "tanh GELU in the blocks": ("tied", "jax.nn.gelu", exact_gelu),
+    "exact GELU in the merger": ("tied", "jax.nn.gelu", every_gelu(approximate=True)),
+    "tanh GELU in the blocks": ("tied", "jax.nn.gelu", every_gelu(approximate=False)),
     "interpolated positions": ("tied", "model_port.qwen3_vl.config.interpolation", nearest),
     "vision rotary": ("tied", "model_port.inputs.patch_positions", lambda grid, _: np.zeros((math.prod(grid), 2), int)),
     "one time per video frame": ("tied", "model_port.inputs.place_tokens", all_text),
     "order of windows": ("windows", "model_port.inputs.table_rows", lambda grid, _: np.arange(math.prod(grid) // 4)),
     "one start for a clip": ("windows", "model_port.loading.split_frames", fresh),
-    "exact GELU of Qwen2.5-VL": ("windows", "jax.nn.gelu", tanh_gelu),
+    "exact GELU of Qwen2.5-VL": ("windows", "jax.nn.gelu", every_gelu(approximate=True)),
     "several experts": ("experts", "model_port.experts.route", one_fewer),
     "weights with a sum of one": ("experts", "model_port.experts.route", not_normalised),
     "weights from the router": (
@@ -254,9 +250,8 @@ FEATURES = {  # the model with the feature, and the function that lacks it
 def test_parity_needs_each_feature(feature, load_pair, monkeypatch):
     name, target, change = FEATURES[feature]
     forward = inspect.unwrap(loading._logits)
-    monkeypatch.setattr(
-        loading, "_logits", jax.jit(lambda *inputs: forward(*inputs), static_argnums=0)
-    )  # forces a new trace
+    # A new function object forces a new trace.
+    monkeypatch.setattr(loading, "_logits", jax.jit(lambda *inputs: forward(*inputs), static_argnums=0))
     monkeypatch.setattr(target, change)
     assert_detected(load_pair(name), "video" if feature == "one time per video frame" else "mixed")
 
@@ -306,11 +301,8 @@ def plain(gradients):
 @pytest.mark.parametrize(
     ("remat", "lighter_layers"),
     [
-        ("full", 0),
-        ("attention", 2),
-        pytest.param("offload", 0, marks=pytest.mark.nightly),
-        pytest.param("dots", 0, marks=pytest.mark.nightly),
-        pytest.param("attention", 0, marks=pytest.mark.nightly),
+        *(("full", 0), ("attention", 2)),
+        *(pytest.param(remat, 0, marks=pytest.mark.nightly) for remat in ("offload", "dots", "attention")),
         pytest.param("full", 1, marks=pytest.mark.nightly),
     ],
 )
@@ -328,9 +320,7 @@ def with_compute(model, compute: Compute):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name != "experts")) for name in CONFIGS]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.nightly] * (n != "experts")) for n in CONFIGS])
 def test_bf16_error_is_within_twice_that_of_transformers(name, tmp_path):
     config = CONFIGS[name]
     reference = make_reference(config)

@@ -62,9 +62,6 @@ def write(directory, name: str, content: dict) -> None:
     (directory / name).write_text(json.dumps(content))
 
 
-# Images
-
-
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
@@ -85,9 +82,6 @@ def test_every_frame_size_equals_transformers(height, width, name):
     contract = CONTRACTS[name]
     expected = pil_processing.smart_resize(height, width, contract.unit_px, contract.min_pixels, contract.max_pixels)
     assert frame_size(height, width, contract) == expected
-
-
-# Settled sizes
 
 
 @settings(max_examples=500, deadline=None)
@@ -125,9 +119,6 @@ def test_pixel_bounds_without_a_stable_size_are_rejected():
         settled_size(360, 640, contract)
 
 
-# Patches
-
-
 def test_patches_follow_merge_blocks_then_channel_then_time_then_rows():
     # An image of 2 x 4 pixels fills both frames; patches of 1 pixel, merged 2 x 2: the left block's four come first.
     image = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)  # value = 12 row + 3 column + channel
@@ -135,9 +126,6 @@ def test_patches_follow_merge_blocks_then_channel_then_time_then_rows():
     assert grids.tolist() == [[1, 2, 4]]
     assert patches[:4].tolist() == [np.repeat([n, n + 1, n + 2], 2).tolist() for n in (0, 3, 12, 15)]
     assert patches[4:, 0].tolist() == [6, 9, 18, 21]
-
-
-# Hugging Face files
 
 
 def test_to_hf_loads_into_transformers_and_back(tmp_path):
@@ -220,9 +208,6 @@ def test_unusable_processor_files_are_rejected(tmp_path, files, message):
         VisionContract.from_hf(tmp_path)
 
 
-# Placeholders
-
-
 def test_each_image_placeholder_becomes_its_number_of_tokens():
     ids = np.array([5, START, IMAGE, END, 7, START, IMAGE, END])
     expected = [5, START, *[IMAGE] * 3, END, 7, START, *[IMAGE] * 2, END]
@@ -232,9 +217,6 @@ def test_each_image_placeholder_becomes_its_number_of_tokens():
 def test_token_counts_are_merged_patches():
     _, grids = process_images([noise(64, 96), noise(160, 288)], RECIPE)
     assert token_counts(grids, merge=2) == [2 * 3, 5 * 9]
-
-
-# Errors
 
 
 @pytest.mark.parametrize(

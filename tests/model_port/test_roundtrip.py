@@ -101,9 +101,7 @@ def test_paths_with_dots_work(ckpt, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "here")
     export(Path("..") / os.path.relpath(ckpt, tmp_path), "../out")
     convert("../out", "../again", "float32")
-    assert_same_bytes(
-        flat_params(model_state(model_port.load("../again"))), flat_params(model_state(model_port.load(ckpt)))
-    )
+    assert_same_bytes(*(flat_params(model_state(model_port.load(path))) for path in ("../again", ckpt)))
 
 
 def test_plain_orbax_restores_it(tiny_hf, ckpt):
@@ -141,19 +139,17 @@ def test_an_export_has_every_file_that_readers_need(tiny_hf, tmp_path):
     assert (tmp_path / "out" / "README.md").read_text().startswith("---\n")
 
 
-# Bad sources. Each takes a copy of a good directory and breaks it.
-
-
 def rewrite(change):
     return lambda path: change_tensors(path, change)
 
 
 HEAD = "model.language_model.norm.weight"
 EMBEDDING = "model.language_model.embed_tokens.weight"
+UNTIED = r"tie_word_embeddings=true, but lm_head.weight differs from .*embed_tokens.weight"
 LFS_POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1234\n"
 
 
-BAD_SOURCES = {
+BAD_SOURCES = {  # how to break a copy of a good directory, and the error
     "missing shard": (
         lambda p: (p / INDEX_FILE).write_text('{"weight_map": {"a": "model.safetensors", "b": "gone.safetensors"}}'),
         "1 of 2 shards are missing: gone.safetensors",
@@ -170,14 +166,8 @@ BAD_SOURCES = {
     "missing key": (rewrite(lambda t: t.pop(HEAD)), f"1 missing: {HEAD}"),
     "extra key": (rewrite(lambda t: t.update(extra=np.zeros(3, np.float32))), "1 unknown: extra"),
     "NaN": (rewrite(lambda t: t.update({HEAD: np.full(128, np.nan, np.float32)})), f"tensor {HEAD} of .* are NaN or"),
-    "tied to another head": (
-        rewrite(lambda t: t.update({"lm_head.weight": t[EMBEDDING] + np.float32(1e-3)})),
-        r"tie_word_embeddings=true, but lm_head.weight differs from .*embed_tokens.weight",
-    ),
-    "tied to a smaller head": (
-        rewrite(lambda t: t.update({"lm_head.weight": t[EMBEDDING][:-1].copy()})),
-        r"tie_word_embeddings=true, but lm_head.weight differs from .*embed_tokens.weight",
-    ),
+    "tied to another head": (rewrite(lambda t: t.update({"lm_head.weight": t[EMBEDDING] + np.float32(1e-3)})), UNTIED),
+    "tied to a smaller head": (rewrite(lambda t: t.update({"lm_head.weight": t[EMBEDDING][:-1].copy()})), UNTIED),
     "wrong shape": (rewrite(lambda t: t.update({HEAD: np.zeros(7, np.float32)})), r"norm.weight \(7,\), not \(128,\)"),
     "no directory": (shutil.rmtree, "is neither a directory nor a hub id"),
 }
@@ -201,20 +191,19 @@ def test_a_conversion_without_a_tokenizer_warns(tiny_hf, tmp_path, capsys):
     assert "1.04 million parameters in float32, 4.1 MB in " in str(report)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_stored_tied_head_must_equal_the_embedding(dtype, tiny_hf, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "head",
+    [
+        lambda tensors: tensors[EMBEDDING],
+        lambda tensors: tensors[EMBEDDING].astype("float64"),
+        lambda tensors: tensors.pop(EMBEDDING),
+    ],
+    ids=["with the embedding", "in another dtype", "without the embedding"],
+)
+def test_a_tied_head_may_be_stored_with_or_without_an_equal_embedding(head, tiny_hf, tmp_path, monkeypatch):
     monkeypatch.setattr("model_port.weights.READ_BLOCK_BYTES", 2**16)  # so that it is compared in several blocks
     hf = shutil.copytree(tiny_hf, tmp_path / "hf")
-    change_tensors(hf, lambda tensors: tensors.update({"lm_head.weight": tensors[EMBEDDING].astype(dtype)}))
-    model_port.load(hf)
-    convert(hf, tmp_path / "ckpt")
-    export(tmp_path / "ckpt", tmp_path / "again")
-    assert_same_bytes(tensors_of(tmp_path / "again"), tensors_of(tiny_hf))
-
-
-def test_of_a_tied_head_and_embedding_one_is_enough(tiny_hf, tmp_path):
-    hf = shutil.copytree(tiny_hf, tmp_path / "hf")
-    change_tensors(hf, lambda tensors: tensors.update({"lm_head.weight": tensors.pop(EMBEDDING)}))
+    change_tensors(hf, lambda tensors: tensors.update({"lm_head.weight": head(tensors)}))
     model_port.load(hf)
     convert(hf, tmp_path / "ckpt")
     export(tmp_path / "ckpt", tmp_path / "again")
@@ -225,10 +214,9 @@ def test_a_non_finite_checkpoint_is_neither_loaded_nor_exported(tiny_hf, tmp_pat
     convert(tiny_hf, tmp_path / "ckpt")
     chunk = next((tmp_path / "ckpt" / "params" / "text.final_norm.scale").glob("[0-9]*"))
     chunk.write_bytes(np.full(128, np.nan, np.float32).tobytes())
+    message = r"text\.final_norm\.scale of .*params has values that are NaN or infinite"
     for read in (model_port.load, lambda path: export(path, tmp_path / "again")):
-        with pytest.raises(
-            ValueError, match=r"text\.final_norm\.scale of .*params has values that are NaN or infinite"
-        ):
+        with pytest.raises(ValueError, match=message):
             read(tmp_path / "ckpt")
 
 
@@ -269,16 +257,11 @@ def test_export_pushes_its_files_and_fails_early_without_a_token(tiny_hf, tmp_pa
         run = command("export", *arguments, **environment)
         assert (run.returncode, run.stderr) == (0, "")  # no progress bar where stderr is not a terminal
         pushed = hub.files("ada/policy")
-        again = command(
-            "push", tmp_path / "out", "ada/policy", "--revision", "v2", "--message", "Second", **environment
-        )
+        again = command("push", tmp_path / "out", "ada/policy", "--revision", "v2", "--message", "Again", **environment)
         assert again.returncode == 0 and f"{hub.url}/ada/policy" in again.stdout, again.stderr
         assert hub.files("ada/policy", "v2") == pushed
     written = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.name != LIST_FILE}
     assert {name: pushed[name] for name in written} == written and f"{hub.url}/ada/policy" in run.stdout
-
-
-# The files themselves
 
 
 def test_the_safetensors_package_reads_our_files(tmp_path):

@@ -60,10 +60,7 @@ def requests() -> list[SamplerRequest]:
     """Returns more requests than rows, of all kinds and lengths, two with the same prompt."""
     made = {kind: as_prompt(inputs) for kind, inputs in prompts(CONFIG).items()}
     lengths = {"mixed": 7, "text": 23, "image": 1, "video": 11, "images": 17}
-    requests = [
-        SamplerRequest(made[kind], SamplingParams(count, seed=count, temperature=0.7))
-        for kind, count in lengths.items()
-    ]
+    requests = [SamplerRequest(made[kind], SamplingParams(n, seed=n, temperature=0.7)) for kind, n in lengths.items()]
     return [*requests, SamplerRequest(made["mixed"], SamplingParams(13, seed=2**40 + 1, temperature=0.7))]
 
 
@@ -82,16 +79,9 @@ def test_greedy_of_other_families_equals_transformers_generate(name, tmp_path_fa
 
 def assert_greedy(reference, sampler, inputs: Inputs) -> None:
     arguments = inputs.arguments
-    out = reference.generate(
-        **arguments,
-        attention_mask=torch.ones_like(arguments["input_ids"]),
-        max_new_tokens=19,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    arguments["attention_mask"] = torch.ones_like(arguments["input_ids"])
+    greedy = dict(max_new_tokens=19, do_sample=False, eos_token_id=None, pad_token_id=0)
+    out = reference.generate(**arguments, **greedy, return_dict_in_generate=True, output_logits=True)
     expected = out.sequences[0, len(inputs.ids) :].tolist()
     logp = torch.stack(out.logits)[:, 0].log_softmax(-1)[torch.arange(19), expected].numpy()
     prompt = as_prompt(inputs, sampler.config)
@@ -128,10 +118,8 @@ def assert_scored(ours, sampler, inputs: Inputs, temperature: float) -> None:
 def test_a_mixtures_tokens_do_not_depend_on_other_requests(tmp_path_factory):
     """Its rows share expert blocks with other requests' rows."""
     _, ours = load_pair(CONFIGS["experts"], tmp_path_factory)
-    requests = [
-        SamplerRequest(SamplerPrompt(np.arange(start, start + 20)), SamplingParams(9 + start, seed=start))
-        for start in range(4)
-    ]
+    texts = [SamplerPrompt(np.arange(start, start + 20)) for start in range(4)]
+    requests = [SamplerRequest(text, SamplingParams(9 + n, seed=n)) for n, text in enumerate(texts)]
     alone = [Sampler(ours, **SETTINGS).generate([request])[0] for request in requests]
     assert Sampler(ours, **SETTINGS).generate(requests) == alone
 
@@ -139,9 +127,8 @@ def test_a_mixtures_tokens_do_not_depend_on_other_requests(tmp_path_factory):
 @pytest.mark.slow
 def test_seeds_give_different_tokens(sampler, requests):
     prompt = requests[0].prompt
-    one, *others = (
-        sampler.generate([SamplerRequest(prompt, SamplingParams(23, seed=seed))]) for seed in (1, 2, 2**32 + 1)
-    )
+    seeded = (SamplerRequest(prompt, SamplingParams(23, seed=seed)) for seed in (1, 2, 2**32 + 1))
+    one, *others = (sampler.generate([request]) for request in seeded)
     assert one not in others
 
 
@@ -152,12 +139,8 @@ def test_sampled_frequencies_follow_the_tempered_distribution(pair):
     inputs = prompts(CONFIG)["text"]
     sampler = Sampler(ours, **{**SETTINGS, "max_rows": 8, "tokens_per_step": 1})
     prompt, count = as_prompt(inputs), 1000
-    first = [
-        c.ids[0]
-        for c in sampler.generate(
-            SamplerRequest(prompt, SamplingParams(1, seed=s, temperature=0.8)) for s in range(count)
-        )
-    ]
+    requests = (SamplerRequest(prompt, SamplingParams(1, seed=seed, temperature=0.8)) for seed in range(count))
+    first = [completion.ids[0] for completion in sampler.generate(requests)]
     logits = model_port.logits(ours, inputs.ids)[-1] / 0.8
     expected = count * np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
     observed = np.bincount(first, minlength=len(expected))
@@ -289,9 +272,9 @@ def test_abort_frees_the_row_and_leaves_the_others_alone(sampler, requests):
     assert aborted.finish == "abort" and aborted.ids == expected[1][: len(aborted.ids)] and waiting.ids == []
     while sampler.busy:
         finished |= sampler.step()
-    assert {number: finished[number].ids for number in finished} == {
-        number: ids for number, ids in zip(numbers, expected, strict=True) if number not in (numbers[1], numbers[5])
-    }
+    left = dict(zip(numbers, expected, strict=True))
+    del left[numbers[1]], left[numbers[5]]
+    assert {number: completion.ids for number, completion in finished.items()} == left
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ SHOWN = {"<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "
 CROP = {"name": "crop_video", "arguments": {"start_time": 20, "end_time": 30}}
 CROP_TEXT = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 20, "end_time": 30}}\n</tool_call>'
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+TINY = tiny_config()
 VISION = {kind: f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video")}
 TINY_TENSORS = "c5a597bc827a765b928131ed9863001e6b78eb989f9ac9ea82eb2309b02c9a7a"
 CHECKPOINT_NAMES = "44cb2bad2eb5c630c5d68f19333b4b642397866cde4e85b9e6f2967267cddc73"
@@ -52,7 +53,7 @@ def hf_inputs(tiny_hf, tokenizer, image):
 
 def test_default_model_is_small_and_its_files_agree_with_its_config(tiny_hf, tokenizer):
     config = config_from_hf(json.loads((tiny_hf / "config.json").read_text()))
-    assert config == tiny_config()
+    assert config == TINY
     assert 500_000 < num_params(config) < 1_100_000
     assert len(tokenizer) <= config.text.vocab_size <= 2048
     generation = transformers.GenerationConfig.from_pretrained(tiny_hf)
@@ -69,9 +70,8 @@ def test_a_tiny_model_loads_in_transformers_and_is_exported_bit_for_bit(family, 
     hf, out = tmp_path / "hf", tmp_path / "out"
     config = make_tiny(hf, config=tiny_config(family))
     assert 500_000 < num_params(config) < 1_300_000
-    model, info = transformers.AutoModelForImageTextToText.from_pretrained(
-        hf, dtype=torch.float32, output_loading_info=True
-    )
+    auto_model = transformers.AutoModelForImageTextToText
+    model, info = auto_model.from_pretrained(hf, dtype=torch.float32, output_loading_info=True)
     assert not any(info.values()), info  # no missing, unexpected or misshapen tensors
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (200, 140, 3), np.uint8))
     inputs = hf_inputs(hf, transformers.AutoTokenizer.from_pretrained(hf), image)
@@ -99,18 +99,17 @@ def test_the_tiny_qwen3_and_the_names_in_its_checkpoints_are_those_of_version_0_
     tensors = load_file(tiny_hf / "model.safetensors")
     parts = [f"{name} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}" for name, value in tensors.items()]
     assert hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest() == TINY_TENSORS
-    paths = sorted(rule.path for rule in rules(tiny_config()))
+    paths = sorted(rule.path for rule in rules(TINY))
     assert hashlib.sha256("\n".join(paths).encode()).hexdigest() == CHECKPOINT_NAMES
 
 
 def test_special_tokens_are_single_ids_in_the_published_order(tokenizer):
-    config = tiny_config()
     ids = {token: tokenizer.encode(f"a{token}b")[1] for token in SPECIAL_TOKENS}
     assert tokenizer.convert_ids_to_tokens(list(ids.values())) == list(SPECIAL_TOKENS)
     first = ids["<|endoftext|>"]
     assert {token: ids[token] - first + PUBLISHED_FIRST_ID for token in PUBLISHED_IDS} == PUBLISHED_IDS
     names = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
-    expected = (config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id)
+    expected = (TINY.image_token_id, TINY.video_token_id, TINY.vision_start_token_id, TINY.vision_end_token_id)
     assert tuple(ids[name] for name in names) == expected
 
 
@@ -164,13 +163,10 @@ def test_template_renders_turns_and_media_in_order(tokenizer):
 @pytest.mark.parametrize("system", [None, "S", [{"type": "text", "text": "S"}]])
 def test_template_puts_the_tools_into_one_system_turn(tokenizer, system):
     tools = [{"type": "function", "function": {"name": name, "description": "é <b>"}} for name in ("f", "g")]
-    messages = [{"role": "user", "content": "q"}]
-    text = render(
-        tokenizer, messages if system is None else [{"role": "system", "content": system}, *messages], tools=tools
-    )
+    first = [] if system is None else [{"role": "system", "content": system}]
+    text = render(tokenizer, [*first, {"role": "user", "content": "q"}], tools=tools)
     assert text.startswith("<|im_start|>system\n# Tools\n" if system is None else "<|im_start|>system\nS\n\n# Tools\n")
     listed = re.search(r"\n<tools>\n(.*)\n</tools>\n", text, re.DOTALL)
-    assert listed is not None
     assert [json.loads(line) for line in listed[1].split("\n")] == tools
     assert "é <b>" in listed[1]  # not escaped
     assert text.endswith("\n</tool_call><|im_end|>\n<|im_start|>user\nq<|im_end|>\n")
@@ -220,24 +216,19 @@ def test_another_seed_changes_every_matrix_and_nothing_else(tiny_hf, tmp_path):
 
 
 def test_a_deeper_model_keeps_the_tensors_it_shares(tiny_hf, tmp_path):
-    config = tiny_config()
-    make_tiny(tmp_path / "deep", config=replace(config, text=replace(config.text, num_layers=5)))
+    make_tiny(tmp_path / "deep", config=replace(TINY, text=replace(TINY.text, num_layers=5)))
     shallow, deep = load_file(tiny_hf / "model.safetensors"), load_file(tmp_path / "deep" / "model.safetensors")
     assert shallow.keys() < deep.keys()
     assert all((deep[name] == value).all() for name, value in shallow.items())
 
 
 def test_config_dtype_and_pixel_bounds_can_be_chosen(tmp_path):
-    config = tiny_config()
-    odd = replace(
-        config,
-        text=replace(config.text, num_layers=3, width=40, vocab_size=1801),
-        vision=replace(config.vision, num_layers=5, out_width=40, deepstack_layers=(1, 4), patch_px=14),
-        tie_embeddings=False,
-        image_token_id=7,  # the tokenizer determines it
-    )
-    written = make_tiny(tmp_path / "odd", config=odd, dtype="bfloat16", min_pixels=28 * 28, max_pixels=56 * 56)
-    assert written == replace(odd, image_token_id=config.image_token_id)
+    text = replace(TINY.text, num_layers=3, width=40, vocab_size=1801)
+    vision = replace(TINY.vision, num_layers=5, out_width=40, deepstack_layers=(1, 4), patch_px=14)
+    odd = replace(TINY, text=text, vision=vision, tie_embeddings=False)
+    given = replace(odd, image_token_id=7)  # the tokenizer determines it
+    written = make_tiny(tmp_path / "odd", config=given, dtype="bfloat16", min_pixels=28 * 28, max_pixels=56 * 56)
+    assert written == odd
     assert {value.dtype for value in load_file(tmp_path / "odd" / "model.safetensors").values()} == {BFLOAT16}
     assert config_from_hf(json.loads((tmp_path / "odd" / "config.json").read_text())) == written
     contract = VisionContract.from_hf(tmp_path / "odd")
@@ -258,11 +249,9 @@ def test_video_bounds_do_not_resize_frames_within_the_image_bounds(tiny_hf):
         (dict(dtype="int8"), "dtype 'int8' is not one of float32"),
         (dict(seed=-1), "seed -1 is negative"),
         (dict(min_pixels=9, max_pixels=8), "min_pixels 9 and max_pixels 8"),
-        (dict(config=model_port.ModelConfig(
-            replace(tiny_config().text, vocab_size=131), tiny_config().vision, tie_embeddings=True
-        )), "vocab_size 131 is smaller than"),
+        (dict(config=replace(TINY, text=replace(TINY.text, vocab_size=131))), "vocab_size 131 is smaller than"),
     ],
-)  # fmt: skip
+)
 def test_invalid_options_are_rejected_before_writing(tmp_path, options, complaint):
     with pytest.raises(ValueError, match=complaint):
         make_tiny(tmp_path / "model", **options)

@@ -27,10 +27,6 @@ def with_weights(source: Path, dst: Path, change) -> Path:
     return dst
 
 
-def widen(arrays) -> None:
-    arrays["model.language_model.norm.weight"] *= WIDER
-
-
 def change_a_layer(arrays) -> None:
     name = "model.language_model.layers.{}.mlp.down_proj.weight"
     arrays[name.format(14)] = arrays[name.format(15)]
@@ -41,7 +37,8 @@ def hf(tmp_path_factory):
     directory = tmp_path_factory.mktemp("verify")
     config = tiny_config()
     make_tiny(directory / "hf", config=replace(config, text=replace(config.text, num_layers=NUM_LAYERS)))
-    return with_weights(directory / "hf", directory / "wide", widen)
+    norm = "model.language_model.norm.weight"
+    return with_weights(directory / "hf", directory / "wide", lambda each: each.update({norm: WIDER * each[norm]}))
 
 
 @pytest.fixture(scope="module")
