@@ -94,7 +94,7 @@ class Cursor:
     def take_these(self, numbers: Iterable[int]) -> None:
         """Opens the samples of a log. Samples that the log skips remain."""
         numbers = set(numbers)
-        first_new = max(self._next, *(number + 1 for number in numbers))
+        first_new = max([self._next, *(number + 1 for number in numbers)])
         remaining = {*self._again, *range(self._next, first_new)}
         if not numbers <= remaining:
             raise ValueError(f"samples {sorted(numbers - remaining)} are already done or open")

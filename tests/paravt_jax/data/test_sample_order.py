@@ -131,6 +131,8 @@ def test_samples_given_back_come_first_and_once():
 
 def test_samples_that_a_log_skips_remain():
     cursor = Cursor.from_record({"next": 3, "again": [1]})
+    cursor.take_these([])
+    assert cursor.to_record() == {"next": 3, "again": [1]}
     cursor.take_these([5, 3])
     cursor.done([3, 5])
     cursor.take_these([1])
