@@ -248,7 +248,6 @@ def is_file(path: Path) -> bool:
 
 
 def own_id(row: dict[str, Any]) -> str | None:
-    """The row's own id, if it has one."""
     ids = (str(row[name]) for name in ID_COLUMNS if isinstance(row.get(name), str | int) and row[name] != "")
     row_id = next(ids, None)
     if row_id is not None and len(row_id) > MAX_ID_CHARS:

@@ -166,7 +166,6 @@ def _first_group(line: str) -> tuple[int, ...]:
 
 
 def _device_numbers(groups: re.Match[str], num_devices: int) -> np.ndarray:
-    """Device numbers in the program's order."""
     if groups["source"] is None:
         return np.arange(num_devices)
     numbers = np.arange(num_devices).reshape(_numbers(groups["source"]))

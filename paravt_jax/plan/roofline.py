@@ -116,7 +116,6 @@ def _repeated_frac(share: Share) -> float:
 
 
 def vision_bytes(share: Share) -> float:
-    """Traffic of the vision tower's forward pass."""
     shape, vision = share.batch, share.model.vision
     residuals = vision_residuals(share.model, replace(share.compute, remat="none"), share.update.mesh.tensor)
     patches = share.rows_here(shape.num_frame_rows) * shape.row_patches
@@ -126,7 +125,6 @@ def vision_bytes(share: Share) -> float:
 
 
 def _layers_bytes(share: Share, way: str = "forward") -> float:
-    """Traffic of a pass over the language layers."""
     shape, text, layers = share.batch, share.local.text, share.model.text.num_layers
     values = layers * share.layer_values
     weights = values // share.update.mesh.fsdp * share.stored_bytes + 2 * values * share.item_bytes

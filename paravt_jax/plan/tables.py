@@ -35,7 +35,6 @@ def plan_of(config: Config | SftConfig, device: str = "h100", run_dir: Path | No
 
 
 def render(plan: Plan, remarks: Iterable[str] = (), calibration: Calibration | None = None) -> str:
-    """Formats a plan for a terminal with 100 columns."""
     blocks = [
         [_title(plan.run.update.mesh, plan.device, plan.run.update.num_hosts)],
         ["parameters", *_aligned([[name, f"{count:,}"] for name, count in vars(plan.params).items()])],

@@ -50,7 +50,6 @@ class PlannedUpdate:
         return Compute(self.policy.dtype, attention, remat=self.remat, lighter_layers=self.lighter_layers)
 
     def layers_by_remat(self, num_layers: int) -> dict[Remat, int]:
-        """The number of language layers by recomputation."""
         numbers: dict[Remat, int] = {self.remat: num_layers - self.lighter_layers}
         if self.lighter_layers:
             numbers[LIGHTER[self.remat]] = self.lighter_layers
@@ -105,7 +104,6 @@ class Workload:
 
     @property
     def subagent_tokens(self) -> int:
-        """Tokens of sub-agents in the update."""
         return round(self.num_calls * (self.call_prompt_tokens + self.report_tokens)) * self.trains_subagents
 
     @property

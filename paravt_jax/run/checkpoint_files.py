@@ -79,7 +79,6 @@ def location(name: str) -> tuple[str, str]:
 
 
 def array_folder(folder: str, path: str) -> str:
-    """The directory with an array's blocks."""
     return f"{folder}/{PARAMS_DIR}/{path}/".removeprefix("./")
 
 

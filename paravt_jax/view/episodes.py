@@ -267,7 +267,6 @@ def _sampling(turn: Mapping[str, Any], segments: Sequence[Mapping[str, Any]]) ->
 
 
 def _cut(text: str, limit_chars: int) -> str:
-    """Cuts the end of a long text."""
     if len(text) <= limit_chars:
         return visible(text)
     return f"{visible(text[:limit_chars])} … {len(text) - limit_chars} characters left out"
