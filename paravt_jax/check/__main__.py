@@ -112,17 +112,13 @@ def run_stage(name: str, target: Target) -> StageReport:
 
 def run_stages(names: Sequence[str], target: Target) -> list[StageReport]:
     """Runs stages sequentially, because each may need all memory; for a tiny model, two at a time."""
-
-    def run(chosen: Sequence[str]) -> list[StageReport]:
-        return [run_stage(name, target) for name in chosen]
-
     first, rest = names[:1], names[1:]
     beside = [name for name in rest if target.model == TINY and name in BESIDE]
-    reports = run(first)  # makes the model
+    reports = [run_stage(name, target) for name in first]  # makes the model
     with ThreadPoolExecutor(1) as pool:
         background = [pool.submit(run_stage, name, target) for name in beside]
         try:
-            reports += run([name for name in rest if name not in beside])
+            reports += [run_stage(name, target) for name in rest if name not in beside]
             reports += [stage.result() for stage in background]
         except BaseException:  # for example Ctrl-C
             pool.shutdown(wait=False, cancel_futures=True)
