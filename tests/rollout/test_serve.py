@@ -97,9 +97,26 @@ def test_a_server_that_cannot_serve_is_an_error(mode, settings, kind, problem, f
         start(fake(mode, **settings))
 
 
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+WITH_IPV6 = pytest.mark.skipif(not has_ipv6(), reason="no IPv6")
+
+
 @pytest.mark.parametrize(
     ("host", "reached"),
-    [("localhost", "localhost"), ("0.0.0.0", "127.0.0.1"), ("::1", "[::1]"), ("::", "[::1]")],
+    [
+        ("localhost", "localhost"),
+        ("0.0.0.0", "127.0.0.1"),
+        pytest.param("::1", "[::1]", marks=WITH_IPV6),
+        pytest.param("::", "[::1]", marks=WITH_IPV6),
+    ],
 )
 def test_a_server_listens_on_names_and_on_all_addresses_of_both_families(host, reached, fake):
     server = start(fake(host=host))
