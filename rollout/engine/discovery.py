@@ -14,7 +14,10 @@ NO_URL = "is not a URL such as http://10.0.0.2:30000"
 
 def listed_urls(file: str | Path) -> list[str]:
     """Reads URLs from a file with one URL per line; skips empty lines and lines that start with #."""
-    lines = [line.strip() for line in Path(file).read_text().splitlines()]
+    try:
+        lines = [line.strip() for line in Path(file).read_text().splitlines()]
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is not text; write one URL per line") from None
     urls = [line.rstrip("/") for line in lines if line and not line.startswith("#")]
     for number, line in enumerate(lines, 1):
         if line and not line.startswith("#"):

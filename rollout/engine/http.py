@@ -3,6 +3,7 @@
 import asyncio
 import ipaddress
 import json
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, NoReturn
@@ -94,13 +95,22 @@ class HttpClient(AbstractAsyncContextManager["HttpClient"]):
         except TimeoutError:
             raise DeadlineExceeded(f"{url} did not answer in {deadline_s:.1f} s") from None
         except (aiohttp.ClientError, OSError) as problem:
-            raise ServerUnreachable(f"{url} cannot be reached: {problem or type(problem).__name__}") from None
+            raise ServerUnreachable(f"{url} cannot be reached: {_reason(problem)}") from None
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
         await self._session.close()
+
+
+def _reason(problem: Exception) -> str:
+    """Returns the reason of a failed connection, such as "Connection refused", without the names that aiohttp adds."""
+    if isinstance(problem, aiohttp.ClientConnectorError) and not isinstance(problem, aiohttp.ClientSSLError):
+        number, text = problem.os_error.errno or 0, problem.os_error.strerror or ""
+        if reason := os.strerror(number) if number > 0 else text:  # negative: the name cannot be resolved
+            return reason
+    return str(problem) or type(problem).__name__
 
 
 async def _refuse(response: aiohttp.ClientResponse, url: str) -> NoReturn:
