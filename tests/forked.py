@@ -7,12 +7,12 @@ import gc
 import importlib
 import multiprocessing
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from subprocess import CompletedProcess
 from tempfile import TemporaryDirectory
 
 from model_port.cli import run_cli
@@ -41,9 +41,7 @@ def start(
     return process
 
 
-def run(
-    module: str, *arguments: object, deadline_s: float = 240, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def run(module: str, *arguments: object, deadline_s: float = 240, **environment: str) -> CompletedProcess[str]:
     """Runs a command to its end."""
     with TemporaryDirectory() as folder:
         output, errors = Path(folder) / "output", Path(folder) / "errors"
@@ -52,7 +50,7 @@ def run(
         code = process.exitcode
         process.kill()
         assert code is not None, f"{module} did not exit: {errors.read_text()}"
-        return subprocess.CompletedProcess([module, *map(str, arguments)], code, output.read_text(), errors.read_text())
+        return CompletedProcess([module, *map(str, arguments)], code, output.read_text(), errors.read_text())
 
 
 def wait_until(

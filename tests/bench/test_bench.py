@@ -29,12 +29,10 @@ def bench(monkeypatch):
 @pytest.fixture
 def small(monkeypatch):
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # otherwise the bench restarts its process
-    monkeypatch.setattr(learner, "FRAME_GRID", (4, 6))
-    monkeypatch.setattr(learner, "SMALL_GRID", (4, 6))
-    monkeypatch.setattr(learner, "WORKLOADS", {"one sequence": [(2, 11)], "unequal batch": [(2, 11), (0, 29)]})
-    monkeypatch.setattr(learner, "PROMPT", (2, 11))
-    monkeypatch.setattr(learner, "RESPONSE", (0, 7))
-    monkeypatch.setattr(learner, "NUM_EPISODES", 3)
+    sizes = {"FRAME_GRID": (4, 6), "SMALL_GRID": (4, 6), "PROMPT": (2, 11), "RESPONSE": (0, 7), "NUM_EPISODES": 3}
+    workloads = {"one sequence": [(2, 11)], "unequal batch": [(2, 11), (0, 29)]}
+    for name, value in {**sizes, "WORKLOADS": workloads}.items():
+        monkeypatch.setattr(learner, name, value)
     # Runs each of the four ways once, because each process compiles.
     pairs = {("own frames", "branches"): ("update_s", "vision_s"), ("torch", "rows"): ("update_s",)}
     compared = {pair: {measure: f"{pair} {measure}" for measure in measures} for pair, measures in pairs.items()}

@@ -12,12 +12,14 @@ from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from agents import FakeFrames, call
 from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
+from async_tests import async_test
 from learner_state import flip
 from training import QUICK, SHORT_PROMPT, rollouts_of, train_here
 
@@ -51,18 +53,9 @@ from scripts.bench.smoke_run import CONFIG, SETTINGS
 PROMPTS = [Prompt(f"p{n}", f"Question {n}? A or B", (f"/video{n}.mp4",), "A", "mcq") for n in range(2)]
 ACCOUNT = [
     *SHORT_PROMPT,
-    "model.dtype=float32",
-    "train.prompts_per_step=2",
-    "train.group_size=4",
-    "train.max_resamples=0",
-    "train.updates_per_step=1",
-    "train.subagent_loss=true",
-    "video.frame_budgets=[]",
-    "video.overview_frames=3",
-    "rollout.max_context_tokens=512",
-    "rollout.max_new_tokens=64",
-    "pack.row_tokens=512",
-    "loss.correction=none",
+    *("model.dtype=float32", "train.prompts_per_step=2", "train.group_size=4", "train.max_resamples=0"),
+    *("train.updates_per_step=1", "train.subagent_loss=true", "video.frame_budgets=[]", "video.overview_frames=3"),
+    *("rollout.max_context_tokens=512", "rollout.max_new_tokens=64", "pack.row_tokens=512", "loss.correction=none"),
 ]
 SEED, MINUTES = 54_700, 0.19  # older weights in a server, missing videos and a killed trainer in eleven seconds
 
@@ -170,10 +163,8 @@ def test_an_episode_left_out_or_used_twice_is_detected(sabotage, message, step, 
     groups, lines, update, chat = step
     make_dialogues = PolicyUpdate._dialogues
     monkeypatch.setattr(PolicyUpdate, "_dialogues", lambda self, groups: sabotage(make_dialogues(self, groups)))
-    assert any(
-        message in problem
-        for problem in accounting_problems(1, lines, update.parts(groups), chat.visual_ids, subagents=True)
-    )
+    problems = accounting_problems(1, lines, update.parts(groups), chat.visual_ids, subagents=True)
+    assert any(message in problem for problem in problems)
 
 
 @pytest.mark.nightly
@@ -213,17 +204,11 @@ def test_an_exit_without_a_fault_or_a_message_is_detected(host, problem):
     assert unexplained("trainer", [host], Counter({"no memory trainer": 1})) == []
 
 
-class NotSupervisingYet:
-    """A supervisor that has not started its command yet."""
-
-    pid = -1
-    returncode = None
-
-
 @pytest.mark.parametrize("role", ["server", "trainer", "decoder"])
 def test_a_process_that_has_just_started_is_not_a_target(role, tmp_path):
     started = TrainerStage(tmp_path, [])
-    started._servers, started._hosts = {0: NotSupervisingYet()}, [NotSupervisingYet()]
+    without_a_command = SimpleNamespace(pid=-1, returncode=None)  # a supervisor that has not started its command yet
+    started._servers, started._hosts = {0: without_a_command}, [without_a_command]
     assert started.targets(role) == []
 
 
@@ -251,9 +236,7 @@ def test_hosts_that_exit_together_are_not_a_violation(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("steps", "problems"), [(1, ["host 1 ran 0.5 s longer than another one"]), (0, [])])
-def test_a_host_that_outlives_another_after_the_first_step_is_killed_and_detected(
-    steps, problems, tmp_path, monkeypatch
-):
+def test_a_host_that_outlives_another_after_a_step_is_killed_and_detected(steps, problems, tmp_path, monkeypatch):
     assert hosts_ending(tmp_path, monkeypatch, "exit 1", "sleep 60", steps).violations == problems
 
 
@@ -286,82 +269,66 @@ def test_a_request_without_an_answer_or_a_clear_error_is_detected(request_, role
     assert judged_outcome == outcome and (problem in reason if problem else reason == "")
 
 
-class Backend:
-    """The weight updates of an SGLang server."""
-
-    def __init__(self):
-        self.loads = []
-
-    async def load(self, request):
-        body = await request.json()
-        content = (Path(body["model_path"]) / "weights").read_text()
-        self.loads.append((content, body["weight_version"]))
-        return web.json_response({"success": True})
-
-
-def test_a_roll_back_loads_the_previous_weights_with_their_own_label_or_a_false_one(tmp_path):
-    backend, new = Backend(), tmp_path / "new"
+@async_test
+async def test_a_roll_back_loads_the_previous_weights_with_their_own_label_or_a_false_one(tmp_path):
+    loads, new = [], tmp_path / "new"
     new.mkdir()
 
-    async def body():
-        app = web.Application()
-        app.router.add_post("/update_weights_from_disk", backend.load)
-        async with TestServer(app) as server, ClientSession() as client:
-            recorder = Recorder(lambda sent, answer: None, tmp_path / "kept")
-            recorder.server_url = str(server.make_url("")).rstrip("/")
-            await recorder.start()
+    async def load(request):
+        """Loads weights as an SGLang server does."""
+        body = await request.json()
+        loads.append(((Path(body["model_path"]) / "weights").read_text(), body["weight_version"]))
+        return web.json_response({"success": True})
 
-            async def publish(content, version):
-                (new / "weights").write_text(content)
-                load = {"model_path": str(new), "weight_version": f"run/{version}"}
-                (await client.post(f"{recorder.url}/update_weights_from_disk", json=load)).raise_for_status()
+    app = web.Application()
+    app.router.add_post("/update_weights_from_disk", load)
+    async with TestServer(app) as server, ClientSession() as client:
+        recorder = Recorder(lambda sent, answer: None, tmp_path / "kept")
+        recorder.server_url = str(server.make_url("")).rstrip("/")
+        await recorder.start()
 
-            try:
-                await publish("1", 1)
-                assert not await recorder.roll_back()
-                for version in (2, 3):
-                    await publish(str(version), version)
-                await publish("2 again", 2)  # the trainer restarted from a checkpoint
-                await publish("3 again", 3)
-                assert await recorder.roll_back() and await recorder.roll_back(claim_current=True)
-                for version in range(4, 12):
-                    await publish(str(version), version)
-                assert await recorder.roll_back()
-            finally:
-                await recorder.close()
+        async def publish(content, version):
+            (new / "weights").write_text(content)
+            load = {"model_path": str(new), "weight_version": f"run/{version}"}
+            (await client.post(f"{recorder.url}/update_weights_from_disk", json=load)).raise_for_status()
 
-    asyncio.run(body())
-    rolled_back = [backend.loads[5], backend.loads[6], backend.loads[-1]]
-    assert rolled_back == [("2 again", "run/2"), ("2 again", "run/3"), ("10", "run/10")]
+        try:
+            await publish("1", 1)
+            assert not await recorder.roll_back()
+            for version in (2, 3):
+                await publish(str(version), version)
+            await publish("2 again", 2)  # the trainer restarted from a checkpoint
+            await publish("3 again", 3)
+            assert await recorder.roll_back() and await recorder.roll_back(claim_current=True)
+            for version in range(4, 12):
+                await publish(str(version), version)
+            assert await recorder.roll_back()
+        finally:
+            await recorder.close()
+    assert [loads[5], loads[6], loads[-1]] == [("2 again", "run/2"), ("2 again", "run/3"), ("10", "run/10")]
     assert len(list((tmp_path / "kept").iterdir())) == 5
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_servers_with_older_weights_and_the_current_label_are_detected(tmp_path):
+@async_test
+async def test_servers_with_older_weights_and_the_current_label_are_detected(tmp_path):
     """The trainer cannot detect this, but the step's KL shows it."""
-    settings = stage.settings_of(0)
-
-    async def body():
-        both = TrainerStage(tmp_path, settings)
-        try:
-            await both.start(0)
-            await both.steps_more(2)
-            for number in range(stage.NUM_SERVERS):
-                assert await both.roll_back(number, claim_current=True)
-            await both.steps_more(2)
-            await both.finish()
-        finally:
-            await both.close()
-        return problems_of(both.run_dir, load_config(CONFIG, *SETTINGS, *both.settings).train)
-
-    problems = asyncio.run(body())
+    both = TrainerStage(tmp_path, stage.settings_of(0))
+    try:
+        await both.start(0)
+        await both.steps_more(2)
+        for number in range(stage.NUM_SERVERS):
+            assert await both.roll_back(number, claim_current=True)
+        await both.steps_more(2)
+        await both.finish()
+    finally:
+        await both.close()
+    problems = problems_of(both.run_dir, load_config(CONFIG, *SETTINGS, *both.settings).train)
     assert problems and all("differ from it by a KL of" in problem for problem in problems)
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_under_faults_loses_and_repeats_no_episode_and_leaves_no_files(tmp_path):
     result = chaos.run(argparse.Namespace(minutes=MINUTES, seed=SEED, serve=False, out=tmp_path / "out"))
@@ -379,34 +346,14 @@ def trained(tmp_path_factory):
     return folder / "run", settings
 
 
-def lost_episode(run: Path) -> None:
-    path = run / "episodes" / "000002.jsonl"
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
-
-
-def doubled_sample(run: Path) -> None:
-    shutil.copy(run / "episodes" / "000001.jsonl", run / "episodes" / "000002.jsonl")
-
-
-def lost_step(run: Path) -> None:
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join([lines[0], *lines[2:]]))
-
-
-def future_version(run: Path) -> None:
-    edit(run, lambda segment: segment.update(version=segment["version"] + 1))
+def lose_line(path: Path, number: int) -> None:
+    lines = path.read_text().splitlines(keepends=True)
+    del lines[number]
+    path.write_text("".join(lines))
 
 
 def newest_checkpoint(run: Path) -> Path:
     return max((run / "checkpoints").iterdir(), key=lambda path: int(path.name))
-
-
-def lost_checkpoint(run: Path) -> None:
-    newest_checkpoint(run).rename(run / "checkpoints" / "999")
-
-
-def other_bytes(run: Path) -> None:
-    flip(next((newest_checkpoint(run) / "params").rglob("0.0")), at=100)
 
 
 def edit(run: Path, change) -> None:
@@ -421,23 +368,33 @@ def edit(run: Path, change) -> None:
     raise AssertionError("no episode differs from its group")
 
 
+FAULTS = {
+    "lost episode": lambda run: lose_line(run / "episodes" / "000002.jsonl", -1),
+    "doubled sample": lambda run: shutil.copy(run / "episodes" / "000001.jsonl", run / "episodes" / "000002.jsonl"),
+    "lost step": lambda run: lose_line(run / "metrics.jsonl", 1),
+    "future version": lambda run: edit(run, lambda segment: segment.update(version=segment["version"] + 1)),
+    "lost checkpoint": lambda run: newest_checkpoint(run).rename(run / "checkpoints" / "999"),
+    "other bytes": lambda run: flip(next((newest_checkpoint(run) / "params").rglob("0.0")), at=100),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (lost_episode, "step 2: prompt samples and rollouts are"),
-        (doubled_sample, "step 2: prompt samples and rollouts are"),
-        (lost_step, "the log has metrics of steps"),
-        (future_version, ", the newest is"),
-        (lost_checkpoint, "has no checkpoint"),
-        (other_bytes, "does not match its checksum"),
+        ("lost episode", "step 2: prompt samples and rollouts are"),
+        ("doubled sample", "step 2: prompt samples and rollouts are"),
+        ("lost step", "the log has metrics of steps"),
+        ("future version", ", the newest is"),
+        ("lost checkpoint", "has no checkpoint"),
+        ("other bytes", "does not match its checksum"),
     ],
 )
 def test_every_check_of_the_log_can_fail(fault, message, trained, tmp_path):
     source, settings = trained
     run, train = shutil.copytree(source, tmp_path / "run"), load_config(CONFIG, *settings).train
     assert problems_of(run, train) == []
-    fault(run)
+    FAULTS[fault](run)
     assert any(message in problem for problem in problems_of(run, train))
 
 

@@ -24,10 +24,7 @@ def test_the_page_has_what_the_bench_computes(rows, signal):
 
 @pytest.mark.parametrize(
     ("config", "rows", "message"),
-    [
-        ("paragrpo_8b.yaml", -1, "--rows -1 must be at least 0"),
-        ("smoke_cpu.yaml", 0, "more than pack.row_tokens=2048"),
-    ],
+    [("paragrpo_8b.yaml", -1, "--rows -1 must be at least 0"), ("smoke_cpu.yaml", 0, "more than pack.row_tokens=2048")],
 )
 def test_rows_that_hold_no_group_are_refused(config, rows, message):
     with pytest.raises(ValueError, match=message):

@@ -39,10 +39,8 @@ def test_cells_with_the_same_reports_continue_the_same_cold_start_and_a_seed_is_
 def evaluated(runs: Runs, name: str, accuracy: float) -> None:
     scores = {"strict": {"interval_95": [accuracy - 0.1, accuracy + 0.1]}}
     metrics = {"accuracy_mean": accuracy, "tool_calls_mean": 0.5, "format_reward": 0.9, "parseable_frac": 0.8}
-    cells = [
-        {"dispatch": "parallel", "frame_budget": frames, "metrics": metrics, "scores": scores, "n": {"rows": 128}}
-        for frames in BUDGETS
-    ]
+    cell = {"dispatch": "parallel", "metrics": metrics, "scores": scores, "n": {"rows": 128}}
+    cells = [cell | {"frame_budget": frames} for frames in BUDGETS]
     directory = runs.own.directory / "eval" / name
     directory.mkdir(parents=True)
     (directory / RESULTS_FILE).write_text(json.dumps({"cells": cells}))

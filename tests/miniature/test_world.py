@@ -62,10 +62,8 @@ def test_an_overview_of_64_frames_shows_every_event_and_one_of_4_hardly_any():
 
 
 def test_an_overview_shows_longer_events_more_often():
-    shown = [
-        np.mean([overview_shows(replace(World(), event_s=length_s).scene(0, number), 16) for number in range(64)])
-        for length_s in (2, 4, 8)
-    ]
+    worlds = [replace(World(), event_s=length_s) for length_s in (2, 4, 8)]
+    shown = [np.mean([overview_shows(world.scene(0, number), 16) for number in range(64)]) for world in worlds]
     assert shown[0] < 0.7 < shown[1] == shown[2] == 1
 
 

@@ -20,9 +20,8 @@ def chat(request):
     return chat_of(request.param)
 
 
-words = st.text(
-    st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Co", "Cn", "Zs", "Mn"]), min_size=1, max_size=9
-)
+letters = st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Co", "Cn", "Zs", "Mn"])
+words = st.text(letters, min_size=1, max_size=9)
 prose = st.lists(words, min_size=1, max_size=5).map(" ".join)
 calls = st.lists(st.integers(0, 60), min_size=1, max_size=3)
 
@@ -33,9 +32,8 @@ def test_incremental_rendering_equals_the_chat_template(chat, turns, answer):
     messages = [{"role": "system", "content": "Watch."}, {"role": "user", "content": "What?"}]
     ids = chat.prompt(messages, [CROP_VIDEO_SCHEMA])
     for thought, starts, report in turns:
-        spoken = f"<think>\n{chat.escape(thought)}\n</think>\n\n" + "\n".join(
-            call(start, start + 4) for start in starts
-        )
+        asked = "\n".join(call(start, start + 4) for start in starts)
+        spoken = f"<think>\n{chat.escape(thought)}\n</think>\n\n{asked}"
         responses = [chat.escape(f"{report} {start}") for start in starts]
         messages.append({"role": "assistant", "content": spoken})
         messages += [{"role": "tool", "content": response} for response in responses]

@@ -7,13 +7,11 @@ import asyncio
 import json
 import shutil
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
+from async_tests import async_test
 from fake_server import FakeServer
 from on_use import torch, transformers
 from torch_server import TorchServer
@@ -63,10 +61,9 @@ def scorers(right):
         yield {dtype: OneSize(model_port.load(right, dtype), contract) for dtype in DTYPES}
 
 
-def judged(scorers, chat, dtype, model, change=None, num_episodes=1) -> Parity:
+def judged(scorers, chat, dtype, model, *change, num_episodes=1) -> Parity:
     async def body():
-        server = TorchServer(model, dtype) if change is None else TorchServer(model, dtype, change)
-        async with server:
+        async with TorchServer(model, dtype, *change) as server:
             return await check([server.url], scorers[dtype], chat, num_episodes=num_episodes)
 
     (found,) = asyncio.run(body())
@@ -88,14 +85,12 @@ def test_a_correct_server_is_accepted_with_realistic_logits(dtype, scorers, chat
     assert abs(shown.server) < shown.allowed / 2
 
 
-def test_a_context_without_room_for_the_dialogue_names_the_setting(chat):
-    async def body():
-        async with FakeServer() as server:
-            await gate._run_episodes(server.url, (64, 96), chat, 1, {"context_length": 256})
-
+@async_test
+async def test_a_context_without_room_for_the_dialogue_names_the_setting(chat):
     message = r"has a context of 256 tokens, and the parity gate needs \d{3}; raise rollout\.max_context_tokens"
-    with pytest.raises(ValueError, match=message):
-        asyncio.run(body())
+    async with FakeServer() as server:
+        with pytest.raises(ValueError, match=message):
+            await gate._run_episodes(server.url, (64, 96), chat, 1, {"context_length": 256})
 
 
 def another_layer(right: Path, wrong: Path) -> None:
@@ -123,15 +118,6 @@ def in_another_order(ids, pictures):
     return ids, [pictures[1], pictures[0], *pictures[2:]]
 
 
-def with_the_first_last(ids, pictures):
-    """Replaces the picture of the tool response."""
-    return ids, [*pictures[:-1], pictures[0]]
-
-
-def black_at_the_end(ids, pictures):
-    return ids, [*pictures[:-1], 0 * pictures[-1]]
-
-
 WRONG = {
     "one layer's weights": another_layer,
     "rope": another_rope,
@@ -143,24 +129,26 @@ NIGHTLY_WRONG = ("one layer's weights", "template")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "wrong", [pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY_WRONG)) for name in WRONG]
-)
+@pytest.mark.parametrize("wrong", [pytest.param(n, marks=[pytest.mark.nightly] * (n in NIGHTLY_WRONG)) for n in WRONG])
 @pytest.mark.parametrize("dtype", ["bfloat16", NIGHTLY_FLOAT32])
 def test_a_wrong_server_is_rejected(wrong, dtype, scorers, chat, right, tmp_path):
-    model, change = right, WRONG[wrong]
+    change = WRONG[wrong]
     if change in (another_layer, another_rope):
         model = shutil.copytree(right, tmp_path / "wrong")
         change(right, model)
-        change = None
-    found = judged(scorers, chat, dtype, model, change)
+        found = judged(scorers, chat, dtype, model)
+    else:
+        found = judged(scorers, chat, dtype, right, change)
     assert any("log-probs of 'dialogue' tokens differ from the learner's in float32" in one for one in found.problems)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [with_the_first_last, pytest.param(black_at_the_end, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("wrong", ["first", pytest.param("black", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("dtype", ["bfloat16", NIGHTLY_FLOAT32])
-def test_a_server_with_a_wrong_picture_in_a_tool_response_is_rejected(change, dtype, scorers, chat, right):
+def test_a_server_with_a_wrong_picture_in_a_tool_response_is_rejected(wrong, dtype, scorers, chat, right):
+    def change(ids, pictures):
+        return ids, [*pictures[:-1], pictures[0] if wrong == "first" else 0 * pictures[-1]]
+
     found = judged(scorers, chat, dtype, right, change)
     assert any("'after_response_image' tokens differ" in one for one in found.problems)
     (statistic,) = found.differences[SHOWN].statistics
@@ -177,40 +165,24 @@ def test_the_command_needs_an_episode_and_a_model(tiny_hf, tmp_path, monkeypatch
             score.main()
 
 
-@contextmanager
-def in_another_thread(server: TorchServer) -> Iterator[str]:
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    asyncio.run_coroutine_threadsafe(server.__aenter__(), loop).result()
-    try:
-        yield server.url
-    finally:
-        asyncio.run_coroutine_threadsafe(server.__aexit__(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
-
-
 @pytest.mark.slow
-def test_the_command_prints_and_writes_the_differences_and_fails_at_a_wrong_server(
-    right, tmp_path, monkeypatch, capsys
-):
+@async_test
+async def test_the_command_reports_differences_and_fails_at_wrong_servers(right, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gate, "NEW_TOKENS", 8)
     monkeypatch.setattr(score, "TOKEN_BUCKET", 1024)  # so that it compiles once
     monkeypatch.setattr(score, "LearnerScorer", OneSize)
     out = tmp_path / "gate.json"
     command = ["gate", "--model", str(right), "--episodes", "1", "--json", str(out)]
-    servers = TorchServer(right, "float32"), TorchServer(right, "float32", shifted)
-    with in_another_thread(servers[0]) as url, in_another_thread(servers[1]) as wrong:
+    async with TorchServer(right, "float32") as server, TorchServer(right, "float32", shifted) as shifting:
+        url, wrong = server.url, shifting.url
         monkeypatch.setattr(sys, "argv", [*command, "--url", f"{url}/"])
-        score.main()
+        await asyncio.to_thread(score.main)
         assert f"| {url} | float32 | dialogue |" in capsys.readouterr().out
         (parity,) = json.loads(out.read_text())
         assert (parity["url"], parity["problems"]) == (url, [])
         monkeypatch.setattr(sys, "argv", [*command, "--url", url, "--url", wrong])
         with pytest.raises(RuntimeError, match=f"^the servers and the learner disagree: {wrong}: ") as caught:
-            score.main()
+            await asyncio.to_thread(score.main)
     assert f"{url}: " not in str(caught.value) and f"| {wrong} | float32 |" in capsys.readouterr().out
     assert [bool(parity["problems"]) for parity in json.loads(out.read_text())] == [False, True]
 
@@ -331,10 +303,9 @@ def test_a_server_with_a_merged_adapter_is_accepted(right, chat, scorers, tmp_pa
     """The learner applies the adapter separately; the server has it merged into bfloat16 weights, rounded again."""
     model, lora = model_port.load(right, "bfloat16"), LoraConfig(rank=4, alpha=8.0)
     random = np.random.default_rng(0)
-    pairs = new_adapter(model.config, lora, seed=0)
     pairs = {
         path: array if array.any() else 0.01 * random.standard_normal(array.shape, np.float32)
-        for path, array in pairs.items()
+        for path, array in new_adapter(model.config, lora, seed=0).items()
     }
     add_adapter(model, lora, pairs)
     served = shutil.copytree(right, tmp_path / "served")
@@ -346,12 +317,11 @@ def test_a_server_with_a_merged_adapter_is_accepted(right, chat, scorers, tmp_pa
 
 def fingerprint(model: Path, chat: Chat, attention: str) -> Fingerprint:
     """Returns the fingerprint that a bfloat16 server would send."""
-    policy = transformers.Qwen3VLForConditionalGeneration.from_pretrained(
-        model, dtype=torch.bfloat16, attn_implementation=attention
-    ).eval()
+    settings = dict(dtype=torch.bfloat16, attn_implementation=attention)
+    policy = transformers.Qwen3VLForConditionalGeneration.from_pretrained(model, **settings)
     ids = torch.tensor(chat.encode(PROBE_TEXT))[None]
     with torch.no_grad():
-        logp = torch.log_softmax(policy(input_ids=ids).logits[0, :-1].float(), -1)
+        logp = torch.log_softmax(policy.eval()(input_ids=ids).logits[0, :-1].float(), -1)
     return Fingerprint(ids[0].numpy(), logp.gather(1, ids[0, 1:, None])[:, 0].numpy())
 
 
@@ -363,6 +333,5 @@ def test_fingerprints_match_between_correct_bfloat16_servers_only(right, chat, t
     wrong = shutil.copytree(right, tmp_path / "wrong")
     another_rope(right, wrong)
     for model in (wrong, make_wide(tmp_path / "other", seed=1)):
-        assert "half of its log-probs of the same text differ by more than" in fingerprint(model, chat, "sdpa").problem(
-            expected
-        )
+        problem = fingerprint(model, chat, "sdpa").problem(expected)
+        assert "half of its log-probs of the same text differ by more than" in problem

@@ -27,10 +27,8 @@ KEY = "sk-secret-0123456789"
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch):
-    monkeypatch.setattr(client_module, "BACKOFF_S", 0.01)
-    monkeypatch.setattr(client_module, "PROBE_EVERY_S", 0.1)
-    monkeypatch.setattr(client_module, "POLL_S", 0.01)
-    monkeypatch.setattr(client_module, "GIVE_UP_S", 0.5)
+    for name, seconds in {"BACKOFF_S": 0.01, "PROBE_EVERY_S": 0.1, "POLL_S": 0.01, "GIVE_UP_S": 0.5}.items():
+        monkeypatch.setattr(client_module, name, seconds)
     monkeypatch.setenv("ENDPOINT_KEY", KEY)
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # not for servers on this machine
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from agents import FakeFrames
+from async_tests import async_test
 from PIL import Image
 
 from model_port.qwen3_vl.chat_template import CHAT_TEMPLATE
@@ -167,7 +168,8 @@ def test_a_question_without_a_video_has_its_images_and_no_tools(image):
     assert PICTURE not in text and "What is an" in text and "image" in text.split("What is an")[1]
 
 
-def test_all_prompters_together_decode_a_few_images_at_a_time(image, monkeypatch):
+@async_test
+async def test_all_prompters_together_decode_a_few_images_at_a_time(image, monkeypatch):
     """A server has a prompter for each question."""
     running: set[int] = set()
     most = 0
@@ -180,14 +182,11 @@ def test_all_prompters_together_decode_a_few_images_at_a_time(image, monkeypatch
         running.discard(threading.get_ident())
         return opened.convert("RGB")
 
-    async def run() -> None:
-        chat = Chat(tiny_tokenizer(), CHAT_TEMPLATE)
-        prompters = [EpisodeConfig().prompter(FakeFrames(), chat) for _ in range(3)]
-        task = Task("t", "What?", (), 0, images=(image,) * 8)
-        await asyncio.gather(*(prompter.overview(task) for prompter in prompters))
-
     monkeypatch.setattr(picture, "in_rgb", slow)
-    asyncio.run(run())
+    chat = Chat(tiny_tokenizer(), CHAT_TEMPLATE)
+    prompters = [EpisodeConfig().prompter(FakeFrames(), chat) for _ in range(3)]
+    task = Task("t", "What?", (), 0, images=(image,) * 8)
+    await asyncio.gather(*(prompter.overview(task) for prompter in prompters))
     assert most == picture.IMAGES_AT_A_TIME
 
 

@@ -17,6 +17,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ import numpy as np
 import psutil
 import pytest
 from agents import ANSWER, FakeFrames, call, is_subagent
-from async_tests import make_test, until
+from async_tests import async_test, make_test, until
 from flax import nnx
 from on_use import pil_processing
 from PIL import Image
@@ -183,14 +184,6 @@ def fetch(url: str, body: dict[str, Any] | None = None) -> Any:
         return json.load(reply)
 
 
-def num_behind(router: str) -> int:
-    """Returns the number of servers that the router knows."""
-    try:
-        return fetch(f"{router}/workers")["total"]
-    except OSError:
-        return 0
-
-
 @pytest.fixture
 def router(routed, model):
     """The router with both servers registered and their weights and labels equal."""
@@ -198,10 +191,12 @@ def router(routed, model):
     async def ready(engine):
         await all_up(engine, model)
 
-    give_up_s = time.monotonic() + START_DEADLINE_S
-    while num_behind(routed.url) < 2:
+    give_up_s, num_behind = time.monotonic() + START_DEADLINE_S, 0
+    while num_behind < 2:
         assert time.monotonic() < give_up_s and routed.process.poll() is None
         time.sleep(0.1)
+        with suppress(OSError):
+            num_behind = fetch(f"{routed.url}/workers")["total"]
     on(routed, ready, probe_every_s=0.5)
     return routed
 
@@ -246,13 +241,8 @@ class Guided:
             return found
         number = self.chat.decode(request.ids).count("<tool_response>\n") and 1
         ids = self.chat.encode(self.turns[number])
-        return replace(
-            found,
-            ids=ids,
-            behavior_logp=np.zeros(len(ids), np.float32),
-            versions=np.zeros(len(ids), np.int32),
-            finish="stop",
-        )
+        zeros = dict(behavior_logp=np.zeros(len(ids), np.float32), versions=np.zeros(len(ids), np.int32))
+        return replace(found, ids=ids, finish="stop", **zeros)
 
 
 TURNS = [f"Look.</think>{call(3, 9)}{call(20, 34)}{call(50, 60)}<|im_end|>", ANSWER]
@@ -491,8 +481,7 @@ def test_after_publishing_the_server_samples_from_the_learners_weights(front, mo
 
     before, worst, back = on(front, work, weights_dir=str(tmp_path))
     assert before > 100 * BOUND  # the two models differ measurably
-    assert worst < BOUND
-    assert back < BOUND
+    assert worst < BOUND and back < BOUND
 
 
 @pytest.mark.nightly
@@ -516,9 +505,7 @@ def test_a_server_without_the_learners_files_gets_weights_by_network(server, mod
 
 
 @pytest.mark.nightly
-def test_training_the_vision_tower_needs_a_server_without_an_image_cache(
-    server, second, model, new_vision, contract, chat
-):
+def test_training_vision_needs_a_server_without_an_image_cache(server, second, model, new_vision, contract, chat):
     async def work(engine):
         await sampled_against_learner(engine, chat, model, contract)  # shows the pictures
         await publish(engine, new_vision)
@@ -748,8 +735,7 @@ async def test_abort_ends_only_one_episode(engine, chat):
     await engine.abort("ended")
     kept, ended = await asyncio.gather(*tasks)
     assert (ended.finish, kept.finish) == ("abort", "length")
-    assert 0 < len(ended.ids) < 2000
-    assert len(kept.ids) == 400
+    assert 0 < len(ended.ids) < 2000 and len(kept.ids) == 400
 
 
 async def all_up(engine, model) -> None:
@@ -762,33 +748,29 @@ async def all_up(engine, model) -> None:
 
 
 @pytest.mark.nightly
-def test_a_killed_server_loses_no_episode_and_returns_with_current_weights(
+@async_test
+async def test_a_killed_server_loses_no_episode_and_returns_with_current_weights(
     server, sglang_python, tiny_hf, model, other, contract, chat
 ):
     settings = ServerSettings(tiny_hf, python=sglang_python, context_length=4096, max_total_tokens=16_384)
-
-    async def body():
-        managed = await Server.start(settings, deadline_s=START_DEADLINE_S)
-        servers = [ServerState(managed.url, managed), ServerState(server.url)]
-        engine = await SGLangEngine.open(servers, SGLangSettings(RUN, probe_every_s=1))
-        try:
-            await all_up(engine, model)
-            await publish(engine, other)
-            guided = Guided(engine, chat, TURNS)
-            playing = asyncio.create_task(play(guided, chat, FakeFrames(size_px=(64, 96)), 16))
-            await until(lambda: guided.answered.total() >= 8)
-            victim, processes = engine.fleet.servers[0], psutil.Process(managed.pid).children(recursive=True)
-            max(processes, key=lambda process: process.memory_info().rss).kill()  # the scheduler
-            episodes = await playing
-            await until(lambda: victim.up and victim.num_restarts == 1, 150)
-            worst, _ = await sampled_against_learner(engine, chat, other, contract)
-            health, version = await engine.health(), engine.version
-            await publish(engine, model)
-            return guided, episodes, worst, health, version
-        finally:
-            await engine.close()
-
-    guided, episodes, worst, health, version = asyncio.run(body())
+    managed = await Server.start(settings, deadline_s=START_DEADLINE_S)
+    servers = [ServerState(managed.url, managed), ServerState(server.url)]
+    engine = await SGLangEngine.open(servers, SGLangSettings(RUN, probe_every_s=1))
+    try:
+        await all_up(engine, model)
+        await publish(engine, other)
+        guided = Guided(engine, chat, TURNS)
+        playing = asyncio.create_task(play(guided, chat, FakeFrames(size_px=(64, 96)), 16))
+        await until(lambda: guided.answered.total() >= 8)
+        victim, processes = engine.fleet.servers[0], psutil.Process(managed.pid).children(recursive=True)
+        max(processes, key=lambda process: process.memory_info().rss).kill()  # the scheduler
+        episodes = await playing
+        await until(lambda: victim.up and victim.num_restarts == 1, 150)
+        worst, _ = await sampled_against_learner(engine, chat, other, contract)
+        health, version = await engine.health(), engine.version
+        await publish(engine, model)
+    finally:
+        await engine.close()
     assert [episode.outcomes for episode in episodes] == [["ok"] * 3] * 16
     assert len(guided.requests) == guided.answered.total() == 16 * 5
     assert [(server.alive, server.version) for server in health.servers] == [(True, version)] * 2
@@ -827,16 +809,13 @@ def test_a_stopped_server_is_ejected_and_returns_with_current_weights(server, se
 def test_greedy_answers_of_every_split_equal_the_embedded_engines(server, tiny_hf, tmp_path):
     pictures = [np.full((32, 64, 3), 40 * second, np.uint8) for second in range(6)]
     write_video(tmp_path / "video.mp4", pictures, 1)
+    sglang, ours = f"engine.urls=[{server.url}]", ("engine.urls=[]", "engine.max_rows=2")
     for split in SPLITS:
         copy = make_copy(split, tmp_path / split, 2)
         for video in VIDEOS[split]:
             shutil.copy(tmp_path / "video.mp4", copy / video)
-        turns = [greedy(split, copy, tiny_hf, *engine) for engine in engines(server.url)]
-        assert len(turns[0]) == 2 and turns[0] == turns[1], split
-
-
-def engines(url: str) -> list[list[str]]:
-    return [["engine.kind=sglang", f"engine.urls=[{url}]"], ["engine.kind=jax", "engine.urls=[]", "engine.max_rows=2"]]
+        turns = greedy(split, copy, tiny_hf, "engine.kind=sglang", sglang)
+        assert len(turns) == 2 and turns == greedy(split, copy, tiny_hf, "engine.kind=jax", *ours), split
 
 
 def greedy(split: str, copy: Path, model: Path, *engine: str) -> dict[str, list[str]]:
@@ -882,21 +861,18 @@ def test_a_real_server_is_an_endpoint(server, lids, tmp_path):
         asyncio.run(run_eval(endpoint_config(lids, tmp_path, f"engine.urls=[{server.url}/v1]", "engine.model=other")))
 
 
-def test_a_real_server_streams_and_its_errors_are_recognized(server):
-    async def run() -> tuple[list[str], str, str]:
-        client, texts = EndpointClient([f"{server.url}/v1"], served_name(server.url)), []
-        request: dict[str, Any] = dict(temperature=0.0, deadline_s=60.0)
-        try:
-            short = [{"role": "user", "content": "Hello"}]
-            reply = await client.complete(short, max_tokens=8, on_text=texts.append, **request)
-            with pytest.raises(EndpointError) as caught:
-                await client.complete([{"role": "user", "content": "word " * 9000}], max_tokens=8, **request)
-            return texts, reply.text, caught.value.reason
-        finally:
-            await client.close()
-
-    texts, text, reason = asyncio.run(run())
-    assert texts[-1] == text and reason == "context"
+@async_test
+async def test_a_real_server_streams_and_its_errors_are_recognized(server):
+    client, texts = EndpointClient([f"{server.url}/v1"], served_name(server.url)), []
+    request: dict[str, Any] = dict(temperature=0.0, deadline_s=60.0)
+    try:
+        short = [{"role": "user", "content": "Hello"}]
+        reply = await client.complete(short, max_tokens=8, on_text=texts.append, **request)
+        with pytest.raises(EndpointError) as caught:
+            await client.complete([{"role": "user", "content": "word " * 9000}], max_tokens=8, **request)
+    finally:
+        await client.close()
+    assert texts[-1] == reply.text and caught.value.reason == "context"
 
 
 @pytest.mark.nightly

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from async_tests import async_test
 from processes import all_gone, ended, family, serve, start
 
 from rollout.engine.sglang import SGLangEngine
@@ -162,23 +163,18 @@ def test_a_start_timeout_shows_the_last_lines_and_leaves_no_process(fake):
 
 
 @pytest.mark.parametrize("modes", [["hang"], ["serve", "hang"]])
-def test_a_cancelled_launch_leaves_no_process(modes, fake):
-    before = descendants()
-
-    async def give_up():
-        launching = asyncio.create_task(SGLangEngine.launch(list(map(fake, modes))))
-        async with asyncio.timeout(20):
-            started = []
-            # The three tasks are this one, the launch, and the hung start.
-            while len(started) < 3 * len(modes) or len(asyncio.all_tasks()) > 3:
-                await asyncio.sleep(0.1)
-                started = [p for p in descendants() if p not in before]
-        launching.cancel()
-        await asyncio.wait([launching])
-        return launching.cancelled(), started
-
-    cancelled, started = asyncio.run(give_up())
-    assert cancelled and all_gone(started, within_s=0)
+@async_test
+async def test_a_cancelled_launch_leaves_no_process(modes, fake):
+    before, started = descendants(), []
+    launching = asyncio.create_task(SGLangEngine.launch(list(map(fake, modes))))
+    async with asyncio.timeout(20):
+        # The three tasks are this one, the launch, and the hung start.
+        while len(started) < 3 * len(modes) or len(asyncio.all_tasks()) > 3:
+            await asyncio.sleep(0.1)
+            started = [p for p in descendants() if p not in before]
+    launching.cancel()
+    await asyncio.wait([launching])
+    assert launching.cancelled() and all_gone(started, within_s=0)
 
 
 def test_a_server_that_crashes_ends_a_launch_at_once(fake):

@@ -901,7 +901,8 @@ async def test_experts_are_requested_unless_the_response_is_streamed(engine, ser
 
 
 @pytest.mark.slow
-def test_a_connection_close_to_its_keepalive_timeout_is_not_reused():
+@async_test
+async def test_a_connection_close_to_its_keepalive_timeout_is_not_reused():
     class Server(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"  # connections are kept
         answered_s = math.inf
@@ -917,15 +918,12 @@ def test_a_connection_close_to_its_keepalive_timeout_is_not_reused():
             self.end_headers()
             self.wfile.write(b"{}")
 
-    async def body(url):
-        async with HttpClient() as client:
-            for _ in range(2):
-                assert await client.post(url, {}, 5) == {}
-                await asyncio.sleep(KEEPALIVE_S + 0.1)
-
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        asyncio.run(body(f"http://127.0.0.1:{server.server_port}/"))
+        async with HttpClient() as client:
+            for _ in range(2):
+                assert await client.post(f"http://127.0.0.1:{server.server_port}/", {}, 5) == {}
+                await asyncio.sleep(KEEPALIVE_S + 0.1)
         server.shutdown()
 
 

@@ -279,9 +279,8 @@ def test_a_built_in_tools_texts_can_be_replaced(chat, task, tmp_path):
     tools = [f"{tmp_path / 'words.py'}:Reads"]
     engine, _ = play_calls(chat, task, call_of("zoom_frame", time=1, box=BOX), tools=tools)
     shown = chat.decode(engine.requests[1].ids)
-    assert (
-        "frame at 1.0 seconds of the video, from 50% to 100% of its width and from 25% to 75% of its height:" in shown
-    )
+    region = "from 50% to 100% of its width and from 25% to 75% of its height:"
+    assert f"frame at 1.0 seconds of the video, {region}" in shown
     assert "Read the {sign}." in shown
 
 

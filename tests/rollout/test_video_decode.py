@@ -28,11 +28,7 @@ from rollout.video.errors import VideoError
 RECIPE = VisionContract(16, 2, 2, 784, 50176, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 OPEN_GROUPS = {"x264-params": "open-gop=1:keyint=30:bframes=3:scenecut=0"}
 CONTAINERS = {
-    "mp4": dict(),
-    "mkv": dict(),
-    "mov": dict(),
-    "flv": dict(),
-    "ts": dict(),
+    **{ending: {} for ending in ("mp4", "mkv", "mov", "flv", "ts")},
     "avi": dict(codec="mpeg4", time_base=Fraction(1, 30)),
     "webm": dict(codec="libvpx-vp9", options={"deadline": "realtime", "cpu-used": "8"}),
     "hevc.mp4": dict(codec="libx265", options={"x265-params": "log-level=none"}),

@@ -9,15 +9,8 @@ import pytest
 from rollout.video.ticks import pack, unpack
 
 IDENTITY = "ab" * 16
-KNOWN = {
-    "identity": IDENTITY,
-    "num_frames": 36_000,
-    "duration_ticks": 36_000 * 512,
-    "time_base": [1, 15_360],
-    "height": 1080,
-    "width": 1920,
-    "frame_px": 1080 * 1920,
-}
+KNOWN = {"identity": IDENTITY, "num_frames": 36_000, "duration_ticks": 36_000 * 512, "time_base": [1, 15_360]}
+KNOWN |= {"height": 1080, "width": 1920, "frame_px": 1080 * 1920}
 TICKS = np.arange(36_000, dtype=np.int64) * 512 - 1024
 KEYS = TICKS[::250] - 3  # some of which an edit list may have cut off
 RAW = TICKS.tobytes() + KEYS.tobytes()

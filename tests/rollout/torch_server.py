@@ -30,9 +30,8 @@ class TorchServer(FakeServer):
     ):
         super().__init__()
         self.dtype, self.change = dtype, change
-        self.policy: Any = transformers.Qwen3VLForConditionalGeneration.from_pretrained(
-            model, dtype=getattr(torch, dtype)
-        ).eval()
+        policy: Any = transformers.Qwen3VLForConditionalGeneration
+        self.policy = policy.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
         self.contract = VisionContract.from_hf(model)
         self._visual_ids = sorted(Chat.from_hf(model).visual_ids)
         self._computing = asyncio.Lock()
