@@ -13,6 +13,10 @@ case "$kind" in
 esac
 CDPATH= cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 
+# A second run waits for the first, and then has nothing to do. Open for writing, because NFS locks nothing else.
+if [ -w scripts/setup.sh ]; then exec 9<>scripts/setup.sh; else exec 9<scripts/setup.sh; fi
+flock --nonblock 9 || { echo "setup: waiting for another setup of this clone" >&2; flock 9; }
+
 version_and_place() { # the place is None without pip: that venv was interrupted
   "$1" -c 'import sys, importlib.util as has
 print("%d.%d.%d" % sys.version_info[:3], has.find_spec("pip") and sys.prefix)' 2>/dev/null
@@ -54,7 +58,7 @@ if [ ! -x .venv/bin/python ]; then
 fi
 echo "$have" >"$stamp" # without the rest, so that an interrupted installation is not up to date
 echo "setup: installing paravt_jax ($kind) into .venv (a few minutes the first time)"
-(while sleep 30 >/dev/null 2>&1; do echo "setup: installing, $SECONDS s so far" >&2; done) &
+(while sleep 30 >/dev/null 2>&1; do echo "setup: installing, $SECONDS s so far" >&2; done) 9>&- &
 trap "kill $!" EXIT
 # The lock lists all packages (scripts/lock.sh), so nothing need be resolved.
 locks=("requirements/$kind.txt")

@@ -24,8 +24,9 @@ version=$("$python" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])')
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
   { echo "setup_sglang: Python 3.11 or newer is needed, '$python' is $version; set PYTHON" >&2; exit 1; }
 
-exec 9<>scripts/setup_sglang.sh # for writing too, because NFS locks nothing else
-flock 9 # a second run waits for the first, and then has nothing to do
+# A second run waits for the first, and then has nothing to do. Open for writing, because NFS locks nothing else.
+if [ -w scripts/setup_sglang.sh ]; then exec 9<>scripts/setup_sglang.sh; else exec 9<scripts/setup_sglang.sh; fi
+flock 9
 
 stamp=$venv/.setup-stamp
 lock=requirements/sglang-$variant.txt

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 import venv
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 
@@ -146,7 +147,7 @@ def setup_sh(tmp_path):
     (tmp_path / "pip.py").write_text("import sys; print('asked for', sys.argv[-1])")
     (tmp_path / "python3").symlink_to("/bin/false")
     uv = clone / ".venv/bin/uv"
-    uv.write_text('#!/bin/sh\nfor last; do :; done; echo asked for "$last"; exit ${UV_FAILS:-0}\n')
+    uv.write_text('#!/bin/sh\nfor last; do :; done; sleep ${UV_S:-0}; echo asked for "$last"; exit ${UV_FAILS:-0}\n')
     uv.chmod(0o755)
 
     def run(kind: str, place: Path = clone, **variables: str) -> list[str]:
@@ -171,6 +172,12 @@ def test_the_dev_environment_is_also_a_runtime_environment(setup_sh):
     assert setup_sh("cpu") == [UV, "requirements/cpu.txt", "."] and setup_sh("cpu") == []
     assert setup_sh("dev") == DEV_REQUESTS
     assert setup_sh("cpu") == setup_sh("dev") == []
+
+
+def test_a_second_setup_waits_for_the_first_and_has_nothing_to_do(setup_sh):
+    with ThreadPoolExecutor() as threads:
+        both = [threads.submit(setup_sh, "cpu", UV_S="1") for _ in range(2)]
+    assert sorted(run.result() for run in both) == [[], [UV, "requirements/cpu.txt", "."]]
 
 
 def test_pip_is_the_fallback_if_uv_fails(setup_sh, monkeypatch):
