@@ -37,7 +37,9 @@ DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gib", type=float, default=2.0, help="approximate size of the checkpoint (default 2)")
+    parser.add_argument(
+        "--gib", type=float, default=2.0, help="approximate size of the checkpoint (default 2; 0.9 or more)"
+    )
     parser.add_argument("--repeats", type=int, default=5, help="turns per way; the median is reported (default 5)")
     parser.add_argument("--dir", type=Path, help="directory to write to (default: the system's temporary directory)")
 

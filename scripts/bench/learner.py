@@ -37,10 +37,19 @@ DTYPES = ("float32", "bfloat16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", choices=[*MODELS, "all"], default="all")
-    parser.add_argument("--dtype", choices=[*DTYPES, "all"], default="all")
-    parser.add_argument("--workload", choices=["passes", "update", "all"], default="all")
-    parser.add_argument("--repeats", type=int, default=5, help="timed turns per side; the median is reported")
+    parser.add_argument(
+        "--model", choices=[*MODELS, "all"], default="all", help="size, with random weights (default all)"
+    )
+    parser.add_argument("--dtype", choices=[*DTYPES, "all"], default="all", help="dtype of activations (default all)")
+    parser.add_argument(
+        "--workload",
+        choices=["passes", "update", "all"],
+        default="all",
+        help="forward and backward passes, or a whole update (default all)",
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="timed turns per side; the median is reported (default 5)"
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -23,14 +23,24 @@ FIRST_ID, LAST_ID = 300, 1500  # ordinary tokens of the tiny model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rows", type=int, default=8, help="requests in a batch")
-    parser.add_argument("--limits", type=int, nargs="+", default=[1024, 8192, 32768], help="max_context_tokens")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rows", type=int, default=8, help="requests in a batch (default 8)")
+    parser.add_argument(
+        "--limits",
+        type=int,
+        nargs="+",
+        default=[1024, 8192, 32768],
+        metavar="TOKENS",
+        help="max_context_tokens of the samplers (default 1024 8192 32768)",
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="timed turns per way; the median is reported (default 5)"
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    if args.repeats < 1:
-        raise ValueError(f"--repeats {args.repeats} must be at least 1")
+    for name in ("rows", "repeats"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")
     with tempfile.TemporaryDirectory() as folder:
         make_tiny(Path(folder) / "model")
         model = model_port.load(Path(folder) / "model")
@@ -75,7 +85,9 @@ def _ours(sampler: Sampler) -> Callable[[np.ndarray], object]:
 def _transformers(folder: Path) -> Callable[[np.ndarray], object]:
     import torch
     from transformers.models.auto.modeling_auto import AutoModelForImageTextToText
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # shown even without a terminal
     model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
     def sample(batch: np.ndarray) -> object:

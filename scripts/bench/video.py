@@ -43,12 +43,14 @@ _KEPT: list[Any] = []
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--size", choices=[*SIZES_PX, "all"], default="all")
-    parser.add_argument("--seconds", type=int, default=90, help="length of the video, which is written first")
+    parser.add_argument("--size", choices=[*SIZES_PX, "all"], default="all", help="size of the video (default all)")
+    parser.add_argument(
+        "--seconds", type=int, default=90, help="length of the video, which is written first (default 90)"
+    )
     parser.add_argument(
         "--repeats", type=int, default=3, help="timed turns per side; the median is reported (default 3)"
     )
-    parser.add_argument("--workers", type=int, default=None, help="decoders; by default one per core, up to 8")
+    parser.add_argument("--workers", type=int, default=None, help="decoders (default: one per core, up to 8)")
     parser.add_argument(
         "--split", action="store_true", help="compare an overview by one decoder with the same over all, and exit"
     )
@@ -58,8 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    if args.repeats < 1:
-        raise ValueError(f"--repeats {args.repeats} must be at least 1")
+    for name in ("repeats", "workers"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")
     if args.seconds < NUM_CROPS * CROP_S:
         raise ValueError(f"--seconds {args.seconds} must be at least {NUM_CROPS * CROP_S}")
     theirs = None if args.split else _make_original(args.qwen_vl_utils)

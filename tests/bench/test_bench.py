@@ -1,8 +1,10 @@
 """The benchmarks run, compare equal work, and report their results."""
 
+import importlib
 import json
+import re
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 
 import forked
 import numpy as np
@@ -62,6 +64,30 @@ def test_learner_bench_compares_whole_updates(small):
     assert all(row[side]["peak_mib"] > 0 for row in result["updates"] for side in ("slow", "fast"))
     lines = learner.table(result).splitlines()
     assert len(lines) == 2 + 3 and "('torch', 'rows') update_s" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("package", "name"),
+    [
+        *(("scripts.bench", name) for name in bench_main.BENCHES),
+        *(("paravt_jax.bench", name) for name in wheel_main.BENCHES),
+    ],
+)
+def test_help_shows_every_default(package, name):
+    parser = ArgumentParser()
+    importlib.import_module(f"{package}.{name}").add_arguments(parser)
+    for action in parser._actions:
+        if action.option_strings and action.nargs != 0 and action.default is not None:
+            values = action.default if isinstance(action.default, list) else [action.default]
+            shown = " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
+            text = (action.help or "").replace("%(default)s", shown)
+            assert re.search(rf"default: |\(default {re.escape(shown)}[);:]", text), action.option_strings
+
+
+@pytest.mark.parametrize(("name", "flag"), [("sampler", "--rows"), ("video", "--workers")])
+def test_a_number_below_one_is_an_error(bench, name, flag):
+    with pytest.raises(ValueError, match=f"^{flag} 0 must be at least 1"):
+        bench(name, flag, "0")
 
 
 def test_ways_with_different_results_are_an_error():
