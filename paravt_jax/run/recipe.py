@@ -91,7 +91,7 @@ def differences(directory: Path, recipe: Recipe) -> str:
     ]
     if not changes:
         return ""
-    return f"{directory.name}/{RECIPE_FILE}: this run has other settings than the model's: {'; '.join(changes)}"
+    return f"{directory / RECIPE_FILE}: this run has other settings than the model's: {'; '.join(changes)}"
 
 
 def _record(directory: Path) -> dict[str, Any] | None:

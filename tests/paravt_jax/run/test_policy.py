@@ -66,7 +66,7 @@ def test_auto_uses_the_kernel_only_if_it_passes_its_check(tiny_hf, tmp_path, mon
         monkeypatch.setattr(policy_module, name, value)
     policy = with_checked_kernel(open_tiny(tiny_hf, tmp_path))
     assert policy.compute.attention == ("auto_kernel" if works else "auto")
-    expected = "kernel, max error 0.0" if works else "scanned, because the kernel is wrong: max error "
+    expected = "kernel, max error 0" if works else "scanned, because the kernel is wrong: max error "
     assert policy.attention(4096).startswith(f"attention: {expected}")
 
 

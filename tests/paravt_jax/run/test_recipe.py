@@ -121,7 +121,8 @@ def test_settings_that_differ_from_the_recipe_are_one_line(model, tmp_path, caps
 def test_an_evaluation_in_another_mode_logs_the_difference(model, tmp_path, capsys):
     write(model, **Recipe().to_record())
     open_model(model, tmp_path / "run", "eval.mode=direct", "eval.dispatches=[none]")
-    assert "mode: 'agentic' -> 'direct'" in capsys.readouterr().err
+    line = capsys.readouterr().err
+    assert f"{model / RECIPE_FILE}: this run has other settings" in line and "mode: 'agentic' -> 'direct'" in line
 
 
 def test_equal_settings_are_not_logged(model):
