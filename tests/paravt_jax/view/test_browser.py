@@ -4,10 +4,12 @@ import asyncio
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from agents import ANSWER, DRAWS, FakeFrames, call, call_of, script
 from browser import CHROMIUM, DESKTOP, PHONE, Tab, browser
+from data_rows import write_lines
 from evaluator import Evaluator, answer, config_of
 from view_run import CHAT, NASTY, make_run, write_metrics
 
@@ -17,6 +19,7 @@ from paravt_jax.check.page import page as page_of_check
 from paravt_jax.check.report import Measured, StageReport
 from paravt_jax.config import Config, SftConfig, VideoConfig, to_record
 from paravt_jax.run.directory import settings_of, write_settings
+from paravt_jax.run.log import load_jsonl
 from paravt_jax.view.page import make_page
 from rollout.episode import Agent
 from rollout.episode_config import EpisodeConfig
@@ -62,32 +65,37 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     """A run with hostile texts, two runs side by side, a run with one step, an evaluation, and a question."""
     directory = tmp_path_factory.mktemp("pages")
     first, second = (make_run(directory / name, 2, texts=NASTY, luck=luck) for luck, name in enumerate("ab"))
-    (directory / "c").mkdir()
-    single = write_metrics(directory / "c", [{"step": 7, "loss/policy": 0.25}])
     runs = {
         "one": [first],
         "two": [first, second],
         "four": [first, second, first, second],
-        "single": [single],
+        "single": [write_metrics(directory / "c", [{"step": 7, "loss/policy": 0.25}])],
         "evaluation": [make_evaluation(directory / "copy")],
+        "names": [with_names_of_javascript(directory / "d")],
     }
-    runs["names"] = [with_names_of_javascript(directory / "d")]
-    contents = {name: make_page(of_page, 200) for name, of_page in runs.items()} | {"question": make_question()}
+    contents = {name: make_page(of_page, 200) for name, of_page in runs.items()}
+    contents["question"] = make_asked("What <b>colour</b>?", LOOK, ANSWER.replace("A<", "<b>A</b><"))
     pages = {name: directory / f"{name}.html" for name in contents}
     for name, content in contents.items():
         pages[name].write_bytes(content)
     return pages
 
 
+def episodes_of(run_dir: Path) -> list[dict]:
+    return list(load_jsonl(run_dir / "episodes" / "000001.jsonl"))
+
+
+def with_episodes(run_dir: Path, *episodes: dict) -> Path:
+    return write_lines(run_dir / "episodes" / "000001.jsonl", episodes).parents[1]
+
+
 def with_names_of_javascript(run_dir: Path) -> Path:
     """A run in which all names from outside are properties that JavaScript objects inherit."""
     make_run(run_dir, 2)
     for file, names in (("metrics.jsonl", INHERITED), ("validation.jsonl", ["validation/loss"])):
-        rows = [json.loads(line) for line in (run_dir / file).read_text().splitlines()]
-        rows = [row | dict.fromkeys(names, row["step"] / 8) for row in rows]
-        (run_dir / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    records = run_dir / "episodes" / "000001.jsonl"
-    episodes = [json.loads(line) for line in records.read_text().splitlines()]
+        rows = load_jsonl(run_dir / file)
+        write_lines(run_dir / file, [row | dict.fromkeys(names, row["step"] / 8) for row in rows])
+    episodes = episodes_of(run_dir)
     for episode, name in zip(episodes, itertools.cycle(INHERITED), strict=False):
         episode |= {"id": name, "question_type": name, "finish": name, "split": name}
         episode |= {"scores": {name: 0.5}, "groups": {name: [name]}}
@@ -95,8 +103,7 @@ def with_names_of_javascript(run_dir: Path) -> Path:
             credit |= {"name": name, "term": name}
         for made_call in [each for turn in episode.get("turns", []) for each in turn["calls"]]:
             made_call["outcome"] = name
-    records.write_text("".join(json.dumps(episode) + "\n" for episode in episodes))
-    return run_dir
+    return with_episodes(run_dir, *episodes)
 
 
 def make_evaluation(copy: Path) -> Path:
@@ -106,34 +113,23 @@ def make_evaluation(copy: Path) -> Path:
     return Path(config.run_dir)
 
 
-def make_question() -> bytes:
-    agent = Agent(script(CHAT, [LOOK, ANSWER.replace("A<", "<b>A</b><")]), FakeFrames(), CHAT, EpisodeConfig())
-    answerer = Answerer(agent, 8)
-    return page_of(asyncio.run(answerer.answer(["/data/a.mp4"], "What <b>colour</b>?")), answerer, "tiny")
-
-
-def make_asked(question: str, text: str) -> bytes:
-    agent = Agent(script(CHAT, [ANSWER.replace("A<", f"{text}<")]), FakeFrames(), CHAT, EpisodeConfig())
-    answerer = Answerer(agent, 8)
+def make_asked(question: str, *turns: str, **config: object) -> bytes:
+    answerer = Answerer(Agent(script(CHAT, turns), FakeFrames(), CHAT, EpisodeConfig(**config)), 8)
     return page_of(asyncio.run(answerer.answer(["/data/a.mp4"], question)), answerer, "tiny")
-
-
-def make_shown(directory: Path) -> bytes:
-    """A question whose calls show frames and a drawing to the main agent."""
-    (directory / "own.py").write_text(DRAWS)
-    turn = LOOK.replace("<|im_end|>", f"{call_of('draws')}<|im_end|>")
-    config = EpisodeConfig(crop_returns="frames", tools=["crop_video", f"{directory / 'own.py'}:Draws"])
-    answerer = Answerer(Agent(script(CHAT, [turn, ANSWER]), FakeFrames(), CHAT, config), 8)
-    return page_of(asyncio.run(answerer.answer(["/data/a.mp4"], "What colour?")), answerer, "tiny")
 
 
 def open_page(
     tab: Tab, page: Path, fragment: str = "", size_px: tuple[int, int] = DESKTOP, *, dark: bool = False
-) -> Tab:
+) -> None:
     tab.messages.clear()
     tab.show_as(size_px, dark=dark)
     tab.open(page, fragment)
-    return tab
+
+
+def open_runs(tab: Tab, directory: Path, *runs: Path, max_episodes: int = 20, **options: Any) -> None:
+    """Opens the page of some runs, which it writes to the directory."""
+    (directory / "page.html").write_bytes(make_page(runs, max_episodes))
+    open_page(tab, directory / "page.html", **options)
 
 
 def with_text(page: Path, text: str) -> str:
@@ -186,12 +182,9 @@ def test_filters_apply_and_can_be_cleared(tab, pages):
 
 
 def test_questions_are_searched_to_their_end(tab, tmp_path):
-    (tmp_path / "episodes").mkdir()
     question = f"{'What happens here? ' * 10}\nA. nothing\nB. everything"
     rows = [{"id": str(n), "step": 1, "question": text, "turns": []} for n, text in enumerate([question, "What?"])]
-    (tmp_path / "episodes" / "000001.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "page.html").write_bytes(make_page([tmp_path], 2))
-    open_page(tab, tmp_path / "page.html")
+    open_runs(tab, tmp_path, with_episodes(tmp_path, *rows))
     tab.run(f"({FILTER})('Question contains', 'b. everything')")
     assert tab.run("document.querySelector('.count').textContent") == "1 of 2 episodes"
     assert "everything" not in tab.run("document.querySelector('.row .q').textContent")
@@ -200,9 +193,7 @@ def test_questions_are_searched_to_their_end(tab, tmp_path):
 def with_long_names(run_dir: Path) -> Path:
     """A run in which all names from outside are long and have no space."""
     make_run(run_dir, 1)
-    records = run_dir / "episodes" / "000001.jsonl"
-    episodes = [json.loads(line) for line in records.read_text().splitlines()]
-    episode = next(episode for episode in episodes if any(turn["calls"] for turn in episode["turns"]))
+    episode = next(each for each in episodes_of(run_dir) if any(turn["calls"] for turn in each["turns"]))
     episode |= dict.fromkeys(("id", "question", "question_type", "answer", "finish", "split"), LONG_NAME)
     episode |= {"scores": {LONG_NAME: 0.5}, "groups": {LONG_NAME: [LONG_NAME]}}
     episode["reward"] |= {"own": [{"name": LONG_NAME, "value": 1.0, "weight": 1.0}]}
@@ -212,14 +203,12 @@ def with_long_names(run_dir: Path) -> Path:
         video |= {"name": LONG_NAME, "path": f"/videos/{LONG_NAME}.mp4"}
     for made_call in [each for turn in episode["turns"] for each in turn["calls"]]:
         made_call |= dict.fromkeys(("name", "outcome", "response", "problem"), LONG_NAME)
-    records.write_text(json.dumps(episode) + "\n")
-    return run_dir
+    return with_episodes(run_dir, episode)
 
 
 @pytest.mark.parametrize("size_px", [DESKTOP, PHONE])
 def test_long_names_fit_the_screen(size_px, tab, tmp_path):
-    (tmp_path / "page.html").write_bytes(make_page([with_long_names(tmp_path / "run")], 20))
-    open_page(tab, tmp_path / "page.html", size_px=size_px)
+    open_runs(tab, tmp_path, with_long_names(tmp_path / "run"), size_px=size_px)
     assert tab.run("document.querySelector('.timeline .about').textContent").count(LONG_NAME) == 2
     assert tab.run("document.documentElement.scrollWidth") <= size_px[0]
     assert tab.messages == []
@@ -238,30 +227,25 @@ def test_the_table_of_cells_with_a_long_split_fits_the_screen(tab, tmp_path):
     run = make_evaluation(tmp_path / "copy")
     for path in run.glob("cell_*.json"):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"split": LONG_NAME}))
-    (tmp_path / "page.html").write_bytes(make_page([run], 20))
-    open_page(tab, tmp_path / "page.html")
+    open_runs(tab, tmp_path, run)
     width_px, room_px = tab.run("['scrollWidth', 'clientWidth'].map(of => document.querySelector('.table')[of])")
     assert width_px <= room_px
 
 
 def test_validation_before_the_first_step_is_drawn(tab, tmp_path):
     rows = [{"step": step, "loss/imitation": step / 8} for step in (1, 2, 3)]
-    validation = [{"step": step, "validation/loss": step / 9} for step in (0, 2)]
-    (tmp_path / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in validation))
-    (tmp_path / "page.html").write_bytes(make_page([write_metrics(tmp_path, rows)], 1))
-    open_page(tab, tmp_path / "page.html")
+    write_lines(tmp_path / "validation.jsonl", [{"step": step, "validation/loss": step / 9} for step in (0, 2)])
+    open_runs(tab, tmp_path, write_metrics(tmp_path, rows))
     assert tab.run("document.querySelectorAll('.chart path.validation').length") == 2
     assert tab.run(f"({TICKS})('Imitation loss, nats per token', 'middle')") == [*"0123"]
 
 
 def test_a_comparison_has_the_number_of_steps_of_each_runs_values(tab, tmp_path):
-    runs = []
-    for name, num_steps in (("a", 40), ("b", 10)):
-        (tmp_path / name).mkdir()
-        rows = [{"step": step, "loss/imitation": 1 / step} for step in range(1, num_steps + 1)]
-        runs.append(write_metrics(tmp_path / name, rows))
-    (tmp_path / "page.html").write_bytes(make_page(runs, 1))
-    open_page(tab, tmp_path / "page.html")
+    runs = [
+        write_metrics(tmp_path / name, [{"step": step, "loss/imitation": 1 / step} for step in range(1, num_steps + 1)])
+        for name, num_steps in (("a", 40), ("b", 10))
+    ]
+    open_runs(tab, tmp_path, *runs)
     lines = tab.run("[...document.querySelectorAll('#headlines .lede')].map(line => line.textContent)")
     assert [line.split(",")[0] for line in lines] == ["The mean of the last 4 steps", "The last step"]
 
@@ -277,12 +261,10 @@ def test_an_evaluation_has_a_row_per_score_and_episodes_by_cell(tab, pages):
 
 def test_a_comparison_of_evaluations_counts_the_cells_of_all(tab, pages, tmp_path):
     evaluation = pages["evaluation"].parent / "copy" / "run"
-    (tmp_path / "page.html").write_bytes(make_page([evaluation] * 2, 20))
-    open_page(tab, tmp_path / "page.html")
+    open_runs(tab, tmp_path, evaluation, evaluation)
     lede = "document.querySelector('#episodes .lede').textContent"
     assert tab.run(lede).startswith("12 episodes of all 4 cells,")
-    (tmp_path / "page.html").write_bytes(make_page([pages["one"].with_name("a"), evaluation], 20))
-    open_page(tab, tmp_path / "page.html")
+    open_runs(tab, tmp_path, pages["one"].with_name("a"), evaluation)
     assert tab.run(lede).startswith("16 episodes of all 2 steps and all 2 cells,")
 
 
@@ -298,7 +280,7 @@ def test_a_question_has_its_answer_windows_and_pictures(tab, pages):
 def test_the_lines_of_a_question_are_shown_once_and_a_long_answer_is_smaller(tab, tmp_path):
     sizes_px = []
     for text in ("A", "A because " * 40):
-        (tmp_path / "page.html").write_bytes(make_asked("Which?\nA. red\nB. blue", text))
+        (tmp_path / "page.html").write_bytes(make_asked("Which?\nA. red\nB. blue", ANSWER.replace("A<", f"{text}<")))
         open_page(tab, tmp_path / "page.html")
         assert tab.run("document.querySelector('main').innerText").count("B. blue") == 0
         assert tab.run("document.querySelector('h1').innerText") == "Which?\nA. red\nB. blue"
@@ -309,18 +291,18 @@ def test_the_lines_of_a_question_are_shown_once_and_a_long_answer_is_smaller(tab
 @pytest.mark.parametrize(("budgets", "shown"), [([], False), ([4, 8], True)])
 def test_a_cold_start_has_frame_budgets_only_with_gating(budgets, shown, tab, tmp_path):
     write_settings(to_record(SftConfig(run_dir=str(tmp_path), video=VideoConfig(frame_budgets=budgets))), tmp_path)
-    (tmp_path / "episodes").mkdir()
     sample = {"id": "1", "step": 1, "question": "Where?", "frame_budget": 8, "turns": []}
-    (tmp_path / "episodes" / "000001.jsonl").write_text(json.dumps(sample) + "\n")
-    page = tmp_path / "page.html"
-    page.write_bytes(make_page([tmp_path], 1))
-    open_page(tab, page)
+    open_runs(tab, tmp_path, with_episodes(tmp_path, sample))
     texts = tab.run("['.facts', '.row .meta', '.episode'].map(name => document.querySelector(name).textContent)")
     assert ["Frame budgets K" in texts[0], texts[1] == "K 8", "Frame budget K" in texts[2]] == [shown] * 3
 
 
 def test_pictures_that_calls_showed_are_inside_their_turn(tab, tmp_path):
-    (tmp_path / "shown.html").write_bytes(make_shown(tmp_path))
+    """A call of crop_video shows frames to the main agent, the user's own tool a drawing."""
+    (tmp_path / "own.py").write_text(DRAWS)
+    turn = LOOK.replace("<|im_end|>", f"{call_of('draws')}<|im_end|>")
+    config = {"crop_returns": "frames", "tools": ["crop_video", f"{tmp_path / 'own.py'}:Draws"]}
+    (tmp_path / "shown.html").write_bytes(make_asked("What colour?", turn, ANSWER, **config))
     open_page(tab, tmp_path / "shown.html")
     assert tab.run("[...document.querySelectorAll('.turn .album')].map(one => one.childElementCount)") == [8, 8, 1]
     assert tab.run("[...document.images].every(one => one.naturalWidth == 32)") and tab.messages == []
@@ -342,15 +324,13 @@ def test_keys_move_between_episodes(tab, pages):
 @pytest.mark.parametrize("weight", [1, 0.5])
 def test_the_terms_of_a_reward_add_up(weight, tab, tmp_path):
     run_dir = make_run(tmp_path, 1)
-    records = run_dir / "episodes" / "000001.jsonl"
-    episodes = [json.loads(line) for line in records.read_text().splitlines()]
+    episodes = episodes_of(run_dir)
     number, episode = next((n, e) for n, e in enumerate(episodes) if not e["missing"] and e["reward"]["anchor"] > 0)
     episode["reward"]["total"] -= (1 - weight) * episode["reward"]["format"]
-    records.write_text("".join(json.dumps(each) + "\n" for each in episodes))
+    with_episodes(run_dir, *episodes)
     config = settings_of(run_dir)
     write_settings(config | {"reward": config["reward"] | {"format_weight": weight}}, run_dir)
-    (tmp_path / "page.html").write_bytes(make_page([run_dir], 200))
-    open_page(tab, tmp_path / "page.html", f"#episode-{number}")
+    open_runs(tab, tmp_path, run_dir, max_episodes=200, fragment=f"#episode-{number}")
     terms = ".aside .terms:first-child .term"
     parts, total = (tab.run(f"({PRODUCTS})('{terms}{kind}')") for kind in (":not(.sub, .total)", ".total"))
     assert parts == pytest.approx(total, abs=0.02) == pytest.approx(episode["reward"]["total"], abs=0.01)
@@ -379,17 +359,9 @@ def test_numbers_of_many_short_calls_fit_their_marks(tab, tmp_path):
         {"name": "crop_video", "span": [0, 1], "outcome": "ok", "window_s": [12.0 * n, 12.0 * n + 1]} for n in range(40)
     ]
     video = {"name": "video.mp4", "path": "/a.mp4", "duration_s": 469.0, "frames_s": []}
-    episode = {
-        "id": "1",
-        "step": 1,
-        "question": "Where?",
-        "videos": [video],
-        "turns": [{"text": "Look.", "calls": spans}],
-    }
-    (tmp_path / "episodes").mkdir()
-    (tmp_path / "episodes" / "000001.jsonl").write_text(json.dumps(episode) + "\n")
-    (tmp_path / "page.html").write_bytes(make_page([tmp_path], 1))
-    open_page(tab, tmp_path / "page.html")
+    turns = [{"text": "Look.", "calls": spans}]
+    episode = {"id": "1", "step": 1, "question": "Where?", "videos": [video], "turns": turns}
+    open_runs(tab, tmp_path, with_episodes(tmp_path, episode))
     marks = "[...document.querySelectorAll('.lane button')]"
     assert tab.run(f"{marks}.map(mark => mark.scrollWidth - mark.clientWidth)") == [0] * 40
     film = "document.querySelector('.film').getBoundingClientRect().right"
@@ -398,18 +370,14 @@ def test_numbers_of_many_short_calls_fit_their_marks(tab, tmp_path):
 
 def test_episodes_of_the_same_prompt_are_side_by_side(tab, pages):
     open_page(tab, pages["two"], "#episode-5")
-    names = tab.run(
-        "[...document.querySelectorAll('.episode')].map(one => [one.querySelector('.run').textContent, \
-one.querySelector('h3').textContent])"
-    )
+    show = "[one.querySelector('.run').textContent, one.querySelector('h3').textContent]"
+    names = tab.run(f"[...document.querySelectorAll('.episode')].map(one => {show})")
     assert [run for run, _ in names] == ["A", "B"] and names[0][1] == names[1][1]
     assert tab.run("document.querySelectorAll('.chart .dashed-1 .line').length") > 10
 
 
 def test_steps_with_episodes_are_counted_in_a_run_that_has_some(tab, pages, tmp_path):
-    without = write_metrics(tmp_path, [{"step": 1, "loss/policy": 0.5}])
-    (tmp_path / "page.html").write_bytes(make_page([without, pages["one"].with_name("a")], 20))
-    open_page(tab, tmp_path / "page.html")
+    open_runs(tab, tmp_path, write_metrics(tmp_path, [{"step": 1, "loss/policy": 0.5}]), pages["one"].with_name("a"))
     assert tab.run("document.querySelector('#episodes .lede').textContent").startswith("10 episodes of all 2 steps,")
     legend = "[...document.querySelectorAll('figure')].find(one => one.textContent.startsWith('Policy')).children[1]"
     assert tab.run(f"{legend}.textContent").startswith("last stepA0.5B")
@@ -420,9 +388,8 @@ def test_steps_with_episodes_are_counted_in_a_run_that_has_some(tab, pages, tmp_
 def test_each_of_four_runs_has_a_color_and_a_letter(tab, pages):
     open_page(tab, pages["four"])
     accuracy = "[...document.querySelectorAll('figure')].find(one => one.textContent.startsWith('Accuracy'))"
-    colors = tab.run(
-        f"[...{accuracy}.querySelectorAll('svg > g')].map(line => line.getAttribute('class').split(' ')[0])"
-    )
+    lines = f"[...{accuracy}.querySelectorAll('svg > g')]"
+    colors = tab.run(f"{lines}.map(line => line.getAttribute('class').split(' ')[0])")
     assert sorted(colors) == ["c-blue", "c-green", "c-orange", "c-red"]
     assert tab.run("[...document.querySelectorAll('h1 .run')].map(mark => mark.textContent)") == ["A", "B", "C", "D"]
 
@@ -430,8 +397,7 @@ def test_each_of_four_runs_has_a_color_and_a_letter(tab, pages):
 def test_six_lines_of_each_of_three_runs_have_different_dashes(tab, tmp_path):
     terms = ("accuracy_mean", "format_reward", "tool_reward_mean", "anchor_mean", "reward_a_mean", "reward_b_mean")
     run = write_metrics(tmp_path, [{"step": step, **{f"rollout/{term}": step for term in terms}} for step in (1, 2)])
-    (tmp_path / "page.html").write_bytes(make_page([run] * 3, 20))
-    open_page(tab, tmp_path / "page.html")
+    open_runs(tab, tmp_path, *[run] * 3)
     chart = "[...document.querySelectorAll('figure')].find(one => one.textContent.startsWith('Terms'))"
     for drawn, style in ((".line", "strokeDasharray"), (".legend i", "background")):
         of_run = f"{chart}.querySelectorAll('{drawn}').values().take(6)"  # lines are drawn from the last to the first
@@ -442,8 +408,7 @@ def test_six_lines_of_each_of_three_runs_have_different_dashes(tab, tmp_path):
 def test_lines_with_the_same_color_have_different_dashes(num_runs, tab, tmp_path):
     types = [f"type{number}" for number in range(12)]
     rows = [{"step": step, **{f"rollout/accuracy_mean_{name}": step for name in types}} for step in (1, 2)]
-    (tmp_path / "page.html").write_bytes(make_page([write_metrics(tmp_path, rows)] * num_runs, 20))
-    open_page(tab, tmp_path / "page.html")
+    open_runs(tab, tmp_path, *[write_metrics(tmp_path, rows)] * num_runs)
     for drawn, style in ((".line", "strokeDasharray"), (".legend i", "background")):
         look = f"(of => of.getPropertyValue('--c') + of.{style})(getComputedStyle(one))"
         looks = tab.run(f"[...document.querySelectorAll('{drawn}')].map(one => {look})")
@@ -455,18 +420,15 @@ def test_single_values_are_numbers_and_constants_are_folded(tab, pages):
     assert tab.run("document.querySelectorAll('.chart').length") == 0
     assert "0.25" in tab.run("document.querySelector('.single').textContent")
     open_page(tab, pages["one"])
-    constants = (
-        "[...document.querySelectorAll('details')].find(one => one.textContent.startsWith('Constant')).textContent"
-    )
-    assert "perf/dummy_frac" in tab.run(constants)
+    constants = "[...document.querySelectorAll('details')].find(one => one.textContent.startsWith('Constant'))"
+    assert "perf/dummy_frac" in tab.run(f"{constants}.textContent")
 
 
 @pytest.mark.parametrize("values", [(1e-9, 1e6), (0.5, 0.6)])
 def test_the_kl_levels_are_inside_their_chart_with_labels_apart(values, tab, tmp_path):
     rows = [{"step": step, "mismatch/behavior_kl": value} for step, value in enumerate(values, 1)]
     write_settings(to_record(Config()), write_metrics(tmp_path, rows))
-    (tmp_path / "page.html").write_bytes(make_page([tmp_path], 20))
-    open_page(tab, tmp_path / "page.html")
+    open_runs(tab, tmp_path, tmp_path)
     assert tab.run(BAD_LABELS) == []
     assert tab.run("[...document.querySelectorAll('.level')].every(line => line.getAttribute('y1') <= 190 - 22)")
     assert tab.run("document.querySelectorAll('.level').length") == 2
@@ -474,8 +436,7 @@ def test_the_kl_levels_are_inside_their_chart_with_labels_apart(values, tab, tmp
 
 def test_large_values_have_an_exponent(tab, tmp_path):
     rows = [{"step": step, "rollout/reward_mean": -step * 1e24} for step in (1, 2)]
-    (tmp_path / "page.html").write_bytes(make_page([write_metrics(tmp_path, rows)], 20))
-    open_page(tab, tmp_path / "page.html")
+    open_runs(tab, tmp_path, write_metrics(tmp_path, rows))
     assert tab.run("document.querySelector('.headline .value').textContent") == "−2.0e24"
     assert tab.run("document.querySelector('.legend b').textContent") == "−2.0e24"
 
@@ -494,13 +455,10 @@ TICK_LABELS = {  # metric values at even and odd steps -> labels of the vertical
 @pytest.fixture(scope="module")
 def of_ticks(tmp_path_factory) -> Path:
     run_dir = tmp_path_factory.mktemp("ticks")
-    rows = [
-        {"step": step} | {f"loss/{name}": values[step % 2] for name, (values, _) in TICK_LABELS.items()}
-        for step in range(1, 9)
-    ]
-    page = run_dir / "page.html"
-    page.write_bytes(make_page([write_metrics(run_dir, rows)], 1))
-    return page
+    lines = [(f"loss/{name}", values) for name, (values, _) in TICK_LABELS.items()]
+    rows = [{"step": step} | {line: values[step % 2] for line, values in lines} for step in range(1, 9)]
+    (run_dir / "page.html").write_bytes(make_page([write_metrics(run_dir, rows)], 1))
+    return run_dir / "page.html"
 
 
 @pytest.mark.parametrize("name", TICK_LABELS)
@@ -524,11 +482,8 @@ def long_labels(tmp_path_factory) -> Path:
     write_metrics(run_dir, rows)
     turn = {"text": "I see.", "told": "", "started_s": 0.0, "latency_s": 1.4, "calls": []}
     episode = {"id": "1", "step": 500_000, "question": "Where?", "overview_s": 0.02, "turns": [turn]}
-    (run_dir / "episodes").mkdir()
-    (run_dir / "episodes" / "000001.jsonl").write_text(json.dumps(episode) + "\n")
-    page = run_dir / "page.html"
-    page.write_bytes(make_page([run_dir], 1))
-    return page
+    (run_dir / "page.html").write_bytes(make_page([with_episodes(run_dir, episode)], 1))
+    return run_dir / "page.html"
 
 
 @pytest.mark.parametrize("size_px", [DESKTOP, PHONE, (320, 700)])
@@ -570,13 +525,8 @@ def test_the_table_of_cells_fits_a_sheet_of_paper(tab, pages):
 
 @pytest.mark.nightly
 def test_only_visible_rows_of_ten_thousand_episodes_are_rendered(tab, pages, tmp_path):
-    run_dir = tmp_path / "many"
-    (run_dir / "episodes").mkdir(parents=True)
-    lines = [json.dumps({"id": f"{n:06d}-p{n}/0", "step": 1, "question": f"Number {n}?"}) + "\n" for n in range(10_000)]
-    (run_dir / "episodes" / "000001.jsonl").write_text("".join(lines))
-    page = tmp_path / "many.html"
-    page.write_bytes(make_page([run_dir], 10_000))
-    open_page(tab, page)
+    episodes = ({"id": f"{n:06d}-p{n}/0", "step": 1, "question": f"Number {n}?"} for n in range(10_000))
+    open_runs(tab, tmp_path, with_episodes(tmp_path, *episodes), max_episodes=10_000)
     assert tab.run("document.querySelector('.count').textContent") == "10,000 episodes"
     assert tab.run("document.querySelectorAll('.row').length") < 60
     tab.run("document.querySelector('.scroll').dispatchEvent(new KeyboardEvent('keydown', {key: 'End'}))")
