@@ -1,15 +1,17 @@
 """Collecting groups: failures make episodes missing, and groups without signal are replaced."""
 
 import asyncio
+import inspect
 import math
 import random
 import time
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from agents import FakeFrames, call, call_of, is_subagent
-from async_tests import until
+from async_tests import async_test, until
 from PIL import Image
 from training import rollouts_of
 
@@ -50,46 +52,74 @@ CALL = f"I look closer.</think>{call(3, 5)}<|im_end|>"
 
 
 class GivenScores(Judge):
-    """A judge with given scores; None is a missing verdict."""
+    """A judge with given scores; None is a missing verdict, and an exception is raised."""
 
     def __init__(self, *scores):
         super().__init__(JudgeConfig("http://judge/v1", "m"))
         self.scores = list(scores)
 
     async def judge(self, question, answer, prediction):
-        return self.scores.pop(0)
+        score = self.scores.pop(0)
+        if isinstance(score, type):
+            raise score("broken")
+        return score
 
 
-def collect(chat, say, *overrides, judge=None, prompts=PROMPTS, steps=1, cursor=None, popped=None):
-    """Collects the groups of each step. `say(episode, request)` returns the main agent's turn, or raises.
-
-    The numbers of sampled tokens and the seconds are added to `popped`.
-    """
+@asynccontextmanager
+async def opened(chat, say, *overrides, prompts=PROMPTS, cursor=None, judge=None, version=5):
+    """Opens a scheduler. `say(episode, request)` returns the main agent's turn, awaitable or not, or raises."""
     config = load_config(None, *COMMON, *overrides)
 
     async def reply(request):
         text = "A report.<|im_end|>" if is_subagent(chat, request) else say(request.episode, request)
-        return chat.encode(text).tolist()
+        return chat.encode(await text if inspect.isawaitable(text) else text).tolist()
+
+    agent = Agent(ScriptedEngine(reply, version), FakeFrames(), chat, config.rollout)
+    rollouts = rollouts_of(agent, SampleOrder(prompts, 0), cursor or Cursor(), config, judge)
+    try:
+        yield rollouts
+    finally:
+        await rollouts.close()
+
+
+def collect(chat, say, *overrides, steps=1, **options):
+    """Returns the groups of each step."""
 
     async def work():
-        agent = Agent(ScriptedEngine(reply, version=5), FakeFrames(), chat, config.rollout)
-        rollouts = rollouts_of(agent, SampleOrder(prompts, 0), cursor or Cursor(), config, judge)
-        try:
+        async with opened(chat, say, *overrides, **options) as rollouts:
             return [await rollouts.next_groups(step) for step in range(1, steps + 1)]
-        finally:
-            if popped is not None:
-                popped.append(rollouts.pop_sampled())
-            await rollouts.close()
 
     return asyncio.run(work())
+
+
+def right(episode, request):
+    return RIGHT
+
+
+def half_right(episode, request):
+    return RIGHT if int(episode[-1]) % 2 else WRONG
+
+
+def failing(problem, ending="", say=half_right):
+    """Returns a `say` that raises the problem in episodes with this ending."""
+
+    def say_or_fail(episode, request):
+        if episode.endswith(ending):
+            raise problem
+        return say(episode, request)
+
+    return say_or_fail
 
 
 def before_calls(chat, request):
     return "A report" not in chat.decode(request.ids)
 
 
-def half_right(episode, request):
-    return RIGHT if int(episode[-1]) % 2 else WRONG
+def calling(chat, endings="", say=half_right):
+    """Returns a `say` that calls the tool first in episodes with one of these endings."""
+    return lambda episode, request: (
+        CALL if episode.endswith(endings) and before_calls(chat, request) else say(episode, request)
+    )
 
 
 def test_a_step_has_a_scored_group_per_prompt(chat):
@@ -110,12 +140,7 @@ def test_a_step_has_a_scored_group_per_prompt(chat):
 
 
 def test_an_episode_that_fails_in_the_engine_is_missing(chat):
-    def say(episode, request):
-        if episode.endswith("/2"):
-            raise EngineError("the server is gone")
-        return half_right(episode, request)
-
-    (groups,) = collect(chat, say)
+    (groups,) = collect(chat, failing(EngineError("the server is gone"), "/2"))
     for group in groups:
         assert [rollout.missing for rollout in group.rollouts] == [False, False, True, False]
         assert group.rollouts[2].problem == "EngineError: the server is gone"
@@ -126,12 +151,7 @@ def test_an_episode_that_fails_in_the_engine_is_missing(chat):
 
 
 def test_an_episode_whose_request_is_aborted_is_missing(chat):
-    def say(episode, request):
-        if episode.endswith("/2"):
-            raise asyncio.CancelledError
-        return half_right(episode, request)
-
-    (groups,) = collect(chat, say)
+    (groups,) = collect(chat, failing(asyncio.CancelledError, "/2"))
     assert [[rollout.reason for rollout in group.rollouts if rollout.missing] for group in groups] == [["aborted"]] * 2
 
 
@@ -174,23 +194,16 @@ def test_any_exception_only_invalidates_its_episode(where, kind, chat, monkeypat
     async def broken(*_, **__):
         raise kind("broken")
 
-    def say(episode, request):
-        if where == "engine" and episode.endswith("/2"):
-            raise kind("broken")
-        return half_right(episode, request)
-
     prompts = [*OPEN_QUESTIONS]
-    judge = GivenScores(*[1.0, 0.5] * 4)
-    if where == "judge":
-        judges = iter([judge.judge] * 7)
-        monkeypatch.setattr(judge, "judge", lambda *args: next(judges, broken)(*args))
-    elif where == "video":
+    judge = GivenScores(*[1.0, 0.5] * 3, 1.0, kind if where == "judge" else 0.5)
+    if where == "video":
         info = FakeFrames.info
         monkeypatch.setattr(
             FakeFrames, "info", lambda self, path, s: (broken if "one" in path else info)(self, path, s)
         )
     elif where == "scoring":
         prompts[0] = replace(prompts[0], answer="no letter", question_type="mcq")
+    say = failing(kind("broken"), "/2") if where == "engine" else half_right
     (groups,) = collect(chat, say, *JUDGED, judge=judge, prompts=prompts)
     problems = [rollout.problem for group in groups for rollout in group.rollouts if rollout.missing]
     assert len(problems) == {"engine": 2, "video": 4, "judge": 1, "scoring": 4}[where]
@@ -198,11 +211,8 @@ def test_any_exception_only_invalidates_its_episode(where, kind, chat, monkeypat
 
 
 def test_too_many_missing_episodes_end_the_run(chat):
-    def say(episode, request):
-        raise EngineError("no server is left")
-
     with pytest.raises(RuntimeError, match=r"8 of 8 episodes are missing, more than .*no server is left"):
-        collect(chat, say)
+        collect(chat, failing(EngineError("no server is left")))
 
 
 def test_an_answer_without_a_verdict_is_missing(chat):
@@ -216,31 +226,23 @@ def test_an_answer_without_a_verdict_is_missing(chat):
 
 @pytest.mark.slow
 def test_groups_without_spread_are_replaced_up_to_max_resamples(chat):
-    def same(episode, request):
-        return RIGHT
-
-    (groups,) = collect(chat, same, "train.max_resamples=2")
+    (groups,) = collect(chat, right, "train.max_resamples=2")
     assert [group.has_signal for group in groups] == [False] * 6
     (groups,) = collect(chat, half_right, "train.max_resamples=2")
     assert [group.has_signal for group in groups] == [True] * 2
-    assert group_metrics(collect(chat, same)[0])["rollout/num_groups_without_spread"] == 2
+    assert group_metrics(collect(chat, right)[0])["rollout/num_groups_without_spread"] == 2
 
 
 def oversampled(chat, say, *overrides, steps=1):
-    """Collects with oversampling. Returns each step's groups and metrics, and the cursor. `say` may wait."""
-    config = load_config(None, *COMMON, "train.oversample=2", *overrides)
+    """Collects with oversampling. Returns each step's groups and metrics, and the cursor."""
     cursor, collected = Cursor(), []
 
-    async def reply(request):
-        return chat.encode(await say(request.episode)).tolist()
-
     async def work():
-        agent = Agent(ScriptedEngine(reply, version=5), FakeFrames(), chat, config.rollout)
-        rollouts = rollouts_of(agent, SampleOrder(PROMPTS, 0), cursor, config)
-        for step in range(1, steps + 1):
-            groups = await rollouts.next_groups(step)
-            collected.append((groups, rollouts.metrics()))
-            cursor.done([group.sample.number for group in groups])
+        async with opened(chat, say, "train.oversample=2", *overrides, cursor=cursor) as rollouts:
+            for step in range(1, steps + 1):
+                groups = await rollouts.next_groups(step)
+                collected.append((groups, rollouts.metrics()))
+                cursor.done([group.sample.number for group in groups])
 
     asyncio.run(work())
     return collected, cursor
@@ -252,10 +254,10 @@ def test_groups_are_aborted_and_given_back_once_enough_have_signal(chat, monkeyp
         monkeypatch.setattr(ScriptedEngine, "abort", lambda *_: asyncio.sleep(0))
     slow = {"000000", "000002"}  # samples
 
-    async def say(episode):
+    async def say(episode, request):
         if episode[:6] in slow and not episode.endswith("/0"):
             await asyncio.sleep(60)
-        return half_right(episode, None)
+        return half_right(episode, request)
 
     ((groups, metrics),), cursor = oversampled(chat, say)
     assert [group.sample.number for group in groups] == [1, 3]
@@ -267,11 +269,11 @@ def test_groups_are_aborted_and_given_back_once_enough_have_signal(chat, monkeyp
 def test_the_next_step_waits_for_an_aborted_prompt(chat):
     tries = {}
 
-    async def say(episode):
+    async def say(episode, request):
         tries[episode] = tries.get(episode, 0) + 1
         slow = int(episode[:6]) < 2
         await asyncio.sleep((60 if tries[episode] == 1 else 0.2) if slow else 0)
-        return half_right(episode, None)
+        return half_right(episode, request)
 
     steps, cursor = oversampled(chat, say, steps=2)
     assert [[group.sample.number for group in groups] for groups, _ in steps] == [[2, 3], [0, 1]]
@@ -283,9 +285,9 @@ def test_the_next_step_waits_for_an_aborted_prompt(chat):
 def test_oversampling_runs_every_sample_once(chat):
     chance = random.Random(0)
 
-    async def say(episode):
+    async def say(episode, request):
         await asyncio.sleep(chance.choice([0, 0.01, 0.03]))
-        return RIGHT if "p3" in episode else half_right(episode, None)  # a group without signal
+        return RIGHT if "p3" in episode else half_right(episode, request)  # a group without signal
 
     steps, cursor = oversampled(chat, say, "train.max_resamples=1", steps=6)
     numbers = [group.sample.number for groups, _ in steps for group in groups]
@@ -296,10 +298,7 @@ def test_oversampling_runs_every_sample_once(chat):
 
 
 def test_without_oversampling_there_are_no_metrics_of_it(chat):
-    async def say(episode):
-        return half_right(episode, None)
-
-    ((_, metrics),), _ = oversampled(chat, say, "train.oversample=0")
+    ((_, metrics),), _ = oversampled(chat, half_right, "train.oversample=0")
     assert metrics == {}
 
 
@@ -316,43 +315,32 @@ def test_every_sample_runs_once_over_several_steps(chat):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("updates", "stale"), [(1, 0), (1, 1), (1, 3), (2, 0), (2, 3), (2, 6), (3, 0), (3, 5), (3, 8)])
-def test_no_trained_token_is_older_than_max_staleness(updates, stale, chat):
+@async_test
+async def test_no_trained_token_is_older_than_max_staleness(updates, stale, chat):
     settings = ["train.prompts_per_step=3", f"train.updates_per_step={updates}", f"train.max_staleness={stale}"]
-    config = load_config(None, *COMMON, *settings)
-    ages = []
-
-    async def reply(request):
-        return chat.encode(half_right(request.episode, request)).tolist()
-
-    async def work():
-        engine, version = ScriptedEngine(reply, version=0), 0
-        agent = Agent(engine, FakeFrames(), chat, config.rollout)
-        rollouts = rollouts_of(agent, SampleOrder(PROMPTS, 0), Cursor(), config)
+    ages, version = [], 0
+    async with opened(chat, half_right, *settings, version=version) as rollouts:
         for step in range(1, 7):
             groups = await rollouts.next_groups(step)
             for _ in range(updates):
                 ages.extend(version - s.version for g in groups for m in g.rollouts for s in m.episode.ledger.sampled)
                 version += 1
-            await engine.publish(None, version)
-        await rollouts.close()
-
-    asyncio.run(work())
+            await rollouts.worker.agent.engine.publish(None, version)
     allowed = stale or updates - 1  # without rollouts ahead, only the step's own updates age its tokens
     assert allowed - updates < max(ages) <= allowed
 
 
-def test_tokens_count_when_they_are_sampled(chat):
+@async_test
+async def test_tokens_count_when_they_are_sampled(chat):
     """With staleness, a step trains on tokens that were sampled during earlier ones."""
-    config = load_config(None, *COMMON, "train.num_steps=4", "train.max_staleness=1")
+    released, trained, popped, start_s = asyncio.Event(), [], [], time.monotonic()
 
-    async def reply(request):
-        if request.episode > "000002" and request.episode.endswith("/3"):  # after the first step
+    async def say(episode, request):
+        if episode > "000002" and episode.endswith("/3"):  # after the first step
             await released.wait()
-        return chat.encode(half_right(request.episode, request)).tolist()
+        return half_right(episode, request)
 
-    async def work():
-        agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
-        rollouts = rollouts_of(agent, SampleOrder(PROMPTS, 0), Cursor(), config)
+    async with opened(chat, say, "train.num_steps=4", "train.max_staleness=1") as rollouts:
         for step in range(1, 5):
             groups = await rollouts.next_groups(step)
             trained.append(sum(rollout.episode.num_sampled for group in groups for rollout in group.rollouts))
@@ -363,10 +351,6 @@ def test_tokens_count_when_they_are_sampled(chat):
             await asyncio.gather(*rollouts._running.values())  # during the update
             popped.append(rollouts.pop_sampled())
             await asyncio.sleep(0.05)  # validates
-        await rollouts.close()
-
-    released, trained, popped, start_s = asyncio.Event(), [], [], time.monotonic()
-    asyncio.run(work())
     (early, *sampled), seconds = zip(*popped, strict=True)
     assert trained[0] < early
     assert (early + sampled[0], *sampled[1:]) == (trained[0] + trained[1], trained[2], trained[3], 0)
@@ -380,12 +364,7 @@ def test_rollouts_start_ahead_only_as_far_as_staleness_allows(chat):
 
 
 def test_episode_records_have_rewards_and_problems(chat):
-    def say(episode, request):
-        if episode.endswith("/3"):
-            raise EngineError("gone")
-        return CALL if before_calls(chat, request) and episode.endswith("/0") else RIGHT
-
-    (groups,) = collect(chat, say)
+    (groups,) = collect(chat, calling(chat, "/0", failing(EngineError("gone"), "/3", right)))
     rows = records(groups, 7, chat)
     assert len(rows) == 8
     first, lost = rows[0], rows[3]
@@ -414,11 +393,7 @@ def test_an_episode_record_has_the_advantage_of_every_character(chat):
 
 
 def test_the_metrics_of_a_step_by_hand(chat):
-    def say(episode, request):
-        calls = before_calls(chat, request) and episode.endswith("/0")
-        return CALL if calls else half_right(episode, request)
-
-    (groups,) = collect(chat, say)
+    (groups,) = collect(chat, calling(chat, "/0"))
     metrics = group_metrics(groups)
     assert metrics["rollout/tool_calls_mean"] == metrics["rollout/tool_use_frac"] == 0.25  # one of four
     assert metrics["rollout/calls_ok"] == 2 and metrics["rollout/failed_calls_mean"] == 0
@@ -433,17 +408,13 @@ def test_the_metrics_of_a_step_by_hand(chat):
     assert rollout_metrics([])["num_episodes"] == 0
 
 
-def test_sampled_tokens_include_sub_agents_and_missing_episodes(chat):
-    def say(episode, request):
-        if before_calls(chat, request):
-            return CALL
-        if episode.endswith("/1"):
-            raise EngineError("gone")
-        return RIGHT
-
-    collect(chat, say, "train.prompts_per_step=1", "train.max_missing_frac=0.5", popped=(popped := []))
+@async_test
+async def test_sampled_tokens_include_sub_agents_and_missing_episodes(chat):
+    say = calling(chat, say=failing(EngineError("gone"), "/1", right))
+    async with opened(chat, say, "train.prompts_per_step=1", "train.max_missing_frac=0.5") as rollouts:
+        await rollouts.next_groups(1)
+        num, _ = rollouts.pop_sampled()
     call, report, answer = (len(chat.encode(text)) for text in (CALL, "A report.<|im_end|>", RIGHT))
-    ((num, _),) = popped
     assert num == 4 * (call + report) + 3 * answer  # an agent fails before its answer
 
 
@@ -476,24 +447,16 @@ def test_the_signal_fraction_and_quantiles_by_hand(chat):
     def say(episode, request):
         return RIGHT if "p0" in episode else half_right(episode, request)
 
-    prompts = [PROMPTS[0], PROMPTS[1]]
-    metrics = group_metrics(collect(chat, say, "advantage.normalise=none", prompts=prompts)[0])
+    metrics = group_metrics(collect(chat, say, "advantage.normalise=none", prompts=PROMPTS[:2])[0])
     assert metrics["rollout/taught_frac"] == 0.5
     assert [metrics[f"rollout/advantage_{p}"] for p in ("p10", "p50", "p90")] == pytest.approx([-0.5, 0, 0.5])
     assert metrics["rollout/sampled_tokens_p10"] == metrics["rollout/sampled_tokens_p90"]  # all are as long
-    untaught = group_metrics(collect(chat, lambda *_: RIGHT)[0])
+    untaught = group_metrics(collect(chat, right)[0])
     assert untaught["rollout/taught_frac"] == 0 and "rollout/advantage_p50" not in untaught
 
 
 def test_episodes_that_time_out_are_counted_and_reported(chat):
-    def say(episode, request):
-        if before_calls(chat, request):
-            return CALL
-        if episode.endswith("/1"):
-            raise DeadlineExceeded("no answer within 600 s")
-        return half_right(episode, request)
-
-    groups = collect(chat, say)[0]
+    groups = collect(chat, calling(chat, say=failing(DeadlineExceeded("no answer within 600 s"), "/1")))[0]
     metrics = group_metrics(groups)
     assert (metrics["rollout/missing_deadline"], metrics["rollout/num_missing"]) == (2, 2)
     assert metrics["rollout/deadline_tokens_mean"] == len(chat.encode(CALL))
@@ -505,9 +468,8 @@ def test_episodes_that_time_out_are_counted_and_reported(chat):
     assert not [name for name in without_episode if not name.startswith(("num_", "calls_", "missing_"))]
     assert metrics_in_parts([("k4", of_endpoint)]) == {}  # without an episode there is no mean
     remark = deadline_remark(metrics, 600.0)
-    assert remark is not None and remark.startswith(
-        "2 of 8 episodes are missing because of rollout.turn_deadline_s=600: they had"
-    )
+    assert remark is not None
+    assert remark.startswith("2 of 8 episodes are missing because of rollout.turn_deadline_s=600: they had")
     assert deadline_remark(metrics | {"rollout/num_episodes": 38.0}, 600.0) is None  # 5 % are not reported
     assert deadline_remark(metrics | {"rollout/num_episodes": 0.0}, 600.0) is None  # none is left to compare with
     assert deadline_remark(metrics | {"rollout/num_episodes": 37.0}, 600.0) is not None
@@ -539,45 +501,14 @@ def test_the_anchor_has_its_weight_within_the_format_reward():
     assert rewards_of([lost], reward, AdvantageConfig()).anchor_scale == pytest.approx(0.1)
 
 
-OWN_REWARD = """
+PLUGINS = """
 from paravt_jax.rewards import OwnTerm, Place
 
 def reward(question, answer, question_type, turns, calls, outcomes):
     if "B" in turns[-1]:
         raise KeyError("no letter but A")
     return [OwnTerm("looked", len(calls), (Place(0, 0, 5),), weight=0.5)]
-"""
 
-
-@pytest.fixture
-def own_reward(tmp_path):
-    (tmp_path / "mine.py").write_text(OWN_REWARD)
-    return f"reward.plugin={tmp_path}/mine.py:reward"
-
-
-def test_plugin_terms_are_in_the_reward_the_log_and_the_metrics(chat, own_reward):
-    def say(episode, request):
-        return CALL if before_calls(chat, request) and episode.endswith(("/0", "/1")) else RIGHT
-
-    (groups,) = collect(chat, say, own_reward, "train.prompts_per_step=1", "reward.tool=none")
-    assert [rollout.terms.total for rollout in groups[0].rollouts] == [2.5, 2.5, 2.0, 2.0]
-    assert groups[0].advantages.sequence == pytest.approx([1, 1, -1, -1], abs=1e-4)
-    reward = records(groups, 1, chat)[0]["reward"]
-    assert reward["own"] == [{"name": "looked", "value": 1.0, "places": ((0, 0, 5),), "weight": 0.5}]
-    assert reward["credits"][-1] == {"name": "looked", "term": "looked", "value": 0.5, "places": ((0, 0, 5),)}
-    assert group_metrics(groups)["rollout/reward_looked_mean"] == 0.5
-
-
-def test_a_failing_plugin_makes_its_episode_missing(chat, own_reward):
-    (groups,) = collect(chat, half_right, own_reward)
-    for group in groups:
-        assert [rollout.missing for rollout in group.rollouts] == [True, False, True, False]
-        assert group.rollouts[0].problem == "reward.plugin: KeyError: 'no letter but A'"
-        assert group.rollouts[0].episode is not None
-    assert group_metrics(groups)["rollout/num_missing"] == 4
-
-
-OWN_SCORES = """
 def seen(completions, labels):
     return [float(label in text) if "lost" not in text else None for text, label in zip(completions, labels)]
 
@@ -590,20 +521,38 @@ DESCRIBED = "I have looked.</think><answer>a {}</answer><|im_end|>"
 
 
 @pytest.fixture
-def own_scores(tmp_path):
-    (tmp_path / "mine.py").write_text(OWN_SCORES)
+def plugin(tmp_path):
+    (tmp_path / "mine.py").write_text(PLUGINS)
     return lambda name: f"reward.plugin={tmp_path}/mine.py:{name}"
 
 
-def describe(episode, request):
-    if episode.endswith("/1"):
-        raise asyncio.CancelledError  # aborted: an episode without a score
-    return DESCRIBED.format("dog" if episode.endswith("/3") else "cat")
+def test_plugin_terms_are_in_the_reward_the_log_and_the_metrics(chat, plugin):
+    settings = (plugin("reward"), "train.prompts_per_step=1", "reward.tool=none")
+    (groups,) = collect(chat, calling(chat, ("/0", "/1"), right), *settings)
+    assert [rollout.terms.total for rollout in groups[0].rollouts] == [2.5, 2.5, 2.0, 2.0]
+    assert groups[0].advantages.sequence == pytest.approx([1, 1, -1, -1], abs=1e-4)
+    reward = records(groups, 1, chat)[0]["reward"]
+    assert reward["own"] == [{"name": "looked", "value": 1.0, "places": ((0, 0, 5),), "weight": 0.5}]
+    assert reward["credits"][-1] == {"name": "looked", "term": "looked", "value": 0.5, "places": ((0, 0, 5),)}
+    assert group_metrics(groups)["rollout/reward_looked_mean"] == 0.5
 
 
-def test_a_function_of_completions_replaces_the_reward_of_any_question_type(chat, own_scores):
+def test_a_failing_plugin_makes_its_episode_missing(chat, plugin):
+    (groups,) = collect(chat, half_right, plugin("reward"))
+    for group in groups:
+        assert [rollout.missing for rollout in group.rollouts] == [True, False, True, False]
+        assert group.rollouts[0].problem == "reward.plugin: KeyError: 'no letter but A'"
+        assert group.rollouts[0].episode is not None
+    assert group_metrics(groups)["rollout/num_missing"] == 4
+
+
+def test_a_function_of_completions_replaces_the_reward_of_any_question_type(chat, plugin):
+    def describe(episode, request):
+        return DESCRIBED.format("dog" if episode.endswith("/3") else "cat")
+
+    say = failing(asyncio.CancelledError, "/1", describe)  # aborted: an episode without a score
     for prompts in (CAPTIONS, [replace(PROMPTS[0], columns=CAPTIONS[0].columns)]):
-        (groups,) = collect(chat, describe, own_scores("seen"), *ALONE, prompts=prompts)
+        (groups,) = collect(chat, say, plugin("seen"), *ALONE, prompts=prompts)
         assert [rollout.terms and rollout.terms.total for rollout in groups[0].rollouts] == [0.0, None, 0.0, 1.0]
         assert list(groups[0].keep) == [True, False, True, True]
         metrics = group_metrics(groups)
@@ -612,32 +561,23 @@ def test_a_function_of_completions_replaces_the_reward_of_any_question_type(chat
         assert metrics["rollout/format_reward"] == 1.0
 
 
-def test_an_episode_of_your_own_question_type_without_a_score_is_missing(chat, own_scores):
+def test_an_episode_of_your_own_question_type_without_a_score_is_missing(chat, plugin):
     def say(episode, request):
         return DESCRIBED.format("lost dog" if episode.endswith("/0") else "dog")
 
     soft = "train.truncated=soft"  # the length penalty is no score
-    (groups,) = collect(chat, say, own_scores("seen"), *ALONE, soft, prompts=CAPTIONS)
+    (groups,) = collect(chat, say, plugin("seen"), *ALONE, soft, prompts=CAPTIONS)
     assert [rollout.missing for rollout in groups[0].rollouts] == [True, False, False, False]
     assert groups[0].rollouts[0].problem == "reward.plugin: no score, and a question of type caption has no other"
 
 
-def test_a_failing_function_of_completions_makes_its_group_missing(chat, own_scores):
+def test_a_failing_function_of_completions_makes_its_group_missing(chat, plugin):
     with pytest.raises(RuntimeError, match=r"4 of 4 episodes are missing, .*: reward\.plugin: KeyError: 'labels'$"):
-        collect(chat, half_right, own_scores("broken"), *ALONE)
-
-
-class BrokenJudge(GivenScores):
-    """Raises exceptions that an HTTP client or a script may raise."""
-
-    async def judge(self, question, answer, prediction):
-        if kind := self.scores.pop(0):
-            raise kind("broken")
-        return 1.0
+        collect(chat, half_right, plugin("broken"), *ALONE)
 
 
 def test_a_judge_that_is_cancelled_or_exits_only_invalidates_its_episode(chat):
-    judge = BrokenJudge(None, asyncio.CancelledError, SystemExit, KeyboardInterrupt)
+    judge = GivenScores(1.0, asyncio.CancelledError, SystemExit, KeyboardInterrupt)
     settings = (*JUDGED, "train.prompts_per_step=1", "train.max_missing_frac=0.9")
     (groups,) = collect(chat, half_right, *settings, judge=judge, prompts=OPEN_QUESTIONS)
     kinds = ("CancelledError", "KeyboardInterrupt", "SystemExit")
@@ -645,31 +585,25 @@ def test_a_judge_that_is_cancelled_or_exits_only_invalidates_its_episode(chat):
     assert group_metrics(groups)["rollout/missing_other"] == 3
 
 
-def test_a_cancelled_step_ends_at_once(chat):
-    async def work():
-        requested = asyncio.Event()
+@async_test
+async def test_a_cancelled_step_ends_at_once(chat):
+    requested = asyncio.Event()
 
-        async def reply(request):
-            requested.set()
-            await asyncio.sleep(60)
+    async def say(episode, request):
+        requested.set()
+        await asyncio.sleep(60)
 
-        config = load_config(None, *COMMON)
-        agent = Agent(ScriptedEngine(reply, version=5), FakeFrames(), chat, config.rollout)
-        step = asyncio.create_task(rollouts_of(agent, SampleOrder(PROMPTS, 0), Cursor(), config)._collect())
+    async with opened(chat, say) as rollouts:
+        step = asyncio.create_task(rollouts._collect())
         await requested.wait()
         step.cancel()
         async with asyncio.timeout(5):
             await asyncio.wait([step])
-        return step.cancelled()
-
-    assert asyncio.run(work())
+        assert step.cancelled()
 
 
 def test_needed_calls_are_rewarded_by_their_group(chat):
-    def say(episode, request):
-        if before_calls(chat, request) and episode.endswith("/0"):
-            return CALL
-        return RIGHT if episode.endswith(("/0", "/1")) else WRONG
+    say = calling(chat, "/0", lambda episode, _: RIGHT if episode.endswith(("/0", "/1")) else WRONG)
 
     def tools(kind):
         (groups,) = collect(chat, say, f"reward.tool={kind}", "train.prompts_per_step=1")
@@ -683,10 +617,8 @@ def test_normalise_batch_divides_all_groups_by_the_same_std(chat):
     def say(episode, request):
         return half_right(episode, request) if "p1" in episode else RIGHT if episode.endswith("/0") else WRONG
 
-    prompts = [PROMPTS[0], PROMPTS[1]]
-    alone, together = (
-        collect(chat, say, f"advantage.normalise={kind}", prompts=prompts)[0] for kind in ("std", "batch")
-    )
+    settings = ("advantage.normalise=std", "advantage.normalise=batch")
+    alone, together = (collect(chat, say, setting, prompts=PROMPTS[:2])[0] for setting in settings)
     spread = [[float(group.advantages.sequence.std()) for group in groups] for groups in (alone, together)]
     assert spread[0] == pytest.approx([1, 1], abs=1e-4)
     assert np.sqrt(np.mean(np.square(spread[1]))) == pytest.approx(1, abs=1e-4)
@@ -696,12 +628,11 @@ def test_normalise_batch_divides_all_groups_by_the_same_std(chat):
 LONG = "I have looked. " * 40 + "</think><answer>A</answer><|im_end|>"
 
 
-def one_cut_off(episode, request):
-    """Rollouts 0 and 1 are wrong and right; rollout 3 is truncated before its right answer."""
-    return LONG if episode.endswith("/3") else half_right(episode, request)
-
-
 def test_cut_off_episodes_are_trained_on_left_out_or_penalised(chat):
+    def one_cut_off(episode, request):
+        """Rollouts 0 and 1 are wrong and right; rollout 3 is truncated before its right answer."""
+        return LONG if episode.endswith("/3") else half_right(episode, request)
+
     groups = {
         truncated: collect(chat, one_cut_off, "rollout.max_new_tokens=64", f"train.truncated={truncated}")[0][0]
         for truncated in ("learn", "leave_out", "soft")
@@ -752,33 +683,25 @@ def test_episodes_search_the_subtitles_of_their_row(chat, tmp_path):
 
 
 def frames_between_steps(chat, *overrides, prompts=PROMPTS, num_steps=2):
-    """Returns the overviews decoded between collecting step 1 and starting step 2, and both steps' groups."""
-    settings = [*COMMON, "video.frame_budgets=[2,3,5]", f"train.num_steps={num_steps}", *overrides]
-    config, frames = load_config(None, *settings), FakeFrames()
-
-    async def reply(request):
-        return chat.encode(half_right(request.episode, request)).tolist()
+    """Returns the overviews decoded between collecting step 1 and starting step 2, and the groups of step 2."""
+    settings = ["video.frame_budgets=[2,3,5]", f"train.num_steps={num_steps}", *overrides]
 
     async def work():
-        agent = Agent(ScriptedEngine(reply, version=5), frames, chat, config.rollout)
-        rollouts = rollouts_of(agent, SampleOrder(prompts, 0), Cursor(), config)
-        try:
-            first = await rollouts.next_groups(1)
-            record = rollouts.cursor.to_record()
-            frames.requests.clear()
+        async with opened(chat, half_right, *settings, prompts=prompts) as rollouts:
+            await rollouts.next_groups(1)
+            record, requests = rollouts.cursor.to_record(), rollouts.worker.agent.frames.requests
+            requests.clear()
             for _ in range(100):
                 await asyncio.sleep(0)
-            ahead = {path: len(times_s) for path, times_s in frames.requests}
+            ahead = {path: len(times_s) for path, times_s in requests}
             assert rollouts.cursor.to_record() == record
-            return ahead, first, await rollouts.next_groups(2) if num_steps > 1 else []
-        finally:
-            await rollouts.close()
+            return ahead, await rollouts.next_groups(2) if num_steps > 1 else []
 
     return asyncio.run(work())
 
 
 def test_the_next_steps_overviews_are_prefetched_during_the_update(chat):
-    ahead, _, second = frames_between_steps(chat)
+    ahead, second = frames_between_steps(chat)
     assert ahead == {group.sample.item.videos[0]: group.frame_budget for group in second} and len(ahead) == 2
 
 
@@ -786,7 +709,7 @@ def test_prefetching_frames_stops_at_the_end_the_memory_bound_and_with_staleness
     assert frames_between_steps(chat, num_steps=1)[0] == {}
     assert frames_between_steps(chat, "train.max_staleness=1", num_steps=4)[0] == {}
     frame_bytes = 3 * 50_176 * MEMORY_PER_PIXEL_BYTE
-    budgets = [group.frame_budget for group in frames_between_steps(chat)[2]]
+    budgets = [group.frame_budget for group in frames_between_steps(chat)[1]]
     monkeypatch.setattr(scheduler, "MEMORY_BYTES", 2 * frame_bytes * budgets[0])
     assert list(frames_between_steps(chat)[0].values()) == budgets[:1]
 
@@ -794,6 +717,6 @@ def test_prefetching_frames_stops_at_the_end_the_memory_bound_and_with_staleness
 def test_a_video_that_fails_to_prefetch_is_reported_by_its_own_step(chat):
     broken = SampleOrder(PROMPTS, 0)[2].item  # the first prompt of the second step
     prompts = [replace(prompt, videos=("/missing.mp4",)) if prompt == broken else prompt for prompt in PROMPTS]
-    ahead, _, second = frames_between_steps(chat, prompts=prompts)
+    ahead, second = frames_between_steps(chat, prompts=prompts)
     assert len(ahead) == 1
     assert [{rollout.reason for rollout in group.rollouts if rollout.missing} for group in second] == [{"video"}, set()]
