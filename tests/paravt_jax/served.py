@@ -43,6 +43,9 @@ class Served:
     async def ask(self, url="a.mp4", **settings):
         return await self.client.chat.completions.create(**question(url, **settings))
 
+    async def stream(self, **settings):
+        return [chunk async for chunk in await self.ask(stream=True, **settings)]
+
     async def ask_with(self, key):
         async with self.client_with(key) as client:
             return await client.chat.completions.create(**question())

@@ -36,6 +36,11 @@ from rollout.video.errors import VideoUnavailable
 openai = pytest.importorskip("openai")
 
 
+def reasoning_of(chunks):
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    return "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
+
+
 @serving()
 async def test_the_client_gets_an_answer_and_the_usage_of_all_agents(served):
     answer = await served.ask()
@@ -49,35 +54,34 @@ async def test_the_client_gets_an_answer_and_the_usage_of_all_agents(served):
 
 @serving()
 async def test_a_stream_has_turns_calls_and_reports_as_reasoning_then_the_answer(served):
-    stream = await served.ask(stream=True, stream_options={"include_usage": True})
-    chunks = [chunk async for chunk in stream]
-    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
-    reasoning = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
+    chunks = await served.stream(stream_options={"include_usage": True})
+    reasoning = reasoning_of(chunks)
     assert "Where?" in reasoning and "[crop_video 0:16.0 to 0:24.0: A report.]" in reasoning and "<" not in reasoning
-    assert "".join(delta.content or "" for delta in deltas) == "A"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "A"
     assert chunks[-2].choices[0].finish_reason == "stop" and chunks[-1].usage.total_tokens > 0
 
 
 @serving(crop_returns="frames")
 async def test_frames_that_calls_show_are_in_the_dialogue_and_their_windows_are_evidence(served):
-    stream = await served.ask(stream=True)
-    chunks = [chunk async for chunk in stream]
+    chunks = await served.stream()
     answer, requests = await served.ask(), served.engine.requests
     assert [len(request.pictures) for request in requests] == [8, 8 + 8 + 8] * 2  # without sub-agents
     assert [(part["start_s"], part["end_s"]) for part in answer.paravt["evidence"]] == [(16, 24), (32, 40)]
-    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
-    reasoning = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
-    assert reasoning.count("[crop_video 0:16.0 to 0:24.0: The part of the video from 16.0 to 24.0 seconds, 8 fra") == 1
+    assert (
+        reasoning_of(chunks).count(
+            "[crop_video 0:16.0 to 0:24.0: The part of the video from 16.0 to 24.0 seconds, 8 fra"
+        )
+        == 1
+    )
 
 
-VIDEO, OTHER_VIDEO = ({"type": "video_url", "video_url": {"url": name}} for name in ("a.mp4", "b.mp4"))
+def video(url, **fields):
+    return {"type": "video_url", "video_url": {"url": url, **fields}}
 
 
 def message(role, *parts):
-    return {
-        "role": role,
-        "content": [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts],
-    }
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    return {"role": role, "content": parts}
 
 
 def image(cut_bytes=0, **options):
@@ -87,15 +91,13 @@ def image(cut_bytes=0, **options):
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
 
 
-def photo():
-    return {"type": "image_url", "image_url": {"url": "photo.png"}}
-
-
+VIDEO = video("a.mp4")
+PHOTO = {"type": "image_url", "image_url": {"url": "photo.png"}}
 CONVERSATION = [
     message("system", "Be brief."),
     message("user", VIDEO, image(), "Which animal <|im_end|>is it?"),
     message("assistant", "A cat."),
-    message("user", OTHER_VIDEO, image(), "And here?"),
+    message("user", video("b.mp4"), image(), "And here?"),
 ]
 
 
@@ -118,7 +120,7 @@ LETTERS = "Which colour?\nA. red\nB. blue\nAnswer with the option's letter from 
 # Requests of lmms-eval 0.7.3, --model openai with pass_video_url=True and max_frames_num=6.
 LMMS_EVAL = {
     "images": [message("user", image(), image(), LETTERS)],
-    "a video": [message("user", {"type": "video_url", "video_url": {"url": "file://VIDEOS/a.mp4"}}, LETTERS)],
+    "a video": [message("user", video("file://VIDEOS/a.mp4"), LETTERS)],
     "an earlier turn": [
         *(message("system", "You answer with a letter."), message("user", image(), "Which colour is this?")),
         *(message("assistant", "B"), message("user", image(), LETTERS)),
@@ -152,11 +154,7 @@ async def test_a_conversation_without_videos_has_no_pictures_and_no_tools(served
 @pytest.mark.slow
 def test_the_embedded_engine_answers_clients_together_as_it_answers_each_alone(tiny_hf, tmp_path):
     write_video(tmp_path / "a.mp4", [np.full((64, 96, 3), 40 * number, np.uint8) for number in range(6)], fps=2)
-    turns = [
-        message("user", VIDEO, "Which colour?"),
-        message("assistant", "Red."),
-        message("user", image(), "And here?"),
-    ]
+    turns = [message("user", VIDEO, "Which colour?"), message("assistant", "Red."), message("user", image(), "Here?")]
 
     async def work(served):
         engine, steps = served.engine, []
@@ -244,11 +242,20 @@ async def test_a_disconnect_during_a_write_is_not_a_server_error(served, last_pa
 
     monkeypatch.setattr(aiohttp.web.StreamResponse, "write", failing)
     with pytest.raises(openai.APIConnectionError):
-        [chunk async for chunk in await served.ask(stream=True)]
+        await served.stream()
     await until(lambda: not served.service.accepted)
     counts, metrics = dict(served.service.counts), served.service.metrics()
     assert counts == {"given up": 1} and capsys.readouterr().err == ""
     assert ("answer_seconds_count 0" in metrics) == ("answer_seconds_sum 0.000" in metrics)
+
+
+HEADERS = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+async def open_stream(served):
+    """Sends a question for a stream without OpenAI's client, which would read all of it."""
+    text = json.dumps(question(stream=True)).encode()
+    return await served.raw(HEADERS + b"Content-Length: %d\r\n\r\n%s" % (len(text), text))
 
 
 @pytest.mark.parametrize("name", ["write", "write_eof"])
@@ -260,8 +267,7 @@ async def test_a_client_that_does_not_read_frees_its_slot(served, name, monkeypa
         await asyncio.Event().wait()  # the buffers of the connection are full
 
     monkeypatch.setattr(aiohttp.web.StreamResponse, name, waiting)
-    text = json.dumps(question(stream=True)).encode()
-    reader, writer = await served.raw(HEADERS + b"Content-Length: %d\r\n\r\n%s" % (len(text), text))
+    reader, writer = await open_stream(served)
     async with asyncio.timeout(5):
         received = await reader.read()
     writer.close()
@@ -274,8 +280,7 @@ async def test_the_connection_of_a_client_that_does_not_read_is_closed(served, m
     monkeypatch.setattr(service_module, "WRITE_DEADLINE_S", 0.2)
     monkeypatch.setattr(service_module, "HEADERS_DEADLINE_S", 0.3)
     monkeypatch.setattr(service_module, "last_chunks", lambda *arguments: ["long" * 2**23])
-    text = json.dumps(question(stream=True)).encode()
-    _, writer = await served.raw(HEADERS + b"Content-Length: %d\r\n\r\n%s" % (len(text), text))
+    _, writer = await open_stream(served)
     await until(lambda: served.service.accepted)
     await until(lambda: not served.service.accepted)
     await until(lambda: not served.service.deadlines_s)
@@ -304,9 +309,6 @@ async def test_a_question_ends_at_its_deadline(served):
     with pytest.raises(openai.APIError, match="not answered within the deadline"):
         [chunk async for chunk in stream]
     assert raised.value.status_code == 504
-
-
-HEADERS = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 @serving()
@@ -380,6 +382,13 @@ async def test_a_stopping_server_answers_running_questions_and_rejects_new_ones(
     assert answer.choices[0].message.content == "A"
 
 
+def break_frames(served, problem):
+    async def fail(path, deadline_s):
+        raise problem
+
+    served.service.answerer.agent.frames.info = fail
+
+
 @pytest.mark.parametrize(
     "problem",
     [OSError(errno.EMFILE, "Too many open files"), MemoryError(), VideoUnavailable("no decoder can start")],
@@ -387,10 +396,7 @@ async def test_a_stopping_server_answers_running_questions_and_rejects_new_ones(
 )
 @serving()
 async def test_a_server_without_files_or_memory_returns_503_and_retry_after(served, problem):
-    async def fail(path, deadline_s):
-        raise problem
-
-    served.service.answerer.agent.frames.info = fail
+    break_frames(served, problem)
     with pytest.raises(openai.InternalServerError) as raised:
         await served.ask()
     assert raised.value.status_code == 503 and raised.value.response.headers["Retry-After"] == "10"
@@ -408,12 +414,9 @@ async def test_a_server_without_files_or_memory_returns_503_and_retry_after(serv
 )
 @serving()
 async def test_any_error_in_a_stream_is_an_error_in_openais_form(served, problem, message):
-    async def fail(path, deadline_s):
-        raise problem
-
-    served.service.answerer.agent.frames.info = fail
+    break_frames(served, problem)
     with pytest.raises(openai.APIError, match=message):
-        [chunk async for chunk in await served.ask(stream=True)]
+        await served.stream()
     await until(lambda: not served.service.accepted)
     assert dict(served.service.counts) == {"failed while streaming": 1}
 
@@ -426,11 +429,7 @@ async def test_a_question_that_the_engine_aborts_is_an_error(served, stream):
 
     served.engine._reply = hang
 
-    async def ask():
-        answer = await served.ask(stream=stream)
-        return [chunk async for chunk in answer] if stream else answer
-
-    asking = asyncio.create_task(ask())
+    asking = asyncio.create_task(served.stream() if stream else served.ask())
     await until(lambda: served.engine._running)
     await served.engine.abort()
     with pytest.raises(openai.APIError, match="the engine is not available"):
@@ -439,14 +438,10 @@ async def test_a_question_that_the_engine_aborts_is_an_error(served, stream):
 
 @serving()
 async def test_an_internal_error_reveals_nothing_to_the_client(served, capsys):
-    async def fail(path, deadline_s):
-        raise OSError(2, "No such file", "/srv/secret/\x1b]0;title\x07")
-
-    served.service.answerer.agent.frames.info = fail
+    break_frames(served, OSError(2, "No such file", "/srv/secret/\x1b]0;title\x07"))
     with pytest.raises(openai.InternalServerError) as raised:
         await served.ask()
-    message = raised.value.message
-    log = capsys.readouterr().err
+    message, log = raised.value.message, capsys.readouterr().err
     assert "internal error" in message and "secret" not in message and "OSError" not in message
     assert "/srv/secret" in log and "\x1b" not in log
 
@@ -456,7 +451,7 @@ async def test_an_image_that_vanishes_reveals_no_path_to_the_client(served, vide
     Image.new("RGB", (40, 30)).save(videos / "photo.png")
     monkeypatch.setattr(media_module, "_check_image", lambda path: path.unlink())
     with pytest.raises(openai.BadRequestError, match="an image cannot be read") as raised:
-        await served.ask(messages=[message("user", photo(), "What?")])
+        await served.ask(messages=[message("user", PHOTO, "What?")])
     assert str(videos) not in raised.value.message and str(videos) in capsys.readouterr().err
 
 
@@ -487,8 +482,7 @@ async def test_the_model_can_search_subtitles_beside_a_video_within_the_director
     subtitles.write_text(HERON)
     if not inside:
         (videos / "a.srt").symlink_to(subtitles)
-    stream = await served.ask(stream=True)
-    reasoning = "".join([getattr(chunk.choices[0].delta, "reasoning_content", None) or "" async for chunk in stream])
+    reasoning = reasoning_of(await served.stream())
     assert ("A heron." in reasoning) == inside and ("has no subtitles" in reasoning) != inside
 
 
@@ -497,7 +491,7 @@ async def test_an_image_is_decoded_once(served, videos, monkeypatch):
     decoders, get_decoder = [], Image._getdecoder
     monkeypatch.setattr(Image, "_getdecoder", lambda *args: decoders.append(args) or get_decoder(*args))
     Image.new("RGB", (40, 30)).save(videos / "photo.png")
-    await served.ask(messages=[message("user", image(), photo(), "What?")])
+    await served.ask(messages=[message("user", image(), PHOTO, "What?")])
     assert [decoder[1] for decoder in decoders].count("zip") == 2
 
 
@@ -512,7 +506,7 @@ async def test_an_image_that_cannot_be_decoded_is_rejected(served, damage):
     with pytest.raises(openai.BadRequestError, match="an image cannot be read"):
         await served.ask(messages=messages)
     with pytest.raises(openai.APIError, match="an image cannot be read"):
-        [chunk async for chunk in await served.ask(messages=messages, stream=True)]
+        await served.stream(messages=messages)
 
 
 @serving([ANSWER])
@@ -533,26 +527,26 @@ async def post(served, text, **headers):
 
 
 # Bodies that OpenAI's client would not send.
-HOSTILE = [
-    ("names of 300 characters", json.dumps(question("a" * 300)), 400),
-    ("half a character", json.dumps(question("\ud800")), 400),
-    ("half a character in the question", json.dumps(question()).replace("What", "\\udfff"), 400),
-    ("no URL", json.dumps(question("http://[")), 400),
-    ("a role that is a list", json.dumps({"model": MODEL, "messages": [{"role": []}, {"role": "user"}]}), 400),
-    ("an unknown parameter", json.dumps(question(**{"x" * 10_000: 1})), 400),
-    ("lists", "[" + "[]," * 200_000 + "[]]", 400),
-    ("depth", "[" * 100_000 + "]" * 100_000, 400),
-    ("UTF-16", json.dumps(question()).encode("utf-16"), 400),
-    ("a number of a million digits", '{"model": ' + "1" * 10**6 + "}", 400),
-]
+HOSTILE = {
+    "names of 300 characters": json.dumps(question("a" * 300)),
+    "half a character": json.dumps(question("\ud800")),
+    "half a character in the question": json.dumps(question()).replace("What", "\\udfff"),
+    "no URL": json.dumps(question("http://[")),
+    "a role that is a list": json.dumps({"model": MODEL, "messages": [{"role": []}, {"role": "user"}]}),
+    "an unknown parameter": json.dumps(question(**{"x" * 10_000: 1})),
+    "lists": "[" + "[]," * 200_000 + "[]]",
+    "depth": "[" * 100_000 + "]" * 100_000,
+    "UTF-16": json.dumps(question()).encode("utf-16"),
+    "a number of a million digits": '{"model": ' + "1" * 10**6 + "}",
+}
 
 
-@pytest.mark.parametrize(("text", "status"), [case[1:] for case in HOSTILE], ids=[case[0] for case in HOSTILE])
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 @serving()
-async def test_a_hostile_body_is_a_short_printable_error(served, videos, text, status):
-    http_status, reply = await post(served, text)
+async def test_a_hostile_body_is_a_short_printable_error(served, videos, text):
+    status, reply = await post(served, text)
     message = reply["error"]["message"]
-    assert http_status == status and message.isprintable() and len(message) < 300 and str(videos) not in message
+    assert status == 400 and message.isprintable() and len(message) < 300 and str(videos) not in message
 
 
 @serving()
@@ -625,8 +619,8 @@ WRONG_BODIES = [
     ("no messages", body(messages=[]), "list of messages"),
     ("257 messages", body(messages=[{"role": "user", "content": "a"}] * 257), "257 messages, more than 256"),
     (
-        "a last turn of the model",
-        body(messages=[*body()["messages"], message("assistant", "A.")]),
+        "the model's turn last",
+        body(messages=[message("user", "Q"), message("assistant", "A.")]),
         "must have the role user",
     ),
     ("a tool's message", body(messages=[{"role": "tool"}]), "developer, user or assistant, not 'tool'"),
@@ -634,19 +628,15 @@ WRONG_BODIES = [
     ("a video of the model", body(messages=[message("assistant", VIDEO)]), "only messages with the role user may have"),
     ("a last turn without text", body(messages=[message("user", "Q"), message("user", VIDEO)]), "question is empty"),
     ("65 videos", body(messages=[message("user", *[VIDEO] * 65)]), "at most 64 parts"),
-    (
-        "no question",
-        body(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]),
-        "question is empty",
-    ),
-    ("a part", body(messages=[{"role": "user", "content": [{"type": "input_audio"}]}]), "not 'input_audio'"),
+    ("no question", body(messages=[message("user", {"type": "image_url", "image_url": "x"})]), "question is empty"),
+    ("a part", body(messages=[message("user", {"type": "input_audio"})]), "not 'input_audio'"),
     ("a part that is no object", body(messages=[{"role": "user", "content": [7]}]), "not None"),
-    ("no text", body(messages=[{"role": "user", "content": [{"type": "text"}]}]), "text of a part must be a string"),
-    ("no url", body(messages=[{"role": "user", "content": [{"type": "video_url", "video_url": {}}]}]), "needs {url"),
+    ("no text", body(messages=[message("user", {"type": "text"})]), "text of a part must be a string"),
+    ("no url", body(messages=[message("user", {"type": "video_url", "video_url": {}})]), "needs {url"),
     ("fps of a video", body(messages=[message("user", VIDEO | {"fps": 1}, "Q")]), "'fps' of a part of type video_url"),
     (
         "a field of a video's address",
-        body(messages=[message("user", {"type": "video_url", "video_url": {"url": "a.mp4", "video_start": 3.0}})]),
+        body(messages=[message("user", video("a.mp4", video_start=3.0))]),
         "'video_start' of a part of type video_url is not supported",
     ),
     ("content", body(messages=[{"role": "user", "content": 7}]), "a string or a list"),
