@@ -75,12 +75,9 @@ class Tab:
     def show_as(self, size_px: tuple[int, int] = DESKTOP, *, dark: bool = False) -> None:
         width, height = size_px
         self("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self(
-            "Emulation.setEmulatedMedia",
-            media="",
-            features=[scheme, {"name": "prefers-reduced-motion", "value": "reduce"}],
-        )
+        media = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        media.append({"name": "prefers-reduced-motion", "value": "reduce"})
+        self("Emulation.setEmulatedMedia", media="", features=media)
 
     def picture(self, out: Path, *, full: bool = False) -> None:
         self.run("0")

@@ -60,10 +60,8 @@ def test_the_published_hyper_parameters_are_in_the_8b_files():
     assert (config.rollout.max_turns, config.rollout.max_parallel, config.rollout.subagent_new_tokens) == (3, 5, 512)
     assert (config.video.frame_budgets, config.video.overview_frames) == ([4, 8, 16, 32, 64], 64)
     assert (config.optim.learning_rate, config.optim.weight_decay, config.optim.max_grad_norm) == (2e-6, 0.01, 1.0)
-    assert (config.loss.name, config.loss.all_params) == (
-        "para_grpo",
-        {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0},
-    )
+    clip = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0}
+    assert (config.loss.name, config.loss.all_params) == ("para_grpo", clip)
     assert (config.loss.kl_coef, config.loss.correction) == (0.01, "token_mis")
     assert (config.reward.anchor_weight, config.reward.unclosed_penalty, config.reward.format_weight) == (0.5, 0.3, 1.0)
     reward = config.reward

@@ -52,12 +52,8 @@ def cells(world):
 
 @pytest.mark.slow
 def test_every_dispatch_and_budget_is_a_cell(cells, world):
-    assert [(cell["dispatch"], cell["frame_budget"]) for cell in cells] == [
-        ("parallel", 2),
-        ("parallel", 4),
-        ("none", 2),
-        ("none", 4),
-    ]
+    expected = [("parallel", 2), ("parallel", 4), ("none", 2), ("none", 4)]
+    assert [(cell["dispatch"], cell["frame_budget"]) for cell in cells] == expected
     assert json.loads((world / "eval" / RESULTS_FILE).read_text())["cells"] == cells
     assert len(cell_table(cells).splitlines()) == 2 + 4
     lines = [json.loads(line) for line in (world / "eval" / "samples_none_4.jsonl").read_text().splitlines()]
@@ -93,15 +89,11 @@ def test_an_interrupted_evaluation_runs_only_the_missing_samples(cells, world):
 def test_temperatures_are_an_axis_of_the_cells(world):
     settings = ["eval.frame_budgets=[2]", "eval.dispatches=[none]", "eval.num_samples=1", "eval.temperatures=[0,0.7]"]
     cells = asyncio.run(run_eval(config_of(world, *settings, f"run_dir={world / 'temperatures'}")))
-    assert [(cell["dispatch"], cell["frame_budget"], cell["temperature"]) for cell in cells] == [
-        ("none", 2, 0.0),
-        ("none", 2, 0.7),
-    ]
+    axes = [(cell["dispatch"], cell["frame_budget"], cell["temperature"]) for cell in cells]
+    assert axes == [("none", 2, 0.0), ("none", 2, 0.7)]
     directory = world / "temperatures"
-    assert {path.name for path in directory.glob("samples_*")} == {
-        "samples_none_2_t0.jsonl",
-        "samples_none_2_t0.7.jsonl",
-    }
+    files = {path.name for path in directory.glob("samples_*")}
+    assert files == {"samples_none_2_t0.jsonl", "samples_none_2_t0.7.jsonl"}
     assert (directory / "plots" / "temperatures.png").read_bytes().startswith(b"\x89PNG")
     assert cell_table(cells).splitlines()[0].startswith("| dispatch | frames | temperature | accuracy |")
     (cell,) = [cell for cell in load_cells(directory, cells_of(directory)) if cell["temperature"] == 0.7]
@@ -129,11 +121,9 @@ def test_conflicting_settings_are_rejected(world):
 
 @pytest.mark.slow
 def test_sglang_servers_need_a_merged_model(world, tmp_path):
-    config = model_port.load(world / "tiny.hf").config
-    lora = LoraConfig(rank=3)
-    write_adapter(
-        tmp_path, config, AdapterInfo(lora, AdapterBase(str(world / "tiny.hf"))), new_adapter(config, lora, seed=0)
-    )
+    config, lora = model_port.load(world / "tiny.hf").config, LoraConfig(rank=3)
+    base = AdapterBase(str(world / "tiny.hf"))
+    write_adapter(tmp_path, config, AdapterInfo(lora, base), new_adapter(config, lora, seed=0))
     overrides = (f"model.path={tmp_path}", f"run_dir={tmp_path / 'run'}", "engine.kind=sglang")
     with pytest.raises(ValueError, match=r"is an adapter, and SGLang servers need a merged model"):
         asyncio.run(run_eval(config_of(world, *overrides)))

@@ -176,9 +176,8 @@ def test_an_unreadable_release_is_a_clear_error(release, driver, loaders, compla
 
 def test_another_commit_is_an_error_that_names_its_texts(release, monkeypatch):
     monkeypatch.setattr(source, "DIGESTS", {"last.choice": source.text_digest("Now a letter."), "system.direct": "0"})
-    with pytest.raises(
-        ValueError, match=r"is not the release's commit cf55249: it has other texts of system\.direct; run"
-    ):
+    message = r"is not the release's commit cf55249: it has other texts of system\.direct; run"
+    with pytest.raises(ValueError, match=message):
         import_release(release)
 
 

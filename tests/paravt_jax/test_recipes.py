@@ -46,9 +46,8 @@ def test_a_config_is_found_by_name_from_any_directory(name, elsewhere):
 def test_a_batch_finds_a_directory_of_configs_by_name_unless_there_is_one(name, elsewhere):
     arguments = (["longvideobench"], elsewhere, None, [])
     jobs = jobs_of(Path(name), *arguments)
-    assert [Path(config.run_dir).parent.name for config in jobs.values()] == sorted(
-        path.stem for path in REPRODUCE.glob("*.yaml")
-    )
+    names = sorted(path.stem for path in REPRODUCE.glob("*.yaml"))
+    assert [Path(config.run_dir).parent.name for config in jobs.values()] == names
     (elsewhere / name).mkdir(parents=True)
     with pytest.raises(ValueError, match=f"{name} has no"):
         jobs_of(Path(name), *arguments)

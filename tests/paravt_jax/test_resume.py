@@ -250,9 +250,8 @@ def test_other_rows_of_the_same_file_need_allow_changes(undisturbed, tmp_path):
     rows.write_text("".join((rows.parent / "train.jsonl").read_text().splitlines(keepends=True)[1:]))
     record = run_dir / "config.json"
     record.write_text(record.read_text().replace('"train": "synthetic"', f'"train": "{rows}"'))
-    with pytest.raises(
-        ValueError, match=rf"^data\.train={rows} or seed=0 changed since .* files of .* --allow-changes$"
-    ):
+    message = rf"^data\.train={rows} or seed=0 changed since .* files of .* --allow-changes$"
+    with pytest.raises(ValueError, match=message):
         train_here(run_dir, *FIVE_STEPS, f"data.train={rows}", f"train.num_steps={NUM_STEPS + 1}")
 
 
@@ -276,9 +275,8 @@ def test_a_run_that_lost_a_video_resumes_at_its_position(undisturbed, tmp_path, 
     assert kept != lost
     monkeypatch.setattr("paravt_jax.data.synthetic.write_atomic", lambda *_: None)  # else it is made again
     Path(lost).unlink()
-    train_here(
-        *(run_dir, *FIVE_STEPS, "data.max_bad_frac=0.5", "train.prompts_per_step=2", f"train.num_steps={NUM_STEPS + 1}")
-    )
+    more = ("data.max_bad_frac=0.5", "train.prompts_per_step=2", f"train.num_steps={NUM_STEPS + 1}")
+    train_here(run_dir, *FIVE_STEPS, *more)
     assert "rows are dropped (missing file: 3, for example" in caplog.text and Path(lost).name in caplog.text
     assert "; rows with lost files keep their place" in (run_dir / "log.txt").read_text()
     episodes = [episode for episode in episodes_of(run_dir) if episode["step"] == NUM_STEPS + 1]

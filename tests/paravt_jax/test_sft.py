@@ -213,9 +213,8 @@ def test_a_step_depends_only_on_the_position_before_it(tiny_hf):
 @pytest.mark.slow
 def test_batches_never_become_smaller_so_that_updates_are_compiled_once(tiny_hf):
     traces = [trace(number, "word " * (1 if number % 6 else 120)) for number in range(12)]
-    batches = [
-        batch for step in next_batches(batches_of(tiny_hf, traces, row_tokens=1024), 6) for batch in step.batches
-    ]
+    steps = next_batches(batches_of(tiny_hf, traces, row_tokens=1024), 6)
+    batches = [batch for step in steps for batch in step.batches]
     num_scored = [int(batch.loss_mask.sum(1).max()) for batch in batches]
     num_entries = [batch.loss_mask.shape[1] for batch in batches]
     assert num_scored[-1] < 128 < max(num_scored)
@@ -294,10 +293,7 @@ def test_bad_traces_at_the_end_of_an_epoch_and_the_start_of_the_next_do_not_end_
 
 @pytest.mark.parametrize(
     ("num_bad", "num_good", "message"),
-    [
-        (2, 0, "3 consecutive traces cannot be used"),
-        (2, 1, "33 of the last .* traces cannot be read; the last: "),
-    ],
+    [(2, 0, "3 consecutive traces cannot be used"), (2, 1, "33 of the last .* traces cannot be read; the last: ")],
 )
 def test_a_corpus_without_enough_readable_traces_ends_the_run(tiny_hf, num_bad, num_good, message):
     traces = [*(trace(n, path="/missing.mp4") for n in range(num_bad)), *(trace(2 + n) for n in range(num_good))]

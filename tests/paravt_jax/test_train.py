@@ -8,17 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 from fake_server import FakeServer
-from training import (
-    OPTIMISED,
-    QUICK,
-    ROOT,
-    SMOKE,
-    episodes_of,
-    metrics_of,
-    train,
-    train_here,
-    train_in_loop,
-)
+from training import OPTIMISED, QUICK, ROOT, SMOKE, episodes_of, metrics_of, train, train_here, train_in_loop
 
 import model_port
 import paravt_jax

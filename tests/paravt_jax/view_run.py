@@ -70,9 +70,8 @@ def answered(answer: str) -> str:
 
 
 def looked(*windows: tuple[float, float]) -> str:
-    return "<think>\nI look before, at the moment itself, and after.\n</think>\n" + "\n".join(
-        called(*window) for window in windows
-    )
+    calls = "\n".join(called(*window) for window in windows)
+    return f"<think>\nI look before, at the moment itself, and after.\n</think>\n{calls}"
 
 
 STORIES = {  # name -> turns for an answer

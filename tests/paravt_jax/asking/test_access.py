@@ -126,10 +126,8 @@ asyncio.run(run())
 @pytest.fixture
 def server(tmp_path):
     """A process with client files that takes a minute to stop, and their directory."""
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
-    with subprocess.Popen(
-        [sys.executable, "-c", KEEPS_FILES], stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
+    command, environment = [sys.executable, "-c", KEEPS_FILES], os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         yield process, Path(process.stdout.readline().strip())
         process.kill()
 

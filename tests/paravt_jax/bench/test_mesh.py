@@ -48,12 +48,8 @@ def test_every_mesh_is_measured_and_compared_with_one_device(tmp_path):
     assert run.returncode == 0, run.stderr
     result = json.loads(out.read_text())
     rows = {tuple(row["mesh"]): row for row in result["rows"]}
-    assert {shape: row["tokens"] for shape, row in rows.items()} == {
-        (1, 1, 1): 128,
-        (1, 2, 1): 256,
-        (2, 1, 1): 256,
-        (1, 1, 2): 128,
-    }
+    tokens = {(1, 1, 1): 128, (1, 2, 1): 256, (2, 1, 1): 256, (1, 1, 2): 128}
+    assert {shape: row["tokens"] for shape, row in rows.items()} == tokens
     keys = {*estimated_rows("--mesh", "1,8,1")[1, 8, 1], *MEASURED}
     for row in rows.values():
         unknown = [name for name, value in row.items() if value is None]
@@ -111,10 +107,8 @@ def test_estimated_seconds_depend_on_row_length_and_dtype():
 
 @pytest.mark.slow
 def test_meshes_that_fit_come_first_and_the_fastest_is_recommended():
-    result = result_of(
-        "--topology", "h100:16", "--plan-only", "--model", "8b", "--dtype", "bfloat16", "--row-tokens", "8192"
-    )
-    rows = result["rows"]
+    options = ("--model", "8b", "--dtype", "bfloat16", "--row-tokens", "8192")
+    rows = (result := result_of("--topology", "h100:16", "--plan-only", *options))["rows"]
     assert {tuple(row["mesh"]) for row in rows} == set(mesh_shapes(16))
     fitting = [row for row in rows if row["fits"]]
     assert rows[: len(fitting)] == fitting and len(fitting) > 3
@@ -140,10 +134,8 @@ def test_devices_too_small_for_any_mesh_have_reasons():
 
 @pytest.mark.slow
 def test_the_command_fails_with_advice_if_no_mesh_fits(tmp_path):
-    out = tmp_path / "mesh.json"
-    run = bench(
-        "--topology", "h100:1", "--plan-only", "--config", str(CONFIGS / "paragrpo_8b.yaml"), "--json", str(out)
-    )
+    config, out = CONFIGS / "paragrpo_8b.yaml", tmp_path / "mesh.json"
+    run = bench("--topology", "h100:1", "--plan-only", "--config", str(config), "--json", str(out))
     last = run.stderr.splitlines()[-1]
     assert run.returncode == 1 and last.startswith("error: no mesh of 1 x "), run.stderr
     assert last.endswith("rows would, or see the changes that --plan of the run lists")
@@ -158,10 +150,8 @@ def test_a_mesh_without_memory_is_rejected_and_the_others_are_measured(own_envir
     assert {shape for shape, row in rows.items() if row["fits"]} == {(1, 2, 1), (1, 1, 2)}
     assert all(row["efficiency"] is None and (row["update_s"] is not None) == row["fits"] for row in rows.values())
     lines = mesh.table(result).splitlines()
-    assert "rejected: 2 x 1 x 1, 0.0 GiB of 0.0 usable" in lines and lines[-1] in (
-        "recommended: 1 x 2 x 1",
-        "recommended: 1 x 1 x 2",
-    )
+    assert "rejected: 2 x 1 x 1, 0.0 GiB of 0.0 usable" in lines
+    assert lines[-1] in ("recommended: 1 x 2 x 1", "recommended: 1 x 1 x 2")
     assert os.environ[MEMORY_FRAC] == "0.90"
 
 
@@ -195,9 +185,8 @@ def test_the_rates_of_a_tpu_are_those_of_its_measured_devices():
 
 
 def test_only_an_out_of_memory_error_rejects_a_mesh():
-    assert mesh_measured.no_room(
-        JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes\nat 3")
-    ).endswith("9 bytes")
+    full = JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes\nat 3")
+    assert mesh_measured.no_room(full).endswith("9 bytes")
     with pytest.raises(JaxRuntimeError, match="illegal address"):
         mesh_measured.no_room(JaxRuntimeError("INTERNAL: illegal address"))
 
@@ -218,9 +207,8 @@ def test_a_mesh_excludes_the_gpus_of_servers(config, tmp_path, monkeypatch):
     result = result_of("--topology", "h100:8", "--plan-only", "--mesh", "1,4,1", *config)
     assert result["num_devices"] == 4 and mesh.table(result).splitlines()[-1] == "recommended: 1 x 4 x 1"
     assert "engine.gpus=[4, 5, 6, 7] are for servers; 4 devices remain for the learner" in result["assumed"]
-    with pytest.raises(
-        ValueError, match=r"--mesh 1,8,1 must be .* a product of 4, the learner's devices, for example 1,4,1"
-    ):
+    message = r"--mesh 1,8,1 must be .* a product of 4, the learner's devices, for example 1,4,1"
+    with pytest.raises(ValueError, match=message):
         result_of("--topology", "h100:8", "--plan-only", "--mesh", "1,8,1", *config)
 
 
@@ -249,9 +237,8 @@ def test_gpus_of_servers_are_hidden_before_measuring(own_environment, monkeypatc
 
 @pytest.mark.slow
 def test_fewer_rows_are_not_a_faster_mesh():
-    shared, split = (
-        next(iter(estimated_rows("--model", "2b", "--mesh", mesh).values())) for mesh in ("1,1,8", "1,8,1")
-    )
+    meshes = [estimated_rows("--model", "2b", "--mesh", mesh) for mesh in ("1,1,8", "1,8,1")]
+    shared, split = meshes[0][1, 1, 8], meshes[1][1, 8, 1]
     assert shared["est_step_s"] < split["est_step_s"]  # an eighth of the rows
     assert shared["tokens_per_s"] < split["tokens_per_s"]
 

@@ -81,9 +81,8 @@ def test_the_tiny_model_passes_every_stage(wrong_rows, tmp_path):
     assert list(by_name) == list(STAGES) and list(failed) == ["data"], failed
     assert done.returncode == 1 and done.stderr.endswith("error: 1 of 8 stages failed: data\n")
     assert all(stage["seconds"] > 0 and stage["peak_gib"] > 0.05 for stage in by_name.values())
-    assert {"logits", "gradient", "step"} <= {
-        name for name, stage in by_name.items() if "planned_gib" in stage["facts"]
-    }
+    planned = {name for name, stage in by_name.items() if "planned_gib" in stage["facts"]}
+    assert {"logits", "gradient", "step"} <= planned
     assert all(f"| {name} " in done.stdout for name in STAGES)
 
 
@@ -285,9 +284,7 @@ def test_every_video_that_cannot_be_read_is_named(target, tmp_path):
     whole = str(media.synthetic_video(target))
     *read, cut, gone = lines_of(media.video, replace(target, videos=(paths[0], whole, paths[1])))
     assert [cut.case, gone.case] == paths and cut.failed and gone.failed
-    assert len(read) == 5 and not any(
-        line.failed for line in read
-    )  # the unreadable videos come last, where a user looks
+    assert len(read) == 5 and not any(line.failed for line in read)  # unreadable videos come last, where a user looks
     assert cut.problem.startswith("the video cannot be decoded: ")
 
 

@@ -47,15 +47,8 @@ def test_a_directory_has_the_same_files_for_inspect_materialize_and_training(tmp
 
 
 def test_sft_rows_are_counted_by_turns_and_calls(tmp_path):
-    rows = [
-        calling() | {"id": 1},
-        calling(1),
-        calling(1, 3),
-        calling(3) | {"id": "x"},
-        "{",
-        "[1]",
-        calling(question=""),
-    ]
+    rows = [calling() | {"id": 1}, calling(1), calling(1, 3), calling(3) | {"id": "x"}, calling(question="")]
+    rows += ["{", "[1]"]
     findings = inspect(str(write_lines(tmp_path / "sft.jsonl", rows)))
     assert (findings.kind, findings.num_rows, findings.num_rows_with_calls) == ("SFT", 7, 3)
     assert findings.counts["turns_per_row"] == {1: 2, 2: 2, 3: 1}

@@ -20,9 +20,8 @@ ANSWERS = {"mcq": "B", "tvg": "[2.5, 7]", "oe": "a cello"}
 
 def row(question_type: str, *videos: str, number: int = 0) -> dict:
     entries = [{"video": video} for video in videos]
-    return rl_row(
-        ANSWERS.get(question_type), question_type, question=f"Question {number}?", videos=entries, index=number
-    )
+    fixed = {"question": f"Question {number}?", "index": number}
+    return rl_row(ANSWERS.get(question_type), question_type, videos=entries, **fixed)
 
 
 def split_into(directory: Path, source: Path, num_rows: int, seed: int = 0) -> tuple[Path, Path, str]:
@@ -143,10 +142,8 @@ def test_without_any_video_rows_are_held_out_and_the_summary_warns(source, tmp_p
 
 
 def test_traces_are_split_with_calls_and_without(tmp_path):
-    rows = [
-        sft_row(dialogue([media("video", f"{n}.mp4"), text("Q")], ANSWER_TURN if n % 3 else CALL_TURN))
-        for n in range(90)
-    ]
+    turns = [ANSWER_TURN if number % 3 else CALL_TURN for number in range(90)]
+    rows = [sft_row(dialogue([media("video", f"{n}.mp4"), text("Q")], turn)) for n, turn in enumerate(turns)]
     _, validation, _ = split_into(tmp_path / "out", write_lines(tmp_path / "rows.jsonl", rows), 9)
     assert Counter("tool_call" in line for line in validation.read_text().splitlines()) == {True: 3, False: 6}
 

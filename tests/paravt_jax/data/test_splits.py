@@ -193,9 +193,8 @@ def test_a_column_of_another_type_is_named_with_the_row(tmp_path):
     file = root / FILES["videomme"]
     table = pq.read_table(file)
     pq.write_table(table.set_column(9, "options", pa.array(["A. One. B. Two."] * 3)), file)
-    with pytest.raises(
-        ValueError, match=r"test-00000-of-00001\.parquet row 0: options is 'A\. One\. B\. Two\.', expected list\[str\]"
-    ):
+    message = r"test-00000-of-00001\.parquet row 0: options is 'A\. One\. B\. Two\.', expected list\[str\]"
+    with pytest.raises(ValueError, match=message):
         load("videomme", root)
 
 
@@ -245,11 +244,9 @@ def test_an_unknown_split_or_layout_is_rejected(tmp_path):
         split_named("mvbench")
     with pytest.raises(ValueError, match=r"reward\.plugin takes words, which samples of data\.split=videomme do not"):
         load_samples(SPLITS["videomme"], str(tmp_path), video_root="", max_bad_frac=0, columns=["words"])
-    with pytest.raises(
-        ValueError, match=r"has no videomme/test-\*\.parquet, the rows of data\.split=videomme in lmms-lab/Video-MME"
-    ):
+    message = r"has no videomme/test-\*\.parquet, the rows of data\.split=videomme in lmms-lab/Video-MME"
+    with pytest.raises(ValueError, match=message):
         load("videomme", tmp_path)
-    with pytest.raises(
-        ValueError, match=r"is not a directory; with data\.split=videomme set it to a copy of lmms-lab/Video-MME"
-    ):
+    message = r"is not a directory; with data\.split=videomme set it to a copy of lmms-lab/Video-MME"
+    with pytest.raises(ValueError, match=message):
         load("videomme", make_copy("videomme", tmp_path) / FILES["videomme"])

@@ -66,9 +66,8 @@ def test_a_list_its_json_and_a_parquet_struct_give_the_same_traces(video_dir):
 
 
 def test_a_file_outside_of_the_root_makes_a_bad_row(video_dir):
-    outside = [
-        sft_row(dialogue([media(kind, f"{video_dir}/b.png"), text("Q")], ANSWER_TURN)) for kind in ("image", "video")
-    ]
+    contents = [[media(kind, f"{video_dir}/b.png"), text("Q")] for kind in ("image", "video")]
+    outside = [sft_row(dialogue(content, ANSWER_TURN)) for content in contents]
     (video_dir / "root").mkdir()
     (video_dir / "root" / "a.mp4").touch()
     path = write_lines(video_dir / "sft.jsonl", [sft_row(), *outside])

@@ -162,9 +162,8 @@ def test_the_official_score_of_mlvu_is_the_mean_over_tasks(evaluator, tmp_path):
     (cell,) = say.run(config)
     assert cell["scores"]["strict"]["score"] == 0.5  # plotQA 2 of 2, needle 0 of 1
     assert cell["scores"]["strict"]["micro"] == pytest.approx(2 / 3)
-    assert "| 50.0 |" in score_table([cell]) and "| micro 66.7, needle 0.0 of 1, plotQA 100.0 of 2 |" in score_table(
-        [cell]
-    )
+    assert "| 50.0 |" in (table := score_table([cell]))
+    assert "| micro 66.7, needle 0.0 of 1, plotQA 100.0 of 2 |" in table
 
 
 def test_charades_has_the_fraction_above_each_threshold(evaluator, tmp_path):
@@ -228,9 +227,8 @@ def test_a_dead_engine_stops_the_evaluation_and_a_restart_resumes_it(evaluator, 
     def dead(episode, request):
         raise EngineError("no server is alive")
 
-    with pytest.raises(
-        RuntimeError, match=r"failed 3 samples in a row, the last .*no server is alive; when it works again"
-    ):
+    message = r"failed 3 samples in a row, the last .*no server is alive; when it works again"
+    with pytest.raises(RuntimeError, match=message):
         evaluator(dead).run(config)
     assert [line["episodes"][0]["reason"] for line in lines_of(config)] == ["engine"] * 3
     assert not list(Path(config.run_dir).glob("cell_*"))
@@ -526,9 +524,8 @@ def test_the_releases_prompts_work_in_this_projects_protocol(evaluator, tmp_path
     engine = evaluator("A")
     engine.run(config_of("longvideobench", tmp_path / "copy", *settings))
     assert "Crop with crop_video." in engine.prompts[0] and not engine.prompts[0].endswith("<think>\n")
-    with pytest.raises(
-        ValueError, match=r"eval\.mode=direct has no tools, which conflicts with eval\.dispatches=\['parallel'\]"
-    ):
+    message = r"eval\.mode=direct has no tools, which conflicts with eval\.dispatches=\['parallel'\]"
+    with pytest.raises(ValueError, match=message):
         config_of("longvideobench", tmp_path / "copy", "eval.mode=direct", settings[1])
 
 

@@ -163,9 +163,8 @@ def test_the_golden_has_every_split_mode_channel_and_script():
     seen = {tuple(case[name] for name in names) for case in GOLDEN["dialogues"]}
     for split in FOLDERS:
         for channel in ("image_url", "video_url"):
-            agentic = {
-                (split, mode, channel, s) for mode in ("agentic_general", "agentic_minimal") for s in GOLDEN["replies"]
-            }
+            modes = ("agentic_general", "agentic_minimal")
+            agentic = {(split, mode, channel, replies) for mode in modes for replies in GOLDEN["replies"]}
             assert agentic | {(split, mode, channel, "no_answer") for mode in ("direct", "reasoning")} <= seen
 
 
@@ -184,9 +183,8 @@ def test_frames_are_multiples_of_28_pixels_within_their_area(size, area, fitted)
 
 
 def test_sizes_and_numbers_of_frames_are_qwen_vl_utils_own_where_it_is_installed():
-    library = pytest.importorskip(
-        "qwen_vl_utils.vision_process", reason="pip install qwen-vl-utils==0.0.14 torchvision"
-    )
+    needed = "pip install qwen-vl-utils==0.0.14 torchvision"
+    library = pytest.importorskip("qwen_vl_utils.vision_process", reason=needed)
     random = np.random.default_rng(0)
     for height, width in random.integers(28, 2200, (2000, 2)).tolist():
         for area in (OVERVIEW_PX, CROP_PX):
@@ -294,10 +292,8 @@ def test_videozoomers_calls_are_json_or_pairs():
 
 
 def test_sages_calls_with_a_window_are_crops_and_its_final_answer_is_scored():
-    calls = [
-        {"name": "web-search", "arguments": {"query": "x"}},
-        {"name": "extract", "arguments": {"start_time": "01:00"}},
-    ]
+    extract = {"name": "extract", "arguments": {"start_time": "01:00"}}
+    calls = [{"name": "web-search", "arguments": {"query": "x"}}, extract]
     reply = f"<json>{json.dumps({'recommended_tools': {'tool_calls': calls}, 'final_answer': None})}</json>"
     assert [window_of(call) for call in sage_calls(reply)] == [(60, 70)] and sage_answer(reply) == reply
     assert sage_answer('<json>{"final_answer": "B"}</json>') == "B" and sage_calls("no JSON") == []

@@ -344,7 +344,6 @@ def test_every_open_row_of_table_1_has_a_config():
     rows = {load_config(file, schema=EvalConfig).eval.published_row for file in files}
     table_1, table_a = TABLES[0].rows, TABLES[1].rows
     assert rows == {*table_1, "+ SFT cold start"} - {"GPT-4o", "Gemini 1.5 Pro"} and "+ SFT cold start" in table_a
-    templates = {
-        load_config(f, schema=EvalConfig).eval.published_row for f in Path("configs/reproduce").glob("*/*.yaml")
-    }
+    files = Path("configs/reproduce").glob("*/*.yaml")
+    templates = {load_config(file, schema=EvalConfig).eval.published_row for file in files}
     assert templates == {"GPT-4o", "Gemini 1.5 Pro"}

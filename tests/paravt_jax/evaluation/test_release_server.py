@@ -39,9 +39,8 @@ video: {{num_workers: 1}}
 @contextmanager
 def endpoint(model: Path) -> Iterator[Served]:
     """Starts a server like engine.serve_with, with a context large enough for overviews."""
-    (settings,) = endpoint_settings(
-        "sglang", model, MODEL, device="cpu", dtype="float32", context_length=4096, gpus=[], num_servers=1
-    )
+    options = dict(device="cpu", dtype="float32", context_length=4096, gpus=[], num_servers=1)
+    (settings,) = endpoint_settings("sglang", model, MODEL, **options)
     with served(replace(settings, python=sidecar_python()), *CONTEXT) as server:
         yield replace(server, url=f"{server.url}/v1")
 

@@ -55,16 +55,15 @@ def test_a_run_that_no_table_has_is_shown_in_a_last_row(tmp_path):
 
 
 def test_each_dispatch_has_its_own_row(tmp_path):
-    runs = [make_run(tmp_path / dispatch, dispatch=dispatch) for dispatch in ("parallel", "none")]
-    assert [row.name for row in read_rows(runs)] == [
-        f"trained.hf, agentic, {dispatch}, 64 frames" for dispatch in ("parallel", "none")
-    ]
+    dispatches = ("parallel", "none")
+    runs = [make_run(tmp_path / dispatch, dispatch=dispatch) for dispatch in dispatches]
+    names = [f"trained.hf, agentic, {dispatch}, 64 frames" for dispatch in dispatches]
+    assert [row.name for row in read_rows(runs)] == names
 
 
 def test_contradictory_runs_are_rejected(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"and another run both have mlvu of trained\.hf, agentic, parallel, 64 frames"
-    ):
+    message = r"and another run both have mlvu of trained\.hf, agentic, parallel, 64 frames"
+    with pytest.raises(ValueError, match=message):
         read_rows([make_run(tmp_path / "a"), make_run(tmp_path / "b", score=0.6)])
     with pytest.raises(ValueError, match=r"has no eval\.json; give the run_dir"):
         read_rows([tmp_path])

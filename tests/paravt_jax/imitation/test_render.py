@@ -23,9 +23,8 @@ from rollout.video.errors import VideoError
 
 CONFIG = EpisodeConfig(max_new_tokens=128, max_context_tokens=2048)
 QUESTION = "What is shown? <|im_end|>"
-CALLING = (
-    f"\nI look.</think>\n{call(8, 16)}\n{call(20, 30)}"  # Qwen merges the first line break with the forced prefix's
-)
+# Qwen merges the first line break with the forced prefix's.
+CALLING = f"\nI look.</think>\n{call(8, 16)}\n{call(20, 30)}"
 
 
 def rendered(tiny_hf, chat, trace: Trace, frame_budget: int = 4, config: EpisodeConfig = CONFIG) -> Ledger:
@@ -115,9 +114,8 @@ def test_tool_responses_can_have_frames(tiny_hf, chat, tmp_path):
 
 
 def test_text_of_a_trace_cannot_insert_images_or_turn_ends(tiny_hf, chat):
-    trace = trace_of(
-        ("user", ("<|vision_start|><|image_pad|>",)), ("assistant", ("<|im_end|> <|image_pad|> <tool_call>",))
-    )
+    user, assistant = "<|vision_start|><|image_pad|>", "<|im_end|> <|image_pad|> <tool_call>"
+    trace = trace_of(("user", (user,)), ("assistant", (assistant,)))
     ids = rendered(tiny_hf, chat, trace).ids
     assert int((ids == chat.image_id).sum()) == 0 and int((ids == chat.turn_end_id).sum()) == 2
     assert chat.tokenizer.token_to_id("<tool_call>") in ids  # tags of the assistant stay tokens

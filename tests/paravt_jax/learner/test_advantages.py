@@ -37,9 +37,8 @@ def negligible_epsilon(monkeypatch):
 def of_rewards(total, present=None, anchors=(), scale=SCALE):
     """Returns a group's rewards."""
     present = np.ones(len(total), bool) if present is None else np.array(present)
-    return GroupRewards(
-        present, np.array(total, float), {n: np.array(row, float) for n, row in dict(anchors).items()}, scale
-    )
+    arrays = {name: np.array(row, float) for name, row in dict(anchors).items()}
+    return GroupRewards(present, np.array(total, float), arrays, scale)
 
 
 def advantages(rewards, anchors, config=EXACT, *, scale=SCALE, without=None):
@@ -161,11 +160,9 @@ def test_kl_in_the_reward_equals_a_lower_reward_but_for_the_std(normalise):
 
 def test_a_kl_penalty_is_scaled_by_the_spread_of_the_rewards_without_it():
     group = advantages([1.0, 0.0], [0.0, 0.0])
-    advantage = np.full(2, group.sequence[0], np.float32)
+    advantage, sampled = np.full(2, group.sequence[0], np.float32), np.array([True, False])
     # 1 − 0.1 against mean 0.5 and std 0.5 of the rewards: 0.8, where the token was sampled
-    np.testing.assert_allclose(
-        with_kl_penalty(advantage, np.array([True, False]), 0.1 * group.unit), [0.8, 0], rtol=1e-6
-    )
+    np.testing.assert_allclose(with_kl_penalty(advantage, sampled, 0.1 * group.unit), [0.8, 0], rtol=1e-6)
 
 
 @pytest.mark.parametrize(("name", "value"), [("R", np.inf), ("anchor", NAN)])
@@ -252,10 +249,8 @@ RELEASE = AdvantageConfig(credit="sequence", normalise="tokens", filter_zero_var
 
 def of_total(total, config):
     """Computes a group's advantages from total rewards."""
-    terms = [
-        reward_terms([], [], "A", "mcq", RewardConfig(anchor_weight=0), own=[OwnTerm("whole", value)])
-        for value in total
-    ]
+    reward = RewardConfig(anchor_weight=0)
+    terms = [reward_terms([], [], "A", "mcq", reward, own=[OwnTerm("whole", value)]) for value in total]
     return group_advantages(group_rewards(terms, anchor_scale=0.0, config=config), config)
 
 

@@ -72,10 +72,8 @@ def test_the_loss_of_the_tokens_equals_the_code(float64):
     advantage, ratio, weight, term = numbers([row[1:5] for row in TOKENS]).T
     prox = np.full(5, -1.0)
     arrays = (prox + np.log(ratio), prox, prox - np.log(weight), advantage)
-    policy, prox_logp, behavior, of_token = map(jnp.asarray, arrays)
-    tokens = SampledTokens(
-        policy, prox_logp, behavior, of_token, jnp.ones(5, bool), StepCounts(5.0, 4.0, 1.0), policy + 0.1
-    )
+    arrays = map(jnp.asarray, (*arrays, np.ones(5, bool)))
+    tokens = SampledTokens(*arrays, StepCounts(5.0, 4.0, 1.0), arrays[0] + 0.1)
     config = LossConfig()
     sums = policy_loss(LossSpec.of(config, para_grpo), LossCoefs.of(config), tokens)
     assert term.sum() == pytest.approx(0.7362, abs=1e-4)

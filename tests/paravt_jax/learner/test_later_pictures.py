@@ -111,9 +111,8 @@ def test_logits_equal_those_of_transformers(case):
 
 def imitated(case: Case, dialogues) -> np.ndarray:
     """Returns the SFT gradient of a batch in which the group shares its prompt."""
-    learner = Learner(
-        model_port.load(case.folder), OptimConfig(max_grad_norm=1e9), LossConfig(kl_coef=0.0), temperature=1.0
-    )
+    model, loss = model_port.load(case.folder), LossConfig(kl_coef=0.0)
+    learner = Learner(model, OptimConfig(max_grad_norm=1e9), loss, temperature=1.0)
     learner.imitate(pack(dialogues, case.frames, learner.model.config, SHAPE), case.num_loss_tokens)
     return joined(first_moments(learner))
 

@@ -97,10 +97,8 @@ def adam_mu(learner):
 
 def assert_same_gradient(first, second):
     """Compares Adam's moments, because its weights divide by the gradient's size and so amplify rounding."""
-    moments = [
-        np.concatenate([np.asarray(leaf).ravel() for leaf in jax.tree.leaves(adam_mu(each))])
-        for each in (first, second)
-    ]
+    leaves = [jax.tree.leaves(adam_mu(learner)) for learner in (first, second)]
+    moments = [np.concatenate([np.asarray(leaf).ravel() for leaf in of_learner]) for of_learner in leaves]
     assert np.linalg.norm(moments[0] - moments[1]) <= 1e-5 * np.linalg.norm(moments[0])
 
 
@@ -186,9 +184,8 @@ def test_the_vision_tower_changes_only_if_it_is_trained(train_vision, tiny_hf, b
     first_params, (batch,) = params(learner), batches
     first_logp = learner.log_probs(batch)
     update(learner, batches)
-    np.testing.assert_allclose(
-        learner.old_log_probs(batch).ref_logp, first_logp, atol=1e-5
-    )  # with its own vision tower
+    ref_logp = learner.old_log_probs(batch).ref_logp  # with its own vision tower
+    np.testing.assert_allclose(ref_logp, first_logp, atol=1e-5)
     moved = changed(first_params, params(learner))
     assert any(path.startswith("vision") for path in moved) == train_vision
     assert {path for path in first_params if path.startswith("text")} <= moved | {"text.embed.table_vd"}
@@ -316,9 +313,8 @@ def test_new_numeric_settings_compile_nothing_and_clipping_keeps_the_reported_no
     sizes = [program._cache_size() for program in PROGRAMS]
     (second,) = update(make_learner(tiny_hf, replace(OPTIM, max_grad_norm=1e3), LOSS_KL), batches)
     assert second["optim/grad_norm"] == pytest.approx(first["optim/grad_norm"]) and first["optim/grad_norm"] > 1e-3
-    loss = replace(
-        LOSS_KL, kl_coef=0.2, params={"clip_low": 0.1, "clip_high": 0.4}, correction_bounds={"max_weight": 3.0}
-    )
+    clip, bounds = {"clip_low": 0.1, "clip_high": 0.4}, {"max_weight": 3.0}
+    loss = replace(LOSS_KL, kl_coef=0.2, params=clip, correction_bounds=bounds)
     optim = replace(OPTIM, learning_rate=1e-4, weight_decay=0.1, max_grad_norm=2.0)
     learner = make_learner(tiny_hf, optim, loss, temperature=0.9)
     learner.update([StepPart(batches, StepCounts(72.0, 4.0, 200.0))], 4)
@@ -331,9 +327,8 @@ def test_new_numeric_settings_compile_nothing_and_clipping_keeps_the_reported_no
 @pytest.mark.parametrize("shape", [(1, 1, 1), pytest.param((1, 2, 2), marks=pytest.mark.nightly)])
 def test_offloaded_moments_and_reference_change_no_bit_of_an_update(shape, tiny_hf, dialogues, frames, config):
     mesh = make_mesh(*shape) if shape != (1, 1, 1) else None
-    on_device, on_host = (
-        make_learner(tiny_hf, replace(OPTIM, offload=offload), LOSS_KL, mesh) for offload in (False, True)
-    )
+    optims = [replace(OPTIM, offload=offload) for offload in (False, True)]
+    on_device, on_host = (make_learner(tiny_hf, optim, LOSS_KL, mesh) for optim in optims)
     parts = num_row_parts(mesh)
     batches = pack(dialogues, frames, config, replace(ONE_ROW, num_rows=parts, num_parts=parts))
     for learner, memory in ((on_device, "device"), (on_host, "pinned_host")):

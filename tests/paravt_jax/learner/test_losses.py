@@ -112,9 +112,8 @@ ALL_LOSSES = [
 
 
 def test_the_policy_term_by_hand():
-    tokens = make_tokens(
-        ratio=[1.0, 1.5, 1.5, 0.5, 0.5, 1.1], advantage=[2, 2, -2, 2, -2, 1], weight=[1, 2, 1, 1, 3, 0.5]
-    )
+    ratio, advantage = [1.0, 1.5, 1.5, 0.5, 0.5, 1.1], [2, 2, -2, 2, -2, 1]
+    tokens = make_tokens(ratio, weight=[1, 2, 1, 1, 3, 0.5], advantage=advantage)
     sums, gradient = sums_and_gradient(PLAIN, tokens)
     # min(ratio·A, clip·A): 2; min(3, 2.4) = 2.4; min(−3, −2.4) = −3; min(1, 1.6) = 1; min(−1, −1.6) = −1.6; 1.1
     # times w: 2 + 2·2.4 − 3 + 1 − 3·1.6 + 0.5·1.1 = 0.55

@@ -87,9 +87,8 @@ def test_residuals_of_long_rows_are_sharded_over_tensor(monkeypatch):
 
 @pytest.mark.slow
 def test_gradients_are_sharded_like_their_parameters():
-    learner = make_learner(
-        PlannedRl.of(config_of((1, 2, 2), rows=1, row_tokens=64), CONFIG).update, CONFIG, make_mesh(1, 2, 2)
-    )
+    run = PlannedRl.of(config_of((1, 2, 2), rows=1, row_tokens=64), CONFIG)
+    learner = make_learner(run.update, CONFIG, make_mesh(1, 2, 2))
     batch = make_batch(BatchShape(2, 64, 16, 2, 16, 2), CONFIG)
     with on_mesh(learner.mesh):
         grads, _ = learner._gradients(batch, imitation, lambda *_: 1.0)

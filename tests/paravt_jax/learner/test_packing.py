@@ -392,9 +392,8 @@ def test_tokens_know_the_length_of_their_episode_wherever_its_sub_agents_are_pac
     length = np.bincount([d.episode for d in dialogues], [d.loss_mask.sum() for d in dialogues])
     episodes = np.array([d.episode for d in dialogues])
     for batch in batches:
-        np.testing.assert_array_equal(
-            batch.episode_tokens[batch.loss_mask], length[episodes[batch.dialogue[batch.loss_mask]]]
-        )
+        own = batch.dialogue[batch.loss_mask]
+        np.testing.assert_array_equal(batch.episode_tokens[batch.loss_mask], length[episodes[own]])
 
 
 def test_a_kl_penalty_on_a_batch_equals_one_before_packing(model, group, frames):

@@ -85,9 +85,8 @@ def in_numpy(name, config, arrays):
 
 
 def config_of(name):
-    return LossConfig(
-        name, {"max_ratio": 1.2} if name == "cispo" else {}, correction_bounds={"max_weight": 2.5}, kl_coef=KL_COEF
-    )
+    params = {"max_ratio": 1.2} if name == "cispo" else {}
+    return LossConfig(name, params, correction_bounds={"max_weight": 2.5}, kl_coef=KL_COEF)
 
 
 @pytest.mark.slow
@@ -138,9 +137,8 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_loss_equals_other_libraries(name):
-    loss, gradient = loss_and_gradient(
-        replace(config_of(name), correction_bounds={"max_weight": math.inf}), tokens_of(name)
-    )
+    config = replace(config_of(name), correction_bounds={"max_weight": math.inf})
+    loss, gradient = loss_and_gradient(config, tokens_of(name))
     expected, expected_gradient = PUBLISHED[name]
     assert loss == pytest.approx(expected, abs=3e-9)
     np.testing.assert_allclose(gradient[MASK], np.concatenate(expected_gradient), atol=1e-8)

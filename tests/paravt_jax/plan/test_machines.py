@@ -224,9 +224,8 @@ def test_the_figures_in_a_header_match_the_plan(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", named(LEARNERS))
 def test_the_table_of_recipes_matches_the_plan(name):
-    ((_, usable, update_s, step_s, bound_by),) = (
-        row[1:] for row in RECIPE_ROW.findall(MACHINES.read_text()) if row[0] == name
-    )
+    rows = {row[0]: row[1:] for row in RECIPE_ROW.findall(MACHINES.read_text())}
+    _, usable, update_s, step_s, bound_by = rows[name]
     update, step, _, usable_gib = figures_of(plan_for(name))
     assert same_figures((update_s, step_s, usable), (update, step, usable_gib)), plan_for(name)
     assert bound_by == step.bound_by

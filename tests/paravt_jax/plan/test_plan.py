@@ -155,9 +155,8 @@ def test_frames_in_responses_are_planned_in_the_main_agents_context_and_the_upda
 @pytest.mark.slow
 def test_trained_sub_agents_are_in_the_update():
     """Of 56 episodes with a call: 16 frames, their text and a report each; at most three times five calls."""
-    without, own = (
-        PlannedRl.of(load_config(None, f"train.subagent_loss={value}"), EIGHT_B) for value in ("false", "true")
-    )
+    configs = [load_config(None, f"train.subagent_loss={value}") for value in ("false", "true")]
+    without, own = (PlannedRl.of(config, EIGHT_B) for config in configs)
     calls = 7 * 8
     assert own.work.shared_tokens - without.work.shared_tokens == calls * (16 * own.frame_tokens + 500 + 256)
     frames, actions = (
@@ -187,13 +186,9 @@ def test_rows_of_patches_have_room_for_a_zoomed_detail():
 
 def test_the_largest_batch_has_room_for_all_frames_of_a_step_in_one_part():
     """Two groups with an overview of 8 frames fit into a row, so that the other part of the mesh has none."""
-    settings = (
-        "train.prompts_per_step=2",
-        "train.group_size=2",
-        "video.frame_budgets=[2,8]",
-        "video.overview_frames=8",
-    )
-    sizes = ("video.max_pixels=1024", "pack.row_tokens=8192", "rollout.max_context_tokens=8192", "pack.num_rows=2")
+    settings = ("train.prompts_per_step=2", "train.group_size=2", "pack.row_tokens=8192", "pack.num_rows=2")
+    sizes = ("video.frame_budgets=[2,8]", "video.overview_frames=8", "video.max_pixels=1024")
+    sizes += ("rollout.max_context_tokens=8192",)
     run = PlannedRl.of(load_config(None, *settings, *sizes, "mesh.data=2"), MID)
     planned, dialogues = run.largest_batch(), [dialogue_with_frames(group, 8) for group in range(2)]
     frame = Frame(np.zeros((4, MID.vision.patch_values), np.float32), (2, 2))

@@ -202,9 +202,8 @@ def test_a_needed_call_earns_the_accuracy_beyond_the_answers_without_one(rest_of
 )
 def test_a_group_without_a_comparison_earns_nothing_as_needed(group):
     assert with_needed_calls(group, NEEDED) == group
-    assert (
-        REFUSED_RIGHT.tool == CALLED_RIGHT.tool == pytest.approx(-0.03)
-    )  # a call has its price whether executed or not
+    # A call has its price whether executed or not.
+    assert REFUSED_RIGHT.tool == CALLED_RIGHT.tool == pytest.approx(-0.03)
 
 
 DUTY = {"format": "strict"}
@@ -244,9 +243,8 @@ def test_a_call_without_thinking_is_charged_to_the_call():
 
 def test_a_call_of_any_tool_of_the_run_is_well_formed():
     turns = [TOOL_TURN.replace("crop_video", "zoom_frame"), ANSWER_TURN]
-    earned = [
-        reward_terms(turns, ["invalid"], "C", "mcq", tools=tools).tool for tools in ({"zoom_frame": ()}, {"x": ()})
-    ]
+    toolsets = ({"zoom_frame": ()}, {"x": ()})
+    earned = [reward_terms(turns, ["invalid"], "C", "mcq", tools=tools).tool for tools in toolsets]
     assert earned == pytest.approx([0.1, 0.0])
 
 
@@ -358,9 +356,8 @@ def test_an_invalid_ground_truth_is_an_error(answer, question_type, complaint):
 
 
 def test_with_a_plugin_a_question_type_of_your_own_has_no_accuracy():
-    own = reward_terms(
-        [ANSWER_TURN], [], "", "quiz", RewardConfig(plugin="a.py:f"), own=[OwnTerm("quiz", 0.5, (), 2.0)]
-    )
+    config, terms = RewardConfig(plugin="a.py:f"), [OwnTerm("quiz", 0.5, (), 2.0)]
+    own = reward_terms([ANSWER_TURN], [], "", "quiz", config, own=terms)
     assert own.accuracy is None and not own.missing
     assert (own.total, own.score) == (1.0 + 1.0, 1.0)  # R_fmt and the own term
 
@@ -481,10 +478,8 @@ def test_user_terms_are_added_to_r_with_their_weight():
     own = (OwnTerm("brief", 0.5, weight=0.2), OwnTerm("polite", -1, (Place(0, 1, 4),)))
     reward = reward_terms([ANSWER_TURN], [], "B", "mcq", own=own)
     assert reward.total == pytest.approx(2.0 + 0.1 - 1) and without_anchor(reward) == pytest.approx(1.65 + 0.1 - 1)
-    assert [(c.name, c.term, c.value) for c in reward.credits[-2:]] == [
-        ("brief", "brief", 0.1),
-        ("polite", "polite", -1),
-    ]
+    added = [("brief", "brief", 0.1), ("polite", "polite", -1)]
+    assert [(credit.name, credit.term, credit.value) for credit in reward.credits[-2:]] == added
 
 
 @pytest.mark.parametrize("name", ["accuracy", "total", "tool_right", "", "Brief", "a b", "1st", "x-y"])
@@ -500,9 +495,8 @@ NAMES = ("think", "tool_call", "answer", "tool_response", "tool_code")
 TAGS = [f"<{slash}{name}>" for name in NAMES for slash in ("", "/")]
 words = st.sampled_from(["", " ", "let me look", "\n", "hm", "ok", "12 - 15", CALL, "{", "<think", "answer>", "red"])
 texts = st.lists(words, max_size=3).map(" ".join)
-adversarial = st.lists(
-    st.one_of(st.sampled_from([*TAGS, *TAGS[:6], "B", CALL]), words, st.text(max_size=5)), max_size=16
-)
+pieces = st.sampled_from([*TAGS, *TAGS[:6], "B", CALL])
+adversarial = st.lists(st.one_of(pieces, words, st.text(max_size=5)), max_size=16)
 any_turn = adversarial.map("".join)
 outcome_lists = st.lists(st.sampled_from(OUTCOMES), max_size=4)
 ground_truths = st.sampled_from([("B", "mcq"), ("[12, 18]", "tvg"), ("let me look at the red car", "oe")])

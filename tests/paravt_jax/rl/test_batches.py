@@ -125,10 +125,8 @@ def test_the_likelihood_trains_the_tags_of_groups_without_spread(tiny_hf):
 
 @pytest.mark.nightly
 def test_kl_in_the_reward_changes_the_second_step_and_not_the_first(tiny_hf):
-    common = (
-        "advantage.normalise=none",
-        "optim.learning_rate=1e-3",
-    )  # normalised, two kinds of episodes would always be ±1
+    # Normalised, two kinds of episodes would always be ±1.
+    common = ("advantage.normalise=none", "optim.learning_rate=1e-3")
     in_reward = trained(tiny_hf, *common, "loss.kl_coef=1", "loss.kl=reward", steps=2)[1]
     nowhere = trained(tiny_hf, *common, "loss.kl_coef=0", steps=2)[1]
     assert in_reward[0]["loss/policy"] == pytest.approx(nowhere[0]["loss/policy"], abs=1e-6)
@@ -196,10 +194,9 @@ def tokens_of(tiny_hf, *overrides):
     """Returns a step's scored tokens: dialogue, sampler's and reference's log-probs, advantage."""
 
     def moved(update, groups):
-        learner = update._learner
-        learner.state = replace(
-            learner.state, trainable=jax.tree.map(lambda leaf: 1.01 * leaf, learner.state.trainable)
-        )
+        state = update._learner.state
+        further = jax.tree.map(lambda leaf: 1.01 * leaf, state.trainable)
+        update._learner.state = replace(state, trainable=further)
         return update.parts(groups), [group.advantages.sequence for group in groups]
 
     ((parts, sequences),) = trained(tiny_hf, *RELEASE, *overrides, do=moved)[1]
@@ -245,9 +242,8 @@ def test_neither_packing_nor_the_parts_of_a_step_change_the_advantages_of_the_re
 @pytest.mark.nightly
 def test_the_weight_of_a_dr_grpo_token_does_not_depend_on_lengths(tiny_hf):
     common = ("loss.kl_coef=0", "advantage.normalise=none")
-    published, dr_grpo = (
-        trained(tiny_hf, *common, f"loss.name={kind}")[1][0]["loss/policy"] for kind in ("para_grpo", "dr_grpo")
-    )
+    losses = ("loss.name=para_grpo", "loss.name=dr_grpo")
+    published, dr_grpo = (trained(tiny_hf, *common, loss)[1][0]["loss/policy"] for loss in losses)
     turns = load_config(None).rollout.tool_turns + 1
     assert dr_grpo == pytest.approx(published * num_sampled(tiny_hf) / (8 * 64 * turns), rel=1e-4)
 
@@ -332,9 +328,8 @@ def test_the_one_shape_of_short_rows_pads_batches_and_does_not_change_their_upda
     learners, metrics, shapes = [], [], []
     for row_tokens in (512, 8192):
         learner, (((part,), own),) = trained(tiny_hf, *TWO_ROWS, f"pack.row_tokens={row_tokens}", do=parts_and_metrics)
-        shapes.append(
-            [(batch.text.tokens.shape, batch.target.shape, len(batch.vision.patches)) for batch in part.batches]
-        )
+        sizes = [(batch.text.tokens.shape, batch.target.shape, len(batch.vision.patches)) for batch in part.batches]
+        shapes.append(sizes)
         learners.append(learner)
         metrics.append({name: value for name, value in own.items() if not name.startswith("perf/")})
     assert shapes[0] == [((2, 512), (2, 512), 8)]  # two overviews of three frames

@@ -198,9 +198,7 @@ def test_any_exception_only_invalidates_its_episode(where, kind, chat, monkeypat
     judge = GivenScores(*[1.0, 0.5] * 3, 1.0, kind if where == "judge" else 0.5)
     if where == "video":
         info = FakeFrames.info
-        monkeypatch.setattr(
-            FakeFrames, "info", lambda self, path, s: (broken if "one" in path else info)(self, path, s)
-        )
+        monkeypatch.setattr(FakeFrames, "info", lambda *args: (broken if "one" in args[1] else info)(*args))
     elif where == "scoring":
         prompts[0] = replace(prompts[0], answer="no letter", question_type="mcq")
     say = failing(kind("broken"), "/2") if where == "engine" else half_right

@@ -94,11 +94,8 @@ def test_an_incomplete_checkpoint_is_never_read_and_is_removed(failure, gcs, tin
 
     gcs.fault = lambda method, name: 403 if method == "POST" and f"{CHECKPOINTS}{object_name}" in name else None
     saved(tiny_hf, subject, 2, messages=messages, before_commit=fail)
-    assert (
-        len(messages) == 1
-        and "The checkpoint of step 2 could not be written" in messages[0]
-        and "step 1" in messages[0]
-    )
+    (message,) = messages
+    assert "The checkpoint of step 2 could not be written" in message and "step 1" in message
     gcs.fault = lambda method, name: None
     assert [name for name in gcs.names(CHECKPOINTS) if name.startswith("2/")]
     with pytest.raises(ValueError, match="is incomplete"):
@@ -125,9 +122,8 @@ def test_transient_errors_cost_no_checkpoint(gcs, tiny_hf, subject):
 @pytest.mark.parametrize("damage", ["bits", "missing"])
 def test_a_damaged_checkpoint_is_set_aside_for_an_earlier_one(damage, gcs, tiny_hf, subject):
     expected, messages = saved(tiny_hf, subject, 1, 2), []
-    name = next(
-        name for name in sorted(gcs.objects) if name.startswith(f"{CHECKPOINTS}2/optimizer/") and name[-1] == "0"
-    )
+    names = [name for name in sorted(gcs.objects) if name.startswith(f"{CHECKPOINTS}2/optimizer/")]
+    name = next(name for name in names if name[-1] == "0")
     generation, content = gcs.objects[name]
     if damage == "missing":
         del gcs.objects[name]
@@ -322,9 +318,8 @@ def test_other_hosts_download_what_they_read_and_no_host_the_parts_of_a_killed_r
 def test_a_local_directory_with_other_files_is_not_used(gcs, tmp_path):
     (tmp_path / "runs" / "x").mkdir(parents=True)
     (tmp_path / "runs" / "x" / "metrics.jsonl").write_text("{}")
-    with pytest.raises(
-        ValueError, match=r"runs/x would hold the local files of gs://bkt/runs/x, but has other files, such as metrics"
-    ):
+    message = r"runs/x would hold the local files of gs://bkt/runs/x, but has other files, such as metrics"
+    with pytest.raises(ValueError, match=message):
         locked_for_bucket(Bucket.of(ADDRESS), ALONE).__enter__()
     with locked_for_bucket(Bucket.of("gs://bkt/runs/y"), ALONE):
         pass

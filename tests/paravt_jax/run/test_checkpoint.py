@@ -76,9 +76,8 @@ def make_batches(tiny_hf, num_rows=8):
         advantage = np.full(32, number - 2.5, np.float32)
         logp = np.full(32, -6.0, np.float32)
         dialogues.append(Dialogue(ids, (), 0, 0, mask, logp, advantage, np.zeros(32, np.int32), number))
-    return pack(
-        dialogues, {}, model_port.load(tiny_hf).config, BatchShape(num_rows=num_rows, row_tokens=32, row_patches=16)
-    )
+    shape = BatchShape(num_rows=num_rows, row_tokens=32, row_patches=16)
+    return pack(dialogues, {}, model_port.load(tiny_hf).config, shape)
 
 
 def update(learner, packed) -> dict[str, float]:
@@ -158,9 +157,8 @@ def test_adapters_resume_only_with_the_same_base_alpha_and_rope(change, message,
     ],
 )
 def test_a_state_restores_onto_any_mesh(saved_on, restored_on, tiny_hf, tmp_path):
-    saved, restored = (
-        make_learner(tiny_hf, None if axes is None else make_mesh(**axes)) for axes in (saved_on, restored_on)
-    )
+    meshes = [None if axes is None else make_mesh(**axes) for axes in (saved_on, restored_on)]
+    saved, restored = (make_learner(tiny_hf, mesh) for mesh in meshes)
     expected = bits(at_step(saved, 5))
     shardings = [(leaf.sharding, leaf.committed) for leaf in jax.tree.leaves(restored.state)]
     with open_checkpoints(tmp_path, tiny_hf) as checkpoints:
@@ -366,9 +364,8 @@ def test_a_full_disk_is_reported_and_training_continues(tiny_hf, subject, tmp_pa
                 checkpoints.save(at_step(subject, step), {})
                 checkpoints.wait()
             assert messages[-1].startswith(f"The checkpoint of step {step} could not be written (")
-            assert "File too large" in messages[-1] and messages[-1].endswith(
-                f"Training continues; a restart {latest}."
-            )
+            assert "File too large" in messages[-1]
+            assert messages[-1].endswith(f"Training continues; a restart {latest}.")
             checkpoints.save(at_step(subject, 2), {"step": 2})
             checkpoints.wait()
         assert len(messages) == 2
@@ -394,13 +391,11 @@ def test_another_model_or_optimizer_is_rejected_with_the_differences(tiny_hf, tw
     config = tiny_config()
     make_tiny(tmp_path / "hf", config=replace(config, text=replace(config.text, ffn_width=192)))
     with open_checkpoints(two_steps[0], tiny_hf) as checkpoints:
-        with pytest.raises(
-            ValueError, match=r"down_kernel_df is \(4, 128, 256\) in the checkpoint and \(4, 128, 192\) here"
-        ):
+        message = r"down_kernel_df is \(4, 128, 256\) in the checkpoint and \(4, 128, 192\) here"
+        with pytest.raises(ValueError, match=message):
             checkpoints.restore(make_learner(tmp_path / "hf"))
-        with pytest.raises(
-            ValueError, match=r"opt_state\.1\.0\.mu\.vision\S+ is missing in the checkpoint and \(4, 32\) here"
-        ):
+        message = r"opt_state\.1\.0\.mu\.vision\S+ is missing in the checkpoint and \(4, 32\) here"
+        with pytest.raises(ValueError, match=message):
             checkpoints.restore(make_learner(tiny_hf, train_vision=True))
         assert checkpoints.steps == [1, 2]
 

@@ -108,10 +108,8 @@ def test_every_version_of_the_settings_is_recorded_with_its_first_step(tmp_path)
         with (tmp_path / "settings.jsonl").open("a") as file:
             file.write('{"after_step": 7, "conf')  # by a killed run
     versions = list(load_jsonl(tmp_path / "settings.jsonl"))
-    assert [(line["after_step"], line["config"]) for line in versions] == [
-        (0, {"a": {"b": 1}}),
-        (5, {"a": {"b": 2}, "c": [1]}),
-    ]
+    expected = [(0, {"a": {"b": 1}}), (5, {"a": {"b": 2}, "c": [1]})]
+    assert [(line["after_step"], line["config"]) for line in versions] == expected
     assert json.loads((tmp_path / "config.json").read_text())["config"] == versions[-1]["config"]
     assert changed_settings({"a": {"b": 2, "d": None}}, tmp_path, {}) == {"c": ([1], None)}
 

@@ -72,18 +72,14 @@ def test_without_visible_gpus_servers_start_on_the_cpu_unless_their_gpus_are_lis
 
 
 def test_jax_preallocates_the_planned_memory_unless_the_user_sets_a_fraction():
-    environments: list[dict[str, str]] = [
-        {},
-        {"XLA_CLIENT_MEM_FRACTION": "0.5"},
-        {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"},
-    ]
-    for environment in environments:
-        claim_memory(environment)
-    assert environments == [
+    planned, current, older = (
         {"XLA_CLIENT_MEM_FRACTION": "0.90"},
         {"XLA_CLIENT_MEM_FRACTION": "0.5"},
         {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"},
-    ]
+    )
+    for given, expected in (({}, planned), (current, current), (older, older)):
+        claim_memory(environment := dict(given))
+        assert environment == expected
 
 
 def test_servers_without_gpus_are_rejected_before_anything_starts(tmp_path, monkeypatch):

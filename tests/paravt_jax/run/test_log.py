@@ -79,10 +79,8 @@ def test_lost_metrics_are_reported(tmp_path, capsys):
     log_steps(tmp_path, range(1, 4))
     (tmp_path / "metrics.jsonl").unlink()
     open_log(tmp_path, first_step=3).close()
-    assert (
-        "metrics.jsonl ends at step 0: the log of the steps up to the checkpoint's, 3, is lost"
-        in capsys.readouterr().err
-    )
+    error = "metrics.jsonl ends at step 0: the log of the steps up to the checkpoint's, 3, is lost"
+    assert error in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "validation.jsonl"])
@@ -328,9 +326,8 @@ def test_tensorboard_has_metrics_immediately_and_the_start_of_a_resume(tmp_path)
     for step in (1, 2, 3):
         log.step(step, {**METRICS, "loss/policy": math.nan}, [])
     log.validation(3, {"validation/accuracy_mean": 0.5})
-    scalars = [
-        (event.step, {value.tag: value.simple_value for value in event.summary.value}) for event in events_of(tmp_path)
-    ]
+    summaries = [(event.step, event.summary.value) for event in events_of(tmp_path)]
+    scalars = [(step, {value.tag: value.simple_value for value in values}) for step, values in summaries]
     assert [step for step, values in scalars if "rollout/reward_mean" in values] == [1, 2, 3]  # before close
     assert scalars[-1] == (3, {"validation/accuracy_mean": 0.5})
     assert scalars[-2][1]["rollout/reward_mean"] == pytest.approx(1.617)

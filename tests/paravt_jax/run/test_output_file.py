@@ -40,10 +40,8 @@ def test_a_command_replaces_its_own_file_in_a_copied_directory(tmp_path):
 
 def test_non_finite_numbers_are_null_in_json(tmp_path):
     OutputFile(tmp_path / "out.json", "a command").write_json({"kl": [float("nan"), 0.5], "bound": float("inf")})
-    assert json.loads((tmp_path / "out.json").read_text(), parse_constant=pytest.fail) == {
-        "kl": [None, 0.5],
-        "bound": None,
-    }
+    written = json.loads((tmp_path / "out.json").read_text(), parse_constant=pytest.fail)
+    assert written == {"kl": [None, 0.5], "bound": None}
 
 
 @pytest.mark.parametrize("kind", ["itself", "hard", "symbolic", "spelled"])

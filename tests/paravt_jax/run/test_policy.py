@@ -106,12 +106,8 @@ def test_an_adapter_is_float32_and_its_base_has_the_activations_dtype(tiny_hf, t
 @pytest.mark.slow
 def test_training_resumes_an_adapter_only_with_its_own_settings(tiny_hf, tmp_path):
     lora, config = LoraConfig(rank=3, alpha=6.0), model_port.load(tiny_hf).config
-    policy, params, path = (
-        open_tiny(tiny_hf, tmp_path, lora=lora),
-        new_adapter(config, lora, seed=5),
-        tmp_path / "adapter",
-    )
-    path.mkdir()
+    policy, params = open_tiny(tiny_hf, tmp_path, lora=lora), new_adapter(config, lora, seed=5)
+    (path := tmp_path / "adapter").mkdir()
     write_adapter(path, config, policy.adapter_info(policy.load()), params)
     trained = flat_params(nnx.state(open_tiny(path, tmp_path, lora=lora).load(), nnx.LoRAParam))
     assert all(np.array_equal(trained[name], value) for name, value in params.items())

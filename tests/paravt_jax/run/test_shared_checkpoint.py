@@ -180,10 +180,9 @@ ADDRESS = "gs://bkt/runs/x"
 
 
 def open_bucket_on(hosts, tiny_hf, messages):
-    directory = Bucket.of(ADDRESS) / "checkpoints"
-    return BucketCheckpoints(
-        directory, tiny_hf, CheckpointConfig(keep=2), messages.append, None, hosts, before_commit=lambda: None
-    )
+    config, before_commit = CheckpointConfig(keep=2), lambda: None
+    args = Bucket.of(ADDRESS) / "checkpoints", tiny_hf, config, messages.append, None, hosts
+    return BucketCheckpoints(*args, before_commit=before_commit)
 
 
 def through_a_bucket(hosts, url, folder, tiny_hf):

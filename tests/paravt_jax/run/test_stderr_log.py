@@ -26,9 +26,8 @@ def test_messages_and_errors_of_every_start_are_in_the_file(problem, tmp_path, m
     text = (tmp_path / "log.txt").read_text()
     assert text.count("  paravt train 'run_dir=a b'\nstart ") == 2 and text.index("start 1") < text.index("start 2")
     assert text.count("a library warns\n") == 2 and "after the run" not in text
-    assert (
-        text.count("RuntimeError: the disk is full") == text.count("Traceback") == 2 * isinstance(problem, RuntimeError)
-    )
+    num_errors = 2 * isinstance(problem, RuntimeError)
+    assert text.count("RuntimeError: the disk is full") == text.count("Traceback") == num_errors
     printed = capsys.readouterr().err
     assert printed.count("a library warns\n") == 2 and "Traceback" not in printed
 

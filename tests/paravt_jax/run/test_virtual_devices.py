@@ -56,7 +56,6 @@ def test_the_users_number_of_threads_is_kept():
 @pytest.mark.slow
 def test_many_programs_in_flight_on_one_core_end():
     environment = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"}
-    done = subprocess.run(
-        [sys.executable, "-c", MANY_IN_FLIGHT], capture_output=True, text=True, timeout=300, env=environment
-    )
+    command = [sys.executable, "-c", MANY_IN_FLIGHT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert (done.returncode, done.stdout) == (0, "32\n"), done.stderr

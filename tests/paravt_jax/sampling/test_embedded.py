@@ -245,9 +245,8 @@ async def test_timeouts_and_cancelled_callers_leave_no_request_running(engine, c
 @sampling
 async def test_an_invalid_request_is_rejected_and_the_next_one_works(engine, change, complaint, chat):
     right = request(chat)
-    sampling = Sampling(
-        change.get("max_new_tokens", 8), stop_ids=chat.stop_ids, top_p=change.get("top_p", 1.0), temperature=0.7
-    )
+    limits = {"max_new_tokens": 8, "top_p": 1.0} | {name: value for name, value in change.items() if name != "pictures"}
+    sampling = Sampling(**limits, stop_ids=chat.stop_ids, temperature=0.7)
     wrong = Request(right.ids, change.get("pictures", right.pictures), sampling, "e", 60)
     with pytest.raises(RequestRejected, match=complaint):
         await engine.generate(wrong)
@@ -359,7 +358,6 @@ def test_on_a_mesh_the_cache_and_a_copy_of_the_weights_are_split_over_heads(tiny
     sampler = engine._sampler
     kernel = flat_params(sampler.params)["text.layers.attn.k_kernel_khd"]
     for array, axis in ((sampler._cache.keys, 0), (kernel, 1)):
-        split = [
-            whole // part for whole, part in zip(array.shape, array.sharding.shard_shape(array.shape), strict=True)
-        ]
+        shard = array.sharding.shard_shape(array.shape)
+        split = [whole // part for whole, part in zip(array.shape, shard, strict=True)]
         assert split == [2 if at == axis else 1 for at in range(array.ndim)]  # the tiny model has two key heads

@@ -55,9 +55,8 @@ def test_replicas_over_data_alone_sample_from_the_learners_arrays(tiny_hf):
     model = model_port.load(tiny_hf, mesh=mesh)
     copy = LocalCopy(model, mesh)
     assert copy.mesh == mesh and copy.mesh.shape["tensor"] == 2
-    assert all(
-        own is array for own, array in zip(*(jax.tree.leaves(each) for each in (copy.of(model), model)), strict=True)
-    )
+    arrays = (jax.tree.leaves(each) for each in (copy.of(model), model))
+    assert all(own is array for own, array in zip(*arrays, strict=True))
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])

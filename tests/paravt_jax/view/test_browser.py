@@ -355,9 +355,8 @@ def test_parallel_calls_start_at_the_same_time(tab, pages):
 
 
 def test_numbers_of_many_short_calls_fit_their_marks(tab, tmp_path):
-    spans = [
-        {"name": "crop_video", "span": [0, 1], "outcome": "ok", "window_s": [12.0 * n, 12.0 * n + 1]} for n in range(40)
-    ]
+    windows_s = [[12.0 * n, 12.0 * n + 1] for n in range(40)]
+    spans = [{"name": "crop_video", "span": [0, 1], "outcome": "ok", "window_s": window_s} for window_s in windows_s]
     video = {"name": "video.mp4", "path": "/a.mp4", "duration_s": 469.0, "frames_s": []}
     turns = [{"text": "Look.", "calls": spans}]
     episode = {"id": "1", "step": 1, "question": "Where?", "videos": [video], "turns": turns}
