@@ -17,6 +17,7 @@ from pathlib import Path
 
 import forked
 import pytest
+from async_tests import async_test
 from training import (
     QUICK,
     ROOT,
@@ -50,6 +51,16 @@ def undisturbed(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("runs") / "undisturbed"
     train_forked(run_dir, *FIVE_STEPS)
     return run_dir
+
+
+@pytest.fixture
+def finished(undisturbed, tmp_path):
+    """A copy of the run, which a test may change."""
+    return shutil.copytree(undisturbed, tmp_path / "finished")
+
+
+def open_run(run_dir: Path, *overrides: str):
+    return setup.open_run(load_config(SMOKE, f"run_dir={run_dir}", *FIVE_STEPS, *overrides))
 
 
 def kill_when(run_dir: Path, moment: str, after_s: float, deadline_s: float = 120.0) -> bool:
@@ -124,20 +135,16 @@ def test_sigterm_saves_and_exits_143_and_the_run_resumes_from_there(undisturbed,
     assert arrays_of(run_dir, NUM_STEPS) == arrays_of(undisturbed, NUM_STEPS)
 
 
-def test_a_signal_before_the_last_step_is_in_the_exit_code(undisturbed, tmp_path, monkeypatch):
-    run_dir, order = shutil.copytree(undisturbed, tmp_path / "stopped"), []
+@async_test
+async def test_a_signal_before_the_last_step_is_in_the_exit_code(finished, monkeypatch):
+    order = []
     monkeypatch.setattr(Stopping, "cancel_grace", lambda _: order.append("the grace period ends"))
     monkeypatch.setattr(training, "make_plots", lambda _: order.append("plots"))
-    config = load_config(SMOKE, f"run_dir={run_dir}", *FIVE_STEPS, f"train.num_steps={NUM_STEPS + 1}")
-
-    async def stopped() -> int:
-        async with setup.open_run(config) as run:
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert await run.collect() is None
-        return run.training.exit_code
-
     monkeypatch.setattr("threading.Timer.start", lambda _: None)
-    assert asyncio.run(stopped()) == 128 + signal.SIGTERM
+    async with open_run(finished, f"train.num_steps={NUM_STEPS + 1}") as run:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await run.collect() is None
+    assert run.training.exit_code == 128 + signal.SIGTERM
     assert order[:2] == ["the grace period ends", "plots"]  # with the checkpoint: servers may take longer to end
 
 
@@ -156,39 +163,32 @@ def test_a_run_that_stops_in_its_first_step_starts_again_with_any_model(tmp_path
 
 
 @pytest.mark.parametrize("num_steps", [NUM_STEPS, pytest.param(NUM_STEPS - 2, marks=pytest.mark.nightly)])
-def test_restarting_a_finished_run_does_nothing(num_steps, undisturbed, tmp_path):
-    run_dir = shutil.copytree(undisturbed, tmp_path / "finished")
-    times = {path: path.stat().st_mtime_ns for path in (run_dir / "episodes").iterdir()}
-    settings = (run_dir / "config.json").read_bytes()
-    log = train_forked(run_dir, *FIVE_STEPS, f"train.num_steps={num_steps}", "optim.learning_rate=0.5")
+def test_restarting_a_finished_run_does_nothing(num_steps, finished):
+    times = {path: path.stat().st_mtime_ns for path in (finished / "episodes").iterdir()}
+    settings = (finished / "config.json").read_bytes()
+    log = train_forked(finished, *FIVE_STEPS, f"train.num_steps={num_steps}", "optim.learning_rate=0.5")
     assert f"{NUM_STEPS} of {NUM_STEPS} steps are done" in log
-    assert (run_dir / "config.json").read_bytes() == settings  # no step had that learning rate
-    assert f"no step is left of {num_steps} in " in (run_dir / "log.txt").read_text()
-    assert {path: path.stat().st_mtime_ns for path in (run_dir / "episodes").iterdir()} == times
-    assert len(metrics_of(run_dir)) == NUM_STEPS
+    assert (finished / "config.json").read_bytes() == settings  # no step had that learning rate
+    assert f"no step is left of {num_steps} in " in (finished / "log.txt").read_text()
+    assert {path: path.stat().st_mtime_ns for path in (finished / "episodes").iterdir()} == times
+    assert len(metrics_of(finished)) == NUM_STEPS
 
 
-def test_a_run_without_room_for_plots_is_finished(undisturbed, tmp_path, monkeypatch, capsys):
-    run_dir = shutil.copytree(undisturbed, tmp_path / "finished")
-
+def test_a_run_without_room_for_plots_is_finished(finished, monkeypatch, capsys):
     def make_plots(run_dir: Path) -> list[Path]:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run_dir / "plots"))
 
     monkeypatch.setattr(training, "make_plots", make_plots)
-    run = asyncio.run(trainer.train(load_config(SMOKE, f"run_dir={run_dir}", *FIVE_STEPS)))
+    run = asyncio.run(trainer.train(load_config(SMOKE, f"run_dir={finished}", *FIVE_STEPS)))
     assert run.training.exit_code == 0
     *_, plots, last = capsys.readouterr().err.splitlines()
     assert plots.startswith("no plots: [Errno 28] No space left on device: ") and "5 of 5 steps are done" in last
 
 
-def test_a_finished_run_compiles_no_update(undisturbed, tmp_path):
-    run_dir = shutil.copytree(undisturbed, tmp_path / "finished")
-
-    async def compiles_ahead() -> bool:
-        async with setup.open_run(load_config(SMOKE, f"run_dir={run_dir}", *FIVE_STEPS)) as run:
-            return run.training.ahead is not None
-
-    assert not asyncio.run(compiles_ahead())
+@async_test
+async def test_a_finished_run_compiles_no_update(finished):
+    async with open_run(finished) as run:
+        assert run.training.ahead is None
 
 
 def settings_log(run_dir: Path) -> list[tuple[int, int]]:
@@ -196,102 +196,88 @@ def settings_log(run_dir: Path) -> list[tuple[int, int]]:
     return [(line["after_step"], line["config"]["train"]["num_steps"]) for line in lines]
 
 
-def test_changed_settings_are_one_line_and_another_seed_needs_allow_changes(undisturbed, tmp_path):
-    run_dir = shutil.copytree(undisturbed, tmp_path / "changed")
+def test_changed_settings_are_one_line_and_another_seed_needs_allow_changes(finished):
     other = (*FIVE_STEPS, f"train.num_steps={NUM_STEPS + 1}", "train.group_size=2", "seed=1")
     with pytest.raises(ValueError, match=r"seed=1, but was 0 in the earlier steps of .* --allow-changes"):
-        train_here(run_dir, *other)
-    assert settings_log(run_dir) == [(0, NUM_STEPS)]
-    log = train_forked(run_dir, *other, "--allow-changes")
-    resumed = f"resuming after step {NUM_STEPS} of {NUM_STEPS + 1} in {run_dir}; "
+        train_here(finished, *other)
+    assert settings_log(finished) == [(0, NUM_STEPS)]
+    log = train_forked(finished, *other, "--allow-changes")
+    resumed = f"resuming after step {NUM_STEPS} of {NUM_STEPS + 1} in {finished}; "
     (line,) = [line for line in log.splitlines() if " -> " in line]
     assert line.startswith(resumed) and f"train.num_steps: {NUM_STEPS} -> {NUM_STEPS + 1}" in line
     assert "train.group_size: 4 -> 2" in line
-    assert settings_log(run_dir) == [(0, NUM_STEPS), (NUM_STEPS, NUM_STEPS + 1)]
-    assert len(metrics_of(run_dir)) == NUM_STEPS + 1
+    assert settings_log(finished) == [(0, NUM_STEPS), (NUM_STEPS, NUM_STEPS + 1)]
+    assert len(metrics_of(finished)) == NUM_STEPS + 1
     assert "the data changed and start from the beginning" in log
-    first, last = ([e["id"] for e in episodes_of(run_dir) if e["step"] == step] for step in (1, NUM_STEPS + 1))
+    first, last = ([e["id"] for e in episodes_of(finished) if e["step"] == step] for step in (1, NUM_STEPS + 1))
     assert first != last
 
 
 @pytest.mark.parametrize("updates", [1, 2])
-def test_the_learning_rates_schedule_ends_with_the_run_after_another_number_of_updates(updates, undisturbed, tmp_path):
-    run_dir = shutil.copytree(undisturbed, tmp_path / "changed")
+@async_test
+async def test_the_learning_rates_schedule_ends_with_the_run_after_another_number_of_updates(updates, finished):
     changed = ("train.num_steps=10", "train.prompts_per_step=2", f"train.updates_per_step={updates}")
-    config = load_config(SMOKE, f"run_dir={run_dir}", *FIVE_STEPS, *changed)
-
-    async def planned() -> tuple[int, int]:
-        async with setup.open_run(config) as run:
-            return run.training.version, run.training.learner.num_steps
-
-    assert asyncio.run(planned()) == (NUM_STEPS, NUM_STEPS + (10 - NUM_STEPS) * updates)
+    async with open_run(finished, *changed) as run:
+        assert run.training.version == NUM_STEPS
+        assert run.training.learner.num_steps == NUM_STEPS + (10 - NUM_STEPS) * updates
 
 
-def test_a_resumed_run_reports_a_changed_reward(undisturbed, tmp_path, capsys):
-    run_dir, own = shutil.copytree(undisturbed, tmp_path / "changed"), tmp_path / "own.py"
-    config = load_config(SMOKE, f"run_dir={run_dir}", *FIVE_STEPS, "train.num_steps=9", f"reward.plugin={own}:reward")
-
-    async def open_run() -> None:
-        async with setup.open_run(config):
-            pass
-
+@async_test
+async def test_a_resumed_run_reports_a_changed_reward(finished, tmp_path, capsys):
+    own = tmp_path / "own.py"
     for weight in (1, 2):
         own.write_text(f"def reward(**episode):\n    return {weight} * []\n")
-        asyncio.run(open_run())
-    assert len(settings_log(run_dir)) == 3
+        async with open_run(finished, "train.num_steps=9", f"reward.plugin={own}:reward"):
+            pass
+    assert len(settings_log(finished)) == 3
     resumed = [line for line in capsys.readouterr().err.splitlines() if f"resuming after step {NUM_STEPS} of 9" in line]
     assert ["checksum of" in line for line in resumed] == [False, True]
     assert f"; checksum of {own}: '" in resumed[1]
 
 
-def test_other_rows_of_the_same_file_need_allow_changes(undisturbed, tmp_path):
-    run_dir = shutil.copytree(undisturbed, tmp_path / "rows")
-    rows = run_dir / "synthetic" / "fewer.jsonl"
+def test_other_rows_of_the_same_file_need_allow_changes(finished):
+    rows, record = finished / "synthetic" / "fewer.jsonl", finished / "config.json"
     rows.write_text("".join((rows.parent / "train.jsonl").read_text().splitlines(keepends=True)[1:]))
-    record = run_dir / "config.json"
     record.write_text(record.read_text().replace('"train": "synthetic"', f'"train": "{rows}"'))
     message = rf"^data\.train={rows} or seed=0 changed since .* files of .* --allow-changes$"
     with pytest.raises(ValueError, match=message):
-        train_here(run_dir, *FIVE_STEPS, f"data.train={rows}", f"train.num_steps={NUM_STEPS + 1}")
+        train_here(finished, *FIVE_STEPS, f"data.train={rows}", f"train.num_steps={NUM_STEPS + 1}")
 
 
-def test_other_weights_under_the_same_path_need_allow_changes(undisturbed, tmp_path):
+def test_other_weights_under_the_same_path_need_allow_changes(finished):
     """With all weights trained, the checkpoint has the policy, but the reference would be another model."""
-    run_dir = shutil.copytree(undisturbed, tmp_path / "other")
-    shutil.rmtree(run_dir / "tiny")
-    make_tiny(run_dir / "tiny", seed=1)
+    shutil.rmtree(finished / "tiny")
+    make_tiny(finished / "tiny", seed=1)
     more = (*FIVE_STEPS, f"train.num_steps={NUM_STEPS + 1}")
     with pytest.raises(ValueError, match=r"^the weights of model\.path=tiny have changed since .* --allow-changes to"):
-        train_here(run_dir, *more)
-    train_forked(run_dir, *more, "--allow-changes")
-    assert len(metrics_of(run_dir)) == NUM_STEPS + 1
+        train_here(finished, *more)
+    train_forked(finished, *more, "--allow-changes")
+    assert len(metrics_of(finished)) == NUM_STEPS + 1
 
 
-def test_a_run_that_lost_a_video_resumes_at_its_position(undisturbed, tmp_path, monkeypatch, caplog):
-    run_dir = shutil.copytree(undisturbed, tmp_path / "lost")
-    rows = run_dir / "synthetic" / "train.jsonl"
+def test_a_run_that_lost_a_video_resumes_at_its_position(finished, monkeypatch, caplog):
+    rows = finished / "synthetic" / "train.jsonl"
     order = SampleOrder(load_prompts(rows, video_root="", max_bad_frac=0.0).prompts, seed=0)
     (kept,), (lost,) = order[NUM_STEPS].item.videos, order[NUM_STEPS + 1].item.videos
     assert kept != lost
     monkeypatch.setattr("paravt_jax.data.synthetic.write_atomic", lambda *_: None)  # else it is made again
     Path(lost).unlink()
     more = ("data.max_bad_frac=0.5", "train.prompts_per_step=2", f"train.num_steps={NUM_STEPS + 1}")
-    train_here(run_dir, *FIVE_STEPS, *more)
+    train_here(finished, *FIVE_STEPS, *more)
     assert "rows are dropped (missing file: 3, for example" in caplog.text and Path(lost).name in caplog.text
-    assert "; rows with lost files keep their place" in (run_dir / "log.txt").read_text()
-    episodes = [episode for episode in episodes_of(run_dir) if episode["step"] == NUM_STEPS + 1]
+    assert "; rows with lost files keep their place" in (finished / "log.txt").read_text()
+    episodes = [episode for episode in episodes_of(finished) if episode["step"] == NUM_STEPS + 1]
     samples = [order[NUM_STEPS], order[NUM_STEPS + 1]]
     names = [f"{sample.number:06d}-{sample.item.id}" for sample in samples for _ in range(4)]
     assert [episode["id"].partition("/")[0] for episode in episodes] == names
     assert [episode.get("reason") for episode in episodes] == 4 * [None] + 4 * ["video"]
 
 
-def test_a_log_without_its_checkpoints_is_not_started_over(undisturbed, tmp_path):
-    run_dir = shutil.copytree(undisturbed, tmp_path / "lost")
-    shutil.rmtree(run_dir / "checkpoints")
+def test_a_log_without_its_checkpoints_is_not_started_over(finished):
+    shutil.rmtree(finished / "checkpoints")
     with pytest.raises(RuntimeError, match=f"has a log of {NUM_STEPS} steps but no checkpoint; restore one"):
-        train_here(run_dir, *FIVE_STEPS)
-    assert len(metrics_of(run_dir)) == NUM_STEPS
+        train_here(finished, *FIVE_STEPS)
+    assert len(metrics_of(finished)) == NUM_STEPS
 
 
 def replay(source: Path, run_dir: Path) -> str:
@@ -311,11 +297,10 @@ def test_a_replay_of_a_log_has_the_metrics_episodes_and_weights_of_its_run(undis
 
 
 @pytest.mark.nightly
-def test_a_replay_of_the_end_of_a_log_starts_from_the_checkpoint_before_it(undisturbed, tmp_path):
-    source = shutil.copytree(undisturbed, tmp_path / "source")
+def test_a_replay_of_the_end_of_a_log_starts_from_the_checkpoint_before_it(undisturbed, finished, tmp_path):
     for step in (1, 2):
-        (source / "episodes" / f"{step:06d}.jsonl").unlink()
-    log = replay(source, tmp_path / "replay")
+        (finished / "episodes" / f"{step:06d}.jsonl").unlink()
+    log = replay(finished, tmp_path / "replay")
     assert "replaying steps 3 to 5 of" in log and "all 3 steps have the same metrics" in log
     assert metrics_of(tmp_path / "replay") == metrics_of(undisturbed)[2:]
     assert arrays_of(tmp_path / "replay", NUM_STEPS) == arrays_of(undisturbed, NUM_STEPS)

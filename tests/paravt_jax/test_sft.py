@@ -15,6 +15,7 @@ import hosts as several
 import numpy as np
 import pytest
 from agents import FakeFrames
+from async_tests import async_test
 from training import ROOT, arrays_of, episodes_of, metrics_of
 
 from model_port.config import ModelConfig
@@ -256,16 +257,13 @@ def test_a_step_has_no_batch_for_traces_that_its_rows_do_not_hold(tiny_hf):
 
 
 @pytest.mark.slow
-def test_the_first_batch_is_known_before_the_first_step(tiny_hf):
-    async def body() -> tuple[TraceBatch, TraceBatch]:
-        batches = batches_of(tiny_hf, [trace(number) for number in range(7)], row_tokens=1024)
-        try:
-            return await batches.peek_batch(), await batches.next_batch()
-        finally:
-            await batches.close()
-
-    first, of_step = asyncio.run(body())
-    assert first is of_step
+@async_test
+async def test_the_first_batch_is_known_before_the_first_step(tiny_hf):
+    batches = batches_of(tiny_hf, [trace(number) for number in range(7)], row_tokens=1024)
+    try:
+        assert await batches.peek_batch() is await batches.next_batch()
+    finally:
+        await batches.close()
 
 
 @pytest.mark.slow
@@ -301,7 +299,8 @@ def test_a_corpus_without_enough_readable_traces_ends_the_run(tiny_hf, num_bad, 
         next_batches(batches_of(tiny_hf, traces, row_tokens=1024), 20)
 
 
-def test_a_signal_ends_a_validation_at_its_next_traces(tiny_hf, tmp_path):
+@async_test
+async def test_a_signal_ends_a_validation_at_its_next_traces(tiny_hf, tmp_path):
     """It is not logged, and the resumed run repeats it."""
     stopping, num_scored = Stopping(), 0
 
@@ -320,12 +319,8 @@ def test_a_signal_ends_a_validation_at_its_next_traces(tiny_hf, tmp_path):
     run: Any = object.__new__(SftRun)
     run.training, run.hosts, run.validation = training, ALONE, load_config(None).validation
     run.held_out = [trace(number) for number in range(RENDERED_AHEAD + 8)]
-
-    async def body() -> None:
-        run.batches = batches_of(tiny_hf, [trace(0)], row_tokens=32_768)
-        await run.validate_if_due()
-
-    asyncio.run(body())
+    run.batches = batches_of(tiny_hf, [trace(0)], row_tokens=32_768)
+    await run.validate_if_due()
     assert num_scored == 1
     assert repr(run) == f"SftRun(Training(step=0, num_steps=5, path='{tmp_path}'))"
 

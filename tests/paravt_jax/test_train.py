@@ -43,12 +43,9 @@ def sampled_versions(episodes: list[dict]) -> list[tuple[int, int]]:
 
 def num_sampled(episodes: list[dict]) -> int:
     """Counts the tokens sampled by main agents and by sub-agents."""
-    ledgers = [ledger for episode in episodes for ledger in (episode, *calls_of(episode))]
-    return sum(len(s["ids"]) for ledger in ledgers for s in ledger["segments"] or () if s["kind"] == "sampled")
-
-
-def calls_of(episode: dict) -> list[dict]:
-    return [call for turn in episode["turns"] for call in turn["calls"]]
+    calls = [call for episode in episodes for turn in episode["turns"] for call in turn["calls"]]
+    segments = [segment for ledger in (*episodes, *calls) for segment in ledger["segments"] or ()]
+    return sum(len(segment["ids"]) for segment in segments if segment["kind"] == "sampled")
 
 
 @pytest.mark.timeout(600)

@@ -78,15 +78,7 @@ def test_output_is_escaped_on_a_terminal_and_raw_in_a_pipe(run_cli, monkeypatch,
 def ask_of(chat, tmp_path, monkeypatch):
     """Runs `paravt ask` on a video with the given name and a scripted answer. Returns the exit status."""
 
-    def run(
-        answer: str,
-        *flags: str,
-        name: str = "a",
-        content: bytes = b"any",
-        question: str = "What?",
-        first: str = "",
-        **config,
-    ) -> int:
+    def run(answer, *flags, name="a", content=b"any", question="What?", first="", **config) -> int:
         agent = Agent(script(chat, [first or answer, answer]), FakeFrames(), chat, EpisodeConfig(**config))
 
         @asynccontextmanager
@@ -150,23 +142,10 @@ def test_ask_fails_without_an_answer_unless_interactive(ask_of, tmp_path, monkey
     assert capsys.readouterr().err.count("no answer: the context of 32,768") == 2
 
 
-def test_ctrl_c_ends_ask_while_it_waits_for_a_question():
-    command = (
-        "import asyncio, model_port.cli, paravt_jax.ask\n"
-        "model_port.cli.run_cli(lambda: asyncio.run(paravt_jax.ask._next_question()))"
-    )
-    pipes = dict.fromkeys(("stdin", "stderr"), subprocess.PIPE)
-    with subprocess.Popen([sys.executable, "-c", command], **pipes, text=True) as process:
-        assert process.stdin is not None and process.stderr is not None
-        try:
-            assert process.stderr.read(1) == "q"
-            time.sleep(0.2)  # it reads a line
-            process.send_signal(signal.SIGINT)
-            assert process.wait(20) == 130 and "Traceback" not in process.stderr.read()
-        finally:
-            process.kill()
-
-
+WAITS = """
+import asyncio, model_port.cli, paravt_jax.ask
+model_port.cli.run_cli(lambda: asyncio.run(paravt_jax.ask._next_question()))
+"""
 COMPILES = """
 import asyncio, contextlib, sys, time
 import model_port.cli
@@ -187,14 +166,16 @@ model_port.cli.run_cli(lambda: asyncio.run(ask.run(args, [], "Why?")))
 """
 
 
-def test_ctrl_c_ends_ask_during_a_compilation():
-    pipes = {"stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", COMPILES], **pipes) as process:
-        assert process.stderr is not None
+@pytest.mark.parametrize(("code", "shown"), [(WAITS, "q"), (COMPILES, "compiling\n")], ids=["waiting", "compiling"])
+def test_ctrl_c_ends_ask_while_it_waits_for_a_question_or_a_compilation(code, shown):
+    pipes = dict.fromkeys(("stdin", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-c", code], **pipes, text=True) as process:
+        assert process.stdin is not None and process.stderr is not None
         try:
-            assert process.stderr.readline() == "compiling\n"
+            assert process.stderr.read(len(shown)) == shown
+            time.sleep(0.2)  # it reads a line
             process.send_signal(signal.SIGINT)
-            assert process.wait(20) == 130
+            assert process.wait(20) == 130 and "Traceback" not in process.stderr.read()
         finally:
             process.kill()
 

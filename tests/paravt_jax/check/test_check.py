@@ -191,12 +191,8 @@ def test_a_text_that_does_not_match_its_ids_is_detected(chat):
     turn = {"token_span": [0, len(ids)], "text": "<think>\nIt is red.</think><answer>A</answer>"}
     episode = {"segments": [{"ids": ids}], "turns": [turn], "missing": False}
     assert not step.decoded_line([episode], chat).failed
-    for wrong in (
-        episode | {"turns": [turn | {"text": "It is blue."}]},
-        episode | {"missing": True},
-        episode | {"turns": []},
-    ):
-        assert step.decoded_line([wrong], chat).failed
+    for wrong in ({"turns": [turn | {"text": "It is blue."}]}, {"missing": True}, {"turns": []}):
+        assert step.decoded_line([episode | wrong], chat).failed
 
 
 def test_matching_greedy_ids_are_counted_up_to_the_first_difference():
@@ -262,9 +258,9 @@ def test_only_the_compared_layers_have_gradients(target):
     model = abstract_model(target.config)
     _, chosen, _ = gradient.compared(nnx.eval_shape(gradient.apart, model))
     sizes = {name: leaf.size for name, leaf in flat_params(chosen).items()}
-    assert len(sizes) < len(gradient.kernels(target.config)) and sum(sizes.values()) == sum(
-        math.prod(rule.hf_shape) for rule, _ in gradient.kernels(target.config)
-    )
+    kernels = gradient.kernels(target.config)
+    assert len(sizes) < len(kernels)
+    assert sum(sizes.values()) == sum(math.prod(rule.hf_shape) for rule, _ in kernels)
 
 
 @pytest.mark.nightly
@@ -385,10 +381,8 @@ def test_the_page_has_every_cell_and_no_markup_of_its_values():
     reports = [StageReport("logits", [line], {}, "", 1.0, 2.0), StageReport("data", [], {}, "", 1.0, 2.0)]
     record = {"machine": {"cpu": "a & b", "versions": {"jax": "0.1"}}, "command": ["--model", "<x>"], "date": "2026"}
     shown = page(record, reports)
-    assert (
-        "<h1>logits failed</h1>" in shown
-        and "<p>cpu a &amp; b, jax 0.1<br><code>paravt check --model &#x27;&lt;x&gt;&#x27;</code>" in shown
-    )
+    assert "<h1>logits failed</h1>" in shown
+    assert "<p>cpu a &amp; b, jax 0.1<br><code>paravt check --model &#x27;&lt;x&gt;&#x27;</code>" in shown
     assert '<tr class="failed"><td></td><td>error &lt;b&gt;</td><td>0.001</td><td>0.0001</td>' in shown
     assert shown.count('<tr class="stage') == 2 and "<b>" not in shown and "<script" not in shown
     assert "<h1>1 stage passed</h1>" in page(record, reports[1:])

@@ -8,17 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, strategies as st
-from published import (
-    FILES,
-    ROWS,
-    VIDEOS,
-    longvideobench_row,
-    lvbench_row,
-    make_copy,
-    mmvu_row,
-    videomme_row,
-    write_rows,
-)
+from published import FILES, ROWS, VIDEOS, make_copy, mmvu_row, videomme_row, write_rows
 
 from paravt_jax.data.rows import BadRow
 from paravt_jax.data.splits import SPLITS, split_named
@@ -48,9 +38,9 @@ def load(name, root, video_root="", max_bad_frac=0.0):
     return load_samples(SPLITS[name], str(root), video_root=str(video_root), max_bad_frac=max_bad_frac)
 
 
-def load_row(name, root, row):
+def load_row(name, root, number=0, **changed):
     make_copy(name, root)
-    write_rows(name, root, [row])
+    write_rows(name, root, [ROWS[name](number, **changed)])
     return load(name, root).samples[0]
 
 
@@ -101,20 +91,20 @@ def test_an_open_question_of_mmvu_has_no_options_and_a_stripped_answer(tmp_path)
 
 
 def test_an_unused_letter_of_mmvu_is_dropped_without_renaming_the_others(tmp_path):
-    sample = load_row("mmvu", tmp_path, mmvu_row(0, choices={"A": "DFS", "B": "", "D": "Hash"}, answer="D"))
+    sample = load_row("mmvu", tmp_path, choices={"A": "DFS", "B": "", "D": "Hash"}, answer="D")
     assert sample.prompt.question == f"Which algorithm?\nA. DFS\nD. Hash\n{ASK_LETTER}"
     assert sample.prompt.answer == "D" and SPLITS["mmvu"].official("hash", "D", sample.options) == 1
 
 
 def test_unused_options_of_longvideobench_are_dropped(tmp_path):
-    assert load_row("longvideobench", tmp_path, longvideobench_row(0, option3="N/A")).options == ("Milk", "Tea", "Oil")
-    sample = load_row("longvideobench", tmp_path, longvideobench_row(2, option1="N/A"))
+    assert load_row("longvideobench", tmp_path, option3="N/A").options == ("Milk", "Tea", "Oil")
+    sample = load_row("longvideobench", tmp_path, 2, option1="N/A")
     assert sample.prompt.answer == "C" and "A. Milk\nC. Oil\nD. Ink" in sample.prompt.question
 
 
 def test_options_of_lvbench_are_the_last_lines_of_its_question(tmp_path):
     question = "Which is said\nA: to B?\n(A) one\n(B) A. two\n(C) three"
-    sample = load_row("lvbench", tmp_path, lvbench_row(0, question=question, answer="B"))
+    sample = load_row("lvbench", tmp_path, question=question, answer="B")
     assert sample.options == ("one", "A. two", "three")
     assert sample.prompt.question.startswith("Which is said\nA: to B?\nA.")
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from agents import call
+from async_tests import async_test
 from fake_endpoint import MODEL, FakeEndpoint
 from published import VIDEOS, make_copy
 
@@ -57,15 +58,10 @@ def config_of(copy: Path, run_dir: Path, *overrides: str, urls: str = "http://12
 
 def evaluated(copy: Path, run_dir: Path, *endpoints: FakeEndpoint, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
     async def run() -> dict[str, Any]:
-        for endpoint in endpoints:
-            await endpoint.__aenter__()
-        try:
-            urls = ",".join(endpoint.url for endpoint in endpoints)
-            (cell,) = await run_eval(config_of(copy, run_dir, *overrides, urls=urls))
+        async with AsyncExitStack() as stack:
+            urls = [(await stack.enter_async_context(endpoint)).url for endpoint in endpoints]
+            (cell,) = await run_eval(config_of(copy, run_dir, *overrides, urls=",".join(urls)))
             return cell
-        finally:
-            for endpoint in endpoints:
-                await endpoint.die()
 
     return asyncio.run(run())
 
@@ -173,25 +169,22 @@ def test_an_endpoint_that_dies_stops_the_evaluation_and_a_restart_resumes_it(cop
     assert evaluated(copy, tmp_path / "run", FakeEndpoint(ANSWER))["n"]["answered"] == 3
 
 
-def test_requests_wait_for_local_servers_that_restart(tmp_path, monkeypatch):
+@async_test
+async def test_requests_wait_for_local_servers_that_restart(tmp_path, monkeypatch):
     """vLLM takes minutes to start; only its start is replaced here."""
-
-    async def reply() -> str:
-        async with AsyncExitStack() as stack:
-            endpoint = await stack.enter_async_context(FakeEndpoint(ANSWER))
-            started = asyncio.sleep(0, ([endpoint.url], lambda: 1800.0))
-            monkeypatch.setattr("paravt_jax.sampling.endpoint.start_endpoints", lambda *_: started)
-            settings = EngineConfig("openai", serve_with="vllm")
-            rollout = EpisodeConfig(max_context_tokens=4096, temperature=0.0)
-            client = await open_endpoint(settings, MODEL, tmp_path, stack, rollout, gpus=[], dtype="bfloat16")
-            await endpoint.die()
-            message = {"role": "user", "content": "Who?"}
-            asked = asyncio.create_task(client.complete([message], max_tokens=9, temperature=0.0, deadline_s=30.0))
-            await asyncio.sleep(4 * client_module.GIVE_UP_S)
-            await endpoint.__aenter__()
-            return (await asked).text
-
-    assert asyncio.run(reply()) == ANSWER
+    async with AsyncExitStack() as stack:
+        endpoint = await stack.enter_async_context(FakeEndpoint(ANSWER))
+        started = asyncio.sleep(0, ([endpoint.url], lambda: 1800.0))
+        monkeypatch.setattr("paravt_jax.sampling.endpoint.start_endpoints", lambda *_: started)
+        settings = EngineConfig("openai", serve_with="vllm")
+        rollout = EpisodeConfig(max_context_tokens=4096, temperature=0.0)
+        client = await open_endpoint(settings, MODEL, tmp_path, stack, rollout, gpus=[], dtype="bfloat16")
+        await endpoint.die()
+        message = {"role": "user", "content": "Who?"}
+        asked = asyncio.create_task(client.complete([message], max_tokens=9, temperature=0.0, deadline_s=30.0))
+        await asyncio.sleep(4 * client_module.GIVE_UP_S)
+        await endpoint.__aenter__()
+        assert (await asked).text == ANSWER
 
 
 def test_training_with_an_endpoint_is_a_one_line_error():

@@ -72,6 +72,10 @@ def one_at_a_time(monkeypatch):
     monkeypatch.setattr("paravt_jax.evaluation.runner.MAX_IN_FLIGHT", 1)
 
 
+def dead(episode, request):
+    raise EngineError("no server is alive")
+
+
 def lines_of(config):
     (path,) = Path(config.run_dir).glob("samples_*.jsonl")
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -223,9 +227,6 @@ def test_a_bad_row_is_counted_by_its_reason_and_prevents_a_headline(changed, rea
 
 def test_a_dead_engine_stops_the_evaluation_and_a_restart_resumes_it(evaluator, tmp_path, complete):
     config = config_of("longvideobench", tmp_path / "copy")
-
-    def dead(episode, request):
-        raise EngineError("no server is alive")
 
     message = r"failed 3 samples in a row, the last .*no server is alive; when it works again"
     with pytest.raises(RuntimeError, match=message):
@@ -552,9 +553,6 @@ def test_progress_has_the_accuracy(evaluator, tmp_path):
 
 def test_a_repeated_sample_counts_once_in_the_progress(evaluator, tmp_path, monkeypatch):
     config = config_of("longvideobench", tmp_path / "copy")
-
-    def dead(episode, request):
-        raise EngineError("no server is alive")
 
     with pytest.raises(RuntimeError):
         evaluator(dead).run(config)

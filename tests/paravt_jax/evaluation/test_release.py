@@ -9,6 +9,7 @@ import asyncio
 import base64
 import contextlib
 import io
+import itertools
 import json
 import os
 import time
@@ -101,13 +102,8 @@ def parts_of(content):
         else:
             image = Image.open(io.BytesIO(base64.b64decode(part["image_url"]["url"].removeprefix(JPEG_URL))))
             parts.append("{}x{}".format(*image.size))
-    runs = []
-    for part in parts:
-        if runs and runs[-1][1] == part:
-            runs[-1][0] += 1
-        else:
-            runs.append([1, part])
-    return [part if count == 1 else f"{count} x {part}" for count, part in runs]
+    runs = [(part, len([*repeated])) for part, repeated in itertools.groupby(parts)]
+    return [part if count == 1 else f"{count} x {part}" for part, count in runs]
 
 
 def golden_parts(parts, number):

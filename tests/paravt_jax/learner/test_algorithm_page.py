@@ -72,7 +72,7 @@ def test_the_loss_of_the_tokens_equals_the_code(float64):
     advantage, ratio, weight, term = numbers([row[1:5] for row in TOKENS]).T
     prox = np.full(5, -1.0)
     arrays = (prox + np.log(ratio), prox, prox - np.log(weight), advantage)
-    arrays = map(jnp.asarray, (*arrays, np.ones(5, bool)))
+    arrays = [jnp.asarray(array) for array in (*arrays, np.ones(5, bool))]
     tokens = SampledTokens(*arrays, StepCounts(5.0, 4.0, 1.0), arrays[0] + 0.1)
     config = LossConfig()
     sums = policy_loss(LossSpec.of(config, para_grpo), LossCoefs.of(config), tokens)

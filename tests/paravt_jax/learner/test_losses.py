@@ -9,16 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paravt_jax.learner.losses import (
-    LossCoefs,
-    LossSpec,
-    LossSums,
-    class_sums,
-    k3,
-    policy_loss,
-    ratio_counts,
-    ratio_quantile,
-)
+from paravt_jax.learner import losses
+from paravt_jax.learner.losses import LossCoefs, LossSpec, LossSums, policy_loss
 from paravt_jax.learner.settings import LossConfig
 from paravt_jax.learner.variants import VARIANTS, SampledTokens, StepCounts
 
@@ -263,10 +255,10 @@ def test_the_likelihood_has_the_gradient_of_a_float64_reference(name, float64):
 
 def test_k3_averages_to_the_kl_and_keeps_its_digits_when_small(float64):
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.5, 0.3])
-    estimates = np.asarray(k3(jnp.log(q / p)))
+    estimates = np.asarray(losses.k3(jnp.log(q / p)))
     assert p @ estimates == pytest.approx(float(p @ np.log(p / q)), abs=1e-12)
     assert (estimates > 0).all()
-    small = k3(jnp.asarray([1e-3, -1e-3, 1e-4], jnp.float32))
+    small = losses.k3(jnp.asarray([1e-3, -1e-3, 1e-4], jnp.float32))
     np.testing.assert_allclose(small, [5.001667e-7, 4.998334e-7, 5.00017e-9], rtol=1e-2)  # x² / 2 + x³ / 6
 
 
@@ -361,7 +353,7 @@ def test_mismatch_by_class_by_hand():
     behavior = prox - jnp.log(jnp.asarray([2.0, 0.5, 1.0, 1.0, 0.5]))
     classes = jnp.asarray([0, 2, 0, 99, 2], jnp.int32)
     tokens = SampledTokens(prox, prox, behavior, jnp.zeros(5), mask, SUMS)
-    sums = class_sums(tokens, jnp.asarray([0.5, 1.0, 0.25, jnp.nan, 3.0]), classes, 4)
+    sums = losses.class_sums(tokens, jnp.asarray([0.5, 1.0, 0.25, jnp.nan, 3.0]), classes, 4)
     assert sums.num_tokens.tolist() == [2, 0, 2, 0]
     np.testing.assert_allclose(sums.behavior_kl, [0.3068528, 0, 2 * 0.1931472, 0], atol=1e-6)
     np.testing.assert_allclose(sums.entropy, [0.75, 0, 4.0, 0], atol=1e-6)
@@ -373,17 +365,20 @@ def test_quantiles_of_the_ratio_come_from_bins_that_add_up():
     mask = jnp.asarray(np.arange(1001) < 1000)
     policy, prox = jnp.asarray(log_ratio - 1), jnp.full(1001, -1.0)
     total, first, second = (
-        ratio_counts(SampledTokens(policy[part], *3 * [prox[part]], mask[part], SUMS))
+        losses.ratio_counts(SampledTokens(policy[part], *3 * [prox[part]], mask[part], SUMS))
         for part in (np.s_[:], np.s_[:950], np.s_[950:])
     )
     np.testing.assert_array_equal(total, first + second)
     assert total.sum() == 1000
-    low, median, high = (ratio_quantile(np.asarray(total), quantile) for quantile in (0.01, 0.5, 0.99))
+    low, median, high = (losses.ratio_quantile(np.asarray(total), quantile) for quantile in (0.01, 0.5, 0.99))
     assert median == 1.0
     np.testing.assert_allclose(np.log([low, high]), [-0.2, 0.3], rtol=0.125)
     extreme = jnp.asarray([-80.0, 80.0])
-    counts = ratio_counts(SampledTokens(extreme, *3 * [jnp.zeros(2)], jnp.ones(2, bool), SUMS))
-    assert [ratio_quantile(np.asarray(counts), quantile) for quantile in (0.5, 1.0)] == [math.exp(-10), math.exp(10)]
+    counts = losses.ratio_counts(SampledTokens(extreme, *3 * [jnp.zeros(2)], jnp.ones(2, bool), SUMS))
+    assert [losses.ratio_quantile(np.asarray(counts), quantile) for quantile in (0.5, 1.0)] == [
+        math.exp(-10),
+        math.exp(10),
+    ]
 
 
 @pytest.mark.slow

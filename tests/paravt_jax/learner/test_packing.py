@@ -15,27 +15,11 @@ from model_port.inputs import NOT_REPLAYED, Frame
 from model_port.loading import abstract_params, with_params
 from model_port.model import VLModel
 from model_port.sharding import flat_params, make_mesh, num_row_parts
+from paravt_jax.learner import packing
 from paravt_jax.learner.advantages import with_kl_penalty
 from paravt_jax.learner.head import token_scores
 from paravt_jax.learner.learner import on_devices
-from paravt_jax.learner.packing import (
-    BatchShape,
-    Dialogue,
-    PackSizes,
-    PromptGroup,
-    TrainBatch,
-    best_row_tokens,
-    halve_while_fits,
-    num_batches,
-    num_packed,
-    pack,
-    place,
-    replayed_frac,
-    round_up,
-    row_lengths,
-    rows_of_host,
-    used_frac,
-)
+from paravt_jax.learner.packing import BatchShape, Dialogue, PackSizes, PromptGroup, TrainBatch, pack
 from paravt_jax.learner.programs import action_scores
 
 SHAPE = BatchShape(num_rows=2, row_tokens=160, row_patches=48)
@@ -127,7 +111,7 @@ def test_the_experts_of_a_mixture_are_packed_with_their_tokens(model, frames):
         replayed = experts[..., 0, 0] != NOT_REPLAYED
         assert (experts == np.where(replayed, ids % 8, NOT_REPLAYED)[..., None, None]).all()
     own = len(group[2].ids) - group[2].num_shared
-    assert replayed_frac(batches) == 1 - own / count_tokens(batches)
+    assert packing.replayed_frac(batches) == 1 - own / count_tokens(batches)
     assert all(batch.text.experts is None for batch in packed(group, frames, model.config, SHAPE))
 
 
@@ -233,12 +217,12 @@ def test_each_part_of_a_batch_has_the_frames_of_its_rows(model, frames):
 
 def test_the_rows_of_all_hosts_are_the_batch(model, frames):
     (batch,) = in_parts(model, frames, 4)
-    hosts = [rows_of_host(batch, host, 2) for host in range(2)]
+    hosts = [packing.rows_of_host(batch, host, 2) for host in range(2)]
     assert [host.vision.num_parts for host in hosts] == [2, 2]
     joined = jax.tree.map(lambda *parts: np.concatenate(parts), *hosts)
     for rows, expected in zip(jax.tree.leaves(joined), jax.tree.leaves(batch), strict=True):
         np.testing.assert_array_equal(rows, expected)
-    assert rows_of_host(batch, 0, 1) is batch
+    assert packing.rows_of_host(batch, 0, 1) is batch
 
 
 def test_a_host_with_fewer_dialogues_adds_empty_batches_of_the_agreed_sizes(model, frames):
@@ -304,7 +288,7 @@ def test_a_shared_prompt_is_computed_once(model, group, frames):
     same_text = [group[0], replace(group[0], frames=("other", "b"))]  # of another video
     (batch,) = pack(same_text, frames | {"other": frames["a"]}, model.config, replace(SHAPE, num_rows=1))
     assert count_tokens([batch]) == 2 * len(group[0].ids)
-    assert num_packed(together) == 31 + 64 and used_frac(together) == pytest.approx((31 + 64) / 160)
+    assert packing.num_packed(together) == 31 + 64 and packing.used_frac(together) == pytest.approx((31 + 64) / 160)
 
 
 def test_batches_of_a_step_share_one_shape(model, group, frames):
@@ -333,55 +317,55 @@ def random_groups(seed: int) -> list[PromptGroup]:
 @pytest.mark.parametrize(("row_tokens", "batch_rows"), [(12_288, 1), (6656, 8), (16_384, 3)])
 def test_rows_have_every_branch_once_with_its_prompt_and_none_is_too_long(row_tokens, batch_rows):
     groups = random_groups(0)
-    rows = place(groups, row_tokens, batch_rows)
+    rows = packing.place(groups, row_tokens, batch_rows)
     branches = [(piece.group, branch) for row in rows for piece in row for branch in piece.branches]
     assert sorted(branches) == [(n, branch) for n, group in enumerate(groups) for branch in range(8)]
     for row in rows:
         pieces = [PromptGroup(groups[n].prompt, [groups[n].branches[b] for b in branches]) for n, branches in row]
         assert sum(piece.num_tokens for piece in pieces) <= row_tokens
-    assert len(branches) > 0 and len(rows) <= batch_rows * num_batches(groups, row_tokens, batch_rows)
+    assert len(branches) > 0 and len(rows) <= batch_rows * packing.num_batches(groups, row_tokens, batch_rows)
 
 
 def test_a_group_is_cut_only_if_no_row_is_left_for_it():
     groups = [PromptGroup(10, [20, 20]), PromptGroup(10, [30, 20])]
-    assert place(groups, 60, 2) == [[(1, [0, 1])], [(0, [0, 1])]]
-    assert place(groups, 40, 4) == [[(1, [0])], [(0, [0])], [(0, [1])], [(1, [1])]]
+    assert packing.place(groups, 60, 2) == [[(1, [0, 1])], [(0, [0, 1])]]
+    assert packing.place(groups, 40, 4) == [[(1, [0])], [(0, [0])], [(0, [1])], [(1, [1])]]
 
 
 def test_rows_are_as_long_as_the_work_needs():
-    lengths = row_lengths(1024, 4)
+    lengths = packing.row_lengths(1024, 4)
     assert lengths == [128, 256, 384, 512, 640, 768, 896, 1024]
     group = PromptGroup(100, [100, 100])  # 300 tokens
 
     def chosen(groups, batch_rows):
-        return best_row_tokens(lengths, [num_batches(groups, n, batch_rows) for n in lengths])
+        return packing.best_row_tokens(lengths, [packing.num_batches(groups, n, batch_rows) for n in lengths])
 
     assert chosen([group], 1) == 384
     assert chosen([group], 2) == 256  # a branch in each row
     assert chosen(3 * [group], 1) == 1024  # one batch instead of three
-    assert num_batches([group], 128, 1) == float("inf") and chosen([PromptGroup(0, [2000])], 1) == 1024
-    assert num_batches([], 128, 1) == 0 and num_batches([PromptGroup(100, [28])], 128, 1) == 1
-    assert best_row_tokens([256, 896], [3.0, 1.0]) == 896  # more tokens, but in one batch
+    assert packing.num_batches([group], 128, 1) == float("inf") and chosen([PromptGroup(0, [2000])], 1) == 1024
+    assert packing.num_batches([], 128, 1) == 0 and packing.num_batches([PromptGroup(100, [28])], 128, 1) == 1
+    assert packing.best_row_tokens([256, 896], [3.0, 1.0]) == 896  # more tokens, but in one batch
 
 
 @pytest.mark.parametrize(("batch_rows", "least"), [(8, 0.83), (4, 0.9), (1, 0.94)])
 def test_the_published_lengths_fill_their_rows(batch_rows, least):
-    lengths, slots, used = row_lengths(32_768), 0, 0
+    lengths, slots, used = packing.row_lengths(32_768), 0, 0
     for groups in map(random_groups, range(20)):
-        needed = [num_batches(groups, n, batch_rows) for n in lengths]
-        row_tokens = best_row_tokens(lengths, needed)
-        rows = place(groups, row_tokens, batch_rows)
+        needed = [packing.num_batches(groups, n, batch_rows) for n in lengths]
+        row_tokens = packing.best_row_tokens(lengths, needed)
+        rows = packing.place(groups, row_tokens, batch_rows)
         slots += row_tokens * batch_rows * -(-len(rows) // batch_rows)
         used += sum(groups[n].prompt + sum(groups[n].branches[b] for b in own) for row in rows for n, own in row)
     assert used / slots >= least
 
 
 def test_sizes_waste_little_and_are_few():
-    sizes = {round_up(count, 4, 4) for count in range(1, 4097)}
-    assert all(count <= round_up(count, 4, 4) <= max(count + 3, 1.25 * count) for count in range(1, 4097))
+    sizes = {packing.round_up(count, 4, 4) for count in range(1, 4097)}
+    assert all(count <= packing.round_up(count, 4, 4) <= max(count + 3, 1.25 * count) for count in range(1, 4097))
     assert len(sizes) < 50
-    assert all(round_up(size, 4, 4) == size for size in sizes)
-    assert [halve_while_fits(100, count) for count in (1, 13, 14, 51, 100)] == [13, 13, 25, 100, 100]
+    assert all(packing.round_up(size, 4, 4) == size for size in sizes)
+    assert [packing.halve_while_fits(100, count) for count in (1, 13, 14, 51, 100)] == [13, 13, 25, 100, 100]
 
 
 def test_tokens_know_the_length_of_their_episode_wherever_its_sub_agents_are_packed(model, group, frames):

@@ -4,7 +4,8 @@ import argparse
 import json
 
 import pytest
-from training import QUICK, train_here
+from data_rows import write_lines
+from training import QUICK, metrics_of, train_here
 
 from model_port.tiny import make_tiny
 from paravt_jax import train
@@ -68,11 +69,9 @@ def log(tmp_path):
 
     def write(*rows, episodes=EPISODES, config=CONFIG, kind=H100.kind):
         write_settings(to_record(config), tmp_path, device_kind=kind)
-        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (tmp_path / "episodes").mkdir(exist_ok=True)
+        write_lines(tmp_path / "metrics.jsonl", rows)
         for row in rows:
-            path = tmp_path / "episodes" / f"{row['step']:06d}.jsonl"
-            path.write_text("".join(json.dumps(episode) + "\n" for episode in episodes))
+            write_lines(tmp_path / "episodes" / f"{row['step']:06d}.jsonl", episodes)
         return tmp_path
 
     return write
@@ -177,10 +176,9 @@ def test_measured_rates_narrow_the_interval(log):
     text, published = plan_of(CONFIG, "h100", run_dir), plan_of(CONFIG, "h100")
     assert f"measured: {run_dir}, steps 1 to 2, paravt/sft-8b.hf on NVIDIA H100 80GB HBM3" in " ".join(text.split())
     assert "calls per episode" in text and "0.21 to 2.5        1.1 to 1.9" in text
-    low, high = (
-        next(line for line in plan.splitlines() if "a step  " in line).split()[-1] for plan in (text, published)
-    )
-    assert float(low) < 0.7 * float(high)
+    step_s = [next(line for line in plan.splitlines() if "a step  " in line) for plan in (text, published)]
+    low, high = (float(line.split()[-1]) for line in step_s)
+    assert low < 0.7 * high
 
 
 @pytest.mark.parametrize(
@@ -231,10 +229,8 @@ def test_the_log_of_a_real_run_replaces_the_rates_of_its_policy(tmp_path, capsys
     assert "steps 1 to 2, tiny on cpu" in text and "the run's device is cpu, not NVIDIA H100" in text
     calibration = calibrated(run_dir, H100)
     assert measured(calibration) == POLICY | CPU
-    calls = [
-        json.loads(line)["rollout/tool_calls_mean"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert ends(calibration, "calls") == spread(*sorted(calls))
+    calls = sorted(row["rollout/tool_calls_mean"] for row in metrics_of(run_dir))
+    assert ends(calibration, "calls") == spread(*calls)
     assert ends(calibrated(run_dir, DEVICES["cpu"]), "calls") == ends(calibration, "calls")
 
 

@@ -23,18 +23,10 @@ from model_port.tiny import tiny_config
 from paravt_jax import sft
 from paravt_jax.bench.mesh_case import config_of, make_learner
 from paravt_jax.config import Config, EngineConfig, MeshConfig, PackConfig, PolicyConfig, SftConfig, load_config
-from paravt_jax.learner import programs
+from paravt_jax.learner import packing, programs
 from paravt_jax.learner.batch_shape import make_batch
 from paravt_jax.learner.learner import Learner, StepPart
-from paravt_jax.learner.packing import (
-    BatchShape,
-    Dialogue,
-    PromptGroup,
-    best_row_tokens,
-    num_batches,
-    pack,
-    row_lengths,
-)
+from paravt_jax.learner.packing import BatchShape, Dialogue, PromptGroup, pack
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.learner.variants import StepCounts
 from paravt_jax.plan.devices import DEVICES, DeviceSpec
@@ -217,10 +209,12 @@ def test_every_update_of_a_step_has_batches_of_its_own():
 @pytest.mark.parametrize(("num_hosts", "busiest"), [(1, [7]), (1, [3, 2, 2]), (4, [2]), (2, [2, 1, 1])])
 def test_planned_rows_are_those_of_the_busiest_host(num_hosts, busiest):
     """Seven groups are two on the busiest of four hosts, or of three updates three, two and two."""
-    group, lengths = PromptGroup(1000, 8 * (512,)), row_lengths(32_768)
-    needed = [sum(num_batches(number * [group], length, 16 // num_hosts) for number in busiest) for length in lengths]
+    group, lengths = PromptGroup(1000, 8 * (512,)), packing.row_lengths(32_768)
+    needed = [
+        sum(packing.num_batches(number * [group], length, 16 // num_hosts) for number in busiest) for length in lengths
+    ]
     row_tokens, batches = packed_rows(7 * (group,), PackConfig(32_768, 16), len(busiest), num_hosts)
-    assert row_tokens == best_row_tokens(lengths, needed) and batches == needed[lengths.index(row_tokens)]
+    assert row_tokens == packing.best_row_tokens(lengths, needed) and batches == needed[lengths.index(row_tokens)]
 
 
 @pytest.mark.slow

@@ -140,21 +140,19 @@ def blocking(**_):
     time.sleep(2)
 
 
-def raising(**_):
-    raise KeyError("colour")
+def raising(problem):
+    def reward(**_):
+        raise problem
+
+    return reward
 
 
-async def timing_out(**_):
-    raise TimeoutError("my judge")
+def raising_later(problem):
+    async def reward(**_):
+        await asyncio.sleep(0)
+        raise problem
 
-
-async def raising_later(**_):
-    await asyncio.sleep(0)
-    raise StopIteration
-
-
-def exiting(**_):
-    raise SystemExit(3)
+    return reward
 
 
 def returning(*terms):
@@ -169,10 +167,10 @@ BRIEF = OwnTerm("brief", 0.5)
     [
         (slowly, r"^it returned nothing within 0\.2 s$"),
         (blocking, r"^it returned nothing within 0\.2 s$"),
-        (raising, r"KeyError: 'colour'$"),
-        (timing_out, r"TimeoutError: my judge$"),
-        (raising_later, r"RuntimeError: .*StopIteration"),
-        (exiting, r"SystemExit: 3$"),
+        (raising(KeyError("colour")), r"KeyError: 'colour'$"),
+        (raising_later(TimeoutError("my judge")), r"TimeoutError: my judge$"),
+        (raising_later(StopIteration()), r"RuntimeError: .*StopIteration"),
+        (raising(SystemExit(3)), r"SystemExit: 3$"),
         (lambda **_: None, r"expected a list of paravt_jax\.rewards\.OwnTerm, got None$"),
         (lambda **_: 0.5, r"got 0\.5$"),
         (lambda **_: [0.5], r"got \[0\.5\]$"),
@@ -204,19 +202,14 @@ ENDING = (asyncio.CancelledError, SystemExit, KeyboardInterrupt, GeneratorExit)
 @pytest.mark.parametrize("kind", ENDING)
 @pytest.mark.parametrize("async_test", [True, False])
 def test_exceptions_that_end_tasks_or_processes_only_fail_their_episode(kind, async_test):
-    def function(**_):
-        raise kind("out")
-
-    async def later(**_):
-        await asyncio.sleep(0)
-        raise kind("out")
+    function = (raising_later if async_test else raising)(kind("out"))
 
     async def scored():
         asyncio.current_task().cancel()
         with suppress(asyncio.CancelledError):  # as some libraries do
             await asyncio.sleep(0)
         with pytest.raises(PluginError, match=f"{kind.__name__}: out$"):
-            await Plugin(later if async_test else function, 5.0).terms(episode(ANSWERED), "B", "mcq")
+            await Plugin(function, 5.0).terms(episode(ANSWERED), "B", "mcq")
         return "continues"
 
     assert asyncio.run(scored()) == "continues"

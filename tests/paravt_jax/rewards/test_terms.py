@@ -302,13 +302,8 @@ def test_the_answer_is_the_last_answer_block():
     assert find_prediction([f"{THINK}<answer>A</answer><answer>B</answer>"]) == "B"
     assert find_prediction([f"{THINK}<answer>A<answer>B</answer>"]) == "B"
     assert find_prediction([ANSWER_TURN, THINK]) == "B"
-    for text in (
-        f"{THINK}B",
-        f"{THINK}<answer>B",
-        f"{THINK}</answer>B<answer>",
-        f"{THINK}<answer><think>B</answer>",
-        "",
-    ):
+    unanswered = ("B", "<answer>B", "</answer>B<answer>", "<answer><think>B</answer>")
+    for text in ("", *(THINK + rest for rest in unanswered)):
         assert find_prediction([text]) is None
         assert terms(text).accuracy == 0.0
 
@@ -342,10 +337,7 @@ def test_a_judged_score_needs_an_open_question_and_a_valid_value():
         ("soon", "tvg", "'soon' of a tvg question is not an interval"),
         ("[10, 2]", "tvg", "not an interval"),
         ("[2, 2]", "tvg", "not an interval"),
-        *(
-            (nothing, "oe", f"the ground truth {nothing!r} of an oe question has no word")
-            for nothing in ("A", "The", "!!")
-        ),
+        *((text, "oe", f"the ground truth {text!r} of an oe question has no word") for text in ("A", "The", "!!")),
     ],
 )
 def test_an_invalid_ground_truth_is_an_error(answer, question_type, complaint):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from agents import DRAWS, FakeFrames, call, call_of, is_subagent
+from data_rows import write_lines
 from training import rollouts_of
 
 from paravt_jax import train
@@ -85,9 +86,7 @@ def played(chat):
 
 
 def write_log(run_dir, groups, chat, step=1):
-    (run_dir / "episodes").mkdir(parents=True, exist_ok=True)
-    rows = records(groups, step, chat)
-    (run_dir / "episodes" / f"{step:06d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(run_dir / "episodes" / f"{step:06d}.jsonl", records(groups, step, chat))
     (run_dir / "config.json").write_text(json.dumps({"config": {"judge": {"model": "m"}}}))
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": step}) + "\n")
@@ -148,9 +147,8 @@ def test_a_log_of_other_data_videos_or_versions_is_rejected(played, chat, tmp_pa
         replayed(run_dir, chat, frames=FakeFrames(duration_s=32))
     path = run_dir / "episodes" / "000001.jsonl"
     path.write_text(path.read_text().replace('"reason"', '"why"'))
-    with pytest.raises(
-        ValueError, match="of step 1 has no 'reason', because another version logged it; replay it with"
-    ):
+    message = "of step 1 has no 'reason', because another version logged it; replay it with"
+    with pytest.raises(ValueError, match=message):
         replayed(run_dir, chat)
 
 
@@ -174,7 +172,7 @@ def test_an_incomplete_log_is_rejected(steps, logged, message, tmp_path):
     for step in steps:
         (tmp_path / "episodes" / f"{step:06d}.jsonl").touch()
     if logged:
-        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": n + 1}) + "\n" for n in range(logged)))
+        write_lines(tmp_path / "metrics.jsonl", [{"step": step + 1} for step in range(logged)])
     with pytest.raises(ValueError, match=message):
         logged_steps(tmp_path, Config())
 
@@ -212,10 +210,8 @@ def test_times_are_not_compared_and_nan_is_null():
 
 def test_the_first_step_with_different_metrics_is_reported(tmp_path):
     def write(name: str, losses: list[float]) -> Path:
-        (tmp_path / name).mkdir()
         rows = [{"step": n + 1, "loss/total": loss, "time/step_s": n} for n, loss in enumerate(losses)]
-        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return tmp_path / name
+        return write_lines(tmp_path / name / "metrics.jsonl", rows).parent
 
     log = LoggedSteps(write("run", [1.0, 2.0, 3.0]), 1, 3, None)
     assert log.compared(write("unlogged", [])).startswith("no step was logged")
@@ -223,12 +219,6 @@ def test_the_first_step_with_different_metrics_is_reported(tmp_path):
     message = log.compared(write("other", [1.0, 2.5, 3.5]))
     assert message.startswith("2 of 3 steps have other metrics than ")
     assert message.endswith("first step 2: loss/total is 2.5 and was 2.0")
-
-
-async def play(chat, config, reply):
-    """Plays the group of the first prompt."""
-    agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
-    return await rollouts_of(agent, SampleOrder(PROMPTS[:1], 0), Cursor(), config, Counting()).next_groups(1)
 
 
 def move_videos(run_dir):
@@ -242,63 +232,53 @@ def all_pictures(groups):
     return [picture for ledger in ledgers for picture in ledger.pictures]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("moved", [False, True])
-def test_pictures_in_responses_are_replayed(chat, tmp_path, moved):
-    """Frames are read again, also of videos that have moved; a tool's drawing comes from the log."""
-    (tmp_path / "own.py").write_text(DRAWS)
-    settings = ("rollout.crop_returns=frames", f"rollout.tools=[crop_video,{tmp_path / 'own.py'}:Draws]")
-    config = load_config(None, *SETTINGS, *settings)
-
-    async def reply(request):
-        looks = "<tool_response>" not in chat.decode(request.ids)
-        calls = LOOK.replace("<|im_end|>", call_of("draws") + "<|im_end|>")
-        letter = "AB"[int(request.episode[-1]) % 2]
-        return chat.encode(calls if looks else f"So.</think><answer>{letter}</answer><|im_end|>").tolist()
-
-    groups = asyncio.run(play(chat, config, reply))
-    run_dir = write_log(tmp_path / "run", groups, chat)
-    if moved:
-        move_videos(run_dir)
-    again, _ = replayed(run_dir, chat, *settings, prompts=PROMPTS[:1])
-    assert len(groups[0].rollouts[0].episode.ledger.pictures) == 3 + 2 + 1
-    for one, other in zip(*(all_pictures(of) for of in (groups, again)), strict=True):
-        assert one.key == other.key and (one.pixels == other.pixels).all()
-    assert records(again, 1, chat) == records(groups, 1, chat)
-    with pytest.raises(ValueError, match="frames differ from the run"):
-        replayed(run_dir, chat, *settings, prompts=PROMPTS[:1], frames=Shifted())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("moved", [False, True])
-def test_a_sub_agent_of_a_users_tool_is_replayed_with_any_pictures(chat, tmp_path, moved):
-    """The tool shows frames of several videos, without a window, and a drawing."""
-    (tmp_path / "own.py").write_text(ASKS)
-    settings = (f"rollout.tools=[crop_video,{tmp_path / 'own.py'}:Compares]", "train.subagent_loss=true")
-    config = load_config(None, *SETTINGS, *settings)
-
-    async def reply(request):
-        if is_subagent(chat, request):
-            return chat.encode("A report.<|im_end|>").tolist()
-        looks = "<tool_response>" not in chat.decode(request.ids)
-        letter = "AB"[int(request.episode[-1]) % 2]
-        calls = LOOK.replace("<|im_end|>", call_of("compares") + "<|im_end|>")
-        return chat.encode(calls if looks else f"So.</think><answer>{letter}</answer><|im_end|>").tolist()
-
-    groups = asyncio.run(play(chat, config, reply))
-    assert [len(ledger.pictures) for ledger in groups[0].rollouts[0].episode.ledgers] == [3, 2, 5]
-    run_dir = write_log(tmp_path / "run", groups, chat)
-    if moved:
-        move_videos(run_dir)
-    again, _ = replayed(run_dir, chat, *settings, prompts=PROMPTS[:1])
-    for one, other in zip(*(all_pictures(of) for of in (groups, again)), strict=True):
-        assert one.key == other.key and (one.pixels == other.pixels).all()
-    assert records(again, 1, chat) == records(groups, 1, chat)
-
-
 class Shifted(FakeFrames):
     """Frames that differ from the logged ones where a call looks at the second video."""
 
     async def frames(self, path, times_s, deadline_s, box=None):
         later = [time_s + 1 for time_s in times_s] if (path, len(times_s)) == ("/b.mp4", 2) else times_s
         return await super().frames(path, later, deadline_s, box)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize(
+    ("code", "tool", "setting", "num_pictures"),
+    [
+        (DRAWS, "Draws", "rollout.crop_returns=frames", [3 + 2 + 1]),
+        (ASKS, "Compares", "train.subagent_loss=true", [3, 2, 5]),
+    ],
+    ids=["in a response", "of a sub-agent"],
+)
+def test_pictures_of_a_users_tool_are_replayed(chat, tmp_path, moved, code, tool, setting, num_pictures):
+    """Frames are read again, also of videos that have moved; a tool's drawing comes from the log.
+
+    The sub-agent's tool shows frames of several videos, without a window, and a drawing.
+    """
+    (tmp_path / "own.py").write_text(code)
+    settings = (setting, f"rollout.tools=[crop_video,{tmp_path / 'own.py'}:{tool}]")
+    config = load_config(None, *SETTINGS, *settings)
+
+    async def reply(request):
+        if is_subagent(chat, request):
+            return chat.encode("A report.<|im_end|>").tolist()
+        looks = "<tool_response>" not in chat.decode(request.ids)
+        calls = LOOK.replace("<|im_end|>", call_of(tool.lower()) + "<|im_end|>")
+        letter = "AB"[int(request.episode[-1]) % 2]
+        return chat.encode(calls if looks else f"So.</think><answer>{letter}</answer><|im_end|>").tolist()
+
+    async def play():
+        agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
+        return await rollouts_of(agent, SampleOrder(PROMPTS[:1], 0), Cursor(), config, Counting()).next_groups(1)
+
+    groups = asyncio.run(play())
+    assert [len(ledger.pictures) for ledger in groups[0].rollouts[0].episode.ledgers] == num_pictures
+    run_dir = write_log(tmp_path / "run", groups, chat)
+    if moved:
+        move_videos(run_dir)
+    again, _ = replayed(run_dir, chat, *settings, prompts=PROMPTS[:1])
+    for one, other in zip(*(all_pictures(of) for of in (groups, again)), strict=True):
+        assert one.key == other.key and (one.pixels == other.pixels).all()
+    assert records(again, 1, chat) == records(groups, 1, chat)
+    with pytest.raises(ValueError, match="frames differ from the run"):
+        replayed(run_dir, chat, *settings, prompts=PROMPTS[:1], frames=Shifted())

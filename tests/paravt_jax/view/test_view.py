@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from data_rows import write_lines
 from evaluator import Evaluator, answer, config_of
 from view_run import CHAT, DURATION_S, NASTY, QUESTIONS, make_run, write_metrics
 
@@ -251,10 +252,8 @@ def test_a_missing_episode_has_its_problem_and_a_siblings_question(page):
 
 @pytest.fixture
 def forty_steps(tmp_path) -> Path:
-    (tmp_path / "episodes").mkdir()
     for step in range(1, 41):
-        lines = [json.dumps({"id": n, "step": step}) + "\n" for n in range(6)]
-        (tmp_path / "episodes" / f"{step:06d}.jsonl").write_text("".join(lines))
+        write_lines(tmp_path / "episodes" / f"{step:06d}.jsonl", [{"id": n, "step": step} for n in range(6)])
     return tmp_path
 
 
@@ -322,10 +321,9 @@ def test_labels_of_the_data_are_spelled_out_like_model_output(tmp_path):
     turned = "a\u202eb"
     run_dir = make_run(tmp_path / "run", 1)
     write_metrics(run_dir, [{"step": 1, f"rollout/accuracy_mean_{turned}": 0.5, f"loss/{turned}": 0.5}])
-    records = run_dir / "episodes" / "000001.jsonl"
     (run_dir / "config.json").write_text(json.dumps({"config": {"model": {"path": turned}}, "git_commit": None}))
     episode = {"id": "1", "question_type": turned, "split": turned, "groups": {turned: [turned]}}
-    records.write_text(json.dumps(episode) + "\n")
+    write_lines(run_dir / "episodes" / "000001.jsonl", [episode])
     content = make_page([run_dir], 20).decode()
     assert "\\u202e" not in content and "U+202E" in content
 
@@ -351,8 +349,7 @@ def test_a_count_is_whole_even_where_points_are_means(tmp_path):
 
 
 def test_validation_values_are_drawn_over_the_training_curve(tmp_path):
-    row = {"step": 1, "validation/accuracy_mean": 0.25}
-    (tmp_path / "validation.jsonl").write_text(json.dumps(row))
+    write_lines(tmp_path / "validation.jsonl", [{"step": 1, "validation/accuracy_mean": 0.25}])
     rows = [{"step": step, "rollout/accuracy_mean": 0.5, "rollout/anchor_mean": 0.0} for step in (1, 2)]
     charts = charts_of(view(write_metrics(tmp_path, rows)))
     assert [charts[title]["validation"] for title in ("Accuracy", "Terms of the reward")] == [[0.25], None]
@@ -361,18 +358,16 @@ def test_validation_values_are_drawn_over_the_training_curve(tmp_path):
 @pytest.mark.parametrize(("num_rows", "shown"), [(1, [0.0]), (2, [0.0, 0.25]), (3, [0.0, 0.5])])
 def test_a_headline_has_the_first_and_the_last_validation(num_rows, shown, tmp_path):
     rows = [{"step": n, "validation/accuracy_mean": n / 4} for n in range(num_rows)]
-    (tmp_path / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "validation.jsonl", rows)
     (item,) = view(write_metrics(tmp_path, [{"step": 1, "rollout/accuracy_mean": 0.5}])).data["headlines"]
     assert item["validation"] == shown
 
 
 def test_questions_about_images_and_text_have_no_placeholder_and_no_frame_budget(tmp_path):
-    run_dir = make_run(tmp_path / "run", 1)
-    records = run_dir / "episodes" / "000001.jsonl"
-    shared = {"step": 1, "turns": []}
+    run_dir, shared = make_run(tmp_path / "run", 1), {"step": 1, "turns": []}
     image = {**shared, "id": "1", "question": "<image>\nWhat is this?", "videos": [], "frame_budget": 1}  # as SFT logs
     missing = {**shared, "id": "2", "question": "What <image> is this?", "frame_budget": 0}
-    records.write_text("".join(json.dumps(record) + "\n" for record in (image, missing)))
+    write_lines(run_dir / "episodes" / "000001.jsonl", [image, missing])
     page = view(run_dir)
     assert [row["question"] for row in page.rows] == ["What is this?", "What  is this?"]
     assert [row["frame_budget"] for row in page.rows] == [None, None]
