@@ -32,16 +32,9 @@ def world(tmp_path_factory) -> Path:
 
 
 def config_of(world: Path, *overrides: str) -> EvalConfig:
-    settings = [
-        f"run_dir={world / 'eval'}",
-        f"model.path={world / 'tiny.hf'}",
-        f"data.validation={world / 'rl.jsonl'}",
-        "rollout.max_new_tokens=24",
-        "engine.max_rows=8",
-        "eval.frame_budgets=[2,4]",
-        "eval.dispatches=[parallel,none]",
-        "eval.num_samples=2",
-    ]
+    settings = [f"run_dir={world / 'eval'}", f"model.path={world / 'tiny.hf'}", f"data.validation={world / 'rl.jsonl'}"]
+    settings += ["eval.frame_budgets=[2,4]", "eval.dispatches=[parallel,none]", "eval.num_samples=2"]
+    settings += ["rollout.max_new_tokens=24", "engine.max_rows=8"]
     return load_config(ROOT / "configs" / "miniature" / "eval.yaml", *settings, *overrides, schema=EvalConfig)
 
 

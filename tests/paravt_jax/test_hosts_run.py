@@ -20,19 +20,11 @@ from rollout.tools import ToolCall
 pytestmark = pytest.mark.slow
 
 STEPS = [
-    *QUICK,
-    "rollout.max_context_tokens=1024",
-    "pack.row_tokens=1024",
-    "mesh.fsdp=2",
-    "pack.num_rows=2",
-    "rollout.crop_returns=frames",
-    "rollout.max_turns=1",
+    *(*QUICK, "rollout.max_context_tokens=1024", "pack.row_tokens=1024", "mesh.fsdp=2", "pack.num_rows=2"),
+    *("rollout.crop_returns=frames", "rollout.max_turns=1"),
     "train.prompts_per_step=3",  # two for one host, one for the other
-    "train.num_steps=3",
-    "checkpoint.every_steps=3",
-    "data.validation=synthetic",
-    "validation.max_prompts=3",
-    "validation.every_steps=3",
+    *("train.num_steps=3", "checkpoint.every_steps=3"),
+    *("data.validation=synthetic", "validation.max_prompts=3", "validation.every_steps=3"),
 ]
 
 
@@ -44,13 +36,13 @@ def start(folder, run_dir, num=2):
 
 def train_with_calls(*command):
     """Trains with forced calls, because a random model makes none."""
-    episode.find_calls = lambda text, signatures: [looks_at(len(text) % 3)]
+
+    def find_calls(text, signatures):
+        window = {"video_path": "video.mp4", "start_time": 0, "end_time": len(text) % 3 + 1}
+        return [ToolCall((0, 1), "crop_video", window)]
+
+    episode.find_calls = find_calls
     several.command(*command)
-
-
-def looks_at(second):
-    window = {"video_path": "video.mp4", "start_time": 0, "end_time": second + 1}
-    return ToolCall((0, 1), "crop_video", window)
 
 
 def ended_well(started, code=0):
@@ -93,20 +85,16 @@ def test_a_different_or_missing_model_on_one_host_ends_all_before_training(their
     make_tiny(tmp_path / "other", 1)
     models = [{"MODEL": str(tiny_hf)}, {"MODEL": str(tmp_path / theirs)}]
     options = arguments(tmp_path / "run", *STEPS, "model.path=${oc.env:MODEL}")
-    for host, ended in enumerate(
-        several.start_command(tmp_path / "output", "paravt_jax.train", options, own=models).wait(100)
-    ):
+    hosts = several.start_command(tmp_path / "output", "paravt_jax.train", options, own=models)
+    for host, ended in enumerate(hosts.wait(100)):
         assert ended.code not in (0, None) and (message in ended.output or (theirs, host) == ("nowhere", 0))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def ids_in(run_dir):
     """Returns every episode's token ids and pictures, in the order of the data."""
-    parts = ("ids", "pictures")
-    return [
-        (e["id"], e["visit"], [[piece.get(name) for name in parts] for piece in e["segments"]])
-        for e in episodes_of(run_dir)
-    ]
+    episodes = episodes_of(run_dir)
+    return [(e["id"], e["visit"], [(s.get("ids"), s.get("pictures")) for s in e["segments"]]) for e in episodes]
 
 
 @pytest.fixture(scope="module")

@@ -57,18 +57,10 @@ def world(tmp_path_factory) -> Path:
 
 
 def arguments(world: Path, run_dir: Path, *overrides: str) -> list[str]:
-    settings = [
-        f"run_dir={run_dir}",
-        f"model.path={world / 'tiny.hf'}",
-        f"data.train={world / 'train.jsonl'}",
-        f"data.validation={world / 'validation.jsonl'}",
-        f"sft.num_steps={STEPS}",
-        "sft.rows_per_step=2",
-        "pack.num_rows=2",
-        "validation.every_steps=2",
-        "checkpoint.every_steps=2",
-        "checkpoint.keep=5",
-    ]
+    settings = [f"data.{part}={world / part}.jsonl" for part in ("train", "validation")]
+    settings += [f"run_dir={run_dir}", f"model.path={world / 'tiny.hf'}", f"sft.num_steps={STEPS}"]
+    settings += ["sft.rows_per_step=2", "pack.num_rows=2", "validation.every_steps=2"]
+    settings += ["checkpoint.every_steps=2", "checkpoint.keep=5"]
     return ["--config", str(CONFIG), *settings, *overrides]
 
 

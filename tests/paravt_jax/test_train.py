@@ -114,28 +114,20 @@ def test_the_throughput_includes_aborted_groups(tmp_path):
 
 @pytest.mark.nightly
 def test_every_option_of_the_update_runs(tmp_path):
-    train_here(
-        tmp_path / "run",
-        *QUICK,
-        "train.num_steps=2",
-        "train.prompts_per_step=2",
-        "train.updates_per_step=2",
-        "train.truncated=soft",
-        "loss.name=grpo",
-        "train.subagent_loss=true",
-        "train.max_resamples=1",
-        "train.oversample=1",
-        "loss.kl=reward",
-        "advantage.normalise=batch",
-        "advantage.credit=span",
-        "reward.tool=needed",
-        "reward.format=strict",
+    options = [
+        *("train.num_steps=2", "train.prompts_per_step=2", "train.updates_per_step=2", "train.truncated=soft"),
+        *(
+            "train.subagent_loss=true",
+            "train.max_resamples=1",
+            "train.oversample=1",
+            "loss.name=grpo",
+            "loss.kl=reward",
+        ),
+        *("advantage.normalise=batch", "advantage.credit=span", "reward.tool=needed", "reward.format=strict"),
+        *("optim.train_vision=true", "mesh.fsdp=2", "mesh.tensor=2", "pack.num_rows=2"),
         f"reward.plugin={ROOT}/docs/examples/own_reward.py:reward",
-        "optim.train_vision=true",
-        "mesh.fsdp=2",
-        "mesh.tensor=2",
-        "pack.num_rows=2",
-    )
+    ]
+    train_here(tmp_path / "run", *QUICK, *options)
     lines = metrics_of(tmp_path / "run")
     assert [line["policy_version"] for line in lines] == [2, 4]
     assert all(0 <= line["rollout/reward_brief_mean"] <= 1 for line in lines)

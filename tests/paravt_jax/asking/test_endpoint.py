@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from agents import FakeFrames, call
 from aiohttp.test_utils import TestClient, TestServer
+from async_tests import async_test
 from fake_endpoint import MODEL as FAKE_MODEL, FakeEndpoint, asking
 from PIL import Image
 from served import ACCESS, LOOK, MODEL, with_service
@@ -52,16 +53,13 @@ def test_an_invalid_endpoint_url_names_the_flag():
 
 
 @pytest.mark.slow
-def test_an_endpoint_answers_a_question_and_its_page_is_written(video, capsys, tmp_path):
+@async_test
+async def test_an_endpoint_answers_a_question_and_its_page_is_written(video, capsys, tmp_path):
     page = tmp_path / "page.html"
-
-    async def run():
-        async with FakeEndpoint(says) as endpoint:
-            flags = ["--endpoint", endpoint.url, "--model", FAKE_MODEL, "--frames", "3", "--json", "--html", str(page)]
-            args = ask.make_parser().parse_args([video, "What colour?", *flags])
-            await ask.run(args, [video], "What colour?")
-
-    asyncio.run(run())
+    async with FakeEndpoint(says) as endpoint:
+        flags = ["--endpoint", endpoint.url, "--model", FAKE_MODEL, "--frames", "3", "--json", "--html", str(page)]
+        args = ask.make_parser().parse_args([video, "What colour?", *flags])
+        await ask.run(args, [video], "What colour?")
     printed = capsys.readouterr()
     answer = json.loads(printed.out)
     assert (answer["answer"], answer["outcomes"], answer["num_sampled_tokens"]) == ("A", ["ok"], 21)
@@ -71,34 +69,29 @@ def test_an_endpoint_answers_a_question_and_its_page_is_written(video, capsys, t
 
 
 @pytest.mark.parametrize("shown", ["photo.jpg", "still.webp", ""])
-def test_a_question_about_an_image_or_text_alone_has_no_tools(shown, tmp_path, capsys):
+@async_test
+async def test_a_question_about_an_image_or_text_alone_has_no_tools(shown, tmp_path, capsys):
     files = [str(tmp_path / shown)] if shown else []
     for file in files:
         Image.new("RGB", (96, 64), "red").save(file)
     page = tmp_path / "page.html"
-
-    async def run():
-        async with FakeEndpoint(lambda body: "<think>\nRed.</think><answer>A</answer>") as endpoint:
-            flags = ["--endpoint", endpoint.url, "--model", FAKE_MODEL, "--html", str(page)]
-            args = ask.make_parser().parse_args([*files, "What colour?", *flags])
-            await ask.run(args, *ask._files_and_question(args.arguments, False))
-            return endpoint.bodies
-
-    *_, body = asyncio.run(run())
+    async with FakeEndpoint("<think>\nRed.</think><answer>A</answer>") as endpoint:
+        flags = ["--endpoint", endpoint.url, "--model", FAKE_MODEL, "--html", str(page)]
+        args = ask.make_parser().parse_args([*files, "What colour?", *flags])
+        await ask.run(args, *ask._files_and_question(args.arguments, False))
+    *_, body = endpoint.bodies
     printed = capsys.readouterr()
     assert printed.out == "A\n" and "evidence  only the prompt\n" in printed.err
     assert "Red." in page.read_text() and '"frame_budget":null' in page.read_text().replace(" ", "")
     assert json.dumps(body).count("data:image/") == len(files) and "crop_video" not in json.dumps(body)
 
 
-def test_a_model_that_is_not_served_is_rejected_at_once():
-    async def run():
-        async with FakeEndpoint(says) as endpoint:
-            opened = open_asker("other", engine_of("other", [], [endpoint.url], ""), num_frames=3, dispatch=None)
+@async_test
+async def test_a_model_that_is_not_served_is_rejected_at_once():
+    async with FakeEndpoint(says) as endpoint:
+        opened = open_asker("other", engine_of("other", [], [endpoint.url], ""), num_frames=3, dispatch=None)
+        with pytest.raises(EndpointError, match=rf"does not serve --model=other; it serves {FAKE_MODEL}"):
             await opened.__aenter__()
-
-    with pytest.raises(EndpointError, match=rf"does not serve --model=other; it serves {FAKE_MODEL}"):
-        asyncio.run(run())
 
 
 @pytest.mark.parametrize(
@@ -109,17 +102,14 @@ def test_a_model_that_is_not_served_is_rejected_at_once():
         (None, "", r"rejects the API key .* check the variable that --endpoint-key-env names"),
     ],
 )
-def test_the_errors_of_an_endpoint_name_the_flags(url, key_env, problem, monkeypatch):
+@async_test
+async def test_the_errors_of_an_endpoint_name_the_flags(url, key_env, problem, monkeypatch):
     monkeypatch.delenv("NO_KEY", raising=False)
-
-    async def run():
-        async with FakeEndpoint(says) as endpoint:
-            endpoint.key = "sk-right"
-            engine = engine_of(FAKE_MODEL, [], [url or endpoint.url], key_env)
-            await open_asker(FAKE_MODEL, engine, num_frames=3, dispatch=None).__aenter__()
-
-    with pytest.raises((ValueError, EndpointError), match=problem):
-        asyncio.run(run())
+    async with FakeEndpoint(says) as endpoint:
+        endpoint.key = "sk-right"
+        urls, settings = [url or endpoint.url], {"num_frames": 3, "dispatch": None}
+        with pytest.raises((ValueError, EndpointError), match=problem):
+            await open_asker(FAKE_MODEL, engine_of(FAKE_MODEL, [], urls, key_env), **settings).__aenter__()
 
 
 @pytest.mark.parametrize(
@@ -129,16 +119,13 @@ def test_the_errors_of_an_endpoint_name_the_flags(url, key_env, problem, monkeyp
         ({"max_new_tokens": 7}, "^no answer: the turn reached its limit of 7 tokens, which --endpoint cannot raise$"),
     ],
 )
-def test_an_answer_that_an_endpoint_cut_off_names_the_limit_that_was_reached(limit, problem, monkeypatch):
+@async_test
+async def test_an_answer_that_an_endpoint_cut_off_names_the_limit_that_was_reached(limit, problem, monkeypatch):
     monkeypatch.setattr(asker, "Recipe", lambda: Recipe(rollout=EpisodeConfig(**limit)))
-
-    async def run():
-        async with FakeEndpoint("Red or blue?", "ok", "cut off") as endpoint:
-            flags = ["--endpoint", endpoint.url, "--model", FAKE_MODEL]
-            await ask.run(ask.make_parser().parse_args(["What colour?", *flags]), [], "What colour?")
-
-    with pytest.raises(RuntimeError, match=problem):
-        asyncio.run(run())
+    async with FakeEndpoint("Red or blue?", "ok", "cut off") as endpoint:
+        args = ask.make_parser().parse_args(["What colour?", "--endpoint", endpoint.url, "--model", FAKE_MODEL])
+        with pytest.raises(RuntimeError, match=problem):
+            await ask.run(args, [], "What colour?")
 
 
 @asking()

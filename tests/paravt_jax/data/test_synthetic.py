@@ -10,20 +10,10 @@ import av
 import numpy as np
 import pytest
 
-import paravt_jax.data.synthetic as synthetic
 from paravt_jax.config import DataConfig
+from paravt_jax.data import synthetic
 from paravt_jax.data.prompts import load_prompts
-from paravt_jax.data.synthetic import (
-    COLOURS,
-    LETTERS,
-    frames,
-    make_clip,
-    make_synthetic,
-    questions,
-    row_sources,
-    traces,
-    write_atomic,
-)
+from paravt_jax.data.synthetic import COLOURS, LETTERS, frames, make_clip, make_synthetic, questions, traces
 from paravt_jax.data.traces import load_traces
 from paravt_jax.rewards.answers import interval, interval_iou
 from rollout.video.decode import probe
@@ -89,10 +79,14 @@ def test_every_trace_is_usable_and_crops_around_the_square(train_rows):
 @pytest.mark.parametrize("kind", ["", "_traces"])
 def test_synthetic_rows_are_written_to_their_directory_and_have_its_root(kind, train_rows):
     folder = train_rows.parent
-    mixed = row_sources(DataConfig(train="synthetic", validation="own.jsonl", video_root="films"), folder, 0, kind)
+    mixed = synthetic.row_sources(
+        DataConfig(train="synthetic", validation="own.jsonl", video_root="films"), folder, 0, kind
+    )
     assert mixed == [(str(folder / f"train{kind}.jsonl"), ""), ("own.jsonl", "films")]
-    assert all(Path(path).exists() for path, _ in row_sources(DataConfig("synthetic", "synthetic"), folder, 0, kind))
-    assert row_sources(DataConfig("a", ""), folder / "none", 0, kind) == [("a", ""), ("", "")]
+    assert all(
+        Path(path).exists() for path, _ in synthetic.row_sources(DataConfig("synthetic", "synthetic"), folder, 0, kind)
+    )
+    assert synthetic.row_sources(DataConfig("a", ""), folder / "none", 0, kind) == [("a", ""), ("", "")]
     assert not (folder / "none").exists()
 
 
@@ -171,5 +165,5 @@ def test_a_failed_write_leaves_no_partial_file(tmp_path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(OSError, match=r"No space left on device: .*train\.jsonl"):
-        write_atomic(tmp_path / "train.jsonl", write)
+        synthetic.write_atomic(tmp_path / "train.jsonl", write)
     assert not list(tmp_path.iterdir())

@@ -122,11 +122,8 @@ def test_text_of_a_trace_cannot_insert_images_or_turn_ends(tiny_hf, chat):
 
 
 def test_unreadable_media_are_a_video_error(tiny_hf, chat, tmp_path):
-    for media in (
-        Media("video", "/missing.mp4"),
-        Media("video", "/a.mp4", (70.0, 80.0)),
-        Media("image", str(tmp_path / "none.png")),
-    ):
+    videos = [Media("video", "/missing.mp4"), Media("video", "/a.mp4", (70.0, 80.0))]
+    for media in (*videos, Media("image", str(tmp_path / "none.png"))):
         trace = trace_of(("user", (media, "Which?")), ("assistant", ("Red.",)))
         with pytest.raises(VideoError):
             rendered(tiny_hf, chat, trace)

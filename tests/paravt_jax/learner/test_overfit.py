@@ -37,21 +37,11 @@ PROMPTS = Prompts(without_tool="Answer.")
 ROLLOUT = EpisodeConfig(dispatch="none", max_new_tokens=24, max_context_tokens=256, temperature=0.7, prompts=PROMPTS)
 SFT_STEPS, RL_STEPS = 30, 25
 COMMON = [
-    "model.dtype=float32",
-    "rollout.dispatch=none",
-    "rollout.max_new_tokens=24",
-    "rollout.max_context_tokens=256",
-    f"rollout.prompts.without_tool={PROMPTS.without_tool}",
-    "reward.tool=none",
-    "video.frame_budgets=[2,4]",
-    "video.overview_frames=4",
-    "video.max_pixels=1024",
-    "pack.row_tokens=512",
-    "train.prompts_per_step=1",
-    "train.group_size=16",
-    "train.max_resamples=0",
-    "optim.learning_rate=5e-4",
-    "loss.kl_coef=0.001",
+    *("model.dtype=float32", "rollout.dispatch=none", "rollout.max_new_tokens=24", "rollout.max_context_tokens=256"),
+    *(f"rollout.prompts.without_tool={PROMPTS.without_tool}", "reward.tool=none"),
+    *("video.frame_budgets=[2,4]", "video.overview_frames=4", "video.max_pixels=1024", "pack.row_tokens=512"),
+    *("train.prompts_per_step=1", "train.group_size=16", "train.max_resamples=0"),
+    *("optim.learning_rate=5e-4", "loss.kl_coef=0.001"),
 ]
 ARMS = {"grpo": ["reward.anchor_weight=0", "reward.unclosed_penalty=0", "video.frame_budgets=[]"], "para_grpo": []}
 # 1 for the letter; R_fmt of 0.7 + 0.1 without the anchor, its bound of 1 with it.

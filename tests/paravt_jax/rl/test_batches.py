@@ -31,17 +31,11 @@ from rollout.episode import Agent
 
 PROMPTS = [Prompt(f"p{n}", f"Question {n}? A or B", (f"/video{n}.mp4",), "A", "mcq") for n in range(2)]
 COMMON = [
-    *SHORT_PROMPT,
-    "model.dtype=float32",
-    "train.prompts_per_step=2",
-    "train.group_size=4",
-    "train.max_resamples=0",
-    "video.frame_budgets=[]",
-    "video.overview_frames=3",
-    "rollout.max_context_tokens=512",  # short rows make updates fast
-    "rollout.max_new_tokens=64",
-    "pack.row_tokens=512",
-    "loss.correction=none",
+    *(*SHORT_PROMPT, "model.dtype=float32", "loss.correction=none"),
+    *("train.prompts_per_step=2", "train.group_size=4", "train.max_resamples=0"),
+    *("video.frame_budgets=[]", "video.overview_frames=3"),
+    # Short rows make updates fast.
+    *("rollout.max_context_tokens=512", "rollout.max_new_tokens=64", "pack.row_tokens=512"),
 ]
 
 
@@ -50,15 +44,7 @@ def half_right(episode):
     return f"{'I have looked. ' * much}</think><answer>{letter}</answer><|im_end|>"
 
 
-def right_at_length(episode):
-    return f"{'I have looked. ' * (1 + int(episode[-1]))}</think><answer>A</answer><|im_end|>"
-
-
-def updated(update, groups):
-    return update.run(groups)
-
-
-def trained(tiny_hf, *overrides, say=half_right, steps=1, do=updated, mesh=None):
+def trained(tiny_hf, *overrides, say=half_right, steps=1, do=lambda update, groups: update.run(groups), mesh=None):
     """Trains for some steps. Returns the learner and the metrics of every step."""
     config = load_config(None, *COMMON, *overrides)
     chat, contract = Chat.from_hf(tiny_hf), VisionContract.from_hf(tiny_hf)
@@ -138,6 +124,9 @@ def test_kl_in_the_reward_changes_the_second_step_and_not_the_first(tiny_hf):
 def test_the_kl_penalty_is_not_divided_by_its_own_std(tiny_hf):
     """Equal rewards, texts of different lengths and so of different KL: advantages differ by the KL, not by ±1."""
 
+    def right_at_length(episode):
+        return f"{'I have looked. ' * (1 + int(episode[-1]))}</think><answer>A</answer><|im_end|>"
+
     def move_from_the_reference(update, groups):
         state = update._learner.state
         further = jax.tree.map(lambda leaf: 1.001 * leaf, state.trainable)
@@ -182,11 +171,8 @@ def test_a_host_without_dialogues_participates_in_an_update_with_a_kl_penalty(ti
 
 
 RELEASE = [
-    "loss.kl=returns",
-    "loss.kl_coef=0.5",
-    "advantage.credit=sequence",
-    "advantage.normalise=tokens",
-    "advantage.filter_zero_variance=false",
+    *("loss.kl=returns", "loss.kl_coef=0.5", "advantage.credit=sequence"),
+    *("advantage.normalise=tokens", "advantage.filter_zero_variance=false"),
 ]
 
 

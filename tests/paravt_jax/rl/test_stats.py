@@ -38,25 +38,13 @@ from rollout.episode import Agent
 PROMPTS = [Prompt(f"p{n}", f"Question {n}? A or B", (f"/video{n}.mp4",), "A", "mcq") for n in range(3)]
 SLOW_S = 1.5
 SETTINGS = [
-    "model.dtype=float32",
-    "rollout.prompts.system=Call crop_video.",
-    "rollout.prompts.system_has_tools=true",
+    *("model.dtype=float32", "rollout.prompts.system=Call crop_video.", "rollout.prompts.system_has_tools=true"),
     "train.prompts_per_step=3",  # two prompts for one host, one for the other
-    "train.group_size=4",
-    "train.updates_per_step=2",
-    "train.max_resamples=1",
-    "video.frame_budgets=[]",
-    "video.overview_frames=3",
-    "rollout.max_context_tokens=512",
-    "rollout.max_new_tokens=64",
-    "pack.row_tokens=512",
-    "pack.num_rows=2",
-    "mesh.fsdp=2",
-    "advantage.normalise=batch",
-    "loss.correction=none",
-    "loss.kl_coef=0.1",
-    "loss.kl=reward",
-    "optim.learning_rate=1e-3",
+    *("train.group_size=4", "train.updates_per_step=2", "train.max_resamples=1"),
+    *("video.frame_budgets=[]", "video.overview_frames=3"),
+    *("rollout.max_context_tokens=512", "rollout.max_new_tokens=64", "pack.row_tokens=512"),
+    *("pack.num_rows=2", "mesh.fsdp=2", "advantage.normalise=batch"),
+    *("loss.correction=none", "loss.kl_coef=0.1", "loss.kl=reward", "optim.learning_rate=1e-3"),
 ]
 
 
@@ -65,10 +53,9 @@ OVER_TOKENS = ["advantage.normalise=tokens", "loss.kl=returns"]  # the release's
 
 def reply_text(episode):
     letter, repeats = ("A", 1) if int(episode[-1]) % 2 else ("B", 3)
-    equal = episode.startswith("000001")  # a group without spread, which is replaced
-    return (
-        f"{'I have looked. ' * (1 if equal else repeats)}</think><answer>{'A' if equal else letter}</answer><|im_end|>"
-    )
+    if episode.startswith("000001"):  # a group without spread, which is replaced
+        letter, repeats = "A", 1
+    return f"{'I have looked. ' * repeats}</think><answer>{letter}</answer><|im_end|>"
 
 
 def slow(work):
@@ -119,10 +106,8 @@ def two_steps(hosts, tiny_hf, file, overrides):
 
     metrics, rollouts, groups = asyncio.run(work())
     cursor = rollouts.cursor.to_record()
-    state = learner.state
-    weights, moments = (
-        [on_host(leaf) for leaf in jax.tree.leaves(part)] for part in (state.trainable, state.opt_state)
-    )
+    parts = learner.state.trainable, learner.state.opt_state
+    weights, moments = ([on_host(leaf) for leaf in jax.tree.leaves(part)] for part in parts)
     if hosts.num > 1:
         find_slow_hosts(hosts, rollouts, update, groups, learner)
     if hosts.leads:

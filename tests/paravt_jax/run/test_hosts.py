@@ -239,10 +239,9 @@ def uneven(hosts):
 
 
 def test_hosts_with_different_numbers_of_devices_are_rejected(tmp_path):
-    each = [(uneven, settings) for settings in several.settings(2)]
     started = [
-        several.RunningHosts(tmp_path / f"{count}", 1, count, several._joined, [arguments])
-        for count, arguments in zip((2, 1), each, strict=True)
+        several.RunningHosts(tmp_path / f"{count}", 1, count, several._joined, [(uneven, settings)])
+        for count, settings in zip((2, 1), several.settings(2), strict=True)
     ]
     for (ended,) in (hosts.wait(100) for hosts in started):
         assert ended.code == 1 and "but they have: host 0 2, host 1 1" in ended.output

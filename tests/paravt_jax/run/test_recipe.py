@@ -63,10 +63,7 @@ def test_a_model_without_a_recipe_has_none(model):
         ({"rollout": {"prompts": {"with_tool": "{question}" * 65}}}, "with_tool has 65 placeholders, more than 64"),
         ({"rollout": {"prompts": {"system": "x" * 100_001}}}, "system has 100001 characters, more than 100000"),
         ({"rollout": {"forced_prefix": "x" * 100_001}}, "forced_prefix has 100001 characters"),
-        (
-            {"rollout": {"max_context_tokens": 10**12}},
-            "rollout.max_context_tokens=1000000000000 must be at most 1048576",
-        ),
+        ({"rollout": {"max_context_tokens": 10**12}}, "rollout.max_context_tokens=10{12} must be at most 1048576"),
         ({"rollout": {"max_turns": 10**9}}, "rollout.max_turns=1000000000 must be at most 1024"),
         ({"rollout": {"max_turns": 10**30}}, "rollout.max_turns=10{30} must be at most 1024"),
         ({"rollout": {"tools": 5}}, "rollout.tools=5 must be a list of names"),
@@ -98,11 +95,8 @@ def test_code_in_a_models_files_never_runs(model, tmp_path, capsys, beside, disp
 
 
 def test_invalid_json_is_reported_with_its_file(model):
-    for text, message in (
-        ("{", "is not valid JSON"),
-        ("[]", "must hold a JSON object"),
-        ("[" * 10**5, "is not valid JSON"),
-    ):
+    errors = {"{": "is not valid JSON", "[]": "must hold a JSON object", "[" * 10**5: "is not valid JSON"}
+    for text, message in errors.items():
         (model / RECIPE_FILE).write_text(text)
         with pytest.raises(ValueError, match=rf"paravt\.json {message}"):
             read_recipe(model)

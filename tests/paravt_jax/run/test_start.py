@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 
 import jax
 import pytest
+from async_tests import async_test
 
 from model_port.config import config_to_hf, preset
 from model_port.tiny import make_tiny
@@ -103,21 +104,15 @@ def test_the_start_line_omits_empty_items():
 
 
 @pytest.mark.slow
-def test_a_cpu_computes_in_float32_and_the_run_logs_and_records_it(tmp_path, capsys, monkeypatch):
+@async_test
+async def test_a_cpu_computes_in_float32_and_the_run_logs_and_records_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("KEEP", "3")
     settings = ["model.dtype=bfloat16", f"run_dir={tmp_path}", "checkpoint.keep=${oc.decode:${oc.env:KEEP}}"]
-    config = load_config("configs/smoke_cpu.yaml", *settings)
-    dtypes = []
-
-    async def open_it():
-        async with open_run(config) as run:
-            dtypes.append(run.training.learner.model.compute.dtype)
-            raise KeyError  # skips saving and plots
-
     with pytest.raises(KeyError):
-        asyncio.run(open_it())
+        async with open_run(load_config("configs/smoke_cpu.yaml", *settings)) as run:
+            raise KeyError  # skips saving and plots
     record = json.loads((tmp_path / "config.json").read_text())["config"]
-    assert [*dtypes, record["model"]["dtype"]] == ["float32"] * 2
+    assert run.training.learner.model.compute.dtype == record["model"]["dtype"] == "float32"
     assert "KEEP" in record["checkpoint"]["keep"]  # a ${…} stays unresolved
     log = capsys.readouterr().err
     assert "1.04 million in float32 (model.dtype=bfloat16 is slower and takes more memory on a CPU)" in log
@@ -131,7 +126,10 @@ def test_a_cpu_computes_in_float32_and_the_run_logs_and_records_it(tmp_path, cap
         (["engine.kind=sglang"], "float32"),  # its servers start on this machine, which shows no GPU
     ],
 )
-def test_an_evaluation_computes_in_its_engines_dtype_and_records_the_setting(engine, dtype, tmp_path, monkeypatch):
+@async_test
+async def test_an_evaluation_computes_in_its_engines_dtype_and_records_the_setting(
+    engine, dtype, tmp_path, monkeypatch
+):
     """Shards may run on other machines than the merge."""
 
     async def computing_in(config, *_, **__):
@@ -141,11 +139,7 @@ def test_an_evaluation_computes_in_its_engines_dtype_and_records_the_setting(eng
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     settings = [f"run_dir={tmp_path}/run", "data.validation=rows.jsonl", *engine]
     config = load_config(None, *settings, schema=EvalConfig)
-
-    async def open_player():
-        async with AsyncExitStack() as stack:
+    async with AsyncExitStack() as stack:
+        with pytest.raises(KeyError, match=dtype):
             await evaluation._open_worker(config, tmp_path, stack, [])
-
-    with pytest.raises(KeyError, match=dtype):
-        asyncio.run(open_player())
     assert to_record(config)["model"]["dtype"] == "bfloat16"
