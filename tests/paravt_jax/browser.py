@@ -102,11 +102,9 @@ def browser() -> Iterator[Tab]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         command = [CHROMIUM, *OPTIONS, f"--user-data-dir={profile}"]
         script = f'exec "$@" 3<&{browser_input} 4>&{browser_output}'
-        process = subprocess.Popen(
-            ["bash", "-c", script, "bash", *command],
-            pass_fds=(browser_input, browser_output),
-            stderr=subprocess.DEVNULL,
-        )
+        command = ["bash", "-c", script, "bash", *command]
+        pipes = (browser_input, browser_output)
+        process = subprocess.Popen(command, pass_fds=pipes, stderr=subprocess.DEVNULL)
         os.close(browser_input)
         os.close(browser_output)
         try:

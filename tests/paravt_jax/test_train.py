@@ -134,7 +134,6 @@ def test_every_option_of_the_update_runs(tmp_path):
     assert lines[0]["rollout/num_groups_aborted"] == 1 and len(episodes_of(tmp_path / "run")) == 2 * 2 * 4
 
 
-@pytest.mark.slow
 def test_python_trains_in_a_notebook_and_gets_the_run(tmp_path):
     config = load_config(SMOKE, *QUICK, f"run_dir={tmp_path}", "train.num_steps=1")
 

@@ -67,10 +67,8 @@ def command(run_dir: Path | str, *overrides: str) -> list[str]:
 
 def train(run_dir: Path, *overrides: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs the command in a subprocess."""
-    environment = os.environ | forked.ENVIRONMENT | variables
-    return subprocess.run(
-        command(run_dir, *overrides), capture_output=True, text=True, timeout=540, cwd=ROOT, env=environment
-    )
+    words, environment = command(run_dir, *overrides), os.environ | forked.ENVIRONMENT | variables
+    return subprocess.run(words, capture_output=True, text=True, timeout=540, cwd=ROOT, env=environment)
 
 
 def train_here(run_dir: Path, *overrides: str) -> None:
@@ -91,19 +89,14 @@ def train_forked(run_dir: Path, *overrides: str) -> str:
 
 
 def metrics_of(run_dir: Path) -> list[dict[str, float]]:
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [
-        {key: value for key, value in json.loads(line).items() if not key.startswith(OF_THE_MACHINE)} for line in lines
-    ]
+    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [{key: value for key, value in row.items() if not key.startswith(OF_THE_MACHINE)} for row in rows]
 
 
 def episodes_of(run_dir: Path) -> list[dict]:
     """Returns the logged episodes with paths relative to the run, so that runs can be compared."""
-    return [
-        json.loads(line.replace(str(run_dir), "RUN"))
-        for path in sorted((run_dir / "episodes").glob("*.jsonl"))
-        for line in path.read_text().splitlines()
-    ]
+    text = "".join(path.read_text() for path in sorted((run_dir / "episodes").glob("*.jsonl")))
+    return [json.loads(line) for line in text.replace(str(run_dir), "RUN").splitlines()]
 
 
 def arrays_of(run_dir: Path, step: int) -> dict[str, bytes]:

@@ -153,21 +153,16 @@ def _group_of(
     rollouts = []
     for index, turns in enumerate(stories):
         if one_missing and index == 5:
-            rollouts.append(
-                Rollout(f"{name}/{index}", problem="EngineError: no server answered within 600.0 s", reason="engine")
-            )
+            problem = "EngineError: no server answered within 600.0 s"
+            rollouts.append(Rollout(f"{name}/{index}", problem=problem, reason="engine"))
             continue
         episode = _episode(f"{name}/{index}", task, turns, chance)
         own = asyncio.run(PLUGIN.terms(episode, answer, question_type))
         terms = reward_terms(turns, episode.outcomes, answer, question_type, config.reward, own=own)
         fixed = reward_terms(turns, episode.outcomes, answer, question_type, RewardConfig())
         rollouts.append(Rollout(episode.id, episode, terms, fixed.format))
-    return Group(
-        PromptSample(number, 0, prompt),
-        frame_budget,
-        rollouts,
-        advantages_of(rollouts, config.reward, config.advantage),
-    )
+    advantages = advantages_of(rollouts, config.reward, config.advantage)
+    return Group(PromptSample(number, 0, prompt), frame_budget, rollouts, advantages)
 
 
 def _episode(name: str, task: Task, turns: Sequence[str], chance: np.random.Generator) -> Episode:

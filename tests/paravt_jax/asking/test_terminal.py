@@ -114,11 +114,13 @@ def test_ask_searches_subtitles_beside_the_video(ask_of, tmp_path, capsys):
     assert "5.0 to 7.0 seconds: A heron." in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("seconds", "shown"), [(0, "0:00.0"), (59.96, "1:00.0"), (3599.97, "1:00:00.0"), (61, "1:01.0")]
-)
-def test_a_time_is_rounded_before_it_becomes_minutes(seconds, shown):
-    assert clock(seconds) == shown
+TIMES = {0: "0:00.0", 5.04: "0:05.0", 59.96: "1:00.0", 61: "1:01.0", 65: "1:05.0"}
+TIMES |= {3599.97: "1:00:00.0", 3661.5: "1:01:01.5"}
+
+
+@pytest.mark.parametrize("seconds", TIMES)
+def test_a_time_is_rounded_before_it_becomes_minutes(seconds):
+    assert clock(seconds) == TIMES[seconds]
 
 
 @pytest.mark.parametrize("command", [ask, serve])

@@ -255,11 +255,7 @@ def test_the_price_of_a_run_has_all_steps_on_learner_and_servers():
 
 @pytest.mark.slow
 def test_the_price_of_a_cold_start_has_all_updates():
-    result = result_of(
-        *("--topology", "h100:8", "--plan-only", "--price", "2.5", "--mesh", "1,8,1"),
-        *("--config", f"{CONFIGS}/sft_8b.yaml"),
-    )
-    (row,) = result["rows"]
+    row = estimated_rows("--price", "2.5", "--mesh", "1,8,1", "--config", f"{CONFIGS}/sft_8b.yaml")[1, 8, 1]
     assert row["run_price"] == 2 * [pytest.approx(2.5 * 8 / 3600 * 500 * row["est_step_s"])]
 
 

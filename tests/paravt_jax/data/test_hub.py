@@ -75,12 +75,11 @@ def test_a_directory_or_a_file_of_a_data_set_can_be_named(questions):
 
 
 def test_parquet_files_are_read_as_a_directory_without_its_subfolders(hub):
-    names = ("b.parquet", "a.parquet", "deep/c.parquet")
-    files = {
-        f"data/{name}": write_parquet(Path(name), [sft_row(dialogue("Q", "<answer>B</answer>"), id=name)]).read_bytes()
-        for name in names
-    }
-    hub.add_repo(REPO, files={**files, "train.jsonl": b"{}"}, private=False)
+    files = {"train.jsonl": b"{}"}
+    for name in ("b.parquet", "a.parquet", "deep/c.parquet"):
+        rows = [sft_row(dialogue("Q", "<answer>B</answer>"), id=name)]
+        files[f"data/{name}"] = write_parquet(Path(name), rows).read_bytes()
+    hub.add_repo(REPO, files=files, private=False)
     for path, expected in ((f"{REPO}/data/deep", ["deep/c.parquet"]), (f"{REPO}/data", ["a.parquet", "b.parquet"])):
         traces = load_traces(path, video_root="", max_bad_frac=0.0).traces
         assert [trace.id for trace in traces] == expected

@@ -224,10 +224,8 @@ def test_with_a_plugin_a_row_may_have_its_own_question_type_and_has_the_columns_
     ]
     path = write_lines(video_dir / "rl.jsonl", rows)
     loaded = load_prompts(path, video_root="", max_bad_frac=0.9, columns=["keywords"])
-    assert [(p.question_type, p.answer, p.columns) for p in loaded.prompts] == [
-        ("caption", "", (("keywords", ["pan"]),)),
-        ("mcq", "A", (("keywords", ["lid"]),)),
-    ]
+    caption, choice = ("caption", "", (("keywords", ["pan"]),)), ("mcq", "A", (("keywords", ["lid"]),))
+    assert [(p.question_type, p.answer, p.columns) for p in loaded.prompts] == [caption, choice]
     assert loaded.bad == {"unknown question type": 4, "missing column": 1, "empty answer": 1}
     assert remarks_on("rl.jsonl", loaded.prompts) == ["rl.jsonl: only reward.plugin scores caption (1 rows)"]
     parquet = write_parquet(video_dir / "rl.parquet", [rl_row("A", keywords=["lid"], more=1)])
@@ -247,12 +245,9 @@ def test_a_row_may_have_images_or_text_alone_instead_of_videos(video_dir):
         rl_row(question="Which?", videos=[], images=["c.png"]),
     ]
     loaded = load_rows(video_dir, *rows, max_bad_frac=0.9)
-    assert [(p.videos, p.images, p.files) for p in loaded.prompts] == [
-        ((), files := (f"{video_dir}/a.png", f"{video_dir}/b.png"), files),
-        ((), (), ()),
-    ]
-    bad = {"videos and images": 1, "wrong schema": 5, "more <image> than images": 1, "missing file": 1}
-    assert loaded.bad == bad
+    files = (f"{video_dir}/a.png", f"{video_dir}/b.png")
+    assert [(p.videos, p.images, p.files) for p in loaded.prompts] == [((), files, files), ((), (), ())]
+    assert loaded.bad == {"videos and images": 1, "wrong schema": 5, "more <image> than images": 1, "missing file": 1}
     (line,) = remarks_on("rl.jsonl", loaded.prompts)
     assert line == "rl.jsonl: 1 rows with images and 1 with text alone are asked without tools"
     parquet = write_parquet(video_dir / "rl.parquet", [rl_row(question="Which?", videos=[], images=["a.png"])])

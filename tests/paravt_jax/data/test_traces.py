@@ -46,12 +46,8 @@ def test_a_published_row_becomes_a_trace(video_dir):
 
 def test_a_list_its_json_and_a_parquet_struct_give_the_same_traces(video_dir):
     image = media("image", "b.png", detail=None)
-    content = dialogue(
-        [media("video", "a.mp4"), text("Which?")],
-        [text(CALL_TURN)],
-        [text("<1.0 seconds>"), image],
-        [text(ANSWER_TURN)],
-    )
+    question, response = [media("video", "a.mp4"), text("Which?")], [text("<1.0 seconds>"), image]
+    content = dialogue(question, [text(CALL_TURN)], response, [text(ANSWER_TURN)])
     keys = dict.fromkeys(("type", "text", "video_url", "image_url"))  # parquet has every key in every part
     struct = [message | {"content": [keys | part for part in message["content"]]} for message in content]
     files = [

@@ -92,11 +92,10 @@ def test_a_certificate_names_the_model_and_hashes_all_requests_and_has_no_addres
 
 @pytest.mark.slow
 def test_equal_evaluations_have_equal_hashes_of_their_requests_and_others_do_not(copy, tmp_path):
-    cells = [
-        evaluated(copy, tmp_path / f"run{number}", FakeEndpoint(says), overrides=overrides)
-        for number, overrides in enumerate([(), (), ("rollout.max_new_tokens=99",)])
-    ]
-    hashes = [cell["hashes"]["requests"] for cell in cells]
+    hashes = []
+    for number, overrides in enumerate([(), (), ("rollout.max_new_tokens=99",)]):
+        cell = evaluated(copy, tmp_path / f"run{number}", FakeEndpoint(says), overrides=overrides)
+        hashes.append(cell["hashes"]["requests"])
     assert hashes[0] == hashes[1] != hashes[2]
 
 
@@ -219,10 +218,8 @@ def test_settings_of_an_endpoint_have_no_effect_elsewhere(name):
 
 def test_only_an_endpoints_model_name_is_part_of_the_settings_hash():
     record = {"eval": {"mode": "agentic", "num_samples": 1}, "data": {"split": ""}, "seed": 0}
-    jax, sglang, first, second = (
-        record | {"engine": {"kind": kind, "model": model}}
-        for kind, model in (("jax", ""), ("sglang", ""), ("openai", "a"), ("openai", "b"))
-    )
+    engines = [("jax", ""), ("sglang", ""), ("openai", "a"), ("openai", "b")]
+    jax, sglang, first, second = (record | {"engine": {"kind": kind, "model": model}} for kind, model in engines)
     keys = [settings_key(each, EvalCell("none", 4)) for each in (jax, sglang, first, second)]
     assert keys[0] == keys[1] and len(set(keys)) == 3
     assert not changed_sections(jax, sglang) and changed_sections(first, second) == ["engine.model"]

@@ -346,10 +346,8 @@ def test_shards_of_other_settings_are_not_merged_but_their_rows_may_have_been_el
     copy, here = tmp_path / "copy", f"run_dir={tmp_path / 'run'}"
     evaluator("A").run(config_of("longvideobench", copy, here), (1, 1))
     other = evaluator("B")
-    others = {
-        "rollout": config_of("longvideobench", copy, here, "rollout.temperature=0.5"),
-        "data": config_of("lvbench", tmp_path / "lvbench", here),
-    }
+    others = {"rollout": config_of("longvideobench", copy, here, "rollout.temperature=0.5")}
+    others["data"] = config_of("lvbench", tmp_path / "lvbench", here)
     for section, config in others.items():
         with pytest.raises(ValueError, match=rf"shards/1_of_1 has cells .* other settings \({section}\)"):
             other.run(config)

@@ -63,14 +63,9 @@ def test_a_rendered_trace_has_the_ids_of_its_episode(tokenizer, crop_returns, re
 
 
 def test_loss_tokens_are_the_assistants_turns_with_their_ends(tiny_hf, chat):
-    trace = trace_of(
-        ("system", ("Be brief.",)),
-        ("user", ("Which?",)),
-        ("assistant", ("The first.",)),
-        ("user", ("Really?",)),
-        ("assistant", ("Yes.",)),
-    )
-    ledger = rendered(tiny_hf, chat, trace)
+    texts = ("Be brief.", "Which?", "The first.", "Really?", "Yes.")
+    roles = ("system", "user", "assistant", "user", "assistant")
+    ledger = rendered(tiny_hf, chat, trace_of(*((role, (text,)) for role, text in zip(roles, texts, strict=True))))
     assert chat.decode(ledger.ids[ledger.sampled_mask]) == "The first.<|im_end|>Yes.<|im_end|>"
     content = chat.decode(ledger.ids)
     assert content.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhich?<|im_end|>")

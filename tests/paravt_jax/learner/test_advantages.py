@@ -196,10 +196,8 @@ def test_the_unit_of_a_step_is_the_spread_within_its_groups():
 def test_batch_normalization_keeps_the_weight_of_a_small_bonus(normalise, worth):
     """By its group's std, 0.3 · R_tool has the advantages of R_tool: the std cancels every weight."""
     config, other = replace(EXACT, normalise=normalise), of_rewards(100 * [1.0, -1.0])
-    small, full = (
-        group_advantages(group, config, [group, other])
-        for group in (of_rewards([1 + weight, 1, 1, 1]) for weight in (0.3, 1))
-    )
+    groups = [of_rewards([1 + weight, 1, 1, 1]) for weight in (0.3, 1)]
+    small, full = (group_advantages(group, config, [group, other]) for group in groups)
     np.testing.assert_allclose(small.sequence, worth * full.sequence, rtol=0.01)
 
 

@@ -209,11 +209,8 @@ def test_the_expected_gradient_of_the_kl_term(estimator, forward, float64):
         probability = jax.lax.stop_gradient(jnp.exp(logp))
         config = LossConfig(kl_coef=1.0, kl=estimator)
         tokens = {"advantage": jnp.zeros(1), "loss_mask": jnp.ones(1, bool)}
-        terms = [
-            loss_of(config, tokens | dict.fromkeys(LOGPS, logp[n : n + 1]) | {"ref_logp": ref_logp[n : n + 1]}).loss
-            for n in range(5)
-        ]
-        return probability @ jnp.stack(terms)
+        logps = [dict.fromkeys(LOGPS, logp[n : n + 1]) | {"ref_logp": ref_logp[n : n + 1]} for n in range(5)]
+        return probability @ jnp.stack([loss_of(config, tokens | of_token).loss for of_token in logps])
 
     def divergence(theta):
         logp = jax.nn.log_softmax(theta)
@@ -364,10 +361,9 @@ def test_quantiles_of_the_ratio_come_from_bins_that_add_up():
     log_ratio = np.concatenate([np.zeros(900), np.full(60, -0.2), np.full(40, 0.3), [jnp.nan]])
     mask = jnp.asarray(np.arange(1001) < 1000)
     policy, prox = jnp.asarray(log_ratio - 1), jnp.full(1001, -1.0)
-    total, first, second = (
-        losses.ratio_counts(SampledTokens(policy[part], *3 * [prox[part]], mask[part], SUMS))
-        for part in (np.s_[:], np.s_[:950], np.s_[950:])
-    )
+    parts = (np.s_[:], np.s_[:950], np.s_[950:])
+    tokens = [SampledTokens(policy[part], *3 * [prox[part]], mask[part], SUMS) for part in parts]
+    total, first, second = map(losses.ratio_counts, tokens)
     np.testing.assert_array_equal(total, first + second)
     assert total.sum() == 1000
     low, median, high = (losses.ratio_quantile(np.asarray(total), quantile) for quantile in (0.01, 0.5, 0.99))
@@ -375,10 +371,8 @@ def test_quantiles_of_the_ratio_come_from_bins_that_add_up():
     np.testing.assert_allclose(np.log([low, high]), [-0.2, 0.3], rtol=0.125)
     extreme = jnp.asarray([-80.0, 80.0])
     counts = losses.ratio_counts(SampledTokens(extreme, *3 * [jnp.zeros(2)], jnp.ones(2, bool), SUMS))
-    assert [losses.ratio_quantile(np.asarray(counts), quantile) for quantile in (0.5, 1.0)] == [
-        math.exp(-10),
-        math.exp(10),
-    ]
+    quantiles = [losses.ratio_quantile(np.asarray(counts), quantile) for quantile in (0.5, 1.0)]
+    assert quantiles == [math.exp(-10), math.exp(10)]
 
 
 @pytest.mark.slow

@@ -17,6 +17,8 @@ from paravt_jax.learner.objectives import imitation
 from paravt_jax.learner.packing import BatchShape
 from paravt_jax.plan.run import PlannedRl
 
+pytestmark = pytest.mark.slow
+
 # Sizes that identify an array in a program.
 WIDTH, VOCAB, LAYERS, ROW_TOKENS, TABLE_ROWS = 64, 1028, 3, 136, 33
 CONFIG = ModelConfig(
@@ -62,7 +64,6 @@ def over_fsdp():
     return programs_on((1, 4, 1))
 
 
-@pytest.mark.slow
 def test_each_pass_gathers_the_head_once_for_all_chunks(over_fsdp):
     of_head = [each for each in collectives(over_fsdp["gradients"]) if VOCAB in each.sizes]
     assert not any(each.in_loop for each in of_head)
@@ -70,14 +71,12 @@ def test_each_pass_gathers_the_head_once_for_all_chunks(over_fsdp):
     assert kinds.count("all-gather") in (1, 2) and kinds.count("reduce-scatter") == 1
 
 
-@pytest.mark.slow
 def test_frames_stay_on_the_devices_of_their_rows(over_fsdp):
     of_tables = {TABLE_ROWS, 4 * TABLE_ROWS}
     for name in ("encode_vision", "gradients"):
         assert not [each for each in collectives(over_fsdp[name]) if each.sizes & of_tables]
 
 
-@pytest.mark.slow
 def test_residuals_of_long_rows_are_sharded_over_tensor(monkeypatch):
     monkeypatch.setattr("model_port.text.LONG_ROW_TOKENS", ROW_TOKENS - 1)
     program = programs_on((1, 1, 2))["gradients"]
@@ -85,7 +84,6 @@ def test_residuals_of_long_rows_are_sharded_over_tensor(monkeypatch):
     assert f"f32[{LAYERS},1,{ROW_TOKENS},{WIDTH}]" not in program
 
 
-@pytest.mark.slow
 def test_gradients_are_sharded_like_their_parameters():
     run = PlannedRl.of(config_of((1, 2, 2), rows=1, row_tokens=64), CONFIG)
     learner = make_learner(run.update, CONFIG, make_mesh(1, 2, 2))
@@ -96,7 +94,6 @@ def test_gradients_are_sharded_like_their_parameters():
         assert own.sharding.is_equivalent_to(param.sharding, param.ndim)
 
 
-@pytest.mark.slow
 def test_batches_of_a_step_share_programs_and_add_up_in_place():
     learner = make_learner(PlannedRl.of(config_of((1, 1, 1), rows=1, row_tokens=64), CONFIG).update, CONFIG, None)
     batch = make_batch(BatchShape(1, 64, 16, 1, 16, 2), CONFIG)

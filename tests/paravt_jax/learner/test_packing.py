@@ -41,12 +41,10 @@ def model(tiny_hf):
 
 @pytest.fixture(scope="module")
 def frames(model):
-    random = np.random.default_rng(0)
+    random, num_values = np.random.default_rng(0), model.config.vision.patch_values
     grids = {"a": (2, 4), "b": (4, 4), "c": (4, 6)}
-    values = model.config.vision.patch_values
     return {
-        key: Frame(random.standard_normal((down * across, values), np.float32), (down, across))
-        for key, (down, across) in grids.items()
+        key: Frame(random.standard_normal((a * b, num_values), np.float32), (a, b)) for key, (a, b) in grids.items()
     }
 
 
@@ -243,16 +241,13 @@ def test_every_scored_token_is_in_exactly_one_batch_with_its_values(model, group
     dialogues = [*group, dialogue(model, 7, frames=("c",), prompt_seed=1)]
     batches = pack(dialogues, frames, model.config, SMALL)
     fields = ("behavior_logp", "advantage", "token_class", "likelihood")
-    entries = [
-        tuple(getattr(batch, name)[at].item() for name in ("dialogue", "target", *fields))
-        for batch in batches
-        for at in map(tuple, np.argwhere(batch.loss_mask))
-    ]
-    expected = [
-        (number, d.ids[t].item(), *(getattr(d, name)[t].item() for name in fields))
-        for number, d in enumerate(dialogues)
-        for t in np.flatnonzero(d.loss_mask)
-    ]
+    entries, expected = [], []
+    for batch in batches:
+        columns = [getattr(batch, name)[batch.loss_mask].tolist() for name in ("dialogue", "target", *fields)]
+        entries += zip(*columns, strict=True)
+    for number, d in enumerate(dialogues):
+        columns = [getattr(d, name)[d.loss_mask].tolist() for name in ("ids", *fields)]
+        expected += [(number, *values) for values in zip(*columns, strict=True)]
     assert sorted(entries) == sorted(expected)
     for batch in batches:
         segment_ids = np.take_along_axis(batch.text.segment_ids, batch.source, 1)
@@ -382,10 +377,8 @@ def test_tokens_know_the_length_of_their_episode_wherever_its_sub_agents_are_pac
 
 def test_a_kl_penalty_on_a_batch_equals_one_before_packing(model, group, frames):
     penalties = np.array([0.3, -0.1, 0.7, 0.2], np.float32)
-    penalized = [
-        replace(d, advantage=with_kl_penalty(d.advantage, d.loss_mask, float(p)))
-        for d, p in zip(group, penalties, strict=True)
-    ]
+    pairs = zip(group, penalties.tolist(), strict=True)
+    penalized = [replace(d, advantage=with_kl_penalty(d.advantage, d.loss_mask, penalty)) for d, penalty in pairs]
     (batch,), (expected,) = (pack(dialogues, frames, model.config, SHAPE) for dialogues in (group, penalized))
     advantage = with_kl_penalty(batch.advantage, batch.loss_mask, penalties[batch.dialogue])
     np.testing.assert_array_equal(advantage, expected.advantage)

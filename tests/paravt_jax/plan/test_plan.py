@@ -57,16 +57,10 @@ MID = ModelConfig(
     vision_start_token_id=4092,
     vision_end_token_id=4093,
 )
-WINDOWS = replace(
-    MID,
-    text=replace(MID.text, mrope_sections=(4, 6, 6), **TRAITS),
-    vision=Qwen25VisionConfig(4, 64, 128, 2, 256, full_layers=(3,)),
-)
-EXPERTS = replace(
-    MID,
-    text=replace(MID.text, ffn_width=128, num_experts=8, token_experts=2),
-    vision=Qwen3MoeVisionConfig(**vars(MID.vision)),
-)
+WINDOWED = Qwen25VisionConfig(4, 64, 128, 2, 256, full_layers=(3,))
+WINDOWS = replace(MID, text=replace(MID.text, mrope_sections=(4, 6, 6), **TRAITS), vision=WINDOWED)
+SPARSE = replace(MID.text, ffn_width=128, num_experts=8, token_experts=2)
+EXPERTS = replace(MID, text=SPARSE, vision=Qwen3MoeVisionConfig(**vars(MID.vision)))
 EIGHT_B = preset("8b")
 LARGE_VOCAB = replace(MID, text=replace(MID.text, num_layers=3, vocab_size=16_384))
 CASES = {
@@ -84,11 +78,6 @@ CASES = {
     "adapters, none": (MID, (1, 2, 2), 512, "none", "blocked"),
 }
 
-NIGHTLY_CASES = (
-    *("none", "dots", "full, xla", "full, scanned", "head", "trainable vision", "windows"),
-    *("experts", "experts, dots", "adapters", "adapters, none"),
-)
-
 
 def plan_of_config(config: Config, model: ModelConfig = EIGHT_B, device: DeviceSpec = CPU) -> Plan:
     return make_plan(PlannedRl.of(config, model), device)
@@ -104,9 +93,7 @@ def case(name: str) -> tuple[ModelConfig, Config]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY_CASES)) for name in CASES]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.nightly] * (name != "full")) for name in CASES])
 def test_planned_memory_matches_the_compiler(name, monkeypatch):
     monkeypatch.setattr(scanned, "BLOCK_TOKENS", 128)
     model, config = case(name)
@@ -165,10 +152,8 @@ def test_trained_sub_agents_are_in_the_update():
 
 def test_rows_of_patches_have_room_for_a_zoomed_detail():
     """As many pixels as the 16 frames of a crop, so that such a row has 16 frames of an overview."""
-    crops, zooms = (
-        PlannedRl.of(load_config("configs/paragrpo_8b.yaml", f"rollout.tools={tools}"), EIGHT_B)
-        for tools in ("[crop_video]", "[crop_video,zoom_frame]")
-    )
+    tools = ("rollout.tools=[crop_video]", "rollout.tools=[crop_video,zoom_frame]")
+    crops, zooms = (PlannedRl.of(load_config("configs/paragrpo_8b.yaml", each), EIGHT_B) for each in tools)
     for shape_of in (PlannedRl.largest_batch, lambda run: run.typical_step().shape):
         crop, zoom = shape_of(crops), shape_of(zooms)
         assert (crop.row_patches, zoom.row_patches) == (196, 16 * 196)
@@ -198,10 +183,9 @@ def dialogue_with_frames(group: int, num_frames: int) -> Dialogue:
 
 
 def test_every_update_of_a_step_has_batches_of_its_own():
-    one, seven = (
-        PlannedRl.of(load_config("configs/grpo_8b.yaml", "train.max_staleness=0", f"train.updates_per_step={n}"), MID)
-        for n in (1, 7)
-    )
+    updates = ("train.updates_per_step=1", "train.updates_per_step=7")
+    configs = [load_config("configs/grpo_8b.yaml", "train.max_staleness=0", each) for each in updates]
+    one, seven = (PlannedRl.of(config, MID) for config in configs)
     assert one.typical_step().num_batches < 7 <= seven.typical_step().num_batches
     assert seven.typical_step().num_updates == 7 and one.work.shared_tokens == seven.work.shared_tokens
 

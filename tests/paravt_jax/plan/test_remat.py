@@ -76,18 +76,16 @@ def test_an_explicit_value_is_kept():
 def test_less_recomputation_takes_fewer_flops_and_more_memory():
     ladder = [("full", 0), ("attention", 0), ("attention", 5), ("attention", 20), ("dots", 0), ("none", 0)]
     peaks = [memory(*value).peak_bytes for value in ladder]
-    again = [
-        batch_flops(run.update, run.model, run.largest_batch(), "gpu")["update, recomputation"]
-        for run in (recomputing(*value) for value in ladder)
-    ]
+    runs = [recomputing(*value) for value in ladder]
+    flops = [batch_flops(run.update, run.model, run.largest_batch(), "gpu") for run in runs]
+    again = [of_run["update, recomputation"] for of_run in flops]
     assert peaks == sorted(peaks) and again == sorted(again, reverse=True) and again[0] > again[3] > again[4]
 
 
 def test_the_log_has_the_choice_and_the_memory_of_full():
     device = device_for(memory("attention", 7))
-    usable, peak, full = (
-        each / GIB for each in (device.usable_bytes, memory("attention", 7).peak_bytes, memory("full").peak_bytes)
-    )
+    sizes = device.usable_bytes, memory("attention", 7).peak_bytes, memory("full").peak_bytes
+    usable, peak, full = (num_bytes / GIB for num_bytes in sizes)
     line = f"remat: dots in 7 of {LAYERS} layers, attention in the others, {peak:.1f} of {usable:.1f} GiB planned"
     assert remat_line(RUN, device) == f"{line}; full would need {full:.1f}"
 
@@ -103,12 +101,7 @@ def test_a_device_of_unknown_memory_recomputes_everything(kind):
 def test_every_host_of_a_run_chooses_the_same():
     config = load_config("configs/32b_64.yaml", "hosts.coordinator=10.0.0.1:8476", "hosts.num=8")
     device = [SimpleNamespace(device_kind=H100.kind)]
-    choices = {
-        chosen_for(
-            Compute("bfloat16"),
-            PlannedRl.of(replace(config, hosts=replace(config.hosts, index=index)), preset("32b")),
-            device,
-        )
-        for index in (0, 7)
-    }
+    configs = [replace(config, hosts=replace(config.hosts, index=index)) for index in (0, 7)]
+    runs = [PlannedRl.of(of_host, preset("32b")) for of_host in configs]
+    choices = {chosen_for(Compute("bfloat16"), run, device) for run in runs}
     assert len(choices) == 1 and next(iter(choices))[0].remat != "full"

@@ -87,10 +87,7 @@ def test_exact_match_ignores_case_articles_and_punctuation_and_never_matches_not
     assert exact_match("the", "a") == 0.0
 
 
-WORDS = [
-    *("A", "B", "(B)", "the answer is", "option", "not", "or", ",", "."),
-    *("3", "5.", "1:05", "-", "to", " ", "\n", "["),
-]
+WORDS = [*"AB,.3-[ \n", "(B)", "the answer is", "option", "not", "or", "5.", "1:05", "to"]
 
 
 @settings(max_examples=50)

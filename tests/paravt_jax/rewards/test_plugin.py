@@ -73,19 +73,11 @@ def test_a_function_receives_the_question_the_turns_and_the_calls():
         return []
 
     assert terms_from(Plugin(reward, 5.0)) == ()
-    arguments = {"start_time": 2, "end_time": 5}
-    first, second = (
-        ExecutedCall(0, (start, start + len(CALL)), "crop_video", arguments, "ok", "A report.")
-        for start in (LOOKED.index(CALL), LOOKED.rindex(CALL))
-    )
-    assert received == {
-        "question": "Which one?",
-        "answer": "B",
-        "question_type": "mcq",
-        "turns": [LOOKED, ANSWERED],
-        "calls": [first, second],
-        "outcomes": ["ok", "ok"],
-    }
+    executed = "crop_video", {"start_time": 2, "end_time": 5}, "ok", "A report."
+    starts = (LOOKED.index(CALL), LOOKED.rindex(CALL))
+    first, second = (ExecutedCall(0, (start, start + len(CALL)), *executed) for start in starts)
+    texts = {"question": "Which one?", "answer": "B", "question_type": "mcq", "turns": [LOOKED, ANSWERED]}
+    assert received == texts | {"calls": [first, second], "outcomes": ["ok", "ok"]}
 
 
 def scores_from(function, *texts, columns=None):

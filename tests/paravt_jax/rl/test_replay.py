@@ -120,10 +120,8 @@ def test_groups_rebuilt_from_a_log_equal_the_logged_groups(played, chat, tmp_pat
 
 def test_a_replay_recomputes_rewards_with_its_settings(played, chat, tmp_path):
     run_dir = write_log(tmp_path, played, chat)
-    rewards = [
-        group_metrics(replayed(run_dir, chat, *overrides)[0])["rollout/reward_mean"]
-        for overrides in ([], ["reward.format_weight=0"])
-    ]
+    replays = replayed(run_dir, chat), replayed(run_dir, chat, "reward.format_weight=0")
+    rewards = [group_metrics(groups)["rollout/reward_mean"] for groups, _ in replays]
     assert rewards[0] != rewards[1]
 
 

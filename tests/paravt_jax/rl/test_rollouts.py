@@ -631,10 +631,10 @@ def test_cut_off_episodes_are_trained_on_left_out_or_penalised(chat):
         """Rollouts 0 and 1 are wrong and right; rollout 3 is truncated before its right answer."""
         return LONG if episode.endswith("/3") else half_right(episode, request)
 
-    groups = {
-        truncated: collect(chat, one_cut_off, "rollout.max_new_tokens=64", f"train.truncated={truncated}")[0][0]
-        for truncated in ("learn", "leave_out", "soft")
-    }
+    groups = {}
+    for truncated in ("learn", "leave_out", "soft"):
+        settings = ("rollout.max_new_tokens=64", f"train.truncated={truncated}")
+        ((groups[truncated], _),) = collect(chat, one_cut_off, *settings)
     rewards = {truncated: [rollout.terms.total for rollout in group.rollouts] for truncated, group in groups.items()}
     assert groups["learn"].rollouts[3].episode.finish == "length"
     assert groups["learn"].keep.all() and groups["soft"].keep.all()

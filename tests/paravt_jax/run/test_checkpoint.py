@@ -283,10 +283,8 @@ def test_without_an_intact_checkpoint_an_error_lists_broken_ones_and_keeps_the_s
     (tmp_path / "2" / "state.json").write_text(record)
     expected = bits(at_step(subject, 7))
     for _ in range(2):  # also if it is already set aside
-        with (
-            open_checkpoints(tmp_path, tiny_hf) as checkpoints,
-            pytest.raises(RuntimeError, match=r"no intact .*\(2\.broken\)"),
-        ):
+        no_intact = pytest.raises(RuntimeError, match=r"no intact .*\(2\.broken\)")
+        with open_checkpoints(tmp_path, tiny_hf) as checkpoints, no_intact:
             checkpoints.restore(subject)
     assert bits(subject) == expected
 

@@ -44,11 +44,8 @@ def log_steps(run_dir: Path, steps: range, **config) -> None:
 
 
 def files_of(run_dir: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(run_dir)): path.read_bytes()
-        for path in sorted(run_dir.rglob("*.jsonl*"))
-        if path.is_file() and "superseded" not in path.parts
-    }
+    files = [path for path in run_dir.rglob("*.jsonl*") if path.is_file() and "superseded" not in path.parts]
+    return {str(path.relative_to(run_dir)): path.read_bytes() for path in files}
 
 
 def test_a_resumed_run_writes_the_files_of_an_uninterrupted_one(tmp_path):

@@ -49,10 +49,8 @@ def contract(tiny_hf):
     return VisionContract.from_hf(tiny_hf)
 
 
-PICTURES = tuple(
-    Picture.of(np.random.default_rng(n).integers(0, 255, size).astype(np.uint8))
-    for n, size in enumerate([(64, 32, 3), (32, 96, 3)])
-)
+NOISE = [np.random.default_rng(n).integers(0, 255, size) for n, size in enumerate([(64, 32, 3), (32, 96, 3)])]
+PICTURES = tuple(Picture.of(pixels.astype(np.uint8)) for pixels in NOISE)
 
 
 def request(chat, episode="e", seed=0, max_new_tokens=24, **kwargs) -> Request:

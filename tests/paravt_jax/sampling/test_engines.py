@@ -6,6 +6,7 @@ import socket
 from contextlib import AsyncExitStack
 
 import pytest
+from async_tests import async_test
 from fake_server import FakeServer
 
 from model_port.layers import Compute
@@ -74,38 +75,32 @@ def test_a_run_reports_an_unreachable_server_before_it_loads_its_model(tmp_path,
 
 
 @pytest.mark.usefixtures("unloaded")
-def test_an_evaluation_reports_an_unreachable_server_before_it_loads_its_model(tmp_path, free_port, capsys):
+@async_test
+async def test_an_evaluation_reports_an_unreachable_server_before_it_loads_its_model(tmp_path, free_port, capsys):
     url = f"http://127.0.0.1:{free_port}"
     overrides = (f"run_dir={tmp_path}", "engine.kind=sglang", f"engine.urls=[{url}]")
     config = load_config("eval_smoke", *overrides, schema=EvalConfig)
-
-    async def opened() -> None:
-        async with AsyncExitStack() as stack:
+    async with AsyncExitStack() as stack:
+        with pytest.raises(ValueError, match="now the model"):
             await evaluation._open_worker(config, tmp_path, stack, ())
-
-    with pytest.raises(ValueError, match="now the model"):
-        asyncio.run(opened())
     assert is_reported(url, capsys.readouterr().err)
 
 
-def test_a_starting_server_is_reported_and_awaited(tiny_hf, free_port, tmp_path, capsys):
+@async_test
+async def test_a_starting_server_is_reported_and_awaited(tiny_hf, free_port, tmp_path, capsys):
     policy = Policy(None, VisionContract.from_hf(tiny_hf), Chat.from_hf(tiny_hf), tiny_hf, tiny_hf, Compute())
     url, listed = f"http://127.0.0.1:{free_port}", tmp_path / "servers"
     settings = EngineConfig("sglang", [str(listed)])
-
-    async def run() -> list[str]:
-        await report_unreachable(settings)  # a server list that does not exist yet
-        listed.write_text(url)
+    await report_unreachable(settings)  # a server list that does not exist yet
+    listed.write_text(url)
+    await report_unreachable(settings)
+    opening = asyncio.create_task(open_engine(settings, policy, EPISODES, None, 0, lambda phase: None))
+    await asyncio.sleep(0.5)
+    async with FakeServer(free_port) as server:
+        engine = await opening
         await report_unreachable(settings)
-        opening = asyncio.create_task(open_engine(settings, policy, EPISODES, None, 0, lambda phase: None))
-        await asyncio.sleep(0.5)
-        async with FakeServer(free_port) as server:
-            engine = await opening
-            await report_unreachable(settings)
-            await engine.close()
-            return [*server.requests]
-
-    assert "/model_info" in asyncio.run(run())
+        await engine.close()
+    assert "/model_info" in server.requests
     *lines, last = capsys.readouterr().err.splitlines()
     assert is_reported(url, last) and [f"'{listed}'" in line for line in lines] == [True]
 

@@ -33,12 +33,8 @@ def weights(model_dir):
 def test_an_adapter_is_sent_as_matrices_with_merge_information(weights, model_dir):
     tensors = dict(weights.tensors())
     merging = json.loads(tensors.pop(ADAPTER_INFO).tobytes())
-    assert {key: merging[key] for key in ("scale", "base", "dtype", "sum")} == {
-        "scale": 2.0,
-        "base": "org/base",
-        "dtype": "bfloat16",
-        "sum": "abc",
-    }
+    expected = {"scale": 2.0, "base": "org/base", "dtype": "bfloat16", "sum": "abc"}
+    assert {key: merging[key] for key in expected} == expected
     with HfTensors(model_dir) as files:
         assert sorted(merging["names"]) == sorted(files.shapes)
         projections = {name for name in files.shapes if "_proj.weight" in name and "visual" not in name}
