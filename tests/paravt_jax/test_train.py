@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from async_tests import async_test
 from fake_server import FakeServer
 from training import OPTIMISED, QUICK, ROOT, SMOKE, episodes_of, metrics_of, train, train_here, train_in_loop
 
@@ -223,21 +224,18 @@ class LeavingServer(FakeServer):
 
 
 @pytest.mark.usefixtures("without_gate")
-def test_servers_can_be_replaced_between_steps(tmp_path, monkeypatch):
+@async_test
+async def test_servers_can_be_replaced_between_steps(tmp_path, monkeypatch):
     url_file, run_dir = tmp_path / "servers", tmp_path / "run"
     monkeypatch.setattr(engines, "SGLangSettings", partial(SGLangSettings, probe_every_s=0.05))
     settings = ("train.num_steps=3", "engine.kind=sglang", f"engine.urls=[{url_file}]", "mismatch.max_kl=.inf")
-
-    async def run():
-        async with LeavingServer() as first, FakeServer() as second:
-            url_file.write_text(first.url)
-            first.leave = lambda: url_file.write_text(second.url)
-            await train_in_loop(run_dir, *QUICK, *settings)
-            return first.version, second.version, second.requests["/generate"]
-
-    *labels, num_requests = asyncio.run(run())
+    async with LeavingServer() as first, FakeServer() as second:
+        url_file.write_text(first.url)
+        first.leave = lambda: url_file.write_text(second.url)
+        await train_in_loop(run_dir, *QUICK, *settings)
     run_id = directory.run_id(run_dir, ALONE)
-    assert (labels, num_requests) == ([f"{run_id}/1", f"{run_id}/3"], 2 * 4)
+    assert (first.version, second.version) == (f"{run_id}/1", f"{run_id}/3")
+    assert second.requests["/generate"] == 2 * 4
     episodes = episodes_of(run_dir)
     assert set(sampled_versions(episodes)) == {(1, 0), (2, 1), (3, 2)}
     assert not any(episode["missing"] for episode in episodes)
@@ -269,13 +267,11 @@ class TakenServer(FakeServer):
 
 
 @pytest.mark.usefixtures("without_gate")
-def test_a_run_ends_if_another_run_takes_over_its_server(tmp_path):
-    async def run():
-        async with TakenServer() as server:
-            settings = ("engine.kind=sglang", f"engine.urls=[{server.url}]", "mismatch.max_kl=.inf")
-            with pytest.raises(RuntimeError, match=r"no server is left: .*taken over by another run, other-run, and"):
-                await train_in_loop(tmp_path / "run", *QUICK, *settings)
-            return server.version, server.requests["/update_weights_from_disk"]
-
-    assert asyncio.run(run()) == ("other-run/5", 2)
+@async_test
+async def test_a_run_ends_if_another_run_takes_over_its_server(tmp_path):
+    async with TakenServer() as server:
+        settings = ("engine.kind=sglang", f"engine.urls=[{server.url}]", "mismatch.max_kl=.inf")
+        with pytest.raises(RuntimeError, match=r"no server is left: .*taken over by another run, other-run, and"):
+            await train_in_loop(tmp_path / "run", *QUICK, *settings)
+        assert (server.version, server.requests["/update_weights_from_disk"]) == ("other-run/5", 2)
     assert len(metrics_of(tmp_path / "run")) == 1

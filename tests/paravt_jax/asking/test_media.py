@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from async_tests import async_test
 from PIL import Image
 
 from paravt_jax.asking import media as media_module
@@ -216,17 +217,15 @@ def test_a_full_disk_is_not_an_error_of_the_url(tmp_path, fetching, monkeypatch)
         fetched(Sources(None, True, tmp_path), "/video")
 
 
-def test_the_downloads_of_concurrent_requests_are_limited_in_total(tmp_path, fetching):
+@async_test
+async def test_the_downloads_of_concurrent_requests_are_limited_in_total(tmp_path, fetching):
     sources = Sources(None, True, tmp_path, DiskBudget(12_000))
-
-    async def concurrently():
-        async with web_server() as url:
-            media = [Medium("video", f"{url}/video")] * 2
-            async with sources.files_of(media):
-                with pytest.raises(RequestError, match="other requests are fetching"):
-                    async with sources.files_of(media[:1]):
-                        pass
-            async with sources.files_of(media[:1]) as files:
-                return Path(files["video"][0]).stat().st_size, sources.budget.free_bytes
-
-    assert asyncio.run(concurrently()) == (5000, 7000) and sources.budget.free_bytes == 12_000
+    async with web_server() as url:
+        media = [Medium("video", f"{url}/video")] * 2
+        async with sources.files_of(media):
+            with pytest.raises(RequestError, match="other requests are fetching"):
+                async with sources.files_of(media[:1]):
+                    pass
+        async with sources.files_of(media[:1]) as files:
+            assert (Path(files["video"][0]).stat().st_size, sources.budget.free_bytes) == (5000, 7000)
+    assert sources.budget.free_bytes == 12_000

@@ -13,7 +13,7 @@ import aiohttp
 import numpy as np
 import pytest
 from agents import ANSWER, call_of
-from async_tests import until
+from async_tests import async_test, until
 from PIL import Image
 from served import LOOK, MODEL, question, served_by, serving, with_service
 
@@ -148,7 +148,8 @@ async def test_a_conversation_without_videos_has_no_pictures_and_no_tools(served
 
 
 @pytest.mark.slow
-def test_the_embedded_engine_answers_clients_together_as_it_answers_each_alone(tiny_hf, tmp_path):
+@async_test
+async def test_the_embedded_engine_answers_clients_together_as_it_answers_each_alone(tiny_hf, tmp_path):
     write_video(tmp_path / "a.mp4", [np.full((64, 96, 3), 40 * number, np.uint8) for number in range(6)], fps=2)
     turns = [message("user", VIDEO, "Which colour?"), message("assistant", "Red."), message("user", image(), "Here?")]
 
@@ -165,11 +166,9 @@ def test_the_embedded_engine_answers_clients_together_as_it_answers_each_alone(t
         num_alone = len(steps)
         return alone, await asyncio.gather(*map(ask, range(3))), num_alone, len(steps) - num_alone
 
-    async def run():
-        async with open_asker(str(tiny_hf), None, num_frames=4, dispatch=None, num_questions=3) as answerer:
-            return await served_by(Service(answerer, MODEL, Sources(tmp_path, False), 3, 60), work)
-
-    alone, together, num_alone, num_together = asyncio.run(run())
+    async with open_asker(str(tiny_hf), None, num_frames=4, dispatch=None, num_questions=3) as answerer:
+        service = Service(answerer, MODEL, Sources(tmp_path, False), 3, 60)
+        alone, together, num_alone, num_together = await served_by(service, work)
     assert alone == together and len(set(alone)) == 3
     assert num_together < num_alone
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from agents import call
+from async_tests import async_test
 from data_rows import rl_row, write_lines
 from evaluator import Evaluator, answer, config_of
 from fake_server import FakeServer
@@ -405,16 +406,14 @@ def test_the_model_digest_depends_on_the_middle_of_files(tmp_path):
     assert digests[0] == digests[2] != digests[1]
 
 
-def test_the_engine_record_has_each_server_s_version_and_model():
-    async def work():
-        async with FakeServer() as server:
-            engine = await SGLangEngine.connect([server.url], SGLangSettings())
-            try:
-                return server.url, await provenance.engine_record(EngineConfig(kind="sglang"), engine)
-            finally:
-                await engine.close()
-
-    url, record = asyncio.run(work())
+@async_test
+async def test_the_engine_record_has_each_server_s_version_and_model():
+    async with FakeServer() as server:
+        engine = await SGLangEngine.connect([url := server.url], SGLangSettings())
+        try:
+            record = await provenance.engine_record(EngineConfig(kind="sglang"), engine)
+        finally:
+            await engine.close()
     assert record == {"kind": "sglang", "servers": {url: {"version": "0.5.23", "model": "served.hf"}}}
     same, other = ({"path": path, "source": "/models/served.hf"} for path in ("served.hf", "run/checkpoints/9"))
     assert provenance.with_other_models(record, same) == []

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from async_tests import async_test
 
 from paravt_jax.rewards import OwnTerm, Place, RewardConfig
 from paravt_jax.rewards.plugin import ExecutedCall, GroupPlugin, Plugin, PluginError, load_plugin
@@ -192,32 +193,27 @@ ENDING = (asyncio.CancelledError, SystemExit, KeyboardInterrupt, GeneratorExit)
 
 
 @pytest.mark.parametrize("kind", ENDING)
-@pytest.mark.parametrize("async_test", [True, False])
-def test_exceptions_that_end_tasks_or_processes_only_fail_their_episode(kind, async_test):
-    function = (raising_later if async_test else raising)(kind("out"))
-
-    async def scored():
-        asyncio.current_task().cancel()
-        with suppress(asyncio.CancelledError):  # as some libraries do
-            await asyncio.sleep(0)
-        with pytest.raises(PluginError, match=f"{kind.__name__}: out$"):
-            await Plugin(function, 5.0).terms(episode(ANSWERED), "B", "mcq")
-        return "continues"
-
-    assert asyncio.run(scored()) == "continues"
+@pytest.mark.parametrize("later", [True, False])
+@async_test
+async def test_exceptions_that_end_tasks_or_processes_only_fail_their_episode(kind, later):
+    function = (raising_later if later else raising)(kind("out"))
+    asyncio.current_task().cancel()
+    with suppress(asyncio.CancelledError):  # as some libraries do
+        await asyncio.sleep(0)
+    with pytest.raises(PluginError, match=f"{kind.__name__}: out$"):
+        await Plugin(function, 5.0).terms(episode(ANSWERED), "B", "mcq")
+    await asyncio.sleep(0)  # the run continues
 
 
 @pytest.mark.parametrize("function", [slowly, blocking])
-def test_cancelling_a_run_does_not_wait_for_its_functions(function):
-    async def cancelled():
-        task = asyncio.create_task(Plugin(function, 20.0).terms(episode(ANSWERED), "B", "mcq"))
-        await asyncio.sleep(0.05)
-        started_s = time.monotonic()
-        task.cancel()
-        await asyncio.wait([task])
-        return task.cancelled() and time.monotonic() - started_s
-
-    assert 0 < asyncio.run(cancelled()) < 1
+@async_test
+async def test_cancelling_a_run_does_not_wait_for_its_functions(function):
+    task = asyncio.create_task(Plugin(function, 20.0).terms(episode(ANSWERED), "B", "mcq"))
+    await asyncio.sleep(0.05)
+    started_s = time.monotonic()
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled() and time.monotonic() - started_s < 1
 
 
 def test_a_function_does_not_block_closing_its_coroutine():
@@ -232,25 +228,22 @@ def test_a_function_does_not_block_closing_its_coroutine():
     assert running.cr_frame is None
 
 
-def test_user_functions_of_episodes_run_concurrently():
+@async_test
+async def test_user_functions_of_episodes_run_concurrently():
     """Each function returns only after all have been called."""
-    threads = threading.Barrier(4, timeout=20)
+    threads, tasks = threading.Barrier(4, timeout=20), asyncio.Barrier(4)
 
     def blocking_together(**_):
         threads.wait()
         return [BRIEF]
 
-    async def ask():
-        tasks = asyncio.Barrier(4)
+    async def together(**_):
+        await tasks.wait()
+        return [BRIEF]
 
-        async def together(**_):
-            await tasks.wait()
-            return [BRIEF]
-
-        plugins = [Plugin(function, 20.0) for function in (blocking_together, together) for _ in range(4)]
-        return await asyncio.gather(*(plugin.terms(episode(ANSWERED), "B", "mcq") for plugin in plugins))
-
-    assert asyncio.run(ask()) == [(BRIEF,)] * 8
+    plugins = [Plugin(function, 20.0) for function in (blocking_together, together) for _ in range(4)]
+    terms = await asyncio.gather(*(plugin.terms(episode(ANSWERED), "B", "mcq") for plugin in plugins))
+    assert terms == [(BRIEF,)] * 8
 
 
 @pytest.mark.parametrize(

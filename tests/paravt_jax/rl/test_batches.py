@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from agents import FakeFrames, call_of
+from async_tests import async_test
 from training import SHORT_PROMPT, rollouts_of
 
 import model_port
@@ -284,7 +285,8 @@ def test_pixel_bounds_can_differ_from_the_models(tiny_hf, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_zoomed_detail_can_be_larger_than_a_frame(tiny_hf):
+@async_test
+async def test_a_zoomed_detail_can_be_larger_than_a_frame(tiny_hf):
     zoom = f"I look.</think>{call_of('zoom_frame', time=3, box=[0, 0, 1, 1])}<|im_end|>"
     settings = ["rollout.tools=[zoom_frame]", "rollout.subagent_max_frames=4", "video.max_pixels=1024"]
     config = load_config(None, *COMMON, *settings, "train.subagent_loss=true")
@@ -296,11 +298,9 @@ def test_a_zoomed_detail_can_be_larger_than_a_frame(tiny_hf):
         begins = len(request.pictures) == 3 and "tool_response" not in chat.decode(request.ids)
         return chat.encode(zoom if begins else half_right(request.episode)).tolist()
 
-    async def collected():
-        agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
-        return await rollouts_of(agent, SampleOrder(PROMPTS, 0), Cursor(), config).next_groups(1)
-
-    (part,) = update.parts(asyncio.run(collected()))
+    agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
+    groups = await rollouts_of(agent, SampleOrder(PROMPTS, 0), Cursor(), config).next_groups(1)
+    (part,) = update.parts(groups)
     assert part.counts.num_episodes == 8  # with their sub-agents
     rows = [row for batch in part.batches for row in batch.vision.segment_ids]
     assert {int(size) for row in rows for size in np.bincount(row)[1:]} == {4, 16}  # patches: frames, details

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from agents import ANSWER, FakeFrames, call
+from async_tests import async_test
 from flax import nnx
 from training import rollouts_of
 
@@ -150,7 +151,8 @@ def test_host_times_have_maximum_minimum_and_the_slowest_host():
     }
 
 
-def test_groups_reach_another_host_with_all_their_numbers(tiny_hf):
+@async_test
+async def test_groups_reach_another_host_with_all_their_numbers(tiny_hf):
     """Each group has a missing episode and calls whose arguments are not JSON."""
     odd = "</think>\n\n<tool_code>crop_video({1, 2}, b'3', ...)</tool_code>\n" + call(3, 9)
     larger = ("rollout.max_context_tokens=1024", "rollout.max_new_tokens=256", "pack.row_tokens=1024")
@@ -162,12 +164,8 @@ def test_groups_reach_another_host_with_all_their_numbers(tiny_hf):
         text = f"Look.{odd}<|im_end|>" if "tool_response>\n" not in chat.decode(request.ids) else ANSWER
         return chat.encode(text).tolist()
 
-    async def run():
-        agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
-        rollouts = rollouts_of(agent, order := SampleOrder(PROMPTS, 0), Cursor(), config)
-        return await rollouts.next_groups(1), order
-
-    groups, order = asyncio.run(run())
+    agent = Agent(ScriptedEngine(reply), FakeFrames(), chat, config.rollout)
+    groups = await rollouts_of(agent, order := SampleOrder(PROMPTS, 0), Cursor(), config).next_groups(1)
     calls = groups[0].rollouts[0].episode.calls
     assert [done.outcome for done in calls] == ["invalid", "ok"] and calls[0].call.arguments
     advantage = replace(config.advantage, normalise="batch")

@@ -9,6 +9,7 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
+from async_tests import async_test
 
 from paravt_jax.config import Config, EvalConfig, EvalDataConfig, SftConfig, load_config, to_record
 from paravt_jax.evaluation.evaluation import open_evaluation
@@ -158,17 +159,13 @@ def test_a_runs_id_is_stable_and_unique(tmp_path):
 
 
 @pytest.mark.parametrize(("open_", "schema"), [(open_run, Config), (open_sft_run, SftConfig)])
-def test_a_new_run_in_another_runs_directory_is_rejected(open_, schema, tmp_path):
+@async_test
+async def test_a_new_run_in_another_runs_directory_is_rejected(open_, schema, tmp_path):
     with locked(tmp_path / "outer") as outer:
         write_settings({}, outer)
     inner = tmp_path / "outer" / "plots" / "inner"
-
-    async def start() -> None:
-        async with open_(load_config(None, f"run_dir={inner}", schema=schema)):
-            raise AssertionError("it started")
-
     with pytest.raises(ValueError, match=rf"run_dir={inner} is in the directory of another run, {tmp_path}/outer;"):
-        asyncio.run(start())
+        await open_(load_config(None, f"run_dir={inner}", schema=schema)).__aenter__()
     assert not inner.exists()
     inner.mkdir(parents=True)
     write_settings({}, inner)
