@@ -71,7 +71,7 @@ SCHEMA = '{"type": "function", "function": {"name": "crop_video", "parameters": 
 def write_release(root, driver=DRIVER, loaders=LOADERS):
     (root / "paravt" / "eval").mkdir(parents=True, exist_ok=True)
     for name, text in ((source.DRIVER, driver), (source.LOADERS, loaders)):
-        (root / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+        (root / name).write_bytes(text.encode(errors="surrogateescape"))
 
 
 @pytest.fixture
@@ -142,34 +142,26 @@ def test_every_dispatch_of_an_evaluation_is_checked_at_loading(release):
 
 
 @pytest.mark.parametrize(
-    ("driver", "loaders", "complaint"),
+    ("old", "new", "complaint"),
     [
         (
-            DRIVER.replace('"Answer."', 'os.environ["WORDS"]'),
-            LOADERS,
+            '"Answer."',
+            'os.environ["WORDS"]',
             r"driver.py: the text system.direct cannot be read: line 15, .*WORDS.*, is not a",
         ),
-        (
-            DRIVER.replace("DIRECT_SYSTEM", "OTHER"),
-            LOADERS,
-            "driver.py has no text system.direct; give the release's commit",
-        ),
-        (DRIVER.replace("</tools>", "{video}"), LOADERS, "not a template"),
-        (DRIVER.replace("force", "other"), LOADERS, "driver.py has no text last.choice"),
-        (DRIVER, LOADERS.replace('"mlvu"', '"other"'), "utils.py has no text question.mlvu"),
-        (
-            DRIVER,
-            LOADERS.replace("M {item['question']}", "M {item['other']}"),
-            r"question.mlvu .* line 14, .*other.* is not an expression",
-        ),
-        (DRIVER, "You may look closer.", "utils.py is not a Python file: "),
-        (b"\xff\0x", LOADERS, "driver.py is not a Python file: "),
-        ("#" * 2**21, LOADERS, "has more than 1048576 bytes"),
-        (DRIVER + f"DIRECT_SYSTEM = {' + '.join(['str()'] * 9000)}", LOADERS, "cannot be read|is not a Python file"),
+        ("DIRECT_SYSTEM", "OTHER", "driver.py has no text system.direct; give the release's commit"),
+        ("</tools>", "{video}", "not a template"),
+        ("force", "other", "driver.py has no text last.choice"),
+        ('"mlvu"', '"other"', "utils.py has no text question.mlvu"),
+        ("M {item['question']}", "M {item['other']}", r"question.mlvu .* line 14, .*other.* is not an expression"),
+        (LOADERS, "You may look closer.", "utils.py is not a Python file: "),
+        (DRIVER, "\udcff\0x", "driver.py is not a Python file: "),  # no UTF-8
+        (DRIVER, "#" * 2**21, "has more than 1048576 bytes"),
+        (DRIVER, f"{DRIVER}DIRECT_SYSTEM = {' + '.join(['str()'] * 9000)}", "cannot be read|is not a Python file"),
     ],
 )
-def test_an_unreadable_release_is_a_clear_error(release, driver, loaders, complaint):
-    write_release(release, driver, loaders)
+def test_an_unreadable_release_is_a_clear_error(release, old, new, complaint):
+    write_release(release, DRIVER.replace(old, new), LOADERS.replace(old, new))
     with pytest.raises(ValueError, match=complaint):
         import_release(release)
 

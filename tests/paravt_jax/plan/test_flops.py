@@ -16,16 +16,17 @@ def flops(function) -> float:
     return product_flops(jax.jit(function).trace(X, W).jaxpr.jaxpr)
 
 
-def test_a_matrix_product_has_two_flops_per_multiplication():
-    assert flops(lambda x, w: x @ w) == ONE
-
-
-def test_a_scan_counts_times_its_length():
-    assert flops(lambda x, w: jax.lax.scan(lambda x, _: (x @ w, None), x, length=7)[0]) == 7 * ONE
-
-
-def test_the_largest_branch_counts():
-    assert flops(lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda x: x @ w @ w, lambda x: x, x)) == 2 * ONE
+@pytest.mark.parametrize(
+    ("function", "num_products"),
+    [
+        (lambda x, w: x @ w, 1),
+        (lambda x, w: jax.lax.scan(lambda x, _: (x @ w, None), x, length=7)[0], 7),
+        (lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda x: x @ w @ w, lambda x: x, x), 2),
+    ],
+    ids=["a product", "each step of a scan", "the largest branch"],
+)
+def test_matrix_products_have_two_flops_per_multiplication(function, num_products):
+    assert flops(function) == num_products * ONE
 
 
 def test_a_data_dependent_loop_has_the_mean_trip_count_of_a_causal_row():

@@ -186,9 +186,14 @@ def test_a_repeated_or_skipped_step_is_an_error(step, tmp_path):
     log.close()
 
 
-def test_without_a_terminal_every_step_is_one_line(tmp_path, capsys, monkeypatch):
+@pytest.fixture
+def clock(monkeypatch):
     clock = SimpleNamespace(now_s=100.0)
     monkeypatch.setattr("time.monotonic", lambda: clock.now_s)
+    return clock
+
+
+def test_without_a_terminal_every_step_is_one_line(tmp_path, capsys, clock):
     log = open_log(tmp_path, num_steps=5)
     for step, took_s in ((1, 900.0), (2, 250.0), (3, 350.0)):
         log.phase("update")
@@ -208,9 +213,7 @@ def test_without_a_terminal_every_step_is_one_line(tmp_path, capsys, monkeypatch
     ]
 
 
-def test_a_long_step_reports_its_phase_and_time(tmp_path, monkeypatch):
-    clock = SimpleNamespace(now_s=100.0)
-    monkeypatch.setattr("time.monotonic", lambda: clock.now_s)
+def test_a_long_step_reports_its_phase_and_time(tmp_path, clock):
     programs = ["prefill", "encode"]
     log = open_log(tmp_path, compiling=lambda: programs)
     assert log.where() == ""
@@ -226,8 +229,8 @@ def test_a_long_step_reports_its_phase_and_time(tmp_path, monkeypatch):
     log.close()
 
 
-def test_missing_metrics_are_omitted_from_the_line(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("time.monotonic", lambda: 100.0)
+@pytest.mark.usefixtures("clock")
+def test_missing_metrics_are_omitted_from_the_line(tmp_path, capsys):
     log = open_log(tmp_path)
     log.step(1, {"rollout/reward_mean": math.nan}, [])
     log.close()
