@@ -66,15 +66,12 @@ def test_a_requests_video_is_freed_with_the_request(tmp_path):
         tracemalloc.stop()
 
 
-def data_url(image, **options):
-    image.save(buffer := io.BytesIO(), "PNG", **options)
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-
-
 @pytest.mark.parametrize("size", [(1, 65_535), (65_535, 1), (2, 401), (8200, 8200)])
 def test_an_image_that_no_model_supports_is_rejected(size, tmp_path):
+    Image.new("1", size).save(buffer := io.BytesIO(), "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
     with pytest.raises(BadRequest, match=f"{size[0]} x {size[1]} pixels"):
-        path_of(data_url(Image.new("1", size)), tmp_path, "image")
+        path_of(url, tmp_path, "image")
 
 
 INVALID = [

@@ -73,10 +73,6 @@ def says(body: dict[str, Any]) -> str:
     return LOOK if len(texts) == 2 else ANSWER
 
 
-def files_of(run_dir: Path) -> str:
-    return "".join(path.read_text() for path in run_dir.rglob("*") if path.is_file())
-
-
 def test_a_certificate_names_the_model_and_hashes_all_requests_and_has_no_address(copy, tmp_path):
     endpoint = FakeEndpoint(says)
     cell = evaluated(copy, tmp_path / "run", endpoint)
@@ -133,7 +129,7 @@ def test_the_key_is_in_no_file_of_a_run(copy, tmp_path, monkeypatch):
     endpoint = FakeEndpoint(ANSWER, "ok", "forbidden", "500", "500", "500", "500", "500", "ok")
     endpoint.key = KEY
     evaluated(copy, tmp_path / "run", endpoint, overrides=("engine.api_key_env=ENDPOINT_KEY",))
-    written = files_of(tmp_path / "run")
+    written = "".join(path.read_text() for path in (tmp_path / "run").rglob("*") if path.is_file())
     assert KEY not in written and KEY[:12] not in written and "ENDPOINT_KEY" in written
     assert any(headers.get("Authorization") == f"Bearer {KEY}" for headers in endpoint.headers)
 

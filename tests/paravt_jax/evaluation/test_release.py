@@ -138,10 +138,6 @@ def check_all(cases, videos, texts, number):
     asyncio.run(check())
 
 
-def cases_of(split):
-    return [case for case in GOLDEN["dialogues"] if case["split"] == split]
-
-
 RELEASE = os.environ.get("PARAVT_RELEASE")
 TEXTS = ["stand-in", *(["its own"] if RELEASE else [])]  # hashes of the release's texts need a copy of the release
 
@@ -151,7 +147,8 @@ TEXTS = ["stand-in", *(["its own"] if RELEASE else [])]  # hashes of the release
 @pytest.mark.parametrize("split", FOLDERS)
 def test_all_requests_and_scores_equal_the_released_drivers(split, texts, videos):
     chosen = GOLDEN["texts"] if texts == "stand-in" else read_release(Path(str(RELEASE)))
-    check_all(cases_of(split), videos, ReleaseTexts(chosen), TEXTS.index(texts))
+    cases = [case for case in GOLDEN["dialogues"] if case["split"] == split]
+    check_all(cases, videos, ReleaseTexts(chosen), TEXTS.index(texts))
 
 
 def test_the_golden_has_every_split_mode_channel_and_script():

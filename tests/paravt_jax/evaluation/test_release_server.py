@@ -79,10 +79,6 @@ def evaluate(output: str, arguments: list[str]) -> None:
         several.command("paravt_jax.eval", arguments, {})
 
 
-def cell_of(run_dir: Path) -> dict[str, Any]:
-    return json.loads((run_dir / "cell_parallel_64.json").read_text())
-
-
 def lines_of(run_dir: Path) -> list[bytes]:
     file = run_dir / "samples_parallel_64.jsonl"
     return file.read_bytes().splitlines() if file.exists() else []
@@ -107,7 +103,7 @@ def test_a_killed_batch_of_all_splits_resumes_and_draws_the_table(server, data, 
     resumed.join(300)
     assert resumed.exitcode == 0, output.read_text()[-3000:]
     for split in SPLITS:
-        lines, cell = lines_of(runs / split), cell_of(runs / split)
+        lines, cell = lines_of(runs / split), json.loads((runs / split / "cell_parallel_64.json").read_text())
         assert lines[: len(before[split])] == before[split] and len(lines) == NUM_ROWS, split
         assert (cell["protocol"], cell["n"]["missing"], cell["frames"]["min"]) == ("release", {}, 64), split
         assert cell["metrics"]["tool_calls_mean"] == 1 and cell["crop_frames"]["min"] == 2, split

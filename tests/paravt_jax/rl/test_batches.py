@@ -311,6 +311,9 @@ TWO_ROWS = ["pack.num_rows=2", "optim.learning_rate=1e-3"]
 
 @pytest.mark.slow
 def test_the_one_shape_of_short_rows_pads_batches_and_does_not_change_their_update(tiny_hf):
+    def parts_and_metrics(update, groups):
+        return update.parts(groups), update.run(groups)
+
     learners, metrics, shapes = [], [], []
     for row_tokens in (512, 8192):
         learner, (((part,), own),) = trained(tiny_hf, *TWO_ROWS, f"pack.row_tokens={row_tokens}", do=parts_and_metrics)
@@ -336,10 +339,6 @@ def test_batches_of_short_rows_have_the_planned_size(tiny_hf):
         assert batch.source.shape == (planned.num_rows, planned.row_actions)
         assert batch.vision.patches.shape[:2] == (planned.num_frame_rows, planned.row_patches)
     assert run.typical_step().shape == planned and planned.num_frame_rows == 2 * 8  # two overviews of three frames
-
-
-def parts_and_metrics(update, groups):
-    return update.parts(groups), update.run(groups)
 
 
 @pytest.mark.slow

@@ -20,12 +20,6 @@ from paravt_jax.run import start
 from paravt_jax.run.policy import policy_of
 
 
-@pytest.fixture
-def cpu_by_mistake(monkeypatch):
-    """Simulates a machine with only a CPU, which JAX_PLATFORMS does not request."""
-    monkeypatch.delenv("JAX_PLATFORMS")
-
-
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
     """A 2B model with only a config.json, so that loading its weights fails."""
@@ -41,8 +35,8 @@ def policy(schema, model, run_dir, *settings):
     return asyncio.run(policy_of(config, run_dir))
 
 
-@pytest.mark.usefixtures("cpu_by_mistake")
-def test_a_large_model_on_a_cpu_is_rejected_before_its_mesh_and_weights(large, tmp_path):
+def test_a_large_model_on_a_cpu_is_rejected_before_its_mesh_and_weights(large, tmp_path, monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS")  # nobody requested the CPU
     message = r"has 2\.13 billion parameters, and jax would train it on 8 x cpu.* or set JAX_PLATFORMS=cpu to train it"
     with pytest.raises(RuntimeError, match=message):
         policy(SftConfig, large, tmp_path, "data.train=t.jsonl", "mesh.fsdp=8", "mesh.tensor=64", "pack.num_rows=8")
