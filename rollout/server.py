@@ -492,7 +492,8 @@ def _listening_sockets(host: str, port: int) -> set[str]:
     """Returns the listening sockets that a connection to host and port can reach, as named in /proc/PID/fd."""
     address = _hex_address(host)
     sockets = set()
-    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+    only_ipv6 = ":" in host and int(address, 16) != 0
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))[only_ipv6:]:
         for line in table.read_text().splitlines()[1:] if table.exists() else ():
             _, local, _, state, _, _, _, _, _, inode = line.split()[:10]
             local_address, _, local_port = local.partition(":")

@@ -28,8 +28,9 @@ port=${PORT:-$((20000 + SLURM_JOB_ID % 10000))}
 stopping= job=
 stop() { # srun passes the signal on: every host saves and exits
     stopping=1
+    [ -n "$job" ] || return 0 # ignoring it now would make srun ignore it too
     trap "" TERM
-    [ -z "$job" ] || kill -TERM "$job" || true
+    kill -TERM "$job" || true
 }
 trap stop TERM
 for attempt in $(seq 0 "$RESTARTS"); do

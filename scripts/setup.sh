@@ -15,7 +15,10 @@ CDPATH= cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # A second run waits for the first, and then has nothing to do. Open for writing, because NFS locks nothing else.
 if [ -w scripts/setup.sh ]; then exec 9<>scripts/setup.sh; else exec 9<scripts/setup.sh; fi
-flock --nonblock 9 || { echo "setup: waiting for another setup of this clone" >&2; flock 9; }
+flock --nonblock 9 || case $? in
+  1) echo "setup: waiting for another setup of this clone" >&2; flock 9 ;;
+  *) echo "setup: cannot lock this clone; do not run setup twice at the same time" >&2 ;; # some network file systems
+esac
 
 version_and_place() { # the place is None without pip: that venv was interrupted
   "$1" -c 'import sys, importlib.util as has

@@ -180,6 +180,12 @@ def test_a_second_setup_waits_for_the_first_and_has_nothing_to_do(setup_sh):
     assert sorted(run.result() for run in both) == [[], [UV, "requirements/cpu.txt", "."]]
 
 
+def test_a_clone_that_cannot_be_locked_is_set_up(setup_sh, tmp_path):
+    (tmp_path / "flock").write_text("#!/bin/sh\nexit 66\n")  # as on some network file systems
+    (tmp_path / "flock").chmod(0o755)
+    assert setup_sh("cpu") == [UV, "requirements/cpu.txt", "."]
+
+
 def test_pip_is_the_fallback_if_uv_fails(setup_sh, monkeypatch):
     monkeypatch.setenv("UV_FAILS", "1")
     assert setup_sh("cpu") == [UV, "requirements/cpu.txt", "requirements/cpu.txt", "."]

@@ -129,15 +129,20 @@ def joined(config: HostsConfig) -> Iterator[Hosts]:
 def _lock(config: HostsConfig) -> socket.socket:
     """Locks this host's place in the run until this process ends. Raises if another process here has it.
 
-    A second process with the same index that connects to a live coordinator would end the first one's run.
+    A second process with the same index that connects to a live coordinator would end the first one's run. Pods are not
+    locked, because several on a machine may have its network, and nothing in their environment identifies their job.
     """
     is_auto = config.coordinator == AUTO
     place = [AUTO, *map(os.environ.get, RANKS)] if is_auto else [config.coordinator, config.index]
     lock = socket.socket(socket.AF_UNIX)
+    if is_auto and "KUBERNETES_SERVICE_HOST" in os.environ:
+        return lock
     try:
         # An abstract name, which the kernel frees when the process ends. Like ports, it belongs to a network namespace.
         lock.bind(f"\0paravt_jax.{hashlib.blake2s(json.dumps(place).encode()).hexdigest()}")
-    except OSError:
+    except OSError as problem:
+        if problem.errno != errno.EADDRINUSE:  # a sandbox without abstract names
+            return lock
         lock.close()
         index = "" if is_auto else f" with hosts.index={config.index}"
         raise RuntimeError(
@@ -168,9 +173,9 @@ def _check_port(config: HostsConfig) -> None:
 
 def _is_local(coordinator: str) -> bool:
     """Returns whether this machine has the address; also if its name cannot be resolved."""
-    with suppress(OSError):
+    with suppress(OSError, UnicodeError):  # a label of the name may be empty or too long
         for family, _, _, _, address in socket.getaddrinfo(coordinator.rpartition(":")[0].strip("[]"), 0):
-            with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):
+            with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.bind(address)
                 return True
         return False
@@ -247,7 +252,7 @@ def _missing(config: HostsConfig) -> str:
         host, _, port = config.coordinator.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
-        except OSError as problem:
+        except (OSError, UnicodeError) as problem:
             return f"this host cannot reach host 0 there: {one_line(problem)}"
     return "another host is missing"
 

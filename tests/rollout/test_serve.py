@@ -19,7 +19,15 @@ from async_tests import async_test
 from processes import all_gone, ended, family, serve, start
 
 from rollout.engine.sglang import SGLangEngine
-from rollout.server import KEPT_LINES, MAX_LINE_BYTES, PLUGIN, POLL_S, ServerFailed, ServerSettings
+from rollout.server import (
+    KEPT_LINES,
+    MAX_LINE_BYTES,
+    PLUGIN,
+    POLL_S,
+    ServerFailed,
+    ServerSettings,
+    _listening_sockets,
+)
 from rollout.supervisor import SCAN_EVERY_S, supervised
 
 FAKE = Path(__file__).with_name("fake_sglang.py")
@@ -127,6 +135,13 @@ def test_a_server_listens_on_names_and_on_all_addresses_of_both_families(host, r
             start(fake(host=host, port=server.settings.port))
     finally:
         asyncio.run(server.stop(grace_s=1))
+
+
+@WITH_IPV6
+def test_a_listener_on_all_ipv4_addresses_has_no_ipv6_address():
+    with socket.create_server(("0.0.0.0", 0)) as server:
+        port = server.getsockname()[1]
+        assert _listening_sockets("127.0.0.1", port) and not _listening_sockets("::1", port)
 
 
 def test_losing_the_port_during_a_start_is_detected(fake):

@@ -13,8 +13,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from model_port.sharding import make_mesh, on_host
-from paravt_jax.config import HostsConfig
-from paravt_jax.run import policy
+from paravt_jax.config import AUTO, HostsConfig
+from paravt_jax.run import hosts, policy
 from paravt_jax.run.compiles import Compiles
 from paravt_jax.run.hosts import ALONE
 
@@ -187,6 +187,20 @@ def test_a_missing_host_or_coordinator_and_a_used_port_are_errors(tmp_path):
         assert ended.code == 1 and reason in ended.last_line and ended.output.count("error:") == 1, ended.output
 
 
+def test_pods_with_the_network_of_their_machine_are_no_second_start(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", f"of the test {os.getpid()}")
+    with hosts._lock(HostsConfig(AUTO)):
+        with pytest.raises(RuntimeError, match="another process on this machine already runs"):
+            hosts._lock(HostsConfig(AUTO))
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+        hosts._lock(HostsConfig(AUTO)).close()
+
+
+@pytest.mark.parametrize("name", ["a..b", "a" * 64])
+def test_an_address_that_cannot_be_a_name_is_left_to_jax(name):
+    assert hosts._is_local(f"{name}:8476")
+
+
 def test_a_second_start_ends_with_an_error_and_leaves_the_run_alone(tmp_path):
     """gRPC would let both coordinators listen on the port, and jax would end all hosts that have a double."""
     configs = several.settings(2)
@@ -243,7 +257,7 @@ def test_hosts_with_different_numbers_of_devices_are_rejected(tmp_path):
         several.RunningHosts(tmp_path / f"{count}", 1, count, several._joined, [(uneven, settings)])
         for count, settings in zip((2, 1), several.settings(2), strict=True)
     ]
-    for (ended,) in (hosts.wait(100) for hosts in started):
+    for (ended,) in (run.wait(100) for run in started):
         assert ended.code == 1 and "but they have: host 0 2, host 1 1" in ended.output
 
 
