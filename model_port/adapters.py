@@ -54,9 +54,8 @@ class AdapterBase:
     name: str  # a directory or a hub id
     dtype: str | None = None  # of the base weights in training; None if another program made the adapter
     sum: str | None = None  # checksum of the base weights in this dtype
-    files: Mapping[str, Any] | None = (
-        None  # from `files_of_base`; None in older adapters and in those of other programs
-    )
+    # From `files_of_base`; None in older adapters and in those of other programs.
+    files: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,17 @@ from jaxtyping import Array, Bool, Float
 
 from model_port.attention.flash import flash_attention, neighbors, visible_blocks
 from model_port.attention.products import BY_KEYS, BY_QUERIES, FORWARD, NN, NT, TN, causal_cost, product
-from model_port.attention.rule import MASKED, TINY, Keys, Numbers, Queries, QueryRuns
+from model_port.attention.rule import (
+    MASKED,
+    Keys,
+    Numbers,
+    Queries,
+    QueryRuns,
+    SoftmaxCarry,
+    add_weighted,
+    empty_softmax,
+    mean_and_log_sum,
+)
 
 
 @dataclass(frozen=True)
@@ -74,24 +84,17 @@ gpu_attention = flash_attention(forward, backward, block_tokens)
 
 def _forward(tile: Tile, scale: float, *refs: Any) -> None:
     keys_of, num_keys, q, k, v, first, last, out, log_sum = refs
-    queries, i = q[...], pl.program_id(0)
+    queries, i, wide = q[...], pl.program_id(0), log_sum.dtype
 
-    def add(n: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        peak, total, mixed = carry
+    def add(n: Array, carry: SoftmaxCarry) -> SoftmaxCarry:
         at = pl.ds(keys_of[n] * tile.keys, tile.keys)
-        scores = product(queries, k[at, :], NT, peak.dtype) * scale
+        scores = product(queries, k[at, :], NT, wide) * scale
         scores = jnp.where(_visible(i, tile.queries, first[at], last[at]), scores, MASKED)
-        higher = jnp.maximum(peak, scores.max(axis=1))
-        weights, shrink = jnp.exp(scores - higher[:, None]), jnp.exp(peak - higher)
-        new = product(weights.astype(v.dtype), v[at, :], NN, peak.dtype)
-        return higher, total * shrink + weights.sum(axis=1), mixed * shrink[:, None] + new
+        return add_weighted(carry, scores, lambda weights: product(weights.astype(v.dtype), v[at, :], NN, wide))
 
-    wide = log_sum.dtype
-    start = jnp.full(tile.queries, MASKED, wide), jnp.zeros(tile.queries, wide), jnp.zeros(queries.shape, wide)
-    peak, total, mixed = lax.fori_loop(0, num_keys[0], add, start)
-    total = jnp.maximum(total, TINY)
-    out[...] = (mixed / total[:, None]).astype(out.dtype)
-    log_sum[...] = peak + jnp.log(total)
+    start = empty_softmax((tile.queries,), queries.shape[-1], wide)
+    mean, log_sum[...] = mean_and_log_sum(lax.fori_loop(0, num_keys[0], add, start))
+    out[...] = mean.astype(out.dtype)
 
 
 def _by_queries(tile: Tile, scale: float, *refs: Any) -> None:

@@ -4,6 +4,8 @@ A row has several sequences (segments). A sequence may be a trunk followed by br
 attends to the trunk and its own branch, but never to another branch.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -73,10 +75,16 @@ def empty_softmax(shape: tuple[int, ...], head_dim: int, dtype: jnp.dtype) -> So
 
 def add_to_softmax(carry: SoftmaxCarry, scores: Array, v: Array, equation: str) -> SoftmaxCarry:
     """Adds a block of keys to a running softmax. `equation` is the einsum of weights and values."""
+    mix = partial(jnp.einsum, equation, preferred_element_type=carry[2].dtype)
+    return add_weighted(carry, scores, lambda weights: mix(weights.astype(v.dtype), v))
+
+
+def add_weighted(carry: SoftmaxCarry, scores: Array, mix: Callable[[Array], Array]) -> SoftmaxCarry:
+    """Adds a block of keys to a running softmax. `mix` returns the sum of its values with these weights."""
     peak, total, mixed = carry
     higher = jnp.maximum(peak, scores.max(axis=-1))
     weights, shrink = jnp.exp(scores - higher[..., None]), jnp.exp(peak - higher)
-    new = jnp.einsum(equation, weights.astype(v.dtype), v, preferred_element_type=mixed.dtype)
+    new = mix(weights)
     return higher, total * shrink + weights.sum(axis=-1), mixed * shrink[..., None] + new
 
 

@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from model_port.attention.products import NN, NT, product
-from model_port.attention.rule import MASKED
+from model_port.attention.rule import MASKED, SoftmaxCarry, add_weighted, empty_softmax
 
 SPLITS = 8  # divides TABLE_PAGES
 SMALLEST_TILE = 16  # the fewest queries that Triton's dot accepts
@@ -64,19 +64,15 @@ def _attend(q: Any, keys: Any, values: Any, table: Any, length: Any, peak: Any, 
     queries, num_tokens, (split_pages,), page_tokens = q[...], length[0], table.shape, keys.shape[1]
     first = pl.program_id(2) * split_pages
 
-    def add(n: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        peak, total, mixed = carry
+    def add(n: Array, carry: SoftmaxCarry) -> SoftmaxCarry:
         page = table[n]
         token = (first + n) * page_tokens + jnp.arange(page_tokens, dtype=jnp.int32)
-        scores = product(queries, keys[page, :, :], NT, peak.dtype)
+        scores = product(queries, keys[page, :, :], NT, wide)
         scores = jnp.where((token < num_tokens)[None], scores, MASKED)
-        higher = jnp.maximum(peak, scores.max(axis=1))
-        weights, shrink = jnp.exp(scores - higher[:, None]), jnp.exp(peak - higher)
-        new = product(weights.astype(values.dtype), values[page, :, :], NN, peak.dtype)
-        return higher, total * shrink + weights.sum(axis=1), mixed * shrink[:, None] + new
+        return add_weighted(carry, scores, lambda w: product(w.astype(values.dtype), values[page, :, :], NN, wide))
 
     wide = peak.dtype
-    start = jnp.full(peak.shape, MASKED, wide), jnp.zeros(total.shape, wide), jnp.zeros(mixed.shape, wide)
+    start = empty_softmax(peak.shape, mixed.shape[-1], wide)
     num_pages = jnp.clip(pl.cdiv(num_tokens, page_tokens) - first, 0, split_pages)
     peak[...], total[...], sums = lax.fori_loop(0, num_pages, add, start)
     mixed[...] = sums.astype(mixed.dtype)
