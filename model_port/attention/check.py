@@ -6,7 +6,7 @@ in the language tower.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -62,12 +62,20 @@ def check_kernel(
     kernel: Attention, text: Heads, vision: Heads, dtype: str, num_tokens: int = ROW_TOKENS
 ) -> KernelCheck:
     """Runs both forms on this process's first device, and compares outputs and gradients."""
-    checks = [
-        compare("scanned", *(partial(_run, attend, heads, dtype, num_tokens) for attend in (scanned_attention, kernel)))
-        for heads in (text, vision)
-    ]
+    return all_passed(
+        [
+            compare(
+                "scanned", *(partial(_run, attend, heads, dtype, num_tokens) for attend in (scanned_attention, kernel))
+            )
+            for heads in (text, vision)
+        ]
+    )
+
+
+def all_passed(checks: Sequence[KernelCheck]) -> KernelCheck:
+    """Combines checks: the largest error, the first failure, and the first check's times."""
     error = float(np.max([check.error for check in checks]))
-    return replace(checks[0], error=error, failure=checks[0].failure or checks[1].failure)
+    return replace(checks[0], error=error, failure=next((check.failure for check in checks if check.failure), ""))
 
 
 def compare(name: str, plain: Callable[[], Timed], kernel: Callable[[], Timed]) -> KernelCheck:

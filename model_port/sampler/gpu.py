@@ -1,10 +1,12 @@
-"""The decode kernel for NVIDIA GPUs, lowered through Triton.
+"""Attention to pages on NVIDIA GPUs, lowered through Triton.
 
-A program owns one key/value head and one of a row's SPLITS groups of consecutive pages, because with one program per
-head, a few rows would leave most of the GPU idle. It loops over the pages that have tokens, with a running softmax. The
-softmaxes of a row's groups are merged afterwards.
+A program owns a tile of queries that share a key/value head: all query heads of one token in decoding, or of several
+tokens in prefill. It loops over the pages that the tile's last token sees, with a running softmax. In decoding, one
+program per row and head would leave most of the GPU idle, so it only loops over one of SPLITS groups of consecutive
+pages, and the softmaxes of a row's groups are merged afterwards.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,60 +21,77 @@ from model_port.attention.rule import MASKED, SoftmaxCarry, add_weighted, empty_
 
 SPLITS = 8  # divides TABLE_PAGES
 SMALLEST_TILE = 16  # the fewest queries that Triton's dot accepts
+LARGEST_TILE = 128
 WARPS, STAGES = 4, 2
 
 
-def gpu_decode(
-    q: Float[Array, "B N H"],
+def gpu_attention(
+    q: Float[Array, "B T N H"],
     keys: Float[Array, "K LP S H"],
     values: Float[Array, "K LP S H"],
     table: Int[Array, "B W"],
-    lengths: Int[Array, " B"],
-) -> Float[Array, "B N H"]:
-    """Computes the attention of each row's last token to the row's first `lengths` tokens. `q` is scaled."""
-    rows, heads, head_dim = q.shape
+    slots: Int[Array, "B T"],
+) -> Float[Array, "B T N H"]:
+    """Computes each token's attention to its row's tokens up to its own slot."""
+    rows, num_tokens, heads, head_dim = q.shape
     kv_heads, num_pages, page_tokens, _ = keys.shape
     shared, wide = heads // kv_heads, jnp.promote_types(q.dtype, jnp.float32)
-    tile, split_pages = max(SMALLEST_TILE, pl.next_power_of_2(shared)), table.shape[1] // SPLITS
-    grouped = jnp.pad(q.reshape(rows, kv_heads, shared, head_dim), ((0, 0), (0, 0), (0, tile - shared), (0, 0)))
-    cache = pl.BlockSpec((None, num_pages, page_tokens, head_dim), lambda b, k, i: (k, 0, 0, 0))
-    numbers = pl.BlockSpec((None, None, None, tile), lambda b, k, i: (b, i, k, 0))
-    parts = rows, SPLITS, kv_heads, tile
+    num_queries, splits = num_tokens * shared, SPLITS if num_tokens == 1 else 1
+    tile = min(max(SMALLEST_TILE, pl.next_power_of_2(num_queries)), LARGEST_TILE)
+    padding, split_pages = -num_queries % tile, table.shape[1] // splits
+    grouped = jnp.einsum("BTKRH->BKTRH", q.reshape(rows, num_tokens, kv_heads, shared, head_dim))
+    grouped = grouped.reshape(rows, kv_heads, num_queries, head_dim)
+    cache = pl.BlockSpec((None, num_pages, page_tokens, head_dim), lambda b, k, i, j: (k, 0, 0, 0))
+    numbers = pl.BlockSpec((None, None, None, tile), lambda b, k, i, j: (b, i, k, j))
+    parts = rows, splits, kv_heads, num_queries + padding
     peak, total, mixed = pl.pallas_call(
-        _attend,
-        grid=(rows, kv_heads, SPLITS),
+        partial(_attend, head_dim**-0.5),
+        grid=(rows, kv_heads, splits, parts[3] // tile),
         in_specs=[
-            pl.BlockSpec((None, None, tile, head_dim), lambda b, k, i: (b, k, 0, 0)),
+            pl.BlockSpec((None, None, tile, head_dim), lambda b, k, i, j: (b, k, j, 0)),
             cache,
             cache,
-            pl.BlockSpec((None, None, split_pages), lambda b, k, i: (b, i, 0)),
-            pl.BlockSpec((1,), lambda b, k, i: (b,)),
+            pl.BlockSpec((None, None, split_pages), lambda b, k, i, j: (b, i, 0)),
+            pl.BlockSpec((None, tile), lambda b, k, i, j: (b, j)),
         ],
-        out_specs=[numbers, numbers, pl.BlockSpec((None, None, None, tile, head_dim), lambda b, k, i: (b, i, k, 0, 0))],
+        out_specs=[
+            numbers,
+            numbers,
+            pl.BlockSpec((None, None, None, tile, head_dim), lambda b, k, i, j: (b, i, k, j, 0)),
+        ],
         out_shape=[
             *(jax.ShapeDtypeStruct(parts, wide) for _ in range(2)),
             jax.ShapeDtypeStruct((*parts, head_dim), q.dtype),
         ],
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=STAGES),
-    )(grouped, keys, values, table.reshape(rows, SPLITS, split_pages), lengths)
+    )(
+        jnp.pad(grouped, ((0, 0), (0, 0), (0, padding), (0, 0))),
+        keys,
+        values,
+        table.reshape(rows, splits, split_pages),
+        jnp.pad(jnp.repeat(slots, shared, axis=1), ((0, 0), (0, padding))),
+    )
     share = jnp.exp(peak - peak.max(axis=1, keepdims=True))  # 0 for a group without tokens
     merged = (mixed * share[..., None]).sum(axis=1) / (total * share).sum(axis=1)[..., None]
-    return merged[:, :, :shared].reshape(q.shape).astype(q.dtype)
+    merged = merged[:, :, :num_queries].reshape(rows, kv_heads, num_tokens, shared, head_dim)
+    return jnp.einsum("BKTRH->BTKRH", merged).reshape(q.shape).astype(q.dtype)
 
 
-def _attend(q: Any, keys: Any, values: Any, table: Any, length: Any, peak: Any, total: Any, mixed: Any) -> None:
-    queries, num_tokens, (split_pages,), page_tokens = q[...], length[0], table.shape, keys.shape[1]
+def _attend(
+    scale: float, q: Any, keys: Any, values: Any, table: Any, slots: Any, peak: Any, total: Any, mixed: Any
+) -> None:
+    queries, last, (split_pages,), page_tokens = q[...], slots[...], table.shape, keys.shape[1]
     first = pl.program_id(2) * split_pages
 
     def add(n: Array, carry: SoftmaxCarry) -> SoftmaxCarry:
         page = table[n]
         token = (first + n) * page_tokens + jnp.arange(page_tokens, dtype=jnp.int32)
-        scores = product(queries, keys[page, :, :], NT, wide)
-        scores = jnp.where((token < num_tokens)[None], scores, MASKED)
+        scores = product(queries, keys[page, :, :], NT, wide) * scale
+        scores = jnp.where(token[None] <= last[:, None], scores, MASKED)
         return add_weighted(carry, scores, lambda w: product(w.astype(values.dtype), values[page, :, :], NN, wide))
 
     wide = peak.dtype
     start = empty_softmax(peak.shape, mixed.shape[-1], wide)
-    num_pages = jnp.clip(pl.cdiv(num_tokens, page_tokens) - first, 0, split_pages)
+    num_pages = jnp.clip(lax.div(last.max(), page_tokens) + 1 - first, 0, split_pages)
     peak[...], total[...], sums = lax.fori_loop(0, num_pages, add, start)
     mixed[...] = sums.astype(mixed.dtype)

@@ -21,7 +21,7 @@ from model_port.config import ModelConfig
 from model_port.inputs import VisionBatch
 from model_port.layers import Index
 from model_port.model import VLModel
-from model_port.sampler.paged import Decode, decode_attention, walked
+from model_port.sampler.paged import Attend, decode_attention, on_each_device
 from model_port.sharding import constrain, replicate
 from model_port.text import Visual
 
@@ -95,8 +95,10 @@ def encode(graphdef: GraphDef, params: nnx.State, batch: VisionBatch, frames: Vi
     return Visual(replicate(table), replicate(deepstack))
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=2)
-def prefill(graphdef: GraphDef, params: nnx.State, cache: Cache, frames: Visual, chunk: Chunk) -> Cache:
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def prefill(
+    graphdef: GraphDef, attend_pages: Attend, params: nnx.State, cache: Cache, frames: Visual, chunk: Chunk
+) -> Cache:
     model = nnx.merge(graphdef, params)
     chunk, num_pages = jax.tree.map(jnp.asarray, chunk), cache.keys.shape[1] // model.config.text.num_layers
 
@@ -107,7 +109,7 @@ def prefill(graphdef: GraphDef, params: nnx.State, cache: Cache, frames: Visual,
     def attend(q: Array, k: Array, v: Array, index: Index, cache: Cache) -> tuple[Array, Cache]:
         cache = Cache(write(cache.keys, k, index), write(cache.values, v, index))
         table = index * num_pages + chunk.table
-        return walked(q, cache.keys, cache.values, table, chunk.slots, len(chunk.pages)), cache
+        return on_each_device(attend_pages)(q, cache.keys, cache.values, table, chunk.slots), cache
 
     _, cache, _ = model.text(chunk.tokens, chunk.positions, chunk.visual_index, frames, attend, cache, model.compute)
     return cache
@@ -121,13 +123,13 @@ def copy_page(cache: Cache, num_layers: int, source: Int[Array, ""], target: Int
 
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
 def decode(
-    graphdef: GraphDef, num_steps: int, kernel: Decode | None, params: nnx.State, cache: Cache, rows: Rows
+    graphdef: GraphDef, num_steps: int, attend_pages: Attend, params: nnx.State, cache: Cache, rows: Rows
 ) -> tuple[Cache, Int[Array, "B n"], Float[Array, "B n"], Int[Array, " B"]]:
     """Samples up to `num_steps` tokens in every running row. Also returns the number of new tokens in each row."""
     model = nnx.merge(graphdef, params)
     num_pages = cache.keys.shape[1] // model.config.text.num_layers
     rows = jax.tree.map(jnp.asarray, rows)
-    no_visual, attend_new = jnp.full((len(rows.tokens), 1), -1), decode_attention(kernel)
+    no_visual, attend_new = jnp.full((len(rows.tokens), 1), -1), decode_attention(attend_pages)
 
     def one_token(carry: tuple[Cache, Rows], _: None) -> tuple[tuple[Cache, Rows], tuple[Array, Array]]:
         cache, rows = carry

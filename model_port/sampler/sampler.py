@@ -20,9 +20,9 @@ from jaxtyping import Int
 
 from model_port.inputs import NOT_VISUAL, Frame, bucket, pack_vision
 from model_port.model import VLModel
-from model_port.sampler.check import check_decoding
+from model_port.sampler.check import check_paged
 from model_port.sampler.frames import FrameTable
-from model_port.sampler.paged import TABLE_PAGES, decode_kernel
+from model_port.sampler.paged import TABLE_PAGES, kernel_of, walked
 from model_port.sampler.pages import PAGE_TOKENS, PagePool
 from model_port.sampler.programs import Chunk, copy_page, decode, empty_cache, empty_frames, encode, no_rows, prefill
 from model_port.sampler.requests import MAX_STOP_IDS, Completion, PreparedPrompt, SamplerRequest
@@ -71,9 +71,9 @@ class Sampler:
         self._pool = PagePool(1 + -(-cache_tokens // PAGE_TOKENS) + max_rows)
         self._table_pages = bucket(-(-max_context_tokens // PAGE_TOKENS), TABLE_PAGES)
         dtype = model.compute.dtype
-        kernel = decode_kernel(model.config.text.head_dim)
-        self.kernel_check = None if kernel is None else check_decoding(kernel, model.config.text, dtype)
-        self._kernel = kernel if self.kernel_check is not None and self.kernel_check.passed else None
+        kernel = kernel_of(model.config.text.head_dim)
+        self.kernel_check = None if kernel is None else check_paged(kernel, model.config.text, dtype)
+        self._attend = kernel if kernel and self.kernel_check and self.kernel_check.passed else walked
         self._cache = empty_cache(model.config, dtype, self._pool.num_pages, PAGE_TOKENS)
         self._table = FrameTable()
         self._chunk_tokens = chunk_tokens(platform())
@@ -123,7 +123,7 @@ class Sampler:
             return {}
         self._compiled.result()
         self._cache, *results = decode(
-            self._graphdef, self._tokens_per_step, self._kernel, self.params, self._cache, self._state
+            self._graphdef, self._tokens_per_step, self._attend, self.params, self._cache, self._state
         )
         tokens, logp, counts = jax.device_get(results)
         for counter in (self._state.slots, self._state.positions, self._state.num_sampled):
@@ -176,7 +176,7 @@ class Sampler:
 
     def _compile_decoding(self) -> Future[Any]:
         """Compiles decoding in a thread, while this one compiles encoding and prefill."""
-        statics, mesh = (self._graphdef, self._tokens_per_step, self._kernel), jax.sharding.get_mesh()
+        statics, mesh = (self._graphdef, self._tokens_per_step, self._attend), jax.sharding.get_mesh()
         shapes = shapes_of((self.params, self._cache))
 
         def compile() -> Any:
@@ -254,7 +254,7 @@ class Sampler:
             written[-(-count // PAGE_TOKENS) :] = 0
             slots = np.minimum(begin + np.arange(chunk_tokens, dtype=np.int32), begin + count - 1)
             chunk = Chunk(tokens[None], positions[None], visual_index[None], slots[None], table[None], written)
-            self._cache = prefill(self._graphdef, self.params, self._cache, self._frames, chunk)
+            self._cache = prefill(self._graphdef, self._attend, self.params, self._cache, self._frames, chunk)
 
     def _table_rows(self, prompt: PreparedPrompt, visual_index: Int[np.ndarray, " T"]) -> Int[np.ndarray, " T"]:
         """Encodes the missing frames of a chunk, and returns the table rows of its visual tokens."""

@@ -17,7 +17,7 @@ from reference import DIVISIBLE
 from model_port.inputs import Frame
 from model_port.model import VLModel
 from model_port.sampler import Sampler, SamplerPrompt, SamplerRequest, SamplingParams, sampler as sampler_module
-from model_port.sampler.check import check_decoding
+from model_port.sampler.check import check_paged
 from model_port.sampler.frames import FrameTable
 from model_port.sampler.paged import gpu_kernel, tpu_kernel, walked
 from model_port.sampler.pages import PagePool
@@ -94,60 +94,89 @@ def test_frames_in_use_have_disjoint_rows_in_the_table(batches):
     ],
     ids=["gpu", "gpu-wide", "tpu"],
 )
-def test_a_decode_kernel_equals_the_plain_form(kernel, context, heads, atol):
+def test_a_kernel_decodes_as_the_plain_form_does(kernel, context, heads, atol):
+    slots = jnp.array([[0], [70], [767], [768]], jnp.int32)  # the last two end a page and start one
+    inputs = random_pages(heads, slots)
+    with context():
+        got = jax.jit(kernel)(*inputs)
+    np.testing.assert_allclose(got, walked(*inputs), atol=atol)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [10, 34])
+def test_the_gpu_kernel_prefills_as_the_plain_form_does(heads):
+    """The second chunk's padding repeats its last token's slot."""
+    slots = jnp.array([[*range(128)], [*range(640, 700), *[699] * 68]], jnp.int32)
+    inputs = random_pages(heads, slots)
+    with interpreted():
+        got = jax.jit(gpu_kernel)(*inputs)
+    np.testing.assert_allclose(got, walked(*inputs), atol=2e-6)
+
+
+def random_pages(heads, slots):
+    """Returns queries, a cache, and a page table with up to 13 pages per row."""
     rng = np.random.default_rng(0)
-    rows, kv_heads, head_dim, page_tokens, num_pages, width = 4, 2, 128, 64, 53, 16
-    q = jnp.asarray(rng.normal(size=(rows, heads, head_dim)), jnp.float32)
+    (rows, num_tokens), kv_heads, head_dim, page_tokens, num_pages, width = slots.shape, 2, 128, 64, 53, 16
+    q = jnp.asarray(rng.normal(size=(rows, num_tokens, heads, head_dim)), jnp.float32)
     keys, values = jnp.asarray(rng.normal(size=(2, kv_heads, num_pages, page_tokens, head_dim)), jnp.float32)
     table = jnp.asarray(rng.permutation(num_pages)[: rows * 13].reshape(rows, 13), jnp.int32)
-    table = jnp.pad(table, ((0, 0), (0, width - 13)))
-    slots = jnp.array([0, 70, 767, 768], jnp.int32)  # the last two end a page and start one
-    expected = walked(q[:, None], keys, values, table, slots[:, None], block_pages=1)[:, 0]
-    with context():
-        got = jax.jit(kernel)(q * head_dim**-0.5, keys, values, table, slots + 1)
-    np.testing.assert_allclose(got, expected, atol=atol)
+    return q, keys, values, jnp.pad(table, ((0, 0), (0, width - 13))), slots
 
 
 TEXT = replace(DIVISIBLE.text, head_dim=128, mrope_sections=(24, 20, 20))
 
 
-def plain_kernel(q, keys, values, table, lengths):
-    return walked(q[:, None] * q.shape[2] ** 0.5, keys, values, table, lengths[:, None] - 1, block_pages=1)[:, 0]
+def without_the_last_token(q, keys, values, table, slots):
+    return walked(q, keys, values, table, jnp.maximum(slots - 1, 0))
 
 
-def without_the_last_token(q, keys, values, table, lengths):
-    return plain_kernel(q, keys, values, table, jnp.maximum(lengths - 1, 1))
+def without_a_page(q, keys, values, table, slots):
+    return walked(q, keys, values, table.at[:, 1].set(table[:, 0]), slots)
 
 
-def without_a_page(q, keys, values, table, lengths):
-    return plain_kernel(q, keys, values, table.at[:, 1].set(table[:, 0]), lengths)
+def wrong_in_prefill(q, keys, values, table, slots):
+    return (walked if q.shape[1] == 1 else without_a_page)(q, keys, values, table, slots)
+
+
+def failing_in_prefill(q, keys, values, table, slots):
+    if q.shape[1] > 1:
+        raise NotImplementedError("no prefill")
+    return walked(q, keys, values, table, slots)
 
 
 @pytest.mark.slow
-def test_a_correct_decode_kernel_passes_its_check():
-    check = check_decoding(plain_kernel, TEXT, "bfloat16")
+def test_a_correct_kernel_passes_its_check():
+    check = check_paged(lambda *inputs: walked(*inputs), TEXT, "bfloat16")
     assert check.error < 0.01 and min(check.kernel_ms, check.plain_ms) > 0
     faster = replace(check, kernel_ms=1.0, plain_ms=2.0)
     assert faster.passed and str(faster).startswith("kernel, max error")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", [without_the_last_token, pytest.param(without_a_page, marks=pytest.mark.nightly)])
-def test_the_check_rejects_a_wrong_decode_kernel(kernel):
-    check = check_decoding(kernel, TEXT, "bfloat16")
-    assert not check.passed and str(check).startswith("plain, because the kernel is wrong: max error ")
+@pytest.mark.parametrize(
+    ("kernel", "reason"),
+    [
+        (without_the_last_token, "is wrong: max error "),
+        pytest.param(without_a_page, "is wrong: max error ", marks=pytest.mark.nightly),
+        (wrong_in_prefill, "is wrong: max error "),
+        (failing_in_prefill, "failed (NotImplementedError: no prefill)"),
+    ],
+)
+def test_the_check_rejects_a_wrong_kernel(kernel, reason):
+    check = check_paged(kernel, TEXT, "bfloat16")
+    assert not check.passed and reason in str(check) and str(check).startswith("plain, because the kernel ")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("works", [pytest.param(True, marks=pytest.mark.nightly), False])
-def test_the_sampler_decodes_with_the_kernel_only_if_it_passes_its_check(monkeypatch, works):
-    kernel = plain_kernel if works else without_a_page
-    monkeypatch.setattr(sampler_module, "decode_kernel", lambda head_dim: kernel)
+def test_the_sampler_uses_the_kernel_only_if_it_passes_its_check(monkeypatch, works):
+    kernel = (lambda *inputs: walked(*inputs)) if works else without_a_page
+    monkeypatch.setattr(sampler_module, "kernel_of", lambda head_dim: kernel)
     monkeypatch.setattr(
         sampler_module,
-        "check_decoding",
-        lambda *arguments: replace(check_decoding(*arguments), kernel_ms=1.0, plain_ms=2.0),
+        "check_paged",
+        lambda *arguments: replace(check_paged(*arguments), kernel_ms=1.0, plain_ms=2.0),
     )
     sampler = Sampler(VLModel(replace(DIVISIBLE, text=TEXT), rngs=nnx.Rngs(0)), max_rows=1, max_context_tokens=64)
-    assert sampler.kernel_check.passed is works and sampler._kernel is (kernel if works else None)
+    assert sampler.kernel_check.passed is works and sampler._attend is (kernel if works else walked)
     assert len(sampler.generate([SamplerRequest(SamplerPrompt(np.arange(5)), SamplingParams(3))])[0].ids) == 3

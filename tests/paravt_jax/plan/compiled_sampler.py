@@ -19,7 +19,7 @@ from model_port.inputs import bucket
 from model_port.layers import Compute
 from model_port.loading import abstract_model, abstract_params, with_params
 from model_port.sampler.frames import TABLE_TOKENS
-from model_port.sampler.paged import TABLE_PAGES, decode_kernel
+from model_port.sampler.paged import TABLE_PAGES, kernel_of, walked
 from model_port.sampler.pages import PAGE_TOKENS
 from model_port.sampler.programs import Cache, Chunk, Rows, decode, prefill
 from model_port.sampler.sampler import chunk_tokens
@@ -64,9 +64,10 @@ def main(name, preset, tensor, rows, context_tokens, cache_tokens, stacking):
     tokens = array(1, num_tokens)
     chunk = Chunk(tokens, array(1, num_tokens, 3), tokens, tokens, array(1, width), array(num_tokens // PAGE_TOKENS))
     with on_mesh(mesh):
+        attend = kernel_of(text.head_dim) or walked
         traced = [
-            decode.trace(graphdef, 16, decode_kernel(text.head_dim), params, cache, state),
-            prefill.trace(graphdef, params, cache, frames, chunk),
+            decode.trace(graphdef, 16, attend, params, cache, state),
+            prefill.trace(graphdef, attend, params, cache, frames, chunk),
         ]
         programs = [program.lower().compile().memory_analysis() for program in traced]
     held = sum(map(bytes_on_a_device, jax.tree.leaves((params, cache, frames))))
