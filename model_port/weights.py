@@ -7,7 +7,8 @@ Nothing is transposed, conversion copies bytes, and the inverse needs no second 
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,7 @@ PEFT_PREFIX = "base_model.model."  # precedes the name of the adapted tensor
 ADAPTED = re.compile(r"(text\.layers\..*)_kernel_([a-z]+)")
 ALIGNMENT_BYTES = 64  # jax on a CPU uses arrays with this alignment without a copy
 MAX_LISTED = 10  # tensors in an error message
+READERS = 4  # threads that read the layers of a parameter
 READ_BLOCK_BYTES = 64 * 2**20  # block size if only some columns of a tensor are needed
 
 
@@ -231,19 +233,20 @@ def read_param(
 ) -> np.ndarray:
     """Reads `param[index]` of a parameter with the full `shape`; reads only the necessary rows of the files.
 
-    The result has `dtype` (default: the file's). Only one tensor at a time is also in memory in the file's dtype.
+    The result has `dtype` (default: the file's). At most READERS tensors at a time are also in memory in the file's.
     """
     index = tuple(slice(*s.indices(n)) for s, n in zip(index, shape, strict=True))
     if rule.count is None:
-        return _in_dtype([_read_tensor(tensors, rule.hf, shape, index)], [rule.hf], dtype)[0]
-    names = rule.hf_names[index[0]]
-    return _in_dtype((_read_tensor(tensors, name, shape[1:], index[1:]) for name in names), names, dtype)
+        return _stacked(lambda name: _read_tensor(tensors, name, shape, index), [rule.hf], dtype)[0]
+    return _stacked(lambda name: _read_tensor(tensors, name, shape[1:], index[1:]), rule.hf_names[index[0]], dtype)
 
 
-def _in_dtype(layers: Iterable[np.ndarray], names: Sequence[str], dtype: Any) -> np.ndarray:
-    """Stacks layers, whose tensors have these names, in an array that jax on a CPU can use without a copy."""
-    layers = iter(layers)
-    first = next(layers)
+def _stacked(read: Callable[[str], np.ndarray], names: Sequence[str], dtype: Any) -> np.ndarray:
+    """Reads tensors and stacks them in an array that jax on a CPU can use without a copy.
+
+    Several threads read, because the kernel takes longer to provide new memory than to copy the values.
+    """
+    first = read(names[0])
     if len(names) == 1 and dtype in (None, first.dtype):  # avoids a second copy
         return first[None]
     shape = (len(names), *first.shape)
@@ -253,8 +256,13 @@ def _in_dtype(layers: Iterable[np.ndarray], names: Sequence[str], dtype: Any) ->
     out = memory[start : start + size].view(dtype or first.dtype).reshape(shape)
     copy_cast(out[0, ...], first, names[0])
     del first
-    for layer, values in enumerate(layers, 1):
-        copy_cast(out[layer, ...], values, names[layer])
+
+    def place(layer: int) -> None:
+        copy_cast(out[layer, ...], read(names[layer]), names[layer])
+
+    with ThreadPoolExecutor(READERS) as pool:
+        for _ in pool.map(place, range(1, len(names))):
+            pass  # raises a layer's error
     return out
 
 
