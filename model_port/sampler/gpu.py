@@ -2,8 +2,8 @@
 
 A program owns a tile of queries that share a key/value head: all query heads of one token in decoding, or of several
 tokens in prefill. It loops over the pages that the tile's last token sees, with a running softmax. In decoding, one
-program per row and head would leave most of the GPU idle, so it only loops over one of SPLITS groups of consecutive
-pages, and the softmaxes of a row's groups are merged afterwards.
+program per row and head would leave most of the GPU idle, so it only loops over every SPLITS-th page, and the softmaxes
+of a row's programs are merged afterwards.
 """
 
 from functools import partial
@@ -45,7 +45,7 @@ def gpu_attention(
     numbers = pl.BlockSpec((None, None, None, tile), lambda b, k, i, j: (b, i, k, j))
     parts = rows, splits, kv_heads, num_queries + padding
     peak, total, mixed = pl.pallas_call(
-        partial(_attend, head_dim**-0.5),
+        partial(_attend, head_dim**-0.5, splits),
         grid=(rows, kv_heads, splits, parts[3] // tile),
         in_specs=[
             pl.BlockSpec((None, None, tile, head_dim), lambda b, k, i, j: (b, k, j, 0)),
@@ -68,30 +68,30 @@ def gpu_attention(
         jnp.pad(grouped, ((0, 0), (0, 0), (0, padding), (0, 0))),
         keys,
         values,
-        table.reshape(rows, splits, split_pages),
+        table.reshape(rows, split_pages, splits).swapaxes(1, 2),
         jnp.pad(jnp.repeat(slots, shared, axis=1), ((0, 0), (0, padding))),
     )
-    share = jnp.exp(peak - peak.max(axis=1, keepdims=True))  # 0 for a group without tokens
+    share = jnp.exp(peak - peak.max(axis=1, keepdims=True))  # 0 for a program without tokens
     merged = (mixed * share[..., None]).sum(axis=1) / (total * share).sum(axis=1)[..., None]
     merged = merged[:, :, :num_queries].reshape(rows, kv_heads, num_tokens, shared, head_dim)
     return jnp.einsum("BKTRH->BTKRH", merged).reshape(q.shape).astype(q.dtype)
 
 
 def _attend(
-    scale: float, q: Any, keys: Any, values: Any, table: Any, slots: Any, peak: Any, total: Any, mixed: Any
+    scale: float, splits: int, q: Any, keys: Any, values: Any, table: Any, slots: Any, peak: Any, total: Any, mixed: Any
 ) -> None:
-    queries, last, (split_pages,), page_tokens = q[...], slots[...], table.shape, keys.shape[1]
-    first = pl.program_id(2) * split_pages
+    queries, last, page_tokens = q[...], slots[...], keys.shape[1]
+    first = pl.program_id(2)
 
     def add(n: Array, carry: SoftmaxCarry) -> SoftmaxCarry:
         page = table[n]
-        token = (first + n) * page_tokens + jnp.arange(page_tokens, dtype=jnp.int32)
+        token = (first + n * splits) * page_tokens + jnp.arange(page_tokens, dtype=jnp.int32)
         scores = product(queries, keys[page, :, :], NT, wide) * scale
         scores = jnp.where(token[None] <= last[:, None], scores, MASKED)
         return add_weighted(carry, scores, lambda w: product(w.astype(values.dtype), values[page, :, :], NN, wide))
 
     wide = peak.dtype
     start = empty_softmax(peak.shape, mixed.shape[-1], wide)
-    num_pages = jnp.clip(lax.div(last.max(), page_tokens) + 1 - first, 0, split_pages)
-    peak[...], total[...], sums = lax.fori_loop(0, num_pages, add, start)
+    num_pages = lax.div(last.max(), page_tokens) + 1
+    peak[...], total[...], sums = lax.fori_loop(0, pl.cdiv(num_pages - first, splits), add, start)
     mixed[...] = sums.astype(mixed.dtype)
