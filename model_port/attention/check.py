@@ -7,8 +7,10 @@ in the language tower.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,14 +64,12 @@ def check_kernel(
     kernel: Attention, text: Heads, vision: Heads, dtype: str, num_tokens: int = ROW_TOKENS
 ) -> KernelCheck:
     """Runs both forms on this process's first device, and compares outputs and gradients."""
-    return all_passed(
-        [
-            compare(
-                "scanned", *(partial(_run, attend, heads, dtype, num_tokens) for attend in (scanned_attention, kernel))
-            )
+    with ThreadPoolExecutor() as pool:  # compiles all programs at once
+        programs = [
+            [pool.submit(_compile, attend, heads, dtype, num_tokens) for attend in (scanned_attention, kernel)]
             for heads in (text, vision)
         ]
-    )
+    return all_passed([compare("scanned", *(partial(_run, program) for program in pair)) for pair in programs])
 
 
 def all_passed(checks: Sequence[KernelCheck]) -> KernelCheck:
@@ -121,20 +121,26 @@ def branched_row(num_tokens: int) -> Layout:
     return Layout(*(jnp.asarray(ids[None], jnp.int32) for ids in (segments, branches, np.arange(num_tokens))))
 
 
-def _run(attend: Attention, heads: Heads, dtype: str, num_tokens: int) -> Timed:
-    """Computes the output and the three gradients, and returns them for tokens that are not padding."""
+def _compile(attend: Attention, heads: Heads, dtype: str, num_tokens: int) -> Callable[[], Any]:
+    """Returns a program for the output and the three gradients of random inputs."""
     row = branched_row(num_tokens)
-    real = row.segment_ids[0] != 0
+    real = (row.segment_ids != 0)[..., None, None]
     *inputs, weight = _inputs(heads, dtype, num_tokens)
 
     def objective(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        out = jnp.where(real[None, :, None, None], attend(q, k, v, row, heads.causal), 0)
+        out = jnp.where(real, attend(q, k, v, row, heads.causal), 0)
         return jnp.sum(out.astype(jnp.float32) * weight.astype(jnp.float32)), out
 
     gradients = jax.jit(jax.value_and_grad(objective, argnums=(0, 1, 2), has_aux=True))
-    (_, out), grads = gradients(*inputs)
-    arrays = [np.asarray(array[0], np.float32)[np.asarray(real)] for array in (out, *grads)]
-    return arrays, fastest_ms(lambda: gradients(*inputs))
+    return partial(gradients.lower(*inputs).compile(), *inputs)
+
+
+def _run(compiled: Future[Callable[[], Any]]) -> Timed:
+    """Returns the results of tokens that are not padding, and the time per call."""
+    program = compiled.result()
+    (_, out), grads = program()
+    real = np.asarray(branched_row(out.shape[1]).segment_ids[0]) != 0
+    return [np.asarray(array[0], np.float32)[real] for array in (out, *grads)], fastest_ms(program)
 
 
 def _inputs(heads: Heads, dtype: str, num_tokens: int) -> Iterator[Array]:
