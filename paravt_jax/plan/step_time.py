@@ -83,7 +83,7 @@ PUBLISHED: StepRates = {
     "overview_s": Rate("an overview on a CPU core", 5.0, 22.0, 1, " s"),
     "picture_s": Rate("a picture on the server's CPU", 0.008, 0.030, 1e3, " ms"),
     "publish_bytes_per_s": Rate("new weights into servers", 2e9, 1e9, 1e-9, " GB/s"),  # into all servers together
-    "update": Rate("an update over its roofline", 0.85, 1.5),
+    "update": Rate("an update over its roofline", 0.78, 1.5),
 }
 
 

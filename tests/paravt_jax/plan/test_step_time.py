@@ -116,7 +116,7 @@ def test_an_update_grows_with_the_tokens_of_the_calls():
     run = run_of("8b_8x80gb")
     update_s = make_plan(run).update_s
     low, high = step_of("8b_8x80gb").parts["update"]
-    assert low == pytest.approx(0.85 * update_s * (1988 + 8 * 310) / (1988 + 8 * 512))
+    assert low == pytest.approx(0.78 * update_s * (1988 + 8 * 310) / (1988 + 8 * 512))
     assert high == pytest.approx(1.5 * update_s * (1988 + 8 * 896) / (1988 + 8 * 512))
 
 
