@@ -13,6 +13,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -56,32 +57,38 @@ def device(check: Check) -> Iterator[Row]:
 def attention(check: Check) -> Iterator[Row]:
     """Compares every form with the oracle: float32 at full precision, bfloat16 relative to the oracle's error."""
     import jax
-    import jax.numpy as jnp
 
     num_tokens = check.sizes.parity_tokens
     layout = packed_layout(num_tokens)
-    cases = []
-    for head_dim in check.sizes.head_dims:
-        inputs = attention_inputs(num_tokens, (8, 2), head_dim)
-        short = [x.astype(jnp.bfloat16) for x in inputs]
-        with jax.default_matmul_precision("highest"):
-            exact = with_gradients("xla")(*inputs, layout)
-        cases.append((head_dim, inputs, short, exact, errors(with_gradients("xla")(*short, layout), exact)))
-    for form in forms():
-        for head_dim, inputs, short, exact, oracle in cases:
+
+    def results(form: Any, head_dim: int, dtype: str) -> tuple[Any, ...]:
+        inputs = [x.astype(dtype) for x in attention_inputs(num_tokens, (8, 2), head_dim)]
+        with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
+            return with_gradients(form)(*inputs, layout)
+
+    cases = [(form, head_dim) for form in forms() for head_dim in check.sizes.head_dims]
+    with ThreadPoolExecutor() as pool:  # compiles all programs at once
+        done = {
+            (*case, dtype): pool.submit(results, *case, dtype)
+            for case in cases
+            if not no_kernel(case[0])
+            for dtype in ("float32", "bfloat16")
+        }
+        for form, head_dim in cases:
             row: Row = {"form": form, "head_dim": head_dim, "tokens": num_tokens}
             if missing := no_kernel(form):
                 yield row | missing
                 continue
             try:
-                with jax.default_matmul_precision("highest"):
-                    long = float(np.max(errors(with_gradients(form)(*inputs, layout), exact)))  # NaN if one is
-                halves = np.divide(errors(with_gradients(form)(*short, layout), exact), oracle)
+                long, short, exact, oracle = (
+                    done[each, head_dim, dtype].result() for each in (form, "xla") for dtype in ("float32", "bfloat16")
+                )
             except Exception as problem:
                 yield row | failure(problem)
                 continue
+            halves = np.divide(errors(short, exact), errors(oracle, exact))
             row |= {
-                "fp32_error": long,
+                "fp32_error": float(np.max(errors(long, exact))),  # NaN if one is
                 "bf16_error_of_oracles": float(halves.max()),
             }
             within = row["fp32_error"] <= FP32_BOUND and row["bf16_error_of_oracles"] <= BF16_BOUND
