@@ -76,7 +76,7 @@ PUBLISHED: StepRates = {
     "turns": Rate("requests of a main agent", 2.0, 4.0),  # each request repeats all pictures
     "length": Rate("sampled tokens over the assumed", 1.0, 1.0),
     "tail": Rate("the longest dialogue over the mean", 1.3, 3.0),
-    "matmul_frac": Rate("prefill, of peak FLOPs", 0.56, 0.26, 100, " %"),  # also for the vision tower
+    "matmul_frac": Rate("prefill, of peak FLOPs", 0.7, 0.26, 100, " %"),  # also for the vision tower
     "memory_frac": Rate("decoding, of memory bandwidth", 0.81, 0.5, 100, " %"),
     "weight_passes": Rate("passes over the sampler's weights per token", 1.0, 1.84),
     "hop_s": Rate("an all-reduce of the sampler", 6e-6, 2.6e-5, 1e6, " µs"),  # latency only
@@ -229,11 +229,14 @@ class StepParts:
         return Samplers(hosts, devices, rows, self.rates["weight_passes"])
 
     def decode_s(self, share: float) -> float:
-        """Seconds until the last token of the busiest replica, which samples this share of the episodes."""
-        work, sampler = self.work, self.sampler
-        rows = max(1.0, min(share * work.num_episodes, sampler.rows))
-        tokens = max(self.rates["tail"] * work.longest_tokens, share * work.sampled_tokens / rows)
-        return tokens * self.token_s(rows)
+        """Seconds until the last token of the busiest replica, which samples this share of the episodes.
+
+        Pages of a finished request are no longer read, so a token costs as much as the average number of requests.
+        """
+        work, tokens = self.work, share * self.work.sampled_tokens
+        rows = max(1.0, min(share * work.num_episodes, self.sampler.rows))
+        steps = max(self.rates["tail"] * work.longest_tokens, tokens / rows)
+        return steps * self.token_s(tokens / steps)
 
     def token_s(self, rows: float) -> float:
         return self.weights_s + rows * self.row_bytes / self.sampler_bytes_per_s + self.hops_s(rows)

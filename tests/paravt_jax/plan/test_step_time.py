@@ -78,20 +78,22 @@ def test_the_decode_interval_contains_the_time_of_the_compiled_sampler(name, dev
 
 
 @pytest.mark.slow
-def test_the_prefill_interval_contains_an_h200s_seconds(monkeypatch):
-    """docs/benchmarks: stacked weights of the 8B, and chunks of 256 tokens, 10,240 tokens a second."""
-    monkeypatch.setattr("model_port.sampler.sampler.CHUNK_TOKENS_ELSEWHERE", 256)
+@pytest.mark.parametrize(("chunk_tokens", "tokens_per_s"), [(256, 10_240), (1024, 39_080)])
+def test_the_prefill_interval_contains_an_h200s_seconds(monkeypatch, chunk_tokens, tokens_per_s):
+    """docs/benchmarks: the 8B, first with stacked weights and the plain form, later with the kernel."""
+    monkeypatch.setattr("model_port.sampler.sampler.CHUNK_TOKENS_ELSEWHERE", chunk_tokens)
     settings = ("rollout.dispatch=none", "reward.tool=none")
     step = step_of("8b_lora_1x80gb", *settings, device="h200")
     run = run_of("8b_lora_1x80gb", *settings)
     low, high = (run.work.num_groups * run.work.prompt_tokens / seconds for seconds in step.parts["prefill"])
-    assert high < 10_240 < low
+    assert high < tokens_per_s < low
 
 
 def test_decode_time_is_the_bytes_of_weights_and_cache_over_bandwidth():
     step = step_of("8b_8x80gb", "rollout.dispatch=none", "reward.tool=none")
     weights, row = 2 * (6_945_767_424 + 151_936 * 4096), (1988 + 512) * 2 * 2 * 36 * 8 * 128
-    assert step.parts["decode"].low == pytest.approx(1.3 * 512 * (weights + 14 * row) / (0.81 * 3.35e12))
+    moved = 1.3 * 512 * weights + 14 * 512 * row  # after 512 tokens, most requests have ended
+    assert step.parts["decode"].low == pytest.approx(moved / (0.81 * 3.35e12))
 
 
 def test_a_token_crosses_the_links_of_a_slice_73_times():
