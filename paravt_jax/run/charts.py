@@ -127,6 +127,7 @@ CHARTS = (
         from_zero=True,
     ),
     Chart("Model FLOPs utilization of the update (MFU)", "machine", (Curve("perf/mfu"),), from_zero=True),
+    Chart("Peak memory of a device so far (GiB)", "machine", (Curve("perf/peak_gib"),), from_zero=True),
 )
 PARTS = {"Accuracy": "rollout/accuracy_mean_", "Tool calls per episode κ": "rollout/tool_calls_mean_"}
 BUDGET = re.compile(r"k(\d+)")  # key suffix of a frame budget; other suffixes are question types

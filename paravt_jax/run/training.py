@@ -18,6 +18,7 @@ from model_port.adapters import AdapterInfo
 from model_port.bucket import Bucket, is_address
 from model_port.json_files import flattened
 from model_port.layout import CHECKPOINTS_DIR
+from model_port.output_dir import GIB
 from model_port.terminal import say
 from paravt_jax.config import CheckpointConfig, LogConfig, ValidationConfig
 from paravt_jax.config.keys import change_text
@@ -284,6 +285,7 @@ class Training:
             "time/step_s": step_s,
             "perf/tokens_per_s": num_tokens / step_s,
             **self.compiles.pop_metrics(),
+            **_peak_memory(),
         }
 
     def due(self, every_steps: int) -> bool:
@@ -350,3 +352,10 @@ def _resumed(step: int, num_steps: int, path: Path, changes: Sequence[str]) -> s
         return f"no step is left of {num_steps} in {path}{ignored}"
     resuming = [f"resuming after step {step} of {num_steps} in {path}"] if step else []
     return "; ".join([*resuming, *changes])
+
+
+def _peak_memory() -> dict[str, float]:
+    """The most memory that one of this host's devices has used so far; empty if the runtime does not count it."""
+    counts = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [count["peak_bytes_in_use"] for count in counts if "peak_bytes_in_use" in count]
+    return {"perf/peak_gib": max(peaks) / GIB} if peaks else {}

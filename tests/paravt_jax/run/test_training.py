@@ -1,10 +1,13 @@
-"""The steps at which a run validates."""
+"""The steps at which a run validates, and the metrics of every step."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import pytest
 
 from paravt_jax.config import LogConfig, ValidationConfig
+from paravt_jax.run.compiles import Compiles
 from paravt_jax.run.log import RunLog
 from paravt_jax.run.training import Training
 
@@ -41,3 +44,13 @@ def test_a_logged_validation_is_not_repeated_after_a_restart(step, training_at):
     first.log.validation(step, {"validation/loss": 1.0})
     assert not training_at(step).validation_due(settings)
     assert training_at(0).validation_due(settings) == (step != 0)  # a new start moves later steps aside
+
+
+@pytest.mark.parametrize(("counted", "peak_gib"), [(({"peak_bytes_in_use": 3 * 2**30}, {}), 3.0), ((None, None), None)])
+def test_a_step_has_the_peak_memory_of_the_devices_that_count_it(counted, peak_gib, training_at, monkeypatch):
+    devices = [SimpleNamespace(memory_stats=lambda count=count: count) for count in counted]
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    monkeypatch.setattr(Training, "version", 1)
+    run = training_at(0)
+    run.began_step_s, run.compiles = 0.0, Compiles()
+    assert run.step_metrics(10).get("perf/peak_gib") == peak_gib
