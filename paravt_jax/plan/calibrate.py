@@ -231,7 +231,7 @@ class LoggedRates:
         for turn in (turn for step in self.steps for episode in step.episodes for turn in episode["turns"]):
             num_tokens = turn["token_span"][1] - turn["token_span"][0]
             if num_tokens >= LONG_TOKENS and turn["latency_s"] > 0:
-                yield min(1.0, parts.token_s(rows) * num_tokens / turn["latency_s"])
+                yield min(1.0, parts.token_s(rows, running=rows) * num_tokens / turn["latency_s"])
 
 
 def _sampled(record: Mapping[str, Any]) -> int:

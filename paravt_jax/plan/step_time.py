@@ -231,15 +231,16 @@ class StepParts:
     def decode_s(self, share: float) -> float:
         """Seconds until the last token of the busiest replica, which samples this share of the episodes.
 
-        Pages of a finished request are no longer read, so a token costs as much as the average number of requests.
+        Pages of a finished request are no longer read, but the embedded sampler still computes its row.
         """
         work, tokens = self.work, share * self.work.sampled_tokens
         rows = max(1.0, min(share * work.num_episodes, self.sampler.rows))
         steps = max(self.rates["tail"] * work.longest_tokens, tokens / rows)
-        return steps * self.token_s(tokens / steps)
+        return steps * self.token_s(rows, running=tokens / steps)
 
-    def token_s(self, rows: float) -> float:
-        return self.weights_s + rows * self.row_bytes / self.sampler_bytes_per_s + self.hops_s(rows)
+    def token_s(self, rows: float, running: float) -> float:
+        """Seconds for a token in all rows, of which `running` have a request."""
+        return self.weights_s + running * self.row_bytes / self.sampler_bytes_per_s + self.hops_s(rows)
 
     @property
     def weights_s(self) -> float:

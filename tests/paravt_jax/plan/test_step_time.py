@@ -57,8 +57,11 @@ def update_s(name: str, *settings: str, device: str) -> float | None:
 
 def test_the_interval_of_seven_learners_and_one_server_contains_the_published_250_seconds():
     learners = ("mesh.data=7", "mesh.fsdp=1", "pack.num_rows=7")
-    step = step_of("8b_8x80gb", *learners, "engine.num_servers=1", "engine.gpus=[7]")
-    assert step.seconds.low < 250 < step.seconds.high
+    settings = *learners, "engine.num_servers=1", "engine.gpus=[7]"
+    low, high = step_of("8b_8x80gb", *settings).seconds
+    assert low < 250 < high
+    slower = between(LOW, HIGH | {"picture_s": 0.023})  # docs/machines.md
+    assert step_of("8b_8x80gb", *settings, rates=slower).seconds.high == pytest.approx(250, rel=0.01)
 
 
 def test_the_interval_of_four_learners_and_four_servers_contains_the_sum_of_measured_parts():
@@ -97,14 +100,17 @@ def test_decode_time_is_the_bytes_of_weights_and_cache_over_bandwidth():
 
 
 def test_a_token_crosses_the_links_of_a_slice_73_times():
-    """On v5p 2x2x1 the all-reduce of 56 rows of 4,096 values sends 3/4 twice over two links of 75 GB/s."""
-    at_once = fixed(calls=0.0, tail=1.0)
+    """On v5p 2x2x1 the all-reduce of 56 rows of 4,096 values sends 3/4 twice over two links of 75 GB/s.
+
+    The longest request has twice the mean's tokens, so 28 of the 56 rows have a request on average.
+    """
+    at_once = fixed(calls=0.0, tail=2.0)
     settings = ("rollout.dispatch=none", "reward.tool=none", "engine.cache_tokens=262144")
     step = step_of("8b_v5p8", *settings, device="v5p", rates=at_once)
     weights, row = 2 * (6_945_767_424 + 151_936 * 4096), (1988 + 512) * 2 * 2 * 36 * 8 * 128
-    reads_s = (weights + 56 * row) / (4 * 0.81 * 2.77e12)
+    reads_s = (weights + 28 * row) / (4 * 0.81 * 2.77e12)
     hops_s = 73 * (6e-6 + 2 * 3 / 4 * 56 * 4096 * 2 / 150e9)
-    assert step.parts["decode"].low == pytest.approx(512 * (reads_s + hops_s))
+    assert step.parts["decode"].low == pytest.approx(1024 * (reads_s + hops_s))
 
 
 def test_pictures_are_sent_again_after_each_turn_with_calls():
