@@ -9,17 +9,18 @@ from paravt_jax.evaluation.published import TABLES
 from paravt_jax.evaluation.table import draw, markdown, read_rows
 
 
-def make_run(directory, split="mlvu", refused="", score=0.5, dispatch="parallel"):
+def make_run(directory, split="mlvu", refused="", score=0.5, dispatch="parallel", temperature=None):
     scores = {"score": score, "interval_95": [score - 0.01, score + 0.02]}
     cell = {
         "split": split,
         "mode": "agentic",
         "dispatch": dispatch,
         "frame_budget": 64,
+        "temperature": temperature,
         "model": {"path": "trained.hf"},
         "refused": refused,
         "n": {"answered": 10, "unanswered": 1, "expected": 2174},
-        "scores": {"strict": scores, "official": scores},
+        "scores": {"strict": scores, "official": {"score": 1.0, "interval_95": [1.0, 1.0]}},
     }
     directory.mkdir()
     (directory / "eval.json").write_text(json.dumps({"cells": [cell]}))
@@ -54,11 +55,18 @@ def test_a_run_that_no_table_has_is_shown_in_a_last_row(tmp_path):
     assert markdown([row]).count(f"| ours: {row.name}, strict |") == len(TABLES)
 
 
-def test_each_dispatch_has_its_own_row(tmp_path):
-    dispatches = ("parallel", "none")
-    runs = [make_run(tmp_path / dispatch, dispatch=dispatch) for dispatch in dispatches]
-    names = [f"trained.hf, agentic, {dispatch}, 64 frames" for dispatch in dispatches]
-    assert [row.name for row in read_rows(runs)] == names
+def test_a_reproduction_is_compared_with_its_published_row_by_its_own_rule(tmp_path):
+    (row,) = read_rows([make_run(tmp_path / "a"), make_run(tmp_path / "b", "lvbench", "11 of 1549 samples: …")])
+    row.published = "ParaVT-8B"  # 65.0 on mlvu
+    blank = " | — | — | — | —"
+    assert f"| ours minus published, strict{blank} | -15.0 (-16.0 to -13.0) | — | — |" in markdown([row])
+
+
+def test_each_dispatch_and_temperature_has_its_own_row(tmp_path):
+    runs = [make_run(tmp_path / dispatch, dispatch=dispatch) for dispatch in ("parallel", "none")]
+    runs.append(make_run(tmp_path / "warm", temperature=0.7))
+    names = ["parallel, 64 frames", "none, 64 frames", "parallel, 64 frames, temperature 0.7"]
+    assert [row.name for row in read_rows(runs)] == [f"trained.hf, agentic, {name}" for name in names]
 
 
 def test_contradictory_runs_are_rejected(tmp_path):

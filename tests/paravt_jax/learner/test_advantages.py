@@ -60,10 +60,12 @@ def test_token_credit_by_hand(monkeypatch):
     np.testing.assert_allclose(advantages([1.0, 0.0], [0.0, 0.0]).sequence, [0.5, -0.5])  # 0.5 / (0.5 + 0.5)
 
 
-def test_sequence_credit_by_hand():
+def test_sequence_credit_by_hand(monkeypatch):
     group = advantages([1.5, 0.5], [0.7, 0.3], replace(EXACT, credit="sequence"))
     np.testing.assert_allclose(group.sequence, [1.0, -1.0])  # ±0.5 / 0.5: the std of a population of two
     assert not group.anchor.any()
+    monkeypatch.undo()  # a difference of 1e-4 is no rounding: ±5e-5 / (5e-5 + 1e-6)
+    np.testing.assert_allclose(advantages([1e-4, 0.0], [0.0, 0.0]).sequence, [1 / 1.02, -1 / 1.02])
 
 
 def test_likelihood_credit_is_nonzero_in_every_group():

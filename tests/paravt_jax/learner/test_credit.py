@@ -11,7 +11,7 @@ from model_port.processing import expand_placeholders
 from model_port.qwen3_vl.chat_template import CHAT_TEMPLATE
 from model_port.tiny import tiny_tokenizer
 from paravt_jax.learner.advantages import EpisodeAdvantage, group_advantages, group_rewards
-from paravt_jax.learner.credit import CLASSES, FIRST_OF_TURN, dialogues_of, struct_mask
+from paravt_jax.learner.credit import CLASSES, FIRST_OF_TURN, PLAIN, dialogues_of, struct_mask
 from paravt_jax.learner.settings import AdvantageConfig
 from paravt_jax.rewards.terms import reward_terms
 from rollout.chat import Chat
@@ -124,6 +124,8 @@ def test_sub_agents_are_trained_only_with_subagent_loss(chat):
     _, report = dialogues_of(*arguments, subagent_loss=True)
     assert chat.decode(report.ids[report.loss_mask]) == "A report.<|im_end|>"
     assert set(report.advantage[report.loss_mask].tolist()) == {0.5}
+    first, *others = report.token_class[report.loss_mask].tolist()
+    assert first == FIRST_OF_TURN and set(others) == {PLAIN}
 
 
 def test_token_classes_do_not_depend_on_a_change_of_weights_within_a_turn(chat):
