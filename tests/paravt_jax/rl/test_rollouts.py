@@ -228,7 +228,8 @@ def test_groups_without_spread_are_replaced_up_to_max_resamples(chat):
     assert [group.has_signal for group in groups] == [False] * 6
     (groups,) = collect(chat, half_right, "train.max_resamples=2")
     assert [group.has_signal for group in groups] == [True] * 2
-    assert group_metrics(collect(chat, right)[0])["rollout/num_groups_without_spread"] == 2
+    (groups,) = collect(chat, right, "advantage.filter_zero_variance=false")
+    assert group_metrics(groups)["rollout/num_groups_without_spread"] == 2 == sum(each.has_signal for each in groups)
 
 
 def oversampled(chat, say, *overrides, steps=1):
@@ -401,6 +402,8 @@ def test_the_metrics_of_a_step_by_hand(chat):
     assert metrics["rollout/turns_mean"] == 1.25
     assert staleness_mean(groups, 7) == 2
     assert staleness_mean([], 7) is None
+    main, report = (called := groups[0].rollouts[0]).episode.ledgers
+    assert called.stats.versions == {"5": main.num_sampled + report.num_sampled}
     ledgers = [ledger for group in groups for rollout in group.rollouts for ledger in rollout.episode.ledgers]
     assert num_tokens(groups, chat) == sum(len(ledger.ids) for ledger in ledgers)  # a frame is one token here
     assert rollout_metrics([])["num_episodes"] == 0
@@ -482,7 +485,8 @@ def test_prompts_longer_than_the_context_are_reported(chat):
         f"video.overview_frames, video.max_pixels)"
     )
     (group, *_), *_ = collect(chat, half_right)
-    assert no_room_remark([*group.rollouts, Rollout("p/0", problem="429", reason="refused")], 64) is None
+    missing = [replace(rollout, problem="aborted", reason="aborted") for rollout in rollouts]
+    assert no_room_remark([*group.rollouts, *missing, Rollout("p/0", problem="429", reason="refused")], 64) is None
 
 
 @pytest.mark.slow
@@ -649,10 +653,13 @@ def test_cut_off_episodes_are_trained_on_left_out_or_penalised(chat):
     assert kept == [True, True, True, False]
 
 
-def test_a_group_with_all_episodes_left_out_has_no_signal(chat):
-    (groups,) = collect(chat, lambda *_: LONG, "rollout.max_new_tokens=64", "train.truncated=leave_out",
-                        "advantage.filter_zero_variance=false")  # fmt: skip
+@pytest.mark.parametrize(("finish", "max_context_tokens"), [("length", 4096), ("context", 64)])
+def test_a_group_with_all_episodes_left_out_has_no_signal(chat, finish, max_context_tokens):
+    limits = (f"rollout.max_context_tokens={max_context_tokens}", "rollout.max_new_tokens=32")
+    settings = ("train.truncated=leave_out", "advantage.filter_zero_variance=false")
+    (groups,) = collect(chat, lambda *_: LONG, *limits, *settings)
     assert not any(group.has_signal for group in groups)
+    assert {rollout.episode.finish for group in groups for rollout in group.rollouts} == {finish}
 
 
 @pytest.mark.parametrize(("tools", "earned"), [("crop_video,zoom_frame", 0.1), ("crop_video", 0.0)])
