@@ -22,9 +22,9 @@ from scripts.bench.update import TOLERANCES, check_agreement
 Row = dict[str, Any]
 DEADLINES_S = {  # timeout of each part; less than ten minutes in total
     "device": 10,
-    "attention": 80,
+    "attention": 50,
     "attention_time": 45,
-    "sampler": 95,
+    "sampler": 125,
     "generate": 45,
     "update": 125,
     "weights": 40,

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
@@ -35,7 +36,8 @@ DEPTHS = (36, 24, 18, 12, 9, 6, 3)  # numbers of layers to try; the 8B has 36
 FP32_BOUND, BF16_BOUND = 1e-5, 2.0
 FRAME_PATCHES = 196  # patches per frame in the recipe
 MODEL_DIR = "model"
-SQUARE_FORMS = ("xla", "blocked")  # these store the scores of all pairs, which may not fit for long rows
+ORACLE = "xla"
+SQUARE_FORMS = (ORACLE, "blocked")  # these store the scores of all pairs, which may not fit for long rows
 SLOW_TO_COMPILE = ("blocked",)  # compiles slowly on a GPU; runs last, so that a timeout keeps the other rows
 
 
@@ -66,22 +68,22 @@ def attention(check: Check) -> Iterator[Row]:
         with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
             return with_gradients(form)(*inputs, layout)
 
-    cases = [(form, head_dim) for form in forms() for head_dim in check.sizes.head_dims]
     with ThreadPoolExecutor() as pool:  # compiles all programs at once
         done = {
-            (*case, dtype): pool.submit(results, *case, dtype)
-            for case in cases
-            if not no_kernel(case[0])
+            (form, head_dim, dtype): pool.submit(results, form, head_dim, dtype)
+            for form in {ORACLE, *forms()}
+            if not no_kernel(form)
+            for head_dim in check.sizes.head_dims
             for dtype in ("float32", "bfloat16")
         }
-        for form, head_dim in cases:
+        for form, head_dim in product(forms(), check.sizes.head_dims):
             row: Row = {"form": form, "head_dim": head_dim, "tokens": num_tokens}
             if missing := no_kernel(form):
                 yield row | missing
                 continue
             try:
                 long, short, exact, oracle = (
-                    done[each, head_dim, dtype].result() for each in (form, "xla") for dtype in ("float32", "bfloat16")
+                    done[each, head_dim, dtype].result() for each in (form, ORACLE) for dtype in ("float32", "bfloat16")
                 )
             except Exception as problem:
                 yield row | failure(problem)

@@ -21,6 +21,7 @@ def sampler(check: Check) -> Iterator[Row]:
     """Times the embedded sampler with the 8B in bfloat16: prefill, and milliseconds per token of a batch."""
     import jax
 
+    from model_port.config import LoraConfig
     from model_port.layers import Compute
     from model_port.sampler import Sampler, SamplerPrompt, SamplerRequest, SamplingParams
     from paravt_jax.learner.batch_shape import random_model
@@ -28,12 +29,10 @@ def sampler(check: Check) -> Iterator[Row]:
     from paravt_jax.plan.workload import cached_bytes, decoded_bytes
     from paravt_jax.sampling.local_copy import LocalCopy
 
-    model = random_model(check.full_model, Compute("bfloat16"), dtype="bfloat16")
-    model = LocalCopy(model, None, beside_update=True).of(model)  # as engines on several devices sample
     spec = device_of(jax.devices()[0].device_kind)
     num_prompt, num_new = check.sizes.sampled
 
-    def steps_of(sampler: Sampler, seed: int) -> list[float]:
+    def steps_of(sampler: Sampler, num_rows: int, seed: int) -> list[float]:
         """Returns the seconds of each step that samples a batch; the first step also prefills."""
         prompts = random_prompts(check.full_model, num_rows, num_prompt, seed)
         for number, prompt in enumerate(prompts):
@@ -45,22 +44,20 @@ def sampler(check: Check) -> Iterator[Row]:
             seconds.append(time.perf_counter() - start)
         return seconds
 
-    for num_rows in check.sizes.sampler_rows:
-        gc.collect()  # frees the previous cache
-        try:
-            sampler = Sampler(
-                model, max_rows=num_rows, max_context_tokens=num_prompt + num_new, tokens_per_step=STEP_TOKENS
-            )
-            first, steps = steps_of(sampler, 0), steps_of(sampler, 1)
-        except Exception as problem:
-            yield {"rows": num_rows} | failure(problem)
-            continue
+    def measured(num_rows: int, rank: int) -> Row:
+        model = random_model(check.full_model, Compute("bfloat16"), LoraConfig(rank), dtype="bfloat16")
+        model = LocalCopy(model, None, beside_update=True).of(model)  # as engines on several devices sample
+        sizes = {
+            "max_context_tokens": check.sizes.context_tokens,
+            "cache_tokens": check.sizes.cache_tokens,
+        }  # a recipe's
+        sampler = Sampler(model, max_rows=num_rows, tokens_per_step=STEP_TOKENS, **sizes)
+        first, steps = (steps_of(sampler, num_rows, seed) for seed in range(2))
         step_s = statistics.median(steps[1:])
         context = num_rows * (num_prompt + num_new / 2)
         moved = decoded_bytes(check.full_model) + context * cached_bytes(check.full_model)
         peak = None if spec is None or spec.memory_tb_per_s is None else 1e12 * spec.memory_tb_per_s
-        yield {
-            "rows": num_rows,
+        return {
             "prompt_tokens": num_prompt,
             "first_batch_s": sum(first),
             "prefill_tokens_per_s": num_rows * num_prompt / (steps[0] - step_s),
@@ -69,7 +66,14 @@ def sampler(check: Check) -> Iterator[Row]:
             "of_memory_bandwidth": None if peak is None else moved / (step_s / STEP_TOKENS) / peak,
             "attention": str(sampler.kernel_check or "plain"),
         }
-        del sampler
+
+    for num_rows, rank in check.sizes.sampler_cases:
+        row = {"rows": num_rows, "lora_rank": rank}
+        gc.collect()  # frees the previous model and cache
+        try:
+            yield row | measured(num_rows, rank)
+        except Exception as problem:
+            yield row | failure(problem)
 
 
 def random_prompts(model: ModelConfig, num_rows: int, num_tokens: int, seed: int) -> np.ndarray:
@@ -93,7 +97,7 @@ def generate_in_torch(check: Check) -> Iterator[Row]:
     with torch.device(on):
         model: Any = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16).eval()
     num_prompt, num_new = check.sizes.sampled
-    for num_rows in check.sizes.sampler_rows:
+    for num_rows in {rows: None for rows, _ in check.sizes.sampler_cases}:
         ids = torch.from_numpy(random_prompts(check.full_model, num_rows, num_prompt, 1)).to(on)
         call = partial(model.generate, input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0)
 

@@ -32,12 +32,17 @@ class Sizes:
     prompt: tuple[int, int]  # frames and text tokens of the prompt whose group is updated in several ways
     response_tokens: int
     num_episodes: int
-    sampler_rows: tuple[int, ...]  # prompts sampled together
+    sampler_cases: tuple[tuple[int, int], ...]  # prompts sampled together, and the rank of adapters
     sampled: tuple[int, int]  # prompt tokens, and new tokens
+    context_tokens: int  # limits of the sampler, as in a recipe
+    cache_tokens: int
 
 
-LARGE = Sizes((128, 72), 500, 8192, (32, 8), (8192, 16384, 4096, 32768), 64, (64, 200), 512, 8, (8, 64), (2048, 128))
-TINY = Sizes((12,), 40, 64, (4, 2), (64, 128), 1, (2, 11), 7, 3, (2,), (64, 32))
+LARGE = Sizes(
+    *((128, 72), 500, 8192, (32, 8), (8192, 16384, 4096, 32768), 64, (64, 200), 512, 8),
+    *(((8, 0), (64, 0), (64, 64)), (2048, 128), 16384, 163840),
+)
+TINY = Sizes((12,), 40, 64, (4, 2), (64, 128), 1, (2, 11), 7, 3, ((2, 0), (2, 8)), (64, 32), 128, 256)
 
 
 @dataclass(frozen=True)
