@@ -100,12 +100,15 @@ class Evaluation:
         cells = [(self._keys(spec), self._log(spec)) for spec in self.settings.cells]
         return not any(_remaining(keys, log.read(keys)) for keys, log in cells)
 
+    def is_scorer_changed(self) -> bool:
+        """Whether the code that scores differs from the code that scored this directory's samples."""
+        scorer = self.provenance["hashes"]["scorer"]
+        return any(played.get("scorer", scorer) != scorer for played in _played_by(self.directory))
+
     def check_scorer(self) -> None:
         """Raises if the code that scores has changed since a sample was scored."""
-        scorer = self.provenance["hashes"]["scorer"]
         results = (result for spec in self.settings.cells for result in self._log(spec).read(self._keys(spec)).values())
-        changed = any(played.get("scorer", scorer) != scorer for played in _played_by(self.directory))
-        if changed and not all(result.missing for result in results):
+        if self.is_scorer_changed() and not all(result.missing for result in results):
             raise ValueError(
                 f"{self.directory} has samples with scores of another scorer: the code of reward.plugin or data.split, "
                 f"or of this package, has changed; choose another run_dir"
@@ -188,6 +191,11 @@ async def open_evaluation(config: EvalConfig, shard: Shard | None = None) -> Asy
             with ended_by_interrupt():
                 worker = await (_open_worker(*opening) if texts is None else _open_release_agent(*opening, texts))
             evaluation = replace(evaluation, worker=worker)
+        elif evaluation.is_scorer_changed():
+            say(
+                f"{directory} is complete: these are the scores of older scoring code; "
+                f"to use the changed code, choose another run_dir"
+            )
         yield evaluation
 
 

@@ -104,6 +104,19 @@ def test_your_own_reward_scores_rows_of_your_own_question_types(evaluator, tmp_p
         evaluator("a dog").run(config)
 
 
+def test_a_finished_evaluation_says_that_its_scores_are_of_older_scoring_code(evaluator, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("def seen(completions): return [0.5]")
+    config = config_of("longvideobench", tmp_path / "copy", f"reward.plugin={tmp_path}/mine.py:seen")
+    (cell,) = evaluator("A").run(config)
+    evaluation._write_played(config, Path(config.run_dir), {"digest": ""}, {})
+    evaluator("A").run(config)
+    assert "scoring code" not in capsys.readouterr().err
+    (tmp_path / "mine.py").write_text("def seen(completions): return [1.0]")
+    (again,) = evaluator("A").run(config)
+    assert again["scores"] == cell["scores"]
+    assert "these are the scores of older scoring code" in capsys.readouterr().err
+
+
 def test_an_engine_of_your_own_is_loaded_before_the_model(evaluator, tmp_path):
     config = config_of("longvideobench", tmp_path / "copy", f"engine.kind={tmp_path}/absent.py:open_engine")
     with pytest.raises(ValueError, match=r"engine\.kind=.*absent\.py:open_engine: there is no file"):
