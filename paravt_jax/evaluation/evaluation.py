@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from model_port.json_files import parse_object
 from model_port.model import VLModel
 from model_port.progress import in_units
 from model_port.terminal import say
@@ -85,7 +86,8 @@ class Evaluation:
             await run_samples(self._name(spec), self._recorder(self.worker, spec), todo, log, done)
         results = log.read(keys)
         cell = json.loads(json.dumps(self._certified(spec, [results[key] for key in keys if key in results])))
-        if not todo and file.exists() and all(self.cell(spec).get(name) == cell[name] for name in OF_SAMPLES):
+        old = _certificate_in(file)
+        if not todo and old and all(old.get(name) == cell[name] for name in OF_SAMPLES):
             return
         write_json(file, cell)
 
@@ -150,6 +152,13 @@ class Evaluation:
         if sent := digest_of_requests(results):
             about["hashes"] |= {"requests": sent}
         return certificate(self.loaded.split, self._num_rows, self.loaded.bad, results, about)
+
+
+def _certificate_in(file: Path) -> Cell:
+    """Reads a certificate; empty if there is none, or a damaged one, which can be written again from the samples."""
+    with suppress(FileNotFoundError, ValueError):
+        return parse_object(file.read_bytes(), file)
+    return {}
 
 
 def _remaining(keys: Mapping[str, Sample], results: Mapping[str, SampleResult]) -> dict[str, Sample]:
@@ -319,10 +328,21 @@ def _write_played(config: EvalConfig, directory: Path, model: Mapping[str, Any],
 def _played_by(directory: Path) -> list[dict[str, Any]]:
     """Reads model, engine and scorer of the run and of each shard. All must have the same model and scorer."""
     files = [directory / PLAYED_FILE, *sorted(directory.glob(f"{SHARDS_DIR}/*/{PLAYED_FILE}"))]
-    played = [json.loads(file.read_bytes()) for file in files if file.exists()]
+    played = [_read_played(file) for file in files if file.exists()]
     models = {record["model"]["digest"] for record in played}
     scorers = {record["scorer"] for record in played if "scorer" in record}
     for name, digests in (("models", models), ("scorers", scorers)):
         if len(digests) > 1:
             raise ValueError(f"{directory}: its shards have different {name} (see their {PLAYED_FILE})")
     return played
+
+
+def _read_played(file: Path) -> dict[str, Any]:
+    way_out = "restore the file, or choose another run_dir"
+    try:
+        record = parse_object(file.read_bytes(), file)
+    except ValueError as problem:
+        raise ValueError(f"{problem}; {way_out}") from None
+    if not isinstance(record.get("model"), dict) or "digest" not in record["model"] or "engine" not in record:
+        raise ValueError(f"{file} does not name the model and the engine of the samples; {way_out}")
+    return record

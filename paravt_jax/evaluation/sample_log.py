@@ -7,7 +7,7 @@ a sample counts. Shards write to RUN/shards/K_of_N. A run without --shard reads 
 import hashlib
 import json
 import os
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,7 +126,7 @@ class SampleLog:
         """The newest result for each key. A missing result never replaces a complete one."""
         results: dict[str, SampleResult] = {}
         paths = filter(Path.exists, (*self._shards, self._path))
-        for result in (result_of(record) for path in paths for record in load_jsonl(path)):
+        for result in (result for path in paths for result in _results_in(path)):
             key = result.key
             if key in keys and (not result.missing or key not in results or results[key].missing):
                 results[key] = result
@@ -137,6 +137,16 @@ class SampleLog:
             file.write(json.dumps(record).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
+
+
+def _results_in(path: Path) -> Iterator[SampleResult]:
+    for number, record in enumerate(load_jsonl(path), 1):
+        try:
+            yield result_of(record)
+        except (KeyError, TypeError):
+            raise ValueError(
+                f"{path}: line {number} is not the record of a sample; restore the file, or remove the line"
+            ) from None
 
 
 def result_of(record: Record) -> SampleResult:

@@ -117,6 +117,36 @@ def test_a_finished_evaluation_says_that_its_scores_are_of_older_scoring_code(ev
     assert "these are the scores of older scoring code" in capsys.readouterr().err
 
 
+def test_a_damaged_certificate_is_written_again(evaluator, tmp_path):
+    config = config_of("longvideobench", tmp_path / "copy")
+    (cell,) = evaluator("A").run(config)
+    (file,) = Path(config.run_dir).glob("cell_*.json")
+    for damaged in ("", "{", "[]", "{}"):
+        file.write_text(damaged)
+        assert evaluator("A").run(config) == [cell]
+
+
+@pytest.mark.parametrize("damaged", ["", "{", "[]", "{}", '{"model": {}, "engine": {}}'])
+def test_a_damaged_record_of_the_model_is_an_error_that_names_the_file(evaluator, tmp_path, damaged):
+    config = config_of("longvideobench", tmp_path / "copy")
+    evaluator("A").run(config)
+    (Path(config.run_dir) / "played_by.json").write_text(damaged)
+    with pytest.raises(ValueError, match=r"played_by\.json .*restore the file, or choose another run_dir"):
+        evaluator("A").run(config)
+
+
+@pytest.mark.parametrize("line", ["{}", "[]", "1", '{"episodes": [{}]}', '{"episodes": 1}'])
+def test_a_line_that_is_not_the_record_of_a_sample_is_an_error_that_names_it(evaluator, tmp_path, line):
+    config = config_of("longvideobench", tmp_path / "copy")
+    evaluator("A").run(config)
+    (samples,) = Path(config.run_dir).glob("samples_*.jsonl")
+    with samples.open("a") as file:
+        file.write(f"{line}\n")
+    number = len(samples.read_text().splitlines())
+    with pytest.raises(ValueError, match=rf"samples_.*: line {number} is not the record of a sample; restore the file"):
+        evaluator("A").run(config)
+
+
 def test_an_engine_of_your_own_is_loaded_before_the_model(evaluator, tmp_path):
     config = config_of("longvideobench", tmp_path / "copy", f"engine.kind={tmp_path}/absent.py:open_engine")
     with pytest.raises(ValueError, match=r"engine\.kind=.*absent\.py:open_engine: there is no file"):
