@@ -21,7 +21,7 @@ from model_port.attention.rule import MASKED, SoftmaxCarry, add_weighted, empty_
 
 SPLITS = 8  # divides TABLE_PAGES
 SMALLEST_TILE = 16  # the fewest queries that Triton's dot accepts
-LARGEST_TILE = 128
+LARGEST_TILE = {2: 128, 4: 32}  # by bytes per value; in float32, 64 do not fit the shared memory of an L4
 WARPS, STAGES = 4, 2
 
 
@@ -37,7 +37,7 @@ def gpu_attention(
     kv_heads, num_pages, page_tokens, _ = keys.shape
     shared, wide = heads // kv_heads, jnp.promote_types(q.dtype, jnp.float32)
     num_queries, splits = num_tokens * shared, SPLITS if num_tokens == 1 else 1
-    tile = min(max(SMALLEST_TILE, pl.next_power_of_2(num_queries)), LARGEST_TILE)
+    tile = min(max(SMALLEST_TILE, pl.next_power_of_2(num_queries)), LARGEST_TILE[min(4, q.dtype.itemsize)])
     padding, split_pages = -num_queries % tile, table.shape[1] // splits
     grouped = jnp.einsum("BTKRH->BKTRH", q.reshape(rows, num_tokens, kv_heads, shared, head_dim))
     grouped = grouped.reshape(rows, kv_heads, num_queries, head_dim)

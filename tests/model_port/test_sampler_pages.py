@@ -113,6 +113,11 @@ def test_the_gpu_kernel_prefills_as_the_plain_form_does(heads):
     np.testing.assert_allclose(got, walked(*inputs), atol=2e-6)
 
 
+def test_the_tpu_kernel_leaves_prefill_to_the_plain_form():
+    inputs = random_pages(10, jnp.arange(128, dtype=jnp.int32)[None])
+    np.testing.assert_array_equal(tpu_kernel(*inputs), walked(*inputs))
+
+
 def random_pages(heads, slots):
     """Returns queries, a cache, and a page table with up to 13 pages per row."""
     rng = np.random.default_rng(0)

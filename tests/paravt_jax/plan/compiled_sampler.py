@@ -2,7 +2,7 @@
 
 It runs in a separate process, because a TPU compiler aborts on the XLA flags of the tests.
 
-compiled_sampler.py TOPOLOGY PRESET TENSOR ROWS CONTEXT_TOKENS CACHE_TOKENS stacked|split
+compiled_sampler.py TOPOLOGY PRESET TENSOR ROWS CONTEXT_TOKENS CACHE_TOKENS stacked|split [DTYPE]
 """
 
 import json
@@ -28,7 +28,7 @@ from model_port.text import Visual
 from paravt_jax.plan.topology import topology
 
 
-def main(name, preset, tensor, rows, context_tokens, cache_tokens, stacking):
+def main(name, preset, tensor, rows, context_tokens, cache_tokens, stacking, dtype="bfloat16"):
     try:
         devices = topology(name).devices()
     except ValueError as missing:
@@ -43,17 +43,17 @@ def main(name, preset, tensor, rows, context_tokens, cache_tokens, stacking):
         return array(1, *leaf.shape[1:], dtype=leaf.dtype, spec=leaf.sharding.spec)
 
     text, num_pages = config.text, 1 + -(-int(cache_tokens) // PAGE_TOKENS) + int(rows)
-    model = abstract_model(config, Compute("bfloat16"))
-    model = with_params(model, abstract_params(model, "bfloat16", mesh))
+    model = abstract_model(config, Compute(dtype))
+    model = with_params(model, abstract_params(model, dtype, mesh))
     if stacking == "split":
         graphdef, params = nnx.split(model.text.layers)
         layers = [nnx.merge(graphdef, jax.tree.map(of_a_layer, params)) for _ in range(text.num_layers)]
         model.text.layers = nnx.List(layers)
     graphdef, params = nnx.split(model)
     pages = text.num_kv_heads, text.num_layers * num_pages, PAGE_TOKENS, text.head_dim
-    cache = Cache(*(array(*pages, dtype=jnp.bfloat16, spec=("tensor",)) for _ in range(2)))
+    cache = Cache(*(array(*pages, dtype=dtype, spec=("tensor",)) for _ in range(2)))
     features, maps = (1, TABLE_TOKENS, text.width), config.vision.num_deepstack
-    frames = Visual(array(*features, dtype=jnp.bfloat16), array(maps, *features, dtype=jnp.bfloat16))
+    frames = Visual(array(*features, dtype=dtype), array(maps, *features, dtype=dtype))
     rows, width = int(rows), bucket(-(-int(context_tokens) // PAGE_TOKENS), TABLE_PAGES)
     numbers = array(rows)
     state = Rows(

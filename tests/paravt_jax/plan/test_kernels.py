@@ -73,3 +73,10 @@ def test_the_planned_memory_of_the_sampler_is_within_5_percent_of_the_compilers(
         planned -= rollout["copy for sampling"]
     program = compiled("compiled_sampler.py", name, "8b", tensor, *sizes.values(), stacking)
     assert planned == pytest.approx(program["held_bytes"] + max(program["temp_bytes"]), rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_the_sampler_compiles_in_float32_for_the_chip_with_the_least_shared_memory():
+    sizes = {"tensor": 1, "rows": 2, "context_tokens": 1024, "cache_tokens": 2048}
+    assert compiled("compiled_sampler.py", "l4:1", "2b", *sizes.values(), "split", "float32")["temp_bytes"]
