@@ -233,7 +233,7 @@ def read_param(
 ) -> np.ndarray:
     """Reads `param[index]` of a parameter with the full `shape`; reads only the necessary rows of the files.
 
-    The result has `dtype` (default: the file's). At most READERS tensors at a time are also in memory in the file's.
+    The result has `dtype` (default: the file's). At most READERS tensors at a time are also in memory in the file's dtype.
     """
     index = tuple(slice(*s.indices(n)) for s, n in zip(index, shape, strict=True))
     if rule.count is None:
@@ -244,7 +244,7 @@ def read_param(
 def _stacked(read: Callable[[str], np.ndarray], names: Sequence[str], dtype: Any) -> np.ndarray:
     """Reads tensors and stacks them in an array that jax on a CPU can use without a copy.
 
-    Several threads read, because the kernel takes longer to provide new memory than to copy the values.
+    Several threads read, because the system takes longer to provide new memory than to copy the values.
     """
     first = read(names[0])
     if len(names) == 1 and dtype in (None, first.dtype):  # avoids a second copy
