@@ -233,7 +233,7 @@ def read_param(
 ) -> np.ndarray:
     """Reads `param[index]` of a parameter with the full `shape`; reads only the necessary rows of the files.
 
-    The result has `dtype` (default: the file's). At most READERS tensors at a time are also in memory in the file's dtype.
+    The result has `dtype` (default: the files'). At most READERS tensors at a time are also in memory as in the files.
     """
     index = tuple(slice(*s.indices(n)) for s, n in zip(index, shape, strict=True))
     if rule.count is None:
