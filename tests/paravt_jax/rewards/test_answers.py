@@ -29,6 +29,10 @@ def test_an_interval_is_parsed_from_every_clear_form_only(expected, text):
     assert ("-" if seconds is None else "{:g} {:g}".format(*seconds)) == expected
 
 
+def test_an_interval_is_finite():
+    assert interval(f"0 to {'9' * 400}") is None
+
+
 @pytest.mark.parametrize(("expected", "text"), cases("oe"))
 def test_open_answers_match_in_every_spelling(expected, text):
     prediction, truth = text.split(" == ")
@@ -40,6 +44,7 @@ def test_a_copied_option_counts_as_its_letter():
     for copied, letter in {"A. A": "A", "B. C": "B", "C. I": "C", " D. the dog,  not the cat\n": "D"}.items():
         assert option_letter(copied, question) == letter
     assert option_letter("B. C") is None and option_letter("B. D", question) is None
+    assert option_letter("B. C", "Which letter?\nA. D\nB. C ") == "B"
 
 
 @pytest.mark.parametrize("letter", "ABCDEFGHIJ")
@@ -58,6 +63,7 @@ def test_options_a_to_j_are_parsed_in_every_form(letter):
         ((0, 1), (5, 10), 0.0),
         ((10, 0), (0, 10), 0.0),
         ((5, 5), (0, 10), 0.0),
+        ((5, 5), (5, 5), 0.0),
     ],
 )
 def test_iou_by_hand(predicted, true, iou):

@@ -32,6 +32,7 @@ def test_without_a_letter_the_score_is_the_mean_of_a_guess():
     assert first_capital_or_guess("no", "A", OPTIONS) == 0.25
     assert first_capital_or_guess("B", "A", OPTIONS) == 0 and first_capital_or_guess("A", "A", OPTIONS) == 1
     assert first_capital_or_guess("Either B", "B", OPTIONS) == 0  # E, also where there are four options
+    assert first_capital_or_guess("Here it is B", "B", OPTIONS) == 1  # H is no option
 
 
 def test_the_harness_of_longvideobench_leaves_out_a_lead_in():
@@ -54,6 +55,7 @@ def test_mmvu_accepts_the_letter_anywhere_or_the_text_of_the_option(reply, answe
 def test_mmvu_accepts_a_word_of_the_option_beside_its_letter_inside_any_word():
     assert mmvu("c) a grey whale, but no shark", "B", ("Squid", "Blue whale")) == 1
     assert mmvu("c) a grey whale", "B", ("Squid", "Blue whale")) == 0
+    assert mmvu("c) it is a boat", "B", ("Squid", "It is a whale")) == 0  # words of two letters do not count
 
 
 @pytest.mark.parametrize(
@@ -63,8 +65,12 @@ def test_mmvu_accepts_a_word_of_the_option_beside_its_letter_inside_any_word():
         ("search", "depth-first search", True),  # part of the answer
         ("5.004 metres", "5", True),
         ("6", "5.5 m", False),
+        ("5.52 metres", "5.5 m", False),
         ("an enzyme called lactase, active", "active lactase enzyme", True),
         ("lactase", "gastric acid", False),
+        ("a car, bright red", "the car is red", False),
+        ("car, red", "a red car", True),  # words of up to two letters are optional
+        ("six five four three two one", "one two three four five six", False),  # only up to five words
         ("n² steps", "n^2 Steps", True),
         ("order o(n^2) time", "a time of O(n²)", True),
         ("order O(n)", "a time of O(n²)", False),

@@ -173,6 +173,7 @@ BRIEF = OwnTerm("brief", 0.5)
             returning(OwnTerm("brief", 0.5, (Place(2, 0, 1),))),
             r"the term brief has the place \(2, 0, 1\), which is not in",
         ),
+        (returning(OwnTerm("brief", 0.5, (Place(-1, 0, 1),))), r"has the place \(-1, 0, 1\)"),
         (returning(OwnTerm("brief", 0.5, (Place(1, 5, 5),))), r"has the place \(1, 5, 5\)"),
         (returning(OwnTerm("brief", 0.5, (Place(1, 0, 4.5),))), r"TypeError: 'float' object cannot be interpreted as"),
         (returning(OwnTerm("brief", 0.5, (Place(1, 0, 10_000),))), r"has the place \(1, 0, 10000\)"),

@@ -292,6 +292,12 @@ def test_accuracy_by_question_type(question_type, answer, reply, accuracy):
     assert reward.prediction == reply
 
 
+def test_a_copied_option_of_the_question_counts_as_its_letter():
+    turn, question = ANSWER_TURN.replace(">B<", ">B. C<"), "Which letter?\nA. B\nB. C"
+    assert reward_terms([turn], [], "B", "mcq", question=question).accuracy == 1
+    assert reward_terms([turn], [], "B", "mcq").accuracy == 0
+
+
 def test_without_a_judge_an_open_answer_has_all_words_and_no_others():
     turn = ANSWER_TURN.replace(">B<", ">the red truck<")
     assert terms(turn, answer="Red truck.", question_type="oe").accuracy == 1.0
@@ -324,8 +330,9 @@ def test_an_answer_without_a_verdict_has_a_missing_score_not_zero():
 def test_a_judged_score_needs_an_open_question_and_a_valid_value():
     with pytest.raises(ValueError, match="only open questions"):
         terms(ANSWER_TURN, judged=1.0)
-    with pytest.raises(ValueError, match="judged=nan must be between 0 and 1"):
-        terms(ANSWER_TURN, answer="red", question_type="oe", oe_mode="llm", judged=math.nan)
+    for judged in (math.nan, -0.5, 1.5):
+        with pytest.raises(ValueError, match=f"judged={judged} must be between 0 and 1"):
+            terms(ANSWER_TURN, answer="red", question_type="oe", oe_mode="llm", judged=judged)
 
 
 @pytest.mark.parametrize(
@@ -427,6 +434,8 @@ def test_credits_sum_to_their_terms_and_locate_their_characters():
     }
     (executed,) = (credit for credit in reward.credits if credit.name == "tool_executed")
     assert executed.places[0].start == turns[0].rindex("<tool_call>")
+    (unclosed,) = (credit for credit in terms("<think>\nlook").credits if credit.name == "think_unclosed")
+    assert (unclosed.value, unclosed.places) == (-0.3, (Place(0, 0, len("<think>")),))
     priced = reward_terms(turns, ["invalid", "ok"], "B", "mcq", NEEDED).credits
     assert [len(credit.places) for credit in priced if credit.name == "call_price"] == [2]  # of both calls
 
