@@ -258,6 +258,9 @@ def test_the_predicted_letter(reply, letter):
         ("<time>00:19.7 - 00:25.6</time>", (19.7, 25.6)),
         ("from 2 - 1, or 3.5–4", (2.0, 1.0)),
         ("<time>none</time> 70:00 - 71:00", (0.0, 71.0)),
+        ("58:00 - 59:30", (3480.0, 3570.0)),
+        ("5 - 9, so <time>6 - 7</time>", (6.0, 7.0)),
+        ("start 4, end 6, not 2 - 1", (4.0, 6.0)),  # a reversed range is skipped
         ("start time: 4, ending 2", (4.0, 2.0)),
         ("at 5 and 9.", (5.0, 9.0)),
         ("at 5", None),
