@@ -99,7 +99,7 @@ async def run(args: argparse.Namespace, files: list[str], question: str | None) 
             except ImageError:  # names its file
                 raise
             except VideoError as unreadable:
-                raise ValueError(f"{' or '.join(files)}: {unreadable}") from None
+                raise ValueError(f"{' or '.join(videos or files)}: {unreadable}") from None
             _write("\n")
             print(json.dumps(answer.to_record()) if args.json else answer.text, flush=True)
             say("\n".join(summary(answer)))

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 from model_port.hf_files import RECIPE_FILE
+from model_port.progress import in_units
 from model_port.terminal import visible
 from paravt_jax.asking.answerer import Answer, Listener, Seconds
 from rollout.episode_config import EpisodeConfig
@@ -57,7 +58,7 @@ class Live(Listener):
         for path, info in overview.videos.items():
             name = f" (as {names[path]})" if len(overview.videos) > 1 else ""
             self._write_line("video", f"{visible(path)}, {clock(info.duration_s)}{name}")
-        self._write_line("overview", f"{len(overview.pictures)} frames, {overview.seconds:.1f} s")
+        self._write_line("overview", f"{in_units([len(overview.pictures)], 'frame')}, {overview.seconds:.1f} s")
 
     def on_text(self, turn_number: int, text: str) -> None:
         """Appends the turn's new text; calls are shown when they are made."""

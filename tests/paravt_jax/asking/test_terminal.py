@@ -78,12 +78,12 @@ def test_output_is_escaped_on_a_terminal_and_raw_in_a_pipe(run_cli, monkeypatch,
 def ask_of(chat, tmp_path, monkeypatch):
     """Runs `paravt ask` on a video with the given name and a scripted answer. Returns the exit status."""
 
-    def run(answer, *flags, name="a", content=b"any", question="What?", first="", **config) -> int:
+    def run(answer, *flags, name="a", content=b"any", question="What?", first="", num_frames=8, **config) -> int:
         agent = Agent(script(chat, [first or answer, answer]), FakeFrames(), chat, EpisodeConfig(**config))
 
         @asynccontextmanager
         async def open_asker(*args, **settings):
-            yield Answerer(agent, 8)
+            yield Answerer(agent, num_frames)
 
         monkeypatch.setattr(asker, "open_asker", open_asker)
         (video := tmp_path / f"{name}.mp4").write_bytes(content)
@@ -100,6 +100,27 @@ def test_answers_and_progress_of_ask_are_escaped_on_a_terminal(ask_of, monkeypat
         assert ask_of(f"{HOSTILE}</think><answer>{HOSTILE}</answer><|im_end|>", name=HOSTILE.replace("/", "")) == 0
         screen = read_screen()
     assert CONTROL.isdisjoint(screen) and screen.count("␛]0;title␇") >= 3
+
+
+@pytest.mark.parametrize(("num_frames", "shown"), [(1, " 1 frame, "), (2, " 2 frames, ")])
+def test_ask_shows_the_number_of_frames(ask_of, capsys, num_frames, shown):
+    assert ask_of(ANSWER, num_frames=num_frames) == 0
+    assert shown in capsys.readouterr().err
+
+
+def test_an_unreadable_video_is_not_blamed_on_an_image(tmp_path, chat, monkeypatch, capsys):
+    @asynccontextmanager
+    async def open_asker(*args, **settings):
+        yield Answerer(Agent(script(chat, []), FakeFrames(), chat, EpisodeConfig()), 8)
+
+    monkeypatch.setattr(asker, "open_asker", open_asker)
+    image, video = tmp_path / "a.png", tmp_path / "missing.mp4"
+    Image.new("RGB", (64, 64)).save(image)
+    video.write_bytes(b"any")
+    monkeypatch.setattr(sys, "argv", ["ask", str(image), str(video), "What?"])
+    with pytest.raises(SystemExit):
+        model_port.cli.run_cli(ask.main)
+    assert capsys.readouterr().err.splitlines()[-1] == f"error: {video}: the video cannot be opened"
 
 
 def test_a_question_may_be_longer_than_a_file_name(ask_of, capsys):
