@@ -200,7 +200,7 @@ class FakeEndpoint:
         else:
             choice["message"]["content"] = self.say if isinstance(self.say, str) else self.say(body)
             choice["finish_reason"] = "length" if mode == "cut off" else "stop"
-        if body.get("stream"):
+        if body.get("stream") and mode != "no stream":
             return await self._stream(request, choice, mode)
         return web.json_response(_completion([{"index": 0} | choice]))
 

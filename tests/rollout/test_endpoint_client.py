@@ -176,6 +176,19 @@ async def test_a_stream_reports_partial_text_and_is_retried_if_it_breaks(client,
     assert (reply.text, reply.finish, reply.num_sampled_tokens) == ("It is red. ", "stop", 7)
 
 
+@pytest.mark.parametrize(
+    ("mode", "problem"),
+    [("no end", "ended a stream before the end of the reply"), ("no stream", "sent no stream; it must support stream")],
+)
+@asking()
+async def test_an_incomplete_stream_is_not_blamed_on_a_finish_reason_that_was_never_sent(
+    client, endpoint, mode, problem, monkeypatch
+):
+    monkeypatch.setattr(client_module, "BACKOFF_S", 0.0)
+    endpoint.modes = [mode] * client_module.MAX_ATTEMPTS
+    assert problem in str(await failure(client, on_text=lambda text: None))
+
+
 @asking()
 async def test_an_error_in_a_stream_has_its_reason(client, endpoint):
     def fail(text):
