@@ -212,6 +212,7 @@ def test_the_token_limit_holds_without_token_counts(monkeypatch):
     endpoint = FakeEndpoint(says(LOOK, ANSWER, report="seen " * 60))
     play(endpoint, max_tokens=400)
     limits = [body["max_tokens"] for body in endpoint.bodies]
+    assert limits[1:3] == [(400 - len(LOOK) // CHARS_PER_TOKEN) // 3] * 2  # a third is for later turns
     assert limits[0] == 400 and limits[-1] < 400 - (len(LOOK) + 300) // (2 * CHARS_PER_TOKEN)
 
 

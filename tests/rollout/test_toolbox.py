@@ -129,14 +129,23 @@ def test_a_subtitle_path_comes_only_from_the_data(chat, task, tmp_path):
     assert answers(chat, task, wrong)[0][0] == "invalid"
 
 
-@pytest.mark.parametrize("subtitles", [(), ("",), ("/gone.srt",), ("/dev/zero",), ("large",)])
-def test_missing_subtitles_fail_the_call(chat, tmp_path, subtitles):
+@pytest.mark.parametrize(
+    ("subtitles", "complaint"),
+    [
+        ((), "has no subtitles"),
+        (("",), "has no subtitles"),
+        (("/gone.srt",), "cannot be read"),
+        (("/dev/zero",), "cannot be read"),  # before any of it is read
+        (("large",), "are too large"),
+    ],
+)
+def test_missing_subtitles_fail_the_call(chat, tmp_path, subtitles, complaint):
     if subtitles == ("large",):
         subtitles = (str(tmp_path / "large.srt"),)
         Path(subtitles[0]).write_bytes(b"\0" * (MAX_FILE_BYTES + 1))
     task = Task("t", "q", ("/data/a.mp4",), 2, subtitles)
     found = answers(chat, task, call_of("search_subtitles", query="x"), call(5, 9))
-    assert [outcome for outcome, _ in found] == ["error", "ok"]
+    assert [outcome for outcome, _ in found] == ["error", "ok"] and complaint in found[0][1]
 
 
 def test_search_results_are_bounded():
@@ -160,6 +169,8 @@ def test_an_srt_is_read_in_any_encoding(encoding, newline):
 def test_cues_without_blank_lines_between_them_are_separated():
     found = parse_srt(SRT.replace("\n\n", "\n").encode())
     assert [cue.text for cue in found] == ["The red cat sits.", "A dog."]
+    without_numbers = b"01:00:01,5 --> 01:00:03,25\nThe red cat\n01:00:04.0 --> 01:00:05.0\nA dog"
+    assert parse_srt(without_numbers) == [Cue(3601.5, 3603.25, "The red cat"), Cue(3604.0, 3605.0, "A dog")]
 
 
 OWN = """

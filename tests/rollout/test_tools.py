@@ -40,6 +40,7 @@ def test_calls_keep_their_order_including_invalid_ones():
 def test_a_call_inside_thinking_is_ignored():
     assert find_calls(f"<think>{call(JSON)}</think><answer>B</answer>") == []
     assert len(find_calls(f"<think>{call(JSON)}")) == 1
+    assert len(find_calls(f"<think>a</think>{call(JSON)}</think>")) == 1  # after the first closing tag
 
 
 @pytest.mark.parametrize(
