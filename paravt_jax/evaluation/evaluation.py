@@ -116,6 +116,13 @@ class Evaluation:
                 f"or of this package, has changed; choose another run_dir"
             )
 
+    def older_parts(self) -> list[str]:
+        """The parts of a finished evaluation that have changed since its samples ran."""
+        models = [played["model"] for played in _played_by(self.directory)]
+        changed = any(_has_other_files(model) for model in models)
+        parts = ["older scoring code"] if self.is_scorer_changed() else []
+        return parts + ([f"older files of {models[0]['path']}"] if changed else [])
+
     def _keys(self, spec: EvalCell) -> dict[str, Sample]:
         settings = settings_key(self.record, spec)
         return {sample_key(settings, sample): sample for sample in self.samples}
@@ -200,10 +207,10 @@ async def open_evaluation(config: EvalConfig, shard: Shard | None = None) -> Asy
             with ended_by_interrupt():
                 worker = await (_open_worker(*opening) if texts is None else _open_release_agent(*opening, texts))
             evaluation = replace(evaluation, worker=worker)
-        elif evaluation.is_scorer_changed():
+        elif older := evaluation.older_parts():
             say(
-                f"{directory} is complete: these are the scores of older scoring code; "
-                f"to use the changed code, choose another run_dir"
+                f"{directory} is complete: these are the scores of {' and '.join(older)}; to evaluate again, choose "
+                f"another run_dir"
             )
         yield evaluation
 
@@ -318,6 +325,12 @@ def _check_model(directory: Path, model: Mapping[str, Any]) -> None:
             f"{directory} has samples of another model: the files of {model['path']} have changed; choose another "
             f"run_dir"
         )
+
+
+def _has_other_files(model: Mapping[str, Any]) -> bool:
+    """Whether the directory of a recorded model has other files now; False if it is not on this machine any more."""
+    source = model.get("source")
+    return bool(source) and Path(source).is_dir() and model_record("", Path(source))["digest"] != model["digest"]
 
 
 def _write_played(config: EvalConfig, directory: Path, model: Mapping[str, Any], engine: Mapping[str, Any]) -> None:

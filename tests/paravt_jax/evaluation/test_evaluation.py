@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import shutil
 import sys
 from contextlib import suppress
 from dataclasses import replace
@@ -115,6 +116,23 @@ def test_a_finished_evaluation_says_that_its_scores_are_of_older_scoring_code(ev
     (again,) = evaluator("A").run(config)
     assert again["scores"] == cell["scores"]
     assert "these are the scores of older scoring code" in capsys.readouterr().err
+
+
+def test_a_finished_evaluation_says_that_its_scores_are_of_older_files_of_the_model(evaluator, tmp_path, capsys):
+    config = config_of("longvideobench", tmp_path / "copy")
+    (cell,) = evaluator("A").run(config)
+    (model := tmp_path / "trained.hf").mkdir()
+    (model / "weights").write_text("old")
+    evaluation._write_played(config, Path(config.run_dir), provenance.model_record("trained.hf", model), {})
+    evaluator("A").run(config)
+    assert "older" not in capsys.readouterr().err
+    (model / "weights").write_text("new")
+    (again,) = evaluator("A").run(config)
+    assert again["scores"] == cell["scores"]
+    assert "these are the scores of older files of trained.hf; " in capsys.readouterr().err
+    shutil.rmtree(model)  # as on another machine
+    evaluator("A").run(config)
+    assert "older" not in capsys.readouterr().err
 
 
 def test_a_damaged_certificate_is_written_again(evaluator, tmp_path):
