@@ -32,7 +32,7 @@ from paravt_jax.evaluation import evaluation, provenance
 from paravt_jax.evaluation.release import questions
 from paravt_jax.evaluation.results import cell_table, refusal, score_table
 from paravt_jax.evaluation.runner import Tally, on_screen
-from paravt_jax.evaluation.sample_log import result_of, sample_key
+from paravt_jax.evaluation.sample_log import SampleLog, SampleResult, is_answer, result_of, sample_key
 from paravt_jax.rewards.judge import JudgeConfig
 from paravt_jax.rewards.settings import RewardConfig
 from paravt_jax.run.directory import OWN_CODE, load_settings
@@ -387,6 +387,23 @@ def test_merged_shards_equal_an_evaluation_without_shards(evaluator, tmp_path):
         assert len(engine.episodes) == num_samples
     merged = evaluator("B")
     assert merged.run(config) == unsharded and not merged.episodes
+
+
+def test_a_missing_sample_never_replaces_a_complete_one(tmp_path):
+    sample = dict.fromkeys(("id", "key", "video", "question_type", "groups", "subtitles"), "s")
+    log = SampleLog(tmp_path, "c")
+    for number, missing in enumerate((True, True, False, True)):
+        log.write(sample | {"episodes": [{"missing": missing, "reason": "video", "problem": str(number)}]})
+    (kept,) = log.read({"s"}).values()
+    assert not kept.missing and kept.episodes[0]["problem"] == "2"
+
+
+def test_a_sample_is_answered_if_the_strict_rule_reads_every_reply():
+    replies = {"mcq": ("B", "B or C"), "tvg": ("1 - 2", "soon"), "oe": ("maybe", ""), "own": ("maybe", None)}
+    for kind, (readable, unreadable) in replies.items():
+        assert is_answer(readable, kind, "") and not is_answer(unreadable, kind, "")
+    episodes = ({"answered": True}, {"answered": False})
+    assert not SampleResult("s", "s", "s", "mcq", {}, "", episodes).answered
 
 
 def test_a_shard_does_not_replace_the_plot_of_the_whole_evaluation(evaluator, tmp_path):
