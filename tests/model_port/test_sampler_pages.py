@@ -68,6 +68,16 @@ def test_the_least_recently_used_prompts_pages_are_evicted_from_its_end():
     assert pool.find([b"f\0", b"f\1"]) == first[:1] and pool.find([b"s\0", b"s\1"]) == second
 
 
+def test_a_digest_keeps_its_first_page():
+    pool = PagePool(3)
+    first, second = pool.take(2)
+    for page in (first, second):
+        pool.label(page, b"a")
+    assert pool.find([b"a"]) == [first]
+    pool.release([first, second])
+    assert pool.take(2) == [second, first] and pool.find([b"a"]) == []  # the page without a digest is free
+
+
 @given(st.lists(st.lists(st.integers(0, 8), min_size=1, max_size=4), max_size=30))
 def test_frames_in_use_have_disjoint_rows_in_the_table(batches):
     frames = [Frame(np.full((size, 1), size, np.float32), (size, 1)) for size in range(1, 10)]

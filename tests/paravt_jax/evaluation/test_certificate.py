@@ -2,8 +2,9 @@
 
 import pytest
 
+from paravt_jax.config import SINGLE_TURN_MODES
 from paravt_jax.data.splits import SPLITS
-from paravt_jax.evaluation.certificate import scored, why_refused
+from paravt_jax.evaluation.certificate import as_released, scored, why_refused
 from paravt_jax.evaluation.sample_log import SampleResult
 
 
@@ -38,3 +39,18 @@ def test_a_score_at_a_threshold_reaches_it():
     scores = scored(SPLITS["charades"], [sample(0.5, 0.5), sample(0.7, 0.3)], {"expected": 2, "rows": 2}, "strict", "")
     assert (scores["R@0.3"], scores["R@0.5"], scores["R@0.7"]) == (1, 1, 0)
     assert (scores["avg@2"], scores["pass@2"]) == (0.5, 1)  # an episode with 0.5 is right
+
+
+@pytest.mark.parametrize("mode", SINGLE_TURN_MODES)
+def test_the_releases_mean_iou_excludes_replies_that_stop_its_driver(mode):
+    def window(score=0.0, malformed="", reason=""):
+        episode = {"missing": bool(reason), "reason": reason, "scores": {"release": score}, "malformed": malformed}
+        return SampleResult("0", "0", "a.mp4", "tvg", {}, "", (episode,))
+
+    results = [
+        window(0.5),
+        window(malformed="the call has no arguments"),
+        window(reason="empty"),
+        window(reason="video"),
+    ]
+    assert as_released(results, {}, mode) == 0.25  # of the first and the empty one
