@@ -54,7 +54,7 @@ class PublicSplit:
     folders: tuple[str, ...] = ()  # other folders that may have the unpacked videos
     with_subtitles: bool = False  # the prompt has the lines on screen in the sampled frames
     mean_over: str = ""  # breakdown whose groups weigh the same in the mean; empty: mean over samples
-    thresholds: tuple[float, ...] = ()  # report the fraction of scores above each: R@1 of temporal grounding
+    thresholds: tuple[float, ...] = ()  # report the fraction of scores at or above each: R@1 of temporal grounding
 
     @nesting_checked()
     def checked(self, row: Any) -> Sample:
