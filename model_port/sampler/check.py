@@ -24,11 +24,9 @@ PREFILLED = np.arange(1024, 2048)[None]  # slots of a chunk
 
 def check_paged(kernel: Attend, text: TextConfig, dtype: str) -> KernelCheck:
     """Compares both forms on the current mesh, with the heads split over it. The times are decoding's."""
+    both = [_inputs(text, dtype, slots) for slots in (DECODED, PREFILLED)]
     return all_passed(
-        [
-            compare("plain", *(partial(_run, attend, _inputs(text, dtype, slots)) for attend in (walked, kernel)))
-            for slots in (DECODED, PREFILLED)
-        ]
+        [compare("plain", *(partial(_run, attend, inputs) for attend in (walked, kernel))) for inputs in both]
     )
 
 

@@ -10,9 +10,9 @@ from dataclasses import asdict
 from typing import Any
 
 from model_port.cli import run_cli
-from model_port.output_dir import GIB
 from paravt_jax.check.report import Measured
 from paravt_jax.check.target import Target
+from paravt_jax.run.process import peak_gib
 
 STAGES = {  # name: module, function and description
     "files": ("files", "files", "make or read the model; tokenizer, template and processor against transformers'"),
@@ -34,8 +34,8 @@ def main() -> None:
         print(json.dumps(asdict(line) if isinstance(line, Measured) else line), flush=True)
     if (jax := sys.modules.get("jax")) is not None:
         device = jax.local_devices()[0]
-        peak = (device.memory_stats() or {}).get("peak_bytes_in_use")  # not every runtime reports it
-        facts = {"device": device.device_kind} | ({} if peak is None else {"peak_gib": peak / GIB})
+        peak = peak_gib([device])
+        facts = {"device": device.device_kind} | ({} if peak is None else {"peak_gib": peak})
         print(json.dumps(facts), flush=True)
 
 

@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator, MutableMapping
+from collections.abc import Callable, Coroutine, Iterator, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 from model_port.cli import FAILED, INTERRUPTED
 from model_port.malloc import keep_freed_memory
+from model_port.output_dir import GIB
 from model_port.terminal import say
 
 RESERVE_FRAC = 0.1  # fraction of device memory for layouts, collectives, fragmentation and the runtime, not in plans
@@ -40,6 +41,13 @@ def claim_memory(environment: MutableMapping[str, str] = os.environ) -> None:
         environment.setdefault(MEMORY_FRAC, f"{1 - RESERVE_FRAC:.2f}")
     if environment.get("JAX_PLATFORMS") == "cpu" or not any(map(find_spec, ACCELERATORS)):
         keep_freed_memory()
+
+
+def peak_gib(devices: Sequence[Any]) -> float | None:
+    """The most memory that one of the devices has used so far; None if their runtimes do not count it."""
+    counts = [device.memory_stats() or {} for device in devices]
+    peaks = [count["peak_bytes_in_use"] for count in counts if "peak_bytes_in_use" in count]
+    return max(peaks) / GIB if peaks else None
 
 
 def claim_threads(environment: MutableMapping[str, str] = os.environ) -> None:

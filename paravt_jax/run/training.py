@@ -18,7 +18,6 @@ from model_port.adapters import AdapterInfo
 from model_port.bucket import Bucket, is_address
 from model_port.json_files import flattened
 from model_port.layout import CHECKPOINTS_DIR
-from model_port.output_dir import GIB
 from model_port.terminal import say
 from paravt_jax.config import CheckpointConfig, LogConfig, ValidationConfig
 from paravt_jax.config.keys import change_text
@@ -46,7 +45,7 @@ from paravt_jax.run.hosts import Hosts
 from paravt_jax.run.lease import Lease
 from paravt_jax.run.log import PLOTS_DIR, QuietLog, RunLog, import_wandb, last_step
 from paravt_jax.run.policy import Policy
-from paravt_jax.run.process import Stopping, stop_on_signals
+from paravt_jax.run.process import Stopping, peak_gib, stop_on_signals
 from paravt_jax.run.stderr_log import log_file, tee_stderr
 from paravt_jax.run.threads import in_thread, unless_stopped
 
@@ -279,13 +278,13 @@ class Training:
 
     def step_metrics(self, num_tokens: int) -> dict[str, float]:
         """Ends the current step and returns its metrics."""
-        step_s = time.monotonic() - self.began_step_s
+        step_s, peak = time.monotonic() - self.began_step_s, peak_gib(jax.local_devices())
         return {
             "policy_version": float(self.version),
             "time/step_s": step_s,
             "perf/tokens_per_s": num_tokens / step_s,
             **self.compiles.pop_metrics(),
-            **_peak_memory(),
+            **({} if peak is None else {"perf/peak_gib": peak}),
         }
 
     def due(self, every_steps: int) -> bool:
@@ -352,10 +351,3 @@ def _resumed(step: int, num_steps: int, path: Path, changes: Sequence[str]) -> s
         return f"no step is left of {num_steps} in {path}{ignored}"
     resuming = [f"resuming after step {step} of {num_steps} in {path}"] if step else []
     return "; ".join([*resuming, *changes])
-
-
-def _peak_memory() -> dict[str, float]:
-    """The most memory that one of this host's devices has used so far; empty if the runtime does not count it."""
-    counts = [device.memory_stats() or {} for device in jax.local_devices()]
-    peaks = [count["peak_bytes_in_use"] for count in counts if "peak_bytes_in_use" in count]
-    return {"perf/peak_gib": max(peaks) / GIB} if peaks else {}

@@ -289,7 +289,7 @@ class EndpointClient:
         openai = self._openai
         try:
             create = server.api.chat.completions.create
-            completion = await (self._streamed(server, request, on_text) if on_text else create(**request))
+            completion = await (self._streamed(server.url, create, request, on_text) if on_text else create(**request))
             return read_completion(completion, server.url, self._hidden)
         except openai.APIStatusError as problem:
             if problem.status_code == 503 and (wait_s := retry_after_s(problem.response.headers)):
@@ -305,11 +305,10 @@ class EndpointClient:
             raise Unreachable(self._hidden(f"{server.url} sent no chat completion: {problem}")) from None
 
     async def _streamed(
-        self, server: _Endpoint, request: dict[str, Any], on_text: Callable[[str], None]
+        self, url: str, create: Callable[..., Any], request: dict[str, Any], on_text: Callable[[str], None]
     ) -> Mapping[str, Any]:
         """Reads a stream and returns it in the form of a complete chat completion."""
         content, reasoning, refusal, finish, usage, chunk = "", "", "", None, None, None
-        create = server.api.chat.completions.create
         async with await create(**request, stream=True, stream_options={"include_usage": True}) as stream:
             async for chunk in stream:
                 usage, choices = get(chunk, "usage") or usage, get(chunk, "choices")
@@ -321,9 +320,9 @@ class EndpointClient:
                         content, reasoning = content + more, reasoning + more_reasoning
                         on_text(joined(reasoning, content))
         if chunk is None:
-            raise Unreachable(f"{server.url} sent no stream; it must support stream=true")
+            raise Unreachable(f"{url} sent no stream; it must support stream=true")
         if not finish and not refusal:
-            raise Unreachable(f"{server.url} ended a stream before the end of the reply, without a finish_reason")
+            raise Unreachable(f"{url} ended a stream before the end of the reply, without a finish_reason")
         message = {"content": content, "reasoning_content": reasoning, "refusal": refusal}
         return {"choices": [{"message": message, "finish_reason": finish}], "usage": usage}
 

@@ -196,6 +196,7 @@ def update(check: Check) -> Iterator[Row]:
     from paravt_jax.learner.settings import LossConfig, OptimConfig
     from paravt_jax.learner.variants import StepCounts
     from paravt_jax.plan.devices import peak_flops
+    from paravt_jax.run.process import peak_gib
 
     limit = float((jax.devices()[0].memory_stats() or {}).get("bytes_limit", math.inf))
     full_model = check.full_model
@@ -224,7 +225,7 @@ def update(check: Check) -> Iterator[Row]:
             "tflops": flops / update_s / 1e12,
             "mfu": None if peak is None else flops / update_s / peak,
             f"tokens_per_s_of_{full_model.text.num_layers}_layers": num_tokens / update_s * flops / full_flops,
-            "peak_gib_so_far": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / GIB,
+            "peak_gib_so_far": peak_gib(jax.devices()[:1]) or 0.0,
             **unrated,
         }
 

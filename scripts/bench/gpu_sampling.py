@@ -47,11 +47,13 @@ def sampler(check: Check) -> Iterator[Row]:
     def measured(num_rows: int, rank: int) -> Row:
         model = random_model(check.full_model, Compute("bfloat16"), LoraConfig(rank), dtype="bfloat16")
         model = LocalCopy(model, None, beside_update=True).of(model)  # as engines on several devices sample
-        sizes = {
-            "max_context_tokens": check.sizes.context_tokens,
-            "cache_tokens": check.sizes.cache_tokens,
-        }  # a recipe's
-        sampler = Sampler(model, max_rows=num_rows, tokens_per_step=STEP_TOKENS, **sizes)
+        sampler = Sampler(
+            model,
+            max_rows=num_rows,
+            max_context_tokens=check.sizes.context_tokens,
+            cache_tokens=check.sizes.cache_tokens,
+            tokens_per_step=STEP_TOKENS,
+        )
         first, steps = (steps_of(sampler, num_rows, seed) for seed in range(2))
         step_s = statistics.median(steps[1:])
         context = num_rows * (num_prompt + num_new / 2)
@@ -97,7 +99,7 @@ def generate_in_torch(check: Check) -> Iterator[Row]:
     with torch.device(on):
         model: Any = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16).eval()
     num_prompt, num_new = check.sizes.sampled
-    for num_rows in {rows: None for rows, _ in check.sizes.sampler_cases}:
+    for num_rows in dict.fromkeys(rows for rows, _ in check.sizes.sampler_cases):
         ids = torch.from_numpy(random_prompts(check.full_model, num_rows, num_prompt, 1)).to(on)
         call = partial(model.generate, input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0)
 
