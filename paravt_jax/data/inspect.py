@@ -175,7 +175,7 @@ def kind_of(source: Path, columns: dict[str, str]) -> tuple[Kind, Sequence[str]]
     """The kind of the rows, and the columns that this kind needs."""
     kinds: list[tuple[Kind, Sequence[str]]] = [("SFT", traces.COLUMNS), ("RL", prompts.COLUMNS)]
     for kind, required in kinds:
-        if all(name in columns for name in required):
+        if required[0] in columns:  # JSON lines may omit the others
             return kind, required
     first = next(rows_of(source, ()), None)  # an unreadable source raises its own error here
     if first is None:

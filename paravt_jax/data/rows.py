@@ -37,6 +37,7 @@ MAX_MESSAGES = 4096  # messages of a dialogue
 MAX_NAME_BYTES = 255  # one component of a path, on every common file system
 MAX_PATH_BYTES = 4000  # below Linux's PATH_MAX of 4096, with room for a suffix
 MAX_SHOWN_CHARS = 60  # characters of a rejected value in errors
+MAX_DETAIL_CHARS = 1000  # an error about a row; a value of the row may have megabytes
 MAX_FRAMES = 4096  # an image counts as one, and so does a video without a frame count
 
 
@@ -44,7 +45,8 @@ class BadRow(ValueError):
     """Raised for an unusable row. Rows are counted by `reason`."""
 
     def __init__(self, reason: str, detail: str):
-        super().__init__(detail)
+        longest = MAX_DETAIL_CHARS // 2  # the start names the value, the end says what is expected
+        super().__init__(detail if len(detail) <= 2 * longest else f"{detail[:longest]} … {detail[-longest:]}")
         self.reason = reason
 
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from posixpath import normpath
+from posixpath import realpath
 from typing import IO, Any
 from urllib.parse import unquote
 
@@ -140,8 +140,8 @@ def read(source: Path) -> tuple[list[Row], bool, str]:
     missing: set[str] = set()  # paths
 
     def normalized(name: str) -> str:
-        """Normalizes a path, so that all spellings of it are equal; the file need not exist."""
-        paths[name] = name if REMOTE.match(name) else normpath(root / unquote(name.removeprefix(FILE_URI)))
+        """Normalizes a path, so that all spellings of a file and links to it are equal; it need not exist."""
+        paths[name] = name if REMOTE.match(name) else realpath(root / unquote(name.removeprefix(FILE_URI)))
         try:
             find_file(name)
         except BadRow as problem:

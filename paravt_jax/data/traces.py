@@ -194,7 +194,7 @@ def _window(reference: dict[str, Any]) -> tuple[float, float] | None:
     if not all(isinstance(time, int | float) and not isinstance(time, bool) for time in times) or not (
         0 <= times[0] < times[1] < MAX_TIME_S
     ):
-        raise BadRow("bad window", f"start_time and end_time of a video are {str(times)[:100]}")
+        raise BadRow("bad window", f"start_time and end_time of a video are {times}")
     return float(times[0]), float(times[1])
 
 

@@ -33,6 +33,12 @@ def test_rl_rows_are_counted_by_question_type_and_bad_rows_by_reason(tmp_path):
     assert findings.columns["extra_info"] == "string" and findings.columns["videos"].startswith("list<")
 
 
+def test_json_lines_without_videos_are_questions_as_in_training(tmp_path):
+    row = {"prompt": [{"role": "user", "content": "Which?"}], "extra_info": {"answer": "red", "question_type": "oe"}}
+    findings = inspect(str(write_lines(tmp_path / "rl.jsonl", [row, row | {"extra_info": {}}])))
+    assert (findings.kind, findings.counts["videos_per_row"], findings.bad.total()) == ("RL", {0: 1}, 1)
+
+
 def test_a_directory_has_the_same_files_for_inspect_materialize_and_training(tmp_path):
     source = tmp_path / "in"
     for number, name in enumerate(("rl.parquet", "more/rl.parquet", "more/deep/rl.parquet", ".cache/rl.parquet"), 1):

@@ -87,7 +87,8 @@ def test_a_seed_gives_the_same_files_and_another_seed_other_videos(source, tmp_p
 
 
 def test_one_file_in_several_spellings_is_one_video(tmp_path):
-    spellings = ("a b.mp4", "./a b.mp4", f"{tmp_path}/x/../a b.mp4", f"file://{tmp_path}/a%20b.mp4", "file://a b.mp4")
+    (tmp_path / "link.mp4").symlink_to("a b.mp4")
+    spellings = ("a b.mp4", "link.mp4", f"{tmp_path}/x/../a b.mp4", f"file://{tmp_path}/a%20b.mp4", "file://a b.mp4")
     rows = [row("oe", name) for name in spellings] + [row("oe", "other.mp4"), row("oe", "https://host/a b.mp4")]
     train, validation, _ = split_into(tmp_path / "out", write_lines(tmp_path / "rows.jsonl", rows), 2)
     assert len(rows_in(train)) == 5 and videos_in(validation) == {"other.mp4", "https://host/a b.mp4"}
