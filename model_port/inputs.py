@@ -83,6 +83,17 @@ class RowSequence:
         return len(self.trunk.ids) + sum(len(branch.ids) for branch in self.branches)
 
 
+def checked_ids(config: ModelConfig, input_ids: Int[np.ndarray, "*batch T"]) -> Int[np.ndarray, " T"]:
+    """Returns the ids of one sequence as a vector. Raises if they are not ids of the vocabulary."""
+    ids = np.asarray(input_ids)
+    if ids.size != max(ids.shape, default=0) or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"input_ids of {ids.dtype} and shape {ids.shape}, expected the integer ids of one sequence")
+    if ids.size and not 0 <= ids.min() <= ids.max() < config.text.vocab_size:
+        last = config.text.vocab_size - 1
+        raise ValueError(f"input_ids from {ids.min()} to {ids.max()} are not all in the vocabulary, 0 to {last}")
+    return ids.reshape(-1)
+
+
 def split_frames(
     pixel_values: Float[np.ndarray, "P C"] | None,
     grid_thw: Int[np.ndarray, "n 3"] | None,

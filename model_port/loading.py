@@ -31,6 +31,7 @@ from model_port.inputs import (
     Tokens,
     VisionBatch,
     bucket,
+    checked_ids,
     order_frames,
     pack_text,
     pack_vision,
@@ -185,7 +186,7 @@ def one_sequence(
     second_per_grid_ts: Sequence[float] | Float[np.ndarray, " n2"] | None = None,
 ) -> tuple[TextBatch, VisionBatch | None]:
     """Returns a model's inputs for a single sequence, which is alone in its row."""
-    ids = _checked_ids(config, input_ids)
+    ids = checked_ids(config, input_ids)
     media = pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw, second_per_grid_ts
     frames = frames_of(config, ids, *media)
     vision, first_rows = None, []
@@ -199,7 +200,7 @@ def one_sequence(
 
 def frames_of(
     config: ModelConfig,
-    ids: Int[np.ndarray, " T"],
+    ids: Int[np.ndarray, "*batch T"],
     pixel_values: Float[np.ndarray, "P C"] | None = None,
     image_grid_thw: Int[np.ndarray, "n 3"] | None = None,
     pixel_values_videos: Float[np.ndarray, "P2 C"] | None = None,
@@ -214,18 +215,8 @@ def frames_of(
     intervals = _intervals(config.vision, 0 if video_grid_thw is None else len(video_grid_thw), second_per_grid_ts)
     frames = images + split_frames(pixel_values_videos, video_grid_thw, intervals)
     sizes = [len(frame.patches) // config.vision.merge_unit for frame in frames]
-    order = order_frames(ids, range(len(images)), range(len(images), len(frames)), sizes, config)
+    order = order_frames(checked_ids(config, ids), range(len(images)), range(len(images), len(frames)), sizes, config)
     return tuple(frames[number] for number in order)
-
-
-def _checked_ids(config: ModelConfig, input_ids: Int[np.ndarray, "*batch T"]) -> Int[np.ndarray, " T"]:
-    ids = np.asarray(input_ids)
-    if ids.size != max(ids.shape, default=0) or not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"input_ids of {ids.dtype} and shape {ids.shape}, expected the integer ids of one sequence")
-    if ids.size and not 0 <= ids.min() <= ids.max() < config.text.vocab_size:
-        last = config.text.vocab_size - 1
-        raise ValueError(f"input_ids from {ids.min()} to {ids.max()} are not all in the vocabulary, 0 to {last}")
-    return ids.reshape(-1)
 
 
 def _intervals(

@@ -85,7 +85,7 @@ def with_all_axes(mesh: Mesh) -> Mesh:
 
 def _arrange(data: int, fsdp: int, tensor: int, devices: Any) -> np.ndarray:
     num_wanted = data * fsdp * tensor
-    if num_wanted > len(devices):
+    if not 1 <= num_wanted <= len(devices):
         raise ValueError(
             f"mesh data={data} x fsdp={fsdp} x tensor={tensor} needs {num_wanted} devices, but there are {len(devices)}"
         )

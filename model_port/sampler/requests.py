@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from model_port.config import ModelConfig
-from model_port.inputs import NOT_VISUAL, Frame, Tokens, place_tokens
+from model_port.inputs import NOT_VISUAL, Frame, Tokens, checked_ids, place_tokens
 from model_port.sampler.pages import PAGE_TOKENS
 
 MAX_STOP_IDS = 8
@@ -20,7 +20,7 @@ MAX_STOP_IDS = 8
 class SamplerPrompt:
     """The ids of a prompt with expanded placeholders, and the frames of these placeholders in order."""
 
-    ids: Int[np.ndarray, " T"]
+    ids: Int[np.ndarray, "*batch T"]  # of one sequence
     frames: tuple[Frame, ...] = ()
 
 
@@ -71,7 +71,7 @@ class PreparedPrompt:
 
     @classmethod
     def of(cls, prompt: SamplerPrompt, config: ModelConfig) -> "PreparedPrompt":
-        ids = np.asarray(prompt.ids, np.int32)
+        ids = checked_ids(config, prompt.ids).astype(np.int32)
         if len(ids) == 0:
             raise ValueError("a prompt needs at least one token")
         sizes = (len(frame.patches) // config.vision.merge_unit for frame in prompt.frames)

@@ -93,7 +93,7 @@ class Sampler:
     def submit(self, request: SamplerRequest) -> int:
         """Queues a request for `step` and returns its number. Raises ValueError if the request is invalid."""
         prompt = PreparedPrompt.of(request.prompt, self.config)
-        if (needed := _num_tokens(request)) > self.max_context_tokens:
+        if (needed := _num_tokens(request, prompt)) > self.max_context_tokens:
             raise ValueError(
                 f"a prompt of {len(prompt.ids)} tokens with max_new_tokens={request.sampling.max_new_tokens} needs "
                 f"{needed} tokens of context, but the sampler has max_context_tokens={self.max_context_tokens}"
@@ -170,9 +170,22 @@ class Sampler:
                 self.abort(number)
             raise
         done: dict[int, Completion] = {}
-        while self.busy:
-            done |= self.step()
+        try:
+            while self.busy:
+                done |= self.step()
+        except BaseException:
+            self._clear()
+            raise
         return [done[number] for number in numbers]
+
+    def _clear(self) -> None:
+        """Drops all requests and the cache, because an interrupted step may have stored only a part of a prompt."""
+        self._waiting.clear()
+        for index, row in enumerate(self._rows):
+            if row is not None:
+                self._free(index, row)
+        self._pool = PagePool(self._pool.num_pages)
+        self._table.forget()
 
     def _compile_decoding(self) -> Future[Any]:
         """Compiles decoding in a thread, while this one compiles encoding and prefill."""
@@ -200,14 +213,14 @@ class Sampler:
             if not self._waiting:
                 return
             number, request, prompt = self._waiting[0]
-            if (pages := self._cached(prompt, -(-_num_tokens(request) // PAGE_TOKENS))) is None:
+            if (pages := self._cached(prompt, -(-_num_tokens(request, prompt) // PAGE_TOKENS))) is None:
                 return
             self._waiting.popleft()
             self._rows[index] = BusyRow(number, request, Completion(), pages)
             last, sampling, state = prompt.num_cached, request.sampling, self._state
             state.tokens[index], state.slots[index] = prompt.ids[last], last
             state.positions[index], state.table[index] = prompt.positions[last, 0], self._page_table(pages)
-            state.seeds[index] = sampling.seed >> 32 & 0xFFFFFFFF, sampling.seed & 0xFFFFFFFF
+            state.seeds[index] = int(sampling.seed) >> 32 & 0xFFFFFFFF, int(sampling.seed) & 0xFFFFFFFF
             state.num_sampled[index], state.max_new[index] = 0, sampling.max_new_tokens
             state.temperatures[index], state.running[index] = sampling.temperature, True
             state.stop_ids[index] = [*sampling.stop_ids, *[-1] * (MAX_STOP_IDS - len(sampling.stop_ids))]
@@ -297,5 +310,5 @@ def chunk_tokens(platform: str) -> int:
     return CHUNK_TOKENS.get(platform, CHUNK_TOKENS_ELSEWHERE)
 
 
-def _num_tokens(request: SamplerRequest) -> int:
-    return len(request.prompt.ids) + request.sampling.max_new_tokens
+def _num_tokens(request: SamplerRequest, prompt: PreparedPrompt) -> int:
+    return len(prompt.ids) + request.sampling.max_new_tokens

@@ -52,7 +52,8 @@ def sampler(pair):
 
 
 def as_prompt(inputs: Inputs, config: ModelConfig = CONFIG) -> SamplerPrompt:
-    return SamplerPrompt(inputs.ids, frames_of(config, inputs.ids, **inputs.media))
+    ids = inputs.ids[None]  # as processors return them
+    return SamplerPrompt(ids, frames_of(config, ids, **inputs.media))
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +227,7 @@ def test_shared_prefixes_and_frames_are_computed_once(pair, requests, monkeypatc
     assert work(SamplerPrompt(np.concatenate([text, text]))) == {"prefill": 6}  # from token 512 on
     assert work(SamplerPrompt(text[1:])) == {"prefill": 5}
     assert work(mixed) == {"encode": 3, "prefill": 1}  # frames of three sizes
-    assert work(SamplerPrompt(np.concatenate([mixed.ids, [7]]), mixed.frames)) == {"prefill": 1}  # frames are cached
+    assert work(SamplerPrompt(np.concatenate([mixed.ids[0], [7]]), mixed.frames)) == {"prefill": 1}  # frames are cached
     changed = replace(mixed.frames[0], patches=mixed.frames[0].patches + 1)
     assert work(SamplerPrompt(mixed.ids, (changed, *mixed.frames[1:]))) == {"encode": 1, "prefill": 1}
     at_the_start_of_a_page, zeros = np.array([*text[:64], *[IMAGE] * 4, 1]), frame(4, 4)
@@ -316,6 +317,7 @@ LARGE_FRAME = SamplerPrompt(np.array([*[IMAGE] * 4096, 1]), (frame(128, 128),))
         (TEXT, {"stop_ids": tuple(range(9))}, "9 stop ids"),
         (TEXT, {"max_new_tokens": 8190}, "needs 8210 tokens of context, but the sampler has max_context_tokens=8192"),
         (SamplerPrompt(np.zeros(0, np.int32)), {}, "at least one token"),
+        (SamplerPrompt(np.array([1, CONFIG.text.vocab_size])), {}, "input_ids from 1 to 131 are not all in the vocab"),
         (ENDS_WITH_A_FRAME, {}, "a prompt must end with text"),
         (LARGE_FRAME, {}, "a frame has 4096 tokens, but the sampler supports at most 4032"),
     ],
@@ -324,6 +326,21 @@ def test_invalid_requests_are_rejected(prompt, sampling, message):
     sampler = Sampler(abstract_model(CONFIG), max_rows=1, max_context_tokens=8192)
     with pytest.raises(ValueError, match=message):
         sampler.submit(SamplerRequest(prompt, SamplingParams(**{"max_new_tokens": 3, **sampling})))
+
+
+@pytest.mark.parametrize("program", ["encode", "prefill"])
+def test_an_interrupted_call_leaves_no_requests_and_no_unfinished_cache(program, pair, requests, monkeypatch):
+    sampler, fresh = (Sampler(pair[1], **SETTINGS) for _ in range(2))
+
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sampler_module, program, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            sampler.generate(requests)
+    assert not sampler.busy and sampler._pool.num_available == sampler._pool.num_pages - 1
+    assert [c.ids for c in sampler.generate(requests)] == [c.ids for c in fresh.generate(requests)]
 
 
 def test_a_rejected_request_leaves_no_others_of_its_call_in_the_queue():

@@ -67,9 +67,10 @@ def test_an_indivisible_parameter_is_named_with_its_axis():
         sharding.check_divisible("q_kernel_nhd", (3, 7, 5, 11), spec, dict(data=1, fsdp=1, tensor=2))
 
 
-def test_a_mesh_larger_than_the_machine_is_rejected():
-    with pytest.raises(ValueError, match="data=3 x fsdp=2 x tensor=2 needs 12 devices, but there are 8"):
-        sharding.make_mesh(data=3, fsdp=2, tensor=2)
+@pytest.mark.parametrize(("fsdp", "num_devices"), [(2, 12), (0, 0), (-1, -6)])
+def test_a_mesh_that_the_machine_cannot_have_is_rejected(fsdp, num_devices):
+    with pytest.raises(ValueError, match=f"data=3 x fsdp={fsdp} x tensor=2 needs {num_devices} devices, but there are"):
+        sharding.make_mesh(data=3, fsdp=fsdp, tensor=2)
 
 
 @dataclass(frozen=True)
