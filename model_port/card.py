@@ -5,6 +5,7 @@ model, and no headline score that the evaluation's certificate rejects.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,7 @@ Licenses of the data; videos keep the licenses of their sources:
 ```
 {% endif %}"""
 
+NAMED = re.compile(r"[^\n{}]*\{\{ name \}\}[^\n{}]*\n?")  # the text of a line around the model's name
 Cell = Mapping[str, Any]  # an evaluation's results for a split, a dispatch and a frame budget
 
 
@@ -185,6 +187,14 @@ def make_card(
         recipe=RECIPE_FILE if has_recipe else None,
     )
     return str(card)
+
+
+def renamed(card: bytes, old: str, new: str) -> bytes:
+    """Renames the model where TEMPLATE names it, and only there: the old name may be a word like `model`."""
+    for line in NAMED.findall(TEMPLATE):
+        before, after = (line.replace("{{ name }}", name).encode() for name in (old, new))
+        card = card.replace(before, after)
+    return card
 
 
 def _details(settings: Mapping[str, Any], base: str | None, dtype: str, model_type: str) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from huggingface_hub import HfApi, constants, get_token, set_client_factory
@@ -24,7 +25,7 @@ from huggingface_hub.utils import (
     validate_repo_id,
 )
 
-from model_port.card import CURVE_FILE
+from model_port.card import CURVE_FILE, renamed
 from model_port.hf_files import CARD_FILE, SIDE_FILES
 from model_port.layout import is_adapter
 from model_port.progress import Meter
@@ -45,12 +46,19 @@ def push_to_hub(
 ) -> str:
     """Uploads a model to `repo_id` and returns the commit's URL. Creates the repository and the branch if needed.
 
-    Only `MODEL_FILES` are sent. Weight files of an earlier model are deleted, because a loader that globs would mix
-    both models; other files in the repository stay. A new repository is private unless `public` is set; the visibility
-    of an existing repository must match `public`.
+    Only `MODEL_FILES` are sent, and the card has `repo_id` in place of the directory's name. Weight files of an earlier
+    model are deleted, because a loader that globs would mix both models; other files in the repository stay. A new
+    repository is private unless `public` is set; the visibility of an existing repository must match `public`.
     """
-    names = model_files(Path(directory))
-    with _deadline(), transferring(f"pushing to {repo_id}"):
+    directory = Path(directory).absolute()
+    names = model_files(directory)
+    with _deadline(), transferring(f"pushing to {repo_id}"), TemporaryDirectory() as folder:
+        for name in names:
+            if name == CARD_FILE:
+                card = renamed((directory / name).read_bytes(), directory.name, repo_id)
+                (Path(folder) / name).write_bytes(card)
+            else:
+                (Path(folder) / name).symlink_to(directory / name)
         api = _connect(repo_id)
         _check_write_access(api, repo_id, public)
         try:
@@ -59,8 +67,7 @@ def push_to_hub(
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
             commit = api.upload_folder(
                 repo_id=repo_id,
-                folder_path=directory,
-                allow_patterns=names,
+                folder_path=folder,
                 delete_patterns=list(WEIGHT_FILES),
                 commit_message=commit_message,
                 revision=revision,

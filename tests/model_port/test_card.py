@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from model_port.card import CURVE_FILE, curve_of, make_card, read_cells
+from model_port.card import CURVE_FILE, curve_of, make_card, read_cells, renamed
 from model_port.model import VLModel
 
 BASE = "Qwen/Qwen3-VL-8B-Instruct"
@@ -42,6 +42,11 @@ def test_the_card_of_a_run_has_data_stage_and_hyper_parameters(trained):
     assert f"![training]({CURVE_FILE})" in card and curve_of(trained).read_bytes() == b"picture"
     assert 'paravt_jax.ask VIDEO "QUESTION" --model me/policy' in card and "paravt.json" in card
     assert "eprint = {2605.20342}" in card
+
+
+def test_a_renamed_card_is_the_card_of_the_other_name(trained):
+    old, new = (make_card(trained, name, BASE, "bfloat16", has_recipe=True) for name in ("model", "me/policy"))
+    assert renamed(old.encode(), "model", "me/policy") == new.encode()
 
 
 def test_the_card_has_the_licenses_of_weights_and_data_sets(trained):

@@ -86,7 +86,9 @@ def test_a_download_after_a_push_has_the_same_bytes_from_one_commit(tmp_path, hu
 
 
 def test_a_push_removes_earlier_weights_and_keeps_other_files(hub, model, tmp_path):
+    (model / "README.md").write_text("# model\n\nAn edited card of a model\n")
     push_to_hub(model, REPO)
+    assert hub.files(REPO)["README.md"] == f"# {REPO}\n\nAn edited card of a model\n".encode()
     write_model(tmp_path / "smaller", {"model-00001-of-00001.safetensors": 1009})
     (tmp_path / "smaller" / "README.md").unlink()
     push_to_hub(tmp_path / "smaller", REPO)
