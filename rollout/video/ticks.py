@@ -7,7 +7,6 @@ entry is removed, and the video is probed again.
 """
 
 import json
-import math
 import zlib
 from typing import Any
 
@@ -61,5 +60,4 @@ def _is_valid(metadata: dict[str, Any]) -> bool:
         and len(metadata["time_base"]) == 2
         and min(metadata["num_frames"], metadata["height"], metadata["width"], *metadata["time_base"]) >= 1
         and 1 <= metadata["frame_px"] <= MAX_FRAME_PIXELS
-        and math.isfinite(metadata["duration_ticks"] * metadata["time_base"][0] / metadata["time_base"][1])
     )

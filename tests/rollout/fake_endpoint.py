@@ -47,6 +47,7 @@ ERRORS: dict[str, tuple[int, Any]] = {
     "gemini model": (404, [_error("models/fake is not found for API version v1main", 404)]),
     "no such path": (404, {"detail": "Not Found"}),
     "quota": (429, _error("You exceeded your current quota.", "insufficient_quota")),
+    "no limit": (400, _error("max_completion_tokens is not supported")),
     "rejected": (422, _error("temperature must be 1, not 0")),
     "redirect": (307, "elsewhere"),
     **{str(status): (status, "try again") for status in (408, 409, 425)},
@@ -65,7 +66,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "parsed calls": {"message": {"content": None, "tool_calls": []}, "finish_reason": "tool_calls"},
     "abort": {"message": {"content": "half"}, "finish_reason": "abort"},
     "error": {"message": {"content": "half"}, "finish_reason": "error"},
-    "thinking only": {"message": {"content": ""}, "finish_reason": "length"},
+    "thinking only": {"message": {"content": ""}, "finish_reason": "max_tokens"},
 }
 
 
@@ -196,7 +197,8 @@ class FakeEndpoint:
         if mode in CHOICES:
             choice = json.loads(json.dumps(CHOICES[mode]).replace("KEY", key))
         elif mode == "reasoning":
-            choice["message"] |= {"content": "<answer>A</answer>", "reasoning_content": "It is red."}
+            field = "reasoning" if body.get("stream") else "reasoning_content"
+            choice["message"] |= {"content": "<answer>A</answer>", field: "It is red."}
         else:
             choice["message"]["content"] = self.say if isinstance(self.say, str) else self.say(body)
             choice["finish_reason"] = "length" if mode == "cut off" else "stop"
@@ -211,7 +213,7 @@ class FakeEndpoint:
         async def send(content: Any) -> None:
             await response.write(f"data: {json.dumps(content)}\n\n".encode())
 
-        for name in ("reasoning_content", "refusal", "content"):
+        for name in ("reasoning", "refusal", "content"):
             for word in ((choice["message"] or {}).get(name) or "").split():
                 await send(_chunk({name: f"{word} "}))
         if mode == "broken off":
@@ -226,6 +228,7 @@ class FakeEndpoint:
         if mode != "no end":
             await send(_chunk({}, choice["finish_reason"]))
             await send(_completion([]))
+            await send(_chunk({}))  # it undoes neither finish reason nor usage
         await response.write(b"data: [DONE]\n\n")
         return response
 

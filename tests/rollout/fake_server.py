@@ -41,6 +41,7 @@ class FakeServer:
         self.mode = "ok"
         self.healthy = True
         self.version = self.first_label = "default"
+        self.weights = ""  # the label of the loaded weights
         self.delay_s = self.load_s = 0.0  # duration of sampling, and of loading weights
         self.paused = False
         self.model = 0.0  # identifies the model
@@ -79,7 +80,7 @@ class FakeServer:
             await asyncio.sleep(self.load_s)
             directory = Path(body["model_path"].removeprefix(ADAPTER_SCHEME))
             self.read.append(" ".join(sorted(map(_tensor, directory.glob("*.safetensors")))))
-            self.version = body["weight_version"]
+            self.version = self.weights = body["weight_version"]
         while self.paused and path in ("/health", "/probe", "/generate"):
             await asyncio.sleep(0.01)
         if path == "/health":
@@ -93,7 +94,7 @@ class FakeServer:
         if path == "/update_weight_version":
             self.version = body["new_version"]
         if path == "/probe":
-            scored = [[None if n == 0 else -0.5 - self.model, 5 + n, None] for n in range(20)]
+            scored = [[None if n == 0 else -0.5 - self.model - len(self.weights), 5 + n, None] for n in range(20)]
             return web.json_response({"meta_info": {"input_token_logprobs": scored}})
         if path != "/generate":
             return web.json_response({"success": True})

@@ -166,10 +166,12 @@ def test_tools_are_not_described_twice_or_without_tools(settings):
 
 
 def test_sequential_dispatch_makes_one_call_per_turn():
-    cut = f"<think>\nWhere?</think>{call(10, 20)}".removesuffix("</tool_call>")  # endpoints omit the stop text
-    endpoint = FakeEndpoint(says(cut, cut, ANSWER))
+    whole = f"<think>\nWhere?</think>{call(10, 20)}"
+    cut = whole.removesuffix("</tool_call>")  # endpoints omit the stop text
+    endpoint = FakeEndpoint(says(cut, whole, ANSWER))
     episode = play(endpoint, dispatch="sequential")
-    assert [len(turn.calls) for turn in episode.turns] == [1, 1, 0] and episode.outcomes == ["ok", "ok"]
+    assert [turn.text for turn in episode.turns] == [whole, whole, ANSWER] and episode.outcomes == ["ok", "ok"]
+    assert play(FakeEndpoint(says(cut, ANSWER))).outcomes == ["invalid"]  # nothing stops a parallel turn there
     assert all(body["stop"] == ["</tool_call>"] for body in main_bodies(endpoint))
     assert texts_of(main_bodies(endpoint)[1]["messages"][2]).endswith("</tool_call>")
     assert not any("stop" in body for body in subagent_bodies(endpoint))
@@ -177,13 +179,14 @@ def test_sequential_dispatch_makes_one_call_per_turn():
 
 def test_requests_have_the_sampling_settings_and_distinct_seeds(monkeypatch):
     endpoint, complete, asked = FakeEndpoint(says(LOOK, ANSWER)), EndpointClient.complete, []
+    monkeypatch.setattr(EndpointAgent, "top_p", 0.9)
     monkeypatch.setattr(EndpointClient, "complete", lambda *args, **rest: asked.append(rest) or complete(*args, **rest))
     play(endpoint, temperature=0.7, max_new_tokens=100, subagent_new_tokens=50)
     assert len({rest["affinity"] for rest in asked}) == 3  # of the agent and of two windows
     assert {rest["deadline_s"] <= EpisodeConfig().turn_deadline_s for rest in asked} == {True}
     assert [body["max_tokens"] for body in main_bodies(endpoint)] == [100, 100]
     assert [body["max_tokens"] for body in subagent_bodies(endpoint)] == [50, 50]
-    assert all((body["temperature"], body["top_p"]) == (0.7, 1.0) for body in endpoint.bodies)
+    assert all((body["temperature"], body["top_p"]) == (0.7, 0.9) for body in endpoint.bodies)
     assert len({body["seed"] for body in endpoint.bodies}) == 4
     greedy = FakeEndpoint(says(ANSWER))
     play(greedy, temperature=0.0)

@@ -16,7 +16,7 @@ from async_tests import async_test, until
 from fake_endpoint import CHOICES, ERRORS, MODEL, ODD, asking
 
 from rollout.endpoint import client as client_module
-from rollout.endpoint.answers import read_completion
+from rollout.endpoint.answers import joined, read_completion
 from rollout.endpoint.client import EndpointClient
 from rollout.endpoint.errors import EndpointError, RateLimited, quoted, retry_after_s
 from rollout.engine.protocol import DeadlineExceeded
@@ -51,7 +51,7 @@ REASON_OF = {
     **dict.fromkeys(("openai key", "gemini key", "forbidden"), "key"),
     **{mode: "model" for mode in ERRORS if mode.endswith(" model")},
     **dict.fromkeys(("empty", "no content", "other finish", "no choices"), "empty"),
-    **dict.fromkeys(("no such path", "rejected", "redirect", "parsed calls"), "rejected"),
+    **dict.fromkeys(("no such path", "no limit", "rejected", "redirect", "parsed calls"), "rejected"),
     "quota": "rate_limit",
 }
 
@@ -68,7 +68,7 @@ async def test_a_failure_has_its_reason_not_the_key_and_is_retried_if_transient(
         problem = await failure(client)
     assert problem.reason == REASON_OF.get(mode, "unreachable")
     if mode not in OUTAGES:
-        assert len(endpoint.bodies) == (client_module.MAX_ATTEMPTS if mode in RETRIED else 1)
+        assert len(endpoint.bodies) == (client_module.MAX_ATTEMPTS if mode in RETRIED else 1 + (mode == "no limit"))
     said = capsys.readouterr().err
     assert ("it gets no requests until it answers again" in said) == (mode in OUTAGES)
     shown = "".join(traceback.format_exception(problem)) + repr(problem) + caplog.text + said
@@ -148,6 +148,7 @@ async def test_separated_thinking_is_put_back_before_the_reply(client, endpoint)
     whole, streamed = (await ask(client)).text, (await ask(client, on_text=texts.append)).text
     assert whole == "<think>\nIt is red.\n</think>\n<answer>A</answer>"
     assert streamed.split() == whole.split() and texts[0].startswith("<think>\nIt")
+    assert joined("<think>\nWhere?</think>a call\n<think>\nIt is red.</think>", "A") == "<think>\nIt is red.</think>\nA"
 
 
 @asking()

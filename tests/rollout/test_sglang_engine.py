@@ -186,6 +186,8 @@ async def test_an_engine_adopts_a_version_that_another_engine_published(engine, 
     assert found.server == first.url and set(found.versions.tolist()) == {1}
     second.version = "t/1"  # the publishing engine has updated it
     await until(lambda: other.fleet.servers[1].up)
+    await engine.publish(NoWeights(), 2)  # before the other engine adopts it
+    assert (await other.generate(request())).versions.tolist() == [2] * 4
     await other.close()
 
 
@@ -398,6 +400,9 @@ async def test_one_missed_probe_does_not_eject_a_server(engine, server):
     server.fail_paths.add("/health")
     await until(lambda: state.missed_probes)
     assert state.up and state.missed_probes == 1
+    server.fail_paths.clear()
+    await until(lambda: not state.missed_probes)  # only consecutive ones count
+    server.fail_paths.add("/health")
     await until(lambda: not state.up)
     assert state.missed_probes == 2
 

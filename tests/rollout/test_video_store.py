@@ -3,11 +3,13 @@
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from rollout.picture import Picture
+from rollout.video.box import Box
 from rollout.video.store import ABANDONED_S, MEMORY_PER_PIXEL_BYTE, DiskStore, FileStore, FrameKey, MemoryStore
 
 HEIGHT, WIDTH = 5, 7
@@ -58,7 +60,9 @@ def test_memory_accounts_for_incompressible_pictures():
 
 def test_a_picture_on_disk_is_unchanged_in_a_later_run(tmp_path):
     DiskStore(tmp_path, ROOM_FOR_3).put(key(1), picture(1))
-    found = DiskStore(tmp_path, ROOM_FOR_3).get(key(1))
+    later = DiskStore(tmp_path, ROOM_FOR_3)
+    assert later.get(replace(key(1), box=Box(0.0, 0.0, 0.5, 1.0))) is None  # not even at the same size
+    found = later.get(key(1))
     assert found is not None and found.key == picture(1).key
     np.testing.assert_array_equal(found.pixels, picture(1).pixels)
 

@@ -6,6 +6,7 @@ import zlib
 import numpy as np
 import pytest
 
+from rollout.video.decode import MAX_FRAME_PIXELS
 from rollout.video.ticks import pack, unpack
 
 IDENTITY = "ab" * 16
@@ -40,9 +41,9 @@ def test_probe_results_of_twenty_minutes_take_about_a_kilobyte():
         *(crafted(num_frames=number) for number in (35_999, 0, -1, 10**12, True)),
         crafted(height="1080"),
         crafted(width=0),
-        crafted(frame_px=2**62),
+        *(crafted(frame_px=number) for number in (0, MAX_FRAME_PIXELS + 1)),
         *(crafted(time_base=base) for base in ([1, 0], [1], None)),
-        crafted(duration_ticks=-1),
+        *(crafted(duration_ticks=number) for number in (-1, 2**62)),
         *(crafted(ticks=ticks) for ticks in (TICKS[::-1], np.zeros_like(TICKS))),
         *(crafted(keys=keys) for keys in (KEYS[:0], KEYS[::-1])),
     ],

@@ -18,6 +18,7 @@ from paravt_jax.imitation.render import TraceRenderer
 from rollout.episode_config import EpisodeConfig
 from rollout.ledger import Ledger
 from rollout.prompter import Task
+from rollout.prompts import Prompts
 from rollout.tools import Window
 from rollout.video.errors import VideoError
 
@@ -73,9 +74,10 @@ def test_loss_tokens_are_the_assistants_turns_with_their_ends(tiny_hf, chat):
 
 
 def test_a_window_of_a_video_is_rendered_as_for_a_subagent(tiny_hf, chat):
-    trace = trace_of(("user", (Media("video", "/a.mp4", (8.0, 11.0)), "Ignored")), ("assistant", ("Red.",)))
-    ledger = rendered(tiny_hf, chat, trace)
-    closeup = asyncio.run(CONFIG.prompter(FakeFrames(), chat).closeup("/a.mp4", Window(8.0, 11.0), "Ignored"))
+    trace = trace_of(("user", (Media("video", "/a.mp4", (8.0, 11.0)), " Which?\n")), ("assistant", ("Red.",)))
+    config = replace(CONFIG, prompts=Prompts(subagent_instruction="{question}"))
+    ledger = rendered(tiny_hf, chat, trace, config=config)
+    closeup = asyncio.run(config.prompter(FakeFrames(), chat).closeup("/a.mp4", Window(8.0, 11.0), "Which?"))
     assert ledger.segments[0].ids.tolist() == closeup.ids.tolist()
     assert [p.key for p in ledger.pictures] == ["/a.mp4@8", "/a.mp4@9", "/a.mp4@10"]
 

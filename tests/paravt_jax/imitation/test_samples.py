@@ -18,9 +18,10 @@ def test_a_sample_is_shown_like_an_episode(tiny_hf):
     trace = Trace(
         "t",
         (
+            Message("system", ("Be brief.",)),
             Message("user", (Media("video", "/a.mp4"), "What colour is it?")),
             Message("assistant", (f"I look.{call(16, 24)}{call(9, 3)}",)),
-            Message("tool", ("A red one.",)),
+            Message("tool", ("A red one.", Media("video", "/a.mp4", (16.0, 18.0)))),
             Message("tool", ("Nothing.",)),
             Message("assistant", ("It is red.",)),
         ),
@@ -29,7 +30,8 @@ def test_a_sample_is_shown_like_an_episode(tiny_hf):
     (video,), (looked, answered) = record["videos"], record["turns"]
     assert (record["step"], record["question"], record["frame_budget"]) == (7, "What colour is it?", 4)
     assert (video["path"], video["duration_s"], len(video["frames_s"])) == ("/a.mp4", 64.0, 4)
-    assert [call["window_s"] for call in looked["calls"]] == [[16.0, 24.0], None]
+    windows = [(call["window_s"], len(call["frames_s"])) for call in looked["calls"]]
+    assert windows == [([16.0, 24.0], 2), (None, 0)]
     assert (looked["told"], answered["told"]) == ("A red one.\nNothing.", "")
     episode = convert(record, "<think>\n", 1000)
     assert episode["turns"][1]["num_sampled"] == len(record["segments"][3]["ids"]) > 3

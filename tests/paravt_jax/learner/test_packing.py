@@ -232,7 +232,7 @@ def test_a_host_with_fewer_dialogues_adds_empty_batches_of_the_agreed_sizes(mode
     assert len(empty) == 2 and set(own.dialogue[own.loss_mask]) == {5}
     assert not any(batch.loss_mask.any() or batch.text.segment_ids.any() for batch in empty)
     nothing = pack([], frames, model.config, BatchShape(2, 80, 24), agree=lambda _: PackSizes(3, 40, 7))
-    assert len(nothing) == 3 and nothing[0].target.shape[1] >= 40 and len(nothing[0].vision.patches) >= 7
+    assert len(nothing) == 3 and nothing[0].target.shape[1] >= 40 and len(nothing[0].vision.patches) == 8
     shapes = [[leaf.shape for leaf in jax.tree.leaves(batch)] for batch in (own, *empty)]
     assert shapes[0] == shapes[1] == shapes[2]
 
