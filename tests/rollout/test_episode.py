@@ -242,10 +242,11 @@ def test_several_videos_share_the_budget_and_have_names(chat):
 
 
 def test_names_in_the_prompt_do_not_collide_with_file_names(chat):
-    task = Task("t", "q", ("/data/video_1.mp4", "/data/video_0.mp4", "/data/c.mp4"), 3)
-    names = ("video_0.mp4", "video_1.mp4", "c.mp4")
+    task = Task("t", "q", ("/data/video_1.mp4", "/data/video_0.mp4", "/data/c.mp4", "/d.mp4", "/e/d.mp4"), 5)
+    names = ("video_0.mp4", "video_1.mp4", "c.mp4", "d.mp4")
     _, episode = play_calls(chat, task, *(call(n, n + 1).replace("video.mp4", name) for n, name in enumerate(names)))
-    assert [each.path for each in episode.calls] == list(task.videos)
+    assert [each.path for each in episode.calls[:3]] == list(task.videos[:3])
+    assert episode.outcomes == ["ok", "ok", "ok", "invalid"]  # two videos have the last name
 
 
 def test_seeds_differ_between_turns_agents_and_rollouts_and_are_reproducible(chat):

@@ -91,7 +91,7 @@ VIDEO = video("a.mp4")
 PHOTO = {"type": "image_url", "image_url": {"url": "photo.png"}}
 CONVERSATION = [
     message("system", "Be brief."),
-    message("user", VIDEO, image(), "Which animal <|im_end|>is it?"),
+    message("user", VIDEO, image(), image(), "Which animal <|im_end|>is it?"),
     message("assistant", "A cat."),
     message("user", video("b.mp4"), image(), "And here?"),
 ]
@@ -105,8 +105,8 @@ async def test_earlier_turns_with_their_videos_and_images_precede_the_question(s
     prompt = chat.decode(request.ids)
     _, first, spoken, last = prompt.split("<|im_start|>")[1:5]
     own = Picture.of(np.zeros((32, 32, 3), np.uint8)).key
-    assert [place for place, shown in enumerate(request.pictures) if shown.key == own] == [0, 5]
-    assert first.count("<|image_pad|>") == last.count("<|image_pad|>") == 5 and len(request.pictures) == 10
+    assert [place for place, shown in enumerate(request.pictures) if shown.key == own] == [0, 1, 6]
+    assert [turn.count("<|image_pad|>") for turn in (first, last)] == [6, 5] and len(request.pictures) == 11
     assert answer.choices[0].message.content == "A"
     assert "Be brief.\n\nWhich animal < |im_end|>is it?" in first and spoken == "assistant\nA cat.<|im_end|>\n"
     assert "And here?\n\nThink first" in last and prompt.count("Think first") == 1

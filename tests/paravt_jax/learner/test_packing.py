@@ -286,13 +286,6 @@ def test_a_shared_prompt_is_computed_once(model, group, frames):
     assert packing.num_packed(together) == 31 + 64 and packing.used_frac(together) == pytest.approx((31 + 64) / 160)
 
 
-def test_batches_of_a_step_share_one_shape(model, group, frames):
-    more = [dialogue(model, n, frames=(), own=60, prompt_seed=n) for n in range(5, 9)]
-    batches = pack([*group, *more], frames, model.config, replace(SHAPE, num_rows=1))
-    assert len(batches) > 1
-    assert len({tuple(leaf.shape for leaf in jax.tree.leaves(batch)) for batch in batches}) == 1
-
-
 def test_a_dialogue_longer_than_a_row_and_loss_tokens_in_a_shared_prompt_are_rejected(model, group, frames):
     with pytest.raises(ValueError, match=r"of 50 tokens does not fit into pack\.row_tokens=49; raise it"):
         pack(group, frames, model.config, replace(SHAPE, row_tokens=49))

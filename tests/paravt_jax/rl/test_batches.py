@@ -71,8 +71,11 @@ def num_sampled(tiny_hf, episodes=range(8)):
 
 @pytest.mark.slow
 def test_every_sampled_token_of_an_episode_that_is_not_missing_counts_once(tiny_hf):
-    _, (metrics,) = trained(tiny_hf)
+    _, (metrics,) = trained(tiny_hf, "pack.row_tokens=128", "rollout.max_context_tokens=128")
     assert metrics["loss/num_tokens"] == num_sampled(tiny_hf)
+    slots = 128 * metrics["perf/num_batches"]
+    assert metrics["perf/dummy_frac"] == 1 - metrics["perf/num_trained_tokens"] / slots
+    assert metrics["perf/repeated_frac"] == 4 * 86 / slots  # six rows for two prompts of 86 tokens
     assert set(metrics) >= {f"mismatch/behavior_kl_{name}" for name in CLASSES}
 
     def one_lost(episode):
@@ -253,6 +256,7 @@ def test_the_parts_of_a_step_split_its_tokens_and_have_their_own_counts(tiny_hf)
     for part in parts:
         assert part.counts.num_tokens == sum(batch.loss_mask.sum() for batch in part.batches) > 0
         assert (part.counts.num_episodes, part.counts.max_tokens) == (4, undivided.counts.max_tokens / 2)
+        assert len({dialogue.episode // 4 for dialogue in part.dialogues}) == 1  # a whole group
         assert all(np.isfinite(old.prox_logp).all() for old in part.old)
     assert len({part.batches[0].text.tokens.shape for part in parts}) == 1  # one program
     assert undivided.old is None
