@@ -24,7 +24,7 @@ from paravt_jax.learner.losses import (
 )
 from paravt_jax.learner.packing import TrainBatch
 from paravt_jax.learner.settings import LossConfig, check_names
-from paravt_jax.learner.variants import VARIANTS, SampledTokens, StepCounts, Variant
+from paravt_jax.learner.variants import VARIANTS, Number, SampledTokens, StepCounts, TokenLoss, Variant
 from rollout.user_code import call_user_code, load_function
 
 Scalar = Float[Array, ""]
@@ -48,7 +48,15 @@ def variant_of(loss: LossConfig) -> Variant:
 @cache  # so that equal losses share a compiled program
 def _guarded(function: Variant) -> Variant:
     """Turns exceptions such as SystemExit into errors, because they would end the run with exit code 0."""
-    return wraps(function)(lambda *arguments, **numbers: call_user_code(lambda: function(*arguments, **numbers)))
+
+    @wraps(function)
+    def guarded(tokens: SampledTokens, **params: Number) -> TokenLoss:
+        result = call_user_code(lambda: function(tokens, **params))
+        if not isinstance(result, TokenLoss) or jnp.shape(result.loss) != tokens.loss_mask.shape:
+            raise ValueError(f"loss.name: expected a TokenLoss with a loss for each token, got {result!r}")
+        return result
+
+    return guarded
 
 
 class OldLogProbs(NamedTuple):

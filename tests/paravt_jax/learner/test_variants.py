@@ -175,6 +175,14 @@ def leaving(tokens: SampledTokens) -> TokenLoss:
     raise SystemExit(0)
 
 
+def averaging(tokens: SampledTokens) -> TokenLoss:
+    return TokenLoss(-(tokens.ratio * tokens.advantage).mean(), tokens.token_mean)
+
+
+def forgetting(tokens: SampledTokens):
+    return -tokens.ratio * tokens.advantage
+
+
 number = 3
 """
 
@@ -198,9 +206,17 @@ def test_a_users_function_is_a_loss_with_its_own_parameters(own):
     assert variant_of(config) is variant_of(with_power)  # so that both share a compiled program
 
 
-def test_a_users_function_that_exits_is_an_error(own):
-    config = LossConfig(f"{own}:leaving", {}, "none", kl_coef=0.0)
-    with pytest.raises(RuntimeError, match=r"^SystemExit: 0"):
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("leaving", RuntimeError, r"^SystemExit: 0"),
+        ("averaging", ValueError, r"^loss\.name: expected a TokenLoss with a loss for each token, got TokenLoss\("),
+        ("forgetting", ValueError, r"^loss\.name: expected a TokenLoss"),
+    ],
+)
+def test_a_users_function_that_exits_or_has_another_result_is_an_error(name, error, message, own):
+    config = LossConfig(f"{own}:{name}", {}, "none", kl_coef=0.0)
+    with pytest.raises(error, match=message):
         loss_and_gradient(config, tokens_of("para_grpo"))
 
 
