@@ -84,7 +84,7 @@ class RowSequence:
 
 
 def checked_ids(config: ModelConfig, input_ids: Int[np.ndarray, "*batch T"]) -> Int[np.ndarray, " T"]:
-    """Returns the ids of one sequence as a vector. Raises if they are not ids of the vocabulary."""
+    """Returns a sequence's ids as a vector. Raises if they are not in the vocabulary."""
     ids = np.asarray(input_ids)
     if ids.size != max(ids.shape, default=0) or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"input_ids of {ids.dtype} and shape {ids.shape}, expected the integer ids of one sequence")

@@ -94,5 +94,7 @@ def _module_of(label: str, file: Path, source: bytes) -> ModuleType:
     name = str(file.resolve())
     module = sys.modules[name] = ModuleType(name)  # dataclasses look up their module there
     module.__file__ = str(file)
+    if (beside := str(file.resolve().parent)) not in sys.path:
+        sys.path.append(beside)  # for its imports, as if it were a script; last, so that it hides no package
     exec(compile(source, str(file), "exec"), vars(module))  # bytecode on disk may be older than an edit
     return module

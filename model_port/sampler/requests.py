@@ -20,7 +20,7 @@ MAX_STOP_IDS = 8
 class SamplerPrompt:
     """The ids of a prompt with expanded placeholders, and the frames of these placeholders in order."""
 
-    ids: Int[np.ndarray, "*batch T"]  # of one sequence
+    ids: Int[np.ndarray, "*batch T"]  # a single sequence
     frames: tuple[Frame, ...] = ()
 
 

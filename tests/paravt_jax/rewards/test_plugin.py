@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -277,6 +278,13 @@ def test_a_file_may_define_dataclasses_and_take_extra_keywords(tmp_path):
         "async def reward(turns, **others):\n    return [OwnTerm('mine', Mine().x)]\n"
     )
     assert terms_from(loaded(f"{tmp_path}/mine.py:reward")) == (OwnTerm("mine", 0.5),)
+
+
+def test_a_file_may_import_modules_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "beside_mine.py").write_text("NAME = 'lids'\n")
+    (tmp_path / "mine.py").write_text("from beside_mine import NAME\n")
+    assert load_object("data.split", f"{tmp_path}/mine.py:NAME") == "lids"
 
 
 def test_a_relative_path_is_a_file_of_the_current_directory(tmp_path, monkeypatch):
