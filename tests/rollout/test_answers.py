@@ -12,7 +12,7 @@ from rollout.engine.http import ServerUnavailable
 from rollout.engine.protocol import Generation, Sampling
 from rollout.engine.settings import Mixture, SGLangSettings
 
-IDS = [5, 6, 7, 8]
+IDS = [5, 6, 7, 99]  # with a stop token
 SETTINGS = SGLangSettings(vocab_size=1000)
 WITH_EXPERTS = replace(SETTINGS, mixture=Mixture(2, 8, 2))
 EXPERTS = np.arange(6 * 2 * 2, dtype=np.int32).reshape(6, 2, 2) % 8  # 3 + 4 - 1 tokens
@@ -90,7 +90,7 @@ def test_every_token_has_the_version_of_its_label(labels, versions):
         (EXPERTS, EXPERTS),
         (None, None),  # a server without the flag
         (EXPERTS[1:], "experts for 5 tokens, expected 6"),
-        (EXPERTS + 1, "an expert index is out of range"),
+        *((EXPERTS + change, "an expert index is out of range") for change in (-1, 1)),
         (EXPERTS[:, :, :1][:5], "invalid answer"),
     ],
 )

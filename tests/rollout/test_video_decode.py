@@ -8,6 +8,7 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
+from av.stream import Disposition
 from make_video import (
     HEIGHT,
     WIDTH,
@@ -112,6 +113,16 @@ def test_a_title_in_another_encoding_is_ignored(tmp_path):
     path = write_video(tmp_path / "video.mp4", at_fps(30, 2), title="Cafe in May")
     path.write_bytes(path.read_bytes().replace(b"Cafe in May", "Café in May".encode("latin-1")))
     assert len(Probed(path).ticks) == 2
+
+
+def test_the_video_of_a_file_is_its_largest_stream_without_cover_pictures(tmp_path):
+    with av.open(str(tmp_path / "video.mp4"), "w") as container:
+        streams = [container.add_stream("mjpeg", width=16 * n, height=16, pix_fmt="yuvj420p") for n in (2, 3, 9)]
+        streams[-1].disposition = Disposition.attached_pic
+        for stream in streams:
+            container.mux(stream.encode(av.VideoFrame(stream.width, stream.height, "yuvj420p")))
+            container.mux(stream.encode())
+    assert Probed(tmp_path / "video.mp4").size_px == (16, 48)
 
 
 @pytest.mark.parametrize("degrees", [90, 180, 270])
