@@ -108,22 +108,22 @@ def _texts(
     read = _read_prompt if findings.kind == "RL" else _read_trace
     for location, row in rows:
         findings.num_rows += 1
-        missing: list[str] = []
+        missing: dict[str, BadRow] = {}
 
-        def find(name: str, missing: list[str] = missing) -> str:
+        def find(name: str, missing: dict[str, BadRow] = missing) -> str:
             try:
                 return find_file(name)
             except BadRow as problem:
                 if problem.reason != MISSING:
                     raise
-                missing.append(name)
+                missing[name] = problem
                 return name
 
         text = None
         try:
             text = read(findings, row, find)
             if missing:
-                raise BadRow(MISSING, missing[0])
+                raise next(iter(missing.values()))  # with the path, because --video-root may be wrong
         except BadRow as problem:
             findings.bad[problem.reason] += 1
             findings.examples.setdefault(problem.reason, f"{location}: {problem}")

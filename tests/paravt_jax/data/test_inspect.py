@@ -30,6 +30,7 @@ def test_rl_rows_are_counted_by_question_type_and_bad_rows_by_reason(tmp_path):
     assert findings.counts["question_types"] == {"mcq": 3, "tvg": 1, "oe": 1}  # one mcq row lacks only its file
     assert findings.bad == {"missing file": 1, "unknown question type": 1, "unreadable ground truth": 1}
     assert findings.missing == {"gone.mp4"}
+    assert findings.examples["missing file"] == f"rl.parquet row 4: {tmp_path}/gone.mp4"
     assert findings.columns["extra_info"] == "string" and findings.columns["videos"].startswith("list<")
 
 
