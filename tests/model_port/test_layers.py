@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from model_port.layers import Compute, RMSNorm, run_layers, split
+from model_port.layers import Compute, LayerNorm, RMSNorm, run_layers, split
 
 
 @pytest.fixture
@@ -36,6 +36,13 @@ def test_split_layers_compute_the_same(stack, sizes, remat):
     for got, want in zip(outputs(split(stack, sizes), x, remat=remat), expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-6)
     assert expected[1].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_norm_of_bfloat16_rounds_only_its_result():
+    x = 1 + jax.random.normal(jax.random.key(0), (3, 4096), jnp.bfloat16)
+    for norm in (RMSNorm((4096,), 1e-6), LayerNorm((4096,))):
+        exact = norm(x.astype(jnp.float32))
+        np.testing.assert_allclose(norm(x).astype(jnp.float32), exact, rtol=2**-8)
 
 
 def test_split_takes_the_parameters_out_of_the_stack(stack):

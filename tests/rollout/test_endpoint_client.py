@@ -321,19 +321,6 @@ async def test_a_dead_server_loses_no_request_and_is_used_again_after_its_return
             await asyncio.gather(*(ask(client, affinity=str(number)) for number in range(20)))
 
 
-@pytest.mark.parametrize("num_turns", range(4))
-@asking()
-async def test_a_dying_fake_endpoint_closes_pending_connections(client, endpoint, num_turns):
-    with socket.create_connection(("127.0.0.1", endpoint._port)) as connection:
-        connection.setblocking(False)
-        for _ in range(num_turns):  # iterations of the event loop: accept, then create the connection
-            await asyncio.sleep(0)
-        await endpoint.die()
-        async with asyncio.timeout(10):
-            with suppress(ConnectionResetError):
-                assert await asyncio.get_running_loop().sock_recv(connection, 1) == b""
-
-
 @asking()
 async def test_requests_to_dead_servers_fail_before_the_deadline(client, endpoint):
     await endpoint.die()

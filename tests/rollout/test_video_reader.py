@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -273,6 +274,8 @@ def test_a_part_decodes_from_its_keyframes_on_and_its_pixels_are_counted(monkeyp
     monkeypatch.setattr(reader_module, "JOB_PX", 1)
     assert parts() == [(groups[:1], 100e6), (groups[1:2], 200e6), (groups[2:], 4e6)]
     assert film.parts([]) == []
+    later = replace(film, ticks=film.ticks + 9)  # a container need not begin at 0
+    assert later.frames_at(map(later.time_s, range(300))) == list(range(300))
 
 
 def overview_pixels(path: Path, **options: Any) -> tuple[list[np.ndarray], float]:

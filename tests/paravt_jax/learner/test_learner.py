@@ -243,8 +243,9 @@ def test_the_reference_is_the_first_policy(tiny_hf, batches):
 
 
 @pytest.mark.slow
-def test_old_log_probs_give_the_same_first_update_and_clip_the_later_ones(tiny_hf, batches):
+def test_old_log_probs_give_the_same_first_update_and_clip_the_later_ones(tiny_hf, dialogues, frames, config):
     fresh, prepared = (make_learner(tiny_hf, loss=LOSS_KL) for _ in range(2))
+    batches = pack(dialogues, frames, config, replace(ONE_ROW, row_tokens=48))  # two batches
     update(fresh, batches)
     old = [prepared.old_log_probs(batch) for batch in batches]
     (first,) = update(prepared, batches, old)
@@ -290,13 +291,14 @@ def test_kl_in_the_reward_penalizes_the_dialogue_that_differs_from_the_reference
     learner = make_learner(tiny_hf, loss=replace(LOSS_KL, kl="reward"))
     of_first = [replace(b, advantage=np.where(b.dialogue == 0, b.advantage, 0).astype(np.float32)) for b in batches]
 
-    def penalties():
+    def penalties(batches):
         return learner.kl_penalties(StepPart(batches, COUNTS, [learner.old_log_probs(b) for b in batches]), 3)
 
-    np.testing.assert_allclose(penalties(), 0, atol=1e-6)
+    np.testing.assert_allclose(penalties(batches), 0, atol=1e-6)
     update(learner, of_first, num_updates=3)
-    assert penalties().argmax() == 0
-    assert penalties()[0] > 1e-4
+    own = penalties(batches)
+    assert own.argmax() == 0 and own[0] > 1e-4
+    np.testing.assert_allclose(penalties([*batches, *batches]), 2 * own)
 
 
 def test_a_skipped_step_is_a_version_with_the_same_weights(tiny_hf):
