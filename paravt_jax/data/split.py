@@ -187,6 +187,10 @@ def split(src: str, train: str | Path, validation: str | Path, num_rows: int, se
             raise ValueError(f"{name} {path} must end with {suffix}, because rows are copied unchanged")
         if path.exists():
             raise ValueError(f"{name} {path} already exists; remove it, or choose another path")
+        if source.is_dir() and path.resolve().is_relative_to(source.resolve()):
+            raise ValueError(
+                f"{name} {path} is inside of --src {src}, which would then have its rows twice; choose a path outside"
+            )
     if outputs[0].absolute() == outputs[1].absolute():
         raise ValueError(f"--train and --validation are both {train}; name two files")
     rows, relative, unchecked = read(source)

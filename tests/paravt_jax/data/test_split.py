@@ -157,12 +157,14 @@ def test_a_run_reads_both_files_and_existing_files_are_kept(source, tmp_path):
 
 
 def test_a_failed_split_leaves_no_files(tmp_path):
-    write_parquet(tmp_path / "a.parquet", QUESTIONS)
-    write_parquet(tmp_path / "b.parquet", [each | {"more": 1} for each in QUESTIONS])
-    out = tmp_path / "out"
+    source, out = tmp_path / "in", tmp_path / "out"
+    write_parquet(source / "a.parquet", QUESTIONS)
+    write_parquet(source / "b.parquet", [each | {"more": 1} for each in QUESTIONS])
     with pytest.raises(ValueError, match=r"b.parquet and a.parquet in .* have different columns"):
-        split(str(tmp_path), out / "train.parquet", out / "validation.parquet", 42, 0)
+        split(str(source), out / "train.parquet", out / "validation.parquet", 42, 0)
     assert not list(out.iterdir())
+    with pytest.raises(ValueError, match=r"--validation .* is inside of --src .*, which would then have its rows twice"):
+        split(str(source), out / "train.parquet", source / "more" / "validation.parquet", 42, 0)
 
 
 @pytest.mark.parametrize(
