@@ -38,15 +38,15 @@ def gpu_attention(
     shared, wide = heads // kv_heads, jnp.promote_types(q.dtype, jnp.float32)
     num_queries, splits = num_tokens * shared, SPLITS if num_tokens == 1 else 1
     tile = min(max(SMALLEST_TILE, pl.next_power_of_2(num_queries)), LARGEST_TILE[min(4, q.dtype.itemsize)])
-    padding, split_pages = -num_queries % tile, table.shape[1] // splits
+    split_pages = table.shape[1] // splits
     grouped = jnp.einsum("BTKRH->BKTRH", q.reshape(rows, num_tokens, kv_heads, shared, head_dim))
     grouped = grouped.reshape(rows, kv_heads, num_queries, head_dim)
     cache = pl.BlockSpec((None, num_pages, page_tokens, head_dim), lambda b, k, i, j: (k, 0, 0, 0))
     numbers = pl.BlockSpec((None, None, None, tile), lambda b, k, i, j: (b, i, k, j))
-    parts = rows, splits, kv_heads, num_queries + padding
+    parts = rows, splits, kv_heads, num_queries
     peak, total, mixed = pl.pallas_call(
-        partial(_attend, head_dim**-0.5, splits),
-        grid=(rows, kv_heads, splits, parts[3] // tile),
+        partial(_attend, head_dim**-0.5, splits, num_queries),
+        grid=(rows, kv_heads, splits, pl.cdiv(num_queries, tile)),
         in_specs=[
             pl.BlockSpec((None, None, tile, head_dim), lambda b, k, i, j: (b, k, j, 0)),
             cache,
@@ -65,23 +65,23 @@ def gpu_attention(
         ],
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=STAGES),
     )(
-        jnp.pad(grouped, ((0, 0), (0, 0), (0, padding), (0, 0))),
+        grouped,
         keys,
         values,
         table.reshape(rows, split_pages, splits).swapaxes(1, 2),
-        jnp.pad(jnp.repeat(slots, shared, axis=1), ((0, 0), (0, padding))),
+        jnp.repeat(slots, shared, axis=1),
     )
     share = jnp.exp(peak - peak.max(axis=1, keepdims=True))  # 0 for a program without tokens
     merged = (mixed * share[..., None]).sum(axis=1) / (total * share).sum(axis=1)[..., None]
-    merged = merged[:, :, :num_queries].reshape(rows, kv_heads, num_tokens, shared, head_dim)
+    merged = merged.reshape(rows, kv_heads, num_tokens, shared, head_dim)
     return jnp.einsum("BKTRH->BTKRH", merged).reshape(q.shape).astype(q.dtype)
 
 
-def _attend(
-    scale: float, splits: int, q: Any, keys: Any, values: Any, table: Any, slots: Any, peak: Any, total: Any, mixed: Any
-) -> None:
-    queries, last, page_tokens = q[...], slots[...], keys.shape[1]
-    first = pl.program_id(2)
+def _attend(scale: float, splits: int, num_queries: int, *refs: Any) -> None:
+    q, keys, values, table, slots, peak, total, mixed = refs
+    tile, page_tokens, first = q.shape[0], keys.shape[1], pl.program_id(2)
+    real = jnp.arange(tile) < num_queries - pl.program_id(3) * tile  # a token's queries are fewer than a tile's
+    queries, last = plgpu.load(q, mask=real[:, None], other=0), plgpu.load(slots, mask=real, other=0)
 
     def add(n: Array, carry: SoftmaxCarry) -> SoftmaxCarry:
         page = table[n]
@@ -93,5 +93,6 @@ def _attend(
     wide = peak.dtype
     start = empty_softmax(peak.shape, mixed.shape[-1], wide)
     num_pages = lax.div(last.max(), page_tokens) + 1
-    peak[...], total[...], sums = lax.fori_loop(0, pl.cdiv(num_pages - first, splits), add, start)
-    mixed[...] = sums.astype(mixed.dtype)
+    carry = lax.fori_loop(0, pl.cdiv(num_pages - first, splits), add, start)
+    for ref, numbers, mask in zip((peak, total, mixed), carry, (real, real, real[:, None]), strict=True):
+        plgpu.store(ref, numbers.astype(ref.dtype), mask=mask)

@@ -1,5 +1,7 @@
 """Compiles the sampler's programs for a host's devices, and prints their memory as JSON.
 
+For GPUs, it also prints the bytes that a device moves to sample a token for all rows, besides its pages.
+
 It runs in a separate process, because a TPU compiler aborts on the XLA flags of the tests.
 
 compiled_sampler.py TOPOLOGY PRESET TENSOR ROWS CONTEXT_TOKENS CACHE_TOKENS stacked|split [DTYPE]
@@ -13,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from moved_bytes import moved_bytes
 
 from model_port.config import PRESETS
 from model_port.inputs import bucket
@@ -69,9 +72,12 @@ def main(name, preset, tensor, rows, context_tokens, cache_tokens, stacking, dty
             decode.trace(graphdef, 16, attend, params, cache, state),
             prefill.trace(graphdef, attend, params, cache, frames, chunk),
         ]
-        programs = [program.lower().compile().memory_analysis() for program in traced]
+        programs = [program.lower().compile() for program in traced]
     held = sum(map(bytes_on_a_device, jax.tree.leaves((params, cache, frames))))
-    return {"held_bytes": held, "temp_bytes": [program.temp_size_in_bytes for program in programs]}
+    memory = {"held_bytes": held, "temp_bytes": [each.memory_analysis().temp_size_in_bytes for each in programs]}
+    if stacking == "stacked":
+        return memory
+    return memory | {"moved_bytes": moved_bytes(programs[0].as_text(), bytes_on_a_device(cache.keys))}
 
 
 def bytes_on_a_device(leaf):

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from model_port.config import PRESETS
 from paravt_jax.config import load_config
 from paravt_jax.plan.plan import model_config
 from paravt_jax.plan.remat import planned_memory
 from paravt_jax.plan.run import PlannedRl
 from paravt_jax.plan.topology import topology
+from paravt_jax.plan.workload import BF16_BYTES, cached_bytes, decoded_bytes
 
 FOLDER = Path(__file__).parent
 TOKENS = 2048
@@ -80,3 +82,17 @@ def test_the_planned_memory_of_the_sampler_is_within_5_percent_of_the_compilers(
 def test_the_sampler_compiles_in_float32_for_the_chip_with_the_least_shared_memory():
     sizes = {"tensor": 1, "rows": 2, "context_tokens": 1024, "cache_tokens": 2048}
     assert compiled("compiled_sampler.py", "l4:1", "2b", *sizes.values(), "split", "float32")["temp_bytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_a_sampled_token_moves_little_more_than_the_weights_and_pages():
+    """The 8B in bfloat16 on eight GPUs, with 64 requests of 2,560 tokens."""
+    rows, context_tokens, devices = 64, 2560, 8
+    model = PRESETS["8b"]
+    program = compiled(
+        "compiled_sampler.py", "h100:8", "8b", devices, rows, context_tokens, rows * context_tokens, "split"
+    )
+    pages = rows * context_tokens * cached_bytes(model, BF16_BYTES) / devices
+    weights = decoded_bytes(model, BF16_BYTES) / devices
+    assert 1.0 < (program["moved_bytes"] + pages) / (weights + pages) <= 1.3
