@@ -279,6 +279,8 @@ class EndpointClient:
 
     def _preferred(self, servers: Sequence[_Endpoint], affinity: str) -> _Endpoint:
         idlest = min(servers, key=lambda server: server.running)
+        if not affinity:  # as for a judge's requests
+            return idlest
         home = max(servers, key=lambda server: hashlib.blake2s(f"{affinity} {server.url}".encode()).digest())
         return home if home.running <= idlest.running + MAX_IMBALANCE else idlest
 

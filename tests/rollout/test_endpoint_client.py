@@ -373,6 +373,7 @@ async def test_requests_with_the_same_affinity_go_to_the_same_server_and_others_
     for server in both:
         server.delay_s = 0.5
     assert len({reply.server for reply in await asyncio.gather(*(ask(client, affinity="x") for _ in range(20)))}) == 2
+    assert len({reply.server for reply in await asyncio.gather(*(ask(client) for _ in range(2)))}) == 2
 
 
 @asking()
