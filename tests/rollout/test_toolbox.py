@@ -319,7 +319,9 @@ async def test_a_detail_is_cropped_from_the_full_resolution_frame(tmp_path):
     options = {"detail_size": detail_size, "num_workers": 1, "disk_directory": tmp_path / "frames"}
     async with FrameReader(lambda height, width: (height // 4, width // 4), **options) as reader:
         whole, part, other, again = [(await reader.frames(video, [1.2], 30, box))[0] for box in boxes]
-    assert (whole.time_s, part.time_s, other.time_s) == (1.0, 1.0, 1.0) and again.picture is other.picture
+        assert reader.fitted(part.picture) is part.picture
+    assert [(frame.time_s, frame.box) for frame in (whole, part, other)] == [(1.0, box) for box in boxes[:3]]
+    assert again.picture is other.picture
     assert [p.picture.size_px for p in (whole, part, other)] == [(48, 64), (192, 256), (77, 128)]
     assert number_of(part.picture.pixels) == 1 and seen[-1] == (77, 128)
     expected = numbered_frame(1, 192, 256)[96:173, 128:].astype(int)

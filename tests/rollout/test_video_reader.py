@@ -109,7 +109,7 @@ def long_video(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @reading()
 async def test_frames_are_those_shown_at_the_requested_times(reader: FrameReader, video):
     info = await reader.info(video, PATIENCE_S)
-    assert (info.duration_s, info.num_frames, info.height, info.width) == (10.0, 300, HEIGHT, WIDTH)
+    assert (info.duration_s, info.num_frames, info.fps, info.height, info.width) == (10.0, 300, 30.0, HEIGHT, WIDTH)
     frames = await reader.frames(video, [9.99, 0.0, 5.01, 5.02, 99.0, -1.0], PATIENCE_S)
     assert shown(frames) == [(0.0, 0), (5.0, 150), (9.967, 299)]
     frames = await reader.frames(video, overview_times(info.duration_s, info.num_frames, 4), PATIENCE_S)
