@@ -9,10 +9,11 @@ written by itself in PEFT's format.
 """
 
 import argparse
+import filecmp
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from model_port.adapters import (
     write_adapter,
 )
 from model_port.bucket import is_address
-from model_port.card import CURVE_FILE, curve_of, make_card, read_cells
+from model_port.card import CURVE_FILE, Cell, curve_of, make_card, read_cells
 from model_port.checkpoint import StoredParams, cast, only_dtype
 from model_port.cli import add_debug_flag, prog_of, run_cli
 from model_port.config import DTYPES, ModelConfig, parse_dtype, read_config
@@ -94,12 +95,25 @@ def export(
     with output_directory(dst, force=force, source=src, needed_bytes=needed_bytes) as partial:
         with Meter("exporting", param_bytes, BYTES) as bar:
             _write_shards(partial, shards, storage, _cast_blocks(source, storage, bar))
+        _check_evaluated(cells, Path(dst), partial)
         if len(shards) > 1:
             weight_map = {tensor: shard.file_name for shard in shards for tensor in shard.shapes}
             index = {"metadata": {"total_size": param_bytes}, "weight_map": weight_map}
             (partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
         write_side_files(files, partial)
     return ConversionReport(str(dst), dtype, num_params(config), param_bytes, time.monotonic() - start_s)
+
+
+def _check_evaluated(cells: Sequence[Cell], dst: Path, partial: Path) -> None:
+    """Raises if `cells` are of an earlier export to `dst` that had other weights than `partial`."""
+    if not dst.exists() or all(Path(cell["model"]["path"]).resolve() != dst.resolve() for cell in cells):
+        return
+    for shard in partial.glob("*.safetensors"):
+        if not (dst / shard.name).is_file() or not filecmp.cmp(shard, dst / shard.name, shallow=False):
+            raise ValueError(
+                f"the evaluation is of the model in {dst}, which has other weights than this export; export without "
+                f"an evaluation, evaluate that, and export again"
+            )
 
 
 def export_adapter(

@@ -8,6 +8,8 @@ import pytest
 from huggingface_hub import ModelCard
 
 from model_port.card import CURVE_FILE, curve_of, make_card, read_cells, renamed
+from model_port.convert import convert
+from model_port.export import export
 from model_port.model import VLModel
 
 BASE = "Qwen/Qwen3-VL-8B-Instruct"
@@ -156,6 +158,17 @@ def test_an_evaluation_of_another_or_no_model_is_rejected(tmp_path):
         read_cells(evaluated(tmp_path / "eval"), ["other"])
     with pytest.raises(ValueError, match=r"has no eval\.json; give the run_dir of a finished evaluation"):
         read_cells(tmp_path, ["54"])
+
+
+def test_an_evaluation_of_an_earlier_export_with_other_weights_is_rejected(tiny_hf, tmp_path):
+    ckpt, out = tmp_path / "ckpt", tmp_path / "out"
+    evaluation = evaluated(tmp_path / "eval", model={"path": str(out)})
+    convert(tiny_hf, ckpt)
+    export(ckpt, out)
+    export(ckpt, out, force=True, evaluation=evaluation)
+    with pytest.raises(ValueError, match=r"is of the model in .*out, which has other weights than this export"):
+        export(ckpt, out, "bfloat16", force=True, evaluation=evaluation)
+    assert "| ours | 39.8 |" in (out / "README.md").read_text()
 
 
 def test_the_card_of_a_checkpoint_without_a_run_has_no_training_section(tmp_path):
