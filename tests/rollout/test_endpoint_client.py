@@ -158,15 +158,6 @@ async def test_a_request_has_sampling_parameters_and_no_tools(client, endpoint):
     assert endpoint.bodies == [{"model": MODEL, "messages": MESSAGES, "max_tokens": 9} | sampling]
 
 
-@asking()
-async def test_the_new_token_limit_parameter_is_used_if_the_old_one_is_rejected(client, endpoint):
-    endpoint.modes = ["other limit"]
-    await ask(client)
-    await ask(client)
-    assert ["max_tokens" in body for body in endpoint.bodies] == [True, False, False]
-    assert endpoint.bodies[-1]["max_completion_tokens"] == 9
-
-
 @pytest.mark.parametrize("modes", [["ok"], ["broken off", "ok"], ["no end", "ok"], ["failing stream", "ok"]])
 @asking()
 async def test_a_stream_reports_partial_text_and_is_retried_if_it_breaks(client, endpoint, modes):
@@ -249,6 +240,8 @@ async def test_all_concurrent_requests_are_resent_with_the_new_limit_parameter(c
     endpoint.modes, endpoint.delay_s = ["other limit"], 0.05
     replies = await asyncio.gather(*(ask(client) for _ in range(3)))
     assert [reply.text for reply in replies] == ["It is red."] * 3 and len(endpoint.bodies) == 6
+    await ask(client)  # with the new one at once
+    assert endpoint.bodies[-1]["max_completion_tokens"] == 9 and len(endpoint.bodies) == 7
 
 
 @asking()
@@ -374,13 +367,6 @@ async def test_requests_with_the_same_affinity_go_to_the_same_server_and_others_
         server.delay_s = 0.5
     assert len({reply.server for reply in await asyncio.gather(*(ask(client, affinity="x") for _ in range(20)))}) == 2
     assert len({reply.server for reply in await asyncio.gather(*(ask(client) for _ in range(2)))}) == 2
-
-
-@asking()
-async def test_the_number_of_requests_in_flight_is_bounded(client, endpoint):
-    endpoint.delay_s = 0.3
-    await asyncio.gather(*(ask(client) for _ in range(client_module.MAX_IN_FLIGHT + 8)))
-    assert endpoint.most_running == client_module.MAX_IN_FLIGHT
 
 
 @asking(2)

@@ -76,12 +76,6 @@ def test_disk_evicts_the_least_recently_used_frames_also_in_a_later_run(tmp_path
     later = DiskStore(tmp_path, ROOM_FOR_3)
     later.put(key(3), picture(3))
     assert kept(later) == [0, 2, 3] and later.num_bytes == ROOM_FOR_3 and len(files(tmp_path)) == 3
-
-
-def test_a_smaller_bound_evicts_immediately(tmp_path):
-    store = DiskStore(tmp_path, ROOM_FOR_3)
-    for frame in range(3):
-        store.put(key(frame), picture(frame))
     assert DiskStore(tmp_path, ROOM_FOR_3 // 3).num_bytes == ROOM_FOR_3 // 3 and len(files(tmp_path)) == 1
 
 

@@ -16,7 +16,6 @@ from model_port.loading import abstract_params, with_params
 from model_port.model import VLModel
 from model_port.sharding import flat_params, make_mesh, num_row_parts
 from paravt_jax.learner import packing
-from paravt_jax.learner.advantages import with_kl_penalty
 from paravt_jax.learner.head import token_scores
 from paravt_jax.learner.learner import on_devices
 from paravt_jax.learner.packing import BatchShape, Dialogue, PackSizes, PromptGroup, TrainBatch, pack
@@ -366,13 +365,3 @@ def test_tokens_know_the_length_of_their_episode_wherever_its_sub_agents_are_pac
     for batch in batches:
         own = batch.dialogue[batch.loss_mask]
         np.testing.assert_array_equal(batch.episode_tokens[batch.loss_mask], length[episodes[own]])
-
-
-def test_a_kl_penalty_on_a_batch_equals_one_before_packing(model, group, frames):
-    penalties = np.array([0.3, -0.1, 0.7, 0.2], np.float32)
-    pairs = zip(group, penalties.tolist(), strict=True)
-    penalized = [replace(d, advantage=with_kl_penalty(d.advantage, d.loss_mask, penalty)) for d, penalty in pairs]
-    (batch,), (expected,) = (pack(dialogues, frames, model.config, SHAPE) for dialogues in (group, penalized))
-    advantage = with_kl_penalty(batch.advantage, batch.loss_mask, penalties[batch.dialogue])
-    np.testing.assert_array_equal(advantage, expected.advantage)
-    assert not np.array_equal(advantage, batch.advantage)
