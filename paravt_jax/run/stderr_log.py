@@ -35,6 +35,7 @@ class _Tee:
     """Writes to stderr and to the file, except redraws of the bar, which start with a carriage return.
 
     Errors of both are ignored, so that a full disk, a closed terminal or a `tee` ended by Ctrl-C does not end the run.
+    Handlers of logging may use it after the run.
     """
 
     def __init__(self, stderr: IO[str], file: RawIOBase) -> None:
@@ -52,7 +53,7 @@ class _Tee:
             self._stderr.flush()
 
     def copy(self, text: str) -> None:
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # ValueError: the run has ended
             self._file.write(text.encode(errors="backslashreplace"))
 
     def __getattr__(self, name: str) -> Any:
