@@ -48,6 +48,7 @@ def test_a_copy_is_made_only_if_weights_change_or_move(tiny_hf):
     model = model_port.load(tiny_hf, mesh=mesh)
     model.compute = replace(model.compute, dtype="bfloat16")
     assert {leaf.dtype for leaf in jax.tree.leaves(LocalCopy(model, mesh).of(model))} == {jnp.dtype("bfloat16")}
+    assert [LocalCopy(model, None, beside_update=beside).is_temporary for beside in (False, True)] == [True, False]
 
 
 def test_replicas_over_data_alone_sample_from_the_learners_arrays(tiny_hf):
