@@ -220,6 +220,7 @@ def test_the_rows_of_all_hosts_are_the_batch(model, frames):
     for rows, expected in zip(jax.tree.leaves(joined), jax.tree.leaves(batch), strict=True):
         np.testing.assert_array_equal(rows, expected)
     assert packing.rows_of_host(batch, 0, 1) is batch
+    assert BatchShape(2, 64, 16, 1, 8, 4).of_hosts(3) == BatchShape(6, 64, 16, 3, 8, 12)
 
 
 def test_a_host_with_fewer_dialogues_adds_empty_batches_of_the_agreed_sizes(model, frames):
