@@ -90,7 +90,7 @@ def test_an_unknown_tool_gets_an_error_with_the_available_tools(chat, task):
         ({"time": 1}, "box is missing"),
         *(
             ({"time": 1, "box": wrong}, "four fractions")
-            for wrong in ("x", BOX[:3], [*BOX, 2], [0, 0, 500, 900], [0, 0, True, 1], [0, 0, float("nan"), 1], None)
+            for wrong in ("x", BOX[:3], [*BOX, 2], [0, 0, 500, "1"], [0, 0, True, 1], [0, 0, float("nan"), 1], None)
         ),
         ({"time": 1, "box": [0.5, 0, 0.5, 1]}, "x0 before x1"),
         ({"time": 1, "box": [0, 0.9, 1, 0.1]}, "y0 before y1"),
