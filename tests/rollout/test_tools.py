@@ -30,13 +30,6 @@ def test_all_accepted_formats_give_the_same_call(text):
     assert f"<think>\nlook</think>{text}"[slice(*found.span)] == text
 
 
-def test_calls_keep_their_order_including_invalid_ones():
-    text = f"</think>{call(JSON)}\n{call('{')}\n{call(JSON.replace('20', '5'))}"
-    found = find_calls(text)
-    assert [c.well_formed for c in found] == [True, False, True]
-    assert [c.arguments.get("start_time") for c in found] == [20, None, 5]
-
-
 def test_a_call_inside_thinking_is_ignored():
     assert find_calls(f"<think>{call(JSON)}</think><answer>B</answer>") == []
     assert len(find_calls(f"<think>{call(JSON)}")) == 1
