@@ -20,7 +20,7 @@ from model_port.architecture import TextConfig
 from model_port.experts import Experts
 from model_port.inputs import NOT_VISUAL
 from model_port.layers import LAYER_INPUT, Compute, Index, RMSNorm, cast, normal, only_if, run_layers
-from model_port.lora import GatedMlp, Projection
+from model_port.lora import GatedMlp, Joined, Projection, project_all
 from model_port.rope import Rotation, rotate, rotation, text_frequencies
 from model_port.sharding import constrain
 
@@ -63,15 +63,14 @@ class TextAttention(nnx.Module):
 
     def project(self, x: Float[Array, "B T D"], turn: Rotation) -> tuple[Array, Array, Array]:
         x = constrain(x, "btd")
-        q = constrain(self.q(x), "btnh")
-        k = constrain(self.k(x), "btkh")
-        v = constrain(self.v(x), "btkh")
+        q, k, v = project_all(x, self.q, self.k, self.v)
+        q, k, v = constrain(q, "btnh"), constrain(k, "btkh"), constrain(v, "btkh")
         if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, turn), rotate(k, turn), v
 
     def output(self, mixed: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        return shard_residual(self.o(mixed))
+        return shard_residual(project_all(mixed, self.o)[0])
 
 
 class TextLayers(nnx.Module):
@@ -82,6 +81,23 @@ class TextLayers(nnx.Module):
         self.attn = TextAttention(config, scale, rngs)
         self.mlp_norm = RMSNorm((config.num_layers, config.width), config.norm_eps)
         self.mlp = (Experts if config.num_experts else GatedMlp)(config, scale, rngs)
+
+    def join(self, tensor: int) -> None:
+        """Joins the adapted projections of a single layer, in place, for sampling on a mesh of this `tensor`."""
+        for group in self._by_input():
+            Joined(group, tensor)
+
+    def load_adapters(self, stacked: "TextLayers", index: int) -> None:
+        """Takes the adapters of a joined layer from a stack. Earlier arrays of the joined kernels become invalid."""
+        for group, adapted in zip(self._by_input(), stacked._by_input(), strict=True):
+            joined = group[0].joined
+            assert joined is not None
+            joined.load(adapted, index)
+
+    def _by_input(self) -> list[list[Projection]]:
+        attn, mlp = self.attn, self.mlp
+        groups = [[attn.q, attn.k, attn.v], [attn.o]]
+        return groups if isinstance(mlp, Experts) else [*groups, [mlp.gate, mlp.up], [mlp.down]]
 
 
 class TextTower(nnx.Module):

@@ -40,6 +40,7 @@ SCANNED_ARRAYS = 3  # arrays per pair of blocks: scores, weights and their gradi
 BLOCKED_ARRAYS = {"tpu": 1}  # elsewhere 2, because only XLA for TPU fuses one array away
 COPY = "copy for sampling"
 ENGINE_PARTS = ("key/value cache", "encoded frames", COPY)
+JOINED = {"q_lora": 3, "k_lora": 3, "v_lora": 3, "gate_lora": 2, "up_lora": 2}  # projections of the same input
 PROBE_LAYERS = 5  # layers of the traced model: more than its DeepStack maps
 PROBE_MERGED = 131  # tokens and merged patches of the traced model: a prime that equals no model width
 
@@ -137,6 +138,16 @@ def values_on(mesh: MeshConfig, model: ModelConfig, prefix: str = "") -> int:
 @cache
 def adapter_values_on(mesh: MeshConfig, model: ModelConfig, rank: int) -> int:
     return shard_values(adapter_shapes(model, rank), mesh)
+
+
+@cache
+def sampled_adapter_values(model: ModelConfig, rank: int, tensor: int, platform: str) -> int:
+    """The number of values of adapters in the sampling copy on a device. On GPUs, B is block-diagonal (see Joined)."""
+    shapes = adapter_shapes(model, rank)
+    for path, shape in shapes.items():
+        if platform == "gpu" and path.endswith("z"):
+            shapes[path] = (*shape[:-1], shape[-1] * JOINED.get(path.split(".")[-2], 1))
+    return shard_values(shapes, MeshConfig(1, 1, tensor))
 
 
 @cache
@@ -259,13 +270,14 @@ class Share:
 
     def copied_bytes(self, sampler: SamplerShape) -> int:
         """Bytes of the weights to sample from, except weights shared with the learner."""
+        tensor = sampling_tensor_on(sampler.local, self.model)
+        adapters = sampled_adapter_values(self.model, self.update.lora.rank, tensor, self.platform)
         if not self.samples_in_place(sampler):
-            tensor = sampling_tensor_on(sampler.local, self.model)
-            return self.item_bytes * values_on(MeshConfig(1, 1, tensor), self.model)
+            return self.item_bytes * (values_on(MeshConfig(1, 1, tensor), self.model) + adapters)
         if not self.adapted and (sampler.beside_update or self.item_bytes < FLOAT32_BYTES):
             return self.item_bytes * self.num_params
         layers = self.model.text.num_layers * self.layer_values if self.platform == "gpu" else 0
-        return self.item_bytes * (layers + (self.num_trainable if self.adapted else 0))
+        return self.item_bytes * (layers + adapters)
 
     def copy(self, sampler: SamplerShape, *, temporary: bool) -> Parts:
         """The sampling copy's bytes if `temporary` matches: deleted before updates, or kept (see LocalCopy)."""

@@ -4,12 +4,13 @@ The learner's float32 masters are sharded over fsdp, so sampling from them would
 Each host samples its own episodes on its own devices, because hosts would have to start programs on the whole mesh
 together and in the same order.
 
-XLA for GPUs copies a layer that a loop takes from a stack, so on GPUs each layer has separate arrays. If the sampling
-mesh is the learner's, the copy exists only during rollouts, because an unsharded device lacks memory during updates. If
-rollouts continue during updates, it stays. If the weights need no change, they are not copied.
+XLA for GPUs copies a layer that a loop takes from a stack, so on GPUs each layer has separate arrays. It also has its
+adapters joined with the kernels, because as separate products they are many small programs. Merging them would round
+small updates away. If the sampling mesh is the learner's, the copy exists only during rollouts, because an unsharded
+device lacks memory during updates. If rollouts continue during updates, it stays. If the weights need no change, they
+are not copied.
 """
 
-from operator import itemgetter
 from typing import Any
 
 import jax
@@ -39,7 +40,10 @@ class LocalCopy:
         self._base: tuple[list[jax.Array], VLModel] | None = None  # the frozen arrays, and a copied model with adapters
 
     def of(self, model: VLModel) -> VLModel:
-        """Returns the model's copy on this host, or the model if it needs none. All hosts must call it together."""
+        """Returns the model's copy on this host, or the model if it needs none. All hosts must call it together.
+
+        A copy with adapters becomes invalid with the next call.
+        """
         if self._is_own:
             return model
         graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam if model.lora.rank else nnx.Param, ...)
@@ -49,12 +53,14 @@ class LocalCopy:
         if self._base is None or any(new is not old for new, old in zip(arrays, self._base[0], strict=True)):
             self._base = arrays, self._copy_all(graphdef, trained, frozen)
             return self._base[1]
-        copy, adapters = nnx.clone(self._base[1]), self._copy(trained, donated=True)
+        copy, adapters = self._base[1], self._copy(trained, donated=True)
         if isinstance(copy.text.layers, nnx.List):
-            stacked, numbers = adapters["text"]["layers"], range(len(copy.text.layers))
-            layers = {n: jax.tree.map(itemgetter(slice(n, n + 1)), stacked) for n in numbers}
-            adapters["text"]["layers"] = nnx.State(layers)
-        nnx.update(copy, adapters)
+            stacked = nnx.merge(graphdef, adapters, frozen).text.layers
+            with on_mesh(self.mesh):
+                for number, layer in enumerate(copy.text.layers):
+                    layer.load_adapters(stacked, number)
+        else:
+            nnx.update(copy, adapters)
         return copy
 
     def _copy_all(self, graphdef: nnx.GraphDef[VLModel], trained: nnx.State, frozen: nnx.State) -> VLModel:
@@ -91,9 +97,12 @@ class LocalCopy:
 
 
 def by_layer(model: VLModel, mesh: Mesh | None = None) -> VLModel:
-    """On GPUs, replaces a model's stacked layers by separate arrays for each layer."""
+    """On GPUs, replaces a model's stacked layers by separate arrays for each layer, in which adapters are joined."""
     if _stacked_on_gpu(model, mesh):
         model.text.layers = split(model.text.layers, [1] * model.config.text.num_layers)
+        with on_mesh(mesh):
+            for layer in model.text.layers if model.lora.rank else ():
+                layer.join(1 if mesh is None else mesh.shape["tensor"])
     return model
 
 

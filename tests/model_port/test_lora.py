@@ -32,12 +32,12 @@ from model_port.config import PRESETS, LoraConfig, ModelConfig, TextConfig
 from model_port.convert import convert
 from model_port.export import export, export_adapter
 from model_port.inputs import RowSequence, Tokens, pack_text
-from model_port.layers import Compute
+from model_port.layers import Compute, split
 from model_port.loading import abstract_model, with_params
 from model_port.model import VLModel
 from model_port.qwen3_vl.config import Qwen3VisionConfig
 from model_port.sharding import check_divisible, flat_params, param_spec
-from model_port.tiny import make_tiny, tiny_config
+from model_port.tiny import TINY, make_tiny, tiny_config
 from model_port.weights import adapter_rules, rules
 
 CONFIG = tied(
@@ -127,6 +127,20 @@ def test_a_new_adapter_changes_no_output_bit(tiny_hf):
     np.testing.assert_array_equal(model_port.logits(model, ids), before)
     changed = {path: array + np.float32(path.endswith("z")) for path, array in new.items()}
     assert np.abs(model_port.logits(adapted(model, changed), ids) - before).max() > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("family", TINY)
+def test_joined_projections_have_the_values_of_separate_ones(family, tensor):
+    model = adapted(VLModel(tiny_config(family), rngs=nnx.Rngs(2)))
+    nnx.update(model, jax.tree.map(lambda leaf: leaf + 0.01, nnx.state(model)))  # biases start at zero
+    expected = model_port.logits(model, IDS)
+    model.text.layers = split(model.text.layers, [1] * model.config.text.num_layers)
+    for layer in model.text.layers:
+        layer.join(tensor)
+    assert not nnx.state(model, nnx.LoRAParam)
+    np.testing.assert_allclose(model_port.logits(model, IDS), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_model_without_adapters_has_no_adapter_parameters(packed):

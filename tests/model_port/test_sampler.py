@@ -15,7 +15,8 @@ from reference import CONFIGS, IMAGE, Inputs, make_reference, prompts, save_refe
 
 import model_port
 import model_port.sampler.sampler as sampler_module
-from model_port.config import ModelConfig
+from model_port.adapters import adapter_shapes, add_adapter
+from model_port.config import LoraConfig, ModelConfig
 from model_port.inputs import Frame
 from model_port.layers import split
 from model_port.loading import abstract_model, frames_of
@@ -252,11 +253,15 @@ def test_requests_wait_for_free_pages(pair):
 
 
 @pytest.mark.slow
-def test_layers_of_separate_arrays_sample_the_same_tokens(pair, requests):
-    expected = Sampler(pair[1], **SETTINGS).generate(requests)
-    graphdef, state = nnx.split(pair[1])
-    model = nnx.merge(graphdef, state)
+@pytest.mark.parametrize("rank", [0, 3])
+def test_layers_of_separate_arrays_sample_the_same_tokens(rank, pair, requests):
+    model, lora = nnx.merge(*nnx.split(pair[1])), LoraConfig(rank=rank)
+    shapes = adapter_shapes(model.config, rank)
+    add_adapter(model, lora, {path: np.full(shape, 0.1, np.float32) for path, shape in shapes.items()})
+    expected = Sampler(model, **SETTINGS).generate(requests)
     model.text.layers = split(model.text.layers, [1] * model.config.text.num_layers)
+    for layer in model.text.layers if rank else ():
+        layer.join(2)
     for got, want in zip(Sampler(model, **SETTINGS).generate(requests), expected, strict=True):
         assert got.ids == want.ids
         np.testing.assert_allclose(got.behavior_logp, want.behavior_logp, atol=1e-5)

@@ -4,7 +4,7 @@ For GPUs, it also prints the bytes that a device moves to sample a token for all
 
 It runs in a separate process, because a TPU compiler aborts on the XLA flags of the tests.
 
-compiled_sampler.py TOPOLOGY PRESET TENSOR ROWS CONTEXT_TOKENS CACHE_TOKENS stacked|split [DTYPE]
+compiled_sampler.py TOPOLOGY PRESET TENSOR ROWS CONTEXT_TOKENS CACHE_TOKENS stacked|split [DTYPE [RANK]]
 """
 
 import json
@@ -17,7 +17,8 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from moved_bytes import moved_bytes
 
-from model_port.config import PRESETS
+from model_port.adapters import adapter_shapes, add_adapter
+from model_port.config import PRESETS, LoraConfig
 from model_port.inputs import bucket
 from model_port.layers import Compute
 from model_port.loading import abstract_model, abstract_params, with_params
@@ -31,7 +32,7 @@ from model_port.text import Visual
 from paravt_jax.plan.topology import topology
 
 
-def main(name, preset, tensor, rows, context_tokens, cache_tokens, stacking, dtype="bfloat16"):
+def main(name, preset, tensor, rows, context_tokens, cache_tokens, stacking, dtype="bfloat16", rank=0):
     try:
         devices = topology(name).devices()
     except ValueError as missing:
@@ -48,9 +49,14 @@ def main(name, preset, tensor, rows, context_tokens, cache_tokens, stacking, dty
     text, num_pages = config.text, 1 + -(-int(cache_tokens) // PAGE_TOKENS) + int(rows)
     model = abstract_model(config, Compute(dtype))
     model = with_params(model, abstract_params(model, dtype, mesh))
+    shapes = adapter_shapes(config, int(rank)).items()
+    add_adapter(model, LoraConfig(int(rank)), {path: array(*shape, dtype=dtype) for path, shape in shapes}, mesh)
     if stacking == "split":
         graphdef, params = nnx.split(model.text.layers)
         layers = [nnx.merge(graphdef, jax.tree.map(of_a_layer, params)) for _ in range(text.num_layers)]
+        if int(rank):  # of adapters on a single device
+            shapes = (nnx.eval_shape(joined, layer) for layer in layers)
+            layers = [jax.tree.map(lambda leaf: array(*leaf.shape, dtype=leaf.dtype), layer) for layer in shapes]
         model.text.layers = nnx.List(layers)
     graphdef, params = nnx.split(model)
     pages = text.num_kv_heads, text.num_layers * num_pages, PAGE_TOKENS, text.head_dim
@@ -78,6 +84,11 @@ def main(name, preset, tensor, rows, context_tokens, cache_tokens, stacking, dty
     if stacking == "stacked":
         return memory
     return memory | {"moved_bytes": moved_bytes(programs[0].as_text(), bytes_on_a_device(cache.keys))}
+
+
+def joined(layer):
+    layer.join(1)
+    return layer
 
 
 def bytes_on_a_device(leaf):

@@ -1,5 +1,6 @@
 """A host samples from a copy of the weights on its own devices, split over tensor as far as the heads allow."""
 
+import math
 from dataclasses import replace
 
 import hosts as several
@@ -10,9 +11,12 @@ import pytest
 from flax import nnx
 
 import model_port
+from model_port import loading
 from model_port.adapters import add_adapter, new_adapter
 from model_port.config import LoraConfig
 from model_port.sharding import flat_params, make_mesh
+from paravt_jax.config.schema import MeshConfig
+from paravt_jax.plan.memory import sampled_adapter_values, values_on
 from paravt_jax.sampling import local_copy
 from paravt_jax.sampling.local_copy import LocalCopy
 
@@ -61,17 +65,23 @@ def test_replicas_over_data_alone_sample_from_the_learners_arrays(tiny_hf):
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
-def test_the_base_of_an_adapter_is_copied_once(tiny_hf, monkeypatch, platform):
+def test_the_base_of_an_adapter_is_copied_once_and_its_program_is_compiled_once(tiny_hf, monkeypatch, platform):
     monkeypatch.setattr(local_copy, "platform", lambda: platform)
-    mesh = make_mesh(fsdp=4, tensor=2)
-    model, lora = model_port.load(tiny_hf, mesh=mesh), LoraConfig(rank=4)
+    mesh, ids, lora = make_mesh(fsdp=4, tensor=2), np.arange(5, 44), LoraConfig(rank=4)
+    model = model_port.load(tiny_hf, mesh=mesh)
     add_adapter(model, lora, new_adapter(model.config, lora, seed=0), mesh)
-    copy = LocalCopy(model, mesh)
-    first = flat_params(nnx.state(copy.of(model)))
-    nnx.update(model, jax.tree.map(lambda leaf: leaf + 1, nnx.state(model, nnx.LoRAParam)))
-    second = flat_params(nnx.state(copy.of(model)))
-    assert all((first[path] is second[path]) == ("lora" not in path) for path in first)
-    layers = [f"layers.{n}" for n in range(model.config.text.num_layers)] if platform == "gpu" else ["layers"]
-    for path, adapter in flat_params(nnx.state(model, nnx.LoRAParam)).items():
-        copied = [second[path.replace("layers", layer)] for layer in layers]
-        np.testing.assert_array_equal(np.concatenate(copied), adapter)
+    copies, params, programs = LocalCopy(model, mesh), [], []
+    for _ in range(3):
+        nnx.update(model, jax.tree.map(lambda leaf: leaf + 0.1, nnx.state(model, nnx.LoRAParam)))
+        expected, copy = model_port.logits(model, ids), copies.of(model)
+        with jax.set_mesh(copies.mesh):
+            logits = model_port.logits(copy, ids)
+        programs.append(loading._logits._cache_size())
+        params.append(flat_params(nnx.state(copy)))
+        np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
+    first, *_, last = params
+    assert programs[0] == programs[2]
+    assert all((first[path] is last[path]) == ("lora" not in path and "joined" not in path) for path in first)
+    shards = [array.sharding.shard_shape(array.shape) for array in last.values()]
+    adapters = sampled_adapter_values(model.config, lora.rank, 2, platform)
+    assert sum(map(math.prod, shards)) == values_on(MeshConfig(1, 1, 2), model.config) + adapters
