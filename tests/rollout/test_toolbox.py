@@ -204,6 +204,7 @@ class Unnamed(Tool): pass
 class Broken(Tool):
     def __init__(self): raise RuntimeError("no")
 class Odd(Tool): spec = ToolSpec(make_schema("a tool", "x"), usage="", effect="")
+class Unsent(Tool): spec = ToolSpec(make_schema("a_set", "x", how=({1}, "x")), usage="", effect="")
 number = 3
 """
 
@@ -258,6 +259,7 @@ def test_every_tool_is_in_the_template_and_in_the_instructions(chat, task, own):
         (["{own}:Unnamed"], "cannot be created: AttributeError"),
         (["{own}:Broken"], "cannot be created: RuntimeError: no"),
         (["{own}:Odd"], "whose name is a word"),
+        (["{own}:Unsent"], "cannot be created: TypeError: Object of type set is not JSON serializable"),
         (["crop_video", "{own}:Crop"], "has 2 tools named crop_video"),
         (["{broken}:Tool"], "cannot be loaded: SyntaxError"),
         (["{text}:Tool"], "is not a Python file"),

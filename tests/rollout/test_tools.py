@@ -84,7 +84,7 @@ def test_an_end_beyond_the_video_is_clamped_with_a_note():
 
 
 def test_a_rounded_duration_counts_as_the_end():
-    assert moment_of({"time": 12.3}, 12.26) == 12.3  # the prompt shows 12.3 seconds
+    assert [moment_of({"time": time_s}, 12.26) for time_s in (0, 12.3)] == [0, 12.3]  # the prompt shows 12.3 seconds
     with pytest.raises(BadCall, match=r"time 12\.4 lies beyond the end of the video, which lasts 12\.3 seconds"):
         moment_of({"time": 12.4}, 12.26)
 
