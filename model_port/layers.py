@@ -50,7 +50,7 @@ LIGHTER: dict[Remat, Remat] = {"full": "attention", "attention": "dots"}  # the 
 class Compute:
     """How to compute the model. These fields only change results by rounding.
 
-    `dtype` is that of activations; parameters keep theirs. docs/model.md describes the forms of attention and `remat`.
+    docs/model.md describes the forms of attention and `remat`.
     """
 
     dtype: ComputeDtype = "float32"  # of activations; parameters keep their dtype
