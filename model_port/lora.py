@@ -77,7 +77,7 @@ class Projection(nnx.Module):
 
 
 class Joined(nnx.Module):
-    """A layer's projections of one input, and their adapters, as two matrix products.
+    """A layer's projections of the same input, and their adapters, as two matrix products.
 
     The kernel has the rows of all kernels and then all A matrices. B is block-diagonal and includes the scale. If
     tensor splits the outputs, each of its `parts` has its own rows of the kernels and of B, and all of A.
