@@ -37,7 +37,7 @@ class Fleet:
         self.owner = f"{settings.run}/" if settings.run else ""  # empty: taken from the first server's label
         self._published = False  # `files` has the weights of `version`
         self._adopted = False  # another process publishes for this run
-        self._fingerprint: tuple[int | None, Fingerprint] | None = None  # the reference and its version
+        self._fingerprint: Fingerprint | None = None  # of the current weights; None before the first check
         self.files = WeightFiles(settings.weights_dir)
         self._publishing = asyncio.Lock()
         self._changed = asyncio.Event()  # a server came up or went down
@@ -75,7 +75,7 @@ class Fleet:
         assert self.settings.run, "an engine without SGLangSettings.run only samples"
         async with self._publishing:
             await self.files.write(weights)  # while the servers sample
-            self._published, self._adopted, self.version = True, False, version
+            self._published, self._adopted, self.version, self._fingerprint = True, False, version, None
             await self._load([s for s in self.servers if s.up or s.awaits_weights or self._gets_routed_requests(s)])
             await self._check_fingerprints([server for server in self.servers if server.version == version])
         for server in self.servers:
@@ -90,7 +90,7 @@ class Fleet:
 
     async def adopt(self, version: int) -> None:
         async with self._publishing:
-            self._published, self._adopted, self.version = False, True, version
+            self._published, self._adopted, self.version, self._fingerprint = False, True, version, None
             await asyncio.gather(*(self._adopt(server) for server in self.servers if server.up))
             await self._check_fingerprints([server for server in self.servers if server.up])
         for server in self.servers:
@@ -252,16 +252,14 @@ class Fleet:
             await asyncio.gather(*map(self._check_fingerprint, some))
 
     async def _check_fingerprint(self, server: ServerState) -> None:
-        """Admits a server if its fingerprint matches the first server's at this version; ejects it otherwise."""
+        """Admits a server if its fingerprint matches the first server's since the last publish; ejects it otherwise."""
         try:
             answer = await self.client.post(f"{server.url}/generate", probe_body(), self.settings.control_deadline_s)
             fingerprint = Fingerprint.of(answer, server.url)
         except EngineError as problem:
             return self._eject(server, str(problem))
-        version, expected = self._fingerprint or (None, fingerprint)
-        if version != self.version:
-            self._fingerprint, expected = (self.version, fingerprint), fingerprint
-        if problem := fingerprint.problem(expected):
+        self._fingerprint = self._fingerprint or fingerprint
+        if problem := fingerprint.problem(self._fingerprint):
             server.version = None  # it must reload the weights before it is admitted
             return self._eject(server, f"it is another model than version {self.version} of this run: {problem}")
         if server.out_since_s is not None:

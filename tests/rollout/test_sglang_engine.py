@@ -339,6 +339,12 @@ async def test_a_publish_ejects_a_server_whose_model_differs_afterwards(engine, 
 
 
 @with_servers(1)
+async def test_the_first_publish_replaces_other_weights_that_a_server_was_started_with(engine, server):
+    await engine.publish(NoWeights(), 0)
+    assert server.weights == "t/0" and (await engine.generate(request(version=0))).server == server.url
+
+
+@with_servers(1)
 async def test_attempts_are_bounded_and_all_errors_are_reported(engine, server):
     server.mode = "500"
     with pytest.raises(EngineError, match=r"failed 4 times: .*answered 500: Internal Server Error"):
