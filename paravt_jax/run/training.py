@@ -53,6 +53,7 @@ Result = TypeVar("Result")
 Progress = dict[str, Any]
 OWN_SETTING = "hosts.index"  # the only setting that may differ between hosts
 INCOMPARABLE = ("seed", "model.path", "model.dtype", "data.train", "data.validation")
+TRAINED = ("lora.rank", "optim.train_vision")  # settings that decide which parameters a checkpoint has
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,8 +77,8 @@ class RunDirectory:
     ) -> "RunDirectory":
         """Locks the directory and handles signals until `stack` closes.
 
-        Raises if hosts differ in settings or code or see different directories. Unless `allow_changes`, also raises if
-        settings changed that would make a resumed run incomparable.
+        Raises if hosts differ in settings or code or see different directories, and if a checkpoint has other trained
+        parameters. Unless `allow_changes`, also raises if settings changed that would make a resumed run incomparable.
         """
         if hosts.leads and (project := settings["log"]["wandb_project"]):
             import_wandb(project)  # before models load
@@ -98,17 +99,23 @@ class RunDirectory:
         stack.callback(stop_on_signals(stopping, before_exit))
         check_kind(settings, path)
         num_logged = last_step(path)
-        has_steps = num_logged or steps_in((bucket or path) / CHECKPOINTS_DIR)  # the log may be lost
+        saved = steps_in((bucket or path) / CHECKPOINTS_DIR)
+        has_steps = num_logged or saved  # the log may be lost
         old_weights = load_settings(path).get(WEIGHTS, "") if has_steps else ""
         changes = changed_settings(settings, path, own_sums(settings)) if has_steps else {}
-        differ = [
-            f"{key}={new}, but was {old if old != '' else 'empty'}"
-            for key, (old, new) in changes.items()
-            if key in INCOMPARABLE
-        ]
-        if differ and not allow_changes:
+
+        def changed(keys: Sequence[str]) -> str:
+            differ = ((key, *values) for key, values in changes.items() if key in keys)
+            return "; ".join(f"{key}={new}, but was {'empty' if old == '' else old}" for key, old, new in differ)
+
+        if saved and (differ := changed(TRAINED)):
             raise ValueError(
-                f"{'; '.join(differ)} in the earlier steps of {path}: set it back, choose another run_dir, or add "
+                f"{differ} in the checkpoints of {path}, which have other parameters: set it back, or choose another "
+                f"run_dir"
+            )
+        if not allow_changes and (differ := changed(INCOMPARABLE)):
+            raise ValueError(
+                f"{differ} in the earlier steps of {path}: set it back, choose another run_dir, or add "
                 f"--allow-changes to resume with the change"
             )
         return cls(path, stopping, num_logged, settings, changes, allow_changes, hosts, bucket, lease, old_weights)

@@ -115,15 +115,20 @@ def test_every_version_of_the_settings_is_recorded_with_its_first_step(tmp_path)
     assert changed_settings({"a": {"b": 2, "d": None}}, tmp_path, {}) == {"c": ([1], None)}
 
 
-@pytest.mark.parametrize(
-    "change", ["seed=1", "model.path=o", "model.dtype=float32", "data.train=o.jsonl", "data.validation=o.jsonl"]
-)
 @pytest.mark.parametrize("has_log", [True, False])
-def test_another_model_or_data_needs_allow_changes(change, has_log, tmp_path):
+@pytest.mark.parametrize(
+    ("change", "is_possible"),
+    [
+        *((f"{key}=o", True) for key in ("model.path", "data.train", "data.validation")),
+        *(("seed=1", True), ("model.dtype=float32", True), ("lora.rank=4", False), ("optim.train_vision=true", False)),
+    ],
+)
+def test_another_model_or_data_needs_allow_changes(change, is_possible, has_log, tmp_path):
+    """Other trained parameters than in the checkpoints are never possible."""
     write_settings(to_record(load_config(None)), tmp_path)
     if has_log:
         (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    else:
+    if not has_log or not is_possible:
         (tmp_path / "checkpoints" / "1").mkdir(parents=True)
 
     async def acquire(allow_changes: bool) -> list[str]:  # in a loop, which handles signals
@@ -131,9 +136,11 @@ def test_another_model_or_data_needs_allow_changes(change, has_log, tmp_path):
             other = to_record(load_config(None, change))
             return [*RunDirectory.acquire(str(tmp_path), stack, other, allow_changes, ALONE).changes]
 
-    with pytest.raises(ValueError, match=rf"^{re.escape(change)}, but was \S+ in the earlier .* --allow"):
-        asyncio.run(acquire(allow_changes=False))
-    assert asyncio.run(acquire(allow_changes=True)) == [change.partition("=")[0]]
+    advice = "earlier .* --allow" if is_possible else "checkpoints .* run_dir$"
+    with pytest.raises(ValueError, match=rf"^{re.escape(change).replace('true', 'True')}, but was \S+ in the {advice}"):
+        asyncio.run(acquire(allow_changes=not is_possible))
+    if is_possible:
+        assert asyncio.run(acquire(allow_changes=True)) == [change.partition("=")[0]]
 
 
 def test_a_changed_file_of_the_user_is_a_change(tmp_path):
