@@ -34,6 +34,9 @@ class SamplingParams:
     stop_ids: tuple[int, ...] = ()  # sampling stops after the first of these ids, and keeps it
 
     def __post_init__(self) -> None:
+        if not all(hasattr(number, "__index__") for number in (self.max_new_tokens, self.seed, *self.stop_ids)):
+            numbers = f"max_new_tokens={self.max_new_tokens}, seed={self.seed} and stop_ids={self.stop_ids}"
+            raise ValueError(f"{numbers} must be integers")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
         if not 0 <= self.temperature < float("inf"):
