@@ -214,6 +214,12 @@ def frames_of(
     images = split_frames(pixel_values, image_grid_thw)
     intervals = _intervals(config.vision, 0 if video_grid_thw is None else len(video_grid_thw), second_per_grid_ts)
     frames = images + split_frames(pixel_values_videos, video_grid_thw, intervals)
+    for down, across in (frame.grid for frame in frames):
+        if min(down, across) < 1 or down % config.vision.merge or across % config.vision.merge:
+            raise ValueError(
+                f"grid_thw has a frame of {down} x {across} patches, expected positive multiples of the merge size "
+                f"{config.vision.merge}; resize pictures with the model's own processor"
+            )
     sizes = [len(frame.patches) // config.vision.merge_unit for frame in frames]
     order = order_frames(checked_ids(config, ids), range(len(images)), range(len(images), len(frames)), sizes, config)
     return tuple(frames[number] for number in order)

@@ -122,6 +122,10 @@ def test_invalid_inputs_are_named(attempt, message):
         attempt()
 
 
+def clip(down: int, across: int) -> dict[str, np.ndarray]:
+    return {"pixel_values_videos": frame(down, across).patches, "video_grid_thw": np.array([[1, down, across]])}
+
+
 @pytest.mark.parametrize(
     ("ids", "media", "message"),
     [
@@ -129,6 +133,8 @@ def test_invalid_inputs_are_named(attempt, message):
         ([1, -3], {}, "-3 to 1 are not all in the vocabulary"),
         ([[1, 2], [3, 4]], {}, r"shape \(2, 2\), expected the integer ids of one sequence"),
         ([1], {"pixel_values": np.ones((4, 7), np.float32)}, r"shape \(4, 7\), expected \[P, \d+\]"),
+        ([VIDEO] * 3, clip(3, 4), "3 x 4 patches, expected positive multiples of the merge size 2"),
+        ([VIDEO] * 3, clip(-2, -6), "-2 x -6 patches, expected positive"),
     ],
 )
 def test_ids_and_pixels_out_of_range_are_rejected(ids, media, message):
