@@ -393,6 +393,11 @@ def _row_sequence(
     placeholders = (config.image_token_id, config.video_token_id)
 
     def tokens(dialogue: Dialogue, part: slice, visible: slice) -> Tokens:
+        if (largest := dialogue.ids.max()) >= config.text.vocab_size:
+            raise ValueError(
+                f"episode {dialogue.episode} has the id {largest}, but the vocabulary ends at "
+                f"{config.text.vocab_size - 1}: the engine or the tokenizer is another model's"
+            )
         # A sampled placeholder is a target without a frame. It ends its dialogue, so its input id does not matter.
         sampled = dialogue.loss_mask & np.isin(dialogue.ids, placeholders)
         ids = np.where(sampled, 0, dialogue.ids)

@@ -13,11 +13,10 @@ import numpy as np
 
 from rollout.engine.http import ServerUnavailable
 from rollout.engine.labels import Label, WrongLabel
-from rollout.engine.protocol import Generation, Sampling
+from rollout.engine.protocol import LOGP_SLACK, Generation, Sampling
 from rollout.engine.settings import Mixture, SGLangSettings
 
 FINISHES: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
-LOGP_SLACK = 1e-3  # rounding may lift a log-prob this far above 0
 MAX_TOKENS = 2**24  # larger token counts in a reply are invalid
 ANSWER_BYTES, TOKEN_BYTES = 2**20, 2**10  # a reply's limit, and the limit per token: ten times the size of SGLang's
 

@@ -13,6 +13,8 @@ import numpy as np
 
 from rollout.picture import Picture
 
+LOGP_SLACK = 1e-3  # rounding may lift a log-prob this far above 0
+
 
 class EngineError(RuntimeError):
     """The engine failed. The message goes to the log and names the server, if one failed."""
@@ -83,6 +85,11 @@ class Generation:
             raise ValueError(
                 f"{len(self.ids)} ids came with {len(self.behavior_logp)} log-probs and {len(self.versions)} versions"
             )
+        if (lowest := np.min(self.ids, initial=0)) < 0:
+            raise ValueError(f"the engine returned the id {lowest}, but ids start at 0")
+        wrong = self.behavior_logp[~(np.isfinite(self.behavior_logp) & (self.behavior_logp <= LOGP_SLACK))]
+        if len(wrong):
+            raise ValueError(f"the engine returned the log-prob {wrong[0]:g}, expected a finite number of at most 0")
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,21 @@ def test_an_invalid_response_is_a_server_failure(answer, problem):
 
 
 @pytest.mark.parametrize(
+    ("ids", "logp", "problem"),
+    [
+        ([-1, 6], [-0.5, -0.5], "the id -1, but ids start at 0"),
+        ([5, 6], [-0.5, float("nan")], "the log-prob nan, expected a finite number of at most 0"),
+        ([5, 6], [float("-inf"), 0], "the log-prob -inf"),
+        ([5, 6], [0, 0.7], r"the log-prob 0\.7"),  # a probability
+        ([5, 6], [0], "2 ids came with 1 log-probs"),
+    ],
+)
+def test_an_invalid_reply_of_any_engine_is_named(ids, logp, problem):
+    with pytest.raises(ValueError, match=problem):
+        Generation(np.array(ids, np.int32), np.array(logp, np.float32), np.zeros(len(ids), np.int32), "stop")
+
+
+@pytest.mark.parametrize(
     ("labels", "versions"),
     [
         (["t/3", "t/?u", "t/3", "t/4"], [3, 3, 3, 4]),

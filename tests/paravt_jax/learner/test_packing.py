@@ -286,10 +286,13 @@ def test_a_shared_prompt_is_computed_once(model, group, frames):
     assert packing.num_packed(together) == 31 + 64 and packing.used_frac(together) == pytest.approx((31 + 64) / 160)
 
 
-def test_a_dialogue_longer_than_a_row_and_loss_tokens_in_a_shared_prompt_are_rejected(model, group, frames):
+def test_a_dialogue_longer_than_a_row_a_wrong_id_and_loss_tokens_in_a_shared_prompt_are_rejected(model, group, frames):
     with pytest.raises(ValueError, match=r"of 50 tokens does not fit into pack\.row_tokens=49; raise it"):
         pack(group, frames, model.config, replace(SHAPE, row_tokens=49))
     assert pack(group, frames, model.config, replace(SHAPE, row_tokens=50))
+    beyond = replace(group[0], ids=np.append(group[0].ids[:-1], model.config.text.vocab_size))
+    with pytest.raises(ValueError, match=r"episode 0 has the id .*, but the vocabulary ends at .*another model's"):
+        pack([beyond], frames, model.config, SHAPE)
     wrong = [replace(d, loss_mask=np.ones(len(d.ids), bool)) for d in group]
     with pytest.raises(ValueError, match="loss tokens in the prompt that its group shares"):
         pack(wrong, frames, model.config, SHAPE)
