@@ -122,7 +122,10 @@ def _write(text: str) -> None:
 
 async def _next_question() -> str:
     _write("question  ")
-    return (await in_daemon_thread(sys.stdin.readline)).strip()
+    line = await in_daemon_thread(sys.stdin.readline)
+    if not (line and sys.stdin.isatty()):  # a terminal shows the line, but not its end
+        _write(f"{line.rstrip()}\n")
+    return line.strip()
 
 
 def _files_and_question(words: list[str], interactive: bool) -> tuple[list[str], str | None]:

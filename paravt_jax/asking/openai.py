@@ -105,7 +105,7 @@ def parse_question(body: Any, model: str) -> Question:
     if not isinstance(body, dict):
         raise RequestError(400, "the body must be a JSON object")
     if not isinstance(requested := body.get("model"), str):
-        raise BadRequest(f"model must be a string, {model}, not {cut(requested)}", "model")
+        raise BadRequest(f"model must be {model!r}, the name of this server's model", "model")
     if requested != model:
         sentence = f"this server has the model {model}, not {cut(requested)}"
         raise RequestError(404, sentence, param="model", code="model_not_found")

@@ -94,8 +94,15 @@ class Live(Listener):
 
 
 def displayed_text(text: str) -> str:
-    """The text of a turn without tags, calls, an incomplete tag at its end, and trailing whitespace."""
-    return visible(OPEN_TAG.sub("", TAG.sub("", text.partition("<tool_")[0]))).rstrip()
+    """A turn's thinking and the text before its calls, without tags, an incomplete tag at the end, and final spaces.
+
+    In a turn without calls, the text after the thinking is the answer, which is shown separately.
+    """
+    text, call, _ = text.partition("<tool_")
+    if not call:
+        thinking, closing, _ = text.rpartition("</think>")
+        text = thinking if closing else text.partition("<answer>")[0]
+    return visible(OPEN_TAG.sub("", TAG.sub("", text))).rstrip()
 
 
 def bar(window: Window, duration_s: float | int) -> str:

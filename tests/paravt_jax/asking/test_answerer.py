@@ -106,6 +106,12 @@ def test_an_incomplete_tag_waits_for_the_next_token():
     assert displayed_text("<think>\nIt is red.</think>\n<tool_call>{") == "It is red."
 
 
+@pytest.mark.parametrize("answer", ["<answer>B", "<answer>B</answer>", "It is B", "The <answer>B"])
+def test_the_answer_is_not_shown_as_thinking(answer):
+    assert displayed_text(f"<think>I write <answer>.</think>{answer}") == "I write ."
+    assert displayed_text(f"I look.</think>It is B<tool_call>{answer}") == "I look.It is B"
+
+
 @pytest.mark.parametrize(
     ("window", "expected"),
     [

@@ -56,7 +56,8 @@ async def test_the_client_gets_an_answer_and_the_usage_of_all_agents(served):
 async def test_a_stream_has_turns_calls_and_reports_as_reasoning_then_the_answer(served):
     chunks = await served.stream(stream_options={"include_usage": True})
     reasoning = reasoning_of(chunks)
-    assert "Where?" in reasoning and "[crop_video 0:16.0 to 0:24.0: A report.]" in reasoning and "<" not in reasoning
+    assert reasoning.startswith("Where?\n[crop_video 0:16.0 to 0:24.0: A report.]\n")
+    assert reasoning.endswith("It is red.")
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "A"
     assert chunks[-2].choices[0].finish_reason == "stop" and chunks[-1].usage.total_tokens > 0
 
@@ -610,7 +611,7 @@ def body(**changed):
 
 WRONG_BODIES = [
     ("list", [], "must be a JSON object"),
-    ("no model", body(model=None), "model must be a string, tiny, not None"),
+    ("no model", body(model=None), "model must be 'tiny', the name of this server's model"),
     ("no messages", body(messages=[]), "list of messages"),
     ("257 messages", body(messages=[{"role": "user", "content": "a"}] * 257), "257 messages, more than 256"),
     (

@@ -162,7 +162,9 @@ def test_ask_fails_without_an_answer_unless_interactive(ask_of, tmp_path, monkey
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: no answer: the context of 32,768")
     monkeypatch.setattr(sys, "stdin", io.StringIO("And now?\n\n"))
     assert ask_of("Red or", "--interactive") == 0
-    assert capsys.readouterr().err.count("no answer: the context of 32,768") == 2
+    shown = capsys.readouterr().err
+    assert shown.count("no answer: the context of 32,768") == 2
+    assert "\nquestion  And now?\nvideo " in shown and shown.endswith("\nquestion  \n")
 
 
 WAITS = """
