@@ -45,7 +45,13 @@ SKIPPABLE_CODECS = ("h264",)
 STEPS_BACK_S = (0.0, *(0.5 * 2**doublings for doublings in range(16)))  # up to four and a half hours
 # Accepts titles that are not UTF-8. PyAV 18 needs an option for this; PyAV 19 does it by default.
 ANY_TITLE: dict[str, Any] = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
+RAW_FORMATS = "h264,hevc"
+DEFAULT_FPS = 25  # of a single frame without a duration, as ffmpeg's for raw streams
 DAMAGED = "the video cannot be decoded: the file is damaged or not a video"
+RAW = (
+    "the video cannot be decoded: it is a raw H.264 or H.265 stream, whose frames have no times; put it into a "
+    "container at its frame rate: ffmpeg -r FPS -i FILE FILE.mp4"
+)
 # The highest levels of H.264 and H.265 allow this, more than 8K. A file of 1 MB can contain a frame of a gigabyte.
 MAX_FRAME_PIXELS = 8192 * 4352
 # libav rejects larger frames before it allocates memory, even if the file's header gives a smaller size.
@@ -83,8 +89,8 @@ def probe(path: str) -> tuple[dict[str, Any], bytes]:
         span_ticks, (_, last_ticks) = int(ticks[-1] - ticks[0]), max(frame_times)
         if last_ticks <= 0 and span_ticks > 0:  # some containers do not store the duration of frames
             last_ticks = round(span_ticks / (len(ticks) - 1))
-        elif last_ticks <= 0 and stream.average_rate:
-            last_ticks = round(1 / (stream.average_rate * stream.time_base))
+        elif last_ticks <= 0:
+            last_ticks = max(1, round(1 / ((stream.average_rate or DEFAULT_FPS) * stream.time_base)))
         height, width = _displayed_size_px(stream, first)
         metadata = {
             "identity": identity,
@@ -179,7 +185,18 @@ def _open(path: str) -> Iterator[tuple[InputContainer, VideoStream]]:
     except FFmpegError as problem:
         if isinstance(problem, OSError):
             raise VideoError(f"the video cannot be opened: {problem.strerror}") from None
-        raise VideoError(DAMAGED) from None
+        raise VideoError(RAW if _is_raw(path) else DAMAGED) from None
+
+
+def _is_raw(path: str) -> bool:
+    formats = {"format_whitelist": RAW_FORMATS}
+    try:
+        av.open(os.path.realpath(path), options=SIZE_OPTIONS, container_options=formats).close()
+    except MemoryError:
+        raise
+    except FFmpegError:
+        return False
+    return True
 
 
 def _to_pixels(frame: VideoFrame, size_px: tuple[int, int], box: Box | None) -> np.ndarray:

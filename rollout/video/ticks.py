@@ -14,7 +14,7 @@ import numpy as np
 
 from rollout.video.decode import MAX_FRAME_PIXELS
 
-VERSION = 2  # of the entry's format and of `probe`; part of the name
+VERSION = 3  # of the entry's format and of `probe`; part of the name
 SUFFIX = ".tick"
 MAX_BYTES = 64 * 2**20  # for all entries, about 50,000
 MAX_TICKS = 2**24  # per video, 150 hours at 30 fps; longer videos are not cached

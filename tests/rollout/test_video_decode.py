@@ -143,9 +143,10 @@ def test_frames_are_resized_as_the_learner_resizes_them(tmp_path, size_px):
     np.testing.assert_array_equal(resized, resize(resized, RECIPE))  # resizing again changes nothing
 
 
-def test_a_single_frame_lasts_one_frame(tmp_path):
-    video = Probed(write_video(tmp_path / "video.mp4", [0.0]))
-    assert (len(video.ticks), video.duration_s) == (1, pytest.approx(1 / 30, rel=0.01))
+@pytest.mark.parametrize(("ending", "fps"), [("mp4", 30), ("ts", 25)])  # this ts has no frame rate
+def test_a_single_frame_lasts_one_frame(tmp_path, ending, fps):
+    video = Probed(write_video(tmp_path / f"video.{ending}", [0.0]))
+    assert (len(video.ticks), video.duration_s) == (1, pytest.approx(1 / fps, rel=0.01))
     assert np.abs(video.decoded([0])[0].astype(int) - numbered_frame(0)).mean() < 5
 
 
@@ -176,6 +177,10 @@ def test_a_later_frame_larger_than_8k_is_skipped(tmp_path):
     assert len(video.ticks) == 2 and list(video.decoded([0, 1])) == [0]
 
 
+def raw_stream(path: Path) -> None:
+    write_video(path.with_suffix(".h264"), at_fps(30, 10)).rename(path)
+
+
 def playlist(path: Path) -> None:
     write_video(path.with_name("other.mp4"), at_fps(30, 10))
     path.write_text("#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nother.mp4\n#EXT-X-ENDLIST\n")
@@ -193,6 +198,7 @@ def unknown_codec(path: Path) -> None:
         (playlist, "damaged or not a video"),
         (lambda path: truncate(write_video(path, at_fps(30, 30)), 0.6), "damaged or not a video"),  # has no index
         (write_sound, "no video of a known codec"),
+        (raw_stream, "a raw H.264 or H.265 stream, .* ffmpeg -r FPS -i FILE FILE.mp4"),
         (lambda path: path.write_bytes(b""), "the file is empty"),
         (lambda path: path.write_bytes(bytes(100_000)), "damaged or not a video"),
         (lambda path: path.write_bytes(os.urandom(100_000)), "damaged or not a video"),
