@@ -82,8 +82,8 @@ class Findings:
 def inspect(path: str, *, video_root: str = "", tokenizer: str = TINY) -> Findings:
     source = local_source(path)
     count_tokens = _token_counter(tokenizer)
-    columns = columns_of(source)
-    kind, required = kind_of(source, columns)
+    columns, num_with = columns_of(source)
+    kind, required = kind_of(source, columns, num_with)
     names = (QUESTION_TYPES, VIDEOS) if kind == "RL" else (VIDEOS, TURNS, "calls_per_row", CALLS)
     findings = Findings(str(path), kind, columns, tokenizer, counts={name: Counter() for name in names})
     texts = _texts(
@@ -108,26 +108,26 @@ def _texts(
     read = _read_prompt if findings.kind == "RL" else _read_trace
     for location, row in rows:
         findings.num_rows += 1
-        missing: dict[str, BadRow] = {}
+        missing: list[BadRow] = []
 
-        def find(name: str, missing: dict[str, BadRow] = missing) -> str:
+        def find(name: str, missing: list[BadRow] = missing) -> str:
             try:
                 return find_file(name)
             except BadRow as problem:
                 if problem.reason != MISSING:
                     raise
-                missing[name] = problem
+                missing.append(problem)
+                findings.missing.add(name)
                 return name
 
         text = None
         try:
             text = read(findings, row, find)
             if missing:
-                raise next(iter(missing.values()))  # with the path, because --video-root may be wrong
+                raise missing[0]  # with the path, because --video-root may be wrong
         except BadRow as problem:
             findings.bad[problem.reason] += 1
             findings.examples.setdefault(problem.reason, f"{location}: {problem}")
-        findings.missing.update(missing)
         yield text
 
 
@@ -151,16 +151,17 @@ def _read_trace(findings: Findings, row: Any, find: Callable[[str], str]) -> str
     return "\n".join(message.text for message in trace.messages)
 
 
-def columns_of(source: Path) -> dict[str, str]:
-    """Column names with their types; for JSON lines, with the number of lines that have the key."""
+def columns_of(source: Path) -> tuple[dict[str, str], Counter[str]]:
+    """Column names with their types; for JSON lines, with the number of lines that have the key, also as a Counter."""
+    counts = Counter[str]()
     if source.is_file() and source.suffix in (".jsonl", ".json"):
-        num_lines, counts = 0, Counter[str]()
+        num_lines = 0
         for _, line in rows_of(source, ()):
             num_lines += 1
             with suppress(ValueError, RecursionError):  # bad rows are counted later
                 row = json.loads(line)
                 counts.update(row.keys() if isinstance(row, dict) else ())
-        return {name: f"in {count:,} of {num_lines:,} rows" for name, count in counts.items()}
+        return {name: f"in {count:,} of {num_lines:,} rows" for name, count in counts.items()}, counts
     types: dict[str, dict[str, None]] = {}
     for file in row_files(source):
         if not file.is_file() or file.suffix != ".parquet":
@@ -168,13 +169,13 @@ def columns_of(source: Path) -> dict[str, str]:
         with parquet_file(file) as table:
             for column in table.schema_arrow:
                 types.setdefault(column.name, {})[str(column.type)] = None
-    return {name: " or ".join(of_column) for name, of_column in types.items()}
+    return {name: " or ".join(of_column) for name, of_column in types.items()}, counts
 
 
-def kind_of(source: Path, columns: dict[str, str]) -> tuple[Kind, Sequence[str]]:
-    """The kind of the rows, and the columns that this kind needs."""
+def kind_of(source: Path, columns: dict[str, str], num_with: Counter[str]) -> tuple[Kind, Sequence[str]]:
+    """The kind of most rows, and the columns that this kind needs; rows of the other kind are bad rows."""
     kinds: list[tuple[Kind, Sequence[str]]] = [("SFT", traces.COLUMNS), ("RL", prompts.COLUMNS)]
-    for kind, required in kinds:
+    for kind, required in sorted(kinds, key=lambda kind: -num_with[kind[1][0]]):
         if required[0] in columns:  # JSON lines may omit the others
             return kind, required
     first = next(rows_of(source, ()), None)  # an unreadable source raises its own error here

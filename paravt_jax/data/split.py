@@ -132,7 +132,7 @@ def _clusters(rows: Sequence[Row]) -> list[list[int]]:
 
 def read(source: Path) -> tuple[list[Row], bool, str]:
     """Reads kind and videos of every row, whether any video path is relative, and a remark if all files are missing."""
-    kind, columns = kind_of(source, columns_of(source))
+    kind, columns = kind_of(source, *columns_of(source))
     row_of: Callable[[Any, Callable[[str], str]], Row] = _question if kind == "RL" else _trace
     root, find_file = root_of(source, ""), file_finder(source, "", allow_outside=True)
     rows: list[Row] = []

@@ -40,6 +40,19 @@ def test_json_lines_without_videos_are_questions_as_in_training(tmp_path):
     assert (findings.kind, findings.counts["videos_per_row"], findings.bad.total()) == ("RL", {0: 1}, 1)
 
 
+@pytest.mark.parametrize(
+    ("num_traces", "kind", "example"),
+    [
+        (1, "RL", "line 1: a trace with messages, which is for"),
+        (3, "SFT", "line 4: a question with a prompt, which is"),
+    ],
+)
+def test_a_mixture_has_the_kind_of_most_rows_and_names_the_others(num_traces, kind, example, tmp_path):
+    findings = inspect(str(write_lines(tmp_path / "a.jsonl", [calling()] * num_traces + [rl_row("red", "oe")] * 2)))
+    assert findings.kind == kind and example in findings.examples["wrong schema"]
+    assert findings.bad["wrong schema"] == min(num_traces, 2)
+
+
 def test_a_directory_has_the_same_files_for_inspect_materialize_and_training(tmp_path):
     source = tmp_path / "in"
     for number, name in enumerate(("rl.parquet", "more/rl.parquet", "more/deep/rl.parquet", ".cache/rl.parquet"), 1):
