@@ -60,7 +60,7 @@ async def open_endpoint(
             as_released=as_released,
         )
         with Meter(f"starting {len(servers)} x {settings.serve_with}"):
-            started = await start_endpoints(servers, stack, lambda line: None)
+            started = await start_endpoints(servers, stack)
         client = EndpointClient(started[0], model, settings.api_key_env, started[1])
     else:
         client = EndpointClient(settings.urls, model, settings.api_key_env)

@@ -64,7 +64,7 @@ def endpoint_settings(
 
 
 async def start_endpoints(
-    settings: Sequence[Startable], stack: AsyncExitStack, on_progress: Callable[[str], None]
+    settings: Sequence[Startable], stack: AsyncExitStack
 ) -> tuple[list[str], Callable[[], float]]:
     """Starts the servers. Returns their base URLs, and how long to wait for a restart: 0 s if none is restarted.
 
@@ -74,7 +74,7 @@ async def start_endpoints(
     supervisors: list[asyncio.Task[None]] = []
 
     async def start(each: Startable) -> Server:
-        server = await _start(each, on_progress)
+        server = await _start(each)
         supervisors.append(asyncio.create_task(_supervise(server)))
         return server
 
@@ -93,8 +93,8 @@ async def start_endpoints(
     return urls, lambda: 0.0 if all(supervisor.done() for supervisor in supervisors) else START_DEADLINE_S
 
 
-async def _start(settings: Startable, on_progress: Callable[[str], None]) -> Server:
-    return await Server.start(settings, deadline_s=START_DEADLINE_S, on_progress=on_progress)
+async def _start(settings: Startable) -> Server:
+    return await Server.start(settings, deadline_s=START_DEADLINE_S)
 
 
 async def _supervise(server: Server) -> None:
@@ -103,9 +103,9 @@ async def _supervise(server: Server) -> None:
         for _ in range(MAX_RESTARTS):
             await server.wait()
             say(f"{server.exit_error()}; restarting it")
-            server = await _start(server.settings, lambda line: None)
+            server = await _start(server.settings)
         await server.wait()
-        say(f"{server.exit_error()}; it ended {MAX_RESTARTS} times and is not restarted")
+        say(f"{server.exit_error()}; after {MAX_RESTARTS} restarts it is not restarted")
     except (OSError, RuntimeError, ValueError) as problem:
         say(f"{problem}; it is not restarted")
     finally:

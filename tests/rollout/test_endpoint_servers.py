@@ -39,18 +39,22 @@ def settings_of(program, **changed):
 def test_servers_split_the_gpus_and_keep_default_sampling():
     one, two = settings_of("vllm", gpus=[("0",), ("1",)])
     command = " ".join(one.command())
-    assert "--generation-config vllm" in command and "--max-model-len 4096" in command
+    for option in ("--generation-config vllm", "--max-model-len 4096", "--dtype bfloat16"):
+        assert option in command
     assert (one.gpus, two.gpus) == (("0",), ("1",))
     (pair,) = settings_of("sglang", gpus=[("2", "3")])
     assert isinstance(pair, ServerSettings) and (pair.gpus, pair.tensor_parallel) == (("2", "3"), 2)
-    assert pair.extra_args[-4:] == ("--sampling-defaults", "openai", "--mm-process-config", "{}")
-    assert len(settings_of("sglang", device="cpu", num_servers=3)) == 3
+    own = ("--served-model-name", "org/m", "--sampling-defaults", "openai", "--mm-process-config", "{}")
+    assert (pair.device, pair.dtype, pair.extra_args) == ("cuda", "bfloat16", own)
+    assert [each.device for each in settings_of("sglang", device="cpu", num_servers=3)] == 3 * ["cpu"]
 
 
 @pytest.mark.parametrize("program", ["vllm", "sglang"])
 def test_servers_for_the_released_protocol_have_its_context(program):
     (settings,) = settings_of(program, as_released=True)
     assert isinstance(settings, VllmSettings | ServerSettings) and settings.context_length == 65_536
+    released = ("--generation-config auto", "--max-num-batched-tokens 131072", '--limit-mm-per-prompt {"video":1,')
+    assert program == "sglang" or all(option in " ".join(settings.command()) for option in released)
 
 
 def test_a_missing_program_is_an_error_with_the_command(monkeypatch):
@@ -67,7 +71,7 @@ async def test_no_server_starts_if_one_is_invalid(monkeypatch):
     monkeypatch.setattr(servers, "_start", lambda *_: pytest.fail("started"))
     with pytest.raises(RuntimeError, match="vllm is not on the PATH"):
         async with AsyncExitStack() as stack:
-            await start_endpoints(settings_of("vllm", gpus=[("0",), ("1",)]), stack, lambda line: None)
+            await start_endpoints(settings_of("vllm", gpus=[("0",), ("1",)]), stack)
 
 
 def pid_of(url: str) -> int:
@@ -75,9 +79,9 @@ def pid_of(url: str) -> int:
 
 
 @async_test
-async def test_a_server_restarts_and_never_outlives_its_owner(vllm):
+async def test_a_server_restarts_and_never_outlives_its_owner(vllm, capsys):
     async with AsyncExitStack() as stack:
-        (url,), _ = await start_endpoints(settings_of("vllm", gpus=[("5",)]), stack, lambda line: None)
+        (url,), _ = await start_endpoints(settings_of("vllm", gpus=[("5",)]), stack)
         client = EndpointClient([url], "org/m")
         stack.push_async_callback(client.close)
         assert await client.models() == {url: ["org/m"]}
@@ -87,21 +91,24 @@ async def test_a_server_restarts_and_never_outlives_its_owner(vllm):
             while not (await client.health()).alive:
                 await asyncio.sleep(0.1)
         second = await asyncio.to_thread(pid_of, url)
-    assert first != second
+    assert first != second and url.endswith("/v1") and "restarting it" in capsys.readouterr().err
     assert not any(Path(f"/proc/{pid}").exists() for pid in (first, second))
 
 
+@pytest.mark.parametrize(("most", "reason"), [(5, "vllm is not on the PATH"), (0, "after 0 restarts")])
 @async_test
-async def test_a_failed_restart_is_reported(vllm, monkeypatch, capsys):
+async def test_a_server_that_is_not_restarted_is_reported(vllm, monkeypatch, capsys, most, reason):
+    monkeypatch.setattr(servers, "MAX_RESTARTS", most)
     async with AsyncExitStack() as stack:
-        (url,), give_up_s = await start_endpoints(settings_of("vllm"), stack, lambda line: None)
-        assert give_up_s() == servers.START_DEADLINE_S
+        urls, give_up_s = await start_endpoints(settings_of("vllm", num_servers=2), stack)
         vllm.unlink()
-        os.kill(await asyncio.to_thread(pid_of, url), signal.SIGKILL)
-        reported = []
-        await until(lambda: reported.append(capsys.readouterr().err) or "is not restarted" in "".join(reported), 20)
-        assert "vllm is not on the PATH" in "".join(reported)
-        await until(lambda: give_up_s() == 0, 20)
+        for url in urls:
+            assert give_up_s() == servers.START_DEADLINE_S
+            os.kill(await asyncio.to_thread(pid_of, url), signal.SIGKILL)
+            await until(lambda others=len(asyncio.all_tasks()) - 1: len(asyncio.all_tasks()) == others, 20)
+        assert give_up_s() == 0
+        reported = capsys.readouterr().err
+        assert reported.count(reason) == reported.count("is not restarted") == 2
 
 
 @async_test
@@ -109,25 +116,25 @@ async def test_a_failed_start_shows_the_last_log_lines(vllm):
     vllm.write_text("#!/bin/sh\necho no such model >&2\nexit 3\n")
     with pytest.raises(RuntimeError, match=r"exit code 3 before it was ready; its last lines:\n  \| no such model"):
         async with AsyncExitStack() as stack:
-            await start_endpoints(settings_of("vllm"), stack, lambda line: None)
+            await start_endpoints(settings_of("vllm"), stack)
 
 
-@pytest.mark.parametrize("end", ["failure", "cancellation"])
+@pytest.mark.parametrize("end", ["early failure", "failure", "cancellation"])
 @async_test
 async def test_ready_servers_stop_if_another_fails_to_start(vllm, monkeypatch, end):
     start, ready, this = servers._start, [], asyncio.current_task()
 
-    async def start_one(settings, on_progress):
+    async def start_one(settings):
         if settings.gpus == ("1",):
-            await until(lambda: ready, 20)
-            assert end == "failure" or this.cancel()
+            await until(lambda: ready or end == "early failure", 20)
+            assert "failure" in end or this.cancel()
             await asyncio.sleep(0.1)
             raise RuntimeError("no such GPU")
-        ready.append(await start(settings, on_progress))
+        ready.append(await start(settings))
         return ready[0]
 
     monkeypatch.setattr(servers, "_start", start_one)
     with pytest.raises((RuntimeError, asyncio.CancelledError)):
         async with AsyncExitStack() as stack:
-            await start_endpoints(settings_of("vllm", gpus=[("0",), ("1",)]), stack, lambda line: None)
+            await start_endpoints(settings_of("vllm", gpus=[("0",), ("1",)]), stack)
     assert not ready[0].running
