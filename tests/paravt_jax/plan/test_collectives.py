@@ -24,15 +24,15 @@ TEXT = """HloModule jit_f, is_scheduled=true
   ROOT %less = pred[] compare(%i, %n), direction=LT
 }
 
-%branch (p: f32[2]) -> f32[2] {
-  ROOT %whole = f32[2]{0} all-reduce(%p), replica_groups={{0,8},{1,9}}, to_apply=%add
-}
-
 ENTRY %main (p: bf16[8,4]) -> bf16[8,4] {
   %loop = (s32[], bf16[8,4]) while(%t), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"36"}}
   %one = f32[2]{0} conditional(%c, %a, %b), branch_computations={%branch, %add}
   %plain = f32[6]{0} reduce-scatter(%p), replica_groups=[4,2]<=[2,4]T(1,0), to_apply=%add
-  %pair = (f32[3]{0}, bf16[5]{0}) all-reduce(%p, %q), replica_groups={{0,1}}, to_apply=%add
+  %pair = (f32[3]{0}, bf16[5]{0}, pred[7]{0}, u8[9]{0}) all-reduce-start(%p, %q), replica_groups={{0,1}}, to_apply=%add
+}
+
+%branch (p: f32[2]) -> f32[2] {
+  ROOT %whole = f32[2]{0} all-reduce(%p), replica_groups={{0,8},{1,9}}, to_apply=%add
 }
 """
 
@@ -49,7 +49,7 @@ def test_collectives_count_per_trip_and_with_the_larger_of_input_and_output():
     assert scatter == Collective("reduce-scatter", 36 * (16 + 8) * 4, 4, 1)
     assert whole == Collective("all-reduce", 2 * 4, 2, 2)  # devices 0 and 8 are on two hosts
     assert plain == Collective("reduce-scatter", 2 * 6 * 4, 2, 1)  # the output is one of two parts
-    assert pair == Collective("all-reduce", 3 * 4 + 5 * 2, 2, 1)
+    assert pair == Collective("all-reduce", 3 * 4 + 5 * 2 + 7 + 9, 2, 1)
 
 
 def test_without_an_annotation_the_trip_count_is_the_constant_in_the_condition():
@@ -58,6 +58,27 @@ def test_without_an_annotation_the_trip_count_is_the_constant_in_the_condition()
     limit = "  %limit = s32[]{:T(128)} constant(28)\n"
     limited = unannotated.replace("  ROOT %less", limit + "  ROOT %less")
     assert collectives_of(limited)[0].num_bytes == 28 * 32 * 4 * 2
+    assert collectives_of(limited.replace(limit, 2 * limit))[0].num_bytes == 32 * 4 * 2  # either may be the limit
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "conditional(%c, %a, %b), branch_computations={%add, %branch}",
+        "conditional(%c, %a, %b), true_computation=%branch, false_computation=%add",
+        "call(%p), to_apply=%branch",
+        "fusion(%p), kind=kCustom, calls=%branch",
+        "async-start(%p), calls=%branch",
+    ],
+)
+def test_computations_that_a_loop_calls_count_per_trip_of_all_loops_around_them(call):
+    loops = (
+        "%outer (p: f32[2]) -> f32[2] {\n  %loop = f32[2]{0} while(%t), condition=%condition, body=%inner, "
+        'backend_config={"known_trip_count":{"n":"3"}}\n}\n'
+        f"%inner (p: f32[2]) -> f32[2] {{\n  %one = f32[2]{{0}} {call}\n}}\n"
+    )
+    first, *_ = collectives_of(TEXT.replace("body=%body", "body=%outer") + loops)
+    assert first == Collective("all-reduce", 36 * 3 * 2 * 4, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -69,12 +90,14 @@ def test_without_an_annotation_the_trip_count_is_the_constant_in_the_condition()
         ("[4,4]<=[16]", 4, 1),
         ("[4,4]<=[4,4]T(1,0)", 4, 2),
         ("{{0,8},{1,9}}", 2, 2),
+        ("{}", 1, 1),  # every device is alone
     ],
 )
 def test_device_groups_are_read_in_every_format(groups, num_devices, num_hosts):
     text = TEXT.replace("{{0,1}}", groups)
     *_, pair = collectives_of(text)
     assert (pair.num_devices, pair.num_hosts) == (num_devices, num_hosts)
+    assert collectives_of(text, host_devices=16)[-1].num_hosts == 1
 
 
 def test_an_unknown_format_of_device_groups_is_rejected():
@@ -83,12 +106,13 @@ def test_an_unknown_format_of_device_groups_is_rejected():
 
 
 def test_bytes_are_summed_by_kind():
-    assert bytes_by_kind(collectives_of(TEXT)) == {"all-gather": 9216, "all-reduce": 30, "reduce-scatter": 3504}
+    assert bytes_by_kind(collectives_of(TEXT)) == {"all-gather": 9216, "all-reduce": 46, "reduce-scatter": 3504}
 
 
 def test_seconds_of_a_ring():
     h100 = Rates(1.0, 1.0, link_bytes=450e9, network_bytes=50e9)
-    assert Collective("all-gather", 450 * 10**9, 8).seconds(h100) == pytest.approx(7 / 8)
+    for kind in ("all-gather", "reduce-scatter", "all-to-all"):
+        assert Collective(kind, 450 * 10**9, 8).seconds(h100) == pytest.approx(7 / 8)
     assert Collective("all-reduce", 450 * 10**9, 8).seconds(h100) == pytest.approx(2 * 7 / 8)
     assert Collective("all-gather", 450 * 10**9, 1).seconds(h100) == 0
 

@@ -151,7 +151,8 @@ def test_the_optimizer_moves_32_bytes_per_parameter_of_the_device():
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "stride", "num_hosts"), [(8, 1, 1), (4, 2, 1), (8, 8, 8), (64, 1, 8), (2, 32, 2), (16, 2, 4)]
+    ("num_devices", "stride", "num_hosts"),
+    [(8, 1, 1), (4, 2, 1), (8, 8, 8), (64, 1, 8), (2, 32, 2), (16, 2, 4), (12, 1, 2)],
 )
 def test_the_devices_of_a_mesh_axis_span_hosts_of_eight(num_devices, stride, num_hosts):
     assert among("all-gather", 1, num_devices, stride, 8).num_hosts == num_hosts
