@@ -18,7 +18,7 @@ from model_port.sampler.sampler import chunk_tokens
 from paravt_jax.config import EngineConfig, MeshConfig
 from paravt_jax.plan.collectives import Collective
 from paravt_jax.plan.devices import GIB, DeviceSpec
-from paravt_jax.plan.memory import FLOAT32_BYTES, sampling_tensor_on, values_on
+from paravt_jax.plan.memory import FLOAT32_BYTES, sampled_adapter_values, sampling_tensor_on, values_on
 from paravt_jax.plan.run import PlannedRl
 from paravt_jax.plan.workload import (
     BF16_BYTES,
@@ -245,7 +245,11 @@ class StepParts:
     @property
     def weights_s(self) -> float:
         """Seconds to read the weights, for a token of all rows or a chunk of a prompt."""
-        num_bytes = decoded_bytes(self.run.model, self.item_bytes)
+        run, devices = self.run, self.sampler.devices
+        num_bytes = decoded_bytes(run.model, self.item_bytes)
+        if not self.on_servers:  # servers merge adapters
+            adapters = sampled_adapter_values(run.model, run.update.lora.rank, devices, self.device.platform)
+            num_bytes += devices * adapters * self.item_bytes
         return self.sampler.weight_passes * num_bytes / self.sampler_bytes_per_s
 
     @property

@@ -85,7 +85,7 @@ def test_the_decode_interval_contains_the_time_of_the_compiled_sampler(name, dev
 def test_the_prefill_interval_contains_an_h200s_seconds(monkeypatch, chunk_tokens, tokens_per_s):
     """docs/benchmarks: the 8B, first with stacked weights and the plain form, later with the kernel."""
     monkeypatch.setattr("model_port.sampler.sampler.CHUNK_TOKENS_ELSEWHERE", chunk_tokens)
-    settings = ("rollout.dispatch=none", "reward.tool=none")
+    settings = ("rollout.dispatch=none", "reward.tool=none", "lora.rank=0")
     step = step_of("8b_lora_1x80gb", *settings, device="h200")
     run = run_of("8b_lora_1x80gb", *settings)
     low, high = (run.work.num_groups * run.work.prompt_tokens / seconds for seconds in step.parts["prefill"])
@@ -205,6 +205,20 @@ def test_the_embedded_sampler_prefills_whole_chunks():
     num_tokens = (7 + 56) * 2048
     chunk_s = parts.weights_s / 1024
     assert parts.prefill_s(1e15) == pytest.approx(num_tokens * (token_flops(run.model, 2048, 1024) / 1e15 + chunk_s))
+
+
+@pytest.mark.slow
+def test_only_the_embedded_sampler_reads_adapters_for_a_token():
+    """The 8B at rank 64: A has 6 x 4,096 + 12,288 inputs, and B is block-diagonal for q, k, v and for gate, up."""
+
+    def weights_s(*settings: str) -> float:
+        return StepParts(run_of("8b_lora_1x80gb", *settings), H100, best(PUBLISHED)).weights_s
+
+    a, b = 6 * 4096 + 12288, 3 * (4096 + 2 * 1024) + 4096 + 2 * 2 * 12288 + 4096
+    base = 36 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288) + 151_936 * 4096
+    assert weights_s() / weights_s("lora.rank=0") == pytest.approx(1 + 36 * 64 * (a + b) / base)
+    servers = "engine.kind=sglang", "engine.urls=[http://a:1]"
+    assert weights_s(*servers) == weights_s(*servers, "lora.rank=0")
 
 
 @pytest.mark.slow
