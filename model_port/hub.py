@@ -26,10 +26,11 @@ from huggingface_hub.utils import (
 )
 
 from model_port.card import CURVE_FILE, renamed
+from model_port.config import read_config
 from model_port.hf_files import CARD_FILE, SIDE_FILES
 from model_port.layout import is_adapter
 from model_port.progress import Meter
-from model_port.safetensors_io import INDEX_FILE, SINGLE_FILE, HfTensors
+from model_port.safetensors_io import INDEX_FILE, SINGLE_FILE
 
 ANSWER_DEADLINE_S = 120.0  # per request to the hub; the client tries up to six times, and hf_xet has its own limits
 WEIGHT_FILES = (SINGLE_FILE, INDEX_FILE, "model-[0-9]*-of-[0-9]*.safetensors")
@@ -97,19 +98,21 @@ def check_hub_access(repo_id: str, *, public: bool = False) -> None:
 
 
 def model_files(directory: Path) -> list[str]:
-    """Returns the names of the files to send. Raises if the model is incomplete or an adapter."""
+    """Returns the names of the files to send. Raises if the model is incomplete, an adapter, or not its config's."""
+    from model_port.weights import check_hf_tensors, open_hf_tensors  # late, because it imports jax
+
     if is_adapter(directory):
         raise ValueError(
             f"{directory} is an adapter, not a complete model: merge it with `python -m model_port.export`; "
             f"or export it with --adapter and upload that directory with `hf upload OWNER/NAME DIR --private`"
         )
     try:
-        if not (directory / constants.CONFIG_NAME).is_file():
-            raise ValueError(f"{directory} has no {constants.CONFIG_NAME}")
-        HfTensors(directory).close()
+        config = read_config(directory)
+        with open_hf_tensors(directory, config) as tensors:
+            check_hf_tensors(config, tensors)
     except ValueError as problem:
         raise ValueError(
-            f"the model to push is incomplete; write it with `python -m model_port.export`: {problem}"
+            f"the model to push cannot be loaded; write it with `python -m model_port.export`: {problem}"
         ) from problem
     names = sorted(path.name for path in directory.iterdir() if path.is_file())
     return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in MODEL_FILES)]

@@ -1,6 +1,7 @@
 """Pushing to a fake hub on loopback. No test can reach any other host."""
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from fake_hub import FINE_GRAINED_TOKEN, READ_TOKEN, WRITE_TOKEN, FakeHub, fresh_client
 from huggingface_hub import constants
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from model_port import hub as module, push
 from model_port.hub import check_hub_access, push_to_hub
@@ -40,24 +41,22 @@ def hub(monkeypatch, tmp_path) -> Iterator[FakeHub]:
 
 
 @pytest.fixture
-def model(tmp_path) -> Path:
+def model(tmp_path, tiny_hf) -> Path:
     """An export with three shards of unequal size and small files."""
-    directory = tmp_path / "model"
-    write_model(directory, {shard: 1009 * (n + 2) for n, shard in enumerate(SHARDS)})
-    return directory
+    return write_model(tmp_path / "model", tiny_hf, SHARDS)
 
 
-def write_model(directory: Path, num_values: dict[str, int]) -> None:
-    directory.mkdir(parents=True)
-    rng = np.random.default_rng(7)
-    weight_map = {}
-    for n, (shard, count) in enumerate(num_values.items()):
-        save_file({f"w{n}": rng.standard_normal(count, dtype=np.float32)}, directory / shard)
-        weight_map[f"w{n}"] = shard
-    (directory / INDEX).write_text(repr({"weight_map": weight_map}).replace("'", '"'))
-    (directory / "config.json").write_text('{"model_type": "qwen3_vl"}')
+def write_model(directory: Path, source: Path, shards: Sequence[str]) -> Path:
+    directory.mkdir()
+    tensors, weight_map = load_file(source / "model.safetensors"), {}
+    for shard, names in zip(shards, np.array_split(sorted(tensors), len(shards)), strict=True):
+        save_file({name: tensors[name] for name in names.tolist()}, directory / shard)
+        weight_map |= dict.fromkeys(names.tolist(), shard)
+    (directory / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    (directory / "config.json").write_bytes((source / "config.json").read_bytes())
     (directory / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Größe\n")
     (directory / "merges.txt").write_text("")
+    return directory
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -85,11 +84,11 @@ def test_a_download_after_a_push_has_the_same_bytes_from_one_commit(tmp_path, hu
     assert len(hub.repos[REPO].commits) == 2  # the first created the repository
 
 
-def test_a_push_removes_earlier_weights_and_keeps_other_files(hub, model, tmp_path):
+def test_a_push_removes_earlier_weights_and_keeps_other_files(hub, model, tmp_path, tiny_hf):
     (model / "README.md").write_text("# model\n\nAn edited card of a model\n")
     push_to_hub(model, REPO)
     assert hub.files(REPO)["README.md"] == f"# {REPO}\n\nAn edited card of a model\n".encode()
-    write_model(tmp_path / "smaller", {"model-00001-of-00001.safetensors": 1009})
+    write_model(tmp_path / "smaller", tiny_hf, ["model-00001-of-00001.safetensors"])
     (tmp_path / "smaller" / "README.md").unlink()
     push_to_hub(tmp_path / "smaller", REPO)
     assert set(hub.files(REPO)) == {*contents(tmp_path / "smaller"), "README.md", ".gitattributes"}
@@ -145,8 +144,9 @@ def test_a_dry_run_lists_exactly_the_files_of_a_push_and_sends_nothing(hub, mode
     push_to_hub(model, REPO)
     sent = {name: content for name, content in hub.files(REPO).items() if name != ".gitattributes"}
     assert [line.split()[0] for line in lines] == sorted(sent)
-    assert [line.split(maxsplit=1)[1] for line in lines if line.startswith("model-00001")] == ["8.1 kB"]
-    assert total.split(maxsplit=2) == [str(len(sent)), "files", f"{sum(map(len, sent.values())) / 1000:.1f} kB"]
+    first = f"{len(sent[SHARDS[0]]) / 1e6:.1f} MB"
+    assert [line.split(maxsplit=1)[1] for line in lines if line.startswith("model-00001")] == [first]
+    assert total.split(maxsplit=2) == [str(len(sent)), "files", f"{sum(map(len, sent.values())) / 1e6:.1f} MB"]
 
 
 @pytest.mark.parametrize(("name", "repo"), [("config.json", REPO), ("", "tiny-vl")])
@@ -262,15 +262,20 @@ def test_a_failing_hub_is_named(hub, action, monkeypatch):
         assert hub.url in message(RuntimeError, lambda: check_hub_access(REPO))
 
 
+def with_layers(config: Path, number: int) -> None:
+    config.write_text(config.read_text().replace('"num_hidden_layers": 4', f'"num_hidden_layers": {number}'))
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
     SHARDS[1]: lambda model: (model / SHARDS[1]).unlink(),
     "config.json": lambda model: (model / "config.json").unlink(),
+    "11 unknown: model.language_model.layers.3": lambda model: with_layers(model / "config.json", 3),
     "model": lambda model: model.rename(model.with_name("elsewhere")),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_an_incomplete_directory_is_rejected_before_any_request(hub, model, name):
+def test_an_incomplete_or_wrong_directory_is_rejected_before_any_request(hub, model, name):
     DAMAGES[name](model)
     problem = message(ValueError, lambda: push_to_hub(model, REPO))
     assert name in problem and "python -m model_port.export" in problem  # also if DIR is a run's checkpoint
