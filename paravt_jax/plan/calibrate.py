@@ -101,9 +101,9 @@ def _calibration(
     kept = {name: KEPT_OF.get(name, KEPT) for name in PUBLISHED if name not in values}
     kept |= {name: other for name in OF_DEVICES if not is_same}
     rates = dict(PUBLISHED)
-    for name in values.keys() - kept.keys():
+    for name, measured in values.items():
         rises = rates[name].best <= rates[name].worst  # whether the worst value is the largest
-        ends = np.quantile(values[name], SPREAD if rises else SPREAD[::-1]).tolist()
+        ends = np.quantile(measured, SPREAD if rises else SPREAD[::-1]).tolist()
         rates[name] = rates[name]._replace(best=ends[0], worst=ends[1])
     picture = rates["picture_s"]
     if most_picture_s < picture.worst:
@@ -164,7 +164,7 @@ class LoggedRates:
         means = {"calls": self._metric("rollout/tool_calls_mean"), "turns": self._metric("rollout/turns_mean")}
         ones = dict.fromkeys(("memory_frac", "update", "weight_passes"), 1.0)
         measured = {name: float(np.mean(of_rate)) for name, of_rate in means.items() if of_rate}
-        return StepParts(self.run, self.device, best(PUBLISHED) | ones | {"hop_s": 0.0} | measured, overlaps=True)
+        return StepParts(self.run, self.device, best(PUBLISHED) | ones | {"hop_s": 0.0} | measured)
 
     def _lengths(self) -> Iterator[float]:
         """Yields each step's ratio of sampled tokens to planned tokens for the same number of calls."""
@@ -189,7 +189,7 @@ class LoggedRates:
         spent = zip(self.steps, *totals, strict=False)
         for step, seconds, num_decoded in list(spent)[first:]:
             num_groups = step.metrics.get("rollout/num_groups", 0.0)
-            if num_decoded and num_groups:
+            if num_decoded and num_groups and step.episodes:
                 yield seconds / num_decoded * _num_frames(step.episodes) / num_groups
 
     def _increments(self, key: str) -> list[float]:
@@ -199,7 +199,7 @@ class LoggedRates:
     def most_picture_s(self) -> float:
         """Upper bound of the time of a picture, as if rollouts waited only for pictures; no bound without servers."""
         rollouts_s = self._metric("time/step_s" if self.run.train.steps_ahead else "time/rollout_s")
-        if not self._mean_parts.on_servers or not rollouts_s or not self._mean_parts.pictures:
+        if not self._mean_parts.on_servers or not rollouts_s:
             return math.inf
         return float(np.median(rollouts_s)) * self._mean_parts.sampler.replicas / self._mean_parts.pictures
 

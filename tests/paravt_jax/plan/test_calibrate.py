@@ -26,7 +26,7 @@ POLICY, CPU = {"calls", "turns", "length", "tail"}, {"overview_s"}
 
 
 def metrics(step: int, **changes: float) -> dict:
-    """A step of 20 s. The second step has twice the calls, decoding, publishing and update of the first."""
+    """Steps of 20 s on average. The second step has twice the calls, decoding, publishing and update of the first."""
     values = {
         "rollout/num_episodes": 56,
         "rollout/num_groups": 7,
@@ -37,7 +37,8 @@ def metrics(step: int, **changes: float) -> dict:
         "perf/num_compiles": 0,
         "time/publish_s": 10.0 * step,
         "time/update_s": 3.0 * step,
-        "time/step_s": 20.0,
+        "time/step_s": {1: 16.0, 2: 24.0}[step],
+        "time/rollout_s": 10.0,
     }
     return {"step": step} | values | changes
 
@@ -101,6 +102,8 @@ def test_the_rates_of_policy_and_data_are_means_over_steps(log):
     assert ends(calibration, "length") == spread(225 / 512, 225 / 512)
     # 100, and 200 with the longer of two reports sampled together.
     assert ends(calibration, "tail") == spread(300 / 200, 300 / 200)
+    # Without calls the plan has 512 - 256 tokens.
+    assert ends(calibrated(log(metrics(1), episodes=EPISODES[:1]), H100), "length") == spread(100 / 256, 100 / 256)
 
 
 def test_the_rates_of_devices_are_work_over_measured_seconds(log):
@@ -129,10 +132,16 @@ def test_an_update_as_fast_as_planned_has_a_rate_of_one(log):
 
 def test_rollouts_bound_the_time_of_a_picture(log):
     """56 + 84 requests of 24.8 frames and 84 calls of 16 are 4,816 pictures, in 20 s on four servers."""
-    calibration = calibrated(log(metrics(1), metrics(2)), H100)
-    assert ends(calibration, "picture_s") == (0.008, pytest.approx(20 * 4 / 4816))
-    slow = calibrated(log(*(metrics(step) | {"time/step_s": 100.0} for step in (1, 2))), H100)
+
+    def of_steps(config=CONFIG, **changes: float) -> Calibration:
+        return calibrated(log(*(metrics(step) | changes for step in (1, 2)), config=config), H100)
+
+    assert ends(of_steps(), "picture_s") == (0.008, pytest.approx(20 * 4 / 4816))
+    fast, slow = of_steps(**{"time/step_s": 5.0}), of_steps(**{"time/step_s": 100.0})
+    assert ends(fast, "picture_s") == (pytest.approx(5 * 4 / 4816), pytest.approx(5 * 4 / 4816))
     assert ends(slow, "picture_s") == (0.008, 0.030) and "picture_s" in slow.kept
+    waiting = load_config("configs/8b_8x80gb.yaml", "train.max_staleness=0")
+    assert ends(of_steps(waiting), "picture_s") == (0.008, pytest.approx(10 * 4 / 4816))
 
 
 def test_another_kind_of_device_takes_only_the_rates_of_policy_and_data(log):
@@ -147,6 +156,16 @@ def test_steps_that_compile_and_publishes_that_send_nothing_are_left_out(log):
     calibration = calibrated(log(*rows), H100)
     assert {"update", "publish_bytes_per_s"} <= calibration.kept.keys()
     assert ends(calibration, "update") == (PUBLISHED["update"].best, PUBLISHED["update"].worst)
+
+
+def test_only_the_newest_steps_count_and_their_episodes_may_be_gone(log, monkeypatch):
+    monkeypatch.setattr("paravt_jax.plan.calibrate.MAX_STEPS", 2)
+    newest = metrics(2) | {"step": 3, "rollout/turns_mean": None}  # NaN in the log
+    run_dir = log(metrics(1), metrics(1) | {"step": 2}, newest)
+    (run_dir / "episodes" / "000003.jsonl").unlink()
+    calibration = calibrated(run_dir, H100)
+    assert calibration.kept.keys() == {"matmul_frac", "hop_s", "overview_s"}
+    assert (ends(calibration, "calls"), ends(calibration, "turns")) == (spread(1.0, 2.0), (2.0, 2.0))
 
 
 def test_a_resumed_run_counts_decoding_once(log):
@@ -188,6 +207,7 @@ def test_measured_rates_narrow_the_interval(log):
         ("nowhere", "it does not exist; give the run_dir of train, or --json of `paravt check`"),
         ("empty", "metrics.jsonl has no step with rollouts; wait until the run has logged one"),
         ("step", "metrics.jsonl has no step with rollouts; wait until the run has logged one"),
+        ("rollouts", "metrics.jsonl has no step with rollouts; wait until the run has logged one"),
         ("list", "its log does not match a run of train: AttributeError"),
         ("episode", "its log does not match a run of train: KeyError"),
         ("tool", r"/config\.json: rollout\.tools=gone\.py:tool: there is no file .*gone\.py"),
@@ -198,6 +218,7 @@ def test_a_directory_without_a_log_is_a_one_line_error(broken, message, log, tmp
     if broken not in ("none", "nowhere"):
         log(metrics(1), episodes=[{"missing": False, "segments": []}] if broken == "episode" else EPISODES)
     texts = {"empty": "", "list": "[1]\n", "step": json.dumps(metrics(1) | {"step": "one"}) + "\n"}
+    texts["rollouts"] = json.dumps(metrics(1) | {"rollout/num_episodes": 0}) + "\n"
     if broken in texts:
         (tmp_path / "metrics.jsonl").write_text(texts[broken])
     if broken == "sft":
@@ -237,7 +258,8 @@ def test_the_log_of_a_real_run_replaces_the_rates_of_its_policy(tmp_path, capsys
 def test_a_check_gives_the_rates_of_its_device(log, tmp_path):
     rates = device_rates(PlannedRl.of(CONFIG, model_config("8b")[0]), log(metrics(1), metrics(2)), H100)
     report = tmp_path / "check.json"
-    report.write_text(json.dumps({"stages": [{"stage": "step", "facts": {"device": H100.kind, "rates": rates}}]}))
+    stages = [{"stage": "memory", "facts": {}}, {"stage": "step", "facts": {"device": H100.kind, "rates": rates}}]
+    report.write_text(json.dumps({"stages": stages}))
     assert measured(calibrated(report, H100)) == {*OF_DEVICES}
     of_run = calibrated(log(metrics(1), metrics(2)), H100)
     assert all(ends(calibrated(report, H100), name) == ends(of_run, name) for name in OF_DEVICES)
