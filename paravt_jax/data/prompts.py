@@ -40,6 +40,7 @@ from paravt_jax.data.rows import (
     rows_of,
     unique_id,
 )
+from paravt_jax.rewards.answers import may_list, option_letter
 from paravt_jax.rewards.terms import QUESTION_TYPES, check_ground_truth
 from rollout.prompts import IMAGE_PLACEHOLDER, PLACEHOLDER
 from rollout.toolbox.subtitles import subtitles_beside
@@ -116,6 +117,8 @@ def read_prompt(row: Any, find: Callable[[str], str], columns: Sequence[str] | N
     extra_info = object_of(row.get("extra_info"), "extra_info")
     question_type = _question_type(extra_info.get("question_type"), own=columns is not None)
     answer = _answer(extra_info.get("answer"), question_type)
+    if question_type == "mcq" and not may_list(question, option_letter(answer) or ""):
+        raise BadRow("answer outside of the options", f"the answer is {answer!r}, which the question does not list")
     videos = tuple(map(find, names))
     subtitles = tuple(_named_subtitles(video, find) for video in row.get("videos") or ())
     content_id = _content_id(question, [*names, *images], answer, question_type)

@@ -136,6 +136,12 @@ def option_letter(text: str, question: str = "") -> str | None:
     return named.pop() if len(named) == 1 else None
 
 
+def may_list(question: str, letter: str) -> bool:
+    """False only if the question lists options A, B … on lines of their own, and names this letter nowhere."""
+    listed = {match[1] for match in OPTION_LINE.finditer(question)}
+    return not {"A", "B"} <= listed or re.search(rf"\b{letter}\b", question) is not None
+
+
 def _copied_option(text: str, question: str) -> str | None:
     """The letter of the question's option whose line the text copies."""
     lines = {" ".join(match[0].split()): match[1] for match in OPTION_LINE.finditer(question)}

@@ -174,6 +174,7 @@ def deep_rows() -> list[str]:
     return [row.replace('"DEEP"', "[" * depth + "]" * depth) for row, depth in rows]
 
 
+OPTIONS = "A. a red lid\nB. a blue lid\nD. none of them"
 BAD_ROWS = {
     "missing file": [rl_row(video=name) for name in ("c.mp4", "/nowhere/a.mp4", ".", "/")],
     "impossible path": [rl_row(video=name) for name in ("x" * 5000, "a/" * 3000, "a.mp4\0")],
@@ -189,6 +190,7 @@ BAD_ROWS = {
         rl_row(extra_info={"answer": "A"}),
     ],
     "unreadable ground truth": [rl_row("a man"), rl_row("A and B"), rl_row("[7, 2]", "tvg"), rl_row("soon", "tvg")],
+    "answer outside of the options": [rl_row(a, question=f"<video>Which?\n{OPTIONS}") for a in ("E", "(C)", "C. it")],
     "wrong schema": [
         *("{", "[1, 2]", "\x00\x01", rl_row({"text": "A"}), rl_row(extra_info="answer: A"), rl_row(extra_info=None)),
         *(rl_row(prompt="Which one?"), rl_row(prompt=[]), rl_row(prompt=messages(("system", "Which?")))),
@@ -197,6 +199,14 @@ BAD_ROWS = {
         rl_row(videos=[{"video": "a.mp4", "subtitles": 5}]),
     ],
 }
+
+
+@pytest.mark.parametrize(
+    "options", ["", "A. a lid\nB. two, or C. three", "(A) 1 (B) 2\n(C) 3", "A. 1  B. 2\nC. 3", OPTIONS]
+)
+def test_an_answer_is_accepted_wherever_its_option_is(video_dir, options):
+    letter = "D" if options == OPTIONS else "C"
+    assert load_rows(video_dir, rl_row(letter, question=f"<video>Which?\n{options}")).bad == {}
 
 
 def test_a_file_of_traces_names_the_sft_command(video_dir):
