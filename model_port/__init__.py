@@ -7,6 +7,7 @@ J experts per token
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,6 +24,11 @@ else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(importlib.import_module(f"{__name__}.{HOMES[name]}"), name)
 
+
+if sys.argv[:1] == ["-m"]:  # python -m imports the package before the command
+    from model_port.cli import exit_on_interrupt
+
+    exit_on_interrupt()
 
 __all__ = ["load", "make_mesh", "logits", "one_sequence", "VLModel", "ModelConfig", "Compute", "preset"]
 

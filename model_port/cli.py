@@ -28,11 +28,31 @@ def add_debug_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(DEBUG_FLAG, action="store_true", help="show the stack trace of an error")
 
 
+def exit_on_interrupt() -> None:
+    """Makes Ctrl-C end the process until `raise_on_interrupt`, while a command's modules are imported.
+
+    A KeyboardInterrupt would print the stack trace of an import, and extension modules turn it into ImportError.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _exit_interrupted)
+
+
+def raise_on_interrupt() -> None:
+    if signal.getsignal(signal.SIGINT) is _exit_interrupted:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _exit_interrupted(*_: object) -> NoReturn:
+    print("interrupted", file=sys.stderr, flush=True)
+    os._exit(INTERRUPTED)
+
+
 def run_cli(main: Callable[[], None]) -> NoReturn:
     """Runs a command and exits, with code 0 only if `main` returned and its output could be written."""
     if os.getpid() == 1:  # in a container, where the kernel ignores a SIGTERM without a handler
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     try:
+        raise_on_interrupt()
         open_closed_streams()
         guard_stdout()
         main()

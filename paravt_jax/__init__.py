@@ -1,8 +1,14 @@
 """The trainer: data, rewards, packing, losses, steps, checkpoints, evaluation and benchmarks."""
 
+import sys
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any
+
+if sys.argv[:1] == ["-m"]:  # python -m imports the package before the command
+    from model_port.cli import exit_on_interrupt
+
+    exit_on_interrupt()
 
 COMMANDS = ("train", "sft")  # modules that can be called from Python
 

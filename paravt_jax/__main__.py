@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from importlib.metadata import version
 from typing import NoReturn
 
-from model_port.cli import run_cli
+from model_port.cli import exit_on_interrupt, raise_on_interrupt, run_cli
 
 COMMANDS = {  # name: the module to run and a description
     "check": ("paravt_jax.check", "checks whether everything works on this machine, at a model's size"),
@@ -58,9 +58,11 @@ def main() -> None:
         hint = f"did you mean {close[0]}?" if close else "--help lists all"
         raise ValueError(f"{name} is not a command ({hint})")
     sys.argv = [f"paravt {name}", *arguments]  # the program name in the parser's messages
+    exit_on_interrupt()
     module = importlib.import_module(COMMANDS[name][0])
     if hasattr(module, "__path__"):  # packages define their command in __main__
         module = importlib.import_module(f"{module.__name__}.__main__")
+    raise_on_interrupt()
     module.main()
 
 

@@ -136,7 +136,9 @@ def read_record(directory: Directory) -> dict[str, Any]:
             raise ValueError(f"{RECORD_FILE} lacks {', '.join(missing)}")
         unchanged = record.pop(OWN_SUM) == record_sum(record)
         _check_record(Section(RECORD_FILE, record), directory)
-    except (FileNotFoundError, ValueError) as problem:
+    except (FileNotFoundError, NotADirectoryError):
+        raise BrokenCheckpoint(f"{RECORD_FILE} is missing") from None
+    except ValueError as problem:
         raise BrokenCheckpoint(f"{problem}") from None
     if not unchanged:
         raise BrokenCheckpoint(f"{RECORD_FILE} does not match its checksum")
