@@ -328,10 +328,10 @@ def test_verify_reports_broken_checkpoints(two_steps, tmp_path, monkeypatch, cap
         main()
     output = capsys.readouterr().out
     assert f"{run / '1'}: broken, {FILES[1]} does not match" in output and "2: intact" in output
+    assert dict(verify(run / "2")) == {run / "2": ""}
     (run / "2" / "state.json").unlink()
     (run / "3").touch()
     assert [dict(verify(run))[run / step] for step in "23"] == ["state.json is missing"] * 2
-    assert dict(verify(run / "2")) == {run / "2": ""}
     monkeypatch.setattr(sys, "argv", ["checkpoint", "verify", str(run / "2" / "params")])
     with pytest.raises(ValueError, match=r"params is neither a run with checkpoints nor one of them$"):
         main()
