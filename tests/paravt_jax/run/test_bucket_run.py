@@ -17,7 +17,7 @@ from learner_state import adapted, bits, make_learner, set_state
 
 import model_port
 from model_port import bucket as bucket_module
-from model_port.bucket import UPLOADING, Bucket
+from model_port.bucket import PARTIAL, UPLOADING, Bucket
 from paravt_jax.config import CheckpointConfig, load_config, to_record
 from paravt_jax.run import checkpoint, lease as lease_module, training
 from paravt_jax.run.bucket_checkpoint import BucketCheckpoints
@@ -269,7 +269,8 @@ def test_logs_are_copied_and_downloaded_to_an_empty_disk(gcs, tmp_path, monkeypa
     with locked_for_bucket(bucket, ALONE) as (directory, _):
         (directory / "episodes").mkdir()
         (directory / "episodes" / "000001.jsonl").write_text("{}\n")
-        (directory / "metrics.jsonl").write_text('{"step": 1}\n')
+        (directory / f"episodes/000002.jsonl{PARTIAL}").write_text("{")
+        (directory / "metrics.jsonl").write_text('{"step": 0}\n')
         (directory / "hf_files").mkdir()
         (directory / "hf_files" / "config.json").write_text("{}")
         copies = LogCopies(directory, bucket)
@@ -277,8 +278,10 @@ def test_logs_are_copied_and_downloaded_to_an_empty_disk(gcs, tmp_path, monkeypa
         gcs.requests.clear()
         copies.copy()
         assert not uploads(gcs)
+        (directory / "metrics.jsonl").write_text('{"step": 1}\n')
+        copies.copy()
         LogCopies(directory, bucket).copy()  # after a restart
-        assert uploads(gcs) == ["bkt/runs/x/metrics.jsonl"]  # of all steps' episodes, none
+        assert uploads(gcs) == 2 * ["bkt/runs/x/metrics.jsonl"]  # of all steps' episodes, none
         (bucket / "checkpoints/1/state.json").write(b"{}")
     assert gcs.names("bkt/runs/x/") == {"episodes/000001.jsonl", "metrics.jsonl", "checkpoints/1/state.json"}
     (tmp_path / "fresh").mkdir()
@@ -299,7 +302,8 @@ def test_a_disk_keeps_its_log_unless_another_machine_trained_the_newest_checkpoi
     with locked_for_bucket(bucket, ALONE) as (directory, _):
         (directory / "metrics.jsonl").write_text(own)
     (bucket / "metrics.jsonl").write((row(1, **{metric: 0.5}) + row(2, reward=0.7) + row(3)).encode())
-    (bucket / "checkpoints/2/state.json").write(b"{}")
+    for name in ("1", "2", "4.damaged"):
+        (bucket / f"checkpoints/{name}/state.json").write(b"{}")
     with locked_for_bucket(bucket, ALONE) as (directory, _):
         assert ((directory / "metrics.jsonl").read_text() == own) == kept
 
@@ -316,11 +320,12 @@ def test_other_hosts_download_what_they_read_and_no_host_the_parts_of_a_killed_r
 
 
 def test_a_local_directory_with_other_files_is_not_used(gcs, tmp_path):
-    (tmp_path / "runs" / "x").mkdir(parents=True)
-    (tmp_path / "runs" / "x" / "metrics.jsonl").write_text("{}")
-    message = r"runs/x would hold the local files of gs://bkt/runs/x, but has other files, such as metrics"
-    with pytest.raises(ValueError, match=message):
-        locked_for_bucket(Bucket.of(ADDRESS), ALONE).__enter__()
+    for hosts, name in ((ALONE, "x"), (Hosts(1), "x.host1")):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "metrics.jsonl").write_text("{}")
+        message = rf"runs/{name} would hold the local files of gs://bkt/runs/x, but has other files, such as metrics"
+        with pytest.raises(ValueError, match=message):
+            locked_for_bucket(Bucket.of(ADDRESS), hosts).__enter__()
     with locked_for_bucket(Bucket.of("gs://bkt/runs/y"), ALONE):
         pass
     with pytest.raises(ValueError, match="has the local files of gs://bkt/runs/y, not of gs://other/y"):

@@ -18,6 +18,7 @@ from paravt_jax.rl.setup import open_run
 from paravt_jax.run import directory as module
 from paravt_jax.run.directory import (
     OWN_CODE,
+    TOKEN_FILE,
     _commit,
     changed_settings,
     check_kind,
@@ -28,7 +29,7 @@ from paravt_jax.run.directory import (
     write_settings,
 )
 from paravt_jax.run.fingerprints import own_sums
-from paravt_jax.run.hosts import ALONE
+from paravt_jax.run.hosts import ALONE, Hosts
 from paravt_jax.run.log import load_jsonl
 from paravt_jax.run.training import RunDirectory
 from rollout.engine.labels import Label
@@ -47,7 +48,10 @@ def test_only_the_repository_that_tracks_the_code_is_recorded(tmp_path):
     assert _commit(file) is None  # untracked in another project's repository, like an environment
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-q", "-m", "ours")
-    assert _commit(file) == git(tmp_path, "rev-parse", "HEAD")
+    commit = git(tmp_path, "rev-parse", "HEAD")
+    assert _commit(file) == commit
+    file.write_text("")
+    assert _commit(file) == f"{commit}-dirty"
     assert _commit(Path("/") / file.name) is None
 
 
@@ -60,6 +64,9 @@ OF_KIND = {
 
 @pytest.mark.parametrize(("old", "results"), [*zip(OF_KIND, ["metrics", "metrics", "samples_none_4"], strict=True)])
 def test_a_run_does_not_replace_the_settings_of_another_kind_of_run(tmp_path, old, results):
+    (tmp_path / f"{results}.jsonl").touch()
+    check_kind(OF_KIND["an RL run"], tmp_path)  # without settings, the kind is unknown
+    (tmp_path / f"{results}.jsonl").unlink()
     write_settings(OF_KIND[old], tmp_path)
     for settings in OF_KIND.values():
         check_kind(settings, tmp_path)  # without results, nothing is lost
@@ -103,16 +110,34 @@ def test_a_run_directory_has_no_dots_and_keeps_links(tmp_path, monkeypatch):
             assert (run, second) == (tmp_path / directory, tmp_path / f"{directory}2")
 
 
+@pytest.mark.parametrize(("content", "is_same"), [(None, False), ("of an earlier run", False), ("of host 0", True)])
+def test_a_host_that_does_not_see_the_lock_of_host_0_is_rejected(content, is_same, tmp_path, monkeypatch):
+    monkeypatch.setattr(Hosts, "gather", lambda self, name, value: ["of host 0", value])
+    if content:
+        (tmp_path / TOKEN_FILE).write_text(content)
+    with nullcontext() if is_same else pytest.raises(ValueError, match="is not the same directory on this host as on"):
+        locked_by_host_0(tmp_path, Hosts(1, 2)).__enter__()
+
+
 def test_every_version_of_the_settings_is_recorded_with_its_first_step(tmp_path):
-    for step, settings in ((0, {"a": {"b": 1}}), (3, {"a": {"b": 1}}), (5, {"a": {"b": 2}, "c": [1]})):
+    first, second = {"a": {"b": 1}}, {"a": {"b": 2}, "c": (1,)}
+    for step, settings in ((0, first), (3, first), (5, second), (6, second)):
         write_settings(settings, tmp_path, step)
         with (tmp_path / "settings.jsonl").open("a") as file:
             file.write('{"after_step": 7, "conf')  # by a killed run
     versions = list(load_jsonl(tmp_path / "settings.jsonl"))
-    expected = [(0, {"a": {"b": 1}}), (5, {"a": {"b": 2}, "c": [1]})]
+    expected = [(0, first), (5, second | {"c": [1]})]
     assert [(line["after_step"], line["config"]) for line in versions] == expected
     assert json.loads((tmp_path / "config.json").read_text())["config"] == versions[-1]["config"]
-    assert changed_settings({"a": {"b": 2, "d": None}}, tmp_path, {}) == {"c": ([1], None)}
+    assert changed_settings(second, tmp_path, {}) == {}
+    third = {"a": {"b": 2, "d": None}, "e": 3}
+    assert changed_settings(third, tmp_path, {}) == {"c": ([1], None), "e": (None, 3)}
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"a": 1}', '{"config": [1]}'])
+def test_another_programs_settings_are_no_settings_of_a_run(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    assert changed_settings({"a": 2}, tmp_path, {}) == {}
 
 
 @pytest.mark.parametrize("has_log", [True, False])
@@ -148,21 +173,26 @@ def test_a_changed_file_of_the_user_is_a_change(tmp_path):
     settings = to_record(load_config(None, f"reward.plugin={own}:reward"))
     own.write_text("x = 1\n")
     write_settings(settings, tmp_path, **{OWN_CODE: (first := own_sums(settings))})
-    assert changed_settings(settings, tmp_path, first) == {}
+    assert changed_settings(settings, tmp_path, first) == changed_settings(settings, tmp_path, {}) == {}
     own.write_text("x = 2\n")
     second = own_sums(settings) | {str(other): "a"}
     assert changed_settings(settings, tmp_path, second) == {f"checksum of {own}": (first[str(own)], second[str(own)])}
 
 
 def test_a_runs_id_is_stable_and_unique(tmp_path):
-    run, namesake = tmp_path / "a" / "8B, first", tmp_path / "b" / "8B, first"
+    name = f"8B, né {'x' * 200}"
+    run, namesake, copy = (tmp_path / parent / name for parent in "abc")
     run.mkdir(parents=True)
     namesake.mkdir(parents=True)
     first = run_id(run, ALONE)
     assert first == run_id(run, ALONE)
-    copy = Path(shutil.copytree(run, tmp_path / "copy"))
-    assert len({first, run_id(namesake, ALONE), run_id(copy, ALONE)}) == 3
-    assert first.startswith("8B__first-") and Label.of(f"{first}/3") == Label(f"{first}/", 3)
+    shutil.copytree(run, copy)
+    ids = {first, run_id(namesake, ALONE), run_id(copy, ALONE)}
+    shutil.rmtree(run)
+    run.mkdir()
+    ids.add(run_id(run, ALONE))
+    assert len(ids) == 4 and all(each.startswith("8B__n__x") for each in ids)
+    assert Label.of(f"{first}/?{first}") == Label(f"{first}/", asker=first)
 
 
 @pytest.mark.parametrize(("open_", "schema"), [(open_run, Config), (open_sft_run, SftConfig)])
