@@ -119,7 +119,6 @@ class Fleet:
         """Ejects a server with the wrong weights; it must load the current ones before it samples again."""
         server.version = None
         self._eject(server, problem)
-        server.probe_now.set()
 
     def abort_later(self, urls: Sequence[str], rids: Sequence[str]) -> None:
         task = asyncio.create_task(self.abort(urls, rids))

@@ -169,8 +169,23 @@ async def test_an_invalid_server_list_is_ignored_and_reported_once(open_engine, 
         await asyncio.sleep(6 * QUICK.probe_every_s)
         assert engine.urls == [server.url]
         printed.append(capsys.readouterr().err)
-    assert [text.count("the list of servers is not updated: line 2 of ") for text in printed] == [1, 0, 1]
-    assert "secret" not in "".join(printed)
+    assert [text.count("the list of servers is not updated") for text in printed] == [1, 0, 1]
+    assert "line 2 of " in printed[0] and "secret" not in "".join(printed)
+
+
+@with_servers(1)
+async def test_a_list_that_is_invalid_only_once_is_not_reported(engine, server, capsys):
+    polls = []
+
+    async def list_urls() -> list[str]:
+        polls.append(server.url)
+        if len(polls) % 2:
+            raise ValueError("half written")
+        return polls[:1]
+
+    engine.fleet.watch("the list", list_urls)
+    await until(lambda: len(polls) == 6)
+    assert capsys.readouterr().err == "" and engine.urls == [server.url]
 
 
 @with_servers(2)
@@ -528,6 +543,12 @@ async def test_a_server_may_restart_or_disappear_while_weights_are_written(engin
     await until(lambda: engine.fleet.servers[1].up and engine.fleet.servers[2].retired)
     assert [server.version for server in (kept, again, taken)] == ["t/3", "t/3", "u/"]
     assert [server.requests["/update_weights_from_disk"] for server in (kept, again, taken)] == [1, 1, 0]
+    kept.healthy = again.healthy = False
+    await until(lambda: not any(server.up for server in engine.fleet.servers))
+    waiting = asyncio.create_task(engine.generate(request(version=3)))
+    await asyncio.sleep(QUICK.probe_every_s)
+    again.healthy = True
+    assert (await waiting).server == again.url
 
 
 @with_servers(2, replace(QUICK, probe_every_s=60))
@@ -822,9 +843,11 @@ async def test_a_run_is_alive_between_claim_and_first_publish(open_engine, serve
 @with_fake_servers(1)
 async def test_a_dead_runs_server_is_taken_over_and_samples_after_a_publish(open_engine, server):
     server.version, progress = "t/12", []
-    engine = await open_engine(connected(server, OTHER, progress))
+    engine = await open_engine(connected(server, replace(NO_PROBES, run="u"), progress))
     assert "has weights of another run, t: waiting up to" in progress[0]
     assert server.version == "u/" and not engine.fleet.servers[0].up
+    with pytest.raises(EngineError, match="nothing is published; publish, or restart"):
+        await engine.generate(request(deadline_s=0.1))
     await engine.publish(NoWeights(), 1)
     assert (await engine.generate(request(version=1))).versions.tolist() == [1] * 4
 
