@@ -50,7 +50,8 @@ FACTS = {  # label -> config keys, with values joined by a multiplication sign
     "Mesh: data, fsdp, tensor": ("mesh.data", "mesh.fsdp", "mesh.tensor"),
     "Seed": ("seed",),
 }
-IDLE = {"evaluation": ("rollout.dispatch", "video.frame_budgets"), "imitation": ("rollout.dispatch",)}  # unused keys
+IDLE = {"evaluation": {"rollout.dispatch", "video.frame_budgets"}, "imitation": {"rollout.dispatch"}}  # unused keys
+ENDPOINT_FACTS = FACTS | {"Model": ("engine.model",), "Activations": (), "Mesh: data, fsdp, tensor": ()}
 
 
 def kind_of(config: Mapping[str, Any]) -> str:
@@ -91,12 +92,13 @@ def _changes(run: LoggedRun) -> list[tuple[int, list[list[str]]]]:
 def describe(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Describes a run's settings, commit and package versions."""
     config = flat_config(settings)
-    idle = IDLE.get(kind_of(settings.get("config", {})), ())
+    idle = IDLE.get(kind_of(settings.get("config", {})), set())
+    facts = ENDPOINT_FACTS if config.get("engine.kind") == "openai" and config.get("engine.urls") else FACTS
     return {
         "commit": settings.get("git_commit"),
         "packages": settings.get("packages", {}),
         "facts": [
-            [label, text] for label, keys in FACTS.items() if keys[0] not in idle and (text := _fact(config, keys))
+            [label, text] for label, keys in facts.items() if idle.isdisjoint(keys) and (text := _fact(config, keys))
         ],
         "settings": [[key, _text(value)] for key, value in config.items()],
     }

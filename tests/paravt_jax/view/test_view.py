@@ -236,6 +236,13 @@ def test_an_evaluation_in_shards_that_are_not_merged_is_an_evaluation(tmp_path):
     assert [row["split"] for row in page.rows] == ["mlvu"]
 
 
+def test_the_model_of_an_evaluation_behind_an_endpoint_is_the_endpoints(tmp_path):
+    engine = {"kind": "openai", "urls": ["http://127.0.0.1:1/v1"], "model": "gpt-4o"}
+    config = {"eval": {}, "model": {"path": "not/used", "dtype": "bfloat16"}, "engine": engine}
+    write_settings(config, write_metrics(tmp_path, []))
+    assert view(tmp_path).data["about"]["facts"] == [["Model", "gpt-4o"], ["Engine", "openai"]]
+
+
 def test_a_curve_has_a_gap_where_a_step_has_no_finite_number(tmp_path):
     rows = [{"step": n} | value for n, value in enumerate([{"loss/policy": 0.5}, {}, {"loss/policy": None}], 1)]
     rows.append({"step": 4, "loss/policy": 1e300})  # too large to draw
