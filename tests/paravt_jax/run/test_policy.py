@@ -16,14 +16,28 @@ from model_port.config import LoraConfig
 from model_port.sharding import flat_params
 from paravt_jax.config import MeshConfig, PolicyConfig
 from paravt_jax.run import policy as policy_module
+from paravt_jax.run.hosts import Hosts
 from paravt_jax.run.policy import HF_FILES_DIR, open_policy, with_checked_kernel
 from paravt_jax.run.recipe import Recipe
 
 RECIPE = Recipe(max_pixels=50_176)
 
 
-def open_tiny(model_path, run_dir, recipe=RECIPE, lora=None):
-    return open_policy(PolicyConfig(path=str(model_path)), MeshConfig(), recipe, lora, seed=0, run_dir=run_dir)
+def open_tiny(model_path, run_dir, recipe=RECIPE, lora=None, seed=0, **model):
+    settings = PolicyConfig(path=str(model_path), **model)
+    return open_policy(settings, MeshConfig(), recipe, lora, seed=seed, run_dir=run_dir)
+
+
+def test_a_policy_has_the_settings_of_its_run(tiny_hf, tmp_path, monkeypatch):
+    auto, dots = (open_tiny(tiny_hf, tmp_path, remat=remat) for remat in ("auto", "dots"))
+    assert (auto.compute.remat, dots.compute.remat) == ("full", "dots")
+    weights = [open_tiny("tiny", tmp_path / f"{seed}", seed=seed).source / "model.safetensors" for seed in (0, 1)]
+    assert weights[0].read_bytes() != weights[1].read_bytes()
+    shutil.copytree(tiny_hf, tmp_path / "runs" / "mine")
+    monkeypatch.chdir(tmp_path)
+    assert open_tiny("runs/mine", tmp_path).name == str(tmp_path / "runs" / "mine")  # could be an id of the hub
+    monkeypatch.setattr(policy_module, "source_directory", lambda path, argument: tiny_hf)
+    assert open_tiny("runs/other", tmp_path).name == "runs/other"
 
 
 def test_a_model_in_the_run_directory_is_not_changed(tiny_hf, tmp_path):
@@ -53,21 +67,32 @@ def test_the_attention_line_names_the_form_for_the_row_length(tiny_hf, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("works", [True, False])
-def test_auto_uses_the_kernel_only_if_it_passes_its_check(tiny_hf, tmp_path, monkeypatch, works):
+@pytest.mark.parametrize(
+    ("works", "elsewhere", "line"),
+    [
+        (True, True, "kernel, max error 0"),
+        (False, True, "scanned, because the kernel is wrong: max error "),
+        (True, False, "scanned, because the kernel failed (on another host)"),
+    ],
+)
+def test_auto_uses_the_kernel_only_if_it_passes_its_check(tiny_hf, tmp_path, monkeypatch, works, elsewhere, line):
     def kernel(q, k, v, layout, causal):
         branches = layout.branch_ids if works else 0 * layout.branch_ids  # broken: branches see each other
         return blocked_attention(q, k, v, layout._replace(branch_ids=branches), causal)
 
-    def check(*arguments):
-        return replace(check_kernel(*arguments, num_tokens=96), kernel_ms=1.0, plain_ms=2.0)
+    def check(kernel, *arguments):
+        assert [heads.causal for heads in arguments[:2]] == [True, False]  # text, vision
+        return replace(check_kernel(kernel, *arguments, num_tokens=96), kernel_ms=1.0, plain_ms=2.0)
 
     for name, value in {"platform": lambda: "gpu", "kernel_of": lambda _: kernel, "check_kernel": check}.items():
         monkeypatch.setattr(policy_module, name, value)
+    monkeypatch.setattr(Hosts, "gather", lambda self, name, passed: [passed, elsewhere])
     policy = with_checked_kernel(open_tiny(tiny_hf, tmp_path))
-    assert policy.compute.attention == ("auto_kernel" if works else "auto")
-    expected = "kernel, max error 0" if works else "scanned, because the kernel is wrong: max error "
-    assert policy.attention(4096).startswith(f"attention: {expected}")
+    assert policy.compute.attention == ("auto_kernel" if works and elsewhere else "auto")
+    assert policy.attention(4096).startswith(f"attention: {line}")
+    assert policy.attention(1024) == "attention: blocked (gpu, rows of 1024 tokens)"
+    named = open_tiny(tiny_hf, tmp_path, attention="scanned")
+    assert with_checked_kernel(named) is named
 
 
 def test_a_model_in_the_directory_of_our_files_is_rejected(tiny_hf, tmp_path):
@@ -94,13 +119,24 @@ def test_an_adapter_is_float32_and_its_base_has_the_activations_dtype(tiny_hf, t
     lora = LoraConfig(rank=3, alpha=6.0)
     policy = open_tiny(tiny_hf, tmp_path, lora=lora)
     model = policy.load()
+    assert model.compute == policy.compute
     dtypes = {path: leaf.dtype for path, leaf in flat_params(nnx.state(model, nnx.Param)).items()}
     assert {dtype for path, dtype in dtypes.items() if "_lora." in path} == {jnp.dtype("float32")}
     assert {dtype for path, dtype in dtypes.items() if "_lora." not in path} == {jnp.dtype("bfloat16")}
-    again, info = open_tiny(tiny_hf, tmp_path, lora=lora).load(), policy.adapter_info(model)
+    again, other = (open_tiny(tiny_hf, tmp_path, lora=lora, seed=seed).load() for seed in (0, 1))
+    info = policy.adapter_info(model)
     assert info.base.name == str(tiny_hf) and info == policy.adapter_info(again)
-    first, second = (flat_params(nnx.state(each, nnx.LoRAParam)) for each in (model, again))
+    first, second, third = (flat_params(nnx.state(each, nnx.LoRAParam)) for each in (model, again, other))
     assert all(np.array_equal(value, second[path]) for path, value in first.items())
+    assert any(not np.array_equal(value, third[path]) for path, value in first.items())
+
+
+@pytest.mark.slow
+def test_a_frozen_model_has_the_activations_dtype_and_a_trained_one_float32(tiny_hf, tmp_path):
+    policy = open_tiny(tiny_hf, tmp_path)
+    for is_frozen, dtype in ((True, "bfloat16"), (False, "float32")):
+        params = flat_params(nnx.state(model := policy.load(is_frozen=is_frozen), nnx.Param))
+        assert {leaf.dtype for leaf in params.values()} == {jnp.dtype(dtype)} and policy.adapter_info(model) is None
 
 
 @pytest.mark.slow
