@@ -206,11 +206,11 @@ async def test_an_engine_adopts_a_version_that_another_engine_published(engine, 
     await other.close()
 
 
-async def behind_a_router(stack):
+async def behind_a_router(stack, settings=QUICK):
     """Yields an engine with a router's URL, and this router with two servers."""
     router, *behind = await fakes(stack, 3)
     router.behind = behind
-    return await engine_of(stack, [router.url]), router
+    return await engine_of(stack, [router.url], settings), router
 
 
 @given(2, behind_a_router)
@@ -351,6 +351,7 @@ async def test_a_publish_ejects_a_server_whose_model_differs_afterwards(engine, 
     second.model = 1.0
     await engine.publish(NoWeights(), 1)
     assert [server.up for server in engine.fleet.servers] == [True, False]
+    await until(lambda: second.requests["/update_weights_from_disk"] > 1)  # the load may have been incomplete
 
 
 @with_servers(1)
@@ -400,6 +401,7 @@ async def test_a_hung_servers_requests_are_answered_once_by_another(engine, firs
     first.mode = "ok"
     await until(lambda: engine.fleet.servers[0].up)
     assert first.requests["/abort_request"] == 4  # aborts of requests that were retried elsewhere
+    await engine.publish(NoWeights(), 1)
     ejected, back = capsys.readouterr().err.splitlines()
     assert ejected.startswith(f"{first.url} gets no requests until it recovers: {first.url}/health did not answer")
     assert back.startswith(f"{first.url} gets requests again, after ")
@@ -768,6 +770,15 @@ async def test_with_a_router_a_restarted_server_gets_weights_before_requests(eng
     assert all(one.versions.tolist() == [3] * 4 for one in found)
     assert [server.version for server in router.behind] == ["t/3", "t/3"]
     assert [server.requests["/update_weights_from_disk"] for server in router.behind] == [2, 1]
+
+
+@given(2, lambda stack: behind_a_router(stack, NO_PROBES))
+async def test_a_publish_includes_servers_that_only_the_router_sends_requests_to(engine, router):
+    first, second = engine.fleet.servers
+    first.up = second.up = False
+    second.missed_probes = 1  # it would delay the others
+    await engine.publish(NoWeights(), 1)
+    assert [server.version for server in router.behind] == ["t/1", "t/0"]
 
 
 def test_a_requests_oldest_version_is_the_minimum_over_servers():
