@@ -94,7 +94,11 @@ def check_not_in_a_run(run_dir: str) -> None:
 
 
 def check_kind(settings: Mapping[str, Any], directory: Path) -> None:
-    """Raises if the directory has results of another kind of run, whose RUN/config.json this run would replace."""
+    """Raises if this run would replace the config.json of a model, or of another kind of run with results."""
+    if (directory / SETTINGS_FILE).exists() and not load_settings(directory):
+        raise ValueError(
+            f"run_dir={directory} has a {SETTINGS_FILE} that is not a run's, perhaps a model's; choose another run_dir"
+        )
     configs = settings_of(directory), settings
     old, new = (next((kind for section, kind in KINDS.items() if section in config), "") for config in configs)
     has_results = (directory / METRICS_FILE).exists() or any(directory.glob("samples_*.jsonl"))

@@ -93,11 +93,11 @@ class RunDirectory:
             path, lease = stack.enter_context(locked_for_bucket(bucket, hosts))
         else:
             path = stack.enter_context(locked(run_dir) if hosts.num == 1 else locked_by_host_0(run_dir, hosts))
+        check_kind(settings, path)
         stack.enter_context(tee_stderr(path / log_file(hosts.index)))
         stopping = Stopping()
         before_exit = (lambda: None) if lease is None else lease.release_before_exit
         stack.callback(stop_on_signals(stopping, before_exit))
-        check_kind(settings, path)
         num_logged = last_step(path)
         saved = steps_in((bucket or path) / CHECKPOINTS_DIR)
         has_steps = num_logged or saved  # the log may be lost
