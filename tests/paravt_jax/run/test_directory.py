@@ -139,7 +139,7 @@ def test_another_programs_settings_are_no_settings_of_a_run(text, tmp_path):
     (tmp_path / "config.json").write_text(text)
     assert changed_settings({"a": 2}, tmp_path, {}) == {}
     for settings in OF_KIND.values():
-        with pytest.raises(ValueError, match="has a config.json that is not a run's, perhaps a model's; choose ano"):
+        with pytest.raises(ValueError, match=r"has a config.json that is not a run's, perhaps a model's; choose ano"):
             check_kind(settings, tmp_path)
 
 
