@@ -16,6 +16,7 @@ from paravt_jax.plan.remat import planned_memory
 from paravt_jax.plan.run import PlannedRl
 from paravt_jax.plan.step_time import (
     PUBLISHED,
+    Interval,
     Samplers,
     StepParts,
     StepRates,
@@ -25,7 +26,7 @@ from paravt_jax.plan.step_time import (
     step_time,
     worst,
 )
-from paravt_jax.plan.workload import token_flops
+from paravt_jax.plan.workload import frame_flops, token_flops
 
 H100, LOW, HIGH = DEVICES["h100"], best(PUBLISHED), worst(PUBLISHED)
 
@@ -128,6 +129,50 @@ def test_an_update_grows_with_the_tokens_of_the_calls():
     assert high == pytest.approx(1.5 * update_s * (1988 + 8 * 896) / (1988 + 8 * 512))
 
 
+def test_the_slowest_of_the_concurrent_parts_sets_the_best_time_of_a_step():
+    for slow in ({"overview_s": 100.0}, {"picture_s": 1.0}, {"matmul_frac": 0.001}, {"update": 100.0}):
+        step = step_of("8b_8x80gb", rates=fixed(**slow))
+        low = {name: part.low for name, part in step.parts.items()}
+        sampler_s = sum(low.pop(name) for name in ("vision tower", "prefill", "decode"))
+        assert step.seconds.low == low.pop("publish") + max(sampler_s, *low.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "num_devices"), [("8b_8x80gb", 2 / 7, 1), ("8b_8x80gb_embedded", 1, 8)], ids=["server", "all"]
+)
+def test_a_sampler_encodes_an_overview_per_group_and_the_frames_of_every_call(name, share, num_devices):
+    """A server has two of seven groups; an episode has a call."""
+    run = run_of(name)
+    seconds = StepParts(run, H100, LOW | {"calls": 1.0}).seconds(1.0)
+    flops = (7 * 24.8 + 56 * 16) * frame_flops(run.model, 196)
+    assert seconds["vision tower"] == pytest.approx(share * flops / (num_devices * 0.7 * 989e12))
+
+
+def test_a_server_prefills_prompts_results_of_calls_and_prompts_of_sub_agents():
+    run = run_of("8b_8x80gb")
+    parts = StepParts(run, H100, LOW | {"calls": 1.0})
+    flops = sum(
+        number * tokens * token_flops(run.model, tokens) for number, tokens in ((7, 1988), (56, 512), (56, 1460))
+    )
+    assert parts.seconds(1.0)["prefill"] == pytest.approx(2 / 7 * flops / (0.7 * 989e12))
+
+
+def test_a_server_samples_as_many_requests_as_its_cache_holds_and_in_bfloat16():
+    run = run_of("8b_8x80gb", "rollout.dispatch=none", "reward.tool=none", "model.dtype=float32")
+    cache, row = 0.8 * 79.1 * 2**30 - 2 * 8_767_123_696, (1988 + 512) * 2 * 2 * 36 * 8 * 128
+    assert StepParts(run, H100, HIGH).sampler == (4, 1, cache // row, 1.0)
+    assert StepParts(run, DEVICES["b200"], HIGH).sampler.rows == 256  # the bound of a server
+
+
+def test_a_dialogue_has_no_more_later_turns_than_calls_turns_or_the_configs_bound():
+    for calls, turns, bound, later in ((0.5, 4.0, 9, 0.5), (2.5, 2.0, 9, 1.0), (2.5, 4.0, 1, 1.0), (2.5, 4.0, 9, 2.5)):
+        run = run_of("8b_8x80gb")
+        run = replace(run, rollout=replace(run.rollout, max_turns=bound))
+        parts = StepParts(run, H100, LOW | {"calls": calls, "turns": turns, "length": 2.0})
+        assert parts.later_turns == 56 * later
+        assert parts.work.own_tokens == 2 * 256  # of the response's 512 tokens, 256 are a report
+
+
 def test_more_servers_never_increase_a_times_part():
     few, many = step_of("8b_8x80gb"), step_of("8b_8x80gb", "engine.num_servers=7", "engine.gpus=[]")
     assert all(many.parts[name] <= few.parts[name] for name in few.parts) and many.seconds < few.seconds
@@ -142,6 +187,7 @@ def test_every_host_starts_servers_of_its_own(tmp_path):
     listed = run_of("8b_2nodes", f"engine.urls=[{servers}]")
     assert samplers_of(listed).replicas == 8 == samplers_of(run_of("8b_2nodes")).replicas
     assert samplers_of(run_of("8b_2nodes", "engine.urls=[absent.txt]")).replicas == 1
+    assert samplers_of(run_of("8b_2nodes", "engine.urls=[http://a:1,http://b:1,http://c:1]")).replicas == 3
 
 
 def samplers_of(run: PlannedRl) -> Samplers:
@@ -270,6 +316,7 @@ def test_a_step_names_the_two_rates_that_change_it_most():
     assert step_of("8b_8x80gb", rates=between(LOW, worse)).depends_on == (overview, picture)
     many = between(LOW | {"calls": 2.5}, worse | {"calls": 2.5})
     assert step_of("8b_8x80gb", rates=many).depends_on == (picture, overview)
+    assert Interval(2.0, 8.0).middle == 4.0  # of the others; rates differ by factors
     alone = between(LOW, LOW | {"calls": 2.5})
     assert step_of("8b_8x80gb", rates=alone).depends_on == ("calls per episode (0.21 to 2.5)",)
 
@@ -299,6 +346,7 @@ def test_a_device_without_a_data_sheet_has_no_interval():
 def test_a_large_model_gets_several_devices_per_server():
     assert [server_devices(EngineConfig(), preset(size), H100) for size in ("8b", "32b")] == [1, 2]
     assert server_devices(EngineConfig(), preset("8b"), DEVICES["v6e"]) == 2
+    assert server_devices(EngineConfig(), preset("32b"), DEVICES["v5e"]) == 8  # the most, though it has no room
     engine = load_config("configs/8b_8x80gb.yaml", "engine.num_servers=1").engine
     assert server_devices(engine, preset("8b"), H100) == len(engine.gpus) == 4
 
