@@ -22,7 +22,7 @@ from paravt_jax.learner.packing import BatchShape
 from paravt_jax.learner.settings import HEAD_CHUNK_TOKENS
 from paravt_jax.plan.collectives import Collective, among
 from paravt_jax.plan.devices import DEVICES_OF_A_HOST, Rates
-from paravt_jax.plan.memory import FLOAT32_BYTES, Share, share_of, vision_residuals
+from paravt_jax.plan.memory import FLOAT32_BYTES, Share, adapter_values_on, share_of, vision_residuals
 from paravt_jax.plan.workload import PlannedUpdate, Step, batch_flops, row_pairs
 
 SCORES_IN_MEMORY = ("xla", "blocked", "scanned")
@@ -158,8 +158,10 @@ def _update_collectives(share: Share) -> Iterator[Collective]:
         values += share.vision_values
     yield _over_fsdp("all-gather", share, 2 * values + share.table_values)
     # The head's gradient is float32. With adapters, no other weights have gradients.
-    head = FLOAT32_BYTES // share.item_bytes * share.table_values
-    yield _over_fsdp("reduce-scatter", share, share.num_trainable * mesh.fsdp if share.adapted else values + head)
+    gradients = values + FLOAT32_BYTES // share.item_bytes * share.table_values
+    if share.adapted:
+        gradients = adapter_values_on(replace(mesh, fsdp=1), share.model, share.update.lora.rank)
+    yield _over_fsdp("reduce-scatter", share, gradients)
     yield _over_fsdp("all-to-all", share, (1 if share.adapted else 2) * _token_values(share))
     yield _over_tensor(share, round(2 * layers * (2 + _repeated_frac(share))) + 2)
     yield _among(share, "all-reduce", share.num_trainable, mesh.data, mesh.fsdp * mesh.tensor)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from model_port.config import LoraConfig, preset
@@ -12,11 +13,30 @@ from paravt_jax.learner.packing import BatchShape
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.plan.collectives import Collective, among
 from paravt_jax.plan.devices import DEVICES, Rates
-from paravt_jax.plan.memory import share_of
-from paravt_jax.plan.roofline import ProgramWork, StepSeconds, batch_works, step_seconds, vision_bytes
+from paravt_jax.plan.memory import Share, share_of
+from paravt_jax.plan.roofline import (
+    GRADIENT_BYTES,
+    LOGIT_PASSES,
+    SCORE_BYTES,
+    ProgramWork,
+    StepSeconds,
+    batch_works,
+    forward_bytes,
+    step_seconds,
+    update_bytes,
+    vision_bytes,
+)
 from paravt_jax.plan.run import PlannedRl, PlannedRun, PlannedSft
 from paravt_jax.plan.step_time import PUBLISHED, best, worst
-from paravt_jax.plan.workload import Step, batch_flops, frame_flops, full_step, layer_params, needed_flops
+from paravt_jax.plan.workload import (
+    Step,
+    batch_flops,
+    frame_flops,
+    full_step,
+    layer_params,
+    needed_flops,
+    row_pairs,
+)
 
 RATES = Rates(flops=100.0, memory_bytes=10.0, link_bytes=5.0)
 EIGHT_B = preset("8b")
@@ -143,6 +163,115 @@ def test_the_vision_tower_has_the_traffic_of_the_passes_that_the_learner_makes(t
     assert (encoded.memory_bytes if encoded else 0) == passes * vision_bytes(share)
     assert (8 * encoded.flops if encoded else 0) == pytest.approx(passes * one_pass)
     assert flops.get("update, vision", 0) == passes * one_pass
+
+
+LAYERS, TABLE, VISION = 6_945_767_424, 151_936 * 4096, 576_388_336  # values of the 8B, without norms
+TRAINED = LAYERS + 2 * TABLE
+HIDDEN = 8192 * 4096  # values of a row
+SCORED = {"loss": LossConfig(kl_coef=0.1)}
+SENT = {  # mesh and sections: kind, values in bfloat16, devices and hosts of each collective by program
+    "fsdp": (
+        (1, 8, 1),
+        SCORED,
+        {
+            "score": [("all-gather", LAYERS + TABLE, 8, 1), ("all-to-all", HIDDEN, 8, 1)],
+            "gradients": [
+                ("all-gather", 2 * LAYERS + TABLE, 8, 1),  # a forward pass, and one backward with recomputation
+                ("reduce-scatter", LAYERS + 2 * TABLE, 8, 1),  # the head's in float32
+                ("all-to-all", 2 * HIDDEN, 8, 1),
+            ],
+        },
+    ),
+    "tensor": (
+        (1, 1, 8),
+        SCORED,
+        {
+            "score": [("all-reduce", 73 * HIDDEN, 8, 1)],
+            "gradients": [("all-reduce", (36 * 2 * 3 + 2) * HIDDEN, 8, 1)],
+        },
+    ),
+    "no recomputation": (
+        (1, 1, 8),
+        {"model": PolicyConfig(remat="none")},
+        {"gradients": [("all-reduce", (36 * 2 * 2 + 2) * HIDDEN, 8, 1)]},
+    ),
+    "two hosts": (
+        (2, 4, 2),
+        {},
+        {
+            "gradients": [
+                ("all-gather", LAYERS + TABLE // 2, 4, 1),
+                ("reduce-scatter", LAYERS // 2 + TABLE, 4, 1),
+                ("all-to-all", 2 * HIDDEN, 4, 1),
+                ("all-reduce", 218 * HIDDEN, 2, 1),
+                ("all-reduce", TRAINED // 8, 2, 2),
+            ]
+        },
+    ),
+    "vision": (
+        (1, 8, 1),
+        {"optim": OptimConfig(train_vision=True)},
+        {
+            "gradients": [
+                ("all-gather", 2 * (LAYERS + VISION) + TABLE, 8, 1),
+                ("reduce-scatter", LAYERS + VISION + 2 * TABLE, 8, 1),
+                ("all-to-all", 2 * HIDDEN, 8, 1),
+            ]
+        },
+    ),
+    "adapters": (
+        (1, 8, 1),
+        {"lora": LoraConfig(rank=64)},
+        {
+            "encode_vision": [("all-gather", VISION, 8, 1)],
+            "gradients": [
+                ("all-gather", 2 * LAYERS + TABLE, 8, 1),
+                ("reduce-scatter", 36 * 64 * (2 * 8192 + 2 * 5120 + 3 * 16384), 8, 1),
+                ("all-to-all", HIDDEN, 8, 1),
+            ],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SENT)
+def test_a_devices_programs_send_weights_gradients_and_activations(case):
+    shape, sections, expected = SENT[case]
+    run = planned(shape, **sections)
+    for name, collectives in expected.items():
+        sent = [each for each in works(run)[name].collectives if each.num_bytes]
+        for each, (kind, values, devices, hosts) in zip(sent, collectives, strict=True):
+            assert each == Collective(kind, pytest.approx(2 * values, rel=0.002), devices, hosts), name
+
+
+def test_memory_traffic_by_hand():
+    """Weights in float32 and twice in bfloat16 per pass, activations, scores, logits, and gradients."""
+
+    def share(mesh=(1, 8, 1), attention="kernel", remat="full", **sizes) -> Share:
+        policy = PolicyConfig(dtype="bfloat16", attention=attention, remat=remat)
+        shape = BatchShape(**{"num_rows": 8, "row_actions": 256, "num_frame_rows": 64, **sizes}, **SIZES)
+        return share_of(planned(mesh, model=policy).update, EIGHT_B, shape, "gpu")
+
+    def both(**sizes) -> np.ndarray:
+        return np.array([forward_bytes(share(**sizes)), update_bytes(share(**sizes))])
+
+    SIZES = {"row_tokens": 8192, "row_patches": 196, "num_parts": 8}
+    one, logits = both(), 256 * 151_936 * 4 * LOGIT_PASSES + 2 * TABLE
+    assert both(row_actions=512) - one == pytest.approx([logits, 3 * logits])
+    forward, update = both(num_rows=16) - one
+    activations = forward - (logits - 2 * TABLE)
+    assert update == pytest.approx(3.5 * activations + 3 * (logits - 2 * TABLE))  # 2 forward, 2 again, 3 backward
+    assert one[0] == pytest.approx(LAYERS * (4 / 8 + 2 * 2) + activations + logits, rel=0.001)
+    gathered = both(mesh=(1, 4, 1), num_rows=4) - one
+    assert gathered == pytest.approx([LAYERS / 2, 3 * LAYERS / 2 + GRADIENT_BYTES * TRAINED / 8], rel=0.001)
+    pairs = row_pairs("scanned", EIGHT_B, 8192, "gpu") * 32 * 36
+    scores = both(attention="scanned") - one
+    assert scores == pytest.approx(
+        [SCORE_BYTES["forward"] * pairs, (2 * SCORE_BYTES["forward"] + SCORE_BYTES["backward"]) * pairs]
+    )
+    assert one[1] - update_bytes(share(remat="none")) == pytest.approx(one[0] - logits)
+    once, twice = (vision_bytes(share(num_frame_rows=number)) for number in (64, 128))
+    assert 2 * once - twice == pytest.approx(VISION * (4 / 8 + 2 * 2), rel=0.001)
 
 
 def test_the_optimizer_moves_32_bytes_per_parameter_of_the_device():
