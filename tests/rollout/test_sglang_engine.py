@@ -23,7 +23,7 @@ from async_tests import async_test, given, until
 from fake_server import FakeServer
 
 from model_port.safetensors_io import HfTensors
-from rollout.engine import fleet, http as http_module, publishing
+from rollout.engine import fleet, http as http_module, publishing, routing
 from rollout.engine.fleet import Fleet
 from rollout.engine.http import KEEPALIVE_S, HttpClient
 from rollout.engine.protocol import DeadlineExceeded, EngineError, Request, RequestRejected, Sampling, VersionMismatch
@@ -430,6 +430,12 @@ async def test_one_missed_probe_does_not_eject_a_server(engine, server):
     assert state.missed_probes == 2
 
 
+@with_servers(2, replace(QUICK, max_missed_probes=1000))
+async def test_a_refused_connection_ejects_a_server_at_once(engine, gone, kept):
+    await gone.__aexit__()
+    await until(lambda: [server.up for server in engine.fleet.servers] == [False, True], 5)
+
+
 @async_test
 async def test_restarts_of_a_crashing_server_are_bounded(monkeypatch, capsys):
     starts = []
@@ -494,6 +500,15 @@ async def test_a_shared_prefix_stays_on_its_server_until_it_is_overloaded(engine
     on_first = [one.server for one in found].count(first.url)
     assert (on_first, len(found) - on_first) == (14, 6)
     assert (await engine.generate(asked[0])).server == first.url
+
+
+@with_servers(2)
+async def test_the_latest_prefixes_are_remembered(engine, first, second):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routing, "MAX_HOMES", 2)
+        for affinity in ("a", "b", "a", "c"):
+            await engine.generate(replace(request(), affinity=affinity))
+    assert list(engine._routing._homes) == ["a", "c"]
 
 
 @with_servers(1)

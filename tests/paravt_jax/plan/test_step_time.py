@@ -240,6 +240,8 @@ def test_an_embedded_sampler_in_float32_moves_twice_the_bytes():
     half, whole = (StepParts(run, H100, rates).seconds(1.0) for run in runs)
     for name in ("decode", "prefill"):
         assert whole[name] == pytest.approx(2 * half[name], rel=0.01), name
+    small = [replace(run, engine=replace(run.engine, cache_tokens=32_768)) for run in runs]
+    assert len({StepParts(run, H100, rates).sampler.rows for run in small}) == 1  # of tokens, whose bytes double
 
 
 @pytest.mark.slow
