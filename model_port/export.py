@@ -40,7 +40,7 @@ from model_port.convert import METADATA_BYTES, ConversionReport
 from model_port.download import local_directory
 from model_port.hf_files import CARD_FILE, RECIPE_FILE, base_model, read_side_files, with_dtype, write_side_files
 from model_port.hub import check_hub_access
-from model_port.layout import ADAPTER_CONFIG_FILE, BASE_KEY, base_of, hf_files_of, is_adapter, is_checkpoint
+from model_port.layout import ADAPTER_CONFIG_FILE, BASE_KEY, HF_DIR, base_of, hf_files_of, is_adapter, is_checkpoint
 from model_port.loading import abstract_model, abstract_params, base_directory, files_directory
 from model_port.malloc import keep_freed_memory
 from model_port.output_dir import GIB, check_replaceable, exit_on_sigterm, output_directory
@@ -119,7 +119,10 @@ def _check_evaluated(cells: Sequence[Cell], dst: Path, partial: Path) -> None:
 def export_adapter(
     src: str | Path, dst: str | Path, dtype: str | None = None, *, force: bool = False
 ) -> ConversionReport:
-    """Writes an adapter, for example from a run's checkpoint, in PEFT's format; `dtype` defaults to float32."""
+    """Writes an adapter, for example from a run's checkpoint, in PEFT's format; `dtype` defaults to float32.
+
+    A checkpoint's tokenizer, processor and recipe come along in `hf`, because the base model has no recipe of the run.
+    """
     start_s, dtype = time.monotonic(), dtype or "float32"
     storage = parse_dtype(dtype)
     check_replaceable(Path(dst), force, Path(src))
@@ -131,8 +134,12 @@ def export_adapter(
     params = read_adapter(src, config, info.lora.rank)
     params = {path: cast(array, storage, path) for path, array in params.items()}
     num_bytes = sum(array.nbytes for array in params.values())
-    with output_directory(dst, force=force, source=src, needed_bytes=num_bytes + METADATA_BYTES) as partial:
+    files = read_side_files(src / HF_DIR) if (src / HF_DIR).is_dir() else {}
+    needed_bytes = num_bytes + sum(map(len, files.values())) + METADATA_BYTES
+    with output_directory(dst, force=force, source=src, needed_bytes=needed_bytes) as partial:
         write_adapter(partial, config, info, params)
+        if files:
+            write_side_files(files, partial / HF_DIR)
     return ConversionReport(str(dst), dtype, num_bytes // storage.itemsize, num_bytes, time.monotonic() - start_s)
 
 

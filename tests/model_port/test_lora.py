@@ -31,9 +31,10 @@ from model_port.adapters import (
 from model_port.config import PRESETS, LoraConfig, ModelConfig, TextConfig
 from model_port.convert import convert
 from model_port.export import export, export_adapter
+from model_port.hf_files import read_side_files, write_side_files
 from model_port.inputs import RowSequence, Tokens, pack_text
 from model_port.layers import Compute, split
-from model_port.loading import abstract_model, with_params
+from model_port.loading import abstract_model, files_directory, with_params
 from model_port.model import VLModel
 from model_port.qwen3_vl.config import Qwen3VisionConfig
 from model_port.sharding import check_divisible, flat_params, param_spec
@@ -231,6 +232,14 @@ def test_an_adapter_is_exported_alone_in_any_dtype(on_disk, tmp_path):
         np.testing.assert_array_equal(same[name], array)
         np.testing.assert_array_equal(half[name], array.astype("bfloat16"))
     assert read_adapter_info(tmp_path / "same").lora == read_adapter_info(tmp_path / "half").lora == LORA
+
+
+def test_an_adapter_of_a_checkpoint_is_exported_with_its_recipe(tiny_hf, on_disk, tmp_path):
+    checkpoint = shutil.copytree(on_disk, tmp_path / "4")
+    write_side_files(read_side_files(tiny_hf) | {"paravt.json": b"{}"}, checkpoint / "hf")
+    for source, copy in ((checkpoint, tmp_path / "once"), (tmp_path / "once", tmp_path / "twice")):
+        export_adapter(source, copy)
+        assert read_side_files(files_directory(copy)) == read_side_files(checkpoint / "hf")
 
 
 def rebased(adapter: Path, base: Path, **changes) -> None:
