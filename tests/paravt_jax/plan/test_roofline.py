@@ -120,6 +120,7 @@ def test_doubling_the_devices_halves_the_time_of_products():
 def test_a_tensor_mesh_needs_more_time_per_row_than_fsdp():
     split, shared = seconds((1, 8, 1)), seconds((1, 1, 8))
     assert shared.total < split.total < 8 * shared.total  # it does an eighth of the tokens
+    assert shared.products == pytest.approx(split.products / 8)
 
 
 @pytest.mark.slow
@@ -163,6 +164,21 @@ def test_the_vision_tower_has_the_traffic_of_the_passes_that_the_learner_makes(t
     assert (encoded.memory_bytes if encoded else 0) == passes * vision_bytes(share)
     assert (8 * encoded.flops if encoded else 0) == pytest.approx(passes * one_pass)
     assert flops.get("update, vision", 0) == passes * one_pass
+    scored, forward = works(run).get("score"), flops["update, forward and backward"] / 3
+    assert (scored.memory_bytes if scored else 0) == num_scores * forward_bytes(share)
+    assert (8 * scored.flops if scored else 0) == pytest.approx(num_scores * forward)
+
+
+@pytest.mark.parametrize(("form", "products"), [("xla", 6), ("blocked", 7), ("scanned", 7), ("kernel", 9)])
+def test_an_update_without_recomputation_by_hand(form, products):
+    """Attention has two products forward, four backward and one again for the scores; the kernel has two more."""
+    run = planned(model=PolicyConfig(remat="none", attention=form))
+    shape = run.largest_batch()
+    flops = batch_flops(run.update, EIGHT_B, shape, "gpu")
+    pairs = 8 * 32 * 36 * row_pairs(form, EIGHT_B, 8192, "gpu")
+    weights = 6 * layer_params(EIGHT_B) * 8 * 8192 + 8 * TABLE * 8 * shape.row_actions  # logits are computed twice
+    update = flops["update, forward and backward"] + flops["update, recomputation"]
+    assert update == pytest.approx(weights + products * 2 * 128 * pairs)
 
 
 LAYERS, TABLE, VISION = 6_945_767_424, 151_936 * 4096, 576_388_336  # values of the 8B, without norms
