@@ -13,7 +13,7 @@ from paravt_jax.learner.packing import BatchShape
 from paravt_jax.learner.settings import LossConfig, OptimConfig
 from paravt_jax.plan.collectives import Collective, among
 from paravt_jax.plan.devices import DEVICES, Rates
-from paravt_jax.plan.memory import Share, share_of
+from paravt_jax.plan.memory import Share, share_of, vision_residuals
 from paravt_jax.plan.roofline import (
     GRADIENT_BYTES,
     LOGIT_PASSES,
@@ -263,10 +263,11 @@ def test_a_devices_programs_send_weights_gradients_and_activations(case):
 def test_memory_traffic_by_hand():
     """Weights in float32 and twice in bfloat16 per pass, activations, scores, logits, and gradients."""
 
-    def share(mesh=(1, 8, 1), attention="kernel", remat="full", **sizes) -> Share:
+    def share(mesh=(1, 8, 1), attention="kernel", remat="full", train_vision=False, **sizes) -> Share:
         policy = PolicyConfig(dtype="bfloat16", attention=attention, remat=remat)
         shape = BatchShape(**{"num_rows": 8, "row_actions": 256, "num_frame_rows": 64, **sizes}, **SIZES)
-        return share_of(planned(mesh, model=policy).update, EIGHT_B, shape, "gpu")
+        run = planned(mesh, model=policy, optim=OptimConfig(train_vision=train_vision))
+        return share_of(run.update, EIGHT_B, shape, "gpu")
 
     def both(**sizes) -> np.ndarray:
         return np.array([forward_bytes(share(**sizes)), update_bytes(share(**sizes))])
@@ -287,6 +288,13 @@ def test_memory_traffic_by_hand():
     assert one[1] - update_bytes(share(remat="none")) == pytest.approx(one[0] - logits)
     once, twice = (vision_bytes(share(num_frame_rows=number)) for number in (64, 128))
     assert 2 * once - twice == pytest.approx(VISION * (4 / 8 + 2 * 2), rel=0.001)
+    for mesh, tensor in (((1, 8, 1), 1), ((1, 4, 2), 2)):
+        few, many = (vision_bytes(share(mesh, num_frame_rows=number)) for number in (64, 128))
+        patches, saved = 64 * 196 * tensor / 8, vision_residuals(EIGHT_B, share(remat="none").compute, tensor)
+        pairs = patches * 196 * 16 * 27 / tensor
+        assert many - few == pytest.approx(2 * 27 * saved.layer_token * patches + SCORE_BYTES["forward"] * pairs)
+    trained = update_bytes(share(train_vision=True)) - one[1] - GRADIENT_BYTES * VISION / 8
+    assert 3 * once < trained < 4 * once  # a pass, its recomputation, and a backward pass of one and a half
 
 
 def test_the_optimizer_moves_32_bytes_per_parameter_of_the_device():
