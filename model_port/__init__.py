@@ -25,7 +25,8 @@ else:
         return getattr(importlib.import_module(f"{__name__}.{HOMES[name]}"), name)
 
 
-if sys.argv[:1] == ["-m"]:  # python -m imports the package before the command
+# python -m imports the package before the command. A command of the user's that imports it keeps its own Ctrl-C.
+if sys.argv[:1] == ["-m"] and __name__ in {word.partition(".")[0] for word in sys.orig_argv}:
     from model_port.cli import exit_on_interrupt
 
     exit_on_interrupt()

@@ -5,7 +5,8 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
-if sys.argv[:1] == ["-m"]:  # python -m imports the package before the command
+# python -m imports the package before the command. A command of the user's that imports it keeps its own Ctrl-C.
+if sys.argv[:1] == ["-m"] and __name__ in {word.partition(".")[0] for word in sys.orig_argv}:
     from model_port.cli import exit_on_interrupt
 
     exit_on_interrupt()

@@ -61,6 +61,15 @@ def test_ctrl_c_during_the_imports_of_a_command_ends_it_without_a_stack_trace(co
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
+def test_a_command_of_the_users_keeps_its_own_ctrl_c(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text("import model_port, paravt_jax")
+    (tmp_path / "mine" / "command.py").write_text("import signal; print(signal.getsignal(signal.SIGINT).__name__)")
+    words = [sys.executable, "-m", "mine.command"]
+    done = subprocess.run(words, env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}, capture_output=True, text=True)
+    assert done.stdout == "default_int_handler\n", done.stderr
+
+
 WRITE = """
 import os, sys
 from {package}.cli import run_cli
