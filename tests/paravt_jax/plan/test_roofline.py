@@ -169,14 +169,26 @@ def test_the_vision_tower_has_the_traffic_of_the_passes_that_the_learner_makes(t
     assert (8 * scored.flops if scored else 0) == pytest.approx(num_scores * forward)
 
 
-@pytest.mark.parametrize(("form", "products"), [("xla", 6), ("blocked", 7), ("scanned", 7), ("kernel", 9)])
-def test_an_update_without_recomputation_by_hand(form, products):
-    """Attention has two products forward, four backward and one again for the scores; the kernel has two more."""
-    run = planned(model=PolicyConfig(remat="none", attention=form))
-    shape = run.largest_batch()
+@pytest.mark.parametrize(
+    ("form", "remat", "products"),
+    [
+        *(("xla", "none", 6), ("blocked", "none", 7), ("scanned", "none", 7), ("kernel", "none", 9)),
+        *(("xla", "dots", 8), ("blocked", "dots", 7), ("xla", "attention", 8), ("blocked", "attention", 7)),
+        *(("blocked", "full", 9), ("kernel", "full", 11)),
+    ],
+)
+def test_the_products_of_an_update_by_hand(form, remat, products):
+    """Attention has two products forward, four backward and one again for the scores; the kernel has two more.
+
+    If the layers' products are repeated, a layer's last one is not, because only the next layer needs its result.
+    """
+    run = planned(model=PolicyConfig(remat=remat, attention=form))
+    shape = replace(run.largest_batch(), row_actions=256)
     flops = batch_flops(run.update, EIGHT_B, shape, "gpu")
     pairs = 8 * 32 * 36 * row_pairs(form, EIGHT_B, 8192, "gpu")
-    weights = 6 * layer_params(EIGHT_B) * 8 * 8192 + 8 * TABLE * 8 * shape.row_actions  # logits are computed twice
+    weights = 6 * layer_params(EIGHT_B) * 8 * 8192 + 8 * TABLE * 8 * 256  # logits are computed twice
+    if remat in ("attention", "full"):
+        weights += 2 * (layer_params(EIGHT_B) - 36 * 4096 * 12288) * 8 * 8192
     update = flops["update, forward and backward"] + flops["update, recomputation"]
     assert update == pytest.approx(weights + products * 2 * 128 * pairs)
 
@@ -274,18 +286,23 @@ def test_memory_traffic_by_hand():
 
     SIZES = {"row_tokens": 8192, "row_patches": 196, "num_parts": 8}
     one, logits = both(), 256 * 151_936 * 4 * LOGIT_PASSES + 2 * TABLE
-    assert both(row_actions=512) - one == pytest.approx([logits, 3 * logits])
     forward, update = both(num_rows=16) - one
     activations = forward - (logits - 2 * TABLE)
     assert update == pytest.approx(3.5 * activations + 3 * (logits - 2 * TABLE))  # 2 forward, 2 again, 3 backward
     assert one[0] == pytest.approx(LAYERS * (4 / 8 + 2 * 2) + activations + logits, rel=0.001)
     gathered = both(mesh=(1, 4, 1), num_rows=4) - one
     assert gathered == pytest.approx([LAYERS / 2, 3 * LAYERS / 2 + GRADIENT_BYTES * TRAINED / 8], rel=0.001)
-    for form in ("xla", "blocked", "scanned"):
-        pairs = row_pairs(form, EIGHT_B, 8192, "gpu") * 32 * 36
-        passes = SCORE_BYTES["forward"], 2 * SCORE_BYTES["forward"] + SCORE_BYTES["backward"]
-        assert both(attention=form) - one == pytest.approx([num_bytes * pairs for num_bytes in passes], rel=0.02)
-    assert one[1] - update_bytes(share(remat="none")) == pytest.approx(one[0] - logits)
+    passes = SCORE_BYTES["forward"], 2 * SCORE_BYTES["forward"] + SCORE_BYTES["backward"]
+    for mesh, table in (((1, 8, 1), 2 * TABLE), ((1, 4, 2), TABLE)):  # a row, or half the heads and values of two rows
+        plain, logits = both(mesh=mesh), 256 * 151_936 * 4 * LOGIT_PASSES + table
+        assert both(mesh=mesh, row_actions=512) - plain == pytest.approx([logits, 3 * logits])
+        for form in ("xla", "blocked", "scanned"):
+            pairs = row_pairs(form, EIGHT_B, 8192, "gpu") * 32 * 36
+            scores = both(mesh=mesh, attention=form) - plain
+            assert scores == pytest.approx([num_bytes * pairs for num_bytes in passes], rel=0.02)
+    assert one[1] - update_bytes(share(remat="none")) == pytest.approx(
+        LAYERS * (4 / 8 + 2 * 2) + activations, rel=0.001
+    )
     once, twice = (vision_bytes(share(num_frame_rows=number)) for number in (64, 128))
     assert 2 * once - twice == pytest.approx(VISION * (4 / 8 + 2 * 2), rel=0.001)
     for mesh, tensor in (((1, 8, 1), 1), ((1, 4, 2), 2)):

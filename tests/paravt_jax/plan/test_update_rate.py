@@ -5,6 +5,7 @@ import pytest
 from model_port.config import preset
 from paravt_jax.config import Config, SftConfig, load_config
 from paravt_jax.plan.run import PlannedRl, PlannedSft
+from paravt_jax.plan.workload import decoded_bytes
 
 # Layers of the 8B: queries and output 2·4096·4096, keys and values 2·4096·1024, a SwiGLU of 3·4096·12288.
 LAYERS_OF_8B = 36 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288)
@@ -35,8 +36,10 @@ def test_the_rates_of_an_update_by_hand(settings, flops_per_param):
 
 def test_only_the_experts_of_a_token_count():
     """48 layers: 32 heads and 4 of keys of 128 values, a router of 128 experts."""
-    layer = 2 * (32 + 4) * 128 * 2048 + 128 * 2048 + ACTIVE_OF_30B * EXPERT
-    assert run_of("loss.kl_coef=0", size="30b-a3b").trained_token_flops == 6 * 48 * layer
+    layer = 2 * (32 + 4) * 128 * 2048 + 128 * 2048
+    run = run_of("loss.kl_coef=0", size="30b-a3b")
+    assert run.trained_token_flops == 6 * 48 * (layer + ACTIVE_OF_30B * EXPERT)
+    assert decoded_bytes(run.model) == 2 * (48 * (layer + 128 * EXPERT) + 151_936 * 2048)  # many rows need them all
 
 
 def test_a_cold_start_has_no_log_probs_of_another_policy():
