@@ -12,6 +12,7 @@ from model_port.layout import (
     ADAPTER_CONFIG_FILE,
     OPTIMIZER_DIR,
     check_has_config,
+    check_not_missing,
     is_adapter,
     is_checkpoint,
 )
@@ -25,6 +26,7 @@ def local_directory(path: str | Path) -> Path:
     """Returns a model's local directory. Downloads a model at gs://…, without the optimizer's state."""
     if is_address(path):
         return downloaded(path, lambda name: not name.startswith(f"{OPTIMIZER_DIR}/"))
+    check_not_missing(Path(path))
     return Path(path)
 
 
@@ -39,6 +41,7 @@ def source_directory(src: str | Path, given_as: str = "--src DIR", *, weights: b
             check_has_config(directory)
         return directory
     check_local(src)
+    check_not_missing(Path(src))
     if not HUB_ID.fullmatch(str(src)):
         raise ValueError(f"{src} is neither a directory nor a hub id like Qwen/Qwen3-VL-8B-Instruct")
     try:

@@ -127,6 +127,8 @@ def export_adapter(
     storage = parse_dtype(dtype)
     check_replaceable(Path(dst), force, Path(src))
     src = local_directory(src)
+    if not src.is_dir():
+        raise ValueError(f"{src} is not a directory")
     if not is_adapter(src):
         raise ValueError(f"{src} is not an adapter: it has no {ADAPTER_CONFIG_FILE}; omit --adapter to export a model")
     check_replaceable(Path(dst), force, Path(base_of(src)))

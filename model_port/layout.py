@@ -35,6 +35,13 @@ def is_adapter(path: Path) -> bool:
     return (path / ADAPTER_CONFIG_FILE).is_file()
 
 
+def check_not_missing(path: Path) -> None:
+    """Raises if `path` is of a run's checkpoint that does not exist, and names one that does."""
+    run = path.parent.parent
+    if path.parent.name == CHECKPOINTS_DIR and not path.exists() and (newest := newest_checkpoint(run)):
+        raise ValueError(f"{path} does not exist; the newest checkpoint of {run} is {newest}")
+
+
 def check_has_config(directory: Path) -> None:
     newest = newest_checkpoint(directory)
     if newest is not None and (is_checkpoint(newest) or is_adapter(newest)):

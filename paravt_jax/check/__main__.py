@@ -57,13 +57,20 @@ def parser_of() -> argparse.ArgumentParser:
     )
     model.add_argument("--quick", action="store_true", help="a tiny model, about a minute")
     parser.add_argument("--recipe", metavar="FILE", help="config of train or sft, for prompts, pictures and the step")
-    parser.add_argument("--stage", nargs="+", choices=STAGES, default=[*STAGES], metavar="STAGE", help="only these")
+    parser.add_argument(
+        "--stage", nargs="+", action="extend", choices=STAGES, metavar="STAGE", help="only these (default: all)"
+    )
     parser.add_argument(
         "--layers", type=int, default=0, metavar="N", help="only the first N language layers (default 0: all)"
     )
     parser.add_argument("--server", default="", metavar="URL", help="an SGLang server of the model, for step and gate")
     parser.add_argument(
-        "--video", nargs="+", default=[], metavar="FILE", help="videos to read (default: a generated one)"
+        "--video",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FILE",
+        help="videos to read (default: a generated one)",
     )
     parser.add_argument(
         "--data", default="", metavar="FILE", help="rows to check (default: the recipe's, if they exist)"
@@ -149,7 +156,7 @@ def main() -> None:
     exit_on_sigterm()
     with owned_directory(Path(tempfile.gettempdir()), "paravt-check-") as folder:
         target = target_of(parser, args, str(folder))
-        reports = run_stages([name for name in STAGES if name in args.stage], target)
+        reports = run_stages([name for name in STAGES if name in (args.stage or STAGES)], target)
     print(table(reports))
     record = to_record(reports)
     if out:

@@ -19,6 +19,7 @@ from rollout.video.reader import FrameReader
 from rollout.video.times import crop_times, overview_times
 
 Result = TypeVar("Result")
+REST_S = 0.3
 CROP_FRAC = 0.1  # length of the crop from the video's middle
 
 
@@ -50,7 +51,7 @@ async def video_lines(reader: FrameReader, path: Path, target: Target) -> AsyncI
     deadline_s = settings.min_video_deadline_s
     seconds, info = await timed(reader.info(path, deadline_s))
     yield Measured(f"{path.name}: probe, seconds", seconds, deadline_s)
-    before = bytes_read()
+    before = await bytes_read_at_rest()
     shape = f"{info.duration_s:.1f} s, {info.num_frames} frames, {info.height} x {info.width} px"
     yield Measured(f"{path.name}: video", shape)
     times = overview_times(info.duration_s, info.num_frames, run.most_frames)
@@ -68,6 +69,15 @@ async def timed(work: Awaitable[Result]) -> tuple[float, Result]:
     start_s = time.monotonic()
     result = await work
     return time.monotonic() - start_s, result
+
+
+async def bytes_read_at_rest() -> int:
+    """Waits until no process reads, because starting a decoding process reads its modules."""
+    before, now = -1, bytes_read()
+    while now != before:
+        await asyncio.sleep(REST_S)
+        before, now = now, bytes_read()
+    return now
 
 
 def bytes_read() -> int:

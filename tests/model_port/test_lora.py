@@ -30,6 +30,7 @@ from model_port.adapters import (
 )
 from model_port.config import PRESETS, LoraConfig, ModelConfig, TextConfig
 from model_port.convert import convert
+from model_port.download import source_directory
 from model_port.export import export, export_adapter
 from model_port.hf_files import read_side_files, write_side_files
 from model_port.inputs import RowSequence, Tokens, pack_text
@@ -330,6 +331,15 @@ def test_an_adapter_with_another_revision_of_its_base_needs_a_directory(tiny_hf,
 def test_a_model_is_rejected_as_an_adapter(tiny_hf, tmp_path):
     with pytest.raises(ValueError, match=r"is not an adapter: it has no adapter_config\.json"):
         export_adapter(tiny_hf, tmp_path / "out")
+    with pytest.raises(ValueError, match=r"gone is not a directory"):
+        export_adapter(tmp_path / "gone", tmp_path / "out")
+
+
+@pytest.mark.parametrize("read", [export, export_adapter, lambda src, dst: source_directory(src)])
+def test_the_error_of_a_missing_checkpoint_names_the_newest_one(read, tmp_path):
+    (checkpoints := tmp_path / "run" / "checkpoints").joinpath("4").mkdir(parents=True)
+    with pytest.raises(ValueError, match=rf"/3 does not exist; the newest checkpoint of {tmp_path}/run is \S+/4$"):
+        read(checkpoints / "3", tmp_path / "out")
 
 
 @pytest.fixture(scope="module")

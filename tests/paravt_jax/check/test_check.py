@@ -1,5 +1,6 @@
 """`paravt check` passes on a working setup, and each of its stages detects a fault."""
 
+import asyncio
 import json
 import math
 import os
@@ -64,7 +65,8 @@ def wrong_rows(tmp_path) -> str:
 
 @pytest.mark.slow
 def test_the_command_runs_the_requested_stages_and_names_the_one_that_fails(wrong_rows, tmp_path):
-    arguments = ["--quick", "--json", str(tmp_path / "check.json"), "--data", wrong_rows, "--stage", "weights", "data"]
+    arguments = ["--quick", "--json", str(tmp_path / "check.json"), "--data", wrong_rows]
+    arguments += ["--stage", "weights", "--stage", "data"]
     done, report = run_check(*arguments, deadline_s=250)
     assert [(stage["stage"], stage["failed"]) for stage in report["stages"]] == [("weights", False), ("data", True)]
     assert done.returncode == 1 and done.stderr.endswith("error: 1 of 2 stages failed: data\n")
@@ -95,6 +97,13 @@ def test_four_layers_of_the_2b_equal_transformers(stages, tmp_path):
     assert done.returncode == 0, done.stdout
     assert [stage["stage"] for stage in report["stages"]] == stages
     assert all(line["value"] <= line["bound"] for stage in report["stages"] for line in stage["lines"] if line["bound"])
+
+
+def test_bytes_that_a_process_reads_at_its_start_are_not_a_videos(monkeypatch):
+    counts = iter([1, 5, 9, 9, 12])
+    monkeypatch.setattr(media, "bytes_read", lambda: next(counts))
+    monkeypatch.setattr(media, "REST_S", 0)
+    assert asyncio.run(media.bytes_read_at_rest()) == 9
 
 
 def lines_of(stage, target: Target) -> list[Measured]:
@@ -309,7 +318,7 @@ def test_fewer_layers_keep_their_weights(source, tiny_hf, tmp_path):
         (["--model", "2b", "--layers", "2"], "--layers 2: 3 DeepStack maps need as many text layers, not 2"),
         (["--model", "3x"], "^model 3x is not a local directory"),
         (["--quick", "--recipe", "gone"], "^gone is neither a file nor a config of the package"),
-        (["--quick", "--video", __file__, "gone.mp4"], r"^--video gone\.mp4 is not a file$"),
+        (["--quick", "--video", "gone.mp4", "--video", __file__], r"^--video gone\.mp4 is not a file$"),
         (["--quick", "--data", "gone.jsonl"], r"^--data gone\.jsonl does not exist$"),
     ],
 )
