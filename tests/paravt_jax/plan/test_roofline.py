@@ -31,6 +31,7 @@ from paravt_jax.plan.step_time import PUBLISHED, best, worst
 from paravt_jax.plan.workload import (
     Step,
     batch_flops,
+    expert_rows,
     frame_flops,
     full_step,
     layer_params,
@@ -164,6 +165,7 @@ def test_the_vision_tower_has_the_traffic_of_the_passes_that_the_learner_makes(t
     assert (encoded.memory_bytes if encoded else 0) == passes * vision_bytes(share)
     assert (8 * encoded.flops if encoded else 0) == pytest.approx(passes * one_pass)
     assert flops.get("update, vision", 0) == passes * one_pass
+    assert flops.get("update, trained vision", 0) == 4 * trained * one_pass  # forward, again, and twice as much back
     scored, forward = works(run).get("score"), flops["update, forward and backward"] / 3
     assert (scored.memory_bytes if scored else 0) == num_scores * forward_bytes(share)
     assert (8 * scored.flops if scored else 0) == pytest.approx(num_scores * forward)
@@ -233,6 +235,18 @@ SENT = {  # mesh and sections: kind, values in bfloat16, devices and hosts of ea
                 ("all-to-all", 2 * HIDDEN, 4, 1),
                 ("all-reduce", 218 * HIDDEN, 2, 1),
                 ("all-reduce", TRAINED // 8, 2, 2),
+            ]
+        },
+    ),
+    "four hosts": (
+        (1, 4, 8),
+        {},
+        {
+            "gradients": [
+                ("all-gather", (2 * LAYERS + TABLE) // 8, 4, 4),
+                ("reduce-scatter", (LAYERS + 2 * TABLE) // 8, 4, 4),
+                ("all-to-all", 2 * HIDDEN, 4, 4),
+                ("all-reduce", 218 * HIDDEN, 8, 1),
             ]
         },
     ),
@@ -312,6 +326,15 @@ def test_memory_traffic_by_hand():
         assert many - few == pytest.approx(2 * 27 * saved.layer_token * patches + SCORE_BYTES["forward"] * pairs)
     trained = update_bytes(share(train_vision=True)) - one[1] - GRADIENT_BYTES * VISION / 8
     assert 3 * once < trained < 4 * once  # a pass, its recomputation, and a backward pass of one and a half
+
+
+def test_dots_repeats_the_products_of_experts():
+    dims, again = preset("30b-a3b"), []
+    for remat in ("none", "dots"):
+        run = planned(dims=dims, model=PolicyConfig(remat=remat, attention="blocked"))
+        again.append(batch_flops(run.update, dims, run.largest_batch(), "gpu")["update, recomputation"])
+    rows = 8 * expert_rows(dims.text, 8192)  # of eight parts
+    assert again[1] - again[0] == pytest.approx(48 * rows * 2 * 3 * 2048 * 768)
 
 
 def test_the_optimizer_moves_32_bytes_per_parameter_of_the_device():

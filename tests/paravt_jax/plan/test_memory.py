@@ -1,0 +1,67 @@
+"""Parts of the planned memory by hand. test_plan.py compares the whole with real arrays and the compiler."""
+
+import pytest
+
+from model_port.config import LoraConfig, preset
+from paravt_jax.bench.mesh_case import config_of
+from paravt_jax.config import PolicyConfig
+from paravt_jax.learner.packing import BatchShape
+from paravt_jax.learner.settings import LossConfig, OptimConfig
+from paravt_jax.plan.memory import Memory, Share, memory_of, sampled_adapter_values, share_of
+from paravt_jax.plan.run import PlannedRl
+from paravt_jax.plan.workload import adapter_params
+
+EIGHT_B = preset("8b")
+TEXT, TABLE = 8_190_735_360, 151_936 * 4096
+
+
+def share(mesh=(1, 1, 1), platform="gpu", **sections) -> Share:
+    config = config_of(mesh, rows=1, row_tokens=8192, dtype="bfloat16", **sections)
+    run = PlannedRl.of(config, EIGHT_B)
+    return share_of(run.update, EIGHT_B, run.largest_batch(), platform)
+
+
+def test_the_peak_is_the_largest_phase_beside_the_resident_memory():
+    assert Memory({"a": 1, "b": 10}, {"one": {"c": 100, "d": 1000}, "other": {"c": 500}}, {}).peak_bytes == 1111
+
+
+def test_the_copy_for_sampling_joins_adapters_of_the_same_input_on_gpus():
+    """There each B of queries, keys and values is one of three diagonal blocks, and of the MLP's inputs one of two."""
+    on_gpu, on_tpu = (sampled_adapter_values(EIGHT_B, 64, 1, platform) for platform in ("gpu", "tpu"))
+    assert on_tpu == adapter_params(64, EIGHT_B)
+    assert on_gpu - on_tpu == 36 * 64 * (2 * (4096 + 1024 + 1024) + 12288 + 12288)
+
+
+@pytest.mark.parametrize(
+    ("attention", "platform", "values"),
+    [
+        ("xla", "gpu", 8192**2),
+        ("kernel", "gpu", 8192 * 128),
+        ("blocked", "tpu", 8192**2 / 2),  # and the rest of the blocks on the diagonal
+        ("blocked", "gpu", 8192**2),
+    ],
+)
+def test_scores_of_a_form_take_float32_for_every_head(attention, platform, values):
+    for mesh, heads in (((1, 1, 1), 32), ((1, 1, 4), 8)):
+        policy = PolicyConfig(dtype="bfloat16", attention=attention)
+        num_bytes = share(mesh, platform, model=policy).score_bytes(3, 8192)
+        assert num_bytes == pytest.approx(3 * heads * 4 * values, rel=0.1)
+
+
+def test_offloaded_moments_and_reference_are_on_the_device_only_for_the_optimizer():
+    offloaded = share(optim=OptimConfig(offload=True), loss=LossConfig(kl_coef=0.1))
+    assert offloaded.resident(None).keys() == {"masters, float32", "frozen vision tower, float32"}
+    shape = BatchShape(1, 128, 4, 1, 8, 1)
+    phases = memory_of(offloaded.update, EIGHT_B, shape, None, "gpu").phases
+    assert [name for name, parts in phases.items() if "Adam moments, float32" in parts] == ["optimizer"]
+
+
+def test_a_batch_has_gradients_and_gathered_weights():
+    for mesh, parts in (((1, 1, 1), 1), ((1, 8, 1), 8)):
+        head, backward = share(mesh).head(), share(mesh).backward()
+        assert head["head, gathered"] == 2 * TABLE and head["gradient of the head, whole"] == 4 * TABLE
+        assert backward["gradients of the batch"] == pytest.approx(4 * TEXT / parts, rel=0.001)
+        assert share(mesh).layer()["a layer's weights, gathered"] == pytest.approx(
+            2 * (TEXT - 2 * TABLE) / 36, rel=0.001
+        )
+    assert "gradient of the head, whole" not in share(lora=LoraConfig(rank=64)).head()
