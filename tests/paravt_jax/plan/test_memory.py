@@ -4,10 +4,10 @@ import pytest
 
 from model_port.config import LoraConfig, preset
 from paravt_jax.bench.mesh_case import config_of
-from paravt_jax.config import PolicyConfig
+from paravt_jax.config import MeshConfig, PolicyConfig
 from paravt_jax.learner.packing import BatchShape
 from paravt_jax.learner.settings import LossConfig, OptimConfig
-from paravt_jax.plan.memory import Memory, Share, memory_of, sampled_adapter_values, share_of
+from paravt_jax.plan.memory import Memory, SamplerShape, Share, memory_of, sampled_adapter_values, share_of
 from paravt_jax.plan.run import PlannedRl
 from paravt_jax.plan.workload import adapter_params
 
@@ -51,6 +51,7 @@ def test_scores_of_a_form_take_float32_for_every_head(attention, platform, value
 def test_offloaded_moments_and_reference_are_on_the_device_only_for_the_optimizer():
     offloaded = share(optim=OptimConfig(offload=True), loss=LossConfig(kl_coef=0.1))
     assert offloaded.resident(None).keys() == {"masters, float32", "frozen vision tower, float32"}
+    assert share(loss=LossConfig(kl_coef=0.1)).resident(None)["reference"] == 2 * TEXT
     shape = BatchShape(1, 128, 4, 1, 8, 1)
     phases = memory_of(offloaded.update, EIGHT_B, shape, None, "gpu").phases
     assert [name for name, parts in phases.items() if "Adam moments, float32" in parts] == ["optimizer"]
@@ -65,3 +66,25 @@ def test_a_batch_has_gradients_and_gathered_weights():
             2 * (TEXT - 2 * TABLE) / 36, rel=0.001
         )
     assert "gradient of the head, whole" not in share(lora=LoraConfig(rank=64)).head()
+
+
+@pytest.mark.parametrize("beside_update", [True, False])
+def test_each_phase_has_the_arrays_that_are_alive_in_it(beside_update):
+    own, sampler = share(), SamplerShape(8, 32_768, MeshConfig(), beside_update)
+    memory = memory_of(own.update, EIGHT_B, own.batch, sampler, "gpu")
+    cache, sampling = {"key/value cache", "encoded frames"}, own.sampling(sampler).keys()
+    backward, learning = ["backward pass, a layer", "backward pass, the head"], ["frames", "optimizer"]
+
+    def phases_with(*names: str) -> list[str]:
+        return [phase for phase, parts in memory.phases.items() if parts.keys() >= {*names}]
+
+    assert phases_with(*sampling) == [*(backward + learning if beside_update else []), "rollout"]
+    assert phases_with("gradients of the step") == backward + learning
+    assert phases_with("batch") == [*backward, "frames"]
+    assert phases_with("gradients of the batch", "saved by the forward pass") == backward
+    assert phases_with("attention scores") + phases_with("logits of a chunk") == backward
+    assert phases_with("next copy for sampling") == ["publish"] * beside_update
+    assert phases_with("copy for sampling") == ["rollout"] * (not beside_update)
+    assert memory.phases["optimizer"]["gradients of the step"] == 4 * TEXT
+    assert ("copy for sampling" in memory.resident) == beside_update and cache <= memory.resident.keys()
+    assert memory.engine.keys() == (cache | {"copy for sampling"} | sampling if beside_update else cache)
