@@ -145,11 +145,11 @@ def test_a_time_is_rounded_before_it_becomes_minutes(seconds):
 
 
 @pytest.mark.parametrize("command", [ask, serve])
-@pytest.mark.parametrize("number", ["0", "many"])
-def test_the_overview_has_at_least_one_frame(command, number, capsys):
+@pytest.mark.parametrize("number", ["0", "4097", "many"])
+def test_the_overview_has_a_possible_number_of_frames(command, number, capsys):
     with pytest.raises(SystemExit, match="2"):
         command.make_parser().parse_args(["--frames", number, "a.mp4", "What?"])
-    assert f"argument --frames: {number} is not a number of at least 1" in capsys.readouterr().err
+    assert f"argument --frames: {number} is not a number from 1 to 4096" in capsys.readouterr().err
 
 
 def test_the_usage_of_ask_has_the_videos_before_the_question():
