@@ -364,7 +364,7 @@ class Share:
 
     def head(self) -> Parts:
         actions = self.batch.row_actions
-        num_chunks = -(-actions // min(HEAD_CHUNK_TOKENS, actions))
+        num_chunks = -(-actions // HEAD_CHUNK_TOKENS)
         logits = self.rows * -(-actions // num_chunks) * self.local.text.vocab_size
         hidden = self.rows * (self.batch.row_tokens + actions) * self.model.text.width
         residuals = self.text_residuals(self.compute)

@@ -61,6 +61,7 @@ def test_a_batch_has_gradients_and_gathered_weights():
     for mesh, parts in (((1, 1, 1), 1), ((1, 8, 1), 8)):
         head, backward = share(mesh).head(), share(mesh).backward()
         assert head["head, gathered"] == 2 * TABLE and head["gradient of the head, whole"] == 4 * TABLE
+        assert head["logits of a chunk"] == pytest.approx(2 * 4 * 256 * 151_936, rel=0.05)
         assert backward["gradients of the batch"] == pytest.approx(4 * TEXT / parts, rel=0.001)
         assert share(mesh).layer()["a layer's weights, gathered"] == pytest.approx(
             2 * (TEXT - 2 * TABLE) / 36, rel=0.001

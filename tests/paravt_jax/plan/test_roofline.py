@@ -328,6 +328,17 @@ def test_memory_traffic_by_hand():
     assert 3 * once < trained < 4 * once  # a pass, its recomputation, and a backward pass of one and a half
 
 
+@pytest.mark.parametrize(("kl_coef", "trained"), [(0.0, False), (0.1, True)])
+def test_the_flops_that_the_mathematics_requires_by_hand(kl_coef, trained):
+    """Without recomputation and padding: scores of a causal row, and logits of the scored tokens of two batches."""
+    update = planned(loss=LossConfig(kl_coef=kl_coef), optim=OptimConfig(train_vision=trained)).update
+    step = Step(BatchShape(8, 8192, 196, 8, 256, 64), num_batches=2, num_updates=1, num_tokens=100_000)
+    scores = 4 * 36 * 32 * 128 * 2 * 8 * 8192 * 8193 / 2
+    forward = 2 * layer_params(EIGHT_B) * 100_000 + 2 * TABLE * 2 * 8 * 256 + scores
+    vision = (3 if trained else 1) * 2 * 64 * frame_flops(EIGHT_B, 196)
+    assert needed_flops(update, EIGHT_B, step) == pytest.approx((4 if kl_coef else 3) * forward + vision)
+
+
 def test_dots_repeats_the_products_of_experts():
     dims, again = preset("30b-a3b"), []
     for remat in ("none", "dots"):
