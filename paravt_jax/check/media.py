@@ -72,9 +72,11 @@ async def timed(work: Awaitable[Result]) -> tuple[float, Result]:
 
 
 async def bytes_read_at_rest() -> int:
-    """Waits until no process reads, because starting a decoding process reads its modules."""
+    """Waits until no process reads, because starting a decoding process reads its modules; at most 6 s."""
     before, now = -1, bytes_read()
-    while now != before:
+    for _ in range(20):
+        if now == before:
+            break
         await asyncio.sleep(REST_S)
         before, now = now, bytes_read()
     return now
