@@ -66,7 +66,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def num_frames(text: str) -> int:
-    from paravt_jax.config.schema import MAX_FRAMES  # imported late, because --help does not need it
+    from paravt_jax.config import MAX_FRAMES  # imported late, because --help does not need it
 
     if not text.isdecimal() or not 1 <= int(text) <= MAX_FRAMES:
         raise argparse.ArgumentTypeError(f"{text} is not a number from 1 to {MAX_FRAMES}")

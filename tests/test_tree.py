@@ -41,7 +41,7 @@ PARTS = {  # parts of paravt_jax, lowest first, with the parts that each may imp
     "train": "config plan rl run",
     "sft": "config imitation plan run",
     "eval": "config evaluation run",
-    "ask": "asking run",
+    "ask": "asking config run",
     "serve": "ask asking run",
     "check": "bench config data learner plan rewards rl run sampling sft train",
     "prompts": "config evaluation run",

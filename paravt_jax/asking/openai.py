@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from paravt_jax.asking.answerer import Answer
-from paravt_jax.config.schema import MAX_FRAMES
+from paravt_jax.config import MAX_FRAMES
 from rollout.prompts import PastTurn
 
 Kind = Literal["video", "image"]

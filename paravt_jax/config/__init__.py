@@ -12,6 +12,7 @@ from paravt_jax.config.load import (
 from paravt_jax.config.schema import (
     AUTO as AUTO,
     DIRECT as DIRECT,
+    MAX_FRAMES as MAX_FRAMES,
     MIN_PIXELS as MIN_PIXELS,
     RELEASE_MODES as RELEASE_MODES,
     SINGLE_TURN_MODES as SINGLE_TURN_MODES,
