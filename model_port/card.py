@@ -104,8 +104,8 @@ vLLM and SGLang serve it as well: `vllm serve {{ name }}`, `python -m sglang.lau
 {% endif %}{% endif %}
 ## Evaluation
 {% if cells %}
-| split | calls | frames | scored by | score, % | 95 % interval | missing counted as wrong | samples |
-|---|---|---|---|---|---|---|---|
+| split | calls | frames | temperature | scored by | score, % | 95 % interval | missing counted as wrong | samples |
+|---|---|---|---|---|---|---|---|---|
 {% for row in rows %}| {{ row | join(" | ") }} |
 {% endfor %}{% if refused %}
 No headline score for {{ refused | join("; ") }}.
@@ -237,7 +237,7 @@ def read_cells(run: Path, model_names: Sequence[str]) -> Sequence[Cell]:
 def _row(cell: Cell, scorer: str, scores: Mapping[str, Any]) -> list[str]:
     count, (low, high) = cell["n"], scores["interval_95"]
     return [
-        *(_split(cell), cell["dispatch"], str(cell["frame_budget"]), SCORERS.get(scorer, scorer)),
+        *(_split(cell), cell["dispatch"], str(cell["frame_budget"]), _temperature(cell), SCORERS.get(scorer, scorer)),
         f"{100 * scores['score']:.1f}",
         f"{100 * low:.1f} to {100 * high:.1f}",
         f"{100 * scores['missing_as_wrong']:.1f}",
@@ -247,6 +247,10 @@ def _row(cell: Cell, scorer: str, scores: Mapping[str, Any]) -> list[str]:
 
 def _split(cell: Cell) -> str:
     return cell["split"] or "own data"
+
+
+def _temperature(cell: Cell) -> str:
+    return f"{temperature:g}" if (temperature := cell.get("temperature")) is not None else "—"
 
 
 def _certificate(cell: Cell) -> str:

@@ -97,6 +97,7 @@ CELL = {
     "split": "lvbench",
     "dispatch": "parallel",
     "frame_budget": 64,
+    "temperature": 0.7,
     "mode": "agentic",
     "num_samples": 1,
     "seed": 3,
@@ -135,7 +136,7 @@ def test_the_card_has_evaluation_scores_and_certificates_without_paths(trained, 
     own = {"split": None, "refused": "", "data": {"repository": "/secret/own.jsonl", "revision": None, "sha256": {}}}
     cells = read_cells(evaluated(tmp_path / "eval"), ["54"]) + read_cells(evaluated(tmp_path / "eval", **own), ["54"])
     card = make_card(trained, "me/policy", BASE, "bfloat16", has_recipe=True, cells=cells)
-    assert "| lvbench | parallel | 64 | ours | 39.8 | 37.0 to 42.5 | 39.8 | 1549 of 1549 |" in card
+    assert "| lvbench | parallel | 64 | 0.7 | ours | 39.8 | 37.0 to 42.5 | 39.8 | 1549 of 1549 |" in card
     assert "| own data | parallel |" in card and "lmms-lab/LVBench at abc (sha256 dddddddddddd)" in card
     assert "mode `agentic`, seed 3" in card and "No headline" not in card and "secret" not in card
 
