@@ -254,7 +254,7 @@ def own_id(row: dict[str, Any]) -> str | None:
     row_id = next(ids, None)
     if row_id is not None and len(row_id) > MAX_ID_CHARS:
         raise BadRow("id too long", f"it has {len(row_id)} characters, more than {MAX_ID_CHARS}")
-    return row_id
+    return row_id and checked_encodable(row_id, "an id")
 
 
 def unique_id(name: str, used: dict[str, int]) -> str:

@@ -196,7 +196,7 @@ BAD_ROWS = {
         *(rl_row(prompt="Which one?"), rl_row(prompt=[]), rl_row(prompt=messages(("system", "Which?")))),
         rl_row(prompt=messages(("user", [{"type": "text", "text": "Which?"}]))),
         *(rl_row(videos=["a.mp4"]), rl_row(videos=[{"path": "a.mp4"}]), rl_row(video="half\ud800.mp4")),
-        rl_row(videos=[{"video": "a.mp4", "subtitles": 5}]),
+        *(rl_row(videos=[{"video": "a.mp4", "subtitles": 5}]), rl_row(id="half\ud800"), rl_row(index="half\ud800")),
     ],
 }
 
