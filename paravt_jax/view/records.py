@@ -43,12 +43,15 @@ class Line(NamedTuple):
         try:
             with self.path.open("rb") as file:
                 file.seek(self.offset)
-                return json.loads(file.readline())
+                record = json.loads(file.readline())
+                if not isinstance(record, dict):
+                    raise ValueError("no record")
+                return record
         except FileNotFoundError:
             raise ValueError(f"{self.path} was moved while it was read; if the run has resumed, try again") from None
         except ValueError:
             raise ValueError(
-                f"{self.path}: line {self.number} is not valid JSON; if the run is running, try again, else restore "
+                f"{self.path}: line {self.number} is not a JSON object; if the run is running, try again, else restore "
                 f"the file, or remove the line"
             ) from None
 

@@ -67,10 +67,11 @@ def test_two_runs_on_the_same_data_show_the_same_episodes(tmp_path):
     assert names[0] == names[1] and len(set(names[0])) == 9
 
 
-def test_invalid_json_is_reported_with_its_line(tmp_path):
-    path = write_lines(tmp_path / "000001.jsonl", [{"id": "a"}, {"id": "b"}])
-    path.write_text(path.read_text().replace('"b"}', '"b"'))
-    with pytest.raises(ValueError, match=r"000001\.jsonl: line 2 is not valid JSON; .*restore the file"):
+@pytest.mark.parametrize("line", ['{"id": "b"', "[5]"])
+def test_a_line_without_a_json_object_is_reported(line, tmp_path):
+    path = write_lines(tmp_path / "000001.jsonl", [{"id": "a"}])
+    path.write_text(f"{path.read_text()}{line}\n")
+    with pytest.raises(ValueError, match=r"000001\.jsonl: line 2 is not a JSON object; .*restore the file"):
         list(chosen_of_steps([path], 5).records())
 
 
