@@ -4,7 +4,7 @@ Every host renders and packs all traces, because only packing decides which trac
 """
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from model_port.config import read_config
+from model_port.terminal import say
 from paravt_jax.config import SYNTHETIC, DataConfig, SftConfig, ValidationConfig, computed_on, to_record
 from paravt_jax.data.sample_order import SampleOrder, spread
 from paravt_jax.data.synthetic import held_out_name, row_sources
@@ -70,18 +71,16 @@ class SftRun:
     async def imitate(self, batch: TraceBatch) -> dict[str, float]:
         training = self.training
         data_s = time.monotonic() - training.began_step_s
+        traces = {
+            "the number of traces": batch.num_traces,
+            "the number of loss tokens": batch.num_loss_tokens,
+            "the number of the next trace": batch.after.next_visit,
+        }
+        self._check_same(traces, batch.problems)
         for problem in batch.problems:
             training.log.say(f"skipped: {problem}")
         training.log.phase("update")
         start_s = time.monotonic()
-        self.hosts.check_same(
-            lambda: {
-                "the number of traces": batch.num_traces,
-                "the number of loss tokens": batch.num_loss_tokens,
-                "the number of the next trace": batch.after.next_visit,
-            },
-            "the log above lists the skipped traces; all hosts must be able to read the same videos",
-        )
         own = [self._host_rows(packed) for packed in batch.batches]
         await training.compiled()
         metrics = await in_thread(lambda: training.learner.imitate(own, float(batch.num_loss_tokens)))
@@ -89,6 +88,16 @@ class SftRun:
         self.position = batch.after
         metrics |= {"time/data_s": data_s, "time/update_s": time.monotonic() - start_s}
         return metrics | await self._host_times()
+
+    def _check_same(self, traces: Mapping[str, int], problems: Sequence[str]) -> None:
+        """Raises on every host if hosts have different traces. Each shows its own problems, which only host 0 logs."""
+        advice = "the log of each host lists the traces that it skipped; all hosts must be able to read the same videos"
+        try:
+            self.hosts.check_same(lambda: traces, advice)
+        except ValueError:
+            for problem in problems:
+                say(f"skipped: {problem}")
+            raise
 
     async def _host_times(self) -> dict[str, float]:
         """Gathers the times that hosts spent on their own work, if there are several hosts."""
@@ -120,13 +129,19 @@ class SftRun:
         training.log.phase("validation")
         total, num_tokens, problems = 0.0, 0, list[str]()
         rendered = self.batches.batches_of(self.held_out, problems)
-        while batches := await training.directory.unless_stopped(anext(rendered, [])):
+        while True:
+            batches = await training.directory.unless_stopped(anext(rendered, []))
+            if batches is None:
+                return
+            num_loss_tokens = sum(int(np.count_nonzero(batch.loss_mask)) for batch in batches)
+            traces = {"the number of skipped traces": len(problems), "the number of loss tokens": num_loss_tokens}
+            self._check_same(traces, problems)
+            if not batches:
+                break
             for batch in map(self._host_rows, batches):
                 logp = await in_thread(partial(training.learner.log_probs, batch))
                 total -= float(logp[batch.loss_mask].sum(dtype=np.float64))
                 num_tokens += int(np.count_nonzero(batch.loss_mask))
-        if batches is None:
-            return
         for problem in [] if training.log.validated else problems:  # logged once, not after every validation
             training.log.say(f"left out of validation: {problem}")
         of_hosts = self.hosts.gather("validation", (total, num_tokens))

@@ -342,3 +342,20 @@ def test_a_run_on_changing_numbers_of_hosts_trains_like_one_host(nums, world, tm
         assert their_row == pytest.approx(our_row, rel=1e-3)
     ids, several_ids = ([episode["id"] for episode in episodes_of(tmp_path / run)] for run in ("one", "several"))
     assert ids == several_ids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("part", "video"),
+    [pytest.param("train", "seed0_0000_3.mp4", marks=pytest.mark.nightly), ("validation", "seed0_0004_3.mp4")],
+)
+def test_a_video_that_one_host_cannot_read_ends_all_with_its_name_in_that_hosts_log(part, video, world, tmp_path):
+    """The hosts would otherwise compute with different batches."""
+    other = shutil.copytree(world, tmp_path / "other")
+    (other / "videos" / video).write_bytes(bytes((world / "videos" / video).stat().st_size))
+    command = arguments(world, tmp_path / "run", "mesh.fsdp=2", f"data.{part}=${{oc.env:ROWS}}")
+    rows = [{"ROWS": str(folder / f"{part}.jsonl")} for folder in (world, other)]
+    hosts = several.start_command(tmp_path / "output", "paravt_jax.sft", command, own=rows).wait()
+    for host, ended in enumerate(hosts):
+        assert ended.code == 1 and "all hosts must be able to read the same videos" in ended.last_line, ended.output
+        assert (f"{video}: the video cannot be decoded" in ended.output) == (host == 1)
