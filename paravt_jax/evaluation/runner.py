@@ -77,8 +77,7 @@ class EpisodeRecorder:
         else:
             task = make_task(name, prompt, self.frame_budget)
             rollouts = await self.worker.run_group(task, prompt, self.num_samples)
-        official = self.split.official if self.split else None
-        return sample_record(key, sample, subtitles, [episode_record(each, sample, official) for each in rollouts])
+        return sample_record(key, sample, subtitles, [episode_record(each, sample, self.split) for each in rollouts])
 
     async def _subtitled(self, sample: Sample) -> tuple[Prompt, str]:
         """Adds the subtitle lines on screen in the frames. Returns the prompt, and "shown", "none" or "unreadable".

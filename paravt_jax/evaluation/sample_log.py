@@ -14,8 +14,7 @@ from typing import Any
 
 from model_port.output_dir import named
 from paravt_jax.config import EvalCell
-from paravt_jax.data.splits import Sample
-from paravt_jax.data.splits.public import Official
+from paravt_jax.data.splits import PublicSplit, Sample
 from paravt_jax.rewards.answers import interval, option_letter
 from paravt_jax.rewards.official import OFFICIAL, STRICT, reply_of
 from paravt_jax.rl.episodes import Rollout
@@ -89,14 +88,14 @@ def sample_record(key: str, sample: Sample, subtitles: str, episodes: Sequence[R
     }
 
 
-def episode_record(rollout: Rollout, sample: Sample, official: Official | None) -> Record:
+def episode_record(rollout: Rollout, sample: Sample, split: PublicSplit | None) -> Record:
     record = rollout.to_record() | {"metrics": rollout_metrics([rollout])}
     if rollout.missing or rollout.episode is None or rollout.terms is None:
         return record
     turns, prompt = [turn.text for turn in rollout.episode.turns], sample.prompt
     scores = {STRICT: rollout.terms.score}
-    if official is not None:
-        scores[OFFICIAL] = float(official(reply_of(turns), prompt.answer, sample.options))
+    if split is not None:
+        scores[OFFICIAL] = split.official_score(reply_of(turns), sample)
     overview = len(rollout.episode.ledger.segments[0].pictures)
     crops = sum(len(ledger.pictures) for ledger in rollout.episode.ledgers) - overview
     answered = is_answer(rollout.terms.prediction, prompt.question_type, prompt.question)

@@ -17,9 +17,11 @@ from typing import Any, get_args, get_origin
 from paravt_jax.data.prompts import PLACEHOLDER, Prompt
 from paravt_jax.data.rows import MAX_SHOWN_CHARS, BadRow, check_text, checked_encodable, nesting_checked, object_of
 from paravt_jax.rewards.terms import check_ground_truth
+from rollout.user_code import call_user_code
 
 LETTERS = "ABCDEFGHIJ"
 LETTERED = re.compile(r"^\s*\(?([A-J])[.):]\s*(\S.*?)\s*$")
+ROUNDING = 1e-6  # by which a score may leave the range
 ASK_LETTER = "Answer with the letter of the option."
 ASK_WORDS = "Answer in a few words."
 ASK_WINDOW = "Answer with [start, end] in seconds."
@@ -67,6 +69,17 @@ class PublicSplit:
             for text in _texts(row[name]):
                 check_text(checked_encodable(text, name), name)
         return replace(self.sample(row), row=row)
+
+    def official_score(self, reply: str, sample: Sample) -> float:
+        """The score of a reply by the benchmark's rule. Raises ValueError if the rule, which may be yours, fails."""
+        rule, name = f"the rule `official` of data.split, {self.name},", sample.prompt.id
+        try:
+            score = call_user_code(lambda: float(self.official(reply, sample.prompt.answer, sample.options)))
+        except Exception as problem:
+            raise ValueError(f"{rule} failed on sample {name}: {type(problem).__name__}: {problem}") from problem
+        if not -ROUNDING <= score <= 1 + ROUNDING:
+            raise ValueError(f"{rule} returned {score:g} for sample {name}, expected a score from 0 to 1")
+        return score
 
 
 def holds(value: Any, kind: Any) -> bool:

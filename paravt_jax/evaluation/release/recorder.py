@@ -54,7 +54,7 @@ class ReleaseRecorder:
 
     def _scored(self, question: ReleaseQuestion, sample: Sample, dialogue: ReleaseDialogue) -> Record:
         score = question.score(dialogue.final) if not dialogue.malformed else 0.0
-        official = self.split.official(reply_of([dialogue.final]), sample.prompt.answer, sample.options)
+        official = self.split.official_score(reply_of([dialogue.final]), sample)
         prediction = question.prediction(dialogue.final)
         return {
             "missing": False,

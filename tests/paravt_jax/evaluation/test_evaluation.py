@@ -202,6 +202,21 @@ def test_a_rule_of_your_own_may_return_a_number_of_numpy(evaluator, tmp_path, mo
     assert cell["scores"]["official"]["score"] == 0.5
 
 
+@pytest.mark.parametrize(
+    ("rule", "problem"),
+    [
+        (lambda *_: float("nan"), r"returned nan for sample v0_0, expected a score from 0 to 1"),
+        (lambda *_: 100, r"returned 100 for sample v0_0, expected a score from 0 to 1"),
+        (lambda *_: sys.exit("no"), r"failed on sample v0_0: RuntimeError: SystemExit: no"),
+        (lambda *_: {}["lid"], r"failed on sample v0_0: KeyError: 'lid'"),
+    ],
+)
+def test_a_rule_of_your_own_that_gives_no_score_is_named(rule, problem, evaluator, tmp_path, monkeypatch):
+    monkeypatch.setitem(SPLITS, "longvideobench", replace(SPLITS["longvideobench"], official=rule))
+    with pytest.raises(ValueError, match=rf"the rule `official` of data\.split, longvideobench, {problem}"):
+        evaluator("A").run(config_of("longvideobench", tmp_path / "copy"))
+
+
 def test_a_certificate_has_counts_frames_data_hashes_and_scores(evaluator, tmp_path, complete):
     config = config_of("longvideobench", tmp_path / "copy")
     (cell,) = evaluator("B").run(config)
