@@ -207,6 +207,11 @@ class Replay:
         turns, paths = [], dict(zip((v["path"] for v in record["videos"]), overview.task.videos, strict=False))
         for turn in record["turns"]:
             written = find_calls(turn["text"], self.worker.agent.signatures)[: len(turn["calls"])]
+            if len(written) < len(turn["calls"]):
+                raise ValueError(
+                    f"{self.log.run_dir} has {len(turn['calls'])} calls in a turn of {record['id']}, but "
+                    f"{len(written)} are found now: set rollout.tools as in the run, or replay it with its git_commit"
+                )
             logged = zip(written, turn["calls"], strict=True)
             calls = [await self._call(call, of_call, paths) for call, of_call in logged]
             text = turn["text"], turn["finish"], tuple(turn["token_span"])

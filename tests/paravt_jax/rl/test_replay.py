@@ -144,7 +144,11 @@ def test_a_log_of_other_data_videos_or_versions_is_rejected(played, chat, tmp_pa
     with pytest.raises(ValueError, match="frames differ from the run"):
         replayed(run_dir, chat, frames=FakeFrames(duration_s=32))
     path = run_dir / "episodes" / "000001.jsonl"
-    path.write_text(path.read_text().replace('"reason"', '"why"'))
+    log = path.read_text()
+    path.write_text(log.replace("</tool_call>", "</call>").replace("<tool_call>", "<call>"))
+    with pytest.raises(ValueError, match=r"has 1 calls in a turn of .*, but 0 are found now: set rollout\.tools as"):
+        replayed(run_dir, chat)
+    path.write_text(log.replace('"reason"', '"why"'))
     message = "of step 1 has no 'reason', because another version logged it; replay it with"
     with pytest.raises(ValueError, match=message):
         replayed(run_dir, chat)
