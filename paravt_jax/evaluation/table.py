@@ -17,12 +17,13 @@ from paravt_jax.rewards.release import RELEASE
 from paravt_jax.run.output_file import OutputFile
 
 NOT_MEASURED, NOT_PUBLISHED = "not measured", "—"
+BY_SPLIT = ("agentic_general", "agentic_minimal")  # the release's modes that eval.mode=agentic chooses by split
 ROW_HEIGHT_IN, COLUMN_WIDTH_IN, NAME_WIDTH_IN = 0.28, 1.35, 4.2
 
 
 @dataclass
 class OwnRow:
-    """A row of a table: a policy on one or more splits, with the same settings unless the protocol is the release's."""
+    """A row of a table: a policy on one or more splits, with the same mode and settings; BY_SPLIT are one mode."""
 
     name: str
     published: str = ""  # the published row that this row reproduces
@@ -77,8 +78,9 @@ def read_rows(runs: Iterable[Path]) -> list[OwnRow]:
 
 def _name(cell: dict[str, Any]) -> str:
     model = cell["model"]["path"]
-    if cell.get("protocol") == RELEASE:  # the mode may depend on the split
-        return f"{model}, release's protocol"
+    if cell.get("protocol") == RELEASE:
+        mode = "agentic" if cell["mode"] in BY_SPLIT else cell["mode"]
+        return f"{model}, release's protocol, {mode}"
     temperature = f", temperature {cell['temperature']:g}" if cell.get("temperature") else ""
     return f"{model}, {cell['mode']}, {cell['dispatch']}, {cell['frame_budget']} frames{temperature}"
 

@@ -336,7 +336,10 @@ def test_a_batch_resumes_continues_after_a_failure_and_draws_the_table(copy_of, 
     start()
     assert len(bodies) == done
     output = capsys.readouterr().out
-    assert output.count("| Time-R1-7B | 58.9 |") == 2 and f"ours: {MODEL}, release's protocol, release |" in output
+    assert (
+        output.count("| Time-R1-7B | 58.9 |") == 2
+        and f"ours: {MODEL}, release's protocol, reasoning, release |" in output
+    )
 
 
 def test_every_open_row_of_table_1_has_a_config():

@@ -107,7 +107,7 @@ def test_a_killed_batch_of_all_splits_resumes_and_draws_the_table(server, data, 
         assert lines[: len(before[split])] == before[split] and len(lines) == NUM_ROWS, split
         assert (cell["protocol"], cell["n"]["missing"], cell["frames"]["min"]) == ("release", {}, 64), split
         assert cell["metrics"]["tool_calls_mean"] == 1 and cell["crop_frames"]["min"] == 2, split
-    assert f"| ours: {MODEL}, release's protocol, release |" in output.read_text()
+    assert f"| ours: {MODEL}, release's protocol, agentic, release |" in output.read_text()
 
 
 def config_of(data: Path, run_dir: Path, urls: str, *overrides: str) -> EvalConfig:

@@ -9,7 +9,7 @@ from paravt_jax.evaluation.published import TABLES
 from paravt_jax.evaluation.table import draw, markdown, read_rows
 
 
-def make_run(directory, split="mlvu", refused="", score=0.5, dispatch="parallel", temperature=None):
+def make_run(directory, split="mlvu", refused="", score=0.5, dispatch="parallel", temperature=None, **more):
     scores = {"score": score, "interval_95": [score - 0.01, score + 0.02]}
     cell = {
         "split": split,
@@ -21,6 +21,7 @@ def make_run(directory, split="mlvu", refused="", score=0.5, dispatch="parallel"
         "refused": refused,
         "n": {"answered": 10, "unanswered": 1, "expected": 2174},
         "scores": {"strict": scores, "official": {"score": 1.0, "interval_95": [1.0, 1.0]}},
+        **more,
     }
     directory.mkdir()
     (directory / "eval.json").write_text(json.dumps({"cells": [cell]}))
@@ -67,6 +68,13 @@ def test_each_dispatch_and_temperature_has_its_own_row(tmp_path):
     runs.append(make_run(tmp_path / "warm", temperature=0.7))
     names = ["parallel, 64 frames", "none, 64 frames", "parallel, 64 frames, temperature 0.7"]
     assert [row.name for row in read_rows(runs)] == [f"trained.hf, agentic, {name}" for name in names]
+
+
+def test_each_mode_of_the_releases_protocol_has_its_own_row_unless_it_depends_on_the_split(tmp_path):
+    modes = {"direct": "mlvu", "reasoning": "lvbench", "agentic_general": "mmvu", "agentic_minimal": "charades"}
+    runs = [make_run(tmp_path / mode, split, mode=mode, protocol="release") for mode, split in modes.items()]
+    rows = {row.name.rpartition(", ")[2]: list(row.cells) for row in read_rows(runs)}
+    assert rows == {"direct": ["mlvu"], "reasoning": ["lvbench"], "agentic": ["mmvu", "charades"]}
 
 
 def test_contradictory_runs_are_rejected(tmp_path):
