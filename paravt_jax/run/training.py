@@ -233,7 +233,7 @@ class Training:
             if remark:
                 run_log.say(remark)
         parts = EpisodeParts(directory.bucket or directory.path, hosts)
-        if hosts.leads and hosts.num > 1:
+        if hosts.leads:
             parts.clear()
         return cls(
             directory,

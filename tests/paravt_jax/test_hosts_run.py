@@ -165,7 +165,9 @@ def test_a_run_resumes_bit_for_bit_after_a_stop_and_a_kill_of_host_0(stopped, un
 def test_a_run_of_two_hosts_resumes_on_one_after_a_kill(stopped, undisturbed, tmp_path):
     run_dir = shutil.copytree(stopped[0], tmp_path / "run")
     kill(start(tmp_path / "output", run_dir), 1, "resuming after step")
+    (run_dir / "episodes" / ".000003.host1.part").touch()  # of a host that was killed
     ended_well(start(tmp_path / "output again", run_dir, 1))
+    assert not list((run_dir / "episodes").glob(".*"))
     assert ids_in(run_dir) == ids_in(undisturbed)
     for ours, theirs in zip(metrics_of(undisturbed), metrics_of(run_dir), strict=True):
         assert theirs == pytest.approx(ours, rel=2e-3, abs=1e-5)  # float sums have another order
