@@ -95,11 +95,12 @@ def check_not_in_a_run(run_dir: str) -> None:
 
 def check_kind(settings: Mapping[str, Any], directory: Path) -> None:
     """Raises if this run would replace the config.json of a model, or of another kind of run with results."""
-    if (directory / SETTINGS_FILE).exists() and not load_settings(directory):
+    record = load_settings(directory)
+    if not record and (directory / SETTINGS_FILE).exists():
         raise ValueError(
             f"run_dir={directory} has a {SETTINGS_FILE} that is not a run's, perhaps a model's; choose another run_dir"
         )
-    configs = settings_of(directory), settings
+    configs = record.get("config", {}), settings
     old, new = (next((kind for section, kind in KINDS.items() if section in config), "") for config in configs)
     has_results = (directory / METRICS_FILE).exists() or any(directory.glob("samples_*.jsonl"))
     if has_results and old and old != new:
