@@ -147,6 +147,7 @@ class SftRun:
         of_hosts = self.hosts.gather("validation", (total, num_tokens))
         total, num_tokens = (sum(column) for column in zip(*of_hosts, strict=True))
         if not num_tokens:
+            self.hosts.all_failed = True
             raise RuntimeError(f"no trace of data.validation={self.held_out_path} can be rendered")
         metrics = {
             "validation/loss": total / num_tokens,

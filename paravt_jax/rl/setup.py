@@ -332,6 +332,7 @@ async def _check_parity(engine: SGLangEngine, run: Run) -> None:
     checks = run.hosts.leads or not run.engine_settings.connects
     problem = await _parity_problem(engine, scorer, run) if checks else ""
     if problem := next(filter(None, await run.hosts.gather_async("parity", problem)), ""):
+        run.hosts.all_failed = True
         raise RuntimeError(problem)
 
 

@@ -54,6 +54,7 @@ class Hosts:
 
     def __init__(self, index: int = 0, num: int = 1):
         self.index, self.num = index, num
+        self.all_failed = False  # set before an error that every host raises
 
     @property
     def leads(self) -> bool:
@@ -70,6 +71,7 @@ class Hosts:
         messages = _allgather_bytes(json.dumps([name, value], default=as_json).encode())
         names, values = zip(*map(json.loads, messages), strict=True)
         if len(set(names)) > 1:
+            self.all_failed = True
             points = ", ".join(f"host {host} at {other!r}" for host, other in enumerate(names))
             raise RuntimeError(f"the hosts are at different points of the program: {points}")
         return list(values)
@@ -93,6 +95,7 @@ class Hosts:
         for host, (hostname, other) in enumerate(other_hosts, 1):
             differ = [name for name in {**first, **other} if first.get(name) != other.get(name)]
             if differ:
+                self.all_failed = True
                 lines = [f"{name} is {other.get(name)}, not {first.get(name)}" for name in differ]
                 more = f", and {len(differ) - MAX_DIFFERENCES} more" if len(differ) > MAX_DIFFERENCES else ""
                 raise ValueError(
@@ -113,13 +116,14 @@ def joined(config: HostsConfig) -> Iterator[Hosts]:
     if not config.coordinator:
         yield ALONE
         return
+    hosts = Hosts(config.index, config.num)
     try:
         lock = _lock(config)
         hosts = _connect(config)
         yield hosts
         hosts.gather("end", None)
     except BaseException as problem:
-        _exit(problem, leads=config.index == 0)
+        _exit(problem, hosts)
     import jax
 
     jax.distributed.shutdown()
@@ -278,7 +282,7 @@ def as_json(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} cannot be sent to other hosts")
 
 
-def _exit(problem: BaseException, leads: bool) -> NoReturn:
+def _exit(problem: BaseException, hosts: Hosts) -> NoReturn:
     if DEBUG_FLAG in sys.argv[1:]:
         traceback.print_exception(problem)
     while isinstance(problem, BaseExceptionGroup):
@@ -289,6 +293,10 @@ def _exit(problem: BaseException, leads: bool) -> NoReturn:
     of_jax = type(problem).__name__ == "JaxRuntimeError" or JAX_STATUS.match(str(problem))
     lost = "; another host may have failed, see its log" if of_jax else ""
     say(f"error: {one_line(problem)}{lost}")
-    if leads:
+    if hosts.all_failed:  # waits for hosts that report the error later, because they still compile a program
+        import jax
+
+        wait([in_background(jax.distributed.shutdown)], SHUTDOWN_S)
+    elif hosts.leads:
         time.sleep(LAST_WORDS_S)
     os._exit(FAILED)

@@ -95,6 +95,19 @@ def test_different_values_end_both_hosts_with_one_error(ended):
         assert "host 1 (" in host.output and "train.num_steps is 6, not 5; start all with the same" in host.output
 
 
+def differ_and_close_slowly(hosts):
+    try:
+        differ(hosts)
+    finally:
+        time.sleep(3 * several.hosts.LAST_WORDS_S * hosts.index)
+
+
+def test_a_host_that_closes_slowly_reports_the_error_before_jax_ends_it(tmp_path):
+    """A run that ends first waits for the program that is being compiled, which takes longer on some hosts."""
+    for ended in several.start_work(tmp_path, differ_and_close_slowly).wait(100):
+        assert ended.code == 1 and "train.num_steps is 6, not 5" in ended.last_line, ended.output
+
+
 def test_a_single_host_gets_its_own_values():
     assert ALONE.gather("anything", {"a": 1}) == [{"a": 1}] and ALONE.leads
     assert ALONE.host_0_first(lambda: 5) == 5
