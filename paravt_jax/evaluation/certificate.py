@@ -72,7 +72,7 @@ def why_refused(counts: Mapping[str, Any]) -> str:
         return ""
     reasons = [f"{count} missing ({reason})" for reason, count in counts["missing"].items()]
     reasons += [f"{counts['not_played']} not run"] if counts["not_played"] else []
-    reasons += [f"the data has {counts['rows']} rows"] if counts["rows"] != expected else []
+    reasons += [f"the run has {counts['rows']} rows"] if counts["rows"] != expected else []
     return f"{num_complete} of {expected} samples: {', '.join(reasons)}"
 
 

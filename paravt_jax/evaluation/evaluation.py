@@ -92,8 +92,9 @@ class Evaluation:
         write_json(file, cell)
 
     @property
-    def _num_rows(self) -> int:
-        return len(self.samples) + sum(self.loaded.bad.values())
+    def _bad(self) -> Mapping[str, int]:
+        """The bad rows. A shard, or a run of the first prompts only, does not count them."""
+        return self.loaded.bad if len(self.samples) == len(self.loaded.samples) else {}
 
     def cell(self, spec: EvalCell) -> Cell:
         return json.loads(self._cell_file(spec).read_bytes())
@@ -158,7 +159,8 @@ class Evaluation:
         about = cell_provenance(self.provenance, episode, spec.frame_budget, _played_by(self.directory))
         if sent := digest_of_requests(results):
             about["hashes"] |= {"requests": sent}
-        return certificate(self.loaded.split, self._num_rows, self.loaded.bad, results, about)
+        num_rows = len(self.samples) + sum(self._bad.values())
+        return certificate(self.loaded.split, num_rows, self._bad, results, about)
 
 
 def _certificate_in(file: Path) -> Cell:

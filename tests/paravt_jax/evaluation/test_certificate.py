@@ -18,7 +18,7 @@ def sample(*scores, missing=False):
     [
         (10, 10, ""),
         (9, 10, "9 of 10 samples: 1 not run"),
-        (10, 11, "10 of 10 samples: 1 not run, the data has 11 rows"),
+        (10, 11, "10 of 10 samples: 1 not run, the run has 11 rows"),
     ],
 )
 def test_a_headline_needs_exactly_the_published_samples(answered, rows, reason):

@@ -392,6 +392,17 @@ def test_a_certificate_of_earlier_rows_is_replaced_when_a_shard_has_run_the_new_
     assert scores == [1.0, 0.0]
 
 
+@pytest.mark.parametrize(("shard", "settings"), [(None, ["eval.max_prompts=2"]), ((1, 2), [])])
+def test_bad_rows_do_not_count_in_a_part_of_the_rows(shard, settings, evaluator, tmp_path):
+    (tmp_path / "a.mp4").touch()
+    rows = [rl_row(answer=gold) for gold in ("A", "B", "A", "Z")]
+    write_lines(tmp_path / "rl.jsonl", rows)
+    settings = ["data.split=", "data.max_bad_frac=0.5", *settings]
+    (cell,) = evaluator("A").run(config_of("own", tmp_path, f"data.validation={tmp_path}/rl.jsonl", *settings), shard)
+    assert (cell["n"]["rows"], cell["n"]["missing"], cell["n"]["not_played"]) == (2, {}, 0)
+    assert cell["scores"]["strict"]["missing_as_wrong"] == cell["scores"]["strict"]["score"]
+
+
 def test_merged_shards_equal_an_evaluation_without_shards(evaluator, tmp_path):
     copy = tmp_path / "copy"
     unsharded = evaluator("A").run(config_of("longvideobench", copy, f"run_dir={tmp_path / 'unsharded'}"))
@@ -660,6 +671,6 @@ def test_the_command_fails_without_a_headline(evaluator, tmp_path, monkeypatch, 
     command.main()
     assert "| none | 3 | strict | 50.0 |" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["eval"])
-    with pytest.raises(RuntimeError, match="no headline for none, 3 frames: 3 of 1337 samples: the data has 3 rows"):
+    with pytest.raises(RuntimeError, match="no headline for none, 3 frames: 3 of 1337 samples: the run has 3 rows"):
         command.main()
     assert "| none | 3 | strict | 33.3 |" in capsys.readouterr().out
