@@ -132,7 +132,7 @@ def _choose(runs: Sequence[LoggedRun], max_episodes: int) -> list[Chosen]:
     return [
         chosen_of_steps([path for step, path in steps_of_run.items() if step in common], share)
         if steps_of_run
-        else chosen_of_cells(cells_of(run.path), share // _num_samples(run))
+        else chosen_of_cells(cells_of(run.path), share, _num_samples(run))
         for run, steps_of_run in zip(runs, steps, strict=True)
     ]
 

@@ -64,6 +64,7 @@ class Chosen:
     num_parts_shown: int = 0
     num_parts: int = 0
     questions: dict[tuple[Path, bytes], Line] = field(default_factory=dict)  # (file, visit) -> a line with its question
+    max_per_sample: int | None = None  # episodes of an evaluation's sample, if not all
 
     def records(self) -> Iterator[Record]:
         """Yields episodes. Unstarted ones get a sibling's question; evaluation episodes get their sample's fields."""
@@ -72,7 +73,7 @@ class Chosen:
             if "episodes" in record:
                 shared = {name: value for name, value in record.items() if name not in ("episodes", "key", "id")}
                 shared["cell"] = line.path.stem.removeprefix(SAMPLES)
-                for number, episode in enumerate(record["episodes"]):
+                for number, episode in enumerate(record["episodes"][: self.max_per_sample]):
                     yield {**shared, **episode, "id": f"{record['id']}/{number}"}
             else:
                 sibling = None if line.has_question else self.questions.get((line.path, line.visit))
@@ -108,15 +109,20 @@ def chosen_of_steps(paths: Sequence[Path], max_episodes: int) -> Chosen:
     return Chosen(lines, num_shown, len(paths), questions)
 
 
-def chosen_of_cells(cells: dict[str, list[Path]], max_episodes: int) -> Chosen:
-    """Chooses equally many samples per cell, and the same samples where cells share them."""
+def chosen_of_cells(cells: dict[str, list[Path]], max_episodes: int, episodes_per_sample: int = 1) -> Chosen:
+    """Chooses equally many samples per cell, and the same samples where cells share them.
+
+    If not even one sample fits, chooses some of its episodes.
+    """
     lines: list[Line] = []
-    num_shown = min(len(cells), max_episodes)
+    max_samples = max(1, max_episodes // episodes_per_sample) if max_episodes else 0
+    num_shown = min(len(cells), max_samples)
     chosen_paths = [list(cells.values())[number] for number in evenly(len(cells), num_shown)]
     for number, paths in counted(list(enumerate(chosen_paths)), "finding samples", "cell"):
-        quota = max_episodes // num_shown + (number < max_episodes % num_shown)
+        quota = max_samples // num_shown + (number < max_samples % num_shown)
         lines += _pick(samples_of(paths), quota, "")
-    return Chosen(lines, num_shown, len(cells))
+    max_per_sample = max_episodes if max_episodes < episodes_per_sample else None
+    return Chosen(lines, num_shown, len(cells), max_per_sample=max_per_sample)
 
 
 def samples_of(paths: Iterable[Path]) -> list[Line]:

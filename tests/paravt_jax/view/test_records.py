@@ -48,6 +48,13 @@ def test_fewer_episodes_than_cells_are_spread_over_the_cells(tmp_path):
     assert [line.path.stem for line in chosen.lines] == ["samples_none_0", "samples_none_3", "samples_none_6"]
 
 
+@pytest.mark.parametrize("max_episodes", [0, 1, 3, 4, 8])
+def test_as_many_episodes_are_shown_as_fit_if_a_sample_has_several(max_episodes, tmp_path):
+    samples = [{"id": name, "key": name, "episodes": [{}] * 4} for name in "ab"]
+    cells = {"none_8": [write_lines(tmp_path / "samples_none_8.jsonl", samples)]}
+    assert len([*chosen_of_cells(cells, max_episodes, 4).records()]) == max_episodes
+
+
 def test_the_newest_line_of_a_sample_counts_unless_it_is_missing(tmp_path):
     def line(key, name, missing):
         return {"key": key, "id": name, "episodes": [{"missing": missing}]}
