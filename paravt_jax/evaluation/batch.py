@@ -88,14 +88,23 @@ def main(arguments: list[str], run_eval: RunEval, set_up: Callable[[], None]) ->
     set_up()
     problems = run_jobs(jobs, run_eval)
     run_dirs = [Path(config.run_dir) for config in jobs.values()]
-    if finished := [run_dir for run_dir in run_dirs if (run_dir / RESULTS_FILE).is_file()]:
-        show(finished, png)
+    finished = [run_dir for run_dir in run_dirs if (run_dir / RESULTS_FILE).is_file()]
+    try:
+        if finished:
+            show(finished, png)
+    except (ValueError, OSError) as problem:
+        if not problems:
+            raise
+        raise RuntimeError(f"{_summary(problems, len(jobs))}; no table: {problem}") from None
     if problems:
-        names_of = {problem: [name for name in problems if problems[name] == problem] for problem in problems.values()}
-        listing = "; ".join(
-            f"{name}{f' and {len(others)} more' if others else ''}: {problem}"
-            for problem, (name, *others) in names_of.items()
-        )
-        raise RuntimeError(
-            f"{len(problems)} of {len(jobs)} evaluations are not complete; run the same command to resume. {listing}"
-        )
+        raise RuntimeError(_summary(problems, len(jobs)))
+
+
+def _summary(problems: Mapping[str, str], num_jobs: int) -> str:
+    """Lists every problem once, with the first job that has it."""
+    names_of = {problem: [name for name in problems if problems[name] == problem] for problem in problems.values()}
+    listing = "; ".join(
+        f"{name}{f' and {len(others)} more' if others else ''}: {problem}"
+        for problem, (name, *others) in names_of.items()
+    )
+    return f"{len(problems)} of {num_jobs} evaluations are not complete; run the same command to resume. {listing}"

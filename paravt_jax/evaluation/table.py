@@ -28,6 +28,7 @@ class OwnRow:
     name: str
     published: str = ""  # the published row that this row reproduces
     cells: dict[str, dict[str, Any]] = field(default_factory=dict)  # by split
+    runs: dict[str, Path] = field(default_factory=dict)  # by split
 
     def score(self, split: str, scorer: str) -> str:
         cell = self.cells.get(split)
@@ -67,8 +68,11 @@ def read_rows(runs: Iterable[Path]) -> list[OwnRow]:
             name = _name(cell)
             row = rows.setdefault(name, OwnRow(name, cell.get("published_row", "")))
             if cell["split"] in row.cells and row.cells[cell["split"]] != cell:
-                raise ValueError(f"{run} and another run both have {cell['split']} of {name}; name only one")
-            row.cells[cell["split"]] = cell
+                raise ValueError(
+                    f"{row.runs[cell['split']]} and {run} both have {cell['split']} of {name}; give `paravt eval table` "
+                    f"only one"
+                )
+            row.cells[cell["split"]], row.runs[cell["split"]] = cell, run
     if not rows:
         raise ValueError(
             "these runs have no cells of public splits (data.split); `paravt view RUN…` compares runs on your own rows"

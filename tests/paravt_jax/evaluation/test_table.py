@@ -1,10 +1,12 @@
 """The published tables with our runs next to them."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from paravt_jax.data.splits import SPLITS
+from paravt_jax.evaluation import batch
 from paravt_jax.evaluation.published import TABLES
 from paravt_jax.evaluation.table import draw, markdown, read_rows
 
@@ -78,7 +80,7 @@ def test_each_mode_of_the_releases_protocol_has_its_own_row_unless_it_depends_on
 
 
 def test_contradictory_runs_are_rejected(tmp_path):
-    message = r"and another run both have mlvu of trained\.hf, agentic, parallel, 64 frames"
+    message = r"/a and \S+/b both have mlvu of trained\.hf, agentic, parallel, 64 frames; give `paravt eval table` only"
     with pytest.raises(ValueError, match=message):
         read_rows([make_run(tmp_path / "a"), make_run(tmp_path / "b", score=0.6)])
     with pytest.raises(ValueError, match=r"has no eval\.json; give the run_dir"):
@@ -89,6 +91,23 @@ def test_contradictory_runs_are_rejected(tmp_path):
             read_rows([tmp_path])
     with pytest.raises(ValueError, match="no cells of public splits"):
         read_rows([make_run(tmp_path / "c", split=None)])
+
+
+def test_a_batch_whose_table_fails_still_lists_its_incomplete_evaluations(tmp_path):
+    for name in "abc":
+        (tmp_path / f"{name}.yaml").write_text("model: {path: trained.hf}")
+    (tmp_path / "runs").mkdir()
+
+    async def run_eval(config):
+        (run_dir := Path(config.run_dir)).parent.mkdir()
+        if run_dir.parent.name == "c":
+            raise ValueError("gone")
+        make_run(run_dir, score=0.5 if run_dir.parent.name == "a" else 0.6)
+        return []
+
+    ends = r"1 of 3 .* not complete; .*c, mlvu: gone; no table: \S+/a/mlvu and \S+/b/mlvu both have mlvu of trained\.hf"
+    with pytest.raises(RuntimeError, match=ends):
+        batch.main([str(tmp_path), "--splits", "mlvu", "--run-dir", str(tmp_path / "runs")], run_eval, lambda: None)
 
 
 @pytest.mark.slow
