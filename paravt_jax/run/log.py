@@ -201,10 +201,16 @@ def load_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 def rows_by_step(path: Path) -> dict[int, dict[str, Any]]:
     """Reads a metrics file's rows by step; empty if the file does not exist."""
-    try:
-        return {row["step"]: row for row in load_jsonl(path)} if path.exists() else {}
-    except (KeyError, TypeError):
-        raise ValueError(f"{path} is not a run's log: a line has no step; give another run_dir") from None
+    return {row["step"]: row for row in _load_steps(path)} if path.exists() else {}
+
+
+def _load_steps(path: Path) -> Iterator[dict[str, Any]]:
+    for number, row in enumerate(load_jsonl(path), 1):
+        step = row.get("step") if isinstance(row, dict) else None
+        if not isinstance(step, int):
+            problem = "has no step" if step is None else f"has the step {json.dumps(step)}, which is not an integer"
+            raise ValueError(f"{path} is not a run's log: line {number} {problem}; give another run_dir")
+        yield row
 
 
 def last_step(run_dir: Path) -> int:
@@ -219,7 +225,7 @@ def _supersede_later(run_dir: Path, first_step: int) -> Path | None:
     )
     for path in (run_dir / METRICS_FILE, run_dir / VALIDATION_FILE):
         if path.exists():
-            rows = list(load_jsonl(path))
+            rows = list(_load_steps(path))
             if later := [row for row in rows if row["step"] > first_step]:
                 write_rows(aside / path.name, later)
             write_rows(path, [row for row in rows if row["step"] <= first_step])  # drops an incomplete last line
