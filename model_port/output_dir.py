@@ -8,6 +8,7 @@ mistyped path nor a user's own file in one of our directories can therefore lose
 """
 
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from model_port.bucket import UPLOADING, Bucket, is_address, upload_directory
 from model_port.json_files import Section, read_object
@@ -26,7 +28,8 @@ from model_port.layout import absolute_path
 from model_port.progress import BYTES, in_units
 
 LOCK_FILE = ".lock"
-LIST_FILE = ".written_by_paravt_jax.json"  # the directory's name, and each file's size and modification time
+LIST_FILE = ".written_by_paravt_jax.json"  # the directory's name, each file's size and time, and small files' checksums
+SUMMED_BYTES = 2**24  # weights are larger, and are not read again for a checksum
 GIB = 2**30
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # pathlib merges two slashes into one
 
@@ -81,7 +84,7 @@ def output_directory(
             check_replaceable(dst, force, source)
             check_free_disk(dst, needed_bytes)
             yield partial
-            (partial / LIST_FILE).write_text(json.dumps({"name": dst.name, "files": _files(partial)}))
+            (partial / LIST_FILE).write_text(json.dumps(_list_of(partial, dst.name)))
             _sync(partial)
             if dst.exists():
                 dst.rename(replaced)
@@ -153,13 +156,29 @@ def _why_not_ours(directory: Path) -> str:
         return "was not written by this program" if any(directory.iterdir()) else ""
     try:
         written = Section(str(listed), read_object(listed))
-        name, sizes = written.text("name"), written.section("files").values
+        name, statuses = written.text("name"), written.section("files").values
+        sums = written.section("sums", default={}).values  # older lists have none
     except ValueError as problem:
         return f"has a list of files that this program did not write ({problem})"
     if name != directory.name:
         return f"was written as {name} and moved here"
-    changed = sorted(name for name, status in files.items() if sizes.get(name) != status)
+    changed = sorted(name for name, status in files.items() if statuses.get(name) != status)
+    # A copy without the modification times is still ours
+    changed = [name for name in changed if not sums.get(name) or sums[name] != _sum(directory / name)]
     return f"has {changed[0]}, which was added or changed after it was written" if changed else ""
+
+
+def _list_of(directory: Path, name: str) -> dict[str, Any]:
+    files = _files(directory)
+    sums = {file: checksum for file in files if (checksum := _sum(directory / file))}
+    return {"name": name, "files": files, "sums": sums}
+
+
+def _sum(path: Path) -> str | None:
+    """The checksum of a small file; None for others."""
+    if path.is_symlink() or not path.is_file() or path.stat().st_size > SUMMED_BYTES:
+        return None
+    return hashlib.blake2b(path.read_bytes(), digest_size=12).hexdigest()
 
 
 def _files(directory: Path) -> dict[str, list[int]]:

@@ -68,10 +68,8 @@ def read_rows(runs: Iterable[Path]) -> list[OwnRow]:
             name = _name(cell)
             row = rows.setdefault(name, OwnRow(name, cell.get("published_row", "")))
             if cell["split"] in row.cells and row.cells[cell["split"]] != cell:
-                raise ValueError(
-                    f"{row.runs[cell['split']]} and {run} both have {cell['split']} of {name}; give `paravt eval table` "
-                    f"only one"
-                )
+                both = f"{row.runs[cell['split']]} and {run} both have {cell['split']} of {name}"
+                raise ValueError(f"{both}; give `paravt eval table` only one")
             row.cells[cell["split"]], row.runs[cell["split"]] = cell, run
     if not rows:
         raise ValueError(

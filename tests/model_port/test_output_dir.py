@@ -1,11 +1,12 @@
 """Writing a directory replaces only our own files."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-from model_port.output_dir import LIST_FILE, output_directory
+from model_port.output_dir import LIST_FILE, SUMMED_BYTES, output_directory
 
 
 def write(dst, *, force=True, source=None, text="new"):
@@ -26,7 +27,8 @@ def files(directory):
     ("touch", "problem"),
     [
         (lambda dst: (dst / "notes.txt").write_text("mine"), "has notes.txt, which was added or changed"),
-        (lambda dst: os.utime(dst / "deep" / "file", ns=(1, 1)), "has deep/file, which was added or changed"),
+        (lambda dst: (dst / "deep" / "file").write_text("own"), "has deep/file, which was added or changed"),
+        (lambda dst: os.utime(dst / "large", ns=(1, 1)), "has large, which was added or changed"),
         (lambda dst: (dst / "deep" / "gone").symlink_to(dst.parent), "has deep/gone, which was added or changed"),
         (lambda dst: (dst / LIST_FILE).unlink(), "was not written by this program"),
         (
@@ -37,7 +39,10 @@ def files(directory):
 )
 def test_other_programs_files_are_never_replaced(touch, problem, tmp_path):
     dst = tmp_path / "dst"
-    write(dst, text="old")
+    with output_directory(dst) as directory:
+        (directory / "deep").mkdir()
+        (directory / "deep" / "file").write_text("old")
+        (directory / "large").write_bytes(bytes(SUMMED_BYTES + 1))
     touch(dst)
     before = files(dst)
     with pytest.raises(ValueError, match=f"{problem}.*, so it is not replaced"):
@@ -45,13 +50,13 @@ def test_other_programs_files_are_never_replaced(touch, problem, tmp_path):
     assert files(dst) == before
 
 
-def test_our_own_and_empty_directories_are_replaced(tmp_path):
-    dst = tmp_path / "dst"
-    dst.mkdir()
-    for text in ("old", "new"):
-        write(dst, text=text)
-        assert files(dst) == {"deep/file": text}
-    assert [path.name for path in tmp_path.iterdir()] == ["dst"]
+def test_our_own_copied_and_empty_directories_are_replaced(tmp_path):
+    (dst := tmp_path / "run" / "dst").mkdir(parents=True)
+    write(dst, text="old")
+    write(copy := shutil.copytree(dst, tmp_path / "dst", copy_function=shutil.copyfile))  # as with `cp -r`
+    write(dst)
+    assert files(dst) == files(copy) == {"deep/file": "new"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dst", "run"]
 
 
 def test_the_target_of_a_link_is_replaced_and_the_link_stays(tmp_path):
