@@ -183,6 +183,7 @@ class Run:
             messages = await self.hosts.gather_async("validation", [rollout.to_message() for rollout in rollouts])
             rollouts = list(map(Rollout.from_message, interleave(messages)))
         if all(rollout.missing for rollout in rollouts):
+            self.hosts.all_failed = True
             raise RuntimeError(f"validation: {missing_remark(rollouts)}")
         max_context_tokens = self.greedy.agent.config.max_context_tokens
         for remark in filter(None, (missing_remark(rollouts), no_room_remark(rollouts, max_context_tokens))):
@@ -207,6 +208,7 @@ class Run:
             return
         step = self.training.step + 1
         if not behavior_kl < self.mismatch.max_kl:  # also true for NaN
+            self.hosts.all_failed = True
             raise RuntimeError(
                 f"engine and learner differ by a mean KL of {behavior_kl:.3g} over the tokens of step {step}, more "
                 f"than mismatch.max_kl={self.mismatch.max_kl}: the engine samples from another policy. Compare SGLang "

@@ -275,6 +275,7 @@ class RolloutScheduler:
         """Raises if too many episodes of a step are missing, because the step would train on noise."""
         rollouts, max_frac = [rollout for group in groups for rollout in group.rollouts], self._train.max_missing_frac
         if sum(rollout.missing for rollout in rollouts) > max_frac * len(rollouts):
+            self._hosts.all_failed = True
             raise RuntimeError(missing_remark(rollouts, f"train.max_missing_frac={max_frac}"))
 
 

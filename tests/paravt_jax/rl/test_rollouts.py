@@ -34,6 +34,7 @@ from paravt_jax.rl.metrics import (
     rollout_metrics,
     staleness_mean,
 )
+from paravt_jax.run import hosts
 from rollout.engine.protocol import DeadlineExceeded, EngineError
 from rollout.engine.scripted import ScriptedEngine
 from rollout.episode import Agent
@@ -208,9 +209,11 @@ def test_any_exception_only_invalidates_its_episode(where, kind, chat, monkeypat
     assert all(kind.__name__ in problem or where == "scoring" for problem in problems)
 
 
-def test_too_many_missing_episodes_end_the_run(chat):
+def test_too_many_missing_episodes_end_the_run(chat, monkeypatch):
+    monkeypatch.setattr(hosts.ALONE, "all_failed", False)
     with pytest.raises(RuntimeError, match=r"8 of 8 episodes are missing, more than .*no server is left"):
         collect(chat, failing(EngineError("no server is left")))
+    assert hosts.ALONE.all_failed
 
 
 def test_an_answer_without_a_verdict_is_missing(chat):

@@ -72,11 +72,12 @@ def test_validation_logs_metrics_by_question_type(tiny_hf, tmp_path):
     assert (row["validation/num_episodes"], row["validation/num_missing"]) == (2, 1)
 
 
-def test_a_validation_without_a_single_score_ends_the_run(tiny_hf, tmp_path):
+def test_a_validation_without_a_single_score_ends_the_run(tiny_hf, tmp_path, monkeypatch):
+    monkeypatch.setattr(ALONE, "all_failed", False)
     lost = r"validation: 1 of 1 episodes are missing; for example validation-lost/0: /missing.mp4: VideoError"
     with pytest.raises(RuntimeError, match=lost):
         validated(tiny_hf, tmp_path, Stopping(), prompts=HELD_OUT[1:2])
-    assert not (tmp_path / "validation.jsonl").exists()
+    assert not (tmp_path / "validation.jsonl").exists() and ALONE.all_failed
 
 
 def test_a_validation_queues_only_episodes_that_finish_within_their_deadlines(chat):
@@ -109,15 +110,17 @@ def test_a_run_warns_at_a_tenth_of_the_kl_that_stops_it(kl, num_warnings):
 
 
 @pytest.mark.parametrize(("kl", "max_kl"), [(0.1, 0.1), (math.nan, 0.1), (math.inf, 0.1), (math.nan, math.inf)])
-def test_an_engine_that_differs_too_much_stops_the_run(kl, max_kl):
+def test_an_engine_that_differs_too_much_stops_the_run(kl, max_kl, monkeypatch):
+    monkeypatch.setattr(ALONE, "all_failed", False)
     with pytest.raises(RuntimeError, match=f"mean KL of {kl:.3g} over the tokens of step 1, more than mismatch.max_kl"):
         warnings_at(kl, max_kl)
+    assert ALONE.all_failed
 
 
 def warnings_at(kl: float, max_kl: float) -> list[str]:
     run: Any = object.__new__(Run)
     warnings: list[str] = []
     run.training = SimpleNamespace(step=0, log=SimpleNamespace(say=warnings.append))
-    run.mismatch = MismatchConfig(max_kl)
+    run.mismatch, run.hosts = MismatchConfig(max_kl), ALONE
     run._check_mismatch({"mismatch/behavior_kl": kl})
     return warnings
