@@ -43,6 +43,7 @@ HEARTBEAT_S = 60  # a host without a heartbeat for this long is considered dead
 SHUTDOWN_S = 60  # timeout for all hosts to disconnect at the end
 LAST_WORDS_S = 3.0  # host 0 exits this much later, because jax ends the other hosts when the coordinator is gone
 MIN_BYTES = 256  # minimum message size; longer messages are padded to powers of 2, so that few programs are compiled
+GIVE_ADDRESS = "give hosts.coordinator=ADDRESS:PORT, hosts.num and hosts.index"  # advice in errors
 MAX_DIFFERENCES = 3  # differences to list in an error
 JAX_STATUS = re.compile("(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|DEADLINE_EXCEEDED|CANCELLED): ")  # ValueErrors with gloo
 # Environment variables that distinguish the processes of a machine, by the kind of its launcher: job and rank.
@@ -226,13 +227,15 @@ def _connect(config: HostsConfig) -> Hosts:
     except ValueError as problem:
         raise ValueError(
             f"hosts.coordinator={config.coordinator}: neither Slurm nor a TPU pod nor Kubernetes describes the hosts "
-            f"({one_line(problem)}); give hosts.coordinator=ADDRESS:PORT, hosts.num and hosts.index"
+            f"({one_line(problem)}); {GIVE_ADDRESS}"
         ) from None
     except RuntimeError as problem:
+        start = f"start all hosts.num={config.num} within {JOIN_S} s, each with its own hosts.index, and choose"
+        if config.coordinator == AUTO:
+            start = f"let the launcher start all hosts within {JOIN_S} s, or {GIVE_ADDRESS}, with"
         raise RuntimeError(
-            f"the hosts did not connect at hosts.coordinator={config.coordinator} ({one_line(problem)}): start all "
-            f"hosts.num={config.num} within {JOIN_S} s, each with its own hosts.index, and choose a free port that all "
-            f"of them can reach"
+            f"the hosts did not connect at hosts.coordinator={config.coordinator} ({one_line(problem)}): {start} a "
+            f"free port that all of them can reach"
         ) from None
     if config.coordinator == AUTO:
         return Hosts(jax.process_index(), jax.process_count())

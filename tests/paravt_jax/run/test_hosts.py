@@ -274,6 +274,16 @@ def test_hosts_with_different_numbers_of_devices_are_rejected(tmp_path):
         assert ended.code == 1 and "but they have: host 0 2, host 1 1" in ended.output
 
 
-def test_auto_is_rejected_without_a_cluster(tmp_path):
-    (ended,) = several.RunningHosts(tmp_path, 1, 1, _alone, [(HostsConfig("auto"), 3)]).wait(100)
-    assert ended.code == 1 and "neither Slurm nor a TPU pod nor Kubernetes describes the hosts" in ended.output
+def _auto_alone(in_slurm):
+    several.hosts.JOIN_S = 3
+    if in_slurm:
+        started_by_slurm(0, os.getpid())
+    several._joined(exchange, HostsConfig("auto"))
+
+
+def test_auto_is_rejected_without_a_cluster_or_its_other_hosts(tmp_path):
+    exits = several.RunningHosts(tmp_path, 2, 1, _auto_alone, [(False,), (True,)]).wait(100)
+    reasons = ("neither Slurm nor a TPU pod nor Kubernetes describes the hosts", "let the launcher start all hosts")
+    for ended, reason in zip(exits, reasons, strict=True):
+        assert ended.code == 1 and reason in ended.last_line, ended.output
+        assert "give hosts.coordinator=ADDRESS:PORT, hosts.num and hosts.index" in ended.last_line
