@@ -97,14 +97,18 @@ def check_kind(settings: Mapping[str, Any], directory: Path) -> None:
     """Raises if this run would replace the config.json of a model, or of another kind of run with results."""
     record = load_settings(directory)
     if not record and (directory / SETTINGS_FILE).exists():
-        raise ValueError(
-            f"run_dir={directory} has a {SETTINGS_FILE} that is not a run's, perhaps a model's; choose another run_dir"
-        )
+        raise _foreign_settings(directory)
     configs = record.get("config", {}), settings
     old, new = (next((kind for section, kind in KINDS.items() if section in config), "") for config in configs)
     has_results = (directory / METRICS_FILE).exists() or any(directory.glob("samples_*.jsonl"))
     if has_results and old and old != new:
         raise ValueError(f"run_dir={directory} has the results of {old}; choose another run_dir for {new}")
+
+
+def _foreign_settings(run_dir: Path | Bucket) -> ValueError:
+    return ValueError(
+        f"run_dir={run_dir} has a {SETTINGS_FILE} that is not a run's, perhaps a model's; choose another run_dir"
+    )
 
 
 @contextmanager
@@ -147,6 +151,9 @@ def locked_for_bucket(bucket: Bucket, hosts: Hosts) -> Iterator[tuple[Path, Leas
     Downloads the run's logs unless the local ones continue the bucket's; hosts other than 0 need only the metrics and
     settings.
     """
+    content, _ = (bucket / SETTINGS_FILE).read()
+    if content is not None and not _parsed_settings(content, bucket / SETTINGS_FILE):
+        raise _foreign_settings(bucket)  # before the lease is written
     name = bucket.name if hosts.leads else f"{bucket.name}.host{hosts.index}"
     with locked(Path(BESIDE_BUCKET) / name) as directory, ExitStack() as stack:
         lease = None
@@ -231,10 +238,12 @@ def versions() -> dict[str, Any]:
 def load_settings(directory: Path) -> dict[str, Any]:
     """Reads RUN/config.json; empty if it does not exist or another program wrote it."""
     path = directory / SETTINGS_FILE
-    if not path.exists():
-        return {}
+    return _parsed_settings(path.read_bytes(), path) if path.exists() else {}
+
+
+def _parsed_settings(content: bytes, path: Path | Bucket) -> dict[str, Any]:
     try:
-        record = json.loads(path.read_bytes(), parse_constant=str)  # older files have Infinity, which is not JSON
+        record = json.loads(content, parse_constant=str)  # older files have Infinity, which is not JSON
     except ValueError as problem:
         raise ValueError(f"{path} is not valid JSON ({problem}); restore the file, or remove it") from None
     return record if isinstance(record, dict) and isinstance(record.get("config"), dict) else {}

@@ -311,12 +311,22 @@ def test_a_disk_keeps_its_log_unless_another_machine_trained_the_newest_checkpoi
 def test_other_hosts_download_what_they_read_and_no_host_the_parts_of_a_killed_run(gcs):
     bucket = Bucket.of(ADDRESS)
     for name in ("metrics.jsonl", "config.json", "episodes/000001.jsonl", "episodes/.000002.host1.part"):
-        (bucket / name).write(b'{"step": 1}\n')
+        (bucket / name).write(b'{"step": 1, "config": {}}\n')
     (bucket / "checkpoints/1/state.json").write(b"{}")
     for host, episodes in ((0, ["000001.jsonl"]), (1, [])):
         with locked_for_bucket(bucket, Hosts(host)) as (directory, _):
             assert {"metrics.jsonl", "config.json"} <= {path.name for path in directory.iterdir()}
             assert [path.name for path in directory.glob("episodes/*")] == episodes
+
+
+def test_the_directory_of_a_model_is_not_used(gcs):
+    (Bucket.of(ADDRESS) / "config.json").write(b'{"model_type": "qwen3_vl"}')
+    for hosts in (ALONE, Hosts(1)):
+        with pytest.raises(
+            ValueError, match=rf"^run_dir={ADDRESS} has a config.json that is not a run's, perhaps a mo"
+        ):
+            locked_for_bucket(Bucket.of(ADDRESS), hosts).__enter__()
+    assert [*gcs.objects] == [f"{ADDRESS.removeprefix('gs://')}/config.json"]
 
 
 def test_a_local_directory_with_other_files_is_not_used(gcs, tmp_path):
