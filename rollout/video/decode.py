@@ -37,7 +37,7 @@ Item = TypeVar("Item")
 
 # Containers that cannot refer to other files, because a playlist in a dataset must not make us read other files. Images
 # are excluded too.
-FORMATS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,mxf,nut,gif"
+FORMATS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,mxf,nut,gif,ivf"
 # Codecs in which no other frame needs a frame that is marked as non-reference. Skipping such frames between the
 # keyframe and the requested frame halves the work and changes no pixel. In H.265 the mark covers only one temporal
 # layer.
@@ -45,11 +45,11 @@ SKIPPABLE_CODECS = ("h264",)
 STEPS_BACK_S = (0.0, *(0.5 * 2**doublings for doublings in range(16)))  # up to four and a half hours
 # Accepts titles that are not UTF-8. PyAV 18 needs an option for this; PyAV 19 does it by default.
 ANY_TITLE: dict[str, Any] = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
-RAW_FORMATS = "h264,hevc"
+RAW_FORMATS = "h264,hevc,obu,mpegvideo"
 DEFAULT_FPS = 25  # of a single frame without a duration, as ffmpeg's for raw streams
 DAMAGED = "the video cannot be decoded: the file is damaged or not a video"
 RAW = (
-    "the video cannot be decoded: it is a raw H.264 or H.265 stream, whose frames have no times; put it into a "
+    "the video cannot be decoded: it is a raw H.264, H.265, AV1 or MPEG-2 stream, whose frames have no times; put it into a "
     "container at its frame rate: ffmpeg -r FPS -i FILE FILE.mp4"
 )
 # The highest levels of H.264 and H.265 allow this, more than 8K. A file of 1 MB can contain a frame of a gigabyte.

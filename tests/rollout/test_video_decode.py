@@ -32,6 +32,7 @@ CONTAINERS = {
     **{ending: {} for ending in ("mp4", "mkv", "mov", "flv", "ts")},
     "avi": dict(codec="mpeg4", time_base=Fraction(1, 30)),
     "webm": dict(codec="libvpx-vp9", options={"deadline": "realtime", "cpu-used": "8"}),
+    "ivf": dict(codec="libvpx", options={"deadline": "realtime", "cpu-used": "8"}),
     "hevc.mp4": dict(codec="libx265", options={"x265-params": "log-level=none"}),
     "open.mp4": dict(options=OPEN_GROUPS),
     "refresh.mp4": dict(options={"x264-params": "intra-refresh=1:keyint=30:bframes=0"}),
@@ -177,8 +178,8 @@ def test_a_later_frame_larger_than_8k_is_skipped(tmp_path):
     assert len(video.ticks) == 2 and list(video.decoded([0, 1])) == [0]
 
 
-def raw_stream(path: Path) -> None:
-    write_video(path.with_suffix(".h264"), at_fps(30, 10)).rename(path)
+def raw_stream(path: Path, ending: str = "h264", codec: str = "libx264") -> None:
+    write_video(path.with_suffix(f".{ending}"), at_fps(30, 10), codec=codec, time_base=Fraction(1, 30)).rename(path)
 
 
 def playlist(path: Path) -> None:
@@ -198,7 +199,9 @@ def unknown_codec(path: Path) -> None:
         (playlist, "damaged or not a video"),
         (lambda path: truncate(write_video(path, at_fps(30, 30)), 0.6), "damaged or not a video"),  # has no index
         (write_sound, "no video of a known codec"),
-        (raw_stream, "a raw H.264 or H.265 stream, .* ffmpeg -r FPS -i FILE FILE.mp4"),
+        (raw_stream, "a raw H.264, .* stream, .* ffmpeg -r FPS -i FILE FILE.mp4"),
+        (lambda path: raw_stream(path, "obu", "libsvtav1"), "a raw .* AV1 or MPEG-2 stream, whose frames have no times"),
+        (lambda path: raw_stream(path, "m2v", "mpeg2video"), "a raw .* AV1 or MPEG-2 stream, whose frames have no times"),
         (lambda path: path.write_bytes(b""), "the file is empty"),
         (lambda path: path.write_bytes(bytes(100_000)), "damaged or not a video"),
         (lambda path: path.write_bytes(os.urandom(100_000)), "damaged or not a video"),
