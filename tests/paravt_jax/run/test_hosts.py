@@ -4,7 +4,9 @@ import asyncio
 import os
 import signal
 import socket
+import sys
 import time
+from pathlib import Path
 
 import forked
 import hosts as several
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from model_port.cli import DEBUG_FLAG
 from model_port.sharding import make_mesh, on_host
 from paravt_jax.config import AUTO, HostsConfig
 from paravt_jax.run import hosts, policy
@@ -32,6 +35,14 @@ def exchange(hosts):
     with pytest.raises(TypeError, match="a set cannot be sent to other hosts"):
         hosts.gather("set", {1})
     hosts.check_same(lambda: {"seed": 3, "sizes": (1, 2)}, "set it back")
+    made = Path("/proc/self/fd/1").readlink().with_name("made")  # beside the output
+
+    def make() -> bool:
+        time.sleep(0.3)
+        made.touch()
+        return True
+
+    assert hosts.host_0_first(make if hosts.leads else made.exists)
 
 
 def share_a_mesh(hosts):
@@ -54,7 +65,9 @@ def share_a_mesh(hosts):
 
 
 def differ(hosts):
-    hosts.check_same(lambda: {"train.num_steps": 5 + hosts.index, "seed": 0}, "start all with the same settings")
+    added = {"added.py": "a"} if hosts.index else {}
+    values = {"train.num_steps": 5 + hosts.index, "seed": 0, **added}
+    hosts.check_same(lambda: values, "start all with the same settings")
 
 
 def started_by_slurm(rank, job):
@@ -92,7 +105,8 @@ def test_hosts_that_slurm_starts_exchange_values_and_share_a_mesh(work, ended):
 def test_different_values_end_both_hosts_with_one_error(ended):
     for host in ended:
         assert host.code == 1 and host.output.count("error:") == 1, host.output
-        assert "host 1 (" in host.output and "train.num_steps is 6, not 5; start all with the same" in host.output
+        assert "host 1 (" in host.output
+        assert "train.num_steps is 6, not 5; added.py is a, not None; start all with the same" in host.output
 
 
 def differ_and_close_slowly(hosts):
@@ -161,13 +175,17 @@ def test_an_error_of_one_host_ends_all_hosts(tmp_path):
 
 
 def fail_like_gloo(hosts):
-    raise ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer [10.0.0.2]:46218")
+    sys.argv[1:] = hosts.index * [DEBUG_FLAG]
+    time.sleep(hosts.index)
+    problem = ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer [10.0.0.2]:46218")
+    raise ExceptionGroup("of tasks", [problem])
 
 
 def test_an_error_of_a_collective_refers_to_the_other_hosts(tmp_path):
-    """A collective fails where another host has failed, or jax aborts the process first."""
-    (ended,) = several.start_work(tmp_path, fail_like_gloo, 1).wait(60)
-    assert ended.code == 1 and ended.last_line.endswith(":46218; another host may have failed, see its log")
+    """A collective fails where another host has failed. Host 0 exits later, because jax then ends the other hosts."""
+    for host, ended in enumerate(several.start_work(tmp_path, fail_like_gloo).wait(60)):
+        assert ended.code == 1 and ended.last_line.endswith(":46218; another host may have failed, see its log")
+        assert ended.last_line.startswith("error: UNKNOWN: ") and ended.output.count("Traceback") == host
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -203,10 +221,22 @@ def test_a_missing_host_or_coordinator_and_a_used_port_are_errors(tmp_path):
 def test_pods_with_the_network_of_their_machine_are_no_second_start(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", f"of the test {os.getpid()}")
     with hosts._lock(HostsConfig(AUTO)):
-        with pytest.raises(RuntimeError, match="another process on this machine already runs"):
+        with pytest.raises(RuntimeError, match=r"already runs with hosts\.coordinator=auto: wait for it"):
             hosts._lock(HostsConfig(AUTO))
         monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
         hosts._lock(HostsConfig(AUTO)).close()
+    address = HostsConfig(f"pod{os.getpid()}:8476")
+    with hosts._lock(address), pytest.raises(RuntimeError, match=r"hosts\.index=0: wait for it"):
+        hosts._lock(address)
+
+
+def test_the_port_of_closed_connections_is_free():
+    """A restart must not wait until the kernel forgets the connections of the run before."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        with socket.create_connection(address):
+            server.accept()[0].close()
+    hosts._check_port(HostsConfig("{}:{}".format(*address)))
 
 
 @pytest.mark.parametrize("name", ["a..b", "a" * 64])
@@ -222,7 +252,7 @@ def test_a_second_start_ends_with_an_error_and_leaves_the_run_alone(tmp_path):
     forked.wait_until(lambda: all("there" in file.read_text() for file in run.files), run.processes[0], run.files[0])
     by_name = HostsConfig(configs[0].coordinator.replace("127.0.0.1", "localhost"), 2, 0)
     second = several.RunningHosts(tmp_path / "second", 3, 1, _alone, [(config, 5) for config in (*configs, by_name)])
-    reasons = ("already runs with hosts", "already runs with hosts", "cannot listen on port")
+    reasons = ("hosts.index=0: wait for it", "hosts.index=1: wait for it", "cannot listen on port")
     for ended, reason in zip(second.wait(60), reasons, strict=True):
         assert ended.code == 1 and reason in ended.last_line, ended.output
     (tmp_path / "go").touch()
@@ -279,6 +309,14 @@ def _auto_alone(in_slurm):
     if in_slurm:
         started_by_slurm(0, os.getpid())
     several._joined(exchange, HostsConfig("auto"))
+
+
+def test_jax_gets_all_gpus_that_the_process_sees(monkeypatch):
+    given = {}
+    monkeypatch.setattr("jax.distributed.initialize", lambda **options: given.update(options))
+    monkeypatch.setattr(hosts, "num_visible_gpus", lambda: 3)
+    hosts._connect(HostsConfig(AUTO))
+    assert given["local_device_ids"] == range(3)
 
 
 def test_auto_is_rejected_without_a_cluster_or_its_other_hosts(tmp_path):
