@@ -1,5 +1,6 @@
-"""The steps at which a run validates, and the metrics of every step."""
+"""The steps at which a run validates, the metrics of every step, and the last checkpoint."""
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,8 +9,10 @@ import pytest
 
 from paravt_jax.config import LogConfig, ValidationConfig
 from paravt_jax.run.compiles import Compiles
+from paravt_jax.run.hosts import ALONE
 from paravt_jax.run.log import RunLog
-from paravt_jax.run.training import Training
+from paravt_jax.run.process import Stopping
+from paravt_jax.run.training import RunDirectory, Training
 
 
 @pytest.fixture
@@ -54,3 +57,22 @@ def test_a_step_has_the_peak_memory_of_the_devices_that_count_it(counted, peak_g
     run = training_at(0)
     run.began_step_s, run.compiles = 0.0, Compiles()
     assert run.step_metrics(10).get("perf/peak_gib") == peak_gib
+
+
+@pytest.mark.parametrize(
+    ("lost", "saved", "error"),
+    [
+        ("", [4], "the last checkpoint could not be written"),
+        ("gs://bkt/x was taken over", [4, 5], "was taken over$"),
+    ],
+)
+def test_a_run_whose_last_checkpoint_is_not_its_own_ends_with_an_error(
+    lost, saved, error, training_at, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Training, "version", 5)
+    run, lease = training_at(5), SimpleNamespace(lost=lost)
+    run.directory = RunDirectory(tmp_path, Stopping(), 0, {}, {}, False, ALONE, lease=lease)
+    run.first_progress, run.learner = {"visits": "a"}, None
+    run.checkpoints = SimpleNamespace(save=lambda *_: None, wait=lambda: None, steps=saved, latest=None)
+    with pytest.raises(RuntimeError, match=error):
+        asyncio.run(run.finish({}))
