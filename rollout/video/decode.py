@@ -49,8 +49,8 @@ RAW_FORMATS = "h264,hevc,obu,mpegvideo"
 DEFAULT_FPS = 25  # of a single frame without a duration, as ffmpeg's for raw streams
 DAMAGED = "the video cannot be decoded: the file is damaged or not a video"
 RAW = (
-    "the video cannot be decoded: it is a raw H.264, H.265, AV1 or MPEG-2 stream, whose frames have no times; put it into a "
-    "container at its frame rate: ffmpeg -r FPS -i FILE FILE.mp4"
+    "the video cannot be decoded: it is a raw H.264, H.265, AV1 or MPEG-2 stream, whose frames have no times; put it "
+    "into a container at its frame rate: ffmpeg -r FPS -i FILE FILE.mp4"
 )
 # The highest levels of H.264 and H.265 allow this, more than 8K. A file of 1 MB can contain a frame of a gigabyte.
 MAX_FRAME_PIXELS = 8192 * 4352

@@ -200,8 +200,8 @@ def unknown_codec(path: Path) -> None:
         (lambda path: truncate(write_video(path, at_fps(30, 30)), 0.6), "damaged or not a video"),  # has no index
         (write_sound, "no video of a known codec"),
         (raw_stream, "a raw H.264, .* stream, .* ffmpeg -r FPS -i FILE FILE.mp4"),
-        (lambda path: raw_stream(path, "obu", "libsvtav1"), "a raw .* AV1 or MPEG-2 stream, whose frames have no times"),
-        (lambda path: raw_stream(path, "m2v", "mpeg2video"), "a raw .* AV1 or MPEG-2 stream, whose frames have no times"),
+        (lambda path: raw_stream(path, "obu", "libsvtav1"), "a raw .* AV1 or MPEG-2 stream, whose frames"),
+        (lambda path: raw_stream(path, "m2v", "mpeg2video"), "a raw .* AV1 or MPEG-2 stream, whose frames"),
         (lambda path: path.write_bytes(b""), "the file is empty"),
         (lambda path: path.write_bytes(bytes(100_000)), "damaged or not a video"),
         (lambda path: path.write_bytes(os.urandom(100_000)), "damaged or not a video"),
