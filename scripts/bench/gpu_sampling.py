@@ -26,7 +26,7 @@ def sampler(check: Check) -> Iterator[Row]:
     from model_port.sampler import Sampler, SamplerPrompt, SamplerRequest, SamplingParams
     from paravt_jax.learner.batch_shape import random_model
     from paravt_jax.plan.devices import device_of
-    from paravt_jax.plan.workload import cached_bytes, decoded_bytes
+    from paravt_jax.plan.workload import BF16_BYTES, adapter_params, cached_bytes, decoded_bytes
     from paravt_jax.sampling.local_copy import LocalCopy
 
     spec = device_of(jax.devices()[0].device_kind)
@@ -57,7 +57,8 @@ def sampler(check: Check) -> Iterator[Row]:
         first, steps = (steps_of(sampler, num_rows, seed) for seed in range(2))
         step_s = statistics.median(steps[1:])
         context = num_rows * (num_prompt + num_new / 2)
-        moved = decoded_bytes(check.full_model) + context * cached_bytes(check.full_model)
+        moved = decoded_bytes(check.full_model) + BF16_BYTES * adapter_params(rank, check.full_model)
+        moved += context * cached_bytes(check.full_model)
         peak = None if spec is None or spec.memory_tb_per_s is None else 1e12 * spec.memory_tb_per_s
         return {
             "prompt_tokens": num_prompt,
