@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rollout.engine.protocol import MIN_TEMPERATURE
 from rollout.prompter import Frames, PromptEncoder, Prompter
 from rollout.prompts import MAX_TEXT_CHARS, Prompts
 from rollout.setting import setting
@@ -68,6 +69,10 @@ class EpisodeConfig:
         for name in ("overview_fps", "temperature"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"rollout.{name}={getattr(self, name)} must be a finite number, 0 or more")
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise ValueError(
+                f"rollout.temperature={self.temperature} must be 0 (greedy) or at least {MIN_TEMPERATURE:g}"
+            )
         if not 0 < self.turn_deadline_s < math.inf:
             raise ValueError(f"rollout.turn_deadline_s={self.turn_deadline_s} must be a finite number above 0")
         if len(self.forced_prefix) > MAX_TEXT_CHARS:

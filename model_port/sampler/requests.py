@@ -13,6 +13,7 @@ from model_port.config import ModelConfig
 from model_port.inputs import NOT_VISUAL, Frame, Tokens, checked_ids, place_tokens
 from model_port.sampler.pages import PAGE_TOKENS
 
+MIN_TEMPERATURE = 1e-6  # below, logits overflow; SGLang then samples greedily
 MAX_STOP_IDS = 8
 
 
@@ -39,8 +40,8 @@ class SamplingParams:
             raise ValueError(f"{numbers} must be integers")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature} must be 0 or a positive number")
+        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature} must be 0 or a number from {MIN_TEMPERATURE:g}")
         if len(self.stop_ids) > MAX_STOP_IDS:
             raise ValueError(f"{len(self.stop_ids)} stop ids were given, at most {MAX_STOP_IDS} are supported")
 

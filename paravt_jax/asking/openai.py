@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from paravt_jax.asking.answerer import Answer
 from paravt_jax.config import MAX_FRAMES
+from rollout.engine.protocol import MIN_TEMPERATURE
 from rollout.prompts import PastTurn
 
 Kind = Literal["video", "image"]
@@ -135,13 +136,16 @@ def parse_question(body: Any, model: str) -> Question:
     top_p = _number(parameters, "top_p", 1.0, 0.0, 1.0)
     if not top_p:
         raise BadRequest("top_p must be above 0", "top_p")
+    temperature = _number(parameters, "temperature", 0.0, 0.0, 2.0)
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise BadRequest(f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}", "temperature")
     return Question(
         last.text,
         tuple(medium for message in messages for medium in message.media),
         tuple(history),
         stream,
         _boolean(options, "include_usage"),
-        _number(parameters, "temperature", 0.0, 0.0, 2.0),
+        temperature,
         top_p,
         _integer(parameters, "seed", -(2**63), 2**63 - 1) if "seed" in parameters else None,
         min(limits, default=None),

@@ -16,6 +16,7 @@ from paravt_jax.learner.settings import AdvantageConfig, LossConfig, MismatchCon
 from paravt_jax.rewards.judge import JudgeConfig
 from paravt_jax.rewards.settings import RewardConfig
 from rollout.engine.discovery import check_no_password
+from rollout.engine.protocol import MIN_TEMPERATURE
 from rollout.episode_config import Dispatch, EpisodeConfig
 from rollout.prompts import Prompts
 from rollout.setting import setting
@@ -623,8 +624,11 @@ class EvaluationConfig:
             raise ValueError(f"eval.frame_budgets={self.frame_budgets} must be numbers of frames, each at least 1")
         if not self.dispatches:
             raise ValueError("eval.dispatches is empty, expected some of parallel, sequential, none")
-        if not all(0 <= temperature < math.inf for temperature in self.temperatures):
-            raise ValueError(f"eval.temperatures={self.temperatures} must be finite numbers, 0 or more")
+        if not all(value == 0 or MIN_TEMPERATURE <= value < math.inf for value in self.temperatures):
+            raise ValueError(
+                f"eval.temperatures={self.temperatures} must be finite numbers, 0 (greedy) or at least "
+                f"{MIN_TEMPERATURE:g}"
+            )
         self._check_modes()
         if self.protocol == "paravt" and self.mode in SINGLE_TURN_MODES and self.dispatches != ["none"]:
             raise ValueError(

@@ -13,6 +13,7 @@ import numpy as np
 
 from rollout.picture import Picture
 
+MIN_TEMPERATURE = 1e-6  # below, logits overflow; SGLang then samples greedily
 LOGP_SLACK = 1e-3  # rounding may lift a log-prob this far above 0
 
 
@@ -45,8 +46,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"sampling.max_new_tokens={self.max_new_tokens} must be at least 1")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"sampling.temperature={self.temperature} must be 0 or a positive number")
+        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature < float("inf"):
+            raise ValueError(f"sampling.temperature={self.temperature} must be 0 or a number from {MIN_TEMPERATURE:g}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"sampling.top_p={self.top_p} must be in (0, 1]")
 

@@ -320,7 +320,10 @@ LARGE_FRAME = SamplerPrompt(np.array([*[IMAGE] * 4096, 1]), (frame(128, 128),))
         (TEXT, {"max_new_tokens": 0}, "max_new_tokens=0"),
         (TEXT, {"max_new_tokens": 1.5}, r"max_new_tokens=1\.5, .* must be integers"),
         (TEXT, {"stop_ids": (1.5,)}, r"stop_ids=\(1.5,\) must be integers"),
-        *((TEXT, {"temperature": value}, f"temperature={value} must") for value in (-1, float("inf"), float("nan"))),
+        *(
+            (TEXT, {"temperature": value}, f"temperature={value} must")
+            for value in (-1, 1e-40, float("inf"), float("nan"))
+        ),
         (TEXT, {"stop_ids": tuple(range(9))}, "9 stop ids"),
         (TEXT, {"max_new_tokens": 8190}, "needs 8210 tokens of context, but the sampler has max_context_tokens=8192"),
         (SamplerPrompt(np.zeros(0, np.int32)), {}, "at least one token"),

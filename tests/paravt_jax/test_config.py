@@ -284,6 +284,7 @@ SERVERS = ["engine.kind=sglang"]
         (["engine.urls=[http://a]"], r"engine\.urls=.* has no effect with engine\.kind=jax"),
         (["rollout.max_context_tokens=1024"], r"max_context_tokens=1024 leaves no room for .*max_new_tokens=2048"),
         (["rollout.temperature=0"], r"rollout\.temperature=0\.0 must be above 0"),
+        (["rollout.temperature=1e-40"], r"rollout\.temperature=1e-40 must be 0 \(greedy\) or at least 1e-06"),
         (["rollout.temperature=inf"], r"rollout\.temperature=inf must be a finite number, 0 or more"),
         (["rollout.turn_deadline_s=0"], r"rollout\.turn_deadline_s=0\.0 must be a finite number above 0"),
         (["rollout.turn_deadline_s=nan"], r"rollout\.turn_deadline_s=nan must be a finite number above 0"),

@@ -104,7 +104,7 @@ def test_conflicting_settings_are_rejected(world):
         config_of(world, "rollout.temperature=0")
     with pytest.raises(ValueError, match=r"eval\.num_samples=2 would repeat the same answer at eval\.temperatures=0"):
         config_of(world, "eval.temperatures=[0,0.7]")
-    with pytest.raises(ValueError, match=r"eval\.temperatures=\[-1\.0\] must be finite numbers, 0 or more"):
+    with pytest.raises(ValueError, match=r"eval\.temperatures=\[-1\.0\] must be finite numbers, 0 \(greedy\) or at l"):
         config_of(world, "eval.temperatures=[-1]")
     with pytest.raises(ValueError, match=r"data\.validation is empty"):
         config_of(world, "data.validation=")

@@ -650,6 +650,7 @@ WRONG_BODIES = [
     ("stream", body(stream="true"), "stream must be true or false"),
     ("stream_options", body(stream_options={"include_usage": True}), "needs stream=true"),
     ("temperature", body(temperature="hot"), "must be a number from 0 to 2"),
+    ("temperature", body(temperature=1e-40), r"must be 0 \(greedy\) or at least 1e-06"),
     ("seed", body(seed=10**30), "must be an integer"),
     ("half a seed", body(seed=0.5), "must be an integer"),
 ]
