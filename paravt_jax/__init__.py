@@ -2,11 +2,11 @@
 
 import sys
 from importlib import import_module
-from importlib.metadata import version
 from typing import Any
 
-# python -m imports the package before the command. A command of the user's that imports it keeps its own Ctrl-C.
-if sys.argv[:1] == ["-m"] and __name__ in {word.partition(".")[0] for word in sys.orig_argv}:
+# python -m and `paravt` import the package before the command. A user's command that imports it keeps its own Ctrl-C.
+_as_module = sys.argv[:1] == ["-m"] and __name__ in {word.partition(".")[0] for word in sys.orig_argv}
+if _as_module or "".join(sys.argv[:1]).endswith("/paravt"):
     from model_port.cli import exit_on_interrupt
 
     exit_on_interrupt()
@@ -20,6 +20,8 @@ def __getattr__(name: str) -> Any:
     The version is looked up on use, because a clone on PYTHONPATH that is not installed has no version.
     """
     if name == "__version__":
+        from importlib.metadata import version  # slow to import
+
         return version("paravt_jax")
     if name in COMMANDS:
         return import_module(f"{__name__}.{name}")

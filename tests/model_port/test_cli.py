@@ -51,12 +51,16 @@ def test_exit_codes_of_success_and_interrupts(command, code, capsys):
     assert ended.value.code == code and "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["paravt_jax.train", "paravt_jax eval", "model_port.export"])
-def test_ctrl_c_during_the_imports_of_a_command_ends_it_without_a_stack_trace(command, tmp_path):
+@pytest.mark.parametrize(
+    ("command", "imported"),
+    [(f"-m {name}", "numpy") for name in ("paravt_jax.train", "paravt_jax eval", "model_port.export", "rollout.serve")]
+    + [(str(Path(sys.executable).with_name("paravt")), "difflib")],
+)
+def test_ctrl_c_during_the_imports_of_a_command_ends_it_without_a_stack_trace(command, imported, tmp_path):
     interrupt = "import os, signal; os.kill(os.getpid(), signal.SIGINT); print('not reached')"
-    (tmp_path / "numpy.py").write_text(interrupt)
+    (tmp_path / f"{imported}.py").write_text(interrupt)
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    words = [sys.executable, "-m", *command.split(), "--help"]
+    words = [sys.executable, *command.split(), "--help"]
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
