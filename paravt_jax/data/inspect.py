@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from tokenizers import Tokenizer
 
-from model_port.progress import Meter
+from model_port.progress import Meter, in_units
 from paravt_jax.data import prompts, traces
 from paravt_jax.data.hub import local_source, row_files, tokenizer_file
 from paravt_jax.data.rows import BATCH_ROWS, BadRow, file_finder, num_rows, object_of, parquet_file, rows_of
@@ -222,7 +222,7 @@ def ordered(counts: Counter[Any]) -> list[tuple[str, int]]:
 
 
 def text(findings: Findings) -> str:
-    lines = [f"{findings.path}: {findings.num_rows:,} {findings.kind} rows", "", "columns"]
+    lines = [f"{findings.path}: {in_units([findings.num_rows], f'{findings.kind} row')}", "", "columns"]
     lines += [f"  {name}: {kind}" for name, kind in findings.columns.items()]
     if findings.kind == "SFT":
         num_readable = findings.counts[TURNS].total()

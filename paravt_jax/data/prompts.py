@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from model_port.progress import in_units
 from paravt_jax.data.hub import local_source
 from paravt_jax.data.rows import (
     MAX_TEXT_CHARS,
@@ -139,9 +140,10 @@ def remarks_on(source: str | Path, prompts: Sequence[Prompt]) -> list[str]:
     """Log lines about rows without videos, and about question types that only reward.plugin scores."""
     num_images = sum(bool(prompt.images) for prompt in prompts)
     num_alone = sum(not prompt.files for prompt in prompts)
-    without = f"{source}: {num_images:,} rows with images and {num_alone:,} with text alone are asked without tools"
+    with_images = in_units([num_images], "row")
+    without = f"{source}: {with_images} with images and {num_alone:,} with text alone: asked without tools"
     counts = Counter(prompt.question_type for prompt in prompts if prompt.question_type not in QUESTION_TYPES)
-    listed = ", ".join(f"{name} ({count:,} rows)" for name, count in sorted(counts.items()))
+    listed = ", ".join(f"{name} ({in_units([count], 'row')})" for name, count in sorted(counts.items()))
     only_plugin = f"{source}: only reward.plugin scores {listed}"
     return [without] * bool(num_images + num_alone) + [only_plugin] * bool(counts)
 

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from model_port.config import read_config
+from model_port.progress import in_units
 from model_port.terminal import say
 from paravt_jax.config import SYNTHETIC, DataConfig, SftConfig, ValidationConfig, computed_on, to_record
 from paravt_jax.data.sample_order import SampleOrder, spread
@@ -184,9 +185,10 @@ async def open_sft_run(
         sources = hosts.host_0_first(
             lambda: row_sources(config.data, directory.path / SYNTHETIC, config.seed, "_traces")
         )
-        train, held_out = (_traces(config.data, *source) for source in sources)
+        read = cache(partial(_traces, config.data))  # so that warnings about a file are logged once
+        train, held_out = (read(*source) for source in sources)
         held_out = spread(held_out, config.validation.max_prompts)
-        data = f"{len(train):,} traces, {len(held_out):,} {held_out_name(config.data.validation)}"
+        data = f"{in_units([len(train)], 'trace')}, {len(held_out):,} {held_out_name(config.data.validation)}"
         policy = await policy_of(config, directory.path, hosts, data)
         await in_thread(lambda: directory.check_weights(policy))
         check_sources(hosts, train, held_out, policy)

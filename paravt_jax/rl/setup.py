@@ -11,6 +11,7 @@ from pathlib import Path
 from model_port.bucket import is_address
 from model_port.config import read_config
 from model_port.processing import VisionContract
+from model_port.progress import in_units
 from paravt_jax.config import (
     AUTO,
     SYNTHETIC,
@@ -100,7 +101,7 @@ async def open_run(
             _check_num_images(prompts, source, config.video.most_frames)
             if config.rollout.prompts.row_messages:
                 check_row_messages(prompts, source)
-        data = f"{len(train):,} prompts, {len(held_out):,} {held_out_name(config.data.validation)}"
+        data = f"{in_units([len(train)], 'prompt')}, {len(held_out):,} {held_out_name(config.data.validation)}"
         if replay is None:
             await report_unreachable(config.engine)
         policy = await policy_of(config, directory.path, hosts, data)
@@ -364,6 +365,7 @@ def _prompts(
     """Loads training prompts and held-out prompts, and returns them with log messages about rows."""
     remarks: list[str] = []
 
+    @cache  # so that warnings and remarks of a file are logged once
     def load(path: str, video_root: str) -> Sequence[Prompt]:
         if not path:
             return ()

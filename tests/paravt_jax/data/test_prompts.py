@@ -237,7 +237,7 @@ def test_with_a_plugin_a_row_may_have_its_own_question_type_and_has_the_columns_
     caption, choice = ("caption", "", (("keywords", ["pan"]),)), ("mcq", "A", (("keywords", ["lid"]),))
     assert [(p.question_type, p.answer, p.columns) for p in loaded.prompts] == [caption, choice]
     assert loaded.bad == {"unknown question type": 4, "missing column": 1, "empty answer": 1}
-    assert remarks_on("rl.jsonl", loaded.prompts) == ["rl.jsonl: only reward.plugin scores caption (1 rows)"]
+    assert remarks_on("rl.jsonl", loaded.prompts) == ["rl.jsonl: only reward.plugin scores caption (1 row)"]
     parquet = write_parquet(video_dir / "rl.parquet", [rl_row("A", keywords=["lid"], more=1)])
     (prompt,) = load_prompts(parquet, video_root="", max_bad_frac=0.0, columns=["keywords"]).prompts
     assert prompt.columns == (("keywords", ["lid"]),)
@@ -259,7 +259,7 @@ def test_a_row_may_have_images_or_text_alone_instead_of_videos(video_dir):
     assert [(p.videos, p.images, p.files) for p in loaded.prompts] == [((), files, files), ((), (), ())]
     assert loaded.bad == {"videos and images": 1, "wrong schema": 5, "more <image> than images": 1, "missing file": 1}
     (line,) = remarks_on("rl.jsonl", loaded.prompts)
-    assert line == "rl.jsonl: 1 rows with images and 1 with text alone are asked without tools"
+    assert line == "rl.jsonl: 1 row with images and 1 with text alone: asked without tools"
     parquet = write_parquet(video_dir / "rl.parquet", [rl_row(question="Which?", videos=[], images=["a.png"])])
     assert load(parquet).prompts[0].images == (f"{video_dir}/a.png",)
 

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from data_rows import rl_row, write_lines
 
-from paravt_jax.config import EngineConfig, load_config
+from paravt_jax.config import DataConfig, EngineConfig, load_config
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.rl import setup
 from paravt_jax.run.hosts import ALONE
@@ -20,6 +21,13 @@ def test_a_row_with_more_images_than_an_overview_has_frames_is_rejected():
     setup._check_num_images(prompts, "rl.jsonl", 3)
     with pytest.raises(ValueError, match=r"the row p3 has 3 images, more than the 2 frames .*video\.overview_frames"):
         setup._check_num_images(prompts, "rl.jsonl", 2)
+
+
+def test_remarks_on_a_file_for_both_training_and_validation_are_logged_once(tmp_path, caplog):
+    rows = [rl_row(question="Which?", videos=[]), {}]
+    path = str(write_lines(tmp_path / "rl.jsonl", rows))
+    data = DataConfig(train=path, validation=path, max_bad_frac=0.5)
+    assert len(setup._prompts(data, tmp_path, 0, 9, None)[2]) == len(caplog.records) == 1
 
 
 def test_a_missing_wandb_ends_a_run_before_it_has_a_directory(tmp_path, monkeypatch):
