@@ -71,7 +71,10 @@ def read_results(run: Path) -> list[dict[str, Any]]:
     """Reads the results of a finished evaluation."""
     file = run / RESULTS_FILE
     try:
-        return json.loads(file.read_bytes())["cells"]
+        cells = json.loads(file.read_bytes())["cells"]
+        if not all(cell["model"]["path"] for cell in cells):
+            raise ValueError("a cell has no model")
+        return cells
     except FileNotFoundError:
         raise ValueError(f"{run} has no {RESULTS_FILE}; give the run_dir of a finished evaluation") from None
     except (ValueError, KeyError, TypeError) as problem:

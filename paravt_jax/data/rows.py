@@ -6,6 +6,7 @@ Unusable rows are counted by reason. Too many of them stop the run.
 import json
 import logging
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -117,7 +118,8 @@ def rows_of(source: Path, columns: Sequence[str], optional: Sequence[str] = ()) 
         with source.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 if number == 1 and LIST.fullmatch(line):
-                    raise ValueError(f"{source} is one JSON list; write JSON lines: jq -c '.[]' {source} > rows.jsonl")
+                    command = f"jq -c '.[]' {shlex.quote(str(source))} > rows.jsonl"
+                    raise ValueError(f"{source} is one JSON list; write JSON lines: {command}")
                 if line.strip():
                     yield f"{source.name} line {number}", line
     else:

@@ -178,9 +178,9 @@ def test_a_file_of_questions_names_the_train_command(video_dir):
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
 def test_a_file_that_is_one_list_is_an_error_that_names_the_format(encoding, video_dir):
-    (video_dir / "sft.json").write_text(json.dumps([sft_row()], indent=1), encoding)
-    with pytest.raises(ValueError, match=r"sft\.json is one JSON list; .*: jq -c '\.\[\]' \S*sft\.json > rows"):
-        load(video_dir / "sft.json")
+    (video_dir / "my sft.json").write_text(json.dumps([sft_row()], indent=1), encoding)
+    with pytest.raises(ValueError, match=r"sft\.json is one JSON list; .*: jq -c '\.\[\]' '\S*my sft\.json' > rows"):
+        load(video_dir / "my sft.json")
 
 
 def test_a_part_without_a_path_is_named(video_dir):

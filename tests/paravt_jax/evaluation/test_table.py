@@ -85,7 +85,7 @@ def test_contradictory_runs_are_rejected(tmp_path):
         read_rows([make_run(tmp_path / "a"), make_run(tmp_path / "b", score=0.6)])
     with pytest.raises(ValueError, match=r"has no eval\.json; give the run_dir"):
         read_rows([tmp_path])
-    for text in ('{"cells": ', "[]"):
+    for text in ('{"cells": ', "[]", '{"cells": [3]}', '{"cells": [{"split": "mlvu"}]}'):
         (tmp_path / "eval.json").write_text(text)
         with pytest.raises(ValueError, match=r"eval\.json has no evaluation results .*; run paravt_jax\.eval again"):
             read_rows([tmp_path])

@@ -394,7 +394,10 @@ def test_a_comparison_has_its_own_page(num_runs, name, tmp_path, monkeypatch):
 
 
 OTHERS_FILES = [{}, {"config.json": '{"model_type": "qwen3_vl"}'}, {"notes.txt": ""}]
-OTHERS_FILES += [{"metrics.jsonl": text} for text in ('{"loss": 1}\n', "[1]\n", '{"step": 1}\n{"step": "2"}\n')]
+OTHERS_FILES += [
+    {"metrics.jsonl": text}
+    for text in ('{"loss": 1}\n', "[1]\n", '{"step": 1}\n{"step": "2"}\n', '{"step": 99999999999999999999}\n')
+]
 
 
 @pytest.mark.parametrize("files", OTHERS_FILES)
