@@ -296,10 +296,12 @@ def _exit(problem: BaseException, hosts: Hosts) -> NoReturn:
     of_jax = type(problem).__name__ == "JaxRuntimeError" or JAX_STATUS.match(str(problem))
     lost = "; another host may have failed, see its log" if of_jax else ""
     say(f"error: {one_line(problem)}{lost}")
-    if hosts.all_failed:  # waits for hosts that report the error later, because they still compile a program
-        import jax
+    try:
+        if hosts.all_failed:  # waits for hosts that report the error later, because they still compile a program
+            import jax
 
-        wait([in_background(jax.distributed.shutdown)], SHUTDOWN_S)
-    elif hosts.leads:
-        time.sleep(LAST_WORDS_S)
-    os._exit(FAILED)
+            wait([in_background(jax.distributed.shutdown)], SHUTDOWN_S)
+        elif hosts.leads:
+            time.sleep(LAST_WORDS_S)
+    finally:  # also after Ctrl-C, when Python's own exit would disconnect again, which aborts the process
+        os._exit(FAILED)

@@ -286,6 +286,23 @@ def test_ctrl_c_ends_a_host_that_waits_for_others(tmp_path):
     assert ended.code == 130 and "this is host 0 of hosts.num=2" in ended.output
 
 
+def fail_while_another_works(hosts):
+    hosts.all_failed = hosts.leads
+    if hosts.leads:
+        raise ValueError("no episode has a score")
+    time.sleep(60)
+
+
+def test_ctrl_c_ends_a_host_that_waits_for_others_to_report_its_error(tmp_path):
+    """jax would otherwise disconnect twice, and abort with a stack trace."""
+    started = several.start_work(tmp_path, fail_while_another_works)
+    forked.wait_until(lambda: "no episode" in started.files[0].read_text(), started.processes[0], started.files[0])
+    time.sleep(0.5)
+    os.kill(started.processes[0].pid, signal.SIGINT)
+    ended, _ = started.wait(60)
+    assert ended.code == 1 and ended.last_line == "error: no episode has a score", ended.output
+
+
 def _reports_soon(config):
     several.hosts.REPORT_S = 0.1
     _alone(config, 60)
