@@ -133,6 +133,7 @@ class SftRun:
         while True:
             batches = await training.directory.unless_stopped(anext(rendered, []))
             if batches is None:
+                training.validation_stopped = True
                 return
             num_loss_tokens = sum(int(np.count_nonzero(batch.loss_mask)) for batch in batches)
             traces = {"the number of skipped traces": len(problems), "the number of loss tokens": num_loss_tokens}

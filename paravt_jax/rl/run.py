@@ -178,6 +178,7 @@ class Run:
         running = evaluate(self.greedy, prompts, self.validation_frames)
         rollouts = await training.directory.unless_stopped(running)
         if rollouts is None:
+            training.validation_stopped = True
             return
         if self.hosts.num > 1:
             messages = await self.hosts.gather_async("validation", [rollout.to_message() for rollout in rollouts])

@@ -40,7 +40,7 @@ from paravt_jax.run.log import (
 from paravt_jax.run.process import say
 from paravt_jax.run.stderr_log import LOG_FILE
 
-VERSIONED = ("paravt_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "transformers", "numpy")
+VERSIONED = ("paravt_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "transformers", "numpy", "av")
 TOKEN_FILE = ".hosts"  # checks that all hosts see the same directory
 RUN_ID_FILE = ".run_id"
 MAX_NAME_CHARS = 40  # limit for the directory name in a run's id

@@ -237,6 +237,10 @@ def _connect(config: HostsConfig) -> Hosts:
             f"the hosts did not connect at hosts.coordinator={config.coordinator} ({one_line(problem)}): {start} a "
             f"free port that all of them can reach"
         ) from None
+    if jax.default_backend() == "cpu":
+        # jax caches only host 0's programs. A cached program may run its collectives in another order than a compiled
+        # one; then the hosts wait for each other forever.
+        jax.config.update("jax_enable_compilation_cache", False)
     if config.coordinator == AUTO:
         return Hosts(jax.process_index(), jax.process_count())
     return Hosts(config.index, config.num)

@@ -167,7 +167,8 @@ class Training:
     compiles: Compiles = field(default_factory=Compiles)
     ahead: asyncio.Task[None] | None = None  # compiles the update ahead of the first one
     began_step_s: float = 0.0
-    exit_code: int = 0  # the command's exit code: 0 if all steps are done, 128 + n if signal n stopped the run
+    validation_stopped: bool = False  # a signal stopped a validation, which the resumed run repeats
+    exit_code: int = 0  # the command's exit code: 0 if the run is done, 128 + n if signal n stopped it
 
     @classmethod
     async def resume(
@@ -320,7 +321,8 @@ class Training:
         Before the end of the first step it saves nothing: the next start could have another model.
         """
         stopped_by = self.directory.stopping.signal
-        self.exit_code = 128 + stopped_by if stopped_by and self.step < self.num_steps else 0
+        done = self.step >= self.num_steps and not self.validation_stopped
+        self.exit_code = 128 + stopped_by if stopped_by and not done else 0
         if self.step:
             await self.save(progress)
             await in_thread(self.checkpoints.wait)
@@ -333,8 +335,9 @@ class Training:
         if self.directory.hosts.leads and self.step and self.version not in self.checkpoints.steps:
             raise RuntimeError("the last checkpoint could not be written, see above; fix that and start again")
         saved = f", {self.checkpoints.latest}" if self.step else ""
-        resume = "" if self.step >= self.num_steps else "; the same command resumes the run"
-        self.log.say(f"{self.step} of {max(self.step, self.num_steps)} steps are done{saved}{resume}")
+        without = " without the last validation" if self.step >= self.num_steps and not done else ""
+        resume = "" if done else "; the same command resumes the run"
+        self.log.say(f"{self.step} of {max(self.step, self.num_steps)} steps are done{without}{saved}{resume}")
 
     def _draw_plots(self) -> None:
         """Draws the plots. If the disk is full, the run is still finished: only its checkpoint counts."""

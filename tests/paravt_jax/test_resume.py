@@ -136,9 +136,9 @@ def test_sigterm_saves_and_exits_143_and_the_run_resumes_from_there(undisturbed,
     assert arrays_of(run_dir, NUM_STEPS) == arrays_of(undisturbed, NUM_STEPS)
 
 
-@pytest.mark.parametrize(("steps_left", "code"), [(1, 128 + signal.SIGTERM), (0, 0)])
+@pytest.mark.parametrize(("steps_left", "validation_stopped", "code"), [(1, False, 143), (0, False, 0), (0, True, 143)])
 @async_test
-async def test_a_signal_before_the_last_step_is_in_the_exit_code(finished, monkeypatch, steps_left, code):
+async def test_a_signal_before_the_end_is_in_the_exit_code(finished, monkeypatch, steps_left, validation_stopped, code):
     order = []
     monkeypatch.setattr(Stopping, "cancel_grace", lambda _: order.append("the grace period ends"))
     monkeypatch.setattr(training, "make_plots", lambda _: order.append("plots"))
@@ -146,6 +146,8 @@ async def test_a_signal_before_the_last_step_is_in_the_exit_code(finished, monke
     async with open_run(finished, f"train.num_steps={NUM_STEPS + steps_left}") as run:
         os.kill(os.getpid(), signal.SIGTERM)
         assert await run.collect() is None
+        await run.training.directory.stopping.wait()
+        run.training.validation_stopped = validation_stopped
     assert run.training.exit_code == code
     assert order[:2] == ["the grace period ends", "plots"]  # with the checkpoint: servers may take longer to end
 

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from paravt_jax.data.traces import Media, Message, Trace
 from paravt_jax.imitation.batches import RENDERED_AHEAD, Position, TraceBatch, TraceBatches
 from paravt_jax.imitation.render import TraceRenderer
 from paravt_jax.imitation.run import SftRun
+from paravt_jax.learner.learner import Learner
 from paravt_jax.learner.packing import TrainBatch
 from paravt_jax.run.hosts import ALONE
 from paravt_jax.run.process import Stopping
@@ -315,7 +317,7 @@ async def test_a_signal_ends_a_validation_at_its_next_traces(tiny_hf, tmp_path):
     run.held_out = [trace(number) for number in range(RENDERED_AHEAD + 8)]
     run.batches = batches_of(tiny_hf, [trace(0)], row_tokens=32_768)
     await run.validate_if_due()
-    assert num_scored == 1
+    assert num_scored == 1 and training.validation_stopped
     assert repr(run) == f"SftRun(Training(step=0, num_steps=5, path='{tmp_path}'))"
 
 
@@ -342,6 +344,40 @@ def test_a_run_on_changing_numbers_of_hosts_trains_like_one_host(nums, world, tm
         assert their_row == pytest.approx(our_row, rel=1e-3)
     ids, several_ids = ([episode["id"] for episode in episodes_of(tmp_path / run)] for run in ("one", "several"))
     assert ids == several_ids
+
+
+def validate_slowly(*command):
+    score = Learner.log_probs
+
+    def log_probs(learner: Learner, batch: TrainBatch) -> np.ndarray:
+        print("scoring", flush=True)
+        time.sleep(1)
+        return score(learner, batch)
+
+    Learner.log_probs = log_probs
+    several.command(*command)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_hosts_that_are_stopped_in_the_last_validation_repeat_it(world, tmp_path):
+    """The programs of the second start are in the compilation cache, which only host 0 could read."""
+    settings = ["mesh.fsdp=2", "sft.num_steps=1", "validation.every_steps=1"]
+    commands = [arguments(world, tmp_path / run, *settings) for run in ("run", "undisturbed")]
+    started = several.start_command(tmp_path / "output", "paravt_jax.sft", commands[0], work=validate_slowly)
+    output = started.files[0]
+    forked.wait_until(lambda: "scoring" in output.read_text().partition("step 1/1")[2], started.processes[0], output)
+    os.kill(started.processes[1].pid, signal.SIGTERM)
+    for host, ended in enumerate(started.wait()):
+        assert ended.code == 143, ended.output
+        assert host or "1 of 1 steps are done without the last validation" in ended.last_line
+    assert (tmp_path / "run" / "validation.jsonl").read_text().count("\n") == 1
+    for command in commands:
+        ended = several.start_command(tmp_path / "again", "paravt_jax.sft", command).wait()
+        assert [host.code for host in ended] == [0, 0], "\n\n".join(host.output[-3000:] for host in ended)
+    assert arrays_of(tmp_path / "run", 1) == arrays_of(tmp_path / "undisturbed", 1)
+    ours, theirs = ((tmp_path / run / "validation.jsonl").read_text() for run in ("run", "undisturbed"))
+    assert ours == theirs and ours.count("\n") == 2
 
 
 @pytest.mark.slow
