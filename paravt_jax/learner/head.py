@@ -1,11 +1,12 @@
-"""Log-probs and entropies of scored tokens under log_softmax(z / temperature), a chunk of logits at a time.
+"""Log-probs and entropies of scored tokens under log_softmax(z / temperature), a block of the vocabulary at a time.
 
-On a mesh, each pass all-gathers the head over fsdp once. The head's gradient is summed over all chunks in float32 and
-reduced once. The vocabulary stays sharded over tensor. The backward pass recomputes each chunk's logits. It is written
-by hand with its own sharding, because JAX's transpose of the forward pass would not know which sums to reduce.
+On a mesh, each pass all-gathers a block of the head over fsdp, and the backward pass reduces its gradient at once, so
+no device holds the whole head or its gradient. The vocabulary stays sharded over tensor. The backward pass recomputes
+each block's logits. It is written by hand with its own sharding, because JAX's transpose of the forward pass would not
+know which sums to reduce.
 """
 
-from functools import partial
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -15,41 +16,37 @@ from model_port.sharding import gathered, max_over_tensor, per_device, sum_of_ro
 from paravt_jax.learner.optim import Number
 
 Saved = tuple[Array, Array, Array, Number, Array]
+WHOLE_TOKENS = 256  # a block has as many logits as this many scored tokens per row have over the whole vocabulary
+MULTIPLE = 64  # of a block's tokens of the vocabulary, because accelerators multiply other widths slowly
+
+
+def block_size(vocab_size: int, row_actions: int) -> int:
+    """The number of vocabulary tokens in a block. The last block is as large, and overlaps the block before it."""
+    num_blocks = -(-row_actions // WHOLE_TOKENS)
+    return min(vocab_size, -(-vocab_size // (num_blocks * MULTIPLE)) * MULTIPLE)
 
 
 def token_scores(
-    hidden: Float[Array, "B A D"],
-    head: Float[Array, "V D"],
-    target: Int[Array, "B A"],
-    temperature: Number,
-    chunk_tokens: int,
+    hidden: Float[Array, "B A D"], head: Float[Array, "V D"], target: Int[Array, "B A"], temperature: Number
 ) -> tuple[Float[Array, "B A"], Float[Array, "B A"]]:
-    """The log-prob of each target, and the entropy of its distribution (without a gradient).
-
-    A chunk has at most `chunk_tokens` of every row.
-    """
-    num_chunks = -(-hidden.shape[1] // chunk_tokens)
-    return _scores(hidden, head, target, jnp.asarray(temperature), num_chunks)
+    """The log-prob of each target, and the entropy of its distribution (without a gradient)."""
+    return _scores(hidden, head, target, jnp.asarray(temperature))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _scores(hidden: Array, head: Array, target: Array, temperature: Array, num_chunks: int) -> tuple[Array, Array]:
-    return _save(hidden, head, target, temperature, num_chunks)[0]
+@jax.custom_vjp
+def _scores(hidden: Array, head: Array, target: Array, temperature: Array) -> tuple[Array, Array]:
+    return _save(hidden, head, target, temperature)[0]
 
 
-def _save(
-    hidden: Array, head: Array, target: Array, temperature: Array, num_chunks: int
-) -> tuple[tuple[Array, Array], Saved]:
-    forward = per_device(partial(_forward, num_chunks=num_chunks), ("bad", "kernel_vd", "ba", ""), ("ba", "ba", "ba"))
+def _save(hidden: Array, head: Array, target: Array, temperature: Array) -> tuple[tuple[Array, Array], Saved]:
+    forward = per_device(_forward, ("bad", "kernel_vd", "ba", ""), ("ba", "ba", "ba"))
     logp, entropy, normaliser = forward(hidden, head, target, temperature)
     return (logp, entropy), (hidden, head, target, temperature, normaliser)
 
 
-def _differentiate(num_chunks: int, saved: Saved, d_out: tuple[Array, Array]) -> tuple[Array | None, ...]:
+def _differentiate(saved: Saved, d_out: tuple[Array, Array]) -> tuple[Array | None, ...]:
     hidden, head, target, temperature, normaliser = saved
-    backward = per_device(
-        partial(_backward, num_chunks=num_chunks), ("bad", "kernel_vd", "ba", "", "ba", "ba"), ("bad", "kernel_vd")
-    )
+    backward = per_device(_backward, ("bad", "kernel_vd", "ba", "", "ba", "ba"), ("bad", "kernel_vd"))
     d_hidden, d_head = backward(hidden, head, target, jnp.asarray(temperature), normaliser, d_out[0])
     return d_hidden, d_head.astype(head.dtype), None, None
 
@@ -62,22 +59,26 @@ def _forward(
     shard: Float[Array, "v d"],
     target: Int[Array, "B A"],
     temperature: Float[Array, ""],
-    num_chunks: int,
 ) -> tuple[Float[Array, "B A"], Float[Array, "B A"], Float[Array, "B A"]]:
     """Log-probs, entropies, and the log-sum-exp of the logits for the backward pass."""
-    head = gathered(shard.astype(hidden.dtype), "vd")
+    block, starts = _blocks(hidden, shard, target, temperature)
 
-    def score(chunk: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-        hidden, target = chunk
-        logits = _logits(hidden, head, temperature)
-        peak = max_over_tensor(logits.max(axis=-1))
-        normaliser = peak + jnp.log(sum_over_tensor(jnp.exp(logits - peak[:, None]).sum(axis=-1)))
-        picked = sum_over_tensor(jnp.where(_is_target(target, logits), logits, 0.0).sum(axis=-1))
-        mean = sum_over_tensor((jnp.exp(logits - normaliser[:, None]) * logits).sum(axis=-1))
-        return picked - normaliser, normaliser - mean, normaliser
+    def add(sums: tuple[Array, ...], start: Array) -> tuple[tuple[Array, ...], None]:
+        peak, total, weighted, picked = sums
+        _, logits, is_new, is_target = block(start)
+        higher = jnp.maximum(peak, logits.max(axis=-1))
+        weights = jnp.where(is_new, jnp.exp(logits - higher[:, None]), 0.0)
+        total, weighted = (part * jnp.exp(peak - higher) for part in (total, weighted))
+        picked += jnp.where(is_target, logits, 0.0).sum(axis=-1)
+        return (higher, total + weights.sum(axis=-1), weighted + (weights * logits).sum(axis=-1), picked), None
 
-    scores = jax.lax.map(score, (_chunks(hidden, num_chunks), _chunks(target, num_chunks)))
-    logp, entropy, normaliser = (_rows(score, *target.shape) for score in scores)
+    zeros = jnp.zeros(target.size, jnp.promote_types(hidden.dtype, jnp.float32))
+    (peak, total, weighted, picked), _ = jax.lax.scan(add, (zeros - jnp.inf, zeros, zeros, zeros), starts)
+    highest = max_over_tensor(peak)
+    total, weighted = (sum_over_tensor(part * jnp.exp(peak - highest)) for part in (total, weighted))
+    normaliser = highest + jnp.log(total)
+    scores = sum_over_tensor(picked) - normaliser, normaliser - weighted / total, normaliser
+    logp, entropy, normaliser = (score.reshape(target.shape) for score in scores)
     return logp, entropy, normaliser
 
 
@@ -88,42 +89,44 @@ def _backward(
     temperature: Float[Array, ""],
     normaliser: Float[Array, "B A"],
     d_logp: Float[Array, "B A"],
-    num_chunks: int,
 ) -> tuple[Float[Array, "B A D"], Float[Array, "v d"]]:
-    head, wide = gathered(shard.astype(hidden.dtype), "vd"), normaliser.dtype
+    block, starts = _blocks(hidden, shard, target, temperature)
+    flat, wide = hidden.reshape(-1, hidden.shape[-1]), normaliser.dtype
 
-    def add(d_head: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
-        hidden, target, normaliser, d_logp = chunk
-        logits = _logits(hidden, head, temperature)
-        d_logits = _is_target(target, logits) - jnp.exp(logits - normaliser[:, None])
-        d_logits = (d_logits * (d_logp / temperature)[:, None]).astype(hidden.dtype)
-        d_head += jnp.einsum("cV,cD->VD", d_logits, hidden, preferred_element_type=wide)
-        d_hidden = jnp.einsum("cV,VD->cD", d_logits, head, preferred_element_type=wide)
-        return d_head, sum_over_tensor(d_hidden).astype(hidden.dtype)
+    def add(sums: tuple[Array, Array], start: Array) -> tuple[tuple[Array, Array], None]:
+        d_hidden, d_shard = sums
+        rows, logits, is_new, is_target = block(start)
+        d_logits = is_target - jnp.where(is_new, jnp.exp(logits - normaliser.reshape(-1, 1)), 0.0)
+        d_logits = (d_logits * (d_logp / temperature).reshape(-1, 1)).astype(hidden.dtype)
+        d_hidden += jnp.einsum("tV,VD->tD", d_logits, rows, preferred_element_type=wide)
+        d_rows = sum_of_rows(jnp.einsum("tV,tD->VD", d_logits, flat, preferred_element_type=wide), "vd")
+        d_rows += jax.lax.dynamic_slice_in_dim(d_shard, start, len(rows))
+        return (d_hidden, jax.lax.dynamic_update_slice_in_dim(d_shard, d_rows, start, axis=0)), None
 
-    chunks = tuple(_chunks(x, num_chunks) for x in (hidden, target, normaliser, d_logp))
-    d_head, d_hidden = jax.lax.scan(add, jnp.zeros(head.shape, wide), chunks)
-    return _rows(d_hidden, *target.shape), sum_of_rows(d_head, "vd")
-
-
-def _logits(hidden: Float[Array, "c D"], head: Float[Array, "v D"], temperature: Float[Array, ""]) -> Array:
-    wide = jnp.promote_types(hidden.dtype, jnp.float32)
-    return jnp.einsum("cD,VD->cV", hidden, head, preferred_element_type=wide) / temperature
+    zeros = jnp.zeros(flat.shape, wide), jnp.zeros(shard.shape, wide)
+    (d_hidden, d_shard), _ = jax.lax.scan(add, zeros, starts)
+    return sum_over_tensor(d_hidden).astype(hidden.dtype).reshape(hidden.shape), d_shard
 
 
-def _is_target(target: Int[Array, " c"], logits: Float[Array, "c v"]) -> Bool[Array, "c v"]:
-    """True at each target's logit, if this device's vocabulary shard has it."""
-    first = tensor_part() * logits.shape[1]
-    return target[:, None] == first + jnp.arange(logits.shape[1])[None]
+def _blocks(
+    hidden: Float[Array, "B A D"],
+    shard: Float[Array, "v d"],
+    target: Int[Array, "B A"],
+    temperature: Float[Array, ""],
+) -> tuple[Callable[[Array], tuple[Array, ...]], Int[Array, " n"]]:
+    """A function that computes a block's logits, and the first token of each block in this device's vocabulary."""
+    vocab_size, wide = len(shard), jnp.promote_types(hidden.dtype, jnp.float32)
+    size = block_size(vocab_size, target.shape[1])
+    flat, targets = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1, 1) - tensor_part() * vocab_size
 
+    def block(
+        start: Int[Array, ""],
+    ) -> tuple[Float[Array, "c D"], Float[Array, "t c"], Bool[Array, "1 c"], Bool[Array, "t c"]]:
+        """The rows of the head, the logits, whether no earlier block has them, and whether they are the targets'."""
+        rows = gathered(jax.lax.dynamic_slice_in_dim(shard, start, size).astype(hidden.dtype), "vd")
+        logits = jnp.einsum("tD,VD->tV", flat, rows, preferred_element_type=wide) / temperature
+        tokens = (jnp.minimum(start, vocab_size - size) + jnp.arange(size))[None]
+        is_new = tokens >= start
+        return rows, logits, is_new, is_new & (targets == tokens)
 
-def _chunks(x: Float[Array, "B A *D"] | Int[Array, "B A"], num_chunks: int) -> Array:
-    """Splits the tokens of all rows into chunks of equal size and pads the last chunk."""
-    flat = x.reshape(-1, *x.shape[2:])
-    missing = -len(flat) % num_chunks
-    return jnp.pad(flat, ((0, missing), *[(0, 0)] * (flat.ndim - 1))).reshape(num_chunks, -1, *flat.shape[1:])
-
-
-def _rows(chunks: Float[Array, "n c *D"], num_rows: int, num_tokens: int) -> Array:
-    flat = chunks.reshape(-1, *chunks.shape[2:])[: num_rows * num_tokens]
-    return flat.reshape(num_rows, num_tokens, *flat.shape[1:])
+    return block, jnp.arange(0, vocab_size, size)

@@ -23,7 +23,6 @@ from paravt_jax.learner.head import token_scores
 from paravt_jax.learner.objectives import Objective
 from paravt_jax.learner.optim import Number, OptimNumbers, optimizer
 from paravt_jax.learner.packing import TrainBatch
-from paravt_jax.learner.settings import HEAD_CHUNK_TOKENS
 
 Structure = nnx.GraphDef[VLModel]
 
@@ -120,4 +119,4 @@ def action_scores(
     hidden, expert_tokens = model.hidden_and_experts(batch.text, visual)
     chosen = jnp.take_along_axis(hidden, jnp.asarray(batch.source)[..., None], axis=1)
     head = model.text.head_kernel_vd[...]
-    return *token_scores(chosen, head, jnp.asarray(batch.target), temperature, HEAD_CHUNK_TOKENS), expert_tokens
+    return *token_scores(chosen, head, jnp.asarray(batch.target), temperature), expert_tokens

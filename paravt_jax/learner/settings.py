@@ -14,7 +14,6 @@ Normalise = Literal["std", "batch", "tokens", "none", "loo"]
 Correction = Literal["token_mis", "token_tis", "sequence_mis", "sequence_tis", "icepop", "none"]
 KlTerm = Literal["k3", "k2", "reward", "returns"]
 Schedule = Literal["constant", "cosine"]
-HEAD_CHUNK_TOKENS = 256  # scored tokens per row in a chunk of logits
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Parameters are counted with the sharding table. Autodiff residuals come from the model's backward pass, traced on shapes
 with a single device's heads, ffn and vocabulary. The rest models the peak of XLA's buffer assignment for updates on
-CPU, GPU and TPU: attention score blocks, gradients in flight, weights gathered over fsdp, the whole head's gradient.
+CPU, GPU and TPU: attention score blocks, gradients in flight, weights gathered over fsdp, a block of the head's logits.
 Scoring needs only a forward pass, so it never sets the peak.
 """
 
@@ -29,13 +29,13 @@ from model_port.sampler.sampler import chunk_tokens
 from model_port.sharding import check_divisible, param_spec, sampling_tensor
 from model_port.text import LONG_ROW_TOKENS, Visual
 from paravt_jax.config import MeshConfig
+from paravt_jax.learner.head import block_size
 from paravt_jax.learner.packing import BatchShape
-from paravt_jax.learner.settings import HEAD_CHUNK_TOKENS
 from paravt_jax.plan.workload import PlannedUpdate, row_pairs
 
 FLOAT32_BYTES = 4
 MOMENTS = 2  # Adam's moments per parameter
-LOGITS_AT_ONCE = 2  # upper bound of arrays per chunk in the head's backward pass; XLA's fusion holds 1.0 to 1.5
+LOGITS_AT_ONCE = 2  # upper bound of arrays per block in the head's backward pass; XLA's fusion holds 1.0 to 1.5
 SCANNED_ARRAYS = 3  # arrays per pair of blocks: scores, weights and their gradient
 BLOCKED_ARRAYS = {"tpu": 1}  # elsewhere 2, because only XLA for TPU fuses one array away
 COPY = "copy for sampling"
@@ -363,20 +363,18 @@ class Share:
         return heads * BLOCKED_ARRAYS.get(self.platform, 2) * pairs
 
     def head(self) -> Parts:
-        actions = self.batch.row_actions
-        num_chunks = -(-actions // HEAD_CHUNK_TOKENS)
-        logits = self.rows * -(-actions // num_chunks) * self.local.text.vocab_size
-        hidden = self.rows * (self.batch.row_tokens + actions) * self.model.text.width
+        actions, width = self.rows * self.batch.row_actions, self.model.text.width
+        size = block_size(self.local.text.vocab_size, self.batch.row_actions)
+        hidden = (self.rows * self.batch.row_tokens + actions) * width
         residuals = self.text_residuals(self.compute)
-        parts = {
+        return {
             "saved by the final norm": residuals.other_bytes(self.rows, self.batch.row_tokens),
-            "head, gathered": self.table_values * self.item_bytes,
-            "logits of a chunk": LOGITS_AT_ONCE * logits * FLOAT32_BYTES,
-            "hidden states and gradient": 2 * hidden * self.item_bytes,
+            "a block of the head and its gradient": size
+            * width
+            * (self.item_bytes + FLOAT32_BYTES * (not self.adapted)),
+            "logits of a block": LOGITS_AT_ONCE * actions * size * FLOAT32_BYTES,
+            "hidden states and gradient": 2 * hidden * self.item_bytes + actions * width * FLOAT32_BYTES,
         }
-        if not self.adapted:
-            parts["gradient of the head, whole"] = self.table_values * FLOAT32_BYTES
-        return parts
 
     def vision(self) -> Parts:
         """Memory of the frozen vision tower: a block at its widest, and the output maps."""

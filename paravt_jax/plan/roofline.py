@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from model_port.attention import form_of
 from model_port.config import ModelConfig
+from paravt_jax.learner.head import block_size
 from paravt_jax.learner.packing import BatchShape
-from paravt_jax.learner.settings import HEAD_CHUNK_TOKENS
 from paravt_jax.plan.collectives import Collective, among
 from paravt_jax.plan.devices import DEVICES_OF_A_HOST, Rates
 from paravt_jax.plan.memory import FLOAT32_BYTES, Share, adapter_values_on, share_of, vision_residuals
@@ -139,9 +139,10 @@ def _layers_bytes(share: Share, way: str = "forward") -> float:
 
 
 def _head_bytes(share: Share) -> float:
-    logits = share.rows * share.batch.row_actions * share.local.text.vocab_size * FLOAT32_BYTES
-    num_chunks = -(-share.batch.row_actions // HEAD_CHUNK_TOKENS)
-    return float(LOGIT_PASSES * logits + num_chunks * share.table_values * share.item_bytes)
+    vocab_size, actions = share.local.text.vocab_size, share.rows * share.batch.row_actions
+    num_blocks = -(-vocab_size // block_size(vocab_size, share.batch.row_actions))
+    hidden = num_blocks * actions * share.model.text.width * share.item_bytes
+    return float(LOGIT_PASSES * actions * vocab_size * FLOAT32_BYTES + hidden + share.table_values * share.item_bytes)
 
 
 def _score_collectives(share: Share) -> Iterator[Collective]:
@@ -156,7 +157,7 @@ def _update_collectives(share: Share) -> Iterator[Collective]:
     values = layers * share.layer_values
     if share.update.optim.train_vision:
         values += share.vision_values
-    yield _over_fsdp("all-gather", share, 2 * values + share.table_values)
+    yield _over_fsdp("all-gather", share, 2 * (values + share.table_values))
     # The head's gradient is float32. With adapters, no other weights have gradients.
     gradients = values + FLOAT32_BYTES // share.item_bytes * share.table_values
     if share.adapted:

@@ -34,9 +34,10 @@ COUNTS = StepCounts(NUM_TOKENS, 3.0, 96.0)
 
 
 @pytest.fixture(autouse=True)
-def several_chunks(monkeypatch):
-    """Computes logits in several chunks even for short rows."""
-    monkeypatch.setattr("paravt_jax.learner.programs.HEAD_CHUNK_TOKENS", 8)
+def several_blocks(monkeypatch):
+    """Computes logits in several blocks even for short rows; the last block overlaps the one before it."""
+    monkeypatch.setattr("paravt_jax.learner.head.MULTIPLE", 7)
+    monkeypatch.setattr("paravt_jax.learner.head.WHOLE_TOKENS", 8)
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow
 
 # Sizes that identify an array in a program.
 WIDTH, VOCAB, LAYERS, ROW_TOKENS, TABLE_ROWS = 64, 1028, 3, 136, 33
+BLOCK = 320  # of VOCAB
 CONFIG = ModelConfig(
     TextConfig(LAYERS, WIDTH, 96, 4, 4, head_dim=16, vocab_size=VOCAB, mrope_sections=(4, 2, 2)),
     Qwen3VisionConfig(2, 32, 48, 4, WIDTH, (0,), num_positions=49, patch_px=4),
@@ -49,13 +50,13 @@ def collectives(program: str) -> list[Exchange]:
 
 
 def programs_on(shape: tuple[int, int, int]) -> dict[str, str]:
-    """The compiled programs of an update whose head has four chunks."""
+    """The compiled programs of an update whose head has four blocks."""
     config = config_of(shape, rows=1, row_tokens=ROW_TOKENS)
     parts = config.mesh.num_row_parts
     batch = make_batch(BatchShape(parts, ROW_TOKENS, 4 * TABLE_ROWS // 3, parts, 96, 3 * parts), CONFIG)
     learner = make_learner(PlannedRl.of(config, CONFIG).update, CONFIG, make_mesh(*shape))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("paravt_jax.learner.programs.HEAD_CHUNK_TOKENS", 24)
+        patch.setattr("paravt_jax.learner.head.WHOLE_TOKENS", 24)
         return {name: program.as_text() for name, program in compiled_programs(learner, batch).items()}
 
 
@@ -64,11 +65,13 @@ def over_fsdp():
     return programs_on((1, 4, 1))
 
 
-def test_each_pass_gathers_the_head_once_for_all_chunks(over_fsdp):
-    of_head = [each for each in collectives(over_fsdp["gradients"]) if VOCAB in each.sizes]
-    assert not any(each.in_loop for each in of_head)
-    kinds = [each.kind for each in of_head]
-    assert kinds.count("all-gather") in (1, 2) and kinds.count("reduce-scatter") == 1
+def test_devices_exchange_the_head_and_its_gradient_by_blocks(over_fsdp):
+    exchanges = collectives(over_fsdp["gradients"])
+    assert not [each for each in exchanges if VOCAB in each.sizes]
+    of_blocks = [each for each in exchanges if BLOCK in each.sizes]
+    assert all(each.in_loop for each in of_blocks)
+    kinds = [each.kind for each in of_blocks]
+    assert kinds.count("all-gather") == 2 and kinds.count("reduce-scatter") == 1
 
 
 def test_frames_stay_on_the_devices_of_their_rows(over_fsdp):

@@ -27,9 +27,10 @@ TEMPERATURE = 0.7
 
 
 @pytest.fixture(scope="module", autouse=True)
-def several_chunks():
+def several_blocks():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("paravt_jax.learner.programs.HEAD_CHUNK_TOKENS", 7)
+        patch.setattr("paravt_jax.learner.head.MULTIPLE", 7)  # the last block overlaps the one before it
+        patch.setattr("paravt_jax.learner.head.WHOLE_TOKENS", 7)
         yield
 
 
@@ -134,7 +135,7 @@ def test_the_entropy_of_a_token_is_of_the_tempered_logits_and_has_no_gradient():
     target = jnp.asarray(random.integers(0, 17, (2, 5)), jnp.int32)
 
     def entropy(hidden, head):
-        return token_scores(hidden, head, target, TEMPERATURE, 2)[1]
+        return token_scores(hidden, head, target, TEMPERATURE)[1]
 
     logits = np.einsum("BAD,VD->BAV", hidden, head).astype(np.float64) / TEMPERATURE
     probability = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)

@@ -98,9 +98,10 @@ def case(tmp_path_factory) -> Case:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def several_chunks():
+def several_blocks():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("paravt_jax.learner.programs.HEAD_CHUNK_TOKENS", 16)
+        patch.setattr("paravt_jax.learner.head.MULTIPLE", 7)  # the last block overlaps the one before it
+        patch.setattr("paravt_jax.learner.head.WHOLE_TOKENS", 16)
         yield
 
 

@@ -60,13 +60,15 @@ def test_offloaded_moments_and_reference_are_on_the_device_only_for_the_optimize
 def test_a_batch_has_gradients_and_gathered_weights():
     for mesh, parts in (((1, 1, 1), 1), ((1, 8, 1), 8)):
         head, backward = share(mesh).head(), share(mesh).backward()
-        assert head["head, gathered"] == 2 * TABLE and head["gradient of the head, whole"] == 4 * TABLE
-        assert head["logits of a chunk"] == pytest.approx(2 * 4 * 256 * 151_936, rel=0.05)
+        num_blocks = share(mesh).batch.row_actions / 256
+        assert head["a block of the head and its gradient"] == pytest.approx((2 + 4) * TABLE / num_blocks, rel=0.1)
+        assert head["logits of a block"] == pytest.approx(2 * 4 * 256 * 151_936, rel=0.1)
         assert backward["gradients of the batch"] == pytest.approx(4 * TEXT / parts, rel=0.001)
         assert share(mesh).layer()["a layer's weights, gathered"] == pytest.approx(
             2 * (TEXT - 2 * TABLE) / 36, rel=0.001
         )
-    assert "gradient of the head, whole" not in share(lora=LoraConfig(rank=64)).head()
+    blocks = [share(lora=LoraConfig(rank=rank)).head()["a block of the head and its gradient"] for rank in (0, 64)]
+    assert blocks[0] == 3 * blocks[1]  # a frozen head has no gradient
 
 
 @pytest.mark.parametrize("beside_update", [True, False])
@@ -83,7 +85,7 @@ def test_each_phase_has_the_arrays_that_are_alive_in_it(beside_update):
     assert phases_with("gradients of the step") == backward + learning
     assert phases_with("batch") == [*backward, "frames"]
     assert phases_with("gradients of the batch", "saved by the forward pass") == backward
-    assert phases_with("attention scores") + phases_with("logits of a chunk") == backward
+    assert phases_with("attention scores") + phases_with("logits of a block") == backward
     assert phases_with("next copy for sampling") == ["publish"] * beside_update
     assert phases_with("copy for sampling") == ["rollout"] * (not beside_update)
     assert memory.phases["optimizer"]["gradients of the step"] == 4 * TEXT
