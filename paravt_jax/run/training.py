@@ -135,6 +135,7 @@ class RunDirectory:
 
         def before_commit() -> None:
             assert copies is not None and self.lease is not None
+            self.lease.renew()  # otherwise a run that was paused for long would replace its successor's logs
             copies.copy()
             self.lease.renew()
 

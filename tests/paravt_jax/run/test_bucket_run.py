@@ -216,8 +216,10 @@ def test_a_run_that_lost_its_lease_cannot_commit_a_checkpoint(gcs, monkeypatch):
         before_commit()
         assert gcs.names("bkt/runs/x/") == {OWNER, "metrics.jsonl"}
         gcs.objects[f"bkt/runs/x/{OWNER}"] = (10**6, b'{"token": "other", "who": "process 9 on tpu-9"}')
+        (path / "log.txt").write_text("of the run that lost the lease")
         with pytest.raises(RuntimeError, match="was taken over by process 9 on tpu-9"):
             before_commit()
+        assert gcs.names("bkt/runs/x/") == {OWNER, "metrics.jsonl"}
     assert json.loads(gcs.objects[f"bkt/runs/x/{OWNER}"][1])["token"] == "other"
 
 
