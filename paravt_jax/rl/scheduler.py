@@ -266,6 +266,7 @@ class RolloutScheduler:
             _, unfinished = await asyncio.wait([aborting, *(group.task for group in running)], timeout=ABORT_GRACE_S)
             for task in unfinished:
                 task.cancel()
+            await asyncio.gather(*unfinished, return_exceptions=True)
 
     def _count_done(self) -> None:
         self._num_done += 1

@@ -298,7 +298,8 @@ def _exit(problem: BaseException, hosts: Hosts) -> NoReturn:
         say("interrupted")
         os._exit(INTERRUPTED)
     of_jax = type(problem).__name__ == "JaxRuntimeError" or JAX_STATUS.match(str(problem))
-    lost = "; another host may have failed, see its log" if of_jax else ""
+    own = str(problem).startswith("RESOURCE_EXHAUSTED")  # this host's memory
+    lost = "; another host may have failed, see its log" if of_jax and not own else ""
     say(f"error: {one_line(problem)}{lost}")
     try:
         if hosts.all_failed:  # waits for hosts that report the error later, because they still compile a program

@@ -105,7 +105,8 @@ def test_staleness_stays_within_its_maximum(tmp_path, monkeypatch):
     assert 0 < max(ages) <= 2
 
 
-def test_the_throughput_includes_aborted_groups(tmp_path):
+def test_the_throughput_includes_aborted_groups(tmp_path, monkeypatch):
+    monkeypatch.setattr("paravt_jax.rl.scheduler.ABORT_GRACE_S", 60.0)
     plugin = f"reward.plugin={ROOT}/docs/examples/own_reward.py:reward"
     train_here(tmp_path / "run", *QUICK, "train.num_steps=1", "train.oversample=1", plugin)
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())

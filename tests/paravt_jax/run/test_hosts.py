@@ -10,6 +10,7 @@ from pathlib import Path
 
 import forked
 import hosts as several
+import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
@@ -174,18 +175,22 @@ def test_an_error_of_one_host_ends_all_hosts(tmp_path):
     assert first.code not in (0, None)
 
 
-def fail_like_gloo(hosts):
+def fail_like_jax(hosts):
     sys.argv[1:] = hosts.index * [DEBUG_FLAG]
     time.sleep(hosts.index)
     problem = ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer [10.0.0.2]:46218")
+    if hosts.index == 1:
+        problem = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes")
     raise ExceptionGroup("of tasks", [problem])
 
 
 def test_an_error_of_a_collective_refers_to_the_other_hosts(tmp_path):
     """A collective fails where another host has failed. Host 0 exits later, because jax then ends the other hosts."""
-    for host, ended in enumerate(several.start_work(tmp_path, fail_like_gloo).wait(60)):
-        assert ended.code == 1 and ended.last_line.endswith(":46218; another host may have failed, see its log")
-        assert ended.last_line.startswith("error: UNKNOWN: ") and ended.output.count("Traceback") == host
+    first, second = several.start_work(tmp_path, fail_like_jax).wait(60)
+    assert first.code == second.code == 1
+    assert first.last_line.startswith("error: UNKNOWN: ") and "Traceback" not in first.output
+    assert first.last_line.endswith(":46218; another host may have failed, see its log")
+    assert second.last_line.endswith("allocate 9 bytes") and second.output.count("Traceback") == 1
 
 
 @pytest.mark.parametrize("victim", [0, 1])
