@@ -260,7 +260,8 @@ def per_device(work: Callable[..., Any], takes: Sequence[str], gives: Sequence[s
     """Wraps `work` to run on each device's part of its arguments. The work must be independent across rows and heads.
 
     A layout such as "btd" applies to all arrays of an argument; results use the same letters. A layout such as
-    "kernel_vd" belongs to a parameter: `work` gets its shard, and returns its gradient from `sum_of_rows`.
+    "kernel_vd" belongs to a parameter: `work` gets its shard, and returns the shard's gradient, which it makes with
+    `scattered` and `sum_over_data`.
     """
 
     def placed(*arguments: Any) -> Any:
@@ -288,12 +289,15 @@ def gathered(shard: jax.Array, letters: str) -> jax.Array:
     return jax.lax.all_gather(shard, "fsdp", axis=_over_fsdp(letters), tiled=True) if _is_per_device() else shard
 
 
-def sum_of_rows(gradient: jax.Array, letters: str) -> jax.Array:
-    """Reduce-scatters a parameter's gradient over the devices' rows, inside `per_device`."""
+def scattered(gradient: jax.Array, letters: str) -> jax.Array:
+    """Reduce-scatters a parameter's gradient over fsdp, inside `per_device`."""
     if not _is_per_device():
         return gradient
-    shard = jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=_over_fsdp(letters), tiled=True)
-    return jax.lax.psum(shard, "data")
+    return jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=_over_fsdp(letters), tiled=True)
+
+
+def sum_over_data(gradient: jax.Array) -> jax.Array:
+    return jax.lax.psum(gradient, "data") if _is_per_device() else gradient
 
 
 def _over_fsdp(letters: str) -> int:

@@ -1,9 +1,9 @@
 """Log-probs and entropies of scored tokens under log_softmax(z / temperature), a block of the vocabulary at a time.
 
-On a mesh, each pass all-gathers a block of the head over fsdp, and the backward pass reduces its gradient at once, so
-no device holds the whole head or its gradient. The vocabulary stays sharded over tensor. The backward pass recomputes
-each block's logits. It is written by hand with its own sharding, because JAX's transpose of the forward pass would not
-know which sums to reduce.
+On a mesh, each pass all-gathers a block of the head over fsdp, and the backward pass reduce-scatters its gradient at
+once, so no device holds the whole head or its gradient. The vocabulary stays sharded over tensor. The backward pass
+recomputes each block's logits. It is written by hand with its own sharding, because JAX's transpose of the forward pass
+would not know which sums to reduce.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from model_port.sharding import gathered, max_over_tensor, per_device, sum_of_rows, sum_over_tensor, tensor_part
+from model_port.sharding import (
+    gathered,
+    max_over_tensor,
+    per_device,
+    scattered,
+    sum_over_data,
+    sum_over_tensor,
+    tensor_part,
+)
 from paravt_jax.learner.optim import Number
 
 Saved = tuple[Array, Array, Array, Number, Array]
@@ -99,13 +107,13 @@ def _backward(
         d_logits = is_target - jnp.where(is_new, jnp.exp(logits - normaliser.reshape(-1, 1)), 0.0)
         d_logits = (d_logits * (d_logp / temperature).reshape(-1, 1)).astype(hidden.dtype)
         d_hidden += jnp.einsum("tV,VD->tD", d_logits, rows, preferred_element_type=wide)
-        d_rows = sum_of_rows(jnp.einsum("tV,tD->VD", d_logits, flat, preferred_element_type=wide), "vd")
+        d_rows = scattered(jnp.einsum("tV,tD->VD", d_logits, flat, preferred_element_type=wide), "vd")
         d_rows += jax.lax.dynamic_slice_in_dim(d_shard, start, len(rows))
         return (d_hidden, jax.lax.dynamic_update_slice_in_dim(d_shard, d_rows, start, axis=0)), None
 
     zeros = jnp.zeros(flat.shape, wide), jnp.zeros(shard.shape, wide)
     (d_hidden, d_shard), _ = jax.lax.scan(add, zeros, starts)
-    return sum_over_tensor(d_hidden).astype(hidden.dtype).reshape(hidden.shape), d_shard
+    return sum_over_tensor(d_hidden).astype(hidden.dtype).reshape(hidden.shape), sum_over_data(d_shard)
 
 
 def _blocks(

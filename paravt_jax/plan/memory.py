@@ -367,11 +367,10 @@ class Share:
         size = block_size(self.local.text.vocab_size, self.batch.row_actions)
         hidden = (self.rows * self.batch.row_tokens + actions) * width
         residuals = self.text_residuals(self.compute)
+        head_bytes = self.item_bytes + (0 if self.adapted else FLOAT32_BYTES)
         return {
             "saved by the final norm": residuals.other_bytes(self.rows, self.batch.row_tokens),
-            "a block of the head and its gradient": size
-            * width
-            * (self.item_bytes + FLOAT32_BYTES * (not self.adapted)),
+            "a block of the head and its gradient": size * width * head_bytes,
             "logits of a block": LOGITS_AT_ONCE * actions * size * FLOAT32_BYTES,
             "hidden states and gradient": 2 * hidden * self.item_bytes + actions * width * FLOAT32_BYTES,
         }
