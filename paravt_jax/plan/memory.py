@@ -35,7 +35,7 @@ from paravt_jax.plan.workload import PlannedUpdate, row_pairs
 
 FLOAT32_BYTES = 4
 MOMENTS = 2  # Adam's moments per parameter
-LOGITS_AT_ONCE = 2  # upper bound of arrays per block in the head's backward pass; XLA's fusion holds 1.0 to 1.5
+LOGITS_AT_ONCE = 2  # arrays per block in the head's backward pass: XLA for GPUs holds 1.0 to 1.5, for CPUs up to 3
 SCANNED_ARRAYS = 3  # arrays per pair of blocks: scores, weights and their gradient
 BLOCKED_ARRAYS = {"tpu": 1}  # elsewhere 2, because only XLA for TPU fuses one array away
 COPY = "copy for sampling"

@@ -361,7 +361,7 @@ def validate_slowly(*command):
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_hosts_that_are_stopped_in_the_last_validation_repeat_it(world, tmp_path):
-    """The programs of the second start are in the compilation cache, which only host 0 could read."""
+    """The first start could leave host 0's programs in the compilation cache, and the second one would hang."""
     settings = ["mesh.fsdp=2", "sft.num_steps=1", "validation.every_steps=1"]
     commands = [arguments(world, tmp_path / run, *settings) for run in ("run", "undisturbed")]
     started = several.start_command(tmp_path / "output", "paravt_jax.sft", commands[0], work=validate_slowly)
