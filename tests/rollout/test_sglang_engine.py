@@ -23,7 +23,7 @@ from async_tests import async_test, given, until
 from fake_server import FakeServer
 
 from model_port.safetensors_io import HfTensors
-from rollout.engine import fleet, http as http_module, publishing, routing
+from rollout.engine import fleet, http as http_module, publishing, routing, sglang
 from rollout.engine.fleet import Fleet
 from rollout.engine.http import KEEPALIVE_S, HttpClient
 from rollout.engine.protocol import DeadlineExceeded, EngineError, Request, RequestRejected, Sampling, VersionMismatch
@@ -32,8 +32,11 @@ from rollout.engine.settings import Mixture, ServerState
 from rollout.engine.sglang import SGLangEngine, SGLangSettings, generate_body
 from rollout.engine.weight_root import fits
 
-DEADLINES = dict(probe_deadline_s=0.3, control_deadline_s=1.0, load_deadline_s=1.0)
-QUICK = SGLangSettings("t", vocab_size=1000, backoff_s=0.01, owner_answers_s=0.5, probe_every_s=0.05, **DEADLINES)
+DEADLINES = dict(
+    probe_deadline_s=5.0, control_deadline_s=5.0, load_deadline_s=10.0
+)  # a busy machine stalls for a second
+QUICK = SGLangSettings("t", vocab_size=1000, backoff_s=0.01, owner_answers_s=1.0, probe_every_s=0.05, **DEADLINES)
+IMPATIENT = replace(QUICK, probe_deadline_s=0.3, control_deadline_s=1.0, load_deadline_s=1.0)  # for servers that hang
 SHAPES = {"scalar": (), "row": (3,), "last": (700, 1031)}  # written in two parts
 
 
@@ -164,11 +167,15 @@ async def test_an_invalid_server_list_is_ignored_and_reported_once(open_engine, 
     file = tmp_path / "servers"
     file.write_text(f"{server.url}\n")
     engine, printed = await open_engine(SGLangEngine.follow(file, QUICK)), []
-    for line in ("http://me:secret@10.0.0.2:30000", "", "http://me:secret@10.0.0.2:30000"):
-        file.write_text(f"{server.url}\n{line}\n")
-        await asyncio.sleep(6 * QUICK.probe_every_s)
-        assert engine.urls == [server.url]
-        printed.append(capsys.readouterr().err)
+    reads, read = [], sglang.listed_urls
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sglang, "listed_urls", lambda file: reads.append(file) or read(file))
+        for line in ("http://me:secret@10.0.0.2:30000", "", "http://me:secret@10.0.0.2:30000"):
+            file.write_text(f"{server.url}\n{line}\n")
+            reads.clear()
+            await until(lambda: len(reads) >= 5)
+            assert engine.urls == [server.url]
+            printed.append(capsys.readouterr().err)
     assert [text.count("the list of servers is not updated") for text in printed] == [1, 0, 1]
     assert "line 2 of " in printed[0] and "secret" not in "".join(printed)
 
@@ -387,7 +394,7 @@ async def test_cancelling_a_caller_aborts_its_request_on_the_server(engine, serv
     await until(lambda: server.requests["/abort_request"] == 1)
 
 
-@with_servers(2)
+@with_servers(2, IMPATIENT)
 async def test_a_hung_servers_requests_are_answered_once_by_another(engine, first, second, capsys):
     for server in (first, second):
         server.delay_s = 0.2
@@ -523,7 +530,7 @@ async def test_without_servers_a_request_fails_with_the_reasons(engine, server):
 
 def test_connecting_without_servers_is_one_error():
     with pytest.raises(EngineError, match=r"^no server answers: http://127\.0\.0\.1:9: .*reached: Connection refused;"):
-        asyncio.run(SGLangEngine.connect(["http://127.0.0.1:9"], QUICK))
+        asyncio.run(SGLangEngine.connect(["http://127.0.0.1:9"], IMPATIENT))
     with pytest.raises(ValueError, match=r"engine\.urls is empty"):
         asyncio.run(SGLangEngine.connect([], QUICK))
 
@@ -580,7 +587,7 @@ async def test_a_server_loads_only_changed_tensors_unless_it_was_restarted(engin
     assert kept.version == restarted.version == "t/4"
 
 
-@with_servers(3)
+@with_servers(3, IMPATIENT)
 async def test_a_server_that_missed_a_publish_loads_all_tensors(engine, kept, late, failing):
     await engine.publish(trained(1), 1)
     late.healthy, failing.fail_paths = False, {"/update_weights_from_disk"}
@@ -593,7 +600,7 @@ async def test_a_server_that_missed_a_publish_loads_all_tensors(engine, kept, la
     assert late.read == failing.read == ["frozen trained"] * 2
 
 
-@with_servers(2)
+@with_servers(2, IMPATIENT)
 async def test_a_server_can_be_awaited_until_it_has_the_current_weights(engine, kept, late):
     late.healthy = False
     await until(lambda: not engine.fleet.servers[1].up)
@@ -625,7 +632,7 @@ async def test_the_files_have_the_bits_of_the_latest_tensors(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("path", ["/pause_generation", "/flush_cache"])
-@with_servers(2)
+@with_servers(2, IMPATIENT)
 async def test_a_server_that_fails_a_publish_is_ejected_until_it_has_the_weights(engine, bad, good, path):
     bad.fail_paths = {path}
     await engine.publish(NoWeights(), 3)
@@ -650,13 +657,13 @@ async def test_a_publish_does_not_pause_the_others_for_a_server_that_does_not_an
 @with_fake_servers(1)
 async def test_a_fake_server_left_paused_by_a_killed_run_is_resumed(open_engine, server):
     server.paused = True
-    engine = await open_engine(SGLangEngine.connect([server.url], QUICK))
+    engine = await open_engine(SGLangEngine.connect([server.url], IMPATIENT))
     assert len((await engine.generate(request())).ids) == 4
 
 
-@with_servers(1, replace(QUICK, load_deadline_s=10.0))
+@with_servers(1, replace(IMPATIENT, load_deadline_s=10.0))
 async def test_a_load_longer_than_the_probe_timeout_does_not_eject_a_server(engine, server):
-    server.load_s, server.delay_s = 5 * QUICK.probe_deadline_s, 0.1
+    server.load_s, server.delay_s = 5 * IMPATIENT.probe_deadline_s, 0.1
     running = asyncio.create_task(engine.generate(request()))
     await until(lambda: server.running)
     publishing = asyncio.create_task(engine.publish(NoWeights(), 3))
@@ -846,7 +853,7 @@ async def test_a_run_is_alive_while_it_writes_weights(engine, server):
     assert server.version == "t/3" and engine.fleet.servers[0].up
 
 
-@with_servers(2, replace(QUICK, load_deadline_s=10.0))
+@with_servers(2)
 async def test_a_run_is_alive_while_one_of_its_servers_loads_weights(engine, restarted, server):
     await engine.publish(NoWeights(), 3)
     restarted.load_s, restarted.version = 4 * QUICK.owner_answers_s, "default"

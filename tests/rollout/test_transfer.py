@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from async_tests import given, until
 from fake_server import FakeServer
-from test_sglang_engine import QUICK, adapter, engine_of, request, trained
+from test_sglang_engine import IMPATIENT, QUICK, adapter, engine_of, request, trained
 
 from rollout import receiver as receiver_module
 from rollout.engine.labels import WITH_WEIGHTS_PORT, Label
@@ -153,7 +153,7 @@ async def test_if_a_receiver_dies_the_next_server_of_its_host_receives(engine, f
     assert [one.up for one in engine.fleet.servers] == [False, True] and second.server.version == "t/1"
 
 
-@on_hosts(1)
+@on_hosts(1, settings=IMPATIENT)
 async def test_an_unreachable_port_is_named_with_advice(engine, one):
     one.server.first_label = f"default;weights_port={settled_port('127.0.0.1', 0)}"
     with pytest.raises(EngineError, match=r"cannot receive weights: .*--weights-port.*engine\.weights_dir"):
@@ -281,7 +281,7 @@ async def test_an_unreachable_learner_does_not_block_the_next_one(one, session):
         writer.close()
 
 
-@on_hosts(1, settings=RARE_PROBES)
+@on_hosts(1, settings=replace(IMPATIENT, probe_every_s=60))
 async def test_a_host_without_space_gets_no_weights_and_reports_it(engine, one):
     one.directory.rmdir()
     with pytest.raises(EngineError, match=r"cannot receive weights: .* answered 507: .* do not fit into"):
