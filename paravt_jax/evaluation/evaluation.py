@@ -312,7 +312,7 @@ def _check_same(directory: Path, record: Mapping[str, Any]) -> None:
     for part in (directory, *sorted(directory.glob(f"{SHARDS_DIR}/*"))):
         old = settings_of(part)
         changed = changed_sections(record, old) if old and any(part.glob("samples_*.jsonl")) else []
-        if part != directory and record["data"]["split"] == old.get("data", {}).get("split"):
+        if part != directory and record["data"]["split"] == (old.get("data") or {}).get("split"):
             changed = [name for name in changed if name != "data"]  # its machine may have the rows elsewhere
         if changed:
             raise ValueError(

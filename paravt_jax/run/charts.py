@@ -185,7 +185,7 @@ class LoggedRun:
     @property
     def kl_levels(self) -> dict[float, str]:
         """The warning and stop levels of `mismatch.max_kl`, with their labels."""
-        settings = self.settings.get("config", {}).get("mismatch", {})
+        settings = self.settings.get("config", {}).get("mismatch") or {}
         mismatch = MismatchConfig(float(settings.get("max_kl", math.inf)))
         return {mismatch.warn_kl: "warn", mismatch.max_kl: "stop"} if math.isfinite(mismatch.max_kl) else {}
 

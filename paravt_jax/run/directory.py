@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
@@ -17,9 +18,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from model_port.bucket import PARTIAL, Bucket, download, is_address, upload
-from model_port.json_files import flattened
+from model_port.json_files import Section, flattened
 from model_port.layout import RECORD_FILE, absolute_path
 from model_port.output_dir import check_local
+from paravt_jax.config import Config, EvalConfig, SftConfig
+from paravt_jax.config.keys import section_of, types_of
 from paravt_jax.run.episode_parts import SUFFIX
 from paravt_jax.run.hosts import Hosts
 from paravt_jax.run.lease import Lease, hold_lease, token_of
@@ -48,6 +51,13 @@ OWN_CODE = "own_code"  # key of RUN/config.json: checksums of the user's files
 WEIGHTS = "weights"  # key of RUN/config.json: checksum of the weights in model.path
 LOCK_FILE, SETTINGS_FILE, SETTINGS_LOG_FILE = ".lock", "config.json", "settings.jsonl"
 KINDS = {"eval": "an evaluation", "sft": "an SFT run", "train": "an RL run"}  # by the config section that only it has
+SECTIONS = {
+    name
+    for schema in (Config, SftConfig, EvalConfig)
+    for name, kind in types_of(schema).items()
+    if section_of(kind) is not None
+}
+MAX_COUNT = 2**63 - 1
 BESIDE_BUCKET = "runs"  # folder in the working directory for local files of runs with checkpoints in a bucket
 LOGGED = {
     *(METRICS_FILE, VALIDATION_FILE, EPISODES_DIR, SUPERSEDED_DIR, TENSORBOARD_DIR, WANDB_ID_FILE),
@@ -246,13 +256,33 @@ def _parsed_settings(content: bytes, path: Path | Bucket) -> dict[str, Any]:
         record = json.loads(content, parse_constant=str)  # older files have Infinity, which is not JSON
     except ValueError as problem:
         raise ValueError(f"{path} is not valid JSON ({problem}); restore the file, or remove it") from None
-    return record if isinstance(record, dict) and isinstance(record.get("config"), dict) else {}
+    if not isinstance(record, dict) or not isinstance(record.get("config"), dict):
+        return {}
+    _check_settings(record, str(path))
+    return record
 
 
 def load_settings_log(directory: Path) -> list[dict[str, Any]]:
     """Reads RUN/settings.jsonl; empty if it does not exist."""
     log = directory / SETTINGS_LOG_FILE
-    return list(load_jsonl(log)) if log.exists() else []
+    records = list(load_jsonl(log)) if log.exists() else []
+    for number, record in enumerate(records, 1):
+        source = f"{log} line {number}"
+        if not isinstance(record, dict):
+            raise ValueError(f"{source} must hold a JSON object, got {type(record).__name__}")
+        Section(source, record).count("after_step", MAX_COUNT, least=0)
+        _check_settings(record, source)
+    return records
+
+
+def _check_settings(record: Mapping[str, Any], source: str) -> None:
+    """Checks the types of values that commands read from a run's settings, which users may have edited."""
+    config = Section(source, record).section("config")
+    sections = {name: config.section(name, {}) for name in SECTIONS}
+    sections["rollout"].text("forced_prefix", "")
+    sections["eval"].count("num_samples", MAX_COUNT, 1)
+    if sections["mismatch"].values.get("max_kl") != "Infinity":
+        sections["mismatch"].number("max_kl", 0, math.inf, math.inf)
 
 
 def settings_of(directory: Path) -> dict[str, Any]:

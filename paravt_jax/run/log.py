@@ -207,7 +207,7 @@ def rows_by_step(path: Path) -> dict[int, dict[str, Any]]:
 def _load_steps(path: Path) -> Iterator[dict[str, Any]]:
     for number, row in enumerate(load_jsonl(path), 1):
         step = row.get("step") if isinstance(row, dict) else None
-        if not isinstance(step, int) or abs(step) >= 2**63:
+        if type(step) is not int or abs(step) >= 2**63:
             problem = "has no step" if step is None else f"has the step {json.dumps(step)}, not a 64-bit integer"
             raise ValueError(f"{path} is not a run's log: line {number} {problem}; give another run_dir")
         yield row

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
+from types import NoneType
 from typing import Any, NamedTuple
 
 from model_port.terminal import visible
@@ -18,17 +19,27 @@ from paravt_jax.view.pictures import thumbnail
 from rollout.picture import Picture
 from rollout.prompts import IMAGE_PLACEHOLDER, PLACEHOLDER
 from rollout.tools import find_calls
+from rollout.video.box import Box
 
 PAGE_BYTES = 3_000_000  # for all episodes together
 MIN_EPISODE_BYTES = 6_000  # per episode; many episodes exceed PAGE_BYTES
 TEXT_LIMITS = (20_000, 4_000, 800)  # characters per text; the first limit with which an episode fits is used
 MAX_TURNS = 40  # per episode; also the most calls per turn
-TERMS = ("total", "accuracy", "format", "base", "anchor", "think_first", "balanced", "tool", "prediction")
-OWN = ("name", "value", "weight")  # fields of a plugin's reward term
-# Fields that the page gets as they are in a record, of an episode, its turns and its calls
-COPIED = ("step", "cell", "finish", "seconds", "overview_s", "reason", "scores")
-COPIED_OF_TURN = ("finish", "started_s", "latency_s")
-COPIED_OF_CALL = ("outcome", "window_s", "box", "started_s", "latency_s")
+NUMBER, TEXT, NAME = (int, float, NoneType), (str, NoneType), (str,)
+# Fields that the page gets as they are in a record, with their types
+TERMS = dict.fromkeys(("total", "accuracy", "format", "base", "anchor", "think_first", "balanced", "tool"), NUMBER)
+OWN = {"name": NAME, "value": NUMBER, "weight": NUMBER}  # of a plugin's reward term
+CREDIT = {"name": NAME, "term": NAME, "value": NUMBER}
+COPIED = {
+    "step": (int, NoneType),
+    "cell": TEXT,
+    "finish": TEXT,
+    "seconds": NUMBER,
+    "overview_s": NUMBER,
+    "reason": TEXT,
+}
+COPIED_OF_TURN = {"finish": TEXT, "started_s": NUMBER, "latency_s": NUMBER}
+COPIED_OF_CALL = {"started_s": NUMBER, "latency_s": NUMBER}
 PLACEHOLDERS = re.compile(f"{PLACEHOLDER}|{IMAGE_PLACEHOLDER}")
 PROMPT = re.compile(r"(?:\d{6}-|validation-)?(.*?)(?:/\d+)?", re.DOTALL)  # prompt part of an episode id
 ADVANTAGE_DIGITS = 4
@@ -57,7 +68,7 @@ def convert_within(num_bytes: int, record: Mapping[str, Any], forced: str) -> Pa
     """Converts an episode, with its texts cut until it fits in `num_bytes`."""
     for limit_chars in TEXT_LIMITS:
         episode = convert(record, forced, limit_chars)
-        if len(json.dumps(episode)) <= num_bytes:
+        if len(json.dumps(episode, allow_nan=False)) <= num_bytes:
             return episode
     left_out = {"turns": [], "segments": [], "reward": None, "advantage": None, "videos": None}
     episode = convert({**record, **left_out}, forced, TEXT_LIMITS[-1])
@@ -95,7 +106,8 @@ def convert(record: Mapping[str, Any], forced: str, limit_chars: int) -> PageDic
     timed = record.get("question_type") == "tvg"
     prediction = None if reward is None else reward.get("prediction")
     return {
-        **{name: record.get(name) for name in COPIED},
+        **_copied(record, COPIED),
+        "scores": dict(record.get("scores") or {}),
         "split": visible(record["split"]) if record.get("split") else None,
         "id": visible(str(record.get("id", ""))),
         "type": visible(str(record.get("question_type", ""))),
@@ -111,11 +123,10 @@ def convert(record: Mapping[str, Any], forced: str, limit_chars: int) -> PageDic
         },
         "reward": None
         if reward is None
-        else {name: reward.get(name) for name in TERMS}
-        | {"prediction": None if prediction is None else _cut(prediction, TEXT_LIMITS[-1])},
+        else _copied(reward, TERMS) | {"prediction": None if prediction is None else _cut(prediction, TEXT_LIMITS[-1])},
         "weights": record.get("weights", {}),
-        "own": [] if reward is None else [{name: term[name] for name in OWN} for term in reward.get("own", [])],
-        "credits": [{name: credit[name] for name in ("name", "term", "value")} for credit in credits],
+        "own": [] if reward is None else [_copied(term, OWN) for term in reward.get("own", [])],
+        "credits": [_copied(credit, CREDIT) for credit in credits],
         "advantage": {name: value for name, value in advantage.items() if name != "places"} or None,
         "advantages": values,
         "videos": videos,
@@ -191,7 +202,7 @@ def _turn(turn: Mapping[str, Any], marks: list[Mark], videos: Sequence[PageDict]
     return {
         "pieces": pieces(text, marks, limit_chars),
         "end_advantage": ends[0] if ends else None,  # advantage of the end-of-turn token
-        **{name: turn.get(name) for name in COPIED_OF_TURN},
+        **_copied(turn, COPIED_OF_TURN),
         "told": _cut(str(turn.get("told", "")), limit_chars),
         "calls": [_call(call, names.get(tuple(call["span"])), videos, limit_chars) for call in calls],
     }
@@ -203,12 +214,18 @@ def _call(call: Mapping[str, Any], video_name: Any, videos: Sequence[PageDict], 
     by_source = itertools.groupby(frames, lambda frame: (frame["path"], frame["box"]))
     return {
         "name": visible(str(call.get("name", "")))[:80],
-        **{name: call.get(name) for name in COPIED_OF_CALL},
+        **_copied(call, COPIED_OF_CALL),
+        "outcome": str(call["outcome"]),
+        "window_s": _times(call.get("window_s")) or None,
+        "box": _box(call.get("box")),
         "response": _cut(str(call.get("response", "")), limit_chars),
         "problem": _cut(str(call.get("problem", "")), limit_chars),
         "video": _video_index(call.get("path"), video_name, videos),
-        "frames_s": call.get("frames_s") or [],
-        "shown": [[*source, [frame["time_s"] for frame in of_source]] for source, of_source in by_source],
+        "frames_s": _times(call.get("frames_s")),
+        "shown": [
+            [str(path), _box(box), _times([frame["time_s"] for frame in of_source])]
+            for (path, box), of_source in by_source
+        ],
         "drawn": [thumbnail(Picture.of_png(picture["png"]).pixels) for picture in shown if "png" in picture],
         "num_frames": len(shown) + sum(len(segment.get("pictures", ())) for segment in report),
         "num_tokens": call.get("num_sampled", sum(len(s["ids"]) for s in report if s["kind"] == "sampled")),
@@ -225,7 +242,24 @@ def _video_index(path: Any, name: Any, videos: Sequence[PageDict]) -> int | None
 def _video(video: Mapping[str, Any]) -> PageDict:
     path = str(video["path"])
     named = {"name": visible(str(video["name"])), "file": visible(PurePath(path).name), "path": visible(path)}
-    return {**named, "duration_s": video["duration_s"], "frames_s": video["frames_s"]}
+    return {**named, "duration_s": float(video["duration_s"]), "frames_s": _times(video["frames_s"])}
+
+
+def _times(values: Sequence[float] | None) -> list[float]:
+    return [float(value) for value in values or []]
+
+
+def _box(values: Sequence[float] | None) -> Box | None:
+    return None if values is None else Box(*map(float, values))
+
+
+def _copied(record: Mapping[str, Any], types: Mapping[str, tuple[type, ...]]) -> PageDict:
+    """Copies fields. Raises TypeError for a wrong type, with which the page's scripts would stop."""
+    values = {name: record.get(name) for name in types}
+    for name, value in values.items():
+        if type(value) not in types[name]:
+            raise TypeError(f"{name} is {type(value).__name__}")
+    return values
 
 
 def _result(episode: PageDict) -> str:

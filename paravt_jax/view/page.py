@@ -13,6 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -38,9 +39,9 @@ def make_page(run_dirs: Sequence[Path], max_episodes: int, *, frames: bool = Fal
     runs = [_load_run(run_dir) for run_dir in run_dirs]
     chosen = _choose(runs, max_episodes)
     num_bytes = share_bytes(sum(len(lines_of_run.lines) for lines_of_run in chosen))
-    episodes_of_runs = [
-        [_episode_of(run, record, num_bytes) for record in lines_of_run.records()]
-        for run, lines_of_run in zip(runs, chosen, strict=True)
+    entries_of_runs = [
+        list(lines_of_run.convert(partial(_entry, number, run, num_bytes)))
+        for number, (run, lines_of_run) in enumerate(zip(runs, chosen, strict=True))
     ]
     records = [
         {
@@ -48,17 +49,17 @@ def make_page(run_dirs: Sequence[Path], max_episodes: int, *, frames: bool = Fal
             "headlines": headlines(run),
             "figures": charts(run),
             "cells": load_cells(run.path, cells_of(run.path)),
-            "num_episodes": len(episodes),
+            "num_episodes": len(entries),
             "num_parts_shown": lines_of_run.num_parts_shown,
             "num_parts": lines_of_run.num_parts,
             "max_episodes": max_episodes,
         }
-        for run, lines_of_run, episodes in zip(runs, chosen, episodes_of_runs, strict=True)
+        for run, lines_of_run, entries in zip(runs, chosen, entries_of_runs, strict=True)
     ]
-    rows = [row_of(episode, number) for number, episodes in enumerate(episodes_of_runs) for episode in episodes]
-    all_episodes = list(itertools.chain.from_iterable(episodes_of_runs))
+    rows = [row for row, _ in itertools.chain(*entries_of_runs)]
+    episodes = [episode for _, episode in itertools.chain(*entries_of_runs)]
     title = ", ".join(run.name for run in runs)
-    return render(title, records, rows, all_episodes, make_album(all_episodes) if frames else None)
+    return render(title, records, rows, episodes, make_album(episodes) if frames else None)
 
 
 def question_page(
@@ -124,8 +125,11 @@ def _load_run(run_dir: Path) -> LoggedRun:
 
 
 def _choose(runs: Sequence[LoggedRun], max_episodes: int) -> list[Chosen]:
-    """Chooses an equal share of episodes per run. Training runs with episodes use their common steps, if any."""
-    share = max_episodes // len(runs)
+    """Chooses an equal share of episodes per run, or 1 episode of as many runs as possible.
+
+    Training runs with episodes use their common steps, if any.
+    """
+    shares = [max_episodes // len(runs) or int(number < max_episodes) for number in range(len(runs))]
     steps = [steps_of(run.path) for run in runs]
     with_episodes = [set(steps_of_run) for steps_of_run in steps if steps_of_run] or [set()]
     common = set.intersection(*with_episodes) or set().union(*with_episodes)
@@ -133,7 +137,7 @@ def _choose(runs: Sequence[LoggedRun], max_episodes: int) -> list[Chosen]:
         chosen_of_steps([path for step, path in steps_of_run.items() if step in common], share)
         if steps_of_run
         else chosen_of_cells(cells_of(run.path), share, _num_samples(run))
-        for run, steps_of_run in zip(runs, steps, strict=True)
+        for run, steps_of_run, share in zip(runs, steps, shares, strict=True)
     ]
 
 
@@ -142,8 +146,11 @@ def _num_samples(run: LoggedRun) -> int:
     return (run.settings.get("config", {}).get("eval") or {}).get("num_samples", 1)
 
 
-def _episode_of(run: LoggedRun, record: Mapping[str, Any], num_bytes: int) -> PageDict:
-    """Adds an episode's settings: reward weights, the public split, and no frame budget in SFT without gating."""
+def _entry(number: int, run: LoggedRun, num_bytes: int, record: Mapping[str, Any]) -> tuple[PageDict, PageDict]:
+    """Converts an episode of a run, to its row and its content.
+
+    Adds the episode's settings: reward weights, the public split, and no frame budget in SFT without gating.
+    """
     settings = run.settings_at(record.get("step"))
     config = settings.get("config", {})
     split, rewards = (config.get("data") or {}).get("split"), config.get("reward") or {}
@@ -151,7 +158,8 @@ def _episode_of(run: LoggedRun, record: Mapping[str, Any], num_bytes: int) -> Pa
     fields |= {"split": split} if split else {}
     if kind_of(config) == "imitation" and not (config.get("video") or {}).get("frame_budgets"):
         fields |= {"frame_budget": None}
-    return convert_within(num_bytes, {**record, **fields}, _forced(settings))
+    episode = convert_within(num_bytes, {**record, **fields}, _forced(settings))
+    return row_of(episode, number), episode
 
 
 def _forced(settings: Mapping[str, Any]) -> str:

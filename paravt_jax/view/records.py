@@ -7,11 +7,11 @@ two runs on the same data show the same episodes.
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from model_port.progress import counted
 from paravt_jax.run.log import EPISODES_DIR
@@ -23,8 +23,17 @@ NAME = re.compile(rb'"id": ?("(?:[^"\\]|\\.)*"|\d+)')  # quotes inside a JSON st
 VISIT = re.compile(rb'"visit": ?(\d+)')
 SAMPLE_KEY = re.compile(rb'"key": ?"(\w+)"')
 QUESTION, MISSING = b'"question": ', b'"missing": true'
+DAMAGED = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)  # raised by wrong records
 
 Record = dict[str, Any]
+Converted = TypeVar("Converted")
 
 
 class Line(NamedTuple):
@@ -49,11 +58,14 @@ class Line(NamedTuple):
                 return record
         except FileNotFoundError:
             raise ValueError(f"{self.path} was moved while it was read; if the run has resumed, try again") from None
-        except ValueError:
-            raise ValueError(
-                f"{self.path}: line {self.number} is not a JSON object; if the run is running, try again, else restore "
-                f"the file, or remove the line"
-            ) from None
+        except (ValueError, RecursionError):
+            raise self.wrong("not a JSON object") from None
+
+    def wrong(self, what: str) -> ValueError:
+        return ValueError(
+            f"{self.path}: line {self.number} is {what}; if the run is running, try again, else restore the file, or "
+            f"remove the line"
+        )
 
 
 @dataclass(frozen=True)
@@ -66,18 +78,26 @@ class Chosen:
     questions: dict[tuple[Path, bytes], Line] = field(default_factory=dict)  # (file, visit) -> a line with its question
     max_per_sample: int | None = None  # episodes of an evaluation's sample, if not all
 
-    def records(self) -> Iterator[Record]:
-        """Yields episodes. Unstarted ones get a sibling's question; evaluation episodes get their sample's fields."""
+    def convert(self, to_page: Callable[[Record], Converted]) -> Iterator[Converted]:
+        """Converts every episode. Raises ValueError with the file and the line of a record that cannot be converted."""
         for line in counted(self.lines, "reading episodes", "episode"):
-            record = line.read()
-            if "episodes" in record:
-                shared = {name: value for name, value in record.items() if name not in ("episodes", "key", "id")}
-                shared["cell"] = line.path.stem.removeprefix(SAMPLES)
-                for number, episode in enumerate(record["episodes"][: self.max_per_sample]):
-                    yield {**shared, **episode, "id": f"{record['id']}/{number}"}
-            else:
-                sibling = None if line.has_question else self.questions.get((line.path, line.visit))
-                yield {"question": sibling.read()["question"] if sibling else "", **record}
+            sibling = None if line.has_question else self.questions.get((line.path, line.visit))
+            record = {"question": sibling.read().get("question", "") if sibling else "", **line.read()}
+            try:
+                yield from [to_page(episode) for episode in self._episodes(line, record)]
+            except DAMAGED as problem:
+                reason = f"key {problem} is missing" if isinstance(problem, KeyError) else problem
+                raise line.wrong(f"not a record of an episode ({reason})") from None
+
+    def _episodes(self, line: Line, record: Record) -> Iterator[Record]:
+        """Yields a record, or the episodes of an evaluation's sample with the sample's fields."""
+        if "episodes" not in record:
+            yield record
+            return
+        shared = {name: value for name, value in record.items() if name not in ("episodes", "key", "id")}
+        shared["cell"] = line.path.stem.removeprefix(SAMPLES)
+        for number, episode in enumerate(record["episodes"][: self.max_per_sample]):
+            yield {**shared, **episode, "id": f"{record['id']}/{number}"}
 
 
 def steps_of(run_dir: Path) -> dict[int, Path]:
@@ -157,7 +177,7 @@ def _line(path: Path, number: int, offset: int, line: bytes) -> Line:
         path,
         number,
         offset,
-        str(json.loads(name[1])) if name else str(number),
+        name[1].strip(b'"').decode(errors="replace") if name else str(number),
         visit[1] if visit else b"",
         key[1] if key else b"%d" % number,
         QUESTION in line,
@@ -168,7 +188,7 @@ def _line(path: Path, number: int, offset: int, line: bytes) -> Line:
 def _is_whole(line: bytes) -> bool:
     try:
         json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 

@@ -10,6 +10,7 @@ from view_run import CHAT, make_run
 
 from paravt_jax.view.cells import load_cells
 from paravt_jax.view.episodes import convert, row_of
+from paravt_jax.view.page import make_page
 from paravt_jax.view.records import cells_of, chosen_of_cells, chosen_of_steps, samples_of, steps_of
 from rollout.engine.protocol import EngineError
 
@@ -31,7 +32,7 @@ def evaluated(tmp_path, monkeypatch) -> Path:
 
 def test_every_sample_of_an_evaluation_is_an_episode_of_its_cell(evaluated):
     chosen = chosen_of_cells(cells_of(evaluated), 100)
-    rows = [row_of(convert(record, "", 1000), 0) for record in chosen.records()]
+    rows = [row_of(convert(record, "", 1000), 0) for record in chosen.convert(dict)]
     assert [row["cell"] for row in rows] == ["none_3"] * 3 + ["parallel_3"] * 3
     by_cell = {cell: {row["prompt"]: row for row in rows if row["cell"] == cell} for cell in ("none_3", "parallel_3")}
     assert len(by_cell["none_3"]) == 3 and by_cell["none_3"].keys() == by_cell["parallel_3"].keys()
@@ -52,7 +53,7 @@ def test_fewer_episodes_than_cells_are_spread_over_the_cells(tmp_path):
 def test_as_many_episodes_are_shown_as_fit_if_a_sample_has_several(max_episodes, tmp_path):
     samples = [{"id": name, "key": name, "episodes": [{}] * 4} for name in "ab"]
     cells = {"none_8": [write_lines(tmp_path / "samples_none_8.jsonl", samples)]}
-    assert len([*chosen_of_cells(cells, max_episodes, 4).records()]) == max_episodes
+    assert len([*chosen_of_cells(cells, max_episodes, 4).convert(dict)]) == max_episodes
 
 
 def test_the_newest_line_of_a_sample_counts_unless_it_is_missing(tmp_path):
@@ -74,19 +75,42 @@ def test_two_runs_on_the_same_data_show_the_same_episodes(tmp_path):
     assert names[0] == names[1] and len(set(names[0])) == 9
 
 
-@pytest.mark.parametrize("line", ['{"id": "b"', "[5]"])
+CALL = '{"turns": [{"text": "", "calls": [{"span": [0, 0], "outcome": "ok", %s}]}]}'
+
+
+@pytest.mark.parametrize("line", ['{"id": "b"', "[5]", '{"id": "\\x"}', "[" * 100_000])
 def test_a_line_without_a_json_object_is_reported(line, tmp_path):
     path = write_lines(tmp_path / "000001.jsonl", [{"id": "a"}])
     path.write_text(f"{path.read_text()}{line}\n")
     with pytest.raises(ValueError, match=r"000001\.jsonl: line 2 is not a JSON object; .*restore the file"):
-        list(chosen_of_steps([path], 5).records())
+        list(chosen_of_steps([path], 5).convert(dict))
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"turns": 3}', "'int' object"),
+        ('{"step": "1"}', "step is str"),
+        ('{"seconds": NaN}', "not JSON"),
+        ('{"videos": [{"name": "a"}]}', "key 'path' is missing"),
+        ('{"episodes": [{}]}', "key 'id' is missing"),
+        (CALL % '"latency_s": "1"', "latency_s is str"),
+        (CALL % '"box": [0, 1]', "Box"),
+    ],
+)
+def test_a_record_with_a_wrong_type_or_a_missing_key_is_reported(line, reason, tmp_path):
+    """Also a type with which only the scripts of the page would stop."""
+    path = write_lines(tmp_path / "episodes" / "000001.jsonl", [{"id": "a"}])
+    path.write_text(f"{path.read_text()}{line}\n")
+    with pytest.raises(ValueError, match=rf"000001\.jsonl: line 2 is not a record .*{reason}.*; .*restore the file"):
+        make_page([tmp_path], 5)
 
 
 def test_episodes_that_a_resumed_run_moved_are_reported_with_what_to_do(tmp_path):
     chosen = chosen_of_steps([path := write_lines(tmp_path / "000001.jsonl", [{"id": "a"}])], 5)
     path.rename(tmp_path / "aside.jsonl")
     with pytest.raises(ValueError, match=r"000001\.jsonl was moved while it was read; .*try again"):
-        list(chosen.records())
+        list(chosen.convert(dict))
 
 
 @pytest.mark.parametrize("text", ['{"n": ', "[]"])

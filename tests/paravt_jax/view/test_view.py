@@ -203,6 +203,7 @@ def test_a_page_of_two_runs_has_the_episodes_of_both(run_dir, tmp_path):
     prompts = [{(row["step"], row["prompt"]) for row in page.rows if row["run"] == run} for run in (0, 1)]
     assert [sum(row["run"] == run for row in page.rows) for run in (0, 1)] == [12, 12]
     assert prompts[0] == prompts[1]  # of the common steps
+    assert [row["run"] for row in view(run_dir, other, max_episodes=1).rows] == [0]
 
 
 def test_runs_share_their_steps_also_beside_a_run_without_episodes(run_dir, tmp_path):
@@ -393,19 +394,29 @@ def test_a_comparison_has_its_own_page(num_runs, name, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.glob("*.html")] == [name]
 
 
-OTHERS_FILES = [{}, {"config.json": '{"model_type": "qwen3_vl"}'}, {"notes.txt": ""}]
-OTHERS_FILES += [
-    {"metrics.jsonl": text}
-    for text in ('{"loss": 1}\n', "[1]\n", '{"step": 1}\n{"step": "2"}\n', '{"step": 99999999999999999999}\n')
+NO_RUN = "is not a run"
+OTHERS_FILES = [
+    ({}, NO_RUN),
+    ({"config.json": '{"model_type": "qwen3_vl"}'}, NO_RUN),
+    ({"notes.txt": ""}, NO_RUN),
+    ({"metrics.jsonl": '{"loss": 1}\n'}, NO_RUN),
+    ({"metrics.jsonl": "[1]\n"}, NO_RUN),
+    ({"metrics.jsonl": '{"step": 1}\n{"step": "2"}\n'}, NO_RUN),
+    ({"metrics.jsonl": '{"step": 1}\n{"step": true}\n'}, "line 2 has the step true, not a 64-bit integer"),
+    ({"metrics.jsonl": '{"step": 99999999999999999999}\n'}, NO_RUN),
+    ({"config.json": '{"config": {"eval": 3}}'}, "config.json: config.eval=3 must be an object"),
+    ({"config.json": '{"config": {"mismatch": {"max_kl": "x"}}}'}, "config.mismatch.max_kl='x' must be a number"),
+    ({"settings.jsonl": '{"config": {}}\n'}, "settings.jsonl line 1: key 'after_step' is missing"),
+    ({"settings.jsonl": "[1]\n"}, "settings.jsonl line 1 must hold a JSON object"),
 ]
 
 
-@pytest.mark.parametrize("files", OTHERS_FILES)
-def test_a_directory_that_is_not_a_run_is_rejected(files, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("files", "message"), OTHERS_FILES)
+def test_a_directory_that_is_no_run_or_a_damaged_one_is_rejected(files, message, tmp_path, monkeypatch, capsys):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     assert command(monkeypatch, tmp_path) == 1
-    assert "is not a run" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()
 
 
