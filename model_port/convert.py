@@ -8,6 +8,7 @@ anything is written, and CKPT is written atomically.
 
 import argparse
 import json
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,8 @@ def convert(src: str | Path, dst: str | Path, dtype: str | None = None, *, force
     src_dir = source_directory(src)
     if is_adapter(src_dir) or is_checkpoint(src_dir):
         kind, verb = ("an adapter", "merges") if is_adapter(src_dir) else ("a checkpoint already", "exports")
-        raise ValueError(f"{src} is {kind}; use it directly, or model_port.export --src {src} {verb} it")
+        command = f"python -m model_port.export --src {shlex.quote(str(src))} --dst DIR"
+        raise ValueError(f"{src} is {kind}; use it directly, or {command} {verb} it")
     config = read_config(src_dir)
     with open_hf_tensors(src_dir, config) as tensors:
         check_hf_tensors(config, tensors)

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from model_port.cli import add_debug_flag, prog_of, run_cli
-from model_port.hub import check_hub_access, check_repo_id, model_files, push_to_hub
+from model_port.hub import check_repo_id, model_files, push_to_hub
 from model_port.progress import BYTES, in_units
 from model_port.terminal import aligned
 
@@ -51,7 +51,6 @@ def main() -> None:
     if args.dry_run:
         print(dry_run(args.directory, args.repo, args))
         return
-    check_hub_access(args.repo, public=args.public)
     print(push(args.directory, args.repo, args))
 
 

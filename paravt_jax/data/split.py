@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from posixpath import realpath
+from shlex import quote
 from typing import IO, Any
 from urllib.parse import unquote
 
@@ -76,6 +77,11 @@ def choose(rows: Sequence[Row], num_rows: int, seed: int) -> Split:
     usable = Counter(rows[number].kind for cluster in clusters for number in cluster)
     if not usable:
         raise ValueError(f"none of the {len(rows)} rows can be used; `paravt data inspect` gives the reasons")
+    if len(clusters) == 1:
+        raise ValueError(
+            f"nothing can be held out, because rows that share a video stay together, and all usable rows "
+            f"({usable.total()}) share videos, directly or through other rows; add rows with other videos"
+        )
     if not 0 < num_rows < usable.total():
         raise ValueError(f"--num-rows {num_rows} must be at least 1 and fewer than the {usable.total()} usable rows")
     quotas = {kind: num_rows * count / usable.total() for kind, count in usable.items()}
@@ -203,7 +209,7 @@ def split(src: str, train: str | Path, validation: str | Path, num_rows: int, se
     if num_missing := sum(row.kind == MISSING for row in rows):
         summary.append(
             f"rows with a missing file ({num_missing:,}) and those that share a video with them are not held out; "
-            f"`paravt data inspect {src} --json FILE` lists the files"
+            f"`paravt data inspect {quote(src)} --json FILE` lists the files"
         )
     if relative and any(path.absolute().parent != root for path in outputs):
         summary.append(f"video paths are relative to {root}; set data.video_root={root} in a run")

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from model_port.json_files import parse_object
@@ -91,11 +92,6 @@ class Evaluation:
             return
         write_json(file, cell)
 
-    @property
-    def _bad(self) -> Mapping[str, int]:
-        """The bad rows. A shard, or a run of the first prompts only, does not count them."""
-        return self.loaded.bad if len(self.samples) == len(self.loaded.samples) else {}
-
     def cell(self, spec: EvalCell) -> Cell:
         return json.loads(self._cell_file(spec).read_bytes())
 
@@ -159,8 +155,9 @@ class Evaluation:
         about = cell_provenance(self.provenance, episode, spec.frame_budget, _played_by(self.directory))
         if sent := digest_of_requests(results):
             about["hashes"] |= {"requests": sent}
-        num_rows = len(self.samples) + sum(self._bad.values())
-        return certificate(self.loaded.split, num_rows, self._bad, results, about)
+        is_whole = len(self.samples) == len(self.loaded.samples)
+        bad = self.loaded.bad if is_whole else {}  # not of a shard, or of a run of the first prompts only
+        return certificate(self.loaded.split, len(self.samples) + sum(bad.values()), bad, results, about)
 
 
 def _certificate_in(file: Path) -> Cell:
@@ -280,7 +277,7 @@ async def _agent(
     if policy.adapter is not None and config.engine.kind == "sglang":
         raise ValueError(
             f"model.path={config.model.path} is an adapter, and SGLang servers need a merged model: merge it with "
-            f"python -m model_port.export --src {config.model.path} --dst DIR, or set engine.kind=jax"
+            f"python -m model_port.export --src {quote(config.model.path)} --dst DIR, or set engine.kind=jax"
         )
     model = model_record(config.model.path, policy.adapter or policy.source)
     _check_model(directory, model)
@@ -292,7 +289,7 @@ async def _agent(
     if others := with_other_models(record, model):
         say(
             f"the certificate records the files of {config.model.path}, but these servers read other paths: "
-            f"{', '.join(others)}; paravt gate --model {config.model.path} --url URL compares the weights"
+            f"{', '.join(others)}; paravt gate --model {quote(config.model.path)} --url URL compares the weights"
         )
     _write_played(config, directory, model, record)
     return Agent(engine, frames, policy.chat, config.rollout)

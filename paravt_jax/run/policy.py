@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import jax
@@ -211,7 +212,8 @@ def _check_adapter(adapter: Path, lora: LoraConfig | None) -> None:
         raise ValueError(
             f"the adapter {adapter} has rank {trained.rank} and alpha {trained.alpha:g}, not lora.rank={lora.rank} and "
             f"lora.alpha={lora.alpha:g}: set lora.rank={trained.rank} lora.alpha={trained.alpha:g} to continue "
-            f"its training, or merge it into its model first with python -m model_port.export --src {adapter} --dst DIR"
+            f"its training, or merge it into its model first with python -m model_port.export --src "
+            f"{quote(str(adapter))} --dst DIR"
         )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import Any, TypeVar
 
 import jax
@@ -347,7 +348,9 @@ class Training:
             if make_plots(directory):
                 self.log.say(f"plots: {directory / PLOTS_DIR}")
         except OSError as problem:
-            self.log.say(f"no plots: {problem}; draw them later with python -m paravt_jax.run.plots {directory}")
+            self.log.say(
+                f"no plots: {problem}; draw them later with python -m paravt_jax.run.plots {quote(str(directory))}"
+            )
 
 
 def make_plots(run_dir: Path) -> list[Path]:

@@ -13,6 +13,7 @@ trimmed without re-encoding. It cannot decode AV1 and hangs on some files (its i
 
 import hashlib
 import os
+import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -46,6 +47,7 @@ STEPS_BACK_S = (0.0, *(0.5 * 2**doublings for doublings in range(16)))  # up to 
 # Accepts titles that are not UTF-8. PyAV 18 needs an option for this; PyAV 19 does it by default.
 ANY_TITLE: dict[str, Any] = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
 RAW_FORMATS = "h264,hevc,obu,mpegvideo"
+START_CODE = re.compile(rb"\x00?\x00\x00\x01")  # every raw stream but AV1's starts with it
 DEFAULT_FPS = 25  # of a single frame without a duration, as ffmpeg's for raw streams
 DAMAGED = "the video cannot be decoded: the file is damaged or not a video"
 RAW = (
@@ -189,14 +191,17 @@ def _open(path: str) -> Iterator[tuple[InputContainer, VideoStream]]:
 
 
 def _is_raw(path: str) -> bool:
+    """Whether the file is a raw stream. libav also finds a stream in a container without its start."""
     formats = {"format_whitelist": RAW_FORMATS}
     try:
-        av.open(os.path.realpath(path), options=SIZE_OPTIONS, container_options=formats).close()
+        with av.open(os.path.realpath(path), options=SIZE_OPTIONS, container_options=formats) as container:
+            is_av1 = container.format.name == "obu"
     except MemoryError:
         raise
     except FFmpegError:
         return False
-    return True
+    with Path(path).open("rb") as file:
+        return is_av1 or START_CODE.match(file.read(4)) is not None
 
 
 def _to_pixels(frame: VideoFrame, size_px: tuple[int, int], box: Box | None) -> np.ndarray:

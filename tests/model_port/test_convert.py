@@ -86,15 +86,15 @@ def test_a_source_with_an_unsupported_dtype_needs_a_flag(dtypes, listed, tiny_hf
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        ("params/name", r"ckpt is a checkpoint already; use it directly, or model_port\.export"),
-        ("adapter_config.json", r"ckpt is an adapter; use it directly, or model_port\.export .* merges it"),
+        ("params/name", r"a ckpt is a checkpoint already; use it directly, or python -m model_port\.export --src '/"),
+        ("adapter_config.json", r"a ckpt is an adapter; use it directly, or .* --src '/.*a ckpt' --dst DIR merges it"),
     ],
 )
 def test_a_converted_directory_is_reported(file, message, tmp_path):
-    (tmp_path / "ckpt" / file).parent.mkdir(parents=True)
-    (tmp_path / "ckpt" / file).write_text("{}")
+    (tmp_path / "a ckpt" / file).parent.mkdir(parents=True)
+    (tmp_path / "a ckpt" / file).write_text("{}")
     with pytest.raises(ValueError, match=message):
-        convert(tmp_path / "ckpt", tmp_path / "again")
+        convert(tmp_path / "a ckpt", tmp_path / "again")
 
 
 def test_a_failed_download_has_advice(tmp_path, monkeypatch):

@@ -275,9 +275,11 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_an_incomplete_or_wrong_directory_is_rejected_before_any_request(hub, model, name):
+def test_an_incomplete_or_wrong_directory_is_rejected_without_a_token_or_request(hub, model, monkeypatch, name):
     DAMAGES[name](model)
-    problem = message(ValueError, lambda: push_to_hub(model, REPO))
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("sys.argv", ["push", str(model), REPO])
+    problem = message(ValueError, push.main)
     assert name in problem and "python -m model_port.export" in problem  # also if DIR is a run's checkpoint
     assert hub.requests == []
 

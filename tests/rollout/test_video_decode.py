@@ -182,6 +182,11 @@ def raw_stream(path: Path, ending: str = "h264", codec: str = "libx264") -> None
     write_video(path.with_suffix(f".{ending}"), at_fps(30, 10), codec=codec, time_base=Fraction(1, 30)).rename(path)
 
 
+def without_start(path: Path, ending: str, codec: str) -> None:
+    raw_stream(path, ending, codec)
+    path.write_bytes(path.read_bytes()[1000:])
+
+
 def playlist(path: Path) -> None:
     write_video(path.with_name("other.mp4"), at_fps(30, 10))
     path.write_text("#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nother.mp4\n#EXT-X-ENDLIST\n")
@@ -202,6 +207,8 @@ def unknown_codec(path: Path) -> None:
         (raw_stream, "a raw H.264, .* stream, .* ffmpeg -r FPS -i FILE FILE.mp4"),
         (lambda path: raw_stream(path, "obu", "libsvtav1"), "a raw .* AV1 or MPEG-2 stream, whose frames"),
         (lambda path: raw_stream(path, "m2v", "mpeg2video"), "a raw .* AV1 or MPEG-2 stream, whose frames"),
+        (lambda path: without_start(path, "avi", "libx264"), "damaged or not a video"),
+        (lambda path: without_start(path, "mp4", "mpeg2video"), "damaged or not a video"),
         (lambda path: path.write_bytes(b""), "the file is empty"),
         (lambda path: path.write_bytes(bytes(100_000)), "damaged or not a video"),
         (lambda path: path.write_bytes(os.urandom(100_000)), "damaged or not a video"),

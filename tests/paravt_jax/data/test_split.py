@@ -184,11 +184,20 @@ def test_an_impossible_split_is_rejected(tmp_path, train, num_rows, message):
     assert not (tmp_path / "v.jsonl").exists()
 
 
-def test_without_usable_rows_nothing_is_held_out(tmp_path):
-    source = write_lines(tmp_path / "rows.jsonl", [{"prompt": "", "videos": [], "extra_info": {}}])
-    for src, message in ((source, "none of the 1 rows"), (tmp_path / "gone", "gone does not exist$")):
-        with pytest.raises(ValueError, match=message):
-            split(str(src), tmp_path / "t.jsonl", tmp_path / "v.jsonl", 1, 0)
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"prompt": "", "videos": [], "extra_info": {}}], "none of the 1 rows"),
+        ([rl_row(), rl_row()], r"all usable rows \(2\) share videos, .*; add rows with other videos"),
+        (None, "rows.jsonl does not exist$"),
+    ],
+)
+def test_without_rows_of_two_sets_nothing_is_held_out(rows, message, tmp_path):
+    source = tmp_path / "rows.jsonl"
+    if rows is not None:
+        write_lines(source, rows)
+    with pytest.raises(ValueError, match=message):
+        split(str(source), tmp_path / "t.jsonl", tmp_path / "v.jsonl", 1, 0)
 
 
 def test_the_command_prints_counts_paths_and_the_root_of_relative_videos(source, tmp_path, monkeypatch, capsys):
