@@ -82,8 +82,7 @@ class Findings:
 def inspect(path: str, *, video_root: str = "", tokenizer: str = TINY) -> Findings:
     source = local_source(path)
     count_tokens = _token_counter(tokenizer)
-    columns, num_with = columns_of(source)
-    kind, required = kind_of(source, columns, num_with)
+    kind, required, columns = kind_of(source)
     names = (QUESTION_TYPES, VIDEOS) if kind == "RL" else (VIDEOS, TURNS, "calls_per_row", CALLS)
     findings = Findings(str(path), kind, columns, tokenizer, counts={name: Counter() for name in names})
     texts = _texts(
@@ -151,7 +150,7 @@ def _read_trace(findings: Findings, row: Any, find: Callable[[str], str]) -> str
     return "\n".join(message.text for message in trace.messages)
 
 
-def columns_of(source: Path) -> tuple[dict[str, str], Counter[str]]:
+def _columns_of(source: Path) -> tuple[dict[str, str], Counter[str]]:
     """Column names with their types; for JSON lines, with the number of lines that have the key, also as a Counter."""
     counts = Counter[str]()
     if source.is_file() and source.suffix in (".jsonl", ".json"):
@@ -172,12 +171,13 @@ def columns_of(source: Path) -> tuple[dict[str, str], Counter[str]]:
     return {name: " or ".join(of_column) for name, of_column in types.items()}, counts
 
 
-def kind_of(source: Path, columns: dict[str, str], num_with: Counter[str]) -> tuple[Kind, Sequence[str]]:
-    """The kind of most rows, and the columns that this kind needs; rows of the other kind are bad rows."""
+def kind_of(source: Path) -> tuple[Kind, Sequence[str], dict[str, str]]:
+    """The kind of most rows, the columns that it needs, and all columns. Rows of the other kind are bad rows."""
+    columns, num_with = _columns_of(source)
     kinds: list[tuple[Kind, Sequence[str]]] = [("SFT", traces.COLUMNS), ("RL", prompts.COLUMNS)]
     for kind, required in sorted(kinds, key=lambda kind: -num_with[kind[1][0]]):
         if required[0] in columns:  # JSON lines may omit the others
-            return kind, required
+            return kind, required, columns
     first = next(rows_of(source, ()), None)  # an unreadable source raises its own error here
     if first is None:
         raise ValueError(f"{source} has no rows")

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 
 from model_port.progress import Meter
 from model_port.terminal import visible
+from paravt_jax.config import MAX_FRAMES
 from paravt_jax.data.hub import row_files
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,6 @@ MAX_NAME_BYTES = 255  # one component of a path, on every common file system
 MAX_PATH_BYTES = 4000  # below Linux's PATH_MAX of 4096, with room for a suffix
 MAX_SHOWN_CHARS = 60  # characters of a rejected value in errors
 MAX_DETAIL_CHARS = 1000  # an error about a row; a value of the row may have megabytes
-MAX_FRAMES = 4096  # an image counts as one, and so does a video without a frame count
 
 
 class BadRow(ValueError):
@@ -190,6 +190,7 @@ def check_text(text: str, name: str) -> None:
 
 
 def check_frames(num_frames: int) -> None:
+    """Checks the frames of a row; an image counts as one, and so does a video without a frame count."""
     if num_frames > MAX_FRAMES:
         raise BadRow("too many frames", f"the row shows at least {num_frames} frames, more than {MAX_FRAMES}")
 

@@ -25,7 +25,7 @@ from model_port.progress import Meter
 from model_port.terminal import aligned
 from paravt_jax.data import prompts, traces
 from paravt_jax.data.hub import local_source, row_files
-from paravt_jax.data.inspect import MISSING, columns_of, kind_of
+from paravt_jax.data.inspect import MISSING, kind_of
 from paravt_jax.data.materialize import REMOTE
 from paravt_jax.data.rows import BATCH_ROWS, FILE_URI, BadRow, file_finder, parquet_file, root_of, rows_of
 from paravt_jax.run.log import whole_file
@@ -138,7 +138,7 @@ def _clusters(rows: Sequence[Row]) -> list[list[int]]:
 
 def read(source: Path) -> tuple[list[Row], bool, str]:
     """Reads kind and videos of every row, whether any video path is relative, and a remark if all files are missing."""
-    kind, columns = kind_of(source, *columns_of(source))
+    kind, columns, _ = kind_of(source)
     row_of: Callable[[Any, Callable[[str], str]], Row] = _question if kind == "RL" else _trace
     root, find_file = root_of(source, ""), file_finder(source, "", allow_outside=True)
     rows: list[Row] = []

@@ -30,7 +30,7 @@ def spans(*spans: tuple[str, int, int]) -> list[dict[str, object]]:
     ("answer", "problem"),
     [
         (good_answer(IDS, output_token_logprobs=[[-0.5, 5, None]]), "its ids differ from the ids of its log-probs"),
-        (good_answer(IDS, logp=float("nan")), "a log-prob is not finite"),
+        (good_answer(IDS, logp=float("nan")), "the log-prob nan, expected a finite number"),
         (good_answer(IDS, logp=500.0), "a log-prob is above 0"),
         (good_answer(IDS, logp="-1"), "a log-prob is not a number"),
         (good_answer(IDS, weight_versions=None), "invalid answer"),
