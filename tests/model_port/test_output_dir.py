@@ -59,6 +59,14 @@ def test_our_own_copied_and_empty_directories_are_replaced(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dst", "run"]
 
 
+def test_all_content_is_synced_before_the_rename_and_its_parent_after(tmp_path, monkeypatch):
+    synced, partial = [], tmp_path / ".dst.partial"
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(Path(f"/proc/self/fd/{file}").readlink()))
+    write(tmp_path / "dst")
+    assert {partial, partial / LIST_FILE, partial / "deep", partial / "deep" / "file"} <= set(synced[:-1])
+    assert synced[-1] == tmp_path
+
+
 def test_the_target_of_a_link_is_replaced_and_the_link_stays(tmp_path):
     write(tmp_path / "disk" / "dst", text="old")
     (tmp_path / "dst").symlink_to(tmp_path / "disk" / "dst")

@@ -73,8 +73,11 @@ def restored(tiny_hf, subject, messages=None):
 @pytest.mark.slow
 def test_a_checkpoint_restores_bit_for_bit_loads_and_verifies(gcs, tiny_hf, subject):
     expected = saved(tiny_hf, subject, 1, 2, 3)
-    assert restored(tiny_hf, subject) == {"step": 3} and bits(subject) == expected[3]
+    of_first = [name for method, name in gcs.requests if method == "DELETE" and name.startswith(f"{CHECKPOINTS}1/")]
+    assert of_first[:2] == [f"{CHECKPOINTS}1/{UPLOADING}", f"{CHECKPOINTS}1/state.json"]  # the record before the blocks
+    Bucket.of(f"{ADDRESS}/checkpoints/3/{UPLOADING}").write(b"{}")  # the run died before it removed the mark
     assert {name.split("/")[0] for name in gcs.names(CHECKPOINTS)} == {"2", "3"}  # only the newest two are kept
+    assert restored(tiny_hf, subject) == {"step": 3} and bits(subject) == expected[3]
     assert not [name for name in gcs.objects if name.endswith(UPLOADING)]
     assert [problem for _, problem in verify(Bucket.of(ADDRESS) / "checkpoints")] == ["", ""]
     loaded = model_port.load(f"{ADDRESS}/checkpoints/3")
@@ -86,7 +89,7 @@ def test_a_checkpoint_restores_bit_for_bit_loads_and_verifies(gcs, tiny_hf, subj
 def test_an_incomplete_checkpoint_is_never_read_and_is_removed(failure, gcs, tiny_hf, subject):
     expected = saved(tiny_hf, subject, 1)
     messages = []
-    object_name = {"blocks": "2/params/", "record": "2/state.json", "commit": "nothing"}[failure]
+    object_name = {"blocks": "2/params/text.embed.table_vd/0", "record": "2/state.json", "commit": "nothing"}[failure]
 
     def fail():
         if failure == "commit":
@@ -131,7 +134,14 @@ def test_a_damaged_checkpoint_is_set_aside_for_an_earlier_one(damage, gcs, tiny_
         gcs.objects[name] = generation, content[:-1] + bytes([content[-1] ^ 1])
     assert restored(tiny_hf, subject, messages) == {"step": 1} and bits(subject) == expected[1]
     assert "checkpoints/2 is broken" in messages[0] and "trying step 1 next" in messages[0]
-    assert f"{CHECKPOINTS}2/broken.json" in gcs.objects and open_checkpoints(tiny_hf).steps == [1]
+    renamed = [("POST", f"{CHECKPOINTS}2/broken.json"), ("DELETE", f"{CHECKPOINTS}2/state.json")]
+    assert [request for request in gcs.requests if request in renamed] == renamed
+    assert open_checkpoints(tiny_hf).steps == [1]
+    Bucket.of(f"{ADDRESS}/checkpoints/1").clear()
+    with pytest.raises(RuntimeError, match=r"no intact checkpoint left \(2/broken\.json\)"):
+        restored(tiny_hf, subject)
+    saved(tiny_hf, subject, 2)
+    assert f"{CHECKPOINTS}2/broken.json" not in gcs.objects
 
 
 @pytest.mark.slow
@@ -164,9 +174,16 @@ def test_a_second_run_is_rejected_and_a_dead_runs_lease_is_taken_over(gcs, tmp_p
             locked_for_bucket(bucket, ALONE).__enter__()
     owner, other = f"bkt/runs/x/{OWNER}", b'{"token": "of a machine that was deleted", "who": "process 1 on tpu-0"}'
     assert owner not in gcs.objects
-    gcs.objects[owner] = 77, other
-    with locked_for_bucket(bucket, ALONE) as (directory, _):
-        assert "was last locked by process 1 on tpu-0" in capsys.readouterr().err
+    for content, who in ((other, "process 1 on tpu-0"), (b"[]", "an unknown process"), (b"{", "an unknown process")):
+        gcs.objects[owner] = 77, content
+        with locked_for_bucket(bucket, ALONE) as (directory, _):
+            assert f"was last locked by {who}" in capsys.readouterr().err
+    another_is_faster = {owner: (76, other)}
+    gcs.fault = lambda method, _: gcs.objects.update(another_is_faster) if method == "POST" else None
+    with pytest.raises(RuntimeError, match=rf"process 1 on tpu-0 uses {ADDRESS}; wait for it"):
+        locked_for_bucket(bucket, ALONE).__enter__()
+    gcs.fault = lambda *_: None
+    del gcs.objects[owner]
     monkeypatch.setattr(lease_module, "LEASE_S", 10.0)
     start_s = time.monotonic()
     gcs.objects[owner] = 78, json.dumps({"token": token_of(directory, bucket)}).encode()  # a dead run from here
@@ -185,7 +202,8 @@ def test_a_second_run_is_rejected_and_a_dead_runs_lease_is_taken_over(gcs, tmp_p
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_before_the_first_step_releases_the_lease(number, answer, gcs, monkeypatch):
     monkeypatch.setattr(lease_module, "RELEASE_S", 0.5 if answer else 20.0)
-    has_lease_at_exit = []
+    monkeypatch.setattr(bucket_module, "DEADLINE_S", 60.0)
+    has_lease_at_exit, begin_s = [], time.monotonic()
 
     def exit_process(code: int) -> None:
         has_lease_at_exit.append(f"bkt/runs/x/{OWNER}" in gcs.objects)
@@ -203,7 +221,7 @@ def test_a_signal_before_the_first_step_releases_the_lease(number, answer, gcs, 
     with pytest.raises(SystemExit) as ended:
         asyncio.run(stopped())
     assert ended.value.code == 128 + number
-    assert has_lease_at_exit == [answer == "stall"]
+    assert has_lease_at_exit == [answer == "stall"] and time.monotonic() < begin_s + 30
 
 
 def test_a_run_that_lost_its_lease_cannot_commit_a_checkpoint(gcs, monkeypatch):
@@ -217,8 +235,9 @@ def test_a_run_that_lost_its_lease_cannot_commit_a_checkpoint(gcs, monkeypatch):
         assert gcs.names("bkt/runs/x/") == {OWNER, "metrics.jsonl"}
         gcs.objects[f"bkt/runs/x/{OWNER}"] = (10**6, b'{"token": "other", "who": "process 9 on tpu-9"}')
         (path / "log.txt").write_text("of the run that lost the lease")
-        with pytest.raises(RuntimeError, match="was taken over by process 9 on tpu-9"):
+        with pytest.raises(RuntimeError, match=(taken_over := "was taken over by process 9 on tpu-9")):
             before_commit()
+        assert taken_over in lease.lost  # ends the run at its next checkpoint
         assert gcs.names("bkt/runs/x/") == {OWNER, "metrics.jsonl"}
     assert json.loads(gcs.objects[f"bkt/runs/x/{OWNER}"][1])["token"] == "other"
 
