@@ -46,7 +46,7 @@ def named(path: object) -> Iterator[None]:
     try:
         yield
     except OSError as problem:
-        if problem.filename is None:
+        if problem.errno is not None and problem.filename is None:  # without a number, its text would be lost
             problem.filename = str(path)
         raise
 
@@ -93,7 +93,7 @@ def output_directory(
             if replaced.exists() and not dst.exists():
                 replaced.rename(dst)
             _discard(partial)
-            if isinstance(problem, OSError) and problem.filename is None:
+            if isinstance(problem, OSError) and problem.errno is not None and problem.filename is None:
                 problem.filename = str(dst)  # a full disk raises an error without a file name
             raise
         sync_path(dst.parent)
@@ -117,9 +117,10 @@ def _into_bucket(bucket: Bucket, force: bool, needed_bytes: int) -> Iterator[Pat
 
 def check_replaceable(dst: Path, force: bool, source: Path | None = None) -> None:
     if is_address(dst):
-        if source is not None and is_address(source) and Bucket.of(source).is_below(Bucket.of(dst)):
-            raise ValueError(f"{source} is in {dst}, which would be replaced; choose another directory")
-        return _check_bucket_replaceable(Bucket.of(dst), force)
+        bucket = Bucket.of(dst)
+        if source is not None and is_address(source) and Bucket.of(source).is_below(bucket):
+            raise ValueError(f"{Bucket.of(source)} is in {bucket}, which would be replaced; choose another directory")
+        return _check_bucket_replaceable(bucket, force)
     check_local(dst)
     if not dst.exists():
         return

@@ -1,5 +1,7 @@
 """Models in a bucket are read and written atomically despite errors; on loopback, with tensorstore's real driver."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,7 @@ from model_port import bucket as module
 from model_port.bucket import ABSENT, UPLOADING, Bucket, Conflict, downloaded
 from model_port.convert import convert
 from model_port.export import export
-from model_port.output_dir import LIST_FILE, output_directory
+from model_port.output_dir import LIST_FILE, check_replaceable, output_directory
 from model_port.tiny import make_tiny
 
 
@@ -144,6 +146,11 @@ def test_only_our_own_files_are_replaced(gcs):
     with pytest.raises(ValueError, match=r"gs://bkt/dir has notes, which this program did not write"):
         write("three", force=True)
     assert gcs.objects["bkt/dir/deep/file"][1] == b"two" and gcs.objects["bkt/dir/notes"][1] == b"mine"
+    with pytest.raises(ValueError, match="gs://bkt/new already exists"), output_directory("gs://bkt/new"):
+        Bucket.of("gs://bkt/new/notes").write(b"of another program")
+    assert gcs.names("bkt/new/") == {"notes"}
+    with pytest.raises(ValueError, match="gs://bkt/dir/deep is in gs://bkt/dir, which would be replaced"):
+        check_replaceable(Path("gs://bkt/dir"), True, Path("gs://bkt/dir/deep"))
 
 
 def test_a_directory_name_is_not_matched_as_a_prefix(gcs):

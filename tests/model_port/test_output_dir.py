@@ -1,12 +1,14 @@
 """Writing a directory replaces only our own files."""
 
+import fcntl
 import os
 import shutil
 from pathlib import Path
 
 import pytest
+from changed_files import edit
 
-from model_port.output_dir import LIST_FILE, SUMMED_BYTES, output_directory
+from model_port.output_dir import LIST_FILE, LOCK_FILE, SUMMED_BYTES, lock_file, output_directory
 
 
 def write(dst, *, force=True, source=None, text="new"):
@@ -35,6 +37,7 @@ def files(directory):
             lambda dst: (dst / LIST_FILE).write_text('{"name": "dst", "files": ["deep/file"]}'),
             "has a list of files that this program did not write",
         ),
+        (lambda dst: edit(dst / LIST_FILE, {"name": "old"}), "was written as old and moved here"),
     ],
 )
 def test_other_programs_files_are_never_replaced(touch, problem, tmp_path):
@@ -60,11 +63,16 @@ def test_our_own_copied_and_empty_directories_are_replaced(tmp_path):
 
 
 def test_all_content_is_synced_before_the_rename_and_its_parent_after(tmp_path, monkeypatch):
-    synced, partial = [], tmp_path / ".dst.partial"
-    monkeypatch.setattr(os, "fsync", lambda file: synced.append(Path(f"/proc/self/fd/{file}").readlink()))
+    synced, locked, partial = [], [], tmp_path / ".dst.partial"
+
+    def fsync(file):
+        synced.append(Path(f"/proc/self/fd/{file}").readlink())
+        locked.append((tmp_path / "dst" / LOCK_FILE).exists())
+
+    monkeypatch.setattr(os, "fsync", fsync)
     write(tmp_path / "dst")
     assert {partial, partial / LIST_FILE, partial / "deep", partial / "deep" / "file"} <= set(synced[:-1])
-    assert synced[-1] == tmp_path
+    assert synced[-1] == tmp_path and locked[-1]
 
 
 def test_the_target_of_a_link_is_replaced_and_the_link_stays(tmp_path):
@@ -82,10 +90,26 @@ def test_a_live_writer_is_left_alone(tmp_path):
     assert files(tmp_path / "dst") == {"mine": ""}
 
 
-def test_a_failed_replacement_leaves_the_old_content(tmp_path):
+def test_a_lock_file_that_its_last_owner_replaces_before_it_is_locked_is_opened_again(tmp_path, monkeypatch):
+    file, flock, replacements = tmp_path / LOCK_FILE, fcntl.flock, iter([lambda: (file.unlink(), file.touch())])
+    monkeypatch.setattr(fcntl, "flock", lambda *args: (next(replacements, lambda: 0)(), flock(*args)))
+    lock = lock_file(file, tmp_path)
+    assert os.path.samestat(os.fstat(lock), file.stat())
+    os.close(lock)
+
+
+@pytest.mark.parametrize(("moment", "message"), [("body", "^worn out$"), ("rename", "worn out: '.*dst'$")])
+def test_a_failed_replacement_leaves_the_old_content(moment, message, tmp_path, monkeypatch):
+    def fail_if(now, *arguments):
+        if now:
+            raise OSError(*arguments)
+
     write(tmp_path / "dst", text="old")
-    with pytest.raises(ValueError, match="worn out"), output_directory(tmp_path / "dst", force=True):
-        raise ValueError("worn out")
+    rename = Path.rename
+    fails = lambda path, new: fail_if(path.name == ".dst.partial", 5, "worn out") or rename(path, new)  # noqa: E731
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(OSError, match=message), output_directory(tmp_path / "dst", force=True):
+        fail_if(moment == "body", "worn out")
     assert files(tmp_path / "dst") == {"deep/file": "old"} and [path.name for path in tmp_path.iterdir()] == ["dst"]
 
 
