@@ -42,6 +42,8 @@ def source_directory(src: str | Path, given_as: str = "--src DIR", *, weights: b
         return directory
     check_local(src)
     check_not_missing(Path(src))
+    if Path(src).exists():
+        raise ValueError(f"{src} is a file; give the directory of the model")
     if not HUB_ID.fullmatch(str(src)):
         raise ValueError(f"{src} is neither a directory nor a hub id like Qwen/Qwen3-VL-8B-Instruct")
     try:

@@ -183,12 +183,13 @@ def _trace(row: Any, find: Callable[[str], str]) -> Row:
 
 def split(src: str, train: str | Path, validation: str | Path, num_rows: int, seed: int) -> str:
     """Writes both files atomically, `train` last, and returns a summary. Neither file may exist."""
+    for path in (train, validation):
+        check_local(path)
     source, outputs = local_source(src), (Path(train), Path(validation))
     if not source.exists():
         raise ValueError(f"{source} does not exist")
     suffix = ".jsonl" if source.suffix in (".jsonl", ".json") else ".parquet"
     for name, path in zip(("--train", "--validation"), outputs, strict=True):
-        check_local(path)
         if path.suffix != suffix:
             raise ValueError(f"{name} {path} must end with {suffix}, because rows are copied unchanged")
         if path.exists():
@@ -212,7 +213,7 @@ def split(src: str, train: str | Path, validation: str | Path, num_rows: int, se
             f"`paravt data inspect {quote(src)} --json FILE` lists the files"
         )
     if relative and any(path.absolute().parent != root for path in outputs):
-        summary.append(f"video paths are relative to {root}; set data.video_root={root} in a run")
+        summary.append(f"video paths are relative to {root}; set data.video_root={quote(str(root))} in a run")
     return "\n".join(summary)
 
 

@@ -277,7 +277,10 @@ def load_settings_log(directory: Path) -> list[dict[str, Any]]:
 
 def _check_settings(record: Mapping[str, Any], source: str) -> None:
     """Checks the types of values that commands read from a run's settings, which users may have edited."""
-    config = Section(source, record).section("config")
+    settings = Section(source, record)
+    settings.text("git_commit", "")
+    settings.section("packages", {})
+    config = settings.section("config")
     sections = {name: config.section(name, {}) for name in SECTIONS}
     sections["rollout"].text("forced_prefix", "")
     sections["eval"].count("num_samples", MAX_COUNT, 1)

@@ -77,7 +77,9 @@ def read_recipe(directory: Path) -> Recipe | None:
         recipe: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.create(record)))
         recipe.rollout.check_tools()
     except (OmegaConfBaseException, ValueError) as problem:
-        raise ValueError(f"{path}: {str(problem).splitlines()[0]}") from None
+        key, message = getattr(problem, "full_key", None) or "", str(problem).splitlines()[0]
+        where = f"{path}: " if key in message else f"{path}: {key}: "
+        raise ValueError(f"{where}{message}") from None
     return recipe
 
 

@@ -39,6 +39,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.max_episodes < 0:
         raise ValueError(f"--max-episodes={args.max_episodes} must be 0 or more")
+    for run_dir in args.run_dirs:
+        if not run_dir.is_dir():
+            raise ValueError(f"{run_dir} is not a directory; give the run_dir of a run")
     path = args.out or args.run_dirs[0] / (DEFAULT_OUT if len(args.run_dirs) == 1 else DEFAULT_COMPARISON)
     out = OutputFile(path, "view", inputs=args.run_dirs, force=args.force)
     out.write(make_page(args.run_dirs, args.max_episodes, frames=args.frames))

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from model_port.json_files import parse_object
+from model_port.json_files import Section, parse_object
 from paravt_jax.view.records import samples_of
 
-CELL_NAME = re.compile(r"(.+)_(\d+)(?:_t([\d.e+-]+))?")
+CELL_NAME = re.compile(r"(.+)_(\d+)(?:_t(\d+(?:\.\d+)?(?:e[+-]?\d+)?))?")
+CELL_SECTIONS = ("n", "scores")
 PROVENANCE = ("data", "model", "engines", "hashes", "seed", "num_samples", "git_commit", "packages")
 
 
@@ -26,6 +27,8 @@ def load_cells(run_dir: Path, sampled: Mapping[str, Iterable[Path]]) -> list[dic
 def _certificate(path: Path) -> dict[str, Any]:
     try:
         cell = parse_object(path.read_bytes(), path)
+        for name in CELL_SECTIONS:
+            Section(str(path), cell).section(name)
     except ValueError as problem:
         raise ValueError(f"{problem}; run the evaluation again to rewrite it") from None
     return cell | {"provenance": [[key, json.dumps(cell[key])] for key in PROVENANCE if key in cell]}

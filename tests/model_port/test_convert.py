@@ -97,6 +97,14 @@ def test_a_converted_directory_is_reported(file, message, tmp_path):
         convert(tmp_path / "a ckpt", tmp_path / "again")
 
 
+def test_a_file_of_a_model_is_not_looked_up_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "model.safetensors").touch()
+    with pytest.raises(ValueError, match=r"hf/model.safetensors is a file; give the directory of the model"):
+        convert("hf/model.safetensors", "ckpt")
+
+
 def test_a_failed_download_has_advice(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))

@@ -48,7 +48,7 @@ def test_a_model_without_a_recipe_has_none(model):
     [
         ({"rollout": {"prompts_file": "/etc/passwd"}}, "prompts_file is not a setting"),
         ({"rollout": {"prompts": {"system": "${oc.env:HOME}"}}}, "contains \\$\\{…\\}, which this file must not"),
-        ({"rollout": {"max_parallel": "many"}}, "could not be converted to Integer"),
+        ({"rollout": {"max_parallel": "many"}}, "rollout.max_parallel: Value 'many' .* converted to Integer"),
         ({"rollout": {"max_parallel": 0}}, "must be at least 1"),
         ({"rollout": {"max_context_tokens": 8}}, "leaves no room for a turn"),
         ({"rollout": []}, r"rollout=\[\] must be an object"),

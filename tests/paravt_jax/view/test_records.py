@@ -113,8 +113,11 @@ def test_episodes_that_a_resumed_run_moved_are_reported_with_what_to_do(tmp_path
         list(chosen.convert(dict))
 
 
-@pytest.mark.parametrize("text", ['{"n": ', "[]"])
-def test_a_certificate_that_is_no_json_object_is_reported_with_the_way_to_rewrite_it(tmp_path, text):
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [('{"n": ', " is not valid JSON"), ("[]", " must hold a JSON"), ('{"n": 3, "scores": {}}', ": n=3 must be an ob")],
+)
+def test_a_damaged_certificate_is_reported_with_the_way_to_rewrite_it(text, problem, tmp_path):
     (tmp_path / "cell_none_3.json").write_text(text)
-    with pytest.raises(ValueError, match=r"cell_none_3\.json .*JSON.*; run the evaluation again to rewrite it"):
+    with pytest.raises(ValueError, match=rf"cell_none_3\.json{problem}.*; run the evaluation again to rewrite it"):
         load_cells(tmp_path, {})
