@@ -11,6 +11,7 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -30,6 +31,7 @@ from paravt_jax.config import CheckpointConfig
 from paravt_jax.learner.learner import Learner, StepPart
 from paravt_jax.learner.packing import BatchShape, Dialogue, pack
 from paravt_jax.learner.variants import StepCounts
+from paravt_jax.run import checkpoint
 from paravt_jax.run.checkpoint import Checkpoints, main
 from paravt_jax.run.checkpoint_files import record_sum, verify
 
@@ -169,13 +171,19 @@ def test_a_state_restores_onto_any_mesh(saved_on, restored_on, tiny_hf, tmp_path
 
 
 @pytest.mark.slow
-def test_only_the_newest_checkpoints_are_kept(tiny_hf, subject, tmp_path):
+def test_only_the_newest_checkpoints_are_kept(tiny_hf, subject, tmp_path, monkeypatch):
+    left = []
     with open_checkpoints(tmp_path, tiny_hf, keep=2) as checkpoints:
         for step in (8, 9, 10, 11):
-            checkpoints.save(at_step(subject, step), {})
-        checkpoints.wait()
-        assert checkpoints.steps == [10, 11]
-    assert {entry.name for entry in tmp_path.iterdir()} == {"10", "11"}
+            with monkeypatch.context() as killed:
+                if step == 11:  # while it removes the files of 9
+                    killed.setattr(checkpoint, "delete", lambda *_, **__: left.extend(checkpoints.steps))
+                checkpoints.save(at_step(subject, step), {})
+                checkpoints.wait()
+    assert left == [10, 11]
+    assert {entry.name for entry in tmp_path.iterdir()} == {".9.removed", "10", "11"}
+    with open_checkpoints(tmp_path, tiny_hf):  # the next start
+        assert {entry.name for entry in tmp_path.iterdir()} == {"10", "11"}
 
 
 def test_of_a_checkpoint_on_another_disk_only_the_link_is_removed(tiny_hf, subject, two_steps, tmp_path):
@@ -237,6 +245,7 @@ FILES = (
 def test_a_damaged_checkpoint_is_set_aside_for_an_earlier_one(name, how, tiny_hf, subject, two_steps, tmp_path):
     run, messages = tmp_path / "checkpoints", []
     shutil.copytree(two_steps[0], run)
+    (run / "2.broken" / "params").mkdir(parents=True)  # from earlier damage
     if how == "deleted":
         (run / "2" / name).unlink()
     else:
@@ -329,7 +338,10 @@ def test_verify_reports_broken_checkpoints(two_steps, tmp_path, monkeypatch, cap
     output = capsys.readouterr().out
     assert f"{run / '1'}: broken, {FILES[1]} does not match" in output and "2: intact" in output
     assert dict(verify(run / "2")) == {run / "2": ""}
-    (run / "2" / "state.json").unlink()
+    record = run / "2" / "state.json"
+    record.write_text(record.read_text().replace('"progress": {"step": 2}', '"progress": {"step": 1}'))
+    assert dict(verify(run / "2")) == {run / "2": "state.json does not match its checksum"}
+    record.unlink()
     (run / "3").touch()
     assert [dict(verify(run))[run / step] for step in "23"] == ["state.json is missing"] * 2
     monkeypatch.setattr(sys, "argv", ["checkpoint", "verify", str(run / "2" / "params")])
@@ -367,12 +379,16 @@ def test_a_full_disk_is_reported_and_training_continues(tiny_hf, subject, tmp_pa
     assert {entry.name for entry in tmp_path.iterdir()} == {"2", "3"}
 
 
-def test_the_next_save_reports_a_failure(tiny_hf, subject, tmp_path):
+def test_the_next_save_or_the_end_reports_a_failure(tiny_hf, subject, tmp_path, monkeypatch):
     with open_checkpoints(tmp_path / "checkpoints", tiny_hf, messages=(messages := [])) as checkpoints:
         (tmp_path / "checkpoints" / ".1.partial").write_text("in the way")
         checkpoints.save(at_step(subject, 1), {})
         checkpoints.save(at_step(subject, 2), {})
         assert len(messages) == 1 and "step 1 could not be written" in messages[0] and "File exists" in messages[0]
+        checkpoints.wait()
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+        checkpoints.save(at_step(subject, 3), {})
+    assert re.search(r"step 3 could not be written \(.* has 1\.0 kB free, but \d+\.\d MB are needed", messages[1])
     with open_checkpoints(tmp_path / "checkpoints", tiny_hf) as checkpoints:
         assert checkpoints.steps == [2]
     assert {entry.name for entry in (tmp_path / "checkpoints").iterdir()} == {"2"}

@@ -93,11 +93,13 @@ def check_shares(hosts, directory, tiny_hf):
     """Checks that a host writes and reads only its devices' shards."""
     learner, messages = learner_on(tiny_hf, {"fsdp": 2, "tensor": 2}), []
     checkpoints = open_on(hosts, directory, tiny_hf, messages)
-    write, read, written, num_read = checkpoint.write_shards, checkpoint_files.read_summed, [], []
+    write, read, sync = checkpoint.write_shards, checkpoint_files.read_summed, checkpoint.sync_path
+    written, num_read, files, synced = [], [], [], []
 
     def watched_write(folder, shards):
         written.extend(part.values.nbytes for parts in shards.values() for part in parts)
-        return write(folder, shards)
+        files.extend(new := write(folder, shards))
+        return new
 
     def watched_read(path, parts, summed=True):
         if checkpoint_files.BLOCK.search(str(path)):
@@ -105,6 +107,7 @@ def check_shares(hosts, directory, tiny_hf):
         return read(path, parts, summed)
 
     checkpoint.write_shards, checkpoint_files.read_summed = watched_write, watched_read
+    checkpoint.sync_path = synced.append
     arrays = [leaf for leaf in jax.tree.leaves(learner.state) if leaf.ndim]
     on_host = [{str(shard.index): shard.data.nbytes for shard in leaf.addressable_shards} for leaf in arrays]
     share, total = sum(sum(sizes.values()) for sizes in on_host), sum(leaf.nbytes for leaf in arrays)
@@ -115,12 +118,13 @@ def check_shares(hosts, directory, tiny_hf):
     assert checkpoints.restore(learner) == {"step": 0}
     checkpoints.close()
     assert sum(written) <= share < 0.6 * total and sum(num_read) == share
-    checkpoint.write_shards, checkpoint_files.read_summed = write, read
+    assert synced == ([] if hosts.leads else files)  # host 0 syncs the whole directory
+    checkpoint.write_shards, checkpoint_files.read_summed, checkpoint.sync_path = write, read, sync
 
 
 def _all(hosts, folder, tiny_hf):
     save(hosts, folder / "of two", tiny_hf, {"fsdp": 2, "tensor": 2}, (1, 2))
-    restore(hosts, folder / "of one", tiny_hf, TWO, 1, ("2",))
+    restore(hosts, folder / "of one", tiny_hf, {"fsdp": 2, "tensor": 2}, 1, ("2",))  # only host 1 reads the damage
     check_shares(hosts, folder / "shares", tiny_hf)
     failing(hosts, folder / "nowhere", tiny_hf)
 
@@ -149,7 +153,7 @@ def of_two(shared):
 
 
 def test_one_host_reads_checkpoints_of_two_on_another_mesh(of_two, tiny_hf, tmp_path):
-    assert list(verify(of_two)) == [(of_two / "1", ""), (of_two / "2", "")]
+    assert list(verify(of_two)) == [(of_two / "1", ""), (of_two / "2", "")] and not list(of_two.rglob(".sums*"))
     restore(ALONE, of_two, tiny_hf, ONE, 2)
     export(of_two / "2", tmp_path / "hf")
     expected = set_state(learner_on(tiny_hf, ONE), 2)
