@@ -1,5 +1,6 @@
 """Checkpoints have every bit of the state and are written atomically; full disks and lost files do not end a run."""
 
+import io
 import json
 import os
 import re
@@ -31,7 +32,7 @@ from paravt_jax.config import CheckpointConfig
 from paravt_jax.learner.learner import Learner, StepPart
 from paravt_jax.learner.packing import BatchShape, Dialogue, pack
 from paravt_jax.learner.variants import StepCounts
-from paravt_jax.run import checkpoint
+from paravt_jax.run import checkpoint, checkpoint_files
 from paravt_jax.run.checkpoint import Checkpoints, main
 from paravt_jax.run.checkpoint_files import record_sum, verify
 
@@ -162,11 +163,12 @@ def test_a_state_restores_onto_any_mesh(saved_on, restored_on, tiny_hf, tmp_path
     meshes = [None if axes is None else make_mesh(**axes) for axes in (saved_on, restored_on)]
     saved, restored = (make_learner(tiny_hf, mesh) for mesh in meshes)
     expected = bits(at_step(saved, 5))
-    shardings = [(leaf.sharding, leaf.committed) for leaf in jax.tree.leaves(restored.state)]
+    old = jax.tree.leaves(restored.state)
+    shardings = [(leaf.sharding, leaf.committed) for leaf in old]
     with open_checkpoints(tmp_path, tiny_hf) as checkpoints:
         checkpoints.save(saved, PROGRESS)
         assert checkpoints.restore(restored) == PROGRESS
-    assert bits(restored) == expected
+    assert bits(restored) == expected and all(leaf.is_deleted() for leaf in old)
     assert [(leaf.sharding, leaf.committed) for leaf in jax.tree.leaves(restored.state)] == shardings
 
 
@@ -328,8 +330,16 @@ def test_a_changed_record_is_broken(kind, tiny_hf, tmp_path, two_steps, subject)
     assert re.search(problem, messages[0])
 
 
+class ShortReads(io.FileIO):
+    """A file whose reads return less than was asked for, as on some network file systems."""
+
+    def readinto(self, buffer):
+        return super().readinto(memoryview(buffer)[:10_000])
+
+
 def test_verify_reports_broken_checkpoints(two_steps, tmp_path, monkeypatch, capsys):
     run = shutil.copytree(two_steps[0], tmp_path / "checkpoints")
+    monkeypatch.setattr(checkpoint_files, "_open", ShortReads)
     assert dict(verify(run)) == {run / "1": "", run / "2": ""}
     flip(run / "1" / FILES[1])
     monkeypatch.setattr(sys, "argv", ["checkpoint", "verify", str(tmp_path)])
@@ -338,6 +348,8 @@ def test_verify_reports_broken_checkpoints(two_steps, tmp_path, monkeypatch, cap
     output = capsys.readouterr().out
     assert f"{run / '1'}: broken, {FILES[1]} does not match" in output and "2: intact" in output
     assert dict(verify(run / "2")) == {run / "2": ""}
+    (run / "1" / FILES[4]).unlink()
+    assert f"truncated or missing, first {FILES[4]}" in dict(verify(run))[run / "1"]
     record = run / "2" / "state.json"
     record.write_text(record.read_text().replace('"progress": {"step": 2}', '"progress": {"step": 1}'))
     assert dict(verify(run / "2")) == {run / "2": "state.json does not match its checksum"}
