@@ -111,7 +111,7 @@ def rows_of(source: Path, columns: Sequence[str], optional: Sequence[str] = ()) 
         for file in files:
             yield from _parquet_rows(file, columns, optional, file.relative_to(source).as_posix())
     elif not source.is_file():
-        raise ValueError(f"{source} does not exist")
+        raise ValueError(f"{source} {'is not a regular file' if source.exists() else 'does not exist'}")
     elif source.suffix == ".parquet":
         yield from _parquet_rows(source, columns, optional, source.name)
     elif source.suffix in (".jsonl", ".json"):

@@ -185,8 +185,8 @@ class LoggedRun:
     @property
     def kl_levels(self) -> dict[float, str]:
         """The warning and stop levels of `mismatch.max_kl`, with their labels."""
-        settings = self.settings.get("config", {}).get("mismatch") or {}
-        mismatch = MismatchConfig(float(settings.get("max_kl", math.inf)))
+        max_kl = (self.settings.get("config", {}).get("mismatch") or {}).get("max_kl")
+        mismatch = MismatchConfig(math.inf if max_kl is None else float(max_kl))
         return {mismatch.warn_kl: "warn", mismatch.max_kl: "stop"} if math.isfinite(mismatch.max_kl) else {}
 
     @cached_property

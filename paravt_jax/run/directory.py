@@ -284,6 +284,8 @@ def _check_settings(record: Mapping[str, Any], source: str) -> None:
     sections = {name: config.section(name, {}) for name in SECTIONS}
     sections["rollout"].text("forced_prefix", "")
     sections["eval"].count("num_samples", MAX_COUNT, 1)
+    for name in ("accuracy_weight", "format_weight", "anchor_weight"):
+        sections["reward"].number(name, -math.inf, math.inf, 1)
     if sections["mismatch"].values.get("max_kl") != "Infinity":
         sections["mismatch"].number("max_kl", 0, math.inf, math.inf)
 

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from model_port.cli import add_debug_flag, prog_of, run_cli
+from model_port.output_dir import check_local
 from paravt_jax.run.output_file import OutputFile
 from paravt_jax.view.page import make_page
 
@@ -40,6 +41,7 @@ def main() -> None:
     if args.max_episodes < 0:
         raise ValueError(f"--max-episodes={args.max_episodes} must be 0 or more")
     for run_dir in args.run_dirs:
+        check_local(run_dir)
         if not run_dir.is_dir():
             raise ValueError(f"{run_dir} is not a directory; give the run_dir of a run")
     path = args.out or args.run_dirs[0] / (DEFAULT_OUT if len(args.run_dirs) == 1 else DEFAULT_COMPARISON)

@@ -96,7 +96,7 @@ def describe(settings: Mapping[str, Any]) -> dict[str, Any]:
     facts = ENDPOINT_FACTS if config.get("engine.kind") == "openai" and config.get("engine.urls") else FACTS
     return {
         "commit": settings.get("git_commit"),
-        "packages": settings.get("packages", {}),
+        "packages": {name: str(version) for name, version in (settings.get("packages") or {}).items()},
         "facts": [
             [label, text] for label, keys in facts.items() if idle.isdisjoint(keys) and (text := _fact(config, keys))
         ],

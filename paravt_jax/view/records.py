@@ -23,14 +23,8 @@ NAME = re.compile(rb'"id": ?("(?:[^"\\]|\\.)*"|\d+)')  # quotes inside a JSON st
 VISIT = re.compile(rb'"visit": ?(\d+)')
 SAMPLE_KEY = re.compile(rb'"key": ?"(\w+)"')
 QUESTION, MISSING = b'"question": ', b'"missing": true'
-DAMAGED = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)  # raised by wrong records
+# Raised while a wrong record is converted; OSError by a picture that Pillow cannot read
+DAMAGED = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError)
 
 Record = dict[str, Any]
 Converted = TypeVar("Converted")

@@ -96,6 +96,7 @@ def test_a_line_without_a_json_object_is_reported(line, tmp_path):
         ('{"episodes": [{}]}', "key 'id' is missing"),
         (CALL % '"latency_s": "1"', "latency_s is str"),
         (CALL % '"box": [0, 1]', "Box"),
+        (CALL % '"shown": [{"png": "AAAA"}]', "cannot identify image"),
     ],
 )
 def test_a_record_with_a_wrong_type_or_a_missing_key_is_reported(line, reason, tmp_path):

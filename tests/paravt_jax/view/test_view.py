@@ -407,6 +407,7 @@ OTHERS_FILES = [
     ({"config.json": '{"config": {"eval": 3}}'}, "config.json: config.eval=3 must be an object"),
     ({"config.json": '{"config": {"mismatch": {"max_kl": "x"}}}'}, "config.mismatch.max_kl='x' must be a number"),
     ({"settings.jsonl": '{"config": {}}\n'}, "settings.jsonl line 1: key 'after_step' is missing"),
+    ({"config.json": '{"config": {"reward": {"format_weight": "x"}}}'}, "config.reward.format_weight='x' must be a nu"),
     ({"settings.jsonl": "[1]\n"}, "settings.jsonl line 1 must hold a JSON object"),
 ]
 
