@@ -1,6 +1,7 @@
 """Uploads an exported model to the hub: python -m model_port.push DIR OWNER/NAME"""
 
 import argparse
+import re
 from pathlib import Path
 
 from model_port.cli import add_debug_flag, prog_of, run_cli
@@ -9,12 +10,21 @@ from model_port.progress import BYTES, in_units
 from model_port.terminal import aligned
 
 MESSAGE = "Upload model"
+BRANCH = re.compile(r"[\w.-]+(/[\w.-]+)*")
 
 
 def add_push_flags(parser: argparse.ArgumentParser, condition: str = "") -> None:
     parser.add_argument("--public", action="store_true", help=f"{condition}make the repository public")
-    parser.add_argument("--revision", metavar="BRANCH", help=f"{condition}a branch, created if it does not exist")
+    parser.add_argument(
+        "--revision", type=_branch, metavar="BRANCH", help=f"{condition}a branch, created if it does not exist"
+    )
     parser.add_argument("--message", default=MESSAGE, help=f"{condition}commit message (default {MESSAGE!r})")
+
+
+def _branch(text: str) -> str:
+    if not BRANCH.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not the name of a branch")
+    return text
 
 
 def push(directory: Path, repo: str, args: argparse.Namespace) -> str:

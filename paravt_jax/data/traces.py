@@ -201,7 +201,7 @@ def _window(reference: dict[str, Any]) -> tuple[float, float] | None:
 def _num_frames(reference: dict[str, Any]) -> int | None:
     count: Any = reference.get("nframes")
     if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-        raise BadRow("wrong schema", f"nframes of a video is {count!r}, expected a number of at least 1")
+        raise BadRow("wrong schema", f"nframes of a video is {count!r}, expected an integer of at least 1")
     return count
 
 

@@ -157,6 +157,14 @@ def test_a_dry_run_makes_the_same_checks_without_a_request(hub, model, monkeypat
     assert hub.requests == []
 
 
+@pytest.mark.parametrize("branch", ["", "my branch", "a//b", "a~1"])
+def test_a_revision_that_is_no_branch_is_rejected(branch, hub, model, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["push", str(model), REPO, "--revision", branch])
+    with pytest.raises(SystemExit):
+        push.main()
+    assert f"{branch!r} is not the name of a branch" in capsys.readouterr().err and hub.requests == []
+
+
 def test_gitignored_files_are_an_error(hub, model):
     hub.add_repo(REPO, files={".gitignore": b"*.safetensors"})
     text = message(RuntimeError, lambda: push_to_hub(model, REPO))
