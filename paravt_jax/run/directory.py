@@ -254,7 +254,7 @@ def load_settings(directory: Path) -> dict[str, Any]:
 def _parsed_settings(content: bytes, path: Path | Bucket) -> dict[str, Any]:
     try:
         record = json.loads(content, parse_constant=str)  # older files have Infinity, which is not JSON
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise ValueError(f"{path} is not valid JSON ({problem}); restore the file, or remove it") from None
     if not isinstance(record, dict) or not isinstance(record.get("config"), dict):
         return {}

@@ -190,7 +190,7 @@ def load_jsonl(path: Path) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 if not line.endswith(b"\n"):
                     return
                 raise ValueError(

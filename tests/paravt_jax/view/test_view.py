@@ -408,6 +408,8 @@ OTHERS_FILES = [
     ({"config.json": '{"config": {"mismatch": {"max_kl": "x"}}}'}, "config.mismatch.max_kl='x' must be a number"),
     ({"settings.jsonl": '{"config": {}}\n'}, "settings.jsonl line 1: key 'after_step' is missing"),
     ({"config.json": '{"config": {"reward": {"format_weight": "x"}}}'}, "config.reward.format_weight='x' must be a nu"),
+    ({"config.json": "[" * 100_000}, "config.json is not valid JSON"),
+    ({"metrics.jsonl": "[" * 100_000 + "\n"}, "metrics.jsonl: line 1 is not valid JSON"),
     ({"settings.jsonl": "[1]\n"}, "settings.jsonl line 1 must hold a JSON object"),
 ]
 
