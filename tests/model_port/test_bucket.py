@@ -1,7 +1,5 @@
 """Models in a bucket are read and written atomically despite errors; on loopback, with tensorstore's real driver."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -9,8 +7,8 @@ import model_port
 from model_port import bucket as module
 from model_port.bucket import ABSENT, UPLOADING, Bucket, Conflict, downloaded
 from model_port.convert import convert
-from model_port.export import export
-from model_port.output_dir import LIST_FILE, check_replaceable, output_directory
+from model_port.export import export, export_adapter
+from model_port.output_dir import LIST_FILE, output_directory
 from model_port.tiny import make_tiny
 
 
@@ -149,8 +147,9 @@ def test_only_our_own_files_are_replaced(gcs):
     with pytest.raises(ValueError, match="gs://bkt/new already exists"), output_directory("gs://bkt/new"):
         Bucket.of("gs://bkt/new/notes").write(b"of another program")
     assert gcs.names("bkt/new/") == {"notes"}
-    with pytest.raises(ValueError, match="gs://bkt/dir/deep is in gs://bkt/dir, which would be replaced"):
-        check_replaceable(Path("gs://bkt/dir"), True, Path("gs://bkt/dir/deep"))
+    for command in (convert, export, export_adapter):
+        with pytest.raises(ValueError, match="gs://bkt/dir/deep is in gs://bkt/dir, which would be replaced"):
+            command("gs://bkt/dir/deep", "gs://bkt/dir", force=True)
 
 
 def test_a_directory_name_is_not_matched_as_a_prefix(gcs):

@@ -114,3 +114,5 @@ def test_a_failed_download_has_advice(tmp_path, monkeypatch):
         convert("Nobody/nothing", tmp_path / "ckpt")
     assert str(raised.value).endswith("and give --src DIR")
     assert "\n" not in str(raised.value) and not (tmp_path / "ckpt").exists()
+    with pytest.raises(ValueError, match="already exists"):  # before any download
+        convert("Nobody/nothing", tmp_path)

@@ -14,7 +14,7 @@ from model_port.inputs import (
     place_tokens,
     split_frames,
 )
-from model_port.loading import one_sequence
+from model_port.loading import _intervals, one_sequence
 from model_port.patches import patch_positions
 from model_port.qwen3_vl.config import interpolation
 
@@ -114,6 +114,7 @@ def test_frames_are_ordered_as_the_ids_show_them():
         (lambda: pack_vision([frame(4, 4)], CONFIG.vision, 8), "frame 0 has 16 patches, but a row holds 8"),
         (lambda: pack_vision([frame(4, 4)] * 3, CONFIG.vision, 16, num_rows=2), "need 3 rows of 16 patches"),
         (lambda: pack_text([[RowSequence(Tokens(np.arange(9)))]], [], [], CONFIG, 8), "row 0 needs 9 tokens"),
+        (lambda: _intervals(CONFIGS["windows"].vision, 1, [0.5, 1.0]), "has 2 values, expected one for each of 1 vid"),
         (lambda: pack_text([[], []], [], [], CONFIG, 8, num_rows=1), "2 rows of sequences do not fit into 1"),
     ],
 )
@@ -134,6 +135,8 @@ def clip(down: int, across: int) -> dict[str, np.ndarray]:
         ([[1, 2], [3, 4]], {}, r"shape \(2, 2\), expected the integer ids of one sequence"),
         ([1], {"pixel_values": np.ones((4, 7), np.float32)}, r"shape \(4, 7\), expected \[P, \d+\]"),
         ([VIDEO] * 3, clip(3, 4), "3 x 4 patches, expected positive multiples of the merge size 2"),
+        ([VIDEO] * 3, clip(4, 3), "4 x 3 patches, expected positive"),
+        ([VIDEO], clip(2, 2) | {"second_per_grid_ts": [1.0]}, "has 1 values, .* none for a model whose prompts write"),
         ([VIDEO] * 3, clip(-2, -6), "-2 x -6 patches, expected positive"),
     ],
 )

@@ -49,6 +49,15 @@ def test_reading_a_stack_needs_few_extra_tensors_and_a_cpu_uses_it_in_place(tmp_
     assert jax.device_put(read, jax.devices("cpu")[0]).unsafe_buffer_pointer() == read.ctypes.data
 
 
+@pytest.mark.parametrize("load", [model_port.load, load_computing])
+def test_a_model_loads_and_computes_in_the_given_dtype(load, tiny_hf):
+    model = load(tiny_hf, "bfloat16")
+    assert model.compute.dtype == "bfloat16"
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {"bfloat16"}
+    with pytest.raises(ValueError, match="dtype 'int8' is not one of float32, bfloat16, float16"):
+        load(tiny_hf, "int8")
+
+
 def test_finding_the_dtype_of_files_leaves_none_open(tiny_hf, tmp_path):
     hf = shutil.copytree(tiny_hf, tmp_path / "hf")
     assert stored_dtype(hf) == "float32"
@@ -81,6 +90,7 @@ def test_logits_of_some_tokens_are_rows_of_all(side, tiny_hf):
         model = model_port.load(tiny_hf)
         every = model_port.logits(model, prompt.ids, **prompt.media)
         some = model_port.logits(model, prompt.ids, **prompt.media, tokens=tokens)
+        assert some.flags.owndata  # a view would keep an array of the device alive
     else:
         with Reference(tiny_hf) as reference:
             every, some = reference.logits(prompt), reference.logits(prompt, tokens)

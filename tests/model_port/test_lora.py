@@ -38,7 +38,7 @@ from model_port.layers import Compute, split
 from model_port.loading import abstract_model, files_directory, with_params
 from model_port.model import VLModel
 from model_port.qwen3_vl.config import Qwen3VisionConfig
-from model_port.sharding import check_divisible, flat_params, param_spec
+from model_port.sharding import check_divisible, flat_params, make_mesh, param_spec
 from model_port.tiny import TINY, make_tiny, tiny_config
 from model_port.weights import adapter_rules, rules
 
@@ -198,7 +198,8 @@ def test_an_adapter_is_read_as_written(tiny_hf, on_disk):
     model, loaded = adapted(model_port.load(tiny_hf)), model_port.load(on_disk)
     assert loaded.lora == LORA
     np.testing.assert_array_equal(model_port.logits(loaded, IDS), model_port.logits(model, IDS))
-    half = flat_params(nnx.state(model_port.load(on_disk, "bfloat16"), nnx.Param))
+    half = flat_params(nnx.state(model_port.load(on_disk, "bfloat16", make_mesh(fsdp=4, tensor=2)), nnx.Param))
+    assert {len(leaf.sharding.device_set) for leaf in half.values()} == {8}
     assert {leaf.dtype.name for path, leaf in half.items() if "_lora." in path} == {"float32"}
 
 
