@@ -11,7 +11,7 @@ from data_rows import rl_row, write_lines
 from paravt_jax.config import DataConfig, EngineConfig, load_config
 from paravt_jax.data.prompts import Prompt
 from paravt_jax.rl import setup
-from paravt_jax.run.hosts import ALONE
+from paravt_jax.run.hosts import ALONE, Hosts
 from paravt_jax.train import train
 from rollout.engine.protocol import EngineError
 
@@ -36,6 +36,20 @@ def test_a_missing_wandb_ends_a_run_before_it_has_a_directory(tmp_path, monkeypa
     with pytest.raises(ValueError, match=r"log.wandb_project=video needs .* pip install wandb,"):
         asyncio.run(train(config))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (["train.max_staleness=1"], r"max_staleness=1 with engine\.kind=jax would .* different order on each host"),
+        (["train.oversample=1"], r"oversample=1 aborts the slowest groups, and no host knows all groups; set it to 0"),
+        (["engine.kind=sglang", "hosts.coordinator=auto"], r"auto starts jax before the servers .* get their GPUs"),
+    ],
+)
+def test_settings_that_need_a_single_host_are_rejected_on_several(settings, reason, tmp_path):
+    config = load_config("smoke_cpu", f"run_dir={tmp_path / 'run'}", *settings)
+    with pytest.raises(ValueError, match=reason):
+        asyncio.run(train(config, hosts=Hosts(0, 2)))
 
 
 def gate(monkeypatch, servers):
