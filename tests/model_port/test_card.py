@@ -167,8 +167,9 @@ def test_an_evaluation_of_an_earlier_export_with_other_weights_is_rejected(tiny_
     convert(tiny_hf, ckpt)
     export(ckpt, out)
     export(ckpt, out, force=True, evaluation=evaluation)
-    with pytest.raises(ValueError, match=r"is of the model in .*out, which has other weights than this export"):
-        export(ckpt, out, "bfloat16", force=True, evaluation=evaluation)
+    for options in ({"dtype": "bfloat16"}, {"max_shard_gib": 0.001}):
+        with pytest.raises(ValueError, match=r"is of the model in .*out, which has other weights than this export"):
+            export(ckpt, out, force=True, evaluation=evaluation, **options)
     assert "| ours | 39.8 |" in (out / "README.md").read_text()
 
 

@@ -64,8 +64,8 @@ def test_without_a_limit_there_is_one_file(ckpt, tmp_path):
     assert [path.name for path in (tmp_path / "out").glob("*.safetensors*")] == ["model.safetensors"]
 
 
-def test_a_tensor_larger_than_a_shard_gets_its_own_shard():
-    shards = plan_shards({"a": (3,), "b": (11,), "c": (2,), "d": (1,)}, np.dtype(np.float32), 20)
+def test_a_tensor_larger_than_a_shard_gets_its_own_shard_and_others_fill_theirs():
+    shards = plan_shards({"a": (3,), "b": (11,), "c": (2,), "d": (1,)}, np.dtype(np.float32), 12)
     assert [list(shard.shapes) for shard in shards] == [["a"], ["b"], ["c", "d"]]
     assert [shard.num_bytes for shard in shards] == [12, 44, 12]
 

@@ -182,9 +182,9 @@ def on_disk(tiny_hf, tmp_path_factory) -> Path:
     return write_trained(tiny_hf, tmp_path_factory.mktemp("adapter"))
 
 
-def write_trained(hf: Path, directory: Path) -> Path:
+def write_trained(hf: Path, directory: Path, dtype: str = "float32") -> Path:
     model = model_port.load(hf)
-    base = AdapterBase(str(hf), "float32", base_checksum(model, "float32"), files_of_base(hf))
+    base = AdapterBase(str(hf), dtype, base_checksum(model, dtype), files_of_base(hf))
     write_adapter(directory, model.config, AdapterInfo(LORA, base), trained(model.config))
     return directory
 
@@ -216,6 +216,11 @@ def test_an_export_merges_the_adapter(form, tiny_hf, on_disk, tmp_path):
     np.testing.assert_allclose(merged, apart, atol=1e-5)
 
 
+def test_an_adapter_is_merged_into_base_weights_of_the_dtype_in_training(tiny_hf, tmp_path):
+    write_trained(tiny_hf, tmp_path, "bfloat16")
+    assert export(tmp_path, tmp_path / "hf").dtype == "bfloat16"  # the base's files are in float32
+
+
 @pytest.mark.parametrize("write", [export, export_adapter])
 def test_an_export_never_replaces_the_base_of_its_adapter(write, tmp_path):
     make_tiny(tmp_path / "base")
@@ -227,7 +232,8 @@ def test_an_export_never_replaces_the_base_of_its_adapter(write, tmp_path):
 @pytest.mark.slow
 def test_an_adapter_is_exported_alone_in_any_dtype(on_disk, tmp_path):
     export_adapter(on_disk, tmp_path / "same")
-    export_adapter(on_disk, tmp_path / "half", "bfloat16")
+    for force in (False, True):
+        export_adapter(on_disk, tmp_path / "half", "bfloat16", force=force)
     paths = (on_disk, tmp_path / "same", tmp_path / "half")
     own, same, half = (load_file(path / "adapter_model.safetensors") for path in paths)
     for name, array in own.items():
@@ -258,6 +264,9 @@ def test_an_adapter_rejects_another_bases_weights(tiny_hf, on_disk, tmp_path):
     with pytest.raises(ValueError, match="was trained with other weights than"):
         export(adapter, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
+    change_tensors(other, lambda tensors: tensors.pop(NORM))
+    with pytest.raises(ValueError, match=f"other: its tensors do not match its config: 1 missing: {NORM}"):
+        export(adapter, tmp_path / "hf")
     rebased(adapter, tmp_path / "moved")
     with pytest.raises(ValueError, match=r"base_model_name_or_path of .* is neither a directory"):
         export(adapter, tmp_path / "hf")

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from changed_files import change_tensors
+from changed_files import change_tensors, edit
 from fake_hub import serve_hub
 from flax import nnx
 from flax.traverse_util import unflatten_dict
@@ -215,11 +215,25 @@ def test_a_tied_head_may_be_stored_with_or_without_an_equal_embedding(head, tiny
     assert_same_bytes(tensors_of(tmp_path / "again"), tensors_of(tiny_hf))
 
 
-def test_a_non_finite_checkpoint_is_neither_loaded_nor_exported(tiny_hf, tmp_path):
-    convert(tiny_hf, tmp_path / "ckpt")
-    chunk = next((tmp_path / "ckpt" / "params" / "text.final_norm.scale").glob("[0-9]*"))
+def make_non_finite(ckpt: Path) -> None:
+    chunk = next((ckpt / "params" / "text.final_norm.scale").glob("[0-9]*"))
     chunk.write_bytes(np.full(128, np.nan, np.float32).tobytes())
-    message = r"text\.final_norm\.scale of .*params has values that are NaN or infinite"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (make_non_finite, r"text\.final_norm\.scale of .*params has values that are NaN or infinite"),
+        (
+            lambda ckpt: edit(ckpt / "hf" / "config.json", {"text_config.intermediate_size": 192}),
+            r"the shapes of 3 parameters do not match .*config\.json: \S+\.down_kernel_df \(4, 128, 256\), not",
+        ),
+    ],
+    ids=["not finite", "other shapes"],
+)
+def test_a_damaged_checkpoint_is_neither_loaded_nor_exported(spoil, message, tiny_hf, tmp_path):
+    convert(tiny_hf, tmp_path / "ckpt")
+    spoil(tmp_path / "ckpt")
     for read in (model_port.load, lambda path: export(path, tmp_path / "again")):
         with pytest.raises(ValueError, match=message):
             read(tmp_path / "ckpt")
