@@ -10,13 +10,11 @@ nonzero exit code. The launcher then restarts all hosts.
 """
 
 import asyncio
-import ctypes
 import errno
 import hashlib
 import json
 import os
 import re
-import signal
 import socket
 import sys
 import time
@@ -253,17 +251,6 @@ def _connect(config: HostsConfig) -> Hosts:
 
 def _wait_for_hosts(initialize: Callable[[], object], config: HostsConfig) -> None:
     """Connects in a thread, because jax's own wait ignores Ctrl-C and ends in an abort."""
-
-    @ctypes.CFUNCTYPE(None, ctypes.c_int)
-    def refused(_: int) -> None:
-        """Reports a refusal, at which jax aborts the process in the thread that connects."""
-        cause = "its hosts.index is not below hosts.num of host 0, or another host has the same"
-        connected.set_exception(RuntimeError(f"host 0 refused this host: {cause}"))
-        time.sleep(JOIN_S)  # the abort would continue; this process exits before
-
-    libc = ctypes.CDLL(None)
-    libc.signal.restype = ctypes.c_void_p
-    before = libc.signal(signal.SIGABRT, refused)
     connected = in_background(initialize)
     if wait([connected], min(REPORT_S, JOIN_S)).not_done:
         where = "" if config.coordinator == AUTO else f": this is host {config.index} of hosts.num={config.num}"
@@ -271,7 +258,6 @@ def _wait_for_hosts(initialize: Callable[[], object], config: HostsConfig) -> No
         if wait([connected], JOIN_S - REPORT_S).not_done:
             raise RuntimeError(_missing(config))
     connected.result()
-    libc.signal(signal.SIGABRT, ctypes.c_void_p(before))
 
 
 def _missing(config: HostsConfig) -> str:
