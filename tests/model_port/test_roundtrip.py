@@ -267,6 +267,10 @@ def test_commands_fail_with_one_line_and_succeed_with_a_summary(tiny_hf, tmp_pat
         run = command("export", "--src", tmp_path / "ckpt", "--dst", tmp_path / "out", *more)
         assert run.returncode == 0 and f"in {'float32' if more else 'bfloat16'}" in run.stdout
         assert len(list((tmp_path / "out").glob("*.safetensors"))) == num_files
+    rejected = {("--evaluation", tmp_path): "has no eval.json", ("--adapter", "--dtype", "x"): "dtype 'x'"}
+    for more, message in rejected.items():
+        run = command("export", "--src", tmp_path / "ckpt", "--dst", tmp_path / "out", "--force", *more)
+        assert run.returncode == 1 and message in run.stderr
 
 
 @pytest.mark.slow
