@@ -61,6 +61,8 @@ def test_a_model_loads_and_computes_in_the_given_dtype(load, tiny_hf):
 def test_finding_the_dtype_of_files_leaves_none_open(tiny_hf, tmp_path):
     hf = shutil.copytree(tiny_hf, tmp_path / "hf")
     assert stored_dtype(hf) == "float32"
+    change_tensors(hf, lambda arrays: arrays.update({name: arrays[name].astype(np.float16) for name in arrays}))
+    assert stored_dtype(hf) == "float16"
     assert not [file for file in psutil.Process().open_files() if str(hf) in file.path]
 
 
