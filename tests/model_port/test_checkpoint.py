@@ -69,14 +69,19 @@ def test_runs_are_the_bytes_in_order_whatever_the_chunks(shape, data):
     assert sum(map(len, chunks)) == len(set().union(*chunks))  # no chunk is read twice
 
 
-def test_a_partial_block_at_the_edge_is_read_as_written(tmp_path, monkeypatch):
+def test_blocks_are_read_as_written_also_at_the_edge_and_rejected_if_not_finite(tmp_path, monkeypatch):
     """The array has seven rows in blocks of two."""
     monkeypatch.setattr(checkpoint, "BLOCK_BYTES", 60)
     (tmp_path / "hf").mkdir()
     values, sizes = np.arange(35, dtype=np.float32).reshape(7, 5), []
     write_params(tmp_path, {"a": (7, 5)}, values.dtype, lambda _, index: values[index], lambda *_: 0, sizes.append)
     assert sizes == [40, 40, 40, 20]
-    np.testing.assert_array_equal(StoredParams(tmp_path).read("a", ()), values)
+    stored = StoredParams(tmp_path)
+    np.testing.assert_array_equal(stored.read("a", ()), values)
+    (tmp_path / "params" / "a" / "0.0").write_bytes(np.full(10, np.nan, np.float32).tobytes())
+    for read in (lambda: stored.read("a", ()), lambda: list(stored.blocks("a"))):
+        with pytest.raises(ValueError, match=r"a of \S+ has values that are NaN or infinite"):
+            read()
 
 
 @pytest.mark.parametrize("name", ["2b", "4b", "8b", "32b"])
