@@ -56,6 +56,14 @@ def test_chunks_cover_every_element_once_with_little_padding(shape, block_bytes,
         assert -length % step < -(-length // step)  # less than one row per chunk
 
 
+@given(shard=shapes, num_shards=st.integers(2, 4), block_bytes=st.integers(1, 300))
+def test_no_chunk_is_in_two_shards(shard, num_shards, block_bytes):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "BLOCK_BYTES", block_bytes)
+        chunk = checkpoint._chunk_of_shard((num_shards * shard[0], *shard[1:]), shard, 2)
+    assert not any(size % step for size, step in zip(shard, chunk, strict=True))
+
+
 @given(shape=shapes, data=st.data())
 def test_runs_are_the_bytes_in_order_whatever_the_chunks(shape, data):
     chunk_shape = tuple(data.draw(st.integers(1, length)) for length in shape)
