@@ -46,9 +46,13 @@ def named(path: object) -> Iterator[None]:
     try:
         yield
     except OSError as problem:
-        if problem.errno is not None and problem.filename is None:  # without a number, its text would be lost
-            problem.filename = str(path)
+        _add_name(problem, path)
         raise
+
+
+def _add_name(problem: OSError, path: object) -> None:
+    if problem.errno is not None and problem.filename is None:  # without a number, its text would be lost
+        problem.filename = str(path)
 
 
 @contextmanager
@@ -93,8 +97,8 @@ def output_directory(
             if replaced.exists() and not dst.exists():
                 replaced.rename(dst)
             _discard(partial)
-            if isinstance(problem, OSError) and problem.errno is not None and problem.filename is None:
-                problem.filename = str(dst)  # a full disk raises an error without a file name
+            if isinstance(problem, OSError):
+                _add_name(problem, dst)
             raise
         sync_path(dst.parent)
         (dst / LOCK_FILE).unlink()  # only after the rename, because another run could take an unlocked directory

@@ -46,8 +46,8 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
         if "=" not in override[1:]:
             raise ValueError(f"{override!r} is not a setting; write it as train.num_steps=10")
     path = None if path is None else config_file(path)
-    layers = [] if path is None else [(str(path), _one_line_errors(str(path), lambda: _read(path)))]
-    layers += [(text, _one_line_errors(text, partial(_override, text, schema))) for text in overrides]
+    layers = [] if path is None else [(str(path), one_line_errors(str(path), lambda: _read(path)))]
+    layers += [(text, one_line_errors(text, partial(_override, text, schema))) for text in overrides]
     problems = [list(_key_problems(source, layer, schema)) for source, layer in layers]
     if path is not None and problems[0] and (command := _command_of(layers[0][1])):
         raise ValueError(f"{path} is for {command}: {problems[0][0].removeprefix(str(path)).lstrip(',: ')}")
@@ -61,10 +61,10 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
     for source, layer in layers:
         _check_text(source, layer, schema)
         _expand_homes(layer)
-        config = _one_line_errors(source, partial(OmegaConf.unsafe_merge, config, layer))
-    config = _one_line_errors("", partial(_with_prompts_file, config))
+        config = one_line_errors(source, partial(OmegaConf.unsafe_merge, config, layer))
+    config = one_line_errors("", partial(_with_prompts_file, config))
     forget_user_code()
-    settings: Any = _one_line_errors("", partial(OmegaConf.to_object, config))
+    settings: Any = one_line_errors("", partial(OmegaConf.to_object, config))
     if schema is Config:
         object.__setattr__(settings, "loss", settings.loss.filled())
     if schema in (Config, SftConfig, EvalConfig):
@@ -77,7 +77,7 @@ def load_config(path: str | Path | None, *overrides: str, schema: type[Schema] =
 def load_training_config(path: str | Path, *overrides: str) -> Config | SftConfig:
     """Loads an RL config, or an SFT config if the file has an `sft` section."""
     file = config_file(path)
-    keys = _one_line_errors(str(file), lambda: _read(file))
+    keys = one_line_errors(str(file), lambda: _read(file))
     return load_config(file, *overrides, schema=SftConfig if "sft" in keys else Config)
 
 
@@ -104,7 +104,7 @@ def _read(path: Path) -> Any:
     return OmegaConf.create(record["config"] if isinstance(record, dict) and "config" in record else record)
 
 
-def _one_line_errors(source: str, work: Callable[[], Any]) -> Any:
+def one_line_errors(source: str, work: Callable[[], Any]) -> Any:
     """Runs `work` and turns errors of OmegaConf and YAML into one line. `source` is a file or an override."""
     try:
         return work()

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from model_port.hf_files import RECIPE_FILE
 from model_port.json_files import Section, flattened, read_object
@@ -18,6 +17,7 @@ from model_port.terminal import say
 from paravt_jax.config import Config, EvalConfig, SftConfig, VideoConfig
 from paravt_jax.config.changed_keys import change_of
 from paravt_jax.config.keys import change_text
+from paravt_jax.config.load import one_line_errors
 from rollout.episode_config import EpisodeConfig
 
 # Settings of an episode that are not stored, because the user chooses them.
@@ -73,14 +73,16 @@ def read_recipe(directory: Path) -> Recipe | None:
         say(f"{path}: {', '.join(own)} is left out of rollout.tools, because a model's files must not load code")
         named = [name for name in tools if name not in own]
         record["rollout"] |= {"tools": named} if named else {"tools": Recipe().rollout.tools, "dispatch": "none"}
-    try:
+
+    def checked() -> Any:
         recipe: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.create(record)))
         recipe.rollout.check_tools()
-    except (OmegaConfBaseException, ValueError) as problem:
-        key, message = getattr(problem, "full_key", None) or "", str(problem).splitlines()[0]
-        where = f"{path}: " if key in message else f"{path}: {key}: "
-        raise ValueError(f"{where}{message}") from None
-    return recipe
+        return recipe
+
+    try:
+        return one_line_errors("", checked)
+    except ValueError as problem:
+        raise ValueError(f"{path}: {problem}") from None
 
 
 def differences(directory: Path, recipe: Recipe) -> str:
