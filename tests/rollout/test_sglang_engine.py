@@ -32,10 +32,8 @@ from rollout.engine.settings import Mixture, ServerState
 from rollout.engine.sglang import SGLangEngine, SGLangSettings, generate_body
 from rollout.engine.weight_root import fits
 
-DEADLINES = dict(
-    probe_deadline_s=5.0, control_deadline_s=5.0, load_deadline_s=10.0
-)  # a busy machine stalls for a second
-QUICK = SGLangSettings("t", vocab_size=1000, backoff_s=0.01, owner_answers_s=1.0, probe_every_s=0.05, **DEADLINES)
+PATIENT = dict(probe_deadline_s=5.0, control_deadline_s=5.0, load_deadline_s=10.0)  # a busy machine stalls for seconds
+QUICK = SGLangSettings("t", vocab_size=1000, backoff_s=0.01, owner_answers_s=1.0, probe_every_s=0.05, **PATIENT)
 IMPATIENT = replace(QUICK, probe_deadline_s=0.3, control_deadline_s=1.0, load_deadline_s=1.0)  # for servers that hang
 SHAPES = {"scalar": (), "row": (3,), "last": (700, 1031)}  # written in two parts
 

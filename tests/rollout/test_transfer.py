@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from async_tests import given, until
 from fake_server import FakeServer
-from test_sglang_engine import IMPATIENT, QUICK, adapter, engine_of, request, trained
+from test_sglang_engine import IMPATIENT, NO_PROBES, QUICK, adapter, engine_of, request, trained
 
 from rollout import receiver as receiver_module
 from rollout.engine.labels import WITH_WEIGHTS_PORT, Label
@@ -22,7 +22,6 @@ from rollout.receiver import MAX_HEADER_BYTES, Receiver
 from rollout.server import ServerSettings, settled_port
 
 OURS = {"owner": "t/"}
-RARE_PROBES = replace(QUICK, probe_every_s=60)
 
 
 class Held(Receiver):
@@ -96,7 +95,7 @@ async def test_each_host_gets_missing_tensors_once_and_deletes_them(engine, *eac
     assert (await engine.generate(request(version=2))).versions.tolist() == [2] * 4
 
 
-@on_hosts(1, 1, settings=RARE_PROBES)
+@on_hosts(1, 1, settings=NO_PROBES)
 async def test_a_host_with_a_restarted_server_gets_all_tensors(engine, kept, restarted):
     await engine.publish(trained(1), 1)
     restarted.server.version = restarted.server.first_label  # not yet detected by a probe
@@ -146,7 +145,7 @@ async def test_a_server_that_dies_during_a_transfer_gets_no_requests_until_it_ha
     assert bad.server.read == ["frozen trained"] * 2 and bad.server.version == "t/2"
 
 
-@on_hosts(1, 1, settings=RARE_PROBES)
+@on_hosts(1, 1, settings=NO_PROBES)
 async def test_if_a_receiver_dies_the_next_server_of_its_host_receives(engine, first, second):
     first.receiver.dies = True
     await engine.publish(trained(1), 1)
